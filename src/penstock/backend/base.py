@@ -1,0 +1,95 @@
+"""The seam between the engine and whatever computes: a batch of arrays in, a step's result out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.model.tensor import Tensor
+from penstock.types import StepResult
+
+Ints = NDArray[np.int32]
+Floats = NDArray[np.float32]
+
+LAST_SAMPLED = -1  # in Batch.tokens: the token this row's slot sampled in the step before, still on the device
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRows:
+    """How to answer each of the S positions whose logits are wanted."""
+
+    target: Ints  # [S] -1: sample; else score this known token and sample nothing
+    temperature: Floats  # [S] 0: greedy
+    top_p: Floats  # [S]
+    top_k: Ints  # [S] 0: off
+    min_p: Floats  # [S]
+    seed: NDArray[np.uint64]  # [S] already mixed with the position: one number decides one draw
+    logprobs: Ints  # [S] -1: none; else how many alternatives
+    edits: tuple[LogitEdit | None, ...]  # [S] penalties, biases and bans, for the rows that have any
+
+
+@dataclass(frozen=True, slots=True)
+class LogitEdit:
+    """Changes to one row of logits, applied in this order: repetition, then add, then ban."""
+
+    seen: Ints  # distinct tokens of prompt and answer
+    repetition: float  # logits of `seen` above 0 are divided by it, below 0 multiplied
+    add_ids: Ints  # logits[add_ids] += add_values: biases, presence and frequency penalties
+    add_values: Floats
+    ban: Ints  # logits[ban] = -inf
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step as arrays. R rows, T tokens, S sampled positions."""
+
+    step: int
+    tokens: Ints  # [T]
+    positions: Ints  # [T]
+    row_start: Ints  # [R + 1] row r owns tokens[row_start[r]:row_start[r + 1]]
+    slots: Ints  # [R] the row's place for life: index into the backend's per-sequence state
+    tables: Ints  # [R, W] block ids; entries past a row's own context are undefined
+    sampled: Ints  # [S] indices into tokens, ascending
+    sample_start: Ints  # [R + 1] row r owns sampled[sample_start[r]:sample_start[r + 1]]
+    sample: SampleRows
+
+
+class Model(Protocol):
+    """A packed model: see model/llama.py."""
+
+    def forward(self, ops: Any) -> Any: ...
+
+
+Ticket = int
+
+
+class Backend(Protocol):
+    """Steps run in the order they were launched; what a launched step reads was written by those before it."""
+
+    def pack_matrix(self, parts: Sequence[Tensor], bias: Sequence[Tensor | None]) -> Any:
+        """One weight [out, in] made of parts stacked along `out`, in the layout this backend computes with."""
+
+    def pack_vector(self, tensor: Tensor) -> Any: ...
+
+    def load(self, model: Model) -> None:
+        """Takes the packed model and gets ready to run its forward pass."""
+
+    def kv_bytes_per_token(self) -> int:
+        """What one token costs in the cache reserve_kv would make."""
+
+    def reserve_kv(self, num_blocks: int, block_size: int) -> None: ...
+
+    def launch(self, batch: Batch) -> Ticket:
+        """Starts a step. The batch's arrays are read before this returns."""
+
+    def wait(self, ticket: Ticket) -> StepResult:
+        """The step's answer; every ticket is waited for once, in launch order."""
+
+    def move_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copies KV blocks (source, target) after every launched step."""
+
+    def close(self) -> None: ...

@@ -1,0 +1,87 @@
+"""A backend without tensors that cannot be fooled: each KV slot holds the token written there, and the next token is a
+checksum of the whole context read back through the block table. A mistake anywhere in allocation, sharing, eviction,
+chunking or preemption changes an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.backend.base import LAST_SAMPLED, Batch, Model, Ticket
+from penstock.model.tensor import Tensor
+from penstock.types import RowResult, StepResult, TokenLogprob
+
+
+def next_token(context: Sequence[int] | NDArray[np.int64], vocab: int) -> int:
+    """What the fake answers after `context`, token and place both counting."""
+    tokens = np.asarray(context, np.int64)
+    places = np.arange(1, len(tokens) + 1, dtype=np.int64)
+    return int(((tokens + 1) * places * 2654435761 % 1000003).sum() % vocab)
+
+
+def continuation(prompt: Sequence[int], count: int, vocab: int) -> list[int]:
+    """The `count` tokens that must follow `prompt`, computed with no cache at all."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens, vocab))
+    return tokens[len(prompt) :]
+
+
+class FakeBackend:
+    def __init__(self, vocab: int = 1000, max_rows: int = 1024) -> None:
+        self._vocab = vocab
+        self._last = np.full(max_rows, -1, np.int64)  # by slot
+        self._results: dict[Ticket, StepResult] = {}
+
+    def pack_matrix(self, parts: Sequence[Tensor], bias: Sequence[Tensor | None]) -> Any:
+        return None
+
+    def pack_vector(self, tensor: Tensor) -> Any:
+        return None
+
+    def load(self, model: Model) -> None: ...
+
+    def kv_bytes_per_token(self) -> int:
+        return 8
+
+    def reserve_kv(self, num_blocks: int, block_size: int) -> None:
+        self._kv = np.full((num_blocks, block_size), -1, np.int64)
+
+    def launch(self, batch: Batch) -> Ticket:
+        rows = tuple(self._run_row(batch, row) for row in range(len(batch.slots)))
+        self._results[batch.step] = StepResult(batch.step, rows)
+        return batch.step
+
+    def wait(self, ticket: Ticket) -> StepResult:
+        return self._results.pop(ticket)
+
+    def move_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        for source, target in pairs:
+            self._kv[target] = self._kv[source]
+
+    def close(self) -> None: ...
+
+    def _run_row(self, batch: Batch, row: int) -> RowResult:
+        first, last = batch.row_start[row], batch.row_start[row + 1]
+        slot, table = batch.slots[row], batch.tables[row]
+        tokens, positions = batch.tokens[first:last].astype(np.int64), batch.positions[first:last]
+        tokens[tokens == LAST_SAMPLED] = self._last[slot]
+        size = self._kv.shape[1]
+        self._kv[table[positions // size], positions % size] = tokens
+        result = RowResult()
+        for s in range(batch.sample_start[row], batch.sample_start[row + 1]):
+            length = int(batch.positions[batch.sampled[s]]) + 1
+            context = self._kv[table[: -(-length // size)]].reshape(-1)[:length]
+            result = self._answer(result, context, int(batch.sample.target[s]))
+        if result.tokens:
+            self._last[slot] = result.tokens[-1]
+        return result
+
+    def _answer(self, result: RowResult, context: NDArray[np.int64], target: int) -> RowResult:
+        token = next_token(context, self._vocab)
+        if target < 0:
+            return result._replace(tokens=(*result.tokens, token))
+        return result._replace(scores=(*result.scores, TokenLogprob(target, -float(token))))

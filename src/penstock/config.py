@@ -1,0 +1,54 @@
+"""One config for every tier. Read once, resolved once into `Limits`, never changed."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from penstock.errors import ConfigError
+from penstock.types import Limits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    model: str  # a GGUF file or a Hugging Face folder
+    name: str = ""  # what clients call it; empty: from the file
+    device: str = "auto"  # auto, cpu, ref
+    threads: int = 0  # 0: every core this process may use
+    max_len: int = 0  # 0: the model's own context length
+    max_rows: int = 64
+    max_tokens: int = 512  # per step
+    kv_memory: int = 0  # bytes; 0: from what is free
+    block_size: int = 16
+
+
+def resolve(config: Config, *, context: int, vocab: int, kv_bytes: int, memory: int) -> Limits:
+    """The limits of this config for a model with `context` positions whose KV costs `kv_bytes` a token,
+    on a machine with `memory` bytes free."""
+    if config.max_len > context:
+        raise ConfigError(f"max_len {config.max_len} is beyond the model's context of {context} tokens")
+    max_len = config.max_len or context
+    block_bytes = kv_bytes * config.block_size
+    wanted = -(-max_len // config.block_size) * config.max_rows
+    budget = config.kv_memory or memory // 2
+    num_blocks = min(wanted, budget // block_bytes)
+    if num_blocks < 2:
+        raise ConfigError(
+            f"the KV cache needs at least {2 * block_bytes} bytes; got {budget}: raise kv_memory or free some memory"
+        )
+    return Limits(
+        max_len=min(max_len, num_blocks * config.block_size),
+        max_rows=config.max_rows,
+        max_tokens=max(config.max_tokens, config.max_rows),
+        block_size=config.block_size,
+        num_blocks=num_blocks,
+        vocab=vocab,
+    )
+
+
+def available_memory() -> int:
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def available_threads() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

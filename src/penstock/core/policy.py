@@ -1,0 +1,25 @@
+"""Who goes first, how much of a step one row may take, who may come in. Pure functions: fairness, deadlines and
+service classes belong here and nowhere else."""
+
+from __future__ import annotations
+
+from penstock.core.sequence import Sequence
+
+Order = tuple[int, int]
+
+
+def order(seq: Sequence) -> Order:
+    """Sequences run, wait and keep their memory in this order; the last is the first victim."""
+    return (seq.priority, seq.arrival)
+
+
+def share(wanted: int, budget: int, behind: int) -> int:
+    """How many of the step's tokens a row gets: a long prompt leaves one for every running row behind it, so that
+    nobody's stream stands still."""
+    return min(wanted, budget - behind)
+
+
+def admits(available: int, needed: int, owed: int, running: int) -> bool:
+    """Whether a sequence that needs `needed` blocks for what it already has to say may come in. `owed` blocks are
+    still to be taken for what the running ones have to say, and each of them should find one more to grow into."""
+    return running == 0 or available >= needed + owed + running + 1

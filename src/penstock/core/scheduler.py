@@ -1,0 +1,272 @@
+"""Decides each step: which sequences, which positions, which blocks.
+
+A step is a list of rows and nothing else: chunked prefill, decode, resume after preemption and prompt scoring are
+the same row with other numbers. `plan` may be called again before the last plan's `commit`; steps are computed in
+the order they were planned, so a block taken back in one plan may be handed out in the next.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+
+from penstock.core import policy
+from penstock.core.kvcache import KvCache
+from penstock.core.prefix import Node
+from penstock.core.sequence import Sequence
+from penstock.errors import ConfigError, ContextTooLong, InvalidRequest
+from penstock.types import (
+    Aborted,
+    Event,
+    Failed,
+    Finished,
+    Grown,
+    Limits,
+    Row,
+    RowResult,
+    Stats,
+    StepPlan,
+    StepResult,
+    Tokens,
+)
+
+
+class Scheduler:
+    def __init__(self, limits: Limits) -> None:
+        if limits.max_tokens < limits.max_rows:
+            raise ConfigError(f"a step of {limits.max_tokens} tokens cannot serve {limits.max_rows} rows")
+        if limits.max_len > limits.num_blocks * limits.block_size:
+            raise ConfigError(f"{limits.num_blocks} blocks cannot hold one sequence of {limits.max_len} tokens")
+        self.limits = limits
+        self.cache = KvCache(limits.num_blocks, limits.block_size)
+        self.sequences: dict[int, Sequence] = {}
+        self.running: list[Sequence] = []  # in policy order, as is `waiting`
+        self.waiting: list[Sequence] = []
+        self._step = 0
+        self._arrivals = 0
+        self._grown: list[Grown] = []
+        self._dropped: list[int] = []
+        self._prompt_tokens = self._cached_tokens = self._generated_tokens = self._preemptions = 0
+
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    def add(self, seq: Sequence) -> None:
+        """Takes a sequence in, or refuses at once what could never be finished. An id is never used twice."""
+        self._refuse_impossible(seq)
+        self._arrivals += 1
+        seq.arrival = self._arrivals
+        self.sequences[seq.id] = seq
+        insort(self.waiting, seq, key=policy.order)
+
+    def abort(self, id: int) -> list[Event]:
+        """Ends a sequence wherever it stands; one that has already ended is left alone."""
+        seq = self.sequences.get(id)
+        if seq is None:
+            return []
+        self._end(seq)
+        return [Aborted(id)]
+
+    def fail(self, plan: StepPlan, code: str, message: str) -> list[Event]:
+        """Ends every sequence of a step that could not be computed."""
+        failed = [self.sequences[row.seq] for row in plan.rows if row.seq in self.sequences]
+        for seq in failed:
+            self._end(seq)
+        return [Failed(seq.id, code, message) for seq in failed]
+
+    # -- one step ------------------------------------------------------------------------------------------------
+
+    def plan(self) -> StepPlan:
+        self._step += 1
+        rows: list[Row] = []
+        preemptions = self._preemptions
+        budget = self._plan_running(rows)
+        if self.waiting and preemptions == self._preemptions:
+            self._admit(rows, budget)
+        plan = StepPlan(self._step, tuple(rows), tuple(self._grown), tuple(self._dropped))
+        self._grown, self._dropped = [], []
+        return plan
+
+    def commit(self, plan: StepPlan, result: StepResult) -> list[Event]:
+        """Takes a step's answer in. Rows of sequences that ended meanwhile are ignored."""
+        events: list[Event] = []
+        for row, answer in zip(plan.rows, result.rows, strict=True):
+            seq = self.sequences.get(row.seq)
+            if seq is None:
+                continue
+            if plan.step >= seq.since:
+                seq.computed = row.start + row.count
+                if seq.computed // self.cache.block_size > len(seq.nodes):
+                    self._grown += [Grown(seq.id, at, (block,)) for at, block in self.cache.enter(seq)]
+            self._take_answer(seq, row, answer, events)
+        return events
+
+    def stats(self) -> Stats:
+        cached = self.cache.trie.idle
+        free = len(self.cache.pool)
+        return Stats(
+            running=len(self.running),
+            waiting=len(self.waiting),
+            blocks_free=free,
+            blocks_used=self.limits.num_blocks - free - cached,
+            blocks_cached=cached,
+            steps=self._step,
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=self._cached_tokens,
+            generated_tokens=self._generated_tokens,
+            preemptions=self._preemptions,
+        )
+
+    # -- planning ------------------------------------------------------------------------------------------------
+
+    def _plan_running(self, rows: list[Row]) -> int:
+        """A row for every running sequence that has something to compute; returns the tokens left over."""
+        budget = self.limits.max_tokens
+        index = 0
+        while index < len(self.running):
+            seq = self.running[index]
+            index += 1
+            wanted = seq.end - seq.planned
+            if wanted == 0 or (seq.lockstep and seq.end > len(seq.tokens)):
+                continue
+            count = policy.share(wanted, budget, len(self.running) - index)
+            count = self._make_room(seq, count, index)
+            if count:
+                budget -= count
+                rows.append(self._row(seq, count))
+        return budget
+
+    def _make_room(self, seq: Sequence, count: int, index: int) -> int:
+        """Preempts from the back of the line until `count` more positions fit; returns how many do."""
+        size = self.cache.block_size
+        spare = len(seq.blocks) * size - seq.planned
+        if count <= spare:
+            return count
+        missing = self.cache.blocks_for(count - spare)
+        while missing > self.cache.available and len(self.running) > index:
+            self._preempt(self.running[-1])
+        return min(count, spare + self.cache.available * size)
+
+    def _row(self, seq: Sequence, count: int) -> Row:
+        start = seq.planned
+        if start + count > len(seq.blocks) * self.cache.block_size:
+            at = len(seq.blocks)
+            self._grown.append(Grown(seq.id, at, self.cache.grow(seq, start + count)))
+        seq.planned = start + count
+        sample = 0
+        if seq.planned == seq.end and seq.end < seq.max_len:
+            seq.end += 1
+            sample = 1
+        return Row(seq.id, start, count, count if seq.scored < seq.prompt_len else sample)
+
+    # -- admission -----------------------------------------------------------------------------------------------
+
+    def _admit(self, rows: list[Row], budget: int) -> None:
+        """Lets waiting sequences in, in order, until one does not fit. One whose next block is just being computed
+        by another is passed over until it can reuse it."""
+        owed = sum(self._owed(seq) for seq in self.running)
+        index = 0
+        while budget > 0 and index < len(self.waiting) and len(self.running) < self.limits.max_rows:
+            seq = self.waiting[index]
+            if self._should_wait(seq):
+                index += 1
+                continue
+            matched = self.cache.match(seq)
+            seq.awaits = self.cache.awaited(seq, len(matched))
+            if seq.awaits is not None:
+                continue
+            needed = self.cache.blocks_for(seq.end) - len(matched)
+            available = self.cache.available - sum(node.holders == 0 for node in matched)
+            if not policy.admits(available, needed, owed, len(self.running)):
+                break
+            del self.waiting[index]
+            self._start(seq, matched)
+            row = self._row(seq, policy.share(seq.end - seq.planned, budget, 0))
+            rows.append(row)
+            budget -= row.count
+            owed += self._owed(seq)
+
+    def _should_wait(self, seq: Sequence) -> bool:
+        in_flight = seq.end > len(seq.tokens)
+        return in_flight or seq.awaits in self.cache.promised
+
+    def _start(self, seq: Sequence, matched: list[Node]) -> None:
+        self.cache.open(seq, matched)
+        insort(self.running, seq, key=policy.order)
+        seq.computed = seq.planned = len(matched) * self.cache.block_size
+        seq.since = self._step
+        if matched:
+            self._grown.append(Grown(seq.id, 0, tuple(seq.blocks)))
+        if seq.cached < 0:
+            seq.cached = min(seq.computed, seq.prompt_len)
+            self._prompt_tokens += seq.prompt_len
+            self._cached_tokens += seq.cached
+
+    def _refuse_impossible(self, seq: Sequence) -> None:
+        limits = self.limits
+        if seq.id in self.sequences:
+            raise InvalidRequest(f"request id {seq.id} is already in use")
+        if not seq.prompt_len:
+            raise InvalidRequest("the prompt is empty: at least one token is needed")
+        if seq.max_len > limits.max_len:
+            answer = seq.max_len - seq.prompt_len
+            raise ContextTooLong(
+                f"the prompt has {seq.prompt_len} tokens and {answer} more may follow, together {seq.max_len}; "
+                f"the context holds {limits.max_len}: shorten the prompt or lower max_tokens"
+            )
+        if min(seq.tokens) < 0 or max(seq.tokens) >= limits.vocab:
+            raise InvalidRequest(f"prompt token ids must be from 0 to {limits.vocab - 1}")
+
+    def _owed(self, seq: Sequence) -> int:
+        return self.cache.blocks_for(seq.end) - len(seq.blocks)
+
+    # -- committing ----------------------------------------------------------------------------------------------
+
+    def _take_answer(self, seq: Sequence, row: Row, answer: RowResult, events: list[Event]) -> None:
+        tokens, stop = self._append(seq, answer.tokens)
+        scores = answer.scores
+        if scores:  # scores[i] is of token start + 1 + i; a resumed prompt may bring some again
+            scores = scores[max(seq.scored - row.start - 1, 0) :]
+            seq.scored += len(scores)
+        if tokens or scores:
+            logprobs = answer.logprobs[: len(tokens)]
+            events.append(Tokens(seq.id, tokens, logprobs, scores, seq.cached))
+        if stop is not None:
+            self._end(seq)
+            events.append(Finished(seq.id, "stop", stop))
+        elif len(seq.tokens) == seq.max_len and (tokens or seq.computed == seq.max_len):
+            self._end(seq)
+            events.append(Finished(seq.id, "length"))
+
+    def _append(self, seq: Sequence, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], int | None]:
+        """Takes sampled tokens up to the one that ends the sequence; returns those taken and that one."""
+        tokens = tokens[: seq.max_len - len(seq.tokens)]
+        stop = None
+        for count, token in enumerate(tokens, 1):
+            if token in seq.stop_ids:
+                tokens, stop = tokens[:count], token
+                break
+        seq.tokens += tokens
+        self._generated_tokens += len(tokens)
+        return tokens, stop
+
+    # -- leaving -------------------------------------------------------------------------------------------------
+
+    def _preempt(self, seq: Sequence) -> None:
+        """Sends a running sequence back to wait: its blocks go, its tokens stay."""
+        self._preemptions += 1
+        self._leave(seq)
+        seq.computed = seq.planned = 0
+        seq.since = self._step
+        insort(self.waiting, seq, key=policy.order)
+
+    def _end(self, seq: Sequence) -> None:
+        del self.sequences[seq.id]
+        self._leave(seq)
+
+    def _leave(self, seq: Sequence) -> None:
+        """Takes a sequence out of its line, and its blocks and block table from it. Only running ones have blocks."""
+        line = self.running if seq.blocks else self.waiting
+        del line[bisect_left(line, policy.order(seq), key=policy.order)]
+        if seq.blocks:
+            self.cache.release(seq)
+            self._grown = [grown for grown in self._grown if grown.seq != seq.id]
+            self._dropped.append(seq.id)

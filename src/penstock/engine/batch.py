@@ -1,0 +1,63 @@
+"""From a plan to a batch: the one place where sequences and blocks become arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from penstock.backend.base import LAST_SAMPLED, Batch
+from penstock.core import Sequence
+from penstock.engine.sampling import Sampler, Wanted, sample_rows
+from penstock.types import Limits, StepPlan
+
+
+class Batcher:
+    """Keeps a slot and a block table for every running sequence, changed only by what a plan says has changed."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._block_size = limits.block_size
+        self._tables = np.zeros((limits.max_rows, -(-limits.max_len // limits.block_size)), np.int32)
+        self._slots: dict[int, int] = {}
+        self._free = list(range(limits.max_rows - 1, -1, -1))
+
+    def follow(self, plan: StepPlan) -> None:
+        """Applies what the plan says of block tables; to be called for every plan, rows or none."""
+        for seq in plan.dropped:
+            self._free.append(self._slots.pop(seq))
+        for grown in plan.grown:
+            slot = self._slots.get(grown.seq)
+            if slot is None:
+                slot = self._slots[grown.seq] = self._free.pop()
+            self._tables[slot, grown.at : grown.at + len(grown.blocks)] = grown.blocks
+
+    def build(self, plan: StepPlan, sequences: Mapping[int, Sequence], samplers: Mapping[int, Sampler]) -> Batch:
+        tokens: list[int] = []
+        positions: list[int] = []
+        sampled: list[int] = []
+        wanted: list[Wanted] = []
+        row_start, sample_start = [0], [0]
+        for row in plan.rows:
+            seq = sequences[row.seq]
+            end = row.start + row.count
+            known = seq.tokens[row.start : end]
+            tokens += known
+            tokens += [LAST_SAMPLED] * (row.count - len(known))
+            positions += range(row.start, end)
+            sampled += range(len(tokens) - row.sample, len(tokens))
+            wanted += [(samplers[row.seq], seq.tokens, at) for at in range(end - row.sample, end)]
+            row_start.append(len(tokens))
+            sample_start.append(len(sampled))
+        slots = np.array([self._slots[row.seq] for row in plan.rows], np.int32)
+        width = -(-max(row.start + row.count for row in plan.rows) // self._block_size)
+        return Batch(
+            step=plan.step,
+            tokens=np.array(tokens, np.int32),
+            positions=np.array(positions, np.int32),
+            row_start=np.array(row_start, np.int32),
+            slots=slots,
+            tables=self._tables[slots, :width],
+            sampled=np.array(sampled, np.int32),
+            sample_start=np.array(sample_start, np.int32),
+            sample=sample_rows(wanted),
+        )

@@ -1,0 +1,25 @@
+"""From a config to an engine that is ready to step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from penstock.backend import open_backend
+from penstock.config import Config, available_memory, available_threads, resolve
+from penstock.engine.engine import Engine
+from penstock.model.load import load_model, open_checkpoint
+
+
+def open_engine(config: Config) -> Engine:
+    checkpoint = open_checkpoint(Path(config.model))
+    backend = open_backend(config.device, config.threads or available_threads())
+    backend.load(load_model(checkpoint, backend))
+    limits = resolve(
+        config,
+        context=checkpoint.spec.max_len,
+        vocab=checkpoint.spec.vocab,
+        kv_bytes=backend.kv_bytes_per_token(),
+        memory=available_memory(),
+    )
+    backend.reserve_kv(limits.num_blocks, limits.block_size)
+    return Engine(backend, limits)

@@ -1,0 +1,55 @@
+"""The one loop: take messages, step, send what happened. The same in a thread and in a process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+from penstock.engine.engine import Engine
+from penstock.errors import PenstockError
+from penstock.types import Event, Failed, Request, Stats
+
+
+class Add(NamedTuple):
+    request: Request
+
+
+class Abort(NamedTuple):
+    id: int
+
+
+class Close(NamedTuple):
+    pass
+
+
+Message = Add | Abort | Close
+
+
+class Inbox(Protocol):
+    def take(self, wait: bool) -> list[Message]:
+        """What has arrived; with `wait`, returns only when something has."""
+
+
+def run(engine: Engine, inbox: Inbox, send: Callable[[list[Event], Stats], None]) -> None:
+    """Until a Close arrives. Waits without cost while the engine is idle."""
+    while True:
+        messages = inbox.take(wait=engine.idle)
+        events: list[Event] = []
+        for message in messages:
+            if isinstance(message, Close):
+                return
+            events += _apply(engine, message)
+        events += engine.step()
+        if messages or events:
+            send(events, engine.stats())
+
+
+def _apply(engine: Engine, message: Add | Abort) -> list[Event]:
+    if isinstance(message, Abort):
+        engine.abort(message.id)
+        return []
+    try:
+        engine.add(message.request)
+    except PenstockError as error:
+        return [Failed(message.request.id, error.code, error.message)]
+    return []

@@ -1,0 +1,67 @@
+"""Every error a user can meet.
+
+PenstockError                 code, message; one line, no traceback at the command line
+├── InvalidRequest            the caller sent something that cannot be done       HTTP 400
+│   └── ContextTooLong        prompt and answer do not fit in the context
+├── ModelNotFound             no such model, here or at its source                HTTP 404
+├── ModelError                the model's files are damaged or not supported
+│   ├── MalformedFile         truncated, wrong magic, offsets outside the file ...
+│   └── UnsupportedModel      a well-formed file that this engine cannot run
+├── DownloadError             a model could not be fetched or did not match its checksum
+├── ConfigError               settings that cannot work together or on this machine
+└── EngineUnavailable         the engine process is starting, restarting or gone  HTTP 503
+
+A message says what happened, what was got and what to do.
+"""
+
+from __future__ import annotations
+
+
+class PenstockError(Exception):
+    code = "error"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message
+
+
+class InvalidRequest(PenstockError):
+    code = "invalid_request"
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        if code is not None:
+            self.code = code
+
+
+class ContextTooLong(InvalidRequest):
+    code = "context_length_exceeded"
+
+
+class ModelNotFound(PenstockError):
+    code = "model_not_found"
+
+
+class ModelError(PenstockError):
+    code = "model_error"
+
+
+class MalformedFile(ModelError):
+    code = "malformed_file"
+
+
+class UnsupportedModel(ModelError):
+    code = "unsupported_model"
+
+
+class DownloadError(PenstockError):
+    code = "download_error"
+
+
+class ConfigError(PenstockError):
+    code = "config_error"
+
+
+class EngineUnavailable(PenstockError):
+    code = "engine_unavailable"

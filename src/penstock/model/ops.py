@@ -1,0 +1,37 @@
+"""The op vocabulary: everything a model file may say.
+
+A model's forward pass is written once against these calls. A backend gives them a meaning: the reference computes
+at once with NumPy, the CPU backend records them into a native program. `backend/ref` is their definition.
+
+Symbols: T tokens in the step, S of them whose logits are wanted.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, TypeVar
+
+from penstock.model.spec import AttentionSpec
+
+Weight = Any  # whatever this backend's `pack` returned; a model only carries it
+V = TypeVar("V")
+
+
+class Ops(Protocol[V]):
+    def embed(self, table: Weight) -> V:
+        """Rows of the table for the step's tokens: [T, dim]."""
+
+    def add_norm(self, x: V, residual: V | None, gain: Weight, eps: float) -> tuple[V, V]:
+        """r = x + residual (x alone when there is none); returns (rms_norm(r) * gain, r)."""
+
+    def linear(self, x: V, weight: Weight) -> V:
+        """x @ weight.T (+ bias): [*, in] -> [*, out]."""
+
+    def attend(self, layer: int, qkv: V, spec: AttentionSpec) -> V:
+        """Splits qkv into q, k, v; rotates q and k; writes k and v to the paged cache of `layer`; causal attention
+        of every token over its own sequence: [T, q + k + v] -> [T, q]."""
+
+    def gated(self, x: V, act: str) -> V:
+        """act(left half) * right half: [T, 2 * hidden] -> [T, hidden]. `act` is "silu"."""
+
+    def take_sampled(self, x: V) -> V:
+        """The rows whose logits are wanted: [T, dim] -> [S, dim]."""

@@ -1,0 +1,49 @@
+"""A tensor as it lies in a checkpoint: raw bytes, a format and a shape."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Format(NamedTuple):
+    """How values are stored: `bytes` bytes hold `values` consecutive values of a row."""
+
+    name: str
+    values: int
+    bytes: int
+
+
+# name: (values, bytes) of one storage block
+FORMATS = {
+    name: Format(name, values, size)
+    for name, values, size in (
+        ("F32", 1, 4),
+        ("F16", 1, 2),
+        ("BF16", 1, 2),
+        ("Q4_0", 32, 18),
+        ("Q4_1", 32, 20),
+        ("Q5_0", 32, 22),
+        ("Q5_1", 32, 24),
+        ("Q8_0", 32, 34),
+        ("Q2_K", 256, 84),
+        ("Q3_K", 256, 110),
+        ("Q4_K", 256, 144),
+        ("Q5_K", 256, 176),
+        ("Q6_K", 256, 210),
+        ("IQ4_NL", 32, 18),
+        ("IQ4_XS", 256, 136),
+        ("MXFP4", 32, 17),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    name: str  # as the file spells it
+    format: Format
+    shape: tuple[int, ...]  # rows first: a matrix is (out, in)
+    data: NDArray[np.uint8]  # flat bytes, usually a view of the mapped file

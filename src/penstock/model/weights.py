@@ -1,0 +1,56 @@
+"""From a checkpoint's tensors to packed weights: shapes are checked here, and every tensor must be used."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from penstock.errors import MalformedFile
+from penstock.model.tensor import Tensor
+
+
+class Packs(Protocol):
+    """What a packer needs of a backend (see backend/base.py)."""
+
+    def pack_matrix(self, parts: Any, bias: Any) -> Any: ...
+
+    def pack_vector(self, tensor: Tensor) -> Any: ...
+
+
+class Packer:
+    """Hands tensors to a backend by their canonical names."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], backend: Packs) -> None:
+        self._tensors = tensors
+        self._backend = backend
+        self._used: set[str] = set()
+
+    def vector(self, name: str, size: int) -> Any:
+        return self._backend.pack_vector(self._take(name, (size,)))
+
+    def matrix(self, *parts: tuple[str, int], width: int) -> Any:
+        """One weight of several named parts (name, rows) stacked; a part's bias is its name + ".bias"."""
+        tensors = [self._take(name, (rows, width)) for name, rows in parts]
+        biases = [
+            self._take(f"{name}.bias", (rows,)) if f"{name}.bias" in self._tensors else None for name, rows in parts
+        ]
+        return self._backend.pack_matrix(tensors, biases)
+
+    def check_all_used(self) -> None:
+        """A tensor that nothing asked for means the model would be computed wrongly."""
+        unused = sorted(self._tensors.keys() - self._used)
+        if unused:
+            names = ", ".join(self._tensors[name].name for name in unused[:4])
+            raise MalformedFile(
+                f"{len(unused)} tensors of the checkpoint have no place in this architecture: {names}"
+                f"{' ...' if len(unused) > 4 else ''}"
+            )
+
+    def _take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        tensor = self._tensors.get(name)
+        if tensor is None:
+            raise MalformedFile(f"the checkpoint has no tensor for {name!r}; it may be truncated or of another kind")
+        if tensor.shape != shape:
+            raise MalformedFile(f"tensor {tensor.name!r} has shape {tensor.shape}; the model's config needs {shape}")
+        self._used.add(name)
+        return tensor

@@ -1,0 +1,255 @@
+"""What the scheduler promises, one promise at a time."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.core import Scheduler, Sequence
+from penstock.errors import ConfigError, ContextTooLong, InvalidRequest
+from penstock.types import Aborted, Failed, Finished, Tokens
+from tests.core.world import answer, counts, limits, run, step
+
+
+def prompt(length: int, first: int = 0) -> tuple[int, ...]:
+    return (first, *range(1, length))
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------
+
+
+def test_refuses_at_submit_what_can_never_fit() -> None:
+    scheduler = Scheduler(limits(max_len=20))
+    with pytest.raises(ContextTooLong, match="15 tokens and 6 more may follow, together 21; the context holds 20"):
+        scheduler.add(Sequence(1, prompt(15), 6))
+    scheduler.add(Sequence(1, prompt(15), 5))
+
+
+@pytest.mark.parametrize("bad", [(), (-1,), (100,)])
+def test_refuses_empty_prompts_and_foreign_tokens(bad: tuple[int, ...]) -> None:
+    with pytest.raises(InvalidRequest):
+        Scheduler(limits()).add(Sequence(1, bad, 1))
+
+
+def test_refuses_an_id_in_use() -> None:
+    scheduler = Scheduler(limits())
+    scheduler.add(Sequence(1, prompt(3), 1))
+    with pytest.raises(InvalidRequest, match="already in use"):
+        scheduler.add(Sequence(1, prompt(3), 1))
+
+
+def test_refuses_limits_that_cannot_work() -> None:
+    with pytest.raises(ConfigError, match="cannot serve 8 rows"):
+        Scheduler(limits(max_rows=8, max_tokens=7))
+    with pytest.raises(ConfigError, match="cannot hold one sequence"):
+        Scheduler(limits(max_len=65))
+
+
+# -- steps -------------------------------------------------------------------------------------------------------
+
+
+def test_a_long_prompt_is_computed_in_chunks_and_samples_once_at_its_end() -> None:
+    scheduler = Scheduler(limits(max_tokens=16))
+    scheduler.add(Sequence(1, prompt(40), 2))
+    rows = [step(scheduler)[0].rows[0] for _ in range(4)]
+    assert [(row.start, row.count, row.sample) for row in rows] == [(0, 16, 0), (16, 16, 0), (32, 8, 1), (40, 1, 1)]
+
+
+def test_a_long_prompt_leaves_room_for_every_running_stream() -> None:
+    scheduler = Scheduler(limits(num_blocks=64))
+    scheduler.add(Sequence(1, prompt(60), 1))
+    scheduler.add(Sequence(2, prompt(3, first=9), 20, priority=-1))
+    scheduler.add(Sequence(3, prompt(3, first=8), 20, priority=1))
+    assert counts(step(scheduler)[0]) == {2: 3, 1: 13}
+    scheduler.abort(1)
+    step(scheduler)
+    scheduler.add(Sequence(4, prompt(60), 1))
+    for _ in range(3):
+        assert counts(step(scheduler)[0]) == {2: 1, 4: 14, 3: 1}
+
+
+def test_lower_priority_numbers_go_first_and_equals_in_order_of_arrival() -> None:
+    scheduler = Scheduler(limits(max_rows=1))
+    run_order = [
+        event.seq
+        for event in run(
+            scheduler,
+            Sequence(1, prompt(3), 1, priority=5),
+            Sequence(2, prompt(3), 1),
+            Sequence(3, prompt(3), 1, priority=5),
+            Sequence(4, prompt(3), 1),
+        )
+        if isinstance(event, Finished)
+    ]
+    assert run_order == [2, 4, 1, 3]
+
+
+def test_ends_with_stop_token_or_length() -> None:
+    scheduler = Scheduler(limits())
+    events = run(
+        scheduler, Sequence(1, prompt(3), 9, stop_ids=frozenset({50})), Sequence(2, prompt(3), 2), Sequence(3, prompt(3), 0)
+    )
+    ends = {event.seq: event for event in events if isinstance(event, Finished)}
+    assert ends == {1: Finished(1, "stop", 50), 2: Finished(2, "length"), 3: Finished(3, "length")}
+    answers = {seq: [t for e in events if isinstance(e, Tokens) and e.seq == seq for t in e.tokens] for seq in ends}
+    assert answers == {1: [50], 2: [50, 50], 3: []}
+
+
+def test_a_second_step_is_planned_while_the_first_is_in_flight() -> None:
+    scheduler = Scheduler(limits())
+    scheduler.add(Sequence(1, prompt(3), 9, stop_ids=frozenset({7})))
+    first, second = scheduler.plan(), scheduler.plan()
+    assert second.rows[0].start == 3  # the token sampled by `first`, not known here yet
+    answer(scheduler, first, token=7)
+    assert answer(scheduler, second) == []  # it ended meanwhile
+    assert not scheduler.sequences
+
+
+def test_lockstep_sequences_wait_for_their_last_token() -> None:
+    scheduler = Scheduler(limits())
+    scheduler.add(Sequence(1, prompt(3), 9, lockstep=True))
+    first = scheduler.plan()
+    assert not scheduler.plan().rows
+    answer(scheduler, first)
+    assert scheduler.plan().rows
+
+
+# -- leaving -----------------------------------------------------------------------------------------------------
+
+
+def test_abort_works_at_any_moment_and_only_once() -> None:
+    scheduler = Scheduler(limits(max_rows=1))
+    for id in (1, 2):
+        scheduler.add(Sequence(id, prompt(10), 9))
+    plan = scheduler.plan()
+    assert scheduler.abort(1) == [Aborted(1)]  # in flight
+    assert scheduler.abort(2) == [Aborted(2)]  # waiting
+    assert scheduler.abort(2) == scheduler.abort(3) == []
+    assert answer(scheduler, plan) == []
+    assert scheduler.stats().blocks_free == 16
+
+
+def test_a_failed_step_ends_its_own_rows_and_nobody_else() -> None:
+    scheduler = Scheduler(limits(max_rows=2))
+    for id in (1, 2, 3):
+        scheduler.add(Sequence(id, prompt(4, first=id), 9))
+    plan = scheduler.plan()
+    scheduler.abort(2)
+    assert scheduler.fail(plan, "oops", "it broke") == [Failed(1, "oops", "it broke")]
+    assert run(scheduler)[-1] == Finished(3, "length")
+
+
+# -- prefix cache ------------------------------------------------------------------------------------------------
+
+
+def cached(events: list[object]) -> dict[int, int]:
+    return {event.seq: event.cached for event in events if isinstance(event, Tokens)}
+
+
+def test_reuses_full_blocks_of_prompt_and_answer_but_never_the_last_token() -> None:
+    scheduler = Scheduler(limits())
+    run(scheduler, Sequence(1, prompt(8), 9))
+    assert cached(run(scheduler, Sequence(2, prompt(8), 1))) == {2: 4}
+    assert cached(run(scheduler, Sequence(3, (*prompt(8), *[50] * 8), 1))) == {3: 12}
+    assert cached(run(scheduler, Sequence(4, (*prompt(7), 99, 1), 1))) == {4: 4}
+    assert scheduler.stats().cached_tokens == 20
+
+
+def test_salts_do_not_share() -> None:
+    scheduler = Scheduler(limits())
+    run(scheduler, Sequence(1, prompt(12), 1, salt="a"))
+    assert cached(run(scheduler, Sequence(2, prompt(12), 1, salt="b"))) == {2: 0}
+    assert cached(run(scheduler, Sequence(3, prompt(12), 1, salt="a"))) == {3: 8}
+
+
+def test_evicts_the_least_recently_used_leaf_first() -> None:
+    scheduler = Scheduler(limits(num_blocks=16))
+    run(scheduler, Sequence(1, prompt(17), 1))  # five blocks, four of them full
+    run(scheduler, Sequence(2, prompt(17, first=9), 1))
+    run(scheduler, Sequence(3, prompt(6), 1))  # uses the first block of 1 again
+    run(scheduler, Sequence(4, prompt(45, first=8), 1))  # twelve blocks: four must be evicted
+    known = [len(scheduler.cache.match(Sequence(5, prompt(17, first=first), 1))) for first in (0, 9, 8)]
+    assert known == [1, 3, 4]
+
+
+def test_simultaneous_twins_compute_their_prefix_once() -> None:
+    scheduler = Scheduler(limits(max_tokens=8, max_rows=4, num_blocks=64))
+    for id in range(4):
+        scheduler.add(Sequence(id, (*prompt(32), id), 1))
+    computed = 0
+    while scheduler.sequences:
+        plan, _ = step(scheduler)
+        computed += sum(counts(plan).values())
+    assert computed == 32 + 4
+    assert scheduler.stats().cached_tokens == 3 * 32
+
+
+def test_the_one_computing_a_prefix_may_leave_and_another_takes_over() -> None:
+    scheduler = Scheduler(limits(max_tokens=8, num_blocks=64))
+    for id in range(3):
+        scheduler.add(Sequence(id, (*prompt(32), id), 1))
+    step(scheduler)
+    scheduler.abort(0)
+    assert {event.seq for event in run(scheduler) if isinstance(event, Finished)} == {1, 2}
+
+
+# -- preemption --------------------------------------------------------------------------------------------------
+
+
+def test_preempts_the_last_in_line_and_finishes_everybody() -> None:
+    scheduler = Scheduler(limits(num_blocks=8, max_len=32))
+    events = run(scheduler, *(Sequence(id, prompt(5, first=id), 20) for id in range(4)))
+    stats = scheduler.stats()
+    assert stats.preemptions > 0
+    assert [event.seq for event in events if isinstance(event, Finished)][0] == 0
+    answered = [t for event in events if isinstance(event, Tokens) for t in event.tokens]
+    assert len(answered) == 4 * 20
+
+
+def test_a_preempted_prompt_is_scored_once() -> None:
+    scheduler = Scheduler(limits(num_blocks=9, max_len=32, max_tokens=2, max_rows=2))
+    scheduler.add(Sequence(1, prompt(4), 25))
+    for _ in range(2):
+        step(scheduler)
+    scheduler.add(Sequence(2, prompt(19, first=9), 1, score=True))
+    scores = []
+    preempted_midway = False
+    while scheduler.sequences:
+        _, events = step(scheduler)
+        scores += [s.token for event in events if isinstance(event, Tokens) and event.seq == 2 for s in event.scores]
+        two = scheduler.sequences.get(2)
+        preempted_midway |= two is not None and not two.blocks and 1 < two.scored < 19
+    assert preempted_midway
+    assert scores == list(range(1, 19))
+
+
+def test_a_preempted_sequence_comes_back_only_when_all_its_tokens_are_known() -> None:
+    scheduler = Scheduler(limits(num_blocks=5, max_len=16))
+    scheduler.add(Sequence(1, prompt(3), 10))
+    scheduler.add(Sequence(2, prompt(7, first=9), 9))
+    while scheduler.sequences[1].planned < 6:
+        step(scheduler)
+    in_flight = [scheduler.plan(), scheduler.plan()]
+    scheduler.plan()
+    assert scheduler.stats().preemptions == 1
+    scheduler.abort(1)
+    for plan in in_flight:
+        assert not scheduler.plan().rows
+        answer(scheduler, plan)
+    (row,) = scheduler.plan().rows
+    assert (row.start + row.count, row.sample) == (len(scheduler.sequences[2].tokens), 1)
+
+
+def test_block_tables_follow_from_plans_alone() -> None:
+    scheduler = Scheduler(limits(num_blocks=8, max_len=32))
+    for id in range(4):
+        scheduler.add(Sequence(id, prompt(5), 20))
+    tables: dict[int, dict[int, int]] = {}
+    while scheduler.sequences:
+        plan = scheduler.plan()
+        for id in plan.dropped:
+            del tables[id]
+        for grown in plan.grown:
+            tables.setdefault(grown.seq, {}).update(enumerate(grown.blocks, grown.at))
+        for row in plan.rows:
+            assert list(tables[row.seq].values()) == scheduler.sequences[row.seq].blocks
+        answer(scheduler, plan)
