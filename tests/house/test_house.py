@@ -1,0 +1,83 @@
+"""The rules of the house, kept by a machine."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import penstock
+
+ROOT = Path(penstock.__file__).parent
+LIBRARY = sys.stdlib_module_names
+
+# Imports point down only. A package may import those named after it, and itself.
+WAIST = {"types", "errors", "config"}
+MAY_IMPORT = {
+    "types": {"errors"},
+    "errors": set(),
+    "config": {"types", "errors"},
+    "core": {"types", "errors"},
+    "text": {"types", "errors"},
+    "model": {"text"} | WAIST,
+    "backend": {"model"} | WAIST,
+    "engine": {"backend", "core", "model"} | WAIST,
+    "ipc": {"engine"} | WAIST,
+    "store": set(WAIST),
+    "llm": {"engine", "text", "model", "store"} | WAIST,
+    "server": {"ipc", "text"} | WAIST,
+}
+STANDARD_LIBRARY_ONLY = {"core", "types", "errors", "config"}
+EXTRAS = {"torch", "triton", "ray"}
+
+
+def home(path: Path) -> str:
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module} if node.module != "penstock" else {f"penstock.{alias.name}" for alias in node.names}
+    return found
+
+
+MODULES = sorted(path for path in ROOT.rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_point_down(path: Path) -> None:
+    package = home(path)
+    names = imports(path)
+    ours = {name.split(".")[1] for name in names if name.startswith("penstock.")}
+    if package in MAY_IMPORT:
+        assert ours <= MAY_IMPORT[package] | {package, "__version__"}
+    if package in STANDARD_LIBRARY_ONLY:
+        assert {name.split(".")[0] for name in names} <= LIBRARY | {"penstock"}
+    assert not {name.split(".")[0] for name in names} & EXTRAS
+
+
+def test_every_package_has_its_place() -> None:
+    assert {home(path) for path in MODULES} <= MAY_IMPORT.keys() | {"cli", "bench", "__init__", "__main__"}
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_stay_small(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= 500, "is it still one idea?"
+
+
+def test_import_penstock_is_light() -> None:
+    code = "import penstock, sys; print([m for m in ('torch', 'ray', 'numpy', 'starlette') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
+
+
+def test_the_public_names_exist() -> None:
+    assert all(getattr(penstock, name) for name in penstock.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        penstock.nonsense  # noqa: B018
