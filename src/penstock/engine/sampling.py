@@ -88,10 +88,13 @@ def sample_rows(wanted: list[Wanted]) -> SampleRows:
 def _draws(seeds: list[int], positions: list[int]) -> NDArray[np.uint64]:
     """One number per (seed, position), whatever else is in the batch: splitmix64's finalizer."""
     with np.errstate(over="ignore"):
-        z = np.array(seeds, np.uint64) + np.array(positions, np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        z: NDArray[np.uint64] = np.array(seeds, np.uint64) + np.array(positions, np.uint64) * np.uint64(
+            0x9E3779B97F4A7C15
+        )
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return z ^ (z >> np.uint64(31))
+        z ^= z >> np.uint64(31)
+    return z
 
 
 def _ints(values: Iterable[int]) -> NDArray[np.int32]:

@@ -1,0 +1,188 @@
+"""Makes tests/models/goldens: tiny random checkpoints, and the logits that transformers computes from them in float32.
+
+Every golden is a Hugging Face folder (BF16) with the same model as a GGUF file (F16) in it, and expected.npz with a
+prompt and its logits. Needs torch, transformers and gguf, which the project itself does not:
+
+    python scripts/make_goldens.py
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
+
+FOLDER = Path(__file__).parents[1] / "tests" / "models" / "goldens"
+PROMPT = 48
+ORIGINAL = 16  # positions before scaling: the prompt goes far beyond
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+}
+PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
+GOLDENS: dict[str, dict[str, Any]] = {
+    "tied": {"tie_word_embeddings": True, "rope_parameters": PLAIN | {"rope_theta": 100000.0}},
+    "untied": {"num_key_value_heads": 4, "rope_parameters": PLAIN},
+    "llama3": {
+        "tie_word_embeddings": True,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 1000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": ORIGINAL,
+        },
+    },
+    "linear": {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
+    "yarn": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 100.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": ORIGINAL,
+            "beta_fast": 4.0,
+        }
+    },
+    "bias": {"attention_bias": True, "mlp_bias": True, "rope_parameters": PLAIN},
+    "mistral": {"sliding_window": 7, "head_dim": 12, "rope_parameters": PLAIN},
+}
+SHARDED = "untied"
+
+GGUF_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def main() -> None:
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    for seed, name in enumerate(GOLDENS):
+        folder = FOLDER / name
+        model = random_model(name, seed)
+        tokens = np.random.default_rng(seed).integers(model.config.vocab_size, size=PROMPT)
+        expected = logits(model, tokens)
+        check_it_matters(name, seed, tokens, expected)
+        shards = {"max_shard_size": "20KB"} if name == SHARDED else {}
+        write_gguf(folder / "model.gguf", model)
+        model.bfloat16().save_pretrained(folder, **shards)
+        (folder / "generation_config.json").unlink(missing_ok=True)
+        np.savez_compressed(folder / "expected.npz", tokens=tokens.astype(np.int32), logits=expected)
+        print(f"{name:8} {sum(file.stat().st_size for file in folder.iterdir()):8} bytes")
+
+
+def random_model(name: str, seed: int, **changes: Any) -> PreTrainedModel:
+    """Weights large enough for sharp attention, and exact in BF16 and F16 alike."""
+    torch.manual_seed(seed)
+    settings = SIZES | GOLDENS[name] | changes
+    if name == "mistral":
+        model = MistralForCausalLM(MistralConfig(**settings, attn_implementation="eager"))
+    else:
+        model = LlamaForCausalLM(LlamaConfig(**settings, attn_implementation="eager"))
+    with torch.no_grad():
+        for key, weight in model.named_parameters():
+            weight.copy_(torch.randn_like(weight) * (0.2 if weight.ndim == 1 else 0.4) + ("norm" in key))
+            weight.copy_(weight.bfloat16().half())
+    return model.float().eval()
+
+
+def logits(model: PreTrainedModel, tokens: np.ndarray) -> np.ndarray:
+    with torch.no_grad():
+        return model(torch.tensor(tokens)[None]).logits[0].numpy()
+
+
+def check_it_matters(name: str, seed: int, tokens: np.ndarray, expected: np.ndarray) -> None:
+    """A golden that comes out the same without its feature would show nothing."""
+    without = {
+        "llama3": {"rope_parameters": PLAIN | {"rope_theta": 1000.0}},
+        "linear": {"rope_parameters": PLAIN},
+        "yarn": {"rope_parameters": PLAIN | {"rope_theta": 100.0}},
+        "mistral": {"sliding_window": None},
+    }
+    if name in without:
+        difference = np.abs(logits(random_model(name, seed, **without[name]), tokens) - expected).max()
+        assert difference > 0.5, f"{name}: {difference}"
+
+
+def write_gguf(path: Path, model: PreTrainedModel) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    writer = gguf.GGUFWriter(path, "llama")
+    add_keys(writer, model.config)
+    if model.config.rope_parameters["rope_type"] == "llama3":
+        dims = model.config.head_dim
+        plain = model.config.rope_parameters["rope_theta"] ** -(np.arange(0, dims, 2) / dims)
+        writer.add_tensor("rope_freqs.weight", (plain / model.model.rotary_emb.inv_freq.numpy()).astype(np.float32))
+    for name, weight in model.state_dict().items():
+        if name != "lm_head.weight" or not model.config.tie_word_embeddings:
+            values = interleaved(name, weight.numpy(), model.config)
+            writer.add_tensor(gguf_name(name), values.astype(np.float32 if values.ndim == 1 else np.float16))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def add_keys(writer: gguf.GGUFWriter, config: LlamaConfig | MistralConfig) -> None:
+    rope = config.rope_parameters
+    writer.add_name(f"tiny {config.model_type}")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if config.model_type == "mistral":
+        writer.add_sliding_window(config.sliding_window)
+    if rope["rope_type"] in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
+        writer.add_rope_scaling_factor(rope["factor"])
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
+
+
+def interleaved(name: str, weight: np.ndarray, config: LlamaConfig | MistralConfig) -> np.ndarray:
+    """Rows of q and k as GGUF's llama files have them: the pair (i, i + D / 2) becomes (2i, 2i + 1)."""
+    if "q_proj" not in name and "k_proj" not in name:
+        return weight
+    halves = weight.reshape(-1, 2, config.head_dim // 2, *weight.shape[1:])
+    return halves.swapaxes(1, 2).reshape(weight.shape)
+
+
+def gguf_name(name: str) -> str:
+    stem, _, role = name.rpartition(".")
+    if stem in GGUF_NAMES:
+        return f"{GGUF_NAMES[stem]}.{role}"
+    _, _, layer, part = stem.split(".", 3)
+    return f"blk.{layer}.{GGUF_NAMES[part]}.{role}"
+
+
+if __name__ == "__main__":
+    main()

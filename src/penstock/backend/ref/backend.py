@@ -1,0 +1,76 @@
+"""The reference as a backend: weights become float32 and every step runs as soon as it is launched."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from penstock.backend.base import LAST_SAMPLED, Batch, Floats, Ints, Model, Ticket
+from penstock.backend.ref.batches import greedy_batch
+from penstock.backend.ref.ops import Cache, Matrix, RefOps
+from penstock.backend.sample import sample
+from penstock.model.quant import dequantize
+from penstock.model.tensor import Tensor
+from penstock.types import StepResult
+
+
+class RefBackend:
+    def __init__(self) -> None:
+        self._last: dict[int, int] = {}  # slot: the token it sampled last
+        self._results: dict[Ticket, StepResult] = {}
+
+    def pack_matrix(self, parts: Sequence[Tensor], bias: Sequence[Tensor | None]) -> Matrix:
+        weight = np.concatenate([dequantize(part) for part in parts])
+        if not any(bias):
+            return Matrix(weight, None)
+        vectors = [
+            np.zeros(part.shape[0], np.float32) if tensor is None else dequantize(tensor)
+            for part, tensor in zip(parts, bias, strict=True)
+        ]
+        return Matrix(weight, np.concatenate(vectors))
+
+    def pack_vector(self, tensor: Tensor) -> Floats:
+        return dequantize(tensor)
+
+    def load(self, model: Model) -> None:
+        """A pass over no tokens shows which layers keep keys and values, and how wide they are."""
+        self._model = model
+        self._cache = Cache(num_blocks=1, block_size=1)
+        self.logits(greedy_batch([]))
+        self._kv_bytes = sum(keys.nbytes + values.nbytes for keys, values in self._cache.layers.values())
+
+    def kv_bytes_per_token(self) -> int:
+        return self._kv_bytes
+
+    def reserve_kv(self, num_blocks: int, block_size: int) -> None:
+        self._cache = Cache(num_blocks, block_size)
+
+    def launch(self, batch: Batch) -> Ticket:
+        result = sample(self.logits(batch), batch)
+        for slot, row in zip(batch.slots.tolist(), result.rows, strict=True):
+            if row.tokens:
+                self._last[slot] = row.tokens[-1]
+        self._results[batch.step] = result
+        return batch.step
+
+    def logits(self, batch: Batch) -> Floats:
+        """What the forward pass gives for the sampled positions: [S, vocab]."""
+        logits: Floats = self._model.forward(RefOps(replace(batch, tokens=self._known_tokens(batch)), self._cache))
+        return logits
+
+    def wait(self, ticket: Ticket) -> StepResult:
+        return self._results.pop(ticket)
+
+    def move_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        for source, target in pairs:
+            for cache in (array for layer in self._cache.layers.values() for array in layer):
+                cache[target] = cache[source]
+
+    def close(self) -> None: ...
+
+    def _known_tokens(self, batch: Batch) -> Ints:
+        slots = np.repeat(batch.slots, np.diff(batch.row_start))  # [T]
+        last = np.array([self._last.get(slot, LAST_SAMPLED) for slot in slots.tolist()], np.int32)
+        return np.where(batch.tokens == LAST_SAMPLED, last, batch.tokens)

@@ -1,0 +1,206 @@
+"""For each op: inputs that matter, and how far a backend may be from the reference on them.
+
+A case is a tiny model of one op. Values enter through `embed`, so any backend can run it through its own interface,
+given a `logits(batch)` that returns what the forward pass gave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from penstock.backend.base import Backend, Batch, Floats
+from penstock.backend.ref.batches import Chunk, blocks_for, greedy_batch, random_steps
+from penstock.model import rope
+from penstock.model.ops import Ops
+from penstock.model.quant import LAYOUTS
+from penstock.model.spec import AttentionSpec, RopeSpec
+from penstock.model.tensor import FORMATS, Tensor
+
+Random = np.random.Generator
+BLOCK_SIZE = 16
+
+EXACT = 1e-6
+FLOAT = 1e-5  # the same sums in another order
+HALF = 5e-3  # 16 bits for activations, keys and values
+BYTE = 2e-2  # 8 bits, in blocks, for activations and for weights in a format the backend does not compute with
+EMBED_TOLERANCE = dict.fromkeys(FORMATS, BYTE) | dict.fromkeys(("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q8_0"), EXACT)
+LINEAR_TOLERANCE = dict.fromkeys(FORMATS, BYTE) | {"F32": FLOAT, "F16": HALF, "BF16": HALF}
+
+
+class Stack(NamedTuple):
+    """A matrix to pack."""
+
+    parts: Sequence[Tensor]
+    bias: Sequence[Tensor | None]
+
+
+class Trial(NamedTuple):
+    """One op on concrete inputs: `forward(ops, *packed weights)`, run over the steps."""
+
+    forward: Callable[..., Any]
+    weights: Sequence[Stack | Tensor]
+    steps: Sequence[Batch]
+    num_blocks: int = 1
+
+
+class Case(NamedTuple):
+    op: str
+    name: str
+    format: str  # of the weight that matters
+    tolerance: float  # largest difference over largest value
+    make: Callable[[Random], Trial]
+
+
+class Shows(Backend, Protocol):
+    def logits(self, batch: Batch) -> Floats: ...
+
+
+@dataclass(frozen=True, slots=True)
+class OneOp:
+    """A trial as a model, packed."""
+
+    op: Callable[..., Any]
+    weights: Sequence[Any]
+
+    def forward(self, ops: Ops[Any]) -> Any:
+        return ops.take_sampled(self.op(ops, *self.weights))
+
+
+def run(trial: Trial, backend: Shows) -> list[Floats]:
+    """What each step of the trial gives."""
+    packed = [
+        backend.pack_vector(weight) if isinstance(weight, Tensor) else backend.pack_matrix(*weight)
+        for weight in trial.weights
+    ]
+    backend.load(OneOp(trial.forward, packed))
+    backend.reserve_kv(trial.num_blocks, BLOCK_SIZE)
+    return [backend.logits(batch) for batch in trial.steps]
+
+
+def difference(got: Floats, wanted: Floats) -> float:
+    return float(np.abs(got - wanted).max() / np.abs(wanted).max())
+
+
+def random_tensor(rng: Random, format: str, *shape: int) -> Tensor:
+    """Random bytes, with scales that keep the values small."""
+    count = prod(shape) // FORMATS[format].values
+    blocks = np.frombuffer(rng.bytes(count * FORMATS[format].bytes), LAYOUTS[format]).copy()
+    for field in LAYOUTS[format].names or ():
+        if field in ("d", "m"):
+            blocks[field] = rng.normal(0, 0.01, count)
+    if format == "MXFP4":
+        blocks["e"] = rng.integers(118, 124, count)
+    if format in ("F32", "F16"):
+        blocks["x"] = rng.normal(size=count)
+    if format == "BF16":
+        blocks["x"] = rng.normal(size=count).astype(np.float32).view(np.uint32) >> 16
+    return Tensor(f"random {format}", FORMATS[format], shape, blocks.view(np.uint8))
+
+
+def inputs(rng: Random, tokens: int, width: int) -> Stack:
+    """An embedding table whose row i is the op's input for token i."""
+    return Stack([random_tensor(rng, "F32", tokens, width)], [None])
+
+
+def all_at_once(tokens: int) -> list[Batch]:
+    return [greedy_batch([Chunk(range(tokens), 0, [0])])]
+
+
+def embed(rng: Random, *, format: str, tokens: int, width: int) -> Trial:
+    table = Stack([random_tensor(rng, format, 50, width)], [None])
+    steps = [greedy_batch([Chunk(rng.integers(50, size=tokens).tolist(), 0, [0])])]
+    return Trial(lambda ops, table: ops.embed(table), [table], steps)
+
+
+def add_norm(rng: Random, *, tokens: int, width: int) -> Trial:
+    """Twice: without a residual, then with the one it gave."""
+
+    def forward(ops: Ops[Any], table: Any, first: Any, second: Any) -> Any:
+        x, residual = ops.add_norm(ops.embed(table), None, first, 1e-5)
+        return ops.add_norm(x, residual, second, 1e-6)[0]
+
+    gains = [random_tensor(rng, "F32", width) for _ in range(2)]
+    return Trial(forward, [inputs(rng, tokens, width), *gains], all_at_once(tokens))
+
+
+def linear(rng: Random, *, format: str, tokens: int, width: int, parts: Sequence[int], bias: bool = False) -> Trial:
+    """`parts`: rows of each part; with `bias`, all but the first have one."""
+    weight = Stack(
+        [random_tensor(rng, format, rows, width) for rows in parts],
+        [random_tensor(rng, "F32", rows) if bias and i else None for i, rows in enumerate(parts)],
+    )
+    return Trial(
+        lambda ops, table, weight: ops.linear(ops.embed(table), weight),
+        [inputs(rng, tokens, width), weight],
+        all_at_once(tokens),
+    )
+
+
+def attend(rng: Random, *, spec: AttentionSpec, lengths: Sequence[int], longest: int = 16) -> Trial:
+    """Sequences of these lengths, in random chunks of at most `longest`, scattered over the cache."""
+    tokens = sum(lengths)
+    ends = np.cumsum(lengths).tolist()
+    prompts = [range(end - length, end) for length, end in zip(lengths, ends, strict=True)]
+    return Trial(
+        lambda ops, table: ops.attend(0, ops.embed(table), spec),
+        [inputs(rng, tokens, spec.q_width + 2 * spec.kv_width)],
+        [greedy_batch(chunks, i) for i, chunks in enumerate(random_steps(rng, prompts, BLOCK_SIZE, longest))],
+        blocks_for(prompts, BLOCK_SIZE),
+    )
+
+
+def gated(rng: Random, *, tokens: int, hidden: int) -> Trial:
+    table = inputs(rng, tokens, 2 * hidden)
+    table.parts[0].data.view(np.float32)[:: hidden + 1] *= 100  # where exp overflows
+    return Trial(lambda ops, table: ops.gated(ops.embed(table), "silu"), [table], all_at_once(tokens))
+
+
+def take_sampled(rng: Random, *, wanted: Sequence[tuple[int, int]]) -> Trial:
+    """Rows of (tokens, how many of the last are wanted)."""
+    chunks = [Chunk(range(tokens), 0, [row], row, sample) for row, (tokens, sample) in enumerate(wanted)]
+    return Trial(lambda ops, table: ops.embed(table), [inputs(rng, 16, 32)], [greedy_batch(chunks)], len(wanted))
+
+
+def attention(heads: int, kv_heads: int, dims: int, *, interleaved: bool, scale: float = 1, window: int = 0) -> Any:
+    return AttentionSpec(heads, kv_heads, dims, RopeSpec(rope.plain(10000.0, dims), interleaved, scale), window)
+
+
+HALVES = partial(attention, interleaved=False)
+PAIRS = partial(attention, interleaved=True)
+
+CASES = (
+    *(
+        Case("embed", f, f, tolerance, partial(embed, format=f, tokens=7, width=256))
+        for f, tolerance in EMBED_TOLERANCE.items()
+    ),
+    Case("embed", "one token", "F32", EXACT, partial(embed, format="F32", tokens=1, width=33)),
+    Case("add_norm", "one token", "F32", FLOAT, partial(add_norm, tokens=1, width=576)),
+    Case("add_norm", "odd width", "F32", FLOAT, partial(add_norm, tokens=5, width=33)),
+    *(
+        Case("linear", f"{f}, {t} tokens", f, tolerance, partial(linear, format=f, tokens=t, width=512, parts=(37,)))
+        for f, tolerance in LINEAR_TOLERANCE.items()
+        for t in (1, 5)
+    ),
+    Case("linear", "one block", "Q4_0", BYTE, partial(linear, format="Q4_0", tokens=3, width=32, parts=(1,))),
+    Case("linear", "odd width", "F32", FLOAT, partial(linear, format="F32", tokens=2, width=33, parts=(7,))),
+    Case("linear", "parts", "Q8_0", BYTE, partial(linear, format="Q8_0", tokens=33, width=96, parts=(48, 16, 16))),
+    Case("linear", "bias", "F16", HALF, partial(linear, format="F16", tokens=4, width=48, parts=(8, 5), bias=True)),
+    Case("attend", "one token", "F32", HALF, partial(attend, spec=HALVES(2, 2, 16), lengths=(1,))),
+    Case("attend", "whole prompt", "F32", HALF, partial(attend, spec=HALVES(2, 2, 16), lengths=(40,), longest=1000)),
+    Case("attend", "token by token", "F32", HALF, partial(attend, spec=PAIRS(2, 2, 16), lengths=(20,), longest=1)),
+    Case("attend", "halves", "F32", HALF, partial(attend, spec=HALVES(4, 4, 16), lengths=(33, 1, 50))),
+    Case("attend", "pairs", "F32", HALF, partial(attend, spec=PAIRS(4, 4, 16), lengths=(33, 1, 50))),
+    Case("attend", "shared heads", "F32", HALF, partial(attend, spec=PAIRS(9, 3, 64), lengths=(17, 70))),
+    Case("attend", "one kv head", "F32", HALF, partial(attend, spec=HALVES(3, 1, 10), lengths=(16, 31))),
+    Case("attend", "window", "F32", HALF, partial(attend, spec=HALVES(4, 2, 16, window=7), lengths=(5, 64))),
+    Case("attend", "scaled rope", "F32", HALF, partial(attend, spec=PAIRS(2, 1, 16, scale=1.2), lengths=(48,))),
+    Case("gated", "one token", "F32", FLOAT, partial(gated, tokens=1, hidden=1536)),
+    Case("gated", "odd width", "F32", FLOAT, partial(gated, tokens=5, hidden=33)),
+    Case("take_sampled", "some", "F32", EXACT, partial(take_sampled, wanted=((5, 1), (1, 0), (7, 3), (2, 2)))),
+)

@@ -1,0 +1,132 @@
+"""What every op means, in float32 NumPy: the law that faster backends are tested against.
+
+Symbols: T tokens in the step, S of them whose logits are wanted, C positions of context, D dimensions of a head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.backend.base import Batch, Floats, Ints
+from penstock.model.spec import AttentionSpec, RopeSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    weight: Floats  # [out, in]
+    bias: Floats | None  # [out]
+
+
+class Cache:
+    """Keys and values in blocks, for each layer that attends: [blocks, block_size, kv_heads, D]."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.layers: dict[int, tuple[Floats, Floats]] = {}
+
+    def layer(self, index: int, spec: AttentionSpec) -> tuple[Floats, Floats]:
+        if index not in self.layers:
+            shape = (self.num_blocks, self.block_size, spec.kv_heads, spec.head_dim)
+            self.layers[index] = (np.zeros(shape, np.float32), np.zeros(shape, np.float32))
+        return self.layers[index]
+
+
+@dataclass(frozen=True, slots=True)
+class RefOps:
+    """The ops of model/ops.py over one step; a value is an array, computed at once."""
+
+    batch: Batch
+    cache: Cache
+
+    def embed(self, table: Matrix) -> Floats:
+        return table.weight[self.batch.tokens]
+
+    def add_norm(self, x: Floats, residual: Floats | None, gain: Floats, eps: float) -> tuple[Floats, Floats]:
+        if residual is not None:
+            x = x + residual
+        mean_square = np.mean(x * x, axis=-1, keepdims=True)
+        return x / np.sqrt(mean_square + np.float32(eps)) * gain, x
+
+    def linear(self, x: Floats, weight: Matrix) -> Floats:
+        y = x @ weight.weight.T
+        return y if weight.bias is None else y + weight.bias
+
+    def attend(self, layer: int, qkv: Floats, spec: AttentionSpec) -> Floats:
+        q, k, v = split_heads(qkv, spec)
+        q, k = (rotate(x, self.batch.positions, spec.rope) for x in (q, k))
+        keys, values = self.cache.layer(layer, spec)
+        out = np.zeros_like(q)
+        for row, tokens in enumerate(self._row_tokens()):
+            positions = self.batch.positions[tokens]
+            blocks, offsets = self._places(row, positions)
+            keys[blocks, offsets] = k[tokens]
+            values[blocks, offsets] = v[tokens]
+            blocks, offsets = self._places(row, np.arange(positions[-1] + 1))
+            out[tokens] = attention(q[tokens], keys[blocks, offsets], values[blocks, offsets], positions, spec)
+        return out.reshape(len(qkv), spec.q_width)
+
+    def gated(self, x: Floats, act: str) -> Floats:
+        left, right = np.split(x, 2, axis=-1)
+        return ACTS[act](left) * right
+
+    def take_sampled(self, x: Floats) -> Floats:
+        return x[self.batch.sampled]
+
+    def _row_tokens(self) -> list[slice]:
+        starts = self.batch.row_start.tolist()
+        return [slice(first, last) for first, last in pairwise(starts)]
+
+    def _places(self, row: int, positions: NDArray[np.integer]) -> tuple[Ints, NDArray[np.integer]]:
+        """Where positions of a row's sequence lie in the cache: block ids and offsets in them."""
+        return self.batch.tables[row, positions // self.cache.block_size], positions % self.cache.block_size
+
+
+def split_heads(qkv: Floats, spec: AttentionSpec) -> tuple[Floats, Floats, Floats]:
+    """[T, q + k + v] -> [T, heads, D] and twice [T, kv_heads, D]."""
+    heads = qkv.reshape(len(qkv), spec.heads + 2 * spec.kv_heads, spec.head_dim)
+    q, k, v = np.split(heads, [spec.heads, spec.heads + spec.kv_heads], axis=1)
+    return q, k, v
+
+
+def rotate(x: Floats, positions: Ints, rope: RopeSpec) -> Floats:
+    """Turns each pair of dimensions of every head by its position: [T, heads, D] -> [T, heads, D]."""
+    angles = positions[:, None, None] * np.array(rope.inv_freq)  # [T, 1, D / 2], in float64: positions can be large
+    cos, sin = ((f(angles) * rope.scale).astype(np.float32) for f in (np.cos, np.sin))
+    half = x.shape[-1] // 2
+    left, right = (slice(0, None, 2), slice(1, None, 2)) if rope.interleaved else (slice(half), slice(half, None))
+    out = np.empty_like(x)
+    out[..., left] = x[..., left] * cos - x[..., right] * sin
+    out[..., right] = x[..., right] * cos + x[..., left] * sin
+    return out
+
+
+def attention(q: Floats, keys: Floats, values: Floats, positions: Ints, spec: AttentionSpec) -> Floats:
+    """Of tokens at `positions` over the positions 0 to C of their sequence: [T, heads, D], 2 * [C, kv_heads, D]."""
+    shared = spec.heads // spec.kv_heads
+    keys, values = np.repeat(keys, shared, axis=1), np.repeat(values, shared, axis=1)  # [C, heads, D]
+    scores = np.einsum("thd,chd->htc", q, keys) * np.float32(spec.scale)
+    scores[:, ~visible(positions, len(keys), spec.window)] = -np.inf
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    out: Floats = np.einsum("htc,chd->thd", weights, values)
+    return out
+
+
+def visible(positions: Ints, context: int, window: int) -> NDArray[np.bool_]:
+    """Whether the token at each position sees each position of its context: [T, C]."""
+    distance = positions[:, None] - np.arange(context)
+    return (distance >= 0) & (distance < (window or context))
+
+
+def silu(x: Floats) -> Floats:
+    with np.errstate(over="ignore"):  # of exp, where the answer is 0 anyway
+        y: Floats = x / (1 + np.exp(-x))
+    return y
+
+
+ACTS = {"silu": silu}

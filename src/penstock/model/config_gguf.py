@@ -1,0 +1,112 @@
+"""What a model is, from the metadata of a GGUF file; its vocabulary and its head are told by the tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.errors import MalformedFile
+from penstock.model import rope
+from penstock.model.fields import Fields
+from penstock.model.quant import dequantize
+from penstock.model.spec import AttentionSpec, ModelSpec, RopeSpec
+from penstock.model.tensor import Tensor
+
+KEYS = {
+    "attention.head_count",
+    "attention.head_count_kv",
+    "attention.key_length",
+    "attention.layer_norm_rms_epsilon",
+    "attention.sliding_window",
+    "attention.value_length",
+    "block_count",
+    "context_length",
+    "embedding_length",
+    "expert_count",
+    "expert_used_count",
+    "feed_forward_length",
+    "rope.dimension_count",
+    "rope.freq_base",
+    "rope.scale_linear",
+    "rope.scaling.attn_factor",
+    "rope.scaling.factor",
+    "rope.scaling.finetuned",
+    "rope.scaling.original_context_length",
+    "rope.scaling.type",
+    "rope.scaling.yarn_beta_fast",
+    "rope.scaling.yarn_beta_slow",
+    "tensor_data_layout",
+    "vocab_size",
+}
+
+
+def read_spec(metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> ModelSpec:
+    """`tensors` by the file's own names."""
+    Fields(metadata, "the GGUF metadata").require("general.architecture", ("llama",))
+    config = Fields(metadata, "the GGUF metadata", prefix="llama.")
+    config.refuse_others(KEYS)
+    config.require("expert_count", (0,), 0)
+    dim, heads = config.size("embedding_length"), config.size("attention.head_count")
+    head_dim = config.size("attention.key_length", dim // heads, most=rope.MAX_DIMS)
+    config.require("attention.value_length", (head_dim,), head_dim)
+    max_len = config.size("context_length")
+    if "token_embd.weight" not in tensors:
+        raise MalformedFile("the file has no tensor 'token_embd.weight'; it may be a part of a model, or another kind")
+    return ModelSpec(
+        arch="llama",
+        layers=config.size("block_count"),
+        dim=dim,
+        hidden=config.size("feed_forward_length"),
+        vocab=tensors["token_embd.weight"].shape[0],
+        max_len=max_len,
+        eps=config.number("attention.layer_norm_rms_epsilon"),
+        attn=AttentionSpec(
+            heads=heads,
+            kv_heads=config.size("attention.head_count_kv", heads),
+            head_dim=head_dim,
+            rope=read_rope(config, tensors, head_dim, max_len),
+            window=config.size("attention.sliding_window") if "attention.sliding_window" in config else 0,
+        ),
+        tied="output.weight" not in tensors,
+    )
+
+
+def read_rope(config: Fields, tensors: Mapping[str, Tensor], head_dim: int, max_len: int) -> RopeSpec:
+    config.require("rope.dimension_count", (head_dim,), head_dim)
+    base = config.number("rope.freq_base", 10000.0, least=1.001)
+    factor = config.number("rope.scaling.factor", config.number("rope.scale_linear", 1.0))
+    freqs = rope.plain(base, head_dim)
+    if "rope_freqs.weight" in tensors:
+        freqs = rope.divided(freqs, read_factors(tensors["rope_freqs.weight"], head_dim // 2))
+    match config.text("rope.scaling.type", "linear"):
+        case "none":
+            return RopeSpec(freqs, interleaved=True)
+        case "linear":
+            return RopeSpec(rope.linear(freqs, factor), interleaved=True)
+        case "yarn":
+            return read_yarn(config, freqs, base, factor, max_len)
+        case kind:
+            raise config.unsupported("rope.scaling.type", kind, ("none", "linear", "yarn"))
+
+
+def read_yarn(config: Fields, freqs: rope.Freqs, base: float, factor: float, max_len: int) -> RopeSpec:
+    stretched = rope.yarn(
+        freqs,
+        base=base,
+        factor=factor,
+        original=config.size("rope.scaling.original_context_length", max_len),
+        fast=config.number("rope.scaling.yarn_beta_fast", 32.0),
+        slow=config.number("rope.scaling.yarn_beta_slow", 1.0),
+        whole=True,
+    )
+    scale = config.number("rope.scaling.attn_factor", 1.0) * rope.yarn_scale(factor)
+    return RopeSpec(stretched, interleaved=True, scale=scale)
+
+
+def read_factors(tensor: Tensor, count: int) -> rope.Freqs:
+    if tensor.shape != (count,):
+        raise MalformedFile(f"tensor {tensor.name!r} has shape {tensor.shape}; the model's config needs {(count,)}")
+    factors = tuple(dequantize(tensor).tolist())
+    if not all(factor > 0 for factor in factors):
+        raise MalformedFile(f"tensor {tensor.name!r} holds {min(factors)}; every factor is above 0")
+    return factors

@@ -1,0 +1,94 @@
+"""A checkpoint's own config, read by type: what is missing, of the wrong type or absurd is the file's fault."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from reprlib import repr as short
+from typing import Any
+
+from penstock.errors import MalformedFile, UnsupportedModel
+
+MAX_SIZE = 2**31 - 1  # sizes and positions are int32 beyond the loader
+MIN_NUMBER, MAX_NUMBER = 1e-30, 1e30  # all that a model needs, and computing with them stays finite
+
+
+class Fields:
+    """Typed access to a mapping; null counts as absent, and a field that is absent takes its default or is an error."""
+
+    def __init__(self, values: Mapping[str, Any], source: str, prefix: str = "") -> None:
+        self._values = values
+        self._source = source
+        self._prefix = prefix
+
+    def __contains__(self, key: str) -> bool:
+        return self._values.get(self._prefix + key) is not None
+
+    def size(self, key: str, default: int | None = None, most: int = MAX_SIZE) -> int:
+        """A whole number above 0."""
+        value = self._get(key, default)
+        if type(value) is not int or not 0 < value <= most:
+            raise self._wrong(key, value, f"a whole number from 1 to {most}")
+        return value
+
+    def number(self, key: str, default: float | None = None, least: float = MIN_NUMBER) -> float:
+        value = self._get(key, default)
+        if type(value) not in (int, float) or not least <= value <= MAX_NUMBER:
+            raise self._wrong(key, value, f"a number from {least} to {MAX_NUMBER}")
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self._get(key, default)
+        if type(value) is not bool:
+            raise self._wrong(key, value, "true or false")
+        return value
+
+    def text(self, key: str, default: str | None = None) -> str:
+        value = self._get(key, default)
+        if type(value) is not str:
+            raise self._wrong(key, value, "a string")
+        return value
+
+    def strings(self, key: str) -> list[str]:
+        value = self._get(key, None)
+        if type(value) is not list or not all(type(one) is str for one in value):
+            raise self._wrong(key, value, "a list of strings")
+        return value
+
+    def table(self, key: str) -> Fields:
+        """The fields of a nested object; none when it is absent."""
+        value = self._get(key, {})
+        if type(value) is not dict:
+            raise self._wrong(key, value, "an object")
+        return Fields(value, f"{key} in {self._source}")
+
+    def require(self, key: str, supported: Collection[Any], default: Any = None) -> None:
+        """For what this engine computes in one way only."""
+        value = self._get(key, default)
+        if value not in supported:
+            raise self.unsupported(key, value, supported)
+
+    def unsupported(self, key: str, value: Any, supported: Collection[Any]) -> UnsupportedModel:
+        wanted = ", ".join(str(one) for one in supported)
+        return UnsupportedModel(
+            f"{self._prefix}{key} = {short(value)} in {self._source} is not supported; supported: {wanted}"
+        )
+
+    def refuse_others(self, known: Collection[str]) -> None:
+        """A field that nothing reads would change the model's answers without a word."""
+        for key in self._values:
+            name = key.removeprefix(self._prefix)
+            if key.startswith(self._prefix) and name not in known and name in self:
+                raise UnsupportedModel(
+                    f"{key} = {short(self._values[key])} in {self._source} is not known to this engine"
+                )
+
+    def _get(self, key: str, default: Any) -> Any:
+        value = self._values.get(self._prefix + key)
+        if value is not None:
+            return value
+        if default is None:
+            raise MalformedFile(f"{self._source} has no {self._prefix}{key}")
+        return default
+
+    def _wrong(self, key: str, value: Any, wanted: str) -> MalformedFile:
+        return MalformedFile(f"{self._prefix}{key} in {self._source} must be {wanted}; got {short(value)}")

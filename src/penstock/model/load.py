@@ -1,0 +1,105 @@
+"""From a path to a model: a checkpoint is opened, understood, and packed by a backend."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.errors import MalformedFile, ModelNotFound, UnsupportedModel
+from penstock.model import config_gguf, config_hf, names
+from penstock.model.files import read_json
+from penstock.model.gguf import read_gguf
+from penstock.model.registry import Model, architecture
+from penstock.model.safetensors import read_safetensors
+from penstock.model.spec import ModelSpec
+from penstock.model.tensor import Tensor
+from penstock.model.weights import Packer, Packs
+
+if TYPE_CHECKING:
+    from penstock.text import Text
+
+CONFIG = "config.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A model's files, understood but not loaded: tensors are views of mapped files."""
+
+    spec: ModelSpec
+    tensors: Mapping[str, Tensor]  # by canonical name
+    name: str
+    path: Path
+    metadata: Mapping[str, Any]  # the file's own: GGUF metadata or config.json
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """A GGUF file, or a folder with config.json and safetensors."""
+    checkpoint = open_folder(path) if path.is_dir() else open_gguf(path)
+    check_heads(checkpoint.spec)
+    return checkpoint
+
+
+def load_model(checkpoint: Checkpoint, backend: Packs) -> Model:
+    pack = Packer(checkpoint.tensors, backend)
+    model = architecture(checkpoint.spec.arch).build(checkpoint.spec, pack)
+    pack.check_all_used()
+    return model
+
+
+def load_text(path: Path) -> Text:
+    """The tokenizer and chat template that come with a checkpoint."""
+    from penstock.text import Text
+
+    return Text.from_folder(path) if path.is_dir() else Text.from_gguf(read_gguf(path).metadata)
+
+
+def open_gguf(path: Path) -> Checkpoint:
+    file = read_gguf(path)
+    return Checkpoint(
+        spec=config_gguf.read_spec(file.metadata, file.tensors),
+        tensors=names.canonical(file.tensors, names.GGUF),
+        name=str(file.metadata.get("general.name", path.stem)),
+        path=path,
+        metadata=file.metadata,
+    )
+
+
+def open_folder(path: Path) -> Checkpoint:
+    config = read_json(path / CONFIG)
+    spec = config_hf.read_spec(config)
+    tensors = names.canonical(read_shards(path), names.HUGGING_FACE)
+    if spec.tied:
+        tensors.pop("head", None)  # some checkpoints store the embedding a second time
+    config_hf.check_biases(config, tensors)
+    return Checkpoint(spec, tensors, name=path.resolve().name, path=path, metadata=config)
+
+
+def read_shards(folder: Path) -> dict[str, Tensor]:
+    if not (folder / INDEX).exists():
+        if not (folder / SINGLE).exists():
+            raise ModelNotFound(f"{folder} has neither {SINGLE} nor {INDEX}; other weight files are not read")
+        return read_safetensors(folder / SINGLE)
+    places = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(places, dict) or not all(is_file_name(file) for file in places.values()):
+        raise MalformedFile(f"{INDEX} must map tensors to files of the same folder in its weight_map")
+    shards = {file: read_safetensors(folder / file) for file in sorted(set(places.values()))}
+    stored = {(name, file) for file, tensors in shards.items() for name in tensors}
+    if odd := sorted(places.items() ^ stored):
+        raise MalformedFile(f"{INDEX} and the files disagree about tensor {odd[0][0]!r}; fetch the model again")
+    return {name: shards[file][name] for name, file in places.items()}
+
+
+def is_file_name(file: Any) -> bool:
+    return isinstance(file, str) and file == Path(file).name
+
+
+def check_heads(spec: ModelSpec) -> None:
+    a = spec.attn
+    if a.heads % a.kv_heads:
+        raise MalformedFile(f"{a.heads} query heads cannot share {a.kv_heads} key and value heads evenly")
+    if a.head_dim % 2:
+        raise UnsupportedModel(f"heads of {a.head_dim} dimensions; rotary embeddings turn them in pairs")

@@ -1,0 +1,73 @@
+"""One name for each tensor, whatever the checkpoint calls it; a name that is in no table is an error.
+
+embed, norm, head, and in each layer: attn_norm, q, k, v, o, mlp_norm, gate, up, down; a bias is its weight's + ".bias".
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from penstock.errors import UnsupportedModel
+from penstock.model.tensor import Tensor
+
+
+class Naming(NamedTuple):
+    top: Mapping[str, str]
+    layer: re.Pattern[str]  # a layer's number, and its own name for the part
+    parts: Mapping[str, str]
+    ignored: re.Pattern[str]  # tensors that are no weights
+
+
+NUMBER = "(0|[1-9][0-9]{0,5})"
+SUFFIXES = {"weight": "", "bias": ".bias"}
+
+GGUF = Naming(
+    top={"token_embd": "embed", "output_norm": "norm", "output": "head"},
+    layer=re.compile(rf"blk\.{NUMBER}\.(.+)"),
+    parts={
+        "attn_norm": "attn_norm",
+        "attn_q": "q",
+        "attn_k": "k",
+        "attn_v": "v",
+        "attn_output": "o",
+        "ffn_norm": "mlp_norm",
+        "ffn_gate": "gate",
+        "ffn_up": "up",
+        "ffn_down": "down",
+    },
+    ignored=re.compile(r"rope_freqs\.weight"),  # config_gguf puts it in the rope spec
+)
+
+HUGGING_FACE = Naming(
+    top={"model.embed_tokens": "embed", "model.norm": "norm", "lm_head": "head"},
+    layer=re.compile(rf"model\.layers\.{NUMBER}\.(.+)"),
+    parts={
+        "input_layernorm": "attn_norm",
+        "self_attn.q_proj": "q",
+        "self_attn.k_proj": "k",
+        "self_attn.v_proj": "v",
+        "self_attn.o_proj": "o",
+        "post_attention_layernorm": "mlp_norm",
+        "mlp.gate_proj": "gate",
+        "mlp.up_proj": "up",
+        "mlp.down_proj": "down",
+    },
+    ignored=re.compile(r".+\.rotary_emb\.inv_freq"),  # computed from the config
+)
+
+
+def canonical(tensors: Mapping[str, Tensor], naming: Naming) -> dict[str, Tensor]:
+    weights = (name for name in tensors if not naming.ignored.fullmatch(name))
+    return {canonical_name(name, naming): tensors[name] for name in weights}
+
+
+def canonical_name(name: str, naming: Naming) -> str:
+    stem, _, role = name.rpartition(".")
+    prefix, part = "", naming.top.get(stem)
+    if match := naming.layer.fullmatch(stem):
+        prefix, part = f"layers.{match[1]}.", naming.parts.get(match[2])
+    if part is None or role not in SUFFIXES:
+        raise UnsupportedModel(f"the checkpoint has a tensor named {name!r}, which this engine has no use for")
+    return prefix + part + SUFFIXES[role]

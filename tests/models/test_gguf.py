@@ -1,0 +1,125 @@
+"""GGUF files: what the gguf package writes is read back, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType, GGUFValueType
+
+from penstock.model.gguf import read_gguf
+from penstock.model.quant import LAYOUTS, VALUES, dequantize
+from penstock.model.tensor import FORMATS, Tensor
+
+ARRAYS = {
+    "words": ["a", "", "Grüße", "日本"],
+    "whole": [1, -2, 3],
+    "real": [0.5, -1.25],
+    "flags": [True, False],
+}
+NUMBERS = {
+    "u8": (GGUFValueType.UINT8, 255),
+    "i8": (GGUFValueType.INT8, -128),
+    "u16": (GGUFValueType.UINT16, 65535),
+    "i16": (GGUFValueType.INT16, -32768),
+    "u32": (GGUFValueType.UINT32, 2**32 - 1),
+    "i32": (GGUFValueType.INT32, -(2**31)),
+    "u64": (GGUFValueType.UINT64, 2**64 - 1),
+    "i64": (GGUFValueType.INT64, -(2**63)),
+    "f32": (GGUFValueType.FLOAT32, 0.375),
+    "f64": (GGUFValueType.FLOAT64, 1e300),
+    "bool": (GGUFValueType.BOOL, True),
+}
+
+
+def random_bytes(format: str, rows: int = 3) -> np.ndarray:
+    size = 2 * FORMATS[format].bytes
+    return np.random.default_rng(rows).integers(256, size=(rows, size), dtype=np.uint8)
+
+
+@pytest.fixture(scope="session")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One of everything, by the gguf package."""
+    path = tmp_path_factory.mktemp("gguf") / "all.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_string("text", "a\nb\0c é")
+    for key, (kind, value) in NUMBERS.items():
+        writer.add_key_value(key, value, kind)
+    for key, value in ARRAYS.items():
+        writer.add_array(key, value)
+    for format in FORMATS:
+        writer.add_tensor(f"a {format} tensor", random_bytes(format), raw_dtype=GGMLQuantizationType[format])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_metadata_is_read_back(written):
+    metadata = read_gguf(written).metadata
+    wanted = {key: value for key, (_, value) in NUMBERS.items()} | ARRAYS | {"text": "a\nb\0c é"}
+    assert {key: metadata[key] for key in wanted} == wanted
+    assert metadata["general.architecture"] == "llama"
+    assert len(metadata) == len(list(metadata)) == len(wanted) + 1
+    assert "absent" not in metadata
+
+
+def test_values_are_decoded_once(written):
+    metadata = read_gguf(written).metadata
+    assert metadata["words"] is metadata["words"]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_tensors_are_read_back(written, format):
+    tensor = read_gguf(written).tensors[f"a {format} tensor"]
+    assert tensor.format == FORMATS[format]
+    assert tensor.shape == (3, 2 * FORMATS[format].values)
+    assert tensor.data.tobytes() == random_bytes(format).tobytes()
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_dequantized_as_the_gguf_package_does(format):
+    """Bit for bit, over random bytes: scales that are not finite included."""
+    data = random_bytes(format, rows=101)
+    shape = (101, 2 * FORMATS[format].values)
+    with np.errstate(all="ignore"):
+        wanted = gguf.quants.dequantize(data, GGMLQuantizationType[format]).reshape(shape)
+    got = dequantize(Tensor("x", FORMATS[format], shape, data.reshape(-1)))
+    assert got.dtype == np.float32
+    assert np.array_equal(got.view(np.uint32), wanted.view(np.uint32))
+
+
+def test_every_format_has_its_layout():
+    assert {name: layout.itemsize for name, layout in LAYOUTS.items()} == {f.name: f.bytes for f in FORMATS.values()}
+    assert VALUES.keys() == FORMATS.keys()
+
+
+def test_tensors_are_views_and_outlive_the_file(written):
+    file = read_gguf(written)
+    tensor = file.tensors["a Q4_K tensor"]
+    assert not tensor.data.flags.owndata
+    assert not tensor.data.flags.writeable
+    file.close()
+    assert tensor.data.tobytes() == random_bytes("Q4_K").tobytes()
+
+
+def test_version_2_is_read(written, tmp_path):
+    data = bytearray(written.read_bytes())
+    data[4] = 2
+    (tmp_path / "v2.gguf").write_bytes(data)
+    assert read_gguf(tmp_path / "v2.gguf").metadata["words"] == ARRAYS["words"]
+
+
+def test_alignment_is_followed(tmp_path):
+    writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
+    writer.add_custom_alignment(128)
+    for name in ("one", "two"):
+        writer.add_tensor(name, np.full(3, len(name), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert dequantize(read_gguf(tmp_path / "a.gguf").tensors["two"]).tolist() == [3, 3, 3]

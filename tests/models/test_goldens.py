@@ -1,0 +1,91 @@
+"""Tiny checkpoints against logits that transformers computed (scripts/make_goldens.py), from both kinds of file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from penstock.backend.ref import RefBackend
+from penstock.backend.ref.batches import Chunk, blocks_for, greedy_batch, random_steps
+from penstock.model.load import load_model, open_checkpoint
+
+GOLDENS = Path(__file__).parent / "goldens"
+NAMES = sorted(folder.name for folder in GOLDENS.iterdir())
+BLOCK_SIZE = 4
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(params=NAMES)
+def folder(request: pytest.FixtureRequest) -> Path:
+    return GOLDENS / request.param
+
+
+@pytest.fixture(params=["gguf", "folder"])
+def backend(folder: Path, request: pytest.FixtureRequest) -> RefBackend:
+    backend = RefBackend()
+    path = folder / "model.gguf" if request.param == "gguf" else folder
+    backend.load(load_model(open_checkpoint(path), backend))
+    return backend
+
+
+@pytest.fixture
+def expected(folder: Path) -> tuple[list[int], np.ndarray]:
+    with np.load(folder / "expected.npz") as file:
+        return file["tokens"].tolist(), file["logits"]
+
+
+def test_every_kind_of_golden_is_there():
+    assert NAMES == ["bias", "linear", "llama3", "mistral", "tied", "untied", "yarn"]
+
+
+def test_whole_prompt(backend, expected):
+    tokens, logits = expected
+    size = blocks_for([tokens], BLOCK_SIZE)
+    backend.reserve_kv(size, BLOCK_SIZE)
+    got = backend.logits(greedy_batch([Chunk(tokens, 0, range(size))]))
+    assert np.abs(got - logits).max() < TOLERANCE
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_chunks_among_others(backend, expected, seed):
+    """The prompt, two beginnings of it, and blocks all over the cache."""
+    tokens, logits = expected
+    prompts = [tokens, tokens[:5], tokens[:30]]
+    backend.reserve_kv(blocks_for(prompts, BLOCK_SIZE), BLOCK_SIZE)
+    for chunks in random_steps(np.random.default_rng(seed), prompts, BLOCK_SIZE):
+        wanted = np.concatenate([logits[chunk.start : chunk.start + len(chunk.tokens)] for chunk in chunks])
+        assert np.abs(backend.logits(greedy_batch(chunks)) - wanted).max() < TOLERANCE
+
+
+def test_greedy_steps_follow_the_logits(backend, expected):
+    """Sampled tokens stay in the backend and feed the next step, each slot its own."""
+    tokens, logits = expected
+    prompts = [tokens[:20], tokens[:11]]
+    tables = [range(0, 12), range(12, 24)]
+    backend.reserve_kv(24, BLOCK_SIZE)
+    chunks = [Chunk(p, 0, t, slot, 1) for slot, (p, t) in enumerate(zip(prompts, tables, strict=True))]
+    first = backend.wait(backend.launch(greedy_batch(chunks, step=0)))
+    assert [row.tokens for row in first.rows] == [(logits[19].argmax(),), (logits[10].argmax(),)]
+
+    swapped = [Chunk([-1], len(prompts[slot]), tables[slot], slot, 1) for slot in (1, 0)]
+    second = backend.wait(backend.launch(greedy_batch(swapped, step=1)))
+    for slot, row in zip((1, 0), second.rows, strict=True):
+        known = [*prompts[slot], *first.rows[slot].tokens]
+        alone = backend.logits(greedy_batch([Chunk(known, 0, tables[slot], 9, 1)]))
+        assert row.tokens == (alone[0].argmax(),)
+
+
+def test_moved_blocks_are_read_where_they_are_now(backend, expected):
+    tokens, logits = expected
+    backend.reserve_kv(30, BLOCK_SIZE)
+    backend.logits(greedy_batch([Chunk(tokens[:40], 0, range(10))]))
+    backend.move_blocks([(block, 29 - block) for block in range(10)])
+    got = backend.logits(greedy_batch([Chunk(tokens[40:], 40, [*range(29, 19, -1), 0, 1])]))
+    assert np.abs(got - logits[40:]).max() < TOLERANCE
+
+
+def test_kv_bytes_are_those_of_the_cache(backend, folder):
+    spec = open_checkpoint(folder).spec
+    assert backend.kv_bytes_per_token() == 2 * 4 * spec.layers * spec.attn.kv_width

@@ -1,0 +1,161 @@
+"""The reference itself, against the plainest loops; and the cases that other backends are held to."""
+
+from __future__ import annotations
+
+import cmath
+import inspect
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from penstock.backend.ref import RefBackend, cases
+from penstock.backend.ref.batches import Chunk, blocks_for, greedy_batch, random_steps
+from penstock.backend.ref.ops import Cache, Matrix, RefOps, rotate
+from penstock.model import rope
+from penstock.model.ops import Ops
+from penstock.model.quant import dequantize
+from penstock.model.spec import AttentionSpec, RopeSpec
+from penstock.model.tensor import FORMATS
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(0)
+
+
+def ops_over(tokens: int) -> RefOps:
+    return RefOps(greedy_batch([Chunk(range(tokens), 0, [0])]), Cache(1, tokens))
+
+
+def test_embed_takes_rows(rng):
+    table = rng.normal(size=(9, 4)).astype(np.float32)
+    batch = greedy_batch([Chunk([8, 0, 8], 0, [0])])
+    assert np.array_equal(RefOps(batch, Cache(1, 16)).embed(Matrix(table, None)), table[[8, 0, 8]])
+
+
+def test_add_norm(rng):
+    x, residual = rng.normal(size=(2, 3, 5)).astype(np.float32)
+    gain = rng.normal(size=5).astype(np.float32)
+    got, total = ops_over(3).add_norm(x, residual, gain, 1e-2)
+    assert np.array_equal(total, x + residual)
+    for row, answer in zip(total.tolist(), got.tolist(), strict=True):
+        size = math.sqrt(sum(value * value for value in row) / 5 + 1e-2)
+        assert answer == pytest.approx([value / size * float(g) for value, g in zip(row, gain, strict=True)], rel=1e-5)
+
+
+def test_linear_adds_its_bias(rng):
+    x, weight = np.array([[1, 2]], np.float32), np.array([[1, 0], [0, 1], [3, 3]], np.float32)
+    assert ops_over(1).linear(x, Matrix(weight, None)).tolist() == [[1, 2, 9]]
+    assert ops_over(1).linear(x, Matrix(weight, np.array([1, 2, 3], np.float32))).tolist() == [[2, 4, 12]]
+
+
+def test_gated(rng):
+    x = np.array([[1.0, -200.0, 2.0, 3.0]], np.float32)
+    assert ops_over(1).gated(x, "silu").tolist()[0] == pytest.approx([2 / (1 + math.exp(-1)), 0])
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_a_rotation_is_a_complex_product(rng, interleaved):
+    x = rng.normal(size=(2, 1, 6)).astype(np.float32)
+    spec = RopeSpec((1.0, 0.1, 0.01), interleaved, scale=1.5)
+    got = rotate(x, np.array([0, 1000], np.int32), spec)
+    pairs = [(0, 1), (2, 3), (4, 5)] if interleaved else [(0, 3), (1, 4), (2, 5)]
+    for token, position in enumerate((0, 1000)):
+        for (a, b), freq in zip(pairs, spec.inv_freq, strict=True):
+            turned = complex(x[token, 0, a], x[token, 0, b]) * 1.5 * cmath.exp(1j * freq * position)
+            assert (got[token, 0, a], got[token, 0, b]) == pytest.approx((turned.real, turned.imag), rel=1e-5)
+
+
+@pytest.mark.parametrize("window", [0, 3])
+def test_attention_one_number_at_a_time(rng, window):
+    """Without blocks or chunks: each head of each token, over what it sees."""
+    spec = AttentionSpec(4, 2, 4, RopeSpec(rope.plain(100.0, 4), False), window)
+    qkv = rng.normal(size=(9, 32)).astype(np.float32)
+    got = ops_over(9).attend(0, qkv, spec).reshape(9, 4, 4)
+    heads = rotate(qkv.reshape(9, 8, 4), np.arange(9, dtype=np.int32), spec.rope)
+    for token in range(9):
+        seen = range(max(0, token - window + 1) if window else 0, token + 1)
+        for head in range(4):
+            scores = [float(heads[token, head] @ heads[other, 4 + head // 2]) / 2 for other in seen]
+            weights = [math.exp(score) for score in scores]
+            values = [qkv.reshape(9, 8, 4)[other, 6 + head // 2] for other in seen]
+            wanted = sum(w * v for w, v in zip(weights, values, strict=True)) / sum(weights)
+            assert got[token, head] == pytest.approx(wanted, rel=1e-4, abs=1e-6)
+
+
+def test_layers_do_not_share_a_cache(rng):
+    spec = cases.HALVES(1, 1, 4)
+    cache = Cache(1, 16)
+    first, second = (rng.normal(size=(1, 12)).astype(np.float32) for _ in range(2))
+    start = RefOps(greedy_batch([Chunk([0], 0, [0])]), cache)
+    start.attend(0, first, spec)
+    start.attend(1, second, spec)
+    again = RefOps(greedy_batch([Chunk([0], 1, [0])]), cache)
+    assert not np.allclose(again.attend(0, second, spec), again.attend(1, second, spec))
+
+
+def test_every_op_has_a_case():
+    assert {name for name, _ in inspect.getmembers(Ops, inspect.isfunction) if not name.startswith("_")} == {
+        case.op for case in cases.CASES
+    }
+
+
+def test_case_names_are_unique():
+    assert len({(case.op, case.name) for case in cases.CASES}) == len(cases.CASES)
+
+
+@pytest.mark.parametrize("case", cases.CASES, ids=lambda case: f"{case.op}: {case.name}")
+def test_cases_repeat(case):
+    """The same seed gives the same trial, and its answers are numbers that can be compared."""
+    first, second = (cases.run(case.make(np.random.default_rng(3)), RefBackend()) for _ in range(2))
+    assert all(cases.difference(one, other) == 0 for one, other in zip(first, second, strict=True))
+    assert not any(cases.difference(one, 1.1 * one) < case.tolerance for one in first)
+
+
+@pytest.mark.parametrize("case", [case for case in cases.CASES if case.op == "attend"], ids=lambda case: case.name)
+def test_attention_does_not_depend_on_the_steps(case):
+    def answers(**changes):
+        trial = cases.attend(np.random.default_rng(3), **case.make.keywords | changes)
+        order = np.concatenate([batch.tokens for batch in trial.steps]).argsort()
+        return np.concatenate(cases.run(trial, RefBackend()))[order]
+
+    assert np.allclose(answers(), answers(longest=10_000), atol=1e-5)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_random_tensors_are_finite(rng, format):
+    values = dequantize(cases.random_tensor(rng, format, 4, 512))
+    assert np.isfinite(values).all()
+    assert values.std() > 0
+
+
+def test_random_steps_cover_every_prompt_once(rng):
+    prompts = [range(0, 33), range(100, 101), range(200, 217)]
+    seen: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    blocks: dict[int, set[int]] = {0: set(), 1: set(), 2: set()}
+    for chunks in random_steps(rng, prompts, block_size=4):
+        for chunk in chunks:
+            assert chunk.start == len(seen[chunk.slot])
+            seen[chunk.slot] += chunk.tokens
+            blocks[chunk.slot] |= set(chunk.table)
+    assert seen == {slot: list(prompt) for slot, prompt in enumerate(prompts)}
+    assert sorted(block for used in blocks.values() for block in used) == list(range(blocks_for(prompts, 4)))
+
+
+def test_parts_without_a_bias_get_none(rng):
+    trial = cases.linear(rng, format="F32", tokens=1, width=4, parts=(2, 3), bias=True)
+    (with_bias,) = cases.run(trial, RefBackend())
+    weight = trial.weights[1]._replace(bias=[None, None])
+    (without,) = cases.run(trial._replace(weights=[trial.weights[0], weight]), RefBackend())
+    assert np.array_equal(with_bias[0, :2], without[0, :2])
+    assert with_bias[0, 2:] == pytest.approx(without[0, 2:] + dequantize(trial.weights[1].bias[1]), rel=1e-5)
+
+
+def test_sampled_rows_only(rng):
+    batch = greedy_batch([Chunk(range(5), 0, [0], 0, 2), Chunk(range(3), 0, [1], 1, 0), Chunk([1], 9, [2], 2, 1)])
+    assert batch.sampled.tolist() == [3, 4, 8]
+    assert batch.sample_start.tolist() == [0, 2, 2, 3]
+    x = rng.normal(size=(9, 2)).astype(np.float32)
+    assert np.array_equal(RefOps(replace(batch), Cache(3, 16)).take_sampled(x), x[[3, 4, 8]])
