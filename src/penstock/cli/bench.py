@@ -1,0 +1,150 @@
+"""How fast is it?"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from functools import partial
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from penstock.cli import options
+from penstock.cli.terminal import note, obtain, print_json, print_table
+
+if TYPE_CHECKING:
+    from penstock.bench import Load, Result, Target
+    from penstock.config import Config
+
+
+def bench(
+    model: options.Model = "",
+    url: Annotated[str, typer.Option(help="A server, such as http://127.0.0.1:8000/v1, instead of MODEL.")] = "",
+    served: Annotated[str, typer.Option("--model", help="The server's name for it; by default the first listed.")] = "",
+    concurrency: Annotated[str, typer.Option(help="Clients at once; several with commas.")] = "1",
+    input_len: Annotated[int, typer.Option(min=1, help="Prompt tokens.")] = 128,
+    output_len: Annotated[int, typer.Option(min=1, help="Answer tokens.")] = 64,
+    requests: Annotated[int, typer.Option(min=0, help="Requests for each concurrency; 0: four per client.")] = 0,
+    shared_prefix: Annotated[int, typer.Option(min=0, help="Leading tokens that all prompts share.")] = 0,
+    seed: Annotated[int, typer.Option(help="Decides the prompts.")] = 0,
+    api_key: Annotated[str, typer.Option(envvar="OPENAI_API_KEY", show_envvar=True, help="For --url.")] = "",
+    device: options.Device = "auto",
+    threads: options.Threads = 0,
+    max_len: options.MaxLen = 0,
+    json: options.Json = False,
+) -> None:
+    """Measure the speed of an engine or a server.
+
+    \b
+      penstock bench
+      penstock bench ./model.gguf --concurrency 1,8,32 --input-len 512 --output-len 128
+      penstock bench --url http://127.0.0.1:8000/v1 --concurrency 8 --shared-prefix 256 --json
+
+    Prints tokens per second, the time to the first token (TTFT) and the inter-token latency (ITL: the time between
+    two pieces of one answer). Each client asks again as soon as it is answered (closed loop). MODEL runs in a process
+    of its own, without a server between. A server's own counts of tokens are taken.
+    """
+    levels = _levels(concurrency)
+    if shared_prefix > input_len:
+        raise typer.BadParameter(f"--shared-prefix {shared_prefix} is longer than --input-len {input_len}")
+    if url and model:
+        raise typer.BadParameter("MODEL would run here; what a server runs is chosen with --model")
+
+    import asyncio
+
+    from penstock.bench import Load
+
+    loads = [
+        Load(
+            concurrency=clients,
+            requests=requests or 4 * clients,
+            input_len=input_len,
+            output_len=output_len,
+            shared_prefix=shared_prefix,
+            seed=seed,
+        )
+        for clients in levels
+    ]
+    if url:
+        results = asyncio.run(_measure_url(url, served, api_key, loads))
+    else:
+        path = obtain(model or options.DEFAULT_MODEL)
+
+        from penstock.config import Config
+
+        config = Config(model=str(path), device=device, threads=threads, max_len=max_len, max_rows=max(64, *levels))
+        results = asyncio.run(_measure_engine(config, loads))
+    if json:
+        print_json({"target": url or model or options.DEFAULT_MODEL, "results": [asdict(result) for result in results]})
+    else:
+        _print(results)
+    _complain(results)
+
+
+async def _measure_url(url: str, model: str, api_key: str, loads: list[Load]) -> list[Result]:
+    from penstock.bench import UrlTarget
+
+    target = UrlTarget(url, model, api_key)
+    await target.meet()
+    return await _measure(target, loads)
+
+
+async def _measure_engine(config: Config, loads: list[Load]) -> list[Result]:
+    from penstock.bench import EngineTarget, Sample
+    from penstock.ipc.spawn import ProcessClient
+
+    client = ProcessClient(config)
+    try:
+        hello = await client.start()
+        target = EngineTarget(client, hello.limits)
+        await target.complete(target.vocab[:8], 2, Sample())
+        return await _measure(target, loads)
+    finally:
+        await client.close()
+
+
+async def _measure(target: Target, loads: list[Load]) -> list[Result]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from penstock.bench import drive
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        results = []
+        for load in loads:
+            task = bar.add_task(f"{load.concurrency} at once", total=load.requests)
+            results.append(await drive(target, load, partial(bar.advance, task)))
+        return results
+
+
+def _levels(text: str) -> list[int]:
+    levels = [int(level) if level.strip().isdecimal() else 0 for level in text.split(",")]
+    if not all(1 <= level <= 10_000 for level in levels):
+        raise typer.BadParameter(f"--concurrency takes numbers from 1 to 10000 with commas between; got {text!r}")
+    return levels
+
+
+def _print(results: list[Result]) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    heads = ("clients", "requests", "errors", "out tok/s", "all tok/s", "TTFT p50", "p99 ms", "ITL p50", "p99 ms")
+    for head in heads:
+        table.add_column(head, justify="right", no_wrap=True)
+    for r in results:
+        figures = (r.output_tok_s, r.total_tok_s, r.ttft_p50, r.ttft_p99, r.itl_p50, r.itl_p99)
+        table.add_row(str(r.concurrency), str(r.requests), str(r.errors), *map(_readable, figures))
+    print_table(table)
+
+
+def _readable(figure: float) -> str:
+    return f"{figure:,.0f}" if figure >= 100 else f"{figure:.1f}"
+
+
+def _complain(results: list[Result]) -> None:
+    failed = sum(result.errors for result in results)
+    if failed:
+        first = next(result.first_error for result in results if result.errors)
+        note(f"error: {failed} requests failed, the first with: {first} [bench_errors]")
+        raise typer.Exit(1)

@@ -1,0 +1,141 @@
+"""A conversation in the terminal."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from penstock.cli import options
+from penstock.cli.terminal import note, obtain
+from penstock.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from penstock.llm import LLM
+    from penstock.types import SamplingParams
+
+HELP = """\
+/help            this page
+/reset           forget the conversation
+/system TEXT     begin anew with a system message; without TEXT, with none
+/exit            leave, as does Ctrl-D
+Ctrl-C stops an answer. A line that ends in \\ goes on in the next."""
+
+
+def chat(
+    model: options.Model = options.DEFAULT_MODEL,
+    max_tokens: options.MaxTokens = None,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0: the likeliest token each time.")] = 0.7,
+    top_p: options.TopP = 0.95,
+    seed: options.Seed = None,
+    system: options.System = "",
+    device: options.Device = "auto",
+    threads: options.Threads = 0,
+    max_len: options.MaxLen = 0,
+) -> None:
+    """Talk with a model; /help tells what can be typed.
+
+    \b
+      penstock chat
+      penstock chat ./model.gguf --system "You are a patient teacher."
+    """
+    path = obtain(model)
+
+    from penstock.llm import LLM
+    from penstock.types import SamplingParams
+
+    params = SamplingParams(temperature=temperature, top_p=top_p, seed=seed, max_tokens=max_tokens)
+    with LLM(path, device=device, threads=threads, max_len=max_len) as llm:
+        note(f"{model} is listening. /help for help, Ctrl-D to leave.")
+        _keep_history()
+        _talk(Conversation(llm, params, system))
+
+
+@dataclass
+class Conversation:
+    llm: LLM
+    params: SamplingParams
+    system: str
+    messages: list[dict[str, str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.messages = [{"role": "system", "content": self.system}] if self.system else []
+
+    def ask(self, text: str) -> None:
+        """Prints the answer as it comes; Ctrl-C keeps what has come. A question that cannot be asked is forgotten."""
+        question = {"role": "user", "content": text}
+        stream = self.llm.stream([*self.messages, question], self.params)
+        with suppress(KeyboardInterrupt):
+            for piece in stream:
+                sys.stdout.write(piece)
+                sys.stdout.flush()
+        print(flush=True)
+        self.messages += [question, {"role": "assistant", "content": stream.completion.text}]
+
+
+def _talk(conversation: Conversation) -> None:
+    while True:
+        try:
+            line = _read_line()
+            if line.startswith("/"):
+                _obey(conversation, line)
+            elif line.strip():
+                conversation.ask(line)
+        except EOFError:
+            note("")
+            return
+        except KeyboardInterrupt:
+            note("")
+        except InvalidRequest as error:
+            note(f"error: {error} [{error.code}]; /reset begins anew")
+
+
+def _read_line() -> str:
+    line = input("> " if sys.stdin.isatty() else "")
+    while line.endswith("\\"):
+        line = line[:-1] + "\n" + input("… " if sys.stdin.isatty() else "")
+    return line
+
+
+def _obey(conversation: Conversation, line: str) -> None:
+    order, _, rest = line.partition(" ")
+    match order:
+        case "/help":
+            note(HELP)
+        case "/reset":
+            conversation.reset()
+        case "/system":
+            conversation.system = rest.strip()
+            conversation.reset()
+        case "/exit" | "/quit":
+            raise EOFError
+        case _:
+            note(f"{order} is not a command; /help lists them")
+
+
+def _keep_history() -> None:
+    """Line editing, and what was typed in earlier conversations; where there is no readline, neither."""
+    try:
+        import readline
+    except ImportError:
+        return
+    from penstock.store import home
+
+    file = home() / "chat_history"
+    with suppress(OSError):
+        readline.read_history_file(file)
+    readline.set_history_length(1000)
+
+    def save() -> None:
+        with suppress(OSError):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            readline.write_history_file(file)
+
+    atexit.register(save)

@@ -1,0 +1,130 @@
+"""Is this machine ready?"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import typer
+
+from penstock.cli import options
+from penstock.cli.terminal import print_json, readable_size
+from penstock.errors import PenstockError
+
+FEATURES = ("avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "asimddp", "i8mm")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    check: str
+    state: str  # "ok", "note" or "bad"
+    detail: str
+
+
+def doctor(json: options.Json = False) -> None:
+    """Check this machine; leaves with 1 when something must be mended.
+
+    \b
+      penstock doctor
+      penstock doctor --json
+    """
+    findings = [_examine(check) for check in CHECKS]
+    if json:
+        print_json([asdict(finding) for finding in findings])
+    else:
+        for finding in findings:
+            print(f"{finding.state:<6}{finding.check:<18}{finding.detail}")
+    if any(finding.state == "bad" for finding in findings):
+        raise typer.Exit(1)
+
+
+def _examine(check: Callable[[], tuple[str, str]]) -> Finding:
+    name = check.__name__.strip("_").replace("_", " ")
+    try:
+        return Finding(name, *check())
+    except (PenstockError, OSError, ImportError) as error:
+        return Finding(name, "bad", str(error))
+
+
+def _python() -> tuple[str, str]:
+    fits = (3, 11) <= sys.version_info[:2] <= (3, 13)
+    return "ok" if fits else "bad", f"{platform.python_version()} ({sys.executable}); 3.11 to 3.13 is needed"
+
+
+def _cpu() -> tuple[str, str]:
+    flags = set(_cpu_flags().split())
+    return "ok", f"{platform.machine()} {' '.join(name for name in FEATURES if name in flags)}".strip()
+
+
+def _cpu_flags() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line.partition(":")[2] for line in lines if line.lower().startswith(("flags", "features"))), "")
+
+
+def _cores() -> tuple[str, str]:
+    from penstock.config import available_threads
+
+    return "ok", f"{available_threads()} usable of {os.cpu_count()}"
+
+
+def _memory() -> tuple[str, str]:
+    from penstock.config import available_memory
+
+    free = available_memory()
+    return "ok" if free > 1e9 else "note", f"{readable_size(free)} free"
+
+
+def _disk() -> tuple[str, str]:
+    from penstock.store import home
+
+    place = next(folder for folder in (home(), *home().parents) if folder.exists())
+    free = shutil.disk_usage(place).free
+    return "ok" if free > 1e9 else "note", f"{readable_size(free)} free at {place}"
+
+
+def _native_backend() -> tuple[str, str]:
+    from penstock.backend.cpu import CpuBackend
+
+    return "ok", f"computes with {CpuBackend(1).isa}"
+
+
+def _pip() -> tuple[str, str]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return "ok", version("pip")
+    except PackageNotFoundError:
+        return "note", "not installed here: models from packages (pypi:...) need it"
+
+
+def _store() -> tuple[str, str]:
+    from penstock.store import entries, home
+
+    home().mkdir(parents=True, exist_ok=True)
+    probe = home() / f".probe-{os.getpid()}"
+    probe.touch()
+    probe.unlink()
+    held = entries()
+    return "ok", f"{len(held)} models, {readable_size(sum(entry.size for entry in held))} at {home()}"
+
+
+def _default_model() -> tuple[str, str]:
+    from penstock.store import DEFAULT, find, sha256_of
+
+    entry = find(DEFAULT)
+    if entry is None:
+        return "note", f"{DEFAULT} is not here yet: the first run fetches it, or `penstock pull {DEFAULT}`"
+    if sha256_of(entry.path) != entry.sha256:
+        return "bad", f"{entry.path} is damaged: `penstock rm {DEFAULT}`, then pull it again"
+    return "ok", f"{DEFAULT} at {entry.path}"
+
+
+CHECKS = (_python, _cpu, _cores, _memory, _disk, _native_backend, _pip, _store, _default_model)

@@ -1,0 +1,25 @@
+"""Arguments and options that several commands share."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+DEFAULT_MODEL = "smollm2"  # as in penstock.store, which is too heavy to import for --help
+
+Model = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A name, a path, hf:owner/repo[/file] or pypi:package/file.")
+]
+Device = Annotated[str, typer.Option(help="What computes: auto, cpu or ref (NumPy, slow).")]
+Threads = Annotated[int, typer.Option(min=0, help="Threads to compute with; 0: every core this process may use.")]
+MaxLen = Annotated[int, typer.Option(min=0, help="Longest prompt and answer in tokens; 0: the model's own context.")]
+MaxTokens = Annotated[
+    int | None, typer.Option(min=1, help="Longest answer in tokens; by default, to the context's end.")
+]
+TopP = Annotated[
+    float, typer.Option(min=0.0, max=1.0, help="Sample from the likeliest tokens that make up this share.")
+]
+Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.")]
+System = Annotated[str, typer.Option(help="A system message to begin with.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]

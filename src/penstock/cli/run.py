@@ -1,0 +1,103 @@
+"""One question, one answer."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from penstock.cli import options
+from penstock.cli.terminal import note, obtain, print_json
+from penstock.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from penstock.llm import Stream
+
+
+class RunCommand(TyperCommand):
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Spelled out: an optional argument before the last is more than typer can tell by itself."""
+        return ["[OPTIONS]", "[MODEL]", "PROMPT"]
+
+
+def run(
+    words: Annotated[
+        list[str], typer.Argument(metavar="[MODEL] PROMPT", help="The model, and the question; - reads it from stdin.")
+    ],
+    max_tokens: options.MaxTokens = None,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="0: the likeliest token each time, so a question has one answer.")
+    ] = 0.0,
+    top_p: options.TopP = 1.0,
+    seed: options.Seed = None,
+    system: options.System = "",
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without a chat template.")] = False,
+    device: options.Device = "auto",
+    threads: options.Threads = 0,
+    max_len: options.MaxLen = 0,
+    json: options.Json = False,
+) -> None:
+    """Ask one question and print the answer.
+
+    \b
+      penstock run "Why is the sky blue?"
+      penstock run smollm2 "Name three rivers." --max-tokens 60
+      penstock run ./model.gguf "Write a haiku." --temperature 0.8 --seed 1
+      git diff | penstock run - --system "Describe this change in one line."
+      penstock run ./base.gguf "Once upon a time" --raw --max-tokens 100
+
+    The answer goes to stdout, everything else to stderr.
+    """
+    model, word = _split(words)
+    if raw and system:
+        raise typer.BadParameter("--raw sends the prompt alone; --system has no place in it")
+    text = _read(word)
+    path = obtain(model)
+
+    from penstock.llm import LLM
+    from penstock.types import SamplingParams
+
+    params = SamplingParams(temperature=temperature, top_p=top_p, seed=seed, max_tokens=max_tokens)
+    with LLM(path, device=device, threads=threads, max_len=max_len) as llm:
+        stream = llm.stream(text if raw else _messages(system, text), params)
+        if json:
+            print_json({"model": model} | asdict(stream.rest()))
+        else:
+            _print_stream(stream)
+
+
+def _messages(system: str, text: str) -> list[dict[str, str]]:
+    begin = [{"role": "system", "content": system}] if system else []
+    return [*begin, {"role": "user", "content": text}]
+
+
+def _print_stream(stream: Stream) -> None:
+    for piece in stream:
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+    print(flush=True)
+    if stream.completion.finish_reason == "length":
+        note(f"(the answer was cut after {len(stream.completion.tokens)} tokens)")
+
+
+def _split(words: list[str]) -> tuple[str, str]:
+    if len(words) > 2:
+        raise typer.BadParameter(f"a model and a prompt at most; got {len(words)} words: put the prompt in quotes")
+    if len(words) == 2:
+        return words[0], words[1]
+    if words[0] == options.DEFAULT_MODEL or words[0].endswith(".gguf"):
+        raise typer.BadParameter(f"{words[0]} is a model: give it a prompt too, or talk with it in `penstock chat`")
+    return options.DEFAULT_MODEL, words[0]
+
+
+def _read(prompt: str) -> str:
+    try:
+        text = sys.stdin.buffer.read().decode() if prompt == "-" else prompt.encode().decode()
+    except UnicodeError as error:
+        raise InvalidRequest(f"the prompt is not valid UTF-8: {error}", param="prompt") from error
+    if not text.strip():
+        raise InvalidRequest("the prompt is empty", param="prompt")
+    return text

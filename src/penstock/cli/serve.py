@@ -1,0 +1,60 @@
+"""An OpenAI-compatible server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from penstock.cli import options
+from penstock.cli.terminal import obtain
+
+
+def serve(
+    model: options.Model = options.DEFAULT_MODEL,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 lets other machines in.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8000,
+    name: Annotated[str, typer.Option(help="What clients call the model; by default as you call it.")] = "",
+    device: options.Device = "auto",
+    threads: options.Threads = 0,
+    max_len: options.MaxLen = 0,
+    max_rows: Annotated[int, typer.Option(min=1, help="Requests computed at once; more wait.")] = 64,
+    step_tokens: Annotated[int, typer.Option(min=1, help="Tokens computed in one step.")] = 512,
+    kv_memory: Annotated[int, typer.Option(min=0, help="Bytes for the KV cache; 0: half of what is free.")] = 0,
+) -> None:
+    """Serve a model over HTTP, as OpenAI's API.
+
+    \b
+      penstock serve
+      penstock serve ./model.gguf --port 9000 --max-len 4096
+      curl http://127.0.0.1:8000/v1/chat/completions -H 'content-type: application/json' \\
+        -d '{"model": "smollm2", "messages": [{"role": "user", "content": "Hello"}]}'
+    """
+    path = obtain(model)
+
+    from penstock.config import Config
+    from penstock.ipc.spawn import ProcessClient
+    from penstock.model.load import load_text
+    from penstock.server import serve as listen
+
+    called = name or _short_name(model, path)
+    config = Config(
+        model=str(path),
+        name=called,
+        device=device,
+        threads=threads,
+        max_len=max_len,
+        max_rows=max_rows,
+        max_tokens=step_tokens,
+        kv_memory=kv_memory,
+    )
+    listen(ProcessClient(config), load_text(path), called, host, port)
+
+
+def _short_name(model: str, path: Path) -> str:
+    from penstock.store import find
+
+    if find(model):
+        return model
+    return path.stem if path.is_file() else path.resolve().name

@@ -1,0 +1,79 @@
+"""What the commands share of the terminal. stdout is for answers; everything else goes to stderr."""
+
+from __future__ import annotations
+
+import json
+import sys
+from math import log10
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+    from rich.table import Table
+
+
+def note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def print_json(value: Any) -> None:
+    print(json.dumps(value, ensure_ascii=False))
+
+
+def print_table(table: Table) -> None:
+    from rich.console import Console
+
+    Console(file=sys.stdout, highlight=False).print(table)
+
+
+def readable_size(size: float) -> str:
+    if size < 1000:
+        return f"{size:.0f} B"
+    power = min(int(log10(size)) // 3, 4)
+    return f"{size / 1000**power:.3g} {' kMGT'[power]}B"
+
+
+class DownloadBar:
+    """Draws a fetch on stderr, a line a stage where that is no terminal; nothing when there is nothing to fetch."""
+
+    def __init__(self) -> None:
+        self.what = ""
+        self._bar: Progress | None = None
+
+    def __call__(self, what: str, done: int, total: int | None) -> None:
+        if self._bar is None:
+            self._bar = self._start()
+        if what != self.what and self._bar.disable:
+            note(what)
+        self.what = what
+        self._bar.update(self._bar.task_ids[0], description=what, completed=done, total=total)
+
+    def stop(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def _start(self) -> Progress:
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+        console = Console(stderr=True)
+        bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        bar.add_task("", total=None)
+        bar.start()
+        return bar
+
+
+def obtain(ref: str) -> Path:
+    """A model's local path; says so when it had to be fetched, and where it went."""
+    from penstock.store import fetch, size_of
+
+    bar = DownloadBar()
+    try:
+        path = fetch(ref, progress=bar)
+    finally:
+        bar.stop()
+    if bar.what:
+        note(f"fetched {ref} ({readable_size(size_of(path))}) to {path}")
+    return path

@@ -1,0 +1,259 @@
+"""Penstock in a script: blocking calls over an engine that runs in the calling thread.
+
+with LLM("smollm2") as llm:
+    print(llm.generate("The sky is blue because", SamplingParams(max_tokens=40)).text)
+"""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import threading
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from operator import index
+from pathlib import Path
+from types import FrameType
+from typing import Any, Self, overload
+
+from penstock.config import Config
+from penstock.engine.build import open_engine
+from penstock.errors import ConfigError, EngineUnavailable, InvalidRequest
+from penstock.model.load import load_text
+from penstock.store import DEFAULT, fetch
+from penstock.text import TextStream
+from penstock.types import Event, Failed, Finished, Request, SamplingParams, TokenLogprob, Tokens
+
+Message = Mapping[str, Any]  # {"role": ..., "content": ...}
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    text: str
+    tokens: tuple[int, ...]  # the one that ended it included
+    finish_reason: str  # "stop" or "length"
+    prompt_tokens: int
+    cached_tokens: int = 0  # prompt tokens whose KV was reused
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ctrl-C waits for the end of the step: an engine left half-way through one could not go on."""
+    previous = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(previous):
+        yield
+        return
+    pressed: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda number, frame: pressed.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    if pressed:
+        previous(*pressed[0])
+
+
+class LLM:
+    """One model in this process, for one thread. Settings are the fields of `Config`."""
+
+    def __init__(self, model: str | Path = DEFAULT, **settings: Any) -> None:
+        known = {field.name for field in fields(Config)} - {"model"}
+        if unknown := sorted(settings.keys() - known):
+            raise ConfigError(f"LLM has no setting {', '.join(unknown)}; it has {', '.join(sorted(known))}")
+        path = fetch(str(model))
+        self._text = load_text(path)
+        self._engine = open_engine(Config(model=str(path), **settings))
+        self._ids = itertools.count(1)
+        self._answers: dict[int, Answer] = {}
+
+    @overload
+    def generate(self, prompts: Prompt, params: SamplingParams | None = None) -> Completion: ...
+    @overload
+    def generate(
+        self, prompts: list[str] | list[list[int]], params: SamplingParams | None = None
+    ) -> list[Completion]: ...
+    def generate(self, prompts: Any, params: SamplingParams | None = None) -> Completion | list[Completion]:
+        """Continues a text or a list of token ids, or several of either at once."""
+        one = isinstance(prompts, str) or (len(prompts) > 0 and not isinstance(prompts[0], Sequence))
+        completions = self._finish([self._answer(prompt, params) for prompt in ([prompts] if one else prompts)])
+        return completions[0] if one else completions
+
+    def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Completion:
+        """The assistant's next message."""
+        return self._finish([self._answer_chat(messages, params)])[0]
+
+    def stream(self, prompt: Prompt | Sequence[Message], params: SamplingParams | None = None) -> Stream:
+        """Like `generate`, or like `chat` when given messages, with the text as it comes."""
+        is_chat = not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+        answer = self._answer_chat(prompt, params) if is_chat else self._answer(prompt, params)
+        self._add(answer)
+        return Stream(answer, self._pieces(answer))
+
+    def close(self) -> None:
+        self._engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _answer(self, prompt: Any, params: SamplingParams | None) -> Answer:
+        try:
+            ids = self._text.encode_prompt(prompt) if isinstance(prompt, str) else [index(token) for token in prompt]
+        except TypeError as error:
+            raise InvalidRequest(f"a prompt is a text or a list of token ids: {error}", param="prompt") from error
+        request = self._request(ids, params or SamplingParams())
+        return Answer(request, TextStream(self._text.tokenizer, request.sampling.stop, continuing=True))
+
+    def _answer_chat(self, messages: Any, params: SamplingParams | None) -> Answer:
+        request = self._request(self._text.encode_chat(messages), params or SamplingParams())
+        return Answer(request, TextStream(self._text.tokenizer, request.sampling.stop))
+
+    def _request(self, prompt: list[int], params: SamplingParams) -> Request:
+        room = max(self._engine.limits.max_len - len(prompt), 1)  # the engine refuses what does not fit
+        ends = () if params.ignore_eos else self._text.tokenizer.eos_ids
+        return Request(
+            id=next(self._ids),
+            prompt=tuple(prompt),
+            sampling=params,
+            max_tokens=room if params.max_tokens is None else params.max_tokens,
+            stop_ids=frozenset((*ends, *params.stop_token_ids)),
+        )
+
+    def _finish(self, answers: Sequence[Answer]) -> list[Completion]:
+        try:
+            for answer in answers:
+                self._add(answer)
+            while not all(answer.reason for answer in answers):
+                self._step()
+        finally:
+            self._leave(answers)
+        return [answer.completion() for answer in answers]
+
+    def _pieces(self, answer: Answer) -> Generator[str]:
+        try:
+            yield ""  # begun: from here on a stream that is dropped, even unread, leaves its request
+            while (text := answer.fresh()) or not answer.reason:
+                if text:
+                    yield text
+                else:
+                    self._step()
+            answer.completion()
+        finally:
+            self._leave([answer])
+
+    @_uninterrupted()
+    def _add(self, answer: Answer) -> None:
+        self._engine.add(answer.request)
+        self._answers[answer.request.id] = answer
+
+    @_uninterrupted()
+    def _step(self) -> None:
+        shares: dict[int, list[Event]] = {}
+        for event in self._engine.step():
+            shares.setdefault(event.seq, []).append(event)
+        for id in shares.keys() & self._answers.keys():
+            self._answers[id].take(shares[id])
+            if self._answers[id].reason:
+                del self._answers[id]
+                self._engine.abort(id)  # after a stop string the engine would have more to say
+
+    @_uninterrupted()
+    def _leave(self, answers: Iterable[Answer]) -> None:
+        for answer in answers:
+            if self._answers.pop(answer.request.id, None):
+                answer.reason = "abort"
+                self._engine.abort(answer.request.id)
+
+
+class Stream(Iterator[str]):
+    """The text of one answer as it comes. Leaving it early aborts the request."""
+
+    def __init__(self, answer: Answer, pieces: Generator[str]) -> None:
+        self._answer = answer
+        self._pieces = pieces
+        next(pieces)
+
+    def __next__(self) -> str:
+        return next(self._pieces)
+
+    def rest(self) -> Completion:
+        """Reads to the end."""
+        for _ in self:
+            pass
+        return self.completion
+
+    def close(self) -> None:
+        self._pieces.close()
+
+    @property
+    def completion(self) -> Completion:
+        """What came so far; all of it once the stream has ended."""
+        return self._answer.completion()
+
+
+class Answer:
+    """One request under way: its events become tokens, text and a reason to end."""
+
+    def __init__(self, request: Request, text: TextStream) -> None:
+        self.request = request
+        self.reason = ""  # empty while it goes on
+        self._failure: Failed | None = None
+        self._text = text
+        self._pieces: list[str] = []
+        self._told = 0  # of the pieces
+        self._tokens: list[int] = []
+        self._logprobs: list[TokenLogprob] = []
+        self._scores: list[TokenLogprob] = []
+        self._cached = 0
+
+    def take(self, events: Sequence[Event]) -> None:
+        """This request's share of a step."""
+        tokens: list[int] = []
+        for event in events:
+            if isinstance(event, Tokens):
+                tokens += event.tokens
+                self._logprobs += event.logprobs
+                self._scores += event.scores
+                self._cached = max(self._cached, event.cached)
+        self._tokens += tokens
+        match events[-1]:
+            case Finished(reason=reason, stop_token=stop):
+                self._tell(tokens if stop is None else tokens[:-1], reason)
+            case Failed() as failure:
+                self._failure, self.reason = failure, "failed"
+            case _:
+                self._tell(tokens)
+
+    def fresh(self) -> str:
+        """The text that came since this was last asked."""
+        text = "".join(self._pieces[self._told :])
+        self._told = len(self._pieces)
+        return text
+
+    def completion(self) -> Completion:
+        if self._failure is not None:
+            raise EngineUnavailable(self._failure.message)
+        return Completion(
+            text="".join(self._pieces),
+            tokens=tuple(self._tokens),
+            finish_reason=self.reason,
+            prompt_tokens=len(self.request.prompt),
+            cached_tokens=self._cached,
+            logprobs=tuple(self._logprobs),
+            prompt_logprobs=tuple(self._scores),
+        )
+
+    def _tell(self, tokens: Sequence[int], reason: str = "") -> None:
+        self._pieces.append(self._text.push(tokens))
+        if self._text.stopped:
+            self.reason = "stop"
+            del self._tokens[self._text.consumed :], self._logprobs[self._text.consumed :]
+        elif reason:
+            self._pieces.append(self._text.finish())
+            self.reason = reason

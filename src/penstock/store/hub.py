@@ -1,0 +1,89 @@
+"""Models from Hugging Face, through its own client: its token, endpoint and proxy settings apply."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import DownloadError, ModelNotFound, PenstockError
+from penstock.store.places import sha256_of, size_of
+from penstock.store.progress import Progress, watching
+from penstock.store.refs import HubRepo
+
+NEEDED = (
+    "config.json",
+    "generation_config.json",
+    "model*.safetensors",
+    "model.safetensors.index.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.*",
+)
+
+
+def download(source: HubRepo, folder: Path, progress: Progress) -> Path:
+    """Leaves the repository's files, and nothing else, in `folder`; takes up what an earlier attempt left there."""
+    from huggingface_hub import HfApi, hf_hub_download
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    disable_progress_bars()
+    folder.mkdir(parents=True, exist_ok=True)
+    with _plain_errors(source):
+        repo = HfApi().model_info(source.repo, files_metadata=True)
+        files = [file for file in repo.siblings or [] if _wanted(file.rfilename, source)]
+        _check_found(source, files, [file.rfilename for file in repo.siblings or []])
+        total = sum(file.size or 0 for file in files)
+        with watching(partial(size_of, folder), f"downloading {source}", total, progress):
+            for file in files:
+                hf_hub_download(source.repo, file.rfilename, revision=repo.sha, local_dir=folder)
+    for file in files:
+        _check_sum(folder / file.rfilename, file.lfs)
+    shutil.rmtree(folder / ".cache", ignore_errors=True)
+    return folder / source.file if source.file else folder
+
+
+def _wanted(name: str, source: HubRepo) -> bool:
+    if source.file:
+        return name == source.file
+    return "/" not in name and any(fnmatchcase(name, pattern) for pattern in NEEDED)
+
+
+def _check_found(source: HubRepo, files: list[Any], names: list[str]) -> None:
+    ggufs = sorted(name for name in names if name.endswith(".gguf"))
+    choice = f"; its GGUF files: {', '.join(ggufs[:12])}" if ggufs else ""
+    if source.file and not files:
+        raise ModelNotFound(f"{source.repo} has no file {source.file}{choice}")
+    if not source.file and not any(file.rfilename.endswith(".safetensors") for file in files):
+        raise ModelNotFound(f"{source.repo} has no safetensors weights{choice}")
+
+
+def _check_sum(path: Path, lfs: Any) -> None:
+    if lfs is not None and sha256_of(path) != lfs.sha256:
+        path.unlink()
+        raise DownloadError(f"{path.name} does not have the SHA-256 that its repository gives; pull again")
+
+
+@contextmanager
+def _plain_errors(source: HubRepo) -> Iterator[None]:
+    from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError
+
+    try:
+        yield
+    except (PenstockError, KeyboardInterrupt):
+        raise
+    except (RepositoryNotFoundError, EntryNotFoundError) as error:
+        raise ModelNotFound(f"{source} is not there, or needs a token (HF_TOKEN): {_first_line(error)}") from error
+    except Exception as error:  # its HTTP library differs between versions, and so do the errors it lets through
+        raise DownloadError(f"{source} could not be fetched: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)

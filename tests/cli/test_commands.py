@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from penstock.cli.terminal import readable_size
+from penstock.store.places import Entry, Place, home, sha256_of, write_record
+
+RECITED = "abcdefghijklménopqrstuvwxyz"
+Penstock = Callable[..., tuple[int, str, str]]
+
+
+def test_the_answer_is_all_there_is_on_stdout(penstock: Penstock, reciter: Path) -> None:
+    assert penstock("run", reciter, "Go", "--device", "ref") == (0, RECITED + "\n", "")
+
+
+def test_a_prompt_from_stdin(penstock: Penstock, reciter: Path) -> None:
+    assert penstock("run", reciter, "-", "--device", "ref", stdin="Löß".encode())[:2] == (0, RECITED + "\n")
+    code, out, err = penstock("run", reciter, "-", stdin=b"\xff")
+    assert (code, out) == (1, "")
+    assert err.startswith("error: the prompt is not valid UTF-8")
+    assert err.endswith("[invalid_request]\n")
+
+
+def test_run_as_json(penstock: Penstock, reciter: Path) -> None:
+    code, out, err = penstock("run", reciter, "Go", "--device", "ref", "--json", "--max-tokens", 3, "--system", "S")
+    answer = json.loads(out)
+    assert (code, err) == (0, "")
+    assert (answer["text"], answer["finish_reason"], len(answer["tokens"])) == ("abc", "length", 3)
+    assert answer["prompt_tokens"] == len("system\nS\nuser\nGo\nassistant\n") + 5  # and the marks around them
+
+
+def test_a_raw_prompt_is_continued(penstock: Penstock, reciter: Path) -> None:
+    assert penstock("run", reciter, "uvw", "--raw", "--device", "ref") == (0, "xyz\n", "")
+
+
+def test_a_cut_answer_is_told_on_stderr(penstock: Penstock, reciter: Path) -> None:
+    assert penstock("run", reciter, "Go", "--device", "ref", "--max-tokens", 2) == (
+        0,
+        "ab\n",
+        "(the answer was cut after 2 tokens)\n",
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["run"], "Missing argument"),
+        (["run", "why", "is", "it"], "put the prompt in quotes"),
+        (["run", "smollm2"], "is a model: give it a prompt"),
+        (["run", "x", "--heat", "1"], "No such option"),
+        (["run", "x", "--raw", "--system", "y"], "has no place in it"),
+        (["run", "x", "--top-p", "2"], "top-p"),
+        (["serve", "--port", "99999"], "port"),
+        (["bench", "--concurrency", "1,none"], "got '1,none'"),
+        (["bench", "--concurrency", "0"], "from 1 to"),
+        (["bench", "--shared-prefix", "200"], "is longer than --input-len 128"),
+        (["dance"], "No such command"),
+    ],
+)
+def test_wrong_usage(penstock: Penstock, words: list[str], said: str) -> None:
+    code, out, err = penstock(*words)
+    assert (code, out) == (2, "")
+    assert said in err
+    assert "Traceback" not in err
+
+
+def test_errors_are_one_line(penstock: Penstock, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    code, out, err = penstock("run", "smolm2", "Go")
+    assert (code, out) == (1, "")
+    assert err == (
+        "error: no model is called 'smolm2'; did you mean smollm2? a path, hf:owner/repo[/file] or pypi:package/file"
+        " [model_not_found]\n"
+    )
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(b"GG")
+    assert penstock("run", broken, "Go")[2].endswith("[malformed_file]\n")
+    assert penstock("run", "smollm2", " ")[2] == "error: the prompt is empty [invalid_request]\n"
+    monkeypatch.setenv("PENSTOCK_DEBUG", "1")
+    assert "Traceback" in penstock("run", "smolm2", "Go")[2]
+
+
+def test_the_default_model_has_one_name() -> None:
+    from penstock import cli, store
+
+    assert cli.options.DEFAULT_MODEL == store.DEFAULT
+
+
+def test_version_and_help(penstock: Penstock) -> None:
+    from penstock import __version__
+
+    assert penstock("--version") == (0, f"penstock {__version__}\n", "")
+    code, out, _ = penstock("--help")
+    assert code == 0
+    for command in ("run", "chat", "serve", "pull", "list", "show", "rm", "bench", "doctor"):
+        assert f"\n  {command} " in out
+        code, page, _ = penstock(command, "--help")
+        assert code == 0
+        assert page.index(f"    penstock {command}") < page.index("Options:")
+
+
+def keep(name: str, content: bytes) -> Entry:
+    """Puts a file in the store as if it had been fetched."""
+    place = Place(home(), name)
+    path = place.folder / "model.gguf"
+    place.folder.mkdir(parents=True)
+    path.write_bytes(content)
+    entry = Entry(name, "pypi:some/model.gguf", path, len(content), sha256_of(path), "2026-01-02T03:04:05+00:00")
+    write_record(place, entry)
+    return entry
+
+
+def test_the_store_at_the_command_line(penstock: Penstock) -> None:
+    entry = keep("smollm2", bytes(2_500_000))
+    code, out, _ = penstock("list")
+    assert code == 0
+    assert out.splitlines()[1].startswith("smollm2  2.5 MB  2026-01-02")
+    (listed,) = json.loads(penstock("list", "--json").out)  # type: ignore[attr-defined]
+    assert listed["path"] == str(entry.path)
+    assert penstock("pull", "smollm2") == (0, f"{entry.path}\n", "")
+    assert penstock("rm", "smollm2") == (0, "", "removed smollm2, freed 2.5 MB\n")
+    assert penstock("rm", "smollm2")[2].endswith("[model_not_found]\n")
+    assert "penstock pull smollm2" in penstock("list")[1]
+    assert json.loads(penstock("list", "--json")[1]) == []
+
+
+def test_a_fetch_is_told_on_stderr(penstock: Penstock, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def fetch(ref: str, *, progress: Callable[[str, int, int | None], None]) -> Path:
+        for done in (0, 1000):
+            progress(f"downloading {ref}", done, None)
+        (tmp_path / "m.gguf").write_bytes(bytes(1000))
+        return tmp_path / "m.gguf"
+
+    monkeypatch.setattr("penstock.store.fetch", fetch)
+    path = tmp_path / "m.gguf"
+    assert penstock("pull", "hf:a/b") == (0, f"{path}\n", f"downloading hf:a/b\nfetched hf:a/b (1 kB) to {path}\n")
+
+
+def test_show(penstock: Penstock, reciter: Path) -> None:
+    code, out, _ = penstock("show", reciter, "--json")
+    facts = json.loads(out)
+    assert code == 0
+    assert facts["architecture"] == "llama"
+    assert facts["formats"] == {"F32": facts["parameters"]}
+    assert (facts["context_length"], facts["vocabulary"], facts["chat_template"]) == (4096, 258, True)
+    assert "F32 100.0%" in penstock("show", reciter)[1]
+    code, _, err = penstock("show", "smollm2")
+    assert code == 1
+    assert "penstock pull smollm2" in err
+
+
+def test_doctor_finds_a_damaged_model(penstock: Penstock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "penstock.cli.doctor.CHECKS", [check for check in doctor_checks() if "native" not in check.__name__]
+    )
+    code, out, _ = penstock("doctor")
+    assert code == 0
+    assert "note  default model" in out
+
+    entry = keep("smollm2", bytes(1000))
+    findings = {finding["check"]: finding["state"] for finding in json.loads(penstock("doctor", "--json")[1])}
+    assert findings["default model"] == "ok"
+    assert set(findings) == {"python", "cpu", "cores", "memory", "disk", "pip", "store", "default model"}
+
+    entry.path.write_bytes(b"x" * 1000)
+    code, out, _ = penstock("doctor")
+    assert code == 1
+    assert "bad   default model" in out
+
+
+def doctor_checks() -> list[Callable[[], tuple[str, str]]]:
+    from penstock.cli.doctor import CHECKS
+
+    return list(CHECKS)
+
+
+def test_doctor_reports_a_store_that_cannot_be_written(
+    penstock: Penstock, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path / "file" / "home"))
+    code, out, _ = penstock("doctor")
+    assert code == 1
+    assert "bad   store" in out
+
+
+@pytest.mark.parametrize(
+    ("size", "text"), [(0, "0 B"), (999, "999 B"), (98_362_432, "98.4 MB"), (1e9, "1 GB"), (2.5e15, "2.5e+03 TB")]
+)
+def test_sizes(size: float, text: str) -> None:
+    assert readable_size(size) == text

@@ -1,0 +1,115 @@
+"""The command as a process: pipes, signals, a terminal."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals and terminals")
+
+RECITED = "abcdefghijklménopqrstuvwxyz"
+COMMAND = [sys.executable, "-m", "penstock"]
+
+
+def start(*words: object) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [*COMMAND, *map(str, words)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
+def test_an_interrupted_run_leaves_quietly(babbler: Path) -> None:
+    running = start("run", babbler, "Go", "--device", "ref")
+    assert running.stdout
+    assert running.stdout.read(3) == b"abc"
+    running.send_signal(signal.SIGINT)
+    _, err = running.communicate()
+    assert running.returncode == 130
+    assert b"Traceback" not in err
+
+
+def test_a_pipe_that_no_one_reads(babbler: Path) -> None:
+    running = start("run", babbler, "Go", "--device", "ref")
+    assert running.stdout
+    assert running.stdout.read(3) == b"abc"
+    running.stdout.close()
+    running.stdout = None
+    _, err = running.communicate()
+    assert running.returncode == 141
+    assert err == b""
+
+
+def test_a_chat_from_a_pipe(reciter: Path) -> None:
+    lines = b"Hello\n/dance\n/system Be brief.\n/help\nmore \\\nand more\n"
+    out, err = start("chat", reciter, "--device", "ref").communicate(lines)
+    assert out.decode() == f"{RECITED}\n{RECITED}\n"
+    assert b"/dance is not a command" in err
+    assert b"forget the conversation" in err
+
+
+def test_a_chat_that_grows_too_long_says_so_and_goes_on(reciter: Path) -> None:
+    talking = start("chat", reciter, "--device", "ref", "--max-len", 64)
+    out, err = talking.communicate(b"Hello\nHello\n/reset\nHello\n")
+    assert talking.returncode == 0
+    assert out.decode() == f"{RECITED}\n{RECITED}\n"
+    assert err.count(b"[context_length_exceeded]; /reset begins anew") == 1
+
+
+class Terminal:
+    """A process at a terminal of its own."""
+
+    def __init__(self, *words: object) -> None:
+        import pty
+
+        pid, self.fd = pty.fork()
+        if pid == 0:
+            os.execv(sys.executable, [*COMMAND, *map(str, words)])
+        self.pid = pid
+        self.seen = ""
+
+    def until(self, text: str, *, patience: float = 60) -> bool:
+        """Whether `text` came; it is then behind us."""
+        while text not in self.seen:
+            if not select.select([self.fd], [], [], patience)[0]:
+                return False
+            self.seen += os.read(self.fd, 4096).decode(errors="replace")
+        self.seen = self.seen.partition(text)[2]
+        return True
+
+    def interrupt(self) -> None:
+        """Ctrl-C up to the next prompt; Python's readline misses one that comes just before it starts to wait."""
+        self.type("\x03")
+        while not self.until("> ", patience=1):
+            self.type("\x03")
+
+    def type(self, text: str) -> None:
+        os.write(self.fd, text.encode())
+
+    def end(self) -> int:
+        code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        os.close(self.fd)
+        return code
+
+
+def test_a_chat_at_a_terminal(babbler: Path, own_store: Path) -> None:
+    chat = Terminal("chat", babbler, "--device", "ref")
+    assert chat.until("> ")
+    chat.type("half a question")
+    chat.interrupt()
+    chat.type("Hello\n")
+    assert chat.until(RECITED * 2)
+    chat.interrupt()
+    chat.type("/help\n")
+    assert chat.until("Ctrl-C stops an answer")
+    assert chat.until("> ")
+    chat.type("\x1b[A\x1b[A\n")  # two lines up: Hello again
+    assert chat.until(RECITED)
+    chat.interrupt()
+    chat.type("\x04")
+    assert chat.end() == 0
+    assert "Hello" in (own_store / "chat_history").read_text()
