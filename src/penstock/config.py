@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from penstock.errors import ConfigError
 from penstock.types import Limits
@@ -18,7 +19,7 @@ class Config:
     max_len: int = 0  # 0: the model's own context length
     max_rows: int = 64
     max_tokens: int = 512  # per step
-    kv_memory: int = 0  # bytes; 0: from what is free
+    kv_memory: int = 0  # bytes; 0: a quarter of what is free
     block_size: int = 16
 
 
@@ -30,7 +31,7 @@ def resolve(config: Config, *, context: int, vocab: int, kv_bytes: int, memory: 
     max_len = config.max_len or context
     block_bytes = kv_bytes * config.block_size
     wanted = -(-max_len // config.block_size) * config.max_rows
-    budget = config.kv_memory or memory // 2
+    budget = config.kv_memory or memory // 4
     num_blocks = min(wanted, budget // block_bytes)
     if num_blocks < 2:
         raise ConfigError(
@@ -47,8 +48,25 @@ def resolve(config: Config, *, context: int, vocab: int, kv_bytes: int, memory: 
 
 
 def available_memory() -> int:
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    """Bytes that could be had without pushing others out, within this process's control group."""
+    granted = [int(limit) for limit in _lines("/sys/fs/cgroup/memory.max") if limit.isdigit()]
+    return min([_system_memory(), *granted])
+
+
+def _system_memory() -> int:
+    for line in _lines("/proc/meminfo"):
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) << 10
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
 def available_threads() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _lines(path: str) -> list[str]:
+    """Of a system file; none on systems that do not have it."""
+    try:
+        return Path(path).read_text().splitlines()
+    except OSError:
+        return []

@@ -49,7 +49,7 @@ def chat(
     from penstock.types import SamplingParams
 
     params = SamplingParams(temperature=temperature, top_p=top_p, seed=seed, max_tokens=max_tokens)
-    with LLM(path, device=device, threads=threads, max_len=max_len) as llm:
+    with LLM(path, device=device, threads=threads, max_len=max_len, max_rows=1) as llm:
         note(f"{model} is listening. /help for help, Ctrl-D to leave.")
         _keep_history()
         _talk(Conversation(llm, params, system))

@@ -61,7 +61,7 @@ def run(
     from penstock.types import SamplingParams
 
     params = SamplingParams(temperature=temperature, top_p=top_p, seed=seed, max_tokens=max_tokens)
-    with LLM(path, device=device, threads=threads, max_len=max_len) as llm:
+    with LLM(path, device=device, threads=threads, max_len=max_len, max_rows=1) as llm:
         stream = llm.stream(text if raw else _messages(system, text), params)
         if json:
             print_json({"model": model} | asdict(stream.rest()))

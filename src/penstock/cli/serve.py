@@ -21,7 +21,7 @@ def serve(
     max_len: options.MaxLen = 0,
     max_rows: Annotated[int, typer.Option(min=1, help="Requests computed at once; more wait.")] = 64,
     step_tokens: Annotated[int, typer.Option(min=1, help="Tokens computed in one step.")] = 512,
-    kv_memory: Annotated[int, typer.Option(min=0, help="Bytes for the KV cache; 0: half of what is free.")] = 0,
+    kv_memory: Annotated[int, typer.Option(min=0, help="Bytes for the KV cache; 0: a quarter of what is free.")] = 0,
 ) -> None:
     """Serve a model over HTTP, as OpenAI's API.
 

@@ -1,0 +1,45 @@
+"""From a config to limits: everything fits, or it is said beforehand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from penstock.config import Config, available_memory, resolve
+from penstock.errors import ConfigError
+from penstock.types import Limits
+
+
+def limits(memory: int = 1 << 30, context: int = 1024, **settings: Any) -> Limits:
+    return resolve(Config(model="m", **settings), context=context, vocab=10, kv_bytes=1024, memory=memory)
+
+
+def test_takes_what_all_rows_could_need_and_no_more() -> None:
+    assert limits(max_rows=2).num_blocks == 2 * 1024 // 16
+    assert limits(max_rows=2, max_len=100).num_blocks == 2 * 7
+
+
+def test_takes_at_most_a_quarter_of_the_memory_or_what_it_was_given() -> None:
+    assert limits(memory=4 << 20).num_blocks == (1 << 20) // (16 * 1024)
+    assert limits(kv_memory=1 << 19).num_blocks == 32
+
+
+def test_a_sequence_is_never_longer_than_the_cache() -> None:
+    small = limits(kv_memory=1 << 18)
+    assert small.max_len == small.num_blocks * small.block_size == 256
+
+
+def test_a_step_has_a_token_for_every_row() -> None:
+    assert limits(max_rows=700, max_tokens=512).max_tokens == 700
+
+
+def test_refuses_what_cannot_be() -> None:
+    with pytest.raises(ConfigError, match="max_len 2000 is beyond the model's context of 1024"):
+        limits(max_len=2000)
+    with pytest.raises(ConfigError, match="needs at least 32768 bytes; got 100"):
+        limits(kv_memory=100)
+
+
+def test_knows_this_machine() -> None:
+    assert available_memory() > 1 << 20
