@@ -1,0 +1,82 @@
+"""The engine process: `python -m penstock.ipc.host ADDRESS`, with its config as a line of JSON on standard input.
+
+Standard input stays open for as long as the parent lives: its end is this process's end.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from penstock import __version__
+from penstock.config import Config
+from penstock.engine.engine import Engine
+from penstock.engine.loop import Message, run
+from penstock.errors import PenstockError
+from penstock.ipc import wire
+from penstock.types import Hello
+
+STDIN = 0
+
+
+class SocketInbox:
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self._socket = socket
+
+    def take(self, wait: bool) -> list[Message]:
+        messages = [wire.decode_message(self._socket.recv())] if wait else []
+        try:
+            while True:
+                messages.append(wire.decode_message(self._socket.recv(zmq.NOBLOCK)))
+        except zmq.Again:
+            return messages
+
+
+def host(open: Callable[[Config], Engine]) -> None:
+    """Serves one client until it says Close or goes away. An engine that cannot start says why and leaves."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides when to stop
+    config = msgspec.json.decode(sys.stdin.buffer.readline(), type=Config)
+    address = sys.argv[1]
+    threading.Thread(target=_leave_with_parent, args=[address], daemon=True).start()
+    with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
+        socket.connect(address)
+        try:
+            engine = open(config)
+        except PenstockError as error:
+            socket.send(wire.encode_answer(wire.Refused(error.code, error.message)))
+            return
+        _serve(engine, config.name or Path(config.model).stem, socket)
+
+
+def _serve(engine: Engine, model: str, socket: zmq.Socket[bytes]) -> None:
+    def send(answer: wire.Answer) -> None:
+        socket.send(wire.encode_answer(answer))
+
+    send(wire.Ready(Hello(__version__, os.getpid(), model, engine.limits)))
+    send(wire.step([], engine.stats()))
+    try:
+        run(engine, SocketInbox(socket), lambda events, stats: send(wire.step(events, stats)))
+    finally:
+        engine.close()
+
+
+def _leave_with_parent(address: str) -> None:
+    """A parent that was killed could not remove the socket's folder either."""
+    while os.read(STDIN, 4096):
+        pass
+    shutil.rmtree(Path(address.removeprefix("ipc://")).parent, ignore_errors=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    from penstock.engine.build import open_engine
+
+    host(open_engine)

@@ -1,0 +1,122 @@
+"""An engine in a thread of this process, behind the same protocol as one in its own process."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import threading
+from collections.abc import AsyncGenerator, Callable
+from queue import Empty, SimpleQueue
+
+from penstock import __version__
+from penstock.engine.engine import Engine
+from penstock.engine.loop import Close, Message, run
+from penstock.errors import EngineUnavailable
+from penstock.ipc.streams import Streams
+from penstock.types import Event, Hello, Request, Stats
+
+log = logging.getLogger(__name__)
+
+
+class InProcessClient:
+    """An engine that fails in this process is not restarted: its requests fail and `trouble` says why."""
+
+    def __init__(self, open: Callable[[], Engine], model: str = "") -> None:
+        self.hello: Hello | None = None
+        self.stats = Stats()
+        self.restarts = 0
+        self.trouble = "the engine has not been started"
+        self._open = open
+        self._model = model
+        self._ids = itertools.count(1)
+        self._streams = Streams()
+        self._inbox = ThreadInbox()
+        self._thread: threading.Thread | None = None
+
+    async def start(self) -> Hello:
+        """Opens the engine in its thread; what its opening raises is raised here. Starting twice changes nothing."""
+        if self._thread is None:
+            self._loop = asyncio.get_running_loop()
+            self._opened: asyncio.Future[Hello] = self._loop.create_future()
+            self._ended: asyncio.Future[None] = self._loop.create_future()
+            self._thread = threading.Thread(target=self._run, name="penstock-engine", daemon=True)
+            self._thread.start()
+        return await asyncio.shield(self._opened)
+
+    def submit(self, request: Request) -> AsyncGenerator[list[Event], None]:
+        if self.hello is None:
+            raise EngineUnavailable(self.trouble)
+        return self._streams.follow(request, self._send)
+
+    def next_id(self) -> int:
+        return next(self._ids)
+
+    async def close(self) -> None:
+        if self._thread is not None:
+            self._inbox.put(Close())
+            await self._ended
+
+    def _send(self, message: Message) -> None:
+        if self.hello is None:
+            raise EngineUnavailable(self.trouble)
+        self._inbox.put(message)
+
+    # -- in the engine's thread ----------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            engine = self._open()
+        except Exception as error:
+            return self._post(self._refuse, error)
+        hello = Hello(__version__, os.getpid(), self._model, engine.limits)
+        self._post(self._welcome, hello, engine.stats())
+        ending = "the engine is closed"
+        try:
+            run(engine, self._inbox, lambda events, stats: self._post(self._take, events, stats))
+        except Exception as error:
+            log.exception("the engine stopped")
+            ending = f"the engine stopped: {type(error).__name__}: {error}"
+        finally:
+            engine.close()
+        self._post(self._end, ending)
+
+    def _post(self, call: Callable[..., None], *args: object) -> None:
+        self._loop.call_soon_threadsafe(call, *args)
+
+    # -- in the event loop's thread ------------------------------------------------------------------------------
+
+    def _welcome(self, hello: Hello, stats: Stats) -> None:
+        self.hello, self.stats = hello, stats
+        self._opened.set_result(hello)
+
+    def _refuse(self, error: Exception) -> None:
+        self.trouble = f"the engine could not start: {error}"
+        self._opened.set_exception(error)
+        self._ended.set_result(None)
+
+    def _take(self, events: list[Event], stats: Stats) -> None:
+        self.stats = stats
+        self._streams.deliver(events)
+
+    def _end(self, ending: str) -> None:
+        self.hello, self.trouble = None, ending
+        self._streams.fail("engine_died", ending)
+        self._ended.set_result(None)
+
+
+class ThreadInbox:
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[Message] = SimpleQueue()
+
+    def put(self, message: Message) -> None:
+        self._queue.put(message)
+
+    def take(self, wait: bool) -> list[Message]:
+        messages = [self._queue.get()] if wait else []
+        try:
+            while True:
+                messages.append(self._queue.get_nowait())
+        except Empty:
+            return messages

@@ -1,0 +1,141 @@
+"""One engine process and the socket to it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import signal
+import tempfile
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from penstock import __version__
+from penstock.config import Config
+from penstock.engine.loop import Close, Message
+from penstock.errors import EngineUnavailable
+from penstock.ipc import wire
+from penstock.types import Hello
+
+log = logging.getLogger(__name__)
+
+STDERR = 2
+LAST_WORD = 1.0  # seconds a message may still be under way when its sender is gone
+
+
+class Link:
+    """Our end of a socket, in a folder that this user alone can enter."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.mkdtemp(prefix="penstock-")
+        self._context = zmq.asyncio.Context()
+        self.socket = self._context.socket(zmq.PAIR)
+        self.address = f"ipc://{self._folder}/engine"
+        self.socket.bind(self.address)
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class EngineProcess:
+    """Made by `launch`; whoever launched it must `end` it."""
+
+    hello: Hello
+
+    def __init__(self, process: Process, link: Link) -> None:
+        self._process = process
+        self._link = link
+        self._socket = link.socket
+        self._exit = asyncio.create_task(process.wait())
+
+    @classmethod
+    async def launch(cls, command: Sequence[str], config: Config) -> EngineProcess:
+        """Starts a process and waits for its hello. What keeps the engine from starting is raised here, by the name
+        it had there."""
+        try:
+            engine = await cls._spawn(command)
+        except (OSError, zmq.ZMQError) as error:
+            raise EngineUnavailable(f"the engine process could not be started: {error}") from error
+        try:
+            engine.hello = await engine._greet(config)
+        except BaseException:
+            await engine.end(grace=0)
+            raise
+        return engine
+
+    @classmethod
+    async def _spawn(cls, command: Sequence[str]) -> EngineProcess:
+        with ExitStack() as undo:
+            link = Link()
+            undo.callback(link.close)
+            process = await asyncio.create_subprocess_exec(
+                *command, link.address, stdin=PIPE, stdout=STDERR, start_new_session=True
+            )
+            undo.pop_all()
+            return cls(process, link)
+
+    def send(self, message: Message) -> None:
+        self._socket.send(wire.encode_message(message))
+
+    async def read(self, take: Callable[[wire.Step], None]) -> str:
+        """Passes on every step until the process is gone; returns how it went."""
+        reading = asyncio.create_task(self._pass_on(take))
+        try:
+            await asyncio.shield(self._exit)
+        finally:
+            reading.cancel()
+        return self._ending()
+
+    async def end(self, grace: float) -> None:
+        """Asks the process to leave, and kills it when it has not done so in `grace` seconds."""
+        if not self._exit.done():
+            self.send(Close())
+            await asyncio.wait({self._exit}, timeout=grace)
+        if not self._exit.done():
+            self._process.kill()
+            await self._exit
+        self._link.close()
+
+    async def _greet(self, config: Config) -> Hello:
+        assert self._process.stdin is not None
+        self._process.stdin.write(msgspec.json.encode(config) + b"\n")
+        answer = await self._first_answer()
+        if isinstance(answer, wire.Refused):
+            raise wire.error(answer.code, answer.message)
+        if not isinstance(answer, wire.Ready) or answer.hello.version != __version__:
+            raise EngineUnavailable(
+                f"the engine process does not speak the language of version {__version__}: {answer}"
+            )
+        return answer.hello
+
+    async def _first_answer(self) -> wire.Answer:
+        message = asyncio.ensure_future(self._socket.recv())
+        await asyncio.wait({message, self._exit}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({message}, timeout=LAST_WORD)
+        if not message.done():
+            raise EngineUnavailable(
+                f"the engine process {self._ending()} before it was ready; its own messages say why"
+            )
+        return wire.decode_answer(message.result())
+
+    async def _pass_on(self, take: Callable[[wire.Step], None]) -> None:
+        try:
+            while True:
+                answer = wire.decode_answer(await self._socket.recv())
+                assert isinstance(answer, wire.Step)
+                take(answer)
+        except Exception:
+            log.exception("a message of the engine process could not be taken; it is ended")
+            self._process.kill()
+
+    def _ending(self) -> str:
+        code = self._process.returncode
+        if code is not None and code < 0:
+            return f"was killed by {signal.Signals(-code).name}"
+        return f"exited with code {code}"

@@ -1,0 +1,157 @@
+"""The application: routes, errors, request ids, and the engine's life around them."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+
+import msgspec
+import uvicorn
+import uvloop
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from penstock.errors import ConfigError, PenstockError
+from penstock.server.client import Client
+from penstock.server.errors import answer_bug, answer_error, answer_http_error, answer_left
+from penstock.server.metrics import Metrics
+from penstock.server.openai_chat import chat_completions
+from penstock.server.openai_completions import completions
+from penstock.server.served import Served
+from penstock.text import Text
+
+DRAIN = 30  # seconds that answers under way have when the server is asked to stop
+
+Endpoint = Callable[[Served, Request], Awaitable[Response]]
+
+
+def create_app(client: Client, text: Text, name: str) -> Starlette:
+    """Serves `client`'s engine as `name`; starts the client when it starts and closes it when it ends."""
+    served = Served(client, text, name, int(time.time()), Metrics(client))
+
+    def route(path: str, endpoint: Endpoint, method: str) -> Route:
+        async def call(request: Request) -> Response:
+            return await endpoint(served, request)
+
+        return Route(path, call, methods=[method])
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        await client.start()
+        try:
+            yield
+        finally:
+            await client.close()
+
+    return Starlette(
+        routes=[
+            route("/v1/chat/completions", chat_completions, "POST"),
+            route("/v1/completions", completions, "POST"),
+            route("/v1/models", list_models, "GET"),
+            route("/v1/models/{id:path}", show_model, "GET"),
+            route("/health", health, "GET"),
+            route("/metrics", show_metrics, "GET"),
+        ],
+        middleware=[Middleware(RequestIds)],
+        exception_handlers={
+            PenstockError: answer_error,
+            HTTPException: answer_http_error,
+            ClientDisconnect: answer_left,
+            Exception: answer_bug,
+        },
+        lifespan=lifespan,
+    )
+
+
+def serve(client: Client, text: Text, name: str, host: str, port: int) -> None:
+    """Serves until interrupted. The port is taken first and the engine started next, so that what is wrong with
+    either is said at once; answers under way are finished before the engine is closed."""
+    with suppress(KeyboardInterrupt):
+        uvloop.run(_serve(client, text, name, bind(host, port)))
+
+
+async def _serve(client: Client, text: Text, name: str, listener: socket.socket) -> None:
+    hello = await client.start()
+    listener.listen()  # whoever reads the line below may connect at once
+    config = uvicorn.Config(
+        create_app(client, text, name), log_config=None, access_log=False, timeout_graceful_shutdown=DRAIN
+    )
+    host, port = listener.getsockname()[:2]
+    where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    print(f"serving {name} on http://{where} (engine process {hello.pid})", file=sys.stderr, flush=True)
+    try:
+        await uvicorn.Server(config).serve([listener])
+    finally:
+        await client.close()  # an impatient second interrupt skips the application's own ending
+
+
+def bind(host: str, port: int) -> socket.socket:
+    if not 0 <= port < 2**16:
+        raise ConfigError(f"a port is from 0 to {2**16 - 1}; got {port}")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}:{port}: {error}") from error
+    return listener
+
+
+class RequestIds:
+    """Gives every answer an x-request-id."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        id = scope["request_id"] = f"req-{secrets.token_hex(12)}"
+
+        async def send_named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"x-request-id", id.encode())]
+            await send(message)
+
+        await self._app(scope, receive, send_named)
+
+
+# -- what is served -----------------------------------------------------------------------------------------------
+
+
+async def list_models(served: Served, _: Request) -> Response:
+    return _json({"object": "list", "data": [_model(served)]})
+
+
+async def show_model(served: Served, request: Request) -> Response:
+    served.check_model(request.path_params["id"])
+    return _json(_model(served))
+
+
+async def health(served: Served, _: Request) -> Response:
+    hello = served.client.hello
+    if hello is None:
+        return _json({"status": "unavailable", "engine": None, "message": served.client.trouble}, 503)
+    return _json({"status": "ok", "engine": {"pid": hello.pid, "model": served.name}})
+
+
+async def show_metrics(served: Served, _: Request) -> Response:
+    return Response(served.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def _model(served: Served) -> dict[str, object]:
+    return {"id": served.name, "object": "model", "created": served.created, "owned_by": "penstock"}
+
+
+def _json(value: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type="application/json")

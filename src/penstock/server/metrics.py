@@ -1,0 +1,90 @@
+"""What Prometheus sees: the engine's own numbers at the moment of asking, and the timing of requests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from time import perf_counter
+from types import TracebackType
+from typing import Self
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from penstock.server.client import Client
+
+FAST = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+SLOW = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0, 300.0, 600.0)
+
+
+class Metrics:
+    def __init__(self, client: Client) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(EngineNumbers(client))
+        self.first_token = self._histogram("time_to_first_token", "From asking the engine to the first token", SLOW)
+        self.inter_token = self._histogram("inter_token", "Between one token of a request and the next", FAST)
+        self.request = self._histogram("request", "From asking the engine to the end of the answer", SLOW)
+        self.finished = Counter(
+            "penstock_requests_finished", "Requests by how they ended", ["reason"], registry=self._registry
+        )
+
+    def render(self) -> bytes:
+        return generate_latest(self._registry)
+
+    def _histogram(self, name: str, told: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(f"penstock_{name}_seconds", told, buckets=buckets, registry=self._registry)
+
+
+class Watch:
+    """Times one request from here to its end: a finish reason, an error, or a caller that left."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self.reason = "abort"
+        self._metrics = metrics
+        self._began = perf_counter()
+        self._last = 0.0  # of the latest token; 0: none yet
+
+    def tokens(self, count: int) -> None:
+        now = perf_counter()
+        if self._last:
+            self._metrics.inter_token.observe((now - self._last) / count)
+        else:
+            self._metrics.first_token.observe(now - self._began)
+        self._last = now
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
+        failed = kind is not None and issubclass(kind, Exception)
+        self._metrics.request.observe(perf_counter() - self._began)
+        self._metrics.finished.labels("error" if failed else self.reason).inc()
+
+
+class EngineNumbers:
+    """Reads the engine's latest word on itself when it is asked for. Counters start again with a new engine."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._client.stats
+        blocks = GaugeMetricFamily("penstock_kv_blocks", "Blocks of the KV cache", labels=["state"])
+        blocks.add_metric(["free"], stats.blocks_free)
+        blocks.add_metric(["used"], stats.blocks_used)
+        blocks.add_metric(["cached"], stats.blocks_cached)
+        yield blocks
+        requests = GaugeMetricFamily("penstock_requests", "Requests in the engine", labels=["state"])
+        requests.add_metric(["running"], stats.running)
+        requests.add_metric(["waiting"], stats.waiting)
+        yield requests
+        yield GaugeMetricFamily("penstock_engine_up", "1 while there is an engine", self._client.hello is not None)
+        for name, told, value in (
+            ("engine_restarts", "Engines started after the first", self._client.restarts),
+            ("engine_busy_seconds", "Time spent in steps", stats.busy_seconds),
+            ("steps", "Steps of the engine", stats.steps),
+            ("prompt_tokens", "Prompt tokens of admitted requests", stats.prompt_tokens),
+            ("cached_tokens", "Prompt tokens whose KV was reused", stats.cached_tokens),
+            ("generated_tokens", "Tokens generated", stats.generated_tokens),
+            ("preemptions", "Sequences sent back to wait for blocks", stats.preemptions),
+        ):
+            yield CounterMetricFamily(f"penstock_{name}", told, value)

@@ -1,0 +1,251 @@
+"""What OpenAI's two generating endpoints share: the fields of a request and how they are read, and what every answer
+holds.
+
+A field is read and honoured, or accepted because its value asks for nothing, or refused by name.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
+from starlette.requests import Request as HttpRequest
+
+from penstock import __version__
+from penstock.errors import InvalidRequest
+from penstock.server.served import Served
+from penstock.server.stream import Delta
+from penstock.types import Request, SamplingParams
+
+MAX_BODY = 16 * 2**20  # bytes
+MAX_STOPS = 32
+FINGERPRINT = f"penstock-{__version__}"
+NO_CHANCE = -9999.0  # stands for minus infinity, which JSON has no word for
+
+ANYTHING = object()  # in a table of neutral values: whatever is given changes nothing
+Neutral = dict[str, Any]  # field -> ANYTHING, or the values that ask for nothing; null always asks for nothing
+
+NEUTRAL: Neutral = {
+    "metadata": ANYTHING,
+    "prompt_cache_key": ANYTHING,
+    "safety_identifier": ANYTHING,
+    "service_tier": ("auto", "default"),
+    "skip_special_tokens": (True,),
+    "store": (False,),
+    "user": ANYTHING,
+}
+
+S = TypeVar("S", bound=msgspec.Struct)
+F = TypeVar("F", bound="Fields")
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class Fields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Every field may be null, which is the same as leaving it out."""
+
+    model: str
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    n: Annotated[int, Meta(ge=1, le=128)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    @property
+    def choices(self) -> int:
+        return self.n or 1
+
+    @property
+    def wants_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+# -- reading ------------------------------------------------------------------------------------------------------
+
+
+async def read_fields(http: HttpRequest, kind: type[F], neutral: Neutral) -> F:
+    fields = read_object(_json_object(await _body(http)), kind, neutral)
+    if fields.stream_options is not None and not fields.stream:
+        raise InvalidRequest("stream_options needs stream: true", param="stream_options")
+    if fields.stream_options is not None and fields.stream_options.include_obfuscation:
+        raise unsupported("stream_options.include_obfuscation", True)
+    return fields
+
+
+def read_object(given: dict[str, Any], kind: type[S], neutral: Neutral, where: str = "") -> S:
+    """The object as a struct; `where` it stood in the body is part of what a refusal says."""
+    _drop_neutral(given, neutral, where)
+    try:
+        return msgspec.convert(given, kind, str_keys=True)
+    except msgspec.ValidationError as error:
+        raise _refusal(str(error), where) from error
+
+
+async def _body(http: HttpRequest) -> bytes:
+    """What is too long is read to its end, so that the client reads the refusal, but not kept."""
+    body = bytearray()
+    size = 0
+    async for chunk in http.stream():
+        size += len(chunk)
+        if size <= MAX_BODY:
+            body += chunk
+    if size > MAX_BODY:
+        raise InvalidRequest(f"the body has {size} bytes; at most {MAX_BODY} are taken", code="request_too_large")
+    return bytes(body)
+
+
+def _json_object(body: bytes) -> dict[str, Any]:
+    try:
+        given = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}", code="invalid_json") from error
+    if not isinstance(given, dict):
+        raise InvalidRequest("the body must be a JSON object", code="invalid_type")
+    return given
+
+
+def _drop_neutral(given: dict[str, Any], neutral: Neutral, where: str) -> None:
+    for name in given.keys() & neutral.keys():
+        value, accepted = given.pop(name), neutral[name]
+        if value is not None and accepted is not ANYTHING and value not in accepted:
+            raise unsupported(_path(where, name), value)
+
+
+def unsupported(param: str, value: object) -> InvalidRequest:
+    text = msgspec.json.encode(value).decode()
+    shown = text if len(text) <= 100 else f"{text[:100]}..."
+    return InvalidRequest(
+        f"{param} is not supported with this value: {shown}; leave it out", param=param, code="unsupported_parameter"
+    )
+
+
+_PLACE = re.compile(r"^(?P<what>.*?)(?: - at (?:`key` in )?`\$\.?(?P<where>.*)`)?$", re.DOTALL)
+_NAMED = re.compile(r"^Object (?P<trouble>contains unknown|missing required) field `(?P<name>.*)`$", re.DOTALL)
+
+
+def _refusal(told: str, within: str) -> InvalidRequest:
+    """msgspec's words as ours, with the field they are about."""
+    place = _PLACE.match(told)
+    assert place is not None
+    where = _path(within, place["where"] or "")
+    named = _NAMED.match(place["what"])
+    if named is None:
+        return InvalidRequest(f"{where}: {place['what'].replace('`', '')}", param=where, code="invalid_type")
+    param = _path(where, named["name"])
+    if named["trouble"] == "contains unknown":
+        return InvalidRequest(f"unknown field {param!r}: remove it", param=param, code="unknown_parameter")
+    return InvalidRequest(f"the field {param!r} is missing", param=param, code="missing_required_parameter")
+
+
+def _path(where: str, name: str) -> str:
+    return f"{where}.{name}" if where and name else where or name
+
+
+# -- sampling -----------------------------------------------------------------------------------------------------
+
+_SAMPLING = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "seed",
+    "min_tokens",
+    "ignore_eos",
+)
+
+
+def sampling(served: Served, fields: Fields, **given: Any) -> list[SamplingParams]:
+    """One for each of a prompt's choices: with a seed, each choice has its own. `given` are the settings that each
+    endpoint spells in its own way."""
+    served.check_ids(fields.logit_bias or (), "logit_bias")
+    served.check_ids(fields.stop_token_ids or (), "stop_token_ids")
+    named = {name: getattr(fields, name) for name in _SAMPLING}
+    settings = {name: value for name, value in (named | given).items() if value is not None}
+    settings["top_k"] = 0 if fields.top_k in (None, -1) else fields.top_k  # -1 is how some clients say "off"
+    settings["stop"] = _stops(fields.stop)
+    settings["stop_token_ids"] = tuple(fields.stop_token_ids or ())
+    seed = settings.pop("seed", None)
+    return [
+        SamplingParams(seed=None if seed is None else seed + choice, **settings) for choice in range(fields.choices)
+    ]
+
+
+def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
+    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    if len(stops) > MAX_STOPS:
+        raise InvalidRequest(f"stop takes at most {MAX_STOPS} strings; got {len(stops)}", param="stop")
+    return stops
+
+
+# -- answering ----------------------------------------------------------------------------------------------------
+
+
+class Head(msgspec.Struct, kw_only=True):
+    id: str
+    object: str
+    created: int
+    model: str
+    system_fingerprint: str = FINGERPRINT
+
+
+class PromptTokensDetails(msgspec.Struct):
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class Tally:
+    """Counts the tokens of an answer: each prompt once, however many choices it has."""
+
+    def __init__(self, requests: Sequence[Request], n: int) -> None:
+        self._requests = requests
+        self._n = n
+        self._generated = 0
+        self._cached = [0] * len(requests)
+
+    def take(self, choice: int, delta: Delta) -> None:
+        self._generated += len(delta.tokens)
+        self._cached[choice] = max(self._cached[choice], delta.cached)
+
+    def usage(self) -> Usage:
+        """A prompt's cached tokens are those reused from before; its choices reuse it from each other, too."""
+        firsts = range(0, len(self._requests), self._n)
+        prompt = sum(len(self._requests[first].prompt) for first in firsts)
+        cached = sum(min(self._cached[first : first + self._n]) for first in firsts)
+        return Usage(prompt, self._generated, prompt + self._generated, PromptTokensDetails(cached))
+
+
+def new_head(kind: str, model: str) -> dict[str, Any]:
+    return {"id": f"{kind}-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
+
+
+def told_logprob(logprob: float) -> float:
+    return max(logprob, NO_CHANCE)

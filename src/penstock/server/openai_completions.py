@@ -1,0 +1,232 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import msgspec
+from msgspec import UNSET, UnsetType
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from penstock.errors import InvalidRequest
+from penstock.server.openai import (
+    NEUTRAL,
+    Fields,
+    Head,
+    Neutral,
+    Tally,
+    Usage,
+    new_head,
+    read_fields,
+    sampling,
+    told_logprob,
+    unsupported,
+)
+from penstock.server.reply import reply
+from penstock.server.served import Served, off_loop
+from penstock.server.stream import Delta, deltas, together
+from penstock.text import Tokenizer
+from penstock.types import Request, TokenLogprob
+
+MAX_CHOICES = 1024
+DEFAULT_TOKENS = 16  # OpenAI's
+COMPLETIONS_NEUTRAL: Neutral = NEUTRAL | {"suffix": ("",)}
+
+utf8_decoder = codecs.getincrementaldecoder("utf-8")
+
+
+class Completions(Fields):
+    prompt: str | list[str | int | list[int]]
+    echo: bool | None = None
+    logprobs: int | None = None
+    best_of: int | None = None
+
+
+class Prompt(NamedTuple):
+    ids: Sequence[int]
+    text: str | None  # as it was sent, unless token ids were
+
+
+async def completions(served: Served, http: HttpRequest) -> Response:
+    asked = await read_fields(http, Completions, COMPLETIONS_NEUTRAL)
+    served.check_model(asked.model)
+    _check(asked)
+    scores = asked.logprobs if asked.echo else None
+    params = sampling(served, asked, max_tokens=asked.max_tokens, logprobs=asked.logprobs, prompt_logprobs=scores)
+    prompts = await _encode(served, _separate(asked.prompt, asked.choices))
+    requests = [served.request(ids, each, "prompt", DEFAULT_TOKENS) for ids, _ in prompts for each in params]
+    for ids, _ in prompts:
+        served.check_ids(ids, "prompt")
+    texts = [prompt.text for prompt in prompts for _ in params]
+    answer = CompletionAnswer(served, requests, texts, asked)
+    running = together([deltas(served, request, continuing=True) for request in requests])
+    return await reply(http, answer, running, streaming=bool(asked.stream))
+
+
+# -- reading ------------------------------------------------------------------------------------------------------
+
+
+def _check(asked: Completions) -> None:
+    if asked.best_of is not None and asked.best_of != asked.choices:
+        raise unsupported("best_of", asked.best_of)
+    if asked.max_tokens == 0 and not asked.echo:
+        raise InvalidRequest("max_tokens must be at least 1 unless echo is true; got 0", param="max_tokens")
+
+
+def _separate(prompt: str | list[str | int | list[int]], n: int) -> list[str | list[int]]:
+    """The prompts of a request: one text, several, one list of token ids, or several."""
+    if isinstance(prompt, str):
+        return [prompt]
+    ids = [each for each in prompt if isinstance(each, int)]
+    if ids and len(ids) == len(prompt):
+        return [ids]
+    texts = [each for each in prompt if isinstance(each, str)]
+    lists = [each for each in prompt if isinstance(each, list)]
+    if len(prompt) not in (len(texts), len(lists)) or not prompt:
+        raise InvalidRequest(
+            "prompt must be a string, a list of strings, a list of token ids or a list of such lists, and not empty",
+            param="prompt",
+        )
+    if len(prompt) * n > MAX_CHOICES:
+        raise InvalidRequest(
+            f"{len(prompt)} prompts with {n} choices each are more than {MAX_CHOICES}: send fewer at once",
+            param="prompt",
+        )
+    return [*texts, *lists]
+
+
+async def _encode(served: Served, prompts: Sequence[str | list[int]]) -> list[Prompt]:
+    size = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
+    encode = served.text.encode_prompt
+    return await off_loop(
+        size, lambda: [Prompt(encode(p), p) if isinstance(p, str) else Prompt(p, None) for p in prompts]
+    )
+
+
+# -- answering ----------------------------------------------------------------------------------------------------
+
+
+class Logprobs(msgspec.Struct):
+    tokens: list[str] = []
+    token_logprobs: list[float | None] = []
+    top_logprobs: list[dict[str, float] | None] = []
+    text_offset: list[int] = []
+
+    def extend(self, more: Logprobs) -> None:
+        self.tokens += more.tokens
+        self.token_logprobs += more.token_logprobs
+        self.top_logprobs += more.top_logprobs
+        self.text_offset += more.text_offset
+
+
+class Choice(msgspec.Struct):
+    index: int
+    text: str = ""
+    logprobs: Logprobs | None = None
+    finish_reason: str | None = None
+
+
+class Completion(Head, kw_only=True):
+    choices: list[Choice]
+    usage: Usage | UnsetType | None = UNSET
+
+
+class CompletionAnswer:
+    def __init__(
+        self, served: Served, requests: Sequence[Request], texts: Sequence[str | None], asked: Completions
+    ) -> None:
+        self._head = new_head("cmpl", served.name)
+        self._tally = Tally(requests, asked.choices)
+        self._scored = asked.logprobs is not None
+        self._usage = None if asked.wants_usage else UNSET
+        self._choices = [Choice(index, logprobs=self._no_logprobs()) for index in range(len(requests))]
+        self._transcripts = [Transcript(served.text.tokenizer) for _ in requests]
+        if asked.echo:
+            for transcript, request, text in zip(self._transcripts, requests, texts, strict=True):
+                transcript.echo(request.prompt, text)
+
+    def take(self, choice: int, delta: Delta) -> None:
+        self._tally.take(choice, delta)
+        kept, added = self._choices[choice], self._choice(choice, delta)
+        kept.text += added.text
+        kept.finish_reason = added.finish_reason
+        if kept.logprobs is not None and added.logprobs is not None:
+            kept.logprobs.extend(added.logprobs)
+
+    def whole(self) -> Completion:
+        return self._completion(self._choices, self._tally.usage())
+
+    def chunks(self, choice: int, delta: Delta) -> Iterator[Completion]:
+        self._tally.take(choice, delta)
+        added = self._choice(choice, delta)
+        if added.text or added.finish_reason or (added.logprobs is not None and added.logprobs.tokens):
+            yield self._completion([added], self._usage)
+
+    def last(self) -> Iterator[Completion]:
+        if self._usage is None:
+            yield self._completion([], self._tally.usage())
+
+    def _completion(self, choices: list[Choice], usage: Usage | UnsetType | None) -> Completion:
+        return Completion(**self._head, object="text_completion", choices=choices, usage=usage)
+
+    def _choice(self, choice: int, delta: Delta) -> Choice:
+        transcript = self._transcripts[choice]
+        logprobs = transcript.logprobs(delta) if self._scored else None
+        return Choice(choice, transcript.text(delta), logprobs, delta.finish)
+
+    def _no_logprobs(self) -> Logprobs | None:
+        return Logprobs() if self._scored else None
+
+
+class Transcript:
+    """One choice as it is told: the prompt first when it is to be echoed, and where in the text each token starts."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._echo = ""
+        self._first: Sequence[int] = ()  # the prompt's first token, which nothing precedes to score it by
+        self._decoder = utf8_decoder("replace")
+        self._at = 0
+
+    def echo(self, prompt: Sequence[int], text: str | None) -> None:
+        """A prompt that came as text may have got a BOS or a space in front: those start before the text does."""
+        spelled = self._tokenizer.decode(prompt, special=True, continuing=True)
+        self._echo = spelled if text is None else text
+        self._at = len(self._echo) - len(spelled)
+        self._first = prompt[:1]
+
+    def text(self, delta: Delta) -> str:
+        text, self._echo = self._echo + delta.text, ""
+        return text
+
+    def logprobs(self, delta: Delta) -> Logprobs:
+        told = Logprobs()
+        for token in self._first:
+            self._tell(told, token, None, None, shown=True)
+        self._first = ()
+        for score in delta.scores:
+            self._tell(told, score.token, told_logprob(score.logprob), self._top(score), shown=True)
+        for scored in delta.logprobs:
+            shown = scored.token not in self._tokenizer.special_ids
+            self._tell(told, scored.token, told_logprob(scored.logprob), self._top(scored), shown)
+        return told
+
+    def _tell(
+        self, told: Logprobs, token: int, logprob: float | None, top: dict[str, float] | None, shown: bool
+    ) -> None:
+        told.tokens.append(self._tokenizer.token_text(token))
+        told.token_logprobs.append(logprob)
+        told.top_logprobs.append(top)
+        told.text_offset.append(max(self._at, 0))
+        if shown:
+            self._at += len(self._decoder.decode(self._tokenizer.token_bytes(token)))
+
+    def _top(self, scored: TokenLogprob) -> dict[str, float]:
+        """The likeliest tokens and the chosen one; of two spelled alike, the likelier."""
+        top: dict[str, float] = {}
+        for token, logprob in (*scored.top, (scored.token, scored.logprob)):
+            top.setdefault(self._tokenizer.token_text(token), told_logprob(logprob))
+        return top

@@ -1,0 +1,94 @@
+"""An answer on its way out: whole, or as server-sent events, and never longer than its reader stays."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import aclosing
+from typing import Protocol
+
+import msgspec
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from penstock.errors import PenstockError
+from penstock.server.errors import LEFT, body_of
+from penstock.server.stream import Delta, Deltas, while_connected
+
+HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+_encoder = msgspec.json.Encoder()
+
+
+class Answer(Protocol):
+    """An endpoint's way of putting deltas into words."""
+
+    def chunks(self, choice: int, delta: Delta) -> Iterable[msgspec.Struct]:
+        """What to send at once for a delta, when streaming."""
+
+    def last(self) -> Iterable[msgspec.Struct]:
+        """What to send after every choice has ended, when streaming."""
+
+    def take(self, choice: int, delta: Delta) -> None:
+        """Keeps a delta for the whole."""
+
+    def whole(self) -> msgspec.Struct: ...
+
+
+async def reply(http: HttpRequest, answer: Answer, deltas: Deltas, *, streaming: bool) -> Response:
+    if streaming:
+        return EventStream(_events(answer, deltas))
+    body = await while_connected(http.receive, _body(answer, deltas))
+    return LEFT if body is None else Response(body, media_type="application/json")
+
+
+async def _body(answer: Answer, deltas: Deltas) -> bytes:
+    async with aclosing(deltas):
+        async for choice, delta in deltas:
+            answer.take(choice, delta)
+    return _encoder.encode(answer.whole())
+
+
+async def _events(answer: Answer, deltas: Deltas) -> AsyncGenerator[bytes, None]:
+    async with aclosing(deltas):
+        async for choice, delta in deltas:
+            for chunk in answer.chunks(choice, delta):
+                yield _event(_encoder.encode(chunk))
+    for chunk in answer.last():
+        yield _event(_encoder.encode(chunk))
+    yield _event(b"[DONE]")
+
+
+def _event(data: bytes) -> bytes:
+    return b"data: " + data + b"\n\n"
+
+
+def _part(body: bytes, more: bool = True) -> Message:
+    return {"type": "http.response.body", "body": body, "more_body": more}
+
+
+class EventStream(Response):
+    """Begins with the first event, so that what fails before it is an error like any other; what fails later is told
+    in an event of its own."""
+
+    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await while_connected(receive, self._send(send))
+
+    async def _send(self, send: Send) -> None:
+        async with aclosing(self._events) as events:
+            first = await anext(events)
+            await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+            await send(_part(first))
+            try:
+                async for event in events:
+                    await send(_part(event))
+            except PenstockError as error:
+                await send(_part(_event(body_of(error))))
+        await send(_part(b"", more=False))

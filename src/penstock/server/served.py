@@ -1,0 +1,76 @@
+"""What a server serves: an engine, the text side of its model, and the name clients know it by."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple, TypeVar
+
+from penstock.errors import ContextTooLong, EngineUnavailable, InvalidRequest, ModelNotFound
+from penstock.server.client import Client
+from penstock.server.metrics import Metrics
+from penstock.text import Text
+from penstock.types import Limits, Request, SamplingParams
+
+T = TypeVar("T")
+
+OFF_LOOP = 4096  # characters: encoding more than this would hold up every other stream
+
+
+class Served(NamedTuple):
+    client: Client
+    text: Text
+    name: str
+    created: int  # seconds since 1970
+    metrics: Metrics
+
+    @property
+    def limits(self) -> Limits:
+        if self.client.hello is None:
+            raise EngineUnavailable(self.client.trouble)
+        return self.client.hello.limits
+
+    def check_model(self, name: str) -> None:
+        if name != self.name:
+            raise ModelNotFound(f"the model {name!r} does not exist here; this server serves {self.name!r}")
+
+    def check_ids(self, ids: Collection[int], param: str) -> None:
+        vocab = min(self.limits.vocab, self.text.tokenizer.vocab_size)
+        if ids and not (min(ids) >= 0 and max(ids) < vocab):
+            wrong = next(id for id in ids if not 0 <= id < vocab)
+            raise InvalidRequest(f"{param}: token ids are from 0 to {vocab - 1}; got {wrong}", param=param)
+
+    def request(
+        self, prompt: Sequence[int], sampling: SamplingParams, param: str, default: int | None = None
+    ) -> Request:
+        """The engine's request for a prompt; refuses what could not fit. `param` is the field the prompt came in;
+        without a max_tokens the answer has `default` tokens, or what the context has room for."""
+        room = self.limits.max_len - len(prompt)
+        wanted = sampling.max_tokens
+        if not prompt:
+            raise InvalidRequest(f"{param} is empty: at least one token is needed", param=param)
+        if room < (1 if wanted is None else min(wanted, 1)):
+            raise ContextTooLong(
+                f"{param} has {len(prompt)} tokens and the model's context holds {self.limits.max_len}, "
+                "answer included: shorten it",
+                param=param,
+            )
+        if wanted is not None and wanted > room:
+            raise ContextTooLong(
+                f"max_tokens is {wanted} and {param} has {len(prompt)} tokens, together {len(prompt) + wanted}; "
+                f"the model's context holds {self.limits.max_len}: ask for at most {room} tokens",
+                param="max_tokens",
+            )
+        ends = () if sampling.ignore_eos else self.text.tokenizer.eos_ids
+        return Request(
+            id=self.client.next_id(),
+            prompt=tuple(prompt),
+            sampling=sampling,
+            max_tokens=min(room, default or room) if wanted is None else wanted,
+            stop_ids=frozenset((*ends, *sampling.stop_token_ids)),
+        )
+
+
+async def off_loop(size: int, work: Callable[[], T]) -> T:
+    """Runs `work` on text of `size` characters: in a thread when it is long."""
+    return work() if size <= OFF_LOOP else await asyncio.to_thread(work)

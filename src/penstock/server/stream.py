@@ -1,0 +1,123 @@
+"""From a request's events to text. Streamed and whole answers are made of the same deltas, so both read the same."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from contextlib import aclosing
+from typing import Any, NamedTuple, TypeVar
+
+from starlette.types import Receive
+
+from penstock.errors import EngineUnavailable
+from penstock.ipc import wire
+from penstock.server.metrics import Watch
+from penstock.server.served import Served
+from penstock.text import TextStream
+from penstock.types import Aborted, Event, Failed, Finished, Request, TokenLogprob, Tokens
+
+T = TypeVar("T")
+
+
+class Delta(NamedTuple):
+    """What one step added to one choice. Text may lag behind its tokens: never half a character, never the beginning
+    of a stop string."""
+
+    text: str
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()  # one for each of `tokens`, when asked for
+    scores: tuple[TokenLogprob, ...] = ()  # of the prompt's tokens
+    cached: int = 0  # prompt tokens whose KV was reused
+    finish: str | None = None  # "stop" or "length", in the last one
+    silent: int = 0  # how many of `tokens`, at the end, are not part of the text: 1 for a stop token
+
+
+Deltas = AsyncGenerator[tuple[int, Delta], None]  # (choice, what was added to it)
+
+
+async def deltas(served: Served, request: Request, *, continuing: bool = False) -> AsyncGenerator[Delta, None]:
+    """One request's text as it comes. Leaving early, or a stop string, aborts the request in the engine."""
+    text = TextStream(served.text.tokenizer, request.sampling.stop, continuing=continuing)
+    with Watch(served.metrics) as watch:
+        async with aclosing(served.client.submit(request)) as steps:
+            async for events in steps:
+                delta = _delta(text, events)
+                if delta.tokens:
+                    watch.tokens(len(delta.tokens))
+                if delta.finish:
+                    watch.reason = delta.finish
+                yield delta
+                if delta.finish:
+                    return
+
+
+def _delta(stream: TextStream, events: list[Event]) -> Delta:
+    """A request's share of a step: Tokens, or the event that ends it, or both."""
+    first, last = events[0], events[-1]
+    if isinstance(last, Failed):
+        raise wire.error(last.code, last.message)
+    if isinstance(last, Aborted):
+        raise EngineUnavailable("the engine aborted the request: send it again")
+    _, tokens, logprobs, scores, cached = first if isinstance(first, Tokens) else Tokens(first.seq, ())
+    silent = int(isinstance(last, Finished) and last.stop_token is not None)
+    before = stream.consumed
+    text = stream.push(tokens[: len(tokens) - silent])
+    if stream.stopped is not None:
+        count = stream.consumed - before
+        return Delta(text, tokens[:count], logprobs[:count], scores, cached, "stop")
+    if isinstance(last, Finished):
+        return Delta(text + stream.finish(), tokens, logprobs, scores, cached, last.reason, silent)
+    return Delta(text, tokens, logprobs, scores, cached)
+
+
+async def together(choices: Sequence[AsyncGenerator[Delta, None]]) -> Deltas:
+    """Several choices at once, each delta with its choice's number. One that fails fails all."""
+    if len(choices) == 1:
+        async with aclosing(choices[0]) as only:
+            async for delta in only:
+                yield 0, delta
+        return
+    arrived: asyncio.Queue[tuple[int, Delta | Exception]] = asyncio.Queue(maxsize=len(choices))
+    tasks = [asyncio.create_task(_feed(arrived, index, choice)) for index, choice in enumerate(choices)]
+    try:
+        running = len(choices)
+        while running:
+            index, arrival = await arrived.get()
+            if isinstance(arrival, Exception):
+                raise arrival
+            running -= arrival.finish is not None
+            yield index, arrival
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
+async def _feed(
+    arrived: asyncio.Queue[tuple[int, Delta | Exception]], index: int, choice: AsyncGenerator[Delta, None]
+) -> None:
+    try:
+        async with aclosing(choice) as steps:
+            async for delta in steps:
+                await arrived.put((index, delta))
+                await asyncio.sleep(0)  # gives way, so that no choice runs ahead while the reader is slow
+    except Exception as error:
+        await arrived.put((index, error))
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
+    """What `work` returns, or None when the client left first: then it is cancelled."""
+    working = asyncio.create_task(work)
+    leaving = asyncio.create_task(_left(receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.wait({working, leaving})
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,109 @@
+"""A server over loopback with a toy in place of a model: see toys.py."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import uvicorn
+
+from penstock.config import Config
+from penstock.ipc.inprocess import InProcessClient
+from penstock.ipc.spawn import ProcessClient
+from penstock.server import create_app
+from penstock.server.app import bind
+from tests.server import toys
+
+WAIT = 30.0
+
+
+@dataclass
+class Server:
+    url: str
+    client: Any
+
+    def __post_init__(self) -> None:
+        self.http = httpx.Client(base_url=self.url, timeout=WAIT)
+        self._sdk = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=WAIT)
+
+    def sdk(self) -> openai.OpenAI:
+        return self._sdk
+
+    def async_sdk(self) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=WAIT)
+
+    def post(self, path: str, **fields: Any) -> httpx.Response:
+        return self.http.post(path, json=fields)
+
+    def get(self, path: str) -> httpx.Response:
+        return self.http.get(path)
+
+    def until(self, met: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + WAIT
+        while not met():
+            assert time.monotonic() < deadline, "waited in vain"
+            time.sleep(0.005)
+
+    def until_idle(self) -> None:
+        self.until(lambda: self.client.stats.running == self.client.stats.waiting == 0)
+
+
+@contextmanager
+def serving(client: Any, text: Any, name: str) -> Iterator[Server]:
+    listener = bind("127.0.0.1", 0)
+    app = create_app(client, text, name)
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=5))
+    thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
+    thread.start()
+    serving = Server(f"http://127.0.0.1:{listener.getsockname()[1]}", client)
+    try:
+        serving.until(lambda: server.started or not thread.is_alive())
+        assert server.started
+        yield serving
+    finally:
+        server.should_exit = True
+        thread.join(WAIT)
+
+
+@pytest.fixture(scope="session")
+def serve() -> Callable[[Any, Any, str], AbstractContextManager[Server]]:
+    return serving
+
+
+@pytest.fixture(scope="session")
+def toy_text() -> toys.ToyText:
+    return toys.ToyText()
+
+
+@pytest.fixture(scope="module")
+def parrot() -> Iterator[Server]:
+    """Served as "toy/parrot" from a thread, as fast as it can."""
+    with serving(InProcessClient(toys.open_parrot, "parrot"), toys.ToyText(), "toy/parrot") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def slow_parrot() -> Iterator[Server]:
+    with serving(InProcessClient(toys.open_slow_parrot, "parrot"), toys.ToyText(), "toy/parrot") as server:
+        yield server
+
+
+@pytest.fixture
+def parrot_process() -> Iterator[Server]:
+    """The engine in a process of its own."""
+    with serving(ProcessClient(Config(model="parrot"), toys.HOST), toys.ToyText(), "toy/parrot") as server:
+        yield server
+
+
+@pytest.fixture
+def mortal_parrot() -> Iterator[Server]:
+    """The same, but not restarted when it dies."""
+    with serving(ProcessClient(Config(model="parrot"), toys.HOST, ()), toys.ToyText(), "toy/parrot") as server:
+        yield server

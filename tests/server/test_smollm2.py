@@ -1,0 +1,123 @@
+"""The whole of it: the default model in an engine process behind the server, and the SDK in front."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock import LLM, SamplingParams
+from penstock.config import Config
+from penstock.ipc.spawn import ProcessClient
+from penstock.model.load import load_text
+
+MODEL = "smollm2"
+QUESTIONS = [
+    f"What is the capital of {country}?" for country in ("France", "Italy", "Japan", "Egypt", "Peru", "Norway")
+]
+
+
+@pytest.fixture(scope="module")
+def server(smollm2: Path, serve: Callable[..., Any]) -> Iterator[Any]:
+    config = Config(model=str(smollm2), name=MODEL, max_len=1024, max_rows=16)
+    with serve(ProcessClient(config), load_text(smollm2), MODEL) as server:
+        yield server
+
+
+def ask(question: str, **fields: Any) -> dict[str, Any]:
+    settings = {"model": MODEL, "temperature": 0, "max_tokens": 24} | fields
+    return settings | {"messages": [{"role": "user", "content": question}]}
+
+
+def test_it_answers(server: Any) -> None:
+    whole = server.sdk().chat.completions.create(**ask("Why is the sky blue?", max_tokens=60))
+    assert "scatter" in whole.choices[0].message.content
+    assert whole.choices[0].finish_reason in ("stop", "length")
+    assert whole.usage.prompt_tokens > 10
+
+
+def test_streamed_whole_and_scripted_answers_are_the_same(server: Any, smollm2: Path) -> None:
+    question = "Write a line with an emoji, and one in French."
+    sdk = server.sdk()
+    asked = ask(question, max_tokens=40)
+    whole = sdk.chat.completions.create(**asked).choices[0].message.content
+    streamed = "".join(
+        chunk.choices[0].delta.content or "" for chunk in sdk.chat.completions.create(**asked, stream=True)
+    )
+    with LLM(smollm2, max_len=1024) as llm:
+        scripted = llm.chat(asked["messages"], SamplingParams(temperature=0, max_tokens=40)).text
+    assert whole == streamed == scripted
+
+
+def test_the_second_time_the_prompt_is_reused(server: Any) -> None:
+    sdk = server.sdk()
+    asked = ask("Count from one to five, please, and tell me what you think of each of the numbers.", max_tokens=4)
+    first, second = (sdk.chat.completions.create(**asked) for _ in range(2))
+    assert second.usage.prompt_tokens_details.cached_tokens >= first.usage.prompt_tokens - 17
+    assert first.choices[0].message.content == second.choices[0].message.content
+
+
+def test_scoring_prefers_the_right_continuation(server: Any, smollm2: Path) -> None:
+    """As lm-eval's local-completions client does it."""
+    encode = load_text(smollm2).encode_prompt
+    context = encode("The capital of France is")
+    continuations = [encode(" Paris"), encode(" banana"), encode(" Tuesday")]
+    prompts = [context + continuation for continuation in continuations]
+    asked = {"model": MODEL, "prompt": prompts, "max_tokens": 1, "logprobs": 1, "temperature": 0, "seed": 1234}
+    answer = server.post("/v1/completions", echo=True, **asked).json()
+    scores = [sum(choice["logprobs"]["token_logprobs"][len(context) : -1]) for choice in answer["choices"]]
+    assert max(scores) == scores[0]
+    told = answer["choices"][0]["logprobs"]
+    assert len(told["tokens"]) == len(prompts[0]) + 1
+    assert told["token_logprobs"][len(context)] == max(told["top_logprobs"][len(context)].values())
+    assert "".join(told["tokens"][:-1]) == "The capital of France is Paris"
+
+
+def test_logprobs_of_a_greedy_answer_are_those_of_its_echo(server: Any) -> None:
+    prompt = "The sea is"
+    told = server.post("/v1/completions", model=MODEL, prompt=prompt, max_tokens=6, temperature=0, logprobs=0).json()
+    generated = told["choices"][0]
+    again = server.post(
+        "/v1/completions", model=MODEL, prompt=prompt + generated["text"], max_tokens=0, logprobs=0, echo=True
+    ).json()
+    scored = again["choices"][0]["logprobs"]["token_logprobs"][-6:]
+    assert scored == pytest.approx(generated["logprobs"]["token_logprobs"], abs=1e-3)
+
+
+def test_answers_in_a_crowd_equal_those_alone_and_leave_no_block(server: Any) -> None:
+    async def read(sdk: Any, question: str, leave: bool) -> str:
+        text = ""
+        stream = await sdk.chat.completions.create(**ask(question), stream=True)
+        async for chunk in stream:
+            text += chunk.choices[0].delta.content or ""
+            if leave and text:
+                await stream.close()
+                break
+        return text
+
+    async def crowd() -> list[str]:
+        async with server.async_sdk() as sdk:
+            return await asyncio.gather(*(read(sdk, question, at % 3 == 2) for at, question in enumerate(QUESTIONS)))
+
+    together = asyncio.run(crowd())
+    server.until_idle()
+    assert server.client.stats.blocks_used == 0
+    sdk = server.sdk()
+    for at, question in enumerate(QUESTIONS):
+        if at % 3 != 2:
+            assert together[at] == sdk.chat.completions.create(**ask(question)).choices[0].message.content
+
+
+def test_a_killed_engine_is_back_with_the_same_answer(server: Any) -> None:
+    sdk = server.sdk()
+    before = sdk.chat.completions.create(**ask(QUESTIONS[1])).choices[0].message.content
+    pid = server.get("/health").json()["engine"]["pid"]
+    os.kill(pid, signal.SIGKILL)
+    server.until(lambda: server.client.restarts == 1)
+    assert server.get("/health").json()["engine"]["pid"] != pid
+    assert sdk.chat.completions.create(**ask(QUESTIONS[1])).choices[0].message.content == before

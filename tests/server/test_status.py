@@ -1,0 +1,118 @@
+"""/health, /metrics and the life of the application."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from penstock.errors import ConfigError
+from penstock.server.app import bind
+
+MODEL = "toy/parrot"
+
+
+def samples(server: Any) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    families = text_string_to_metric_families(server.get("/metrics").text)
+    return {(s.name, tuple(s.labels.items())): s.value for family in families for s in family.samples}
+
+
+def test_health(parrot: Any) -> None:
+    answer = parrot.get("/health")
+    assert answer.status_code == 200
+    assert answer.json() == {"status": "ok", "engine": {"pid": os.getpid(), "model": MODEL}}
+
+
+def test_metrics_follow_the_requests(parrot: Any) -> None:
+    before = samples(parrot)
+    for text in ("[hello there, hello there, hello there]", "[*abc]"):
+        parrot.post("/v1/completions", model=MODEL, prompt=text, max_tokens=40)
+    parrot.until_idle()
+    after = samples(parrot)
+
+    def grown(name: str, **labels: str) -> float:
+        key = (name, tuple(labels.items()))
+        return after[key] - before.get(key, 0.0)
+
+    assert grown("penstock_prompt_tokens_total") == 45
+    assert grown("penstock_generated_tokens_total") == 78
+    assert grown("penstock_requests_finished_total", reason="stop") == 1
+    assert grown("penstock_requests_finished_total", reason="length") == 1
+    assert grown("penstock_time_to_first_token_seconds_count") == 2
+    assert grown("penstock_inter_token_seconds_count") == 76
+    assert grown("penstock_request_seconds_count") == 2
+    assert after["penstock_engine_up", ()] == 1
+    assert after["penstock_requests", (("state", "running"),)] == 0
+    assert after["penstock_requests", (("state", "waiting"),)] == 0
+    blocks = {state: after["penstock_kv_blocks", (("state", state),)] for state in ("free", "used", "cached")}
+    assert blocks["used"] == 0
+    assert blocks["cached"] > 0
+    assert sum(blocks.values()) == 256
+
+
+def test_metrics_count_those_who_left(slow_parrot: Any) -> None:
+    stream = slow_parrot.sdk().completions.create(model=MODEL, prompt="[*abc]", max_tokens=4000, stream=True)
+    next(stream)
+    stream.close()
+    key = ("penstock_requests_finished_total", (("reason", "abort"),))
+    slow_parrot.until(lambda: samples(slow_parrot).get(key) == 1)
+
+
+def test_a_taken_port_is_a_clear_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
+            bind("127.0.0.1", port)
+    with pytest.raises(ConfigError, match="70000"):
+        bind("127.0.0.1", 70000)
+    with pytest.raises(ConfigError, match=r"no\.such\.host\.invalid"):
+        bind("no.such.host.invalid", 0)
+
+
+SERVE = """
+import toys
+from penstock.config import Config
+from penstock.ipc.spawn import ProcessClient
+from penstock.server import serve
+
+client = ProcessClient(Config(model="parrot"), toys.HOST)
+serve(client, toys.ToyText(), "toy/parrot", "127.0.0.1", 0)
+print("left in peace")
+"""
+
+
+def test_serve_drains_on_interrupt(request: pytest.FixtureRequest) -> None:
+    """An answer under way when Ctrl-C comes is finished, and the engine process goes with the server."""
+    path = os.pathsep.join([str(request.path.parent), *sys.path])
+    process = subprocess.Popen(
+        [sys.executable, "-c", SERVE],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    try:
+        assert process.stderr is not None
+        told = process.stderr.readline()
+        assert told.startswith("serving toy/parrot on http://127.0.0.1:")
+        url = told.split()[3]
+        pid = httpx.get(f"{url}/health", timeout=30).json()["engine"]["pid"]
+        asked = {"model": MODEL, "prompt": "[*abc]", "max_tokens": 100, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=asked, timeout=30) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGINT)
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        out, _ = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert out == "left in peace\n"
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)

@@ -1,0 +1,115 @@
+"""A toy in place of a model: its tokens are bytes, and it says what it is told to say.
+
+The answer to a prompt with [text] in it is that text; with [*text] it is that text again and again without end.
+Run as a program it is an engine process, as penstock.ipc.host is.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from penstock.backend.base import Batch
+from penstock.engine.engine import Engine
+from penstock.ipc.host import host
+from penstock.types import Limits, RowResult, StepResult, TokenLogprob
+
+END = 256
+LIMITS = Limits(max_len=512, max_rows=16, max_tokens=64, block_size=16, num_blocks=256, vocab=257)
+
+
+class ToyTokenizer:
+    vocab_size = 257
+    eos_ids = frozenset({END})
+    special_ids = frozenset({END})
+    prefix_space = False
+
+    def token_bytes(self, id: int) -> bytes:
+        return b"<end>" if id == END else bytes([id])
+
+    def token_text(self, id: int) -> str:
+        return self.token_bytes(id).decode("utf-8", "replace")
+
+    def decode(self, ids: Sequence[int], *, special: bool = False, continuing: bool = False) -> str:
+        return b"".join(self.token_bytes(id) for id in ids if special or id != END).decode("utf-8", "replace")
+
+
+class ToyText:
+    tokenizer = ToyTokenizer()
+
+    def encode_prompt(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def encode_chat(self, messages: Sequence[dict[str, str]], **_: Any) -> list[int]:
+        turns = "".join(f"{message['role']}:{message['content']}\n" for message in messages)
+        return self.encode_prompt(turns + "assistant:")
+
+
+def spoken(context: bytes) -> int:
+    """The byte that comes next, or END."""
+    told, _, said = context.partition(b"[")[2].partition(b"]")
+    said = said.partition(b"assistant:")[2] if b"assistant:" in said else said
+    if told.startswith(b"*"):
+        return told[1:][len(said) % (len(told) - 1)]
+    return told[len(said)] if len(said) < len(told) else END
+
+
+class Parrot:
+    """A backend that reads each context back through its block table and goes on with what it is told to say."""
+
+    def __init__(self, limits: Limits, pace: float = 0.0) -> None:
+        self._kv = np.zeros((limits.num_blocks, limits.block_size), np.int64)
+        self._pace = pace
+        self._results: dict[int, StepResult] = {}
+
+    def launch(self, batch: Batch) -> int:
+        rows = tuple(self._row(batch, row) for row in range(len(batch.slots)))
+        self._results[batch.step] = StepResult(batch.step, rows)
+        return batch.step
+
+    def wait(self, ticket: int) -> StepResult:
+        time.sleep(self._pace)
+        return self._results.pop(ticket)
+
+    def close(self) -> None: ...
+
+    def _row(self, batch: Batch, row: int) -> RowResult:
+        mine = slice(batch.row_start[row], batch.row_start[row + 1])
+        places, table, size = batch.positions[mine], batch.tables[row], self._kv.shape[1]
+        self._kv[table[places // size], places % size] = batch.tokens[mine]
+        tokens: list[int] = []
+        logprobs: list[TokenLogprob] = []
+        scores: list[TokenLogprob] = []
+        for sample in range(batch.sample_start[row], batch.sample_start[row + 1]):
+            length = int(batch.positions[batch.sampled[sample]]) + 1
+            context = self._kv[table[: -(-length // size)]].reshape(-1)[:length]
+            target, top = int(batch.sample.target[sample]), int(batch.sample.logprobs[sample])
+            token = spoken(bytes(t for t in context.tolist() if t != END)) if target < 0 else target
+            entry = TokenLogprob(token, -token / 64, ((token, -token / 64), (65, -8.0), (66, -9.0))[: max(top, 0)])
+            if target >= 0:
+                scores.append(entry)
+                continue
+            tokens.append(token)
+            if top >= 0:
+                logprobs.append(entry)
+        return RowResult(tuple(tokens), tuple(logprobs), tuple(scores))
+
+
+def open_parrot() -> Engine:
+    return Engine(Parrot(LIMITS), LIMITS)  # type: ignore[arg-type]
+
+
+def open_slow_parrot() -> Engine:
+    """Takes two milliseconds a step and has a long breath, so that there is a middle of a stream."""
+    limits = LIMITS._replace(max_len=4096, num_blocks=4096)
+    return Engine(Parrot(limits, pace=0.002), limits)  # type: ignore[arg-type]
+
+
+HOST = (sys.executable, __file__)
+
+if __name__ == "__main__":
+    host(lambda _: open_slow_parrot())
