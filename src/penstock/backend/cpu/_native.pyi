@@ -1,0 +1,69 @@
+import numpy as np
+from numpy.typing import NDArray
+
+def isas() -> list[str]:
+    """The instruction sets this CPU and this build have, the fastest first."""
+
+class Weight:
+    """A packed matrix [rows, width] made of parts stacked along its rows: (format, rows) of each."""
+
+    def __init__(self, width: int, parts: list[tuple[str, int]]) -> None: ...
+    def fill(self, part: int, row: int, rows: int, data: NDArray[np.uint8]) -> None:
+        """Packs rows of one part, from `row` on, out of bytes as they lie in a checkpoint."""
+    def set_bias(self, bias: NDArray[np.float32]) -> None: ...
+    @property
+    def width(self) -> int: ...
+    @property
+    def rows(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def coded(self) -> bool:
+        """Whether what it is multiplied with must lie in a coded buffer."""
+
+class Program:
+    """Phases over numbered buffers. Ops are added in the order in which they run; each writes `out`."""
+
+    def __init__(self, isa: str, threads: int, half_kv: bool) -> None: ...
+    def buffer(self, symbol: str, width: int, coded: bool) -> int: ...
+    def angles(self, inv_freq: NDArray[np.float64], scale: float) -> int: ...
+    def embed(self, table: Weight, out: int) -> None: ...
+    def add_norm(
+        self, x: int, residual: int | None, gain: NDArray[np.float32], eps: float, out: int, total: int | None
+    ) -> None: ...
+    def linear(self, x: int, weight: Weight, out: int) -> None: ...
+    def attend(
+        self,
+        qkv: int,
+        out: int,
+        *,
+        layer: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        window: int,
+        angles: int,
+        interleaved: bool,
+        scale: float,
+    ) -> None: ...
+    def gate(self, x: int, out: int) -> None: ...
+    def take_sampled(self, x: int, out: int) -> None: ...
+    def answer(self, buffer: int) -> None: ...
+    def reserve_kv(self, blocks: int, block_size: int) -> None: ...
+    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None: ...
+    def run(
+        self,
+        tokens: NDArray[np.int32],
+        positions: NDArray[np.int32],
+        row_start: NDArray[np.int32],
+        tables: NDArray[np.int32],
+        sampled: NDArray[np.int32],
+        out: NDArray[np.float32],
+    ) -> None:
+        """One step, without the interpreter's lock; the answer's rows go to `out`."""
+    @property
+    def isa(self) -> str: ...
+    @property
+    def threads(self) -> int: ...
+    @property
+    def kv_bytes_per_token(self) -> int: ...

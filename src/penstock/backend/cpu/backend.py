@@ -1,0 +1,86 @@
+"""The backend seam over a native program."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from penstock.backend.base import LAST_SAMPLED, Batch, Floats, Ints, Model, Ticket
+from penstock.backend.cpu import _native
+from penstock.backend.cpu.record import record
+from penstock.backend.cpu.weights import pack_matrix, pack_vector
+from penstock.backend.sample import sample
+from penstock.config import available_threads
+from penstock.errors import ConfigError
+from penstock.model.tensor import Tensor
+from penstock.types import StepResult
+
+
+class CpuBackend:
+    """Computes a step when it is launched: one native call, on every thread, without the interpreter's lock.
+
+    A row's logits depend neither on the rest of its batch nor on how its tokens were chunked nor on `threads`.
+    """
+
+    def __init__(self, threads: int = 0, *, isa: str = "auto", half_kv: bool = True) -> None:
+        supported = _native.isas()
+        if isa not in ("auto", *supported):
+            raise ConfigError(f"this CPU cannot run {isa!r} kernels: use auto or one of {', '.join(supported)}")
+        self._program = _native.Program(isa, threads or available_threads(), half_kv)
+        self._last_sampled: dict[int, int] = {}  # by slot
+        self._results: dict[Ticket, StepResult] = {}
+
+    @property
+    def isa(self) -> str:
+        return self._program.isa
+
+    def pack_matrix(self, parts: Sequence[Tensor], bias: Sequence[Tensor | None]) -> _native.Weight:
+        return pack_matrix(parts, bias)
+
+    def pack_vector(self, tensor: Tensor) -> Floats:
+        return pack_vector(tensor)
+
+    def load(self, model: Model) -> None:
+        self._answer = record(model, self._program)
+
+    def kv_bytes_per_token(self) -> int:
+        return self._program.kv_bytes_per_token
+
+    def reserve_kv(self, num_blocks: int, block_size: int) -> None:
+        self._program.reserve_kv(num_blocks, block_size)
+
+    def launch(self, batch: Batch) -> Ticket:
+        result = sample(self.logits(batch), batch)
+        self._remember(batch.slots, result)
+        self._results[batch.step] = result
+        return batch.step
+
+    def wait(self, ticket: Ticket) -> StepResult:
+        return self._results.pop(ticket)
+
+    def logits(self, batch: Batch) -> Floats:
+        """Runs the forward pass of a step; returns its answer, [S, vocab]."""
+        rows = len(batch.sampled) if self._answer.symbol == "S" else len(batch.tokens)
+        out = np.empty((rows, self._answer.width), np.float32)
+        tables = np.ascontiguousarray(batch.tables)
+        self._program.run(self._known_tokens(batch), batch.positions, batch.row_start, tables, batch.sampled, out)
+        return out
+
+    def move_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        self._program.copy_blocks(list(pairs))
+
+    def close(self) -> None:
+        del self._program
+
+    def _known_tokens(self, batch: Batch) -> Ints:
+        unknown = batch.tokens == LAST_SAMPLED
+        if not unknown.any():
+            return batch.tokens
+        last = [self._last_sampled.get(slot, LAST_SAMPLED) for slot in batch.slots.tolist()]  # [R]
+        return np.where(unknown, np.repeat(np.array(last, np.int32), np.diff(batch.row_start)), batch.tokens)
+
+    def _remember(self, slots: Ints, result: StepResult) -> None:
+        for slot, row in zip(slots.tolist(), result.rows, strict=True):
+            if row.tokens:
+                self._last_sampled[slot] = row.tokens[-1]

@@ -1,0 +1,64 @@
+// What a phase sees while a step runs.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#include "cache.h"
+#include "formats.h"
+#include "kernels.h"
+#include "memory.h"
+
+namespace penstock {
+
+// One step's arrays, checked. Row r owns tokens row_start[r] to row_start[r + 1].
+struct Batch {
+  const int32_t* tokens;     // [T]
+  const int32_t* positions;  // [T]
+  const int32_t* row_start;  // [R + 1]
+  const int32_t* tables;     // [R][table_width]
+  const int32_t* sampled;    // [S]
+  size_t tokens_count, rows, table_width, sampled_count;
+};
+
+enum class Symbol : uint8_t { T, S };  // tokens of the step; those whose logits are wanted
+
+struct Buffer {
+  Symbol symbol;
+  size_t width;
+  bool coded;     // its rows are kept as CodeBlocks too
+  Memory floats;  // [rows][width]
+  Memory codes;   // [rows][width / 32]
+  float* data = nullptr;
+
+  float* row(size_t r) const { return data + r * width; }
+  CodeBlock* code_row(size_t r) const { return codes.as<CodeBlock>() + r * (width / BLOCK); }
+};
+
+// Up to 16 tokens of one row, which attend together.
+struct QueryTile {
+  size_t row, first, count;
+};
+
+struct Frame {
+  Batch batch;
+  const Kernels& kernels;
+  const Cache& cache;
+  const std::vector<Buffer>& buffers;
+  std::vector<QueryTile> tiles;
+  std::vector<Memory> scratch;  // one for each worker
+  unsigned workers;
+
+  size_t rows(int buffer) const {
+    return buffers[size_t(buffer)].symbol == Symbol::T ? batch.tokens_count : batch.sampled_count;
+  }
+};
+
+// A part of the step that is cut into chunks, which may run in any order and on any worker.
+struct Phase {
+  std::function<size_t(const Frame&)> chunks;
+  std::function<void(const Frame&, size_t chunk, unsigned worker)> run;
+};
+
+}  // namespace penstock

@@ -1,0 +1,57 @@
+// The inner loops, as a table of functions that each ISA fills in its own translation unit.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "formats.h"
+
+namespace penstock {
+
+inline constexpr size_t TILE = 16;    // positions whose keys are computed with at once
+inline constexpr size_t SPAN = 128;   // positions over which one softmax step runs
+
+// y[r][0..lanes] = x[r] . each row of a packed panel (+ bias), for rows r of x.
+struct PanelProduct {
+  const std::byte* panel;
+  size_t width;
+  const std::byte* x;  // [rows] of floats, or of CodeBlocks for quantized formats
+  size_t x_stride;     // bytes from row to row
+  size_t rows;
+  const float* bias;  // [lanes], or null
+  float* y;
+  size_t y_stride;  // floats from row to row
+  size_t lanes;
+};
+
+struct Rotation {
+  const float* cos;  // [pairs]
+  const float* sin;  // [pairs]
+  size_t pairs;
+  bool interleaved;
+};
+
+// KV of one head and 16 positions, in one element type: keys [dim][16], values [16][padded dim].
+struct KvKernels {
+  void (*store)(const float* key, const float* value, size_t dim, size_t padded, size_t lane, void* tile);
+  // scores[q][0..16] = queries[q] . keys; rows of scores are SPAN apart
+  void (*score)(const float* queries, size_t count, size_t dim, const void* keys, float* scores);
+  // out[q] += sum over the first n positions of weights[q][j] * values[j]
+  void (*mix)(const float* weights, size_t count, const void* values, size_t n, size_t padded, float* out);
+};
+
+struct Kernels {
+  void (*product[FORMATS])(const PanelProduct&);
+  void (*quantize)(const float* x, size_t width, CodeBlock* out);
+  // total = x (+ residual); out = total / rms(total) * gain
+  void (*add_norm)(const float* x, const float* residual, const float* gain, float eps, size_t width, float* total,
+                   float* out);
+  void (*gate)(const float* x, size_t hidden, float* out);  // silu(x[:hidden]) * x[hidden:]
+  void (*rotate)(const float* x, size_t dim, const Rotation& rotation, float scale, float* out);
+  // One step of a running softmax over n scores, which become weights; `out` [padded] is rescaled to the new maximum.
+  void (*soften)(float* scores, size_t n, float& maximum, float& sum, size_t padded, float* out);
+  void (*scale)(float* x, size_t n, float factor);
+  KvKernels f16, f32;
+};
+
+}  // namespace penstock

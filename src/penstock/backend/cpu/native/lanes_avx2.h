@@ -1,0 +1,138 @@
+// 16 lanes in two registers: AVX2 with FMA and F16C.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+namespace penstock {
+namespace {
+
+struct F {
+  __m256 a, b;
+};
+struct I {
+  __m256i a, b;
+};
+constexpr size_t ROWS = 3;  // rows of activations per pass over a panel: as many as the registers hold
+
+inline __m256i first(size_t n, int from) {
+  return _mm256_cmpgt_epi32(_mm256_set1_epi32(int(n) - from), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
+
+inline F all(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+inline F zero() { return all(0.0f); }
+inline F load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+inline F load(const uint16_t* half) {
+  return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)half)),
+          _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(half + 8)))};
+}
+inline __m256 widen_bfloat(const uint16_t* p) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
+}
+inline F load_bfloat(const uint16_t* p) { return {widen_bfloat(p), widen_bfloat(p + 8)}; }
+inline F load_some(const float* p, size_t n) {
+  return {_mm256_maskload_ps(p, first(n, 0)), _mm256_maskload_ps(p + 8, first(n, 8))};
+}
+inline void store(float* p, F x) {
+  _mm256_storeu_ps(p, x.a);
+  _mm256_storeu_ps(p + 8, x.b);
+}
+inline void store(uint16_t* half, F x) {
+  _mm_storeu_si128((__m128i*)half, _mm256_cvtps_ph(x.a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  _mm_storeu_si128((__m128i*)(half + 8), _mm256_cvtps_ph(x.b, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+inline void store_some(float* p, F x, size_t n) {
+  _mm256_maskstore_ps(p, first(n, 0), x.a);
+  _mm256_maskstore_ps(p + 8, first(n, 8), x.b);
+}
+
+inline F add(F x, F y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
+inline F sub(F x, F y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
+inline F mul(F x, F y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
+inline F div(F x, F y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
+inline F fma(F x, F y, F z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
+inline F max(F x, F y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
+inline F min(F x, F y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
+inline F abs(F x) {
+  const __m256 sign = _mm256_set1_ps(-0.0f);
+  return {_mm256_andnot_ps(sign, x.a), _mm256_andnot_ps(sign, x.b)};
+}
+inline F round(F x) {
+  constexpr int mode = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+  return {_mm256_round_ps(x.a, mode), _mm256_round_ps(x.b, mode)};
+}
+inline __m256 pow2(__m256 n) {
+  const __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23));
+}
+inline F times_pow2(F x, F n) { return {_mm256_mul_ps(x.a, pow2(n.a)), _mm256_mul_ps(x.b, pow2(n.b))}; }
+inline F zero_below(F v, F x, float limit) {
+  const __m256 low = _mm256_set1_ps(limit);
+  return {_mm256_and_ps(v.a, _mm256_cmp_ps(x.a, low, _CMP_GE_OQ)),
+          _mm256_and_ps(v.b, _mm256_cmp_ps(x.b, low, _CMP_GE_OQ))};
+}
+inline float sum(F x) {
+  const __m256 eight = _mm256_add_ps(x.a, x.b);
+  __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  four = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
+}
+inline float maximum(F x) {
+  const __m256 eight = _mm256_max_ps(x.a, x.b);
+  __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  four = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
+}
+
+inline I all(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+inline F to_float(I x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
+inline I to_int(F x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
+inline I add(I x, I y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
+inline int32_t sum(I x) {
+  const __m256i eight = _mm256_add_epi32(x.a, x.b);
+  __m128i four = _mm_add_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+  four = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+  return _mm_cvtsi128_si32(_mm_add_epi32(four, _mm_shuffle_epi32(four, 0xb1)));
+}
+inline void store_bytes(int8_t* p, I x) {
+  const __m256i shorts = _mm256_permute4x64_epi64(_mm256_packs_epi32(x.a, x.b), 0xd8);
+  _mm_storeu_si128((__m128i*)p, _mm_packs_epi16(_mm256_castsi256_si128(shorts), _mm256_extracti128_si256(shorts, 1)));
+}
+
+// Codes of one group of 16 rows.
+constexpr bool SIGNED_BYTES = true;
+inline __m256i low_nibbles(__m256i x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
+inline void load_nibbles(const std::byte* p, I& low, I& high) {
+  const __m256i a = _mm256_loadu_si256((const __m256i*)p), b = _mm256_loadu_si256((const __m256i*)(p + 32));
+  low = {low_nibbles(a), low_nibbles(b)};
+  high = {low_nibbles(_mm256_srli_epi16(a, 4)), low_nibbles(_mm256_srli_epi16(b, 4))};
+}
+inline I load_bytes(const std::byte* p) {
+  return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)(p + 32))};
+}
+inline __m256i dot_unsigned(__m256i sums, __m256i codes, __m256i x) {
+  const __m256i pairs = _mm256_maddubs_epi16(codes, x);
+  return _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+}
+inline __m256i dot_signed(__m256i sums, __m256i codes, __m256i x) {
+  return dot_unsigned(sums, _mm256_abs_epi8(codes), _mm256_sign_epi8(x, codes));
+}
+inline __m256i spread(const int8_t* x) {
+  int32_t four;
+  std::memcpy(&four, x, 4);
+  return _mm256_set1_epi32(four);
+}
+inline I dot_nibbles(I sums, I codes, const int8_t* x) {
+  const __m256i four = spread(x);
+  return {dot_unsigned(sums.a, codes.a, four), dot_unsigned(sums.b, codes.b, four)};
+}
+inline I dot_bytes(I sums, I codes, const int8_t* x) {
+  const __m256i four = spread(x);
+  return {dot_signed(sums.a, codes.a, four), dot_signed(sums.b, codes.b, four)};
+}
+
+}  // namespace
+}  // namespace penstock

@@ -1,0 +1,73 @@
+// 16 lanes in one register: AVX-512 with VNNI.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+namespace penstock {
+namespace {
+
+using F = __m512;
+using I = __m512i;
+constexpr size_t ROWS = 8;  // rows of activations per pass over a panel: as many as the registers hold
+
+inline __mmask16 first(size_t n) { return __mmask16((1u << n) - 1); }
+
+inline F zero() { return _mm512_setzero_ps(); }
+inline F all(float x) { return _mm512_set1_ps(x); }
+inline F load(const float* p) { return _mm512_loadu_ps(p); }
+inline F load(const uint16_t* half) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)half)); }
+inline F load_bfloat(const uint16_t* p) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
+}
+inline F load_some(const float* p, size_t n) { return _mm512_maskz_loadu_ps(first(n), p); }
+inline void store(float* p, F x) { _mm512_storeu_ps(p, x); }
+inline void store(uint16_t* half, F x) {
+  _mm256_storeu_si256((__m256i*)half, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+inline void store_some(float* p, F x, size_t n) { _mm512_mask_storeu_ps(p, first(n), x); }
+
+inline F add(F a, F b) { return _mm512_add_ps(a, b); }
+inline F sub(F a, F b) { return _mm512_sub_ps(a, b); }
+inline F mul(F a, F b) { return _mm512_mul_ps(a, b); }
+inline F div(F a, F b) { return _mm512_div_ps(a, b); }
+inline F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+inline F max(F a, F b) { return _mm512_max_ps(a, b); }
+inline F min(F a, F b) { return _mm512_min_ps(a, b); }
+inline F abs(F a) { return _mm512_abs_ps(a); }
+inline F round(F a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline F times_pow2(F a, F n) { return _mm512_scalef_ps(a, n); }
+inline F zero_below(F a, F x, float limit) {
+  return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, all(limit), _CMP_GE_OQ), a);
+}
+inline float sum(F a) { return _mm512_reduce_add_ps(a); }
+inline float maximum(F a) { return _mm512_reduce_max_ps(a); }
+
+inline I all(int32_t x) { return _mm512_set1_epi32(x); }
+inline F to_float(I a) { return _mm512_cvtepi32_ps(a); }
+inline int32_t sum(I a) { return _mm512_reduce_add_epi32(a); }
+inline I to_int(F a) { return _mm512_cvtps_epi32(a); }
+inline I add(I a, I b) { return _mm512_add_epi32(a, b); }
+inline void store_bytes(int8_t* p, I a) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(a)); }
+
+// Codes of one group of 16 rows. Unsigned bytes times signed bytes is what the instruction offers.
+constexpr bool SIGNED_BYTES = false;
+inline void load_nibbles(const std::byte* p, I& low, I& high) {
+  const I both = _mm512_loadu_si512(p);
+  low = _mm512_and_si512(both, _mm512_set1_epi8(15));
+  high = _mm512_and_si512(_mm512_srli_epi16(both, 4), _mm512_set1_epi8(15));
+}
+inline I load_bytes(const std::byte* p) { return _mm512_xor_si512(_mm512_loadu_si512(p), _mm512_set1_epi8(-128)); }
+inline I dot(I sums, I codes, const int8_t* x) {
+  int32_t four;
+  std::memcpy(&four, x, 4);
+  return _mm512_dpbusd_epi32(sums, codes, _mm512_set1_epi32(four));
+}
+inline I dot_nibbles(I sums, I codes, const int8_t* x) { return dot(sums, codes, x); }
+inline I dot_bytes(I sums, I codes, const int8_t* x) { return dot(sums, codes, x); }
+
+}  // namespace
+}  // namespace penstock

@@ -1,0 +1,139 @@
+// 16 lanes in plain C++.
+#pragma once
+
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#include "half.h"
+
+namespace penstock {
+namespace {
+
+struct F {
+  float v[16];
+};
+struct I {
+  int32_t v[16];
+};
+struct Codes {
+  int8_t v[64];
+};
+constexpr size_t ROWS = 4;  // rows of activations per pass over a panel
+
+template <class V, class Lane>
+V each(Lane lane) {
+  V out;
+  for (int i = 0; i < 16; ++i) out.v[i] = lane(i);
+  return out;
+}
+
+inline F all(float x) {
+  return each<F>([=](int) { return x; });
+}
+inline F zero() { return all(0.0f); }
+inline F load_some(const float* p, size_t n) {
+  return each<F>([=](int i) { return size_t(i) < n ? p[i] : 0.0f; });
+}
+inline F load(const float* p) {
+  return each<F>([=](int i) { return p[i]; });
+}
+inline F load(const uint16_t* half) {
+  return each<F>([=](int i) { return from_half(half[i]); });
+}
+inline F load_bfloat(const uint16_t* p) {
+  return each<F>([=](int i) { return from_bfloat(p[i]); });
+}
+inline void store_some(float* p, F x, size_t n) { std::memcpy(p, x.v, n * sizeof(float)); }
+inline void store(float* p, F x) { store_some(p, x, 16); }
+inline void store(uint16_t* half, F x) {
+  for (int i = 0; i < 16; ++i) half[i] = to_half(x.v[i]);
+}
+
+inline F add(F x, F y) {
+  return each<F>([&](int i) { return x.v[i] + y.v[i]; });
+}
+inline F sub(F x, F y) {
+  return each<F>([&](int i) { return x.v[i] - y.v[i]; });
+}
+inline F mul(F x, F y) {
+  return each<F>([&](int i) { return x.v[i] * y.v[i]; });
+}
+inline F div(F x, F y) {
+  return each<F>([&](int i) { return x.v[i] / y.v[i]; });
+}
+inline F fma(F x, F y, F z) {
+  return each<F>([&](int i) { return x.v[i] * y.v[i] + z.v[i]; });
+}
+inline F max(F x, F y) {
+  return each<F>([&](int i) { return x.v[i] > y.v[i] ? x.v[i] : y.v[i]; });
+}
+inline F min(F x, F y) {
+  return each<F>([&](int i) { return x.v[i] < y.v[i] ? x.v[i] : y.v[i]; });
+}
+inline F abs(F x) {
+  return each<F>([&](int i) { return std::fabs(x.v[i]); });
+}
+inline F round(F x) {
+  return each<F>([&](int i) { return std::nearbyint(x.v[i]); });
+}
+inline F times_pow2(F x, F n) {
+  return each<F>([&](int i) { return std::ldexp(x.v[i], int(n.v[i])); });
+}
+inline F zero_below(F a, F x, float limit) {
+  return each<F>([&](int i) { return x.v[i] >= limit ? a.v[i] : 0.0f; });
+}
+inline float sum(F x) {
+  for (int half = 8; half; half /= 2)
+    for (int i = 0; i < half; ++i) x.v[i] += x.v[i + half];
+  return x.v[0];
+}
+inline float maximum(F x) {
+  float best = x.v[0];
+  for (float value : x.v) best = value > best ? value : best;
+  return best;
+}
+
+inline I all(int32_t x) {
+  return each<I>([=](int) { return x; });
+}
+inline F to_float(I x) {
+  return each<F>([&](int i) { return float(x.v[i]); });
+}
+inline I to_int(F x) {
+  return each<I>([&](int i) { return int32_t(std::nearbyint(x.v[i])); });
+}
+inline I add(I x, I y) {
+  return each<I>([&](int i) { return x.v[i] + y.v[i]; });
+}
+inline int32_t sum(I x) {
+  int32_t total = 0;
+  for (int32_t value : x.v) total += value;
+  return total;
+}
+inline void store_bytes(int8_t* p, I x) {
+  for (int i = 0; i < 16; ++i) p[i] = int8_t(x.v[i]);
+}
+
+// Codes of one group of 16 rows.
+constexpr bool SIGNED_BYTES = true;
+inline void load_nibbles(const std::byte* p, Codes& low, Codes& high) {
+  for (int i = 0; i < 64; ++i) {
+    low.v[i] = int8_t(p[i] & std::byte(15));
+    high.v[i] = int8_t(p[i] >> 4);
+  }
+}
+inline Codes load_bytes(const std::byte* p) {
+  Codes codes;
+  std::memcpy(codes.v, p, 64);
+  return codes;
+}
+inline I dot_bytes(I sums, const Codes& codes, const int8_t* x) {
+  for (int i = 0; i < 64; ++i) sums.v[i / 4] += codes.v[i] * x[i % 4];
+  return sums;
+}
+inline I dot_nibbles(I sums, const Codes& codes, const int8_t* x) { return dot_bytes(sums, codes, x); }
+
+}  // namespace
+}  // namespace penstock

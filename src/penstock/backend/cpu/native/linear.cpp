@@ -1,0 +1,66 @@
+#include "linear.h"
+
+#include <algorithm>
+
+namespace penstock {
+
+namespace {
+
+constexpr size_t CHUNK_ROWS = 64;      // their codes stay in the second-level cache while panels pass
+constexpr size_t CHUNK_BYTES = 32768;  // of weights: long enough to be worth taking, short enough to share out
+constexpr size_t CHUNKS_PER_WORKER = 16;
+
+size_t divide_up(size_t a, size_t b) { return (a + b - 1) / b; }
+
+struct Grid {
+  size_t panels;  // per chunk
+  size_t groups;  // of panels
+  size_t bands;   // of rows
+
+  Grid(const Weight& weight, size_t rows, unsigned workers) {
+    const size_t panel_bytes = std::max<size_t>(1, weight.bytes() / weight.panels());
+    const size_t most = size_t(workers) * CHUNKS_PER_WORKER;
+    panels = std::max({size_t(1), CHUNK_BYTES / panel_bytes, divide_up(weight.panels(), most)});
+    groups = divide_up(weight.panels(), panels);
+    bands = divide_up(rows, CHUNK_ROWS);
+  }
+};
+
+void run_panel(const Frame& frame, const Weight& weight, const Panel& panel, const Buffer& x, const Buffer& y,
+               size_t row, size_t rows) {
+  const bool coded = panel.part->format >= Format::Q4_0;
+  const PanelProduct product = {
+      .panel = panel.data,
+      .width = weight.width(),
+      .x = reinterpret_cast<const std::byte*>(coded ? (const void*)x.code_row(row) : x.row(row)),
+      .x_stride = coded ? weight.width() / BLOCK * sizeof(CodeBlock) : weight.width() * sizeof(float),
+      .rows = rows,
+      .bias = weight.bias(panel.column),
+      .y = y.row(row) + panel.column,
+      .y_stride = y.width,
+      .lanes = panel.lanes,
+  };
+  frame.kernels.product[size_t(panel.part->format)](product);
+}
+
+}  // namespace
+
+Phase linear_phase(int x, std::shared_ptr<const Weight> weight, int out) {
+  const auto chunks = [=](const Frame& frame) {
+    const Grid grid(*weight, frame.rows(x), frame.workers);
+    return grid.groups * grid.bands;
+  };
+  const auto run = [=](const Frame& frame, size_t chunk, unsigned) {
+    const size_t rows = frame.rows(x);
+    const Grid grid(*weight, rows, frame.workers);
+    const size_t panel = chunk / grid.bands * grid.panels;
+    const size_t row = chunk % grid.bands * CHUNK_ROWS;
+    const size_t last = std::min(panel + grid.panels, weight->panels());
+    for (size_t i = panel; i < last; ++i)
+      run_panel(frame, *weight, weight->panel(i), frame.buffers[size_t(x)], frame.buffers[size_t(out)], row,
+                std::min(CHUNK_ROWS, rows - row));
+  };
+  return {chunks, run};
+}
+
+}  // namespace penstock

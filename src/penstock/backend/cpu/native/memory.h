@@ -1,0 +1,32 @@
+// Zeroed pages that cost nothing until they are touched.
+#pragma once
+
+#include <cstddef>
+#include <utility>
+
+namespace penstock {
+
+class Memory {
+ public:
+  Memory() = default;
+  explicit Memory(size_t bytes);  // throws std::bad_alloc
+  ~Memory();
+  Memory(Memory&& other) noexcept : data_(std::exchange(other.data_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
+  Memory& operator=(Memory&& other) noexcept {
+    std::swap(data_, other.data_);
+    std::swap(bytes_, other.bytes_);
+    return *this;
+  }
+
+  template <class T = std::byte>
+  T* as() const {
+    return static_cast<T*>(data_);
+  }
+  size_t bytes() const { return bytes_; }
+
+ private:
+  void* data_ = nullptr;
+  size_t bytes_ = 0;
+};
+
+}  // namespace penstock

@@ -1,0 +1,94 @@
+// The door: what Python may call. Arrays are checked for type, shape and layout here, their contents in Program.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "dispatch.h"
+#include "program.h"
+#include "weights.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+using namespace penstock;
+
+template <class T, size_t Dims>
+using Array = nb::ndarray<T, nb::ndim<Dims>, nb::c_contig, nb::device::cpu>;
+using IntArray = Array<const int32_t, 1>;
+
+template <class Elements>
+auto flat(const Elements& array) {
+  return std::span(array.data(), array.size());
+}
+
+template <class Elements>
+auto copied(const Elements& array) {
+  return std::vector(array.data(), array.data() + array.size());
+}
+
+void fill(Weight& weight, size_t part, size_t row, size_t rows, Array<const uint8_t, 1> bytes) {
+  nb::gil_scoped_release release;
+  weight.fill(part, row, rows, bytes.data(), bytes.size());
+}
+
+void run(Program& program, IntArray tokens, IntArray positions, IntArray row_start, Array<const int32_t, 2> tables,
+         IntArray sampled, Array<float, 2> out) {
+  if (tables.shape(0) + 1 != row_start.size()) throw nb::value_error("every row needs a block table");
+  nb::gil_scoped_release release;
+  program.run(flat(tokens), flat(positions), flat(row_start), flat(tables), tables.shape(1), flat(sampled), flat(out));
+}
+
+NB_MODULE(_native, m) {
+  nb::set_leak_warnings(false);  // a process may end while it holds a model
+
+  m.def("isas", [] {
+    std::vector<std::string> names;
+    for (const auto& isa : isas()) names.push_back(isa.name);
+    return names;
+  });
+
+  nb::class_<Weight>(m, "Weight")
+      .def(nb::init<size_t, const std::vector<std::pair<std::string, size_t>>&>(), "width"_a, "parts"_a)
+      .def("fill", fill, "part"_a, "row"_a, "rows"_a, "data"_a.noconvert())
+      .def("set_bias", [](Weight& weight, Array<const float, 1> bias) { weight.set_bias(copied(bias)); },
+           "bias"_a.noconvert())
+      .def_prop_ro("width", &Weight::width)
+      .def_prop_ro("rows", &Weight::rows)
+      .def_prop_ro("nbytes", &Weight::bytes)
+      .def_prop_ro("coded", &Weight::coded);
+
+  nb::class_<Program>(m, "Program")
+      .def(nb::init<const std::string&, unsigned, bool>(), "isa"_a, "threads"_a, "half_kv"_a)
+      .def("buffer", &Program::buffer, "symbol"_a, "width"_a, "coded"_a)
+      .def("angles",
+           [](Program& program, Array<const double, 1> inv_freq, double scale) {
+             return program.angles(copied(inv_freq), scale);
+           },
+           "inv_freq"_a.noconvert(), "scale"_a)
+      .def("embed", &Program::embed, "table"_a, "out"_a)
+      .def("add_norm",
+           [](Program& program, int x, std::optional<int> residual, Array<const float, 1> gain, float eps, int out,
+              std::optional<int> total) { program.add_norm(x, residual, copied(gain), eps, out, total); },
+           "x"_a, "residual"_a.none(), "gain"_a.noconvert(), "eps"_a, "out"_a, "total"_a.none())
+      .def("linear", &Program::linear, "x"_a, "weight"_a, "out"_a)
+      .def("attend",
+           [](Program& program, int qkv, int out, size_t layer, size_t heads, size_t kv_heads, size_t head_dim,
+              size_t window, int angles, bool interleaved, float scale) {
+             program.attend(qkv, {layer, heads, kv_heads, head_dim, window, angles, interleaved, scale}, out);
+           },
+           "qkv"_a, "out"_a, nb::kw_only(), "layer"_a, "heads"_a, "kv_heads"_a, "head_dim"_a, "window"_a, "angles"_a,
+           "interleaved"_a, "scale"_a)
+      .def("gate", &Program::gate, "x"_a, "out"_a)
+      .def("take_sampled", &Program::take_sampled, "x"_a, "out"_a)
+      .def("answer", &Program::answer, "buffer"_a)
+      .def("reserve_kv", &Program::reserve_kv, "blocks"_a, "block_size"_a)
+      .def("copy_blocks", &Program::copy_blocks, "pairs"_a)
+      .def("run", run, "tokens"_a.noconvert(), "positions"_a.noconvert(), "row_start"_a.noconvert(),
+           "tables"_a.noconvert(), "sampled"_a.noconvert(), "out"_a.noconvert())
+      .def_prop_ro("isa", &Program::isa)
+      .def_prop_ro("threads", &Program::threads)
+      .def_prop_ro("kv_bytes_per_token", &Program::kv_bytes_per_token);
+}

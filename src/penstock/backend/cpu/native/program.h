@@ -1,0 +1,74 @@
+// A model's forward pass as a flat list of phases over buffers: built once, run once per step.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "attention.h"
+#include "dispatch.h"
+#include "frame.h"
+#include "pool.h"
+#include "weights.h"
+
+namespace penstock {
+
+using Ints = std::span<const int32_t>;
+
+class Program {
+ public:
+  Program(const std::string& isa, unsigned threads, bool half_kv);
+
+  // Building. Buffers are named by number; widths and symbols are checked here, once.
+  int buffer(const std::string& symbol, size_t width, bool coded);
+  int angles(std::vector<double> inv_freq, double scale);  // a buffer of cosines and sines, filled every step
+  void embed(std::shared_ptr<const Weight> table, int out);
+  void add_norm(int x, std::optional<int> residual, std::vector<float> gain, float eps, int out,
+                std::optional<int> total);
+  void linear(int x, std::shared_ptr<const Weight> weight, int out);
+  void attend(int qkv, const Attention& attention, int out);
+  void gate(int x, int out);
+  void take_sampled(int x, int out);
+  void answer(int buffer);  // what a step writes to the caller's array
+
+  void reserve_kv(size_t blocks, size_t block_size);
+  void copy_blocks(const std::vector<std::pair<int64_t, int64_t>>& pairs);
+
+  // Runs one step. `out` is [rows of the answer][its width].
+  void run(Ints tokens, Ints positions, Ints row_start, Ints tables, size_t table_width, Ints sampled,
+           std::span<float> out);
+
+  const std::string& isa() const { return isa_.name; }
+  unsigned threads() const { return pool_.threads(); }
+  size_t kv_bytes_per_token() const { return cache_.bytes_per_token(); }
+
+ private:
+  const Buffer& at(int buffer) const;
+  const Buffer& at(int buffer, Symbol symbol, size_t width) const;
+  // One call of `row` for each row of `out`, which then gets its codes.
+  void each_row(int out, std::function<void(const Frame&, size_t row)> row);
+  void quantize(int buffer);
+  void check(const Batch& batch) const;
+  void check_row(const Batch& batch, size_t row) const;
+  void grow(size_t tokens, size_t sampled);
+
+  Isa isa_;
+  Pool pool_;
+  Cache cache_;
+  std::vector<Buffer> buffers_;
+  std::vector<Phase> phases_;
+  Frame frame_;
+  std::mutex running_;
+  int answer_ = -1;
+  size_t vocab_ = 0;         // of the smallest embedding table
+  size_t longest_window_ = 0;
+  bool sees_everything_ = false;
+  size_t scratch_floats_ = 0;
+  size_t capacity_[2] = {0, 0};  // rows of the buffers, by symbol
+};
+
+}  // namespace penstock

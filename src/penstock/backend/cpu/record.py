@@ -1,0 +1,169 @@
+"""Records a model's forward pass and turns it into a native program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from penstock.backend.base import Floats, Model
+from penstock.backend.cpu._native import Program, Weight
+from penstock.errors import UnsupportedModel
+from penstock.model.spec import AttentionSpec, RopeSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """What an op returns while recording: rows of T or S, each `width` wide."""
+
+    id: int
+    symbol: str
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One op: `emit` adds it to a program, given the buffers of its inputs and outputs."""
+
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    emit: Callable[..., None]
+    in_place: bool = False  # the last output may take the last input's buffer
+
+
+@dataclass(slots=True)
+class Recorder:
+    """The ops (model/ops.py) of a program that is yet to be laid out."""
+
+    program: Program
+    nodes: list[Node] = field(default_factory=list)
+    coded: set[int] = field(default_factory=set)  # values that a quantized weight is multiplied with
+    _values: int = 0
+    _angles: dict[tuple[tuple[float, ...], float], int] = field(default_factory=dict)
+
+    def embed(self, table: Weight) -> Value:
+        out = self._value("T", table.width)
+        self._add((), (out,), lambda out: self.program.embed(table, out))
+        return out
+
+    def add_norm(self, x: Value, residual: Value | None, gain: Floats, eps: float) -> tuple[Value, Value]:
+        out = self._value(x.symbol, x.width)
+        if residual is None:
+            self._add((x,), (out,), lambda x, out: self.program.add_norm(x, None, gain, eps, out, None))
+            return out, x
+        total = self._value(x.symbol, x.width)
+        self._add(
+            (x, residual),
+            (out, total),
+            lambda x, residual, out, total: self.program.add_norm(x, residual, gain, eps, out, total),
+            in_place=True,
+        )
+        return out, total
+
+    def linear(self, x: Value, weight: Weight) -> Value:
+        out = self._value(x.symbol, weight.rows)
+        if weight.coded:
+            self.coded.add(x.id)
+        self._add((x,), (out,), lambda x, out: self.program.linear(x, weight, out))
+        return out
+
+    def attend(self, layer: int, qkv: Value, spec: AttentionSpec) -> Value:
+        out = self._value("T", spec.q_width)
+        angles = self._angles_of(spec.rope)
+
+        def emit(qkv: int, out: int) -> None:
+            self.program.attend(
+                qkv,
+                out,
+                layer=layer,
+                heads=spec.heads,
+                kv_heads=spec.kv_heads,
+                head_dim=spec.head_dim,
+                window=spec.window,
+                angles=angles,
+                interleaved=spec.rope.interleaved,
+                scale=spec.scale,
+            )
+
+        self._add((qkv,), (out,), emit)
+        return out
+
+    def gated(self, x: Value, act: str) -> Value:
+        if act != "silu":
+            raise UnsupportedModel(f"the activation {act!r} is not supported; supported: silu")
+        out = self._value(x.symbol, x.width // 2)
+        self._add((x,), (out,), lambda x, out: self.program.gate(x, out))
+        return out
+
+    def take_sampled(self, x: Value) -> Value:
+        out = self._value("S", x.width)
+        self._add((x,), (out,), lambda x, out: self.program.take_sampled(x, out))
+        return out
+
+    def _value(self, symbol: str, width: int) -> Value:
+        self._values += 1
+        return Value(self._values, symbol, width)
+
+    def _add(
+        self, inputs: tuple[Value, ...], outputs: tuple[Value, ...], emit: Callable[..., None], in_place: bool = False
+    ) -> None:
+        self.nodes.append(Node(inputs, outputs, emit, in_place))
+
+    def _angles_of(self, rope: RopeSpec) -> int:
+        key = (rope.inv_freq, rope.scale)
+        if key not in self._angles:
+            self._angles[key] = self.program.angles(np.array(rope.inv_freq, np.float64), rope.scale)
+        return self._angles[key]
+
+
+class Layout:
+    """Gives values buffers; a buffer is free again when nothing will read its value any more."""
+
+    def __init__(self, recorder: Recorder, answer: Value) -> None:
+        self._program = recorder.program
+        self._coded = recorder.coded
+        self._last_use = {value.id: i for i, node in enumerate(recorder.nodes) for value in node.inputs}
+        self._last_use[answer.id] = len(recorder.nodes)
+        self._buffers: dict[int, int] = {}  # value id -> buffer
+        self._free: dict[tuple[str, int, bool], list[int]] = {}
+
+    def emit(self, index: int, node: Node) -> None:
+        inputs = [self._buffers[value.id] for value in node.inputs]
+        if node.in_place:
+            self._take_over(index, node.inputs[-1], node.outputs[-1])
+        for value in node.outputs:
+            if value.id not in self._buffers:
+                self._buffers[value.id] = self._take(value)
+        node.emit(*inputs, *(self._buffers[value.id] for value in node.outputs))
+        for value in {*node.inputs, *node.outputs}:
+            if value.id in self._buffers and self._last_use.get(value.id, index) <= index:
+                self._release(value)
+
+    def buffer_of(self, value: Value) -> int:
+        return self._buffers[value.id]
+
+    def _take_over(self, index: int, old: Value, new: Value) -> None:
+        if self._last_use[old.id] == index and self._kind(old) == self._kind(new):
+            self._buffers[new.id] = self._buffers.pop(old.id)
+
+    def _take(self, value: Value) -> int:
+        free = self._free.get(self._kind(value))
+        return free.pop() if free else self._program.buffer(*self._kind(value))
+
+    def _release(self, value: Value) -> None:
+        self._free.setdefault(self._kind(value), []).append(self._buffers.pop(value.id))
+
+    def _kind(self, value: Value) -> tuple[str, int, bool]:
+        return value.symbol, value.width, value.id in self._coded
+
+
+def record(model: Model, program: Program) -> Value:
+    """Adds the model's forward pass to the program; returns what it answers."""
+    recorder = Recorder(program)
+    answer: Value = model.forward(recorder)
+    layout = Layout(recorder, answer)
+    for index, node in enumerate(recorder.nodes):
+        layout.emit(index, node)
+    program.answer(layout.buffer_of(answer))
+    return answer

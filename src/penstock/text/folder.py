@@ -1,0 +1,85 @@
+"""A vocabulary from a Hugging Face folder: tokenizer.json and the small files beside it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from penstock.errors import MalformedFile, UnsupportedModel
+from penstock.text.vocabulary import Vocabulary, byte_level, end_ids, sentencepiece
+
+
+def vocabulary_from_folder(path: Path) -> Vocabulary:
+    library = _load(path / "tokenizer.json")
+    config = read_json(path / "tokenizer_config.json")
+    added = library.get_added_tokens_decoder()
+    names = _names(config)
+    leading = library.encode("").ids[:1]
+    bos = library.token_to_id(names["bos_token"]) if "bos_token" in names else next(iter(leading), None)
+    steps = _decoder_steps(library)
+    ends = _declared_ends(path, library, names) | end_ids({token.content: id for id, token in added.items()})
+    return Vocabulary(
+        library=library,
+        size=library.get_vocab_size(),
+        spell=byte_level if "ByteLevel" in steps else sentencepiece,
+        literal=frozenset(added),
+        special=frozenset({id for id, token in added.items() if token.special} | ends),
+        ends=frozenset(ends),
+        names=names,
+        bos=bos,
+        add_bos=bool(config.get("add_bos_token", leading == [bos])),
+        prefix_space="Strip" in steps or steps.get("Metaspace", {}).get("prepend_scheme", "never") != "never",
+    )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a file; empty when there is no such file."""
+    if not path.exists():
+        return {}
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise MalformedFile(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise MalformedFile(f"{path} must hold a JSON object; got {type(content).__name__}")
+    return content
+
+
+def _names(config: dict[str, Any]) -> dict[str, str]:
+    """Special tokens by name; tokenizer_config.json gives their text, or an object with the text and more."""
+    texts = {
+        name: value.get("content") if isinstance(value, dict) else value
+        for name, value in config.items()
+        if name.endswith("_token")
+    }
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+
+def _load(path: Path) -> tokenizers.Tokenizer:
+    if not path.exists():
+        raise UnsupportedModel(f"{path.parent} has no tokenizer.json, the only tokenizer format read from a folder")
+    try:
+        library = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise MalformedFile(f"{path} is not a tokenizer: {error}") from None
+    library.no_truncation()
+    library.no_padding()
+    return library
+
+
+def _decoder_steps(library: tokenizers.Tokenizer) -> dict[str, dict[str, Any]]:
+    """The steps by which the library turns tokens into text: their settings by name."""
+    state = json.loads(library.decoder.__getstate__()) if library.decoder else {"type": "none"}
+    steps = {step["type"]: step for step in state.get("decoders", [state])}
+    if not steps.keys() & {"ByteLevel", "ByteFallback", "Metaspace"}:
+        raise UnsupportedModel(f"a tokenizer.json that decodes by {', '.join(steps)} is not supported")
+    return steps
+
+
+def _declared_ends(path: Path, library: tokenizers.Tokenizer, names: dict[str, str]) -> set[int]:
+    generation = read_json(path / "generation_config.json").get("eos_token_id")
+    ids = generation if isinstance(generation, list) else [generation]
+    return {id for id in [*ids, library.token_to_id(names.get("eos_token", ""))] if isinstance(id, int)}

@@ -1,0 +1,176 @@
+"""A vocabulary from the metadata of a GGUF file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+import tokenizers
+from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
+
+from penstock.errors import MalformedFile, UnsupportedModel
+from penstock.text.pretokenize import PRETOKENIZERS
+from penstock.text.vocabulary import SPACE, Vocabulary, byte_level, end_ids, sentencepiece
+
+Metadata = Mapping[str, Any]
+T = TypeVar("T")
+
+_KEY = "tokenizer.ggml."
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = range(1, 5)  # token_type; the others are UNUSED and BYTE
+
+
+class _Tokens(NamedTuple):
+    texts: list[str]
+    kinds: list[int]
+    ids: dict[str, int]
+    named: dict[str, int]
+
+
+class _Encoder(NamedTuple):
+    library: tokenizers.Tokenizer
+    spell: Callable[[str], bytes]
+    add_bos: bool  # unless the file says otherwise
+    prefix_space: bool
+
+
+def vocabulary_from_metadata(metadata: Metadata) -> Vocabulary:
+    builder = _named_entry(metadata, "model", _BUILDERS)
+    tokens = _tokens(metadata)
+    named = tokens.named
+    literal = {id for id, kind in enumerate(tokens.kinds) if kind in (UNKNOWN, CONTROL, USER_DEFINED)}
+    literal |= set(named.values())
+    ends = {named[name] for name in ("eos", "eot", "eom") if name in named}
+    ends |= end_ids({tokens.texts[id]: id for id in literal})
+    special = {id for id in literal if tokens.kinds[id] != USER_DEFINED} | set(named.values()) | ends
+
+    encoder = builder(metadata, tokens)
+    encoder.library.add_tokens(
+        [AddedToken(tokens.texts[id], special=id in special, normalized=False) for id in sorted(literal)]
+    )
+    return Vocabulary(
+        library=encoder.library,
+        size=len(tokens.texts),
+        spell=encoder.spell,
+        literal=frozenset(literal),
+        special=frozenset(special),
+        ends=frozenset(ends),
+        names={f"{name}_token": tokens.texts[id] for name, id in named.items()},
+        bos=named.get("bos"),
+        add_bos=bool(metadata.get(f"{_KEY}add_bos_token", encoder.add_bos)),
+        prefix_space=encoder.prefix_space,
+    )
+
+
+def _byte_level_encoder(metadata: Metadata, tokens: _Tokens) -> _Encoder:
+    pre = _named_entry(metadata, "pre", PRETOKENIZERS, "default")
+    merges = [tuple(merge.split(" ", 1)) for merge in _array(metadata, "merges", _strings)]
+    library = tokenizers.Tokenizer(_bpe(vocab=tokens.ids, merges=merges, ignore_merges=pre.ignore_merges))
+    if pre.nfc:
+        library.normalizer = normalizers.NFC()
+    library.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            *(pre_tokenizers.Split(Regex(split), "isolated") for split in pre.splits),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    return _Encoder(library, byte_level, pre.add_bos, prefix_space=False)
+
+
+def _sentencepiece_encoder(metadata: Metadata, tokens: _Tokens) -> _Encoder:
+    scores = _array(metadata, "scores", lambda values: list(map(float, values)))
+    _check_length("scores", scores, tokens.texts)
+    bpe = _bpe(
+        vocab=tokens.ids,
+        merges=_merges(tokens, scores),
+        unk_token=_unknown(tokens),
+        fuse_unk=True,
+        byte_fallback=True,
+    )
+    library = tokenizers.Tokenizer(bpe)
+    prefix_space = bool(metadata.get(f"{_KEY}add_space_prefix", True))
+    spaces = normalizers.Replace(" ", SPACE)
+    library.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), spaces]) if prefix_space else spaces
+    return _Encoder(library, sentencepiece, add_bos=True, prefix_space=prefix_space)
+
+
+_BUILDERS = {"gpt2": _byte_level_encoder, "llama": _sentencepiece_encoder}
+
+
+def _merges(tokens: _Tokens, scores: list[float]) -> list[tuple[str, str]]:
+    """SentencePiece merges the neighbours that form the best-scored token; so every way of making a token from two
+    others is a merge, ranked by the score of what it makes."""
+    texts = [text for text, kind in zip(tokens.texts, tokens.kinds, strict=True) if kind == NORMAL]
+    mergeable = set(texts)
+    made = sorted((text for text in texts if len(text) > 1), key=lambda text: -scores[tokens.ids[text]])
+    return [
+        (left, right)
+        for text in made
+        for cut in range(1, len(text))
+        if (left := text[:cut]) in mergeable and (right := text[cut:]) in mergeable
+    ]
+
+
+def _unknown(tokens: _Tokens) -> str:
+    """The token for characters outside the vocabulary."""
+    if "unk" in tokens.named:
+        return tokens.texts[tokens.named["unk"]]
+    if UNKNOWN in tokens.kinds:
+        return tokens.texts[tokens.kinds.index(UNKNOWN)]
+    raise MalformedFile(f"{_KEY}unknown_token_id is missing, and no token is of the unknown kind")
+
+
+def _bpe(**arguments: Any) -> models.BPE:
+    try:
+        return models.BPE(**arguments)
+    except Exception as error:  # the library raises bare Exception
+        raise MalformedFile(f"the tokenizer's merges do not fit its tokens: {error}") from None
+
+
+def _tokens(metadata: Metadata) -> _Tokens:
+    texts = _array(metadata, "tokens", _strings)
+    kinds = _array(metadata, "token_type", lambda values: list(map(int, values)))
+    _check_length("token_type", kinds, texts)
+    ids = dict(zip(texts, range(len(texts)), strict=True))
+    ids.pop("", None)
+    if len(ids) != len(texts) - texts.count(""):
+        raise MalformedFile(f"{_KEY}tokens holds the same token twice: {len(texts)} tokens, {len(ids)} distinct")
+    return _Tokens(texts, kinds, ids, _named_ids(metadata, len(texts)))
+
+
+def _named_entry(metadata: Metadata, name: str, table: Mapping[str, T], default: str | None = None) -> T:
+    key = metadata.get(f"{_KEY}{name}", default)
+    if not isinstance(key, str):
+        raise MalformedFile(f"{_KEY}{name} must name a tokenizer; got {key!r}")
+    if key not in table:
+        raise UnsupportedModel(f"{_KEY}{name} {key!r} is not supported; what is: {', '.join(table)}")
+    return table[key]
+
+
+def _array(metadata: Metadata, name: str, read: Callable[[Iterable[Any]], list[T]]) -> list[T]:
+    if f"{_KEY}{name}" not in metadata:
+        raise MalformedFile(f"{_KEY}{name} is missing: the file's tokenizer is incomplete")
+    try:
+        return read(metadata[f"{_KEY}{name}"])
+    except (TypeError, ValueError, OverflowError) as error:
+        raise MalformedFile(f"{_KEY}{name} cannot be read as an array of its kind: {error}") from None
+
+
+def _strings(values: Iterable[Any]) -> list[str]:
+    given = list(values)
+    return given if set(map(type, given)) <= {str} else [str(value, "utf-8") for value in given]
+
+
+def _check_length(name: str, values: list[Any], tokens: list[str]) -> None:
+    if len(values) != len(tokens):
+        raise MalformedFile(f"{_KEY}{name} has {len(values)} entries for {len(tokens)} tokens")
+
+
+def _named_ids(metadata: Metadata, size: int) -> dict[str, int]:
+    keys = {name: f"{_KEY}{name}_token_id" for name in ("bos", "eos", "eot", "eom")}
+    keys["unk"] = f"{_KEY}unknown_token_id"
+    named = {name: metadata[key] for name, key in keys.items() if key in metadata}
+    for name, id in named.items():
+        if not isinstance(id, int) or not 0 <= id < size:
+            raise MalformedFile(f"{keys[name]} is {id!r}, which is no token: the vocabulary has {size}")
+    return named

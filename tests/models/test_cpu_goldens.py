@@ -1,0 +1,81 @@
+"""The native CPU backend on whole models: the tiny goldens and the default model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.backend.cpu import CpuBackend
+from penstock.backend.cpu._native import isas
+from penstock.backend.ref import RefBackend
+from penstock.backend.ref.batches import Chunk, blocks_for, greedy_batch, random_steps
+from penstock.model.load import load_model, load_text, open_checkpoint
+
+GOLDENS = Path(__file__).parent / "goldens"
+NAMES = sorted(folder.name for folder in GOLDENS.iterdir())
+BLOCK_SIZE = 16
+
+TEXT = """The level of a river is a poor guide to how much water it carries. A gauge on a bridge reads the height of
+the surface, and a table made years before turns that height into a flow; but floods move the gravel of the bed, weeds
+grow in summer, and the table is right only until the next storm. So somebody has to go out with a boat and a current
+meter, measure the speed of the water at twenty places across the river, add it all up, and correct the table by hand.
+In 1904 the work took four men a whole day. Today an instrument the size of a loaf of bread is pulled across on a rope,
+listens to the echoes of its own pulses from the silt, and gives the answer in ten minutes."""
+
+
+def loaded(backend: Any, path: Path) -> Any:
+    backend.load(load_model(open_checkpoint(path), backend))
+    return backend
+
+
+def expected(name: str) -> tuple[list[int], np.ndarray]:
+    with np.load(GOLDENS / name / "expected.npz") as file:
+        return file["tokens"].tolist(), file["logits"]
+
+
+def logprobs(logits: np.ndarray) -> np.ndarray:
+    logits = logits.astype(np.float64)
+    logits -= logits.max(axis=1, keepdims=True)
+    return logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+
+
+@pytest.mark.parametrize("isa", isas())
+@pytest.mark.parametrize("file", ["model.gguf", ""], ids=["gguf", "folder"])
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_are_those_of_transformers(name: str, file: str, isa: str):
+    tokens, wanted = expected(name)
+    backend = loaded(CpuBackend(2, isa=isa, half_kv=False), GOLDENS / name / file)
+    prompts = [tokens, tokens[:5], tokens[:30]]
+    backend.reserve_kv(blocks_for(prompts, BLOCK_SIZE), BLOCK_SIZE)
+    for chunks in random_steps(np.random.default_rng(0), prompts, BLOCK_SIZE):
+        parts = [wanted[chunk.start : chunk.start + len(chunk.tokens)] for chunk in chunks]
+        assert np.abs(backend.logits(greedy_batch(chunks)) - np.concatenate(parts)).max() < 1e-4
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_greedy_choices_survive_16_bit_kv(name: str):
+    tokens, wanted = expected(name)
+    backend = loaded(CpuBackend(2), GOLDENS / name / "model.gguf")
+    blocks = blocks_for([tokens], BLOCK_SIZE)
+    backend.reserve_kv(blocks, BLOCK_SIZE)
+    answer = backend.wait(backend.launch(greedy_batch([Chunk(tokens, 0, range(blocks))])))
+    best = np.sort(wanted, axis=1)
+    clear = best[:, -1] - best[:, -2] > 2e-3
+    assert clear.sum() > len(tokens) / 2
+    assert np.array_equal(np.array(answer.rows[0].tokens)[clear], wanted.argmax(axis=1)[clear])
+
+
+def test_default_model_stays_close_to_the_reference(smollm2: Path):
+    tokens = load_text(smollm2).encode_prompt(TEXT)
+    blocks = blocks_for([tokens], BLOCK_SIZE)
+    batch = greedy_batch([Chunk(tokens, 0, range(blocks))])
+    answers = []
+    for backend in (CpuBackend(2), RefBackend()):
+        loaded(backend, smollm2).reserve_kv(blocks, BLOCK_SIZE)
+        answers.append(logprobs(backend.logits(batch)))
+    got, wanted = answers
+    divergence = (np.exp(wanted) * (wanted - got)).sum(axis=1)
+    assert divergence.mean() < 0.01

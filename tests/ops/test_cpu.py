@@ -1,0 +1,340 @@
+"""The native CPU backend: every op against the reference on every instruction set, the same answer in any batch, and
+a refusal of everything malformed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.backend.base import LAST_SAMPLED, Batch
+from penstock.backend.cpu import CpuBackend
+from penstock.backend.cpu._native import Program, Weight, isas
+from penstock.backend.cpu.weights import NATIVE
+from penstock.backend.ref import RefBackend
+from penstock.backend.ref.batches import Chunk, blocks_for, greedy_batch, random_steps
+from penstock.backend.ref.cases import BYTE, CASES, FLOAT, Case, attention, difference, random_tensor, run
+from penstock.errors import ConfigError
+from penstock.model.llama import build
+from penstock.model.spec import ModelSpec
+
+FORMATS = ("Q4_0", "Q4_1", "Q8_0", "F16", "BF16", "F32")
+SPEC = ModelSpec(
+    arch="llama",
+    layers=2,
+    dim=96,
+    hidden=160,
+    vocab=83,
+    max_len=512,
+    eps=1e-5,
+    attn=attention(6, 2, 16, interleaved=True),
+)
+
+
+class RandomPacker:
+    """Random tensors in place of a checkpoint's, in formats that change from part to part."""
+
+    def __init__(self, backend: Any, formats: Sequence[str], seed: int = 0) -> None:
+        self._backend = backend
+        self._formats = formats
+        self._rng = np.random.default_rng(seed)
+        self._made = 0
+
+    def vector(self, name: str, size: int) -> Any:
+        return self._backend.pack_vector(random_tensor(self._rng, "F32", size))
+
+    def matrix(self, *parts: tuple[str, int], width: int) -> Any:
+        tensors = [random_tensor(self._rng, self._next_format(), rows, width) for _, rows in parts]
+        return self._backend.pack_matrix(tensors, [None] * len(parts))
+
+    def _next_format(self) -> str:
+        self._made += 1
+        return self._formats[self._made % len(self._formats)]
+
+
+def loaded(backend: Any, formats: Sequence[str] = FORMATS, spec: ModelSpec = SPEC) -> Any:
+    backend.load(build(spec, RandomPacker(backend, formats)))
+    return backend
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(SPEC.vocab, size=length).tolist()
+
+
+def logits_alone(backend: Any, tokens: list[int], block_size: int) -> np.ndarray:
+    blocks = blocks_for([tokens], block_size)
+    backend.reserve_kv(blocks, block_size)
+    return backend.logits(greedy_batch([Chunk(tokens, 0, range(blocks))]))
+
+
+@pytest.mark.parametrize("isa", isas())
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.op}: {case.name}")
+def test_op_follows_the_reference(case: Case, isa: str):
+    tolerance = case.tolerance
+    if case.format not in NATIVE:
+        tolerance += BYTE  # kept as Q8_0
+    wanted = run(case.make(np.random.default_rng(7)), RefBackend())
+    got = run(case.make(np.random.default_rng(7)), CpuBackend(2, isa=isa))
+    assert max(map(difference, got, wanted)) <= tolerance
+
+
+@pytest.mark.parametrize("isa", isas())
+@pytest.mark.parametrize("case", [case for case in CASES if case.op == "attend"], ids=lambda case: case.name)
+def test_attention_over_f32_kv_is_exact_to_rounding(case: Case, isa: str):
+    wanted = run(case.make(np.random.default_rng(8)), RefBackend())
+    got = run(case.make(np.random.default_rng(8)), CpuBackend(2, isa=isa, half_kv=False))
+    assert max(map(difference, got, wanted)) <= FLOAT
+
+
+@pytest.mark.parametrize("isa", isas())
+@pytest.mark.parametrize("format", sorted(NATIVE))
+@pytest.mark.parametrize("rows", [2, 3, 7, 8, 9, 65, 130])
+def test_products_of_many_rows_equal_those_of_one(format: str, rows: int, isa: str):
+    """The loops for several rows at a time must add up in the order of the one for a single row."""
+    rng = np.random.default_rng(rows)
+    weight, inputs = random_tensor(rng, format, 33, 64), random_tensor(rng, "F32", rows, 64)
+
+    class Model:
+        def __init__(self, backend: CpuBackend) -> None:
+            self.weight, self.table = (backend.pack_matrix([t], [None]) for t in (weight, inputs))
+
+        def forward(self, ops: Any) -> Any:
+            return ops.take_sampled(ops.linear(ops.embed(self.table), self.weight))
+
+    backend = CpuBackend(2, isa=isa)
+    backend.load(Model(backend))
+    together = backend.logits(greedy_batch([Chunk(range(rows), 0, [0])]))
+    alone = [backend.logits(greedy_batch([Chunk([row], 0, [0])]))[0] for row in range(rows)]
+    assert np.array_equal(together, np.stack(alone))
+
+
+@pytest.mark.parametrize("isa", isas())
+@pytest.mark.parametrize(("block_size", "window"), [(16, 0), (16, 20), (5, 0), (48, 0)])
+def test_a_row_is_bitwise_the_same_in_any_batch_chunking_and_thread_count(isa: str, block_size: int, window: int):
+    spec = replace(SPEC, attn=replace(SPEC.attn, window=window))
+    prompts = [prompt(length, seed) for seed, length in enumerate((150, 1, 33, 17, 70))]
+    alone = loaded(CpuBackend(1, isa=isa), spec=spec)
+    wanted = [logits_alone(alone, tokens, block_size) for tokens in prompts]
+    for seed, (threads, longest) in enumerate([(1, 7), (2, 40), (3, 200), (9, 1)]):
+        backend = loaded(CpuBackend(threads, isa=isa), spec=spec)
+        backend.reserve_kv(blocks_for(prompts, block_size), block_size)
+        for chunks in random_steps(np.random.default_rng(seed), prompts, block_size, longest):
+            parts = [wanted[chunk.slot][chunk.start : chunk.start + len(chunk.tokens)] for chunk in chunks]
+            assert np.array_equal(backend.logits(greedy_batch(chunks)), np.concatenate(parts))
+
+
+@pytest.mark.parametrize("isa", isas())
+def test_a_model_of_many_formats_follows_the_reference(isa: str):
+    """On sequences of one token: where random weights attend to several, rounding decides which."""
+    chunks = [Chunk([token], 0, [token], token) for token in range(SPEC.vocab)]
+    answers = []
+    for backend in (CpuBackend(2, isa=isa), RefBackend()):
+        loaded(backend).reserve_kv(SPEC.vocab, 16)
+        answers.append(backend.logits(greedy_batch(chunks)))
+    assert difference(*answers) <= BYTE
+
+
+def test_every_checkpoint_format_can_be_packed():
+    """What has no kernel of its own is kept in one that has, a slice of rows at a time."""
+    rng = np.random.default_rng(0)
+    tensor = random_tensor(rng, "Q4_K", 2100, 256)
+
+    class Model:
+        def __init__(self, backend: Any) -> None:
+            self.table = backend.pack_matrix([tensor], [None])
+
+        def forward(self, ops: Any) -> Any:
+            return ops.take_sampled(ops.embed(self.table))
+
+    answers = []
+    for backend in (CpuBackend(1), RefBackend()):
+        backend.load(Model(backend))
+        answers.append(backend.logits(greedy_batch([Chunk([0, 1023, 1024, 2047, 2048, 2099], 0, [0])])))
+    assert difference(*answers) <= BYTE
+
+
+def test_a_step_may_sample_nothing():
+    backend = loaded(CpuBackend(2))
+    backend.reserve_kv(4, 16)
+    assert backend.logits(greedy_batch([Chunk(prompt(5, 0), 0, [0], sample=0)])).shape == (0, SPEC.vocab)
+    result = backend.wait(backend.launch(greedy_batch([Chunk(prompt(5, 0), 5, [0], sample=0)], step=3)))
+    assert (result.step, result.rows[0].tokens) == (3, ())
+
+
+def test_sampled_tokens_stay_in_the_backend_by_slot():
+    backend = loaded(CpuBackend(2))
+    backend.reserve_kv(8, 16)
+    prompts = {5: prompt(9, 0), 2: prompt(4, 1)}
+    tables = {5: [0, 1], 2: [4, 5]}
+    first = [Chunk(tokens, 0, tables[slot], slot, 1) for slot, tokens in prompts.items()]
+    answered = backend.wait(backend.launch(greedy_batch(first)))
+    tokens = dict(zip(prompts, (row.tokens[0] for row in answered.rows), strict=True))
+    following = [Chunk([LAST_SAMPLED], len(prompts[slot]), tables[slot], slot, 1) for slot in (2, 5)]
+    known = [chunk._replace(tokens=[tokens[chunk.slot]]) for chunk in following]
+    assert np.array_equal(backend.logits(greedy_batch(following)), backend.logits(greedy_batch(known)))
+
+
+@pytest.mark.parametrize("block_size", [16, 5])
+def test_moved_blocks_hold_what_they_held(block_size: int):
+    tokens = prompt(40, 4)
+    blocks = blocks_for([tokens], block_size)
+    backend = loaded(CpuBackend(2))
+    wanted = logits_alone(backend, tokens, block_size)[-1]
+    backend.reserve_kv(2 * blocks, block_size)
+    backend.logits(greedy_batch([Chunk(tokens[:-1], 0, range(blocks))]))
+    backend.move_blocks([(block, 2 * blocks - 1 - block) for block in range(blocks)])
+    moved = range(2 * blocks - 1, blocks - 1, -1)
+    assert np.array_equal(backend.logits(greedy_batch([Chunk(tokens[-1:], 39, moved)]))[0], wanted)
+
+
+def test_blocks_behind_the_window_are_not_read():
+    spec = replace(SPEC, attn=replace(SPEC.attn, window=20))
+    backend = loaded(CpuBackend(2), spec=spec)
+    tokens = prompt(60, 5)
+    wanted = logits_alone(backend, tokens, 16)[-1]
+    backend.logits(greedy_batch([Chunk(tokens[:-1], 0, range(4))]))
+    assert np.array_equal(backend.logits(greedy_batch([Chunk(tokens[-1:], 59, [-9, 10**6, 2, 3])]))[0], wanted)
+
+
+def test_a_slot_that_sampled_nothing_has_no_last_token():
+    backend = loaded(CpuBackend(1))
+    backend.reserve_kv(1, 16)
+    with pytest.raises(ValueError, match="token id -1"):
+        backend.logits(greedy_batch([Chunk([LAST_SAMPLED], 0, [0])]))
+
+
+def test_kv_cost_is_what_the_spec_says():
+    per_token = 2 * SPEC.layers * SPEC.attn.kv_width
+    assert loaded(CpuBackend(1)).kv_bytes_per_token() == 2 * per_token
+    assert loaded(CpuBackend(1, half_kv=False)).kv_bytes_per_token() == 4 * per_token
+
+
+# ---- malformed input ----
+
+GOOD = greedy_batch([Chunk([1, 2, 3], 30, [0, 1, 2]), Chunk([4, 5], 0, [3, 0, 0])])
+BAD: dict[str, Batch] = {
+    "token beyond the vocabulary": replace(GOOD, tokens=np.array([1, 2, SPEC.vocab, 4, 5], np.int32)),
+    "negative token": replace(GOOD, tokens=np.array([1, 2, -7, 4, 5], np.int32)),
+    "negative position": replace(GOOD, positions=np.array([30, 31, 32, -1, 0], np.int32)),
+    "position beyond the table": replace(GOOD, positions=np.array([30, 31, 48, 0, 1], np.int32)),
+    "position far beyond": replace(GOOD, positions=np.array([30, 31, 2**31 - 1, 0, 1], np.int32)),
+    "too few positions": replace(GOOD, positions=GOOD.positions[:-1].copy()),
+    "block outside the cache": replace(GOOD, tables=np.array([[0, 1, 4], [3, 0, 0]], np.int32)),
+    "negative block": replace(GOOD, tables=np.array([[0, -1, 2], [3, 0, 0]], np.int32)),
+    "a table missing": replace(GOOD, tables=GOOD.tables[:1].copy()),
+    "rows that overlap": replace(GOOD, row_start=np.array([0, 6, 5], np.int32)),
+    "rows that go back": replace(GOOD, row_start=np.array([0, -1, 5], np.int32)),
+    "rows that end early": replace(GOOD, row_start=np.array([0, 3, 4], np.int32)),
+    "rows that start late": replace(GOOD, row_start=np.array([1, 3, 5], np.int32)),
+    "no rows": replace(GOOD, row_start=np.zeros(0, np.int32)),
+    "sampled beyond the tokens": replace(GOOD, sampled=np.array([5], np.int32)),
+    "sampled below 0": replace(GOOD, sampled=np.array([-1], np.int32)),
+    "tokens of another type": replace(GOOD, tokens=GOOD.tokens.astype(np.int64)),
+    "positions with gaps": replace(GOOD, positions=np.repeat(GOOD.positions, 2)[::2]),
+    "tokens of two dimensions": replace(GOOD, tokens=GOOD.tokens[None]),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_malformed_batch_is_refused_and_harms_nothing(name: str):
+    backend = loaded(CpuBackend(2))
+    backend.reserve_kv(4, 16)
+    wanted = backend.logits(GOOD)
+    with pytest.raises((ValueError, TypeError)):
+        backend.logits(BAD[name])
+    assert np.array_equal(backend.logits(GOOD), wanted)
+
+
+def test_a_step_before_there_is_a_cache_is_refused():
+    with pytest.raises(ValueError, match="no KV cache yet"):
+        loaded(CpuBackend(2)).logits(GOOD)
+
+
+def test_blocks_outside_the_cache_do_not_move():
+    backend = loaded(CpuBackend(1))
+    backend.reserve_kv(4, 16)
+    for pair in [(0, 4), (-1, 0), (2**40, 0)]:
+        with pytest.raises(ValueError, match="outside the KV cache"):
+            backend.move_blocks([pair])
+
+
+@pytest.mark.parametrize(("blocks", "size"), [(0, 16), (16, 0), (2**31, 1), (2**20, 2**20)])
+def test_an_impossible_cache_is_refused(blocks: int, size: int):
+    with pytest.raises(ValueError, match="KV cache needs between"):
+        loaded(CpuBackend(1)).reserve_kv(blocks, size)
+
+
+def test_a_cache_beyond_any_machine_is_refused():
+    wide = replace(SPEC, attn=attention(1024, 1024, 64, interleaved=True))
+    with pytest.raises(MemoryError):
+        loaded(CpuBackend(1), spec=wide).reserve_kv(2**31 - 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("width", "parts"),
+    [(0, [("F32", 1)]), (8, []), (8, [("F32", 0)]), (40, [("Q4_0", 1)]), (8, [("Q4_K", 1)]), (2**31, [("F32", 1)])],
+)
+def test_an_impossible_weight_is_refused(width: int, parts: list[tuple[str, int]]):
+    with pytest.raises(ValueError, match=r"weight|rows hold|needs"):
+        Weight(width, parts)
+
+
+def test_a_weight_takes_only_rows_it_has():
+    weight = Weight(32, [("Q8_0", 5), ("F32", 2)])
+    block = np.zeros(34, np.uint8)
+    for part, row, rows, data in [(2, 0, 1, block), (0, 5, 1, block), (0, 2**63, 1, block), (0, 0, 1, block[:-1])]:
+        with pytest.raises(ValueError, match=r"part|bytes"):
+            weight.fill(part, row, rows, data)
+    with pytest.raises(ValueError, match="bias"):
+        weight.set_bias(np.zeros(6, np.float32))
+
+
+def test_a_program_checks_its_buffers_when_built():
+    program = Program("generic", 1, True)
+    wide, narrow, sampled = (
+        program.buffer("T", 64, False),
+        program.buffer("T", 32, False),
+        program.buffer("S", 64, False),
+    )
+    plain, quantized = Weight(64, [("F32", 32)]), Weight(64, [("Q8_0", 32)])
+    gain = np.ones(64, np.float32)
+    spec = {"layer": 0, "heads": 2, "kv_heads": 1, "head_dim": 16, "window": 0, "interleaved": False, "scale": 1.0}
+    spec["angles"] = program.angles(np.ones(4), 1.0)
+    wrong = [
+        lambda: program.buffer("X", 8, False),
+        lambda: program.buffer("T", 0, False),
+        lambda: program.buffer("T", 33, True),
+        lambda: program.linear(99, plain, narrow),
+        lambda: program.linear(-1, plain, narrow),
+        lambda: program.linear(narrow, plain, narrow),
+        lambda: program.linear(wide, plain, sampled),
+        lambda: program.linear(wide, quantized, narrow),
+        lambda: program.embed(plain, narrow),
+        lambda: program.add_norm(wide, None, gain[:9].copy(), 1e-5, wide, None),
+        lambda: program.add_norm(wide, None, gain, 1e-5, wide, None),
+        lambda: program.take_sampled(sampled, sampled),
+        lambda: program.gate(narrow, wide),
+        lambda: program.attend(wide, narrow, **(spec | {"layer": 1})),
+        lambda: program.attend(wide, narrow, **(spec | {"heads": 3, "kv_heads": 2})),
+        lambda: program.attend(wide, narrow, **(spec | {"head_dim": 0})),
+        lambda: program.attend(wide, narrow, **(spec | {"angles": 77})),
+        lambda: program.attend(narrow, narrow, **spec),
+        lambda: program.angles(np.zeros(0), 1.0),
+        lambda: program.answer(99),
+        lambda: program.run(
+            *(np.zeros(shape, np.int32) for shape in (0, 0, 1, (0, 0), 0)), np.zeros((0, 8), np.float32)
+        ),
+    ]
+    for call in wrong:
+        with pytest.raises(ValueError, match=r"."):
+            call()
+
+
+def test_settings_this_machine_cannot_follow_are_refused():
+    with pytest.raises(ConfigError, match="use auto or one of"):
+        CpuBackend(1, isa="mmx")
+    with pytest.raises(ValueError, match="threads"):
+        CpuBackend(5000)

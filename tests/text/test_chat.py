@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+import re
+from datetime import datetime
+
+import pytest
+
+from penstock.errors import ContextTooLong, InvalidRequest, MalformedFile
+from penstock.text import ChatTemplate, Text, chat
+
+HI = [{"role": "user", "content": "hi"}]
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+
+
+def render(source, messages=HI, **kwargs):
+    return ChatTemplate({"default": source}, {"bos_token": "<s>"}).render(messages, **kwargs)
+
+
+def test_a_conversation():
+    source = (
+        "{{ bos_token }}\n"
+        "{% for message in messages %}\n"
+        "    {% if message.role == 'user' %}\n"
+        "Q: {{ message['content'] | trim }}\n"
+        "    {% else %}\n"
+        "A: {{ message.content }}\n"
+        "    {% endif %}\n"
+        "{% endfor %}\n"
+        "{% if add_generation_prompt %}A:{% endif %}"
+    )
+    messages = [*HI, {"role": "assistant", "content": "hello"}, {"role": "user", "content": " bye "}]
+    assert render(source, messages) == "<s>\nQ: hi\nA: hello\nQ: bye\nA:"
+    assert render(source, messages, add_generation_prompt=False) == "<s>\nQ: hi\nA: hello\nQ: bye\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "rendered"),
+    [
+        ("{% for i in [0, 1, 2] %}{% if i == 1 %}{% continue %}{% endif %}{{ i }}{% endfor %}", "02"),
+        ("{% for i in [0, 1, 2] %}{% if i == 1 %}{% break %}{% endif %}{{ i }}{% endfor %}", "0"),
+        ("{{ {'b': '<é>', 'a': [1]} | tojson }}", '{"b": "<é>", "a": [1]}'),
+        ("{{ {'b': 1, 'a': 2} | tojson(indent=1, sort_keys=True) }}", '{\n "a": 2,\n "b": 1\n}'),
+        ("{% generation %}said {{ messages[0].content }}{% endgeneration %}.", "said hi."),
+        ("{{ tools is none }} {{ documents is none }} {{ missing is defined }}", "True True False"),
+        ("{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}", "1"),
+        ("{{ eos_token }}|{{ enable_thinking }}", "|False"),
+    ],
+)
+def test_what_templates_rely_on(source, rendered):
+    assert render(source, enable_thinking=False) == rendered
+
+
+def test_today():
+    year = int(render("{{ strftime_now('%Y') }}"))
+    assert abs(year - datetime.now().year) <= 1
+
+
+def test_a_template_of_its_own_for_tools():
+    template = ChatTemplate({"default": "plain", "tool_use": "{{ tools[0].function.name }}"}, {})
+    assert template.render(HI) == "plain"
+    assert template.render(HI, tools=TOOLS) == "f"
+    assert template.render(HI, tools=[]) == "plain"
+    assert ChatTemplate({"default": "plain"}, {}).render(HI, tools=TOOLS) == "plain"
+    with pytest.raises(InvalidRequest, match="only tool_use"):
+        ChatTemplate({"tool_use": "x"}, {}).render(HI)
+
+
+def test_the_template_refuses_in_its_own_words():
+    with pytest.raises(InvalidRequest, match="roles must alternate") as refusal:
+        render("{{ raise_exception('roles must alternate') }}")
+    assert refusal.value.param == "messages"
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("{{ messages[0].content + 1 }}", "TypeError"),
+        ("{{ messages[0].nothing.more }}", "nothing"),
+        ("{{ missing.x }}", "missing"),
+        ("{{ 1 / 0 }}", "ZeroDivisionError"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
+    ],
+)
+def test_a_template_that_fails(source, message):
+    with pytest.raises(InvalidRequest, match=message):
+        render(source)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ cycler.__init__.__globals__.os }}",
+        "{{ raise_exception.__globals__['json'] }}",
+        "{{ messages.append(1) }}",
+        "{{ messages[0].update({'role': 'system'}) }}",
+        "{{ '{0.__class__.__mro__}'.format(1) }}",
+        "{{ range(10000000) | list }}",
+        "{% include '/etc/passwd' %}",
+    ],
+)
+def test_the_sandbox_holds(source):
+    with pytest.raises(InvalidRequest):
+        render(source)
+
+
+def test_a_template_cannot_grow_without_end(monkeypatch):
+    monkeypatch.setattr(chat, "MAX_CHARACTERS", 1000)
+    with pytest.raises(ContextTooLong, match="1000"):
+        render("{% for i in range(600) %}xx{% endfor %}")
+
+
+def test_a_template_with_an_error_in_it(byte_level_vectors):
+    metadata = byte_level_vectors["metadata"] | {"tokenizer.chat_template": "\n{% for %}"}
+    text = Text.from_gguf(metadata)
+    with pytest.raises(InvalidRequest, match=re.compile("line 2.*completions")):
+        text.encode_chat(HI)
+    assert text.encode_prompt("hi")
+
+
+def test_templates_in_metadata(byte_level_vectors):
+    metadata = byte_level_vectors["metadata"] | {
+        "tokenizer.chat_template": "{{ messages[0].content }}{{ eos_token }}",
+        "tokenizer.chat_templates": ["tool_use"],
+        "tokenizer.chat_template.tool_use": "tools",
+    }
+    text = Text.from_gguf(metadata)
+    assert text.template.render(HI) == "hi<|im_end|>"
+    assert text.template.render(HI, tools=TOOLS) == "tools"
+    assert text.encode_chat(HI)[-1] in text.tokenizer.eos_ids
+    with pytest.raises(MalformedFile, match="'default'"):
+        Text.from_gguf(metadata | {"tokenizer.chat_template": 7})
+
+
+def test_without_a_template_chat_points_to_completions(byte_level_vectors):
+    with pytest.raises(InvalidRequest, match="completions"):
+        Text.from_gguf(byte_level_vectors["metadata"]).encode_chat(HI)

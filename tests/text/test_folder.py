@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+import tokenizers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
+
+from penstock.errors import InvalidRequest, MalformedFile, UnsupportedModel
+from penstock.text import Text, Tokenizer
+
+CHAT = "{% for m in messages %}{{ bos_token }}{{ m.role }}:{{ m.content }}<|im_end|>{% endfor %}"
+
+
+@pytest.fixture
+def byte_level_folder(tmp_path, byte_level_vectors):
+    metadata = byte_level_vectors["metadata"]
+    *ordinary, end, tool = metadata["tokenizer.ggml.tokens"]
+    merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
+    library = tokenizers.Tokenizer(models.BPE(vocab={token: id for id, token in enumerate(ordinary)}, merges=merges))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    library.add_special_tokens([end])
+    library.add_tokens([AddedToken(tool, normalized=False)])
+    library.enable_truncation(8)
+    library.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path
+
+
+@pytest.fixture
+def sentencepiece_folder(tmp_path, sentencepiece_vectors):
+    metadata = sentencepiece_vectors["metadata"]
+    tokens = metadata["tokenizer.ggml.tokens"]
+    ids = {token: id for id, token in enumerate(tokens)}
+    ordinary = {token for token, kind in zip(tokens, metadata["tokenizer.ggml.token_type"], strict=True) if kind == 1}
+    merges = [
+        (token[:cut], token[cut:])
+        for token in sorted(ordinary, key=lambda token: -metadata["tokenizer.ggml.scores"][ids[token]])
+        for cut in range(1, len(token))
+        if {token[:cut], token[cut:]} <= ordinary
+    ]
+    library = tokenizers.Tokenizer(
+        models.BPE(vocab=ids, merges=merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    )
+    library.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    library.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    library.add_special_tokens(["<unk>", "<s>", "</s>", "<|im_end|>"])
+    library.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    library.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path
+
+
+def write(folder, name, content):
+    (folder / name).write_text(json.dumps(content))
+
+
+def test_byte_level_folder(byte_level_folder, byte_level_vectors, byte_level):
+    tokenizer = Tokenizer.from_folder(byte_level_folder)
+    for case in byte_level_vectors["cases"]["gpt-2"]:
+        assert tokenizer.encode(case["text"]) == case["literal"]
+        assert tokenizer.encode(case["text"], special=True) == case["special"]
+        assert tokenizer.decode(case["special"]) == byte_level.decode(case["special"])
+    assert tokenizer.vocab_size == byte_level.vocab_size
+    assert tokenizer.special_ids == byte_level.special_ids
+    assert tokenizer.eos_ids == byte_level.eos_ids
+    assert tokenizer.bos_id is None
+
+
+def test_sentencepiece_folder(sentencepiece_folder, sentencepiece_vectors, sentencepiece):
+    tokenizer = Tokenizer.from_folder(sentencepiece_folder)
+    for case in sentencepiece_vectors["cases"]:
+        assert tokenizer.encode(case["text"]) == case["literal"]
+    for case in sentencepiece_vectors["decoded"]:
+        assert tokenizer.decode(case["ids"]) == case["text"]
+    assert tokenizer.bos_id == 1
+    assert tokenizer.encode("water", bos=True) == sentencepiece.encode("water", bos=True)
+
+
+@pytest.mark.parametrize(("scheme", "text"), [("always", "water"), ("never", " water")])
+def test_metaspace_decoder(sentencepiece_folder, scheme, text):
+    library = tokenizers.Tokenizer.from_file(str(sentencepiece_folder / "tokenizer.json"))
+    library.decoder = decoders.Metaspace(prepend_scheme=scheme)
+    library.save(str(sentencepiece_folder / "tokenizer.json"))
+    tokenizer = Tokenizer.from_folder(sentencepiece_folder)
+    assert tokenizer.decode(tokenizer.encode("water")) == text
+
+
+def test_tokenizer_config_decides_on_bos_and_eos(sentencepiece_folder):
+    write(sentencepiece_folder, "tokenizer_config.json", {"add_bos_token": False, "eos_token": {"content": "</s>"}})
+    tokenizer = Tokenizer.from_folder(sentencepiece_folder)
+    assert tokenizer.encode("water", bos=True) == tokenizer.encode("water")
+    assert 2 in tokenizer.eos_ids
+
+
+@pytest.mark.parametrize(("given", "ids"), [(7, {7}), ([7, 9], {7, 9}), (None, set())])
+def test_generation_config_adds_end_tokens(byte_level_folder, byte_level, given, ids):
+    write(byte_level_folder, "generation_config.json", {"eos_token_id": given})
+    assert Tokenizer.from_folder(byte_level_folder).eos_ids == byte_level.eos_ids | ids
+
+
+@pytest.mark.parametrize(
+    "given", [CHAT, [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": CHAT}]]
+)
+def test_template_in_tokenizer_config(sentencepiece_folder, given):
+    write(sentencepiece_folder, "tokenizer_config.json", {"chat_template": given, "bos_token": "<s>"})
+    text = Text.from_folder(sentencepiece_folder)
+    ids = text.encode_chat([{"role": "user", "content": "hi"}])
+    assert ids[0] == 1
+    assert ids[1] != 1
+    assert text.tokenizer.decode(ids, special=True) == "<s> user:hi<|im_end|>"
+
+
+def test_template_in_a_file_of_its_own(byte_level_folder):
+    write(byte_level_folder, "tokenizer_config.json", {"chat_template": "not this one"})
+    (byte_level_folder / "chat_template.jinja").write_text("this one")
+    text = Text.from_folder(byte_level_folder)
+    assert text.tokenizer.decode(text.encode_chat([])) == "this one"
+
+
+def test_without_a_template_chat_points_to_completions(byte_level_folder):
+    with pytest.raises(InvalidRequest, match="completions"):
+        Text.from_folder(byte_level_folder).encode_chat([{"role": "user", "content": "hi"}])
+
+
+def test_no_tokenizer_in_the_folder(tmp_path):
+    with pytest.raises(UnsupportedModel, match=r"tokenizer\.json"):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_a_tokenizer_of_another_kind(tmp_path):
+    library = tokenizers.Tokenizer(models.WordPiece(vocab={"[UNK]": 0}, unk_token="[UNK]"))
+    library.decoder = decoders.WordPiece()
+    library.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(UnsupportedModel, match="WordPiece"):
+        Tokenizer.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json"])
+@pytest.mark.parametrize("content", ["{", "[]", ""])
+def test_damaged_files(byte_level_folder, name, content):
+    (byte_level_folder / name).write_text(content)
+    with pytest.raises(MalformedFile, match=name):
+        Tokenizer.from_folder(byte_level_folder)
+
+
+@pytest.mark.parametrize("given", [7, [7], [{"name": "default"}], [{"name": "default", "template": 7}]])
+def test_damaged_templates(byte_level_folder, given):
+    write(byte_level_folder, "tokenizer_config.json", {"chat_template": given})
+    with pytest.raises(MalformedFile, match="template"):
+        Text.from_folder(byte_level_folder)
