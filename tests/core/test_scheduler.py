@@ -85,9 +85,8 @@ def test_lower_priority_numbers_go_first_and_equals_in_order_of_arrival() -> Non
 
 def test_ends_with_stop_token_or_length() -> None:
     scheduler = Scheduler(limits())
-    events = run(
-        scheduler, Sequence(1, prompt(3), 9, stop_ids=frozenset({50})), Sequence(2, prompt(3), 2), Sequence(3, prompt(3), 0)
-    )
+    stopping = Sequence(1, prompt(3), 9, stop_ids=frozenset({50}))
+    events = run(scheduler, stopping, Sequence(2, prompt(3), 2), Sequence(3, prompt(3), 0))
     ends = {event.seq: event for event in events if isinstance(event, Finished)}
     assert ends == {1: Finished(1, "stop", 50), 2: Finished(2, "length"), 3: Finished(3, "length")}
     answers = {seq: [t for e in events if isinstance(e, Tokens) and e.seq == seq for t in e.tokens] for seq in ends}
@@ -200,7 +199,7 @@ def test_preempts_the_last_in_line_and_finishes_everybody() -> None:
     events = run(scheduler, *(Sequence(id, prompt(5, first=id), 20) for id in range(4)))
     stats = scheduler.stats()
     assert stats.preemptions > 0
-    assert [event.seq for event in events if isinstance(event, Finished)][0] == 0
+    assert next(event.seq for event in events if isinstance(event, Finished)) == 0
     answered = [t for event in events if isinstance(event, Tokens) for t in event.tokens]
     assert len(answered) == 4 * 20
 
