@@ -9,12 +9,15 @@ PenstockError                 code, message; one line, no traceback at the comma
 │   └── UnsupportedModel      a well-formed file that this engine cannot run
 ├── DownloadError             a model could not be fetched or did not match its checksum
 ├── ConfigError               settings that cannot work together or on this machine
+├── StepFailed                the step that computed a request failed             HTTP 500
 └── EngineUnavailable         the engine process is starting, restarting or gone  HTTP 503
 
 A message says what happened, what was got and what to do.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 
 class PenstockError(Exception):
@@ -63,5 +66,25 @@ class ConfigError(PenstockError):
     code = "config_error"
 
 
+class StepFailed(PenstockError):
+    code = "step_failed"
+
+
 class EngineUnavailable(PenstockError):
     code = "engine_unavailable"
+
+
+def error_of(code: str, message: str) -> PenstockError:
+    """The error that `code` stands for, as it was raised elsewhere: codes cross processes, exceptions do not."""
+    error = _KINDS.get(code, PenstockError)(message)
+    error.code = code
+    return error
+
+
+def _tree(kind: type[PenstockError]) -> Iterator[type[PenstockError]]:
+    yield kind
+    for child in kind.__subclasses__():
+        yield from _tree(child)
+
+
+_KINDS = {kind.code: kind for kind in _tree(PenstockError)} | {"engine_died": EngineUnavailable}

@@ -19,11 +19,11 @@ from typing import Any, Self, overload
 
 from penstock.config import Config
 from penstock.engine.build import open_engine
-from penstock.errors import ConfigError, EngineUnavailable, InvalidRequest
+from penstock.errors import ConfigError, InvalidRequest, PenstockError
 from penstock.model.load import load_text
 from penstock.store import DEFAULT, fetch
-from penstock.text import TextStream
-from penstock.types import Event, Failed, Finished, Request, SamplingParams, TokenLogprob, Tokens
+from penstock.text import Delta, TextStream, make_request, read_step
+from penstock.types import Event, Request, SamplingParams, TokenLogprob
 
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}
 Prompt = str | Sequence[int]
@@ -115,15 +115,7 @@ class LLM:
         return Answer(request, TextStream(self._text.tokenizer, request.sampling.stop))
 
     def _request(self, prompt: list[int], params: SamplingParams) -> Request:
-        room = max(self._engine.limits.max_len - len(prompt), 1)  # the engine refuses what does not fit
-        ends = () if params.ignore_eos else self._text.tokenizer.eos_ids
-        return Request(
-            id=next(self._ids),
-            prompt=tuple(prompt),
-            sampling=params,
-            max_tokens=room if params.max_tokens is None else params.max_tokens,
-            stop_ids=frozenset((*ends, *params.stop_token_ids)),
-        )
+        return make_request(next(self._ids), prompt, params, self._text.tokenizer, self._engine.limits.max_len)
 
     def _finish(self, answers: Sequence[Answer]) -> list[Completion]:
         try:
@@ -203,57 +195,36 @@ class Answer:
     def __init__(self, request: Request, text: TextStream) -> None:
         self.request = request
         self.reason = ""  # empty while it goes on
-        self._failure: Failed | None = None
+        self._failure: PenstockError | None = None
         self._text = text
-        self._pieces: list[str] = []
-        self._told = 0  # of the pieces
-        self._tokens: list[int] = []
-        self._logprobs: list[TokenLogprob] = []
-        self._scores: list[TokenLogprob] = []
-        self._cached = 0
+        self._deltas: list[Delta] = []
+        self._told = 0  # of the deltas
 
     def take(self, events: Sequence[Event]) -> None:
         """This request's share of a step."""
-        tokens: list[int] = []
-        for event in events:
-            if isinstance(event, Tokens):
-                tokens += event.tokens
-                self._logprobs += event.logprobs
-                self._scores += event.scores
-                self._cached = max(self._cached, event.cached)
-        self._tokens += tokens
-        match events[-1]:
-            case Finished(reason=reason, stop_token=stop):
-                self._tell(tokens if stop is None else tokens[:-1], reason)
-            case Failed() as failure:
-                self._failure, self.reason = failure, "failed"
-            case _:
-                self._tell(tokens)
+        try:
+            delta = read_step(self._text, events)
+        except PenstockError as failure:
+            self._failure, self.reason = failure, "failed"
+        else:
+            self._deltas.append(delta)
+            self.reason = delta.finish or ""
 
     def fresh(self) -> str:
         """The text that came since this was last asked."""
-        text = "".join(self._pieces[self._told :])
-        self._told = len(self._pieces)
+        text = "".join(delta.text for delta in self._deltas[self._told :])
+        self._told = len(self._deltas)
         return text
 
     def completion(self) -> Completion:
         if self._failure is not None:
-            raise EngineUnavailable(self._failure.message)
+            raise self._failure
         return Completion(
-            text="".join(self._pieces),
-            tokens=tuple(self._tokens),
+            text="".join(delta.text for delta in self._deltas),
+            tokens=tuple(token for delta in self._deltas for token in delta.tokens),
             finish_reason=self.reason,
             prompt_tokens=len(self.request.prompt),
-            cached_tokens=self._cached,
-            logprobs=tuple(self._logprobs),
-            prompt_logprobs=tuple(self._scores),
+            cached_tokens=max((delta.cached for delta in self._deltas), default=0),
+            logprobs=tuple(entry for delta in self._deltas for entry in delta.logprobs),
+            prompt_logprobs=tuple(entry for delta in self._deltas for entry in delta.scores),
         )
-
-    def _tell(self, tokens: Sequence[int], reason: str = "") -> None:
-        self._pieces.append(self._text.push(tokens))
-        if self._text.stopped:
-            self.reason = "stop"
-            del self._tokens[self._text.consumed :], self._logprobs[self._text.consumed :]
-        elif reason:
-            self._pieces.append(self._text.finish())
-            self.reason = reason

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from penstock import LLM, Completion, SamplingParams
-from penstock.errors import ConfigError, ContextTooLong, EngineUnavailable, InvalidRequest, ModelNotFound
+from penstock.errors import ConfigError, ContextTooLong, InvalidRequest, ModelNotFound, StepFailed
 from penstock.types import Event, Failed
 
 RECITED = "abcdefghijklménopqrstuvwxyz"
@@ -154,7 +154,7 @@ def test_a_failed_step_is_an_error(llm: LLM, monkeypatch: pytest.MonkeyPatch) ->
 
     for ask in (llm.chat, lambda chat: list(llm.stream(chat))):
         on_next_step(llm, monkeypatch, fail)
-        with pytest.raises(EngineUnavailable, match="the step failed"):
+        with pytest.raises(StepFailed, match="the step failed"):
             ask(CHAT)
 
 

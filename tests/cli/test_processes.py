@@ -83,9 +83,11 @@ class Terminal:
 
     def interrupt(self) -> None:
         """Ctrl-C up to the next prompt; Python's readline misses one that comes just before it starts to wait."""
-        self.type("\x03")
-        while not self.until("> ", patience=1):
+        for _ in range(20):
             self.type("\x03")
+            if self.until("> ", patience=1):
+                return
+        raise AssertionError(f"no prompt after Ctrl-C; since the last one: {self.seen!r}")
 
     def type(self, text: str) -> None:
         os.write(self.fd, text.encode())
@@ -100,6 +102,7 @@ def test_a_chat_at_a_terminal(babbler: Path, own_store: Path) -> None:
     chat = Terminal("chat", babbler, "--device", "ref")
     assert chat.until("> ")
     chat.type("half a question")
+    assert chat.until("question")  # it is being edited: from here on Ctrl-C is the line editor's
     chat.interrupt()
     chat.type("Hello\n")
     assert chat.until(RECITED * 2)

@@ -19,7 +19,7 @@ from penstock.backend.fake import FakeBackend, continuation
 from penstock.config import Config
 from penstock.engine.engine import Engine
 from penstock.engine.loop import Abort, Add, Close
-from penstock.errors import ConfigError, EngineUnavailable, MalformedFile, PenstockError
+from penstock.errors import ConfigError, EngineUnavailable, MalformedFile, PenstockError, error_of
 from penstock.ipc import wire
 from penstock.ipc.inprocess import InProcessClient
 from penstock.ipc.spawn import ProcessClient
@@ -422,9 +422,9 @@ def test_hello_and_refusal_survive_the_wire() -> None:
 
 
 def test_errors_come_back_as_they_were() -> None:
-    error = wire.error("malformed_file", "text")
+    error = error_of("malformed_file", "text")
     assert type(error) is MalformedFile
     assert (error.code, error.message) == ("malformed_file", "text")
-    unknown = wire.error("step_failed", "text")
+    unknown = error_of("from_the_future", "text")
     assert type(unknown) is PenstockError
-    assert unknown.code == "step_failed"
+    assert unknown.code == "from_the_future"

@@ -9,6 +9,7 @@ from penstock.backend.base import Backend, Ticket
 from penstock.core import Scheduler, Sequence
 from penstock.engine.batch import Batcher
 from penstock.engine.sampling import Sampler
+from penstock.errors import StepFailed
 from penstock.types import Event, Limits, Request, Stats, StepPlan, Tokens
 
 
@@ -86,7 +87,7 @@ class Engine:
 
     def _fail(self, plan: StepPlan, error: Exception) -> None:
         message = f"the step that computed this request failed: {type(error).__name__}: {error}"
-        self._tell(self._scheduler.fail(plan, "step_failed", message))
+        self._tell(self._scheduler.fail(plan, StepFailed.code, message))
 
     def _tell(self, events: list[Event]) -> None:
         for event in events:

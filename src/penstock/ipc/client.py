@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Protocol
 
 from penstock.types import Event, Hello, Request, Stats
@@ -12,15 +12,14 @@ class EngineClient(Protocol):
     """Its twins: ipc/inprocess.py (a thread) and ipc/spawn.py (a process that is restarted when it dies)."""
 
     hello: Hello | None  # None while there is no engine
-
-    @property
-    def stats(self) -> Stats:
-        """The engine's last word on itself; it speaks after every step and every message."""
+    trouble: str  # why there is none, then
+    restarts: int
+    stats: Stats  # the engine's last word on itself; it speaks after every step and every message
 
     async def start(self) -> Hello: ...
 
-    def submit(self, request: Request) -> AsyncIterator[list[Event]]:
-        """Events of one request, a list per step, ending with Finished, Aborted or Failed. Leaving the iterator
+    def submit(self, request: Request) -> AsyncGenerator[list[Event], None]:
+        """Events of one request, a list per step, ending with Finished, Aborted or Failed. Leaving the generator
         early aborts the request. Raises EngineUnavailable when there is no engine to ask."""
 
     def next_id(self) -> int: ...

@@ -18,7 +18,7 @@ import zmq.asyncio
 from penstock import __version__
 from penstock.config import Config
 from penstock.engine.loop import Close, Message
-from penstock.errors import EngineUnavailable
+from penstock.errors import EngineUnavailable, error_of
 from penstock.ipc import wire
 from penstock.types import Hello
 
@@ -107,7 +107,7 @@ class EngineProcess:
         self._process.stdin.write(msgspec.json.encode(config) + b"\n")
         answer = await self._first_answer()
         if isinstance(answer, wire.Refused):
-            raise wire.error(answer.code, answer.message)
+            raise error_of(answer.code, answer.message)
         if not isinstance(answer, wire.Ready) or answer.hello.version != __version__:
             raise EngineUnavailable(
                 f"the engine process does not speak the language of version {__version__}: {answer}"

@@ -8,7 +8,6 @@ from itertools import chain
 import msgspec
 
 from penstock.engine.loop import Abort, Add, Close, Message
-from penstock.errors import EngineUnavailable, PenstockError
 from penstock.types import Aborted, Event, Failed, Finished, Hello, Request, Stats, Tokens
 
 
@@ -85,19 +84,3 @@ def step(events: list[Event], stats: Stats) -> Step:
         [event for event in events if isinstance(event, Aborted)],
         [event for event in events if isinstance(event, Failed)],
     )
-
-
-def error(code: str, message: str) -> PenstockError:
-    """The error that `code` stands for, as it was raised on the other side."""
-    error = _ERRORS.get(code, PenstockError)(message)
-    error.code = code
-    return error
-
-
-def _tree(kind: type[PenstockError]) -> Iterator[type[PenstockError]]:
-    yield kind
-    for child in kind.__subclasses__():
-        yield from _tree(child)
-
-
-_ERRORS = {kind.code: kind for kind in _tree(PenstockError)} | {"engine_died": EngineUnavailable}

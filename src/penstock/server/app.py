@@ -21,7 +21,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.errors import ConfigError, PenstockError
-from penstock.server.client import Client
+from penstock.ipc.client import EngineClient
 from penstock.server.errors import answer_bug, answer_error, answer_http_error, answer_left
 from penstock.server.metrics import Metrics
 from penstock.server.openai_chat import chat_completions
@@ -34,7 +34,7 @@ DRAIN = 30  # seconds that answers under way have when the server is asked to st
 Endpoint = Callable[[Served, Request], Awaitable[Response]]
 
 
-def create_app(client: Client, text: Text, name: str) -> Starlette:
+def create_app(client: EngineClient, text: Text, name: str) -> Starlette:
     """Serves `client`'s engine as `name`; starts the client when it starts and closes it when it ends."""
     served = Served(client, text, name, int(time.time()), Metrics(client))
 
@@ -72,14 +72,14 @@ def create_app(client: Client, text: Text, name: str) -> Starlette:
     )
 
 
-def serve(client: Client, text: Text, name: str, host: str, port: int) -> None:
+def serve(client: EngineClient, text: Text, name: str, host: str, port: int) -> None:
     """Serves until interrupted. The port is taken first and the engine started next, so that what is wrong with
     either is said at once; answers under way are finished before the engine is closed."""
     with suppress(KeyboardInterrupt):
         uvloop.run(_serve(client, text, name, bind(host, port)))
 
 
-async def _serve(client: Client, text: Text, name: str, listener: socket.socket) -> None:
+async def _serve(client: EngineClient, text: Text, name: str, listener: socket.socket) -> None:
     hello = await client.start()
     listener.listen()  # whoever reads the line below may connect at once
     config = uvicorn.Config(

@@ -65,7 +65,8 @@ async def answer_bug(request: Request, _: Exception) -> Response:
     id = request.scope["request_id"]
     error = PenstockError(f"the server failed while it answered request {id}; its log has the details")
     error.code = "internal_error"
-    return Response(body_of(error), 500, {"x-request-id": id}, "application/json")
+    headers = {"x-request-id": id, "connection": "close"}  # the HTTP server drops a connection whose handler failed
+    return Response(body_of(error), 500, headers, "application/json")
 
 
 async def answer_left(_: Request, __: Exception) -> Response:

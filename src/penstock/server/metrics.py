@@ -10,14 +10,14 @@ from typing import Self
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from penstock.server.client import Client
+from penstock.ipc.client import EngineClient
 
 FAST = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 SLOW = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0, 300.0, 600.0)
 
 
 class Metrics:
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: EngineClient) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(EngineNumbers(client))
         self.first_token = self._histogram("time_to_first_token", "From asking the engine to the first token", SLOW)
@@ -63,7 +63,7 @@ class Watch:
 class EngineNumbers:
     """Reads the engine's latest word on itself when it is asked for. Counters start again with a new engine."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: EngineClient) -> None:
         self._client = client
 
     def collect(self) -> Iterator[Metric]:

@@ -19,7 +19,7 @@ from starlette.requests import Request as HttpRequest
 from penstock import __version__
 from penstock.errors import InvalidRequest
 from penstock.server.served import Served
-from penstock.server.stream import Delta
+from penstock.text import Delta
 from penstock.types import Request, SamplingParams
 
 MAX_BODY = 16 * 2**20  # bytes

@@ -28,7 +28,8 @@ from penstock.server.openai import (
 )
 from penstock.server.reply import reply
 from penstock.server.served import Served, off_loop
-from penstock.server.stream import Delta, deltas, together
+from penstock.server.stream import deltas, together
+from penstock.text import Delta
 from penstock.types import Request, TokenLogprob
 
 CHAT_NEUTRAL: Neutral = NEUTRAL | {

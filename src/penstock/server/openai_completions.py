@@ -27,8 +27,8 @@ from penstock.server.openai import (
 )
 from penstock.server.reply import reply
 from penstock.server.served import Served, off_loop
-from penstock.server.stream import Delta, deltas, together
-from penstock.text import Tokenizer
+from penstock.server.stream import deltas, together
+from penstock.text import Delta, Tokenizer
 from penstock.types import Request, TokenLogprob
 
 MAX_CHOICES = 1024

@@ -13,7 +13,8 @@ from starlette.types import Message, Receive, Scope, Send
 
 from penstock.errors import PenstockError
 from penstock.server.errors import LEFT, body_of
-from penstock.server.stream import Delta, Deltas, while_connected
+from penstock.server.stream import Deltas, while_connected
+from penstock.text import Delta
 
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),

@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple, TypeVar
 
-from penstock.errors import ContextTooLong, EngineUnavailable, InvalidRequest, ModelNotFound
-from penstock.server.client import Client
+from penstock.errors import EngineUnavailable, InvalidRequest, ModelNotFound
+from penstock.ipc.client import EngineClient
 from penstock.server.metrics import Metrics
-from penstock.text import Text
+from penstock.text import Text, make_request
 from penstock.types import Limits, Request, SamplingParams
 
 T = TypeVar("T")
@@ -18,7 +18,7 @@ OFF_LOOP = 4096  # characters: encoding more than this would hold up every other
 
 
 class Served(NamedTuple):
-    client: Client
+    client: EngineClient
     text: Text
     name: str
     created: int  # seconds since 1970
@@ -45,29 +45,14 @@ class Served(NamedTuple):
     ) -> Request:
         """The engine's request for a prompt; refuses what could not fit. `param` is the field the prompt came in;
         without a max_tokens the answer has `default` tokens, or what the context has room for."""
-        room = self.limits.max_len - len(prompt)
-        wanted = sampling.max_tokens
-        if not prompt:
-            raise InvalidRequest(f"{param} is empty: at least one token is needed", param=param)
-        if room < (1 if wanted is None else min(wanted, 1)):
-            raise ContextTooLong(
-                f"{param} has {len(prompt)} tokens and the model's context holds {self.limits.max_len}, "
-                "answer included: shorten it",
-                param=param,
-            )
-        if wanted is not None and wanted > room:
-            raise ContextTooLong(
-                f"max_tokens is {wanted} and {param} has {len(prompt)} tokens, together {len(prompt) + wanted}; "
-                f"the model's context holds {self.limits.max_len}: ask for at most {room} tokens",
-                param="max_tokens",
-            )
-        ends = () if sampling.ignore_eos else self.text.tokenizer.eos_ids
-        return Request(
-            id=self.client.next_id(),
-            prompt=tuple(prompt),
-            sampling=sampling,
-            max_tokens=min(room, default or room) if wanted is None else wanted,
-            stop_ids=frozenset((*ends, *sampling.stop_token_ids)),
+        return make_request(
+            self.client.next_id(),
+            prompt,
+            sampling,
+            self.text.tokenizer,
+            self.limits.max_len,
+            param=param,
+            default=default,
         )
 
 

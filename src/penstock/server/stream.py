@@ -5,31 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from starlette.types import Receive
 
-from penstock.errors import EngineUnavailable
-from penstock.ipc import wire
 from penstock.server.metrics import Watch
 from penstock.server.served import Served
-from penstock.text import TextStream
-from penstock.types import Aborted, Event, Failed, Finished, Request, TokenLogprob, Tokens
+from penstock.text import Delta, TextStream, read_step
+from penstock.types import Request
 
 T = TypeVar("T")
-
-
-class Delta(NamedTuple):
-    """What one step added to one choice. Text may lag behind its tokens: never half a character, never the beginning
-    of a stop string."""
-
-    text: str
-    tokens: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprob, ...] = ()  # one for each of `tokens`, when asked for
-    scores: tuple[TokenLogprob, ...] = ()  # of the prompt's tokens
-    cached: int = 0  # prompt tokens whose KV was reused
-    finish: str | None = None  # "stop" or "length", in the last one
-    silent: int = 0  # how many of `tokens`, at the end, are not part of the text: 1 for a stop token
 
 
 Deltas = AsyncGenerator[tuple[int, Delta], None]  # (choice, what was added to it)
@@ -41,7 +26,7 @@ async def deltas(served: Served, request: Request, *, continuing: bool = False) 
     with Watch(served.metrics) as watch:
         async with aclosing(served.client.submit(request)) as steps:
             async for events in steps:
-                delta = _delta(text, events)
+                delta = read_step(text, events)
                 if delta.tokens:
                     watch.tokens(len(delta.tokens))
                 if delta.finish:
@@ -49,25 +34,6 @@ async def deltas(served: Served, request: Request, *, continuing: bool = False) 
                 yield delta
                 if delta.finish:
                     return
-
-
-def _delta(stream: TextStream, events: list[Event]) -> Delta:
-    """A request's share of a step: Tokens, or the event that ends it, or both."""
-    first, last = events[0], events[-1]
-    if isinstance(last, Failed):
-        raise wire.error(last.code, last.message)
-    if isinstance(last, Aborted):
-        raise EngineUnavailable("the engine aborted the request: send it again")
-    _, tokens, logprobs, scores, cached = first if isinstance(first, Tokens) else Tokens(first.seq, ())
-    silent = int(isinstance(last, Finished) and last.stop_token is not None)
-    before = stream.consumed
-    text = stream.push(tokens[: len(tokens) - silent])
-    if stream.stopped is not None:
-        count = stream.consumed - before
-        return Delta(text, tokens[:count], logprobs[:count], scores, cached, "stop")
-    if isinstance(last, Finished):
-        return Delta(text + stream.finish(), tokens, logprobs, scores, cached, last.reason, silent)
-    return Delta(text, tokens, logprobs, scores, cached)
 
 
 async def together(choices: Sequence[AsyncGenerator[Delta, None]]) -> Deltas:

@@ -1,10 +1,12 @@
-"""Text and token ids: tokenizers, chat templates, and detokenization of answers as they stream."""
+"""Text and token ids: tokenizers, chat templates, requests made of prompts and text made of answers as they stream."""
 
 from __future__ import annotations
 
+from penstock.text.answer import Delta, read_step
 from penstock.text.chat import ChatTemplate
 from penstock.text.detok import TextStream
+from penstock.text.request import make_request
 from penstock.text.text import Text
 from penstock.text.tokenizer import Tokenizer
 
-__all__ = ["ChatTemplate", "Text", "TextStream", "Tokenizer"]
+__all__ = ["ChatTemplate", "Delta", "Text", "TextStream", "Tokenizer", "make_request", "read_step"]

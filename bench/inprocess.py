@@ -1,0 +1,118 @@
+"""One cell of `cpu.py` on an engine in this process; prints its figures as JSON.
+
+    python bench/inprocess.py ENGINE CELL MODEL THREADS SEED
+
+Run by the interpreter that has the engine: Penstock's own, or that of OpenVINO GenAI, so only the standard library is
+imported until the engine is known. Both engines get the same token ids and go through the same clock.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+Prompts = Sequence[list[int]]
+REPEATS = 3  # of cells that take less than a second; the median counts
+
+
+class Timing(NamedTuple):
+    first: float  # seconds from asking to the first token of the first prompt
+    total: float
+
+
+Generate = Callable[[Prompts, int], Timing]
+
+
+def open_penstock(model: str, threads: int) -> Generate:
+    from penstock.config import Config
+    from penstock.engine.build import open_engine
+    from penstock.types import Request, SamplingParams, Tokens
+
+    engine = open_engine(Config(model=model, threads=threads, max_len=2048))
+    params = SamplingParams(temperature=0.0, ignore_eos=True)
+    ids = iter(range(1 << 30))
+
+    def generate(prompts: Prompts, count: int) -> Timing:
+        began, first = time.perf_counter(), 0.0
+        for prompt in prompts:
+            engine.add(Request(next(ids), tuple(prompt), params, count))
+        while not engine.idle:
+            spoke = any(isinstance(event, Tokens) and event.tokens for event in engine.step())
+            first = first or spoke * (time.perf_counter() - began)
+        return Timing(first, time.perf_counter() - began)
+
+    return generate
+
+
+def open_openvino(model: str, threads: int) -> Generate:
+    import numpy as np
+    import openvino
+    import openvino_genai as genai
+
+    scheduler = genai.SchedulerConfig()
+    scheduler.max_num_seqs = 64
+    scheduler.max_num_batched_tokens = 4096  # the default of 256 costs it a third of its prefill
+    scheduler.enable_prefix_caching = True
+    pipeline = genai.LLMPipeline(model, "CPU", scheduler_config=scheduler, INFERENCE_NUM_THREADS=threads)
+
+    def generate(prompts: Prompts, count: int) -> Timing:
+        config = genai.GenerationConfig(max_new_tokens=count, ignore_eos=True, do_sample=False)
+        ids = np.array(prompts, np.int64)
+        inputs = genai.TokenizedInputs(openvino.Tensor(ids), openvino.Tensor(np.ones_like(ids)))
+        began = time.perf_counter()
+        result = pipeline.generate(inputs, config)
+        total = time.perf_counter() - began
+        if any(len(tokens) != count for tokens in result.tokens):
+            raise RuntimeError(f"asked for {count} tokens each, got {[len(tokens) for tokens in result.tokens]}")
+        return Timing(result.perf_metrics.get_ttft().mean / 1000, total)
+
+    return generate
+
+
+def decode(generate: Generate, dice: random.Random) -> dict[str, float]:
+    def speed() -> float:
+        timing = generate(prompts(dice, 1, 128), 129)
+        return 128 / (timing.total - timing.first)
+
+    return {"tok/s": statistics.median(speed() for _ in range(REPEATS))}
+
+
+def prefill(generate: Generate, dice: random.Random) -> dict[str, float]:
+    return {"tok/s": statistics.median(512 / generate(prompts(dice, 1, 512), 1).total for _ in range(REPEATS))}
+
+
+def batch(count: int) -> Callable[[Generate, random.Random], dict[str, float]]:
+    def run(generate: Generate, dice: random.Random) -> dict[str, float]:
+        return {"tok/s": count * 128 / generate(prompts(dice, count, 128), 128).total}
+
+    return run
+
+
+def prefix(generate: Generate, dice: random.Random) -> dict[str, float]:
+    shared = prompts(dice, 1, 1500)[0]
+    return {"s": generate([shared + tail for tail in prompts(dice, 32, 32)], 64).total}
+
+
+def prompts(dice: random.Random, count: int, length: int) -> list[list[int]]:
+    return [dice.choices(range(1000, 9000), k=length) for _ in range(count)]
+
+
+ENGINES = {"penstock": open_penstock, "openvino": open_openvino}
+CELLS = {"decode": decode, "prefill": prefill, "batch8": batch(8), "batch32": batch(32), "prefix": prefix}
+
+
+def main() -> None:
+    engine, cell, model, threads, seed = sys.argv[1:]
+    dice = random.Random(int(seed))
+    generate = ENGINES[engine](model, int(threads))
+    generate(prompts(dice, 1, 64), 8)
+    print(json.dumps(CELLS[cell](generate, dice)))
+
+
+if __name__ == "__main__":
+    main()

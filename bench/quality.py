@@ -1,0 +1,182 @@
+"""What computing in few bits costs: mean KL divergence to the fp32 reference, ours and llama.cpp's, on the same tokens.
+
+    python bench/quality.py TEXT MODEL ... --llama-dir DIR [--chunks 16] [--json FILE] [--report PAGE]
+
+llama-perplexity cuts TEXT into windows of 512 tokens and saves its log-probabilities for the last 255 predictions of
+each (`--save-all-logits`). We read tokens and log-probabilities back from that file, run the very same windows through
+our reference (NumPy, fp32, of the same GGUF weights) and through the CPU backend, and apply one formula to both:
+
+    KL(reference || engine), the mean over positions
+
+That file holds log-probabilities in 16 bits over the 16 nats below each row's largest and cuts off what lies lower. So
+that both are judged alike, ours goes through the same form, and the sum runs over tokens within 15 nats of the
+reference's best: what that leaves out has a probability below 3e-7 each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import report
+from numpy.typing import NDArray
+
+from penstock.backend.base import Batch
+from penstock.backend.cpu import CpuBackend
+from penstock.backend.ref import RefBackend
+from penstock.backend.ref.batches import Chunk, greedy_batch
+from penstock.model.gguf import read_gguf
+from penstock.model.load import load_model, open_checkpoint
+
+Floats = NDArray[np.float64]
+Logits = Callable[[Batch], NDArray[np.float32]]
+
+WINDOW = 512
+SCORED = WINDOW // 2 - 1  # predictions of a window that llama-perplexity saves
+CUT = 16.0  # nats below the largest that its file keeps
+BLOCK = 16
+
+
+class Saved(NamedTuple):
+    """A file of llama-perplexity."""
+
+    tokens: NDArray[np.int32]  # [windows, WINDOW]
+    rows: NDArray[np.uint16]  # [windows, SCORED, vocab + 4] scale and lowest value as two floats, then the codes
+
+    def logprobs(self, window: int, vocab: int) -> Floats:  # [SCORED, vocab]
+        head = np.ascontiguousarray(self.rows[window, :, :4]).view(np.float32).astype(np.float64)
+        return self.rows[window, :, 4 : 4 + vocab] * head[:, :1] + head[:, 1:]
+
+
+class Score(NamedTuple):
+    kl: float
+    kl_p99: float
+    same_top: float
+
+
+def main() -> None:
+    args = arguments()
+    results = []
+    for model in args.models:
+        results += [{"model": model.stem, "engine": name} | score._asdict() for name, score in compare(model, args)]
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=1) + "\n")
+    text = table(results)
+    if args.report:
+        report.fill(args.report, "quality", text)
+    print(text)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("text", type=Path)
+    parser.add_argument("models", type=Path, nargs="+", metavar="MODEL")
+    parser.add_argument("--llama-dir", type=Path, required=True, help="the folder of llama-perplexity")
+    parser.add_argument("--chunks", type=int, default=16, help=f"windows; {SCORED} scored tokens each")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--report", type=Path, metavar="PAGE", help="put the table into this page")
+    return parser.parse_args()
+
+
+def compare(model: Path, args: argparse.Namespace) -> Iterator[tuple[str, Score]]:
+    with tempfile.TemporaryDirectory() as folder:
+        saved = run_llama(model, args, Path(folder) / "logits")
+        begin_alike(saved.tokens, model)
+        reference, ours = open_logits(model, RefBackend()), open_logits(model, CpuBackend(args.threads))
+        divergences: dict[str, list[Floats]] = {"penstock": [], "llama.cpp": []}
+        same: dict[str, list[Floats]] = {"penstock": [], "llama.cpp": []}
+        for index, tokens in enumerate(saved.tokens):
+            truth = log_softmax(window_logits(reference, tokens))
+            answers = {
+                "penstock": sixteen_bits(log_softmax(window_logits(ours, tokens))),
+                "llama.cpp": saved.logprobs(index, truth.shape[1]),
+            }
+            for name, answer in answers.items():
+                divergences[name].append(divergence(truth, answer))
+                same[name].append(truth.argmax(1) == answer.argmax(1))
+            say(f"{model.stem} window {index + 1}/{len(saved.tokens)}")
+    for name, parts in divergences.items():
+        kl = np.concatenate(parts)
+        yield name, Score(float(kl.mean()), float(np.quantile(kl, 0.99)), float(np.concatenate(same[name]).mean()))
+
+
+def run_llama(model: Path, args: argparse.Namespace, target: Path) -> Saved:
+    command = [args.llama_dir / "llama-perplexity", "-m", model, "-f", args.text, "-c", str(WINDOW), "-fa", "on"]
+    command += ["--chunks", str(args.chunks), "-t", str(args.threads), "--save-all-logits", target]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode or not target.exists():
+        raise SystemExit(f"llama-perplexity left with {done.returncode}: {done.stderr[-500:]}")
+    return read_saved(target)
+
+
+def read_saved(path: Path) -> Saved:
+    magic, window, vocab, windows = np.fromfile(path, np.dtype("S8, i4, i4, i4"), 1)[0]
+    if magic != b"_logits_" or window != WINDOW:
+        raise SystemExit(f"{path} begins with {magic!r} and windows of {window}, not b'_logits_' and {WINDOW}")
+    tokens = np.fromfile(path, np.int32, windows * WINDOW, offset=20).reshape(windows, WINDOW)
+    wide = vocab + vocab % 2 + 4
+    rows = np.memmap(path, np.uint16, "r", 20 + tokens.nbytes, (int(windows), SCORED, int(wide)))
+    return Saved(tokens, rows)
+
+
+def begin_alike(tokens: NDArray[np.int32], model: Path) -> None:
+    """llama-perplexity begins every window with the text's first token if that is a beginning-of-text token."""
+    if tokens[0, 0] == read_gguf(model).metadata.get("tokenizer.ggml.bos_token_id"):
+        tokens[:, 0] = tokens[0, 0]
+
+
+def open_logits(model: Path, backend: RefBackend | CpuBackend) -> Logits:
+    backend.load(load_model(open_checkpoint(model), backend))
+    backend.reserve_kv(WINDOW // BLOCK, BLOCK)
+    return backend.logits
+
+
+def window_logits(logits: Logits, tokens: NDArray[np.int32]) -> NDArray[np.float32]:
+    """Of the positions before the last, whose next tokens are known, those in the window's second half."""
+    window = Chunk(tokens[:-1].tolist(), 0, range(WINDOW // BLOCK), sample=SCORED)
+    return logits(greedy_batch([window]))
+
+
+def log_softmax(logits: NDArray[np.float32]) -> Floats:
+    wide = logits.astype(np.float64)
+    wide -= wide.max(axis=1, keepdims=True)
+    wide -= np.log(np.exp(wide).sum(axis=1, keepdims=True))
+    return wide
+
+
+def sixteen_bits(logprobs: Floats) -> Floats:
+    """As llama-perplexity would have saved them."""
+    high = logprobs.max(axis=1, keepdims=True)
+    low = np.maximum(logprobs.min(axis=1, keepdims=True), high - CUT)
+    scale = (high - low) / 65535
+    saved: Floats = np.rint((np.maximum(logprobs, low) - low) / scale) * scale + low
+    return saved
+
+
+def divergence(truth: Floats, answer: Floats) -> Floats:  # [rows]
+    counted = truth > truth.max(axis=1, keepdims=True) - (CUT - 1)
+    per_row: Floats = np.where(counted, np.exp(truth) * (truth - answer), 0.0).sum(axis=1)
+    return per_row
+
+
+def table(results: list[dict[str, float | str]]) -> str:
+    rows = [
+        f"| {r['model']} | {r['engine']} | {r['kl']:.5f} | {r['kl_p99']:.4f} | {r['same_top']:.2%} |" for r in results
+    ]
+    return "\n".join(["| file | engine | mean KL | 99th percentile | same top token |", "|---|---|---|---|---|", *rows])
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()
