@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
+from typing import Any
 
 import msgspec
 import uvicorn
-import uvloop
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -76,7 +77,16 @@ def serve(client: EngineClient, text: Text, name: str, host: str, port: int) -> 
     """Serves until interrupted. The port is taken first and the engine started next, so that what is wrong with
     either is said at once; answers under way are finished before the engine is closed."""
     with suppress(KeyboardInterrupt):
-        uvloop.run(_serve(client, text, name, bind(host, port)))
+        _run(_serve(client, text, name, bind(host, port)))
+
+
+def _run(main: Coroutine[Any, Any, None]) -> None:
+    try:
+        import uvloop
+    except ImportError:
+        asyncio.run(main)
+    else:
+        uvloop.run(main)
 
 
 async def _serve(client: EngineClient, text: Text, name: str, listener: socket.socket) -> None:
