@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies
 
-from penstock.errors import EngineUnavailable, InvalidRequest, PenstockError
+from penstock.errors import EngineUnavailable, InvalidRequest, PenstockError, StepFailed
 from penstock.ipc.inprocess import InProcessClient
 from penstock.server.metrics import Metrics
 from penstock.server.served import Served
@@ -96,7 +96,7 @@ def test_however_the_steps_are_cut_the_text_is_the_same(text: str, cuts: list[in
     [
         (Failed(1, "engine_died", "it died"), EngineUnavailable),
         (Failed(1, "invalid_request", "no"), InvalidRequest),
-        (Failed(1, "step_failed", "oops"), PenstockError),
+        (Failed(1, "step_failed", "oops"), StepFailed),
         (Aborted(1), EngineUnavailable),
     ],
 )
