@@ -11,17 +11,18 @@ namespace penstock {
 inline constexpr size_t TILE = 16;    // positions whose keys are computed with at once
 inline constexpr size_t SPAN = 128;   // positions over which one softmax step runs
 
-// y[r][0..lanes] = x[r] . each row of a packed panel (+ bias), for rows r of x.
+// y[r][0..columns] = x[r] . each row of consecutive packed panels (+ bias), for rows r of x.
 struct PanelProduct {
-  const std::byte* panel;
+  const std::byte* panels;
+  size_t panel_bytes;
   size_t width;
   const std::byte* x;  // [rows] of floats, or of CodeBlocks for quantized formats
   size_t x_stride;     // bytes from row to row
   size_t rows;
-  const float* bias;  // [lanes], or null
+  const float* bias;  // [columns], or null
   float* y;
   size_t y_stride;  // floats from row to row
-  size_t lanes;
+  size_t columns;
 };
 
 struct Rotation {

@@ -18,63 +18,183 @@ namespace {
 
 // ---- products with packed panels ----
 
-struct Q4_0 {
-  using Code = decltype(load_bytes(nullptr));
-  static constexpr size_t BYTES = 256;
-  static constexpr bool MINIMA = false;
-  static I start(const CodeBlock& x) { return all(x.offset / 16); }  // -8 * sum(q)
-  static I dot(I sums, const Code& codes, const int8_t* x) { return dot_nibbles(sums, codes, x); }
-  static void load(const std::byte* p, Code* codes) {
-    UNROLL for (int g = 0; g < 4; ++g) load_nibbles(p + g * 64, codes[g], codes[g + 4]);
+template <size_t N>
+struct Count {};
+
+// Calls with(Count<rows>) for 0 < rows < N.
+template <size_t N, class With>
+inline void last_rows(size_t rows, With with) {
+  if constexpr (N > 1) {
+    if (rows == N - 1)
+      with(Count<N - 1>{});
+    else
+      last_rows<N - 1>(rows, with);
   }
-};
-
-struct Q4_1 : Q4_0 {
-  static constexpr bool MINIMA = true;
-  static I start(const CodeBlock&) { return all(int32_t(0)); }
-};
-
-struct Q8_0 {
-  using Code = decltype(load_bytes(nullptr));
-  static constexpr size_t BYTES = 512;
-  static constexpr bool MINIMA = false;
-  static I start(const CodeBlock& x) { return all(SIGNED_BYTES ? 0 : x.offset); }
-  static I dot(I sums, const Code& codes, const int8_t* x) { return dot_bytes(sums, codes, x); }
-  static void load(const std::byte* p, Code* codes) {
-    UNROLL for (int g = 0; g < 8; ++g) codes[g] = load_bytes(p + g * 64);
-  }
-};
-
-inline void finish(const PanelProduct& p, size_t row, F sums) {
-  if (p.bias) sums = add(sums, load_some(p.bias, p.lanes));
-  store_some(p.y + row * p.y_stride, sums, p.lanes);
 }
 
-template <class Quant>
-struct Coded {
-  template <size_t N>
-  static void rows(const PanelProduct& p, size_t row) {
-    const size_t blocks = p.width / BLOCK;
-    const uint16_t* scales = (const uint16_t*)(p.panel + blocks * Quant::BYTES);
-    const uint16_t* minima = scales + blocks * 16;
-    const CodeBlock* x[N];
-    F sums[N];
-    UNROLL for (size_t i = 0; i < N; ++i) {
-      x[i] = (const CodeBlock*)(p.x + (row + i) * p.x_stride);
-      sums[i] = zero();
-    }
-    for (size_t b = 0; b < blocks; ++b) {
-      typename Quant::Code codes[8];
-      Quant::load(p.panel + b * Quant::BYTES, codes);
-      const F scale = load(scales + b * 16);
+// One panel's block of 32 as the loops use it: an integer dot product, then one multiply-add for each scale.
+template <class Q>
+struct Ready {
+  Codes codes[8];
+  F scale[Q::GROUPS];
+  F minimum[Q::MINIMA ? Q::GROUPS : 1];
+};
+
+template <class Q, int GROUP>
+inline Codes codes_of(const std::byte* block) {
+  constexpr int HIGH = Q::HIGH ? Q::HIGH : 1;
+  Codes codes = field<GROUP / Q::LOW * Q::LOW, Q::LOW>(load_codes(block + GROUP % Q::LOW * 64));
+  if constexpr (Q::HIGH)
+    codes = join<Q::LOW>(codes, field<GROUP / HIGH * HIGH, HIGH>(load_codes(block + Packed<Q>::HIGH + GROUP % HIGH * 64)));
+  if constexpr (Q::TABLE != nullptr) return centered(lookup(codes, Q::TABLE), 0);
+  return Q::MINIMA ? codes : centered(codes, Q::ZERO);
+}
+
+template <class Q>
+inline F factor(const std::byte* head, const std::byte* own, size_t group) {
+  if constexpr (Q::SCALE == Scale::HALF_TIMES_BYTE)
+    return mul(load((const uint16_t*)head), load_bytes(own + group * LANES));
+  const uint16_t* bits = (const uint16_t*)own + group * LANES;
+  return Q::SCALE == Scale::HALF ? load(bits) : load_bfloat(bits);
+}
+
+template <class Q>
+inline void get_ready(const std::byte* panel, size_t b, Ready<Q>& ready) {
+  using P = Packed<Q>;
+  const std::byte* head = panel + P::head(b);
+  const std::byte* block = panel + P::at(b);
+  ready.codes[0] = codes_of<Q, 0>(block);
+  ready.codes[1] = codes_of<Q, 1>(block);
+  ready.codes[2] = codes_of<Q, 2>(block);
+  ready.codes[3] = codes_of<Q, 3>(block);
+  ready.codes[4] = codes_of<Q, 4>(block);
+  ready.codes[5] = codes_of<Q, 5>(block);
+  ready.codes[6] = codes_of<Q, 6>(block);
+  ready.codes[7] = codes_of<Q, 7>(block);
+  UNROLL for (size_t h = 0; h < Q::GROUPS; ++h) {
+    ready.scale[h] = factor<Q>(head, block + P::SCALES, h);
+    if constexpr (Q::MINIMA) ready.minimum[h] = factor<Q>(head + LANES * 2, block + P::MINIMA, h);
+  }
+}
+
+// sums[p][i] += block b of row i . that of panel p
+template <class Q, size_t P, size_t N>
+inline void add_block(const Ready<Q>* const (&ready)[P], const CodeBlock* const (&x)[N], size_t b, F (&sums)[P][N]) {
+  UNROLL for (size_t h = 0; h < Q::GROUPS; ++h) {
+    const size_t whole = Q::GROUPS == 1 ? 2 : h;
+    I dots[P][N];
+    UNROLL for (size_t i = 0; i < N; ++i)
+      UNROLL for (size_t p = 0; p < P; ++p) dots[p][i] = all(Q::MINIMA || SIGNED_BYTES ? 0 : x[i][b].offset[whole]);
+    UNROLL for (size_t g = h * 8 / Q::GROUPS; g < (h + 1) * 8 / Q::GROUPS; ++g)
       UNROLL for (size_t i = 0; i < N; ++i) {
-        I dot = Quant::start(x[i][b]);
-        UNROLL for (int g = 0; g < 8; ++g) dot = Quant::dot(dot, codes[g], x[i][b].q + g * 4);
-        sums[i] = fma(to_float(dot), mul(scale, all(x[i][b].scale)), sums[i]);
-        if constexpr (Quant::MINIMA) sums[i] = fma(load(minima + b * 16), all(x[i][b].sum), sums[i]);
+        const Four four = spread(x[i][b].q + g * 4);
+        UNROLL for (size_t p = 0; p < P; ++p) dots[p][i] = dot<!Q::MINIMA>(dots[p][i], ready[p]->codes[g], four);
       }
+    UNROLL for (size_t i = 0; i < N; ++i)
+      UNROLL for (size_t p = 0; p < P; ++p) {
+        sums[p][i] = fma(to_float(dots[p][i]), mul(ready[p]->scale[h], all(x[i][b].scale)), sums[p][i]);
+        if constexpr (Q::MINIMA) sums[p][i] = fma(ready[p]->minimum[h], all(x[i][b].sum[whole]), sums[p][i]);
+      }
+  }
+}
+
+inline size_t at_most(size_t value, size_t limit) { return value < limit ? value : limit; }
+
+// Where tiles of results go. Sums may be put aside there between spans of the width.
+struct Tile {
+  const PanelProduct& p;
+  size_t panel, row;
+
+  float* at(size_t i) const { return p.y + (row + i) * p.y_stride + panel * LANES; }
+  size_t lanes() const { return at_most(p.columns - panel * LANES, LANES); }
+  F start(size_t i, bool first) const { return first ? zero() : load_some(at(i), lanes()); }
+  void finish(size_t i, F sums, bool last) const {
+    if (last && p.bias) sums = add(sums, load_some(p.bias + panel * LANES, lanes()));
+    store_some(at(i), sums, lanes());
+  }
+};
+
+template <class Q>
+struct Coded {
+  static constexpr size_t SPAN = 24;  // blocks: what is ready of them and the rows of a tile fit the first-level cache
+  static constexpr size_t FEW = ROWS;
+
+  template <size_t N>
+  static void rows_of(const PanelProduct& p, size_t row, const CodeBlock* (&x)[N]) {
+    UNROLL for (size_t i = 0; i < N; ++i) x[i] = (const CodeBlock*)(p.x + (row + i) * p.x_stride);
+  }
+
+  // Few rows: a block is made ready in registers, so that a panel is read once and nothing is written.
+  template <size_t N>
+  static void rows(const PanelProduct& p, size_t panel, size_t row) {
+    const Tile tile = {p, panel, row};
+    const std::byte* data = p.panels + panel * p.panel_bytes;
+    const CodeBlock* x[N];
+    F sums[1][N];
+    rows_of(p, row, x);
+    UNROLL for (size_t i = 0; i < N; ++i) sums[0][i] = zero();
+    for (size_t b = 0; b < p.width / BLOCK; ++b) {
+      Ready<Q> ready;
+      get_ready(data, b, ready);
+      const Ready<Q>* const one[1] = {&ready};
+      add_block(one, x, b, sums);
     }
-    UNROLL for (size_t i = 0; i < N; ++i) finish(p, row + i, sums[i]);
+    UNROLL for (size_t i = 0; i < N; ++i) tile.finish(i, sums[0][i], true);
+  }
+
+  // Many rows: P panels are made ready once for all of them, a span of blocks at a time.
+  template <size_t P>
+  struct Spanned {
+    const PanelProduct& p;
+    size_t panel, first, last;
+    const Ready<Q> (&ready)[P][SPAN];
+
+    template <size_t N>
+    void rows(size_t row) const {
+      const CodeBlock* x[N];
+      F sums[P][N];
+      rows_of(p, row, x);
+      UNROLL for (size_t i = 0; i < N; ++i)
+        UNROLL for (size_t j = 0; j < P; ++j) sums[j][i] = Tile{p, panel + j, row}.start(i, first == 0);
+      for (size_t b = first; b < last; ++b) {
+        const Ready<Q>* at[P];
+        UNROLL for (size_t j = 0; j < P; ++j) at[j] = &ready[j][b - first];
+        add_block(at, x, b, sums);
+      }
+      UNROLL for (size_t i = 0; i < N; ++i)
+        UNROLL for (size_t j = 0; j < P; ++j)
+          Tile{p, panel + j, row}.finish(i, sums[j][i], last == p.width / BLOCK);
+    }
+
+    void run() const {
+      size_t row = 0;
+      for (; row + ROWS <= p.rows; row += ROWS) rows<ROWS>(row);
+      last_rows<ROWS>(p.rows - row, [&]<size_t N>(Count<N>) { rows<N>(row); });
+    }
+  };
+
+  template <size_t P>
+  static void many(const PanelProduct& p, size_t panel) {
+    const size_t blocks = p.width / BLOCK, spans = (blocks + SPAN - 1) / SPAN;
+    Ready<Q> ready[P][SPAN];
+    for (size_t s = 0; s < spans; ++s) {
+      const size_t first = blocks * s / spans, last = blocks * (s + 1) / spans;
+      for (size_t j = 0; j < P; ++j)
+        for (size_t b = first; b < last; ++b) get_ready(p.panels + (panel + j) * p.panel_bytes, b, ready[j][b - first]);
+      Spanned<P>{p, panel, first, last, ready}.run();
+    }
+  }
+
+  static void product(const PanelProduct& p) {
+    const size_t panels = (p.columns + LANES - 1) / LANES;
+    size_t panel = 0;
+    if (p.rows <= FEW) {
+      for (; panel < panels; ++panel)
+        last_rows<FEW + 1>(p.rows, [&]<size_t N>(Count<N>) { rows<N>(p, panel, 0); });
+      return;
+    }
+    for (; panel + PANELS <= panels; panel += PANELS) many<PANELS>(p, panel);
+    for (; panel < panels; ++panel) many<1>(p, panel);
   }
 };
 
@@ -94,8 +214,8 @@ struct BF16 {
 template <class Float>
 struct Plain {
   template <size_t N>
-  static void rows(const PanelProduct& p, size_t row) {
-    const auto* panel = (const typename Float::Value*)p.panel;
+  static void rows(const PanelProduct& p, size_t panel, size_t row) {
+    const auto* values = (const typename Float::Value*)(p.panels + panel * p.panel_bytes);
     const float* x[N];
     F even[N], odd[N];  // two chains hide the latency of the sum
     UNROLL for (size_t i = 0; i < N; ++i) {
@@ -104,35 +224,25 @@ struct Plain {
     }
     size_t k = 0;
     for (; k + 2 <= p.width; k += 2) {
-      const F w0 = Float::load(panel + k * 16), w1 = Float::load(panel + k * 16 + 16);
+      const F w0 = Float::load(values + k * 16), w1 = Float::load(values + k * 16 + 16);
       UNROLL for (size_t i = 0; i < N; ++i) {
         even[i] = fma(w0, all(x[i][k]), even[i]);
         odd[i] = fma(w1, all(x[i][k + 1]), odd[i]);
       }
     }
     if (k < p.width)
-      UNROLL for (size_t i = 0; i < N; ++i) even[i] = fma(Float::load(panel + k * 16), all(x[i][k]), even[i]);
-    UNROLL for (size_t i = 0; i < N; ++i) finish(p, row + i, add(even[i], odd[i]));
+      UNROLL for (size_t i = 0; i < N; ++i) even[i] = fma(Float::load(values + k * 16), all(x[i][k]), even[i]);
+    UNROLL for (size_t i = 0; i < N; ++i) Tile{p, panel, row}.finish(i, add(even[i], odd[i]), true);
+  }
+
+  static void product(const PanelProduct& p) {
+    for (size_t panel = 0; panel * LANES < p.columns; ++panel) {
+      size_t row = 0;
+      for (; row + ROWS <= p.rows; row += ROWS) rows<ROWS>(p, panel, row);
+      last_rows<ROWS>(p.rows - row, [&]<size_t N>(Count<N>) { rows<N>(p, panel, row); });
+    }
   }
 };
-
-// Fewer than N rows are left.
-template <class Body, size_t N>
-void last_rows(const PanelProduct& p, size_t row) {
-  if constexpr (N > 1) {
-    if (p.rows - row == N - 1)
-      Body::template rows<N - 1>(p, row);
-    else
-      last_rows<Body, N - 1>(p, row);
-  }
-}
-
-template <class Body>
-void product(const PanelProduct& p) {
-  size_t row = 0;
-  for (; row + ROWS <= p.rows; row += ROWS) Body::template rows<ROWS>(p, row);
-  last_rows<Body, ROWS>(p, row);
-}
 
 // ---- rows ----
 
@@ -143,12 +253,14 @@ void quantize(const float* x, size_t width, CodeBlock* out) {
     const float scale = largest / 127.0f;
     const F inverse = all(largest > 0 ? 127.0f / largest : 0.0f);
     const I low_codes = to_int(mul(low, inverse)), high_codes = to_int(mul(high, inverse));
-    const int32_t total = sum(add(low_codes, high_codes));
+    const int32_t first = sum(low_codes), second = sum(high_codes), totals[3] = {first, second, first + second};
     store_bytes(out[b].q, low_codes);
     store_bytes(out[b].q + 16, high_codes);
     out[b].scale = scale;
-    out[b].sum = scale * float(total);
-    out[b].offset = -128 * total;
+    for (int i = 0; i < 3; ++i) {
+      out[b].sum[i] = scale * float(totals[i]);
+      out[b].offset[i] = -128 * totals[i];
+    }
   }
 }
 
@@ -293,18 +405,22 @@ struct Kv {
   static constexpr KvKernels table() { return {store, score, mix}; }
 };
 
-constexpr Kernels kernels = {
-    {product<Plain<F32>>, product<Plain<F16>>, product<Plain<BF16>>, product<Coded<Q4_0>>, product<Coded<Q4_1>>,
-     product<Coded<Q8_0>>},
-    quantize,
-    add_norm,
-    gate,
-    rotate,
-    soften,
-    scale,
-    Kv<uint16_t>::table(),
-    Kv<float>::table(),
-};
+template <class... Q>
+constexpr Kernels table(Types<Q...>) {
+  return {
+      {Plain<F32>::product, Plain<F16>::product, Plain<BF16>::product, Coded<Q>::product...},
+      quantize,
+      add_norm,
+      gate,
+      rotate,
+      soften,
+      scale,
+      Kv<uint16_t>::table(),
+      Kv<float>::table(),
+  };
+}
+
+constexpr Kernels kernels = table(QuantizedFormats{});
 
 }  // namespace
 }  // namespace penstock

@@ -6,7 +6,7 @@ namespace penstock {
 
 namespace {
 
-constexpr size_t CHUNK_ROWS = 64;      // their codes stay in the second-level cache while panels pass
+constexpr size_t CHUNK_ROWS = 96;      // their codes stay in the second-level cache while panels pass
 constexpr size_t CHUNK_BYTES = 32768;  // of weights: long enough to be worth taking, short enough to share out
 constexpr size_t CHUNKS_PER_WORKER = 16;
 
@@ -26,21 +26,22 @@ struct Grid {
   }
 };
 
-void run_panel(const Frame& frame, const Weight& weight, const Panel& panel, const Buffer& x, const Buffer& y,
-               size_t row, size_t rows) {
-  const bool coded = panel.part->format >= Format::Q4_0;
+void run_panels(const Frame& frame, const Weight& weight, const Run& run, const Buffer& x, const Buffer& y, size_t row,
+                size_t rows) {
+  const bool coded = run.part->format >= Format::QUANTIZED;
   const PanelProduct product = {
-      .panel = panel.data,
+      .panels = run.data,
+      .panel_bytes = run.part->panel_bytes,
       .width = weight.width(),
       .x = reinterpret_cast<const std::byte*>(coded ? (const void*)x.code_row(row) : x.row(row)),
       .x_stride = coded ? weight.width() / BLOCK * sizeof(CodeBlock) : weight.width() * sizeof(float),
       .rows = rows,
-      .bias = weight.bias(panel.column),
-      .y = y.row(row) + panel.column,
+      .bias = weight.bias(run.column),
+      .y = y.row(row) + run.column,
       .y_stride = y.width,
-      .lanes = panel.lanes,
+      .columns = run.columns,
   };
-  frame.kernels.product[size_t(panel.part->format)](product);
+  frame.kernels.product[size_t(run.part->format)](product);
 }
 
 }  // namespace
@@ -53,12 +54,15 @@ Phase linear_phase(int x, std::shared_ptr<const Weight> weight, int out) {
   const auto run = [=](const Frame& frame, size_t chunk, unsigned) {
     const size_t rows = frame.rows(x);
     const Grid grid(*weight, rows, frame.workers);
-    const size_t panel = chunk / grid.bands * grid.panels;
     const size_t row = chunk % grid.bands * CHUNK_ROWS;
+    size_t panel = chunk / grid.bands * grid.panels;
     const size_t last = std::min(panel + grid.panels, weight->panels());
-    for (size_t i = panel; i < last; ++i)
-      run_panel(frame, *weight, weight->panel(i), frame.buffers[size_t(x)], frame.buffers[size_t(out)], row,
-                std::min(CHUNK_ROWS, rows - row));
+    while (panel < last) {
+      const Run run = weight->panels(panel, last - panel);
+      run_panels(frame, *weight, run, frame.buffers[size_t(x)], frame.buffers[size_t(out)], row,
+                 std::min(CHUNK_ROWS, rows - row));
+      panel += run.panels;
+    }
   };
   return {chunks, run};
 }
