@@ -21,15 +21,23 @@ namespace {
 template <size_t N>
 struct Count {};
 
-// Calls with(Count<rows>) for 0 < rows < N.
+// Calls with(Count<rows>, row) for 0 < rows <= N.
 template <size_t N, class With>
-inline void last_rows(size_t rows, With with) {
-  if constexpr (N > 1) {
-    if (rows == N - 1)
-      with(Count<N - 1>{});
+inline void with_count(size_t rows, size_t row, With with) {
+  if constexpr (N > 0) {
+    if (rows == N)
+      with(Count<N>{}, row);
     else
-      last_rows<N - 1>(rows, with);
+      with_count<N - 1>(rows, row, with);
   }
+}
+
+// Calls with(Count<n>, row) for tiles of up to ROWS rows, of nearly equal size.
+template <class With>
+inline void by_tiles(size_t rows, With with) {
+  const size_t tiles = (rows + ROWS - 1) / ROWS;
+  for (size_t i = 0; i < tiles; ++i)
+    with_count<ROWS>(rows * (i + 1) / tiles - rows * i / tiles, rows * i / tiles, with);
 }
 
 // One panel's block of 32 as the loops use it: an integer dot product, then one multiply-add for each scale.
@@ -114,9 +122,15 @@ struct Tile {
   }
 };
 
+// Asks for memory that will be read soon. Panels follow each other, so what follows a block is the next to be read.
+inline void fetch(const std::byte* block, size_t bytes) {
+  constexpr size_t AHEAD = 4096;
+  UNROLL for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch(block + AHEAD + i);
+}
+
 template <class Q>
 struct Coded {
-  static constexpr size_t SPAN = 24;  // blocks: what is ready of them and the rows of a tile fit the first-level cache
+  static constexpr size_t DEPTH = 24;  // blocks: what is ready of them and the rows of a tile fit the first-level cache
   static constexpr size_t FEW = ROWS;
 
   template <size_t N>
@@ -134,6 +148,7 @@ struct Coded {
     rows_of(p, row, x);
     UNROLL for (size_t i = 0; i < N; ++i) sums[0][i] = zero();
     for (size_t b = 0; b < p.width / BLOCK; ++b) {
+      fetch(data + Packed<Q>::at(b), Packed<Q>::BLOCK_BYTES);
       Ready<Q> ready;
       get_ready(data, b, ready);
       const Ready<Q>* const one[1] = {&ready};
@@ -147,7 +162,7 @@ struct Coded {
   struct Spanned {
     const PanelProduct& p;
     size_t panel, first, last;
-    const Ready<Q> (&ready)[P][SPAN];
+    const Ready<Q> (&ready)[P][DEPTH];
 
     template <size_t N>
     void rows(size_t row) const {
@@ -167,16 +182,14 @@ struct Coded {
     }
 
     void run() const {
-      size_t row = 0;
-      for (; row + ROWS <= p.rows; row += ROWS) rows<ROWS>(row);
-      last_rows<ROWS>(p.rows - row, [&]<size_t N>(Count<N>) { rows<N>(row); });
+      by_tiles(p.rows, [&]<size_t N>(Count<N>, size_t row) { rows<N>(row); });
     }
   };
 
   template <size_t P>
   static void many(const PanelProduct& p, size_t panel) {
-    const size_t blocks = p.width / BLOCK, spans = (blocks + SPAN - 1) / SPAN;
-    Ready<Q> ready[P][SPAN];
+    const size_t blocks = p.width / BLOCK, spans = (blocks + DEPTH - 1) / DEPTH;
+    Ready<Q> ready[P][DEPTH];
     for (size_t s = 0; s < spans; ++s) {
       const size_t first = blocks * s / spans, last = blocks * (s + 1) / spans;
       for (size_t j = 0; j < P; ++j)
@@ -190,7 +203,7 @@ struct Coded {
     size_t panel = 0;
     if (p.rows <= FEW) {
       for (; panel < panels; ++panel)
-        last_rows<FEW + 1>(p.rows, [&]<size_t N>(Count<N>) { rows<N>(p, panel, 0); });
+        by_tiles(p.rows, [&]<size_t N>(Count<N>, size_t row) { rows<N>(p, panel, row); });
       return;
     }
     for (; panel + PANELS <= panels; panel += PANELS) many<PANELS>(p, panel);
@@ -237,9 +250,7 @@ struct Plain {
 
   static void product(const PanelProduct& p) {
     for (size_t panel = 0; panel * LANES < p.columns; ++panel) {
-      size_t row = 0;
-      for (; row + ROWS <= p.rows; row += ROWS) rows<ROWS>(p, panel, row);
-      last_rows<ROWS>(p.rows - row, [&]<size_t N>(Count<N>) { rows<N>(p, panel, row); });
+      by_tiles(p.rows, [&]<size_t N>(Count<N>, size_t row) { rows<N>(p, panel, row); });
     }
   }
 };

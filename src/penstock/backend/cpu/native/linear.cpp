@@ -9,6 +9,7 @@ namespace {
 constexpr size_t CHUNK_ROWS = 96;      // their codes stay in the second-level cache while panels pass
 constexpr size_t CHUNK_BYTES = 32768;  // of weights: long enough to be worth taking, short enough to share out
 constexpr size_t CHUNKS_PER_WORKER = 16;
+constexpr size_t TILE_PANELS = 2;  // what kernels like to take at once
 
 size_t divide_up(size_t a, size_t b) { return (a + b - 1) / b; }
 
@@ -20,7 +21,8 @@ struct Grid {
   Grid(const Weight& weight, size_t rows, unsigned workers) {
     const size_t panel_bytes = std::max<size_t>(1, weight.bytes() / weight.panels());
     const size_t most = size_t(workers) * CHUNKS_PER_WORKER;
-    panels = std::max({size_t(1), CHUNK_BYTES / panel_bytes, divide_up(weight.panels(), most)});
+    panels = std::max(CHUNK_BYTES / panel_bytes, divide_up(weight.panels(), most));
+    panels = divide_up(panels, TILE_PANELS) * TILE_PANELS;
     groups = divide_up(weight.panels(), panels);
     bands = divide_up(rows, CHUNK_ROWS);
   }
