@@ -93,7 +93,7 @@ def test_attention_over_f32_kv_is_exact_to_rounding(case: Case, isa: str):
 def test_products_of_many_rows_equal_those_of_one(format: str, rows: int, isa: str):
     """The loops for several rows at a time must add up in the order of the one for a single row."""
     rng = np.random.default_rng(rows)
-    weight, inputs = random_tensor(rng, format, 33, 256), random_tensor(rng, "F32", rows, 256)
+    weight, inputs = random_tensor(rng, format, 49, 1024), random_tensor(rng, "F32", rows, 1024)
 
     class Model:
         def __init__(self, backend: CpuBackend) -> None:
@@ -110,14 +110,19 @@ def test_products_of_many_rows_equal_those_of_one(format: str, rows: int, isa: s
 
 
 @pytest.mark.parametrize("isa", isas())
-@pytest.mark.parametrize(("block_size", "window"), [(16, 0), (16, 20), (5, 0), (48, 0)])
-def test_a_row_is_bitwise_the_same_in_any_batch_chunking_and_thread_count(isa: str, block_size: int, window: int):
+@pytest.mark.parametrize(
+    ("block_size", "window", "formats"),
+    [(16, 0, MIXED), (16, 20, MIXED), (5, 0, MIXED), (48, 0, MIXED), (16, 0, ("Q4_1",)), (16, 0, ("Q8_0",))],
+)
+def test_a_row_is_bitwise_the_same_in_any_batch_chunking_and_thread_count(
+    isa: str, block_size: int, window: int, formats: Sequence[str]
+):
     spec = replace(SPEC, attn=replace(SPEC.attn, window=window))
     prompts = [prompt(length, seed) for seed, length in enumerate((150, 1, 33, 17, 70))]
-    alone = loaded(CpuBackend(1, isa=isa), spec=spec)
+    alone = loaded(CpuBackend(1, isa=isa), formats, spec)
     wanted = [logits_alone(alone, tokens, block_size) for tokens in prompts]
     for seed, (threads, longest) in enumerate([(1, 7), (2, 40), (3, 200), (9, 1)]):
-        backend = loaded(CpuBackend(threads, isa=isa), spec=spec)
+        backend = loaded(CpuBackend(threads, isa=isa), formats, spec)
         backend.reserve_kv(blocks_for(prompts, block_size), block_size)
         for chunks in random_steps(np.random.default_rng(seed), prompts, block_size, longest):
             parts = [wanted[chunk.slot][chunk.start : chunk.start + len(chunk.tokens)] for chunk in chunks]
@@ -133,6 +138,20 @@ def test_a_model_of_many_formats_follows_the_reference(isa: str):
         loaded(backend).reserve_kv(SPEC.vocab, 16)
         answers.append(backend.logits(greedy_batch(chunks)))
     assert difference(*answers) <= BYTE
+
+
+@pytest.mark.parametrize("isa", isas())
+@pytest.mark.parametrize("format", ["Q4_1", "Q8_0", "F16"])
+@pytest.mark.parametrize("rows", [1, 5, 40])
+def test_a_product_and_its_gate_at_once_give_what_they_give_apart(
+    rows: int, format: str, isa: str, monkeypatch: pytest.MonkeyPatch
+):
+    batch = greedy_batch([Chunk(prompt(rows, 3), 0, range(3))])
+    at_once, apart = (CpuBackend(2, isa=isa) for _ in range(2))
+    loaded(at_once, [format]).reserve_kv(3, 16)
+    monkeypatch.setattr("penstock.backend.cpu.record.gate_products", lambda nodes, answer: nodes)
+    loaded(apart, [format]).reserve_kv(3, 16)
+    assert np.array_equal(at_once.logits(batch), apart.logits(batch))
 
 
 def test_large_weights_are_packed_by_several_threads():
@@ -316,6 +335,7 @@ def test_a_program_checks_its_buffers_when_built():
         lambda: program.linear(narrow, plain, narrow),
         lambda: program.linear(wide, plain, sampled),
         lambda: program.linear(wide, quantized, narrow),
+        lambda: program.linear(wide, plain, narrow, gated=True),
         lambda: program.embed(plain, narrow),
         lambda: program.add_norm(wide, None, gain[:9].copy(), 1e-5, wide, None),
         lambda: program.add_norm(wide, None, gain, 1e-5, wide, None),

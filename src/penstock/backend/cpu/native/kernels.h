@@ -11,9 +11,13 @@ namespace penstock {
 inline constexpr size_t TILE = 16;    // positions whose keys are computed with at once
 inline constexpr size_t SPAN = 128;   // positions over which one softmax step runs
 
-// y[r][0..columns] = x[r] . each row of consecutive packed panels (+ bias), for rows r of x.
+inline constexpr size_t BAND = 96;  // rows for which panels are made ready at once
+
+// y[r][0..columns] = x[r] . each row of consecutive packed panels (+ bias), for up to BAND rows r of x.
+// Given partners (of quantized formats, without bias): silu(x[r] . row of the panels) * (x[r] . row of the partners).
 struct PanelProduct {
   const std::byte* panels;
+  const std::byte* partners;  // or null
   size_t panel_bytes;
   size_t width;
   const std::byte* x;  // [rows] of floats, or of CodeBlocks for quantized formats

@@ -16,6 +16,24 @@
 namespace penstock {
 namespace {
 
+// ---- functions ----
+
+// e^x for x <= 88: 2^n * e^r with |r| <= ln(2) / 2, and 0 where the result would not be a normal number.
+inline F exp(F x) {
+  constexpr float LN2_HIGH = 0.693359375f, LN2_LOW = -2.12194440e-4f;
+  constexpr float FACTORS[] = {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f};
+  const F bounded = max(x, all(-100.0f));
+  const F n = round(mul(bounded, all(1.44269504f)));
+  const F r = fma(n, all(-LN2_LOW), fma(n, all(-LN2_HIGH), bounded));
+  F power = all(1.0f / 5040);
+  for (float factor : FACTORS) power = fma(power, r, all(factor));
+  return zero_below(times_pow2(power, n), x, -87.0f);
+}
+
+inline F silu(F x) { return div(x, add(all(1.0f), exp(min(sub(zero(), x), all(88.0f))))); }
+
+inline size_t at_most(size_t value, size_t limit) { return value < limit ? value : limit; }
+
 // ---- products with packed panels ----
 
 template <size_t N>
@@ -32,12 +50,12 @@ inline void with_count(size_t rows, size_t row, With with) {
   }
 }
 
-// Calls with(Count<n>, row) for tiles of up to ROWS rows, of nearly equal size.
-template <class With>
+// Calls with(Count<n>, row) for tiles of up to MOST rows, of nearly equal size.
+template <size_t MOST, class With>
 inline void by_tiles(size_t rows, With with) {
-  const size_t tiles = (rows + ROWS - 1) / ROWS;
+  const size_t tiles = (rows + MOST - 1) / MOST;
   for (size_t i = 0; i < tiles; ++i)
-    with_count<ROWS>(rows * (i + 1) / tiles - rows * i / tiles, rows * i / tiles, with);
+    with_count<MOST>(rows * (i + 1) / tiles - rows * i / tiles, rows * i / tiles, with);
 }
 
 // One panel's block of 32 as the loops use it: an integer dot product, then one multiply-add for each scale.
@@ -106,21 +124,11 @@ inline void add_block(const Ready<Q>* const (&ready)[P], const CodeBlock* const 
   }
 }
 
-inline size_t at_most(size_t value, size_t limit) { return value < limit ? value : limit; }
-
-// Where tiles of results go. Sums may be put aside there between spans of the width.
-struct Tile {
-  const PanelProduct& p;
-  size_t panel, row;
-
-  float* at(size_t i) const { return p.y + (row + i) * p.y_stride + panel * LANES; }
-  size_t lanes() const { return at_most(p.columns - panel * LANES, LANES); }
-  F start(size_t i, bool first) const { return first ? zero() : load_some(at(i), lanes()); }
-  void finish(size_t i, F sums, bool last) const {
-    if (last && p.bias) sums = add(sums, load_some(p.bias + panel * LANES, lanes()));
-    store_some(at(i), sums, lanes());
-  }
-};
+inline void finish(const PanelProduct& p, size_t panel, size_t row, F sums) {
+  const size_t column = panel * LANES, lanes = at_most(p.columns - column, LANES);
+  if (p.bias) sums = add(sums, load_some(p.bias + column, lanes));
+  store_some(p.y + row * p.y_stride + column, sums, lanes);
+}
 
 // Asks for memory that will be read soon. Panels follow each other, so what follows a block is the next to be read.
 inline void fetch(const std::byte* block, size_t bytes) {
@@ -128,88 +136,114 @@ inline void fetch(const std::byte* block, size_t bytes) {
   UNROLL for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch(block + AHEAD + i);
 }
 
-template <class Q>
+// Products with P panels at a time: P neighbours, or (GATED) a panel and its partner.
+template <class Q, size_t P, bool GATED>
 struct Coded {
+  static constexpr size_t MOST_ROWS = P > PANELS ? ROWS / P : ROWS;
   static constexpr size_t DEPTH = 24;  // blocks: what is ready of them and the rows of a tile fit the first-level cache
-  static constexpr size_t FEW = ROWS;
+
+  const PanelProduct& p;
+  size_t panel;
+
+  const std::byte* data(size_t j) const {
+    return GATED ? (j ? p.partners : p.panels) + panel * p.panel_bytes : p.panels + (panel + j) * p.panel_bytes;
+  }
 
   template <size_t N>
-  static void rows_of(const PanelProduct& p, size_t row, const CodeBlock* (&x)[N]) {
+  void rows_from(size_t row, const CodeBlock* (&x)[N]) const {
     UNROLL for (size_t i = 0; i < N; ++i) x[i] = (const CodeBlock*)(p.x + (row + i) * p.x_stride);
+  }
+
+  template <size_t N>
+  void finish_tile(size_t row, const F (&sums)[P][N]) const {
+    UNROLL for (size_t i = 0; i < N; ++i) {
+      if constexpr (GATED)
+        finish(p, panel, row + i, mul(silu(sums[0][i]), sums[1][i]));
+      else
+        UNROLL for (size_t j = 0; j < P; ++j) finish(p, panel + j, row + i, sums[j][i]);
+    }
   }
 
   // Few rows: a block is made ready in registers, so that a panel is read once and nothing is written.
   template <size_t N>
-  static void rows(const PanelProduct& p, size_t panel, size_t row) {
-    const Tile tile = {p, panel, row};
-    const std::byte* data = p.panels + panel * p.panel_bytes;
+  void few(size_t row) const {
     const CodeBlock* x[N];
-    F sums[1][N];
-    rows_of(p, row, x);
-    UNROLL for (size_t i = 0; i < N; ++i) sums[0][i] = zero();
+    F sums[P][N];
+    rows_from(row, x);
+    UNROLL for (size_t j = 0; j < P; ++j)
+      UNROLL for (size_t i = 0; i < N; ++i) sums[j][i] = zero();
     for (size_t b = 0; b < p.width / BLOCK; ++b) {
-      fetch(data + Packed<Q>::at(b), Packed<Q>::BLOCK_BYTES);
-      Ready<Q> ready;
-      get_ready(data, b, ready);
-      const Ready<Q>* const one[1] = {&ready};
-      add_block(one, x, b, sums);
+      Ready<Q> ready[P];
+      const Ready<Q>* at[P];
+      UNROLL for (size_t j = 0; j < P; ++j) {
+        fetch(data(j) + Packed<Q>::at(b), Packed<Q>::BLOCK_BYTES);
+        get_ready(data(j), b, ready[j]);
+        at[j] = &ready[j];
+      }
+      add_block(at, x, b, sums);
     }
-    UNROLL for (size_t i = 0; i < N; ++i) tile.finish(i, sums[0][i], true);
+    finish_tile(row, sums);
   }
 
-  // Many rows: P panels are made ready once for all of them, a span of blocks at a time.
-  template <size_t P>
-  struct Spanned {
-    const PanelProduct& p;
-    size_t panel, first, last;
-    const Ready<Q> (&ready)[P][DEPTH];
+  void few_rows() const {
+    by_tiles<MOST_ROWS>(p.rows, [&]<size_t N>(Count<N>, size_t row) { few<N>(row); });
+  }
 
-    template <size_t N>
-    void rows(size_t row) const {
-      const CodeBlock* x[N];
-      F sums[P][N];
-      rows_of(p, row, x);
-      UNROLL for (size_t i = 0; i < N; ++i)
-        UNROLL for (size_t j = 0; j < P; ++j) sums[j][i] = Tile{p, panel + j, row}.start(i, first == 0);
-      for (size_t b = first; b < last; ++b) {
-        const Ready<Q>* at[P];
-        UNROLL for (size_t j = 0; j < P; ++j) at[j] = &ready[j][b - first];
-        add_block(at, x, b, sums);
-      }
-      UNROLL for (size_t i = 0; i < N; ++i)
-        UNROLL for (size_t j = 0; j < P; ++j)
-          Tile{p, panel + j, row}.finish(i, sums[j][i], last == p.width / BLOCK);
-    }
-
-    void run() const {
-      by_tiles(p.rows, [&]<size_t N>(Count<N>, size_t row) { rows<N>(row); });
-    }
+  // Many rows: the panels are made ready once for all of them, a span of blocks at a time. Between spans the sums of a
+  // row are put aside.
+  struct Span {
+    size_t first, last;
+    Ready<Q> ready[P][DEPTH];
+    F aside[BAND][P];
   };
 
-  template <size_t P>
-  static void many(const PanelProduct& p, size_t panel) {
-    const size_t blocks = p.width / BLOCK, spans = (blocks + DEPTH - 1) / DEPTH;
-    Ready<Q> ready[P][DEPTH];
-    for (size_t s = 0; s < spans; ++s) {
-      const size_t first = blocks * s / spans, last = blocks * (s + 1) / spans;
-      for (size_t j = 0; j < P; ++j)
-        for (size_t b = first; b < last; ++b) get_ready(p.panels + (panel + j) * p.panel_bytes, b, ready[j][b - first]);
-      Spanned<P>{p, panel, first, last, ready}.run();
+  template <size_t N>
+  void some(size_t row, Span& span) const {
+    const CodeBlock* x[N];
+    F sums[P][N];
+    rows_from(row, x);
+    UNROLL for (size_t j = 0; j < P; ++j)
+      UNROLL for (size_t i = 0; i < N; ++i) sums[j][i] = span.first ? span.aside[row + i][j] : zero();
+    for (size_t b = span.first; b < span.last; ++b) {
+      const Ready<Q>* at[P];
+      UNROLL for (size_t j = 0; j < P; ++j) at[j] = &span.ready[j][b - span.first];
+      add_block(at, x, b, sums);
     }
+    if (span.last == p.width / BLOCK) return finish_tile(row, sums);
+    UNROLL for (size_t j = 0; j < P; ++j)
+      UNROLL for (size_t i = 0; i < N; ++i) span.aside[row + i][j] = sums[j][i];
   }
 
-  static void product(const PanelProduct& p) {
-    const size_t panels = (p.columns + LANES - 1) / LANES;
-    size_t panel = 0;
-    if (p.rows <= FEW) {
-      for (; panel < panels; ++panel)
-        by_tiles(p.rows, [&]<size_t N>(Count<N>, size_t row) { rows<N>(p, panel, row); });
-      return;
+  void many_rows() const {
+    const size_t blocks = p.width / BLOCK, spans = (blocks + DEPTH - 1) / DEPTH;
+    Span span;
+    for (size_t s = 0; s < spans; ++s) {
+      span.first = blocks * s / spans;
+      span.last = blocks * (s + 1) / spans;
+      for (size_t j = 0; j < P; ++j)
+        for (size_t b = span.first; b < span.last; ++b) get_ready(data(j), b, span.ready[j][b - span.first]);
+      by_tiles<MOST_ROWS>(p.rows, [&]<size_t N>(Count<N>, size_t row) { some<N>(row, span); });
     }
-    for (; panel + PANELS <= panels; panel += PANELS) many<PANELS>(p, panel);
-    for (; panel < panels; ++panel) many<1>(p, panel);
   }
 };
+
+template <class Q>
+void coded_product(const PanelProduct& p) {
+  const size_t panels = (p.columns + LANES - 1) / LANES;
+  const bool few = p.rows <= ROWS;
+  size_t panel = 0;
+  if (p.partners)
+    for (; panel < panels; ++panel) {
+      const Coded<Q, 2, true> pair = {p, panel};
+      few ? pair.few_rows() : pair.many_rows();
+    }
+  if (!few)
+    for (; panel + PANELS <= panels; panel += PANELS) Coded<Q, PANELS, false>{p, panel}.many_rows();
+  for (; panel < panels; ++panel) {
+    const Coded<Q, 1, false> one = {p, panel};
+    few ? one.few_rows() : one.many_rows();
+  }
+}
 
 struct F32 {
   using Value = float;
@@ -245,12 +279,12 @@ struct Plain {
     }
     if (k < p.width)
       UNROLL for (size_t i = 0; i < N; ++i) even[i] = fma(Float::load(values + k * 16), all(x[i][k]), even[i]);
-    UNROLL for (size_t i = 0; i < N; ++i) Tile{p, panel, row}.finish(i, add(even[i], odd[i]), true);
+    UNROLL for (size_t i = 0; i < N; ++i) finish(p, panel, row + i, add(even[i], odd[i]));
   }
 
   static void product(const PanelProduct& p) {
     for (size_t panel = 0; panel * LANES < p.columns; ++panel) {
-      by_tiles(p.rows, [&]<size_t N>(Count<N>, size_t row) { rows<N>(p, panel, row); });
+      by_tiles<ROWS>(p.rows, [&]<size_t N>(Count<N>, size_t row) { rows<N>(p, panel, row); });
     }
   }
 };
@@ -299,23 +333,10 @@ void add_norm(const float* x, const float* residual, const float* gain, float ep
   });
 }
 
-// e^x for x <= 88: 2^n * e^r with |r| <= ln(2) / 2, and 0 where the result would not be a normal number.
-inline F exp(F x) {
-  constexpr float LN2_HIGH = 0.693359375f, LN2_LOW = -2.12194440e-4f;
-  constexpr float FACTORS[] = {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f};
-  const F bounded = max(x, all(-100.0f));
-  const F n = round(mul(bounded, all(1.44269504f)));
-  const F r = fma(n, all(-LN2_LOW), fma(n, all(-LN2_HIGH), bounded));
-  F power = all(1.0f / 5040);
-  for (float factor : FACTORS) power = fma(power, r, all(factor));
-  return zero_below(times_pow2(power, n), x, -87.0f);
-}
-
 void gate(const float* x, size_t hidden, float* out) {
   by_lanes(hidden, [&](size_t i, size_t n) {
     const F left = load_some(x + i, n), right = load_some(x + hidden + i, n);
-    const F silu = div(left, add(all(1.0f), exp(min(sub(zero(), left), all(88.0f)))));
-    store_some(out + i, mul(silu, right), n);
+    store_some(out + i, mul(silu(left), right), n);
   });
 }
 
@@ -419,7 +440,7 @@ struct Kv {
 template <class... Q>
 constexpr Kernels table(Types<Q...>) {
   return {
-      {Plain<F32>::product, Plain<F16>::product, Plain<BF16>::product, Coded<Q>::product...},
+      {Plain<F32>::product, Plain<F16>::product, Plain<BF16>::product, coded_product<Q>...},
       quantize,
       add_norm,
       gate,

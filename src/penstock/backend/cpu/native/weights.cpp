@@ -229,6 +229,11 @@ void Weight::set_bias(std::vector<float> bias) {
   bias_ = std::move(bias);
 }
 
+bool Weight::gateable() const {
+  return parts_.size() == 2 && coded_ && parts_[0].format == parts_[1].format && parts_[0].rows == parts_[1].rows &&
+         bias_.empty();
+}
+
 Run Weight::panels(size_t first, size_t most) const {
   const Part* part = parts_.data();
   for (; first >= part->panels; ++part) first -= part->panels;

@@ -46,6 +46,7 @@ class Weight {
   size_t panels() const { return panels_; }
   size_t bytes() const { return bytes_; }
   bool coded() const { return coded_; }  // some part is multiplied with quantized activations
+  bool gateable() const;                 // two halves of which each panel of one has a partner in the other
   Run panels(size_t first, size_t most) const;  // those from `first` on that lie in one part
   const float* bias(size_t column) const { return bias_.empty() ? nullptr : bias_.data() + column; }
   void read_row(size_t row, float* out) const;  // its values
