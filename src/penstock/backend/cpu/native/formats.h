@@ -70,7 +70,6 @@ struct Quantized {
   static constexpr int LOW = LOW_, HIGH = HIGH_, ZERO = ZERO_;
   static constexpr bool MINIMA = MINIMA_;
   static constexpr Scale SCALE = SCALE_;
-  static constexpr const int8_t* TABLE = nullptr;
 };
 
 struct Q4_0 : Quantized<32, 18, 4, 0, false, 8, Scale::HALF> {

@@ -5,6 +5,8 @@
 //
 // The order in which a row's values are added up depends on the shape of the weight alone, never on how many rows
 // there are: a row's result is the same in any batch.
+#include <utility>
+
 #include "kernels.h"
 
 #if defined(__clang__)
@@ -72,7 +74,7 @@ inline Codes codes_of(const std::byte* block) {
   Codes codes = field<GROUP / Q::LOW * Q::LOW, Q::LOW>(load_codes(block + GROUP % Q::LOW * 64));
   if constexpr (Q::HIGH)
     codes = join<Q::LOW>(codes, field<GROUP / HIGH * HIGH, HIGH>(load_codes(block + Packed<Q>::HIGH + GROUP % HIGH * 64)));
-  if constexpr (Q::TABLE != nullptr) return centered(lookup(codes, Q::TABLE), 0);
+  if constexpr (requires { Q::TABLE; }) return centered(lookup(codes, Q::TABLE), 0);
   return Q::MINIMA ? codes : centered(codes, Q::ZERO);
 }
 
@@ -84,19 +86,17 @@ inline F factor(const std::byte* head, const std::byte* own, size_t group) {
   return Q::SCALE == Scale::HALF ? load(bits) : load_bfloat(bits);
 }
 
+template <class Q, int... GROUP>
+inline void get_codes(const std::byte* block, Codes (&codes)[8], std::integer_sequence<int, GROUP...>) {
+  ((codes[GROUP] = codes_of<Q, GROUP>(block)), ...);
+}
+
 template <class Q>
 inline void get_ready(const std::byte* panel, size_t b, Ready<Q>& ready) {
   using P = Packed<Q>;
   const std::byte* head = panel + P::head(b);
   const std::byte* block = panel + P::at(b);
-  ready.codes[0] = codes_of<Q, 0>(block);
-  ready.codes[1] = codes_of<Q, 1>(block);
-  ready.codes[2] = codes_of<Q, 2>(block);
-  ready.codes[3] = codes_of<Q, 3>(block);
-  ready.codes[4] = codes_of<Q, 4>(block);
-  ready.codes[5] = codes_of<Q, 5>(block);
-  ready.codes[6] = codes_of<Q, 6>(block);
-  ready.codes[7] = codes_of<Q, 7>(block);
+  get_codes<Q>(block, ready.codes, std::make_integer_sequence<int, 8>{});
   UNROLL for (size_t h = 0; h < Q::GROUPS; ++h) {
     ready.scale[h] = factor<Q>(head, block + P::SCALES, h);
     if constexpr (Q::MINIMA) ready.minimum[h] = factor<Q>(head + LANES * 2, block + P::MINIMA, h);

@@ -120,7 +120,7 @@ struct QuantizedRow {
   }
 
   static float factor(const std::byte* head, const std::byte* own, size_t at) {
-    if constexpr (BYTE_SCALES) return from_half(uint16_t(word16(head))) * float(int8_t(own[at]));
+    if constexpr (BYTE_SCALES) return from_half(word16(head)) * float(int8_t(own[at]));
     const uint16_t bits = word16(own + at * 2);
     return Q::SCALE == Scale::HALF ? from_half(bits) : from_bfloat(bits);
   }
@@ -132,8 +132,10 @@ struct QuantizedRow {
   }
 
   static int number(uint8_t code) {
-    if constexpr (Q::TABLE != nullptr) return Q::TABLE[code];
-    return (Q::LOW == 8 ? int8_t(code) : code) - Q::ZERO;
+    if constexpr (requires { Q::TABLE; })
+      return Q::TABLE[code];
+    else
+      return (Q::LOW == 8 ? int8_t(code) : code) - Q::ZERO;
   }
 };
 
