@@ -20,6 +20,9 @@ class Weight:
     @property
     def coded(self) -> bool:
         """Whether what it is multiplied with must lie in a coded buffer."""
+    @property
+    def gateable(self) -> bool:
+        """Whether a product with it can be gated at once: two equal halves of one quantized format, without a bias."""
 
 class Program:
     """Phases over numbered buffers. Ops are added in the order in which they run; each writes `out`."""
@@ -31,7 +34,7 @@ class Program:
     def add_norm(
         self, x: int, residual: int | None, gain: NDArray[np.float32], eps: float, out: int, total: int | None
     ) -> None: ...
-    def linear(self, x: int, weight: Weight, out: int) -> None: ...
+    def linear(self, x: int, weight: Weight, out: int, gated: bool = False) -> None: ...
     def attend(
         self,
         qkv: int,

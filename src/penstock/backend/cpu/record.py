@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -30,6 +32,8 @@ class Node:
     outputs: tuple[Value, ...]
     emit: Callable[..., None]
     in_place: bool = False  # the last output may take the last input's buffer
+    emit_gated: Callable[..., None] | None = None  # adds it together with a gate that follows
+    gates: bool = False
 
 
 @dataclass(slots=True)
@@ -65,7 +69,12 @@ class Recorder:
         out = self._value(x.symbol, weight.rows)
         if weight.coded:
             self.coded.add(x.id)
-        self._add((x,), (out,), lambda x, out: self.program.linear(x, weight, out))
+
+        def emit(x: int, out: int, gated: bool = False) -> None:
+            self.program.linear(x, weight, out, gated)
+
+        emit_gated = partial(emit, gated=True) if weight.gateable else None
+        self.nodes.append(Node((x,), (out,), emit, emit_gated=emit_gated))
         return out
 
     def attend(self, layer: int, qkv: Value, spec: AttentionSpec) -> Value:
@@ -93,7 +102,7 @@ class Recorder:
         if act != "silu":
             raise UnsupportedModel(f"the activation {act!r} is not supported; supported: silu")
         out = self._value(x.symbol, x.width // 2)
-        self._add((x,), (out,), lambda x, out: self.program.gate(x, out))
+        self.nodes.append(Node((x,), (out,), self.program.gate, gates=True))
         return out
 
     def take_sampled(self, x: Value) -> Value:
@@ -158,10 +167,24 @@ class Layout:
         return value.symbol, value.width, value.id in self._coded
 
 
+def gate_products(nodes: list[Node], answer: Value) -> list[Node]:
+    """A product that only the gate after it reads is gated at once, and is never written."""
+    readers = Counter([answer.id, *(value.id for node in nodes for value in node.inputs)])
+    kept: list[Node] = []
+    for node in nodes:
+        before = kept[-1] if kept else node
+        if node.gates and before.emit_gated and before.outputs == node.inputs and readers[node.inputs[0].id] == 1:
+            kept[-1] = Node(before.inputs, node.outputs, before.emit_gated)
+        else:
+            kept.append(node)
+    return kept
+
+
 def record(model: Model, program: Program) -> Value:
     """Adds the model's forward pass to the program; returns what it answers."""
     recorder = Recorder(program)
     answer: Value = model.forward(recorder)
+    recorder.nodes = gate_products(recorder.nodes, answer)
     layout = Layout(recorder, answer)
     for index, node in enumerate(recorder.nodes):
         layout.emit(index, node)

@@ -1,40 +1,240 @@
-// How values are stored: weights as they lie in a checkpoint, activations as the integer kernels read them.
+// How values are stored: weights as they lie in a checkpoint and packed, activations as the integer kernels read them.
+//
+// A quantized weight is made of blocks of 32 values of a row. A format says, in one struct, what a storage block of a
+// checkpoint holds and how its parts combine; packing and every kernel follow from it.
+//   value = scale * number + minimum, where
+//   number = code - ZERO, or TABLE[code]; a code has LOW + HIGH bits
+//   scale = d, or d * its own byte; minimum = 0, m, or m * its own byte; GROUPS of each in a block
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 
 namespace penstock {
 
-enum class Format : uint8_t { F32, F16, BF16, Q4_0, Q4_1, Q8_0 };
-inline constexpr size_t FORMATS = 6;
+inline constexpr size_t BLOCK = 32;
+inline constexpr size_t LANES = 16;  // rows of a panel
 
-inline constexpr size_t BLOCK = 32;  // values that share a scale
-
-struct BlockQ4_0 {  // value j is d * (nibble - 8); byte j holds values j and j + 16
-  uint16_t d;
-  uint8_t q[16];
-};
-static_assert(sizeof(BlockQ4_0) == 18);
-
-struct BlockQ4_1 {  // value j is d * nibble + m
-  uint16_t d, m;
-  uint8_t q[16];
-};
-static_assert(sizeof(BlockQ4_1) == 20);
-
-struct BlockQ8_0 {  // value j is d * q[j]
-  uint16_t d;
-  int8_t q[32];
-};
-static_assert(sizeof(BlockQ8_0) == 34);
-
-struct CodeBlock {  // 32 activations: scale * q[j]
+// 32 activations: scale * q[j]. Sums are those of the first half, of the second, and of all.
+struct alignas(64) CodeBlock {
   float scale;
-  float sum;       // scale * sum(q): what a minimum of the weights is multiplied by
-  int32_t offset;  // -128 * sum(q): undoes weights stored 128 too high
+  float sum[3];       // scale * sum(q): what a minimum of the weights is multiplied by
+  int32_t offset[3];  // -128 * sum(q): undoes weights stored 128 too high
+  int32_t unused;
   int8_t q[32];
 };
-static_assert(sizeof(CodeBlock) == 44);
+static_assert(sizeof(CodeBlock) == 64);
+
+// What a storage block holds, taken apart. Unused parts are zero.
+struct Parts {
+  uint16_t d, m;
+  int8_t scales[16], minima[16];
+  uint8_t codes[256];
+};
+
+namespace read {
+
+inline uint16_t half(const uint8_t* p) { return uint16_t(p[0] | p[1] << 8); }
+
+// Fields of `bits` bits of n bytes: all the lowest, then all the next ones; added to the codes `shift` bits up.
+inline void fields(const uint8_t* p, size_t n, int bits, uint8_t* codes, int shift = 0) {
+  for (int from = 0; from < 8; from += bits, codes += n)
+    for (size_t j = 0; j < n; ++j) codes[j] |= uint8_t((p[j] >> from & ((1 << bits) - 1)) << shift);
+}
+
+inline void fields_of_runs(const uint8_t* p, size_t runs, size_t n, int bits, uint8_t* codes, int shift = 0) {
+  for (size_t i = 0; i < runs; ++i) fields(p + i * n, n, bits, codes + i * n * 8 / size_t(bits), shift);
+}
+
+// 8 scales and 8 minima of 6 bits: four of each in bytes 0-3 and 4-7, the others in the nibbles of bytes 8-11 and the
+// top bits of the first eight.
+inline void six_bit_pairs(const uint8_t* p, Parts& parts) {
+  for (int i = 0; i < 4; ++i) {
+    parts.scales[i] = int8_t(p[i] & 63);
+    parts.minima[i] = int8_t(p[i + 4] & 63);
+    parts.scales[i + 4] = int8_t((p[i + 8] & 15) | p[i] >> 6 << 4);
+    parts.minima[i + 4] = int8_t(p[i + 8] >> 4 | p[i + 4] >> 6 << 4);
+  }
+}
+
+inline uint16_t negative(uint16_t half) { return half ^ 0x8000; }
+
+}  // namespace read
+
+enum class Scale : uint8_t { HALF, BFLOAT, HALF_TIMES_BYTE };
+
+template <size_t VALUES_, size_t BYTES_, int LOW_, int HIGH_, bool MINIMA_, int ZERO_, Scale SCALE_, size_t GROUPS_ = 1>
+struct Quantized {
+  static constexpr size_t VALUES = VALUES_, BYTES = BYTES_, GROUPS = GROUPS_;  // of a storage block; of 32 values
+  static constexpr int LOW = LOW_, HIGH = HIGH_, ZERO = ZERO_;
+  static constexpr bool MINIMA = MINIMA_;
+  static constexpr Scale SCALE = SCALE_;
+};
+
+struct Q4_0 : Quantized<32, 18, 4, 0, false, 8, Scale::HALF> {
+  static constexpr const char* NAME = "Q4_0";
+  static void take(const uint8_t* p, Parts& parts) {
+    parts.d = read::half(p);
+    read::fields(p + 2, 16, 4, parts.codes);
+  }
+};
+
+struct Q4_1 : Quantized<32, 20, 4, 0, true, 0, Scale::HALF> {
+  static constexpr const char* NAME = "Q4_1";
+  static void take(const uint8_t* p, Parts& parts) {
+    parts.d = read::half(p);
+    parts.m = read::half(p + 2);
+    read::fields(p + 4, 16, 4, parts.codes);
+  }
+};
+
+struct Q5_0 : Quantized<32, 22, 4, 1, false, 16, Scale::HALF> {
+  static constexpr const char* NAME = "Q5_0";
+  static void take(const uint8_t* p, Parts& parts) {
+    parts.d = read::half(p);
+    read::fields_of_runs(p + 2, 4, 1, 1, parts.codes, 4);
+    read::fields(p + 6, 16, 4, parts.codes);
+  }
+};
+
+struct Q5_1 : Quantized<32, 24, 4, 1, true, 0, Scale::HALF> {
+  static constexpr const char* NAME = "Q5_1";
+  static void take(const uint8_t* p, Parts& parts) {
+    parts.d = read::half(p);
+    parts.m = read::half(p + 2);
+    read::fields_of_runs(p + 4, 4, 1, 1, parts.codes, 4);
+    read::fields(p + 8, 16, 4, parts.codes);
+  }
+};
+
+struct Q8_0 : Quantized<32, 34, 8, 0, false, 0, Scale::HALF> {
+  static constexpr const char* NAME = "Q8_0";
+  static void take(const uint8_t* p, Parts& parts) {
+    parts.d = read::half(p);
+    std::memcpy(parts.codes, p + 2, 32);
+  }
+};
+
+struct Q2_K : Quantized<256, 84, 2, 0, true, 0, Scale::HALF_TIMES_BYTE, 2> {
+  static constexpr const char* NAME = "Q2_K";
+  static void take(const uint8_t* p, Parts& parts) {
+    for (int i = 0; i < 16; ++i) {
+      parts.scales[i] = int8_t(p[i] & 15);
+      parts.minima[i] = int8_t(p[i] >> 4);
+    }
+    read::fields_of_runs(p + 16, 2, 32, 2, parts.codes);
+    parts.d = read::half(p + 80);
+    parts.m = read::negative(read::half(p + 82));
+  }
+};
+
+struct Q3_K : Quantized<256, 110, 2, 1, false, 4, Scale::HALF_TIMES_BYTE, 2> {
+  static constexpr const char* NAME = "Q3_K";
+  static void take(const uint8_t* p, Parts& parts) {
+    uint8_t scales[16] = {};
+    read::fields(p, 32, 1, parts.codes, 2);
+    read::fields_of_runs(p + 32, 2, 32, 2, parts.codes);
+    read::fields(p + 96, 8, 4, scales);
+    read::fields(p + 104, 4, 2, scales, 4);
+    for (int i = 0; i < 16; ++i) parts.scales[i] = int8_t(scales[i] - 32);
+    parts.d = read::half(p + 108);
+  }
+};
+
+struct Q4_K : Quantized<256, 144, 4, 0, true, 0, Scale::HALF_TIMES_BYTE> {
+  static constexpr const char* NAME = "Q4_K";
+  static void take(const uint8_t* p, Parts& parts) {
+    parts.d = read::half(p);
+    parts.m = read::negative(read::half(p + 2));
+    read::six_bit_pairs(p + 4, parts);
+    read::fields_of_runs(p + 16, 4, 32, 4, parts.codes);
+  }
+};
+
+struct Q5_K : Quantized<256, 176, 4, 1, true, 0, Scale::HALF_TIMES_BYTE> {
+  static constexpr const char* NAME = "Q5_K";
+  static void take(const uint8_t* p, Parts& parts) {
+    parts.d = read::half(p);
+    parts.m = read::negative(read::half(p + 2));
+    read::six_bit_pairs(p + 4, parts);
+    read::fields(p + 16, 32, 1, parts.codes, 4);
+    read::fields_of_runs(p + 48, 4, 32, 4, parts.codes);
+  }
+};
+
+struct Q6_K : Quantized<256, 210, 4, 2, false, 32, Scale::HALF_TIMES_BYTE, 2> {
+  static constexpr const char* NAME = "Q6_K";
+  static void take(const uint8_t* p, Parts& parts) {
+    read::fields_of_runs(p, 2, 64, 4, parts.codes);
+    read::fields_of_runs(p + 128, 2, 32, 2, parts.codes, 4);
+    std::memcpy(parts.scales, p + 192, 16);
+    parts.d = read::half(p + 208);
+  }
+};
+
+inline constexpr int8_t IQ4_TABLE[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+inline constexpr int8_t FP4_TABLE[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};  // doubled
+
+struct IQ4_NL : Q4_0 {
+  static constexpr const char* NAME = "IQ4_NL";
+  static constexpr const int8_t* TABLE = IQ4_TABLE;
+};
+
+struct IQ4_XS : Quantized<256, 136, 4, 0, false, 0, Scale::HALF_TIMES_BYTE> {
+  static constexpr const char* NAME = "IQ4_XS";
+  static constexpr const int8_t* TABLE = IQ4_TABLE;
+  static void take(const uint8_t* p, Parts& parts) {
+    uint8_t scales[8] = {};
+    read::fields_of_runs(p + 4, 4, 1, 4, scales);
+    read::fields_of_runs(p + 2, 2, 1, 2, scales, 4);
+    for (int i = 0; i < 8; ++i) parts.scales[i] = int8_t(scales[i] - 32);
+    parts.d = read::half(p);
+    read::fields_of_runs(p + 8, 8, 16, 4, parts.codes);
+  }
+};
+
+struct MXFP4 : Quantized<32, 17, 4, 0, false, 0, Scale::BFLOAT> {
+  static constexpr const char* NAME = "MXFP4";
+  static constexpr const int8_t* TABLE = FP4_TABLE;
+  static void take(const uint8_t* p, Parts& parts) {
+    parts.d = p[0] > 1 ? uint16_t((p[0] - 1) << 7) : uint16_t(0x20 << p[0]);  // 2 ** (p[0] - 128), halving the table
+    read::fields(p + 1, 16, 4, parts.codes);
+  }
+};
+
+// ---- what there is ----
+
+template <class... T>
+struct Types {
+  static constexpr size_t COUNT = sizeof...(T);
+};
+using QuantizedFormats =
+    Types<Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS, MXFP4>;
+
+enum class Format : uint8_t { F32, F16, BF16, QUANTIZED };  // those from QUANTIZED on follow the list above
+inline constexpr size_t FORMATS = size_t(Format::QUANTIZED) + QuantizedFormats::COUNT;
+
+// ---- where packed values lie ----
+
+// A panel is a run of storage blocks of 16 rows. Each is a head (d, m [16] where bytes scale them) and blocks of 32:
+// the codes' low bits, their high bits, the scales [GROUPS][16], the minima [GROUPS][16]. Codes come in groups of 4
+// consecutive values of a row, which an 8-bit dot product instruction takes per lane. `bits` bits of the 8 groups fill
+// `bits` vectors [16][4 bytes]: group g lies in vector g % bits, g / bits * bits bits up.
+template <class Q>
+struct Packed {
+  static constexpr size_t VECTOR = LANES * 4;
+  static constexpr size_t BLOCKS = Q::VALUES / BLOCK;
+  static constexpr size_t SCALE = Q::SCALE == Scale::HALF_TIMES_BYTE ? 1 : 2;  // bytes
+  static constexpr size_t HIGH = size_t(Q::LOW) * VECTOR;
+  static constexpr size_t SCALES = HIGH + size_t(Q::HIGH) * VECTOR;
+  static constexpr size_t MINIMA = SCALES + Q::GROUPS * LANES * SCALE;
+  static constexpr size_t BLOCK_BYTES = MINIMA + (Q::MINIMA ? Q::GROUPS * LANES * SCALE : 0);
+  static constexpr size_t HEAD = SCALE == 2 ? 0 : LANES * 2 * (Q::MINIMA ? 2 : 1);
+  static constexpr size_t BYTES = HEAD + BLOCKS * BLOCK_BYTES;
+
+  static constexpr size_t head(size_t block) { return block / BLOCKS * BYTES; }
+  static constexpr size_t at(size_t block) { return head(block) + HEAD + block % BLOCKS * BLOCK_BYTES; }
+};
 
 }  // namespace penstock

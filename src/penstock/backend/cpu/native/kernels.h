@@ -11,17 +11,22 @@ namespace penstock {
 inline constexpr size_t TILE = 16;    // positions whose keys are computed with at once
 inline constexpr size_t SPAN = 128;   // positions over which one softmax step runs
 
-// y[r][0..lanes] = x[r] . each row of a packed panel (+ bias), for rows r of x.
+inline constexpr size_t BAND = 96;  // rows for which panels are made ready at once
+
+// y[r][0..columns] = x[r] . each row of consecutive packed panels (+ bias), for up to BAND rows r of x.
+// Given partners (of quantized formats, without bias): silu(x[r] . row of the panels) * (x[r] . row of the partners).
 struct PanelProduct {
-  const std::byte* panel;
+  const std::byte* panels;
+  const std::byte* partners;  // or null
+  size_t panel_bytes;
   size_t width;
   const std::byte* x;  // [rows] of floats, or of CodeBlocks for quantized formats
   size_t x_stride;     // bytes from row to row
   size_t rows;
-  const float* bias;  // [lanes], or null
+  const float* bias;  // [columns], or null
   float* y;
   size_t y_stride;  // floats from row to row
-  size_t lanes;
+  size_t columns;
 };
 
 struct Rotation {

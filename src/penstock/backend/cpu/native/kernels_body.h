@@ -5,6 +5,8 @@
 //
 // The order in which a row's values are added up depends on the shape of the weight alone, never on how many rows
 // there are: a row's result is the same in any batch.
+#include <utility>
+
 #include "kernels.h"
 
 #if defined(__clang__)
@@ -16,67 +18,232 @@
 namespace penstock {
 namespace {
 
-// ---- products with packed panels ----
+// ---- functions ----
 
-struct Q4_0 {
-  using Code = decltype(load_bytes(nullptr));
-  static constexpr size_t BYTES = 256;
-  static constexpr bool MINIMA = false;
-  static I start(const CodeBlock& x) { return all(x.offset / 16); }  // -8 * sum(q)
-  static I dot(I sums, const Code& codes, const int8_t* x) { return dot_nibbles(sums, codes, x); }
-  static void load(const std::byte* p, Code* codes) {
-    UNROLL for (int g = 0; g < 4; ++g) load_nibbles(p + g * 64, codes[g], codes[g + 4]);
-  }
-};
-
-struct Q4_1 : Q4_0 {
-  static constexpr bool MINIMA = true;
-  static I start(const CodeBlock&) { return all(int32_t(0)); }
-};
-
-struct Q8_0 {
-  using Code = decltype(load_bytes(nullptr));
-  static constexpr size_t BYTES = 512;
-  static constexpr bool MINIMA = false;
-  static I start(const CodeBlock& x) { return all(SIGNED_BYTES ? 0 : x.offset); }
-  static I dot(I sums, const Code& codes, const int8_t* x) { return dot_bytes(sums, codes, x); }
-  static void load(const std::byte* p, Code* codes) {
-    UNROLL for (int g = 0; g < 8; ++g) codes[g] = load_bytes(p + g * 64);
-  }
-};
-
-inline void finish(const PanelProduct& p, size_t row, F sums) {
-  if (p.bias) sums = add(sums, load_some(p.bias, p.lanes));
-  store_some(p.y + row * p.y_stride, sums, p.lanes);
+// e^x for x <= 88: 2^n * e^r with |r| <= ln(2) / 2, and 0 where the result would not be a normal number.
+inline F exp(F x) {
+  constexpr float LN2_HIGH = 0.693359375f, LN2_LOW = -2.12194440e-4f;
+  constexpr float FACTORS[] = {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f};
+  const F bounded = max(x, all(-100.0f));
+  const F n = round(mul(bounded, all(1.44269504f)));
+  const F r = fma(n, all(-LN2_LOW), fma(n, all(-LN2_HIGH), bounded));
+  F power = all(1.0f / 5040);
+  for (float factor : FACTORS) power = fma(power, r, all(factor));
+  return zero_below(times_pow2(power, n), x, -87.0f);
 }
 
-template <class Quant>
-struct Coded {
-  template <size_t N>
-  static void rows(const PanelProduct& p, size_t row) {
-    const size_t blocks = p.width / BLOCK;
-    const uint16_t* scales = (const uint16_t*)(p.panel + blocks * Quant::BYTES);
-    const uint16_t* minima = scales + blocks * 16;
-    const CodeBlock* x[N];
-    F sums[N];
-    UNROLL for (size_t i = 0; i < N; ++i) {
-      x[i] = (const CodeBlock*)(p.x + (row + i) * p.x_stride);
-      sums[i] = zero();
-    }
-    for (size_t b = 0; b < blocks; ++b) {
-      typename Quant::Code codes[8];
-      Quant::load(p.panel + b * Quant::BYTES, codes);
-      const F scale = load(scales + b * 16);
+inline F silu(F x) { return div(x, add(all(1.0f), exp(min(sub(zero(), x), all(88.0f))))); }
+
+inline size_t at_most(size_t value, size_t limit) { return value < limit ? value : limit; }
+
+// ---- products with packed panels ----
+
+template <size_t N>
+struct Count {};
+
+// Calls with(Count<rows>, row) for 0 < rows <= N.
+template <size_t N, class With>
+inline void with_count(size_t rows, size_t row, With with) {
+  if constexpr (N > 0) {
+    if (rows == N)
+      with(Count<N>{}, row);
+    else
+      with_count<N - 1>(rows, row, with);
+  }
+}
+
+// Calls with(Count<n>, row) for tiles of up to MOST rows, of nearly equal size.
+template <size_t MOST, class With>
+inline void by_tiles(size_t rows, With with) {
+  const size_t tiles = (rows + MOST - 1) / MOST;
+  for (size_t i = 0; i < tiles; ++i)
+    with_count<MOST>(rows * (i + 1) / tiles - rows * i / tiles, rows * i / tiles, with);
+}
+
+// One panel's block of 32 as the loops use it: an integer dot product, then one multiply-add for each scale.
+template <class Q>
+struct Ready {
+  Codes codes[8];
+  F scale[Q::GROUPS];
+  F minimum[Q::MINIMA ? Q::GROUPS : 1];
+};
+
+template <class Q, int GROUP>
+inline Codes codes_of(const std::byte* block) {
+  constexpr int HIGH = Q::HIGH ? Q::HIGH : 1;
+  Codes codes = field<GROUP / Q::LOW * Q::LOW, Q::LOW>(load_codes(block + GROUP % Q::LOW * 64));
+  if constexpr (Q::HIGH)
+    codes = join<Q::LOW>(codes, field<GROUP / HIGH * HIGH, HIGH>(load_codes(block + Packed<Q>::HIGH + GROUP % HIGH * 64)));
+  if constexpr (requires { Q::TABLE; }) return centered(lookup(codes, Q::TABLE), 0);
+  return Q::MINIMA ? codes : centered(codes, Q::ZERO);
+}
+
+template <class Q>
+inline F factor(const std::byte* head, const std::byte* own, size_t group) {
+  if constexpr (Q::SCALE == Scale::HALF_TIMES_BYTE)
+    return mul(load((const uint16_t*)head), load_bytes(own + group * LANES));
+  const uint16_t* bits = (const uint16_t*)own + group * LANES;
+  return Q::SCALE == Scale::HALF ? load(bits) : load_bfloat(bits);
+}
+
+template <class Q, int... GROUP>
+inline void get_codes(const std::byte* block, Codes (&codes)[8], std::integer_sequence<int, GROUP...>) {
+  ((codes[GROUP] = codes_of<Q, GROUP>(block)), ...);
+}
+
+template <class Q>
+inline void get_ready(const std::byte* panel, size_t b, Ready<Q>& ready) {
+  using P = Packed<Q>;
+  const std::byte* head = panel + P::head(b);
+  const std::byte* block = panel + P::at(b);
+  get_codes<Q>(block, ready.codes, std::make_integer_sequence<int, 8>{});
+  UNROLL for (size_t h = 0; h < Q::GROUPS; ++h) {
+    ready.scale[h] = factor<Q>(head, block + P::SCALES, h);
+    if constexpr (Q::MINIMA) ready.minimum[h] = factor<Q>(head + LANES * 2, block + P::MINIMA, h);
+  }
+}
+
+// sums[p][i] += block b of row i . that of panel p
+template <class Q, size_t P, size_t N>
+inline void add_block(const Ready<Q>* const (&ready)[P], const CodeBlock* const (&x)[N], size_t b, F (&sums)[P][N]) {
+  UNROLL for (size_t h = 0; h < Q::GROUPS; ++h) {
+    const size_t whole = Q::GROUPS == 1 ? 2 : h;
+    I dots[P][N];
+    UNROLL for (size_t i = 0; i < N; ++i)
+      UNROLL for (size_t p = 0; p < P; ++p) dots[p][i] = all(Q::MINIMA || SIGNED_BYTES ? 0 : x[i][b].offset[whole]);
+    UNROLL for (size_t g = h * 8 / Q::GROUPS; g < (h + 1) * 8 / Q::GROUPS; ++g)
       UNROLL for (size_t i = 0; i < N; ++i) {
-        I dot = Quant::start(x[i][b]);
-        UNROLL for (int g = 0; g < 8; ++g) dot = Quant::dot(dot, codes[g], x[i][b].q + g * 4);
-        sums[i] = fma(to_float(dot), mul(scale, all(x[i][b].scale)), sums[i]);
-        if constexpr (Quant::MINIMA) sums[i] = fma(load(minima + b * 16), all(x[i][b].sum), sums[i]);
+        const Four four = spread(x[i][b].q + g * 4);
+        UNROLL for (size_t p = 0; p < P; ++p) dots[p][i] = dot<!Q::MINIMA>(dots[p][i], ready[p]->codes[g], four);
       }
+    UNROLL for (size_t i = 0; i < N; ++i)
+      UNROLL for (size_t p = 0; p < P; ++p) {
+        sums[p][i] = fma(to_float(dots[p][i]), mul(ready[p]->scale[h], all(x[i][b].scale)), sums[p][i]);
+        if constexpr (Q::MINIMA) sums[p][i] = fma(ready[p]->minimum[h], all(x[i][b].sum[whole]), sums[p][i]);
+      }
+  }
+}
+
+inline void finish(const PanelProduct& p, size_t panel, size_t row, F sums) {
+  const size_t column = panel * LANES, lanes = at_most(p.columns - column, LANES);
+  if (p.bias) sums = add(sums, load_some(p.bias + column, lanes));
+  store_some(p.y + row * p.y_stride + column, sums, lanes);
+}
+
+// Asks for memory that will be read soon. Panels follow each other, so what follows a block is the next to be read.
+inline void fetch(const std::byte* block, size_t bytes) {
+  constexpr size_t AHEAD = 4096;
+  UNROLL for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch(block + AHEAD + i);
+}
+
+// Products with P panels at a time: P neighbours, or (GATED) a panel and its partner.
+template <class Q, size_t P, bool GATED>
+struct Coded {
+  static constexpr size_t MOST_ROWS = P > PANELS ? ROWS / P : ROWS;
+  static constexpr size_t DEPTH = 24;  // blocks: what is ready of them and the rows of a tile fit the first-level cache
+
+  const PanelProduct& p;
+  size_t panel;
+
+  const std::byte* data(size_t j) const {
+    return GATED ? (j ? p.partners : p.panels) + panel * p.panel_bytes : p.panels + (panel + j) * p.panel_bytes;
+  }
+
+  template <size_t N>
+  void rows_from(size_t row, const CodeBlock* (&x)[N]) const {
+    UNROLL for (size_t i = 0; i < N; ++i) x[i] = (const CodeBlock*)(p.x + (row + i) * p.x_stride);
+  }
+
+  template <size_t N>
+  void finish_tile(size_t row, const F (&sums)[P][N]) const {
+    UNROLL for (size_t i = 0; i < N; ++i) {
+      if constexpr (GATED)
+        finish(p, panel, row + i, mul(silu(sums[0][i]), sums[1][i]));
+      else
+        UNROLL for (size_t j = 0; j < P; ++j) finish(p, panel + j, row + i, sums[j][i]);
     }
-    UNROLL for (size_t i = 0; i < N; ++i) finish(p, row + i, sums[i]);
+  }
+
+  // Few rows: a block is made ready in registers, so that a panel is read once and nothing is written.
+  template <size_t N>
+  void few(size_t row) const {
+    const CodeBlock* x[N];
+    F sums[P][N];
+    rows_from(row, x);
+    UNROLL for (size_t j = 0; j < P; ++j)
+      UNROLL for (size_t i = 0; i < N; ++i) sums[j][i] = zero();
+    for (size_t b = 0; b < p.width / BLOCK; ++b) {
+      Ready<Q> ready[P];
+      const Ready<Q>* at[P];
+      UNROLL for (size_t j = 0; j < P; ++j) {
+        fetch(data(j) + Packed<Q>::at(b), Packed<Q>::BLOCK_BYTES);
+        get_ready(data(j), b, ready[j]);
+        at[j] = &ready[j];
+      }
+      add_block(at, x, b, sums);
+    }
+    finish_tile(row, sums);
+  }
+
+  void few_rows() const {
+    by_tiles<MOST_ROWS>(p.rows, [&]<size_t N>(Count<N>, size_t row) { few<N>(row); });
+  }
+
+  // Many rows: the panels are made ready once for all of them, a span of blocks at a time. Between spans the sums of a
+  // row are put aside.
+  struct Span {
+    size_t first, last;
+    Ready<Q> ready[P][DEPTH];
+    F aside[BAND][P];
+  };
+
+  template <size_t N>
+  void some(size_t row, Span& span) const {
+    const CodeBlock* x[N];
+    F sums[P][N];
+    rows_from(row, x);
+    UNROLL for (size_t j = 0; j < P; ++j)
+      UNROLL for (size_t i = 0; i < N; ++i) sums[j][i] = span.first ? span.aside[row + i][j] : zero();
+    for (size_t b = span.first; b < span.last; ++b) {
+      const Ready<Q>* at[P];
+      UNROLL for (size_t j = 0; j < P; ++j) at[j] = &span.ready[j][b - span.first];
+      add_block(at, x, b, sums);
+    }
+    if (span.last == p.width / BLOCK) return finish_tile(row, sums);
+    UNROLL for (size_t j = 0; j < P; ++j)
+      UNROLL for (size_t i = 0; i < N; ++i) span.aside[row + i][j] = sums[j][i];
+  }
+
+  void many_rows() const {
+    const size_t blocks = p.width / BLOCK, spans = (blocks + DEPTH - 1) / DEPTH;
+    Span span;
+    for (size_t s = 0; s < spans; ++s) {
+      span.first = blocks * s / spans;
+      span.last = blocks * (s + 1) / spans;
+      for (size_t j = 0; j < P; ++j)
+        for (size_t b = span.first; b < span.last; ++b) get_ready(data(j), b, span.ready[j][b - span.first]);
+      by_tiles<MOST_ROWS>(p.rows, [&]<size_t N>(Count<N>, size_t row) { some<N>(row, span); });
+    }
   }
 };
+
+template <class Q>
+void coded_product(const PanelProduct& p) {
+  const size_t panels = (p.columns + LANES - 1) / LANES;
+  const bool few = p.rows <= ROWS;
+  size_t panel = 0;
+  if (p.partners)
+    for (; panel < panels; ++panel) {
+      const Coded<Q, 2, true> pair = {p, panel};
+      few ? pair.few_rows() : pair.many_rows();
+    }
+  if (!few)
+    for (; panel + PANELS <= panels; panel += PANELS) Coded<Q, PANELS, false>{p, panel}.many_rows();
+  for (; panel < panels; ++panel) {
+    const Coded<Q, 1, false> one = {p, panel};
+    few ? one.few_rows() : one.many_rows();
+  }
+}
 
 struct F32 {
   using Value = float;
@@ -94,8 +261,8 @@ struct BF16 {
 template <class Float>
 struct Plain {
   template <size_t N>
-  static void rows(const PanelProduct& p, size_t row) {
-    const auto* panel = (const typename Float::Value*)p.panel;
+  static void rows(const PanelProduct& p, size_t panel, size_t row) {
+    const auto* values = (const typename Float::Value*)(p.panels + panel * p.panel_bytes);
     const float* x[N];
     F even[N], odd[N];  // two chains hide the latency of the sum
     UNROLL for (size_t i = 0; i < N; ++i) {
@@ -104,35 +271,23 @@ struct Plain {
     }
     size_t k = 0;
     for (; k + 2 <= p.width; k += 2) {
-      const F w0 = Float::load(panel + k * 16), w1 = Float::load(panel + k * 16 + 16);
+      const F w0 = Float::load(values + k * 16), w1 = Float::load(values + k * 16 + 16);
       UNROLL for (size_t i = 0; i < N; ++i) {
         even[i] = fma(w0, all(x[i][k]), even[i]);
         odd[i] = fma(w1, all(x[i][k + 1]), odd[i]);
       }
     }
     if (k < p.width)
-      UNROLL for (size_t i = 0; i < N; ++i) even[i] = fma(Float::load(panel + k * 16), all(x[i][k]), even[i]);
-    UNROLL for (size_t i = 0; i < N; ++i) finish(p, row + i, add(even[i], odd[i]));
+      UNROLL for (size_t i = 0; i < N; ++i) even[i] = fma(Float::load(values + k * 16), all(x[i][k]), even[i]);
+    UNROLL for (size_t i = 0; i < N; ++i) finish(p, panel, row + i, add(even[i], odd[i]));
+  }
+
+  static void product(const PanelProduct& p) {
+    for (size_t panel = 0; panel * LANES < p.columns; ++panel) {
+      by_tiles<ROWS>(p.rows, [&]<size_t N>(Count<N>, size_t row) { rows<N>(p, panel, row); });
+    }
   }
 };
-
-// Fewer than N rows are left.
-template <class Body, size_t N>
-void last_rows(const PanelProduct& p, size_t row) {
-  if constexpr (N > 1) {
-    if (p.rows - row == N - 1)
-      Body::template rows<N - 1>(p, row);
-    else
-      last_rows<Body, N - 1>(p, row);
-  }
-}
-
-template <class Body>
-void product(const PanelProduct& p) {
-  size_t row = 0;
-  for (; row + ROWS <= p.rows; row += ROWS) Body::template rows<ROWS>(p, row);
-  last_rows<Body, ROWS>(p, row);
-}
 
 // ---- rows ----
 
@@ -143,12 +298,14 @@ void quantize(const float* x, size_t width, CodeBlock* out) {
     const float scale = largest / 127.0f;
     const F inverse = all(largest > 0 ? 127.0f / largest : 0.0f);
     const I low_codes = to_int(mul(low, inverse)), high_codes = to_int(mul(high, inverse));
-    const int32_t total = sum(add(low_codes, high_codes));
+    const int32_t first = sum(low_codes), second = sum(high_codes), totals[3] = {first, second, first + second};
     store_bytes(out[b].q, low_codes);
     store_bytes(out[b].q + 16, high_codes);
     out[b].scale = scale;
-    out[b].sum = scale * float(total);
-    out[b].offset = -128 * total;
+    for (int i = 0; i < 3; ++i) {
+      out[b].sum[i] = scale * float(totals[i]);
+      out[b].offset[i] = -128 * totals[i];
+    }
   }
 }
 
@@ -176,23 +333,10 @@ void add_norm(const float* x, const float* residual, const float* gain, float ep
   });
 }
 
-// e^x for x <= 88: 2^n * e^r with |r| <= ln(2) / 2, and 0 where the result would not be a normal number.
-inline F exp(F x) {
-  constexpr float LN2_HIGH = 0.693359375f, LN2_LOW = -2.12194440e-4f;
-  constexpr float FACTORS[] = {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f};
-  const F bounded = max(x, all(-100.0f));
-  const F n = round(mul(bounded, all(1.44269504f)));
-  const F r = fma(n, all(-LN2_LOW), fma(n, all(-LN2_HIGH), bounded));
-  F power = all(1.0f / 5040);
-  for (float factor : FACTORS) power = fma(power, r, all(factor));
-  return zero_below(times_pow2(power, n), x, -87.0f);
-}
-
 void gate(const float* x, size_t hidden, float* out) {
   by_lanes(hidden, [&](size_t i, size_t n) {
     const F left = load_some(x + i, n), right = load_some(x + hidden + i, n);
-    const F silu = div(left, add(all(1.0f), exp(min(sub(zero(), left), all(88.0f)))));
-    store_some(out + i, mul(silu, right), n);
+    store_some(out + i, mul(silu(left), right), n);
   });
 }
 
@@ -293,18 +437,22 @@ struct Kv {
   static constexpr KvKernels table() { return {store, score, mix}; }
 };
 
-constexpr Kernels kernels = {
-    {product<Plain<F32>>, product<Plain<F16>>, product<Plain<BF16>>, product<Coded<Q4_0>>, product<Coded<Q4_1>>,
-     product<Coded<Q8_0>>},
-    quantize,
-    add_norm,
-    gate,
-    rotate,
-    soften,
-    scale,
-    Kv<uint16_t>::table(),
-    Kv<float>::table(),
-};
+template <class... Q>
+constexpr Kernels table(Types<Q...>) {
+  return {
+      {Plain<F32>::product, Plain<F16>::product, Plain<BF16>::product, coded_product<Q>...},
+      quantize,
+      add_norm,
+      gate,
+      rotate,
+      soften,
+      scale,
+      Kv<uint16_t>::table(),
+      Kv<float>::table(),
+  };
+}
+
+constexpr Kernels kernels = table(QuantizedFormats{});
 
 }  // namespace
 }  // namespace penstock

@@ -16,7 +16,7 @@ struct F {
 struct I {
   __m256i a, b;
 };
-constexpr size_t ROWS = 3;  // rows of activations per pass over a panel: as many as the registers hold
+constexpr size_t PANELS = 1, ROWS = 3;  // of a tile: as many as the registers hold
 
 inline __m256i first(size_t n, int from) {
   return _mm256_cmpgt_epi32(_mm256_set1_epi32(int(n) - from), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
@@ -103,15 +103,35 @@ inline void store_bytes(int8_t* p, I x) {
 }
 
 // Codes of one group of 16 rows.
+using Codes = I;
+using Four = __m256i;
 constexpr bool SIGNED_BYTES = true;
-inline __m256i low_nibbles(__m256i x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
-inline void load_nibbles(const std::byte* p, I& low, I& high) {
-  const __m256i a = _mm256_loadu_si256((const __m256i*)p), b = _mm256_loadu_si256((const __m256i*)(p + 32));
-  low = {low_nibbles(a), low_nibbles(b)};
-  high = {low_nibbles(_mm256_srli_epi16(a, 4)), low_nibbles(_mm256_srli_epi16(b, 4))};
-}
-inline I load_bytes(const std::byte* p) {
+inline Codes load_codes(const std::byte* p) {
   return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)(p + 32))};
+}
+template <int SHIFT, int BITS>
+Codes field(Codes x) {
+  if constexpr (SHIFT) x = {_mm256_srli_epi16(x.a, SHIFT), _mm256_srli_epi16(x.b, SHIFT)};
+  if constexpr (BITS == 8) return x;
+  const __m256i mask = _mm256_set1_epi8((1 << BITS) - 1);
+  return {_mm256_and_si256(x.a, mask), _mm256_and_si256(x.b, mask)};
+}
+template <int SHIFT>
+Codes join(Codes low, Codes high) {
+  return {_mm256_or_si256(low.a, _mm256_slli_epi16(high.a, SHIFT)),
+          _mm256_or_si256(low.b, _mm256_slli_epi16(high.b, SHIFT))};
+}
+inline Codes lookup(Codes codes, const int8_t* table) {
+  const __m256i values = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)table));
+  return {_mm256_shuffle_epi8(values, codes.a), _mm256_shuffle_epi8(values, codes.b)};
+}
+inline Codes centered(Codes codes, int zero) {
+  const __m256i offset = _mm256_set1_epi8(char(zero));
+  return {_mm256_sub_epi8(codes.a, offset), _mm256_sub_epi8(codes.b, offset)};
+}
+inline F load_bytes(const std::byte* p) {
+  return to_float(I{_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)),
+                    _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(p + 8)))});
 }
 inline __m256i dot_unsigned(__m256i sums, __m256i codes, __m256i x) {
   const __m256i pairs = _mm256_maddubs_epi16(codes, x);
@@ -120,18 +140,15 @@ inline __m256i dot_unsigned(__m256i sums, __m256i codes, __m256i x) {
 inline __m256i dot_signed(__m256i sums, __m256i codes, __m256i x) {
   return dot_unsigned(sums, _mm256_abs_epi8(codes), _mm256_sign_epi8(x, codes));
 }
-inline __m256i spread(const int8_t* x) {
+inline Four spread(const int8_t* x) {
   int32_t four;
   std::memcpy(&four, x, 4);
   return _mm256_set1_epi32(four);
 }
-inline I dot_nibbles(I sums, I codes, const int8_t* x) {
-  const __m256i four = spread(x);
-  return {dot_unsigned(sums.a, codes.a, four), dot_unsigned(sums.b, codes.b, four)};
-}
-inline I dot_bytes(I sums, I codes, const int8_t* x) {
-  const __m256i four = spread(x);
-  return {dot_signed(sums.a, codes.a, four), dot_signed(sums.b, codes.b, four)};
+template <bool SIGNED>
+I dot(I sums, Codes codes, Four x) {
+  if constexpr (SIGNED) return {dot_signed(sums.a, codes.a, x), dot_signed(sums.b, codes.b, x)};
+  return {dot_unsigned(sums.a, codes.a, x), dot_unsigned(sums.b, codes.b, x)};
 }
 
 }  // namespace

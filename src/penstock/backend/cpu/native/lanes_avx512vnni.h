@@ -12,7 +12,7 @@ namespace {
 
 using F = __m512;
 using I = __m512i;
-constexpr size_t ROWS = 8;  // rows of activations per pass over a panel: as many as the registers hold
+constexpr size_t PANELS = 2, ROWS = 6;  // of a tile: as many as the registers hold
 
 inline __mmask16 first(size_t n) { return __mmask16((1u << n) - 1); }
 
@@ -53,21 +53,35 @@ inline I to_int(F a) { return _mm512_cvtps_epi32(a); }
 inline I add(I a, I b) { return _mm512_add_epi32(a, b); }
 inline void store_bytes(int8_t* p, I a) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(a)); }
 
-// Codes of one group of 16 rows. Unsigned bytes times signed bytes is what the instruction offers.
+// Codes of one group of 16 rows. Unsigned bytes times signed bytes is what the instruction offers: numbers with a sign
+// are kept 128 too high.
+using Codes = __m512i;
+using Four = __m512i;
 constexpr bool SIGNED_BYTES = false;
-inline void load_nibbles(const std::byte* p, I& low, I& high) {
-  const I both = _mm512_loadu_si512(p);
-  low = _mm512_and_si512(both, _mm512_set1_epi8(15));
-  high = _mm512_and_si512(_mm512_srli_epi16(both, 4), _mm512_set1_epi8(15));
+inline Codes load_codes(const std::byte* p) { return _mm512_loadu_si512(p); }
+template <int SHIFT, int BITS>
+Codes field(Codes x) {
+  if constexpr (SHIFT) x = _mm512_srli_epi16(x, SHIFT);
+  return BITS == 8 ? x : _mm512_and_si512(x, _mm512_set1_epi8((1 << BITS) - 1));
 }
-inline I load_bytes(const std::byte* p) { return _mm512_xor_si512(_mm512_loadu_si512(p), _mm512_set1_epi8(-128)); }
-inline I dot(I sums, I codes, const int8_t* x) {
+template <int SHIFT>
+Codes join(Codes low, Codes high) {
+  return _mm512_or_si512(low, _mm512_slli_epi16(high, SHIFT));
+}
+inline Codes lookup(Codes codes, const int8_t* table) {
+  return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)table)), codes);
+}
+inline Codes centered(Codes codes, int zero) { return _mm512_add_epi8(codes, _mm512_set1_epi8(char(128 - zero))); }
+inline F load_bytes(const std::byte* p) { return to_float(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p))); }
+inline Four spread(const int8_t* x) {
   int32_t four;
   std::memcpy(&four, x, 4);
-  return _mm512_dpbusd_epi32(sums, codes, _mm512_set1_epi32(four));
+  return _mm512_set1_epi32(four);
 }
-inline I dot_nibbles(I sums, I codes, const int8_t* x) { return dot(sums, codes, x); }
-inline I dot_bytes(I sums, I codes, const int8_t* x) { return dot(sums, codes, x); }
+template <bool SIGNED>
+I dot(I sums, Codes codes, Four x) {
+  return _mm512_dpbusd_epi32(sums, codes, x);
+}
 
 }  // namespace
 }  // namespace penstock

@@ -17,10 +17,7 @@ struct F {
 struct I {
   int32_t v[16];
 };
-struct Codes {
-  int8_t v[64];
-};
-constexpr size_t ROWS = 4;  // rows of activations per pass over a panel
+constexpr size_t PANELS = 1, ROWS = 4;  // of a tile
 
 template <class V, class Lane>
 V each(Lane lane) {
@@ -117,23 +114,45 @@ inline void store_bytes(int8_t* p, I x) {
 }
 
 // Codes of one group of 16 rows.
+struct Codes {
+  int8_t v[64];
+};
+struct Four {
+  int8_t v[4];
+};
 constexpr bool SIGNED_BYTES = true;
-inline void load_nibbles(const std::byte* p, Codes& low, Codes& high) {
-  for (int i = 0; i < 64; ++i) {
-    low.v[i] = int8_t(p[i] & std::byte(15));
-    high.v[i] = int8_t(p[i] >> 4);
-  }
+template <class Byte>
+Codes each_byte(Byte byte) {
+  Codes out;
+  for (int i = 0; i < 64; ++i) out.v[i] = int8_t(byte(i));
+  return out;
 }
-inline Codes load_bytes(const std::byte* p) {
-  Codes codes;
-  std::memcpy(codes.v, p, 64);
-  return codes;
+inline Codes load_codes(const std::byte* p) {
+  return each_byte([=](int i) { return p[i]; });
 }
-inline I dot_bytes(I sums, const Codes& codes, const int8_t* x) {
-  for (int i = 0; i < 64; ++i) sums.v[i / 4] += codes.v[i] * x[i % 4];
+template <int SHIFT, int BITS>
+Codes field(const Codes& x) {
+  return each_byte([&](int i) { return uint8_t(x.v[i]) >> SHIFT & ((1 << BITS) - 1); });
+}
+template <int SHIFT>
+Codes join(const Codes& low, const Codes& high) {
+  return each_byte([&](int i) { return low.v[i] | high.v[i] << SHIFT; });
+}
+inline Codes lookup(const Codes& codes, const int8_t* table) {
+  return each_byte([&](int i) { return table[codes.v[i]]; });
+}
+inline Codes centered(const Codes& codes, int zero) {
+  return each_byte([&](int i) { return codes.v[i] - zero; });
+}
+inline F load_bytes(const std::byte* p) {
+  return each<F>([=](int i) { return float(int8_t(p[i])); });
+}
+inline Four spread(const int8_t* x) { return {{x[0], x[1], x[2], x[3]}}; }
+template <bool SIGNED>
+I dot(I sums, const Codes& codes, const Four& x) {
+  for (int i = 0; i < 64; ++i) sums.v[i / 4] += codes.v[i] * x.v[i % 4];
   return sums;
 }
-inline I dot_nibbles(I sums, const Codes& codes, const int8_t* x) { return dot_bytes(sums, codes, x); }
 
 }  // namespace
 }  // namespace penstock

@@ -6,61 +6,65 @@ namespace penstock {
 
 namespace {
 
-constexpr size_t CHUNK_ROWS = 64;      // their codes stay in the second-level cache while panels pass
 constexpr size_t CHUNK_BYTES = 32768;  // of weights: long enough to be worth taking, short enough to share out
 constexpr size_t CHUNKS_PER_WORKER = 16;
+constexpr size_t TILE_PANELS = 2;  // what kernels like to take at once
 
 size_t divide_up(size_t a, size_t b) { return (a + b - 1) / b; }
 
-struct Grid {
-  size_t panels;  // per chunk
-  size_t groups;  // of panels
-  size_t bands;   // of rows
+struct Product {
+  int x, out;
+  std::shared_ptr<const Weight> weight;
+  bool gated;
 
-  Grid(const Weight& weight, size_t rows, unsigned workers) {
-    const size_t panel_bytes = std::max<size_t>(1, weight.bytes() / weight.panels());
-    const size_t most = size_t(workers) * CHUNKS_PER_WORKER;
-    panels = std::max({size_t(1), CHUNK_BYTES / panel_bytes, divide_up(weight.panels(), most)});
-    groups = divide_up(weight.panels(), panels);
-    bands = divide_up(rows, CHUNK_ROWS);
+  size_t panels() const { return gated ? weight->panels() / 2 : weight->panels(); }
+
+  size_t chunk_panels(unsigned workers) const {
+    const size_t panel_bytes = divide_up(weight->bytes(), panels());
+    const size_t wanted = std::max(CHUNK_BYTES / panel_bytes, divide_up(panels(), workers * CHUNKS_PER_WORKER));
+    return divide_up(std::max<size_t>(wanted, 1), TILE_PANELS) * TILE_PANELS;
+  }
+
+  size_t chunks(const Frame& frame) const {
+    return divide_up(panels(), chunk_panels(frame.workers)) * divide_up(frame.rows(x), BAND);
+  }
+
+  void run(const Frame& frame, size_t chunk) const {
+    const size_t bands = divide_up(frame.rows(x), BAND), step = chunk_panels(frame.workers);
+    const size_t last = std::min((chunk / bands + 1) * step, panels());
+    for (size_t panel = chunk / bands * step; panel < last;) {
+      const Run run = weight->panels(panel, last - panel);
+      run_panels(frame, run, gated ? weight->panels(panel + panels(), 1).data : nullptr, chunk % bands * BAND);
+      panel += run.panels;
+    }
+  }
+
+  void run_panels(const Frame& frame, const Run& run, const std::byte* partners, size_t row) const {
+    const Buffer& from = frame.buffers[size_t(x)];
+    const Buffer& to = frame.buffers[size_t(out)];
+    const bool coded = run.part->format >= Format::QUANTIZED;
+    frame.kernels.product[size_t(run.part->format)]({
+        .panels = run.data,
+        .partners = partners,
+        .panel_bytes = run.part->panel_bytes,
+        .width = weight->width(),
+        .x = reinterpret_cast<const std::byte*>(coded ? (const void*)from.code_row(row) : from.row(row)),
+        .x_stride = coded ? weight->width() / BLOCK * sizeof(CodeBlock) : weight->width() * sizeof(float),
+        .rows = std::min(BAND, frame.rows(x) - row),
+        .bias = weight->bias(run.column),
+        .y = to.row(row) + run.column,
+        .y_stride = to.width,
+        .columns = run.columns,
+    });
   }
 };
 
-void run_panel(const Frame& frame, const Weight& weight, const Panel& panel, const Buffer& x, const Buffer& y,
-               size_t row, size_t rows) {
-  const bool coded = panel.part->format >= Format::Q4_0;
-  const PanelProduct product = {
-      .panel = panel.data,
-      .width = weight.width(),
-      .x = reinterpret_cast<const std::byte*>(coded ? (const void*)x.code_row(row) : x.row(row)),
-      .x_stride = coded ? weight.width() / BLOCK * sizeof(CodeBlock) : weight.width() * sizeof(float),
-      .rows = rows,
-      .bias = weight.bias(panel.column),
-      .y = y.row(row) + panel.column,
-      .y_stride = y.width,
-      .lanes = panel.lanes,
-  };
-  frame.kernels.product[size_t(panel.part->format)](product);
-}
-
 }  // namespace
 
-Phase linear_phase(int x, std::shared_ptr<const Weight> weight, int out) {
-  const auto chunks = [=](const Frame& frame) {
-    const Grid grid(*weight, frame.rows(x), frame.workers);
-    return grid.groups * grid.bands;
-  };
-  const auto run = [=](const Frame& frame, size_t chunk, unsigned) {
-    const size_t rows = frame.rows(x);
-    const Grid grid(*weight, rows, frame.workers);
-    const size_t panel = chunk / grid.bands * grid.panels;
-    const size_t row = chunk % grid.bands * CHUNK_ROWS;
-    const size_t last = std::min(panel + grid.panels, weight->panels());
-    for (size_t i = panel; i < last; ++i)
-      run_panel(frame, *weight, weight->panel(i), frame.buffers[size_t(x)], frame.buffers[size_t(out)], row,
-                std::min(CHUNK_ROWS, rows - row));
-  };
-  return {chunks, run};
+Phase linear_phase(int x, std::shared_ptr<const Weight> weight, int out, bool gated) {
+  const Product product = {x, out, std::move(weight), gated};
+  return {[product](const Frame& frame) { return product.chunks(frame); },
+          [product](const Frame& frame, size_t chunk, unsigned) { product.run(frame, chunk); }};
 }
 
 }  // namespace penstock

@@ -8,6 +8,7 @@
 
 namespace penstock {
 
-Phase linear_phase(int x, std::shared_ptr<const Weight> weight, int out);
+// `gated`: silu(x @ first half of the weight) * (x @ second half), for a weight that is gateable.
+Phase linear_phase(int x, std::shared_ptr<const Weight> weight, int out, bool gated);
 
 }  // namespace penstock

@@ -2,17 +2,38 @@
 
 #include <sys/mman.h>
 
+#include <cstdint>
 #include <new>
 
 namespace penstock {
 
-Memory::Memory(size_t bytes) : bytes_(bytes) {
+namespace {
+
+constexpr size_t HUGE_BYTES = size_t(2) << 20;
+
+void* reserve(size_t bytes) {
+  void* found = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (found == MAP_FAILED) throw std::bad_alloc();
+  return found;
+}
+
+void* reserve_huge(size_t bytes) {
+  auto* start = static_cast<std::byte*>(reserve(bytes + HUGE_BYTES));
+  const size_t before = -reinterpret_cast<uintptr_t>(start) % HUGE_BYTES;
+  if (before) munmap(start, before);
+  if (before < HUGE_BYTES) munmap(start + before + bytes, HUGE_BYTES - before);
+#if defined(MADV_HUGEPAGE)
+  madvise(start + before, bytes, MADV_HUGEPAGE);
+#endif
+  return start + before;
+}
+
+}  // namespace
+
+Memory::Memory(size_t bytes, Pages pages) : bytes_(bytes) {
   if (bytes == 0) return;
-  data_ = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (data_ == MAP_FAILED) {
-    data_ = nullptr;
-    throw std::bad_alloc();
-  }
+  if (pages == HUGE_PAGES) bytes_ = (bytes + HUGE_BYTES - 1) / HUGE_BYTES * HUGE_BYTES;
+  data_ = pages == HUGE_PAGES ? reserve_huge(bytes_) : reserve(bytes);
 }
 
 Memory::~Memory() {

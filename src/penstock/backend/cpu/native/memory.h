@@ -8,8 +8,10 @@ namespace penstock {
 
 class Memory {
  public:
+  enum Pages { ORDINARY, HUGE_PAGES };  // huge ones where the system has them: fewer address translations
+
   Memory() = default;
-  explicit Memory(size_t bytes);  // throws std::bad_alloc
+  explicit Memory(size_t bytes, Pages pages = ORDINARY);  // throws std::bad_alloc
   ~Memory();
   Memory(Memory&& other) noexcept : data_(std::exchange(other.data_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
   Memory& operator=(Memory&& other) noexcept {

@@ -58,7 +58,8 @@ NB_MODULE(_native, m) {
       .def_prop_ro("width", &Weight::width)
       .def_prop_ro("rows", &Weight::rows)
       .def_prop_ro("nbytes", &Weight::bytes)
-      .def_prop_ro("coded", &Weight::coded);
+      .def_prop_ro("coded", &Weight::coded)
+      .def_prop_ro("gateable", &Weight::gateable);
 
   nb::class_<Program>(m, "Program")
       .def(nb::init<const std::string&, unsigned, bool>(), "isa"_a, "threads"_a, "half_kv"_a)
@@ -73,7 +74,7 @@ NB_MODULE(_native, m) {
            [](Program& program, int x, std::optional<int> residual, Array<const float, 1> gain, float eps, int out,
               std::optional<int> total) { program.add_norm(x, residual, copied(gain), eps, out, total); },
            "x"_a, "residual"_a.none(), "gain"_a.noconvert(), "eps"_a, "out"_a, "total"_a.none())
-      .def("linear", &Program::linear, "x"_a, "weight"_a, "out"_a)
+      .def("linear", &Program::linear, "x"_a, "weight"_a, "out"_a, "gated"_a = false)
       .def("attend",
            [](Program& program, int qkv, int out, size_t layer, size_t heads, size_t kv_heads, size_t head_dim,
               size_t window, int angles, bool interleaved, float scale) {

@@ -141,14 +141,15 @@ void Program::add_norm(int x, std::optional<int> residual, std::vector<float> ga
   if (total) quantize(*total);
 }
 
-void Program::linear(int x, std::shared_ptr<const Weight> weight, int out) {
+void Program::linear(int x, std::shared_ptr<const Weight> weight, int out, bool gated) {
   const Buffer& from = at(x);
   require(from.width == weight->width(), "the weight takes rows of " + std::to_string(weight->width()) +
                                              " values; got " + std::to_string(from.width));
   require(from.coded || !weight->coded(), "a quantized weight needs a coded buffer");
   require(x != out, "a product needs a buffer of its own");
-  at(out, from.symbol, weight->rows());
-  phases_.push_back(linear_phase(x, std::move(weight), out));
+  require(!gated || weight->gateable(), "a gate needs two equal halves of one quantized format, without a bias");
+  at(out, from.symbol, gated ? weight->rows() / 2 : weight->rows());
+  phases_.push_back(linear_phase(x, std::move(weight), out, gated));
   quantize(out);
 }
 

@@ -29,7 +29,7 @@ class Program {
   void embed(std::shared_ptr<const Weight> table, int out);
   void add_norm(int x, std::optional<int> residual, std::vector<float> gain, float eps, int out,
                 std::optional<int> total);
-  void linear(int x, std::shared_ptr<const Weight> weight, int out);
+  void linear(int x, std::shared_ptr<const Weight> weight, int out, bool gated);
   void attend(int qkv, const Attention& attention, int out);
   void gate(int x, int out);
   void take_sampled(int x, int out);

@@ -1,8 +1,11 @@
 #include "weights.h"
 
 #include <algorithm>
-#include <cstring>
+#include <array>
+#include <mutex>
 #include <stdexcept>
+#include <thread>
+#include <tuple>
 
 #include "half.h"
 
@@ -10,158 +13,217 @@ namespace penstock {
 
 namespace {
 
-struct Named {
-  const char* name;
-  Format format;
+size_t round_up(size_t value, size_t step) { return (value + step - 1) / step * step; }
+
+// ---- slabs: many weights share few large mappings, whose pages can be huge ----
+
+constexpr size_t SLAB_BYTES = size_t(64) << 20;
+
+std::pair<std::shared_ptr<const Memory>, std::byte*> allocate(size_t bytes) {
+  static std::mutex mutex;
+  static std::weak_ptr<const Memory> last;
+  static size_t used;
+  const std::lock_guard lock(mutex);
+  auto slab = last.lock();
+  if (!slab || used + bytes > slab->bytes()) {
+    last = slab = std::make_shared<const Memory>(std::max(bytes, SLAB_BYTES), Memory::HUGE_PAGES);
+    used = 0;
+  }
+  std::byte* found = slab->as() + used;
+  used += round_up(bytes, 64);
+  return {std::move(slab), found};
+}
+
+// ---- one row in, one row out ----
+
+template <class T, auto from>
+struct PlainRow {
+  static void pack(const uint8_t* row, size_t width, std::byte* panel, size_t lane) {
+    for (size_t k = 0; k < width; ++k)
+      std::memcpy(panel + (k * LANES + lane) * sizeof(T), row + k * sizeof(T), sizeof(T));
+  }
+
+  static void unpack(const std::byte* panel, size_t width, size_t lane, float* out) {
+    const T* values = reinterpret_cast<const T*>(panel) + lane;
+    for (size_t k = 0; k < width; ++k) out[k] = from(values[k * LANES]);
+  }
 };
-constexpr Named NAMES[] = {{"F32", Format::F32},   {"F16", Format::F16},   {"BF16", Format::BF16},
-                           {"Q4_0", Format::Q4_0}, {"Q4_1", Format::Q4_1}, {"Q8_0", Format::Q8_0}};
+
+uint32_t word(const void* p) {
+  uint32_t four;
+  std::memcpy(&four, p, 4);
+  return four;
+}
+
+// `bits` bits, from bit `from` on, of the 32 codes of one lane of a block.
+void pack_bits(const uint8_t* codes, size_t bits, int from, std::byte* out) {
+  const uint32_t mask = 0x01010101u * ((1u << bits) - 1);
+  for (size_t vector = 0; vector < bits; ++vector) {
+    uint32_t four = 0;
+    for (size_t g = vector, up = 0; g < 8; g += bits, up += bits) four |= (word(codes + g * 4) >> from & mask) << up;
+    std::memcpy(out + vector * LANES * 4, &four, 4);
+  }
+}
+
+void unpack_bits(const std::byte* in, size_t bits, int to, uint8_t* codes) {
+  const uint32_t mask = 0x01010101u * ((1u << bits) - 1);
+  for (size_t g = 0; g < 8; ++g) {
+    const uint32_t four = word(in + g % bits * LANES * 4) >> g / bits * bits & mask;
+    const uint32_t joined = word(codes + g * 4) | four << to;
+    std::memcpy(codes + g * 4, &joined, 4);
+  }
+}
+
+template <class Q>
+struct QuantizedRow {
+  using P = Packed<Q>;
+  static constexpr bool BYTE_SCALES = Q::SCALE == Scale::HALF_TIMES_BYTE;
+
+  static void pack(const uint8_t* row, size_t width, std::byte* panel, size_t lane) {
+    for (size_t i = 0; i < width / Q::VALUES; ++i) pack_storage(row + i * Q::BYTES, panel + i * P::BYTES, lane);
+  }
+
+  static void pack_storage(const uint8_t* storage, std::byte* packed, size_t lane) {
+    Parts parts = {};
+    Q::take(storage, parts);
+    std::byte* d = BYTE_SCALES ? packed : packed + P::SCALES;
+    std::byte* m = BYTE_SCALES ? packed + LANES * 2 : packed + P::MINIMA;
+    std::memcpy(d + lane * 2, &parts.d, 2);
+    if (Q::MINIMA) std::memcpy(m + lane * 2, &parts.m, 2);
+    for (size_t b = 0; b < P::BLOCKS; ++b) pack_block(parts, b, packed + P::at(b), lane);
+  }
+
+  static void pack_block(const Parts& parts, size_t b, std::byte* block, size_t lane) {
+    pack_bits(parts.codes + b * BLOCK, Q::LOW, 0, block + lane * 4);
+    if constexpr (Q::HIGH) pack_bits(parts.codes + b * BLOCK, Q::HIGH, Q::LOW, block + P::HIGH + lane * 4);
+    if constexpr (BYTE_SCALES)
+      for (size_t g = 0; g < Q::GROUPS; ++g) {
+        block[P::SCALES + g * LANES + lane] = std::byte(parts.scales[b * Q::GROUPS + g]);
+        if (Q::MINIMA) block[P::MINIMA + g * LANES + lane] = std::byte(parts.minima[b * Q::GROUPS + g]);
+      }
+  }
+
+  static void unpack(const std::byte* panel, size_t width, size_t lane, float* out) {
+    for (size_t b = 0; b < width / BLOCK; ++b)
+      unpack_block(panel + P::head(b) + lane * 2, panel + P::at(b), lane, out + b * BLOCK);
+  }
+
+  static void unpack_block(const std::byte* head, const std::byte* block, size_t lane, float* out) {
+    uint8_t codes[BLOCK] = {};
+    unpack_bits(block + lane * 4, Q::LOW, 0, codes);
+    if constexpr (Q::HIGH) unpack_bits(block + P::HIGH + lane * 4, Q::HIGH, Q::LOW, codes);
+    for (size_t j = 0; j < BLOCK; ++j) {
+      const size_t at = j * Q::GROUPS / BLOCK * LANES + lane;
+      out[j] = factor(head, block + P::SCALES, at) * float(number(codes[j]));
+      if constexpr (Q::MINIMA) out[j] += factor(head + LANES * 2, block + P::MINIMA, at);
+    }
+  }
+
+  static float factor(const std::byte* head, const std::byte* own, size_t at) {
+    if constexpr (BYTE_SCALES) return from_half(word16(head)) * float(int8_t(own[at]));
+    const uint16_t bits = word16(own + at * 2);
+    return Q::SCALE == Scale::HALF ? from_half(bits) : from_bfloat(bits);
+  }
+
+  static uint16_t word16(const std::byte* p) {
+    uint16_t bits;
+    std::memcpy(&bits, p, 2);
+    return bits;
+  }
+
+  static int number(uint8_t code) {
+    if constexpr (requires { Q::TABLE; })
+      return Q::TABLE[code];
+    else
+      return (Q::LOW == 8 ? int8_t(code) : code) - Q::ZERO;
+  }
+};
+
+// ---- what is known of each format ----
+
+struct Packing {
+  const char* name;
+  size_t values, bytes;  // of a storage block in a checkpoint
+  size_t packed;         // bytes of 16 packed ones
+  void (*pack)(const uint8_t* row, size_t width, std::byte* panel, size_t lane);
+  void (*unpack)(const std::byte* panel, size_t width, size_t lane, float* out);
+};
+
+template <class T, auto from>
+constexpr Packing plain(const char* name) {
+  return {name, 1, sizeof(T), LANES * sizeof(T), PlainRow<T, from>::pack, PlainRow<T, from>::unpack};
+}
+
+template <class... Q>
+constexpr std::array<Packing, FORMATS> packings(Types<Q...>) {
+  return {plain<float, [](float value) { return value; }>("F32"), plain<uint16_t, from_half>("F16"),
+          plain<uint16_t, from_bfloat>("BF16"),
+          Packing{Q::NAME, Q::VALUES, Q::BYTES, Packed<Q>::BYTES, QuantizedRow<Q>::pack, QuantizedRow<Q>::unpack}...};
+}
+
+constexpr auto PACKINGS = packings(QuantizedFormats{});
 
 Format format_of(const std::string& name) {
-  for (const auto& named : NAMES)
-    if (name == named.name) return named.format;
+  for (size_t i = 0; i < FORMATS; ++i)
+    if (name == PACKINGS[i].name) return Format(i);
   throw std::invalid_argument("no native kernel for weights of format " + name);
 }
 
-bool quantized(Format format) { return format >= Format::Q4_0; }
+const Packing& packing_of(Format format) { return PACKINGS[size_t(format)]; }
 
-size_t row_bytes(Format format, size_t width) {
-  switch (format) {
-    case Format::F32: return width * 4;
-    case Format::F16:
-    case Format::BF16: return width * 2;
-    case Format::Q4_0: return width / BLOCK * sizeof(BlockQ4_0);
-    case Format::Q4_1: return width / BLOCK * sizeof(BlockQ4_1);
-    case Format::Q8_0: return width / BLOCK * sizeof(BlockQ8_0);
-  }
-  return 0;
-}
-
-size_t round_up(size_t value, size_t step) { return (value + step - 1) / step * step; }
-
-template <class T>
-void pack_values(const uint8_t* row, size_t width, std::byte* panel, size_t lane) {
-  for (size_t k = 0; k < width; ++k) std::memcpy(panel + (k * LANES + lane) * sizeof(T), row + k * sizeof(T), sizeof(T));
-}
-
-// Where the scales (and minima) of a panel's block lie, and its codes.
-template <class Block>
-struct Place {
-  static constexpr size_t CODES = sizeof(Block::q) * LANES;
-  std::byte* codes;
-  std::byte* scales;
-  std::byte* minima;
-
-  Place(std::byte* panel, size_t blocks, size_t block, size_t lane)
-      : codes(panel + block * CODES + lane * 4),
-        scales(panel + blocks * CODES + (block * LANES + lane) * 2),
-        minima(scales + blocks * LANES * 2) {}
-};
-
-template <class Block>
-void pack_blocks(const uint8_t* row, size_t width, std::byte* panel, size_t lane) {
-  const size_t blocks = width / BLOCK;
-  for (size_t b = 0; b < blocks; ++b) {
-    const uint8_t* block = row + b * sizeof(Block);
-    const Place<Block> place(panel, blocks, b, lane);
-    std::memcpy(place.scales, block + offsetof(Block, d), 2);
-    if constexpr (requires { &Block::m; }) std::memcpy(place.minima, block + offsetof(Block, m), 2);
-    for (size_t i = 0; i < sizeof(Block::q); i += 4)
-      std::memcpy(place.codes + i * LANES, block + offsetof(Block, q) + i, 4);
-  }
-}
-
-template <class Block>
-Block unpack_block(const std::byte* panel, size_t blocks, size_t b, size_t lane) {
-  Block block;
-  const Place<Block> place(const_cast<std::byte*>(panel), blocks, b, lane);
-  std::memcpy(&block.d, place.scales, 2);
-  if constexpr (requires { &Block::m; }) std::memcpy(&block.m, place.minima, 2);
-  for (size_t i = 0; i < sizeof(Block::q); i += 4) std::memcpy(block.q + i, place.codes + i * LANES, 4);
-  return block;
-}
-
-void values_of(const BlockQ4_0& block, float* out) {
-  const float d = from_half(block.d);
-  for (int j = 0; j < 16; ++j) {
-    out[j] = d * float((block.q[j] & 15) - 8);
-    out[j + 16] = d * float((block.q[j] >> 4) - 8);
-  }
-}
-
-void values_of(const BlockQ4_1& block, float* out) {
-  const float d = from_half(block.d), m = from_half(block.m);
-  for (int j = 0; j < 16; ++j) {
-    out[j] = d * float(block.q[j] & 15) + m;
-    out[j + 16] = d * float(block.q[j] >> 4) + m;
-  }
-}
-
-void values_of(const BlockQ8_0& block, float* out) {
-  const float d = from_half(block.d);
-  for (int j = 0; j < 32; ++j) out[j] = d * float(block.q[j]);
-}
-
-template <class Block>
-void read_blocks(const std::byte* panel, size_t width, size_t lane, float* out) {
-  for (size_t b = 0; b < width / BLOCK; ++b)
-    values_of(unpack_block<Block>(panel, width / BLOCK, b, lane), out + b * BLOCK);
-}
-
-template <class T, class Convert>
-void read_values(const std::byte* panel, size_t width, size_t lane, float* out, Convert convert) {
-  const T* values = reinterpret_cast<const T*>(panel) + lane;
-  for (size_t k = 0; k < width; ++k) out[k] = convert(values[k * LANES]);
-}
-
-void pack_row(Format format, const uint8_t* row, size_t width, std::byte* panel, size_t lane) {
-  switch (format) {
-    case Format::F32: return pack_values<float>(row, width, panel, lane);
-    case Format::F16:
-    case Format::BF16: return pack_values<uint16_t>(row, width, panel, lane);
-    case Format::Q4_0: return pack_blocks<BlockQ4_0>(row, width, panel, lane);
-    case Format::Q4_1: return pack_blocks<BlockQ4_1>(row, width, panel, lane);
-    case Format::Q8_0: return pack_blocks<BlockQ8_0>(row, width, panel, lane);
-  }
+// Calls range(first, last) on shares of 0 to count, on every core where there is enough to do.
+template <class Range>
+void in_parallel(size_t count, size_t bytes, Range range) {
+  constexpr size_t SHARE_BYTES = size_t(1) << 20;
+  const size_t cores = std::max(1u, std::thread::hardware_concurrency());
+  const size_t shares = std::clamp<size_t>(bytes / SHARE_BYTES, 1, std::min(cores, count));
+  std::vector<std::thread> threads;
+  for (size_t i = 1; i < shares; ++i) threads.emplace_back(range, count * i / shares, count * (i + 1) / shares);
+  range(0, count / shares);
+  for (auto& thread : threads) thread.join();
 }
 
 }  // namespace
 
 Weight::Weight(size_t width, const std::vector<std::pair<std::string, size_t>>& parts) : width_(width) {
-  size_t bytes = 0;
   for (const auto& [name, rows] : parts) {
     const Format format = format_of(name);
+    const Packing& packing = packing_of(format);
     if (width == 0 || rows == 0 || width > INT32_MAX || rows > INT32_MAX - rows_)
       throw std::invalid_argument("a weight needs rows and columns, fewer than 2^31 of each");
-    if (quantized(format) && width % BLOCK)
-      throw std::invalid_argument(name + " rows hold a multiple of 32 values; got " + std::to_string(width));
+    if (width % packing.values)
+      throw std::invalid_argument(name + " rows hold a multiple of " + std::to_string(packing.values) +
+                                  " values; got " + std::to_string(width));
     const size_t panels = round_up(rows, LANES) / LANES;
-    const size_t panel_bytes = round_up(row_bytes(format, width) * LANES, 64);
+    const size_t panel_bytes = width / packing.values * packing.packed;
     parts_.push_back({format, rows, rows_, panels, panel_bytes, nullptr});
-    coded_ |= quantized(format);
+    coded_ |= format >= Format::QUANTIZED;
     rows_ += rows;
     panels_ += panels;
-    bytes += panels * panel_bytes;
+    bytes_ += round_up(panels * panel_bytes, 64);
   }
   if (parts_.empty()) throw std::invalid_argument("a weight needs at least one part");
-  memory_ = Memory(bytes);
-  std::byte* next = memory_.as();
+  std::byte* next;
+  std::tie(slab_, next) = allocate(bytes_);
   for (auto& part : parts_) {
     part.data = next;
-    next += part.panels * part.panel_bytes;
+    next += round_up(part.panels * part.panel_bytes, 64);
   }
 }
 
 void Weight::fill(size_t part, size_t row, size_t rows, const uint8_t* bytes, size_t size) {
   if (part >= parts_.size()) throw std::invalid_argument("the weight has no such part");
   const Part& target = parts_[part];
-  const size_t stride = row_bytes(target.format, width_);
+  const Packing& packing = packing_of(target.format);
+  const size_t stride = width_ / packing.values * packing.bytes;
   if (row > target.rows || rows > target.rows - row) throw std::invalid_argument("rows outside the part");
   if (size != rows * stride)
     throw std::invalid_argument(std::to_string(rows) + " rows take " + std::to_string(rows * stride) + " bytes; got " +
                                 std::to_string(size));
-  for (size_t i = 0; i < rows; ++i, ++row)
-    pack_row(target.format, bytes + i * stride, width_, target.data + row / LANES * target.panel_bytes, row % LANES);
+  in_parallel(rows, size, [=, this](size_t first, size_t last) {
+    for (size_t i = first; i < last; ++i)
+      packing.pack(bytes + i * stride, width_, target.data + (row + i) / LANES * target.panel_bytes, (row + i) % LANES);
+  });
 }
 
 void Weight::set_bias(std::vector<float> bias) {
@@ -169,26 +231,23 @@ void Weight::set_bias(std::vector<float> bias) {
   bias_ = std::move(bias);
 }
 
-Panel Weight::panel(size_t index) const {
+bool Weight::gateable() const {
+  return parts_.size() == 2 && coded_ && parts_[0].format == parts_[1].format && parts_[0].rows == parts_[1].rows &&
+         bias_.empty();
+}
+
+Run Weight::panels(size_t first, size_t most) const {
   const Part* part = parts_.data();
-  for (; index >= part->panels; ++part) index -= part->panels;
-  const size_t row = index * LANES;
-  return {part, part->data + index * part->panel_bytes, part->column + row, std::min(LANES, part->rows - row)};
+  for (; first >= part->panels; ++part) first -= part->panels;
+  const size_t panels = std::min(most, part->panels - first), row = first * LANES;
+  return {part, part->data + first * part->panel_bytes, part->column + row, std::min(panels * LANES, part->rows - row),
+          panels};
 }
 
 void Weight::read_row(size_t row, float* out) const {
   const Part* part = parts_.data();
   for (; row >= part->rows; ++part) row -= part->rows;
-  const std::byte* panel = part->data + row / LANES * part->panel_bytes;
-  const size_t lane = row % LANES;
-  switch (part->format) {
-    case Format::F32: return read_values<float>(panel, width_, lane, out, [](float value) { return value; });
-    case Format::F16: return read_values<uint16_t>(panel, width_, lane, out, from_half);
-    case Format::BF16: return read_values<uint16_t>(panel, width_, lane, out, from_bfloat);
-    case Format::Q4_0: return read_blocks<BlockQ4_0>(panel, width_, lane, out);
-    case Format::Q4_1: return read_blocks<BlockQ4_1>(panel, width_, lane, out);
-    case Format::Q8_0: return read_blocks<BlockQ8_0>(panel, width_, lane, out);
-  }
+  packing_of(part->format).unpack(part->data + row / LANES * part->panel_bytes, width_, row % LANES, out);
 }
 
 }  // namespace penstock

@@ -1,14 +1,11 @@
 // Packed weights: one layout for every ISA.
 //
 // Rows are taken in panels of 16, so that one vector register holds the same place of 16 rows and a product needs no
-// sum across a register. Within a panel:
-//   F32, F16, BF16    values [width][16]
-//   Q4_0, Q4_1, Q8_0  codes [block][group][16][4 bytes], then scales [block][16], then (Q4_1) minima [block][16]
-// A group is 4 consecutive values of a row: what an 8-bit dot product instruction takes per lane. A byte of 4-bit codes
-// holds group g in its low half and group g + 4 in its high half.
+// sum across a register. A panel of F32, F16 or BF16 is values [width][16]; formats.h says what other panels hold.
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -18,22 +15,22 @@
 
 namespace penstock {
 
-inline constexpr size_t LANES = 16;
-
 struct Part {
   Format format;
   size_t rows;
-  size_t column;       // where its rows stand among those of the weight
+  size_t column;  // where its rows stand among those of the weight
   size_t panels;
   size_t panel_bytes;
   std::byte* data;
 };
 
-struct Panel {
+// Consecutive panels of one part.
+struct Run {
   const Part* part;
   const std::byte* data;
   size_t column;
-  size_t lanes;  // rows in it: 16, or fewer in the last of a part
+  size_t columns;  // rows in them: 16 for each, fewer in the last of a part
+  size_t panels;
 };
 
 class Weight {
@@ -47,18 +44,19 @@ class Weight {
   size_t width() const { return width_; }
   size_t rows() const { return rows_; }
   size_t panels() const { return panels_; }
-  size_t bytes() const { return memory_.bytes(); }
+  size_t bytes() const { return bytes_; }
   bool coded() const { return coded_; }  // some part is multiplied with quantized activations
-  Panel panel(size_t index) const;
+  bool gateable() const;                 // two halves of which each panel of one has a partner in the other
+  Run panels(size_t first, size_t most) const;  // those from `first` on that lie in one part
   const float* bias(size_t column) const { return bias_.empty() ? nullptr : bias_.data() + column; }
   void read_row(size_t row, float* out) const;  // its values
 
  private:
-  size_t width_, rows_ = 0, panels_ = 0;
+  size_t width_, rows_ = 0, panels_ = 0, bytes_ = 0;
   bool coded_ = false;
   std::vector<Part> parts_;
   std::vector<float> bias_;
-  Memory memory_;
+  std::shared_ptr<const Memory> slab_;
 };
 
 }  // namespace penstock
