@@ -10,11 +10,11 @@ from penstock.backend.base import LAST_SAMPLED, Batch, Floats, Ints, Model, Tick
 from penstock.backend.cpu import _native
 from penstock.backend.cpu.record import record
 from penstock.backend.cpu.weights import pack_matrix, pack_vector
-from penstock.backend.sample import sample
+from penstock.backend.sample import answers
 from penstock.config import available_threads
 from penstock.errors import ConfigError
 from penstock.model.tensor import Tensor
-from penstock.types import StepResult
+from penstock.types import StepResult, TokenLogprob
 
 
 class CpuBackend:
@@ -51,7 +51,18 @@ class CpuBackend:
         self._program.reserve_kv(num_blocks, block_size)
 
     def launch(self, batch: Batch) -> Ticket:
-        result = sample(self.logits(batch), batch)
+        rows = batch.sample
+        edits = [
+            (s, edit.seen, edit.repetition, edit.add_ids, edit.add_values, edit.ban)
+            for s, edit in enumerate(rows.edits)
+            if edit is not None
+        ]
+        tokens, scored = self._program.sample(
+            *self._step(batch),
+            *(rows.target, rows.temperature, rows.top_p, rows.top_k, rows.min_p, rows.seed, rows.logprobs),
+            edits,
+        )
+        result = answers(batch, tokens, [TokenLogprob(token, value, tuple(top)) for token, value, top in scored])
         self._remember(batch.slots, result)
         self._results[batch.step] = result
         return batch.step
@@ -63,8 +74,7 @@ class CpuBackend:
         """Runs the forward pass of a step; returns its answer, [S, vocab]."""
         rows = len(batch.sampled) if self._answer.symbol == "S" else len(batch.tokens)
         out = np.empty((rows, self._answer.width), np.float32)
-        tables = np.ascontiguousarray(batch.tables)
-        self._program.run(self._known_tokens(batch), batch.positions, batch.row_start, tables, batch.sampled, out)
+        self._program.run(*self._step(batch), out)
         return out
 
     def move_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -72,6 +82,10 @@ class CpuBackend:
 
     def close(self) -> None:
         del self._program
+
+    def _step(self, batch: Batch) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+        tables = np.ascontiguousarray(batch.tables)
+        return self._known_tokens(batch), batch.positions, batch.row_start, tables, batch.sampled
 
     def _known_tokens(self, batch: Batch) -> Ints:
         unknown = batch.tokens == LAST_SAMPLED

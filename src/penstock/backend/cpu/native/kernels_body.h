@@ -200,6 +200,33 @@ void scale(float* x, size_t n, float factor) {
   by_lanes(n, [&](size_t i, size_t count) { store_some(x + i, mul(load_some(x + i, count), all(factor)), count); });
 }
 
+// ---- sampling ----
+
+float highest(const float* x, size_t n) {
+  F most = all(-__builtin_inff());
+  size_t i = 0;
+  for (; i + 16 <= n; i += 16) most = max(load(x + i), most);
+  float found = maximum(most);
+  for (; i < n; ++i)
+    if (x[i] > found) found = x[i];
+  return found;
+}
+
+// Products and sums apart, so that no ISA rounds otherwise than another.
+void weigh(const float* x, size_t n, float temperature, float highest, float* weights) {
+  constexpr float FACTORS[] = {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f};
+  const F most = all(highest / temperature);
+  by_lanes(n, [&](size_t i, size_t count) {
+    const F below = sub(div(load_some(x + i, count), all(temperature)), most);
+    const F bounded = max(below, all(-100.0f));
+    const F power_of_two = round(mul(bounded, all(1.44269504f)));
+    const F r = sub(sub(bounded, mul(power_of_two, all(0.693359375f))), mul(power_of_two, all(-2.12194440e-4f)));
+    F power = all(1.0f / 5040);
+    for (float factor : FACTORS) power = add(mul(power, r), all(factor));
+    store_some(weights + i, zero_below(times_pow2(power, power_of_two), below, -87.0f), count);
+  });
+}
+
 // ---- attention ----
 
 void rotate(const float* x, size_t dim, const Rotation& turn, float scale, float* out) {
@@ -302,6 +329,8 @@ constexpr Kernels kernels = {
     rotate,
     soften,
     scale,
+    highest,
+    weigh,
     Kv<uint16_t>::table(),
     Kv<float>::table(),
 };

@@ -190,7 +190,9 @@ void Program::take_sampled(int x, int out) {
 
 void Program::answer(int buffer) {
   at(buffer);
+  require(answer_ < 0, "the program has an answer already");
   answer_ = buffer;
+  for (auto& phase : sampler_.phases(buffer)) phases_.push_back(std::move(phase));
 }
 
 // ---- running ----
@@ -249,21 +251,37 @@ void Program::grow(size_t tokens, size_t sampled) {
     if (memory.bytes() < scratch_floats_ * sizeof(float)) memory = Memory(scratch_floats_ * sizeof(float));
 }
 
-void Program::run(Ints tokens, Ints positions, Ints row_start, Ints tables, size_t table_width, Ints sampled,
-                  std::span<float> out) {
-  const std::lock_guard lock(running_);
+Batch Program::checked(const Step& step) const {
+  const auto& [tokens, positions, row_start, tables, table_width, sampled] = step;
   require(answer_ >= 0, "the program has no answer yet");
   require(tokens.size() <= INT32_MAX / 2 && positions.size() == tokens.size(), "every token needs one position");
   require(!row_start.empty() && tables.size() == (row_start.size() - 1) * table_width, "every row needs a block table");
   const Batch batch = {tokens.data(),     positions.data(),     row_start.data(), tables.data(),  sampled.data(),
                        tokens.size(), row_start.size() - 1, table_width,      sampled.size()};
   check(batch);
-  frame_.batch = batch;
+  return batch;
+}
+
+void Program::run(const Step& step, std::span<float> out) {
+  const std::lock_guard lock(running_);
+  frame_.batch = checked(step);
   require(out.size() == frame_.rows(answer_) * at(answer_).width, "the answer's array has another shape");
-  grow(tokens.size(), sampled.size());
+  grow(step.tokens.size(), step.sampled.size());
   buffers_[size_t(answer_)].data = out.data();
-  frame_.tiles = query_tiles(batch, std::move(frame_.tiles));
+  sampler_.rest();
+  frame_.tiles = query_tiles(frame_.batch, std::move(frame_.tiles));
   pool_.run(StepJob(phases_, frame_));
+}
+
+Answers Program::sample(const Step& step, const Draws& draws, const std::vector<Edit>& edits) {
+  const std::lock_guard lock(running_);
+  frame_.batch = checked(step);
+  require(at(answer_).symbol == Symbol::S, "only the logits of sampled positions can be sampled");
+  sampler_.prepare(draws, edits, step.sampled.size(), at(answer_).width, pool_.threads());
+  grow(step.tokens.size(), step.sampled.size());
+  frame_.tiles = query_tiles(frame_.batch, std::move(frame_.tiles));
+  pool_.run(StepJob(phases_, frame_));
+  return {sampler_.tokens(), sampler_.logprobs()};
 }
 
 }  // namespace penstock
