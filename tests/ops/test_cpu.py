@@ -232,6 +232,9 @@ BAD: dict[str, Batch] = {
     "no rows": replace(GOOD, row_start=np.zeros(0, np.int32)),
     "sampled beyond the tokens": replace(GOOD, sampled=np.array([5], np.int32)),
     "sampled below 0": replace(GOOD, sampled=np.array([-1], np.int32)),
+    "a slot missing": replace(GOOD, slots=GOOD.slots[:1].copy()),
+    "a slot below 0": replace(GOOD, slots=np.array([0, -1], np.int32)),
+    "a slot beyond any": replace(GOOD, slots=np.array([0, 2**30], np.int32)),
     "tokens of another type": replace(GOOD, tokens=GOOD.tokens.astype(np.int64)),
     "positions with gaps": replace(GOOD, positions=np.repeat(GOOD.positions, 2)[::2]),
     "tokens of two dimensions": replace(GOOD, tokens=GOOD.tokens[None]),
@@ -325,7 +328,7 @@ def test_a_program_checks_its_buffers_when_built():
         lambda: program.angles(np.zeros(0), 1.0),
         lambda: program.answer(99),
         lambda: program.run(
-            *(np.zeros(shape, np.int32) for shape in (0, 0, 1, (0, 0), 0)), np.zeros((0, 8), np.float32)
+            *(np.zeros(shape, np.int32) for shape in (0, 0, 1, 0, (0, 0), 0)), np.zeros((0, 8), np.float32)
         ),
     ]
     for call in wrong:

@@ -28,17 +28,15 @@ MASS_OF_ONE = np.float32(2.0**40)  # the mass of the most likely token
 def sample(logits: Floats, batch: Batch) -> StepResult:
     """Answers every row of the batch; `logits` is [S, vocab]."""
     tokens = choose(logits, batch.sample).tolist()
-    logprobs = [
-        _logprob(logits[s], tokens[s], top) for s, top in enumerate(batch.sample.logprobs.tolist()) if top >= 0
-    ]
+    logprobs = [_logprob(logits[s], tokens[s], top) for s, top in enumerate(batch.sample.logprobs.tolist()) if top >= 0]
     return answers(batch, tokens, logprobs)
 
 
 def answers(batch: Batch, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]) -> StepResult:
     """A step's result from the token of each position [S] and the logprobs of those that asked for them, in order."""
+    known = [target >= 0 for target in batch.sample.target.tolist()]
     rows = []
     asked, left = batch.sample.logprobs.tolist() if logprobs else [], iter(logprobs)
-    known = [target >= 0 for target in batch.sample.target.tolist()]
     for first, last in pairwise(batch.sample_start.tolist()):
         sampled = tuple([tokens[s] for s in range(first, last) if not known[s]])
         if not logprobs:

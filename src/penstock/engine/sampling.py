@@ -72,10 +72,9 @@ class Sampler:
 def sample_rows(wanted: list[Wanted]) -> SampleRows:
     """What to do at each wanted position: score the known token that follows it, or sample one."""
     target = [tokens[at + 1] if at + 1 < len(tokens) else -1 for _, tokens, at in wanted]
-    numbers = tuple(
-        [sampler.numbers if known < 0 else sampler.scoring for (sampler, _, _), known in zip(wanted, target, strict=True)]
-    )
-    temperature, top_p, top_k, min_p, logprobs = _columns(numbers)
+    samplers = [sampler for sampler, _, _ in wanted]
+    numbers = [s.numbers if known < 0 else s.scoring for s, known in zip(samplers, target, strict=True)]
+    temperature, top_p, top_k, min_p, logprobs = _columns(tuple(numbers))
     return SampleRows(
         target=np.array(target, np.int32),
         temperature=temperature,

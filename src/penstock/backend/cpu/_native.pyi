@@ -56,6 +56,7 @@ class Program:
         tokens: NDArray[np.int32],
         positions: NDArray[np.int32],
         row_start: NDArray[np.int32],
+        slots: NDArray[np.int32],
         tables: NDArray[np.int32],
         sampled: NDArray[np.int32],
         out: NDArray[np.float32],
@@ -66,6 +67,7 @@ class Program:
         tokens: NDArray[np.int32],
         positions: NDArray[np.int32],
         row_start: NDArray[np.int32],
+        slots: NDArray[np.int32],
         tables: NDArray[np.int32],
         sampled: NDArray[np.int32],
         target: NDArray[np.int32],
@@ -75,9 +77,7 @@ class Program:
         min_p: NDArray[np.float32],
         seed: NDArray[np.uint64],
         logprobs: NDArray[np.int32],
-        edits: list[
-            tuple[int, NDArray[np.int32], float, NDArray[np.int32], NDArray[np.float32], NDArray[np.int32]]
-        ],
+        edits: list[tuple[int, NDArray[np.int32], float, NDArray[np.int32], NDArray[np.float32], NDArray[np.int32]]],
     ) -> tuple[list[int], list[tuple[int, float, list[tuple[int, float]]]]]:
         """One step, without the interpreter's lock: the token of each sampled position, and (token, logprob,
         alternatives) of those that asked for it. An edit is (sampled position, *fields of a LogitEdit)."""

@@ -13,6 +13,7 @@ namespace {
 
 constexpr size_t CHUNK_ROWS = 8;
 constexpr unsigned MOST_THREADS = 1024;
+constexpr int32_t MOST_SLOTS = 1 << 20;
 
 void require(bool holds, const std::string& otherwise) {
   if (!holds) throw std::invalid_argument(otherwise);
@@ -207,31 +208,59 @@ void Program::copy_blocks(const std::vector<std::pair<int64_t, int64_t>>& pairs)
   cache_.copy(pairs);
 }
 
-void Program::check(const Batch& batch) const {
-  const auto tokens = int32_t(batch.tokens_count);
+void Program::check_rows(const Step& step) const {
+  const auto& starts = step.row_start;
+  require(answer_ >= 0, "the program has no answer yet");
   require(cache_.blocks() || !cache_.layers(), "there is no KV cache yet: reserve it before the first step");
-  require(batch.row_start[0] == 0 && batch.row_start[batch.rows] == tokens, "row_start must run from 0 to the tokens");
-  for (size_t i = 0; i < batch.tokens_count; ++i)
-    require(batch.tokens[i] >= 0 && size_t(batch.tokens[i]) < vocab_,
-            "token id " + std::to_string(batch.tokens[i]) + " is outside the vocabulary of " + std::to_string(vocab_));
-  for (size_t i = 0; i < batch.sampled_count; ++i)
-    require(batch.sampled[i] >= 0 && batch.sampled[i] < tokens, "sampled must index the step's tokens");
-  for (size_t row = 0; row < batch.rows; ++row) check_row(batch, row);
+  require(step.tokens.size() <= INT32_MAX / 2 && step.positions.size() == step.tokens.size(),
+          "every token needs one position");
+  require(!starts.empty() && step.tables.size() == (starts.size() - 1) * step.table_width,
+          "every row needs a block table");
+  require(step.slots.size() == starts.size() - 1, "every row needs a slot");
+  require(starts.front() == 0 && starts.back() == int32_t(step.tokens.size()), "row_start must run from 0 to the tokens");
+  require(std::is_sorted(starts.begin(), starts.end()), "row_start must not decrease");
+  for (int32_t slot : step.slots) require(slot >= 0 && slot < MOST_SLOTS, "a slot is a number from 0 to 2^20 - 1");
+  for (int32_t token : step.sampled)
+    require(token >= 0 && size_t(token) < step.tokens.size(), "sampled must index the step's tokens");
 }
 
-void Program::check_row(const Batch& batch, size_t row) const {
-  const int32_t first = batch.row_start[row], last = batch.row_start[row + 1];
-  require(first <= last && last <= batch.row_start[batch.rows], "row_start must not decrease");
+void Program::check_tokens() const {
+  for (int32_t token : known_)
+    require(token >= 0 && size_t(token) < vocab_,
+            "token id " + std::to_string(token) + " is outside the vocabulary of " + std::to_string(vocab_));
+}
+
+void Program::check_context(const Step& step, size_t row) const {
+  const int32_t first = step.row_start[row], last = step.row_start[row + 1];
   if (first == last || !cache_.layers()) return;
-  const auto [lowest, highest] = std::minmax_element(batch.positions + first, batch.positions + last);
-  require(*lowest >= 0 && size_t(*highest) / cache_.block_size() < batch.table_width,
+  const auto [lowest, highest] = std::minmax_element(step.positions.data() + first, step.positions.data() + last);
+  require(*lowest >= 0 && size_t(*highest) / cache_.block_size() < step.table_width,
           "position " + std::to_string(*lowest < 0 ? *lowest : *highest) + " is outside the row's block table");
   const size_t seen = size_t(*lowest) + 1;
   const size_t needed = sees_everything_ || seen <= longest_window_ ? 0 : seen - longest_window_;
-  const int32_t* table = batch.tables + row * batch.table_width;
+  const int32_t* table = step.tables.data() + row * step.table_width;
   for (size_t i = needed / cache_.block_size(); i <= size_t(*highest) / cache_.block_size(); ++i)
     require(table[i] >= 0 && size_t(table[i]) < cache_.blocks(),
             "block " + std::to_string(table[i]) + " is outside the KV cache of " + std::to_string(cache_.blocks()));
+}
+
+void Program::know_tokens(const Step& step) {
+  known_.assign(step.tokens.begin(), step.tokens.end());
+  for (size_t row = 0; row < step.slots.size(); ++row) {
+    const auto slot = size_t(step.slots[row]);
+    if (slot < last_sampled_.size())
+      std::replace(known_.begin() + step.row_start[row], known_.begin() + step.row_start[row + 1], LAST_SAMPLED,
+                   last_sampled_[slot]);
+  }
+}
+
+void Program::remember_tokens(const Step& step, const Draws& draws, const std::vector<int32_t>& tokens) {
+  for (size_t s = 0, row = 0; s < tokens.size(); ++s) {
+    while (step.row_start[row + 1] <= step.sampled[s]) ++row;
+    const auto slot = size_t(step.slots[row]);
+    if (slot >= last_sampled_.size()) last_sampled_.resize(slot + 1, LAST_SAMPLED);
+    if (draws.target[s] < 0) last_sampled_[slot] = tokens[s];
+  }
 }
 
 void Program::grow(size_t tokens, size_t sampled) {
@@ -251,37 +280,36 @@ void Program::grow(size_t tokens, size_t sampled) {
     if (memory.bytes() < scratch_floats_ * sizeof(float)) memory = Memory(scratch_floats_ * sizeof(float));
 }
 
-Batch Program::checked(const Step& step) const {
-  const auto& [tokens, positions, row_start, tables, table_width, sampled] = step;
-  require(answer_ >= 0, "the program has no answer yet");
-  require(tokens.size() <= INT32_MAX / 2 && positions.size() == tokens.size(), "every token needs one position");
-  require(!row_start.empty() && tables.size() == (row_start.size() - 1) * table_width, "every row needs a block table");
-  const Batch batch = {tokens.data(),     positions.data(),     row_start.data(), tables.data(),  sampled.data(),
-                       tokens.size(), row_start.size() - 1, table_width,      sampled.size()};
-  check(batch);
-  return batch;
+void Program::prepare(const Step& step) {
+  check_rows(step);
+  know_tokens(step);
+  check_tokens();
+  for (size_t row = 0; row < step.slots.size(); ++row) check_context(step, row);
+  frame_.batch = {known_.data(),        step.positions.data(), step.row_start.data(), step.tables.data(),
+                  step.sampled.data(), step.tokens.size(),    step.slots.size(),     step.table_width,
+                  step.sampled.size()};
+  frame_.tiles = query_tiles(frame_.batch, std::move(frame_.tiles));
+  grow(step.tokens.size(), step.sampled.size());
 }
 
 void Program::run(const Step& step, std::span<float> out) {
   const std::lock_guard lock(running_);
-  frame_.batch = checked(step);
+  prepare(step);
   require(out.size() == frame_.rows(answer_) * at(answer_).width, "the answer's array has another shape");
-  grow(step.tokens.size(), step.sampled.size());
   buffers_[size_t(answer_)].data = out.data();
   sampler_.rest();
-  frame_.tiles = query_tiles(frame_.batch, std::move(frame_.tiles));
   pool_.run(StepJob(phases_, frame_));
 }
 
 Answers Program::sample(const Step& step, const Draws& draws, const std::vector<Edit>& edits) {
   const std::lock_guard lock(running_);
-  frame_.batch = checked(step);
+  prepare(step);
   require(at(answer_).symbol == Symbol::S, "only the logits of sampled positions can be sampled");
   sampler_.prepare(draws, edits, step.sampled.size(), at(answer_).width, pool_.threads());
-  grow(step.tokens.size(), step.sampled.size());
-  frame_.tiles = query_tiles(frame_.batch, std::move(frame_.tiles));
   pool_.run(StepJob(phases_, frame_));
-  return {sampler_.tokens(), sampler_.logprobs()};
+  Answers answers = {sampler_.tokens(), sampler_.logprobs()};
+  remember_tokens(step, draws, answers.tokens);
+  return answers;
 }
 
 }  // namespace penstock

@@ -20,10 +20,13 @@ namespace penstock {
 
 // One step's arrays as they come from outside.
 struct Step {
-  Ints tokens, positions, row_start, tables;
+  Ints tokens;  // LAST_SAMPLED: what the row's slot sampled last
+  Ints positions, row_start, slots, tables;
   size_t table_width;
   Ints sampled;
 };
+
+inline constexpr int32_t LAST_SAMPLED = -1;
 
 struct Answers {
   std::vector<int32_t> tokens;     // of each sampled position
@@ -62,10 +65,13 @@ class Program {
   // One call of `row` for each row of `out`, which then gets its codes.
   void each_row(int out, std::function<void(const Frame&, size_t row)> row);
   void quantize(int buffer);
-  Batch checked(const Step& step) const;
-  void check(const Batch& batch) const;
-  void check_row(const Batch& batch, size_t row) const;
+  void check_rows(const Step& step) const;
+  void check_tokens() const;
+  void check_context(const Step& step, size_t row) const;
+  void know_tokens(const Step& step);
+  void remember_tokens(const Step& step, const Draws& draws, const std::vector<int32_t>& tokens);
   void grow(size_t tokens, size_t sampled);
+  void prepare(const Step& step);
 
   Isa isa_;
   Pool pool_;
@@ -74,6 +80,8 @@ class Program {
   std::vector<Phase> phases_;
   Frame frame_;
   Sampler sampler_;
+  std::vector<int32_t> known_;         // the step's tokens
+  std::vector<int32_t> last_sampled_;  // by slot
   std::mutex running_;
   int answer_ = -1;
   size_t vocab_ = 0;         // of the smallest embedding table
