@@ -58,7 +58,13 @@ class CpuBackend:
         ]
         tokens, scored = self._program.sample(
             *_arrays(batch),
-            *(rows.target, rows.temperature, rows.top_p, rows.top_k, rows.min_p, rows.seed, rows.logprobs),
+            rows.target,
+            rows.temperature,
+            rows.top_p,
+            rows.top_k,
+            rows.min_p,
+            rows.seed,
+            rows.logprobs,
             edits,
         )
         logprobs = [TokenLogprob(token, value, tuple(top)) for token, value, top in scored]
