@@ -264,6 +264,13 @@ void soften(float* scores, size_t n, float& highest, float& total, size_t padded
   if (before != highest) scale(out, padded, shrunk[0]);
 }
 
+// Calls some<N>(i) for queries i to i + N, with N as large as may be: a query's sums are the same with any N.
+template <size_t N, class Some>
+void by_queries(size_t i, size_t count, Some some) {
+  for (; i + N <= count; i += N) some.template operator()<N>(i);
+  if constexpr (N > 1) by_queries<N - 1>(i, count, some);
+}
+
 template <class T>
 struct Kv {
   static void store(const float* key, const float* value, size_t dim, size_t padded, size_t lane, void* tile) {
@@ -293,28 +300,35 @@ struct Kv {
   }
 
   static void score(const float* queries, size_t count, size_t dim, const void* keys, float* scores) {
-    size_t i = 0;
-    for (; i + 4 <= count; i += 4) score_some<4>(queries + i * dim, dim, (const T*)keys, scores + i * SPAN);
-    for (; i < count; ++i) score_some<1>(queries + i * dim, dim, (const T*)keys, scores + i * SPAN);
+    by_queries<QUERIES>(0, count, [=]<size_t N>(size_t i) {
+      score_some<N>(queries + i * dim, dim, (const T*)keys, scores + i * SPAN);
+    });
   }
 
-  template <size_t N>
+  template <size_t N, size_t D>
   static void mix_some(const float* weights, const T* values, size_t n, size_t padded, float* out) {
-    for (size_t d = 0; d < padded; d += 16) {
-      F sums[N];
-      UNROLL for (size_t i = 0; i < N; ++i) sums[i] = load(out + i * padded + d);
-      for (size_t j = 0; j < n; ++j) {
-        const F value = load(values + j * padded + d);
-        UNROLL for (size_t i = 0; i < N; ++i) sums[i] = fma(value, all(weights[i * SPAN + j]), sums[i]);
+    F sums[N][D], value[D];
+    UNROLL for (size_t i = 0; i < N; ++i)
+      UNROLL for (size_t d = 0; d < D; ++d) sums[i][d] = load(out + i * padded + d * 16);
+    for (size_t j = 0; j < n; ++j) {
+      UNROLL for (size_t d = 0; d < D; ++d) value[d] = load(values + j * padded + d * 16);
+      UNROLL for (size_t i = 0; i < N; ++i) {
+        const F weight = all(weights[i * SPAN + j]);
+        UNROLL for (size_t d = 0; d < D; ++d) sums[i][d] = fma(value[d], weight, sums[i][d]);
       }
-      UNROLL for (size_t i = 0; i < N; ++i) penstock::store(out + i * padded + d, sums[i]);
     }
+    UNROLL for (size_t i = 0; i < N; ++i)
+      UNROLL for (size_t d = 0; d < D; ++d) penstock::store(out + i * padded + d * 16, sums[i][d]);
   }
 
   static void mix(const float* weights, size_t count, const void* values, size_t n, size_t padded, float* out) {
-    size_t i = 0;
-    for (; i + 4 <= count; i += 4) mix_some<4>(weights + i * SPAN, (const T*)values, n, padded, out + i * padded);
-    for (; i < count; ++i) mix_some<1>(weights + i * SPAN, (const T*)values, n, padded, out + i * padded);
+    by_queries<MIXED>(0, count, [=]<size_t N>(size_t i) {
+      const float* mine = weights + i * SPAN;
+      float* to = out + i * padded;
+      size_t d = 0;
+      for (; d + WIDE * 16 <= padded; d += WIDE * 16) mix_some<N, WIDE>(mine, (const T*)values + d, n, padded, to + d);
+      for (; d < padded; d += 16) mix_some<N, 1>(mine, (const T*)values + d, n, padded, to + d);
+    });
   }
 
   static constexpr KvKernels table() { return {store, score, mix}; }

@@ -21,6 +21,7 @@ struct Codes {
   int8_t v[64];
 };
 constexpr size_t ROWS = 4;  // rows of activations per pass over a panel
+constexpr size_t QUERIES = 4, MIXED = 4, WIDE = 1;  // queries scored and mixed in one pass, vectors of values per pass
 
 template <class V, class Lane>
 V each(Lane lane) {
