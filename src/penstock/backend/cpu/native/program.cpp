@@ -24,16 +24,6 @@ unsigned checked_threads(unsigned threads) {
   return threads;
 }
 
-std::vector<QueryTile> query_tiles(const Batch& batch, std::vector<QueryTile> tiles) {
-  tiles.clear();
-  for (size_t row = 0; row < batch.rows; ++row) {
-    const size_t last = size_t(batch.row_start[row + 1]);
-    for (size_t first = size_t(batch.row_start[row]); first < last; first += QUERY_TILE)
-      tiles.push_back({row, first, std::min(QUERY_TILE, last - first)});
-  }
-  return tiles;
-}
-
 class StepJob final : public Job {
  public:
   StepJob(const std::vector<Phase>& phases, const Frame& frame) : phases_(phases), frame_(frame) {}
@@ -59,6 +49,9 @@ Program::Program(const std::string& isa, unsigned threads, bool half_kv)
              .cache = cache_,
              .buffers = buffers_,
              .tiles = {},
+             .pieces = {},
+             .split = {},
+             .gathered = {},
              .scratch = std::vector<Memory>(threads),
              .workers = threads} {}
 
@@ -164,10 +157,12 @@ void Program::attend(int qkv, const Attention& attention, int out) {
   require(at(a.angles).symbol == Symbol::T && at(a.angles).width <= a.dim, "more rotated pairs than a head holds");
   cache_.add_layer(a.layer, a.shape());
   scratch_floats_ = std::max(scratch_floats_, a.scratch_floats());
+  gathered_floats_ = std::max(gathered_floats_, a.kv_heads * a.state_floats());
   longest_window_ = std::max(longest_window_, a.window);
   sees_everything_ |= a.window == 0;
   phases_.push_back(store_phase(a, qkv));
   phases_.push_back(attend_phase(a, qkv, out));
+  phases_.push_back(join_phase(a, out));
   quantize(out);
 }
 
@@ -276,6 +271,8 @@ void Program::grow(size_t tokens, size_t sampled) {
   }
   for (size_t symbol : {0, 1})
     if (rows[symbol] > capacity_[symbol]) capacity_[symbol] = std::bit_ceil(rows[symbol]);
+  const size_t gathered = frame_.split.empty() ? 0 : frame_.pieces.size() * gathered_floats_ * sizeof(float);
+  if (frame_.gathered.bytes() < gathered) frame_.gathered = Memory(std::bit_ceil(gathered));
   for (auto& memory : frame_.scratch)
     if (memory.bytes() < scratch_floats_ * sizeof(float)) memory = Memory(scratch_floats_ * sizeof(float));
 }
@@ -288,7 +285,7 @@ void Program::prepare(const Step& step) {
   frame_.batch = {known_.data(),        step.positions.data(), step.row_start.data(), step.tables.data(),
                   step.sampled.data(), step.tokens.size(),    step.slots.size(),     step.table_width,
                   step.sampled.size()};
-  frame_.tiles = query_tiles(frame_.batch, std::move(frame_.tiles));
+  if (cache_.layers()) plan_attention(frame_);
   grow(step.tokens.size(), step.sampled.size());
 }
 

@@ -87,7 +87,7 @@ class Program {
   size_t vocab_ = 0;         // of the smallest embedding table
   size_t longest_window_ = 0;
   bool sees_everything_ = false;
-  size_t scratch_floats_ = 0;
+  size_t scratch_floats_ = 0, gathered_floats_ = 0;
   size_t capacity_[2] = {0, 0};  // rows of the buffers, by symbol
 };
 
