@@ -23,7 +23,7 @@ inline constexpr size_t QUERY_TILE = 16;
 
 // Positions over which one softmax runs on; those of several parts are joined in order. Parts stand at fixed places of
 // a sequence, so the result is the same however they are shared out.
-inline constexpr size_t PART = 2 * SPAN;
+inline constexpr size_t PART = 4 * SPAN;
 
 void plan_attention(Frame& frame);  // the step's tiles and pieces
 
