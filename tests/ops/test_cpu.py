@@ -129,6 +129,25 @@ def test_a_row_is_bitwise_the_same_in_any_batch_chunking_and_thread_count(
 
 
 @pytest.mark.parametrize("isa", isas())
+def test_a_long_row_is_bitwise_the_same_alone_in_pieces_and_in_a_batch(isa: str):
+    """Long contexts are attended in parts that several threads share out."""
+    spec = replace(SPEC, max_len=2048)
+    prompts = [prompt(length, seed) for seed, length in enumerate((1100, 3, 300))]
+    alone = loaded(CpuBackend(1, isa=isa), spec=spec)
+    wanted = [logits_alone(alone, tokens, 16) for tokens in prompts]
+    backend = loaded(CpuBackend(3, isa=isa), spec=spec)
+    backend.reserve_kv(blocks_for(prompts, 16), 16)
+    for chunks in random_steps(np.random.default_rng(1), prompts, 16, 90):
+        parts = [wanted[chunk.slot][chunk.start : chunk.start + len(chunk.tokens)] for chunk in chunks]
+        assert np.array_equal(backend.logits(greedy_batch(chunks)), np.concatenate(parts))
+    blocks = list(range(blocks_for(prompts[:1], 16)))
+    backend.logits(greedy_batch([Chunk(prompts[0], 0, blocks)]))
+    for at in (511, 512, 700, 1099):  # one token alone: in pieces
+        last = greedy_batch([Chunk(prompts[0][at : at + 1], at, blocks)])
+        assert np.array_equal(backend.logits(last)[0], wanted[0][at])
+
+
+@pytest.mark.parametrize("isa", isas())
 def test_a_model_of_many_formats_follows_the_reference(isa: str):
     """On sequences of one token: where random weights attend to several, rounding decides which."""
     chunks = [Chunk([token], 0, [token], token) for token in range(SPEC.vocab)]
@@ -246,6 +265,9 @@ BAD: dict[str, Batch] = {
     "no rows": replace(GOOD, row_start=np.zeros(0, np.int32)),
     "sampled beyond the tokens": replace(GOOD, sampled=np.array([5], np.int32)),
     "sampled below 0": replace(GOOD, sampled=np.array([-1], np.int32)),
+    "a slot missing": replace(GOOD, slots=GOOD.slots[:1].copy()),
+    "a slot below 0": replace(GOOD, slots=np.array([0, -1], np.int32)),
+    "a slot beyond any": replace(GOOD, slots=np.array([0, 2**30], np.int32)),
     "tokens of another type": replace(GOOD, tokens=GOOD.tokens.astype(np.int64)),
     "positions with gaps": replace(GOOD, positions=np.repeat(GOOD.positions, 2)[::2]),
     "tokens of two dimensions": replace(GOOD, tokens=GOOD.tokens[None]),
@@ -348,7 +370,7 @@ def test_a_program_checks_its_buffers_when_built():
         lambda: program.angles(np.zeros(0), 1.0),
         lambda: program.answer(99),
         lambda: program.run(
-            *(np.zeros(shape, np.int32) for shape in (0, 0, 1, (0, 0), 0)), np.zeros((0, 8), np.float32)
+            *(np.zeros(shape, np.int32) for shape in (0, 0, 1, 0, (0, 0), 0)), np.zeros((0, 8), np.float32)
         ),
     ]
     for call in wrong:

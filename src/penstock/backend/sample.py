@@ -1,41 +1,54 @@
 """Choosing tokens from logits, in NumPy: the definition that faster samplers are tested against.
 
-A sampled row: its logits are edited, divided by the temperature, and cut by three thresholds (the k-th largest logit;
-the smallest set of most likely tokens whose mass reaches top_p, counted among those top_k left; min_p times the
-largest probability). What is left is drawn from in vocabulary order with one uniform number, which the seed alone
-decides. Ties at a threshold all stay. Logprobs are the model's own: before edits, temperature and cuts.
+A sampled row: its logits are edited and divided by the temperature, and every token gets a weight, 1 for the most
+likely. Three thresholds cut it (the k-th largest weight; the smallest set of most likely tokens whose mass reaches
+top_p, counted among those top_k and min_p left; min_p itself). What is left is drawn from in vocabulary order with one
+uniform number, which the seed alone decides. Ties at a threshold all stay. Logprobs are the model's own: before edits,
+temperature and cuts.
+
+Every sampler must choose the same token, so nothing depends on the order of a sum or on a library's exponential:
+weights follow from single-precision operations named here one by one, and masses are integers.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.backend.base import Batch, Floats, LogitEdit, SampleRows
 from penstock.types import RowResult, StepResult, TokenLogprob
 
+MASS_OF_ONE = np.float32(2.0**40)  # the mass of the most likely token
+
 
 def sample(logits: Floats, batch: Batch) -> StepResult:
     """Answers every row of the batch; `logits` is [S, vocab]."""
-    tokens = choose(logits, batch.sample)
-    logprobs = [
-        _logprob(logits[s], int(tokens[s]), int(top)) if top >= 0 else None
-        for s, top in enumerate(batch.sample.logprobs)
-    ]
-    known = batch.sample.target >= 0
+    tokens = choose(logits, batch.sample).tolist()
+    logprobs = [_logprob(logits[s], tokens[s], top) for s, top in enumerate(batch.sample.logprobs.tolist()) if top >= 0]
+    return answers(batch, tokens, logprobs)
+
+
+def answers(batch: Batch, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]) -> StepResult:
+    """A step's result from the token of each position [S] and the logprobs of those that asked for them, in order."""
+    known = [target >= 0 for target in batch.sample.target.tolist()]
     rows = []
-    for first, last in zip(batch.sample_start[:-1], batch.sample_start[1:], strict=True):
-        sampled = [s for s in range(first, last) if not known[s]]
-        rows.append(
-            RowResult(
-                tokens=tuple(int(tokens[s]) for s in sampled),
-                logprobs=tuple(entry for s in sampled if (entry := logprobs[s])),
-                scores=tuple(entry for s in range(first, last) if known[s] and (entry := logprobs[s])),
-            )
-        )
+    asked, left = batch.sample.logprobs.tolist() if logprobs else [], iter(logprobs)
+    for first, last in pairwise(batch.sample_start.tolist()):
+        sampled = tuple([tokens[s] for s in range(first, last) if not known[s]])
+        if not logprobs:
+            rows.append(RowResult(sampled))
+            continue
+        entries = [(known[s], next(left)) for s in range(first, last) if asked[s] >= 0]
+        scores = tuple([entry for scored, entry in entries if scored])
+        rows.append(RowResult(sampled, tuple([entry for scored, entry in entries if not scored]), scores))
     return StepResult(batch.step, tuple(rows))
 
 
-def choose(logits: Floats, rows: SampleRows) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def choose(logits: Floats, rows: SampleRows) -> NDArray[np.int64]:
     """One token for each position [S]: the target where there is one, else a sampled one."""
     tokens = np.asarray(logits.argmax(axis=1)) if len(logits) else np.zeros(0, np.int64)
     for s, edit in enumerate(rows.edits):
@@ -60,12 +73,31 @@ def apply_edit(logits: Floats, edit: LogitEdit | None) -> Floats:
 def _choose_one(logits: Floats, rows: SampleRows, s: int) -> int:
     if rows.temperature[s] == 0:
         return int(logits.argmax())
-    scaled = logits / rows.temperature[s]
-    weights = np.exp(scaled - scaled.max())  # [vocab], the most likely token weighs 1
+    weights = weigh(logits, rows.temperature[s])
     weights[weights < _threshold(weights, int(rows.top_k[s]), float(rows.top_p[s]), float(rows.min_p[s]))] = 0
-    mass = np.cumsum(weights, dtype=np.float64)
-    uniform = (int(rows.seed[s]) >> 11) * 2.0**-53
-    return int(np.searchsorted(mass, uniform * mass[-1], side="right"))
+    mass = _mass(weights).cumsum()
+    if mass[-1] == 0:  # nothing but infinities
+        return int(logits.argmax())
+    uniform = int(rows.seed[s]) >> 11  # of 53 bits
+    return int(np.searchsorted(mass, uniform * int(mass[-1]) >> 53, side="right"))
+
+
+def weigh(logits: Floats, temperature: np.float32) -> Floats:
+    """e^((logits - highest) / temperature), to be computed in just these steps: 2^n * e^r with |r| <= ln(2) / 2."""
+    with np.errstate(invalid="ignore"):
+        scaled = logits / temperature
+        x = scaled - scaled.max()
+        bounded = np.maximum(x, np.float32(-100))
+        n = np.rint(bounded * np.float32(1.44269504))
+        r = bounded - n * np.float32(0.693359375) - n * np.float32(-2.12194440e-4)
+        power = np.full_like(r, 1 / 5040)
+        for factor in (1 / 720, 1 / 120, 1 / 24, 1 / 6, 0.5, 1.0, 1.0):
+            power = power * r + np.float32(factor)
+        return np.where(x >= -87, np.ldexp(power, n.astype(np.int32)), np.float32(0))
+
+
+def _mass(weights: Floats) -> NDArray[np.int64]:
+    return (weights * MASS_OF_ONE).astype(np.int64)
 
 
 def _threshold(weights: Floats, top_k: int, top_p: float, min_p: float) -> float:
@@ -75,16 +107,16 @@ def _threshold(weights: Floats, top_k: int, top_p: float, min_p: float) -> float
         least = max(least, float(np.partition(weights, -top_k)[-top_k]))
     if top_p < 1:
         ordered = np.sort(weights[weights >= least])[::-1]
-        mass = np.cumsum(ordered, dtype=np.float64)
-        least = max(least, float(ordered[min(np.searchsorted(mass, top_p * mass[-1]), len(ordered) - 1)]))
+        mass = _mass(ordered).cumsum()
+        needed = math.ceil(top_p * float(mass[-1])) if len(mass) else 0
+        least = max(least, float(ordered[np.searchsorted(mass, needed)])) if len(mass) else least
     return least
 
 
 def _logprob(logits: Floats, token: int, top: int) -> TokenLogprob:
     highest = float(logits.max())
     norm = highest + float(np.log(np.exp(logits - highest).sum(dtype=np.float64)))
-    best = np.argpartition(logits, -top)[-top:] if top else np.zeros(0, np.int64)
-    best = best[np.lexsort((best, -logits[best]))]
+    best = np.argsort(-logits, kind="stable")[:top]
     return TokenLogprob(
         token, float(logits[token]) - norm, tuple((int(other), float(logits[other]) - norm) for other in best)
     )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import secrets
 from collections import Counter
 from collections.abc import Iterable
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,13 +15,15 @@ from penstock.backend.base import LogitEdit, SampleRows
 from penstock.types import Request
 
 Numbers = tuple[float, float, int, float, int]  # temperature, top_p, top_k, min_p, logprobs
+NUMBER_TYPES = (np.float32, np.float32, np.int32, np.float32, np.int32)
+MASK = 2**64 - 1
 Wanted = tuple["Sampler", list[int], int]  # who, its tokens so far, the position whose logits are wanted
 
 
 class Sampler:
     """One sequence's way of choosing tokens."""
 
-    __slots__ = ("_counted", "_counts", "_prompt", "_prompt_len", "_request", "numbers", "scoring", "seed")
+    __slots__ = ("_counted", "_counts", "_edits", "_prompt", "_prompt_len", "_request", "numbers", "scoring", "seed")
 
     def __init__(self, request: Request) -> None:
         params = request.sampling
@@ -28,10 +32,11 @@ class Sampler:
         self._prompt = set(request.prompt) if params.repetition_penalty != 1.0 else set()
         self._counts: Counter[int] = Counter()  # of the answer's tokens
         self._counted = self._prompt_len
-        self.seed = secrets.randbits(64) if params.seed is None else params.seed & (2**64 - 1)
-        logprobs = -1 if params.logprobs is None else params.logprobs
-        self.scoring = -1 if params.prompt_logprobs is None else params.prompt_logprobs
-        self.numbers: Numbers = (params.temperature, params.top_p, params.top_k, params.min_p, logprobs)
+        self._edits = bool(params.min_tokens or params.logit_bias or self.needs_history(request))
+        self.seed = secrets.randbits(64) if params.seed is None else params.seed & MASK
+        cuts = (params.temperature, params.top_p, params.top_k, params.min_p)
+        self.numbers: Numbers = (*cuts, -1 if params.logprobs is None else params.logprobs)
+        self.scoring: Numbers = (*cuts, -1 if params.prompt_logprobs is None else params.prompt_logprobs)
 
     @staticmethod
     def needs_history(request: Request) -> bool:
@@ -41,6 +46,8 @@ class Sampler:
 
     def edit(self, tokens: list[int], position: int) -> LogitEdit | None:
         """The changes to the logits at `position`, which choose the token after it."""
+        if not self._edits:
+            return None
         request, params = self._request, self._request.sampling
         ban = request.stop_ids if position + 1 - self._prompt_len < params.min_tokens else frozenset[int]()
         if not (ban or params.logit_bias or self.needs_history(request)):
@@ -65,36 +72,42 @@ class Sampler:
 def sample_rows(wanted: list[Wanted]) -> SampleRows:
     """What to do at each wanted position: score the known token that follows it, or sample one."""
     target = [tokens[at + 1] if at + 1 < len(tokens) else -1 for _, tokens, at in wanted]
-    numbers = [sampler.numbers for sampler, _, _ in wanted]
-    columns = tuple(zip(*numbers, strict=True)) if numbers else ((),) * 5
+    samplers = [sampler for sampler, _, _ in wanted]
+    numbers = [s.numbers if known < 0 else s.scoring for s, known in zip(samplers, target, strict=True)]
+    temperature, top_p, top_k, min_p, logprobs = _columns(tuple(numbers))
     return SampleRows(
         target=np.array(target, np.int32),
-        temperature=np.array(columns[0], np.float32),
-        top_p=np.array(columns[1], np.float32),
-        top_k=np.array(columns[2], np.int32),
-        min_p=np.array(columns[3], np.float32),
-        seed=_draws([sampler.seed for sampler, _, _ in wanted], [at for _, _, at in wanted]),
-        logprobs=np.array(
-            [s.scoring if known >= 0 else s.numbers[4] for (s, _, _), known in zip(wanted, target, strict=True)],
-            np.int32,
-        ),
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        seed=np.array([_draw(sampler.seed, at) for sampler, _, at in wanted], np.uint64),
+        logprobs=logprobs,
         edits=tuple(
-            sampler.edit(tokens, at) if known < 0 else None
-            for (sampler, tokens, at), known in zip(wanted, target, strict=True)
+            [
+                sampler.edit(tokens, at) if known < 0 else None
+                for (sampler, tokens, at), known in zip(wanted, target, strict=True)
+            ]
         ),
     )
 
 
-def _draws(seeds: list[int], positions: list[int]) -> NDArray[np.uint64]:
+@lru_cache(maxsize=16)
+def _columns(numbers: tuple[Numbers, ...]) -> tuple[NDArray[Any], ...]:
+    """Arrays of each number. Steps that follow each other mostly share them, so nobody may write to them."""
+    columns = zip(*numbers, strict=True) if numbers else ((),) * len(NUMBER_TYPES)
+    arrays = tuple(np.array(column, type) for column, type in zip(columns, NUMBER_TYPES, strict=True))
+    for array in arrays:
+        array.flags.writeable = False
+    return arrays
+
+
+def _draw(seed: int, position: int) -> int:
     """One number per (seed, position), whatever else is in the batch: splitmix64's finalizer."""
-    with np.errstate(over="ignore"):
-        z: NDArray[np.uint64] = np.array(seeds, np.uint64) + np.array(positions, np.uint64) * np.uint64(
-            0x9E3779B97F4A7C15
-        )
-        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        z ^= z >> np.uint64(31)
-    return z
+    z = (seed + position * 0x9E3779B97F4A7C15) & MASK
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & MASK
+    z = (z ^ z >> 27) * 0x94D049BB133111EB & MASK
+    return z ^ z >> 31
 
 
 def _ints(values: Iterable[int]) -> NDArray[np.int32]:

@@ -59,11 +59,31 @@ class Program:
         tokens: NDArray[np.int32],
         positions: NDArray[np.int32],
         row_start: NDArray[np.int32],
+        slots: NDArray[np.int32],
         tables: NDArray[np.int32],
         sampled: NDArray[np.int32],
         out: NDArray[np.float32],
     ) -> None:
         """One step, without the interpreter's lock; the answer's rows go to `out`."""
+    def sample(
+        self,
+        tokens: NDArray[np.int32],
+        positions: NDArray[np.int32],
+        row_start: NDArray[np.int32],
+        slots: NDArray[np.int32],
+        tables: NDArray[np.int32],
+        sampled: NDArray[np.int32],
+        target: NDArray[np.int32],
+        temperature: NDArray[np.float32],
+        top_p: NDArray[np.float32],
+        top_k: NDArray[np.int32],
+        min_p: NDArray[np.float32],
+        seed: NDArray[np.uint64],
+        logprobs: NDArray[np.int32],
+        edits: list[tuple[int, NDArray[np.int32], float, NDArray[np.int32], NDArray[np.float32], NDArray[np.int32]]],
+    ) -> tuple[list[int], list[tuple[int, float, list[tuple[int, float]]]]]:
+        """One step, without the interpreter's lock: the token of each sampled position, and (token, logprob,
+        alternatives) of those that asked for it. An edit is (sampled position, *fields of a LogitEdit)."""
     @property
     def isa(self) -> str: ...
     @property

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from penstock.backend.base import LAST_SAMPLED, Batch, Floats, Ints, Model, Ticket
+from penstock.backend.base import Batch, Floats, Ints, Model, Ticket
 from penstock.backend.cpu import _native
 from penstock.backend.cpu.record import record
 from penstock.backend.cpu.weights import pack_matrix, pack_vector
-from penstock.backend.sample import sample
+from penstock.backend.sample import answers
 from penstock.config import available_threads
 from penstock.errors import ConfigError
 from penstock.model.tensor import Tensor
-from penstock.types import StepResult
+from penstock.types import StepResult, TokenLogprob
 
 
 class CpuBackend:
@@ -28,7 +28,6 @@ class CpuBackend:
         if isa not in ("auto", *supported):
             raise ConfigError(f"this CPU cannot run {isa!r} kernels: use auto or one of {', '.join(supported)}")
         self._program = _native.Program(isa, threads or available_threads(), half_kv)
-        self._last_sampled: dict[int, int] = {}  # by slot
         self._results: dict[Ticket, StepResult] = {}
 
     @property
@@ -51,9 +50,25 @@ class CpuBackend:
         self._program.reserve_kv(num_blocks, block_size)
 
     def launch(self, batch: Batch) -> Ticket:
-        result = sample(self.logits(batch), batch)
-        self._remember(batch.slots, result)
-        self._results[batch.step] = result
+        rows = batch.sample
+        edits = [
+            (s, edit.seen, edit.repetition, edit.add_ids, edit.add_values, edit.ban)
+            for s, edit in enumerate(rows.edits)
+            if edit is not None
+        ]
+        tokens, scored = self._program.sample(
+            *_arrays(batch),
+            rows.target,
+            rows.temperature,
+            rows.top_p,
+            rows.top_k,
+            rows.min_p,
+            rows.seed,
+            rows.logprobs,
+            edits,
+        )
+        logprobs = [TokenLogprob(token, value, tuple(top)) for token, value, top in scored]
+        self._results[batch.step] = answers(batch, tokens, logprobs)
         return batch.step
 
     def wait(self, ticket: Ticket) -> StepResult:
@@ -63,8 +78,7 @@ class CpuBackend:
         """Runs the forward pass of a step; returns its answer, [S, vocab]."""
         rows = len(batch.sampled) if self._answer.symbol == "S" else len(batch.tokens)
         out = np.empty((rows, self._answer.width), np.float32)
-        tables = np.ascontiguousarray(batch.tables)
-        self._program.run(self._known_tokens(batch), batch.positions, batch.row_start, tables, batch.sampled, out)
+        self._program.run(*_arrays(batch), out)
         return out
 
     def move_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -73,14 +87,7 @@ class CpuBackend:
     def close(self) -> None:
         del self._program
 
-    def _known_tokens(self, batch: Batch) -> Ints:
-        unknown = batch.tokens == LAST_SAMPLED
-        if not unknown.any():
-            return batch.tokens
-        last = [self._last_sampled.get(slot, LAST_SAMPLED) for slot in batch.slots.tolist()]  # [R]
-        return np.where(unknown, np.repeat(np.array(last, np.int32), np.diff(batch.row_start)), batch.tokens)
 
-    def _remember(self, slots: Ints, result: StepResult) -> None:
-        for slot, row in zip(slots.tolist(), result.rows, strict=True):
-            if row.tokens:
-                self._last_sampled[slot] = row.tokens[-1]
+def _arrays(batch: Batch) -> tuple[Ints, Ints, Ints, Ints, Ints, Ints]:
+    tables = np.ascontiguousarray(batch.tables)
+    return batch.tokens, batch.positions, batch.row_start, batch.slots, tables, batch.sampled

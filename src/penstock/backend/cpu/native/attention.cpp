@@ -1,6 +1,7 @@
 #include "attention.h"
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 
 namespace penstock {
@@ -33,41 +34,71 @@ void store_token(const Frame& frame, const Attention& a, int qkv, size_t token, 
   }
 }
 
-// The queries of one tile of tokens and one KV head, and what they have gathered so far.
-class Queries {
- public:
-  Queries(const Frame& frame, const Attention& a, const QueryTile& tile, size_t kv_head, float* scratch)
-      : frame_(frame), a_(a), tile_(tile), kv_head_(kv_head), count_(tile.count * a.group()), padded_(a.shape().padded()) {
-    queries_ = scratch;
-    scores_ = queries_ + count_ * a.dim;
-    gathered_ = scores_ + count_ * SPAN;
-    highest_ = gathered_ + count_ * padded_;
-    sums_ = highest_ + count_;
-    std::fill(gathered_, highest_, 0.0f);
-    std::fill(highest_, sums_, -std::numeric_limits<float>::infinity());
-    std::fill(sums_, sums_ + count_, 0.0f);
+// What queries have gathered of the positions seen so far.
+struct State {
+  size_t count, padded;
+  float* mixed;    // [count][padded]
+  float* highest;  // [count]
+  float* sums;     // [count]
+
+  State(float* memory, size_t count, size_t padded)
+      : count(count), padded(padded), mixed(memory), highest(mixed + count * padded), sums(highest + count) {}
+
+  void clear() const {
+    std::fill(mixed, highest, 0.0f);
+    std::fill(highest, sums, -std::numeric_limits<float>::infinity());
+    std::fill(sums, sums + count, 0.0f);
   }
 
-  void load(const Buffer& qkv) {
-    for (size_t i = 0; i < count_; ++i)
+  // Takes in what was gathered of the positions after its own.
+  void join(const Kernels& kernels, const State& next) const {
+    for (size_t i = 0; i < count; ++i) {
+      if (next.sums[i] == 0) continue;
+      const float most = std::max(highest[i], next.highest[i]);
+      const float mine = std::exp(highest[i] - most), theirs = std::exp(next.highest[i] - most);
+      kernels.scale(mixed + i * padded, padded, mine);
+      kernels.f32.mix(&theirs, 1, next.mixed + i * padded, 1, padded, mixed + i * padded);
+      highest[i] = most;
+      sums[i] = sums[i] * mine + next.sums[i] * theirs;
+    }
+  }
+};
+
+// The queries of one tile of tokens and one KV head.
+class Queries {
+ public:
+  Queries(const Frame& frame, const Attention& a, const QueryTile& tile, size_t kv_head)
+      : frame_(frame), a_(a), tile_(tile), kv_head_(kv_head), padded_(a.shape().padded()) {}
+
+  size_t count() const { return tile_.count * a_.group(); }
+  State state(float* memory) const { return {memory, count(), padded_}; }
+
+  void load(const Buffer& qkv, float* scratch) {
+    queries_ = scratch;
+    scores_ = queries_ + count() * a_.dim;
+    for (size_t i = 0; i < count(); ++i)
       frame_.kernels.rotate(qkv.row(token(i)) + head(i) * a_.dim, a_.dim, rotation(frame_, a_, token(i)), a_.scale,
                             queries_ + i * a_.dim);
   }
 
-  void attend() {
+  float* after_scores() const { return scores_ + count() * SPAN; }
+
+  void attend(size_t part, const State& state) const {
+    state.clear();
     size_t first = SIZE_MAX, last = 0;
-    for (size_t i = 0; i < count_; i += a_.group()) {
+    for (size_t i = 0; i < count(); i += a_.group()) {
       first = std::min(first, first_place(i) / TILE * TILE);
       last = std::max(last, last_place(i));
     }
-    for (size_t span = first / SPAN * SPAN; span < last; span += SPAN)
-      attend_span(span, std::max(span, first), std::min(span + SPAN, last));
+    last = std::min(last, (part + 1) * PART);
+    for (size_t span = std::max(first / SPAN * SPAN, part * PART); span < last; span += SPAN)
+      attend_span(span, std::max(span, first), std::min(span + SPAN, last), state);
   }
 
-  void write(const Buffer& out) {
-    for (size_t i = 0; i < count_; ++i) {
-      frame_.kernels.scale(gathered_ + i * padded_, padded_, 1.0f / sums_[i]);
-      std::copy_n(gathered_ + i * padded_, a_.dim, out.row(token(i)) + head(i) * a_.dim);
+  void write(const State& state, const Buffer& out) const {
+    for (size_t i = 0; i < count(); ++i) {
+      frame_.kernels.scale(state.mixed + i * padded_, padded_, 1.0f / state.sums[i]);
+      std::copy_n(state.mixed + i * padded_, a_.dim, out.row(token(i)) + head(i) * a_.dim);
     }
   }
 
@@ -82,21 +113,21 @@ class Queries {
   size_t last_place(size_t i) const { return frame_.cache.place(position(i)) + 1; }
 
   // Spans and tiles stand at fixed places of the sequence, so a query adds up in the same order in any chunking.
-  void attend_span(size_t span, size_t first, size_t last) {
+  void attend_span(size_t span, size_t first, size_t last, const State& state) const {
     const auto& kernels = frame_.cache.kernels(frame_.kernels);
     const int32_t* table = frame_.batch.tables + tile_.row * frame_.batch.table_width;
     for (size_t place = first; place < last; place += TILE)
-      kernels.score(queries_, count_, a_.dim, frame_.cache.tile(a_.layer, kv_head_, table, place),
+      kernels.score(queries_, count(), a_.dim, frame_.cache.tile(a_.layer, kv_head_, table, place),
                     scores_ + (place - span));
-    for (size_t i = 0; i < count_; ++i) soften(i, span, first, last);
+    for (size_t i = 0; i < count(); ++i) soften(i, span, first, last, state);
     for (size_t place = first; place < last; place += TILE) {
       const std::byte* tile = frame_.cache.tile(a_.layer, kv_head_, table, place);
-      kernels.mix(scores_ + (place - span), count_, frame_.cache.values(a_.layer, tile),
-                  std::min(TILE, last - place), padded_, gathered_);
+      kernels.mix(scores_ + (place - span), count(), frame_.cache.values(a_.layer, tile),
+                  std::min(TILE, last - place), padded_, state.mixed);
     }
   }
 
-  void soften(size_t i, size_t span, size_t first, size_t last) {
+  void soften(size_t i, size_t span, size_t first, size_t last, const State& state) const {
     const size_t end = (last + TILE - 1) / TILE * TILE;
     const size_t from = std::max(first, first_place(i)), to = std::min(last, last_place(i));
     float* scores = scores_ + i * SPAN;
@@ -107,23 +138,58 @@ class Queries {
     if (frame_.cache.has_unused())
       for (size_t place = from; place < to; ++place)
         if (frame_.cache.unused(place)) scores[place - span] = HIDDEN;
-    frame_.kernels.soften(scores + (first - span), end - first, highest_[i], sums_[i], padded_, gathered_ + i * padded_);
+    frame_.kernels.soften(scores + (first - span), end - first, state.highest[i], state.sums[i], padded_,
+                          state.mixed + i * padded_);
   }
 
   const Frame& frame_;
   const Attention& a_;
   const QueryTile& tile_;
-  size_t kv_head_, count_, padded_;
-  float* queries_;   // [count][dim]
-  float* scores_;    // [count][SPAN]
-  float* gathered_;  // [count][padded]
-  float* highest_;   // [count]
-  float* sums_;      // [count]
+  size_t kv_head_, padded_;
+  float* queries_ = nullptr;  // [count][dim]
+  float* scores_ = nullptr;   // [count][SPAN]
 };
+
+float* gathered(const Frame& frame, const Attention& a, size_t piece, size_t kv_head) {
+  return frame.gathered.as<float>() + (piece * a.kv_heads + kv_head) * a.state_floats();
+}
+
+void plan_tiles(Frame& frame) {
+  frame.tiles.clear();
+  for (size_t row = 0; row < frame.batch.rows; ++row) {
+    const size_t last = size_t(frame.batch.row_start[row + 1]);
+    for (size_t first = size_t(frame.batch.row_start[row]); first < last; first += QUERY_TILE) {
+      const size_t count = std::min(QUERY_TILE, last - first);
+      const int32_t* positions = frame.batch.positions + first;
+      const size_t highest = size_t(*std::max_element(positions, positions + count));
+      frame.tiles.push_back({row, first, count, frame.cache.place(highest) / PART + 1});
+    }
+  }
+}
 
 }  // namespace
 
-size_t Attention::scratch_floats() const { return QUERY_TILE * group() * (dim + SPAN + shape().padded() + 2); }
+void plan_attention(Frame& frame) {
+  plan_tiles(frame);
+  size_t work = 0;
+  for (const auto& tile : frame.tiles) work += tile.count * tile.parts;
+  frame.pieces.clear();
+  frame.split.clear();
+  for (size_t t = frame.tiles.size(); t-- > 0;) {  // the last tiles of a long row see the most and go first
+    const QueryTile& tile = frame.tiles[t];
+    // A tile that is a good share of the work would keep one worker busy while the others wait.
+    if (tile.parts == 1 || tile.count * tile.parts * frame.workers * 2 < work) {
+      frame.pieces.push_back({t, 0, tile.parts});
+      continue;
+    }
+    frame.split.push_back(frame.pieces.size());
+    for (size_t part = 0; part < tile.parts; ++part) frame.pieces.push_back({t, part, 1});
+  }
+}
+
+size_t Attention::state_floats() const { return QUERY_TILE * group() * (shape().padded() + 2); }
+
+size_t Attention::scratch_floats() const { return QUERY_TILE * group() * (dim + SPAN) + 2 * state_floats(); }
 
 Phase store_phase(const Attention& attention, int qkv) {
   const auto chunks = [](const Frame& frame) { return (frame.batch.tokens_count + STORE_TOKENS - 1) / STORE_TOKENS; };
@@ -136,14 +202,36 @@ Phase store_phase(const Attention& attention, int qkv) {
 }
 
 Phase attend_phase(const Attention& attention, int qkv, int out) {
-  const auto chunks = [=](const Frame& frame) { return frame.tiles.size() * attention.kv_heads; };
+  const auto chunks = [=](const Frame& frame) { return frame.pieces.size() * attention.kv_heads; };
   const auto run = [=](const Frame& frame, size_t chunk, unsigned worker) {
-    // The last tiles of a long row see the most and go first.
-    const QueryTile& tile = frame.tiles[frame.tiles.size() - 1 - chunk / attention.kv_heads];
-    Queries queries(frame, attention, tile, chunk % attention.kv_heads, frame.scratch[worker].as<float>());
-    queries.load(frame.buffers[size_t(qkv)]);
-    queries.attend();
-    queries.write(frame.buffers[size_t(out)]);
+    const size_t index = chunk / attention.kv_heads, kv_head = chunk % attention.kv_heads;
+    const Piece& piece = frame.pieces[index];
+    const QueryTile& tile = frame.tiles[piece.tile];
+    Queries queries(frame, attention, tile, kv_head);
+    queries.load(frame.buffers[size_t(qkv)], frame.scratch[worker].as<float>());
+    const bool whole = piece.parts == tile.parts;
+    const State total = queries.state(whole ? queries.after_scores() : gathered(frame, attention, index, kv_head));
+    const State next = queries.state(queries.after_scores() + attention.state_floats());
+    queries.attend(piece.part, total);
+    for (size_t part = 1; part < piece.parts; ++part) {
+      queries.attend(part, next);
+      total.join(frame.kernels, next);
+    }
+    if (whole) queries.write(total, frame.buffers[size_t(out)]);
+  };
+  return {chunks, run};
+}
+
+Phase join_phase(const Attention& attention, int out) {
+  const auto chunks = [=](const Frame& frame) { return frame.split.size() * attention.kv_heads; };
+  const auto run = [=](const Frame& frame, size_t chunk, unsigned) {
+    const size_t first = frame.split[chunk / attention.kv_heads], kv_head = chunk % attention.kv_heads;
+    const QueryTile& tile = frame.tiles[frame.pieces[first].tile];
+    const Queries queries(frame, attention, tile, kv_head);
+    const State total = queries.state(gathered(frame, attention, first, kv_head));
+    for (size_t part = 1; part < tile.parts; ++part)
+      total.join(frame.kernels, queries.state(gathered(frame, attention, first + part, kv_head)));
+    queries.write(total, frame.buffers[size_t(out)]);
   };
   return {chunks, run};
 }

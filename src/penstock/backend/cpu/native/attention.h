@@ -16,11 +16,19 @@ struct Attention {
   size_t width() const { return (heads + 2 * kv_heads) * dim; }
   KvShape shape() const { return {kv_heads, dim}; }
   size_t scratch_floats() const;  // what one worker needs
+  size_t state_floats() const;    // what a tile of queries has gathered
 };
 
 inline constexpr size_t QUERY_TILE = 16;
 
+// Positions over which one softmax runs on; those of several parts are joined in order. Parts stand at fixed places of
+// a sequence, so the result is the same however they are shared out.
+inline constexpr size_t PART = 4 * SPAN;
+
+void plan_attention(Frame& frame);  // the step's tiles and pieces
+
 Phase store_phase(const Attention& attention, int qkv);           // rotates keys and writes them and the values
-Phase attend_phase(const Attention& attention, int qkv, int out);  // every token over its sequence
+Phase attend_phase(const Attention& attention, int qkv, int out);  // every piece
+Phase join_phase(const Attention& attention, int out);             // tiles that were cut into pieces
 
 }  // namespace penstock

@@ -39,6 +39,13 @@ struct Buffer {
 // Up to 16 tokens of one row, which attend together.
 struct QueryTile {
   size_t row, first, count;
+  size_t parts;  // of the sequence that they see
+};
+
+// What is attended at once: a tile over all that it sees or, where that is much, over one part of it.
+struct Piece {
+  size_t tile;
+  size_t part, parts;
 };
 
 struct Frame {
@@ -47,6 +54,9 @@ struct Frame {
   const Cache& cache;
   const std::vector<Buffer>& buffers;
   std::vector<QueryTile> tiles;
+  std::vector<Piece> pieces;
+  std::vector<size_t> split;    // first pieces of the tiles that have several
+  Memory gathered;              // [piece][KV head] what each has gathered, where a tile has several
   std::vector<Memory> scratch;  // one for each worker
   unsigned workers;
 

@@ -56,6 +56,9 @@ struct Kernels {
   // One step of a running softmax over n scores, which become weights; `out` [padded] is rescaled to the new maximum.
   void (*soften)(float* scores, size_t n, float& maximum, float& sum, size_t padded, float* out);
   void (*scale)(float* x, size_t n, float factor);
+  float (*highest)(const float* x, size_t n);
+  // weights = e^((x - highest) / temperature), in the very steps that backend/sample.py defines
+  void (*weigh)(const float* x, size_t n, float temperature, float highest, float* weights);
   KvKernels f16, f32;
 };
 

@@ -344,6 +344,33 @@ void scale(float* x, size_t n, float factor) {
   by_lanes(n, [&](size_t i, size_t count) { store_some(x + i, mul(load_some(x + i, count), all(factor)), count); });
 }
 
+// ---- sampling ----
+
+float highest(const float* x, size_t n) {
+  F most = all(-__builtin_inff());
+  size_t i = 0;
+  for (; i + 16 <= n; i += 16) most = max(load(x + i), most);
+  float found = maximum(most);
+  for (; i < n; ++i)
+    if (x[i] > found) found = x[i];
+  return found;
+}
+
+// Products and sums apart, so that no ISA rounds otherwise than another.
+void weigh(const float* x, size_t n, float temperature, float highest, float* weights) {
+  constexpr float FACTORS[] = {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f};
+  const F most = all(highest / temperature);
+  by_lanes(n, [&](size_t i, size_t count) {
+    const F below = sub(div(load_some(x + i, count), all(temperature)), most);
+    const F bounded = max(below, all(-100.0f));
+    const F power_of_two = round(mul(bounded, all(1.44269504f)));
+    const F r = sub(sub(bounded, mul(power_of_two, all(0.693359375f))), mul(power_of_two, all(-2.12194440e-4f)));
+    F power = all(1.0f / 5040);
+    for (float factor : FACTORS) power = add(mul(power, r), all(factor));
+    store_some(weights + i, zero_below(times_pow2(power, power_of_two), below, -87.0f), count);
+  });
+}
+
 // ---- attention ----
 
 void rotate(const float* x, size_t dim, const Rotation& turn, float scale, float* out) {
@@ -381,6 +408,13 @@ void soften(float* scores, size_t n, float& highest, float& total, size_t padded
   if (before != highest) scale(out, padded, shrunk[0]);
 }
 
+// Calls some<N>(i) for queries i to i + N, with N as large as may be: a query's sums are the same with any N.
+template <size_t N, class Some>
+void by_queries(size_t i, size_t count, Some some) {
+  for (; i + N <= count; i += N) some.template operator()<N>(i);
+  if constexpr (N > 1) by_queries<N - 1>(i, count, some);
+}
+
 template <class T>
 struct Kv {
   static void store(const float* key, const float* value, size_t dim, size_t padded, size_t lane, void* tile) {
@@ -410,28 +444,35 @@ struct Kv {
   }
 
   static void score(const float* queries, size_t count, size_t dim, const void* keys, float* scores) {
-    size_t i = 0;
-    for (; i + 4 <= count; i += 4) score_some<4>(queries + i * dim, dim, (const T*)keys, scores + i * SPAN);
-    for (; i < count; ++i) score_some<1>(queries + i * dim, dim, (const T*)keys, scores + i * SPAN);
+    by_queries<QUERIES>(0, count, [=]<size_t N>(size_t i) {
+      score_some<N>(queries + i * dim, dim, (const T*)keys, scores + i * SPAN);
+    });
   }
 
-  template <size_t N>
+  template <size_t N, size_t D>
   static void mix_some(const float* weights, const T* values, size_t n, size_t padded, float* out) {
-    for (size_t d = 0; d < padded; d += 16) {
-      F sums[N];
-      UNROLL for (size_t i = 0; i < N; ++i) sums[i] = load(out + i * padded + d);
-      for (size_t j = 0; j < n; ++j) {
-        const F value = load(values + j * padded + d);
-        UNROLL for (size_t i = 0; i < N; ++i) sums[i] = fma(value, all(weights[i * SPAN + j]), sums[i]);
+    F sums[N][D], value[D];
+    UNROLL for (size_t i = 0; i < N; ++i)
+      UNROLL for (size_t d = 0; d < D; ++d) sums[i][d] = load(out + i * padded + d * 16);
+    for (size_t j = 0; j < n; ++j) {
+      UNROLL for (size_t d = 0; d < D; ++d) value[d] = load(values + j * padded + d * 16);
+      UNROLL for (size_t i = 0; i < N; ++i) {
+        const F weight = all(weights[i * SPAN + j]);
+        UNROLL for (size_t d = 0; d < D; ++d) sums[i][d] = fma(value[d], weight, sums[i][d]);
       }
-      UNROLL for (size_t i = 0; i < N; ++i) penstock::store(out + i * padded + d, sums[i]);
     }
+    UNROLL for (size_t i = 0; i < N; ++i)
+      UNROLL for (size_t d = 0; d < D; ++d) penstock::store(out + i * padded + d * 16, sums[i][d]);
   }
 
   static void mix(const float* weights, size_t count, const void* values, size_t n, size_t padded, float* out) {
-    size_t i = 0;
-    for (; i + 4 <= count; i += 4) mix_some<4>(weights + i * SPAN, (const T*)values, n, padded, out + i * padded);
-    for (; i < count; ++i) mix_some<1>(weights + i * SPAN, (const T*)values, n, padded, out + i * padded);
+    by_queries<MIXED>(0, count, [=]<size_t N>(size_t i) {
+      const float* mine = weights + i * SPAN;
+      float* to = out + i * padded;
+      size_t d = 0;
+      for (; d + WIDE * 16 <= padded; d += WIDE * 16) mix_some<N, WIDE>(mine, (const T*)values + d, n, padded, to + d);
+      for (; d < padded; d += 16) mix_some<N, 1>(mine, (const T*)values + d, n, padded, to + d);
+    });
   }
 
   static constexpr KvKernels table() { return {store, score, mix}; }
@@ -447,6 +488,8 @@ constexpr Kernels table(Types<Q...>) {
       rotate,
       soften,
       scale,
+      highest,
+      weigh,
       Kv<uint16_t>::table(),
       Kv<float>::table(),
   };

@@ -17,6 +17,7 @@ struct I {
   __m256i a, b;
 };
 constexpr size_t PANELS = 1, ROWS = 3;  // of a tile: as many as the registers hold
+constexpr size_t QUERIES = 3, MIXED = 3, WIDE = 2;  // queries scored and mixed in one pass, vectors of values per pass
 
 inline __m256i first(size_t n, int from) {
   return _mm256_cmpgt_epi32(_mm256_set1_epi32(int(n) - from), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));

@@ -13,6 +13,7 @@ namespace {
 using F = __m512;
 using I = __m512i;
 constexpr size_t PANELS = 2, ROWS = 6;  // of a tile: as many as the registers hold
+constexpr size_t QUERIES = 8, MIXED = 4, WIDE = 4;  // queries scored and mixed in one pass, vectors of values per pass
 
 inline __mmask16 first(size_t n) { return __mmask16((1u << n) - 1); }
 

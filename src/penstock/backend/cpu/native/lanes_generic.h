@@ -18,6 +18,7 @@ struct I {
   int32_t v[16];
 };
 constexpr size_t PANELS = 1, ROWS = 4;  // of a tile
+constexpr size_t QUERIES = 4, MIXED = 4, WIDE = 1;  // queries scored and mixed in one pass, vectors of values per pass
 
 template <class V, class Lane>
 V each(Lane lane) {

@@ -5,6 +5,7 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include "dispatch.h"
@@ -34,11 +35,38 @@ void fill(Weight& weight, size_t part, size_t row, size_t rows, Array<const uint
   weight.fill(part, row, rows, bytes.data(), bytes.size());
 }
 
-void run(Program& program, IntArray tokens, IntArray positions, IntArray row_start, Array<const int32_t, 2> tables,
-         IntArray sampled, Array<float, 2> out) {
+using FloatArray = Array<const float, 1>;
+using EditArrays = std::tuple<size_t, IntArray, double, IntArray, FloatArray, IntArray>;
+using Scored = std::tuple<int32_t, double, std::vector<std::pair<int32_t, double>>>;
+
+Step step(const IntArray& tokens, const IntArray& positions, const IntArray& row_start, const IntArray& slots,
+          const Array<const int32_t, 2>& tables, const IntArray& sampled) {
   if (tables.shape(0) + 1 != row_start.size()) throw nb::value_error("every row needs a block table");
+  return {flat(tokens), flat(positions), flat(row_start), flat(slots), flat(tables), tables.shape(1), flat(sampled)};
+}
+
+void run(Program& program, IntArray tokens, IntArray positions, IntArray row_start, IntArray slots,
+         Array<const int32_t, 2> tables, IntArray sampled, Array<float, 2> out) {
+  const Step arrays = step(tokens, positions, row_start, slots, tables, sampled);
   nb::gil_scoped_release release;
-  program.run(flat(tokens), flat(positions), flat(row_start), flat(tables), tables.shape(1), flat(sampled), flat(out));
+  program.run(arrays, flat(out));
+}
+
+std::pair<std::vector<int32_t>, std::vector<Scored>> sample(
+    Program& program, IntArray tokens, IntArray positions, IntArray row_start, IntArray slots,
+    Array<const int32_t, 2> tables, IntArray sampled, IntArray target, FloatArray temperature, FloatArray top_p, IntArray top_k, FloatArray min_p,
+    Array<const uint64_t, 1> seed, IntArray logprobs, std::vector<EditArrays> edits) {
+  const Step arrays = step(tokens, positions, row_start, slots, tables, sampled);
+  const Draws draws = {flat(target), flat(temperature), flat(top_p),   flat(top_k),
+                       flat(min_p),  flat(seed),        flat(logprobs)};
+  nb::gil_scoped_release release;
+  std::vector<Edit> changes;
+  for (const auto& [row, seen, repetition, add_ids, add_values, ban] : edits)
+    changes.push_back({row, flat(seen), float(repetition), flat(add_ids), flat(add_values), flat(ban)});
+  Answers answers = program.sample(arrays, draws, changes);
+  std::vector<Scored> scored;
+  for (auto& entry : answers.logprobs) scored.push_back({entry.token, entry.logprob, std::move(entry.top)});
+  return {std::move(answers.tokens), std::move(scored)};
 }
 
 NB_MODULE(_native, m) {
@@ -88,7 +116,11 @@ NB_MODULE(_native, m) {
       .def("reserve_kv", &Program::reserve_kv, "blocks"_a, "block_size"_a)
       .def("copy_blocks", &Program::copy_blocks, "pairs"_a)
       .def("run", run, "tokens"_a.noconvert(), "positions"_a.noconvert(), "row_start"_a.noconvert(),
-           "tables"_a.noconvert(), "sampled"_a.noconvert(), "out"_a.noconvert())
+           "slots"_a.noconvert(), "tables"_a.noconvert(), "sampled"_a.noconvert(), "out"_a.noconvert())
+      .def("sample", sample, "tokens"_a.noconvert(), "positions"_a.noconvert(), "row_start"_a.noconvert(),
+           "slots"_a.noconvert(), "tables"_a.noconvert(), "sampled"_a.noconvert(), "target"_a.noconvert(), "temperature"_a.noconvert(),
+           "top_p"_a.noconvert(), "top_k"_a.noconvert(), "min_p"_a.noconvert(), "seed"_a.noconvert(),
+           "logprobs"_a.noconvert(), "edits"_a.noconvert())
       .def_prop_ro("isa", &Program::isa)
       .def_prop_ro("threads", &Program::threads)
       .def_prop_ro("kv_bytes_per_token", &Program::kv_bytes_per_token);

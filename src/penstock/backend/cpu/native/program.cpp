@@ -13,6 +13,7 @@ namespace {
 
 constexpr size_t CHUNK_ROWS = 8;
 constexpr unsigned MOST_THREADS = 1024;
+constexpr int32_t MOST_SLOTS = 1 << 20;
 
 void require(bool holds, const std::string& otherwise) {
   if (!holds) throw std::invalid_argument(otherwise);
@@ -21,16 +22,6 @@ void require(bool holds, const std::string& otherwise) {
 unsigned checked_threads(unsigned threads) {
   require(threads >= 1 && threads <= MOST_THREADS, "threads must be between 1 and 1024; got " + std::to_string(threads));
   return threads;
-}
-
-std::vector<QueryTile> query_tiles(const Batch& batch, std::vector<QueryTile> tiles) {
-  tiles.clear();
-  for (size_t row = 0; row < batch.rows; ++row) {
-    const size_t last = size_t(batch.row_start[row + 1]);
-    for (size_t first = size_t(batch.row_start[row]); first < last; first += QUERY_TILE)
-      tiles.push_back({row, first, std::min(QUERY_TILE, last - first)});
-  }
-  return tiles;
 }
 
 class StepJob final : public Job {
@@ -58,6 +49,9 @@ Program::Program(const std::string& isa, unsigned threads, bool half_kv)
              .cache = cache_,
              .buffers = buffers_,
              .tiles = {},
+             .pieces = {},
+             .split = {},
+             .gathered = {},
              .scratch = std::vector<Memory>(threads),
              .workers = threads} {}
 
@@ -164,10 +158,12 @@ void Program::attend(int qkv, const Attention& attention, int out) {
   require(at(a.angles).symbol == Symbol::T && at(a.angles).width <= a.dim, "more rotated pairs than a head holds");
   cache_.add_layer(a.layer, a.shape());
   scratch_floats_ = std::max(scratch_floats_, a.scratch_floats());
+  gathered_floats_ = std::max(gathered_floats_, a.kv_heads * a.state_floats());
   longest_window_ = std::max(longest_window_, a.window);
   sees_everything_ |= a.window == 0;
   phases_.push_back(store_phase(a, qkv));
   phases_.push_back(attend_phase(a, qkv, out));
+  phases_.push_back(join_phase(a, out));
   quantize(out);
 }
 
@@ -191,7 +187,9 @@ void Program::take_sampled(int x, int out) {
 
 void Program::answer(int buffer) {
   at(buffer);
+  require(answer_ < 0, "the program has an answer already");
   answer_ = buffer;
+  for (auto& phase : sampler_.phases(buffer)) phases_.push_back(std::move(phase));
 }
 
 // ---- running ----
@@ -206,31 +204,59 @@ void Program::copy_blocks(const std::vector<std::pair<int64_t, int64_t>>& pairs)
   cache_.copy(pairs);
 }
 
-void Program::check(const Batch& batch) const {
-  const auto tokens = int32_t(batch.tokens_count);
+void Program::check_rows(const Step& step) const {
+  const auto& starts = step.row_start;
+  require(answer_ >= 0, "the program has no answer yet");
   require(cache_.blocks() || !cache_.layers(), "there is no KV cache yet: reserve it before the first step");
-  require(batch.row_start[0] == 0 && batch.row_start[batch.rows] == tokens, "row_start must run from 0 to the tokens");
-  for (size_t i = 0; i < batch.tokens_count; ++i)
-    require(batch.tokens[i] >= 0 && size_t(batch.tokens[i]) < vocab_,
-            "token id " + std::to_string(batch.tokens[i]) + " is outside the vocabulary of " + std::to_string(vocab_));
-  for (size_t i = 0; i < batch.sampled_count; ++i)
-    require(batch.sampled[i] >= 0 && batch.sampled[i] < tokens, "sampled must index the step's tokens");
-  for (size_t row = 0; row < batch.rows; ++row) check_row(batch, row);
+  require(step.tokens.size() <= INT32_MAX / 2 && step.positions.size() == step.tokens.size(),
+          "every token needs one position");
+  require(!starts.empty() && step.tables.size() == (starts.size() - 1) * step.table_width,
+          "every row needs a block table");
+  require(step.slots.size() == starts.size() - 1, "every row needs a slot");
+  require(starts.front() == 0 && starts.back() == int32_t(step.tokens.size()), "row_start must run from 0 to the tokens");
+  require(std::is_sorted(starts.begin(), starts.end()), "row_start must not decrease");
+  for (int32_t slot : step.slots) require(slot >= 0 && slot < MOST_SLOTS, "a slot is a number from 0 to 2^20 - 1");
+  for (int32_t token : step.sampled)
+    require(token >= 0 && size_t(token) < step.tokens.size(), "sampled must index the step's tokens");
 }
 
-void Program::check_row(const Batch& batch, size_t row) const {
-  const int32_t first = batch.row_start[row], last = batch.row_start[row + 1];
-  require(first <= last && last <= batch.row_start[batch.rows], "row_start must not decrease");
+void Program::check_tokens() const {
+  for (int32_t token : known_)
+    require(token >= 0 && size_t(token) < vocab_,
+            "token id " + std::to_string(token) + " is outside the vocabulary of " + std::to_string(vocab_));
+}
+
+void Program::check_context(const Step& step, size_t row) const {
+  const int32_t first = step.row_start[row], last = step.row_start[row + 1];
   if (first == last || !cache_.layers()) return;
-  const auto [lowest, highest] = std::minmax_element(batch.positions + first, batch.positions + last);
-  require(*lowest >= 0 && size_t(*highest) / cache_.block_size() < batch.table_width,
+  const auto [lowest, highest] = std::minmax_element(step.positions.data() + first, step.positions.data() + last);
+  require(*lowest >= 0 && size_t(*highest) / cache_.block_size() < step.table_width,
           "position " + std::to_string(*lowest < 0 ? *lowest : *highest) + " is outside the row's block table");
   const size_t seen = size_t(*lowest) + 1;
   const size_t needed = sees_everything_ || seen <= longest_window_ ? 0 : seen - longest_window_;
-  const int32_t* table = batch.tables + row * batch.table_width;
+  const int32_t* table = step.tables.data() + row * step.table_width;
   for (size_t i = needed / cache_.block_size(); i <= size_t(*highest) / cache_.block_size(); ++i)
     require(table[i] >= 0 && size_t(table[i]) < cache_.blocks(),
             "block " + std::to_string(table[i]) + " is outside the KV cache of " + std::to_string(cache_.blocks()));
+}
+
+void Program::know_tokens(const Step& step) {
+  known_.assign(step.tokens.begin(), step.tokens.end());
+  for (size_t row = 0; row < step.slots.size(); ++row) {
+    const auto slot = size_t(step.slots[row]);
+    if (slot < last_sampled_.size())
+      std::replace(known_.begin() + step.row_start[row], known_.begin() + step.row_start[row + 1], LAST_SAMPLED,
+                   last_sampled_[slot]);
+  }
+}
+
+void Program::remember_tokens(const Step& step, const Draws& draws, const std::vector<int32_t>& tokens) {
+  for (size_t s = 0, row = 0; s < tokens.size(); ++s) {
+    while (step.row_start[row + 1] <= step.sampled[s]) ++row;
+    const auto slot = size_t(step.slots[row]);
+    if (slot >= last_sampled_.size()) last_sampled_.resize(slot + 1, LAST_SAMPLED);
+    if (draws.target[s] < 0) last_sampled_[slot] = tokens[s];
+  }
 }
 
 void Program::grow(size_t tokens, size_t sampled) {
@@ -246,25 +272,42 @@ void Program::grow(size_t tokens, size_t sampled) {
   }
   for (size_t symbol : {0, 1})
     if (rows[symbol] > capacity_[symbol]) capacity_[symbol] = std::bit_ceil(rows[symbol]);
+  const size_t gathered = frame_.split.empty() ? 0 : frame_.pieces.size() * gathered_floats_ * sizeof(float);
+  if (frame_.gathered.bytes() < gathered) frame_.gathered = Memory(std::bit_ceil(gathered));
   for (auto& memory : frame_.scratch)
     if (memory.bytes() < scratch_floats_ * sizeof(float)) memory = Memory(scratch_floats_ * sizeof(float));
 }
 
-void Program::run(Ints tokens, Ints positions, Ints row_start, Ints tables, size_t table_width, Ints sampled,
-                  std::span<float> out) {
+void Program::prepare(const Step& step) {
+  check_rows(step);
+  know_tokens(step);
+  check_tokens();
+  for (size_t row = 0; row < step.slots.size(); ++row) check_context(step, row);
+  frame_.batch = {known_.data(),        step.positions.data(), step.row_start.data(), step.tables.data(),
+                  step.sampled.data(), step.tokens.size(),    step.slots.size(),     step.table_width,
+                  step.sampled.size()};
+  if (cache_.layers()) plan_attention(frame_);
+  grow(step.tokens.size(), step.sampled.size());
+}
+
+void Program::run(const Step& step, std::span<float> out) {
   const std::lock_guard lock(running_);
-  require(answer_ >= 0, "the program has no answer yet");
-  require(tokens.size() <= INT32_MAX / 2 && positions.size() == tokens.size(), "every token needs one position");
-  require(!row_start.empty() && tables.size() == (row_start.size() - 1) * table_width, "every row needs a block table");
-  const Batch batch = {tokens.data(),     positions.data(),     row_start.data(), tables.data(),  sampled.data(),
-                       tokens.size(), row_start.size() - 1, table_width,      sampled.size()};
-  check(batch);
-  frame_.batch = batch;
+  prepare(step);
   require(out.size() == frame_.rows(answer_) * at(answer_).width, "the answer's array has another shape");
-  grow(tokens.size(), sampled.size());
   buffers_[size_t(answer_)].data = out.data();
-  frame_.tiles = query_tiles(batch, std::move(frame_.tiles));
+  sampler_.rest();
   pool_.run(StepJob(phases_, frame_));
+}
+
+Answers Program::sample(const Step& step, const Draws& draws, const std::vector<Edit>& edits) {
+  const std::lock_guard lock(running_);
+  prepare(step);
+  require(at(answer_).symbol == Symbol::S, "only the logits of sampled positions can be sampled");
+  sampler_.prepare(draws, edits, step.sampled.size(), at(answer_).width, pool_.threads());
+  pool_.run(StepJob(phases_, frame_));
+  Answers answers = {sampler_.tokens(), sampler_.logprobs()};
+  remember_tokens(step, draws, answers.tokens);
+  return answers;
 }
 
 }  // namespace penstock

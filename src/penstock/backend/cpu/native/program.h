@@ -13,11 +13,25 @@
 #include "dispatch.h"
 #include "frame.h"
 #include "pool.h"
+#include "sample.h"
 #include "weights.h"
 
 namespace penstock {
 
-using Ints = std::span<const int32_t>;
+// One step's arrays as they come from outside.
+struct Step {
+  Ints tokens;  // LAST_SAMPLED: what the row's slot sampled last
+  Ints positions, row_start, slots, tables;
+  size_t table_width;
+  Ints sampled;
+};
+
+inline constexpr int32_t LAST_SAMPLED = -1;
+
+struct Answers {
+  std::vector<int32_t> tokens;     // of each sampled position
+  std::vector<Logprob> logprobs;  // of those that asked for them
+};
 
 class Program {
  public:
@@ -33,14 +47,13 @@ class Program {
   void attend(int qkv, const Attention& attention, int out);
   void gate(int x, int out);
   void take_sampled(int x, int out);
-  void answer(int buffer);  // what a step writes to the caller's array
+  void answer(int buffer);  // what a step is for; nothing is added after it
 
   void reserve_kv(size_t blocks, size_t block_size);
   void copy_blocks(const std::vector<std::pair<int64_t, int64_t>>& pairs);
 
-  // Runs one step. `out` is [rows of the answer][its width].
-  void run(Ints tokens, Ints positions, Ints row_start, Ints tables, size_t table_width, Ints sampled,
-           std::span<float> out);
+  void run(const Step& step, std::span<float> out);  // one step; `out` is [rows of the answer][its width]
+  Answers sample(const Step& step, const Draws& draws, const std::vector<Edit>& edits);  // one step and its tokens
 
   const std::string& isa() const { return isa_.name; }
   unsigned threads() const { return pool_.threads(); }
@@ -52,9 +65,13 @@ class Program {
   // One call of `row` for each row of `out`, which then gets its codes.
   void each_row(int out, std::function<void(const Frame&, size_t row)> row);
   void quantize(int buffer);
-  void check(const Batch& batch) const;
-  void check_row(const Batch& batch, size_t row) const;
+  void check_rows(const Step& step) const;
+  void check_tokens() const;
+  void check_context(const Step& step, size_t row) const;
+  void know_tokens(const Step& step);
+  void remember_tokens(const Step& step, const Draws& draws, const std::vector<int32_t>& tokens);
   void grow(size_t tokens, size_t sampled);
+  void prepare(const Step& step);
 
   Isa isa_;
   Pool pool_;
@@ -62,12 +79,15 @@ class Program {
   std::vector<Buffer> buffers_;
   std::vector<Phase> phases_;
   Frame frame_;
+  Sampler sampler_;
+  std::vector<int32_t> known_;         // the step's tokens
+  std::vector<int32_t> last_sampled_;  // by slot
   std::mutex running_;
   int answer_ = -1;
   size_t vocab_ = 0;         // of the smallest embedding table
   size_t longest_window_ = 0;
   bool sees_everything_ = false;
-  size_t scratch_floats_ = 0;
+  size_t scratch_floats_ = 0, gathered_floats_ = 0;
   size_t capacity_[2] = {0, 0};  // rows of the buffers, by symbol
 };
 
