@@ -16,7 +16,10 @@ struct F {
 struct I {
   __m256i a, b;
 };
-constexpr size_t PANELS = 1, ROWS = 3;  // of a tile: as many as the registers hold
+#define UNROLLED
+constexpr size_t MOST_FEW = 2;              // rows for which panels are not made ready apart
+constexpr size_t ROWS = 2, LEAST_MANY = 1;  // of a tile of two panels; as many as registers hold
+constexpr size_t PLAIN_ROWS = 3;           // of a tile of floats
 
 inline __m256i first(size_t n, int from) {
   return _mm256_cmpgt_epi32(_mm256_set1_epi32(int(n) - from), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
