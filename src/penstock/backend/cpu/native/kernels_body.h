@@ -9,11 +9,14 @@
 
 #include "kernels.h"
 
-#if defined(__clang__)
+#if defined(UNROLLED) && defined(__clang__)
 #define UNROLL _Pragma("unroll")
-#else
+#elif defined(UNROLLED)
 #define UNROLL _Pragma("GCC unroll 16")
+#else
+#define UNROLL
 #endif
+#define INLINE [[gnu::always_inline]] inline  // what it fills must stay in registers
 
 namespace penstock {
 namespace {
@@ -41,23 +44,18 @@ inline size_t at_most(size_t value, size_t limit) { return value < limit ? value
 template <size_t N>
 struct Count {};
 
-// Calls with(Count<rows>, row) for 0 < rows <= N.
-template <size_t N, class With>
+template <size_t LEAST, size_t MOST, class With>
 inline void with_count(size_t rows, size_t row, With with) {
-  if constexpr (N > 0) {
-    if (rows == N)
-      with(Count<N>{}, row);
-    else
-      with_count<N - 1>(rows, row, with);
-  }
+  if (rows == MOST) return with(Count<MOST>{}, row);
+  if constexpr (MOST > LEAST) with_count<LEAST, MOST - 1>(rows, row, with);
 }
 
-// Calls with(Count<n>, row) for tiles of up to MOST rows, of nearly equal size.
-template <size_t MOST, class With>
+// Calls with(Count<n>, row) for tiles of LEAST to MOST rows, of nearly equal size.
+template <size_t LEAST, size_t MOST, class With>
 inline void by_tiles(size_t rows, With with) {
   const size_t tiles = (rows + MOST - 1) / MOST;
   for (size_t i = 0; i < tiles; ++i)
-    with_count<MOST>(rows * (i + 1) / tiles - rows * i / tiles, rows * i / tiles, with);
+    with_count<LEAST, MOST>(rows * (i + 1) / tiles - rows * i / tiles, rows * i / tiles, with);
 }
 
 // One panel's block of 32 as the loops use it: an integer dot product, then one multiply-add for each scale.
@@ -69,7 +67,7 @@ struct Ready {
 };
 
 template <class Q, int GROUP>
-inline Codes codes_of(const std::byte* block) {
+INLINE Codes codes_of(const std::byte* block) {
   constexpr int HIGH = Q::HIGH ? Q::HIGH : 1;
   Codes codes = field<GROUP / Q::LOW * Q::LOW, Q::LOW>(load_codes(block + GROUP % Q::LOW * 64));
   if constexpr (Q::HIGH)
@@ -79,7 +77,7 @@ inline Codes codes_of(const std::byte* block) {
 }
 
 template <class Q>
-inline F factor(const std::byte* head, const std::byte* own, size_t group) {
+INLINE F factor(const std::byte* head, const std::byte* own, size_t group) {
   if constexpr (Q::SCALE == Scale::HALF_TIMES_BYTE)
     return mul(load((const uint16_t*)head), load_bytes(own + group * LANES));
   const uint16_t* bits = (const uint16_t*)own + group * LANES;
@@ -87,12 +85,12 @@ inline F factor(const std::byte* head, const std::byte* own, size_t group) {
 }
 
 template <class Q, int... GROUP>
-inline void get_codes(const std::byte* block, Codes (&codes)[8], std::integer_sequence<int, GROUP...>) {
+INLINE void get_codes(const std::byte* block, Codes (&codes)[8], std::integer_sequence<int, GROUP...>) {
   ((codes[GROUP] = codes_of<Q, GROUP>(block)), ...);
 }
 
 template <class Q>
-inline void get_ready(const std::byte* panel, size_t b, Ready<Q>& ready) {
+INLINE void get_ready(const std::byte* panel, size_t b, Ready<Q>& ready) {
   using P = Packed<Q>;
   const std::byte* head = panel + P::head(b);
   const std::byte* block = panel + P::at(b);
@@ -105,7 +103,7 @@ inline void get_ready(const std::byte* panel, size_t b, Ready<Q>& ready) {
 
 // sums[p][i] += block b of row i . that of panel p
 template <class Q, size_t P, size_t N>
-inline void add_block(const Ready<Q>* const (&ready)[P], const CodeBlock* const (&x)[N], size_t b, F (&sums)[P][N]) {
+INLINE void add_block(const Ready<Q>* const (&ready)[P], const CodeBlock* const (&x)[N], size_t b, F (&sums)[P][N]) {
   UNROLL for (size_t h = 0; h < Q::GROUPS; ++h) {
     const size_t whole = Q::GROUPS == 1 ? 2 : h;
     I dots[P][N];
@@ -136,18 +134,14 @@ inline void fetch(const std::byte* block, size_t bytes) {
   UNROLL for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch(block + AHEAD + i);
 }
 
-// Products with P panels at a time: P neighbours, or (GATED) a panel and its partner.
-template <class Q, size_t P, bool GATED>
+// Products with P panels at a time.
+template <class Q, size_t P>
 struct Coded {
-  static constexpr size_t MOST_ROWS = P > PANELS ? ROWS / P : ROWS;
   static constexpr size_t DEPTH = 24;  // blocks: what is ready of them and the rows of a tile fit the first-level cache
 
   const PanelProduct& p;
   size_t panel;
-
-  const std::byte* data(size_t j) const {
-    return GATED ? (j ? p.partners : p.panels) + panel * p.panel_bytes : p.panels + (panel + j) * p.panel_bytes;
-  }
+  const std::byte* data[P];
 
   template <size_t N>
   void rows_from(size_t row, const CodeBlock* (&x)[N]) const {
@@ -156,12 +150,11 @@ struct Coded {
 
   template <size_t N>
   void finish_tile(size_t row, const F (&sums)[P][N]) const {
-    UNROLL for (size_t i = 0; i < N; ++i) {
-      if constexpr (GATED)
-        finish(p, panel, row + i, mul(silu(sums[0][i]), sums[1][i]));
-      else
-        UNROLL for (size_t j = 0; j < P; ++j) finish(p, panel + j, row + i, sums[j][i]);
-    }
+    if (P == 2 && p.partners)
+      for (size_t i = 0; i < N; ++i) finish(p, panel, row + i, mul(silu(sums[0][i]), sums[P - 1][i]));
+    else
+      for (size_t i = 0; i < N; ++i)
+        for (size_t j = 0; j < P; ++j) finish(p, panel + j, row + i, sums[j][i]);
   }
 
   // Few rows: a block is made ready in registers, so that a panel is read once and nothing is written.
@@ -176,8 +169,8 @@ struct Coded {
       Ready<Q> ready[P];
       const Ready<Q>* at[P];
       UNROLL for (size_t j = 0; j < P; ++j) {
-        fetch(data(j) + Packed<Q>::at(b), Packed<Q>::BLOCK_BYTES);
-        get_ready(data(j), b, ready[j]);
+        fetch(data[j] + Packed<Q>::at(b), Packed<Q>::BLOCK_BYTES);
+        get_ready(data[j], b, ready[j]);
         at[j] = &ready[j];
       }
       add_block(at, x, b, sums);
@@ -186,7 +179,7 @@ struct Coded {
   }
 
   void few_rows() const {
-    by_tiles<MOST_ROWS>(p.rows, [&]<size_t N>(Count<N>, size_t row) { few<N>(row); });
+    by_tiles<1, MOST_FEW>(p.rows, [&]<size_t N>(Count<N>, size_t row) { few<N>(row); });
   }
 
   // Many rows: the panels are made ready once for all of them, a span of blocks at a time. Between spans the sums of a
@@ -221,28 +214,27 @@ struct Coded {
       span.first = blocks * s / spans;
       span.last = blocks * (s + 1) / spans;
       for (size_t j = 0; j < P; ++j)
-        for (size_t b = span.first; b < span.last; ++b) get_ready(data(j), b, span.ready[j][b - span.first]);
-      by_tiles<MOST_ROWS>(p.rows, [&]<size_t N>(Count<N>, size_t row) { some<N>(row, span); });
+        for (size_t b = span.first; b < span.last; ++b) get_ready(data[j], b, span.ready[j][b - span.first]);
+      by_tiles<LEAST_MANY, ROWS>(p.rows, [&]<size_t N>(Count<N>, size_t row) { some<N>(row, span); });
     }
   }
 };
 
 template <class Q>
+Coded<Q, 2> pair_of(const PanelProduct& p, size_t panel) {
+  const std::byte* first = p.panels + panel * p.panel_bytes;
+  return {p, panel, {first, p.partners ? p.partners + panel * p.panel_bytes : first + p.panel_bytes}};
+}
+
+template <class Q>
 void coded_product(const PanelProduct& p) {
-  const size_t panels = (p.columns + LANES - 1) / LANES;
-  const bool few = p.rows <= ROWS;
+  const size_t panels = (p.columns + LANES - 1) / LANES, step = p.partners ? 1 : 2;
   size_t panel = 0;
-  if (p.partners)
-    for (; panel < panels; ++panel) {
-      const Coded<Q, 2, true> pair = {p, panel};
-      few ? pair.few_rows() : pair.many_rows();
-    }
-  if (!few)
-    for (; panel + PANELS <= panels; panel += PANELS) Coded<Q, PANELS, false>{p, panel}.many_rows();
-  for (; panel < panels; ++panel) {
-    const Coded<Q, 1, false> one = {p, panel};
-    few ? one.few_rows() : one.many_rows();
-  }
+  if (p.rows > MOST_FEW)
+    for (; panel + step <= panels; panel += step) pair_of<Q>(p, panel).many_rows();
+  else if (p.partners)
+    for (; panel < panels; ++panel) pair_of<Q>(p, panel).few_rows();
+  for (; panel < panels; ++panel) Coded<Q, 1>{p, panel, {p.panels + panel * p.panel_bytes}}.few_rows();
 }
 
 struct F32 {
@@ -284,7 +276,7 @@ struct Plain {
 
   static void product(const PanelProduct& p) {
     for (size_t panel = 0; panel * LANES < p.columns; ++panel) {
-      by_tiles<ROWS>(p.rows, [&]<size_t N>(Count<N>, size_t row) { rows<N>(p, panel, row); });
+      by_tiles<1, PLAIN_ROWS>(p.rows, [&]<size_t N>(Count<N>, size_t row) { rows<N>(p, panel, row); });
     }
   }
 };
