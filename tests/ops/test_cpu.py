@@ -16,6 +16,7 @@ from penstock.backend.cpu._native import Program, Weight, isas
 from penstock.backend.ref import RefBackend
 from penstock.backend.ref.batches import Chunk, blocks_for, greedy_batch, random_steps
 from penstock.backend.ref.cases import BYTE, CASES, EXACT, FLOAT, Case, attention, difference, random_tensor, run
+from penstock.backend.ref.ops import RefOps
 from penstock.errors import ConfigError
 from penstock.model.llama import build
 from penstock.model.spec import ModelSpec
@@ -76,6 +77,31 @@ def test_op_follows_the_reference(case: Case, isa: str):
     wanted = run(case.make(np.random.default_rng(9)), RefBackend())
     got = run(case.make(np.random.default_rng(9)), CpuBackend(2, isa=isa))
     assert max(map(difference, got, wanted)) <= case.tolerance
+
+
+def to_eight_bits(x: np.ndarray) -> np.ndarray:
+    """What a quantized weight is multiplied with: 32 values share a scale, the largest of them is 127 of it."""
+    blocks = x.reshape(-1, 32)
+    largest = np.abs(blocks).max(axis=1, keepdims=True)
+    codes = np.rint(blocks * np.divide(127, largest, out=np.zeros_like(largest), where=largest > 0))
+    return (codes * (largest / 127)).reshape(x.shape)
+
+
+@pytest.mark.parametrize("isa", isas())
+@pytest.mark.parametrize("seed", [7, 11])
+@pytest.mark.parametrize(
+    "case",
+    [case for case in CASES if case.op == "linear" and FORMATS[case.format].values > 1],
+    ids=lambda case: case.name,
+)
+def test_quantized_products_lose_nothing_but_the_activations_rounding(
+    case: Case, seed: int, isa: str, monkeypatch: pytest.MonkeyPatch
+):
+    got = run(case.make(np.random.default_rng(seed)), CpuBackend(2, isa=isa))
+    exact = RefOps.linear
+    monkeypatch.setattr(RefOps, "linear", lambda ops, x, weight: exact(ops, to_eight_bits(x), weight))
+    wanted = run(case.make(np.random.default_rng(seed)), RefBackend())
+    assert max(map(difference, got, wanted)) <= FLOAT
 
 
 @pytest.mark.parametrize("isa", isas())
