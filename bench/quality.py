@@ -110,7 +110,7 @@ def compare(model: Path, args: argparse.Namespace) -> Iterator[tuple[str, Score]
 
 def run_llama(model: Path, args: argparse.Namespace, target: Path) -> Saved:
     command = [args.llama_dir / "llama-perplexity", "-m", model, "-f", args.text, "-c", str(WINDOW), "-fa", "on"]
-    command += ["--chunks", str(args.chunks), "-t", str(args.threads), "--save-all-logits", target]
+    command += ["--chunks", str(args.chunks), "-t", "1", "--save-all-logits", target]  # threads would change nothing
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode or not target.exists():
         raise SystemExit(f"llama-perplexity left with {done.returncode}: {done.stderr[-500:]}")

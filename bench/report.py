@@ -75,7 +75,17 @@ def table(results: dict[str, Any]) -> str:
     peers = [peer for peer in PEERS if peer in results["peers"]]
     head = ["file", "work", "unit", OURS, *peers, *(f"× {peer}" for peer in peers), "of the limit"]
     rows = [_cells(line, peers, results["limits"]) for line in lines(results)]
-    return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows])
+    grid = "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows])
+    return f"{grid}\n\n{neighbours(results)}"
+
+
+def neighbours(results: dict[str, Any]) -> str:
+    """How far the figures can be trusted."""
+    shares = [figure["others"] for figure in results["figures"]]
+    return (
+        f"{results['rounds']} rounds on {results['date']}. While a figure was taken, other processes had "
+        f"{statistics.median(shares):.0%} of the machine in the median and {max(shares):.0%} at most."
+    )
 
 
 def _cells(line: Line, peers: Sequence[str], limits: dict[str, dict[str, float]]) -> Iterator[str]:
