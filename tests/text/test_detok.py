@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from penstock.text import TextStream
@@ -65,7 +65,12 @@ def test_stop_strings_cut_the_same_however_tokens_come(tokenizer, answer, text, 
     assert stream.consumed == one_by_one.consumed
 
 
+HALF_SURROGATES = {bytes([0xED, second]) for second in range(0xA0, 0xC0)}
+HALF_SURROGATE = ([241, 164], [])  # the bytes ED A0 of the SentencePiece vocabulary
+
+
 @given(answers())
+@example(HALF_SURROGATE)
 def test_no_more_is_held_back_than_must_be(tokenizer, answer):
     ids, _ = answer
     stream = TextStream(tokenizer)
@@ -75,7 +80,10 @@ def test_no_more_is_held_back_than_must_be(tokenizer, answer):
         so_far = tokenizer.decode(ids[:count])
         assert so_far.startswith(shown)
         assert set(so_far[len(shown) :]) <= {"\ufffd"}
-        assert len(so_far) - len(shown) <= 1
+        # The decoder waits for the third byte of an encoded surrogate, though two already make no character.
+        said = [tokenizer.token_bytes(id) for id in ids[:count] if id not in tokenizer.special_ids]
+        half_surrogate = b"".join(said)[-2:] in HALF_SURROGATES
+        assert len(so_far) - len(shown) <= 1 + half_surrogate
 
 
 def test_a_character_is_shown_when_its_last_byte_has_come(byte_level):
