@@ -376,7 +376,6 @@ def test_a_program_checks_its_buffers_when_built():
     wrong = [
         lambda: program.buffer("X", 8, False),
         lambda: program.buffer("T", 0, False),
-        lambda: program.buffer("T", 33, True),
         lambda: program.linear(99, plain, narrow),
         lambda: program.linear(-1, plain, narrow),
         lambda: program.linear(narrow, plain, narrow),

@@ -18,9 +18,6 @@ class Weight:
     @property
     def nbytes(self) -> int: ...
     @property
-    def coded(self) -> bool:
-        """Whether what it is multiplied with must lie in a coded buffer."""
-    @property
     def gateable(self) -> bool:
         """Whether a product with it can be gated at once: two equal halves of one quantized format, without a bias."""
 
@@ -28,7 +25,9 @@ class Program:
     """Phases over numbered buffers. Ops are added in the order in which they run; each writes `out`."""
 
     def __init__(self, isa: str, threads: int, half_kv: bool) -> None: ...
-    def buffer(self, symbol: str, width: int, coded: bool) -> int: ...
+    def buffer(self, symbol: str, width: int, prepared: bool) -> int: ...
+    def prepares(self, weight: Weight) -> bool:
+        """Whether what the weight is multiplied with must lie in a prepared buffer."""
     def angles(self, inv_freq: NDArray[np.float64], scale: float) -> int: ...
     def embed(self, table: Weight, out: int) -> None: ...
     def add_norm(

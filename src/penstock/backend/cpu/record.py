@@ -42,7 +42,7 @@ class Recorder:
 
     program: Program
     nodes: list[Node] = field(default_factory=list)
-    coded: set[int] = field(default_factory=set)  # values that a quantized weight is multiplied with
+    prepared: set[int] = field(default_factory=set)  # values that a weight takes in another form than floats
     _values: int = 0
     _angles: dict[tuple[tuple[float, ...], float], int] = field(default_factory=dict)
 
@@ -67,8 +67,8 @@ class Recorder:
 
     def linear(self, x: Value, weight: Weight) -> Value:
         out = self._value(x.symbol, weight.rows)
-        if weight.coded:
-            self.coded.add(x.id)
+        if self.program.prepares(weight):
+            self.prepared.add(x.id)
 
         def emit(x: int, out: int, gated: bool = False) -> None:
             self.program.linear(x, weight, out, gated)
@@ -131,7 +131,7 @@ class Layout:
 
     def __init__(self, recorder: Recorder, answer: Value) -> None:
         self._program = recorder.program
-        self._coded = recorder.coded
+        self._prepared = recorder.prepared
         self._last_use = {value.id: i for i, node in enumerate(recorder.nodes) for value in node.inputs}
         self._last_use[answer.id] = len(recorder.nodes)
         self._buffers: dict[int, int] = {}  # value id -> buffer
@@ -164,7 +164,7 @@ class Layout:
         self._free.setdefault(self._kind(value), []).append(self._buffers.pop(value.id))
 
     def _kind(self, value: Value) -> tuple[str, int, bool]:
-        return value.symbol, value.width, value.id in self._coded
+        return value.symbol, value.width, value.id in self._prepared
 
 
 def gate_products(nodes: list[Node], answer: Value) -> list[Node]:

@@ -2,13 +2,33 @@
 
 #include <stdexcept>
 
+#if defined(__x86_64__) && defined(__linux__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 namespace penstock {
 
 const Kernels& generic_kernels();
 const Kernels& avx2_kernels();
 const Kernels& avx512vnni_kernels();
+const Kernels& amx_kernels();
 
 namespace {
+
+// Tiles are kept from programs that have not asked for them: their registers make a thread's state large.
+bool has_amx() {
+#if defined(__x86_64__) && defined(__linux__)
+  constexpr unsigned BF16 = 1u << 22, TILE = 1u << 24, INT8 = 1u << 25, ALL = BF16 | TILE | INT8;
+  constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;
+  unsigned a, b, c, d;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & ALL) != ALL || !__builtin_cpu_supports("avx512bf16")) return false;
+  return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+#else
+  return false;
+#endif
+}
 
 std::vector<Isa> detect() {
   std::vector<Isa> found;
@@ -17,6 +37,9 @@ std::vector<Isa> detect() {
   const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
                       __builtin_cpu_supports("avx512vnni");
+#if defined(__linux__)
+  if (avx2 && avx512 && has_amx()) found.push_back({"amx", &amx_kernels()});
+#endif
   if (avx2 && avx512) found.push_back({"avx512vnni", &avx512vnni_kernels()});
   if (avx2) found.push_back({"avx2", &avx2_kernels()});
 #endif

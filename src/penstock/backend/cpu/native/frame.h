@@ -27,13 +27,19 @@ enum class Symbol : uint8_t { T, S };  // tokens of the step; those whose logits
 struct Buffer {
   Symbol symbol;
   size_t width;
-  bool coded;     // its rows are kept as CodeBlocks too
-  Memory floats;  // [rows][width]
-  Memory codes;   // [rows][width / 32]
+  bool prepared;         // its rows are kept in the forms that products ask for, too
+  bool coded = false;    // as CodeBlocks
+  bool bfloat = false;   // as BF16
+  Memory floats = {};    // [rows][width]
+  Memory codes = {};     // [rows][width / 32]
+  Memory bfloats = {};   // [rows][width up to whole blocks]
   float* data = nullptr;
 
   float* row(size_t r) const { return data + r * width; }
-  CodeBlock* code_row(size_t r) const { return codes.as<CodeBlock>() + r * (width / BLOCK); }
+  CodeBlock* code_row(size_t r) const { return codes.as<CodeBlock>() + r * code_blocks(); }
+  uint16_t* bfloat_row(size_t r) const { return bfloats.as<uint16_t>() + r * bfloat_width(); }
+  size_t code_blocks() const { return width / BLOCK; }
+  size_t bfloat_width() const { return (width + BLOCK - 1) / BLOCK * BLOCK; }
 };
 
 // Up to 16 tokens of one row, which attend together.

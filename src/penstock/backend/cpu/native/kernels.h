@@ -20,7 +20,7 @@ struct PanelProduct {
   const std::byte* partners;  // or null
   size_t panel_bytes;
   size_t width;
-  const std::byte* x;  // [rows] of floats, or of CodeBlocks for quantized formats
+  const std::byte* x;  // [rows] of floats, of CodeBlocks for quantized formats, or of BF16 (see to_bfloats)
   size_t x_stride;     // bytes from row to row
   size_t rows;
   const float* bias;  // [columns], or null
@@ -47,6 +47,8 @@ struct KvKernels {
 
 struct Kernels {
   void (*product[FORMATS])(const PanelProduct&);
+  // Where products with BF16 weights take rows of BF16: makes such a row, of whole blocks. Else null.
+  void (*to_bfloats)(const float* x, size_t width, uint16_t* out);
   void (*quantize)(const float* x, size_t width, CodeBlock* out);
   // total = x (+ residual); out = total / rms(total) * gain
   void (*add_norm)(const float* x, const float* residual, const float* gain, float eps, size_t width, float* total,

@@ -2,5 +2,8 @@
 #include "kernels_body.h"
 
 namespace penstock {
-const Kernels& avx2_kernels() { return kernels; }
+const Kernels& avx2_kernels() {
+  static constexpr Kernels kernels = table(QuantizedFormats{});
+  return kernels;
+}
 }  // namespace penstock

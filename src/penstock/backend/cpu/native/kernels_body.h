@@ -1,4 +1,4 @@
-// The kernels, written once over 16 lanes. An ISA includes its lanes_*.h before this file and fills `kernels`.
+// The kernels, written once over 16 lanes. An ISA includes its lanes_*.h before this file and asks for their table.
 //
 // Only functions without external linkage may be used here: anything the linker could share with another translation
 // unit (std::max included) might be the copy compiled for a CPU that this one is not.
@@ -207,7 +207,9 @@ struct Coded {
       UNROLL for (size_t i = 0; i < N; ++i) span.aside[row + i][j] = sums[j][i];
   }
 
-  void many_rows() const {
+  // Calls each(span) with its blocks ready.
+  template <class Each>
+  void by_spans(Each each) const {
     const size_t blocks = p.width / BLOCK, spans = (blocks + DEPTH - 1) / DEPTH;
     Span span;
     for (size_t s = 0; s < spans; ++s) {
@@ -215,8 +217,14 @@ struct Coded {
       span.last = blocks * (s + 1) / spans;
       for (size_t j = 0; j < P; ++j)
         for (size_t b = span.first; b < span.last; ++b) get_ready(data[j], b, span.ready[j][b - span.first]);
-      by_tiles<LEAST_MANY, ROWS>(p.rows, [&]<size_t N>(Count<N>, size_t row) { some<N>(row, span); });
+      each(span);
     }
+  }
+
+  void many_rows() const {
+    by_spans([&](Span& span) {
+      by_tiles<LEAST_MANY, ROWS>(p.rows, [&]<size_t N>(Count<N>, size_t row) { some<N>(row, span); });
+    });
   }
 };
 
@@ -237,17 +245,18 @@ void coded_product(const PanelProduct& p) {
   for (; panel < panels; ++panel) Coded<Q, 1>{p, panel, {p.panels + panel * p.panel_bytes}}.few_rows();
 }
 
-struct F32 {
-  using Value = float;
-  static F load(const float* p) { return penstock::load(p); }
+// Two consecutive values of 16 rows.
+struct Two {
+  F even, odd;
 };
-struct F16 {
-  using Value = uint16_t;
-  static F load(const uint16_t* p) { return penstock::load(p); }
+template <class T>
+struct Apart {
+  using Value = T;
+  static Two load(const T* p) { return {penstock::load(p), penstock::load(p + 16)}; }
 };
-struct BF16 {
+struct Bfloats {
   using Value = uint16_t;
-  static F load(const uint16_t* p) { return load_bfloat(p); }
+  static Two load(const uint16_t* p) { return {even_bfloats(p), odd_bfloats(p)}; }
 };
 
 template <class Float>
@@ -263,14 +272,14 @@ struct Plain {
     }
     size_t k = 0;
     for (; k + 2 <= p.width; k += 2) {
-      const F w0 = Float::load(values + k * 16), w1 = Float::load(values + k * 16 + 16);
+      const Two w = Float::load(values + k * 16);
       UNROLL for (size_t i = 0; i < N; ++i) {
-        even[i] = fma(w0, all(x[i][k]), even[i]);
-        odd[i] = fma(w1, all(x[i][k + 1]), odd[i]);
+        even[i] = fma(w.even, all(x[i][k]), even[i]);
+        odd[i] = fma(w.odd, all(x[i][k + 1]), odd[i]);
       }
     }
     if (k < p.width)
-      UNROLL for (size_t i = 0; i < N; ++i) even[i] = fma(Float::load(values + k * 16), all(x[i][k]), even[i]);
+      UNROLL for (size_t i = 0; i < N; ++i) even[i] = fma(Float::load(values + k * 16).even, all(x[i][k]), even[i]);
     UNROLL for (size_t i = 0; i < N; ++i) finish(p, panel, row + i, add(even[i], odd[i]));
   }
 
@@ -283,7 +292,7 @@ struct Plain {
 
 // ---- rows ----
 
-void quantize(const float* x, size_t width, CodeBlock* out) {
+inline void quantize(const float* x, size_t width, CodeBlock* out) {
   for (size_t b = 0; b < width / BLOCK; ++b, x += BLOCK) {
     const F low = load(x), high = load(x + 16);
     const float largest = maximum(max(abs(low), abs(high)));
@@ -307,7 +316,7 @@ void by_lanes(size_t width, Lane lane) {
   for (size_t i = 0; i < width; i += 16) lane(i, width - i < 16 ? width - i : 16);
 }
 
-void add_norm(const float* x, const float* residual, const float* gain, float eps, size_t width, float* total,
+inline void add_norm(const float* x, const float* residual, const float* gain, float eps, size_t width, float* total,
               float* out) {
   F squares = zero();
   by_lanes(width, [&](size_t i, size_t n) {
@@ -325,20 +334,20 @@ void add_norm(const float* x, const float* residual, const float* gain, float ep
   });
 }
 
-void gate(const float* x, size_t hidden, float* out) {
+inline void gate(const float* x, size_t hidden, float* out) {
   by_lanes(hidden, [&](size_t i, size_t n) {
     const F left = load_some(x + i, n), right = load_some(x + hidden + i, n);
     store_some(out + i, mul(silu(left), right), n);
   });
 }
 
-void scale(float* x, size_t n, float factor) {
+inline void scale(float* x, size_t n, float factor) {
   by_lanes(n, [&](size_t i, size_t count) { store_some(x + i, mul(load_some(x + i, count), all(factor)), count); });
 }
 
 // ---- sampling ----
 
-float highest(const float* x, size_t n) {
+inline float highest(const float* x, size_t n) {
   F most = all(-__builtin_inff());
   size_t i = 0;
   for (; i + 16 <= n; i += 16) most = max(load(x + i), most);
@@ -349,7 +358,7 @@ float highest(const float* x, size_t n) {
 }
 
 // Products and sums apart, so that no ISA rounds otherwise than another.
-void weigh(const float* x, size_t n, float temperature, float highest, float* weights) {
+inline void weigh(const float* x, size_t n, float temperature, float highest, float* weights) {
   constexpr float FACTORS[] = {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f};
   const F most = all(highest / temperature);
   by_lanes(n, [&](size_t i, size_t count) {
@@ -365,7 +374,7 @@ void weigh(const float* x, size_t n, float temperature, float highest, float* we
 
 // ---- attention ----
 
-void rotate(const float* x, size_t dim, const Rotation& turn, float scale, float* out) {
+inline void rotate(const float* x, size_t dim, const Rotation& turn, float scale, float* out) {
   const size_t pairs = turn.pairs;
   if (turn.interleaved) {
     for (size_t i = 0; i < pairs; ++i) {
@@ -383,7 +392,7 @@ void rotate(const float* x, size_t dim, const Rotation& turn, float scale, float
   for (size_t i = 2 * pairs; i < dim; ++i) out[i] = x[i] * scale;
 }
 
-void soften(float* scores, size_t n, float& highest, float& total, size_t padded, float* out) {
+inline void soften(float* scores, size_t n, float& highest, float& total, size_t padded, float* out) {
   F most = all(highest);
   for (size_t i = 0; i < n; i += 16) most = max(most, load(scores + i));
   const float before = highest;
@@ -473,7 +482,8 @@ struct Kv {
 template <class... Q>
 constexpr Kernels table(Types<Q...>) {
   return {
-      {Plain<F32>::product, Plain<F16>::product, Plain<BF16>::product, coded_product<Q>...},
+      {Plain<Apart<float>>::product, Plain<Apart<uint16_t>>::product, Plain<Bfloats>::product, coded_product<Q>...},
+      nullptr,
       quantize,
       add_norm,
       gate,
@@ -486,8 +496,6 @@ constexpr Kernels table(Types<Q...>) {
       Kv<float>::table(),
   };
 }
-
-constexpr Kernels kernels = table(QuantizedFormats{});
 
 }  // namespace
 }  // namespace penstock

@@ -2,5 +2,8 @@
 #include "kernels_body.h"
 
 namespace penstock {
-const Kernels& generic_kernels() { return kernels; }
+const Kernels& generic_kernels() {
+  static constexpr Kernels kernels = table(QuantizedFormats{});
+  return kernels;
+}
 }  // namespace penstock

@@ -37,6 +37,15 @@ inline __m256 widen_bfloat(const uint16_t* p) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
 }
 inline F load_bfloat(const uint16_t* p) { return {widen_bfloat(p), widen_bfloat(p + 8)}; }
+inline __m256 even_of(const uint16_t* pairs) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256((const __m256i*)pairs), 16));
+}
+inline __m256 odd_of(const uint16_t* pairs) {
+  const __m256i mask = _mm256_set1_epi32(int(0xffff0000));
+  return _mm256_castsi256_ps(_mm256_and_si256(_mm256_loadu_si256((const __m256i*)pairs), mask));
+}
+inline F even_bfloats(const uint16_t* pairs) { return {even_of(pairs), even_of(pairs + 16)}; }
+inline F odd_bfloats(const uint16_t* pairs) { return {odd_of(pairs), odd_of(pairs + 16)}; }
 inline F load_some(const float* p, size_t n) {
   return {_mm256_maskload_ps(p, first(n, 0)), _mm256_maskload_ps(p + 8, first(n, 8))};
 }

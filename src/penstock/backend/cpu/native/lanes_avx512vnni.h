@@ -27,6 +27,12 @@ inline F load(const uint16_t* half) { return _mm512_cvtph_ps(_mm256_loadu_si256(
 inline F load_bfloat(const uint16_t* p) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
 }
+inline F even_bfloats(const uint16_t* pairs) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(pairs), 16));
+}
+inline F odd_bfloats(const uint16_t* pairs) {
+  return _mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(pairs), _mm512_set1_epi32(int(0xffff0000))));
+}
 inline F load_some(const float* p, size_t n) { return _mm512_maskz_loadu_ps(first(n), p); }
 inline void store(float* p, F x) { _mm512_storeu_ps(p, x); }
 inline void store(uint16_t* half, F x) {

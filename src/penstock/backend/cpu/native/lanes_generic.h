@@ -45,6 +45,12 @@ inline F load(const uint16_t* half) {
 inline F load_bfloat(const uint16_t* p) {
   return each<F>([=](int i) { return from_bfloat(p[i]); });
 }
+inline F even_bfloats(const uint16_t* pairs) {
+  return each<F>([=](int i) { return from_bfloat(pairs[2 * i]); });
+}
+inline F odd_bfloats(const uint16_t* pairs) {
+  return each<F>([=](int i) { return from_bfloat(pairs[2 * i + 1]); });
+}
 inline void store_some(float* p, F x, size_t n) { std::memcpy(p, x.v, n * sizeof(float)); }
 inline void store(float* p, F x) { store_some(p, x, 16); }
 inline void store(uint16_t* half, F x) {

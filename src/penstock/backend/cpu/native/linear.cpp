@@ -12,6 +12,11 @@ constexpr size_t TILE_PANELS = 2;  // what kernels like to take at once
 
 size_t divide_up(size_t a, size_t b) { return (a + b - 1) / b; }
 
+struct Rows {
+  const void* data;
+  size_t stride;  // bytes
+};
+
 struct Product {
   int x, out;
   std::shared_ptr<const Weight> weight;
@@ -39,17 +44,23 @@ struct Product {
     }
   }
 
-  void run_panels(const Frame& frame, const Run& run, const std::byte* partners, size_t row) const {
+  Rows rows_for(const Frame& frame, Format format, size_t row) const {
     const Buffer& from = frame.buffers[size_t(x)];
+    if (format >= Format::QUANTIZED) return {from.code_row(row), from.code_blocks() * sizeof(CodeBlock)};
+    if (format == Format::BF16 && frame.kernels.to_bfloats) return {from.bfloat_row(row), from.bfloat_width() * 2};
+    return {from.row(row), from.width * sizeof(float)};
+  }
+
+  void run_panels(const Frame& frame, const Run& run, const std::byte* partners, size_t row) const {
     const Buffer& to = frame.buffers[size_t(out)];
-    const bool coded = run.part->format >= Format::QUANTIZED;
+    const Rows from = rows_for(frame, run.part->format, row);
     frame.kernels.product[size_t(run.part->format)]({
         .panels = run.data,
         .partners = partners,
         .panel_bytes = run.part->panel_bytes,
         .width = weight->width(),
-        .x = reinterpret_cast<const std::byte*>(coded ? (const void*)from.code_row(row) : from.row(row)),
-        .x_stride = coded ? weight->width() / BLOCK * sizeof(CodeBlock) : weight->width() * sizeof(float),
+        .x = static_cast<const std::byte*>(from.data),
+        .x_stride = from.stride,
         .rows = std::min(BAND, frame.rows(x) - row),
         .bias = weight->bias(run.column),
         .y = to.row(row) + run.column,

@@ -86,12 +86,12 @@ NB_MODULE(_native, m) {
       .def_prop_ro("width", &Weight::width)
       .def_prop_ro("rows", &Weight::rows)
       .def_prop_ro("nbytes", &Weight::bytes)
-      .def_prop_ro("coded", &Weight::coded)
       .def_prop_ro("gateable", &Weight::gateable);
 
   nb::class_<Program>(m, "Program")
       .def(nb::init<const std::string&, unsigned, bool>(), "isa"_a, "threads"_a, "half_kv"_a)
-      .def("buffer", &Program::buffer, "symbol"_a, "width"_a, "coded"_a)
+      .def("buffer", &Program::buffer, "symbol"_a, "width"_a, "prepared"_a)
+      .def("prepares", &Program::prepares, "weight"_a)
       .def("angles",
            [](Program& program, Array<const double, 1> inv_freq, double scale) {
              return program.angles(copied(inv_freq), scale);

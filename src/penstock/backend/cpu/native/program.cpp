@@ -57,12 +57,15 @@ Program::Program(const std::string& isa, unsigned threads, bool half_kv)
 
 // ---- building ----
 
-int Program::buffer(const std::string& symbol, size_t width, bool coded) {
+int Program::buffer(const std::string& symbol, size_t width, bool prepared) {
   require(symbol == "T" || symbol == "S", "a buffer's symbol is T or S; got " + symbol);
   require(width >= 1 && width <= INT32_MAX, "a buffer's width must be between 1 and 2^31 - 1");
-  require(!coded || width % BLOCK == 0, "a quantized row needs a multiple of 32 values; got " + std::to_string(width));
-  buffers_.push_back({symbol == "T" ? Symbol::T : Symbol::S, width, coded, {}, {}});
+  buffers_.push_back({.symbol = symbol == "T" ? Symbol::T : Symbol::S, .width = width, .prepared = prepared});
   return int(buffers_.size()) - 1;
+}
+
+bool Program::prepares(const Weight& weight) const {
+  return weight.coded() || (weight.bfloat() && isa_.kernels->to_bfloats);
 }
 
 const Buffer& Program::at(int buffer) const {
@@ -86,13 +89,14 @@ void Program::each_row(int out, std::function<void(const Frame&, size_t row)> ro
     for (size_t r = chunk * CHUNK_ROWS; r < last; ++r) {
       row(frame, r);
       if (buffer.coded) frame.kernels.quantize(buffer.row(r), buffer.width, buffer.code_row(r));
+      if (buffer.bfloat) frame.kernels.to_bfloats(buffer.row(r), buffer.width, buffer.bfloat_row(r));
     }
   };
   phases_.push_back({chunks, run});
 }
 
-void Program::quantize(int buffer) {
-  if (at(buffer).coded) each_row(buffer, [](const Frame&, size_t) {});
+void Program::prepare_rows(int buffer) {
+  if (at(buffer).prepared) each_row(buffer, [](const Frame&, size_t) {});
 }
 
 int Program::angles(std::vector<double> inv_freq, double scale) {
@@ -132,19 +136,21 @@ void Program::add_norm(int x, std::optional<int> residual, std::vector<float> ga
     frame.kernels.add_norm(row(x), residual ? row(*residual) : nullptr, gain.data(), eps, gain.size(),
                            total ? row(*total) : nullptr, row(out));
   });
-  if (total) quantize(*total);
+  if (total) prepare_rows(*total);
 }
 
 void Program::linear(int x, std::shared_ptr<const Weight> weight, int out, bool gated) {
   const Buffer& from = at(x);
   require(from.width == weight->width(), "the weight takes rows of " + std::to_string(weight->width()) +
                                              " values; got " + std::to_string(from.width));
-  require(from.coded || !weight->coded(), "a quantized weight needs a coded buffer");
+  require(from.prepared || !prepares(*weight), "this weight needs a prepared buffer");
   require(x != out, "a product needs a buffer of its own");
   require(!gated || weight->gateable(), "a gate needs two equal halves of one quantized format, without a bias");
   at(out, from.symbol, gated ? weight->rows() / 2 : weight->rows());
+  buffers_[size_t(x)].coded |= weight->coded();
+  buffers_[size_t(x)].bfloat |= weight->bfloat() && isa_.kernels->to_bfloats;
   phases_.push_back(linear_phase(x, std::move(weight), out, gated));
-  quantize(out);
+  prepare_rows(out);
 }
 
 void Program::attend(int qkv, const Attention& attention, int out) {
@@ -164,7 +170,7 @@ void Program::attend(int qkv, const Attention& attention, int out) {
   phases_.push_back(store_phase(a, qkv));
   phases_.push_back(attend_phase(a, qkv, out));
   phases_.push_back(join_phase(a, out));
-  quantize(out);
+  prepare_rows(out);
 }
 
 void Program::gate(int x, int out) {
@@ -266,7 +272,8 @@ void Program::grow(size_t tokens, size_t sampled) {
     if (rows[symbol] > capacity_[symbol] || !buffer.floats.bytes()) {
       const size_t wanted = std::bit_ceil(std::max(rows[symbol], capacity_[symbol]));
       buffer.floats = Memory(wanted * buffer.width * sizeof(float));
-      if (buffer.coded) buffer.codes = Memory(wanted * (buffer.width / BLOCK) * sizeof(CodeBlock));
+      if (buffer.coded) buffer.codes = Memory(wanted * buffer.code_blocks() * sizeof(CodeBlock));
+      if (buffer.bfloat) buffer.bfloats = Memory(wanted * buffer.bfloat_width() * sizeof(uint16_t));
     }
     buffer.data = buffer.floats.as<float>();
   }

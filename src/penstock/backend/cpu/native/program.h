@@ -38,7 +38,8 @@ class Program {
   Program(const std::string& isa, unsigned threads, bool half_kv);
 
   // Building. Buffers are named by number; widths and symbols are checked here, once.
-  int buffer(const std::string& symbol, size_t width, bool coded);
+  int buffer(const std::string& symbol, size_t width, bool prepared);
+  bool prepares(const Weight& weight) const;  // its products take rows of a prepared buffer
   int angles(std::vector<double> inv_freq, double scale);  // a buffer of cosines and sines, filled every step
   void embed(std::shared_ptr<const Weight> table, int out);
   void add_norm(int x, std::optional<int> residual, std::vector<float> gain, float eps, int out,
@@ -62,9 +63,9 @@ class Program {
  private:
   const Buffer& at(int buffer) const;
   const Buffer& at(int buffer, Symbol symbol, size_t width) const;
-  // One call of `row` for each row of `out`, which then gets its codes.
+  // One call of `row` for each row of `out`, which is then prepared.
   void each_row(int out, std::function<void(const Frame&, size_t row)> row);
-  void quantize(int buffer);
+  void prepare_rows(int buffer);
   void check_rows(const Step& step) const;
   void check_tokens() const;
   void check_context(const Step& step, size_t row) const;

@@ -36,16 +36,17 @@ std::pair<std::shared_ptr<const Memory>, std::byte*> allocate(size_t bytes) {
 
 // ---- one row in, one row out ----
 
-template <class T, auto from>
+// RUN consecutive values of a row lie together.
+template <class T, auto from, size_t RUN>
 struct PlainRow {
+  static size_t place(size_t k, size_t lane) { return (k / RUN * LANES + lane) * RUN + k % RUN; }
+
   static void pack(const uint8_t* row, size_t width, std::byte* panel, size_t lane) {
-    for (size_t k = 0; k < width; ++k)
-      std::memcpy(panel + (k * LANES + lane) * sizeof(T), row + k * sizeof(T), sizeof(T));
+    for (size_t k = 0; k < width; ++k) std::memcpy(panel + place(k, lane) * sizeof(T), row + k * sizeof(T), sizeof(T));
   }
 
   static void unpack(const std::byte* panel, size_t width, size_t lane, float* out) {
-    const T* values = reinterpret_cast<const T*>(panel) + lane;
-    for (size_t k = 0; k < width; ++k) out[k] = from(values[k * LANES]);
+    for (size_t k = 0; k < width; ++k) out[k] = from(reinterpret_cast<const T*>(panel)[place(k, lane)]);
   }
 };
 
@@ -149,15 +150,15 @@ struct Packing {
   void (*unpack)(const std::byte* panel, size_t width, size_t lane, float* out);
 };
 
-template <class T, auto from>
+template <class T, auto from, size_t RUN = 1>
 constexpr Packing plain(const char* name) {
-  return {name, 1, sizeof(T), LANES * sizeof(T), PlainRow<T, from>::pack, PlainRow<T, from>::unpack};
+  return {name, 1, sizeof(T), LANES * sizeof(T), PlainRow<T, from, RUN>::pack, PlainRow<T, from, RUN>::unpack};
 }
 
 template <class... Q>
 constexpr std::array<Packing, FORMATS> packings(Types<Q...>) {
   return {plain<float, [](float value) { return value; }>("F32"), plain<uint16_t, from_half>("F16"),
-          plain<uint16_t, from_bfloat>("BF16"),
+          plain<uint16_t, from_bfloat, 2>("BF16"),
           Packing{Q::NAME, Q::VALUES, Q::BYTES, Packed<Q>::BYTES, QuantizedRow<Q>::pack, QuantizedRow<Q>::unpack}...};
 }
 
@@ -195,9 +196,10 @@ Weight::Weight(size_t width, const std::vector<std::pair<std::string, size_t>>& 
       throw std::invalid_argument(name + " rows hold a multiple of " + std::to_string(packing.values) +
                                   " values; got " + std::to_string(width));
     const size_t panels = round_up(rows, LANES) / LANES;
-    const size_t panel_bytes = width / packing.values * packing.packed;
+    const size_t panel_bytes = round_up(width, BLOCK) / packing.values * packing.packed;
     parts_.push_back({format, rows, rows_, panels, panel_bytes, nullptr});
     coded_ |= format >= Format::QUANTIZED;
+    bfloat_ |= format == Format::BF16;
     rows_ += rows;
     panels_ += panels;
     bytes_ += round_up(panels * panel_bytes, 64);

@@ -1,7 +1,8 @@
 // Packed weights: one layout for every ISA.
 //
 // Rows are taken in panels of 16, so that one vector register holds the same place of 16 rows and a product needs no
-// sum across a register. A panel of F32, F16 or BF16 is values [width][16]; formats.h says what other panels hold.
+// sum across a register. A panel of F32 or F16 is values [width][16], of BF16 pairs of values [width / 2][16][2], with
+// zeros up to a whole block of 32; formats.h says what other panels hold.
 #pragma once
 
 #include <cstdint>
@@ -46,6 +47,7 @@ class Weight {
   size_t panels() const { return panels_; }
   size_t bytes() const { return bytes_; }
   bool coded() const { return coded_; }  // some part is multiplied with quantized activations
+  bool bfloat() const { return bfloat_; }  // some part is BF16
   bool gateable() const;                 // two halves of which each panel of one has a partner in the other
   Run panels(size_t first, size_t most) const;  // those from `first` on that lie in one part
   const float* bias(size_t column) const { return bias_.empty() ? nullptr : bias_.data() + column; }
@@ -53,7 +55,7 @@ class Weight {
 
  private:
   size_t width_, rows_ = 0, panels_ = 0, bytes_ = 0;
-  bool coded_ = false;
+  bool coded_ = false, bfloat_ = false;
   std::vector<Part> parts_;
   std::vector<float> bias_;
   std::shared_ptr<const Memory> slab_;
