@@ -67,7 +67,7 @@ def chain(name: str, width: int, megabytes: int) -> list[Weight]:
 
 
 def measure(weights: list[Weight], isa: str, rows: int, args: argparse.Namespace) -> dict[str, float]:
-    program = Program(isa, args.threads, True)
+    program = Program(isa, args.threads, "f16")
     table = Weight(args.width, [("F32", 1)])
     prepared = program.prepares(weights[0])
     buffers = [program.buffer("T", args.width, prepared) for _ in range(2)]

@@ -19,6 +19,7 @@ class Config:
     max_len: int = 0  # 0: the model's own context length
     max_rows: int = 64
     max_tokens: int = 512  # per step
+    kv: str = "auto"  # what the KV cache holds; auto: the backend's own choice
     kv_memory: int = 0  # bytes; 0: a quarter of what is free
     block_size: int = 16
 

@@ -131,6 +131,12 @@ def test_what_cannot_be_answered_is_refused_at_once(llm: LLM) -> None:
         llm.generate([[1], [2], [999]])
 
 
+@pytest.mark.parametrize("kv", ["f16", "f32", "int8"])
+def test_the_kv_cache_can_be_kept_in_several_types(reciter: Path, kv: str) -> None:
+    with LLM(reciter, device="cpu", kv=kv, max_rows=1) as llm:
+        assert llm.generate("uvw").text == "xyz"
+
+
 def test_unknown_settings_and_models_are_named(reciter: Path) -> None:
     with pytest.raises(ConfigError, match="no setting max_length, speed; it has block_size, device"):
         LLM(reciter, max_length=5, speed="high")

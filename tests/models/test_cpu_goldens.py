@@ -47,7 +47,7 @@ def logprobs(logits: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_are_those_of_transformers(name: str, file: str, isa: str):
     tokens, wanted = expected(name)
-    backend = loaded(CpuBackend(2, isa=isa, half_kv=False), GOLDENS / name / file)
+    backend = loaded(CpuBackend(2, isa=isa, kv="f32"), GOLDENS / name / file)
     prompts = [tokens, tokens[:5], tokens[:30]]
     backend.reserve_kv(blocks_for(prompts, BLOCK_SIZE), BLOCK_SIZE)
     for chunks in random_steps(np.random.default_rng(0), prompts, BLOCK_SIZE):

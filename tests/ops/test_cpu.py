@@ -14,6 +14,7 @@ from penstock.backend.base import LAST_SAMPLED, Batch
 from penstock.backend.cpu import CpuBackend
 from penstock.backend.cpu._native import Program, Weight, isas
 from penstock.backend.ref import RefBackend
+from penstock.backend.ref import ops as ref_ops
 from penstock.backend.ref.batches import Chunk, blocks_for, greedy_batch, random_steps
 from penstock.backend.ref.cases import BYTE, CASES, EXACT, FLOAT, Case, attention, difference, random_tensor, run
 from penstock.backend.ref.ops import RefOps
@@ -79,9 +80,9 @@ def test_op_follows_the_reference(case: Case, isa: str):
     assert max(map(difference, got, wanted)) <= case.tolerance
 
 
-def to_eight_bits(x: np.ndarray) -> np.ndarray:
+def to_eight_bits(x: np.ndarray, share: int = 32) -> np.ndarray:
     """What a quantized weight is multiplied with: 32 values share a scale, the largest of them is 127 of it."""
-    blocks = x.reshape(-1, 32)
+    blocks = x.reshape(-1, share)
     largest = np.abs(blocks).max(axis=1, keepdims=True)
     codes = np.rint(blocks * np.divide(127, largest, out=np.zeros_like(largest), where=largest > 0))
     return (codes * (largest / 127)).reshape(x.shape)
@@ -108,7 +109,21 @@ def test_quantized_products_lose_nothing_but_the_activations_rounding(
 @pytest.mark.parametrize("case", [case for case in CASES if case.op == "attend"], ids=lambda case: case.name)
 def test_attention_over_f32_kv_is_exact_to_rounding(case: Case, isa: str):
     wanted = run(case.make(np.random.default_rng(8)), RefBackend())
-    got = run(case.make(np.random.default_rng(8)), CpuBackend(2, isa=isa, half_kv=False))
+    got = run(case.make(np.random.default_rng(8)), CpuBackend(2, isa=isa, kv="f32"))
+    assert max(map(difference, got, wanted)) <= FLOAT
+
+
+@pytest.mark.parametrize("isa", isas())
+@pytest.mark.parametrize("case", [case for case in CASES if case.op == "attend"], ids=lambda case: case.name)
+def test_attention_over_int8_kv_loses_nothing_but_its_rounding(case: Case, isa: str, monkeypatch: pytest.MonkeyPatch):
+    got = run(case.make(np.random.default_rng(8)), CpuBackend(2, isa=isa, kv="int8"))
+    exact = ref_ops.attention
+
+    def rounded(q: Any, keys: Any, values: Any, positions: Any, spec: Any) -> Any:
+        return exact(q, *(to_eight_bits(x, spec.head_dim) for x in (keys, values)), positions, spec)
+
+    monkeypatch.setattr(ref_ops, "attention", rounded)
+    wanted = run(case.make(np.random.default_rng(8)), RefBackend())
     assert max(map(difference, got, wanted)) <= FLOAT
 
 
@@ -136,18 +151,25 @@ def test_products_of_many_rows_equal_those_of_one(format: str, rows: int, isa: s
 
 @pytest.mark.parametrize("isa", isas())
 @pytest.mark.parametrize(
-    ("block_size", "window", "formats"),
-    [(16, 0, MIXED), (16, 20, MIXED), (5, 0, MIXED), (48, 0, MIXED), (16, 0, ("Q4_1",)), (16, 0, ("Q8_0",))],
+    ("block_size", "window", "formats", "kv"),
+    [
+        (16, 0, MIXED, "f16"),
+        (16, 20, MIXED, "int8"),
+        (5, 0, MIXED, "int8"),
+        (48, 0, MIXED, "f32"),
+        (16, 0, ("Q4_1",), "f16"),
+        (16, 0, ("Q8_0",), "f16"),
+    ],
 )
 def test_a_row_is_bitwise_the_same_in_any_batch_chunking_and_thread_count(
-    isa: str, block_size: int, window: int, formats: Sequence[str]
+    isa: str, block_size: int, window: int, formats: Sequence[str], kv: str
 ):
     spec = replace(SPEC, attn=replace(SPEC.attn, window=window))
     prompts = [prompt(length, seed) for seed, length in enumerate((150, 1, 33, 17, 70))]
-    alone = loaded(CpuBackend(1, isa=isa), formats, spec)
+    alone = loaded(CpuBackend(1, isa=isa, kv=kv), formats, spec)
     wanted = [logits_alone(alone, tokens, block_size) for tokens in prompts]
     for seed, (threads, longest) in enumerate([(1, 7), (2, 40), (3, 200), (9, 1)]):
-        backend = loaded(CpuBackend(threads, isa=isa), formats, spec)
+        backend = loaded(CpuBackend(threads, isa=isa, kv=kv), formats, spec)
         backend.reserve_kv(blocks_for(prompts, block_size), block_size)
         for chunks in random_steps(np.random.default_rng(seed), prompts, block_size, longest):
             parts = [wanted[chunk.slot][chunk.start : chunk.start + len(chunk.tokens)] for chunk in chunks]
@@ -268,7 +290,9 @@ def test_a_slot_that_sampled_nothing_has_no_last_token():
 def test_kv_cost_is_what_the_spec_says():
     per_token = 2 * SPEC.layers * SPEC.attn.kv_width
     assert loaded(CpuBackend(1)).kv_bytes_per_token() == 2 * per_token
-    assert loaded(CpuBackend(1, half_kv=False)).kv_bytes_per_token() == 4 * per_token
+    assert loaded(CpuBackend(1, kv="f32")).kv_bytes_per_token() == 4 * per_token
+    scales = 2 * SPEC.layers * SPEC.attn.kv_heads * 4
+    assert loaded(CpuBackend(1, kv="int8")).kv_bytes_per_token() == per_token + scales
 
 
 # ---- malformed input ----
@@ -363,7 +387,7 @@ def test_a_weight_takes_only_rows_it_has():
 
 
 def test_a_program_checks_its_buffers_when_built():
-    program = Program("generic", 1, True)
+    program = Program("generic", 1, "f16")
     wide, narrow, sampled = (
         program.buffer("T", 64, False),
         program.buffer("T", 32, False),
@@ -406,5 +430,7 @@ def test_a_program_checks_its_buffers_when_built():
 def test_settings_this_machine_cannot_follow_are_refused():
     with pytest.raises(ConfigError, match="use auto or one of"):
         CpuBackend(1, isa="mmx")
+    with pytest.raises(ConfigError, match="unknown KV type 'int3'"):
+        CpuBackend(1, kv="int3")
     with pytest.raises(ValueError, match="threads"):
         CpuBackend(5000)

@@ -13,6 +13,9 @@ Model = Annotated[
 ]
 Device = Annotated[str, typer.Option(help="What computes: auto, cpu or ref (NumPy, slow).")]
 Threads = Annotated[int, typer.Option(min=0, help="Threads to compute with; 0: every core this process may use.")]
+Kv = Annotated[
+    str, typer.Option(help="What the KV cache holds: auto (f16), f32, or int8, which takes half the memory of f16.")
+]
 MaxLen = Annotated[int, typer.Option(min=0, help="Longest prompt and answer in tokens; 0: the model's own context.")]
 MaxTokens = Annotated[
     int | None, typer.Option(min=1, help="Longest answer in tokens; by default, to the context's end.")

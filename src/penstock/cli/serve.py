@@ -21,6 +21,7 @@ def serve(
     max_len: options.MaxLen = 0,
     max_rows: Annotated[int, typer.Option(min=1, help="Requests computed at once; more wait.")] = 64,
     step_tokens: Annotated[int, typer.Option(min=1, help="Tokens computed in one step.")] = 512,
+    kv: options.Kv = "auto",
     kv_memory: Annotated[int, typer.Option(min=0, help="Bytes for the KV cache; 0: a quarter of what is free.")] = 0,
 ) -> None:
     """Serve a model over HTTP, as OpenAI's API.
@@ -47,6 +48,7 @@ def serve(
         max_len=max_len,
         max_rows=max_rows,
         max_tokens=step_tokens,
+        kv=kv,
         kv_memory=kv_memory,
     )
     listen(ProcessClient(config), load_text(path), called, host, port)

@@ -12,7 +12,7 @@ from penstock.model.load import load_model, open_checkpoint
 
 def open_engine(config: Config) -> Engine:
     checkpoint = open_checkpoint(Path(config.model))
-    backend = open_backend(config.device, config.threads or available_threads())
+    backend = open_backend(config.device, config.threads or available_threads(), config.kv)
     backend.load(load_model(checkpoint, backend))
     limits = resolve(
         config,

@@ -16,6 +16,8 @@ from penstock.errors import ConfigError
 from penstock.model.tensor import Tensor
 from penstock.types import StepResult, TokenLogprob
 
+KV_TYPES = ("f16", "f32", "int8")
+
 
 class CpuBackend:
     """Computes a step when it is launched: one native call, on every thread, without the interpreter's lock.
@@ -23,11 +25,13 @@ class CpuBackend:
     A row's logits depend neither on the rest of its batch nor on how its tokens were chunked nor on `threads`.
     """
 
-    def __init__(self, threads: int = 0, *, isa: str = "auto", half_kv: bool = True) -> None:
+    def __init__(self, threads: int = 0, *, isa: str = "auto", kv: str = "auto") -> None:
         supported = _native.isas()
         if isa not in ("auto", *supported):
             raise ConfigError(f"this CPU cannot run {isa!r} kernels: use auto or one of {', '.join(supported)}")
-        self._program = _native.Program(isa, threads or available_threads(), half_kv)
+        if kv not in ("auto", *KV_TYPES):
+            raise ConfigError(f"unknown KV type {kv!r} for a CPU: use auto or one of {', '.join(KV_TYPES)}")
+        self._program = _native.Program(isa, threads or available_threads(), KV_TYPES[0] if kv == "auto" else kv)
         self._results: dict[Ticket, StepResult] = {}
 
     @property

@@ -57,7 +57,7 @@ struct State {
       const float most = std::max(highest[i], next.highest[i]);
       const float mine = std::exp(highest[i] - most), theirs = std::exp(next.highest[i] - most);
       kernels.scale(mixed + i * padded, padded, mine);
-      kernels.f32.mix(&theirs, 1, next.mixed + i * padded, 1, padded, mixed + i * padded);
+      kernels.f32.mix(&theirs, 1, next.mixed + i * padded, 1, 0, padded, mixed + i * padded);
       highest[i] = most;
       sums[i] = sums[i] * mine + next.sums[i] * theirs;
     }
@@ -120,11 +120,9 @@ class Queries {
       kernels.score(queries_, count(), a_.dim, frame_.cache.tile(a_.layer, kv_head_, table, place),
                     scores_ + (place - span));
     for (size_t i = 0; i < count(); ++i) soften(i, span, first, last, state);
-    for (size_t place = first; place < last; place += TILE) {
-      const std::byte* tile = frame_.cache.tile(a_.layer, kv_head_, table, place);
-      kernels.mix(scores_ + (place - span), count(), frame_.cache.values(a_.layer, tile),
-                  std::min(TILE, last - place), padded_, state.mixed);
-    }
+    for (size_t place = first; place < last; place += TILE)
+      kernels.mix(scores_ + (place - span), count(), frame_.cache.tile(a_.layer, kv_head_, table, place),
+                  std::min(TILE, last - place), a_.dim, padded_, state.mixed);
   }
 
   void soften(size_t i, size_t span, size_t first, size_t last, const State& state) const {

@@ -13,6 +13,16 @@ constexpr double MOST_BYTES = 0x1p46;  // more than any machine maps
 
 }  // namespace
 
+Cache::Cache(const std::string& type) : type_(type_of(type)) {}
+
+Cache::Type Cache::type_of(const std::string& name) {
+  constexpr Type TYPES[] = {
+      {"f16", 2, 0, &Kernels::f16}, {"f32", 4, 0, &Kernels::f32}, {"int8", 1, KV_SCALES * sizeof(float), &Kernels::int8}};
+  for (const Type& type : TYPES)
+    if (name == type.name) return type;
+  throw std::invalid_argument("a KV cache holds f16, f32 or int8; got " + name);
+}
+
 void Cache::add_layer(size_t layer, KvShape shape) {
   if (layer != shapes_.size())
     throw std::invalid_argument("layers attend in order: expected " + std::to_string(shapes_.size()) + ", got " +
@@ -22,7 +32,7 @@ void Cache::add_layer(size_t layer, KvShape shape) {
 
 size_t Cache::bytes_per_token() const {
   size_t bytes = 0;
-  for (const auto& shape : shapes_) bytes += shape.heads * (shape.dim + shape.padded()) * value_bytes();
+  for (const auto& shape : shapes_) bytes += shape.heads * tile_bytes(shape) / TILE;
   return bytes;
 }
 

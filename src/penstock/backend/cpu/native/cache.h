@@ -1,12 +1,13 @@
 // The paged KV cache: blocks of positions, in tiles of 16.
 //
-// layer -> block -> KV head -> tile: keys [dim][16], then values [16][padded dim]. With keys turned this way a query is
-// scored against 16 positions without a sum across lanes. A block whose size is not a multiple of 16 ends in unused
-// places: `place` counts positions with those left in.
+// layer -> block -> KV head -> tile: keys [dim][16], then values [16][padded dim]; before 8-bit ones the scales of the 16
+// keys and of the 16 values. With keys turned this way a query is scored against 16 positions without a sum across lanes.
+// A block whose size is not a multiple of 16 ends in unused places: `place` counts positions with those left in.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -18,12 +19,11 @@ namespace penstock {
 struct KvShape {
   size_t heads, dim;
   size_t padded() const { return (dim + 15) / 16 * 16; }
-  size_t tile_values() const { return TILE * (dim + padded()); }
 };
 
 class Cache {
  public:
-  explicit Cache(bool half) : half_(half) {}
+  explicit Cache(const std::string& type);  // f32, f16 or int8
 
   void add_layer(size_t layer, KvShape shape);  // layers come in order
   void reserve(size_t blocks, size_t block_size);
@@ -36,7 +36,7 @@ class Cache {
   size_t place(size_t position) const { return position / block_size_ * padded_size_ + position % block_size_; }
   bool unused(size_t place) const { return place % padded_size_ >= block_size_; }
   bool has_unused() const { return padded_size_ != block_size_; }
-  const KvKernels& kernels(const Kernels& all) const { return half_ ? all.f16 : all.f32; }
+  const KvKernels& kernels(const Kernels& all) const { return all.*type_.kernels; }
 
   // The tile that holds `place` of a sequence with this block table.
   std::byte* tile(size_t layer, size_t head, const int32_t* table, size_t place) const {
@@ -44,19 +44,23 @@ class Cache {
     const size_t tiles = padded_size_ / TILE;
     const size_t block = size_t(table[place / padded_size_]);
     const size_t index = (block * shape.heads + head) * tiles + place % padded_size_ / TILE;
-    return base_[layer] + index * shape.tile_values() * value_bytes();
-  }
-  const std::byte* values(size_t layer, const std::byte* tile) const {
-    return tile + TILE * shapes_[layer].dim * value_bytes();
+    return base_[layer] + index * tile_bytes(shape);
   }
 
  private:
-  size_t value_bytes() const { return half_ ? 2 : 4; }
-  size_t block_bytes(const KvShape& shape) const {
-    return shape.heads * (padded_size_ / TILE) * shape.tile_values() * value_bytes();
-  }
+  struct Type {
+    const char* name;
+    size_t value_bytes, scale_bytes;  // of a tile
+    KvKernels Kernels::* kernels;
+  };
+  static Type type_of(const std::string& name);
 
-  bool half_;
+  size_t tile_bytes(const KvShape& shape) const {
+    return type_.scale_bytes + TILE * (shape.dim + shape.padded()) * type_.value_bytes;
+  }
+  size_t block_bytes(const KvShape& shape) const { return shape.heads * (padded_size_ / TILE) * tile_bytes(shape); }
+
+  Type type_;
   std::vector<KvShape> shapes_;
   std::vector<std::byte*> base_;  // of each layer
   size_t blocks_ = 0, block_size_ = 1, padded_size_ = TILE;

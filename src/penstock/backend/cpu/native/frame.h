@@ -31,15 +31,16 @@ struct Buffer {
   bool coded = false;    // as CodeBlocks
   bool bfloat = false;   // as BF16
   Memory floats = {};    // [rows][width]
-  Memory codes = {};     // [rows][width / 32]
-  Memory bfloats = {};   // [rows][width up to whole blocks]
+  Memory codes = {};     // [rows][code stride]
+  Memory bfloats = {};   // [rows][bfloat stride], of which whole blocks are filled
   float* data = nullptr;
 
   float* row(size_t r) const { return data + r * width; }
-  CodeBlock* code_row(size_t r) const { return codes.as<CodeBlock>() + r * code_blocks(); }
-  uint16_t* bfloat_row(size_t r) const { return bfloats.as<uint16_t>() + r * bfloat_width(); }
-  size_t code_blocks() const { return width / BLOCK; }
-  size_t bfloat_width() const { return (width + BLOCK - 1) / BLOCK * BLOCK; }
+  CodeBlock* code_row(size_t r) const { return codes.as<CodeBlock>() + r * code_stride(); }
+  uint16_t* bfloat_row(size_t r) const { return bfloats.as<uint16_t>() + r * bfloat_stride(); }
+  // Rows are an odd number of cache lines apart: the same place of many rows must not fall into one set of a cache.
+  size_t code_stride() const { return width / BLOCK | 1; }
+  size_t bfloat_stride() const { return ((width + BLOCK - 1) / BLOCK | 1) * BLOCK; }
 };
 
 // Up to 16 tokens of one row, which attend together.

@@ -36,13 +36,15 @@ struct Rotation {
   bool interleaved;
 };
 
-// KV of one head and 16 positions, in one element type: keys [dim][16], values [16][padded dim].
+inline constexpr size_t KV_SCALES = 2 * TILE;  // floats before 8-bit keys and values: what they are multiples of
+
+// KV of one head and 16 positions, a tile of cache.h.
 struct KvKernels {
   void (*store)(const float* key, const float* value, size_t dim, size_t padded, size_t lane, void* tile);
   // scores[q][0..16] = queries[q] . keys; rows of scores are SPAN apart
-  void (*score)(const float* queries, size_t count, size_t dim, const void* keys, float* scores);
+  void (*score)(const float* queries, size_t count, size_t dim, const void* tile, float* scores);
   // out[q] += sum over the first n positions of weights[q][j] * values[j]
-  void (*mix)(const float* weights, size_t count, const void* values, size_t n, size_t padded, float* out);
+  void (*mix)(const float* weights, size_t count, const void* tile, size_t n, size_t dim, size_t padded, float* out);
 };
 
 struct Kernels {
@@ -61,7 +63,7 @@ struct Kernels {
   float (*highest)(const float* x, size_t n);
   // weights = e^((x - highest) / temperature), in the very steps that backend/sample.py defines
   void (*weigh)(const float* x, size_t n, float temperature, float highest, float* weights);
-  KvKernels f16, f32;
+  KvKernels f16, f32, int8;
 };
 
 }  // namespace penstock

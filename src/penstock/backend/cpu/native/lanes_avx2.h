@@ -142,7 +142,7 @@ inline Codes centered(Codes codes, int zero) {
   const __m256i offset = _mm256_set1_epi8(char(zero));
   return {_mm256_sub_epi8(codes.a, offset), _mm256_sub_epi8(codes.b, offset)};
 }
-inline F load_bytes(const std::byte* p) {
+inline F load(const int8_t* p) {
   return to_float(I{_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)),
                     _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(p + 8)))});
 }

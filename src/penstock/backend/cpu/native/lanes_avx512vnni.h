@@ -82,7 +82,7 @@ inline Codes lookup(Codes codes, const int8_t* table) {
   return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)table)), codes);
 }
 inline Codes centered(Codes codes, int zero) { return _mm512_add_epi8(codes, _mm512_set1_epi8(char(128 - zero))); }
-inline F load_bytes(const std::byte* p) { return to_float(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p))); }
+inline F load(const int8_t* p) { return to_float(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p))); }
 inline Four spread(const int8_t* x) {
   int32_t four;
   std::memcpy(&four, x, 4);

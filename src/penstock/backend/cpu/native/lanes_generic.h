@@ -153,8 +153,8 @@ inline Codes lookup(const Codes& codes, const int8_t* table) {
 inline Codes centered(const Codes& codes, int zero) {
   return each_byte([&](int i) { return codes.v[i] - zero; });
 }
-inline F load_bytes(const std::byte* p) {
-  return each<F>([=](int i) { return float(int8_t(p[i])); });
+inline F load(const int8_t* p) {
+  return each<F>([=](int i) { return float(p[i]); });
 }
 inline Four spread(const int8_t* x) { return {{x[0], x[1], x[2], x[3]}}; }
 template <bool SIGNED>

@@ -46,8 +46,8 @@ struct Product {
 
   Rows rows_for(const Frame& frame, Format format, size_t row) const {
     const Buffer& from = frame.buffers[size_t(x)];
-    if (format >= Format::QUANTIZED) return {from.code_row(row), from.code_blocks() * sizeof(CodeBlock)};
-    if (format == Format::BF16 && frame.kernels.to_bfloats) return {from.bfloat_row(row), from.bfloat_width() * 2};
+    if (format >= Format::QUANTIZED) return {from.code_row(row), from.code_stride() * sizeof(CodeBlock)};
+    if (format == Format::BF16 && frame.kernels.to_bfloats) return {from.bfloat_row(row), from.bfloat_stride() * 2};
     return {from.row(row), from.width * sizeof(float)};
   }
 

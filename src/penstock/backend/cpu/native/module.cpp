@@ -89,7 +89,7 @@ NB_MODULE(_native, m) {
       .def_prop_ro("gateable", &Weight::gateable);
 
   nb::class_<Program>(m, "Program")
-      .def(nb::init<const std::string&, unsigned, bool>(), "isa"_a, "threads"_a, "half_kv"_a)
+      .def(nb::init<const std::string&, unsigned, const std::string&>(), "isa"_a, "threads"_a, "kv"_a)
       .def("buffer", &Program::buffer, "symbol"_a, "width"_a, "prepared"_a)
       .def("prepares", &Program::prepares, "weight"_a)
       .def("angles",

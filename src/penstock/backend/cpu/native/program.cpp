@@ -40,10 +40,10 @@ class StepJob final : public Job {
 
 }  // namespace
 
-Program::Program(const std::string& isa, unsigned threads, bool half_kv)
+Program::Program(const std::string& isa, unsigned threads, const std::string& kv)
     : isa_(choose(isa)),
       pool_(checked_threads(threads)),
-      cache_(half_kv),
+      cache_(kv),
       frame_{.batch = {},
              .kernels = *isa_.kernels,
              .cache = cache_,
@@ -272,8 +272,8 @@ void Program::grow(size_t tokens, size_t sampled) {
     if (rows[symbol] > capacity_[symbol] || !buffer.floats.bytes()) {
       const size_t wanted = std::bit_ceil(std::max(rows[symbol], capacity_[symbol]));
       buffer.floats = Memory(wanted * buffer.width * sizeof(float));
-      if (buffer.coded) buffer.codes = Memory(wanted * buffer.code_blocks() * sizeof(CodeBlock));
-      if (buffer.bfloat) buffer.bfloats = Memory(wanted * buffer.bfloat_width() * sizeof(uint16_t));
+      if (buffer.coded) buffer.codes = Memory(wanted * buffer.code_stride() * sizeof(CodeBlock));
+      if (buffer.bfloat) buffer.bfloats = Memory(wanted * buffer.bfloat_stride() * sizeof(uint16_t));
     }
     buffer.data = buffer.floats.as<float>();
   }

@@ -35,7 +35,7 @@ struct Answers {
 
 class Program {
  public:
-  Program(const std::string& isa, unsigned threads, bool half_kv);
+  Program(const std::string& isa, unsigned threads, const std::string& kv);
 
   // Building. Buffers are named by number; widths and symbols are checked here, once.
   int buffer(const std::string& symbol, size_t width, bool prepared);
