@@ -42,22 +42,21 @@ struct Cover {
 
 template <class Q>
 struct Tiled {
-  using Pair = Coded<Q, 2>;
+  static constexpr size_t DEPTH = 10;
+  using Pair = Coded<Q, 2, DEPTH>;
   using Span = typename Pair::Span;
   static constexpr size_t BYTES = BLOCK / Q::GROUPS;  // of a row of x in one tile product
-#ifndef AMX_LEAD
-#define AMX_LEAD 3
-#endif
-  static constexpr size_t LEAD = AMX_LEAD;
 
   const Pair& pair;
   Cover cover;
 
   static TileShapes shapes(size_t height) {
     TileShapes shapes;
-    for (size_t i = 0; i < 4; ++i) shapes.set(i, height, 64);
-    for (size_t i = 4; i < 6; ++i) shapes.set(i, height, BYTES);
-    for (size_t i = 6; i < 8; ++i) shapes.set(i, BYTES / 4, 64);
+    for (size_t i = 0; i < 2; ++i) {
+      shapes.set(i, height, 64);
+      shapes.set(2 + i, height, BYTES);
+      shapes.set(4 + i, BYTES / 4, 64);
+    }
     return shapes;
   }
 
@@ -79,9 +78,9 @@ struct Tiled {
     for (size_t j = 0; j < 2; ++j) span.aside[row][j] = sums[j][0];
   }
 
-  // The tiles are LEAD products ahead of the vector units, which add them up.
+  // The tiles work on one product while the vector units still add up the one before.
   void add_panel(size_t row, Span& span, size_t j, F* out) const {
-    alignas(64) int32_t dots[4][TILE_ROWS][LANES] = {};
+    alignas(64) int32_t dots[2][TILE_ROWS][LANES] = {};
     const CodeBlock* x[TILE_ROWS];
     F sums[TILE_ROWS];
     UNROLL for (size_t i = 0; i < TILE_ROWS; ++i) {
@@ -90,9 +89,9 @@ struct Tiled {
       sums[i] = span.first ? span.aside[at][j] : zero();
     }
     const size_t products = (span.last - span.first) * Q::GROUPS;
-    for (size_t n = 0; n < products + LEAD; ++n) {
-      if (n < products) multiply(x[0], span, j, n, dots[n % 4]);
-      if (n >= LEAD) add_product(x, span, j, n - LEAD, dots[(n - LEAD) % 4], sums);
+    for (size_t n = 0; n <= products; ++n) {
+      if (n < products) multiply(x[0], span, j, n, dots[n % 2]);
+      if (n > 0) add_product(x, span, j, n - 1, dots[(n - 1) % 2], sums);
     }
     UNROLL for (size_t i = 0; i < TILE_ROWS; ++i) out[i] = sums[i];
   }
@@ -107,14 +106,10 @@ struct Tiled {
   _tile_loadd(B, codes, 64);              \
   _tile_dpbsud(C, A, B);                  \
   _tile_stored(C, dots, 64)
-    if (n % 4 == 0) {
-      MULTIPLY(0, 4, 6);
-    } else if (n % 4 == 1) {
-      MULTIPLY(1, 5, 7);
-    } else if (n % 4 == 2) {
-      MULTIPLY(2, 4, 6);
+    if (n % 2) {
+      MULTIPLY(1, 3, 5);
     } else {
-      MULTIPLY(3, 5, 7);
+      MULTIPLY(0, 2, 4);
     }
 #undef MULTIPLY
   }
@@ -125,9 +120,6 @@ struct Tiled {
     const Ready<Q>& ready = span.ready[j][b];
     UNROLL for (size_t i = 0; i < TILE_ROWS; ++i) {
       const CodeBlock& block = x[i][span.first + b];
-#if AMX_FETCH
-      if (j == 0 && h == 0) __builtin_prefetch(&block + AMX_FETCH);
-#endif
       I dot = _mm512_load_si512(dots[i]);
       if constexpr (!Q::MINIMA) dot = penstock::add(dot, all(block.offset[whole]));
       sums[i] = fma(to_float(dot), mul(ready.scale[h], all(block.scale)), sums[i]);
@@ -143,7 +135,7 @@ void tiled_product(const PanelProduct& p) {
   const size_t panels = (p.columns + LANES - 1) / LANES, step = p.partners ? 1 : 2;
   size_t panel = 0;
   for (; panel + step <= panels; panel += step) {
-    const auto pair = pair_of<Q>(p, panel);
+    const auto pair = pair_of<Q, Tiled<Q>::DEPTH>(p, panel);
     Tiled<Q>{pair, Cover(p.rows)}.many_rows();
   }
   if (panel == panels) return;

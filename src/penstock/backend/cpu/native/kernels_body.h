@@ -134,11 +134,9 @@ inline void fetch(const std::byte* block, size_t bytes) {
   UNROLL for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch(block + AHEAD + i);
 }
 
-// Products with P panels at a time.
-template <class Q, size_t P>
+// Products with P panels at a time. DEPTH blocks of them and of the rows of a tile fit the first-level cache.
+template <class Q, size_t P, size_t DEPTH = 24>
 struct Coded {
-  static constexpr size_t DEPTH = 24;  // blocks: what is ready of them and the rows of a tile fit the first-level cache
-
   const PanelProduct& p;
   size_t panel;
   const std::byte* data[P];
@@ -228,8 +226,8 @@ struct Coded {
   }
 };
 
-template <class Q>
-Coded<Q, 2> pair_of(const PanelProduct& p, size_t panel) {
+template <class Q, size_t... DEPTH>
+Coded<Q, 2, DEPTH...> pair_of(const PanelProduct& p, size_t panel) {
   const std::byte* first = p.panels + panel * p.panel_bytes;
   return {p, panel, {first, p.partners ? p.partners + panel * p.panel_bytes : first + p.panel_bytes}};
 }
