@@ -9,12 +9,12 @@
 
 #include "kernels.h"
 
-#if defined(UNROLLED) && defined(__clang__)
-#define UNROLL _Pragma("unroll")
-#elif defined(UNROLLED)
-#define UNROLL _Pragma("GCC unroll 16")
-#else
+#if !defined(UNROLLED) || !defined(__OPTIMIZE__)
 #define UNROLL
+#elif defined(__clang__)
+#define UNROLL _Pragma("unroll")
+#else
+#define UNROLL _Pragma("GCC unroll 16")
 #endif
 #define INLINE [[gnu::always_inline]] inline  // what it fills must stay in registers
 
