@@ -9,12 +9,12 @@
 
 #include "kernels.h"
 
-#if defined(UNROLLED) && defined(__clang__)
-#define UNROLL _Pragma("unroll")
-#elif defined(UNROLLED)
-#define UNROLL _Pragma("GCC unroll 16")
-#else
+#if !defined(UNROLLED) || !defined(__OPTIMIZE__)
 #define UNROLL
+#elif defined(__clang__)
+#define UNROLL _Pragma("unroll")
+#else
+#define UNROLL _Pragma("GCC unroll 16")
 #endif
 #define INLINE [[gnu::always_inline]] inline  // what it fills must stay in registers
 
@@ -111,7 +111,7 @@ INLINE void add_block(const Ready<Q>* const (&ready)[P], const CodeBlock* const 
       UNROLL for (size_t p = 0; p < P; ++p) dots[p][i] = all(Q::MINIMA || SIGNED_BYTES ? 0 : x[i][b].offset[whole]);
     UNROLL for (size_t g = h * 8 / Q::GROUPS; g < (h + 1) * 8 / Q::GROUPS; ++g)
       UNROLL for (size_t i = 0; i < N; ++i) {
-        const Four four = spread(x[i][b].q + g * 4);
+        const Four four = spread(x[i][b].q, g);
         UNROLL for (size_t p = 0; p < P; ++p) dots[p][i] = dot<!Q::MINIMA>(dots[p][i], ready[p]->codes[g], four);
       }
     UNROLL for (size_t i = 0; i < N; ++i)

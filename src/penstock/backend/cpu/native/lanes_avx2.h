@@ -153,9 +153,9 @@ inline __m256i dot_unsigned(__m256i sums, __m256i codes, __m256i x) {
 inline __m256i dot_signed(__m256i sums, __m256i codes, __m256i x) {
   return dot_unsigned(sums, _mm256_abs_epi8(codes), _mm256_sign_epi8(x, codes));
 }
-inline Four spread(const int8_t* x) {
+inline Four spread(const int8_t* x, size_t group) {
   int32_t four;
-  std::memcpy(&four, x, 4);
+  std::memcpy(&four, x + group * 4, 4);
   return _mm256_set1_epi32(four);
 }
 template <bool SIGNED>

@@ -83,9 +83,9 @@ inline Codes lookup(Codes codes, const int8_t* table) {
 }
 inline Codes centered(Codes codes, int zero) { return _mm512_add_epi8(codes, _mm512_set1_epi8(char(128 - zero))); }
 inline F load(const int8_t* p) { return to_float(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p))); }
-inline Four spread(const int8_t* x) {
+inline Four spread(const int8_t* x, size_t group) {
   int32_t four;
-  std::memcpy(&four, x, 4);
+  std::memcpy(&four, x + group * 4, 4);
   return _mm512_set1_epi32(four);
 }
 template <bool SIGNED>

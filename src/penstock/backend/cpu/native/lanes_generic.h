@@ -156,7 +156,10 @@ inline Codes centered(const Codes& codes, int zero) {
 inline F load(const int8_t* p) {
   return each<F>([=](int i) { return float(p[i]); });
 }
-inline Four spread(const int8_t* x) { return {{x[0], x[1], x[2], x[3]}}; }
+inline Four spread(const int8_t* x, size_t group) {
+  x += group * 4;
+  return {{x[0], x[1], x[2], x[3]}};
+}
 template <bool SIGNED>
 I dot(I sums, const Codes& codes, const Four& x) {
   for (int i = 0; i < 64; ++i) sums.v[i / 4] += codes.v[i] * x.v[i % 4];
