@@ -2,7 +2,7 @@
 
     python bench/cpu.py MODEL[=CELLS] ... --llama-dir DIR --openvino-python PYTHON
     python bench/cpu.py smollm2.gguf tinyllama.gguf=decode,prefill --rounds 5 --json figures.json
-    python bench/cpu.py --from figures.json --plot docs/performance.svg --report docs/performance.md
+    python bench/cpu.py --from figures.json more.json --plot docs/performance.svg --report docs/performance.md
 
 Every figure comes from a fresh process. A round runs each engine once, beginning with another one each time; a ratio is
 the median over rounds of ours to the peer's run beside it, so that a machine that slows down for a while harms both.
@@ -32,9 +32,7 @@ CELLS = tuple(report.TITLES)
 def main() -> None:
     args = arguments()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that servers are taken along
-    results = json.loads(args.source.read_text()) if args.source else measure_all(args)
-    if args.json:
-        args.json.write_text(json.dumps(results, indent=1) + "\n")
+    results = join([json.loads(path.read_text()) for path in args.source]) if args.source else measure_all(args)
     if args.plot:
         args.plot.write_text(report.plot(results))
     if args.report:
@@ -56,8 +54,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--patience", type=float, default=60, help="seconds to wait for quiet before each try")
     parser.add_argument("--read-gbs", type=float, default=0, help="the machine's read speed in GB/s, for the limits")
     parser.add_argument("--int8-tops", type=float, default=0, help="its int8 speed in 10¹² operations a second")
-    parser.add_argument("--from", dest="source", type=Path, metavar="JSON", help="show these figures; measure nothing")
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument(
+        "--from", dest="source", type=Path, nargs="+", metavar="JSON", help="show these figures; measure nothing"
+    )
+    parser.add_argument("--json", type=Path, help="write the figures here, after every cell")
     parser.add_argument("--plot", type=Path, metavar="SVG")
     parser.add_argument("--report", type=Path, metavar="PAGE", help="put the table into this page")
     args = parser.parse_args()
@@ -69,17 +69,28 @@ def arguments() -> argparse.Namespace:
 def measure_all(args: argparse.Namespace) -> dict[str, Any]:
     work = [(model, cell) for text in args.models for model, cell in cells_of(text, args.cells)]
     peers = compared(args)
-    figures: list[dict[str, Any]] = []
-    for model, cell in work:
-        figures += measure(peers, model, cell, args)
-    return {
+    results = {
         "date": time.strftime("%Y-%m-%d"),
-        "rounds": args.rounds,
         "threads": args.threads,
         "peers": [peer.name for peer in peers],
         "limits": limits({model for model, _ in work}, args),
-        "figures": figures,
+        "figures": [],
     }
+    for model, cell in work:
+        results["figures"] += measure(peers, model, cell, args)
+        if args.json:
+            args.json.write_text(json.dumps(results, indent=1) + "\n")
+    return results
+
+
+def join(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Several runs as one: rounds of the same cell follow each other."""
+    whole = runs[0]
+    for run in runs[1:]:
+        whole["peers"] += [peer for peer in run["peers"] if peer not in whole["peers"]]
+        whole["limits"] |= run["limits"]
+        whole["figures"] += run["figures"]
+    return whole
 
 
 def cells_of(text: str, default: str) -> Iterator[tuple[Path, str]]:
