@@ -161,10 +161,11 @@ def test_empty_arrays(tmp_path):
 
 
 def test_values_that_are_not_utf8(tmp_path):
-    (tmp_path / "x.gguf").write_bytes(key(STRING + text(b"\xff\xfe")))
-    metadata = read_gguf(tmp_path / "x.gguf").metadata
-    with pytest.raises(MalformedFile, match="not UTF-8"):
-        metadata["k"]
+    for value in (STRING + text(b"\xff\xfe"), ARRAY + STRING + u64(2) + text(b"ok") + text(b"\xff\xfe")):
+        (tmp_path / "x.gguf").write_bytes(key(value))
+        metadata = read_gguf(tmp_path / "x.gguf").metadata
+        with pytest.raises(MalformedFile, match=r"the string b'\\xff\\xfe' is not UTF-8"):
+            metadata["k"]
 
 
 # Damage at random.

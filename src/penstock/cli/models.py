@@ -92,7 +92,7 @@ def _fields(entry: Entry) -> dict[str, Any]:
 
 
 def _describe(path: Path) -> dict[str, Any]:
-    from penstock.model.load import load_text, open_checkpoint
+    from penstock.model.load import open_checkpoint, text_of
     from penstock.store import size_of
 
     checkpoint = open_checkpoint(path)
@@ -109,7 +109,7 @@ def _describe(path: Path) -> dict[str, Any]:
         "vocabulary": spec.vocab,
         "layers": spec.layers,
         "width": spec.dim,
-        "chat_template": load_text(path).template is not None,
+        "chat_template": text_of(checkpoint).template is not None,
         "size": size_of(path),
         "path": str(path),
     }
