@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import compileall
 import json
 import os
 import socket
@@ -19,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
+import penstock
 from penstock.bench import Load, Result, UrlTarget, drive
 from penstock.errors import EngineUnavailable
 
@@ -51,6 +53,7 @@ class Penstock:
     def __init__(self, threads: int) -> None:
         self._threads = str(threads)
         self._program = [sys.executable, "-m", "penstock"]
+        compileall.compile_dir(Path(penstock.__file__).parent, quiet=1)  # as installing it does
 
     def measure(self, cell: str, model: Path, seed: int) -> Figures:
         if cell == "start":

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import typer
-
-from penstock.cli import app
+from penstock.cli.app import COMMANDS, command
+from penstock.cli.command import Argument, Option, flag, parameters
 
 PAGE = Path(__file__).parents[1] / "docs" / "cli.md"
 HEAD = """\
@@ -24,28 +23,25 @@ where an error comes from.
 
 
 def render() -> str:
-    group: Any = typer.main.get_command(app)
-    return "\n".join([HEAD, *(_section(name, command) for name, command in group.commands.items())])
+    return "\n".join([HEAD, *(_section(name, command(name)) for name in COMMANDS)])
 
 
-def _section(name: str, command: Any) -> str:
-    summary, _, rest = inspect.cleandoc(command.help).partition("\n\n")
-    examples, _, remarks = rest.removeprefix("\b\n").partition("\n\n")
+def _section(name: str, function: Callable[..., None]) -> str:
+    summary, _, rest = inspect.cleandoc(function.__doc__ or "").partition("\n\n")
+    examples, _, remarks = rest.partition("\n\n")
     parts = [f"## {name}", summary, f"```sh\n{inspect.cleandoc(examples)}\n```"]
     if remarks:
         parts.append(remarks)
-    rows = [_row(param) for param in command.params if param.name != "help"]
+    rows = [_row(parameter, given) for parameter, _, given in parameters(function)]
     parts.append("| | default | |\n|---|---|---|\n" + "\n".join(rows))
     return "\n\n".join(parts) + "\n"
 
 
-def _row(param: Any) -> str:
-    named = (
-        ", ".join(f"`{option}`" for option in param.opts) if param.param_type_name == "option" else f"`{param.metavar}`"
-    )
-    silent = param.required or param.default is None or param.default is False or param.default == ""
-    default = "" if silent else f"`{param.default}`"
-    return f"| {named} | {default} | {param.help or ''} |"
+def _row(parameter: inspect.Parameter, given: Argument | Option) -> str:
+    named = given.metavar if isinstance(given, Argument) else flag(parameter, given)
+    silent = any(parameter.default is nothing for nothing in (inspect.Parameter.empty, None, False, ""))
+    default = "" if silent else f"`{parameter.default}`"
+    return f"| `{named}` | {default} | {given.help} |"
 
 
 def main() -> None:

@@ -9,24 +9,25 @@ from __future__ import annotations
 import itertools
 import signal
 import threading
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from operator import index
 from pathlib import Path
 from types import FrameType
-from typing import Any, Self, overload
+from typing import Any, Self, TypeVar, overload
 
 from penstock.config import Config
-from penstock.engine.build import open_engine
+from penstock.engine.build import build_engine
 from penstock.errors import ConfigError, InvalidRequest, PenstockError
-from penstock.model.load import load_text
+from penstock.model.load import open_checkpoint, text_of
 from penstock.store import DEFAULT, fetch
 from penstock.text import Delta, TextStream, make_request, read_step
 from penstock.types import Event, Request, SamplingParams, TokenLogprob
 
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}
 Prompt = str | Sequence[int]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,28 @@ def _uninterrupted() -> Iterator[None]:
         previous(*pressed[0])
 
 
+def in_background(work: Callable[[], T]) -> Callable[[], T]:
+    """Begins the work in a thread of its own; what this returns waits for the result, or raises what it raised."""
+    results: list[T] = []
+    failures: list[Exception] = []
+
+    def run() -> None:
+        try:
+            results.append(work())
+        except Exception as error:
+            failures.append(error)
+
+    def result() -> T:
+        thread.join()
+        for error in failures:
+            raise error
+        return results[0]
+
+    thread = threading.Thread(target=run, name="penstock-text")
+    thread.start()
+    return result
+
+
 class LLM:
     """One model in this process, for one thread. Settings are the fields of `Config`."""
 
@@ -65,8 +88,15 @@ class LLM:
         if unknown := sorted(settings.keys() - known):
             raise ConfigError(f"LLM has no setting {', '.join(unknown)}; it has {', '.join(sorted(known))}")
         path = fetch(str(model))
-        self._text = load_text(path)
-        self._engine = open_engine(Config(model=str(path), **settings))
+        config = Config(model=str(path), **settings)
+        checkpoint = open_checkpoint(path)
+        text = in_background(lambda: text_of(checkpoint))  # while weights are packed, the interpreter is free
+        self._engine = build_engine(config, checkpoint)
+        try:
+            self._text = text()
+        except BaseException:
+            self._engine.close()
+            raise
         self._ids = itertools.count(1)
         self._answers: dict[int, Answer] = {}
 

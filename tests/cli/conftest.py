@@ -100,7 +100,7 @@ def penstock(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     def command(*words: object, stdin: bytes = b"") -> Outcome:
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(stdin)))
         with pytest.raises(SystemExit) as ended:
-            app([str(word) for word in words], prog_name="penstock")
+            app([str(word) for word in words])
         return Outcome(int(ended.value.code or 0), *capsys.readouterr())
 
     return command

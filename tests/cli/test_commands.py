@@ -37,6 +37,11 @@ def test_a_raw_prompt_is_continued(penstock: Penstock, reciter: Path) -> None:
     assert penstock("run", reciter, "uvw", "--raw", "--device", "ref") == (0, "xyz\n", "")
 
 
+def test_options_stand_anywhere(penstock: Penstock, reciter: Path) -> None:
+    assert penstock("run", "--raw", reciter, "--device=ref", "uvw")[:2] == (0, "xyz\n")
+    assert penstock("run", "--device", "ref", "--", reciter, "--raw")[:2] == (0, RECITED + "\n")
+
+
 def test_a_cut_answer_is_told_on_stderr(penstock: Penstock, reciter: Path) -> None:
     assert penstock("run", reciter, "Go", "--device", "ref", "--max-tokens", 2) == (
         0,
@@ -48,17 +53,21 @@ def test_a_cut_answer_is_told_on_stderr(penstock: Penstock, reciter: Path) -> No
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["run"], "Missing argument"),
+        (["run"], "are required: [MODEL] PROMPT"),
         (["run", "why", "is", "it"], "put the prompt in quotes"),
         (["run", "smollm2"], "is a model: give it a prompt"),
-        (["run", "x", "--heat", "1"], "No such option"),
+        (["run", "x", "--heat", "1"], "unrecognized arguments: --heat"),
         (["run", "x", "--raw", "--system", "y"], "has no place in it"),
-        (["run", "x", "--top-p", "2"], "top-p"),
+        (["run", "x", "--max", "1"], "unrecognized arguments: --max"),
+        (["run", "x", "--top-p", "2"], "--top-p: must be 1 or less; got 2"),
+        (["run", "x", "--top-p", "nan"], "--top-p: must be 0 or more; got nan"),
+        (["run", "x", "--seed", "one"], "--seed: 'one' is not a number"),
+        (["rm"], "are required: MODEL"),
         (["serve", "--port", "99999"], "port"),
         (["bench", "--concurrency", "1,none"], "got '1,none'"),
         (["bench", "--concurrency", "0"], "from 1 to"),
         (["bench", "--shared-prefix", "200"], "is longer than --input-len 128"),
-        (["dance"], "No such command"),
+        (["dance"], "there is no command 'dance'"),
     ],
 )
 def test_wrong_usage(penstock: Penstock, words: list[str], said: str) -> None:
@@ -99,7 +108,7 @@ def test_version_and_help(penstock: Penstock) -> None:
         assert f"\n  {command} " in out
         code, page, _ = penstock(command, "--help")
         assert code == 0
-        assert page.index(f"    penstock {command}") < page.index("Options:")
+        assert page.index(f"  penstock {command}") < page.index("Options:")
 
 
 def keep(name: str, content: bytes) -> Entry:

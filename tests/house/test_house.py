@@ -72,9 +72,35 @@ def test_files_stay_small(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= 500, "is it still one idea?"
 
 
+def imported_by(code: str) -> set[str]:
+    """The packages that are there when a fresh interpreter has run the code."""
+    told = f"{code}\nimport sys; print('imported', *{{name.partition('.')[0] for name in sys.modules}})"
+    done = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, check=True)
+    return set(done.stdout.splitlines()[-1].split()[1:])
+
+
+def command(*words: str) -> str:
+    return f"import contextlib, penstock.cli\nwith contextlib.suppress(SystemExit): penstock.cli.app({words})"
+
+
 def test_import_penstock_is_light() -> None:
-    code = "import penstock, sys; print([m for m in ('torch', 'ray', 'numpy', 'starlette') if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
+    assert not imported_by("import penstock") & {"torch", "ray", "numpy", "starlette"}
+
+
+SLOW = {"typer", "click", "rich", "jinja2", "pydantic", "msgspec", "zmq", "starlette", "uvicorn", "prometheus_client"}
+SLOW |= {"huggingface_hub", "asyncio", "logging", "concurrent", "multiprocessing", "email", "http", "ssl", "socket"}
+
+
+def test_help_is_light() -> None:
+    assert not imported_by(command("--help")) & (SLOW | {"numpy", "tokenizers"})
+
+
+def test_run_imports_only_what_it_needs(smollm2: Path) -> None:
+    """From the start of the process to the first token is what a user waits for."""
+    words = ("run", str(smollm2), "The capital of France is", "--raw", "--max-tokens", "1")
+    imported = imported_by(command(*words))
+    assert "tokenizers" in imported
+    assert not imported & SLOW
 
 
 def test_the_public_names_exist() -> None:

@@ -14,7 +14,8 @@ from penstock.model.quant import LAYOUTS, VALUES, dequantize
 from penstock.model.tensor import FORMATS, Tensor
 
 ARRAYS = {
-    "words": ["a", "", "Grüße", "日本"],
+    "words": ["a", "", "Grüße", "日本", "long" * 100, ""],
+    "odd words": ["a\0", "\0" * 9, "", "b"],
     "whole": [1, -2, 3],
     "real": [0.5, -1.25],
     "flags": [True, False],

@@ -161,10 +161,11 @@ def test_empty_arrays(tmp_path):
 
 
 def test_values_that_are_not_utf8(tmp_path):
-    (tmp_path / "x.gguf").write_bytes(key(STRING + text(b"\xff\xfe")))
-    metadata = read_gguf(tmp_path / "x.gguf").metadata
-    with pytest.raises(MalformedFile, match="not UTF-8"):
-        metadata["k"]
+    for value in (STRING + text(b"\xff\xfe"), ARRAY + STRING + u64(2) + text(b"ok") + text(b"\xff\xfe")):
+        (tmp_path / "x.gguf").write_bytes(key(value))
+        metadata = read_gguf(tmp_path / "x.gguf").metadata
+        with pytest.raises(MalformedFile, match=r"the string b'\\xff\\xfe' is not UTF-8"):
+            metadata["k"]
 
 
 # Damage at random.
@@ -237,3 +238,11 @@ def test_damaged_models(goldens, scratch, changes):
     """The header of a whole model: metadata may be sound as such and make no sense as a model."""
     good = (goldens / "llama3" / "model.gguf").read_bytes()
     within(4 * MEGABYTE, lambda: open_all(rewrite(scratch, damaged(good, changes))))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.text(max_size=12) | st.sampled_from(["", "\0", "\0" * 7, "a\0", "é" * 127, "x" * 255, "x" * 256])))
+def test_strings_of_any_kind_are_read_back(scratch, strings):
+    """Vocabularies are read in one go; what is unlike a vocabulary, string by string."""
+    value = ARRAY + STRING + u64(len(strings)) + b"".join(map(text, strings))
+    assert read_gguf(rewrite(scratch, key(value))).metadata["k"] == strings

@@ -6,7 +6,7 @@ from datetime import datetime
 import pytest
 
 from penstock.errors import ContextTooLong, InvalidRequest, MalformedFile
-from penstock.text import ChatTemplate, Text, chat
+from penstock.text import ChatTemplate, Text, template
 
 HI = [{"role": "user", "content": "hi"}]
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
@@ -105,7 +105,7 @@ def test_the_sandbox_holds(source):
 
 
 def test_a_template_cannot_grow_without_end(monkeypatch):
-    monkeypatch.setattr(chat, "MAX_CHARACTERS", 1000)
+    monkeypatch.setattr(template, "MAX_CHARACTERS", 1000)
     with pytest.raises(ContextTooLong, match="1000"):
         render("{% for i in range(600) %}xx{% endfor %}")
 

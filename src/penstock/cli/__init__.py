@@ -8,4 +8,4 @@ __all__ = ["app", "main"]
 
 
 def main() -> None:
-    app(prog_name="penstock")
+    app()

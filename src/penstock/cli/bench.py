@@ -6,9 +6,8 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from penstock.cli import options
+from penstock.cli.command import Leave, Option, WrongUsage
 from penstock.cli.terminal import note, obtain, print_json, print_table
 
 if TYPE_CHECKING:
@@ -18,15 +17,15 @@ if TYPE_CHECKING:
 
 def bench(
     model: options.Model = "",
-    url: Annotated[str, typer.Option(help="A server, such as http://127.0.0.1:8000/v1, instead of MODEL.")] = "",
-    served: Annotated[str, typer.Option("--model", help="The server's name for it; by default the first listed.")] = "",
-    concurrency: Annotated[str, typer.Option(help="Clients at once; several with commas.")] = "1",
-    input_len: Annotated[int, typer.Option(min=1, help="Prompt tokens.")] = 128,
-    output_len: Annotated[int, typer.Option(min=1, help="Answer tokens.")] = 64,
-    requests: Annotated[int, typer.Option(min=0, help="Requests for each concurrency; 0: four per client.")] = 0,
-    shared_prefix: Annotated[int, typer.Option(min=0, help="Leading tokens that all prompts share.")] = 0,
-    seed: Annotated[int, typer.Option(help="Decides the prompts.")] = 0,
-    api_key: Annotated[str, typer.Option(envvar="OPENAI_API_KEY", show_envvar=True, help="For --url.")] = "",
+    url: Annotated[str, Option(help="A server, such as http://127.0.0.1:8000/v1, instead of MODEL.")] = "",
+    served: Annotated[str, Option(help="The server's name for it; by default the first listed.", name="--model")] = "",
+    concurrency: Annotated[str, Option(help="Clients at once; several with commas.")] = "1",
+    input_len: Annotated[int, Option(least=1, help="Prompt tokens.")] = 128,
+    output_len: Annotated[int, Option(least=1, help="Answer tokens.")] = 64,
+    requests: Annotated[int, Option(least=0, help="Requests for each concurrency; 0: four per client.")] = 0,
+    shared_prefix: Annotated[int, Option(least=0, help="Leading tokens that all prompts share.")] = 0,
+    seed: Annotated[int, Option(help="Decides the prompts.")] = 0,
+    api_key: Annotated[str, Option(env="OPENAI_API_KEY", help="For --url.")] = "",
     device: options.Device = "auto",
     threads: options.Threads = 0,
     max_len: options.MaxLen = 0,
@@ -34,7 +33,6 @@ def bench(
 ) -> None:
     """Measure the speed of an engine or a server.
 
-    \b
       penstock bench
       penstock bench ./model.gguf --concurrency 1,8,32 --input-len 512 --output-len 128
       penstock bench --url http://127.0.0.1:8000/v1 --concurrency 8 --shared-prefix 256 --json
@@ -45,9 +43,9 @@ def bench(
     """
     levels = _levels(concurrency)
     if shared_prefix > input_len:
-        raise typer.BadParameter(f"--shared-prefix {shared_prefix} is longer than --input-len {input_len}")
+        raise WrongUsage(f"--shared-prefix {shared_prefix} is longer than --input-len {input_len}")
     if url and model:
-        raise typer.BadParameter("MODEL would run here; what a server runs is chosen with --model")
+        raise WrongUsage("MODEL would run here; what a server runs is chosen with --model")
 
     import asyncio
 
@@ -121,7 +119,7 @@ async def _measure(target: Target, loads: list[Load]) -> list[Result]:
 def _levels(text: str) -> list[int]:
     levels = [int(level) if level.strip().isdecimal() else 0 for level in text.split(",")]
     if not all(1 <= level <= 10_000 for level in levels):
-        raise typer.BadParameter(f"--concurrency takes numbers from 1 to 10000 with commas between; got {text!r}")
+        raise WrongUsage(f"--concurrency takes numbers from 1 to 10000 with commas between; got {text!r}")
     return levels
 
 
@@ -147,4 +145,4 @@ def _complain(results: list[Result]) -> None:
     if failed:
         first = next(result.first_error for result in results if result.errors)
         note(f"error: {failed} requests failed, the first with: {first} [bench_errors]")
-        raise typer.Exit(1)
+        raise Leave(1)

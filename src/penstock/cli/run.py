@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
-from typer.core import TyperCommand
+from typing import TYPE_CHECKING, Annotated
 
 from penstock.cli import options
+from penstock.cli.command import Argument, Option, WrongUsage
 from penstock.cli.terminal import note, obtain, print_json
 from penstock.errors import InvalidRequest
 
@@ -17,24 +15,18 @@ if TYPE_CHECKING:
     from penstock.llm import Stream
 
 
-class RunCommand(TyperCommand):
-    def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """Spelled out: an optional argument before the last is more than typer can tell by itself."""
-        return ["[OPTIONS]", "[MODEL]", "PROMPT"]
-
-
 def run(
     words: Annotated[
-        list[str], typer.Argument(metavar="[MODEL] PROMPT", help="The model, and the question; - reads it from stdin.")
+        list[str], Argument(metavar="[MODEL] PROMPT", help="The model, and the question; - reads it from stdin.")
     ],
     max_tokens: options.MaxTokens = None,
     temperature: Annotated[
-        float, typer.Option(min=0.0, help="0: the likeliest token each time, so a question has one answer.")
+        float, Option(least=0, help="0: the likeliest token each time, so a question has one answer.")
     ] = 0.0,
     top_p: options.TopP = 1.0,
     seed: options.Seed = None,
     system: options.System = "",
-    raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without a chat template.")] = False,
+    raw: Annotated[bool, Option(help="Continue the prompt as it is, without a chat template.")] = False,
     device: options.Device = "auto",
     threads: options.Threads = 0,
     max_len: options.MaxLen = 0,
@@ -42,7 +34,6 @@ def run(
 ) -> None:
     """Ask one question and print the answer.
 
-    \b
       penstock run "Why is the sky blue?"
       penstock run smollm2 "Name three rivers." --max-tokens 60
       penstock run ./model.gguf "Write a haiku." --temperature 0.8 --seed 1
@@ -53,7 +44,7 @@ def run(
     """
     model, word = _split(words)
     if raw and system:
-        raise typer.BadParameter("--raw sends the prompt alone; --system has no place in it")
+        raise WrongUsage("--raw sends the prompt alone; --system has no place in it")
     text = _read(word)
     path = obtain(model)
 
@@ -85,11 +76,11 @@ def _print_stream(stream: Stream) -> None:
 
 def _split(words: list[str]) -> tuple[str, str]:
     if len(words) > 2:
-        raise typer.BadParameter(f"a model and a prompt at most; got {len(words)} words: put the prompt in quotes")
+        raise WrongUsage(f"a model and a prompt at most; got {len(words)} words: put the prompt in quotes")
     if len(words) == 2:
         return words[0], words[1]
     if words[0] == options.DEFAULT_MODEL or words[0].endswith(".gguf"):
-        raise typer.BadParameter(f"{words[0]} is a model: give it a prompt too, or talk with it in `penstock chat`")
+        raise WrongUsage(f"{words[0]} is a model: give it a prompt too, or talk with it in `penstock chat`")
     return options.DEFAULT_MODEL, words[0]
 
 

@@ -5,28 +5,26 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from penstock.cli import options
+from penstock.cli.command import Option
 from penstock.cli.terminal import obtain
 
 
 def serve(
     model: options.Model = options.DEFAULT_MODEL,
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 lets other machines in.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8000,
-    name: Annotated[str, typer.Option(help="What clients call the model; by default as you call it.")] = "",
+    host: Annotated[str, Option(help="Address to listen on; 0.0.0.0 lets other machines in.")] = "127.0.0.1",
+    port: Annotated[int, Option(least=0, most=65535, help="0: any that is free.")] = 8000,
+    name: Annotated[str, Option(help="What clients call the model; by default as you call it.")] = "",
     device: options.Device = "auto",
     threads: options.Threads = 0,
     max_len: options.MaxLen = 0,
-    max_rows: Annotated[int, typer.Option(min=1, help="Requests computed at once; more wait.")] = 64,
-    step_tokens: Annotated[int, typer.Option(min=1, help="Tokens computed in one step.")] = 512,
+    max_rows: Annotated[int, Option(least=1, help="Requests computed at once; more wait.")] = 64,
+    step_tokens: Annotated[int, Option(least=1, help="Tokens computed in one step.")] = 512,
     kv: options.Kv = "auto",
-    kv_memory: Annotated[int, typer.Option(min=0, help="Bytes for the KV cache; 0: a quarter of what is free.")] = 0,
+    kv_memory: Annotated[int, Option(least=0, help="Bytes for the KV cache; 0: a quarter of what is free.")] = 0,
 ) -> None:
     """Serve a model over HTTP, as OpenAI's API.
 
-    \b
       penstock serve
       penstock serve ./model.gguf --port 9000 --max-len 4096
       curl http://127.0.0.1:8000/v1/chat/completions -H 'content-type: application/json' \\

@@ -7,11 +7,14 @@ from pathlib import Path
 from penstock.backend import open_backend
 from penstock.config import Config, available_memory, available_threads, resolve
 from penstock.engine.engine import Engine
-from penstock.model.load import load_model, open_checkpoint
+from penstock.model.load import Checkpoint, load_model, open_checkpoint
 
 
 def open_engine(config: Config) -> Engine:
-    checkpoint = open_checkpoint(Path(config.model))
+    return build_engine(config, open_checkpoint(Path(config.model)))
+
+
+def build_engine(config: Config, checkpoint: Checkpoint) -> Engine:
     backend = open_backend(config.device, config.threads or available_threads(), config.kv)
     backend.load(load_model(checkpoint, backend))
     limits = resolve(

@@ -14,6 +14,7 @@ import mmap
 import struct
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,6 +53,7 @@ MAX_COUNT = 1 << 22  # of keys, tensors or entries of an array: above any real f
 MAX_NAME = 1 << 16
 MAX_STRING = 1 << 24
 MAX_DIMS = 4
+SHORT_STRING = 32  # bytes, its length included, that a vocabulary's strings take at most on average
 
 
 class Cursor:
@@ -98,12 +100,7 @@ class Cursor:
             self.skip(count * number_layout(kind).size)
 
     def skip_strings(self, count: int) -> None:
-        data, at, last = self.data, self.at, len(self.data) - U64.size
-        for _ in range(count):  # a whole vocabulary, at every start: hence no calls
-            if at > last:
-                raise MalformedFile(f"the file ends inside the {count} strings that byte {self.at} begins")
-            at += U64.size + U64.unpack_from(data, at)[0]
-        self.skip(at - self.at)
+        self.skip(int(string_heads(self.data, self.at, count)[-1]) - self.at)
 
     def array_head(self) -> tuple[int, int]:
         return self.number(U32), self.count("the length of an array")
@@ -124,12 +121,45 @@ class Cursor:
         return [value for (value,) in layout.iter_unpack(self.data[start : self.at])]
 
     def strings(self, count: int) -> list[str]:
-        data, at, strings = self.data, self.at, []
-        for _ in range(count):  # skip_strings has been over them: every one lies inside the file
-            start = at + U64.size
-            at = start + U64.unpack_from(data, at)[0]
-            strings.append(decoded(data[start:at]))
-        return strings
+        """All at once: with zeros for every length, what lies between is one text."""
+        heads = string_heads(self.data, self.at, count)
+        raw: NDArray[np.uint8] = np.frombuffer(self.data, np.uint8)[self.at : heads[-1]].copy()
+        for i in range(U64.size):
+            raw[heads[:-1] - self.at + i] = 0
+        if np.count_nonzero(raw) + U64.size * count == len(raw):
+            with suppress(UnicodeDecodeError):
+                return raw.tobytes().decode().split("\0" * U64.size)[1:]
+        return [decoded(self.data[head + U64.size : end]) for head, end in pairwise(heads.tolist())]
+
+
+def string_heads(data: mmap.mmap, at: int, count: int) -> NDArray[np.int64]:
+    """Where each string of an array begins, and where the last one ends: [count + 1]."""
+    heads = short_string_heads(data, at, count)
+    return step_by_step(data, at, count) if heads is None else heads
+
+
+def short_string_heads(data: mmap.mmap, at: int, count: int) -> NDArray[np.int64] | None:
+    """What a vocabulary takes at every start, without a step for each string: lengths below 256 show as a byte with
+    seven zeros after it. None where that does not lead from each string to the next."""
+    window: NDArray[np.uint8] = np.frombuffer(data, np.uint8)[at : at + (count + 1) * SHORT_STRING]
+    two = (window[:-1] == 0) & (window[1:] == 0)
+    four = two[:-2] & two[2:]
+    heads = np.flatnonzero(four[:-3] & four[3:])[:count] - 1
+    ends = heads + U64.size + window[heads]
+    if count == 0 or len(heads) < count or heads[0] != 0 or (heads[1:] != ends[:-1]).any():
+        return None
+    return at + np.append(heads, ends[-1])
+
+
+def step_by_step(data: mmap.mmap, at: int, count: int) -> NDArray[np.int64]:
+    heads, last = [at], len(data) - U64.size
+    for _ in range(count):
+        if heads[-1] > last:
+            raise MalformedFile(f"the file ends inside the {count} strings that byte {at} begins")
+        heads.append(heads[-1] + U64.size + U64.unpack_from(data, heads[-1])[0])
+    if heads[-1] > len(data):
+        raise MalformedFile(f"the file ends at byte {len(data)}, inside what byte {heads[-2]} begins")
+    return np.array(heads)
 
 
 def decoded(text: bytes) -> str:

@@ -51,10 +51,15 @@ def load_model(checkpoint: Checkpoint, backend: Packs) -> Model:
 
 
 def load_text(path: Path) -> Text:
+    return text_of(open_checkpoint(path))
+
+
+def text_of(checkpoint: Checkpoint) -> Text:
     """The tokenizer and chat template that come with a checkpoint."""
     from penstock.text import Text
 
-    return Text.from_folder(path) if path.is_dir() else Text.from_gguf(read_gguf(path).metadata)
+    path = checkpoint.path
+    return Text.from_folder(path) if path.is_dir() else Text.from_gguf(checkpoint.metadata)
 
 
 def open_gguf(path: Path) -> Checkpoint:

@@ -21,6 +21,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+import penstock.text.template  # noqa: F401  Jinja now, not when the first chat waits for it
 from penstock.errors import ConfigError, PenstockError
 from penstock.ipc.client import EngineClient
 from penstock.server.errors import answer_bug, answer_error, answer_http_error, answer_left

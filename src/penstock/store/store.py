@@ -10,7 +10,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from penstock.errors import DownloadError, ModelNotFound
-from penstock.store import hub, pypi
 from penstock.store.places import Entry, Place, home, locked, read_record, sha256_of, size_of, write_record
 from penstock.store.progress import Progress, silent
 from penstock.store.refs import HubRepo, Source, name_of, parse
@@ -73,6 +72,8 @@ def _fetch_once(place: Place, source: Source, progress: Progress) -> Entry:
 
 
 def _download(place: Place, source: Source, progress: Progress) -> Entry:
+    from penstock.store import hub, pypi  # only here: a model that is there starts sooner
+
     _clear(place.folder)
     if isinstance(source, HubRepo):
         arrived, expected = hub.download(source, place.part, progress), ""

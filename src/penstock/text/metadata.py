@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import gc
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import tokenizers
@@ -34,6 +36,19 @@ class _Encoder(NamedTuple):
     prefix_space: bool
 
 
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """A vocabulary is a hundred thousand objects that stay: the collector would look through them over and over."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+@_uncollected()
 def vocabulary_from_metadata(metadata: Metadata) -> Vocabulary:
     builder = _named_entry(metadata, "model", _BUILDERS)
     tokens = _tokens(metadata)

@@ -9,7 +9,7 @@ import numpy as np
 from penstock.backend.base import Batch, Floats, Ints, Model, Ticket
 from penstock.backend.cpu import _native
 from penstock.backend.cpu.record import record
-from penstock.backend.cpu.weights import pack_matrix, pack_vector
+from penstock.backend.cpu.weights import Packing, pack_vector
 from penstock.backend.sample import answers
 from penstock.config import available_threads
 from penstock.errors import ConfigError
@@ -32,6 +32,7 @@ class CpuBackend:
         if kv not in ("auto", *KV_TYPES):
             raise ConfigError(f"unknown KV type {kv!r} for a CPU: use auto or one of {', '.join(KV_TYPES)}")
         self._program = _native.Program(isa, threads or available_threads(), KV_TYPES[0] if kv == "auto" else kv)
+        self._packing = Packing(self._program.threads)
         self._results: dict[Ticket, StepResult] = {}
 
     @property
@@ -39,12 +40,13 @@ class CpuBackend:
         return self._program.isa
 
     def pack_matrix(self, parts: Sequence[Tensor], bias: Sequence[Tensor | None]) -> _native.Weight:
-        return pack_matrix(parts, bias)
+        return self._packing.matrix(parts, bias)
 
     def pack_vector(self, tensor: Tensor) -> Floats:
         return pack_vector(tensor)
 
     def load(self, model: Model) -> None:
+        self._packing.finish()
         self._answer = record(model, self._program)
 
     def kv_bytes_per_token(self) -> int:

@@ -35,6 +35,13 @@ void fill(Weight& weight, size_t part, size_t row, size_t rows, Array<const uint
   weight.fill(part, row, rows, bytes.data(), bytes.size());
 }
 
+void fill_all(std::vector<std::tuple<Weight*, size_t, Array<const uint8_t, 1>>> parts, unsigned threads) {
+  std::vector<Source> sources;
+  for (const auto& [weight, part, bytes] : parts) sources.push_back({weight, part, bytes.data(), bytes.size()});
+  nb::gil_scoped_release release;
+  fill_parts(sources, threads);
+}
+
 using FloatArray = Array<const float, 1>;
 using EditArrays = std::tuple<size_t, IntArray, double, IntArray, FloatArray, IntArray>;
 using Scored = std::tuple<int32_t, double, std::vector<std::pair<int32_t, double>>>;
@@ -84,9 +91,11 @@ NB_MODULE(_native, m) {
       .def("set_bias", [](Weight& weight, Array<const float, 1> bias) { weight.set_bias(copied(bias)); },
            "bias"_a.noconvert())
       .def_prop_ro("width", &Weight::width)
-      .def_prop_ro("rows", &Weight::rows)
+      .def_prop_ro("rows", [](const Weight& weight) { return weight.rows(); })
       .def_prop_ro("nbytes", &Weight::bytes)
       .def_prop_ro("gateable", &Weight::gateable);
+
+  m.def("fill_parts", fill_all, "parts"_a, "threads"_a);
 
   nb::class_<Program>(m, "Program")
       .def(nb::init<const std::string&, unsigned, const std::string&>(), "isa"_a, "threads"_a, "kv"_a)

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <mutex>
 #include <stdexcept>
 #include <thread>
@@ -172,18 +173,6 @@ Format format_of(const std::string& name) {
 
 const Packing& packing_of(Format format) { return PACKINGS[size_t(format)]; }
 
-// Calls range(first, last) on shares of 0 to count, on every core where there is enough to do.
-template <class Range>
-void in_parallel(size_t count, size_t bytes, Range range) {
-  constexpr size_t SHARE_BYTES = size_t(1) << 20;
-  const size_t cores = std::max(1u, std::thread::hardware_concurrency());
-  const size_t shares = std::clamp<size_t>(bytes / SHARE_BYTES, 1, std::min(cores, count));
-  std::vector<std::thread> threads;
-  for (size_t i = 1; i < shares; ++i) threads.emplace_back(range, count * i / shares, count * (i + 1) / shares);
-  range(0, count / shares);
-  for (auto& thread : threads) thread.join();
-}
-
 }  // namespace
 
 Weight::Weight(size_t width, const std::vector<std::pair<std::string, size_t>>& parts) : width_(width) {
@@ -213,19 +202,55 @@ Weight::Weight(size_t width, const std::vector<std::pair<std::string, size_t>>& 
   }
 }
 
-void Weight::fill(size_t part, size_t row, size_t rows, const uint8_t* bytes, size_t size) {
+size_t Weight::row_bytes(size_t part) const {
   if (part >= parts_.size()) throw std::invalid_argument("the weight has no such part");
+  const Packing& packing = packing_of(parts_[part].format);
+  return width_ / packing.values * packing.bytes;
+}
+
+void Weight::check(size_t part, size_t row, size_t rows, size_t size) const {
+  const size_t stride = row_bytes(part);
   const Part& target = parts_[part];
-  const Packing& packing = packing_of(target.format);
-  const size_t stride = width_ / packing.values * packing.bytes;
   if (row > target.rows || rows > target.rows - row) throw std::invalid_argument("rows outside the part");
   if (size != rows * stride)
     throw std::invalid_argument(std::to_string(rows) + " rows take " + std::to_string(rows * stride) + " bytes; got " +
                                 std::to_string(size));
-  in_parallel(rows, size, [=, this](size_t first, size_t last) {
-    for (size_t i = first; i < last; ++i)
-      packing.pack(bytes + i * stride, width_, target.data + (row + i) / LANES * target.panel_bytes, (row + i) % LANES);
-  });
+}
+
+void Weight::fill(size_t part, size_t row, size_t rows, const uint8_t* bytes, size_t size) {
+  check(part, row, rows, size);
+  const size_t stride = row_bytes(part);
+  const Part& target = parts_[part];
+  const auto pack = packing_of(target.format).pack;
+  for (size_t i = row; i < row + rows; ++i)
+    pack(bytes + (i - row) * stride, width_, target.data + i / LANES * target.panel_bytes, i % LANES);
+}
+
+void fill_parts(const std::vector<Source>& sources, unsigned threads) {
+  constexpr size_t PIECE_BYTES = size_t(1) << 18;
+  struct Piece {
+    const Source* source;
+    size_t row, rows;
+  };
+  std::vector<Piece> pieces;
+  for (const Source& source : sources) {
+    const size_t stride = source.weight->row_bytes(source.part), rows = source.weight->rows(source.part);
+    source.weight->check(source.part, 0, rows, source.size);
+    const size_t step = round_up(PIECE_BYTES / stride, LANES) + LANES;
+    for (size_t row = 0; row < rows; row += step) pieces.push_back({&source, row, std::min(step, rows - row)});
+  }
+  std::atomic<size_t> next = 0;
+  const auto work = [&] {
+    for (size_t i = next++; i < pieces.size(); i = next++) {
+      const auto [source, row, rows] = pieces[i];
+      const size_t stride = source->weight->row_bytes(source->part);
+      source->weight->fill(source->part, row, rows, source->bytes + row * stride, rows * stride);
+    }
+  };
+  std::vector<std::thread> helpers;
+  for (size_t i = 1; i < std::min<size_t>(threads, pieces.size()); ++i) helpers.emplace_back(work);
+  work();
+  for (auto& helper : helpers) helper.join();
 }
 
 void Weight::set_bias(std::vector<float> bias) {

@@ -40,10 +40,13 @@ class Weight {
 
   // Packs rows of the given part, from `row` on, out of bytes as they lie in a checkpoint.
   void fill(size_t part, size_t row, size_t rows, const uint8_t* bytes, size_t size);
+  void check(size_t part, size_t row, size_t rows, size_t size) const;  // throws where fill would
   void set_bias(std::vector<float> bias);
 
+  size_t row_bytes(size_t part) const;  // in a checkpoint
   size_t width() const { return width_; }
   size_t rows() const { return rows_; }
+  size_t rows(size_t part) const { return parts_.at(part).rows; }
   size_t panels() const { return panels_; }
   size_t bytes() const { return bytes_; }
   bool coded() const { return coded_; }  // some part is multiplied with quantized activations
@@ -60,5 +63,16 @@ class Weight {
   std::vector<float> bias_;
   std::shared_ptr<const Memory> slab_;
 };
+
+// A whole part as it lies in a checkpoint.
+struct Source {
+  Weight* weight;
+  size_t part;
+  const uint8_t* bytes;
+  size_t size;
+};
+
+// Packs many parts, shared out evenly among threads, however small each is.
+void fill_parts(const std::vector<Source>& sources, unsigned threads);
 
 }  // namespace penstock

@@ -1,0 +1,88 @@
+"""A chat template as a program: Jinja in a sandbox."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from penstock.errors import ContextTooLong, InvalidRequest
+from penstock.text.tokenizer import MAX_CHARACTERS
+
+
+class Template:
+    def __init__(self, source: str) -> None:
+        self._compiled = _compile(source)
+
+    def render(self, given: Mapping[str, Any]) -> str:
+        try:
+            return _joined(self._compiled.generate(given))
+        except jinja2.TemplateError as error:
+            raise InvalidRequest(f"the model's chat template says: {error}", param="messages") from None
+        except InvalidRequest:
+            raise
+        except Exception as error:  # the template is the model's own program: it may raise anything
+            raise InvalidRequest(
+                f"the model's chat template fails on these messages: {type(error).__name__}: {error}", param="messages"
+            ) from None
+
+
+def _compile(source: str) -> jinja2.Template:
+    try:
+        return _environment().from_string(source)
+    except jinja2.TemplateSyntaxError as error:
+        raise InvalidRequest(
+            f"the model's chat template is not valid Jinja, line {error.lineno}: {error.message}; "
+            "the model still takes plain prompts: use completions"
+        ) from None
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals |= {"raise_exception": _raise, "strftime_now": lambda form: datetime.now().strftime(form)}
+    return environment
+
+
+class _GenerationBlock(Extension):
+    """{% generation %} ... {% endgeneration %} marks what an assistant said, for training: here it is its content."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _joined(pieces: Iterable[str]) -> str:
+    rendered = []
+    room = MAX_CHARACTERS
+    for piece in pieces:
+        room -= len(piece)
+        if room < 0:
+            raise ContextTooLong(f"the rendered chat is longer than {MAX_CHARACTERS} characters", param="messages")
+        rendered.append(piece)
+    return "".join(rendered)
