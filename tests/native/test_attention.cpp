@@ -116,7 +116,8 @@ struct Tile {
       const auto first = ptrdiff_t(i * padded), last = first + ptrdiff_t(padded);
       std::vector<float> alone(before.begin() + first, before.begin() + last);
       kernels.mix(weights.data() + i * SPAN, 1, memory.data(), n, dim, padded, alone.data());
-      check(same_bits({mixed.begin() + first, mixed.begin() + last}, alone), what + "a query mixes otherwise among others");
+      check(same_bits({mixed.begin() + first, mixed.begin() + last}, alone),
+            what + "a query mixes otherwise among others");
       for (size_t d = 0; d < dim; ++d) {
         double want = before[i * padded + d];
         for (size_t lane = 0; lane < n; ++lane)

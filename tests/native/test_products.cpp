@@ -82,7 +82,7 @@ struct Inputs {
 // Rows [first, first + count) of x times every row of the weight or, gated, of one half of it with that of the other.
 std::vector<float> product(const Kernels& kernels, const Weight& weight, const Inputs& x, size_t first, size_t count,
                            bool gated = false) {
-  const size_t columns = gated ? weight.rows() / 2 : weight.rows(), panels = gated ? weight.panels() / 2 : weight.panels();
+  const size_t parts = gated ? 2 : 1, columns = weight.rows() / parts, panels = weight.panels() / parts;
   std::vector<float> y(count * columns, std::numeric_limits<float>::quiet_NaN());
   for (size_t panel = 0; panel < panels;) {
     const Run run = weight.panels(panel, panels - panel);
@@ -134,7 +134,8 @@ bool all_near(const std::vector<float>& got, const Weight& weight, const Inputs&
 }
 
 void test_shape(const Isa& isa, const Storage& stored, size_t columns, size_t width) {
-  const std::string what = isa.name + " product " + stored.format + " " + std::to_string(columns) + "x" + std::to_string(width);
+  const std::string shape = std::to_string(columns) + "x" + std::to_string(width);
+  const std::string what = isa.name + " product " + stored.format + " " + shape;
   Random random(columns * width);
   Weight weight(width, {{stored.format, columns}});
   fill(weight, 0, columns, stored, random);
@@ -149,7 +150,8 @@ void test_shape(const Isa& isa, const Storage& stored, size_t columns, size_t wi
   }
   // Integer dots are exact and what follows them is in one order: only plain C++ rounds products before it adds them.
   if (weight.coded() && isa.name != "generic")
-    check(same_bits(alone, one_by_one(*isas().front().kernels, weight, x)), what + ": not that of " + isas().front().name);
+    check(same_bits(alone, one_by_one(*isas().front().kernels, weight, x)),
+          what + ": not that of " + isas().front().name);
 }
 
 void test_gated(const Isa& isa, const Storage& stored, size_t hidden, size_t width) {

@@ -33,7 +33,8 @@ void test_quantize(const Isa& isa) {
       sums[j / 16] += code;
       sums[2] += code;
     }
-    for (int i = 0; i < 3; ++i) right &= blocks[b].sum[i] == scale * float(sums[i]) && blocks[b].offset[i] == -128 * sums[i];
+    for (int i = 0; i < 3; ++i)
+      right &= blocks[b].sum[i] == scale * float(sums[i]) && blocks[b].offset[i] == -128 * sums[i];
     check(right, isa.name + " quantize, block " + std::to_string(b));
   }
 }
@@ -43,7 +44,8 @@ void test_norm(const Isa& isa, size_t width, bool added) {
   Random random(width);
   const auto x = random.floats(width, 3), residual = random.floats(width), gain = random.floats(width);
   std::vector<float> total(width), out(width);
-  isa.kernels->add_norm(x.data(), added ? residual.data() : nullptr, gain.data(), 1e-5f, width, total.data(), out.data());
+  isa.kernels->add_norm(x.data(), added ? residual.data() : nullptr, gain.data(), 1e-5f, width, total.data(),
+                        out.data());
   double squares = 0;
   for (size_t i = 0; i < width; ++i) {
     if (added) check(total[i] == x[i] + residual[i], what + ": sum");
