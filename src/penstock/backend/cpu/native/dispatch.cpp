@@ -17,6 +17,7 @@ const Kernels& generic_kernels();
 const Kernels& avx2_kernels();
 const Kernels& avx512vnni_kernels();
 const Kernels& amx_kernels();
+const Kernels& amx_int8_kernels();
 const Kernels& neon_kernels();
 
 namespace {
@@ -48,7 +49,10 @@ std::vector<Isa> detect() {
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
                       __builtin_cpu_supports("avx512vnni");
 #if defined(__linux__)
-  if (avx2 && avx512 && has_amx()) found.push_back({"amx", &amx_kernels()});
+  if (avx2 && avx512 && has_amx()) {
+    found.push_back({"amx", &amx_kernels()});
+    found.push_back({"amx-int8", &amx_int8_kernels()});
+  }
 #endif
   if (avx2 && avx512) found.push_back({"avx512vnni", &avx512vnni_kernels()});
   if (avx2) found.push_back({"avx2", &avx2_kernels()});
