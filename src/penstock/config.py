@@ -14,25 +14,25 @@ from penstock.types import Limits
 class Config:
     model: str  # a GGUF file or a Hugging Face folder
     name: str = ""  # what clients call it; empty: from the file
-    device: str = "auto"  # auto, cpu, ref
+    device: str = "auto"  # auto, cpu, cuda, ref
     threads: int = 0  # 0: every core this process may use
     max_len: int = 0  # 0: the model's own context length
     max_rows: int = 64
     max_tokens: int = 512  # per step
     kv: str = "auto"  # what the KV cache holds; auto: the backend's own choice
-    kv_memory: int = 0  # bytes; 0: a quarter of what is free
+    kv_memory: int = 0  # bytes; 0: what the backend finds it may take
     block_size: int = 16
 
 
 def resolve(config: Config, *, context: int, vocab: int, kv_bytes: int, memory: int) -> Limits:
     """The limits of this config for a model with `context` positions whose KV costs `kv_bytes` a token,
-    on a machine with `memory` bytes free."""
+    where `memory` bytes may be taken for it."""
     if config.max_len > context:
         raise ConfigError(f"max_len {config.max_len} is beyond the model's context of {context} tokens")
     max_len = config.max_len or context
     block_bytes = kv_bytes * config.block_size
     wanted = -(-max_len // config.block_size) * config.max_rows
-    budget = config.kv_memory or memory // 4
+    budget = config.kv_memory or memory
     num_blocks = min(wanted, budget // block_bytes)
     if num_blocks < 2:
         raise ConfigError(

@@ -60,7 +60,8 @@ def test_imports_point_down(path: Path) -> None:
         assert ours <= MAY_IMPORT[package] | {package, "__version__"}
     if package in STANDARD_LIBRARY_ONLY:
         assert {name.split(".")[0] for name in names} <= LIBRARY | {"penstock"}
-    assert not {name.split(".")[0] for name in names} & EXTRAS
+    if not path.is_relative_to(ROOT / "backend" / "cuda"):
+        assert not {name.split(".")[0] for name in names} & EXTRAS
 
 
 def test_every_package_has_its_place() -> None:

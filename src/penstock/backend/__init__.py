@@ -2,21 +2,43 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+from pathlib import Path
+
 from penstock.backend.base import Backend
+from penstock.config import Config, available_threads
 from penstock.errors import ConfigError
 
-DEVICES = ("auto", "cpu", "ref")
+DEVICES = ("auto", "cpu", "cuda", "ref")
 
 
-def open_backend(device: str, threads: int, kv: str = "auto") -> Backend:
+def open_backend(config: Config) -> Backend:
+    device = config.device
+    if device == "cuda" or (device == "auto" and has_cuda()):
+        return open_cuda(config)
     if device in ("auto", "cpu"):
         from penstock.backend.cpu import CpuBackend
 
-        return CpuBackend(threads=threads, kv=kv)
+        return CpuBackend(threads=config.threads or available_threads(), kv=config.kv)
     if device == "ref":
         from penstock.backend.ref import RefBackend
 
-        if kv not in ("auto", "f32"):
-            raise ConfigError(f"the reference keeps its KV cache as f32; got {kv!r}")
+        if config.kv not in ("auto", "f32"):
+            raise ConfigError(f"the reference keeps its KV cache as f32; got {config.kv!r}")
         return RefBackend()
     raise ConfigError(f"unknown device {device!r}: use one of {', '.join(DEVICES)}")
+
+
+def has_cuda() -> bool:
+    """Whether a GPU and what it needs are there, without importing any of it."""
+    return Path("/dev/nvidiactl").exists() and find_spec("torch") is not None and find_spec("triton") is not None
+
+
+def open_cuda(config: Config) -> Backend:
+    if find_spec("torch") is None or find_spec("triton") is None:
+        raise ConfigError("device cuda needs torch and triton: pip install 'penstock[cuda]'")
+    from penstock.backend.cuda import CudaBackend
+
+    if config.kv != "auto":
+        raise ConfigError(f"on CUDA the KV cache is kept as bf16; got kv {config.kv!r}, use auto")
+    return CudaBackend(config.max_tokens, config.max_rows)

@@ -70,6 +70,8 @@ Ticket = int
 class Backend(Protocol):
     """Steps run in the order they were launched; what a launched step reads was written by those before it."""
 
+    depth: int  # steps that it pays to have in flight while the next one is planned
+
     def pack_matrix(self, parts: Sequence[Tensor], bias: Sequence[Tensor | None]) -> Any:
         """One weight [out, in] made of parts stacked along `out`, in the layout this backend computes with."""
 
@@ -81,10 +83,13 @@ class Backend(Protocol):
     def kv_bytes_per_token(self) -> int:
         """What one token costs in the cache reserve_kv would make."""
 
+    def kv_memory(self) -> int:
+        """Bytes that the cache may take where nobody says how many."""
+
     def reserve_kv(self, num_blocks: int, block_size: int) -> None: ...
 
     def launch(self, batch: Batch) -> Ticket:
-        """Starts a step. The batch's arrays are read before this returns."""
+        """Starts a step. The batch's arrays are never written to again: a backend may keep them until `wait`."""
 
     def wait(self, ticket: Ticket) -> StepResult:
         """The step's answer; every ticket is waited for once, in launch order."""

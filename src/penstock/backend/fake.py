@@ -31,6 +31,8 @@ def continuation(prompt: Sequence[int], count: int, vocab: int) -> list[int]:
 
 
 class FakeBackend:
+    depth = 0
+
     def __init__(self, vocab: int = 1000, max_rows: int = 1024) -> None:
         self._vocab = vocab
         self._last = np.full(max_rows, -1, np.int64)  # by slot
@@ -46,6 +48,9 @@ class FakeBackend:
 
     def kv_bytes_per_token(self) -> int:
         return 8
+
+    def kv_memory(self) -> int:
+        return 1 << 30
 
     def reserve_kv(self, num_blocks: int, block_size: int) -> None:
         self._kv = np.full((num_blocks, block_size), -1, np.int64)

@@ -21,7 +21,9 @@ def serve(
     max_rows: Annotated[int, Option(least=1, help="Requests computed at once; more wait.")] = 64,
     step_tokens: Annotated[int, Option(least=1, help="Tokens computed in one step.")] = 512,
     kv: options.Kv = "auto",
-    kv_memory: Annotated[int, Option(least=0, help="Bytes for the KV cache; 0: a quarter of what is free.")] = 0,
+    kv_memory: Annotated[
+        int, Option(least=0, help="Bytes for the KV cache; 0: a quarter of what is free, on a GPU all of it.")
+    ] = 0,
 ) -> None:
     """Serve a model over HTTP, as OpenAI's API.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from penstock.backend import open_backend
-from penstock.config import Config, available_memory, available_threads, resolve
+from penstock.config import Config, resolve
 from penstock.engine.engine import Engine
 from penstock.model.load import Checkpoint, load_model, open_checkpoint
 
@@ -15,14 +15,14 @@ def open_engine(config: Config) -> Engine:
 
 
 def build_engine(config: Config, checkpoint: Checkpoint) -> Engine:
-    backend = open_backend(config.device, config.threads or available_threads(), config.kv)
+    backend = open_backend(config)
     backend.load(load_model(checkpoint, backend))
     limits = resolve(
         config,
         context=checkpoint.spec.max_len,
         vocab=checkpoint.spec.vocab,
         kv_bytes=backend.kv_bytes_per_token(),
-        memory=available_memory(),
+        memory=backend.kv_memory(),
     )
     backend.reserve_kv(limits.num_blocks, limits.block_size)
-    return Engine(backend, limits)
+    return Engine(backend, limits, depth=backend.depth)

@@ -11,7 +11,7 @@ from penstock.backend.cpu import _native
 from penstock.backend.cpu.record import record
 from penstock.backend.cpu.weights import Packing, pack_vector
 from penstock.backend.sample import answers
-from penstock.config import available_threads
+from penstock.config import available_memory, available_threads
 from penstock.errors import ConfigError
 from penstock.model.tensor import Tensor
 from penstock.types import StepResult, TokenLogprob
@@ -24,6 +24,8 @@ class CpuBackend:
 
     A row's logits depend neither on the rest of its batch nor on how its tokens were chunked nor on `threads`.
     """
+
+    depth = 0
 
     def __init__(self, threads: int = 0, *, isa: str = "auto", kv: str = "auto") -> None:
         supported = _native.isas()
@@ -51,6 +53,9 @@ class CpuBackend:
 
     def kv_bytes_per_token(self) -> int:
         return self._program.kv_bytes_per_token
+
+    def kv_memory(self) -> int:
+        return available_memory() // 4
 
     def reserve_kv(self, num_blocks: int, block_size: int) -> None:
         self._program.reserve_kv(num_blocks, block_size)

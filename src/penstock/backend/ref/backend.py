@@ -11,12 +11,15 @@ from penstock.backend.base import LAST_SAMPLED, Batch, Floats, Ints, Model, Tick
 from penstock.backend.ref.batches import greedy_batch
 from penstock.backend.ref.ops import Cache, Matrix, RefOps
 from penstock.backend.sample import sample
+from penstock.config import available_memory
 from penstock.model.quant import dequantize
 from penstock.model.tensor import Tensor
 from penstock.types import StepResult
 
 
 class RefBackend:
+    depth = 0
+
     def __init__(self) -> None:
         self._last: dict[int, int] = {}  # slot: the token it sampled last
         self._results: dict[Ticket, StepResult] = {}
@@ -43,6 +46,9 @@ class RefBackend:
 
     def kv_bytes_per_token(self) -> int:
         return self._kv_bytes
+
+    def kv_memory(self) -> int:
+        return available_memory() // 4
 
     def reserve_kv(self, num_blocks: int, block_size: int) -> None:
         self._cache = Cache(num_blocks, block_size)

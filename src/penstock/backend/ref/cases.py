@@ -108,7 +108,7 @@ def inputs(rng: Random, tokens: int, width: int) -> Stack:
 
 
 def all_at_once(tokens: int) -> list[Batch]:
-    return [greedy_batch([Chunk(range(tokens), 0, [0])])]
+    return [greedy_batch([Chunk(range(tokens), 0, [0] * -(-tokens // BLOCK_SIZE))])]
 
 
 def embed(rng: Random, *, format: str, tokens: int, width: int) -> Trial:

@@ -1,0 +1,7 @@
+"""The CUDA backend: torch and Triton, for NVIDIA GPUs. Needs the extra `penstock[cuda]`."""
+
+from __future__ import annotations
+
+from penstock.backend.cuda.backend import CudaBackend
+
+__all__ = ["CudaBackend"]

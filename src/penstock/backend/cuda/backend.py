@@ -1,0 +1,199 @@
+"""The backend seam over a GPU: steps are queued on one stream and nothing waits until an answer is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from penstock.backend.base import Batch, Floats, Model, SampleRows, Ticket
+from penstock.backend.cuda import inputs
+from penstock.backend.cuda.graphs import Graphs, bucket
+from penstock.backend.cuda.inputs import Fields, Plan, Shape
+from penstock.backend.cuda.kernels.prefill_attention import tokens_per_tile
+from penstock.backend.cuda.kernels.skinny import Scratch
+from penstock.backend.cuda.ops import Memory, Program, Sizes
+from penstock.backend.cuda.sampler import Asked, Sampler
+from penstock.backend.cuda.weights import Weight, pack
+from penstock.backend.sample import answers
+from penstock.errors import ConfigError
+from penstock.model.quant import dequantize
+from penstock.model.tensor import Tensor
+from penstock.types import StepResult
+
+IN_FLIGHT = 3  # host buffers: one is written while those of the steps before may still be read
+TABLE_WORDS = 1 << 20
+SPARE_MEMORY = 3 << 29  # for graphs, kernels and the library's own buffers
+SAMPLING = ("sampled", "target", "sample_slots", "temperature", "top_p", "top_k", "min_p", "seeds")
+
+
+@dataclass(slots=True)
+class Flight:
+    """A launched step: where its answer will be once `done` has happened."""
+
+    batch: Batch
+    tokens: Any  # [S] on the host
+    asked: list[Asked]
+    done: Any | None
+
+
+class CudaBackend:
+    """Steps of at most `max_tokens` tokens and `max_rows` rows. On device "cpu" the same kernels run in Triton's
+    interpreter: slow, and for tests alone."""
+
+    depth = 1
+
+    def __init__(
+        self,
+        max_tokens: int = 2048,
+        max_rows: int = 256,
+        *,
+        device: str = "cuda",
+        dtype: torch.dtype = torch.bfloat16,
+        graphs: bool = True,
+    ) -> None:
+        if device == "cuda" and not torch.cuda.is_available():
+            raise ConfigError("torch finds no CUDA device: use --device cpu, or look at `nvidia-smi`")
+        self._device = torch.device(device)
+        self._dtype = dtype
+        rows = bucket(max_rows)
+        self._sizes = Sizes(max(max_tokens, rows), rows)
+        self._stream = torch.cuda.Stream() if device == "cuda" else None
+        self._capture = graphs and self._stream is not None
+        ints = {"dtype": torch.int32, "device": self._device}
+        self._memory = Memory(last=torch.zeros(rows + 1, **ints), tokens=torch.zeros(self._sizes.tokens, **ints))
+        self._scratch = Scratch.on(self._device)
+        self._chosen = torch.zeros(self._sizes.tokens, **ints)
+        self._sampler = Sampler(self._device, rows)
+        self._flights: dict[Ticket, Flight] = {}
+        self._turn = 0
+
+    # -- loading -------------------------------------------------------------------------------------------------
+
+    def pack_matrix(self, parts: Sequence[Tensor], bias: Sequence[Tensor | None]) -> Weight:
+        return pack(parts, bias, self._device, self._dtype, self._scratch)
+
+    def pack_vector(self, tensor: Tensor) -> Any:
+        return torch.from_numpy(dequantize(tensor).copy()).to(self._device)
+
+    def load(self, model: Model) -> None:
+        self._program = Program(model, self._memory, self._sizes, self._device, self._dtype)
+        self._graphs = Graphs(self._program, self._capture)
+        self._sampler.reserve(self._program.answer.width)
+        layers = self._program.layers.values()
+        self._tile_tokens = tokens_per_tile(max([spec.heads // spec.kv_heads for spec in layers], default=1))
+        self._reserve_inputs(TABLE_WORDS)
+
+    def kv_bytes_per_token(self) -> int:
+        return sum(2 * spec.kv_width * self._dtype.itemsize for spec in self._program.layers.values())
+
+    def kv_memory(self) -> int:
+        """Bytes a cache may take: what weights and buffers have left."""
+        if self._stream is None:
+            return 1 << 28
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        return max(int(torch.cuda.mem_get_info()[0]) - SPARE_MEMORY, 0)
+
+    def reserve_kv(self, num_blocks: int, block_size: int) -> None:
+        """One block more than asked for: rows that only pad a step write there."""
+        self._block_size, self._num_blocks = block_size, num_blocks
+        self._graphs.forget()
+        self._memory.caches.clear()
+        for layer, spec in self._program.layers.items():
+            size = (num_blocks + 1, 2, spec.kv_heads, block_size, spec.head_dim)
+            self._memory.caches[layer] = torch.zeros(size, dtype=self._dtype, device=self._device)
+        if self._stream is not None:
+            torch.cuda.synchronize()
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    def launch(self, batch: Batch) -> Ticket:
+        with self._on_stream():
+            asked = []
+            for logits, step, rows, chosen in self._forward(batch):
+                entry = self._sampler.sample(logits, step, rows, self._memory.last, chosen)
+                asked += [entry] if entry else []
+            tokens = self._answers[self._turn][: len(batch.sampled)]
+            tokens.copy_(self._chosen[: len(batch.sampled)], non_blocking=True)
+            done = torch.cuda.current_stream().record_event() if self._stream else None
+        self._flights[batch.step] = Flight(batch, tokens, asked, done)
+        return batch.step
+
+    def wait(self, ticket: Ticket) -> StepResult:
+        flight = self._flights.pop(ticket)
+        if flight.done is not None:
+            flight.done.synchronize()
+        logprobs = [entry for asked in flight.asked for entry in asked.read()]
+        return answers(flight.batch, flight.tokens.tolist(), logprobs)
+
+    def logits(self, batch: Batch) -> Floats:
+        """What the forward pass gives for the sampled positions: [S, vocab]."""
+        with self._on_stream():
+            found = [np.array(logits[: len(rows.target)].float().cpu()) for logits, _, rows, _ in self._forward(batch)]
+        return np.concatenate(found)
+
+    def move_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        source, target = (torch.tensor(column, device=self._device) for column in zip(*pairs, strict=True))
+        with self._on_stream():
+            for cache in self._memory.caches.values():
+                cache[target] = cache[source]
+
+    def close(self) -> None:
+        if self._stream is not None:
+            torch.cuda.synchronize()
+        self._graphs.forget()
+        self._memory.caches.clear()
+        del self._program
+
+    # -- one step ------------------------------------------------------------------------------------------------
+
+    def _forward(self, batch: Batch) -> Any:
+        """Yields logits, and what is asked of them, for as many positions at a time as there is room for."""
+        work = inputs.plan(batch, self._tile_tokens, bucket)
+        step = self._send(batch, work)
+        room, wanted = self._sizes.rows, work.shape.sampled
+        if wanted <= room:
+            yield self._graphs.run(work.shape, step), step, batch.sample, self._chosen[:wanted]
+            return
+        self._program.run_tokens(step)
+        for first in range(0, wanted, room):
+            part = slice(first, min(first + room, wanted))
+            some = replace(step, **{name: getattr(step, name)[part] for name in SAMPLING})
+            logits = self._program.run_sampled(some, part.stop - first)
+            yield logits, some, slice_rows(batch.sample, part), self._chosen[part]
+
+    def _send(self, batch: Batch, work: Plan) -> Fields:
+        """Queues the copy of the step's numbers to the device; returns where they will be."""
+        shape = work.shape
+        if shape.tokens > self._sizes.tokens or shape.decodes > self._sizes.rows:
+            raise ValueError(f"a step of {shape.tokens} tokens and {shape.decodes} rows is larger than {self._sizes}")
+        if batch.tables.size > self._table_words:
+            self._reserve_inputs(2 * batch.tables.size)
+        self._turn = (self._turn + 1) % IN_FLIGHT
+        staged = self._staged[self._turn]
+        count = inputs.fill(staged.numpy(), batch, work, self._block_size, self._num_blocks, self._sizes.rows)
+        self._inbox[:count].copy_(staged[:count], non_blocking=True)
+        return inputs.fields(self._inbox, shape, lambda view: view.view(torch.float32))
+
+    def _reserve_inputs(self, table_words: int) -> None:
+        t, r = self._sizes.tokens, self._sizes.rows
+        most = inputs.words(Shape(t, t, r, r + inputs.SPARE_PARTS, t)) + table_words
+        pinned = self._stream is not None
+        self._table_words = table_words
+        self._inbox = torch.zeros(most, dtype=torch.int32, device=self._device)
+        self._staged = [torch.zeros(most, dtype=torch.int32, pin_memory=pinned) for _ in range(IN_FLIGHT)]
+        self._answers = [torch.zeros(t, dtype=torch.int32, pin_memory=pinned) for _ in range(IN_FLIGHT)]
+        self._graphs.forget()
+
+    def _on_stream(self) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
+
+
+def slice_rows(rows: SampleRows, part: slice) -> SampleRows:
+    cut: Callable[[str], Any] = lambda name: getattr(rows, name)[part]  # noqa: E731
+    return SampleRows(**{field.name: cut(field.name) for field in fields(SampleRows)})

@@ -1,0 +1,189 @@
+"""Chooses tokens from logits just as backend/sample.py defines it: bit for bit, in three passes that need no sort.
+
+A row of logits is read in chunks by many programs at once: first their highest values, then, where something is drawn,
+their masses; then one program for each row finds the chunk and the token in it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from penstock.backend.cuda.kernels.pdl import gdc_launch_dependents, gdc_wait, options
+
+CHUNK = 4096
+
+
+@triton.jit
+def weigh(logits, peak, temperature):
+    """e^((logits - peak) / temperature), in the steps of sample.weigh; fusing any two of them would change the bits."""
+    x = tl.div_rn(logits, temperature) - tl.div_rn(peak, temperature)
+    bounded = tl.maximum(x, -100.0)
+    n = (bounded * 1.44269504 + 12582912.0) - 12582912.0  # to the nearest whole number, halves to even
+    r = bounded - n * 0.693359375 - n * -2.12194440e-4
+    power = r * (1 / 5040) + (1 / 720)
+    power = power * r + (1 / 120)
+    power = power * r + (1 / 24)
+    power = power * r + (1 / 6)
+    power = power * r + 0.5
+    power = power * r + 1.0
+    power = power * r + 1.0
+    two_to_n = ((n.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
+    return tl.where(x >= -87.0, power * two_to_n, 0.0)
+
+
+@triton.jit
+def mass_of(weight):
+    return (weight * 1099511627776.0).to(tl.int64)
+
+
+@triton.jit
+def row_peak(peaks, row, chunks, CHUNKS: tl.constexpr):
+    chunk = tl.arange(0, CHUNKS)
+    return tl.max(tl.load(peaks + row * chunks + chunk, chunk < chunks, -float("inf")), 0)
+
+
+@triton.jit
+def _peaks(logits, peaks, where, vocab, chunks, CHUNK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
+    token = chunk * CHUNK + tl.arange(0, CHUNK)
+    if PDL:
+        gdc_wait()
+    values = tl.load(logits + row * vocab + token, token < vocab, -float("inf"))
+    peak, at = tl.max(values, 0, return_indices=True)
+    tl.store(peaks + row * chunks + chunk, peak)
+    tl.store(where + row * chunks + chunk, chunk * CHUNK + at)
+
+
+@triton.jit
+def _masses(
+    logits,
+    peaks,
+    temperature,
+    least,
+    masses,
+    vocab,
+    chunks,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
+    token = chunk * CHUNK + tl.arange(0, CHUNK)
+    if PDL:
+        gdc_wait()
+    heat = tl.load(temperature + row)
+    if heat == 0.0:
+        return
+    values = tl.load(logits + row * vocab + token, token < vocab, -float("inf"))
+    weight = weigh(values, row_peak(peaks, row, chunks, CHUNKS), heat)
+    mass = mass_of(tl.where(weight < tl.load(least + row), 0.0, weight))
+    tl.store(masses + row * chunks + chunk, tl.sum(mass, 0))
+
+
+@triton.jit
+def _draw(
+    logits,
+    peaks,
+    where,
+    masses,
+    temperature,
+    least,
+    seeds,
+    target,
+    slots,
+    last,
+    out,
+    vocab,
+    chunks,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.arange(0, CHUNKS)
+    if PDL:
+        gdc_wait()
+    peak = tl.load(peaks + row * chunks + chunk, chunk < chunks, -float("inf"))
+    highest, best = tl.max(peak, 0, return_indices=True)
+    token = tl.load(where + row * chunks + best)
+    heat = tl.load(temperature + row)
+    if heat > 0.0:
+        mass = tl.load(masses + row * chunks + chunk, chunk < chunks, 0)
+        total = tl.sum(mass, 0)
+        if total > 0:
+            low = tl.load(seeds + row * 2).to(tl.uint32, bitcast=True).to(tl.uint64)
+            high = tl.load(seeds + row * 2 + 1).to(tl.uint32, bitcast=True).to(tl.uint64)
+            uniform = (high << 32 | low) >> 11  # of 53 bits
+            whole = total.to(tl.uint64)
+            wanted = (tl.umulhi(uniform, whole) << 11 | (uniform * whole) >> 53).to(tl.int64)
+            upto = tl.cumsum(mass, 0)
+            found = tl.min(tl.where(upto > wanted, chunk, CHUNKS - 1), 0)
+            before = tl.sum(tl.where(chunk < found, mass, 0), 0)
+            index = found * CHUNK + tl.arange(0, CHUNK)
+            values = tl.load(logits + row * vocab + index, index < vocab, -float("inf"))
+            weight = weigh(values, highest, heat)
+            own = mass_of(tl.where(weight < tl.load(least + row), 0.0, weight))
+            reached = before + tl.cumsum(own, 0) > wanted
+            token = tl.min(tl.where(reached, index, vocab - 1), 0)
+    known = tl.load(target + row)
+    token = tl.where(known >= 0, known, token)
+    tl.store(out + row, token)
+    tl.store(last + tl.load(slots + row), token)
+
+
+def choose(
+    logits: Any,
+    temperature: Any,
+    least: Any | None,
+    seeds: Any,
+    target: Any,
+    slots: Any,
+    last: Any,
+    out: Any,
+    scratch: tuple[Any, Any, Any],
+    *,
+    draws: bool,
+) -> None:
+    """out[s] is the token for logits[s], and last[slots[s]] too. `draws`: some row has a temperature; `least` [S]: the
+    smallest weight that may be drawn; scratch [S, chunks]: highest values, their tokens and masses."""
+    rows, vocab = logits.shape
+    peaks, where, masses = scratch
+    chunks = triton.cdiv(vocab, CHUNK)
+    chunked = {"CHUNK": CHUNK, "CHUNKS": triton.next_power_of_2(chunks)}
+    exact = {**options(8), "enable_fp_fusion": False}
+    if draws:
+        _masses[(rows, chunks)](logits, peaks, temperature, least, masses, vocab, chunks, **chunked, **exact)
+    _draw[(rows,)](
+        logits,
+        peaks,
+        where,
+        masses,
+        temperature,
+        least,
+        seeds,
+        target,
+        slots,
+        last,
+        out,
+        vocab,
+        chunks,
+        **chunked,
+        **exact,
+    )
+
+
+def find_peaks(logits: Any, peaks: Any, where: Any) -> None:
+    rows, vocab = logits.shape
+    chunks = triton.cdiv(vocab, CHUNK)
+    _peaks[(rows, chunks)](logits, peaks, where, vocab, chunks, CHUNK=CHUNK, **options(8))

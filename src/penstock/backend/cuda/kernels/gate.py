@@ -1,0 +1,36 @@
+"""silu(left half) * right half."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from penstock.backend.cuda.kernels.pdl import gdc_launch_dependents, gdc_wait, options
+
+
+@triton.jit
+def silu(x):
+    return x / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def _gate(x, out, hidden, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < hidden
+    if PDL:
+        gdc_wait()
+    left = tl.load(x + row * 2 * hidden + column, inside, 0.0).to(tl.float32)
+    right = tl.load(x + row * 2 * hidden + hidden + column, inside, 0.0).to(tl.float32)
+    tl.store(out + row * hidden + column, (silu(left) * right).to(out.dtype.element_ty), inside)
+
+
+def gate(x: Any, out: Any) -> None:
+    """[T, 2 * hidden] -> [T, hidden]."""
+    rows, hidden = out.shape
+    block = min(triton.next_power_of_2(hidden), 2048)
+    _gate[(rows, triton.cdiv(hidden, block))](x, out, hidden, BLOCK=block, **options())

@@ -1,0 +1,145 @@
+"""Causal attention of runs of tokens over a paged context.
+
+A tile is a run of tokens of one row; a program attends with all query heads of one KV head for every token of a tile,
+so its rows are pairs of token and head.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from penstock.backend.cuda.kernels.decode_attention import LOG2E, blocks_of
+from penstock.backend.cuda.kernels.pdl import gdc_launch_dependents, gdc_wait, options
+
+QUERIES = 128  # pairs of token and head in a tile
+TILE = 64  # positions at a time
+WARPS = 8
+STAGES = 3
+
+
+def tokens_per_tile(shared: int) -> int:
+    """How many tokens a tile holds when so many query heads share a KV head."""
+    return max(QUERIES // shared, 1)
+
+
+@triton.jit
+def _fold(q, keys, values, score_mask, scale, highest, total, mix, MASKED: tl.constexpr):
+    """Takes a tile of keys and values into the running softmax."""
+    score = tl.dot(q, tl.trans(keys).to(q.dtype), input_precision="ieee") * scale
+    if MASKED:
+        score = tl.where(score_mask, score, -float("inf"))
+    peak = tl.maximum(highest, tl.max(score, 1))
+    weight = tl.exp2(score - peak[:, None])
+    shrink = tl.exp2(highest - peak)
+    total = total * shrink + tl.sum(weight, 1)
+    mix = tl.dot(weight.to(q.dtype), values.to(q.dtype), mix * shrink[:, None], input_precision="ieee")
+    return peak, total, mix
+
+
+@triton.jit
+def _attend_tiles(
+    qkv,
+    cache,
+    tiles,
+    tables,
+    header,
+    out,
+    scale,
+    WINDOW: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    SHARED: tl.constexpr,
+    DIMS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    QUERIES: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    TILE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        gdc_launch_dependents()
+    kv_head = tl.program_id(0)
+    tile = tl.program_id(1)
+    if PDL:
+        gdc_wait()
+    token = tl.load(tiles + tile * 4).to(tl.int64)
+    if token < 0:
+        return
+    table = tables + tl.load(tiles + tile * 4 + 1).to(tl.int64) * tl.load(header)
+    first = tl.load(tiles + tile * 4 + 2)
+    count = tl.load(tiles + tile * 4 + 3)
+
+    pair = tl.arange(0, QUERIES)
+    d = tl.arange(0, BLOCK_D)
+    index = pair // SHARED
+    wanted = (index < count)[:, None] & (d < DIMS)[None, :]
+    own = first + index  # position of each query
+    head = kv_head * SHARED + pair % SHARED
+    row = (token + index) * ((SHARED + 2) * KV_HEADS) + head
+    q = tl.load(qkv + row[:, None] * DIMS + d[None, :], wanted, 0.0)  # [QUERIES, BLOCK_D]
+
+    highest = tl.full([QUERIES], -1e30, tl.float32)
+    total = tl.zeros([QUERIES], tl.float32)
+    mix = tl.zeros([QUERIES, BLOCK_D], tl.float32)
+    begin = 0
+    if WINDOW:
+        begin = tl.maximum(first - WINDOW + 1, 0) // TILE * TILE
+        whole = begin
+    else:
+        whole = (first + 1) // TILE * TILE  # up to here every query sees everything
+    end = first + count
+    block = blocks_of(table, begin + tl.arange(0, TILE), end, BLOCK_SIZE)
+    for start in tl.range(begin, whole, TILE):
+        position = start + tl.arange(0, TILE)
+        line = (block * (2 * KV_HEADS) + kv_head) * BLOCK_SIZE + position % BLOCK_SIZE
+        block = blocks_of(table, position + TILE, end, BLOCK_SIZE)
+        at = cache + line[:, None] * DIMS + d[None, :]
+        keys = tl.load(at, (d < DIMS)[None, :], 0.0)  # [TILE, BLOCK_D]
+        values = tl.load(at + KV_HEADS * BLOCK_SIZE * DIMS, (d < DIMS)[None, :], 0.0)
+        highest, total, mix = _fold(q, keys, values, True, scale, highest, total, mix, MASKED=False)
+    for start in tl.range(whole, end, TILE):
+        position = start + tl.arange(0, TILE)
+        seen = position < end
+        line = (block * (2 * KV_HEADS) + kv_head) * BLOCK_SIZE + position % BLOCK_SIZE
+        block = blocks_of(table, position + TILE, end, BLOCK_SIZE)
+        inside = seen[:, None] & (d < DIMS)[None, :]
+        at = cache + line[:, None] * DIMS + d[None, :]
+        keys = tl.load(at, inside, 0.0)
+        values = tl.load(at + KV_HEADS * BLOCK_SIZE * DIMS, inside, 0.0)
+        distance = own[:, None] - position[None, :]
+        visible = distance >= 0
+        if WINDOW:
+            visible = visible & (distance < WINDOW)
+        highest, total, mix = _fold(q, keys, values, visible, scale, highest, total, mix, MASKED=True)
+
+    target = out + ((token + index) * (SHARED * KV_HEADS) + head)[:, None] * DIMS + d[None, :]
+    tl.store(target, (mix / total[:, None]).to(out.dtype.element_ty), wanted)
+
+
+def attend_tiles(
+    qkv: Any, cache: Any, tiles: Any, tables: Any, header: Any, out: Any, scale: float, window: int
+) -> None:
+    """tiles [Q, 4]: first token (-1: none), row of tables, its position, how many tokens; header[0] is the width of
+    tables."""
+    kv_heads, block_size, dims = cache.shape[2:]
+    shared = out.shape[1] // dims // kv_heads
+    _attend_tiles[(kv_heads, len(tiles))](
+        qkv,
+        cache,
+        tiles,
+        tables,
+        header,
+        out,
+        scale * LOG2E,
+        WINDOW=window,
+        KV_HEADS=kv_heads,
+        SHARED=shared,
+        DIMS=dims,
+        BLOCK_SIZE=block_size,
+        QUERIES=max(QUERIES, triton.next_power_of_2(shared)),
+        BLOCK_D=max(triton.next_power_of_2(dims), 16),
+        TILE=TILE,
+        **options(WARPS, STAGES),
+    )

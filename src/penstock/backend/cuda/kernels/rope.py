@@ -1,0 +1,94 @@
+"""Turns q and k by their positions and writes k and v into the paged cache.
+
+A cache is [blocks, 2, kv_heads, block_size, D]: keys, then values; a head's part of a block is contiguous.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from penstock.backend.cuda.kernels.pdl import gdc_launch_dependents, gdc_wait, options
+
+HEADS = 16  # of one program
+
+
+@triton.jit
+def _rope_and_store(
+    qkv,
+    inv_freq,
+    positions,
+    places,
+    cache,
+    rope_scale,
+    Q_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    HEADS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        gdc_launch_dependents()
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    pair = tl.arange(0, PAIRS)
+    real = pair < HALF
+    frequency = tl.load(inv_freq + pair, real, 0.0)
+    if PDL:
+        gdc_wait()
+    turns = tl.load(positions + token).to(tl.float64) * frequency * 0.15915494309189535  # over 2 pi
+    angle = ((turns - tl.floor(turns + 0.5)) * 6.283185307179586).to(tl.float32)
+    is_value = head >= Q_HEADS + KV_HEADS
+    cos = tl.where(is_value[:, None], 1.0, (tl.cos(angle) * rope_scale)[None, :])  # [HEADS, PAIRS]
+    sin = tl.where(is_value[:, None], 0.0, (tl.sin(angle) * rope_scale)[None, :])
+
+    left = pair * 2 if INTERLEAVED else pair
+    right = pair * 2 + 1 if INTERLEAVED else pair + HALF
+    source = qkv + (token * (Q_HEADS + 2 * KV_HEADS) + head)[:, None] * (2 * HALF)
+    inside = (head < Q_HEADS + 2 * KV_HEADS)[:, None] & real[None, :]
+    a = tl.load(source + left[None, :], inside, 0.0).to(tl.float32)
+    b = tl.load(source + right[None, :], inside, 0.0).to(tl.float32)
+    turned_a = (a * cos - b * sin).to(qkv.dtype.element_ty)
+    turned_b = (b * cos + a * sin).to(qkv.dtype.element_ty)
+
+    is_query = (head < Q_HEADS)[:, None]
+    tl.store(source + left[None, :], turned_a, inside & is_query)
+    tl.store(source + right[None, :], turned_b, inside & is_query)
+
+    place = tl.load(places + token).to(tl.int64)
+    kv_head = tl.maximum(head - Q_HEADS, 0)  # keys first, then values
+    row = (place // BLOCK_SIZE * (2 * KV_HEADS) + kv_head) * BLOCK_SIZE + place % BLOCK_SIZE
+    target = cache + row[:, None] * (2 * HALF)
+    tl.store(target + left[None, :], turned_a.to(cache.dtype.element_ty), inside & ~is_query)
+    tl.store(target + right[None, :], turned_b.to(cache.dtype.element_ty), inside & ~is_query)
+
+
+def rope_and_store(
+    qkv: Any, inv_freq: Any, rope_scale: float, interleaved: bool, positions: Any, places: Any, cache: Any
+) -> None:
+    """q is turned in place in qkv [T, q + k + v]; k and v go to `places` [T], counted in tokens from the cache's
+    start."""
+    kv_heads, block_size, dims = cache.shape[2:]
+    tokens, width = qkv.shape
+    heads = width // dims
+    _rope_and_store[(tokens, triton.cdiv(heads, HEADS))](
+        qkv,
+        inv_freq,
+        positions,
+        places,
+        cache,
+        rope_scale,
+        Q_HEADS=heads - 2 * kv_heads,
+        KV_HEADS=kv_heads,
+        HALF=dims // 2,
+        BLOCK_SIZE=block_size,
+        INTERLEAVED=interleaved,
+        HEADS=HEADS,
+        PAIRS=triton.next_power_of_2(dims // 2),
+        **options(),
+    )

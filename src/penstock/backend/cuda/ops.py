@@ -1,0 +1,238 @@
+"""Records a model's forward pass (model/ops.py) as a list of launches over buffers that are made once.
+
+Nothing is allocated in a step, so the same launches can be run at once or captured in a graph, and steps of every size
+share the same memory.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from penstock.backend.base import Model
+from penstock.backend.cuda.inputs import SPARE_PARTS, Fields
+from penstock.backend.cuda.kernels.decode_attention import attend_parts
+from penstock.backend.cuda.kernels.gate import gate
+from penstock.backend.cuda.kernels.norm import add_norm
+from penstock.backend.cuda.kernels.prefill_attention import attend_tiles
+from penstock.backend.cuda.kernels.rope import rope_and_store
+from penstock.backend.cuda.kernels.rows import known_tokens, take_rows
+from penstock.backend.cuda.weights import Weight
+from penstock.errors import UnsupportedModel
+from penstock.model.spec import AttentionSpec
+
+
+class Value(NamedTuple):
+    """What an op returns while recording: rows of T or S, each `width` wide."""
+
+    id: int
+    symbol: str
+    width: int
+    wide: bool = False  # float32, not the type of activations
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One op: `run(step, *inputs, *outputs)`."""
+
+    run: Callable[..., None]
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    weight: Weight | None = None  # of a product
+    gates: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The largest step."""
+
+    tokens: int
+    rows: int  # sequences, and positions sampled at once
+
+
+@dataclass(slots=True)
+class Memory:
+    """What steps leave on the device for later ones, and scratch that every layer shares."""
+
+    last: Any  # [slots + 1] the token each slot sampled last
+    tokens: Any  # [T] the step's tokens, all known
+    mixed: Any = None  # see decode_attention
+    weighed: Any = None
+    caches: dict[int, Any] = field(default_factory=dict)  # layer: [blocks, 2, kv_heads, block_size, D]
+
+
+@dataclass(slots=True)
+class Recorder:
+    memory: Memory
+    device: torch.device
+    nodes: list[Node] = field(default_factory=list)
+    layers: dict[int, AttentionSpec] = field(default_factory=dict)
+    _values: int = 0
+    _frequencies: dict[tuple[float, ...], Any] = field(default_factory=dict)
+
+    def embed(self, table: Weight) -> Value:
+        def run(step: Fields, out: Any) -> None:
+            tokens = self.memory.tokens[: len(out)]
+            known_tokens(step.tokens, step.token_slots, self.memory.last, tokens)
+            table.gather(tokens, out)
+
+        return self._add(run, (), self._value("T", table.width))
+
+    def add_norm(self, x: Value, residual: Value | None, gain: Any, eps: float) -> tuple[Value, Value]:
+        out = self._value(x.symbol, x.width)
+        if residual is None:
+            return self._add(lambda step, x, out: add_norm(x, None, gain, eps, out, None), (x,), out), x
+        total = self._value(x.symbol, x.width)
+        run: Callable[..., None] = lambda step, x, r, out, total: add_norm(x, r, gain, eps, out, total)  # noqa: E731
+        self.nodes.append(Node(run, (x, residual), (out, total)))
+        return out, total
+
+    def linear(self, x: Value, weight: Weight) -> Value:
+        out = self._value(x.symbol, weight.rows, wide=x.symbol == "S")
+        self.nodes.append(Node(lambda step, x, out: weight.product(x, out), (x,), (out,), weight=weight))
+        return out
+
+    def attend(self, layer: int, qkv: Value, spec: AttentionSpec) -> Value:
+        self.layers[layer] = spec
+        frequencies = self._on_device(spec.rope.inv_freq)
+        memory, rope = self.memory, spec.rope
+
+        def run(step: Fields, qkv: Any, out: Any) -> None:
+            cache = memory.caches[layer]
+            rope_and_store(qkv, frequencies, rope.scale, rope.interleaved, step.positions, step.places, cache)
+            if len(step.joins):
+                attend_parts(
+                    qkv,
+                    cache,
+                    step.parts,
+                    step.joins,
+                    step.tables,
+                    step.header,
+                    out,
+                    memory.mixed,
+                    memory.weighed,
+                    spec.scale,
+                    spec.window,
+                )
+            if len(step.tiles):
+                attend_tiles(qkv, cache, step.tiles, step.tables, step.header, out, spec.scale, spec.window)
+
+        return self._add(run, (qkv,), self._value("T", spec.q_width))
+
+    def gated(self, x: Value, act: str) -> Value:
+        if act != "silu":
+            raise UnsupportedModel(f"the activation {act!r} is not supported; supported: silu")
+        out = self._value(x.symbol, x.width // 2)
+        self.nodes.append(Node(lambda step, x, out: gate(x, out), (x,), (out,), gates=True))
+        return out
+
+    def take_sampled(self, x: Value) -> Value:
+        return self._add(
+            lambda step, x, out: take_rows(x, step.sampled, out), (x,), self._value("S", x.width, wide=x.wide)
+        )
+
+    def _value(self, symbol: str, width: int, wide: bool = False) -> Value:
+        self._values += 1
+        return Value(self._values, symbol, width, wide)
+
+    def _add(self, run: Callable[..., None], inputs: tuple[Value, ...], out: Value) -> Value:
+        self.nodes.append(Node(run, inputs, (out,)))
+        return out
+
+    def _on_device(self, frequencies: tuple[float, ...]) -> Any:
+        if frequencies not in self._frequencies:
+            self._frequencies[frequencies] = torch.tensor(frequencies, dtype=torch.float64, device=self.device)
+        return self._frequencies[frequencies]
+
+
+def gate_products(nodes: list[Node], answer: Value) -> list[Node]:
+    """A product that only the gate after it reads is gated by its own kernel, where that has one."""
+    readers = Counter([answer.id, *(value.id for node in nodes for value in node.inputs)])
+    kept: list[Node] = []
+    for node in nodes:
+        before = kept[-1] if kept else node
+        if node.gates and before.weight and before.outputs == node.inputs and readers[node.inputs[0].id] == 1:
+            run = gated_by(before.weight)
+            kept[-1] = Node(run, before.inputs, (*node.outputs, *before.outputs))
+        else:
+            kept.append(node)
+    return kept
+
+
+def gated_by(weight: Weight) -> Callable[..., None]:
+    return lambda step, x, out, scratch: weight.gated(x, out, scratch)
+
+
+Kind = tuple[str, int, bool]
+
+
+class Program:
+    """The recorded launches with a buffer for each value; a buffer is free again when nothing will read its value."""
+
+    def __init__(self, model: Model, memory: Memory, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> None:
+        recorder = Recorder(memory, device)
+        self.answer: Value = model.forward(recorder)
+        self.layers = recorder.layers
+        self._nodes: list[tuple[Node, list[int]]] = []
+        self._kinds: list[Kind] = []
+        self._assign(gate_products(recorder.nodes, self.answer))
+        self._buffers = [
+            torch.zeros(
+                (sizes.tokens if symbol == "T" else sizes.rows, width),
+                dtype=torch.float32 if wide else dtype,
+                device=device,
+            )
+            for symbol, width, wide in self._kinds
+        ]
+        heads = [(spec.heads, spec.head_dim) for spec in self.layers.values()]
+        parts = sizes.rows + SPARE_PARTS
+        memory.mixed = torch.empty(parts * max([h * d for h, d in heads], default=1), device=device)
+        memory.weighed = torch.empty(parts * max([h for h, _ in heads], default=1) * 2, device=device)
+
+    def run_tokens(self, step: Fields) -> None:
+        """Everything up to the rows whose logits are wanted."""
+        self._run(self._nodes[: self._sampling], step, len(step.tokens), 0)
+
+    def run_sampled(self, step: Fields, count: int) -> Any:
+        """The rest, for the `count` positions that step.sampled names; returns the answer, [S, *]."""
+        self._run(self._nodes[self._sampling :], step, len(step.tokens), count)
+        return self.answer_of(count)
+
+    def answer_of(self, count: int) -> Any:
+        """What the last run answered: [S, *]."""
+        return self._buffers[self._place][:count]
+
+    def _run(self, nodes: list[tuple[Node, list[int]]], step: Fields, tokens: int, count: int) -> None:
+        rows = {"T": tokens, "S": count}
+        views = [buffer[: rows[kind[0]]] for buffer, kind in zip(self._buffers, self._kinds, strict=True)]
+        for node, places in nodes:
+            node.run(step, *[views[place] for place in places])
+
+    def _assign(self, nodes: list[Node]) -> None:
+        last_use = {value.id: i for i, node in enumerate(nodes) for value in node.inputs}
+        last_use[self.answer.id] = len(nodes)
+        places: dict[int, int] = {}
+        free: dict[Kind, list[int]] = {}
+        for index, node in enumerate(nodes):
+            for value in node.outputs:
+                places[value.id] = self._take(kind_of(value), free)
+            self._nodes.append((node, [places[value.id] for value in (*node.inputs, *node.outputs)]))
+            for value in {*node.inputs, *node.outputs}:
+                if last_use.get(value.id, index) <= index:
+                    free.setdefault(kind_of(value), []).append(places.pop(value.id))
+        self._sampling = next((i for i, node in enumerate(nodes) if node.outputs[0].symbol == "S"), len(nodes))
+        self._place = places[self.answer.id]
+
+    def _take(self, kind: Kind, free: dict[Kind, list[int]]) -> int:
+        if free.get(kind):
+            return free[kind].pop()
+        self._kinds.append(kind)
+        return len(self._kinds) - 1
+
+
+def kind_of(value: Value) -> Kind:
+    return value.symbol, value.width, value.wide

@@ -1,0 +1,25 @@
+"""Which tiling is fastest for a product, found on an H200 (bench/cuda.py --cells tune)."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from penstock.backend.cuda.kernels import gemv, skinny
+
+PROGRAMS = 264  # two for each multiprocessor
+MOST = 64  # rows from which the library's product is the faster one
+
+
+@lru_cache(maxsize=1024)
+def gemv_tiling(rows: int, width: int) -> gemv.Tiling:
+    return gemv.Tiling(4, min(1024, 1 << (width - 1).bit_length()), 4)
+
+
+@lru_cache(maxsize=4096)
+def skinny_tiling(count: int, rows: int, width: int, gated: bool = False) -> skinny.Tiling | None:
+    """None: the library's product is faster."""
+    if count > MOST:
+        return None
+    tiles = -(-rows // (128 if gated else 64))
+    split = max(min(PROGRAMS // tiles, skinny.MAX_SPLIT, width // 512), 1)
+    return skinny.Tiling(64, 128, split, 4, 4 if count > 16 or gated else 5)

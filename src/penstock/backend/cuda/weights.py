@@ -1,0 +1,135 @@
+"""Packed weights: a matrix in the layout that its products want.
+
+Every format is a class with the methods of `Weight`, and `pack` decides which one a tensor becomes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from penstock.backend.cuda.kernels.gate import gate
+from penstock.backend.cuda.kernels.gemv import gemv
+from penstock.backend.cuda.kernels.rows import take_rows
+from penstock.backend.cuda.kernels.skinny import Scratch, skinny
+from penstock.backend.cuda.tilings import gemv_tiling, skinny_tiling
+from penstock.model.quant import dequantize
+from penstock.model.tensor import Tensor
+
+AT_ONCE = 1 << 26  # values dequantized together
+
+
+class Weight(Protocol):
+    """A matrix [rows, width]. Products write to tensors that were made before: `x` [T, width] -> `out` [T, rows]."""
+
+    @property
+    def rows(self) -> int: ...
+
+    @property
+    def width(self) -> int: ...
+
+    def product(self, x: Any, out: Any) -> None:
+        """x @ weight.T (+ bias). `out` may be wider in type than x: logits are float32."""
+
+    def gated(self, x: Any, out: Any, scratch: Any) -> None:
+        """silu(left half of the product) * right half; `scratch` [T, rows] may hold the product."""
+
+    def gather(self, tokens: Any, out: Any) -> None:
+        """out[t] = weight[tokens[t]]."""
+
+
+@dataclass(slots=True)
+class Dense:
+    """Values of 16 bits (or 32, in tests) as they are."""
+
+    weight: Any  # [rows, width]
+    bias: Any | None  # [rows] float32
+    scratch: Scratch
+
+    @property
+    def rows(self) -> int:
+        return int(self.weight.shape[0])
+
+    @property
+    def width(self) -> int:
+        return int(self.weight.shape[1])
+
+    def product(self, x: Any, out: Any) -> None:
+        if len(x) == 1:
+            gemv(x, self.weight, self.bias, out, tiling=gemv_tiling(self.rows, self.width))
+        elif tiling := skinny_tiling(len(x), self.rows, self.width):
+            skinny(x, self.weight, self.bias, out, tiling, self.scratch)
+        else:
+            multiply(x, self.weight, self.bias, out)
+
+    def gated(self, x: Any, out: Any, scratch: Any) -> None:
+        if len(x) == 1:
+            gemv(x, self.weight, self.bias, out, gated=True, tiling=gemv_tiling(self.rows, self.width))
+        elif tiling := skinny_tiling(len(x), self.rows, self.width, gated=True):
+            skinny(x, self.weight, self.bias, out, tiling, self.scratch, gated=True)
+        else:
+            multiply(x, self.weight, self.bias, scratch)
+            gate(scratch, out)
+
+    def gather(self, tokens: Any, out: Any) -> None:
+        take_rows(self.weight, tokens, out)
+
+
+def multiply(x: Any, weight: Any, bias: Any | None, out: Any) -> None:
+    """The library's product."""
+    if out.dtype == x.dtype:
+        torch.mm(x, weight.t(), out=out)
+    elif x.is_cuda:
+        torch.ops.aten.mm.dtype_out(x, weight.t(), out.dtype, out=out)
+    else:
+        out.copy_(x.to(out.dtype) @ weight.t().to(out.dtype))
+    if bias is not None:
+        out += bias
+
+
+def pack(
+    parts: Sequence[Tensor], bias: Sequence[Tensor | None], device: torch.device, dtype: torch.dtype, scratch: Scratch
+) -> Weight:
+    rows = sum(part.shape[0] for part in parts)
+    weight = torch.empty((rows, parts[0].shape[1]), dtype=dtype, device=device)
+    at = 0
+    for part in parts:
+        copy_values(part, weight[at : at + part.shape[0]])
+        at += part.shape[0]
+    return Dense(weight, stacked_bias(parts, bias, device), scratch)
+
+
+def stacked_bias(parts: Sequence[Tensor], bias: Sequence[Tensor | None], device: torch.device) -> Any | None:
+    if not any(bias):
+        return None
+    vectors = [
+        np.zeros(part.shape[0], np.float32) if tensor is None else dequantize(tensor)
+        for part, tensor in zip(parts, bias, strict=True)
+    ]
+    return torch.from_numpy(np.concatenate(vectors)).to(device)
+
+
+PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def copy_values(tensor: Tensor, target: Any) -> None:
+    """The tensor's values into `target`, some rows at a time."""
+    rows, width = tensor.shape
+    step = max(AT_ONCE // width, 1)
+    row_bytes = width // tensor.format.values * tensor.format.bytes
+    for first in range(0, rows, step):
+        last = min(first + step, rows)
+        data = tensor.data[first * row_bytes : last * row_bytes]
+        target[first:last].copy_(values_of(Tensor(tensor.name, tensor.format, (last - first, width), data)))
+
+
+def values_of(tensor: Tensor) -> Any:
+    """On the host, in the file's own type where torch has it."""
+    kind = PLAIN.get(tensor.format.name)
+    if kind is None:
+        return torch.from_numpy(dequantize(tensor))
+    return torch.from_numpy(tensor.data.copy()).view(kind).reshape(tensor.shape)

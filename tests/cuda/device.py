@@ -1,0 +1,26 @@
+"""Where the tests run, and how close they may expect results to be there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter's dot products do not know bfloat16
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+
+
+def normal(*size: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def ints(values: Any) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def close(got: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """Largest difference over largest value, within what the type of `got` allows."""
+    wanted = wanted.double()
+    difference = (got.double() - wanted).abs().max() / wanted.abs().max()
+    return bool(difference <= TOLERANCE[got.dtype])

@@ -1,0 +1,173 @@
+"""The backend as the engine sees it: ops, tiny models and random schedules against the reference."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.backend.cuda import CudaBackend
+from penstock.backend.ref import RefBackend
+from penstock.backend.ref.batches import Chunk, blocks_for, greedy_batch, random_steps
+from penstock.backend.ref.cases import CASES, Case, difference, run
+from penstock.engine.engine import Engine
+from penstock.errors import UnsupportedModel
+from penstock.model.load import load_model, open_checkpoint
+from penstock.types import Finished, Limits, Request, SamplingParams, Tokens
+from tests.cuda.device import DEVICE, HALF
+
+GOLDENS = Path(__file__).parents[1] / "models" / "goldens"
+NAMES = sorted(folder.name for folder in GOLDENS.iterdir())
+PRECISIONS = {torch.float32: 1e-5, HALF: 3e-2}
+BLOCK_SIZE = 4
+
+
+def backend_of(dtype: torch.dtype = torch.float32, **sizes: int) -> CudaBackend:
+    return CudaBackend(sizes.get("max_tokens", 256), sizes.get("max_rows", 64), device=DEVICE, dtype=dtype)
+
+
+def loaded(name: str, backend: Any, file: str = "") -> Any:
+    backend.load(load_model(open_checkpoint(GOLDENS / name / file), backend))
+    return backend
+
+
+def expected(name: str) -> tuple[list[int], np.ndarray]:
+    with np.load(GOLDENS / name / "expected.npz") as file:
+        return file["tokens"].tolist(), file["logits"]
+
+
+@pytest.mark.parametrize("dtype", PRECISIONS, ids=["f32", "half"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.op}: {case.name}")
+def test_op_follows_the_reference(case: Case, dtype: torch.dtype) -> None:
+    wanted = run(case.make(np.random.default_rng(9)), RefBackend())
+    got = run(case.make(np.random.default_rng(9)), backend_of(dtype))
+    assert max(map(difference, got, wanted)) <= PRECISIONS[dtype]
+
+
+@pytest.mark.parametrize("file", ["model.gguf", ""], ids=["gguf", "folder"])
+@pytest.mark.parametrize("name", NAMES)
+def test_whole_prompt(name: str, file: str) -> None:
+    tokens, logits = expected(name)
+    backend = loaded(name, backend_of(), file)
+    size = blocks_for([tokens], BLOCK_SIZE)
+    backend.reserve_kv(size, BLOCK_SIZE)
+    assert np.abs(backend.logits(greedy_batch([Chunk(tokens, 0, range(size))])) - logits).max() < 2e-4
+
+
+def test_whole_prompt_in_sixteen_bits() -> None:
+    tokens, logits = expected("llama3")
+    backend = loaded("llama3", backend_of(HALF))
+    backend.reserve_kv(64, BLOCK_SIZE)
+    got = backend.logits(greedy_batch([Chunk(tokens, 0, range(64))]))
+    assert difference(got, logits) < 5e-2
+    assert (got.argmax(1) == logits.argmax(1)).mean() > 0.8
+
+
+@pytest.mark.parametrize("name", ["llama3", "mistral", "bias"])
+def test_random_chunks_among_others(name: str) -> None:
+    tokens, logits = expected(name)
+    prompts = [tokens, tokens[:5], tokens[:30]]
+    backend = loaded(name, backend_of())
+    backend.reserve_kv(blocks_for(prompts, BLOCK_SIZE), BLOCK_SIZE)
+    for chunks in random_steps(np.random.default_rng(0), prompts, BLOCK_SIZE):
+        wanted = np.concatenate([logits[chunk.start : chunk.start + len(chunk.tokens)] for chunk in chunks])
+        assert np.abs(backend.logits(greedy_batch(chunks)) - wanted).max() < 2e-4
+
+
+def test_more_positions_are_scored_than_fit_at_once() -> None:
+    tokens, logits = expected("tied")
+    backend = loaded("tied", backend_of(max_rows=7))
+    backend.reserve_kv(64, BLOCK_SIZE)
+    batch = greedy_batch([Chunk(tokens[:40], 0, range(64))])
+    assert np.abs(backend.logits(batch) - logits[:40]).max() < 2e-4
+    answer = backend.wait(backend.launch(batch))
+    assert list(answer.rows[0].tokens) == logits[:40].argmax(1).tolist()
+
+
+def test_two_steps_in_flight_feed_each_other() -> None:
+    tokens, logits = expected("untied")
+    backend = loaded("untied", backend_of())
+    backend.reserve_kv(24, BLOCK_SIZE)
+    prompts, tables = [tokens[:20], tokens[:11]], [range(0, 12), range(12, 24)]
+    chunks = [Chunk(p, 0, t, slot, 1) for slot, (p, t) in enumerate(zip(prompts, tables, strict=True))]
+    swapped = [Chunk([-1], len(prompts[slot]), tables[slot], slot, 1) for slot in (1, 0)]
+    tickets = [backend.launch(greedy_batch(chunks, step=0)), backend.launch(greedy_batch(swapped, step=1))]
+    first, second = (backend.wait(ticket) for ticket in tickets)
+    assert [row.tokens for row in first.rows] == [(logits[19].argmax(),), (logits[10].argmax(),)]
+    for slot, row in zip((1, 0), second.rows, strict=True):
+        known = [*prompts[slot], *first.rows[slot].tokens]
+        alone = backend.logits(greedy_batch([Chunk(known, 0, tables[slot], 7, 1)]))
+        assert row.tokens == (alone[0].argmax(),)
+
+
+def test_moved_blocks_are_read_where_they_are_now() -> None:
+    tokens, logits = expected("linear")
+    backend = loaded("linear", backend_of())
+    backend.reserve_kv(30, BLOCK_SIZE)
+    backend.logits(greedy_batch([Chunk(tokens[:40], 0, range(10))]))
+    backend.move_blocks([(block, 29 - block) for block in range(10)])
+    got = backend.logits(greedy_batch([Chunk(tokens[40:], 40, [*range(29, 19, -1), 0, 1])]))
+    assert np.abs(got - logits[40:]).max() < 2e-4
+
+
+def test_steps_too_large_are_refused() -> None:
+    backend = loaded("tied", backend_of(max_tokens=16, max_rows=8))
+    backend.reserve_kv(64, BLOCK_SIZE)
+    with pytest.raises(ValueError, match="17 tokens"):
+        backend.launch(greedy_batch([Chunk([1] * 17, 0, range(64))]))
+
+
+def test_unknown_activations_are_refused() -> None:
+    class Odd:
+        def forward(self, ops: Any) -> Any:
+            return ops.gated(ops.embed(self.table), "relu")
+
+    backend, odd = backend_of(), Odd()
+    odd.table = backend.pack_matrix([next(iter(open_checkpoint(GOLDENS / "tied").tensors.values()))], [None])
+    with pytest.raises(UnsupportedModel, match="'relu'"):
+        backend.load(odd)
+
+
+def answers(engine: Engine, requests: list[Request], rng: np.random.Generator) -> dict[int, list[int]]:
+    """Runs the requests, arriving at random, to their ends."""
+    got: dict[int, list[int]] = {request.id: [] for request in requests}
+    ended = 0
+    waiting = list(requests)
+    while ended < len(requests):
+        while waiting and (engine.idle or rng.random() < 0.4):
+            engine.add(waiting.pop())
+        for event in engine.step():
+            if isinstance(event, Tokens):
+                got[event.seq] += event.tokens
+            else:
+                assert isinstance(event, Finished)
+                ended += 1
+    return got
+
+
+@settings(max_examples=30 if DEVICE == "cuda" else 2)
+@given(st.integers(0, 10_000))
+def test_each_request_gets_what_it_gets_alone(seed: int) -> None:
+    """Random arrivals, shared prefixes, a small cache and small steps, one step in flight."""
+    rng = np.random.default_rng(seed)
+    tokens, _ = expected("llama3")
+    requests = []
+    for id in range(int(rng.integers(2, 7 if DEVICE == "cuda" else 4))):
+        prompt = [*tokens[: rng.integers(0, 30)], *rng.integers(0, 60, rng.integers(1, 12)).tolist()]
+        params = SamplingParams(temperature=float(rng.choice([0.0, 0.8])), seed=id, top_p=float(rng.choice([1.0, 0.9])))
+        requests.append(Request(id, tuple(prompt), params, int(rng.integers(1, 6))))
+    vocab = open_checkpoint(GOLDENS / "llama3").spec.vocab
+    limits = Limits(60, 3, 24, block_size=BLOCK_SIZE, num_blocks=int(rng.integers(16, 40)), vocab=vocab)
+    backend = loaded("llama3", backend_of(max_tokens=24, max_rows=3))
+    backend.reserve_kv(limits.num_blocks, BLOCK_SIZE)
+    together = answers(Engine(backend, limits, depth=1), requests, rng)
+    for request in requests:
+        reference = loaded("llama3", RefBackend())
+        reference.reserve_kv(limits.num_blocks, BLOCK_SIZE)
+        alone = answers(Engine(reference, limits), [request], rng)
+        assert together[request.id] == alone[request.id]

@@ -1,0 +1,109 @@
+"""Each kernel against a few lines of torch, on shapes that are powers of two and on others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from penstock.backend.cuda.kernels.gate import gate
+from penstock.backend.cuda.kernels.gemv import Tiling as RowTiling
+from penstock.backend.cuda.kernels.gemv import gemv
+from penstock.backend.cuda.kernels.norm import add_norm
+from penstock.backend.cuda.kernels.rows import known_tokens, take_rows
+from penstock.backend.cuda.kernels.skinny import Scratch, Tiling, skinny
+from tests.cuda.device import DEVICE, HALF, close, ints, normal
+
+DTYPES = [torch.float32, HALF]
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["f32", "half"])
+
+
+@dtypes
+@pytest.mark.parametrize("dim", [33, 576, 4096])
+def test_add_norm(dim: int, dtype: torch.dtype) -> None:
+    x, residual = normal(3, dim, dtype=dtype), normal(3, dim, dtype=dtype, seed=1)
+    gain = normal(dim, seed=2)
+    out, total = torch.full_like(x, torch.nan), torch.full_like(x, torch.nan)
+    add_norm(x, residual, gain, 1e-5, out, total)
+    wanted = x.double() + residual.double()
+    assert close(total, wanted)
+    assert close(out, wanted / (wanted.square().mean(1, keepdim=True) + 1e-5).sqrt() * gain)
+
+    add_norm(x, None, gain, 1e-5, out, None)
+    assert close(out, x.double() / (x.double().square().mean(1, keepdim=True) + 1e-5).sqrt() * gain)
+
+
+def test_the_sum_may_replace_the_residual() -> None:
+    x, residual = normal(2, 64), normal(2, 64, seed=1)
+    wanted = x + residual
+    add_norm(x, residual, normal(64), 1e-5, torch.empty_like(x), residual)
+    assert torch.equal(residual, wanted)
+
+
+@dtypes
+@pytest.mark.parametrize("hidden", [33, 1536, 3000])
+def test_gate(hidden: int, dtype: torch.dtype) -> None:
+    x = normal(3, 2 * hidden, dtype=dtype) * 20
+    out = torch.full((3, hidden), torch.nan, dtype=dtype, device=DEVICE)
+    gate(x, out)
+    left, right = x.double().chunk(2, dim=1)
+    assert close(out, torch.nn.functional.silu(left) * right)
+
+
+def test_known_tokens() -> None:
+    out = ints([-9] * 5)
+    known_tokens(ints([3, -1, 0, -1, 7]), ints([0, 2, 2, 1, 1]), ints([10, 11, 12]), out)
+    assert out.tolist() == [3, 12, 0, 11, 7]
+
+
+@dtypes
+def test_take_rows(dtype: torch.dtype) -> None:
+    source = normal(9, 1500, dtype=dtype)
+    out = torch.full((4, 1500), torch.nan, dtype=dtype, device=DEVICE)
+    take_rows(source, ints([8, 0, 0, 3]), out)
+    assert torch.equal(out, source[[8, 0, 0, 3]])
+
+
+def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gated: bool) -> torch.Tensor:
+    y = x.double() @ weight.double().t()
+    y = y if bias is None else y + bias.double()
+    left, right = y.chunk(2, dim=1)
+    return torch.nn.functional.silu(left) * right if gated else y
+
+
+SHAPES = [(48, 64), (576, 576), (37 * 2, 33), (2, 512), (96, 1600)]
+
+
+@dtypes
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("rows", "width"), SHAPES)
+def test_gemv(rows: int, width: int, biased: bool, gated: bool, dtype: torch.dtype) -> None:
+    x, weight = normal(1, width, dtype=dtype), normal(rows, width, dtype=dtype, seed=1)
+    bias = normal(rows, seed=2) if biased else None
+    out = torch.full((1, rows // 2 if gated else rows), torch.nan, dtype=dtype, device=DEVICE)
+    gemv(x, weight, bias, out, gated=gated, tiling=RowTiling(4, 256, 4))
+    assert close(out, product(x, weight, bias, gated))
+
+
+@dtypes
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("split", [1, 3])
+@pytest.mark.parametrize(("rows", "width"), SHAPES)
+def test_skinny(rows: int, width: int, split: int, gated: bool, dtype: torch.dtype) -> None:
+    scratch = Scratch.on(torch.device(DEVICE))
+    for count, biased in [(2, False), (16, True), (17, True), (40, False)]:
+        x, weight = normal(count, width, dtype=dtype), normal(rows, width, dtype=dtype, seed=1)
+        bias = normal(rows, seed=2) if biased else None
+        out = torch.full((count, rows // 2 if gated else rows), torch.nan, dtype=dtype, device=DEVICE)
+        skinny(x, weight, bias, out, Tiling(64, 64, split, 4, 3), scratch, gated=gated)
+        assert close(out, product(x, weight, bias, gated))
+        assert not scratch.arrived.any()
+
+
+def test_products_may_be_wider_than_their_inputs() -> None:
+    x, weight = normal(3, 64, dtype=HALF), normal(32, 64, dtype=HALF, seed=1)
+    out = torch.zeros((3, 32), device=DEVICE)
+    skinny(x, weight, None, out, Tiling(64, 64, 1, 4, 3), Scratch.on(torch.device(DEVICE)))
+    assert close(out, product(x, weight, None, False))
+    gemv(x[:1], weight, None, out[:1])
+    assert close(out, product(x, weight, None, False))
