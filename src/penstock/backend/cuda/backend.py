@@ -19,6 +19,7 @@ from penstock.backend.cuda.kernels.skinny import Scratch
 from penstock.backend.cuda.ops import Memory, Program, Sizes
 from penstock.backend.cuda.sampler import Asked, Sampler
 from penstock.backend.cuda.weights import Weight, pack
+from penstock.backend.ref.batches import greedy_batch
 from penstock.backend.sample import answers
 from penstock.errors import ConfigError
 from penstock.model.quant import dequantize
@@ -110,6 +111,13 @@ class CudaBackend:
         if self._stream is not None:
             torch.cuda.synchronize()
 
+    def prepare(self, rows: int) -> None:
+        """Captures the graph of steps of so many rows, on a step that only pads."""
+        work = inputs.plan(greedy_batch([]), self._tile_tokens, lambda _: bucket(rows))
+        with self._on_stream():
+            for _ in range(2):
+                self._graphs.run(work.shape, self._send(greedy_batch([]), work))
+
     # -- steps ---------------------------------------------------------------------------------------------------
 
     def launch(self, batch: Batch) -> Ticket:
@@ -178,6 +186,13 @@ class CudaBackend:
         staged = self._staged[self._turn]
         count = inputs.fill(staged.numpy(), batch, work, self._block_size, self._num_blocks, self._sizes.rows)
         self._inbox[:count].copy_(staged[:count], non_blocking=True)
+        if shape.tiles:
+            return self._fields(shape)
+        if shape not in self._decode_fields:
+            self._decode_fields[shape] = self._fields(shape)
+        return self._decode_fields[shape]
+
+    def _fields(self, shape: Shape) -> Fields:
         return inputs.fields(self._inbox, shape, lambda view: view.view(torch.float32))
 
     def _reserve_inputs(self, table_words: int) -> None:
@@ -188,6 +203,7 @@ class CudaBackend:
         self._inbox = torch.zeros(most, dtype=torch.int32, device=self._device)
         self._staged = [torch.zeros(most, dtype=torch.int32, pin_memory=pinned) for _ in range(IN_FLIGHT)]
         self._answers = [torch.zeros(t, dtype=torch.int32, pin_memory=pinned) for _ in range(IN_FLIGHT)]
+        self._decode_fields: dict[Shape, Fields] = {}
         self._graphs.forget()
 
     def _on_stream(self) -> AbstractContextManager[Any]:

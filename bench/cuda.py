@@ -1,0 +1,18 @@
+"""The CUDA backend on a bare machine: torch, Triton, one GPU, a model of the shape of Llama-3.1-8B with random weights.
+
+    PYTHONPATH=src python bench/cuda.py --cells kernels,step,decode1,batch64,batch256,prefill --json cuda.json
+
+Every cell reports its figures, or its traceback, in one JSON file and as lines on the way. `tune` looks for the fastest
+tilings, which backend/cuda/tilings.py then names.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).parent / "gpu")  # torch imports a package called cuda and must not find this file
+    from cells import main
+
+    main(__doc__ or "")

@@ -1,0 +1,306 @@
+"""Cells of `cuda.py` that run the whole model: a step by itself, and the engine with one request or many."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from kernel_cells import KERNEL_CELLS, say, seconds
+
+from penstock.backend.cuda import CudaBackend
+from penstock.backend.cuda.graphs import bucket
+from penstock.backend.cuda.kernels import pdl
+from penstock.backend.cuda.weights import Dense
+from penstock.backend.ref.batches import Chunk, greedy_batch
+from penstock.engine.engine import Engine
+from penstock.model.llama import build
+from penstock.model.rope import plain
+from penstock.model.spec import AttentionSpec, ModelSpec, RopeSpec
+from penstock.types import Limits, Request, SamplingParams, Tokens
+
+Figures = dict[str, Any]
+BLOCK_SIZE = 16
+MAX_TOKENS = 8192  # the largest step of any cell
+MAX_ROWS = 256
+STEP_TOKENS = 2048  # in cells with many clients
+WEIGHT_BYTES = 15.0e9  # read in every step: all but the embedding table
+KV_BYTES = 131072  # of one token
+READ = 4.457e12  # bytes a second, measured
+
+
+def llama8b(layers: int) -> ModelSpec:
+    attn = AttentionSpec(32, 8, 128, RopeSpec(plain(500000.0, 128), interleaved=False))
+    return ModelSpec("llama", layers, 4096, 14336, 128256, 131072, 1e-5, attn)
+
+
+class RandomWeights:
+    """Stands in for a checkpoint's packer."""
+
+    def __init__(self, backend: CudaBackend) -> None:
+        self._backend = backend
+
+    def vector(self, name: str, size: int) -> Any:
+        return torch.ones(size, device="cuda")
+
+    def matrix(self, *parts: tuple[str, int], width: int) -> Any:
+        weight = torch.empty((sum(rows for _, rows in parts), width), dtype=torch.bfloat16, device="cuda")
+        return Dense(weight.normal_(0, 0.02), None, self._backend._scratch)
+
+
+class Bench:
+    """The loaded model, made when the first cell asks for it."""
+
+    def __init__(self, layers: int) -> None:
+        self._layers = layers
+        self._backend: CudaBackend | None = None
+        self._ids = iter(range(1 << 30))
+        self.dice = np.random.default_rng(0)
+
+    @property
+    def backend(self) -> CudaBackend:
+        if self._backend is None:
+            began = time.perf_counter()
+            backend = CudaBackend(MAX_TOKENS, MAX_ROWS)
+            backend.load(build(llama8b(self._layers), RandomWeights(backend)))
+            spare = backend.kv_memory()
+            self.num_blocks = min(spare // (backend.kv_bytes_per_token() * BLOCK_SIZE), 24_000)
+            backend.reserve_kv(self.num_blocks, BLOCK_SIZE)
+            say(f"model ready in {time.perf_counter() - began:.1f} s; {spare / 1e9:.0f} GB were free for KV")
+            self._backend = backend
+        return self._backend
+
+    def engine(self, max_tokens: int) -> Engine:
+        backend = self.backend
+        limits = Limits(16384, MAX_ROWS, max_tokens, BLOCK_SIZE, self.num_blocks, 128256)
+        return Engine(backend, limits, depth=backend.depth)
+
+    def requests(self, count: int, prompt: int, answer: int, temperature: float = 0.0) -> list[Request]:
+        params = SamplingParams(temperature=temperature, ignore_eos=True)
+        prompts = self.dice.integers(1000, 100_000, (count, prompt)).tolist()
+        return [Request(next(self._ids), tuple(tokens), params, answer) for tokens in prompts]
+
+
+class Watched:
+    """A backend that says how long the host waited for it and worked for it."""
+
+    def __init__(self, backend: CudaBackend) -> None:
+        self._backend = backend
+        self.waited: list[float] = []
+        self.launched: list[float] = []
+
+    def launch(self, batch: Any) -> Any:
+        began = time.perf_counter()
+        ticket = self._backend.launch(batch)
+        self.launched.append(time.perf_counter() - began)
+        return ticket
+
+    def wait(self, ticket: Any) -> Any:
+        began = time.perf_counter()
+        result = self._backend.wait(ticket)
+        self.waited.append(time.perf_counter() - began)
+        return result
+
+
+def generate(engine: Engine, requests: list[Request]) -> Figures:
+    """All requests at once, to their ends."""
+    watched = engine._backend = Watched(engine._backend)  # type: ignore[assignment]
+    times: dict[int, list[float]] = {request.id: [] for request in requests}
+    began = time.perf_counter()
+    for request in requests:
+        engine.add(request)
+    steps = []
+    while not engine.idle:
+        stepped = time.perf_counter()
+        events = engine.step()
+        now = time.perf_counter()
+        steps.append(now - stepped)
+        for event in events:
+            if isinstance(event, Tokens):
+                times[event.seq] += [now - began] * len(event.tokens)
+    total = time.perf_counter() - began
+    gaps = np.concatenate([np.diff(stamps) for stamps in times.values()]) if len(requests[0].prompt) else []
+    first = [stamps[0] for stamps in times.values()]
+    tokens = sum(map(len, times.values()))
+    host = np.array(steps[: len(watched.waited)]) - np.array(watched.waited[: len(steps)])
+    return {
+        "tok/s": tokens / total,
+        "seconds": total,
+        "tokens": tokens,
+        "steps": len(steps),
+        "ttft_ms": quantiles(first),
+        "itl_ms": quantiles(gaps) if len(gaps) else {},
+        "step_ms": quantiles(steps),
+        "host_ms": quantiles(host),
+        "launch_ms": quantiles(watched.launched),
+        "waited_ms": quantiles(watched.waited),
+    }
+
+
+def quantiles(values: Any) -> dict[str, float]:
+    p50, p90, p99 = np.quantile(np.asarray(values) * 1e3, [0.5, 0.9, 0.99])
+    return {"p50": round(float(p50), 3), "p90": round(float(p90), 3), "p99": round(float(p99), 3)}
+
+
+def decode1(bench: Bench) -> Figures:
+    bench.backend.prepare(1)
+    generate(bench.engine(STEP_TOKENS), bench.requests(1, 128, 16))
+    found = {}
+    for name, temperature in (("greedy", 0.0), ("temperature", 0.8)):
+        figures = generate(bench.engine(STEP_TOKENS), bench.requests(1, 128, 513, temperature))
+        decode = figures["seconds"] - figures["ttft_ms"]["p50"] / 1e3
+        found[name] = {"decode tok/s": 512 / decode, **figures}
+        say(f"decode1 {name}: {512 / decode:.1f} tok/s (at least 250; limit 297), host {figures['host_ms']}")
+    return found
+
+
+def batch(count: int, at_least: int) -> Callable[[Bench], Figures]:
+    def cell(bench: Bench) -> Figures:
+        for rows in range(8, count + 1, 8):
+            bench.backend.prepare(rows)
+        generate(bench.engine(STEP_TOKENS), bench.requests(count, 512, 4))
+        figures = generate(bench.engine(STEP_TOKENS), bench.requests(count, 512, 512))
+        say(f"batch{count}: {figures['tok/s']:.0f} tok/s (at least {at_least})")
+        for name in ("ttft_ms", "itl_ms", "step_ms", "host_ms", "launch_ms", "waited_ms"):
+            say(f"  {name} {figures[name]}")
+        return figures
+
+    return cell
+
+
+def prefill(bench: Bench) -> Figures:
+    found = {}
+    for tokens in (512, 2048, 4096):
+        runs = []
+        for _ in range(4):
+            runs.append(generate(bench.engine(MAX_TOKENS), bench.requests(1, tokens, 1))["ttft_ms"]["p50"])
+        found[f"{tokens} tokens, ms"] = best = min(runs[1:])
+        flops = 2 * tokens * 6.98e9 + 2 * tokens * tokens * 32 * 128 * 32
+        say(f"prefill {tokens}: {best:.1f} ms, {flops / best / 1e9:.0f} TFLOP/s (4096: at most 105)")
+    halves = generate(bench.engine(STEP_TOKENS), bench.requests(1, 4096, 1))["ttft_ms"]["p50"]
+    found["4096 tokens in steps of 2048, ms"] = halves
+    say(f"prefill 4096 in steps of {STEP_TOKENS}: {halves:.1f} ms")
+    return found
+
+
+def decode_batch(rows: int, context: int, blocks: int, step: int) -> Any:
+    width = -(-context // BLOCK_SIZE)
+    tables = np.random.default_rng(rows).permutation(blocks)[: rows * width].reshape(rows, width).tolist()
+    return greedy_batch([Chunk([1], context - 1, tables[row], row, 1) for row in range(rows)], step)
+
+
+def step(bench: Bench) -> Figures:
+    """A decode step by itself, with 768 positions of context: the graph alone, and as the engine would run it."""
+    found: Figures = {}
+    backend = bench.backend
+    for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256):
+        work = decode_batch(rows, 768, bench.num_blocks, 0)
+        for turn in range(3):
+            backend.wait(backend.launch(replaced(work, turn)))
+        entry = {"graph ms": graph_ms(backend, rows), "launch ms": launch_ms(backend, work)}
+        entry["limit ms"] = (WEIGHT_BYTES + rows * 768 * KV_BYTES) / READ * 1e3
+        if rows in (1, 64):
+            entry["graph ms without programmatic launch"] = without_pdl(backend, work, rows)
+        found[str(rows)] = entry
+        say(f"step of {rows}: " + ", ".join(f"{name} {value:.3f}" for name, value in entry.items()))
+    return found
+
+
+def replaced(work: Any, step: int) -> Any:
+    from dataclasses import replace
+
+    return replace(work, step=step)
+
+
+def graph_ms(backend: CudaBackend, rows: int) -> float:
+    graph = next(g for shape, g in backend._graphs._graphs.items() if shape.decodes == bucket(rows))
+    with torch.cuda.stream(backend._stream):
+        return seconds(graph.replay, 20) * 1e3
+
+
+def launch_ms(backend: CudaBackend, work: Any) -> float:
+    """The host's part, with nothing to wait for."""
+    spent = []
+    for turn in range(12):
+        began = time.perf_counter()
+        ticket = backend.launch(replaced(work, turn))
+        spent.append(time.perf_counter() - began)
+        backend.wait(ticket)
+    return statistics.median(spent) * 1e3
+
+
+def without_pdl(backend: CudaBackend, work: Any, rows: int) -> float:
+    before, pdl.enabled = pdl.enabled, False
+    try:
+        backend._graphs.forget()
+        for turn in range(2):
+            backend.wait(backend.launch(replaced(work, turn)))
+        return graph_ms(backend, rows)
+    finally:
+        pdl.enabled = before
+        backend._graphs.forget()
+
+
+def profile(bench: Bench) -> Figures:
+    """Which kernels the time goes to."""
+    found = {}
+    backend = bench.backend
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    works = {f"decode {rows}": decode_batch(rows, 768, bench.num_blocks, 0) for rows in (1, 64, 256)}
+    tokens = bench.dice.integers(1000, 100_000, 2048).tolist()
+    works["prefill 2048"] = greedy_batch([Chunk(tokens, 0, list(range(128)), 0, 1)])
+    for name, work in works.items():
+        for turn in range(3):
+            backend.wait(backend.launch(replaced(work, turn)))
+        with torch.profiler.profile(activities=activities) as profiler:
+            backend.wait(backend.launch(replaced(work, 9)))
+        rows = [(e.key, e.count, e.device_time_total / 1e3) for e in profiler.key_averages() if e.device_time_total]
+        rows.sort(key=lambda row: -row[2])
+        found[name] = [{"kernel": key[:90], "count": count, "ms": ms} for key, count, ms in rows[:16]]
+        say(f"profile of {name}: {sum(ms for *_, ms in rows):.3f} ms in kernels")
+        for key, count, ms in rows[:12]:
+            say(f"  {ms:8.3f} ms {count:5d} x {ms / count * 1e3:8.1f} us  {key[:90]}")
+    return found
+
+
+CELLS: dict[str, Callable[[Bench], Figures]] = {
+    **KERNEL_CELLS,
+    "step": step,
+    "profile": profile,
+    "decode1": decode1,
+    "prefill": prefill,
+    "batch64": batch(64, 9000),
+    "batch256": batch(256, 12_800),
+}
+
+
+def main(description: str) -> None:
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--cells", default=",".join(CELLS))
+    parser.add_argument("--json", default="cuda.json")
+    parser.add_argument("--layers", type=int, default=32, help="fewer, to look at one thing quickly")
+    given = parser.parse_args()
+    names = given.cells.split(",")
+    if unknown := set(names) - CELLS.keys():
+        parser.error(f"unknown cells {sorted(unknown)}; there are {', '.join(CELLS)}")
+    properties = torch.cuda.get_device_properties(0)
+    report: Figures = {"device": properties.name, "torch": torch.__version__, "cells": {}}
+    bench = Bench(given.layers)
+    for name in names:
+        say(f"== {name}")
+        began = time.perf_counter()
+        try:
+            report["cells"][name] = CELLS[name](bench)
+        except Exception:
+            report["cells"][name] = {"error": traceback.format_exc()}
+            say(traceback.format_exc())
+        report["cells"][name]["cell seconds"] = time.perf_counter() - began
+        Path(given.json).write_text(json.dumps(report, indent=1))
+        say(f"== {name} took {time.perf_counter() - began:.1f} s")
