@@ -78,7 +78,7 @@ SHAPES = [(48, 64), (576, 576), (37 * 2, 33), (2, 512), (96, 1600)]
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize(("rows", "width"), SHAPES)
 def test_gemv(rows: int, width: int, biased: bool, gated: bool, dtype: torch.dtype) -> None:
-    x, weight = normal(1, width, dtype=dtype), normal(rows, width, dtype=dtype, seed=1)
+    x, weight = normal(1, width, dtype=dtype), normal(rows, width, dtype=dtype, seed=1) * width**-0.5
     bias = normal(rows, seed=2) if biased else None
     out = torch.full((1, rows // 2 if gated else rows), torch.nan, dtype=dtype, device=DEVICE)
     gemv(x, weight, bias, out, gated=gated, tiling=RowTiling(4, 256, 4))
@@ -92,7 +92,7 @@ def test_gemv(rows: int, width: int, biased: bool, gated: bool, dtype: torch.dty
 def test_skinny(rows: int, width: int, split: int, gated: bool, dtype: torch.dtype) -> None:
     scratch = Scratch.on(torch.device(DEVICE))
     for count, biased in [(2, False), (16, True), (17, True), (40, False)]:
-        x, weight = normal(count, width, dtype=dtype), normal(rows, width, dtype=dtype, seed=1)
+        x, weight = normal(count, width, dtype=dtype), normal(rows, width, dtype=dtype, seed=1) * width**-0.5
         bias = normal(rows, seed=2) if biased else None
         out = torch.full((count, rows // 2 if gated else rows), torch.nan, dtype=dtype, device=DEVICE)
         skinny(x, weight, bias, out, Tiling(64, 64, split, 4, 3), scratch, gated=gated)
