@@ -80,6 +80,7 @@ class Limits(NamedTuple):
     block_size: int
     num_blocks: int
     vocab: int
+    mixed_tokens: int = 0  # tokens in one step while up to 64 rows answer; 0: max_tokens
 
 
 class Row(NamedTuple):

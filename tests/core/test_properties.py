@@ -66,6 +66,7 @@ def worlds(draw: st.DrawFn) -> tuple[Limits, int, list[Arrival]]:
         block_size=block_size,
         num_blocks=num_blocks,
         vocab=VOCAB,
+        mixed_tokens=draw(st.sampled_from([0, 1, 5, 20])),
     )
     depth = draw(st.sampled_from([0, 1, 2]))
     return limits, depth, draw(st.lists(arrivals(limits.max_len), min_size=1, max_size=10))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.core import Scheduler, Sequence
+from penstock.core import Scheduler, Sequence, policy
 from penstock.errors import ConfigError, ContextTooLong, InvalidRequest
 from penstock.types import Aborted, Failed, Finished, Tokens
 from tests.core.world import answer, counts, limits, run, step
@@ -189,6 +189,26 @@ def test_the_one_computing_a_prefix_may_leave_and_another_takes_over() -> None:
     step(scheduler)
     scheduler.abort(0)
     assert {event.seq for event in run(scheduler) if isinstance(event, Finished)} == {1, 2}
+
+
+# -- prompts beside answers --------------------------------------------------------------------------------------
+
+
+def test_prompts_take_smaller_steps_once_a_row_answers() -> None:
+    scheduler = Scheduler(limits(max_tokens=16, num_blocks=64)._replace(mixed_tokens=5))
+    for id in range(2):
+        scheduler.add(Sequence(id, prompt(20, first=id), 3))
+    taken = [counts(step(scheduler)[0]) for _ in range(6)]
+    assert taken == [{0: 16}, {0: 4, 1: 12}, {0: 1, 1: 4}, {0: 1, 1: 4}, {1: 1}, {1: 1}]
+
+
+@pytest.mark.parametrize(
+    ("running", "answering", "tokens"), [(9, 0, 1000), (1, 1, 100), (64, 64, 100), (65, 65, 200), (150, 1, 150)]
+)
+def test_a_step_grows_with_the_rows_that_answer(running: int, answering: int, tokens: int) -> None:
+    some = limits(max_tokens=1000)._replace(mixed_tokens=100)
+    assert policy.step_tokens(some, running, answering) == tokens
+    assert policy.step_tokens(some._replace(mixed_tokens=0), running, answering) == 1000
 
 
 # -- preemption --------------------------------------------------------------------------------------------------

@@ -4,13 +4,24 @@ service classes belong here and nowhere else."""
 from __future__ import annotations
 
 from penstock.core.sequence import Sequence
+from penstock.types import Limits
 
 Order = tuple[int, int]
+MANY_ROWS = 64
 
 
 def order(seq: Sequence) -> Order:
     """Sequences run, wait and keep their memory in this order; the last is the first victim."""
     return (seq.priority, seq.arrival)
+
+
+def step_tokens(limits: Limits, running: int, answering: int) -> int:
+    """How many tokens a step may have. Every token of a prompt delays the rows that answer in the same step, so while
+    there are any, prompts take smaller steps; the more rows there are, the more one step yields and the longer it may
+    take."""
+    if not answering or not limits.mixed_tokens:
+        return limits.max_tokens
+    return min(max(limits.mixed_tokens * -(-answering // MANY_ROWS), running), limits.max_tokens)
 
 
 def share(wanted: int, budget: int, behind: int) -> int:

@@ -119,7 +119,8 @@ class Scheduler:
 
     def _plan_running(self, rows: list[Row]) -> int:
         """A row for every running sequence that has something to compute; returns the tokens left over."""
-        budget = self.limits.max_tokens
+        answering = sum(seq.end > seq.prompt_len for seq in self.running)
+        budget = policy.step_tokens(self.limits, len(self.running), answering)
         index = 0
         while index < len(self.running):
             seq = self.running[index]
