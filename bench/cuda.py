@@ -1,6 +1,6 @@
 """The CUDA backend on a bare machine: torch, Triton, one GPU, a model of the shape of Llama-3.1-8B with random weights.
 
-    PYTHONPATH=src python bench/cuda.py --cells kernels,step,decode1,batch64,batch256,prefill --json cuda.json
+    PYTHONPATH=src python bench/cuda.py --cells step,profile,decode1,prefill,batch64,batch256 --json cuda.json
 
 Every cell reports its figures, or its traceback, in one JSON file and as lines on the way. `tune` looks for the fastest
 tilings, which backend/cuda/tilings.py then names.

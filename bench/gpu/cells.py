@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from kernel_cells import KERNEL_CELLS, say, seconds
 
-from penstock.backend.cuda import CudaBackend
+from penstock.backend.cuda import CudaBackend, tilings
 from penstock.backend.cuda.graphs import bucket
 from penstock.backend.cuda.kernels import pdl
 from penstock.backend.cuda.weights import Dense
@@ -31,6 +31,7 @@ BLOCK_SIZE = 16
 MAX_TOKENS = 8192  # the largest step of any cell
 MAX_ROWS = 256
 STEP_TOKENS = 2048  # in cells with many clients
+MIXED_TOKENS = 448  # of them, once up to 64 rows answer
 WEIGHT_BYTES = 15.0e9  # read in every step: all but the embedding table
 KV_BYTES = 131072  # of one token
 READ = 4.457e12  # bytes a second, measured
@@ -77,9 +78,9 @@ class Bench:
             self._backend = backend
         return self._backend
 
-    def engine(self, max_tokens: int) -> Engine:
+    def engine(self, max_tokens: int, mixed_tokens: int = MIXED_TOKENS) -> Engine:
         backend = self.backend
-        limits = Limits(16384, MAX_ROWS, max_tokens, BLOCK_SIZE, self.num_blocks, 128256)
+        limits = Limits(16384, MAX_ROWS, max_tokens, BLOCK_SIZE, self.num_blocks, 128256, mixed_tokens)
         return Engine(backend, limits, depth=backend.depth)
 
     def requests(self, count: int, prompt: int, answer: int, temperature: float = 0.0) -> list[Request]:
@@ -161,18 +162,33 @@ def decode1(bench: Bench) -> Figures:
     return found
 
 
-def batch(count: int, at_least: int) -> Callable[[Bench], Figures]:
+def batch(count: int, at_least: int, mixed: tuple[int, ...]) -> Callable[[Bench], Figures]:
+    """So many clients at once, for each number of tokens that steps with prompts and answers may have."""
+
     def cell(bench: Bench) -> Figures:
-        for rows in range(8, count + 1, 8):
-            bench.backend.prepare(rows)
-        generate(bench.engine(STEP_TOKENS), bench.requests(count, 512, 4))
-        figures = generate(bench.engine(STEP_TOKENS), bench.requests(count, 512, 512))
-        say(f"batch{count}: {figures['tok/s']:.0f} tok/s (at least {at_least})")
-        for name in ("ttft_ms", "itl_ms", "step_ms", "host_ms", "launch_ms", "waited_ms"):
-            say(f"  {name} {figures[name]}")
-        return figures
+        return {f"mixed steps of {tokens}": many_clients(bench, count, at_least, tokens) for tokens in mixed}
 
     return cell
+
+
+def many_clients(bench: Bench, count: int, at_least: int, mixed: int) -> Figures:
+    prepare(bench.backend, count, mixed)
+    generate(bench.engine(STEP_TOKENS, mixed), bench.requests(count, 512, 4))
+    figures = generate(bench.engine(STEP_TOKENS, mixed), bench.requests(count, 512, 512))
+    say(f"batch{count}, mixed steps of {mixed}: {figures['tok/s']:.0f} tok/s (at least {at_least})")
+    for name in ("ttft_ms", "itl_ms", "step_ms", "host_ms", "launch_ms", "waited_ms"):
+        say(f"  {name} {figures[name]}")
+    return figures
+
+
+def prepare(backend: CudaBackend, count: int, mixed: int) -> None:
+    """The graphs that the cell will use."""
+    for rows in range(8, count + 1, 8):
+        backend.prepare(rows)
+    for many in range(0, count, 64):
+        tokens = min(mixed * (many // 64 + 1), STEP_TOKENS)
+        for rows in (max(many, 8), min(many + 64, count)):
+            backend.prepare(rows, tokens - rows)
 
 
 def prefill(bench: Bench) -> Figures:
@@ -196,6 +212,18 @@ def decode_batch(rows: int, context: int, blocks: int, step: int) -> Any:
     return greedy_batch([Chunk([1], context - 1, tables[row], row, 1) for row in range(rows)], step)
 
 
+def mixed_batch(rows: int, prompt: int, blocks: int) -> Any:
+    """Rows, most of them with 768 positions of context, the last ones with 512 tokens of a prompt or less."""
+    width = -(-768 // BLOCK_SIZE)
+    tables = np.random.default_rng(rows).permutation(blocks)[: rows * width].reshape(rows, width).tolist()
+    prompts = [min(512, prompt - first) for first in range(0, prompt, 512)]
+    decodes = rows - len(prompts)
+    chunks = [Chunk([1], 767, tables[row], row, 1) for row in range(decodes)]
+    return greedy_batch(
+        [*chunks, *(Chunk([1] * count, 0, tables[decodes + i], decodes + i, 1) for i, count in enumerate(prompts))]
+    )
+
+
 def step(bench: Bench) -> Figures:
     """A decode step by itself, with 768 positions of context: the graph alone, and as the engine would run it."""
     found: Figures = {}
@@ -206,11 +234,31 @@ def step(bench: Bench) -> Figures:
             backend.wait(backend.launch(replaced(work, turn)))
         entry = {"graph ms": graph_ms(backend, rows), "launch ms": launch_ms(backend, work)}
         entry["limit ms"] = (WEIGHT_BYTES + rows * 768 * KV_BYTES) / READ * 1e3
-        if rows in (1, 64):
-            entry["graph ms without programmatic launch"] = without_pdl(backend, work, rows)
+        if rows in (1, 16, 64):
+            for ahead in (0, 1024, 6144) if rows == 1 else (0,):
+                values = {"GEMV_AHEAD": ahead, "SKINNY_AHEAD": ahead // 6}
+                entry[f"ahead {ahead}"] = with_settings(backend, work, rows, tilings, **values)
+            entry["without programmatic launch"] = with_settings(backend, work, rows, pdl, enabled=False)
         found[str(rows)] = entry
         say(f"step of {rows}: " + ", ".join(f"{name} {value:.3f}" for name, value in entry.items()))
+    for rows, prompt in ((8, 440), (64, 320), (64, 384), (64, 448), (256, 1536)):
+        work = mixed_batch(rows, prompt, bench.num_blocks)
+        for turn in range(3):
+            backend.wait(backend.launch(replaced(work, turn)))
+        entry = {"whole ms": whole_ms(backend, work), "launch ms": launch_ms(backend, work)}
+        found[f"{rows} and {prompt}"] = entry
+        say(f"step of {rows} rows and {prompt} tokens: " + ", ".join(f"{k} {v:.3f}" for k, v in entry.items()))
     return found
+
+
+def whole_ms(backend: CudaBackend, work: Any) -> float:
+    """From launch to answer."""
+    spent = []
+    for turn in range(12):
+        began = time.perf_counter()
+        backend.wait(backend.launch(replaced(work, turn)))
+        spent.append(time.perf_counter() - began)
+    return statistics.median(spent) * 1e3
 
 
 def replaced(work: Any, step: int) -> Any:
@@ -220,7 +268,7 @@ def replaced(work: Any, step: int) -> Any:
 
 
 def graph_ms(backend: CudaBackend, rows: int) -> float:
-    graph = next(g for shape, g in backend._graphs._graphs.items() if shape.decodes == bucket(rows))
+    graph = next(g for shape, g in backend._graphs._graphs.items() if not shape.tiles and shape.decodes == bucket(rows))
     with torch.cuda.stream(backend._stream):
         return seconds(graph.replay, 20) * 1e3
 
@@ -236,16 +284,23 @@ def launch_ms(backend: CudaBackend, work: Any) -> float:
     return statistics.median(spent) * 1e3
 
 
-def without_pdl(backend: CudaBackend, work: Any, rows: int) -> float:
-    before, pdl.enabled = pdl.enabled, False
+def with_settings(backend: CudaBackend, work: Any, rows: int, module: Any, **values: Any) -> float:
+    """The graph's time with other settings of a module."""
+    before = {name: getattr(module, name) for name in values}
     try:
-        backend._graphs.forget()
+        use_settings(backend, module, values)
         for turn in range(2):
             backend.wait(backend.launch(replaced(work, turn)))
         return graph_ms(backend, rows)
     finally:
-        pdl.enabled = before
-        backend._graphs.forget()
+        use_settings(backend, module, before)
+
+
+def use_settings(backend: CudaBackend, module: Any, values: Figures) -> None:
+    vars(module).update(values)
+    backend._graphs.forget()
+    tilings.gemv_tiling.cache_clear()
+    tilings.skinny_tiling.cache_clear()
 
 
 def profile(bench: Bench) -> Figures:
@@ -256,6 +311,7 @@ def profile(bench: Bench) -> Figures:
     works = {f"decode {rows}": decode_batch(rows, 768, bench.num_blocks, 0) for rows in (1, 64, 256)}
     tokens = bench.dice.integers(1000, 100_000, 2048).tolist()
     works["prefill 2048"] = greedy_batch([Chunk(tokens, 0, list(range(128)), 0, 1)])
+    works["64 rows and 384 tokens"] = mixed_batch(64, 384, bench.num_blocks)
     for name, work in works.items():
         for turn in range(3):
             backend.wait(backend.launch(replaced(work, turn)))
@@ -276,8 +332,8 @@ CELLS: dict[str, Callable[[Bench], Figures]] = {
     "profile": profile,
     "decode1": decode1,
     "prefill": prefill,
-    "batch64": batch(64, 9000),
-    "batch256": batch(256, 12_800),
+    "batch64": batch(64, 9000, (448, 384, 512)),
+    "batch256": batch(256, 12_800, (448,)),
 }
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from penstock.backend.cuda import inputs, tilings
-from penstock.backend.cuda.graphs import bucket
+from penstock.backend.cuda.graphs import padded
 from penstock.backend.cuda.kernels import choose, cut, decode_attention, gate, gemv, norm, prefill_attention, rope
 from penstock.backend.cuda.kernels.skinny import Scratch, Tiling, skinny
 from penstock.backend.cuda.weights import multiply
@@ -152,10 +152,11 @@ def our_product(
 
 
 ROW_TILINGS = [
-    (1, 1024, 2), (1, 2048, 4), (1, 4096, 4), (2, 512, 2), (2, 1024, 4), (2, 2048, 4), (2, 2048, 8), (4, 512, 4),
-    (4, 1024, 4), (4, 1024, 8), (4, 2048, 8), (8, 512, 4), (8, 512, 8), (8, 1024, 8), (16, 256, 4),
+    (1, 1024, 2), (1, 1024, 4), (1, 2048, 4), (1, 4096, 4), (1, 4096, 8), (2, 512, 2), (2, 1024, 4), (2, 2048, 4),
+    (2, 2048, 8), (2, 4096, 8), (4, 512, 4), (4, 1024, 4), (4, 1024, 8), (4, 2048, 8), (8, 512, 4), (8, 512, 8),
 ]  # fmt: skip
-TILINGS = [(64, 128, 4, 4), (64, 128, 4, 6), (64, 256, 4, 3), (128, 64, 4, 6), (128, 128, 4, 3), (128, 128, 8, 3)]
+TILINGS = [(64, 64, 4, 4), (64, 64, 4, 6), (64, 128, 4, 3), (64, 128, 4, 4), (128, 64, 4, 4), (128, 128, 8, 3)]
+TUNED_COUNTS = (16, 64)
 
 
 def tune(_: Any) -> Figures:
@@ -172,7 +173,7 @@ def tune(_: Any) -> Figures:
             for t in ROW_TILINGS
         }
         found[f"{name} x 1"] = fastest(f"{name} x 1", trials, 2 * rows * width)
-        for count in (16, 64, 128):
+        for count in TUNED_COUNTS if name != "head" else ():
             xs, outs = bf16(count, width), torch.empty((count, half), dtype=kind, device="cuda")
             tried = [
                 Tiling(r, w, split, warps, stages)
@@ -192,14 +193,14 @@ def tune(_: Any) -> Figures:
 
 def splits(rows: int, width: int, tile: int) -> list[int]:
     tiles = -(-rows // tile)
-    return [s for s in (1, 2, 4, 8) if (s == 1 and tiles >= 64) or (64 <= tiles * s <= 600 and width // s >= 512)]
+    return [s for s in (1, 2, 4, 8) if (s == 1 and tiles >= 128) or (120 <= tiles * s <= 600 and width // s >= 512)]
 
 
 def fits(rows: int, width: int, stages: int, count: int, gated: bool) -> bool:
     return stages * width * 2 * (rows * (2 if gated else 1) + max(count, 16)) <= 225_000
 
 
-def fastest(label: str, trials: dict[str, list[Call]], moved: float, best: int = 3, threads: int = 12) -> Figures:
+def fastest(label: str, trials: dict[str, list[Call]], moved: float, best: int = 4, threads: int = 14) -> Figures:
     """Compiles several of them at once, then times each."""
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(lambda calls: attempt(calls[0]), trials.values()))
@@ -237,22 +238,24 @@ class Context:
         )
         self.batch = batch
         self.dims = dims
-        self.work = inputs.plan(batch, 128 // (heads // kv_heads), bucket)
+        self.work = inputs.plan(batch, 128 // (heads // kv_heads), padded)
         self.caches = [bf16(sum(widths), 2, kv_heads, 16, dims) for _ in range(max(2, min(40, 40_000 // sum(widths))))]
         self.qkv = bf16(len(batch.tokens), (heads + 2 * kv_heads) * dims)
         self.out = torch.empty((len(batch.tokens), heads * dims), dtype=torch.bfloat16, device="cuda")
-        parts = np.full((max(self.work.shape.parts, 1), 6), -1, np.int32)
+        parts = np.full((max(self.work.shape.parts, 1), 8), -1, np.int32)
         parts[: len(self.work.parts)] = self.work.parts
-        self.parts, self.joins, self.tiles = (on_device(a) for a in (parts, self.work.joins, self.work.tiles))
+        self.parts, self.tiles = on_device(parts), on_device(self.work.tiles)
         self.tables, self.header = on_device(batch.tables.ravel()), on_device(np.array([batch.tables.shape[1]] * 4))
-        self.mixed = torch.empty(len(parts) * heads * dims, device="cuda")
-        self.weighed = torch.empty(len(parts) * heads * 2, device="cuda")
+        self.shares = decode_attention.Shares(
+            torch.empty(len(parts) * heads * dims, device="cuda"),
+            torch.empty(len(parts) * heads * 2, device="cuda"),
+            torch.zeros(len(chunks) * kv_heads, dtype=torch.int32, device="cuda"),
+        )
 
     def decode(self, cache: torch.Tensor) -> None:
         decode_attention.attend_parts(
-            self.qkv, cache, self.parts, self.joins, self.tables, self.header, self.out, self.mixed, self.weighed,
-            self.dims**-0.5, 0,
-        )  # fmt: skip
+            self.qkv, cache, self.parts, self.tables, self.header, self.out, self.shares, None, self.dims**-0.5, 0
+        )
 
     def prefill(self, cache: torch.Tensor) -> None:
         scale = self.dims**-0.5
@@ -298,7 +301,7 @@ def attention(_: Any) -> Figures:
             (128, 4, 3),
             (128, 8, 3),
         ):
-            use = settings(decode_attention, TILE=tile, WARPS=warps, STAGES=stages)
+            use = settings(decode_attention, FEW=(tile, warps, stages), MANY=(tile, warps, stages))
             name_of = f"tile {tile} warps {warps} stages {stages}"
             trials[name_of] = [partial(use, partial(context.decode, cache)) for cache in context.caches]
         found[f"decode {name}"] = fastest(f"decode {name}", trials, moved, best=7, threads=1)
@@ -334,7 +337,7 @@ def library_attention() -> Figures:
     return found
 
 
-def settings(module: Any, **values: int) -> Callable[[Call], Any]:
+def settings(module: Any, **values: Any) -> Callable[[Call], Any]:
     """Runs a call with other settings of a kernel's module."""
 
     def use(call: Call) -> Any:
@@ -383,7 +386,7 @@ def report(name: str, wrong: float, call: Call, moved: float) -> Figures:
 
 def sampling(rows: int) -> Figures:
     logits = torch.empty((rows, 128256), device="cuda").normal_(0, 3)
-    weights = torch.empty_like(logits)
+    room = cut.Room.on(logits.device, rows, 128256)
     chunks = -(-128256 // choose.CHUNK)
     sized = lambda kind: torch.zeros((rows, chunks), dtype=kind, device="cuda")  # noqa: E731
     peaks, where, masses = sized(torch.float32), sized(torch.int32), sized(torch.int64)
@@ -396,7 +399,7 @@ def sampling(rows: int) -> Figures:
     def run(heat: Any, draws: bool, cuts: bool) -> None:
         choose.find_peaks(logits, peaks, where)
         if cuts:
-            cut.cut(logits, peaks, weights, heat, ones_k, ones_p, zero_p, least)
+            cut.cut(logits, peaks, room, heat, ones_k, ones_p, zero_p, least)
         choose.choose(logits, heat, least, seeds, target, slots, last, out, (peaks, where, masses), draws=draws)
 
     target, ones_k, ones_p, zero_p = ones(-1, whole), ones(40, whole), ones(0.9), ones(0.0)

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.backend.cuda import inputs
-from penstock.backend.cuda.graphs import bucket
-from penstock.backend.cuda.kernels.decode_attention import attend_parts
+from penstock.backend.cuda.graphs import bucket, padded
+from penstock.backend.cuda.kernels.decode_attention import Shares, Turn, attend_parts
 from penstock.backend.cuda.kernels.prefill_attention import attend_tiles
 from penstock.backend.cuda.kernels.rope import rope_and_store
 from penstock.backend.ref.batches import Chunk, greedy_batch
@@ -54,21 +54,55 @@ def test_rope_and_store(name: str, interleaved: bool, dtype: torch.dtype) -> Non
     assert int((cache != 0).any(-1).sum()) == 3 * 2 * kv_heads
 
 
+def shares_of(spec: AttentionSpec, parts: int, rows: int) -> Shares:
+    return Shares(
+        torch.full((parts * spec.q_width,), torch.nan, device=DEVICE),
+        torch.full((parts * spec.heads * 2,), torch.nan, device=DEVICE),
+        ints([0] * (rows * spec.kv_heads)),
+    )
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("name", ["smollm2", "odd"])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=["f32", "half"])
+def test_rope_within_attention(name: str, interleaved: bool, dtype: torch.dtype) -> None:
+    """Turning queries and storing keys is the same in a kernel of its own and as a part of attention."""
+    spec = spec_of(name, interleaved=interleaved)
+    chunks = [Chunk([0], 150, range(10)), Chunk([0], 0, [10]), Chunk([0], 15, [11])]
+    batch = greedy_batch(chunks)
+    work = inputs.plan(batch, 32, padded)
+    places = ints([9 * 16 + 6, 10 * 16, 11 * 16 + 15])
+    frequencies = torch.tensor(spec.rope.inv_freq, dtype=torch.float64, device=DEVICE)
+    tables, header = ints(batch.tables.ravel()), ints([batch.tables.shape[1]])
+    found = []
+    for turn in (None, Turn(frequencies, places, spec.rope.scale, interleaved)):
+        qkv = normal(3, (spec.heads + 2 * spec.kv_heads) * spec.head_dim, dtype=dtype, seed=1)
+        cache = normal(12, 2, spec.kv_heads, 16, spec.head_dim, dtype=dtype)
+        out = torch.full((3, spec.q_width), torch.nan, dtype=dtype, device=DEVICE)
+        if turn is None:
+            rope_and_store(qkv, frequencies, spec.rope.scale, interleaved, ints(batch.positions), places, cache)
+        shares = shares_of(spec, len(work.parts), 3)
+        attend_parts(qkv, cache, ints(work.parts), tables, header, out, shares, turn, spec.scale, 0)
+        found.append((out, cache))
+    assert close(found[1][0], found[0][0].double())
+    assert close(found[1][1], found[0][1].double())
+
+
 def attend_with(spec: AttentionSpec, chunks: list[Chunk], dtype: torch.dtype, block_size: int) -> None:
     """Both kernels on a cache full of random keys and values, against the reference."""
     heads, kv_heads, dims = spec.heads, spec.kv_heads, spec.head_dim
     batch = greedy_batch(chunks)
-    work = inputs.plan(batch, 128 // (heads // kv_heads), bucket)
+    work = inputs.plan(batch, 128 // (heads // kv_heads), padded)
     blocks = 1 + max(max(chunk.table) for chunk in chunks)
     cache = normal(blocks, 2, kv_heads, block_size, dims, dtype=dtype)
     qkv = normal(len(batch.tokens), (heads + 2 * kv_heads) * dims, dtype=dtype, seed=1)
     out = torch.full((len(batch.tokens), heads * dims), torch.nan, dtype=dtype, device=DEVICE)
     tables, header = ints(batch.tables.ravel()), ints([batch.tables.shape[1]])
-    if len(work.joins):
-        mixed = torch.full((len(work.parts) * heads * dims,), torch.nan, device=DEVICE)
-        weighed = torch.full((len(work.parts) * heads * 2,), torch.nan, device=DEVICE)
-        parts = ints(np.concatenate([work.parts, np.full((3, 6), -1)]))
-        attend_parts(qkv, cache, parts, ints(work.joins), tables, header, out, mixed, weighed, spec.scale, spec.window)
+    if len(work.parts):
+        shares = shares_of(spec, len(work.parts), len(chunks))
+        parts = ints(np.concatenate([work.parts, np.full((3, 8), -1)]))
+        attend_parts(qkv, cache, parts, tables, header, out, shares, None, spec.scale, spec.window)
+        assert not shares.arrived.any()
     if len(work.tiles):
         attend_tiles(qkv, cache, ints(work.tiles), tables, header, out, spec.scale, spec.window)
 
@@ -82,8 +116,7 @@ def attend_with(spec: AttentionSpec, chunks: list[Chunk], dtype: torch.dtype, bl
         assert close(out[first:last], torch.from_numpy(wanted).reshape(last - first, -1).to(DEVICE))
 
 
-@pytest.mark.parametrize("window", [0, 30])
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize(("name", "window"), [("smollm2", 0), ("smollm2", 30), ("llama3", 0), ("odd", 30), ("many", 0)])
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=["f32", "half"])
 def test_rows_of_every_kind(name: str, window: int, dtype: torch.dtype) -> None:
     rng = np.random.default_rng(0)
@@ -106,21 +139,33 @@ def test_other_block_sizes(block_size: int) -> None:
 
 
 def test_a_long_context_is_cut_into_parts_and_joined() -> None:
-    work = inputs.plan(greedy_batch([Chunk([0], 1999, range(125))]), 32, bucket)
+    work = inputs.plan(greedy_batch([Chunk([0], 1999, range(125))]), 32, padded)
     assert len(work.parts) == 32
     attend_with(spec_of("smollm2"), [Chunk([0], 1999, range(125))], torch.float32, 16)
+
+
+@given(st.tuples(*[st.integers(0, 5000)] * 5))
+def test_padded_shapes_hold_what_they_pad_and_stay_as_they_are(sizes: tuple[int, ...]) -> None:
+    tokens, sampled, decodes, _, tiles = sizes
+    decodes, sampled = min(decodes, tokens), min(sampled, tokens)
+    shape = inputs.Shape(tokens if tiles else decodes, sampled if tiles else min(sampled, decodes), decodes, 0, tiles)
+    larger = padded(shape)
+    assert all(more >= least for more, least in zip(larger, shape, strict=True))
+    assert padded(larger) == larger
+    assert larger.parts >= larger.decodes + (inputs.SPARE_PARTS if larger.decodes else 0) or larger == shape
 
 
 @given(st.lists(st.integers(1, 200_000), min_size=1, max_size=300))
 def test_parts_cover_every_context_once_and_fit(lengths: list[int]) -> None:
     rows = np.arange(len(lengths), dtype=np.int32)
-    parts, joins = inputs.cut_contexts(rows * 3, rows, np.array(lengths, np.int32))
+    parts = inputs.cut_contexts(rows * 3, rows, np.array(lengths, np.int32))
     assert len(parts) <= bucket(len(lengths)) + inputs.SPARE_PARTS
-    for row, (token, first, count) in enumerate(joins.tolist()):
-        own = parts[first : first + count]
-        assert token == row * 3
+    for row, length in enumerate(lengths):
+        own = parts[parts[:, 1] == row]
+        first, count = own[0, 6], len(own)
+        assert np.array_equal(own, parts[first : first + count])
         assert own[0, 2] == 0
-        assert own[-1, 3] == lengths[row]
+        assert own[-1, 3] == length
         assert np.array_equal(own[1:, 2], own[:-1, 3])
         assert (own[:, 2] < own[:, 3]).all()
-        assert (own[:, [0, 1, 4, 5]] == [token, row, lengths[row], count == 1]).all()
+        assert (own[:, [0, 1, 4, 5, 6]] == [row * 3, row, length, count, first]).all()

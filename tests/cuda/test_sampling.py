@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from penstock.backend import sample
 from penstock.backend.base import LogitEdit, SampleRows
-from penstock.backend.cuda.kernels import choose
+from penstock.backend.cuda.kernels import choose, cut
 from penstock.backend.cuda.sampler import Sampler
 from penstock.backend.ref.batches import Chunk, greedy_batch, greedy_rows
 from tests.cuda.device import DEVICE, ints
@@ -77,15 +77,18 @@ def test_temperature_alone(vocab: int, temperature: float) -> None:
     st.sampled_from([0.0, 0.1, 0.5, 0.95, 1.0]),
     st.sampled_from([0.0, 0.05, 1.0]),
     st.booleans(),
+    st.sampled_from([2, 16, cut.FEW]),
 )
 def test_every_cut(
-    seed: int, vocab: int, temperature: float, top_k: int, top_p: float, min_p: float, ties: bool
+    seed: int, vocab: int, temperature: float, top_k: int, top_p: float, min_p: float, ties: bool, few: int
 ) -> None:
     logits = random_logits(3, vocab, seed)
     if ties:
         logits = np.round(logits)
     rows = rows_of(3, seed, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    assert chosen(logits, rows)[0] == sample.choose(logits, rows).tolist()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cut, "FEW", few)
+        assert chosen(logits, rows)[0] == sample.choose(logits, rows).tolist()
 
 
 def test_rows_do_not_touch_each_other() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -12,12 +13,13 @@ import torch
 
 from penstock.backend.base import Batch, Floats, Model, SampleRows, Ticket
 from penstock.backend.cuda import inputs
-from penstock.backend.cuda.graphs import Graphs, bucket
+from penstock.backend.cuda.graphs import Graphs, few_or_many, padded
 from penstock.backend.cuda.inputs import Fields, Plan, Shape
 from penstock.backend.cuda.kernels.prefill_attention import tokens_per_tile
 from penstock.backend.cuda.kernels.skinny import Scratch
 from penstock.backend.cuda.ops import Memory, Program, Sizes
 from penstock.backend.cuda.sampler import Asked, Sampler
+from penstock.backend.cuda.staging import Staging
 from penstock.backend.cuda.weights import Weight, pack
 from penstock.backend.ref.batches import greedy_batch
 from penstock.backend.sample import answers
@@ -28,6 +30,7 @@ from penstock.types import StepResult
 
 IN_FLIGHT = 3  # host buffers: one is written while those of the steps before may still be read
 TABLE_WORDS = 1 << 20
+SPARE_TILES = 64  # that only pad
 SPARE_MEMORY = 3 << 29  # for graphs, kernels and the library's own buffers
 SAMPLING = ("sampled", "target", "sample_slots", "temperature", "top_p", "top_k", "min_p", "seeds")
 
@@ -61,7 +64,7 @@ class CudaBackend:
             raise ConfigError("torch finds no CUDA device: use --device cpu, or look at `nvidia-smi`")
         self._device = torch.device(device)
         self._dtype = dtype
-        rows = bucket(max_rows)
+        rows = few_or_many(max_rows)
         self._sizes = Sizes(max(max_tokens, rows), rows)
         self._stream = torch.cuda.Stream() if device == "cuda" else None
         self._capture = graphs and self._stream is not None
@@ -71,7 +74,6 @@ class CudaBackend:
         self._chosen = torch.zeros(self._sizes.tokens, **ints)
         self._sampler = Sampler(self._device, rows)
         self._flights: dict[Ticket, Flight] = {}
-        self._turn = 0
 
     # -- loading -------------------------------------------------------------------------------------------------
 
@@ -111,12 +113,14 @@ class CudaBackend:
         if self._stream is not None:
             torch.cuda.synchronize()
 
-    def prepare(self, rows: int) -> None:
-        """Captures the graph of steps of so many rows, on a step that only pads."""
-        work = inputs.plan(greedy_batch([]), self._tile_tokens, lambda _: bucket(rows))
+    def prepare(self, rows: int, prompts: int = 0) -> None:
+        """Captures the graph of steps of so many rows, and of so many tokens of prompts beside them, on a step that
+        only pads."""
+        shape = self._pad(Shape(rows + prompts, rows, rows, rows, prompts and 1))
+        work = inputs.plan(greedy_batch([]), self._tile_tokens, lambda _: shape)
         with self._on_stream():
             for _ in range(2):
-                self._graphs.run(work.shape, self._send(greedy_batch([]), work))
+                self._graphs.run(shape, self._send(greedy_batch([]), work))
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
@@ -126,10 +130,9 @@ class CudaBackend:
             for logits, step, rows, chosen in self._forward(batch):
                 entry = self._sampler.sample(logits, step, rows, self._memory.last, chosen)
                 asked += [entry] if entry else []
-            tokens = self._answers[self._turn][: len(batch.sampled)]
+            tokens = self._answers[self._staging.turn][: len(batch.sampled)]
             tokens.copy_(self._chosen[: len(batch.sampled)], non_blocking=True)
-            done = torch.cuda.current_stream().record_event() if self._stream else None
-        self._flights[batch.step] = Flight(batch, tokens, asked, done)
+            self._flights[batch.step] = Flight(batch, tokens, asked, self._event())
         return batch.step
 
     def wait(self, ticket: Ticket) -> StepResult:
@@ -162,7 +165,7 @@ class CudaBackend:
 
     def _forward(self, batch: Batch) -> Any:
         """Yields logits, and what is asked of them, for as many positions at a time as there is room for."""
-        work = inputs.plan(batch, self._tile_tokens, bucket)
+        work = inputs.plan(batch, self._tile_tokens, self._pad)
         step = self._send(batch, work)
         room, wanted = self._sizes.rows, work.shape.sampled
         if wanted <= room:
@@ -182,29 +185,37 @@ class CudaBackend:
             raise ValueError(f"a step of {shape.tokens} tokens and {shape.decodes} rows is larger than {self._sizes}")
         if batch.tables.size > self._table_words:
             self._reserve_inputs(2 * batch.tables.size)
-        self._turn = (self._turn + 1) % IN_FLIGHT
-        staged = self._staged[self._turn]
+        staged = self._staging.take()
         count = inputs.fill(staged.numpy(), batch, work, self._block_size, self._num_blocks, self._sizes.rows)
         self._inbox[:count].copy_(staged[:count], non_blocking=True)
-        if shape.tiles:
-            return self._fields(shape)
-        if shape not in self._decode_fields:
-            self._decode_fields[shape] = self._fields(shape)
-        return self._decode_fields[shape]
+        self._staging.queued()
+        return self._fields(shape)
 
-    def _fields(self, shape: Shape) -> Fields:
-        return inputs.fields(self._inbox, shape, lambda view: view.view(torch.float32))
+    def _pad(self, shape: Shape) -> Shape:
+        """To the shape of a graph, where one fits."""
+        larger = padded(shape)
+        fits = larger.tokens <= self._sizes.tokens and larger.sampled <= self._sizes.rows
+        return larger if fits else shape
 
     def _reserve_inputs(self, table_words: int) -> None:
+        if self._stream is not None:
+            torch.cuda.synchronize()  # steps in flight read what is given up here
         t, r = self._sizes.tokens, self._sizes.rows
-        most = inputs.words(Shape(t, t, r, r + inputs.SPARE_PARTS, t)) + table_words
+        most = inputs.words(Shape(t, t, r, r + inputs.SPARE_PARTS, t + SPARE_TILES)) + table_words
         pinned = self._stream is not None
         self._table_words = table_words
         self._inbox = torch.zeros(most, dtype=torch.int32, device=self._device)
-        self._staged = [torch.zeros(most, dtype=torch.int32, pin_memory=pinned) for _ in range(IN_FLIGHT)]
+        staged = [torch.zeros(most, dtype=torch.int32, pin_memory=pinned) for _ in range(IN_FLIGHT)]
+        self._staging = Staging(staged, self._event)
         self._answers = [torch.zeros(t, dtype=torch.int32, pin_memory=pinned) for _ in range(IN_FLIGHT)]
-        self._decode_fields: dict[Shape, Fields] = {}
+        self._fields = lru_cache(256)(
+            partial(inputs.fields, self._inbox, as_float=lambda view: view.view(torch.float32))
+        )
         self._graphs.forget()
+
+    def _event(self) -> Any | None:
+        """Happens when all that is queued now has."""
+        return torch.cuda.current_stream().record_event() if self._stream is not None else None
 
     def _on_stream(self) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()

@@ -1,4 +1,4 @@
-"""CUDA graphs of steps in which every row is one token: one launch in place of hundreds."""
+"""CUDA graphs: one launch in place of hundreds, for steps of the few shapes that all but the largest are padded to."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ from typing import Any
 
 import torch
 
-from penstock.backend.cuda.inputs import Fields, Shape
+from penstock.backend.cuda.inputs import SPARE_PARTS, Fields, Shape
 from penstock.backend.cuda.ops import Program
+
+MOST_TOKENS = 2560  # in a graph: launching a larger step takes less time than running it
+FEWEST_PROMPTS = 128  # tokens of a step with prompts: its products take as long with fewer
+TOKENS_PER_TILE = 16  # room for tiles; whole ones hold more
 
 
 def bucket(rows: int) -> int:
@@ -15,7 +19,30 @@ def bucket(rows: int) -> int:
     for size in (1, 2, 4, 8, 16):
         if rows <= size:
             return size
-    return -(-rows // 8) * 8 if rows <= 64 else -(-rows // 16) * 16
+    return round_up(rows, 8 if rows <= 64 else 16)
+
+
+def padded(shape: Shape) -> Shape:
+    """The shape that a step of this one is run with: its own where it is too large for a graph."""
+    if not shape.tiles:
+        rows = bucket(shape.decodes)
+        return Shape(rows, rows, rows, rows + SPARE_PARTS, 0)
+    tokens = max(round_up(shape.tokens, 64 if shape.tokens <= 1024 else 128), FEWEST_PROMPTS)
+    if tokens > MOST_TOKENS:
+        return shape
+    rows = few_or_many(max(shape.sampled, shape.decodes))
+    decodes = rows if shape.decodes else 0
+    tiles = round_up(max(tokens // TOKENS_PER_TILE, shape.tiles), 64)
+    return Shape(tokens, rows, decodes, decodes + SPARE_PARTS if decodes else 0, tiles)
+
+
+def few_or_many(rows: int) -> int:
+    """The rows of a step with prompts: what only pads costs little beside those."""
+    return 8 if rows <= 8 else round_up(rows, 64)
+
+
+def round_up(value: int, to: int) -> int:
+    return -(-value // to) * to
 
 
 class Graphs:
@@ -30,13 +57,15 @@ class Graphs:
 
     def run(self, shape: Shape, step: Fields) -> Any:
         """The forward pass of a step; returns its answer, [S, *]."""
-        if self._capture and not shape.tiles and shape in self._seen:
-            if shape not in self._graphs:
-                self._graphs[shape] = self._captured(step)
-            self._graphs[shape].replay()
-            return self._program.answer_of(shape.sampled)
-        self._seen.add(shape)
-        return self._launch(step)
+        if not self._capture or shape != padded(shape):
+            return self._launch(step)
+        if shape not in self._seen:
+            self._seen.add(shape)
+            return self._launch(step)
+        if shape not in self._graphs:
+            self._graphs[shape] = self._captured(step)
+        self._graphs[shape].replay()
+        return self._program.answer_of(shape.sampled)
 
     def forget(self) -> None:
         """To be called when something that graphs read has moved."""

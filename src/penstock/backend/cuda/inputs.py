@@ -40,8 +40,7 @@ class Fields:
     positions: Any  # [T]
     token_slots: Any  # [T]
     places: Any  # [T] in the cache, counted in tokens
-    parts: Any  # [P, 6] see decode_attention
-    joins: Any  # [D, 3]
+    parts: Any  # [P, 8] see decode_attention
     tiles: Any  # [Q, 4] see prefill_attention
     sampled: Any  # [S]
     target: Any  # [S]
@@ -61,8 +60,8 @@ FLOATS = ("temperature", "top_p", "min_p")
 @lru_cache(maxsize=512)
 def offsets(shape: Shape) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
     """(begin, end, shape) of every field but the tables."""
-    t, s, d, p, q = shape
-    sizes = ((4,), (t,), (t,), (t,), (t,), (p, 6), (d, 3), (q, 4), *[(s,)] * 7, (s, 2))
+    t, s, _, p, q = shape
+    sizes = ((4,), (t,), (t,), (t,), (t,), (p, 8), (q, 4), *[(s,)] * 7, (s, 2))
     found = []
     at = 0
     for size in sizes:
@@ -93,29 +92,22 @@ class Plan:
     """What attention has to do for a batch, and the shape that takes."""
 
     shape: Shape
-    parts: Ints  # [P, 6]
-    joins: Ints  # [D, 3]
+    parts: Ints  # [P, 8]
     tiles: Ints  # [Q, 4]
 
 
-def plan(batch: Batch, tile_tokens: int, bucket: Callable[[int], int]) -> Plan:
-    """A step of single tokens gets the shape of its bucket, any other exactly its own."""
-    counts = np.diff(batch.row_start)
-    single = counts == 1
+def plan(batch: Batch, tile_tokens: int, pad: Callable[[Shape], Shape]) -> Plan:
+    """What the batch needs, in the shape that `pad` makes of its own."""
+    single = np.diff(batch.row_start) == 1
     rows = np.flatnonzero(single).astype(np.int32)
-    decode_only = len(rows) == len(counts)
-    decodes = bucket(len(rows)) if decode_only else len(rows)
-    parts, joins = cut_contexts(batch.row_start[rows], rows, batch.positions[batch.row_start[rows]] + 1)
+    parts = cut_contexts(batch.row_start[rows], rows, batch.positions[batch.row_start[rows]] + 1)
     tiles = tiles_of(batch, np.flatnonzero(~single), tile_tokens)
-    if decode_only:
-        shape = Shape(decodes, decodes, decodes, decodes + SPARE_PARTS, 0)
-    else:
-        shape = Shape(len(batch.tokens), len(batch.sampled), decodes, len(parts), len(tiles))
-    return Plan(shape, parts, joins, tiles)
+    shape = Shape(len(batch.tokens), len(batch.sampled), len(rows), len(parts), len(tiles))
+    return Plan(pad(shape), parts, tiles)
 
 
-def cut_contexts(tokens: Ints, rows: Ints, lengths: Ints) -> tuple[Ints, Ints]:
-    """Parts of equal size, at most SPARE_PARTS more than rows, and how they join."""
+def cut_contexts(tokens: Ints, rows: Ints, lengths: Ints) -> Ints:
+    """Parts of equal size, at most SPARE_PARTS more than rows."""
     size = max(SHORTEST_PART, -(-int(lengths.sum()) // SPARE_PARTS))
     size = -(-size // SHORTEST_PART) * SHORTEST_PART
     counts = -(-lengths // size)  # [D]
@@ -123,9 +115,8 @@ def cut_contexts(tokens: Ints, rows: Ints, lengths: Ints) -> tuple[Ints, Ints]:
     owner = np.repeat(np.arange(len(rows)), counts)  # [P]
     begin = (np.arange(len(owner)) - first[owner]) * size
     end = np.minimum(begin + size, lengths[owner])
-    alone = counts[owner] == 1
-    parts = np.stack([tokens[owner], rows[owner], begin, end, lengths[owner], alone], axis=1)
-    return parts.astype(np.int32), np.stack([tokens, first, counts], axis=1).astype(np.int32)
+    columns = [tokens[owner], rows[owner], begin, end, lengths[owner], counts[owner], first[owner], 0 * owner]
+    return np.stack(columns, axis=1).astype(np.int32)
 
 
 def tiles_of(batch: Batch, rows: Any, tile_tokens: int) -> Ints:
@@ -157,7 +148,6 @@ def fill(buffer: Ints, batch: Batch, plan: Plan, block_size: int, scratch_block:
     put(into.token_slots, batch.slots[owner], scratch_slot)
     put(into.places, block * block_size + batch.positions % block_size, scratch_block * block_size)
     put(into.parts, plan.parts, -1)
-    put(into.joins, plan.joins, 0)
     put(into.tiles, plan.tiles, -1)
     fill_sampling(into, batch, scratch_slot)
     begin = words(plan.shape)

@@ -15,7 +15,7 @@ import torch
 
 from penstock.backend.base import Model
 from penstock.backend.cuda.inputs import SPARE_PARTS, Fields
-from penstock.backend.cuda.kernels.decode_attention import attend_parts
+from penstock.backend.cuda.kernels.decode_attention import Shares, Turn, attend_parts
 from penstock.backend.cuda.kernels.gate import gate
 from penstock.backend.cuda.kernels.norm import add_norm
 from penstock.backend.cuda.kernels.prefill_attention import attend_tiles
@@ -60,8 +60,7 @@ class Memory:
 
     last: Any  # [slots + 1] the token each slot sampled last
     tokens: Any  # [T] the step's tokens, all known
-    mixed: Any = None  # see decode_attention
-    weighed: Any = None
+    shares: Any = None  # see decode_attention
     caches: dict[int, Any] = field(default_factory=dict)  # layer: [blocks, 2, kv_heads, block_size, D]
 
 
@@ -102,24 +101,25 @@ class Recorder:
         memory, rope = self.memory, spec.rope
 
         def run(step: Fields, qkv: Any, out: Any) -> None:
-            cache = memory.caches[layer]
-            rope_and_store(qkv, frequencies, rope.scale, rope.interleaved, step.positions, step.places, cache)
-            if len(step.joins):
+            cache, turn = memory.caches[layer], None
+            if len(step.tiles):
+                rope_and_store(qkv, frequencies, rope.scale, rope.interleaved, step.positions, step.places, cache)
+                attend_tiles(qkv, cache, step.tiles, step.tables, step.header, out, spec.scale, spec.window)
+            else:
+                turn = Turn(frequencies, step.places, rope.scale, rope.interleaved)
+            if len(step.parts):
                 attend_parts(
                     qkv,
                     cache,
                     step.parts,
-                    step.joins,
                     step.tables,
                     step.header,
                     out,
-                    memory.mixed,
-                    memory.weighed,
+                    memory.shares,
+                    turn,
                     spec.scale,
                     spec.window,
                 )
-            if len(step.tiles):
-                attend_tiles(qkv, cache, step.tiles, step.tables, step.header, out, spec.scale, spec.window)
 
         return self._add(run, (qkv,), self._value("T", spec.q_width))
 
@@ -190,8 +190,12 @@ class Program:
         ]
         heads = [(spec.heads, spec.head_dim) for spec in self.layers.values()]
         parts = sizes.rows + SPARE_PARTS
-        memory.mixed = torch.empty(parts * max([h * d for h, d in heads], default=1), device=device)
-        memory.weighed = torch.empty(parts * max([h for h, _ in heads], default=1) * 2, device=device)
+        most_heads = max([h for h, _ in heads], default=1)
+        memory.shares = Shares(
+            torch.empty(parts * max([h * d for h, d in heads], default=1), device=device),
+            torch.empty(parts * most_heads * 2, device=device),
+            torch.zeros(sizes.rows * most_heads, dtype=torch.int32, device=device),
+        )
 
     def run_tokens(self, step: Fields) -> None:
         """Everything up to the rows whose logits are wanted."""

@@ -13,7 +13,7 @@ import triton
 from penstock.backend.base import LogitEdit, SampleRows
 from penstock.backend.cuda.inputs import Fields
 from penstock.backend.cuda.kernels.choose import CHUNK, choose, find_peaks
-from penstock.backend.cuda.kernels.cut import cut
+from penstock.backend.cuda.kernels.cut import Room, cut
 from penstock.types import TokenLogprob
 
 
@@ -39,7 +39,7 @@ class Sampler:
     _vocab: int = 0
     _scratch: tuple[Any, Any, Any] | None = None
     _least: Any = None
-    _weights: Any = None  # [rows, vocab], once something is cut
+    _room: Room | None = None  # once something is cut
 
     def reserve(self, vocab: int) -> None:
         size = (self.rows, triton.cdiv(vocab, CHUNK))
@@ -79,9 +79,9 @@ class Sampler:
         least = self._least[: len(logits)]
         if not ((rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0)).any():
             return least.zero_()
-        if self._weights is None:
-            self._weights = torch.empty((self.rows, self._vocab), device=self.device)
-        cut(logits, peaks, self._weights, step.temperature, step.top_k, step.top_p, step.min_p, least)
+        if self._room is None:
+            self._room = Room.on(self.device, self.rows, self._vocab)
+        cut(logits, peaks, self._room, step.temperature, step.top_k, step.top_p, step.min_p, least)
         return least
 
     def _logprobs(self, logits: Any, tokens: Any, asked: Any, rows: SampleRows) -> Asked:

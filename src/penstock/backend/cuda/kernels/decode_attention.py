@@ -1,22 +1,41 @@
 """Attention of single tokens over long contexts, which are cut into parts that run at once.
 
 A program attends with all query heads of one KV head to one part. Parts are planned on the host (see inputs.py) and
-read from device memory, so the grid of a captured graph does not depend on the lengths.
+read from device memory, so the grid of a captured graph does not depend on the lengths. The last part of a context
+brings its newest key and value into the cache; the program that is done last joins what all of them found.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 from penstock.backend.cuda.kernels.pdl import gdc_launch_dependents, gdc_wait, options
+from penstock.backend.cuda.kernels.rope import turns_of
 
-TILE = 64  # positions at a time
-WARPS = 4
-STAGES = 3
+FEW = 64, 4, 2  # positions at a time, warps, stages: for the few parts of a few rows
+MANY = 32, 2, 4
+MANY_PARTS = 112
 LOG2E = 1.4426950408889634
+
+
+class Turn(NamedTuple):
+    """Rope for queries and the newest keys, which then go to `places` [T] in the cache."""
+
+    inv_freq: Any  # [D / 2] float64
+    places: Any
+    scale: float
+    interleaved: bool
+
+
+class Shares(NamedTuple):
+    """What the programs of one context leave for the one that joins them; `arrived` is all zeros between launches."""
+
+    mixed: Any  # [P * heads * D]
+    weighed: Any  # [P * heads * 2]
+    arrived: Any  # [rows * kv_heads]
 
 
 @triton.jit
@@ -35,7 +54,13 @@ def _attend_parts(
     out,
     mixed,
     weighed,
+    arrived,
+    inv_freq,
+    places,
+    rope_scale,
     scale,
+    ROPE: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     WINDOW: tl.constexpr,
     KV_HEADS: tl.constexpr,
     SHARED: tl.constexpr,
@@ -52,22 +77,40 @@ def _attend_parts(
     part = tl.program_id(1)
     if PDL:
         gdc_wait()
-    token = tl.load(parts + part * 6).to(tl.int64)
+    token = tl.load(parts + part * 8).to(tl.int64)
     if token < 0:
         return
-    table = tables + tl.load(parts + part * 6 + 1).to(tl.int64) * tl.load(header)
-    begin = tl.load(parts + part * 6 + 2)
-    end = tl.load(parts + part * 6 + 3)
-    alone = tl.load(parts + part * 6 + 5)
+    row = tl.load(parts + part * 8 + 1)
+    table = tables + row.to(tl.int64) * tl.load(header)
+    begin = tl.load(parts + part * 8 + 2)
+    end = tl.load(parts + part * 8 + 3)
+    length = tl.load(parts + part * 8 + 4)
+    count = tl.load(parts + part * 8 + 5)
+    first = tl.load(parts + part * 8 + 6)
     if WINDOW:
-        begin = tl.maximum(begin, tl.load(parts + part * 6 + 4) - WINDOW)
+        begin = tl.maximum(begin, length - WINDOW)
 
     query = tl.arange(0, QUERIES)
     d = tl.arange(0, BLOCK_D)
     head = kv_head * SHARED + query
     wanted = (query < SHARED)[:, None] & (d < DIMS)[None, :]
-    row = token * ((SHARED + 2) * KV_HEADS) + head
-    q = tl.load(qkv + row[:, None] * DIMS + d[None, :], wanted, 0.0)  # [QUERIES, BLOCK_D]
+    source = token * ((SHARED + 2) * KV_HEADS) + head
+    q = tl.load(qkv + source[:, None] * DIMS + d[None, :], wanted, 0.0)  # [QUERIES, BLOCK_D]
+    if ROPE:
+        cos, sin, other = turns_of(inv_freq, length - 1, rope_scale, d, DIMS // 2, INTERLEAVED)
+        q_other = tl.load(qkv + source[:, None] * DIMS + other[None, :], wanted, 0.0)
+        q = (q.to(tl.float32) * cos[None, :] + q_other.to(tl.float32) * sin[None, :]).to(qkv.dtype.element_ty)
+        if end == length:
+            newest = qkv + (token * ((SHARED + 2) * KV_HEADS) + SHARED * KV_HEADS + kv_head) * DIMS
+            key = tl.load(newest + d, d < DIMS, 0.0).to(tl.float32) * cos
+            key += tl.load(newest + other, d < DIMS, 0.0).to(tl.float32) * sin
+            value = tl.load(newest + KV_HEADS * DIMS + d, d < DIMS, 0.0)
+            place = tl.load(places + token).to(tl.int64)
+            target = (place // BLOCK_SIZE * (2 * KV_HEADS) + kv_head) * BLOCK_SIZE + place % BLOCK_SIZE
+            target = cache + target * DIMS + d
+            tl.store(target, key.to(qkv.dtype.element_ty).to(cache.dtype.element_ty), d < DIMS)
+            tl.store(target + KV_HEADS * BLOCK_SIZE * DIMS, value.to(cache.dtype.element_ty), d < DIMS)
+        tl.debug_barrier()
 
     highest = tl.full([QUERIES], -1e30, tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
@@ -91,79 +134,78 @@ def _attend_parts(
         mix = tl.dot(weight.to(q.dtype), values, mix * shrink[:, None], input_precision="ieee")
         highest = peak
 
-    if alone:
+    if count == 1:
         target = out + (token * (SHARED * KV_HEADS) + head)[:, None] * DIMS + d[None, :]
         tl.store(target, (mix / total[:, None]).to(out.dtype.element_ty), wanted)
     else:
-        line = part.to(tl.int64) * (SHARED * KV_HEADS) + head
-        tl.store(mixed + line[:, None] * DIMS + d[None, :], mix, wanted)
-        tl.store(weighed + line * 2, highest, query < SHARED)
-        tl.store(weighed + line * 2 + 1, total, query < SHARED)
+        mine = part.to(tl.int64) * (SHARED * KV_HEADS) + head
+        tl.store(mixed + mine[:, None] * DIMS + d[None, :], mix, wanted)
+        tl.store(weighed + mine * 2, highest, query < SHARED)
+        tl.store(weighed + mine * 2 + 1, total, query < SHARED)
+        tl.debug_barrier()
+        arrivals = arrived + row * KV_HEADS + kv_head
+        if tl.atomic_add(arrivals, 1, sem="acq_rel") == count - 1:
+            tl.store(arrivals, 0)
+            _join(mixed, weighed, out, token, kv_head, first, count, KV_HEADS, SHARED, DIMS, BLOCK_D, TILE // 4)
 
 
 @triton.jit
-def _join_parts(
+def _join(
     mixed,
     weighed,
-    joins,
     out,
-    HEADS: tl.constexpr,
+    token,
+    kv_head,
+    first,
+    count,
+    KV_HEADS: tl.constexpr,
+    SHARED: tl.constexpr,
     DIMS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PARTS: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    if PDL:
-        gdc_launch_dependents()
-    head = tl.program_id(0)
-    row = tl.program_id(1)
-    if PDL:
-        gdc_wait()
-    token = tl.load(joins + row * 3).to(tl.int64)
-    first = tl.load(joins + row * 3 + 1)
-    count = tl.load(joins + row * 3 + 2)
-    if count < 2:
-        return
+    SHARES: tl.constexpr = triton.next_power_of_2(SHARED)
     d = tl.arange(0, BLOCK_D)
-    highest = -1e30
-    total = 0.0
-    mix = tl.zeros([BLOCK_D], tl.float32)
+    query = tl.arange(0, SHARES)
+    head = kv_head * SHARED + query
+    highest = tl.full([SHARES], -1e30, tl.float32)
+    total = tl.zeros([SHARES], tl.float32)
+    mix = tl.zeros([SHARES, BLOCK_D], tl.float32)
     for start in tl.range(0, count, PARTS):
         part = start + tl.arange(0, PARTS)
-        there = part < count
-        line = (first + part).to(tl.int64) * HEADS + head
-        peaks = tl.load(weighed + line * 2, there, -1e30)
-        totals = tl.load(weighed + line * 2 + 1, there, 0.0)
-        mixes = tl.load(mixed + line[:, None] * DIMS + d[None, :], there[:, None] & (d < DIMS)[None, :], 0.0)
+        there = (part < count)[:, None] & (query < SHARED)[None, :]  # [PARTS, SHARES]
+        line = (first + part).to(tl.int64)[:, None] * (SHARED * KV_HEADS) + head[None, :]
+        peaks = tl.load(weighed + line * 2, there, -1e30, cache_modifier=".cg")
+        totals = tl.load(weighed + line * 2 + 1, there, 0.0, cache_modifier=".cg")
+        inside = there[:, :, None] & (d < DIMS)[None, None, :]
+        mixes = tl.load(mixed + line[:, :, None] * DIMS + d[None, None, :], inside, 0.0, cache_modifier=".cg")
         peak = tl.maximum(highest, tl.max(peaks, 0))
-        factor = tl.exp2(peaks - peak)
+        factor = tl.exp2(peaks - peak[None, :])
         shrink = tl.exp2(highest - peak)
         total = total * shrink + tl.sum(totals * factor, 0)
-        mix = mix * shrink + tl.sum(mixes * factor[:, None], 0)
+        mix = mix * shrink[:, None] + tl.sum(mixes * factor[:, :, None], 0)
         highest = peak
-    target = out + (token * HEADS + head) * DIMS + d
-    tl.store(target, (mix / total).to(out.dtype.element_ty), d < DIMS)
+    target = out + (token * (SHARED * KV_HEADS) + head)[:, None] * DIMS + d[None, :]
+    tl.store(target, (mix / total[:, None]).to(out.dtype.element_ty), (query < SHARED)[:, None] & (d < DIMS)[None, :])
 
 
 def attend_parts(
     qkv: Any,
     cache: Any,
     parts: Any,
-    joins: Any,
     tables: Any,
     header: Any,
     out: Any,
-    mixed: Any,
-    weighed: Any,
+    shares: Shares,
+    turn: Turn | None,
     scale: float,
     window: int,
 ) -> None:
-    """parts [P, 6]: token (-1: none), row of tables, begin, end, length of the whole context, whether it is the only
-    part; joins [D, 3]: token, first part, parts. `mixed` [P, heads, D] and `weighed` [P, heads, 2] pass parts on to the
-    join; header[0] is the width of tables."""
+    """parts [P, 8]: token (-1: none), row of tables, begin, end, length of the whole context, how many parts it has and
+    the first of them; header[0] is the width of tables. Without `turn`, queries are turned and keys stored already."""
     kv_heads, block_size, dims = cache.shape[2:]
     heads = out.shape[1] // dims
-    block_d = max(triton.next_power_of_2(dims), 16)
+    tile, warps, stages = MANY if len(parts) >= MANY_PARTS else FEW
     _attend_parts[(kv_heads, len(parts))](
         qkv,
         cache,
@@ -171,20 +213,20 @@ def attend_parts(
         tables,
         header,
         out,
-        mixed,
-        weighed,
+        *shares,
+        turn.inv_freq if turn else parts,
+        turn.places if turn else parts,
+        turn.scale if turn else 1.0,
         scale * LOG2E,
+        ROPE=turn is not None,
+        INTERLEAVED=turn is not None and turn.interleaved,
         WINDOW=window,
         KV_HEADS=kv_heads,
         SHARED=heads // kv_heads,
         DIMS=dims,
         BLOCK_SIZE=block_size,
         QUERIES=max(triton.next_power_of_2(heads // kv_heads), 16),
-        BLOCK_D=block_d,
-        TILE=TILE,
-        **options(WARPS, STAGES),
+        BLOCK_D=max(triton.next_power_of_2(dims), 16),
+        TILE=tile,
+        **options(warps, stages),
     )
-    if len(parts) > len(joins):
-        _join_parts[(heads, len(joins))](
-            mixed, weighed, joins, out, HEADS=heads, DIMS=dims, BLOCK_D=block_d, PARTS=16, **options()
-        )

@@ -16,6 +16,24 @@ HEADS = 16  # of one program
 
 
 @triton.jit
+def angle_of(position, frequency):
+    """In float32, but not before whole turns are taken off."""
+    turns = position.to(tl.float64) * frequency * 0.15915494309189535  # over 2 pi
+    return ((turns - tl.floor(turns + 0.5)) * 6.283185307179586).to(tl.float32)
+
+
+@triton.jit
+def turns_of(inv_freq, position, rope_scale, d, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """(cos, sin, other): x[d] turned is x[d] * cos + x[other] * sin."""
+    pair = d // 2 if INTERLEAVED else d % HALF
+    is_left = d % 2 == 0 if INTERLEAVED else d < HALF
+    angle = angle_of(position, tl.load(inv_freq + pair, d < 2 * HALF, 0.0))
+    sin = tl.sin(angle) * rope_scale
+    other = tl.where(is_left, d + (1 if INTERLEAVED else HALF), d - (1 if INTERLEAVED else HALF))
+    return tl.cos(angle) * rope_scale, tl.where(is_left, -sin, sin), other
+
+
+@triton.jit
 def _rope_and_store(
     qkv,
     inv_freq,
@@ -41,8 +59,7 @@ def _rope_and_store(
     frequency = tl.load(inv_freq + pair, real, 0.0)
     if PDL:
         gdc_wait()
-    turns = tl.load(positions + token).to(tl.float64) * frequency * 0.15915494309189535  # over 2 pi
-    angle = ((turns - tl.floor(turns + 0.5)) * 6.283185307179586).to(tl.float32)
+    angle = angle_of(tl.load(positions + token), frequency)
     is_value = head >= Q_HEADS + KV_HEADS
     cos = tl.where(is_value[:, None], 1.0, (tl.cos(angle) * rope_scale)[None, :])  # [HEADS, PAIRS]
     sin = tl.where(is_value[:, None], 0.0, (tl.sin(angle) * rope_scale)[None, :])
