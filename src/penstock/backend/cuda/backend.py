@@ -193,6 +193,8 @@ class CudaBackend:
 
     def _pad(self, shape: Shape) -> Shape:
         """To the shape of a graph, where one fits."""
+        if shape.tiles and not self._capture:
+            return shape
         larger = padded(shape)
         fits = larger.tokens <= self._sizes.tokens and larger.sampled <= self._sizes.rows
         return larger if fits else shape
