@@ -1,0 +1,188 @@
+"""Products with matrices of float8 (e4m3): values of a row share a scale, of a row of activations too.
+
+Up to 16 rows are multiplied in bfloat16 as they are, at the speed the matrix can be read: lane 4 * g + t of a warp has
+16 values that lie together, in rows g and g + 8, and the rows' values in the same order. The exponent of float8 moves
+into that of bfloat16 without its bias, which makes values 2 ** 120 times too small; the rows' values are made 2 ** 100
+times larger, and the sums 2 ** 20 times at the end. More rows are quantized first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from penstock.backend.cuda.kernels.few import DEFAULT, Tiling, finish, tile_rows
+from penstock.backend.cuda.kernels.fragments import axis, halves
+from penstock.backend.cuda.kernels.pdl import gdc_launch_dependents, gdc_wait, options
+
+LARGEST = 448.0  # of e4m3
+
+
+@dataclass(frozen=True, slots=True)
+class Float8Weight:
+    values: Any  # [rows, width] float8_e4m3fn
+    scales: Any  # [rows] float32
+
+    @property
+    def rows(self) -> int:
+        return int(self.values.shape[0])
+
+    @property
+    def width(self) -> int:
+        return int(self.values.shape[1])
+
+    @property
+    def bytes(self) -> int:
+        return self.rows * (self.width + 4)
+
+
+def quantize_float8(values: Any) -> Float8Weight:
+    """Values [rows, width] on the device, some rows at a time."""
+    codes = torch.empty(values.shape, dtype=torch.float8_e4m3fn, device=values.device)
+    scales = torch.empty(len(values), device=values.device)
+    for first in range(0, len(values), 1024):
+        some = values[first : first + 1024].float()
+        scale = some.abs().amax(1).clamp(min=1e-12) / LARGEST
+        codes[first : first + 1024] = (some / scale[:, None]).to(torch.float8_e4m3fn)
+        scales[first : first + 1024] = scale
+    return Float8Weight(codes, scales)
+
+
+@triton.jit
+def bfloat16_of(words):
+    """The four float8 of each word, 2 ** 120 times smaller: [...] -> [..., b, e] of byte 2 * e + b."""
+    even = (((words << 8) & 0x7F007F00) >> 4) | ((words << 8) & 0x80008000)
+    odd = ((words & 0x7F007F00) >> 4) | (words & 0x80008000)
+    return halves(tl.join(even, odd))
+
+
+@triton.jit
+def load_values(values, row, column, tiles, W: tl.constexpr, G: tl.constexpr, R: tl.constexpr, EVEN: tl.constexpr):
+    """16 bytes of each of a lane's rows: words of [t, g, W, G, (R, half), 4]."""
+    row = tl.broadcast_to(tl.reshape(row, [1, 1, 1, 1, R, 1, 1]), [1, 1, 1, 1, R, 2, 1])
+    row = tl.reshape(row, [1, 1, 1, 1, 2 * R, 1]) * 16 + axis(2 * R, 4) % 2 * 8 + axis(8, 1)
+    at = values + column * 16 + row.to(tl.int64) * (tiles * 16) + axis(4, 0) * 4 + axis(W, 2) * (G * 16)
+    at = at + axis(G, 3) * 16 + axis(4, 5)
+    words = tl.load(at) if EVEN else tl.load(at, column + axis(W, 2) * G + axis(G, 3) < tiles, 0)
+    return words.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def load_items(
+    x, stride, column, count, tiles, W: tl.constexpr, G: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr
+):
+    """16 values of each of the rows that a lane takes, 2 ** 100 times larger: words of [t, g, W, G, n, 8]."""
+    item = axis(COLUMNS // 8, 4) * 8 + axis(8, 1)
+    at = x + column * 32 + item * stride + axis(4, 0) * 8 + axis(W, 2) * (G * 32) + axis(G, 3) * 32 + axis(4, 5)
+    inside = item < count
+    if not EVEN:
+        inside = inside & (column + axis(W, 2) * G + axis(G, 3) < tiles)
+    both = tl.join(tl.load(at, inside, 0), tl.load(at + 4, inside, 0))
+    both = tl.reshape(tl.permute(both, [0, 1, 2, 3, 4, 6, 5]), [4, 8, W, G, COLUMNS // 8, 8])
+    return (both + 0x32003200).to(tl.uint32, bitcast=True)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _few_float8(
+    x,
+    values,
+    scales,
+    bias,
+    out,
+    count,
+    rows,
+    tiles,
+    x_stride,
+    out_stride,
+    GATED: tl.constexpr,
+    BIAS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    W: tl.constexpr,
+    G: tl.constexpr,
+    R: tl.constexpr,
+    EVEN: tl.constexpr,
+    PDL: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    if PDL:
+        gdc_launch_dependents()
+    first = tl.program_id(0)
+    row = tile_rows(first, rows, R, GATED)
+    total = tl.zeros([G * W, 16 * R, COLUMNS], tl.float32)
+    words = load_values(values, row, 0, tiles, W, G, R, EVEN)
+    if PDL:
+        gdc_wait()
+    for column in range(0, tiles, W * G):
+        items = load_items(x, x_stride, column, count, tiles, W, G, COLUMNS, EVEN)
+        next_words = load_values(values, row, column + W * G, tiles, W, G, R, False)
+        #           [t, g, W, G, R, half, word, word, b, e] to [G, W | R, half, g | word, word, t, b, e]
+        a = tl.reshape(bfloat16_of(words), [4, 8, W, G, R, 2, 2, 2, 2, 2])
+        a = tl.reshape(tl.permute(a, [3, 2, 4, 5, 1, 6, 7, 0, 8, 9]), [G * W, 16 * R, 64])
+        #           [t, g, W, G, n, word, word, e, b] to [G, W | word, word, t, b, e | n, g]
+        b = tl.reshape(halves(items), [4, 8, W, G, COLUMNS // 8, 2, 2, 2, 2])
+        b = tl.reshape(tl.permute(b, [3, 2, 5, 6, 0, 8, 7, 4, 1]), [G * W, 64, COLUMNS])
+        total = tl.dot(a.to(tl.float32), b.to(tl.float32), total) if INTERPRET else tl.dot(a, b, total)
+        words = next_words
+    line = tl.reshape(tl.broadcast_to(tl.reshape(row, [R, 1]) * 16 + tl.arange(0, 16)[None, :], [R, 16]), [16 * R, 1])
+    y = tl.sum(total, 0) * (tl.load(scales + line) * 1048576.0)
+    finish(y, first, bias, out, count, rows, out_stride, R, COLUMNS, GATED, BIAS)
+
+
+def few_float8(
+    x: Any, weight: Float8Weight, bias: Any | None, out: Any, *, gated: bool = False, tiling: Tiling = DEFAULT
+) -> None:
+    """out [T, rows] = x [T, width] @ weight.T (+ bias) for up to 16 rows of bfloat16; gated as in few.py."""
+    _few_float8[(triton.cdiv(out.shape[1], 16 * tiling.tiles // (2 if gated else 1)),)](
+        x.view(torch.int32),
+        weight.values.view(torch.int32),
+        weight.scales,
+        weight.scales if bias is None else bias,
+        out,
+        len(x),
+        weight.rows,
+        weight.width // 64,
+        x.stride(0) // 2,
+        out.stride(0),
+        GATED=gated,
+        BIAS=bias is not None,
+        COLUMNS=8 if len(x) <= 8 else 16,
+        W=tiling.warps,
+        G=tiling.steps,
+        R=tiling.tiles,
+        EVEN=weight.width % (64 * tiling.warps * tiling.steps) == 0,
+        INTERPRET=not x.is_cuda,
+        **options(tiling.warps, tiling.stages),
+    )
+
+
+@triton.jit
+def _quantize_rows(x, codes, scales, width, stride, WIDTH: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, WIDTH)
+    if PDL:
+        gdc_wait()
+    values = tl.load(x + row * stride + column, column < width, 0.0).to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(values), 0), 1e-12) / 448.0
+    tl.store(scales + row, scale)
+    tl.store(codes + row * width + column, (values / scale).to(tl.float8e4nv), column < width)
+
+
+def quantize_rows(x: Any, codes: Any, scales: Any) -> None:
+    """codes [T, width] in float8, scales [T]: a row's largest value becomes the largest of float8."""
+    rows, width = x.shape
+    block = triton.next_power_of_2(width)
+    _quantize_rows[(rows,)](x, codes, scales, width, x.stride(0), WIDTH=block, **options(max(block // 1024, 4)))
+
+
+def multiply_float8(codes: Any, scales: Any, weight: Float8Weight, out: Any) -> None:
+    """The library's product, of rows that are quantized already."""
+    result = torch._scaled_mm(
+        codes, weight.values.t(), scale_a=scales[:, None], scale_b=weight.scales[None, :], out_dtype=out.dtype
+    )
+    out.copy_(result)

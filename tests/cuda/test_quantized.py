@@ -1,0 +1,255 @@
+"""Quantized matrices: packed and read again, and multiplied by each kernel, against the reference's values."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from penstock.backend.cuda.kernels import few, many
+from penstock.backend.cuda.kernels.expand import expand, gather
+from penstock.backend.cuda.kernels.fp8 import Float8Weight, few_float8, multiply_float8, quantize_float8, quantize_rows
+from penstock.backend.cuda.kernels.fp8_tiles import tiles_float8
+from penstock.backend.cuda.kernels.quantized import product
+from penstock.backend.cuda.kernels.skinny import Scratch
+from penstock.backend.cuda.quantize import CODINGS, QuantizedWeight, pack, quantize_int4
+from penstock.model.quant import LAYOUTS, dequantize
+from penstock.model.tensor import FORMATS, Tensor
+from tests.cuda.device import DEVICE, ints, normal
+
+FILE_FORMATS = [name for name in CODINGS if name in FORMATS]
+ROWS, WIDTH = 40, 512  # three rows of tiles, of eight each
+EXACT = 1e-5  # float32 sums of exact products
+HALF = 5e-3  # values rounded to bfloat16; the interpreter cuts them off
+
+formats = pytest.mark.parametrize("name", FILE_FORMATS)
+gpu_only = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+
+
+def random_bytes(name: str, rows: int = ROWS, width: int = WIDTH, seed: int = 0) -> NDArray[np.uint8]:
+    format, layout = FORMATS[name], LAYOUTS[name]
+    random = np.random.default_rng(seed)
+    data = random.integers(0, 256, rows * width // format.values * format.bytes, dtype=np.uint8)
+    blocks = data.view(layout)
+    for field in {"d", "m"} & set(layout.fields or ()):
+        blocks[field] = random.uniform(1e-3, 2e-2, len(blocks))
+    return data
+
+
+def packed(name: str, rows: int = ROWS, width: int = WIDTH) -> tuple[QuantizedWeight, torch.Tensor]:
+    """A matrix, and its values."""
+    if name == "INT4":
+        weight = quantize_int4(normal(rows, width))
+        return weight, expanded(weight)
+    data = random_bytes(name, rows, width)
+    values = dequantize(Tensor("", FORMATS[name], (rows, width), data))
+    return pack(data, name, rows, width, torch.device(DEVICE)), torch.from_numpy(values).to(DEVICE)
+
+
+def expanded(weight: QuantizedWeight) -> torch.Tensor:
+    out = torch.full((weight.rows, weight.width), torch.nan, device=DEVICE)
+    expand(weight, out)
+    return out
+
+
+def items(count: int, width: int = WIDTH) -> torch.Tensor:
+    return normal(count, width, seed=1).bfloat16()
+
+
+def difference(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((got.double() - wanted.double()).norm() / wanted.double().norm())
+
+
+def empty(count: int, rows: int) -> torch.Tensor:
+    return torch.full((count, rows), torch.nan, device=DEVICE)
+
+
+def scratch() -> Scratch:
+    return Scratch.on(torch.device(DEVICE))
+
+
+@formats
+def test_packing_keeps_every_value(name: str) -> None:
+    weight, values = packed(name)
+    assert difference(expanded(weight), values) < 1e-6
+
+
+@formats
+def test_packing_some_rows_at_a_time_is_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, _ = packed(name)
+    monkeypatch.setattr("penstock.backend.cuda.quantize.AT_ONCE", 16 * WIDTH)
+    parts, _ = packed(name)
+    for one, other in zip(arrays(whole), arrays(parts), strict=True):
+        assert torch.equal(one, other)
+
+
+def arrays(weight: QuantizedWeight) -> list[torch.Tensor]:
+    return [array for array in (weight.low, weight.high, weight.scales, weight.supers) if array is not None]
+
+
+@pytest.mark.parametrize(("name", "bits"), [("Q4_0", 4.5), ("Q4_K", 4.625), ("Q6_K", 6.5625), ("Q8_0", 8.5)])
+def test_packed_weights_take_little_memory(name: str, bits: float) -> None:
+    weight, _ = packed(name)
+    assert weight.bytes * 8 == bits * 48 * WIDTH  # rows fill tiles of 16
+
+
+@formats
+def test_rows_can_be_gathered(name: str) -> None:
+    weight, values = packed(name)
+    tokens = [39, 0, 8, 16, 33]
+    out = torch.full((5, WIDTH), torch.nan, device=DEVICE)
+    gather(weight, ints(tokens), out)
+    assert difference(out, values[tokens]) < 1e-6
+
+
+@pytest.mark.parametrize("name", CODINGS)
+def test_few_rows(name: str) -> None:
+    check_few_rows(name, 1, few.Tiling(2, 2, 1))
+
+
+@pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "Q8_0"])  # scales in bytes, groups of 16, codes in bytes
+@pytest.mark.parametrize(
+    ("count", "tiling"), [(4, few.Tiling(1, 4, 2)), (5, few.Tiling(2, 1, 2)), (16, few.Tiling(4, 4, 1))]
+)
+def test_few_rows_in_other_tilings(name: str, count: int, tiling: few.Tiling) -> None:
+    check_few_rows(name, count, tiling)
+
+
+def check_few_rows(name: str, count: int, tiling: few.Tiling) -> None:
+    weight, values = packed(name)
+    out = empty(count, ROWS)
+    few.few(items(count), weight, None, out, tiling=tiling)
+    assert difference(out, items(count).double() @ values.double().T) < EXACT
+
+
+@pytest.mark.parametrize("rows", [64, 96])
+def test_few_rows_gated_with_a_bias(rows: int) -> None:
+    weight, values = packed("Q4_K", rows, 256)
+    bias = normal(rows, seed=2)
+    out = empty(3, rows // 2)
+    few.few(items(3, 256), weight, bias, out, gated=True, tiling=few.Tiling(2, 2, 2))
+    left, right = (items(3, 256).double() @ values.double().T + bias).chunk(2, 1)
+    assert difference(out, torch.nn.functional.silu(left) * right) < EXACT
+
+
+@pytest.mark.parametrize("name", ["Q4_0", "Q5_K", "Q6_K", "Q8_0", "INT4"])
+@pytest.mark.parametrize(
+    ("count", "tiling"),
+    [(20, many.Tiling(4, 32, 1, 1, 4, 3)), (33, many.Tiling(4, 16, 8, 3, 4, 2))],
+    ids=["whole", "split"],
+)
+def test_many_rows(name: str, count: int, tiling: many.Tiling) -> None:
+    weight, values = packed(name)
+    shared = scratch()
+    out = empty(count, ROWS)
+    many.many(items(count), weight, None, out, tiling, shared)
+    assert difference(out, items(count).double() @ values.double().T) < HALF
+    assert not shared.arrived.any()
+
+
+@pytest.mark.parametrize("name", ["Q4_0", "Q8_0"])
+def test_odd_shapes(name: str) -> None:
+    """Rows that leave a tile half empty, columns that leave one half empty, a matrix within a wider result."""
+    weight, values = packed(name, 41, 96)
+    for count in (2, 20):
+        wide = empty(count, 50)
+        product(items(count, 96), weight, None, wide[:, 4:45], scratch())
+        assert difference(wide[:, 4:45], items(count, 96).double() @ values.double().T) < HALF
+        assert wide[:, :4].isnan().all()
+        assert wide[:, 45:].isnan().all()
+
+
+def test_the_library_multiplies_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.backend.cuda.kernels.quantized.MANY", 16)
+    weight, values = packed("Q4_K", 64, 256)
+    out = empty(40, 64).bfloat16()
+    workspace = torch.empty(64 * 256, dtype=torch.bfloat16, device=DEVICE)
+    product(items(40, 256), weight, normal(64), out, scratch(), workspace)
+    assert difference(out, items(40, 256).double() @ values.double().T + normal(64)) < 2 * HALF
+
+
+def test_int4_is_as_close_as_four_bits_allow() -> None:
+    values = normal(64, 200)
+    weight = quantize_int4(values)
+    assert difference(expanded(weight), values) < 0.11
+    flat = torch.full((16, 64), 0.25, device=DEVICE)
+    assert torch.equal(expanded(quantize_int4(flat)), flat)
+
+
+# ---- float8 ----
+
+
+def float8_matrix(rows: int = 96, width: int = 640) -> tuple[Float8Weight, torch.Tensor]:
+    weight = quantize_float8(normal(rows, width) * 0.02)
+    return weight, weight.values.double() * weight.scales.double()[:, None]
+
+
+def test_float8_uses_its_whole_range() -> None:
+    weight, values = float8_matrix()
+    assert weight.values.float().abs().amax(1).eq(448).all()
+    assert difference(values, normal(96, 640) * 0.02) < 0.03
+
+
+@pytest.mark.parametrize(
+    ("count", "tiling"), [(1, few.Tiling(2, 1, 1)), (3, few.Tiling(1, 4, 2)), (16, few.Tiling(4, 2, 1))]
+)
+def test_float8_few_rows(count: int, tiling: few.Tiling) -> None:
+    weight, values = float8_matrix()
+    x = items(count, 640)
+    out = empty(count, 96)
+    few_float8(x, weight, normal(96), out, tiling=tiling)
+    assert difference(out, x.double() @ values.T + normal(96)) < EXACT
+
+
+def test_float8_few_rows_gated() -> None:
+    weight, values = float8_matrix()
+    out = empty(2, 48)
+    few_float8(items(2, 640), weight, None, out, gated=True, tiling=few.Tiling(2, 2, 2))
+    left, right = (items(2, 640).double() @ values.T).chunk(2, 1)
+    assert difference(out, torch.nn.functional.silu(left) * right) < EXACT
+
+
+@gpu_only
+def test_float8_of_the_smallest_values() -> None:
+    """Their exponent is 0; the interpreter cannot read them."""
+    codes = torch.arange(256, dtype=torch.uint8, device=DEVICE)[torch.randint(0, 8, (32, 512), device=DEVICE)]
+    weight = Float8Weight(codes.view(torch.float8_e4m3fn), torch.ones(32, device=DEVICE))
+    out = empty(2, 32)
+    few_float8(items(2, 512), weight, None, out)
+    assert difference(out, items(2, 512).double() @ weight.values.double().T) < EXACT
+
+
+def test_float8_rows_are_quantized_each_by_its_largest_value() -> None:
+    x = items(5, 640) * torch.tensor([1, 10, 0.01, 0, 3], device=DEVICE)[:, None].bfloat16()
+    codes, scales = float8_rows(x)
+    assert difference(codes.float() * scales[:, None], x) < (0.07 if DEVICE == "cpu" else 0.03)
+    assert torch.allclose(scales[[0, 1, 2, 4]] * 448, x.float().abs().amax(1)[[0, 1, 2, 4]])
+
+
+def float8_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    codes = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=DEVICE)
+    scales = torch.empty(len(x), device=DEVICE)
+    quantize_rows(x, codes, scales)
+    return codes, scales
+
+
+@pytest.mark.parametrize("tiling", [many.Tiling(4, 32, 2, 1, 4, 3), many.Tiling(4, 16, 1, 3, 4, 3)])
+def test_float8_many_rows(tiling: many.Tiling) -> None:
+    weight, values = float8_matrix()
+    codes, scales = float8_rows(items(20, 640))
+    shared = scratch()
+    out = empty(20, 96)
+    tiles_float8(codes, scales, weight, normal(96), out, tiling, shared)
+    wanted = (codes.double() * scales.double()[:, None]) @ values.T + normal(96)
+    assert difference(out, wanted) < (EXACT if DEVICE == "cpu" else 1e-3)
+    assert not shared.arrived.any()
+
+
+@gpu_only
+def test_float8_of_the_library() -> None:
+    weight, values = float8_matrix()
+    codes, scales = float8_rows(items(32, 640))
+    out = empty(32, 96).bfloat16()
+    multiply_float8(codes, scales, weight, out)
+    assert difference(out, (codes.double() * scales.double()[:, None]) @ values.T) < HALF
