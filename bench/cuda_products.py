@@ -325,7 +325,9 @@ def measure_step(name: str, count: int, best: dict[tuple[str, str, int], Any], s
 
 def tiling_of(cell: dict[str, Any]) -> Any:
     """The best one, of those that keep a matrix quantized."""
-    which = next(which for _, which in cell["ranked"] if which != "library" or cell["format"] == "FP8")
+    which = next(
+        which for _, which in cell["ranked"] if which != "library" or cell["format"] == "FP8" or cell["rows"] > 512
+    )
     return which if which == "library" else (few.Tiling if cell["rows"] <= 16 else many.Tiling)(*which)
 
 
@@ -416,6 +418,7 @@ def main() -> None:
                     traceback.print_exc(limit=4)
                 torch.cuda.empty_cache()
             print(f"{name} done at {time.perf_counter() - began:.0f} s", flush=True)
+        save(report, args.json)
         tilings = {(c["format"], c["shape"], c["rows"]): tiling_of(c) for c in report["products"]}
         for name in names:
             for count in [int(count) for count in args.step.split(",") if count]:
@@ -424,10 +427,14 @@ def main() -> None:
                 except Exception as error:
                     print(f"! step {name} {count}: {error!r}"[:200], flush=True)
                 torch.cuda.empty_cache()
-    if args.json:
-        Path(args.json).write_text(json.dumps(report))
+    save(report, args.json)
     print_tables(report, counts)
     print(f"total {time.perf_counter() - began:.0f} s", flush=True)
+
+
+def save(report: dict[str, Any], path: str | None) -> None:
+    if path:
+        Path(path).write_text(json.dumps(report))
 
 
 def print_tables(report: dict[str, Any], counts: list[int]) -> None:
