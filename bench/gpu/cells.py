@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 from kernel_cells import KERNEL_CELLS, say, seconds
+from random_weights import KINDS, RandomWeights
 
 from penstock.backend.cuda import CudaBackend, tilings
 from penstock.backend.cuda.graphs import bucket
 from penstock.backend.cuda.kernels import pdl
-from penstock.backend.cuda.weights import Dense
 from penstock.backend.ref.batches import Chunk, greedy_batch
 from penstock.engine.engine import Engine
 from penstock.model.llama import build
@@ -42,25 +42,12 @@ def llama8b(layers: int) -> ModelSpec:
     return ModelSpec("llama", layers, 4096, 14336, 128256, 131072, 1e-5, attn)
 
 
-class RandomWeights:
-    """Stands in for a checkpoint's packer."""
-
-    def __init__(self, backend: CudaBackend) -> None:
-        self._backend = backend
-
-    def vector(self, name: str, size: int) -> Any:
-        return torch.ones(size, device="cuda")
-
-    def matrix(self, *parts: tuple[str, int], width: int) -> Any:
-        weight = torch.empty((sum(rows for _, rows in parts), width), dtype=torch.bfloat16, device="cuda")
-        return Dense(weight.normal_(0, 0.02), None, self._backend._scratch)
-
-
 class Bench:
     """The loaded model, made when the first cell asks for it."""
 
-    def __init__(self, layers: int) -> None:
+    def __init__(self, layers: int, kind: str) -> None:
         self._layers = layers
+        self._kind = kind
         self._backend: CudaBackend | None = None
         self._ids = iter(range(1 << 30))
         self.dice = np.random.default_rng(0)
@@ -70,7 +57,7 @@ class Bench:
         if self._backend is None:
             began = time.perf_counter()
             backend = CudaBackend(MAX_TOKENS, MAX_ROWS)
-            backend.load(build(llama8b(self._layers), RandomWeights(backend)))
+            backend.load(build(llama8b(self._layers), RandomWeights(backend._workspace, self._kind)))
             spare = backend.kv_memory()
             self.num_blocks = min(spare // (backend.kv_bytes_per_token() * BLOCK_SIZE), 24_000)
             backend.reserve_kv(self.num_blocks, BLOCK_SIZE)
@@ -342,13 +329,14 @@ def main(description: str) -> None:
     parser.add_argument("--cells", default=",".join(CELLS))
     parser.add_argument("--json", default="cuda.json")
     parser.add_argument("--layers", type=int, default=32, help="fewer, to look at one thing quickly")
+    parser.add_argument("--weights", default="bf16", choices=KINDS, help="format of the random weights")
     given = parser.parse_args()
     names = given.cells.split(",")
     if unknown := set(names) - CELLS.keys():
         parser.error(f"unknown cells {sorted(unknown)}; there are {', '.join(CELLS)}")
     properties = torch.cuda.get_device_properties(0)
-    report: Figures = {"device": properties.name, "torch": torch.__version__, "cells": {}}
-    bench = Bench(given.layers)
+    report: Figures = {"device": properties.name, "torch": torch.__version__, "weights": given.weights, "cells": {}}
+    bench = Bench(given.layers, given.weights)
     for name in names:
         say(f"== {name}")
         began = time.perf_counter()

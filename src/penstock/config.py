@@ -19,6 +19,7 @@ class Config:
     max_len: int = 0  # 0: the model's own context length
     max_rows: int = 64
     max_tokens: int = 512  # per step
+    quantize: str = ""  # plain weights at load: fp8, int4, or empty to keep them
     kv: str = "auto"  # what the KV cache holds; auto: the backend's own choice
     kv_memory: int = 0  # bytes; 0: what the backend finds it may take
     block_size: int = 16

@@ -7,13 +7,13 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from penstock.backend.cuda.kernels import few, many
+from penstock.backend.cuda.kernels import few, many, one
 from penstock.backend.cuda.kernels.expand import expand, gather
 from penstock.backend.cuda.kernels.fp8 import Float8Weight, few_float8, multiply_float8, quantize_float8, quantize_rows
 from penstock.backend.cuda.kernels.fp8_tiles import tiles_float8
-from penstock.backend.cuda.kernels.quantized import product
 from penstock.backend.cuda.kernels.skinny import Scratch
 from penstock.backend.cuda.quantize import CODINGS, QuantizedWeight, pack, quantize_int4
+from penstock.backend.cuda.quantized import Quantized, Workspace
 from penstock.model.quant import LAYOUTS, dequantize
 from penstock.model.tensor import FORMATS, Tensor
 from tests.cuda.device import DEVICE, ints, normal
@@ -80,8 +80,8 @@ def test_packing_some_rows_at_a_time_is_the_same(name: str, monkeypatch: pytest.
     whole, _ = packed(name)
     monkeypatch.setattr("penstock.backend.cuda.quantize.AT_ONCE", 16 * WIDTH)
     parts, _ = packed(name)
-    for one, other in zip(arrays(whole), arrays(parts), strict=True):
-        assert torch.equal(one, other)
+    for first, second in zip(arrays(whole), arrays(parts), strict=True):
+        assert torch.equal(first, second)
 
 
 def arrays(weight: QuantizedWeight) -> list[torch.Tensor]:
@@ -106,6 +106,23 @@ def test_rows_can_be_gathered(name: str) -> None:
 @pytest.mark.parametrize("name", CODINGS)
 def test_few_rows(name: str) -> None:
     check_few_rows(name, 1, few.Tiling(2, 2, 1))
+
+
+@pytest.mark.parametrize("name", [name for name in CODINGS if name != "INT4"])
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_one_row(name: str, ahead: int) -> None:
+    weight, values = packed(name, ROWS, 768)
+    out = empty(1, ROWS)
+    one.one(items(1, 768), weight, None, out, tiling=one.Tiling(2, 1, 1, ahead))
+    assert difference(out, items(1, 768).double() @ values.double().T) < EXACT
+
+
+def test_one_row_gated_with_a_bias() -> None:
+    weight, values = packed("Q4_K", 64, 512)
+    bias, out = normal(64, seed=2), empty(1, 32)
+    one.one(items(1), weight, bias, out, gated=True, tiling=one.Tiling(1, 2, 2, 1))
+    left, right = (items(1).double() @ values.double().T + bias).chunk(2, 1)
+    assert difference(out, torch.nn.functional.silu(left) * right) < EXACT
 
 
 @pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "Q8_0"])  # scales in bytes, groups of 16, codes in bytes
@@ -154,18 +171,17 @@ def test_odd_shapes(name: str) -> None:
     weight, values = packed(name, 41, 96)
     for count in (2, 20):
         wide = empty(count, 50)
-        product(items(count, 96), weight, None, wide[:, 4:45], scratch())
+        Quantized((weight,), None, Workspace(scratch(), 20)).product(items(count, 96), wide[:, 4:45])
         assert difference(wide[:, 4:45], items(count, 96).double() @ values.double().T) < HALF
         assert wide[:, :4].isnan().all()
         assert wide[:, 45:].isnan().all()
 
 
 def test_the_library_multiplies_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.backend.cuda.kernels.quantized.MANY", 16)
+    monkeypatch.setattr("penstock.backend.cuda.quantized_tilings.MANY", 16)
     weight, values = packed("Q4_K", 64, 256)
     out = empty(40, 64).bfloat16()
-    workspace = torch.empty(64 * 256, dtype=torch.bfloat16, device=DEVICE)
-    product(items(40, 256), weight, normal(64), out, scratch(), workspace)
+    Quantized((weight,), normal(64), Workspace(scratch(), 40)).product(items(40, 256), out)
     assert difference(out, items(40, 256).double() @ values.double().T + normal(64)) < 2 * HALF
 
 
@@ -251,5 +267,5 @@ def test_float8_of_the_library() -> None:
     weight, values = float8_matrix()
     codes, scales = float8_rows(items(32, 640))
     out = empty(32, 96).bfloat16()
-    multiply_float8(codes, scales, weight, out)
+    multiply_float8(codes, scales, weight, None, out)
     assert difference(out, (codes.double() * scales.double()[:, None]) @ values.T) < HALF

@@ -16,6 +16,8 @@ def open_backend(config: Config) -> Backend:
     device = config.device
     if device == "cuda" or (device == "auto" and has_cuda()):
         return open_cuda(config)
+    if config.quantize:
+        raise ConfigError(f"weights are quantized at load on CUDA alone; got quantize {config.quantize!r} for {device}")
     if device in ("auto", "cpu"):
         from penstock.backend.cpu import CpuBackend
 
@@ -41,4 +43,4 @@ def open_cuda(config: Config) -> Backend:
 
     if config.kv != "auto":
         raise ConfigError(f"on CUDA the KV cache is kept as bf16; got kv {config.kv!r}, use auto")
-    return CudaBackend(config.max_tokens, config.max_rows)
+    return CudaBackend(config.max_tokens, config.max_rows, quantize=config.quantize)

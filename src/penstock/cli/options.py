@@ -14,6 +14,7 @@ Threads = Annotated[int, Option(least=0, help="Threads to compute with; 0: every
 Kv = Annotated[
     str, Option(help="What the KV cache holds: auto (f16), f32, or int8, which takes half the memory of f16.")
 ]
+Quantize = Annotated[str, Option(help="Quantizes plain weights at load, on a GPU: fp8 or int4.")]
 MaxLen = Annotated[int, Option(least=0, help="Longest prompt and answer in tokens; 0: the model's own context.")]
 MaxTokens = Annotated[int | None, Option(least=1, help="Longest answer in tokens; by default, to the context's end.")]
 TopP = Annotated[float, Option(least=0, most=1, help="Sample from the likeliest tokens that make up this share.")]

@@ -20,6 +20,7 @@ def serve(
     max_len: options.MaxLen = 0,
     max_rows: Annotated[int, Option(least=1, help="Requests computed at once; more wait.")] = 64,
     step_tokens: Annotated[int, Option(least=1, help="Tokens computed in one step.")] = 512,
+    quantize: options.Quantize = "",
     kv: options.Kv = "auto",
     kv_memory: Annotated[
         int, Option(least=0, help="Bytes for the KV cache; 0: a quarter of what is free, on a GPU all of it.")
@@ -48,6 +49,7 @@ def serve(
         max_len=max_len,
         max_rows=max_rows,
         max_tokens=step_tokens,
+        quantize=quantize,
         kv=kv,
         kv_memory=kv_memory,
     )

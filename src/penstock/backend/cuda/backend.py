@@ -18,6 +18,7 @@ from penstock.backend.cuda.inputs import Fields, Plan, Shape
 from penstock.backend.cuda.kernels.prefill_attention import tokens_per_tile
 from penstock.backend.cuda.kernels.skinny import Scratch
 from penstock.backend.cuda.ops import Memory, Program, Sizes
+from penstock.backend.cuda.quantized import Workspace
 from penstock.backend.cuda.sampler import Asked, Sampler
 from penstock.backend.cuda.staging import Staging
 from penstock.backend.cuda.weights import Weight, pack
@@ -59,18 +60,22 @@ class CudaBackend:
         device: str = "cuda",
         dtype: torch.dtype = torch.bfloat16,
         graphs: bool = True,
+        quantize: str = "",
     ) -> None:
         if device == "cuda" and not torch.cuda.is_available():
             raise ConfigError("torch finds no CUDA device: use --device cpu, or look at `nvidia-smi`")
+        if quantize not in ("", "fp8", "int4"):
+            raise ConfigError(f"weights can be quantized to fp8 or int4; got {quantize!r}")
         self._device = torch.device(device)
         self._dtype = dtype
+        self._quantize = quantize
         rows = few_or_many(max_rows)
         self._sizes = Sizes(max(max_tokens, rows), rows)
         self._stream = torch.cuda.Stream() if device == "cuda" else None
         self._capture = graphs and self._stream is not None
         ints = {"dtype": torch.int32, "device": self._device}
         self._memory = Memory(last=torch.zeros(rows + 1, **ints), tokens=torch.zeros(self._sizes.tokens, **ints))
-        self._scratch = Scratch.on(self._device)
+        self._workspace = Workspace(Scratch.on(self._device), self._sizes.tokens)
         self._chosen = torch.zeros(self._sizes.tokens, **ints)
         self._sampler = Sampler(self._device, rows)
         self._flights: dict[Ticket, Flight] = {}
@@ -78,7 +83,7 @@ class CudaBackend:
     # -- loading -------------------------------------------------------------------------------------------------
 
     def pack_matrix(self, parts: Sequence[Tensor], bias: Sequence[Tensor | None]) -> Weight:
-        return pack(parts, bias, self._device, self._dtype, self._scratch)
+        return pack(parts, bias, self._device, self._dtype, self._workspace, self._quantize)
 
     def pack_vector(self, tensor: Tensor) -> Any:
         return torch.from_numpy(dequantize(tensor).copy()).to(self._device)

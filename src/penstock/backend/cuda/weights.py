@@ -5,6 +5,7 @@ Every format is a class with the methods of `Weight`, and `pack` decides which o
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -12,14 +13,20 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from penstock.backend.cuda.kernels.fp8 import quantize_float8
 from penstock.backend.cuda.kernels.gate import gate
 from penstock.backend.cuda.kernels.gemv import gemv
+from penstock.backend.cuda.kernels.library import multiply
 from penstock.backend.cuda.kernels.rows import take_rows
 from penstock.backend.cuda.kernels.skinny import Scratch, skinny
+from penstock.backend.cuda.quantize import COLUMNS, TAKE, QuantizedWeight, quantize_int4
+from penstock.backend.cuda.quantize import pack as pack_codes
+from penstock.backend.cuda.quantized import Float8, Quantized, Workspace, stack
 from penstock.backend.cuda.tilings import gemv_tiling, skinny_tiling
 from penstock.model.quant import dequantize
 from penstock.model.tensor import Tensor
 
+log = logging.getLogger(__name__)
 AT_ONCE = 1 << 26  # values dequantized together
 
 
@@ -79,28 +86,42 @@ class Dense:
         take_rows(self.weight, tokens, out)
 
 
-def multiply(x: Any, weight: Any, bias: Any | None, out: Any) -> None:
-    """The library's product."""
-    if out.dtype == x.dtype:
-        torch.mm(x, weight.t(), out=out)
-    elif x.is_cuda:
-        torch.ops.aten.mm.dtype_out(x, weight.t(), out.dtype, out=out)
-    else:
-        out.copy_(x.to(out.dtype) @ weight.t().to(out.dtype))
-    if bias is not None:
-        out += bias
-
-
 def pack(
-    parts: Sequence[Tensor], bias: Sequence[Tensor | None], device: torch.device, dtype: torch.dtype, scratch: Scratch
+    parts: Sequence[Tensor],
+    bias: Sequence[Tensor | None],
+    device: torch.device,
+    dtype: torch.dtype,
+    workspace: Workspace,
+    quantize: str = "",
 ) -> Weight:
+    """Quantized formats stay as they are; plain ones become what `quantize` says: float8, 4 bits, or themselves."""
+    formats = {part.format.name for part in parts}
+    vector = stacked_bias(parts, bias, device)
+    if dtype.itemsize == 2 and formats <= TAKE.keys():
+        return Quantized(stack([packed(part, device) for part in parts]), vector, workspace)
+    if not formats <= PLAIN.keys() and dtype.itemsize == 2:
+        log.info("%s and what lies beside it are kept as %s: no kernel reads %s", parts[0].name, dtype, formats)
+    values = stacked_values(parts, device, dtype)
+    if quantize == "int4" and formats <= PLAIN.keys():
+        return Quantized((quantize_int4(values),), vector, workspace)
+    if quantize == "fp8" and formats <= PLAIN.keys() and values.shape[1] % COLUMNS == 0:
+        return Float8(quantize_float8(values), vector, workspace)
+    return Dense(values, vector, workspace.scratch)
+
+
+def packed(part: Tensor, device: torch.device) -> QuantizedWeight:
+    rows, width = part.shape
+    return pack_codes(part.data, part.format.name, rows, width, device)
+
+
+def stacked_values(parts: Sequence[Tensor], device: torch.device, dtype: torch.dtype) -> Any:
     rows = sum(part.shape[0] for part in parts)
-    weight = torch.empty((rows, parts[0].shape[1]), dtype=dtype, device=device)
+    values = torch.empty((rows, parts[0].shape[1]), dtype=dtype, device=device)
     at = 0
     for part in parts:
-        copy_values(part, weight[at : at + part.shape[0]])
+        copy_values(part, values[at : at + part.shape[0]])
         at += part.shape[0]
-    return Dense(weight, stacked_bias(parts, bias, device), scratch)
+    return values
 
 
 def stacked_bias(parts: Sequence[Tensor], bias: Sequence[Tensor | None], device: torch.device) -> Any | None:

@@ -43,8 +43,6 @@ def _expand(
 ):
     if PDL:
         gdc_launch_dependents()
-    if PDL:
-        gdc_wait()
     first = tl.program_id(0) * T
     row = tl.minimum(tl.program_id(1) * R + axis(R, 2), tl.cdiv(rows, 16) - 1)
     words, more, factors, outer = load_tiles(
@@ -54,6 +52,8 @@ def _expand(
     values = values_of(codes_of(words, more, base, HIGH, R, T, 1), scale, minimum, R, T, GROUPS, HIGH != 4)
     line = tl.program_id(1) * (16 * R) + tl.arange(0, 16 * R)[:, None]
     column = first * 64 + tl.arange(0, 64 * T)[None, :]
+    if PDL:
+        gdc_wait()
     tl.store(
         out + line.to(tl.int64) * width + column, values.to(out.dtype.element_ty), (line < rows) & (column < width)
     )

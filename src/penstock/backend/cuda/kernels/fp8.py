@@ -180,9 +180,30 @@ def quantize_rows(x: Any, codes: Any, scales: Any) -> None:
     _quantize_rows[(rows,)](x, codes, scales, width, x.stride(0), WIDTH=block, **options(max(block // 1024, 4)))
 
 
-def multiply_float8(codes: Any, scales: Any, weight: Float8Weight, out: Any) -> None:
-    """The library's product, of rows that are quantized already."""
-    result = torch._scaled_mm(
-        codes, weight.values.t(), scale_a=scales[:, None], scale_b=weight.scales[None, :], out_dtype=out.dtype
+def multiply_float8(codes: Any, scales: Any, weight: Float8Weight, bias: Any | None, out: Any) -> None:
+    """The library's product, of rows that are quantized already, in bfloat16."""
+    torch._scaled_mm(
+        codes, weight.values.t(), scale_a=scales[:, None], scale_b=weight.scales[None, :], out_dtype=out.dtype, out=out
     )
-    out.copy_(result)
+    if bias is not None:
+        out += bias
+
+
+@triton.jit
+def _gather(tokens, values, scales, out, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        gdc_launch_dependents()
+    item = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    if PDL:
+        gdc_wait()
+    row = tl.load(tokens + item).to(tl.int64)
+    line = tl.load(values + row * width + column, column < width, 0.0).to(tl.float32) * tl.load(scales + row)
+    tl.store(out + item * width + column, line.to(out.dtype.element_ty), column < width)
+
+
+def gather_float8(weight: Float8Weight, tokens: Any, out: Any) -> None:
+    """out[i] = weight[tokens[i]]."""
+    block = min(triton.next_power_of_2(weight.width), 1024)
+    grid = (len(tokens), triton.cdiv(weight.width, block))
+    _gather[grid](tokens, weight.values, weight.scales, out, weight.width, BLOCK=block, **options())

@@ -1,9 +1,9 @@
 """Quantized matrix products on a GPU: are they right, how fast are they, and which tiling is the fastest.
 
-    python bench/cuda_products.py                      checks, then times every product of the Llama-3.1-8B shape
-    python bench/cuda_products.py --tune               tries every tiling and prints the best ones
-    python bench/cuda_products.py --formats Q4_K,FP8   only these
-    python bench/cuda_products.py --json FILE          figures for machines
+    PYTHONPATH=src python bench/gpu/products.py      checks, then times the products of the Llama-3.1-8B shape
+    PYTHONPATH=src python bench/gpu/products.py --tune   tries every tiling and prints the best ones
+    PYTHONPATH=src python bench/gpu/products.py --formats Q4_K,FP8   only these
+    PYTHONPATH=src python bench/gpu/products.py --json FILE   figures for machines
 
 Needs torch and Triton, and a GPU to itself. Times are of CUDA graphs over more copies of a matrix than a cache holds.
 """
@@ -14,7 +14,6 @@ import argparse
 import json
 import multiprocessing
 import os
-import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -22,23 +21,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
-
 import torch
+from random_weights import random_blocks
+from random_weights import random_codes as make
 
-from penstock.backend.cuda.kernels import few, many
+from penstock.backend.cuda.kernels import few, many, one
 from penstock.backend.cuda.kernels.expand import expand, gather
 from penstock.backend.cuda.kernels.fp8 import (
     Float8Weight,
     few_float8,
     multiply_float8,
-    quantize_float8,
     quantize_rows,
 )
 from penstock.backend.cuda.kernels.fp8_tiles import tiles_float8
 from penstock.backend.cuda.kernels.skinny import MOST_SHARES, Scratch
-from penstock.backend.cuda.quantize import CODINGS, TAKE, pack, pack_parts, quantize_int4
-from penstock.model.quant import LAYOUTS, dequantize
+from penstock.backend.cuda.quantize import CODINGS, pack
+from penstock.model.quant import dequantize
 from penstock.model.tensor import FORMATS, Tensor
 
 SHAPES = {  # rows, width: of Llama-3.1-8B
@@ -61,6 +59,13 @@ FEW_TILINGS = [
     for tiles in (1, 2, 4)
     if steps * tiles <= 4 and 4 <= warps * steps <= 32
 ] + [few.Tiling(8, 2, 1, 2), few.Tiling(8, 1, 2, 3), few.Tiling(4, 2, 1, 3), few.Tiling(4, 2, 2, 2)]
+ONE_TILINGS = [
+    one.Tiling(warps, blocks, tiles, ahead)
+    for warps in (2, 4, 8, 16)
+    for blocks, tiles in ((1, 1), (2, 1), (1, 2))
+    for ahead in (1, 2)
+    if blocks * tiles * ahead < 4
+]
 MANY_TILINGS = [  # without the split
     (4, 1, 4, 3),
     (4, 2, 4, 3),
@@ -74,26 +79,6 @@ FLOAT8_TILINGS = [(4, 2, 4, 4), (4, 4, 4, 3), (8, 2, 4, 4), (8, 2, 8, 4), (8, 4,
 
 
 # ---- matrices ----
-
-
-def random_blocks(name: str, rows: int, width: int) -> Any:
-    """Bytes of a format on the device, with scales of a sensible size: [rows, blocks, bytes]."""
-    format, layout = FORMATS[name], LAYOUTS[name]
-    blocks = torch.randint(0, 256, (rows, width // format.values, format.bytes), dtype=torch.uint8, device=DEVICE)
-    for field in ("d", "m"):
-        if field in layout.fields:
-            at = layout.fields[field][1]
-            size = torch.rand(blocks.shape[:2], device=DEVICE) * 1e-3 + 1e-4
-            blocks[..., at : at + 2] = size.half()[..., None].view(torch.uint8)
-    return blocks
-
-
-def make(name: str, rows: int, width: int) -> Any:
-    if name in ("FP8", "INT4"):
-        values = torch.randn(rows, width, device=DEVICE, dtype=torch.bfloat16) * 0.02
-        return quantize_float8(values) if name == "FP8" else quantize_int4(values)
-    blocks = random_blocks(name, rows, width)
-    return pack_parts(lambda first, last: TAKE[name](blocks[first:last]), CODINGS[name], rows, width)
 
 
 def values_of(name: str, weight: Any) -> Any:
@@ -160,6 +145,8 @@ def run_one(name: str, x: Any, weight: Any, bias: Any, scratch: Scratch) -> Any:
         tiles_float8(codes, scales, weight, bias, out, many.Tiling(4, 32, 2, 3, 4, 3), scratch)
     elif name == "FP8":
         few_float8(x, weight, bias, out)
+    elif len(x) == 1 and weight.coding.groups > 1:
+        one.one(x, weight, bias, out, tiling=one.Tiling(4, 1, 1, 2))
     elif len(x) <= 16:
         few.few(x, weight, bias, out)
     else:
@@ -210,6 +197,8 @@ def splits(programs: int, width: int) -> list[int]:
 
 
 def candidates(name: str, count: int, rows: int, width: int, tune: bool) -> list[Any]:
+    if count == 1 and name not in ("FP8", "INT4"):
+        return [*ONE_TILINGS, *FEW_TILINGS] if tune else [one.Tiling(4, 1, 1, 2)]
     if count <= 16:
         return FEW_TILINGS if tune else [few.DEFAULT]
     found = []
@@ -219,12 +208,14 @@ def candidates(name: str, count: int, rows: int, width: int, tune: bool) -> list
             continue
         programs = -(-rows // (16 * tiles)) * -(-count // block)
         for split in splits(programs, width):
-            if split * count * rows <= MOST_SHARES:
+            if split == 1 or split * count * rows <= MOST_SHARES:
                 found.append(many.Tiling(tiles, block, steps, split, warps, stages))
     return found if tune else found[:1]
 
 
 def call_of(name: str, x: Any, coded: Any, weight: Any, out: Any, tiling: Any, scratch: Any) -> Callable[[], None]:
+    if isinstance(tiling, one.Tiling):
+        return lambda: one.one(x, weight, None, out, tiling=tiling)
     if isinstance(tiling, few.Tiling):
         kernel = few_float8 if name == "FP8" else few.few
         return lambda: kernel(x, weight, None, out, tiling=tiling)
@@ -236,7 +227,7 @@ def call_of(name: str, x: Any, coded: Any, weight: Any, out: Any, tiling: Any, s
 def library(name: str, x: Any, coded: Any, weight: Any, workspace: Any, out: Any) -> Callable[[], None]:
     """Values written out in bfloat16, or float8 as it is, and the library's product."""
     if name == "FP8":
-        return lambda: multiply_float8(*coded, weight, out)
+        return lambda: multiply_float8(*coded, weight, None, out)
     values = workspace[: weight.rows * weight.width].view(weight.rows, weight.width)
 
     def expanded() -> None:
@@ -244,6 +235,10 @@ def library(name: str, x: Any, coded: Any, weight: Any, workspace: Any, out: Any
         torch.mm(x, values.t(), out=out)
 
     return expanded
+
+
+def listed(tiling: Any) -> Any:
+    return tiling if tiling == "library" else ["one", *tiling] if isinstance(tiling, one.Tiling) else list(tiling)
 
 
 def measure(name: str, shape: str, counts: list[int], tune: bool, scratch: Any, workspace: Any) -> list[dict[str, Any]]:
@@ -274,7 +269,7 @@ def measure(name: str, shape: str, counts: list[int], tune: bool, scratch: Any, 
         if not cells:
             continue
         best, tiling = cells[0]
-        ranked = [(round(took * 1e6, 2), list(which) if which != "library" else which) for took, which in cells]
+        ranked = [(round(took * 1e6, 2), listed(which)) for took, which in cells]
         found.append(
             {
                 "format": name,
@@ -282,7 +277,7 @@ def measure(name: str, shape: str, counts: list[int], tune: bool, scratch: Any, 
                 "rows": count,
                 "us": round(best * 1e6, 2),
                 "of_limit": round(weights[0].bytes / BANDWIDTH / best, 3),
-                "tiling": list(tiling) if tiling != "library" else tiling,
+                "tiling": listed(tiling),
                 "ranked": ranked,
             }
         )
@@ -315,7 +310,7 @@ def measure_step(name: str, count: int, best: dict[tuple[str, str, int], Any], s
         coded = quantized(x) if name == "FP8" and count > 16 else None
         tiling = best[name, shape, count]
         if tiling == "library":
-            calls.append(lambda c=coded, w=weight, o=out: multiply_float8(*c, w, o))
+            calls.append(lambda c=coded, w=weight, o=out: multiply_float8(*c, w, None, o))
         else:
             calls.append(call_of(name, x, coded, weight, out, tiling, scratch))
         size += weight.bytes
@@ -328,6 +323,8 @@ def tiling_of(cell: dict[str, Any]) -> Any:
     which = next(
         which for _, which in cell["ranked"] if which != "library" or cell["format"] == "FP8" or cell["rows"] > 512
     )
+    if which[0] == "one":
+        return one.Tiling(*which[1:])
     return which if which == "library" else (few.Tiling if cell["rows"] <= 16 else many.Tiling)(*which)
 
 

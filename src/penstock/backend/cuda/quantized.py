@@ -1,0 +1,185 @@
+"""Weights that stay quantized in memory: a file's own codes, or float8 (weights.py has the protocol)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from penstock.backend.cuda import quantized_tilings as tilings
+from penstock.backend.cuda.kernels import few, many, one
+from penstock.backend.cuda.kernels.expand import expand, gather
+from penstock.backend.cuda.kernels.fp8 import Float8Weight, few_float8, gather_float8, multiply_float8, quantize_rows
+from penstock.backend.cuda.kernels.fp8_tiles import tiles_float8
+from penstock.backend.cuda.kernels.gate import gate
+from penstock.backend.cuda.kernels.library import multiply
+from penstock.backend.cuda.kernels.skinny import Scratch
+from penstock.backend.cuda.quantize import ROWS, QuantizedWeight
+
+
+class Workspace:
+    """Memory that products of many rows share, reserved while weights are packed: steps have at most `tokens` rows."""
+
+    def __init__(self, scratch: Scratch, tokens: int) -> None:
+        self.scratch = scratch
+        self._tokens = tokens
+        self._bytes = torch.empty(0, dtype=torch.uint8, device=scratch.parts.device)
+
+    def reserve_values(self, rows: int, width: int) -> None:
+        if self._tokens > tilings.MANY:
+            self._reserve(2 * rows * width)
+
+    def reserve_float8(self, width: int) -> None:
+        self._reserve(self._tokens * (width + 4))
+
+    def values(self, rows: int, width: int) -> Any:
+        """[rows, width] of bfloat16."""
+        return self._bytes[: 2 * rows * width].view(torch.bfloat16).view(rows, width)
+
+    def float8(self, x: Any) -> tuple[Any, Any]:
+        """Rows in float8, and a scale for each."""
+        rows, width = x.shape
+        size = rows * width
+        codes = self._bytes[:size].view(torch.float8_e4m3fn).view(rows, width)
+        scales = self._bytes[size : size + 4 * rows].view(torch.float32)
+        quantize_rows(x, codes, scales)
+        return codes, scales
+
+    def _reserve(self, size: int) -> None:
+        if size > len(self._bytes):
+            self._bytes = torch.empty(size, dtype=torch.uint8, device=self._bytes.device)
+
+
+@dataclass(slots=True)
+class Quantized:
+    """Codes of a file's format. Parts that lie below each other in different formats are multiplied one by one."""
+
+    parts: tuple[QuantizedWeight, ...]
+    bias: Any | None  # [rows] float32
+    workspace: Workspace
+
+    def __post_init__(self) -> None:
+        for part in self.parts:
+            self.workspace.reserve_values(part.rows, part.width)
+
+    @property
+    def rows(self) -> int:
+        return sum(part.rows for part in self.parts)
+
+    @property
+    def width(self) -> int:
+        return self.parts[0].width
+
+    def product(self, x: Any, out: Any) -> None:
+        x = x.bfloat16()
+        first = 0
+        for part in self.parts:
+            last = first + part.rows
+            self._multiply(x, part, None if self.bias is None else self.bias[first:last], out[:, first:last])
+            first = last
+
+    def gated(self, x: Any, out: Any, scratch: Any) -> None:
+        part = self.parts[0]
+        if len(self.parts) == 1 and len(x) <= tilings.FEW and out.shape[1] % ROWS == 0:
+            multiply_few(x.bfloat16(), part, self.bias, out, gated=True)
+        else:
+            self.product(x, scratch)
+            gate(scratch, out)
+
+    def gather(self, tokens: Any, out: Any) -> None:
+        gather(self.parts[0], tokens, out)
+
+    def _multiply(self, x: Any, part: QuantizedWeight, bias: Any | None, out: Any) -> None:
+        count, width = x.shape
+        if count <= tilings.FEW:
+            multiply_few(x, part, bias, out)
+        elif count <= tilings.MANY:
+            many.many(x, part, bias, out, tilings.many_tiling(count, part.rows, width), self.workspace.scratch)
+        else:
+            values = self.workspace.values(part.rows, width)
+            expand(part, values)
+            multiply(x, values, bias, out)
+
+
+def multiply_few(x: Any, part: QuantizedWeight, bias: Any | None, out: Any, gated: bool = False) -> None:
+    (count, width), coding = x.shape, part.coding
+    if count == 1 and coding.groups > 1:
+        tiling = tilings.one_tiling(coding.groups, part.rows, width, gated)
+        one.one(x, part, bias, out, gated=gated, tiling=tiling)
+    else:
+        kind = "4 bits" if coding.bits == 4 else "more bits"
+        few.few(x, part, bias, out, gated=gated, tiling=tilings.few_tiling(kind, count, part.rows, width, gated))
+
+
+@dataclass(slots=True)
+class Float8:
+    """Values of 8 bits with a scale for each row; more than a few rows of activations are quantized too."""
+
+    weight: Float8Weight
+    bias: Any | None  # [rows] float32
+    workspace: Workspace
+
+    def __post_init__(self) -> None:
+        self.workspace.reserve_float8(self.width)
+
+    @property
+    def rows(self) -> int:
+        return self.weight.rows
+
+    @property
+    def width(self) -> int:
+        return self.weight.width
+
+    def product(self, x: Any, out: Any) -> None:
+        count, x = len(x), x.bfloat16()
+        if count <= tilings.FEW:
+            few_float8(x, self.weight, self.bias, out, tiling=self._few(count))
+            return
+        codes, scales = self.workspace.float8(x)
+        if count <= tilings.MANY_FLOAT8 or out.dtype != torch.bfloat16:
+            tiling = tilings.float8_tiling(count, self.rows, self.width)
+            tiles_float8(codes, scales, self.weight, self.bias, out, tiling, self.workspace.scratch)
+        else:
+            multiply_float8(codes, scales, self.weight, self.bias, out)
+
+    def gated(self, x: Any, out: Any, scratch: Any) -> None:
+        if len(x) <= tilings.FEW and out.shape[1] % ROWS == 0:
+            few_float8(x.bfloat16(), self.weight, self.bias, out, gated=True, tiling=self._few(len(x), gated=True))
+        else:
+            self.product(x, scratch)
+            gate(scratch, out)
+
+    def gather(self, tokens: Any, out: Any) -> None:
+        gather_float8(self.weight, tokens, out)
+
+    def _few(self, count: int, gated: bool = False) -> few.Tiling:
+        return tilings.few_tiling("float8", count, self.rows, self.width, gated)
+
+
+def stack(parts: Sequence[QuantizedWeight]) -> tuple[QuantizedWeight, ...]:
+    """Neighbours of one format become one matrix, where their rows fill tiles."""
+    return tuple(map(join, runs(parts)))
+
+
+def runs(parts: Sequence[QuantizedWeight]) -> Iterator[list[QuantizedWeight]]:
+    for _, group in groupby(parts, key=lambda part: part.coding):
+        run: list[QuantizedWeight] = []
+        for part in group:
+            run.append(part)
+            if part.rows % ROWS:
+                yield run
+                run = []
+        if run:
+            yield run
+
+
+def join(run: list[QuantizedWeight]) -> QuantizedWeight:
+    if len(run) == 1:
+        return run[0]
+    fields = ("low", "high", "scales", "supers")
+    arrays = {name: [getattr(part, name) for part in run] for name in fields}
+    joined: dict[str, Any] = {name: None if some[0] is None else torch.cat(some) for name, some in arrays.items()}
+    return replace(run[0], rows=sum(part.rows for part in run), **joined)
