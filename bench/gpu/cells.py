@@ -16,7 +16,7 @@ import torch
 from kernel_cells import KERNEL_CELLS, say, seconds
 from random_weights import KINDS, RandomWeights
 
-from penstock.backend.cuda import CudaBackend, tilings
+from penstock.backend.cuda import CudaBackend
 from penstock.backend.cuda.graphs import bucket
 from penstock.backend.cuda.kernels import pdl
 from penstock.backend.ref.batches import Chunk, greedy_batch
@@ -222,10 +222,7 @@ def step(bench: Bench) -> Figures:
         entry = {"graph ms": graph_ms(backend, rows), "launch ms": launch_ms(backend, work)}
         entry["limit ms"] = (WEIGHT_BYTES + rows * 768 * KV_BYTES) / READ * 1e3
         if rows in (1, 16, 64):
-            for ahead in (0, 1024, 6144) if rows == 1 else (0,):
-                values = {"GEMV_AHEAD": ahead, "SKINNY_AHEAD": ahead // 6}
-                entry[f"ahead {ahead}"] = with_settings(backend, work, rows, tilings, **values)
-            entry["without programmatic launch"] = with_settings(backend, work, rows, pdl, enabled=False)
+            entry["without programmatic launch"] = without_programmatic_launch(backend, work, rows)
         found[str(rows)] = entry
         say(f"step of {rows}: " + ", ".join(f"{name} {value:.3f}" for name, value in entry.items()))
     for rows, prompt in ((8, 440), (64, 320), (64, 384), (64, 448), (256, 1536)):
@@ -271,23 +268,18 @@ def launch_ms(backend: CudaBackend, work: Any) -> float:
     return statistics.median(spent) * 1e3
 
 
-def with_settings(backend: CudaBackend, work: Any, rows: int, module: Any, **values: Any) -> float:
-    """The graph's time with other settings of a module."""
-    before = {name: getattr(module, name) for name in values}
+def without_programmatic_launch(backend: CudaBackend, work: Any, rows: int) -> float:
+    """The graph's time when every kernel waits for the end of the one before it."""
+    before = pdl.enabled
     try:
-        use_settings(backend, module, values)
+        pdl.enabled = False
+        backend._graphs.forget()
         for turn in range(2):
             backend.wait(backend.launch(replaced(work, turn)))
         return graph_ms(backend, rows)
     finally:
-        use_settings(backend, module, before)
-
-
-def use_settings(backend: CudaBackend, module: Any, values: Figures) -> None:
-    vars(module).update(values)
-    backend._graphs.forget()
-    tilings.gemv_tiling.cache_clear()
-    tilings.skinny_tiling.cache_clear()
+        pdl.enabled = before
+        backend._graphs.forget()
 
 
 def profile(bench: Bench) -> Figures:

@@ -11,13 +11,9 @@ MOST = 32  # rows beyond which the library's product is the faster one
 MOST_GATED = 64
 
 
-GEMV_AHEAD = 3072  # columns of a program's rows that it brings into the second-level cache while it waits
-SKINNY_AHEAD = 512  # at most 64 kB for each program: all that run at once must fit
-
-
 @lru_cache(maxsize=1024)
 def gemv_tiling(rows: int, width: int) -> gemv.Tiling:
-    return gemv.Tiling(4, min(1024, 1 << (width - 1).bit_length()), 4, GEMV_AHEAD)
+    return gemv.Tiling(4, min(1024, 1 << (width - 1).bit_length()), 4)
 
 
 @lru_cache(maxsize=4096)
@@ -27,5 +23,4 @@ def skinny_tiling(count: int, rows: int, width: int, gated: bool = False) -> ski
         return None
     tiles = -(-rows // (128 if gated else 64))
     split = max(min(PROGRAMS // tiles, skinny.MAX_SPLIT, width // 512), 1)
-    ahead = SKINNY_AHEAD // 2 if gated else SKINNY_AHEAD
-    return skinny.Tiling(64, 128, split, 4, 4 if count > 16 or gated else 5, ahead)
+    return skinny.Tiling(64, 128, split, 4, 4 if count > 16 or gated else 5)

@@ -8,14 +8,13 @@ import triton
 import triton.language as tl
 
 from penstock.backend.cuda.kernels.gate import silu
-from penstock.backend.cuda.kernels.pdl import bring, brought, gdc_launch_dependents, gdc_wait, options
+from penstock.backend.cuda.kernels.pdl import gdc_launch_dependents, gdc_wait, options
 
 
 class Tiling(NamedTuple):
     rows: int  # of the matrix, in one program
     width: int  # columns at a time
     warps: int
-    ahead: int = 0  # columns to bring nearer while waiting for x
 
 
 DEFAULT = Tiling(4, 1024, 4)
@@ -33,9 +32,6 @@ def _gemv(
     BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
-    PER_ROW: tl.constexpr,
-    PIECE: tl.constexpr,
-    PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -53,12 +49,6 @@ def _gemv(
     if GATED:
         other_tile = tl.load(other + column[None, :], inside, 0.0)
     if PDL:
-        if PIECE > 0:
-            first = tl.program_id(0).to(tl.int64) * ROWS
-            if first + ROWS <= rows:
-                bring(weight + first * width + WIDTH, width, ROWS, PER_ROW, PIECE, PREFETCH)
-                if GATED:
-                    bring(weight + (first + rows) * width + WIDTH, width, ROWS, PER_ROW, PIECE, PREFETCH)
         gdc_wait()
     for start in range(0, width, WIDTH):
         value = tl.load(x + start + column, start + column < width, 0.0).to(tl.float32)[None, :]
@@ -85,7 +75,6 @@ def gemv(x: Any, weight: Any, bias: Any | None, out: Any, *, gated: bool = False
     """out [1, rows] = x [1, width] @ weight [rows, width].T; gated: silu of its first half times its second, so out is
     half as wide."""
     rows, width = out.shape[1], weight.shape[1]
-    ahead = min(tiling.ahead, width - tiling.width) if width % 8 == 0 else 0
     _gemv[(triton.cdiv(rows, tiling.rows),)](
         x,
         weight,
@@ -97,6 +86,5 @@ def gemv(x: Any, weight: Any, bias: Any | None, out: Any, *, gated: bool = False
         BIAS=bias is not None,
         ROWS=tiling.rows,
         WIDTH=tiling.width,
-        **brought(ahead, weight.element_size(), tiling.rows, tiling.warps),
         **options(tiling.warps),
     )

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from penstock.backend.cuda.kernels.gate import silu
-from penstock.backend.cuda.kernels.pdl import bring, brought, gdc_launch_dependents, gdc_wait, options
+from penstock.backend.cuda.kernels.pdl import gdc_launch_dependents, gdc_wait, options
 
 MAX_SPLIT = 8
 MOST_SHARES = 1 << 23  # values that programs of one product may leave for each other
@@ -27,7 +27,6 @@ class Tiling(NamedTuple):
     split: int  # programs that share the columns
     warps: int
     stages: int
-    ahead: int = 0  # columns to bring nearer while waiting for x
 
 
 @triton.jit
@@ -56,9 +55,6 @@ def _skinny(
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
     SPLIT: tl.constexpr,
-    PER_ROW: tl.constexpr,
-    PIECE: tl.constexpr,
-    PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -75,12 +71,6 @@ def _skinny(
     total = tl.zeros([ROWS, COUNT], tl.float32)
     gated = total
     if PDL:
-        if PIECE > 0:
-            first = tile.to(tl.int64) * ROWS
-            if (first + ROWS <= rows) & ((split + 1) * share <= width):
-                bring(weight + first * width + split * share, width, ROWS, PER_ROW, PIECE, PREFETCH)
-                if GATED:
-                    bring(weight + (first + rows) * width + split * share, width, ROWS, PER_ROW, PIECE, PREFETCH)
         gdc_wait()
     for start in tl.range(split * share, tl.minimum((split + 1) * share, width), WIDTH):
         at = start + column
@@ -134,7 +124,6 @@ def skinny(
     """out [count, rows] = x [count, width] @ weight [rows, width].T; gated: silu of its first half times its second,
     so out is half as wide."""
     (count, width), rows = x.shape, out.shape[1]
-    ahead = min(tiling.ahead, width // tiling.split) if width % 8 == 0 else 0
     _skinny[(tiling.split, triton.cdiv(rows, tiling.rows))](
         x,
         weight,
@@ -152,6 +141,5 @@ def skinny(
         ROWS=tiling.rows,
         WIDTH=tiling.width,
         SPLIT=tiling.split,
-        **brought(ahead, weight.element_size(), tiling.rows, tiling.warps),
         **options(tiling.warps, tiling.stages),
     )
