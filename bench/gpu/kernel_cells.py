@@ -147,7 +147,7 @@ def our_product(
 ) -> Callable[[torch.Tensor], None] | None:
     if len(x) == 1:
         return lambda w: gemv.gemv(x, w, None, out, gated=gated, tiling=tilings.gemv_tiling(rows, width))
-    tiling = tilings.skinny_tiling(len(x), rows, width, gated)
+    tiling = tilings.skinny_tiling(len(x), rows, width, x.element_size(), gated)
     return tiling and (lambda w: skinny(x, w, None, out, tiling, scratch, gated=gated))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from penstock.backend.cuda import CudaBackend
@@ -184,7 +184,7 @@ def answers(engine: Engine, requests: list[Request], rng: np.random.Generator) -
     return got
 
 
-@settings(max_examples=15 if DEVICE == "cuda" else 2)
+@settings(max_examples=6 if DEVICE == "cuda" else 2, phases=[Phase.generate])  # to shrink one takes minutes
 @given(st.integers(0, 10_000))
 def test_each_request_gets_what_it_gets_alone(seed: int) -> None:
     """Random arrivals, shared prefixes, a small cache and small steps, one step in flight."""

@@ -10,7 +10,7 @@ from penstock.backend.cuda.inputs import SPARE_PARTS, Fields, Shape
 from penstock.backend.cuda.ops import Program
 
 MOST_TOKENS = 2560  # in a graph: launching a larger step takes less time than running it
-FEWEST_PROMPTS = 128  # tokens of a step with prompts: its products take as long with fewer
+PROMPT_TOKENS = 128  # steps with prompts have a multiple: between two the library picks slower products
 TOKENS_PER_TILE = 16  # room for tiles; whole ones hold more
 
 
@@ -27,7 +27,7 @@ def padded(shape: Shape) -> Shape:
     if not shape.tiles:
         rows = bucket(shape.decodes)
         return Shape(rows, rows, rows, rows + SPARE_PARTS, 0)
-    tokens = max(round_up(shape.tokens, 64 if shape.tokens <= 1024 else 128), FEWEST_PROMPTS)
+    tokens = round_up(shape.tokens, PROMPT_TOKENS)
     if tokens > MOST_TOKENS:
         return shape
     rows = few_or_many(max(shape.sampled, shape.decodes))

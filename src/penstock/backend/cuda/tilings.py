@@ -17,10 +17,10 @@ def gemv_tiling(rows: int, width: int) -> gemv.Tiling:
 
 
 @lru_cache(maxsize=4096)
-def skinny_tiling(count: int, rows: int, width: int, gated: bool = False) -> skinny.Tiling | None:
-    """None: the library's product is faster."""
+def skinny_tiling(count: int, rows: int, width: int, itemsize: int, gated: bool = False) -> skinny.Tiling | None:
+    """None: the library's product is faster. Wider values come fewer at a time: all stages share 227 kB."""
     if count > (MOST_GATED if gated else MOST):
         return None
     tiles = -(-rows // (128 if gated else 64))
     split = max(min(PROGRAMS // tiles, skinny.MAX_SPLIT, width // 512), 1)
-    return skinny.Tiling(64, 128, split, 4, 4 if count > 16 or gated else 5)
+    return skinny.Tiling(64, 256 // itemsize, split, 4, 4 if count > 16 or gated else 5)

@@ -68,7 +68,7 @@ class Dense:
     def product(self, x: Any, out: Any) -> None:
         if len(x) == 1:
             gemv(x, self.weight, self.bias, out, tiling=gemv_tiling(self.rows, self.width))
-        elif tiling := skinny_tiling(len(x), self.rows, self.width):
+        elif tiling := skinny_tiling(len(x), self.rows, self.width, x.element_size()):
             skinny(x, self.weight, self.bias, out, tiling, self.scratch)
         else:
             multiply(x, self.weight, self.bias, out)
@@ -76,7 +76,7 @@ class Dense:
     def gated(self, x: Any, out: Any, scratch: Any) -> None:
         if len(x) == 1:
             gemv(x, self.weight, self.bias, out, gated=True, tiling=gemv_tiling(self.rows, self.width))
-        elif tiling := skinny_tiling(len(x), self.rows, self.width, gated=True):
+        elif tiling := skinny_tiling(len(x), self.rows, self.width, x.element_size(), gated=True):
             skinny(x, self.weight, self.bias, out, tiling, self.scratch, gated=True)
         else:
             multiply(x, self.weight, self.bias, scratch)
