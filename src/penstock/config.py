@@ -17,8 +17,9 @@ class Config:
     device: str = "auto"  # auto, cpu, cuda, ref
     threads: int = 0  # 0: every core this process may use
     max_len: int = 0  # 0: the model's own context length
-    max_rows: int = 64
-    max_tokens: int = 512  # per step
+    max_rows: int = 0  # 0 here and in the next two: what suits the device
+    max_tokens: int = 0  # per step
+    mixed_tokens: int = 0  # per step while up to 64 rows answer
     quantize: str = ""  # plain weights at load: fp8, int4, or empty to keep them
     kv: str = "auto"  # what the KV cache holds; auto: the backend's own choice
     kv_memory: int = 0  # bytes; 0: what the backend finds it may take
@@ -26,7 +27,7 @@ class Config:
 
 
 def resolve(config: Config, *, context: int, vocab: int, kv_bytes: int, memory: int) -> Limits:
-    """The limits of this config for a model with `context` positions whose KV costs `kv_bytes` a token,
+    """The limits of this config, settled, for a model with `context` positions whose KV costs `kv_bytes` a token,
     where `memory` bytes may be taken for it."""
     if config.max_len > context:
         raise ConfigError(f"max_len {config.max_len} is beyond the model's context of {context} tokens")
@@ -46,6 +47,7 @@ def resolve(config: Config, *, context: int, vocab: int, kv_bytes: int, memory: 
         block_size=config.block_size,
         num_blocks=num_blocks,
         vocab=vocab,
+        mixed_tokens=config.mixed_tokens,
     )
 
 

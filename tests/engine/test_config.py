@@ -6,13 +6,15 @@ from typing import Any
 
 import pytest
 
+from penstock.backend import settle
 from penstock.config import Config, available_memory, resolve
 from penstock.errors import ConfigError
 from penstock.types import Limits
 
 
 def limits(memory: int = 1 << 30, context: int = 1024, **settings: Any) -> Limits:
-    return resolve(Config(model="m", **settings), context=context, vocab=10, kv_bytes=1024, memory=memory)
+    config = settle(Config(model="m", device="cpu", **settings))
+    return resolve(config, context=context, vocab=10, kv_bytes=1024, memory=memory)
 
 
 def test_takes_what_all_rows_could_need_and_no_more() -> None:
@@ -32,6 +34,13 @@ def test_a_sequence_is_never_longer_than_the_cache() -> None:
 
 def test_a_step_has_a_token_for_every_row() -> None:
     assert limits(max_rows=700, max_tokens=512).max_tokens == 700
+
+
+def test_steps_suit_the_device_where_none_are_given() -> None:
+    sizes = lambda config: (config.max_rows, config.max_tokens, config.mixed_tokens)  # noqa: E731
+    assert sizes(settle(Config(model="m", device="cpu"))) == (64, 512, 0)
+    assert sizes(settle(Config(model="m", device="cuda", max_rows=3))) == (3, 2048, 384)
+    assert limits(mixed_tokens=100).mixed_tokens == 100
 
 
 def test_refuses_what_cannot_be() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -12,13 +13,29 @@ from penstock.errors import ConfigError
 DEVICES = ("auto", "cpu", "cuda", "ref")
 
 
-def open_backend(config: Config) -> Backend:
+def settle(config: Config) -> Config:
+    """The device named, and steps of the sizes that suit it where none are given."""
     device = config.device
-    if device == "cuda" or (device == "auto" and has_cuda()):
+    if device == "auto":
+        device = "cuda" if has_cuda() else "cpu"
+    rows, tokens, mixed = (256, 2048, 384) if device == "cuda" else (64, 512, 0)
+    return replace(
+        config,
+        device=device,
+        max_rows=config.max_rows or rows,
+        max_tokens=config.max_tokens or tokens,
+        mixed_tokens=config.mixed_tokens or mixed,
+    )
+
+
+def open_backend(config: Config) -> Backend:
+    """What computes for this config, which is settled."""
+    device = config.device
+    if device == "cuda":
         return open_cuda(config)
     if config.quantize:
         raise ConfigError(f"weights are quantized at load on CUDA alone; got quantize {config.quantize!r} for {device}")
-    if device in ("auto", "cpu"):
+    if device == "cpu":
         from penstock.backend.cpu import CpuBackend
 
         return CpuBackend(threads=config.threads or available_threads(), kv=config.kv)

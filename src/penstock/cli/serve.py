@@ -18,8 +18,8 @@ def serve(
     device: options.Device = "auto",
     threads: options.Threads = 0,
     max_len: options.MaxLen = 0,
-    max_rows: Annotated[int, Option(least=1, help="Requests computed at once; more wait.")] = 64,
-    step_tokens: Annotated[int, Option(least=1, help="Tokens computed in one step.")] = 512,
+    max_rows: Annotated[int, Option(least=0, help="Requests computed at once; more wait. 0: 64, on a GPU 256.")] = 0,
+    step_tokens: Annotated[int, Option(least=0, help="Tokens computed in one step. 0: 512, on a GPU 2048.")] = 0,
     quantize: options.Quantize = "",
     kv: options.Kv = "auto",
     kv_memory: Annotated[

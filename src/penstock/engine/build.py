@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from penstock.backend import open_backend
+from penstock.backend import open_backend, settle
 from penstock.config import Config, resolve
 from penstock.engine.engine import Engine
 from penstock.model.load import Checkpoint, load_model, open_checkpoint
@@ -15,6 +15,7 @@ def open_engine(config: Config) -> Engine:
 
 
 def build_engine(config: Config, checkpoint: Checkpoint) -> Engine:
+    config = settle(config)
     backend = open_backend(config)
     backend.load(load_model(checkpoint, backend))
     limits = resolve(
