@@ -58,7 +58,7 @@ def _tiles(
         if INTERPRET:
             total = tl.dot(weights.to(tl.float32), items.to(tl.float32), total)
         else:
-            total = tl.dot(weights, items, total, max_num_imprecise_acc=128)
+            total = tl.dot(weights, items, total, max_num_imprecise_acc=128 if K >= 128 else K)
 
     line = line[:, None]
     item = item[None, :].to(tl.int64)
