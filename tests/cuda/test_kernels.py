@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from penstock.backend.cuda.kernels.float8 import Codes, codes_in, quantize_rows
 from penstock.backend.cuda.kernels.gate import gate
 from penstock.backend.cuda.kernels.gemv import Tiling as RowTiling
 from penstock.backend.cuda.kernels.gemv import gemv
@@ -47,6 +48,30 @@ def test_gate(hidden: int, dtype: torch.dtype) -> None:
     gate(x, out)
     left, right = x.double().chunk(2, dim=1)
     assert close(out, torch.nn.functional.silu(left) * right)
+
+
+def test_rows_are_made_as_codes() -> None:
+    """What a kernel stores as float8 is what it would store as it is, quantized."""
+    x, residual, gain = normal(3, 192, dtype=HALF), normal(3, 192, dtype=HALF, seed=1), normal(192, seed=2)
+    out, total, unused = torch.empty_like(x), torch.empty_like(x), torch.zeros_like(x)
+    codes = codes_in(torch.empty_like(x))
+    add_norm(x, residual, gain, 1e-5, out, total)
+    add_norm(x, residual, gain, 1e-5, unused, total, codes)
+    assert follows(codes, out)
+
+    wide = normal(3, 384, dtype=HALF)
+    gate(wide, out)
+    gate(wide, unused, codes)
+    assert follows(codes, out)
+    assert not unused.any()
+
+
+def follows(codes: Codes, rows: torch.Tensor) -> bool:
+    """No further than a step of e4m3 from rows that are quantized afterwards."""
+    later = codes_in(torch.empty_like(rows))
+    quantize_rows(rows, *later)
+    got, wanted = (of.values.float() * of.scales[:, None] for of in (codes, later))
+    return bool(((got - wanted).abs() <= wanted.abs() / 7 + later.scales[:, None] / 256).all())
 
 
 def test_known_tokens() -> None:

@@ -6,44 +6,22 @@ share the same memory.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from penstock.backend.base import Model
 from penstock.backend.cuda.inputs import SPARE_PARTS, Fields
 from penstock.backend.cuda.kernels.decode_attention import Shares, Turn, attend_parts
-from penstock.backend.cuda.kernels.gate import gate
-from penstock.backend.cuda.kernels.norm import add_norm
 from penstock.backend.cuda.kernels.prefill_attention import attend_tiles
 from penstock.backend.cuda.kernels.rope import rope_and_store
 from penstock.backend.cuda.kernels.rows import known_tokens, take_rows
+from penstock.backend.cuda.nodes import AddNorm, Gate, Node, Product, Value, fuse
 from penstock.backend.cuda.weights import Weight
 from penstock.errors import UnsupportedModel
 from penstock.model.spec import AttentionSpec
-
-
-class Value(NamedTuple):
-    """What an op returns while recording: rows of T or S, each `width` wide."""
-
-    id: int
-    symbol: str
-    width: int
-    wide: bool = False  # float32, not the type of activations
-
-
-@dataclass(frozen=True, slots=True)
-class Node:
-    """One op: `run(step, *inputs, *outputs)`."""
-
-    run: Callable[..., None]
-    inputs: tuple[Value, ...]
-    outputs: tuple[Value, ...]
-    weight: Weight | None = None  # of a product
-    gates: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,16 +62,13 @@ class Recorder:
     def add_norm(self, x: Value, residual: Value | None, gain: Any, eps: float) -> tuple[Value, Value]:
         out = self._value(x.symbol, x.width)
         if residual is None:
-            return self._add(lambda step, x, out: add_norm(x, None, gain, eps, out, None), (x,), out), x
+            return self._add(AddNorm(gain, eps), (x,), out), x
         total = self._value(x.symbol, x.width)
-        run: Callable[..., None] = lambda step, x, r, out, total: add_norm(x, r, gain, eps, out, total)  # noqa: E731
-        self.nodes.append(Node(run, (x, residual), (out, total)))
+        self.nodes.append(Node(AddNorm(gain, eps), (x, residual), (out, total)))
         return out, total
 
     def linear(self, x: Value, weight: Weight) -> Value:
-        out = self._value(x.symbol, weight.rows, wide=x.symbol == "S")
-        self.nodes.append(Node(lambda step, x, out: weight.product(x, out), (x,), (out,), weight=weight))
-        return out
+        return self._add(Product(weight), (x,), self._value(x.symbol, weight.rows, wide=x.symbol == "S"))
 
     def attend(self, layer: int, qkv: Value, spec: AttentionSpec) -> Value:
         self.layers[layer] = spec
@@ -126,9 +101,7 @@ class Recorder:
     def gated(self, x: Value, act: str) -> Value:
         if act != "silu":
             raise UnsupportedModel(f"the activation {act!r} is not supported; supported: silu")
-        out = self._value(x.symbol, x.width // 2)
-        self.nodes.append(Node(lambda step, x, out: gate(x, out), (x,), (out,), gates=True))
-        return out
+        return self._add(Gate(), (x,), self._value(x.symbol, x.width // 2))
 
     def take_sampled(self, x: Value) -> Value:
         return self._add(
@@ -139,32 +112,14 @@ class Recorder:
         self._values += 1
         return Value(self._values, symbol, width, wide)
 
-    def _add(self, run: Callable[..., None], inputs: tuple[Value, ...], out: Value) -> Value:
-        self.nodes.append(Node(run, inputs, (out,)))
+    def _add(self, op: Callable[..., None], inputs: tuple[Value, ...], out: Value) -> Value:
+        self.nodes.append(Node(op, inputs, (out,)))
         return out
 
     def _on_device(self, frequencies: tuple[float, ...]) -> Any:
         if frequencies not in self._frequencies:
             self._frequencies[frequencies] = torch.tensor(frequencies, dtype=torch.float64, device=self.device)
         return self._frequencies[frequencies]
-
-
-def gate_products(nodes: list[Node], answer: Value) -> list[Node]:
-    """A product that only the gate after it reads is gated by its own kernel, where that has one."""
-    readers = Counter([answer.id, *(value.id for node in nodes for value in node.inputs)])
-    kept: list[Node] = []
-    for node in nodes:
-        before = kept[-1] if kept else node
-        if node.gates and before.weight and before.outputs == node.inputs and readers[node.inputs[0].id] == 1:
-            run = gated_by(before.weight)
-            kept[-1] = Node(run, before.inputs, (*node.outputs, *before.outputs))
-        else:
-            kept.append(node)
-    return kept
-
-
-def gated_by(weight: Weight) -> Callable[..., None]:
-    return lambda step, x, out, scratch: weight.gated(x, out, scratch)
 
 
 Kind = tuple[str, int, bool]
@@ -179,7 +134,7 @@ class Program:
         self.layers = recorder.layers
         self._nodes: list[tuple[Node, list[int]]] = []
         self._kinds: list[Kind] = []
-        self._assign(gate_products(recorder.nodes, self.answer))
+        self._assign(fuse(recorder.nodes, self.answer))
         self._buffers = [
             torch.zeros(
                 (sizes.tokens if symbol == "T" else sizes.rows, width),
@@ -214,7 +169,7 @@ class Program:
         rows = {"T": tokens, "S": count}
         views = [buffer[: rows[kind[0]]] for buffer, kind in zip(self._buffers, self._kinds, strict=True)]
         for node, places in nodes:
-            node.run(step, *[views[place] for place in places])
+            node.op(step, *[views[place] for place in places])
 
     def _assign(self, nodes: list[Node]) -> None:
         last_use = {value.id: i for i, node in enumerate(nodes) for value in node.inputs}

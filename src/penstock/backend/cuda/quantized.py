@@ -12,7 +12,8 @@ import torch
 from penstock.backend.cuda import quantized_tilings as tilings
 from penstock.backend.cuda.kernels import few, many, one
 from penstock.backend.cuda.kernels.expand import expand, gather
-from penstock.backend.cuda.kernels.fp8 import Float8Weight, few_float8, gather_float8, multiply_float8, quantize_rows
+from penstock.backend.cuda.kernels.float8 import Codes, codes_in, quantize_rows
+from penstock.backend.cuda.kernels.fp8 import Float8Weight, few_float8, gather_float8, multiply_float8
 from penstock.backend.cuda.kernels.fp8_tiles import tiles_float8
 from penstock.backend.cuda.kernels.gate import gate
 from penstock.backend.cuda.kernels.library import multiply
@@ -33,20 +34,16 @@ class Workspace:
             self._reserve(2 * rows * width)
 
     def reserve_float8(self, width: int) -> None:
-        self._reserve(self._tokens * (width + 4))
+        self._reserve(2 * self._tokens * width)
 
     def values(self, rows: int, width: int) -> Any:
         """[rows, width] of bfloat16."""
         return self._bytes[: 2 * rows * width].view(torch.bfloat16).view(rows, width)
 
-    def float8(self, x: Any) -> tuple[Any, Any]:
-        """Rows in float8, and a scale for each."""
-        rows, width = x.shape
-        size = rows * width
-        codes = self._bytes[:size].view(torch.float8_e4m3fn).view(rows, width)
-        scales = self._bytes[size : size + 4 * rows].view(torch.float32)
-        quantize_rows(x, codes, scales)
-        return codes, scales
+    def float8(self, x: Any) -> Codes:
+        codes = codes_in(self.values(len(x), x.shape[1]))
+        quantize_rows(x, *codes)
+        return codes
 
     def _reserve(self, size: int) -> None:
         if size > len(self._bytes):
@@ -73,6 +70,9 @@ class Quantized:
     def width(self) -> int:
         return self.parts[0].width
 
+    def takes_codes(self, count: int) -> bool:
+        return False
+
     def product(self, x: Any, out: Any) -> None:
         x = x.bfloat16()
         first = 0
@@ -81,13 +81,13 @@ class Quantized:
             self._multiply(x, part, None if self.bias is None else self.bias[first:last], out[:, first:last])
             first = last
 
-    def gated(self, x: Any, out: Any, scratch: Any) -> None:
+    def gated(self, x: Any, out: Any, scratch: Any, codes: Codes | None = None) -> None:
         part = self.parts[0]
-        if len(self.parts) == 1 and len(x) <= tilings.FEW and out.shape[1] % ROWS == 0:
+        if not codes and len(self.parts) == 1 and len(x) <= tilings.FEW and out.shape[1] % ROWS == 0:
             multiply_few(x.bfloat16(), part, self.bias, out, gated=True)
         else:
             self.product(x, scratch)
-            gate(scratch, out)
+            gate(scratch, out, codes)
 
     def gather(self, tokens: Any, out: Any) -> None:
         gather(self.parts[0], tokens, out)
@@ -133,24 +133,30 @@ class Float8:
     def width(self) -> int:
         return self.weight.width
 
-    def product(self, x: Any, out: Any) -> None:
-        count, x = len(x), x.bfloat16()
-        if count <= tilings.FEW:
-            few_float8(x, self.weight, self.bias, out, tiling=self._few(count))
-            return
-        codes, scales = self.workspace.float8(x)
-        if count <= tilings.MANY_FLOAT8 or out.dtype != torch.bfloat16:
-            tiling = tilings.float8_tiling(count, self.rows, self.width)
-            tiles_float8(codes, scales, self.weight, self.bias, out, tiling, self.workspace.scratch)
-        else:
-            multiply_float8(codes, scales, self.weight, self.bias, out)
+    def takes_codes(self, count: int) -> bool:
+        return count > tilings.FEW
 
-    def gated(self, x: Any, out: Any, scratch: Any) -> None:
-        if len(x) <= tilings.FEW and out.shape[1] % ROWS == 0:
-            few_float8(x.bfloat16(), self.weight, self.bias, out, gated=True, tiling=self._few(len(x), gated=True))
+    def product(self, x: Any, out: Any) -> None:
+        if isinstance(x, Codes):
+            self._multiply(x, out)
+        elif self.takes_codes(len(x)):
+            self._multiply(self.workspace.float8(x.bfloat16()), out)
         else:
+            few_float8(x.bfloat16(), self.weight, self.bias, out, tiling=self._few(len(x)))
+
+    def gated(self, x: Any, out: Any, scratch: Any, codes: Codes | None = None) -> None:
+        if isinstance(x, Codes) or self.takes_codes(len(x)) or out.shape[1] % ROWS:
             self.product(x, scratch)
-            gate(scratch, out)
+            gate(scratch, out, codes)
+        else:
+            few_float8(x.bfloat16(), self.weight, self.bias, out, gated=True, tiling=self._few(len(x), gated=True))
+
+    def _multiply(self, x: Codes, out: Any) -> None:
+        if len(x.values) <= tilings.MANY_FLOAT8 or out.dtype != torch.bfloat16:
+            tiling = tilings.float8_tiling(len(x.values), self.rows, self.width)
+            tiles_float8(*x, self.weight, self.bias, out, tiling, self.workspace.scratch)
+        else:
+            multiply_float8(*x, self.weight, self.bias, out)
 
     def gather(self, tokens: Any, out: Any) -> None:
         gather_float8(self.weight, tokens, out)

@@ -52,8 +52,14 @@ def few_tiling(kind: str, count: int, rows: int, width: int, gated: bool = False
 def one_tiling(groups: int, rows: int, width: int, gated: bool = False) -> one.Tiling:
     """For one row of x and a matrix of so many groups in a tile."""
     across = -(-width * groups // (8 * COLUMNS))  # blocks
-    warps = min(8 if rows < TALL else 4, 1 << (across - 1).bit_length())
-    return one.Tiling(warps, 1, 2 if gated else 1, 1 if gated else 2)
+    if gated or rows >= TALL:
+        warps, blocks, tiles, ahead = 2 if rows >= TALL else 8, 1, 2, 1
+    elif shape_of(rows, width) == "deep":
+        warps, blocks, tiles, ahead = 8, 1, 1, 2
+    else:
+        warps, blocks, tiles, ahead = 8 if rows <= 4096 else 4, 2, 1, 1
+    warps = min(warps, 1 << (across - 1).bit_length())
+    return one.Tiling(warps, blocks, tiles, ahead)
 
 
 @lru_cache(maxsize=4096)

@@ -13,7 +13,8 @@ MOST_GATED = 64
 
 @lru_cache(maxsize=1024)
 def gemv_tiling(rows: int, width: int) -> gemv.Tiling:
-    return gemv.Tiling(4, min(1024, 1 << (width - 1).bit_length()), 4)
+    lines, warps = (4, 4) if rows <= 4096 else (1, 4) if rows <= 8192 else (2, 2)
+    return gemv.Tiling(lines, min(1024, 1 << (width - 1).bit_length()), warps)
 
 
 @lru_cache(maxsize=4096)

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from penstock.backend.cuda.kernels.float8 import Codes
 from penstock.backend.cuda.kernels.fp8 import quantize_float8
 from penstock.backend.cuda.kernels.gate import gate
 from penstock.backend.cuda.kernels.gemv import gemv
@@ -39,11 +40,15 @@ class Weight(Protocol):
     @property
     def width(self) -> int: ...
 
+    def takes_codes(self, count: int) -> bool:
+        """Whether so many rows are to come as `Codes`, from whoever makes them if that is possible."""
+
     def product(self, x: Any, out: Any) -> None:
         """x @ weight.T (+ bias). `out` may be wider in type than x: logits are float32."""
 
-    def gated(self, x: Any, out: Any, scratch: Any) -> None:
-        """silu(left half of the product) * right half; `scratch` [T, rows] may hold the product."""
+    def gated(self, x: Any, out: Any, scratch: Any, codes: Codes | None = None) -> None:
+        """silu(left half of the product) * right half; `scratch` [T, rows] may hold the product. With `codes` there,
+        instead of to `out`."""
 
     def gather(self, tokens: Any, out: Any) -> None:
         """out[t] = weight[tokens[t]]."""
@@ -65,6 +70,9 @@ class Dense:
     def width(self) -> int:
         return int(self.weight.shape[1])
 
+    def takes_codes(self, count: int) -> bool:
+        return False
+
     def product(self, x: Any, out: Any) -> None:
         if len(x) == 1:
             gemv(x, self.weight, self.bias, out, tiling=gemv_tiling(self.rows, self.width))
@@ -73,14 +81,14 @@ class Dense:
         else:
             multiply(x, self.weight, self.bias, out)
 
-    def gated(self, x: Any, out: Any, scratch: Any) -> None:
+    def gated(self, x: Any, out: Any, scratch: Any, codes: Codes | None = None) -> None:
         if len(x) == 1:
             gemv(x, self.weight, self.bias, out, gated=True, tiling=gemv_tiling(self.rows, self.width))
-        elif tiling := skinny_tiling(len(x), self.rows, self.width, x.element_size(), gated=True):
+        elif not codes and (tiling := skinny_tiling(len(x), self.rows, self.width, x.element_size(), gated=True)):
             skinny(x, self.weight, self.bias, out, tiling, self.scratch, gated=True)
         else:
             multiply(x, self.weight, self.bias, scratch)
-            gate(scratch, out)
+            gate(scratch, out, codes)
 
     def gather(self, tokens: Any, out: Any) -> None:
         take_rows(self.weight, tokens, out)

@@ -75,8 +75,6 @@ def _attend_parts(
         gdc_launch_dependents()
     kv_head = tl.program_id(0)
     part = tl.program_id(1)
-    if PDL:
-        gdc_wait()
     token = tl.load(parts + part * 8).to(tl.int64)
     if token < 0:
         return
@@ -95,9 +93,13 @@ def _attend_parts(
     head = kv_head * SHARED + query
     wanted = (query < SHARED)[:, None] & (d < DIMS)[None, :]
     source = token * ((SHARED + 2) * KV_HEADS) + head
-    q = tl.load(qkv + source[:, None] * DIMS + d[None, :], wanted, 0.0)  # [QUERIES, BLOCK_D]
+    block = blocks_of(table, begin + tl.arange(0, TILE), end, BLOCK_SIZE)
     if ROPE:
         cos, sin, other = turns_of(inv_freq, length - 1, rope_scale, d, DIMS // 2, INTERLEAVED)
+    if PDL:
+        gdc_wait()
+    q = tl.load(qkv + source[:, None] * DIMS + d[None, :], wanted, 0.0)  # [QUERIES, BLOCK_D]
+    if ROPE:
         q_other = tl.load(qkv + source[:, None] * DIMS + other[None, :], wanted, 0.0)
         q = (q.to(tl.float32) * cos[None, :] + q_other.to(tl.float32) * sin[None, :]).to(qkv.dtype.element_ty)
         if end == length:
@@ -115,7 +117,6 @@ def _attend_parts(
     highest = tl.full([QUERIES], -1e30, tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     mix = tl.zeros([QUERIES, BLOCK_D], tl.float32)
-    block = blocks_of(table, begin + tl.arange(0, TILE), end, BLOCK_SIZE)
     for start in tl.range(begin, end, TILE):
         position = start + tl.arange(0, TILE)
         seen = position < end

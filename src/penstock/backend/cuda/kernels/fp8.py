@@ -16,10 +16,9 @@ import triton
 import triton.language as tl
 
 from penstock.backend.cuda.kernels.few import DEFAULT, Tiling, finish, tile_rows
+from penstock.backend.cuda.kernels.float8 import LARGEST
 from penstock.backend.cuda.kernels.fragments import axis, halves
 from penstock.backend.cuda.kernels.pdl import gdc_launch_dependents, gdc_wait, options
-
-LARGEST = 448.0  # of e4m3
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,27 +156,6 @@ def few_float8(
         INTERPRET=not x.is_cuda,
         **options(tiling.warps, tiling.stages),
     )
-
-
-@triton.jit
-def _quantize_rows(x, codes, scales, width, stride, WIDTH: tl.constexpr, PDL: tl.constexpr):
-    if PDL:
-        gdc_launch_dependents()
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, WIDTH)
-    if PDL:
-        gdc_wait()
-    values = tl.load(x + row * stride + column, column < width, 0.0).to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(values), 0), 1e-12) / 448.0
-    tl.store(scales + row, scale)
-    tl.store(codes + row * width + column, (values / scale).to(tl.float8e4nv), column < width)
-
-
-def quantize_rows(x: Any, codes: Any, scales: Any) -> None:
-    """codes [T, width] in float8, scales [T]: a row's largest value becomes the largest of float8."""
-    rows, width = x.shape
-    block = triton.next_power_of_2(width)
-    _quantize_rows[(rows,)](x, codes, scales, width, x.stride(0), WIDTH=block, **options(max(block // 1024, 4)))
 
 
 def multiply_float8(codes: Any, scales: Any, weight: Float8Weight, bias: Any | None, out: Any) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from penstock.backend.cuda.kernels.float8 import Codes, store_codes
 from penstock.backend.cuda.kernels.pdl import gdc_launch_dependents, gdc_wait, options
 
 
@@ -16,7 +17,7 @@ def silu(x):
 
 
 @triton.jit
-def _gate(x, out, hidden, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _gate(x, out, scales, hidden, CODES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
@@ -26,11 +27,25 @@ def _gate(x, out, hidden, BLOCK: tl.constexpr, PDL: tl.constexpr):
         gdc_wait()
     left = tl.load(x + row * 2 * hidden + column, inside, 0.0).to(tl.float32)
     right = tl.load(x + row * 2 * hidden + hidden + column, inside, 0.0).to(tl.float32)
-    tl.store(out + row * hidden + column, (silu(left) * right).to(out.dtype.element_ty), inside)
+    gated = silu(left) * right
+    if CODES:
+        store_codes(gated, out + row * hidden + column, scales + row, inside)
+    else:
+        tl.store(out + row * hidden + column, gated.to(out.dtype.element_ty), inside)
 
 
-def gate(x: Any, out: Any) -> None:
-    """[T, 2 * hidden] -> [T, hidden]."""
+def gate(x: Any, out: Any, codes: Codes | None = None) -> None:
+    """[T, 2 * hidden] -> [T, hidden]; with `codes` there, in float8, instead of to `out`."""
     rows, hidden = out.shape
-    block = min(triton.next_power_of_2(hidden), 2048)
-    _gate[(rows, triton.cdiv(hidden, block))](x, out, hidden, BLOCK=block, **options())
+    block = triton.next_power_of_2(hidden)
+    if codes is None:
+        block = min(block, 2048)
+    _gate[(rows, triton.cdiv(hidden, block))](
+        x,
+        codes.values if codes else out,
+        codes.scales if codes else out,
+        hidden,
+        CODES=codes is not None,
+        BLOCK=block,
+        **options(min(max(block // 512, 4), 16)),
+    )

@@ -7,17 +7,32 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from penstock.backend.cuda.kernels.float8 import Codes, store_codes
 from penstock.backend.cuda.kernels.pdl import gdc_launch_dependents, gdc_wait, options
 
 
 @triton.jit
-def _add_norm(x, residual, gain, out, total, dim, eps, ADD: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _add_norm(
+    x,
+    residual,
+    gain,
+    out,
+    total,
+    scales,
+    dim,
+    eps,
+    ADD: tl.constexpr,
+    CODES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
     if PDL:
         gdc_launch_dependents()
     column = tl.arange(0, BLOCK)
     inside = column < dim
     scale = tl.load(gain + column, inside, 0.0)
-    place = tl.program_id(0).to(tl.int64) * dim + column
+    row = tl.program_id(0).to(tl.int64)
+    place = row * dim + column
     if PDL:
         gdc_wait()
     value = tl.load(x + place, inside, 0.0).to(tl.float32)
@@ -26,22 +41,30 @@ def _add_norm(x, residual, gain, out, total, dim, eps, ADD: tl.constexpr, BLOCK:
         tl.store(total + place, value.to(total.dtype.element_ty), inside)
     mean_square = tl.sum(value * value) / dim
     normed = value * (1.0 / tl.sqrt(mean_square + eps)) * scale
-    tl.store(out + place, normed.to(out.dtype.element_ty), inside)
+    if CODES:
+        store_codes(normed, out + place, scales + row, inside)
+    else:
+        tl.store(out + place, normed.to(out.dtype.element_ty), inside)
 
 
-def add_norm(x: Any, residual: Any | None, gain: Any, eps: float, out: Any, total: Any | None) -> None:
-    """total = x + residual; out = rms_norm(total) * gain. Without a residual, `total` is x itself: [T, dim]."""
+def add_norm(
+    x: Any, residual: Any | None, gain: Any, eps: float, out: Any, total: Any | None, codes: Codes | None = None
+) -> None:
+    """total = x + residual; out = rms_norm(total) * gain. Without a residual, `total` is x itself: [T, dim]. With
+    `codes`, the rows go there, in float8, instead of to `out`."""
     rows, dim = x.shape
     block = triton.next_power_of_2(dim)
     _add_norm[(rows,)](
         x,
         x if residual is None else residual,
         gain,
-        out,
+        codes.values if codes else out,
         x if total is None else total,
+        codes.scales if codes else out,
         dim,
         eps,
         ADD=residual is not None,
+        CODES=codes is not None,
         BLOCK=block,
         **options(num_warps=min(max(block // 512, 1), 16)),
     )

@@ -1,7 +1,7 @@
 """Programmatic dependent launch: a kernel starts while the one before it drains, and waits for its results itself.
 
 Every kernel of a step lets the next one start at once, and calls `gdc_wait` before it reads what another kernel wrote
-and before it writes anything. What it loads earlier can only be weights.
+and before it writes anything. What it loads earlier can only be weights, or the numbers that describe the step.
 """
 
 from __future__ import annotations

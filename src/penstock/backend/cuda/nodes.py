@@ -1,0 +1,108 @@
+"""What a forward pass is recorded as, and how ops that follow each other become one (`fuse`)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from penstock.backend.cuda.inputs import Fields
+from penstock.backend.cuda.kernels.float8 import Codes, codes_in
+from penstock.backend.cuda.kernels.gate import gate
+from penstock.backend.cuda.kernels.norm import add_norm
+from penstock.backend.cuda.weights import Weight
+
+
+class Value(NamedTuple):
+    """What an op returns while recording: rows of T or S, each `width` wide."""
+
+    id: int
+    symbol: str
+    width: int
+    wide: bool = False  # float32, not the type of activations
+
+
+def codes_for(reader: Weight | None, rows: Any) -> Codes | None:
+    """Where the only product that reads these rows wants their codes."""
+    return codes_in(rows) if reader is not None and reader.takes_codes(len(rows)) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    weight: Weight
+    coded: bool = False  # whoever makes its rows makes codes where the weight takes them
+
+    def __call__(self, step: Fields, x: Any, out: Any) -> None:
+        self.weight.product(self.rows(x), out)
+
+    def rows(self, x: Any) -> Any:
+        return (codes_for(self.weight, x) if self.coded else None) or x
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    reader: Weight | None = None
+
+    def __call__(self, step: Fields, x: Any, out: Any) -> None:
+        gate(x, out, codes_for(self.reader, out))
+
+
+@dataclass(frozen=True, slots=True)
+class AddNorm:
+    gain: Any
+    eps: float
+    reader: Weight | None = None
+
+    def __call__(self, step: Fields, x: Any, *others: Any) -> None:
+        residual, out, total = others if len(others) == 3 else (None, others[0], None)
+        add_norm(x, residual, self.gain, self.eps, out, total, codes_for(self.reader, out))
+
+
+@dataclass(frozen=True, slots=True)
+class GatedProduct:
+    product: Product
+    gate: Gate
+
+    def __call__(self, step: Fields, x: Any, out: Any, scratch: Any) -> None:
+        self.product.weight.gated(self.product.rows(x), out, scratch, codes_for(self.gate.reader, out))
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One op: `op(step, *inputs, *outputs)`."""
+
+    op: Callable[..., None]
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+
+
+def fuse(nodes: list[Node], answer: Value) -> list[Node]:
+    """A product makes the gate that follows it, where its kernel can; a gate or norm whose rows only one product reads
+    makes them as that product wants them."""
+    readers = Counter([answer.id, *(value.id for node in nodes for value in node.inputs)])
+    kept: list[Node] = []
+    for node in nodes:
+        before = kept[-1] if kept else None
+        if before is None or node.inputs[:1] != before.outputs[:1] or readers[node.inputs[0].id] != 1:
+            kept.append(node)
+        elif isinstance(before.op, Product) and isinstance(node.op, Gate):
+            kept[-1] = Node(GatedProduct(before.op, node.op), before.inputs, (*node.outputs, *before.outputs))
+        else:
+            kept[-1], node = agree(before, node)
+            kept.append(node)
+    return kept
+
+
+def agree(before: Node, node: Node) -> tuple[Node, Node]:
+    """On rows as codes."""
+    if not isinstance(node.op, Product):
+        return before, node
+    op, reader = before.op, node.op.weight
+    if isinstance(op, AddNorm | Gate):
+        op = replace(op, reader=reader)
+    elif isinstance(op, GatedProduct):
+        op = replace(op, gate=replace(op.gate, reader=reader))
+    else:
+        return before, node
+    return replace(before, op=op), replace(node, op=replace(node.op, coded=True))
