@@ -21,6 +21,7 @@ from penstock.backend.cuda.kernels.norm import add_norm
 from penstock.backend.cuda.kernels.prefill_attention import attend_tiles
 from penstock.backend.cuda.kernels.rope import rope_and_store
 from penstock.backend.cuda.kernels.rows import known_tokens, take_rows
+from penstock.backend.cuda.kv import Cache
 from penstock.backend.cuda.weights import Weight
 from penstock.errors import UnsupportedModel
 from penstock.model.spec import AttentionSpec
@@ -61,7 +62,7 @@ class Memory:
     last: Any  # [slots + 1] the token each slot sampled last
     tokens: Any  # [T] the step's tokens, all known
     shares: Any = None  # see decode_attention
-    caches: dict[int, Any] = field(default_factory=dict)  # layer: [blocks, 2, kv_heads, block_size, D]
+    caches: dict[int, Cache] = field(default_factory=dict)  # by layer
 
 
 @dataclass(slots=True)
@@ -101,10 +102,12 @@ class Recorder:
         memory, rope = self.memory, spec.rope
 
         def run(step: Fields, qkv: Any, out: Any) -> None:
-            cache, turn = memory.caches[layer], None
+            (cache, scales), turn = memory.caches[layer], None
             if len(step.tiles):
-                rope_and_store(qkv, frequencies, rope.scale, rope.interleaved, step.positions, step.places, cache)
-                attend_tiles(qkv, cache, step.tiles, step.tables, step.header, out, spec.scale, spec.window)
+                rope_and_store(
+                    qkv, frequencies, rope.scale, rope.interleaved, step.positions, step.places, cache, scales
+                )
+                attend_tiles(qkv, cache, step.tiles, step.tables, step.header, out, spec.scale, spec.window, scales)
             else:
                 turn = Turn(frequencies, step.places, rope.scale, rope.interleaved)
             if len(step.parts):
@@ -119,6 +122,7 @@ class Recorder:
                     turn,
                     spec.scale,
                     spec.window,
+                    scales,
                 )
 
         return self._add(run, (qkv,), self._value("T", spec.q_width))
