@@ -26,8 +26,8 @@ from random_weights import random_blocks
 from random_weights import random_codes as make
 
 from penstock.backend.cuda.kernels import few, many, one
+from penstock.backend.cuda.kernels.codes import quantize_rows
 from penstock.backend.cuda.kernels.expand import expand, gather
-from penstock.backend.cuda.kernels.float8 import quantize_rows
 from penstock.backend.cuda.kernels.fp8 import (
     Float8Weight,
     few_float8,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from penstock.backend.cuda.kernels.float8 import Codes, codes_in, quantize_rows
+from penstock.backend.cuda.kernels.codes import Codes, codes_in, quantize_rows
 from penstock.backend.cuda.kernels.gate import gate
 from penstock.backend.cuda.kernels.gemv import Tiling as RowTiling
 from penstock.backend.cuda.kernels.gemv import gemv

@@ -8,8 +8,8 @@ import torch
 from numpy.typing import NDArray
 
 from penstock.backend.cuda.kernels import few, many, one
+from penstock.backend.cuda.kernels.codes import quantize_rows
 from penstock.backend.cuda.kernels.expand import expand, gather
-from penstock.backend.cuda.kernels.float8 import quantize_rows
 from penstock.backend.cuda.kernels.fp8 import Float8Weight, few_float8, multiply_float8, quantize_float8
 from penstock.backend.cuda.kernels.fp8_tiles import tiles_float8
 from penstock.backend.cuda.kernels.skinny import Scratch

@@ -58,6 +58,4 @@ def open_cuda(config: Config) -> Backend:
         raise ConfigError("device cuda needs torch and triton: pip install 'penstock[cuda]'")
     from penstock.backend.cuda import CudaBackend
 
-    if config.kv != "auto":
-        raise ConfigError(f"on CUDA the KV cache is kept as bf16; got kv {config.kv!r}, use auto")
-    return CudaBackend(config.max_tokens, config.max_rows, quantize=config.quantize)
+    return CudaBackend(config.max_tokens, config.max_rows, quantize=config.quantize, kv=config.kv)

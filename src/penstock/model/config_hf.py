@@ -40,7 +40,6 @@ def read_spec(values: Mapping[str, Any]) -> ModelSpec:
     config = Fields(values, "config.json")
     arch = architecture(config)
     config.require("hidden_act", ("silu",), "silu")
-    config.require("quantization_config", ("null",), "null")
     dim, heads = config.size("hidden_size"), config.size("num_attention_heads")
     head_dim = config.size("head_dim", dim // heads, most=rope.MAX_DIMS)
     max_len = config.size("max_position_embeddings")

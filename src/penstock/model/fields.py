@@ -54,12 +54,26 @@ class Fields:
             raise self._wrong(key, value, "a list of strings")
         return value
 
+    def sizes(self, key: str, count: int) -> tuple[int, ...]:
+        """So many whole numbers above 0."""
+        value = self._get(key, None)
+        if type(value) is not list or len(value) != count:
+            raise self._wrong(key, value, f"a list of {count} whole numbers")
+        if not all(type(size) is int and 0 < size <= MAX_SIZE for size in value):
+            raise self._wrong(key, value, f"whole numbers from 1 to {MAX_SIZE}")
+        return tuple(value)
+
     def table(self, key: str) -> Fields:
         """The fields of a nested object; none when it is absent."""
         value = self._get(key, {})
         if type(value) is not dict:
             raise self._wrong(key, value, "an object")
         return Fields(value, f"{key} in {self._source}")
+
+    def tables(self, key: str) -> list[Fields]:
+        """Of an object whose fields are objects, each of them."""
+        outer = self.table(key)
+        return [outer.table(name) for name in outer._values]
 
     def require(self, key: str, supported: Collection[Any], default: Any = None) -> None:
         """For what this engine computes in one way only."""

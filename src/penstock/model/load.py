@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.errors import MalformedFile, ModelNotFound, UnsupportedModel
 from penstock.model import config_gguf, config_hf, names
+from penstock.model.config_float8 import read_scheme, with_scales
+from penstock.model.fields import Fields
 from penstock.model.files import read_json
 from penstock.model.gguf import read_gguf
 from penstock.model.registry import Model, architecture
@@ -76,7 +78,8 @@ def open_gguf(path: Path) -> Checkpoint:
 def open_folder(path: Path) -> Checkpoint:
     config = read_json(path / CONFIG)
     spec = config_hf.read_spec(config)
-    tensors = names.canonical(read_shards(path), names.HUGGING_FACE)
+    scheme = read_scheme(Fields(config, CONFIG))
+    tensors = names.canonical(with_scales(read_shards(path), scheme), names.HUGGING_FACE)
     if spec.tied:
         tensors.pop("head", None)  # some checkpoints store the embedding a second time
     config_hf.check_biases(config, tensors)

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.model.tensor import Tensor
+from penstock.model.float8 import float8_values
+from penstock.model.tensor import FLOAT8, Tensor
 
 Array = Any  # an ndarray; NumPy's types do not follow the fields of a structured one
 
@@ -40,6 +41,8 @@ FP4_VALUES = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12],
 
 def dequantize(tensor: Tensor) -> NDArray[np.float32]:
     """The tensor's values, in its own shape."""
+    if tensor.format.name in FLOAT8:
+        return float8_values(tensor.data, tensor.format.name, tensor.shape, tensor.scales)
     blocks = tensor.data.view(LAYOUTS[tensor.format.name])
     with np.errstate(invalid="ignore", over="ignore"):  # a damaged file may hold scales that are not finite
         values: NDArray[np.float32] = VALUES[tensor.format.name](blocks).reshape(tensor.shape)

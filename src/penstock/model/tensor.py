@@ -41,9 +41,32 @@ FORMATS = {
 }
 
 
+# of safetensors alone; their values come with scales
+FLOAT8 = {name: Format(name, 1, 1) for name in ("F8_E4M3", "F8_E5M2")}
+
+
+class Scales(NamedTuple):
+    """Shared by blocks of values: the one in row r and column c is multiplied with values[r // rows, c // columns]."""
+
+    values: NDArray[np.float32]  # [blocks down, blocks across]
+    rows: int
+    columns: int
+
+
 @dataclass(frozen=True, slots=True)
 class Tensor:
     name: str  # as the file spells it
     format: Format
     shape: tuple[int, ...]  # rows first: a matrix is (out, in)
     data: NDArray[np.uint8]  # flat bytes, usually a view of the mapped file
+    scales: Scales | None = None
+
+
+def some_rows(tensor: Tensor, first: int, last: int) -> Tensor:
+    """Rows of a matrix, as a view."""
+    _, width = tensor.shape
+    row_bytes = width // tensor.format.values * tensor.format.bytes
+    data, scales = tensor.data[first * row_bytes : last * row_bytes], tensor.scales
+    if scales is not None:
+        scales = Scales(scales.values[np.arange(first, last) // scales.rows], 1, scales.columns)
+    return Tensor(tensor.name, tensor.format, (last - first, width), data, scales)

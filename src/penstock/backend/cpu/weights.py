@@ -10,9 +10,10 @@ from numpy.typing import NDArray
 from penstock.backend.base import Floats
 from penstock.backend.cpu._native import Weight, fill_parts
 from penstock.model.quant import dequantize
-from penstock.model.tensor import Tensor
+from penstock.model.tensor import FLOAT8, FORMATS, Tensor, some_rows
 
 BATCH_BYTES = 1 << 28  # packed in one go: an interrupt has to wait for as much
+AT_ONCE = 1 << 24  # values widened together
 
 
 class Packing:
@@ -23,8 +24,10 @@ class Packing:
         self._threads = threads
         self._waiting: list[tuple[Weight, int, NDArray[np.uint8]]] = []
         self._bytes = 0
+        self._widened = False
 
     def matrix(self, parts: Sequence[Tensor], bias: Sequence[Tensor | None]) -> Weight:
+        parts = [self._readable(part) for part in parts]
         weight = Weight(parts[0].shape[1], [(part.format.name, part.shape[0]) for part in parts])
         if any(bias):
             weight.set_bias(np.concatenate([bias_of(part, tensor) for part, tensor in zip(parts, bias, strict=True)]))
@@ -34,9 +37,37 @@ class Packing:
             self.finish()
         return weight
 
+    def _readable(self, part: Tensor) -> Tensor:
+        """There are no kernels for values of 8 bits with exponents: they become BF16, which is far finer."""
+        if part.format.name not in FLOAT8:
+            return part
+        if not self._widened:
+            import logging  # takes longer than packing most models
+
+            logging.getLogger(__name__).info("FP8 weights become BF16 on a CPU, and take as much memory as those")
+            self._widened = True
+        return widened(part)
+
     def finish(self) -> None:
         fill_parts(self._waiting, self._threads)
         self._waiting, self._bytes = [], 0
+
+
+def widened(part: Tensor) -> Tensor:
+    """A matrix as BF16, some rows at a time."""
+    rows, width = part.shape
+    out = np.empty((rows, width), np.uint16)
+    step = max(AT_ONCE // width, 1)
+    for first in range(0, rows, step):
+        out[first : first + step] = bf16_of(dequantize(some_rows(part, first, min(first + step, rows))))
+    return Tensor(part.name, FORMATS["BF16"], part.shape, out.reshape(-1).view(np.uint8))
+
+
+def bf16_of(values: Floats) -> NDArray[np.uint16]:
+    """The nearest, of two equally near ones the even."""
+    words = values.view(np.uint32)
+    nearest = (words + 0x7FFF + (words >> 16 & 1) >> 16).astype(np.uint16)
+    return np.where(np.isnan(values), np.uint16(0x7FC0), nearest)
 
 
 def pack_vector(tensor: Tensor) -> Floats:

@@ -17,6 +17,7 @@ from penstock.backend.cuda.graphs import Graphs, few_or_many, padded
 from penstock.backend.cuda.inputs import Fields, Plan, Shape
 from penstock.backend.cuda.kernels.prefill_attention import tokens_per_tile
 from penstock.backend.cuda.kernels.skinny import Scratch
+from penstock.backend.cuda.kv import layout_of
 from penstock.backend.cuda.ops import Memory, Program, Sizes
 from penstock.backend.cuda.quantized import Workspace
 from penstock.backend.cuda.sampler import Asked, Sampler
@@ -61,14 +62,20 @@ class CudaBackend:
         dtype: torch.dtype = torch.bfloat16,
         graphs: bool = True,
         quantize: str = "",
+        kv: str = "auto",
     ) -> None:
         if device == "cuda" and not torch.cuda.is_available():
             raise ConfigError("torch finds no CUDA device: use --device cpu, or look at `nvidia-smi`")
         if quantize not in ("", "fp8", "int4"):
             raise ConfigError(f"weights can be quantized to fp8 or int4; got {quantize!r}")
+        if "fp8" in (quantize, kv) and device == "cuda" and torch.cuda.get_device_capability() < (8, 9):
+            raise ConfigError(
+                "fp8 needs a GPU of compute capability 8.9 or more: use int4 for weights, int8 for the KV cache"
+            )
         self._device = torch.device(device)
         self._dtype = dtype
         self._quantize = quantize
+        self._kv = layout_of(kv, dtype)
         rows = few_or_many(max_rows)
         self._sizes = Sizes(max(max_tokens, rows), rows)
         self._stream = torch.cuda.Stream() if device == "cuda" else None
@@ -97,7 +104,7 @@ class CudaBackend:
         self._reserve_inputs(TABLE_WORDS)
 
     def kv_bytes_per_token(self) -> int:
-        return sum(2 * spec.kv_width * self._dtype.itemsize for spec in self._program.layers.values())
+        return sum(self._kv.bytes_per_token(spec) for spec in self._program.layers.values())
 
     def kv_memory(self) -> int:
         """Bytes a cache may take: what weights and buffers have left."""
@@ -113,8 +120,7 @@ class CudaBackend:
         self._graphs.forget()
         self._memory.caches.clear()
         for layer, spec in self._program.layers.items():
-            size = (num_blocks + 1, 2, spec.kv_heads, block_size, spec.head_dim)
-            self._memory.caches[layer] = torch.zeros(size, dtype=self._dtype, device=self._device)
+            self._memory.caches[layer] = self._kv.reserve(spec, num_blocks + 1, block_size, self._device)
         if self._stream is not None:
             torch.cuda.synchronize()
 
@@ -157,7 +163,7 @@ class CudaBackend:
         source, target = (torch.tensor(column, device=self._device) for column in zip(*pairs, strict=True))
         with self._on_stream():
             for cache in self._memory.caches.values():
-                cache[target] = cache[source]
+                cache.copy_blocks(source, target)
 
     def close(self) -> None:
         if self._stream is not None:

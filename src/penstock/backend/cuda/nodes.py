@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from penstock.backend.cuda.inputs import Fields
-from penstock.backend.cuda.kernels.float8 import Codes, codes_in
+from penstock.backend.cuda.kernels.codes import Codes, codes_in
 from penstock.backend.cuda.kernels.gate import gate
 from penstock.backend.cuda.kernels.norm import add_norm
 from penstock.backend.cuda.weights import Weight

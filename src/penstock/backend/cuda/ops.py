@@ -18,6 +18,7 @@ from penstock.backend.cuda.kernels.decode_attention import Shares, Turn, attend_
 from penstock.backend.cuda.kernels.prefill_attention import attend_tiles
 from penstock.backend.cuda.kernels.rope import rope_and_store
 from penstock.backend.cuda.kernels.rows import known_tokens, take_rows
+from penstock.backend.cuda.kv import Cache
 from penstock.backend.cuda.nodes import AddNorm, Gate, Node, Product, Value, fuse
 from penstock.backend.cuda.weights import Weight
 from penstock.errors import UnsupportedModel
@@ -39,7 +40,7 @@ class Memory:
     last: Any  # [slots + 1] the token each slot sampled last
     tokens: Any  # [T] the step's tokens, all known
     shares: Any = None  # see decode_attention
-    caches: dict[int, Any] = field(default_factory=dict)  # layer: [blocks, 2, kv_heads, block_size, D]
+    caches: dict[int, Cache] = field(default_factory=dict)  # by layer
 
 
 @dataclass(slots=True)
@@ -76,10 +77,12 @@ class Recorder:
         memory, rope = self.memory, spec.rope
 
         def run(step: Fields, qkv: Any, out: Any) -> None:
-            cache, turn = memory.caches[layer], None
+            (cache, scales), turn = memory.caches[layer], None
             if len(step.tiles):
-                rope_and_store(qkv, frequencies, rope.scale, rope.interleaved, step.positions, step.places, cache)
-                attend_tiles(qkv, cache, step.tiles, step.tables, step.header, out, spec.scale, spec.window)
+                rope_and_store(
+                    qkv, frequencies, rope.scale, rope.interleaved, step.positions, step.places, cache, scales
+                )
+                attend_tiles(qkv, cache, step.tiles, step.tables, step.header, out, spec.scale, spec.window, scales)
             else:
                 turn = Turn(frequencies, step.places, rope.scale, rope.interleaved)
             if len(step.parts):
@@ -94,6 +97,7 @@ class Recorder:
                     turn,
                     spec.scale,
                     spec.window,
+                    scales,
                 )
 
         return self._add(run, (qkv,), self._value("T", spec.q_width))

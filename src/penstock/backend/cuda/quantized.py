@@ -11,8 +11,8 @@ import torch
 
 from penstock.backend.cuda import quantized_tilings as tilings
 from penstock.backend.cuda.kernels import few, many, one
+from penstock.backend.cuda.kernels.codes import Codes, codes_in, quantize_rows
 from penstock.backend.cuda.kernels.expand import expand, gather
-from penstock.backend.cuda.kernels.float8 import Codes, codes_in, quantize_rows
 from penstock.backend.cuda.kernels.fp8 import Float8Weight, few_float8, gather_float8, multiply_float8
 from penstock.backend.cuda.kernels.fp8_tiles import tiles_float8
 from penstock.backend.cuda.kernels.gate import gate

@@ -13,7 +13,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from penstock.backend.cuda.kernels.float8 import Codes
+from penstock.backend.cuda.float8 import pack_float8
+from penstock.backend.cuda.kernels.codes import Codes
 from penstock.backend.cuda.kernels.fp8 import quantize_float8
 from penstock.backend.cuda.kernels.gate import gate
 from penstock.backend.cuda.kernels.gemv import gemv
@@ -25,7 +26,7 @@ from penstock.backend.cuda.quantize import pack as pack_codes
 from penstock.backend.cuda.quantized import Float8, Quantized, Workspace, stack
 from penstock.backend.cuda.tilings import gemv_tiling, skinny_tiling
 from penstock.model.quant import dequantize
-from penstock.model.tensor import Tensor
+from penstock.model.tensor import Tensor, some_rows
 
 log = logging.getLogger(__name__)
 AT_ONCE = 1 << 26  # values dequantized together
@@ -107,6 +108,8 @@ def pack(
     vector = stacked_bias(parts, bias, device)
     if dtype.itemsize == 2 and formats <= TAKE.keys():
         return Quantized(stack([packed(part, device) for part in parts]), vector, workspace)
+    if dtype.itemsize == 2 and formats == {"F8_E4M3"} and (weight := pack_float8(parts, vector, device, workspace)):
+        return weight
     if not formats <= PLAIN.keys() and dtype.itemsize == 2:
         log.info("%s and what lies beside it are kept as %s: no kernel reads %s", parts[0].name, dtype, formats)
     values = stacked_values(parts, device, dtype)
@@ -149,11 +152,9 @@ def copy_values(tensor: Tensor, target: Any) -> None:
     """The tensor's values into `target`, some rows at a time."""
     rows, width = tensor.shape
     step = max(AT_ONCE // width, 1)
-    row_bytes = width // tensor.format.values * tensor.format.bytes
     for first in range(0, rows, step):
         last = min(first + step, rows)
-        data = tensor.data[first * row_bytes : last * row_bytes]
-        target[first:last].copy_(values_of(Tensor(tensor.name, tensor.format, (last - first, width), data)))
+        target[first:last].copy_(values_of(some_rows(tensor, first, last)))
 
 
 def values_of(tensor: Tensor) -> Any:

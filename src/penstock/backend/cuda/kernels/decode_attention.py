@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from penstock.backend.cuda.kernels.kv import coded, scaling
 from penstock.backend.cuda.kernels.pdl import gdc_launch_dependents, gdc_wait, options
 from penstock.backend.cuda.kernels.rope import turns_of
 
@@ -48,6 +49,7 @@ def blocks_of(table, position, end, BLOCK_SIZE: tl.constexpr):
 def _attend_parts(
     qkv,
     cache,
+    scales,
     parts,
     tables,
     header,
@@ -69,6 +71,9 @@ def _attend_parts(
     QUERIES: tl.constexpr,
     BLOCK_D: tl.constexpr,
     TILE: tl.constexpr,
+    SCALED: tl.constexpr,
+    LARGEST: tl.constexpr,
+    INTERPRET: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -108,9 +113,18 @@ def _attend_parts(
             key += tl.load(newest + other, d < DIMS, 0.0).to(tl.float32) * sin
             value = tl.load(newest + KV_HEADS * DIMS + d, d < DIMS, 0.0)
             place = tl.load(places + token).to(tl.int64)
-            target = (place // BLOCK_SIZE * (2 * KV_HEADS) + kv_head) * BLOCK_SIZE + place % BLOCK_SIZE
-            target = cache + target * DIMS + d
-            tl.store(target, key.to(qkv.dtype.element_ty).to(cache.dtype.element_ty), d < DIMS)
+            line = (place // BLOCK_SIZE * (2 * KV_HEADS) + kv_head) * BLOCK_SIZE + place % BLOCK_SIZE
+            target = cache + line * DIMS + d
+            key = key.to(qkv.dtype.element_ty)
+            if SCALED:
+                key, value = key.to(tl.float32), value.to(tl.float32)
+                key_scale = tl.maximum(tl.max(tl.abs(key), 0), 1e-12) / LARGEST
+                value_scale = tl.maximum(tl.max(tl.abs(value), 0), 1e-12) / LARGEST
+                tl.store(scales + line, key_scale)
+                tl.store(scales + line + KV_HEADS * BLOCK_SIZE, value_scale)
+                key = coded(key, key_scale, cache.dtype.element_ty, INTERPRET)
+                value = coded(value, value_scale, cache.dtype.element_ty, INTERPRET)
+            tl.store(target, key.to(cache.dtype.element_ty), d < DIMS)
             tl.store(target + KV_HEADS * BLOCK_SIZE * DIMS, value.to(cache.dtype.element_ty), d < DIMS)
         tl.debug_barrier()
 
@@ -126,12 +140,16 @@ def _attend_parts(
         at = cache + line[:, None] * DIMS + d[None, :]
         keys = tl.load(at, inside, 0.0)  # [TILE, BLOCK_D]
         score = tl.dot(q, tl.trans(keys).to(q.dtype), input_precision="ieee") * scale
+        if SCALED:
+            score *= tl.load(scales + line, seen, 0.0)[None, :]
         score = tl.where(seen[None, :], score, -float("inf"))
         peak = tl.maximum(highest, tl.max(score, 1))
         weight = tl.exp2(score - peak[:, None])
         shrink = tl.exp2(highest - peak)
         total = total * shrink + tl.sum(weight, 1)
         values = tl.load(at + KV_HEADS * BLOCK_SIZE * DIMS, inside, 0.0).to(q.dtype)
+        if SCALED:
+            weight *= tl.load(scales + line + KV_HEADS * BLOCK_SIZE, seen, 0.0)[None, :]
         mix = tl.dot(weight.to(q.dtype), values, mix * shrink[:, None], input_precision="ieee")
         highest = peak
 
@@ -201,6 +219,7 @@ def attend_parts(
     turn: Turn | None,
     scale: float,
     window: int,
+    scales: Any | None = None,
 ) -> None:
     """parts [P, 8]: token (-1: none), row of tables, begin, end, length of the whole context, how many parts it has and
     the first of them; header[0] is the width of tables. Without `turn`, queries are turned and keys stored already."""
@@ -210,6 +229,7 @@ def attend_parts(
     _attend_parts[(kv_heads, len(parts))](
         qkv,
         cache,
+        parts if scales is None else scales,
         parts,
         tables,
         header,
@@ -229,5 +249,6 @@ def attend_parts(
         QUERIES=max(triton.next_power_of_2(heads // kv_heads), 16),
         BLOCK_D=max(triton.next_power_of_2(dims), 16),
         TILE=tile,
+        **scaling(cache, scales),
         **options(warps, stages),
     )

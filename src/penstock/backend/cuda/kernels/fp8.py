@@ -15,8 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
+from penstock.backend.cuda.kernels.codes import LARGEST
 from penstock.backend.cuda.kernels.few import DEFAULT, Tiling, finish, tile_rows
-from penstock.backend.cuda.kernels.float8 import LARGEST
 from penstock.backend.cuda.kernels.fragments import axis, halves
 from penstock.backend.cuda.kernels.pdl import gdc_launch_dependents, gdc_wait, options
 
@@ -39,16 +39,22 @@ class Float8Weight:
         return self.rows * (self.width + 4)
 
 
+def empty_float8(rows: int, width: int, device: Any) -> Float8Weight:
+    """In memory for whole tiles of 16 rows: kernels read all of the last one."""
+    room = -(-rows // 16) * 16
+    values = torch.empty((room, width), dtype=torch.float8_e4m3fn, device=device)
+    return Float8Weight(values[:rows], torch.empty(room, device=device)[:rows])
+
+
 def quantize_float8(values: Any) -> Float8Weight:
     """Values [rows, width] on the device, some rows at a time."""
-    codes = torch.empty(values.shape, dtype=torch.float8_e4m3fn, device=values.device)
-    scales = torch.empty(len(values), device=values.device)
+    weight = empty_float8(len(values), values.shape[1], values.device)
     for first in range(0, len(values), 1024):
         some = values[first : first + 1024].float()
         scale = some.abs().amax(1).clamp(min=1e-12) / LARGEST
-        codes[first : first + 1024] = (some / scale[:, None]).to(torch.float8_e4m3fn)
-        scales[first : first + 1024] = scale
-    return Float8Weight(codes, scales)
+        weight.values[first : first + 1024] = (some / scale[:, None]).to(torch.float8_e4m3fn)
+        weight.scales[first : first + 1024] = scale
+    return weight
 
 
 @triton.jit

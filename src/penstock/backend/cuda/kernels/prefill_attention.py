@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from penstock.backend.cuda.kernels.decode_attention import LOG2E, blocks_of
+from penstock.backend.cuda.kernels.kv import scaling
 from penstock.backend.cuda.kernels.pdl import gdc_launch_dependents, gdc_wait, options
 
 QUERIES = 128  # pairs of token and head in a tile
@@ -26,15 +27,32 @@ def tokens_per_tile(shared: int) -> int:
 
 
 @triton.jit
-def _fold(q, keys, values, score_mask, scale, highest, total, mix, MASKED: tl.constexpr):
+def _fold(
+    q,
+    keys,
+    values,
+    key_scales,
+    value_scales,
+    score_mask,
+    scale,
+    highest,
+    total,
+    mix,
+    MASKED: tl.constexpr,
+    SCALED: tl.constexpr,
+):
     """Takes a tile of keys and values into the running softmax."""
     score = tl.dot(q, tl.trans(keys).to(q.dtype), input_precision="ieee") * scale
+    if SCALED:
+        score *= key_scales[None, :]
     if MASKED:
         score = tl.where(score_mask, score, -float("inf"))
     peak = tl.maximum(highest, tl.max(score, 1))
     weight = tl.exp2(score - peak[:, None])
     shrink = tl.exp2(highest - peak)
     total = total * shrink + tl.sum(weight, 1)
+    if SCALED:
+        weight *= value_scales[None, :]
     mix = tl.dot(weight.to(q.dtype), values.to(q.dtype), mix * shrink[:, None], input_precision="ieee")
     return peak, total, mix
 
@@ -43,6 +61,7 @@ def _fold(q, keys, values, score_mask, scale, highest, total, mix, MASKED: tl.co
 def _attend_tiles(
     qkv,
     cache,
+    scales,
     tiles,
     tables,
     header,
@@ -56,6 +75,9 @@ def _attend_tiles(
     QUERIES: tl.constexpr,
     BLOCK_D: tl.constexpr,
     TILE: tl.constexpr,
+    SCALED: tl.constexpr,
+    LARGEST: tl.constexpr,
+    INTERPRET: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -98,7 +120,13 @@ def _attend_tiles(
         at = cache + line[:, None] * DIMS + d[None, :]
         keys = tl.load(at, (d < DIMS)[None, :], 0.0)  # [TILE, BLOCK_D]
         values = tl.load(at + KV_HEADS * BLOCK_SIZE * DIMS, (d < DIMS)[None, :], 0.0)
-        highest, total, mix = _fold(q, keys, values, True, scale, highest, total, mix, MASKED=False)
+        key_scales, value_scales = scale, scale
+        if SCALED:
+            key_scales = tl.load(scales + line)
+            value_scales = tl.load(scales + line + KV_HEADS * BLOCK_SIZE)
+        highest, total, mix = _fold(
+            q, keys, values, key_scales, value_scales, True, scale, highest, total, mix, MASKED=False, SCALED=SCALED
+        )
     for start in tl.range(whole, end, TILE):
         position = start + tl.arange(0, TILE)
         seen = position < end
@@ -108,18 +136,32 @@ def _attend_tiles(
         at = cache + line[:, None] * DIMS + d[None, :]
         keys = tl.load(at, inside, 0.0)
         values = tl.load(at + KV_HEADS * BLOCK_SIZE * DIMS, inside, 0.0)
+        key_scales, value_scales = scale, scale
+        if SCALED:
+            key_scales = tl.load(scales + line, seen, 0.0)
+            value_scales = tl.load(scales + line + KV_HEADS * BLOCK_SIZE, seen, 0.0)
         distance = own[:, None] - position[None, :]
         visible = distance >= 0
         if WINDOW:
             visible = visible & (distance < WINDOW)
-        highest, total, mix = _fold(q, keys, values, visible, scale, highest, total, mix, MASKED=True)
+        highest, total, mix = _fold(
+            q, keys, values, key_scales, value_scales, visible, scale, highest, total, mix, MASKED=True, SCALED=SCALED
+        )
 
     target = out + ((token + index) * (SHARED * KV_HEADS) + head)[:, None] * DIMS + d[None, :]
     tl.store(target, (mix / total[:, None]).to(out.dtype.element_ty), wanted)
 
 
 def attend_tiles(
-    qkv: Any, cache: Any, tiles: Any, tables: Any, header: Any, out: Any, scale: float, window: int
+    qkv: Any,
+    cache: Any,
+    tiles: Any,
+    tables: Any,
+    header: Any,
+    out: Any,
+    scale: float,
+    window: int,
+    scales: Any | None = None,
 ) -> None:
     """tiles [Q, 4]: first token (-1: none), row of tables, its position, how many tokens; header[0] is the width of
     tables."""
@@ -128,6 +170,7 @@ def attend_tiles(
     _attend_tiles[(kv_heads, len(tiles))](
         qkv,
         cache,
+        tiles if scales is None else scales,
         tiles,
         tables,
         header,
@@ -141,5 +184,6 @@ def attend_tiles(
         QUERIES=max(QUERIES, triton.next_power_of_2(shared)),
         BLOCK_D=max(triton.next_power_of_2(dims), 16),
         TILE=TILE,
+        **scaling(cache, scales),
         **options(WARPS, STAGES),
     )

@@ -1,6 +1,7 @@
 """Turns q and k by their positions and writes k and v into the paged cache.
 
-A cache is [blocks, 2, kv_heads, block_size, D]: keys, then values; a head's part of a block is contiguous.
+A cache is [blocks, 2, kv_heads, block_size, D]: keys, then values; a head's part of a block is contiguous. One of 8
+bits has scales beside it, [blocks, 2, kv_heads, block_size] (kv.py).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from penstock.backend.cuda.kernels.kv import coded, scaling
 from penstock.backend.cuda.kernels.pdl import gdc_launch_dependents, gdc_wait, options
 
 HEADS = 16  # of one program
@@ -40,6 +42,7 @@ def _rope_and_store(
     positions,
     places,
     cache,
+    scales,
     rope_scale,
     Q_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -48,6 +51,9 @@ def _rope_and_store(
     INTERLEAVED: tl.constexpr,
     HEADS: tl.constexpr,
     PAIRS: tl.constexpr,
+    SCALED: tl.constexpr,
+    LARGEST: tl.constexpr,
+    INTERPRET: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -81,12 +87,26 @@ def _rope_and_store(
     kv_head = tl.maximum(head - Q_HEADS, 0)  # keys first, then values
     row = (place // BLOCK_SIZE * (2 * KV_HEADS) + kv_head) * BLOCK_SIZE + place % BLOCK_SIZE
     target = cache + row[:, None] * (2 * HALF)
+    if SCALED:
+        turned_a, turned_b = turned_a.to(tl.float32), turned_b.to(tl.float32)
+        largest = tl.max(tl.maximum(tl.abs(turned_a), tl.abs(turned_b)), 1)
+        scale = tl.maximum(largest, 1e-12) / LARGEST
+        tl.store(scales + row, scale, (head >= Q_HEADS) & (head < Q_HEADS + 2 * KV_HEADS))
+        turned_a = coded(turned_a, scale[:, None], cache.dtype.element_ty, INTERPRET)
+        turned_b = coded(turned_b, scale[:, None], cache.dtype.element_ty, INTERPRET)
     tl.store(target + left[None, :], turned_a.to(cache.dtype.element_ty), inside & ~is_query)
     tl.store(target + right[None, :], turned_b.to(cache.dtype.element_ty), inside & ~is_query)
 
 
 def rope_and_store(
-    qkv: Any, inv_freq: Any, rope_scale: float, interleaved: bool, positions: Any, places: Any, cache: Any
+    qkv: Any,
+    inv_freq: Any,
+    rope_scale: float,
+    interleaved: bool,
+    positions: Any,
+    places: Any,
+    cache: Any,
+    scales: Any | None = None,
 ) -> None:
     """q is turned in place in qkv [T, q + k + v]; k and v go to `places` [T], counted in tokens from the cache's
     start."""
@@ -99,6 +119,7 @@ def rope_and_store(
         positions,
         places,
         cache,
+        inv_freq if scales is None else scales,
         rope_scale,
         Q_HEADS=heads - 2 * kv_heads,
         KV_HEADS=kv_heads,
@@ -107,5 +128,6 @@ def rope_and_store(
         INTERLEAVED=interleaved,
         HEADS=HEADS,
         PAIRS=triton.next_power_of_2(dims // 2),
+        **scaling(cache, scales),
         **options(),
     )
