@@ -60,4 +60,4 @@ def open_cuda(config: Config) -> Backend:
 
     if config.kv != "auto":
         raise ConfigError(f"on CUDA the KV cache is kept as bf16; got kv {config.kv!r}, use auto")
-    return CudaBackend(config.max_tokens, config.max_rows, quantize=config.quantize)
+    return CudaBackend(config.max_tokens, config.max_rows, mixed_tokens=config.mixed_tokens, quantize=config.quantize)

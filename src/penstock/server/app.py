@@ -121,8 +121,8 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class RequestIds:
-    """Gives every answer an x-request-id. Around everything else, so that it knows the server's own `send`, without what
-    others put between: they care for an answer's beginning, and each costs a stream a microsecond a token."""
+    """Gives every answer an x-request-id. It is around everything else, so it can name the server's own `send`, without
+    what others put before it: they care for an answer's beginning, and each costs a stream a microsecond a token."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
