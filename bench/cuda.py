@@ -1,9 +1,11 @@
 """The CUDA backend on a bare machine: torch, Triton, one GPU, a model of the shape of Llama-3.1-8B with random weights.
 
     PYTHONPATH=src python bench/cuda.py --cells step,profile,decode1,prefill,batch64,batch256 --json cuda.json
+    PYTHONPATH=src python bench/cuda.py --cells start,http64,http256 --weights fp8
 
 Every cell reports its figures, or its traceback, in one JSON file and as lines on the way. `tune` looks for the fastest
-tilings, which backend/cuda/tilings.py then names.
+tilings, which backend/cuda/tilings.py then names. The cells over HTTP also need what `penstock serve` does: msgspec,
+pyzmq, starlette, anyio, uvicorn, httptools, uvloop, tokenizers, jinja2, prometheus-client, rich and what these need.
 """
 
 from __future__ import annotations

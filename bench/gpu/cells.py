@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from http_cells import HTTP_CELLS, Subject
 from kernel_cells import KERNEL_CELLS, say, seconds
 from random_weights import KINDS, RandomWeights
 
@@ -64,6 +65,13 @@ class Bench:
             say(f"model ready in {time.perf_counter() - began:.1f} s; {spare / 1e9:.0f} GB were free for KV")
             self._backend = backend
         return self._backend
+
+    def release(self) -> None:
+        """Leaves the device to another process."""
+        if self._backend is not None:
+            self._backend.close()
+        self._backend = None
+        torch.cuda.empty_cache()
 
     def engine(self, max_tokens: int, mixed_tokens: int = MIXED_TOKENS) -> Engine:
         backend = self.backend
@@ -316,16 +324,27 @@ CELLS: dict[str, Callable[[Bench], Figures]] = {
 }
 
 
+def over_http(cell: Callable[[Subject], Figures], subject: Subject) -> Callable[[Bench], Figures]:
+    def call(bench: Bench) -> Figures:
+        bench.release()
+        return cell(subject)
+
+    return call
+
+
 def main(description: str) -> None:
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--cells", default=",".join(CELLS))
+    parser.add_argument("--cells", default=",".join([*CELLS, "start", "http64", "http256"]))
     parser.add_argument("--json", default="cuda.json")
     parser.add_argument("--layers", type=int, default=32, help="fewer, to look at one thing quickly")
     parser.add_argument("--weights", default="bf16", choices=KINDS, help="format of the random weights")
+    parser.add_argument("--serve", default="", help="more options for penstock serve, with spaces between")
     given = parser.parse_args()
+    subject = Subject(given.weights, layers=given.layers, options=tuple(given.serve.split()))
+    cells = CELLS | {name: over_http(cell, subject) for name, cell in HTTP_CELLS.items()}
     names = given.cells.split(",")
-    if unknown := set(names) - CELLS.keys():
-        parser.error(f"unknown cells {sorted(unknown)}; there are {', '.join(CELLS)}")
+    if unknown := set(names) - cells.keys():
+        parser.error(f"unknown cells {sorted(unknown)}; there are {', '.join(cells)}")
     properties = torch.cuda.get_device_properties(0)
     report: Figures = {"device": properties.name, "torch": torch.__version__, "weights": given.weights, "cells": {}}
     bench = Bench(given.layers, given.weights)
@@ -333,7 +352,7 @@ def main(description: str) -> None:
         say(f"== {name}")
         began = time.perf_counter()
         try:
-            report["cells"][name] = CELLS[name](bench)
+            report["cells"][name] = cells[name](bench)
         except Exception:
             report["cells"][name] = {"error": traceback.format_exc()}
             say(traceback.format_exc())

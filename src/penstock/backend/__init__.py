@@ -58,4 +58,10 @@ def open_cuda(config: Config) -> Backend:
         raise ConfigError("device cuda needs torch and triton: pip install 'penstock[cuda]'")
     from penstock.backend.cuda import CudaBackend
 
-    return CudaBackend(config.max_tokens, config.max_rows, quantize=config.quantize, kv=config.kv)
+    return CudaBackend(
+        config.max_tokens,
+        config.max_rows,
+        mixed_tokens=config.mixed_tokens,
+        quantize=config.quantize,
+        kv=config.kv,
+    )

@@ -88,6 +88,13 @@ class Backend(Protocol):
 
     def reserve_kv(self, num_blocks: int, block_size: int) -> None: ...
 
+    def warm_up(self) -> None:
+        """Called once, before the first step: what that would wait for otherwise."""
+
+    def settle(self) -> bool:
+        """Does a little of what makes later steps faster, some milliseconds of it; False when nothing is left. Called
+        again and again while there is nothing to compute."""
+
     def launch(self, batch: Batch) -> Ticket:
         """Starts a step. The batch's arrays are never written to again: a backend may keep them until `wait`."""
 

@@ -55,6 +55,11 @@ class FakeBackend:
     def reserve_kv(self, num_blocks: int, block_size: int) -> None:
         self._kv = np.full((num_blocks, block_size), -1, np.int64)
 
+    def warm_up(self) -> None: ...
+
+    def settle(self) -> bool:
+        return False
+
     def launch(self, batch: Batch) -> Ticket:
         rows = tuple(self._run_row(batch, row) for row in range(len(batch.slots)))
         self._results[batch.step] = StepResult(batch.step, rows)

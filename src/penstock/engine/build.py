@@ -26,4 +26,5 @@ def build_engine(config: Config, checkpoint: Checkpoint) -> Engine:
         memory=backend.kv_memory(),
     )
     backend.reserve_kv(limits.num_blocks, limits.block_size)
+    backend.warm_up()
     return Engine(backend, limits, depth=backend.depth)

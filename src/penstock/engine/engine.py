@@ -64,6 +64,10 @@ class Engine:
         events, self._events = self._events, []
         return events
 
+    def settle(self) -> bool:
+        """Uses a moment without requests to make later steps faster; False when nothing is left to do."""
+        return self._backend.settle()
+
     def stats(self) -> Stats:
         return self._scheduler.stats()._replace(busy_seconds=self._busy_seconds)
 

@@ -31,9 +31,15 @@ class Inbox(Protocol):
 
 
 def run(engine: Engine, inbox: Inbox, send: Callable[[list[Event], Stats], None]) -> None:
-    """Until a Close arrives. Waits without cost while the engine is idle."""
+    """Until a Close arrives. While the engine is idle its backend may prepare for later, a little at a time; then it
+    waits without cost."""
+    unsettled = True
     while True:
-        messages = inbox.take(wait=engine.idle)
+        messages = inbox.take(wait=engine.idle and not unsettled)
+        if engine.idle and not messages:
+            unsettled = engine.settle()
+            continue
+        unsettled = True
         events: list[Event] = []
         for message in messages:
             if isinstance(message, Close):

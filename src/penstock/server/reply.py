@@ -80,12 +80,12 @@ class EventStream(Response):
         self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await while_connected(receive, self._send(send))
+        await while_connected(receive, self._send(send, scope["plain_send"]))
 
-    async def _send(self, send: Send) -> None:
+    async def _send(self, begin: Send, send: Send) -> None:
         async with aclosing(self._events) as events:
             first = await anext(events)
-            await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+            await begin({"type": "http.response.start", "status": 200, "headers": HEADERS})
             await send(_part(first))
             try:
                 async for event in events:

@@ -60,6 +60,11 @@ class CpuBackend:
     def reserve_kv(self, num_blocks: int, block_size: int) -> None:
         self._program.reserve_kv(num_blocks, block_size)
 
+    def warm_up(self) -> None: ...
+
+    def settle(self) -> bool:
+        return False
+
     def launch(self, batch: Batch) -> Ticket:
         rows = batch.sample
         edits = [

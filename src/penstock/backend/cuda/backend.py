@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache, partial
@@ -13,7 +14,8 @@ import torch
 
 from penstock.backend.base import Batch, Floats, Model, SampleRows, Ticket
 from penstock.backend.cuda import inputs
-from penstock.backend.cuda.graphs import Graphs, few_or_many, padded
+from penstock.backend.cuda.compiling import Compiler
+from penstock.backend.cuda.graphs import Graphs, common_shapes, few_or_many, padded
 from penstock.backend.cuda.inputs import Fields, Plan, Shape
 from penstock.backend.cuda.kernels.prefill_attention import tokens_per_tile
 from penstock.backend.cuda.kernels.skinny import Scratch
@@ -22,14 +24,16 @@ from penstock.backend.cuda.ops import Memory, Program, Sizes
 from penstock.backend.cuda.quantized import Workspace
 from penstock.backend.cuda.sampler import Asked, Sampler
 from penstock.backend.cuda.staging import Staging
+from penstock.backend.cuda.transfer import transfer
 from penstock.backend.cuda.weights import Weight, pack
-from penstock.backend.ref.batches import greedy_batch
+from penstock.backend.ref.batches import greedy_batch, greedy_rows
 from penstock.backend.sample import answers
 from penstock.errors import ConfigError
 from penstock.model.quant import dequantize
 from penstock.model.tensor import Tensor
 from penstock.types import StepResult
 
+log = logging.getLogger(__name__)
 IN_FLIGHT = 3  # host buffers: one is written while those of the steps before may still be read
 TABLE_WORDS = 1 << 20
 SPARE_TILES = 64  # that only pad
@@ -63,6 +67,7 @@ class CudaBackend:
         graphs: bool = True,
         quantize: str = "",
         kv: str = "auto",
+        mixed_tokens: int = 0,
     ) -> None:
         if device == "cuda" and not torch.cuda.is_available():
             raise ConfigError("torch finds no CUDA device: use --device cpu, or look at `nvidia-smi`")
@@ -80,6 +85,7 @@ class CudaBackend:
         self._sizes = Sizes(max(max_tokens, rows), rows)
         self._stream = torch.cuda.Stream() if device == "cuda" else None
         self._capture = graphs and self._stream is not None
+        self._step_sizes = max_rows, max_tokens, mixed_tokens
         ints = {"dtype": torch.int32, "device": self._device}
         self._memory = Memory(last=torch.zeros(rows + 1, **ints), tokens=torch.zeros(self._sizes.tokens, **ints))
         self._workspace = Workspace(Scratch.on(self._device), self._sizes.tokens)
@@ -121,17 +127,69 @@ class CudaBackend:
         self._memory.caches.clear()
         for layer, spec in self._program.layers.items():
             self._memory.caches[layer] = self._kv.reserve(spec, num_blocks + 1, block_size, self._device)
+        self._settling = self._slices()
         if self._stream is not None:
             torch.cuda.synchronize()
 
+    # -- getting ready -------------------------------------------------------------------------------------------
+
+    def warm_up(self) -> None:
+        """Compiles what first answers need while weights are still on their way, and waits for both."""
+        if self._stream is None:
+            return
+        shapes = [self._pad(Shape(128, 1, 0, 0, 1)), self._pad(Shape(1, 1, 1, 1, 0))]
+        compiler = Compiler()
+        with compiler.watching():
+            for shape in shapes:
+                self._rehearse(shape, sampling=True)
+        transfer.close()
+        compiler.done()
+        compiler.close()
+        for shape in shapes:
+            self._rehearse(shape, sampling=True)
+        torch.cuda.synchronize()
+
+    def settle(self) -> bool:
+        """Gets one more of the common shapes ready: kernels first, then graphs."""
+        try:
+            return next(self._settling, False)
+        except torch.cuda.OutOfMemoryError as error:
+            log.warning("no more graphs are made ahead, for want of memory: %s", error)
+            self._settling = iter(())
+            return False
+
+    def _slices(self) -> Iterator[bool]:
+        if not self._capture:
+            return
+        shapes = [shape for shape in common_shapes(*self._step_sizes) if shape == self._pad(shape)]
+        compiler = Compiler()
+        for shape in shapes:
+            with compiler.watching():
+                self._rehearse(shape)
+            yield True
+        while not compiler.done(0.005):
+            yield True
+        compiler.close()
+        for shape in shapes:
+            while self._capture and not self._graphs.has(shape):
+                self._rehearse(shape, graph=True)
+                yield True
+
     def prepare(self, rows: int, prompts: int = 0) -> None:
-        """Captures the graph of steps of so many rows, and of so many tokens of prompts beside them, on a step that
-        only pads."""
+        """Captures the graph of steps of so many rows, and of so many tokens of prompts beside them."""
         shape = self._pad(Shape(rows + prompts, rows, rows, rows, prompts and 1))
-        work = inputs.plan(greedy_batch([]), self._tile_tokens, lambda _: shape)
+        for _ in range(2):
+            self._rehearse(shape, graph=True)
+
+    def _rehearse(self, shape: Shape, *, graph: bool = False, sampling: bool = False) -> None:
+        """A step that only pads."""
+        nothing = greedy_batch([])
+        work = inputs.plan(nothing, self._tile_tokens, lambda _: shape)
         with self._on_stream():
-            for _ in range(2):
-                self._graphs.run(shape, self._send(greedy_batch([]), work))
+            step = self._send(nothing, work)
+            logits = self._graphs.run(shape, step) if graph else self._graphs.launch(step)
+            for rows in sampling_kinds() if sampling else ():
+                self._sampler.sample(logits, step, rows, self._memory.last, self._chosen[: shape.sampled])
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
@@ -176,6 +234,7 @@ class CudaBackend:
 
     def _forward(self, batch: Batch) -> Any:
         """Yields logits, and what is asked of them, for as many positions at a time as there is room for."""
+        transfer.arrived()
         work = inputs.plan(batch, self._tile_tokens, self._pad)
         step = self._send(batch, work)
         room, wanted = self._sizes.rows, work.shape.sampled
@@ -232,6 +291,13 @@ class CudaBackend:
 
     def _on_stream(self) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
+
+
+def sampling_kinds() -> Iterator[SampleRows]:
+    """One row each: greedy, drawn from all, and drawn from the likeliest."""
+    greedy = greedy_rows(1)
+    drawn = replace(greedy, temperature=np.ones(1, np.float32))
+    yield from (greedy, drawn, replace(drawn, top_p=np.full(1, 0.9, np.float32)))
 
 
 def slice_rows(rows: SampleRows, part: slice) -> SampleRows:

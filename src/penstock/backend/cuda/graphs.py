@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -9,6 +11,7 @@ import torch
 from penstock.backend.cuda.inputs import SPARE_PARTS, Fields, Shape
 from penstock.backend.cuda.ops import Program
 
+log = logging.getLogger(__name__)
 MOST_TOKENS = 2560  # in a graph: launching a larger step takes less time than running it
 PROMPT_TOKENS = 128  # steps with prompts have a multiple: between two the library picks slower products
 TOKENS_PER_TILE = 16  # room for tiles; whole ones hold more
@@ -45,6 +48,18 @@ def round_up(value: int, to: int) -> int:
     return -(-value // to) * to
 
 
+def common_shapes(rows: int, tokens: int, mixed: int) -> Iterator[Shape]:
+    """What steps of at most so many rows and tokens mostly look like, the likeliest first: prompts, then answers, then
+    both, with `mixed` tokens for every 64 rows that answer."""
+    sizes = dict.fromkeys(bucket(count) for count in range(1, rows + 1))
+    many = dict.fromkeys(few_or_many(count) for count in range(1, rows + 1))
+    alone = [count for count in (128, 512, tokens) if count <= tokens]
+    beside = [(count, min(max(mixed or tokens, count + 1) * -(-count // 64), tokens)) for count in many]
+    yield from (padded(Shape(count, 1, 0, 0, 1)) for count in alone)
+    yield from (padded(Shape(size, size, size, size, 0)) for size in sizes)
+    yield from (padded(Shape(count, size, size, size, 1)) for size, count in beside)
+
+
 class Graphs:
     """A shape runs launch by launch the first time, so that no first token waits for a capture, and from its second
     time on as a graph. All graphs use the program's own buffers."""
@@ -58,26 +73,46 @@ class Graphs:
     def run(self, shape: Shape, step: Fields) -> Any:
         """The forward pass of a step; returns its answer, [S, *]."""
         if not self._capture or shape != padded(shape):
-            return self._launch(step)
+            return self.launch(step)
         if shape not in self._seen:
             self._seen.add(shape)
-            return self._launch(step)
-        if shape not in self._graphs:
-            self._graphs[shape] = self._captured(step)
+            return self.launch(step)
+        if shape not in self._graphs and not self._take(shape, step):
+            return self.launch(step)
         self._graphs[shape].replay()
         return self._program.answer_of(shape.sampled)
 
-    def forget(self) -> None:
-        """To be called when something that graphs read has moved."""
-        self._graphs.clear()
-
-    def _launch(self, step: Fields) -> Any:
+    def launch(self, step: Fields) -> Any:
+        """The same, without a graph."""
         self._program.run_tokens(step)
         return self._program.run_sampled(step, len(step.sampled))
+
+    def has(self, shape: Shape) -> bool:
+        return shape in self._graphs
+
+    def forget(self) -> None:
+        """To be called when something that graphs read has moved, or when memory is short."""
+        self._graphs.clear()
+
+    def stop(self) -> None:
+        """No more graphs: there is no memory for them."""
+        self._capture = False
+        self.forget()
+
+    def _take(self, shape: Shape, step: Fields) -> bool:
+        try:
+            self._graphs[shape] = self._captured(step)
+        except torch.cuda.OutOfMemoryError as error:
+            log.warning("steps are launched without graphs from here on, for want of memory: %s", error)
+            self.stop()
+            return False
+        return True
 
     def _captured(self, step: Fields) -> Any:
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(capture_error_mode="thread_local")
-        self._launch(step)
-        graph.capture_end()
+        try:
+            self.launch(step)
+        finally:
+            graph.capture_end()
         return graph

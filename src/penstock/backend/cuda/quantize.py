@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from penstock.backend.cuda.transfer import transfer
 from penstock.model.tensor import FORMATS
 
 ROWS, COLUMNS = 16, 64  # of a tile
@@ -90,7 +91,7 @@ def pack(data: NDArray[np.uint8], format_name: str, rows: int, width: int, devic
     lines = data.reshape(rows, width // format.values * format.bytes)
 
     def parts(first: int, last: int) -> Parts:
-        blocks = torch.from_numpy(lines[first:last].copy()).to(device)
+        blocks = transfer.bring(lines[first:last].reshape(-1), device)
         return TAKE[format_name](blocks.view(last - first, -1, format.bytes))
 
     return pack_parts(parts, CODINGS[format_name], rows, width)

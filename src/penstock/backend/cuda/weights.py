@@ -25,6 +25,7 @@ from penstock.backend.cuda.quantize import COLUMNS, TAKE, QuantizedWeight, quant
 from penstock.backend.cuda.quantize import pack as pack_codes
 from penstock.backend.cuda.quantized import Float8, Quantized, Workspace, stack
 from penstock.backend.cuda.tilings import gemv_tiling, skinny_tiling
+from penstock.backend.cuda.transfer import transfer
 from penstock.model.quant import dequantize
 from penstock.model.tensor import Tensor, some_rows
 
@@ -113,6 +114,8 @@ def pack(
     if not formats <= PLAIN.keys() and dtype.itemsize == 2:
         log.info("%s and what lies beside it are kept as %s: no kernel reads %s", parts[0].name, dtype, formats)
     values = stacked_values(parts, device, dtype)
+    if quantize:
+        transfer.arrived()
     if quantize == "int4" and formats <= PLAIN.keys():
         return Quantized((quantize_int4(values),), vector, workspace)
     if quantize == "fp8" and formats <= PLAIN.keys() and values.shape[1] % COLUMNS == 0:
@@ -149,7 +152,9 @@ PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def copy_values(tensor: Tensor, target: Any) -> None:
-    """The tensor's values into `target`, some rows at a time."""
+    """The tensor's values into `target`: bytes that stay as they are, by `transfer`; others some rows at a time."""
+    if PLAIN.get(tensor.format.name) == target.dtype:
+        return transfer.carry(tensor.data, target)
     rows, width = tensor.shape
     step = max(AT_ONCE // width, 1)
     for first in range(0, rows, step):

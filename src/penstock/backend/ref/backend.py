@@ -53,6 +53,11 @@ class RefBackend:
     def reserve_kv(self, num_blocks: int, block_size: int) -> None:
         self._cache = Cache(num_blocks, block_size)
 
+    def warm_up(self) -> None: ...
+
+    def settle(self) -> bool:
+        return False
+
     def launch(self, batch: Batch) -> Ticket:
         result = sample(self.logits(batch), batch)
         for slot, row in zip(batch.slots.tolist(), result.rows, strict=True):
