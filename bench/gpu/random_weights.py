@@ -53,7 +53,7 @@ class RandomWeights:
         rows = sum(rows for _, rows in parts)
         if self._kind == "bf16":
             values = torch.empty((rows, width), dtype=torch.bfloat16, device=DEVICE).normal_(0, 0.02)
-            return Dense(values, None, self._workspace.scratch)
+            return Dense(values, None, self._workspace)
         if self._kind == "fp8":
             return Float8(random_codes("FP8", rows, width), None, self._workspace)
         formats = [self._format(name) for name, _ in parts]

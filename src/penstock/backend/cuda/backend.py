@@ -20,7 +20,8 @@ from penstock.backend.cuda.inputs import Fields, Plan, Shape
 from penstock.backend.cuda.kernels.prefill_attention import tokens_per_tile
 from penstock.backend.cuda.kernels.skinny import Scratch
 from penstock.backend.cuda.kv import layout_of
-from penstock.backend.cuda.ops import Memory, Program, Sizes
+from penstock.backend.cuda.nodes import Memory
+from penstock.backend.cuda.ops import Program, Sizes
 from penstock.backend.cuda.quantized import Workspace
 from penstock.backend.cuda.sampler import Asked, Sampler
 from penstock.backend.cuda.staging import Staging

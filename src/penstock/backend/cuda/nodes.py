@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from penstock.backend.cuda.inputs import Fields
 from penstock.backend.cuda.kernels.codes import Codes, codes_in
+from penstock.backend.cuda.kernels.decode_attention import Turn, attend_parts
 from penstock.backend.cuda.kernels.gate import gate
 from penstock.backend.cuda.kernels.norm import add_norm
+from penstock.backend.cuda.kernels.prefill_attention import attend_tiles
+from penstock.backend.cuda.kernels.rope import rope_and_store
+from penstock.backend.cuda.kv import Cache
 from penstock.backend.cuda.weights import Weight
+from penstock.model.spec import AttentionSpec
 
 
 class Value(NamedTuple):
@@ -68,6 +73,48 @@ class GatedProduct:
         self.product.weight.gated(self.product.rows(x), out, scratch, codes_for(self.gate.reader, out))
 
 
+@dataclass(slots=True)
+class Memory:
+    """What steps leave on the device for later ones, and scratch that every layer shares."""
+
+    last: Any  # [slots + 1] the token each slot sampled last
+    tokens: Any  # [T] the step's tokens, all known
+    shares: Any = None  # see decode_attention
+    caches: dict[int, Cache] = field(default_factory=dict)  # by layer
+
+
+@dataclass(frozen=True, slots=True)
+class Attend:
+    layer: int
+    spec: AttentionSpec
+    frequencies: Any  # of rope
+    memory: Memory
+
+    def __call__(self, step: Fields, qkv: Any, out: Any) -> None:
+        spec, rope = self.spec, self.spec.rope
+        (cache, scales), turn = self.memory.caches[self.layer], None
+        if len(step.tiles):
+            places = step.positions, step.places
+            rope_and_store(qkv, self.frequencies, rope.scale, rope.interleaved, *places, cache, scales)
+            attend_tiles(qkv, cache, step.tiles, step.tables, step.header, out, spec.scale, spec.window, scales)
+        else:
+            turn = Turn(self.frequencies, step.places, rope.scale, rope.interleaved)
+        if len(step.parts):
+            attend_parts(
+                qkv,
+                cache,
+                step.parts,
+                step.tables,
+                step.header,
+                out,
+                self.memory.shares,
+                turn,
+                spec.scale,
+                spec.window,
+                scales,
+            )
+
+
 @dataclass(frozen=True, slots=True)
 class Node:
     """One op: `op(step, *inputs, *outputs)`."""
@@ -78,8 +125,8 @@ class Node:
 
 
 def fuse(nodes: list[Node], answer: Value) -> list[Node]:
-    """A product makes the gate that follows it, where its kernel can; a gate or norm whose rows only one product reads
-    makes them as that product wants them."""
+    """A product makes the gate that follows it, where its kernel can; an op whose rows only one product reads makes
+    them as that product wants them."""
     readers = Counter([answer.id, *(value.id for node in nodes for value in node.inputs)])
     kept: list[Node] = []
     for node in nodes:

@@ -14,12 +14,9 @@ import torch
 
 from penstock.backend.base import Model
 from penstock.backend.cuda.inputs import SPARE_PARTS, Fields
-from penstock.backend.cuda.kernels.decode_attention import Shares, Turn, attend_parts
-from penstock.backend.cuda.kernels.prefill_attention import attend_tiles
-from penstock.backend.cuda.kernels.rope import rope_and_store
+from penstock.backend.cuda.kernels.decode_attention import Shares
 from penstock.backend.cuda.kernels.rows import known_tokens, take_rows
-from penstock.backend.cuda.kv import Cache
-from penstock.backend.cuda.nodes import AddNorm, Gate, Node, Product, Value, fuse
+from penstock.backend.cuda.nodes import AddNorm, Attend, Gate, Memory, Node, Product, Value, fuse
 from penstock.backend.cuda.weights import Weight
 from penstock.errors import UnsupportedModel
 from penstock.model.spec import AttentionSpec
@@ -31,16 +28,6 @@ class Sizes:
 
     tokens: int
     rows: int  # sequences, and positions sampled at once
-
-
-@dataclass(slots=True)
-class Memory:
-    """What steps leave on the device for later ones, and scratch that every layer shares."""
-
-    last: Any  # [slots + 1] the token each slot sampled last
-    tokens: Any  # [T] the step's tokens, all known
-    shares: Any = None  # see decode_attention
-    caches: dict[int, Cache] = field(default_factory=dict)  # by layer
 
 
 @dataclass(slots=True)
@@ -73,34 +60,8 @@ class Recorder:
 
     def attend(self, layer: int, qkv: Value, spec: AttentionSpec) -> Value:
         self.layers[layer] = spec
-        frequencies = self._on_device(spec.rope.inv_freq)
-        memory, rope = self.memory, spec.rope
-
-        def run(step: Fields, qkv: Any, out: Any) -> None:
-            (cache, scales), turn = memory.caches[layer], None
-            if len(step.tiles):
-                rope_and_store(
-                    qkv, frequencies, rope.scale, rope.interleaved, step.positions, step.places, cache, scales
-                )
-                attend_tiles(qkv, cache, step.tiles, step.tables, step.header, out, spec.scale, spec.window, scales)
-            else:
-                turn = Turn(frequencies, step.places, rope.scale, rope.interleaved)
-            if len(step.parts):
-                attend_parts(
-                    qkv,
-                    cache,
-                    step.parts,
-                    step.tables,
-                    step.header,
-                    out,
-                    memory.shares,
-                    turn,
-                    spec.scale,
-                    spec.window,
-                    scales,
-                )
-
-        return self._add(run, (qkv,), self._value("T", spec.q_width))
+        op = Attend(layer, spec, self._on_device(spec.rope.inv_freq), self.memory)
+        return self._add(op, (qkv,), self._value("T", spec.q_width))
 
     def gated(self, x: Value, act: str) -> Value:
         if act != "silu":

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from penstock.backend.cuda import quantized_tilings as tilings
-from penstock.backend.cuda.kernels import few, many, one
+from penstock.backend.cuda.kernels import few, many, one, stream
 from penstock.backend.cuda.kernels.codes import Codes, codes_in, quantize_rows
 from penstock.backend.cuda.kernels.expand import expand, gather
 from penstock.backend.cuda.kernels.fp8 import Float8Weight, few_float8, gather_float8, multiply_float8
@@ -19,6 +19,7 @@ from penstock.backend.cuda.kernels.gate import gate
 from penstock.backend.cuda.kernels.library import multiply
 from penstock.backend.cuda.kernels.skinny import Scratch
 from penstock.backend.cuda.quantize import ROWS, QuantizedWeight
+from penstock.backend.cuda.tilings import stream_tiling
 
 
 class Workspace:
@@ -26,6 +27,7 @@ class Workspace:
 
     def __init__(self, scratch: Scratch, tokens: int) -> None:
         self.scratch = scratch
+        self.streams = stream.available(scratch.parts.device)
         self._tokens = tokens
         self._bytes = torch.empty(0, dtype=torch.uint8, device=scratch.parts.device)
 
@@ -134,29 +136,55 @@ class Float8:
         return self.weight.width
 
     def takes_codes(self, count: int) -> bool:
-        return count > tilings.FEW
+        return self.workspace.streams or count > tilings.FEW
 
     def product(self, x: Any, out: Any) -> None:
         if isinstance(x, Codes):
             self._multiply(x, out)
-        elif self.takes_codes(len(x)):
+        elif len(x) > tilings.FEW:
             self._multiply(self.workspace.float8(x.bfloat16()), out)
         else:
             few_float8(x.bfloat16(), self.weight, self.bias, out, tiling=self._few(len(x)))
 
     def gated(self, x: Any, out: Any, scratch: Any, codes: Codes | None = None) -> None:
-        if isinstance(x, Codes) or self.takes_codes(len(x)) or out.shape[1] % ROWS:
+        if isinstance(x, Codes) and self._streams(x):
+            rows = scratch.view(-1)[: out.numel()].view(out.shape) if codes else out
+            self._stream(x, rows, gated=True)
+            if codes:
+                quantize_rows(rows, *codes)
+        elif isinstance(x, Codes) or len(x) > tilings.FEW or out.shape[1] % ROWS:
             self.product(x, scratch)
             gate(scratch, out, codes)
         else:
             few_float8(x.bfloat16(), self.weight, self.bias, out, gated=True, tiling=self._few(len(x), gated=True))
 
     def _multiply(self, x: Codes, out: Any) -> None:
-        if len(x.values) <= tilings.MANY_FLOAT8 or out.dtype != torch.bfloat16:
-            tiling = tilings.float8_tiling(len(x.values), self.rows, self.width)
+        count = len(x.values)
+        if self._streams(x):
+            self._stream(x, out)
+        elif count <= tilings.MANY_FLOAT8 or out.dtype != torch.bfloat16:
+            tiling = tilings.float8_tiling(count, self.rows, self.width)
             tiles_float8(*x, self.weight, self.bias, out, tiling, self.workspace.scratch)
         else:
             multiply_float8(*x, self.weight, self.bias, out)
+
+    def _streams(self, x: Codes) -> bool:
+        return self.workspace.streams and len(x.values) <= stream.MOST
+
+    def _stream(self, x: Codes, out: Any, gated: bool = False) -> None:
+        weight, scratch = self.weight, self.workspace.scratch
+        tiling = stream_tiling(len(x.values), out.shape[1], self.width, 1, gated)
+        stream.stream(
+            x.values,
+            weight.values,
+            self.bias,
+            out,
+            tiling,
+            scratch,
+            gated=gated,
+            scales=weight.scales,
+            item_scales=x.scales,
+        )
 
     def gather(self, tokens: Any, out: Any) -> None:
         gather_float8(self.weight, tokens, out)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from penstock.backend.cuda.kernels import gemv, skinny
+from penstock.backend.cuda.kernels import gemv, skinny, stream
 
-PROGRAMS = 264  # two for each multiprocessor
+MULTIPROCESSORS = 132
+PROGRAMS = 2 * MULTIPROCESSORS
 MOST = 32  # rows beyond which the library's product is the faster one
 MOST_GATED = 64
+STREAMED = 33, 64  # rows of 16 bits for which stream.py is the fastest: where it makes the gate, or a matrix is tall
+TALL = 16384  # rows of a matrix
 
 
 @lru_cache(maxsize=1024)
@@ -25,3 +28,17 @@ def skinny_tiling(count: int, rows: int, width: int, itemsize: int, gated: bool 
     tiles = -(-rows // (128 if gated else 64))
     split = max(min(PROGRAMS // tiles, skinny.MAX_SPLIT, width // 512), 1)
     return skinny.Tiling(64, 256 // itemsize, split, 4, 4 if count > 16 or gated else 5)
+
+
+@lru_cache(maxsize=4096)
+def stream_tiling(count: int, rows: int, width: int, itemsize: int, gated: bool = False) -> stream.Tiling:
+    """Several programs for each line of tiles of a small matrix; of a large one, two on each multiprocessor, or one
+    where a program needs more than half of the shared memory."""
+    tiles = -(-rows // (stream.HALF if gated else 2 * stream.HALF))
+    steps = stream.steps_of(width, itemsize)
+    items = stream.items_of(count)
+    stage = (2 * stream.HALF + items) * stream.LINE
+    split = max(s for s in (1, 2, 4, 8) if s == 1 or (tiles * s <= MULTIPROCESSORS and steps % s == 0))
+    lines = -(-tiles // MULTIPROCESSORS) if items > 64 else 2 if tiles > 2 * PROGRAMS else 1
+    alone = -(-tiles // lines) * split <= MULTIPROCESSORS
+    return stream.Tiling(split, lines, min(200_000 // stage, 8) if alone else (stream.SHARED - 256 * items) // stage)

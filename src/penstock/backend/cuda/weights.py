@@ -20,11 +20,12 @@ from penstock.backend.cuda.kernels.gate import gate
 from penstock.backend.cuda.kernels.gemv import gemv
 from penstock.backend.cuda.kernels.library import multiply
 from penstock.backend.cuda.kernels.rows import take_rows
-from penstock.backend.cuda.kernels.skinny import Scratch, skinny
+from penstock.backend.cuda.kernels.skinny import skinny
+from penstock.backend.cuda.kernels.stream import stream
 from penstock.backend.cuda.quantize import COLUMNS, TAKE, QuantizedWeight, quantize_int4
 from penstock.backend.cuda.quantize import pack as pack_codes
 from penstock.backend.cuda.quantized import Float8, Quantized, Workspace, stack
-from penstock.backend.cuda.tilings import gemv_tiling, skinny_tiling
+from penstock.backend.cuda.tilings import STREAMED, TALL, gemv_tiling, skinny_tiling, stream_tiling
 from penstock.backend.cuda.transfer import transfer
 from penstock.model.quant import dequantize
 from penstock.model.tensor import Tensor, some_rows
@@ -62,7 +63,7 @@ class Dense:
 
     weight: Any  # [rows, width]
     bias: Any | None  # [rows] float32
-    scratch: Scratch
+    workspace: Workspace
 
     @property
     def rows(self) -> int:
@@ -78,19 +79,31 @@ class Dense:
     def product(self, x: Any, out: Any) -> None:
         if len(x) == 1:
             gemv(x, self.weight, self.bias, out, tiling=gemv_tiling(self.rows, self.width))
+        elif self._streams(x) and self.rows >= TALL:
+            self._stream(x, out)
         elif tiling := skinny_tiling(len(x), self.rows, self.width, x.element_size()):
-            skinny(x, self.weight, self.bias, out, tiling, self.scratch)
+            skinny(x, self.weight, self.bias, out, tiling, self.workspace.scratch)
         else:
             multiply(x, self.weight, self.bias, out)
 
     def gated(self, x: Any, out: Any, scratch: Any, codes: Codes | None = None) -> None:
         if len(x) == 1:
             gemv(x, self.weight, self.bias, out, gated=True, tiling=gemv_tiling(self.rows, self.width))
+        elif not codes and self._streams(x):
+            self._stream(x, out, gated=True)
         elif not codes and (tiling := skinny_tiling(len(x), self.rows, self.width, x.element_size(), gated=True)):
-            skinny(x, self.weight, self.bias, out, tiling, self.scratch, gated=True)
+            skinny(x, self.weight, self.bias, out, tiling, self.workspace.scratch, gated=True)
         else:
             multiply(x, self.weight, self.bias, scratch)
             gate(scratch, out, codes)
+
+    def _streams(self, x: Any) -> bool:
+        aligned = self.width % 8 == 0 and x.element_size() == 2
+        return self.workspace.streams and aligned and STREAMED[0] <= len(x) <= STREAMED[1]
+
+    def _stream(self, x: Any, out: Any, gated: bool = False) -> None:
+        tiling = stream_tiling(len(x), out.shape[1], self.width, 2, gated)
+        stream(x, self.weight, self.bias, out, tiling, self.workspace.scratch, gated=gated)
 
     def gather(self, tokens: Any, out: Any) -> None:
         take_rows(self.weight, tokens, out)
@@ -120,7 +133,7 @@ def pack(
         return Quantized((quantize_int4(values),), vector, workspace)
     if quantize == "fp8" and formats <= PLAIN.keys() and values.shape[1] % COLUMNS == 0:
         return Float8(quantize_float8(values), vector, workspace)
-    return Dense(values, vector, workspace.scratch)
+    return Dense(values, vector, workspace)
 
 
 def packed(part: Tensor, device: torch.device) -> QuantizedWeight:

@@ -1,0 +1,242 @@
+"""Product of up to 128 rows with a matrix on Hopper, at the speed the matrix can be read.
+
+The copy engine brings tiles of the matrix into shared memory several ahead of the tensor cores, and begins before the
+kernel that makes the rows has ended. A program takes whole lines of tiles, one after the other without a pause, or
+shares a line with others: then the last of them adds up what all have left behind, in order, so that the result does
+not depend on which one it was.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from penstock.backend.cuda.kernels.pdl import gdc_launch_dependents, gdc_wait, options
+from penstock.backend.cuda.kernels.skinny import Scratch
+
+MOST = 128  # rows
+HALF = 64  # rows of the matrix in each half of a tile
+LINE = 128  # bytes of a row in a tile
+WARPS = 4
+SHARED = 113 << 10  # bytes of shared memory, with two programs on a multiprocessor
+
+
+class Tiling(NamedTuple):
+    split: int  # programs that share a line of tiles
+    lines: int  # that a program takes, where it shares none
+    stages: int
+
+
+def available(device: Any) -> bool:
+    return bool(device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0))
+
+
+@gluon.jit
+def _fetch(matrix, left, right, ready, line, other, column, slot, wanted, BYTES: gl.constexpr):
+    barrier = ready.index(slot)
+    mbarrier.expect(barrier, BYTES, pred=wanted)
+    tma.async_copy_global_to_shared(matrix, [line, column], barrier, left.index(slot), pred=wanted)
+    tma.async_copy_global_to_shared(matrix, [other, column], barrier, right.index(slot), pred=wanted)
+
+
+@gluon.jit
+def _all_shares(parts, place, first, split, SIZE: gl.constexpr):
+    left = gl.load(parts + first * SIZE + place, cache_modifier=".cg")
+    right = gl.load(parts + first * SIZE + SIZE // 2 + place, cache_modifier=".cg")
+    for program in range(first + 1, first + split):
+        left += gl.load(parts + program * SIZE + place, cache_modifier=".cg")
+        right += gl.load(parts + program * SIZE + SIZE // 2 + place, cache_modifier=".cg")
+    return left, right
+
+
+@gluon.jit
+def _affine(total, line, item, rows, count, scales, item_scales, bias, SCALED: gl.constexpr, BIAS: gl.constexpr):
+    if SCALED:
+        total *= gl.load(scales + line, line < rows, 0.0) * gl.load(item_scales + item, item < count, 0.0)
+    if BIAS:
+        total += gl.load(bias + line, line < rows, 0.0)
+    return total
+
+
+@gluon.jit
+def _keep(value, out, first, rows, count, out_stride, LAYOUT: gl.constexpr):
+    """Neighbours in a row of `out` are stored together."""
+    value = gl.convert_layout(value.to(out.dtype.element_ty), LAYOUT)
+    line = first + gl.arange(0, value.shape[0], gl.SliceLayout(1, LAYOUT))[:, None]
+    item = gl.arange(0, value.shape[1], gl.SliceLayout(0, LAYOUT))[None, :]
+    gl.store(out + item.to(gl.int64) * out_stride + line, value, (line < rows) & (item < count))
+
+
+@gluon.jit(do_not_specialize=["count", "split", "lines"])
+def _stream(
+    matrix,
+    x,
+    scales,
+    item_scales,
+    bias,
+    out,
+    parts,
+    arrived,
+    count,
+    rows,
+    steps,
+    split,
+    lines,
+    out_stride,
+    GATED: gl.constexpr,
+    SCALED: gl.constexpr,
+    BIAS: gl.constexpr,
+    ROWS: gl.constexpr,
+    COUNT: gl.constexpr,
+    WIDTH: gl.constexpr,
+    STAGES: gl.constexpr,
+    WARPS: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    if PDL:
+        gdc_launch_dependents()
+    BITS: gl.constexpr = matrix.dtype.primitive_bitwidth
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, COUNT, 256 // BITS])
+    ACROSS: gl.constexpr = 2 if COUNT == 8 else 4 if COUNT == 16 else 8
+    FLAT: gl.constexpr = gl.BlockedLayout([1, 4], [32 // ACROSS, ACROSS], [WARPS, 1], [1, 0])
+    KEPT: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, WARPS], [0, 1])
+    SIZE: gl.constexpr = 2 * ROWS * COUNT
+    BYTES: gl.constexpr = (2 * ROWS + COUNT) * WIDTH * BITS // 8
+    HEIGHT: gl.constexpr = ROWS if GATED else 2 * ROWS
+    left_tiles = gl.allocate_shared_memory(matrix.dtype, [STAGES, ROWS, WIDTH], matrix.layout)
+    right_tiles = gl.allocate_shared_memory(matrix.dtype, [STAGES, ROWS, WIDTH], matrix.layout)
+    items = gl.allocate_shared_memory(x.dtype, [STAGES, COUNT, WIDTH], x.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(ready.index(stage), count=1)
+
+    apart = rows if GATED else ROWS  # from a row of the left half of a tile to its fellow in the right one
+    program = gl.program_id(0)
+    share = steps // split * lines
+    first = program * share
+    last = gl.minimum(first + share, gl.cdiv(rows, HEIGHT) * steps)
+    for stage in gl.static_range(STAGES):
+        at = first + stage
+        line = at // steps * HEIGHT
+        column = at % steps * WIDTH
+        _fetch(matrix, left_tiles, right_tiles, ready, line, line + apart, column, stage, at < last, BYTES)
+    if PDL:
+        gdc_wait()
+    for stage in gl.static_range(STAGES):
+        at = first + stage
+        tma.async_copy_global_to_shared(x, [0, at % steps * WIDTH], ready.index(stage), items.index(stage), at < last)
+
+    begin = first
+    while begin < last:
+        tile = begin // steps
+        end = gl.minimum((tile + 1) * steps, last)
+        left = gl.zeros([ROWS, COUNT], gl.float32, SUMS)
+        right = gl.zeros([ROWS, COUNT], gl.float32, SUMS)
+        for at in range(begin, end):
+            turn = at - first
+            slot = turn % STAGES
+            mbarrier.wait(ready.index(slot), turn // STAGES & 1)
+            across = items.index(slot).permute((1, 0))
+            left = warpgroup_mma(left_tiles.index(slot), across, left, is_async=True)
+            right = warpgroup_mma(right_tiles.index(slot), across, right, is_async=True)
+            left, right = warpgroup_mma_wait(2, deps=[left, right])  # those of the turn before have ended
+            ahead = at - 1 + STAGES
+            line = ahead // steps * HEIGHT
+            column = ahead % steps * WIDTH
+            free = (turn + STAGES - 1) % STAGES
+            wanted = (turn > 0) & (ahead < last)
+            _fetch(matrix, left_tiles, right_tiles, ready, line, line + apart, column, free, wanted, BYTES)
+            tma.async_copy_global_to_shared(x, [0, column], ready.index(free), items.index(free), wanted)
+        left, right = warpgroup_mma_wait(0, deps=[left, right])
+
+        left_sum, right_sum = gl.convert_layout(left, FLAT), gl.convert_layout(right, FLAT)
+        item = gl.arange(0, COUNT, gl.SliceLayout(0, FLAT))[None, :]
+        row = gl.arange(0, ROWS, gl.SliceLayout(1, FLAT))[:, None]
+        done = split == 1
+        if not done:
+            place = row * COUNT + item
+            gl.store(parts + program * SIZE + place, left_sum)
+            gl.store(parts + program * SIZE + SIZE // 2 + place, right_sum)
+            gl.thread_barrier()
+            done = gl.atomic_add(arrived + tile, 1, sem="acq_rel") == split - 1
+            if done:
+                gl.store(arrived + tile, 0)
+                left_sum, right_sum = _all_shares(parts, place, tile * split, split, SIZE)
+        if done:
+            top = tile * HEIGHT
+            left_sum = _affine(left_sum, top + row, item, rows, count, scales, item_scales, bias, SCALED, BIAS)
+            if GATED:
+                scales_right, bias_right = scales + rows, bias + rows
+                right_sum = _affine(
+                    right_sum, top + row, item, rows, count, scales_right, item_scales, bias_right, SCALED, BIAS
+                )
+                _keep(left_sum / (1.0 + gl.exp(-left_sum)) * right_sum, out, top, rows, count, out_stride, KEPT)
+            else:
+                below = top + ROWS
+                right_sum = _affine(right_sum, below + row, item, rows, count, scales, item_scales, bias, SCALED, BIAS)
+                _keep(left_sum, out, top, rows, count, out_stride, KEPT)
+                _keep(right_sum, out, below, rows, count, out_stride, KEPT)
+        begin = end
+
+
+def items_of(count: int) -> int:
+    """What so many rows are padded to."""
+    return max(1 << (count - 1).bit_length(), 8)
+
+
+def steps_of(width: int, itemsize: int) -> int:
+    return -(-width * itemsize // LINE)
+
+
+def stream(
+    x: Any,
+    weight: Any,
+    bias: Any | None,
+    out: Any,
+    tiling: Tiling,
+    scratch: Scratch,
+    *,
+    gated: bool = False,
+    scales: Any | None = None,
+    item_scales: Any | None = None,
+) -> None:
+    """out [count, rows] = x [count, width] @ weight [rows, width].T, for values of 16 bits, or of 8 with a scale for
+    each row of both; gated: silu of its first half times its second, so out is half as wide."""
+    (count, width), rows = x.shape, out.shape[1]
+    tiles = -(-rows // (HALF if gated else 2 * HALF))
+    columns = LINE // weight.element_size()
+    _stream[(-(-tiles // tiling.lines) * tiling.split,)](
+        described(weight, HALF, columns),
+        described(x, items_of(count), columns),
+        out if scales is None else scales,
+        out if item_scales is None else item_scales,
+        out if bias is None else bias,
+        out,
+        scratch.parts,
+        scratch.arrived,
+        count,
+        rows,
+        steps_of(width, weight.element_size()),
+        tiling.split,
+        tiling.lines,
+        out.stride(0),
+        GATED=gated,
+        SCALED=scales is not None,
+        BIAS=bias is not None,
+        ROWS=HALF,
+        COUNT=items_of(count),
+        WIDTH=columns,
+        STAGES=tiling.stages,
+        WARPS=WARPS,
+        **options(WARPS, 1),
+    )
+
+
+def described(tensor: Any, rows: int, columns: int) -> Any:
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=LINE, element_bitwidth=8 * tensor.element_size(), rank=2)
+    return TensorDescriptor.from_tensor(tensor, [rows, columns], layout)

@@ -1,0 +1,61 @@
+"""The product that only Hopper can run, against float64. Triton's interpreter does not know its language."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from penstock.backend.cuda.kernels.codes import codes_in, quantize_rows
+from penstock.backend.cuda.kernels.fp8 import quantize_float8
+from penstock.backend.cuda.kernels.skinny import Scratch
+from penstock.backend.cuda.kernels.stream import Tiling, available, stream
+from penstock.backend.cuda.tilings import stream_tiling
+from tests.cuda.device import DEVICE, normal
+
+pytestmark = pytest.mark.skipif(not available(torch.device(DEVICE)), reason="needs a Hopper GPU")
+SHAPES = [(6144, 4096, False), (1024, 14336, False), (2048, 4096, True), (1000, 320, False), (448, 576, True)]
+
+
+def gated_or_not(y: torch.Tensor, gated: bool) -> torch.Tensor:
+    left, right = y.chunk(2, 1)
+    return torch.nn.functional.silu(left) * right if gated else y
+
+
+def difference(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((got.double() - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize("count", [1, 3, 8, 33, 64, 100, 128])
+@pytest.mark.parametrize(("rows", "width", "gated"), SHAPES)
+def test_values_of_16_bits(rows: int, width: int, gated: bool, count: int) -> None:
+    weight, bias = normal(rows, width, dtype=torch.bfloat16) * 0.02, normal(rows, seed=1)
+    x = normal(count, width, dtype=torch.bfloat16, seed=2)
+    wanted = gated_or_not(x.double() @ weight.double().t() + bias, gated)
+    scratch = Scratch.on(torch.device(DEVICE))
+    steps = -(-width // 64)
+    half = rows // 2 if gated else rows
+    for tiling in {
+        stream_tiling(count, half, width, 2, gated),
+        Tiling(1, 3, 3),
+        Tiling(4 if steps % 4 == 0 else 1, 1, 3),
+    }:
+        out = torch.full(wanted.shape, torch.nan, dtype=torch.bfloat16, device=DEVICE)
+        stream(x, weight, bias, out, tiling, scratch, gated=gated)
+        assert difference(out, wanted) < 4e-3
+        assert not scratch.arrived.any()
+
+
+@pytest.mark.parametrize("count", [1, 16, 64, 128])
+@pytest.mark.parametrize(("rows", "width", "gated"), SHAPES)
+def test_values_of_8_bits(rows: int, width: int, gated: bool, count: int) -> None:
+    weight = quantize_float8(normal(rows, width))
+    x = normal(count, width, dtype=torch.bfloat16, seed=2)
+    codes = codes_in(torch.empty_like(x))
+    quantize_rows(x, *codes)
+    values = weight.values.double() * weight.scales[:, None]
+    wanted = gated_or_not((codes.values.double() * codes.scales[:, None]) @ values.t(), gated)
+    out = torch.full(wanted.shape, torch.nan, dtype=torch.bfloat16, device=DEVICE)
+    tiling = stream_tiling(count, out.shape[1], width, 1, gated)
+    scales = {"scales": weight.scales, "item_scales": codes.scales}
+    stream(codes.values, weight.values, None, out, tiling, Scratch.on(torch.device(DEVICE)), gated=gated, **scales)
+    assert difference(out, wanted) < 6e-3
