@@ -163,9 +163,8 @@ class CudaBackend:
         """Gets one more of the common shapes ready: kernels first, then graphs."""
         try:
             return next(self._settling, False)
-        except torch.cuda.OutOfMemoryError as error:
-            log.warning("no more graphs are made ahead, for want of memory: %s", error)
-            self._settling = iter(())
+        except Exception:
+            log.exception("no more is made ready ahead")
             return False
 
     def _slices(self) -> Iterator[bool]:
@@ -180,8 +179,8 @@ class CudaBackend:
         while not compiler.done(0.005):
             yield True
         compiler.close()
-        for shape in shapes:
-            while self._capture and not self._graphs.has(shape):
+        for shape in [*shapes, *shapes]:  # once without a graph, to capture no loading of kernels
+            if not self._graphs.has(shape):
                 self._rehearse(shape, graph=True)
                 yield True
 
