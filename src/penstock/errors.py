@@ -10,6 +10,7 @@ PenstockError                 code, message; one line, no traceback at the comma
 ├── DownloadError             a model could not be fetched or did not match its checksum
 ├── ConfigError               settings that cannot work together or on this machine
 ├── StepFailed                the step that computed a request failed             HTTP 500
+│   └── OutOfMemory           there was no memory for it
 └── EngineUnavailable         the engine process is starting, restarting or gone  HTTP 503
 
 A message says what happened, what was got and what to do.
@@ -68,6 +69,10 @@ class ConfigError(PenstockError):
 
 class StepFailed(PenstockError):
     code = "step_failed"
+
+
+class OutOfMemory(StepFailed):
+    code = "out_of_memory"
 
 
 class EngineUnavailable(PenstockError):

@@ -46,6 +46,39 @@ class Breaks(FakeBackend):
         return super().wait(ticket)
 
 
+class Settles(FakeBackend):
+    """Has three things to do when there is nothing to compute."""
+
+    def __init__(self) -> None:
+        super().__init__(LIMITS.vocab)
+        self.left = 3
+
+    def settle(self) -> bool:
+        self.left -= 1
+        return self.left > 0
+
+
+def test_the_loop_settles_while_idle_and_answers_what_arrives_meanwhile() -> None:
+    backend = Settles()
+    told: list[Event] = []
+    waits: list[tuple[bool, int]] = []
+
+    class Inbox:
+        def __init__(self) -> None:
+            self.messages: list[list[Message]] = [[], [Add(request(1, 1, 2, 3))]]
+
+        def take(self, wait: bool) -> list[Message]:
+            waits.append((wait, backend.left))
+            if wait:
+                return [Close()]
+            return self.messages.pop(0) if self.messages else []
+
+    run(engine(backend), Inbox(), lambda events, _: told.extend(events))
+    assert waits[:2] == [(False, 3), (False, 2)]  # one slice between two looks at the inbox
+    assert told[-1] == Finished(1, "length")
+    assert waits[-1] == (True, 0)
+
+
 def test_a_step_that_fails_ends_its_requests_and_the_engine_goes_on() -> None:
     for depth in (0, 1):
         for where, name in (("launch", "MemoryError"), ("wait", "RuntimeError")):

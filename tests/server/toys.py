@@ -66,6 +66,9 @@ class Parrot:
         self._pace = pace
         self._results: dict[int, StepResult] = {}
 
+    def settle(self) -> bool:
+        return False
+
     def launch(self, batch: Batch) -> int:
         rows = tuple(self._row(batch, row) for row in range(len(batch.slots)))
         self._results[batch.step] = StepResult(batch.step, rows)

@@ -10,6 +10,7 @@ from penstock.backend.base import Backend
 from penstock.config import Config, available_threads
 from penstock.errors import ConfigError
 
+NVIDIA = Path("/dev/nvidiactl")  # there where a driver is
 DEVICES = ("auto", "cpu", "cuda", "ref")
 
 
@@ -49,8 +50,12 @@ def open_backend(config: Config) -> Backend:
 
 
 def has_cuda() -> bool:
-    """Whether a GPU and what it needs are there, without importing any of it."""
-    return Path("/dev/nvidiactl").exists() and find_spec("torch") is not None and find_spec("triton") is not None
+    """Whether a GPU and what it needs are there, and work together."""
+    if not NVIDIA.exists() or find_spec("torch") is None or find_spec("triton") is None:
+        return False
+    from penstock.backend.trouble import cuda_trouble
+
+    return not cuda_trouble()
 
 
 def open_cuda(config: Config) -> Backend:

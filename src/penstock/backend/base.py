@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.config import available_memory, total_memory
+from penstock.model.spec import ModelSpec
 from penstock.model.tensor import Tensor
 from penstock.types import StepResult
 
@@ -58,6 +60,24 @@ class Batch:
     sample: SampleRows
 
 
+class Footprint(NamedTuple):
+    """What a model will take on a device, in bytes."""
+
+    device: str  # its name
+    total: int
+    free: int
+    weights: int
+    workspace: int  # for the largest step
+    reserve: int  # for what is not counted
+    kv_token: int  # one token in the cache
+
+    @classmethod
+    def on_host(cls, weights: int, kv_token: int) -> Footprint:
+        """In this machine's own memory, of which the cache takes a quarter of what weights leave."""
+        free = available_memory()
+        return cls("this machine", total_memory(), free, weights, 0, max(free - weights, 0) * 3 // 4, kv_token)
+
+
 class Model(Protocol):
     """A packed model: see model/llama.py."""
 
@@ -80,6 +100,9 @@ class Backend(Protocol):
     def load(self, model: Model) -> None:
         """Takes the packed model and gets ready to run its forward pass."""
 
+    def footprint(self, spec: ModelSpec, tensors: Iterable[Tensor]) -> Footprint:
+        """Told before anything is loaded."""
+
     def kv_bytes_per_token(self) -> int:
         """What one token costs in the cache reserve_kv would make."""
 
@@ -96,7 +119,11 @@ class Backend(Protocol):
         again and again while there is nothing to compute."""
 
     def launch(self, batch: Batch) -> Ticket:
-        """Starts a step. The batch's arrays are never written to again: a backend may keep them until `wait`."""
+        """Starts a step. The batch's arrays are never written to again: a backend may keep them until `wait`. Raises
+        OutOfMemory where there is none for it; it may be launched again then, as another step."""
+
+    def relieve(self) -> None:
+        """Gives back memory that can be had again later: a step found too little."""
 
     def wait(self, ticket: Ticket) -> StepResult:
         """The step's answer; every ticket is waited for once, in launch order."""

@@ -4,13 +4,14 @@ chunking or preemption changes an answer."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.backend.base import LAST_SAMPLED, Batch, Model, Ticket
+from penstock.backend.base import LAST_SAMPLED, Batch, Footprint, Model, Ticket
+from penstock.model.spec import ModelSpec
 from penstock.model.tensor import Tensor
 from penstock.types import RowResult, StepResult, TokenLogprob
 
@@ -46,6 +47,9 @@ class FakeBackend:
 
     def load(self, model: Model) -> None: ...
 
+    def footprint(self, spec: ModelSpec, tensors: Iterable[Tensor]) -> Footprint:
+        return Footprint("the fake", 1 << 30, 1 << 30, 0, 0, 0, self.kv_bytes_per_token())
+
     def kv_bytes_per_token(self) -> int:
         return 8
 
@@ -64,6 +68,8 @@ class FakeBackend:
         rows = tuple(self._run_row(batch, row) for row in range(len(batch.slots)))
         self._results[batch.step] = StepResult(batch.step, rows)
         return batch.step
+
+    def relieve(self) -> None: ...
 
     def wait(self, ticket: Ticket) -> StepResult:
         return self._results.pop(ticket)

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import NoReturn
 
 from penstock import __version__
@@ -71,6 +72,8 @@ def perform(name: str, words: Sequence[str]) -> int:
         given = vars(parse(words))
         if given.get("device") != "ref":  # all that NumPy computes is small: its threads would only be in the way
             os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+        if given.get("device") in ("auto", "cuda") and Path("/dev/nvidiactl").exists():
+            _keep_kernels()
         function(**given)
         sys.stdout.flush()
     except WrongUsage as error:
@@ -83,6 +86,13 @@ def perform(name: str, words: Sequence[str]) -> int:
         print(file=sys.stderr)
         return INTERRUPTED
     return 0
+
+
+def _keep_kernels() -> None:
+    """Compiled kernels lie beside the models and outlive the process."""
+    from penstock.store import home
+
+    os.environ.setdefault("TRITON_CACHE_DIR", str(home() / "kernels"))
 
 
 def command(name: str) -> Callable[..., None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -53,7 +54,7 @@ def serve(
         kv=kv,
         kv_memory=kv_memory,
     )
-    listen(ProcessClient(config), load_text(path), called, host, port)
+    listen(ProcessClient(config), partial(load_text, path), called, host, port)
 
 
 def _short_name(model: str, path: Path) -> str:

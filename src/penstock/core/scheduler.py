@@ -72,6 +72,14 @@ class Scheduler:
             self._end(seq)
         return [Failed(seq.id, code, message) for seq in failed]
 
+    def redo(self, plan: StepPlan) -> None:
+        """Takes back the plan made last, whose step could not be computed: its sequences wait to be computed again."""
+        for row in plan.rows:
+            seq = self.sequences[row.seq]
+            if row.sample and seq.end > len(seq.tokens):
+                seq.end -= 1  # the token that this row would have sampled
+            self._preempt(seq)
+
     # -- one step ------------------------------------------------------------------------------------------------
 
     def plan(self) -> StepPlan:

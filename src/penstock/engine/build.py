@@ -2,29 +2,88 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from penstock.backend import open_backend, settle
+from penstock.backend.base import Backend
 from penstock.config import Config, resolve
 from penstock.engine.engine import Engine
+from penstock.engine.plan import gigabytes, plan_memory
+from penstock.errors import OutOfMemory
 from penstock.model.load import Checkpoint, load_model, open_checkpoint
+from penstock.types import Limits
+
+Tell = Callable[[str], None]
+TRIES = 4  # to reserve a cache: others may take memory meanwhile
 
 
-def open_engine(config: Config) -> Engine:
-    return build_engine(config, open_checkpoint(Path(config.model)))
+class Ledger:
+    """Where the time went: seconds by what they were spent on."""
+
+    def __init__(self) -> None:
+        self._last = time.perf_counter()
+        self._spent: list[str] = []
+
+    def enter(self, what: str) -> None:
+        now = time.perf_counter()
+        self._spent.append(f"{what} {now - self._last:.2f} s")
+        self._last = now
+
+    def __str__(self) -> str:
+        return ", ".join(self._spent)
 
 
-def build_engine(config: Config, checkpoint: Checkpoint) -> Engine:
-    config = settle(config)
+def silent(_: str) -> None: ...
+
+
+def open_engine(config: Config, tell: Tell = silent) -> Engine:
+    return build_engine(config, open_checkpoint(Path(config.model)), tell)
+
+
+def build_engine(config: Config, checkpoint: Checkpoint, tell: Tell = silent) -> Engine:
+    """`tell` hears, on a GPU, what memory is for before any is taken, and where the time went."""
+    config, ledger = settle(config), Ledger()
+    if config.device != "cuda":
+        tell = silent
     backend = open_backend(config)
+    ledger.enter(config.device)
+    if config.device == "cuda":
+        spec, tensors = checkpoint.spec, checkpoint.tensors
+        for line in plan_memory(config, spec, backend.footprint(spec, tensors.values())).lines():
+            tell(line)
     backend.load(load_model(checkpoint, backend))
-    limits = resolve(
-        config,
-        context=checkpoint.spec.max_len,
-        vocab=checkpoint.spec.vocab,
-        kv_bytes=backend.kv_bytes_per_token(),
-        memory=backend.kv_memory(),
-    )
-    backend.reserve_kv(limits.num_blocks, limits.block_size)
+    ledger.enter("weights")
+    limits = _reserve(config, checkpoint, backend)
+    ledger.enter("cache")
     backend.warm_up()
+    ledger.enter("kernels")
+    cache = limits.num_blocks * limits.block_size
+    tell(f"engine ready: {ledger}; {cache:,} tokens in {gigabytes(cache * backend.kv_bytes_per_token())} of KV cache")
     return Engine(backend, limits, depth=backend.depth)
+
+
+def _reserve(config: Config, checkpoint: Checkpoint, backend: Backend) -> Limits:
+    """Limits, and the cache they speak of; a little less where there turns out to be less memory than a moment ago."""
+    for left in reversed(range(TRIES)):
+        room = backend.kv_memory()
+        if config.device == "cuda":
+            config = replace(config, kv_memory=min(config.kv_memory or room, room))
+        limits = resolve(
+            config,
+            context=checkpoint.spec.max_len,
+            vocab=checkpoint.spec.vocab,
+            kv_bytes=backend.kv_bytes_per_token(),
+            memory=room,
+        )
+        try:
+            backend.reserve_kv(limits.num_blocks, limits.block_size)
+        except OutOfMemory:
+            if not left:
+                raise
+            config = replace(config, kv_memory=config.kv_memory * 7 // 8)
+        else:
+            break
+    return limits

@@ -9,7 +9,7 @@ from penstock.backend.base import Backend, Ticket
 from penstock.core import Scheduler, Sequence
 from penstock.engine.batch import Batcher
 from penstock.engine.sampling import Sampler
-from penstock.errors import StepFailed
+from penstock.errors import OutOfMemory, StepFailed
 from penstock.types import Event, Limits, Request, Stats, StepPlan, Tokens
 
 
@@ -26,6 +26,7 @@ class Engine:
         self._flight: deque[tuple[StepPlan, Ticket]] = deque()
         self._events: list[Event] = []
         self._busy_seconds = 0.0
+        self._short = False  # the last step found too little memory
 
     @property
     def idle(self) -> bool:
@@ -78,8 +79,21 @@ class Engine:
         try:
             batch = self._batcher.build(plan, self._scheduler.sequences, self._samplers)
             self._flight.append((plan, self._backend.launch(batch)))
+            self._short = False
+        except OutOfMemory as error:
+            self._find_memory(plan, error)
         except Exception as error:
             self._fail(plan, error)
+
+    def _find_memory(self, plan: StepPlan, error: OutOfMemory) -> None:
+        """What the backend can spare is given back and the step's sequences are computed again; where that was not
+        enough, they fail and no others do."""
+        self._backend.relieve()
+        if self._short:
+            self._fail(plan, error)
+        else:
+            self._scheduler.redo(plan)
+        self._short = not self._short
 
     def _commit(self, plan: StepPlan, ticket: Ticket) -> None:
         try:
@@ -91,7 +105,8 @@ class Engine:
 
     def _fail(self, plan: StepPlan, error: Exception) -> None:
         message = f"the step that computed this request failed: {type(error).__name__}: {error}"
-        self._tell(self._scheduler.fail(plan, StepFailed.code, message))
+        code = error.code if isinstance(error, StepFailed) else StepFailed.code
+        self._tell(self._scheduler.fail(plan, code, message))
 
     def _tell(self, events: list[Event]) -> None:
         for event in events:

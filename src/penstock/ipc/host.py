@@ -76,7 +76,11 @@ def _leave_with_parent(address: str) -> None:
     os._exit(0)
 
 
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
 if __name__ == "__main__":
     from penstock.engine.build import open_engine
 
-    host(open_engine)
+    host(lambda config: open_engine(config, say))

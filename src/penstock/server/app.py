@@ -74,11 +74,12 @@ def create_app(client: EngineClient, text: Text, name: str) -> ASGIApp:
     return RequestIds(app)
 
 
-def serve(client: EngineClient, text: Text, name: str, host: str, port: int) -> None:
+def serve(client: EngineClient, load_text: Callable[[], Text], name: str, host: str, port: int) -> None:
     """Serves until interrupted. The port is taken first and the engine started next, so that what is wrong with
-    either is said at once; answers under way are finished before the engine is closed."""
+    either is said at once; the vocabulary is read meanwhile. Answers under way are finished before the engine is
+    closed."""
     with suppress(KeyboardInterrupt):
-        _run(_serve(client, text, name, bind(host, port)))
+        _run(_serve(client, load_text, name, bind(host, port)))
 
 
 def _run(main: Coroutine[Any, Any, None]) -> None:
@@ -90,8 +91,14 @@ def _run(main: Coroutine[Any, Any, None]) -> None:
         uvloop.run(main)
 
 
-async def _serve(client: EngineClient, text: Text, name: str, listener: socket.socket) -> None:
+async def _serve(client: EngineClient, load_text: Callable[[], Text], name: str, listener: socket.socket) -> None:
+    loading = asyncio.create_task(asyncio.to_thread(load_text))
     hello = await client.start()
+    try:
+        text = await loading
+    except BaseException:
+        await client.close()
+        raise
     gc.collect()
     gc.freeze()  # the vocabulary and all code stay: looking through them again took a sixteenth of a stream's time
     listener.listen()  # whoever reads the line below may connect at once

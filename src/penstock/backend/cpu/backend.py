@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from penstock.backend.base import Batch, Floats, Ints, Model, Ticket
+from penstock.backend.base import Batch, Floats, Footprint, Ints, Model, Ticket
 from penstock.backend.cpu import _native
 from penstock.backend.cpu.record import record
 from penstock.backend.cpu.weights import Packing, pack_vector
 from penstock.backend.sample import answers
 from penstock.config import available_memory, available_threads
 from penstock.errors import ConfigError
+from penstock.model.spec import ModelSpec
 from penstock.model.tensor import Tensor
 from penstock.types import StepResult, TokenLogprob
 
 KV_TYPES = ("f16", "f32", "int8")
+KV_HEAD_BYTES: dict[str, Callable[[int], int]] = {
+    "f16": lambda dim: 2 * dim,
+    "f32": lambda dim: 4 * dim,
+    "int8": lambda dim: dim + 4,
+}
 
 
 class CpuBackend:
@@ -33,7 +39,8 @@ class CpuBackend:
             raise ConfigError(f"this CPU cannot run {isa!r} kernels: use auto or one of {', '.join(supported)}")
         if kv not in ("auto", *KV_TYPES):
             raise ConfigError(f"unknown KV type {kv!r} for a CPU: use auto or one of {', '.join(KV_TYPES)}")
-        self._program = _native.Program(isa, threads or available_threads(), KV_TYPES[0] if kv == "auto" else kv)
+        self._kv = KV_TYPES[0] if kv == "auto" else kv
+        self._program = _native.Program(isa, threads or available_threads(), self._kv)
         self._packing = Packing(self._program.threads)
         self._results: dict[Ticket, StepResult] = {}
 
@@ -50,6 +57,10 @@ class CpuBackend:
     def load(self, model: Model) -> None:
         self._packing.finish()
         self._answer = record(model, self._program)
+
+    def footprint(self, spec: ModelSpec, tensors: Iterable[Tensor]) -> Footprint:
+        kv_token = 2 * spec.layers * spec.attn.kv_heads * KV_HEAD_BYTES[self._kv](spec.attn.head_dim)
+        return Footprint.on_host(sum(tensor.data.nbytes for tensor in tensors), kv_token)
 
     def kv_bytes_per_token(self) -> int:
         return self._program.kv_bytes_per_token
@@ -86,6 +97,8 @@ class CpuBackend:
         logprobs = [TokenLogprob(token, value, tuple(top)) for token, value, top in scored]
         self._results[batch.step] = answers(batch, tokens, logprobs)
         return batch.step
+
+    def relieve(self) -> None: ...
 
     def wait(self, ticket: Ticket) -> StepResult:
         return self._results.pop(ticket)

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from penstock.backend.cuda.backend import CudaBackend
+from penstock.backend.cuda.backend import CudaBackend, finds_gpu
 
-__all__ = ["CudaBackend"]
+__all__ = ["CudaBackend", "finds_gpu"]

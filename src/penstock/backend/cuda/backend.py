@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache, partial
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from penstock.backend.base import Batch, Floats, Model, SampleRows, Ticket
+from penstock.backend.base import Batch, Floats, Footprint, Model, SampleRows, Ticket
 from penstock.backend.cuda import inputs
 from penstock.backend.cuda.compiling import Compiler
 from penstock.backend.cuda.graphs import Graphs, common_shapes, few_or_many, padded
@@ -20,6 +20,7 @@ from penstock.backend.cuda.inputs import Fields, Plan, Shape
 from penstock.backend.cuda.kernels.prefill_attention import tokens_per_tile
 from penstock.backend.cuda.kernels.skinny import Scratch
 from penstock.backend.cuda.kv import layout_of
+from penstock.backend.cuda.memory import KEPT, weight_bytes, workspace_bytes
 from penstock.backend.cuda.nodes import Memory
 from penstock.backend.cuda.ops import Program, Sizes
 from penstock.backend.cuda.quantized import Workspace
@@ -29,8 +30,9 @@ from penstock.backend.cuda.transfer import transfer
 from penstock.backend.cuda.weights import Weight, pack
 from penstock.backend.ref.batches import greedy_batch, greedy_rows
 from penstock.backend.sample import answers
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, OutOfMemory
 from penstock.model.quant import dequantize
+from penstock.model.spec import ModelSpec
 from penstock.model.tensor import Tensor
 from penstock.types import StepResult
 
@@ -70,7 +72,7 @@ class CudaBackend:
         kv: str = "auto",
         mixed_tokens: int = 0,
     ) -> None:
-        if device == "cuda" and not torch.cuda.is_available():
+        if device == "cuda" and not finds_gpu():
             raise ConfigError("torch finds no CUDA device: use --device cpu, or look at `nvidia-smi`")
         if quantize not in ("", "fp8", "int4"):
             raise ConfigError(f"weights can be quantized to fp8 or int4; got {quantize!r}")
@@ -97,27 +99,40 @@ class CudaBackend:
     # -- loading -------------------------------------------------------------------------------------------------
 
     def pack_matrix(self, parts: Sequence[Tensor], bias: Sequence[Tensor | None]) -> Weight:
-        return pack(parts, bias, self._device, self._dtype, self._workspace, self._quantize)
+        with shortage(f"the weight {parts[0].name}"):
+            return pack(parts, bias, self._device, self._dtype, self._workspace, self._quantize)
 
     def pack_vector(self, tensor: Tensor) -> Any:
         return torch.from_numpy(dequantize(tensor).copy()).to(self._device)
 
     def load(self, model: Model) -> None:
-        self._program = Program(model, self._memory, self._sizes, self._device, self._dtype)
-        self._graphs = Graphs(self._program, self._capture)
-        self._sampler.reserve(self._program.answer.width)
+        with shortage(f"the workspace of {self._sizes}"):
+            self._program = Program(model, self._memory, self._sizes, self._device, self._dtype)
+            self._graphs = Graphs(self._program, self._capture)
+            self._sampler.reserve(self._program.answer.width)
+            self._reserve_inputs(TABLE_WORDS)
         layers = self._program.layers.values()
         self._tile_tokens = tokens_per_tile(max([spec.heads // spec.kv_heads for spec in layers], default=1))
-        self._reserve_inputs(TABLE_WORDS)
+
+    def footprint(self, spec: ModelSpec, tensors: Iterable[Tensor]) -> Footprint:
+        listed = list(tensors)
+        weights = weight_bytes(listed, self._quantize)
+        unpacks = self._quantize == "int4" or any(tensor.format.name in KEPT for tensor in listed)
+        workspace = workspace_bytes(spec, self._sizes.tokens, self._sizes.rows, unpacks)
+        kv_token = spec.layers * self._kv.bytes_per_token(spec.attn)
+        if self._stream is None:
+            return Footprint("the interpreter", 1 << 30, 1 << 30, weights, workspace, 0, kv_token)
+        free, total = torch.cuda.mem_get_info()
+        return Footprint(torch.cuda.get_device_name(), total, free, weights, workspace, SPARE_MEMORY, kv_token)
 
     def kv_bytes_per_token(self) -> int:
         return sum(self._kv.bytes_per_token(spec) for spec in self._program.layers.values())
 
     def kv_memory(self) -> int:
         """Bytes a cache may take: what weights and buffers have left."""
+        self._memory.caches.clear()
         if self._stream is None:
             return 1 << 28
-        torch.cuda.synchronize()
         torch.cuda.empty_cache()
         return max(int(torch.cuda.mem_get_info()[0]) - SPARE_MEMORY, 0)
 
@@ -126,8 +141,9 @@ class CudaBackend:
         self._block_size, self._num_blocks = block_size, num_blocks
         self._graphs.forget()
         self._memory.caches.clear()
-        for layer, spec in self._program.layers.items():
-            self._memory.caches[layer] = self._kv.reserve(spec, num_blocks + 1, block_size, self._device)
+        with shortage(f"a cache of {num_blocks} blocks"):
+            for layer, spec in self._program.layers.items():
+                self._memory.caches[layer] = self._kv.reserve(spec, num_blocks + 1, block_size, self._device)
         self._settling = self._slices()
         if self._stream is not None:
             torch.cuda.synchronize()
@@ -154,9 +170,8 @@ class CudaBackend:
         """Gets one more of the common shapes ready: kernels first, then graphs."""
         try:
             return next(self._settling, False)
-        except torch.cuda.OutOfMemoryError as error:
-            log.warning("no more graphs are made ahead, for want of memory: %s", error)
-            self._settling = iter(())
+        except Exception:
+            log.exception("no more is made ready ahead")
             return False
 
     def _slices(self) -> Iterator[bool]:
@@ -171,8 +186,8 @@ class CudaBackend:
         while not compiler.done(0.005):
             yield True
         compiler.close()
-        for shape in shapes:
-            while self._capture and not self._graphs.has(shape):
+        for shape in [*shapes, *shapes]:  # once without a graph, to capture no loading of kernels
+            if not self._graphs.has(shape):
                 self._rehearse(shape, graph=True)
                 yield True
 
@@ -195,6 +210,17 @@ class CudaBackend:
     # -- steps ---------------------------------------------------------------------------------------------------
 
     def launch(self, batch: Batch) -> Ticket:
+        with shortage(f"a step of {len(batch.tokens)} tokens"):
+            return self._launch(batch)
+
+    def relieve(self) -> None:
+        """Graphs come back one by one, as shapes do."""
+        if self._stream is not None:
+            torch.cuda.synchronize()
+            self._graphs.forget()
+            torch.cuda.empty_cache()
+
+    def _launch(self, batch: Batch) -> Ticket:
         with self._on_stream():
             asked = []
             for logits, step, rows, chosen in self._forward(batch):
@@ -292,6 +318,18 @@ class CudaBackend:
 
     def _on_stream(self) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
+
+
+def finds_gpu() -> bool:
+    return bool(torch.cuda.is_available())
+
+
+@contextmanager
+def shortage(what: str) -> Iterator[None]:
+    try:
+        yield
+    except torch.cuda.OutOfMemoryError as error:
+        raise OutOfMemory(f"the device has no memory for {what}: {str(error).splitlines()[0]}") from error
 
 
 def sampling_kinds() -> Iterator[SampleRows]:

@@ -94,17 +94,13 @@ class Graphs:
         """To be called when something that graphs read has moved, or when memory is short."""
         self._graphs.clear()
 
-    def stop(self) -> None:
-        """No more graphs: there is no memory for them."""
-        self._capture = False
-        self.forget()
-
     def _take(self, shape: Shape, step: Fields) -> bool:
         try:
             self._graphs[shape] = self._captured(step)
-        except torch.cuda.OutOfMemoryError as error:
-            log.warning("steps are launched without graphs from here on, for want of memory: %s", error)
-            self.stop()
+        except RuntimeError as error:  # no memory, among others
+            log.warning("steps are launched without graphs from here on: %s", error)
+            self._capture = False
+            self.forget()
             return False
         return True
 

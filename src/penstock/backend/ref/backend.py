@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from math import prod
 
 import numpy as np
 
-from penstock.backend.base import LAST_SAMPLED, Batch, Floats, Ints, Model, Ticket
+from penstock.backend.base import LAST_SAMPLED, Batch, Floats, Footprint, Ints, Model, Ticket
 from penstock.backend.ref.batches import greedy_batch
 from penstock.backend.ref.ops import Cache, Matrix, RefOps
 from penstock.backend.sample import sample
 from penstock.config import available_memory
 from penstock.model.quant import dequantize
+from penstock.model.spec import ModelSpec
 from penstock.model.tensor import Tensor
 from penstock.types import StepResult
 
@@ -44,6 +46,10 @@ class RefBackend:
         self.logits(greedy_batch([]))
         self._kv_bytes = sum(keys.nbytes + values.nbytes for keys, values in self._cache.layers.values())
 
+    def footprint(self, spec: ModelSpec, tensors: Iterable[Tensor]) -> Footprint:
+        weights = 4 * sum(prod(tensor.shape) for tensor in tensors)
+        return Footprint.on_host(weights, 8 * spec.layers * spec.attn.kv_width)
+
     def kv_bytes_per_token(self) -> int:
         return self._kv_bytes
 
@@ -70,6 +76,8 @@ class RefBackend:
         """What the forward pass gives for the sampled positions: [S, vocab]."""
         logits: Floats = self._model.forward(RefOps(replace(batch, tokens=self._known_tokens(batch)), self._cache))
         return logits
+
+    def relieve(self) -> None: ...
 
     def wait(self, ticket: Ticket) -> StepResult:
         return self._results.pop(ticket)

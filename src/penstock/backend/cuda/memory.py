@@ -1,0 +1,36 @@
+"""How much memory a model will take on a GPU, from its headers alone. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import prod
+
+from penstock.model.spec import ModelSpec
+from penstock.model.tensor import Tensor
+
+PLAIN = ("F32", "F16", "BF16")
+KEPT = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "F8_E4M3")  # they stay as they are
+BITS = {"": 16.0, "fp8": 8.0, "int4": 4.5}  # of one value, its share of scales included
+FEW = 1.02  # scales of rows, and matrices rounded up to whole tiles
+
+
+def weight_bytes(tensors: Iterable[Tensor], quantize: str) -> int:
+    return int(sum(tensor_bytes(tensor, quantize) for tensor in tensors))
+
+
+def tensor_bytes(tensor: Tensor, quantize: str) -> float:
+    count = prod(tensor.shape)
+    if len(tensor.shape) == 1:
+        return 4 * count
+    if tensor.format.name in KEPT:
+        return FEW * count / tensor.format.values * tensor.format.bytes
+    return FEW * count * BITS[quantize if tensor.format.name in PLAIN else ""] / 8
+
+
+def workspace_bytes(spec: ModelSpec, tokens: int, rows: int, unpacks: bool) -> int:
+    """Of the largest step: a buffer for each value that is alive at once, logits, and what sampling cuts them with.
+    `unpacks`: products of many rows have a matrix of 16 bits made of a quantized one."""
+    attn = spec.attn
+    widths = 4 * spec.dim + 2 * attn.q_width + 2 * attn.kv_width + 3 * spec.hidden
+    scratch = 2 * spec.dim * max(2 * spec.hidden, spec.vocab) if unpacks else 0
+    return 2 * tokens * widths + tokens * spec.hidden + rows * (3 * spec.vocab * 4 + 2 * spec.dim) + scratch

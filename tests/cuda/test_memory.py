@@ -1,0 +1,115 @@
+"""The plan's numbers against what is really taken, and steps that find no memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.backend.cuda import CudaBackend
+from penstock.backend.cuda.graphs import common_shapes, padded
+from penstock.backend.cuda.memory import tensor_bytes
+from penstock.backend.cuda.transfer import transfer
+from penstock.backend.ref.batches import Chunk, greedy_batch
+from penstock.engine.engine import Engine
+from penstock.errors import OutOfMemory
+from penstock.model.load import load_model, open_checkpoint
+from penstock.model.tensor import FORMATS, Tensor
+from penstock.types import Limits, Request, SamplingParams, Tokens
+from tests.cuda.device import DEVICE, HALF
+from tests.cuda.test_backend import GOLDENS, loaded
+
+
+@pytest.mark.parametrize(
+    ("format", "quantize", "bits"),
+    [("BF16", "", 16), ("F32", "", 16), ("BF16", "fp8", 8), ("BF16", "int4", 4.5), ("Q4_K", "", 4.5), ("Q2_K", "", 16)],
+)
+def test_matrices_by_format(format: str, quantize: str, bits: float) -> None:
+    matrix = Tensor("w", FORMATS[format], (512, 1024), np.empty(0, np.uint8))
+    assert tensor_bytes(matrix, quantize) == pytest.approx(512 * 1024 * bits / 8, rel=0.03)
+
+
+def test_workspace_is_about_what_a_program_takes() -> None:
+    backend = CudaBackend(512, 64, device=DEVICE, dtype=HALF)
+    checkpoint = open_checkpoint(GOLDENS / "llama3")
+    told = backend.footprint(checkpoint.spec, checkpoint.tensors.values())
+    backend.load(load_model(checkpoint, backend))
+    taken = sum(buffer.numel() * buffer.element_size() for buffer in backend._program._buffers)
+    assert taken <= told.workspace <= 4 * taken
+    assert told.kv_token == backend.kv_bytes_per_token()
+
+
+def test_bytes_arrive_as_they_are() -> None:
+    data = np.random.default_rng(0).integers(0, 256, 5_000_000, np.uint8)
+    target = torch.zeros(len(data) // 2, dtype=torch.bfloat16, device=DEVICE)
+    transfer.carry(data, target)
+    transfer.arrived()
+    assert np.array_equal(target.view(torch.uint8).cpu().numpy(), data)
+    assert np.array_equal(transfer.bring(data, torch.device(DEVICE)).cpu().numpy(), data)
+    transfer.close()
+
+
+def test_common_shapes_are_shapes_of_graphs() -> None:
+    shapes = list(common_shapes(256, 2048, 384))
+    assert len(shapes) == len(set(shapes))
+    assert all(shape == padded(shape) for shape in shapes)
+    assert {shape.decodes for shape in shapes if not shape.tiles} >= {1, 2, 4, 8, 16, 64, 256}
+    assert {(shape.tokens, shape.decodes) for shape in shapes if shape.tiles} >= {(384, 64), (1536, 256), (2048, 0)}
+
+
+def test_rehearsals_leave_no_trace() -> None:
+    """Steps that only pad, as they are run to get ready, between real ones."""
+    backend = loaded("llama3", CudaBackend(256, 8, device=DEVICE, dtype=torch.float32, mixed_tokens=64))
+    backend.reserve_kv(64, 4)
+    tokens = [5, 6, 7, 8, 9]
+    before = backend.logits(greedy_batch([Chunk(tokens, 0, range(4))]))
+    for shape in common_shapes(8, 256, 64):
+        backend._rehearse(backend._pad(shape), sampling=True)
+    after = backend.logits(greedy_batch([Chunk([10], 5, range(4))]))
+    backend.reserve_kv(64, 4)
+    whole = backend.logits(greedy_batch([Chunk([*tokens, 10], 0, range(4))]))
+    assert np.allclose(whole, np.concatenate([before, after]), atol=1e-4)
+
+
+def test_a_step_without_memory_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = loaded("llama3", CudaBackend(64, 8, device=DEVICE, dtype=torch.float32))
+    backend.reserve_kv(32, 4)
+    limits = Limits(64, 8, 64, 4, 32, 64)
+    alone = answers(backend, limits)
+    sample, calls = backend._sampler.sample, []
+
+    def scarce(*args: Any) -> Any:
+        calls.append(1)
+        answer = sample(*args)
+        if len(calls) == 3:
+            raise torch.cuda.OutOfMemoryError("no memory")
+        return answer
+
+    monkeypatch.setattr(type(backend._sampler), "sample", lambda self, *args: scarce(*args))
+    assert answers(backend, limits) == alone
+    assert len(calls) > 3
+
+
+def test_a_shortage_has_its_own_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = loaded("llama3", CudaBackend(64, 8, device=DEVICE, dtype=torch.float32))
+
+    def none(*_: Any, **__: Any) -> Any:
+        raise torch.cuda.OutOfMemoryError("no memory\nand more")
+
+    monkeypatch.setattr(torch, "zeros", none)
+    with pytest.raises(OutOfMemory, match=r"no memory for a cache of 32 blocks: no memory$"):
+        backend.reserve_kv(32, 4)
+
+
+def answers(backend: CudaBackend, limits: Limits) -> dict[int, list[int]]:
+    engine = Engine(backend, limits, depth=1)
+    for id in (1, 2):
+        engine.add(Request(id, (3, 4 + id, 5), SamplingParams(temperature=0), 6))
+    found: dict[int, list[int]] = {1: [], 2: []}
+    while not engine.idle:
+        for event in engine.step():
+            if isinstance(event, Tokens):
+                found[event.seq] += event.tokens
+    return found

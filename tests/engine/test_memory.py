@@ -1,0 +1,174 @@
+"""Memory before and while steps run: the plan, what a shortage makes of it, and steps that find none."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from penstock.backend.base import Batch, Footprint, Ticket
+from penstock.backend.fake import FakeBackend, continuation
+from penstock.config import Config
+from penstock.engine.engine import Engine
+from penstock.engine.plan import plan_memory
+from penstock.errors import ConfigError, OutOfMemory
+from penstock.model.spec import AttentionSpec, ModelSpec, RopeSpec
+from penstock.types import Event, Failed, Finished, Limits, Request, SamplingParams, Tokens
+
+GB = 10**9
+SPEC = ModelSpec("llama", 32, 4096, 14336, 128256, 131072, 1e-5, AttentionSpec(32, 8, 128, RopeSpec((1.0,), False)))
+CONFIG = Config(model="m", device="cuda", max_rows=256, max_tokens=2048)
+LIMITS = Limits(max_len=64, max_rows=4, max_tokens=16, block_size=4, num_blocks=40, vocab=100)
+
+
+def device(free: int, weights: int = 16 * GB) -> Footprint:
+    return Footprint("a GPU", 24 * GB, free, weights, GB, GB, 131072)
+
+
+# -- the plan -----------------------------------------------------------------------------------------------------
+
+
+def test_the_cache_takes_what_the_rest_leaves() -> None:
+    plan = plan_memory(CONFIG, SPEC, device(22 * GB))
+    assert plan.limits.num_blocks == 4 * GB // (131072 * 16)
+    assert 0 <= 4 * GB - plan.cache < 131072 * 16
+    table = "\n".join(plan.lines())
+    for told in ("a GPU", "22.00 GB free of 24.00 GB", "16.00 GB", "4.00 GB", "30,512 tokens"):
+        assert told in table
+
+
+def test_a_shorter_context_is_told() -> None:
+    plan = plan_memory(CONFIG, SPEC, device(22 * GB))
+    assert plan.limits.max_len == 30512
+    assert plan.whole_sequences == 1
+    assert plan.notes == ("prompt and answer have 30512 tokens at most, not 131072: the cache holds no more",)
+    roomy = plan_memory(Config(model="m", max_rows=4, max_tokens=512, max_len=4096), SPEC, device(22 * GB))
+    assert roomy.notes == ()
+    assert roomy.whole_sequences == 4
+
+
+def test_a_cache_larger_than_the_device_is_made_smaller() -> None:
+    asked = Config(model="m", max_rows=8, max_tokens=512, max_len=4096, kv_memory=100 * GB)
+    plan = plan_memory(asked, SPEC, device(22 * GB))
+    assert plan.cache <= 4 * GB
+    assert plan.notes == ("the KV cache gets 4.00 GB, not the 100.00 GB asked for",)
+
+
+def test_a_smaller_cache_is_what_was_asked_for() -> None:
+    plan = plan_memory(Config(model="m", max_rows=8, max_tokens=512, max_len=4096, kv_memory=GB), SPEC, device(22 * GB))
+    assert 0 <= GB - plan.cache < 131072 * 16
+    assert plan.notes == ()
+
+
+def test_weights_that_do_not_fit_are_an_error_with_all_numbers() -> None:
+    with pytest.raises(ConfigError) as refusal:
+        plan_memory(CONFIG, SPEC, device(12 * GB))
+    for told in (
+        "16.00 GB for weights",
+        "1.00 GB for workspace",
+        "12.00 GB free of 24.00 GB",
+        "--quantize fp8 or int4",
+    ):
+        assert told in refusal.value.message
+
+
+# -- steps that find no memory ------------------------------------------------------------------------------------
+
+
+class Short(FakeBackend):
+    """Has no memory for the steps named."""
+
+    def __init__(self, *steps: int) -> None:
+        super().__init__(LIMITS.vocab)
+        self.reserve_kv(LIMITS.num_blocks, LIMITS.block_size)
+        self.steps = set(steps)
+        self.relieved = 0
+
+    def relieve(self) -> None:
+        self.relieved += 1
+
+    def launch(self, batch: Batch) -> Ticket:
+        if batch.step in self.steps:
+            raise OutOfMemory("no memory")
+        return super().launch(batch)
+
+
+class Moody(Short):
+    """Has no memory now and then, but never twice in a row."""
+
+    def __init__(self, dice: random.Random) -> None:
+        super().__init__()
+        self._dice = dice
+        self._failed = False
+
+    def launch(self, batch: Batch) -> Ticket:
+        self._failed = not self._failed and self._dice.random() < 0.5
+        if self._failed:
+            raise OutOfMemory("no memory")
+        return super().launch(batch)
+
+
+def request(id: int, *prompt: int, max_tokens: int = 5) -> Request:
+    return Request(id, prompt, SamplingParams(temperature=0), max_tokens)
+
+
+def drain(engine: Engine) -> list[Event]:
+    events: list[Event] = []
+    while not engine.idle:
+        events += engine.step()
+    return events
+
+
+def told(events: list[Event], id: int) -> list[int]:
+    return [token for event in events if isinstance(event, Tokens) and event.seq == id for token in event.tokens]
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("step", range(1, 7))
+def test_a_step_without_memory_is_computed_again(step: int, depth: int) -> None:
+    backend = Short(step)
+    engine = Engine(backend, LIMITS, depth=depth)
+    prompts = {1: (1, 2, 3), 2: tuple(range(30))}
+    for id, prompt in prompts.items():
+        engine.add(request(id, *prompt))
+    events = drain(engine)
+    for id, prompt in prompts.items():
+        assert told(events, id) == continuation(prompt, 5, LIMITS.vocab)
+        assert Finished(id, "length") in events
+    assert backend.relieved == 1
+    assert engine.stats().blocks_used == 0
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_where_relief_is_not_enough_the_steps_requests_fail_and_no_others(depth: int) -> None:
+    backend = Short(*range(3, 100))
+    engine = Engine(backend, LIMITS, depth=depth)
+    engine.add(request(1, 1, 2, 3))
+    events = drain(engine)
+    backend.steps.clear()
+    engine.add(request(2, 7, 8, 9))
+    events += drain(engine)
+    ends = {event.seq: event for event in events if not isinstance(event, Tokens)}
+    failed = ends[1]
+    assert isinstance(failed, Failed)
+    assert failed.code == "out_of_memory"
+    assert ends[2] == Finished(2, "length")
+    assert told(events, 2) == continuation((7, 8, 9), 5, LIMITS.vocab)
+    assert engine.stats().blocks_used == 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_requests_answer_as_if_alone_however_often_memory_is_short(seed: int) -> None:
+    dice = random.Random(seed)
+    engine = Engine(Moody(dice), LIMITS, depth=dice.choice([0, 1]))
+    shared = [dice.randrange(100) for _ in range(12)]
+    prompts = {id: (*shared[: dice.randrange(13)], *(dice.randrange(100) for _ in range(4))) for id in range(12)}
+    events: list[Event] = []
+    for id, prompt in prompts.items():
+        engine.add(request(id, *prompt, max_tokens=id + 1))
+        for _ in range(dice.randrange(4)):
+            events += engine.step()
+    events += drain(engine)
+    for id, prompt in prompts.items():
+        assert told(events, id) == continuation(prompt, id + 1, LIMITS.vocab)
+    assert engine.stats().blocks_used == 0
