@@ -64,7 +64,7 @@ def one_tiling(groups: int, rows: int, width: int, gated: bool = False) -> one.T
 
 @lru_cache(maxsize=4096)
 def many_tiling(count: int, rows: int, width: int) -> many.Tiling:
-    block = block_of(count)
+    block = max(block_of(count), 64)
     split = split_of(count, rows, width, 64, block, PROGRAMS)
     programs = -(-rows // 64) * -(-count // block) * split
     return many.Tiling(4, block, 1, split, 4, 4 if programs <= 264 or block <= 64 else 3)

@@ -16,6 +16,7 @@ __all__ = ["gdc_launch_dependents", "gdc_wait", "options"]
 enabled = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 
 
-def options(num_warps: int = 4, num_stages: int = 3) -> dict[str, Any]:
-    """What every launch says beside its arguments."""
-    return {"PDL": enabled, "launch_pdl": enabled, "num_warps": num_warps, "num_stages": num_stages}
+def options(num_warps: int = 4, num_stages: int = 3, *, early: bool = True) -> dict[str, Any]:
+    """What every launch says beside its arguments; `early`: it starts while the one before it drains."""
+    early = early and enabled
+    return {"PDL": early, "launch_pdl": early, "num_warps": num_warps, "num_stages": num_stages}
