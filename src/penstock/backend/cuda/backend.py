@@ -87,12 +87,13 @@ class CudaBackend:
         rows = few_or_many(max_rows)
         self._sizes = Sizes(max(max_tokens, rows), rows)
         self._stream = torch.cuda.Stream() if device == "cuda" else None
+        self._answering: Any = torch.cuda.Stream() if device == "cuda" else None
         self._capture = graphs and self._stream is not None
         self._step_sizes = max_rows, max_tokens, mixed_tokens
         ints = {"dtype": torch.int32, "device": self._device}
         self._memory = Memory(last=torch.zeros(rows + 1, **ints), tokens=torch.zeros(self._sizes.tokens, **ints))
         self._workspace = Workspace(Scratch.on(self._device), self._sizes.tokens)
-        self._chosen = torch.zeros(self._sizes.tokens, **ints)
+        self._chosen = [torch.zeros(self._sizes.tokens, **ints) for _ in range(IN_FLIGHT)]
         self._sampler = Sampler(self._device, rows)
         self._flights: dict[Ticket, Flight] = {}
 
@@ -205,7 +206,7 @@ class CudaBackend:
             step = self._send(nothing, work)
             logits = self._graphs.run(shape, step) if graph else self._graphs.launch(step)
             for rows in sampling_kinds() if sampling else ():
-                self._sampler.sample(logits, step, rows, self._memory.last, self._chosen[: shape.sampled])
+                self._sampler.sample(logits, step, rows, self._memory.last, self._chosen[0][: shape.sampled])
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
@@ -226,10 +227,20 @@ class CudaBackend:
             for logits, step, rows, chosen in self._forward(batch):
                 entry = self._sampler.sample(logits, step, rows, self._memory.last, chosen)
                 asked += [entry] if entry else []
-            tokens = self._answers[self._staging.turn][: len(batch.sampled)]
-            tokens.copy_(self._chosen[: len(batch.sampled)], non_blocking=True)
-            self._flights[batch.step] = Flight(batch, tokens, asked, self._event())
+            sampled = self._event()
+        tokens, done = self._fetch(len(batch.sampled), sampled)
+        self._flights[batch.step] = Flight(batch, tokens, asked, done)
         return batch.step
+
+    def _fetch(self, count: int, sampled: Any | None) -> tuple[Any, Any | None]:
+        """Queues the copy of the sampled tokens to the host beside the next step, which need not wait for it."""
+        tokens, chosen = self._answers[self._staging.turn][:count], self._chosen[self._staging.turn][:count]
+        if sampled is None:
+            return tokens.copy_(chosen), None
+        with torch.cuda.stream(self._answering):
+            self._answering.wait_event(sampled)
+            tokens.copy_(chosen, non_blocking=True)
+            return tokens, self._event()
 
     def wait(self, ticket: Ticket) -> StepResult:
         flight = self._flights.pop(ticket)
@@ -266,14 +277,14 @@ class CudaBackend:
         step = self._send(batch, work)
         room, wanted = self._sizes.rows, work.shape.sampled
         if wanted <= room:
-            yield self._graphs.run(work.shape, step), step, batch.sample, self._chosen[:wanted]
+            yield self._graphs.run(work.shape, step), step, batch.sample, self._chosen[self._staging.turn][:wanted]
             return
         self._program.run_tokens(step)
         for first in range(0, wanted, room):
             part = slice(first, min(first + room, wanted))
             some = replace(step, **{name: getattr(step, name)[part] for name in SAMPLING})
             logits = self._program.run_sampled(some, part.stop - first)
-            yield logits, some, slice_rows(batch.sample, part), self._chosen[part]
+            yield logits, some, slice_rows(batch.sample, part), self._chosen[self._staging.turn][part]
 
     def _send(self, batch: Batch, work: Plan) -> Fields:
         """Queues the copy of the step's numbers to the device; returns where they will be."""

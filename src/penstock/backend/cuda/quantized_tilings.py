@@ -52,8 +52,10 @@ def few_tiling(kind: str, count: int, rows: int, width: int, gated: bool = False
 def one_tiling(groups: int, rows: int, width: int, gated: bool = False) -> one.Tiling:
     """For one row of x and a matrix of so many groups in a tile."""
     across = -(-width * groups // (8 * COLUMNS))  # blocks
-    if gated or rows >= TALL:
+    if gated or (rows >= TALL and groups < 4):
         warps, blocks, tiles, ahead = 2 if rows >= TALL else 8, 1, 2, 1
+    elif rows >= TALL:
+        warps, blocks, tiles, ahead = 2, 2, 1, 1
     elif shape_of(rows, width) == "deep":
         warps, blocks, tiles, ahead = 8, 1, 1, 2
     else:
