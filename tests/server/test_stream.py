@@ -51,7 +51,7 @@ def said(steps: list[list[Event]], **sampling: Any) -> tuple[list[Delta], Script
     request = Request(1, (1,), SamplingParams(**sampling), 100)
 
     async def collect() -> list[Delta]:
-        return [delta async for delta in deltas(served(script), request)]
+        return [delta async for _, delta in deltas(served(script), request)]
 
     return asyncio.run(collect()), script
 

@@ -93,15 +93,40 @@ class Answer:
         raise EngineUnavailable("the answer broke off")
 
     async def _chunks(self) -> AsyncIterator[bytes]:
+        """What has come, whenever something has."""
+        body = Chunked()
         try:
-            if not self.chunked:
-                while data := await self.reader.read(1 << 16):
-                    yield data
-                return
-            while size := int((await self.reader.readline()).split(b";")[0], 16):
-                yield (await self.reader.readexactly(size + 2))[:-2]
-        except (OSError, ValueError, asyncio.IncompleteReadError) as error:
+            while data := await self.reader.read(1 << 16):
+                yield body.take(data) if self.chunked else data
+                if body.ended:
+                    return
+        except (OSError, ValueError) as error:
             raise EngineUnavailable(f"the answer broke off: {type(error).__name__}: {error}") from error
+        if self.chunked:
+            raise EngineUnavailable("the answer broke off")
+
+
+class Chunked:
+    """Takes the sizes of chunks out of what comes, however that is cut."""
+
+    def __init__(self) -> None:
+        self.ended = False
+        self._rest = b""
+
+    def take(self, data: bytes) -> bytes:
+        """The content of the chunks that are complete now."""
+        data = self._rest + data
+        found, at = [], 0
+        while (line := data.find(b"\r\n", at)) >= 0:
+            size = int(data[at:line].partition(b";")[0], 16)
+            end = line + 2 + size
+            if len(data) < end + 2:
+                break
+            self.ended = size == 0
+            found.append(data[line + 2 : end])
+            at = end + 2
+        self._rest = data[at:]
+        return b"".join(found)
 
 
 def split_url(text: str) -> SplitResult:

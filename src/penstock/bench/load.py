@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from penstock.errors import PenstockError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +70,16 @@ class Result:
     ttft_p99: float
     itl_p50: float
     itl_p99: float
+
+
+def run(measuring: Coroutine[Any, Any, T]) -> T:
+    """With uvloop where it is there: half the cost of a token."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run(measuring)
+    result: T = uvloop.run(measuring)
+    return result
 
 
 async def drive(target: Target, load: Load, on_done: Callable[[], None]) -> Result:

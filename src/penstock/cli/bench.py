@@ -47,9 +47,7 @@ def bench(
     if url and model:
         raise WrongUsage("MODEL would run here; what a server runs is chosen with --model")
 
-    import asyncio
-
-    from penstock.bench import Load
+    from penstock.bench import Load, run
 
     loads = [
         Load(
@@ -63,14 +61,14 @@ def bench(
         for clients in levels
     ]
     if url:
-        results = asyncio.run(_measure_url(url, served, api_key, loads))
+        results = run(_measure_url(url, served, api_key, loads))
     else:
         path = obtain(model or options.DEFAULT_MODEL)
 
         from penstock.config import Config
 
         config = Config(model=str(path), device=device, threads=threads, max_len=max_len, max_rows=max(64, *levels))
-        results = asyncio.run(_measure_engine(config, loads))
+        results = run(_measure_engine(config, loads))
     if json:
         print_json({"target": url or model or options.DEFAULT_MODEL, "results": [asdict(result) for result in results]})
     else:

@@ -26,7 +26,7 @@ from penstock.server.openai import (
     told_logprob,
     unsupported,
 )
-from penstock.server.reply import reply
+from penstock.server.reply import Plain, encode, reply
 from penstock.server.served import Served, off_loop
 from penstock.server.stream import deltas, together
 from penstock.text import Delta
@@ -76,7 +76,7 @@ async def chat_completions(served: Served, http: HttpRequest) -> Response:
     prompt = await off_loop(sum(len(m["content"]) for m in messages), lambda: served.text.encode_chat(messages))
     requests = [served.request(prompt, each, "messages") for each in params]
     answer = ChatAnswer(served, requests, asked)
-    running = together([deltas(served, request) for request in requests])
+    running = together([deltas(served, request, choice) for choice, request in enumerate(requests)])
     return await reply(http, answer, running, streaming=bool(asked.stream))
 
 
@@ -190,7 +190,7 @@ class ChatAnswer:
         self._scored = bool(asked.logprobs)
         self._usage = None if asked.wants_usage else UNSET
         self._choices = [Choice(index, Said(""), self._logprobs([])) for index in range(len(requests))]
-        self._unbegun = set(range(len(requests)))  # choices of which nothing was streamed yet
+        self._plains: dict[int, Plain] = {}  # of choices of which something was streamed
 
     def take(self, choice: int, delta: Delta) -> None:
         self._tally.take(choice, delta)
@@ -203,20 +203,23 @@ class ChatAnswer:
     def whole(self) -> Completion:
         return Completion(**self._head, object="chat.completion", choices=self._choices, usage=self._tally.usage())
 
-    def chunks(self, choice: int, delta: Delta) -> Iterator[Chunk]:
+    def chunks(self, choice: int, delta: Delta) -> Iterator[bytes]:
         self._tally.take(choice, delta)
-        if choice in self._unbegun:
-            self._unbegun.remove(choice)
-            yield self._chunk(ChunkChoice(choice, Added("assistant", "")))
-        entries = self._entries(delta)
-        if delta.text or entries:
-            yield self._chunk(ChunkChoice(choice, Added(content=delta.text), self._logprobs(entries)))
+        if choice not in self._plains:
+            yield encode(self._chunk(ChunkChoice(choice, Added("assistant", ""))))
+            self._plains[choice] = Plain(lambda text: self._chunk(ChunkChoice(choice, Added(content=text))))
+        if self._scored:
+            entries = self._entries(delta)
+            if delta.text or entries:
+                yield encode(self._chunk(ChunkChoice(choice, Added(content=delta.text), Logprobs(entries))))
+        elif delta.text:
+            yield self._plains[choice](delta.text)
         if delta.finish:
-            yield self._chunk(ChunkChoice(choice, Added(), finish_reason=delta.finish))
+            yield encode(self._chunk(ChunkChoice(choice, Added(), finish_reason=delta.finish)))
 
-    def last(self) -> Iterator[Chunk]:
+    def last(self) -> Iterator[bytes]:
         if self._usage is None:
-            yield Chunk(**self._head, object="chat.completion.chunk", choices=[], usage=self._tally.usage())
+            yield encode(Chunk(**self._head, object="chat.completion.chunk", choices=[], usage=self._tally.usage()))
 
     def _chunk(self, choice: ChunkChoice) -> Chunk:
         return Chunk(**self._head, object="chat.completion.chunk", choices=[choice], usage=self._usage)

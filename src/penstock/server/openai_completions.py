@@ -25,7 +25,7 @@ from penstock.server.openai import (
     told_logprob,
     unsupported,
 )
-from penstock.server.reply import reply
+from penstock.server.reply import Plain, encode, reply
 from penstock.server.served import Served, off_loop
 from penstock.server.stream import deltas, together
 from penstock.text import Delta, Tokenizer
@@ -62,7 +62,7 @@ async def completions(served: Served, http: HttpRequest) -> Response:
         served.check_ids(ids, "prompt")
     texts = [prompt.text for prompt in prompts for _ in params]
     answer = CompletionAnswer(served, requests, texts, asked)
-    running = together([deltas(served, request, continuing=True) for request in requests])
+    running = together([deltas(served, request, choice, continuing=True) for choice, request in enumerate(requests)])
     return await reply(http, answer, running, streaming=bool(asked.stream))
 
 
@@ -142,6 +142,7 @@ class CompletionAnswer:
         self._tally = Tally(requests, asked.choices)
         self._scored = asked.logprobs is not None
         self._usage = None if asked.wants_usage else UNSET
+        self._plains: dict[int, Plain] = {}
         self._choices = [Choice(index, logprobs=self._no_logprobs()) for index in range(len(requests))]
         self._transcripts = [Transcript(served.text.tokenizer) for _ in requests]
         if asked.echo:
@@ -159,15 +160,24 @@ class CompletionAnswer:
     def whole(self) -> Completion:
         return self._completion(self._choices, self._tally.usage())
 
-    def chunks(self, choice: int, delta: Delta) -> Iterator[Completion]:
+    def chunks(self, choice: int, delta: Delta) -> Iterator[bytes]:
         self._tally.take(choice, delta)
+        if not self._scored and not delta.finish:
+            if text := self._transcripts[choice].text(delta):
+                yield self._plain(choice)(text)
+            return
         added = self._choice(choice, delta)
         if added.text or added.finish_reason or (added.logprobs is not None and added.logprobs.tokens):
-            yield self._completion([added], self._usage)
+            yield encode(self._completion([added], self._usage))
 
-    def last(self) -> Iterator[Completion]:
+    def last(self) -> Iterator[bytes]:
         if self._usage is None:
-            yield self._completion([], self._tally.usage())
+            yield encode(self._completion([], self._tally.usage()))
+
+    def _plain(self, choice: int) -> Plain:
+        if choice not in self._plains:
+            self._plains[choice] = Plain(lambda text: self._completion([Choice(choice, text)], self._usage))
+        return self._plains[choice]
 
     def _completion(self, choices: list[Choice], usage: Usage | UnsetType | None) -> Completion:
         return Completion(**self._head, object="text_completion", choices=choices, usage=usage)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable
+import secrets
+from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
 from typing import Protocol
 
@@ -23,15 +24,27 @@ HEADERS = [
 ]
 
 _encoder = msgspec.json.Encoder()
+encode = _encoder.encode
+
+
+class Plain:
+    """A chunk that differs from the next one by its text alone: all but that is encoded once."""
+
+    def __init__(self, make: Callable[[str], msgspec.Struct]) -> None:
+        place = secrets.token_hex(16)
+        self._before, _, self._after = encode(make(place)).partition(encode(place))
+
+    def __call__(self, text: str) -> bytes:
+        return self._before + encode(text) + self._after
 
 
 class Answer(Protocol):
     """An endpoint's way of putting deltas into words."""
 
-    def chunks(self, choice: int, delta: Delta) -> Iterable[msgspec.Struct]:
-        """What to send at once for a delta, when streaming."""
+    def chunks(self, choice: int, delta: Delta) -> Iterable[bytes]:
+        """What to send at once for a delta, when streaming; encoded."""
 
-    def last(self) -> Iterable[msgspec.Struct]:
+    def last(self) -> Iterable[bytes]:
         """What to send after every choice has ended, when streaming."""
 
     def take(self, choice: int, delta: Delta) -> None:
@@ -51,16 +64,16 @@ async def _body(answer: Answer, deltas: Deltas) -> bytes:
     async with aclosing(deltas):
         async for choice, delta in deltas:
             answer.take(choice, delta)
-    return _encoder.encode(answer.whole())
+    return encode(answer.whole())
 
 
 async def _events(answer: Answer, deltas: Deltas) -> AsyncGenerator[bytes, None]:
     async with aclosing(deltas):
         async for choice, delta in deltas:
             for chunk in answer.chunks(choice, delta):
-                yield _event(_encoder.encode(chunk))
+                yield _event(chunk)
     for chunk in answer.last():
-        yield _event(_encoder.encode(chunk))
+        yield _event(chunk)
     yield _event(b"[DONE]")
 
 

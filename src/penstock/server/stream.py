@@ -20,7 +20,7 @@ T = TypeVar("T")
 Deltas = AsyncGenerator[tuple[int, Delta], None]  # (choice, what was added to it)
 
 
-async def deltas(served: Served, request: Request, *, continuing: bool = False) -> AsyncGenerator[Delta, None]:
+async def deltas(served: Served, request: Request, choice: int = 0, *, continuing: bool = False) -> Deltas:
     """One request's text as it comes. Leaving early, or a stop string, aborts the request in the engine."""
     text = TextStream(served.text.tokenizer, request.sampling.stop, continuing=continuing)
     with Watch(served.metrics) as watch:
@@ -31,44 +31,41 @@ async def deltas(served: Served, request: Request, *, continuing: bool = False) 
                     watch.tokens(len(delta.tokens))
                 if delta.finish:
                     watch.reason = delta.finish
-                yield delta
+                yield choice, delta
                 if delta.finish:
                     return
 
 
-async def together(choices: Sequence[AsyncGenerator[Delta, None]]) -> Deltas:
-    """Several choices at once, each delta with its choice's number. One that fails fails all."""
-    if len(choices) == 1:
-        async with aclosing(choices[0]) as only:
-            async for delta in only:
-                yield 0, delta
-        return
-    arrived: asyncio.Queue[tuple[int, Delta | Exception]] = asyncio.Queue(maxsize=len(choices))
-    tasks = [asyncio.create_task(_feed(arrived, index, choice)) for index, choice in enumerate(choices)]
+def together(choices: Sequence[Deltas]) -> Deltas:
+    """Several choices at once. One that fails fails all."""
+    return choices[0] if len(choices) == 1 else _merged(choices)
+
+
+async def _merged(choices: Sequence[Deltas]) -> Deltas:
+    arrived: asyncio.Queue[tuple[int, Delta] | Exception] = asyncio.Queue(maxsize=len(choices))
+    tasks = [asyncio.create_task(_feed(arrived, choice)) for choice in choices]
     try:
         running = len(choices)
         while running:
-            index, arrival = await arrived.get()
+            arrival = await arrived.get()
             if isinstance(arrival, Exception):
                 raise arrival
-            running -= arrival.finish is not None
-            yield index, arrival
+            running -= arrival[1].finish is not None
+            yield arrival
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
 
 
-async def _feed(
-    arrived: asyncio.Queue[tuple[int, Delta | Exception]], index: int, choice: AsyncGenerator[Delta, None]
-) -> None:
+async def _feed(arrived: asyncio.Queue[tuple[int, Delta] | Exception], choice: Deltas) -> None:
     try:
         async with aclosing(choice) as steps:
-            async for delta in steps:
-                await arrived.put((index, delta))
+            async for step in steps:
+                await arrived.put(step)
                 await asyncio.sleep(0)  # gives way, so that no choice runs ahead while the reader is slow
     except Exception as error:
-        await arrived.put((index, error))
+        await arrived.put(error)
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:

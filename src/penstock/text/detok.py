@@ -20,7 +20,7 @@ class TextStream:
     ) -> None:
         self.stopped: str | None = None  # the stop string that was met
         self.consumed = 0  # tokens pushed, up to and with the one that completed it
-        self._tokenizer = tokenizer
+        self._spell = tokenizer.token_bytes
         self._stop = tuple(stop)
         self._hidden = frozenset() if keep_special else tokenizer.special_ids
         self._drop_space = tokenizer.prefix_space and not continuing
@@ -29,6 +29,10 @@ class TextStream:
 
     def push(self, tokens: Sequence[int]) -> str:
         """The new text that is safe to show."""
+        if not self._stop and not self._drop_space:
+            self.consumed += len(tokens)
+            spelled = [self._spell(token) for token in tokens if token not in self._hidden]
+            return self._decoder.decode(b"".join(spelled))
         shown = ""
         for token in tokens:
             if self.stopped is not None:
@@ -47,7 +51,7 @@ class TextStream:
         return shown
 
     def _bytes(self, token: int) -> bytes:
-        piece = self._tokenizer.token_bytes(token)
+        piece = self._spell(token)
         if piece and self._drop_space:
             self._drop_space = False
             return piece.removeprefix(b" ")

@@ -24,6 +24,7 @@ from penstock.backend.cuda.kernels.fp8_blocks import (
 )
 from penstock.backend.cuda.kernels.gate import gate
 from penstock.backend.cuda.quantized import Float8, Workspace
+from penstock.backend.cuda.transfer import transfer
 from penstock.model.tensor import Tensor
 
 
@@ -97,8 +98,8 @@ def pack_float8(
 def copy_codes(parts: Sequence[Tensor], target: Any) -> None:
     at = 0
     for part in parts:
-        rows, width = part.shape
-        target[at : at + rows].copy_(torch.from_numpy(part.data.copy()).view(rows, width))
+        rows = part.shape[0]
+        transfer.carry(part.data, target[at : at + rows])
         at += rows
 
 
