@@ -24,6 +24,7 @@ from penstock.backend.cuda.kernels.fp8_blocks import (
 )
 from penstock.backend.cuda.kernels.gate import gate
 from penstock.backend.cuda.quantized import Float8, Workspace
+from penstock.backend.cuda.transfer import transfer
 from penstock.model.tensor import Tensor
 
 
@@ -86,7 +87,7 @@ def pack_float8(
     if width % quantize.COLUMNS or any(columns < width and columns % COLUMNS for columns in shared):
         return None
     weight = empty_float8(sum(part.shape[0] for part in parts), width, device)
-    copy_codes(parts, weight.values.view(torch.uint8))
+    carry_codes(parts, weight.values)
     if all(columns >= width for columns in shared):
         weight.scales.copy_(stacked_scales(parts, width)[:, 0])
         return Float8(weight, bias, workspace)
@@ -94,12 +95,11 @@ def pack_float8(
     return BlockFloat8(BlockFloat8Weight(weight.values, scales), bias, workspace)
 
 
-def copy_codes(parts: Sequence[Tensor], target: Any) -> None:
+def carry_codes(parts: Sequence[Tensor], target: Any) -> None:
     at = 0
     for part in parts:
-        rows, width = part.shape
-        target[at : at + rows].copy_(torch.from_numpy(part.data.copy()).view(rows, width))
-        at += rows
+        transfer.carry(part.data, target[at : at + part.shape[0]])
+        at += part.shape[0]
 
 
 def stacked_scales(parts: Sequence[Tensor], columns: int) -> Any:
