@@ -87,7 +87,7 @@ def pack_float8(
     if width % quantize.COLUMNS or any(columns < width and columns % COLUMNS for columns in shared):
         return None
     weight = empty_float8(sum(part.shape[0] for part in parts), width, device)
-    copy_codes(parts, weight.values.view(torch.uint8))
+    carry_codes(parts, weight.values)
     if all(columns >= width for columns in shared):
         weight.scales.copy_(stacked_scales(parts, width)[:, 0])
         return Float8(weight, bias, workspace)
@@ -95,12 +95,11 @@ def pack_float8(
     return BlockFloat8(BlockFloat8Weight(weight.values, scales), bias, workspace)
 
 
-def copy_codes(parts: Sequence[Tensor], target: Any) -> None:
+def carry_codes(parts: Sequence[Tensor], target: Any) -> None:
     at = 0
     for part in parts:
-        rows = part.shape[0]
-        transfer.carry(part.data, target[at : at + rows])
-        at += rows
+        transfer.carry(part.data, target[at : at + part.shape[0]])
+        at += part.shape[0]
 
 
 def stacked_scales(parts: Sequence[Tensor], columns: int) -> Any:

@@ -1,0 +1,65 @@
+"""Small random models in every format, with weights of a size that real ones have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from penstock.backend.ref.cases import attention, random_tensor
+from penstock.model.llama import build
+from penstock.model.quant import LAYOUTS, dequantize
+from penstock.model.spec import ModelSpec
+from penstock.model.tensor import FORMATS, Tensor
+from penstock.model.weights import Packer
+
+SMALL = ModelSpec("llama", 1, 64, 64, 40, 512, 1e-5, attention(4, 2, 16, interleaved=False))
+WIDE = ModelSpec("llama", 1, 256, 256, 40, 512, 1e-5, attention(4, 1, 64, interleaved=False))  # for K-quants
+MINIMA = {"Q4_1": -7.5, "Q4_K": 7.5, "Q5_K": 15.5}  # over scales: what makes the mean 0
+
+
+def spec_for(format: str) -> ModelSpec:
+    return WIDE if format.endswith("_K") else SMALL
+
+
+def load_small(backend: Any, format: str, seed: int = 0) -> Any:
+    """The same model for every backend."""
+    spec = spec_for(format)
+    rng = np.random.default_rng(seed)
+    backend.load(build(spec, Packer(tensors(rng, spec, format), backend)))
+    return backend
+
+
+def tensors(rng: np.random.Generator, spec: ModelSpec, format: str) -> dict[str, Tensor]:
+    a = spec.attn
+    shapes = {"embed": (spec.vocab, spec.dim), "head": (spec.vocab, spec.dim)}
+    vectors = ["norm"]
+    for i in range(spec.layers):
+        shapes |= {f"layers.{i}.{name}": (rows, spec.dim) for name, rows in (("q", a.q_width), ("gate", spec.hidden))}
+        shapes |= {f"layers.{i}.{name}": (a.kv_width, spec.dim) for name in ("k", "v")}
+        shapes |= {f"layers.{i}.up": (spec.hidden, spec.dim), f"layers.{i}.o": (spec.dim, a.q_width)}
+        shapes[f"layers.{i}.down"] = (spec.dim, spec.hidden)
+        vectors += [f"layers.{i}.attn_norm", f"layers.{i}.mlp_norm"]
+    found = {name: matrix(rng, format, *shape) for name, shape in shapes.items()}
+    return found | {name: vector(rng, spec.dim) for name in vectors}
+
+
+def vector(rng: np.random.Generator, size: int) -> Tensor:
+    return Tensor("gains", FORMATS["F32"], (size,), rng.normal(1, 0.1, size).astype(np.float32).view(np.uint8))
+
+
+def matrix(rng: np.random.Generator, format: str, rows: int, width: int) -> Tensor:
+    """Values that keep what they multiply as large as it was."""
+    tensor = random_tensor(rng, format, rows, width)
+    blocks, wanted = tensor.data.view(LAYOUTS[format]), width**-0.5
+    if format == "F32":
+        blocks["x"] *= wanted
+        return tensor
+    blocks["d"] = 1
+    if format in MINIMA:
+        blocks["m"] = MINIMA[format]
+    scale = wanted / dequantize(tensor).std()
+    blocks["d"] = scale
+    if format in MINIMA:
+        blocks["m"] = MINIMA[format] * scale
+    return tensor
