@@ -5,6 +5,7 @@ Standard input stays open for as long as the parent lives: its end is this proce
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -60,6 +61,7 @@ def _serve(engine: Engine, model: str, socket: zmq.Socket[bytes]) -> None:
     def send(answer: wire.Answer) -> None:
         socket.send(wire.encode_answer(answer))
 
+    gc.freeze()  # what is there now stays: looking through it again would hold up steps
     send(wire.Ready(Hello(__version__, os.getpid(), model, engine.limits)))
     send(wire.step([], engine.stats()))
     try:

@@ -50,11 +50,12 @@ def round_up(value: int, to: int) -> int:
 
 def common_shapes(rows: int, tokens: int, mixed: int) -> Iterator[Shape]:
     """What steps of at most so many rows and tokens mostly look like, the likeliest first: prompts, then answers, then
-    both, with `mixed` tokens for every 64 rows that answer."""
+    both, with up to `mixed` tokens for every 64 rows that answer."""
     sizes = dict.fromkeys(bucket(count) for count in range(1, rows + 1))
     many = dict.fromkeys(few_or_many(count) for count in range(1, rows + 1))
     alone = [count for count in (128, 512, tokens) if count <= tokens]
-    beside = [(count, min(max(mixed or tokens, count + 1) * -(-count // 64), tokens)) for count in many]
+    most = {size: min(max(mixed or tokens, size + 1) * -(-size // 64), tokens) for size in many}
+    beside = [(size, count) for size in many for count in range(most[size], size, -PROMPT_TOKENS)]
     yield from (padded(Shape(count, 1, 0, 0, 1)) for count in alone)
     yield from (padded(Shape(size, size, size, size, 0)) for size in sizes)
     yield from (padded(Shape(count, size, size, size, 1)) for size, count in beside)
