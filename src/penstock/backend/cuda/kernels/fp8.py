@@ -165,9 +165,16 @@ def few_float8(
 
 
 def multiply_float8(codes: Any, scales: Any, weight: Float8Weight, bias: Any | None, out: Any) -> None:
-    """The library's product, of rows that are quantized already, in bfloat16."""
+    """The library's product, of rows that are quantized already, in bfloat16. The tensor cores' own sums are exact
+    enough beside the codes' rounding, and a tenth faster than sums that leave them every 128 columns."""
     torch._scaled_mm(
-        codes, weight.values.t(), scale_a=scales[:, None], scale_b=weight.scales[None, :], out_dtype=out.dtype, out=out
+        codes,
+        weight.values.t(),
+        scale_a=scales[:, None],
+        scale_b=weight.scales[None, :],
+        out_dtype=out.dtype,
+        out=out,
+        use_fast_accum=True,
     )
     if bias is not None:
         out += bias

@@ -63,9 +63,10 @@ def _rope_and_store(
     pair = tl.arange(0, PAIRS)
     real = pair < HALF
     frequency = tl.load(inv_freq + pair, real, 0.0)
+    angle = angle_of(tl.load(positions + token), frequency)
+    place = tl.load(places + token).to(tl.int64)
     if PDL:
         gdc_wait()
-    angle = angle_of(tl.load(positions + token), frequency)
     is_value = head >= Q_HEADS + KV_HEADS
     cos = tl.where(is_value[:, None], 1.0, (tl.cos(angle) * rope_scale)[None, :])  # [HEADS, PAIRS]
     sin = tl.where(is_value[:, None], 0.0, (tl.sin(angle) * rope_scale)[None, :])
@@ -83,7 +84,6 @@ def _rope_and_store(
     tl.store(source + left[None, :], turned_a, inside & is_query)
     tl.store(source + right[None, :], turned_b, inside & is_query)
 
-    place = tl.load(places + token).to(tl.int64)
     kv_head = tl.maximum(head - Q_HEADS, 0)  # keys first, then values
     row = (place // BLOCK_SIZE * (2 * KV_HEADS) + kv_head) * BLOCK_SIZE + place % BLOCK_SIZE
     target = cache + row[:, None] * (2 * HALF)
