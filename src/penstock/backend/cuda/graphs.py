@@ -60,9 +60,7 @@ def common_shapes(rows: int, tokens: int, mixed: int) -> Iterator[Shape]:
     beside = [(size, count) for size in many for count in range(most[size], size, -PROMPT_TOKENS)]
     yield from (padded(Shape(count, 1, 0, 0, 1)) for count in alone)
     yield from (padded(Shape(size, size, size, size, 0)) for size in sizes)
-    for size, most in beside:
-        counts = range(most, size, -PROMPT_TOKENS)
-        yield from (padded(Shape(count, size, size, size, 1)) for count in counts)
+    yield from (padded(Shape(count, size, size, size, 1)) for size, count in beside)
 
 
 class Graphs:
