@@ -33,7 +33,7 @@ Figures = dict[str, Any]
 SHAPES = {"llama8b": random_model.LLAMA_8B, "tiny": random_model.TINY}
 FILES = {"q4_k": "Q4_K", "q8_0": "Q8_0", "q4_0": "Q4_0"}  # weights that come as a GGUF file; the others as a folder
 READY = 240.0  # seconds a server may take
-SETTLE = 8.0  # seconds without requests, in which graphs are captured
+SETTLE = 12.0  # seconds without requests, in which graphs are captured
 ROUNDS = 3  # requests of each client
 
 

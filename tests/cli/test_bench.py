@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from penstock.bench import Load, Sample, UrlTarget, drive
+from penstock.bench.http import Chunked
 from penstock.bench.load import prompts, summarize
 from penstock.errors import ConfigError, EngineUnavailable, InvalidRequest
 
@@ -235,3 +236,17 @@ def test_a_model_is_driven_in_a_process_of_its_own(penstock: Penstock, babbler: 
     assert (result["requests"], result["errors"]) == (8, 0)
     assert (result["prompt_tokens"], result["output_tokens"]) == (160, 40)
     assert result["cached_tokens"] >= 96
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3, 7, 100])
+def test_chunks_are_read_however_they_arrive(cut: int) -> None:
+    sent = b"3\r\nabc\r\n10;name=value\r\n0123456789\r\nabcd\r\n0\r\n\r\n"
+    body = Chunked()
+    told = [body.take(sent[at : at + cut]) for at in range(0, len(sent), cut)]
+    assert b"".join(told) == b"abc0123456789\r\nabcd"
+    assert body.ended
+
+
+def test_what_is_no_chunk_is_an_error() -> None:
+    with pytest.raises(ValueError, match="invalid literal"):
+        Chunked().take(b"data: {}\r\n")

@@ -104,7 +104,7 @@ def test_version_and_help(penstock: Penstock) -> None:
     assert penstock("--version") == (0, f"penstock {__version__}\n", "")
     code, out, _ = penstock("--help")
     assert code == 0
-    for command in ("run", "chat", "serve", "pull", "list", "show", "rm", "bench", "doctor"):
+    for command in ("run", "chat", "serve", "pull", "list", "show", "rm", "plan", "bench", "doctor"):
         assert f"\n  {command} " in out
         code, page, _ = penstock(command, "--help")
         assert code == 0
@@ -159,6 +159,20 @@ def test_show(penstock: Penstock, reciter: Path) -> None:
     code, _, err = penstock("show", "smollm2")
     assert code == 1
     assert "penstock pull smollm2" in err
+
+
+def test_plan(penstock: Penstock, reciter: Path) -> None:
+    code, out, _ = penstock("plan", reciter, "--device", "ref", "--max-len", "1000", "--max-rows", "3", "--json")
+    facts = json.loads(out)
+    assert code == 0
+    assert (facts["max_len"], facts["max_rows"], facts["num_blocks"]) == (1000, 3, 189)
+    assert facts["kv_token"] == 2 * 64 * 4  # one layer, one head of 64
+    assert facts["cache"] == 189 * 16 * facts["kv_token"]
+    assert facts["notes"] == []
+    code, out, _ = penstock("plan", reciter, "--device", "ref", "--kv-memory", str(10**15))
+    assert code == 0
+    assert "KV cache" in out
+    assert "not the 1000000.00 GB asked for" in out
 
 
 def test_doctor_finds_a_damaged_model(penstock: Penstock, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,8 @@ from penstock.model.tensor import FORMATS, Tensor
 from penstock.types import Limits, Request, SamplingParams, Tokens
 from tests.cuda.device import DEVICE, HALF
 from tests.cuda.test_backend import GOLDENS, loaded
+
+PROMPTS = {1: (3, 5, 5), 2: (3, 6, 5)}
 
 
 @pytest.mark.parametrize(
@@ -103,11 +106,34 @@ def test_a_shortage_has_its_own_error(monkeypatch: pytest.MonkeyPatch) -> None:
         backend.reserve_kv(32, 4)
 
 
-def answers(backend: CudaBackend, limits: Limits) -> dict[int, list[int]]:
+@pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter compiles nothing")
+def test_first_answers_wait_for_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton import knobs
+
+    backend = loaded("llama3", CudaBackend(256, 8, mixed_tokens=64))
+    backend.reserve_kv(64, 4)
+    backend.warm_up()
+    compiled: list[str] = []
+    monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda **told: compiled.append(told["repr"]))
+    limits = Limits(64, 8, 256, 4, 64, 64)
+    before = answers(backend, limits, {1: (3, 4, 5)})
+    assert compiled == []
+    while backend.settle():
+        pass
+    assert all(backend._graphs.has(shape) for shape in common_shapes(8, 256, 64) if shape == backend._pad(shape))
+    compiled.clear()
+    assert answers(backend, limits, {1: (3, 4, 5)}) == before
+    answers(backend, limits, {id: (3, 4, id) for id in range(1, 7)})
+    assert compiled == []
+
+
+def answers(
+    backend: CudaBackend, limits: Limits, prompts: Mapping[int, tuple[int, ...]] = PROMPTS
+) -> dict[int, list[int]]:
     engine = Engine(backend, limits, depth=1)
-    for id in (1, 2):
-        engine.add(Request(id, (3, 4 + id, 5), SamplingParams(temperature=0), 6))
-    found: dict[int, list[int]] = {1: [], 2: []}
+    for id, prompt in prompts.items():
+        engine.add(Request(id, prompt, SamplingParams(temperature=0), 6))
+    found: dict[int, list[int]] = {id: [] for id in prompts}
     while not engine.idle:
         for event in engine.step():
             if isinstance(event, Tokens):

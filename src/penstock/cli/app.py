@@ -25,6 +25,7 @@ COMMANDS = {  # where each one is; only the one that runs is imported
     "list": "models.list_",
     "show": "models.show",
     "rm": "models.rm",
+    "plan": "plan.plan",
     "bench": "bench.bench",
     "doctor": "doctor.doctor",
 }

@@ -20,6 +20,11 @@ Kv = Annotated[
 ]
 Quantize = Annotated[str, Option(help="Quantizes plain weights (f32, f16, bf16) at load, on a GPU alone: fp8 or int4.")]
 MaxLen = Annotated[int, Option(least=0, help="Longest prompt and answer in tokens; 0: the model's own context.")]
+MaxRows = Annotated[int, Option(least=0, help="Requests computed at once; more wait. 0: 64, on a GPU 256.")]
+StepTokens = Annotated[int, Option(least=0, help="Tokens computed in one step. 0: 512, on a GPU 2048.")]
+KvMemory = Annotated[
+    int, Option(least=0, help="Bytes for the KV cache; 0: a quarter of what is free, on a GPU all of it.")
+]
 MaxTokens = Annotated[int | None, Option(least=1, help="Longest answer in tokens; by default, to the context's end.")]
 TopP = Annotated[float, Option(least=0, most=1, help="Sample from the likeliest tokens that make up this share.")]
 Seed = Annotated[int | None, Option(help="Makes sampling repeatable.")]

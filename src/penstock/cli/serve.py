@@ -19,13 +19,11 @@ def serve(
     device: options.Device = "auto",
     threads: options.Threads = 0,
     max_len: options.MaxLen = 0,
-    max_rows: Annotated[int, Option(least=0, help="Requests computed at once; more wait. 0: 64, on a GPU 256.")] = 0,
-    step_tokens: Annotated[int, Option(least=0, help="Tokens computed in one step. 0: 512, on a GPU 2048.")] = 0,
+    max_rows: options.MaxRows = 0,
+    step_tokens: options.StepTokens = 0,
     quantize: options.Quantize = "",
     kv: options.Kv = "auto",
-    kv_memory: Annotated[
-        int, Option(least=0, help="Bytes for the KV cache; 0: a quarter of what is free, on a GPU all of it.")
-    ] = 0,
+    kv_memory: options.KvMemory = 0,
 ) -> None:
     """Serve a model over HTTP, as OpenAI's API.
 

@@ -37,7 +37,7 @@ class MemoryPlan:
         for name, size, remark in (
             ("weights", has.weights, ""),
             ("workspace", has.workspace, f"steps of {limits.max_tokens} tokens, {limits.max_rows} rows"),
-            ("libraries, graphs", has.reserve, ""),
+            ("reserve", has.reserve, ""),
             (
                 "KV cache",
                 self.cache,
@@ -55,7 +55,7 @@ def plan_memory(config: Config, spec: ModelSpec, has: Footprint) -> MemoryPlan:
     if room < 2 * config.block_size * has.kv_token:
         raise ConfigError(
             f"the model needs {gigabytes(has.weights)} for weights, {gigabytes(has.workspace)} for workspace and "
-            f"{gigabytes(has.reserve)} for libraries, beside its KV cache; {has.device} has {gigabytes(has.free)} free "
+            f"{gigabytes(has.reserve)} in reserve, beside its KV cache; {has.device} has {gigabytes(has.free)} free "
             f"of {gigabytes(has.total)}: {ADVICE}"
         )
     notes = []

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache, partial
 from typing import Any
@@ -96,6 +96,7 @@ class CudaBackend:
         self._chosen = [torch.zeros(self._sizes.tokens, **ints) for _ in range(IN_FLIGHT)]
         self._sampler = Sampler(self._device, rows)
         self._flights: dict[Ticket, Flight] = {}
+        self._settling = self._slices()
 
     # -- loading -------------------------------------------------------------------------------------------------
 
@@ -156,13 +157,12 @@ class CudaBackend:
         if self._stream is None:
             return
         shapes = [self._pad(Shape(128, 1, 0, 0, 1)), self._pad(Shape(1, 1, 1, 1, 0))]
-        compiler = Compiler()
-        with compiler.watching():
-            for shape in shapes:
-                self._rehearse(shape, sampling=True)
-        transfer.close()
-        compiler.done()
-        compiler.close()
+        with closing(Compiler()) as compiler:
+            with compiler.watching():
+                for shape in shapes:
+                    self._rehearse(shape, sampling=True)
+            transfer.close()
+            compiler.done()
         for shape in shapes:
             self._rehearse(shape, sampling=True)
         torch.cuda.synchronize()
@@ -175,18 +175,17 @@ class CudaBackend:
             log.exception("no more is made ready ahead")
             return False
 
-    def _slices(self) -> Iterator[bool]:
+    def _slices(self) -> Generator[bool, None, None]:
         if not self._capture:
             return
         shapes = [shape for shape in common_shapes(*self._step_sizes) if shape == self._pad(shape)]
-        compiler = Compiler()
-        for shape in shapes:
-            with compiler.watching():
-                self._rehearse(shape)
-            yield True
-        while not compiler.done(0.005):
-            yield True
-        compiler.close()
+        with closing(Compiler()) as compiler:
+            for shape in shapes:
+                with compiler.watching():
+                    self._rehearse(shape)
+                yield True
+            while not compiler.done(0.005):
+                yield True
         for shape in [*shapes, *shapes]:  # once without a graph, to capture no loading of kernels
             if not self._graphs.has(shape):
                 self._rehearse(shape, graph=True)
@@ -264,6 +263,7 @@ class CudaBackend:
     def close(self) -> None:
         if self._stream is not None:
             torch.cuda.synchronize()
+        self._settling.close()
         self._graphs.forget()
         self._memory.caches.clear()
         del self._program

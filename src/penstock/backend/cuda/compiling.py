@@ -61,7 +61,7 @@ class Compiler:
         return True
 
     def close(self) -> None:
-        self._threads.shutdown(cancel_futures=True)
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 def compiled(compile: Callable[[], Any]) -> Any:

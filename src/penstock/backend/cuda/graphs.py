@@ -13,6 +13,7 @@ from penstock.backend.cuda.ops import Program
 
 log = logging.getLogger(__name__)
 MOST_TOKENS = 2560  # in a graph: launching a larger step takes less time than running it
+MOST_GRAPHS = 256
 PROMPT_TOKENS = 128  # steps with prompts have a multiple: between two the library picks slower products
 TOKENS_PER_TILE = 16  # room for tiles; whole ones hold more
 
@@ -53,6 +54,7 @@ def common_shapes(rows: int, tokens: int, mixed: int) -> Iterator[Shape]:
     both, with up to `mixed` tokens for every 64 rows that answer."""
     sizes = dict.fromkeys(bucket(count) for count in range(1, rows + 1))
     many = dict.fromkeys(few_or_many(count) for count in range(1, rows + 1))
+    tokens = min(tokens, MOST_TOKENS)
     alone = [count for count in (128, 512, tokens) if count <= tokens]
     most = {size: min(max(mixed or tokens, size + 1) * -(-size // 64), tokens) for size in many}
     beside = [(size, count) for size in many for count in range(most[size], size, -PROMPT_TOKENS)]
@@ -78,7 +80,7 @@ class Graphs:
         if shape not in self._seen:
             self._seen.add(shape)
             return self.launch(step)
-        if shape not in self._graphs and not self._take(shape, step):
+        if shape not in self._graphs and (len(self._graphs) == MOST_GRAPHS or not self._take(shape, step)):
             return self.launch(step)
         self._graphs[shape].replay()
         return self._program.answer_of(shape.sampled)

@@ -17,7 +17,7 @@ from penstock.backend.cuda.staging import Staging
 from penstock.config import available_threads
 
 Bytes = NDArray[np.uint8]
-CHUNK = 16 << 20  # bytes
+CHUNK = 8 << 20  # bytes
 MOST_THREADS = 12
 
 
