@@ -29,6 +29,8 @@ def bench(
     device: options.Device = "auto",
     threads: options.Threads = 0,
     max_len: options.MaxLen = 0,
+    quantize: options.Quantize = "",
+    kv: options.Kv = "auto",
     json: options.Json = False,
 ) -> None:
     """Measure the speed of an engine or a server.
@@ -67,7 +69,15 @@ def bench(
 
         from penstock.config import Config
 
-        config = Config(model=str(path), device=device, threads=threads, max_len=max_len, max_rows=max(64, *levels))
+        config = Config(
+            model=str(path),
+            device=device,
+            threads=threads,
+            max_len=max_len,
+            max_rows=max(64, *levels),
+            quantize=quantize,
+            kv=kv,
+        )
         results = run(_measure_engine(config, loads))
     if json:
         print_json({"target": url or model or options.DEFAULT_MODEL, "results": [asdict(result) for result in results]})

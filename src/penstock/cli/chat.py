@@ -35,6 +35,8 @@ def chat(
     device: options.Device = "auto",
     threads: options.Threads = 0,
     max_len: options.MaxLen = 0,
+    quantize: options.Quantize = "",
+    kv: options.Kv = "auto",
 ) -> None:
     """Talk with a model; /help tells what can be typed.
 
@@ -47,7 +49,8 @@ def chat(
     from penstock.types import SamplingParams
 
     params = SamplingParams(temperature=temperature, top_p=top_p, seed=seed, max_tokens=max_tokens)
-    with LLM(path, device=device, threads=threads, max_len=max_len, max_rows=1) as llm:
+    settings = {"device": device, "threads": threads, "max_len": max_len, "quantize": quantize, "kv": kv}
+    with LLM(path, max_rows=1, **settings) as llm:
         note(f"{model} is listening. /help for help, Ctrl-D to leave.")
         _keep_history()
         _talk(Conversation(llm, params, system))

@@ -30,6 +30,8 @@ def run(
     device: options.Device = "auto",
     threads: options.Threads = 0,
     max_len: options.MaxLen = 0,
+    quantize: options.Quantize = "",
+    kv: options.Kv = "auto",
     json: options.Json = False,
 ) -> None:
     """Ask one question and print the answer.
@@ -52,7 +54,8 @@ def run(
     from penstock.types import SamplingParams
 
     params = SamplingParams(temperature=temperature, top_p=top_p, seed=seed, max_tokens=max_tokens)
-    with LLM(path, device=device, threads=threads, max_len=max_len, max_rows=1) as llm:
+    settings = {"device": device, "threads": threads, "max_len": max_len, "quantize": quantize, "kv": kv}
+    with LLM(path, max_rows=1, **settings) as llm:
         stream = llm.stream(text if raw else _messages(system, text), params)
         if json:
             print_json({"model": model} | asdict(stream.rest()))

@@ -31,6 +31,10 @@ def serve(
       penstock serve ./model.gguf --port 9000 --max-len 4096
       curl http://127.0.0.1:8000/v1/chat/completions -H 'content-type: application/json' \\
         -d '{"model": "smollm2", "messages": [{"role": "user", "content": "Hello"}]}'
+
+    Weights of GGUF files in Q4_0 to Q8_0 and Q4_K to Q6_K, and of FP8 checkpoints (e4m3), are kept as they are on a
+    GPU; --quantize makes plain ones smaller. Formats a GPU has no kernels for are kept there as bf16, and FP8
+    checkpoints on a CPU: the log says so.
     """
     path = obtain(model)
 

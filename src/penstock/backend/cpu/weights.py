@@ -44,7 +44,7 @@ class Packing:
         if not self._widened:
             import logging  # takes longer than packing most models
 
-            logging.getLogger(__name__).info("FP8 weights become BF16 on a CPU, and take as much memory as those")
+            logging.getLogger(__name__).warning("FP8 weights become BF16 on a CPU, and take as much memory as those")
             self._widened = True
         return widened(part)
 

@@ -124,8 +124,11 @@ def pack(
         return Quantized(stack([packed(part, device) for part in parts]), vector, workspace)
     if dtype.itemsize == 2 and formats == {"F8_E4M3"} and (weight := pack_float8(parts, vector, device, workspace)):
         return weight
-    if not formats <= PLAIN.keys() and dtype.itemsize == 2:
-        log.info("%s and what lies beside it are kept as %s: no kernel reads %s", parts[0].name, dtype, formats)
+    if dtype.itemsize == 2 and not formats <= PLAIN.keys() | workspace.widened:
+        workspace.widened |= formats
+        log.warning(
+            "%s and others like it are kept as %s: no kernel reads %s so", parts[0].name, dtype, sorted(formats)
+        )
     values = stacked_values(parts, device, dtype)
     if quantize:
         transfer.arrived()
