@@ -28,6 +28,7 @@ from penstock.server.errors import answer_bug, answer_error, answer_http_error, 
 from penstock.server.metrics import Metrics
 from penstock.server.openai_chat import chat_completions
 from penstock.server.openai_completions import completions
+from penstock.server.page import page
 from penstock.server.served import Served
 from penstock.text import Text
 
@@ -62,6 +63,7 @@ def create_app(client: EngineClient, text: Text, name: str) -> ASGIApp:
             route("/v1/models/{id:path}", show_model, "GET"),
             route("/health", health, "GET"),
             route("/metrics", show_metrics, "GET"),
+            route("/", page, "GET"),
         ],
         exception_handlers={
             PenstockError: answer_error,
