@@ -16,6 +16,7 @@ from precision_model import Array, Values, read, shuffled, tensors, truth
 
 from penstock.backend.cuda import CudaBackend
 from penstock.backend.cuda.quantized import Quantized
+from penstock.backend.cuda.transfer import transfer
 from penstock.backend.cuda.weights import Dense
 from penstock.backend.ref.batches import Chunk, greedy_batch
 from penstock.engine.engine import Engine
@@ -212,6 +213,7 @@ def compare_greedy(given: argparse.Namespace, inputs: Figures) -> list[Figures]:
     checkpoint = open_checkpoint(given.model)
     backend.load(load_model(checkpoint, backend))
     backend.reserve_kv(256, BLOCK)
+    transfer.arrived()
     limits = Limits(2048, 64, 512, BLOCK, 256, checkpoint.spec.vocab)
     found = []
     count = ANSWER if given.device == "cuda" else 3

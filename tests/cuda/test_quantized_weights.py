@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -89,9 +88,15 @@ def test_neighbours_of_one_format_are_one_matrix() -> None:
 
 
 def test_formats_without_a_kernel_become_plain_values(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO):
-        assert isinstance(packed(["Q4_K", "IQ4_XS"], [16, 16]), Dense)
-    assert "IQ4_XS" in caplog.text
+    assert isinstance(packed(["Q4_K", "IQ4_XS"], [16, 16]), Dense)
+    assert "IQ4_XS and Q4_K become" in caplog.text
+
+
+def test_what_is_not_quantized_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    packed(["Q4_K"], [16], "int4")
+    packed(["F32"], [16], "fp8", width=96)
+    assert "Q4_K stay as they are: int4 is for plain ones" in caplog.text
+    assert "rows of 96 stay as they are" in caplog.text
 
 
 def test_plain_values_are_quantized_when_asked_for() -> None:

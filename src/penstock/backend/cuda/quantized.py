@@ -28,7 +28,7 @@ class Workspace:
     def __init__(self, scratch: Scratch, tokens: int) -> None:
         self.scratch = scratch
         self.streams = stream.available(scratch.parts.device)
-        self.widened: set[str] = set()  # formats that were said to become plain values
+        self.said: set[str] = set()  # about weights: once for all that are alike
         self._tokens = tokens
         self._bytes = torch.empty(0, dtype=torch.uint8, device=scratch.parts.device)
 

@@ -120,23 +120,34 @@ def pack(
     """Quantized formats stay as they are; plain ones become what `quantize` says: float8, 4 bits, or themselves."""
     formats = {part.format.name for part in parts}
     vector = stacked_bias(parts, bias, device)
+    if quantize and not formats <= PLAIN.keys():
+        say(workspace, f"weights in {names(formats)} stay as they are: {quantize} is for plain ones")
     if dtype.itemsize == 2 and formats <= TAKE.keys():
         return Quantized(stack([packed(part, device) for part in parts]), vector, workspace)
     if dtype.itemsize == 2 and formats == {"F8_E4M3"} and (weight := pack_float8(parts, vector, device, workspace)):
         return weight
-    if dtype.itemsize == 2 and not formats <= PLAIN.keys() | workspace.widened:
-        workspace.widened |= formats
-        log.warning(
-            "%s and others like it are kept as %s: no kernel reads %s so", parts[0].name, dtype, sorted(formats)
-        )
+    if dtype.itemsize == 2 and not formats <= PLAIN.keys():
+        say(workspace, f"weights in {names(formats)} become {dtype}: no kernel reads them as they are")
     values = stacked_values(parts, device, dtype)
-    if quantize:
-        transfer.arrived()
-    if quantize == "int4" and formats <= PLAIN.keys():
+    if not quantize or not formats <= PLAIN.keys():
+        return Dense(values, vector, workspace)
+    transfer.arrived()
+    if quantize == "int4":
         return Quantized((quantize_int4(values),), vector, workspace)
-    if quantize == "fp8" and formats <= PLAIN.keys() and values.shape[1] % COLUMNS == 0:
+    if values.shape[1] % COLUMNS == 0:
         return Float8(quantize_float8(values), vector, workspace)
+    say(workspace, f"weights with rows of {values.shape[1]} stay as they are: fp8 needs multiples of {COLUMNS}")
     return Dense(values, vector, workspace)
+
+
+def names(formats: set[str]) -> str:
+    return " and ".join(sorted(formats))
+
+
+def say(workspace: Workspace, message: str) -> None:
+    if message not in workspace.said:
+        workspace.said.add(message)
+        log.warning(message)
 
 
 def packed(part: Tensor, device: torch.device) -> QuantizedWeight:
