@@ -57,6 +57,27 @@ def test_metrics_follow_the_requests(parrot: Any) -> None:
     assert sum(blocks.values()) == 256
 
 
+def test_other_engines_names_say_the_same(parrot: Any) -> None:
+    parrot.post("/v1/completions", model=MODEL, prompt="[hello there, hello there]", max_tokens=9)
+    parrot.until_idle()
+    all = samples(parrot)
+    theirs = (("engine", "0"), ("model_name", MODEL))
+    for ours, vllm, llamacpp in (
+        ("penstock_generated_tokens_total", "vllm:generation_tokens_total", "llamacpp:tokens_predicted_total"),
+        ("penstock_prompt_tokens_total", "vllm:prompt_tokens_total", "llamacpp:prompt_tokens_total"),
+        ("penstock_prompt_tokens_total", "vllm:prefix_cache_queries_total", None),
+        ("penstock_time_to_first_token_seconds_sum", "vllm:time_to_first_token_seconds_sum", None),
+        ("penstock_inter_token_seconds_count", "vllm:inter_token_latency_seconds_count", None),
+        ("penstock_request_seconds_count", "vllm:e2e_request_latency_seconds_count", None),
+    ):
+        assert all[vllm, theirs] == all[ours, ()] > 0
+        assert llamacpp is None or all[llamacpp, ()] == all[ours, ()]
+    finished = all["penstock_requests_finished_total", (("reason", "length"),)]
+    assert all["vllm:request_success_total", (theirs[0], ("finished_reason", "length"), theirs[1])] == finished > 0
+    assert all["vllm:num_requests_running", theirs] == all["llamacpp:requests_processing", ()] == 0
+    assert 0 <= all["vllm:kv_cache_usage_perc", theirs] < 1
+
+
 def test_metrics_count_those_who_left(slow_parrot: Any) -> None:
     stream = slow_parrot.sdk().completions.create(model=MODEL, prompt="[*abc]", max_tokens=4000, stream=True)
     next(stream)

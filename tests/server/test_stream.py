@@ -43,7 +43,7 @@ class Script:
 
 
 def served(client: Any) -> Served:
-    return Served(client, toys.ToyText(), "toy", 0, Metrics(client))  # type: ignore[arg-type]
+    return Served(client, toys.ToyText(), "toy", 0, Metrics(client, "toy"))  # type: ignore[arg-type]
 
 
 def said(steps: list[list[Event]], **sampling: Any) -> tuple[list[Delta], Script]:

@@ -39,7 +39,7 @@ Endpoint = Callable[[Served, Request], Awaitable[Response]]
 
 def create_app(client: EngineClient, text: Text, name: str) -> ASGIApp:
     """Serves `client`'s engine as `name`; starts the client when it starts and closes it when it ends."""
-    served = Served(client, text, name, int(time.time()), Metrics(client))
+    served = Served(client, text, name, int(time.time()), Metrics(client, name))
 
     def route(path: str, endpoint: Endpoint, method: str) -> Route:
         async def call(request: Request) -> Response:

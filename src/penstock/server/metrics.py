@@ -13,15 +13,17 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from penstock.ipc.client import EngineClient
+from penstock.server.aliases import Aliases
 
 FAST = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 SLOW = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0, 300.0, 600.0)
 
 
 class Metrics:
-    def __init__(self, client: EngineClient) -> None:
+    def __init__(self, client: EngineClient, model: str) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(EngineNumbers(client))
+        engine = EngineNumbers(client)
+        self._registry.register(engine)
         self.first_token = self._histogram("time_to_first_token", "From asking the engine to the first token", SLOW)
         self.inter_token = Intervals("inter_token", "Between one token of a request and the next")
         self._registry.register(self.inter_token)
@@ -29,6 +31,8 @@ class Metrics:
         self.finished = Counter(
             "penstock_requests_finished", "Requests by how they ended", ["reason"], registry=self._registry
         )
+        sources = (engine, self.first_token, self.inter_token, self.request, self.finished)
+        self._registry.register(Aliases(sources, model))
 
     def render(self) -> bytes:
         return generate_latest(self._registry)
