@@ -121,3 +121,42 @@ def test_a_killed_engine_is_back_with_the_same_answer(server: Any) -> None:
     server.until(lambda: server.client.restarts == 1)
     assert server.get("/health").json()["engine"]["pid"] != pid
     assert sdk.chat.completions.create(**ask(QUESTIONS[1])).choices[0].message.content == before
+
+
+def test_tokens_there_and_back(server: Any, smollm2: Path) -> None:
+    text = "Rivers run <|im_end|> to the sea."
+    told = server.post("/tokenize", model=MODEL, prompt=text, return_token_strs=True).json()
+    assert told["tokens"] == load_text(smollm2).encode_prompt(text)
+    assert told["count"] == len(told["tokens"]) == len(told["token_strs"])
+    assert "".join(told["token_strs"]) == text
+    assert told["max_model_len"] == 1024
+    assert server.post("/detokenize", tokens=told["tokens"]).json() == {"prompt": text, "content": text}
+    plain = server.post("/tokenize", content=text, parse_special=False, with_pieces=True).json()["tokens"]
+    assert "".join(token["piece"] for token in plain) == text
+    assert len(plain) > told["count"]
+
+
+def test_a_rendered_chat_is_the_prompt_of_an_answer(server: Any) -> None:
+    messages = [{"role": "user", "content": "Hello"}]
+    prompt = server.post("/apply-template", messages=messages).json()["prompt"]
+    assert prompt.endswith("<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n")
+    counted = server.post("/tokenize", messages=messages).json()["count"]
+    assert counted == server.post("/tokenize", prompt=prompt).json()["count"]
+    asked = {"model": MODEL, "messages": messages, "max_tokens": 1}
+    assert server.sdk().chat.completions.create(**asked).usage.prompt_tokens == counted
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "told"),
+    [
+        ("/tokenize", {}, "exactly one of prompt, content, messages is needed; got none of them"),
+        ("/tokenize", {"prompt": "a", "content": "b"}, "got prompt and content"),
+        ("/tokenize", {"prompt": "a", "surprise": 1}, "surprise"),
+        ("/detokenize", {"tokens": [10**6]}, "token ids are from 0 to"),
+        ("/apply-template", {"messages": []}, "messages is empty"),
+    ],
+)
+def test_what_cannot_be_tokenized_is_named(server: Any, path: str, fields: dict[str, Any], told: str) -> None:
+    answer = server.post(path, **fields)
+    assert answer.status_code == 400
+    assert told in answer.json()["error"]["message"]

@@ -30,6 +30,7 @@ from penstock.server.openai_chat import chat_completions
 from penstock.server.openai_completions import completions
 from penstock.server.page import page
 from penstock.server.served import Served
+from penstock.server.tokens import apply_template, detokenize, tokenize
 from penstock.text import Text
 
 DRAIN = 30  # seconds that answers under way have when the server is asked to stop
@@ -64,6 +65,9 @@ def create_app(client: EngineClient, text: Text, name: str) -> ASGIApp:
             route("/health", health, "GET"),
             route("/metrics", show_metrics, "GET"),
             route("/", page, "GET"),
+            route("/tokenize", tokenize, "POST"),
+            route("/detokenize", detokenize, "POST"),
+            route("/apply-template", apply_template, "POST"),
         ],
         exception_handlers={
             PenstockError: answer_error,

@@ -83,8 +83,12 @@ class Fields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 # -- reading ------------------------------------------------------------------------------------------------------
 
 
+async def read_body(http: HttpRequest, kind: type[S], neutral: Neutral) -> S:
+    return read_object(_json_object(await _body(http)), kind, neutral)
+
+
 async def read_fields(http: HttpRequest, kind: type[F], neutral: Neutral) -> F:
-    fields = read_object(_json_object(await _body(http)), kind, neutral)
+    fields = await read_body(http, kind, neutral)
     if fields.stream_options is not None and not fields.stream:
         raise InvalidRequest("stream_options needs stream: true", param="stream_options")
     if fields.stream_options is not None and fields.stream_options.include_obfuscation:

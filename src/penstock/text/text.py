@@ -31,11 +31,14 @@ class Text:
 
     def encode_chat(self, messages: Sequence[Message], **kwargs: Any) -> list[int]:
         """The prompt for the next answer; `kwargs` go to the template."""
+        return self.encode_prompt(self.render_chat(messages, **kwargs))
+
+    def render_chat(self, messages: Sequence[Message], **kwargs: Any) -> str:
         if self.template is None:
             raise InvalidRequest(
                 "this model has no chat template; send it a plain prompt through completions instead", param="messages"
             )
-        return self.encode_prompt(self.template.render(messages, **kwargs))
+        return self.template.render(messages, **kwargs)
 
     def encode_prompt(self, text: str) -> list[int]:
         """Special tokens may be spelled out in the text; a BOS is put before it when the model wants one."""

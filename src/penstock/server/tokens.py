@@ -1,0 +1,95 @@
+"""POST /tokenize, /detokenize and /apply-template, in the fields of both vLLM and llama.cpp."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from penstock.errors import InvalidRequest
+from penstock.server.openai import Neutral, read_body
+from penstock.server.openai_chat import read_messages
+from penstock.server.reply import encode
+from penstock.server.served import Served, off_loop
+
+
+class Tokenize(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """One of `prompt` (vLLM), `content` (llama.cpp) or `messages`."""
+
+    model: str | None = None
+    prompt: str | None = None
+    content: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool = True  # of a prompt: the model's BOS, where it wants one
+    add_special: bool = False  # the same, of a content
+    parse_special: bool = True
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+    with_pieces: bool = False
+
+
+class Detokenize(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    model: str | None = None
+    tokens: list[int]
+
+
+class ApplyTemplate(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    model: str | None = None
+    messages: list[dict[str, Any]]
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] = {}
+
+
+NEUTRAL: Neutral = {}
+
+
+async def tokenize(served: Served, http: HttpRequest) -> Response:
+    asked = await read_body(http, Tokenize, NEUTRAL)
+    check_model(served, asked.model)
+    text = only_one({"prompt": asked.prompt, "content": asked.content, "messages": asked.messages})
+    if asked.messages is not None:
+        text = served.text.render_chat(read_messages(asked.messages), add_generation_prompt=asked.add_generation_prompt)
+    bos = asked.add_special if asked.content is not None else asked.add_special_tokens
+    tokenizer = served.text.tokenizer
+    ids = await off_loop(len(text), lambda: tokenizer.encode(text, special=asked.parse_special, bos=bos))
+    pieces = [tokenizer.token_text(id) for id in ids] if asked.return_token_strs or asked.with_pieces else None
+    answer: dict[str, Any] = {"count": len(ids), "max_model_len": served.limits.max_len, "tokens": ids}
+    if pieces is not None and asked.return_token_strs:
+        answer["token_strs"] = pieces
+    if pieces is not None and asked.with_pieces:
+        answer["tokens"] = [{"id": id, "piece": piece} for id, piece in zip(ids, pieces, strict=True)]
+    return told(answer)
+
+
+async def detokenize(served: Served, http: HttpRequest) -> Response:
+    asked = await read_body(http, Detokenize, NEUTRAL)
+    check_model(served, asked.model)
+    served.check_ids(asked.tokens, "tokens")
+    text = await off_loop(len(asked.tokens), lambda: served.text.tokenizer.decode(asked.tokens, special=True))
+    return told({"prompt": text, "content": text})
+
+
+async def apply_template(served: Served, http: HttpRequest) -> Response:
+    asked = await read_body(http, ApplyTemplate, NEUTRAL)
+    check_model(served, asked.model)
+    kwargs = {"add_generation_prompt": asked.add_generation_prompt, **asked.chat_template_kwargs}
+    return told({"prompt": served.text.render_chat(read_messages(asked.messages), **kwargs)})
+
+
+def check_model(served: Served, name: str | None) -> None:
+    if name is not None:
+        served.check_model(name)
+
+
+def only_one(given: dict[str, Any]) -> Any:
+    named = [name for name, value in given.items() if value is not None]
+    if len(named) != 1:
+        got = " and ".join(named) if named else "none of them"
+        raise InvalidRequest(f"exactly one of {', '.join(given)} is needed; got {got}")
+    return given[named[0]]
+
+
+def told(answer: dict[str, Any]) -> Response:
+    return Response(encode(answer), media_type="application/json")
