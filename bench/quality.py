@@ -22,7 +22,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import report
@@ -37,6 +37,7 @@ from penstock.model.load import load_model, open_checkpoint
 
 Floats = NDArray[np.float64]
 Logits = Callable[[Batch], NDArray[np.float32]]
+Result = dict[str, Any]
 
 WINDOW = 512
 SCORED = WINDOW // 2 - 1  # predictions of a window that llama-perplexity saves
@@ -59,6 +60,8 @@ class Score(NamedTuple):
     kl: float
     kl_p99: float
     same_top: float
+    beyond: float  # llama.cpp's mean, from position to position
+    beyond_error: float  # its standard error
 
 
 def main() -> None:
@@ -103,9 +106,15 @@ def compare(model: Path, args: argparse.Namespace) -> Iterator[tuple[str, Score]
                 divergences[name].append(divergence(truth, answer))
                 same[name].append(truth.argmax(1) == answer.argmax(1))
             say(f"{model.stem} window {index + 1}/{len(saved.tokens)}")
+    theirs = np.concatenate(divergences["llama.cpp"])
     for name, parts in divergences.items():
-        kl = np.concatenate(parts)
-        yield name, Score(float(kl.mean()), float(np.quantile(kl, 0.99)), float(np.concatenate(same[name]).mean()))
+        yield name, score(np.concatenate(parts), theirs, np.concatenate(same[name]))
+
+
+def score(kl: Floats, theirs: Floats, same: Floats) -> Score:
+    beyond = kl - theirs
+    error = beyond.std(ddof=1) / len(beyond) ** 0.5
+    return Score(float(kl.mean()), float(np.quantile(kl, 0.99)), float(same.mean()), float(beyond.mean()), float(error))
 
 
 def run_llama(model: Path, args: argparse.Namespace, target: Path) -> Saved:
@@ -167,11 +176,17 @@ def divergence(truth: Floats, answer: Floats) -> Floats:  # [rows]
     return per_row
 
 
-def table(results: list[dict[str, float | str]]) -> str:
+def table(results: list[Result]) -> str:
     rows = [
-        f"| {r['model']} | {r['engine']} | {r['kl']:.5f} | {r['kl_p99']:.4f} | {r['same_top']:.2%} |" for r in results
+        f"| {r['model']} | {r['engine']} | {r['kl']:.5f} | {beyond(r)} | {r['kl_p99']:.4f} | {r['same_top']:.2%} |"
+        for r in results
     ]
-    return "\n".join(["| file | engine | mean KL | 99th percentile | same top token |", "|---|---|---|---|---|", *rows])
+    head = "| file | engine | mean KL | beyond llama.cpp's | 99th percentile | same top token |"
+    return "\n".join([head, "|---|---|---|---|---|---|", *rows])
+
+
+def beyond(result: Result) -> str:
+    return f"{result['beyond']:+.5f} ± {result['beyond_error']:.5f}" if result["beyond_error"] else ""
 
 
 def say(text: str) -> None:
