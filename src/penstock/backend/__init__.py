@@ -19,7 +19,7 @@ def settle(config: Config) -> Config:
     device = config.device
     if device == "auto":
         device = "cuda" if has_cuda() else "cpu"
-    rows, tokens, mixed = (256, 2048, 384) if device == "cuda" else (64, 512, 0)
+    rows, tokens, mixed = (256, 2048, 384) if device == "cuda" else (64, 512, 192)
     return replace(
         config,
         device=device,
