@@ -93,9 +93,9 @@ struct Tile {
     Random random(count);
     const auto queries = random.floats(count * dim);
     std::vector<float> scores((count - 1) * SPAN + TILE), alone(TILE);
-    kernels.score(queries.data(), count, dim, memory.data(), scores.data());
+    kernels.score(queries.data(), count, dim, memory.data(), memory.data(), scores.data());
     for (size_t i = 0; i < count; ++i) {
-      kernels.score(queries.data() + i * dim, 1, dim, memory.data(), alone.data());
+      kernels.score(queries.data() + i * dim, 1, dim, memory.data(), memory.data(), alone.data());
       const auto together = scores.begin() + ptrdiff_t(i * SPAN);
       check(same_bits({together, together + TILE}, alone), what + "a query scores otherwise among others");
       for (size_t lane = 0; lane < TILE; ++lane) {

@@ -48,15 +48,16 @@ void fill(Weight& weight, size_t part, size_t rows, const Storage& stored, Rando
 // Rows as the kernels want them for this weight: floats, CodeBlocks or BF16.
 struct Inputs {
   size_t rows, width;
+  bool middles;
   std::vector<float> floats;
   std::vector<CodeBlock> codes;
   std::vector<uint16_t> bfloats;  // of whole blocks
 
-  Inputs(const Kernels& kernels, const Weight& weight, size_t rows, Random& random)
-      : rows(rows), width(weight.width()), floats(random.floats(rows * width)) {
+  Inputs(const Kernels& kernels, const Weight& weight, size_t rows, bool middles, Random& random)
+      : rows(rows), width(weight.width()), middles(middles), floats(random.floats(rows * width)) {
     if (weight.coded()) {
       codes.resize(rows * width / BLOCK);
-      kernels.quantize(floats.data(), rows * width, codes.data());
+      kernels.quantize(floats.data(), rows * width, middles, codes.data());
     }
     if (!weight.bfloat() || !kernels.to_bfloats) return;
     bfloats.resize(rows * bfloat_width());
@@ -66,7 +67,8 @@ struct Inputs {
   size_t bfloat_width() const { return (width + BLOCK - 1) / BLOCK * BLOCK; }
   double value(size_t row, size_t k) const {
     const size_t at = row * width + k;
-    if (!codes.empty()) return double(codes[at / BLOCK].scale) * codes[at / BLOCK].q[at % BLOCK];
+    const CodeBlock* block = codes.empty() ? nullptr : &codes[at / BLOCK];
+    if (block) return double(block->scale) * block->q[at % BLOCK] + block->middle;
     return bfloats.empty() ? floats[at] : from_bfloat(bfloats[row * bfloat_width() + k]);
   }
   const std::byte* data(size_t row) const {
@@ -94,6 +96,7 @@ std::vector<float> product(const Kernels& kernels, const Weight& weight, const I
         .x = x.data(first),
         .x_stride = x.stride(),
         .rows = count,
+        .middles = x.middles,
         .bias = weight.bias(run.column),
         .y = y.data() + run.column,
         .y_stride = columns,
@@ -133,14 +136,14 @@ bool all_near(const std::vector<float>& got, const Weight& weight, const Inputs&
   return true;
 }
 
-void test_shape(const Isa& isa, const Storage& stored, size_t columns, size_t width) {
+void test_shape(const Isa& isa, const Storage& stored, size_t columns, size_t width, bool middles = false) {
   const std::string shape = std::to_string(columns) + "x" + std::to_string(width);
-  const std::string what = isa.name + " product " + stored.format + " " + shape;
+  const std::string what = isa.name + " product " + stored.format + " " + shape + (middles ? " with middles" : "");
   Random random(columns * width);
   Weight weight(width, {{stored.format, columns}});
   fill(weight, 0, columns, stored, random);
   weight.set_bias(random.floats(columns));
-  const Inputs x(*isa.kernels, weight, 20, random);
+  const Inputs x(*isa.kernels, weight, 20, middles, random);
   const auto alone = one_by_one(*isa.kernels, weight, x);
   check(all_near(alone, weight, x), what);
   for (size_t count : {2, 3, 4, 5, 6, 7, 8, 9, 13, 20}) {
@@ -160,7 +163,7 @@ void test_gated(const Isa& isa, const Storage& stored, size_t hidden, size_t wid
   fill(weight, 0, hidden, stored, random);
   fill(weight, 1, hidden, stored, random);
   if (!weight.gateable()) return;
-  const Inputs x(*isa.kernels, weight, 7, random);
+  const Inputs x(*isa.kernels, weight, 7, false, random);
   for (size_t count = 1; count <= x.rows; ++count) {
     const auto both = product(*isa.kernels, weight, x, 0, count);
     std::vector<float> apart(count * hidden);
@@ -176,6 +179,7 @@ void test_gated(const Isa& isa, const Storage& stored, size_t hidden, size_t wid
 void test_products(const Isa& isa) {
   for (const Storage& stored : STORED) {
     test_shape(isa, stored, 49, 1024);
+    test_shape(isa, stored, 49, 1024, true);
     test_shape(isa, stored, 5, 256);
     test_shape(isa, stored, 48, stored.values == 256 ? 512 : 64);
     if (stored.values == 1) test_shape(isa, stored, 17, 37);

@@ -10,7 +10,7 @@ namespace {
 
 constexpr float NAN_ = std::numeric_limits<float>::quiet_NaN(), INFINITE = std::numeric_limits<float>::infinity();
 
-void test_quantize(const Isa& isa) {
+void test_quantize(const Isa& isa, bool middles) {
   Random random(1);
   auto x = random.floats(5 * BLOCK);
   std::fill_n(x.begin() + BLOCK, BLOCK, 0.0f);
@@ -20,22 +20,28 @@ void test_quantize(const Isa& isa) {
   }
   x[2 * BLOCK] = -127;
   std::vector<CodeBlock> blocks(5);
-  isa.kernels->quantize(x.data(), x.size(), blocks.data());
+  isa.kernels->quantize(x.data(), x.size(), middles, blocks.data());
   for (size_t b = 0; b < 5; ++b) {
+    const auto first = x.begin() + ptrdiff_t(b * BLOCK);
+    const auto [least, most] = std::minmax_element(first, first + BLOCK);
+    const float middle = middles ? (*least + *most) * 0.5f : 0.0f;
+    for (size_t j = 0; j < BLOCK; ++j) x[b * BLOCK + j] -= middle;
     float largest = 0;
     for (size_t j = 0; j < BLOCK; ++j) largest = std::max(largest, std::fabs(x[b * BLOCK + j]));
     const float scale = largest / 127.0f, inverse = largest > 0 ? 127.0f / largest : 0.0f;
     int32_t sums[3] = {};
-    bool right = blocks[b].scale == scale;
+    bool right = blocks[b].scale == scale && blocks[b].middle == middle;
     for (size_t j = 0; j < BLOCK; ++j) {
       const int32_t code = int32_t(std::nearbyint(x[b * BLOCK + j] * inverse));
       right &= blocks[b].q[j] == code;
       sums[j / 16] += code;
       sums[2] += code;
     }
-    for (int i = 0; i < 3; ++i)
-      right &= blocks[b].sum[i] == scale * float(sums[i]) && blocks[b].offset[i] == -128 * sums[i];
-    check(right, isa.name + " quantize, block " + std::to_string(b));
+    for (int i = 0; i < 3; ++i) {
+      right &= blocks[b].sum[i] == scale * float(sums[i]) + middle * (i < 2 ? 16.0f : 32.0f);
+      right &= blocks[b].offset[i] == -128 * sums[i];
+    }
+    check(right, isa.name + " quantize, block " + std::to_string(b) + (middles ? ", with a middle" : ""));
   }
 }
 
@@ -121,7 +127,7 @@ void test_scale(const Isa& isa, size_t n) {
 }  // namespace
 
 void test_rows(const Isa& isa) {
-  test_quantize(isa);
+  for (bool middles : {false, true}) test_quantize(isa, middles);
   for (size_t width : {1, 16, 47, 576})
     for (bool added : {false, true}) test_norm(isa, width, added);
   for (size_t hidden : {5, 16, 40}) test_gate(isa, hidden);

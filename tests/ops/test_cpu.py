@@ -20,6 +20,7 @@ from penstock.backend.ref.cases import BYTE, CASES, EXACT, FLOAT, Case, attentio
 from penstock.backend.ref.ops import RefOps
 from penstock.errors import ConfigError
 from penstock.model.llama import build
+from penstock.model.quant import dequantize
 from penstock.model.spec import ModelSpec
 from penstock.model.tensor import FORMATS
 
@@ -103,6 +104,29 @@ def test_quantized_products_lose_nothing_but_the_activations_rounding(
     monkeypatch.setattr(RefOps, "linear", lambda ops, x, weight: exact(ops, to_eight_bits(x), weight))
     wanted = run(case.make(np.random.default_rng(seed)), RefBackend())
     assert max(map(difference, got, wanted)) <= FLOAT
+
+
+@pytest.mark.parametrize("isa", isas())
+@pytest.mark.parametrize("format", [name for name, format in FORMATS.items() if format.values > 1])
+def test_sampled_rows_are_rounded_within_the_range_of_each_block(format: str, isa: str):
+    rng = np.random.default_rng(5)
+    weight, table = random_tensor(rng, format, 49, 512), random_tensor(rng, "F32", 7, 512)
+
+    class Head:
+        def __init__(self, backend: Any) -> None:
+            self.weight, self.table = (backend.pack_matrix([t], [None]) for t in (weight, table))
+
+        def forward(self, ops: Any) -> Any:
+            return ops.linear(ops.take_sampled(ops.embed(self.table)), self.weight)
+
+    backend = CpuBackend(2, isa=isa)
+    backend.load(Head(backend))
+    blocks = dequantize(table).reshape(-1, 32)
+    middles = (blocks.min(axis=1, keepdims=True) + blocks.max(axis=1, keepdims=True)) / 2
+    rounded = (to_eight_bits(blocks - middles) + middles).reshape(7, 512)
+    for rows in (1, 3, 7):
+        got = backend.logits(greedy_batch([Chunk(range(rows), 0, [0], sample=rows)]))
+        assert difference(got, rounded[:rows] @ dequantize(weight).T) <= FLOAT
 
 
 @pytest.mark.parametrize("isa", isas())

@@ -9,6 +9,7 @@ namespace penstock {
 namespace {
 
 constexpr size_t STORE_TOKENS = 8;  // per chunk
+constexpr size_t AHEAD = 2 * TILE;  // places whose keys are on their way while others are scored
 
 Rotation rotation(const Frame& frame, const Attention& a, size_t token) {
   const Buffer& angles = frame.buffers[size_t(a.angles)];
@@ -92,7 +93,7 @@ class Queries {
     }
     last = std::min(last, (part + 1) * PART);
     for (size_t span = std::max(first / SPAN * SPAN, part * PART); span < last; span += SPAN)
-      attend_span(span, std::max(span, first), std::min(span + SPAN, last), state);
+      attend_span(span, std::max(span, first), std::min(span + SPAN, last), last - 1, state);
   }
 
   void write(const State& state, const Buffer& out) const {
@@ -113,12 +114,14 @@ class Queries {
   size_t last_place(size_t i) const { return frame_.cache.place(position(i)) + 1; }
 
   // Spans and tiles stand at fixed places of the sequence, so a query adds up in the same order in any chunking.
-  void attend_span(size_t span, size_t first, size_t last, const State& state) const {
+  void attend_span(size_t span, size_t first, size_t last, size_t end, const State& state) const {
     const auto& kernels = frame_.cache.kernels(frame_.kernels);
     const int32_t* table = frame_.batch.tables + tile_.row * frame_.batch.table_width;
-    for (size_t place = first; place < last; place += TILE)
+    for (size_t place = first; place < last; place += TILE) {
+      const size_t soon = std::min(place + AHEAD, end);
       kernels.score(queries_, count(), a_.dim, frame_.cache.tile(a_.layer, kv_head_, table, place),
-                    scores_ + (place - span));
+                    frame_.cache.tile(a_.layer, kv_head_, table, soon), scores_ + (place - span));
+    }
     for (size_t i = 0; i < count(); ++i) soften(i, span, first, last, state);
     for (size_t place = first; place < last; place += TILE)
       kernels.mix(scores_ + (place - span), count(), frame_.cache.tile(a_.layer, kv_head_, table, place),

@@ -16,12 +16,12 @@ namespace penstock {
 inline constexpr size_t BLOCK = 32;
 inline constexpr size_t LANES = 16;  // rows of a panel
 
-// 32 activations: scale * q[j]. Sums are those of the first half, of the second, and of all.
+// 32 activations: scale * q[j] + middle. Sums are those of the first half, of the second, and of all.
 struct alignas(64) CodeBlock {
   float scale;
-  float sum[3];       // scale * sum(q): what a minimum of the weights is multiplied by
+  float middle;
+  float sum[3];       // of activations: what a minimum of the weights is multiplied by
   int32_t offset[3];  // -128 * sum(q): undoes weights stored 128 too high
-  int32_t unused;
   int8_t q[32];
 };
 static_assert(sizeof(CodeBlock) == 64);

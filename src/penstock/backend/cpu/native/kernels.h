@@ -23,6 +23,7 @@ struct PanelProduct {
   const std::byte* x;  // [rows] of floats, of CodeBlocks for quantized formats, or of BF16 (see to_bfloats)
   size_t x_stride;     // bytes from row to row
   size_t rows;
+  bool middles;  // whether blocks of x have any
   const float* bias;  // [columns], or null
   float* y;
   size_t y_stride;  // floats from row to row
@@ -41,8 +42,8 @@ inline constexpr size_t KV_SCALES = 2 * TILE;  // floats before 8-bit keys and v
 // KV of one head and 16 positions, a tile of cache.h.
 struct KvKernels {
   void (*store)(const float* key, const float* value, size_t dim, size_t padded, size_t lane, void* tile);
-  // scores[q][0..16] = queries[q] . keys; rows of scores are SPAN apart
-  void (*score)(const float* queries, size_t count, size_t dim, const void* tile, float* scores);
+  // scores[q][0..16] = queries[q] . keys; rows of scores are SPAN apart. The keys of `soon` are asked for meanwhile.
+  void (*score)(const float* queries, size_t count, size_t dim, const void* tile, const void* soon, float* scores);
   // out[q] += sum over the first n positions of weights[q][j] * values[j]
   void (*mix)(const float* weights, size_t count, const void* tile, size_t n, size_t dim, size_t padded, float* out);
 };
@@ -51,7 +52,8 @@ struct Kernels {
   void (*product[FORMATS])(const PanelProduct&);
   // Where products with BF16 weights take rows of BF16: makes such a row, of whole blocks. Else null.
   void (*to_bfloats)(const float* x, size_t width, uint16_t* out);
-  void (*quantize)(const float* x, size_t width, CodeBlock* out);
+  // With middles codes are spent on the range that a block has, without on one around zero.
+  void (*quantize)(const float* x, size_t width, bool middles, CodeBlock* out);
   // total = x (+ residual); out = total / rms(total) * gain
   void (*add_norm)(const float* x, const float* residual, const float* gain, float eps, size_t width, float* total,
                    float* out);

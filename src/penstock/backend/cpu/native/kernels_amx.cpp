@@ -127,6 +127,7 @@ struct Tiled {
       if constexpr (!Q::MINIMA) dot = penstock::add(dot, all(block.offset[whole]));
       sums[i] = fma(to_float(dot), mul(ready.scale[h], all(block.scale)), sums[i]);
       if constexpr (Q::MINIMA) sums[i] = fma(ready.minimum[h], all(block.sum[whole]), sums[i]);
+      if (pair.p.middles && h + 1 == Q::GROUPS) sums[i] = fma(ready.total, all(block.middle), sums[i]);
     }
   }
 };

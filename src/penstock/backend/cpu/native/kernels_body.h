@@ -64,6 +64,7 @@ struct Ready {
   Codes codes[8];
   F scale[Q::GROUPS];
   F minimum[Q::MINIMA ? Q::GROUPS : 1];
+  F total;  // of scale * number: what a middle of x is multiplied by; set if there are any
 };
 
 template <class Q, int GROUP>
@@ -90,6 +91,20 @@ INLINE void get_codes(const std::byte* block, Codes (&codes)[8], std::integer_se
 }
 
 template <class Q>
+INLINE F total_of(const Ready<Q>& ready) {
+  static constexpr int8_t ONES[4] = {1, 1, 1, 1};
+  const Four ones = spread(ONES, 0);
+  F total = zero();
+  UNROLL for (size_t h = 0; h < Q::GROUPS; ++h) {
+    I numbers = all(Q::MINIMA || SIGNED_BYTES ? 0 : -128 * int(BLOCK / Q::GROUPS));
+    UNROLL for (size_t g = h * 8 / Q::GROUPS; g < (h + 1) * 8 / Q::GROUPS; ++g)
+      numbers = dot<!Q::MINIMA>(numbers, ready.codes[g], ones);
+    total = fma(ready.scale[h], to_float(numbers), total);
+  }
+  return total;
+}
+
+template <class Q>
 INLINE void get_ready(const std::byte* panel, size_t b, Ready<Q>& ready) {
   using P = Packed<Q>;
   const std::byte* head = panel + P::head(b);
@@ -103,7 +118,8 @@ INLINE void get_ready(const std::byte* panel, size_t b, Ready<Q>& ready) {
 
 // sums[p][i] += block b of row i . that of panel p
 template <class Q, size_t P, size_t N>
-INLINE void add_block(const Ready<Q>* const (&ready)[P], const CodeBlock* const (&x)[N], size_t b, F (&sums)[P][N]) {
+INLINE void add_block(const Ready<Q>* const (&ready)[P], const CodeBlock* const (&x)[N], size_t b, bool middles,
+                      F (&sums)[P][N]) {
   UNROLL for (size_t h = 0; h < Q::GROUPS; ++h) {
     const size_t whole = Q::GROUPS == 1 ? 2 : h;
     I dots[P][N];
@@ -120,6 +136,9 @@ INLINE void add_block(const Ready<Q>* const (&ready)[P], const CodeBlock* const 
         if constexpr (Q::MINIMA) sums[p][i] = fma(ready[p]->minimum[h], all(x[i][b].sum[whole]), sums[p][i]);
       }
   }
+  if (middles)
+    UNROLL for (size_t i = 0; i < N; ++i)
+      UNROLL for (size_t p = 0; p < P; ++p) sums[p][i] = fma(ready[p]->total, all(x[i][b].middle), sums[p][i]);
 }
 
 inline void finish(const PanelProduct& p, size_t panel, size_t row, F sums) {
@@ -169,9 +188,10 @@ struct Coded {
       UNROLL for (size_t j = 0; j < P; ++j) {
         fetch(data[j] + Packed<Q>::at(b), Packed<Q>::BLOCK_BYTES);
         get_ready(data[j], b, ready[j]);
+        ready[j].total = p.middles ? total_of(ready[j]) : zero();
         at[j] = &ready[j];
       }
-      add_block(at, x, b, sums);
+      add_block(at, x, b, p.middles, sums);
     }
     finish_tile(row, sums);
   }
@@ -188,8 +208,12 @@ struct Coded {
     F aside[BAND][P];
   };
 
+  // While a tile of rows is computed with, its share of the panels that come next is brought near.
   template <size_t N>
   void some(size_t row, Span& span) const {
+    constexpr size_t BYTES = Packed<Q>::BLOCK_BYTES;
+    const size_t ahead = p.partners ? p.panel_bytes : P * p.panel_bytes;
+    const size_t begin = BYTES * row / p.rows, end = BYTES * (row + N) / p.rows;
     const CodeBlock* x[N];
     F sums[P][N];
     rows_from(row, x);
@@ -197,8 +221,11 @@ struct Coded {
       UNROLL for (size_t i = 0; i < N; ++i) sums[j][i] = span.first ? span.aside[row + i][j] : zero();
     for (size_t b = span.first; b < span.last; ++b) {
       const Ready<Q>* at[P];
-      UNROLL for (size_t j = 0; j < P; ++j) at[j] = &span.ready[j][b - span.first];
-      add_block(at, x, b, sums);
+      UNROLL for (size_t j = 0; j < P; ++j) {
+        at[j] = &span.ready[j][b - span.first];
+        for (size_t i = begin; i < end; i += 64) __builtin_prefetch(data[j] + ahead + Packed<Q>::at(b) + i, 0, 2);
+      }
+      add_block(at, x, b, p.middles, sums);
     }
     if (span.last == p.width / BLOCK) return finish_tile(row, sums);
     UNROLL for (size_t j = 0; j < P; ++j)
@@ -214,7 +241,11 @@ struct Coded {
       span.first = blocks * s / spans;
       span.last = blocks * (s + 1) / spans;
       for (size_t j = 0; j < P; ++j)
-        for (size_t b = span.first; b < span.last; ++b) get_ready(data[j], b, span.ready[j][b - span.first]);
+        for (size_t b = span.first; b < span.last; ++b) {
+          Ready<Q>& ready = span.ready[j][b - span.first];
+          get_ready(data[j], b, ready);
+          if (p.middles) ready.total = total_of(ready);
+        }
       each(span);
     }
   }
@@ -290,9 +321,15 @@ struct Plain {
 
 // ---- rows ----
 
-inline void quantize(const float* x, size_t width, CodeBlock* out) {
+inline void quantize(const float* x, size_t width, bool middles, CodeBlock* out) {
   for (size_t b = 0; b < width / BLOCK; ++b, x += BLOCK) {
-    const F low = load(x), high = load(x + 16);
+    F low = load(x), high = load(x + 16);
+    float middle = 0;
+    if (middles) {
+      middle = (maximum(max(low, high)) - maximum(sub(zero(), min(low, high)))) * 0.5f;
+      low = sub(low, all(middle));
+      high = sub(high, all(middle));
+    }
     const float largest = maximum(max(abs(low), abs(high)));
     const float scale = largest / 127.0f;
     const F inverse = all(largest > 0 ? 127.0f / largest : 0.0f);
@@ -301,8 +338,9 @@ inline void quantize(const float* x, size_t width, CodeBlock* out) {
     store_bytes(out[b].q, low_codes);
     store_bytes(out[b].q + 16, high_codes);
     out[b].scale = scale;
+    out[b].middle = middle;
     for (int i = 0; i < 3; ++i) {
-      out[b].sum[i] = scale * float(totals[i]);
+      out[b].sum[i] = scale * float(totals[i]) + middle * float(i == 2 ? 32 : 16);
       out[b].offset[i] = -128 * totals[i];
     }
   }
@@ -466,11 +504,12 @@ struct Kv {
   }
 
   template <size_t N>
-  static void score_some(const float* queries, size_t dim, const void* tile, float* scores) {
-    const T* keys = Tile<T>::keys(tile);
+  static void score_some(const float* queries, size_t dim, const void* tile, const void* soon, float* scores) {
+    const T *keys = Tile<T>::keys(tile), *next = Tile<T>::keys(soon);
     F even[N], odd[N];
     UNROLL for (size_t i = 0; i < N; ++i) even[i] = odd[i] = zero();
     for (size_t d = 0; d + 2 <= dim; d += 2) {
+      __builtin_prefetch(next + d * TILE);
       const F k0 = load(keys + d * TILE), k1 = load(keys + (d + 1) * TILE);
       UNROLL for (size_t i = 0; i < N; ++i) {
         even[i] = fma(k0, all(queries[i * dim + d]), even[i]);
@@ -484,9 +523,9 @@ struct Kv {
     }
   }
 
-  static void score(const float* queries, size_t count, size_t dim, const void* tile, float* scores) {
+  static void score(const float* queries, size_t count, size_t dim, const void* tile, const void* soon, float* scores) {
     by_queries<QUERIES>(0, count, [=]<size_t N>(size_t i) {
-      score_some<N>(queries + i * dim, dim, tile, scores + i * SPAN);
+      score_some<N>(queries + i * dim, dim, tile, soon, scores + i * SPAN);
     });
   }
 

@@ -62,6 +62,7 @@ struct Product {
         .x = static_cast<const std::byte*>(from.data),
         .x_stride = from.stride,
         .rows = std::min(BAND, frame.rows(x) - row),
+        .middles = frame.buffers[size_t(x)].middles(),
         .bias = weight->bias(run.column),
         .y = to.row(row) + run.column,
         .y_stride = to.width,

@@ -88,7 +88,7 @@ void Program::each_row(int out, std::function<void(const Frame&, size_t row)> ro
     const size_t last = std::min((chunk + 1) * CHUNK_ROWS, frame.rows(out));
     for (size_t r = chunk * CHUNK_ROWS; r < last; ++r) {
       row(frame, r);
-      if (buffer.coded) frame.kernels.quantize(buffer.row(r), buffer.width, buffer.code_row(r));
+      if (buffer.coded) frame.kernels.quantize(buffer.row(r), buffer.width, buffer.middles(), buffer.code_row(r));
       if (buffer.bfloat) frame.kernels.to_bfloats(buffer.row(r), buffer.width, buffer.bfloat_row(r));
     }
   };
