@@ -36,8 +36,8 @@ struct Buffer {
   float* data = nullptr;
 
   float* row(size_t r) const { return data + r * width; }
-  // Where logits come from, codes are spent on the range that a block has: a sixth less divergence from exact logits for
-  // a hundredth of a step's time. For all products it would be a half, and a tenth.
+  // Where logits come from, codes are spent on the range that a block has: an eighth less divergence from exact logits
+  // for a hundredth of a step's time. For all products it would be a half, and a tenth.
   bool middles() const { return symbol == Symbol::S; }
   CodeBlock* code_row(size_t r) const { return codes.as<CodeBlock>() + r * code_stride(); }
   uint16_t* bfloat_row(size_t r) const { return bfloats.as<uint16_t>() + r * bfloat_stride(); }
