@@ -1,6 +1,7 @@
 """A toy in place of a model: its tokens are bytes, and it says what it is told to say.
 
-The answer to a prompt with [text] in it is that text; with [*text] it is that text again and again without end.
+The answer to a prompt with [text] in it is that text; with [*text] it is that text again and again without end; with
+[=hex] it is the text whose bytes are spelled so.
 Run as a program it is an engine process, as penstock.ipc.host is.
 """
 
@@ -16,6 +17,8 @@ import numpy as np
 from penstock.backend.base import Batch
 from penstock.engine.engine import Engine
 from penstock.ipc.host import host
+from penstock.text import ChatPrompt
+from penstock.text.families import PLAIN, Format
 from penstock.types import Limits, RowResult, StepResult, TokenLogprob
 
 END = 256
@@ -40,19 +43,32 @@ class ToyTokenizer:
 
 class ToyText:
     tokenizer = ToyTokenizer()
+    format = Format(PLAIN)
+    opened = False
 
     def encode_prompt(self, text: str) -> list[int]:
         return list(text.encode())
 
-    def encode_chat(self, messages: Sequence[dict[str, str]], **_: Any) -> list[int]:
+    def encode_chat(self, messages: Sequence[dict[str, Any]], **_: Any) -> list[int]:
         turns = "".join(f"{message['role']}:{message['content']}\n" for message in messages)
         return self.encode_prompt(turns + "assistant:")
+
+    def chat_prompt(self, messages: Sequence[dict[str, Any]], **kwargs: Any) -> ChatPrompt:
+        return ChatPrompt(self.encode_chat(messages, **kwargs), self.opened)
+
+    def takes(self, name: str) -> bool:
+        return False
+
+    def special_in(self, *markers: str) -> frozenset[int]:
+        return frozenset()
 
 
 def spoken(context: bytes) -> int:
     """The byte that comes next, or END."""
     told, _, said = context.partition(b"[")[2].partition(b"]")
     said = said.partition(b"assistant:")[2] if b"assistant:" in said else said
+    if told.startswith(b"="):
+        told = bytes.fromhex(told[1:].decode())
     if told.startswith(b"*"):
         return told[1:][len(said) % (len(told) - 1)]
     return told[len(said)] if len(said) < len(told) else END

@@ -7,6 +7,8 @@ import pytest
 
 from penstock.errors import ContextTooLong, InvalidRequest, MalformedFile
 from penstock.text import ChatTemplate, Text, template
+from penstock.text.families import PLAIN
+from penstock.text.tools import CallArguments
 
 HI = [{"role": "user", "content": "hi"}]
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
@@ -63,6 +65,50 @@ def test_a_template_of_its_own_for_tools():
     assert ChatTemplate({"default": "plain"}, {}).render(HI, tools=TOOLS) == "plain"
     with pytest.raises(InvalidRequest, match="only tool_use"):
         ChatTemplate({"tool_use": "x"}, {}).render(HI)
+
+
+def test_tools_in_words_for_a_template_without_a_place_for_them():
+    source = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+    messages = [
+        {"role": "system", "content": "be brief"},
+        *HI,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "done"},
+    ]
+    rendered = render(source, messages, tools=TOOLS)
+    assert rendered.startswith("system: be brief\nuser: You can call functions.")
+    assert '{"name": "f"}\n\nhi\nassistant: {"name": "f", "arguments": {"a": 1}}\n' in rendered
+    assert rendered.endswith("user: The function returned: done\n")
+    assert ChatTemplate({"default": source}, {}).format.family.calls == PLAIN.calls * 2
+
+
+@pytest.mark.parametrize(
+    "written",
+    ["{{ c.arguments | tojson }}", "{{ c.arguments }}", "{{ '' + c.arguments + '' }}", "{{ 'x'[1:] ~ c.arguments }}"],
+)
+def test_arguments_however_a_template_writes_them(written):
+    call = {"function": {"name": "f", "arguments": CallArguments(a="é")}}
+    source = "{% for t in messages[0].tool_calls %}{% set c = t.function %}" + written + "{% endfor %}"
+    assert render(source, [{"role": "assistant", "content": None, "tool_calls": [call]}]) == '{"a": "é"}'
+
+
+@pytest.mark.parametrize(
+    ("source", "rendered"),
+    [
+        ("{{ messages[0].content }}{{ messages[0].tool_calls }}", "1"),
+        ("{% if messages[0].content is none %}none{% endif %}{{ messages[0].tool_calls }}", "none1"),
+        ("{{ messages[0].content is none or messages[0].content | length }}{{ messages[0].tool_calls }}", "True1"),
+        ("{{ messages[0].content | length }}{# content is none #}{{ messages[0].tool_calls }}", "01"),
+    ],
+)
+def test_no_content_as_a_template_takes_it(source, rendered):
+    assert render(source, [{"role": "assistant", "content": None, "tool_calls": 1}]) == rendered
+
+
+def test_the_family_may_be_named():
+    template = ChatTemplate({"default": "{{ tools }}<tool_call>"}, {}, family="glm")
+    assert template.format.family.name == "glm"
 
 
 def test_the_template_refuses_in_its_own_words():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -12,8 +12,8 @@ from starlette.responses import Response
 
 from penstock.errors import InvalidRequest
 from penstock.server.openai import (
-    ANYTHING,
     NEUTRAL,
+    CompletionTokensDetails,
     Fields,
     Head,
     Neutral,
@@ -29,7 +29,9 @@ from penstock.server.openai import (
 from penstock.server.reply import Plain, encode, reply
 from penstock.server.served import Served, off_loop
 from penstock.server.stream import deltas, together
-from penstock.text import Delta
+from penstock.server.tools import read_calls, read_tools, stopping
+from penstock.text import Delta, Text
+from penstock.text.parse import AnswerParser, Arguments, CallBegun, CallEnded, Content, Part, Reasoning
 from penstock.types import Request, TokenLogprob
 
 CHAT_NEUTRAL: Neutral = NEUTRAL | {
@@ -37,16 +39,12 @@ CHAT_NEUTRAL: Neutral = NEUTRAL | {
     "function_call": ("none", "auto"),
     "functions": ([],),
     "modalities": (["text"],),
-    "parallel_tool_calls": ANYTHING,
     "prediction": (),
-    "reasoning_effort": ("none",),
     "response_format": ({"type": "text"},),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "verbosity": ("medium",),
     "web_search_options": (),
 }
-MESSAGE_NEUTRAL: Neutral = {"annotations": ([],), "audio": (), "function_call": (), "refusal": (), "tool_calls": ([],)}
+MESSAGE_NEUTRAL: Neutral = {"annotations": ([],), "audio": (), "function_call": (), "refusal": ()}
 
 
 class Chat(Fields):
@@ -54,13 +52,21 @@ class Chat(Fields):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class Message(msgspec.Struct, forbid_unknown_fields=True):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[dict[str, Any]]
+    content: str | list[dict[str, Any]] | None = None
     name: str | None = None
     tool_call_id: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
 
 
 class TextPart(msgspec.Struct, forbid_unknown_fields=True):
@@ -73,29 +79,62 @@ async def chat_completions(served: Served, http: HttpRequest) -> Response:
     served.check_model(asked.model)
     params = sampling(served, asked, max_tokens=_max_tokens(asked), logprobs=_asked_logprobs(asked))
     messages = read_messages(asked.messages)
-    prompt = await off_loop(sum(len(m["content"]) for m in messages), lambda: served.text.encode_chat(messages))
-    requests = [served.request(prompt, each, "messages") for each in params]
-    answer = ChatAnswer(served, requests, asked)
-    running = together([deltas(served, request, choice) for choice, request in enumerate(requests)])
+    use = read_tools(asked.tools, asked.tool_choice, asked.parallel_tool_calls)
+    text, size = served.text, sum(len(m["content"] or "") for m in messages)
+    fields = _template_fields(text, asked)
+    prompt = await off_loop(size, lambda: text.chat_prompt(messages, tools=use.tools, **fields))
+    params = [stopping(text, use, each) for each in params]
+    requests = [served.request(prompt.tokens, each, "messages") for each in params]
+    answer = ChatAnswer(served, requests, asked, lambda: use.parser(text.format, prompt.opened))
+    shown = text.special_in(text.format.markers(use.calling))
+    running = together([deltas(served, request, choice, shown=shown) for choice, request in enumerate(requests)])
     return await reply(http, answer, running, streaming=bool(asked.stream))
 
 
 # -- reading ------------------------------------------------------------------------------------------------------
 
 
-def read_messages(given: list[dict[str, Any]]) -> list[dict[str, str]]:
-    """Messages as a chat template takes them: a role and a text each."""
+def read_messages(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages as a chat template takes them: a role and a text each, and what an assistant thought and called."""
     if not given:
         raise InvalidRequest("messages is empty: at least one is needed", param="messages")
     return [_message(message, f"messages[{index}]") for index, message in enumerate(given)]
 
 
-def _message(given: dict[str, Any], where: str) -> dict[str, str]:
+def _message(given: dict[str, Any], where: str) -> dict[str, Any]:
     message = read_object(given, Message, MESSAGE_NEUTRAL, where)
     role = "system" if message.role == "developer" else message.role
-    named = {"name": message.name, "tool_call_id": message.tool_call_id}
-    content = {"role": role, "content": _text(message.content, f"{where}.content")}
-    return content | {name: value for name, value in named.items() if value is not None}
+    if message.content is None and not message.tool_calls:
+        raise InvalidRequest(
+            f"the field '{where}.content' is missing", param=f"{where}.content", code="missing_required_parameter"
+        )
+    content = None if message.content is None else _text(message.content, f"{where}.content")
+    reasoning = message.reasoning_content or message.reasoning
+    named = {
+        "name": message.name,
+        "tool_call_id": message.tool_call_id,
+        "tool_calls": read_calls(message.tool_calls, f"{where}.tool_calls") if message.tool_calls else None,
+        "reasoning_content": reasoning,
+        "reasoning": reasoning,
+        "thinking": None if content else reasoning,  # a template that calls it so takes one of the two
+    }
+    return {"role": role, "content": content} | {name: value for name, value in named.items() if value is not None}
+
+
+def _template_fields(text: Text, asked: Chat) -> dict[str, Any]:
+    """What is asked of the template beside messages and tools: refused where it has no word for it."""
+    fields: dict[str, Any] = {}
+    if asked.reasoning_effort == "none":
+        fields = {} if text.format.plain(calling=False) else {"enable_thinking": False}
+    elif asked.reasoning_effort is not None:
+        fields = {"reasoning_effort": asked.reasoning_effort}
+    if not all(text.takes(name) for name in fields):
+        raise unsupported("reasoning_effort", asked.reasoning_effort)
+    for name, value in (asked.chat_template_kwargs or {}).items():
+        if name in ("messages", "tools", "add_generation_prompt") or not text.takes(name):
+            raise unsupported(f"chat_template_kwargs.{name}", value)
+        fields[name] = value
+    return fields
 
 
 def _text(content: str | list[dict[str, Any]], where: str) -> str:
@@ -147,10 +186,24 @@ class Logprobs(msgspec.Struct):
     refusal: None = None
 
 
+class Function(msgspec.Struct):
+    name: str
+    arguments: str
+
+
+class Call(msgspec.Struct):
+    id: str
+    function: Function
+    type: str = "function"
+
+
 class Said(msgspec.Struct):
-    content: str
+    content: str | None
     role: str = "assistant"
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[Call] | UnsetType = UNSET
 
 
 class Choice(msgspec.Struct):
@@ -165,9 +218,24 @@ class Completion(Head, kw_only=True):
     usage: Usage
 
 
+class FunctionPiece(msgspec.Struct, omit_defaults=True):
+    arguments: str
+    name: str | None = None
+
+
+class CallPiece(msgspec.Struct, omit_defaults=True):
+    index: int
+    function: FunctionPiece
+    id: str | None = None
+    type: str | None = None
+
+
 class Added(msgspec.Struct, omit_defaults=True):
     role: str | None = None
     content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[CallPiece] | None = None
 
 
 class ChunkChoice(msgspec.Struct):
@@ -183,7 +251,15 @@ class Chunk(Head, kw_only=True):
 
 
 class ChatAnswer:
-    def __init__(self, served: Served, requests: Sequence[Request], asked: Chat) -> None:
+    """`new_parser` gives a parser for each choice, or none where answers are content alone."""
+
+    def __init__(
+        self,
+        served: Served,
+        requests: Sequence[Request],
+        asked: Chat,
+        new_parser: Callable[[], AnswerParser | None] = lambda: None,
+    ) -> None:
         self._tokenizer = served.text.tokenizer
         self._head = new_head("chatcmpl", served.name)
         self._tally = Tally(requests, asked.choices)
@@ -191,35 +267,72 @@ class ChatAnswer:
         self._usage = None if asked.wants_usage else UNSET
         self._choices = [Choice(index, Said(""), self._logprobs([])) for index in range(len(requests))]
         self._plains: dict[int, Plain] = {}  # of choices of which something was streamed
+        self._parsers = [new_parser() for _ in requests]
+        self._reasoned = 0  # tokens
 
     def take(self, choice: int, delta: Delta) -> None:
         self._tally.take(choice, delta)
         kept = self._choices[choice]
-        kept.message.content += delta.text
-        kept.finish_reason = delta.finish
+        for part in self._parts(choice, delta):
+            _keep(kept.message, part)
+        kept.finish_reason = self._finish(choice, delta)
         if kept.logprobs is not None:
             kept.logprobs.content += self._entries(delta)
 
     def whole(self) -> Completion:
-        return Completion(**self._head, object="chat.completion", choices=self._choices, usage=self._tally.usage())
+        for choice in self._choices:
+            if choice.message.tool_calls and not choice.message.content:
+                choice.message.content = None
+        return Completion(**self._head, object="chat.completion", choices=self._choices, usage=self._told_usage())
 
     def chunks(self, choice: int, delta: Delta) -> Iterator[bytes]:
         self._tally.take(choice, delta)
         if choice not in self._plains:
             yield encode(self._chunk(ChunkChoice(choice, Added("assistant", ""))))
             self._plains[choice] = Plain(lambda text: self._chunk(ChunkChoice(choice, Added(content=text))))
+        parts = self._parts(choice, delta)
         if self._scored:
-            entries = self._entries(delta)
-            if delta.text or entries:
-                yield encode(self._chunk(ChunkChoice(choice, Added(content=delta.text), Logprobs(entries))))
-        elif delta.text:
-            yield self._plains[choice](delta.text)
+            yield from self._scored_chunks(choice, delta, parts)
+        else:
+            for part in parts:
+                yield self._plains[choice](part.text) if type(part) is Content else self._part_chunk(choice, part)
         if delta.finish:
-            yield encode(self._chunk(ChunkChoice(choice, Added(), finish_reason=delta.finish)))
+            yield encode(self._chunk(ChunkChoice(choice, Added(), finish_reason=self._finish(choice, delta))))
+
+    def _scored_chunks(self, choice: int, delta: Delta, parts: Sequence[Part]) -> Iterator[bytes]:
+        """A delta's tokens go with the first of its parts: they may be markers, which are in none."""
+        entries = self._entries(delta)
+        added = [_added(part) for part in parts] or ([Added(content="")] if entries else [])
+        for each in added:
+            yield encode(self._chunk(ChunkChoice(choice, each, Logprobs(entries))))
+            entries = []
+
+    def _part_chunk(self, choice: int, part: Part) -> bytes:
+        return encode(self._chunk(ChunkChoice(choice, _added(part))))
+
+    def _parts(self, choice: int, delta: Delta) -> list[Part]:
+        """What a delta adds; that a call has ended is not told."""
+        parser = self._parsers[choice]
+        if parser is None:
+            return [Content(delta.text)] if delta.text else []
+        reasoning = parser.reasoning
+        parts = parser.push(delta.text) + (parser.finish() if delta.finish else [])
+        self._reasoned += len(delta.tokens) if reasoning or parser.reasoning else 0
+        return [part for part in parts if type(part) is not CallEnded]
+
+    def _finish(self, choice: int, delta: Delta) -> str | None:
+        parser = self._parsers[choice]
+        return "tool_calls" if delta.finish == "stop" and parser is not None and parser.calls else delta.finish
+
+    def _told_usage(self) -> Usage:
+        usage = self._tally.usage()
+        if self._reasoned:
+            usage.completion_tokens_details = CompletionTokensDetails(self._reasoned)
+        return usage
 
     def last(self) -> Iterator[bytes]:
         if self._usage is None:
-            yield encode(Chunk(**self._head, object="chat.completion.chunk", choices=[], usage=self._tally.usage()))
+            yield encode(Chunk(**self._head, object="chat.completion.chunk", choices=[], usage=self._told_usage()))
 
     def _chunk(self, choice: ChunkChoice) -> Chunk:
         return Chunk(**self._head, object="chat.completion.chunk", choices=[choice], usage=self._usage)
@@ -238,3 +351,29 @@ class ChatAnswer:
     def _spelled(self, token: int, logprob: float) -> tuple[str, float, list[int]]:
         spelling = self._tokenizer.token_bytes(token)
         return spelling.decode("utf-8", "replace"), told_logprob(logprob), list(spelling)
+
+
+def _keep(message: Said, part: Part) -> None:
+    match part:
+        case Content(text):
+            message.content = (message.content or "") + text
+        case Reasoning(text):
+            message.reasoning = message.reasoning_content = (message.reasoning or "") + text
+        case CallBegun(_, id, name):
+            message.tool_calls = [*(message.tool_calls or ()), Call(id, Function(name, ""))]
+        case Arguments(index, text):
+            assert message.tool_calls
+            message.tool_calls[index].function.arguments += text
+
+
+def _added(part: Part) -> Added:
+    match part:
+        case Content(text):
+            return Added(content=text)
+        case Reasoning(text):
+            return Added(reasoning_content=text, reasoning=text)
+        case CallBegun(index, id, name):
+            return Added(tool_calls=[CallPiece(index, FunctionPiece("", name), id, "function")])
+        case Arguments(index, text):
+            return Added(tool_calls=[CallPiece(index, FunctionPiece(text))])
+    raise AssertionError(part)

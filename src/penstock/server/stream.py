@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Collection, Coroutine, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -20,9 +20,12 @@ T = TypeVar("T")
 Deltas = AsyncGenerator[tuple[int, Delta], None]  # (choice, what was added to it)
 
 
-async def deltas(served: Served, request: Request, choice: int = 0, *, continuing: bool = False) -> Deltas:
-    """One request's text as it comes. Leaving early, or a stop string, aborts the request in the engine."""
-    text = TextStream(served.text.tokenizer, request.sampling.stop, continuing=continuing)
+async def deltas(
+    served: Served, request: Request, choice: int = 0, *, continuing: bool = False, shown: Collection[int] = ()
+) -> Deltas:
+    """One request's text as it comes, with the special tokens that are `shown`. Leaving early, or a stop string, aborts
+    the request in the engine."""
+    text = TextStream(served.text.tokenizer, request.sampling.stop, continuing=continuing, shown=shown)
     with Watch(served.metrics) as watch:
         async with aclosing(served.client.submit(request)) as steps:
             async for events in steps:

@@ -6,7 +6,7 @@ from penstock.text.answer import Delta, read_step
 from penstock.text.chat import ChatTemplate
 from penstock.text.detok import TextStream
 from penstock.text.request import make_request
-from penstock.text.text import Text
+from penstock.text.text import ChatPrompt, Text
 from penstock.text.tokenizer import Tokenizer
 
-__all__ = ["ChatTemplate", "Delta", "Text", "TextStream", "Tokenizer", "make_request", "read_step"]
+__all__ = ["ChatPrompt", "ChatTemplate", "Delta", "Text", "TextStream", "Tokenizer", "make_request", "read_step"]

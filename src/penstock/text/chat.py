@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import InvalidRequest, MalformedFile
+from penstock.text.families import PLAIN, Format, family_of, reasoning_of
 from penstock.text.folder import read_json
+from penstock.text.tools import Message, describe, narrate
 
 if TYPE_CHECKING:
     from penstock.text.template import Template
-
-Message = Mapping[str, Any]
 
 
 class ChatTemplate:
     """`sources` are templates by name: "default", and "tool_use" where a model has one apart for tools. `tokens` are
     the special tokens a template may name: bos_token, eos_token and so on."""
 
-    def __init__(self, sources: Mapping[str, str], tokens: Mapping[str, str]) -> None:
+    def __init__(self, sources: Mapping[str, str], tokens: Mapping[str, str], family: str | None = None) -> None:
+        """`family`: the one that tool calls are written as, where the template's own markers mislead."""
         self._sources = sources
         self._tokens = tokens
         self._compiled: dict[str, Template] = {}
+        source = sources.get("tool_use", "") + sources.get("default", "")
+        found = family_of(source, family)
+        if not self.reads("tools"):
+            found = replace(found, calls=(*found.calls, *PLAIN.calls))  # as the words say that describe them
+        self.format = Format(found, reasoning_of(source))
+        self._null_content = re.search(r"content\W* is (not )?none", source) is not None
 
     def render(
         self,
@@ -32,10 +42,21 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **kwargs: Any,
     ) -> str:
+        if not self.reads("tool_calls"):
+            messages = narrate(messages)
+        if tools and not self.reads("tools"):
+            messages, tools = describe(tools, messages), None
         given = {"documents": None, **self._tokens, **kwargs}
-        given |= {"messages": messages, "add_generation_prompt": add_generation_prompt, "tools": tools or None}
+        given |= {"add_generation_prompt": add_generation_prompt, "tools": tools or None}
         template = self._template("tool_use" if tools and "tool_use" in self._sources else "default")
-        return template.render(given)
+        if self._null_content and any(message["content"] is None for message in messages):
+            with suppress(InvalidRequest):
+                return template.render({**given, "messages": messages})
+        return template.render({**given, "messages": [_with_content(message) for message in messages]})
+
+    def reads(self, name: str) -> bool:
+        """Whether a template looks at what is given by this name: one that does not would drop it in silence."""
+        return any(re.search(rf"\b{re.escape(name)}\b", source) for source in self._sources.values())
 
     def _template(self, name: str) -> Template:
         from penstock.text.template import Template  # Jinja is slow to import, and plain prompts need none
@@ -45,6 +66,10 @@ class ChatTemplate:
         if name not in self._compiled:
             self._compiled[name] = Template(self._sources[name])
         return self._compiled[name]
+
+
+def _with_content(message: Message) -> Message:
+    return message if message["content"] is not None else {**message, "content": ""}
 
 
 def templates_in_metadata(metadata: Mapping[str, Any]) -> dict[str, str]:

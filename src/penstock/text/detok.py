@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from penstock.text.tokenizer import Tokenizer
 
@@ -13,16 +13,23 @@ _utf8_decoder = codecs.getincrementaldecoder("utf-8")
 class TextStream:
     """Pushes give the same text as decoding all tokens at once, however they are cut, up to the stop string that ends
     first (of those ending together, the longest). Held back: characters whose bytes have not all come, and what may
-    be the beginning of a stop string. `continuing`: the text goes on from another, so a first space is part of it."""
+    be the beginning of a stop string. `continuing`: the text goes on from another, so a first space is part of it.
+    `shown` are special tokens that are part of the text all the same."""
 
     def __init__(
-        self, tokenizer: Tokenizer, stop: Sequence[str] = (), *, keep_special: bool = False, continuing: bool = False
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str] = (),
+        *,
+        keep_special: bool = False,
+        continuing: bool = False,
+        shown: Collection[int] = (),
     ) -> None:
         self.stopped: str | None = None  # the stop string that was met
         self.consumed = 0  # tokens pushed, up to and with the one that completed it
         self._spell = tokenizer.token_bytes
         self._stop = tuple(stop)
-        self._hidden = frozenset() if keep_special else tokenizer.special_ids
+        self._hidden = frozenset() if keep_special else tokenizer.special_ids.difference(shown)
         self._drop_space = tokenizer.prefix_space and not continuing
         self._decoder = _utf8_decoder("replace")
         self._held = ""
@@ -66,13 +73,13 @@ class TextStream:
             _, cut, self.stopped = min(met)
             self._held = ""
         else:
-            cut = min(_beginning(stop, text) for stop in self._stop)
+            cut = min(beginning(stop, text) for stop in self._stop)
             self._held = text[cut:]
         return text[:cut]
 
 
-def _beginning(stop: str, text: str) -> int:
-    """Where the longest end of `text` that begins `stop` starts."""
+def beginning(stop: str, text: str) -> int:
+    """Where the longest end of `text` that begins `stop` starts; its own end where there is none."""
     at = max(0, len(text) - len(stop) + 1)
     while (at := text.find(stop[0], at)) >= 0 and not stop.startswith(text[at:]):
         at += 1

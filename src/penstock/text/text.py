@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from penstock.errors import InvalidRequest
-from penstock.text.chat import ChatTemplate, Message, templates_in_folder, templates_in_metadata
+from penstock.text.chat import ChatTemplate, templates_in_folder, templates_in_metadata
+from penstock.text.families import PLAIN, Format
 from penstock.text.tokenizer import Tokenizer
+from penstock.text.tools import Message
+
+
+class ChatPrompt(NamedTuple):
+    tokens: list[int]
+    opened: bool = False  # the answer begins within its reasoning
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +37,22 @@ class Text:
     def _of(cls, tokenizer: Tokenizer, templates: dict[str, str]) -> Text:
         return cls(tokenizer, ChatTemplate(templates, tokenizer.names) if templates else None)
 
-    def encode_chat(self, messages: Sequence[Message], **kwargs: Any) -> list[int]:
+    @property
+    def format(self) -> Format:
+        """How answers in a chat are written."""
+        return Format(PLAIN) if self.template is None else self.template.format
+
+    def takes(self, name: str) -> bool:
+        """Whether the chat template asks for the variable."""
+        return self.template is not None and self.template.reads(name)
+
+    def chat_prompt(self, messages: Sequence[Message], **kwargs: Any) -> ChatPrompt:
         """The prompt for the next answer; `kwargs` go to the template."""
-        return self.encode_prompt(self.render_chat(messages, **kwargs))
+        prompt = self.render_chat(messages, **kwargs)
+        return ChatPrompt(self.encode_prompt(prompt), self.format.opened(prompt))
+
+    def encode_chat(self, messages: Sequence[Message], **kwargs: Any) -> list[int]:
+        return self.chat_prompt(messages, **kwargs).tokens
 
     def render_chat(self, messages: Sequence[Message], **kwargs: Any) -> str:
         if self.template is None:
@@ -40,6 +61,16 @@ class Text:
             )
         return self.template.render(messages, **kwargs)
 
+    def special_in(self, *markers: str) -> frozenset[int]:
+        """The special tokens that spell a part of the markers."""
+        return _special_in(self.tokenizer, markers)
+
     def encode_prompt(self, text: str) -> list[int]:
         """Special tokens may be spelled out in the text; a BOS is put before it when the model wants one."""
         return self.tokenizer.encode(text, special=True, bos=True)
+
+
+@lru_cache(maxsize=64)
+def _special_in(tokenizer: Tokenizer, markers: tuple[str, ...]) -> frozenset[int]:
+    spelled = {id: tokenizer.token_text(id) for id in tokenizer.special_ids}
+    return frozenset(id for id, text in spelled.items() if text and any(text in marker for marker in markers))

@@ -1,0 +1,138 @@
+"""What an answer that must call a tool may be, as a Lark grammar for llguidance: the same data as the parser's."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.text.families import Calls, Family, pieces
+from penstock.text.parse import Schemas
+
+ANYTHING = r"/(.|\n)*/"
+ANY_OBJECT: dict[str, Any] = {"type": "object"}
+
+
+def call_grammar(family: Family, tools: Schemas, special: Mapping[str, int], *, parallel: bool = True) -> str:
+    """One call of one of the tools or, in parallel, several. `special` are the model's special tokens by their text:
+    they are not spelled but named by id. What a model thinks before it calls is not part of it, except in channels."""
+    return _Rules(family, special).of(tools, parallel)
+
+
+class _Rules:
+    def __init__(self, family: Family, special: Mapping[str, int]) -> None:
+        self._family = family
+        self._shape = family.calls[0]
+        self._special = special
+        self._split = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)")
+        self._lines: list[str] = []
+
+    def of(self, tools: Schemas, parallel: bool) -> str:
+        shape = self._shape
+        calls = " | ".join(f"call_{index}" for index in range(len(tools)))
+        for index, (name, schema) in enumerate(tools.items()):
+            self._call(index, name, schema or ANY_OBJECT)
+        several = parallel and not self._family.channels
+        more = f"({self._join(self._text(shape.separator), 'WS')} call)*" if several else ""
+        opening, closing = (self._pattern(pattern) for pattern in shape.section)
+        self._rule("calls", opening, "WS" if opening else "", "call", more, "WS" if closing else "", closing)
+        start = self._join("thought? calls" if self._family.channels else "WS calls", "(WS calls)*" if several else "")
+        if self._family.channels:
+            self._thought()
+        return "\n".join([f"start: {start}", f"call: {calls}", "WS: /[ \\n]{0,2}/", *self._lines])
+
+    def _call(self, index: int, name: str, schema: Mapping[str, Any]) -> None:
+        shape, arguments = self._shape, f"arguments_{index}"
+        if self._family.channels:
+            head = self._text(f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>")
+            self._rule(f"call_{index}", head, arguments)
+        elif not shape.head:
+            opening = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{shape.key}": '
+            self._rule(f"call_{index}", self._text(opening), arguments, self._text("}"))
+        else:
+            head = self._pattern(shape.head, name=name, id=f"functions.{name}:")
+            self._rule(f"call_{index}", head, arguments, "WS" if shape.tail else "", self._pattern(shape.tail))
+        self._arguments(arguments, shape, schema)
+
+    def _arguments(self, rule: str, shape: Calls, schema: Mapping[str, Any]) -> None:
+        properties = schema.get("properties") or {}
+        required = set(schema.get("required") or ())
+        if shape.parameter is None and not shape.quote:
+            self._lines.append(f"{rule}: %json {json.dumps(schema)}")
+            return
+        parts = []
+        for index, (key, each) in enumerate(properties.items()):
+            member = f"{rule}_{index}"
+            self._member(member, shape, key, each if isinstance(each, dict) else {})
+            parts.append((member, key in required))
+        if shape.quote:
+            self._noted(rule, parts)
+        else:
+            self._rule(rule, *(f"(WS {member})" + ("" if needed else "?") for member, needed in parts), "WS")
+
+    def _member(self, rule: str, shape: Calls, key: str, schema: Mapping[str, Any]) -> None:
+        textual = schema.get("type") == "string" and "enum" not in schema
+        if shape.quote:
+            self._rule(rule, self._text(f"{key}:"), f"{rule}_value")
+            self._value(f"{rule}_value", schema, shape.quote, shape.quote)
+            return
+        assert shape.parameter is not None
+        opening, endings = shape.parameter
+        self._rule(rule, self._pattern(opening, key=key, string=str(textual).lower()), f"{rule}_value")
+        self._value(f"{rule}_value", schema, "\n" if endings[0].startswith("\n") else "", endings[0])
+
+    def _value(self, rule: str, schema: Mapping[str, Any], opening: str, ending: str) -> None:
+        """A value up to and with its ending; in Gemma's notation only texts have an opening and an ending."""
+        around = (self._text(opening), self._text(ending))
+        if schema.get("type") != "string":
+            self._lines.append(f"{rule}_json: %json {json.dumps(schema)}")
+            self._rule(rule, f"{rule}_json" if self._shape.quote else f"{around[0]} {rule}_json {around[1]}")
+        elif "enum" in schema:
+            words = " | ".join(self._text(str(each)) for each in schema["enum"])
+            self._rule(rule, around[0], f"({words})", around[1])
+        elif ending in self._special:
+            self._rule(rule, around[0], ANYTHING, around[1])
+        else:
+            self._rule(rule, around[0], f"{rule}_text")
+            self._lines.append(f"{rule}_text[suffix={json.dumps(ending, ensure_ascii=False)}]: {ANYTHING}")
+
+    def _noted(self, rule: str, parts: list[tuple[str, bool]]) -> None:
+        """Members in order with commas between: after one that is there, and before one that is."""
+        chosen = [member for member, needed in parts if needed] or [member for member, _ in parts[:1]]
+        rest = [member for member, _ in parts if member not in chosen]
+        members = self._join(' "," '.join(chosen), *(f'("," {member})?' for member in rest))
+        optional = bool(parts) and not any(needed for _, needed in parts)
+        self._rule(rule, '"{"', f"({members})?" if optional else members, '"}"')
+
+    def _thought(self) -> None:
+        analysis = self._text("<|channel|>analysis<|message|>"), ANYTHING, self._text("<|end|>")
+        self._rule("thought", *analysis, self._text("<|start|>assistant"))
+
+    # -- words ----------------------------------------------------------------------------------------------------
+
+    def _rule(self, name: str, *parts: str) -> None:
+        self._lines.append(f"{name}: " + (self._join(*parts) or '""'))
+
+    def _join(self, *parts: str) -> str:
+        return " ".join(part for part in parts if part)
+
+    def _pattern(self, pattern: str, **fields: str) -> str:
+        written = []
+        for piece in pieces(pattern):
+            if piece == "{id}":
+                written += [self._text(fields["id"]), "/[0-9]{1,3}/"]
+            elif piece in ("{name}", "{key}", "{string}"):
+                written.append(self._text(fields[piece[1:-1]]))
+            else:
+                written.append('" "?' if piece == " " else self._text(piece))
+        return self._join(*written)
+
+    def _text(self, text: str) -> str:
+        """A text with its special tokens by id."""
+        written, done = [], 0
+        for found in self._split.finditer(text):
+            written += [json.dumps(text[done : found.start()], ensure_ascii=False), f"<[{self._special[found[0]]}]>"]
+            done = found.end()
+        written.append(json.dumps(text[done:], ensure_ascii=False))
+        return self._join(*(each for each in written if each != '""'))

@@ -1,0 +1,100 @@
+"""Answers held to a grammar of calls are read by the parser as calls, in every family."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+
+from penstock.text.call_grammar import call_grammar
+from penstock.text.families import FAMILIES, PLAIN, Family, Format
+from penstock.text.parse import AnswerParser, Arguments, CallBegun, Content
+
+llguidance = pytest.importorskip("llguidance")
+
+CITY = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "unit": {"type": "string", "enum": ["C", "F"]},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+    },
+    "required": ["city", "unit"],
+    "additionalProperties": False,
+}
+TOOLS: dict[str, Any] = {"get_weather": CITY, "now": {"type": "object", "additionalProperties": False}}
+SPECIAL = ["<|call|>", "<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|constrain|>", "[TOOL_CALLS]", "[ARGS]"]
+SPECIAL += ["<|tool_call_begin|>", "<｜tool▁sep｜>", '<|"|>', "<|tool_call>"]
+END = 256
+
+
+class Bytes:
+    """Every byte a token, an end, and some special tokens."""
+
+    eos_token_id = END
+    bos_token_id = None
+    tokens = [bytes([byte]) for byte in range(256)] + [b"<end>"] + [text.encode() for text in SPECIAL]
+    special_token_ids = list(range(END, len(tokens)))  # noqa: RUF012
+
+    def __call__(self, text: bytes) -> list[int]:
+        return list(text)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return llguidance.LLTokenizer(llguidance.TokenizerWrapper(Bytes()))
+
+
+def sampled(tokenizer: Any, grammar: str, endings: tuple[str, ...], chance: random.Random) -> str:
+    """Now and then the text of a parameter is ended: chance would hardly spell that."""
+    matcher = llguidance.LLMatcher(tokenizer, llguidance.LLMatcher.grammar_from_lark(grammar), log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    said: list[int] = []
+    while not matcher.is_stopped() and len(said) < 2000:
+        marker = list(chance.choice(endings).encode()) if endings and chance.random() < 0.1 else []
+        if marker and matcher.validate_tokens(marker) == len(marker):
+            assert matcher.consume_tokens(marker)
+            said += marker
+            continue
+        mask = matcher.compute_logit_bias()
+        allowed = [token for token, bias in enumerate(mask) if bias]
+        ending = [token for token in allowed if token in ENDING]
+        token = chance.choice(ending if ending and chance.random() < 0.9 else allowed)
+        if token == END:
+            break
+        assert matcher.consume_token(token)
+        said.append(token)
+    return b"".join(Bytes.tokens[token] for token in said).decode("utf-8", "replace")
+
+
+ENDING = {*b'"}</', *range(END, len(Bytes.tokens))}  # a text soon comes to its end where these are likely
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, PLAIN], ids=lambda family: family.name)
+def test_what_the_grammar_allows_is_read_as_calls(tokenizer: Any, family: Family) -> None:
+    special = {text: END + 1 + index for index, text in enumerate(SPECIAL)}
+    for seed in range(3):
+        grammar = call_grammar(family, TOOLS, special, parallel=seed > 0)
+        endings = family.calls[0].parameter[1] if family.calls[0].parameter else ()
+        text = sampled(tokenizer, grammar, endings, random.Random(seed))
+        parser = AnswerParser(Format(family), TOOLS)
+        found = parser.push(text) + parser.finish()
+        assert not [part for part in found if isinstance(part, Content)], text
+        calls = [part for part in found if isinstance(part, CallBegun)]
+        assert len(calls) == 1 if seed == 0 else len(calls) >= 1, text
+        for call in calls:
+            written = "".join(p.text for p in found if isinstance(p, Arguments) and p.index == call.index)
+            arguments = json.loads(written)
+            assert arguments.keys() >= set(TOOLS[call.name].get("required", ())), text
+            assert arguments.get("unit", "C") in ("C", "F")
+            assert arguments.get("days", 1) in range(1, 10)
+
+
+def test_only_the_tools_given(tokenizer: Any) -> None:
+    grammar = call_grammar(FAMILIES[-1], {"now": {}}, {}, parallel=False)
+    matcher = llguidance.LLMatcher(tokenizer, llguidance.LLMatcher.grammar_from_lark(grammar), log_level=0)
+    assert matcher.consume_tokens(list(b'{"name": "now", "parameters": {'))
+    matcher.reset()
+    assert not matcher.consume_tokens(list(b'{"name": "get'))
