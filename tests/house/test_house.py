@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "ipc": {"engine"} | WAIST,
     "store": set(WAIST),
     "llm": {"engine", "text", "model", "store"} | WAIST,
-    "server": {"ipc", "text"} | WAIST,
+    "server": {"ipc", "model", "store", "text"} | WAIST,
 }
 STANDARD_LIBRARY_ONLY = {"core", "types", "errors", "config"}
 EXTRAS = {"torch", "triton", "ray"}

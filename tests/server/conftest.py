@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -56,9 +57,9 @@ class Server:
 
 
 @contextmanager
-def serving(client: Any, text: Any, name: str) -> Iterator[Server]:
+def serving(client: Any, text: Any, name: str, path: Path | None = None) -> Iterator[Server]:
     listener = bind("127.0.0.1", 0)
-    app = create_app(client, text, name)
+    app = create_app(client, text, name, path)
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=5))
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
     thread.start()

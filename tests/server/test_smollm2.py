@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import anthropic
+import ollama
 import pytest
 
 from penstock import LLM, SamplingParams
@@ -25,7 +27,7 @@ QUESTIONS = [
 @pytest.fixture(scope="module")
 def server(smollm2: Path, serve: Callable[..., Any]) -> Iterator[Any]:
     config = Config(model=str(smollm2), name=MODEL, max_len=1024, max_rows=16)
-    with serve(ProcessClient(config), load_text(smollm2), MODEL) as server:
+    with serve(ProcessClient(config), load_text(smollm2), MODEL, smollm2) as server:
         yield server
 
 
@@ -52,6 +54,33 @@ def test_streamed_whole_and_scripted_answers_are_the_same(server: Any, smollm2: 
     with LLM(smollm2, max_len=1024) as llm:
         scripted = llm.chat(asked["messages"], SamplingParams(temperature=0, max_tokens=40)).text
     assert whole == streamed == scripted
+
+
+def test_three_dialects_give_one_answer(server: Any) -> None:
+    asked = ask("What is the sea?")
+    told = server.sdk().chat.completions.create(**asked).choices[0].message.content
+    claude = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0).messages
+    fields = {"model": MODEL, "max_tokens": 24, "messages": asked["messages"], "extra_body": {"temperature": 0}}
+    assert claude.create(**fields).content[0].text == told
+    with claude.stream(**fields) as stream:
+        assert stream.get_final_text() == told
+    parts = ollama.Client(server.url).chat(
+        MODEL, asked["messages"], options={"temperature": 0, "num_predict": 24}, stream=True
+    )
+    assert "".join(part.message.content or "" for part in parts) == told
+
+
+def test_ollamas_client_reads_what_is_served(server: Any) -> None:
+    client = ollama.Client(server.url)
+    shown = client.show(MODEL)
+    assert shown.modelinfo is not None
+    assert shown.modelinfo["llama.context_length"] == 1024
+    assert shown.modelinfo["general.parameter_count"] == 134_515_008
+    assert "<|im_start|>" in (shown.template or "")
+    details = client.ps().models[0].details
+    assert details is not None
+    assert (details.format, details.family, details.parameter_size) == ("gguf", "llama", "134.52M")
+    assert details.quantization_level == "Q4_1"
 
 
 def test_the_second_time_the_prompt_is_reused(server: Any) -> None:

@@ -43,6 +43,7 @@ class ToyTokenizer:
 
 class ToyText:
     tokenizer = ToyTokenizer()
+    template = "a toy needs none"
     format = Format(PLAIN)
     opened = False
 

@@ -56,7 +56,7 @@ def serve(
         kv=kv,
         kv_memory=kv_memory,
     )
-    listen(ProcessClient(config), partial(load_text, path), called, host, port)
+    listen(ProcessClient(config), partial(load_text, path), called, host, port, path)
 
 
 def _short_name(model: str, path: Path) -> str:

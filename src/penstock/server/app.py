@@ -10,6 +10,8 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -24,11 +26,24 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 import penstock.text.template  # noqa: F401  Jinja now, not when the first chat waits for it
 from penstock.errors import ConfigError, PenstockError
 from penstock.ipc.client import EngineClient
+from penstock.server.anthropic import count_tokens, messages
 from penstock.server.errors import answer_bug, answer_error, answer_http_error, answer_left
 from penstock.server.metrics import Metrics
+from penstock.server.ollama import chat, generate
+from penstock.server.ollama_models import (
+    delete,
+    embed,
+    greet,
+    has_blob,
+    list_stored,
+    pull,
+    running,
+    show,
+    unable,
+    version,
+)
 from penstock.server.openai_chat import chat_completions
 from penstock.server.openai_completions import completions
-from penstock.server.page import page
 from penstock.server.served import Served
 from penstock.server.tokens import apply_template, detokenize, tokenize
 from penstock.text import Text
@@ -38,9 +53,10 @@ DRAIN = 30  # seconds that answers under way have when the server is asked to st
 Endpoint = Callable[[Served, Request], Awaitable[Response]]
 
 
-def create_app(client: EngineClient, text: Text, name: str) -> ASGIApp:
-    """Serves `client`'s engine as `name`; starts the client when it starts and closes it when it ends."""
-    served = Served(client, text, name, int(time.time()), Metrics(client, name))
+def create_app(client: EngineClient, text: Text, name: str, path: Path | None = None) -> ASGIApp:
+    """Serves `client`'s engine as `name`; starts the client when it starts and closes it when it ends. `path` is where
+    the model's files are, for clients that ask what it is."""
+    served = Served(client, text, name, int(time.time()), Metrics(client, name), path)
 
     def route(path: str, endpoint: Endpoint, method: str) -> Route:
         async def call(request: Request) -> Response:
@@ -64,10 +80,27 @@ def create_app(client: EngineClient, text: Text, name: str) -> ASGIApp:
             route("/v1/models/{id:path}", show_model, "GET"),
             route("/health", health, "GET"),
             route("/metrics", show_metrics, "GET"),
-            route("/", page, "GET"),
+            route("/", greet, "GET"),
             route("/tokenize", tokenize, "POST"),
             route("/detokenize", detokenize, "POST"),
             route("/apply-template", apply_template, "POST"),
+            route("/v1/messages", messages, "POST"),
+            route("/v1/messages/count_tokens", count_tokens, "POST"),
+            route("/api/version", version, "GET"),
+            route("/api/chat", chat, "POST"),
+            route("/api/generate", generate, "POST"),
+            route("/api/tags", list_stored, "GET"),
+            route("/api/ps", running, "GET"),
+            route("/api/show", show, "POST"),
+            route("/api/pull", pull, "POST"),
+            route("/api/delete", delete, "DELETE"),
+            route("/api/embed", embed, "POST"),
+            route("/api/embeddings", embed, "POST"),
+            route("/api/create", unable, "POST"),
+            route("/api/copy", unable, "POST"),
+            route("/api/push", unable, "POST"),
+            route("/api/blobs/{digest}", has_blob, "HEAD"),
+            route("/api/blobs/{digest}", unable, "POST"),
         ],
         exception_handlers={
             PenstockError: answer_error,
@@ -80,12 +113,14 @@ def create_app(client: EngineClient, text: Text, name: str) -> ASGIApp:
     return RequestIds(app)
 
 
-def serve(client: EngineClient, load_text: Callable[[], Text], name: str, host: str, port: int) -> None:
+def serve(
+    client: EngineClient, load_text: Callable[[], Text], name: str, host: str, port: int, path: Path | None = None
+) -> None:
     """Serves until interrupted. The port is taken first and the engine started next, so that what is wrong with
     either is said at once; the vocabulary is read meanwhile. Answers under way are finished before the engine is
     closed."""
     with suppress(KeyboardInterrupt):
-        _run(_serve(client, load_text, name, bind(host, port)))
+        _run(_serve(client, load_text, name, bind(host, port), path))
 
 
 def _run(main: Coroutine[Any, Any, None]) -> None:
@@ -97,7 +132,9 @@ def _run(main: Coroutine[Any, Any, None]) -> None:
         uvloop.run(main)
 
 
-async def _serve(client: EngineClient, load_text: Callable[[], Text], name: str, listener: socket.socket) -> None:
+async def _serve(
+    client: EngineClient, load_text: Callable[[], Text], name: str, listener: socket.socket, path: Path | None
+) -> None:
     loading = asyncio.create_task(asyncio.to_thread(load_text))
     hello = await client.start()
     try:
@@ -109,7 +146,7 @@ async def _serve(client: EngineClient, load_text: Callable[[], Text], name: str,
     gc.freeze()  # the vocabulary and all code stay: looking through them again took a sixteenth of a stream's time
     listener.listen()  # whoever reads the line below may connect at once
     config = uvicorn.Config(
-        create_app(client, text, name), log_config=None, access_log=False, timeout_graceful_shutdown=DRAIN
+        create_app(client, text, name, path), log_config=None, access_log=False, timeout_graceful_shutdown=DRAIN
     )
     host, port = listener.getsockname()[:2]
     where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -134,8 +171,9 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class RequestIds:
-    """Gives every answer an x-request-id. It is around everything else, so it can name the server's own `send`, without
-    what others put before it: they care for an answer's beginning, and each costs a stream a microsecond a token."""
+    """Gives every answer an x-request-id; Anthropic's clients look for it as request-id. It is around everything else,
+    so it can name the server's own `send`, without what others put before it: they care for an answer's beginning, and
+    each costs a stream a microsecond a token."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -148,7 +186,7 @@ class RequestIds:
 
         async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], (b"x-request-id", id.encode())]
+                message["headers"] = [*message["headers"], (b"x-request-id", id.encode()), (b"request-id", id.encode())]
             await send(message)
 
         await self._app(scope, receive, send_named)
@@ -158,7 +196,9 @@ class RequestIds:
 
 
 async def list_models(served: Served, _: Request) -> Response:
-    return _json({"object": "list", "data": [_model(served)]})
+    """One object for both SDKs that ask here: OpenAI's and Anthropic's read what they know."""
+    page = {"has_more": False, "first_id": served.name, "last_id": served.name}
+    return _json({"object": "list", "data": [_model(served)]} | page)
 
 
 async def show_model(served: Served, request: Request) -> Response:
@@ -178,7 +218,9 @@ async def show_metrics(served: Served, _: Request) -> Response:
 
 
 def _model(served: Served) -> dict[str, object]:
-    return {"id": served.name, "object": "model", "created": served.created, "owned_by": "penstock"}
+    openai = {"id": served.name, "object": "model", "created": served.created, "owned_by": "penstock"}
+    born = datetime.fromtimestamp(served.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return openai | {"type": "model", "display_name": served.name, "created_at": born, "lifecycle": "active"}
 
 
 def _json(value: object, status: int = 200) -> Response:

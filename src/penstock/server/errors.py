@@ -1,4 +1,4 @@
-"""Errors as HTTP sees them, in OpenAI's shape."""
+"""Errors as HTTP sees them, in the shape of the dialect that was spoken: OpenAI's, Anthropic's or Ollama's."""
 
 from __future__ import annotations
 
@@ -13,6 +13,17 @@ from penstock.errors import EngineUnavailable, InvalidRequest, ModelNotFound, Pe
 
 RETRY_AFTER = "1"  # seconds: an engine is back in about that
 LEFT = Response(status_code=499)  # nobody reads it
+OVERLOADED = 529  # Anthropic's word for 503
+
+ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    OVERLOADED: "overloaded_error",
+}
 
 
 class ErrorDetail(msgspec.Struct):
@@ -24,6 +35,20 @@ class ErrorDetail(msgspec.Struct):
 
 class ErrorBody(msgspec.Struct):
     error: ErrorDetail
+
+
+class AnthropicDetail(msgspec.Struct):
+    type: str
+    message: str
+
+
+class AnthropicBody(msgspec.Struct, tag_field="type", tag="error"):
+    error: AnthropicDetail
+    request_id: str | None = None
+
+
+class OllamaBody(msgspec.Struct):
+    error: str
 
 
 def status_of(error: PenstockError) -> int:
@@ -45,20 +70,48 @@ def body_of(error: PenstockError) -> bytes:
     return msgspec.json.encode(ErrorBody(ErrorDetail(error.message, kind, param, error.code)))
 
 
-async def answer_error(_: Request, error: Exception) -> Response:
+def anthropic_body(error: PenstockError, status: int = 0, request_id: str | None = None) -> bytes:
+    kind = ANTHROPIC_TYPES.get(_anthropic_status(status or status_of(error)), "invalid_request_error")
+    return msgspec.json.encode(AnthropicBody(AnthropicDetail(kind, error.message), request_id))
+
+
+def ollama_body(error: PenstockError) -> bytes:
+    return msgspec.json.encode(OllamaBody(error.message))
+
+
+def _anthropic_status(status: int) -> int:
+    return OVERLOADED if status == 503 else status
+
+
+def told(request: Request, error: PenstockError, status: int, headers: dict[str, str] | None = None) -> Response:
+    """The error in the dialect of the request: by its path, and where two share one, by the header that Anthropic's
+    clients always send."""
+    path = request.url.path
+    if path.startswith("/api/"):
+        return _answer(ollama_body(error), status, headers)
+    if path.startswith("/v1/messages") or "anthropic-version" in request.headers:
+        body = anthropic_body(error, status, request.scope["request_id"])
+        return _answer(body, _anthropic_status(status), headers)
+    return _answer(body_of(error), status, headers)
+
+
+def _answer(body: bytes, status: int, headers: dict[str, str] | None) -> Response:
+    return Response(body, status, headers, "application/json")
+
+
+async def answer_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, PenstockError)
     status = status_of(error)
-    headers = {"retry-after": RETRY_AFTER} if status == 503 else None
-    return Response(body_of(error), status, headers, "application/json")
+    return told(request, error, status, {"retry-after": RETRY_AFTER} if status == 503 else None)
 
 
 async def answer_http_error(request: Request, error: Exception) -> Response:
     """No such route, or not with this method."""
     assert isinstance(error, HTTPException)
-    told = InvalidRequest(
+    refusal = InvalidRequest(
         f"{error.detail}: {request.method} {request.url.path}", code=HTTPStatus(error.status_code).name.lower()
     )
-    return Response(body_of(told), error.status_code, error.headers, "application/json")
+    return told(request, refusal, error.status_code, dict(error.headers or {}))
 
 
 async def answer_bug(request: Request, _: Exception) -> Response:
@@ -66,7 +119,7 @@ async def answer_bug(request: Request, _: Exception) -> Response:
     error = PenstockError(f"the server failed while it answered request {id}; its log has the details")
     error.code = "internal_error"
     headers = {"x-request-id": id, "connection": "close"}  # the HTTP server drops a connection whose handler failed
-    return Response(body_of(error), 500, headers, "application/json")
+    return told(request, error, 500, headers)
 
 
 async def answer_left(_: Request, __: Exception) -> Response:

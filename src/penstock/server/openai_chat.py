@@ -29,7 +29,7 @@ from penstock.server.openai import (
 from penstock.server.reply import Plain, encode, reply
 from penstock.server.served import Served, off_loop
 from penstock.server.stream import deltas, together
-from penstock.server.tools import read_calls, read_tools, stopping
+from penstock.server.tools import read_calls, read_tools, stopping, told_reasoning
 from penstock.text import Delta, Text
 from penstock.text.parse import AnswerParser, Arguments, CallBegun, CallEnded, Content, Part, Reasoning
 from penstock.types import Request, TokenLogprob
@@ -114,11 +114,9 @@ def _message(given: dict[str, Any], where: str) -> dict[str, Any]:
         "name": message.name,
         "tool_call_id": message.tool_call_id,
         "tool_calls": read_calls(message.tool_calls, f"{where}.tool_calls") if message.tool_calls else None,
-        "reasoning_content": reasoning,
-        "reasoning": reasoning,
-        "thinking": None if content else reasoning,  # a template that calls it so takes one of the two
     }
-    return {"role": role, "content": content} | {name: value for name, value in named.items() if value is not None}
+    said = {"role": role, "content": content} | {name: value for name, value in named.items() if value is not None}
+    return said | told_reasoning(reasoning, content) if reasoning else said
 
 
 def _template_fields(text: Text, asked: Chat) -> dict[str, Any]:

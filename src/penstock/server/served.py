@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from penstock.errors import EngineUnavailable, InvalidRequest, ModelNotFound
@@ -23,6 +24,7 @@ class Served(NamedTuple):
     name: str
     created: int  # seconds since 1970
     metrics: Metrics
+    path: Path | None = None  # of the model's files, where they are known
 
     @property
     def limits(self) -> Limits:

@@ -81,13 +81,19 @@ def _check_choice(choice: object) -> None:
 def _tool(given: dict[str, Any], where: str) -> dict[str, Any]:
     tool = read_object(given, Tool, {}, where)
     function = read_object(tool.function, Function, FUNCTION_NEUTRAL, f"{where}.function")
-    return {"type": "function", "function": _for_template(function)}
+    return {"type": "function", "function": for_template(function.name, function.description, function.parameters)}
 
 
-def _for_template(function: Function) -> dict[str, Any]:
+def for_template(name: str, description: str | None, parameters: dict[str, Any] | None) -> dict[str, Any]:
     """With a description and parameters in any case: templates count on them."""
-    parameters = {"type": "object", "properties": {}} | (function.parameters or {})
-    return {"name": function.name, "description": function.description or "", "parameters": parameters}
+    given = {"type": "object", "properties": {}} | (parameters or {})
+    return {"name": name, "description": description or "", "parameters": given}
+
+
+def told_reasoning(reasoning: str, content: str | None) -> dict[str, str]:
+    """What an assistant thought, by the names that templates have for it."""
+    told = {"reasoning_content": reasoning, "reasoning": reasoning}
+    return told if content else told | {"thinking": reasoning}  # a template that calls it so takes one of the two
 
 
 def read_calls(given: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:

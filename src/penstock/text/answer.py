@@ -21,6 +21,7 @@ class Delta(NamedTuple):
     cached: int = 0  # prompt tokens whose KV was reused
     finish: str | None = None  # "stop" or "length", in the last one
     silent: int = 0  # how many of `tokens`, at the end, are not part of the text: 1 for a stop token
+    stop: str | None = None  # the stop string that ended it
 
 
 def read_step(stream: TextStream, events: Sequence[Event]) -> Delta:
@@ -37,7 +38,7 @@ def read_step(stream: TextStream, events: Sequence[Event]) -> Delta:
     text = stream.push(tokens[: len(tokens) - silent])
     if stream.stopped is not None:
         count = stream.consumed - before
-        return Delta(text, tokens[:count], logprobs[:count], scores, cached, "stop")
+        return Delta(text, tokens[:count], logprobs[:count], scores, cached, "stop", stop=stream.stopped)
     if isinstance(last, Finished):
         return Delta(text + stream.finish(), tokens, logprobs, scores, cached, last.reason, silent)
     return Delta(text, tokens, logprobs, scores, cached)

@@ -1,0 +1,62 @@
+"""One answer in a chat, for dialects in which a request has one: the same prompt, stops and parser in each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from penstock.server.served import Served, off_loop
+from penstock.server.stream import Deltas, deltas
+from penstock.server.tools import ToolUse, stopping
+from penstock.text import ChatPrompt, Delta
+from penstock.text.parse import AnswerParser, Content, Part
+from penstock.types import Request, SamplingParams
+
+NO_TOOLS = ToolUse([])
+
+
+class Turn(NamedTuple):
+    request: Request
+    running: Deltas
+    parser: AnswerParser | None = None  # none where an answer is content alone
+
+    def parts(self, delta: Delta) -> list[Part]:
+        if self.parser is None:
+            return [Content(delta.text)] if delta.text else []
+        return self.parser.push(delta.text) + (self.parser.finish() if delta.finish else [])
+
+    @property
+    def calls(self) -> int:
+        return 0 if self.parser is None else self.parser.calls
+
+
+async def prompt_of(served: Served, messages: Sequence[dict[str, Any]], use: ToolUse, **fields: Any) -> ChatPrompt:
+    size = sum(len(message["content"] or "") for message in messages)
+    return await off_loop(size, lambda: served.text.chat_prompt(messages, tools=use.tools, **fields))
+
+
+def begin(served: Served, prompt: ChatPrompt, use: ToolUse, sampling: SamplingParams, most: int | None) -> Turn:
+    """`most` tokens are answered with, or what the context has room for."""
+    text = served.text
+    request = served.request(prompt.tokens, stopping(text, use, sampling), "messages", most)
+    shown = text.special_in(text.format.markers(use.calling))
+    return Turn(request, deltas(served, request, shown=shown), use.parser(text.format, prompt.opened))
+
+
+def thinking(served: Served, wanted: bool | None) -> dict[str, Any] | None:
+    """What tells the template to think or not; None where the model cannot do as is wanted."""
+    text = served.text
+    if text.takes("enable_thinking") and wanted is not None:
+        return {"enable_thinking": wanted}
+    thinks = not text.format.plain(calling=False)
+    return {} if wanted is None or wanted == thinks else None
+
+
+def call_input(arguments: str) -> dict[str, Any]:
+    """A call's arguments as an object. Those that a limit cut off are none: why the answer ended tells it."""
+    try:
+        return msgspec.json.decode(arguments or "{}", type=dict[str, Any])
+    except (msgspec.MsgspecError, RecursionError):
+        return {}
