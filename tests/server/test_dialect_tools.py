@@ -174,6 +174,12 @@ def test_ollama_calls_have_objects_for_arguments(llama: ollama.Client) -> None:
     ] * 2
 
 
+def test_ollama_calls_that_are_cut_off_are_text(llama: ollama.Client) -> None:
+    said = reply(llama, CALL, options={"num_predict": 60})
+    assert not said.tool_calls
+    assert said.content == 'weather({"city": "Züri'
+
+
 def test_ollama_thinking_is_told_apart(llama: ollama.Client) -> None:
     said = reply(llama, THOUGHT + "Blue.", think=True)
     assert (said.thinking, said.content) == ("Ask the sky.", "Blue.")

@@ -258,7 +258,7 @@ class Writing:
             case ThinkingBlock():
                 self.block.thinking = self.text
             case ToolUseBlock():
-                self.block.input = call_input(self.text)
+                self.block.input = call_input(self.text) or {}  # of a call that was cut off: stop_reason tells
 
 
 WRITTEN_IN = {Content: TextBlock, Reasoning: ThinkingBlock, Arguments: ToolUseBlock, CallEnded: ToolUseBlock}

@@ -211,8 +211,7 @@ class LineAnswer:
             case Arguments(_, text):
                 self._calls[-1][1].append(text)
             case CallEnded():
-                call, pieces = self._calls[-1]
-                return Said("", tool_calls=[Call(call.id, Called(call.name, call_input("".join(pieces))))])
+                return _called(*self._calls[-1])
         return None
 
     def _end(self, said: Said, entries: list[TokenEntry]) -> Line:
@@ -243,6 +242,14 @@ class LineAnswer:
             )
             for each in told
         ]
+
+
+def _called(call: CallBegun, pieces: list[str]) -> Said:
+    """A call whose arguments were cut off is told as text: nobody should act on it."""
+    arguments = call_input("".join(pieces))
+    if arguments is None:
+        return Said(f"{call.name}({''.join(pieces)}")
+    return Said("", tool_calls=[Call(call.id, Called(call.name, arguments))])
 
 
 def _spelled(tokenizer: Tokenizer, token: int, logprob: float) -> tuple[str, float, list[int]]:

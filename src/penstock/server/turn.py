@@ -54,9 +54,9 @@ def thinking(served: Served, wanted: bool | None) -> dict[str, Any] | None:
     return {} if wanted is None or wanted == thinks else None
 
 
-def call_input(arguments: str) -> dict[str, Any]:
-    """A call's arguments as an object. Those that a limit cut off are none: why the answer ended tells it."""
+def call_input(arguments: str) -> dict[str, Any] | None:
+    """A call's arguments as an object; None for those that were cut off or are not well formed."""
     try:
         return msgspec.json.decode(arguments or "{}", type=dict[str, Any])
     except (msgspec.MsgspecError, RecursionError):
-        return {}
+        return None
