@@ -40,7 +40,6 @@ CHAT_NEUTRAL: Neutral = NEUTRAL | {
     "parallel_tool_calls": ANYTHING,
     "prediction": (),
     "reasoning_effort": ("none",),
-    "response_format": ({"type": "text"},),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "verbosity": ("medium",),
