@@ -271,7 +271,7 @@ int32_t Sampler::most_likely(const float* logits, size_t row) const {
 int32_t Sampler::draw(const Frame& frame, const Buffer& logits, size_t row, unsigned worker) {
   const int64_t* parts = mass_.data() + row * parts_;
   const int64_t total = std::accumulate(parts, parts + parts_, int64_t(0));
-  if (total == 0) return most_likely(logits.row(row), row);  // nothing but infinities
+  if (total == 0) return highest(row) == BANNED ? 0 : most_likely(logits.row(row), row);  // nothing but infinities
   const bool cut = draws_.min_p[row] > 0 || draws_.top_k[row] > 0 || draws_.top_p[row] < 1;
   return cut ? draw_cut(frame, row, total, worker) : draw_uncut(row, total);
 }
