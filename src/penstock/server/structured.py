@@ -71,7 +71,9 @@ def grammar_of(asked: Structured) -> Grammar | None:
 def json_grammar(schema: Schema | str, param: str = "json_schema") -> Grammar:
     if isinstance(schema, str):
         schema = _parsed(schema, param)
-    return Grammar("json", json.dumps(schema))
+    if schema is False:
+        raise InvalidRequest(f"{param} is false, which no answer can match", param=param)
+    return Grammar("json", json.dumps({} if schema is True else schema))
 
 
 def choice_grammar(choices: list[str], param: str) -> Grammar:
