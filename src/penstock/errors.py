@@ -2,7 +2,8 @@
 
 PenstockError                 code, message; one line, no traceback at the command line
 ├── InvalidRequest            the caller sent something that cannot be done       HTTP 400
-│   └── ContextTooLong        prompt and answer do not fit in the context
+│   ├── ContextTooLong        prompt and answer do not fit in the context
+│   └── InvalidGrammar        a schema, regex or grammar that answers cannot be held to
 ├── ModelNotFound             no such model, here or at its source                HTTP 404
 ├── ModelError                the model's files are damaged or not supported
 │   ├── MalformedFile         truncated, wrong magic, offsets outside the file ...
@@ -41,6 +42,10 @@ class InvalidRequest(PenstockError):
 
 class ContextTooLong(InvalidRequest):
     code = "context_length_exceeded"
+
+
+class InvalidGrammar(InvalidRequest):
+    code = "invalid_grammar"
 
 
 class ModelNotFound(PenstockError):

@@ -8,6 +8,21 @@ from typing import NamedTuple
 from penstock.errors import InvalidRequest
 
 
+class Thinking(NamedTuple):
+    """Token ids around what a model says to itself before it answers."""
+
+    closes: tuple[int, ...]
+    opens: int = -1  # -1: it was opened in the prompt; else the answer may begin with it
+
+
+class Grammar(NamedTuple):
+    """What an answer must match, after the thinking where there may be some."""
+
+    kind: str  # json (a schema), regex or lark
+    text: str
+    thinking: Thinking | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How to choose the next token and when to stop. `stop` is text and is watched for above the engine."""
@@ -28,6 +43,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None  # how many alternatives beside the chosen token; None: no logprobs
     prompt_logprobs: int | None = None
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         in_range = (
@@ -169,6 +185,11 @@ class Stats(NamedTuple):
     generated_tokens: int = 0
     preemptions: int = 0
     busy_seconds: float = 0.0  # spent in steps
+    grammars: int = 0  # compiled
+    grammar_seconds: float = 0.0  # spent on compiling them, beside the steps
+    masks: int = 0  # of the tokens that a grammar allows
+    mask_seconds: float = 0.0
+    forced_tokens: int = 0  # of the generated ones: not sampled, as grammars left no choice
 
 
 class Hello(NamedTuple):

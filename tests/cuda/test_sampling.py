@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -102,6 +102,31 @@ def test_rows_do_not_touch_each_other() -> None:
         target=np.array([-1, -1, -1, -1, 17, -1], np.int32),
     )
     assert chosen(logits, rows)[0] == sample.choose(logits, rows).tolist()
+
+
+class Words(NamedTuple):
+    """A mask that is there already."""
+
+    bits: np.ndarray
+
+    def words(self) -> np.ndarray:
+        return self.bits
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("vocab", [33, 4096, 9001])
+def test_what_a_grammar_forbids_is_never_chosen(vocab: int, temperature: float) -> None:
+    rng = np.random.default_rng(vocab)
+    logits = random_logits(6, vocab)
+    none = np.zeros(0, np.int32)
+    allowed = rng.random((6, -(-vocab // 32) * 32)) < [[0.0], [0.02], [0.5], [0.5], [0.99], [1.0]]
+    allowed[0, 17] = allowed[1, 18] = True
+    bits = np.packbits(allowed, axis=1, bitorder="little").view(np.int32)
+    edits = [LogitEdit(none, 1.0, none, none.view(np.float32), none, Words(words)) for words in bits]
+    rows = replace(rows_of(6, 5, temperature=temperature), edits=(*edits[:3], None, *edits[4:]))
+    tokens = chosen(logits, rows)[0]
+    assert tokens == sample.choose(logits, rows).tolist()
+    assert all(allowed[s, token] for s, token in enumerate(tokens) if s != 3)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

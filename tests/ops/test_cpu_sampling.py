@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -64,7 +64,24 @@ def random_edit(rng: np.random.Generator, vocab: int) -> LogitEdit | None:
         add_ids=ids[few // 2 : few].copy(),
         add_values=rng.normal(size=few - few // 2).astype(np.float32),
         ban=ids[: few // 3].copy(),
+        allow=random_mask(rng, vocab) if rng.random() < 0.5 else None,
     )
+
+
+class Words(NamedTuple):
+    """A mask that is there already."""
+
+    bits: Any
+
+    def words(self) -> Any:
+        return self.bits
+
+
+def random_mask(rng: np.random.Generator, vocab: int) -> Words:
+    """Few tokens, half of them or most; whole words of either kind among them."""
+    allowed = rng.random(-(-vocab // 32) * 32) < rng.choice([0.01, 0.5, 0.99])
+    allowed.reshape(-1, 32)[:: rng.integers(2, 5)] = rng.random() < 0.5
+    return Words(np.packbits(allowed, bitorder="little").view(np.int32))
 
 
 def random_rows(rng: np.random.Generator, rows: int, vocab: int) -> SampleRows:

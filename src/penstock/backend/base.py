@@ -34,15 +34,24 @@ class SampleRows:
     edits: tuple[LogitEdit | None, ...]  # [S] penalties, biases and bans, for the rows that have any
 
 
+class Mask(Protocol):
+    """The tokens that a grammar allows. A backend that computes beside the host asks for it last: it is worked out when
+    it is asked for, once."""
+
+    def words(self) -> Ints:
+        """A bit for each token of the vocabulary: [ceil(vocab / 32)], the lowest bit first."""
+
+
 @dataclass(frozen=True, slots=True)
 class LogitEdit:
-    """Changes to one row of logits, applied in this order: repetition, then add, then ban."""
+    """Changes to one row of logits, applied in this order: repetition, then add, then ban, then allow."""
 
     seen: Ints  # distinct tokens of prompt and answer
     repetition: float  # logits of `seen` above 0 are divided by it, below 0 multiplied
     add_ids: Ints  # logits[add_ids] += add_values: biases, presence and frequency penalties
     add_values: Floats
     ban: Ints  # logits[ban] = -inf
+    allow: Mask | None = None  # logits of all other tokens = -inf
 
 
 @dataclass(frozen=True, slots=True)

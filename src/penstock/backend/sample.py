@@ -67,6 +67,9 @@ def apply_edit(logits: Floats, edit: LogitEdit | None) -> Floats:
     logits[edit.seen] = np.where(seen > 0, seen / edit.repetition, seen * edit.repetition)
     logits[edit.add_ids] += edit.add_values
     logits[edit.ban] = -np.inf
+    if edit.allow is not None:
+        allowed = np.unpackbits(edit.allow.words().view(np.uint8), count=len(logits), bitorder="little")
+        logits[allowed == 0] = -np.inf
     return logits
 
 

@@ -231,6 +231,7 @@ class Scheduler:
 
     def _take_answer(self, seq: Sequence, row: Row, answer: RowResult, events: list[Event]) -> None:
         tokens, stop = self._append(seq, answer.tokens)
+        seq.end = max(seq.end, len(seq.tokens))  # more may come than were asked for: their KV is still to do
         scores = answer.scores
         if scores:  # scores[i] is of token start + 1 + i; a resumed prompt may bring some again
             scores = scores[max(seq.scored - row.start - 1, 0) :]

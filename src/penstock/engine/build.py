@@ -11,9 +11,10 @@ from penstock.backend import open_backend, settle
 from penstock.backend.base import Backend
 from penstock.config import Config, resolve
 from penstock.engine.engine import Engine
+from penstock.engine.grammar import Grammars
 from penstock.engine.plan import gigabytes, plan_memory
 from penstock.errors import OutOfMemory
-from penstock.model.load import Checkpoint, load_model, open_checkpoint
+from penstock.model.load import Checkpoint, load_model, open_checkpoint, text_of
 from penstock.types import Limits
 
 Tell = Callable[[str], None]
@@ -62,7 +63,8 @@ def build_engine(config: Config, checkpoint: Checkpoint, tell: Tell = silent) ->
     ledger.enter("kernels")
     cache = limits.num_blocks * limits.block_size
     tell(f"engine ready: {ledger}; {cache:,} tokens in {gigabytes(cache * backend.kv_bytes_per_token())} of KV cache")
-    return Engine(backend, limits, depth=backend.depth)
+    grammars = Grammars(lambda: text_of(open_checkpoint(Path(config.model))).tokenizer, limits.vocab)
+    return Engine(backend, limits, depth=backend.depth, grammars=grammars)
 
 
 def _reserve(config: Config, checkpoint: Checkpoint, backend: Backend) -> Limits:

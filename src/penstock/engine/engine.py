@@ -8,16 +8,34 @@ from collections import deque
 from penstock.backend.base import Backend, Ticket
 from penstock.core import Scheduler, Sequence
 from penstock.engine.batch import Batcher
+from penstock.engine.grammar import Compiling, Constraint, Grammars
 from penstock.engine.sampling import Sampler
-from penstock.errors import OutOfMemory, StepFailed
-from penstock.types import Event, Limits, Request, Stats, StepPlan, Tokens
+from penstock.errors import InvalidGrammar, OutOfMemory, PenstockError, StepFailed
+from penstock.types import (
+    Aborted,
+    Event,
+    Failed,
+    Limits,
+    Request,
+    Row,
+    RowResult,
+    Stats,
+    StepPlan,
+    StepResult,
+    Tokens,
+)
+
+PATIENCE = 0.002  # seconds between two looks at what has arrived, when there is nothing to do but wait for a grammar
 
 
 class Engine:
     """Every request added ends in exactly one Finished, Aborted or Failed."""
 
-    def __init__(self, backend: Backend, limits: Limits, *, depth: int = 0) -> None:
+    def __init__(self, backend: Backend, limits: Limits, *, depth: int = 0, grammars: Grammars | None = None) -> None:
         self.limits = limits
+        self._grammars = grammars
+        self._uncompiled: dict[int, tuple[Request, Compiling]] = {}  # requests that wait for their grammar
+        self._constraints: dict[int, Constraint] = {}
         self._backend = backend
         self._depth = depth  # steps in flight while the next one is planned
         self._scheduler = Scheduler(limits)
@@ -31,10 +49,24 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Nothing to compute and nothing to tell."""
-        return not (self._scheduler.sequences or self._flight or self._events)
+        return not (self._uncompiled or self._computing)
+
+    @property
+    def _computing(self) -> bool:
+        return bool(self._scheduler.sequences or self._flight or self._events)
 
     def add(self, request: Request) -> None:
-        """Raises InvalidRequest for what could never be answered. Ids are the caller's and never used twice."""
+        """Raises InvalidRequest for what could never be answered. Ids are the caller's and never used twice. One with
+        a grammar starts when that is compiled: what is wrong with it is told by a step."""
+        grammar = request.sampling.grammar
+        if grammar is None:
+            self._start(request)
+        elif self._grammars is None:
+            raise InvalidGrammar("this engine has no vocabulary to hold answers to a grammar with")
+        else:
+            self._uncompiled[request.id] = request, self._grammars.compile(grammar)
+
+    def _start(self, request: Request, constraint: Constraint | None = None) -> None:
         seq = Sequence(
             request.id,
             request.prompt,
@@ -46,14 +78,17 @@ class Engine:
             lockstep=Sampler.needs_history(request),
         )
         self._scheduler.add(seq)
-        self._samplers[request.id] = Sampler(request)
+        self._samplers[request.id] = Sampler(request, constraint)
 
     def abort(self, id: int) -> None:
         """Ends a request at once; the next step tells so. Unknown ids have ended already."""
-        self._tell(self._scheduler.abort(id))
+        waiting = self._uncompiled.pop(id, None)
+        self._tell([Aborted(id)] if waiting else self._scheduler.abort(id))
 
     def step(self) -> list[Event]:
         """Plans and launches a step, commits the oldest one in flight; returns all that happened since last time."""
+        if self._uncompiled:
+            self._start_compiled()
         began = time.perf_counter()
         plan = self._scheduler.plan()
         self._batcher.follow(plan)
@@ -70,7 +105,10 @@ class Engine:
         return self._backend.settle()
 
     def stats(self) -> Stats:
-        return self._scheduler.stats()._replace(busy_seconds=self._busy_seconds)
+        stats = self._scheduler.stats()
+        costs = vars(self._grammars.costs) if self._grammars is not None else {}
+        waiting = stats.waiting + len(self._uncompiled)
+        return stats._replace(busy_seconds=self._busy_seconds, waiting=waiting, **costs)
 
     def close(self) -> None:
         self._backend.close()
@@ -101,6 +139,8 @@ class Engine:
         except Exception as error:
             self._fail(plan, error)
         else:
+            if self._constraints:
+                result = self._follow_grammars(plan, result)
             self._tell(self._scheduler.commit(plan, result))
 
     def _fail(self, plan: StepPlan, error: Exception) -> None:
@@ -111,5 +151,44 @@ class Engine:
     def _tell(self, events: list[Event]) -> None:
         for event in events:
             if not isinstance(event, Tokens):
-                del self._samplers[event.seq]
+                self._samplers.pop(event.seq, None)
+                self._constraints.pop(event.seq, None)
         self._events += events
+
+    # -- grammars ------------------------------------------------------------------------------------------------
+
+    def _start_compiled(self) -> None:
+        if not self._computing:
+            next(iter(self._uncompiled.values()))[1].wait(PATIENCE)
+        for request, compiling in [entry for entry in self._uncompiled.values() if entry[1].ready]:
+            del self._uncompiled[request.id]
+            try:
+                self._start_constrained(request, compiling)
+            except PenstockError as error:
+                self._tell([Failed(request.id, error.code, error.message)])
+
+    def _start_constrained(self, request: Request, compiling: Compiling) -> None:
+        """It ends where its grammar does, whatever else it is told to go on for."""
+        grammars, grammar = self._grammars, request.sampling.grammar
+        assert grammars is not None
+        assert grammar is not None
+        constraint = grammars.follow(compiling, grammar)
+        self._start(request._replace(stop_ids=request.stop_ids | constraint.ends), constraint)
+        self._constraints[request.id] = constraint
+
+    def _follow_grammars(self, plan: StepPlan, result: StepResult) -> StepResult:
+        """The result, with the tokens that grammars force after those that were sampled."""
+        rows = [self._follow_grammar(row, answer) for row, answer in zip(plan.rows, result.rows, strict=True)]
+        return StepResult(result.step, tuple(rows))
+
+    def _follow_grammar(self, row: Row, answer: RowResult) -> RowResult:
+        constraint = self._constraints.get(row.seq)
+        if constraint is None or not answer.tokens:
+            return answer
+        try:
+            forced = constraint.take(*answer.tokens, force=not answer.logprobs)
+        except InvalidGrammar as error:
+            self._scheduler.abort(row.seq)
+            self._tell([Failed(row.seq, error.code, error.message)])
+            return answer
+        return answer._replace(tokens=answer.tokens + forced)

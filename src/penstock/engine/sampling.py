@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.backend.base import LogitEdit, SampleRows
-from penstock.types import Request
+from penstock.engine.grammar import Constraint
+from penstock.types import Request, SamplingParams
 
 Numbers = tuple[float, float, int, float, int]  # temperature, top_p, top_k, min_p, logprobs
 NUMBER_TYPES = (np.float32, np.float32, np.int32, np.float32, np.int32)
@@ -23,16 +24,30 @@ Wanted = tuple["Sampler", list[int], int]  # who, its tokens so far, the positio
 class Sampler:
     """One sequence's way of choosing tokens."""
 
-    __slots__ = ("_counted", "_counts", "_edits", "_prompt", "_prompt_len", "_request", "numbers", "scoring", "seed")
+    __slots__ = (
+        "_constraint",
+        "_counted",
+        "_counts",
+        "_edits",
+        "_penalizes",
+        "_prompt",
+        "_prompt_len",
+        "_request",
+        "numbers",
+        "scoring",
+        "seed",
+    )
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, constraint: Constraint | None = None) -> None:
         params = request.sampling
         self._request = request
+        self._constraint = constraint
         self._prompt_len = len(request.prompt)
         self._prompt = set(request.prompt) if params.repetition_penalty != 1.0 else set()
         self._counts: Counter[int] = Counter()  # of the answer's tokens
         self._counted = self._prompt_len
-        self._edits = bool(params.min_tokens or params.logit_bias or self.needs_history(request))
+        self._penalizes = _penalizes(params)
+        self._edits = bool(params.min_tokens or params.logit_bias or self._penalizes or constraint)
         self.seed = secrets.randbits(64) if params.seed is None else params.seed & MASK
         cuts = (params.temperature, params.top_p, params.top_k, params.min_p)
         self.numbers: Numbers = (*cuts, -1 if params.logprobs is None else params.logprobs)
@@ -41,8 +56,7 @@ class Sampler:
     @staticmethod
     def needs_history(request: Request) -> bool:
         """Whether the next token cannot be chosen before the last one is known here."""
-        params = request.sampling
-        return bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0)
+        return _penalizes(request.sampling) or request.sampling.grammar is not None
 
     def edit(self, tokens: list[int], position: int) -> LogitEdit | None:
         """The changes to the logits at `position`, which choose the token after it."""
@@ -50,9 +64,11 @@ class Sampler:
             return None
         request, params = self._request, self._request.sampling
         ban = request.stop_ids if position + 1 - self._prompt_len < params.min_tokens else frozenset[int]()
-        if not (ban or params.logit_bias or self.needs_history(request)):
+        allow = self._constraint.mask if self._constraint else None
+        if not (ban or allow or params.logit_bias or self._penalizes):
             return None
-        self._count(tokens, position + 1)
+        if self._penalizes:
+            self._count(tokens, position + 1)
         added = {t: -params.presence_penalty - params.frequency_penalty * n for t, n in self._counts.items()}
         for token, bias in params.logit_bias.items():
             added[token] = added.get(token, 0.0) + bias
@@ -62,11 +78,16 @@ class Sampler:
             add_ids=_ints(added),
             add_values=np.fromiter(added.values(), np.float32, len(added)),
             ban=_ints(ban),
+            allow=allow,
         )
 
     def _count(self, tokens: list[int], end: int) -> None:
         self._counts.update(tokens[self._counted : end])
         self._counted = max(self._counted, end)
+
+
+def _penalizes(params: SamplingParams) -> bool:
+    return bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0)
 
 
 def sample_rows(wanted: list[Wanted]) -> SampleRows:

@@ -111,5 +111,10 @@ class EngineNumbers:
             ("cached_tokens", "Prompt tokens whose KV was reused", stats.cached_tokens),
             ("generated_tokens", "Tokens generated", stats.generated_tokens),
             ("preemptions", "Sequences sent back to wait for blocks", stats.preemptions),
+            ("grammars", "Grammars compiled", stats.grammars),
+            ("grammar_compile_seconds", "Time spent on compiling grammars, beside the steps", stats.grammar_seconds),
+            ("grammar_masks", "Masks of the tokens that grammars allow", stats.masks),
+            ("grammar_mask_seconds", "Time spent on masks", stats.mask_seconds),
+            ("forced_tokens", "Generated tokens that grammars left no choice about", stats.forced_tokens),
         ):
             yield CounterMetricFamily(f"penstock_{name}", told, value)

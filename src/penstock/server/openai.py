@@ -19,6 +19,7 @@ from starlette.requests import Request as HttpRequest
 from penstock import __version__
 from penstock.errors import InvalidRequest
 from penstock.server.served import Served
+from penstock.server.structured import Structured, grammar_of
 from penstock.text import Delta
 from penstock.types import Request, SamplingParams
 
@@ -49,7 +50,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_obfuscation: bool = False
 
 
-class Fields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class Fields(Structured, forbid_unknown_fields=True, kw_only=True):
     """Every field may be null, which is the same as leaving it out."""
 
     model: str
@@ -191,6 +192,7 @@ def sampling(served: Served, fields: Fields, **given: Any) -> list[SamplingParam
     settings["top_k"] = 0 if fields.top_k in (None, -1) else fields.top_k  # -1 is how some clients say "off"
     settings["stop"] = _stops(fields.stop)
     settings["stop_token_ids"] = tuple(fields.stop_token_ids or ())
+    settings["grammar"] = grammar_of(fields)
     seed = settings.pop("seed", None)
     return [
         SamplingParams(seed=None if seed is None else seed + choice, **settings) for choice in range(fields.choices)

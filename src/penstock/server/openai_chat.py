@@ -40,7 +40,6 @@ CHAT_NEUTRAL: Neutral = NEUTRAL | {
     "functions": ([],),
     "modalities": (["text"],),
     "prediction": (),
-    "response_format": ({"type": "text"},),
     "verbosity": ("medium",),
     "web_search_options": (),
 }

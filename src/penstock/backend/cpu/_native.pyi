@@ -82,10 +82,21 @@ class Program:
         min_p: NDArray[np.float32],
         seed: NDArray[np.uint64],
         logprobs: NDArray[np.int32],
-        edits: list[tuple[int, NDArray[np.int32], float, NDArray[np.int32], NDArray[np.float32], NDArray[np.int32]]],
+        edits: list[
+            tuple[
+                int,
+                NDArray[np.int32],
+                float,
+                NDArray[np.int32],
+                NDArray[np.float32],
+                NDArray[np.int32],
+                NDArray[np.int32],
+            ]
+        ],
     ) -> tuple[list[int], list[tuple[int, float, list[tuple[int, float]]]]]:
         """One step, without the interpreter's lock: the token of each sampled position, and (token, logprob,
-        alternatives) of those that asked for it. An edit is (sampled position, *fields of a LogitEdit)."""
+        alternatives) of those that asked for it. An edit is (sampled position, *fields of a
+        LogitEdit), with the words of its mask, or none."""
     @property
     def isa(self) -> str: ...
     @property

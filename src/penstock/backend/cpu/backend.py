@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from penstock.backend.base import Batch, Floats, Footprint, Ints, Model, Ticket
+from penstock.backend.base import Batch, Floats, Footprint, Ints, Mask, Model, Ticket
 from penstock.backend.cpu import _native
 from penstock.backend.cpu.record import record
 from penstock.backend.cpu.weights import Packing, pack_vector
@@ -23,6 +23,7 @@ KV_HEAD_BYTES: dict[str, Callable[[int], int]] = {
     "f32": lambda dim: 4 * dim,
     "int8": lambda dim: dim + 4,
 }
+EVERYTHING = np.zeros(0, np.int32)  # a mask of no words
 
 
 class CpuBackend:
@@ -79,7 +80,7 @@ class CpuBackend:
     def launch(self, batch: Batch) -> Ticket:
         rows = batch.sample
         edits = [
-            (s, edit.seen, edit.repetition, edit.add_ids, edit.add_values, edit.ban)
+            (s, edit.seen, edit.repetition, edit.add_ids, edit.add_values, edit.ban, _words(edit.allow))
             for s, edit in enumerate(rows.edits)
             if edit is not None
         ]
@@ -115,6 +116,10 @@ class CpuBackend:
 
     def close(self) -> None:
         del self._program
+
+
+def _words(allow: Mask | None) -> Ints:
+    return EVERYTHING if allow is None else allow.words()
 
 
 def _arrays(batch: Batch) -> tuple[Ints, Ints, Ints, Ints, Ints, Ints]:

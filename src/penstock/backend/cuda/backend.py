@@ -7,12 +7,12 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from penstock.backend.base import Batch, Floats, Footprint, Model, SampleRows, Ticket
+from penstock.backend.base import Batch, Floats, Footprint, Ints, LogitEdit, Model, SampleRows, Ticket
 from penstock.backend.cuda import inputs
 from penstock.backend.cuda.compiling import Compiler
 from penstock.backend.cuda.graphs import Graphs, common_shapes, few_or_many, padded
@@ -204,7 +204,7 @@ class CudaBackend:
         with self._on_stream():
             step = self._send(nothing, work)
             logits = self._graphs.run(shape, step) if graph else self._graphs.launch(step)
-            for rows in sampling_kinds() if sampling else ():
+            for rows in sampling_kinds(logits.shape[1]) if sampling else ():
                 self._sampler.sample(logits, step, rows, self._memory.last, self._chosen[0][: shape.sampled])
 
     # -- steps ---------------------------------------------------------------------------------------------------
@@ -343,11 +343,22 @@ def shortage(what: str) -> Iterator[None]:
         raise OutOfMemory(f"the device has no memory for {what}: {str(error).splitlines()[0]}") from error
 
 
-def sampling_kinds() -> Iterator[SampleRows]:
-    """One row each: greedy, drawn from all, and drawn from the likeliest."""
+def sampling_kinds(vocab: int) -> Iterator[SampleRows]:
+    """One row each: greedy, drawn from all, drawn from the likeliest, and of what a grammar allows."""
     greedy = greedy_rows(1)
     drawn = replace(greedy, temperature=np.ones(1, np.float32))
     yield from (greedy, drawn, replace(drawn, top_p=np.full(1, 0.9, np.float32)))
+    none = np.zeros(0, np.int32)
+    yield replace(greedy, edits=(LogitEdit(none, 1.0, none, none.view(np.float32), none, Everything(vocab)),))
+
+
+class Everything(NamedTuple):
+    """A mask that allows it."""
+
+    vocab: int
+
+    def words(self) -> Ints:
+        return np.full(-(-self.vocab // 32), -1, np.int32)
 
 
 def slice_rows(rows: SampleRows, part: slice) -> SampleRows:

@@ -12,6 +12,7 @@ import triton
 
 from penstock.backend.base import LogitEdit, SampleRows
 from penstock.backend.cuda.inputs import Fields
+from penstock.backend.cuda.kernels.allow import allow
 from penstock.backend.cuda.kernels.choose import CHUNK, choose, find_peaks
 from penstock.backend.cuda.kernels.cut import Room, cut
 from penstock.types import TokenLogprob
@@ -111,6 +112,11 @@ def edit(logits: Any, edits: Sequence[LogitEdit | None]) -> Any:
         flat[places] += to_device(np.concatenate([e.add_values for _, e in kept]), device)
     if any(len(e.ban) for _, e in kept):
         flat.index_fill_(0, places_of([(base, e.ban) for base, e in kept], device), -torch.inf)
+    masks = [(s, edit.allow) for s, edit in enumerate(edits) if edit is not None and edit.allow is not None]
+    if masks:
+        words = np.stack([mask.words() for _, mask in masks])  # worked out while the device computes the logits
+        rows = np.array([s for s, _ in masks], np.int32)
+        allow(logits, to_device(rows, device), to_device(words, device))
     return logits
 
 

@@ -43,7 +43,7 @@ void fill_all(std::vector<std::tuple<Weight*, size_t, Array<const uint8_t, 1>>> 
 }
 
 using FloatArray = Array<const float, 1>;
-using EditArrays = std::tuple<size_t, IntArray, double, IntArray, FloatArray, IntArray>;
+using EditArrays = std::tuple<size_t, IntArray, double, IntArray, FloatArray, IntArray, IntArray>;
 using Scored = std::tuple<int32_t, double, std::vector<std::pair<int32_t, double>>>;
 
 Step step(const IntArray& tokens, const IntArray& positions, const IntArray& row_start, const IntArray& slots,
@@ -68,8 +68,8 @@ std::pair<std::vector<int32_t>, std::vector<Scored>> sample(
                        flat(min_p),  flat(seed),        flat(logprobs)};
   nb::gil_scoped_release release;
   std::vector<Edit> changes;
-  for (const auto& [row, seen, repetition, add_ids, add_values, ban] : edits)
-    changes.push_back({row, flat(seen), float(repetition), flat(add_ids), flat(add_values), flat(ban)});
+  for (const auto& [row, seen, repetition, add_ids, add_values, ban, allow] : edits)
+    changes.push_back({row, flat(seen), float(repetition), flat(add_ids), flat(add_values), flat(ban), flat(allow)});
   Answers answers = program.sample(arrays, draws, changes);
   std::vector<Scored> scored;
   for (auto& entry : answers.logprobs) scored.push_back({entry.token, entry.logprob, std::move(entry.top)});

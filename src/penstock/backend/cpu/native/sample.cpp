@@ -16,6 +16,7 @@ constexpr size_t PART = 8192;             // tokens of the vocabulary that are l
 constexpr size_t GROUP = 64;              // tokens whose largest weight bounds the k-th largest of all
 constexpr float MASS_OF_ONE = 0x1p40f;    // of the most likely token: masses are integers, so sums have no order
 constexpr float MARGIN = 0.99f;           // more than the rounding of a bound
+constexpr float BANNED = -std::numeric_limits<float>::infinity();
 
 int64_t mass(float weight) { return int64_t(weight * MASS_OF_ONE); }
 
@@ -128,6 +129,17 @@ std::vector<Candidate> largest(Floats values, size_t n) {
   return best;
 }
 
+// Most words of a mask are all or nothing.
+void keep_allowed(Ints allow, std::span<float> logits) {
+  for (size_t first = 0; first < logits.size(); first += 32) {
+    const auto bits = uint32_t(allow[first / 32]);
+    if (bits == ~uint32_t(0)) continue;
+    const size_t size = std::min(size_t(32), logits.size() - first);
+    float* part = logits.data() + first;
+    for (size_t i = 0; i < size; ++i) part[i] = bits >> i & 1 ? part[i] : BANNED;
+  }
+}
+
 void require(bool holds, const char* otherwise) {
   if (!holds) throw std::invalid_argument(otherwise);
 }
@@ -170,6 +182,7 @@ void Sampler::check(const Draws& draws, const std::vector<Edit>& edits) const {
   for (const auto& edit : edits) {
     require(edit.row < rows_, "an edit of no sampled position");
     require(edit.add_ids.size() == edit.add_values.size(), "an edit adds one value for each id");
+    require(edit.allow.empty() || edit.allow.size() == (vocab_ + 31) / 32, "a mask has a bit for each token");
     for (Ints ids : {edit.seen, edit.add_ids, edit.ban}) check_ids(ids);
   }
 }
@@ -235,7 +248,8 @@ void Sampler::apply(const Buffer& logits, const Edit& edit) {
   std::copy_n(logits.row(edit.row), vocab_, row);
   for (int32_t id : edit.seen) row[id] = row[id] > 0 ? row[id] / edit.repetition : row[id] * edit.repetition;
   for (size_t i = 0; i < edit.add_ids.size(); ++i) row[edit.add_ids[i]] += edit.add_values[i];
-  for (int32_t id : edit.ban) row[id] = -std::numeric_limits<float>::infinity();
+  for (int32_t id : edit.ban) row[id] = BANNED;
+  if (!edit.allow.empty()) keep_allowed(edit.allow, {row, vocab_});
 }
 
 void Sampler::weigh(const Frame& frame, const Buffer& logits, size_t row, size_t part) {
@@ -257,7 +271,7 @@ int32_t Sampler::most_likely(const float* logits, size_t row) const {
 int32_t Sampler::draw(const Frame& frame, const Buffer& logits, size_t row, unsigned worker) {
   const int64_t* parts = mass_.data() + row * parts_;
   const int64_t total = std::accumulate(parts, parts + parts_, int64_t(0));
-  if (total == 0) return most_likely(logits.row(row), row);  // nothing but infinities
+  if (total == 0) return highest(row) == BANNED ? 0 : most_likely(logits.row(row), row);  // nothing but infinities
   const bool cut = draws_.min_p[row] > 0 || draws_.top_k[row] > 0 || draws_.top_p[row] < 1;
   return cut ? draw_cut(frame, row, total, worker) : draw_uncut(row, total);
 }

@@ -23,7 +23,7 @@ struct Draws {
   Ints logprobs;  // -1: none; else how many alternatives
 };
 
-// Changes to one row of logits: `seen` divided or multiplied by `repetition`, then sums, then bans.
+// Changes to one row of logits: `seen` divided or multiplied by `repetition`, then sums, then bans, then all but `allow`.
 struct Edit {
   size_t row;
   Ints seen;
@@ -31,6 +31,7 @@ struct Edit {
   Ints add_ids;
   Floats add_values;
   Ints ban;
+  Ints allow;  // a bit for each token, the lowest first; empty: all
 };
 
 struct Logprob {

@@ -1,0 +1,32 @@
+"""Grammars' masks on logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from penstock.backend.cuda.kernels.pdl import options
+
+CHUNK = 4096
+
+
+@triton.jit
+def _allow(logits, rows, words, vocab, width, CHUNK: tl.constexpr, PDL: tl.constexpr):
+    mask = tl.program_id(0)
+    token = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    inside = token < vocab
+    row = tl.load(rows + mask).to(tl.int64)
+    bits = tl.load(words + mask * width + token // 32, inside, 0)
+    banned = (bits >> (token % 32) & 1) == 0
+    tl.store(logits + row * vocab + token, -float("inf"), inside & banned)
+
+
+def allow(logits: Any, rows: Any, words: Any) -> None:
+    """logits[rows[i], t] = -inf for every token t whose bit is not set in words[i]."""
+    vocab = logits.shape[1]
+    count, width = words.shape
+    _allow[(count, triton.cdiv(vocab, CHUNK))](
+        logits, rows, words, vocab, width, CHUNK=CHUNK, **options(8, early=False)
+    )

@@ -1,0 +1,124 @@
+"""Structured output: what clients call it, and the grammar that it means."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+import msgspec
+
+from penstock.errors import InvalidRequest
+from penstock.types import Grammar
+
+MAX_TEXT = 2**20  # characters of a grammar
+MAX_CHOICES = 4096
+ANY_OBJECT = {"type": "object"}
+
+Schema = dict[str, Any] | bool
+
+
+class NamedSchema(msgspec.Struct, forbid_unknown_fields=True):
+    name: str = ""
+    description: str | None = None
+    schema: Schema | None = None  # none: any object
+    strict: bool | None = None  # answers always follow the schema
+
+
+class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+
+
+class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
+    """One of these."""
+
+    json: Schema | str | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
+class Structured(msgspec.Struct, kw_only=True):
+    """The fields of a request that ask for it: OpenAI's, and those of servers that came before."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+
+
+def grammar_of(asked: Structured) -> Grammar | None:
+    """What answers must match, in whatever way it was asked for; refuses two ways at once."""
+    named = asked.structured_outputs or StructuredOutputs()
+    ways: list[tuple[str, Grammar | None]] = [
+        ("response_format", _response_format(asked.response_format)),
+        *_ways("structured_outputs.", named.json, named.regex, named.choice, named.grammar),
+        ("structured_outputs.json_object", json_grammar(ANY_OBJECT) if named.json_object else None),
+        *_ways("guided_", asked.guided_json, asked.guided_regex, asked.guided_choice, asked.guided_grammar),
+    ]
+    given = [(name, grammar) for name, grammar in ways if grammar is not None]
+    if len(given) > 1:
+        names = " and ".join(name for name, _ in given)
+        raise InvalidRequest(f"{names} cannot be honoured together: send one of them", param=given[1][0])
+    for name, grammar in given:
+        _check_size(name, len(grammar.text))
+    return given[0][1] if given else None
+
+
+def json_grammar(schema: Schema | str, param: str = "json_schema") -> Grammar:
+    if isinstance(schema, str):
+        schema = _parsed(schema, param)
+    if schema is False:
+        raise InvalidRequest(f"{param} is false, which no answer can match", param=param)
+    return Grammar("json", json.dumps({} if schema is True else schema))
+
+
+def choice_grammar(choices: list[str], param: str) -> Grammar:
+    if not 0 < len(choices) <= MAX_CHOICES:
+        raise InvalidRequest(f"{param} takes 1 to {MAX_CHOICES} texts; got {len(choices)}", param=param)
+    return Grammar("lark", "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices))
+
+
+def _response_format(asked: ResponseFormat | None) -> Grammar | None:
+    if asked is None or asked.type == "text":
+        return None
+    if asked.type == "json_object":
+        return json_grammar(ANY_OBJECT)
+    if asked.json_schema is None:
+        raise InvalidRequest(
+            "the field 'response_format.json_schema' is missing",
+            param="response_format.json_schema",
+            code="missing_required_parameter",
+        )
+    schema = asked.json_schema.schema
+    return json_grammar(ANY_OBJECT if schema is None else schema)
+
+
+def _ways(
+    prefix: str, schema: Schema | str | None, regex: str | None, choice: list[str] | None, lark: str | None
+) -> list[tuple[str, Grammar | None]]:
+    return [
+        (f"{prefix}json", None if schema is None else json_grammar(schema, f"{prefix}json")),
+        (f"{prefix}regex", None if regex is None else Grammar("regex", regex)),
+        (f"{prefix}choice", None if choice is None else choice_grammar(choice, f"{prefix}choice")),
+        (f"{prefix}grammar", None if lark is None else Grammar("lark", lark)),
+    ]
+
+
+def _parsed(schema: str, param: str) -> Schema:
+    _check_size(param, len(schema))
+    try:
+        given = msgspec.json.decode(schema)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise InvalidRequest(f"{param} is not valid JSON: {error}", param=param) from error
+    if not isinstance(given, dict | bool):
+        raise InvalidRequest(f"{param} must be a JSON schema: an object, or true or false", param=param)
+    return given
+
+
+def _check_size(param: str, size: int) -> None:
+    if size > MAX_TEXT:
+        raise InvalidRequest(f"{param} has {size} characters; at most {MAX_TEXT} are taken", param=param)

@@ -1,0 +1,261 @@
+"""Answers follow their grammars whatever the model would say, and nobody waits for anybody else's grammar."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+
+from penstock.backend.base import Batch
+from penstock.backend.fake import FakeBackend
+from penstock.backend.sample import sample
+from penstock.core import check
+from penstock.engine import grammar as grammar_module
+from penstock.engine.engine import Engine
+from penstock.engine.grammar import Grammars
+from penstock.types import Aborted, Event, Failed, Finished, Grammar, Limits, Request, SamplingParams, Thinking, Tokens
+
+END, OPEN, CLOSE = 256, 257, 258
+LIMITS = Limits(max_len=512, max_rows=8, max_tokens=64, block_size=4, num_blocks=1024, vocab=260)
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["red", "green"]}, "maxItems": 2},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+JSON = Grammar("json", json.dumps(PERSON))
+DATE = Grammar("regex", r"\d{4}-\d{2}")
+EITHER = Grammar("lark", 'start: "yes" | "no"')
+
+
+class Bytes:
+    """A token for each byte, and three that carry structure."""
+
+    vocab_size = 259
+    bos_id = None
+    eos_ids = frozenset({END})
+    special_ids = frozenset({END, OPEN, CLOSE})
+
+    def token_bytes(self, id: int) -> bytes:
+        return bytes([id]) if id < END else {END: b"<end>", OPEN: b"<think>", CLOSE: b"</think>"}.get(id, b"")
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+
+class Babble(FakeBackend):
+    """Says anything at all: its logits are noise that depends on the place alone, with a fondness for `favourite`."""
+
+    def __init__(self, favourite: int = END, fondness: float = 0.0) -> None:
+        super().__init__(LIMITS.vocab)
+        self._fond = favourite, fondness
+
+    def launch(self, batch: Batch) -> int:
+        places = batch.positions[batch.sampled].tolist()
+        logits = np.zeros((len(places), LIMITS.vocab))
+        for row, place in zip(logits, places, strict=True):
+            row += np.random.default_rng(place).normal(0, 3, LIMITS.vocab)
+        logits[:, self._fond[0]] += self._fond[1]
+        self._results[batch.step] = sample(logits.astype(np.float32), batch)
+        return batch.step
+
+
+def engine(
+    backend: Babble | None = None, vocabulary: Callable[[], Any] = Bytes, depth: int = 0, **limits: int
+) -> Engine:
+    settled = LIMITS._replace(**limits)
+    backend = backend or Babble()
+    backend.reserve_kv(settled.num_blocks, settled.block_size)
+    return Engine(backend, settled, depth=depth, grammars=Grammars(vocabulary, settled.vocab))
+
+
+def request(id: int, grammar: Grammar | None, max_tokens: int = 300, **settings: Any) -> Request:
+    params = SamplingParams(seed=id, grammar=grammar, **settings)
+    return Request(id, tuple(range(id % 7 + 1)), params, max_tokens, stop_ids=frozenset({END}))
+
+
+def drain(engine: Engine) -> list[Event]:
+    events: list[Event] = []
+    while not engine.idle:
+        events += engine.step()
+        check(engine._scheduler)
+    return events
+
+
+def answer(events: list[Event], id: int) -> tuple[str, str]:
+    """The text and how it ended."""
+    tokens = [token for event in events if isinstance(event, Tokens) and event.seq == id for token in event.tokens]
+    (last,) = (event for event in events if event.seq == id and not isinstance(event, Tokens))
+    assert isinstance(last, Finished), last
+    return bytes(token for token in tokens if token < END).decode("utf-8", "replace"), last.reason
+
+
+def ask(engine: Engine, *requests: Request) -> list[tuple[str, str]]:
+    for each in requests:
+        engine.add(each)
+    events = drain(engine)
+    return [answer(events, each.id) for each in requests]
+
+
+def check_person(text: str) -> None:
+    jsonschema.validate(json.loads(text), PERSON)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("settings", [{"temperature": 0}, {}, {"top_k": 3, "min_p": 0.1}, {"frequency_penalty": 1.0}])
+def test_noise_becomes_what_was_asked_for(settings: dict[str, Any], depth: int) -> None:
+    asked = engine(depth=depth)
+    kinds = [JSON, DATE, EITHER, None] * 3
+    answers = ask(asked, *(request(id, kind, max_tokens=200, **settings) for id, kind in enumerate(kinds, 1)))
+    for kind, (text, reason) in zip(kinds, answers, strict=True):
+        assert kind is None or reason == "stop"
+        if kind is JSON:
+            check_person(text)
+        if kind is DATE:
+            assert re.fullmatch(DATE.text, text)
+        if kind is EITHER:
+            assert text in ("yes", "no")
+    stats = asked.stats()
+    assert stats.grammars == 3
+    assert stats.masks > 0
+    assert stats.forced_tokens > 0
+
+
+def test_forced_tokens_change_nothing_but_the_steps() -> None:
+    forced, sampled = engine(), engine()
+    text = ask(forced, request(1, JSON))[0]
+    assert text == ask(sampled, request(1, JSON, logprobs=0))[0]
+    assert forced.stats().generated_tokens == sampled.stats().generated_tokens
+    assert forced.stats().steps < sampled.stats().steps
+    assert sampled.stats().forced_tokens == 0
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_preemption_keeps_the_place_in_the_grammar(depth: int) -> None:
+    squeezed = engine(num_blocks=24, max_len=96, depth=depth)
+    kinds = [JSON, None, JSON, None, JSON]
+    answers = ask(squeezed, *(request(id, kind, max_tokens=80) for id, kind in enumerate(kinds, 1)))
+    assert squeezed.stats().preemptions > 0
+    roomy = ask(engine(), *(request(id, kind, max_tokens=80) for id, kind in enumerate(kinds, 1)))
+    assert answers == roomy
+
+
+def test_the_end_comes_when_the_grammar_allows_it_and_not_before() -> None:
+    text, reason = ask(engine(Babble(END, fondness=50)), request(1, JSON))[0]
+    check_person(text)
+    assert reason == "stop"
+
+
+@pytest.mark.parametrize("settings", [{"min_tokens": 50}, {"ignore_eos": True}, {"logit_bias": {END: -100.0}}])
+def test_an_answer_ends_where_nothing_can_follow(settings: dict[str, Any]) -> None:
+    asked = request(1, DATE, **settings)._replace(stop_ids=frozenset())
+    text, reason = ask(engine(), asked)[0]
+    assert re.fullmatch(DATE.text, text)
+    assert reason == "stop"
+
+
+def test_an_answer_that_is_too_long_is_cut_even_within_forced_tokens() -> None:
+    text, reason = ask(engine(), request(1, Grammar("lark", 'start: "a long text that is forced"'), max_tokens=9))[0]
+    assert (text, reason) == ("a long te", "length")
+
+
+@pytest.mark.parametrize("opens", [-1, OPEN])
+def test_thinking_comes_first_and_is_free(opens: int) -> None:
+    thinking = DATE._replace(thinking=Thinking((CLOSE,), opens))
+    thinker = engine(Babble(OPEN if opens == OPEN else CLOSE, fondness=3))
+    events: list[Event] = []
+    for id in range(1, 9):
+        thinker.add(request(id, thinking, min_tokens=300))
+    events = drain(thinker)
+    thought = 0
+    for id in range(1, 9):
+        tokens = [token for e in events if isinstance(e, Tokens) and e.seq == id for token in e.tokens]
+        if opens < 0 or tokens[0] == OPEN:
+            thought += 1
+            tokens = tokens[tokens.index(CLOSE) + 1 :]
+        assert tokens[-1] == END
+        assert re.fullmatch(DATE.text, bytes(tokens[:-1]).decode())
+    assert thought
+
+
+@pytest.mark.parametrize(
+    ("grammar", "named"),
+    [
+        (Grammar("json", '{"type": "array", "uniqueItems": true}'), "uniqueItems"),
+        (Grammar("json", '{"type": "nonsense"}'), "nonsense"),
+        (Grammar("json", '{"$ref": "#/definitions/missing"}'), "missing"),
+        (Grammar("regex", "(?=a)b"), "look-ahead"),
+        (Grammar("regex", "(a"), "unclosed"),
+        (Grammar("lark", "start: missing"), "missing"),
+        (Grammar("poem", "roses"), "poem"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name(grammar: Grammar, named: str) -> None:
+    asked = engine()
+    asked.add(request(1, grammar))
+    asked.add(request(2, DATE))
+    events = drain(asked)
+    (failed,) = (event for event in events if isinstance(event, Failed))
+    assert failed.seq == 1
+    assert failed.code.startswith("invalid_")
+    assert named in failed.message
+    assert answer(events, 2)[1] == "stop"
+
+
+def test_nobody_waits_for_a_grammar_of_another() -> None:
+    gate = threading.Event()
+
+    def slow() -> Bytes:
+        gate.wait(30)
+        return Bytes()
+
+    asked = engine(vocabulary=slow)
+    asked.add(request(1, DATE))
+    asked.add(request(2, EITHER))
+    asked.add(request(3, None, max_tokens=5))
+    events: list[Event] = []
+    while not any(isinstance(event, Finished) for event in events):
+        events += asked.step()
+    assert {event.seq for event in events} == {3}
+    assert asked.stats().waiting == 2
+    asked.abort(2)
+    assert asked.step() == [Aborted(2)]
+    gate.set()
+    assert re.fullmatch(DATE.text, answer(drain(asked), 1)[0])
+    assert asked.idle
+
+
+def test_a_grammar_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_module, "LIMIT", 0.01)
+    gate = threading.Event()
+    asked = engine(vocabulary=lambda: (gate.wait(30), Bytes())[1])
+    asked.add(request(1, DATE))
+    (failed,) = drain(asked)
+    assert isinstance(failed, Failed)
+    assert failed.code == "invalid_grammar"
+    assert "simplify" in failed.message
+    gate.set()
+
+
+def test_the_same_grammar_is_compiled_once() -> None:
+    asked = engine()
+    ask(asked, *(request(id, DATE) for id in range(1, 6)))
+    ask(asked, request(9, DATE))
+    assert asked.stats().grammars == 1
+
+
+def test_an_engine_without_a_vocabulary_says_so() -> None:
+    backend = Babble()
+    backend.reserve_kv(LIMITS.num_blocks, LIMITS.block_size)
+    with pytest.raises(Exception, match="no vocabulary"):
+        Engine(backend, LIMITS).add(request(1, DATE))
