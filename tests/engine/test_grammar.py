@@ -247,6 +247,15 @@ def test_a_grammar_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPat
     gate.set()
 
 
+def test_a_grammar_that_is_slow_to_follow_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_module, "SLOWEST", 0.0)
+    asked = engine()
+    asked.add(request(1, DATE))
+    (failed,) = drain(asked)
+    assert isinstance(failed, Failed)
+    assert "too complex" in failed.message
+
+
 def test_the_same_grammar_is_compiled_once() -> None:
     asked = engine()
     ask(asked, *(request(id, DATE) for id in range(1, 6)))

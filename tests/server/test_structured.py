@@ -125,11 +125,13 @@ def test_other_servers_names(server: Any, extra: dict[str, Any], pattern: str) -
         ({"guided_regex": "(?=a)b"}, "look-ahead"),
         ({"guided_grammar": "start: missing"}, "missing"),
         ({"guided_choice": []}, "guided_choice"),
+        ({"guided_choice": [""]}, "only empty"),
         ({"guided_json": "{"}, "guided_json"),
+        ({"guided_json": False}, "no answer can match"),
         ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_regex and guided_choice"),
         ({"guided_regex": "a" * 2**21}, "guided_regex has 2097152 characters"),
     ],
-    ids=["unsupported", "empty", "unknown", "regex", "lark", "choice", "json", "both", "long"],
+    ids=["unsupported", "empty", "unknown", "regex", "lark", "choice", "empty choice", "json", "false", "both", "long"],
 )
 def test_what_cannot_be_honoured_is_a_400_by_name(server: Any, fields: dict[str, Any], said: str, stream: bool) -> None:
     with pytest.raises(openai.BadRequestError, match=re.escape(said)):

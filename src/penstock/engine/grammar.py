@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 WORKERS = 2
 KEPT = 256  # compiled grammars
 LIMIT = 10.0  # seconds a grammar may take to compile
+SLOWEST = 0.25  # seconds for what may come next: a thousand times what is usual
+STACK = 2**30  # bytes of addresses: the library calls itself for every rule in a chain of them
+LONGEST = 400  # characters of its words that are passed on
 SPACES = {"whitespace_pattern": r" |\n[ \t]{0,20}"}  # small models never stop where any run of spaces may follow
 
 
@@ -66,9 +69,7 @@ class Grammars:
     def compile(self, grammar: Grammar) -> Compiling:
         """Begins, unless the same text was seen before."""
         if not self._workers:
-            self._workers = [threading.Thread(target=self._work, daemon=True) for _ in range(WORKERS)]
-            for worker in self._workers:
-                worker.start()
+            self._hire()
         key = grammar.kind, grammar.text
         if key not in self._kept:
             self._kept[key] = Compiling(grammar)
@@ -82,6 +83,13 @@ class Grammars:
         """For one request, once the grammar is ready; raises InvalidGrammar for one that cannot be followed."""
         matcher = compiling.matcher()
         return Constraint(matcher, self._ends, self._width, grammar.thinking, self.costs)
+
+    def _hire(self) -> None:
+        usual = threading.stack_size(STACK)
+        self._workers = [threading.Thread(target=self._work, daemon=True) for _ in range(WORKERS)]
+        for worker in self._workers:
+            worker.start()
+        threading.stack_size(usual)
 
     # -- in a worker ---------------------------------------------------------------------------------------------
 
@@ -219,15 +227,30 @@ def _matcher(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
     matcher = LLMatcher(tokenizer, text, log_level=0)
     if matcher.is_error():
         raise InvalidGrammar(f"the {_NAMES[grammar.kind]} cannot be used: {_reason(matcher.get_error())}")
+    _rehearse(matcher.deep_copy())
     return matcher
+
+
+def _rehearse(matcher: LLMatcher) -> None:
+    """What takes long for one token would hold up everybody's steps."""
+    began = time.perf_counter()
+    matcher.compute_bitmask()
+    matcher.compute_ff_tokens()
+    if (seconds := time.perf_counter() - began) > SLOWEST:
+        raise InvalidGrammar(
+            f"the grammar is too complex: its first token took {seconds:.1f} s to work out; simplify it"
+        )
 
 
 _NAMES = {"json": "JSON schema", "regex": "regular expression", "lark": "Lark grammar"}
 
 
 def _reason(error: str) -> str:
-    """The library's words without its dump of the state."""
-    return error.partition("\n<state>")[0].strip() or "nothing may follow what was sampled"
+    """The library's words, in one line, without its dump of the state and what they repeat of the grammar."""
+    words = " ".join(error.partition("\n<state>")[0].split())
+    if len(words) > LONGEST:
+        words = f"{words[: LONGEST // 2]} ... {words[-LONGEST // 2 :]}"
+    return words or "nothing may follow what was sampled"
 
 
 def _tokenizer(vocabulary: Vocabulary, width: int) -> LLTokenizer:

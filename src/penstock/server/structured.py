@@ -10,7 +10,8 @@ import msgspec
 from penstock.errors import InvalidRequest
 from penstock.types import Grammar
 
-MAX_TEXT = 2**20  # characters of a grammar
+MAX_SCHEMA = 2**20  # characters
+MAX_RULES = 2**15  # characters of a regular expression or a Lark grammar: every one may be a rule
 MAX_CHOICES = 4096
 ANY_OBJECT = {"type": "object"}
 
@@ -63,8 +64,6 @@ def grammar_of(asked: Structured) -> Grammar | None:
     if len(given) > 1:
         names = " and ".join(name for name, _ in given)
         raise InvalidRequest(f"{names} cannot be honoured together: send one of them", param=given[1][0])
-    for name, grammar in given:
-        _check_size(name, len(grammar.text))
     return given[0][1] if given else None
 
 
@@ -73,13 +72,24 @@ def json_grammar(schema: Schema | str, param: str = "json_schema") -> Grammar:
         schema = _parsed(schema, param)
     if schema is False:
         raise InvalidRequest(f"{param} is false, which no answer can match", param=param)
-    return Grammar("json", json.dumps({} if schema is True else schema))
+    text = json.dumps({} if schema is True else schema)
+    _check_size(param, len(text), MAX_SCHEMA)
+    return Grammar("json", text)
+
+
+def _rules(kind: str, text: str, param: str) -> Grammar:
+    _check_size(param, len(text), MAX_RULES)
+    return Grammar(kind, text)
 
 
 def choice_grammar(choices: list[str], param: str) -> Grammar:
     if not 0 < len(choices) <= MAX_CHOICES:
         raise InvalidRequest(f"{param} takes 1 to {MAX_CHOICES} texts; got {len(choices)}", param=param)
-    return Grammar("lark", "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices))
+    texts = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices if choice)
+    if not texts:
+        raise InvalidRequest(f"{param} has only empty texts", param=param)
+    _check_size(param, len(texts), MAX_SCHEMA)
+    return Grammar("lark", f"start: CHOICE{'?' if '' in choices else ''}\nCHOICE: {texts}")
 
 
 def _response_format(asked: ResponseFormat | None) -> Grammar | None:
@@ -102,14 +112,13 @@ def _ways(
 ) -> list[tuple[str, Grammar | None]]:
     return [
         (f"{prefix}json", None if schema is None else json_grammar(schema, f"{prefix}json")),
-        (f"{prefix}regex", None if regex is None else Grammar("regex", regex)),
+        (f"{prefix}regex", None if regex is None else _rules("regex", regex, f"{prefix}regex")),
         (f"{prefix}choice", None if choice is None else choice_grammar(choice, f"{prefix}choice")),
-        (f"{prefix}grammar", None if lark is None else Grammar("lark", lark)),
+        (f"{prefix}grammar", None if lark is None else _rules("lark", lark, f"{prefix}grammar")),
     ]
 
 
 def _parsed(schema: str, param: str) -> Schema:
-    _check_size(param, len(schema))
     try:
         given = msgspec.json.decode(schema)
     except (msgspec.DecodeError, RecursionError) as error:
@@ -119,6 +128,6 @@ def _parsed(schema: str, param: str) -> Schema:
     return given
 
 
-def _check_size(param: str, size: int) -> None:
-    if size > MAX_TEXT:
-        raise InvalidRequest(f"{param} has {size} characters; at most {MAX_TEXT} are taken", param=param)
+def _check_size(param: str, size: int, most: int) -> None:
+    if size > most:
+        raise InvalidRequest(f"{param} has {size} characters; at most {most} are taken", param=param)
