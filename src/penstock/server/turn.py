@@ -41,18 +41,20 @@ async def prompt_of(served: Served, messages: Sequence[dict[str, Any]], use: Too
 def begin(served: Served, prompt: ChatPrompt, use: ToolUse, sampling: SamplingParams, most: int | None) -> Turn:
     """`most` tokens are answered with, or what the context has room for."""
     text = served.text
-    sampling = stopping(text, use, _after_thinking(text, prompt, sampling))
+    sampling = stopping(text, use, after_thinking(text, prompt, sampling))
     request = served.request(prompt.tokens, sampling, "messages", most)
     shown = text.special_in(text.format.markers(use.calling))
     return Turn(request, deltas(served, request, shown=shown), use.parser(text.format, prompt.opened))
 
 
-def _after_thinking(text: Text, prompt: ChatPrompt, sampling: SamplingParams) -> SamplingParams:
-    """A grammar holds from where the model has thought."""
+def after_thinking(text: Text, prompt: ChatPrompt, sampling: SamplingParams) -> SamplingParams:
+    """A grammar holds from where the model has thought: where the prompt began that, or one token of the answer can."""
     grammar, markers = sampling.grammar, text.format.reasoning
     if grammar is None or markers is None:
         return sampling
     opens, closes = (text.tokenizer.encode(marker, special=True) for marker in markers)
+    if not prompt.opened and len(opens) > 1:
+        return sampling
     around = Thinking(tuple(closes), -1 if prompt.opened else opens[0])
     return replace(sampling, grammar=grammar._replace(thinking=around))
 
