@@ -12,8 +12,10 @@ import pytest
 
 from penstock.engine.engine import Engine
 from penstock.ipc.inprocess import InProcessClient
+from penstock.server.turn import after_thinking
 from penstock.text import ChatPrompt
 from penstock.text.families import Format, family_of
+from penstock.types import Grammar, SamplingParams, Thinking
 from tests.server import toys
 from tests.server.conftest import Server, serving
 
@@ -201,3 +203,30 @@ def test_ollama_calls_and_results_go_back(llama: ollama.Client) -> None:
     call, told = text.given["messages"][1:]
     assert call["tool_calls"][0]["function"] == {"name": "weather", "arguments": {"city": "Zürich"}}
     assert told == {"role": "tool", "name": "weather", "content": "sun"}
+
+
+# -- grammars -----------------------------------------------------------------------------------------------------
+
+
+MARKS = {"<think>": [toys.END], "</think>": [60, 61]}
+
+
+class Spelling(Hermes):
+    class tokenizer(toys.ToyTokenizer):
+        @staticmethod
+        def encode(text: str, *, special: bool) -> list[int]:
+            return MARKS[text]
+
+
+@pytest.mark.parametrize(("opened", "opens"), [(True, -1), (False, toys.END)])
+def test_a_grammar_holds_after_the_thinking(opened: bool, opens: int) -> None:
+    sampling = SamplingParams(grammar=Grammar("json", "{}"))
+    held = after_thinking(Spelling(), ChatPrompt([], opened), sampling).grammar  # type: ignore[arg-type]
+    assert held == Grammar("json", "{}", Thinking((60, 61), opens))
+
+
+def test_where_there_is_no_thinking_a_grammar_holds_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    sampling = SamplingParams(grammar=Grammar("json", "{}"))
+    assert after_thinking(toys.ToyText(), ChatPrompt([]), sampling) is sampling  # type: ignore[arg-type]
+    monkeypatch.setitem(MARKS, "<think>", [1, 2])
+    assert after_thinking(Spelling(), ChatPrompt([]), sampling) is sampling  # type: ignore[arg-type]

@@ -165,8 +165,6 @@ TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": 
         ({"keep_alive": 0}, "keep_alive: 0.* asks to unload"),
         ({"keep_alive": "0m"}, "asks to unload"),
         ({"keep_alive": "soon"}, "'soon' is not a duration"),
-        ({"format": "json"}, "format is not supported"),
-        ({"format": {"type": "object"}}, "format is not supported"),
         ({"think": True}, "think is not supported"),
         ({"think": "high"}, "think is not supported"),
         ({"tools": [TOOL | {"type": "web"}]}, r"tools\[0\].type"),
@@ -183,9 +181,7 @@ def test_refusals_are_told_by_name(parrot: Any, fields: dict[str, Any], told: st
     assert caught.value.status_code == 400
 
 
-@pytest.mark.parametrize(
-    "fields", [{"suffix": "x"}, {"images": ["eA=="]}, {"template": "x"}, {"context": [1, 2]}, {"format": "json"}]
-)
+@pytest.mark.parametrize("fields", [{"suffix": "x"}, {"images": ["eA=="]}, {"template": "x"}, {"context": [1, 2]}])
 def test_generate_refuses_by_name(parrot: Any, fields: dict[str, Any]) -> None:
     answer = parrot.post("/api/generate", model=MODEL, prompt="x", **fields)
     assert answer.status_code == 400

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -68,6 +69,24 @@ def test_three_dialects_give_one_answer(server: Any) -> None:
         MODEL, asked["messages"], options={"temperature": 0, "num_predict": 24}, stream=True
     )
     assert "".join(part.message.content or "" for part in parts) == told
+
+
+SIZES = {"type": "object", "properties": {"sea": {"enum": ["large", "small"]}}, "required": ["sea"]}
+SIZES["additionalProperties"] = False
+
+
+def test_schemas_in_other_dialects(server: Any) -> None:
+    asked = ask("Is the sea large or small? Answer in JSON.")
+    claude = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0).messages
+    config: Any = {"format": {"type": "json_schema", "schema": SIZES}}
+    told = claude.create(model=MODEL, max_tokens=40, messages=asked["messages"], output_config=config)
+    client = ollama.Client(server.url)
+    whole = client.chat(MODEL, asked["messages"], format=SIZES).message.content or ""
+    parts = client.generate(MODEL, asked["messages"][0]["content"], format=SIZES, stream=True)
+    for text in (told.content[0].text, whole, "".join(part.response or "" for part in parts)):
+        assert json.loads(text)["sea"] in ("large", "small")
+    refused = server.post("/api/chat", model=MODEL, messages=asked["messages"], format="yaml")
+    assert (refused.status_code, refused.json()["error"][:7]) == (400, "format:")
 
 
 def test_ollamas_client_reads_what_is_served(server: Any) -> None:

@@ -15,7 +15,15 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from penstock.errors import PenstockError
-from penstock.server.anthropic_fields import NEUTRAL, Ask, Conversation, read_messages, read_use, template_fields
+from penstock.server.anthropic_fields import (
+    NEUTRAL,
+    Ask,
+    Conversation,
+    read_grammar,
+    read_messages,
+    read_use,
+    template_fields,
+)
 from penstock.server.errors import anthropic_body
 from penstock.server.openai import MAX_STOPS, read_body, unsupported
 from penstock.server.reply import EVENT_STREAM, Framing, Plain, encode, reply
@@ -57,6 +65,7 @@ def _sampling(asked: Ask) -> SamplingParams:
     if len(stops) > MAX_STOPS:
         raise unsupported("stop_sequences", stops)
     given: dict[str, Any] = {"temperature": asked.temperature, "top_p": asked.top_p, "top_k": asked.top_k}
+    given["grammar"] = read_grammar(asked)
     return SamplingParams(stop=tuple(stops), **{name: value for name, value in given.items() if value is not None})
 
 

@@ -14,9 +14,11 @@ from msgspec import Meta
 from penstock.errors import InvalidRequest
 from penstock.server.openai import ANYTHING, Neutral, read_object, unsupported
 from penstock.server.served import Served
+from penstock.server.structured import json_grammar
 from penstock.server.tools import MAX_TOOLS, ToolUse, for_template, told_reasoning
 from penstock.server.turn import thinking
 from penstock.text.tools import CallArguments
+from penstock.types import Grammar
 
 NEUTRAL: Neutral = {
     "cache_control": ANYTHING,  # every prefix is cached, asked for or not
@@ -61,8 +63,14 @@ class ThinkingConfig(msgspec.Struct, forbid_unknown_fields=True):
     display: Literal["summarized"] | None = None
 
 
+class OutputFormat(msgspec.Struct, forbid_unknown_fields=True):
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
 class OutputConfig(msgspec.Struct, forbid_unknown_fields=True):
     effort: str | None = None
+    format: OutputFormat | None = None
 
 
 class Conversation(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -149,6 +157,11 @@ def read_use(asked: Conversation) -> ToolUse:
         raise InvalidRequest(f"tools takes at most {MAX_TOOLS}; got {len(asked.tools or ())}", param="tools")
     tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(asked.tools or ())]
     return ToolUse([] if choice.type == "none" else tools, parallel=not choice.disable_parallel_tool_use)
+
+
+def read_grammar(asked: Conversation) -> Grammar | None:
+    format = asked.output_config.format if asked.output_config else None
+    return json_grammar(format.schema, "output_config.format.schema") if format else None
 
 
 def template_fields(served: Served, asked: Conversation) -> dict[str, Any]:

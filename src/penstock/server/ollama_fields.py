@@ -16,15 +16,15 @@ from msgspec import Meta
 from penstock.errors import InvalidRequest
 from penstock.server.openai import ANYTHING, MAX_STOPS, Neutral, read_object, unsupported
 from penstock.server.served import Served
+from penstock.server.structured import ANY_OBJECT, json_grammar
 from penstock.server.tools import told_reasoning
 from penstock.server.turn import thinking
 from penstock.text.tools import CallArguments
-from penstock.types import SamplingParams
+from penstock.types import Grammar, SamplingParams
 
 DEFAULTS: dict[str, Any] = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}  # Ollama's
 
 NEUTRAL: Neutral = {
-    "format": ("",),
     "shift": ANYTHING,
     "truncate": ANYTHING,
 }
@@ -85,6 +85,7 @@ class Generation(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     think: bool | Literal["low", "medium", "high"] | None = None
+    format: dict[str, Any] | Literal["", "json"] | None = None
 
 
 class Chat(Generation):
@@ -173,7 +174,13 @@ def read_options(served: Served, asked: Generation) -> tuple[SamplingParams, int
         raise unsupported("options.stop", stops)
     scores = (asked.top_logprobs or 0) if asked.logprobs else None
     limit = options.num_predict if options.num_predict and options.num_predict > 0 else None
-    return SamplingParams(stop=stops, logprobs=scores, **settings), limit
+    return SamplingParams(stop=stops, logprobs=scores, grammar=_grammar(asked), **settings), limit
+
+
+def _grammar(asked: Generation) -> Grammar | None:
+    if asked.format is None or asked.format == "":
+        return None
+    return json_grammar(ANY_OBJECT if asked.format == "json" else asked.format, "format")
 
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed", "presence_penalty", "frequency_penalty")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import msgspec
@@ -10,9 +11,9 @@ import msgspec
 from penstock.server.served import Served, off_loop
 from penstock.server.stream import Deltas, deltas
 from penstock.server.tools import ToolUse, stopping
-from penstock.text import ChatPrompt, Delta
+from penstock.text import ChatPrompt, Delta, Text
 from penstock.text.parse import AnswerParser, Content, Part
-from penstock.types import Request, SamplingParams
+from penstock.types import Request, SamplingParams, Thinking
 
 NO_TOOLS = ToolUse([])
 
@@ -40,9 +41,22 @@ async def prompt_of(served: Served, messages: Sequence[dict[str, Any]], use: Too
 def begin(served: Served, prompt: ChatPrompt, use: ToolUse, sampling: SamplingParams, most: int | None) -> Turn:
     """`most` tokens are answered with, or what the context has room for."""
     text = served.text
-    request = served.request(prompt.tokens, stopping(text, use, sampling), "messages", most)
+    sampling = stopping(text, use, after_thinking(text, prompt, sampling))
+    request = served.request(prompt.tokens, sampling, "messages", most)
     shown = text.special_in(text.format.markers(use.calling))
     return Turn(request, deltas(served, request, shown=shown), use.parser(text.format, prompt.opened))
+
+
+def after_thinking(text: Text, prompt: ChatPrompt, sampling: SamplingParams) -> SamplingParams:
+    """A grammar holds from where the model has thought: where the prompt began that, or one token of the answer can."""
+    grammar, markers = sampling.grammar, text.format.reasoning
+    if grammar is None or markers is None:
+        return sampling
+    opens, closes = (text.tokenizer.encode(marker, special=True) for marker in markers)
+    if not prompt.opened and len(opens) > 1:
+        return sampling
+    around = Thinking(tuple(closes), -1 if prompt.opened else opens[0])
+    return replace(sampling, grammar=grammar._replace(thinking=around))
 
 
 def thinking(served: Served, wanted: bool | None) -> dict[str, Any] | None:
