@@ -254,8 +254,11 @@ def _reason(error: str) -> str:
 
 
 def _tokenizer(vocabulary: Vocabulary, width: int) -> LLTokenizer:
-    from llguidance import LLTokenizer, TokenizerWrapper
-
+    try:
+        from llguidance import LLTokenizer, TokenizerWrapper
+    except ImportError as error:
+        told = "structured output needs llguidance, which is not installed here: pip install 'penstock[server]'"
+        raise InvalidRequest(told, code="unsupported_parameter") from error
     if not vocabulary.eos_ids:
         raise UnsupportedModel("grammars need a token that ends an answer, and this model's vocabulary has none")
     spelled = TokenizerWrapper(_Spelled(vocabulary, width))
