@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 MODEL = "toy/parrot"
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+TOOL = {"type": "function", "function": {"name": "f"}}
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "[hello]"}]}
 PART = {"type": "image_url", "image_url": {"url": "x"}}
 
@@ -67,8 +68,10 @@ def refused(answer: httpx.Response, status: int = 400) -> dict[str, Any]:
         ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name", "missing"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}] * 129}, "tools", "128"),
         ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, "tools[0].function.strict", ""),
-        ({"tool_choice": "required"}, "tool_choice", "grammar"),
-        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "grammar"),
+        ({"tool_choice": "required"}, "tool_choice", "no tools"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "not among"),
+        ({"tool_choice": {"type": "custom"}}, "tool_choice", "not supported"),
+        ({"tools": [TOOL], "response_format": {"type": "json_object"}}, "tools", "together"),
         ({"tool_choice": "sometimes"}, "tool_choice", "sometimes"),
         ({"chat_template_kwargs": {"mood": 1}}, "chat_template_kwargs.mood", "not supported"),
         ({"guided_json": []}, "guided_json", "got array"),

@@ -6,13 +6,12 @@ import json
 import random
 from typing import Any
 
+import llguidance
 import pytest
 
 from penstock.text.call_grammar import call_grammar
 from penstock.text.families import FAMILIES, PLAIN, Family, Format
 from penstock.text.parse import AnswerParser, Arguments, CallBegun, Content
-
-llguidance = pytest.importorskip("llguidance")
 
 CITY = {
     "type": "object",

@@ -15,7 +15,7 @@ from penstock.errors import InvalidRequest
 from penstock.server.openai import ANYTHING, Neutral, read_object, unsupported
 from penstock.server.served import Served
 from penstock.server.structured import json_grammar
-from penstock.server.tools import MAX_TOOLS, ToolUse, for_template, told_reasoning
+from penstock.server.tools import MAX_TOOLS, ToolUse, for_template, known, told_reasoning
 from penstock.server.turn import thinking
 from penstock.text.tools import CallArguments
 from penstock.types import Grammar
@@ -151,12 +151,14 @@ def read_messages(asked: Conversation) -> list[Rendered]:
 
 def read_use(asked: Conversation) -> ToolUse:
     choice = asked.tool_choice or ToolChoice("auto")
-    if choice.type in ("any", "tool"):
-        raise unsupported("tool_choice", choice)
     if len(asked.tools or ()) > MAX_TOOLS:
         raise InvalidRequest(f"tools takes at most {MAX_TOOLS}; got {len(asked.tools or ())}", param="tools")
     tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(asked.tools or ())]
-    return ToolUse([] if choice.type == "none" else tools, parallel=not choice.disable_parallel_tool_use)
+    names = tuple(tool["function"]["name"] for tool in tools)
+    use = ToolUse([] if choice.type == "none" else tools, parallel=not choice.disable_parallel_tool_use)
+    if choice.type == "any":
+        return use._replace(forced=known(names, names))
+    return use._replace(forced=known(names, (choice.name or "",))) if choice.type == "tool" else use
 
 
 def read_grammar(asked: Conversation) -> Grammar | None:

@@ -29,7 +29,7 @@ from penstock.server.openai import (
 from penstock.server.reply import Plain, encode, reply
 from penstock.server.served import Served, off_loop
 from penstock.server.stream import deltas, together
-from penstock.server.tools import read_calls, read_tools, stopping, told_reasoning
+from penstock.server.tools import held, read_calls, read_tools, told_reasoning
 from penstock.server.turn import after_thinking
 from penstock.text import Delta, Text
 from penstock.text.parse import AnswerParser, Arguments, CallBegun, CallEnded, Content, Part, Reasoning
@@ -83,7 +83,7 @@ async def chat_completions(served: Served, http: HttpRequest) -> Response:
     text, size = served.text, sum(len(m["content"] or "") for m in messages)
     fields = _template_fields(text, asked)
     prompt = await off_loop(size, lambda: text.chat_prompt(messages, tools=use.tools, **fields))
-    params = [stopping(text, use, after_thinking(text, prompt, each)) for each in params]
+    params = [after_thinking(text, prompt, held(text, use, each)) for each in params]
     requests = [served.request(prompt.tokens, each, "messages") for each in params]
     answer = ChatAnswer(served, requests, asked, lambda: use.parser(text.format, prompt.opened))
     shown = text.special_in(text.format.markers(use.calling))

@@ -10,10 +10,11 @@ import msgspec
 from penstock.errors import InvalidRequest
 from penstock.server.openai import Neutral, read_object, unsupported
 from penstock.text import Text
+from penstock.text.call_grammar import call_grammar
 from penstock.text.families import Format
 from penstock.text.parse import AnswerParser, schemas_of
 from penstock.text.tools import CallArguments
-from penstock.types import SamplingParams
+from penstock.types import Grammar, SamplingParams
 
 MAX_TOOLS = 128
 FUNCTION_NEUTRAL: Neutral = {"strict": (False,)}  # held to a schema only where a grammar is
@@ -46,6 +47,7 @@ class ToolUse(NamedTuple):
 
     tools: list[dict[str, Any]]
     parallel: bool = True
+    forced: tuple[str, ...] = ()  # one of these must be called
 
     @property
     def calling(self) -> bool:
@@ -58,24 +60,45 @@ class ToolUse(NamedTuple):
         return AnswerParser(format, schemas_of(self.tools), opened=opened, parallel=self.parallel)
 
 
-def read_tools(given: list[dict[str, Any]] | None, choice: object, parallel: bool | None) -> ToolUse:
+def read_tools(
+    given: list[dict[str, Any]] | None, choice: str | dict[str, Any] | None, parallel: bool | None
+) -> ToolUse:
     if len(given or ()) > MAX_TOOLS:
         raise InvalidRequest(f"tools takes at most {MAX_TOOLS}; got {len(given or ())}", param="tools")
     tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(given or ())]
-    _check_choice(choice)
-    return ToolUse([] if choice == "none" else tools, parallel is not False)
-
-
-def _check_choice(choice: object) -> None:
-    if choice in (None, "none", "auto"):
-        return
-    if choice == "required" or (isinstance(choice, dict) and choice.get("type") in ("function", "allowed_tools")):
-        raise InvalidRequest(
-            "tool_choice can be none or auto: answers are not held to a grammar here, so no call can be forced",
-            param="tool_choice",
-            code="unsupported_parameter",
-        )
+    names = tuple(tool["function"]["name"] for tool in tools)
+    use = ToolUse(tools, parallel is not False)
+    match choice:
+        case None | "auto":
+            return use
+        case "none":
+            return use._replace(tools=[])
+        case "required":
+            return use._replace(forced=known(names, names))
+        case {"type": "function", "function": {"name": str(name)}}:
+            return use._replace(forced=known(names, (name,)))
+        case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": list(listed)}}:
+            allowed = known(names, tuple(_named(each) for each in listed))
+            kept = [tool for tool in tools if tool["function"]["name"] in allowed]
+            return use._replace(tools=kept, forced=allowed if mode == "required" else ())
     raise unsupported("tool_choice", choice)
+
+
+def _named(listed: object) -> str:
+    match listed:
+        case {"type": "function", "function": {"name": str(name)}} | {"type": "function", "name": str(name)}:
+            return name
+    raise unsupported("tool_choice.allowed_tools.tools", listed)
+
+
+def known(names: tuple[str, ...], chosen: tuple[str, ...]) -> tuple[str, ...]:
+    """The chosen, of which there must be some and all among the names."""
+    for name in chosen:
+        if name not in names:
+            raise InvalidRequest(f"tool_choice names {name!r}, which is not among tools", param="tool_choice")
+    if not chosen:
+        raise InvalidRequest("tool_choice asks for a call, and there are no tools", param="tool_choice")
+    return chosen
 
 
 def _tool(given: dict[str, Any], where: str) -> dict[str, Any]:
@@ -115,7 +138,20 @@ def _arguments(text: str, where: str) -> CallArguments:
         raise InvalidRequest(f"{where} must be a JSON object: {error}", param=where, code="invalid_json") from error
 
 
-def stopping(text: Text, use: ToolUse, sampling: SamplingParams) -> SamplingParams:
-    """Ends an answer where its family ends a call, too."""
+# -- holding an answer to it ---------------------------------------------------------------------------------------
+
+
+def held(text: Text, use: ToolUse, sampling: SamplingParams) -> SamplingParams:
+    """With the grammar of a call where one is forced, and an end where the family ends a call."""
+    if use.calling and sampling.grammar is not None:
+        raise InvalidRequest("tools and a format of the answer cannot be honoured together", param="tools")
+    grammar = Grammar("lark", _forced_calls(text, use)) if use.forced else sampling.grammar
     stops = text.special_in(*text.format.family.stops) if use.calling else frozenset()
-    return dataclasses.replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *stops)) if stops else sampling
+    return dataclasses.replace(sampling, grammar=grammar, stop_token_ids=(*sampling.stop_token_ids, *stops))
+
+
+def _forced_calls(text: Text, use: ToolUse) -> str:
+    schemas = {name: schema for name, schema in schemas_of(use.tools).items() if name in use.forced}
+    markers = text.special_in(text.format.markers(calling=True))
+    special = {text.tokenizer.token_text(id): id for id in markers}
+    return call_grammar(text.format.family, schemas, special, parallel=use.parallel)

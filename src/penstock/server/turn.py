@@ -10,7 +10,7 @@ import msgspec
 
 from penstock.server.served import Served, off_loop
 from penstock.server.stream import Deltas, deltas
-from penstock.server.tools import ToolUse, stopping
+from penstock.server.tools import ToolUse, held
 from penstock.text import ChatPrompt, Delta, Text
 from penstock.text.parse import AnswerParser, Content, Part
 from penstock.types import Request, SamplingParams, Thinking
@@ -41,7 +41,7 @@ async def prompt_of(served: Served, messages: Sequence[dict[str, Any]], use: Too
 def begin(served: Served, prompt: ChatPrompt, use: ToolUse, sampling: SamplingParams, most: int | None) -> Turn:
     """`most` tokens are answered with, or what the context has room for."""
     text = served.text
-    sampling = stopping(text, use, after_thinking(text, prompt, sampling))
+    sampling = after_thinking(text, prompt, held(text, use, sampling))
     request = served.request(prompt.tokens, sampling, "messages", most)
     shown = text.special_in(text.format.markers(use.calling))
     return Turn(request, deltas(served, request, shown=shown), use.parser(text.format, prompt.opened))

@@ -11,6 +11,7 @@ from penstock.text.families import Calls, Family, pieces
 from penstock.text.parse import Schemas
 
 ANYTHING = r"/(.|\n)*/"
+SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # as templates write JSON
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 
@@ -59,7 +60,7 @@ class _Rules:
         properties = schema.get("properties") or {}
         required = set(schema.get("required") or ())
         if shape.parameter is None and not shape.quote:
-            self._lines.append(f"{rule}: %json {json.dumps(schema)}")
+            self._json(rule, schema)
             return
         parts = []
         for index, (key, each) in enumerate(properties.items()):
@@ -86,7 +87,7 @@ class _Rules:
         """A value up to and with its ending; in Gemma's notation only texts have an opening and an ending."""
         around = (self._text(opening), self._text(ending))
         if schema.get("type") != "string":
-            self._lines.append(f"{rule}_json: %json {json.dumps(schema)}")
+            self._json(f"{rule}_json", schema)
             self._rule(rule, f"{rule}_json" if self._shape.quote else f"{around[0]} {rule}_json {around[1]}")
         elif "enum" in schema:
             words = " | ".join(self._text(str(each)) for each in schema["enum"])
@@ -113,6 +114,9 @@ class _Rules:
 
     def _rule(self, name: str, *parts: str) -> None:
         self._lines.append(f"{name}: " + (self._join(*parts) or '""'))
+
+    def _json(self, name: str, schema: Mapping[str, Any]) -> None:
+        self._lines.append(f"{name}: %json {json.dumps({**schema, 'x-guidance': SPACES})}")
 
     def _join(self, *parts: str) -> str:
         return " ".join(part for part in parts if part)
