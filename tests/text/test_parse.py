@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import ConfigError
@@ -146,6 +146,7 @@ def test_what_is_no_call_is_content_to_the_letter(case: tuple[str, str]) -> None
 
 @settings(max_examples=120, deadline=None)
 @given(said())
+@example(("llama", '{"name": "get_weather", "parameters": {"days": 3, "metric": tr'))
 def test_arguments_are_json_or_its_beginning(case: tuple[str, str]) -> None:
     name, text = case
     for _, _, arguments in parse(format_of(name), text)["calls"]:
@@ -153,7 +154,9 @@ def test_arguments_are_json_or_its_beginning(case: tuple[str, str]) -> None:
 
 
 ENDINGS = ["".join(end) for n in range(6) for end in itertools.product('"}]', repeat=n)]
-MIDDLES = ("0", "e0", "rue", "ull", ": 0", '"": 0', '": 0', "\\", '0"')
+WORDS = [word[cut:] for word in ("true", "false", "null") for cut in range(1, len(word))]
+ESCAPES = ["\\", '\\": 0', *("0" * n for n in range(1, 5)), *("0" * n + '": 0' for n in range(1, 5))]
+MIDDLES = dict.fromkeys(["e0", *WORDS, ": 0", '"": 0', '": 0', '0"', *ESCAPES])
 ENDINGS += [middle + end for middle in MIDDLES for end in ENDINGS]
 
 
