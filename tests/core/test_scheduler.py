@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.core import Scheduler, Sequence, policy
+from penstock.core.check import check
 from penstock.errors import ConfigError, ContextTooLong, InvalidRequest
 from penstock.types import Aborted, Failed, Finished, Tokens
 from tests.core.world import answer, counts, limits, run, step
@@ -138,6 +139,30 @@ def test_a_failed_step_ends_its_own_rows_and_nobody_else() -> None:
 
 
 # -- prefix cache ------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_taken_back_is_made_again() -> None:
+    """Also while the step before it is in flight, whose tokens are not known yet."""
+    undisturbed, scheduler = Scheduler(limits()), Scheduler(limits())
+    for each in (undisturbed, scheduler):
+        each.add(Sequence(1, prompt(6), 3))
+        each.add(Sequence(2, prompt(40, first=7), 3))
+    expected = run(undisturbed)
+    first = scheduler.plan()
+    scheduler.redo(scheduler.plan())
+    events = answer(scheduler, first)
+    scheduler.redo(scheduler.plan())
+    check(scheduler)
+    events += run(scheduler)
+    assert said(events) == said(expected)
+
+
+def said(events: list[object]) -> dict[int, list[int]]:
+    told: dict[int, list[int]] = {}
+    for event in events:
+        if isinstance(event, Tokens):
+            told.setdefault(event.seq, []).extend(event.tokens)
+    return told
 
 
 def cached(events: list[object]) -> dict[int, int]:
