@@ -92,7 +92,7 @@ INLINE void get_codes(const std::byte* block, Codes (&codes)[8], std::integer_se
 
 template <class Q>
 INLINE F total_of(const Ready<Q>& ready) {
-  static constexpr int8_t ONES[4] = {1, 1, 1, 1};
+  static constexpr int8_t ONES[16] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};  // ARM reads a whole vector
   const Four ones = spread(ONES, 0);
   F total = zero();
   UNROLL for (size_t h = 0; h < Q::GROUPS; ++h) {
