@@ -85,6 +85,8 @@ class Request(NamedTuple):
     stop_ids: frozenset[int] = frozenset()  # end-of-text ids and the caller's own, resolved
     priority: int = 0  # lower runs sooner
     salt: str = ""  # prompts share cached blocks only under the same salt
+    owner: str = ""  # whose it is: an account tells nobody of another's prompts
+    explain: bool = False  # its account is to say which recent prompt it was nearest to
 
 
 class Limits(NamedTuple):
@@ -152,14 +154,41 @@ class Tokens(NamedTuple):
     cached: int = 0  # prompt tokens whose KV was reused
 
 
+class Nearest(NamedTuple):
+    """The recent stream of the same owner that shares most of its beginning with a prompt, and where the two part."""
+
+    shared: int  # tokens
+    held: int  # tokens of it whose KV was computed
+    prompt: int  # of them, those before its answer
+    before: tuple[int, ...] = ()  # the last that are shared
+    had: tuple[int, ...] = ()  # how it went on; empty: it ended there
+    got: tuple[int, ...] = ()  # how the prompt goes on
+
+
+class Account(NamedTuple):
+    """What happened to a request. Seconds are of the engine's clock."""
+
+    cached: int = 0  # prompt tokens whose KV was reused
+    queued: float = 0.0  # seconds until its first step
+    prefill: float = 0.0  # from there to its first token
+    decode: float = 0.0  # from there to its end
+    preemptions: int = 0
+    recomputed: int = 0  # tokens whose KV was lost to preemption and computed again
+    compiling: float = 0.0  # seconds that it waited for its grammar, before it was queued
+    forced: int = 0  # tokens that its grammar left no choice about
+    nearest: Nearest | None = None  # where it was to be explained
+
+
 class Finished(NamedTuple):
     seq: int
     reason: str  # "stop" or "length"
     stop_token: int | None = None  # the token id that ended it; it is part of the Tokens events too
+    account: Account | None = None
 
 
 class Aborted(NamedTuple):
     seq: int
+    account: Account | None = None
 
 
 class Failed(NamedTuple):

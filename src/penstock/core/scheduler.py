@@ -12,10 +12,12 @@ from bisect import bisect_left, insort
 from penstock.core import policy
 from penstock.core.kvcache import KvCache
 from penstock.core.prefix import Node
+from penstock.core.recent import Recent
 from penstock.core.sequence import Sequence
 from penstock.errors import ConfigError, ContextTooLong, InvalidRequest
 from penstock.types import (
     Aborted,
+    Account,
     Event,
     Failed,
     Finished,
@@ -41,6 +43,8 @@ class Scheduler:
         self.sequences: dict[int, Sequence] = {}
         self.running: list[Sequence] = []  # in policy order, as is `waiting`
         self.waiting: list[Sequence] = []
+        self.recent = Recent()
+        self.now = 0.0  # told before every call by whoever has a clock
         self._step = 0
         self._arrivals = 0
         self._grown: list[Grown] = []
@@ -54,6 +58,7 @@ class Scheduler:
         self._refuse_impossible(seq)
         self._arrivals += 1
         seq.arrival = self._arrivals
+        seq.ledger.arrived = self.now
         self.sequences[seq.id] = seq
         insort(self.waiting, seq, key=policy.order)
 
@@ -62,8 +67,7 @@ class Scheduler:
         seq = self.sequences.get(id)
         if seq is None:
             return []
-        self._end(seq)
-        return [Aborted(id)]
+        return [Aborted(id, self._end(seq))]
 
     def fail(self, plan: StepPlan, code: str, message: str) -> list[Event]:
         """Ends every sequence of a step that could not be computed."""
@@ -204,10 +208,18 @@ class Scheduler:
         seq.since = self._step
         if matched:
             self._grown.append(Grown(seq.id, 0, tuple(seq.blocks)))
+        seq.ledger.recomputed += max(seq.ledger.lost - seq.computed, 0)
         if seq.cached < 0:
-            seq.cached = min(seq.computed, seq.prompt_len)
-            self._prompt_tokens += seq.prompt_len
-            self._cached_tokens += seq.cached
+            self._enter(seq)
+
+    def _enter(self, seq: Sequence) -> None:
+        """For the first time."""
+        seq.cached = min(seq.computed, seq.prompt_len)
+        self._prompt_tokens += seq.prompt_len
+        self._cached_tokens += seq.cached
+        seq.ledger.admitted = self.now
+        if seq.explain:
+            seq.ledger.nearest = self.recent.nearest(seq)
 
     def _refuse_impossible(self, seq: Sequence) -> None:
         limits = self.limits
@@ -236,15 +248,15 @@ class Scheduler:
         if scores:  # scores[i] is of token start + 1 + i; a resumed prompt may bring some again
             scores = scores[max(seq.scored - row.start - 1, 0) :]
             seq.scored += len(scores)
+        if tokens and seq.ledger.answered is None:
+            seq.ledger.answered = self.now
         if tokens or scores:
             logprobs = answer.logprobs[: len(tokens)]
             events.append(Tokens(seq.id, tokens, logprobs, scores, seq.cached))
         if stop is not None:
-            self._end(seq)
-            events.append(Finished(seq.id, "stop", stop))
+            events.append(Finished(seq.id, "stop", stop, self._end(seq)))
         elif len(seq.tokens) == seq.max_len and (tokens or seq.computed == seq.max_len):
-            self._end(seq)
-            events.append(Finished(seq.id, "length"))
+            events.append(Finished(seq.id, "length", None, self._end(seq)))
 
     def _append(self, seq: Sequence, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], int | None]:
         """Takes sampled tokens up to the one that ends the sequence; returns those taken and that one."""
@@ -263,14 +275,18 @@ class Scheduler:
     def _preempt(self, seq: Sequence) -> None:
         """Sends a running sequence back to wait: its blocks go, its tokens stay."""
         self._preemptions += 1
+        seq.ledger.preemptions += 1
+        seq.ledger.lost = seq.computed
         self._leave(seq)
         seq.computed = seq.planned = 0
         seq.since = self._step
         insort(self.waiting, seq, key=policy.order)
 
-    def _end(self, seq: Sequence) -> None:
+    def _end(self, seq: Sequence) -> Account:
         del self.sequences[seq.id]
         self._leave(seq)
+        self.recent.keep(seq)
+        return seq.ledger.account(seq.cached, self.now)
 
     def _leave(self, seq: Sequence) -> None:
         """Takes a sequence out of its line, and its blocks and block table from it. Only running ones have blocks."""

@@ -3,6 +3,35 @@
 from __future__ import annotations
 
 from penstock.core.prefix import Node
+from penstock.types import Account, Nearest
+
+
+class Ledger:
+    """What has happened to a sequence. Times are of whoever steps the scheduler; None: not yet."""
+
+    __slots__ = ("admitted", "answered", "arrived", "lost", "nearest", "preemptions", "recomputed")
+
+    def __init__(self) -> None:
+        self.arrived = 0.0
+        self.admitted: float | None = None
+        self.answered: float | None = None
+        self.preemptions = 0
+        self.lost = 0  # tokens whose KV a preemption took, while it waits
+        self.recomputed = 0
+        self.nearest: Nearest | None = None
+
+    def account(self, cached: int, now: float) -> Account:
+        admitted = now if self.admitted is None else self.admitted
+        answered = now if self.answered is None else self.answered
+        return Account(
+            cached=max(cached, 0),
+            queued=admitted - self.arrived,
+            prefill=answered - admitted,
+            decode=now - answered,
+            preemptions=self.preemptions,
+            recomputed=self.recomputed,
+            nearest=self.nearest,
+        )
 
 
 class Sequence:
@@ -19,10 +48,13 @@ class Sequence:
         "cached",
         "computed",
         "end",
+        "explain",
         "id",
+        "ledger",
         "lockstep",
         "max_len",
         "nodes",
+        "owner",
         "planned",
         "priority",
         "promises",
@@ -46,6 +78,8 @@ class Sequence:
         salt: str = "",
         score: bool = False,
         lockstep: bool = False,
+        owner: str = "",
+        explain: bool = False,
     ) -> None:
         self.id = id
         self.tokens = list(prompt)
@@ -56,6 +90,9 @@ class Sequence:
         self.salt = salt
         self.score = score  # the prompt's own tokens are to be scored, so none of them may come from the cache
         self.lockstep = lockstep  # its next row must know its last token: no row while one is in flight
+        self.owner = owner
+        self.explain = explain
+        self.ledger = Ledger()
         self.arrival = 0
         self.computed = 0
         self.planned = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from typing import NamedTuple
 
 from penstock.backend.base import Backend, Ticket
 from penstock.core import Scheduler, Sequence
@@ -15,6 +16,7 @@ from penstock.types import (
     Aborted,
     Event,
     Failed,
+    Finished,
     Limits,
     Request,
     Row,
@@ -28,13 +30,19 @@ from penstock.types import (
 PATIENCE = 0.002  # seconds between two looks at what has arrived, when there is nothing to do but wait for a grammar
 
 
+class Uncompiled(NamedTuple):
+    request: Request
+    compiling: Compiling
+    since: float
+
+
 class Engine:
     """Every request added ends in exactly one Finished, Aborted or Failed."""
 
     def __init__(self, backend: Backend, limits: Limits, *, depth: int = 0, grammars: Grammars | None = None) -> None:
         self.limits = limits
         self._grammars = grammars
-        self._uncompiled: dict[int, tuple[Request, Compiling]] = {}  # requests that wait for their grammar
+        self._uncompiled: dict[int, Uncompiled] = {}  # requests that wait for their grammar
         self._constraints: dict[int, Constraint] = {}
         self._backend = backend
         self._depth = depth  # steps in flight while the next one is planned
@@ -64,7 +72,8 @@ class Engine:
         elif self._grammars is None:
             raise InvalidGrammar("this engine has no vocabulary to hold answers to a grammar with")
         else:
-            self._uncompiled[request.id] = request, self._grammars.compile(grammar)
+            compiling = self._grammars.compile(grammar)
+            self._uncompiled[request.id] = Uncompiled(request, compiling, time.perf_counter())
 
     def _start(self, request: Request, constraint: Constraint | None = None) -> None:
         seq = Sequence(
@@ -76,12 +85,16 @@ class Engine:
             salt=request.salt,
             score=request.sampling.prompt_logprobs is not None,
             lockstep=Sampler.needs_history(request),
+            owner=request.owner,
+            explain=request.explain,
         )
+        self._scheduler.now = time.perf_counter()
         self._scheduler.add(seq)
         self._samplers[request.id] = Sampler(request, constraint)
 
     def abort(self, id: int) -> None:
         """Ends a request at once; the next step tells so. Unknown ids have ended already."""
+        self._scheduler.now = time.perf_counter()
         waiting = self._uncompiled.pop(id, None)
         self._tell([Aborted(id)] if waiting else self._scheduler.abort(id))
 
@@ -89,7 +102,7 @@ class Engine:
         """Plans and launches a step, commits the oldest one in flight; returns all that happened since last time."""
         if self._uncompiled:
             self._start_compiled()
-        began = time.perf_counter()
+        began = self._scheduler.now = time.perf_counter()
         plan = self._scheduler.plan()
         self._batcher.follow(plan)
         if plan.rows:
@@ -141,6 +154,7 @@ class Engine:
         else:
             if self._constraints:
                 result = self._follow_grammars(plan, result)
+            self._scheduler.now = time.perf_counter()
             self._tell(self._scheduler.commit(plan, result))
 
     def _fail(self, plan: StepPlan, error: Exception) -> None:
@@ -152,27 +166,29 @@ class Engine:
         for event in events:
             if not isinstance(event, Tokens):
                 self._samplers.pop(event.seq, None)
-                self._constraints.pop(event.seq, None)
-        self._events += events
+                if constraint := self._constraints.pop(event.seq, None):
+                    event = _with_grammar(event, constraint)
+            self._events.append(event)
 
     # -- grammars ------------------------------------------------------------------------------------------------
 
     def _start_compiled(self) -> None:
         if not self._computing:
-            next(iter(self._uncompiled.values()))[1].wait(PATIENCE)
-        for request, compiling in [entry for entry in self._uncompiled.values() if entry[1].ready]:
-            del self._uncompiled[request.id]
+            next(iter(self._uncompiled.values())).compiling.wait(PATIENCE)
+        for entry in [entry for entry in self._uncompiled.values() if entry.compiling.ready]:
+            del self._uncompiled[entry.request.id]
             try:
-                self._start_constrained(request, compiling)
+                self._start_constrained(entry)
             except PenstockError as error:
-                self._tell([Failed(request.id, error.code, error.message)])
+                self._tell([Failed(entry.request.id, error.code, error.message)])
 
-    def _start_constrained(self, request: Request, compiling: Compiling) -> None:
+    def _start_constrained(self, entry: Uncompiled) -> None:
         """It ends where its grammar does, whatever else it is told to go on for."""
-        grammars, grammar = self._grammars, request.sampling.grammar
+        grammars, request = self._grammars, entry.request
         assert grammars is not None
-        assert grammar is not None
-        constraint = grammars.follow(compiling, grammar)
+        assert request.sampling.grammar is not None
+        constraint = grammars.follow(entry.compiling, request.sampling.grammar)
+        constraint.waited = time.perf_counter() - entry.since
         self._start(request._replace(stop_ids=request.stop_ids | constraint.ends), constraint)
         self._constraints[request.id] = constraint
 
@@ -192,3 +208,11 @@ class Engine:
             self._tell([Failed(row.seq, error.code, error.message)])
             return answer
         return answer._replace(tokens=answer.tokens + forced)
+
+
+def _with_grammar(event: Finished | Aborted | Failed, constraint: Constraint) -> Event:
+    """Told in the account, where there is one."""
+    if isinstance(event, Failed) or event.account is None:
+        return event
+    account = event.account._replace(compiling=constraint.waited, forced=constraint.forced)
+    return event._replace(account=account)

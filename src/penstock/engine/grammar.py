@@ -153,12 +153,14 @@ class Compiling:
 class Constraint:
     """One answer on its way through its grammar. It is the mask of the next token too."""
 
-    __slots__ = ("_closes", "_costs", "_matcher", "_opens", "_tail", "_thinks", "_width", "ends")
+    __slots__ = ("_closes", "_costs", "_matcher", "_opens", "_tail", "_thinks", "_width", "ends", "forced", "waited")
 
     def __init__(
         self, matcher: LLMatcher, ends: frozenset[int], width: int, thinking: Thinking | None, costs: Costs
     ) -> None:
         self.ends = ends  # the tokens that may come when the grammar is satisfied
+        self.forced = 0  # tokens
+        self.waited = 0.0  # seconds, for the grammar to be compiled
         self._matcher = matcher
         self._width = width
         self._costs = costs
@@ -205,6 +207,7 @@ class Constraint:
             raise InvalidGrammar(f"the grammar could not be followed further: {_reason(self._matcher.get_error())}")
         if self._matcher.is_stopped():
             forced.append(min(self.ends))
+        self.forced += len(forced)
         self._costs.forced_tokens += len(forced)
         return tuple(forced)
 
