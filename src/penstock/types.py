@@ -85,8 +85,8 @@ class Request(NamedTuple):
     stop_ids: frozenset[int] = frozenset()  # end-of-text ids and the caller's own, resolved
     priority: int = 0  # lower runs sooner
     salt: str = ""  # prompts share cached blocks only under the same salt
-    owner: str = ""  # whose it is: an account tells nobody of another's prompts
-    explain: bool = False  # its account is to say which recent prompt it was nearest to
+    owner: str = ""  # whose it is: a report tells nobody of another's prompts
+    explain: bool = False  # its report is to say which recent prompt it was nearest to
 
 
 class Limits(NamedTuple):
@@ -165,7 +165,7 @@ class Nearest(NamedTuple):
     got: tuple[int, ...] = ()  # how the prompt goes on
 
 
-class Account(NamedTuple):
+class Report(NamedTuple):
     """What happened to a request. Seconds are of the engine's clock."""
 
     cached: int = 0  # prompt tokens whose KV was reused
@@ -183,12 +183,12 @@ class Finished(NamedTuple):
     seq: int
     reason: str  # "stop" or "length"
     stop_token: int | None = None  # the token id that ended it; it is part of the Tokens events too
-    account: Account | None = None
+    report: Report | None = None
 
 
 class Aborted(NamedTuple):
     seq: int
-    account: Account | None = None
+    report: Report | None = None
 
 
 class Failed(NamedTuple):

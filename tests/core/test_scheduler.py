@@ -7,7 +7,7 @@ import pytest
 from penstock.core import Scheduler, Sequence, policy
 from penstock.core.check import check
 from penstock.errors import ConfigError, ContextTooLong, InvalidRequest
-from penstock.types import Aborted, Account, Failed, Finished, Tokens
+from penstock.types import Aborted, Failed, Finished, Report, Tokens
 from tests.core.world import answer, counts, limits, run, step
 
 
@@ -88,7 +88,7 @@ def test_ends_with_stop_token_or_length() -> None:
     scheduler = Scheduler(limits())
     stopping = Sequence(1, prompt(3), 9, stop_ids=frozenset({50}))
     events = run(scheduler, stopping, Sequence(2, prompt(3), 2), Sequence(3, prompt(3), 0))
-    ends = {event.seq: event._replace(account=None) for event in events if isinstance(event, Finished)}
+    ends = {event.seq: event._replace(report=None) for event in events if isinstance(event, Finished)}
     assert ends == {1: Finished(1, "stop", 50), 2: Finished(2, "length"), 3: Finished(3, "length")}
     answers = {seq: [t for e in events if isinstance(e, Tokens) and e.seq == seq for t in e.tokens] for seq in ends}
     assert answers == {1: [50], 2: [50, 50], 3: []}
@@ -121,8 +121,8 @@ def test_abort_works_at_any_moment_and_only_once() -> None:
     for id in (1, 2):
         scheduler.add(Sequence(id, prompt(10), 9))
     plan = scheduler.plan()
-    assert scheduler.abort(1) == [Aborted(1, Account())]  # in flight
-    assert scheduler.abort(2) == [Aborted(2, Account())]  # waiting
+    assert scheduler.abort(1) == [Aborted(1, Report())]  # in flight
+    assert scheduler.abort(2) == [Aborted(2, Report())]  # waiting
     assert scheduler.abort(2) == scheduler.abort(3) == []
     assert answer(scheduler, plan) == []
     assert scheduler.stats().blocks_free == 16

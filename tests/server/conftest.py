@@ -57,9 +57,9 @@ class Server:
 
 
 @contextmanager
-def serving(client: Any, text: Any, name: str, path: Path | None = None) -> Iterator[Server]:
+def serving(client: Any, text: Any, name: str, path: Path | None = None, **settings: Any) -> Iterator[Server]:
     listener = bind("127.0.0.1", 0)
-    app = create_app(client, text, name, path)
+    app = create_app(client, text, name, path, **settings)
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=5))
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
     thread.start()

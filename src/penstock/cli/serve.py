@@ -24,6 +24,9 @@ def serve(
     quantize: options.Quantize = "",
     kv: options.Kv = "auto",
     kv_memory: options.KvMemory = 0,
+    ignore_unknown_fields: Annotated[
+        bool, Option(help="Ignores the fields of requests that it does not know, and lists them in the answer.")
+    ] = False,
 ) -> None:
     """Serve a model over HTTP, as OpenAI's API.
 
@@ -56,7 +59,7 @@ def serve(
         kv=kv,
         kv_memory=kv_memory,
     )
-    listen(ProcessClient(config), partial(load_text, path), called, host, port, path)
+    listen(ProcessClient(config), partial(load_text, path), called, host, port, path, ignore_unknown_fields)
 
 
 def _short_name(model: str, path: Path) -> str:

@@ -17,12 +17,12 @@ from penstock.core.sequence import Sequence
 from penstock.errors import ConfigError, ContextTooLong, InvalidRequest
 from penstock.types import (
     Aborted,
-    Account,
     Event,
     Failed,
     Finished,
     Grown,
     Limits,
+    Report,
     Row,
     RowResult,
     Stats,
@@ -282,11 +282,11 @@ class Scheduler:
         seq.since = self._step
         insort(self.waiting, seq, key=policy.order)
 
-    def _end(self, seq: Sequence) -> Account:
+    def _end(self, seq: Sequence) -> Report:
         del self.sequences[seq.id]
         self._leave(seq)
         self.recent.keep(seq)
-        return seq.ledger.account(seq.cached, self.now)
+        return seq.ledger.report(seq.cached, self.now)
 
     def _leave(self, seq: Sequence) -> None:
         """Takes a sequence out of its line, and its blocks and block table from it. Only running ones have blocks."""

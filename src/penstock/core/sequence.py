@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.core.prefix import Node
-from penstock.types import Account, Nearest
+from penstock.types import Nearest, Report
 
 
 class Ledger:
@@ -20,10 +20,10 @@ class Ledger:
         self.recomputed = 0
         self.nearest: Nearest | None = None
 
-    def account(self, cached: int, now: float) -> Account:
+    def report(self, cached: int, now: float) -> Report:
         admitted = now if self.admitted is None else self.admitted
         answered = now if self.answered is None else self.answered
-        return Account(
+        return Report(
             cached=max(cached, 0),
             queued=admitted - self.arrived,
             prefill=answered - admitted,

@@ -211,8 +211,8 @@ class Engine:
 
 
 def _with_grammar(event: Finished | Aborted | Failed, constraint: Constraint) -> Event:
-    """Told in the account, where there is one."""
-    if isinstance(event, Failed) or event.account is None:
+    """Told in the report, where there is one."""
+    if isinstance(event, Failed) or event.report is None:
         return event
-    account = event.account._replace(compiling=constraint.waited, forced=constraint.forced)
-    return event._replace(account=account)
+    report = event.report._replace(compiling=constraint.waited, forced=constraint.forced)
+    return event._replace(report=report)

@@ -22,6 +22,9 @@ class EngineClient(Protocol):
         """Events of one request, a list per step, ending with Finished, Aborted or Failed. Leaving the generator
         early aborts the request. Raises EngineUnavailable when there is no engine to ask."""
 
+    def abort(self, id: int) -> None:
+        """Asks that a request end now; its last event still comes, with a report of what happened to it."""
+
     def next_id(self) -> int: ...
 
     async def close(self) -> None: ...

@@ -12,7 +12,7 @@ from queue import Empty, SimpleQueue
 
 from penstock import __version__
 from penstock.engine.engine import Engine
-from penstock.engine.loop import Close, Message, run
+from penstock.engine.loop import Abort, Close, Message, run
 from penstock.errors import EngineUnavailable
 from penstock.ipc.streams import Streams
 from penstock.types import Event, Hello, Request, Stats
@@ -49,6 +49,9 @@ class InProcessClient:
         if self.hello is None:
             raise EngineUnavailable(self.trouble)
         return self._streams.follow(request, self._send)
+
+    def abort(self, id: int) -> None:
+        self._send(Abort(id))
 
     def next_id(self) -> int:
         return next(self._ids)

@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 
 from penstock.config import Config
-from penstock.engine.loop import Message
+from penstock.engine.loop import Abort, Message
 from penstock.errors import EngineUnavailable, PenstockError
 from penstock.ipc import wire
 from penstock.ipc.process import EngineProcess
@@ -52,6 +52,9 @@ class ProcessClient:
         if self.hello is None:
             raise EngineUnavailable(self.trouble)
         return self._streams.follow(request, self._send)
+
+    def abort(self, id: int) -> None:
+        self._send(Abort(id))
 
     def next_id(self) -> int:
         return next(self._ids)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
+from msgspec import UNSET, UnsetType
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
@@ -25,6 +26,7 @@ from penstock.server.anthropic_fields import (
     template_fields,
 )
 from penstock.server.errors import anthropic_body
+from penstock.server.explain import Explanation, Penstock
 from penstock.server.openai import MAX_STOPS, read_body, unsupported
 from penstock.server.reply import EVENT_STREAM, Framing, Plain, encode, reply
 from penstock.server.served import Served
@@ -41,7 +43,7 @@ async def messages(served: Served, http: HttpRequest) -> Response:
     asked = await read_body(http, Ask, NEUTRAL)
     sampling, use = _sampling(asked), read_use(asked)
     turn = begin(served, await _prompt(served, asked, use), use, sampling, asked.max_tokens)
-    answer = MessageAnswer(served.name, turn, asked.max_tokens)
+    answer = MessageAnswer(served, turn, asked.max_tokens)
     return await reply(http, answer, turn.running, streaming=bool(asked.stream), framing=ANTHROPIC)
 
 
@@ -106,6 +108,7 @@ class Message(msgspec.Struct, tag_field="type", tag="message"):
     content: list[Block] = []
     stop_reason: str | None = None
     stop_sequence: str | None = None
+    penstock: Penstock | UnsetType = UNSET
 
 
 class Event(msgspec.Struct, tag_field="type"):
@@ -154,6 +157,7 @@ class End(msgspec.Struct):
 class MessageDelta(Event, tag="message_delta"):
     delta: End
     usage: Usage
+    penstock: Penstock | UnsetType = UNSET
 
 
 class MessageStop(Event, tag="message_stop"):
@@ -178,10 +182,11 @@ ANTHROPIC = Framing(EVENT_STREAM, bytes, b"", _trouble)
 class MessageAnswer:
     """Whole or streamed, the same events make it."""
 
-    def __init__(self, model: str, turn: Turn, max_tokens: int) -> None:
+    def __init__(self, served: Served, turn: Turn, max_tokens: int) -> None:
         self._turn = turn
+        self._explanation = Explanation(served, [turn.request])
         self._prompt = len(turn.request.prompt)
-        self._message = Message(f"msg_{secrets.token_hex(12)}", model, Usage(self._prompt, 0, 0, 0))
+        self._message = Message(f"msg_{secrets.token_hex(12)}", served.name, Usage(self._prompt, 0, 0, 0))
         self._at_limit = "max_tokens" if turn.request.max_tokens == max_tokens else "model_context_window_exceeded"
         self._begun = False
         self._writing: Writing | None = None
@@ -237,7 +242,9 @@ class MessageAnswer:
         message = self._message
         message.stop_reason = self._reason(delta)
         message.stop_sequence = delta.stop
-        yield _event(MessageDelta(End(message.stop_reason, message.stop_sequence), message.usage))
+        self._explanation.end(0, delta)
+        message.penstock = self._explanation.told()
+        yield _event(MessageDelta(End(message.stop_reason, message.stop_sequence), message.usage, message.penstock))
         yield _event(MessageStop())
 
     def _reason(self, delta: Delta) -> str:

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from penstock.errors import InvalidRequest
+from penstock.server.notes import notes
 from penstock.server.openai import ANYTHING, Neutral, read_object, unsupported
 from penstock.server.served import Served
 from penstock.server.structured import json_grammar
@@ -90,6 +91,10 @@ class Ask(Conversation):
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
+    penstock: bool | None = None  # whether the answer is to explain itself
+
+    def __post_init__(self) -> None:
+        notes().explain |= bool(self.penstock)
 
 
 class Message(msgspec.Struct, forbid_unknown_fields=True):

@@ -29,6 +29,7 @@ from penstock.ipc.client import EngineClient
 from penstock.server.anthropic import count_tokens, messages
 from penstock.server.errors import answer_bug, answer_error, answer_http_error, answer_left
 from penstock.server.metrics import Metrics
+from penstock.server.notes import begin_notes
 from penstock.server.ollama import chat, generate
 from penstock.server.ollama_models import (
     delete,
@@ -53,13 +54,14 @@ DRAIN = 30  # seconds that answers under way have when the server is asked to st
 Endpoint = Callable[[Served, Request], Awaitable[Response]]
 
 
-def create_app(client: EngineClient, text: Text, name: str, path: Path | None = None) -> ASGIApp:
+def create_app(client: EngineClient, text: Text, name: str, path: Path | None = None, lenient: bool = False) -> ASGIApp:
     """Serves `client`'s engine as `name`; starts the client when it starts and closes it when it ends. `path` is where
-    the model's files are, for clients that ask what it is."""
-    served = Served(client, text, name, int(time.time()), Metrics(client, name), path)
+    the model's files are, for clients that ask what it is. With `lenient`, unknown fields are ignored and told."""
+    served = Served(client, text, name, int(time.time()), Metrics(client, name), path, lenient)
 
     def route(path: str, endpoint: Endpoint, method: str) -> Route:
         async def call(request: Request) -> Response:
+            begin_notes(request, lenient=served.lenient)
             return await endpoint(served, request)
 
         return Route(path, call, methods=[method])
@@ -114,13 +116,19 @@ def create_app(client: EngineClient, text: Text, name: str, path: Path | None = 
 
 
 def serve(
-    client: EngineClient, load_text: Callable[[], Text], name: str, host: str, port: int, path: Path | None = None
+    client: EngineClient,
+    load_text: Callable[[], Text],
+    name: str,
+    host: str,
+    port: int,
+    path: Path | None = None,
+    lenient: bool = False,
 ) -> None:
     """Serves until interrupted. The port is taken first and the engine started next, so that what is wrong with
     either is said at once; the vocabulary is read meanwhile. Answers under way are finished before the engine is
     closed."""
     with suppress(KeyboardInterrupt):
-        _run(_serve(client, load_text, name, bind(host, port), path))
+        _run(_serve(client, load_text, name, bind(host, port), path, lenient))
 
 
 def _run(main: Coroutine[Any, Any, None]) -> None:
@@ -133,7 +141,12 @@ def _run(main: Coroutine[Any, Any, None]) -> None:
 
 
 async def _serve(
-    client: EngineClient, load_text: Callable[[], Text], name: str, listener: socket.socket, path: Path | None
+    client: EngineClient,
+    load_text: Callable[[], Text],
+    name: str,
+    listener: socket.socket,
+    path: Path | None,
+    lenient: bool,
 ) -> None:
     loading = asyncio.create_task(asyncio.to_thread(load_text))
     hello = await client.start()
@@ -145,9 +158,8 @@ async def _serve(
     gc.collect()
     gc.freeze()  # the vocabulary and all code stay: looking through them again took a sixteenth of a stream's time
     listener.listen()  # whoever reads the line below may connect at once
-    config = uvicorn.Config(
-        create_app(client, text, name, path), log_config=None, access_log=False, timeout_graceful_shutdown=DRAIN
-    )
+    app = create_app(client, text, name, path, lenient)
+    config = uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=DRAIN)
     host, port = listener.getsockname()[:2]
     where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     print(f"serving {name} on http://{where} (engine process {hello.pid})", file=sys.stderr, flush=True)

@@ -13,6 +13,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from penstock.server.errors import ollama_body
+from penstock.server.explain import Explanation, Penstock
 from penstock.server.ollama_fields import (
     GENERATE_NEUTRAL,
     NEUTRAL,
@@ -109,6 +110,7 @@ class Line(msgspec.Struct, kw_only=True):
     eval_count: int | UnsetType = UNSET
     eval_duration: int | UnsetType = UNSET
     logprobs: list[TokenEntry] | UnsetType = UNSET
+    penstock: Penstock | UnsetType = UNSET
 
 
 class Called(msgspec.Struct):
@@ -154,6 +156,7 @@ class LineAnswer:
         self._tokenizer = served.text.tokenizer
         self._head = {"model": served.name, "created_at": now()}
         self._turn = turn
+        self._explanation = Explanation(served, [turn.request])
         self._line = line
         self._plain = Plain(lambda text: line(Said(text), **self._head, done=False))
         self._scored = turn.request.sampling.logprobs is not None
@@ -194,7 +197,9 @@ class LineAnswer:
         if not self._generated:
             self._first = perf_counter_ns()
         self._generated += len(delta.tokens)
-        self._reason = delta.finish or ""
+        if delta.finish:
+            self._reason = delta.finish
+            self._explanation.end(0, delta)
 
     def _pieces(self, delta: Delta) -> list[Said]:
         """What a delta adds. A call is told when it is whole: its arguments are an object here."""
@@ -229,6 +234,7 @@ class LineAnswer:
             eval_count=self._generated,
             eval_duration=ended - self._first,
             logprobs=entries or UNSET,
+            penstock=self._explanation.told(),
         )
 
     def _entries(self, delta: Delta) -> list[TokenEntry]:

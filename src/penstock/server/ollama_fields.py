@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from penstock.errors import InvalidRequest
+from penstock.server.notes import notes
 from penstock.server.openai import ANYTHING, MAX_STOPS, Neutral, read_object, unsupported
 from penstock.server.served import Served
 from penstock.server.structured import ANY_OBJECT, json_grammar
@@ -86,6 +87,10 @@ class Generation(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     think: bool | Literal["low", "medium", "high"] | None = None
     format: dict[str, Any] | Literal["", "json"] | None = None
+    penstock: bool | None = None  # whether the answer is to explain itself
+
+    def __post_init__(self) -> None:
+        notes().explain |= bool(self.penstock)
 
 
 class Chat(Generation):

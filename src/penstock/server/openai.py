@@ -18,6 +18,7 @@ from starlette.requests import Request as HttpRequest
 
 from penstock import __version__
 from penstock.errors import InvalidRequest
+from penstock.server.notes import notes
 from penstock.server.served import Served
 from penstock.server.structured import Structured, grammar_of
 from penstock.text import Delta
@@ -25,6 +26,8 @@ from penstock.types import Request, SamplingParams
 
 MAX_BODY = 16 * 2**20  # bytes
 MAX_STOPS = 32
+MAX_IGNORED = 64  # fields within fields
+IGNORABLE = ("", "options")  # where settings stand: what is said in a chat is never left out
 FINGERPRINT = f"penstock-{__version__}"
 NO_CHANCE = -9999.0  # stands for minus infinity, which JSON has no word for
 
@@ -71,6 +74,10 @@ class Fields(Structured, forbid_unknown_fields=True, kw_only=True):
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    penstock: bool | None = None  # whether the answer is to explain itself
+
+    def __post_init__(self) -> None:
+        notes().explain |= bool(self.penstock)
 
     @property
     def choices(self) -> int:
@@ -100,10 +107,32 @@ async def read_fields(http: HttpRequest, kind: type[F], neutral: Neutral) -> F:
 def read_object(given: dict[str, Any], kind: type[S], neutral: Neutral, where: str = "") -> S:
     """The object as a struct; `where` it stood in the body is part of what a refusal says."""
     _drop_neutral(given, neutral, where)
-    try:
-        return msgspec.convert(given, kind, str_keys=True)
-    except msgspec.ValidationError as error:
-        raise _refusal(str(error), where) from error
+    if notes().lenient:
+        for name in [name for name in given if name not in kind.__struct_encode_fields__]:
+            del given[name]
+            notes().ignore(_path(where, name))
+    for _ in range(MAX_IGNORED):
+        try:
+            return msgspec.convert(given, kind, str_keys=True)
+        except msgspec.ValidationError as error:
+            refusal = _refusal(str(error), where)
+            if not (notes().lenient and refusal.code == "unknown_parameter" and _drop_nested(given, refusal, where)):
+                raise refusal from error
+    raise InvalidRequest(f"more than {MAX_IGNORED} unknown fields: remove some")
+
+
+def _drop_nested(given: dict[str, Any], refusal: InvalidRequest, where: str) -> bool:
+    """Ignores an unknown field of an object within; False where the way to it leads through a list."""
+    assert refusal.param is not None
+    *way, name = refusal.param.removeprefix(f"{where}.").split(".")
+    holder: Any = given
+    for step in way:
+        holder = holder.get(step) if isinstance(holder, dict) else None
+    if not isinstance(holder, dict) or name not in holder:
+        return False
+    del holder[name]
+    notes().ignore(refusal.param)
+    return True
 
 
 async def _body(http: HttpRequest) -> bytes:
@@ -132,8 +161,11 @@ def _json_object(body: bytes) -> dict[str, Any]:
 def _drop_neutral(given: dict[str, Any], neutral: Neutral, where: str) -> None:
     for name in given.keys() & neutral.keys():
         value, accepted = given.pop(name), neutral[name]
-        if value is not None and accepted is not ANYTHING and value not in accepted:
+        if value is None or accepted is ANYTHING or value in accepted:
+            continue
+        if not (notes().lenient and where in IGNORABLE):
             raise unsupported(_path(where, name), value)
+        notes().ignore(_path(where, name))
 
 
 def unsupported(param: str, value: object) -> InvalidRequest:

@@ -11,6 +11,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from penstock.errors import InvalidRequest
+from penstock.server.explain import Explanation, Penstock
 from penstock.server.openai import (
     NEUTRAL,
     CompletionTokensDetails,
@@ -214,6 +215,7 @@ class Choice(msgspec.Struct):
 class Completion(Head, kw_only=True):
     choices: list[Choice]
     usage: Usage
+    penstock: Penstock | UnsetType = UNSET
 
 
 class FunctionPiece(msgspec.Struct, omit_defaults=True):
@@ -246,6 +248,7 @@ class ChunkChoice(msgspec.Struct):
 class Chunk(Head, kw_only=True):
     choices: list[ChunkChoice]
     usage: Usage | UnsetType | None = UNSET
+    penstock: Penstock | UnsetType = UNSET
 
 
 class ChatAnswer:
@@ -261,6 +264,7 @@ class ChatAnswer:
         self._tokenizer = served.text.tokenizer
         self._head = new_head("chatcmpl", served.name)
         self._tally = Tally(requests, asked.choices)
+        self._explanation = Explanation(served, requests)
         self._scored = bool(asked.logprobs)
         self._usage = None if asked.wants_usage else UNSET
         self._choices = [Choice(index, Said(""), self._logprobs([])) for index in range(len(requests))]
@@ -273,7 +277,9 @@ class ChatAnswer:
         kept = self._choices[choice]
         for part in self._parts(choice, delta):
             _keep(kept.message, part)
-        kept.finish_reason = self._finish(choice, delta)
+        if delta.finish:
+            kept.finish_reason = self._finish(choice, delta)
+            self._explanation.end(choice, delta)
         if kept.logprobs is not None:
             kept.logprobs.content += self._entries(delta)
 
@@ -281,7 +287,8 @@ class ChatAnswer:
         for choice in self._choices:
             if choice.message.tool_calls and not choice.message.content:
                 choice.message.content = None
-        return Completion(**self._head, object="chat.completion", choices=self._choices, usage=self._told_usage())
+        told: dict[str, Any] = {"usage": self._told_usage(), "penstock": self._explanation.told()}
+        return Completion(**self._head, object="chat.completion", choices=self._choices, **told)
 
     def chunks(self, choice: int, delta: Delta) -> Iterator[bytes]:
         self._tally.take(choice, delta)
@@ -295,7 +302,11 @@ class ChatAnswer:
             for part in parts:
                 yield self._plains[choice](part.text) if type(part) is Content else self._part_chunk(choice, part)
         if delta.finish:
-            yield encode(self._chunk(ChunkChoice(choice, Added(), finish_reason=self._finish(choice, delta))))
+            self._explanation.end(choice, delta)
+            chunk = self._chunk(ChunkChoice(choice, Added(), finish_reason=self._finish(choice, delta)))
+            if self._usage is UNSET:
+                chunk.penstock = self._explanation.told()
+            yield encode(chunk)
 
     def _scored_chunks(self, choice: int, delta: Delta, parts: Sequence[Part]) -> Iterator[bytes]:
         """A delta's tokens go with the first of its parts: they may be markers, which are in none."""
@@ -330,7 +341,8 @@ class ChatAnswer:
 
     def last(self) -> Iterator[bytes]:
         if self._usage is None:
-            yield encode(Chunk(**self._head, object="chat.completion.chunk", choices=[], usage=self._told_usage()))
+            told: dict[str, Any] = {"usage": self._told_usage(), "penstock": self._explanation.told()}
+            yield encode(Chunk(**self._head, object="chat.completion.chunk", choices=[], **told))
 
     def _chunk(self, choice: ChunkChoice) -> Chunk:
         return Chunk(**self._head, object="chat.completion.chunk", choices=[choice], usage=self._usage)

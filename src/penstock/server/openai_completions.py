@@ -12,6 +12,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from penstock.errors import InvalidRequest
+from penstock.server.explain import Explanation, Penstock
 from penstock.server.openai import (
     NEUTRAL,
     Fields,
@@ -132,6 +133,7 @@ class Choice(msgspec.Struct):
 class Completion(Head, kw_only=True):
     choices: list[Choice]
     usage: Usage | UnsetType | None = UNSET
+    penstock: Penstock | UnsetType = UNSET
 
 
 class CompletionAnswer:
@@ -140,6 +142,7 @@ class CompletionAnswer:
     ) -> None:
         self._head = new_head("cmpl", served.name)
         self._tally = Tally(requests, asked.choices)
+        self._explanation = Explanation(served, requests)
         self._scored = asked.logprobs is not None
         self._usage = None if asked.wants_usage else UNSET
         self._plains: dict[int, Plain] = {}
@@ -153,12 +156,14 @@ class CompletionAnswer:
         self._tally.take(choice, delta)
         kept, added = self._choices[choice], self._choice(choice, delta)
         kept.text += added.text
-        kept.finish_reason = added.finish_reason
+        if delta.finish:
+            kept.finish_reason = delta.finish
+            self._explanation.end(choice, delta)
         if kept.logprobs is not None and added.logprobs is not None:
             kept.logprobs.extend(added.logprobs)
 
     def whole(self) -> Completion:
-        return self._completion(self._choices, self._tally.usage())
+        return self._completion(self._choices, self._tally.usage(), self._explanation.told())
 
     def chunks(self, choice: int, delta: Delta) -> Iterator[bytes]:
         self._tally.take(choice, delta)
@@ -167,20 +172,25 @@ class CompletionAnswer:
                 yield self._plain(choice)(text)
             return
         added = self._choice(choice, delta)
+        if delta.finish:
+            self._explanation.end(choice, delta)
         if added.text or added.finish_reason or (added.logprobs is not None and added.logprobs.tokens):
-            yield encode(self._completion([added], self._usage))
+            told = UNSET if self._usage is None else self._explanation.told()
+            yield encode(self._completion([added], self._usage, told))
 
     def last(self) -> Iterator[bytes]:
         if self._usage is None:
-            yield encode(self._completion([], self._tally.usage()))
+            yield encode(self._completion([], self._tally.usage(), self._explanation.told()))
 
     def _plain(self, choice: int) -> Plain:
         if choice not in self._plains:
             self._plains[choice] = Plain(lambda text: self._completion([Choice(choice, text)], self._usage))
         return self._plains[choice]
 
-    def _completion(self, choices: list[Choice], usage: Usage | UnsetType | None) -> Completion:
-        return Completion(**self._head, object="text_completion", choices=choices, usage=usage)
+    def _completion(
+        self, choices: list[Choice], usage: Usage | UnsetType | None, told: Penstock | UnsetType = UNSET
+    ) -> Completion:
+        return Completion(**self._head, object="text_completion", choices=choices, usage=usage, penstock=told)
 
     def _choice(self, choice: int, delta: Delta) -> Choice:
         transcript = self._transcripts[choice]

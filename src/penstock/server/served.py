@@ -10,6 +10,7 @@ from typing import NamedTuple, TypeVar
 from penstock.errors import EngineUnavailable, InvalidRequest, ModelNotFound
 from penstock.ipc.client import EngineClient
 from penstock.server.metrics import Metrics
+from penstock.server.notes import notes
 from penstock.text import Text, make_request
 from penstock.types import Limits, Request, SamplingParams
 
@@ -25,6 +26,7 @@ class Served(NamedTuple):
     created: int  # seconds since 1970
     metrics: Metrics
     path: Path | None = None  # of the model's files, where they are known
+    lenient: bool = False  # fields that are not known are ignored, and listed in the answer
 
     @property
     def limits(self) -> Limits:
@@ -47,7 +49,8 @@ class Served(NamedTuple):
     ) -> Request:
         """The engine's request for a prompt; refuses what could not fit. `param` is the field the prompt came in;
         without a max_tokens the answer has `default` tokens, or what the context has room for."""
-        return make_request(
+        noted = notes()
+        made = make_request(
             self.client.next_id(),
             prompt,
             sampling,
@@ -56,6 +59,7 @@ class Served(NamedTuple):
             param=param,
             default=default,
         )
+        return made._replace(owner=noted.owner, explain=noted.explain)
 
 
 async def off_loop(size: int, work: Callable[[], T]) -> T:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Collection, Coroutine, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
 from starlette.types import Receive
 
+from penstock.errors import EngineUnavailable
+from penstock.ipc.client import EngineClient
 from penstock.server.metrics import Watch
 from penstock.server.served import Served
 from penstock.text import Delta, TextStream, read_step
-from penstock.types import Request
+from penstock.types import Aborted, Event, Finished, Report, Request
 
 T = TypeVar("T")
 
@@ -34,9 +36,21 @@ async def deltas(
                     watch.tokens(len(delta.tokens))
                 if delta.finish:
                     watch.reason = delta.finish
+                    if request.explain and delta.report is None:
+                        delta = delta._replace(report=await _report(served.client, request.id, steps))
                 yield choice, delta
                 if delta.finish:
                     return
+
+
+async def _report(client: EngineClient, id: int, steps: AsyncGenerator[list[Event], None]) -> Report | None:
+    """Of a request that a stop string ended, and that the engine would go on with; none if that was lost meanwhile."""
+    with suppress(EngineUnavailable):
+        client.abort(id)
+        async for events in steps:
+            if isinstance(last := events[-1], Finished | Aborted):
+                return last.report
+    return None
 
 
 def together(choices: Sequence[Deltas]) -> Deltas:

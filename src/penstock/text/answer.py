@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from penstock.errors import EngineUnavailable, error_of
 from penstock.text.detok import TextStream
-from penstock.types import Aborted, Event, Failed, Finished, TokenLogprob, Tokens
+from penstock.types import Aborted, Event, Failed, Finished, Report, TokenLogprob, Tokens
 
 
 class Delta(NamedTuple):
@@ -22,6 +22,7 @@ class Delta(NamedTuple):
     finish: str | None = None  # "stop" or "length", in the last one
     silent: int = 0  # how many of `tokens`, at the end, are not part of the text: 1 for a stop token
     stop: str | None = None  # the stop string that ended it
+    report: Report | None = None  # in the last one, unless a stop string ended it before the engine did
 
 
 def read_step(stream: TextStream, events: Sequence[Event]) -> Delta:
@@ -33,12 +34,15 @@ def read_step(stream: TextStream, events: Sequence[Event]) -> Delta:
     if isinstance(last, Aborted):
         raise EngineUnavailable("the engine aborted the request: send it again")
     _, tokens, logprobs, scores, cached = first if isinstance(first, Tokens) else Tokens(first.seq, ())
-    silent = int(isinstance(last, Finished) and last.stop_token is not None)
+    ended = last if isinstance(last, Finished) else None
+    silent = int(ended is not None and ended.stop_token is not None)
     before = stream.consumed
     text = stream.push(tokens[: len(tokens) - silent])
     if stream.stopped is not None:
         count = stream.consumed - before
-        return Delta(text, tokens[:count], logprobs[:count], scores, cached, "stop", stop=stream.stopped)
-    if isinstance(last, Finished):
-        return Delta(text + stream.finish(), tokens, logprobs, scores, cached, last.reason, silent)
+        report = ended.report if ended else None
+        return Delta(text, tokens[:count], logprobs[:count], scores, cached, "stop", 0, stream.stopped, report)
+    if ended is not None:
+        text += stream.finish()
+        return Delta(text, tokens, logprobs, scores, cached, ended.reason, silent, report=ended.report)
     return Delta(text, tokens, logprobs, scores, cached)

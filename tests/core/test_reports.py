@@ -1,15 +1,15 @@
-"""What a sequence's account tells: times, preemptions, and where its prompt left the recent one nearest to it."""
+"""What a sequence's report tells: times, preemptions, and where its prompt left the recent one nearest to it."""
 
 from __future__ import annotations
 
 from penstock.core import Scheduler, Sequence
 from penstock.core.recent import Recent
-from penstock.types import Account, Event, Finished, Nearest
+from penstock.types import Event, Finished, Nearest, Report
 from tests.core.world import answer, limits, run
 
 
-def ends(events: list[Event]) -> dict[int, Account]:
-    return {event.seq: event.account for event in events if isinstance(event, Finished) and event.account}
+def ends(events: list[Event]) -> dict[int, Report]:
+    return {event.seq: event.report for event in events if isinstance(event, Finished) and event.report}
 
 
 def explained(id: int, *tokens: int, answer: int = 3, **fields: str) -> Sequence:
@@ -41,7 +41,7 @@ def test_one_that_never_ran_has_only_waited() -> None:
     scheduler.add(Sequence(1, (1, 2), 2))
     scheduler.now = 5.0
     (event,) = scheduler.abort(1)
-    assert event[1] == Account(queued=5.0)
+    assert event[1] == Report(queued=5.0)
 
 
 def test_what_a_preemption_cost() -> None:

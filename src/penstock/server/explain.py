@@ -1,0 +1,149 @@
+"""The `penstock` object: what happened to an answer, in every dialect, for those who ask."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from penstock.server.notes import notes
+from penstock.server.served import Served
+from penstock.text import Delta
+from penstock.types import Nearest, Report, Request
+
+
+class Miss(msgspec.Struct):
+    """Why not more of a prompt was reused."""
+
+    reason: str
+    message: str
+    position: int | UnsetType = UNSET  # the first token that could not be reused
+    expected: str | UnsetType = UNSET  # what stood there in the recent prompt or its answer
+    got: str | UnsetType = UNSET
+    after: str | UnsetType = UNSET  # what stands before it in both
+
+
+class Cache(msgspec.Struct):
+    prompt_tokens: int
+    reused_tokens: int
+    miss: Miss | None = None
+
+
+class Seconds(msgspec.Struct):
+    """By the engine's clock."""
+
+    queue: float
+    prefill: float
+    decode: float
+    grammar: float | UnsetType = UNSET  # waited for, before the queue
+
+
+class Finish(msgspec.Struct):
+    reason: str
+    by: str  # end_of_text, stop_token, stop_string, max_tokens or context
+    token: int | UnsetType = UNSET
+    text: str | UnsetType = UNSET
+
+
+class Told(msgspec.Struct):
+    """Of one choice."""
+
+    index: int
+    finish: Finish
+    cache: Cache | UnsetType = UNSET  # this and what follows is not known of an engine that was lost meanwhile
+    seconds: Seconds | UnsetType = UNSET
+    preemptions: int | UnsetType = UNSET
+    recomputed_tokens: int | UnsetType = UNSET
+    forced_tokens: int | UnsetType = UNSET  # that a grammar left no choice about
+
+
+class Penstock(msgspec.Struct):
+    ignored_fields: list[str]
+    truncated_tokens: int  # of the prompt; never without being asked
+    choices: list[Told] | UnsetType = UNSET
+
+
+class Explanation:
+    """Costs an answer nothing before its end, and nothing at all where it is not asked for."""
+
+    def __init__(self, served: Served, requests: Sequence[Request]) -> None:
+        self._served = served
+        self._requests = requests
+        self._notes = notes()
+        self._told: dict[int, Told] = {}
+        self._running = len(requests)
+
+    def end(self, choice: int, delta: Delta) -> None:
+        """Takes a choice's last delta."""
+        self._running -= 1
+        if self._notes.explain:
+            self._told[choice] = self._choice(choice, delta)
+
+    def told(self) -> Penstock | UnsetType:
+        """Once every choice has ended; nothing where there is nothing to tell that was not asked for."""
+        noted = self._notes
+        if self._running or not (noted.explain or noted.lenient or noted.ignored or noted.truncated):
+            return UNSET
+        choices = [self._told[choice] for choice in sorted(self._told)] if noted.explain else UNSET
+        return Penstock(sorted(noted.ignored), noted.truncated, choices)
+
+    def _choice(self, index: int, delta: Delta) -> Told:
+        request, report = self._requests[index], delta.report
+        told = Told(index, self._finish(request, delta))
+        if report is not None:
+            told.cache = Cache(len(request.prompt), report.cached, self._miss(request, report))
+            told.seconds = Seconds(report.queued, report.prefill, report.decode)
+            told.preemptions, told.recomputed_tokens = report.preemptions, report.recomputed
+            if request.sampling.grammar is not None:
+                told.seconds.grammar, told.forced_tokens = report.compiling, report.forced
+        return told
+
+    def _finish(self, request: Request, delta: Delta) -> Finish:
+        assert delta.finish is not None
+        if delta.stop is not None:
+            return Finish("stop", "stop_string", text=delta.stop)
+        if delta.finish == "length":
+            full = len(request.prompt) + request.max_tokens >= self._served.limits.max_len
+            return Finish("length", "context" if full else "max_tokens")
+        token, tokenizer = delta.tokens[-1], self._served.text.tokenizer
+        by = "end_of_text" if token in tokenizer.eos_ids else "stop_token"
+        return Finish("stop", by, token, tokenizer.token_text(token))
+
+    # -- the cache ------------------------------------------------------------------------------------------------
+
+    def _miss(self, request: Request, report: Report) -> Miss | None:
+        """None where all was reused that could be: whole blocks, and never the last token, whose logits are wanted."""
+        size, near = self._served.limits.block_size, report.nearest
+        if report.cached >= (len(request.prompt) - 1) // size * size:
+            return None
+        if request.sampling.prompt_logprobs is not None:
+            return Miss("scored", "the prompt's own tokens were to be scored, and only computing them does that")
+        if near is None:
+            return Miss("new", "no recent prompt of yours begins like this one")
+        if report.cached < min(near.shared, len(request.prompt) - 1) // size * size:
+            told = f"{near.shared} tokens of a recent prompt were the same, and their blocks were evicted since"
+            return Miss("evicted", told, report.cached)
+        return self._parting(near) if near.had and report.cached < near.held // size * size else None
+
+    def _parting(self, near: Nearest) -> Miss:
+        before, had, got = (self._spell(tokens) for tokens in (near.before, near.had, near.got))
+        reason = self._reason(near, had, got)
+        told = f"{_WORDS[reason]} at token {near.shared}"
+        return Miss(reason, told, near.shared, had, got, before)
+
+    def _reason(self, near: Nearest, had: str, got: str) -> str:
+        thought = self._served.text.format.reasoning
+        if thought and thought[0] in had and thought[0] not in got:
+            return "reasoning_dropped"
+        return "prompt_changed" if near.shared < near.prompt else "answer_changed"
+
+    def _spell(self, tokens: Sequence[int]) -> str:
+        return self._served.text.tokenizer.decode(tokens, special=True, continuing=True)
+
+
+_WORDS = {
+    "reasoning_dropped": "the chat template left out what was thought in an earlier turn: it differs from that turn",
+    "prompt_changed": "the prompt differs from a recent one",
+    "answer_changed": "the earlier answer came back other than it was generated: it differs",
+}

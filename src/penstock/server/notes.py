@@ -1,0 +1,47 @@
+"""What is noted about a request while it is read, to be told in its answer."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from hashlib import blake2b
+
+from starlette.requests import Request as HttpRequest
+
+EXPLAIN = "x-penstock-explain"
+CREDENTIALS = ("authorization", "x-api-key")
+NO = ("", "0", "false", "no")
+
+
+class Notes:
+    def __init__(self, *, lenient: bool = False, explain: bool = False, owner: str = "") -> None:
+        self.lenient = lenient  # what is not known is ignored, and told
+        self.explain = explain
+        self.owner = owner  # whose recent prompts an explanation may speak of
+        self.ignored: list[str] = []
+        self.truncated = 0  # tokens of the prompt
+
+    def ignore(self, field: str) -> None:
+        if field not in self.ignored:
+            self.ignored.append(field)
+
+
+_NOTES: ContextVar[Notes] = ContextVar("notes")
+
+
+def begin_notes(http: HttpRequest, *, lenient: bool) -> None:
+    explain = http.headers.get(EXPLAIN, "").lower() not in NO
+    _NOTES.set(Notes(lenient=lenient, explain=explain, owner=_owner(http)))
+
+
+def notes() -> Notes:
+    """Of the request that is being answered."""
+    if (found := _NOTES.get(None)) is None:
+        found = Notes()
+        _NOTES.set(found)
+    return found
+
+
+def _owner(http: HttpRequest) -> str:
+    """Who asks, as far as can be known: from where, and with which credentials."""
+    given = [http.client.host if http.client else "", *(http.headers.get(name, "") for name in CREDENTIALS)]
+    return blake2b("\n".join(given).encode(), digest_size=8).hexdigest()
