@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from typing import Any
 
 import llguidance
@@ -97,3 +98,64 @@ def test_only_the_tools_given(tokenizer: Any) -> None:
     assert matcher.consume_tokens(list(b'{"name": "now", "parameters": {'))
     matcher.reset()
     assert not matcher.consume_tokens(list(b'{"name": "get'))
+
+
+def allows(tokenizer: Any, grammar: str, text: str) -> bool:
+    """The text and an end after it."""
+    matcher = llguidance.LLMatcher(tokenizer, llguidance.LLMatcher.grammar_from_lark(grammar), log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    return matcher.consume_tokens(tokens(text)) and matcher.is_accepting()
+
+
+def tokens(text: str) -> list[int]:
+    parts = re.split("(" + "|".join(map(re.escape, SPECIAL)) + ")", text)
+    return [token for part in parts for token in ([SPECIALS[part]] if part in SPECIALS else part.encode())]
+
+
+SPECIALS = {text: END + 1 + index for index, text in enumerate(SPECIAL)}
+
+
+def a_call(tokenizer: Any, family: Family, tools: dict[str, Any]) -> str:
+    grammar = call_grammar(family, tools, SPECIALS, parallel=False)
+    return sampled(tokenizer, grammar, (), random.Random(1)).lstrip()
+
+
+NUMBER: dict[str, Any] = {"type": "integer", "minimum": 1, "maximum": 9}
+COUNT = {"count": {"type": "object", "properties": {"n": NUMBER}, "required": ["n"], "additionalProperties": False}}
+FREE = {"count": {"type": "object", "properties": {"n": {"const": 77}}, "required": ["n"]}}
+CONTENT: dict[str, Any] = {"type": "object", "properties": {"name": {"$ref": "#/$defs/word"}}, "required": ["name"]}
+CONTENT |= {"additionalProperties": False, "$defs": {"word": {"enum": ["a", "b"]}}}
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, PLAIN], ids=lambda family: family.name)
+def test_strict_calls_after_any_text(tokenizer: Any, family: Family) -> None:
+    """Text that begins no call is free; one that does is held to the schema."""
+    grammar = call_grammar(family, COUNT, SPECIALS, prose=True)
+    good, bad = a_call(tokenizer, family, COUNT), a_call(tokenizer, family, FREE)
+    header = "<|channel|>final<|message|>" if family.channels else ""
+    assert allows(tokenizer, grammar, f"{header}Well, a < b [1] {{2}}")
+    assert allows(tokenizer, grammar, good)
+    assert not allows(tokenizer, grammar, bad)
+    if not (family.channels or family.calls[0].bare):
+        assert allows(tokenizer, grammar, f"Let me see:{good}")
+        assert allows(tokenizer, grammar, f"Let me see: {good}{good}")
+        assert not allows(tokenizer, grammar, f"Let me see: {bad}")
+        assert not allows(tokenizer, call_grammar(family, COUNT, SPECIALS, prose=True, parallel=False), good + good)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, PLAIN], ids=lambda family: family.name)
+def test_calls_or_what_a_schema_says(tokenizer: Any, family: Family) -> None:
+    grammar = call_grammar(family, COUNT, SPECIALS, content=CONTENT)
+    header = "<|channel|>final<|message|>" if family.channels else ""
+    assert allows(tokenizer, grammar, header + '{"name": "a"}')
+    assert not allows(tokenizer, grammar, header + '{"name": "c"}')
+    assert not allows(tokenizer, grammar, header + "Well")
+    assert allows(tokenizer, grammar, a_call(tokenizer, family, COUNT))
+    assert not allows(tokenizer, grammar, a_call(tokenizer, family, FREE))
+
+
+def test_parameters_that_refer_to_their_own_definitions(tokenizer: Any) -> None:
+    schema = {"type": "object", "properties": {"n": {"$ref": "#/$defs/n"}}, "required": ["n"], "$defs": {"n": NUMBER}}
+    grammar = call_grammar(PLAIN, {"count": schema}, SPECIALS, content=CONTENT)
+    assert allows(tokenizer, grammar, '{"name": "count", "arguments": {"n": 7}}')
+    assert not allows(tokenizer, grammar, '{"name": "count", "arguments": {"n": 77}}')

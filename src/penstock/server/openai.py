@@ -10,7 +10,7 @@ import re
 import secrets
 import time
 from collections.abc import Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -31,15 +31,17 @@ IGNORABLE = ("", "options")  # where settings stand: what is said in a chat is n
 FINGERPRINT = f"penstock-{__version__}"
 NO_CHANCE = -9999.0  # stands for minus infinity, which JSON has no word for
 
+TOLD_TIERS = {"flex": "flex", "priority": "priority", "fast": "priority"}
+
 ANYTHING = object()  # in a table of neutral values: whatever is given changes nothing
 Neutral = dict[str, Any]  # field -> ANYTHING, or the values that ask for nothing; null always asks for nothing
 
 NEUTRAL: Neutral = {
     "metadata": ANYTHING,
-    "prompt_cache_key": ANYTHING,
+    "prompt_cache_key": ANYTHING,  # every prefix is cached, asked for or not, for as long as there is room
+    "prompt_cache_options": ANYTHING,
+    "prompt_cache_retention": ANYTHING,
     "safety_identifier": ANYTHING,
-    "service_tier": ("auto", "default"),
-    "skip_special_tokens": (True,),
     "store": (False,),
     "user": ANYTHING,
 }
@@ -74,6 +76,12 @@ class Fields(Structured, forbid_unknown_fields=True, kw_only=True):
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    skip_special_tokens: bool | None = None  # left out: true
+    return_token_ids: bool | None = None
+    truncate_prompt_tokens: int | None = None  # -1: to what the context has room for
+    cache_salt: Annotated[str, Meta(min_length=1)] | None = None
+    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None  # lower is sooner
+    service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
     penstock: bool | None = None  # whether the answer is to explain itself
 
     def __post_init__(self) -> None:
@@ -247,6 +255,7 @@ class Head(msgspec.Struct, kw_only=True):
     created: int
     model: str
     system_fingerprint: str = FINGERPRINT
+    service_tier: str | UnsetType = UNSET  # told to those who ask for one
 
 
 class PromptTokensDetails(msgspec.Struct):
@@ -286,8 +295,9 @@ class Tally:
         return Usage(prompt, self._generated, prompt + self._generated, PromptTokensDetails(cached))
 
 
-def new_head(kind: str, model: str) -> dict[str, Any]:
-    return {"id": f"{kind}-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
+def new_head(kind: str, model: str, tier: str | None = None) -> dict[str, Any]:
+    told = {} if tier is None else {"service_tier": TOLD_TIERS.get(tier, "default")}
+    return {"id": f"{kind}-{secrets.token_hex(12)}", "created": int(time.time()), "model": model, **told}
 
 
 def told_logprob(logprob: float) -> float:

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from penstock.errors import InvalidRequest
 from penstock.server.explain import Explanation, Penstock
 from penstock.server.openai import (
+    ANYTHING,
     NEUTRAL,
     CompletionTokensDetails,
     Fields,
@@ -27,6 +28,7 @@ from penstock.server.openai import (
     told_logprob,
     unsupported,
 )
+from penstock.server.openai_request import request_of, shown_special, taken
 from penstock.server.reply import Plain, encode, reply
 from penstock.server.served import Served, off_loop
 from penstock.server.stream import deltas, together
@@ -41,11 +43,11 @@ CHAT_NEUTRAL: Neutral = NEUTRAL | {
     "function_call": ("none", "auto"),
     "functions": ([],),
     "modalities": (["text"],),
-    "prediction": (),
-    "verbosity": ("medium",),
+    "prediction": ANYTHING,  # of what the answer will be: it may make it faster, never another
     "web_search_options": (),
 }
-MESSAGE_NEUTRAL: Neutral = {"annotations": ([],), "audio": (), "function_call": (), "refusal": ()}
+MESSAGE_NEUTRAL: Neutral = {"annotations": ([],), "audio": (), "function_call": ()}
+PART_NEUTRAL: Neutral = {"prompt_cache_breakpoint": ANYTHING}
 
 
 class Chat(Fields):
@@ -57,6 +59,7 @@ class Chat(Fields):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -68,11 +71,17 @@ class Message(msgspec.Struct, forbid_unknown_fields=True):
     tool_calls: list[dict[str, Any]] | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
+    refusal: str | None = None
 
 
 class TextPart(msgspec.Struct, forbid_unknown_fields=True):
     type: Literal["text"]
     text: str
+
+
+class RefusalPart(msgspec.Struct, forbid_unknown_fields=True):
+    type: Literal["refusal"]
+    refusal: str
 
 
 async def chat_completions(served: Served, http: HttpRequest) -> Response:
@@ -85,9 +94,10 @@ async def chat_completions(served: Served, http: HttpRequest) -> Response:
     fields = _template_fields(text, asked)
     prompt = await off_loop(size, lambda: text.chat_prompt(messages, tools=use.tools, **fields))
     params = [after_thinking(text, prompt, held(text, use, each)) for each in params]
-    requests = [served.request(prompt.tokens, each, "messages") for each in params]
+    tokens = taken(served, asked, prompt.tokens, params[0].max_tokens)
+    requests = [request_of(served, asked, tokens, each, "messages") for each in params]
     answer = ChatAnswer(served, requests, asked, lambda: use.parser(text.format, prompt.opened))
-    shown = text.special_in(text.format.markers(use.calling))
+    shown = text.special_in(text.format.markers(use.calling)) | shown_special(served, asked)
     running = together([deltas(served, request, choice, shown=shown) for choice, request in enumerate(requests)])
     return await reply(http, answer, running, streaming=bool(asked.stream))
 
@@ -105,6 +115,8 @@ def read_messages(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _message(given: dict[str, Any], where: str) -> dict[str, Any]:
     message = read_object(given, Message, MESSAGE_NEUTRAL, where)
     role = "system" if message.role == "developer" else message.role
+    if message.content is None and message.refusal is not None:
+        message.content = message.refusal
     if message.content is None and not message.tool_calls:
         raise InvalidRequest(
             f"the field '{where}.content' is missing", param=f"{where}.content", code="missing_required_parameter"
@@ -129,6 +141,10 @@ def _template_fields(text: Text, asked: Chat) -> dict[str, Any]:
         fields = {"reasoning_effort": asked.reasoning_effort}
     if not all(text.takes(name) for name in fields):
         raise unsupported("reasoning_effort", asked.reasoning_effort)
+    if asked.verbosity not in (None, "medium"):
+        if not text.takes("verbosity"):
+            raise unsupported("verbosity", asked.verbosity)
+        fields["verbosity"] = asked.verbosity
     for name, value in (asked.chat_template_kwargs or {}).items():
         if name in ("messages", "tools", "add_generation_prompt") or not text.takes(name):
             raise unsupported(f"chat_template_kwargs.{name}", value)
@@ -143,9 +159,13 @@ def _text(content: str | list[dict[str, Any]], where: str) -> str:
 
 
 def _part(part: dict[str, Any], where: str) -> str:
-    if part.get("type") != "text":
-        raise unsupported(f"{where}.type", part.get("type"))
-    return read_object(part, TextPart, {}, where).text
+    match part.get("type"):
+        case "text":
+            return read_object(part, TextPart, PART_NEUTRAL, where).text
+        case "refusal":
+            return read_object(part, RefusalPart, PART_NEUTRAL, where).refusal
+        case other:
+            raise unsupported(f"{where}.type", other)
 
 
 def _max_tokens(asked: Chat) -> int | None:
@@ -210,11 +230,13 @@ class Choice(msgspec.Struct):
     message: Said
     logprobs: Logprobs | None
     finish_reason: str | None = None
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class Completion(Head, kw_only=True):
     choices: list[Choice]
     usage: Usage
+    prompt_token_ids: Sequence[int] | UnsetType = UNSET
     penstock: Penstock | UnsetType = UNSET
 
 
@@ -243,11 +265,13 @@ class ChunkChoice(msgspec.Struct):
     delta: Added
     logprobs: Logprobs | None = None
     finish_reason: str | None = None
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class Chunk(Head, kw_only=True):
     choices: list[ChunkChoice]
     usage: Usage | UnsetType | None = UNSET
+    prompt_token_ids: Sequence[int] | UnsetType = UNSET
     penstock: Penstock | UnsetType = UNSET
 
 
@@ -262,7 +286,8 @@ class ChatAnswer:
         new_parser: Callable[[], AnswerParser | None] = lambda: None,
     ) -> None:
         self._tokenizer = served.text.tokenizer
-        self._head = new_head("chatcmpl", served.name)
+        self._head = new_head("chatcmpl", served.name, asked.service_tier)
+        self._prompt_ids = requests[0].prompt if asked.return_token_ids else UNSET
         self._tally = Tally(requests, asked.choices)
         self._explanation = Explanation(served, requests)
         self._scored = bool(asked.logprobs)
@@ -282,22 +307,27 @@ class ChatAnswer:
             self._explanation.end(choice, delta)
         if kept.logprobs is not None:
             kept.logprobs.content += self._entries(delta)
+        if self._prompt_ids is not UNSET:
+            kept.token_ids = [*(kept.token_ids or ()), *delta.tokens]
 
     def whole(self) -> Completion:
         for choice in self._choices:
             if choice.message.tool_calls and not choice.message.content:
                 choice.message.content = None
         told: dict[str, Any] = {"usage": self._told_usage(), "penstock": self._explanation.told()}
+        told["prompt_token_ids"] = self._prompt_ids
         return Completion(**self._head, object="chat.completion", choices=self._choices, **told)
 
     def chunks(self, choice: int, delta: Delta) -> Iterator[bytes]:
         self._tally.take(choice, delta)
         if choice not in self._plains:
-            yield encode(self._chunk(ChunkChoice(choice, Added("assistant", ""))))
+            first = self._chunk(ChunkChoice(choice, Added("assistant", "")))
+            first.prompt_token_ids = self._prompt_ids
+            yield encode(first)
             self._plains[choice] = Plain(lambda text: self._chunk(ChunkChoice(choice, Added(content=text))))
         parts = self._parts(choice, delta)
-        if self._scored:
-            yield from self._scored_chunks(choice, delta, parts)
+        if self._scored or self._prompt_ids is not UNSET:
+            yield from self._detailed_chunks(choice, delta, parts)
         else:
             for part in parts:
                 yield self._plains[choice](part.text) if type(part) is Content else self._part_chunk(choice, part)
@@ -308,13 +338,14 @@ class ChatAnswer:
                 chunk.penstock = self._explanation.told()
             yield encode(chunk)
 
-    def _scored_chunks(self, choice: int, delta: Delta, parts: Sequence[Part]) -> Iterator[bytes]:
+    def _detailed_chunks(self, choice: int, delta: Delta, parts: Sequence[Part]) -> Iterator[bytes]:
         """A delta's tokens go with the first of its parts: they may be markers, which are in none."""
-        entries = self._entries(delta)
-        added = [_added(part) for part in parts] or ([Added(content="")] if entries else [])
+        entries = self._entries(delta) if self._scored else []
+        ids = UNSET if self._prompt_ids is UNSET else list(delta.tokens)
+        added = [_added(part) for part in parts] or ([Added(content="")] if entries or ids else [])
         for each in added:
-            yield encode(self._chunk(ChunkChoice(choice, each, Logprobs(entries))))
-            entries = []
+            yield encode(self._chunk(ChunkChoice(choice, each, self._logprobs(entries), token_ids=ids)))
+            entries, ids = [], ids and []
 
     def _part_chunk(self, choice: int, part: Part) -> bytes:
         return encode(self._chunk(ChunkChoice(choice, _added(part))))

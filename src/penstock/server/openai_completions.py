@@ -26,6 +26,7 @@ from penstock.server.openai import (
     told_logprob,
     unsupported,
 )
+from penstock.server.openai_request import request_of, shown_special, taken
 from penstock.server.reply import Plain, encode, reply
 from penstock.server.served import Served, off_loop
 from penstock.server.stream import deltas, together
@@ -58,12 +59,16 @@ async def completions(served: Served, http: HttpRequest) -> Response:
     scores = asked.logprobs if asked.echo else None
     params = sampling(served, asked, max_tokens=asked.max_tokens, logprobs=asked.logprobs, prompt_logprobs=scores)
     prompts = await _encode(served, _separate(asked.prompt, asked.choices))
-    requests = [served.request(ids, each, "prompt", DEFAULT_TOKENS) for ids, _ in prompts for each in params]
+    prompts = [_cut(served, asked, prompt) for prompt in prompts]
+    requests = [request_of(served, asked, ids, each, "prompt", DEFAULT_TOKENS) for ids, _ in prompts for each in params]
     for ids, _ in prompts:
         served.check_ids(ids, "prompt")
     texts = [prompt.text for prompt in prompts for _ in params]
     answer = CompletionAnswer(served, requests, texts, asked)
-    running = together([deltas(served, request, choice, continuing=True) for choice, request in enumerate(requests)])
+    shown = shown_special(served, asked)
+    running = together(
+        [deltas(served, request, choice, continuing=True, shown=shown) for choice, request in enumerate(requests)]
+    )
     return await reply(http, answer, running, streaming=bool(asked.stream))
 
 
@@ -99,6 +104,13 @@ def _separate(prompt: str | list[str | int | list[int]], n: int) -> list[str | l
     return [*texts, *lists]
 
 
+def _cut(served: Served, asked: Completions, prompt: Prompt) -> Prompt:
+    """A prompt that was cut is echoed as its tokens are spelled."""
+    most = DEFAULT_TOKENS if asked.max_tokens is None else asked.max_tokens
+    ids = taken(served, asked, list(prompt.ids), most)
+    return prompt if len(ids) == len(prompt.ids) else Prompt(ids, None)
+
+
 async def _encode(served: Served, prompts: Sequence[str | list[int]]) -> list[Prompt]:
     size = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
     encode = served.text.encode_prompt
@@ -128,6 +140,8 @@ class Choice(msgspec.Struct):
     text: str = ""
     logprobs: Logprobs | None = None
     finish_reason: str | None = None
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: Sequence[int] | UnsetType = UNSET  # in the first
 
 
 class Completion(Head, kw_only=True):
@@ -140,12 +154,14 @@ class CompletionAnswer:
     def __init__(
         self, served: Served, requests: Sequence[Request], texts: Sequence[str | None], asked: Completions
     ) -> None:
-        self._head = new_head("cmpl", served.name)
+        self._head = new_head("cmpl", served.name, asked.service_tier)
+        self._prompts = [request.prompt if asked.return_token_ids else UNSET for request in requests]
         self._tally = Tally(requests, asked.choices)
         self._explanation = Explanation(served, requests)
         self._scored = asked.logprobs is not None
         self._usage = None if asked.wants_usage else UNSET
         self._plains: dict[int, Plain] = {}
+        self._begun: set[int] = set()  # of choices with token ids
         self._choices = [Choice(index, logprobs=self._no_logprobs()) for index in range(len(requests))]
         self._transcripts = [Transcript(served.text.tokenizer) for _ in requests]
         if asked.echo:
@@ -161,20 +177,26 @@ class CompletionAnswer:
             self._explanation.end(choice, delta)
         if kept.logprobs is not None and added.logprobs is not None:
             kept.logprobs.extend(added.logprobs)
+        if added.token_ids is not UNSET:
+            kept.token_ids = [*(kept.token_ids or ()), *added.token_ids]
+            kept.prompt_token_ids = self._prompts[choice]
 
     def whole(self) -> Completion:
         return self._completion(self._choices, self._tally.usage(), self._explanation.told())
 
     def chunks(self, choice: int, delta: Delta) -> Iterator[bytes]:
         self._tally.take(choice, delta)
-        if not self._scored and not delta.finish:
+        if not (self._scored or delta.finish or self._prompts[choice]):
             if text := self._transcripts[choice].text(delta):
                 yield self._plain(choice)(text)
             return
         added = self._choice(choice, delta)
         if delta.finish:
             self._explanation.end(choice, delta)
-        if added.text or added.finish_reason or (added.logprobs is not None and added.logprobs.tokens):
+        if choice not in self._begun:
+            self._begun.add(choice)
+            added.prompt_token_ids = self._prompts[choice]
+        if added.text or added.finish_reason or added.token_ids or (added.logprobs and added.logprobs.tokens):
             told = UNSET if self._usage is None else self._explanation.told()
             yield encode(self._completion([added], self._usage, told))
 
@@ -195,7 +217,8 @@ class CompletionAnswer:
     def _choice(self, choice: int, delta: Delta) -> Choice:
         transcript = self._transcripts[choice]
         logprobs = transcript.logprobs(delta) if self._scored else None
-        return Choice(choice, transcript.text(delta), logprobs, delta.finish)
+        ids = list(delta.tokens) if self._prompts[choice] else UNSET
+        return Choice(choice, transcript.text(delta), logprobs, delta.finish, ids)
 
     def _no_logprobs(self) -> Logprobs | None:
         return Logprobs() if self._scored else None

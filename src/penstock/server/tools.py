@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from penstock.errors import InvalidRequest
-from penstock.server.openai import Neutral, read_object, unsupported
+from penstock.server.openai import read_object, unsupported
 from penstock.text import Text
 from penstock.text.call_grammar import call_grammar
 from penstock.text.families import Format
@@ -17,7 +17,6 @@ from penstock.text.tools import CallArguments
 from penstock.types import Grammar, SamplingParams
 
 MAX_TOOLS = 128
-FUNCTION_NEUTRAL: Neutral = {"strict": (False,)}  # held to a schema only where a grammar is
 
 
 class Tool(msgspec.Struct, forbid_unknown_fields=True):
@@ -29,6 +28,7 @@ class Function(msgspec.Struct, forbid_unknown_fields=True):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class Call(msgspec.Struct, forbid_unknown_fields=True):
@@ -48,6 +48,7 @@ class ToolUse(NamedTuple):
     tools: list[dict[str, Any]]
     parallel: bool = True
     forced: tuple[str, ...] = ()  # one of these must be called
+    strict: bool = False  # what is called is held to its schema, forced or not
 
     @property
     def calling(self) -> bool:
@@ -67,7 +68,7 @@ def read_tools(
         raise InvalidRequest(f"tools takes at most {MAX_TOOLS}; got {len(given or ())}", param="tools")
     tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(given or ())]
     names = tuple(tool["function"]["name"] for tool in tools)
-    use = ToolUse(tools, parallel is not False)
+    use = ToolUse(tools, parallel is not False, strict=any(tool["function"].get("strict") for tool in given or ()))
     match choice:
         case None | "auto":
             return use
@@ -103,7 +104,7 @@ def known(names: tuple[str, ...], chosen: tuple[str, ...]) -> tuple[str, ...]:
 
 def _tool(given: dict[str, Any], where: str) -> dict[str, Any]:
     tool = read_object(given, Tool, {}, where)
-    function = read_object(tool.function, Function, FUNCTION_NEUTRAL, f"{where}.function")
+    function = read_object(tool.function, Function, {}, f"{where}.function")
     return {"type": "function", "function": for_template(function.name, function.description, function.parameters)}
 
 
@@ -142,16 +143,28 @@ def _arguments(text: str, where: str) -> CallArguments:
 
 
 def held(text: Text, use: ToolUse, sampling: SamplingParams) -> SamplingParams:
-    """With the grammar of a call where one is forced, and an end where the family ends a call."""
-    if use.calling and sampling.grammar is not None:
-        raise InvalidRequest("tools and a format of the answer cannot be honoured together", param="tools")
-    grammar = Grammar("lark", _forced_calls(text, use)) if use.forced else sampling.grammar
+    """With the grammar of calls where one is forced, or a schema is to be held to, and an end where the family ends a
+    call."""
+    grammar = _held_calls(text, use, sampling.grammar) if use.calling else sampling.grammar
     stops = text.special_in(*text.format.family.stops) if use.calling else frozenset()
     return dataclasses.replace(sampling, grammar=grammar, stop_token_ids=(*sampling.stop_token_ids, *stops))
 
 
-def _forced_calls(text: Text, use: ToolUse) -> str:
-    schemas = {name: schema for name, schema in schemas_of(use.tools).items() if name in use.forced}
+def _held_calls(text: Text, use: ToolUse, format: Grammar | None) -> Grammar | None:
+    """Calls alone, calls or an answer in its format, or strict calls after any text."""
+    if use.forced:
+        return _calls(text, use)
+    if format is None:
+        return _calls(text, use, prose=True) if use.strict else None
+    if format.kind != "json":
+        raise InvalidRequest(f"tools and a {format.kind} grammar cannot be honoured together", param="tools")
+    return _calls(text, use, content=msgspec.json.decode(format.text))
+
+
+def _calls(text: Text, use: ToolUse, **beside: Any) -> Grammar:
+    known = schemas_of(use.tools)
+    schemas = {name: known[name] for name in use.forced or known}
     markers = text.special_in(text.format.markers(calling=True))
     special = {text.tokenizer.token_text(id): id for id in markers}
-    return call_grammar(text.format.family, schemas, special, parallel=use.parallel)
+    rules = call_grammar(text.format.family, schemas, special, parallel=use.parallel, **beside)
+    return Grammar("lark", rules)
