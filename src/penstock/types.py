@@ -13,12 +13,13 @@ class Thinking(NamedTuple):
 
     closes: tuple[int, ...]
     opens: int = -1  # -1: it was opened in the prompt; else the answer may begin with it
+    budget: int | None = None  # tokens, after which it is ended
 
 
 class Grammar(NamedTuple):
     """What an answer must match, after the thinking where there may be some."""
 
-    kind: str  # json (a schema), regex or lark
+    kind: str  # json (a schema), regex, lark, or free for any text at all
     text: str
     thinking: Thinking | None = None
 

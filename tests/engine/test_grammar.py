@@ -20,6 +20,8 @@ from penstock.core import check
 from penstock.engine import grammar as grammar_module
 from penstock.engine.engine import Engine
 from penstock.engine.grammar import Grammars
+from penstock.engine.thoughts import Thoughts
+from penstock.errors import InvalidRequest
 from penstock.types import Aborted, Event, Failed, Finished, Grammar, Limits, Request, SamplingParams, Thinking, Tokens
 
 END, OPEN, CLOSE = 256, 257, 258
@@ -187,6 +189,47 @@ def test_thinking_comes_first_and_is_free(opens: int) -> None:
         assert tokens[-1] == END
         assert re.fullmatch(DATE.text, bytes(tokens[:-1]).decode())
     assert thought
+
+
+@pytest.mark.parametrize("opens", [-1, OPEN])
+@pytest.mark.parametrize("kind", ["free", "regex"])
+def test_a_budget_ends_the_thinking(opens: int, kind: str) -> None:
+    """The model, left alone, would think on; one that ends by itself is not cut."""
+    thinking = Grammar(kind, DATE.text if kind == "regex" else "", Thinking((65, CLOSE), opens, budget=5))
+    thinker = engine(Babble(OPEN, fondness=5))
+    for id in range(1, 5):
+        thinker.add(request(id, thinking, max_tokens=30))
+    events = drain(thinker)
+    for id in range(1, 5):
+        tokens = [token for e in events if isinstance(e, Tokens) and e.seq == id for token in e.tokens]
+        if opens < 0 or tokens[0] == OPEN:
+            thought = tokens[opens >= 0 :]
+            assert [65, CLOSE] in (thought[5:7], thought[4:6])
+            (end,) = [event for event in events if isinstance(event, Finished) and event.seq == id]
+            assert end.report is not None
+            assert end.report.forced > 0
+    assert thinker.idle
+
+
+@pytest.mark.parametrize(
+    ("said", "must"),
+    [
+        ([1, 2, 3], [(), (), (7, 8)]),
+        ([1, 2, 7], [(), (), (8,)]),  # its end has begun by itself
+        ([1, 7, 8], [(), (), ()]),
+        ([7, 8, 1], [(), (), None]),
+    ],
+)
+def test_what_must_follow_the_thoughts(said: list[int], must: list[Any]) -> None:
+    thoughts = Thoughts(Thinking((7, 8), budget=3))
+    assert [thoughts.take(token) for token in said] == must
+    assert not thoughts.going
+
+
+def test_what_is_not_sampled_has_no_logprobs() -> None:
+    asked = request(1, Grammar("free", "", Thinking((CLOSE,), budget=3)), logprobs=2)
+    with pytest.raises(InvalidRequest, match="a budget for thinking and logprobs"):
+        engine().add(asked)
 
 
 @pytest.mark.parametrize(

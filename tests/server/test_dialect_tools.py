@@ -135,6 +135,13 @@ def test_a_call_that_is_cut_off(claude: Any) -> None:
     assert told.stop_reason == "max_tokens"
     whole = claude.create(model=MODEL, max_tokens=50, messages=asked(CALL), tools=[TOOL])
     assert (whole.stop_reason, [block.type for block in whole.content]) == ("max_tokens", ["tool_use"])
+    assert list(whole.content[0].input) == ["INVALID_JSON"]
+
+
+def test_arguments_that_cannot_be_read_are_told_as_they_are(claude: Any) -> None:
+    broken = '<tool_call>\n{"name": "weather", "arguments": {"city": Z}}\n</tool_call>'
+    call = claude.create(model=MODEL, max_tokens=200, messages=asked(broken), tools=[TOOL]).content[0]
+    assert (call.type, call.input) == ("tool_use", {"INVALID_JSON": '{"city": '})
 
 
 def test_a_result_goes_back_in_the_templates_words(claude: Any) -> None:
@@ -216,6 +223,32 @@ class Spelling(Hermes):
         @staticmethod
         def encode(text: str, *, special: bool) -> list[int]:
             return MARKS[text]
+
+
+class Marks(toys.ToyTokenizer):
+    def encode(self, text: str, *, special: bool) -> list[int]:
+        return list(text.encode())
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_budget_for_thinking(serve: Any, begun: bool) -> None:
+    """Where no one token opens the thoughts, nobody could say where they begin: then it is told that it is not kept."""
+
+    class Opened(Hermes):
+        tokenizer = Marks()
+        opened = begun
+
+    client = InProcessClient(lambda: Engine(toys.Parrot(LIMITS), LIMITS), "parrot")  # type: ignore[arg-type]
+    with serve(client, Opened(), MODEL) as server:
+        sdk = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0).messages
+        fields: Any = {"thinking": {"type": "enabled", "budget_tokens": 9}, "max_tokens": 22}
+        told = sdk.create(model=MODEL, messages=asked("Let me think about it."), **fields)
+    if begun:
+        assert told.content[0].thinking == "Let me th"
+        assert told.content[1].text == "t it."
+        assert not hasattr(told, "penstock")
+    else:
+        assert told.penstock["ignored_fields"] == ["thinking.budget_tokens"]
 
 
 @pytest.mark.parametrize(("opened", "opens"), [(True, -1), (False, toys.END)])

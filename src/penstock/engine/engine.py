@@ -11,7 +11,7 @@ from penstock.core import Scheduler, Sequence
 from penstock.engine.batch import Batcher
 from penstock.engine.grammar import Compiling, Constraint, Grammars
 from penstock.engine.sampling import Sampler
-from penstock.errors import InvalidGrammar, OutOfMemory, PenstockError, StepFailed
+from penstock.errors import InvalidGrammar, InvalidRequest, OutOfMemory, PenstockError, StepFailed
 from penstock.types import (
     Aborted,
     Event,
@@ -67,8 +67,12 @@ class Engine:
         """Raises InvalidRequest for what could never be answered. Ids are the caller's and never used twice. One with
         a grammar starts when that is compiled: what is wrong with it is told by a step."""
         grammar = request.sampling.grammar
+        if grammar is not None and grammar.thinking and grammar.thinking.budget is not None:
+            _refuse_scores(request)
         if grammar is None:
             self._start(request)
+        elif grammar.kind == "free":
+            self._start_following(request, Constraint.free(grammar.thinking))
         elif self._grammars is None:
             raise InvalidGrammar("this engine has no vocabulary to hold answers to a grammar with")
         else:
@@ -189,7 +193,10 @@ class Engine:
         assert request.sampling.grammar is not None
         constraint = grammars.follow(entry.compiling, request.sampling.grammar)
         constraint.waited = time.perf_counter() - entry.since
-        self._start(request._replace(stop_ids=request.stop_ids | constraint.ends), constraint)
+        self._start_following(request._replace(stop_ids=request.stop_ids | constraint.ends), constraint)
+
+    def _start_following(self, request: Request, constraint: Constraint) -> None:
+        self._start(request, constraint)
         self._constraints[request.id] = constraint
 
     def _follow_grammars(self, plan: StepPlan, result: StepResult) -> StepResult:
@@ -208,6 +215,12 @@ class Engine:
             self._tell([Failed(row.seq, error.code, error.message)])
             return answer
         return answer._replace(tokens=answer.tokens + forced)
+
+
+def _refuse_scores(request: Request) -> None:
+    """What ends the thoughts is not sampled, so it has no logprobs."""
+    if request.sampling.logprobs is not None:
+        raise InvalidRequest("a budget for thinking and logprobs cannot be honoured together", param="logprobs")
 
 
 def _with_grammar(event: Finished | Aborted | Failed, constraint: Constraint) -> Event:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from penstock.backend.base import Ints
+from penstock.engine.thoughts import Thoughts
 from penstock.errors import InvalidGrammar, InvalidRequest, PenstockError, UnsupportedModel
 from penstock.types import Grammar, Thinking
 
@@ -153,10 +154,10 @@ class Compiling:
 class Constraint:
     """One answer on its way through its grammar. It is the mask of the next token too."""
 
-    __slots__ = ("_closes", "_costs", "_matcher", "_opens", "_tail", "_thinks", "_width", "ends", "forced", "waited")
+    __slots__ = ("_costs", "_matcher", "_thoughts", "_width", "ends", "forced", "waited")
 
     def __init__(
-        self, matcher: LLMatcher, ends: frozenset[int], width: int, thinking: Thinking | None, costs: Costs
+        self, matcher: LLMatcher | None, ends: frozenset[int], width: int, thinking: Thinking | None, costs: Costs
     ) -> None:
         self.ends = ends  # the tokens that may come when the grammar is satisfied
         self.forced = 0  # tokens
@@ -164,24 +165,28 @@ class Constraint:
         self._matcher = matcher
         self._width = width
         self._costs = costs
-        self._closes: tuple[int, ...] = thinking.closes if thinking else ()
-        self._opens = thinking.opens if thinking else -1
-        self._thinks = thinking is not None and self._opens < 0
-        self._tail: tuple[int, ...] = ()
+        self._thoughts = Thoughts(thinking)
+
+    @classmethod
+    def free(cls, thinking: Thinking | None) -> Constraint:
+        """Of an answer that may be any text, after thinking that may be limited."""
+        return cls(None, frozenset(), 0, thinking, Costs())
 
     @property
     def mask(self) -> Constraint | None:
         """None while everything is allowed."""
-        return None if self._thinks else self
+        return None if self._thoughts.going or self._matcher is None else self
 
     def words(self) -> Ints:
         """Whatever happens here is told by the next `take`, to whom it concerns, and fails no one's step."""
         began = time.perf_counter()
         words = np.zeros(-(-self._width // 32), np.int32)
+        opens = self._thoughts.opens
+        assert self._matcher is not None
         if not self._matcher.is_error():
             self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
-        if self._opens >= 0:
-            words[self._opens // 32] |= np.uint32(1 << self._opens % 32).view(np.int32)
+        if opens >= 0:
+            words[opens // 32] |= np.uint32(1 << opens % 32).view(np.int32)
         self._costs.masks += 1
         self._costs.mask_seconds += time.perf_counter() - began
         return words
@@ -189,23 +194,20 @@ class Constraint:
     def take(self, token: int, *, force: bool) -> tuple[int, ...]:
         """Goes on by a sampled token and, with `force`, by what must follow it, which is returned: an end where nothing
         else can. Raises InvalidGrammar where the grammar turns out to be too much to follow."""
-        if self._thinks or token == self._opens:
-            self._think(token)
+        if (ending := self._thoughts.take(token)) is not None:
+            self.forced += len(ending)
+            return ending
+        if self._matcher is None:
             return ()
-        self._opens = -1
         if not self._matcher.consume_token(token):
             raise InvalidGrammar(f"the grammar could not be followed further: {_reason(self._matcher.get_error())}")
-        return self._forced() if force else ()
+        return self._forced(self._matcher) if force else ()
 
-    def _think(self, token: int) -> None:
-        self._tail = (*self._tail, token)[-len(self._closes) :]
-        self._thinks, self._opens = self._tail != self._closes, -1
-
-    def _forced(self) -> tuple[int, ...]:
-        forced = self._matcher.compute_ff_tokens()
-        if forced and not self._matcher.consume_tokens(forced):
-            raise InvalidGrammar(f"the grammar could not be followed further: {_reason(self._matcher.get_error())}")
-        if self._matcher.is_stopped():
+    def _forced(self, matcher: LLMatcher) -> tuple[int, ...]:
+        forced = matcher.compute_ff_tokens()
+        if forced and not matcher.consume_tokens(forced):
+            raise InvalidGrammar(f"the grammar could not be followed further: {_reason(matcher.get_error())}")
+        if matcher.is_stopped():
             forced.append(min(self.ends))
         self.forced += len(forced)
         self._costs.forced_tokens += len(forced)

@@ -42,7 +42,7 @@ STAND_INS = "claude"  # what names begin with that stand for whatever is served
 async def messages(served: Served, http: HttpRequest) -> Response:
     asked = await read_body(http, Ask, NEUTRAL)
     sampling, use = _sampling(asked), read_use(asked)
-    turn = begin(served, await _prompt(served, asked, use), use, sampling, asked.max_tokens)
+    turn = begin(served, await _prompt(served, asked, use), use, sampling, asked.max_tokens, _budget(asked))
     answer = MessageAnswer(served, turn, asked.max_tokens)
     return await reply(http, answer, turn.running, streaming=bool(asked.stream), framing=ANTHROPIC)
 
@@ -69,6 +69,10 @@ def _sampling(asked: Ask) -> SamplingParams:
     given: dict[str, Any] = {"temperature": asked.temperature, "top_p": asked.top_p, "top_k": asked.top_k}
     given["grammar"] = read_grammar(asked)
     return SamplingParams(stop=tuple(stops), **{name: value for name, value in given.items() if value is not None})
+
+
+def _budget(asked: Ask) -> int | None:
+    return asked.thinking.budget_tokens if asked.thinking else None
 
 
 # -- answering ----------------------------------------------------------------------------------------------------
@@ -274,7 +278,14 @@ class Writing:
             case ThinkingBlock():
                 self.block.thinking = self.text
             case ToolUseBlock():
-                self.block.input = call_input(self.text) or {}  # of a call that was cut off: stop_reason tells
+                self.block.input = _input(self.text)
+
+
+def _input(text: str) -> dict[str, Any]:
+    """A call's arguments. Those that cannot be read are told as they are, under the name that Anthropic proposes for
+    such: an empty object would be a call that nobody made."""
+    given = call_input(text)
+    return {"INVALID_JSON": text} if given is None else given
 
 
 WRITTEN_IN = {Content: TextBlock, Reasoning: ThinkingBlock, Arguments: ToolUseBlock, CallEnded: ToolUseBlock}

@@ -56,10 +56,8 @@ class ToolChoice(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ThinkingConfig(msgspec.Struct, forbid_unknown_fields=True):
-    """`budget_tokens` is an aim, not a limit: what is thought and what is said share max_tokens."""
-
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: int | None = None
+    budget_tokens: Annotated[int, Meta(ge=1)] | None = None  # after so many, thinking is ended
     display: Literal["summarized"] | None = None
 
 

@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from penstock.server.notes import notes
 from penstock.server.served import Served, off_loop
 from penstock.server.stream import Deltas, deltas
 from penstock.server.tools import ToolUse, held
 from penstock.text import ChatPrompt, Delta, Text
 from penstock.text.parse import AnswerParser, Content, Part
-from penstock.types import Request, SamplingParams, Thinking
+from penstock.types import Grammar, Request, SamplingParams, Thinking
 
 NO_TOOLS = ToolUse([])
 
@@ -38,25 +39,45 @@ async def prompt_of(served: Served, messages: Sequence[dict[str, Any]], use: Too
     return await off_loop(size, lambda: served.text.chat_prompt(messages, tools=use.tools, **fields))
 
 
-def begin(served: Served, prompt: ChatPrompt, use: ToolUse, sampling: SamplingParams, most: int | None) -> Turn:
-    """`most` tokens are answered with, or what the context has room for."""
+def begin(
+    served: Served,
+    prompt: ChatPrompt,
+    use: ToolUse,
+    sampling: SamplingParams,
+    most: int | None,
+    budget: int | None = None,
+) -> Turn:
+    """`most` tokens are answered with, or what the context has room for; `budget` of them may be thought with."""
     text = served.text
-    sampling = after_thinking(text, prompt, held(text, use, sampling))
+    sampling = after_thinking(text, prompt, held(text, use, sampling), budget)
     request = served.request(prompt.tokens, sampling, "messages", most)
     shown = text.special_in(text.format.markers(use.calling))
     return Turn(request, deltas(served, request, shown=shown), use.parser(text.format, prompt.opened))
 
 
-def after_thinking(text: Text, prompt: ChatPrompt, sampling: SamplingParams) -> SamplingParams:
-    """A grammar holds from where the model has thought: where the prompt began that, or one token of the answer can."""
-    grammar, markers = sampling.grammar, text.format.reasoning
-    if grammar is None or markers is None:
+def after_thinking(
+    text: Text, prompt: ChatPrompt, sampling: SamplingParams, budget: int | None = None
+) -> SamplingParams:
+    """A grammar holds from where the model has thought, and a budget up to there: where the prompt began that, or one
+    token of the answer can. A budget for thoughts that cannot be told from the rest is not kept, and that is told."""
+    grammar = sampling.grammar or (None if budget is None else Grammar("free", ""))
+    if grammar is None:
         return sampling
-    opens, closes = (text.tokenizer.encode(marker, special=True) for marker in markers)
-    if not prompt.opened and len(opens) > 1:
+    around = _thinking(text, prompt, budget)
+    if around is None:
+        if budget is not None:
+            notes().ignore("thinking.budget_tokens")
         return sampling
-    around = Thinking(tuple(closes), -1 if prompt.opened else opens[0])
     return replace(sampling, grammar=grammar._replace(thinking=around))
+
+
+def _thinking(text: Text, prompt: ChatPrompt, budget: int | None) -> Thinking | None:
+    if text.format.reasoning is None:
+        return None
+    opens, closes = (text.tokenizer.encode(marker, special=True) for marker in text.format.reasoning)
+    if not prompt.opened and len(opens) > 1:
+        return None
+    return Thinking(tuple(closes), -1 if prompt.opened else opens[0], budget)
 
 
 def thinking(served: Served, wanted: bool | None) -> dict[str, Any] | None:
