@@ -44,6 +44,19 @@ def test_it_answers(server: Any) -> None:
     assert whole.usage.prompt_tokens > 10
 
 
+def test_the_best_of_several(server: Any) -> None:
+    asked = {"model": MODEL, "prompt": "The best thing about", "seed": 3, "max_tokens": 6}
+    all = server.sdk().completions.create(**asked, n=4, logprobs=0).choices
+    means = [sum(choice.logprobs.token_logprobs) / len(choice.logprobs.token_logprobs) for choice in all]
+    best = sorted(range(4), key=lambda each: means[each], reverse=True)
+    told = server.sdk().completions.create(**asked, n=2, best_of=4, extra_body={"penstock": True})
+    assert [choice.text for choice in told.choices] == [all[each].text for each in best[:2]]
+    assert [choice.index for choice in told.choices] == [0, 1]
+    assert told.choices[0].logprobs is None
+    assert told.usage.completion_tokens == 24
+    assert len(told.penstock["choices"]) == 2
+
+
 def test_streamed_whole_and_scripted_answers_are_the_same(server: Any, smollm2: Path) -> None:
     question = "Write a line with an emoji, and one in French."
     sdk = server.sdk()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -80,13 +80,17 @@ class Explanation:
         if self._notes.explain:
             self._told[choice] = self._choice(choice, delta)
 
-    def told(self) -> Penstock | UnsetType:
-        """Once every choice has ended; nothing where there is nothing to tell that was not asked for."""
+    def told(self, order: Iterable[int] | None = None) -> Penstock | UnsetType:
+        """Once every choice has ended; nothing where there is nothing to tell that was not asked for. `order` names
+        the choices that are told, where not all are or not in their order."""
         noted = self._notes
         if self._running or not (noted.explain or noted.lenient or noted.ignored or noted.truncated):
             return UNSET
-        choices = [self._told[choice] for choice in sorted(self._told)] if noted.explain else UNSET
-        return Penstock(sorted(noted.ignored), noted.truncated, choices)
+        return Penstock(sorted(noted.ignored), noted.truncated, self._choices(order) if noted.explain else UNSET)
+
+    def _choices(self, order: Iterable[int] | None) -> list[Told]:
+        chosen = sorted(self._told) if order is None else order
+        return [msgspec.structs.replace(self._told[choice], index=index) for index, choice in enumerate(chosen)]
 
     def _choice(self, index: int, delta: Delta) -> Told:
         request, report = self._requests[index], delta.report

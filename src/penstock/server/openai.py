@@ -279,7 +279,7 @@ class Tally:
 
     def __init__(self, requests: Sequence[Request], n: int) -> None:
         self._requests = requests
-        self._n = n
+        self.n = n
         self._generated = 0
         self._cached = [0] * len(requests)
 
@@ -289,9 +289,9 @@ class Tally:
 
     def usage(self) -> Usage:
         """A prompt's cached tokens are those reused from before; its choices reuse it from each other, too."""
-        firsts = range(0, len(self._requests), self._n)
+        firsts = range(0, len(self._requests), self.n)
         prompt = sum(len(self._requests[first].prompt) for first in firsts)
-        cached = sum(min(self._cached[first : first + self._n]) for first in firsts)
+        cached = sum(min(self._cached[first : first + self.n]) for first in firsts)
         return Usage(prompt, self._generated, prompt + self._generated, PromptTokensDetails(cached))
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Meta, UnsetType
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
@@ -24,7 +24,6 @@ from penstock.server.openai import (
     read_fields,
     sampling,
     told_logprob,
-    unsupported,
 )
 from penstock.server.openai_request import request_of, shown_special, taken
 from penstock.server.reply import Plain, encode, reply
@@ -44,7 +43,16 @@ class Completions(Fields):
     prompt: str | list[str | int | list[int]]
     echo: bool | None = None
     logprobs: int | None = None
-    best_of: int | None = None
+    best_of: Annotated[int, Meta(ge=1, le=128)] | None = None
+
+    @property
+    def choices(self) -> int:
+        """Of which the best n are told."""
+        return self.best_of or self.n or 1
+
+    @property
+    def selective(self) -> bool:
+        return self.choices > (self.n or 1)
 
 
 class Prompt(NamedTuple):
@@ -57,7 +65,8 @@ async def completions(served: Served, http: HttpRequest) -> Response:
     served.check_model(asked.model)
     _check(asked)
     scores = asked.logprobs if asked.echo else None
-    params = sampling(served, asked, max_tokens=asked.max_tokens, logprobs=asked.logprobs, prompt_logprobs=scores)
+    logprobs = 0 if asked.selective and asked.logprobs is None else asked.logprobs
+    params = sampling(served, asked, max_tokens=asked.max_tokens, logprobs=logprobs, prompt_logprobs=scores)
     prompts = await _encode(served, _separate(asked.prompt, asked.choices))
     prompts = [_cut(served, asked, prompt) for prompt in prompts]
     requests = [request_of(served, asked, ids, each, "prompt", DEFAULT_TOKENS) for ids, _ in prompts for each in params]
@@ -76,8 +85,12 @@ async def completions(served: Served, http: HttpRequest) -> Response:
 
 
 def _check(asked: Completions) -> None:
-    if asked.best_of is not None and asked.best_of != asked.choices:
-        raise unsupported("best_of", asked.best_of)
+    if asked.choices < (asked.n or 1):
+        raise InvalidRequest(f"best_of must be at least n, which is {asked.n}; got {asked.best_of}", param="best_of")
+    if asked.selective and asked.stream:
+        raise InvalidRequest(
+            "best_of more than n cannot be streamed: which are best is known at the end", param="best_of"
+        )
     if asked.max_tokens == 0 and not asked.echo:
         raise InvalidRequest("max_tokens must be at least 1 unless echo is true; got 0", param="max_tokens")
 
@@ -162,6 +175,9 @@ class CompletionAnswer:
         self._usage = None if asked.wants_usage else UNSET
         self._plains: dict[int, Plain] = {}
         self._begun: set[int] = set()  # of choices with token ids
+        self._told = asked.n or 1  # of each prompt's choices
+        self._likely: list[list[float]] = [[] for _ in requests]  # logprobs, where the best are to be told
+        self._selective = asked.selective
         self._choices = [Choice(index, logprobs=self._no_logprobs()) for index in range(len(requests))]
         self._transcripts = [Transcript(served.text.tokenizer) for _ in requests]
         if asked.echo:
@@ -170,6 +186,8 @@ class CompletionAnswer:
 
     def take(self, choice: int, delta: Delta) -> None:
         self._tally.take(choice, delta)
+        if self._selective:
+            self._likely[choice] += [scored.logprob for scored in delta.logprobs]
         kept, added = self._choices[choice], self._choice(choice, delta)
         kept.text += added.text
         if delta.finish:
@@ -182,7 +200,19 @@ class CompletionAnswer:
             kept.prompt_token_ids = self._prompts[choice]
 
     def whole(self) -> Completion:
-        return self._completion(self._choices, self._tally.usage(), self._explanation.told())
+        best = self._best() if self._selective else range(len(self._choices))
+        choices = [msgspec.structs.replace(self._choices[each], index=index) for index, each in enumerate(best)]
+        return self._completion(choices, self._tally.usage(), self._explanation.told(best))
+
+    def _best(self) -> list[int]:
+        """Those of each prompt's choices whose tokens are likeliest on average, from the best on."""
+
+        def likelihood(choice: int) -> float:
+            return sum(self._likely[choice]) / max(len(self._likely[choice]), 1)
+
+        size = self._tally.n
+        prompts = [range(first, first + size) for first in range(0, len(self._choices), size)]
+        return [each for choices in prompts for each in sorted(choices, key=likelihood, reverse=True)[: self._told]]
 
     def chunks(self, choice: int, delta: Delta) -> Iterator[bytes]:
         self._tally.take(choice, delta)

@@ -1,0 +1,345 @@
+"""Every field that clients are known to send, one by one: honoured, taken because it asks for nothing, or refused by
+name. What each is honoured by is tested beside its part; here is that none is missing and none is dropped."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.server import toys
+
+MODEL = "toy/parrot"
+HONOURED = "honoured"
+NEUTRAL = "neutral"  # changes no answer
+SAID = [{"role": "user", "content": "[hi]"}]
+PREDICTED = {"type": "content", "content": "hi"}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [TOOL]}}
+IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
+UNSUPPORTED = "unsupported_parameter"
+UNABLE = "invalid_grammar"  # what a toy says that has no grammars: the field was read
+
+Row = tuple[str, Any, str]
+
+OPENAI: list[Row] = [
+    ("n", 2, HONOURED),
+    ("stop", ["x"], HONOURED),
+    ("seed", 1, HONOURED),
+    ("temperature", 0.5, HONOURED),
+    ("top_p", 0.5, HONOURED),
+    ("presence_penalty", 0.5, HONOURED),
+    ("frequency_penalty", 0.5, HONOURED),
+    ("logit_bias", {"65": 1}, HONOURED),
+    ("max_tokens", 5, HONOURED),
+    ("stream", True, HONOURED),
+    ("service_tier", "auto", HONOURED),
+    ("service_tier", "default", HONOURED),
+    ("service_tier", "flex", HONOURED),
+    ("service_tier", "scale", HONOURED),
+    ("service_tier", "priority", HONOURED),
+    ("service_tier", "fast", HONOURED),
+    ("service_tier", "gold", "invalid_type"),
+    ("prompt_cache_key", "k", NEUTRAL),
+    ("prompt_cache_retention", "24h", NEUTRAL),
+    ("prompt_cache_options", {"mode": "explicit"}, NEUTRAL),
+    ("safety_identifier", "s", NEUTRAL),
+    ("user", "u", NEUTRAL),
+    ("metadata", {"a": "b"}, NEUTRAL),
+    ("store", False, NEUTRAL),
+    ("store", True, UNSUPPORTED),
+    ("top_k", 5, HONOURED),
+    ("min_p", 0.1, HONOURED),
+    ("repetition_penalty", 1.1, HONOURED),
+    ("min_tokens", 1, HONOURED),
+    ("ignore_eos", False, HONOURED),
+    ("stop_token_ids", [65], HONOURED),
+    ("skip_special_tokens", True, HONOURED),
+    ("skip_special_tokens", False, HONOURED),
+    ("response_format", {"type": "text"}, HONOURED),
+    ("response_format", {"type": "json_object"}, UNABLE),
+    ("response_format", {"type": "json_schema", "json_schema": {"name": "x", "schema": {}, "strict": True}}, UNABLE),
+    ("structured_outputs", {"json": {}}, UNABLE),
+    ("structured_outputs", {"regex": "a"}, UNABLE),
+    ("structured_outputs", {"choice": ["a"]}, UNABLE),
+    ("structured_outputs", {"grammar": 'start: "a"'}, UNABLE),
+    ("guided_json", {}, UNABLE),
+    ("guided_regex", "a", UNABLE),
+    ("guided_choice", ["a"], UNABLE),
+    ("guided_grammar", 'start: "a"', UNABLE),
+    ("cache_salt", "s", HONOURED),
+    ("cache_salt", "", "invalid_type"),
+    ("priority", -3, HONOURED),
+    ("priority", 2**40, "invalid_type"),
+    ("return_token_ids", True, HONOURED),
+    ("truncate_prompt_tokens", 4, HONOURED),
+    ("truncate_prompt_tokens", 0, "invalid_request"),
+    ("penstock", True, HONOURED),
+    ("no_such_field", 1, "unknown_parameter"),
+]
+CHAT: list[Row] = [
+    *OPENAI,
+    ("max_completion_tokens", 5, HONOURED),
+    ("logprobs", True, HONOURED),
+    ("tools", [TOOL], HONOURED),
+    ("tools", [{"type": "function", "function": TOOL["function"] | {"strict": True}}], UNABLE),
+    ("tools", [{"type": "custom", "custom": {"name": "x"}}], "invalid_type"),
+    ("tool_choice", "none", HONOURED),
+    ("tool_choice", "auto", HONOURED),
+    ("tool_choice", "required", "invalid_request"),  # without tools
+    ("parallel_tool_calls", False, HONOURED),
+    ("reasoning_effort", "none", HONOURED),
+    ("reasoning_effort", "high", UNSUPPORTED),  # by a template that knows no efforts
+    ("verbosity", "medium", NEUTRAL),
+    ("verbosity", "low", UNSUPPORTED),
+    ("prediction", PREDICTED, NEUTRAL),
+    ("modalities", ["text"], NEUTRAL),
+    ("modalities", ["text", "audio"], UNSUPPORTED),
+    ("audio", {"voice": "alloy", "format": "wav"}, UNSUPPORTED),
+    ("web_search_options", {}, UNSUPPORTED),
+    ("functions", [{"name": "f"}], UNSUPPORTED),
+    ("function_call", "auto", NEUTRAL),
+    ("chat_template_kwargs", {}, HONOURED),
+    ("chat_template_kwargs", {"mood": 1}, UNSUPPORTED),
+    ("messages", [{"role": "developer", "content": "x"}, *SAID], HONOURED),
+    ("messages", [{"role": "user", "content": [{"type": "text", "text": "[hi]"}]}], HONOURED),
+    ("messages", [{"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}, *SAID], HONOURED),
+    ("messages", [{"role": "assistant", "refusal": "no"}, *SAID], HONOURED),
+    ("messages", [{"role": "user", "content": [IMAGE]}], UNSUPPORTED),
+    ("messages", [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}], UNSUPPORTED),
+    ("messages", [{"role": "user", "content": [{"type": "file", "file": {}}]}], UNSUPPORTED),
+]
+COMPLETIONS: list[Row] = [
+    *OPENAI,
+    ("prompt", ["[a]", "[b]"], HONOURED),
+    ("prompt", [91, 97, 93], HONOURED),
+    ("prompt", [[91, 97, 93]], HONOURED),
+    ("echo", True, HONOURED),
+    ("logprobs", 2, HONOURED),
+    ("best_of", 3, HONOURED),
+    ("suffix", "", NEUTRAL),
+    ("suffix", "end", UNSUPPORTED),
+]
+FAILS = "invalid_request_error"
+BLOCK = {"type": "text", "text": "[hi]", "cache_control": {"type": "ephemeral", "ttl": "1h"}}
+CUSTOM = {"name": "f", "input_schema": {"type": "object"}}
+ANTHROPIC: list[Row] = [
+    ("system", "s", HONOURED),
+    ("system", [BLOCK], HONOURED),
+    ("messages", [{"role": "user", "content": [BLOCK]}], HONOURED),
+    ("messages", [{"role": "system", "content": "s"}, *SAID], HONOURED),
+    ("messages", [{"role": "user", "content": [{"type": "image", "source": {}}]}], FAILS),
+    ("messages", [{"role": "user", "content": [{"type": "document", "source": {}}]}], FAILS),
+    ("tools", [CUSTOM], HONOURED),
+    ("tools", [CUSTOM | {"strict": True}], FAILS),  # the toy has no grammars
+    ("tool_choice", {"type": "auto", "disable_parallel_tool_use": True}, HONOURED),
+    ("tool_choice", {"type": "none"}, HONOURED),
+    ("tool_choice", {"type": "any"}, FAILS),  # without tools
+    ("thinking", {"type": "disabled"}, HONOURED),
+    ("thinking", {"type": "enabled", "budget_tokens": 1024}, FAILS),  # the toy does not think
+    ("thinking", {"type": "adaptive"}, FAILS),
+    ("thinking", {"type": "between_tools"}, FAILS),
+    ("stop_sequences", ["x"], HONOURED),
+    ("stream", True, HONOURED),
+    ("temperature", 0.5, HONOURED),
+    ("top_p", 0.5, HONOURED),
+    ("top_k", 5, HONOURED),
+    ("metadata", {"user_id": "u"}, NEUTRAL),
+    ("cache_control", {"type": "ephemeral"}, NEUTRAL),
+    ("service_tier", "auto", NEUTRAL),
+    ("service_tier", "standard_only", NEUTRAL),
+    ("service_tier", "gold", FAILS),
+    ("speed", "standard", NEUTRAL),
+    ("speed", "fast", FAILS),
+    ("container", "c", FAILS),
+    ("mcp_servers", [{"type": "url"}], FAILS),
+    ("output_config", {"effort": "low"}, FAILS),
+    ("output_config", {"format": {"type": "json_schema", "schema": {}}}, FAILS),
+    ("penstock", True, HONOURED),
+    ("no_such_field", 1, FAILS),
+]
+OPTIONS: list[Row] = [
+    ("num_ctx", 256, HONOURED),
+    ("num_ctx", 10**6, FAILS),
+    ("num_predict", 5, HONOURED),
+    ("seed", 1, HONOURED),
+    ("temperature", 0.5, HONOURED),
+    ("top_k", 5, HONOURED),
+    ("top_p", 0.5, HONOURED),
+    ("min_p", 0.1, HONOURED),
+    ("typical_p", 1, NEUTRAL),
+    ("typical_p", 0.5, FAILS),
+    ("repeat_last_n", 64, NEUTRAL),  # without a penalty
+    ("repeat_penalty", 1.1, HONOURED),
+    ("presence_penalty", 0.5, HONOURED),
+    ("frequency_penalty", 0.5, HONOURED),
+    ("stop", ["x"], HONOURED),
+    ("mirostat", 1, FAILS),
+    *((name, 1, NEUTRAL) for name in ("num_keep", "num_gpu", "num_thread", "num_batch", "main_gpu")),
+    ("use_mmap", True, NEUTRAL),
+    ("draft_num_predict", 4, NEUTRAL),
+    ("no_such_option", 1, FAILS),
+]
+OLLAMA: list[Row] = [
+    *((f"options.{name}", value, told) for name, value, told in OPTIONS),
+    ("format", "", NEUTRAL),
+    ("format", "json", FAILS),  # the toy has no grammars
+    ("format", {"type": "object"}, FAILS),
+    ("think", False, HONOURED),
+    ("think", True, FAILS),  # the toy does not think
+    ("think", "low", FAILS),
+    ("logprobs", True, HONOURED),
+    ("truncate", True, NEUTRAL),
+    ("shift", True, NEUTRAL),
+    ("keep_alive", "5m", NEUTRAL),
+    ("keep_alive", -1, NEUTRAL),
+    ("penstock", True, HONOURED),
+    ("no_such_field", 1, FAILS),
+]
+OLLAMA_CHAT: list[Row] = [
+    *OLLAMA,
+    ("tools", [TOOL], HONOURED),
+    ("messages", [SAID[0] | {"images": []}], NEUTRAL),
+    ("messages", [SAID[0] | {"images": ["aGk="]}], FAILS),
+]
+OLLAMA_GENERATE: list[Row] = [
+    *OLLAMA,
+    ("raw", True, HONOURED),
+    ("system", "s", HONOURED),
+    ("suffix", "", NEUTRAL),
+    ("suffix", "end", FAILS),
+    ("template", "{{ .Prompt }}", FAILS),
+    ("images", ["aGk="], FAILS),
+    ("context", [1, 2], FAILS),
+]
+
+
+def ids(rows: list[Row]) -> list[str]:
+    return [f"{name}-{told}" for name, _, told in rows]
+
+
+def check(answer: Any, field: str, told: str) -> None:
+    """What is refused says which field it is about; what is not refused is answered."""
+    if told in (HONOURED, NEUTRAL):
+        assert answer.status_code == 200, answer.text
+        return
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    message = error if isinstance(error, str) else error["message"]
+    if "has no vocabulary" in message:
+        return  # for a grammar that the field stands for
+    assert field in message or field == error["param"].partition("[")[0]
+    if told != FAILS:
+        assert error["code"] == told
+
+
+@pytest.mark.parametrize(("field", "value", "told"), CHAT, ids=ids(CHAT))
+def test_chat_completions(parrot: Any, field: str, value: Any, told: str) -> None:
+    asked = {"model": MODEL, "messages": SAID, "max_tokens": None if "max" in field else 5} | {field: value}
+    check(parrot.post("/v1/chat/completions", **asked), field, told)
+
+
+@pytest.mark.parametrize(("field", "value", "told"), COMPLETIONS, ids=ids(COMPLETIONS))
+def test_completions(parrot: Any, field: str, value: Any, told: str) -> None:
+    check(parrot.post("/v1/completions", **{"model": MODEL, "prompt": "[hi]", field: value}), field, told)
+
+
+@pytest.mark.parametrize(("field", "value", "told"), ANTHROPIC, ids=ids(ANTHROPIC))
+def test_messages(parrot: Any, field: str, value: Any, told: str) -> None:
+    asked = {"model": MODEL, "messages": SAID, "max_tokens": 5} | {field: value}
+    check(parrot.post("/v1/messages", **asked), field, told)
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "value", "told"),
+    [("/api/chat", *row) for row in OLLAMA_CHAT] + [("/api/generate", *row) for row in OLLAMA_GENERATE],
+    ids=ids(OLLAMA_CHAT) + ids(OLLAMA_GENERATE),
+)
+def test_ollama(parrot: Any, path: str, field: str, value: Any, told: str) -> None:
+    outer, _, option = field.partition(".")
+    asked = {"model": MODEL, "messages": SAID} if path == "/api/chat" else {"model": MODEL, "prompt": "[hi]"}
+    asked |= {outer: {option: value} if option else value, "stream": False}
+    check(parrot.post(path, **asked), outer, told)
+
+
+# -- what the newer ones do ---------------------------------------------------------------------------------------
+
+
+def complete(server: Any, prompt: Any, **fields: Any) -> Any:
+    answer = server.post("/v1/completions", model=MODEL, prompt=prompt, **fields)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def test_a_salt_keeps_prompts_apart(parrot: Any) -> None:
+    def cached(salt: str | None) -> int:
+        told = complete(parrot, "[x] a prompt of more than two blocks of sixteen", cache_salt=salt)
+        return told["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    assert [cached(salt) for salt in (None, "a", "b", None, "a", "b")] == [0, 0, 0, 32, 32, 32]
+
+
+def test_tiers_and_priorities_are_the_order_of_those_that_wait(parrot: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    submit = parrot.client.submit
+
+    def watch(request: Any) -> Any:
+        seen.append(request.priority)
+        return submit(request)
+
+    monkeypatch.setattr(parrot.client, "submit", watch)
+    tiers = [complete(parrot, "[x]", service_tier=tier)["service_tier"] for tier in ("auto", "flex", "fast", "scale")]
+    assert tiers == ["default", "flex", "priority", "default"]
+    assert "service_tier" not in complete(parrot, "[x]", priority=7)
+    complete(parrot, "[x]", priority=-2, service_tier="flex")
+    assert seen == [0, 1, -1, 0, 7, -2]
+
+
+def test_token_ids(parrot: Any) -> None:
+    answer = [*b"hi", toys.END]
+    asked = {"model": MODEL, "messages": SAID, "return_token_ids": True}
+    whole = parrot.post("/v1/chat/completions", **asked).json()
+    prompt = list(b"user:[hi]\nassistant:")
+    assert (whole["prompt_token_ids"], whole["choices"][0]["token_ids"]) == (prompt, answer)
+    for scored in ({}, {"logprobs": True}):
+        first, *chunks = parrot.sdk().chat.completions.create(
+            model=MODEL, messages=SAID, stream=True, extra_body={"return_token_ids": True}, **scored
+        )
+        assert first.prompt_token_ids == prompt
+        assert not any(hasattr(chunk, "prompt_token_ids") for chunk in chunks)
+        assert [id for chunk in chunks for id in getattr(chunk.choices[0], "token_ids", ())] == answer
+    (choice,) = complete(parrot, "[hi]", return_token_ids=True)["choices"]
+    assert (choice["prompt_token_ids"], choice["token_ids"]) == (list(b"[hi]"), answer)
+    first, *chunks = parrot.sdk().completions.create(
+        model=MODEL, prompt="[hi]", stream=True, extra_body={"return_token_ids": True}
+    )
+    assert first.choices[0].prompt_token_ids == list(b"[hi]")
+    assert not any(hasattr(chunk.choices[0], "prompt_token_ids") for chunk in chunks)
+    assert [id for chunk in (first, *chunks) for id in getattr(chunk.choices[0], "token_ids", ())] == answer
+
+
+def test_a_prompt_is_cut_only_on_request_and_that_is_told(parrot: Any) -> None:
+    prompt = "x" * 600 + "[hi]"
+    refused = parrot.post("/v1/completions", model=MODEL, prompt=prompt)
+    assert refused.json()["error"]["code"] == "context_length_exceeded"
+    cut = complete(parrot, prompt, truncate_prompt_tokens=10, echo=True)
+    assert (cut["choices"][0]["text"], cut["usage"]["prompt_tokens"]) == ("xxxxxx[hi]hi", 10)
+    assert cut["penstock"] == {"ignored_fields": [], "truncated_tokens": 594}
+    most = complete(parrot, prompt, truncate_prompt_tokens=-1, max_tokens=12)
+    assert (most["usage"]["prompt_tokens"], most["penstock"]["truncated_tokens"]) == (500, 104)
+    assert "penstock" not in complete(parrot, "[hi]", truncate_prompt_tokens=10)
+    asked = {"model": MODEL, "messages": SAID, "max_tokens": 3, "truncate_prompt_tokens": 12}
+    assert parrot.post("/v1/chat/completions", **asked).json()["penstock"]["truncated_tokens"] == 8
+    told = parrot.post("/v1/completions", model=MODEL, prompt=prompt, truncate_prompt_tokens=510).json()["error"]
+    assert (told["param"], "from 1 to 496" in told["message"]) == ("truncate_prompt_tokens", True)
+
+
+def test_special_tokens_are_told_where_they_are_not_skipped(parrot: Any) -> None:
+    asked = {"prompt": "[hi]", "max_tokens": 4, "ignore_eos": True}
+    assert complete(parrot, **asked)["choices"][0]["text"] == "hi"
+    assert complete(parrot, **asked, skip_special_tokens=False)["choices"][0]["text"] == "hi<end><end>"
+
+
+def test_a_choice_among_tools(parrot: Any) -> None:
+    asked = {"model": MODEL, "messages": SAID, "tools": [TOOL], "tool_choice": ALLOWED, "max_tokens": 5}
+    assert parrot.post("/v1/chat/completions", **asked).status_code == 200
