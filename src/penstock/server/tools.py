@@ -65,7 +65,12 @@ def read_tools(
 ) -> ToolUse:
     if len(given or ()) > MAX_TOOLS:
         raise InvalidRequest(f"tools takes at most {MAX_TOOLS}; got {len(given or ())}", param="tools")
-    tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(given or ())]
+    return chosen([_tool(tool, f"tools[{index}]") for index, tool in enumerate(given or ())], choice, parallel)
+
+
+def chosen(tools: list[dict[str, Any]], choice: str | dict[str, Any] | None, parallel: bool | None) -> ToolUse:
+    """What of the tools an answer may and must call. A choice is spelled as in chats or, with less nesting, as in
+    responses."""
     names = tuple(tool["function"]["name"] for tool in tools)
     use = ToolUse(tools, parallel is not False)
     match choice:
@@ -75,9 +80,12 @@ def read_tools(
             return use._replace(tools=[])
         case "required":
             return use._replace(forced=known(names, names))
-        case {"type": "function", "function": {"name": str(name)}}:
+        case {"type": "function", "function": {"name": str(name)}} | {"type": "function", "name": str(name)}:
             return use._replace(forced=known(names, (name,)))
-        case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": list(listed)}}:
+        case {
+            "type": "allowed_tools",
+            "allowed_tools": {"mode": "auto" | "required" as mode, "tools": list(listed)},
+        } | {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": list(listed)}:
             allowed = known(names, tuple(_named(each) for each in listed))
             kept = [tool for tool in tools if tool["function"]["name"] in allowed]
             return use._replace(tools=kept, forced=allowed if mode == "required" else ())
