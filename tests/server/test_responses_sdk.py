@@ -459,6 +459,24 @@ def test_a_stream_of_the_background_is_left_and_taken_up_again(slow_parrot: Any)
     assert list(sdk.responses.retrieve(id, stream=True, starting_after=len(first) + len(rest))) == []
 
 
+def test_reading_on_after_what_never_comes(slow_parrot: Any) -> None:
+    sdk = slow_parrot.sdk()
+    id = next(sdk.responses.create(**say("hello", background=True, stream=True))).response.id
+    assert list(sdk.responses.retrieve(id, stream=True, starting_after=10**6)) == []
+
+
+def test_only_so_many_at_once(slow_parrot: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.server.responses.MOST_AT_ONCE", 1)
+    sdk = slow_parrot.sdk()
+    first = sdk.responses.create(**endless(background=True))
+    with pytest.raises(openai.InternalServerError, match="cancel it") as caught:
+        sdk.responses.create(**endless(background=True))
+    assert (caught.value.status_code, caught.value.code) == (503, "overloaded")
+    sdk.responses.cancel(first.id)
+    sdk.responses.delete(sdk.responses.create(**endless(background=True)).id)
+    slow_parrot.until_idle()
+
+
 def test_a_cancelled_stream_says_so(slow_parrot: Any) -> None:
     sdk = slow_parrot.sdk()
     stream = sdk.responses.create(**endless(background=True, stream=True))
@@ -554,7 +572,12 @@ def test_refusals_say_what_is_wrong(parrot: Any, fields: dict[str, Any], told: s
 
 def test_refusals_of_what_is_in_the_address(parrot: Any) -> None:
     id = parrot.sdk().responses.create(**say("a")).id
-    for query, told in {"stream=true": "background", "starting_after=2": "needs stream", "foo=1": "foo"}.items():
+    for query, told in {
+        "stream=true": "background",
+        "starting_after=2": "needs stream",
+        "starting_after=-1": ">= 0",
+        "foo=1": "foo",
+    }.items():
         answer = parrot.get(f"/v1/responses/{id}?{query}")
         assert answer.status_code == 400
         assert told in answer.json()["error"]["message"]

@@ -40,15 +40,15 @@ class Job:
 
     async def follow(self, after: int = -1) -> AsyncGenerator[bytes, None]:
         """Its events, as they come, after the one with this number."""
-        told = after + 1
-        if self.done and told >= len(self.log):
-            yield NOTHING_LEFT
+        first = told = after + 1
         while told < len(self.log) or not self.done:
             if told < len(self.log):
                 yield self.log[told]
                 told += 1
             else:
                 await self._news.wait()
+        if told == first:
+            yield NOTHING_LEFT
 
     async def _run(self, running: Deltas) -> None:
         try:

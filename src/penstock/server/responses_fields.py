@@ -195,7 +195,7 @@ def _function(given: dict[str, Any], where: str) -> Function:
 class Retrieval(msgspec.Struct, forbid_unknown_fields=True):
     include: list[str] = []
     include_obfuscation: Literal["false"] = "false"
-    starting_after: int | None = None
+    starting_after: Annotated[int, Meta(ge=0)] | None = None
     stream: bool = False
 
 
