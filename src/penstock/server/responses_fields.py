@@ -168,19 +168,9 @@ def _read_tools(asked: Conversation) -> tuple[list[Function], ToolUse]:
     if len(given) > MAX_TOOLS:
         raise InvalidRequest(f"tools takes at most {MAX_TOOLS}; got {len(given)}", param="tools")
     functions = [_function(tool, f"tools[{index}]") for index, tool in enumerate(given)]
-    tools = [
-        {"type": "function", "function": for_template(each.name, each.description, each.parameters)}
-        for each in functions
-    ]
-    use = chosen(tools, asked.tool_choice, asked.parallel_tool_calls)
-    for index, function in enumerate(functions):
-        if function.strict and use.calling and not use.forced:
-            raise InvalidRequest(
-                f"tools[{index}].strict holds where tool_choice requires a call: require one, or leave strict out",
-                param=f"tools[{index}].strict",
-                code="unsupported_parameter",
-            )
-    return functions, use
+    tools = [for_template(each.name, each.description, each.parameters) for each in functions]
+    strict = any(each.strict for each in functions)
+    return functions, chosen(tools, asked.tool_choice, asked.parallel_tool_calls, strict=strict)
 
 
 def _function(given: dict[str, Any], where: str) -> Function:

@@ -85,9 +85,11 @@ class ResponseStore:
         return kept
 
     def _make_room(self, newest: Kept) -> None:
-        idle = [id for id, (kept, _) in self._kept.items() if kept is not newest and not kept.busy]
-        while idle and (len(self._kept) > self._most or self._bytes > self._most_bytes):
-            self._drop(idle.pop(0))
+        for id, (kept, _) in list(self._kept.items()):
+            if len(self._kept) <= self._most and self._bytes <= self._most_bytes:
+                return
+            if kept is not newest and not kept.busy:
+                self._drop(id)
 
     def _drop(self, id: str) -> None:
         if id in self._kept:
