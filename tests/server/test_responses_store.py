@@ -44,7 +44,7 @@ def kept(id: str, previous: str | None = None, said: str = "a", status: str = "c
         top_p=1.0,
         user=None,
     )
-    job: Any = SimpleNamespace(done=not busy, log=[])
+    job: Any = SimpleNamespace(done=not busy, told=[])
     return Kept(response, [Message(f"in {id}", "user", [InputText(said)])], job)
 
 

@@ -24,7 +24,7 @@ class Job:
     def __init__(self, answer: ResponseAnswer, *, streamed: bool, ended: Callable[[], None]) -> None:
         self.streamed = streamed
         self.framing = answer.framing
-        self.log: list[bytes] = []  # its events
+        self.told: list[bytes] = []  # its events, where they are kept
         self.done = False
         self._answer = answer
         self._ended = ended
@@ -40,14 +40,14 @@ class Job:
 
     async def follow(self, after: int = -1) -> AsyncGenerator[bytes, None]:
         """Its events, as they come, after the one with this number."""
-        first = told = after + 1
-        while told < len(self.log) or not self.done:
-            if told < len(self.log):
-                yield self.log[told]
-                told += 1
+        first = at = after + 1
+        while at < len(self.told) or not self.done:
+            if at < len(self.told):
+                yield self.told[at]
+                at += 1
             else:
                 await self._news.wait()
-        if told == first:
+        if at == first:
             yield NOTHING_LEFT
 
     async def _run(self, running: Deltas) -> None:
@@ -72,6 +72,6 @@ class Job:
     def _keep(self, events: Iterable[Event]) -> None:
         for event in events:
             if self.streamed:
-                self.log.append(framed(event))
+                self.told.append(framed(event))
         self._news.set()
         self._news.clear()

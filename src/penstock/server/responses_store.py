@@ -30,7 +30,7 @@ class Kept:
 
     @property
     def size(self) -> int:
-        told = self.job.log if self.job is not None else []
+        told = self.job.told if self.job is not None else []
         return len(encode(self.response)) + len(encode(self.input)) + sum(map(len, told))
 
 
