@@ -62,56 +62,35 @@ def test_a_forced_call(server: Any, choice: Any, names: set[str]) -> None:
     jsonschema.validate(json.loads(call.function.arguments), SCHEMAS[call.function.name])
 
 
-STRICT = [{"type": "function", "function": tool["function"] | {"strict": True}} for tool in TOOLS]
+def test_strict_calls_are_held_without_being_forced(server: Any) -> None:
+    """The bias makes the model begin a call; what it is of is the grammar's."""
+    (likely, *_) = server.post("/tokenize", prompt='{"').json()["tokens"]
+    tools: Any = [{"type": "function", "function": tool["function"] | {"strict": True}} for tool in TOOLS]
+    asked: Any = {"model": MODEL, "messages": [{"role": "user", "content": "Say hello."}], "tools": tools}
+    asked |= {"parallel_tool_calls": False, "max_tokens": 100, "seed": 3}
+    choice = server.sdk().chat.completions.create(**asked, logit_bias={str(likely): 100}).choices[0]
+    (call,) = choice.message.tool_calls
+    jsonschema.validate(json.loads(call.function.arguments), SCHEMAS[call.function.name])
+    free = server.sdk().chat.completions.create(**asked).choices[0]
+    assert free.message.content
+    assert not free.message.tool_calls
+
+
 PLACE = {"type": "object", "properties": {"place": {"enum": ["here", "there"]}}, "required": ["place"]}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "place", "schema": PLACE | {"additionalProperties": False}}}
 
 
-def asked_for_weather(**fields: Any) -> dict[str, Any]:
-    question = {"role": "user", "content": "What is the weather in Rome?"}
-    return {"model": MODEL, "messages": [question], "seed": 1, "parallel_tool_calls": False, "max_tokens": 60} | fields
-
-
-def likely(server: Any, text: str) -> dict[str, float]:
-    """A bias towards the text's tokens, so that an answer begins with it where it may."""
-    asked = {"model": MODEL, "prompt": text, "add_special_tokens": False}
-    return {str(token): 100.0 for token in server.post("/tokenize", **asked).json()["tokens"]}
-
-
-@pytest.mark.parametrize("fields", [{}, {"response_format": FORMAT}], ids=["text", "format"])
-def test_calls_that_need_not_be_are_held_to_their_schemas(server: Any, fields: Any) -> None:
-    bias = likely(server, '{"name')
-    choice = (
-        server.sdk()
-        .chat.completions.create(**asked_for_weather(tools=STRICT, logit_bias=bias, max_tokens=100), **fields)
-        .choices[0]
-    )
-    (call,) = choice.message.tool_calls
-    jsonschema.validate(json.loads(call.function.arguments), SCHEMAS[call.function.name])
-
-
-def test_beside_calls_an_answer_may_be_text_or_what_the_format_says(server: Any) -> None:
-    bias = likely(server, "The")
-    said = server.sdk().chat.completions.create(**asked_for_weather(tools=STRICT, logit_bias=bias, max_tokens=3))
-    assert said.choices[0].message.content.startswith("The")
-    bias = likely(server, '{"place')
-    told = (
-        server.sdk()
-        .chat.completions.create(**asked_for_weather(tools=TOOLS, logit_bias=bias, response_format=FORMAT))
-        .choices[0]
-    )
-    assert json.loads(told.message.content)["place"] in ("here", "there")
-    jsonschema.validate(json.loads(told.message.content), PLACE)
-
-
-def test_strict_use_in_anthropics_words(server: Any) -> None:
-    """What is no call is text, and a call has the arguments that its schema says."""
-    sdk = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
-    tools: Any = [{"name": name, "input_schema": schema, "strict": True} for name, schema in SCHEMAS.items()]
-    asked: Any = {"model": MODEL, "messages": [{"role": "user", "content": "What time is it?"}], "max_tokens": 30}
-    for block in sdk.messages.create(**asked, tools=tools).content:
-        if block.type == "tool_use":
-            jsonschema.validate(block.input, SCHEMAS[block.name])
+@pytest.mark.parametrize("beginning", ['{"name', '{"place'])
+def test_calls_or_an_answer_in_its_format(server: Any, beginning: str) -> None:
+    asked: Any = {"model": MODEL, "messages": [{"role": "user", "content": "Say hello."}], "tools": TOOLS, "seed": 3}
+    asked |= {"parallel_tool_calls": False, "max_tokens": 100, "response_format": FORMAT}
+    likely = server.post("/tokenize", prompt=beginning, add_special_tokens=False).json()["tokens"]
+    choice = server.sdk().chat.completions.create(**asked, logit_bias={str(id): 100 for id in likely}).choices[0]
+    if beginning == '{"place':
+        assert json.loads(choice.message.content)["place"] in ("here", "there")
+    else:
+        (call,) = choice.message.tool_calls
+        jsonschema.validate(json.loads(call.function.arguments), SCHEMAS[call.function.name])
 
 
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "get_time"}], ids=["any", "tool"])

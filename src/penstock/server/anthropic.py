@@ -42,7 +42,7 @@ STAND_INS = "claude"  # what names begin with that stand for whatever is served
 async def messages(served: Served, http: HttpRequest) -> Response:
     asked = await read_body(http, Ask, NEUTRAL)
     sampling, use = _sampling(asked), read_use(asked)
-    turn = begin(served, await _prompt(served, asked, use), use, sampling, asked.max_tokens, _budget(asked))
+    turn = begin(served, await _prompt(served, asked, use), use, sampling, asked.max_tokens, budget=_budget(asked))
     answer = MessageAnswer(served, turn, asked.max_tokens)
     return await reply(http, answer, turn.running, streaming=bool(asked.stream), framing=ANTHROPIC)
 

@@ -157,10 +157,13 @@ def read_use(asked: Conversation) -> ToolUse:
     if len(asked.tools or ()) > MAX_TOOLS:
         raise InvalidRequest(f"tools takes at most {MAX_TOOLS}; got {len(asked.tools or ())}", param="tools")
     given = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(asked.tools or ())]
-    tools = [] if choice.type == "none" else [_for_template(tool) for tool in given]
-    names = tuple(tool.name for tool in given)
-    strict = any(tool.strict for tool in given)
-    use = ToolUse(tools, parallel=not choice.disable_parallel_tool_use, strict=strict)
+    tools = [for_template(tool.name, tool.description, tool.input_schema) for tool in given]
+    names = tuple(tool["function"]["name"] for tool in tools)
+    use = ToolUse(
+        [] if choice.type == "none" else tools,
+        parallel=not choice.disable_parallel_tool_use,
+        strict=any(tool.strict for tool in given),
+    )
     if choice.type == "any":
         return use._replace(forced=known(names, names))
     return use._replace(forced=known(names, (choice.name or "",))) if choice.type == "tool" else use
@@ -271,7 +274,3 @@ def _tool(given: dict[str, Any], where: str) -> Tool:
     if given.get("type") not in (None, "custom"):
         raise unsupported(f"{where}.type", given["type"])
     return read_object(given, Tool, TOOL_NEUTRAL, where)
-
-
-def _for_template(tool: Tool) -> dict[str, Any]:
-    return {"type": "function", "function": for_template(tool.name, tool.description, tool.input_schema)}

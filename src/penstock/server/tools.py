@@ -48,7 +48,7 @@ class ToolUse(NamedTuple):
     tools: list[dict[str, Any]]
     parallel: bool = True
     forced: tuple[str, ...] = ()  # one of these must be called
-    strict: bool = False  # what is called is held to its schema, forced or not
+    strict: bool = False  # calls are held to the tools' schemas, as forced ones always are
 
     @property
     def calling(self) -> bool:
@@ -66,9 +66,18 @@ def read_tools(
 ) -> ToolUse:
     if len(given or ()) > MAX_TOOLS:
         raise InvalidRequest(f"tools takes at most {MAX_TOOLS}; got {len(given or ())}", param="tools")
-    tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(given or ())]
+    functions = [_function(tool, f"tools[{index}]") for index, tool in enumerate(given or ())]
+    tools = [for_template(each.name, each.description, each.parameters) for each in functions]
+    return chosen(tools, choice, parallel, strict=any(each.strict for each in functions))
+
+
+def chosen(
+    tools: list[dict[str, Any]], choice: str | dict[str, Any] | None, parallel: bool | None, *, strict: bool
+) -> ToolUse:
+    """What of the tools an answer may and must call. A choice is spelled as in chats or, with less nesting, as in
+    responses."""
     names = tuple(tool["function"]["name"] for tool in tools)
-    use = ToolUse(tools, parallel is not False, strict=any(tool["function"].get("strict") for tool in given or ()))
+    use = ToolUse(tools, parallel is not False, strict=strict)
     match choice:
         case None | "auto":
             return use
@@ -76,9 +85,12 @@ def read_tools(
             return use._replace(tools=[])
         case "required":
             return use._replace(forced=known(names, names))
-        case {"type": "function", "function": {"name": str(name)}}:
+        case {"type": "function", "function": {"name": str(name)}} | {"type": "function", "name": str(name)}:
             return use._replace(forced=known(names, (name,)))
-        case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": list(listed)}}:
+        case {
+            "type": "allowed_tools",
+            "allowed_tools": {"mode": "auto" | "required" as mode, "tools": list(listed)},
+        } | {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": list(listed)}:
             allowed = known(names, tuple(_named(each) for each in listed))
             kept = [tool for tool in tools if tool["function"]["name"] in allowed]
             return use._replace(tools=kept, forced=allowed if mode == "required" else ())
@@ -102,16 +114,15 @@ def known(names: tuple[str, ...], chosen: tuple[str, ...]) -> tuple[str, ...]:
     return chosen
 
 
-def _tool(given: dict[str, Any], where: str) -> dict[str, Any]:
+def _function(given: dict[str, Any], where: str) -> Function:
     tool = read_object(given, Tool, {}, where)
-    function = read_object(tool.function, Function, {}, f"{where}.function")
-    return {"type": "function", "function": for_template(function.name, function.description, function.parameters)}
+    return read_object(tool.function, Function, {}, f"{where}.function")
 
 
 def for_template(name: str, description: str | None, parameters: dict[str, Any] | None) -> dict[str, Any]:
-    """With a description and parameters in any case: templates count on them."""
+    """A tool, with a description and parameters in any case: templates count on them."""
     given = {"type": "object", "properties": {}} | (parameters or {})
-    return {"name": name, "description": description or "", "parameters": given}
+    return {"type": "function", "function": {"name": name, "description": description or "", "parameters": given}}
 
 
 def told_reasoning(reasoning: str, content: str | None) -> dict[str, str]:
@@ -143,8 +154,8 @@ def _arguments(text: str, where: str) -> CallArguments:
 
 
 def held(text: Text, use: ToolUse, sampling: SamplingParams) -> SamplingParams:
-    """With the grammar of calls where one is forced, or a schema is to be held to, and an end where the family ends a
-    call."""
+    """With the grammar of calls where one is forced, they are strict or a schema stands beside them, and an end where
+    the family ends a call."""
     grammar = _held_calls(text, use, sampling.grammar) if use.calling else sampling.grammar
     stops = text.special_in(*text.format.family.stops) if use.calling else frozenset()
     return dataclasses.replace(sampling, grammar=grammar, stop_token_ids=(*sampling.stop_token_ids, *stops))
@@ -155,15 +166,14 @@ def _held_calls(text: Text, use: ToolUse, format: Grammar | None) -> Grammar | N
     if use.forced:
         return _calls(text, use)
     if format is None:
-        return _calls(text, use, prose=True) if use.strict else None
+        return _calls(text, use, free=True) if use.strict else None
     if format.kind != "json":
         raise InvalidRequest(f"tools and a {format.kind} grammar cannot be honoured together", param="tools")
     return _calls(text, use, content=msgspec.json.decode(format.text))
 
 
 def _calls(text: Text, use: ToolUse, **beside: Any) -> Grammar:
-    known = schemas_of(use.tools)
-    schemas = {name: known[name] for name in use.forced or known}
+    schemas = {name: schema for name, schema in schemas_of(use.tools).items() if name in use.forced or not use.forced}
     markers = text.special_in(text.format.markers(calling=True))
     special = {text.tokenizer.token_text(id): id for id in markers}
     rules = call_grammar(text.format.family, schemas, special, parallel=use.parallel, **beside)

@@ -45,12 +45,14 @@ def begin(
     use: ToolUse,
     sampling: SamplingParams,
     most: int | None,
+    param: str = "messages",
     budget: int | None = None,
 ) -> Turn:
-    """`most` tokens are answered with, or what the context has room for; `budget` of them may be thought with."""
+    """`most` tokens are answered with, or what the context has room for; `budget` of them may be thought with. `param`
+    is the field the prompt came in."""
     text = served.text
     sampling = after_thinking(text, prompt, held(text, use, sampling), budget)
-    request = served.request(prompt.tokens, sampling, "messages", most)
+    request = served.request(prompt.tokens, sampling, param, most)
     shown = text.special_in(text.format.markers(use.calling))
     return Turn(request, deltas(served, request, shown=shown), use.parser(text.format, prompt.opened))
 

@@ -1,5 +1,4 @@
-"""What an answer whose calls are held to their schemas may be, as a Lark grammar for llguidance: the same data as the
-parser's."""
+"""What an answer that calls tools may be, as a Lark grammar for llguidance: the same data as the parser's."""
 
 from __future__ import annotations
 
@@ -12,6 +11,7 @@ from penstock.text.families import Calls, Family, pieces
 from penstock.text.parse import Schemas
 
 ANYTHING = r"/(.|\n)*/"
+BARE = r"[ \t\r\n]*(\[[ \t\r\n]*)?\{(.|\n)*"  # how an answer begins that may be a call without a marker
 SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # as templates write JSON
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
@@ -22,86 +22,85 @@ def call_grammar(
     special: Mapping[str, int],
     *,
     parallel: bool = True,
-    prose: bool = False,
+    free: bool = False,
     content: Mapping[str, Any] | None = None,
 ) -> str:
-    """One call of one of the tools or, in parallel, several; with `prose`, after any text that begins none, or no call
-    at all; with `content`, a schema, either calls or what matches that. `special` are the model's special tokens by
+    """One call of one of the tools or, in parallel, several; if `free`, also an answer without a call, or text before
+    one; with `content`, a schema, also what matches that instead of calls. `special` are the model's special tokens by
     their text: they are not spelled but named by id. What a model thinks before it calls is not part of it, except in
     channels."""
-    return _Rules(family, special, prose, content).of(tools, parallel)
+    return _Rules(family, special, free, content).of(tools, parallel)
 
 
 class _Rules:
     def __init__(
-        self, family: Family, special: Mapping[str, int], prose: bool, content: Mapping[str, Any] | None
+        self, family: Family, special: Mapping[str, int], free: bool, content: Mapping[str, Any] | None
     ) -> None:
         self._family = family
         self._shape = family.calls[0]
-        self._prose = prose
-        self._content = content
         self._special = special
-        self._mark = (pieces(self._shape.section[0] or self._shape.head) or [""])[0]
         self._split = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)")
+        self._free = free
+        self._content = content
+        opening = pieces(self._shape.section[0] or self._shape.head)[:1]
+        spelled = free and not family.channels and not self._split.match("".join(opening))
+        self._mark = (
+            "".join(opening) if spelled else ""
+        )  # of a call, in the middle of text: told apart from what follows
         self._lines: list[str] = []
 
     def of(self, tools: Schemas, parallel: bool) -> str:
+        shape = self._shape
         calls = " | ".join(f"call_{index}" for index in range(len(tools)))
         for index, (name, schema) in enumerate(tools.items()):
             self._call(index, name, schema or ANY_OBJECT)
         several = parallel and not self._family.channels
-        self._calls(several)
-        start = self._channels() if self._family.channels else self._start("(WS calls)*" if several else "")
+        mark = self._text(self._mark)
+        marked = self._join("" if shape.section[0] else mark, "call")
+        more = f"({self._join(self._text(shape.separator), 'WS')} {marked})*" if several else ""
+        opening, closing = self._pattern(self._unmarked(shape.section[0])), self._pattern(shape.section[1])
+        self._rule("group", opening, "WS" if shape.section[0] else "", "call", more, "WS" if closing else "", closing)
+        self._rule("calls", mark, "group")
+        start = self._start("(WS calls)*" if several else "")
         return "\n".join([f"start: {start}", f"call: {calls}", "WS: /[ \\n]{0,2}/", *self._lines])
 
     def _start(self, more: str) -> str:
-        if self._prose:
-            return self._after_prose(more)
-        if self._content is None:
-            return f"WS calls {more}"
-        self._json("content", self._content)
-        return f"WS calls {more} | content"
-
-    def _after_prose(self, more: str) -> str:
-        """The lexer never goes back: where a marker is spelled, prose up to and with it is one lexeme."""
-        bare = any(shape.bare for shape in self._family.calls)
-        some = r"([ \n\t\r]*[^ \n\t\r{\[](.|\n)*)?" if bare else r"(.|\n)*"
-        openings = sorted({opening for shape in self._family.calls for opening in shape.openings})
-        never = [rf"~/(.|\n)*{_pattern_of(opening)}(.|\n)*/" for opening in openings]
-        self._lines.append("PROSE: " + " & ".join([f"/{some}/", *never]))
+        if self._content is not None:
+            self._json("content", self._content)
+        if self._family.channels:
+            self._thought()
+            return "thought? calls" if not self._free and self._content is None else "thought? (calls | final)"
+        if not self._free:
+            return self._join("WS calls", more, "| content" if self._content is not None else "")
+        self._talk()
         if not self._mark:
-            return f"calls {more} | PROSE"
-        if self._mark.startswith(tuple(self._special)):
-            return f"PROSE (calls {more})?"
-        self._lines.append(f"prose[suffix={json.dumps(self._mark, ensure_ascii=False)}]: /{some}/")
-        return f"PROSE | prose rest {more}"
+            return f"TALK | calls {more} |" if self._shape.bare else f"TALK? (calls {more})?"
+        self._lines.append(f"lead[suffix={json.dumps(self._mark, ensure_ascii=False)}]: {ANYTHING}")
+        return f"TALK? | lead group {more}"
 
-    def _calls(self, several: bool) -> None:
-        """What comes after the marker that opens calls is a rule of its own."""
-        shape, mark = self._shape, self._text(self._mark)
-        opening, closing = shape.section
-        between = self._join(self._text(shape.separator), "WS", "" if opening else mark)
-        more = f"({between} call)*" if several else ""
-        if opening:
-            opened, closed = self._pattern(opening[len(self._mark) :]), self._pattern(closing)
-            self._rule("rest", opened, "WS", "call", more, "WS" if closed else "", closed)
-        else:
-            self._rule("rest", "call", more)
-        self._rule("calls", mark, "rest")
+    def _talk(self) -> None:
+        """Text in which nothing begins like a call."""
+        markers = (re.escape(opening) for shape in self._family.calls for opening in shape.openings)
+        never = [rf"(.|\n)*{marker}(.|\n)*" for marker in markers]
+        never += [BARE] if any(shape.bare for shape in self._family.calls) else []
+        self._lines.append(rf"TALK: /(.|\n)+/ & ~/{'|'.join(never)}/")
+
+    def _unmarked(self, pattern: str) -> str:
+        return "".join(pieces(pattern)[1:]) if self._mark else pattern
 
     def _call(self, index: int, name: str, schema: Mapping[str, Any]) -> None:
         shape, arguments = self._shape, f"arguments_{index}"
         if self._family.channels:
             head = self._text(f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>")
             self._rule(f"call_{index}", head, arguments)
-        elif not shape.head and self._content is not None and not self._mark:
+        elif self._content is not None and shape.bare and not shape.section[0]:
             self._json(f"call_{index}", _as_object(name, shape.key, schema))
             return
         elif not shape.head:
             opening = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{shape.key}": '
             self._rule(f"call_{index}", self._text(opening), arguments, self._text("}"))
         else:
-            head = shape.head if shape.section[0] else shape.head[len(self._mark) :]
+            head = shape.head if shape.section[0] else self._unmarked(shape.head)
             head = self._pattern(head, name=name, id=f"functions.{name}:")
             self._rule(f"call_{index}", head, arguments, "WS" if shape.tail else "", self._pattern(shape.tail))
         self._arguments(arguments, shape, schema)
@@ -156,18 +155,11 @@ class _Rules:
         optional = bool(parts) and not any(needed for _, needed in parts)
         self._rule(rule, '"{"', f"({members})?" if optional else members, '"}"')
 
-    def _channels(self) -> str:
-        self._thought()
-        if not self._prose and self._content is None:
-            return "thought? calls"
-        if self._content is not None:
-            self._json("content", self._content)
-        self._rule("final", self._text("<|channel|>final<|message|>"), ANYTHING if self._prose else "content")
-        return "thought? (calls | final)"
-
     def _thought(self) -> None:
         analysis = self._text("<|channel|>analysis<|message|>"), ANYTHING, self._text("<|end|>")
         self._rule("thought", *analysis, self._text("<|start|>assistant"))
+        said = ANYTHING if self._content is None else "content"
+        self._rule("final", self._text("<|channel|>final<|message|>"), said)
 
     # -- words ----------------------------------------------------------------------------------------------------
 
@@ -202,13 +194,8 @@ class _Rules:
 
 
 def _as_object(name: str, key: str, schema: Mapping[str, Any]) -> dict[str, Any]:
-    """A call as a schema: where what stands beside it is JSON, too, only that begins alike. What the parameters refer
-    to is found from the root."""
+    """A call as a schema. Where what stands beside it is JSON, too, the lexer tells the two apart only so: it never
+    goes back. What the parameters refer to is found from the root."""
     known = {place: schema[place] for place in ("$defs", "definitions") if place in schema}
     members = {"properties": {"name": {"const": name}, key: dict(schema)}, "required": ["name", key]}
     return {"type": "object", "additionalProperties": False, **members, **known}
-
-
-def _pattern_of(text: str) -> str:
-    """A text within a regular expression between slashes."""
-    return re.escape(text).replace("/", r"\/")
