@@ -76,6 +76,15 @@ def test_each_choice_is_told_of(parrot: Any, usage: bool) -> None:
         assert [choice["index"] for choice in told["choices"]] == [0, 1, 2, 3]
 
 
+def test_responses(parrot: Any) -> None:
+    responses = parrot.sdk().responses
+    asked = {"model": MODEL, "input": "[hello]", "max_output_tokens": 20}
+    check(responses.create(**asked, extra_headers=EXPLAIN).penstock, finish=ENDED)
+    *others, last = responses.create(**asked, stream=True, extra_body={"penstock": True})
+    assert not any(hasattr(getattr(event, "response", None), "penstock") for event in others)
+    check(last.response.penstock, finish=ENDED)
+
+
 def test_anthropic(parrot: Any) -> None:
     sdk = anthropic.Anthropic(base_url=parrot.url, api_key="none", max_retries=0)
     check(sdk.messages.create(**chat("[hello]"), extra_headers=EXPLAIN).penstock, finish=ENDED)

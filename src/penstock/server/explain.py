@@ -97,10 +97,10 @@ class Explanation:
         told = Told(index, self._finish(request, delta))
         if report is not None:
             told.cache = Cache(len(request.prompt), report.cached, self._miss(request, report))
-            told.seconds = Seconds(report.queued, report.prefill, report.decode)
+            told.seconds = Seconds(*(round(each, 6) for each in (report.queued, report.prefill, report.decode)))
             told.preemptions, told.recomputed_tokens = report.preemptions, report.recomputed
             if request.sampling.grammar is not None:
-                told.seconds.grammar, told.forced_tokens = report.compiling, report.forced
+                told.seconds.grammar, told.forced_tokens = round(report.compiling, 6), report.forced
         return told
 
     def _finish(self, request: Request, delta: Delta) -> Finish:

@@ -58,7 +58,7 @@ class Responses:
         prompt = await self._prompt(served, asked, settings, items)
         turn = begin(served, prompt, settings.use, params, asked.max_output_tokens, "input")
         kept = Kept(_response(served, asked, settings, params), items)
-        answer = ResponseAnswer(kept.response, turn, served.text.tokenizer, sealed=asked.includes(SEALED))
+        answer = ResponseAnswer(served, kept.response, turn, sealed=asked.includes(SEALED))
         if asked.background:
             return self._start(kept, answer, streamed=bool(asked.stream))
         if asked.stores:

@@ -10,6 +10,7 @@ from typing import Literal
 
 from penstock.errors import PenstockError
 from penstock.server.errors import status_of
+from penstock.server.explain import Explanation
 from penstock.server.openai_chat import TokenEntry, token_entries
 from penstock.server.reply import EVENT_STREAM, Framing
 from penstock.server.responses_events import (
@@ -46,8 +47,9 @@ from penstock.server.responses_items import (
     Usage,
     new_id,
 )
+from penstock.server.served import Served
 from penstock.server.turn import Turn, call_input
-from penstock.text import Delta, Tokenizer
+from penstock.text import Delta
 from penstock.text.parse import Arguments, CallBegun, CallEnded, Content, Part
 from penstock.text.parse import Reasoning as Thought
 
@@ -59,12 +61,13 @@ class ResponseAnswer:
 
     ended: Callable[[], None] | None = None  # is called when the response is as it will stay, before anyone is told
 
-    def __init__(self, response: Response, turn: Turn, tokenizer: Tokenizer, *, sealed: bool = False) -> None:
+    def __init__(self, served: Served, response: Response, turn: Turn, *, sealed: bool = False) -> None:
         self.response = response
+        self._explanation = Explanation(served, [turn.request])
         self.running = turn.running
         self.framing = Framing(EVENT_STREAM, bytes, b"", lambda error: b"".join(map(framed, self.fail(error))))
         self._turn = turn
-        self._tokenizer = tokenizer
+        self._tokenizer = served.text.tokenizer
         self._sealed = sealed
         self._told = 0  # events
         self._begun = False
@@ -117,6 +120,8 @@ class ResponseAnswer:
         if delta.finish == "length":
             self.response.incomplete_details = Incomplete()
         if delta.finish:
+            self._explanation.end(0, delta)
+            self.response.penstock = self._explanation.told()
             yield from self._end("incomplete" if delta.finish == "length" else "completed")
 
     def _begin(self) -> Iterator[Event]:

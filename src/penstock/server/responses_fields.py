@@ -12,6 +12,7 @@ from msgspec import Meta
 from starlette.requests import Request as HttpRequest
 
 from penstock.errors import InvalidRequest
+from penstock.server.notes import notes
 from penstock.server.openai import ANYTHING, Neutral, Sampled, read_body, read_object, unsupported
 from penstock.server.responses_items import Function, ReasoningSettings, TextFormat, TextSettings
 from penstock.server.structured import NamedSchema, ResponseFormat
@@ -91,6 +92,10 @@ class Ask(Conversation, kw_only=True):
     stream_options: StreamOptions | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     user: str | None = None
+    penstock: bool | None = None  # whether the response is to explain itself
+
+    def __post_init__(self) -> None:
+        notes().explain |= bool(self.penstock)
 
     @property
     def stores(self) -> bool:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from penstock.server.explain import Penstock
 from penstock.server.openai_chat import TokenEntry
 from penstock.server.structured import Schema
 
@@ -158,3 +159,4 @@ class Response(msgspec.Struct, kw_only=True):
     truncation: str = "disabled"
     usage: Usage | None = None
     user: str | None
+    penstock: Penstock | UnsetType = UNSET
