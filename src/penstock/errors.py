@@ -4,7 +4,8 @@ PenstockError                 code, message; one line, no traceback at the comma
 ├── InvalidRequest            the caller sent something that cannot be done       HTTP 400
 │   ├── ContextTooLong        prompt and answer do not fit in the context
 │   └── InvalidGrammar        a schema, regex or grammar that answers cannot be held to
-├── ModelNotFound             no such model, here or at its source                HTTP 404
+├── NotFound                  there is nothing by that name                       HTTP 404
+│   └── ModelNotFound         no such model, here or at its source
 ├── ModelError                the model's files are damaged or not supported
 │   ├── MalformedFile         truncated, wrong magic, offsets outside the file ...
 │   └── UnsupportedModel      a well-formed file that this engine cannot run
@@ -12,6 +13,7 @@ PenstockError                 code, message; one line, no traceback at the comma
 ├── ConfigError               settings that cannot work together or on this machine
 ├── StepFailed                the step that computed a request failed             HTTP 500
 │   └── OutOfMemory           there was no memory for it
+├── Overloaded                as many wait already as may                         HTTP 503
 └── EngineUnavailable         the engine process is starting, restarting or gone  HTTP 503
 
 A message says what happened, what was got and what to do.
@@ -48,7 +50,11 @@ class InvalidGrammar(InvalidRequest):
     code = "invalid_grammar"
 
 
-class ModelNotFound(PenstockError):
+class NotFound(PenstockError):
+    code = "not_found"
+
+
+class ModelNotFound(NotFound):
     code = "model_not_found"
 
 
@@ -78,6 +84,10 @@ class StepFailed(PenstockError):
 
 class OutOfMemory(StepFailed):
     code = "out_of_memory"
+
+
+class Overloaded(PenstockError):
+    code = "overloaded"
 
 
 class EngineUnavailable(PenstockError):

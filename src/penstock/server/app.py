@@ -44,6 +44,7 @@ from penstock.server.ollama_models import (
 )
 from penstock.server.openai_chat import chat_completions
 from penstock.server.openai_completions import completions
+from penstock.server.responses import Responses
 from penstock.server.served import Served
 from penstock.server.tokens import apply_template, detokenize, tokenize
 from penstock.text import Text
@@ -58,6 +59,8 @@ def create_app(client: EngineClient, text: Text, name: str, path: Path | None = 
     the model's files are, for clients that ask what it is."""
     served = Served(client, text, name, int(time.time()), Metrics(client, name), path)
 
+    responses = Responses()
+
     def route(path: str, endpoint: Endpoint, method: str) -> Route:
         async def call(request: Request) -> Response:
             return await endpoint(served, request)
@@ -70,6 +73,7 @@ def create_app(client: EngineClient, text: Text, name: str, path: Path | None = 
         try:
             yield
         finally:
+            await responses.close()
             await client.close()
 
     app = Starlette(
@@ -101,6 +105,12 @@ def create_app(client: EngineClient, text: Text, name: str, path: Path | None = 
             route("/api/push", unable, "POST"),
             route("/api/blobs/{digest}", has_blob, "HEAD"),
             route("/api/blobs/{digest}", unable, "POST"),
+            route("/v1/responses", responses.create, "POST"),
+            route("/v1/responses/input_tokens", responses.input_tokens, "POST"),
+            route("/v1/responses/{id}", responses.retrieve, "GET"),
+            route("/v1/responses/{id}", responses.delete, "DELETE"),
+            route("/v1/responses/{id}/cancel", responses.cancel, "POST"),
+            route("/v1/responses/{id}/input_items", responses.input_items, "GET"),
         ],
         exception_handlers={
             PenstockError: answer_error,

@@ -9,7 +9,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.errors import EngineUnavailable, InvalidRequest, ModelNotFound, PenstockError
+from penstock.errors import EngineUnavailable, InvalidRequest, NotFound, Overloaded, PenstockError
 
 RETRY_AFTER = "1"  # seconds: an engine is back in about that
 LEFT = Response(status_code=499)  # nobody reads it
@@ -57,9 +57,9 @@ def status_of(error: PenstockError) -> int:
             return 413
         case InvalidRequest():
             return 400
-        case ModelNotFound():
+        case NotFound():
             return 404
-        case EngineUnavailable():
+        case EngineUnavailable() | Overloaded():
             return 503
     return 500
 
