@@ -12,7 +12,8 @@ PenstockError                 code, message; one line, no traceback at the comma
 ├── ConfigError               settings that cannot work together or on this machine
 ├── StepFailed                the step that computed a request failed             HTTP 500
 │   └── OutOfMemory           there was no memory for it
-└── EngineUnavailable         the engine process is starting, restarting or gone  HTTP 503
+├── EngineUnavailable         the engine process is starting, restarting or gone  HTTP 503
+└── StorageFailed             files and batches cannot be read or kept            HTTP 500
 
 A message says what happened, what was got and what to do.
 """
@@ -82,6 +83,10 @@ class OutOfMemory(StepFailed):
 
 class EngineUnavailable(PenstockError):
     code = "engine_unavailable"
+
+
+class StorageFailed(PenstockError):
+    code = "storage_failed"
 
 
 def error_of(code: str, message: str) -> PenstockError:

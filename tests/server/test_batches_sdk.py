@@ -1,0 +1,546 @@
+"""/v1/files and /v1/batches, with the official SDK as the judge: what it reads of them while they run, when they are
+cancelled, and after the server was killed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from penstock.ipc.inprocess import InProcessClient
+from penstock.server import Space, batch_lines, batch_records, file_records, openai_batches
+from penstock.server.archive import Archive
+from penstock.server.batch_lines import entries
+from tests.server import toys
+
+MODEL = "toy/parrot"
+CHAT = "/v1/chat/completions"
+WINDOW: Any = "24h"
+
+
+def line(id: str, say: str = "", url: str = CHAT, **fields: Any) -> dict[str, Any]:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": f"[{say or id}]"}], **fields}
+    return {"custom_id": id, "method": "POST", "url": url, "body": body}
+
+
+def jsonl(*lines: Any) -> bytes:
+    return b"".join(each if isinstance(each, bytes) else json.dumps(each).encode() + b"\n" for each in lines)
+
+
+def begin(sdk: openai.OpenAI, content: bytes, endpoint: Any = CHAT, **fields: Any) -> Any:
+    file = sdk.files.create(file=("in.jsonl", content), purpose="batch")
+    return sdk.batches.create(input_file_id=file.id, endpoint=endpoint, completion_window=WINDOW, **fields)
+
+
+def ended(sdk: openai.OpenAI, id: str) -> Any:
+    return watched(sdk, id, lambda batch: batch.status in batch_records.ENDED)
+
+
+def watched(sdk: openai.OpenAI, id: str, met: Callable[[Any], bool]) -> Any:
+    deadline = time.monotonic() + 60
+    while not met(batch := sdk.batches.retrieve(id)):
+        assert time.monotonic() < deadline, f"waited in vain: {batch}"
+        time.sleep(0.03)
+    return batch
+
+
+def results(sdk: openai.OpenAI, id: str | None) -> list[dict[str, Any]]:
+    return [] if id is None else [json.loads(text) for text in sdk.files.content(id).text.splitlines()]
+
+
+def counts(batch: Any) -> tuple[int, int, int]:
+    return batch.request_counts.total, batch.request_counts.completed, batch.request_counts.failed
+
+
+# -- files --------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_is_kept_told_and_deleted(parrot: Any) -> None:
+    sdk = parrot.sdk()
+    content = bytes(range(256)) * 20_000  # several pieces, and every byte a boundary could hide in
+    file = sdk.files.create(file=("../../a name.bin", content), purpose="user_data")
+    assert (file.object, file.bytes, file.filename, file.purpose) == (
+        "file",
+        len(content),
+        "../../a name.bin",
+        "user_data",
+    )
+    assert file.status == "processed"
+    assert file.expires_at is None
+    assert sdk.files.retrieve(file.id) == file
+    assert sdk.files.content(file.id).read() == content
+    gone = sdk.files.delete(file.id)
+    assert (gone.id, gone.deleted) == (file.id, True)
+    for ask in (sdk.files.retrieve, sdk.files.content, sdk.files.delete):
+        with pytest.raises(openai.NotFoundError, match=f"no file '{file.id}'"):
+            ask(file.id)
+
+
+def test_files_are_listed_in_pages(parrot: Any) -> None:
+    sdk = parrot.sdk()
+    first = [sdk.files.create(file=b"x", purpose="user_data").id for _ in range(5)]
+    other = sdk.files.create(file=b"y", purpose="evals").id
+    newest = [file.id for file in sdk.files.list(limit=2, purpose="user_data")]
+    assert newest[:5] == first[::-1]  # the SDK went through the pages by itself
+    assert [file.id for file in sdk.files.list(limit=2, order="asc", purpose="user_data")] == newest[::-1]
+    assert [file.id for file in sdk.files.list(purpose="evals")] == [other]
+    page = sdk.files.list(limit=2, after=first[-1])
+    assert [file.id for file in page.data] == first[-2:-4:-1]
+    assert page.has_more
+    assert not sdk.files.list(limit=100).has_more
+    with pytest.raises(openai.BadRequestError, match="there is no 'file-none'"):
+        sdk.files.list(after="file-none")
+
+
+@pytest.mark.parametrize(
+    "query", ["limit=0", "limit=10001", "limit=ten", f"limit={'9' * 5000}", "order=up", "colour=red"]
+)
+def test_a_list_is_asked_for_properly(parrot: Any, query: str) -> None:
+    refused = parrot.get(f"/v1/files?{query}")
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == query.partition("=")[0]
+
+
+def test_files_expire(parrot: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    sdk = parrot.sdk()
+    kept = sdk.files.create(file=b"x", purpose="batch")
+    soon = sdk.files.create(file=b"x", purpose="batch", expires_after={"anchor": "created_at", "seconds": 3600})
+    assert kept.expires_at == kept.created_at + 30 * 86_400
+    assert soon.expires_at == soon.created_at + 3600
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 3601)
+    with pytest.raises(openai.NotFoundError):
+        sdk.files.retrieve(soon.id)
+    assert soon.id not in {file.id for file in sdk.files.list()}
+    sdk.files.create(file=b"x", purpose="batch")
+    assert sdk.files.retrieve(kept.id) == kept
+    with pytest.raises(openai.BadRequestError, match="seconds"):
+        sdk.files.create(file=b"x", purpose="batch", expires_after={"anchor": "created_at", "seconds": 1})
+
+
+FORM = {"content-type": "multipart/form-data; boundary=cut"}
+DISPOSITION = b'--cut\r\ncontent-disposition: form-data; name="%s"\r\n\r\n%s\r\n'
+PURPOSE = DISPOSITION % (b"purpose", b"batch")
+FILE = DISPOSITION % (b"file", b"{}")
+END = b"--cut--\r\n"
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        (FILE + END, "'purpose' is missing"),
+        (PURPOSE + END, "no part named 'file'"),
+        (PURPOSE + FILE, "cut off"),
+        (b"", "cut off"),
+        (PURPOSE + FILE + FILE + END, "two parts named 'file'"),
+        (PURPOSE + PURPOSE + FILE + END, "two parts named 'purpose'"),
+        (DISPOSITION % (b"purpose", b"mischief") + FILE + END, "purpose"),
+        (PURPOSE + FILE + DISPOSITION % (b"colour", b"red") + END, "unknown field 'colour'"),
+        (PURPOSE + FILE + DISPOSITION % (b"expires_after[hours]", b"2") + END, "expires_after"),
+        (PURPOSE + FILE + DISPOSITION % (b"colour", b"r" * 2000) + END, "more than 1024 bytes"),
+        (PURPOSE + b"--cut\r\n" + b"x-more: 1\r\n" * 20 + b"\r\n", "not well formed"),
+        (b"not a form at all", "not well formed"),
+        (FILE.replace(b'"file"', b'"file"; filename="%s"' % (b"n" * 300)) + PURPOSE + END, "300 characters"),
+    ],
+)
+def test_a_form_that_is_wrong_is_refused_and_nothing_is_kept(parrot: Any, body: bytes, told: str) -> None:
+    before = parrot.get("/v1/files").json()
+    refused = parrot.http.post("/v1/files", content=body, headers=FORM)
+    assert refused.status_code == 400
+    assert told in refused.json()["error"]["message"]
+    assert parrot.get("/v1/files").json() == before
+
+
+def test_a_body_that_is_no_form_is_refused(parrot: Any) -> None:
+    refused = parrot.post("/v1/files", purpose="batch")
+    assert refused.status_code == 400
+    assert refused.json()["error"]["code"] == "invalid_content_type"
+
+
+def test_uploads_are_bounded(serve: Any, toy_text: Any, tmp_path: Path) -> None:
+    space = Space(tmp_path / "data", file_bytes=3_000_000, total_bytes=4_000_000, files=3)
+    with serve(InProcessClient(toys.open_parrot), toy_text, MODEL, space=space) as server:
+        assert not (tmp_path / "data").exists()  # before its first use
+        sdk = server.sdk()
+        with pytest.raises(openai.APIStatusError, match="more than 3000000 bytes") as long:
+            sdk.files.create(file=b"x" * 3_000_001, purpose="batch")
+        assert long.value.status_code == 413
+        first = sdk.files.create(file=b"x" * 3_000_000, purpose="batch")
+        with pytest.raises(openai.BadRequestError, match="at most 4000000 are kept") as full:
+            sdk.files.create(file=b"x" * 1_500_000, purpose="batch")
+        assert full.value.code == "storage_full"
+        sdk.files.delete(first.id)
+        for _ in range(3):
+            sdk.files.create(file=b"x", purpose="batch")
+        with pytest.raises(openai.BadRequestError, match="at most 3 are kept"):
+            sdk.files.create(file=b"x", purpose="batch")
+        assert len(list((tmp_path / "data" / "files").iterdir())) == 3
+
+
+def test_a_folder_has_one_server(serve: Any, toy_text: Any, tmp_path: Path) -> None:
+    space = Space(tmp_path)
+    with serve(InProcessClient(toys.open_parrot), toy_text, MODEL, space=space) as one:
+        kept = one.sdk().files.create(file=b"x", purpose="batch")
+        with serve(InProcessClient(toys.open_parrot), toy_text, MODEL, space=space) as two:
+            with pytest.raises(openai.InternalServerError, match="another server keeps its files"):
+                two.sdk().files.list()
+            assert two.sdk().completions.create(model=MODEL, prompt="[fine]").choices[0].text == "fine"
+    with serve(InProcessClient(toys.open_parrot), toy_text, MODEL, space=space) as next:
+        assert next.sdk().files.retrieve(kept.id) == kept
+
+
+def test_what_is_not_our_database_is_said(serve: Any, toy_text: Any, tmp_path: Path) -> None:
+    (tmp_path / "archive.db").write_bytes(b"something else entirely" * 100)
+    with serve(InProcessClient(toys.open_parrot), toy_text, MODEL, space=Space(tmp_path)) as server:
+        with pytest.raises(openai.InternalServerError, match="move it away, or give another folder with --data"):
+            server.sdk().files.list()
+        assert server.sdk().completions.create(model=MODEL, prompt="[fine]").choices[0].text == "fine"
+
+
+def test_by_default_each_model_has_a_folder_beside_the_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path))
+
+    async def scenario() -> None:
+        archive = Archive(Space(), "../toy/parrot")
+        assert not archive.used
+        assert await archive.do(file_records.held) == (0, 0)
+        await archive.close()
+
+    asyncio.run(scenario())
+    assert (tmp_path / "data" / "%2Ftoy%2Fparrot" / "archive.db").exists()
+    assert (tmp_path / "data" / "%2Ftoy%2Fparrot").stat().st_mode & 0o077 == 0
+
+
+# -- batches ------------------------------------------------------------------------------------------------------
+
+
+def test_a_thousand_lines(parrot: Any) -> None:
+    """On the way the counts only grow; at the end every line has its answer, in the input's order."""
+    sdk = parrot.sdk()
+    batch = begin(sdk, jsonl(*[line(f"n{number}") for number in range(1000)]), metadata={"for": "a test"})
+    assert (batch.object, batch.endpoint, batch.completion_window) == ("batch", CHAT, "24h")
+    assert batch.metadata == {"for": "a test"}
+    assert batch.expires_at == batch.created_at + 86_400
+    seen = [counts(batch)]
+    with pytest.raises(openai.BadRequestError, match=f"read by the batch '{batch.id}'"):
+        sdk.files.delete(batch.input_file_id)
+
+    def met(batch: Any) -> bool:
+        seen.append(counts(batch))
+        return batch.status in batch_records.ENDED
+
+    batch = watched(sdk, batch.id, met)
+    assert batch.status == "completed"
+    assert counts(batch) == (1000, 1000, 0)
+    assert seen == sorted(seen)
+    assert any(0 < completed < 1000 for _, completed, _ in seen)
+    assert batch.created_at <= batch.in_progress_at <= batch.finalizing_at <= batch.completed_at
+    assert (batch.cancelling_at, batch.failed_at, batch.expired_at, batch.errors) == (None, None, None, None)
+    assert batch.error_file_id is None
+    output = results(sdk, batch.output_file_id)
+    assert [each["custom_id"] for each in output] == [f"n{number}" for number in range(1000)]
+    assert len({each["id"] for each in output} | {each["response"]["request_id"] for each in output}) == 2000
+    for each in output:
+        assert (each["error"], each["response"]["status_code"]) == (None, 200)
+        assert each["response"]["body"]["choices"][0]["message"]["content"] == each["custom_id"]
+    used = [each["response"]["body"]["usage"] for each in output]
+    assert batch.usage.input_tokens == sum(usage["prompt_tokens"] for usage in used)
+    assert batch.usage.output_tokens == sum(usage["completion_tokens"] for usage in used)
+    assert batch.usage.total_tokens == sum(usage["total_tokens"] for usage in used)
+    file = sdk.files.retrieve(batch.output_file_id)
+    assert (file.purpose, file.filename) == ("batch_output", f"{batch.id}_output.jsonl")
+    assert sdk.files.delete(batch.input_file_id).deleted
+
+
+WRONG: list[tuple[Any, str | None, str, str | None]] = [  # line, custom_id, code, param
+    (b'{"custom_id": "cut\n', None, "invalid_json_line", None),
+    (b"[1, 2]\n", None, "invalid_json_line", None),
+    (b"\xff\xfe\n", None, "invalid_json_line", None),
+    (b"[" * 50_000 + b"\n", None, "invalid_json_line", None),
+    (line("good"), "good", "duplicate_custom_id", "custom_id"),
+    ({k: v for k, v in line("x").items() if k != "custom_id"}, None, "missing_required_parameter", "custom_id"),
+    (line(""), "", "invalid_custom_id", "custom_id"),
+    (line("long" * 200), None, "invalid_custom_id", "custom_id"),
+    (line("other", url="/v1/completions"), "other", "invalid_url", "url"),
+    (line("outside", url="/v1/files"), "outside", "invalid_url", "url"),
+    (line("get") | {"method": "GET"}, "get", "invalid_method", "method"),
+    (line("extra") | {"colour": "red"}, "extra", "unknown_parameter", "colour"),
+    (line("bodyless") | {"body": "text"}, "bodyless", "invalid_type", "body"),
+    (line("streamed", stream=True), "streamed", "unsupported_parameter", "body.stream"),
+]
+REFUSED: list[tuple[Any, int, str, str | None]] = [  # line, status, code, param
+    (line("model", model="gpt-4o"), 404, "model_not_found", None),
+    (line("field", colour="red"), 400, "unknown_parameter", "colour"),
+    (line("value", temperature="hot"), 400, "invalid_type", "temperature"),
+    (line("range", temperature=200), 400, "invalid_request", "temperature"),
+    (line("context", max_tokens=100_000), 400, "context_length_exceeded", "max_tokens"),
+]
+
+
+def test_wrong_lines_are_told_one_by_one_and_the_others_run(parrot: Any) -> None:
+    sdk = parrot.sdk()
+    wrong = [each[0] for each in WRONG] + [each[0] for each in REFUSED]
+    content = b"\xef\xbb\xbf" + jsonl(line("good"), b"\n", *wrong, b"  \r\n") + json.dumps(line("last")).encode()
+    batch = ended(sdk, begin(sdk, content).id)
+    assert batch.status == "completed"
+    assert counts(batch) == (len(wrong) + 2, 2, len(wrong))
+    assert [each["custom_id"] for each in results(sdk, batch.output_file_id)] == ["good", "last"]
+    errors = results(sdk, batch.error_file_id)
+    for number, (each, (_, id, code, param)) in enumerate(zip(errors[: len(WRONG)], WRONG, strict=True), 3):
+        assert each["custom_id"] == id
+        assert each["response"] is None
+        assert (each["error"]["code"], each["error"]["param"], each["error"]["line"]) == (code, param, number)
+    for each, (sent, status, code, param) in zip(errors[len(WRONG) :], REFUSED, strict=True):
+        assert (each["custom_id"], each["error"]) == (sent["custom_id"], None)
+        error = each["response"]["body"]["error"]
+        assert (each["response"]["status_code"], error["code"], error["param"]) == (status, code, param)
+
+
+def test_a_line_too_long_is_told_and_the_next_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_lines, "MAX_LINE", 300)
+    path = tmp_path / "in"
+    path.write_bytes(jsonl(line("a"), line("b", "b" * 1000), line("c")))
+    found = list(entries(path, CHAT))
+    assert [(each.number, each.custom_id) for each in found] == [(1, "a"), (2, None), (3, "c")]
+    assert [json.loads(each.fault)["error"]["code"] for each in found if each.fault] == ["request_too_large"]
+    assert json.loads(batch_lines.body_of(path, found[2].start, found[2].size)) == line("c")["body"]
+
+
+@pytest.mark.parametrize(
+    ("content", "code"), [(b"", "empty_file"), (b"\n \n", "empty_file"), (b"{}\n" * 12, "too_many_tasks")]
+)
+def test_a_file_that_cannot_be_a_batch_fails_it(
+    parrot: Any, monkeypatch: pytest.MonkeyPatch, content: bytes, code: str
+) -> None:
+    monkeypatch.setattr("penstock.server.batch_run.MAX_LINES", 10)
+    batch = ended(parrot.sdk(), begin(parrot.sdk(), content).id)
+    assert batch.status == "failed"
+    assert batch.failed_at >= batch.created_at
+    assert [error.code for error in batch.errors.data] == [code]
+
+
+def test_completions_are_batched_too(parrot: Any) -> None:
+    sdk = parrot.sdk()
+    asked = {"custom_id": "one", "method": "POST", "url": "/v1/completions"}
+    batch = begin(sdk, jsonl(asked | {"body": {"model": MODEL, "prompt": "[hello]"}}), endpoint="/v1/completions")
+    (answer,) = results(sdk, ended(sdk, batch.id).output_file_id)
+    assert answer["response"]["body"]["choices"][0]["text"] == "hello"
+
+
+def test_what_a_batch_is_made_of_is_checked(parrot: Any) -> None:
+    sdk = parrot.sdk()
+    good = sdk.files.create(file=jsonl(line("x")), purpose="batch").id
+    other = sdk.files.create(file=jsonl(line("x")), purpose="user_data").id
+    fields = {"input_file_id": good, "endpoint": CHAT, "completion_window": "24h"}
+    for change, param in (
+        ({"completion_window": "48h"}, "completion_window"),
+        ({"endpoint": "/v1/moderations"}, "endpoint"),
+        ({"endpoint": "/v1/files"}, "endpoint"),
+        ({"input_file_id": "file-none"}, "input_file_id"),
+        ({"input_file_id": other}, "input_file_id"),
+        ({"metadata": {"k": "v" * 513}}, "metadata"),
+        ({"metadata": {str(n): "v" for n in range(17)}}, "metadata"),
+        ({"output_expires_after": {"anchor": "created_at", "seconds": 5}}, "output_expires_after.seconds"),
+        ({"colour": "red"}, "colour"),
+    ):
+        refused = parrot.post("/v1/batches", **fields | change)
+        assert refused.status_code == 400, change
+        assert refused.json()["error"]["param"] == param
+    for ask in (sdk.batches.retrieve, sdk.batches.cancel):
+        with pytest.raises(openai.NotFoundError, match="no batch 'batch_none'"):
+            ask("batch_none")
+
+
+def test_batches_are_listed_in_pages_and_their_files_expire(parrot: Any) -> None:
+    sdk = parrot.sdk()
+    expiry: Any = {"anchor": "created_at", "seconds": 7200}
+    ids = [begin(sdk, jsonl(line("x")), output_expires_after=expiry).id for _ in range(3)]
+    assert [batch.id for batch in sdk.batches.list(limit=2)][:3] == ids[::-1]
+    page = sdk.batches.list(limit=1, after=ids[2])
+    assert ([batch.id for batch in page.data], page.has_more) == ([ids[1]], True)
+    output = sdk.files.retrieve(ended(sdk, ids[0]).output_file_id)
+    assert output.expires_at == output.created_at + 7200
+    with pytest.raises(openai.BadRequestError, match="completed and can no longer be cancelled"):
+        sdk.batches.cancel(ids[0])
+
+
+def test_a_batch_is_cancelled_in_the_middle(slow_parrot: Any) -> None:
+    sdk = slow_parrot.sdk()
+    batch = begin(sdk, jsonl(*[line(f"n{number}") for number in range(8)], *[line(f"e{n}", "*abc") for n in range(40)]))
+    watched(sdk, batch.id, lambda batch: batch.request_counts.completed == 8)
+    cancelled = sdk.batches.cancel(batch.id)
+    assert cancelled.status == "cancelling"
+    batch = ended(sdk, batch.id)
+    assert batch.status == "cancelled"
+    assert batch.cancelling_at <= batch.cancelled_at
+    assert counts(batch) == (48, 8, 40)
+    assert {each["custom_id"] for each in results(sdk, batch.output_file_id)} == {f"n{number}" for number in range(8)}
+    errors = results(sdk, batch.error_file_id)
+    assert [each["custom_id"] for each in errors] == [f"e{number}" for number in range(40)]
+    assert {each["error"]["code"] for each in errors} == {"batch_cancelled"}
+    slow_parrot.until_idle()
+    assert sdk.batches.cancel(batch.id).status == "cancelled"
+
+
+def test_a_batch_ends_with_its_window(slow_parrot: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openai_batches, "WINDOW_SECONDS", 2)
+    sdk = slow_parrot.sdk()
+    batch = ended(sdk, begin(sdk, jsonl(line("done"), *[line(f"e{number}", "*abc") for number in range(20)])).id)
+    assert batch.status == "expired"
+    assert batch.expired_at >= batch.expires_at
+    assert counts(batch) == (21, 1, 20)
+    assert [each["custom_id"] for each in results(sdk, batch.output_file_id)] == ["done"]
+    assert {each["error"]["code"] for each in results(sdk, batch.error_file_id)} == {"batch_expired"}
+    slow_parrot.until_idle()
+
+
+def test_clients_go_first_and_batches_take_turns(slow_parrot: Any) -> None:
+    """A batch has half of the rows at most, however many choices its lines ask for; a batch that comes later is not
+    left waiting for the one before it."""
+    sdk = slow_parrot.sdk()
+    most: list[int] = []
+    greedy = begin(sdk, jsonl(*[line(f"n{number}", "*abc", n=5, max_tokens=100) for number in range(100)]))
+    slow_parrot.until(lambda: slow_parrot.client.stats.running == toys.LIMITS.max_rows // 2)
+    for _ in range(5):
+        answer = sdk.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "[at once]"}])
+        assert answer.choices[0].message.content == "at once"
+        most.append(slow_parrot.client.stats.running)
+    assert max(most) <= toys.LIMITS.max_rows // 2
+    modest = ended(sdk, begin(sdk, jsonl(*[line(f"m{number}") for number in range(5)])).id)
+    assert counts(modest) == (5, 5, 0)
+    assert sdk.batches.retrieve(greedy.id).status == "in_progress"
+    sdk.batches.cancel(greedy.id)
+    assert ended(sdk, greedy.id).status == "cancelled"
+
+
+def test_lines_outlive_an_engine_that_dies(parrot_process: Any) -> None:
+    sdk = parrot_process.sdk()
+    batch = begin(sdk, jsonl(*[line(f"n{number}", "hello" * 10) for number in range(30)]))
+    watched(sdk, batch.id, lambda batch: batch.request_counts.completed > 0)
+    os.kill(parrot_process.client.hello.pid, 9)
+    batch = ended(sdk, batch.id)
+    assert counts(batch) == (30, 30, 0)
+    parrot_process.until(lambda: parrot_process.client.restarts == 1)
+
+
+def test_the_async_sdk(parrot: Any) -> None:
+    async def scenario() -> None:
+        async with parrot.async_sdk() as sdk:
+            file = await sdk.files.create(file=("in.jsonl", jsonl(line("one"), line("two"))), purpose="batch")
+            batch = await sdk.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
+            while (batch := await sdk.batches.retrieve(batch.id)).status != "completed":
+                await asyncio.sleep(0.01)
+            content = await sdk.files.content(batch.output_file_id)
+            assert [json.loads(text)["custom_id"] for text in content.text.splitlines()] == ["one", "two"]
+            assert file.id in {each.id async for each in sdk.files.list(limit=1)}
+            assert batch.id in {each.id async for each in sdk.batches.list()}
+            assert (await sdk.files.delete(file.id)).deleted
+
+    asyncio.run(scenario())
+
+
+# -- from one life to the next ------------------------------------------------------------------------------------
+
+SERVE = """
+import sys
+from pathlib import Path
+import toys
+from penstock.ipc.inprocess import InProcessClient
+from penstock.server import Space, serve
+
+client, space = InProcessClient(toys.open_slow_parrot), Space(Path(sys.argv[1]))
+serve(client, toys.ToyText, "toy/parrot", "127.0.0.1", 0, space=space)
+"""
+
+
+@contextmanager
+def server_process(folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    path = os.pathsep.join([str(Path(toys.__file__).parent), *sys.path])
+    process = subprocess.Popen(
+        [sys.executable, "-c", SERVE, str(folder)],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    try:
+        assert process.stderr is not None
+        yield process, process.stderr.readline().split()[3]
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def done_lines(folder: Path, id: str) -> set[str]:
+    db = sqlite3.connect(folder / "archive.db")
+    try:
+        sql = "SELECT custom_id FROM lines WHERE batch = ? AND state = ?"
+        return {custom for (custom,) in db.execute(sql, (id, batch_records.COMPLETED))}
+    finally:
+        db.close()
+
+
+def test_a_killed_server_loses_and_doubles_nothing(tmp_path: Path) -> None:
+    """What was done is not run again, and what was half uploaded is swept away."""
+    wanted = [f"n{number}" for number in range(60)]
+    lines = [line(id, id if number < 30 else id * 60) for number, id in enumerate(wanted)]
+    with server_process(tmp_path) as (process, url):
+        sdk = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=30)
+        id = begin(sdk, jsonl(b"not JSON\n", *lines)).id
+        told = watched(sdk, id, lambda batch: batch.request_counts.completed > 20).request_counts.completed
+        process.kill()
+    done = done_lines(tmp_path, id)
+    assert told <= len(done) < len(wanted)
+    (tmp_path / "files" / "file-cut.part").write_bytes(b"an upload that was cut")
+    with server_process(tmp_path) as (_, url):
+        sdk = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=30)
+        assert sdk.batches.retrieve(id).request_counts.completed >= len(done)
+        batch = ended(sdk, id)
+        assert batch.status == "completed"
+        assert counts(batch) == (61, 60, 1)
+        assert [each["custom_id"] for each in results(sdk, batch.output_file_id)] == wanted
+        assert [each["error"]["line"] for each in results(sdk, batch.error_file_id)] == [1]
+        assert len(list((tmp_path / "files").iterdir())) == 3
+        run = f'penstock_requests_finished_total{{reason="stop"}} {len(wanted) - len(done)}.0'
+        assert run in httpx.get(f"{url}/metrics").text
+
+
+def test_what_a_server_left_half_done_is_ended_by_the_next(serve: Any, toy_text: Any, tmp_path: Path) -> None:
+    """Killed while a batch was being read, cancelled, or its files were written."""
+    ids = {}
+    with serve(InProcessClient(toys.open_parrot), toy_text, MODEL, space=Space(tmp_path)) as server:
+        for status in ("validating", "cancelling", "finalizing"):
+            ids[status] = begin(server.sdk(), jsonl(line("one"), line("two"))).id
+            assert ended(server.sdk(), ids[status]).status == "completed"
+    with sqlite3.connect(tmp_path / "archive.db") as db:
+        for status, id in ids.items():
+            batch = batch_records.get(db, id)
+            batch.request_counts = batch_records.Counts(2, 1, 0)
+            batch.output_file_id = batch.completed_at = None
+            batch.to(status) if status != "validating" else setattr(batch, "status", status)
+            batch_records.save(db, batch)
+            answered = batch_lines.encode_answer("one", 200, "req", b"{}")
+            db.execute("INSERT INTO lines VALUES (?, 1, 0, 0, 'one', 1, ?)", (id, answered))
+            if status == "cancelling":
+                db.execute("INSERT INTO lines VALUES (?, 2, 0, 0, 'two', 0, NULL)", (id,))
+    db.close()
+    with serve(InProcessClient(toys.open_parrot), toy_text, MODEL, space=Space(tmp_path)) as server:
+        sdk = server.sdk()
+        again, cancelled, written = (ended(sdk, ids[status]) for status in ("validating", "cancelling", "finalizing"))
+        assert (again.status, cancelled.status, written.status) == ("completed", "cancelled", "completed")
+        assert [each["custom_id"] for each in results(sdk, again.output_file_id)] == ["one", "two"]
+        assert counts(again) == (2, 2, 0)
+        assert counts(cancelled) == (2, 1, 1)
+        assert [each["custom_id"] for each in results(sdk, cancelled.error_file_id)] == ["two"]
+        assert [each["custom_id"] for each in results(sdk, written.output_file_id)] == ["one"]
