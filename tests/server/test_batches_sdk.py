@@ -6,11 +6,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,10 @@ import pytest
 from penstock.ipc.inprocess import InProcessClient
 from penstock.server import Space, batch_lines, batch_records, file_records, openai_batches
 from penstock.server.archive import Archive
+from penstock.server.ask import GIVE_WAY, Behind
 from penstock.server.batch_lines import entries
+from penstock.server.form import Form
+from penstock.types import Event, Request, SamplingParams, Stats
 from tests.server import toys
 
 MODEL = "toy/parrot"
@@ -167,6 +171,27 @@ def test_a_body_that_is_no_form_is_refused(parrot: Any) -> None:
     refused = parrot.post("/v1/files", purpose="batch")
     assert refused.status_code == 400
     assert refused.json()["error"]["code"] == "invalid_content_type"
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 7, 31, 1000])
+def test_a_form_is_read_the_same_however_it_is_cut(size: int) -> None:
+    content = b"\r\n--cu\r\n--cut\r--\n--cut\r\n" * 3 + b"\r\n--c"
+    body = b"\r\n" + PURPOSE + DISPOSITION % (b'file"; filename="a;b', content) + END
+    form = Form(FORM["content-type"])
+    found = b"".join(form.push(body[at : at + size]) for at in range(0, len(body), size))
+    form.finish()
+    assert (found, form.fields, form.filename) == (content, {"purpose": "batch"}, "a;b")
+
+
+def test_an_upload_that_is_cut_off_leaves_nothing(serve: Any, toy_text: Any, tmp_path: Path) -> None:
+    with serve(InProcessClient(toys.open_parrot), toy_text, MODEL, space=Space(tmp_path)) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as client:
+            head = f"POST /v1/files HTTP/1.1\r\nhost: x\r\ncontent-type: {FORM['content-type']}\r\n"
+            client.sendall(f"{head}content-length: 9000000\r\n\r\n".encode() + PURPOSE + FILE[:-2] + b"x" * 2_000_000)
+            server.until(lambda: (tmp_path / "files").exists() and any((tmp_path / "files").iterdir()))
+        server.until(lambda: not any((tmp_path / "files").iterdir()))
+        assert server.sdk().files.list().data == []
 
 
 def test_uploads_are_bounded(serve: Any, toy_text: Any, tmp_path: Path) -> None:
@@ -423,6 +448,49 @@ def test_clients_go_first_and_batches_take_turns(slow_parrot: Any) -> None:
     assert sdk.batches.retrieve(greedy.id).status == "in_progress"
     sdk.batches.cancel(greedy.id)
     assert ended(sdk, greedy.id).status == "cancelled"
+
+
+class Watched:
+    """An engine that holds what it is asked, with so many clients in it."""
+
+    hello = object()
+    clients = 0
+
+    def __init__(self) -> None:
+        self.asked: list[Request] = []
+        self.over = asyncio.Event()
+
+    @property
+    def stats(self) -> Stats:
+        return Stats(running=len(self.asked) + self.clients)
+
+    async def submit(self, request: Request) -> AsyncIterator[list[Event]]:
+        self.asked.append(request)
+        await self.over.wait()
+        yield []
+
+
+def test_while_clients_are_served_few_rows_are_taken() -> None:
+    async def read(engine: Behind, id: int) -> None:
+        async for _ in engine.submit(Request(id, (1,), SamplingParams(), 1)):
+            pass
+
+    async def scenario() -> None:
+        watched = Watched()
+        watched.clients = 1
+        engine = Behind(watched, 8)  # type: ignore[arg-type]
+        reading = asyncio.gather(*[read(engine, id) for id in range(20)])
+        await asyncio.sleep(3 * GIVE_WAY)
+        assert len(watched.asked) == 2
+        watched.clients = 0
+        await asyncio.sleep(3 * GIVE_WAY)
+        assert len(watched.asked) == 8
+        watched.over.set()
+        await reading
+        assert {request.id for request in watched.asked} == set(range(20))
+        assert {request.priority for request in watched.asked} == {1}
+
+    asyncio.run(scenario())
 
 
 def test_lines_outlive_an_engine_that_dies(parrot_process: Any) -> None:

@@ -15,17 +15,20 @@ from penstock.server.served import Served
 from penstock.types import Event, Hello, Request, Stats
 
 BEHIND = 1  # the priority of what may wait; a client's request has 0
+GIVE_WAY = 0.02  # seconds until the next look whether clients are served
 
 log = logging.getLogger(__name__)
 
 
 class Behind:
     """An engine for work that may wait: at most so many rows at once, each admitted after, and giving up its memory
-    before, every client's."""
+    before, every client's. While clients are served, those that end are not followed by others until few are left."""
 
     def __init__(self, client: EngineClient, rows: int) -> None:
         self._client = client
         self._rows = asyncio.Semaphore(rows)
+        self._few = max(1, rows // 4)
+        self._running = 0
 
     @property
     def hello(self) -> Hello | None:
@@ -47,9 +50,19 @@ class Behind:
         return await self._client.start()
 
     async def submit(self, request: Request) -> AsyncGenerator[list[Event], None]:
-        async with self._rows, aclosing(self._client.submit(request._replace(priority=BEHIND))) as steps:
-            async for events in steps:
-                yield events
+        async with self._rows:
+            while self._running >= self._few and self._clients_are_served():
+                await asyncio.sleep(GIVE_WAY)
+            self._running += 1
+            try:
+                async with aclosing(self._client.submit(request._replace(priority=BEHIND))) as steps:
+                    async for events in steps:
+                        yield events
+            finally:
+                self._running -= 1
+
+    def _clients_are_served(self) -> bool:
+        return self.hello is not None and self.stats.running + self.stats.waiting > self._running
 
     def next_id(self) -> int:
         return self._client.next_id()
