@@ -24,6 +24,14 @@ def serve(
     quantize: options.Quantize = "",
     kv: options.Kv = "auto",
     kv_memory: options.KvMemory = 0,
+    data: Annotated[
+        str, Option(help="Folder for uploaded files and batches; by default data/NAME in PENSTOCK_HOME.")
+    ] = "",
+    max_file: Annotated[int, Option(least=1, help="Bytes of one uploaded file.")] = 209_715_200,
+    max_files: Annotated[int, Option(least=1, help="Files kept, uploaded ones and answers of batches.")] = 10_000,
+    max_data: Annotated[
+        int, Option(least=1, help="Bytes of all files; uploads beyond it are refused.")
+    ] = 10_737_418_240,
 ) -> None:
     """Serve a model over HTTP, as OpenAI's API.
 
@@ -41,6 +49,7 @@ def serve(
     from penstock.config import Config
     from penstock.ipc.spawn import ProcessClient
     from penstock.model.load import load_text
+    from penstock.server import Space
     from penstock.server import serve as listen
 
     called = name or _short_name(model, path)
@@ -56,7 +65,8 @@ def serve(
         kv=kv,
         kv_memory=kv_memory,
     )
-    listen(ProcessClient(config), partial(load_text, path), called, host, port, path)
+    space = Space(Path(data).expanduser().absolute() if data else None, max_file, max_data, max_files)
+    listen(ProcessClient(config), partial(load_text, path), called, host, port, path, space=space)
 
 
 def _short_name(model: str, path: Path) -> str:

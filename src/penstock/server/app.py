@@ -27,6 +27,8 @@ import penstock.text.template  # noqa: F401  Jinja now, not when the first chat 
 from penstock.errors import ConfigError, PenstockError
 from penstock.ipc.client import EngineClient
 from penstock.server.anthropic import count_tokens, messages
+from penstock.server.archive import SPACE, Archive, Space
+from penstock.server.batch_run import BatchRunner
 from penstock.server.errors import answer_bug, answer_error, answer_http_error, answer_left
 from penstock.server.metrics import Metrics
 from penstock.server.ollama import chat, generate
@@ -42,8 +44,10 @@ from penstock.server.ollama_models import (
     unable,
     version,
 )
+from penstock.server.openai_batches import Batches
 from penstock.server.openai_chat import chat_completions
 from penstock.server.openai_completions import completions
+from penstock.server.openai_files import Files
 from penstock.server.responses import Responses
 from penstock.server.served import Served
 from penstock.server.tokens import apply_template, detokenize, tokenize
@@ -54,24 +58,27 @@ DRAIN = 30  # seconds that answers under way have when the server is asked to st
 Endpoint = Callable[[Served, Request], Awaitable[Response]]
 
 
-def create_app(client: EngineClient, text: Text, name: str, path: Path | None = None) -> ASGIApp:
+def create_app(client: EngineClient, text: Text, name: str, path: Path | None = None, space: Space = SPACE) -> ASGIApp:
     """Serves `client`'s engine as `name`; starts the client when it starts and closes it when it ends. `path` is where
-    the model's files are, for clients that ask what it is."""
+    the model's files are, for clients that ask what it is; `space` is for files and batches."""
     served = Served(client, text, name, int(time.time()), Metrics(client, name), path)
-
+    archive = Archive(space, name)
+    runner = BatchRunner(archive, served)
+    files, batches = Files(archive), Batches(archive, runner)
     responses = Responses()
 
     def route(path: str, endpoint: Endpoint, method: str) -> Route:
         async def call(request: Request) -> Response:
-            return await endpoint(served, request)
+            return await endpoint(request.scope.get("served", served), request)
 
         return Route(path, call, methods=[method])
 
     @asynccontextmanager
-    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
         await client.start()
         try:
-            yield
+            async with runner.running(RequestIds(app)):
+                yield
         finally:
             await responses.close()
             await client.close()
@@ -111,6 +118,15 @@ def create_app(client: EngineClient, text: Text, name: str, path: Path | None = 
             route("/v1/responses/{id}", responses.delete, "DELETE"),
             route("/v1/responses/{id}/cancel", responses.cancel, "POST"),
             route("/v1/responses/{id}/input_items", responses.input_items, "GET"),
+            route("/v1/files", files.create, "POST"),
+            route("/v1/files", files.list_all, "GET"),
+            route("/v1/files/{id}", files.show, "GET"),
+            route("/v1/files/{id}", files.delete, "DELETE"),
+            route("/v1/files/{id}/content", files.content, "GET"),
+            route("/v1/batches", batches.create, "POST"),
+            route("/v1/batches", batches.list_all, "GET"),
+            route("/v1/batches/{id}", batches.show, "GET"),
+            route("/v1/batches/{id}/cancel", batches.cancel, "POST"),
         ],
         exception_handlers={
             PenstockError: answer_error,
@@ -124,13 +140,19 @@ def create_app(client: EngineClient, text: Text, name: str, path: Path | None = 
 
 
 def serve(
-    client: EngineClient, load_text: Callable[[], Text], name: str, host: str, port: int, path: Path | None = None
+    client: EngineClient,
+    load_text: Callable[[], Text],
+    name: str,
+    host: str,
+    port: int,
+    path: Path | None = None,
+    space: Space = SPACE,
 ) -> None:
     """Serves until interrupted. The port is taken first and the engine started next, so that what is wrong with
     either is said at once; the vocabulary is read meanwhile. Answers under way are finished before the engine is
     closed."""
     with suppress(KeyboardInterrupt):
-        _run(_serve(client, load_text, name, bind(host, port), path))
+        _run(_serve(client, load_text, name, bind(host, port), path, space))
 
 
 def _run(main: Coroutine[Any, Any, None]) -> None:
@@ -143,7 +165,12 @@ def _run(main: Coroutine[Any, Any, None]) -> None:
 
 
 async def _serve(
-    client: EngineClient, load_text: Callable[[], Text], name: str, listener: socket.socket, path: Path | None
+    client: EngineClient,
+    load_text: Callable[[], Text],
+    name: str,
+    listener: socket.socket,
+    path: Path | None,
+    space: Space,
 ) -> None:
     loading = asyncio.create_task(asyncio.to_thread(load_text))
     hello = await client.start()
@@ -156,7 +183,10 @@ async def _serve(
     gc.freeze()  # the vocabulary and all code stay: looking through them again took a sixteenth of a stream's time
     listener.listen()  # whoever reads the line below may connect at once
     config = uvicorn.Config(
-        create_app(client, text, name, path), log_config=None, access_log=False, timeout_graceful_shutdown=DRAIN
+        create_app(client, text, name, path, space=space),
+        log_config=None,
+        access_log=False,
+        timeout_graceful_shutdown=DRAIN,
     )
     host, port = listener.getsockname()[:2]
     where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
