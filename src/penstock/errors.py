@@ -14,7 +14,8 @@ PenstockError                 code, message; one line, no traceback at the comma
 ├── StepFailed                the step that computed a request failed             HTTP 500
 │   └── OutOfMemory           there was no memory for it
 ├── Overloaded                as many wait already as may                         HTTP 503
-└── EngineUnavailable         the engine process is starting, restarting or gone  HTTP 503
+├── EngineUnavailable         the engine process is starting, restarting or gone  HTTP 503
+└── StorageFailed             files and batches cannot be read or kept            HTTP 500
 
 A message says what happened, what was got and what to do.
 """
@@ -92,6 +93,10 @@ class Overloaded(PenstockError):
 
 class EngineUnavailable(PenstockError):
     code = "engine_unavailable"
+
+
+class StorageFailed(PenstockError):
+    code = "storage_failed"
 
 
 def error_of(code: str, message: str) -> PenstockError:

@@ -102,6 +102,12 @@ class Limits(NamedTuple):
     mixed_tokens: int = 0  # tokens in one step while up to 64 rows answer; 0: max_tokens
 
 
+def mixed_tokens(few: int, answering: int) -> int:
+    """Tokens of a step beside so many answering rows, where `few` suit up to 64: every 64 more add half as much again,
+    because a step that answers more rows may take longer."""
+    return few * (3 * -(-answering // 64) - 1) // 2
+
+
 class Row(NamedTuple):
     """A sequence's share of a step: compute `count` positions from `start`, answer the last `sample` of them."""
 

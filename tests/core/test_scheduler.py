@@ -228,7 +228,7 @@ def test_prompts_take_smaller_steps_once_a_row_answers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("running", "answering", "tokens"), [(9, 0, 1000), (1, 1, 100), (64, 64, 100), (65, 65, 200), (150, 1, 150)]
+    ("running", "answering", "tokens"), [(9, 0, 1000), (1, 1, 100), (64, 64, 100), (65, 65, 250), (150, 1, 150)]
 )
 def test_a_step_grows_with_the_rows_that_answer(running: int, answering: int, tokens: int) -> None:
     some = limits(max_tokens=1000)._replace(mixed_tokens=100)

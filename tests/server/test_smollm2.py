@@ -221,3 +221,23 @@ def test_what_cannot_be_tokenized_is_named(server: Any, path: str, fields: dict[
     answer = server.post(path, **fields)
     assert answer.status_code == 400
     assert told in answer.json()["error"]["message"]
+
+
+def test_a_batch_says_what_requests_say(server: Any) -> None:
+    sdk = server.sdk()
+    lines = [
+        {"custom_id": question, "method": "POST", "url": "/v1/chat/completions", "body": ask(question)}
+        for question in QUESTIONS
+    ]
+    content = "\n".join(json.dumps(line) for line in lines).encode()
+    file = sdk.files.create(file=("questions.jsonl", content), purpose="batch")
+    batch = sdk.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
+    server.until(lambda: sdk.batches.retrieve(batch.id).status == "completed")
+    output = sdk.files.content(sdk.batches.retrieve(batch.id).output_file_id).text
+    told = {
+        line["custom_id"]: line["response"]["body"]["choices"][0]["message"]["content"]
+        for line in map(json.loads, output.splitlines())
+    }
+    direct = sdk.chat.completions.create(**ask(QUESTIONS[0])).choices[0].message.content
+    assert list(told) == QUESTIONS
+    assert told[QUESTIONS[0]] == direct

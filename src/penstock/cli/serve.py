@@ -24,6 +24,14 @@ def serve(
     quantize: options.Quantize = "",
     kv: options.Kv = "auto",
     kv_memory: options.KvMemory = 0,
+    data: Annotated[
+        str, Option(help="Folder for uploaded files and batches; by default data/NAME in PENSTOCK_HOME.")
+    ] = "",
+    max_file: Annotated[int, Option(least=1, help="Bytes of one uploaded file.")] = 209_715_200,
+    max_files: Annotated[int, Option(least=1, help="Files kept, uploaded ones and answers of batches.")] = 10_000,
+    max_data: Annotated[
+        int, Option(least=1, help="Bytes of all files; uploads beyond it are refused.")
+    ] = 10_737_418_240,
     ignore_unknown_fields: Annotated[
         bool, Option(help="Ignores the fields of requests that it does not know, and lists them in the answer.")
     ] = False,
@@ -44,6 +52,7 @@ def serve(
     from penstock.config import Config
     from penstock.ipc.spawn import ProcessClient
     from penstock.model.load import load_text
+    from penstock.server import Space
     from penstock.server import serve as listen
 
     called = name or _short_name(model, path)
@@ -59,7 +68,17 @@ def serve(
         kv=kv,
         kv_memory=kv_memory,
     )
-    listen(ProcessClient(config), partial(load_text, path), called, host, port, path, ignore_unknown_fields)
+    space = Space(Path(data).expanduser().absolute() if data else None, max_file, max_data, max_files)
+    listen(
+        ProcessClient(config),
+        partial(load_text, path),
+        called,
+        host,
+        port,
+        path,
+        space=space,
+        lenient=ignore_unknown_fields,
+    )
 
 
 def _short_name(model: str, path: Path) -> str:

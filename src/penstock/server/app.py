@@ -27,6 +27,8 @@ import penstock.text.template  # noqa: F401  Jinja now, not when the first chat 
 from penstock.errors import ConfigError, PenstockError
 from penstock.ipc.client import EngineClient
 from penstock.server.anthropic import count_tokens, messages
+from penstock.server.archive import SPACE, Archive, Space
+from penstock.server.batch_run import BatchRunner
 from penstock.server.errors import answer_bug, answer_error, answer_http_error, answer_left
 from penstock.server.metrics import Metrics
 from penstock.server.notes import begin_notes
@@ -43,8 +45,10 @@ from penstock.server.ollama_models import (
     unable,
     version,
 )
+from penstock.server.openai_batches import Batches
 from penstock.server.openai_chat import chat_completions
 from penstock.server.openai_completions import completions
+from penstock.server.openai_files import Files
 from penstock.server.responses import Responses
 from penstock.server.served import Served
 from penstock.server.tokens import apply_template, detokenize, tokenize
@@ -55,25 +59,36 @@ DRAIN = 30  # seconds that answers under way have when the server is asked to st
 Endpoint = Callable[[Served, Request], Awaitable[Response]]
 
 
-def create_app(client: EngineClient, text: Text, name: str, path: Path | None = None, lenient: bool = False) -> ASGIApp:
+def create_app(
+    client: EngineClient,
+    text: Text,
+    name: str,
+    path: Path | None = None,
+    space: Space = SPACE,
+    lenient: bool = False,
+) -> ASGIApp:
     """Serves `client`'s engine as `name`; starts the client when it starts and closes it when it ends. `path` is where
-    the model's files are, for clients that ask what it is. With `lenient`, unknown fields are ignored and told."""
+    the model's files are, for clients that ask what it is; `space` is for files and batches. With `lenient`, unknown
+    fields are ignored, and told."""
     served = Served(client, text, name, int(time.time()), Metrics(client, name), path, lenient)
-
+    archive = Archive(space, name)
+    runner = BatchRunner(archive, served)
+    files, batches = Files(archive), Batches(archive, runner)
     responses = Responses()
 
     def route(path: str, endpoint: Endpoint, method: str) -> Route:
         async def call(request: Request) -> Response:
             begin_notes(request, lenient=served.lenient)
-            return await endpoint(served, request)
+            return await endpoint(request.scope.get("served", served), request)
 
         return Route(path, call, methods=[method])
 
     @asynccontextmanager
-    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
         await client.start()
         try:
-            yield
+            async with runner.running(RequestIds(app)):
+                yield
         finally:
             await responses.close()
             await client.close()
@@ -113,6 +128,15 @@ def create_app(client: EngineClient, text: Text, name: str, path: Path | None = 
             route("/v1/responses/{id}", responses.delete, "DELETE"),
             route("/v1/responses/{id}/cancel", responses.cancel, "POST"),
             route("/v1/responses/{id}/input_items", responses.input_items, "GET"),
+            route("/v1/files", files.create, "POST"),
+            route("/v1/files", files.list_all, "GET"),
+            route("/v1/files/{id}", files.show, "GET"),
+            route("/v1/files/{id}", files.delete, "DELETE"),
+            route("/v1/files/{id}/content", files.content, "GET"),
+            route("/v1/batches", batches.create, "POST"),
+            route("/v1/batches", batches.list_all, "GET"),
+            route("/v1/batches/{id}", batches.show, "GET"),
+            route("/v1/batches/{id}/cancel", batches.cancel, "POST"),
         ],
         exception_handlers={
             PenstockError: answer_error,
@@ -132,13 +156,14 @@ def serve(
     host: str,
     port: int,
     path: Path | None = None,
+    space: Space = SPACE,
     lenient: bool = False,
 ) -> None:
     """Serves until interrupted. The port is taken first and the engine started next, so that what is wrong with
     either is said at once; the vocabulary is read meanwhile. Answers under way are finished before the engine is
     closed."""
     with suppress(KeyboardInterrupt):
-        _run(_serve(client, load_text, name, bind(host, port), path, lenient))
+        _run(_serve(client, load_text, name, bind(host, port), path, space, lenient))
 
 
 def _run(main: Coroutine[Any, Any, None]) -> None:
@@ -156,6 +181,7 @@ async def _serve(
     name: str,
     listener: socket.socket,
     path: Path | None,
+    space: Space,
     lenient: bool,
 ) -> None:
     loading = asyncio.create_task(asyncio.to_thread(load_text))
@@ -168,7 +194,7 @@ async def _serve(
     gc.collect()
     gc.freeze()  # the vocabulary and all code stay: looking through them again took a sixteenth of a stream's time
     listener.listen()  # whoever reads the line below may connect at once
-    app = create_app(client, text, name, path, lenient)
+    app = create_app(client, text, name, path, space, lenient)
     config = uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=DRAIN)
     host, port = listener.getsockname()[:2]
     where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from contextvars import ContextVar
 from hashlib import blake2b
 
@@ -42,6 +43,8 @@ def notes() -> Notes:
 
 
 def _owner(http: HttpRequest) -> str:
-    """Who asks, as far as can be known: from where, and with which credentials."""
-    given = [http.client.host if http.client else "", *(http.headers.get(name, "") for name in CREDENTIALS)]
+    """Who asks, as far as can be known: from where, and with which credentials. A request of our own is nobody's."""
+    if http.client is None:
+        return secrets.token_hex(8)
+    given = [http.client.host, *(http.headers.get(name, "") for name in CREDENTIALS)]
     return blake2b("\n".join(given).encode(), digest_size=8).hexdigest()

@@ -41,6 +41,8 @@ IN_FLIGHT = 3  # host buffers: one is written while those of the steps before ma
 TABLE_WORDS = 1 << 20
 SPARE_TILES = 64  # that only pad
 SPARE_MEMORY = 3 << 29  # for graphs, kernels and the library's own buffers
+LAST_MEMORY = 128 << 20  # of it, held until a step finds none: kernels that are loaded then need some
+NO_MEMORY = 32 << 20  # with less than this free, whatever goes wrong in the driver is a shortage
 SAMPLING = ("sampled", "target", "sample_slots", "temperature", "top_p", "top_k", "min_p", "seeds")
 
 
@@ -96,6 +98,7 @@ class CudaBackend:
         self._chosen = [torch.zeros(self._sizes.tokens, **ints) for _ in range(IN_FLIGHT)]
         self._sampler = Sampler(self._device, rows)
         self._flights: dict[Ticket, Flight] = {}
+        self._last_memory: Any | None = None
         self._settling = self._slices()
 
     # -- loading -------------------------------------------------------------------------------------------------
@@ -148,6 +151,7 @@ class CudaBackend:
                 self._memory.caches[layer] = self._kv.reserve(spec, num_blocks + 1, block_size, self._device)
         self._settling = self._slices()
         if self._stream is not None:
+            self._hold_last()
             torch.cuda.synchronize()
 
     # -- getting ready -------------------------------------------------------------------------------------------
@@ -169,6 +173,7 @@ class CudaBackend:
 
     def settle(self) -> bool:
         """Gets one more of the common shapes ready: kernels first, then graphs."""
+        self._hold_last()
         try:
             return next(self._settling, False)
         except Exception:
@@ -215,10 +220,15 @@ class CudaBackend:
 
     def relieve(self) -> None:
         """Graphs come back one by one, as shapes do."""
+        self._last_memory = None
         if self._stream is not None:
             torch.cuda.synchronize()
             self._graphs.forget()
             torch.cuda.empty_cache()
+
+    def _hold_last(self) -> None:
+        if self._last_memory is None and self._stream is not None and torch.cuda.mem_get_info()[0] > 2 * LAST_MEMORY:
+            self._last_memory = torch.empty(LAST_MEMORY, dtype=torch.uint8, device=self._device)
 
     def _launch(self, batch: Batch) -> Ticket:
         with self._on_stream():
@@ -339,8 +349,14 @@ def finds_gpu() -> bool:
 def shortage(what: str) -> Iterator[None]:
     try:
         yield
-    except torch.cuda.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not isinstance(error, torch.cuda.OutOfMemoryError) and not (finds_gpu() and is_full()):
+            raise
         raise OutOfMemory(f"the device has no memory for {what}: {str(error).splitlines()[0]}") from error
+
+
+def is_full() -> bool:
+    return bool(torch.cuda.mem_get_info()[0] < NO_MEMORY)
 
 
 def sampling_kinds(vocab: int) -> Iterator[SampleRows]:
