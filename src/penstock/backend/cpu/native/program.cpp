@@ -200,6 +200,7 @@ void Program::keep(int buffer) {
 void Program::answer(int buffer) {
   at(buffer);
   require(answer_ < 0, "the program has an answer already");
+  require(buffer != kept_, "an answer needs a buffer of its own: it goes to memory that is not the program's");
   answer_ = buffer;
   for (auto& phase : sampler_.phases(buffer)) phases_.push_back(std::move(phase));
 }
