@@ -138,7 +138,8 @@ class LLM:
         answers = [self._pooled(prompt, pooling) for prompt in ([prompts] if one else prompts)]
         self._finish(answers)
         vectors = [embedding(answer.pooled, dimensions) for answer in answers]
-        return vectors[0] if one else np.array(vectors, np.float32).reshape(len(vectors), -1)
+        width = dimensions or self._engine.limits.dim
+        return vectors[0] if one else np.array(vectors, np.float32).reshape(len(vectors), width)
 
     def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Completion:
         """The assistant's next message."""

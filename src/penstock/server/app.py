@@ -27,12 +27,13 @@ import penstock.text.template  # noqa: F401  Jinja now, not when the first chat 
 from penstock.errors import ConfigError, PenstockError
 from penstock.ipc.client import EngineClient
 from penstock.server.anthropic import count_tokens, messages
+from penstock.server.embeddings import embeddings
 from penstock.server.errors import answer_bug, answer_error, answer_http_error, answer_left
 from penstock.server.metrics import Metrics
 from penstock.server.ollama import chat, generate
+from penstock.server.ollama_embed import embed, embed_old
 from penstock.server.ollama_models import (
     delete,
-    embed,
     greet,
     has_blob,
     list_stored,
@@ -95,12 +96,13 @@ def create_app(client: EngineClient, text: Text, name: str, path: Path | None = 
             route("/api/pull", pull, "POST"),
             route("/api/delete", delete, "DELETE"),
             route("/api/embed", embed, "POST"),
-            route("/api/embeddings", embed, "POST"),
+            route("/api/embeddings", embed_old, "POST"),
             route("/api/create", unable, "POST"),
             route("/api/copy", unable, "POST"),
             route("/api/push", unable, "POST"),
             route("/api/blobs/{digest}", has_blob, "HEAD"),
             route("/api/blobs/{digest}", unable, "POST"),
+            route("/v1/embeddings", embeddings, "POST"),
         ],
         exception_handlers={
             PenstockError: answer_error,

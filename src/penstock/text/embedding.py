@@ -14,16 +14,17 @@ POOLINGS = ("mean", "last")  # of the hidden states of all tokens; of the last o
 Vector = NDArray[np.float32]
 
 
-def embedding_request(id: int, prompt: Sequence[int], context: int, pooling: str = "mean", *, param: str) -> Request:
-    """`context` is how many tokens it may have; `param` is the field that the prompt came in."""
+def embedding_request(
+    id: int, prompt: Sequence[int], context: int, pooling: str = "mean", *, param: str, advice: str = "shorten it"
+) -> Request:
+    """`context` is how many tokens it may have; `param` is the field that the prompt came in; `advice` is what to do
+    when it is too long."""
     if pooling not in POOLINGS:
         raise InvalidRequest(f"pooling must be {' or '.join(POOLINGS)}; got {pooling!r}", param="pooling")
     if not prompt:
         raise InvalidRequest(f"{param} is empty: at least one token is needed", param=param)
     if len(prompt) > context:
-        raise ContextTooLong(
-            f"{param} has {len(prompt)} tokens and the model's context holds {context}: shorten it", param=param
-        )
+        raise ContextTooLong(f"{param} has {len(prompt)} tokens and the context holds {context}: {advice}", param=param)
     return Request(id, tuple(prompt), SamplingParams(), 0, pooling=pooling)
 
 
@@ -37,5 +38,9 @@ def check_dimensions(dimensions: int | None, dim: int) -> None:
 
 def embedding(pooled: bytes, dimensions: int | None = None) -> Vector:
     """The first `dimensions` of a pooled hidden state, scaled to a length of 1."""
-    vector = np.frombuffer(pooled, "<f4")[:dimensions].astype(np.float64)
+    vector = state_of(pooled)[:dimensions].astype(np.float64)
     return (vector / (np.linalg.norm(vector) or 1.0)).astype("<f4")
+
+
+def state_of(pooled: bytes) -> Vector:
+    return np.frombuffer(pooled, "<f4")
