@@ -86,6 +86,7 @@ class Request(NamedTuple):
     stop_ids: frozenset[int] = frozenset()  # end-of-text ids and the caller's own, resolved
     priority: int = 0  # lower runs sooner
     salt: str = ""  # prompts share cached blocks only under the same salt
+    pooling: str = ""  # mean or last: an embedding of the prompt is wanted, and no tokens
     owner: str = ""  # whose it is: a report tells nobody of another's prompts
     explain: bool = False  # its report is to say which recent prompt it was nearest to
 
@@ -100,6 +101,7 @@ class Limits(NamedTuple):
     num_blocks: int
     vocab: int
     mixed_tokens: int = 0  # tokens in one step while up to 64 rows answer; 0: max_tokens
+    dim: int = 0  # values of a hidden state, and of an embedding
 
 
 def mixed_tokens(few: int, answering: int) -> int:
@@ -146,6 +148,7 @@ class RowResult(NamedTuple):
     tokens: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()  # one for each of `tokens`, when asked for
     scores: tuple[TokenLogprob, ...] = ()  # known prompt tokens that were scored, in order
+    pooled: bytes = b""  # the hidden state that was asked for, in float32, little-endian
 
 
 class StepResult(NamedTuple):
@@ -188,8 +191,9 @@ class Report(NamedTuple):
 
 class Finished(NamedTuple):
     seq: int
-    reason: str  # "stop" or "length"
+    reason: str  # "stop" or "length"; "pooled" where that was all that was wanted
     stop_token: int | None = None  # the token id that ended it; it is part of the Tokens events too
+    pooled: bytes = b""  # see RowResult
     report: Report | None = None
 
 

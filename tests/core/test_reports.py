@@ -72,6 +72,12 @@ def test_nobody_is_told_of_what_is_not_theirs() -> None:
     assert nearest(scheduler, explained(5, *range(9), owner="a")) == Nearest(9, 10, 10, tuple(range(1, 9)), (9,))
 
 
+def test_nothing_is_told_of_one_that_left_nothing_to_share() -> None:
+    scheduler = Scheduler(limits())
+    run(scheduler, Sequence(1, tuple(range(10)), 0, private=True))
+    assert nearest(scheduler, explained(2, *range(9))) is None
+
+
 def test_the_latest_of_those_as_near() -> None:
     scheduler = Scheduler(limits())
     for id, last in ((1, 70), (2, 80), (3, 90)):

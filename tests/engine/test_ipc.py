@@ -381,7 +381,7 @@ EVENTS: list[Event] = [
     Tokens(1, (5, 6), (TokenLogprob(5, -0.5, ((5, -0.5), (9, -1.25))), TokenLogprob(6, -2.0)), cached=32),
     Tokens(2, (), scores=(TokenLogprob(3, -1.0),)),
     Finished(1, "stop", 6),
-    Finished(4, "length", None, Report(2, 0.5, nearest=Nearest(1, 5, 3, (7,), (8, 9), (4,)))),
+    Finished(4, "length", None, b"", Report(2, 0.5, nearest=Nearest(1, 5, 3, (7,), (8, 9), (4,)))),
     Aborted(3),
     Aborted(5, Report()),
     Failed(2, "step_failed", "no"),
@@ -400,6 +400,7 @@ EVENTS: list[Event] = [
                 frozenset({1, 2}),
                 3,
                 "tenant",
+                "",
                 "owner",
                 True,
             )

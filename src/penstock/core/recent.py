@@ -27,8 +27,8 @@ class Recent:
         self._size = 0
 
     def keep(self, seq: Sequence) -> None:
-        """What has been computed of it, if anything."""
-        if not seq.computed:
+        """What has been computed of it, if anything that others could share."""
+        if seq.private or not seq.computed:
             return
         self._ended.append(Ended(_whose(seq), array("i", seq.tokens[: seq.computed]), seq.prompt_len))
         self._size += seq.computed

@@ -106,7 +106,7 @@ class Scheduler:
                 continue
             if plan.step >= seq.since:
                 seq.computed = row.start + row.count
-                if seq.computed // self.cache.block_size > len(seq.nodes):
+                if seq.computed // self.cache.block_size > len(seq.nodes) and not seq.private:
                     self._grown += [Grown(seq.id, at, (block,)) for at, block in self.cache.enter(seq)]
             self._take_answer(seq, row, answer, events)
         return events
@@ -254,9 +254,10 @@ class Scheduler:
             logprobs = answer.logprobs[: len(tokens)]
             events.append(Tokens(seq.id, tokens, logprobs, scores, seq.cached))
         if stop is not None:
-            events.append(Finished(seq.id, "stop", stop, self._end(seq)))
-        elif len(seq.tokens) == seq.max_len and (tokens or seq.computed == seq.max_len):
-            events.append(Finished(seq.id, "length", None, self._end(seq)))
+            events.append(Finished(seq.id, "stop", stop, report=self._end(seq)))
+        elif len(seq.tokens) == seq.max_len and (tokens or answer.pooled or seq.computed == seq.max_len):
+            reason = "pooled" if answer.pooled else "length"
+            events.append(Finished(seq.id, reason, None, answer.pooled, self._end(seq)))
 
     def _append(self, seq: Sequence, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], int | None]:
         """Takes sampled tokens up to the one that ends the sequence; returns those taken and that one."""

@@ -57,6 +57,7 @@ class Sequence:
         "owner",
         "planned",
         "priority",
+        "private",
         "promises",
         "prompt_len",
         "salt",
@@ -78,6 +79,7 @@ class Sequence:
         salt: str = "",
         score: bool = False,
         lockstep: bool = False,
+        private: bool = False,
         owner: str = "",
         explain: bool = False,
     ) -> None:
@@ -90,6 +92,7 @@ class Sequence:
         self.salt = salt
         self.score = score  # the prompt's own tokens are to be scored, so none of them may come from the cache
         self.lockstep = lockstep  # its next row must know its last token: no row while one is in flight
+        self.private = private  # it takes nothing from the prefix cache and leaves nothing there
         self.owner = owner
         self.explain = explain
         self.ledger = Ledger()

@@ -79,7 +79,7 @@ def _reserve(config: Config, checkpoint: Checkpoint, backend: Backend) -> Limits
             vocab=checkpoint.spec.vocab,
             kv_bytes=backend.kv_bytes_per_token(),
             memory=room,
-        )
+        )._replace(dim=checkpoint.spec.dim)
         try:
             backend.reserve_kv(limits.num_blocks, limits.block_size)
         except OutOfMemory:

@@ -29,13 +29,14 @@ from penstock.ipc.client import EngineClient
 from penstock.server.anthropic import count_tokens, messages
 from penstock.server.archive import SPACE, Archive, Space
 from penstock.server.batch_run import BatchRunner
+from penstock.server.embeddings import embeddings
 from penstock.server.errors import answer_bug, answer_error, answer_http_error, answer_left
 from penstock.server.metrics import Metrics
 from penstock.server.notes import begin_notes
 from penstock.server.ollama import chat, generate
+from penstock.server.ollama_embed import embed, embed_old
 from penstock.server.ollama_models import (
     delete,
-    embed,
     greet,
     has_blob,
     list_stored,
@@ -116,7 +117,7 @@ def create_app(
             route("/api/pull", pull, "POST"),
             route("/api/delete", delete, "DELETE"),
             route("/api/embed", embed, "POST"),
-            route("/api/embeddings", embed, "POST"),
+            route("/api/embeddings", embed_old, "POST"),
             route("/api/create", unable, "POST"),
             route("/api/copy", unable, "POST"),
             route("/api/push", unable, "POST"),
@@ -137,6 +138,7 @@ def create_app(
             route("/v1/batches", batches.list_all, "GET"),
             route("/v1/batches/{id}", batches.show, "GET"),
             route("/v1/batches/{id}/cancel", batches.cancel, "POST"),
+            route("/v1/embeddings", embeddings, "POST"),
         ],
         exception_handlers={
             PenstockError: answer_error,

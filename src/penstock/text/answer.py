@@ -19,9 +19,10 @@ class Delta(NamedTuple):
     logprobs: tuple[TokenLogprob, ...] = ()  # one for each of `tokens`, when asked for
     scores: tuple[TokenLogprob, ...] = ()  # of the prompt's tokens
     cached: int = 0  # prompt tokens whose KV was reused
-    finish: str | None = None  # "stop" or "length", in the last one
+    finish: str | None = None  # "stop", "length" or "pooled", in the last one
     silent: int = 0  # how many of `tokens`, at the end, are not part of the text: 1 for a stop token
     stop: str | None = None  # the stop string that ended it
+    pooled: bytes = b""  # the hidden state that was asked for in place of tokens
     report: Report | None = None  # in the last one, unless a stop string ended it before the engine did
 
 
@@ -41,8 +42,9 @@ def read_step(stream: TextStream, events: Sequence[Event]) -> Delta:
     if stream.stopped is not None:
         count = stream.consumed - before
         report = ended.report if ended else None
-        return Delta(text, tokens[:count], logprobs[:count], scores, cached, "stop", 0, stream.stopped, report)
+        delta = Delta(text, tokens[:count], logprobs[:count], scores, cached, "stop")
+        return delta._replace(stop=stream.stopped, report=report)
     if ended is not None:
-        text += stream.finish()
-        return Delta(text, tokens, logprobs, scores, cached, ended.reason, silent, report=ended.report)
+        delta = Delta(text + stream.finish(), tokens, logprobs, scores, cached, ended.reason, silent)
+        return delta._replace(pooled=ended.pooled, report=ended.report)
     return Delta(text, tokens, logprobs, scores, cached)

@@ -23,11 +23,13 @@ from penstock.backend.cuda.kv import layout_of
 from penstock.backend.cuda.memory import KEPT, weight_bytes, workspace_bytes
 from penstock.backend.cuda.nodes import Memory
 from penstock.backend.cuda.ops import Program, Sizes
+from penstock.backend.cuda.pooling import Pools, read
 from penstock.backend.cuda.quantized import Workspace
 from penstock.backend.cuda.sampler import Asked, Sampler
 from penstock.backend.cuda.staging import Staging
 from penstock.backend.cuda.transfer import transfer
 from penstock.backend.cuda.weights import Weight, pack
+from penstock.backend.pool import with_pooled
 from penstock.backend.ref.batches import greedy_batch, greedy_rows
 from penstock.backend.sample import answers
 from penstock.errors import ConfigError, OutOfMemory
@@ -53,6 +55,7 @@ class Flight:
     batch: Batch
     tokens: Any  # [S] on the host
     asked: list[Asked]
+    pooled: dict[int, Any]  # [dim] on the host, by row
     done: Any | None
 
 
@@ -97,6 +100,7 @@ class CudaBackend:
         self._workspace = Workspace(Scratch.on(self._device), self._sizes.tokens)
         self._chosen = [torch.zeros(self._sizes.tokens, **ints) for _ in range(IN_FLIGHT)]
         self._sampler = Sampler(self._device, rows)
+        self._pools = Pools(rows)
         self._flights: dict[Ticket, Flight] = {}
         self._last_memory: Any | None = None
         self._settling = self._slices()
@@ -236,9 +240,10 @@ class CudaBackend:
             for logits, step, rows, chosen in self._forward(batch):
                 entry = self._sampler.sample(logits, step, rows, self._memory.last, chosen)
                 asked += [entry] if entry else []
+            pooled = self._pools.take(batch, self._program.states_of(len(batch.tokens))) if batch.pools else {}
             sampled = self._event()
         tokens, done = self._fetch(len(batch.sampled), sampled)
-        self._flights[batch.step] = Flight(batch, tokens, asked, done)
+        self._flights[batch.step] = Flight(batch, tokens, asked, pooled, done)
         return batch.step
 
     def _fetch(self, count: int, sampled: Any | None) -> tuple[Any, Any | None]:
@@ -256,7 +261,8 @@ class CudaBackend:
         if flight.done is not None:
             flight.done.synchronize()
         logprobs = [entry for asked in flight.asked for entry in asked.read()]
-        return answers(flight.batch, flight.tokens.tolist(), logprobs)
+        result = answers(flight.batch, flight.tokens.tolist(), logprobs)
+        return with_pooled(result, read(flight.pooled)) if flight.pooled else result
 
     def logits(self, batch: Batch) -> Floats:
         """What the forward pass gives for the sampled positions: [S, vocab]."""
