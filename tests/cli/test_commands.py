@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -96,6 +97,14 @@ def test_the_default_model_has_one_name() -> None:
     from penstock import cli, store
 
     assert cli.options.DEFAULT_MODEL == store.DEFAULT
+
+
+def test_serve_passes_on_what_it_is_told(penstock: Penstock, reciter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[dict[str, Any]] = []
+    monkeypatch.setattr("penstock.server.serve", lambda *_, **settings: told.append(settings))
+    penstock("serve", str(reciter))
+    penstock("serve", str(reciter), "--ignore-unknown-fields")
+    assert [settings["lenient"] for settings in told] == [False, True]
 
 
 def test_version_and_help(penstock: Penstock) -> None:

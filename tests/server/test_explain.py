@@ -228,14 +228,14 @@ def test_ignored_fields_are_listed(lenient: Any) -> None:
     asked = {"model": MODEL, "messages": [said | {"mood": "good"}], "max_tokens": 9, "flavour": {"a": 1}}
     ours = {"store": True, "stream_options": {"include_usage": True, "colour": 1}, "stream": True}
     chunks = events(lenient.post("/v1/chat/completions", **asked, **ours).text)
-    fields = ["flavour", "messages[0].mood", "store", "stream_options.colour"]
+    fields = ["flavour", "messages[].mood", "store", "stream_options.colour"]
     assert chunks[-1]["penstock"] == {"ignored_fields": fields, "truncated_tokens": 0}
     answer = lenient.post("/v1/messages", **asked, thinking={"type": "disabled", "depth": 3}).json()
-    assert answer["penstock"]["ignored_fields"] == ["flavour", "messages[0].mood", "thinking.depth"]
+    assert answer["penstock"]["ignored_fields"] == ["flavour", "messages[].mood", "thinking.depth"]
     options = {"num_predict": 9, "mirostat": 2, "sparkle": True}
     del asked["max_tokens"]
     answer = lenient.post("/api/chat", **asked, options=options, stream=False).json()
-    ignored = ["flavour", "messages[0].mood", "options.mirostat", "options.sparkle"]
+    ignored = ["flavour", "messages[].mood", "options.mirostat", "options.sparkle"]
     assert answer["penstock"]["ignored_fields"] == ignored
 
 
@@ -250,8 +250,16 @@ def test_what_is_said_is_never_ignored(lenient: Any) -> None:
     assert lenient.post("/v1/chat/completions", **asked).status_code == 400
     asked = {"model": MODEL, "messages": [{"role": "user", "content": "[hi]", "images": ["aGk="]}]}
     assert lenient.post("/api/chat", **asked).status_code == 400
-    nested = {"structured_outputs": {f"field{index}": 1 for index in range(200)}}
-    assert lenient.post("/v1/completions", model=MODEL, prompt="[hi]", **nested).status_code == 400
+
+
+def test_what_is_ignored_is_bounded(lenient: Any) -> None:
+    fields = {f"field{index}": 1 for index in range(257)}
+    for given in (fields, {"structured_outputs": fields}, {"messages": [{"role": "user", "content": "x"} | fields]}):
+        answer = lenient.post("/v1/chat/completions", **(chat("[hi]") | given))
+        assert (answer.status_code, "more than 256 unknown fields" in answer.text) == (400, True)
+    moods = [{"role": "user", "content": "[hi]", "mood": index} for index in range(20)]
+    answer = lenient.post("/v1/chat/completions", **chat("") | {"messages": moods}).json()
+    assert answer["penstock"]["ignored_fields"] == ["messages[].mood"]
 
 
 def test_unknown_fields_are_refused_unless_it_was_asked_otherwise(parrot: Any) -> None:

@@ -68,7 +68,8 @@ class Explanation:
     """Costs an answer nothing before its end, and nothing at all where it is not asked for."""
 
     def __init__(self, served: Served, requests: Sequence[Request]) -> None:
-        self._served = served
+        self._text = served.text
+        self._limits = served.limits
         self._requests = requests
         self._notes = notes()
         self._told: dict[int, Told] = {}
@@ -108,9 +109,9 @@ class Explanation:
         if delta.stop is not None:
             return Finish("stop", "stop_string", text=delta.stop)
         if delta.finish == "length":
-            full = len(request.prompt) + request.max_tokens >= self._served.limits.max_len
+            full = len(request.prompt) + request.max_tokens >= self._limits.max_len
             return Finish("length", "context" if full else "max_tokens")
-        token, tokenizer = delta.tokens[-1], self._served.text.tokenizer
+        token, tokenizer = delta.tokens[-1], self._text.tokenizer
         by = "end_of_text" if token in tokenizer.eos_ids else "stop_token"
         return Finish("stop", by, token, tokenizer.token_text(token))
 
@@ -118,7 +119,7 @@ class Explanation:
 
     def _miss(self, request: Request, report: Report) -> Miss | None:
         """None where all was reused that could be: whole blocks, and never the last token, whose logits are wanted."""
-        size, near = self._served.limits.block_size, report.nearest
+        size, near = self._limits.block_size, report.nearest
         if report.cached >= (len(request.prompt) - 1) // size * size:
             return None
         if request.sampling.prompt_logprobs is not None:
@@ -137,13 +138,13 @@ class Explanation:
         return Miss(reason, told, near.shared, had, got, before)
 
     def _reason(self, near: Nearest, had: str, got: str) -> str:
-        thought = self._served.text.format.reasoning
+        thought = self._text.format.reasoning
         if thought and thought[0] in had and thought[0] not in got:
             return "reasoning_dropped"
         return "prompt_changed" if near.shared < near.prompt else "answer_changed"
 
     def _spell(self, tokens: Sequence[int]) -> str:
-        return self._served.text.tokenizer.decode(tokens, special=True, continuing=True)
+        return self._text.tokenizer.decode(tokens, special=True, continuing=True)
 
 
 _WORDS = {

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from contextvars import ContextVar
 from hashlib import blake2b
 
 from starlette.requests import Request as HttpRequest
 
+from penstock.errors import InvalidRequest
+
 EXPLAIN = "x-penstock-explain"
 CREDENTIALS = ("authorization", "x-api-key")
+MOST = 256  # fields that are ignored
 NO = ("", "0", "false", "no")
 
 
@@ -18,12 +22,14 @@ class Notes:
         self.lenient = lenient  # what is not known is ignored, and told
         self.explain = explain
         self.owner = owner  # whose recent prompts an explanation may speak of
-        self.ignored: list[str] = []
+        self.ignored: set[str] = set()  # fields
         self.truncated = 0  # tokens of the prompt
 
     def ignore(self, field: str) -> None:
-        if field not in self.ignored:
-            self.ignored.append(field)
+        """Once, in however many messages or tools it stands."""
+        self.ignored.add(re.sub(r"\[\d+\]", "[]", field))
+        if len(self.ignored) > MOST:
+            raise InvalidRequest(f"the request has more than {MOST} unknown fields: remove them", param=field)
 
 
 _NOTES: ContextVar[Notes] = ContextVar("notes")

@@ -26,7 +26,6 @@ from penstock.types import Request, SamplingParams
 
 MAX_BODY = 16 * 2**20  # bytes
 MAX_STOPS = 32
-MAX_IGNORED = 64  # fields within fields
 IGNORABLE = ("", "options")  # where settings stand: what is said in a chat is never left out
 FINGERPRINT = f"penstock-{__version__}"
 NO_CHANCE = -9999.0  # stands for minus infinity, which JSON has no word for
@@ -127,14 +126,13 @@ def read_object(given: dict[str, Any], kind: type[S], neutral: Neutral, where: s
         for name in [name for name in given if name not in kind.__struct_encode_fields__]:
             del given[name]
             notes().ignore(_path(where, name))
-    for _ in range(MAX_IGNORED):
+    while True:
         try:
             return msgspec.convert(given, kind, str_keys=True, strict=strict)
         except msgspec.ValidationError as error:
             refusal = _refusal(str(error), where)
             if not (notes().lenient and refusal.code == "unknown_parameter" and _drop_nested(given, refusal, where)):
                 raise refusal from error
-    raise InvalidRequest(f"more than {MAX_IGNORED} unknown fields: remove some")
 
 
 def _drop_nested(given: dict[str, Any], refusal: InvalidRequest, where: str) -> bool:
