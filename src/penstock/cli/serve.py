@@ -70,8 +70,12 @@ def serve(
 
 
 def _short_name(model: str, path: Path) -> str:
-    from penstock.store import find
+    """What was made of another model is served by that one's name: it is the same but for Ollama's clients."""
+    from penstock.store import find, find_made
 
+    made = find_made(model)
+    if made is not None and made.base:
+        return made.base
     if find(model):
         return model
     return path.stem if path.is_file() else path.resolve().name

@@ -34,15 +34,15 @@ from penstock.server.errors import answer_bug, answer_error, answer_http_error, 
 from penstock.server.metrics import Metrics
 from penstock.server.ollama import chat, generate
 from penstock.server.ollama_embed import embed, embed_old
+from penstock.server.ollama_made import copy, create, has_blob, upload
 from penstock.server.ollama_models import (
     delete,
     greet,
-    has_blob,
     list_stored,
     pull,
+    push,
     running,
     show,
-    unable,
     version,
 )
 from penstock.server.openai_batches import Batches
@@ -108,11 +108,11 @@ def create_app(client: EngineClient, text: Text, name: str, path: Path | None = 
             route("/api/delete", delete, "DELETE"),
             route("/api/embed", embed, "POST"),
             route("/api/embeddings", embed_old, "POST"),
-            route("/api/create", unable, "POST"),
-            route("/api/copy", unable, "POST"),
-            route("/api/push", unable, "POST"),
+            route("/api/create", create, "POST"),
+            route("/api/copy", copy, "POST"),
+            route("/api/push", push, "POST"),
             route("/api/blobs/{digest}", has_blob, "HEAD"),
-            route("/api/blobs/{digest}", unable, "POST"),
+            route("/api/blobs/{digest}", upload, "POST"),
             route("/v1/responses", responses.create, "POST"),
             route("/v1/responses/input_tokens", responses.input_tokens, "POST"),
             route("/v1/responses/{id}", responses.retrieve, "GET"),
