@@ -7,7 +7,6 @@ A Jinja template is a program; this one costs no more than what it writes, so th
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,17 +20,13 @@ MAX_ACTIONS = 64
 
 PARTS = {"system": "System", "user": "Prompt", "assistant": "Response"}  # by role, in the order of a turn
 
-_ACTION = re.compile(r"\{\{(?:-(?=\s))?(.*?)(?:(?<=\s)-)?\}\}", re.DOTALL)
-_TRIMMED = re.compile(r"\s*(\{\{-\s)|(\s-\}\})\s*")
-_CONDITION = re.compile(rf"(?:(and|or|not)\s+)?((?:\.(?:{'|'.join(PARTS.values())})\b\s*)+)")
-
 Turn = dict[str, str]  # by part
 
 
 class TurnTemplate(ChatTemplate):
     def __init__(self, source: str) -> None:
-        super().__init__({"default": source}, {})
         self._turns = Turns(source)
+        super().__init__({"default": source}, {})
 
     def _template(self, _: str) -> Turns:
         return self._turns
@@ -44,7 +39,7 @@ class Field(NamedTuple):
 class Choice(NamedTuple):
     """`then` where the parts are there, else `other`."""
 
-    how: str  # all of them (and), one of them (or), the one not (not)
+    how: str  # all of them (and), one of them (or), not the first (not)
     parts: Sequence[str]
     then: list[Node]
     other: list[Node]
@@ -62,13 +57,8 @@ class Turns:
     """A template, read."""
 
     def __init__(self, source: str) -> None:
-        if len(source) > MAX_SOURCE:
-            raise _wrong(f"it has {len(source)} characters; at most {MAX_SOURCE} are taken")
-        pieces = _ACTION.split(_TRIMMED.sub(r"\1\2", source))  # text, action, text, action, ... text
-        if len(pieces) // 2 > MAX_ACTIONS:
-            raise _wrong(f"it has {len(pieces) // 2} actions; at most {MAX_ACTIONS} are taken")
-        self._parts: set[str] = set()
-        self._nodes = self._read(pieces)
+        self._nodes = read(source)
+        self._parts = set(parts_of(self._nodes))
         if "Prompt" not in self._parts:
             raise _wrong("what a user says has no place in it: {{ .Prompt }}")
         if "Response" not in self._parts:
@@ -88,42 +78,92 @@ class Turns:
             raise ContextTooLong(f"the rendered chat is longer than {MAX_CHARACTERS} characters", param="messages")
         return "".join(pieces)
 
-    def _read(self, pieces: list[str]) -> list[Node]:
-        place: list[Node] = []
-        around: list[tuple[list[Node], Choice]] = []  # what stands around the place, innermost last
-        for text, action in zip(pieces[::2], [*pieces[1::2], None], strict=True):
-            place += [text] if text else []
-            words = "" if action is None or action.strip().startswith("/*") else action.strip()
-            if words == "end" and around:
+
+# -- reading ------------------------------------------------------------------------------------------------------
+
+
+def read(source: str) -> list[Node]:
+    place: list[Node] = []
+    around: list[tuple[list[Node], Choice]] = []  # what stands around the place, innermost last
+    for action, text in cut(source):
+        match action.split():
+            case ["end"] if around:
                 place = around.pop()[0]
-            elif words.startswith("else") and around and place is around[-1][1].then:
+            case ["else", *condition] if around and place is around[-1][1].then:
                 outside, choice = around.pop()
                 place = choice.other
-                if words != "else":
-                    place.append(choice := self._choice(words.removeprefix("else").strip()))
+                if condition:
+                    place.append(choice := choice_of(condition))
                     place = choice.then
                 around.append((outside, choice))
-            elif words.startswith("if "):
-                place.append(choice := self._choice(words))
+            case ["if", *_] as condition:
+                place.append(choice := choice_of(condition))
                 around.append((place, choice))
                 place = choice.then
-            elif words:
-                place.append(self._field(words))
-        if around:
-            raise _wrong("an {{ if }} has no {{ end }}")
-        return place
+            case [word]:
+                place.append(Field(part_of(word)))
+            case [*words] if words:
+                raise _wrong(f"{{{{ {action[:80]} }}}} is not understood here")
+        place += [text] if text else []
+    if around:
+        raise _wrong("an {{ if }} has no {{ end }}")
+    return place
 
-    def _field(self, words: str) -> Field:
-        if words.removeprefix(".") not in PARTS.values() or not words.startswith("."):
-            raise _wrong(f"{{{{ {words[:80]} }}}} is not understood here")
-        self._parts.add(words[1:])
-        return Field(words[1:])
 
-    def _choice(self, words: str) -> Choice:
-        found = _CONDITION.fullmatch(words.removeprefix("if ").strip())
-        if found is None or (found[1] == "not") > (found[2].count(".") == 1):
-            raise _wrong(f"{{{{ {words[:80]} }}}} is not understood here")
-        return Choice(found[1] or "and", found[2].replace(".", "").split(), [], [])
+def cut(source: str) -> Iterator[tuple[str, str]]:
+    """Actions, each with the text after it; the text before the first comes with an empty one, and so do comments."""
+    if len(source) > MAX_SOURCE:
+        raise _wrong(f"it has {len(source)} characters; at most {MAX_SOURCE} are taken")
+    text, *pieces = source.split("{{")
+    if len(pieces) > MAX_ACTIONS:
+        raise _wrong(f"it has {len(pieces)} actions; at most {MAX_ACTIONS} are taken")
+    action = ""
+    for piece in pieces:
+        following, closed, rest = piece.partition("}}")
+        if not closed:
+            raise _wrong("a {{ has no }}")
+        yield action, text.rstrip() if following[:2] in ("- ", "-\n") else text
+        text = rest.lstrip() if following[-2:] in (" -", "\n-") else rest
+        action = following.strip("- \n")
+        action = "" if action.startswith("/*") else action
+    yield action, text
+
+
+def choice_of(condition: Sequence[str]) -> Choice:
+    match condition:
+        case ["if", "and" | "or" as how, first, *others]:
+            return Choice(how, [part_of(each) for each in (first, *others)], [], [])
+        case ["if", "not", one]:
+            return Choice("not", [part_of(one)], [], [])
+        case ["if", one]:
+            return Choice("and", [part_of(one)], [], [])
+    raise _wrong(f"{{{{ {' '.join(condition)[:80]} }}}} is not understood here")
+
+
+def part_of(word: str) -> str:
+    part = word.removeprefix(".")
+    if part == word or part not in PARTS.values():
+        raise _wrong(f"{{{{ {word[:80]} }}}} is not understood here")
+    return part
+
+
+def parts_of(nodes: list[Node]) -> Iterator[str]:
+    """Those that are written."""
+    for node in nodes:
+        if isinstance(node, Field):
+            yield node.part
+        elif isinstance(node, Choice):
+            yield from parts_of(node.then)
+            yield from parts_of(node.other)
+
+
+def _wrong(what: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"template: {what}; templates are of .System, .Prompt and .Response, with if, else and end", param="template"
+    )
+
+
+# -- writing ------------------------------------------------------------------------------------------------------
 
 
 def write(nodes: list[Node], turn: Turn, pieces: list[str], *, begun: bool) -> bool:
@@ -142,19 +182,17 @@ def write(nodes: list[Node], turn: Turn, pieces: list[str], *, begun: bool) -> b
 
 def split(messages: Sequence[Message]) -> Iterator[Turn]:
     """The turns of a chat: each has a system message, a prompt and a response at most, in this order."""
-    turn: Turn = {}
+    said: dict[str, list[str]] = {}
+    order = list(PARTS.values())
     for message in messages:
-        part, content = PARTS[message["role"]], message["content"]
-        later = list(PARTS.values())[list(PARTS).index(message["role"]) + 1 :]
-        if any(each in turn for each in later):
-            yield turn
-            turn = {}
-        turn[part] = f"{turn[part]}\n\n{content}" if part in turn else content
-    if turn:
-        yield turn
+        part = PARTS[message["role"]]
+        if any(later in said for later in order[order.index(part) + 1 :]):
+            yield _joined(said)
+            said = {}
+        said.setdefault(part, []).append(message["content"])
+    if said:
+        yield _joined(said)
 
 
-def _wrong(what: str) -> InvalidRequest:
-    return InvalidRequest(
-        f"template: {what}; templates are of .System, .Prompt and .Response, with if, else and end", param="template"
-    )
+def _joined(said: Mapping[str, Sequence[str]]) -> Turn:
+    return {part: "\n\n".join(texts) for part, texts in said.items()}
