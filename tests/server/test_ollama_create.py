@@ -17,9 +17,11 @@ import pytest
 from penstock import store
 from penstock.config import Config
 from penstock.errors import InvalidRequest, MalformedFile
+from penstock.ipc.inprocess import InProcessClient
 from penstock.ipc.spawn import ProcessClient
 from penstock.model.load import load_text
 from penstock.store import Made, blobs, made
+from tests.server import toys
 
 MODEL = "toy/parrot"
 
@@ -297,6 +299,38 @@ def test_unloading_is_answered_and_the_model_stays(parrot: Any, keep_alive: Any)
     assert raw["penstock"] == {"kept": "the model stays loaded as long as this server runs"}
     assert [each.model for each in client.ps().models] == [MODEL]
     assert client.chat(MODEL, ask("[hi]"), keep_alive=keep_alive).message.content == "hi"
+
+
+# -- filling in ---------------------------------------------------------------------------------------------------
+
+
+class FillingTokenizer(toys.ToyTokenizer):
+    """Three control characters are the tokens that ask for what stands between two texts."""
+
+    MARKERS = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
+    special_ids = frozenset({1, 2, 3, toys.END})
+
+    def token_text(self, id: int) -> str:
+        return self.MARKERS[id - 1] if 1 <= id <= 3 else super().token_text(id)
+
+    def encode(self, text: str, *, bos: bool = False) -> list[int]:
+        return list(text.encode())
+
+
+class FillingText(toys.ToyText):
+    tokenizer = FillingTokenizer()
+
+
+def test_a_suffix_is_honoured_where_there_are_tokens_for_it(serve: Callable[..., Any]) -> None:
+    with serve(InProcessClient(toys.open_parrot, "parrot"), FillingText(), MODEL) as server:
+        client = sdk(server)
+        told = client.generate(MODEL, "before", suffix="[abcd]")
+        assert told.response == "bcd"  # the toy takes the marker after the suffix for what it has said
+        assert told.prompt_eval_count == len("before[abcd]") + 3
+        assert "insert" in (client.show(MODEL).capabilities or [])
+        for field in ("system", "template"):
+            with pytest.raises(ollama.ResponseError, match=f"suffix: {field} has no place beside it"):
+                client.generate(MODEL, "x", suffix="y", **{field: "{{ .Prompt }}"})  # type: ignore[call-overload]
 
 
 # -- the default model --------------------------------------------------------------------------------------------

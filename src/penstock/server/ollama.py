@@ -59,17 +59,16 @@ async def generate(served: Served, http: HttpRequest) -> Response:
     asked = await read_body(http, Generate, GENERATE_NEUTRAL)
     check(asked)
     served, made = resolve(served, asked.model)
-    served = with_template(served, asked.template or "")
     if not asked.prompt and not asked.suffix:
         return _loaded(generate_line, served, asked)
     asked = with_options(made, asked)
     if asked.suffix:
         turn = await _infill_turn(served, asked)
-    elif asked.raw or (served.text.template is None and not made.messages):
+    elif asked.raw or (served.text.template is None and not (asked.template or made.messages)):
         turn = await _raw_turn(served, asked, "" if asked.raw else made.system)
     else:
         messages = continued(made, asked.system or made.system, [{"role": "user", "content": asked.prompt}])
-        turn = await _turn(served, asked, messages, NO_TOOLS)
+        turn = await _turn(with_template(served, asked.template or ""), asked, messages, NO_TOOLS)
     return await _answer(served, http, asked, turn, generate_line)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 from penstock.text.tokenizer import Tokenizer
@@ -24,6 +25,7 @@ class Infill(NamedTuple):
     ends: tuple[int, ...]
 
 
+@lru_cache(maxsize=8)
 def infill_of(tokenizer: Tokenizer) -> Infill | None:
     special = {tokenizer.token_text(id): id for id in tokenizer.special_ids}
     for markers in _MARKERS:
