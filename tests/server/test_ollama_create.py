@@ -299,6 +299,8 @@ def test_unloading_is_answered_and_the_model_stays(parrot: Any, keep_alive: Any)
     assert raw["penstock"] == {"kept": "the model stays loaded as long as this server runs"}
     assert [each.model for each in client.ps().models] == [MODEL]
     assert client.chat(MODEL, ask("[hi]"), keep_alive=keep_alive).message.content == "hi"
+    with pytest.raises(ollama.ResponseError, match="temperature must be between"):
+        client.generate(MODEL, keep_alive=keep_alive, options={"temperature": -1})
 
 
 # -- filling in ---------------------------------------------------------------------------------------------------

@@ -47,9 +47,9 @@ async def chat(served: Served, http: HttpRequest) -> Response:
     asked = await read_body(http, Chat, NEUTRAL)
     check(asked)
     served, made = resolve(served, asked.model)
+    use = read_tools(asked.tools, None, None)
     if not asked.messages:
         return _loaded(chat_line, served, asked)
-    use = read_tools(asked.tools, None, None)
     messages = continued(made, made.system, read_messages(asked.messages))
     turn = await _turn(served, with_options(made, asked), messages, use)
     return await _answer(served, http, asked, turn, chat_line)
@@ -115,7 +115,8 @@ async def _answer(
 
 def _loaded(line: Callable[..., Line], served: Served, asked: Generation) -> Response:
     """What a client gets that asks for nothing but a model that is loaded, or no longer: as it stays as long as the
-    server runs, the second is told so."""
+    server runs, the second is told so. Wrong options are told of all the same."""
+    read_options(served, asked)
     reason = "unload" if unloads(asked) else "load"
     told = line(Said(""), model=served.name, created_at=now(), done=True, done_reason=reason)
     kept = {"penstock": {"kept": STAYS}} if reason == "unload" else {}
