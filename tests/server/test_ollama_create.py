@@ -134,6 +134,17 @@ def test_a_system_prompt_and_messages_begin_every_chat(parrot: Any) -> None:
     assert client.chat(MODEL, ask("[plain]")).message.content == "plain"
 
 
+def test_a_template_makes_the_prompt(parrot: Any) -> None:
+    client = sdk(parrot)
+    client.create("curt", from_=MODEL, template="{{ .System }}|{{ .Prompt }}>", system="S")
+    assert client.chat("curt", ask("[hi]")).prompt_eval_count == len("S|[hi]>")
+    assert client.generate("curt", "[hi]", template="{{ .System }}{{ .Prompt }}").prompt_eval_count == len("S[hi]")
+    assert client.generate(MODEL, "[hi]", template="<{{ .Prompt }}>").prompt_eval_count == len("<[hi]>")
+    for field in ({"raw": True}, {"think": True}):
+        with pytest.raises(ollama.ResponseError, match="is not supported"):
+            client.generate(MODEL, "[hi]", template="<{{ .Prompt }}>", **field)
+
+
 def test_parameters_are_defaults(parrot: Any) -> None:
     client = sdk(parrot)
     client.create("short", from_=MODEL, parameters={"num_predict": 3, "stop": [","], "num_thread": 2})

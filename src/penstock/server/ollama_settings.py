@@ -3,7 +3,6 @@ the request says itself comes first."""
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, TypeVar
 
 import msgspec
@@ -51,7 +50,7 @@ def serves(served: Served, made: Made) -> bool:
 def with_template(served: Served, template: str) -> Served:
     if not template:
         return served
-    return served._replace(text=dataclasses.replace(served.text, template=TurnTemplate(template)))
+    return served._replace(text=served.text.with_template(TurnTemplate(template)))
 
 
 def with_options(made: Made, asked: G) -> G:
