@@ -59,15 +59,15 @@ class Server:
 
 @contextmanager
 def serving(
-    client: Any, text: Any, name: str, path: Path | None = None, space: Space | None = None
+    client: Any, text: Any, name: str, path: Path | None = None, space: Space | None = None, **settings: Any
 ) -> Iterator[Server]:
     with TemporaryDirectory() as folder:
-        yield from _serving(client, text, name, path, space or Space(Path(folder) / "data"))
+        yield from _serving(client, text, name, path, space=space or Space(Path(folder) / "data"), **settings)
 
 
-def _serving(client: Any, text: Any, name: str, path: Path | None, space: Space) -> Iterator[Server]:
+def _serving(client: Any, text: Any, name: str, path: Path | None, **settings: Any) -> Iterator[Server]:
     listener = bind("127.0.0.1", 0)
-    app = create_app(client, text, name, path, space=space)
+    app = create_app(client, text, name, path, **settings)
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=5))
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
     thread.start()

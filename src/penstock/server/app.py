@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import uvicorn
@@ -34,15 +34,15 @@ from penstock.server.errors import answer_bug, answer_error, answer_http_error, 
 from penstock.server.metrics import Metrics
 from penstock.server.ollama import chat, generate
 from penstock.server.ollama_embed import embed, embed_old
+from penstock.server.ollama_made import copy, create, has_blob, upload
 from penstock.server.ollama_models import (
     delete,
     greet,
-    has_blob,
     list_stored,
     pull,
+    push,
     running,
     show,
-    unable,
     version,
 )
 from penstock.server.openai_batches import Batches
@@ -54,12 +54,22 @@ from penstock.server.served import Served
 from penstock.server.tokens import apply_template, detokenize, tokenize
 from penstock.text import Text
 
+if TYPE_CHECKING:
+    from penstock.server.tracing import Traces
+
 DRAIN = 30  # seconds that answers under way have when the server is asked to stop
 
 Endpoint = Callable[[Served, Request], Awaitable[Response]]
 
 
-def create_app(client: EngineClient, text: Text, name: str, path: Path | None = None, space: Space = SPACE) -> ASGIApp:
+def create_app(
+    client: EngineClient,
+    text: Text,
+    name: str,
+    path: Path | None = None,
+    space: Space = SPACE,
+    traces: Traces | None = None,
+) -> ASGIApp:
     """Serves `client`'s engine as `name`; starts the client when it starts and closes it when it ends. `path` is where
     the model's files are, for clients that ask what it is; `space` is for files and batches."""
     served = Served(client, text, name, int(time.time()), Metrics(client, name), path)
@@ -83,6 +93,8 @@ def create_app(client: EngineClient, text: Text, name: str, path: Path | None = 
         finally:
             await responses.close()
             await client.close()
+            if traces is not None:
+                await asyncio.to_thread(traces.close)
 
     app = Starlette(
         routes=[
@@ -108,11 +120,11 @@ def create_app(client: EngineClient, text: Text, name: str, path: Path | None = 
             route("/api/delete", delete, "DELETE"),
             route("/api/embed", embed, "POST"),
             route("/api/embeddings", embed_old, "POST"),
-            route("/api/create", unable, "POST"),
-            route("/api/copy", unable, "POST"),
-            route("/api/push", unable, "POST"),
+            route("/api/create", create, "POST"),
+            route("/api/copy", copy, "POST"),
+            route("/api/push", push, "POST"),
             route("/api/blobs/{digest}", has_blob, "HEAD"),
-            route("/api/blobs/{digest}", unable, "POST"),
+            route("/api/blobs/{digest}", upload, "POST"),
             route("/v1/responses", responses.create, "POST"),
             route("/v1/responses/input_tokens", responses.input_tokens, "POST"),
             route("/v1/responses/{id}", responses.retrieve, "GET"),
@@ -138,7 +150,7 @@ def create_app(client: EngineClient, text: Text, name: str, path: Path | None = 
         },
         lifespan=lifespan,
     )
-    return RequestIds(app)
+    return RequestIds(app if traces is None else traces.around(app, served.metrics, name))
 
 
 def serve(
@@ -149,12 +161,13 @@ def serve(
     port: int,
     path: Path | None = None,
     space: Space = SPACE,
+    traces: Traces | None = None,
 ) -> None:
     """Serves until interrupted. The port is taken first and the engine started next, so that what is wrong with
     either is said at once; the vocabulary is read meanwhile. Answers under way are finished before the engine is
     closed."""
     with suppress(KeyboardInterrupt):
-        _run(_serve(client, load_text, name, bind(host, port), path, space))
+        _run(_serve(client, load_text, name, bind(host, port), path, space, traces))
 
 
 def _run(main: Coroutine[Any, Any, None]) -> None:
@@ -173,6 +186,7 @@ async def _serve(
     listener: socket.socket,
     path: Path | None,
     space: Space,
+    traces: Traces | None,
 ) -> None:
     loading = asyncio.create_task(asyncio.to_thread(load_text))
     hello = await client.start()
@@ -184,12 +198,8 @@ async def _serve(
     gc.collect()
     gc.freeze()  # the vocabulary and all code stay: looking through them again took a sixteenth of a stream's time
     listener.listen()  # whoever reads the line below may connect at once
-    config = uvicorn.Config(
-        create_app(client, text, name, path, space=space),
-        log_config=None,
-        access_log=False,
-        timeout_graceful_shutdown=DRAIN,
-    )
+    app = create_app(client, text, name, path, space, traces)
+    config = uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=DRAIN)
     host, port = listener.getsockname()[:2]
     where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     print(f"serving {name} on http://{where} (engine process {hello.pid})", file=sys.stderr, flush=True)
