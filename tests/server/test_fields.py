@@ -208,7 +208,8 @@ OLLAMA_GENERATE: list[Row] = [
     ("system", "s", HONOURED),
     ("suffix", "", NEUTRAL),
     ("suffix", "end", FAILS),
-    ("template", "{{ .Prompt }}", FAILS),
+    ("template", "{{ .Prompt }}", HONOURED),
+    ("template", "{{ call .Prompt }}", FAILS),
     ("images", ["aGk="], FAILS),
     ("context", [1, 2], FAILS),
 ]

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import uvicorn
@@ -35,15 +35,15 @@ from penstock.server.metrics import Metrics
 from penstock.server.notes import begin_notes
 from penstock.server.ollama import chat, generate
 from penstock.server.ollama_embed import embed, embed_old
+from penstock.server.ollama_made import copy, create, has_blob, upload
 from penstock.server.ollama_models import (
     delete,
     greet,
-    has_blob,
     list_stored,
     pull,
+    push,
     running,
     show,
-    unable,
     version,
 )
 from penstock.server.openai_batches import Batches
@@ -54,6 +54,9 @@ from penstock.server.responses import Responses
 from penstock.server.served import Served
 from penstock.server.tokens import apply_template, detokenize, tokenize
 from penstock.text import Text
+
+if TYPE_CHECKING:
+    from penstock.server.tracing import Traces
 
 DRAIN = 30  # seconds that answers under way have when the server is asked to stop
 
@@ -66,6 +69,7 @@ def create_app(
     name: str,
     path: Path | None = None,
     space: Space = SPACE,
+    traces: Traces | None = None,
     lenient: bool = False,
 ) -> ASGIApp:
     """Serves `client`'s engine as `name`; starts the client when it starts and closes it when it ends. `path` is where
@@ -93,6 +97,8 @@ def create_app(
         finally:
             await responses.close()
             await client.close()
+            if traces is not None:
+                await asyncio.to_thread(traces.close)
 
     app = Starlette(
         routes=[
@@ -118,11 +124,11 @@ def create_app(
             route("/api/delete", delete, "DELETE"),
             route("/api/embed", embed, "POST"),
             route("/api/embeddings", embed_old, "POST"),
-            route("/api/create", unable, "POST"),
-            route("/api/copy", unable, "POST"),
-            route("/api/push", unable, "POST"),
+            route("/api/create", create, "POST"),
+            route("/api/copy", copy, "POST"),
+            route("/api/push", push, "POST"),
             route("/api/blobs/{digest}", has_blob, "HEAD"),
-            route("/api/blobs/{digest}", unable, "POST"),
+            route("/api/blobs/{digest}", upload, "POST"),
             route("/v1/responses", responses.create, "POST"),
             route("/v1/responses/input_tokens", responses.input_tokens, "POST"),
             route("/v1/responses/{id}", responses.retrieve, "GET"),
@@ -148,7 +154,7 @@ def create_app(
         },
         lifespan=lifespan,
     )
-    return RequestIds(app)
+    return RequestIds(app if traces is None else traces.around(app, served.metrics, name))
 
 
 def serve(
@@ -159,13 +165,14 @@ def serve(
     port: int,
     path: Path | None = None,
     space: Space = SPACE,
+    traces: Traces | None = None,
     lenient: bool = False,
 ) -> None:
     """Serves until interrupted. The port is taken first and the engine started next, so that what is wrong with
     either is said at once; the vocabulary is read meanwhile. Answers under way are finished before the engine is
     closed."""
     with suppress(KeyboardInterrupt):
-        _run(_serve(client, load_text, name, bind(host, port), path, space, lenient))
+        _run(_serve(client, load_text, name, bind(host, port), path, space, traces, lenient))
 
 
 def _run(main: Coroutine[Any, Any, None]) -> None:
@@ -184,6 +191,7 @@ async def _serve(
     listener: socket.socket,
     path: Path | None,
     space: Space,
+    traces: Traces | None,
     lenient: bool,
 ) -> None:
     loading = asyncio.create_task(asyncio.to_thread(load_text))
@@ -196,7 +204,7 @@ async def _serve(
     gc.collect()
     gc.freeze()  # the vocabulary and all code stay: looking through them again took a sixteenth of a stream's time
     listener.listen()  # whoever reads the line below may connect at once
-    app = create_app(client, text, name, path, space, lenient)
+    app = create_app(client, text, name, path, space, traces, lenient)
     config = uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=DRAIN)
     host, port = listener.getsockname()[:2]
     where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

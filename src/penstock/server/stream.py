@@ -28,12 +28,12 @@ async def deltas(
     """One request's text as it comes, with the special tokens that are `shown`. Leaving early, or a stop string, aborts
     the request in the engine."""
     text = TextStream(served.text.tokenizer, request.sampling.stop, continuing=continuing, shown=shown)
-    with Watch(served.metrics) as watch:
+    with Watch(served.metrics, request) as watch:
         async with aclosing(served.client.submit(request)) as steps:
             async for events in steps:
                 delta = read_step(text, events)
                 if delta.tokens:
-                    watch.tokens(len(delta.tokens))
+                    watch.tokens(len(delta.tokens), delta.cached)
                 if delta.finish:
                     watch.reason = delta.finish
                     if request.explain and delta.report is None:
