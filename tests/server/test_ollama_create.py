@@ -341,6 +341,11 @@ def test_a_suffix_is_honoured_where_there_are_tokens_for_it(serve: Callable[...,
         assert told.response == "bcd"  # the toy takes the marker after the suffix for what it has said
         assert told.prompt_eval_count == len("before[abcd]") + 3
         assert "insert" in (client.show(MODEL).capabilities or [])
+        asked = {"model": MODEL, "prompt": ["before", "and "], "suffix": "[abcd]"}
+        texts = [choice["text"] for choice in server.post("/v1/completions", **asked).json()["choices"]]
+        assert texts == ["bcd", "bcd"]
+        echo = server.post("/v1/completions", **asked, echo=True).json()["error"]
+        assert (echo["param"], "no place beside it" in echo["message"]) == ("suffix", True)
         for field in ("system", "template"):
             with pytest.raises(ollama.ResponseError, match=f"suffix: {field} has no place beside it"):
                 client.generate(MODEL, "x", suffix="y", **{field: "{{ .Prompt }}"})  # type: ignore[call-overload]

@@ -69,6 +69,9 @@ def test_other_engines_names_say_the_same(parrot: Any) -> None:
         ("penstock_time_to_first_token_seconds_sum", "vllm:time_to_first_token_seconds_sum", None),
         ("penstock_inter_token_seconds_count", "vllm:inter_token_latency_seconds_count", None),
         ("penstock_request_seconds_count", "vllm:e2e_request_latency_seconds_count", None),
+        ("penstock_request_queue_seconds_count", "vllm:request_queue_time_seconds_count", None),
+        ("penstock_request_prefill_seconds_sum", "vllm:request_prefill_time_seconds_sum", None),
+        ("penstock_request_decode_seconds_sum", "vllm:request_decode_time_seconds_sum", None),
     ):
         assert all[vllm, theirs] == all[ours, ()] > 0
         assert llamacpp is None or all[llamacpp, ()] == all[ours, ()]

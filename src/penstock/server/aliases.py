@@ -30,6 +30,9 @@ RENAMED = {  # ours: theirs, by the name without _total
     "penstock_inter_token_seconds": ["vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds"],
     "penstock_request_token_seconds": ["vllm:request_time_per_output_token_seconds"],
     "penstock_request_seconds": ["vllm:e2e_request_latency_seconds"],
+    "penstock_request_queue_seconds": ["vllm:request_queue_time_seconds"],
+    "penstock_request_prefill_seconds": ["vllm:request_prefill_time_seconds"],
+    "penstock_request_decode_seconds": ["vllm:request_decode_time_seconds"],
     "penstock_request_prompt_tokens": ["vllm:request_prompt_tokens"],
     "penstock_request_generated_tokens": ["vllm:request_generation_tokens"],
     "penstock_request_max_tokens": ["vllm:request_max_num_generation_tokens", "vllm:request_params_max_tokens"],
@@ -52,6 +55,9 @@ BUCKETS = {  # of those of ours that have more
     "penstock_inter_token_seconds": INTER_TOKEN,
     "penstock_request_token_seconds": INTER_TOKEN,
     "penstock_request_seconds": REQUEST,
+    "penstock_request_queue_seconds": REQUEST,
+    "penstock_request_prefill_seconds": REQUEST,
+    "penstock_request_decode_seconds": REQUEST,
 }
 LABELS = {"reason": "finished_reason", "blocks": "num_gpu_blocks"}
 

@@ -18,12 +18,13 @@ from penstock import __version__
 from penstock.ipc.client import EngineClient
 from penstock.server import aliases
 from penstock.server.aliases import Aliases
-from penstock.types import STEP_SIZES, Request
+from penstock.types import STEP_SIZES, Report, Request
 
 # Ours, and those of the dashboards that the aliases are for.
 FAST = sorted({0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, *aliases.INTER_TOKEN})
 SOON = sorted({0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0, *aliases.FIRST_TOKEN})
 SLOW = sorted({0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0, *aliases.REQUEST})
+BY_ITSELF = "of a request that the engine ended: no stop string did, and nobody left"
 
 
 class Ended(NamedTuple):
@@ -37,6 +38,7 @@ class Ended(NamedTuple):
     ended: float
     generated: int
     cached: int
+    report: Report | None = None  # the engine's own, where that ended it
 
 
 class Metrics:
@@ -48,6 +50,9 @@ class Metrics:
         self.inter_token = Distribution("inter_token_seconds", "Between one token of a request and the next", FAST)
         self.mean_token = Distribution("request_token_seconds", "A request's mean time from token to token", FAST)
         self.request = Distribution("request_seconds", "From asking the engine to the end of the answer", SLOW)
+        self.queued = Distribution("request_queue_seconds", f"From its coming to its first step, {BY_ITSELF}", SLOW)
+        self.prefill = Distribution("request_prefill_seconds", f"From there to its first token, {BY_ITSELF}", SLOW)
+        self.decode = Distribution("request_decode_seconds", f"From there to its end, {BY_ITSELF}", SLOW)
         self.prompt = Distribution("request_prompt_tokens", "Tokens of a request's prompt", aliases.TOKENS)
         self.generated = Distribution("request_generated_tokens", "Tokens of a request's answer", aliases.TOKENS)
         self.most = Distribution("request_max_tokens", "Tokens that a request's answer could have", aliases.TOKENS)
@@ -69,6 +74,10 @@ class Metrics:
         self.generated.observe(ended.generated)
         if ended.generated > 1:
             self.mean_token.observe((ended.last - ended.first) / (ended.generated - 1))
+        if ended.report is not None:
+            self.queued.observe(ended.report.queued)
+            self.prefill.observe(ended.report.prefill)
+            self.decode.observe(ended.report.decode)
         for hear in self.listeners:
             hear(ended)
 
@@ -99,6 +108,7 @@ class Watch:
 
     def __init__(self, metrics: Metrics, request: Request) -> None:
         self.reason = "abort"
+        self.report: Report | None = None
         self._metrics = metrics
         self._request = request
         self._began = perf_counter()
@@ -121,7 +131,7 @@ class Watch:
     def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
         reason = "error" if kind is not None and issubclass(kind, Exception) else self.reason
         times = (self._began, self._first, self._last, perf_counter())
-        self._metrics.end(Ended(self._request, reason, *times, self._generated, self._cached))
+        self._metrics.end(Ended(self._request, reason, *times, self._generated, self._cached, self.report))
 
 
 class EngineNumbers:

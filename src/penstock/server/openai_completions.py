@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -17,25 +18,24 @@ from penstock.server.openai import (
     NEUTRAL,
     Fields,
     Head,
-    Neutral,
     Tally,
     Usage,
     new_head,
     read_fields,
     sampling,
     told_logprob,
+    unsupported,
 )
 from penstock.server.openai_request import request_of, shown_special, taken
 from penstock.server.reply import Plain, encode, reply
 from penstock.server.served import Served, off_loop
 from penstock.server.stream import deltas, together
 from penstock.text import Delta, Tokenizer
+from penstock.text.infill import infill_of, infill_prompt
 from penstock.types import Request, TokenLogprob
 
 MAX_CHOICES = 1024
 DEFAULT_TOKENS = 16  # OpenAI's
-COMPLETIONS_NEUTRAL: Neutral = NEUTRAL | {"suffix": ("",)}
-
 utf8_decoder = codecs.getincrementaldecoder("utf-8")
 
 
@@ -44,6 +44,7 @@ class Completions(Fields):
     echo: bool | None = None
     logprobs: int | None = None
     best_of: Annotated[int, Meta(ge=1, le=128)] | None = None
+    suffix: str | None = None
 
     @property
     def choices(self) -> int:
@@ -61,13 +62,17 @@ class Prompt(NamedTuple):
 
 
 async def completions(served: Served, http: HttpRequest) -> Response:
-    asked = await read_fields(http, Completions, COMPLETIONS_NEUTRAL)
+    asked = await read_fields(http, Completions, NEUTRAL)
     served.check_model(asked.model)
     _check(asked)
     scores = asked.logprobs if asked.echo else None
     logprobs = 0 if asked.selective and asked.logprobs is None else asked.logprobs
     params = sampling(served, asked, max_tokens=asked.max_tokens, logprobs=logprobs, prompt_logprobs=scores)
-    prompts = [_cut(served, asked, prompt) for prompt in await encode_prompts(served, _prompts(asked))]
+    if asked.suffix:
+        prompts, ends = await _infill(served, asked, asked.suffix)
+        params = [replace(each, stop_token_ids=(*each.stop_token_ids, *ends)) for each in params]
+    else:
+        prompts = [_cut(served, asked, prompt) for prompt in await encode_prompts(served, _prompts(asked))]
     requests = [request_of(served, asked, ids, each, "prompt", DEFAULT_TOKENS) for ids, _ in prompts for each in params]
     for ids, _ in prompts:
         served.check_ids(ids, "prompt")
@@ -119,6 +124,19 @@ def separate(given: str | list[str | int | list[int]], param: str) -> list[str |
             param=param,
         )
     return [*texts, *lists]
+
+
+async def _infill(served: Served, asked: Completions, after: str) -> tuple[list[Prompt], tuple[int, ...]]:
+    """Prompts that ask for the text between each and the suffix, and the tokens that end it."""
+    tokenizer, infill = served.text.tokenizer, infill_of(served.text.tokenizer)
+    texts = [prompt for prompt in _prompts(asked) if isinstance(prompt, str)]
+    if infill is None or not texts:
+        raise unsupported("suffix", after)
+    if asked.echo or asked.truncate_prompt_tokens is not None:
+        raise InvalidRequest("suffix: echo and truncate_prompt_tokens have no place beside it", param="suffix")
+    size = sum(map(len, texts)) + len(after) * len(texts)
+    ids = await off_loop(size, lambda: [infill_prompt(tokenizer, infill, text, after) for text in texts])
+    return [Prompt(each, text) for each, text in zip(ids, texts, strict=True)], infill.ends
 
 
 def _cut(served: Served, asked: Completions, prompt: Prompt) -> Prompt:

@@ -38,6 +38,7 @@ async def deltas(
                     watch.reason = delta.finish
                     if request.explain and delta.report is None:
                         delta = delta._replace(report=await _report(served.client, request.id, steps))
+                    watch.report = delta.report
                 yield choice, delta
                 if delta.finish:
                     return
