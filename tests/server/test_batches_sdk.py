@@ -21,7 +21,7 @@ import pytest
 
 from penstock.ipc.inprocess import InProcessClient
 from penstock.server import Space, batch_lines, batch_records, batch_run, openai_batches
-from penstock.server.ask import GIVE_WAY, Behind
+from penstock.server.ask import BEHIND, GIVE_WAY, Behind
 from penstock.server.batch_lines import entries
 from penstock.types import Event, Request, SamplingParams, Stats
 from tests.server import toys
@@ -303,7 +303,7 @@ def test_while_clients_are_served_few_rows_are_taken() -> None:
         watched.over.set()
         await reading
         assert {request.id for request in watched.asked} == set(range(20))
-        assert {request.priority for request in watched.asked} == {1}
+        assert {request.priority for request in watched.asked} == {BEHIND}
 
     asyncio.run(scenario())
 
