@@ -4,6 +4,9 @@ PenstockError                 code, message; one line, no traceback at the comma
 ├── InvalidRequest            the caller sent something that cannot be done       HTTP 400
 │   ├── ContextTooLong        prompt and answer do not fit in the context
 │   └── InvalidGrammar        a schema, regex or grammar that answers cannot be held to
+├── Unauthorized              a key is needed, and none or a wrong one was sent    HTTP 401
+├── Forbidden                 the key is good, but not for this                   HTTP 403
+├── RateLimited               the key's limit is met for now                      HTTP 429
 ├── ModelNotFound             no such model, here or at its source                HTTP 404
 ├── ModelError                the model's files are damaged or not supported
 │   ├── MalformedFile         truncated, wrong magic, offsets outside the file ...
@@ -12,6 +15,7 @@ PenstockError                 code, message; one line, no traceback at the comma
 ├── ConfigError               settings that cannot work together or on this machine
 ├── StepFailed                the step that computed a request failed             HTTP 500
 │   └── OutOfMemory           there was no memory for it
+├── Overloaded                as many wait already as may                         HTTP 503
 └── EngineUnavailable         the engine process is starting, restarting or gone  HTTP 503
 
 A message says what happened, what was got and what to do.
@@ -48,6 +52,22 @@ class InvalidGrammar(InvalidRequest):
     code = "invalid_grammar"
 
 
+class Unauthorized(PenstockError):
+    code = "invalid_api_key"
+
+
+class Forbidden(PenstockError):
+    code = "permission_denied"
+
+
+class RateLimited(PenstockError):
+    code = "rate_limit_exceeded"
+
+    def __init__(self, message: str, *, retry_after: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after  # seconds
+
+
 class ModelNotFound(PenstockError):
     code = "model_not_found"
 
@@ -78,6 +98,10 @@ class StepFailed(PenstockError):
 
 class OutOfMemory(StepFailed):
     code = "out_of_memory"
+
+
+class Overloaded(PenstockError):
+    code = "overloaded"
 
 
 class EngineUnavailable(PenstockError):

@@ -104,7 +104,7 @@ def test_version_and_help(penstock: Penstock) -> None:
     assert penstock("--version") == (0, f"penstock {__version__}\n", "")
     code, out, _ = penstock("--help")
     assert code == 0
-    for command in ("run", "chat", "serve", "pull", "list", "show", "rm", "plan", "bench", "doctor"):
+    for command in ("run", "chat", "serve", "pull", "list", "show", "rm", "plan", "bench", "doctor", "keys add"):
         assert f"\n  {command} " in out
         code, page, _ = penstock(command, "--help")
         assert code == 0

@@ -19,7 +19,9 @@ from penstock.config import Config
 from penstock.ipc.inprocess import InProcessClient
 from penstock.ipc.spawn import ProcessClient
 from penstock.server import create_app
-from penstock.server.app import bind
+from penstock.server.app import OPEN_TO_ALL, bind
+from penstock.server.guard import Rules
+from penstock.server.protocol import BoundedProtocol
 from tests.server import toys
 
 WAIT = 30.0
@@ -57,10 +59,13 @@ class Server:
 
 
 @contextmanager
-def serving(client: Any, text: Any, name: str, path: Path | None = None) -> Iterator[Server]:
+def serving(
+    client: Any, text: Any, name: str, path: Path | None = None, rules: Rules = OPEN_TO_ALL
+) -> Iterator[Server]:
     listener = bind("127.0.0.1", 0)
-    app = create_app(client, text, name, path)
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=5))
+    app = create_app(client, text, name, path, rules)
+    config = uvicorn.Config(app, http=BoundedProtocol, log_config=None, timeout_graceful_shutdown=5)
+    server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
     thread.start()
     serving = Server(f"http://127.0.0.1:{listener.getsockname()[1]}", client)

@@ -24,11 +24,21 @@ def serve(
     quantize: options.Quantize = "",
     kv: options.Kv = "auto",
     kv_memory: options.KvMemory = 0,
+    keys: Annotated[
+        str, Option(help="A file of API keys (penstock keys add): no one else is let in.", env="PENSTOCK_KEYS")
+    ] = "",
+    cors: Annotated[
+        list[str] | None, Option(help="An origin whose web pages may use it, such as https://example.org; repeat it.")
+    ] = None,
+    max_waiting: Annotated[
+        int | None, Option(least=0, help="Requests that may wait; more are refused (503). By default 16 for each row.")
+    ] = None,
 ) -> None:
     """Serve a model over HTTP, as OpenAI's API.
 
       penstock serve
       penstock serve ./model.gguf --port 9000 --max-len 4096
+      penstock serve --host 0.0.0.0 --keys ~/.config/penstock/keys.json
       curl http://127.0.0.1:8000/v1/chat/completions -H 'content-type: application/json' \\
         -d '{"model": "smollm2", "messages": [{"role": "user", "content": "Hello"}]}'
 
@@ -42,6 +52,7 @@ def serve(
     from penstock.ipc.spawn import ProcessClient
     from penstock.model.load import load_text
     from penstock.server import serve as listen
+    from penstock.server.guard import Rules
 
     called = name or _short_name(model, path)
     config = Config(
@@ -56,7 +67,8 @@ def serve(
         kv=kv,
         kv_memory=kv_memory,
     )
-    listen(ProcessClient(config), partial(load_text, path), called, host, port, path)
+    rules = Rules(Path(keys).expanduser() if keys else None, tuple(cors or ()), max_waiting)
+    listen(ProcessClient(config), partial(load_text, path), called, host, port, path, rules)
 
 
 def _short_name(model: str, path: Path) -> str:

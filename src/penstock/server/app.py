@@ -28,6 +28,7 @@ from penstock.errors import ConfigError, PenstockError
 from penstock.ipc.client import EngineClient
 from penstock.server.anthropic import count_tokens, messages
 from penstock.server.errors import answer_bug, answer_error, answer_http_error, answer_left
+from penstock.server.guard import Rules, check, guarded
 from penstock.server.metrics import Metrics
 from penstock.server.ollama import chat, generate
 from penstock.server.ollama_models import (
@@ -44,19 +45,23 @@ from penstock.server.ollama_models import (
 )
 from penstock.server.openai_chat import chat_completions
 from penstock.server.openai_completions import completions
+from penstock.server.protocol import BoundedProtocol
 from penstock.server.served import Served
 from penstock.server.tokens import apply_template, detokenize, tokenize
 from penstock.text import Text
 
 DRAIN = 30  # seconds that answers under way have when the server is asked to stop
+OPEN_TO_ALL = Rules()
 
 Endpoint = Callable[[Served, Request], Awaitable[Response]]
 
 
-def create_app(client: EngineClient, text: Text, name: str, path: Path | None = None) -> ASGIApp:
+def create_app(
+    client: EngineClient, text: Text, name: str, path: Path | None = None, rules: Rules = OPEN_TO_ALL
+) -> ASGIApp:
     """Serves `client`'s engine as `name`; starts the client when it starts and closes it when it ends. `path` is where
     the model's files are, for clients that ask what it is."""
-    served = Served(client, text, name, int(time.time()), Metrics(client, name), path)
+    served = Served(client, text, name, int(time.time()), Metrics(client, name), path, rules.max_waiting)
 
     def route(path: str, endpoint: Endpoint, method: str) -> Route:
         async def call(request: Request) -> Response:
@@ -110,17 +115,25 @@ def create_app(client: EngineClient, text: Text, name: str, path: Path | None = 
         },
         lifespan=lifespan,
     )
-    return RequestIds(app)
+    return RequestIds(guarded(app, served, rules))
 
 
 def serve(
-    client: EngineClient, load_text: Callable[[], Text], name: str, host: str, port: int, path: Path | None = None
+    client: EngineClient,
+    load_text: Callable[[], Text],
+    name: str,
+    host: str,
+    port: int,
+    path: Path | None = None,
+    rules: Rules = OPEN_TO_ALL,
 ) -> None:
     """Serves until interrupted. The port is taken first and the engine started next, so that what is wrong with
     either is said at once; the vocabulary is read meanwhile. Answers under way are finished before the engine is
     closed."""
     with suppress(KeyboardInterrupt):
-        _run(_serve(client, load_text, name, bind(host, port), path))
+        listener = bind(host, port)
+        check(rules, listener.getsockname()[0])
+        _run(_serve(client, load_text, name, listener, path, rules))
 
 
 def _run(main: Coroutine[Any, Any, None]) -> None:
@@ -133,7 +146,12 @@ def _run(main: Coroutine[Any, Any, None]) -> None:
 
 
 async def _serve(
-    client: EngineClient, load_text: Callable[[], Text], name: str, listener: socket.socket, path: Path | None
+    client: EngineClient,
+    load_text: Callable[[], Text],
+    name: str,
+    listener: socket.socket,
+    path: Path | None,
+    rules: Rules,
 ) -> None:
     loading = asyncio.create_task(asyncio.to_thread(load_text))
     hello = await client.start()
@@ -145,8 +163,9 @@ async def _serve(
     gc.collect()
     gc.freeze()  # the vocabulary and all code stay: looking through them again took a sixteenth of a stream's time
     listener.listen()  # whoever reads the line below may connect at once
+    app = create_app(client, text, name, path, rules)
     config = uvicorn.Config(
-        create_app(client, text, name, path), log_config=None, access_log=False, timeout_graceful_shutdown=DRAIN
+        app, http=BoundedProtocol, log_config=None, access_log=False, timeout_graceful_shutdown=DRAIN
     )
     host, port = listener.getsockname()[:2]
     where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

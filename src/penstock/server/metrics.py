@@ -11,8 +11,10 @@ from typing import Self
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from penstock.ipc.client import EngineClient
+from penstock.server.accounts import ACCOUNT
 from penstock.server.aliases import Aliases
 
 FAST = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
@@ -33,6 +35,11 @@ class Metrics:
         )
         sources = (engine, self.first_token, self.inter_token, self.request, self.finished)
         self._registry.register(Aliases(sources, model))
+
+        self.watched = 0  # requests under way
+
+    def register(self, collector: Collector) -> None:
+        self._registry.register(collector)
 
     def render(self) -> bytes:
         return generate_latest(self._registry)
@@ -62,14 +69,17 @@ class Intervals:
 class Watch:
     """Times one request from here to its end: a finish reason, an error, or a caller that left."""
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: Metrics, prompt: int) -> None:
         self.reason = "abort"
         self._metrics = metrics
+        self._prompt = prompt
+        self._generated = 0
         self._began = perf_counter()
         self._last = 0.0  # of the latest token; 0: none yet
 
     def tokens(self, count: int) -> None:
         now = perf_counter()
+        self._generated += count
         if self._last:
             self._metrics.inter_token.observe((now - self._last) / count)
         else:
@@ -77,9 +87,16 @@ class Watch:
         self._last = now
 
     def __enter__(self) -> Self:
+        self._metrics.watched += 1
+        self._account = ACCOUNT.get()
+        if self._account is not None:
+            self._account.charge("prompt", self._prompt)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
+        self._metrics.watched -= 1
+        if self._account is not None:
+            self._account.charge("generated", self._generated)
         failed = kind is not None and issubclass(kind, Exception)
         self._metrics.request.observe(perf_counter() - self._began)
         self._metrics.finished.labels("error" if failed else self.reason).inc()

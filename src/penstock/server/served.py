@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Sequence
+from math import inf
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from penstock.errors import EngineUnavailable, InvalidRequest, ModelNotFound
+from penstock.errors import EngineUnavailable, InvalidRequest, ModelNotFound, Overloaded
 from penstock.ipc.client import EngineClient
 from penstock.server.metrics import Metrics
 from penstock.text import Text, make_request
@@ -15,6 +16,7 @@ from penstock.types import Limits, Request, SamplingParams
 
 T = TypeVar("T")
 
+WAITING = 16  # requests that may wait for each one computed, unless another number is asked for
 OFF_LOOP = 4096  # characters: encoding more than this would hold up every other stream
 
 
@@ -25,12 +27,25 @@ class Served(NamedTuple):
     created: int  # seconds since 1970
     metrics: Metrics
     path: Path | None = None  # of the model's files, where they are known
+    max_waiting: int | None = None  # requests beyond those computed at once; None: in proportion to those
 
     @property
     def limits(self) -> Limits:
         if self.client.hello is None:
             raise EngineUnavailable(self.client.trouble)
         return self.client.hello.limits
+
+    @property
+    def places(self) -> float:
+        """How many requests may be here, computed and waiting; without an engine all are answered at once."""
+        if self.client.hello is None:
+            return inf
+        rows = self.client.hello.limits.max_rows
+        return rows + (WAITING * rows if self.max_waiting is None else self.max_waiting)
+
+    def check_place(self) -> None:
+        if self.metrics.watched >= self.places:
+            raise Overloaded(f"{self.metrics.watched} answers are under way, as many as may be: try again soon")
 
     def check_model(self, name: str) -> None:
         if name != self.name:

@@ -26,7 +26,8 @@ async def deltas(
     """One request's text as it comes, with the special tokens that are `shown`. Leaving early, or a stop string, aborts
     the request in the engine."""
     text = TextStream(served.text.tokenizer, request.sampling.stop, continuing=continuing, shown=shown)
-    with Watch(served.metrics) as watch:
+    served.check_place()
+    with Watch(served.metrics, len(request.prompt)) as watch:
         async with aclosing(served.client.submit(request)) as steps:
             async for events in steps:
                 delta = read_step(text, events)
