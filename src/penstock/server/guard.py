@@ -6,6 +6,7 @@ import asyncio
 import ipaddress
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,6 +24,7 @@ from penstock.server.served import Served
 MAX_URL = 8192  # bytes
 BODY_SECONDS = 20.0  # that a body may take in any case; and besides, a second for every
 BODY_RATE = 4096  # bytes of it
+MAX_BODIES = 512 * 2**20  # bytes of all requests under way
 
 
 class Rules(NamedTuple):
@@ -69,6 +71,7 @@ class Guard:
         self._app = app
         self._served = served
         self._running = 0
+        self._held = 0  # bytes of the bodies of those
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -79,11 +82,18 @@ class Guard:
         except PenstockError as error:
             return await told(Request(scope), error, status_of(error), headers_of(error))(scope, receive, send)
         counted = scope["method"] not in READING
+        body = Body(receive, self._hold)
         self._running += counted
         try:
-            await self._app(scope, Body(receive), send)
+            await self._app(scope, body, send)
         finally:
             self._running -= counted
+            self._held -= body.size
+
+    def _hold(self, size: int) -> None:
+        self._held += size
+        if self._held > MAX_BODIES:
+            raise Overloaded(f"the bodies of all requests under way have {self._held} bytes: try again soon")
 
     def _check_line(self, scope: Scope) -> None:
         if scope["method"] not in READING and self._running >= self._served.places:
@@ -99,8 +109,10 @@ def _check_url(scope: Scope) -> None:
 class Body:
     """Receives a request's body, and gives up on one that comes too slowly."""
 
-    def __init__(self, receive: Receive) -> None:
+    def __init__(self, receive: Receive, hold: Callable[[int], None]) -> None:
+        self.size = 0
         self._receive = receive
+        self._hold = hold
         self._deadline = asyncio.get_running_loop().time() + BODY_SECONDS
         self._whole = False
 
@@ -115,6 +127,9 @@ class Body:
                 f"the body comes too slowly: it has {BODY_SECONDS:g} seconds and one more for every {BODY_RATE} bytes",
                 code="request_timeout",
             ) from None
-        self._deadline += len(message.get("body", b"")) / BODY_RATE
+        size = len(message.get("body", b""))
+        self.size += size
+        self._deadline += size / BODY_RATE
         self._whole = not message.get("more_body")
+        self._hold(size)
         return message
