@@ -19,8 +19,7 @@ from penstock.config import Config
 from penstock.ipc.inprocess import InProcessClient
 from penstock.ipc.spawn import ProcessClient
 from penstock.server import create_app
-from penstock.server.app import OPEN_TO_ALL, bind
-from penstock.server.guard import Rules
+from penstock.server.app import bind
 from penstock.server.protocol import BoundedProtocol
 from tests.server import toys
 
@@ -59,11 +58,9 @@ class Server:
 
 
 @contextmanager
-def serving(
-    client: Any, text: Any, name: str, path: Path | None = None, rules: Rules = OPEN_TO_ALL
-) -> Iterator[Server]:
+def serving(client: Any, text: Any, name: str, path: Path | None = None, **settings: Any) -> Iterator[Server]:
     listener = bind("127.0.0.1", 0)
-    app = create_app(client, text, name, path, rules)
+    app = create_app(client, text, name, path, **settings)
     config = uvicorn.Config(app, http=BoundedProtocol, log_config=None, timeout_graceful_shutdown=5)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)

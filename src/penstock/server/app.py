@@ -165,7 +165,7 @@ async def _serve(
     listener.listen()  # whoever reads the line below may connect at once
     app = create_app(client, text, name, path, rules)
     config = uvicorn.Config(
-        app, http=BoundedProtocol, log_config=None, access_log=False, timeout_graceful_shutdown=DRAIN
+        app, http=BoundedProtocol, ws="none", log_config=None, access_log=False, timeout_graceful_shutdown=DRAIN
     )
     host, port = listener.getsockname()[:2]
     where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -18,13 +18,14 @@ from penstock.keys import Keyring, read
 from penstock.server.access import READING, Access
 from penstock.server.accounts import Accounts
 from penstock.server.errors import headers_of, status_of, told
+from penstock.server.openai import MAX_BODY
 from penstock.server.origins import Origins, check_origins
 from penstock.server.served import Served
 
 MAX_URL = 8192  # bytes
 BODY_SECONDS = 20.0  # that a body may take in any case; and besides, a second for every
 BODY_RATE = 4096  # bytes of it
-MAX_BODIES = 512 * 2**20  # bytes of all requests under way
+MAX_BODIES = 32 * MAX_BODY  # bytes of all requests under way, as far as they are kept in memory
 
 
 class Rules(NamedTuple):
@@ -128,8 +129,9 @@ class Body:
                 code="request_timeout",
             ) from None
         size = len(message.get("body", b""))
-        self.size += size
+        kept = min(size, MAX_BODY - self.size)  # no one keeps more: what is longer is refused, or goes to a file
+        self.size += kept
         self._deadline += size / BODY_RATE
         self._whole = not message.get("more_body")
-        self._hold(size)
+        self._hold(kept)
         return message

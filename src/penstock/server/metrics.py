@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 from penstock.ipc.client import EngineClient
 from penstock.server.accounts import ACCOUNT
 from penstock.server.aliases import Aliases
+from penstock.types import Request
 
 FAST = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 SLOW = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0, 300.0, 600.0)
@@ -69,10 +70,10 @@ class Intervals:
 class Watch:
     """Times one request from here to its end: a finish reason, an error, or a caller that left."""
 
-    def __init__(self, metrics: Metrics, prompt: int) -> None:
+    def __init__(self, metrics: Metrics, request: Request) -> None:
         self.reason = "abort"
         self._metrics = metrics
-        self._prompt = prompt
+        self._request = request
         self._generated = 0
         self._began = perf_counter()
         self._last = 0.0  # of the latest token; 0: none yet
@@ -90,7 +91,7 @@ class Watch:
         self._metrics.watched += 1
         self._account = ACCOUNT.get()
         if self._account is not None:
-            self._account.charge("prompt", self._prompt)
+            self._account.charge("prompt", len(self._request.prompt))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:

@@ -29,6 +29,7 @@ from penstock.server.page import page
 from penstock.server.pulls import pulling
 from penstock.server.reply import Stream, encode
 from penstock.server.served import Served
+from penstock.store.refs import parse
 from penstock.text.chat import ChatTemplate, templates_in_folder, templates_in_metadata
 
 API_VERSION = "0.12.0"  # of the API that is spoken: clients compare it to know what they may ask for
@@ -261,7 +262,7 @@ def _source(ref: str) -> str:
         if ref.startswith(hub):
             ref = f"hf:{ref.removeprefix(hub)}"
     if ref in store.ALIASES or ref.startswith("hf:"):
-        store.parse(ref)  # refuses what is no reference
+        parse(ref)  # refuses what is no reference
         return ref
     known = ", ".join(store.ALIASES)
     raise ModelNotFound(f"model {ref!r} cannot be pulled: it may be {known} or hf.co/owner/repo[/file.gguf]")

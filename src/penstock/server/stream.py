@@ -27,7 +27,7 @@ async def deltas(
     the request in the engine."""
     text = TextStream(served.text.tokenizer, request.sampling.stop, continuing=continuing, shown=shown)
     served.check_place()
-    with Watch(served.metrics, len(request.prompt)) as watch:
+    with Watch(served.metrics, request) as watch:
         async with aclosing(served.client.submit(request)) as steps:
             async for events in steps:
                 delta = read_step(text, events)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from penstock.store.places import Entry, home, sha256_of, size_of
 from penstock.store.progress import Progress
-from penstock.store.refs import ALIASES, DEFAULT, parse
+from penstock.store.refs import ALIASES, DEFAULT
 from penstock.store.store import entries, fetch, find, remove
 
 __all__ = [
@@ -16,7 +16,6 @@ __all__ = [
     "fetch",
     "find",
     "home",
-    "parse",
     "remove",
     "sha256_of",
     "size_of",
