@@ -13,6 +13,7 @@ from penstock.server.errors import body_of
 
 MAX_HEAD = 64 * 2**10  # bytes of the request line and the headers
 MAX_HEADERS = 256
+MAX_READ = 256 * 2**10  # bytes that come at once
 HEAD_SECONDS = 20.0  # from the connection, or a request's first byte, to the end of its headers
 STALLED_SECONDS = 60.0  # that a reader may leave unread what is sent
 
@@ -20,7 +21,7 @@ STALLED_SECONDS = 60.0  # that a reader may leave unread what is sent
 class BoundedProtocol(HttpToolsProtocol):
     _timer: asyncio.TimerHandle | None = None  # until the head must be whole
     _stall: asyncio.TimerHandle | None = None
-    _head: int | None = None  # bytes of the head so far; None: whole, or not begun
+    _head: int | None = None  # bytes so far of a head, or of what comes between and after chunks; None: of neither
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -53,6 +54,22 @@ class BoundedProtocol(HttpToolsProtocol):
         self._rest()
         super().on_headers_complete()
 
+    def on_chunk_header(self) -> None:
+        self._head = -MAX_READ  # after the last chunk there may be headers; what was read with it may be all body
+
+    def on_body(self, body: bytes) -> None:
+        self._head = None
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._rest()
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.cycle.more_body:  # which no one wants any more
+            self._timer = self.loop.call_later(HEAD_SECONDS, self.transport.close)
+
     def pause_writing(self) -> None:
         super().pause_writing()
         self._stall = self.loop.call_later(STALLED_SECONDS, self.transport.abort)
@@ -79,6 +96,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._rest()
         if self.transport.is_closing():
             return
+        if self.cycle is not None and not self.cycle.response_complete:
+            return self.transport.abort()  # in the middle of another answer
         phrase = HTTPStatus(status).phrase
         body = body_of(InvalidRequest(told, code=phrase.lower().replace(" ", "_")))
         head = f"HTTP/1.1 {status} {phrase}\r\ncontent-type: application/json\r\nconnection: close\r\n"
