@@ -313,7 +313,7 @@ PREFLIGHT = {"access-control-request-method": "POST", "access-control-request-he
 
 def test_pages_of_others_may_neither_read_nor_ask(parrot: Server) -> None:
     http = parrot.http
-    for origin in ("https://evil.example", "null", "http://localhost:3000", "http://127.0.0.1:1"):
+    for origin in ("https://evil.example", "null", "http://localhost:3000", "http://127.0.0.1:1", "http://[::1"):
         answer = http.post(CHAT, json={"model": MODEL, "messages": HELLO}, headers={"origin": origin})
         assert "--cors" in refusal(answer, 403)["message"]
         assert http.get("/v1/models", headers={"origin": origin}).status_code == 403

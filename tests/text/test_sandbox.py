@@ -98,6 +98,11 @@ TELEPHONE = "*12345678* Tel: 1234567, 100% {}**1 1234567 2"
         ("{% macro f(a, b=2) %}{{ a + b }}{{ caller() }}{% endmacro %}{% call f(1) %}!{% endcall %}", "3!"),
         ("{{ '-' * 3 + '%03d' % 7 + '{:>4}'.format('x') + (2 ** 10) | string }}", "---007   x1024"),
         ("{{ [1, 2] | join('-') }}{{ 'aba' | replace('a', 'c', 1) }}{{ 'a,b'.split(',') | join }}", "1-2cbaab"),
+        ("{{ [1, 2] | join(d='-') }}{{ 'aba' | replace(old='a', new='c', count=1) }}", "1-2cba"),
+        (
+            "{% macro f(context, function) %}{{ context }}{{ function }}{% endmacro %}{{ f(function=1, context=2) }}",
+            "21",
+        ),
         ("{{ ''.join(['a', 'b']) }}{{ 'x'.replace('x', 'y') }}{{ 'x' | center(3) }}|", "aby x |"),
         (
             "{% set ns = namespace(n=0) %}{% for i in range(1000) %}{% set ns.n = ns.n + i %}{% endfor %}{{ ns.n }}",

@@ -11,7 +11,6 @@ from __future__ import annotations
 import ipaddress
 import re
 import socket
-from urllib.parse import urlsplit
 
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
@@ -48,9 +47,9 @@ class Origins:
         origin = request.headers.get("origin")
         if origin is None or self._allowed & {origin, "*"}:
             return None
-        place = urlsplit(origin)
-        own = place.scheme in ("http", "https") and place.netloc == request.headers.get("host")
-        return None if own and _is_ours(place.hostname or "") else origin
+        host = request.headers.get("host", "")
+        own = origin in (f"http://{host}", f"https://{host}")
+        return None if own and _is_ours(re.sub(r":\d*$", "", host)) else origin
 
 
 def _shared(app: ASGIApp, allowed: tuple[str, ...]) -> ASGIApp:
@@ -74,7 +73,7 @@ def check_origins(given: tuple[str, ...]) -> None:
 def _is_ours(host: str) -> bool:
     """An address, or a name that leads to this machine whoever is asked."""
     try:
-        ipaddress.ip_address(host)
+        ipaddress.ip_address(host.strip("[]"))
     except ValueError:
         named = socket.gethostname().lower()
         return host == "localhost" or host.endswith(".localhost") or host in (named, f"{named}.local")

@@ -65,7 +65,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         _check_operation(operator, left, right)
         return super().call_binop(context, operator, left, right)
 
-    def call(self, context: Context, function: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         _check_call(function, args, kwargs)
         return super().call(context, function, *args, **kwargs)
 
@@ -182,18 +182,18 @@ def _with_small_numbers(filter: Callable[..., Any]) -> Callable[..., Any]:
 
 def _short_join(join: Callable[..., str]) -> Callable[..., str]:
     @wraps(join)
-    def checked(context: Any, items: Any, between: Any = "", attribute: Any = None) -> str:
-        items = list(items)
-        _check_text(_length_of_all(items) + _length(between) * len(items))
-        return join(context, items, between, attribute)
+    def checked(context: Any, value: Any, d: Any = "", attribute: Any = None) -> str:
+        items = list(value)
+        _check_text(_length_of_all(items) + _length(d) * len(items))
+        return join(context, items, d, attribute)
 
     return checked
 
 
 def _short_replace(replace: Callable[..., str]) -> Callable[..., str]:
     @wraps(replace)
-    def checked(context: Any, text: Any, old: Any, new: Any, count: Any = None) -> str:
-        _check_text(_replaced(str(text), str(old), str(new)))
-        return replace(context, text, old, new, count)
+    def checked(context: Any, s: Any, old: Any, new: Any, count: Any = None) -> str:
+        _check_text(_replaced(str(s), str(old), str(new)))
+        return replace(context, s, old, new, count)
 
     return checked
