@@ -25,7 +25,7 @@ from penstock.engine.engine import Engine
 from penstock.model.llama import build
 from penstock.model.rope import plain
 from penstock.model.spec import AttentionSpec, ModelSpec, RopeSpec
-from penstock.types import Limits, Request, SamplingParams, Tokens
+from penstock.types import Failed, Limits, Request, SamplingParams, Tokens, mixed_tokens
 
 Figures = dict[str, Any]
 BLOCK_SIZE = 16
@@ -181,7 +181,7 @@ def prepare(backend: CudaBackend, count: int, mixed: int) -> None:
     for rows in range(8, count + 1, 8):
         backend.prepare(rows)
     for many in range(0, count, 64):
-        tokens = min(mixed * (many // 64 + 1), STEP_TOKENS)
+        tokens = min(mixed_tokens(mixed, many + 1), STEP_TOKENS)
         for rows in (max(many, 8), min(many + 64, count)):
             backend.prepare(rows, tokens - rows)
 
@@ -313,12 +313,59 @@ def profile(bench: Bench) -> Figures:
     return found
 
 
+def shortage(bench: Bench) -> Figures:
+    """All of the device's memory is taken away while rows answer: they go on, what needs more fails and says why, and
+    later requests are answered."""
+    engine = bench.engine(STEP_TOKENS)
+    plain = bench.requests(4, 128, 200)
+    follow(engine, plain, 20)
+    taken = take_memory()
+    costly = SamplingParams(temperature=0.9, top_p=0.9, logprobs=20, presence_penalty=0.5, ignore_eos=True, seed=1)
+    wanting = [request._replace(sampling=costly) for request in bench.requests(8, 600, 20)]
+    ends = follow(engine, wanting)
+    taken.clear()
+    torch.cuda.empty_cache()
+    ends |= follow(engine, later := bench.requests(2, 64, 20))
+    told = {
+        name: sorted(ends.get(request.id, "none") for request in requests)
+        for name, requests in (("answering", plain), ("wanting more", wanting), ("later", later))
+    }
+    say(f"shortage: {told}")
+    return told
+
+
+def take_memory() -> list[Any]:
+    held, size = [], 1 << 30
+    while size >= 1 << 16:
+        try:
+            held.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+        except torch.OutOfMemoryError:
+            size //= 2
+    say(f"{torch.cuda.mem_get_info()[0] >> 20} MiB left")
+    return held
+
+
+def follow(engine: Engine, requests: list[Request], steps: int = 5000) -> dict[int, str]:
+    """How requests end, of those that do within so many steps."""
+    for request in requests:
+        engine.add(request)
+    ends = {}
+    for _ in range(steps):
+        for event in engine.step():
+            if not isinstance(event, Tokens):
+                ends[event.seq] = event.code if isinstance(event, Failed) else "finished"
+        if engine.idle:
+            break
+    return ends
+
+
 CELLS: dict[str, Callable[[Bench], Figures]] = {
     **KERNEL_CELLS,
     "step": step,
     "profile": profile,
     "decode1": decode1,
     "prefill": prefill,
+    "shortage": shortage,
     "batch64": batch(64, 9000, (384, 512)),
     "batch256": batch(256, 12_800, (384, 512)),
 }

@@ -7,7 +7,8 @@ PenstockError                 code, message; one line, no traceback at the comma
 ├── Unauthorized              a key is needed, and none or a wrong one was sent    HTTP 401
 ├── Forbidden                 the key is good, but not for this                   HTTP 403
 ├── RateLimited               the key's limit is met for now                      HTTP 429
-├── ModelNotFound             no such model, here or at its source                HTTP 404
+├── NotFound                  there is nothing by that name                       HTTP 404
+│   └── ModelNotFound         no such model, here or at its source
 ├── ModelError                the model's files are damaged or not supported
 │   ├── MalformedFile         truncated, wrong magic, offsets outside the file ...
 │   └── UnsupportedModel      a well-formed file that this engine cannot run
@@ -16,7 +17,8 @@ PenstockError                 code, message; one line, no traceback at the comma
 ├── StepFailed                the step that computed a request failed             HTTP 500
 │   └── OutOfMemory           there was no memory for it
 ├── Overloaded                as many wait already as may                         HTTP 503
-└── EngineUnavailable         the engine process is starting, restarting or gone  HTTP 503
+├── EngineUnavailable         the engine process is starting, restarting or gone  HTTP 503
+└── StorageFailed             files and batches cannot be read or kept            HTTP 500
 
 A message says what happened, what was got and what to do.
 """
@@ -68,7 +70,11 @@ class RateLimited(PenstockError):
         self.retry_after = retry_after  # seconds
 
 
-class ModelNotFound(PenstockError):
+class NotFound(PenstockError):
+    code = "not_found"
+
+
+class ModelNotFound(NotFound):
     code = "model_not_found"
 
 
@@ -106,6 +112,10 @@ class Overloaded(PenstockError):
 
 class EngineUnavailable(PenstockError):
     code = "engine_unavailable"
+
+
+class StorageFailed(PenstockError):
+    code = "storage_failed"
 
 
 def error_of(code: str, message: str) -> PenstockError:

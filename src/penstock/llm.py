@@ -17,12 +17,23 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Self, TypeVar, overload
 
+import numpy as np
+
 from penstock.config import Config
 from penstock.engine.build import build_engine
 from penstock.errors import ConfigError, InvalidRequest, PenstockError
 from penstock.model.load import open_checkpoint, text_of
 from penstock.store import DEFAULT, fetch
-from penstock.text import Delta, TextStream, make_request, read_step
+from penstock.text import (
+    Delta,
+    TextStream,
+    check_dimensions,
+    embedding,
+    embedding_request,
+    make_request,
+    read_step,
+)
+from penstock.text.embedding import Vector
 from penstock.types import Event, Request, SamplingParams, TokenLogprob
 
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}
@@ -80,6 +91,10 @@ def in_background(work: Callable[[], T]) -> Callable[[], T]:
     return result
 
 
+def _is_one(prompts: Any) -> bool:
+    return isinstance(prompts, str) or (len(prompts) > 0 and not isinstance(prompts[0], Sequence))
+
+
 class LLM:
     """One model in this process, for one thread. Settings are the fields of `Config`."""
 
@@ -108,9 +123,23 @@ class LLM:
     ) -> list[Completion]: ...
     def generate(self, prompts: Any, params: SamplingParams | None = None) -> Completion | list[Completion]:
         """Continues a text or a list of token ids, or several of either at once."""
-        one = isinstance(prompts, str) or (len(prompts) > 0 and not isinstance(prompts[0], Sequence))
+        one = _is_one(prompts)
         completions = self._finish([self._answer(prompt, params) for prompt in ([prompts] if one else prompts)])
         return completions[0] if one else completions
+
+    def embed(
+        self, prompts: Prompt | list[str] | list[list[int]], *, pooling: str = "mean", dimensions: int | None = None
+    ) -> Vector:
+        """The embedding of a text or a list of token ids, [dim], or of several of either, [prompts, dim]: their hidden
+        states after the last norm, pooled (the mean of all, or the last one) and scaled to a length of 1. Given
+        `dimensions`, only the first so many values count."""
+        check_dimensions(dimensions, self._engine.limits.dim)
+        one = _is_one(prompts)
+        answers = [self._pooled(prompt, pooling) for prompt in ([prompts] if one else prompts)]
+        self._finish(answers)
+        vectors = [embedding(answer.pooled, dimensions) for answer in answers]
+        width = dimensions or self._engine.limits.dim
+        return vectors[0] if one else np.array(vectors, np.float32).reshape(len(vectors), width)
 
     def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Completion:
         """The assistant's next message."""
@@ -133,16 +162,23 @@ class LLM:
         self.close()
 
     def _answer(self, prompt: Any, params: SamplingParams | None) -> Answer:
-        try:
-            ids = self._text.encode_prompt(prompt) if isinstance(prompt, str) else [index(token) for token in prompt]
-        except TypeError as error:
-            raise InvalidRequest(f"a prompt is a text or a list of token ids: {error}", param="prompt") from error
-        request = self._request(ids, params or SamplingParams())
+        request = self._request(self._encode(prompt), params or SamplingParams())
         return Answer(request, TextStream(self._text.tokenizer, request.sampling.stop, continuing=True))
 
     def _answer_chat(self, messages: Any, params: SamplingParams | None) -> Answer:
         request = self._request(self._text.encode_chat(messages), params or SamplingParams())
         return Answer(request, TextStream(self._text.tokenizer, request.sampling.stop))
+
+    def _pooled(self, prompt: Any, pooling: str) -> Answer:
+        ids, context = self._encode(prompt), self._engine.limits.max_len
+        request = embedding_request(next(self._ids), ids, context, pooling, param="prompt")
+        return Answer(request, TextStream(self._text.tokenizer, ()))
+
+    def _encode(self, prompt: Any) -> list[int]:
+        try:
+            return self._text.encode_prompt(prompt) if isinstance(prompt, str) else [index(token) for token in prompt]
+        except TypeError as error:
+            raise InvalidRequest(f"a prompt is a text or a list of token ids: {error}", param="prompt") from error
 
     def _request(self, prompt: list[int], params: SamplingParams) -> Request:
         return make_request(next(self._ids), prompt, params, self._text.tokenizer, self._engine.limits.max_len)
@@ -239,6 +275,11 @@ class Answer:
         else:
             self._deltas.append(delta)
             self.reason = delta.finish or ""
+
+    @property
+    def pooled(self) -> bytes:
+        """The hidden state that was asked for, once it has ended."""
+        return self._deltas[-1].pooled
 
     def fresh(self) -> str:
         """The text that came since this was last asked."""

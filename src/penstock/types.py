@@ -85,6 +85,7 @@ class Request(NamedTuple):
     stop_ids: frozenset[int] = frozenset()  # end-of-text ids and the caller's own, resolved
     priority: int = 0  # lower runs sooner
     salt: str = ""  # prompts share cached blocks only under the same salt
+    pooling: str = ""  # mean or last: an embedding of the prompt is wanted, and no tokens
 
 
 class Limits(NamedTuple):
@@ -97,6 +98,13 @@ class Limits(NamedTuple):
     num_blocks: int
     vocab: int
     mixed_tokens: int = 0  # tokens in one step while up to 64 rows answer; 0: max_tokens
+    dim: int = 0  # values of a hidden state, and of an embedding
+
+
+def mixed_tokens(few: int, answering: int) -> int:
+    """Tokens of a step beside so many answering rows, where `few` suit up to 64: every 64 more add half as much again,
+    because a step that answers more rows may take longer."""
+    return few * (3 * -(-answering // 64) - 1) // 2
 
 
 class Row(NamedTuple):
@@ -137,6 +145,7 @@ class RowResult(NamedTuple):
     tokens: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()  # one for each of `tokens`, when asked for
     scores: tuple[TokenLogprob, ...] = ()  # known prompt tokens that were scored, in order
+    pooled: bytes = b""  # the hidden state that was asked for, in float32, little-endian
 
 
 class StepResult(NamedTuple):
@@ -154,8 +163,9 @@ class Tokens(NamedTuple):
 
 class Finished(NamedTuple):
     seq: int
-    reason: str  # "stop" or "length"
+    reason: str  # "stop" or "length"; "pooled" where that was all that was wanted
     stop_token: int | None = None  # the token id that ended it; it is part of the Tokens events too
+    pooled: bytes = b""  # see RowResult
 
 
 class Aborted(NamedTuple):

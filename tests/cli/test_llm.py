@@ -44,6 +44,34 @@ def test_token_ids_are_prompts_too(llm: LLM) -> None:
     assert [done.text for done in llm.generate([ids, ids[:2]])] == ["xyz", "wxyz"]
 
 
+def test_embeddings_have_a_length_of_one(llm: LLM) -> None:
+    one = llm.embed("uvw")
+    dim = llm._engine.limits.dim
+    assert (one.shape, one.dtype) == ((dim,), np.float32)
+    assert np.linalg.norm(one) == pytest.approx(1, abs=1e-6)
+    assert np.array_equal(llm.embed(llm._text.encode_prompt("uvw")), one)
+    many = llm.embed(["abc", "uvw"])
+    assert many.shape == (2, dim)
+    assert np.allclose(many[1], one, atol=1e-6)
+    assert not np.allclose(llm.embed("uvw", pooling="last"), one)
+    most = one[: dim - 9]
+    assert llm.embed("uvw", dimensions=dim - 9) == pytest.approx(most / np.linalg.norm(most), abs=1e-6)
+    assert llm.embed([]).shape == (0, dim)
+
+
+def test_what_cannot_be_embedded_is_refused(llm: LLM) -> None:
+    for call, told in (
+        (lambda: llm.embed([[]]), "prompt is empty"),
+        (lambda: llm.embed("a", pooling="max"), "pooling must be mean or last; got 'max'"),
+        (lambda: llm.embed("a", dimensions=0), "dimensions must be from 1 to"),
+        (lambda: llm.embed([1.5]), "a prompt is a text or a list of token ids"),
+        (lambda: llm.embed([0] * 5000), "5000 tokens and the context holds"),
+        (lambda: llm.embed([10**6]), "prompt token ids must be"),
+    ):
+        with pytest.raises(InvalidRequest, match=told):
+            call()
+
+
 def test_many_prompts_answer_in_their_order(llm: LLM) -> None:
     prompts = [RECITED[: 1 + i % 12] for i in range(16)]
     before = llm._engine.stats().steps

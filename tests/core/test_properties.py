@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.backend.fake import FakeBackend, continuation, next_token
+from penstock.backend.fake import FakeBackend, continuation, next_token, pooled
 from penstock.core import check
 from penstock.engine.engine import Engine
 from penstock.types import Aborted, Event, Finished, Limits, Request, SamplingParams, Tokens
@@ -26,6 +26,7 @@ class Arrival:
     salt: str
     score: bool
     penalty: float
+    pooling: str
     abort_at: int | None
 
 
@@ -41,15 +42,17 @@ def arrivals(draw: st.DrawFn, max_len: int) -> Arrival:
     shared = draw(st.sampled_from([(), (1, 2, 3), tuple(range(20)), tuple(range(50)), (5,) * 33]))
     own = draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=12))
     prompt = (*shared, *own)[: max_len - 1]
+    pooling = draw(st.sampled_from(["", "", "", "mean", "last"]))
     return Arrival(
         at=draw(st.integers(0, 12)),
         prompt=prompt,
-        max_tokens=draw(st.integers(0, min(40, max_len - len(prompt)))),
+        max_tokens=0 if pooling else draw(st.integers(0, min(40, max_len - len(prompt)))),
         stop_ids=frozenset(draw(st.sets(st.integers(0, VOCAB - 1), max_size=3))),
         priority=draw(st.sampled_from([0, 0, 0, 1])),
         salt=draw(st.sampled_from(["", "", "tenant"])),
-        score=draw(st.sampled_from([False, False, False, True])),
+        score=not pooling and draw(st.sampled_from([False, False, False, True])),
         penalty=draw(st.sampled_from([0.0, 0.0, 0.5])),
+        pooling=pooling,
         abort_at=draw(st.one_of(st.none(), st.none(), st.integers(0, 40))),
     )
 
@@ -95,6 +98,7 @@ def drive(limits: Limits, depth: int, requests: list[Arrival]) -> tuple[Engine, 
                         request.stop_ids,
                         request.priority,
                         request.salt,
+                        request.pooling,
                     )
                 )
             if request.abort_at == step:
@@ -117,6 +121,8 @@ def note(answer: Answer, event: Event) -> None:
 
 
 def alone(request: Arrival) -> tuple[list[int], str]:
+    if request.pooling:
+        return [], "pooled"
     tokens = continuation(request.prompt, request.max_tokens, VOCAB)
     for count, token in enumerate(tokens, 1):
         if token in request.stop_ids:
@@ -134,6 +140,7 @@ def test_each_request_answers_as_if_alone(world: tuple[Limits, int, list[Arrival
         if isinstance(answer.end, Finished):
             assert answer.tokens == tokens
             assert answer.end.reason == reason
+            assert answer.end.pooled == (pooled(request.prompt, request.pooling, VOCAB) if request.pooling else b"")
         else:
             assert isinstance(answer.end, Aborted), f"ended with {answer.end}"
             assert answer.tokens == tokens[: len(answer.tokens)]

@@ -7,7 +7,7 @@ import pytest
 from penstock.core import Scheduler, Sequence, policy
 from penstock.core.check import check
 from penstock.errors import ConfigError, ContextTooLong, InvalidRequest
-from penstock.types import Aborted, Failed, Finished, Tokens
+from penstock.types import Aborted, Failed, Finished, RowResult, StepResult, Tokens
 from tests.core.world import answer, counts, limits, run, step
 
 
@@ -195,6 +195,42 @@ def test_evicts_the_least_recently_used_leaf_first() -> None:
     assert known == [1, 3, 4]
 
 
+def test_a_private_sequence_computes_all_of_its_prompt_and_shares_none_of_it() -> None:
+    scheduler = Scheduler(limits())
+    run(scheduler, Sequence(1, prompt(12), 1))
+    scheduler.add(Sequence(2, prompt(12), 0, private=True))
+    assert counts(step(scheduler)[0]) == {2: 12}
+    run(scheduler, Sequence(3, prompt(12, first=7), 0, private=True))
+    assert cached(run(scheduler, Sequence(4, prompt(12, first=7), 1))) == {4: 0}
+
+
+def test_nobody_waits_for_the_blocks_of_a_private_sequence() -> None:
+    scheduler = Scheduler(limits(max_tokens=32))
+    scheduler.add(Sequence(1, prompt(12), 0, private=True))
+    scheduler.add(Sequence(2, prompt(12), 1))
+    assert counts(scheduler.plan()) == {1: 12, 2: 12}
+
+
+def test_a_private_sequence_that_was_preempted_starts_anew() -> None:
+    scheduler = Scheduler(limits(max_tokens=4))
+    scheduler.add(Sequence(1, prompt(12), 0, private=True))
+    step(scheduler)
+    plan = scheduler.plan()
+    assert plan.rows[0].start == 4
+    scheduler.redo(plan)
+    assert scheduler.plan().rows[0].start == 0
+
+
+def test_a_state_pooled_before_a_preemption_is_as_good_as_any() -> None:
+    scheduler = Scheduler(limits())
+    scheduler.add(Sequence(1, prompt(12), 0, private=True))
+    plan = scheduler.plan()
+    scheduler.redo(plan)
+    ended = scheduler.commit(plan, StepResult(plan.step, (RowResult(pooled=b"state"),)))
+    assert ended == [Finished(1, "pooled", None, b"state")]
+    assert not scheduler.plan().rows
+
+
 def test_simultaneous_twins_compute_their_prefix_once() -> None:
     scheduler = Scheduler(limits(max_tokens=8, max_rows=4, num_blocks=64))
     for id in range(4):
@@ -228,7 +264,7 @@ def test_prompts_take_smaller_steps_once_a_row_answers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("running", "answering", "tokens"), [(9, 0, 1000), (1, 1, 100), (64, 64, 100), (65, 65, 200), (150, 1, 150)]
+    ("running", "answering", "tokens"), [(9, 0, 1000), (1, 1, 100), (64, 64, 100), (65, 65, 250), (150, 1, 150)]
 )
 def test_a_step_grows_with_the_rows_that_answer(running: int, answering: int, tokens: int) -> None:
     some = limits(max_tokens=1000)._replace(mixed_tokens=100)

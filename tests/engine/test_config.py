@@ -40,6 +40,8 @@ def test_steps_suit_the_device_where_none_are_given() -> None:
     sizes = lambda config: (config.max_rows, config.max_tokens, config.mixed_tokens)  # noqa: E731
     assert sizes(settle(Config(model="m", device="cpu"))) == (64, 512, 192)
     assert sizes(settle(Config(model="m", device="cuda", max_rows=3))) == (3, 2048, 384)
+    assert sizes(settle(Config(model="m", device="cuda", quantize="fp8"))) == (256, 2048, 640)
+    assert sizes(settle(Config(model="m", device="cuda"), float8=True)) == (256, 2048, 640)
     assert limits(mixed_tokens=100).mixed_tokens == 100
 
 

@@ -442,6 +442,9 @@ def test_a_program_checks_its_buffers_when_built():
         lambda: program.attend(narrow, narrow, **spec),
         lambda: program.angles(np.zeros(0), 1.0),
         lambda: program.answer(99),
+        lambda: program.keep(sampled),
+        lambda: program.keep(99),
+        lambda: program.read_kept(0, np.zeros((0, 64), np.float32)),
         lambda: program.run(
             *(np.zeros(shape, np.int32) for shape in (0, 0, 1, 0, (0, 0), 0)), np.zeros((0, 8), np.float32)
         ),
@@ -449,6 +452,29 @@ def test_a_program_checks_its_buffers_when_built():
     for call in wrong:
         with pytest.raises(ValueError, match=r"."):
             call()
+
+
+def test_states_are_kept_of_the_last_step_and_no_further():
+    program = Program("generic", 1, "f16")
+    kept, sampled = program.buffer("T", 2, False), program.buffer("S", 2, False)
+    table = Weight(2, [("F32", 3)])
+    table.fill(0, 0, 3, np.arange(6, dtype=np.float32).view(np.uint8))
+    program.embed(table, kept)
+    program.keep(kept)
+    with pytest.raises(ValueError, match="of its own"):
+        program.answer(kept)
+    program.take_sampled(kept, sampled)
+    program.answer(sampled)
+    arrays = [np.array(values, np.int32) for values in ([2, 0], [0, 1], [0, 2], [0], [[0]], [])]
+    program.run(*arrays, np.zeros((0, 2), np.float32))
+    out = np.zeros((1, 2), np.float32)
+    for first, rows, width in ((0, 3, 2), (2, 1, 2), (2**63, 1, 2), (0, 1, 3)):
+        with pytest.raises(ValueError, match="no such rows"):
+            program.read_kept(first, np.zeros((rows, width), np.float32))
+    with pytest.raises(ValueError, match="already"):
+        program.keep(kept)
+    program.read_kept(1, out)
+    assert out.tolist() == [[0, 1]]
 
 
 def test_settings_this_machine_cannot_follow_are_refused():

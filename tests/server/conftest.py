@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx
@@ -18,7 +19,7 @@ import uvicorn
 from penstock.config import Config
 from penstock.ipc.inprocess import InProcessClient
 from penstock.ipc.spawn import ProcessClient
-from penstock.server import create_app
+from penstock.server import Space, create_app
 from penstock.server.app import bind
 from penstock.server.protocol import BoundedProtocol
 from tests.server import toys
@@ -58,9 +59,16 @@ class Server:
 
 
 @contextmanager
-def serving(client: Any, text: Any, name: str, path: Path | None = None, **settings: Any) -> Iterator[Server]:
+def serving(
+    client: Any, text: Any, name: str, path: Path | None = None, space: Space | None = None, **settings: Any
+) -> Iterator[Server]:
+    with TemporaryDirectory() as folder:
+        app = create_app(client, text, name, path, space=space or Space(Path(folder) / "data"), **settings)
+        yield from _serving(client, app)
+
+
+def _serving(client: Any, app: Any) -> Iterator[Server]:
     listener = bind("127.0.0.1", 0)
-    app = create_app(client, text, name, path, **settings)
     config = uvicorn.Config(app, http=BoundedProtocol, log_config=None, timeout_graceful_shutdown=5)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)

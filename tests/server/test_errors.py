@@ -67,7 +67,6 @@ def refused(answer: httpx.Response, status: int = 400) -> dict[str, Any]:
         ({"tools": [{"type": "custom", "function": {}}]}, "tools[0].type", "custom"),
         ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name", "missing"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}] * 129}, "tools", "128"),
-        ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, "tools[0].function.strict", ""),
         ({"tool_choice": "required"}, "tool_choice", "no tools"),
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "not among"),
         ({"tool_choice": {"type": "custom"}}, "tool_choice", "not supported"),

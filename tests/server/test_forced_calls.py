@@ -62,6 +62,20 @@ def test_a_forced_call(server: Any, choice: Any, names: set[str]) -> None:
     jsonschema.validate(json.loads(call.function.arguments), SCHEMAS[call.function.name])
 
 
+def test_strict_calls_are_held_without_being_forced(server: Any) -> None:
+    """The bias makes the model begin a call; what it is of is the grammar's."""
+    (likely, *_) = server.post("/tokenize", prompt='{"').json()["tokens"]
+    tools: Any = [{"type": "function", "function": tool["function"] | {"strict": True}} for tool in TOOLS]
+    asked: Any = {"model": MODEL, "messages": [{"role": "user", "content": "Say hello."}], "tools": tools}
+    asked |= {"parallel_tool_calls": False, "max_tokens": 100, "seed": 3}
+    choice = server.sdk().chat.completions.create(**asked, logit_bias={str(likely): 100}).choices[0]
+    (call,) = choice.message.tool_calls
+    jsonschema.validate(json.loads(call.function.arguments), SCHEMAS[call.function.name])
+    free = server.sdk().chat.completions.create(**asked).choices[0]
+    assert free.message.content
+    assert not free.message.tool_calls
+
+
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "get_time"}], ids=["any", "tool"])
 def test_a_forced_use_in_anthropics_words(server: Any, choice: Any) -> None:
     sdk = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)

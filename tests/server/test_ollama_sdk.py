@@ -242,7 +242,7 @@ def test_list_show_and_ps(parrot: Any, shelf: Path) -> None:
     assert (first.model, second.model) == (MODEL, "hf:a/b/c.gguf")
     assert (second.size, second.digest) == (10, "ab")
     shown = client.show(MODEL)
-    assert shown.capabilities == ["completion"]
+    assert shown.capabilities == ["completion", "embedding"]
     assert shown.modelinfo == {"general.context_length": 512}
     (here,) = client.ps().models
     assert (here.model, here.context_length) == (MODEL, 512)
@@ -305,8 +305,6 @@ def test_what_the_store_cannot_do_is_said(parrot: Any) -> None:
         (lambda: client.create("x", from_=MODEL), "cannot be created"),
         (lambda: client.copy(MODEL, "x"), "cannot be copied"),
         (lambda: client.push("x"), "cannot be pushed"),
-        (lambda: client.embed(MODEL, "x"), "embeddings are not made"),
-        (lambda: client.embeddings(MODEL, "x"), "embeddings are not made"),
     ):
         with pytest.raises(ollama.ResponseError, match=told) as caught:
             call()

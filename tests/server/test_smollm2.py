@@ -57,6 +57,21 @@ def test_streamed_whole_and_scripted_answers_are_the_same(server: Any, smollm2: 
     assert whole == streamed == scripted
 
 
+def test_every_way_to_an_embedding_gives_the_same_bits(server: Any, smollm2: Path) -> None:
+    """Beside an answer, from a process, in both dialects, and in a script. Of three texts, two alike are nearest."""
+    texts = ["The cat sat on the mat.", "A cat was sitting on the rug.", "Stock prices fell sharply on Monday."]
+    sdk = server.sdk()
+    with sdk.chat.completions.create(**ask("Tell a story.", stream=True)) as beside:
+        next(beside)
+        told = [entry.embedding for entry in sdk.embeddings.create(model=MODEL, input=texts).data]
+    assert ollama.Client(server.url).embed(MODEL, texts).embeddings == told
+    with LLM(smollm2, max_len=1024) as llm:
+        vectors = llm.embed(texts)
+    assert vectors.tolist() == told
+    near = vectors @ vectors.T
+    assert near[0, 1] > max(near[0, 2], near[1, 2])
+
+
 def test_three_dialects_give_one_answer(server: Any) -> None:
     asked = ask("What is the sea?")
     told = server.sdk().chat.completions.create(**asked).choices[0].message.content
@@ -208,3 +223,23 @@ def test_what_cannot_be_tokenized_is_named(server: Any, path: str, fields: dict[
     answer = server.post(path, **fields)
     assert answer.status_code == 400
     assert told in answer.json()["error"]["message"]
+
+
+def test_a_batch_says_what_requests_say(server: Any) -> None:
+    sdk = server.sdk()
+    lines = [
+        {"custom_id": question, "method": "POST", "url": "/v1/chat/completions", "body": ask(question)}
+        for question in QUESTIONS
+    ]
+    content = "\n".join(json.dumps(line) for line in lines).encode()
+    file = sdk.files.create(file=("questions.jsonl", content), purpose="batch")
+    batch = sdk.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
+    server.until(lambda: sdk.batches.retrieve(batch.id).status == "completed")
+    output = sdk.files.content(sdk.batches.retrieve(batch.id).output_file_id).text
+    told = {
+        line["custom_id"]: line["response"]["body"]["choices"][0]["message"]["content"]
+        for line in map(json.loads, output.splitlines())
+    }
+    direct = sdk.chat.completions.create(**ask(QUESTIONS[0])).choices[0].message.content
+    assert list(told) == QUESTIONS
+    assert told[QUESTIONS[0]] == direct

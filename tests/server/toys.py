@@ -1,7 +1,8 @@
 """A toy in place of a model: its tokens are bytes, and it says what it is told to say.
 
 The answer to a prompt with [text] in it is that text; with [*text] it is that text again and again without end; with
-[=hex] it is the text whose bytes are spelled so.
+[=hex] it is the text whose bytes are spelled so. Its hidden state at a byte is a 1 among eight numbers, by the byte's
+last three bits.
 Run as a program it is an engine process, as penstock.ipc.host is.
 """
 
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from penstock.backend.base import Batch
+from penstock.backend.pool import Pools
 from penstock.engine.engine import Engine
 from penstock.ipc.host import host
 from penstock.text import ChatPrompt
@@ -22,7 +24,7 @@ from penstock.text.families import PLAIN, Format
 from penstock.types import Limits, RowResult, StepResult, TokenLogprob
 
 END = 256
-LIMITS = Limits(max_len=512, max_rows=16, max_tokens=64, block_size=16, num_blocks=256, vocab=257)
+LIMITS = Limits(max_len=512, max_rows=16, max_tokens=64, block_size=16, num_blocks=256, vocab=257, dim=8)
 
 
 class ToyTokenizer:
@@ -81,6 +83,7 @@ class Parrot:
     def __init__(self, limits: Limits, pace: float = 0.0) -> None:
         self._kv = np.zeros((limits.num_blocks, limits.block_size), np.int64)
         self._pace = pace
+        self._pools = Pools()
         self._results: dict[int, StepResult] = {}
 
     def settle(self) -> bool:
@@ -88,7 +91,9 @@ class Parrot:
 
     def launch(self, batch: Batch) -> int:
         rows = tuple(self._row(batch, row) for row in range(len(batch.slots)))
-        self._results[batch.step] = StepResult(batch.step, rows)
+        states = np.eye(8, dtype=np.float32)[batch.tokens % 8]
+        result = StepResult(batch.step, rows)
+        self._results[batch.step] = self._pools.answer(batch, result, lambda first, last: states[first:last])
         return batch.step
 
     def wait(self, ticket: int) -> StepResult:

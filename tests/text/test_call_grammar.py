@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from typing import Any
 
 import llguidance
@@ -27,6 +28,7 @@ TOOLS: dict[str, Any] = {"get_weather": CITY, "now": {"type": "object", "additio
 SPECIAL = ["<|call|>", "<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|constrain|>", "[TOOL_CALLS]", "[ARGS]"]
 SPECIAL += ["<|tool_call_begin|>", "<｜tool▁sep｜>", '<|"|>', "<|tool_call>"]
 END = 256
+IDS = {text: END + 1 + index for index, text in enumerate(SPECIAL)}
 
 
 class Bytes:
@@ -73,9 +75,8 @@ ENDING = {*b'"}</', *range(END, len(Bytes.tokens))}  # a text soon comes to its 
 
 @pytest.mark.parametrize("family", [*FAMILIES, PLAIN], ids=lambda family: family.name)
 def test_what_the_grammar_allows_is_read_as_calls(tokenizer: Any, family: Family) -> None:
-    special = {text: END + 1 + index for index, text in enumerate(SPECIAL)}
     for seed in range(3):
-        grammar = call_grammar(family, TOOLS, special, parallel=seed > 0)
+        grammar = call_grammar(family, TOOLS, IDS, parallel=seed > 0)
         endings = family.calls[0].parameter[1] if family.calls[0].parameter else ()
         text = sampled(tokenizer, grammar, endings, random.Random(seed))
         parser = AnswerParser(Format(family), TOOLS)
@@ -89,6 +90,49 @@ def test_what_the_grammar_allows_is_read_as_calls(tokenizer: Any, family: Family
             assert arguments.keys() >= set(TOOLS[call.name].get("required", ())), text
             assert arguments.get("unit", "C") in ("C", "F")
             assert arguments.get("days", 1) in range(1, 10)
+
+
+def spelled(text: str, special: dict[str, int]) -> list[int]:
+    pieces = re.split("(" + "|".join(map(re.escape, special)) + ")", text) if special else [text]
+    return [token for piece in pieces for token in ([special[piece]] if piece in special else piece.encode())]
+
+
+def allows(tokenizer: Any, grammar: str, text: str, special: dict[str, int]) -> bool:
+    """The whole text, and no more."""
+    matcher = llguidance.LLMatcher(tokenizer, llguidance.LLMatcher.grammar_from_lark(grammar), log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    tokens = spelled(text, special)
+    return matcher.validate_tokens(tokens) == len(tokens) and matcher.consume_tokens(tokens) and matcher.is_accepting()
+
+
+TALK = ["", "\n\nHello, <b>you</b>.", "[1] a list, and { a brace }", "Nearly: <tool_cal", "漢字 👩‍👩‍👧"]
+
+
+CASES = [  # with special tokens and, where no channels need them, without
+    pytest.param(family, special, id=f"{family.name}-{'special' if special else 'spelled'}")
+    for family in (*FAMILIES, PLAIN)
+    for special in (IDS, {})
+    if special or not family.channels
+]
+
+
+@pytest.mark.parametrize(("family", "special"), CASES)
+def test_a_free_answer_is_talk_or_calls(tokenizer: Any, family: Family, special: dict[str, int]) -> None:
+    """Calls are held to their schemas, and nothing that is not reads as a call."""
+    free = call_grammar(family, TOOLS, special, free=True)
+    talk = f"<|channel|>final<|message|>{TALK[1]}" if family.channels else None
+    assert all(allows(tokenizer, free, each, special) for each in ([talk] if talk else TALK))
+    endings = family.calls[0].parameter[1] if family.calls[0].parameter else ()
+    if family.calls[0].quote and not special:
+        endings = (family.calls[0].quote,)
+    before = "" if family.channels or family.calls[0].bare else "Well.\n"
+    for seed in range(3):
+        call = sampled(tokenizer, call_grammar(family, TOOLS, special), endings, random.Random(seed)).lstrip()
+        if "\ufffd" in call:
+            continue  # cannot be spelled again
+        assert allows(tokenizer, free, before + call, special), call
+        for name, other in (("get_weather", "get_whether"), ("now", "then"), ('"city"', '"town"'), ("unit", "united")):
+            assert name not in call or not allows(tokenizer, free, before + call.replace(name, other), special), call
 
 
 def test_only_the_tools_given(tokenizer: Any) -> None:

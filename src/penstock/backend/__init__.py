@@ -14,12 +14,15 @@ NVIDIA = Path("/dev/nvidiactl")  # there where a driver is
 DEVICES = ("auto", "cpu", "cuda", "ref")
 
 
-def settle(config: Config) -> Config:
-    """The device named, and steps of the sizes that suit it where none are given."""
+def settle(config: Config, float8: bool = False) -> Config:
+    """The device named, and steps of the sizes that suit it, and weights that are `float8` or become it, where none are
+    given."""
     device = config.device
     if device == "auto":
         device = "cuda" if has_cuda() else "cpu"
     rows, tokens, mixed = (256, 2048, 384) if device == "cuda" else (64, 512, 192)
+    if device == "cuda" and (float8 or config.quantize == "fp8"):
+        mixed = 640  # takes no longer than 384 tokens with weights of 16 bits
     return replace(
         config,
         device=device,

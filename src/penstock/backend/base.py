@@ -54,6 +54,16 @@ class LogitEdit:
     allow: Mask | None = None  # logits of all other tokens = -inf
 
 
+class Pool(NamedTuple):
+    """Hidden states that are added up for a row: those of its tokens[first:last]."""
+
+    row: int
+    first: int
+    last: int
+    begins: bool  # nothing was added up for its slot before
+    divisor: int  # 0: more will follow; else the row's answer is the sum so far, divided by this
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """One step as arrays. R rows, T tokens, S sampled positions."""
@@ -67,6 +77,7 @@ class Batch:
     sampled: Ints  # [S] indices into tokens, ascending
     sample_start: Ints  # [R + 1] row r owns sampled[sample_start[r]:sample_start[r + 1]]
     sample: SampleRows
+    pools: tuple[Pool, ...] = ()
 
 
 class Footprint(NamedTuple):

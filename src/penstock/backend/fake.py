@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.backend.base import LAST_SAMPLED, Batch, Footprint, Model, Ticket
+from penstock.backend.pool import Pools
 from penstock.model.spec import ModelSpec
 from penstock.model.tensor import Tensor
 from penstock.types import RowResult, StepResult, TokenLogprob
@@ -31,12 +32,25 @@ def continuation(prompt: Sequence[int], count: int, vocab: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
+def state(context: Sequence[int] | NDArray[np.int64], vocab: int) -> list[int]:
+    """The fake's hidden state at the last token of `context`."""
+    return [next_token(context, vocab), int(context[-1]), len(context)]
+
+
+def pooled(prompt: Sequence[int], kind: str, vocab: int) -> bytes:
+    """What the fake must answer for an embedding, computed with no cache at all."""
+    ends = range(len(prompt) if kind == "last" else 1, len(prompt) + 1)
+    mean: NDArray[np.float64] = np.mean([state(prompt[:end], vocab) for end in ends], axis=0)
+    return mean.astype("<f4").tobytes()
+
+
 class FakeBackend:
     depth = 0
 
     def __init__(self, vocab: int = 1000, max_rows: int = 1024) -> None:
         self._vocab = vocab
         self._last = np.full(max_rows, -1, np.int64)  # by slot
+        self._pools = Pools()
         self._results: dict[Ticket, StepResult] = {}
 
     def pack_matrix(self, parts: Sequence[Tensor], bias: Sequence[Tensor | None]) -> Any:
@@ -66,7 +80,10 @@ class FakeBackend:
 
     def launch(self, batch: Batch) -> Ticket:
         rows = tuple(self._run_row(batch, row) for row in range(len(batch.slots)))
-        self._results[batch.step] = StepResult(batch.step, rows)
+        result = StepResult(batch.step, rows)
+        if batch.pools:
+            result = self._pools.answer(batch, result, lambda first, last: self._states(batch, first, last))
+        self._results[batch.step] = result
         return batch.step
 
     def relieve(self) -> None: ...
@@ -89,12 +106,19 @@ class FakeBackend:
         self._kv[table[positions // size], positions % size] = tokens
         result = RowResult()
         for s in range(batch.sample_start[row], batch.sample_start[row + 1]):
-            length = int(batch.positions[batch.sampled[s]]) + 1
-            context = self._kv[table[: -(-length // size)]].reshape(-1)[:length]
+            context = self._context(table, int(batch.positions[batch.sampled[s]]) + 1)
             result = self._answer(result, context, int(batch.sample.target[s]))
         if result.tokens:
             self._last[slot] = result.tokens[-1]
         return result
+
+    def _states(self, batch: Batch, first: int, last: int) -> NDArray[np.float32]:
+        table = batch.tables[np.searchsorted(batch.row_start, first, side="right") - 1]
+        contexts = [self._context(table, int(position) + 1) for position in batch.positions[first:last]]
+        return np.array([state(context, self._vocab) for context in contexts], np.float32)
+
+    def _context(self, table: NDArray[np.int32], length: int) -> NDArray[np.int64]:
+        return self._kv[table[: -(-length // self._kv.shape[1])]].reshape(-1)[:length]
 
     def _answer(self, result: RowResult, context: NDArray[np.int64], target: int) -> RowResult:
         token = next_token(context, self._vocab)

@@ -31,6 +31,7 @@ def plan(
     from penstock.engine.plan import plan_memory
     from penstock.model.load import open_checkpoint
 
+    checkpoint = open_checkpoint(path)
     config = settle(
         Config(
             model=str(path),
@@ -41,9 +42,9 @@ def plan(
             quantize=quantize,
             kv=kv,
             kv_memory=kv_memory,
-        )
+        ),
+        checkpoint.float8,
     )
-    checkpoint = open_checkpoint(path)
     tensors = checkpoint.tensors.values()
     found = plan_memory(config, checkpoint.spec, open_backend(config).footprint(checkpoint.spec, tensors))
     if json:

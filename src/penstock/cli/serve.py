@@ -24,6 +24,14 @@ def serve(
     quantize: options.Quantize = "",
     kv: options.Kv = "auto",
     kv_memory: options.KvMemory = 0,
+    data: Annotated[
+        str, Option(help="Folder for uploaded files and batches; by default data/NAME in PENSTOCK_HOME.")
+    ] = "",
+    max_file: Annotated[int, Option(least=1, help="Bytes of one uploaded file.")] = 209_715_200,
+    max_files: Annotated[int, Option(least=1, help="Files kept, uploaded ones and answers of batches.")] = 10_000,
+    max_data: Annotated[
+        int, Option(least=1, help="Bytes of all files; uploads beyond it are refused.")
+    ] = 10_737_418_240,
     keys: Annotated[
         str, Option(help="A file of API keys (penstock keys add): no one else is let in.", env="PENSTOCK_KEYS")
     ] = "",
@@ -51,6 +59,7 @@ def serve(
     from penstock.config import Config
     from penstock.ipc.spawn import ProcessClient
     from penstock.model.load import load_text
+    from penstock.server import Space
     from penstock.server import serve as listen
     from penstock.server.guard import Rules
 
@@ -67,8 +76,9 @@ def serve(
         kv=kv,
         kv_memory=kv_memory,
     )
+    space = Space(Path(data).expanduser().absolute() if data else None, max_file, max_data, max_files)
     rules = Rules(Path(keys).expanduser() if keys else None, tuple(cors or ()), max_waiting)
-    listen(ProcessClient(config), partial(load_text, path), called, host, port, path, rules)
+    listen(ProcessClient(config), partial(load_text, path), called, host, port, path, space=space, rules=rules)
 
 
 def _short_name(model: str, path: Path) -> str:

@@ -29,13 +29,13 @@ class KvCache:
     def match(self, seq: Sequence) -> list[Node]:
         """What is already computed of its tokens. At least the last one is always left to compute, since its
         logits are wanted. Changes nothing."""
-        if seq.scored < seq.prompt_len:
+        if seq.private or seq.scored < seq.prompt_len:
             return []
         return self.trie.match(seq.salt, seq.tokens, (len(seq.tokens) - 1) // self.block_size)
 
     def awaited(self, seq: Sequence, matched: int) -> int | None:
         """The hash of its next block, if another sequence is just computing that block."""
-        if seq.scored < seq.prompt_len:
+        if seq.private or seq.scored < seq.prompt_len:
             return None
         self._hash_prompt(seq)
         mine = seq.promises[matched] if matched < len(seq.promises) else None
@@ -87,7 +87,7 @@ class KvCache:
         return self.pool.take() if len(self.pool) else self.trie.evict()
 
     def _hash_prompt(self, seq: Sequence) -> None:
-        if not seq.promises and seq.prompt_len >= self.block_size:
+        if not (seq.promises or seq.private) and seq.prompt_len >= self.block_size:
             seq.promises = hashing.chain(seq.salt, seq.tokens[: seq.prompt_len], self.block_size)
 
     def _withdraw(self, seq: Sequence, promise: int) -> None:

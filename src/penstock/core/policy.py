@@ -4,10 +4,9 @@ service classes belong here and nowhere else."""
 from __future__ import annotations
 
 from penstock.core.sequence import Sequence
-from penstock.types import Limits
+from penstock.types import Limits, mixed_tokens
 
 Order = tuple[int, int]
-MANY_ROWS = 64
 
 
 def order(seq: Sequence) -> Order:
@@ -21,7 +20,7 @@ def step_tokens(limits: Limits, running: int, answering: int) -> int:
     take."""
     if not answering or not limits.mixed_tokens:
         return limits.max_tokens
-    return min(max(limits.mixed_tokens * -(-answering // MANY_ROWS), running), limits.max_tokens)
+    return min(max(mixed_tokens(limits.mixed_tokens, answering), running), limits.max_tokens)
 
 
 def share(wanted: int, budget: int, behind: int) -> int:

@@ -102,7 +102,7 @@ class Scheduler:
                 continue
             if plan.step >= seq.since:
                 seq.computed = row.start + row.count
-                if seq.computed // self.cache.block_size > len(seq.nodes):
+                if seq.computed // self.cache.block_size > len(seq.nodes) and not seq.private:
                     self._grown += [Grown(seq.id, at, (block,)) for at, block in self.cache.enter(seq)]
             self._take_answer(seq, row, answer, events)
         return events
@@ -242,9 +242,9 @@ class Scheduler:
         if stop is not None:
             self._end(seq)
             events.append(Finished(seq.id, "stop", stop))
-        elif len(seq.tokens) == seq.max_len and (tokens or seq.computed == seq.max_len):
+        elif len(seq.tokens) == seq.max_len and (tokens or answer.pooled or seq.computed == seq.max_len):
             self._end(seq)
-            events.append(Finished(seq.id, "length"))
+            events.append(Finished(seq.id, "pooled" if answer.pooled else "length", None, answer.pooled))
 
     def _append(self, seq: Sequence, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], int | None]:
         """Takes sampled tokens up to the one that ends the sequence; returns those taken and that one."""

@@ -25,6 +25,7 @@ class Sequence:
         "nodes",
         "planned",
         "priority",
+        "private",
         "promises",
         "prompt_len",
         "salt",
@@ -46,6 +47,7 @@ class Sequence:
         salt: str = "",
         score: bool = False,
         lockstep: bool = False,
+        private: bool = False,
     ) -> None:
         self.id = id
         self.tokens = list(prompt)
@@ -56,6 +58,7 @@ class Sequence:
         self.salt = salt
         self.score = score  # the prompt's own tokens are to be scored, so none of them may come from the cache
         self.lockstep = lockstep  # its next row must know its last token: no row while one is in flight
+        self.private = private  # it takes nothing from the prefix cache and leaves nothing there
         self.arrival = 0
         self.computed = 0
         self.planned = 0

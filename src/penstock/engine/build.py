@@ -46,7 +46,7 @@ def open_engine(config: Config, tell: Tell = silent) -> Engine:
 
 def build_engine(config: Config, checkpoint: Checkpoint, tell: Tell = silent) -> Engine:
     """`tell` hears, on a GPU, what memory is for before any is taken, and where the time went."""
-    config, ledger = settle(config), Ledger()
+    config, ledger = settle(config, checkpoint.float8), Ledger()
     if config.device != "cuda":
         tell = silent
     backend = open_backend(config)
@@ -79,7 +79,7 @@ def _reserve(config: Config, checkpoint: Checkpoint, backend: Backend) -> Limits
             vocab=checkpoint.spec.vocab,
             kv_bytes=backend.kv_bytes_per_token(),
             memory=room,
-        )
+        )._replace(dim=checkpoint.spec.dim)
         try:
             backend.reserve_kv(limits.num_blocks, limits.block_size)
         except OutOfMemory:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from dataclasses import replace
 
 from penstock.backend.base import Backend, Ticket
 from penstock.core import Scheduler, Sequence
 from penstock.engine.batch import Batcher
 from penstock.engine.grammar import Compiling, Constraint, Grammars
+from penstock.engine.pooling import pools
 from penstock.engine.sampling import Sampler
 from penstock.errors import InvalidGrammar, OutOfMemory, PenstockError, StepFailed
 from penstock.types import (
@@ -41,6 +43,7 @@ class Engine:
         self._scheduler = Scheduler(limits)
         self._batcher = Batcher(limits)
         self._samplers: dict[int, Sampler] = {}
+        self._pooling: dict[int, str] = {}  # how the requests that want an embedding are pooled
         self._flight: deque[tuple[StepPlan, Ticket]] = deque()
         self._events: list[Event] = []
         self._busy_seconds = 0.0
@@ -76,9 +79,12 @@ class Engine:
             salt=request.salt,
             score=request.sampling.prompt_logprobs is not None,
             lockstep=Sampler.needs_history(request),
+            private=request.pooling == "mean",
         )
         self._scheduler.add(seq)
         self._samplers[request.id] = Sampler(request, constraint)
+        if request.pooling:
+            self._pooling[request.id] = request.pooling
 
     def abort(self, id: int) -> None:
         """Ends a request at once; the next step tells so. Unknown ids have ended already."""
@@ -116,6 +122,8 @@ class Engine:
     def _launch(self, plan: StepPlan) -> None:
         try:
             batch = self._batcher.build(plan, self._scheduler.sequences, self._samplers)
+            if self._pooling:
+                batch = replace(batch, pools=pools(plan, self._scheduler.sequences, self._pooling))
             self._flight.append((plan, self._backend.launch(batch)))
             self._short = False
         except OutOfMemory as error:
@@ -153,6 +161,7 @@ class Engine:
             if not isinstance(event, Tokens):
                 self._samplers.pop(event.seq, None)
                 self._constraints.pop(event.seq, None)
+                self._pooling.pop(event.seq, None)
         self._events += events
 
     # -- grammars ------------------------------------------------------------------------------------------------

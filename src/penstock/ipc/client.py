@@ -11,10 +11,20 @@ from penstock.types import Event, Hello, Request, Stats
 class EngineClient(Protocol):
     """Its twins: ipc/inprocess.py (a thread) and ipc/spawn.py (a process that is restarted when it dies)."""
 
-    hello: Hello | None  # None while there is no engine
-    trouble: str  # why there is none, then
-    restarts: int
-    stats: Stats  # the engine's last word on itself; it speaks after every step and every message
+    @property
+    def hello(self) -> Hello | None:
+        """None while there is no engine."""
+
+    @property
+    def trouble(self) -> str:
+        """Why there is none, then."""
+
+    @property
+    def restarts(self) -> int: ...
+
+    @property
+    def stats(self) -> Stats:
+        """The engine's last word on itself; it speaks after every step and every message."""
 
     async def start(self) -> Hello: ...
 

@@ -37,6 +37,7 @@ class Llama:
             x, residual = ops.add_norm(x, residual, layer.mlp_norm, s.eps)
             x = ops.linear(ops.gated(ops.linear(x, layer.gate_up), s.act), layer.down)
         x, _ = ops.add_norm(x, residual, self.norm, s.eps)
+        ops.pool(x)
         return ops.linear(ops.take_sampled(x), self.head)
 
 

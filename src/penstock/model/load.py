@@ -37,6 +37,10 @@ class Checkpoint:
     path: Path
     metadata: Mapping[str, Any]  # the file's own: GGUF metadata or config.json
 
+    @property
+    def float8(self) -> bool:
+        return any(tensor.format.name == "F8_E4M3" for tensor in self.tensors.values())
+
 
 def open_checkpoint(path: Path) -> Checkpoint:
     """A GGUF file, or a folder with config.json and safetensors."""

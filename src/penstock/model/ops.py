@@ -35,3 +35,6 @@ class Ops(Protocol[V]):
 
     def take_sampled(self, x: V) -> V:
         """The rows whose logits are wanted: [T, dim] -> [S, dim]."""
+
+    def pool(self, x: V) -> None:
+        """Says which values embeddings are pooled from, [T, dim]: to be said once."""

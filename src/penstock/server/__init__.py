@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from penstock.server.app import create_app, serve
+from penstock.server.archive import Space
 
-__all__ = ["create_app", "serve"]
+__all__ = ["Space", "create_app", "serve"]

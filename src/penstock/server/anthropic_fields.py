@@ -46,7 +46,6 @@ TOOL_NEUTRAL: Neutral = {
     "defer_loading": (False,),
     "eager_input_streaming": ANYTHING,
     "input_examples": ([],),
-    "strict": (False,),
 }
 
 
@@ -128,6 +127,7 @@ class Tool(msgspec.Struct, forbid_unknown_fields=True):
     input_schema: dict[str, Any]
     description: str | None = None
     type: Literal["custom"] | None = None
+    strict: bool | None = None
 
 
 Block = Text | Thinking | UsedTool | ToolResult
@@ -153,9 +153,14 @@ def read_messages(asked: Conversation) -> list[Rendered]:
 def read_use(asked: Conversation) -> ToolUse:
     choice = asked.tool_choice or ToolChoice("auto")
     check_count(asked.tools or (), MAX_TOOLS, "tools")
-    tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(asked.tools or ())]
+    given = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(asked.tools or ())]
+    tools = [for_template(tool.name, tool.description, tool.input_schema) for tool in given]
     names = tuple(tool["function"]["name"] for tool in tools)
-    use = ToolUse([] if choice.type == "none" else tools, parallel=not choice.disable_parallel_tool_use)
+    use = ToolUse(
+        [] if choice.type == "none" else tools,
+        parallel=not choice.disable_parallel_tool_use,
+        strict=any(tool.strict for tool in given),
+    )
     if choice.type == "any":
         return use._replace(forced=known(names, names))
     return use._replace(forced=known(names, (choice.name or "",))) if choice.type == "tool" else use
@@ -264,8 +269,7 @@ def _joined(blocks: Sequence[Block]) -> str:
     return "\n".join(block.text for block in blocks if isinstance(block, Text))
 
 
-def _tool(given: dict[str, Any], where: str) -> dict[str, Any]:
+def _tool(given: dict[str, Any], where: str) -> Tool:
     if given.get("type") not in (None, "custom"):
         raise unsupported(f"{where}.type", given["type"])
-    tool = read_object(given, Tool, TOOL_NEUTRAL, where)
-    return {"type": "function", "function": for_template(tool.name, tool.description, tool.input_schema)}
+    return read_object(given, Tool, TOOL_NEUTRAL, where)

@@ -27,13 +27,16 @@ import penstock.text.template  # noqa: F401  Jinja now, not when the first chat 
 from penstock.errors import ConfigError, PenstockError
 from penstock.ipc.client import EngineClient
 from penstock.server.anthropic import count_tokens, messages
+from penstock.server.archive import SPACE, Archive, Space
+from penstock.server.batch_run import BatchRunner
+from penstock.server.embeddings import embeddings
 from penstock.server.errors import answer_bug, answer_error, answer_http_error, answer_left
 from penstock.server.guard import Rules, check, guarded
 from penstock.server.metrics import Metrics
 from penstock.server.ollama import chat, generate
+from penstock.server.ollama_embed import embed, embed_old
 from penstock.server.ollama_models import (
     delete,
-    embed,
     greet,
     has_blob,
     list_stored,
@@ -43,9 +46,12 @@ from penstock.server.ollama_models import (
     unable,
     version,
 )
+from penstock.server.openai_batches import Batches
 from penstock.server.openai_chat import chat_completions
 from penstock.server.openai_completions import completions
+from penstock.server.openai_files import Files
 from penstock.server.protocol import BoundedProtocol
+from penstock.server.responses import Responses
 from penstock.server.served import Served
 from penstock.server.tokens import apply_template, detokenize, tokenize
 from penstock.text import Text
@@ -57,24 +63,35 @@ Endpoint = Callable[[Served, Request], Awaitable[Response]]
 
 
 def create_app(
-    client: EngineClient, text: Text, name: str, path: Path | None = None, rules: Rules = OPEN_TO_ALL
+    client: EngineClient,
+    text: Text,
+    name: str,
+    path: Path | None = None,
+    space: Space = SPACE,
+    rules: Rules = OPEN_TO_ALL,
 ) -> ASGIApp:
     """Serves `client`'s engine as `name`; starts the client when it starts and closes it when it ends. `path` is where
-    the model's files are, for clients that ask what it is."""
+    the model's files are, for clients that ask what it is; `space` is for files and batches."""
     served = Served(client, text, name, int(time.time()), Metrics(client, name), path, rules.max_waiting)
+    archive = Archive(space, name)
+    runner = BatchRunner(archive, served)
+    files, batches = Files(archive), Batches(archive, runner)
+    responses = Responses()
 
     def route(path: str, endpoint: Endpoint, method: str) -> Route:
         async def call(request: Request) -> Response:
-            return await endpoint(served, request)
+            return await endpoint(request.scope.get("served", served), request)
 
         return Route(path, call, methods=[method])
 
     @asynccontextmanager
-    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
         await client.start()
         try:
-            yield
+            async with runner.running(RequestIds(app)):
+                yield
         finally:
+            await responses.close()
             await client.close()
 
     app = Starlette(
@@ -100,12 +117,28 @@ def create_app(
             route("/api/pull", pull, "POST"),
             route("/api/delete", delete, "DELETE"),
             route("/api/embed", embed, "POST"),
-            route("/api/embeddings", embed, "POST"),
+            route("/api/embeddings", embed_old, "POST"),
             route("/api/create", unable, "POST"),
             route("/api/copy", unable, "POST"),
             route("/api/push", unable, "POST"),
             route("/api/blobs/{digest}", has_blob, "HEAD"),
             route("/api/blobs/{digest}", unable, "POST"),
+            route("/v1/responses", responses.create, "POST"),
+            route("/v1/responses/input_tokens", responses.input_tokens, "POST"),
+            route("/v1/responses/{id}", responses.retrieve, "GET"),
+            route("/v1/responses/{id}", responses.delete, "DELETE"),
+            route("/v1/responses/{id}/cancel", responses.cancel, "POST"),
+            route("/v1/responses/{id}/input_items", responses.input_items, "GET"),
+            route("/v1/files", files.create, "POST"),
+            route("/v1/files", files.list_all, "GET"),
+            route("/v1/files/{id}", files.show, "GET"),
+            route("/v1/files/{id}", files.delete, "DELETE"),
+            route("/v1/files/{id}/content", files.content, "GET"),
+            route("/v1/batches", batches.create, "POST"),
+            route("/v1/batches", batches.list_all, "GET"),
+            route("/v1/batches/{id}", batches.show, "GET"),
+            route("/v1/batches/{id}/cancel", batches.cancel, "POST"),
+            route("/v1/embeddings", embeddings, "POST"),
         ],
         exception_handlers={
             PenstockError: answer_error,
@@ -125,6 +158,7 @@ def serve(
     host: str,
     port: int,
     path: Path | None = None,
+    space: Space = SPACE,
     rules: Rules = OPEN_TO_ALL,
 ) -> None:
     """Serves until interrupted. The port is taken first and the engine started next, so that what is wrong with
@@ -133,7 +167,7 @@ def serve(
     with suppress(KeyboardInterrupt):
         listener = bind(host, port)
         check(rules, listener.getsockname()[0])
-        _run(_serve(client, load_text, name, listener, path, rules))
+        _run(_serve(client, load_text, name, listener, path, space, rules))
 
 
 def _run(main: Coroutine[Any, Any, None]) -> None:
@@ -151,6 +185,7 @@ async def _serve(
     name: str,
     listener: socket.socket,
     path: Path | None,
+    space: Space,
     rules: Rules,
 ) -> None:
     loading = asyncio.create_task(asyncio.to_thread(load_text))
@@ -163,7 +198,7 @@ async def _serve(
     gc.collect()
     gc.freeze()  # the vocabulary and all code stay: looking through them again took a sixteenth of a stream's time
     listener.listen()  # whoever reads the line below may connect at once
-    app = create_app(client, text, name, path, rules)
+    app = create_app(client, text, name, path, space, rules)
     config = uvicorn.Config(
         app, http=BoundedProtocol, ws="none", log_config=None, access_log=False, timeout_graceful_shutdown=DRAIN
     )

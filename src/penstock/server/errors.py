@@ -14,7 +14,7 @@ from penstock.errors import (
     EngineUnavailable,
     Forbidden,
     InvalidRequest,
-    ModelNotFound,
+    NotFound,
     Overloaded,
     PenstockError,
     RateLimited,
@@ -72,7 +72,7 @@ def status_of(error: PenstockError) -> int:
             return 401
         case Forbidden():
             return 403
-        case ModelNotFound():
+        case NotFound():
             return 404
         case RateLimited():
             return 429

@@ -123,12 +123,16 @@ class Call(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def check(served: Served, asked: Generation) -> None:
-    served.check_model(asked.model.removesuffix(":latest"))
+    check_kept(served, asked.model, asked.keep_alive)
     if asked.top_logprobs and not asked.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
-    if asked.keep_alive is not None and seconds(asked.keep_alive) == 0:
+
+
+def check_kept(served: Served, model: str, keep_alive: float | str | None) -> None:
+    served.check_model(model.removesuffix(":latest"))
+    if keep_alive is not None and seconds(keep_alive) == 0:
         raise InvalidRequest(
-            f"keep_alive: {asked.keep_alive!r} asks to unload the model after the answer; this server keeps its one "
+            f"keep_alive: {keep_alive!r} asks to unload the model after the answer; this server keeps its one "
             "model as long as it runs: leave it out",
             param="keep_alive",
         )
@@ -175,6 +179,13 @@ def read_options(served: Served, asked: Generation) -> tuple[SamplingParams, int
     scores = (asked.top_logprobs or 0) if asked.logprobs else None
     limit = options.num_predict if options.num_predict and options.num_predict > 0 else None
     return SamplingParams(stop=stops, logprobs=scores, grammar=_grammar(asked), **settings), limit
+
+
+def context_of(served: Served, given: dict[str, Any] | None) -> int:
+    """How many tokens of an input count. Options that say how to sample ask for nothing where no token is."""
+    options = read_object(given or {}, Options, OPTION_NEUTRAL, "options")
+    _check_context(served, options)
+    return options.num_ctx if options.num_ctx and options.num_ctx > 0 else served.limits.max_len
 
 
 def _grammar(asked: Generation) -> Grammar | None:

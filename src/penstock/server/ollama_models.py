@@ -105,10 +105,6 @@ async def delete(served: Served, http: HttpRequest) -> Response:
     return Response()
 
 
-async def embed(_: Served, __: HttpRequest) -> Response:
-    raise InvalidRequest("embeddings are not made here yet: this engine answers with text only")
-
-
 async def unable(_: Served, http: HttpRequest) -> Response:
     raise InvalidRequest(UNABLE[http.url.path.split("/")[2]])
 
@@ -231,7 +227,7 @@ def _shown(served: Served, known: Known) -> dict[str, Any]:
 def _capabilities(template: str) -> list[str]:
     format = ChatTemplate({"default": template}, {}).format
     named = {"completion": True, "tools": "tools" in template, "thinking": not format.plain(calling=False)}
-    return [name for name, able in named.items() if able]
+    return [*(name for name, able in named.items() if able), "embedding"]
 
 
 # -- fetching -----------------------------------------------------------------------------------------------------

@@ -51,10 +51,9 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_obfuscation: bool = False
 
 
-class Fields(Structured, forbid_unknown_fields=True, kw_only=True):
-    """Every field may be null, which is the same as leaving it out."""
+class Sampled(Structured, forbid_unknown_fields=True, kw_only=True):
+    """How tokens are chosen. Every field may be null, which is the same as leaving it out."""
 
-    model: str
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -66,9 +65,17 @@ class Fields(Structured, forbid_unknown_fields=True, kw_only=True):
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
-    max_tokens: int | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
+
+    @property
+    def choices(self) -> int:
+        return 1
+
+
+class Fields(Sampled, kw_only=True):
+    model: str
+    max_tokens: int | None = None
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -98,11 +105,12 @@ async def read_fields(http: HttpRequest, kind: type[F], neutral: Neutral) -> F:
     return fields
 
 
-def read_object(given: dict[str, Any], kind: type[S], neutral: Neutral, where: str = "") -> S:
-    """The object as a struct; `where` it stood in the body is part of what a refusal says."""
+def read_object(given: dict[str, Any], kind: type[S], neutral: Neutral, where: str = "", *, strict: bool = True) -> S:
+    """The object as a struct; `where` it stood in the body is part of what a refusal says. Not `strict`: numbers may
+    be spelled as text, as in a query."""
     _drop_neutral(given, neutral, where)
     try:
-        return msgspec.convert(given, kind, str_keys=True)
+        return msgspec.convert(given, kind, str_keys=True, strict=strict)
     except msgspec.ValidationError as error:
         raise _refusal(str(error), where) from error
 
@@ -182,7 +190,7 @@ _SAMPLING = (
 )
 
 
-def sampling(served: Served, fields: Fields, **given: Any) -> list[SamplingParams]:
+def sampling(served: Served, fields: Sampled, **given: Any) -> list[SamplingParams]:
     """One for each of a prompt's choices: with a seed, each choice has its own. `given` are the settings that each
     endpoint spells in its own way."""
     served.check_ids(fields.logit_bias or (), "logit_bias")

@@ -32,7 +32,7 @@ from penstock.server.served import Served, off_loop
 from penstock.server.stream import deltas, together
 from penstock.server.tools import held, read_calls, read_tools, told_reasoning
 from penstock.server.turn import after_thinking
-from penstock.text import Delta, Text
+from penstock.text import Delta, Text, Tokenizer
 from penstock.text.parse import AnswerParser, Arguments, CallBegun, CallEnded, Content, Part, Reasoning
 from penstock.types import Request, TokenLogprob
 
@@ -82,7 +82,7 @@ async def chat_completions(served: Served, http: HttpRequest) -> Response:
     messages = read_messages(asked.messages)
     use = read_tools(asked.tools, asked.tool_choice, asked.parallel_tool_calls)
     text, size = served.text, sum(len(m["content"] or "") for m in messages)
-    fields = _template_fields(text, asked)
+    fields = template_fields(text, asked.reasoning_effort, asked.chat_template_kwargs)
     prompt = await off_loop(size, lambda: text.chat_prompt(messages, tools=use.tools, **fields))
     params = [after_thinking(text, prompt, held(text, use, each)) for each in params]
     requests = [served.request(prompt.tokens, each, "messages") for each in params]
@@ -121,16 +121,19 @@ def _message(given: dict[str, Any], where: str) -> dict[str, Any]:
     return said | told_reasoning(reasoning, content) if reasoning else said
 
 
-def _template_fields(text: Text, asked: Chat) -> dict[str, Any]:
-    """What is asked of the template beside messages and tools: refused where it has no word for it."""
+def template_fields(
+    text: Text, effort: str | None, kwargs: dict[str, Any] | None, param: str = "reasoning_effort"
+) -> dict[str, Any]:
+    """What is asked of the template beside messages and tools: refused where it has no word for it. `param` is the
+    field the effort came in."""
     fields: dict[str, Any] = {}
-    if asked.reasoning_effort == "none":
+    if effort == "none":
         fields = {} if text.format.plain(calling=False) else {"enable_thinking": False}
-    elif asked.reasoning_effort is not None:
-        fields = {"reasoning_effort": asked.reasoning_effort}
+    elif effort is not None:
+        fields = {"reasoning_effort": effort}
     if not all(text.takes(name) for name in fields):
-        raise unsupported("reasoning_effort", asked.reasoning_effort)
-    for name, value in (asked.chat_template_kwargs or {}).items():
+        raise unsupported(param, effort)
+    for name, value in (kwargs or {}).items():
         if name in ("messages", "tools", "add_generation_prompt") or not text.takes(name):
             raise unsupported(f"chat_template_kwargs.{name}", value)
         fields[name] = value
@@ -278,7 +281,7 @@ class ChatAnswer:
             _keep(kept.message, part)
         kept.finish_reason = self._finish(choice, delta)
         if kept.logprobs is not None:
-            kept.logprobs.content += self._entries(delta)
+            kept.logprobs.content += token_entries(self._tokenizer, delta)
 
     def whole(self) -> Completion:
         for choice in self._choices:
@@ -302,7 +305,7 @@ class ChatAnswer:
 
     def _scored_chunks(self, choice: int, delta: Delta, parts: Sequence[Part]) -> Iterator[bytes]:
         """A delta's tokens go with the first of its parts: they may be markers, which are in none."""
-        entries = self._entries(delta)
+        entries = token_entries(self._tokenizer, delta)
         added = [_added(part) for part in parts] or ([Added(content="")] if entries else [])
         for each in added:
             yield encode(self._chunk(ChunkChoice(choice, each, Logprobs(entries))))
@@ -341,17 +344,20 @@ class ChatAnswer:
     def _logprobs(self, entries: list[TokenEntry]) -> Logprobs | None:
         return Logprobs(entries) if self._scored else None
 
-    def _entries(self, delta: Delta) -> list[TokenEntry]:
-        """Of the tokens that are part of the text."""
-        return [self._entry(each) for each in delta.logprobs[: len(delta.logprobs) - delta.silent]]
 
-    def _entry(self, scored: TokenLogprob) -> TokenEntry:
-        top = [Alternative(*self._spelled(token, logprob)) for token, logprob in scored.top]
-        return TokenEntry(*self._spelled(scored.token, scored.logprob), top)
+def token_entries(tokenizer: Tokenizer, delta: Delta) -> list[TokenEntry]:
+    """Of the tokens that are part of the text."""
+    return [_entry(tokenizer, each) for each in delta.logprobs[: len(delta.logprobs) - delta.silent]]
 
-    def _spelled(self, token: int, logprob: float) -> tuple[str, float, list[int]]:
-        spelling = self._tokenizer.token_bytes(token)
-        return spelling.decode("utf-8", "replace"), told_logprob(logprob), list(spelling)
+
+def _entry(tokenizer: Tokenizer, scored: TokenLogprob) -> TokenEntry:
+    top = [Alternative(*_spelled(tokenizer, token, logprob)) for token, logprob in scored.top]
+    return TokenEntry(*_spelled(tokenizer, scored.token, scored.logprob), top)
+
+
+def _spelled(tokenizer: Tokenizer, token: int, logprob: float) -> tuple[str, float, list[int]]:
+    spelling = tokenizer.token_bytes(token)
+    return spelling.decode("utf-8", "replace"), told_logprob(logprob), list(spelling)
 
 
 def _keep(message: Said, part: Part) -> None:

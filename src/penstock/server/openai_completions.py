@@ -56,7 +56,7 @@ async def completions(served: Served, http: HttpRequest) -> Response:
     _check(asked)
     scores = asked.logprobs if asked.echo else None
     params = sampling(served, asked, max_tokens=asked.max_tokens, logprobs=asked.logprobs, prompt_logprobs=scores)
-    prompts = await _encode(served, _separate(asked.prompt, asked.choices))
+    prompts = await encode_prompts(served, _prompts(asked))
     requests = [served.request(ids, each, "prompt", DEFAULT_TOKENS) for ids, _ in prompts for each in params]
     for ids, _ in prompts:
         served.check_ids(ids, "prompt")
@@ -76,29 +76,34 @@ def _check(asked: Completions) -> None:
         raise InvalidRequest("max_tokens must be at least 1 unless echo is true; got 0", param="max_tokens")
 
 
-def _separate(prompt: str | list[str | int | list[int]], n: int) -> list[str | list[int]]:
-    """The prompts of a request: one text, several, one list of token ids, or several."""
-    if isinstance(prompt, str):
-        return [prompt]
-    ids = [each for each in prompt if isinstance(each, int)]
-    if ids and len(ids) == len(prompt):
-        return [ids]
-    texts = [each for each in prompt if isinstance(each, str)]
-    lists = [each for each in prompt if isinstance(each, list)]
-    if len(prompt) not in (len(texts), len(lists)) or not prompt:
+def _prompts(asked: Completions) -> list[str | list[int]]:
+    prompts = separate(asked.prompt, "prompt")
+    if len(prompts) > 1 and len(prompts) * asked.choices > MAX_CHOICES:
         raise InvalidRequest(
-            "prompt must be a string, a list of strings, a list of token ids or a list of such lists, and not empty",
+            f"{len(prompts)} prompts with {asked.choices} choices each are more than {MAX_CHOICES}: send fewer at once",
             param="prompt",
         )
-    if len(prompt) * n > MAX_CHOICES:
+    return prompts
+
+
+def separate(given: str | list[str | int | list[int]], param: str) -> list[str | list[int]]:
+    """The prompts in a field: one text, several, one list of token ids, or several."""
+    if isinstance(given, str):
+        return [given]
+    ids = [each for each in given if isinstance(each, int)]
+    if ids and len(ids) == len(given):
+        return [ids]
+    texts = [each for each in given if isinstance(each, str)]
+    lists = [each for each in given if isinstance(each, list)]
+    if len(given) not in (len(texts), len(lists)) or not given:
         raise InvalidRequest(
-            f"{len(prompt)} prompts with {n} choices each are more than {MAX_CHOICES}: send fewer at once",
-            param="prompt",
+            f"{param} must be a string, a list of strings, a list of token ids or a list of such lists, and not empty",
+            param=param,
         )
     return [*texts, *lists]
 
 
-async def _encode(served: Served, prompts: Sequence[str | list[int]]) -> list[Prompt]:
+async def encode_prompts(served: Served, prompts: Sequence[str | list[int]]) -> list[Prompt]:
     size = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
     encode = served.text.encode_prompt
     return await off_loop(

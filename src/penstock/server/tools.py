@@ -9,7 +9,7 @@ import msgspec
 
 from penstock.errors import InvalidRequest
 from penstock.server.bounds import check_count, read_json
-from penstock.server.openai import Neutral, read_object, unsupported
+from penstock.server.openai import read_object, unsupported
 from penstock.text import Text
 from penstock.text.call_grammar import call_grammar
 from penstock.text.families import Format
@@ -18,7 +18,6 @@ from penstock.text.tools import CallArguments
 from penstock.types import Grammar, SamplingParams
 
 MAX_TOOLS = 128
-FUNCTION_NEUTRAL: Neutral = {"strict": (False,)}  # held to a schema only where a grammar is
 
 
 class Tool(msgspec.Struct, forbid_unknown_fields=True):
@@ -30,6 +29,7 @@ class Function(msgspec.Struct, forbid_unknown_fields=True):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class Call(msgspec.Struct, forbid_unknown_fields=True):
@@ -49,6 +49,7 @@ class ToolUse(NamedTuple):
     tools: list[dict[str, Any]]
     parallel: bool = True
     forced: tuple[str, ...] = ()  # one of these must be called
+    strict: bool = False  # calls are held to the tools' schemas, as forced ones always are
 
     @property
     def calling(self) -> bool:
@@ -65,9 +66,18 @@ def read_tools(
     given: list[dict[str, Any]] | None, choice: str | dict[str, Any] | None, parallel: bool | None
 ) -> ToolUse:
     check_count(given or (), MAX_TOOLS, "tools")
-    tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(given or ())]
+    functions = [_function(tool, f"tools[{index}]") for index, tool in enumerate(given or ())]
+    tools = [for_template(each.name, each.description, each.parameters) for each in functions]
+    return chosen(tools, choice, parallel, strict=any(each.strict for each in functions))
+
+
+def chosen(
+    tools: list[dict[str, Any]], choice: str | dict[str, Any] | None, parallel: bool | None, *, strict: bool
+) -> ToolUse:
+    """What of the tools an answer may and must call. A choice is spelled as in chats or, with less nesting, as in
+    responses."""
     names = tuple(tool["function"]["name"] for tool in tools)
-    use = ToolUse(tools, parallel is not False)
+    use = ToolUse(tools, parallel is not False, strict=strict)
     match choice:
         case None | "auto":
             return use
@@ -75,9 +85,12 @@ def read_tools(
             return use._replace(tools=[])
         case "required":
             return use._replace(forced=known(names, names))
-        case {"type": "function", "function": {"name": str(name)}}:
+        case {"type": "function", "function": {"name": str(name)}} | {"type": "function", "name": str(name)}:
             return use._replace(forced=known(names, (name,)))
-        case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": list(listed)}}:
+        case {
+            "type": "allowed_tools",
+            "allowed_tools": {"mode": "auto" | "required" as mode, "tools": list(listed)},
+        } | {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": list(listed)}:
             allowed = known(names, tuple(_named(each) for each in listed))
             kept = [tool for tool in tools if tool["function"]["name"] in allowed]
             return use._replace(tools=kept, forced=allowed if mode == "required" else ())
@@ -101,16 +114,15 @@ def known(names: tuple[str, ...], chosen: tuple[str, ...]) -> tuple[str, ...]:
     return chosen
 
 
-def _tool(given: dict[str, Any], where: str) -> dict[str, Any]:
+def _function(given: dict[str, Any], where: str) -> Function:
     tool = read_object(given, Tool, {}, where)
-    function = read_object(tool.function, Function, FUNCTION_NEUTRAL, f"{where}.function")
-    return {"type": "function", "function": for_template(function.name, function.description, function.parameters)}
+    return read_object(tool.function, Function, {}, f"{where}.function")
 
 
 def for_template(name: str, description: str | None, parameters: dict[str, Any] | None) -> dict[str, Any]:
-    """With a description and parameters in any case: templates count on them."""
+    """A tool, with a description and parameters in any case: templates count on them."""
     given = {"type": "object", "properties": {}} | (parameters or {})
-    return {"name": name, "description": description or "", "parameters": given}
+    return {"type": "function", "function": {"name": name, "description": description or "", "parameters": given}}
 
 
 def told_reasoning(reasoning: str, content: str | None) -> dict[str, str]:
@@ -142,16 +154,17 @@ def _arguments(text: str, where: str) -> CallArguments:
 
 
 def held(text: Text, use: ToolUse, sampling: SamplingParams) -> SamplingParams:
-    """With the grammar of a call where one is forced, and an end where the family ends a call."""
+    """With the grammar of calls where one is forced or they are strict, and an end where the family ends a call."""
     if use.calling and sampling.grammar is not None:
         raise InvalidRequest("tools and a format of the answer cannot be honoured together", param="tools")
-    grammar = Grammar("lark", _forced_calls(text, use)) if use.forced else sampling.grammar
+    held = use.forced or (use.calling and use.strict)
+    grammar = Grammar("lark", _calls(text, use)) if held else sampling.grammar
     stops = text.special_in(*text.format.family.stops) if use.calling else frozenset()
     return dataclasses.replace(sampling, grammar=grammar, stop_token_ids=(*sampling.stop_token_ids, *stops))
 
 
-def _forced_calls(text: Text, use: ToolUse) -> str:
-    schemas = {name: schema for name, schema in schemas_of(use.tools).items() if name in use.forced}
+def _calls(text: Text, use: ToolUse) -> str:
+    schemas = {name: schema for name, schema in schemas_of(use.tools).items() if name in use.forced or not use.forced}
     markers = text.special_in(text.format.markers(calling=True))
     special = {text.tokenizer.token_text(id): id for id in markers}
-    return call_grammar(text.format.family, schemas, special, parallel=use.parallel)
+    return call_grammar(text.format.family, schemas, special, parallel=use.parallel, free=not use.forced)

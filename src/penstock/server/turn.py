@@ -38,11 +38,18 @@ async def prompt_of(served: Served, messages: Sequence[dict[str, Any]], use: Too
     return await off_loop(size, lambda: served.text.chat_prompt(messages, tools=use.tools, **fields))
 
 
-def begin(served: Served, prompt: ChatPrompt, use: ToolUse, sampling: SamplingParams, most: int | None) -> Turn:
-    """`most` tokens are answered with, or what the context has room for."""
+def begin(
+    served: Served,
+    prompt: ChatPrompt,
+    use: ToolUse,
+    sampling: SamplingParams,
+    most: int | None,
+    param: str = "messages",
+) -> Turn:
+    """`most` tokens are answered with, or what the context has room for. `param` is the field the prompt came in."""
     text = served.text
     sampling = after_thinking(text, prompt, held(text, use, sampling))
-    request = served.request(prompt.tokens, sampling, "messages", most)
+    request = served.request(prompt.tokens, sampling, param, most)
     shown = text.special_in(text.format.markers(use.calling))
     return Turn(request, deltas(served, request, shown=shown), use.parser(text.format, prompt.opened))
 

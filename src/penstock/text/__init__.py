@@ -5,8 +5,21 @@ from __future__ import annotations
 from penstock.text.answer import Delta, read_step
 from penstock.text.chat import ChatTemplate
 from penstock.text.detok import TextStream
+from penstock.text.embedding import check_dimensions, embedding, embedding_request
 from penstock.text.request import make_request
 from penstock.text.text import ChatPrompt, Text
 from penstock.text.tokenizer import Tokenizer
 
-__all__ = ["ChatPrompt", "ChatTemplate", "Delta", "Text", "TextStream", "Tokenizer", "make_request", "read_step"]
+__all__ = [
+    "ChatPrompt",
+    "ChatTemplate",
+    "Delta",
+    "Text",
+    "TextStream",
+    "Tokenizer",
+    "check_dimensions",
+    "embedding",
+    "embedding_request",
+    "make_request",
+    "read_step",
+]

@@ -19,9 +19,10 @@ class Delta(NamedTuple):
     logprobs: tuple[TokenLogprob, ...] = ()  # one for each of `tokens`, when asked for
     scores: tuple[TokenLogprob, ...] = ()  # of the prompt's tokens
     cached: int = 0  # prompt tokens whose KV was reused
-    finish: str | None = None  # "stop" or "length", in the last one
+    finish: str | None = None  # "stop", "length" or "pooled", in the last one
     silent: int = 0  # how many of `tokens`, at the end, are not part of the text: 1 for a stop token
     stop: str | None = None  # the stop string that ended it
+    pooled: bytes = b""  # the hidden state that was asked for in place of tokens
 
 
 def read_step(stream: TextStream, events: Sequence[Event]) -> Delta:
@@ -40,5 +41,6 @@ def read_step(stream: TextStream, events: Sequence[Event]) -> Delta:
         count = stream.consumed - before
         return Delta(text, tokens[:count], logprobs[:count], scores, cached, "stop", stop=stream.stopped)
     if isinstance(last, Finished):
-        return Delta(text + stream.finish(), tokens, logprobs, scores, cached, last.reason, silent)
+        whole = text + stream.finish()
+        return Delta(whole, tokens, logprobs, scores, cached, last.reason, silent, pooled=last.pooled)
     return Delta(text, tokens, logprobs, scores, cached)

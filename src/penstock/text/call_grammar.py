@@ -1,4 +1,4 @@
-"""What an answer that must call a tool may be, as a Lark grammar for llguidance: the same data as the parser's."""
+"""What an answer that calls tools may be, as a Lark grammar for llguidance: the same data as the parser's."""
 
 from __future__ import annotations
 
@@ -11,22 +11,32 @@ from penstock.text.families import Calls, Family, pieces
 from penstock.text.parse import Schemas
 
 ANYTHING = r"/(.|\n)*/"
+BARE = r"[ \t\r\n]*(\[[ \t\r\n]*)?\{(.|\n)*"  # how an answer begins that may be a call without a marker
 SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # as templates write JSON
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 
-def call_grammar(family: Family, tools: Schemas, special: Mapping[str, int], *, parallel: bool = True) -> str:
-    """One call of one of the tools or, in parallel, several. `special` are the model's special tokens by their text:
-    they are not spelled but named by id. What a model thinks before it calls is not part of it, except in channels."""
-    return _Rules(family, special).of(tools, parallel)
+def call_grammar(
+    family: Family, tools: Schemas, special: Mapping[str, int], *, parallel: bool = True, free: bool = False
+) -> str:
+    """One call of one of the tools or, in parallel, several; if `free`, also an answer without a call, or text before
+    one. `special` are the model's special tokens by their text: they are not spelled but named by id. What a model
+    thinks before it calls is not part of it, except in channels."""
+    return _Rules(family, special, free).of(tools, parallel)
 
 
 class _Rules:
-    def __init__(self, family: Family, special: Mapping[str, int]) -> None:
+    def __init__(self, family: Family, special: Mapping[str, int], free: bool) -> None:
         self._family = family
         self._shape = family.calls[0]
         self._special = special
         self._split = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)")
+        self._free = free
+        opening = pieces(self._shape.section[0] or self._shape.head)[:1]
+        spelled = free and not family.channels and not self._split.match("".join(opening))
+        self._mark = (
+            "".join(opening) if spelled else ""
+        )  # of a call, in the middle of text: told apart from what follows
         self._lines: list[str] = []
 
     def of(self, tools: Schemas, parallel: bool) -> str:
@@ -35,13 +45,36 @@ class _Rules:
         for index, (name, schema) in enumerate(tools.items()):
             self._call(index, name, schema or ANY_OBJECT)
         several = parallel and not self._family.channels
-        more = f"({self._join(self._text(shape.separator), 'WS')} call)*" if several else ""
-        opening, closing = (self._pattern(pattern) for pattern in shape.section)
-        self._rule("calls", opening, "WS" if opening else "", "call", more, "WS" if closing else "", closing)
-        start = self._join("thought? calls" if self._family.channels else "WS calls", "(WS calls)*" if several else "")
+        mark = self._text(self._mark)
+        marked = self._join("" if shape.section[0] else mark, "call")
+        more = f"({self._join(self._text(shape.separator), 'WS')} {marked})*" if several else ""
+        opening, closing = self._pattern(self._unmarked(shape.section[0])), self._pattern(shape.section[1])
+        self._rule("group", opening, "WS" if shape.section[0] else "", "call", more, "WS" if closing else "", closing)
+        self._rule("calls", mark, "group")
+        start = self._start("(WS calls)*" if several else "")
+        return "\n".join([f"start: {start}", f"call: {calls}", "WS: /[ \\n]{0,2}/", *self._lines])
+
+    def _start(self, more: str) -> str:
         if self._family.channels:
             self._thought()
-        return "\n".join([f"start: {start}", f"call: {calls}", "WS: /[ \\n]{0,2}/", *self._lines])
+            return "thought? (calls | final)" if self._free else "thought? calls"
+        if not self._free:
+            return self._join("WS calls", more)
+        self._talk()
+        if not self._mark:
+            return f"TALK | calls {more} |" if self._shape.bare else f"TALK? (calls {more})?"
+        self._lines.append(f"lead[suffix={json.dumps(self._mark, ensure_ascii=False)}]: {ANYTHING}")
+        return f"TALK? | lead group {more}"
+
+    def _talk(self) -> None:
+        """Text in which nothing begins like a call."""
+        markers = (re.escape(opening) for shape in self._family.calls for opening in shape.openings)
+        never = [rf"(.|\n)*{marker}(.|\n)*" for marker in markers]
+        never += [BARE] if any(shape.bare for shape in self._family.calls) else []
+        self._lines.append(rf"TALK: /(.|\n)+/ & ~/{'|'.join(never)}/")
+
+    def _unmarked(self, pattern: str) -> str:
+        return "".join(pieces(pattern)[1:]) if self._mark else pattern
 
     def _call(self, index: int, name: str, schema: Mapping[str, Any]) -> None:
         shape, arguments = self._shape, f"arguments_{index}"
@@ -52,7 +85,8 @@ class _Rules:
             opening = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{shape.key}": '
             self._rule(f"call_{index}", self._text(opening), arguments, self._text("}"))
         else:
-            head = self._pattern(shape.head, name=name, id=f"functions.{name}:")
+            head = shape.head if shape.section[0] else self._unmarked(shape.head)
+            head = self._pattern(head, name=name, id=f"functions.{name}:")
             self._rule(f"call_{index}", head, arguments, "WS" if shape.tail else "", self._pattern(shape.tail))
         self._arguments(arguments, shape, schema)
 
@@ -109,6 +143,7 @@ class _Rules:
     def _thought(self) -> None:
         analysis = self._text("<|channel|>analysis<|message|>"), ANYTHING, self._text("<|end|>")
         self._rule("thought", *analysis, self._text("<|start|>assistant"))
+        self._rule("final", self._text("<|channel|>final<|message|>"), ANYTHING)
 
     # -- words ----------------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from penstock.backend.base import Batch, Floats, Footprint, Ints, Mask, Model, T
 from penstock.backend.cpu import _native
 from penstock.backend.cpu.record import record
 from penstock.backend.cpu.weights import Packing, pack_vector
+from penstock.backend.pool import Pools
 from penstock.backend.sample import answers
 from penstock.config import available_memory, available_threads
 from penstock.errors import ConfigError
@@ -43,6 +44,7 @@ class CpuBackend:
         self._kv = KV_TYPES[0] if kv == "auto" else kv
         self._program = _native.Program(isa, threads or available_threads(), self._kv)
         self._packing = Packing(self._program.threads)
+        self._pools = Pools()
         self._results: dict[Ticket, StepResult] = {}
 
     @property
@@ -57,7 +59,7 @@ class CpuBackend:
 
     def load(self, model: Model) -> None:
         self._packing.finish()
-        self._answer = record(model, self._program)
+        self._answer, self._states = record(model, self._program)
 
     def footprint(self, spec: ModelSpec, tensors: Iterable[Tensor]) -> Footprint:
         kv_token = 2 * spec.layers * spec.attn.kv_heads * KV_HEAD_BYTES[self._kv](spec.attn.head_dim)
@@ -96,7 +98,10 @@ class CpuBackend:
             edits,
         )
         logprobs = [TokenLogprob(token, value, tuple(top)) for token, value, top in scored]
-        self._results[batch.step] = answers(batch, tokens, logprobs)
+        result = answers(batch, tokens, logprobs)
+        if batch.pools:
+            result = self._pools.answer(batch, result, self._read_states)
+        self._results[batch.step] = result
         return batch.step
 
     def relieve(self) -> None: ...
@@ -109,6 +114,12 @@ class CpuBackend:
         rows = len(batch.sampled) if self._answer.symbol == "S" else len(batch.tokens)
         out = np.empty((rows, self._answer.width), np.float32)
         self._program.run(*_arrays(batch), out)
+        return out
+
+    def _read_states(self, first: int, last: int) -> Floats:
+        assert self._states is not None
+        out = np.empty((last - first, self._states.width), np.float32)
+        self._program.read_kept(first, out)
         return out
 
     def move_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:

@@ -43,6 +43,7 @@ class Recorder:
     program: Program
     nodes: list[Node] = field(default_factory=list)
     prepared: set[int] = field(default_factory=set)  # values that a weight takes in another form than floats
+    states: Value | None = None  # what embeddings are pooled from
     _values: int = 0
     _angles: dict[tuple[tuple[float, ...], float], int] = field(default_factory=dict)
 
@@ -110,6 +111,9 @@ class Recorder:
         self._add((x,), (out,), lambda x, out: self.program.take_sampled(x, out))
         return out
 
+    def pool(self, x: Value) -> None:
+        self.states = x
+
     def _value(self, symbol: str, width: int) -> Value:
         self._values += 1
         return Value(self._values, symbol, width)
@@ -133,7 +137,9 @@ class Layout:
         self._program = recorder.program
         self._prepared = recorder.prepared
         self._last_use = {value.id: i for i, node in enumerate(recorder.nodes) for value in node.inputs}
-        self._last_use[answer.id] = len(recorder.nodes)
+        for value in (answer, recorder.states):
+            if value is not None:
+                self._last_use[value.id] = len(recorder.nodes)
         self._buffers: dict[int, int] = {}  # value id -> buffer
         self._free: dict[tuple[str, int, bool], list[int]] = {}
 
@@ -180,13 +186,15 @@ def gate_products(nodes: list[Node], answer: Value) -> list[Node]:
     return kept
 
 
-def record(model: Model, program: Program) -> Value:
-    """Adds the model's forward pass to the program; returns what it answers."""
+def record(model: Model, program: Program) -> tuple[Value, Value | None]:
+    """Adds the model's forward pass to the program; returns what it answers and what embeddings are pooled from."""
     recorder = Recorder(program)
     answer: Value = model.forward(recorder)
     recorder.nodes = gate_products(recorder.nodes, answer)
     layout = Layout(recorder, answer)
     for index, node in enumerate(recorder.nodes):
         layout.emit(index, node)
+    if recorder.states is not None:
+        program.keep(layout.buffer_of(recorder.states))
     program.answer(layout.buffer_of(answer))
-    return answer
+    return answer, recorder.states

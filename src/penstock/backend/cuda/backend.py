@@ -23,11 +23,13 @@ from penstock.backend.cuda.kv import layout_of
 from penstock.backend.cuda.memory import KEPT, weight_bytes, workspace_bytes
 from penstock.backend.cuda.nodes import Memory
 from penstock.backend.cuda.ops import Program, Sizes
+from penstock.backend.cuda.pooling import Pools, read
 from penstock.backend.cuda.quantized import Workspace
 from penstock.backend.cuda.sampler import Asked, Sampler
 from penstock.backend.cuda.staging import Staging
 from penstock.backend.cuda.transfer import transfer
 from penstock.backend.cuda.weights import Weight, pack
+from penstock.backend.pool import with_pooled
 from penstock.backend.ref.batches import greedy_batch, greedy_rows
 from penstock.backend.sample import answers
 from penstock.errors import ConfigError, OutOfMemory
@@ -41,6 +43,8 @@ IN_FLIGHT = 3  # host buffers: one is written while those of the steps before ma
 TABLE_WORDS = 1 << 20
 SPARE_TILES = 64  # that only pad
 SPARE_MEMORY = 3 << 29  # for graphs, kernels and the library's own buffers
+LAST_MEMORY = 128 << 20  # of it, held until a step finds none: kernels that are loaded then need some
+NO_MEMORY = 32 << 20  # with less than this free, whatever goes wrong in the driver is a shortage
 SAMPLING = ("sampled", "target", "sample_slots", "temperature", "top_p", "top_k", "min_p", "seeds")
 
 
@@ -51,6 +55,7 @@ class Flight:
     batch: Batch
     tokens: Any  # [S] on the host
     asked: list[Asked]
+    pooled: dict[int, Any]  # [dim] on the host, by row
     done: Any | None
 
 
@@ -95,7 +100,9 @@ class CudaBackend:
         self._workspace = Workspace(Scratch.on(self._device), self._sizes.tokens)
         self._chosen = [torch.zeros(self._sizes.tokens, **ints) for _ in range(IN_FLIGHT)]
         self._sampler = Sampler(self._device, rows)
+        self._pools = Pools(rows)
         self._flights: dict[Ticket, Flight] = {}
+        self._last_memory: Any | None = None
         self._settling = self._slices()
 
     # -- loading -------------------------------------------------------------------------------------------------
@@ -148,6 +155,7 @@ class CudaBackend:
                 self._memory.caches[layer] = self._kv.reserve(spec, num_blocks + 1, block_size, self._device)
         self._settling = self._slices()
         if self._stream is not None:
+            self._hold_last()
             torch.cuda.synchronize()
 
     # -- getting ready -------------------------------------------------------------------------------------------
@@ -169,6 +177,7 @@ class CudaBackend:
 
     def settle(self) -> bool:
         """Gets one more of the common shapes ready: kernels first, then graphs."""
+        self._hold_last()
         try:
             return next(self._settling, False)
         except Exception:
@@ -215,10 +224,15 @@ class CudaBackend:
 
     def relieve(self) -> None:
         """Graphs come back one by one, as shapes do."""
+        self._last_memory = None
         if self._stream is not None:
             torch.cuda.synchronize()
             self._graphs.forget()
             torch.cuda.empty_cache()
+
+    def _hold_last(self) -> None:
+        if self._last_memory is None and self._stream is not None and torch.cuda.mem_get_info()[0] > 2 * LAST_MEMORY:
+            self._last_memory = torch.empty(LAST_MEMORY, dtype=torch.uint8, device=self._device)
 
     def _launch(self, batch: Batch) -> Ticket:
         with self._on_stream():
@@ -226,9 +240,10 @@ class CudaBackend:
             for logits, step, rows, chosen in self._forward(batch):
                 entry = self._sampler.sample(logits, step, rows, self._memory.last, chosen)
                 asked += [entry] if entry else []
+            pooled = self._pools.take(batch, self._program.states_of(len(batch.tokens))) if batch.pools else {}
             sampled = self._event()
         tokens, done = self._fetch(len(batch.sampled), sampled)
-        self._flights[batch.step] = Flight(batch, tokens, asked, done)
+        self._flights[batch.step] = Flight(batch, tokens, asked, pooled, done)
         return batch.step
 
     def _fetch(self, count: int, sampled: Any | None) -> tuple[Any, Any | None]:
@@ -246,7 +261,8 @@ class CudaBackend:
         if flight.done is not None:
             flight.done.synchronize()
         logprobs = [entry for asked in flight.asked for entry in asked.read()]
-        return answers(flight.batch, flight.tokens.tolist(), logprobs)
+        result = answers(flight.batch, flight.tokens.tolist(), logprobs)
+        return with_pooled(result, read(flight.pooled)) if flight.pooled else result
 
     def logits(self, batch: Batch) -> Floats:
         """What the forward pass gives for the sampled positions: [S, vocab]."""
@@ -339,8 +355,14 @@ def finds_gpu() -> bool:
 def shortage(what: str) -> Iterator[None]:
     try:
         yield
-    except torch.cuda.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not isinstance(error, torch.cuda.OutOfMemoryError) and not (finds_gpu() and is_full()):
+            raise
         raise OutOfMemory(f"the device has no memory for {what}: {str(error).splitlines()[0]}") from error
+
+
+def is_full() -> bool:
+    return bool(torch.cuda.mem_get_info()[0] < NO_MEMORY)
 
 
 def sampling_kinds(vocab: int) -> Iterator[SampleRows]:

@@ -10,10 +10,12 @@ import torch
 
 from penstock.backend.cuda.inputs import SPARE_PARTS, Fields, Shape
 from penstock.backend.cuda.ops import Program
+from penstock.types import mixed_tokens
 
 log = logging.getLogger(__name__)
 MOST_TOKENS = 2560  # in a graph: launching a larger step takes less time than running it
 MOST_GRAPHS = 256
+ROOM = 64 << 20  # bytes that must be free for a capture: one that finds no memory leaves the stream unusable
 PROMPT_TOKENS = 128  # steps with prompts have a multiple: between two the library picks slower products
 TOKENS_PER_TILE = 16  # room for tiles; whole ones hold more
 
@@ -51,12 +53,12 @@ def round_up(value: int, to: int) -> int:
 
 def common_shapes(rows: int, tokens: int, mixed: int) -> Iterator[Shape]:
     """What steps of at most so many rows and tokens mostly look like, the likeliest first: prompts, then answers, then
-    both, with up to `mixed` tokens for every 64 rows that answer."""
+    both, with up to `mixed` tokens while 64 rows answer."""
     sizes = dict.fromkeys(bucket(count) for count in range(1, rows + 1))
     many = dict.fromkeys(few_or_many(count) for count in range(1, rows + 1))
     tokens = min(tokens, MOST_TOKENS)
     alone = [count for count in (128, 512, tokens) if count <= tokens]
-    most = {size: min(max(mixed or tokens, size + 1) * -(-size // 64), tokens) for size in many}
+    most = {size: min(mixed_tokens(max(mixed or tokens, size + 1), size), tokens) for size in many}
     beside = [(size, count) for size in many for count in range(most[size], size, -PROMPT_TOKENS)]
     yield from (padded(Shape(count, 1, 0, 0, 1)) for count in alone)
     yield from (padded(Shape(size, size, size, size, 0)) for size in sizes)
@@ -80,7 +82,7 @@ class Graphs:
         if shape not in self._seen:
             self._seen.add(shape)
             return self.launch(step)
-        if shape not in self._graphs and (len(self._graphs) == MOST_GRAPHS or not self._take(shape, step)):
+        if shape not in self._graphs and not (self._has_room() and self._take(shape, step)):
             return self.launch(step)
         self._graphs[shape].replay()
         return self._program.answer_of(shape.sampled)
@@ -96,6 +98,9 @@ class Graphs:
     def forget(self) -> None:
         """To be called when something that graphs read has moved, or when memory is short."""
         self._graphs.clear()
+
+    def _has_room(self) -> bool:
+        return len(self._graphs) < MOST_GRAPHS and torch.cuda.mem_get_info()[0] >= ROOM
 
     def _take(self, shape: Shape, step: Fields) -> bool:
         try:

@@ -107,14 +107,18 @@ def plan(batch: Batch, tile_tokens: int, pad: Callable[[Shape], Shape]) -> Plan:
 
 
 def cut_contexts(tokens: Ints, rows: Ints, lengths: Ints) -> Ints:
-    """Parts of equal size, at most SPARE_PARTS more than rows."""
+    """Parts of about the same size, at most SPARE_PARTS more than rows: the last of a context takes a rest that would
+    be less than half of one. The longest contexts come first, so that none is left for the end."""
+    longest = np.argsort(-lengths, kind="stable")
+    tokens, rows, lengths = tokens[longest], rows[longest], lengths[longest]
     size = max(SHORTEST_PART, -(-int(lengths.sum()) // SPARE_PARTS))
     size = -(-size // SHORTEST_PART) * SHORTEST_PART
-    counts = -(-lengths // size)  # [D]
+    counts = np.maximum((lengths + size // 2) // size, 1)  # [D]
     first = np.cumsum(counts) - counts
     owner = np.repeat(np.arange(len(rows)), counts)  # [P]
-    begin = (np.arange(len(owner)) - first[owner]) * size
-    end = np.minimum(begin + size, lengths[owner])
+    index = np.arange(len(owner)) - first[owner]
+    begin = index * size
+    end = np.where(index == counts[owner] - 1, lengths[owner], begin + size)
     columns = [tokens[owner], rows[owner], begin, end, lengths[owner], counts[owner], first[owner], 0 * owner]
     return np.stack(columns, axis=1).astype(np.int32)
 

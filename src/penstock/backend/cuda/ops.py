@@ -36,6 +36,7 @@ class Recorder:
     device: torch.device
     nodes: list[Node] = field(default_factory=list)
     layers: dict[int, AttentionSpec] = field(default_factory=dict)
+    states: Value | None = None  # what embeddings are pooled from
     _values: int = 0
     _frequencies: dict[tuple[float, ...], Any] = field(default_factory=dict)
 
@@ -73,6 +74,9 @@ class Recorder:
             lambda step, x, out: take_rows(x, step.sampled, out), (x,), self._value("S", x.width, wide=x.wide)
         )
 
+    def pool(self, x: Value) -> None:
+        self.states = x
+
     def _value(self, symbol: str, width: int, wide: bool = False) -> Value:
         self._values += 1
         return Value(self._values, symbol, width, wide)
@@ -97,6 +101,7 @@ class Program:
         recorder = Recorder(memory, device)
         self.answer: Value = model.forward(recorder)
         self.layers = recorder.layers
+        self._states = recorder.states
         self._nodes: list[tuple[Node, list[int]]] = []
         self._kinds: list[Kind] = []
         self._assign(fuse(recorder.nodes, self.answer))
@@ -130,6 +135,10 @@ class Program:
         """What the last run answered: [S, *]."""
         return self._buffers[self._place][:count]
 
+    def states_of(self, count: int) -> Any:
+        """What embeddings are pooled from, as the last run has left it: [T, dim]."""
+        return self._buffers[self._states_place][:count]
+
     def _run(self, nodes: list[tuple[Node, list[int]]], step: Fields, tokens: int, count: int) -> None:
         rows = {"T": tokens, "S": count}
         views = [buffer[: rows[kind[0]]] for buffer, kind in zip(self._buffers, self._kinds, strict=True)]
@@ -139,6 +148,8 @@ class Program:
     def _assign(self, nodes: list[Node]) -> None:
         last_use = {value.id: i for i, node in enumerate(nodes) for value in node.inputs}
         last_use[self.answer.id] = len(nodes)
+        if self._states is not None:
+            last_use[self._states.id] = len(nodes)
         places: dict[int, int] = {}
         free: dict[Kind, list[int]] = {}
         for index, node in enumerate(nodes):
@@ -150,6 +161,7 @@ class Program:
                     free.setdefault(kind_of(value), []).append(places.pop(value.id))
         self._sampling = next((i for i, node in enumerate(nodes) if node.outputs[0].symbol == "S"), len(nodes))
         self._place = places[self.answer.id]
+        self._states_place = places[self._states.id] if self._states is not None else -1
 
     def _take(self, kind: Kind, free: dict[Kind, list[int]]) -> int:
         if free.get(kind):

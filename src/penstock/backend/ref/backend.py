@@ -9,6 +9,7 @@ from math import prod
 import numpy as np
 
 from penstock.backend.base import LAST_SAMPLED, Batch, Floats, Footprint, Ints, Model, Ticket
+from penstock.backend.pool import Pools
 from penstock.backend.ref.batches import greedy_batch
 from penstock.backend.ref.ops import Cache, Matrix, RefOps
 from penstock.backend.sample import sample
@@ -24,6 +25,7 @@ class RefBackend:
 
     def __init__(self) -> None:
         self._last: dict[int, int] = {}  # slot: the token it sampled last
+        self._pools = Pools()
         self._results: dict[Ticket, StepResult] = {}
 
     def pack_matrix(self, parts: Sequence[Tensor], bias: Sequence[Tensor | None]) -> Matrix:
@@ -65,7 +67,10 @@ class RefBackend:
         return False
 
     def launch(self, batch: Batch) -> Ticket:
-        result = sample(self.logits(batch), batch)
+        logits, states = self._forward(batch)
+        result = sample(logits, batch)
+        if batch.pools:
+            result = self._pools.answer(batch, result, lambda first, last: states[0][first:last])
         for slot, row in zip(batch.slots.tolist(), result.rows, strict=True):
             if row.tokens:
                 self._last[slot] = row.tokens[-1]
@@ -74,8 +79,11 @@ class RefBackend:
 
     def logits(self, batch: Batch) -> Floats:
         """What the forward pass gives for the sampled positions: [S, vocab]."""
-        logits: Floats = self._model.forward(RefOps(replace(batch, tokens=self._known_tokens(batch)), self._cache))
-        return logits
+        return self._forward(batch)[0]
+
+    def _forward(self, batch: Batch) -> tuple[Floats, list[Floats]]:
+        ops = RefOps(replace(batch, tokens=self._known_tokens(batch)), self._cache)
+        return self._model.forward(ops), ops.states
 
     def relieve(self) -> None: ...
 

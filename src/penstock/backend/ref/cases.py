@@ -7,14 +7,14 @@ given a `logits(batch)` that returns what the forward pass gave.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from penstock.backend.base import Backend, Batch, Floats
+from penstock.backend.base import Backend, Batch, Floats, Pool
 from penstock.backend.ref.batches import Chunk, blocks_for, greedy_batch, random_steps
 from penstock.model import rope
 from penstock.model.ops import Ops
@@ -79,7 +79,12 @@ def run(trial: Trial, backend: Shows) -> list[Floats]:
     ]
     backend.load(OneOp(trial.forward, packed))
     backend.reserve_kv(trial.num_blocks, BLOCK_SIZE)
-    return [backend.logits(batch) for batch in trial.steps]
+    return [pooled(backend, batch) if batch.pools else backend.logits(batch) for batch in trial.steps]
+
+
+def pooled(backend: Backend, batch: Batch) -> Floats:
+    rows = backend.wait(backend.launch(batch)).rows
+    return np.stack([np.frombuffer(row.pooled, np.float32) for row in rows if row.pooled])
 
 
 def difference(got: Floats, wanted: Floats) -> float:
@@ -166,6 +171,26 @@ def take_sampled(rng: Random, *, wanted: Sequence[tuple[int, int]]) -> Trial:
     return Trial(lambda ops, table: ops.embed(table), [inputs(rng, 16, 32)], [greedy_batch(chunks)], len(wanted))
 
 
+def pool(rng: Random) -> Trial:
+    """A mean over two steps, a mean of one and a last state beside a row of no embedding, from values that ops after
+    `pool` must leave alone."""
+
+    def forward(ops: Ops[Any], table: Any, gain: Any) -> Any:
+        x = y = ops.embed(table)
+        ops.pool(x)
+        for _ in range(3):
+            y, _ = ops.add_norm(y, None, gain, 1e-5)
+        return y
+
+    first = greedy_batch([Chunk(range(7), 0, [0], 2, 0), Chunk([9], 0, [1], 0, 1), Chunk(range(5), 0, [2], 1, 0)])
+    then = greedy_batch([Chunk(range(7, 16), 7, [0], 2, 0), Chunk([3], 1, [1], 0, 1)], step=1)
+    steps = [
+        replace(first, pools=(Pool(0, 0, 7, True, 0), Pool(2, 8, 13, True, 5))),
+        replace(then, pools=(Pool(0, 0, 9, False, 16), Pool(1, 9, 10, True, 1))),
+    ]
+    return Trial(forward, [inputs(rng, 16, 32), random_tensor(rng, "F32", 32)], steps, num_blocks=3)
+
+
 def attention(heads: int, kv_heads: int, dims: int, *, interleaved: bool, scale: float = 1, window: int = 0) -> Any:
     return AttentionSpec(heads, kv_heads, dims, RopeSpec(rope.plain(10000.0, dims), interleaved, scale), window)
 
@@ -198,5 +223,6 @@ CASES = (
     Case("attend", "scaled rope", "F32", HALF, partial(attend, spec=PAIRS(2, 1, 16, scale=1.2), lengths=(48,))),
     Case("gated", "one token", "F32", FLOAT, partial(gated, tokens=1, hidden=1536)),
     Case("gated", "odd width", "F32", FLOAT, partial(gated, tokens=5, hidden=33)),
+    Case("pool", "two steps", "F32", FLOAT, pool),
     Case("take_sampled", "some", "F32", EXACT, partial(take_sampled, wanted=((5, 1), (1, 0), (7, 3), (2, 2)))),
 )

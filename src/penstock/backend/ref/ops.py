@@ -5,7 +5,7 @@ Symbols: T tokens in the step, S of them whose logits are wanted, C positions of
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
@@ -42,6 +42,7 @@ class RefOps:
 
     batch: Batch
     cache: Cache
+    states: list[Floats] = field(default_factory=list)  # what embeddings are pooled from
 
     def embed(self, table: Matrix) -> Floats:
         return table.weight[self.batch.tokens]
@@ -76,6 +77,9 @@ class RefOps:
 
     def take_sampled(self, x: Floats) -> Floats:
         return x[self.batch.sampled]
+
+    def pool(self, x: Floats) -> None:
+        self.states.append(x)
 
     def _row_tokens(self) -> list[slice]:
         starts = self.batch.row_start.tolist()

@@ -121,6 +121,7 @@ NB_MODULE(_native, m) {
            "interleaved"_a, "scale"_a)
       .def("gate", &Program::gate, "x"_a, "out"_a)
       .def("take_sampled", &Program::take_sampled, "x"_a, "out"_a)
+      .def("keep", &Program::keep, "buffer"_a)
       .def("answer", &Program::answer, "buffer"_a)
       .def("reserve_kv", &Program::reserve_kv, "blocks"_a, "block_size"_a)
       .def("copy_blocks", &Program::copy_blocks, "pairs"_a)
@@ -130,6 +131,9 @@ NB_MODULE(_native, m) {
            "slots"_a.noconvert(), "tables"_a.noconvert(), "sampled"_a.noconvert(), "target"_a.noconvert(), "temperature"_a.noconvert(),
            "top_p"_a.noconvert(), "top_k"_a.noconvert(), "min_p"_a.noconvert(), "seed"_a.noconvert(),
            "logprobs"_a.noconvert(), "edits"_a.noconvert())
+      .def("read_kept",
+           [](Program& program, size_t first, Array<float, 2> out) { program.read_kept(first, flat(out)); }, "first"_a,
+           "out"_a.noconvert())
       .def_prop_ro("isa", &Program::isa)
       .def_prop_ro("threads", &Program::threads)
       .def_prop_ro("kv_bytes_per_token", &Program::kv_bytes_per_token);

@@ -191,9 +191,16 @@ void Program::take_sampled(int x, int out) {
   });
 }
 
+void Program::keep(int buffer) {
+  require(at(buffer).symbol == Symbol::T, "rows are kept for every token of a step");
+  require(kept_ < 0, "the program keeps a buffer already");
+  kept_ = buffer;
+}
+
 void Program::answer(int buffer) {
   at(buffer);
   require(answer_ < 0, "the program has an answer already");
+  require(buffer != kept_, "an answer needs a buffer of its own: it goes to memory that is not the program's");
   answer_ = buffer;
   for (auto& phase : sampler_.phases(buffer)) phases_.push_back(std::move(phase));
 }
@@ -304,6 +311,16 @@ void Program::run(const Step& step, std::span<float> out) {
   buffers_[size_t(answer_)].data = out.data();
   sampler_.rest();
   pool_.run(StepJob(phases_, frame_));
+}
+
+void Program::read_kept(size_t first, std::span<float> out) {
+  const std::lock_guard lock(running_);
+  require(kept_ >= 0, "the program keeps no buffer");
+  const Buffer& from = at(kept_);
+  const size_t rows = out.size() / from.width, computed = frame_.batch.tokens_count;
+  require(rows * from.width == out.size() && first <= computed && rows <= computed - first,
+          "the last step has no such rows");
+  if (rows) std::copy_n(from.row(first), out.size(), out.begin());
 }
 
 Answers Program::sample(const Step& step, const Draws& draws, const std::vector<Edit>& edits) {

@@ -48,6 +48,7 @@ class Program {
   void attend(int qkv, const Attention& attention, int out);
   void gate(int x, int out);
   void take_sampled(int x, int out);
+  void keep(int buffer);    // nothing that is added after this writes to it: its rows can be read after a step
   void answer(int buffer);  // what a step is for; nothing is added after it
 
   void reserve_kv(size_t blocks, size_t block_size);
@@ -55,6 +56,8 @@ class Program {
 
   void run(const Step& step, std::span<float> out);  // one step; `out` is [rows of the answer][its width]
   Answers sample(const Step& step, const Draws& draws, const std::vector<Edit>& edits);  // one step and its tokens
+
+  void read_kept(size_t first, std::span<float> out);  // rows of the last step, as many as `out` has room for
 
   const std::string& isa() const { return isa_.name; }
   unsigned threads() const { return pool_.threads(); }
@@ -84,7 +87,7 @@ class Program {
   std::vector<int32_t> known_;         // the step's tokens
   std::vector<int32_t> last_sampled_;  // by slot
   std::mutex running_;
-  int answer_ = -1;
+  int answer_ = -1, kept_ = -1;
   size_t vocab_ = 0;         // of the smallest embedding table
   size_t longest_window_ = 0;
   bool sees_everything_ = false;

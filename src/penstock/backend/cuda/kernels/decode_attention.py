@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from penstock.backend.cuda.kernels.coded_attention import QUERIES, key_order, mix_codes, value_order
 from penstock.backend.cuda.kernels.kv import coded, scaling
 from penstock.backend.cuda.kernels.pdl import gdc_launch_dependents, gdc_wait, options
 from penstock.backend.cuda.kernels.rope import turns_of
 
-FEW = 64, 4, 2  # positions at a time, warps, stages: for the few parts of a few rows
-MANY = 32, 2, 4
-MANY_PARTS = 112
+ALONE = 64, 4, 2  # positions at a time, warps, stages: for one row
+MORE = 64, 2, 2
+CODED = 2, 2  # warps, groups of 16 positions for each at a time: over 8 bits
 LOG2E = 1.4426950408889634
 
 
@@ -71,6 +72,8 @@ def _attend_parts(
     QUERIES: tl.constexpr,
     BLOCK_D: tl.constexpr,
     TILE: tl.constexpr,
+    WARPS: tl.constexpr,
+    GROUPS: tl.constexpr,
     SCALED: tl.constexpr,
     LARGEST: tl.constexpr,
     INTERPRET: tl.constexpr,
@@ -94,11 +97,13 @@ def _attend_parts(
         begin = tl.maximum(begin, length - WINDOW)
 
     query = tl.arange(0, QUERIES)
-    d = tl.arange(0, BLOCK_D)
+    kept = tl.arange(0, BLOCK_D)  # the dimensions of what is found
+    d = kept
+    if GROUPS:
+        d, kept = key_order(d), value_order(d, DIMS)
     head = kv_head * SHARED + query
     wanted = (query < SHARED)[:, None] & (d < DIMS)[None, :]
     source = token * ((SHARED + 2) * KV_HEADS) + head
-    block = blocks_of(table, begin + tl.arange(0, TILE), end, BLOCK_SIZE)
     if ROPE:
         cos, sin, other = turns_of(inv_freq, length - 1, rope_scale, d, DIMS // 2, INTERLEAVED)
     if PDL:
@@ -128,37 +133,43 @@ def _attend_parts(
             tl.store(target + KV_HEADS * BLOCK_SIZE * DIMS, value.to(cache.dtype.element_ty), d < DIMS)
         tl.debug_barrier()
 
-    highest = tl.full([QUERIES], -1e30, tl.float32)
-    total = tl.zeros([QUERIES], tl.float32)
-    mix = tl.zeros([QUERIES, BLOCK_D], tl.float32)
-    for start in tl.range(begin, end, TILE):
-        position = start + tl.arange(0, TILE)
-        seen = position < end
-        line = (block * (2 * KV_HEADS) + kv_head) * BLOCK_SIZE + position % BLOCK_SIZE
-        block = blocks_of(table, position + TILE, end, BLOCK_SIZE)
-        inside = seen[:, None] & (d < DIMS)[None, :]
-        at = cache + line[:, None] * DIMS + d[None, :]
-        keys = tl.load(at, inside, 0.0)  # [TILE, BLOCK_D]
-        score = tl.dot(q, tl.trans(keys).to(q.dtype), input_precision="ieee") * scale
-        if SCALED:
-            score *= tl.load(scales + line, seen, 0.0)[None, :]
-        score = tl.where(seen[None, :], score, -float("inf"))
-        peak = tl.maximum(highest, tl.max(score, 1))
-        weight = tl.exp2(score - peak[:, None])
-        shrink = tl.exp2(highest - peak)
-        total = total * shrink + tl.sum(weight, 1)
-        values = tl.load(at + KV_HEADS * BLOCK_SIZE * DIMS, inside, 0.0).to(q.dtype)
-        if SCALED:
-            weight *= tl.load(scales + line + KV_HEADS * BLOCK_SIZE, seen, 0.0)[None, :]
-        mix = tl.dot(weight.to(q.dtype), values, mix * shrink[:, None], input_precision="ieee")
-        highest = peak
+    if GROUPS:
+        highest, total, mix = mix_codes(
+            q, cache, scales, table, kv_head, begin, end, scale, KV_HEADS, DIMS, BLOCK_SIZE, WARPS, GROUPS, INTERPRET
+        )
+    else:
+        highest = tl.full([QUERIES], -1e30, tl.float32)
+        total = tl.zeros([QUERIES], tl.float32)
+        mix = tl.zeros([QUERIES, BLOCK_D], tl.float32)
+        block = blocks_of(table, begin + tl.arange(0, TILE), end, BLOCK_SIZE)
+        for start in tl.range(begin, end, TILE):
+            position = start + tl.arange(0, TILE)
+            seen = position < end
+            line = (block * (2 * KV_HEADS) + kv_head) * BLOCK_SIZE + position % BLOCK_SIZE
+            block = blocks_of(table, position + TILE, end, BLOCK_SIZE)
+            inside = seen[:, None] & (d < DIMS)[None, :]
+            at = cache + line[:, None] * DIMS + d[None, :]
+            keys = tl.load(at, inside, 0.0)  # [TILE, BLOCK_D]
+            score = tl.dot(q, tl.trans(keys).to(q.dtype), input_precision="ieee") * scale
+            if SCALED:
+                score *= tl.load(scales + line, seen, 0.0)[None, :]
+            score = tl.where(seen[None, :], score, -float("inf"))
+            peak = tl.maximum(highest, tl.max(score, 1))
+            weight = tl.exp2(score - peak[:, None])
+            shrink = tl.exp2(highest - peak)
+            total = total * shrink + tl.sum(weight, 1)
+            values = tl.load(at + KV_HEADS * BLOCK_SIZE * DIMS, inside, 0.0).to(q.dtype)
+            if SCALED:
+                weight *= tl.load(scales + line + KV_HEADS * BLOCK_SIZE, seen, 0.0)[None, :]
+            mix = tl.dot(weight.to(q.dtype), values, mix * shrink[:, None], input_precision="ieee")
+            highest = peak
 
     if count == 1:
-        target = out + (token * (SHARED * KV_HEADS) + head)[:, None] * DIMS + d[None, :]
+        target = out + (token * (SHARED * KV_HEADS) + head)[:, None] * DIMS + kept[None, :]
         tl.store(target, (mix / total[:, None]).to(out.dtype.element_ty), wanted)
     else:
         mine = part.to(tl.int64) * (SHARED * KV_HEADS) + head
-        tl.store(mixed + mine[:, None] * DIMS + d[None, :], mix, wanted)
+        tl.store(mixed + mine[:, None] * DIMS + kept[None, :], mix, wanted)
         tl.store(weighed + mine * 2, highest, query < SHARED)
         tl.store(weighed + mine * 2 + 1, total, query < SHARED)
         tl.debug_barrier()
@@ -208,6 +219,11 @@ def _join(
     tl.store(target, (mix / total[:, None]).to(out.dtype.element_ty), (query < SHARED)[:, None] & (d < DIMS)[None, :])
 
 
+def _in_registers(itemsize: int, shared: int, dims: int, block_size: int) -> bool:
+    """Whether coded_attention.py does it: not for activations of 32 bits, which want more than float16 holds."""
+    return itemsize == 2 and shared <= QUERIES and dims in (64, 128) and block_size % 16 == 0
+
+
 def attend_parts(
     qkv: Any,
     cache: Any,
@@ -225,7 +241,11 @@ def attend_parts(
     the first of them; header[0] is the width of tables. Without `turn`, queries are turned and keys stored already."""
     kv_heads, block_size, dims = cache.shape[2:]
     heads = out.shape[1] // dims
-    tile, warps, stages = MANY if len(parts) >= MANY_PARTS else FEW
+    queries = max(triton.next_power_of_2(heads // kv_heads), 16)
+    tile, warps, stages = ALONE if len(out) == 1 else MORE
+    groups = 0
+    if scales is not None and _in_registers(qkv.element_size(), heads // kv_heads, dims, block_size):
+        queries, (warps, groups) = QUERIES, CODED
     _attend_parts[(kv_heads, len(parts))](
         qkv,
         cache,
@@ -246,9 +266,11 @@ def attend_parts(
         SHARED=heads // kv_heads,
         DIMS=dims,
         BLOCK_SIZE=block_size,
-        QUERIES=max(triton.next_power_of_2(heads // kv_heads), 16),
+        QUERIES=queries,
         BLOCK_D=max(triton.next_power_of_2(dims), 16),
         TILE=tile,
+        WARPS=warps,
+        GROUPS=groups,
         **scaling(cache, scales),
         **options(warps, stages),
     )

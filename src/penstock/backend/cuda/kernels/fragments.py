@@ -40,10 +40,10 @@ def arrays(weight: QuantizedWeight) -> tuple[Any, Any, Any, Any]:
 
 
 @triton.jit
-def axis(n: tl.constexpr, at: tl.constexpr):
+def axis(n: tl.constexpr, at: tl.constexpr, AXES: tl.constexpr = 6):
     """0 .. n - 1 along axis `at` of [t, g, A, B, C, numbers]."""
     i = tl.arange(0, n)
-    for place in tl.static_range(6):
+    for place in tl.static_range(AXES):
         if place != at:
             i = tl.expand_dims(i, place)
     return i

@@ -1,0 +1,37 @@
+"""Pooling hidden states on the device; see backend/pool.py for what that means."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from penstock.backend.base import Batch, Floats
+from penstock.backend.cuda.sampler import to_host
+
+
+class Pools:
+    """Sums under way, by slot: made when the first embedding is asked for."""
+
+    def __init__(self, slots: int) -> None:
+        self._slots = slots
+        self._sums: Any = None  # [slots, dim] float32
+
+    def take(self, batch: Batch, states: Any) -> dict[int, Any]:
+        """Queues the sums over states [T, dim]; returns the means, by row, that are on their way to the host."""
+        if self._sums is None:
+            self._sums = torch.zeros((self._slots, states.shape[1]), device=states.device)
+        found: dict[int, Any] = {}
+        for pool in batch.pools:
+            total, added = self._sums[batch.slots[pool.row]], states[pool.first : pool.last]
+            if pool.begins:
+                total.zero_()
+            total += added.sum(0, dtype=torch.float32)
+            if pool.divisor:
+                found[pool.row] = to_host(total / pool.divisor)
+        return found
+
+
+def read(found: dict[int, Any]) -> dict[int, Floats]:
+    """Once they have arrived."""
+    return {row: mean.numpy() for row, mean in found.items()}

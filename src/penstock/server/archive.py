@@ -1,0 +1,261 @@
+"""What a server keeps between its lives, in one folder that is made when it is first used.
+
+<folder>/archive.db        records, in SQLite
+<folder>/files/<id>        a file's contents, under an id made here
+<folder>/files/<id>.part   one that is being written, or what a server that was killed left
+<folder>/lock              held by the one server that uses the folder
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import sqlite3
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import cached_property, partial
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, Concatenate, NamedTuple, NoReturn, ParamSpec, Self, TypeVar
+from urllib.parse import quote
+
+from penstock.errors import ConfigError, StorageFailed
+from penstock.store.places import home, locked
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+VERSION = 1  # of the tables below
+PIECE = 2**20  # bytes written at a time
+
+TABLES = """
+CREATE TABLE IF NOT EXISTS files (
+  number INTEGER PRIMARY KEY AUTOINCREMENT,
+  id TEXT UNIQUE NOT NULL,
+  bytes INTEGER NOT NULL,
+  created_at INTEGER NOT NULL,
+  filename TEXT NOT NULL,
+  purpose TEXT NOT NULL,
+  expires_at INTEGER
+);
+CREATE TABLE IF NOT EXISTS batches (
+  number INTEGER PRIMARY KEY AUTOINCREMENT,
+  id TEXT UNIQUE NOT NULL,
+  input TEXT NOT NULL,
+  open INTEGER NOT NULL,
+  told BLOB NOT NULL
+);
+CREATE TABLE IF NOT EXISTS lines (
+  batch TEXT NOT NULL,
+  number INTEGER NOT NULL,
+  start INTEGER NOT NULL,
+  size INTEGER NOT NULL,
+  custom_id TEXT,
+  state INTEGER NOT NULL,
+  answer BLOB,
+  PRIMARY KEY (batch, number)
+);
+"""
+
+
+class Space(NamedTuple):
+    """Where files and batches are kept, and how much there may be of them."""
+
+    folder: Path | None = None  # None: the model's own, where models are kept
+    file_bytes: int = 200 * 2**20
+    total_bytes: int = 10 * 2**30
+    files: int = 10_000
+
+
+SPACE = Space()
+
+
+class Archive:
+    """Records are read and written in one thread, a transaction at a time, and contents in another: the event loop
+    never waits for a disk."""
+
+    def __init__(self, space: Space, model: str) -> None:
+        self.space = space
+        self._model = model
+        self._records = ThreadPoolExecutor(1, thread_name_prefix="penstock-records")
+        self._contents = ThreadPoolExecutor(1, thread_name_prefix="penstock-contents")
+        self._held = ExitStack()
+        self._db: sqlite3.Connection | None = None
+
+    @property
+    def used(self) -> bool:
+        """By this server or one before it."""
+        return self._path.exists()
+
+    @cached_property
+    def _folder(self) -> Path:
+        return self.space.folder or home() / "data" / (quote(self._model, safe="").lstrip(".") or "model")
+
+    @property
+    def _path(self) -> Path:
+        return self._folder / "archive.db"
+
+    @property
+    def _files(self) -> Path:
+        return self._folder / "files"
+
+    async def do(self, work: Callable[Concatenate[sqlite3.Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """What `work` returns; all that it writes is kept, or nothing when it raises. A caller that is cancelled
+        meanwhile does not stop it."""
+
+        def transact() -> T:
+            try:
+                self._db = self._db or self._open()
+                with self._db:
+                    return work(self._db, *args, **kwargs)
+            except sqlite3.OperationalError as error:
+                raise StorageFailed(f"the records of files and batches cannot be used: {error}") from error
+
+        return await in_thread(self._records, transact)
+
+    def path(self, id: str) -> Path:
+        """Of a file's contents. `id` is one of a record, never what a request calls it."""
+        return self._files / id
+
+    def draft(self) -> Draft:
+        return Draft(self._files / f"file-{secrets.token_hex(12)}", self._contents)
+
+    async def keep(
+        self,
+        drafts: Sequence[Draft],
+        work: Callable[Concatenate[sqlite3.Connection, P], T],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> T:
+        """Does `work`, which records the drafts. Contents without a record are swept away when a server starts, so
+        they are there before it, and stay where nobody waits to hear how it went."""
+        for draft in drafts:
+            await draft.finish()
+            draft.kept = True
+        try:
+            return await self.do(work, *args, **kwargs)
+        except Exception:
+            for draft in drafts:
+                draft.kept = False
+            raise
+
+    async def remove(self, ids: list[str]) -> None:
+        """The contents of files whose records are gone."""
+        for id in ids:
+            await in_thread(self._contents, partial(self.path(id).unlink, missing_ok=True))
+
+    async def close(self) -> None:
+        await in_thread(self._records, self._held.close)
+        self._records.shutdown()
+        self._contents.shutdown()
+
+    # -- in the thread -------------------------------------------------------------------------------------------
+
+    def _open(self) -> sqlite3.Connection:
+        with ExitStack() as held:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._files.mkdir(exist_ok=True)
+            held.enter_context(locked(self._folder / "lock", self._refuse))
+            db = sqlite3.connect(self._path)
+            held.callback(db.close)
+            self._prepare(db)
+            self._sweep(db)
+            self._held = held.pop_all()
+        return db
+
+    def _refuse(self) -> NoReturn:
+        raise StorageFailed(
+            f"another server keeps its files and batches in {self._folder}: give this one its own with --data"
+        )
+
+    def _prepare(self, db: sqlite3.Connection) -> None:
+        """A killed process loses nothing that was committed; a lost power supply at most the last of it."""
+        try:
+            db.execute("PRAGMA auto_vacuum = INCREMENTAL")
+            db.execute("PRAGMA journal_mode = WAL")
+            db.execute("PRAGMA synchronous = NORMAL")
+            version = db.execute("PRAGMA user_version").fetchone()[0]
+            if version not in (0, VERSION):
+                raise sqlite3.DatabaseError(f"its version is {version} and this server's {VERSION}")
+            db.executescript(f"{TABLES} PRAGMA user_version = {VERSION};")
+        except sqlite3.OperationalError:
+            raise
+        except sqlite3.DatabaseError as error:
+            raise ConfigError(
+                f"{self._path} is not this server's ({error}): move it away, or give another folder with --data"
+            ) from error
+
+    def _sweep(self, db: sqlite3.Connection) -> None:
+        """Contents without a record: what was being written or deleted when a server was killed."""
+        known = {id for (id,) in db.execute("SELECT id FROM files")}
+        for path in self._files.iterdir():
+            if path.name not in known:
+                path.unlink()
+
+
+class Draft:
+    """A file that is being written. It is not there before `finish`, and gone unless `kept` when this is left."""
+
+    def __init__(self, path: Path, thread: ThreadPoolExecutor) -> None:
+        self.id = path.name
+        self.size = 0
+        self.kept = False
+        self._path = path
+        self._part = path.with_suffix(".part")
+        self._thread = thread
+        self._waiting: list[bytes] = []
+        self._waiting_size = 0
+        self._file: BinaryIO | None = None
+
+    async def write(self, data: bytes) -> None:
+        self._waiting.append(data)
+        self._waiting_size += len(data)
+        self.size += len(data)
+        if self._waiting_size >= PIECE:
+            await self._flush()
+
+    async def finish(self) -> None:
+        await self._flush()
+        await in_thread(self._thread, self._finish)
+
+    async def __aenter__(self) -> Self:
+        await in_thread(self._thread, self._open)
+        return self
+
+    async def __aexit__(
+        self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None
+    ) -> None:
+        if not self.kept:
+            await in_thread(self._thread, self._drop)
+
+    async def _flush(self) -> None:
+        data, self._waiting, self._waiting_size = b"".join(self._waiting), [], 0
+        assert self._file is not None
+        await in_thread(self._thread, partial(self._file.write, data))
+
+    # -- in the thread -------------------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        self._file = self._part.open("xb")
+
+    def _finish(self) -> None:
+        assert self._file is not None
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self._part.rename(self._path)
+
+    def _drop(self) -> None:
+        assert self._file is not None
+        self._file.close()
+        self._part.unlink(missing_ok=True)
+        self._path.unlink(missing_ok=True)
+
+
+async def in_thread(thread: ThreadPoolExecutor, work: Callable[[], T]) -> T:
+    try:
+        return await asyncio.get_running_loop().run_in_executor(thread, work)
+    except OSError as error:
+        raise StorageFailed(f"the disk that files and batches are kept on failed: {error}") from error

@@ -1,0 +1,46 @@
+"""Embeddings of text: the engine's request for one, and the vector its answer becomes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import ContextTooLong, InvalidRequest
+from penstock.types import Request, SamplingParams
+
+POOLINGS = ("mean", "last")  # of the hidden states of all tokens; of the last one alone
+Vector = NDArray[np.float32]
+
+
+def embedding_request(
+    id: int, prompt: Sequence[int], context: int, pooling: str = "mean", *, param: str, advice: str = "shorten it"
+) -> Request:
+    """`context` is how many tokens it may have; `param` is the field that the prompt came in; `advice` is what to do
+    when it is too long."""
+    if pooling not in POOLINGS:
+        raise InvalidRequest(f"pooling must be {' or '.join(POOLINGS)}; got {pooling!r}", param="pooling")
+    if not prompt:
+        raise InvalidRequest(f"{param} is empty: at least one token is needed", param=param)
+    if len(prompt) > context:
+        raise ContextTooLong(f"{param} has {len(prompt)} tokens and the context holds {context}: {advice}", param=param)
+    return Request(id, tuple(prompt), SamplingParams(), 0, pooling=pooling)
+
+
+def check_dimensions(dimensions: int | None, dim: int) -> None:
+    if dimensions is not None and not 1 <= dimensions <= dim:
+        raise InvalidRequest(
+            f"dimensions must be from 1 to {dim}, which this model's embeddings have; got {dimensions}",
+            param="dimensions",
+        )
+
+
+def embedding(pooled: bytes, dimensions: int | None = None) -> Vector:
+    """The first `dimensions` of a pooled hidden state, scaled to a length of 1."""
+    vector = state_of(pooled)[:dimensions].astype(np.float64)
+    return (vector / (np.linalg.norm(vector) or 1.0)).astype("<f4")
+
+
+def state_of(pooled: bytes) -> Vector:
+    return np.frombuffer(pooled, "<f4")

@@ -1,0 +1,120 @@
+"""What is kept of responses, and what gives way: bounded by count and by bytes."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from penstock.errors import InvalidRequest, NotFound
+from penstock.server.responses_items import (
+    InputText,
+    Message,
+    OutputText,
+    ReasoningSettings,
+    Response,
+    TextSettings,
+)
+from penstock.server.responses_store import Kept, ResponseStore
+
+
+def kept(id: str, previous: str | None = None, said: str = "a", status: str = "completed", busy: bool = False) -> Kept:
+    response = Response(
+        id=id,
+        created_at=0,
+        status=status,
+        background=busy,
+        instructions=None,
+        max_output_tokens=None,
+        metadata={},
+        model="toy",
+        output=[Message(f"out {id}", "assistant", [OutputText(said)])],
+        parallel_tool_calls=True,
+        previous_response_id=previous,
+        prompt_cache_key=None,
+        reasoning=ReasoningSettings(),
+        safety_identifier=None,
+        store=True,
+        temperature=1.0,
+        text=TextSettings(),
+        tool_choice="auto",
+        tools=[],
+        top_logprobs=0,
+        top_p=1.0,
+        user=None,
+    )
+    job: Any = SimpleNamespace(done=not busy, told=[])
+    return Kept(response, [Message(f"in {id}", "user", [InputText(said)])], job)
+
+
+def there(store: ResponseStore, *ids: str) -> list[str]:
+    """Those of the ids that are kept; looking uses them."""
+    found = []
+    for id in ids:
+        try:
+            found.append(store.get(id).response.id)
+        except NotFound:
+            continue
+    return found
+
+
+def test_the_longest_unused_gives_way() -> None:
+    store = ResponseStore(most=3)
+    for id in "abc":
+        store.put(kept(id))
+    store.get("a")
+    store.put(kept("d"))
+    assert there(store, *"abcd") == ["a", "c", "d"]
+
+
+def test_bytes_are_bounded_too_and_given_back() -> None:
+    size = kept("a", said="x" * 10_000).size
+    store = ResponseStore(most_bytes=int(2.5 * size))
+    for id in "ab":
+        store.put(kept(id, said="x" * 10_000))
+    store.put(kept("b", said="x" * 10_000))  # as it has become: not counted twice
+    assert there(store, "a", "b") == ["a", "b"]
+    store.put(kept("c", said="x" * 10_000))
+    assert there(store, "a", "b", "c") == ["b", "c"]
+    store.remove("b")
+    store.put(kept("d", said="x" * 10_000))
+    assert there(store, "c", "d") == ["c", "d"]
+    store.put(kept("e", said="x" * 100_000))
+    assert there(store, "c", "d", "e") == ["e"], "the latest stays, whatever its size"
+
+
+def test_what_is_worked_on_stays() -> None:
+    store = ResponseStore(most=2)
+    store.put(kept("a", busy=True))
+    for id in "bcd":
+        store.put(kept(id))
+    assert there(store, *"abcd") == ["a", "d"]
+
+
+def test_a_conversation_is_used_as_a_whole() -> None:
+    store = ResponseStore(most=4)
+    for id, previous in (("a", None), ("b", "a"), ("x", None), ("c", "b")):
+        store.put(kept(id, previous))
+    assert [item.id for item in store.conversation("c")] == ["in a", "out a", "in b", "out b", "in c", "out c"]
+    store.put(kept("y"))
+    assert there(store, *"abcxy") == ["a", "b", "c", "y"]
+    assert store.conversation(None) == []
+
+
+def test_a_conversation_with_a_gap_is_refused() -> None:
+    store = ResponseStore()
+    for id, previous in (("a", None), ("b", "a")):
+        store.put(kept(id, previous))
+    store.remove("a")
+    with pytest.raises(InvalidRequest, match="'a'") as caught:
+        store.conversation("b")
+    assert caught.value.code == "previous_response_not_found"
+
+
+@pytest.mark.parametrize("status", ["queued", "in_progress", "failed", "cancelled"])
+def test_only_what_has_ended_well_is_gone_on_with(status: str) -> None:
+    store = ResponseStore()
+    store.put(kept("a", status=status))
+    with pytest.raises(InvalidRequest, match=f"is {status}"):
+        store.conversation("a")
