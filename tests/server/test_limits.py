@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,12 @@ import openai
 import pytest
 
 from penstock import store
-from penstock.errors import ConfigError, ContextTooLong
+from penstock.errors import ConfigError, ContextTooLong, Overloaded
 from penstock.ipc.inprocess import InProcessClient
 from penstock.server import bounds, guard, protocol, pulls
 from penstock.server.guard import Rules, check
+from penstock.server.metrics import Metrics
+from penstock.server.served import Line, Served
 from penstock.text.template import Template
 from tests.server import toys
 from tests.server.conftest import WAIT, Server, serving
@@ -77,7 +79,7 @@ def test_depth_inside_strings_counts_too(parrot: Server) -> None:
 
 
 MANY = [{"role": "user", "content": "x"}] * (bounds.MAX_MESSAGES + 1)
-PARTS = [{"type": "text", "text": "x"}] * (bounds.MAX_PARTS + 1)
+PARTS: list[dict[str, Any]] = [{"type": "text", "text": "x"}] * (bounds.MAX_PARTS + 1)
 TOOLS = [{"type": "function", "function": {"name": "f"}}] * 129
 
 
@@ -95,6 +97,14 @@ TOOLS = [{"type": "function", "function": {"name": "f"}}] * 129
         ("/v1/messages", {"messages": HELLO, "max_tokens": 1, "stop_sequences": ["x"] * 33}, "at most 32"),
         ("/v1/messages", {"messages": HELLO, "max_tokens": 1, "system": PARTS}, "system takes at most 4096"),
         ("/v1/messages", {"messages": HELLO, "max_tokens": 1, "tools": [{"name": "f"}] * 129}, "at most 128"),
+        ("/v1/responses", {"input": MANY}, "input takes at most 4096"),
+        ("/v1/responses", {"input": [{"role": "user", "content": PARTS}]}, "input[0].content takes at most 4096"),
+        (
+            "/v1/responses",
+            {"input": "x", "tools": [{"type": "function", "name": "f"}] * 129},
+            "tools takes at most 128",
+        ),
+        ("/v1/embeddings", {"input": ["x"] * 2049}, "at most 2048"),
         ("/api/chat", {"messages": MANY}, "messages takes at most 4096"),
         ("/api/chat", {"messages": HELLO, "options": {"stop": ["x"] * 33}}, "options.stop takes at most 32"),
     ],
@@ -270,6 +280,19 @@ def test_every_choice_takes_a_place(narrow: Server) -> None:
         sdk.chat.completions.create(model=MODEL, messages=HELLO, n=3, stream=True)
     narrow.until_idle()
     assert narrow.client.stats.blocks_used == 0
+
+
+def test_what_waits_by_itself_takes_no_place(parrot: Server) -> None:
+    line = Line(0)
+    served = Served(parrot.client, toys.ToyText(), MODEL, 0, Metrics(parrot.client, MODEL), line=line)
+    with ExitStack() as taken:
+        for _ in range(toys.LIMITS.max_rows):
+            taken.enter_context(served.place())
+        with pytest.raises(Overloaded), served.place():
+            pass
+        with served._replace(line=None).place():
+            assert line.taken == toys.LIMITS.max_rows
+    assert line.taken == 0
 
 
 def test_bodies_together_have_a_bound(parrot: Server, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,7 +52,7 @@ from penstock.server.openai_completions import completions
 from penstock.server.openai_files import Files
 from penstock.server.protocol import BoundedProtocol
 from penstock.server.responses import Responses
-from penstock.server.served import Served
+from penstock.server.served import Line, Served
 from penstock.server.tokens import apply_template, detokenize, tokenize
 from penstock.text import Text
 
@@ -72,7 +72,7 @@ def create_app(
 ) -> ASGIApp:
     """Serves `client`'s engine as `name`; starts the client when it starts and closes it when it ends. `path` is where
     the model's files are, for clients that ask what it is; `space` is for files and batches."""
-    served = Served(client, text, name, int(time.time()), Metrics(client, name), path, rules.max_waiting)
+    served = Served(client, text, name, int(time.time()), Metrics(client, name), path, Line(rules.max_waiting))
     archive = Archive(space, name)
     runner = BatchRunner(archive, served)
     files, batches = Files(archive), Batches(archive, runner)

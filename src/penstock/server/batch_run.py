@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -50,8 +49,7 @@ class BatchRunner:
         rows = max(1, self._served.limits.max_rows // 2)
         self._app = app
         self._lines = asyncio.Semaphore(rows)  # first come, first served: so batches take turns
-        behind = Behind(self._served.client, rows)
-        self._behind = self._served._replace(client=behind, max_waiting=sys.maxsize)  # lines wait here, not in the line
+        self._behind = self._served._replace(client=Behind(self._served.client, rows), line=None)
         resuming = asyncio.create_task(self._patiently(self._resume))
         try:
             yield

@@ -16,17 +16,17 @@ MAX_STOPS = 32
 MAX_STOP = 1024  # characters of one stop string: as many may be held back while it is begun
 
 
-def read_json(text: bytes | str, what: str, param: str | None = None) -> Any:
+def read_json(text: bytes | str, what: str, param: str | None = None, code: str = "invalid_json") -> Any:
     """What the text says; `what` it is, for those who are told that it is wrong."""
     try:
         value = msgspec.json.decode(text)
         deep = _may_be_deep(text) and _depth(value) > MAX_DEPTH
     except (msgspec.DecodeError, UnicodeError) as error:
-        raise InvalidRequest(f"{what} is not valid JSON: {error}", param=param, code="invalid_json") from error
+        raise InvalidRequest(f"{what} is not valid JSON: {error}", param=param, code=code) from error
     except RecursionError:
         deep = True
     if deep:
-        raise InvalidRequest(f"{what} is nested more than {MAX_DEPTH} deep", param=param, code="invalid_json")
+        raise InvalidRequest(f"{what} is nested more than {MAX_DEPTH} deep", param=param, code=code)
     return value
 
 

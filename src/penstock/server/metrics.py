@@ -37,8 +37,6 @@ class Metrics:
         sources = (engine, self.first_token, self.inter_token, self.request, self.finished)
         self._registry.register(Aliases(sources, model))
 
-        self.watched = 0  # requests under way
-
     def register(self, collector: Collector) -> None:
         self._registry.register(collector)
 
@@ -88,14 +86,12 @@ class Watch:
         self._last = now
 
     def __enter__(self) -> Self:
-        self._metrics.watched += 1
         self._account = ACCOUNT.get()
         if self._account is not None:
             self._account.charge("prompt", len(self._request.prompt))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
-        self._metrics.watched -= 1
         if self._account is not None:
             self._account.charge("generated", self._generated)
         failed = kind is not None and issubclass(kind, Exception)

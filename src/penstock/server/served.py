@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from math import inf
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -20,6 +21,14 @@ WAITING = 16  # requests that may wait for each one computed, unless another num
 OFF_LOOP = 4096  # characters: encoding more than this would hold up every other stream
 
 
+class Line:
+    """The answers under way."""
+
+    def __init__(self, waiting: int | None = None) -> None:
+        self.waiting = waiting  # of them beyond those computed at once; None: in proportion to those
+        self.taken = 0
+
+
 class Served(NamedTuple):
     client: EngineClient
     text: Text
@@ -27,7 +36,7 @@ class Served(NamedTuple):
     created: int  # seconds since 1970
     metrics: Metrics
     path: Path | None = None  # of the model's files, where they are known
-    max_waiting: int | None = None  # requests beyond those computed at once; None: in proportion to those
+    line: Line | None = None  # none: it has no end
 
     @property
     def limits(self) -> Limits:
@@ -38,14 +47,22 @@ class Served(NamedTuple):
     @property
     def places(self) -> float:
         """How many requests may be here, computed and waiting; without an engine all are answered at once."""
-        if self.client.hello is None:
+        if self.line is None or self.client.hello is None:
             return inf
         rows = self.client.hello.limits.max_rows
-        return rows + (WAITING * rows if self.max_waiting is None else self.max_waiting)
+        return rows + (WAITING * rows if self.line.waiting is None else self.line.waiting)
 
-    def check_place(self) -> None:
-        if self.metrics.watched >= self.places:
-            raise Overloaded(f"{self.metrics.watched} answers are under way, as many as may be: try again soon")
+    @contextmanager
+    def place(self) -> Iterator[None]:
+        """For one answer; refuses it where there is none."""
+        line = self.line or Line()
+        if line.taken >= self.places:
+            raise Overloaded(f"{line.taken} answers are under way, as many as may be: try again soon")
+        line.taken += 1
+        try:
+            yield
+        finally:
+            line.taken -= 1
 
     def check_model(self, name: str) -> None:
         if name != self.name:
