@@ -267,6 +267,17 @@ def test_a_stream_that_is_left_is_paid_for(locked: Locked) -> None:
     locked.server.until(lambda: locked.metric(used, key) >= 4)
 
 
+def test_a_batch_is_paid_for_by_the_key_that_made_it(locked: Locked) -> None:
+    key = locked.key("batcher")
+    sdk = locked.openai(key)
+    line = {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions"}
+    content = json.dumps(line | {"body": {"model": MODEL, "messages": HELLO}}).encode()
+    file = sdk.files.create(file=("in.jsonl", content), purpose="batch")
+    batch = sdk.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
+    locked.server.until(lambda: sdk.batches.retrieve(batch.id).status == "completed")
+    assert locked.metric('penstock_key_tokens_total{key="batcher",kind="generated"}', key) == len("hello") + 1
+
+
 # -- alone ------------------------------------------------------------------------------------------------------------
 
 

@@ -79,7 +79,7 @@ def test_depth_inside_strings_counts_too(parrot: Server) -> None:
 
 
 MANY = [{"role": "user", "content": "x"}] * (bounds.MAX_MESSAGES + 1)
-PARTS: list[dict[str, Any]] = [{"type": "text", "text": "x"}] * (bounds.MAX_PARTS + 1)
+PARTS = [{"type": "text", "text": "x"}] * (bounds.MAX_PARTS + 1)
 TOOLS = [{"type": "function", "function": {"name": "f"}}] * 129
 
 
