@@ -5,7 +5,8 @@
 
 Every cell reports its figures, or its traceback, in one JSON file and as lines on the way. `tune` looks for the fastest
 tilings, which backend/cuda/tilings.py then names. The cells over HTTP also need what `penstock serve` does: msgspec,
-pyzmq, starlette, anyio, uvicorn, httptools, uvloop, tokenizers, jinja2, prometheus-client, rich and what these need.
+pyzmq, starlette, anyio, uvicorn, httptools, uvloop, tokenizers, jinja2, prometheus-client, python-multipart, rich and
+what these need.
 """
 
 from __future__ import annotations

@@ -181,6 +181,9 @@ class Failed(NamedTuple):
 Event = Tokens | Finished | Aborted | Failed
 
 
+STEP_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # tokens: bounds between kinds of steps
+
+
 class Stats(NamedTuple):
     """The engine's state and counters; every metric is derived from these."""
 
@@ -200,6 +203,8 @@ class Stats(NamedTuple):
     masks: int = 0  # of the tokens that a grammar allows
     mask_seconds: float = 0.0
     forced_tokens: int = 0  # of the generated ones: not sampled, as grammars left no choice
+    computed_tokens: int = 0  # in all steps, of prompts and answers
+    step_sizes: tuple[int, ...] = (0,) * (len(STEP_SIZES) + 1)  # steps with as many tokens as between two of STEP_SIZES
 
 
 class Hello(NamedTuple):

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.cli.terminal import readable_size
+from penstock.store import Made, make
 from penstock.store.places import Entry, Place, home, sha256_of, write_record
 
 RECITED = "abcdefghijklménopqrstuvwxyz"
@@ -215,3 +216,16 @@ def test_doctor_reports_a_store_that_cannot_be_written(
 )
 def test_sizes(size: float, text: str) -> None:
     assert readable_size(size) == text
+
+
+def test_models_that_were_made_are_listed_and_come_with_a_word(
+    penstock: Penstock, reciter: Path, tmp_path: Path
+) -> None:
+    make(Made(name="mine", base="reciter", path=str(reciter), system="Be brief."))
+    (listed,) = json.loads(penstock("list", "--json")[1])
+    assert (listed["name"], listed["source"]) == ("mine", "made of reciter")
+    code, out, err = penstock("run", "mine", "Go", "--device", "ref")
+    assert (code, out) == (0, RECITED + "\n")
+    assert err.startswith("mine has settings of its own")
+    assert penstock("rm", "mine") == (0, "", "removed mine, freed 0 B\n")
+    assert json.loads(penstock("list", "--json")[1]) == []

@@ -222,7 +222,7 @@ def test_ollama_cuts_only_what_it_is_told_to_cut(parrot: Any) -> None:
         ("embed", {"input": [1]}, "Expected str"),
         ("embed", {"input": ["x"] * 2049}, "at most 2048"),
         ("embed", {"input": "x", "dimensions": 9}, "dimensions must be from 1 to 8"),
-        ("embed", {"input": "x", "keep_alive": 0}, "keep_alive"),
+        ("embed", {"input": "x", "keep_alive": "soon"}, "keep_alive"),
         ("embed", {"input": "x", "prompt": "x"}, "unknown field 'prompt'"),
         ("embeddings", {"prompt": "x" * 600}, "prompt has 600 tokens and the context holds 512: shorten it"),
         ("embeddings", {"input": "x"}, "unknown field 'input'"),

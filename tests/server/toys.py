@@ -19,7 +19,7 @@ from penstock.backend.base import Batch
 from penstock.backend.pool import Pools
 from penstock.engine.engine import Engine
 from penstock.ipc.host import host
-from penstock.text import ChatPrompt
+from penstock.text import ChatPrompt, ChatTemplate
 from penstock.text.families import PLAIN, Format
 from penstock.types import Limits, RowResult, StepResult, TokenLogprob
 
@@ -58,6 +58,11 @@ class ToyText:
 
     def chat_prompt(self, messages: Sequence[dict[str, Any]], **kwargs: Any) -> ChatPrompt:
         return ChatPrompt(self.encode_chat(messages, **kwargs), self.opened)
+
+    def with_template(self, template: ChatTemplate) -> ToyText:
+        twin = ToyText()
+        twin.encode_chat = lambda messages, **_: self.encode_prompt(template.render(messages))  # type: ignore[method-assign]
+        return twin
 
     def takes(self, name: str) -> bool:
         return False

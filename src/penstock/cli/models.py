@@ -37,9 +37,9 @@ def list_(json: options.Json = False) -> None:
     """
     from rich.table import Column, Table
 
-    from penstock.store import ALIASES, entries
+    from penstock.store import ALIASES, all_made, entries, made_entry
 
-    held = entries()
+    held = [*entries(), *filter(None, map(made_entry, all_made()))]
     if json:
         print_json([_fields(entry) for entry in held])
         return

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from penstock.cli import options
 from penstock.cli.command import Option
 from penstock.cli.terminal import obtain
+
+if TYPE_CHECKING:
+    from penstock.server.tracing import Traces
 
 
 def serve(
@@ -32,6 +35,13 @@ def serve(
     max_data: Annotated[
         int, Option(least=1, help="Bytes of all files; uploads beyond it are refused.")
     ] = 10_737_418_240,
+    otlp: Annotated[
+        str,
+        Option(
+            help="URL of an OpenTelemetry collector, such as http://127.0.0.1:4318, to send traces to.",
+            env="OTEL_EXPORTER_OTLP_ENDPOINT",
+        ),
+    ] = "",
     keys: Annotated[
         str, Option(help="A file of API keys (penstock keys add): no one else is let in.", env="PENSTOCK_KEYS")
     ] = "",
@@ -54,6 +64,7 @@ def serve(
     GPU; --quantize makes plain ones smaller. Formats a GPU has no kernels for are kept there as bf16, and FP8
     checkpoints on a CPU: the log says so.
     """
+    traces = _open_traces(otlp) if otlp else None
     path = obtain(model)
 
     from penstock.config import Config
@@ -78,12 +89,29 @@ def serve(
     )
     space = Space(Path(data).expanduser().absolute() if data else None, max_file, max_data, max_files)
     rules = Rules(Path(keys).expanduser() if keys else None, tuple(cors or ()), max_waiting)
-    listen(ProcessClient(config), partial(load_text, path), called, host, port, path, space=space, rules=rules)
+    listen(ProcessClient(config), partial(load_text, path), called, host, port, path, space, traces, rules)
+
+
+def _open_traces(url: str) -> Traces:
+    from penstock.errors import ConfigError
+
+    try:
+        from penstock.server.tracing import traces_to
+    except ImportError as error:
+        raise ConfigError(
+            f"traces were to go to {url}, and what sends them is not here ({error}): pip install 'penstock[otel]', or "
+            "leave out --otlp and OTEL_EXPORTER_OTLP_ENDPOINT"
+        ) from error
+    return traces_to(url)
 
 
 def _short_name(model: str, path: Path) -> str:
-    from penstock.store import find
+    """What was made of another model is served by that one's name: it is the same but for Ollama's clients."""
+    from penstock.store import find, find_made
 
+    made = find_made(model)
+    if made is not None and made.base:
+        return made.base
     if find(model):
         return model
     return path.stem if path.is_file() else path.resolve().name

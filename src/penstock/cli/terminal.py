@@ -67,7 +67,7 @@ class DownloadBar:
 
 def obtain(ref: str) -> Path:
     """A model's local path; says so when it had to be fetched, and where it went."""
-    from penstock.store import fetch, size_of
+    from penstock.store import fetch, find_made, size_of
 
     bar = DownloadBar()
     try:
@@ -76,4 +76,7 @@ def obtain(ref: str) -> Path:
         bar.stop()
     if bar.what:
         note(f"fetched {ref} ({readable_size(size_of(path))}) to {path}")
+    made = find_made(ref)
+    if made is not None and made.has_settings:
+        note(f"{ref} has settings of its own: clients of Ollama's API that ask for it get them, all others do not")
     return path

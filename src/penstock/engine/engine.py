@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections import deque
 from dataclasses import replace
 
@@ -14,6 +15,7 @@ from penstock.engine.pooling import pools
 from penstock.engine.sampling import Sampler
 from penstock.errors import InvalidGrammar, OutOfMemory, PenstockError, StepFailed
 from penstock.types import (
+    STEP_SIZES,
     Aborted,
     Event,
     Failed,
@@ -48,6 +50,8 @@ class Engine:
         self._events: list[Event] = []
         self._busy_seconds = 0.0
         self._short = False  # the last step found too little memory
+        self._computed = 0
+        self._step_sizes = [0] * (len(STEP_SIZES) + 1)
 
     @property
     def idle(self) -> bool:
@@ -114,7 +118,10 @@ class Engine:
         stats = self._scheduler.stats()
         costs = vars(self._grammars.costs) if self._grammars is not None else {}
         waiting = stats.waiting + len(self._uncompiled)
-        return stats._replace(busy_seconds=self._busy_seconds, waiting=waiting, **costs)
+        sizes = tuple(self._step_sizes)
+        return stats._replace(
+            busy_seconds=self._busy_seconds, waiting=waiting, computed_tokens=self._computed, step_sizes=sizes, **costs
+        )
 
     def close(self) -> None:
         self._backend.close()
@@ -126,6 +133,8 @@ class Engine:
                 batch = replace(batch, pools=pools(plan, self._scheduler.sequences, self._pooling))
             self._flight.append((plan, self._backend.launch(batch)))
             self._short = False
+            self._computed += (size := len(batch.tokens))
+            self._step_sizes[bisect_left(STEP_SIZES, size)] += 1
         except OutOfMemory as error:
             self._find_memory(plan, error)
         except Exception as error:

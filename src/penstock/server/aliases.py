@@ -5,24 +5,55 @@ Only where the meaning is the same: a figure that is not there is better than on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from math import inf
 
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
+FIRST_TOKEN = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0,
+    640.0, 2560.0,
+)  # fmt: skip
+INTER_TOKEN = (
+    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+)  # fmt: skip
+REQUEST = (
+    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0,
+    1920.0, 7680.0,
+)  # fmt: skip
+TOKENS = (*(digit * 10**power for power in range(6) for digit in (1, 2, 5)), 10**6)
+
 RENAMED = {  # ours: theirs, by the name without _total
     "penstock_time_to_first_token_seconds": ["vllm:time_to_first_token_seconds"],
     "penstock_inter_token_seconds": ["vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds"],
+    "penstock_request_token_seconds": ["vllm:request_time_per_output_token_seconds"],
     "penstock_request_seconds": ["vllm:e2e_request_latency_seconds"],
-    "penstock_prompt_tokens": ["vllm:prompt_tokens", "vllm:prefix_cache_queries", "llamacpp:prompt_tokens"],
-    "penstock_cached_tokens": ["vllm:prefix_cache_hits"],
+    "penstock_request_prompt_tokens": ["vllm:request_prompt_tokens"],
+    "penstock_request_generated_tokens": ["vllm:request_generation_tokens"],
+    "penstock_request_max_tokens": ["vllm:request_max_num_generation_tokens", "vllm:request_params_max_tokens"],
+    "penstock_step_tokens": ["vllm:iteration_tokens_total"],
+    "penstock_prompt_tokens": [
+        "vllm:prompt_tokens",
+        "vllm:prefix_cache_queries",
+        "vllm:gpu_prefix_cache_queries",
+        "llamacpp:prompt_tokens",
+    ],
+    "penstock_cached_tokens": ["vllm:prefix_cache_hits", "vllm:gpu_prefix_cache_hits", "vllm:prompt_tokens_cached"],
     "penstock_generated_tokens": ["vllm:generation_tokens", "llamacpp:tokens_predicted"],
     "penstock_preemptions": ["vllm:num_preemptions"],
     "penstock_requests_finished": ["vllm:request_success"],
     "penstock_steps": ["llamacpp:n_decode"],
+    "penstock_model_info": ["vllm:cache_config_info"],
 }
-LABELS = {"reason": "finished_reason"}
+BUCKETS = {  # of those of ours that have more
+    "penstock_time_to_first_token_seconds": FIRST_TOKEN,
+    "penstock_inter_token_seconds": INTER_TOKEN,
+    "penstock_request_token_seconds": INTER_TOKEN,
+    "penstock_request_seconds": REQUEST,
+}
+LABELS = {"reason": "finished_reason", "blocks": "num_gpu_blocks"}
 
 
 class Aliases:
@@ -43,7 +74,7 @@ class Aliases:
         copy.samples = [
             sample._replace(name=name + sample.name.removeprefix(metric.name), labels=self._labelled(sample, name))
             for sample in metric.samples
-            if not sample.name.endswith("_created")
+            if not sample.name.endswith("_created") and _kept(sample, BUCKETS.get(metric.name))
         ]
         return copy
 
@@ -57,6 +88,11 @@ class Aliases:
         return self._labels | own if name.startswith("vllm:") else own
 
 
+def _kept(sample: Sample, bounds: Collection[float] | None) -> bool:
+    bound = float(sample.labels.get("le", "inf"))
+    return bounds is None or bound == inf or bound in bounds
+
+
 def by_state(metric: Metric) -> dict[str, float]:
     return {sample.labels["state"]: sample.value for sample in metric.samples}
 
@@ -64,6 +100,7 @@ def by_state(metric: Metric) -> dict[str, float]:
 def of_requests(metric: Metric) -> Iterator[tuple[str, float]]:
     states = by_state(metric)
     yield from (("vllm:num_requests_running", states["running"]), ("vllm:num_requests_waiting", states["waiting"]))
+    yield "vllm:num_requests_swapped", 0
     yield from (("llamacpp:requests_processing", states["running"]), ("llamacpp:requests_deferred", states["waiting"]))
 
 

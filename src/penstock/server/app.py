@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import uvicorn
@@ -35,15 +35,15 @@ from penstock.server.guard import Rules, check, guarded
 from penstock.server.metrics import Metrics
 from penstock.server.ollama import chat, generate
 from penstock.server.ollama_embed import embed, embed_old
+from penstock.server.ollama_made import copy, create, has_blob, upload
 from penstock.server.ollama_models import (
     delete,
     greet,
-    has_blob,
     list_stored,
     pull,
+    push,
     running,
     show,
-    unable,
     version,
 )
 from penstock.server.openai_batches import Batches
@@ -55,6 +55,9 @@ from penstock.server.responses import Responses
 from penstock.server.served import Line, Served
 from penstock.server.tokens import apply_template, detokenize, tokenize
 from penstock.text import Text
+
+if TYPE_CHECKING:
+    from penstock.server.tracing import Traces
 
 DRAIN = 30  # seconds that answers under way have when the server is asked to stop
 OPEN_TO_ALL = Rules()
@@ -68,6 +71,7 @@ def create_app(
     name: str,
     path: Path | None = None,
     space: Space = SPACE,
+    traces: Traces | None = None,
     rules: Rules = OPEN_TO_ALL,
 ) -> ASGIApp:
     """Serves `client`'s engine as `name`; starts the client when it starts and closes it when it ends. `path` is where
@@ -93,6 +97,8 @@ def create_app(
         finally:
             await responses.close()
             await client.close()
+            if traces is not None:
+                await asyncio.to_thread(traces.close)
 
     app = Starlette(
         routes=[
@@ -118,11 +124,11 @@ def create_app(
             route("/api/delete", delete, "DELETE"),
             route("/api/embed", embed, "POST"),
             route("/api/embeddings", embed_old, "POST"),
-            route("/api/create", unable, "POST"),
-            route("/api/copy", unable, "POST"),
-            route("/api/push", unable, "POST"),
+            route("/api/create", create, "POST"),
+            route("/api/copy", copy, "POST"),
+            route("/api/push", push, "POST"),
             route("/api/blobs/{digest}", has_blob, "HEAD"),
-            route("/api/blobs/{digest}", unable, "POST"),
+            route("/api/blobs/{digest}", upload, "POST"),
             route("/v1/responses", responses.create, "POST"),
             route("/v1/responses/input_tokens", responses.input_tokens, "POST"),
             route("/v1/responses/{id}", responses.retrieve, "GET"),
@@ -148,7 +154,8 @@ def create_app(
         },
         lifespan=lifespan,
     )
-    return RequestIds(guarded(app, served, rules))
+    inner: ASGIApp = app if traces is None else traces.around(app, served.metrics, name)
+    return RequestIds(guarded(inner, served, rules))
 
 
 def serve(
@@ -159,6 +166,7 @@ def serve(
     port: int,
     path: Path | None = None,
     space: Space = SPACE,
+    traces: Traces | None = None,
     rules: Rules = OPEN_TO_ALL,
 ) -> None:
     """Serves until interrupted. The port is taken first and the engine started next, so that what is wrong with
@@ -167,7 +175,7 @@ def serve(
     with suppress(KeyboardInterrupt):
         listener = bind(host, port)
         check(rules, listener.getsockname()[0])
-        _run(_serve(client, load_text, name, listener, path, space, rules))
+        _run(_serve(client, load_text, name, listener, path, space, traces, rules))
 
 
 def _run(main: Coroutine[Any, Any, None]) -> None:
@@ -186,6 +194,7 @@ async def _serve(
     listener: socket.socket,
     path: Path | None,
     space: Space,
+    traces: Traces | None,
     rules: Rules,
 ) -> None:
     loading = asyncio.create_task(asyncio.to_thread(load_text))
@@ -198,7 +207,7 @@ async def _serve(
     gc.collect()
     gc.freeze()  # the vocabulary and all code stay: looking through them again took a sixteenth of a stream's time
     listener.listen()  # whoever reads the line below may connect at once
-    app = create_app(client, text, name, path, space, rules)
+    app = create_app(client, text, name, path, space, traces, rules)
     config = uvicorn.Config(
         app, http=BoundedProtocol, ws="none", log_config=None, access_log=False, timeout_graceful_shutdown=DRAIN
     )

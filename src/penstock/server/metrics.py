@@ -3,39 +3,61 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from time import perf_counter
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
+from penstock import __version__
 from penstock.ipc.client import EngineClient
+from penstock.server import aliases
 from penstock.server.accounts import ACCOUNT
 from penstock.server.aliases import Aliases
-from penstock.types import Request
+from penstock.types import STEP_SIZES, Request
 
-FAST = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
-SLOW = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0, 300.0, 600.0)
+# Ours, and those of the dashboards that the aliases are for.
+FAST = sorted({0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, *aliases.INTER_TOKEN})
+SOON = sorted({0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0, *aliases.FIRST_TOKEN})
+SLOW = sorted({0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0, *aliases.REQUEST})
+
+
+class Ended(NamedTuple):
+    """A request that has ended, as it was seen from here. Times are of perf_counter."""
+
+    request: Request
+    reason: str  # stop, length, abort or error
+    began: float
+    first: float  # token; 0: there was none
+    last: float
+    ended: float
+    generated: int
+    cached: int
 
 
 class Metrics:
+    """`listeners` hear of every request that has ended."""
+
     def __init__(self, client: EngineClient, model: str) -> None:
+        self.listeners: list[Callable[[Ended], None]] = []
+        self.first_token = Distribution("time_to_first_token_seconds", "From asking the engine to a first token", SOON)
+        self.inter_token = Distribution("inter_token_seconds", "Between one token of a request and the next", FAST)
+        self.mean_token = Distribution("request_token_seconds", "A request's mean time from token to token", FAST)
+        self.request = Distribution("request_seconds", "From asking the engine to the end of the answer", SLOW)
+        self.prompt = Distribution("request_prompt_tokens", "Tokens of a request's prompt", aliases.TOKENS)
+        self.generated = Distribution("request_generated_tokens", "Tokens of a request's answer", aliases.TOKENS)
+        self.most = Distribution("request_max_tokens", "Tokens that a request's answer could have", aliases.TOKENS)
+        self.finished = Counter("penstock_requests_finished", "Requests by how they ended", ["reason"], registry=None)
+        mine = [each for each in vars(self).values() if isinstance(each, Distribution | Counter)]
+        sources: list[Collector] = [EngineNumbers(client, model), *mine]
         self._registry = CollectorRegistry()
-        engine = EngineNumbers(client)
-        self._registry.register(engine)
-        self.first_token = self._histogram("time_to_first_token", "From asking the engine to the first token", SLOW)
-        self.inter_token = Intervals("inter_token", "Between one token of a request and the next")
-        self._registry.register(self.inter_token)
-        self.request = self._histogram("request", "From asking the engine to the end of the answer", SLOW)
-        self.finished = Counter(
-            "penstock_requests_finished", "Requests by how they ended", ["reason"], registry=self._registry
-        )
-        sources = (engine, self.first_token, self.inter_token, self.request, self.finished)
-        self._registry.register(Aliases(sources, model))
+        for source in [*sources, Aliases(sources, model)]:
+            self._registry.register(source)
 
     def register(self, collector: Collector) -> None:
         self._registry.register(collector)
@@ -43,26 +65,37 @@ class Metrics:
     def render(self) -> bytes:
         return generate_latest(self._registry)
 
-    def _histogram(self, name: str, told: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(f"penstock_{name}_seconds", told, buckets=buckets, registry=self._registry)
+    def end(self, ended: Ended) -> None:
+        self.request.observe(ended.ended - ended.began)
+        self.finished.labels(ended.reason).inc()
+        self.prompt.observe(len(ended.request.prompt))
+        self.most.observe(ended.request.max_tokens)
+        self.generated.observe(ended.generated)
+        if ended.generated > 1:
+            self.mean_token.observe((ended.last - ended.first) / (ended.generated - 1))
+        for hear in self.listeners:
+            hear(ended)
 
 
-class Intervals:
+class Distribution:
     """A histogram for what happens with every token: a fifth of the cost of the library's, which takes a lock."""
 
-    def __init__(self, name: str, told: str) -> None:
-        self._name, self._told = f"penstock_{name}_seconds", told
-        self._counts = [0] * (len(FAST) + 1)
+    def __init__(self, name: str, told: str, bounds: Sequence[float]) -> None:
+        self._name, self._told, self._bounds = f"penstock_{name}", told, bounds
+        self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
 
-    def observe(self, seconds: float) -> None:
-        self._counts[bisect_left(FAST, seconds)] += 1
-        self._sum += seconds
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
 
     def collect(self) -> Iterator[Metric]:
-        bounds = [*map(str, FAST), "+Inf"]
-        buckets = list(zip(bounds, accumulate(self._counts), strict=True))
-        yield HistogramMetricFamily(self._name, self._told, buckets=buckets, sum_value=self._sum)
+        yield histogram(self._name, self._told, self._bounds, self._counts, self._sum)
+
+
+def histogram(name: str, told: str, bounds: Sequence[float], counts: Sequence[int], total: float) -> Metric:
+    buckets = zip([*map(floatToGoString, bounds), "+Inf"], accumulate(counts), strict=True)
+    return HistogramMetricFamily(name, told, buckets=list(buckets), sum_value=total)
 
 
 class Watch:
@@ -72,18 +105,19 @@ class Watch:
         self.reason = "abort"
         self._metrics = metrics
         self._request = request
-        self._generated = 0
         self._began = perf_counter()
-        self._last = 0.0  # of the latest token; 0: none yet
+        self._first = self._last = 0.0  # of the first and the latest token; 0: none yet
+        self._generated = self._cached = 0
 
-    def tokens(self, count: int) -> None:
+    def tokens(self, count: int, cached: int) -> None:
         now = perf_counter()
-        self._generated += count
         if self._last:
             self._metrics.inter_token.observe((now - self._last) / count)
         else:
             self._metrics.first_token.observe(now - self._began)
+            self._first, self._cached = now, cached
         self._last = now
+        self._generated += count
 
     def __enter__(self) -> Self:
         self._account = ACCOUNT.get()
@@ -94,16 +128,17 @@ class Watch:
     def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
         if self._account is not None:
             self._account.charge("generated", self._generated)
-        failed = kind is not None and issubclass(kind, Exception)
-        self._metrics.request.observe(perf_counter() - self._began)
-        self._metrics.finished.labels("error" if failed else self.reason).inc()
+        reason = "error" if kind is not None and issubclass(kind, Exception) else self.reason
+        times = (self._began, self._first, self._last, perf_counter())
+        self._metrics.end(Ended(self._request, reason, *times, self._generated, self._cached))
 
 
 class EngineNumbers:
     """Reads the engine's latest word on itself when it is asked for. Counters start again with a new engine."""
 
-    def __init__(self, client: EngineClient) -> None:
+    def __init__(self, client: EngineClient, model: str) -> None:
         self._client = client
+        self._model = model
 
     def collect(self) -> Iterator[Metric]:
         stats = self._client.stats
@@ -132,3 +167,16 @@ class EngineNumbers:
             ("forced_tokens", "Generated tokens that grammars left no choice about", stats.forced_tokens),
         ):
             yield CounterMetricFamily(f"penstock_{name}", told, value)
+        yield histogram(
+            "penstock_step_tokens", "Tokens computed in a step", STEP_SIZES, stats.step_sizes, stats.computed_tokens
+        )
+        yield self._info()
+
+    def _info(self) -> Metric:
+        info = GaugeMetricFamily(
+            "penstock_model_info", "What is served, and by what", labels=["model", "version", "block_size", "blocks"]
+        )
+        if (hello := self._client.hello) is not None:
+            limits = hello.limits
+            info.add_metric([self._model, __version__, str(limits.block_size), str(limits.num_blocks)], 1)
+        return info

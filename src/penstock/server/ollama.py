@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import UTC, datetime
 from time import perf_counter_ns
 from typing import Any
@@ -12,6 +13,7 @@ from msgspec import UNSET, UnsetType
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from penstock.errors import InvalidRequest
 from penstock.server.errors import ollama_body
 from penstock.server.ollama_fields import (
     GENERATE_NEUTRAL,
@@ -23,7 +25,9 @@ from penstock.server.ollama_fields import (
     read_messages,
     read_options,
     template_fields,
+    unloads,
 )
+from penstock.server.ollama_settings import continued, resolve, with_options, with_template
 from penstock.server.openai import read_body, told_logprob, unsupported
 from penstock.server.openai_chat import Alternative, TokenEntry
 from penstock.server.reply import Framing, Plain, encode, reply
@@ -32,27 +36,39 @@ from penstock.server.stream import deltas
 from penstock.server.tools import ToolUse, read_tools
 from penstock.server.turn import NO_TOOLS, Turn, begin, call_input, prompt_of
 from penstock.text import Delta, Tokenizer
+from penstock.text.infill import infill_of, infill_prompt
 from penstock.text.parse import Arguments, CallBegun, CallEnded, Content, Part, Reasoning
 
+STAYS = "the model stays loaded as long as this server runs"
 OLLAMA = Framing(b"application/x-ndjson", lambda line: line + b"\n", b"", ollama_body)
 
 
 async def chat(served: Served, http: HttpRequest) -> Response:
     asked = await read_body(http, Chat, NEUTRAL)
-    check(served, asked)
-    if not asked.messages:
-        return _loaded(chat_line, served)
+    check(asked)
+    served, made = resolve(served, asked.model)
     use = read_tools(asked.tools, None, None)
-    turn = await _turn(served, asked, read_messages(asked.messages), use)
+    if not asked.messages:
+        return _loaded(chat_line, served, asked)
+    messages = continued(made, made.system, read_messages(asked.messages))
+    turn = await _turn(served, with_options(made, asked), messages, use)
     return await _answer(served, http, asked, turn, chat_line)
 
 
 async def generate(served: Served, http: HttpRequest) -> Response:
     asked = await read_body(http, Generate, GENERATE_NEUTRAL)
-    check(served, asked)
-    if not asked.prompt:
-        return _loaded(generate_line, served)
-    turn = await (_raw_turn if _is_raw(served, asked) else _asked_turn)(served, asked)
+    check(asked)
+    served, made = resolve(served, asked.model)
+    if not asked.prompt and not asked.suffix:
+        return _loaded(generate_line, served, asked)
+    asked = with_options(made, asked)
+    if asked.suffix:
+        turn = await _infill_turn(served, asked)
+    elif asked.raw or (served.text.template is None and not (asked.template or made.messages)):
+        turn = await _raw_turn(served, asked, "" if asked.raw else made.system)
+    else:
+        messages = continued(made, asked.system or made.system, [{"role": "user", "content": asked.prompt}])
+        turn = await _turn(with_template(served, asked.template or ""), asked, messages, NO_TOOLS)
     return await _answer(served, http, asked, turn, generate_line)
 
 
@@ -62,22 +78,31 @@ async def _turn(served: Served, asked: Generation, messages: list[dict[str, Any]
     return begin(served, prompt, use, sampling, most)
 
 
-async def _asked_turn(served: Served, asked: Generate) -> Turn:
-    system = [{"role": "system", "content": asked.system}] if asked.system else []
-    return await _turn(served, asked, [*system, {"role": "user", "content": asked.prompt}], NO_TOOLS)
-
-
-def _is_raw(served: Served, asked: Generate) -> bool:
-    return bool(asked.raw) or served.text.template is None
-
-
-async def _raw_turn(served: Served, asked: Generate) -> Turn:
-    if asked.think:
-        raise unsupported("think", asked.think)
-    sampling, most = read_options(served, asked)
-    text = (asked.system or "") + (asked.prompt or "")
+async def _raw_turn(served: Served, asked: Generate, system: str) -> Turn:
+    for field in ("think", "template"):
+        if getattr(asked, field):
+            raise unsupported(field, getattr(asked, field))
+    text = (asked.system or system) + (asked.prompt or "")
     prompt = await off_loop(len(text), lambda: served.text.encode_prompt(text))
-    request = served.request(prompt, sampling, "prompt", most)
+    return _continued(served, asked, prompt, ())
+
+
+async def _infill_turn(served: Served, asked: Generate) -> Turn:
+    """The text between prompt and suffix: the model's own tokens ask for it, without a template or a system prompt."""
+    for field in ("think", "template", "system", "raw"):
+        if getattr(asked, field):
+            raise InvalidRequest(f"suffix: {field} has no place beside it: leave one out", param=field)
+    tokenizer, before, after = served.text.tokenizer, asked.prompt or "", asked.suffix or ""
+    infill = infill_of(tokenizer)
+    if infill is None:
+        raise unsupported("suffix", after)
+    prompt = await off_loop(len(before) + len(after), lambda: infill_prompt(tokenizer, infill, before, after))
+    return _continued(served, asked, prompt, infill.ends)
+
+
+def _continued(served: Served, asked: Generate, prompt: list[int], ends: tuple[int, ...]) -> Turn:
+    sampling, most = read_options(served, asked)
+    request = served.request(prompt, replace(sampling, stop_token_ids=ends), "prompt", most)
     return Turn(request, deltas(served, request, continuing=True))
 
 
@@ -88,10 +113,14 @@ async def _answer(
     return await reply(http, answer, turn.running, streaming=asked.stream is not False, framing=OLLAMA)
 
 
-def _loaded(line: Callable[..., Line], served: Served) -> Response:
-    """What a client gets that asks for nothing but a loaded model."""
-    told = line(Said(""), model=served.name, created_at=now(), done=True, done_reason="load")
-    return Response(encode(told), media_type="application/json")
+def _loaded(line: Callable[..., Line], served: Served, asked: Generation) -> Response:
+    """What a client gets that asks for nothing but a model that is loaded, or no longer: as it stays as long as the
+    server runs, the second is told so. Wrong options are told of all the same."""
+    read_options(served, asked)
+    reason = "unload" if unloads(asked) else "load"
+    told = line(Said(""), model=served.name, created_at=now(), done=True, done_reason=reason)
+    kept = {"penstock": {"kept": STAYS}} if reason == "unload" else {}
+    return Response(encode(msgspec.to_builtins(told) | kept), media_type="application/json")
 
 
 # -- answering ----------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from penstock.server.embeddings import check_count, check_texts, floats_of, names_of, pooled
 from penstock.server.errors import LEFT
 from penstock.server.ollama_fields import check_kept, context_of
+from penstock.server.ollama_settings import resolve
 from penstock.server.openai import read_body
 from penstock.server.openai_completions import encode_prompts
 from penstock.server.reply import encode
@@ -48,12 +49,13 @@ class Embedded(msgspec.Struct, kw_only=True):
 async def embed(served: Served, http: HttpRequest) -> Response:
     began = perf_counter_ns()
     asked = await read_body(http, Embed, {})
-    check_kept(served, asked.model, asked.keep_alive)
+    check_kept(asked.keep_alive)
+    served, made = resolve(served, asked.model)
     dimensions = asked.dimensions or None
     check_dimensions(dimensions, served.limits.dim)
     inputs = [asked.input] if isinstance(asked.input, str) and asked.input else list(asked.input or ())
     check_count(inputs)
-    context = context_of(served, asked.options)
+    context = context_of(served, made.parameters | (asked.options or {}))
     requests = await _requests(served, inputs, names_of(inputs), context, asked.truncate is True)
     vectors = await pooled(served, http, requests, lambda state: floats_of(embedding(state, dimensions)))
     if vectors is None:
@@ -70,9 +72,10 @@ async def embed(served: Served, http: HttpRequest) -> Response:
 async def embed_old(served: Served, http: HttpRequest) -> Response:
     """One text; its vector is as long as it is, as clients of this endpoint know it."""
     asked = await read_body(http, OldEmbed, {})
-    check_kept(served, asked.model, asked.keep_alive)
+    check_kept(asked.keep_alive)
+    served, made = resolve(served, asked.model)
     texts = [asked.prompt] if asked.prompt else []
-    context = context_of(served, asked.options)
+    context = context_of(served, made.parameters | (asked.options or {}))
     requests = await _requests(served, texts, ["prompt"] * len(texts), context, truncate=None)
     vectors = await pooled(served, http, requests, lambda state: floats_of(state_of(state)))
     if vectors is None:

@@ -34,8 +34,6 @@ GENERATE_NEUTRAL: Neutral = NEUTRAL | {
     "height": (0,),
     "images": ([],),
     "steps": (0,),
-    "suffix": ("",),
-    "template": ("",),
     "width": (0,),
 }
 MESSAGE_NEUTRAL: Neutral = {"images": ([],)}
@@ -97,6 +95,8 @@ class Chat(Generation):
 class Generate(Generation):
     prompt: str | None = None
     system: str | None = None
+    template: str | None = None
+    suffix: str | None = None
     raw: bool | None = None
 
 
@@ -122,20 +122,19 @@ class Call(msgspec.Struct, forbid_unknown_fields=True):
     type: Literal["function"] = "function"
 
 
-def check(served: Served, asked: Generation) -> None:
-    check_kept(served, asked.model, asked.keep_alive)
+def check(asked: Generation) -> None:
     if asked.top_logprobs and not asked.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
+    check_kept(asked.keep_alive)
 
 
-def check_kept(served: Served, model: str, keep_alive: float | str | None) -> None:
-    served.check_model(model.removesuffix(":latest"))
-    if keep_alive is not None and seconds(keep_alive) == 0:
-        raise InvalidRequest(
-            f"keep_alive: {keep_alive!r} asks to unload the model after the answer; this server keeps its one "
-            "model as long as it runs: leave it out",
-            param="keep_alive",
-        )
+def check_kept(keep_alive: float | str | None) -> None:
+    if keep_alive is not None:
+        seconds(keep_alive)
+
+
+def unloads(asked: Generation) -> bool:
+    return asked.keep_alive is not None and seconds(asked.keep_alive) == 0
 
 
 def template_fields(served: Served, asked: Generation) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -24,25 +24,22 @@ from penstock import __version__, store
 from penstock.errors import InvalidRequest, ModelError, ModelNotFound
 from penstock.model.load import open_checkpoint
 from penstock.server.ollama import OLLAMA
+from penstock.server.ollama_settings import made_for, serves
 from penstock.server.openai import ANYTHING, Neutral, read_body
 from penstock.server.page import page
 from penstock.server.pulls import pulling
 from penstock.server.reply import Stream, encode
 from penstock.server.served import Served
+from penstock.store import Made
 from penstock.store.refs import parse
 from penstock.text.chat import ChatTemplate, templates_in_folder, templates_in_metadata
+from penstock.text.infill import infill_of
 
 API_VERSION = "0.12.0"  # of the API that is spoken: clients compare it to know what they may ask for
 NEVER = "9999-12-31T23:59:59Z"
 HUB = ("hf.co/", "huggingface.co/")
 
 NEUTRAL: Neutral = {"insecure": (False,), "options": ANYTHING, "system": ANYTHING, "verbose": ANYTHING}
-UNABLE = {
-    "create": "models cannot be created here: the store keeps models as they were fetched, without layers of its own",
-    "copy": "models cannot be copied here: the store knows each by one name",
-    "push": "models cannot be pushed from here: the store only fetches",
-    "blobs": "files cannot be uploaded here: the store only fetches",
-}
 
 
 class Named(msgspec.Struct, forbid_unknown_fields=True):
@@ -59,12 +56,14 @@ class Named(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Known(NamedTuple):
-    """A model that is served or stored."""
+    """A model that is served, stored or made."""
 
     name: str
     path: Path | None
     digest: str
     modified: str
+    stored: bool = False  # its files are the store's
+    made: Made | None = None
 
 
 async def greet(served: Served, http: HttpRequest) -> Response:
@@ -80,37 +79,48 @@ async def version(_: Served, __: HttpRequest) -> Response:
 
 async def list_stored(served: Served, _: HttpRequest) -> Response:
     def look() -> list[dict[str, Any]]:
-        return [_listed(known) | {"modified_at": known.modified} for known in _all_known(served)]
+        return [_listed(known) | {"modified_at": known.modified} for known in all_known(served)]
 
     return _json({"models": await asyncio.to_thread(look)})
 
 
 async def running(served: Served, _: HttpRequest) -> Response:
-    """The one model, for as long as the server runs. How much of it is on a GPU is not known here."""
-    listed = await asyncio.to_thread(lambda: _listed(_all_known(served)[0]))
+    """The one model and those made of it, for as long as the server runs. How much of it is on a GPU is not known
+    here."""
     kept = {"expires_at": NEVER, "size_vram": None, "context_length": served.limits.max_len}
-    return _json({"models": [listed | kept]})
+
+    def look() -> list[dict[str, Any]]:
+        first, *others = all_known(served)
+        here = [known for known in others if known.made is not None and serves(served, known.made)]
+        return [_listed(known) | kept for known in [first, *here]]
+
+    return _json({"models": await asyncio.to_thread(look)})
 
 
 async def show(served: Served, http: HttpRequest) -> Response:
     ref = (await _named(http)).ref
-    return _json(await asyncio.to_thread(lambda: _shown(served, _known(served, ref))))
+    return _json(await asyncio.to_thread(lambda: _shown(served, find_known(served, ref))))
 
 
 async def delete(served: Served, http: HttpRequest) -> Response:
-    known = await asyncio.to_thread(_known, served, (await _named(http)).ref)
-    if known == _all_known(served)[0]:
-        raise InvalidRequest(f"{known.name!r} is being served and is not deleted", param="model")
-    await asyncio.to_thread(store.remove, known.name)
+    ref = (await _named(http)).ref
+
+    def work() -> None:
+        known = find_known(served, ref)
+        if known.name == served.name or (known.path == served.path and _owns_files(known)):
+            raise InvalidRequest(f"{known.name!r} is being served and is not deleted", param="model")
+        (store.unmake if known.made else store.remove)(known.name)
+
+    await asyncio.to_thread(work)
     return Response()
 
 
-async def unable(_: Served, http: HttpRequest) -> Response:
-    raise InvalidRequest(UNABLE[http.url.path.split("/")[2]])
+def _owns_files(known: Known) -> bool:
+    return known.stored if known.made is None else bool(known.made.blob)
 
 
-async def has_blob(_: Served, __: HttpRequest) -> Response:
-    return Response(status_code=404)
+async def push(_: Served, __: HttpRequest) -> Response:
+    raise InvalidRequest("models cannot be pushed from here: there is no registry to push to, the store only fetches")
 
 
 async def _named(http: HttpRequest) -> Named:
@@ -124,32 +134,44 @@ def _json(value: object) -> Response:
 # -- what is here -------------------------------------------------------------------------------------------------
 
 
-def _all_known(served: Served) -> list[Known]:
+def all_known(served: Served) -> list[Known]:
     """The served one first."""
-    stored = [Known(entry.name, entry.path, entry.sha256, entry.fetched) for entry in store.entries()]
+    stored = [Known(entry.name, entry.path, entry.sha256, entry.fetched, stored=True) for entry in store.entries()]
     began = datetime.fromtimestamp(served.created, UTC).isoformat()
-    digest = next((known.digest for known in stored if known.path == served.path), "")
-    others = [known for known in stored if known.path != served.path and known.name != served.name]
-    return [Known(served.name, served.path, digest, began), *others]
+    same = next((known for known in stored if known.path == served.path), None)
+    digest = same.digest if same else ""
+    first = Known(served.name, served.path, digest, began, same is not None, made_for(served, served.name))
+    fetched = [first, *(known for known in stored if known is not same and known.name != served.name)]
+    taken = {known.name for known in fetched}
+    return [*fetched, *(_known(served, made) for made in store.all_made() if made.name not in taken)]
 
 
-def _known(served: Served, name: str) -> Known:
-    found = next((known for known in _all_known(served) if known.name == name), None)
+def _known(served: Served, made: Made) -> Known:
+    path = served.path if serves(served, made) else store.made_path(made)
+    return Known(made.name, path, made.digest, made.made, bool(made.blob), made)
+
+
+def find_known(served: Served, name: str) -> Known:
+    found = next((known for known in all_known(served) if known.name == name), None)
     if found is None:
         raise ModelNotFound(f"model {name!r} not found")
     return found
 
 
 def _listed(known: Known) -> dict[str, Any]:
-    facts = _facts(known.path)
+    details = _details(known)
     size = store.size_of(known.path) if known.path else 0
     return {
         "name": known.name,
         "model": known.name,
         "size": size,
         "digest": known.digest,
-        "details": facts.details,
+        "details": details,
     }
+
+
+def _details(known: Known) -> dict[str, Any]:
+    return facts_of(known.path).details | {"parent_model": known.made.base if known.made else ""}
 
 
 class Facts(NamedTuple):
@@ -166,7 +188,7 @@ UNKNOWN = Facts(
 
 
 @lru_cache(maxsize=256)
-def _facts(path: Path | None) -> Facts:
+def facts_of(path: Path | None) -> Facts:
     """What a model's own files say; nothing about those that this engine does not understand."""
     try:
         return UNKNOWN if path is None else _read_facts(path)
@@ -209,25 +231,50 @@ def _count(parameters: int) -> str:
 
 
 def _shown(served: Served, known: Known) -> dict[str, Any]:
-    facts = _facts(known.path)
+    facts, made = facts_of(known.path), known.made or Made(name=known.name)
     info = dict(facts.info)
-    if known.name == served.name:  # clients ask for as much context as they read here
+    here = known.name == served.name or serves(served, made)
+    if here:  # clients ask for as much context as they read here
         info[f"{facts.details['family'] or 'general'}.context_length"] = served.limits.max_len
-    return {
-        "modelfile": f"FROM {known.name}\n",
-        "parameters": "",
-        "template": facts.template,
-        "details": facts.details,
+    told = {"system": made.system, "messages": made.messages, "license": "\n".join(made.license)}
+    return {name: value for name, value in told.items() if value} | {
+        "modelfile": modelfile(made),
+        "parameters": "\n".join(f"{name:<30} {value}" for name, value in parameter_lines(made)),
+        "template": made.template or facts.template,
+        "details": _details(known),
         "model_info": info,
-        "capabilities": _capabilities(facts.template),
+        "capabilities": _capabilities(made.template or facts.template, served if here else None),
         "modified_at": known.modified,
     }
 
 
-def _capabilities(template: str) -> list[str]:
+def parameter_lines(made: Made) -> Iterator[tuple[str, str]]:
+    for name, given in made.parameters.items():
+        for value in given if isinstance(given, list) else [given]:
+            yield name, encode(value).decode()
+
+
+def modelfile(made: Made) -> str:
+    """What the model could be made from again, as Ollama writes it."""
+    quoted = {"TEMPLATE": [made.template], "SYSTEM": [made.system], "LICENSE": made.license}
+    lines = [f"FROM {made.base or made.blob or made.name}"]
+    lines += [f'{word} """{text}"""' for word, texts in quoted.items() for text in texts if text]
+    lines += [f"PARAMETER {name} {value}" for name, value in parameter_lines(made)]
+    lines += [f"MESSAGE {message['role']} {encode(message.get('content') or '').decode()}" for message in made.messages]
+    return "\n".join(lines) + "\n"
+
+
+def _capabilities(template: str, served: Served | None) -> list[str]:
+    """`served` where the model is that, whose vocabulary is known."""
     format = ChatTemplate({"default": template}, {}).format
-    named = {"completion": True, "tools": "tools" in template, "thinking": not format.plain(calling=False)}
-    return [*(name for name, able in named.items() if able), "embedding"]
+    named = {
+        "completion": True,
+        "tools": "tools" in template,
+        "thinking": not format.plain(calling=False),
+        "insert": served is not None and infill_of(served.text.tokenizer) is not None,
+        "embedding": True,
+    }
+    return [name for name, able in named.items() if able]
 
 
 # -- fetching -----------------------------------------------------------------------------------------------------

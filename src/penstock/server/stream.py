@@ -31,7 +31,7 @@ async def deltas(
             async for events in steps:
                 delta = read_step(text, events)
                 if delta.tokens:
-                    watch.tokens(len(delta.tokens))
+                    watch.tokens(len(delta.tokens), delta.cached)
                 if delta.finish:
                     watch.reason = delta.finish
                 yield choice, delta

@@ -10,6 +10,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from penstock.errors import DownloadError, ModelNotFound
+from penstock.store.blobs import blob_path
+from penstock.store.made import Made, made_called, unmake
 from penstock.store.places import Entry, Place, home, locked, read_record, sha256_of, size_of, write_record
 from penstock.store.progress import Progress, silent
 from penstock.store.refs import HubRepo, Source, name_of, parse
@@ -20,6 +22,8 @@ def fetch(ref: str, *, progress: Progress | None = None) -> Path:
 
     Safe to be interrupted at any moment, and to be called by several processes at once: one downloads, the others
     wait for it."""
+    if made := find_made(ref):
+        return made_path(made) or fetch(made.base, progress=progress)
     source = parse(ref)
     if isinstance(source, Path):
         return source
@@ -31,6 +35,8 @@ def fetch(ref: str, *, progress: Progress | None = None) -> Path:
 
 def find(ref: str) -> Entry | None:
     """The store's entry of a reference; None when it is a path, or not fetched yet."""
+    if made := find_made(ref):
+        return made_entry(made)
     source = parse(ref)
     return None if isinstance(source, Path) else read_record(Place(home(), name_of(source)).record)
 
@@ -40,8 +46,32 @@ def entries() -> list[Entry]:
     return sorted((entry for entry in found if entry), key=lambda entry: entry.name)
 
 
+def find_made(ref: str) -> Made | None:
+    """A file of that name comes first: who types it may not know of models that others made."""
+    return None if os.path.exists(os.path.expanduser(ref)) else made_called(ref.removesuffix(":latest"))
+
+
+def made_path(made: Made) -> Path | None:
+    """Where the files of a made model lie; None when they are not here."""
+    if made.blob:
+        return blob_path(made.blob)
+    if made.path:
+        return Path(made.path)
+    entry = next((entry for entry in entries() if entry.name == made.base), None)
+    return entry.path if entry else None
+
+
+def made_entry(made: Made) -> Entry | None:
+    path = made_path(made)
+    if path is None:
+        return None
+    return Entry(made.name, f"made of {made.base or made.blob}", path, size_of(path), made.digest, made.made)
+
+
 def remove(ref: str) -> int:
     """Deletes a model, or what an interrupted fetch left of it; returns the bytes that this freed."""
+    if made := find_made(ref):
+        return unmake(made.name)
     source = parse(ref)
     if isinstance(source, Path):
         raise ModelNotFound(f"{ref} is not in the store: it is your own file, delete it yourself")

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from penstock.errors import InvalidRequest, MalformedFile
 from penstock.text.families import PLAIN, Format, family_of, reasoning_of
@@ -16,6 +16,10 @@ from penstock.text.tools import Message, describe, narrate
 
 if TYPE_CHECKING:
     from penstock.text.template import Template
+
+
+class Renders(Protocol):
+    def render(self, given: Mapping[str, Any]) -> str: ...
 
 
 class ChatTemplate:
@@ -58,7 +62,7 @@ class ChatTemplate:
         """Whether a template looks at what is given by this name: one that does not would drop it in silence."""
         return any(re.search(rf"\b{re.escape(name)}\b", source) for source in self._sources.values())
 
-    def _template(self, name: str) -> Template:
+    def _template(self, name: str) -> Renders:
         from penstock.text.template import Template  # Jinja is slow to import, and plain prompts need none
 
         if name not in self._sources:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,6 +36,9 @@ class Text:
     @classmethod
     def _of(cls, tokenizer: Tokenizer, templates: dict[str, str]) -> Text:
         return cls(tokenizer, ChatTemplate(templates, tokenizer.names) if templates else None)
+
+    def with_template(self, template: ChatTemplate) -> Text:
+        return replace(self, template=template)
 
     @property
     def format(self) -> Format:

@@ -1,0 +1,136 @@
+"""What dashboards ask for is there: our own Grafana file's metrics, and those of vLLM's."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+ROOT = Path(__file__).parents[2]
+MODEL = "toy/parrot"
+
+
+def families(server: Any) -> dict[str, Any]:
+    """By name; of a counter, without its _total."""
+    return {family.name: family for family in text_string_to_metric_families(server.get("/metrics").text)}
+
+
+@pytest.fixture(scope="module")
+def used(parrot: Any) -> Any:
+    parrot.post("/v1/completions", model=MODEL, prompt="[hello there]", max_tokens=9)
+    parrot.until_idle()
+    return parrot
+
+
+def expressions(dashboard: dict[str, Any]) -> list[str]:
+    drawn = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
+    asked = [each["definition"] for each in dashboard["templating"]["list"] if each["type"] == "query"]
+    return [*drawn, *asked]
+
+
+def test_the_dashboard_asks_for_what_there_is(used: Any) -> None:
+    dashboard = json.loads((ROOT / "docs" / "grafana.json").read_text())
+    there = {sample.name: set(sample.labels) for family in families(used).values() for sample in family.samples}
+    asked = {name for each in expressions(dashboard) for name in re.findall(r"\bpenstock_\w+", each)}
+    assert len(asked) > 20
+    assert asked <= there.keys()
+    for each in expressions(dashboard):
+        for counter in re.findall(r"(?:rate\(|label_values\()(penstock_\w+)", each):
+            assert counter.endswith(("_total", "_bucket", "_info"))
+        for labels, name in re.findall(r"sum by \((\w+)\) \((?:rate\()?(penstock_\w+)", each):
+            assert labels in there[name]
+
+
+def test_the_dashboard_can_be_imported() -> None:
+    """As far as that can be known without a Grafana."""
+    dashboard = json.loads((ROOT / "docs" / "grafana.json").read_text())
+    assert [each["name"] for each in dashboard["templating"]["list"]] == ["datasource", "model"]
+    panels = dashboard["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    places = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in panels]
+    assert len(set(places)) == len(places)
+    for panel in panels:
+        if panel["type"] != "row":
+            assert panel["datasource"]["uid"] == "${datasource}"
+            assert all('model=~"$model"' in target["expr"] for target in panel["targets"])
+    rows = [panel["title"] for panel in panels if panel["type"] == "row"]
+    assert rows == ["Throughput", "Latency", "Queue", "KV cache", "Structured output", "Errors"]
+
+
+def test_the_dashboard_is_current() -> None:
+    subprocess.run([sys.executable, ROOT / "scripts" / "make_dashboard.py", "--check"], check=True)
+
+
+TOKENS = [digit * 10**power for power in range(6) for digit in (1, 2, 5)] + [10**6]
+LATENCY = [0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680]
+BETWEEN = [0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80]
+FIRST = [0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640]
+STEPS = [1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384]
+
+
+@pytest.mark.parametrize(
+    ("name", "bounds"),
+    [
+        ("vllm:e2e_request_latency_seconds", LATENCY),
+        ("vllm:time_to_first_token_seconds", [*FIRST, 2560]),
+        ("vllm:inter_token_latency_seconds", BETWEEN),
+        ("vllm:request_time_per_output_token_seconds", BETWEEN),
+        ("vllm:request_prompt_tokens", TOKENS),
+        ("vllm:request_generation_tokens", TOKENS),
+        ("vllm:request_max_num_generation_tokens", TOKENS),
+        ("vllm:iteration_tokens_total", STEPS),
+    ],
+)
+def test_vllms_histograms_have_its_buckets(used: Any, name: str, bounds: list[float]) -> None:
+    family = families(used)[name]
+    assert family.type == "histogram"
+    buckets = [sample for sample in family.samples if sample.name == f"{name}_bucket"]
+    assert [float(sample.labels["le"]) for sample in buckets] == [*bounds, float("inf")]
+    counts = [sample.value for sample in buckets]
+    assert counts == sorted(counts)
+    assert counts[-1] > 0
+    told = {sample.name: sample.value for sample in family.samples if "le" not in sample.labels}
+    assert told[f"{name}_count"] == counts[-1]
+    assert all({"model_name": MODEL, "engine": "0"}.items() <= sample.labels.items() for sample in family.samples)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("vllm:prompt_tokens", "counter"),
+        ("vllm:generation_tokens", "counter"),
+        ("vllm:request_success", "counter"),
+        ("vllm:num_preemptions", "counter"),
+        ("vllm:prefix_cache_queries", "counter"),
+        ("vllm:prefix_cache_hits", "counter"),
+        ("vllm:prompt_tokens_cached", "counter"),
+        ("vllm:num_requests_running", "gauge"),
+        ("vllm:num_requests_waiting", "gauge"),
+        ("vllm:kv_cache_usage_perc", "gauge"),
+        ("vllm:cache_config_info", "gauge"),
+    ],
+)
+def test_vllms_counters_and_gauges(used: Any, name: str, kind: str) -> None:
+    family = families(used)[name]
+    assert family.type == kind
+    for sample in family.samples:
+        assert sample.name == (f"{name}_total" if kind == "counter" else name)
+        assert sample.labels["engine"] == "0"
+        assert sample.labels["model_name"] == MODEL
+
+
+def test_what_they_say(used: Any) -> None:
+    all = {(s.name, s.labels.get("le")): s for family in families(used).values() for s in family.samples}
+    assert all["vllm:request_prompt_tokens_sum", None].value == len("[hello there]")
+    assert all["vllm:request_generation_tokens_sum", None].value == 9
+    assert all["vllm:request_max_num_generation_tokens_sum", None].value == 9
+    assert all["vllm:iteration_tokens_total_count", None].value == all["penstock_steps_total", None].value
+    assert all["vllm:iteration_tokens_total_sum", None].value == len("[hello there]") + 9 - 1
+    config = all["vllm:cache_config_info", None].labels
+    assert (config["block_size"], config["num_gpu_blocks"]) == ("16", "256")
