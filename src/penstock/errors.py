@@ -4,6 +4,9 @@ PenstockError                 code, message; one line, no traceback at the comma
 ├── InvalidRequest            the caller sent something that cannot be done       HTTP 400
 │   ├── ContextTooLong        prompt and answer do not fit in the context
 │   └── InvalidGrammar        a schema, regex or grammar that answers cannot be held to
+├── Unauthorized              a key is needed, and none or a wrong one was sent    HTTP 401
+├── Forbidden                 the key is good, but not for this                   HTTP 403
+├── RateLimited               the key's limit is met for now                      HTTP 429
 ├── NotFound                  there is nothing by that name                       HTTP 404
 │   └── ModelNotFound         no such model, here or at its source
 ├── ModelError                the model's files are damaged or not supported
@@ -49,6 +52,22 @@ class ContextTooLong(InvalidRequest):
 
 class InvalidGrammar(InvalidRequest):
     code = "invalid_grammar"
+
+
+class Unauthorized(PenstockError):
+    code = "invalid_api_key"
+
+
+class Forbidden(PenstockError):
+    code = "permission_denied"
+
+
+class RateLimited(PenstockError):
+    code = "rate_limit_exceeded"
+
+    def __init__(self, message: str, *, retry_after: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after  # seconds
 
 
 class NotFound(PenstockError):

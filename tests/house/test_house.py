@@ -20,6 +20,7 @@ MAY_IMPORT = {
     "types": {"errors"},
     "errors": set(),
     "config": {"types", "errors"},
+    "keys": {"errors"},
     "core": {"types", "errors"},
     "text": {"types", "errors"},
     "model": {"text"} | WAIST,
@@ -28,7 +29,7 @@ MAY_IMPORT = {
     "ipc": {"engine"} | WAIST,
     "store": set(WAIST),
     "llm": {"engine", "text", "model", "store"} | WAIST,
-    "server": {"ipc", "model", "store", "text"} | WAIST,
+    "server": {"ipc", "keys", "model", "store", "text"} | WAIST,
 }
 STANDARD_LIBRARY_ONLY = {"core", "types", "errors", "config"}
 EXTRAS = {"torch", "triton", "ray"}

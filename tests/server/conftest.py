@@ -21,6 +21,7 @@ from penstock.ipc.inprocess import InProcessClient
 from penstock.ipc.spawn import ProcessClient
 from penstock.server import Space, create_app
 from penstock.server.app import bind
+from penstock.server.protocol import BoundedProtocol
 from tests.server import toys
 
 WAIT = 30.0
@@ -62,13 +63,14 @@ def serving(
     client: Any, text: Any, name: str, path: Path | None = None, space: Space | None = None, **settings: Any
 ) -> Iterator[Server]:
     with TemporaryDirectory() as folder:
-        yield from _serving(client, text, name, path, space=space or Space(Path(folder) / "data"), **settings)
+        app = create_app(client, text, name, path, space=space or Space(Path(folder) / "data"), **settings)
+        yield from _serving(client, app)
 
 
-def _serving(client: Any, text: Any, name: str, path: Path | None, **settings: Any) -> Iterator[Server]:
+def _serving(client: Any, app: Any) -> Iterator[Server]:
     listener = bind("127.0.0.1", 0)
-    app = create_app(client, text, name, path, **settings)
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=5))
+    config = uvicorn.Config(app, http=BoundedProtocol, log_config=None, timeout_graceful_shutdown=5)
+    server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
     thread.start()
     serving = Server(f"http://127.0.0.1:{listener.getsockname()[1]}", client)

@@ -12,6 +12,7 @@ import pytest
 
 from penstock.engine.engine import Engine
 from penstock.ipc.inprocess import InProcessClient
+from penstock.server.guard import Rules
 from penstock.text.families import Format, family_of
 from tests.server import toys
 
@@ -219,7 +220,7 @@ def test_nobody_is_told_of_anothers_prompt(parrot: Any) -> None:
 def lenient() -> Iterator[Any]:
     from tests.server.conftest import serving
 
-    with serving(InProcessClient(toys.open_parrot), toys.ToyText(), MODEL, lenient=True) as server:
+    with serving(InProcessClient(toys.open_parrot), toys.ToyText(), MODEL, rules=Rules(lenient=True)) as server:
         yield server
 
 

@@ -13,8 +13,12 @@ from typing import Any
 import pytest
 
 from penstock.config import Config
+from penstock.ipc.inprocess import InProcessClient
 from penstock.ipc.spawn import ProcessClient
+from penstock.keys import Key, changing, digest, new_key, now
 from penstock.model.load import load_text
+from penstock.server.guard import Rules
+from tests.server import toys
 from tests.server.conftest import Server
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -57,6 +61,7 @@ def page(smollm2_server: Server) -> Iterator[Any]:
         page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
         page.goto(smollm2_server.url)
         page.expect = api.expect
+        page.errors = errors
         yield page
         browser.close()
         assert errors == []
@@ -107,3 +112,29 @@ def test_it_fits_a_phone(page: Any) -> None:
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
     assert page.is_visible("#prompt")
     assert page.is_visible("#send")
+
+
+def test_a_key_is_asked_for_and_kept(page: Any, serve: Callable[..., Any], tmp_path: Path) -> None:
+    file, secret = tmp_path / "keys.json", new_key()
+    with changing(file) as keys:
+        keys.append(Key(name="reader", sha256=digest(secret.encode()), created=now()))
+    client = InProcessClient(toys.open_parrot, "parrot")
+    with serve(client, toys.ToyText(), "toy/parrot", rules=Rules(keys=file)) as server:
+        seen = page.expect
+        page.goto(server.url)
+        page.wait_for_selector("#wanted:not([hidden])")
+        page.fill("#key", secret)
+        page.keyboard.press("Enter")
+        seen(page.locator("#model")).to_have_value("toy/parrot")
+        seen(page.locator("#wanted")).to_be_hidden()
+        page.reload()
+        seen(page.locator("#model")).to_have_value("toy/parrot")
+        page.fill("#prompt", "[hello]")
+        page.click("#send")
+        page.wait_for_selector("article.assistant .note")
+        assert page.inner_text("article.assistant p") == "hello"
+        seen(page.locator("#running")).to_have_text("0")
+        page.goto("about:blank")
+    refusals = [error for error in page.errors if "401" in error]
+    assert len(refusals) == 2  # the models and the figures, once each; then it waits for a key
+    page.errors[:] = [error for error in page.errors if error not in refusals]

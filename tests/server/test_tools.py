@@ -227,7 +227,7 @@ def test_no_reasoning_and_other_words_to_the_template(scripted: Server) -> None:
 
 def test_arguments_in_the_history_must_be_an_object(scripted: Server) -> None:
     text.speak("hermes")
-    call = {"id": "1", "type": "function", "function": {"name": "now", "arguments": "[1"}}
+    call = {"id": "1", "type": "function", "function": {"name": "now", "arguments": "[1]"}}
     asked = say("a") | {"messages": [{"role": "assistant", "tool_calls": [call]}]}
     with pytest.raises(openai.BadRequestError, match="must be a JSON object") as caught:
         scripted.sdk().chat.completions.create(**asked)

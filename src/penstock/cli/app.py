@@ -28,6 +28,9 @@ COMMANDS = {  # where each one is; only the one that runs is imported
     "plan": "plan.plan",
     "bench": "bench.bench",
     "doctor": "doctor.doctor",
+    "keys add": "keys.add",
+    "keys list": "keys.list_",
+    "keys remove": "keys.remove",
 }
 HELP = """\
 usage: penstock COMMAND ...
@@ -52,9 +55,13 @@ Options:
 
 def app(words: Sequence[str] | None = None) -> NoReturn:
     name, *rest = (sys.argv[1:] if words is None else words) or ["--help"]
+    if any(known.startswith(f"{name} ") for known in COMMANDS):
+        name, *rest = [f"{name} {rest[0] if rest else '--help'}", *rest[1:]]
     if name in COMMANDS:
         sys.exit(perform(name, rest))
-    if name in ("-h", "--help"):
+    if name.partition(" ")[2] in ("-h", "--help"):
+        print(_listed(name.partition(" ")[0]))
+    elif name in ("-h", "--help"):
         print(_overview(), end="")
     elif name == "--version":
         print(f"penstock {__version__}")
@@ -116,5 +123,10 @@ def _ended(error: PenstockError | OSError) -> int:
 
 
 def _overview() -> str:
-    summaries = {name: (command(name).__doc__ or "").partition("\n")[0] for name in COMMANDS}
-    return HELP.format(commands="\n".join(f"  {name:<8}{summary}" for name, summary in summaries.items()))
+    return HELP.format(commands=_listed())
+
+
+def _listed(first: str = "") -> str:
+    """The commands that begin with this word, and what each of them does."""
+    names = [name for name in COMMANDS if name.startswith(first)]
+    return "\n".join(f"  {name:<13}{(command(name).__doc__ or '').partition(chr(10))[0]}" for name in names)

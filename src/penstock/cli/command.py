@@ -28,7 +28,7 @@ class Argument(NamedTuple):
 
 
 class Option(NamedTuple):
-    """`--its-name VALUE`; of a bool, `--its-name` alone."""
+    """`--its-name VALUE`; of a bool, `--its-name` alone; of a list, as often as there are values."""
 
     help: str
     name: str = ""  # where the parameter's own does not do
@@ -93,6 +93,10 @@ def _add_argument(group: argparse._ArgumentGroup, parameter: Parameter, kind: An
 def _add_option(group: argparse._ArgumentGroup, parameter: Parameter, kind: Any, given: Option) -> None:
     if kind is bool:
         group.add_argument(flag(parameter, given), dest=parameter.name, action="store_true", help=given.help)
+        return
+    if kind == list[str] | None:
+        name = flag(parameter, given)
+        group.add_argument(name, dest=parameter.name, metavar="TEXT", action="append", help=given.help)
         return
     value = next((of for of in (int, float) if kind in (of, of | None)), str)
     group.add_argument(

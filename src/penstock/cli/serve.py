@@ -42,6 +42,15 @@ def serve(
             env="OTEL_EXPORTER_OTLP_ENDPOINT",
         ),
     ] = "",
+    keys: Annotated[
+        str, Option(help="A file of API keys (penstock keys add): no one else is let in.", env="PENSTOCK_KEYS")
+    ] = "",
+    cors: Annotated[
+        list[str] | None, Option(help="An origin whose web pages may use it, such as https://example.org; repeat it.")
+    ] = None,
+    max_waiting: Annotated[
+        int | None, Option(least=0, help="Requests that may wait; more are refused (503). By default 16 for each row.")
+    ] = None,
     ignore_unknown_fields: Annotated[
         bool, Option(help="Ignores the fields of requests that it does not know, and lists them in the answer.")
     ] = False,
@@ -50,6 +59,7 @@ def serve(
 
       penstock serve
       penstock serve ./model.gguf --port 9000 --max-len 4096
+      penstock serve --host 0.0.0.0 --keys ~/.config/penstock/keys.json
       curl http://127.0.0.1:8000/v1/chat/completions -H 'content-type: application/json' \\
         -d '{"model": "smollm2", "messages": [{"role": "user", "content": "Hello"}]}'
 
@@ -65,6 +75,7 @@ def serve(
     from penstock.model.load import load_text
     from penstock.server import Space
     from penstock.server import serve as listen
+    from penstock.server.guard import Rules
 
     called = name or _short_name(model, path)
     config = Config(
@@ -80,17 +91,8 @@ def serve(
         kv_memory=kv_memory,
     )
     space = Space(Path(data).expanduser().absolute() if data else None, max_file, max_data, max_files)
-    listen(
-        ProcessClient(config),
-        partial(load_text, path),
-        called,
-        host,
-        port,
-        path,
-        space=space,
-        traces=traces,
-        lenient=ignore_unknown_fields,
-    )
+    rules = Rules(Path(keys).expanduser() if keys else None, tuple(cors or ()), max_waiting, ignore_unknown_fields)
+    listen(ProcessClient(config), partial(load_text, path), called, host, port, path, space, traces, rules)
 
 
 def _open_traces(url: str) -> Traces:

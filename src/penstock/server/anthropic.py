@@ -25,9 +25,10 @@ from penstock.server.anthropic_fields import (
     read_use,
     template_fields,
 )
+from penstock.server.bounds import check_stops
 from penstock.server.errors import anthropic_body
 from penstock.server.explain import Explanation, Penstock
-from penstock.server.openai import MAX_STOPS, read_body, unsupported
+from penstock.server.openai import read_body
 from penstock.server.reply import EVENT_STREAM, Framing, Plain, encode, reply
 from penstock.server.served import Served
 from penstock.server.tools import ToolUse
@@ -63,12 +64,10 @@ async def _prompt(served: Served, asked: Conversation, use: ToolUse) -> ChatProm
 
 
 def _sampling(asked: Ask) -> SamplingParams:
-    stops = asked.stop_sequences or []
-    if len(stops) > MAX_STOPS:
-        raise unsupported("stop_sequences", stops)
+    stops = check_stops(tuple(asked.stop_sequences or ()), "stop_sequences")
     given: dict[str, Any] = {"temperature": asked.temperature, "top_p": asked.top_p, "top_k": asked.top_k}
     given["grammar"] = read_grammar(asked)
-    return SamplingParams(stop=tuple(stops), **{name: value for name, value in given.items() if value is not None})
+    return SamplingParams(stop=stops, **{name: value for name, value in given.items() if value is not None})
 
 
 def _budget(asked: Ask) -> int | None:

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from penstock.errors import InvalidRequest
+from penstock.server.bounds import MAX_MESSAGES, MAX_PARTS, check_count
 from penstock.server.notes import notes
 from penstock.server.openai import ANYTHING, Neutral, read_object, unsupported
 from penstock.server.served import Served
@@ -154,8 +155,7 @@ def read_messages(asked: Conversation) -> list[Rendered]:
 
 def read_use(asked: Conversation) -> ToolUse:
     choice = asked.tool_choice or ToolChoice("auto")
-    if len(asked.tools or ()) > MAX_TOOLS:
-        raise InvalidRequest(f"tools takes at most {MAX_TOOLS}; got {len(asked.tools or ())}", param="tools")
+    check_count(asked.tools or (), MAX_TOOLS, "tools")
     given = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(asked.tools or ())]
     tools = [for_template(tool.name, tool.description, tool.input_schema) for tool in given]
     names = tuple(tool["function"]["name"] for tool in tools)
@@ -193,6 +193,7 @@ class _Renderer:
         self._tools: dict[str, str] = {}  # names of tools that were used, by the id of the use
 
     def messages(self, asked: Conversation) -> list[Rendered]:
+        check_count(asked.messages, MAX_MESSAGES, "messages")
         rendered = []
         if asked.system:
             rendered.append({"role": "system", "content": _joined(_blocks(asked.system, "system", "system"))})
@@ -252,6 +253,7 @@ class _Renderer:
 def _blocks(content: str | list[dict[str, Any]], role: str, where: str) -> list[Block]:
     if isinstance(content, str):
         return [Text("text", content)]
+    check_count(content, MAX_PARTS, where)
     return [_block(block, BLOCKS[role], f"{where}[{index}]") for index, block in enumerate(content)]
 
 

@@ -31,6 +31,7 @@ from penstock.server.archive import SPACE, Archive, Space
 from penstock.server.batch_run import BatchRunner
 from penstock.server.embeddings import embeddings
 from penstock.server.errors import answer_bug, answer_error, answer_http_error, answer_left
+from penstock.server.guard import Rules, check, guarded
 from penstock.server.metrics import Metrics
 from penstock.server.notes import begin_notes
 from penstock.server.ollama import chat, generate
@@ -50,8 +51,9 @@ from penstock.server.openai_batches import Batches
 from penstock.server.openai_chat import chat_completions
 from penstock.server.openai_completions import completions
 from penstock.server.openai_files import Files
+from penstock.server.protocol import BoundedProtocol
 from penstock.server.responses import Responses
-from penstock.server.served import Served
+from penstock.server.served import Line, Served
 from penstock.server.tokens import apply_template, detokenize, tokenize
 from penstock.text import Text
 
@@ -59,6 +61,7 @@ if TYPE_CHECKING:
     from penstock.server.tracing import Traces
 
 DRAIN = 30  # seconds that answers under way have when the server is asked to stop
+OPEN_TO_ALL = Rules()
 
 Endpoint = Callable[[Served, Request], Awaitable[Response]]
 
@@ -70,12 +73,13 @@ def create_app(
     path: Path | None = None,
     space: Space = SPACE,
     traces: Traces | None = None,
-    lenient: bool = False,
+    rules: Rules = OPEN_TO_ALL,
 ) -> ASGIApp:
     """Serves `client`'s engine as `name`; starts the client when it starts and closes it when it ends. `path` is where
-    the model's files are, for clients that ask what it is; `space` is for files and batches. With `lenient`, unknown
-    fields are ignored, and told."""
-    served = Served(client, text, name, int(time.time()), Metrics(client, name), path, lenient)
+    the model's files are, for clients that ask what it is; `space` is for files and batches."""
+    served = Served(
+        client, text, name, int(time.time()), Metrics(client, name), path, Line(rules.max_waiting), rules.lenient
+    )
     archive = Archive(space, name)
     runner = BatchRunner(archive, served)
     files, batches = Files(archive), Batches(archive, runner)
@@ -154,7 +158,8 @@ def create_app(
         },
         lifespan=lifespan,
     )
-    return RequestIds(app if traces is None else traces.around(app, served.metrics, name))
+    inner: ASGIApp = app if traces is None else traces.around(app, served.metrics, name)
+    return RequestIds(guarded(inner, served, rules))
 
 
 def serve(
@@ -166,13 +171,15 @@ def serve(
     path: Path | None = None,
     space: Space = SPACE,
     traces: Traces | None = None,
-    lenient: bool = False,
+    rules: Rules = OPEN_TO_ALL,
 ) -> None:
     """Serves until interrupted. The port is taken first and the engine started next, so that what is wrong with
     either is said at once; the vocabulary is read meanwhile. Answers under way are finished before the engine is
     closed."""
     with suppress(KeyboardInterrupt):
-        _run(_serve(client, load_text, name, bind(host, port), path, space, traces, lenient))
+        listener = bind(host, port)
+        check(rules, listener.getsockname()[0])
+        _run(_serve(client, load_text, name, listener, path, space, traces, rules))
 
 
 def _run(main: Coroutine[Any, Any, None]) -> None:
@@ -192,7 +199,7 @@ async def _serve(
     path: Path | None,
     space: Space,
     traces: Traces | None,
-    lenient: bool,
+    rules: Rules,
 ) -> None:
     loading = asyncio.create_task(asyncio.to_thread(load_text))
     hello = await client.start()
@@ -204,8 +211,10 @@ async def _serve(
     gc.collect()
     gc.freeze()  # the vocabulary and all code stay: looking through them again took a sixteenth of a stream's time
     listener.listen()  # whoever reads the line below may connect at once
-    app = create_app(client, text, name, path, space, traces, lenient)
-    config = uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=DRAIN)
+    app = create_app(client, text, name, path, space, traces, rules)
+    config = uvicorn.Config(
+        app, http=BoundedProtocol, ws="none", log_config=None, access_log=False, timeout_graceful_shutdown=DRAIN
+    )
     host, port = listener.getsockname()[:2]
     where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     print(f"serving {name} on http://{where} (engine process {hello.pid})", file=sys.stderr, flush=True)

@@ -10,6 +10,7 @@ from typing import Any, BinaryIO, NamedTuple
 import msgspec
 
 from penstock.errors import InvalidRequest
+from penstock.server.bounds import read_json
 from penstock.server.openai import MAX_BODY, read_object, unsupported
 
 MAX_LINES = 50_000
@@ -131,10 +132,7 @@ def _check(text: bytes, endpoint: str, seen: dict[str, int], number: int) -> tup
 def _object(text: bytes, number: int) -> dict[str, Any]:
     if len(text) > MAX_LINE:
         raise InvalidRequest(f"line {number} has more than {MAX_LINE} bytes", code="request_too_large")
-    try:
-        given = msgspec.json.decode(text)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidRequest(f"line {number} is not valid JSON: {error}", code="invalid_json_line") from error
+    given = read_json(text, f"line {number}", code="invalid_json_line")
     if not isinstance(given, dict):
         raise InvalidRequest(f"line {number} must be a JSON object", code="invalid_json_line")
     return given

@@ -49,7 +49,7 @@ class BatchRunner:
         rows = max(1, self._served.limits.max_rows // 2)
         self._app = app
         self._lines = asyncio.Semaphore(rows)  # first come, first served: so batches take turns
-        self._behind = self._served._replace(client=Behind(self._served.client, rows))
+        self._behind = self._served._replace(client=Behind(self._served.client, rows), line=None)
         resuming = asyncio.create_task(self._patiently(self._resume))
         try:
             yield

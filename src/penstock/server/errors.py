@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 from http import HTTPStatus
+from math import ceil
 
 import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.errors import EngineUnavailable, InvalidRequest, NotFound, Overloaded, PenstockError
+from penstock.errors import (
+    EngineUnavailable,
+    Forbidden,
+    InvalidRequest,
+    NotFound,
+    Overloaded,
+    PenstockError,
+    RateLimited,
+    Unauthorized,
+)
 
 RETRY_AFTER = "1"  # seconds: an engine is back in about that
 LEFT = Response(status_code=499)  # nobody reads it
 OVERLOADED = 529  # Anthropic's word for 503
+REFUSALS = {"request_timeout": 408, "request_too_large": 413, "uri_too_long": 414}  # that have a status of their own
 
+OPENAI_TYPES = {403: "permission_error", 429: "rate_limit_error"}
 ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
+    408: "timeout_error",
     413: "request_too_large",
     429: "rate_limit_error",
     500: "api_error",
@@ -53,19 +66,36 @@ class OllamaBody(msgspec.Struct):
 
 def status_of(error: PenstockError) -> int:
     match error:
-        case InvalidRequest(code="request_too_large"):
-            return 413
         case InvalidRequest():
-            return 400
+            return REFUSALS.get(error.code, 400)
+        case Unauthorized():
+            return 401
+        case Forbidden():
+            return 403
         case NotFound():
             return 404
+        case RateLimited():
+            return 429
         case EngineUnavailable() | Overloaded():
             return 503
     return 500
 
 
+def headers_of(error: PenstockError) -> dict[str, str]:
+    match status_of(error):
+        case 401:
+            return {"www-authenticate": "Bearer"}
+        case 408 | 413:
+            return {"connection": "close"}  # what is left of the body is not waited for
+        case 503:
+            return {"retry-after": RETRY_AFTER}
+    if isinstance(error, RateLimited):
+        return {"retry-after": str(ceil(error.retry_after)), "retry-after-ms": str(ceil(error.retry_after * 1000))}
+    return {}
+
+
 def body_of(error: PenstockError) -> bytes:
-    kind = "server_error" if status_of(error) >= 500 else "invalid_request_error"
+    kind = OPENAI_TYPES.get(status_of(error), "invalid_request_error" if status_of(error) < 500 else "server_error")
     param = error.param if isinstance(error, InvalidRequest) else None
     return msgspec.json.encode(ErrorBody(ErrorDetail(error.message, kind, param, error.code)))
 
@@ -101,8 +131,7 @@ def _answer(body: bytes, status: int, headers: dict[str, str] | None) -> Respons
 
 async def answer_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, PenstockError)
-    status = status_of(error)
-    return told(request, error, status, {"retry-after": RETRY_AFTER} if status == 503 else None)
+    return told(request, error, status_of(error), headers_of(error))
 
 
 async def answer_http_error(request: Request, error: Exception) -> Response:

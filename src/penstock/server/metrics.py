@@ -17,6 +17,7 @@ from prometheus_client.utils import floatToGoString
 from penstock import __version__
 from penstock.ipc.client import EngineClient
 from penstock.server import aliases
+from penstock.server.accounts import ACCOUNT
 from penstock.server.aliases import Aliases
 from penstock.types import STEP_SIZES, Report, Request
 
@@ -62,6 +63,9 @@ class Metrics:
         self._registry = CollectorRegistry()
         for source in [*sources, Aliases(sources, model)]:
             self._registry.register(source)
+
+    def register(self, collector: Collector) -> None:
+        self._registry.register(collector)
 
     def render(self) -> bytes:
         return generate_latest(self._registry)
@@ -126,9 +130,14 @@ class Watch:
         self._generated += count
 
     def __enter__(self) -> Self:
+        self._account = ACCOUNT.get()
+        if self._account is not None:
+            self._account.charge("prompt", len(self._request.prompt))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
+        if self._account is not None:
+            self._account.charge("generated", self._generated)
         reason = "error" if kind is not None and issubclass(kind, Exception) else self.reason
         times = (self._began, self._first, self._last, perf_counter())
         self._metrics.end(Ended(self._request, reason, *times, self._generated, self._cached, self.report))

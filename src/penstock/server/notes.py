@@ -10,6 +10,7 @@ from hashlib import blake2b
 from starlette.requests import Request as HttpRequest
 
 from penstock.errors import InvalidRequest
+from penstock.server.accounts import ACCOUNT
 
 EXPLAIN = "x-penstock-explain"
 CREDENTIALS = ("authorization", "x-api-key")
@@ -49,7 +50,10 @@ def notes() -> Notes:
 
 
 def _owner(http: HttpRequest) -> str:
-    """Who asks, as far as can be known: from where, and with which credentials. A request of our own is nobody's."""
+    """Who asks, as far as can be known: the key's owner, or else from where, and with which credentials. A request of
+    our own for no key is nobody's."""
+    if (account := ACCOUNT.get()) is not None:
+        return f"key {account.key.name}"
     if http.client is None:
         return secrets.token_hex(8)
     given = [http.client.host, *(http.headers.get(name, "") for name in CREDENTIALS)]

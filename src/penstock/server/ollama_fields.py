@@ -14,8 +14,9 @@ import msgspec
 from msgspec import Meta
 
 from penstock.errors import InvalidRequest
+from penstock.server.bounds import MAX_MESSAGES, check_count, check_stops
 from penstock.server.notes import notes
-from penstock.server.openai import ANYTHING, MAX_STOPS, Neutral, read_object, unsupported
+from penstock.server.openai import ANYTHING, Neutral, read_object, unsupported
 from penstock.server.served import Served
 from penstock.server.structured import ANY_OBJECT, json_grammar
 from penstock.server.tools import told_reasoning
@@ -178,8 +179,7 @@ def read_options(served: Served, asked: Generation) -> tuple[SamplingParams, int
     named = {name: getattr(options, name) for name in _SAMPLING} | {"repetition_penalty": options.repeat_penalty}
     settings = DEFAULTS | {name: value for name, value in named.items() if value is not None}
     stops = (options.stop,) if isinstance(options.stop, str) else tuple(options.stop or ())
-    if len(stops) > MAX_STOPS:
-        raise unsupported("options.stop", stops)
+    check_stops(stops, "options.stop")
     scores = (asked.top_logprobs or 0) if asked.logprobs else None
     limit = options.num_predict if options.num_predict and options.num_predict > 0 else None
     return SamplingParams(stop=stops, logprobs=scores, grammar=_grammar(asked), **settings), limit
@@ -226,6 +226,7 @@ def _check_window(options: Options) -> None:
 
 def read_messages(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """As a chat template takes them."""
+    check_count(given, MAX_MESSAGES, "messages")
     return [_message(message, f"messages[{index}]") for index, message in enumerate(given)]
 
 

@@ -6,10 +6,9 @@ Models are found by the name they are served or stored under. A name that came i
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections import Counter
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from datetime import UTC, datetime
 from functools import lru_cache
 from math import prod
@@ -28,9 +27,11 @@ from penstock.server.ollama import OLLAMA
 from penstock.server.ollama_settings import made_for, serves
 from penstock.server.openai import ANYTHING, Neutral, read_body
 from penstock.server.page import page
+from penstock.server.pulls import pulling
 from penstock.server.reply import Stream, encode
 from penstock.server.served import Served
 from penstock.store import Made
+from penstock.store.refs import parse
 from penstock.text.chat import ChatTemplate, templates_in_folder, templates_in_metadata
 from penstock.text.infill import infill_of
 
@@ -285,7 +286,7 @@ class Status(msgspec.Struct):
     completed: int | UnsetType = UNSET
 
 
-DONE = Status("success")
+BEGUN, DONE = Status("pulling manifest"), Status("success")
 
 
 async def pull(_: Served, http: HttpRequest) -> Response:
@@ -302,38 +303,18 @@ def _source(ref: str) -> str:
     """A reference that leads to the store alone."""
     for hub in HUB:
         if ref.startswith(hub):
-            return f"hf:{ref.removeprefix(hub)}"
+            ref = f"hf:{ref.removeprefix(hub)}"
     if ref in store.ALIASES or ref.startswith("hf:"):
+        parse(ref)  # refuses what is no reference
         return ref
     known = ", ".join(store.ALIASES)
     raise ModelNotFound(f"model {ref!r} cannot be pulled: it may be {known} or hf.co/owner/repo[/file.gguf]")
 
 
 async def _pulling(ref: str) -> AsyncGenerator[bytes, None]:
-    """A line for every step of progress. A fetch goes on when its reader has left: the next one finds it done."""
-    loop = asyncio.get_running_loop()
-    told: asyncio.Queue[Status | Exception] = asyncio.Queue()
-
-    def tell(what: Status | Exception) -> None:
-        with suppress(RuntimeError):  # the server has ended
-            loop.call_soon_threadsafe(told.put_nowait, what)
-
-    def progress(what: str, done: int, total: int | None) -> None:
-        tell(Status(what, UNSET if total is None else total, done))
-
-    def fetch() -> None:
-        try:
-            store.fetch(ref, progress=progress)
-            tell(DONE)
-        except Exception as error:
-            tell(error)
-
-    yield _line(Status("pulling manifest"))
-    threading.Thread(target=fetch, name="penstock-pull", daemon=True).start()
-    while (what := await told.get()) is not DONE:
-        if isinstance(what, Exception):
-            raise what
-        yield _line(what)
+    async with aclosing(pulling(ref)) as steps:
+        async for step in steps:
+            yield _line(BEGUN if step is None else Status(step.what, step.total or UNSET, step.done))
     yield _line(DONE)
 
 

@@ -18,6 +18,7 @@ from starlette.requests import Request as HttpRequest
 
 from penstock import __version__
 from penstock.errors import InvalidRequest
+from penstock.server.bounds import check_stops, read_json
 from penstock.server.notes import notes
 from penstock.server.served import Served
 from penstock.server.structured import Structured, grammar_of
@@ -25,7 +26,7 @@ from penstock.text import Delta
 from penstock.types import Request, SamplingParams
 
 MAX_BODY = 16 * 2**20  # bytes
-MAX_STOPS = 32
+PATIENCE = 4  # times that, and no more, is read
 IGNORABLE = ("", "options")  # where settings stand: what is said in a chat is never left out
 FINGERPRINT = f"penstock-{__version__}"
 NO_CHANCE = -9999.0  # stands for minus infinity, which JSON has no word for
@@ -150,23 +151,22 @@ def _drop_nested(given: dict[str, Any], refusal: InvalidRequest, where: str) -> 
 
 
 async def _body(http: HttpRequest) -> bytes:
-    """What is too long is read to its end, so that the client reads the refusal, but not kept."""
+    """What is too long is not kept, but read on for a while, so that a client that means well reads the refusal."""
     body = bytearray()
     size = 0
     async for chunk in http.stream():
         size += len(chunk)
         if size <= MAX_BODY:
             body += chunk
+        elif size > PATIENCE * MAX_BODY:
+            break
     if size > MAX_BODY:
         raise InvalidRequest(f"the body has {size} bytes; at most {MAX_BODY} are taken", code="request_too_large")
     return bytes(body)
 
 
 def _json_object(body: bytes) -> dict[str, Any]:
-    try:
-        given = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidRequest(f"the body is not valid JSON: {error}", code="invalid_json") from error
+    given = read_json(body, "the body")
     if not isinstance(given, dict):
         raise InvalidRequest("the body must be a JSON object", code="invalid_type")
     return given
@@ -236,20 +236,13 @@ def sampling(served: Served, fields: Sampled, **given: Any) -> list[SamplingPara
     named = {name: getattr(fields, name) for name in _SAMPLING}
     settings = {name: value for name, value in (named | given).items() if value is not None}
     settings["top_k"] = 0 if fields.top_k in (None, -1) else fields.top_k  # -1 is how some clients say "off"
-    settings["stop"] = _stops(fields.stop)
+    settings["stop"] = check_stops((fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ()), "stop")
     settings["stop_token_ids"] = tuple(fields.stop_token_ids or ())
     settings["grammar"] = grammar_of(fields)
     seed = settings.pop("seed", None)
     return [
         SamplingParams(seed=None if seed is None else seed + choice, **settings) for choice in range(fields.choices)
     ]
-
-
-def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
-    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
-    if len(stops) > MAX_STOPS:
-        raise InvalidRequest(f"stop takes at most {MAX_STOPS} strings; got {len(stops)}", param="stop")
-    return stops
 
 
 # -- answering ----------------------------------------------------------------------------------------------------

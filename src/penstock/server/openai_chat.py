@@ -11,6 +11,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from penstock.errors import InvalidRequest
+from penstock.server.bounds import MAX_MESSAGES, MAX_PARTS, check_count
 from penstock.server.explain import Explanation, Penstock
 from penstock.server.openai import (
     ANYTHING,
@@ -109,6 +110,7 @@ def read_messages(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Messages as a chat template takes them: a role and a text each, and what an assistant thought and called."""
     if not given:
         raise InvalidRequest("messages is empty: at least one is needed", param="messages")
+    check_count(given, MAX_MESSAGES, "messages")
     return [_message(message, f"messages[{index}]") for index, message in enumerate(given)]
 
 
@@ -162,6 +164,7 @@ def _verbosity(text: Text, asked: Chat) -> dict[str, Any]:
 def _text(content: str | list[dict[str, Any]], where: str) -> str:
     if isinstance(content, str):
         return content
+    check_count(content, MAX_PARTS, where)
     return "\n".join(_part(part, f"{where}[{index}]") for index, part in enumerate(content))
 
 

@@ -12,6 +12,7 @@ from msgspec import Meta
 from starlette.requests import Request as HttpRequest
 
 from penstock.errors import InvalidRequest
+from penstock.server.bounds import check_count
 from penstock.server.notes import notes
 from penstock.server.openai import ANYTHING, Neutral, Sampled, read_body, read_object, unsupported
 from penstock.server.responses_items import Function, ReasoningSettings, TextFormat, TextSettings
@@ -170,8 +171,7 @@ def _response_format(format: TextFormat) -> ResponseFormat | None:
 
 def _read_tools(asked: Conversation) -> tuple[list[Function], ToolUse]:
     given = asked.tools or []
-    if len(given) > MAX_TOOLS:
-        raise InvalidRequest(f"tools takes at most {MAX_TOOLS}; got {len(given)}", param="tools")
+    check_count(given, MAX_TOOLS, "tools")
     functions = [_function(tool, f"tools[{index}]") for index, tool in enumerate(given)]
     tools = [for_template(each.name, each.description, each.parameters) for each in functions]
     strict = any(each.strict for each in functions)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from penstock.errors import InvalidRequest
+from penstock.server.bounds import MAX_MESSAGES, MAX_PARTS, check_count
 from penstock.server.openai import ANYTHING, Neutral, read_object, unsupported
 from penstock.server.responses_items import (
     FunctionCall,
@@ -50,6 +51,7 @@ def read_items(given: str | Sequence[dict[str, Any]] | None) -> list[Item]:
     """Items without an id get one; a text alone is what a user says."""
     if isinstance(given, str):
         return [Message(new_id("msg"), "user", [InputText(given)])]
+    check_count(given or (), MAX_MESSAGES, "input")
     return [_item(item, f"input[{index}]") for index, item in enumerate(given or ())]
 
 
@@ -81,7 +83,9 @@ def _parts(content: object, role: object, where: str) -> object:
 
 def _check_parts(parts: object, types: tuple[str, ...], where: str) -> None:
     """Says which part a model of text cannot take."""
-    for index, part in enumerate(parts if isinstance(parts, list) else ()):
+    listed = parts if isinstance(parts, list) else []
+    check_count(listed, MAX_PARTS, where)
+    for index, part in enumerate(listed):
         if isinstance(part, dict) and part.get("type") not in types:
             raise unsupported(f"{where}[{index}].type", part.get("type"))
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from math import inf
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from penstock.errors import EngineUnavailable, InvalidRequest, ModelNotFound
+from penstock.errors import EngineUnavailable, InvalidRequest, ModelNotFound, Overloaded
 from penstock.ipc.client import EngineClient
 from penstock.server.metrics import Metrics
 from penstock.server.notes import notes
@@ -16,7 +18,16 @@ from penstock.types import Limits, Request, SamplingParams
 
 T = TypeVar("T")
 
+WAITING = 16  # requests that may wait for each one computed, unless another number is asked for
 OFF_LOOP = 4096  # characters: encoding more than this would hold up every other stream
+
+
+class Line:
+    """The answers under way."""
+
+    def __init__(self, waiting: int | None = None) -> None:
+        self.waiting = waiting  # of them beyond those computed at once; None: in proportion to those
+        self.taken = 0
 
 
 class Served(NamedTuple):
@@ -26,6 +37,7 @@ class Served(NamedTuple):
     created: int  # seconds since 1970
     metrics: Metrics
     path: Path | None = None  # of the model's files, where they are known
+    line: Line | None = None  # none: it has no end
     lenient: bool = False  # fields that are not known are ignored, and listed in the answer
 
     @property
@@ -33,6 +45,26 @@ class Served(NamedTuple):
         if self.client.hello is None:
             raise EngineUnavailable(self.client.trouble)
         return self.client.hello.limits
+
+    @property
+    def places(self) -> float:
+        """How many requests may be here, computed and waiting; without an engine all are answered at once."""
+        if self.line is None or self.client.hello is None:
+            return inf
+        rows = self.client.hello.limits.max_rows
+        return rows + (WAITING * rows if self.line.waiting is None else self.line.waiting)
+
+    @contextmanager
+    def place(self) -> Iterator[None]:
+        """For one answer; refuses it where there is none."""
+        line = self.line or Line()
+        if line.taken >= self.places:
+            raise Overloaded(f"{line.taken} answers are under way, as many as may be: try again soon")
+        line.taken += 1
+        try:
+            yield
+        finally:
+            line.taken -= 1
 
     def check_model(self, name: str) -> None:
         if name != self.name:

@@ -28,7 +28,7 @@ async def deltas(
     """One request's text as it comes, with the special tokens that are `shown`. Leaving early, or a stop string, aborts
     the request in the engine."""
     text = TextStream(served.text.tokenizer, request.sampling.stop, continuing=continuing, shown=shown)
-    with Watch(served.metrics, request) as watch:
+    with served.place(), Watch(served.metrics, request) as watch:
         async with aclosing(served.client.submit(request)) as steps:
             async for events in steps:
                 delta = read_step(text, events)

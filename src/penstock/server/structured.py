@@ -8,6 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from penstock.errors import InvalidRequest
+from penstock.server.bounds import read_json
 from penstock.types import Grammar
 
 MAX_SCHEMA = 2**20  # characters
@@ -119,10 +120,7 @@ def _ways(
 
 
 def _parsed(schema: str, param: str) -> Schema:
-    try:
-        given = msgspec.json.decode(schema)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise InvalidRequest(f"{param} is not valid JSON: {error}", param=param) from error
+    given = read_json(schema, param, param)
     if not isinstance(given, dict | bool):
         raise InvalidRequest(f"{param} must be a JSON schema: an object, or true or false", param=param)
     return given

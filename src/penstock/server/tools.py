@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from penstock.errors import InvalidRequest
+from penstock.server.bounds import check_count, read_json
 from penstock.server.openai import read_object, unsupported
 from penstock.text import Text
 from penstock.text.call_grammar import call_grammar
@@ -64,8 +65,7 @@ class ToolUse(NamedTuple):
 def read_tools(
     given: list[dict[str, Any]] | None, choice: str | dict[str, Any] | None, parallel: bool | None
 ) -> ToolUse:
-    if len(given or ()) > MAX_TOOLS:
-        raise InvalidRequest(f"tools takes at most {MAX_TOOLS}; got {len(given or ())}", param="tools")
+    check_count(given or (), MAX_TOOLS, "tools")
     functions = [_function(tool, f"tools[{index}]") for index, tool in enumerate(given or ())]
     tools = [for_template(each.name, each.description, each.parameters) for each in functions]
     return chosen(tools, choice, parallel, strict=any(each.strict for each in functions))
@@ -144,10 +144,10 @@ def _call(given: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _arguments(text: str, where: str) -> CallArguments:
-    try:
-        return CallArguments(msgspec.json.decode(text or "{}", type=dict[str, Any]))
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise InvalidRequest(f"{where} must be a JSON object: {error}", param=where, code="invalid_json") from error
+    given = read_json(text or "{}", where, where)
+    if not isinstance(given, dict):
+        raise InvalidRequest(f"{where} must be a JSON object", param=where, code="invalid_json")
+    return CallArguments(given)
 
 
 # -- holding an answer to it ---------------------------------------------------------------------------------------

@@ -11,17 +11,19 @@ import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from penstock.errors import ContextTooLong, InvalidRequest
+from penstock.text.sandbox import BoundedEnvironment
 from penstock.text.tokenizer import MAX_CHARACTERS
 
 
 class Template:
     def __init__(self, source: str) -> None:
-        self._compiled = _compile(source)
+        self._environment = _environment()
+        self._compiled = _compile(source, self._environment)
 
     def render(self, given: Mapping[str, Any]) -> str:
+        self._environment.begin()
         try:
             return _joined(self._compiled.generate(given))
         except jinja2.TemplateError as error:
@@ -34,9 +36,9 @@ class Template:
             ) from None
 
 
-def _compile(source: str) -> jinja2.Template:
+def _compile(source: str, environment: BoundedEnvironment) -> jinja2.Template:
     try:
-        return _environment().from_string(source)
+        return environment.from_string(source)
     except jinja2.TemplateSyntaxError as error:
         raise InvalidRequest(
             f"the model's chat template is not valid Jinja, line {error.lineno}: {error.message}; "
@@ -44,10 +46,8 @@ def _compile(source: str) -> jinja2.Template:
         ) from None
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
-    )
+def _environment() -> BoundedEnvironment:
+    environment = BoundedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols])
     environment.filters["tojson"] = _to_json
     environment.globals |= {"raise_exception": _raise, "strftime_now": lambda form: datetime.now().strftime(form)}
     return environment

@@ -1,0 +1,140 @@
+"""API keys: a file that says whom a server lets in, and holds no key.
+
+A key is 256 random bits, so its plain SHA-256 gives nothing away: there is nothing shorter to try than all of them. A
+slow hash, which protects what people choose for passwords, would protect no better and be paid with every request.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import os
+import secrets
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from penstock.errors import ConfigError
+
+PREFIX = "sk-penstock-"  # by which people and scanners know what they have found
+
+log = logging.getLogger(__name__)
+
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._@+-]{0,63}\Z"
+Name = Annotated[str, Meta(pattern=NAME)]
+Most = Annotated[int, Meta(ge=1, le=2**53)]
+Moment = Annotated[datetime, Meta(tz=True)]
+
+
+class Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
+    name: Name
+    sha256: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
+    created: Moment
+    expires: Moment | None = None
+    requests_per_minute: Most | None = None
+    tokens_per_minute: Most | None = None
+    concurrent: Most | None = None  # requests at once
+    models: tuple[str, ...] = ()  # that it may use; none named: any
+    admin: bool = False  # may change which models there are
+
+    def expired(self) -> bool:
+        return self.expires is not None and self.expires <= now()
+
+
+class KeyFile(msgspec.Struct, forbid_unknown_fields=True):
+    keys: list[Key]
+
+
+def now() -> datetime:
+    return datetime.now(UTC).replace(microsecond=0)
+
+
+def new_key() -> str:
+    return PREFIX + secrets.token_urlsafe(32)
+
+
+def digest(key: bytes) -> str:
+    return hashlib.sha256(key).hexdigest()
+
+
+def read(path: Path) -> list[Key]:
+    try:
+        return _checked(msgspec.json.decode(path.read_bytes(), type=KeyFile).keys)
+    except FileNotFoundError:
+        raise ConfigError(f"there are no keys at {path}: `penstock keys add NAME --file {path}` makes one") from None
+    except OSError as error:
+        raise ConfigError(f"the keys in {path} cannot be read: {error.strerror}") from error
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not a file of keys: {error}") from error
+
+
+def _checked(keys: list[Key]) -> list[Key]:
+    names = [key.name for key in keys]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise msgspec.ValidationError(f"two keys are called {min(twice)}")
+    return keys
+
+
+@contextmanager
+def changing(path: Path) -> Iterator[list[Key]]:
+    """The file's keys, to be changed in place; written when the block ends well, whole or not at all. The draft beside
+    the file keeps others from changing it meanwhile."""
+    path = path.resolve()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f"{path.name}.draft")
+    try:
+        opened = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        raise ConfigError(f"another process is changing {path}; if none is, delete {draft}") from None
+    try:
+        with open(opened, "wb") as file:
+            keys = read(path) if path.exists() else []
+            yield keys
+            file.write(msgspec.json.format(msgspec.json.encode(KeyFile(keys)), indent=1) + b"\n")
+        os.replace(draft, path)
+    except BaseException:
+        draft.unlink()
+        raise
+
+
+class Keyring:
+    """A file's keys as they are now: it is looked at with every request and read when it has changed. While it cannot
+    be read the keys before it are good, and the log says so."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._stamp = self._look()
+        self._keys: Sequence[Key] = read(path)
+
+    def find(self, given: Sequence[bytes]) -> Key | None:
+        """The key that one of those given is. How long it takes does not depend on which, nor on how alike they are."""
+        self._refresh()
+        found = None
+        for digested in map(digest, given):
+            for key in self._keys:
+                if hmac.compare_digest(key.sha256, digested):
+                    found = key
+        return found
+
+    def _refresh(self) -> None:
+        stamp = self._look()
+        if stamp == self._stamp:
+            return
+        self._stamp = stamp
+        try:
+            self._keys = read(self._path)
+        except ConfigError as error:
+            log.warning("%s; the keys that were there before stay good", error)
+
+    def _look(self) -> tuple[int, ...]:
+        try:
+            found = os.stat(self._path)
+        except OSError:
+            return ()
+        return found.st_mtime_ns, found.st_size, found.st_ino

@@ -1,0 +1,105 @@
+"""HTTP as uvicorn speaks it, with bounds on what it leaves open: how long a request's head may be and may take, and
+how long a reader may not read. None of it is paid while an answer streams."""
+
+from __future__ import annotations
+
+import asyncio
+from http import HTTPStatus
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from penstock.errors import InvalidRequest
+from penstock.server.errors import body_of
+
+MAX_HEAD = 64 * 2**10  # bytes of the request line and the headers
+MAX_HEADERS = 256
+MAX_READ = 256 * 2**10  # bytes that come at once
+HEAD_SECONDS = 20.0  # from the connection, or a request's first byte, to the end of its headers
+STALLED_SECONDS = 60.0  # that a reader may leave unread what is sent
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    _timer: asyncio.TimerHandle | None = None  # until the head must be whole
+    _stall: asyncio.TimerHandle | None = None
+    _head: int | None = None  # bytes so far of a head, or of what comes between and after chunks; None: of neither
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._timer = self.loop.call_later(HEAD_SECONDS, self._late)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._rest()
+        self.resume_writing()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._head is not None:
+            self._head += len(data)
+            if self._head > MAX_HEAD:
+                self._refuse(431, f"the headers have more than {MAX_HEAD} bytes: send fewer")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._rest()
+        self._head = 0
+        self._timer = self.loop.call_later(HEAD_SECONDS, self._late)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if len(self.headers) >= MAX_HEADERS:
+            raise ValueError("too many headers")  # the parser ends: 400
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._rest()
+        super().on_headers_complete()
+
+    def on_chunk_header(self) -> None:
+        self._head = -MAX_READ  # after the last chunk there may be headers; what was read with it may be all body
+
+    def on_body(self, body: bytes) -> None:
+        self._head = None
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._rest()
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.cycle.more_body:  # which no one wants any more
+            self._timer = self.loop.call_later(HEAD_SECONDS, self.transport.close)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stall = self.loop.call_later(STALLED_SECONDS, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        if self._stall is not None:
+            self._stall.cancel()
+            self._stall = None
+        super().resume_writing()
+
+    def _rest(self) -> None:
+        self._head = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _late(self) -> None:
+        if self._head is None:
+            self.transport.close()  # not a word was said
+        else:
+            self._refuse(408, f"the headers took more than {HEAD_SECONDS:g} seconds")
+
+    def _refuse(self, status: int, told: str) -> None:
+        self._rest()
+        if self.transport.is_closing():
+            return
+        if self.cycle is not None and not self.cycle.response_complete:
+            return self.transport.abort()  # in the middle of another answer
+        phrase = HTTPStatus(status).phrase
+        body = body_of(InvalidRequest(told, code=phrase.lower().replace(" ", "_")))
+        head = f"HTTP/1.1 {status} {phrase}\r\ncontent-type: application/json\r\nconnection: close\r\n"
+        self.transport.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        self.transport.close()

@@ -1,0 +1,199 @@
+"""Where a chat template runs: it reaches nothing but what it is given, and it ends.
+
+A template is a program that came with a model. Jinja's sandbox keeps it from everything around it; what is added here
+bounds its time, because one loop in another is enough for a year, and its texts, because one that is doubled in a loop
+fills any memory.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Iterable
+from functools import wraps
+from time import thread_time
+from typing import Any
+
+from jinja2 import nodes, pass_context
+from jinja2.exceptions import SecurityError
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
+
+MAX_SECONDS = 5.0  # of a processor for one rendering, which mostly takes a thousandth of one
+MAX_TEXT = 2**22  # characters of one
+MAX_ITEMS = 2**17  # of one list
+MAX_POWER = 2**10  # bits
+WIDE = re.compile(r"%(\([^)]*\))?[^a-zA-Z%]*(\d{7}|\*)|\{[^{}]*\d{7}")  # formats that ask for very many spaces
+
+
+SIZED = (str, list, tuple)
+TICK, CONCATENATED = " tick", " concatenated"  # names that no template can spell
+
+
+class BoundedEnvironment(ImmutableSandboxedEnvironment):
+    intercepted_binops = frozenset(("+", "*", "**", "%"))
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._clock = threading.local()
+        for name in ("center", "indent", "wordwrap", "batch", "slice"):
+            self.filters[name] = _with_small_numbers(self.filters[name])
+        self.filters |= {TICK: self._tick, CONCATENATED: _concatenated}
+        self.filters["join"] = _short_join(self.filters["join"])
+        self.filters["replace"] = _short_replace(self.filters["replace"])
+
+    def begin(self) -> None:
+        """A rendering in this thread: its time is counted from here."""
+        self._clock.turns = 0
+        self._clock.end = thread_time() + MAX_SECONDS
+
+    @pass_context
+    def _tick(self, *_: Any) -> None:
+        """Called with every turn of a loop and every call of a macro."""
+        clock = self._clock
+        clock.turns += 1
+        if clock.turns % 16 == 0 and thread_time() > clock.end:
+            raise SecurityError(f"it takes longer than {MAX_SECONDS:g} seconds")
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        tree: nodes.Template = _Ticking().visit(super()._parse(source, name, filename))
+        tree.set_environment(self)
+        return tree
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        _check_operation(operator, left, right)
+        return super().call_binop(context, operator, left, right)
+
+    def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        _check_call(function, args, kwargs)
+        return super().call(context, function, *args, **kwargs)
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        formatting = super().wrap_str_format(value)
+        if formatting is not None:
+            _check_format(value.__self__)
+        return formatting
+
+
+class _Ticking(NodeTransformer):
+    """Puts a tick into whatever runs again and again, and makes of ~ what can be bounded. Both become filters: calling
+    those costs a fifth of other calls in a sandbox."""
+
+    def visit_For(self, block: Any) -> Any:
+        self.generic_visit(block)
+        block.body.insert(0, nodes.ExprStmt(_filter(TICK, [nodes.Const(None)], block.lineno), lineno=block.lineno))
+        return block
+
+    visit_Macro = visit_CallBlock = visit_For
+
+    def visit_Concat(self, concat: nodes.Concat) -> nodes.Filter:
+        self.generic_visit(concat)
+        return _filter(CONCATENATED, concat.nodes, concat.lineno)
+
+
+def _filter(name: str, given: list[nodes.Expr], line: int) -> nodes.Filter:
+    return nodes.Filter(given[0], name, given[1:], [], None, None, lineno=line)
+
+
+def _concatenated(*parts: Any) -> str:
+    texts = [str(part) for part in parts]
+    _check_text(sum(map(len, texts)))
+    return "".join(texts)
+
+
+# -- how large what is made would be --------------------------------------------------------------------------------
+
+
+def _check_text(size: int) -> None:
+    if size > MAX_TEXT:
+        raise SecurityError(f"it makes a text of {size} characters; at most {MAX_TEXT} are allowed")
+
+
+def _check_size(value: Any, size: int) -> None:
+    """Of what is made of the value."""
+    if isinstance(value, str):
+        _check_text(size)
+    elif size > MAX_ITEMS:
+        raise SecurityError(f"it makes a list of {size} items; at most {MAX_ITEMS} are allowed")
+
+
+def _check_operation(operator: str, left: Any, right: Any) -> None:
+    if operator == "+":
+        if isinstance(left, SIZED) and isinstance(right, SIZED):
+            _check_size(left, len(left) + len(right))
+    elif operator == "*":
+        if isinstance(left, int) and isinstance(right, SIZED):
+            _check_size(right, left * len(right))
+        elif isinstance(right, int) and isinstance(left, SIZED):
+            _check_size(left, right * len(left))
+    elif isinstance(left, str):
+        _check_format(left)
+    elif operator == "**" and _number(left).bit_length() * _number(right) > MAX_POWER:
+        raise SecurityError(f"{left} ** {right} is too large a number")
+
+
+def _check_call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    _check_numbers((*args, *kwargs.values()))
+    text = getattr(function, "__self__", None)
+    if isinstance(text, str):
+        match function.__name__, args:
+            case "join", (items,):
+                _check_text(_length_of_all(items) + len(text) * _length(items))
+            case "replace", (str(old), str(new), *_):
+                _check_text(_replaced(text, old, new))
+
+
+def _check_numbers(given: Iterable[Any]) -> None:
+    for number in given:
+        if isinstance(number, int) and number > MAX_TEXT:
+            raise SecurityError(f"{number} is too large a number here")
+
+
+def _check_format(form: str) -> None:
+    if WIDE.search(form):
+        raise SecurityError("a format has a width that is too large")
+
+
+def _length(value: Any) -> int:
+    return len(value) if isinstance(value, (*SIZED, dict)) else 0
+
+
+def _number(value: Any) -> int:
+    return value if isinstance(value, int) else 0
+
+
+def _length_of_all(items: Any) -> int:
+    return sum(map(_length, items)) if isinstance(items, list | tuple | dict) else 0
+
+
+def _replaced(text: str, old: str, new: str) -> int:
+    return len(text) + (text.count(old) * (len(new) - len(old)))
+
+
+def _with_small_numbers(filter: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(filter)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        _check_numbers((*args, *kwargs.values()))
+        return filter(*args, **kwargs)
+
+    return checked
+
+
+def _short_join(join: Callable[..., str]) -> Callable[..., str]:
+    @wraps(join)
+    def checked(context: Any, value: Any, d: Any = "", attribute: Any = None) -> str:
+        items = list(value)
+        _check_text(_length_of_all(items) + _length(d) * len(items))
+        return join(context, items, d, attribute)
+
+    return checked
+
+
+def _short_replace(replace: Callable[..., str]) -> Callable[..., str]:
+    @wraps(replace)
+    def checked(context: Any, s: Any, old: Any, new: Any, count: Any = None) -> str:
+        _check_text(_replaced(str(s), str(old), str(new)))
+        return replace(context, s, old, new, count)
+
+    return checked
