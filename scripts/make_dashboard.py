@@ -9,7 +9,7 @@ from typing import Any
 
 FILE = Path(__file__).parents[1] / "docs" / "grafana.json"
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
-WIDTH, HEIGHT = 8, 8  # of a panel: three stand beside each other
+HEIGHT = 8  # of a panel
 
 Targets = dict[str, str]  # legend: expression
 
@@ -46,16 +46,23 @@ ROWS: dict[str, list[tuple[str, str, Targets]]] = {  # title, unit, what is draw
         ),
         ("Requests ended", "reqps", {"{{reason}}": rate("penstock_requests_finished_total", "reason")}),
         ("Engine busy", "percentunit", {"share of time in steps": rate("penstock_engine_busy_seconds_total")}),
+        ("Tokens in a step", "short", quantiles("penstock_step_tokens")),
     ],
     "Latency": [
         ("Time to the first token", "s", quantiles("penstock_time_to_first_token_seconds")),
         ("From token to token", "s", quantiles("penstock_inter_token_seconds")),
         ("Whole request", "s", quantiles("penstock_request_seconds")),
+        (
+            "Prefill and decode",
+            "s",
+            {f"prefill {name}": each for name, each in quantiles("penstock_request_prefill_seconds").items()}
+            | {f"decode {name}": each for name, each in quantiles("penstock_request_decode_seconds").items()},
+        ),
     ],
     "Queue": [
         ("Requests in the engine", "short", {"{{state}}": gauge("penstock_requests", "state")}),
+        ("Time in the queue", "s", quantiles("penstock_request_queue_seconds")),
         ("Preemptions", "ops", {"sent back to wait": rate("penstock_preemptions_total")}),
-        ("Tokens in a step", "short", quantiles("penstock_step_tokens")),
     ],
     "KV cache": [
         ("Blocks by state", "short", {"{{state}}": gauge("penstock_kv_blocks", "state")}),
@@ -107,7 +114,8 @@ def dashboard() -> dict[str, Any]:
     at = 0
     for title, row in ROWS.items():
         panels.append({"type": "row", "title": title, "gridPos": {"x": 0, "y": at, "w": 24, "h": 1}, "panels": []})
-        panels += [panel(*each, x=place * WIDTH, y=at + 1) for place, each in enumerate(row)]
+        width = 24 // len(row)
+        panels += [panel(*each, x=place * width, y=at + 1, w=width) for place, each in enumerate(row)]
         at += 1 + HEIGHT
     return {
         "title": "Penstock",
@@ -122,13 +130,13 @@ def dashboard() -> dict[str, Any]:
     }
 
 
-def panel(title: str, unit: str, drawn: Targets, x: int, y: int) -> dict[str, Any]:
+def panel(title: str, unit: str, drawn: Targets, x: int, y: int, w: int) -> dict[str, Any]:
     stacked = {"stacking": {"mode": "normal"}, "fillOpacity": 30} if "by state" in title else {"fillOpacity": 5}
     return {
         "type": "timeseries",
         "title": title,
         "datasource": SOURCE,
-        "gridPos": {"x": x, "y": y, "w": WIDTH, "h": HEIGHT},
+        "gridPos": {"x": x, "y": y, "w": w, "h": HEIGHT},
         "fieldConfig": {"defaults": {"unit": unit, "min": 0, "custom": stacked}, "overrides": []},
         "options": {"legend": {"displayMode": "list", "placement": "bottom"}, "tooltip": {"mode": "multi"}},
         "targets": [

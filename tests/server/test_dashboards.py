@@ -81,6 +81,9 @@ STEPS = [1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384]
         ("vllm:time_to_first_token_seconds", [*FIRST, 2560]),
         ("vllm:inter_token_latency_seconds", BETWEEN),
         ("vllm:request_time_per_output_token_seconds", BETWEEN),
+        ("vllm:request_queue_time_seconds", LATENCY),
+        ("vllm:request_prefill_time_seconds", LATENCY),
+        ("vllm:request_decode_time_seconds", LATENCY),
         ("vllm:request_prompt_tokens", TOKENS),
         ("vllm:request_generation_tokens", TOKENS),
         ("vllm:request_max_num_generation_tokens", TOKENS),
@@ -132,5 +135,9 @@ def test_what_they_say(used: Any) -> None:
     assert all["vllm:request_max_num_generation_tokens_sum", None].value == 9
     assert all["vllm:iteration_tokens_total_count", None].value == all["penstock_steps_total", None].value
     assert all["vllm:iteration_tokens_total_sum", None].value == len("[hello there]") + 9 - 1
+    parts = [all[f"penstock_request_{part}_seconds_sum", None].value for part in ("queue", "prefill", "decode")]
+    assert 0 < sum(parts) <= all["penstock_request_seconds_sum", None].value
+    assert all["llamacpp:prompt_seconds_total", None].value == parts[1]
+    assert all["llamacpp:tokens_predicted_seconds_total", None].value == parts[2]
     config = all["vllm:cache_config_info", None].labels
     assert (config["block_size"], config["num_gpu_blocks"]) == ("16", "256")

@@ -69,6 +69,8 @@ def test_a_span_tells_of_its_request(traced: Traced) -> None:
     told = dict(span.attributes or {})
     seconds = told.pop("gen_ai.response.time_to_first_chunk")
     assert 0 < seconds < (span.end_time - span.start_time) / 1e9  # type: ignore[operator]
+    stages = [told.pop(f"gen_ai.latency.time_in_{stage}") for stage in ("queue", "model_prefill", "model_decode")]
+    assert 0 < sum(stages) < (span.end_time - span.start_time) / 1e9  # type: ignore[operator]
     assert told == {
         "gen_ai.operation.name": "text_completion",
         "gen_ai.provider.name": "penstock",

@@ -73,7 +73,7 @@ class Aliases:
                 for name in RENAMED.get(metric.name, ()):
                     yield self._renamed(metric, name)
                 if derive := DERIVED.get(metric.name):
-                    yield from (self._gauge(name, metric, value) for name, value in derive(metric))
+                    yield from (self._derived(name, metric, value) for name, value in derive(metric))
 
     def _renamed(self, metric: Metric, name: str) -> Metric:
         copy = Metric(name, metric.documentation, metric.type)
@@ -84,10 +84,11 @@ class Aliases:
         ]
         return copy
 
-    def _gauge(self, name: str, metric: Metric, value: float) -> Metric:
-        gauge = Metric(name, metric.documentation, "gauge")
-        gauge.add_sample(name, self._labels if name.startswith("vllm:") else {}, value)
-        return gauge
+    def _derived(self, name: str, metric: Metric, value: float) -> Metric:
+        kind = "counter" if name.endswith("_total") else "gauge"
+        derived = Metric(name.removesuffix("_total"), metric.documentation, kind)
+        derived.add_sample(name, self._labels if name.startswith("vllm:") else {}, value)
+        return derived
 
     def _labelled(self, sample: Sample, name: str) -> dict[str, str]:
         own = {LABELS.get(label, label): value for label, value in sample.labels.items()}
@@ -117,7 +118,21 @@ def of_blocks(metric: Metric) -> Iterator[tuple[str, float]]:
     yield from (("vllm:kv_cache_usage_perc", share), ("vllm:gpu_cache_usage_perc", share))
 
 
+def of_prefill(metric: Metric) -> Iterator[tuple[str, float]]:
+    yield "llamacpp:prompt_seconds_total", total(metric)
+
+
+def of_decode(metric: Metric) -> Iterator[tuple[str, float]]:
+    yield "llamacpp:tokens_predicted_seconds_total", total(metric)
+
+
+def total(metric: Metric) -> float:
+    return next(sample.value for sample in metric.samples if sample.name.endswith("_sum"))
+
+
 DERIVED: dict[str, Callable[[Metric], Iterator[tuple[str, float]]]] = {
     "penstock_requests": of_requests,
     "penstock_kv_blocks": of_blocks,
+    "penstock_request_prefill_seconds": of_prefill,
+    "penstock_request_decode_seconds": of_decode,
 }

@@ -165,10 +165,15 @@ def _asked(ended: Sequence[Ended]) -> dict[str, Any]:
 def _answered(ended: Sequence[Ended]) -> dict[str, Any]:
     prompts = {each.request.prompt: each.cached for each in reversed(ended)}
     began, firsts = min(each.began for each in ended), [each.first for each in ended if each.first]
+    reports = [each.report for each in ended if each.report]
     return {
         "gen_ai.response.finish_reasons": [each.reason for each in ended],
         "gen_ai.usage.input_tokens": sum(map(len, prompts)),
         "gen_ai.usage.cache_read.input_tokens": sum(prompts.values()),
         "gen_ai.usage.output_tokens": sum(each.generated for each in ended),
         "gen_ai.response.time_to_first_chunk": min(firsts) - began if firsts else None,
+        "gen_ai.latency.time_in_queue": max((each.queued for each in reports), default=None),
+        "gen_ai.latency.time_in_model_prefill": max((each.prefill for each in reports), default=None),
+        "gen_ai.latency.time_in_model_decode": max((each.decode for each in reports), default=None),
+        "penstock.preemptions": sum(each.preemptions for each in reports) or None,
     }
