@@ -210,6 +210,8 @@ OLLAMA_GENERATE: list[Row] = [
     ("suffix", "end", FAILS),
     ("template", "{{ .Prompt }}", HONOURED),
     ("template", "{{ call .Prompt }}", FAILS),
+    ("template", "{{ range .Messages }}{{ end }}", FAILS),
+    ("keep_alive", 0, NEUTRAL),
     ("images", ["aGk="], FAILS),
     ("context", [1, 2], FAILS),
 ]
