@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server."""
+"""A server that speaks OpenAI's, Anthropic's and Ollama's APIs."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def serve(
         bool, Option(help="Ignores the fields of requests that it does not know, and lists them in the answer.")
     ] = False,
 ) -> None:
-    """Serve a model over HTTP, as OpenAI's API.
+    """Serve a model over HTTP: OpenAI's, Anthropic's and Ollama's APIs on one port.
 
       penstock serve
       penstock serve ./model.gguf --port 9000 --max-len 4096
