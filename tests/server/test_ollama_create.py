@@ -307,7 +307,8 @@ def test_unloading_is_answered_and_the_model_stays(parrot: Any, keep_alive: Any)
     assert (told.done, told.done_reason, told.response) == (True, "unload", "")
     assert client.chat(MODEL, [], keep_alive=keep_alive).done_reason == "unload"
     raw = parrot.post("/api/generate", model=MODEL, keep_alive=keep_alive).json()
-    assert raw["penstock"] == {"kept": "the model stays loaded as long as this server runs"}
+    stays = "the model stays loaded as long as this server runs"
+    assert raw["penstock"] == {"ignored_fields": [], "truncated_tokens": 0, "kept": stays}
     assert [each.model for each in client.ps().models] == [MODEL]
     assert client.chat(MODEL, ask("[hi]"), keep_alive=keep_alive).message.content == "hi"
     with pytest.raises(ollama.ResponseError, match="temperature must be between"):

@@ -62,6 +62,7 @@ class Penstock(msgspec.Struct):
     ignored_fields: list[str]
     truncated_tokens: int  # of the prompt; never without being asked
     choices: list[Told] | UnsetType = UNSET
+    kept: str | UnsetType = UNSET  # that a model which was to be unloaded stays
 
 
 class Explanation:

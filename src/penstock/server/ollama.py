@@ -16,6 +16,7 @@ from starlette.responses import Response
 from penstock.errors import InvalidRequest
 from penstock.server.errors import ollama_body
 from penstock.server.explain import Explanation, Penstock
+from penstock.server.notes import notes
 from penstock.server.ollama_fields import (
     GENERATE_NEUTRAL,
     NEUTRAL,
@@ -118,10 +119,11 @@ def _loaded(line: Callable[..., Line], served: Served, asked: Generation) -> Res
     """What a client gets that asks for nothing but a model that is loaded, or no longer: as it stays as long as the
     server runs, the second is told so. Wrong options are told of all the same."""
     read_options(served, asked)
-    reason = "unload" if unloads(asked) else "load"
+    reason, ignored = "unload" if unloads(asked) else "load", sorted(notes().ignored)
     told = line(Said(""), model=served.name, created_at=now(), done=True, done_reason=reason)
-    kept = {"penstock": {"kept": STAYS}} if reason == "unload" else {}
-    return Response(encode(msgspec.to_builtins(told) | kept), media_type="application/json")
+    if ignored or reason == "unload":
+        told.penstock = Penstock(ignored, 0, kept=STAYS if reason == "unload" else UNSET)
+    return Response(encode(told), media_type="application/json")
 
 
 # -- answering ----------------------------------------------------------------------------------------------------
