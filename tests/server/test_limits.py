@@ -213,6 +213,16 @@ def test_long_heads_are_refused(parrot: Server) -> None:
         assert told(wire).startswith(b"HTTP/1.1 431 ")
 
 
+def test_a_body_is_no_part_of_the_next_head(parrot: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "MAX_HEAD", 1000)
+    body = json.dumps({"model": MODEL, "messages": HELLO}).encode().ljust(5000)
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+    with raw(parrot) as wire:
+        wire.sendall(head + body + b"GET /health HTTP/1.1\r\nhost")
+        wire.sendall(b": x\r\nconnection: close\r\n\r\n")
+        assert told(wire).count(b"HTTP/1.1 200 ") == 2
+
+
 def test_a_reader_who_does_not_read_is_left(parrot: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "STALLED_SECONDS", 0.1)
     body = json.dumps({"model": MODEL, "tokens": [toys.END] * 700_000}).encode()

@@ -22,6 +22,7 @@ class BoundedProtocol(HttpToolsProtocol):
     _timer: asyncio.TimerHandle | None = None  # until the head must be whole
     _stall: asyncio.TimerHandle | None = None
     _head: int | None = None  # bytes so far of a head, or of what comes between and after chunks; None: of neither
+    _shared = False  # what was read at once has another request's end in it, which is no part of the head
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -33,8 +34,9 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        self._shared = False
         super().data_received(data)
-        if self._head is not None:
+        if self._head is not None and not self._shared:
             self._head += len(data)
             if self._head > MAX_HEAD:
                 self._refuse(431, f"the headers have more than {MAX_HEAD} bytes: send fewer")
@@ -63,6 +65,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._rest()
+        self._shared = True
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
