@@ -80,6 +80,7 @@ def refused(answer: httpx.Response, status: int = 400) -> dict[str, Any]:
         ({"reasoning_effort": "high"}, "reasoning_effort", "not supported"),
         ({"modalities": ["audio"]}, "modalities", "not supported"),
         ({"store": True}, "store", "not supported"),
+        ({"store": 0}, "store", "not supported"),  # which is no false
         ({"service_tier": "gold"}, "service_tier", "gold"),
         ({"messages": []}, "messages", "empty"),
         ({"messages": "hi"}, "messages", "Expected array, got str"),

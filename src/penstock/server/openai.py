@@ -175,11 +175,16 @@ def _json_object(body: bytes) -> dict[str, Any]:
 def _drop_neutral(given: dict[str, Any], neutral: Neutral, where: str) -> None:
     for name in given.keys() & neutral.keys():
         value, accepted = given.pop(name), neutral[name]
-        if value is None or accepted is ANYTHING or value in accepted:
+        if value is None or accepted is ANYTHING or _among(value, accepted):
             continue
         if not (notes().lenient and where in IGNORABLE):
             raise unsupported(_path(where, name), value)
         notes().ignore(_path(where, name))
+
+
+def _among(value: object, accepted: Sequence[Any]) -> bool:
+    """As JSON sees it: to Python, false is among the zeros."""
+    return any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in accepted)
 
 
 def unsupported(param: str, value: object) -> InvalidRequest:
