@@ -29,6 +29,7 @@ from penstock.server.bounds import check_stops
 from penstock.server.errors import anthropic_body
 from penstock.server.explain import Explanation, Penstock
 from penstock.server.openai import read_body
+from penstock.server.openapi import Operation
 from penstock.server.reply import EVENT_STREAM, Framing, Plain, encode, reply
 from penstock.server.served import Served
 from penstock.server.tools import ToolUse
@@ -165,6 +166,11 @@ class MessageDelta(Event, tag="message_delta"):
 
 class MessageStop(Event, tag="message_stop"):
     pass
+
+
+EVENTS = MessageStart | Ping | BlockStart | BlockDelta | BlockStop | MessageDelta | MessageStop
+MESSAGES = Operation(Ask, NEUTRAL, Message, EVENTS)
+COUNT_TOKENS = Operation(Conversation, NEUTRAL)
 
 
 def _event(event: Event) -> bytes:

@@ -15,6 +15,7 @@ from penstock.errors import InvalidRequest
 from penstock.server.bounds import MAX_MESSAGES, MAX_PARTS, check_count
 from penstock.server.notes import notes
 from penstock.server.openai import ANYTHING, Neutral, read_object, unsupported
+from penstock.server.openapi import read_as
 from penstock.server.served import Served
 from penstock.server.structured import json_grammar
 from penstock.server.tools import MAX_TOOLS, ToolUse, for_template, known, told_reasoning
@@ -74,9 +75,9 @@ class OutputConfig(msgspec.Struct, forbid_unknown_fields=True):
 
 class Conversation(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     model: str
-    messages: list[dict[str, Any]]
-    system: str | list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
+    messages: list[Annotated[dict[str, Any], read_as(Message)]]
+    system: str | list[Annotated[dict[str, Any], read_as(Text, neutral=BLOCK_NEUTRAL)]] | None = None
+    tools: list[Annotated[dict[str, Any], read_as(Tool, neutral=TOOL_NEUTRAL)]] | None = None
     tool_choice: ToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
@@ -97,7 +98,7 @@ class Ask(Conversation):
 
 class Message(msgspec.Struct, forbid_unknown_fields=True):
     role: Literal["user", "assistant", "system"]
-    content: str | list[dict[str, Any]]
+    content: str | list[AnyBlock]
 
 
 class Text(msgspec.Struct, forbid_unknown_fields=True):
@@ -121,7 +122,7 @@ class UsedTool(msgspec.Struct, forbid_unknown_fields=True):
 class ToolResult(msgspec.Struct, forbid_unknown_fields=True):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | list[dict[str, Any]] | None = None
+    content: str | list[Annotated[dict[str, Any], read_as(Text, neutral=BLOCK_NEUTRAL)]] | None = None
     is_error: bool | None = None
 
 
@@ -133,6 +134,7 @@ class Tool(msgspec.Struct, forbid_unknown_fields=True):
     strict: bool | None = None
 
 
+AnyBlock = Annotated[dict[str, Any], read_as(Text, Thinking, UsedTool, ToolResult, neutral=BLOCK_NEUTRAL)]
 Block = Text | Thinking | UsedTool | ToolResult
 Rendered = dict[str, Any]  # a message as templates take it
 

@@ -20,24 +20,26 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import penstock.text.template  # noqa: F401  Jinja now, not when the first chat waits for it
 from penstock.errors import ConfigError, PenstockError
 from penstock.ipc.client import EngineClient
-from penstock.server.anthropic import count_tokens, messages
+from penstock.server.anthropic import COUNT_TOKENS, MESSAGES, count_tokens, messages
 from penstock.server.archive import SPACE, Archive, Space
 from penstock.server.batch_run import BatchRunner
-from penstock.server.embeddings import embeddings
+from penstock.server.embeddings import EMBEDDINGS, embeddings
 from penstock.server.errors import answer_bug, answer_error, answer_http_error, answer_left
 from penstock.server.guard import Rules, check, guarded
 from penstock.server.metrics import Metrics
 from penstock.server.notes import begin_notes
-from penstock.server.ollama import chat, generate
-from penstock.server.ollama_embed import embed, embed_old
-from penstock.server.ollama_made import copy, create, has_blob, upload
+from penstock.server.ollama import CHAT, GENERATE, chat, generate
+from penstock.server.ollama_embed import EMBED, OLD_EMBED, embed, embed_old
+from penstock.server.ollama_made import COPY, CREATE, UPLOAD_BLOB, copy, create, has_blob, upload
 from penstock.server.ollama_models import (
+    DELETE,
+    NAMED,
+    PULL,
     delete,
     greet,
     list_stored,
@@ -47,14 +49,15 @@ from penstock.server.ollama_models import (
     show,
     version,
 )
-from penstock.server.openai_batches import Batches
-from penstock.server.openai_chat import chat_completions
-from penstock.server.openai_completions import completions
-from penstock.server.openai_files import Files
+from penstock.server.openai_batches import CREATE_BATCH, LIST_BATCHES, SHOW_BATCH, Batches
+from penstock.server.openai_chat import CHAT_COMPLETIONS, chat_completions
+from penstock.server.openai_completions import COMPLETIONS, completions
+from penstock.server.openai_files import FILE_CONTENT, LIST_FILES, SHOW_FILE, UPLOAD, Files
+from penstock.server.openapi import Document, Operation, Spoken
 from penstock.server.protocol import BoundedProtocol
-from penstock.server.responses import Responses
+from penstock.server.responses import CANCEL, INPUT_ITEMS, INPUT_TOKENS, RESPOND, RETRIEVE, Responses
 from penstock.server.served import Line, Served
-from penstock.server.tokens import apply_template, detokenize, tokenize
+from penstock.server.tokens import APPLY_TEMPLATE, DETOKENIZE, TOKENIZE, apply_template, detokenize, tokenize
 from penstock.text import Text
 
 if TYPE_CHECKING:
@@ -64,6 +67,9 @@ DRAIN = 30  # seconds that answers under way have when the server is asked to st
 OPEN_TO_ALL = Rules()
 
 Endpoint = Callable[[Served, Request], Awaitable[Response]]
+ANSWERED = Operation()
+PLAIN_TEXT = Operation(answers="text/plain")
+EMPTY = Operation(answers=None)
 
 
 def create_app(
@@ -85,12 +91,12 @@ def create_app(
     files, batches = Files(archive), Batches(archive, runner)
     responses = Responses()
 
-    def route(path: str, endpoint: Endpoint, method: str) -> Route:
+    def route(path: str, endpoint: Endpoint, method: str, operation: Operation = ANSWERED) -> Spoken:
         async def call(request: Request) -> Response:
             begin_notes(request, lenient=served.lenient)
             return await endpoint(request.scope.get("served", served), request)
 
-        return Route(path, call, methods=[method])
+        return Spoken(path, call, method, operation)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -106,49 +112,50 @@ def create_app(
 
     app = Starlette(
         routes=[
-            route("/v1/chat/completions", chat_completions, "POST"),
-            route("/v1/completions", completions, "POST"),
+            route("/v1/chat/completions", chat_completions, "POST", CHAT_COMPLETIONS),
+            route("/v1/completions", completions, "POST", COMPLETIONS),
             route("/v1/models", list_models, "GET"),
             route("/v1/models/{id:path}", show_model, "GET"),
             route("/health", health, "GET"),
-            route("/metrics", show_metrics, "GET"),
-            route("/", greet, "GET"),
-            route("/tokenize", tokenize, "POST"),
-            route("/detokenize", detokenize, "POST"),
-            route("/apply-template", apply_template, "POST"),
-            route("/v1/messages", messages, "POST"),
-            route("/v1/messages/count_tokens", count_tokens, "POST"),
+            route("/metrics", show_metrics, "GET", PLAIN_TEXT),
+            route("/", greet, "GET", PLAIN_TEXT),
+            route("/tokenize", tokenize, "POST", TOKENIZE),
+            route("/detokenize", detokenize, "POST", DETOKENIZE),
+            route("/apply-template", apply_template, "POST", APPLY_TEMPLATE),
+            route("/v1/messages", messages, "POST", MESSAGES),
+            route("/v1/messages/count_tokens", count_tokens, "POST", COUNT_TOKENS),
             route("/api/version", version, "GET"),
-            route("/api/chat", chat, "POST"),
-            route("/api/generate", generate, "POST"),
+            route("/api/chat", chat, "POST", CHAT),
+            route("/api/generate", generate, "POST", GENERATE),
             route("/api/tags", list_stored, "GET"),
             route("/api/ps", running, "GET"),
-            route("/api/show", show, "POST"),
-            route("/api/pull", pull, "POST"),
-            route("/api/delete", delete, "DELETE"),
-            route("/api/embed", embed, "POST"),
-            route("/api/embeddings", embed_old, "POST"),
-            route("/api/create", create, "POST"),
-            route("/api/copy", copy, "POST"),
+            route("/api/show", show, "POST", NAMED),
+            route("/api/pull", pull, "POST", PULL),
+            route("/api/delete", delete, "DELETE", DELETE),
+            route("/api/embed", embed, "POST", EMBED),
+            route("/api/embeddings", embed_old, "POST", OLD_EMBED),
+            route("/api/create", create, "POST", CREATE),
+            route("/api/copy", copy, "POST", COPY),
             route("/api/push", push, "POST"),
-            route("/api/blobs/{digest}", has_blob, "HEAD"),
-            route("/api/blobs/{digest}", upload, "POST"),
-            route("/v1/responses", responses.create, "POST"),
-            route("/v1/responses/input_tokens", responses.input_tokens, "POST"),
-            route("/v1/responses/{id}", responses.retrieve, "GET"),
+            route("/api/blobs/{digest}", has_blob, "HEAD", EMPTY),
+            route("/api/blobs/{digest}", upload, "POST", UPLOAD_BLOB),
+            route("/v1/responses", responses.create, "POST", RESPOND),
+            route("/v1/responses/input_tokens", responses.input_tokens, "POST", INPUT_TOKENS),
+            route("/v1/responses/{id}", responses.retrieve, "GET", RETRIEVE),
             route("/v1/responses/{id}", responses.delete, "DELETE"),
-            route("/v1/responses/{id}/cancel", responses.cancel, "POST"),
-            route("/v1/responses/{id}/input_items", responses.input_items, "GET"),
-            route("/v1/files", files.create, "POST"),
-            route("/v1/files", files.list_all, "GET"),
-            route("/v1/files/{id}", files.show, "GET"),
+            route("/v1/responses/{id}/cancel", responses.cancel, "POST", CANCEL),
+            route("/v1/responses/{id}/input_items", responses.input_items, "GET", INPUT_ITEMS),
+            route("/v1/files", files.create, "POST", UPLOAD),
+            route("/v1/files", files.list_all, "GET", LIST_FILES),
+            route("/v1/files/{id}", files.show, "GET", SHOW_FILE),
             route("/v1/files/{id}", files.delete, "DELETE"),
-            route("/v1/files/{id}/content", files.content, "GET"),
-            route("/v1/batches", batches.create, "POST"),
-            route("/v1/batches", batches.list_all, "GET"),
-            route("/v1/batches/{id}", batches.show, "GET"),
-            route("/v1/batches/{id}/cancel", batches.cancel, "POST"),
-            route("/v1/embeddings", embeddings, "POST"),
+            route("/v1/files/{id}/content", files.content, "GET", FILE_CONTENT),
+            route("/v1/batches", batches.create, "POST", CREATE_BATCH),
+            route("/v1/batches", batches.list_all, "GET", LIST_BATCHES),
+            route("/v1/batches/{id}", batches.show, "GET", SHOW_BATCH),
+            route("/v1/batches/{id}/cancel", batches.cancel, "POST", SHOW_BATCH),
+            route("/v1/embeddings", embeddings, "POST", EMBEDDINGS),
+            route("/openapi.json", Document(), "GET"),
         ],
         exception_handlers={
             PenstockError: answer_error,

@@ -16,6 +16,7 @@ from penstock.errors import InvalidRequest
 from penstock.server.errors import LEFT
 from penstock.server.openai import ANYTHING, Neutral, read_body
 from penstock.server.openai_completions import encode_prompts, separate
+from penstock.server.openapi import Operation
 from penstock.server.reply import encode
 from penstock.server.served import Served
 from penstock.server.stream import deltas, while_connected
@@ -54,6 +55,9 @@ class EmbeddingList(msgspec.Struct):
     model: str
     usage: Usage
     object: str = "list"
+
+
+EMBEDDINGS = Operation(Embeddings, NEUTRAL, EmbeddingList)
 
 
 async def embeddings(served: Served, http: HttpRequest) -> Response:

@@ -113,13 +113,20 @@ def _anthropic_status(status: int) -> int:
     return OVERLOADED if status == 503 else status
 
 
+def error_shape(path: str) -> type[msgspec.Struct]:
+    """Of the dialect that is spoken there."""
+    if path.startswith("/api/"):
+        return OllamaBody
+    return AnthropicBody if path.startswith("/v1/messages") else ErrorBody
+
+
 def told(request: Request, error: PenstockError, status: int, headers: dict[str, str] | None = None) -> Response:
     """The error in the dialect of the request: by its path, and where two share one, by the header that Anthropic's
     clients always send."""
-    path = request.url.path
-    if path.startswith("/api/"):
+    shape = error_shape(request.url.path)
+    if shape is OllamaBody:
         return _answer(ollama_body(error), status, headers)
-    if path.startswith("/v1/messages") or "anthropic-version" in request.headers:
+    if shape is AnthropicBody or "anthropic-version" in request.headers:
         body = anthropic_body(error, status, request.scope["request_id"])
         return _answer(body, _anthropic_status(status), headers)
     return _answer(body_of(error), status, headers)

@@ -32,6 +32,7 @@ from penstock.server.ollama_fields import (
 from penstock.server.ollama_settings import continued, resolve, with_options, with_template
 from penstock.server.openai import read_body, told_logprob, unsupported
 from penstock.server.openai_chat import Alternative, TokenEntry
+from penstock.server.openapi import Operation
 from penstock.server.reply import Framing, Plain, encode, reply
 from penstock.server.served import Served, off_loop
 from penstock.server.stream import deltas
@@ -168,6 +169,10 @@ class ChatLine(Line):
 class GenerateLine(Line):
     response: str
     thinking: str | UnsetType = UNSET
+
+
+CHAT = Operation(Chat, NEUTRAL, ChatLine, ChatLine)
+GENERATE = Operation(Generate, GENERATE_NEUTRAL, GenerateLine, GenerateLine)
 
 
 def chat_line(said: Said, **rest: Any) -> Line:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from time import perf_counter_ns
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from starlette.requests import Request as HttpRequest
@@ -11,10 +11,11 @@ from starlette.responses import Response
 
 from penstock.server.embeddings import check_count, check_texts, floats_of, names_of, pooled
 from penstock.server.errors import LEFT
-from penstock.server.ollama_fields import check_kept, context_of
+from penstock.server.ollama_fields import OPTION_NEUTRAL, Options, check_kept, context_of
 from penstock.server.ollama_settings import resolve
 from penstock.server.openai import read_body
 from penstock.server.openai_completions import encode_prompts
+from penstock.server.openapi import Operation, read_as
 from penstock.server.reply import encode
 from penstock.server.served import Served
 from penstock.text import check_dimensions, embedding, embedding_request
@@ -27,14 +28,14 @@ class Embed(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     input: str | list[str] | None = None
     truncate: bool | None = None
     dimensions: int | None = None  # 0: all
-    options: dict[str, Any] | None = None
+    options: Annotated[dict[str, Any], read_as(Options, neutral=OPTION_NEUTRAL)] | None = None
     keep_alive: float | str | None = None
 
 
 class OldEmbed(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     model: str
     prompt: str | None = None
-    options: dict[str, Any] | None = None
+    options: Annotated[dict[str, Any], read_as(Options, neutral=OPTION_NEUTRAL)] | None = None
     keep_alive: float | str | None = None
 
 
@@ -44,6 +45,10 @@ class Embedded(msgspec.Struct, kw_only=True):
     total_duration: int  # nanoseconds
     load_duration: int = 0
     prompt_eval_count: int
+
+
+EMBED = Operation(Embed, {}, Embedded)
+OLD_EMBED = Operation(OldEmbed, {})
 
 
 async def embed(served: Served, http: HttpRequest) -> Response:

@@ -17,9 +17,10 @@ from penstock.errors import InvalidRequest
 from penstock.server.bounds import MAX_MESSAGES, check_count, check_stops
 from penstock.server.notes import notes
 from penstock.server.openai import ANYTHING, Neutral, read_object, unsupported
+from penstock.server.openapi import read_as
 from penstock.server.served import Served
 from penstock.server.structured import ANY_OBJECT, json_grammar
-from penstock.server.tools import told_reasoning
+from penstock.server.tools import Tool, told_reasoning
 from penstock.server.turn import thinking
 from penstock.text.tools import CallArguments
 from penstock.types import Grammar, SamplingParams
@@ -80,7 +81,7 @@ class Options(msgspec.Struct, forbid_unknown_fields=True):
 class Generation(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     model: str
     stream: bool | None = None  # left out: true
-    options: dict[str, Any] | None = None
+    options: Annotated[dict[str, Any], read_as(Options, neutral=OPTION_NEUTRAL)] | None = None
     keep_alive: float | str | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
@@ -93,8 +94,8 @@ class Generation(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class Chat(Generation):
-    messages: list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
+    messages: list[Annotated[dict[str, Any], read_as(Message, neutral=MESSAGE_NEUTRAL)]] | None = None
+    tools: list[Annotated[dict[str, Any], read_as(Tool)]] | None = None
 
 
 class Generate(Generation):
@@ -109,7 +110,7 @@ class Message(msgspec.Struct, forbid_unknown_fields=True):
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
     thinking: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: list[Annotated[dict[str, Any], read_as(Call)]] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
 
@@ -122,7 +123,7 @@ class Function(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Call(msgspec.Struct, forbid_unknown_fields=True):
-    function: dict[str, Any]
+    function: Annotated[dict[str, Any], read_as(Function)]
     id: str | None = None
     type: Literal["function"] = "function"
 

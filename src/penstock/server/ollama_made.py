@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterable
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from starlette.requests import Request as HttpRequest
@@ -18,10 +18,19 @@ from starlette.responses import Response
 from penstock import store
 from penstock.errors import InvalidRequest, ModelError
 from penstock.model.load import load_text
-from penstock.server.ollama_fields import Generation, read_messages, read_options
-from penstock.server.ollama_models import Known, all_known, facts_of, find_known
+from penstock.server.ollama_fields import (
+    MESSAGE_NEUTRAL,
+    OPTION_NEUTRAL,
+    Generation,
+    Message,
+    Options,
+    read_messages,
+    read_options,
+)
+from penstock.server.ollama_models import Known, Status, all_known, facts_of, find_known
 from penstock.server.ollama_settings import serves
 from penstock.server.openai import Neutral, read_body
+from penstock.server.openapi import Operation, read_as
 from penstock.server.reply import encode
 from penstock.server.served import Served
 from penstock.store import Made, Upload
@@ -39,14 +48,19 @@ class Create(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     files: dict[str, str] | None = None  # digests by file name
     system: str | None = None
     template: str | None = None
-    parameters: dict[str, Any] | None = None
-    messages: list[dict[str, Any]] | None = None
+    parameters: Annotated[dict[str, Any], read_as(Options, neutral=OPTION_NEUTRAL)] | None = None
+    messages: list[Annotated[dict[str, Any], read_as(Message, neutral=MESSAGE_NEUTRAL)]] | None = None
     license: str | list[str] | None = None
 
 
 class Copy(msgspec.Struct, forbid_unknown_fields=True):
     source: str
     destination: str
+
+
+CREATE = Operation(Create, CREATE_NEUTRAL, Status, Status)
+COPY = Operation(Copy, {}, None)
+UPLOAD_BLOB = Operation("application/octet-stream", answers=None)
 
 
 # -- making -------------------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from penstock.model.load import open_checkpoint
 from penstock.server.ollama import OLLAMA
 from penstock.server.ollama_settings import made_for, serves
 from penstock.server.openai import ANYTHING, Neutral, read_body
+from penstock.server.openapi import Operation
 from penstock.server.page import page
 from penstock.server.pulls import pulling
 from penstock.server.reply import Stream, encode
@@ -287,6 +288,9 @@ class Status(msgspec.Struct):
 
 
 BEGUN, DONE = Status("pulling manifest"), Status("success")
+NAMED = Operation(Named, NEUTRAL)
+DELETE = NAMED._replace(answers=None)
+PULL = Operation(Named, NEUTRAL, Status, Status)
 
 
 async def pull(_: Served, http: HttpRequest) -> Response:

@@ -22,6 +22,7 @@ from penstock.server.batch_run import BatchRunner
 from penstock.server.file_records import DAY, ExpiresAfter, Page
 from penstock.server.openai import read_body
 from penstock.server.openai_files import read_query, told, told_page
+from penstock.server.openapi import Operation
 from penstock.server.served import Served
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
@@ -41,6 +42,11 @@ class CreateBatch(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 class BatchesQuery(msgspec.Struct, forbid_unknown_fields=True):
     after: str | None = None
     limit: Annotated[int, Meta(ge=1, le=100)] = 20
+
+
+CREATE_BATCH = Operation(CreateBatch, {}, Batch)
+LIST_BATCHES = Operation(query=BatchesQuery)
+SHOW_BATCH = Operation(answers=Batch)
 
 
 class Batches:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -30,10 +30,12 @@ from penstock.server.openai import (
     unsupported,
 )
 from penstock.server.openai_request import request_of, shown_special, taken
+from penstock.server.openapi import Operation, read_as
 from penstock.server.reply import Plain, encode, reply
 from penstock.server.served import Served, off_loop
 from penstock.server.stream import deltas, together
-from penstock.server.tools import held, read_calls, read_tools, told_reasoning
+from penstock.server.tools import Call as MadeCall
+from penstock.server.tools import Tool, held, read_calls, read_tools, told_reasoning
 from penstock.server.turn import after_thinking
 from penstock.text import Delta, Text, Tokenizer
 from penstock.text.parse import AnswerParser, Arguments, CallBegun, CallEnded, Content, Part, Reasoning
@@ -52,11 +54,11 @@ PART_NEUTRAL: Neutral = {"prompt_cache_breakpoint": ANYTHING}
 
 
 class Chat(Fields):
-    messages: list[dict[str, Any]]
+    messages: list[Annotated[dict[str, Any], read_as(Message, neutral=MESSAGE_NEUTRAL)]]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: list[Annotated[dict[str, Any], read_as(Tool)]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
@@ -66,10 +68,10 @@ class Chat(Fields):
 
 class Message(msgspec.Struct, forbid_unknown_fields=True):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[dict[str, Any]] | None = None
+    content: str | list[Annotated[dict[str, Any], read_as(TextPart, RefusalPart, neutral=PART_NEUTRAL)]] | None = None
     name: str | None = None
     tool_call_id: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: list[Annotated[dict[str, Any], read_as(MadeCall)]] | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
     refusal: str | None = None
@@ -283,6 +285,9 @@ class Chunk(Head, kw_only=True):
     usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: Sequence[int] | UnsetType = UNSET
     penstock: Penstock | UnsetType = UNSET
+
+
+CHAT_COMPLETIONS = Operation(Chat, CHAT_NEUTRAL, Completion, Chunk)
 
 
 class ChatAnswer:

@@ -27,6 +27,7 @@ from penstock.server.openai import (
     unsupported,
 )
 from penstock.server.openai_request import request_of, shown_special, taken
+from penstock.server.openapi import Operation
 from penstock.server.reply import Plain, encode, reply
 from penstock.server.served import Served, off_loop
 from penstock.server.stream import deltas, together
@@ -183,6 +184,9 @@ class Completion(Head, kw_only=True):
     choices: list[Choice]
     usage: Usage | UnsetType | None = UNSET
     penstock: Penstock | UnsetType = UNSET
+
+
+COMPLETIONS = Operation(Completions, NEUTRAL, Completion, Completion)
 
 
 class CompletionAnswer:

@@ -19,6 +19,7 @@ from penstock.server.archive import Archive, Draft
 from penstock.server.file_records import DAY, ExpiresAfter, File, Order, Page
 from penstock.server.form import Form
 from penstock.server.openai import read_object
+from penstock.server.openapi import Operation
 from penstock.server.reply import encode
 from penstock.server.served import Served
 
@@ -38,6 +39,12 @@ class FilesQuery(msgspec.Struct, forbid_unknown_fields=True):
     limit: Annotated[int, Meta(ge=1, le=10_000)] = 10_000
     order: Order = "desc"
     purpose: str | None = None
+
+
+UPLOAD = Operation("multipart/form-data", answers=File)
+LIST_FILES = Operation(query=FilesQuery)
+SHOW_FILE = Operation(answers=File)
+FILE_CONTENT = Operation(answers="application/octet-stream")
 
 
 class Files:

@@ -15,9 +15,11 @@ from starlette.responses import Response as HttpResponse
 from penstock.errors import InvalidRequest, Overloaded
 from penstock.server.openai import read_body, sampling
 from penstock.server.openai_chat import template_fields
+from penstock.server.openapi import Operation
 from penstock.server.reply import Stream, encode, reply
 from penstock.server.responses_answer import ResponseAnswer
 from penstock.server.responses_background import Job
+from penstock.server.responses_events import EVENTS
 from penstock.server.responses_fields import (
     ASK_NEUTRAL,
     LOGPROBS,
@@ -40,6 +42,12 @@ from penstock.text import ChatPrompt
 from penstock.types import SamplingParams
 
 MOST_AT_ONCE = 256  # in the background
+
+RESPOND = Operation(Ask, ASK_NEUTRAL, Response, EVENTS)
+INPUT_TOKENS = Operation(Conversation, ASK_NEUTRAL)
+RETRIEVE = Operation(answers=Response, streams=EVENTS, query=Retrieval)
+CANCEL = Operation(answers=Response)
+INPUT_ITEMS = Operation(query=Page)
 
 
 class Responses:

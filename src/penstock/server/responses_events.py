@@ -106,5 +106,9 @@ class ArgumentsDone(InItem, tag="response.function_call_arguments.done"):
     arguments: str
 
 
+EVENTS = Created | Queued | InProgress | Completed | Incomplete | Failed | Cancelled | ItemAdded | ItemDone | PartAdded
+EVENTS |= PartDone | TextDelta | TextDone | ReasoningDelta | ReasoningDone | ArgumentsDelta | ArgumentsDone
+
+
 def framed(event: Event) -> bytes:
     return b"event: " + str(event.__struct_config__.tag).encode() + b"\ndata: " + encode(event) + b"\n\n"

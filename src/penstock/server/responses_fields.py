@@ -15,6 +15,7 @@ from penstock.errors import InvalidRequest
 from penstock.server.bounds import check_count
 from penstock.server.notes import notes
 from penstock.server.openai import ANYTHING, Neutral, Sampled, read_body, read_object, unsupported
+from penstock.server.openapi import read_as
 from penstock.server.responses_items import Function, ReasoningSettings, TextFormat, TextSettings
 from penstock.server.structured import NamedSchema, ResponseFormat
 from penstock.server.tools import MAX_TOOLS, ToolUse, chosen, for_template
@@ -69,11 +70,11 @@ class Conversation(Sampled, kw_only=True):
     input: str | list[dict[str, Any]] | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: list[Annotated[dict[str, Any], read_as(Function, neutral=TOOL_NEUTRAL)]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    reasoning: dict[str, Any] | None = None
-    text: dict[str, Any] | None = None
+    reasoning: Annotated[dict[str, Any], read_as(ReasoningSettings, neutral=REASONING_NEUTRAL)] | None = None
+    text: Annotated[dict[str, Any], read_as(TextSettings, neutral=TEXT_NEUTRAL)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 

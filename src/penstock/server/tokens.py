@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from starlette.requests import Request as HttpRequest
@@ -10,7 +10,8 @@ from starlette.responses import Response
 
 from penstock.errors import InvalidRequest
 from penstock.server.openai import Neutral, read_body
-from penstock.server.openai_chat import read_messages
+from penstock.server.openai_chat import MESSAGE_NEUTRAL, Message, read_messages
+from penstock.server.openapi import Operation, read_as
 from penstock.server.reply import encode
 from penstock.server.served import Served, off_loop
 
@@ -21,7 +22,7 @@ class Tokenize(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     model: str | None = None
     prompt: str | None = None
     content: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: list[Annotated[dict[str, Any], read_as(Message, neutral=MESSAGE_NEUTRAL)]] | None = None
     add_special_tokens: bool = True  # of a prompt: the model's BOS, where it wants one
     add_special: bool = False  # the same, of a content
     parse_special: bool = True
@@ -37,12 +38,15 @@ class Detokenize(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 class ApplyTemplate(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     model: str | None = None
-    messages: list[dict[str, Any]]
+    messages: list[Annotated[dict[str, Any], read_as(Message, neutral=MESSAGE_NEUTRAL)]]
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] = {}
 
 
 NEUTRAL: Neutral = {}
+TOKENIZE = Operation(Tokenize, NEUTRAL)
+DETOKENIZE = Operation(Detokenize, NEUTRAL)
+APPLY_TEMPLATE = Operation(ApplyTemplate, NEUTRAL)
 
 
 async def tokenize(served: Served, http: HttpRequest) -> Response:

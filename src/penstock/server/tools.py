@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
 from penstock.errors import InvalidRequest
 from penstock.server.bounds import check_count, read_json
 from penstock.server.openai import read_object, unsupported
+from penstock.server.openapi import read_as
 from penstock.text import Text
 from penstock.text.call_grammar import call_grammar
 from penstock.text.families import Format
@@ -22,7 +23,7 @@ MAX_TOOLS = 128
 
 class Tool(msgspec.Struct, forbid_unknown_fields=True):
     type: Literal["function"]
-    function: dict[str, Any]
+    function: Annotated[dict[str, Any], read_as(Function)]
 
 
 class Function(msgspec.Struct, forbid_unknown_fields=True):
@@ -34,7 +35,7 @@ class Function(msgspec.Struct, forbid_unknown_fields=True):
 
 class Call(msgspec.Struct, forbid_unknown_fields=True):
     id: str
-    function: dict[str, Any]
+    function: Annotated[dict[str, Any], read_as(Called)]
     type: Literal["function"] = "function"
 
 

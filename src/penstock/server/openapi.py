@@ -1,0 +1,176 @@
+"""GET /openapi.json: our own routes, as an OpenAPI document made of the structs that bodies are read as."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+from msgspec import Meta
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from penstock import __version__
+from penstock.server.errors import OllamaBody, error_shape
+from penstock.server.openai import ANYTHING, Neutral
+from penstock.server.served import Served
+
+JSON = "application/json"
+REF = "#/components/schemas/{name}"
+READ_AS = "x-read-as"  # holds the place of what an object within a body is read as, until all of that is known
+
+Kind = Any  # a struct, or a union of some
+Schema = dict[str, Any]
+
+
+class Operation(NamedTuple):
+    """What is said on a route: the fields that are read and those that change nothing, what is answered, whole and
+    streamed, and what may be asked in the address. A text in place of a type is a media type."""
+
+    takes: Kind | str | None = None
+    neutral: Neutral | None = None
+    answers: Kind | str | None = JSON  # none: nothing
+    streams: Kind | None = None
+    query: Kind | None = None
+
+
+class Spoken(Route):
+    """A route that knows what is said on it."""
+
+    def __init__(
+        self, path: str, endpoint: Callable[[Request], Awaitable[Response]], method: str, operation: Operation
+    ) -> None:
+        super().__init__(path, endpoint, methods=[method])
+        self.method = method
+        self.operation = operation
+
+
+class Nested(NamedTuple):
+    kinds: tuple[Kind, ...]
+    neutral: Neutral
+
+
+_nested: dict[str, Nested] = {}
+
+
+def read_as(*kinds: Kind, neutral: Neutral | None = None) -> Meta:
+    """Annotates an object within a body that is taken as it comes and read later: as one of the kinds."""
+    name = ", ".join(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds)
+    _nested[name] = Nested(kinds, neutral or {})
+    return Meta(extra_json_schema={READ_AS: name})
+
+
+class Document:
+    """The endpoint. The document is made when it is first asked for: that takes a tenth of a second."""
+
+    _text = b""
+
+    async def __call__(self, _: Served, http: Request) -> Response:
+        if not self._text:
+            self._text = await asyncio.to_thread(_encoded, http.app.routes)
+        return Response(self._text, media_type=JSON)
+
+
+def _encoded(routes: Sequence[Spoken]) -> bytes:
+    text = msgspec.json.encode(document(routes))
+    return text.replace(b"penstock.server.", b"")  # structs that share a name have their module before it
+
+
+def document(routes: Sequence[Spoken]) -> Schema:
+    refs, components = _described(_spoken_of(routes))
+    paths: defaultdict[str, Schema] = defaultdict(dict)
+    for route in routes:
+        paths[route.path_format][route.method.lower()] = _told(route, refs)
+    info = {"title": "Penstock", "version": __version__}
+    return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": components}}
+
+
+def _spoken_of(routes: Sequence[Spoken]) -> dict[Kind, Neutral]:
+    kinds: dict[Kind, Neutral] = {}
+    for route in routes:
+        operation = route.operation
+        answers = (operation.answers, operation.streams, error_shape(route.path))
+        kinds |= {kind: {} for kind in answers if not isinstance(kind, str | None)}
+    for takes, neutral, *_ in (route.operation for route in routes):
+        kinds |= {} if isinstance(takes, str | None) else {takes: neutral or {}}
+    return kinds
+
+
+def _described(kinds: dict[Kind, Neutral]) -> tuple[dict[Kind, Schema], dict[str, Schema]]:
+    """A reference to each kind, and what they refer to: these kinds and all that are read within them."""
+    schemas, components = msgspec.json.schema_components(kinds, ref_template=REF)
+    places = [(each, _nested[each[READ_AS]]) for each in _objects(components) if READ_AS in each]
+    within = {kind: nested.neutral for _, nested in places for kind in nested.kinds}
+    if not within.keys() <= kinds.keys():
+        return _described(within | kinds)
+    refs = dict(zip(kinds, schemas, strict=True))
+    for kind, neutral in kinds.items():
+        for name, accepted in neutral.items():
+            component = components[refs[kind]["$ref"].removeprefix(REF.format(name=""))]
+            component["properties"][name] = {} if accepted is ANYTHING else {"enum": [*accepted, None]}
+    for each, nested in places:
+        options = [refs[kind] for kind in nested.kinds]
+        each.clear()
+        each |= {"anyOf": options} if len(options) > 1 else options[0]
+    return refs, components
+
+
+def _objects(tree: object) -> Iterator[Schema]:
+    if isinstance(tree, dict):
+        yield tree
+    for each in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ():
+        yield from _objects(each)
+
+
+def _told(route: Spoken, refs: dict[Kind, Schema]) -> Schema:
+    operation, error = route.operation, error_shape(route.path)
+    answered = _content(operation.answers, refs)
+    if operation.streams is not None:
+        chunk = {"anyOf": [refs[operation.streams], refs[error]]}
+        answered |= _lines(chunk) if error is OllamaBody else _events(chunk)
+    done = "2XX" if operation.answers is None else "200"
+    trouble = {} if route.method == "HEAD" else {"content": _content(error, refs)}
+    told: Schema = {
+        "operationId": f"{route.method.lower()}{re.sub('[^a-z0-9]+', '_', route.path_format)}",
+        "parameters": [*_path_parameters(route), *_query_parameters(operation.query)],
+        "responses": {
+            done: {"description": "The answer", "content": answered},
+            "4XX": {"description": "Refused, and what is wrong with the request"} | trouble,
+            "5XX": {"description": "Failed, or there is no engine to answer"} | trouble,
+        },
+    }
+    if operation.takes is not None:
+        told["requestBody"] = {"required": True, "content": _content(operation.takes, refs)}
+    return told
+
+
+def _path_parameters(route: Spoken) -> list[Schema]:
+    text = {"type": "string"}
+    return [{"name": name, "in": "path", "required": True, "schema": text} for name in route.param_convertors]
+
+
+def _query_parameters(kind: Kind | None) -> list[Schema]:
+    if kind is None:
+        return []
+    (asked,) = msgspec.json.schema_components([kind])[1].values()
+    return [{"name": name, "in": "query", "schema": schema} for name, schema in asked["properties"].items()]
+
+
+def _content(kind: Kind | str | None, refs: dict[Kind, Schema]) -> Schema:
+    if kind is None:
+        return {}
+    return {kind: {}} if isinstance(kind, str) else {JSON: {"schema": refs[kind]}}
+
+
+def _lines(chunk: Schema) -> Schema:
+    return {"application/x-ndjson": {"schema": chunk}}
+
+
+def _events(chunk: Schema) -> Schema:
+    """OpenAPI 3.1 has no word for a stream: this is one event of it."""
+    data = {"anyOf": [{"const": "[DONE]"}, {"type": "string", "contentMediaType": JSON, "contentSchema": chunk}]}
+    return {"text/event-stream": {"schema": {"type": "object", "properties": {"data": data}, "required": ["data"]}}}

@@ -1,0 +1,99 @@
+"""The document of our routes: all of them, nothing else, and bodies as they are read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import pytest
+from starlette.applications import Starlette
+
+from penstock.server import app, openai, openai_files, responses_fields
+from penstock.server.openapi import Spoken
+
+
+@pytest.fixture
+def routes(monkeypatch: pytest.MonkeyPatch, toy_text: Any) -> list[Spoken]:
+    """Those of an application, whatever is around it."""
+    found: list[Spoken] = []
+
+    def starlette(routes: list[Spoken], **rest: Any) -> Starlette:
+        found.extend(routes)
+        return Starlette(routes=routes, **rest)
+
+    monkeypatch.setattr(app, "Starlette", starlette)
+    app.create_app(None, toy_text, "toy")  # type: ignore[arg-type]
+    return found
+
+
+@pytest.fixture(scope="module")
+def document(parrot: Any) -> dict[str, Any]:
+    return parrot.get("/openapi.json").json()
+
+
+def operations(document: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            yield method.upper(), path, operation
+
+
+def test_every_route_is_documented_and_nothing_else(routes: list[Spoken], document: dict[str, Any]) -> None:
+    assert {(method, path) for method, path, _ in operations(document)} == {
+        (route.method, route.path_format) for route in routes
+    }
+    assert len({operation["operationId"] for *_, operation in operations(document)}) == len(routes)
+
+
+def test_every_documented_route_answers(parrot: Any, document: dict[str, Any]) -> None:
+    for method, path, _ in operations(document):
+        answer = parrot.http.request(method, path.replace("{", "").replace("}", ""), content=b"{}")
+        assert answer.status_code < 500, (method, path)
+        assert not re.search("Not Found:|Method Not Allowed", answer.text), (method, path)
+
+
+def test_bodies_are_documented_as_they_are_read(
+    parrot: Any, routes: list[Spoken], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[Any] = []
+
+    def reading(given: Any, kind: Any, neutral: Any, where: str = "", **how: Any) -> Any:
+        if not where:
+            read.append((kind, neutral))
+        return read_object(given, kind, neutral, where, **how)
+
+    read_object = openai.read_object
+    for module in (openai, openai_files, responses_fields):
+        monkeypatch.setattr(module, "read_object", reading)
+    for route in routes:
+        read.clear()
+        parrot.http.request(route.method, route.path_format, content=b"{}")
+        takes, neutral, *_, query = route.operation
+        told = [] if isinstance(takes, str | None) else [(takes, neutral)]
+        assert read == (told if query is None else [(query, {})]), route.path
+
+
+def test_schemas_are_schemas_and_references_lead_to_them(document: dict[str, Any]) -> None:
+    schemas = document["components"]["schemas"]
+    for schema in schemas.values():
+        jsonschema.Draft202012Validator.check_schema(schema)
+    references = set(re.findall(r"#/components/schemas/([^'\"]+)", str(document)))
+    assert references <= schemas.keys()
+    assert "x-read-as" not in str(document)
+
+
+def test_what_is_within_a_body_is_described(document: dict[str, Any]) -> None:
+    """An assistant's calls in OpenAI's chat are three objects deep; neutral fields are there with their values."""
+    schemas = document["components"]["schemas"]
+    body = schemas["openai_chat.Chat"]
+    assert body["properties"]["user"] == {}
+    assert body["properties"]["store"] == {"enum": [False, None]}
+    assert body["additionalProperties"] is False
+    assert body["properties"]["messages"]["items"] == {"$ref": "#/components/schemas/openai_chat.Message"}
+    validator = jsonschema.Draft202012Validator({"components": {"schemas": schemas}, **body})
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    asked = {"model": "m", "messages": [{"role": "assistant", "tool_calls": [call]}]}
+    assert validator.is_valid(asked)
+    del call["function"]["arguments"]  # type: ignore[attr-defined]
+    assert not validator.is_valid(asked)
