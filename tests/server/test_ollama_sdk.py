@@ -110,6 +110,10 @@ def test_an_empty_request_loads(parrot: Any) -> None:
     told = client.generate(MODEL)
     assert (told.response, told.done, told.done_reason) == ("", True, "load")
     assert client.chat(MODEL, [], keep_alive="5m").done_reason == "load"
+    with pytest.raises(ollama.ResponseError, match=r"unknown field 'options\.mood'"):
+        client.chat(MODEL, [], options={"mood": 1})
+    with pytest.raises(ollama.ResponseError, match=r"tools\[0\]\.type"):
+        client.chat(MODEL, [], tools=[TOOL | {"type": "web"}])
 
 
 def test_limits_and_stops(parrot: Any) -> None:

@@ -8,6 +8,7 @@ Run as a program it is an engine process, as penstock.ipc.host is.
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -39,6 +40,9 @@ class ToyTokenizer:
     def token_text(self, id: int) -> str:
         return self.token_bytes(id).decode("utf-8", "replace")
 
+    def encode(self, text: str, *, special: bool = True, bos: bool = False) -> list[int]:
+        return list(text.encode())
+
     def decode(self, ids: Sequence[int], *, special: bool = False, continuing: bool = False) -> str:
         return b"".join(self.token_bytes(id) for id in ids if special or id != END).decode("utf-8", "replace")
 
@@ -52,9 +56,11 @@ class ToyText:
     def encode_prompt(self, text: str) -> list[int]:
         return list(text.encode())
 
+    def render_chat(self, messages: Sequence[dict[str, Any]], **_: Any) -> str:
+        return "".join(f"{message['role']}:{message['content']}\n" for message in messages) + "assistant:"
+
     def encode_chat(self, messages: Sequence[dict[str, Any]], **_: Any) -> list[int]:
-        turns = "".join(f"{message['role']}:{message['content']}\n" for message in messages)
-        return self.encode_prompt(turns + "assistant:")
+        return self.encode_prompt(self.render_chat(messages))
 
     def chat_prompt(self, messages: Sequence[dict[str, Any]], **kwargs: Any) -> ChatPrompt:
         return ChatPrompt(self.encode_chat(messages, **kwargs), self.opened)
@@ -75,9 +81,9 @@ def spoken(context: bytes) -> int:
     """The byte that comes next, or END."""
     told, _, said = context.partition(b"[")[2].partition(b"]")
     said = said.partition(b"assistant:")[2] if b"assistant:" in said else said
-    if told.startswith(b"="):
+    if re.fullmatch(rb"=([0-9a-f]{2})*", told):
         told = bytes.fromhex(told[1:].decode())
-    if told.startswith(b"*"):
+    if told.startswith(b"*") and len(told) > 1:
         return told[1:][len(said) % (len(told) - 1)]
     return told[len(said)] if len(said) < len(told) else END
 

@@ -1,0 +1,200 @@
+"""A fuzzer reads /openapi.json and asks for all of it: what the document allows, what it does not, and much that
+reaches the engine. No answer is a 5xx or late, each is what the document says, what the document does not allow is
+refused, and nothing is left behind.
+
+PENSTOCK_FUZZ=200 asks for 200 random examples of every route, of the toy and of the default model.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.config import Config
+from penstock.ipc.inprocess import InProcessClient
+from penstock.ipc.spawn import ProcessClient
+from penstock.model.load import load_text
+from tests.server import toys
+
+EXAMPLES = int(os.environ.get("PENSTOCK_FUZZ", "0"))  # of every route; 0: as many as a usual run has time for
+WAIT = 20  # seconds for an answer
+
+CHECKS = ("not_a_server_error", "status_code_conformance", "content_type_conformance", "response_schema_conformance")
+
+SHORT = {"type": "string", "maxLength": 8}
+SPOKEN = {"anyOf": [{"enum": ["[hello]", "[*ab]", "[]", "[=f09f9880]", "hi"]}, {"type": "string", "minLength": 1}]}
+MESSAGE = {
+    "type": "object",
+    "properties": {"role": {"enum": ["user"]}, "content": SPOKEN},
+    "required": ["role", "content"],
+    "additionalProperties": False,
+}
+
+
+def between(least: float, most: float, kind: str = "number") -> dict[str, Any]:
+    return {"type": kind, "minimum": least, "maximum": most}
+
+
+# What a request may have in it and still be answered. Fields of other names are left out.
+ANSWERABLE: dict[str, dict[str, Any]] = {
+    "prompt": SPOKEN,
+    "content": SPOKEN,
+    "input": SPOKEN,
+    "messages": {"type": "array", "items": MESSAGE, "minItems": 1, "maxItems": 3},
+    "tokens": {"type": "array", "items": between(0, 200, "integer"), "maxItems": 8},
+    "system": SHORT,
+    "stream": {"type": "boolean"},
+    "n": between(1, 3, "integer"),
+    "max_tokens": between(1, 8, "integer"),
+    "max_output_tokens": between(1, 8, "integer"),
+    "background": {"type": "boolean"},
+    "min_tokens": between(0, 2, "integer"),
+    "temperature": between(0, 2),
+    "top_p": between(0.01, 1),
+    "top_k": between(0, 99, "integer"),
+    "min_p": between(0, 1),
+    "presence_penalty": between(-2, 2),
+    "frequency_penalty": between(-2, 2),
+    "repetition_penalty": between(0.5, 2),
+    "repeat_penalty": between(0.5, 2),
+    "num_predict": between(1, 8, "integer"),
+    "seed": between(-(2**63), 2**63 - 4, "integer"),
+    "stop": {"type": "string", "minLength": 1, "maxLength": 3},
+    "stop_sequences": {"type": "array", "items": {"type": "string", "minLength": 1}, "maxItems": 3},
+    "stop_token_ids": {"type": "array", "items": between(0, 200, "integer"), "maxItems": 3},
+    "ignore_eos": {"type": "boolean"},
+    "echo": {"type": "boolean"},
+    "options": {"$ref": "#/components/schemas/Options"},
+}
+
+
+@contextmanager
+def toy_model(serve: Callable[..., Any], _: Any) -> Iterator[Any]:
+    with serve(InProcessClient(toys.open_parrot, "parrot"), toys.ToyText(), "toy/parrot") as server:
+        yield server
+
+
+@contextmanager
+def default_model(serve: Callable[..., Any], path: Path) -> Iterator[Any]:
+    client = ProcessClient(Config(model=str(path), name="smollm2", max_len=96, max_rows=8))
+    with serve(client, load_text(path), "smollm2", path) as server:
+        yield server
+
+
+LONG = pytest.mark.skipif(not EXAMPLES, reason="takes minutes: PENSTOCK_FUZZ=200")
+
+
+@pytest.fixture(scope="module", params=[toy_model, pytest.param(default_model, marks=LONG)])
+def server(request: pytest.FixtureRequest, serve: Callable[..., Any], tmp_path_factory: Any) -> Iterator[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PENSTOCK_HOME", str(tmp_path_factory.mktemp("home")))
+        model = request.getfixturevalue("smollm2") if request.param is default_model else None
+        with request.param(serve, model) as server:
+            yield server
+
+
+def document(server: Any) -> dict[str, Any]:
+    """With the one model's name: others lead to a 404 and no further."""
+    told = server.get("/openapi.json").json()
+    name = server.get("/v1/models").json()["data"][0]["id"]
+    for fields in requested(told):
+        if "model" in fields:
+            fields["model"] = {"enum": [name] if fields["model"].get("type") == "string" else [name, None]}
+    return told
+
+
+def requested(document: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The fields of every body that is read."""
+    for path in document["paths"].values():
+        for operation in path.values():
+            body = operation.get("requestBody", {"content": {}})["content"].get("application/json")
+            if body is not None:
+                yield document["components"]["schemas"][body["schema"]["$ref"].rpartition("/")[2]]["properties"]
+
+
+def answerable(document: dict[str, Any]) -> dict[str, Any]:
+    generating = ("completions", "chat", "messages", "responses", "generate", "embed", "embeddings", "tokenize")
+    document["paths"] = {path: each for path, each in document["paths"].items() if path.endswith(generating)}
+    for fields in (*requested(document), document["components"]["schemas"]["Options"]["properties"]):
+        kept = ANSWERABLE | {"model": fields.get("model", {})}
+        for name in [*fields]:
+            if name in kept:
+                fields[name] = kept[name]
+            else:
+                del fields[name]
+    return document
+
+
+def fuzz(server: Any, document: dict[str, Any], folder: Path, *how: str) -> int:
+    """How many requests were made."""
+    (folder / "openapi.json").write_text(json.dumps(document))
+    words = ["run", "openapi.json", "--url", server.url, "--seed", "1", "--request-timeout", str(WAIT)]
+    words += ["--warnings", "off", "--no-shrink", "--suppress-health-check", "all", *how]
+    command = [sys.executable, "-c", "from schemathesis.cli import schemathesis; schemathesis()", *words]
+    kept = {"HYPOTHESIS_STORAGE_DIRECTORY": str(Path(".hypothesis").absolute())}  # tables that take seconds to make
+    done = subprocess.run(command, cwd=folder, env=os.environ | kept, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    made = re.search(r"(\d+) generated", done.stdout)
+    assert made, done.stdout
+    return int(made[1])
+
+
+@pytest.fixture
+def tell(capsys: pytest.CaptureFixture[str]) -> Callable[[int], None]:
+    def told(made: int) -> None:
+        with capsys.disabled():
+            print(f" [{made} requests]", end="")
+
+    return told
+
+
+def nothing_is_left(server: Any) -> None:
+    server.until_idle()
+    stats = server.client.stats
+    assert stats.blocks_used == 0
+    assert stats.blocks_free + stats.blocks_cached == server.client.hello.limits.num_blocks
+    assert server.client.restarts == 0
+
+
+def finished(server: Any) -> float:
+    """Requests that the engine has ended, however."""
+    counts = re.findall(r"^penstock_requests_finished_total\S* (\S+)$", server.get("/metrics").text, re.MULTILINE)
+    return sum(map(float, counts))
+
+
+def test_every_value_at_its_bounds_and_beyond(server: Any, tmp_path: Path, tell: Callable[[int], None]) -> None:
+    told = document(server)
+    if not EXAMPLES:
+        for path in ("/v1/messages/count_tokens", "/v1/responses/input_tokens"):  # their fields are also others'
+            del told["paths"][path]
+    checks = ",".join((*CHECKS, "negative_data_rejection", "unsupported_method"))
+    made = fuzz(server, told, tmp_path, "--phases", "coverage", "--checks", checks)
+    tell(made)
+    assert made > 2000
+    nothing_is_left(server)
+
+
+def test_many_at_once_that_are_answered(server: Any, tmp_path: Path, tell: Callable[[int], None]) -> None:
+    before = finished(server)
+    how = ("--phases", "fuzzing", "--mode", "positive", "--workers", "4", "--max-examples", str(EXAMPLES or 40))
+    made = fuzz(server, answerable(document(server)), tmp_path, *how, "--checks", ",".join(CHECKS))
+    tell(made)
+    nothing_is_left(server)
+    assert finished(server) - before > made / 4
+
+
+@LONG
+def test_whatever_the_document_allows_or_not(server: Any, tmp_path: Path, tell: Callable[[int], None]) -> None:
+    checks = ",".join((*CHECKS, "negative_data_rejection"))
+    how = ("--phases", "fuzzing", "--max-examples", str(EXAMPLES), "--continue-on-failure", "--checks", checks)
+    tell(fuzz(server, document(server), tmp_path, *how))
+    nothing_is_left(server)
