@@ -19,9 +19,9 @@ import uvicorn
 from penstock.config import Config
 from penstock.ipc.inprocess import InProcessClient
 from penstock.ipc.spawn import ProcessClient
-from penstock.server import Space, create_app
+from penstock.server import Setup, Space, create_app
 from penstock.server.app import bind
-from penstock.server.protocol import BoundedProtocol
+from penstock.server.gate.protocol import BoundedProtocol
 from tests.server import toys
 
 WAIT = 30.0
@@ -63,7 +63,7 @@ def serving(
     client: Any, text: Any, name: str, path: Path | None = None, space: Space | None = None, **settings: Any
 ) -> Iterator[Server]:
     with TemporaryDirectory() as folder:
-        app = create_app(client, text, name, path, space=space or Space(Path(folder) / "data"), **settings)
+        app = create_app(client, text, name, Setup(path, space or Space(Path(folder) / "data"), **settings))
         yield from _serving(client, app)
 
 

@@ -20,9 +20,11 @@ import openai
 import pytest
 
 from penstock.ipc.inprocess import InProcessClient
-from penstock.server import Space, batch_lines, batch_records, batch_run, openai_batches
-from penstock.server.ask import BEHIND, GIVE_WAY, Behind
-from penstock.server.batch_lines import entries
+from penstock.server import Space
+from penstock.server.batch import lines, records, run
+from penstock.server.batch.ask import BEHIND, GIVE_WAY, Behind
+from penstock.server.batch.lines import entries
+from penstock.server.openai import batches as openai_batches
 from penstock.types import Event, Request, SamplingParams, Stats
 from tests.server import toys
 
@@ -46,7 +48,7 @@ def begin(sdk: openai.OpenAI, content: bytes, endpoint: Any = CHAT, **fields: An
 
 
 def ended(sdk: openai.OpenAI, id: str) -> Any:
-    return watched(sdk, id, lambda batch: batch.status in batch_records.ENDED)
+    return watched(sdk, id, lambda batch: batch.status in records.ENDED)
 
 
 def watched(sdk: openai.OpenAI, id: str, met: Callable[[Any], bool]) -> Any:
@@ -78,7 +80,7 @@ def test_a_thousand_lines(parrot: Any) -> None:
 
     def met(batch: Any) -> bool:
         seen.append(counts(batch))
-        return batch.status in batch_records.ENDED
+        return batch.status in records.ENDED
 
     batch = watched(sdk, batch.id, met)
     assert batch.status == "completed"
@@ -148,13 +150,13 @@ def test_wrong_lines_are_told_one_by_one_and_the_others_run(parrot: Any) -> None
 
 
 def test_a_line_too_long_is_told_and_the_next_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_lines, "MAX_LINE", 300)
+    monkeypatch.setattr(lines, "MAX_LINE", 300)
     path = tmp_path / "in"
     path.write_bytes(jsonl(line("a"), line("b", "b" * 1000), line("c")))
     found = list(entries(path, CHAT))
     assert [(each.number, each.custom_id) for each in found] == [(1, "a"), (2, None), (3, "c")]
     assert [json.loads(each.fault)["error"]["code"] for each in found if each.fault] == ["request_too_large"]
-    assert json.loads(batch_lines.body_of(path, found[2].start, found[2].size)) == line("c")["body"]
+    assert json.loads(lines.body_of(path, found[2].start, found[2].size)) == line("c")["body"]
 
 
 @pytest.mark.parametrize(
@@ -163,7 +165,7 @@ def test_a_line_too_long_is_told_and_the_next_is_found(tmp_path: Path, monkeypat
 def test_a_file_that_cannot_be_a_batch_fails_it(
     parrot: Any, monkeypatch: pytest.MonkeyPatch, content: bytes, code: str
 ) -> None:
-    monkeypatch.setattr("penstock.server.batch_run.MAX_LINES", 10)
+    monkeypatch.setattr("penstock.server.batch.run.MAX_LINES", 10)
     batch = ended(parrot.sdk(), begin(parrot.sdk(), content).id)
     assert batch.status == "failed"
     assert batch.failed_at >= batch.created_at
@@ -341,10 +343,10 @@ import sys
 from pathlib import Path
 import toys
 from penstock.ipc.inprocess import InProcessClient
-from penstock.server import Space, serve
+from penstock.server import Setup, Space, serve
 
 client, space = InProcessClient(toys.open_slow_parrot), Space(Path(sys.argv[1]))
-serve(client, toys.ToyText, "toy/parrot", "127.0.0.1", 0, space=space)
+serve(client, toys.ToyText, "toy/parrot", "127.0.0.1", 0, Setup(space=space))
 """
 
 
@@ -369,7 +371,7 @@ def done_lines(folder: Path, id: str) -> set[str]:
     db = sqlite3.connect(folder / "archive.db")
     try:
         sql = "SELECT custom_id FROM lines WHERE batch = ? AND state = ?"
-        return {custom for (custom,) in db.execute(sql, (id, batch_records.COMPLETED))}
+        return {custom for (custom,) in db.execute(sql, (id, records.COMPLETED))}
     finally:
         db.close()
 
@@ -402,7 +404,7 @@ def test_a_killed_server_loses_and_doubles_nothing(tmp_path: Path) -> None:
 def test_a_batch_goes_over_to_a_server_that_waits_for_the_folder(
     serve: Any, toy_text: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batch_run, "PATIENCE", 0.05)
+    monkeypatch.setattr(run, "PATIENCE", 0.05)
     with ExitStack() as second:
         with serve(InProcessClient(toys.open_slow_parrot), toy_text, MODEL, space=Space(tmp_path)) as first:
             id = begin(first.sdk(), jsonl(*[line(f"n{number}", "on and on " * 10) for number in range(40)])).id
@@ -423,12 +425,12 @@ def test_what_a_server_left_half_done_is_ended_by_the_next(serve: Any, toy_text:
             assert ended(server.sdk(), ids[status]).status == "completed"
     with sqlite3.connect(tmp_path / "archive.db") as db:
         for status, id in ids.items():
-            batch = batch_records.get(db, id)
-            batch.request_counts = batch_records.Counts(2, 1, 0)
+            batch = records.get(db, id)
+            batch.request_counts = records.Counts(2, 1, 0)
             batch.output_file_id = batch.completed_at = None
             batch.to(status) if status != "validating" else setattr(batch, "status", status)
-            batch_records.save(db, batch)
-            answered = batch_lines.encode_answer("one", 200, "req", b"{}")
+            records.save(db, batch)
+            answered = lines.encode_answer("one", 200, "req", b"{}")
             db.execute("INSERT INTO lines VALUES (?, 1, 0, 0, 'one', 1, ?)", (id, answered))
             if status == "cancelling":
                 db.execute("INSERT INTO lines VALUES (?, 2, 0, 0, 'two', 0, NULL)", (id,))

@@ -12,7 +12,7 @@ import pytest
 
 from penstock.engine.engine import Engine
 from penstock.ipc.inprocess import InProcessClient
-from penstock.server.guard import Rules
+from penstock.server.gate.guard import Rules
 from penstock.text.families import Format, family_of
 from tests.server import toys
 

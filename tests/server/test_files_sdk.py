@@ -12,9 +12,10 @@ import openai
 import pytest
 
 from penstock.ipc.inprocess import InProcessClient
-from penstock.server import Space, file_records
-from penstock.server.archive import Archive
-from penstock.server.form import Form
+from penstock.server import Space
+from penstock.server.batch import file_records
+from penstock.server.batch.archive import Archive
+from penstock.server.batch.form import Form
 from tests.server import toys
 
 MODEL = "toy/parrot"

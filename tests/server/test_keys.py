@@ -21,9 +21,10 @@ from starlette.applications import Starlette
 from penstock.errors import ConfigError
 from penstock.ipc.inprocess import InProcessClient
 from penstock.keys import Key, Keyring, changing, digest, new_key, now, read
-from penstock.server import accounts, create_app
-from penstock.server.accounts import Account, Allowance
-from penstock.server.guard import Rules, check
+from penstock.server import create_app
+from penstock.server.gate import accounts
+from penstock.server.gate.accounts import Account, Allowance
+from penstock.server.gate.guard import Rules, check
 from tests.server import toys
 from tests.server.conftest import WAIT, Server, serving
 

@@ -10,8 +10,10 @@ import jsonschema
 import pytest
 from starlette.applications import Starlette
 
-from penstock.server import app, openai, openai_files, responses_fields
+from penstock.server import app, bodies
+from penstock.server.openai import files
 from penstock.server.openapi import Spoken
+from penstock.server.responses import fields as responses_fields
 
 
 @pytest.fixture
@@ -63,8 +65,8 @@ def test_bodies_are_documented_as_they_are_read(
             read.append((kind, neutral))
         return read_object(given, kind, neutral, where, **how)
 
-    read_object = openai.read_object
-    for module in (openai, openai_files, responses_fields):
+    read_object = bodies.read_object
+    for module in (bodies, files, responses_fields):
         monkeypatch.setattr(module, "read_object", reading)
     for route in routes:
         read.clear()
@@ -86,11 +88,11 @@ def test_schemas_are_schemas_and_references_lead_to_them(document: dict[str, Any
 def test_what_is_within_a_body_is_described(document: dict[str, Any]) -> None:
     """An assistant's calls in OpenAI's chat are three objects deep; neutral fields are there with their values."""
     schemas = document["components"]["schemas"]
-    body = schemas["openai_chat.Chat"]
+    body = schemas["openai.chat.Chat"]
     assert body["properties"]["user"] == {}
     assert body["properties"]["store"] == {"enum": [False, None]}
     assert body["additionalProperties"] is False
-    assert body["properties"]["messages"]["items"] == {"$ref": "#/components/schemas/openai_chat.Message"}
+    assert body["properties"]["messages"]["items"] == {"$ref": "#/components/schemas/openai.chat.Message"}
     validator = jsonschema.Draft202012Validator({"components": {"schemas": schemas}, **body})
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     asked = {"model": "m", "messages": [{"role": "assistant", "tool_calls": [call]}]}

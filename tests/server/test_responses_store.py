@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from penstock.errors import InvalidRequest, NotFound
-from penstock.server.responses_items import (
+from penstock.server.responses.items import (
     InputText,
     Message,
     OutputText,
@@ -16,7 +16,7 @@ from penstock.server.responses_items import (
     Response,
     TextSettings,
 )
-from penstock.server.responses_store import Kept, ResponseStore
+from penstock.server.responses.store import Kept, ResponseStore
 
 
 def kept(id: str, previous: str | None = None, said: str = "a", status: str = "completed", busy: bool = False) -> Kept:

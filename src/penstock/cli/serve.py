@@ -11,7 +11,7 @@ from penstock.cli.command import Option
 from penstock.cli.terminal import obtain
 
 if TYPE_CHECKING:
-    from penstock.server.tracing import Traces
+    from penstock.server.watch.tracing import Traces
 
 
 def serve(
@@ -73,9 +73,9 @@ def serve(
     from penstock.config import Config
     from penstock.ipc.spawn import ProcessClient
     from penstock.model.load import load_text
-    from penstock.server import Space
+    from penstock.server import Setup, Space
     from penstock.server import serve as listen
-    from penstock.server.guard import Rules
+    from penstock.server.gate.guard import Rules
 
     called = name or _short_name(model, path)
     config = Config(
@@ -92,14 +92,14 @@ def serve(
     )
     space = Space(Path(data).expanduser().absolute() if data else None, max_file, max_data, max_files)
     rules = Rules(Path(keys).expanduser() if keys else None, tuple(cors or ()), max_waiting, ignore_unknown_fields)
-    listen(ProcessClient(config), partial(load_text, path), called, host, port, path, space, traces, rules)
+    listen(ProcessClient(config), partial(load_text, path), called, host, port, Setup(path, space, rules, traces))
 
 
 def _open_traces(url: str) -> Traces:
     from penstock.errors import ConfigError
 
     try:
-        from penstock.server.tracing import traces_to
+        from penstock.server.watch.tracing import traces_to
     except ImportError as error:
         raise ConfigError(
             f"traces were to go to {url}, and what sends them is not here ({error}): pip install 'penstock[otel]', or "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.server.app import create_app, serve
-from penstock.server.archive import Space
+from penstock.server.app import Setup, create_app, serve
+from penstock.server.batch.archive import Space
 
-__all__ = ["Space", "create_app", "serve"]
+__all__ = ["Setup", "Space", "create_app", "serve"]

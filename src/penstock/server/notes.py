@@ -10,7 +10,7 @@ from hashlib import blake2b
 from starlette.requests import Request as HttpRequest
 
 from penstock.errors import InvalidRequest
-from penstock.server.accounts import ACCOUNT
+from penstock.server.gate.accounts import ACCOUNT
 
 EXPLAIN = "x-penstock-explain"
 CREDENTIALS = ("authorization", "x-api-key")

@@ -15,8 +15,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from penstock import __version__
+from penstock.server.bodies import ANYTHING, Neutral
 from penstock.server.errors import OllamaBody, error_shape
-from penstock.server.openai import ANYTHING, Neutral
 from penstock.server.served import Served
 
 JSON = "application/json"

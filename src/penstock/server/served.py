@@ -11,8 +11,8 @@ from typing import NamedTuple, TypeVar
 
 from penstock.errors import EngineUnavailable, InvalidRequest, ModelNotFound, Overloaded
 from penstock.ipc.client import EngineClient
-from penstock.server.metrics import Metrics
 from penstock.server.notes import notes
+from penstock.server.watch.metrics import Metrics
 from penstock.text import Text, make_request
 from penstock.types import Limits, Request, SamplingParams
 

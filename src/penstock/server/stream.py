@@ -11,8 +11,8 @@ from starlette.types import Receive
 
 from penstock.errors import EngineUnavailable
 from penstock.ipc.client import EngineClient
-from penstock.server.metrics import Watch
 from penstock.server.served import Served
+from penstock.server.watch.metrics import Watch
 from penstock.text import Delta, TextStream, read_step
 from penstock.types import Aborted, Event, Finished, Report, Request
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from penstock.errors import InvalidRequest
-from penstock.server.bounds import read_json
+from penstock.server.gate.bounds import read_json
 from penstock.types import Grammar
 
 MAX_SCHEMA = 2**20  # characters

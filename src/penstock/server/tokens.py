@@ -9,8 +9,8 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from penstock.errors import InvalidRequest
-from penstock.server.openai import Neutral, read_body
-from penstock.server.openai_chat import MESSAGE_NEUTRAL, Message, read_messages
+from penstock.server.bodies import Neutral, read_body
+from penstock.server.openai.chat import MESSAGE_NEUTRAL, Message, read_messages
 from penstock.server.openapi import Operation, read_as
 from penstock.server.reply import encode
 from penstock.server.served import Served, off_loop

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgspec
 
 from penstock.errors import InvalidRequest
-from penstock.server.bounds import check_count, read_json
-from penstock.server.openai import read_object, unsupported
+from penstock.server.bodies import read_object, unsupported
+from penstock.server.gate.bounds import check_count, read_json
 from penstock.server.openapi import read_as
 from penstock.text import Text
 from penstock.text.call_grammar import call_grammar

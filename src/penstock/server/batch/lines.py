@@ -1,0 +1,161 @@
+"""A batch's input and output: one JSON object a line, each with its caller's own id."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import msgspec
+
+from penstock.errors import InvalidRequest
+from penstock.server.bodies import MAX_BODY, read_object, unsupported
+from penstock.server.gate.bounds import read_json
+
+MAX_LINES = 50_000
+MAX_LINE = MAX_BODY + 2**16  # bytes: a body and what is around it
+MAX_ID = 512  # characters
+MAX_TOLD = 1000  # characters of what is wrong: a line may be one long name
+BOM = "\ufeff".encode()  # some editors begin a file with it
+WHOLE = ("stream", "background")  # fields of a body that ask for something else than one answer
+
+
+class Line(msgspec.Struct, forbid_unknown_fields=True):
+    custom_id: str
+    method: str
+    url: str
+    body: dict[str, Any]
+
+
+class Body(msgspec.Struct):
+    body: msgspec.Raw
+
+
+class Entry(NamedTuple):
+    """A line of the input: where it stands, and what is to be told where it cannot be run."""
+
+    number: int
+    start: int
+    size: int
+    custom_id: str | None
+    fault: bytes | None = None
+
+
+class Told(msgspec.Struct):
+    """A line of the output."""
+
+    id: str
+    custom_id: str | None
+    response: Any = None
+    error: Any = None
+
+
+class Response(msgspec.Struct):
+    status_code: int
+    request_id: str
+    body: msgspec.Raw
+
+
+class Fault(msgspec.Struct):
+    code: str
+    message: str
+    param: str | None = None
+    line: int | None = None
+
+
+def entries(path: Path, endpoint: str) -> Iterator[Entry]:
+    """Every line that is not blank. One that is wrong is an entry with a fault, and the others go on."""
+    seen: dict[str, int] = {}
+    with path.open("rb") as file:
+        for number, start, text in _lines(file):
+            id, fault = _check(text, endpoint, seen, number)
+            yield Entry(number, start, len(text), id, None if fault is None else encode_fault(id, fault, number))
+
+
+def body_of(path: Path, start: int, size: int) -> bytes:
+    """The request in a line, as it was written."""
+    with path.open("rb") as file:
+        file.seek(start)
+        return bytes(msgspec.json.decode(file.read(size), type=Body).body)
+
+
+def encode_answer(custom_id: str | None, status: int, request_id: str, body: bytes) -> bytes:
+    flat = msgspec.Raw(msgspec.json.format(body, indent=-1))
+    return msgspec.json.encode(Told(_new_id(), custom_id, response=Response(status, request_id, flat)))
+
+
+def encode_fault(custom_id: str | None, error: InvalidRequest, line: int) -> bytes:
+    fault = Fault(error.code, error.message[:MAX_TOLD], error.param and error.param[:MAX_TOLD], line)
+    return msgspec.json.encode(Told(_new_id(), custom_id, error=fault))
+
+
+def _new_id() -> str:
+    return f"batch_req_{secrets.token_hex(12)}"
+
+
+def _lines(file: BinaryIO) -> Iterator[tuple[int, int, bytes]]:
+    """Number, place and text. What is longer than a line may be is read past, and comes as its beginning."""
+    number = 0
+    start = len(BOM) if file.read(len(BOM)) == BOM else 0
+    file.seek(start)
+    while text := file.readline(MAX_LINE + 1):
+        number += 1
+        rest = text
+        while not rest.endswith(b"\n") and (rest := file.readline(MAX_LINE)):
+            pass
+        if text.strip():
+            yield number, start, text
+        start = file.tell()
+
+
+def _check(text: bytes, endpoint: str, seen: dict[str, int], number: int) -> tuple[str | None, InvalidRequest | None]:
+    """The line's own id as far as it can be read, and what is wrong with the line."""
+    id = None
+    try:
+        given = _object(text, number)
+        id = _id(given)
+        line = read_object(given, Line, {})
+        _check_line(line, endpoint)
+        first = seen.setdefault(line.custom_id, number)
+        if first != number:
+            raise InvalidRequest(
+                f"custom_id {line.custom_id!r} is that of line {first}: each needs its own",
+                param="custom_id",
+                code="duplicate_custom_id",
+            )
+    except InvalidRequest as error:
+        return id, error
+    return id, None
+
+
+def _object(text: bytes, number: int) -> dict[str, Any]:
+    if len(text) > MAX_LINE:
+        raise InvalidRequest(f"line {number} has more than {MAX_LINE} bytes", code="request_too_large")
+    given = read_json(text, f"line {number}", code="invalid_json_line")
+    if not isinstance(given, dict):
+        raise InvalidRequest(f"line {number} must be a JSON object", code="invalid_json_line")
+    return given
+
+
+def _id(given: dict[str, Any]) -> str | None:
+    id = given.get("custom_id")
+    return id if isinstance(id, str) and len(id) <= MAX_ID else None
+
+
+def _check_line(line: Line, endpoint: str) -> None:
+    if not 0 < len(line.custom_id) <= MAX_ID:
+        raise InvalidRequest(
+            f"custom_id has from 1 to {MAX_ID} characters; got {len(line.custom_id)}",
+            param="custom_id",
+            code="invalid_custom_id",
+        )
+    if line.method != "POST":
+        raise InvalidRequest(f"method must be POST; got {line.method[:100]!r}", param="method", code="invalid_method")
+    if line.url != endpoint:
+        raise InvalidRequest(
+            f"url must be the batch's endpoint, {endpoint!r}; got {line.url[:100]!r}", param="url", code="invalid_url"
+        )
+    for name in WHOLE:
+        if line.body.get(name):
+            raise unsupported(f"body.{name}", line.body[name])

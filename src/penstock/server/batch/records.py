@@ -1,0 +1,260 @@
+"""The records of batches and their lines. Each function is a transaction of the archive's, or part of one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from sqlite3 import Connection
+from typing import NamedTuple
+
+import msgspec
+
+from penstock.errors import InvalidRequest
+from penstock.server.batch import file_records
+from penstock.server.batch.file_records import ExpiresAfter, File, Page, rows_of
+from penstock.server.batch.lines import Entry
+
+PENDING, COMPLETED, FAILED = range(3)  # what a line is
+ENDED = ("completed", "failed", "expired", "cancelled")
+MAX_OPEN = 100
+MAX_KEPT = 10_000  # batches, of which the oldest are forgotten: their files are not
+
+
+class Counts(msgspec.Struct):
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+
+
+class InputDetails(msgspec.Struct):
+    cached_tokens: int = 0
+
+
+class OutputDetails(msgspec.Struct):
+    reasoning_tokens: int = 0
+
+
+class Usage(msgspec.Struct):
+    """Of all lines that were answered."""
+
+    input_tokens: int = 0
+    input_tokens_details: InputDetails = msgspec.field(default_factory=InputDetails)
+    output_tokens: int = 0
+    output_tokens_details: OutputDetails = msgspec.field(default_factory=OutputDetails)
+    total_tokens: int = 0
+
+
+class BatchError(msgspec.Struct):
+    code: str
+    message: str
+    line: int | None = None
+    param: str | None = None
+
+
+class BatchErrors(msgspec.Struct):
+    data: list[BatchError]
+    object: str = "list"
+
+
+class Batch(msgspec.Struct, kw_only=True):
+    """As clients are told of it."""
+
+    id: str
+    object: str = "batch"
+    endpoint: str
+    model: str
+    errors: BatchErrors | None = None
+    input_file_id: str
+    completion_window: str
+    status: str = "validating"
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    created_at: int
+    in_progress_at: int | None = None
+    expires_at: int
+    finalizing_at: int | None = None
+    completed_at: int | None = None
+    failed_at: int | None = None
+    expired_at: int | None = None
+    cancelling_at: int | None = None
+    cancelled_at: int | None = None
+    request_counts: Counts = msgspec.field(default_factory=Counts)
+    usage: Usage = msgspec.field(default_factory=Usage)
+    metadata: dict[str, str] | None = None
+    output_expires_after: ExpiresAfter | None = None
+
+    @property
+    def ending(self) -> str:
+        """How it ends once its files are written."""
+        return "cancelled" if self.cancelling_at else "expired" if self.expired_at else "completed"
+
+    def to(self, status: str) -> None:
+        self.status = status
+        setattr(self, f"{status}_at", int(time.time()))
+
+
+class Pending(NamedTuple):
+    """A line that is still to be run: where in the input it stands."""
+
+    number: int
+    start: int
+    size: int
+    custom_id: str | None
+
+
+class Outcome(NamedTuple):
+    number: int
+    state: int
+    answer: bytes
+
+
+# -- batches ------------------------------------------------------------------------------------------------------
+
+
+def add(db: Connection, batch: Batch) -> None:
+    db.execute("DELETE FROM batches WHERE NOT open AND number <= (SELECT MAX(number) FROM batches) - ?", (MAX_KEPT,))
+    open = db.execute("SELECT COUNT(*) FROM batches WHERE open").fetchone()[0]
+    if open >= MAX_OPEN:
+        raise InvalidRequest(f"{open} batches are under way, which is the most: wait for one", code="too_many_batches")
+    values = (batch.id, batch.input_file_id, _told(batch))
+    db.execute("INSERT INTO batches (id, input, open, told) VALUES (?, ?, TRUE, ?)", values)
+
+
+def find(db: Connection, id: str) -> Batch | None:
+    row = db.execute("SELECT told FROM batches WHERE id = ?", (id,)).fetchone()
+    return None if row is None else _batch(row)
+
+
+def get(db: Connection, id: str) -> Batch:
+    batch = find(db, id)
+    assert batch is not None
+    return batch
+
+
+def listed(db: Connection, page: Page) -> list[Batch]:
+    """One more than the page's limit where there are more."""
+    return [_batch(row) for row in rows_of(db, "batches", "told", page)]
+
+
+def open_ids(db: Connection) -> list[str]:
+    return [id for (id,) in db.execute("SELECT id FROM batches WHERE open ORDER BY number")]
+
+
+def advance(db: Connection, id: str, status: str) -> Batch:
+    """Unless a cancel came between: what is being cancelled stays so."""
+    batch = get(db, id)
+    if batch.status != "cancelling":
+        batch.to(status)
+        save(db, batch)
+    return batch
+
+
+def expire(db: Connection, id: str) -> Batch:
+    """Its time is over: it ends with what is done."""
+    batch = advance(db, id, "finalizing")
+    if batch.status == "finalizing":
+        batch.expired_at = int(time.time())
+        save(db, batch)
+    return batch
+
+
+def cancel(db: Connection, id: str) -> Batch | None:
+    batch = find(db, id)
+    if batch is not None and batch.status in ("validating", "in_progress"):
+        batch.to("cancelling")
+        save(db, batch)
+    return batch
+
+
+def fail(db: Connection, id: str, error: BatchError) -> Batch:
+    batch = get(db, id)
+    batch.errors = BatchErrors([error])
+    _end(db, batch, "failed")
+    return batch
+
+
+def finish(db: Connection, id: str, output: File | None, errors: File | None) -> None:
+    """Ends a batch whose files are written; its lines are in them."""
+    batch = get(db, id)
+    for file in (output, errors):
+        if file is not None:
+            file_records.add(db, file)
+    batch.output_file_id = None if output is None else output.id
+    batch.error_file_id = None if errors is None else errors.id
+    _end(db, batch, batch.ending)
+
+
+def save(db: Connection, batch: Batch) -> None:
+    open = batch.status not in ENDED
+    db.execute("UPDATE batches SET told = ?, open = ? WHERE id = ?", (_told(batch), open, batch.id))
+
+
+def _end(db: Connection, batch: Batch, status: str) -> None:
+    batch.to(status)
+    save(db, batch)
+    db.execute("DELETE FROM lines WHERE batch = ?", (batch.id,))
+
+
+def _batch(row: tuple[bytes]) -> Batch:
+    return msgspec.json.decode(row[0], type=Batch)
+
+
+def _told(batch: Batch) -> bytes:
+    return msgspec.json.encode(batch)
+
+
+# -- lines --------------------------------------------------------------------------------------------------------
+
+
+def forget_lines(db: Connection, id: str) -> None:
+    """Of a batch that was being read when a server was killed."""
+    batch = get(db, id)
+    batch.request_counts = Counts()
+    save(db, batch)
+    db.execute("DELETE FROM lines WHERE batch = ?", (id,))
+
+
+def add_lines(db: Connection, id: str, entries: Sequence[Entry]) -> None:
+    batch = get(db, id)
+    counts = batch.request_counts
+    counts.total += len(entries)
+    counts.failed += sum(entry.fault is not None for entry in entries)
+    save(db, batch)
+    db.executemany(
+        "INSERT INTO lines VALUES (?, ?, ?, ?, ?, ?, ?)",
+        [
+            (id, e.number, e.start, e.size, e.custom_id, PENDING if e.fault is None else FAILED, e.fault)
+            for e in entries
+        ],
+    )
+
+
+def pending(db: Connection, id: str, after: int, most: int) -> list[Pending]:
+    sql = "SELECT number, start, size, custom_id FROM lines WHERE batch = ? AND number > ? AND state = ? "
+    return [Pending(*row) for row in db.execute(sql + "ORDER BY number LIMIT ?", (id, after, PENDING, most))]
+
+
+def outcomes(db: Connection, id: str, after: int, most: int) -> list[Outcome]:
+    sql = "SELECT number, state, answer FROM lines WHERE batch = ? AND number > ? AND state != ? "
+    return [Outcome(*row) for row in db.execute(sql + "ORDER BY number LIMIT ?", (id, after, PENDING, most))]
+
+
+def record(db: Connection, id: str, outcomes: Iterable[Outcome], usage: Usage | None = None) -> None:
+    """A line has one outcome: the first."""
+    batch = get(db, id)
+    sql = "UPDATE lines SET state = ?, answer = ? WHERE batch = ? AND number = ? AND state = ?"
+    for number, state, answer in outcomes:
+        if db.execute(sql, (state, answer, id, number, PENDING)).rowcount:
+            batch.request_counts.completed += state == COMPLETED
+            batch.request_counts.failed += state == FAILED
+    if usage is not None:
+        _sum(batch.usage, usage)
+    save(db, batch)
+
+
+def _sum(whole: Usage, part: Usage) -> None:
+    whole.input_tokens += part.input_tokens
+    whole.input_tokens_details.cached_tokens += part.input_tokens_details.cached_tokens
+    whole.output_tokens += part.output_tokens
+    whole.output_tokens_details.reasoning_tokens += part.output_tokens_details.reasoning_tokens
+    whole.total_tokens += part.total_tokens

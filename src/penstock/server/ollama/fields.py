@@ -1,0 +1,251 @@
+"""What Ollama's clients send.
+
+A field or option is read and honoured, or accepted because its value changes no answer, or refused by name. Accepted
+whatever they are: options about threads, memory and placement, which the engine decides by itself; `num_keep`,
+`truncate` and `shift`, which are about cutting a prompt, because none is ever cut here: what does not fit is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from penstock.errors import InvalidRequest
+from penstock.server.bodies import ANYTHING, Neutral, read_object, unsupported
+from penstock.server.gate.bounds import MAX_MESSAGES, check_count, check_stops
+from penstock.server.notes import notes
+from penstock.server.openapi import read_as
+from penstock.server.served import Served
+from penstock.server.structured import ANY_OBJECT, json_grammar
+from penstock.server.tools import Tool, told_reasoning
+from penstock.server.turn import thinking
+from penstock.text.tools import CallArguments
+from penstock.types import Grammar, SamplingParams
+
+DEFAULTS: dict[str, Any] = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}  # Ollama's
+
+NEUTRAL: Neutral = {
+    "shift": ANYTHING,
+    "truncate": ANYTHING,
+}
+GENERATE_NEUTRAL: Neutral = NEUTRAL | {
+    "context": ([],),
+    "height": (0,),
+    "images": ([],),
+    "steps": (0,),
+    "width": (0,),
+}
+MESSAGE_NEUTRAL: Neutral = {"images": ([],)}
+OPTION_NEUTRAL: Neutral = {
+    "draft_num_predict": ANYTHING,
+    "embedding_only": (False,),
+    "f16_kv": ANYTHING,
+    "logits_all": ANYTHING,
+    "low_vram": ANYTHING,
+    "main_gpu": ANYTHING,
+    "mirostat": (0,),
+    "mirostat_eta": ANYTHING,  # nothing without mirostat
+    "mirostat_tau": ANYTHING,
+    "num_batch": ANYTHING,
+    "num_gpu": ANYTHING,
+    "num_keep": ANYTHING,
+    "num_thread": ANYTHING,
+    "numa": ANYTHING,
+    "penalize_newline": (True,),
+    "tfs_z": (1,),
+    "typical_p": (1,),
+    "use_mlock": ANYTHING,
+    "use_mmap": ANYTHING,
+    "vocab_only": (False,),
+}
+
+
+class Options(msgspec.Struct, forbid_unknown_fields=True):
+    num_ctx: int | None = None
+    num_predict: int | None = None  # 0 and below: until the model ends it
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: str | list[str] | None = None
+    repeat_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    repeat_last_n: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+
+
+class Generation(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    model: str
+    stream: bool | None = None  # left out: true
+    options: Annotated[dict[str, Any], read_as(Options, neutral=OPTION_NEUTRAL)] | None = None
+    keep_alive: float | str | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    think: bool | Literal["low", "medium", "high"] | None = None
+    format: dict[str, Any] | Literal["", "json"] | None = None
+    penstock: bool | None = None  # whether the answer is to explain itself
+
+    def __post_init__(self) -> None:
+        notes().explain |= bool(self.penstock)
+
+
+class Chat(Generation):
+    messages: list[Annotated[dict[str, Any], read_as(Message, neutral=MESSAGE_NEUTRAL)]] | None = None
+    tools: list[Annotated[dict[str, Any], read_as(Tool)]] | None = None
+
+
+class Generate(Generation):
+    prompt: str | None = None
+    system: str | None = None
+    template: str | None = None
+    suffix: str | None = None
+    raw: bool | None = None
+
+
+class Message(msgspec.Struct, forbid_unknown_fields=True):
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str | None = None
+    thinking: str | None = None
+    tool_calls: list[Annotated[dict[str, Any], read_as(Call)]] | None = None
+    tool_name: str | None = None
+    tool_call_id: str | None = None
+
+
+class Function(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+    arguments: dict[str, Any]
+    index: int | None = None
+    description: str | None = None
+
+
+class Call(msgspec.Struct, forbid_unknown_fields=True):
+    function: Annotated[dict[str, Any], read_as(Function)]
+    id: str | None = None
+    type: Literal["function"] = "function"
+
+
+def check(asked: Generation) -> None:
+    if asked.top_logprobs and not asked.logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
+    check_kept(asked.keep_alive)
+
+
+def check_kept(keep_alive: float | str | None) -> None:
+    if keep_alive is not None:
+        seconds(keep_alive)
+
+
+def unloads(asked: Generation) -> bool:
+    return asked.keep_alive is not None and seconds(asked.keep_alive) == 0
+
+
+def template_fields(served: Served, asked: Generation) -> dict[str, Any]:
+    """What is asked of the template beside messages and tools: refused where it has no word for it."""
+    if isinstance(asked.think, str) and served.text.takes("reasoning_effort"):
+        return {"reasoning_effort": asked.think}
+    fields = None if isinstance(asked.think, str) else thinking(served, asked.think)
+    if fields is None:
+        raise unsupported("think", asked.think)
+    return fields
+
+
+UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_STEP = rf"(\d+(?:\.\d+)?)({'|'.join(UNITS)})"
+
+
+def seconds(duration: float | str) -> float:
+    """A number of seconds, or what Go calls a duration, such as "1h30m"; below zero: for ever."""
+    if not isinstance(duration, str):
+        return duration
+    if re.fullmatch(r"-?\d+(\.\d+)?", duration):
+        return float(duration)
+    if not re.fullmatch(rf"-?(?:{_STEP})+", duration):
+        raise InvalidRequest(f"keep_alive: {duration!r} is not a duration such as 300, 5m or -1", param="keep_alive")
+    total = sum(float(count) * UNITS[unit] for count, unit in re.findall(_STEP, duration))
+    return -total if duration.startswith("-") else total
+
+
+# -- options ------------------------------------------------------------------------------------------------------
+
+
+def read_options(served: Served, asked: Generation) -> tuple[SamplingParams, int | None]:
+    """How to sample, and the most tokens to answer with; None: what the context has room for."""
+    options = read_object(asked.options or {}, Options, OPTION_NEUTRAL, "options")
+    _check_context(served, options)
+    _check_window(options)
+    named = {name: getattr(options, name) for name in _SAMPLING} | {"repetition_penalty": options.repeat_penalty}
+    settings = DEFAULTS | {name: value for name, value in named.items() if value is not None}
+    stops = (options.stop,) if isinstance(options.stop, str) else tuple(options.stop or ())
+    check_stops(stops, "options.stop")
+    scores = (asked.top_logprobs or 0) if asked.logprobs else None
+    limit = options.num_predict if options.num_predict and options.num_predict > 0 else None
+    return SamplingParams(stop=stops, logprobs=scores, grammar=_grammar(asked), **settings), limit
+
+
+def context_of(served: Served, given: dict[str, Any] | None) -> int:
+    """How many tokens of an input count. Options that say how to sample ask for nothing where no token is."""
+    options = read_object(given or {}, Options, OPTION_NEUTRAL, "options")
+    _check_context(served, options)
+    return options.num_ctx if options.num_ctx and options.num_ctx > 0 else served.limits.max_len
+
+
+def _grammar(asked: Generation) -> Grammar | None:
+    if asked.format is None or asked.format == "":
+        return None
+    return json_grammar(ANY_OBJECT if asked.format == "json" else asked.format, "format")
+
+
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed", "presence_penalty", "frequency_penalty")
+
+
+def _check_context(served: Served, options: Options) -> None:
+    held = served.limits.max_len
+    if options.num_ctx is not None and options.num_ctx > held:
+        raise InvalidRequest(
+            f"options.num_ctx is {options.num_ctx} and the context holds {held} tokens, as was decided when this "
+            "server started: ask for no more, or leave it out",
+            param="options.num_ctx",
+        )
+
+
+def _check_window(options: Options) -> None:
+    penalties = (options.repeat_penalty, options.presence_penalty, options.frequency_penalty)
+    if options.repeat_last_n not in (None, -1) and any(penalty not in (None, 0, 1) for penalty in penalties):
+        raise InvalidRequest(
+            f"options.repeat_last_n: penalties look at the whole text here, not at {options.repeat_last_n} tokens; "
+            "send -1 or leave it out",
+            param="options.repeat_last_n",
+        )
+
+
+# -- messages -----------------------------------------------------------------------------------------------------
+
+
+def read_messages(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """As a chat template takes them."""
+    check_count(given, MAX_MESSAGES, "messages")
+    return [_message(message, f"messages[{index}]") for index, message in enumerate(given)]
+
+
+def _message(given: dict[str, Any], where: str) -> dict[str, Any]:
+    message = read_object(given, Message, MESSAGE_NEUTRAL, where)
+    calls = [_call(call, f"{where}.tool_calls[{index}]") for index, call in enumerate(message.tool_calls or ())]
+    named = {
+        "tool_calls": calls or None,
+        "name": message.tool_name,
+        "tool_call_id": message.tool_call_id,
+    }
+    said: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+    said |= {name: value for name, value in named.items() if value is not None}
+    return said | told_reasoning(message.thinking, message.content) if message.thinking else said
+
+
+def _call(given: dict[str, Any], where: str) -> dict[str, Any]:
+    call = read_object(given, Call, {}, where)
+    function = read_object(call.function, Function, {}, f"{where}.function")
+    arguments = CallArguments(function.arguments)
+    return {"id": call.id, "type": "function", "function": {"name": function.name, "arguments": arguments}}

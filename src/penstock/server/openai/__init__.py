@@ -1,0 +1,1 @@
+"""OpenAI's chat, completions, embeddings, files and batches."""

@@ -1,0 +1,134 @@
+"""/v1/batches: many requests in a file, answered in one."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from sqlite3 import Connection
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+from starlette.exceptions import HTTPException
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
+
+from penstock.errors import InvalidRequest
+from penstock.server.batch import file_records, records
+from penstock.server.batch.archive import Archive, Space
+from penstock.server.batch.file_records import DAY, ExpiresAfter, Page
+from penstock.server.batch.records import Batch
+from penstock.server.batch.run import BatchRunner
+from penstock.server.bodies import read_body
+from penstock.server.openai.files import read_query, told, told_page
+from penstock.server.openapi import Operation
+from penstock.server.served import Served
+
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
+WINDOW = "24h"
+WINDOW_SECONDS = DAY
+MAX_PAIRS, MAX_KEY, MAX_VALUE = 16, 64, 512  # of metadata
+
+
+class CreateBatch(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    input_file_id: str
+    endpoint: str
+    completion_window: str
+    metadata: dict[str, str] | None = None
+    output_expires_after: ExpiresAfter | None = None
+
+
+class BatchesQuery(msgspec.Struct, forbid_unknown_fields=True):
+    after: str | None = None
+    limit: Annotated[int, Meta(ge=1, le=100)] = 20
+
+
+CREATE_BATCH = Operation(CreateBatch, {}, Batch)
+LIST_BATCHES = Operation(query=BatchesQuery)
+SHOW_BATCH = Operation(answers=Batch)
+
+
+class Batches:
+    def __init__(self, archive: Archive, runner: BatchRunner) -> None:
+        self._archive = archive
+        self._runner = runner
+
+    async def create(self, served: Served, http: HttpRequest) -> Response:
+        asked = await read_body(http, CreateBatch, {})
+        _check(asked, [route.path for route in http.app.routes if isinstance(route, Route)])
+        now = int(time.time())
+        batch = Batch(
+            id=f"batch_{secrets.token_hex(12)}",
+            endpoint=asked.endpoint,
+            model=served.name,
+            input_file_id=asked.input_file_id,
+            completion_window=WINDOW,
+            created_at=now,
+            expires_at=now + WINDOW_SECONDS,
+            metadata=asked.metadata,
+            output_expires_after=asked.output_expires_after,
+        )
+        await self._archive.do(_add, batch, self._archive.space)
+        self._runner.start(batch.id)
+        return told(batch)
+
+    async def list_all(self, _: Served, http: HttpRequest) -> Response:
+        asked = read_query(http, BatchesQuery)
+        page = Page(asked.after, asked.limit)
+        return told_page(await self._archive.do(records.listed, page), page)
+
+    async def show(self, _: Served, http: HttpRequest) -> Response:
+        id = http.path_params["id"]
+        return told(_present(await self._archive.do(records.find, id), id))
+
+    async def cancel(self, _: Served, http: HttpRequest) -> Response:
+        id = http.path_params["id"]
+        batch = _present(await self._archive.do(records.cancel, id), id)
+        if batch.status not in ("cancelling", "cancelled"):
+            raise InvalidRequest(f"the batch {id!r} is {batch.status} and can no longer be cancelled")
+        self._runner.stop(id)
+        return told(batch)
+
+
+def _check(asked: CreateBatch, routed: list[str]) -> None:
+    offered = [path for path in ENDPOINTS if path in routed]
+    if asked.endpoint not in offered:
+        raise InvalidRequest(
+            f"endpoint must be one of {', '.join(offered)}; got {asked.endpoint[:100]!r}",
+            param="endpoint",
+            code="invalid_endpoint",
+        )
+    if asked.completion_window != WINDOW:
+        raise InvalidRequest(
+            f"completion_window must be {WINDOW!r}; got {asked.completion_window[:100]!r}",
+            param="completion_window",
+            code="invalid_completion_window",
+        )
+    pairs = asked.metadata or {}
+    if len(pairs) > MAX_PAIRS or any(len(key) > MAX_KEY or len(value) > MAX_VALUE for key, value in pairs.items()):
+        raise InvalidRequest(
+            f"metadata takes {MAX_PAIRS} pairs, of at most {MAX_KEY} and {MAX_VALUE} characters", param="metadata"
+        )
+
+
+def _add(db: Connection, batch: Batch, space: Space) -> None:
+    id = batch.input_file_id
+    file = file_records.find(db, id)
+    if file is None:
+        raise InvalidRequest(f"there is no file {id[:100]!r} here", param="input_file_id", code="file_not_found")
+    if file.purpose != "batch":
+        raise InvalidRequest(
+            f"the file {id!r} was uploaded for {file.purpose!r}; a batch reads those uploaded for 'batch'",
+            param="input_file_id",
+            code="invalid_purpose",
+        )
+    bytes, count = file_records.held(db)
+    file_records.refuse_beyond(space, bytes, count + 1)  # of which its answers will be one
+    records.add(db, batch)
+
+
+def _present(batch: Batch | None, id: str) -> Batch:
+    if batch is None:
+        raise HTTPException(404, f"there is no batch {id!r} here")
+    return batch

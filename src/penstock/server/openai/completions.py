@@ -1,0 +1,331 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Annotated, NamedTuple
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from penstock.errors import InvalidRequest
+from penstock.server.bodies import unsupported
+from penstock.server.explain import Explanation, Penstock
+from penstock.server.openai.fields import (
+    NEUTRAL,
+    Fields,
+    Head,
+    Tally,
+    Usage,
+    new_head,
+    read_fields,
+    sampling,
+    told_logprob,
+)
+from penstock.server.openai.request import request_of, shown_special, taken
+from penstock.server.openapi import Operation
+from penstock.server.reply import Plain, encode, reply
+from penstock.server.served import Served, off_loop
+from penstock.server.stream import deltas, together
+from penstock.text import Delta, Tokenizer
+from penstock.text.infill import infill_of, infill_prompt
+from penstock.types import Request, TokenLogprob
+
+MAX_CHOICES = 1024
+DEFAULT_TOKENS = 16  # OpenAI's
+utf8_decoder = codecs.getincrementaldecoder("utf-8")
+
+
+class Completions(Fields):
+    prompt: str | list[str | int | list[int]]
+    echo: bool | None = None
+    logprobs: int | None = None
+    best_of: Annotated[int, Meta(ge=1, le=128)] | None = None
+    suffix: str | None = None
+
+    @property
+    def choices(self) -> int:
+        """Of which the best n are told."""
+        return self.best_of or self.n or 1
+
+    @property
+    def selective(self) -> bool:
+        return self.choices > (self.n or 1)
+
+
+class Prompt(NamedTuple):
+    ids: Sequence[int]
+    text: str | None  # as it was sent, unless token ids were
+
+
+async def completions(served: Served, http: HttpRequest) -> Response:
+    asked = await read_fields(http, Completions, NEUTRAL)
+    served.check_model(asked.model)
+    _check(asked)
+    scores = asked.logprobs if asked.echo else None
+    logprobs = 0 if asked.selective and asked.logprobs is None else asked.logprobs
+    params = sampling(served, asked, max_tokens=asked.max_tokens, logprobs=logprobs, prompt_logprobs=scores)
+    if asked.suffix:
+        prompts, ends = await _infill(served, asked, asked.suffix)
+        params = [replace(each, stop_token_ids=(*each.stop_token_ids, *ends)) for each in params]
+    else:
+        prompts = [_cut(served, asked, prompt) for prompt in await encode_prompts(served, _prompts(asked))]
+    requests = [request_of(served, asked, ids, each, "prompt", DEFAULT_TOKENS) for ids, _ in prompts for each in params]
+    for ids, _ in prompts:
+        served.check_ids(ids, "prompt")
+    texts = [prompt.text for prompt in prompts for _ in params]
+    answer = CompletionAnswer(served, requests, texts, asked)
+    shown = shown_special(served, asked)
+    running = together(
+        [deltas(served, request, choice, continuing=True, shown=shown) for choice, request in enumerate(requests)]
+    )
+    return await reply(http, answer, running, streaming=bool(asked.stream))
+
+
+# -- reading ------------------------------------------------------------------------------------------------------
+
+
+def _check(asked: Completions) -> None:
+    if asked.choices < (asked.n or 1):
+        raise InvalidRequest(f"best_of must be at least n, which is {asked.n}; got {asked.best_of}", param="best_of")
+    if asked.selective and asked.stream:
+        raise InvalidRequest(
+            "best_of more than n cannot be streamed: which are best is known at the end", param="best_of"
+        )
+    if asked.max_tokens == 0 and not asked.echo:
+        raise InvalidRequest("max_tokens must be at least 1 unless echo is true; got 0", param="max_tokens")
+
+
+def _prompts(asked: Completions) -> list[str | list[int]]:
+    prompts = separate(asked.prompt, "prompt")
+    if len(prompts) > 1 and len(prompts) * asked.choices > MAX_CHOICES:
+        raise InvalidRequest(
+            f"{len(prompts)} prompts with {asked.choices} choices each are more than {MAX_CHOICES}: send fewer at once",
+            param="prompt",
+        )
+    return prompts
+
+
+def separate(given: str | list[str | int | list[int]], param: str) -> list[str | list[int]]:
+    """The prompts in a field: one text, several, one list of token ids, or several."""
+    if isinstance(given, str):
+        return [given]
+    ids = [each for each in given if isinstance(each, int)]
+    if ids and len(ids) == len(given):
+        return [ids]
+    texts = [each for each in given if isinstance(each, str)]
+    lists = [each for each in given if isinstance(each, list)]
+    if len(given) not in (len(texts), len(lists)) or not given:
+        raise InvalidRequest(
+            f"{param} must be a string, a list of strings, a list of token ids or a list of such lists, and not empty",
+            param=param,
+        )
+    return [*texts, *lists]
+
+
+async def _infill(served: Served, asked: Completions, after: str) -> tuple[list[Prompt], tuple[int, ...]]:
+    """Prompts that ask for the text between each and the suffix, and the tokens that end it."""
+    tokenizer, infill = served.text.tokenizer, infill_of(served.text.tokenizer)
+    texts = [prompt for prompt in _prompts(asked) if isinstance(prompt, str)]
+    if infill is None or not texts:
+        raise unsupported("suffix", after)
+    if asked.echo or asked.truncate_prompt_tokens is not None:
+        raise InvalidRequest("suffix: echo and truncate_prompt_tokens have no place beside it", param="suffix")
+    size = sum(map(len, texts)) + len(after) * len(texts)
+    ids = await off_loop(size, lambda: [infill_prompt(tokenizer, infill, text, after) for text in texts])
+    return [Prompt(each, text) for each, text in zip(ids, texts, strict=True)], infill.ends
+
+
+def _cut(served: Served, asked: Completions, prompt: Prompt) -> Prompt:
+    """A prompt that was cut is echoed as its tokens are spelled."""
+    most = DEFAULT_TOKENS if asked.max_tokens is None else asked.max_tokens
+    ids = taken(served, asked, list(prompt.ids), most)
+    return prompt if len(ids) == len(prompt.ids) else Prompt(ids, None)
+
+
+async def encode_prompts(served: Served, prompts: Sequence[str | list[int]]) -> list[Prompt]:
+    size = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
+    encode = served.text.encode_prompt
+    return await off_loop(
+        size, lambda: [Prompt(encode(p), p) if isinstance(p, str) else Prompt(p, None) for p in prompts]
+    )
+
+
+# -- answering ----------------------------------------------------------------------------------------------------
+
+
+class Logprobs(msgspec.Struct):
+    tokens: list[str] = []
+    token_logprobs: list[float | None] = []
+    top_logprobs: list[dict[str, float] | None] = []
+    text_offset: list[int] = []
+
+    def extend(self, more: Logprobs) -> None:
+        self.tokens += more.tokens
+        self.token_logprobs += more.token_logprobs
+        self.top_logprobs += more.top_logprobs
+        self.text_offset += more.text_offset
+
+
+class Choice(msgspec.Struct):
+    index: int
+    text: str = ""
+    logprobs: Logprobs | None = None
+    finish_reason: str | None = None
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: Sequence[int] | UnsetType = UNSET  # in the first
+
+
+class Completion(Head, kw_only=True):
+    choices: list[Choice]
+    usage: Usage | UnsetType | None = UNSET
+    penstock: Penstock | UnsetType = UNSET
+
+
+COMPLETIONS = Operation(Completions, NEUTRAL, Completion, Completion)
+
+
+class CompletionAnswer:
+    def __init__(
+        self, served: Served, requests: Sequence[Request], texts: Sequence[str | None], asked: Completions
+    ) -> None:
+        self._head = new_head("cmpl", served.name, asked.service_tier)
+        self._prompts = [request.prompt if asked.return_token_ids else UNSET for request in requests]
+        self._tally = Tally(requests, asked.choices)
+        self._explanation = Explanation(served, requests)
+        self._scored = asked.logprobs is not None
+        self._usage = None if asked.wants_usage else UNSET
+        self._plains: dict[int, Plain] = {}
+        self._begun: set[int] = set()  # of choices with token ids
+        self._told = asked.n or 1  # of each prompt's choices
+        self._likely: list[list[float]] = [[] for _ in requests]  # logprobs, where the best are to be told
+        self._selective = asked.selective
+        self._choices = [Choice(index, logprobs=self._no_logprobs()) for index in range(len(requests))]
+        self._transcripts = [Transcript(served.text.tokenizer) for _ in requests]
+        if asked.echo:
+            for transcript, request, text in zip(self._transcripts, requests, texts, strict=True):
+                transcript.echo(request.prompt, text)
+
+    def take(self, choice: int, delta: Delta) -> None:
+        self._tally.take(choice, delta)
+        if self._selective:
+            self._likely[choice] += [scored.logprob for scored in delta.logprobs]
+        kept, added = self._choices[choice], self._choice(choice, delta)
+        kept.text += added.text
+        if delta.finish:
+            kept.finish_reason = delta.finish
+            self._explanation.end(choice, delta)
+        if kept.logprobs is not None and added.logprobs is not None:
+            kept.logprobs.extend(added.logprobs)
+        if added.token_ids is not UNSET:
+            kept.token_ids = [*(kept.token_ids or ()), *added.token_ids]
+            kept.prompt_token_ids = self._prompts[choice]
+
+    def whole(self) -> Completion:
+        best = self._best() if self._selective else range(len(self._choices))
+        choices = [msgspec.structs.replace(self._choices[each], index=index) for index, each in enumerate(best)]
+        return self._completion(choices, self._tally.usage(), self._explanation.told(best))
+
+    def _best(self) -> list[int]:
+        """Those of each prompt's choices whose tokens are likeliest on average, from the best on."""
+
+        def likelihood(choice: int) -> float:
+            return sum(self._likely[choice]) / max(len(self._likely[choice]), 1)
+
+        size = self._tally.n
+        prompts = [range(first, first + size) for first in range(0, len(self._choices), size)]
+        return [each for choices in prompts for each in sorted(choices, key=likelihood, reverse=True)[: self._told]]
+
+    def chunks(self, choice: int, delta: Delta) -> Iterator[bytes]:
+        self._tally.take(choice, delta)
+        if not (self._scored or delta.finish or self._prompts[choice]):
+            if text := self._transcripts[choice].text(delta):
+                yield self._plain(choice)(text)
+            return
+        added = self._choice(choice, delta)
+        if delta.finish:
+            self._explanation.end(choice, delta)
+        if choice not in self._begun:
+            self._begun.add(choice)
+            added.prompt_token_ids = self._prompts[choice]
+        if added.text or added.finish_reason or added.token_ids or (added.logprobs and added.logprobs.tokens):
+            told = UNSET if self._usage is None else self._explanation.told()
+            yield encode(self._completion([added], self._usage, told))
+
+    def last(self) -> Iterator[bytes]:
+        if self._usage is None:
+            yield encode(self._completion([], self._tally.usage(), self._explanation.told()))
+
+    def _plain(self, choice: int) -> Plain:
+        if choice not in self._plains:
+            self._plains[choice] = Plain(lambda text: self._completion([Choice(choice, text)], self._usage))
+        return self._plains[choice]
+
+    def _completion(
+        self, choices: list[Choice], usage: Usage | UnsetType | None, told: Penstock | UnsetType = UNSET
+    ) -> Completion:
+        return Completion(**self._head, object="text_completion", choices=choices, usage=usage, penstock=told)
+
+    def _choice(self, choice: int, delta: Delta) -> Choice:
+        transcript = self._transcripts[choice]
+        logprobs = transcript.logprobs(delta) if self._scored else None
+        ids = list(delta.tokens) if self._prompts[choice] else UNSET
+        return Choice(choice, transcript.text(delta), logprobs, delta.finish, ids)
+
+    def _no_logprobs(self) -> Logprobs | None:
+        return Logprobs() if self._scored else None
+
+
+class Transcript:
+    """One choice as it is told: the prompt first when it is to be echoed, and where in the text each token starts."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._echo = ""
+        self._first: Sequence[int] = ()  # the prompt's first token, which nothing precedes to score it by
+        self._decoder = utf8_decoder("replace")
+        self._at = 0
+
+    def echo(self, prompt: Sequence[int], text: str | None) -> None:
+        """A prompt that came as text may have got a BOS or a space in front: those start before the text does."""
+        spelled = self._tokenizer.decode(prompt, special=True, continuing=True)
+        self._echo = spelled if text is None else text
+        self._at = len(self._echo) - len(spelled)
+        self._first = prompt[:1]
+
+    def text(self, delta: Delta) -> str:
+        text, self._echo = self._echo + delta.text, ""
+        return text
+
+    def logprobs(self, delta: Delta) -> Logprobs:
+        told = Logprobs()
+        for token in self._first:
+            self._tell(told, token, None, None, shown=True)
+        self._first = ()
+        for score in delta.scores:
+            self._tell(told, score.token, told_logprob(score.logprob), self._top(score), shown=True)
+        for scored in delta.logprobs:
+            shown = scored.token not in self._tokenizer.special_ids
+            self._tell(told, scored.token, told_logprob(scored.logprob), self._top(scored), shown)
+        return told
+
+    def _tell(
+        self, told: Logprobs, token: int, logprob: float | None, top: dict[str, float] | None, shown: bool
+    ) -> None:
+        told.tokens.append(self._tokenizer.token_text(token))
+        told.token_logprobs.append(logprob)
+        told.top_logprobs.append(top)
+        told.text_offset.append(max(self._at, 0))
+        if shown:
+            self._at += len(self._decoder.decode(self._tokenizer.token_bytes(token)))
+
+    def _top(self, scored: TokenLogprob) -> dict[str, float]:
+        """The likeliest tokens and the chosen one; of two spelled alike, the likelier."""
+        top: dict[str, float] = {}
+        for token, logprob in (*scored.top, (scored.token, scored.logprob)):
+            top.setdefault(self._tokenizer.token_text(token), told_logprob(logprob))
+        return top

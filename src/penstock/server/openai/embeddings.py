@@ -1,0 +1,144 @@
+"""POST /v1/embeddings, and what it shares with Ollama's endpoints of that kind."""
+
+from __future__ import annotations
+
+import asyncio
+from base64 import b64encode
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from typing import Literal, TypeVar
+
+import msgspec
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from penstock.errors import InvalidRequest
+from penstock.server.bodies import ANYTHING, Neutral, read_body
+from penstock.server.errors import LEFT
+from penstock.server.openai.completions import encode_prompts, separate
+from penstock.server.openapi import Operation
+from penstock.server.reply import encode
+from penstock.server.served import Served
+from penstock.server.stream import deltas, while_connected
+from penstock.text import check_dimensions, embedding, embedding_request
+from penstock.text.embedding import Vector
+from penstock.types import Request
+
+MAX_INPUTS = 2048  # OpenAI's
+AT_ONCE = 32  # of one HTTP request in the engine: others' come in between
+NEUTRAL: Neutral = {"user": ANYTHING}
+
+T = TypeVar("T")
+
+
+class Embeddings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    model: str
+    input: str | list[str | int | list[int]]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    pooling: Literal["mean", "last"] | None = None
+
+
+class Embedding(msgspec.Struct):
+    index: int
+    embedding: msgspec.Raw
+    object: str = "embedding"
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingList(msgspec.Struct):
+    data: list[Embedding]
+    model: str
+    usage: Usage
+    object: str = "list"
+
+
+EMBEDDINGS = Operation(Embeddings, NEUTRAL, EmbeddingList)
+
+
+async def embeddings(served: Served, http: HttpRequest) -> Response:
+    asked = await read_body(http, Embeddings, NEUTRAL)
+    served.check_model(asked.model)
+    check_dimensions(asked.dimensions, served.limits.dim)
+    requests = await _requests(served, asked)
+    spell = base64_of if asked.encoding_format == "base64" else floats_of
+    vectors = await pooled(served, http, requests, lambda state: spell(embedding(state, asked.dimensions)))
+    if vectors is None:
+        return LEFT
+    count = sum(len(request.prompt) for request in requests)
+    data = [Embedding(index, vector) for index, vector in enumerate(vectors)]
+    return Response(encode(EmbeddingList(data, served.name, Usage(count, count))), media_type="application/json")
+
+
+async def _requests(served: Served, asked: Embeddings) -> list[Request]:
+    inputs = separate(asked.input, "input")
+    check_count(inputs)
+    names = names_of(inputs)
+    for given, name in zip(inputs, names, strict=True):
+        if not isinstance(given, str):
+            served.check_ids(given, name)
+    check_texts(inputs, names)
+    prompts = await encode_prompts(served, inputs)
+    limits, client = served.limits, served.client
+    return [
+        embedding_request(client.next_id(), ids, limits.max_len, asked.pooling or "mean", param=name)
+        for (ids, _), name in zip(prompts, names, strict=True)
+    ]
+
+
+def check_count(inputs: Sequence[object]) -> None:
+    if len(inputs) > MAX_INPUTS:
+        raise InvalidRequest(f"input has {len(inputs)} parts; at most {MAX_INPUTS} are taken at once", param="input")
+
+
+def names_of(inputs: Sequence[object]) -> list[str]:
+    return ["input"] if len(inputs) == 1 else [f"input[{index}]" for index in range(len(inputs))]
+
+
+def check_texts(inputs: Sequence[str | list[int]], names: Sequence[str]) -> None:
+    """A text that is empty may have a token all the same, where a model wants a BOS."""
+    for given, name in zip(inputs, names, strict=True):
+        if not given:
+            raise InvalidRequest(f"{name} is empty: there is nothing to embed", param=name)
+
+
+async def pooled(
+    served: Served, http: HttpRequest, requests: Sequence[Request], spell: Callable[[bytes], T]
+) -> list[T] | None:
+    """What `spell` makes of the state of each request, as it comes; None when the client left. One that fails fails
+    all."""
+    return await while_connected(http.receive, _all(served, requests, spell))
+
+
+async def _all(served: Served, requests: Sequence[Request], spell: Callable[[bytes], T]) -> list[T]:
+    if not requests:
+        return []
+    waiting, found = iter(enumerate(requests)), dict[int, T]()
+
+    async def work() -> None:
+        for index, request in waiting:
+            async with aclosing(deltas(served, request)) as steps:
+                async for _, delta in steps:
+                    found[index] = spell(delta.pooled)
+
+    tasks = [asyncio.create_task(work()) for _ in range(min(AT_ONCE, len(requests)))]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+    return [found[index] for index in range(len(requests))]
+
+
+def floats_of(vector: Vector) -> msgspec.Raw:
+    """Encoded one by one: all at once would hold up every stream."""
+    return msgspec.Raw(encode(vector.tolist()))
+
+
+def base64_of(vector: Vector) -> msgspec.Raw:
+    return msgspec.Raw(b'"%b"' % b64encode(vector.tobytes()))

@@ -1,0 +1,185 @@
+"""/v1/files: uploads, and what batches wrote."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+from starlette.exceptions import HTTPException
+from starlette.requests import Request as HttpRequest
+from starlette.responses import FileResponse, Response
+
+from penstock.errors import InvalidRequest
+from penstock.server.batch import file_records
+from penstock.server.batch.archive import Archive, Draft
+from penstock.server.batch.file_records import DAY, ExpiresAfter, File, Order, Page
+from penstock.server.batch.form import Form
+from penstock.server.bodies import read_object
+from penstock.server.openapi import Operation
+from penstock.server.reply import encode
+from penstock.server.served import Served
+
+BATCH_KEPT = 30 * DAY  # seconds that input for batches is kept where nothing is said
+MAX_FILENAME = 255
+
+S = TypeVar("S", bound=msgspec.Struct)
+
+
+class Upload(msgspec.Struct, forbid_unknown_fields=True):
+    purpose: Literal["assistants", "batch", "fine-tune", "vision", "user_data", "evals"]
+    expires_after: ExpiresAfter | None = None
+
+
+class FilesQuery(msgspec.Struct, forbid_unknown_fields=True):
+    after: str | None = None
+    limit: Annotated[int, Meta(ge=1, le=10_000)] = 10_000
+    order: Order = "desc"
+    purpose: str | None = None
+
+
+UPLOAD = Operation("multipart/form-data", answers=File)
+LIST_FILES = Operation(query=FilesQuery)
+SHOW_FILE = Operation(answers=File)
+FILE_CONTENT = Operation(answers="application/octet-stream")
+
+
+class Files:
+    def __init__(self, archive: Archive) -> None:
+        self._archive = archive
+        self._arriving = 0  # bytes of uploads under way
+
+    async def create(self, _: Served, http: HttpRequest) -> Response:
+        form = Form(http.headers.get("content-type", ""))
+        await self._drop_expired()
+        async with self._archive.draft() as draft:
+            try:
+                await self._receive(http, form, draft)
+                file = _file(draft, form)
+                await self._archive.keep([draft], file_records.add, file, self._archive.space)
+            finally:
+                self._arriving -= draft.size
+        return told(file)
+
+    async def list_all(self, _: Served, http: HttpRequest) -> Response:
+        asked = read_query(http, FilesQuery)
+        page = Page(asked.after, asked.limit, asked.order)
+        return told_page(await self._archive.do(file_records.listed, page, asked.purpose), page)
+
+    async def show(self, _: Served, http: HttpRequest) -> Response:
+        return told(await self._find(http))
+
+    async def content(self, _: Served, http: HttpRequest) -> Response:
+        """As plain bytes, whatever they are: no browser shows them as a page of this server's."""
+        file = await self._find(http)
+        path = self._archive.path(file.id)
+        try:
+            stat = await asyncio.to_thread(path.stat)
+        except FileNotFoundError:  # deleted since
+            raise _missing(file.id) from None
+        headers = {"x-content-type-options": "nosniff"}
+        return FileResponse(path, 200, headers, "application/octet-stream", stat_result=stat)
+
+    async def delete(self, _: Served, http: HttpRequest) -> Response:
+        id = http.path_params["id"]
+        if not await self._archive.do(file_records.drop, id):
+            raise _missing(id)
+        await self._archive.remove([id])
+        return told({"id": id, "object": "file", "deleted": True})
+
+    async def _find(self, http: HttpRequest) -> File:
+        id = http.path_params["id"]
+        file = await self._archive.do(file_records.find, id)
+        if file is None:
+            raise _missing(id)
+        return file
+
+    async def _drop_expired(self) -> None:
+        await self._archive.remove(await self._archive.do(file_records.drop_expired))
+
+    async def _receive(self, http: HttpRequest, form: Form, draft: Draft) -> None:
+        """What is refused is read to its end, so that the client reads why, but not kept."""
+        stored, count = await self._archive.do(file_records.held)
+        trouble: InvalidRequest | None = None
+        async for data in http.stream():
+            if trouble is not None:
+                continue
+            try:
+                await self._take(form.push(data), draft, stored, count)
+            except InvalidRequest as error:
+                trouble = error
+        if trouble is not None:
+            raise trouble
+        form.finish()
+
+    async def _take(self, data: bytes, draft: Draft, stored: int, count: int) -> None:
+        space = self._archive.space
+        if draft.size + len(data) > space.file_bytes:
+            raise InvalidRequest(
+                f"the file has more than {space.file_bytes} bytes: split it", param="file", code="request_too_large"
+            )
+        file_records.refuse_beyond(space, stored + self._arriving + len(data), count + 1)
+        self._arriving += len(data)
+        await draft.write(data)
+
+
+def _file(draft: Draft, form: Form) -> File:
+    assert form.filename is not None
+    if len(form.filename) > MAX_FILENAME:
+        raise InvalidRequest(
+            f"the file's name has {len(form.filename)} characters; at most {MAX_FILENAME} are taken", param="file"
+        )
+    asked = read_object(_nested(form.fields), Upload, {})
+    now = int(time.time())
+    kept = asked.expires_after.seconds if asked.expires_after else BATCH_KEPT if asked.purpose == "batch" else None
+    return File(
+        id=draft.id,
+        bytes=draft.size,
+        created_at=now,
+        filename=form.filename,
+        purpose=asked.purpose,
+        expires_at=None if kept is None else now + kept,
+    )
+
+
+def _nested(fields: dict[str, str]) -> dict[str, Any]:
+    """`expires_after[seconds]` is how a form spells a field of an object."""
+    given: dict[str, Any] = {}
+    for name, value in fields.items():
+        outer, bracket, inner = name.removesuffix("]").partition("[")
+        if bracket and outer == "expires_after":
+            given.setdefault(outer, {})[inner] = _number(value)
+        else:
+            given[name] = value
+    return given
+
+
+def _missing(id: str) -> HTTPException:
+    return HTTPException(404, f"there is no file {id!r} here")
+
+
+# -- as lists and objects are asked for and told ------------------------------------------------------------------
+
+
+def read_query(http: HttpRequest, kind: type[S]) -> S:
+    given: dict[str, Any] = dict(http.query_params)
+    if "limit" in given:
+        given["limit"] = _number(given["limit"])
+    return read_object(given, kind, {})
+
+
+def _number(text: str) -> int | str:
+    return int(text) if text.isdecimal() and len(text) < 20 else text
+
+
+def told_page(found: Sequence[Any], page: Page) -> Response:
+    shown = found[: page.limit]
+    ends = {"first_id": shown[0].id, "last_id": shown[-1].id} if shown else {"first_id": None, "last_id": None}
+    return told({"object": "list", "data": shown, "has_more": len(found) > page.limit} | ends)
+
+
+def told(answer: object) -> Response:
+    return Response(encode(answer), media_type="application/json")

@@ -1,0 +1,162 @@
+"""The shapes of OpenAI's responses: the items that conversations are made of, and the response around an answer's."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from penstock.server.explain import Penstock
+from penstock.server.openai.chat import TokenEntry
+from penstock.server.structured import Schema
+
+Status = Literal["in_progress", "completed", "incomplete"]
+
+
+class InputText(msgspec.Struct, tag_field="type", tag="input_text", forbid_unknown_fields=True):
+    text: str
+    prompt_cache_breakpoint: dict[str, Any] | UnsetType | None = UNSET  # every prefix is cached, asked for or not
+
+
+class OutputText(msgspec.Struct, tag_field="type", tag="output_text", forbid_unknown_fields=True):
+    text: str
+    annotations: list[dict[str, Any]] | None = []
+    logprobs: list[TokenEntry] | None = []
+
+
+class ReasoningText(msgspec.Struct, tag_field="type", tag="reasoning_text", forbid_unknown_fields=True):
+    text: str
+
+
+class SummaryText(msgspec.Struct, tag_field="type", tag="summary_text", forbid_unknown_fields=True):
+    text: str
+
+
+class Message(msgspec.Struct, tag_field="type", tag="message", forbid_unknown_fields=True):
+    id: str
+    role: Literal["user", "assistant", "system", "developer"]
+    content: list[InputText | OutputText]
+    status: Status = "completed"
+
+
+class Reasoning(msgspec.Struct, tag_field="type", tag="reasoning", forbid_unknown_fields=True):
+    id: str
+    summary: list[SummaryText] = []
+    content: list[ReasoningText] | None = None
+    encrypted_content: str | None = None
+    status: Status = "completed"
+
+
+class FunctionCall(msgspec.Struct, tag_field="type", tag="function_call", forbid_unknown_fields=True):
+    id: str
+    call_id: str
+    name: str
+    arguments: str
+    status: Status = "completed"
+
+
+class FunctionOutput(msgspec.Struct, tag_field="type", tag="function_call_output", forbid_unknown_fields=True):
+    id: str
+    call_id: str
+    output: str | list[InputText]
+    status: Status = "completed"
+
+
+Item = Message | Reasoning | FunctionCall | FunctionOutput
+
+
+def new_id(kind: str) -> str:
+    return f"{kind}_{secrets.token_hex(16)}"
+
+
+# -- the response --------------------------------------------------------------------------------------------------
+
+
+class Function(msgspec.Struct, tag_field="type", tag="function", forbid_unknown_fields=True):
+    """A tool, as it was sent."""
+
+    name: str
+    parameters: dict[str, Any] | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class TextFormat(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    schema: Schema | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class TextSettings(msgspec.Struct, forbid_unknown_fields=True):
+    format: TextFormat | None = None
+    verbosity: str = "medium"
+
+
+class ReasoningSettings(msgspec.Struct, forbid_unknown_fields=True):
+    effort: str | None = None
+    summary: None = None
+
+
+class InputDetails(msgspec.Struct):
+    cached_tokens: int = 0
+    cache_write_tokens: int = 0
+
+
+class OutputDetails(msgspec.Struct):
+    reasoning_tokens: int = 0
+
+
+class Usage(msgspec.Struct):
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails
+    total_tokens: int
+
+
+class Incomplete(msgspec.Struct):
+    reason: str = "max_output_tokens"
+
+
+class Trouble(msgspec.Struct):
+    code: str
+    message: str
+
+
+class Response(msgspec.Struct, kw_only=True):
+    """What was asked for and, as it comes, what was answered."""
+
+    id: str
+    object: str = "response"
+    created_at: int  # seconds since 1970
+    completed_at: int | None = None
+    status: str
+    background: bool
+    error: Trouble | None = None
+    incomplete_details: Incomplete | None = None
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, str]
+    model: str
+    output: list[Item] = []
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    prompt_cache_key: str | None
+    reasoning: ReasoningSettings
+    safety_identifier: str | None
+    service_tier: str = "default"
+    store: bool
+    temperature: float
+    text: TextSettings
+    tool_choice: str | dict[str, Any]
+    tools: list[Function]
+    top_logprobs: int
+    top_p: float
+    truncation: str = "disabled"
+    usage: Usage | None = None
+    user: str | None
+    penstock: Penstock | UnsetType = UNSET

@@ -1,0 +1,1 @@
+"""What can be seen of a server: metrics under three names, and traces."""
