@@ -3,19 +3,20 @@
 Every golden is a Hugging Face folder (BF16) with the same model as a GGUF file (F16) in it, and expected.npz with a
 prompt and its logits. Needs torch, transformers and gguf, which the project itself does not:
 
-    python scripts/make_goldens.py
+    python scripts/make_goldens.py [NAME ...]
 """
 
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 FOLDER = Path(__file__).parents[1] / "tests" / "models" / "goldens"
 PROMPT = 48
@@ -31,6 +32,7 @@ SIZES = {
     "max_position_embeddings": 64,
     "rms_norm_eps": 1e-5,
 }
+SMALLER = {"vocab_size": 48, "intermediate_size": 32}
 PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
 GOLDENS: dict[str, dict[str, Any]] = {
     "tied": {"tie_word_embeddings": True, "rope_parameters": PLAIN | {"rope_theta": 100000.0}},
@@ -58,7 +60,10 @@ GOLDENS: dict[str, dict[str, Any]] = {
     },
     "bias": {"attention_bias": True, "mlp_bias": True, "rope_parameters": PLAIN},
     "mistral": {"sliding_window": 7, "head_dim": 12, "rope_parameters": PLAIN},
+    "ministral": SMALLER | {"sliding_window": 9, "head_dim": 8, "rope_parameters": PLAIN},
+    "qwen2": SMALLER | {"tie_word_embeddings": True, "rope_parameters": PLAIN | {"rope_theta": 1000000.0}},
 }
+MODEL_TYPES = {name: name for name in ("mistral", "ministral", "qwen2")}  # others are llama
 SHARDED = "untied"
 
 GGUF_NAMES = {
@@ -75,12 +80,16 @@ GGUF_NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+ARCHITECTURES = {"mistral": "llama", "ministral": "llama"}  # where GGUF has another name
+INTERLEAVED = {"llama"}  # architectures whose files have q and k turned
 
 
 def main() -> None:
-    shutil.rmtree(FOLDER, ignore_errors=True)
     for seed, name in enumerate(GOLDENS):
+        if name not in (sys.argv[1:] or GOLDENS):
+            continue
         folder = FOLDER / name
+        shutil.rmtree(folder, ignore_errors=True)
         model = random_model(name, seed)
         tokens = np.random.default_rng(seed).integers(model.config.vocab_size, size=PROMPT)
         expected = logits(model, tokens)
@@ -96,11 +105,8 @@ def main() -> None:
 def random_model(name: str, seed: int, **changes: Any) -> PreTrainedModel:
     """Weights large enough for sharp attention, and exact in BF16 and F16 alike."""
     torch.manual_seed(seed)
-    settings = SIZES | GOLDENS[name] | changes
-    if name == "mistral":
-        model = MistralForCausalLM(MistralConfig(**settings, attn_implementation="eager"))
-    else:
-        model = LlamaForCausalLM(LlamaConfig(**settings, attn_implementation="eager"))
+    config = CONFIG_MAPPING[MODEL_TYPES.get(name, "llama")](**(SIZES | GOLDENS[name] | changes))
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
     with torch.no_grad():
         for key, weight in model.named_parameters():
             weight.copy_(torch.randn_like(weight) * (0.2 if weight.ndim == 1 else 0.4) + ("norm" in key))
@@ -120,6 +126,7 @@ def check_it_matters(name: str, seed: int, tokens: np.ndarray, expected: np.ndar
         "linear": {"rope_parameters": PLAIN},
         "yarn": {"rope_parameters": PLAIN | {"rope_theta": 100.0}},
         "mistral": {"sliding_window": None},
+        "ministral": {"sliding_window": 64},
     }
     if name in without:
         difference = np.abs(logits(random_model(name, seed, **without[name]), tokens) - expected).max()
@@ -128,15 +135,17 @@ def check_it_matters(name: str, seed: int, tokens: np.ndarray, expected: np.ndar
 
 def write_gguf(path: Path, model: PreTrainedModel) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    writer = gguf.GGUFWriter(path, "llama")
+    writer = gguf.GGUFWriter(path, architecture(model.config))
     add_keys(writer, model.config)
     if model.config.rope_parameters["rope_type"] == "llama3":
-        dims = model.config.head_dim
+        dims = head_dim_of(model.config)
         plain = model.config.rope_parameters["rope_theta"] ** -(np.arange(0, dims, 2) / dims)
         writer.add_tensor("rope_freqs.weight", (plain / model.model.rotary_emb.inv_freq.numpy()).astype(np.float32))
     for name, weight in model.state_dict().items():
         if name != "lm_head.weight" or not model.config.tie_word_embeddings:
-            values = interleaved(name, weight.numpy(), model.config)
+            values = weight.numpy()
+            if writer.arch in INTERLEAVED and ("q_proj" in name or "k_proj" in name):
+                values = interleaved(values, head_dim_of(model.config))
             writer.add_tensor(gguf_name(name), values.astype(np.float32 if values.ndim == 1 else np.float16))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -144,8 +153,9 @@ def write_gguf(path: Path, model: PreTrainedModel) -> None:
     writer.close()
 
 
-def add_keys(writer: gguf.GGUFWriter, config: LlamaConfig | MistralConfig) -> None:
+def add_keys(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
     rope = config.rope_parameters
+    head_dim = head_dim_of(config)
     writer.add_name(f"tiny {config.model_type}")
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -153,12 +163,12 @@ def add_keys(writer: gguf.GGUFWriter, config: LlamaConfig | MistralConfig) -> No
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_dimension_count(head_dim)
     writer.add_rope_freq_base(rope["rope_theta"])
-    if config.model_type == "mistral":
+    if config.model_type in ("mistral", "ministral"):
         writer.add_sliding_window(config.sliding_window)
     if rope["rope_type"] in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
@@ -168,11 +178,18 @@ def add_keys(writer: gguf.GGUFWriter, config: LlamaConfig | MistralConfig) -> No
         writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
 
 
-def interleaved(name: str, weight: np.ndarray, config: LlamaConfig | MistralConfig) -> np.ndarray:
+def architecture(config: PreTrainedConfig) -> str:
+    return ARCHITECTURES.get(config.model_type, config.model_type)
+
+
+def head_dim_of(config: PreTrainedConfig) -> int:
+    """Qwen2, Granite and others have no such field."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def interleaved(weight: np.ndarray, head_dim: int) -> np.ndarray:
     """Rows of q and k as GGUF's llama files have them: the pair (i, i + D / 2) becomes (2i, 2i + 1)."""
-    if "q_proj" not in name and "k_proj" not in name:
-        return weight
-    halves = weight.reshape(-1, 2, config.head_dim // 2, *weight.shape[1:])
+    halves = weight.reshape(-1, 2, head_dim // 2, *weight.shape[1:])
     return halves.swapaxes(1, 2).reshape(weight.shape)
 
 

@@ -120,7 +120,7 @@ class RandomPacker:
         self._block = block
         self._rng = np.random.default_rng(0)
 
-    def vector(self, name: str, size: int) -> Any:
+    def vector(self, name: str, size: int, plus: float = 0.0) -> Any:
         return self._backend.pack_vector(random_tensor(self._rng, "F32", size))
 
     def matrix(self, *parts: tuple[str, int], width: int) -> Any:

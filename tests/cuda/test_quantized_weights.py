@@ -38,7 +38,7 @@ class RandomPacker:
         self._rng = np.random.default_rng(0)
         self._made = 0
 
-    def vector(self, name: str, size: int) -> Any:
+    def vector(self, name: str, size: int, plus: float = 0.0) -> Any:
         gains = random_tensor(self._rng, "F32", size)
         gains.data.view(np.float32)[:] /= 32  # so that no sum is beyond 16 bits
         return self._backend.pack_vector(gains)

@@ -37,7 +37,17 @@ def expected(folder: Path) -> tuple[list[int], np.ndarray]:
 
 
 def test_every_kind_of_golden_is_there():
-    assert NAMES == ["bias", "linear", "llama3", "mistral", "tied", "untied", "yarn"]
+    assert NAMES == [
+        "bias",
+        "linear",
+        "llama3",
+        "ministral",
+        "mistral",
+        "qwen2",
+        "tied",
+        "untied",
+        "yarn",
+    ]
 
 
 def test_whole_prompt(backend, expected):

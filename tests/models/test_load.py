@@ -10,7 +10,7 @@ import pytest
 from penstock.backend.ref import RefBackend
 from penstock.errors import MalformedFile, ModelNotFound, UnsupportedModel
 from penstock.model.load import Checkpoint, load_model, open_checkpoint
-from penstock.model.registry import architecture
+from penstock.model.registry import family
 
 
 def load(path) -> Checkpoint:
@@ -24,14 +24,22 @@ def test_both_files_tell_the_same(goldens):
         one, other = open_checkpoint(folder), open_checkpoint(folder / "model.gguf")
         assert one.spec.attn.rope.inv_freq == pytest.approx(other.spec.attn.rope.inv_freq)
         assert one.spec.attn.rope.scale == pytest.approx(other.spec.attn.rope.scale)
-        assert not one.spec.attn.rope.interleaved
-        assert other.spec.attn.rope.interleaved
         assert one.spec.eps == pytest.approx(other.spec.eps)
-        same_rope = replace(one.spec.attn, rope=other.spec.attn.rope)
-        assert replace(one.spec, attn=same_rope, eps=other.spec.eps) == other.spec
+        assert same_ropes(one.spec, other.spec) == replace(other.spec, eps=one.spec.eps, biases=one.spec.biases)
         assert {name: tensor.shape for name, tensor in one.tensors.items()} == {
             name: tensor.shape for name, tensor in other.tensors.items()
         }
+
+
+def same_ropes(one, other):
+    return one.with_attention([replace(one.attention(i), rope=other.attention(i).rope) for i in range(one.layers)])
+
+
+def test_pairs_are_interleaved_in_files_that_turn_them(goldens):
+    def interleaved(path):
+        return open_checkpoint(goldens / path).spec.attn.rope.interleaved
+
+    assert [interleaved(path) for path in ("tied", "tied/model.gguf", "qwen2", "qwen2/model.gguf")] == [0, 1, 0, 0]
 
 
 def test_names_and_metadata(goldens):
@@ -130,7 +138,7 @@ def test_damaged_rope_factors(gguf_with, floats, shape, value):
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"architectures": ["Qwen2ForCausalLM"]}, UnsupportedModel, "Qwen2ForCausalLM.*supported: LlamaForCausalLM"),
+        ({"architectures": ["RwkvForCausalLM"]}, UnsupportedModel, "RwkvForCausalLM.*supported: LlamaForCausalLM"),
         ({"architectures": None}, MalformedFile, "config.json has no architectures"),
         ({"architectures": "LlamaForCausalLM"}, MalformedFile, "must be a list of strings"),
         (
@@ -145,7 +153,8 @@ def test_damaged_rope_factors(gguf_with, floats, shape, value):
         ({"hidden_size": "32"}, MalformedFile, "hidden_size in config.json must be a whole number.*got '32'"),
         ({"num_hidden_layers": 0}, MalformedFile, "num_hidden_layers"),
         ({"num_hidden_layers": True}, MalformedFile, "num_hidden_layers"),
-        ({"num_hidden_layers": 2**31 - 1}, MalformedFile, r"no tensor for 'layers\.2\.attn_norm'"),
+        ({"num_hidden_layers": 2**31 - 1}, MalformedFile, "num_hidden_layers in config.json must be"),
+        ({"num_hidden_layers": 5000}, MalformedFile, r"no tensor for 'layers\.2\.attn_norm'"),
         ({"head_dim": 2**30}, MalformedFile, "head_dim"),
         ({"head_dim": 7}, UnsupportedModel, "heads of 7 dimensions"),
         ({"num_attention_heads": 64, "head_dim": None}, MalformedFile, "head_dim"),
@@ -163,7 +172,7 @@ def test_refused_configs(folder_with, change, error, message):
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"general.architecture": "qwen2"}, UnsupportedModel, "general.architecture = 'qwen2'.*supported: llama"),
+        ({"general.architecture": "rwkv"}, UnsupportedModel, "general.architecture = 'rwkv'.*supported: llama"),
         ({"llama.attention.clamp_kqv": 8.0}, UnsupportedModel, "llama.attention.clamp_kqv = 8.0"),
         ({"llama.expert_count": 8}, UnsupportedModel, "llama.expert_count = 8"),
         ({"llama.rope.scaling.type": "longrope"}, UnsupportedModel, "llama.rope.scaling.type = 'longrope'"),
@@ -197,7 +206,7 @@ def test_windows(folder_with, change, window):
 
 def test_unknown_architecture():
     with pytest.raises(UnsupportedModel, match="'rwkv' is not supported; supported: llama"):
-        architecture("rwkv")
+        family("rwkv")
 
 
 # Files

@@ -46,7 +46,7 @@ class RandomPacker:
         self._rng = np.random.default_rng(seed)
         self._made = 0
 
-    def vector(self, name: str, size: int) -> Any:
+    def vector(self, name: str, size: int, plus: float = 0.0) -> Any:
         return self._backend.pack_vector(random_tensor(self._rng, "F32", size))
 
     def matrix(self, *parts: tuple[str, int], width: int) -> Any:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 
 from penstock.errors import MalformedFile
 from penstock.model import rope
-from penstock.model.fields import Fields
+from penstock.model.fields import MAX_LAYERS, Fields
 from penstock.model.quant import dequantize
 from penstock.model.spec import AttentionSpec, ModelSpec, RopeSpec
 from penstock.model.tensor import Tensor
@@ -40,11 +40,11 @@ KEYS = {
 }
 
 
-def read_spec(metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> ModelSpec:
-    """`tensors` by the file's own names."""
-    Fields(metadata, "the GGUF metadata").require("general.architecture", ("llama",))
-    config = Fields(metadata, "the GGUF metadata", prefix="llama.")
-    config.refuse_others(KEYS)
+def read_decoder(
+    config: Fields, tensors: Mapping[str, Tensor], arch: str, *, interleaved: bool, keys: Collection[str] = ()
+) -> ModelSpec:
+    """What all families say in the same words. `keys`: what this one says besides; `interleaved`: its rope."""
+    config.refuse_others(KEYS.union(keys))
     config.require("expert_count", (0,), 0)
     dim, heads = config.size("embedding_length"), config.size("attention.head_count")
     head_dim = config.size("attention.key_length", dim // heads, most=rope.MAX_DIMS)
@@ -53,8 +53,8 @@ def read_spec(metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Mod
     if "token_embd.weight" not in tensors:
         raise MalformedFile("the file has no tensor 'token_embd.weight'; it may be a part of a model, or another kind")
     return ModelSpec(
-        arch="llama",
-        layers=config.size("block_count"),
+        arch=arch,
+        layers=config.size("block_count", most=MAX_LAYERS),
         dim=dim,
         hidden=config.size("feed_forward_length"),
         vocab=tensors["token_embd.weight"].shape[0],
@@ -64,11 +64,14 @@ def read_spec(metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Mod
             heads=heads,
             kv_heads=config.size("attention.head_count_kv", heads),
             head_dim=head_dim,
-            rope=read_rope(config, tensors, head_dim, max_len),
-            window=config.size("attention.sliding_window") if "attention.sliding_window" in config else 0,
+            rope=replace(read_rope(config, tensors, head_dim, max_len), interleaved=interleaved),
         ),
         tied="output.weight" not in tensors,
     )
+
+
+def read_window(config: Fields) -> int:
+    return config.size("attention.sliding_window") if "attention.sliding_window" in config else 0
 
 
 def read_rope(config: Fields, tensors: Mapping[str, Tensor], head_dim: int, max_len: int) -> RopeSpec:

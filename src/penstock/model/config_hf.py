@@ -6,17 +6,38 @@ Transformers 5 writes everything about the rotary embedding in `rope_parameters`
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Sequence
 
 from penstock.errors import MalformedFile
 from penstock.model import rope
-from penstock.model.fields import Fields
+from penstock.model.fields import MAX_LAYERS, Fields
 from penstock.model.spec import AttentionSpec, ModelSpec, RopeSpec
-from penstock.model.tensor import Tensor
 
-ARCHITECTURES = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "llama"}
-MISTRAL_WINDOW = 4096  # when the config is silent; null says that there is none
+NEUTRAL = {  # read elsewhere, for training alone, or about the checkpoint
+    "_attn_implementation_autoset",
+    "_name_or_path",
+    "attention_dropout",
+    "auto_map",
+    "bos_token_id",
+    "cache_implementation",
+    "compression_config",
+    "dtype",
+    "embd_pdrop",
+    "eos_token_id",
+    "hidden_dropout",
+    "initializer_range",
+    "model_type",
+    "pad_token_id",
+    "pretraining_tp",
+    "quantization_config",
+    "resid_pdrop",
+    "torch_dtype",
+    "transformers_version",
+    "unsloth_fixed",
+    "unsloth_version",
+    "use_cache",
+}
+SLIDING, FULL = "sliding_attention", "full_attention"
 ROPE_KEYS = {
     "attention_factor",
     "beta_fast",
@@ -36,16 +57,15 @@ ROPE_KEYS = {
 }
 
 
-def read_spec(values: Mapping[str, Any]) -> ModelSpec:
-    config = Fields(values, "config.json")
-    arch = architecture(config)
-    config.require("hidden_act", ("silu",), "silu")
+def read_decoder(config: Fields, arch: str, *, tied: bool = False) -> ModelSpec:
+    """What most families say in the same words; `tied` is what a silent config means."""
     dim, heads = config.size("hidden_size"), config.size("num_attention_heads")
     head_dim = config.size("head_dim", dim // heads, most=rope.MAX_DIMS)
     max_len = config.size("max_position_embeddings")
+    config.require("hidden_act", ("silu",), "silu")
     return ModelSpec(
         arch=arch,
-        layers=config.size("num_hidden_layers"),
+        layers=config.size("num_hidden_layers", most=MAX_LAYERS),
         dim=dim,
         hidden=config.size("intermediate_size"),
         vocab=config.size("vocab_size"),
@@ -56,23 +76,31 @@ def read_spec(values: Mapping[str, Any]) -> ModelSpec:
             kv_heads=config.size("num_key_value_heads", heads),
             head_dim=head_dim,
             rope=read_rope(config, head_dim, max_len),
-            window=read_window(config, values),
         ),
-        tied=config.flag("tie_word_embeddings", False),
+        tied=config.flag("tie_word_embeddings", tied),
     )
 
 
-def architecture(config: Fields) -> str:
-    names = config.strings("architectures")
-    if len(names) != 1 or names[0] not in ARCHITECTURES:
-        raise config.unsupported("architectures", names, ARCHITECTURES)
-    return ARCHITECTURES[names[0]]
+def read_biases(config: Fields) -> frozenset[str]:
+    attention = ("q", "k", "v", "o") if config.flag("attention_bias", False) else ()
+    return frozenset((*attention, *(("gate", "up", "down") if config.flag("mlp_bias", False) else ())))
 
 
-def read_window(config: Fields, values: Mapping[str, Any]) -> int:
-    if config.strings("architectures") != ["MistralForCausalLM"]:
+def read_window(config: Fields, silent: int) -> int:
+    """0 where the config says null; `silent` where it says nothing."""
+    if config.says_null("sliding_window"):
         return 0
-    return 0 if values.get("sliding_window", MISTRAL_WINDOW) is None else config.size("sliding_window", MISTRAL_WINDOW)
+    return config.size("sliding_window", silent)
+
+
+def read_sliding(config: Fields, otherwise: Sequence[bool]) -> Sequence[bool]:
+    """Which layers have a window: what `layer_types` says, if it is there."""
+    if "layer_types" not in config:
+        return otherwise
+    kinds = config.strings("layer_types")
+    if len(kinds) != len(otherwise) or not {SLIDING, FULL}.issuperset(kinds):
+        raise config.unsupported("layer_types", kinds, (f"{SLIDING} or {FULL} for each layer",))
+    return [kind == SLIDING for kind in kinds]
 
 
 def read_rope(config: Fields, head_dim: int, max_len: int) -> RopeSpec:
@@ -120,20 +148,3 @@ def read_yarn(fields: Fields, freqs: rope.Freqs, base: float, original: int, max
         whole=fields.flag("truncate", True),
     )
     return RopeSpec(stretched, interleaved=False, scale=fields.number("attention_factor", scale))
-
-
-def check_biases(values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """The config says which weights have a bias; a checkpoint that differs would be computed wrongly."""
-    config = Fields(values, "config.json")
-    parts: tuple[str, ...] = ()
-    if config.flag("attention_bias", False):
-        parts += ("q", "k", "v", "o")
-    if config.flag("mlp_bias", False):
-        parts += ("gate", "up", "down")
-    wanted = {f"{name}.bias" for name in tensors if name.rpartition(".")[2] in parts}
-    found = {name for name in tensors if name.endswith(".bias")}
-    if wanted != found:
-        raise MalformedFile(
-            f"attention_bias and mlp_bias in config.json do not match the tensors: {min(wanted ^ found)!r} is "
-            f"{'missing' if min(wanted ^ found) in wanted else 'too many'}"
-        )

@@ -9,6 +9,7 @@ from typing import Any
 from penstock.errors import MalformedFile, UnsupportedModel
 
 MAX_SIZE = 2**31 - 1  # sizes and positions are int32 beyond the loader
+MAX_LAYERS = 10_000  # some things are made for each, before any is found in the file
 MIN_NUMBER, MAX_NUMBER = 1e-30, 1e30  # all that a model needs, and computing with them stays finite
 
 
@@ -19,9 +20,15 @@ class Fields:
         self._values = values
         self._source = source
         self._prefix = prefix
+        self._read: set[str] = set()
 
     def __contains__(self, key: str) -> bool:
+        self._read.add(self._prefix + key)
         return self._values.get(self._prefix + key) is not None
+
+    def says_null(self, key: str) -> bool:
+        """Unlike saying nothing."""
+        return self._prefix + key in self._values and key not in self
 
     def size(self, key: str, default: int | None = None, most: int = MAX_SIZE) -> int:
         """A whole number above 0."""
@@ -91,12 +98,17 @@ class Fields:
         """A field that nothing reads would change the model's answers without a word."""
         for key in self._values:
             name = key.removeprefix(self._prefix)
-            if key.startswith(self._prefix) and name not in known and name in self:
+            if key.startswith(self._prefix) and name not in known and self._values[key] is not None:
                 raise UnsupportedModel(
                     f"{key} = {short(self._values[key])} in {self._source} is not known to this engine"
                 )
 
+    def refuse_unread(self, neutral: Collection[str]) -> None:
+        """The same, of what was read: all but `neutral` ones should be by now."""
+        self.refuse_others({key.removeprefix(self._prefix) for key in self._read}.union(neutral))
+
     def _get(self, key: str, default: Any) -> Any:
+        self._read.add(self._prefix + key)
         value = self._values.get(self._prefix + key)
         if value is not None:
             return value

@@ -1,62 +1,70 @@
-"""The Llama family: Llama 2 and 3, SmolLM2, Mistral and whatever else is shaped like them."""
+"""The Llama family: Llama 2 and 3, SmolLM2, Falcon3, Mistral, Ministral and whatever else is shaped like them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
+from penstock.model import config_gguf, config_hf, decoder, names
+from penstock.model.fields import Fields
 from penstock.model.ops import Ops, V, Weight
 from penstock.model.spec import ModelSpec
+from penstock.model.tensor import Tensor
 from penstock.model.weights import Packer
+
+HUGGING_FACE = names.HUGGING_FACE
+GGUF = names.GGUF
+MISTRAL_WINDOW = 4096  # when the config is silent; null says that there is none
+
+
+def read_hf(config: Fields) -> ModelSpec:
+    spec = replace(config_hf.read_decoder(config, "llama"), biases=config_hf.read_biases(config))
+    if config.strings("architectures") == ["LlamaForCausalLM"]:
+        return spec
+    window = config_hf.read_window(config, MISTRAL_WINDOW)
+    return spec.with_windows(config_hf.read_sliding(config, [window > 0] * spec.layers), window)
+
+
+def read_gguf(config: Fields, tensors: Mapping[str, Tensor]) -> ModelSpec:
+    spec = config_gguf.read_decoder(config, tensors, "llama", interleaved=True)
+    return spec.with_windows([True] * spec.layers, config_gguf.read_window(config))
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
     attn_norm: Weight
-    qkv: Weight
-    o: Weight
+    attention: decoder.Attention
     mlp_norm: Weight
-    gate_up: Weight
-    down: Weight
+    mlp: decoder.Mlp
 
 
 @dataclass(frozen=True, slots=True)
 class Llama:
+    """Every part takes a norm of what all parts before it added up to."""
+
     spec: ModelSpec
-    embed: Weight
     layers: tuple[Layer, ...]
-    norm: Weight
-    head: Weight
+    ends: decoder.Ends
 
     def forward(self, ops: Ops[V]) -> V:
-        """Logits of the sampled rows: [S, vocab]."""
-        s = self.spec
-        x, residual = ops.embed(self.embed), None
-        for i, layer in enumerate(self.layers):
-            x, residual = ops.add_norm(x, residual, layer.attn_norm, s.eps)
-            x = ops.linear(ops.attend(i, ops.linear(x, layer.qkv), s.attn), layer.o)
-            x, residual = ops.add_norm(x, residual, layer.mlp_norm, s.eps)
-            x = ops.linear(ops.gated(ops.linear(x, layer.gate_up), s.act), layer.down)
-        x, _ = ops.add_norm(x, residual, self.norm, s.eps)
-        ops.pool(x)
-        return ops.linear(ops.take_sampled(x), self.head)
+        eps = self.spec.eps
+        x, residual = self.ends.enter(ops), None
+        for layer in self.layers:
+            x, residual = ops.add_norm(x, residual, layer.attn_norm, eps)
+            x = layer.attention(ops, x)
+            x, residual = ops.add_norm(x, residual, layer.mlp_norm, eps)
+            x = layer.mlp(ops, x)
+        return self.ends.leave(ops, x, residual)
 
 
 def build(spec: ModelSpec, pack: Packer) -> Llama:
-    """Takes every weight of the checkpoint by its canonical name (model/names.py) through the packer."""
-    s, a = spec, spec.attn
     layers = tuple(
         Layer(
-            attn_norm=pack.vector(f"layers.{i}.attn_norm", s.dim),
-            qkv=pack.matrix(
-                (f"layers.{i}.q", a.q_width), (f"layers.{i}.k", a.kv_width), (f"layers.{i}.v", a.kv_width), width=s.dim
-            ),
-            o=pack.matrix((f"layers.{i}.o", s.dim), width=a.q_width),
-            mlp_norm=pack.vector(f"layers.{i}.mlp_norm", s.dim),
-            gate_up=pack.matrix((f"layers.{i}.gate", s.hidden), (f"layers.{i}.up", s.hidden), width=s.dim),
-            down=pack.matrix((f"layers.{i}.down", s.dim), width=s.hidden),
+            attn_norm=decoder.norm(spec, pack, i, "attn_norm"),
+            attention=decoder.attention(spec, pack, i),
+            mlp_norm=decoder.norm(spec, pack, i, "mlp_norm"),
+            mlp=decoder.mlp(spec, pack, i),
         )
-        for i in range(s.layers)
+        for i in range(spec.layers)
     )
-    embed = pack.matrix(("embed", s.vocab), width=s.dim)
-    head = embed if s.tied else pack.matrix(("head", s.vocab), width=s.dim)
-    return Llama(spec, embed, layers, pack.vector("norm", s.dim), head)
+    return Llama(spec, layers, decoder.ends(spec, pack))

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import MalformedFile, ModelNotFound, UnsupportedModel
-from penstock.model import config_gguf, config_hf, names
+from penstock.model import names
 from penstock.model.config_float8 import read_scheme, with_scales
+from penstock.model.config_hf import NEUTRAL
 from penstock.model.fields import Fields
 from penstock.model.files import read_json
 from penstock.model.gguf import read_gguf
-from penstock.model.registry import Model, architecture
+from penstock.model.registry import Model, family, family_of_gguf, family_of_hf
 from penstock.model.safetensors import read_safetensors
 from penstock.model.spec import ModelSpec
 from penstock.model.tensor import Tensor
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from penstock.text import Text
 
 CONFIG = "config.json"
+METADATA = "the GGUF metadata"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
@@ -46,12 +48,13 @@ def open_checkpoint(path: Path) -> Checkpoint:
     """A GGUF file, or a folder with config.json and safetensors."""
     checkpoint = open_folder(path) if path.is_dir() else open_gguf(path)
     check_heads(checkpoint.spec)
+    check_biases(checkpoint.spec, checkpoint.tensors)
     return checkpoint
 
 
 def load_model(checkpoint: Checkpoint, backend: Packs) -> Model:
     pack = Packer(checkpoint.tensors, backend)
-    model = architecture(checkpoint.spec.arch).build(checkpoint.spec, pack)
+    model = family(checkpoint.spec.arch).build(checkpoint.spec, pack)
     pack.check_all_used()
     return model
 
@@ -70,9 +73,11 @@ def text_of(checkpoint: Checkpoint) -> Text:
 
 def open_gguf(path: Path) -> Checkpoint:
     file = read_gguf(path)
+    kind = family_of_gguf(Fields(file.metadata, METADATA))
+    config = Fields(file.metadata, METADATA, prefix=f"{file.metadata['general.architecture']}.")
     return Checkpoint(
-        spec=config_gguf.read_spec(file.metadata, file.tensors),
-        tensors=names.canonical(file.tensors, names.GGUF),
+        spec=kind.read_gguf(config, file.tensors),
+        tensors=names.canonical(file.tensors, kind.GGUF),
         name=str(file.metadata.get("general.name", path.stem)),
         path=path,
         metadata=file.metadata,
@@ -80,14 +85,21 @@ def open_gguf(path: Path) -> Checkpoint:
 
 
 def open_folder(path: Path) -> Checkpoint:
-    config = read_json(path / CONFIG)
-    spec = config_hf.read_spec(config)
-    scheme = read_scheme(Fields(config, CONFIG))
-    tensors = names.canonical(with_scales(read_shards(path), scheme), names.HUGGING_FACE)
+    values = read_json(path / CONFIG)
+    spec = read_config(values)
+    stored = with_scales(read_shards(path), read_scheme(Fields(values, CONFIG)))
+    tensors = names.canonical(stored, family(spec.arch).HUGGING_FACE)
     if spec.tied:
         tensors.pop("head", None)  # some checkpoints store the embedding a second time
-    config_hf.check_biases(config, tensors)
-    return Checkpoint(spec, tensors, name=path.resolve().name, path=path, metadata=config)
+    return Checkpoint(spec, tensors, name=path.resolve().name, path=path, metadata=values)
+
+
+def read_config(values: Mapping[str, Any]) -> ModelSpec:
+    """Of a Hugging Face folder."""
+    config = Fields(values, CONFIG)
+    spec = family_of_hf(config).read_hf(config)
+    config.refuse_unread(NEUTRAL)
+    return spec
 
 
 def read_shards(folder: Path) -> dict[str, Tensor]:
@@ -115,3 +127,16 @@ def check_heads(spec: ModelSpec) -> None:
         raise MalformedFile(f"{a.heads} query heads cannot share {a.kv_heads} key and value heads evenly")
     if a.head_dim % 2:
         raise UnsupportedModel(f"heads of {a.head_dim} dimensions; rotary embeddings turn them in pairs")
+
+
+def check_biases(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> None:
+    """A weight that lacks its bias, or has one that nothing speaks of, would be computed with wrongly."""
+    if spec.biases is None:
+        return
+    wanted = {f"{name}.bias" for name in tensors if name.rpartition(".")[2] in spec.biases}
+    found = {name for name in tensors if name.endswith(".bias")}
+    if odd := sorted(wanted ^ found):
+        raise MalformedFile(
+            f"the model's config and its tensors disagree about biases: {odd[0]!r} is "
+            f"{'missing' if odd[0] in wanted else 'too many'}"
+        )

@@ -14,10 +14,19 @@ from penstock.model.tensor import Tensor
 
 
 class Naming(NamedTuple):
+    """How the tensors of one kind of file are called, in most families."""
+
     top: Mapping[str, str]
     layer: re.Pattern[str]  # a layer's number, and its own name for the part
     parts: Mapping[str, str]
     ignored: re.Pattern[str]  # tensors that are no weights
+
+    def but(self, **parts: str) -> Naming:
+        """With other parts, given as canonical_name="name in the file"."""
+        kept = {
+            theirs: ours for theirs, ours in self.parts.items() if ours not in parts and theirs not in parts.values()
+        }
+        return self._replace(parts=kept | {theirs: ours for ours, theirs in parts.items()})
 
 
 NUMBER = "(0|[1-9][0-9]{0,5})"

@@ -1,27 +1,62 @@
-"""Architectures by name: a new one is a file beside llama.py and a line here."""
+"""Families by the names that checkpoints give them: a new one is a file beside llama.py and a line in each table.
+
+docs/families.md says what such a file holds.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import import_module
 from typing import Protocol, cast
 
 from penstock.errors import UnsupportedModel
+from penstock.model.fields import Fields
+from penstock.model.names import Naming
 from penstock.model.ops import Ops, V
 from penstock.model.spec import ModelSpec
+from penstock.model.tensor import Tensor
 from penstock.model.weights import Packer
 
-MODULES = {"llama": "penstock.model.llama"}
+HUGGING_FACE = {  # what config.json calls its architecture: the family's file
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "llama",
+    "MinistralForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+}
+GGUF = {"llama": "llama", "qwen2": "qwen2"}  # the same of general.architecture
 
 
 class Model(Protocol):
     def forward(self, ops: Ops[V]) -> V: ...
 
 
-class Architecture(Protocol):
+class Family(Protocol):
+    HUGGING_FACE: Naming
+    GGUF: Naming
+
+    def read_hf(self, config: Fields) -> ModelSpec: ...
+
+    def read_gguf(self, config: Fields, tensors: Mapping[str, Tensor]) -> ModelSpec:
+        """`tensors` by the file's own names."""
+
     def build(self, spec: ModelSpec, pack: Packer) -> Model: ...
 
 
-def architecture(name: str) -> Architecture:
-    if name not in MODULES:
-        raise UnsupportedModel(f"the architecture {name!r} is not supported; supported: {', '.join(MODULES)}")
-    return cast(Architecture, import_module(MODULES[name]))
+def family(name: str) -> Family:
+    if name not in {*HUGGING_FACE.values(), *GGUF.values()}:
+        raise UnsupportedModel(f"the family {name!r} is not supported; supported: {', '.join(HUGGING_FACE.values())}")
+    return cast(Family, import_module(f"penstock.model.{name}"))
+
+
+def family_of_hf(config: Fields) -> Family:
+    names = config.strings("architectures")
+    if len(names) != 1 or names[0] not in HUGGING_FACE:
+        raise config.unsupported("architectures", names, HUGGING_FACE)
+    return family(HUGGING_FACE[names[0]])
+
+
+def family_of_gguf(metadata: Fields) -> Family:
+    name = metadata.text("general.architecture")
+    if name not in GGUF:
+        raise metadata.unsupported("general.architecture", name, GGUF)
+    return family(GGUF[name])

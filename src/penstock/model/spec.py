@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,3 +48,17 @@ class ModelSpec:
     attn: AttentionSpec
     act: str = "silu"
     tied: bool = False  # the output head is the embedding table
+    layer_attn: tuple[AttentionSpec, ...] = ()  # of each layer, where they differ; all have the heads of `attn`
+    biases: frozenset[str] | None = None  # parts of a layer that have one; None: the checkpoint does not say
+
+    def attention(self, layer: int) -> AttentionSpec:
+        return self.layer_attn[layer] if self.layer_attn else self.attn
+
+    def with_attention(self, layers: Sequence[AttentionSpec]) -> ModelSpec:
+        """With these in each layer."""
+        differ = len(set(layers)) > 1
+        return replace(self, attn=layers[0], layer_attn=tuple(layers) if differ else ())
+
+    def with_windows(self, sliding: Sequence[bool], window: int) -> ModelSpec:
+        """With a window in those layers that have one."""
+        return self.with_attention([replace(self.attn, window=window if one else 0) for one in sliding])

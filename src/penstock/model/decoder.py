@@ -1,0 +1,74 @@
+"""What decoders are made of: attention, a gated MLP, and what comes before and after the layers.
+
+A family's file says how they hang together; weights are taken from the checkpoint by canonical name (names.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.model.ops import Ops, V, Weight
+from penstock.model.spec import AttentionSpec, ModelSpec
+from penstock.model.weights import Packer
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    layer: int
+    spec: AttentionSpec
+    qkv: Weight
+    o: Weight
+
+    def __call__(self, ops: Ops[V], x: V) -> V:
+        return ops.linear(ops.attend(self.layer, ops.linear(x, self.qkv), self.spec), self.o)
+
+
+@dataclass(frozen=True, slots=True)
+class Mlp:
+    act: str
+    gate_up: Weight
+    down: Weight
+
+    def __call__(self, ops: Ops[V], x: V) -> V:
+        return ops.linear(ops.gated(ops.linear(x, self.gate_up), self.act), self.down)
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """Before the layers and after them."""
+
+    spec: ModelSpec
+    embed: Weight
+    norm: Weight
+    head: Weight
+
+    def enter(self, ops: Ops[V]) -> V:
+        return ops.embed(self.embed)
+
+    def leave(self, ops: Ops[V], x: V, residual: V | None) -> V:
+        """Logits of the sampled rows: [S, vocab]."""
+        x, _ = ops.add_norm(x, residual, self.norm, self.spec.eps)
+        ops.pool(x)
+        return ops.linear(ops.take_sampled(x), self.head)
+
+
+def attention(spec: ModelSpec, pack: Packer, layer: int) -> Attention:
+    a, name = spec.attention(layer), f"layers.{layer}"
+    qkv = pack.matrix((f"{name}.q", a.q_width), (f"{name}.k", a.kv_width), (f"{name}.v", a.kv_width), width=spec.dim)
+    return Attention(layer, a, qkv, o=pack.matrix((f"{name}.o", spec.dim), width=a.q_width))
+
+
+def mlp(spec: ModelSpec, pack: Packer, layer: int) -> Mlp:
+    name = f"layers.{layer}"
+    gate_up = pack.matrix((f"{name}.gate", spec.hidden), (f"{name}.up", spec.hidden), width=spec.dim)
+    return Mlp(spec.act, gate_up, down=pack.matrix((f"{name}.down", spec.dim), width=spec.hidden))
+
+
+def norm(spec: ModelSpec, pack: Packer, layer: int, name: str) -> Weight:
+    return pack.vector(f"layers.{layer}.{name}", spec.dim)
+
+
+def ends(spec: ModelSpec, pack: Packer) -> Ends:
+    embed = pack.matrix(("embed", spec.vocab), width=spec.dim)
+    head = embed if spec.tied else pack.matrix(("head", spec.vocab), width=spec.dim)
+    return Ends(spec, embed, pack.vector("norm", spec.dim), head)

@@ -1,0 +1,33 @@
+"""Qwen2 and Qwen2.5: Llama with biases for q, k and v."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from penstock.model import config_gguf, config_hf, llama, names
+from penstock.model.fields import Fields
+from penstock.model.spec import ModelSpec
+from penstock.model.tensor import Tensor
+
+HUGGING_FACE = names.HUGGING_FACE
+GGUF = names.GGUF
+BIASES = frozenset(("q", "k", "v"))
+build = llama.build
+
+
+def read_hf(config: Fields) -> ModelSpec:
+    return with_upper_windows(config, replace(config_hf.read_decoder(config, "qwen2"), biases=BIASES))
+
+
+def with_upper_windows(config: Fields, spec: ModelSpec) -> ModelSpec:
+    """Only if a flag says so have layers from `max_window_layers` on a window."""
+    used = config.flag("use_sliding_window", False)
+    first = config.number("max_window_layers", 28, least=0)
+    sliding = config_hf.read_sliding(config, [used and layer >= first for layer in range(spec.layers)])
+    window = config_hf.read_window(config, 4096)
+    return spec.with_windows(sliding, window) if used else spec
+
+
+def read_gguf(config: Fields, tensors: Mapping[str, Tensor]) -> ModelSpec:
+    return replace(config_gguf.read_decoder(config, tensors, "qwen2", interleaved=False), biases=BIASES)

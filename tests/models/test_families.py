@@ -1,0 +1,90 @@
+"""What the configs of published models say, family by family, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from penstock.backend.ref import RefBackend
+from penstock.errors import MalformedFile, UnsupportedModel
+from penstock.model.load import load_model, open_checkpoint, read_config
+from penstock.model.spec import ModelSpec
+
+ALL = {
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 3072,
+    "initializer_range": 0.02,
+    "intermediate_size": 9216,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 24,
+    "num_hidden_layers": 8,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000042,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.46.1",
+    "use_cache": True,
+    "vocab_size": 131072,
+}
+
+
+def windows(spec: ModelSpec) -> list[int]:
+    return [spec.attention(layer).window for layer in range(spec.layers)]
+
+
+def test_falcon3_is_llama():
+    falcon3 = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "head_dim": 256, "mlp_bias": False}
+    spec = read_config(ALL | falcon3 | {"num_attention_heads": 12, "attention_bias": False, "pretraining_tp": 1})
+    assert (spec.arch, spec.attn.head_dim, spec.attn.q_width, spec.biases) == ("llama", 256, 3072, frozenset())
+
+
+def test_ministral_has_windows_where_it_says():
+    kinds = ["sliding_attention", "full_attention"] * 4
+    config = ALL | {"architectures": ["MinistralForCausalLM"], "sliding_window": 32768, "layer_types": kinds}
+    assert windows(read_config(config)) == [32768, 0] * 4
+    del config["layer_types"]
+    assert windows(read_config(config)) == [32768] * 8
+    with pytest.raises(UnsupportedModel, match=r"layer_types .* sliding_attention or full_attention for each layer"):
+        read_config(config | {"layer_types": kinds[1:]})
+
+
+QWEN2 = ALL | {
+    "architectures": ["Qwen2ForCausalLM"],
+    "max_window_layers": 6,
+    "sliding_window": 1024,
+    "use_sliding_window": False,
+}
+
+
+def test_qwen2_has_windows_only_if_a_flag_says_so():
+    assert windows(read_config(QWEN2)) == [0] * 8
+    assert windows(read_config(QWEN2 | {"use_sliding_window": True})) == [0] * 6 + [1024] * 2
+
+
+def test_qwen2_has_biases(folder_with, gguf_with):
+    def drop(name):
+        return lambda tensors: tensors.pop(name)
+
+    for path in (
+        folder_with("qwen2", tensors=drop("model.layers.1.self_attn.k_proj.bias")),
+        gguf_with("qwen2", tensors=drop("blk.1.attn_k.bias")),
+    ):
+        with pytest.raises(MalformedFile, match=r"'layers\.1\.k\.bias' is missing"):
+            open_checkpoint(path)
+
+
+@pytest.mark.parametrize("golden", ["tied", "qwen2"])
+def test_a_field_that_nobody_reads(folder_with, golden):
+    folder = folder_with(golden, config=lambda config: config.update(router_jitter_noise=0.1))
+    with pytest.raises(UnsupportedModel, match=r"router_jitter_noise = 0\.1 in config\.json is not known"):
+        open_checkpoint(folder)
+    folder = Path(folder)
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(values | {"router_jitter_noise": None}))
+    load_model(open_checkpoint(folder), RefBackend())
