@@ -62,8 +62,28 @@ GOLDENS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 7, "head_dim": 12, "rope_parameters": PLAIN},
     "ministral": SMALLER | {"sliding_window": 9, "head_dim": 8, "rope_parameters": PLAIN},
     "qwen2": SMALLER | {"tie_word_embeddings": True, "rope_parameters": PLAIN | {"rope_theta": 1000000.0}},
+    "qwen3": SMALLER | {"head_dim": 12, "tie_word_embeddings": True, "rope_parameters": PLAIN},
+    "granite": SMALLER
+    | {
+        "embedding_multiplier": 6.0,
+        "residual_multiplier": 0.4,
+        "attention_multiplier": 0.2,
+        "logits_scaling": 3.0,
+        "tie_word_embeddings": True,
+        "rope_parameters": PLAIN,
+    },
+    "smollm3": SMALLER
+    | {
+        "num_hidden_layers": 4,
+        "pad_token_id": 0,
+        "intermediate_size": 16,
+        "tie_word_embeddings": True,
+        "rope_parameters": PLAIN | {"rope_theta": 50000.0},
+    },
 }
-MODEL_TYPES = {name: name for name in ("mistral", "ministral", "qwen2")}  # others are llama
+MODEL_TYPES = {
+    name: name for name in ("mistral", "ministral", "qwen2", "qwen3", "granite", "smollm3")
+}  # others are llama
 SHARDED = "untied"
 
 GGUF_NAMES = {
@@ -79,9 +99,11 @@ GGUF_NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
 }
 ARCHITECTURES = {"mistral": "llama", "ministral": "llama"}  # where GGUF has another name
-INTERLEAVED = {"llama"}  # architectures whose files have q and k turned
+INTERLEAVED = {"llama", "granite", "smollm3"}  # architectures whose files have q and k turned
 
 
 def main() -> None:
@@ -127,6 +149,8 @@ def check_it_matters(name: str, seed: int, tokens: np.ndarray, expected: np.ndar
         "yarn": {"rope_parameters": PLAIN | {"rope_theta": 100.0}},
         "mistral": {"sliding_window": None},
         "ministral": {"sliding_window": 64},
+        "granite": {"residual_multiplier": 0.5},
+        "smollm3": {"no_rope_layers": [1] * 4},
     }
     if name in without:
         difference = np.abs(logits(random_model(name, seed, **without[name]), tokens) - expected).max()
@@ -170,6 +194,11 @@ def add_keys(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
     writer.add_rope_freq_base(rope["rope_theta"])
     if config.model_type in ("mistral", "ministral"):
         writer.add_sliding_window(config.sliding_window)
+    if config.model_type == "granite":
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
     if rope["rope_type"] in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
         writer.add_rope_scaling_factor(rope["factor"])

@@ -43,7 +43,9 @@ def test_rope_and_store(name: str, interleaved: bool, dtype: torch.dtype) -> Non
     before = qkv.float().cpu().numpy().reshape(3, -1, dims).copy()
     cache = torch.zeros((3, 2, kv_heads, 16, dims), dtype=dtype, device=DEVICE)
     frequencies = torch.tensor(spec.rope.inv_freq, dtype=torch.float64, device=DEVICE)
-    rope_and_store(qkv, frequencies, spec.rope.scale, interleaved, ints(positions), ints(places), cache)
+    rope_and_store(
+        qkv, frequencies, spec.rope.scale, len(frequencies), interleaved, ints(positions), ints(places), cache
+    )
 
     turned = torch.from_numpy(rotate(before, np.array(positions, np.int32), spec.rope)).to(DEVICE)
     after = qkv.reshape(3, -1, dims)
@@ -75,12 +77,14 @@ def test_rope_within_attention(name: str, interleaved: bool, dtype: torch.dtype)
     frequencies = torch.tensor(spec.rope.inv_freq, dtype=torch.float64, device=DEVICE)
     tables, header = ints(batch.tables.ravel()), ints([batch.tables.shape[1]])
     found = []
-    for turn in (None, Turn(frequencies, places, spec.rope.scale, interleaved)):
+    for turn in (None, Turn(frequencies, places, spec.rope.scale, len(frequencies), interleaved)):
         qkv = normal(3, (spec.heads + 2 * spec.kv_heads) * spec.head_dim, dtype=dtype, seed=1)
         cache = normal(12, 2, spec.kv_heads, 16, spec.head_dim, dtype=dtype)
         out = torch.full((3, spec.q_width), torch.nan, dtype=dtype, device=DEVICE)
         if turn is None:
-            rope_and_store(qkv, frequencies, spec.rope.scale, interleaved, ints(batch.positions), places, cache)
+            rope_and_store(
+                qkv, frequencies, spec.rope.scale, len(frequencies), interleaved, ints(batch.positions), places, cache
+            )
         shares = shares_of(spec, len(work.parts), 3)
         attend_parts(qkv, cache, ints(work.parts), tables, header, out, shares, turn, spec.scale, 0)
         found.append((out, cache))

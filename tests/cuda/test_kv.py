@@ -66,7 +66,9 @@ def test_lines_are_rounded_to_the_nearest(name: str, interleaved: bool, kind: st
     values = qkv.reshape(3, -1, dims)[:, heads + kv_heads :].clone()
     cache = empty(spec, kind, 3)
     frequencies = torch.tensor(spec.rope.inv_freq, dtype=torch.float64, device=DEVICE)
-    rope_and_store(qkv, frequencies, spec.rope.scale, interleaved, ints(positions), ints(places), *cache)
+    rope_and_store(
+        qkv, frequencies, spec.rope.scale, len(frequencies), interleaved, ints(positions), ints(places), *cache
+    )
     for token, place in enumerate(places):
         for half, exact in enumerate((wanted, values)):
             got = values_of(cache)[place // 16, half, :, place % 16]
@@ -86,12 +88,14 @@ def test_rope_within_attention_writes_the_same(name: str, kind: str) -> None:
     frequencies = torch.tensor(spec.rope.inv_freq, dtype=torch.float64, device=DEVICE)
     tables, header = ints(batch.tables.ravel()), ints([batch.tables.shape[1]])
     found = []
-    for turn in (None, Turn(frequencies, places, spec.rope.scale, False)):
+    for turn in (None, Turn(frequencies, places, spec.rope.scale, len(frequencies), False)):
         qkv = normal(3, (spec.heads + 2 * spec.kv_heads) * spec.head_dim, seed=1)
         cache = filled(spec, kind, 12)
         out = torch.full((3, spec.q_width), torch.nan, device=DEVICE)
         if turn is None:
-            rope_and_store(qkv, frequencies, spec.rope.scale, False, ints(batch.positions), places, *cache)
+            rope_and_store(
+                qkv, frequencies, spec.rope.scale, len(frequencies), False, ints(batch.positions), places, *cache
+            )
         shares = shares_of(spec, len(work.parts), 3)
         attend_parts(qkv, cache.lines, ints(work.parts), tables, header, out, shares, turn, spec.scale, 0, cache.scales)
         found.append((out, values_of(cache)))

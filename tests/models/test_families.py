@@ -79,7 +79,52 @@ def test_qwen2_has_biases(folder_with, gguf_with):
             open_checkpoint(path)
 
 
-@pytest.mark.parametrize("golden", ["tied", "qwen2"])
+def test_qwen3_norms_each_head():
+    config = QWEN2 | {"architectures": ["Qwen3ForCausalLM"], "head_dim": 128, "attention_bias": False}
+    spec = read_config(config)
+    assert (spec.attn.qk_norm, spec.attn.head_dim, spec.biases) == ("head", 128, frozenset())
+    with pytest.raises(MalformedFile, match="no head_dim"):
+        read_config({key: value for key, value in config.items() if key != "head_dim"})
+
+
+def test_granite_is_llama_with_another_epsilon():
+    granite = {"architectures": ["GraniteForCausalLM"], "attention_bias": False, "mlp_bias": False}
+    spec = read_config(ALL | granite)
+    assert (spec.embed_scale, spec.logit_scale, spec.attn.scale, spec.eps) == (1, 1, 1, 1e-6)
+    multipliers = {"embedding_multiplier": 12.0, "residual_multiplier": 0.25, "logits_scaling": 8.0}
+    spec = read_config(ALL | granite | multipliers | {"attention_multiplier": 0.015625})
+    assert (spec.embed_scale, spec.logit_scale, spec.attn.scale, spec.eps) == (48, 1 / 8, 1 / 64, 1.6e-5)
+
+
+SMOLLM3 = ALL | {
+    "architectures": ["SmolLM3ForCausalLM"],
+    "attention_bias": False,
+    "max_window_layers": 28,
+    "mlp_bias": False,
+    "no_rope_layer_interval": 4,
+    "no_rope_layers": [1, 1, 1, 0, 1, 1, 1, 0],
+    "sliding_window": None,
+    "use_sliding_window": False,
+}
+
+
+def test_smollm3_says_which_layers_have_a_rope():
+    def turned(values):
+        spec = read_config(values)
+        return [bool(spec.attention(layer).rope.inv_freq) for layer in range(spec.layers)]
+
+    assert turned(SMOLLM3) == [True, True, True, False] * 2
+    assert turned(SMOLLM3 | {"no_rope_layers": None}) == [True, True, True, False] * 2
+    assert turned(SMOLLM3 | {"no_rope_layers": [1] * 7 + [0]}) == [True] * 7 + [False]
+    for wrong in ([1], [2] * 8, "none"):
+        with pytest.raises(MalformedFile, match=r"no_rope_layers in config\.json must be a list of 8 zeros and ones"):
+            read_config(SMOLLM3 | {"no_rope_layers": wrong})
+    for change in ({"use_sliding_window": True}, {"layer_types": ["sliding_attention"] * 8}):
+        with pytest.raises(UnsupportedModel, match=next(iter(change))):
+            read_config(SMOLLM3 | change)
+
+
+@pytest.mark.parametrize("golden", ["tied", "qwen2", "qwen3", "granite", "smollm3"])
 def test_a_field_that_nobody_reads(folder_with, golden):
     folder = folder_with(golden, config=lambda config: config.update(router_jitter_noise=0.1))
     with pytest.raises(UnsupportedModel, match=r"router_jitter_noise = 0\.1 in config\.json is not known"):

@@ -39,11 +39,14 @@ def expected(folder: Path) -> tuple[list[int], np.ndarray]:
 def test_every_kind_of_golden_is_there():
     assert NAMES == [
         "bias",
+        "granite",
         "linear",
         "llama3",
         "ministral",
         "mistral",
         "qwen2",
+        "qwen3",
+        "smollm3",
         "tied",
         "untied",
         "yarn",

@@ -420,6 +420,7 @@ def test_a_program_checks_its_buffers_when_built():
     plain, quantized = Weight(64, [("F32", 32)]), Weight(64, [("Q8_0", 32)])
     gain = np.ones(64, np.float32)
     spec = {"layer": 0, "heads": 2, "kv_heads": 1, "head_dim": 16, "window": 0, "interleaved": False, "scale": 1.0}
+    spec["soft_cap"] = 0.0
     spec["angles"] = program.angles(np.ones(4), 1.0)
     wrong = [
         lambda: program.buffer("X", 8, False),
@@ -434,7 +435,14 @@ def test_a_program_checks_its_buffers_when_built():
         lambda: program.add_norm(wide, None, gain[:9].copy(), 1e-5, wide, None),
         lambda: program.add_norm(wide, None, gain, 1e-5, wide, None),
         lambda: program.take_sampled(sampled, sampled),
-        lambda: program.gate(narrow, wide),
+        lambda: program.gate(narrow, wide, "silu"),
+        lambda: program.gate(wide, narrow, "relu"),
+        lambda: program.norm_qk(wide, gain[:5].copy(), 16, gain[:8].copy(), 8, 1e-5, wide),
+        lambda: program.norm_qk(wide, gain[:0].copy(), 16, gain[:8].copy(), 8, 1e-5, wide),
+        lambda: program.norm_qk(wide, gain[:8].copy(), 1 << 20, gain[:8].copy(), 8, 1e-5, wide),
+        lambda: program.add(wide, narrow, wide),
+        lambda: program.scale(narrow, 2.0, wide),
+        lambda: program.soft_cap(wide, 0.0, wide),
         lambda: program.attend(wide, narrow, **(spec | {"layer": 1})),
         lambda: program.attend(wide, narrow, **(spec | {"heads": 3, "kv_heads": 2})),
         lambda: program.attend(wide, narrow, **(spec | {"head_dim": 0})),

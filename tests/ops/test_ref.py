@@ -56,6 +56,41 @@ def test_gated(rng):
     assert ops_over(1).gated(x, "silu").tolist()[0] == pytest.approx([2 / (1 + math.exp(-1)), 0])
 
 
+def test_gelu():
+    got = ops_over(1).gated(np.array([[1.0, -20.0, 1.0, 3.0]], np.float32), "gelu_tanh").tolist()[0]
+    assert got == pytest.approx([(1 + math.tanh((2 / math.pi) ** 0.5 * 1.044715)) / 2, 0])
+
+
+def test_values_by_themselves():
+    x = np.array([[1.0, -2000.0]], np.float32)
+    assert ops_over(1).add(x, x).tolist() == [[2, -4000]]
+    assert ops_over(1).scale(x, 0.5).tolist() == [[0.5, -1000]]
+    assert ops_over(1).soft_cap(x, 30).tolist()[0] == pytest.approx([30 * math.tanh(1 / 30), -30])
+
+
+@pytest.mark.parametrize(("q_run", "k_run"), [(2, 2), (4, 2)])
+def test_queries_and_keys_are_normed_in_runs(rng, q_run, k_run):
+    spec = AttentionSpec(2, 1, 2, RopeSpec((1.0,), False))
+    qkv, q_gain, k_gain = (rng.normal(size=size).astype(np.float32) for size in ((3, 8), q_run, k_run))
+    got = ops_over(3).norm_qk(qkv, q_gain, k_gain, spec, 1e-2)
+    for row, answer in zip(qkv, got, strict=True):
+        for run in [*np.split(np.arange(4), 4 // q_run), np.arange(4, 6)]:
+            gain = k_gain if run[0] >= 4 else q_gain
+            size = math.sqrt(sum(float(value) ** 2 for value in row[run]) / len(run) + 1e-2)
+            assert answer[run] == pytest.approx(row[run] / size * gain, rel=1e-5)
+        assert np.array_equal(answer[6:], row[6:])
+
+
+def test_what_is_beyond_the_pairs_stays(rng):
+    x = rng.normal(size=(2, 1, 6)).astype(np.float32)
+    positions = np.array([3, 1000], np.int32)
+    for interleaved in (True, False):
+        got = rotate(x, positions, RopeSpec((1.0, 0.1), interleaved, scale=1.5))
+        assert np.array_equal(got[..., 4:], x[..., 4:])
+        assert np.array_equal(got[..., :4], rotate(x[..., :4], positions, RopeSpec((1.0, 0.1), interleaved, 1.5)))
+        assert np.array_equal(rotate(x, positions, RopeSpec((), interleaved)), x)
+
+
 @pytest.mark.parametrize("interleaved", [True, False])
 def test_a_rotation_is_a_complex_product(rng, interleaved):
     x = rng.normal(size=(2, 1, 6)).astype(np.float32)
@@ -68,17 +103,20 @@ def test_a_rotation_is_a_complex_product(rng, interleaved):
             assert (got[token, 0, a], got[token, 0, b]) == pytest.approx((turned.real, turned.imag), rel=1e-5)
 
 
-@pytest.mark.parametrize("window", [0, 3])
-def test_attention_one_number_at_a_time(rng, window):
+@pytest.mark.parametrize(("window", "multiplier", "cap"), [(0, 0, 0), (3, 0, 0), (0, 0.7, 0), (3, 0.7, 0.9)])
+def test_attention_one_number_at_a_time(rng, window, multiplier, cap):
     """Without blocks or chunks: each head of each token, over what it sees."""
-    spec = AttentionSpec(4, 2, 4, RopeSpec(rope.plain(100.0, 4), False), window)
+    spec = AttentionSpec(4, 2, 4, RopeSpec(rope.plain(100.0, 4), False), window, multiplier, cap)
     qkv = rng.normal(size=(9, 32)).astype(np.float32)
     got = ops_over(9).attend(0, qkv, spec).reshape(9, 4, 4)
     heads = rotate(qkv.reshape(9, 8, 4), np.arange(9, dtype=np.int32), spec.rope)
     for token in range(9):
         seen = range(max(0, token - window + 1) if window else 0, token + 1)
         for head in range(4):
-            scores = [float(heads[token, head] @ heads[other, 4 + head // 2]) / 2 for other in seen]
+            factor = multiplier or 1 / 2
+            scores = [float(heads[token, head] @ heads[other, 4 + head // 2]) * factor for other in seen]
+            if cap:
+                scores = [cap * math.tanh(score / cap) for score in scores]
             weights = [math.exp(score) for score in scores]
             values = [qkv.reshape(9, 8, 4)[other, 6 + head // 2] for other in seen]
             wanted = sum(w * v for w, v in zip(weights, values, strict=True)) / sum(weights)

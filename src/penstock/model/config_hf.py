@@ -57,8 +57,8 @@ ROPE_KEYS = {
 }
 
 
-def read_decoder(config: Fields, arch: str, *, tied: bool = False) -> ModelSpec:
-    """What most families say in the same words; `tied` is what a silent config means."""
+def read_decoder(config: Fields, arch: str, *, tied: bool = False, theta: float = 10000.0) -> ModelSpec:
+    """What most families say in the same words; `tied` and `theta` are what a silent config means."""
     dim, heads = config.size("hidden_size"), config.size("num_attention_heads")
     head_dim = config.size("head_dim", dim // heads, most=rope.MAX_DIMS)
     max_len = config.size("max_position_embeddings")
@@ -75,7 +75,7 @@ def read_decoder(config: Fields, arch: str, *, tied: bool = False) -> ModelSpec:
             heads=heads,
             kv_heads=config.size("num_key_value_heads", heads),
             head_dim=head_dim,
-            rope=read_rope(config, head_dim, max_len),
+            rope=read_rope(config, head_dim, max_len, theta),
         ),
         tied=config.flag("tie_word_embeddings", tied),
     )
@@ -103,12 +103,12 @@ def read_sliding(config: Fields, otherwise: Sequence[bool]) -> Sequence[bool]:
     return [kind == SLIDING for kind in kinds]
 
 
-def read_rope(config: Fields, head_dim: int, max_len: int) -> RopeSpec:
+def read_rope(config: Fields, head_dim: int, max_len: int, theta: float = 10000.0) -> RopeSpec:
     fields = config.table("rope_scaling" if "rope_scaling" in config else "rope_parameters")
     fields.refuse_others(ROPE_KEYS)
     for place in (config, fields):
         place.require("partial_rotary_factor", (1,), 1)
-    base = fields.number("rope_theta", config.number("rope_theta", 10000.0), least=1.001)
+    base = fields.number("rope_theta", config.number("rope_theta", theta), least=1.001)
     original = config.size("original_max_position_embeddings", fields.size("original_max_position_embeddings", max_len))
     freqs = rope.plain(base, head_dim)
     match fields.text("rope_type", fields.text("type", "default")):

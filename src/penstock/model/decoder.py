@@ -16,11 +16,16 @@ from penstock.model.weights import Packer
 class Attention:
     layer: int
     spec: AttentionSpec
+    eps: float
     qkv: Weight
     o: Weight
+    norms: tuple[Weight, Weight] | None  # of q and k
 
     def __call__(self, ops: Ops[V], x: V) -> V:
-        return ops.linear(ops.attend(self.layer, ops.linear(x, self.qkv), self.spec), self.o)
+        qkv = ops.linear(x, self.qkv)
+        if self.norms:
+            qkv = ops.norm_qk(qkv, *self.norms, self.spec, self.eps)
+        return ops.linear(ops.attend(self.layer, qkv, self.spec), self.o)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,19 +48,28 @@ class Ends:
     head: Weight
 
     def enter(self, ops: Ops[V]) -> V:
-        return ops.embed(self.embed)
+        return scaled(ops, ops.embed(self.embed), self.spec.embed_scale)
 
     def leave(self, ops: Ops[V], x: V, residual: V | None) -> V:
         """Logits of the sampled rows: [S, vocab]."""
         x, _ = ops.add_norm(x, residual, self.norm, self.spec.eps)
         ops.pool(x)
-        return ops.linear(ops.take_sampled(x), self.head)
+        return ops.linear(scaled(ops, ops.take_sampled(x), self.spec.logit_scale), self.head)
+
+
+def scaled(ops: Ops[V], x: V, factor: float) -> V:
+    return x if factor == 1 else ops.scale(x, factor)
 
 
 def attention(spec: ModelSpec, pack: Packer, layer: int) -> Attention:
     a, name = spec.attention(layer), f"layers.{layer}"
     qkv = pack.matrix((f"{name}.q", a.q_width), (f"{name}.k", a.kv_width), (f"{name}.v", a.kv_width), width=spec.dim)
-    return Attention(layer, a, qkv, o=pack.matrix((f"{name}.o", spec.dim), width=a.q_width))
+    o = pack.matrix((f"{name}.o", spec.dim), width=a.q_width)
+    if not a.qk_norm:
+        return Attention(layer, a, spec.eps, qkv, o, norms=None)
+    q_run, k_run = (a.head_dim, a.head_dim) if a.qk_norm == "head" else (a.q_width, a.kv_width)
+    norms = pack.vector(f"{name}.q_norm", q_run), pack.vector(f"{name}.k_norm", k_run)
+    return Attention(layer, a, spec.eps, qkv, o, norms)
 
 
 def mlp(spec: ModelSpec, pack: Packer, layer: int) -> Mlp:

@@ -70,6 +70,17 @@ class Fields:
             raise self._wrong(key, value, f"whole numbers from 1 to {MAX_SIZE}")
         return tuple(value)
 
+    def flags(self, key: str, count: int) -> tuple[bool, ...]:
+        """So many zeros and ones."""
+        value = self._get(key, None)
+        if (
+            type(value) is not list
+            or len(value) != count
+            or not all(type(one) is int and one in (0, 1) for one in value)
+        ):
+            raise self._wrong(key, value, f"a list of {count} zeros and ones")
+        return tuple(map(bool, value))
+
     def table(self, key: str) -> Fields:
         """The fields of a nested object; none when it is absent."""
         value = self._get(key, {})
@@ -93,6 +104,10 @@ class Fields:
         return UnsupportedModel(
             f"{self._prefix}{key} = {short(value)} in {self._source} is not supported; supported: {wanted}"
         )
+
+    def ignore(self, *keys: str) -> None:
+        """Says that these change nothing."""
+        self._read.update(self._prefix + key for key in keys)
 
     def refuse_others(self, known: Collection[str]) -> None:
         """A field that nothing reads would change the model's answers without a word."""

@@ -26,12 +26,23 @@ class Ops(Protocol[V]):
     def linear(self, x: V, weight: Weight) -> V:
         """x @ weight.T (+ bias): [*, in] -> [*, out]."""
 
+    def norm_qk(self, qkv: V, q_gain: Weight, k_gain: Weight, spec: AttentionSpec, eps: float) -> V:
+        """rms_norm of q and of k in runs as long as their gains, a head or all of them, times those; v as it is:
+        [T, q + k + v] -> the same."""
+
     def attend(self, layer: int, qkv: V, spec: AttentionSpec) -> V:
         """Splits qkv into q, k, v; rotates q and k; writes k and v to the paged cache of `layer`; causal attention
         of every token over its own sequence: [T, q + k + v] -> [T, q]."""
 
     def gated(self, x: V, act: str) -> V:
-        """act(left half) * right half: [T, 2 * hidden] -> [T, hidden]. `act` is "silu"."""
+        """act(left half) * right half: [T, 2 * hidden] -> [T, hidden]. `act` is "silu" or "gelu_tanh"."""
+
+    def add(self, x: V, y: V) -> V: ...
+
+    def scale(self, x: V, factor: float) -> V: ...
+
+    def soft_cap(self, x: V, cap: float) -> V:
+        """cap * tanh(x / cap): nearly x where that is small, and never beyond cap."""
 
     def take_sampled(self, x: V) -> V:
         """The rows whose logits are wanted: [T, dim] -> [S, dim]."""

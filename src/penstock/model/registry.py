@@ -22,8 +22,11 @@ HUGGING_FACE = {  # what config.json calls its architecture: the family's file
     "MistralForCausalLM": "llama",
     "MinistralForCausalLM": "llama",
     "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "GraniteForCausalLM": "granite",
+    "SmolLM3ForCausalLM": "smollm3",
 }
-GGUF = {"llama": "llama", "qwen2": "qwen2"}  # the same of general.architecture
+GGUF = {name: name for name in ("llama", "qwen2", "qwen3", "granite", "smollm3")}  # the same of general.architecture
 
 
 class Model(Protocol):

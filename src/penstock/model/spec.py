@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary embedding: position p turns pair i by p * inv_freq[i]; cos and sin are scaled by `scale`."""
+    """Rotary embedding: position p turns pair i by p * inv_freq[i]; cos and sin are scaled by `scale`. Dimensions of a
+    head beyond those pairs stay as they are; so do all where there are none."""
 
     inv_freq: tuple[float, ...]
-    interleaved: bool  # pairs are (2i, 2i+1) as in GGUF llama files, or (i, i + dims/2) as in Hugging Face's
+    interleaved: bool  # pairs are (2i, 2i+1) as in GGUF llama files, or (i, i + pairs) as in Hugging Face's
     scale: float = 1.0
 
 
@@ -22,10 +24,13 @@ class AttentionSpec:
     head_dim: int
     rope: RopeSpec
     window: int = 0  # 0: sees everything before; else the last `window` positions, itself included
+    multiplier: float = 0.0  # of scores; 0: one over the root of head_dim
+    soft_cap: float = 0.0  # of scores; 0: none
+    qk_norm: Literal["", "head", "all"] = ""  # over what q and k are normed: nothing, each head, all of them
 
     @property
     def scale(self) -> float:
-        return float(self.head_dim**-0.5)
+        return self.multiplier or float(self.head_dim**-0.5)
 
     @property
     def q_width(self) -> int:
@@ -48,6 +53,8 @@ class ModelSpec:
     attn: AttentionSpec
     act: str = "silu"
     tied: bool = False  # the output head is the embedding table
+    embed_scale: float = 1.0
+    logit_scale: float = 1.0
     layer_attn: tuple[AttentionSpec, ...] = ()  # of each layer, where they differ; all have the heads of `attn`
     biases: frozenset[str] | None = None  # parts of a layer that have one; None: the checkpoint does not say
 

@@ -11,8 +11,9 @@ import numpy as np
 
 from penstock.backend.base import Floats, Model
 from penstock.backend.cpu._native import Program, Weight
-from penstock.errors import UnsupportedModel
 from penstock.model.spec import AttentionSpec, RopeSpec
+
+NOTHING_TURNS = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,7 @@ class Node:
     emit: Callable[..., None]
     in_place: bool = False  # the last output may take the last input's buffer
     emit_gated: Callable[..., None] | None = None  # adds it together with a gate that follows
-    gates: bool = False
+    gates: bool = False  # by silu: others are not computed together with their product
 
 
 @dataclass(slots=True)
@@ -78,6 +79,12 @@ class Recorder:
         self.nodes.append(Node((x,), (out,), emit, emit_gated=emit_gated))
         return out
 
+    def norm_qk(self, qkv: Value, q_gain: Floats, k_gain: Floats, spec: AttentionSpec, eps: float) -> Value:
+        def emit(x: int, out: int) -> None:
+            self.program.norm_qk(x, q_gain, spec.q_width, k_gain, spec.kv_width, eps, out)
+
+        return self._in_place((qkv,), emit)
+
     def attend(self, layer: int, qkv: Value, spec: AttentionSpec) -> Value:
         out = self._value("T", spec.q_width)
         angles = self._angles_of(spec.rope)
@@ -94,17 +101,25 @@ class Recorder:
                 angles=angles,
                 interleaved=spec.rope.interleaved,
                 scale=spec.scale,
+                soft_cap=spec.soft_cap,
             )
 
         self._add((qkv,), (out,), emit)
         return out
 
     def gated(self, x: Value, act: str) -> Value:
-        if act != "silu":
-            raise UnsupportedModel(f"the activation {act!r} is not supported; supported: silu")
         out = self._value(x.symbol, x.width // 2)
-        self.nodes.append(Node((x,), (out,), self.program.gate, gates=True))
+        self.nodes.append(Node((x,), (out,), partial(self.program.gate, act=act), gates=act == "silu"))
         return out
+
+    def add(self, x: Value, y: Value) -> Value:
+        return self._in_place((x, y), self.program.add)
+
+    def scale(self, x: Value, factor: float) -> Value:
+        return self._in_place((x,), lambda x, out: self.program.scale(x, factor, out))
+
+    def soft_cap(self, x: Value, cap: float) -> Value:
+        return self._in_place((x,), lambda x, out: self.program.soft_cap(x, cap, out))
 
     def take_sampled(self, x: Value) -> Value:
         out = self._value("S", x.width)
@@ -123,7 +138,14 @@ class Recorder:
     ) -> None:
         self.nodes.append(Node(inputs, outputs, emit, in_place))
 
+    def _in_place(self, inputs: tuple[Value, ...], emit: Callable[..., None]) -> Value:
+        out = self._value(inputs[-1].symbol, inputs[-1].width)
+        self._add(inputs, (out,), emit, in_place=True)
+        return out
+
     def _angles_of(self, rope: RopeSpec) -> int:
+        if not rope.inv_freq:
+            return NOTHING_TURNS
         key = (rope.inv_freq, rope.scale)
         if key not in self._angles:
             self._angles[key] = self.program.angles(np.array(rope.inv_freq, np.float64), rope.scale)

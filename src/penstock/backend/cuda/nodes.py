@@ -47,10 +47,11 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class Gate:
+    act: str = "silu"
     reader: Weight | None = None
 
     def __call__(self, step: Fields, x: Any, out: Any) -> None:
-        gate(x, out, codes_for(self.reader, out))
+        gate(x, out, codes_for(self.reader, out), self.act)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +96,12 @@ class Attend:
         (cache, scales), turn = self.memory.caches[self.layer], None
         if len(step.tiles):
             places = step.positions, step.places
-            rope_and_store(qkv, self.frequencies, rope.scale, rope.interleaved, *places, cache, scales)
-            attend_tiles(qkv, cache, step.tiles, step.tables, step.header, out, spec.scale, spec.window, scales)
+            turned = self.frequencies, rope.scale, len(rope.inv_freq), rope.interleaved
+            rope_and_store(qkv, *turned, *places, cache, scales)
+            about = spec.scale, spec.window, scales, spec.soft_cap
+            attend_tiles(qkv, cache, step.tiles, step.tables, step.header, out, *about)
         else:
-            turn = Turn(self.frequencies, step.places, rope.scale, rope.interleaved)
+            turn = Turn(self.frequencies, step.places, rope.scale, len(rope.inv_freq), rope.interleaved)
         if len(step.parts):
             attend_parts(
                 qkv,
@@ -112,6 +115,7 @@ class Attend:
                 spec.scale,
                 spec.window,
                 scales,
+                spec.soft_cap,
             )
 
 
@@ -133,7 +137,7 @@ def fuse(nodes: list[Node], answer: Value) -> list[Node]:
         before = kept[-1] if kept else None
         if before is None or node.inputs[:1] != before.outputs[:1] or readers[node.inputs[0].id] != 1:
             kept.append(node)
-        elif isinstance(before.op, Product) and isinstance(node.op, Gate):
+        elif isinstance(before.op, Product) and isinstance(node.op, Gate) and node.op.act == "silu":
             kept[-1] = Node(GatedProduct(before.op, node.op), before.inputs, (*node.outputs, *before.outputs))
         else:
             kept[-1], node = agree(before, node)

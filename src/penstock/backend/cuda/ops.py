@@ -15,10 +15,10 @@ import torch
 from penstock.backend.base import Model
 from penstock.backend.cuda.inputs import SPARE_PARTS, Fields
 from penstock.backend.cuda.kernels.decode_attention import Shares
+from penstock.backend.cuda.kernels.norm_qk import norm_qk
 from penstock.backend.cuda.kernels.rows import known_tokens, take_rows
 from penstock.backend.cuda.nodes import AddNorm, Attend, Gate, Memory, Node, Product, Value, fuse
 from penstock.backend.cuda.weights import Weight
-from penstock.errors import UnsupportedModel
 from penstock.model.spec import AttentionSpec
 
 
@@ -59,15 +59,28 @@ class Recorder:
     def linear(self, x: Value, weight: Weight) -> Value:
         return self._add(Product(weight), (x,), self._value(x.symbol, weight.rows, wide=x.symbol == "S"))
 
+    def norm_qk(self, qkv: Value, q_gain: Any, k_gain: Any, spec: AttentionSpec, eps: float) -> Value:
+        def run(step: Fields, x: Any, out: Any) -> None:
+            norm_qk(x, q_gain, k_gain, spec.q_width, spec.kv_width, eps, out)
+
+        return self._add(run, (qkv,), self._value(qkv.symbol, qkv.width))
+
     def attend(self, layer: int, qkv: Value, spec: AttentionSpec) -> Value:
         self.layers[layer] = spec
         op = Attend(layer, spec, self._on_device(spec.rope.inv_freq), self.memory)
         return self._add(op, (qkv,), self._value("T", spec.q_width))
 
     def gated(self, x: Value, act: str) -> Value:
-        if act != "silu":
-            raise UnsupportedModel(f"the activation {act!r} is not supported; supported: silu")
-        return self._add(Gate(), (x,), self._value(x.symbol, x.width // 2))
+        return self._add(Gate(act), (x,), self._value(x.symbol, x.width // 2))
+
+    def add(self, x: Value, y: Value) -> Value:
+        return self._add(lambda step, x, y, out: torch.add(x, y, out=out), (x, y), self._like(x))
+
+    def scale(self, x: Value, factor: float) -> Value:
+        return self._add(lambda step, x, out: torch.mul(x, factor, out=out), (x,), self._like(x))
+
+    def soft_cap(self, x: Value, cap: float) -> Value:
+        return self._add(lambda step, x, out: torch.div(x, cap, out=out).tanh_().mul_(cap), (x,), self._like(x))
 
     def take_sampled(self, x: Value) -> Value:
         return self._add(
@@ -81,13 +94,17 @@ class Recorder:
         self._values += 1
         return Value(self._values, symbol, width, wide)
 
+    def _like(self, x: Value) -> Value:
+        return self._value(x.symbol, x.width, x.wide)
+
     def _add(self, op: Callable[..., None], inputs: tuple[Value, ...], out: Value) -> Value:
         self.nodes.append(Node(op, inputs, (out,)))
         return out
 
     def _on_device(self, frequencies: tuple[float, ...]) -> Any:
         if frequencies not in self._frequencies:
-            self._frequencies[frequencies] = torch.tensor(frequencies, dtype=torch.float64, device=self.device)
+            numbers = frequencies or (0.0,)  # kernels are given an address even where nothing is turned
+            self._frequencies[frequencies] = torch.tensor(numbers, dtype=torch.float64, device=self.device)
         return self._frequencies[frequencies]
 
 

@@ -159,10 +159,31 @@ def attend(rng: Random, *, spec: AttentionSpec, lengths: Sequence[int], longest:
     )
 
 
-def gated(rng: Random, *, tokens: int, hidden: int) -> Trial:
+def gated(rng: Random, *, tokens: int, hidden: int, act: str = "silu") -> Trial:
     table = inputs(rng, tokens, 2 * hidden)
     table.parts[0].data.view(np.float32)[:: hidden + 1] *= 100  # where exp overflows
-    return Trial(lambda ops, table: ops.gated(ops.embed(table), "silu"), [table], all_at_once(tokens))
+    return Trial(lambda ops, table: ops.gated(ops.embed(table), act), [table], all_at_once(tokens))
+
+
+def norm_qk(rng: Random, *, spec: AttentionSpec, tokens: int) -> Trial:
+    sizes = (spec.head_dim, spec.head_dim) if spec.qk_norm == "head" else (spec.q_width, spec.kv_width)
+    return Trial(
+        lambda ops, table, q, k: ops.norm_qk(ops.embed(table), q, k, spec, 1e-5),
+        [inputs(rng, tokens, spec.q_width + 2 * spec.kv_width), *(random_tensor(rng, "F32", size) for size in sizes)],
+        all_at_once(tokens),
+    )
+
+
+def by_value(rng: Random, *, op: Callable[[Ops[Any], Any], Any], width: int) -> Trial:
+    """An op on each value by itself, where the values it takes are needed again after it."""
+
+    def forward(ops: Ops[Any], table: Any) -> Any:
+        x = ops.embed(table)
+        return ops.add(op(ops, x), x)
+
+    table = inputs(rng, 9, width)
+    table.parts[0].data.view(np.float32)[::7] *= 20
+    return Trial(forward, [table], all_at_once(9))
 
 
 def take_sampled(rng: Random, *, wanted: Sequence[tuple[int, int]]) -> Trial:
@@ -191,12 +212,23 @@ def pool(rng: Random) -> Trial:
     return Trial(forward, [inputs(rng, 16, 32), random_tensor(rng, "F32", 32)], steps, num_blocks=3)
 
 
-def attention(heads: int, kv_heads: int, dims: int, *, interleaved: bool, scale: float = 1, window: int = 0) -> Any:
-    return AttentionSpec(heads, kv_heads, dims, RopeSpec(rope.plain(10000.0, dims), interleaved, scale), window)
+def attention(
+    heads: int,
+    kv_heads: int,
+    dims: int,
+    *,
+    interleaved: bool,
+    scale: float = 1,
+    turned: int | None = None,  # dimensions of a head; None: all
+    **others: Any,
+) -> Any:
+    freqs = rope.plain(10000.0, dims if turned is None else turned)
+    return AttentionSpec(heads, kv_heads, dims, RopeSpec(freqs, interleaved, scale), **others)
 
 
 HALVES = partial(attention, interleaved=False)
 PAIRS = partial(attention, interleaved=True)
+SOME_HALVES, SOME_PAIRS = (partial(kind, turned=6, scale=1.2) for kind in (HALVES, PAIRS))
 
 CASES = (
     *(Case("embed", f, f, EXACT, partial(embed, format=f, tokens=7, width=256)) for f in FORMATS),
@@ -221,6 +253,17 @@ CASES = (
     Case("attend", "one kv head", "F32", HALF, partial(attend, spec=HALVES(3, 1, 10), lengths=(16, 31))),
     Case("attend", "window", "F32", HALF, partial(attend, spec=HALVES(4, 2, 16, window=7), lengths=(5, 64))),
     Case("attend", "scaled rope", "F32", HALF, partial(attend, spec=PAIRS(2, 1, 16, scale=1.2), lengths=(48,))),
+    Case("attend", "some turned", "F32", HALF, partial(attend, spec=SOME_HALVES(4, 2, 16), lengths=(5, 64))),
+    Case("attend", "some pairs turned", "F32", HALF, partial(attend, spec=SOME_PAIRS(4, 2, 16), lengths=(5, 64))),
+    Case("attend", "nothing turned", "F32", HALF, partial(attend, spec=HALVES(4, 2, 16, turned=0), lengths=(5, 64))),
+    Case("attend", "multiplier", "F32", HALF, partial(attend, spec=PAIRS(2, 1, 16, multiplier=0.7), lengths=(5, 64))),
+    Case("attend", "soft cap", "F32", HALF, partial(attend, spec=HALVES(4, 2, 16, soft_cap=0.8), lengths=(5, 64))),
+    Case("norm_qk", "head", "F32", FLOAT, partial(norm_qk, spec=HALVES(4, 2, 10, qk_norm="head"), tokens=5)),
+    Case("norm_qk", "all", "F32", FLOAT, partial(norm_qk, spec=HALVES(4, 2, 16, qk_norm="all"), tokens=9)),
+    Case("add", "twice", "F32", FLOAT, partial(by_value, op=lambda ops, x: ops.add(x, x), width=33)),
+    Case("scale", "some", "F32", FLOAT, partial(by_value, op=lambda ops, x: ops.scale(x, 0.3), width=33)),
+    Case("soft_cap", "some", "F32", FLOAT, partial(by_value, op=lambda ops, x: ops.soft_cap(x, 2.5), width=33)),
+    Case("gated", "gelu", "F32", FLOAT, partial(gated, tokens=5, hidden=33, act="gelu_tanh")),
     Case("gated", "one token", "F32", FLOAT, partial(gated, tokens=1, hidden=1536)),
     Case("gated", "odd width", "F32", FLOAT, partial(gated, tokens=5, hidden=33)),
     Case("pool", "two steps", "F32", FLOAT, pool),

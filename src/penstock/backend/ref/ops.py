@@ -50,12 +50,15 @@ class RefOps:
     def add_norm(self, x: Floats, residual: Floats | None, gain: Floats, eps: float) -> tuple[Floats, Floats]:
         if residual is not None:
             x = x + residual
-        mean_square = np.mean(x * x, axis=-1, keepdims=True)
-        return x / np.sqrt(mean_square + np.float32(eps)) * gain, x
+        return rms_norm(x, gain, eps), x
 
     def linear(self, x: Floats, weight: Matrix) -> Floats:
         y = x @ weight.weight.T
         return y if weight.bias is None else y + weight.bias
+
+    def norm_qk(self, qkv: Floats, q_gain: Floats, k_gain: Floats, spec: AttentionSpec, eps: float) -> Floats:
+        q, k, v = np.split(qkv, [spec.q_width, spec.q_width + spec.kv_width], axis=1)
+        return np.concatenate([norm_runs(q, q_gain, eps), norm_runs(k, k_gain, eps), v], axis=1)
 
     def attend(self, layer: int, qkv: Floats, spec: AttentionSpec) -> Floats:
         q, k, v = split_heads(qkv, spec)
@@ -75,6 +78,15 @@ class RefOps:
         left, right = np.split(x, 2, axis=-1)
         return ACTS[act](left) * right
 
+    def add(self, x: Floats, y: Floats) -> Floats:
+        return x + y
+
+    def scale(self, x: Floats, factor: float) -> Floats:
+        return x * np.float32(factor)
+
+    def soft_cap(self, x: Floats, cap: float) -> Floats:
+        return soft_capped(x, cap)
+
     def take_sampled(self, x: Floats) -> Floats:
         return x[self.batch.sampled]
 
@@ -90,6 +102,17 @@ class RefOps:
         return self.batch.tables[row, positions // self.cache.block_size], positions % self.cache.block_size
 
 
+def rms_norm(x: Floats, gain: Floats, eps: float) -> Floats:
+    mean_square = np.mean(x * x, axis=-1, keepdims=True)
+    normed: Floats = x / np.sqrt(mean_square + np.float32(eps)) * gain
+    return normed
+
+
+def norm_runs(x: Floats, gain: Floats, eps: float) -> Floats:
+    runs = x.reshape(len(x), x.shape[1] // len(gain), len(gain))
+    return rms_norm(runs, gain, eps).reshape(x.shape)
+
+
 def split_heads(qkv: Floats, spec: AttentionSpec) -> tuple[Floats, Floats, Floats]:
     """[T, q + k + v] -> [T, heads, D] and twice [T, kv_heads, D]."""
     heads = qkv.reshape(len(qkv), spec.heads + 2 * spec.kv_heads, spec.head_dim)
@@ -99,11 +122,13 @@ def split_heads(qkv: Floats, spec: AttentionSpec) -> tuple[Floats, Floats, Float
 
 def rotate(x: Floats, positions: Ints, rope: RopeSpec) -> Floats:
     """Turns each pair of dimensions of every head by its position: [T, heads, D] -> [T, heads, D]."""
-    angles = positions[:, None, None] * np.array(rope.inv_freq)  # [T, 1, D / 2], in float64: positions can be large
+    angles = positions[:, None, None] * np.array(rope.inv_freq)  # [T, 1, pairs], in float64: positions can be large
     cos, sin = ((f(angles) * rope.scale).astype(np.float32) for f in (np.cos, np.sin))
-    half = x.shape[-1] // 2
-    left, right = (slice(0, None, 2), slice(1, None, 2)) if rope.interleaved else (slice(half), slice(half, None))
-    out = np.empty_like(x)
+    pairs = len(rope.inv_freq)
+    left, right = slice(pairs), slice(pairs, 2 * pairs)
+    if rope.interleaved:
+        left, right = slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)
+    out = x.copy()
     out[..., left] = x[..., left] * cos - x[..., right] * sin
     out[..., right] = x[..., right] * cos + x[..., left] * sin
     return out
@@ -114,6 +139,8 @@ def attention(q: Floats, keys: Floats, values: Floats, positions: Ints, spec: At
     shared = spec.heads // spec.kv_heads
     keys, values = np.repeat(keys, shared, axis=1), np.repeat(values, shared, axis=1)  # [C, heads, D]
     scores = np.einsum("thd,chd->htc", q, keys) * np.float32(spec.scale)
+    if spec.soft_cap:
+        scores = soft_capped(scores, spec.soft_cap)
     scores[:, ~visible(positions, len(keys), spec.window)] = -np.inf
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     weights /= weights.sum(axis=-1, keepdims=True)
@@ -127,10 +154,20 @@ def visible(positions: Ints, context: int, window: int) -> NDArray[np.bool_]:
     return (distance >= 0) & (distance < (window or context))
 
 
+def soft_capped(x: Floats, cap: float) -> Floats:
+    y: Floats = np.float32(cap) * np.tanh(x / np.float32(cap))
+    return y
+
+
 def silu(x: Floats) -> Floats:
     with np.errstate(over="ignore"):  # of exp, where the answer is 0 anyway
         y: Floats = x / (1 + np.exp(-x))
     return y
 
 
-ACTS = {"silu": silu}
+def gelu_tanh(x: Floats) -> Floats:
+    y: Floats = x / 2 * (1 + np.tanh(np.float32((2 / np.pi) ** 0.5) * (x + np.float32(0.044715) * x**3)))
+    return y
+
+
+ACTS = {"silu": silu, "gelu_tanh": gelu_tanh}

@@ -12,6 +12,7 @@ constexpr size_t STORE_TOKENS = 8;  // per chunk
 constexpr size_t AHEAD = 2 * TILE;  // places whose keys are on their way while others are scored
 
 Rotation rotation(const Frame& frame, const Attention& a, size_t token) {
+  if (a.angles < 0) return {nullptr, nullptr, 0, false};
   const Buffer& angles = frame.buffers[size_t(a.angles)];
   const size_t pairs = angles.width / 2;
   return {angles.row(token), angles.row(token) + pairs, pairs, a.interleaved};
@@ -133,6 +134,7 @@ class Queries {
     const size_t from = std::max(first, first_place(i)), to = std::min(last, last_place(i));
     float* scores = scores_ + i * SPAN;
     if (from >= to) return std::fill(scores + (first - span), scores + (end - span), 0.0f);
+    if (a_.soft_cap > 0) frame_.kernels.soft_cap(scores + (first - span), end - first, a_.soft_cap);
     constexpr float HIDDEN = -std::numeric_limits<float>::infinity();
     std::fill(scores + (first - span), scores + (from - span), HIDDEN);
     std::fill(scores + (to - span), scores + (end - span), HIDDEN);

@@ -8,9 +8,10 @@ namespace penstock {
 struct Attention {
   size_t layer, heads, kv_heads, dim;
   size_t window;     // 0: sees everything before
-  int angles;        // buffer [T][cos of each pair, sin of each pair]
+  int angles;        // buffer [T][cos of each pair, sin of each pair]; -1: nothing is turned
   bool interleaved;  // pairs are (2i, 2i + 1) or (i, i + pairs)
   float scale;
+  float soft_cap;  // of scores; 0: none
 
   size_t group() const { return heads / kv_heads; }
   size_t width() const { return (heads + 2 * kv_heads) * dim; }

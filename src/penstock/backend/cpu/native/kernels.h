@@ -57,11 +57,13 @@ struct Kernels {
   // total = x (+ residual); out = total / rms(total) * gain
   void (*add_norm)(const float* x, const float* residual, const float* gain, float eps, size_t width, float* total,
                    float* out);
-  void (*gate)(const float* x, size_t hidden, float* out);  // silu(x[:hidden]) * x[hidden:]
+  void (*gate)(const float* x, size_t hidden, float* out);       // silu(x[:hidden]) * x[hidden:]
+  void (*gelu_gate)(const float* x, size_t hidden, float* out);  // the same with gelu, as tanh approximates it
   void (*rotate)(const float* x, size_t dim, const Rotation& rotation, float scale, float* out);
   // One step of a running softmax over n scores, which become weights; `out` [padded] is rescaled to the new maximum.
   void (*soften)(float* scores, size_t n, float& maximum, float& sum, size_t padded, float* out);
   void (*scale)(float* x, size_t n, float factor);
+  void (*soft_cap)(float* x, size_t n, float cap);  // cap * tanh(x / cap)
   float (*highest)(const float* x, size_t n);
   // weights = e^((x - highest) / temperature), in the very steps that backend/sample.py defines
   void (*weigh)(const float* x, size_t n, float temperature, float highest, float* weights);

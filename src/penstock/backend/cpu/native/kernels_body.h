@@ -35,7 +35,21 @@ inline F exp(F x) {
   return zero_below(times_pow2(power, n), x, -87.0f);
 }
 
-inline F silu(F x) { return div(x, add(all(1.0f), exp(min(sub(zero(), x), all(88.0f))))); }
+// x / (1 + e^-y)
+inline F times_sigmoid(F x, F y) { return div(x, add(all(1.0f), exp(min(sub(zero(), y), all(88.0f))))); }
+
+inline F silu(F x) { return times_sigmoid(x, x); }
+
+// x * (1 + tanh(z)) / 2 is x / (1 + e^-2z).
+inline F gelu(F x) {
+  constexpr float TWICE_ROOT = 1.5957691216f, CUBE = 0.044715f;  // 2 * sqrt(2 / pi)
+  return times_sigmoid(x, mul(mul(all(TWICE_ROOT), x), fma(mul(all(CUBE), x), x, all(1.0f))));
+}
+
+inline F tanh(F x) {
+  const F power = exp(min(add(x, x), all(88.0f)));
+  return sub(all(1.0f), div(all(2.0f), add(power, all(1.0f))));
+}
 
 inline size_t at_most(size_t value, size_t limit) { return value < limit ? value : limit; }
 
@@ -370,10 +384,11 @@ inline void add_norm(const float* x, const float* residual, const float* gain, f
   });
 }
 
-inline void gate(const float* x, size_t hidden, float* out) {
+template <F (*ACT)(F)>
+void gate(const float* x, size_t hidden, float* out) {
   by_lanes(hidden, [&](size_t i, size_t n) {
     const F left = load_some(x + i, n), right = load_some(x + hidden + i, n);
-    store_some(out + i, mul(silu(left), right), n);
+    store_some(out + i, mul(ACT(left), right), n);
   });
 }
 
@@ -391,6 +406,12 @@ inline float highest(const float* x, size_t n) {
   for (; i < n; ++i)
     if (x[i] > found) found = x[i];
   return found;
+}
+
+inline void soft_cap(float* x, size_t n, float cap) {
+  by_lanes(n, [&](size_t i, size_t count) {
+    store_some(x + i, mul(all(cap), tanh(div(load_some(x + i, count), all(cap)))), count);
+  });
 }
 
 // Products and sums apart, so that no ISA rounds otherwise than another.
@@ -570,10 +591,12 @@ constexpr Kernels table(Types<Q...>) {
       nullptr,
       quantize,
       add_norm,
-      gate,
+      gate<silu>,
+      gate<gelu>,
       rotate,
       soften,
       scale,
+      soft_cap,
       highest,
       weigh,
       Kv<uint16_t>::table(),

@@ -114,12 +114,21 @@ NB_MODULE(_native, m) {
       .def("linear", &Program::linear, "x"_a, "weight"_a, "out"_a, "gated"_a = false)
       .def("attend",
            [](Program& program, int qkv, int out, size_t layer, size_t heads, size_t kv_heads, size_t head_dim,
-              size_t window, int angles, bool interleaved, float scale) {
-             program.attend(qkv, {layer, heads, kv_heads, head_dim, window, angles, interleaved, scale}, out);
+              size_t window, int angles, bool interleaved, float scale, float soft_cap) {
+             program.attend(qkv, {layer, heads, kv_heads, head_dim, window, angles, interleaved, scale, soft_cap}, out);
            },
            "qkv"_a, "out"_a, nb::kw_only(), "layer"_a, "heads"_a, "kv_heads"_a, "head_dim"_a, "window"_a, "angles"_a,
-           "interleaved"_a, "scale"_a)
-      .def("gate", &Program::gate, "x"_a, "out"_a)
+           "interleaved"_a, "scale"_a, "soft_cap"_a)
+      .def("norm_qk",
+           [](Program& program, int x, Array<const float, 1> q_gain, size_t q_width, Array<const float, 1> k_gain,
+              size_t k_width, float eps, int out) {
+             program.norm_qk(x, copied(q_gain), q_width, copied(k_gain), k_width, eps, out);
+           },
+           "x"_a, "q_gain"_a.noconvert(), "q_width"_a, "k_gain"_a.noconvert(), "k_width"_a, "eps"_a, "out"_a)
+      .def("gate", &Program::gate, "x"_a, "out"_a, "act"_a)
+      .def("add", &Program::add, "x"_a, "y"_a, "out"_a)
+      .def("scale", &Program::scale, "x"_a, "factor"_a, "out"_a)
+      .def("soft_cap", &Program::soft_cap, "x"_a, "cap"_a, "out"_a)
       .def("take_sampled", &Program::take_sampled, "x"_a, "out"_a)
       .def("keep", &Program::keep, "buffer"_a)
       .def("answer", &Program::answer, "buffer"_a)

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <functional>
 #include <stdexcept>
 
 #include "linear.h"
@@ -12,6 +13,7 @@ namespace penstock {
 namespace {
 
 constexpr size_t CHUNK_ROWS = 8;
+constexpr size_t CAPPED_AT_ONCE = 8192;  // values of a row
 constexpr unsigned MOST_THREADS = 1024;
 constexpr int32_t MOST_SLOTS = 1 << 20;
 
@@ -161,7 +163,8 @@ void Program::attend(int qkv, const Attention& attention, int out) {
   require(qkv != out, "attention needs a buffer of its own");
   at(qkv, Symbol::T, a.width());
   at(out, Symbol::T, a.heads * a.dim);
-  require(at(a.angles).symbol == Symbol::T && at(a.angles).width <= a.dim, "more rotated pairs than a head holds");
+  require(a.angles == -1 || (at(a.angles).symbol == Symbol::T && at(a.angles).width <= a.dim),
+          "more rotated pairs than a head holds");
   cache_.add_layer(a.layer, a.shape());
   scratch_floats_ = std::max(scratch_floats_, a.scratch_floats());
   gathered_floats_ = std::max(gathered_floats_, a.kv_heads * a.state_floats());
@@ -173,13 +176,71 @@ void Program::attend(int qkv, const Attention& attention, int out) {
   prepare_rows(out);
 }
 
-void Program::gate(int x, int out) {
+void Program::norm_qk(int x, std::vector<float> q_gain, size_t q_width, std::vector<float> k_gain, size_t k_width,
+                      float eps, int out) {
+  const Buffer& from = at(x);
+  at(out, from.symbol, from.width);
+  const auto fits = [](size_t gain, size_t width) { return gain && width % gain == 0; };
+  require(fits(q_gain.size(), q_width) && fits(k_gain.size(), k_width) && q_width + k_width <= from.width,
+          "a gain of q or k must go into its width a whole number of times");
+  each_row(out, [=, q_gain = std::move(q_gain), k_gain = std::move(k_gain)](const Frame& frame, size_t r) {
+    const Buffer& to = frame.buffers[size_t(out)];
+    const float* row = frame.buffers[size_t(x)].row(r);
+    for (size_t i = 0; i < q_width + k_width;) {
+      const auto& gain = i < q_width ? q_gain : k_gain;
+      frame.kernels.add_norm(row + i, nullptr, gain.data(), eps, gain.size(), nullptr, to.row(r) + i);
+      i += gain.size();
+    }
+    if (x != out) std::copy(row + q_width + k_width, row + to.width, to.row(r) + q_width + k_width);
+  });
+}
+
+void Program::gate(int x, int out, const std::string& act) {
   const Buffer& to = at(out);
   at(x, to.symbol, 2 * to.width);
-  each_row(out, [x, out](const Frame& frame, size_t r) {
+  require(act == "silu" || act == "gelu_tanh", "no activation " + act);
+  const auto gate = act == "silu" ? isa_.kernels->gate : isa_.kernels->gelu_gate;
+  each_row(out, [x, out, gate](const Frame& frame, size_t r) {
     const Buffer& to = frame.buffers[size_t(out)];
-    frame.kernels.gate(frame.buffers[size_t(x)].row(r), to.width, to.row(r));
+    gate(frame.buffers[size_t(x)].row(r), to.width, to.row(r));
   });
+}
+
+void Program::add(int x, int y, int out) {
+  const Buffer& to = at(out);
+  at(x, to.symbol, to.width);
+  at(y, to.symbol, to.width);
+  each_row(out, [x, y, out](const Frame& frame, size_t r) {
+    const auto row = [&](int buffer) { return frame.buffers[size_t(buffer)].row(r); };
+    std::transform(row(x), row(x) + frame.buffers[size_t(out)].width, row(y), row(out), std::plus<>());
+  });
+}
+
+void Program::scale(int x, float factor, int out) {
+  const Buffer& to = at(out);
+  at(x, to.symbol, to.width);
+  each_row(out, [x, factor, out](const Frame& frame, size_t r) {
+    const Buffer& to = frame.buffers[size_t(out)];
+    if (x != out) std::copy_n(frame.buffers[size_t(x)].row(r), to.width, to.row(r));
+    frame.kernels.scale(to.row(r), to.width, factor);
+  });
+}
+
+// A few rows of logits are much work for one worker: rows are cut, too.
+void Program::soft_cap(int x, float cap, int out) {
+  const Buffer& to = at(out);
+  at(x, to.symbol, to.width);
+  require(cap > 0, "a soft cap is above 0");
+  const size_t pieces = (to.width + CAPPED_AT_ONCE - 1) / CAPPED_AT_ONCE;
+  phases_.push_back({[=](const Frame& frame) { return frame.rows(out) * pieces; },
+                     [=](const Frame& frame, size_t chunk, unsigned) {
+                       const Buffer& to = frame.buffers[size_t(out)];
+                       const size_t r = chunk / pieces, first = chunk % pieces * CAPPED_AT_ONCE;
+                       const size_t count = std::min(CAPPED_AT_ONCE, to.width - first);
+                       if (x != out) std::copy_n(frame.buffers[size_t(x)].row(r) + first, count, to.row(r) + first);
+                       frame.kernels.soft_cap(to.row(r) + first, count, cap);
+                     }});
+  prepare_rows(out);
 }
 
 void Program::take_sampled(int x, int out) {

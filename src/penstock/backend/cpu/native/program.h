@@ -46,7 +46,13 @@ class Program {
                 std::optional<int> total);
   void linear(int x, std::shared_ptr<const Weight> weight, int out, bool gated);
   void attend(int qkv, const Attention& attention, int out);
-  void gate(int x, int out);
+  // RMS norms of runs of q and k, each as long as its gain; what follows them stays.
+  void norm_qk(int x, std::vector<float> q_gain, size_t q_width, std::vector<float> k_gain, size_t k_width, float eps,
+               int out);
+  void gate(int x, int out, const std::string& act);
+  void add(int x, int y, int out);
+  void scale(int x, float factor, int out);
+  void soft_cap(int x, float cap, int out);  // cap * tanh(x / cap)
   void take_sampled(int x, int out);
   void keep(int buffer);    // nothing that is added after this writes to it: its rows can be read after a step
   void answer(int buffer);  // what a step is for; nothing is added after it

@@ -26,9 +26,10 @@ LOG2E = 1.4426950408889634
 class Turn(NamedTuple):
     """Rope for queries and the newest keys, which then go to `places` [T] in the cache."""
 
-    inv_freq: Any  # [D / 2] float64
+    inv_freq: Any  # [pairs] float64
     places: Any
     scale: float
+    turned: int  # pairs of each head
     interleaved: bool
 
 
@@ -38,6 +39,12 @@ class Shares(NamedTuple):
     mixed: Any  # [P * heads * D]
     weighed: Any  # [P * heads * 2]
     arrived: Any  # [rows * kv_heads]
+
+
+@triton.jit
+def soft_capped(score, cap):
+    """cap * tanh(score / cap), both times log2(e)."""
+    return cap * (1.0 - 2.0 / (tl.exp2(score / cap * 2.8853900817779268) + 1.0))
 
 
 @triton.jit
@@ -62,8 +69,11 @@ def _attend_parts(
     places,
     rope_scale,
     scale,
+    cap,
     ROPE: tl.constexpr,
+    TURNED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    CAPPED: tl.constexpr,
     WINDOW: tl.constexpr,
     KV_HEADS: tl.constexpr,
     SHARED: tl.constexpr,
@@ -105,7 +115,7 @@ def _attend_parts(
     wanted = (query < SHARED)[:, None] & (d < DIMS)[None, :]
     source = token * ((SHARED + 2) * KV_HEADS) + head
     if ROPE:
-        cos, sin, other = turns_of(inv_freq, length - 1, rope_scale, d, DIMS // 2, INTERLEAVED)
+        cos, sin, other = turns_of(inv_freq, length - 1, rope_scale, d, TURNED, INTERLEAVED, DIMS)
     if PDL:
         gdc_wait()
     q = tl.load(qkv + source[:, None] * DIMS + d[None, :], wanted, 0.0)  # [QUERIES, BLOCK_D]
@@ -153,6 +163,8 @@ def _attend_parts(
             score = tl.dot(q, tl.trans(keys).to(q.dtype), input_precision="ieee") * scale
             if SCALED:
                 score *= tl.load(scales + line, seen, 0.0)[None, :]
+            if CAPPED:
+                score = soft_capped(score, cap)
             score = tl.where(seen[None, :], score, -float("inf"))
             peak = tl.maximum(highest, tl.max(score, 1))
             weight = tl.exp2(score - peak[:, None])
@@ -236,6 +248,7 @@ def attend_parts(
     scale: float,
     window: int,
     scales: Any | None = None,
+    soft_cap: float = 0.0,
 ) -> None:
     """parts [P, 8]: token (-1: none), row of tables, begin, end, length of the whole context, how many parts it has and
     the first of them; header[0] is the width of tables. Without `turn`, queries are turned and keys stored already."""
@@ -244,7 +257,7 @@ def attend_parts(
     queries = max(triton.next_power_of_2(heads // kv_heads), 16)
     tile, warps, stages = ALONE if len(out) == 1 else MORE
     groups = 0
-    if scales is not None and _in_registers(qkv.element_size(), heads // kv_heads, dims, block_size):
+    if scales is not None and not soft_cap and _in_registers(qkv.element_size(), heads // kv_heads, dims, block_size):
         queries, (warps, groups) = QUERIES, CODED
     _attend_parts[(kv_heads, len(parts))](
         qkv,
@@ -259,8 +272,11 @@ def attend_parts(
         turn.places if turn else parts,
         turn.scale if turn else 1.0,
         scale * LOG2E,
+        soft_cap * LOG2E,
         ROPE=turn is not None,
+        TURNED=turn.turned if turn else 0,
         INTERLEAVED=turn is not None and turn.interleaved,
+        CAPPED=soft_cap > 0,
         WINDOW=window,
         KV_HEADS=kv_heads,
         SHARED=heads // kv_heads,

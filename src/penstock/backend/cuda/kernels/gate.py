@@ -1,4 +1,4 @@
-"""silu(left half) * right half."""
+"""act(left half) * right half."""
 
 from __future__ import annotations
 
@@ -17,7 +17,13 @@ def silu(x):
 
 
 @triton.jit
-def _gate(x, out, scales, hidden, CODES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def gelu(x):
+    """As tanh approximates it: x * (1 + tanh(z)) / 2 is x / (1 + e^-2z)."""
+    return x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+
+
+@triton.jit
+def _gate(x, out, scales, hidden, GELU: tl.constexpr, CODES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
@@ -27,14 +33,14 @@ def _gate(x, out, scales, hidden, CODES: tl.constexpr, BLOCK: tl.constexpr, PDL:
         gdc_wait()
     left = tl.load(x + row * 2 * hidden + column, inside, 0.0).to(tl.float32)
     right = tl.load(x + row * 2 * hidden + hidden + column, inside, 0.0).to(tl.float32)
-    gated = silu(left) * right
+    gated = (gelu(left) if GELU else silu(left)) * right
     if CODES:
         store_codes(gated, out + row * hidden + column, scales + row, inside)
     else:
         tl.store(out + row * hidden + column, gated.to(out.dtype.element_ty), inside)
 
 
-def gate(x: Any, out: Any, codes: Codes | None = None) -> None:
+def gate(x: Any, out: Any, codes: Codes | None = None, act: str = "silu") -> None:
     """[T, 2 * hidden] -> [T, hidden]; with `codes` there, in float8, instead of to `out`."""
     rows, hidden = out.shape
     block = triton.next_power_of_2(hidden)
@@ -45,6 +51,7 @@ def gate(x: Any, out: Any, codes: Codes | None = None) -> None:
         codes.values if codes else out,
         codes.scales if codes else out,
         hidden,
+        GELU=act == "gelu_tanh",
         CODES=codes is not None,
         BLOCK=block,
         **options(min(max(block // 512, 4), 16)),

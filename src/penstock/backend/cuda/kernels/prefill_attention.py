@@ -11,7 +11,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from penstock.backend.cuda.kernels.decode_attention import LOG2E, blocks_of
+from penstock.backend.cuda.kernels.decode_attention import LOG2E, blocks_of, soft_capped
 from penstock.backend.cuda.kernels.kv import scaling
 from penstock.backend.cuda.kernels.pdl import gdc_launch_dependents, gdc_wait, options
 
@@ -35,9 +35,11 @@ def _fold(
     value_scales,
     score_mask,
     scale,
+    cap,
     highest,
     total,
     mix,
+    CAPPED: tl.constexpr,
     MASKED: tl.constexpr,
     SCALED: tl.constexpr,
 ):
@@ -45,6 +47,8 @@ def _fold(
     score = tl.dot(q, tl.trans(keys).to(q.dtype), input_precision="ieee") * scale
     if SCALED:
         score *= key_scales[None, :]
+    if CAPPED:
+        score = soft_capped(score, cap)
     if MASKED:
         score = tl.where(score_mask, score, -float("inf"))
     peak = tl.maximum(highest, tl.max(score, 1))
@@ -67,6 +71,8 @@ def _attend_tiles(
     header,
     out,
     scale,
+    cap,
+    CAPPED: tl.constexpr,
     WINDOW: tl.constexpr,
     KV_HEADS: tl.constexpr,
     SHARED: tl.constexpr,
@@ -125,7 +131,20 @@ def _attend_tiles(
             key_scales = tl.load(scales + line)
             value_scales = tl.load(scales + line + KV_HEADS * BLOCK_SIZE)
         highest, total, mix = _fold(
-            q, keys, values, key_scales, value_scales, True, scale, highest, total, mix, MASKED=False, SCALED=SCALED
+            q,
+            keys,
+            values,
+            key_scales,
+            value_scales,
+            True,
+            scale,
+            cap,
+            highest,
+            total,
+            mix,
+            CAPPED=CAPPED,
+            MASKED=False,
+            SCALED=SCALED,
         )
     for start in tl.range(whole, end, TILE):
         position = start + tl.arange(0, TILE)
@@ -145,7 +164,20 @@ def _attend_tiles(
         if WINDOW:
             visible = visible & (distance < WINDOW)
         highest, total, mix = _fold(
-            q, keys, values, key_scales, value_scales, visible, scale, highest, total, mix, MASKED=True, SCALED=SCALED
+            q,
+            keys,
+            values,
+            key_scales,
+            value_scales,
+            visible,
+            scale,
+            cap,
+            highest,
+            total,
+            mix,
+            CAPPED=CAPPED,
+            MASKED=True,
+            SCALED=SCALED,
         )
 
     target = out + ((token + index) * (SHARED * KV_HEADS) + head)[:, None] * DIMS + d[None, :]
@@ -162,6 +194,7 @@ def attend_tiles(
     scale: float,
     window: int,
     scales: Any | None = None,
+    soft_cap: float = 0.0,
 ) -> None:
     """tiles [Q, 4]: first token (-1: none), row of tables, its position, how many tokens; header[0] is the width of
     tables."""
@@ -176,6 +209,8 @@ def attend_tiles(
         header,
         out,
         scale * LOG2E,
+        soft_cap * LOG2E,
+        CAPPED=soft_cap > 0,
         WINDOW=window,
         KV_HEADS=kv_heads,
         SHARED=shared,

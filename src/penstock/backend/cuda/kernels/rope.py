@@ -25,14 +25,20 @@ def angle_of(position, frequency):
 
 
 @triton.jit
-def turns_of(inv_freq, position, rope_scale, d, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """(cos, sin, other): x[d] turned is x[d] * cos + x[other] * sin."""
+def turns_of(inv_freq, position, rope_scale, d, TURNED: tl.constexpr, INTERLEAVED: tl.constexpr, DIMS: tl.constexpr):
+    """(cos, sin, other): x[d] turned is x[d] * cos + x[other] * sin. Of the pairs, TURNED are."""
+    HALF: tl.constexpr = TURNED if TURNED > 0 else 1
     pair = d // 2 if INTERLEAVED else d % HALF
     is_left = d % 2 == 0 if INTERLEAVED else d < HALF
-    angle = angle_of(position, tl.load(inv_freq + pair, d < 2 * HALF, 0.0))
-    sin = tl.sin(angle) * rope_scale
+    angle = angle_of(position, tl.load(inv_freq + pair, d < 2 * TURNED, 0.0))
+    cos, sin = tl.cos(angle) * rope_scale, tl.sin(angle) * rope_scale
+    sin = tl.where(is_left, -sin, sin)
     other = tl.where(is_left, d + (1 if INTERLEAVED else HALF), d - (1 if INTERLEAVED else HALF))
-    return tl.cos(angle) * rope_scale, tl.where(is_left, -sin, sin), other
+    if 2 * TURNED < DIMS:
+        cos = tl.where(d < 2 * TURNED, cos, 1.0)
+        sin = tl.where(d < 2 * TURNED, sin, 0.0)
+        other = tl.where(d < 2 * TURNED, other, d)
+    return cos, sin, other
 
 
 @triton.jit
@@ -47,6 +53,7 @@ def _rope_and_store(
     Q_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
+    TURNED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     HEADS: tl.constexpr,
@@ -62,17 +69,20 @@ def _rope_and_store(
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     pair = tl.arange(0, PAIRS)
     real = pair < HALF
-    frequency = tl.load(inv_freq + pair, real, 0.0)
+    frequency = tl.load(inv_freq + pair, pair < TURNED, 0.0)
     angle = angle_of(tl.load(positions + token), frequency)
     place = tl.load(places + token).to(tl.int64)
     if PDL:
         gdc_wait()
-    is_value = head >= Q_HEADS + KV_HEADS
-    cos = tl.where(is_value[:, None], 1.0, (tl.cos(angle) * rope_scale)[None, :])  # [HEADS, PAIRS]
-    sin = tl.where(is_value[:, None], 0.0, (tl.sin(angle) * rope_scale)[None, :])
-
+    stays = (head >= Q_HEADS + KV_HEADS)[:, None]
     left = pair * 2 if INTERLEAVED else pair
-    right = pair * 2 + 1 if INTERLEAVED else pair + HALF
+    right = pair * 2 + 1 if INTERLEAVED else pair + TURNED
+    if TURNED < HALF:  # the others follow those that are turned, side by side
+        stays = stays | (pair >= TURNED)[None, :]
+        left = tl.where(pair < TURNED, left, pair * 2)
+        right = tl.where(pair < TURNED, right, pair * 2 + 1)
+    cos = tl.where(stays, 1.0, (tl.cos(angle) * rope_scale)[None, :])  # [HEADS, PAIRS]
+    sin = tl.where(stays, 0.0, (tl.sin(angle) * rope_scale)[None, :])
     source = qkv + (token * (Q_HEADS + 2 * KV_HEADS) + head)[:, None] * (2 * HALF)
     inside = (head < Q_HEADS + 2 * KV_HEADS)[:, None] & real[None, :]
     a = tl.load(source + left[None, :], inside, 0.0).to(tl.float32)
@@ -102,14 +112,15 @@ def rope_and_store(
     qkv: Any,
     inv_freq: Any,
     rope_scale: float,
+    turned: int,
     interleaved: bool,
     positions: Any,
     places: Any,
     cache: Any,
     scales: Any | None = None,
 ) -> None:
-    """q is turned in place in qkv [T, q + k + v]; k and v go to `places` [T], counted in tokens from the cache's
-    start."""
+    """q is turned in place in qkv [T, q + k + v], as many pairs of each head as `turned` says; k and v go to `places`
+    [T], counted in tokens from the cache's start."""
     kv_heads, block_size, dims = cache.shape[2:]
     tokens, width = qkv.shape
     heads = width // dims
@@ -124,6 +135,7 @@ def rope_and_store(
         Q_HEADS=heads - 2 * kv_heads,
         KV_HEADS=kv_heads,
         HALF=dims // 2,
+        TURNED=turned,
         BLOCK_SIZE=block_size,
         INTERLEAVED=interleaved,
         HEADS=HEADS,

@@ -1,0 +1,67 @@
+"""RMS norms of queries and keys, in runs as long as their gains: each head, or all of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from penstock.backend.cuda.kernels.pdl import gdc_launch_dependents, gdc_wait, options
+
+
+@triton.jit
+def _norm_runs(x, gain, out, first, eps, WIDTH: tl.constexpr, RUN: tl.constexpr):
+    RUNS: tl.constexpr = WIDTH // RUN
+    run = tl.arange(0, triton.next_power_of_2(RUNS))[:, None]
+    d = tl.arange(0, triton.next_power_of_2(RUN))[None, :]
+    inside = (run < RUNS) & (d < RUN)
+    place = first + run * RUN + d
+    value = tl.load(x + place, inside, 0.0).to(tl.float32)
+    mean_square = tl.sum(value * value, 1) / RUN
+    normed = value * (1.0 / tl.sqrt(mean_square + eps))[:, None] * tl.load(gain + d, d < RUN, 0.0)
+    tl.store(out + place, normed.to(out.dtype.element_ty), inside)
+
+
+@triton.jit
+def _norm_qk(
+    x,
+    q_gain,
+    k_gain,
+    out,
+    eps,
+    Q: tl.constexpr,
+    KV: tl.constexpr,
+    Q_RUN: tl.constexpr,
+    K_RUN: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64) * (Q + 2 * KV)
+    part = tl.program_id(1)
+    if part == 0:
+        _norm_runs(x, q_gain, out, row, eps, Q, Q_RUN)
+    elif part == 1:
+        _norm_runs(x, k_gain, out, row + Q, eps, KV, K_RUN)
+    else:
+        column = tl.arange(0, triton.next_power_of_2(KV))
+        value = tl.load(x + row + Q + KV + column, column < KV, 0.0)
+        tl.store(out + row + Q + KV + column, value, column < KV)
+
+
+def norm_qk(x: Any, q_gain: Any, k_gain: Any, q_width: int, kv_width: int, eps: float, out: Any) -> None:
+    """[T, q + k + v] -> the same, with v as it is."""
+    _norm_qk[(len(x), 3)](
+        x,
+        q_gain,
+        k_gain,
+        out,
+        eps,
+        Q=q_width,
+        KV=kv_width,
+        Q_RUN=len(q_gain),
+        K_RUN=len(k_gain),
+        **options(min(max(triton.next_power_of_2(q_width) // 512, 1), 8)),
+    )

@@ -1,0 +1,51 @@
+"""Granite: Llama with multipliers of embeddings, scores, what each part adds, and logits.
+
+What a part adds to is normed before anything reads it, so a multiplier m of what it adds is the same as one of 1 / m of
+the embeddings, with an epsilon of eps / m^2: layers are computed as in Llama.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from penstock.model import config_gguf, config_hf, llama, names
+from penstock.model.fields import Fields
+from penstock.model.spec import ModelSpec
+from penstock.model.tensor import Tensor
+
+HUGGING_FACE = names.HUGGING_FACE
+GGUF = names.GGUF
+KEYS = ("attention.scale", "embedding_scale", "logit_scale", "residual_scale")
+build = llama.build
+
+
+def read_hf(config: Fields) -> ModelSpec:
+    return multiplied(
+        replace(config_hf.read_decoder(config, "granite"), biases=config_hf.read_biases(config)),
+        embedding=config.number("embedding_multiplier", 1.0),
+        residual=config.number("residual_multiplier", 1.0),
+        attention=config.number("attention_multiplier", 1.0),
+        logits=1 / config.number("logits_scaling", 1.0),
+    )
+
+
+def read_gguf(config: Fields, tensors: Mapping[str, Tensor]) -> ModelSpec:
+    spec = config_gguf.read_decoder(config, tensors, "granite", interleaved=True, keys=KEYS)
+    return multiplied(
+        spec,
+        embedding=config.number("embedding_scale", 1.0),
+        residual=config.number("residual_scale", 1.0),
+        attention=config.number("attention.scale", spec.attn.scale),
+        logits=1 / config.number("logit_scale", 1.0),
+    )
+
+
+def multiplied(spec: ModelSpec, embedding: float, residual: float, attention: float, logits: float) -> ModelSpec:
+    return replace(
+        spec,
+        eps=spec.eps / residual**2,
+        attn=replace(spec.attn, multiplier=attention),
+        embed_scale=embedding / residual,
+        logit_scale=logits,
+    )

@@ -1,0 +1,30 @@
+"""Qwen3: Llama with norms of each head's queries and keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from penstock.model import config_gguf, config_hf, llama, names
+from penstock.model.fields import Fields
+from penstock.model.qwen2 import with_upper_windows
+from penstock.model.spec import ModelSpec
+from penstock.model.tensor import Tensor
+
+HUGGING_FACE = names.HUGGING_FACE.but(q_norm="self_attn.q_norm", k_norm="self_attn.k_norm")
+GGUF = names.GGUF.but(q_norm="attn_q_norm", k_norm="attn_k_norm")
+build = llama.build
+
+
+def read_hf(config: Fields) -> ModelSpec:
+    config.size("head_dim")  # silence would mean 128, not a share of the width
+    spec = replace(config_hf.read_decoder(config, "qwen3"), biases=config_hf.read_biases(config))
+    return with_upper_windows(config, normed(spec))
+
+
+def read_gguf(config: Fields, tensors: Mapping[str, Tensor]) -> ModelSpec:
+    return normed(config_gguf.read_decoder(config, tensors, "qwen3", interleaved=False))
+
+
+def normed(spec: ModelSpec) -> ModelSpec:
+    return replace(spec, attn=replace(spec.attn, qk_norm="head"))

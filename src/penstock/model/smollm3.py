@@ -1,0 +1,43 @@
+"""SmolLM3: Llama whose every fourth layer turns nothing by its position."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from penstock.model import config_gguf, config_hf, llama, names
+from penstock.model.fields import Fields
+from penstock.model.spec import ModelSpec, RopeSpec
+from penstock.model.tensor import Tensor
+
+HUGGING_FACE = names.HUGGING_FACE
+GGUF = names.GGUF
+INTERVAL = 4
+build = llama.build
+
+
+def read_hf(config: Fields) -> ModelSpec:
+    spec = config_hf.read_decoder(config, "smollm3", tied=True, theta=2000000.0)
+    config.require("use_sliding_window", (False,), False)
+    config.ignore("sliding_window", "max_window_layers")  # which would say more of windows
+    if any(config_hf.read_sliding(config, [False] * spec.layers)):
+        raise config.unsupported("layer_types", config.strings("layer_types"), (config_hf.FULL,))
+    turned = every_other(spec.layers, config.size("no_rope_layer_interval", INTERVAL))
+    if "no_rope_layers" in config:
+        turned = config.flags("no_rope_layers", spec.layers)
+    return with_ropes(replace(spec, biases=config_hf.read_biases(config)), turned)
+
+
+def read_gguf(config: Fields, tensors: Mapping[str, Tensor]) -> ModelSpec:
+    spec = config_gguf.read_decoder(config, tensors, "smollm3", interleaved=True)
+    return with_ropes(spec, every_other(spec.layers, INTERVAL))
+
+
+def every_other(layers: int, interval: int) -> Sequence[bool]:
+    """All but each last of so many."""
+    return [(layer + 1) % interval != 0 for layer in range(layers)]
+
+
+def with_ropes(spec: ModelSpec, turned: Sequence[bool]) -> ModelSpec:
+    still = replace(spec.attn, rope=RopeSpec((), spec.attn.rope.interleaved))
+    return spec.with_attention([spec.attn if one else still for one in turned])
