@@ -80,9 +80,11 @@ GOLDENS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "rope_parameters": PLAIN | {"rope_theta": 50000.0},
     },
+    "phi3": SMALLER
+    | {"sliding_window": 20, "pad_token_id": 0, "rope_parameters": PLAIN | {"partial_rotary_factor": 0.75}},
 }
 MODEL_TYPES = {
-    name: name for name in ("mistral", "ministral", "qwen2", "qwen3", "granite", "smollm3")
+    name: name for name in ("mistral", "ministral", "qwen2", "qwen3", "granite", "smollm3", "phi3")
 }  # others are llama
 SHARDED = "untied"
 
@@ -101,6 +103,9 @@ GGUF_NAMES = {
     "mlp.down_proj": "ffn_down",
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
+}
+OTHER_NAMES = {
+    "phi3": {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"},
 }
 ARCHITECTURES = {"mistral": "llama", "ministral": "llama"}  # where GGUF has another name
 INTERLEAVED = {"llama", "granite", "smollm3"}  # architectures whose files have q and k turned
@@ -151,6 +156,7 @@ def check_it_matters(name: str, seed: int, tokens: np.ndarray, expected: np.ndar
         "ministral": {"sliding_window": 64},
         "granite": {"residual_multiplier": 0.5},
         "smollm3": {"no_rope_layers": [1] * 4},
+        "phi3": {"rope_parameters": PLAIN},
     }
     if name in without:
         difference = np.abs(logits(random_model(name, seed, **without[name]), tokens) - expected).max()
@@ -170,7 +176,9 @@ def write_gguf(path: Path, model: PreTrainedModel) -> None:
             values = weight.numpy()
             if writer.arch in INTERLEAVED and ("q_proj" in name or "k_proj" in name):
                 values = interleaved(values, head_dim_of(model.config))
-            writer.add_tensor(gguf_name(name), values.astype(np.float32 if values.ndim == 1 else np.float16))
+            writer.add_tensor(
+                gguf_name(name, writer.arch), values.astype(np.float32 if values.ndim == 1 else np.float16)
+            )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -190,9 +198,9 @@ def add_keys(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_dimension_count(head_dim)
+    writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1)))
     writer.add_rope_freq_base(rope["rope_theta"])
-    if config.model_type in ("mistral", "ministral"):
+    if config.model_type in ("mistral", "ministral", "phi3"):
         writer.add_sliding_window(config.sliding_window)
     if config.model_type == "granite":
         writer.add_embedding_scale(config.embedding_multiplier)
@@ -222,12 +230,13 @@ def interleaved(weight: np.ndarray, head_dim: int) -> np.ndarray:
     return halves.swapaxes(1, 2).reshape(weight.shape)
 
 
-def gguf_name(name: str) -> str:
+def gguf_name(name: str, arch: str) -> str:
+    names = GGUF_NAMES | OTHER_NAMES.get(arch, {})
     stem, _, role = name.rpartition(".")
-    if stem in GGUF_NAMES:
-        return f"{GGUF_NAMES[stem]}.{role}"
+    if stem in names:
+        return f"{names[stem]}.{role}"
     _, _, layer, part = stem.split(".", 3)
-    return f"blk.{layer}.{GGUF_NAMES[part]}.{role}"
+    return f"blk.{layer}.{names[part]}.{role}"
 
 
 if __name__ == "__main__":

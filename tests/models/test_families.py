@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -124,7 +125,55 @@ def test_smollm3_says_which_layers_have_a_rope():
             read_config(SMOLLM3 | change)
 
 
-@pytest.mark.parametrize("golden", ["tied", "qwen2", "qwen3", "granite", "smollm3"])
+PHI3 = ALL | {
+    "architectures": ["Phi3ForCausalLM"],
+    "attention_bias": False,
+    "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"},
+    "embd_pdrop": 0.0,
+    "original_max_position_embeddings": 4096,
+    "resid_pdrop": 0.0,
+    "rope_scaling": None,
+    "sliding_window": 2047,
+}
+
+
+def test_phi3_turns_what_it_says():
+    spec = read_config(PHI3)
+    assert (spec.attn.window, len(spec.attn.rope.inv_freq)) == (2047, 64)
+    spec = read_config(PHI3 | {"partial_rotary_factor": 0.75, "sliding_window": None})
+    assert (spec.attn.window, len(spec.attn.rope.inv_freq)) == (0, 48)
+    for wrong in (1.5, 0.337):
+        with pytest.raises(UnsupportedModel, match="partial_rotary_factor"):
+            read_config(PHI3 | {"partial_rotary_factor": wrong})
+
+
+def test_longrope_is_refused(gguf_with, floats):
+    stretched = {"type": "longrope", "long_factor": [1.0] * 64, "short_factor": [1.0] * 64}
+    with pytest.raises(UnsupportedModel, match="rope_type = 'longrope'"):
+        read_config(PHI3 | {"rope_scaling": stretched})
+    factors = {f"rope_factors_{which}.weight": floats(3) for which in ("long", "short")}
+    with pytest.raises(UnsupportedModel, match="longrope"):
+        open_checkpoint(gguf_with("phi3", tensors=lambda tensors: tensors.update(factors)))
+
+
+def test_fused_tensors_become_views(goldens):
+    for path, name in (("phi3", "gate_up_proj"), ("phi3/model.gguf", "ffn_up")):
+        tensors = open_checkpoint(goldens / path).tensors
+        assert [tensors[f"layers.0.{part}"].shape for part in ("q", "k", "gate")] == [(32, 32), (16, 32), (32, 32)]
+        assert name in tensors["layers.0.up"].name
+        assert not any(tensor.data.flags.owndata for tensor in tensors.values())
+
+
+def test_fused_tensors_must_fit(folder_with, floats):
+    name = "model.layers.0.self_attn.qkv_proj.weight"
+    for shape in ((63, 32), (64,)):
+        folder = folder_with("phi3", tensors=lambda tensors, shape=shape: tensors.update({name: floats(*shape)}))
+        with pytest.raises(MalformedFile, match="the model's config needs 64 rows"):
+            open_checkpoint(folder)
+        shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("golden", ["tied", "qwen2", "qwen3", "granite", "smollm3", "phi3"])
 def test_a_field_that_nobody_reads(folder_with, golden):
     folder = folder_with(golden, config=lambda config: config.update(router_jitter_noise=0.1))
     with pytest.raises(UnsupportedModel, match=r"router_jitter_noise = 0\.1 in config\.json is not known"):

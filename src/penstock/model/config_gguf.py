@@ -41,14 +41,24 @@ KEYS = {
 
 
 def read_decoder(
-    config: Fields, tensors: Mapping[str, Tensor], arch: str, *, interleaved: bool, keys: Collection[str] = ()
+    config: Fields,
+    tensors: Mapping[str, Tensor],
+    arch: str,
+    *,
+    interleaved: bool,
+    partial: bool = False,
+    keys: Collection[str] = (),
 ) -> ModelSpec:
-    """What all families say in the same words. `keys`: what this one says besides; `interleaved`: its rope."""
+    """What all families say in the same words. `keys`: what this one says besides; `interleaved` and `partial` (turns
+    a part of a head): its rope."""
     config.refuse_others(KEYS.union(keys))
     config.require("expert_count", (0,), 0)
     dim, heads = config.size("embedding_length"), config.size("attention.head_count")
     head_dim = config.size("attention.key_length", dim // heads, most=rope.MAX_DIMS)
     config.require("attention.value_length", (head_dim,), head_dim)
+    turned = config.size("rope.dimension_count", head_dim, most=head_dim)
+    if turned % 2 or not partial:
+        config.require("rope.dimension_count", (head_dim,), head_dim)
     max_len = config.size("context_length")
     if "token_embd.weight" not in tensors:
         raise MalformedFile("the file has no tensor 'token_embd.weight'; it may be a part of a model, or another kind")
@@ -64,7 +74,7 @@ def read_decoder(
             heads=heads,
             kv_heads=config.size("attention.head_count_kv", heads),
             head_dim=head_dim,
-            rope=replace(read_rope(config, tensors, head_dim, max_len), interleaved=interleaved),
+            rope=replace(read_rope(config, tensors, turned, max_len), interleaved=interleaved),
         ),
         tied="output.weight" not in tensors,
     )
@@ -74,13 +84,12 @@ def read_window(config: Fields) -> int:
     return config.size("attention.sliding_window") if "attention.sliding_window" in config else 0
 
 
-def read_rope(config: Fields, tensors: Mapping[str, Tensor], head_dim: int, max_len: int) -> RopeSpec:
-    config.require("rope.dimension_count", (head_dim,), head_dim)
+def read_rope(config: Fields, tensors: Mapping[str, Tensor], dims: int, max_len: int) -> RopeSpec:
     base = config.number("rope.freq_base", 10000.0, least=1.001)
     factor = config.number("rope.scaling.factor", config.number("rope.scale_linear", 1.0))
-    freqs = rope.plain(base, head_dim)
+    freqs = rope.plain(base, dims)
     if "rope_freqs.weight" in tensors:
-        freqs = rope.divided(freqs, read_factors(tensors["rope_freqs.weight"], head_dim // 2))
+        freqs = rope.divided(freqs, read_factors(tensors["rope_freqs.weight"], dims // 2))
     match config.text("rope.scaling.type", "linear"):
         case "none":
             return RopeSpec(freqs, interleaved=True)

@@ -38,6 +38,7 @@ NEUTRAL = {  # read elsewhere, for training alone, or about the checkpoint
     "use_cache",
 }
 SLIDING, FULL = "sliding_attention", "full_attention"
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 ROPE_KEYS = {
     "attention_factor",
     "beta_fast",
@@ -57,8 +58,11 @@ ROPE_KEYS = {
 }
 
 
-def read_decoder(config: Fields, arch: str, *, tied: bool = False, theta: float = 10000.0) -> ModelSpec:
-    """What most families say in the same words; `tied` and `theta` are what a silent config means."""
+def read_decoder(
+    config: Fields, arch: str, *, tied: bool = False, theta: float = 10000.0, partial: bool = False
+) -> ModelSpec:
+    """What most families say in the same words; `tied` and `theta` are what a silent config means. `partial`: whether
+    ropes may turn a part of a head."""
     dim, heads = config.size("hidden_size"), config.size("num_attention_heads")
     head_dim = config.size("head_dim", dim // heads, most=rope.MAX_DIMS)
     max_len = config.size("max_position_embeddings")
@@ -75,7 +79,7 @@ def read_decoder(config: Fields, arch: str, *, tied: bool = False, theta: float 
             heads=heads,
             kv_heads=config.size("num_key_value_heads", heads),
             head_dim=head_dim,
-            rope=read_rope(config, head_dim, max_len, theta),
+            rope=read_rope(config, head_dim, max_len, theta, partial),
         ),
         tied=config.flag("tie_word_embeddings", tied),
     )
@@ -103,25 +107,32 @@ def read_sliding(config: Fields, otherwise: Sequence[bool]) -> Sequence[bool]:
     return [kind == SLIDING for kind in kinds]
 
 
-def read_rope(config: Fields, head_dim: int, max_len: int, theta: float = 10000.0) -> RopeSpec:
+def read_rope(config: Fields, head_dim: int, max_len: int, theta: float = 10000.0, partial: bool = False) -> RopeSpec:
     fields = config.table("rope_scaling" if "rope_scaling" in config else "rope_parameters")
+    kind = fields.text("rope_type", fields.text("type", "default"))
+    if kind not in ROPE_TYPES:
+        raise fields.unsupported("rope_type", kind, ROPE_TYPES)
     fields.refuse_others(ROPE_KEYS)
-    for place in (config, fields):
-        place.require("partial_rotary_factor", (1,), 1)
+    dims = min(read_turned(place, head_dim, partial) for place in (config, fields))
     base = fields.number("rope_theta", config.number("rope_theta", theta), least=1.001)
     original = config.size("original_max_position_embeddings", fields.size("original_max_position_embeddings", max_len))
-    freqs = rope.plain(base, head_dim)
-    match fields.text("rope_type", fields.text("type", "default")):
-        case "default":
-            return RopeSpec(freqs, interleaved=False)
+    freqs = rope.plain(base, dims)
+    match kind:
         case "linear":
             return RopeSpec(rope.linear(freqs, fields.number("factor")), interleaved=False)
         case "llama3":
             return RopeSpec(read_llama3(fields, freqs, original), interleaved=False)
         case "yarn":
             return read_yarn(fields, freqs, base, original, max_len)
-        case kind:
-            raise fields.unsupported("rope_type", kind, ("default", "linear", "llama3", "yarn"))
+    return RopeSpec(freqs, interleaved=False)
+
+
+def read_turned(place: Fields, head_dim: int, partial: bool) -> int:
+    """How many dimensions of a head ropes turn."""
+    turned = int(head_dim * place.number("partial_rotary_factor", 1.0))
+    if turned > head_dim or turned % 2 or not partial:
+        place.require("partial_rotary_factor", (1,), 1)
+    return turned
 
 
 def read_llama3(fields: Fields, freqs: rope.Freqs, original: int) -> rope.Freqs:

@@ -13,6 +13,7 @@ from penstock.model.config_float8 import read_scheme, with_scales
 from penstock.model.config_hf import NEUTRAL
 from penstock.model.fields import Fields
 from penstock.model.files import read_json
+from penstock.model.fused import split_fused
 from penstock.model.gguf import read_gguf
 from penstock.model.registry import Model, family, family_of_gguf, family_of_hf
 from penstock.model.safetensors import read_safetensors
@@ -75,9 +76,10 @@ def open_gguf(path: Path) -> Checkpoint:
     file = read_gguf(path)
     kind = family_of_gguf(Fields(file.metadata, METADATA))
     config = Fields(file.metadata, METADATA, prefix=f"{file.metadata['general.architecture']}.")
+    spec = kind.read_gguf(config, file.tensors)
     return Checkpoint(
-        spec=kind.read_gguf(config, file.tensors),
-        tensors=names.canonical(file.tensors, kind.GGUF),
+        spec=spec,
+        tensors=split_fused(names.canonical(file.tensors, kind.GGUF), spec),
         name=str(file.metadata.get("general.name", path.stem)),
         path=path,
         metadata=file.metadata,
@@ -88,7 +90,7 @@ def open_folder(path: Path) -> Checkpoint:
     values = read_json(path / CONFIG)
     spec = read_config(values)
     stored = with_scales(read_shards(path), read_scheme(Fields(values, CONFIG)))
-    tensors = names.canonical(stored, family(spec.arch).HUGGING_FACE)
+    tensors = split_fused(names.canonical(stored, family(spec.arch).HUGGING_FACE), spec)
     if spec.tied:
         tensors.pop("head", None)  # some checkpoints store the embedding a second time
     return Checkpoint(spec, tensors, name=path.resolve().name, path=path, metadata=values)

@@ -25,8 +25,11 @@ HUGGING_FACE = {  # what config.json calls its architecture: the family's file
     "Qwen3ForCausalLM": "qwen3",
     "GraniteForCausalLM": "granite",
     "SmolLM3ForCausalLM": "smollm3",
+    "Phi3ForCausalLM": "phi3",
 }
-GGUF = {name: name for name in ("llama", "qwen2", "qwen3", "granite", "smollm3")}  # the same of general.architecture
+GGUF = {
+    name: name for name in ("llama", "qwen2", "qwen3", "granite", "smollm3", "phi3")
+}  # the same of general.architecture
 
 
 class Model(Protocol):
