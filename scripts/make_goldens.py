@@ -82,9 +82,10 @@ GOLDENS: dict[str, dict[str, Any]] = {
     },
     "phi3": SMALLER
     | {"sliding_window": 20, "pad_token_id": 0, "rope_parameters": PLAIN | {"partial_rotary_factor": 0.75}},
+    "olmo2": SMALLER | {"rope_parameters": PLAIN | {"rope_theta": 500000.0}},
 }
 MODEL_TYPES = {
-    name: name for name in ("mistral", "ministral", "qwen2", "qwen3", "granite", "smollm3", "phi3")
+    name: name for name in ("mistral", "ministral", "qwen2", "qwen3", "granite", "smollm3", "phi3", "olmo2")
 }  # others are llama
 SHARDED = "untied"
 
@@ -104,7 +105,9 @@ GGUF_NAMES = {
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
 }
+AFTER = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
 OTHER_NAMES = {
+    "olmo2": AFTER,
     "phi3": {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"},
 }
 ARCHITECTURES = {"mistral": "llama", "ministral": "llama"}  # where GGUF has another name

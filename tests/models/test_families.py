@@ -173,7 +173,12 @@ def test_fused_tensors_must_fit(folder_with, floats):
         shutil.rmtree(folder)
 
 
-@pytest.mark.parametrize("golden", ["tied", "qwen2", "qwen3", "granite", "smollm3", "phi3"])
+def test_olmo2_norms_all_heads_at_once():
+    spec = read_config(ALL | {"architectures": ["Olmo2ForCausalLM"], "attention_bias": False})
+    assert (spec.attn.qk_norm, spec.biases) == ("all", frozenset())
+
+
+@pytest.mark.parametrize("golden", ["tied", "qwen2", "qwen3", "granite", "smollm3", "phi3", "olmo2"])
 def test_a_field_that_nobody_reads(folder_with, golden):
     folder = folder_with(golden, config=lambda config: config.update(router_jitter_noise=0.1))
     with pytest.raises(UnsupportedModel, match=r"router_jitter_noise = 0\.1 in config\.json is not known"):

@@ -44,6 +44,7 @@ def test_every_kind_of_golden_is_there():
         "llama3",
         "ministral",
         "mistral",
+        "olmo2",
         "phi3",
         "qwen2",
         "qwen3",

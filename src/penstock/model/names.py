@@ -1,7 +1,7 @@
 """One name for each tensor, whatever the checkpoint calls it; a name that is in no table is an error.
 
-embed, norm, head, and in each layer: attn_norm, q, k, v, o, mlp_norm, gate, up, down, in some families q_norm and
-k_norm; a bias is its weight's + ".bias".
+embed, norm, head, and in each layer: attn_norm, q, k, v, o, mlp_norm, gate, up, down, in some families q_norm,
+k_norm, after_attn_norm, after_mlp_norm; a bias is its weight's + ".bias".
 """
 
 from __future__ import annotations

@@ -26,9 +26,10 @@ HUGGING_FACE = {  # what config.json calls its architecture: the family's file
     "GraniteForCausalLM": "granite",
     "SmolLM3ForCausalLM": "smollm3",
     "Phi3ForCausalLM": "phi3",
+    "Olmo2ForCausalLM": "olmo2",
 }
 GGUF = {
-    name: name for name in ("llama", "qwen2", "qwen3", "granite", "smollm3", "phi3")
+    name: name for name in ("llama", "qwen2", "qwen3", "granite", "smollm3", "phi3", "olmo2")
 }  # the same of general.architecture
 
 
