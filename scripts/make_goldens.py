@@ -34,6 +34,13 @@ SIZES = {
 }
 SMALLER = {"vocab_size": 48, "intermediate_size": 32}
 PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
+GEMMA = SMALLER | {
+    "head_dim": 12,
+    "intermediate_size": 16,
+    "query_pre_attn_scalar": 12,
+    "sliding_window": 10,
+    "tie_word_embeddings": True,
+}
 GOLDENS: dict[str, dict[str, Any]] = {
     "tied": {"tie_word_embeddings": True, "rope_parameters": PLAIN | {"rope_theta": 100000.0}},
     "untied": {"num_key_value_heads": 4, "rope_parameters": PLAIN},
@@ -83,10 +90,27 @@ GOLDENS: dict[str, dict[str, Any]] = {
     "phi3": SMALLER
     | {"sliding_window": 20, "pad_token_id": 0, "rope_parameters": PLAIN | {"partial_rotary_factor": 0.75}},
     "olmo2": SMALLER | {"rope_parameters": PLAIN | {"rope_theta": 500000.0}},
+    "gemma2": GEMMA
+    | {
+        "attn_logit_softcapping": 3.0,
+        "final_logit_softcapping": 5.0,
+        "num_hidden_layers": 3,
+        "rope_parameters": PLAIN,
+    },
+    "gemma3": GEMMA
+    | {
+        "num_hidden_layers": 6,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "query_pre_attn_scalar": 8,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
+            "sliding_attention": PLAIN | {"rope_theta": 1000.0},
+        },
+    },
 }
-MODEL_TYPES = {
-    name: name for name in ("mistral", "ministral", "qwen2", "qwen3", "granite", "smollm3", "phi3", "olmo2")
-}  # others are llama
+MODEL_TYPES = {"gemma3": "gemma3_text"}  # where it is not the golden's name; a golden of another name is of llama
+FAMILIES = ("mistral", "ministral", "qwen2", "qwen3", "granite", "smollm3", "phi3", "olmo2", "gemma2")
 SHARDED = "untied"
 
 GGUF_NAMES = {
@@ -108,9 +132,11 @@ GGUF_NAMES = {
 AFTER = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
 OTHER_NAMES = {
     "olmo2": AFTER,
+    "gemma2": AFTER | {"pre_feedforward_layernorm": "ffn_norm"},
+    "gemma3": AFTER | {"pre_feedforward_layernorm": "ffn_norm"},
     "phi3": {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"},
 }
-ARCHITECTURES = {"mistral": "llama", "ministral": "llama"}  # where GGUF has another name
+ARCHITECTURES = {"mistral": "llama", "ministral": "llama", "gemma3_text": "gemma3"}  # where GGUF has another name
 INTERLEAVED = {"llama", "granite", "smollm3"}  # architectures whose files have q and k turned
 
 
@@ -135,11 +161,14 @@ def main() -> None:
 def random_model(name: str, seed: int, **changes: Any) -> PreTrainedModel:
     """Weights large enough for sharp attention, and exact in BF16 and F16 alike."""
     torch.manual_seed(seed)
-    config = CONFIG_MAPPING[MODEL_TYPES.get(name, "llama")](**(SIZES | GOLDENS[name] | changes))
+    config = CONFIG_MAPPING[MODEL_TYPES.get(name, name if name in FAMILIES else "llama")](
+        **(SIZES | GOLDENS[name] | changes)
+    )
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
     with torch.no_grad():
         for key, weight in model.named_parameters():
-            weight.copy_(torch.randn_like(weight) * (0.2 if weight.ndim == 1 else 0.4) + ("norm" in key))
+            middle = 1 if "norm" in key and "gemma" not in name else 0  # gains, or gains less one
+            weight.copy_(torch.randn_like(weight) * (0.2 if weight.ndim == 1 else 0.4) + middle)
             weight.copy_(weight.bfloat16().half())
     return model.float().eval()
 
@@ -160,6 +189,8 @@ def check_it_matters(name: str, seed: int, tokens: np.ndarray, expected: np.ndar
         "granite": {"residual_multiplier": 0.5},
         "smollm3": {"no_rope_layers": [1] * 4},
         "phi3": {"rope_parameters": PLAIN},
+        "gemma2": {"attn_logit_softcapping": None},
+        "gemma3": {"layer_types": ["sliding_attention"] * 6},
     }
     if name in without:
         difference = np.abs(logits(random_model(name, seed, **without[name]), tokens) - expected).max()
@@ -170,13 +201,13 @@ def write_gguf(path: Path, model: PreTrainedModel) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     writer = gguf.GGUFWriter(path, architecture(model.config))
     add_keys(writer, model.config)
-    if model.config.rope_parameters["rope_type"] == "llama3":
+    if model.config.rope_parameters.get("rope_type") == "llama3":
         dims = head_dim_of(model.config)
         plain = model.config.rope_parameters["rope_theta"] ** -(np.arange(0, dims, 2) / dims)
         writer.add_tensor("rope_freqs.weight", (plain / model.model.rotary_emb.inv_freq.numpy()).astype(np.float32))
     for name, weight in model.state_dict().items():
         if name != "lm_head.weight" or not model.config.tie_word_embeddings:
-            values = weight.numpy()
+            values = weight.numpy() + (1 if "norm" in name and "gemma" in writer.arch else 0)
             if writer.arch in INTERLEAVED and ("q_proj" in name or "k_proj" in name):
                 values = interleaved(values, head_dim_of(model.config))
             writer.add_tensor(
@@ -189,7 +220,7 @@ def write_gguf(path: Path, model: PreTrainedModel) -> None:
 
 
 def add_keys(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
-    rope = config.rope_parameters
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     head_dim = head_dim_of(config)
     writer.add_name(f"tiny {config.model_type}")
     writer.add_context_length(config.max_position_embeddings)
@@ -203,13 +234,18 @@ def add_keys(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1)))
     writer.add_rope_freq_base(rope["rope_theta"])
-    if config.model_type in ("mistral", "ministral", "phi3"):
+    if config.model_type in ("mistral", "ministral", "phi3", "gemma2", "gemma3_text"):
         writer.add_sliding_window(config.sliding_window)
     if config.model_type == "granite":
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_residual_scale(config.residual_multiplier)
         writer.add_attention_scale(config.attention_multiplier)
         writer.add_logit_scale(config.logits_scaling)
+    if config.model_type == "gemma2":
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if config.model_type == "gemma3_text":
+        writer.add_float32("gemma3.rope.freq_base_swa", config.rope_parameters["sliding_attention"]["rope_theta"])
     if rope["rope_type"] in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
         writer.add_rope_scaling_factor(rope["factor"])

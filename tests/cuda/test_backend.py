@@ -68,7 +68,7 @@ def test_whole_prompt_in_sixteen_bits() -> None:
     assert (got.argmax(1) == logits.argmax(1)).mean() > 0.8
 
 
-@pytest.mark.parametrize("name", ["llama3", "mistral", "bias"])
+@pytest.mark.parametrize("name", ["llama3", "mistral", "bias", "phi3", "gemma2"])
 def test_random_chunks_among_others(name: str) -> None:
     tokens, logits = expected(name)
     prompts = [tokens, tokens[:5], tokens[:30]]

@@ -13,6 +13,7 @@ from penstock.errors import MalformedFile, UnsupportedModel
 from penstock.model.load import load_model, open_checkpoint, read_config
 from penstock.model.spec import ModelSpec
 
+GOLDENS = Path(__file__).parent / "goldens"
 ALL = {
     "attention_dropout": 0.0,
     "bos_token_id": 1,
@@ -178,7 +179,97 @@ def test_olmo2_norms_all_heads_at_once():
     assert (spec.attn.qk_norm, spec.biases) == ("all", frozenset())
 
 
-@pytest.mark.parametrize("golden", ["tied", "qwen2", "qwen3", "granite", "smollm3", "phi3", "olmo2"])
+GEMMA2 = {key: value for key, value in ALL.items() if key not in ("tie_word_embeddings", "rope_theta")} | {
+    "architectures": ["Gemma2ForCausalLM"],
+    "attention_bias": False,
+    "attn_logit_softcapping": 50.0,
+    "cache_implementation": "hybrid",
+    "final_logit_softcapping": 30.0,
+    "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 144,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+    "sliding_window_size": 4096,
+}
+
+
+def test_gemma2_has_windows_in_every_other_layer():
+    spec = read_config(GEMMA2)
+    assert windows(spec) == [4096, 0] * 4
+    assert (spec.attn.soft_cap, spec.logit_cap, spec.attn.scale) == (50, 30, pytest.approx(1 / 12))
+    assert (spec.act, spec.tied, spec.gain_offset, spec.embed_scale) == ("gelu_tanh", True, 1, 3072**0.5)
+    spec = read_config(GEMMA2 | {"attn_logit_softcapping": None, "final_logit_softcapping": None})
+    assert (spec.attn.soft_cap, spec.logit_cap) == (0, 0)
+    silent = {key: value for key, value in GEMMA2.items() if "softcapping" not in key}
+    assert (read_config(silent).attn.soft_cap, read_config(silent).logit_cap) == (50, 30)
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"use_bidirectional_attention": True}, UnsupportedModel),
+        ({"hidden_activation": "gelu"}, UnsupportedModel),
+        ({"hidden_activation": ["gelu"]}, UnsupportedModel),
+        ({"hidden_activation": "silu"}, UnsupportedModel),
+        ({"head_dim": None}, MalformedFile),
+    ],
+)
+def test_what_gemma_does_not_do(change, error):
+    with pytest.raises(error, match=next(iter(change))):
+        read_config(GEMMA2 | change)
+
+
+GEMMA3 = {key: value for key, value in GEMMA2.items() if key not in ("hidden_act", "sliding_window_size")} | {
+    "architectures": ["Gemma3ForCausalLM"],
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "rope_local_base_freq": 10000,
+    "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+    "rope_theta": 1000000,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+}
+
+
+def test_gemma3_has_two_ropes():
+    spec = read_config(GEMMA3)
+    assert windows(spec) == [512] * 5 + [0] + [512] * 2
+    near, far = spec.attention(0).rope, spec.attention(5).rope
+    assert (near.inv_freq[1], far.inv_freq[1]) == pytest.approx((10000 ** (-1 / 128), 1000000 ** (-1 / 128) / 8))
+    assert (spec.attention(0).qk_norm, spec.attention(5).qk_norm, spec.attn.soft_cap, spec.logit_cap) == (
+        "head",
+        "head",
+        0,
+        0,
+    )
+
+
+def test_gemma3_says_the_same_in_newer_words():
+    newer = {key: value for key, value in GEMMA3.items() if not key.startswith("rope")}
+    ropes = {
+        "full_attention": GEMMA3["rope_scaling"] | {"rope_theta": 1000000},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000},
+    }
+    assert read_config(newer | {"rope_parameters": ropes}) == read_config(GEMMA3)
+    for change in ({"chunked_attention": {}}, {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}):
+        with pytest.raises(UnsupportedModel):
+            read_config(newer | {"rope_parameters": ropes | change})
+
+
+@pytest.mark.parametrize(("golden", "layers"), [("gemma2", 46), ("gemma3", 62)])
+def test_the_largest_gemma_scales_by_its_width(gguf_with, golden, layers):
+    def multiplier(count):
+        return open_checkpoint(
+            gguf_with(golden, metadata=lambda metadata: metadata.update({f"{golden}.block_count": count}))
+        ).spec.attn.multiplier
+
+    head_dim = open_checkpoint(GOLDENS / golden).spec.attn.head_dim
+    assert (multiplier(layers), multiplier(layers - 1)) == (8**-0.5, head_dim**-0.5)
+
+
+@pytest.mark.parametrize("golden", sorted(folder.name for folder in GOLDENS.iterdir() if folder.name != "untied"))
 def test_a_field_that_nobody_reads(folder_with, golden):
     folder = folder_with(golden, config=lambda config: config.update(router_jitter_noise=0.1))
     with pytest.raises(UnsupportedModel, match=r"router_jitter_noise = 0\.1 in config\.json is not known"):

@@ -39,6 +39,8 @@ def expected(folder: Path) -> tuple[list[int], np.ndarray]:
 def test_every_kind_of_golden_is_there():
     assert NAMES == [
         "bias",
+        "gemma2",
+        "gemma3",
         "granite",
         "linear",
         "llama3",

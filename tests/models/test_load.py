@@ -24,7 +24,7 @@ def told(checkpoint):
 
     def flat(value):
         if isinstance(value, dict):
-            value = [one for key, one in value.items() if key not in ("biases", "interleaved")]
+            value = [one for key, one in value.items() if key not in ("biases", "gain_offset", "interleaved")]
         return [leaf for one in value for leaf in flat(one)] if isinstance(value, list | tuple) else [value]
 
     return flat(asdict(checkpoint.spec))

@@ -97,6 +97,8 @@ def test_what_cannot_be_computed_is_refused(parameters, error, message):
 
 def test_older_configs_say_the_same(goldens):
     for folder in goldens.iterdir():
+        if folder.name == "gemma3":  # which has two ropes
+            continue
         config = json.loads((folder / "config.json").read_text())
         wanted = read_config(config)
         scaling = config.pop("rope_parameters")

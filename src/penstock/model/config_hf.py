@@ -38,6 +38,7 @@ NEUTRAL = {  # read elsewhere, for training alone, or about the checkpoint
     "use_cache",
 }
 SLIDING, FULL = "sliding_attention", "full_attention"
+ACTS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 ROPE_KEYS = {
     "attention_factor",
@@ -59,14 +60,21 @@ ROPE_KEYS = {
 
 
 def read_decoder(
-    config: Fields, arch: str, *, tied: bool = False, theta: float = 10000.0, partial: bool = False
+    config: Fields,
+    arch: str,
+    *,
+    act_key: str = "hidden_act",
+    tied: bool = False,
+    theta: float = 10000.0,
+    partial: bool = False,
+    scaling: Fields | None = None,
 ) -> ModelSpec:
     """What most families say in the same words; `tied` and `theta` are what a silent config means. `partial`: whether
-    ropes may turn a part of a head."""
+    ropes may turn a part of a head; `scaling`: where they are described, if not in the usual place."""
     dim, heads = config.size("hidden_size"), config.size("num_attention_heads")
     head_dim = config.size("head_dim", dim // heads, most=rope.MAX_DIMS)
     max_len = config.size("max_position_embeddings")
-    config.require("hidden_act", ("silu",), "silu")
+    config.require(act_key, tuple(ACTS), "silu")
     return ModelSpec(
         arch=arch,
         layers=config.size("num_hidden_layers", most=MAX_LAYERS),
@@ -79,8 +87,9 @@ def read_decoder(
             heads=heads,
             kv_heads=config.size("num_key_value_heads", heads),
             head_dim=head_dim,
-            rope=read_rope(config, head_dim, max_len, theta, partial),
+            rope=read_rope(config, head_dim, max_len, theta, partial, scaling),
         ),
+        act=ACTS[config.text(act_key, "silu")],
         tied=config.flag("tie_word_embeddings", tied),
     )
 
@@ -107,8 +116,15 @@ def read_sliding(config: Fields, otherwise: Sequence[bool]) -> Sequence[bool]:
     return [kind == SLIDING for kind in kinds]
 
 
-def read_rope(config: Fields, head_dim: int, max_len: int, theta: float = 10000.0, partial: bool = False) -> RopeSpec:
-    fields = config.table("rope_scaling" if "rope_scaling" in config else "rope_parameters")
+def read_rope(
+    config: Fields,
+    head_dim: int,
+    max_len: int,
+    theta: float = 10000.0,
+    partial: bool = False,
+    scaling: Fields | None = None,
+) -> RopeSpec:
+    fields = scaling or config.table("rope_scaling" if "rope_scaling" in config else "rope_parameters")
     kind = fields.text("rope_type", fields.text("type", "default"))
     if kind not in ROPE_TYPES:
         raise fields.unsupported("rope_type", kind, ROPE_TYPES)

@@ -54,7 +54,8 @@ class Ends:
         """Logits of the sampled rows: [S, vocab]."""
         x, _ = ops.add_norm(x, residual, self.norm, self.spec.eps)
         ops.pool(x)
-        return ops.linear(scaled(ops, ops.take_sampled(x), self.spec.logit_scale), self.head)
+        logits = ops.linear(scaled(ops, ops.take_sampled(x), self.spec.logit_scale), self.head)
+        return ops.soft_cap(logits, self.spec.logit_cap) if self.spec.logit_cap else logits
 
 
 def scaled(ops: Ops[V], x: V, factor: float) -> V:
@@ -68,7 +69,10 @@ def attention(spec: ModelSpec, pack: Packer, layer: int) -> Attention:
     if not a.qk_norm:
         return Attention(layer, a, spec.eps, qkv, o, norms=None)
     q_run, k_run = (a.head_dim, a.head_dim) if a.qk_norm == "head" else (a.q_width, a.kv_width)
-    norms = pack.vector(f"{name}.q_norm", q_run), pack.vector(f"{name}.k_norm", k_run)
+    norms = (
+        pack.vector(f"{name}.q_norm", q_run, spec.gain_offset),
+        pack.vector(f"{name}.k_norm", k_run, spec.gain_offset),
+    )
     return Attention(layer, a, spec.eps, qkv, o, norms)
 
 
@@ -79,10 +83,10 @@ def mlp(spec: ModelSpec, pack: Packer, layer: int) -> Mlp:
 
 
 def norm(spec: ModelSpec, pack: Packer, layer: int, name: str) -> Weight:
-    return pack.vector(f"layers.{layer}.{name}", spec.dim)
+    return pack.vector(f"layers.{layer}.{name}", spec.dim, spec.gain_offset)
 
 
 def ends(spec: ModelSpec, pack: Packer) -> Ends:
     embed = pack.matrix(("embed", spec.vocab), width=spec.dim)
     head = embed if spec.tied else pack.matrix(("head", spec.vocab), width=spec.dim)
-    return Ends(spec, embed, pack.vector("norm", spec.dim), head)
+    return Ends(spec, embed, pack.vector("norm", spec.dim, spec.gain_offset), head)

@@ -43,6 +43,10 @@ class Fields:
             raise self._wrong(key, value, f"a number from {least} to {MAX_NUMBER}")
         return float(value)
 
+    def number_or_null(self, key: str, silent: float) -> float:
+        """0 for null, `silent` for nothing."""
+        return 0.0 if self.says_null(key) else self.number(key, silent, least=0.0)
+
     def flag(self, key: str, default: bool) -> bool:
         value = self._get(key, default)
         if type(value) is not bool:

@@ -27,9 +27,11 @@ HUGGING_FACE = {  # what config.json calls its architecture: the family's file
     "SmolLM3ForCausalLM": "smollm3",
     "Phi3ForCausalLM": "phi3",
     "Olmo2ForCausalLM": "olmo2",
+    "Gemma2ForCausalLM": "gemma2",
+    "Gemma3ForCausalLM": "gemma3",
 }
 GGUF = {
-    name: name for name in ("llama", "qwen2", "qwen3", "granite", "smollm3", "phi3", "olmo2")
+    name: name for name in ("llama", "qwen2", "qwen3", "granite", "smollm3", "phi3", "olmo2", "gemma2", "gemma3")
 }  # the same of general.architecture
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from penstock.model import config_gguf, config_hf, llama, names
 from penstock.model.fields import Fields
-from penstock.model.spec import ModelSpec, RopeSpec
+from penstock.model.spec import ModelSpec, RopeSpec, all_but_each
 from penstock.model.tensor import Tensor
 
 HUGGING_FACE = names.HUGGING_FACE
@@ -22,7 +22,7 @@ def read_hf(config: Fields) -> ModelSpec:
     config.ignore("sliding_window", "max_window_layers")  # which would say more of windows
     if any(config_hf.read_sliding(config, [False] * spec.layers)):
         raise config.unsupported("layer_types", config.strings("layer_types"), (config_hf.FULL,))
-    turned = every_other(spec.layers, config.size("no_rope_layer_interval", INTERVAL))
+    turned: Sequence[bool] = all_but_each(config.size("no_rope_layer_interval", INTERVAL), spec.layers)
     if "no_rope_layers" in config:
         turned = config.flags("no_rope_layers", spec.layers)
     return with_ropes(replace(spec, biases=config_hf.read_biases(config)), turned)
@@ -30,12 +30,7 @@ def read_hf(config: Fields) -> ModelSpec:
 
 def read_gguf(config: Fields, tensors: Mapping[str, Tensor]) -> ModelSpec:
     spec = config_gguf.read_decoder(config, tensors, "smollm3", interleaved=True)
-    return with_ropes(spec, every_other(spec.layers, INTERVAL))
-
-
-def every_other(layers: int, interval: int) -> Sequence[bool]:
-    """All but each last of so many."""
-    return [(layer + 1) % interval != 0 for layer in range(layers)]
+    return with_ropes(spec, all_but_each(INTERVAL, spec.layers))
 
 
 def with_ropes(spec: ModelSpec, turned: Sequence[bool]) -> ModelSpec:

@@ -55,6 +55,8 @@ class ModelSpec:
     tied: bool = False  # the output head is the embedding table
     embed_scale: float = 1.0
     logit_scale: float = 1.0
+    logit_cap: float = 0.0  # 0: none
+    gain_offset: float = 0.0  # what is added to the gain of every norm
     layer_attn: tuple[AttentionSpec, ...] = ()  # of each layer, where they differ; all have the heads of `attn`
     biases: frozenset[str] | None = None  # parts of a layer that have one; None: the checkpoint does not say
 
@@ -69,3 +71,7 @@ class ModelSpec:
     def with_windows(self, sliding: Sequence[bool], window: int) -> ModelSpec:
         """With a window in those layers that have one."""
         return self.with_attention([replace(self.attn, window=window if one else 0) for one in sliding])
+
+
+def all_but_each(nth: int, layers: int) -> list[bool]:
+    return [(layer + 1) % nth != 0 for layer in range(layers)]

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+import numpy as np
+
 from penstock.errors import MalformedFile
-from penstock.model.tensor import Tensor
+from penstock.model.quant import dequantize
+from penstock.model.tensor import FORMATS, Tensor
 
 
 class Packs(Protocol):
@@ -25,8 +28,13 @@ class Packer:
         self._backend = backend
         self._used: set[str] = set()
 
-    def vector(self, name: str, size: int) -> Any:
-        return self._backend.pack_vector(self._take(name, (size,)))
+    def vector(self, name: str, size: int, plus: float = 0.0) -> Any:
+        """`plus` is added to every value."""
+        tensor = self._take(name, (size,))
+        if plus:
+            values = dequantize(tensor) + np.float32(plus)
+            tensor = Tensor(tensor.name, FORMATS["F32"], tensor.shape, values.view(np.uint8))
+        return self._backend.pack_vector(tensor)
 
     def matrix(self, *parts: tuple[str, int], width: int) -> Any:
         """One weight of several named parts (name, rows) stacked; a part's bias is its name + ".bias"."""

@@ -1,0 +1,57 @@
+"""Gemma 3 (text): Gemma 2 with norms of each head's q and k, not soft caps. Every sixth layer sees everything, and has
+a rope of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from penstock.model import config_gguf, config_hf, gemma2, rope
+from penstock.model.fields import Fields
+from penstock.model.spec import ModelSpec, RopeSpec, all_but_each
+from penstock.model.tensor import Tensor
+
+HUGGING_FACE = gemma2.HUGGING_FACE.but(q_norm="self_attn.q_norm", k_norm="self_attn.k_norm")
+GGUF = gemma2.GGUF.but(q_norm="attn_q_norm", k_norm="attn_k_norm")
+KEYS = ("attention.sliding_window_pattern", "rope.freq_base_swa", gemma2.LOGITS)
+PERIOD, THETA, LOCAL_THETA = 6, 1000000.0, 10000.0
+LARGEST = 62
+build = gemma2.build
+
+
+def read_hf(config: Fields) -> ModelSpec:
+    far, near = read_ropes(config)
+    spec = config_hf.read_decoder(config, "gemma3", tied=True, theta=THETA, act_key="hidden_activation", scaling=far)
+    spec = gemma2.read_rest(config, gemma2.scaled(spec))
+    caps = (config.number_or_null(key, 0.0) for key in gemma2.CAPS)
+    period = config.size("sliding_window_pattern", config.size("_sliding_window_pattern", PERIOD))
+    sliding = config_hf.read_sliding(config, all_but_each(period, spec.layers))
+    return in_layers(gemma2.capped(spec, *caps), sliding, config.size("sliding_window", 4096), near)
+
+
+def read_ropes(config: Fields) -> tuple[Fields | None, float]:
+    """What is said of ropes that reach far, if not in the usual place; and the base of the others."""
+    both = config.table("rope_parameters")
+    if "full_attention" not in both:
+        return None, config.number("rope_local_base_freq", LOCAL_THETA, least=1.001)
+    both.refuse_others(("full_attention", "sliding_attention"))
+    near = both.table("sliding_attention")
+    near.refuse_others(("rope_theta", "rope_type"))
+    near.require("rope_type", ("default",), "default")
+    return both.table("full_attention"), near.number("rope_theta", LOCAL_THETA, least=1.001)
+
+
+def read_gguf(config: Fields, tensors: Mapping[str, Tensor]) -> ModelSpec:
+    spec = gemma2.scaled(config_gguf.read_decoder(config, tensors, "gemma3", interleaved=False, keys=KEYS))
+    spec = gemma2.capped(spec, 0.0, config.number_or_null(gemma2.LOGITS, 0.0))
+    spec = replace(spec, attn=replace(spec.attn, multiplier=gemma2.told_by_layers(spec, LARGEST)))
+    sliding = all_but_each(config.size("attention.sliding_window_pattern", PERIOD), spec.layers)
+    base = config.number("rope.freq_base_swa", LOCAL_THETA, least=1.001)
+    return in_layers(spec, sliding, config.size("attention.sliding_window"), base)
+
+
+def in_layers(spec: ModelSpec, sliding: Sequence[bool], window: int, base: float) -> ModelSpec:
+    far = replace(spec.attn, qk_norm="head")
+    near = replace(far, window=window, rope=RopeSpec(rope.plain(base, far.head_dim), far.rope.interleaved))
+    return spec.with_attention([near if one else far for one in sliding])
