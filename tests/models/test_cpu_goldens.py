@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 
@@ -13,6 +15,8 @@ from penstock.backend.cpu._native import isas
 from penstock.backend.ref import RefBackend
 from penstock.backend.ref.batches import Chunk, blocks_for, greedy_batch, random_steps
 from penstock.model.load import load_model, load_text, open_checkpoint
+from penstock.model.quant import dequantize
+from penstock.model.tensor import FORMATS, Tensor
 
 GOLDENS = Path(__file__).parent / "goldens"
 NAMES = sorted(folder.name for folder in GOLDENS.iterdir())
@@ -53,6 +57,26 @@ def test_logits_are_those_of_transformers(name: str, file: str, isa: str):
     for chunks in random_steps(np.random.default_rng(0), prompts, BLOCK_SIZE):
         parts = [wanted[chunk.start : chunk.start + len(chunk.tokens)] for chunk in chunks]
         assert np.abs(backend.logits(greedy_batch(chunks)) - np.concatenate(parts)).max() < 1e-4
+
+
+def quantized(tensors: dict[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        if len(tensor.shape) == 2 and tensor.shape[1] % 32 == 0:
+            data = gguf.quantize(dequantize(tensor), gguf.GGMLQuantizationType.Q8_0)
+            tensors[name] = replace(tensor, format=FORMATS["Q8_0"], data=data.reshape(-1))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_quantized_weights_find_their_rows_prepared(name: str, gguf_with):
+    """A product with such a weight takes its rows in another form, whatever op made them."""
+    path = gguf_with(name, tensors=quantized)
+    tokens, _ = expected(name)
+    blocks = blocks_for([tokens], BLOCK_SIZE)
+    answers = []
+    for backend in (CpuBackend(2, kv="f32"), RefBackend()):
+        loaded(backend, path).reserve_kv(blocks, BLOCK_SIZE)
+        answers.append(backend.logits(greedy_batch([Chunk(tokens, 0, range(blocks))])))
+    assert np.square(answers[0] - answers[1]).mean() < 0.01 * np.square(answers[1]).mean()
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -46,6 +46,13 @@ def test_falcon3_is_llama():
     assert (spec.arch, spec.attn.head_dim, spec.attn.q_width, spec.biases) == ("llama", 256, 3072, frozenset())
 
 
+def test_smollm2_says_that_it_is_llama():
+    smollm2 = {"architectures": ["LlamaForCausalLM"], "is_llama_config": True, "rope_interleaved": False}
+    assert read_config(ALL | smollm2 | {"transformers.js_config": {"dtype": "q4"}}).arch == "llama"
+    with pytest.raises(UnsupportedModel, match="rope_interleaved"):
+        read_config(ALL | smollm2 | {"rope_interleaved": True})
+
+
 def test_ministral_has_windows_where_it_says():
     kinds = ["sliding_attention", "full_attention"] * 4
     config = ALL | {"architectures": ["MinistralForCausalLM"], "sliding_window": 32768, "layer_types": kinds}
@@ -67,6 +74,12 @@ QWEN2 = ALL | {
 def test_qwen2_has_windows_only_if_a_flag_says_so():
     assert windows(read_config(QWEN2)) == [0] * 8
     assert windows(read_config(QWEN2 | {"use_sliding_window": True})) == [0] * 6 + [1024] * 2
+
+
+def test_a_window_that_nobody_reads(gguf_with):
+    path = gguf_with("qwen2", metadata=lambda metadata: metadata.update({"qwen2.attention.sliding_window": 9}))
+    with pytest.raises(UnsupportedModel, match=r"qwen2\.attention\.sliding_window = 9"):
+        open_checkpoint(path)
 
 
 def test_qwen2_has_biases(folder_with, gguf_with):

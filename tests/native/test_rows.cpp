@@ -76,6 +76,23 @@ void test_gate(const Isa& isa, size_t hidden) {
     const double want = x[i] / (1 + std::exp(-double(x[i]))) * x[hidden + i];
     check(near(out[i], want, 2e-6 * std::fabs(want) + 1e-34), isa.name + " gate of " + std::to_string(hidden));
   }
+  isa.kernels->gelu_gate(x.data(), hidden, out.data());
+  for (size_t i = 0; i < hidden; ++i) {
+    const double left = x[i], z = std::sqrt(2 / std::acos(-1.0)) * (left + 0.044715 * left * left * left);
+    const double want = left / (1 + std::exp(-2 * z)) * x[hidden + i];
+    const double allowed = 1e-5 * std::fabs(want) + 1e-30;  // exp makes its argument's error one of its result
+    check(near(out[i], want, allowed), isa.name + " gelu gate of " + std::to_string(hidden));
+  }
+}
+
+void test_soft_cap(const Isa& isa, size_t n) {
+  Random random(n);
+  auto x = random.floats(n, 20);
+  x[n / 2] = 5000;
+  auto capped = x;
+  isa.kernels->soft_cap(capped.data(), n, 30);
+  for (size_t i = 0; i < n; ++i)
+    check(near(capped[i], 30 * std::tanh(x[i] / 30.0), 1e-5), isa.name + " soft cap of " + std::to_string(n));
 }
 
 void test_rotate(const Isa& isa, size_t dim, size_t pairs, bool interleaved) {
@@ -138,6 +155,7 @@ void test_rows(const Isa& isa) {
   for (size_t n : {1, 15, 16, 17, 300}) {
     test_sampling(isa, n);
     test_scale(isa, n);
+    test_soft_cap(isa, n);
   }
 }
 

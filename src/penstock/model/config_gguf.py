@@ -17,7 +17,6 @@ KEYS = {
     "attention.head_count_kv",
     "attention.key_length",
     "attention.layer_norm_rms_epsilon",
-    "attention.sliding_window",
     "attention.value_length",
     "block_count",
     "context_length",
@@ -38,6 +37,7 @@ KEYS = {
     "tensor_data_layout",
     "vocab_size",
 }
+WINDOW = "attention.sliding_window"  # a key of those families that have one
 
 
 def read_decoder(
@@ -81,7 +81,7 @@ def read_decoder(
 
 
 def read_window(config: Fields) -> int:
-    return config.size("attention.sliding_window") if "attention.sliding_window" in config else 0
+    return config.size(WINDOW) if WINDOW in config else 0
 
 
 def read_rope(config: Fields, tensors: Mapping[str, Tensor], dims: int, max_len: int) -> RopeSpec:

@@ -19,6 +19,7 @@ HUGGING_FACE = names.HUGGING_FACE.but(
 )
 GGUF = names.GGUF.but(after_attn_norm="post_attention_norm", after_mlp_norm="post_ffw_norm")
 SCORES, LOGITS = CAPS = "attn_logit_softcapping", "final_logit_softcapping"
+KEYS = (*CAPS, config_gguf.WINDOW)
 LARGEST = 46  # layers of the model whose GGUF files mean another scale of scores
 
 
@@ -30,10 +31,10 @@ def read_hf(config: Fields) -> ModelSpec:
 
 
 def read_gguf(config: Fields, tensors: Mapping[str, Tensor]) -> ModelSpec:
-    spec = scaled(config_gguf.read_decoder(config, tensors, "gemma2", interleaved=False, keys=CAPS))
+    spec = scaled(config_gguf.read_decoder(config, tensors, "gemma2", interleaved=False, keys=KEYS))
     spec = capped(spec, config.number(SCORES, 50.0), config.number(LOGITS, 30.0))
     spec = replace(spec, attn=replace(spec.attn, multiplier=told_by_layers(spec, LARGEST)))
-    return spec.with_windows(all_but_each(2, spec.layers), config.size("attention.sliding_window", 4096))
+    return spec.with_windows(all_but_each(2, spec.layers), config.size(config_gguf.WINDOW, 4096))
 
 
 def scaled(spec: ModelSpec) -> ModelSpec:

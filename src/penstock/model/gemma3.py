@@ -14,7 +14,7 @@ from penstock.model.tensor import Tensor
 
 HUGGING_FACE = gemma2.HUGGING_FACE.but(q_norm="self_attn.q_norm", k_norm="self_attn.k_norm")
 GGUF = gemma2.GGUF.but(q_norm="attn_q_norm", k_norm="attn_k_norm")
-KEYS = ("attention.sliding_window_pattern", "rope.freq_base_swa", gemma2.LOGITS)
+KEYS = (config_gguf.WINDOW, "attention.sliding_window_pattern", "rope.freq_base_swa", gemma2.LOGITS)
 PERIOD, THETA, LOCAL_THETA = 6, 1000000.0, 10000.0
 LARGEST = 62
 build = gemma2.build
@@ -48,7 +48,7 @@ def read_gguf(config: Fields, tensors: Mapping[str, Tensor]) -> ModelSpec:
     spec = replace(spec, attn=replace(spec.attn, multiplier=gemma2.told_by_layers(spec, LARGEST)))
     sliding = all_but_each(config.size("attention.sliding_window_pattern", PERIOD), spec.layers)
     base = config.number("rope.freq_base_swa", LOCAL_THETA, least=1.001)
-    return in_layers(spec, sliding, config.size("attention.sliding_window"), base)
+    return in_layers(spec, sliding, config.size(config_gguf.WINDOW), base)
 
 
 def in_layers(spec: ModelSpec, sliding: Sequence[bool], window: int, base: float) -> ModelSpec:

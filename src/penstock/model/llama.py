@@ -18,6 +18,7 @@ MISTRAL_WINDOW = 4096  # when the config is silent; null says that there is none
 
 
 def read_hf(config: Fields) -> ModelSpec:
+    config.require("rope_interleaved", (False,), False)
     spec = replace(config_hf.read_decoder(config, "llama"), biases=config_hf.read_biases(config))
     if config.strings("architectures") == ["LlamaForCausalLM"]:
         return spec
@@ -26,7 +27,7 @@ def read_hf(config: Fields) -> ModelSpec:
 
 
 def read_gguf(config: Fields, tensors: Mapping[str, Tensor]) -> ModelSpec:
-    spec = config_gguf.read_decoder(config, tensors, "llama", interleaved=True)
+    spec = config_gguf.read_decoder(config, tensors, "llama", interleaved=True, keys=(config_gguf.WINDOW,))
     return spec.with_windows([True] * spec.layers, config_gguf.read_window(config))
 
 

@@ -20,7 +20,8 @@ build = llama.build
 
 
 def read_hf(config: Fields) -> ModelSpec:
-    config.require("attention_bias", (False,), False)
+    for bias in ("attention_bias", "lm_head_bias", "mlp_bias"):
+        config.require(bias, (False,), False)
     spec = config_hf.read_decoder(config, "phi3", partial=True)
     return spec.with_windows([True] * spec.layers, config_hf.read_window(config, silent=0))
 
@@ -30,5 +31,7 @@ def read_gguf(config: Fields, tensors: Mapping[str, Tensor]) -> ModelSpec:
         raise UnsupportedModel(
             "the file has 'rope_factors_long.weight': contexts stretched by longrope are not supported"
         )
-    spec = config_gguf.read_decoder(config, tensors, "phi3", interleaved=False, partial=True)
+    spec = config_gguf.read_decoder(
+        config, tensors, "phi3", interleaved=False, partial=True, keys=(config_gguf.WINDOW,)
+    )
     return spec.with_windows([True] * spec.layers, config_gguf.read_window(config))

@@ -22,6 +22,7 @@ def read_hf(config: Fields) -> ModelSpec:
 
 def with_upper_windows(config: Fields, spec: ModelSpec) -> ModelSpec:
     """Only if a flag says so have layers from `max_window_layers` on a window."""
+    config.require("use_mrope", (False,), False)
     used = config.flag("use_sliding_window", False)
     first = config.number("max_window_layers", 28, least=0)
     sliding = config_hf.read_sliding(config, [used and layer >= first for layer in range(spec.layers)])

@@ -19,6 +19,7 @@ from penstock.backend.cuda.kernels.rope import turns_of
 
 ALONE = 64, 4, 2  # positions at a time, warps, stages: for one row
 MORE = 64, 2, 2
+WIDE = 128  # dimensions of a head: more do not fit the registers of few warps
 CODED = 2, 2  # warps, groups of 16 positions for each at a time: over 8 bits
 LOG2E = 1.4426950408889634
 
@@ -255,7 +256,7 @@ def attend_parts(
     kv_heads, block_size, dims = cache.shape[2:]
     heads = out.shape[1] // dims
     queries = max(triton.next_power_of_2(heads // kv_heads), 16)
-    tile, warps, stages = ALONE if len(out) == 1 else MORE
+    tile, warps, stages = ALONE if len(out) == 1 or dims > WIDE else MORE
     groups = 0
     if scales is not None and not soft_cap and _in_registers(qkv.element_size(), heads // kv_heads, dims, block_size):
         queries, (warps, groups) = QUERIES, CODED

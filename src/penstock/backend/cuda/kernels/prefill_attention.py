@@ -19,6 +19,7 @@ QUERIES = 128  # pairs of token and head in a tile
 TILE = 64  # positions at a time
 WARPS = 8
 STAGES = 3
+WIDE = 128  # dimensions of a head: beyond, shared memory holds a stage less
 
 
 def tokens_per_tile(shared: int) -> int:
@@ -220,5 +221,5 @@ def attend_tiles(
         BLOCK_D=max(triton.next_power_of_2(dims), 16),
         TILE=TILE,
         **scaling(cache, scales),
-        **options(WARPS, STAGES),
+        **options(WARPS, STAGES if dims <= WIDE else STAGES - 1),
     )
