@@ -156,6 +156,7 @@ def test_phi3_turns_what_it_says():
     assert (spec.attn.window, len(spec.attn.rope.inv_freq)) == (2047, 64)
     spec = read_config(PHI3 | {"partial_rotary_factor": 0.75, "sliding_window": None})
     assert (spec.attn.window, len(spec.attn.rope.inv_freq)) == (0, 48)
+    assert read_config({key: value for key, value in PHI3.items() if key != "sliding_window"}).attn.window == 0
     for wrong in (1.5, 0.337):
         with pytest.raises(UnsupportedModel, match="partial_rotary_factor"):
             read_config(PHI3 | {"partial_rotary_factor": wrong})

@@ -104,9 +104,9 @@ def read_biases(config: Fields) -> frozenset[str]:
 
 def read_window(config: Fields, silent: int) -> int:
     """0 where the config says null; `silent` where it says nothing."""
-    if config.says_null("sliding_window"):
-        return 0
-    return config.size("sliding_window", silent)
+    if "sliding_window" in config:
+        return config.size("sliding_window")
+    return 0 if config.says_null("sliding_window") else silent
 
 
 def read_sliding(config: Fields, otherwise: Sequence[bool]) -> Sequence[bool]:
