@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -108,8 +109,24 @@ GOLDENS: dict[str, dict[str, Any]] = {
             "sliding_attention": PLAIN | {"rope_theta": 1000.0},
         },
     },
+    "longrope": SMALLER
+    | {
+        "max_position_embeddings": 512,
+        "original_max_position_embeddings": PROMPT,
+        "pad_token_id": 0,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "long_factor": [8.0] * 4,
+            "short_factor": [1.0, 1.25, 1.5, 3.0],
+            "original_max_position_embeddings": PROMPT,
+        },
+    },
 }
-MODEL_TYPES = {"gemma3": "gemma3_text"}  # where it is not the golden's name; a golden of another name is of llama
+MODEL_TYPES = {
+    "gemma3": "gemma3_text",
+    "longrope": "phi3",
+}  # where it is not the golden's name; a golden of another name is of llama
 FAMILIES = ("mistral", "ministral", "qwen2", "qwen3", "granite", "smollm3", "phi3", "olmo2", "gemma2")
 SHARDED = "untied"
 
@@ -162,7 +179,7 @@ def random_model(name: str, seed: int, **changes: Any) -> PreTrainedModel:
     """Weights large enough for sharp attention, and exact in BF16 and F16 alike."""
     torch.manual_seed(seed)
     config = CONFIG_MAPPING[MODEL_TYPES.get(name, name if name in FAMILIES else "llama")](
-        **(SIZES | GOLDENS[name] | changes)
+        **deepcopy(SIZES | GOLDENS[name] | changes)
     )
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
     with torch.no_grad():
@@ -189,6 +206,7 @@ def check_it_matters(name: str, seed: int, tokens: np.ndarray, expected: np.ndar
         "granite": {"residual_multiplier": 0.5},
         "smollm3": {"no_rope_layers": [1] * 4},
         "phi3": {"rope_parameters": PLAIN},
+        "longrope": {"rope_parameters": PLAIN},
         "gemma2": {"attn_logit_softcapping": None},
         "gemma3": {"layer_types": ["sliding_attention"] * 6},
     }
@@ -201,6 +219,10 @@ def write_gguf(path: Path, model: PreTrainedModel) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     writer = gguf.GGUFWriter(path, architecture(model.config))
     add_keys(writer, model.config)
+    if model.config.rope_parameters.get("rope_type") == "longrope":
+        for which in ("long", "short"):
+            factors = np.array(model.config.rope_parameters[f"{which}_factor"], np.float32)
+            writer.add_tensor(f"rope_factors_{which}.weight", factors)
     if model.config.rope_parameters.get("rope_type") == "llama3":
         dims = head_dim_of(model.config)
         plain = model.config.rope_parameters["rope_theta"] ** -(np.arange(0, dims, 2) / dims)
@@ -234,7 +256,7 @@ def add_keys(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1)))
     writer.add_rope_freq_base(rope["rope_theta"])
-    if config.model_type in ("mistral", "ministral", "phi3", "gemma2", "gemma3_text"):
+    if getattr(config, "sliding_window", None):
         writer.add_sliding_window(config.sliding_window)
     if config.model_type == "granite":
         writer.add_embedding_scale(config.embedding_multiplier)
@@ -249,6 +271,11 @@ def add_keys(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
     if rope["rope_type"] in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
         writer.add_rope_scaling_factor(rope["factor"])
+    if rope["rope_type"] == "longrope":
+        original = rope["original_max_position_embeddings"]
+        stretched = config.max_position_embeddings / original
+        writer.add_rope_scaling_orig_ctx_len(original)
+        writer.add_rope_scaling_attn_factors((1 + np.log(stretched) / np.log(original)) ** 0.5)
     if rope["rope_type"] == "yarn":
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
         writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -162,13 +163,25 @@ def test_phi3_turns_what_it_says():
             read_config(PHI3 | {"partial_rotary_factor": wrong})
 
 
-def test_longrope_is_refused(gguf_with, floats):
-    stretched = {"type": "longrope", "long_factor": [1.0] * 64, "short_factor": [1.0] * 64}
+def test_longrope_ends_where_the_original_context_does(caplog):
+    stretched = {"type": "longrope", "long_factor": [9.0] * 64, "short_factor": [2.0] * 64}
+    spec = read_config(PHI3 | {"rope_scaling": stretched})
+    assert spec.max_len == 4096
+    assert spec.attn.rope.inv_freq[:1] == (0.5,)
+    assert spec.attn.rope.scale == pytest.approx((1 + math.log(8) / math.log(4096)) ** 0.5)
+    assert "the context is 4096, not 32768" in caplog.text
+    for wrong in ([2.0] * 63, [0.0] * 64, ["2"] * 64, 2.0):
+        with pytest.raises(MalformedFile, match="short_factor"):
+            read_config(PHI3 | {"rope_scaling": stretched | {"short_factor": wrong}})
+    for change in ({"rope_scaling": stretched | {"attention_scale": 2.0}}, {"rope_scaling": {"type": "dynamic"}}):
+        with pytest.raises(UnsupportedModel, match=r"attention_scale|dynamic"):
+            read_config(PHI3 | change)
+
+
+def test_longrope_is_for_phi3_alone():
+    stretched = {"type": "longrope", "long_factor": [9.0] * 64, "short_factor": [2.0] * 64}
     with pytest.raises(UnsupportedModel, match="rope_type = 'longrope'"):
-        read_config(PHI3 | {"rope_scaling": stretched})
-    factors = {f"rope_factors_{which}.weight": floats(3) for which in ("long", "short")}
-    with pytest.raises(UnsupportedModel, match="longrope"):
-        open_checkpoint(gguf_with("phi3", tensors=lambda tensors: tensors.update(factors)))
+        read_config(QWEN2 | {"rope_scaling": stretched})
 
 
 def test_fused_tensors_become_views(goldens):

@@ -44,6 +44,7 @@ def test_every_kind_of_golden_is_there():
         "granite",
         "linear",
         "llama3",
+        "longrope",
         "ministral",
         "mistral",
         "olmo2",

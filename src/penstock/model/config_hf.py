@@ -119,6 +119,10 @@ def read_sliding(config: Fields, otherwise: Sequence[bool]) -> Sequence[bool]:
     return [kind == SLIDING for kind in kinds]
 
 
+def rope_fields(config: Fields) -> Fields:
+    return config.table("rope_scaling" if "rope_scaling" in config else "rope_parameters")
+
+
 def read_rope(
     config: Fields,
     head_dim: int,
@@ -127,7 +131,7 @@ def read_rope(
     partial: bool = False,
     scaling: Fields | None = None,
 ) -> RopeSpec:
-    fields = scaling or config.table("rope_scaling" if "rope_scaling" in config else "rope_parameters")
+    fields = scaling or rope_fields(config)
     kind = fields.text("rope_type", fields.text("type", "default"))
     if kind not in ROPE_TYPES:
         raise fields.unsupported("rope_type", kind, ROPE_TYPES)

@@ -74,6 +74,15 @@ class Fields:
             raise self._wrong(key, value, f"whole numbers from 1 to {MAX_SIZE}")
         return tuple(value)
 
+    def numbers(self, key: str, count: int) -> tuple[float, ...]:
+        """So many numbers above 0."""
+        value = self._get(key, None)
+        if type(value) is not list or len(value) != count:
+            raise self._wrong(key, value, f"a list of {count} numbers")
+        if not all(type(one) in (int, float) and MIN_NUMBER <= one <= MAX_NUMBER for one in value):
+            raise self._wrong(key, value, f"numbers from {MIN_NUMBER} to {MAX_NUMBER}")
+        return tuple(map(float, value))
+
     def flags(self, key: str, count: int) -> tuple[bool, ...]:
         """So many zeros and ones."""
         value = self._get(key, None)
@@ -96,6 +105,10 @@ class Fields:
         """Of an object whose fields are objects, each of them."""
         outer = self.table(key)
         return [outer.table(name) for name in outer._values]
+
+    def without(self, *keys: str) -> Fields:
+        left = {key: value for key, value in self._values.items() if key.removeprefix(self._prefix) not in keys}
+        return Fields(left, self._source, self._prefix)
 
     def require(self, key: str, supported: Collection[Any], default: Any = None) -> None:
         """For what this engine computes in one way only."""

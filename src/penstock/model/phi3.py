@@ -1,37 +1,62 @@
 """Phi-3 and Phi-4: Llama with q, k and v in one tensor, gate and up in another; ropes may turn a part of a head.
 
-Longer contexts by `longrope` are refused: its frequencies change when a sequence grows beyond the original context,
-and keys that were turned before do not.
+With `longrope` frequencies depend on whether a sequence has grown beyond the original context, and keys that were
+turned before do not change with them: the context ends where the original one does, and the log says so.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from dataclasses import replace
 
-from penstock.errors import UnsupportedModel
-from penstock.model import config_gguf, config_hf, llama, names
+from penstock.model import config_gguf, config_hf, llama, names, rope
 from penstock.model.fields import Fields
-from penstock.model.spec import ModelSpec
+from penstock.model.spec import ModelSpec, RopeSpec
 from penstock.model.tensor import Tensor
 
 HUGGING_FACE = names.HUGGING_FACE.but(qkv="self_attn.qkv_proj", gate_up="mlp.gate_up_proj")
-GGUF = names.GGUF.but(qkv="attn_qkv", gate_up="ffn_up")
+GGUF = names.GGUF.but(qkv="attn_qkv", gate_up="ffn_up")._replace(
+    ignored=re.compile(r"rope_factors_(long|short)\.weight")
+)
+SHORT = "rope_factors_short.weight"
+ORIGINAL = "original_max_position_embeddings"
+LONGROPE = ("rope_type", "type", "long_factor", "short_factor", "factor", "attention_factor", ORIGINAL)
 build = llama.build
 
 
 def read_hf(config: Fields) -> ModelSpec:
     for bias in ("attention_bias", "lm_head_bias", "mlp_bias"):
         config.require(bias, (False,), False)
-    spec = config_hf.read_decoder(config, "phi3", partial=True)
+    fields = config_hf.rope_fields(config)
+    if fields.text("rope_type", fields.text("type", "default")) in ("longrope", "su"):
+        plain = config_hf.read_decoder(config, "phi3", partial=True, scaling=fields.without(*LONGROPE))
+        original = fields.size(ORIGINAL, config.size(ORIGINAL, plain.max_len))
+        scale = rope.longrope_scale(fields.number("factor", plain.max_len / original), original)
+        short = fields.numbers("short_factor", len(plain.attn.rope.inv_freq))
+        spec = ending(plain, original, short, fields.number("attention_factor", scale))
+    else:
+        spec = config_hf.read_decoder(config, "phi3", partial=True)
     return spec.with_windows([True] * spec.layers, config_hf.read_window(config, silent=0))
 
 
 def read_gguf(config: Fields, tensors: Mapping[str, Tensor]) -> ModelSpec:
-    if "rope_factors_long.weight" in tensors:
-        raise UnsupportedModel(
-            "the file has 'rope_factors_long.weight': contexts stretched by longrope are not supported"
-        )
-    spec = config_gguf.read_decoder(
-        config, tensors, "phi3", interleaved=False, partial=True, keys=(config_gguf.WINDOW,)
-    )
+    keys = (config_gguf.WINDOW,)
+    spec = config_gguf.read_decoder(config, tensors, "phi3", interleaved=False, partial=True, keys=keys)
+    if SHORT in tensors:
+        short = config_gguf.read_factors(tensors[SHORT], len(spec.attn.rope.inv_freq))
+        original = config.size("rope.scaling.original_context_length")
+        spec = ending(spec, original, short, config.number("rope.scaling.attn_factor", 1.0))
     return spec.with_windows([True] * spec.layers, config_gguf.read_window(config))
+
+
+def ending(spec: ModelSpec, original: int, factors: rope.Freqs, scale: float) -> ModelSpec:
+    """With the ropes that longrope has up to the original context."""
+    if original < spec.max_len:
+        import logging  # takes longer than reading the rest
+
+        logging.getLogger(__name__).warning(
+            "the context is %d, not %d: beyond, longrope would turn every key again", original, spec.max_len
+        )
+    turned = RopeSpec(rope.divided(spec.attn.rope.inv_freq, factors), interleaved=False, scale=scale)
+    return replace(spec, max_len=min(original, spec.max_len), attn=replace(spec.attn, rope=turned))

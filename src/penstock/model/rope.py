@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import ceil, floor, log, pi
+from math import ceil, floor, log, pi, sqrt
 
 Freqs = tuple[float, ...]
 
@@ -52,3 +52,8 @@ def blend(freq: float, factor: float, keep: float) -> float:
 def yarn_scale(factor: float, weight: float = 1.0) -> float:
     """What yarn multiplies cos and sin by, to make up for the flatter attention of a longer context."""
     return 1.0 if factor <= 1 else 1 + 0.1 * weight * log(factor)
+
+
+def longrope_scale(factor: float, original: int) -> float:
+    """The same of longrope."""
+    return 1.0 if factor <= 1 else sqrt(1 + log(factor) / log(original))
