@@ -24,6 +24,7 @@ SPECS = {
     "llama3": (8, 2, 128),
     "odd": (3, 1, 10),
     "many": (20, 1, 16),
+    "wide": (4, 2, 256),
 }
 
 
@@ -120,9 +121,13 @@ def attend_with(spec: AttentionSpec, chunks: list[Chunk], dtype: torch.dtype, bl
         assert close(out[first:last], torch.from_numpy(wanted).reshape(last - first, -1).to(DEVICE))
 
 
-@pytest.mark.parametrize(("name", "window"), [("smollm2", 0), ("smollm2", 30), ("llama3", 0), ("odd", 30), ("many", 0)])
+@pytest.mark.parametrize(
+    ("name", "window"), [("smollm2", 0), ("smollm2", 30), ("llama3", 0), ("odd", 30), ("many", 0), ("wide", 0)]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=["f32", "half"])
 def test_rows_of_every_kind(name: str, window: int, dtype: torch.dtype) -> None:
+    if (name, dtype) == ("wide", torch.float32):
+        pytest.skip("shared memory holds heads of 256 in 16 bits alone")
     rng = np.random.default_rng(0)
     blocks = rng.permutation(60)
     chunks = [
