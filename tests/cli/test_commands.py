@@ -102,7 +102,7 @@ def test_the_default_model_has_one_name() -> None:
 
 def test_serve_passes_on_what_it_is_told(penstock: Penstock, reciter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rules: list[Any] = []
-    monkeypatch.setattr("penstock.server.serve", lambda *told: rules.append(told[-1]))
+    monkeypatch.setattr("penstock.server.serve", lambda *told: rules.append(told[-1].rules))
     penstock("serve", str(reciter))
     penstock("serve", str(reciter), "--ignore-unknown-fields")
     assert [each.lenient for each in rules] == [False, True]
