@@ -13,7 +13,7 @@ from penstock.model.gguf import read_gguf
 OURS, PEERS = "penstock", ("llama.cpp", "openvino")
 TITLES = {
     "decode": "one stream, decode 128 after 128",
-    "neighbour": "the same, beside a process that takes a core",
+    "neighbour": "one stream, decode, beside a process that takes a core",
     "prefill": "prefill 512",
     "batch8": "8 sequences, 128 in / 128 out",
     "batch32": "32 sequences, 128 in / 128 out",
