@@ -14,7 +14,6 @@ from penstock.engine.engine import Engine
 from penstock.ipc.inprocess import InProcessClient
 from penstock.server.turn import after_thinking
 from penstock.text import ChatPrompt
-from penstock.text.families import Format, family_of
 from penstock.types import Grammar, SamplingParams, Thinking
 from tests.server import toys
 from tests.server.conftest import Server, serving
@@ -26,20 +25,7 @@ THOUGHT = "<think>\nAsk the sky.\n</think>\n\n"
 LIMITS = toys.LIMITS._replace(max_len=2048, num_blocks=1024)
 
 
-class Hermes(toys.ToyText):
-    """Speaks as Hermes does, and keeps what it was given to render."""
-
-    format = Format(family_of("", "hermes"), ("<think>", "</think>"))
-
-    def chat_prompt(self, messages: Any, **kwargs: Any) -> ChatPrompt:
-        self.given = {"messages": messages, **kwargs}
-        return super().chat_prompt(messages)
-
-    def takes(self, name: str) -> bool:
-        return name == "enable_thinking"
-
-
-text = Hermes()
+text = toys.Hermes("enable_thinking")
 
 
 @pytest.fixture(scope="module")
@@ -218,7 +204,7 @@ def test_ollama_calls_and_results_go_back(llama: ollama.Client) -> None:
 MARKS = {"<think>": [toys.END], "</think>": [60, 61]}
 
 
-class Spelling(Hermes):
+class Spelling(toys.Hermes):
     class tokenizer(toys.ToyTokenizer):
         @staticmethod
         def encode(text: str, *, special: bool) -> list[int]:
@@ -234,7 +220,7 @@ class Marks(toys.ToyTokenizer):
 def test_a_budget_for_thinking(serve: Any, begun: bool) -> None:
     """Where no one token opens the thoughts, nobody could say where they begin: then it is told that it is not kept."""
 
-    class Opened(Hermes):
+    class Opened(toys.Hermes):
         tokenizer = Marks()
         opened = begun
 

@@ -19,8 +19,6 @@ from penstock.engine.engine import Engine
 from penstock.ipc.inprocess import InProcessClient
 from penstock.ipc.spawn import ProcessClient
 from penstock.model.load import load_text
-from penstock.text import ChatPrompt
-from penstock.text.families import Format, family_of
 from tests.server import toys
 from tests.server.conftest import Server, serving
 
@@ -49,20 +47,7 @@ CALLED = [
 ]
 
 
-class Hermes(toys.ToyText):
-    """Speaks as Hermes does, and keeps what it was given to render."""
-
-    format = Format(family_of("", "hermes"), ("<think>", "</think>"))
-
-    def chat_prompt(self, messages: Any, **kwargs: Any) -> ChatPrompt:
-        self.given = {"messages": messages, **kwargs}
-        return super().chat_prompt(messages)
-
-    def takes(self, name: str) -> bool:
-        return name in ("enable_thinking", "reasoning_effort")
-
-
-text = Hermes()
+text = toys.Hermes("enable_thinking", "reasoning_effort")
 
 
 @pytest.fixture(scope="module")

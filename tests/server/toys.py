@@ -21,7 +21,7 @@ from penstock.backend.pool import Pools
 from penstock.engine.engine import Engine
 from penstock.ipc.host import host
 from penstock.text import ChatPrompt, ChatTemplate
-from penstock.text.families import PLAIN, Format
+from penstock.text.families import PLAIN, Format, family_of
 from penstock.types import Limits, RowResult, StepResult, TokenLogprob
 
 END = 256
@@ -75,6 +75,22 @@ class ToyText:
 
     def special_in(self, *markers: str) -> frozenset[int]:
         return frozenset()
+
+
+class Hermes(ToyText):
+    """Speaks as Hermes does, and keeps what it was given to render; its template knows these words."""
+
+    format = Format(family_of("", "hermes"), ("<think>", "</think>"))
+
+    def __init__(self, *words: str) -> None:
+        self._words = words
+
+    def chat_prompt(self, messages: Any, **kwargs: Any) -> ChatPrompt:
+        self.given = {"messages": messages, **kwargs}
+        return super().chat_prompt(messages)
+
+    def takes(self, name: str) -> bool:
+        return name in self._words
 
 
 def spoken(context: bytes) -> int:
