@@ -18,7 +18,8 @@ from penstock.model.load import load_model, open_checkpoint
 from penstock.types import Event, Finished, Limits, Request, SamplingParams, Tokens
 
 MODELS = Path(__file__).parents[1] / "models"
-NAMES = sorted(folder.name for folder in (MODELS / "goldens").iterdir())
+with np.load(MODELS / "pooled.npz") as file:
+    NAMES = sorted(key.removesuffix(".mean") for key in file if key.endswith(".mean") and key != "smollm2.mean")
 LIMITS = Limits(max_len=64, max_rows=8, max_tokens=64, block_size=4, num_blocks=200, vocab=64)
 BACKENDS: dict[str, Callable[[], Any]] = {"ref": RefBackend, "cpu": lambda: CpuBackend(2, kv="f32")}
 GREEDY = SamplingParams(temperature=0)
