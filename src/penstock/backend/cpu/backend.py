@@ -13,9 +13,9 @@ from penstock.backend.cpu.weights import Packing, pack_vector
 from penstock.backend.pool import Pools
 from penstock.backend.sample import answers
 from penstock.config import available_memory, available_threads
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, UnsupportedModel
 from penstock.model.spec import ModelSpec
-from penstock.model.tensor import Tensor
+from penstock.model.tensor import Stack, Tensor
 from penstock.types import StepResult, TokenLogprob
 
 KV_TYPES = ("f16", "f32", "int8")
@@ -56,6 +56,9 @@ class CpuBackend:
 
     def pack_vector(self, tensor: Tensor) -> Floats:
         return pack_vector(tensor)
+
+    def pack_experts(self, up: Sequence[Stack], down: Sequence[Stack], choice_bias: Tensor | None) -> None:
+        raise UnsupportedModel("a CPU computes no experts yet")
 
     def load(self, model: Model) -> None:
         self._packing.finish()
