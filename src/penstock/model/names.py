@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from penstock.errors import UnsupportedModel
+from penstock.model.spec import ModelSpec
 from penstock.model.tensor import Tensor
 
 
@@ -95,9 +96,15 @@ EXPERTS = {  # of Hugging Face's files, in most families that have them
 }
 
 
-def canonical(tensors: Mapping[str, Tensor], naming: Naming) -> dict[str, Tensor]:
-    weights = (name for name in tensors if not naming.ignored.fullmatch(name))
+def canonical(tensors: Mapping[str, Tensor], naming: Naming, spec: ModelSpec) -> dict[str, Tensor]:
+    unused = range(spec.layers, spec.layers + spec.unused_layers)
+    weights = (name for name in tensors if not naming.ignored.fullmatch(name) and layer_of(name, naming) not in unused)
     return {canonical_name(name, naming): tensors[name] for name in weights}
+
+
+def layer_of(name: str, naming: Naming) -> int:
+    match = naming.layer.fullmatch(name)
+    return int(match[1]) if match else -1
 
 
 def canonical_name(name: str, naming: Naming) -> str:

@@ -29,10 +29,15 @@ HUGGING_FACE = {  # what config.json calls its architecture: the family's file
     "Olmo2ForCausalLM": "olmo2",
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3",
+    "MixtralForCausalLM": "mixtral",
+    "Qwen3MoeForCausalLM": "qwen3moe",
+    "Glm4MoeForCausalLM": "glm4moe",
+    "MiniMaxM2ForCausalLM": "minimaxm2",
 }
 GGUF = {
     name: name for name in ("llama", "qwen2", "qwen3", "granite", "smollm3", "phi3", "olmo2", "gemma2", "gemma3")
 }  # the same of general.architecture
+GGUF |= {"qwen3moe": "qwen3moe", "glm4moe": "glm4moe", "minimax-m2": "minimaxm2"}
 
 
 class Model(Protocol):
