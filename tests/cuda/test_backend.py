@@ -22,7 +22,7 @@ from penstock.types import Finished, Limits, Request, SamplingParams, Tokens
 from tests.cuda.device import DEVICE, HALF
 
 GOLDENS = Path(__file__).parents[1] / "models" / "goldens"
-NAMES = sorted(folder.name for folder in GOLDENS.iterdir() if not folder.name.endswith(("moe", "mixtral", "m2")))
+NAMES = sorted(folder.name for folder in GOLDENS.iterdir())
 PRECISIONS = {torch.float32: 1e-5, HALF: 3e-2}
 BLOCK_SIZE = 4
 
@@ -42,9 +42,7 @@ def expected(name: str) -> tuple[list[int], np.ndarray]:
 
 
 @pytest.mark.parametrize("dtype", PRECISIONS, ids=["f32", "half"])
-@pytest.mark.parametrize(
-    "case", [case for case in CASES if case.op != "experts"], ids=lambda case: f"{case.op}: {case.name}"
-)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.op}: {case.name}")
 def test_op_follows_the_reference(case: Case, dtype: torch.dtype) -> None:
     wanted = run(case.make(np.random.default_rng(9)), RefBackend())
     got = run(case.make(np.random.default_rng(9)), backend_of(dtype))

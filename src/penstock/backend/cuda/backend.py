@@ -15,6 +15,7 @@ import torch
 from penstock.backend.base import Batch, Floats, Footprint, Ints, LogitEdit, Model, SampleRows, Ticket
 from penstock.backend.cuda import inputs
 from penstock.backend.cuda.compiling import Compiler
+from penstock.backend.cuda.experts import Bank, pack_matrices
 from penstock.backend.cuda.graphs import Graphs, common_shapes, few_or_many, padded
 from penstock.backend.cuda.inputs import Fields, Plan, Shape
 from penstock.backend.cuda.kernels.prefill_attention import tokens_per_tile
@@ -32,7 +33,7 @@ from penstock.backend.cuda.weights import Weight, pack
 from penstock.backend.pool import with_pooled
 from penstock.backend.ref.batches import greedy_batch, greedy_rows
 from penstock.backend.sample import answers
-from penstock.errors import ConfigError, OutOfMemory, UnsupportedModel
+from penstock.errors import ConfigError, OutOfMemory
 from penstock.model.quant import dequantize
 from penstock.model.spec import ModelSpec
 from penstock.model.tensor import Stack, Tensor
@@ -115,7 +116,10 @@ class CudaBackend:
         return torch.from_numpy(dequantize(tensor).copy()).to(self._device)
 
     def pack_experts(self, up: Sequence[Stack], down: Sequence[Stack], choice_bias: Tensor | None) -> Any:
-        raise UnsupportedModel("a GPU computes no experts yet; use --device cpu")
+        about = self._device, self._dtype, self._workspace, self._quantize
+        with shortage(f"the experts of {up[0].parts[0].name}"):
+            bias = None if choice_bias is None else self.pack_vector(choice_bias)
+            return Bank(pack_matrices(up, *about), pack_matrices(down, *about), bias)
 
     def load(self, model: Model) -> None:
         with shortage(f"the workspace of {self._sizes}"):

@@ -7,19 +7,21 @@ share the same memory.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from penstock.backend.base import Model
+from penstock.backend.cuda.experts import Bank, Mixture
 from penstock.backend.cuda.inputs import SPARE_PARTS, Fields
 from penstock.backend.cuda.kernels.decode_attention import Shares
 from penstock.backend.cuda.kernels.norm_qk import norm_qk
+from penstock.backend.cuda.kernels.route import Seats
 from penstock.backend.cuda.kernels.rows import known_tokens, take_rows
 from penstock.backend.cuda.nodes import AddNorm, Attend, Gate, Memory, Node, Product, Value, fuse
 from penstock.backend.cuda.weights import Weight
-from penstock.model.spec import AttentionSpec
+from penstock.model.spec import AttentionSpec, ExpertSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,7 @@ class Recorder:
     states: Value | None = None  # what embeddings are pooled from
     _values: int = 0
     _frequencies: dict[tuple[float, ...], Any] = field(default_factory=dict)
+    _seats: dict[tuple[int, int], Seats] = field(default_factory=dict)  # by experts, and how many are chosen
 
     def embed(self, table: Weight) -> Value:
         def run(step: Fields, out: Any) -> None:
@@ -89,6 +92,29 @@ class Recorder:
 
     def pool(self, x: Value) -> None:
         self.states = x
+
+    def experts(self, x: Value, scores: Value, bank: Bank, spec: ExpertSpec) -> Value:
+        out = self._value("T", x.width)
+        choice = [self._value("T", spec.chosen, wide=True) for _ in range(2)]
+        pairs = [self._value("T", spec.chosen * width) for width in (2 * spec.hidden, spec.hidden, x.width)]
+        inputs = x, self._widened(scores)
+        self.nodes.append(Node(Mixture(bank, spec, self._seats_for(spec)), inputs, (out, *choice, *pairs)))
+        return out
+
+    def _widened(self, value: Value) -> Value:
+        """What was recorded last comes out as float32: experts whose scores are close must not change places."""
+        wide = value._replace(wide=True)
+        node = self.nodes[-1]
+        if node.outputs != (value,) or not isinstance(node.op, Product):
+            return value
+        self.nodes[-1] = replace(node, outputs=(wide,))
+        return wide
+
+    def _seats_for(self, spec: ExpertSpec) -> Seats:
+        key = spec.count, spec.chosen
+        if key not in self._seats:
+            self._seats[key] = Seats.on(self.device, spec, len(self.memory.tokens))
+        return self._seats[key]
 
     def _value(self, symbol: str, width: int, wide: bool = False) -> Value:
         self._values += 1

@@ -236,7 +236,7 @@ def experts(
         return ops.experts(x, ops.linear(x, router), bank, spec)
 
     table = inputs(rng, tokens, width)
-    logits = np.tile(np.arange(spec.count) / 16 - 1, (1 if same else tokens, 1))
+    logits = np.tile(np.arange(spec.count) / 32 - 1, (1 if same else tokens, 1))
     rng.permuted(logits[:, 1:], axis=1, out=logits[:, 1:])
     logits[:, -1] = logits[:, -2]
     table.parts[0].data.view(np.float32).reshape(tokens, width)[:, : spec.count] = logits
@@ -323,7 +323,7 @@ CASES = (
     Case("experts", "one token", "F32", FLOAT, partial(experts, spec=TWO, tokens=1)),
     Case("experts", "one of three", "F32", FLOAT, partial(experts, spec=ExpertSpec(3, 1, 16), tokens=5)),
     Case("experts", "all of them", "F32", FLOAT, partial(experts, spec=ExpertSpec(5, 5, 16), tokens=4)),
-    Case("experts", "many", "F32", FLOAT, partial(experts, spec=ExpertSpec(160, 8, 16), tokens=7, width=160)),
+    Case("experts", "many", "F32", FLOAT, partial(experts, spec=ExpertSpec(40, 8, 16), tokens=7)),
     Case("experts", "odd widths", "F32", FLOAT, partial(experts, spec=ExpertSpec(6, 2, 21), tokens=7, width=33)),
     Case("experts", "the same", "F32", FLOAT, partial(experts, spec=replace(TWO, chosen=1), tokens=130, same=True)),
     Case("experts", "best groups", "F32", FLOAT, partial(experts, spec=BEST_GROUPS, tokens=9)),

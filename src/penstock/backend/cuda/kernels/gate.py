@@ -23,7 +23,7 @@ def gelu(x):
 
 
 @triton.jit
-def _gate(x, out, scales, hidden, GELU: tl.constexpr, CODES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _gate(x, out, scales, hidden, ACT: tl.constexpr, CODES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
@@ -33,7 +33,11 @@ def _gate(x, out, scales, hidden, GELU: tl.constexpr, CODES: tl.constexpr, BLOCK
         gdc_wait()
     left = tl.load(x + row * 2 * hidden + column, inside, 0.0).to(tl.float32)
     right = tl.load(x + row * 2 * hidden + hidden + column, inside, 0.0).to(tl.float32)
-    gated = (gelu(left) if GELU else silu(left)) * right
+    if ACT == "clamped":
+        left = tl.minimum(left, 7.0)
+        gated = left / (1.0 + tl.exp(-1.702 * left)) * (1.0 + tl.minimum(tl.maximum(right, -7.0), 7.0))
+    else:
+        gated = (gelu(left) if ACT == "gelu_tanh" else silu(left)) * right
     if CODES:
         store_codes(gated, out + row * hidden + column, scales + row, inside)
     else:
@@ -51,7 +55,7 @@ def gate(x: Any, out: Any, codes: Codes | None = None, act: str = "silu") -> Non
         codes.values if codes else out,
         codes.scales if codes else out,
         hidden,
-        GELU=act == "gelu_tanh",
+        ACT=act,
         CODES=codes is not None,
         BLOCK=block,
         **options(min(max(block // 512, 4), 16)),

@@ -1,0 +1,123 @@
+"""Mixtures of experts: the matrices of all experts of a layer, one below the other, and the launches of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import triton
+
+from penstock.backend.cuda.inputs import Fields
+from penstock.backend.cuda.kernels.expert_products import (
+    Rows,
+    multiply_blocks,
+    multiply_coded_blocks,
+    multiply_coded_pairs,
+    multiply_pairs,
+)
+from penstock.backend.cuda.kernels.gate import gate
+from penstock.backend.cuda.kernels.route import SMALLEST, Seats, add_up, route, seat
+from penstock.backend.cuda.quantize import ROWS, TAKE, QuantizedWeight, quantize_int4
+from penstock.backend.cuda.quantized import Workspace, join
+from penstock.backend.cuda.transfer import transfer
+from penstock.backend.cuda.weights import PLAIN, names, packed, say, stacked_bias, stacked_values
+from penstock.model.spec import ExpertSpec
+from penstock.model.tensor import Stack
+
+LARGEST = 64  # seats of a block
+
+
+class Matrices(Protocol):
+    """Of every expert: `out` [pairs, rows of one] = rows of x times the matrix of each pair's expert (+ bias)."""
+
+    def by_pairs(self, rows: Rows, out: Any) -> None: ...
+
+    def by_blocks(self, rows: Rows, seats: Seats, size: int, out: Any) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class DenseMatrices:
+    weight: Any  # [experts * rows, width]
+    bias: Any | None  # [experts * rows] float32
+
+    def by_pairs(self, rows: Rows, out: Any) -> None:
+        multiply_pairs(rows, self.weight, self.bias, out)
+
+    def by_blocks(self, rows: Rows, seats: Seats, size: int, out: Any) -> None:
+        multiply_blocks(rows, seats, size, self.weight, self.bias, out)
+
+
+@dataclass(frozen=True, slots=True)
+class CodedMatrices:
+    weight: QuantizedWeight
+    bias: Any | None
+
+    def by_pairs(self, rows: Rows, out: Any) -> None:
+        multiply_coded_pairs(rows._replace(x=rows.x.bfloat16()), self.weight, self.bias, out)
+
+    def by_blocks(self, rows: Rows, seats: Seats, size: int, out: Any) -> None:
+        multiply_coded_blocks(rows._replace(x=rows.x.bfloat16()), seats, size, self.weight, self.bias, out)
+
+
+@dataclass(frozen=True, slots=True)
+class Bank:
+    up: Matrices
+    down: Matrices
+    choice_bias: Any | None  # [count] float32
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """The op. Where there are fewer pairs of tokens and experts than half of the experts, each pair reads its matrices
+    by itself; else those of an expert are computed together."""
+
+    bank: Bank
+    spec: ExpertSpec
+    seats: Seats
+
+    def __call__(
+        self, step: Fields, x: Any, scores: Any, out: Any, chosen: Any, weights: Any, both: Any, hidden: Any, given: Any
+    ) -> None:
+        bank, spec = self.bank, self.spec
+        experts = chosen.view(torch.int32)
+        pairs = experts.numel()
+        both, hidden, given = (rows.view(pairs, rows.numel() // pairs) for rows in (both, hidden, given))
+        route(scores, bank.choice_bias, spec, experts, weights)
+        if pairs <= max(spec.count // 2, spec.chosen):
+            bank.up.by_pairs(Rows(x, experts, spec.chosen), both)
+            gate(both, hidden, act=spec.act)
+            bank.down.by_pairs(Rows(hidden, experts, 1), given)
+        else:
+            size = min(max(triton.next_power_of_2(pairs // spec.count), SMALLEST), LARGEST)
+            seat(experts, self.seats, size)
+            bank.up.by_blocks(Rows(x, experts, spec.chosen), self.seats, size, both)
+            gate(both, hidden, act=spec.act)
+            bank.down.by_blocks(Rows(hidden, experts, 1), self.seats, size, given)
+        add_up(given, weights, out)
+
+
+def pack_matrices(
+    stacks: Sequence[Stack], device: torch.device, dtype: torch.dtype, workspace: Workspace, quantize: str
+) -> Matrices:
+    """Quantized formats stay as they are if all experts have one and fill tiles; others become values of `dtype`."""
+    parts = [part for stack in stacks for part in stack.parts]
+    formats = {part.format.name for part in parts}
+    bias = stacked_bias(parts, [one for stack in stacks for one in stack.bias], device)
+    tiled = dtype.itemsize == 2 and all(part.shape[0] % ROWS == 0 for part in parts)
+    if tiled and len(formats) == 1 and formats <= TAKE.keys():
+        return CodedMatrices(join([packed(part, device) for part in parts]), bias)
+    if dtype.itemsize == 2 and not formats <= PLAIN.keys():
+        stored = sum(part.data.nbytes for part in parts) / sum(part.shape[0] * part.shape[1] for part in parts)
+        say(
+            workspace,
+            f"experts in {names(formats)} become {dtype}, {2 / stored:.1f} times as large: no kernel reads them",
+        )
+    values = stacked_values(parts, device, dtype)
+    if tiled and quantize == "int4" and formats <= PLAIN.keys():
+        transfer.arrived()
+        return CodedMatrices(quantize_int4(values), bias)
+    if quantize:
+        say(workspace, f"experts in {names(formats)} do not become {quantize}")
+    return DenseMatrices(values, bias)
