@@ -26,7 +26,7 @@ from penstock.backend.cuda.weights import PLAIN, names, packed, say, stacked_bia
 from penstock.model.spec import ExpertSpec
 from penstock.model.tensor import Stack
 
-LARGEST = 64  # seats of a block
+LARGEST = 128  # seats of a block
 
 
 class Matrices(Protocol):

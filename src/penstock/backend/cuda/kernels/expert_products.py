@@ -181,7 +181,7 @@ def multiply_coded_pairs(rows: Rows, weight: QuantizedWeight, bias: Any | None, 
 
 
 @triton.jit
-def block_of(blocks, counts, pairs, COUNT: tl.constexpr, N: tl.constexpr, first):
+def block_of(blocks, pairs, N: tl.constexpr):
     """A program's block: its expert, its pairs, and which of N there are."""
     entry = blocks + tl.program_id(1) * 3
     item = tl.arange(0, N)
@@ -218,7 +218,7 @@ def _block(
         gdc_wait()
     if tl.program_id(1) >= tl.load(counts + COUNT):
         return
-    expert, pair, there = block_of(blocks, counts, pairs, COUNT, N, 0)
+    expert, pair, there = block_of(blocks, pairs, N)
     line = expert.to(tl.int64) * rows + row
     token = (pair // each).to(tl.int64)
     total = tl.zeros([ROWS, N], tl.float32)
@@ -238,7 +238,7 @@ def _block(
 def multiply_blocks(rows: Rows, seats: Seats, size: int, weight: Any, bias: Any | None, out: Any) -> None:
     """The same for blocks of `size` seats."""
     lines, width, count = out.shape[1], weight.shape[1], len(seats.counts) - 1
-    step = 256 // weight.element_size() // (2 if size > 64 else 1)
+    step = 256 // weight.element_size() // (2 if size >= 64 else 1)
     _block[(triton.cdiv(lines, 64 if size <= 32 else 128), most_blocks(len(out), count, size))](
         rows.x,
         weight,
@@ -297,7 +297,7 @@ def _coded_block(
         gdc_wait()
     if tl.program_id(1) >= tl.load(counts + COUNT):
         return
-    expert, pair, there = block_of(blocks, counts, pairs, COUNT, N, 0)
+    expert, pair, there = block_of(blocks, pairs, N)
     row = expert * (rows // 16) + tl.minimum(first * R + axis(R, 2), rows // 16 - 1)
     token = (pair // each).to(tl.int64)
     total = tl.zeros([16 * R, N], tl.float32)
