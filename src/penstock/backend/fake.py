@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.backend.base import LAST_SAMPLED, Batch, Footprint, Model, Ticket
+from penstock.backend.base import LAST_SAMPLED, Batch, Footprint, Held, Model, Ticket
 from penstock.backend.pool import Pools
 from penstock.model.spec import ModelSpec
 from penstock.model.tensor import Tensor
@@ -45,6 +45,7 @@ def pooled(prompt: Sequence[int], kind: str, vocab: int) -> bytes:
 
 
 class FakeBackend:
+    name = "the fake"
     depth = 0
 
     def __init__(self, vocab: int = 1000, max_rows: int = 1024) -> None:
@@ -60,6 +61,9 @@ class FakeBackend:
         return None
 
     def load(self, model: Model) -> None: ...
+
+    def held(self, tensor: Tensor) -> Held:
+        return Held("nothing", 0)
 
     def footprint(self, spec: ModelSpec, tensors: Iterable[Tensor]) -> Footprint:
         return Footprint("the fake", 1 << 30, 1 << 30, 0, 0, 0, self.kv_bytes_per_token())

@@ -41,6 +41,8 @@ FORMATS = {
 }
 
 
+PLAIN = ("F32", "F16", "BF16")
+
 # of safetensors alone; their values come with scales
 FLOAT8 = {name: Format(name, 1, 1) for name in ("F8_E4M3", "F8_E5M2")}
 

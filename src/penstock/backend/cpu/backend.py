@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from penstock.backend.base import Batch, Floats, Footprint, Ints, Mask, Model, Ticket
+from penstock.backend.base import Batch, Floats, Footprint, Held, Ints, Mask, Model, Ticket
 from penstock.backend.cpu import _native
 from penstock.backend.cpu.record import record
 from penstock.backend.cpu.weights import Packing, pack_vector
@@ -15,7 +15,7 @@ from penstock.backend.sample import answers
 from penstock.config import available_memory, available_threads
 from penstock.errors import ConfigError
 from penstock.model.spec import ModelSpec
-from penstock.model.tensor import Tensor
+from penstock.model.tensor import FLOAT8, Tensor
 from penstock.types import StepResult, TokenLogprob
 
 KV_TYPES = ("f16", "f32", "int8")
@@ -43,6 +43,7 @@ class CpuBackend:
             raise ConfigError(f"unknown KV type {kv!r} for a CPU: use auto or one of {', '.join(KV_TYPES)}")
         self._kv = KV_TYPES[0] if kv == "auto" else kv
         self._program = _native.Program(isa, threads or available_threads(), self._kv)
+        self.name = f"{self._program.threads} threads of {self._program.isa}"
         self._packing = Packing(self._program.threads)
         self._pools = Pools()
         self._results: dict[Ticket, StepResult] = {}
@@ -61,9 +62,13 @@ class CpuBackend:
         self._packing.finish()
         self._answer, self._states = record(model, self._program)
 
+    def held(self, tensor: Tensor) -> Held:
+        return Held("BF16", 16) if tensor.format.name in FLOAT8 else Held.as_it_is(tensor)
+
     def footprint(self, spec: ModelSpec, tensors: Iterable[Tensor]) -> Footprint:
         kv_token = 2 * spec.layers * spec.attn.kv_heads * KV_HEAD_BYTES[self._kv](spec.attn.head_dim)
-        return Footprint.on_host(sum(tensor.data.nbytes for tensor in tensors), kv_token)
+        weights = sum(self.held(tensor).bytes(tensor) for tensor in tensors)
+        return Footprint.on_host(int(weights), kv_token)
 
     def kv_bytes_per_token(self) -> int:
         return self._program.kv_bytes_per_token

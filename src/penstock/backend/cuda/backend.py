@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from penstock.backend.base import Batch, Floats, Footprint, Ints, LogitEdit, Model, SampleRows, Ticket
+from penstock.backend.base import Batch, Floats, Footprint, Held, Ints, LogitEdit, Model, SampleRows, Ticket
 from penstock.backend.cuda import inputs
 from penstock.backend.cuda.compiling import Compiler
 from penstock.backend.cuda.graphs import Graphs, common_shapes, few_or_many, padded
@@ -20,7 +20,7 @@ from penstock.backend.cuda.inputs import Fields, Plan, Shape
 from penstock.backend.cuda.kernels.prefill_attention import tokens_per_tile
 from penstock.backend.cuda.kernels.skinny import Scratch
 from penstock.backend.cuda.kv import layout_of
-from penstock.backend.cuda.memory import KEPT, weight_bytes, workspace_bytes
+from penstock.backend.cuda.memory import KEPT, held, weight_bytes, workspace_bytes
 from penstock.backend.cuda.nodes import Memory
 from penstock.backend.cuda.ops import Program, Sizes
 from penstock.backend.cuda.pooling import Pools, read
@@ -85,6 +85,7 @@ class CudaBackend:
             raise ConfigError(
                 "fp8 needs a GPU of compute capability 8.9 or more: use int4 for weights, int8 for the KV cache"
             )
+        self.name = torch.cuda.get_device_name() if device == "cuda" else "the interpreter"
         self._device = torch.device(device)
         self._dtype = dtype
         self._quantize = quantize
@@ -123,6 +124,9 @@ class CudaBackend:
         layers = self._program.layers.values()
         self._tile_tokens = tokens_per_tile(max([spec.heads // spec.kv_heads for spec in layers], default=1))
 
+    def held(self, tensor: Tensor) -> Held:
+        return held(tensor, self._quantize)
+
     def footprint(self, spec: ModelSpec, tensors: Iterable[Tensor]) -> Footprint:
         listed = list(tensors)
         weights = weight_bytes(listed, self._quantize)
@@ -132,7 +136,7 @@ class CudaBackend:
         if self._stream is None:
             return Footprint("the interpreter", 1 << 30, 1 << 30, weights, workspace, 0, kv_token)
         free, total = torch.cuda.mem_get_info()
-        return Footprint(torch.cuda.get_device_name(), total, free, weights, workspace, SPARE_MEMORY, kv_token)
+        return Footprint(self.name, total, free, weights, workspace, SPARE_MEMORY, kv_token)
 
     def kv_bytes_per_token(self) -> int:
         return sum(self._kv.bytes_per_token(spec) for spec in self._program.layers.values())

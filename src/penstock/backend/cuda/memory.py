@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from math import prod
 
+from penstock.backend.base import Held
 from penstock.model.spec import ModelSpec
-from penstock.model.tensor import Tensor
+from penstock.model.tensor import PLAIN, Tensor
 
-PLAIN = ("F32", "F16", "BF16")
 KEPT = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "F8_E4M3")  # they stay as they are
-BITS = {"": 16.0, "fp8": 8.0, "int4": 4.5}  # of one value, its share of scales included
+BITS = {"fp8": 8.0, "int4": 4.5}  # of one value, its share of scales included
 FEW = 1.02  # scales of rows, and matrices rounded up to whole tiles
 
 
@@ -19,12 +18,17 @@ def weight_bytes(tensors: Iterable[Tensor], quantize: str) -> int:
 
 
 def tensor_bytes(tensor: Tensor, quantize: str) -> float:
-    count = prod(tensor.shape)
+    return (1 if len(tensor.shape) == 1 else FEW) * held(tensor, quantize).bytes(tensor)
+
+
+def held(tensor: Tensor, quantize: str) -> Held:
     if len(tensor.shape) == 1:
-        return 4 * count
+        return Held("F32", 32)
     if tensor.format.name in KEPT:
-        return FEW * count / tensor.format.values * tensor.format.bytes
-    return FEW * count * BITS[quantize if tensor.format.name in PLAIN else ""] / 8
+        return Held.as_it_is(tensor)
+    if quantize and tensor.format.name in PLAIN:
+        return Held(quantize, BITS[quantize])
+    return Held("BF16", 16)
 
 
 def workspace_bytes(spec: ModelSpec, tokens: int, rows: int, unpacks: bool) -> int:
