@@ -33,19 +33,23 @@ DEMAND = Demand(LOADS, kv_token=4, windows=(0, 8), q_width=3)
 
 def test_one_row_reads_all_weights() -> None:
     cache = (20 + 8) / 2 * 4 / 10
-    assert decode_time(MACHINE, DEMAND, rows=1, context=20) == pytest.approx(1 + 2 * 0.5 + 15 + cache)
+    assert decode_time(MACHINE, DEMAND, rows=1, context=20) == pytest.approx(2 * 0.5 + 15 + cache)
 
 
 def test_many_rows_multiply_longer_than_they_read() -> None:
     no_context = DEMAND._replace(kv_token=0)
-    assert decode_time(MACHINE, no_context, rows=100, context=20) == pytest.approx(2 + 100 * 150 / 1000)
-    assert decode_time(MACHINE, no_context, rows=50, context=20) == pytest.approx(2 + 15)
+    assert decode_time(MACHINE, no_context, rows=100, context=20) == pytest.approx(1 + 100 * 150 / 1000)
+    assert decode_time(MACHINE, no_context, rows=50, context=20) == pytest.approx(1 + 15)
 
 
 def test_a_prompt_takes_steps_and_only_its_end_is_sampled() -> None:
     products = 2 * 400 * 100 / 1000 + 200 * 100 / 1000 + 5
     scores = 2 * 3 * (pairs_seen(1000, 0) + pairs_seen(1000, 8)) / 100
-    assert prefill_time(MACHINE, DEMAND, tokens=1000, longest=400) == pytest.approx(3 * 2 + products + scores)
+    assert prefill_time(MACHINE, DEMAND, tokens=1000, longest=400) == pytest.approx(1 + 3 * 1 + products + scores)
+
+
+def test_no_step_is_shorter_than_what_the_host_does_for_it() -> None:
+    assert decode_time(MACHINE._replace(step=1000.0), DEMAND, rows=1, context=20) == 1000
 
 
 @pytest.mark.parametrize(("tokens", "window"), [(1, 0), (7, 0), (7, 7), (7, 3), (7, 1), (3, 100)])
@@ -55,7 +59,7 @@ def test_pairs(tokens: int, window: int) -> None:
 
 def test_experts_are_read_as_far_as_rows_need_them() -> None:
     quarter = Demand((Load("Q8_0", 100.0, 100.0, share=0.25),), kv_token=0, windows=(0,), q_width=1)
-    fixed = 1.5
+    fixed = 0.5
     assert decode_time(MACHINE, quarter, 1, 1) == pytest.approx(fixed + 2.5)
     assert decode_time(MACHINE, quarter, 2, 1) == pytest.approx(fixed + 10 * (1 - 0.75**2))
     assert decode_time(MACHINE, quarter, 1000, 1) == pytest.approx(fixed + 1000 * 25 / 1000)
@@ -95,7 +99,7 @@ def test_the_outlook_of_plain_weights_tells_of_all_that_they_could_become(monkey
     assert asked == [["F32"], ["F32"]]
     assert both[0].speed is not None
     assert both[0].speed.together.keys() == {1, 8, 32, 64}
-    assert both[0].speed.alone == pytest.approx(1 / (1 + 0.5 + 4 * 10240 / 1e6 + 128 * 256 / 10), rel=1e-3)
+    assert both[0].speed.alone == pytest.approx(1 / (0.5 + 4 * 10240 / 1e6 + 128 * 256 / 10), rel=1e-3)
     assert len(list(outlooks(config, checkpoint(tied=True, format="Q8_0"), 100, rates))) == 1
 
 

@@ -167,6 +167,10 @@ class Backend(Protocol):
     def wait(self, ticket: Ticket) -> StepResult:
         """The step's answer; every ticket is waited for once, in launch order."""
 
+    def time_step(self, batch: Batch, times: int) -> float:
+        """Seconds of such a step by itself, the least of so many: what computes is timed, not what launches it. To be
+        called while no step is in flight."""
+
     def move_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies KV blocks (source, target) after every launched step."""
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from penstock.backend.base import LAST_SAMPLED, Batch, Footprint, Held, Model, Ticket
 from penstock.backend.pool import Pools
+from penstock.backend.timing import time_step
 from penstock.model.spec import ModelSpec
 from penstock.model.tensor import Tensor
 from penstock.types import RowResult, StepResult, TokenLogprob
@@ -94,6 +95,9 @@ class FakeBackend:
 
     def wait(self, ticket: Ticket) -> StepResult:
         return self._results.pop(ticket)
+
+    def time_step(self, batch: Batch, times: int) -> float:
+        return time_step(self, batch, times)
 
     def move_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         for source, target in pairs:

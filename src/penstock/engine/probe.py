@@ -30,6 +30,7 @@ from penstock.model.tensor import FORMATS
 Tell = Callable[[str], None]
 BLOCK = 16
 SHORT, LONG = 64, 1984  # contexts
+ROWS = 8  # that attend to them
 TIMES = 7  # each step is taken: the fastest is what the machine gives, others were disturbed
 
 
@@ -75,25 +76,24 @@ def measure(config: Config, kinds: Iterable[str], known: Machine | None = None, 
 
 
 def fixed_costs(config: Config, sizes: Sizes) -> tuple[float, float]:
-    """Seconds of a step and of a layer."""
-    few, many = 2, 18
+    """Seconds of the host for a step, and of a layer."""
+    few, many = 2, 34
     with opened(config, sizes.small, "F16", few) as backend:
-        short = fastest(backend, one_token(1))
+        step, short = host_time(backend), backend.time_step(one_token(1), TIMES)
     with opened(config, sizes.small, "F16", many) as backend:
-        layer = max(fastest(backend, one_token(1)) - short, 0.0) / (many - few)
-    return max(short - few * layer, 0.0), layer
+        return step, max(backend.time_step(one_token(1), TIMES) - short, 0.0) / (many - few)
 
 
 def attention_rates(config: Config, sizes: Sizes) -> tuple[float, float]:
     """Bytes of the cache for one row, multiply-adds for a prompt."""
     layers, shape = 4, sizes.large._replace(dim=256, hidden=256)
     with opened(config, shape, "F16", layers) as backend:
-        one, far = (fastest(backend, one_token(at)) for at in (SHORT, LONG))
-        prompt, far_prompt = (fastest(backend, prompt_of(sizes.tokens, at)) for at in (SHORT, LONG))
+        near, far = (backend.time_step(one_token(at, ROWS), TIMES) for at in (SHORT, LONG))
+        prompt, far_prompt = (backend.time_step(prompt_of(sizes.tokens, at), 3) for at in (SHORT, LONG))
         kv_token = backend.kv_bytes_per_token()
     more = LONG - SHORT
     return (
-        more * kv_token / above_zero(far - one),
+        ROWS * more * kv_token / above_zero(far - near),
         2 * more * sizes.tokens * shape.heads * shape.head_dim * layers / above_zero(far_prompt - prompt),
     )
 
@@ -106,9 +106,9 @@ def roof_of(config: Config, sizes: Sizes, kind: str, machine: Machine) -> Roof:
     size = values * FORMATS[format].bytes / FORMATS[format].values
     layers = max(ceil(sizes.bytes / size), 2)
     with opened(config, shape, format, layers) as backend:
-        one, many = fastest(backend, one_token(1)), fastest(backend, prompt_of(sizes.tokens), times=3)
+        one, many = backend.time_step(one_token(1), TIMES), backend.time_step(prompt_of(sizes.tokens), 3)
         held = values * backend.held(random_tensor(np.random.default_rng(), format, 1, 256)).bits / 8
-    fixed = machine.step + layers * machine.layer
+    fixed = layers * machine.layer
     scores = sizes.tokens**2 * shape.heads * shape.head_dim * layers / machine.scores
     return Roof(
         layers * held / above_zero(one - fixed), layers * values * sizes.tokens / above_zero(many - fixed - scores)
@@ -125,7 +125,7 @@ def opened(config: Config, shape: Shape, format: str, layers: int) -> Iterator[B
     """With such a model."""
     backend = open_backend(config)
     backend.load(load_model(random_model(shape, format, layers), backend))
-    backend.reserve_kv((LONG + SIZES[config.device].tokens) // BLOCK + 1, BLOCK)
+    backend.reserve_kv(ROWS * (LONG // BLOCK + 1) + SIZES[config.device].tokens // BLOCK, BLOCK)
     backend.warm_up()
     try:
         yield backend
@@ -169,27 +169,24 @@ def matrices(shape: Shape) -> dict[str, tuple[int, int]]:
     }
 
 
-def one_token(at: int) -> Batch:
-    return greedy_batch([Chunk([1], at, range(at // BLOCK + 1), sample=1)])
+def one_token(at: int, rows: int = 1) -> Batch:
+    """Of each row, whose context is its own."""
+    blocks = at // BLOCK + 1
+    return greedy_batch([Chunk([1], at, range(row * blocks, (row + 1) * blocks), row, 1) for row in range(rows)])
 
 
 def prompt_of(tokens: int, at: int = 0) -> Batch:
     return greedy_batch([Chunk([1] * tokens, at, range((at + tokens) // BLOCK + 1), sample=1)])
 
 
-def fastest(backend: Backend, batch: Batch, times: int = TIMES) -> float:
-    """Seconds of one such step among others like it, queued as the engine does."""
-    run_steps(backend, batch, 1 + 2 * backend.depth)  # what is compiled or captured is by now
-    count = 1 + backend.depth * 15
-    return min(run_steps(backend, batch, count) for _ in range(times))
-
-
-def run_steps(backend: Backend, batch: Batch, count: int) -> float:
+def host_time(backend: Backend, count: int = 32) -> float:
+    """Seconds between steps of hardly any work, queued as the engine does."""
+    backend.time_step(one_token(1), 1)
     begun = time.perf_counter()
     for step in range(count):
-        backend.launch(replace(batch, step=step))
+        backend.launch(replace(one_token(1), step=step))
         if step >= backend.depth:
             backend.wait(step - backend.depth)
-    for step in range(max(count - backend.depth, 0), count):
+    for step in range(count - backend.depth, count):
         backend.wait(step)
     return (time.perf_counter() - begun) / count

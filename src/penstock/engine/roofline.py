@@ -24,7 +24,7 @@ class Roof(NamedTuple):
 class Machine(NamedTuple):
     """What was measured. Rates are of a second."""
 
-    step: float  # seconds that every step takes
+    step: float  # seconds of the host for each step, while the device computes: no step takes less
     layer: float  # seconds that every layer takes, whatever its size
     cache: float  # bytes of the KV cache, read for one row
     scores: float  # multiply-adds of prompts' attention
@@ -90,7 +90,7 @@ def decode_time(machine: Machine, demand: Demand, rows: int, context: int) -> fl
     layers = len(demand.windows)
     seen = sum(min(context, window or context) for window in demand.windows) / layers
     cache = rows * seen * demand.kv_token / machine.cache
-    return machine.step + layers * machine.layer + products_time(machine, demand, rows, rows) + cache
+    return max(machine.step, layers * machine.layer + products_time(machine, demand, rows, rows) + cache)
 
 
 def prefill_time(machine: Machine, demand: Demand, tokens: int, longest: int) -> float:
@@ -98,7 +98,7 @@ def prefill_time(machine: Machine, demand: Demand, tokens: int, longest: int) ->
     steps = [min(longest, tokens - first) for first in range(0, tokens, longest)]
     products = sum(products_time(machine, demand, step, int(i == len(steps) - 1)) for i, step in enumerate(steps))
     pairs = sum(pairs_seen(tokens, window) for window in demand.windows)
-    fixed = len(steps) * (machine.step + len(demand.windows) * machine.layer)
+    fixed = machine.step + len(steps) * len(demand.windows) * machine.layer
     return fixed + products + 2 * demand.q_width * pairs / machine.scores
 
 

@@ -12,6 +12,7 @@ from penstock.backend.cpu.record import record
 from penstock.backend.cpu.weights import Packing, pack_vector
 from penstock.backend.pool import Pools
 from penstock.backend.sample import answers
+from penstock.backend.timing import time_step
 from penstock.config import available_memory, available_threads
 from penstock.errors import ConfigError
 from penstock.model.spec import ModelSpec
@@ -126,6 +127,9 @@ class CpuBackend:
         out = np.empty((last - first, self._states.width), np.float32)
         self._program.read_kept(first, out)
         return out
+
+    def time_step(self, batch: Batch, times: int) -> float:
+        return time_step(self, batch, times)
 
     def move_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         self._program.copy_blocks(list(pairs))

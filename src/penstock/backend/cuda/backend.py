@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache, partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,6 +33,7 @@ from penstock.backend.cuda.weights import Weight, pack
 from penstock.backend.pool import with_pooled
 from penstock.backend.ref.batches import greedy_batch, greedy_rows
 from penstock.backend.sample import answers
+from penstock.backend.timing import time_step
 from penstock.errors import ConfigError, OutOfMemory
 from penstock.model.quant import dequantize
 from penstock.model.spec import ModelSpec
@@ -273,6 +275,22 @@ class CudaBackend:
         with self._on_stream():
             found = [np.array(logits[: len(rows.target)].float().cpu()) for logits, _, rows, _ in self._forward(batch)]
         return np.concatenate(found)
+
+    def time_step(self, batch: Batch, times: int) -> float:
+        """Where it has a graph, that alone, over and over."""
+        for _ in range(3):  # compiled, captured, run
+            self.wait(self.launch(batch))
+        if self._stream is None:
+            return time_step(self, batch, times)
+        work = inputs.plan(batch, self._tile_tokens, self._pad)
+        with self._on_stream():
+            step = self._send(batch, work)
+            marks = [torch.cuda.Event(enable_timing=True) for _ in range(times + 1)]
+            for mark in marks:
+                self._graphs.run(work.shape, step)
+                mark.record()
+            marks[-1].synchronize()
+        return min(first.elapsed_time(last) for first, last in pairwise(marks)) / 1e3
 
     def move_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         source, target = (torch.tensor(column, device=self._device) for column in zip(*pairs, strict=True))

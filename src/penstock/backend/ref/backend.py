@@ -12,6 +12,7 @@ from penstock.backend.pool import Pools
 from penstock.backend.ref.batches import greedy_batch
 from penstock.backend.ref.ops import Cache, Matrix, RefOps
 from penstock.backend.sample import sample
+from penstock.backend.timing import time_step
 from penstock.config import available_memory
 from penstock.model.quant import dequantize
 from penstock.model.spec import ModelSpec
@@ -92,6 +93,9 @@ class RefBackend:
 
     def wait(self, ticket: Ticket) -> StepResult:
         return self._results.pop(ticket)
+
+    def time_step(self, batch: Batch, times: int) -> float:
+        return time_step(self, batch, times)
 
     def move_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         for source, target in pairs:
