@@ -290,7 +290,7 @@ class CudaBackend:
                 self._graphs.run(work.shape, step)
                 mark.record()
             marks[-1].synchronize()
-        return min(first.elapsed_time(last) for first, last in pairwise(marks)) / 1e3
+        return float(min(first.elapsed_time(last) for first, last in pairwise(marks))) / 1e3
 
     def move_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         source, target = (torch.tensor(column, device=self._device) for column in zip(*pairs, strict=True))
