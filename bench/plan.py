@@ -91,7 +91,9 @@ def is_plain(path: Path) -> bool:
 
 def compare(path: Path, quantize: str, prompt: int, rates: Rates) -> dict[str, Any]:
     checkpoint = open_checkpoint(path)
-    config = settle(Config(model=str(path), quantize=quantize, max_len=4096), checkpoint.float8)
+    config = settle(
+        Config(model=str(path), quantize=quantize, max_len=min(4096, checkpoint.spec.max_len)), checkpoint.float8
+    )
     expected = outlook(config, checkpoint, prompt, rates)
     engine = build_engine(config, checkpoint)
     figures = list(rows(expected, engine, prompt))
