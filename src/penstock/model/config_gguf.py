@@ -16,7 +16,6 @@ KEYS = {
     "attention.head_count",
     "attention.head_count_kv",
     "attention.key_length",
-    "attention.layer_norm_rms_epsilon",
     "attention.value_length",
     "block_count",
     "context_length",
@@ -37,6 +36,7 @@ KEYS = {
     "tensor_data_layout",
     "vocab_size",
 }
+RMS_EPS, LAYER_EPS = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
 WINDOW = "attention.sliding_window"  # a key of those families that have one
 
 
@@ -47,11 +47,12 @@ def read_decoder(
     *,
     interleaved: bool,
     partial: bool = False,
+    eps_key: str = RMS_EPS,
     keys: Collection[str] = (),
 ) -> ModelSpec:
     """What all families say in the same words. `keys`: what this one says besides; `interleaved` and `partial` (turns
     a part of a head): its rope."""
-    config.refuse_others(KEYS.union(keys))
+    config.refuse_others(KEYS.union(keys, (eps_key,)))
     config.require("expert_count", (0,), 0)
     dim, heads = config.size("embedding_length"), config.size("attention.head_count")
     head_dim = config.size("attention.key_length", dim // heads, most=rope.MAX_DIMS)
@@ -69,7 +70,7 @@ def read_decoder(
         hidden=config.size("feed_forward_length"),
         vocab=tensors["token_embd.weight"].shape[0],
         max_len=max_len,
-        eps=config.number("attention.layer_norm_rms_epsilon"),
+        eps=config.number(eps_key),
         attn=AttentionSpec(
             heads=heads,
             kv_heads=config.size("attention.head_count_kv", heads),

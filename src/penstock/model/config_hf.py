@@ -67,6 +67,7 @@ def read_decoder(
     arch: str,
     *,
     act_key: str = "hidden_act",
+    eps_key: str = "rms_norm_eps",
     tied: bool = False,
     theta: float = 10000.0,
     partial: bool = False,
@@ -85,7 +86,7 @@ def read_decoder(
         hidden=config.size("intermediate_size"),
         vocab=config.size("vocab_size"),
         max_len=max_len,
-        eps=config.number("rms_norm_eps", 1e-6),
+        eps=config.number(eps_key, 1e-6),
         attn=AttentionSpec(
             heads=heads,
             kv_heads=config.size("num_key_value_heads", heads),

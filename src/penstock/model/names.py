@@ -1,7 +1,7 @@
 """One name for each tensor, whatever the checkpoint calls it; a name that is in no table is an error.
 
 embed, norm, head, and in each layer: attn_norm, q, k, v, o, mlp_norm, gate, up, down, in some families q_norm,
-k_norm, after_attn_norm, after_mlp_norm; a bias is its weight's + ".bias".
+k_norm, after_attn_norm, after_mlp_norm; in some families positions; a bias is its weight's + ".bias".
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from penstock.errors import UnsupportedModel
-from penstock.model.tensor import Tensor
+from penstock.errors import MalformedFile, UnsupportedModel
+from penstock.model.tensor import Tensor, transposed
 
 
 class Naming(NamedTuple):
@@ -21,6 +21,7 @@ class Naming(NamedTuple):
     layer: re.Pattern[str]  # a layer's number, and its own name for the part
     parts: Mapping[str, str]
     ignored: re.Pattern[str]  # tensors that are no weights
+    transposed: frozenset[str] = frozenset()  # parts that lie (in, out)
 
     def but(self, **parts: str) -> Naming:
         """With other parts, given as canonical_name="name in the file"."""
@@ -69,8 +70,15 @@ HUGGING_FACE = Naming(
 
 
 def canonical(tensors: Mapping[str, Tensor], naming: Naming) -> dict[str, Tensor]:
-    weights = (name for name in tensors if not naming.ignored.fullmatch(name))
-    return {canonical_name(name, naming): tensors[name] for name in weights}
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if naming.ignored.fullmatch(name):
+            continue
+        ours = canonical_name(name, naming)
+        if ours in found:
+            raise MalformedFile(f"tensors {found[ours].name!r} and {name!r} are the same part of the model")
+        found[ours] = transposed(tensor) if ours.rpartition(".")[2] in naming.transposed else tensor
+    return found
 
 
 def canonical_name(name: str, naming: Naming) -> str:

@@ -29,10 +29,15 @@ HUGGING_FACE = {  # what config.json calls its architecture: the family's file
     "Olmo2ForCausalLM": "olmo2",
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3",
+    "GPT2LMHeadModel": "gpt2",
+    "Starcoder2ForCausalLM": "starcoder2",
+    "GlmForCausalLM": "glm",
+    "Glm4ForCausalLM": "glm4",
 }
 GGUF = {
     name: name for name in ("llama", "qwen2", "qwen3", "granite", "smollm3", "phi3", "olmo2", "gemma2", "gemma3")
 }  # the same of general.architecture
+GGUF |= {"gpt2": "gpt2", "starcoder2": "starcoder2", "chatglm": "glm", "glm4": "glm4"}
 
 
 class Model(Protocol):

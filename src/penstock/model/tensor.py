@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from penstock.errors import UnsupportedModel
 
 
 class Format(NamedTuple):
@@ -47,6 +50,9 @@ PLAIN = ("F32", "F16", "BF16")
 FLOAT8 = {name: Format(name, 1, 1) for name in ("F8_E4M3", "F8_E5M2")}
 
 
+TRANSPOSABLE = tuple(FORMATS[name] for name in ("F32", "F16", "BF16"))
+
+
 class Scales(NamedTuple):
     """Shared by blocks of values: the one in row r and column c is multiplied with values[r // rows, c // columns]."""
 
@@ -65,10 +71,22 @@ class Tensor:
 
 
 def some_rows(tensor: Tensor, first: int, last: int) -> Tensor:
-    """Rows of a matrix, as a view."""
-    _, width = tensor.shape
-    row_bytes = width // tensor.format.values * tensor.format.bytes
+    """Rows of a matrix or values of a vector, as a view."""
+    _, *width = tensor.shape
+    row_bytes = prod(width) // tensor.format.values * tensor.format.bytes
     data, scales = tensor.data[first * row_bytes : last * row_bytes], tensor.scales
     if scales is not None:
         scales = Scales(scales.values[np.arange(first, last) // scales.rows], 1, scales.columns)
-    return Tensor(tensor.name, tensor.format, (last - first, width), data, scales)
+    return Tensor(tensor.name, tensor.format, (last - first, *width), data, scales)
+
+
+def transposed(tensor: Tensor) -> Tensor:
+    """A matrix that lies (in, out) as others do: a copy."""
+    if tensor.format not in TRANSPOSABLE or len(tensor.shape) != 2:
+        raise UnsupportedModel(
+            f"tensor {tensor.name!r} of shape {tensor.shape} in {tensor.format.name} lies the other way around, which "
+            f"can be undone for matrices in {', '.join(plain.name for plain in TRANSPOSABLE)} alone"
+        )
+    values = tensor.data.view(f"u{tensor.format.bytes}").reshape(tensor.shape)
+    data = np.ascontiguousarray(values.T).reshape(-1).view(np.uint8)
+    return Tensor(tensor.name, tensor.format, tensor.shape[::-1], data)

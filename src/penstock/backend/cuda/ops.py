@@ -6,8 +6,9 @@ share the same memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,9 +18,18 @@ from penstock.backend.cuda.inputs import SPARE_PARTS, Fields
 from penstock.backend.cuda.kernels.decode_attention import Shares
 from penstock.backend.cuda.kernels.norm_qk import norm_qk
 from penstock.backend.cuda.kernels.rows import known_tokens, take_rows
-from penstock.backend.cuda.nodes import AddNorm, Attend, Gate, Memory, Node, Product, Value, fuse
+from penstock.backend.cuda.nodes import AddLayerNorm, AddNorm, Attend, Gate, Memory, Node, Product, Value, fuse
 from penstock.backend.cuda.weights import Weight
+from penstock.errors import UnsupportedModel
 from penstock.model.spec import AttentionSpec
+
+GATES = ("silu", "gelu_tanh")
+ACTIVATIONS: dict[str, Callable[..., Any]] = {
+    "silu": torch.ops.aten.silu.out,
+    "gelu": torch.ops.aten.gelu.out,
+    "gelu_tanh": partial(torch.ops.aten.gelu.out, approximate="tanh"),
+    "relu": partial(torch.ops.aten.clamp_min.out, min=0),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +59,7 @@ class Recorder:
         return self._add(run, (), self._value("T", table.width))
 
     def add_norm(self, x: Value, residual: Value | None, gain: Any, eps: float) -> tuple[Value, Value]:
-        out = self._value(x.symbol, x.width)
-        if residual is None:
-            return self._add(AddNorm(gain, eps), (x,), out), x
-        total = self._value(x.symbol, x.width)
-        self.nodes.append(Node(AddNorm(gain, eps), (x, residual), (out, total)))
-        return out, total
+        return self._norm(AddNorm(gain, eps), x, residual)
 
     def linear(self, x: Value, weight: Weight) -> Value:
         return self._add(Product(weight), (x,), self._value(x.symbol, weight.rows, wide=x.symbol == "S"))
@@ -71,6 +76,7 @@ class Recorder:
         return self._add(op, (qkv,), self._value("T", spec.q_width))
 
     def gated(self, x: Value, act: str) -> Value:
+        check_activation(act, GATES)
         return self._add(Gate(act), (x,), self._value(x.symbol, x.width // 2))
 
     def add(self, x: Value, y: Value) -> Value:
@@ -90,6 +96,25 @@ class Recorder:
     def pool(self, x: Value) -> None:
         self.states = x
 
+    def add_layer_norm(self, x: Value, residual: Value | None, gain: Any, bias: Any, eps: float) -> tuple[Value, Value]:
+        return self._norm(AddLayerNorm(gain, bias, eps), x, residual)
+
+    def activate(self, x: Value, act: str) -> Value:
+        check_activation(act, ACTIVATIONS)
+        compute = ACTIVATIONS[act]
+        return self._add(lambda step, x, out: compute(x, out=out), (x,), self._like(x))
+
+    def embed_positions(self, table: Weight) -> Value:
+        return self._add(lambda step, out: table.gather(step.positions, out), (), self._value("T", table.width))
+
+    def _norm(self, op: Callable[..., None], x: Value, residual: Value | None) -> tuple[Value, Value]:
+        out = self._value(x.symbol, x.width)
+        if residual is None:
+            return self._add(op, (x,), out), x
+        total = self._value(x.symbol, x.width)
+        self.nodes.append(Node(op, (x, residual), (out, total)))
+        return out, total
+
     def _value(self, symbol: str, width: int, wide: bool = False) -> Value:
         self._values += 1
         return Value(self._values, symbol, width, wide)
@@ -106,6 +131,11 @@ class Recorder:
             numbers = frequencies or (0.0,)  # kernels are given an address even where nothing is turned
             self._frequencies[frequencies] = torch.tensor(numbers, dtype=torch.float64, device=self.device)
         return self._frequencies[frequencies]
+
+
+def check_activation(act: str, computed: Collection[str]) -> None:
+    if act not in computed:
+        raise UnsupportedModel(f"the activation {act!r} is not computed here; those that are: {', '.join(computed)}")
 
 
 Kind = tuple[str, int, bool]

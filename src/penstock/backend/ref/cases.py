@@ -212,6 +212,33 @@ def pool(rng: Random) -> Trial:
     return Trial(forward, [inputs(rng, 16, 32), random_tensor(rng, "F32", 32)], steps, num_blocks=3)
 
 
+def add_layer_norm(rng: Random, *, tokens: int, width: int) -> Trial:
+    """As add_norm, of values far from 0."""
+
+    def forward(ops: Ops[Any], table: Any, gain: Any, bias: Any, second: Any, shift: Any) -> Any:
+        x, residual = ops.add_layer_norm(ops.embed(table), None, gain, bias, 1e-5)
+        return ops.add_layer_norm(x, residual, second, shift, 1e-6)[0]
+
+    table = inputs(rng, tokens, width)
+    table.parts[0].data.view(np.float32)[:] += 10
+    return Trial(forward, [table, *(random_tensor(rng, "F32", width) for _ in range(4))], all_at_once(tokens))
+
+
+def activate(rng: Random, *, act: str) -> Trial:
+    return by_value(rng, op=lambda ops, x: ops.activate(x, act), width=33)
+
+
+def embed_positions(rng: Random, *, format: str, width: int) -> Trial:
+    table = Stack([random_tensor(rng, format, 40, width)], [None])
+    steps = [greedy_batch([Chunk([0] * 30, 0, [0, 1]), Chunk([1], 39, [2, 3, 4], 1)])]
+    return Trial(
+        lambda ops, tokens, table: ops.add(ops.embed(tokens), ops.embed_positions(table)),
+        [inputs(rng, 2, width), table],
+        steps,
+        num_blocks=5,
+    )
+
+
 def attention(
     heads: int,
     kv_heads: int,
@@ -268,4 +295,9 @@ CASES = (
     Case("gated", "odd width", "F32", FLOAT, partial(gated, tokens=5, hidden=33)),
     Case("pool", "two steps", "F32", FLOAT, pool),
     Case("take_sampled", "some", "F32", EXACT, partial(take_sampled, wanted=((5, 1), (1, 0), (7, 3), (2, 2)))),
+    Case("add_layer_norm", "one token", "F32", FLOAT, partial(add_layer_norm, tokens=1, width=576)),
+    Case("add_layer_norm", "odd width", "F32", FLOAT, partial(add_layer_norm, tokens=5, width=33)),
+    *(Case("activate", a, "F32", FLOAT, partial(activate, act=a)) for a in ("silu", "gelu", "gelu_tanh", "relu")),
+    Case("embed_positions", "two rows", "F16", EXACT, partial(embed_positions, format="F16", width=33)),
+    Case("embed_positions", "quantized", "Q8_0", EXACT, partial(embed_positions, format="Q8_0", width=64)),
 )

@@ -48,6 +48,8 @@ struct KvKernels {
   void (*mix)(const float* weights, size_t count, const void* tile, size_t n, size_t dim, size_t padded, float* out);
 };
 
+using Activation = void (*)(const float* x, size_t n, float* out);
+
 struct Kernels {
   void (*product[FORMATS])(const PanelProduct&);
   // Where products with BF16 weights take rows of BF16: makes such a row, of whole blocks. Else null.
@@ -68,6 +70,10 @@ struct Kernels {
   // weights = e^((x - highest) / temperature), in the very steps that backend/sample.py defines
   void (*weigh)(const float* x, size_t n, float temperature, float highest, float* weights);
   KvKernels f16, f32, int8;
+  // total = x (+ residual); out = (total - its mean) / its deviation * gain + bias
+  void (*add_layer_norm)(const float* x, const float* residual, const float* gain, const float* bias, float eps,
+                         size_t width, float* total, float* out);
+  Activation silu, gelu, gelu_tanh, relu;
 };
 
 }  // namespace penstock

@@ -35,9 +35,22 @@ inline F times_sigmoid(F x, F y) { return div(x, add(all(1.0f), exp(min(sub(zero
 inline F silu(F x) { return times_sigmoid(x, x); }
 
 // x * (1 + tanh(z)) / 2 is x / (1 + e^-2z).
-inline F gelu(F x) {
+inline F gelu_tanh(F x) {
   constexpr float TWICE_ROOT = 1.5957691216f, CUBE = 0.044715f;  // 2 * sqrt(2 / pi)
   return times_sigmoid(x, mul(mul(all(TWICE_ROOT), x), fma(mul(all(CUBE), x), x, all(1.0f))));
+}
+
+inline F relu(F x) { return max(x, zero()); }
+
+// x or 0, less |x| times the part of a normal distribution beyond |x|: Abramowitz and Stegun 7.1.26, within 1e-7.
+inline F gelu(F x) {
+  constexpr float FACTORS[] = {-1.453152027f, 1.421413741f, -0.284496736f, 0.254829592f};
+  const F size = abs(x), root = mul(size, all(0.70710678119f));
+  const F t = div(all(1.0f), fma(root, all(0.3275911f), all(1.0f)));
+  F power = all(1.061405429f);
+  for (float factor : FACTORS) power = fma(power, t, all(factor));
+  const F beyond = mul(mul(mul(power, t), exp(sub(zero(), mul(root, root)))), all(0.5f));
+  return sub(relu(x), mul(size, beyond));
 }
 
 inline F tanh(F x) {

@@ -130,6 +130,14 @@ NB_MODULE(_native, m) {
       .def("scale", &Program::scale, "x"_a, "factor"_a, "out"_a)
       .def("soft_cap", &Program::soft_cap, "x"_a, "cap"_a, "out"_a)
       .def("take_sampled", &Program::take_sampled, "x"_a, "out"_a)
+      .def("add_layer_norm",
+           [](Program& program, int x, std::optional<int> residual, Array<const float, 1> gain,
+              Array<const float, 1> bias, float eps, int out, std::optional<int> total) {
+             program.add_layer_norm(x, residual, copied(gain), copied(bias), eps, out, total);
+           },
+           "x"_a, "residual"_a.none(), "gain"_a.noconvert(), "bias"_a.noconvert(), "eps"_a, "out"_a, "total"_a.none())
+      .def("activate", &Program::activate, "x"_a, "out"_a, "act"_a)
+      .def("embed_positions", &Program::embed_positions, "table"_a, "out"_a)
       .def("keep", &Program::keep, "buffer"_a)
       .def("answer", &Program::answer, "buffer"_a)
       .def("reserve_kv", &Program::reserve_kv, "blocks"_a, "block_size"_a)
