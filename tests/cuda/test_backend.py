@@ -42,7 +42,9 @@ def expected(name: str) -> tuple[list[int], np.ndarray]:
 
 
 @pytest.mark.parametrize("dtype", PRECISIONS, ids=["f32", "half"])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.op}: {case.name}")
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.op != "experts"], ids=lambda case: f"{case.op}: {case.name}"
+)
 def test_op_follows_the_reference(case: Case, dtype: torch.dtype) -> None:
     wanted = run(case.make(np.random.default_rng(9)), RefBackend())
     got = run(case.make(np.random.default_rng(9)), backend_of(dtype))

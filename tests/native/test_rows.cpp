@@ -126,6 +126,12 @@ void test_gate(const Isa& isa, size_t hidden) {
     const double allowed = 1e-5 * std::fabs(want) + 1e-30;  // exp makes its argument's error one of its result
     check(near(out[i], want, allowed), isa.name + " gelu gate of " + std::to_string(hidden));
   }
+  isa.kernels->clamped_gate(x.data(), hidden, out.data());
+  for (size_t i = 0; i < hidden; ++i) {
+    const double left = std::min(double(x[i]), 7.0), right = std::clamp(double(x[hidden + i]), -7.0, 7.0);
+    const double want = left / (1 + std::exp(-1.702 * left)) * (1 + right);
+    check(near(out[i], want, 1e-5 * std::fabs(want) + 1e-30), isa.name + " clamped gate of " + std::to_string(hidden));
+  }
 }
 
 void test_soft_cap(const Isa& isa, size_t n) {

@@ -12,11 +12,11 @@ import pytest
 
 from penstock.backend.ref import RefBackend, cases
 from penstock.backend.ref.batches import Chunk, blocks_for, greedy_batch, random_steps
-from penstock.backend.ref.ops import Cache, Matrix, RefOps, rotate
+from penstock.backend.ref.ops import Bank, Cache, Matrix, RefOps, rotate
 from penstock.model import rope
 from penstock.model.ops import Ops
 from penstock.model.quant import dequantize
-from penstock.model.spec import AttentionSpec, RopeSpec
+from penstock.model.spec import AttentionSpec, ExpertSpec, RopeSpec
 from penstock.model.tensor import FORMATS
 
 
@@ -121,6 +121,59 @@ def test_attention_one_number_at_a_time(rng, window, multiplier, cap):
             values = [qkv.reshape(9, 8, 4)[other, 6 + head // 2] for other in seen]
             wanted = sum(w * v for w, v in zip(weights, values, strict=True)) / sum(weights)
             assert got[token, head] == pytest.approx(wanted, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        ExpertSpec(6, 2, 3),
+        ExpertSpec(
+            6, 3, 3, scoring="sigmoid", renormalize=True, scale=2.5, choice_bias=True, groups=3, chosen_groups=2
+        ),
+        ExpertSpec(6, 2, 3, renormalize=True, groups=2, group_score="max"),
+        ExpertSpec(6, 4, 3, scoring="softmax_chosen", act="clamped"),
+    ],
+    ids=["softmax", "groups and bias", "best groups", "softmax of the chosen"],
+)
+def test_experts_one_token_at_a_time(rng, spec):
+    x, scores = (rng.normal(size=(9, width)).astype(np.float32) for width in (4, 6))
+    scores[3] = scores[3, 0]
+    bias = rng.normal(size=6).astype(np.float32) if spec.choice_bias else None
+    up, down = (rng.normal(size=(6, *shape)).astype(np.float32) * 3 for shape in ((6, 4), (4, 3)))
+    bank = Bank([(Matrix(one, None), Matrix(other, None)) for one, other in zip(up, down, strict=True)], bias)
+    got = ops_over(9).experts(x, scores, bank, spec)
+    for token, answer in enumerate(got):
+        chosen, weights = experts_of(scores[token].tolist(), [0] * 6 if bias is None else bias.tolist(), spec)
+        wanted = [
+            w * down[k] @ gate(up[k, :3] @ x[token], up[k, 3:] @ x[token], spec.act)
+            for k, w in zip(chosen, weights, strict=True)
+        ]
+        assert answer == pytest.approx(sum(wanted) * spec.scale, rel=1e-4, abs=1e-5)
+
+
+def experts_of(logits, bias, spec):
+    powers = [math.exp(one) for one in logits]
+    scores = {
+        "softmax": [power / sum(powers) for power in powers],
+        "sigmoid": [1 / (1 + math.exp(-one)) for one in logits],
+        "softmax_chosen": logits,
+    }[spec.scoring]
+    choice = [one + other for one, other in zip(scores, bias, strict=True)]
+    size = len(choice) // spec.groups
+    taken = 1 if spec.group_score == "max" else 2
+    best = [sum(sorted(choice[g * size : (g + 1) * size])[-taken:]) for g in range(spec.groups)]
+    groups = sorted(range(spec.groups), key=lambda g: -best[g])[: spec.chosen_groups]
+    chosen = sorted((k for k in range(len(choice)) if k // size in groups), key=lambda k: -choice[k])[: spec.chosen]
+    weights = [powers[k] if spec.scoring == "softmax_chosen" else scores[k] for k in chosen]
+    divided = spec.renormalize or spec.scoring == "softmax_chosen"
+    return chosen, [weight / (sum(weights) if divided else 1) for weight in weights]
+
+
+def gate(left, right, act):
+    if act == "silu":
+        return left / (1 + np.exp(-left)) * right
+    left, right = np.minimum(left, 7), np.minimum(np.maximum(right, -7), 7)
+    return left / (1 + np.exp(-1.702 * left)) * (right + 1)
 
 
 def test_layers_do_not_share_a_cache(rng):

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from penstock.config import available_memory, total_memory
 from penstock.model.spec import ModelSpec
-from penstock.model.tensor import Tensor
+from penstock.model.tensor import Stack, Tensor
 from penstock.types import StepResult
 
 Ints = NDArray[np.int32]
@@ -132,6 +132,10 @@ class Backend(Protocol):
         """One weight [out, in] made of parts stacked along `out`, in the layout this backend computes with."""
 
     def pack_vector(self, tensor: Tensor) -> Any: ...
+
+    def pack_experts(self, up: Sequence[Stack], down: Sequence[Stack], choice_bias: Tensor | None) -> Any:
+        """The matrices of each expert, `up` of two parts (a gate and what it gates), and what is added to the scores
+        that choose among them."""
 
     def load(self, model: Model) -> None:
         """Takes the packed model and gets ready to run its forward pass."""

@@ -14,7 +14,7 @@ from penstock.backend.base import LAST_SAMPLED, Batch, Footprint, Held, Model, T
 from penstock.backend.pool import Pools
 from penstock.backend.timing import time_step
 from penstock.model.spec import ModelSpec
-from penstock.model.tensor import Tensor
+from penstock.model.tensor import Stack, Tensor
 from penstock.types import RowResult, StepResult, TokenLogprob
 
 
@@ -59,6 +59,9 @@ class FakeBackend:
         return None
 
     def pack_vector(self, tensor: Tensor) -> Any:
+        return None
+
+    def pack_experts(self, up: Sequence[Stack], down: Sequence[Stack], choice_bias: Tensor | None) -> Any:
         return None
 
     def load(self, model: Model) -> None: ...

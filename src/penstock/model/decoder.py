@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.model.ops import Ops, V, Weight
-from penstock.model.spec import AttentionSpec, ModelSpec
+from penstock.model.spec import AttentionSpec, ExpertSpec, ModelSpec
 from penstock.model.weights import Packer
 
 
@@ -36,6 +36,20 @@ class Mlp:
 
     def __call__(self, ops: Ops[V], x: V) -> V:
         return ops.linear(ops.gated(ops.linear(x, self.gate_up), self.act), self.down)
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """Experts, and an MLP beside them where there is one."""
+
+    spec: ExpertSpec
+    router: Weight
+    bank: Weight
+    shared: Mlp | None
+
+    def __call__(self, ops: Ops[V], x: V) -> V:
+        y = ops.experts(x, ops.linear(x, self.router), self.bank, self.spec)
+        return ops.add(self.shared(ops, x), y) if self.shared else y
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +91,23 @@ def attention(spec: ModelSpec, pack: Packer, layer: int) -> Attention:
 
 
 def mlp(spec: ModelSpec, pack: Packer, layer: int) -> Mlp:
+    return gated_mlp(spec, pack, f"layers.{layer}", spec.hidden)
+
+
+def mlp_or_experts(spec: ModelSpec, pack: Packer, layer: int) -> Mlp | Mixture:
+    """What the layer has."""
+    if spec.experts is None or layer in spec.dense:
+        return mlp(spec, pack, layer)
     name = f"layers.{layer}"
-    gate_up = pack.matrix((f"{name}.gate", spec.hidden), (f"{name}.up", spec.hidden), width=spec.dim)
-    return Mlp(spec.act, gate_up, down=pack.matrix((f"{name}.down", spec.dim), width=spec.hidden))
+    router = pack.matrix((f"{name}.router", spec.experts.count), width=spec.dim)
+    bank = pack.experts(name, spec.experts, spec.dim)
+    shared = gated_mlp(spec, pack, f"{name}.shared", spec.shared_hidden) if spec.shared_hidden else None
+    return Mixture(spec.experts, router, bank, shared)
+
+
+def gated_mlp(spec: ModelSpec, pack: Packer, name: str, hidden: int) -> Mlp:
+    gate_up = pack.matrix((f"{name}.gate", hidden), (f"{name}.up", hidden), width=spec.dim)
+    return Mlp(spec.act, gate_up, down=pack.matrix((f"{name}.down", spec.dim), width=hidden))
 
 
 def norm(spec: ModelSpec, pack: Packer, layer: int, name: str) -> Weight:

@@ -1,4 +1,4 @@
-"""Tensors that hold several weights one after the other are taken apart: the parts are views of them."""
+"""Tensors that hold several weights are taken apart: the parts are views of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from penstock.errors import MalformedFile
 from penstock.model.spec import ModelSpec
 from penstock.model.tensor import Tensor, some_rows
 
-FUSED = re.compile(r"(layers\.\d+\.)(qkv|gate_up)(\.bias)?")
+FUSED = re.compile(r"(layers\.\d+\.(?:experts\.\d+\.)?)(qkv|gate_up)(\.bias)?")
+BANK = re.compile(r"(layers\.\d+\.experts\.)((?:gate|up|gate_up|down)(?:\.bias)?)")
 
 
 def split_fused(tensors: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Tensor]:
@@ -20,15 +21,36 @@ def split_fused(tensors: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Ten
         "qkv": {"q": spec.attn.q_width, "k": spec.attn.kv_width, "v": spec.attn.kv_width},
         "gate_up": {"gate": spec.hidden, "up": spec.hidden},
     }
+    expert_parts = dict.fromkeys(("gate", "up"), spec.experts.hidden if spec.experts else 0)
     found: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
+    for name, tensor in split_banks(tensors, spec):
         if match := FUSED.fullmatch(name):
             role = match[3] or ""
-            pieces = split(tensor, parts[match[2]], dims=1 if role else 2)
+            wanted = expert_parts if ".experts." in name else parts[match[2]]
+            pieces = split(tensor, wanted, dims=1 if role else 2)
             found |= {match[1] + part + role: piece for part, piece in pieces}
         else:
             found[name] = tensor
     return found
+
+
+def split_banks(tensors: Mapping[str, Tensor], spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
+    """With those of all experts of a layer as one for each."""
+    for name, tensor in tensors.items():
+        if match := BANK.fullmatch(name):
+            yield from ((f"{match[1]}{i}.{match[2]}", one) for i, one in enumerate(each_of(tensor, spec)))
+        else:
+            yield name, tensor
+
+
+def each_of(bank: Tensor, spec: ModelSpec) -> Iterator[Tensor]:
+    count = spec.experts.count if spec.experts else 0
+    if bank.shape[0] != count or len(bank.shape) < 2:
+        raise MalformedFile(f"tensor {bank.name!r} has shape {bank.shape}; the config speaks of {count} experts")
+    shape = bank.shape[1:]
+    size = prod(shape) // bank.format.values * bank.format.bytes
+    for i in range(count):
+        yield Tensor(bank.name, bank.format, shape, bank.data[i * size : (i + 1) * size])
 
 
 def split(tensor: Tensor, parts: Mapping[str, int], dims: int) -> Iterator[tuple[str, Tensor]]:

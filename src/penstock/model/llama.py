@@ -36,7 +36,7 @@ class Layer:
     attn_norm: Weight
     attention: decoder.Attention
     mlp_norm: Weight
-    mlp: decoder.Mlp
+    mlp: decoder.Mlp | decoder.Mixture
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ def build(spec: ModelSpec, pack: Packer) -> Llama:
             attn_norm=decoder.norm(spec, pack, i, "attn_norm"),
             attention=decoder.attention(spec, pack, i),
             mlp_norm=decoder.norm(spec, pack, i, "mlp_norm"),
-            mlp=decoder.mlp(spec, pack, i),
+            mlp=decoder.mlp_or_experts(spec, pack, i),
         )
         for i in range(spec.layers)
     )

@@ -1,7 +1,8 @@
 """One name for each tensor, whatever the checkpoint calls it; a name that is in no table is an error.
 
-embed, norm, head, and in each layer: attn_norm, q, k, v, o, mlp_norm, gate, up, down, in some families q_norm,
-k_norm, after_attn_norm, after_mlp_norm; in some families positions; a bias is its weight's + ".bias".
+embed, norm, head, in some families positions, and in each layer: attn_norm, q, k, v, o, mlp_norm, gate, up, down, in
+some families q_norm, k_norm, after_attn_norm, after_mlp_norm, router, choice_bias, shared.gate, shared.up, shared.down,
+and of each expert experts.N.gate, experts.N.up, experts.N.down; a bias is its weight's + ".bias".
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ class Naming(NamedTuple):
 
     top: Mapping[str, str]
     layer: re.Pattern[str]  # a layer's number, and its own name for the part
-    parts: Mapping[str, str]
+    parts: Mapping[str, str]  # "*" stands for an expert's number; a name may include its role
     ignored: re.Pattern[str]  # tensors that are no weights
     transposed: frozenset[str] = frozenset()  # parts that lie (in, out)
 
@@ -32,6 +33,7 @@ class Naming(NamedTuple):
 
 
 NUMBER = "(0|[1-9][0-9]{0,5})"
+EXPERT = re.compile(rf"(?<=\.){NUMBER}(?=\.)")
 SUFFIXES = {"weight": "", "bias": ".bias"}
 
 GGUF = Naming(
@@ -47,6 +49,18 @@ GGUF = Naming(
         "ffn_gate": "gate",
         "ffn_up": "up",
         "ffn_down": "down",
+        "ffn_gate_inp": "router",
+        "ffn_gate_exps": "experts.gate",
+        "ffn_up_exps": "experts.up",
+        "ffn_gate_up_exps": "experts.gate_up",
+        "ffn_down_exps": "experts.down",
+        "ffn_gate.*": "experts.*.gate",  # older files
+        "ffn_up.*": "experts.*.up",
+        "ffn_down.*": "experts.*.down",
+        "exp_probs_b.bias": "choice_bias",
+        "ffn_gate_shexp": "shared.gate",
+        "ffn_up_shexp": "shared.up",
+        "ffn_down_shexp": "shared.down",
     },
     ignored=re.compile(r"rope_freqs\.weight"),  # config_gguf puts it in the rope spec
 )
@@ -68,6 +82,19 @@ HUGGING_FACE = Naming(
     ignored=re.compile(r".+\.rotary_emb\.inv_freq"),  # computed from the config
 )
 
+EXPERTS = {  # of Hugging Face's files, in most families that have them
+    "router": "mlp.gate",
+    "choice_bias": "mlp.gate.e_score_correction_bias",
+    "experts.*.gate": "mlp.experts.*.gate_proj",
+    "experts.*.up": "mlp.experts.*.up_proj",
+    "experts.*.down": "mlp.experts.*.down_proj",
+    "experts.gate_up": "mlp.experts.gate_up_proj",
+    "experts.down": "mlp.experts.down_proj",
+    "shared.gate": "mlp.shared_experts.gate_proj",
+    "shared.up": "mlp.shared_experts.up_proj",
+    "shared.down": "mlp.shared_experts.down_proj",
+}
+
 
 def canonical(tensors: Mapping[str, Tensor], naming: Naming) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
@@ -82,10 +109,22 @@ def canonical(tensors: Mapping[str, Tensor], naming: Naming) -> dict[str, Tensor
 
 
 def canonical_name(name: str, naming: Naming) -> str:
-    stem, _, role = name.rpartition(".")
-    prefix, part = "", naming.top.get(stem)
-    if match := naming.layer.fullmatch(stem):
-        prefix, part = f"layers.{match[1]}.", naming.parts.get(match[2])
-    if part is None or role not in SUFFIXES:
+    prefix, part = "", with_role(name, naming.top)
+    if match := naming.layer.fullmatch(name):
+        prefix, part = f"layers.{match[1]}.", numbered_part(match[2], naming.parts)
+    if part is None:
         raise UnsupportedModel(f"the checkpoint has a tensor named {name!r}, which this engine has no use for")
-    return prefix + part + SUFFIXES[role]
+    return prefix + part
+
+
+def numbered_part(name: str, parts: Mapping[str, str]) -> str | None:
+    number = EXPERT.search(name)
+    part = with_role(EXPERT.sub("*", name, count=1), parts)
+    return part.replace("*", number[0]) if part and number else part
+
+
+def with_role(name: str, parts: Mapping[str, str]) -> str | None:
+    stem, _, role = name.rpartition(".")
+    if name in parts:
+        return parts[name]
+    return parts[stem] + SUFFIXES[role] if stem in parts and role in SUFFIXES else None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol, TypeVar
 
-from penstock.model.spec import AttentionSpec
+from penstock.model.spec import AttentionSpec, ExpertSpec
 
 Weight = Any  # whatever this backend's `pack` returned; a model only carries it
 V = TypeVar("V")
@@ -58,3 +58,8 @@ class Ops(Protocol[V]):
 
     def embed_positions(self, table: Weight) -> V:
         """Rows of the table for the positions of the step's tokens: [T, dim]."""
+
+    def experts(self, x: V, scores: V, bank: Weight, spec: ExpertSpec) -> V:
+        """The experts that a router's logits choose compute each token, and what they give is weighed and added up:
+        [T, dim], [T, count] -> [T, dim]. `act`: as in `gated`, or "clamped", which is min(left, 7) * sigmoid(1.702 *
+        min(left, 7)) * (1 + right, that between -7 and 7)."""

@@ -42,6 +42,27 @@ class AttentionSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertSpec:
+    """Of many gated MLPs each token is computed by the few that suit it best: how they are chosen and weighed.
+
+    A router's logits become scores: by a softmax, by sigmoids, or as they are, with a softmax over the chosen ones. The
+    highest are chosen, among those of the best groups where there are groups, and of equal ones the first. A bias
+    counts for that choice alone."""
+
+    count: int
+    chosen: int  # for each token
+    hidden: int  # of each
+    act: str = "silu"
+    scoring: Literal["softmax", "sigmoid", "softmax_chosen"] = "softmax"
+    renormalize: bool = False  # the chosen scores are divided by their sum
+    scale: float = 1.0  # of what all of them give
+    choice_bias: bool = False
+    groups: int = 1  # of neighbours, equally large
+    chosen_groups: int = 1
+    group_score: Literal["max", "top2"] = "top2"  # a group is as good as its best, or as the sum of its two best
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
     arch: str  # a key of model.registry
     layers: int
@@ -59,6 +80,9 @@ class ModelSpec:
     gain_offset: float = 0.0  # what is added to the gain of every norm
     layer_attn: tuple[AttentionSpec, ...] = ()  # of each layer, where they differ; all have the heads of `attn`
     biases: frozenset[str] | None = None  # parts of a layer that have one; None: the checkpoint does not say
+    experts: ExpertSpec | None = None  # in place of the MLP
+    dense: frozenset[int] = frozenset()  # layers that have an MLP nonetheless
+    shared_hidden: int = 0  # of an MLP beside the experts, which computes every token; 0: none
 
     def attention(self, layer: int) -> AttentionSpec:
         return self.layer_attn[layer] if self.layer_attn else self.attn

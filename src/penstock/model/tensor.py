@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
@@ -68,6 +69,13 @@ class Tensor:
     shape: tuple[int, ...]  # rows first: a matrix is (out, in)
     data: NDArray[np.uint8]  # flat bytes, usually a view of the mapped file
     scales: Scales | None = None
+
+
+class Stack(NamedTuple):
+    """A matrix to pack, made of parts one above the other."""
+
+    parts: Sequence[Tensor]
+    bias: Sequence[Tensor | None]  # of each
 
 
 def some_rows(tensor: Tensor, first: int, last: int) -> Tensor:

@@ -9,7 +9,8 @@ import numpy as np
 
 from penstock.errors import MalformedFile
 from penstock.model.quant import dequantize
-from penstock.model.tensor import FORMATS, Tensor
+from penstock.model.spec import ExpertSpec
+from penstock.model.tensor import FORMATS, Stack, Tensor
 
 
 class Packs(Protocol):
@@ -18,6 +19,8 @@ class Packs(Protocol):
     def pack_matrix(self, parts: Any, bias: Any) -> Any: ...
 
     def pack_vector(self, tensor: Tensor) -> Any: ...
+
+    def pack_experts(self, up: Any, down: Any, choice_bias: Any) -> Any: ...
 
 
 class Packer:
@@ -38,11 +41,15 @@ class Packer:
 
     def matrix(self, *parts: tuple[str, int], width: int) -> Any:
         """One weight of several named parts (name, rows) stacked; a part's bias is its name + ".bias"."""
-        tensors = [self._take(name, (rows, width)) for name, rows in parts]
-        biases = [
-            self._take(f"{name}.bias", (rows,)) if f"{name}.bias" in self._tensors else None for name, rows in parts
-        ]
-        return self._backend.pack_matrix(tensors, biases)
+        return self._backend.pack_matrix(*self._stack(*parts, width=width))
+
+    def experts(self, layer: str, spec: ExpertSpec, width: int) -> Any:
+        """All experts of a layer, and the bias of their choice."""
+        names = [f"{layer}.experts.{expert}" for expert in range(spec.count)]
+        up = [self._stack((f"{name}.gate", spec.hidden), (f"{name}.up", spec.hidden), width=width) for name in names]
+        down = [self._stack((f"{name}.down", width), width=spec.hidden) for name in names]
+        choice_bias = self._take(f"{layer}.choice_bias", (spec.count,)) if spec.choice_bias else None
+        return self._backend.pack_experts(up, down, choice_bias)
 
     def check_all_used(self) -> None:
         """A tensor that nothing asked for means the model would be computed wrongly."""
@@ -53,6 +60,13 @@ class Packer:
                 f"{len(unused)} tensors of the checkpoint have no place in this architecture: {names}"
                 f"{' ...' if len(unused) > 4 else ''}"
             )
+
+    def _stack(self, *parts: tuple[str, int], width: int) -> Stack:
+        tensors = [self._take(name, (rows, width)) for name, rows in parts]
+        biases = [
+            self._take(f"{name}.bias", (rows,)) if f"{name}.bias" in self._tensors else None for name, rows in parts
+        ]
+        return Stack(tensors, biases)
 
     def _take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         tensor = self._tensors.get(name)

@@ -79,6 +79,25 @@ class Program:
     ) -> None: ...
     def activate(self, x: int, out: int, act: str) -> None: ...
     def embed_positions(self, table: Weight, out: int) -> None: ...
+    def experts(
+        self,
+        x: int,
+        scores: int,
+        up: list[Weight],
+        down: list[Weight],
+        choice_bias: NDArray[np.float32],
+        out: int,
+        *,
+        chosen: int,
+        act: str,
+        scoring: str,
+        renormalize: bool,
+        scale: float,
+        groups: int,
+        chosen_groups: int,
+        group_score: str,
+    ) -> None:
+        """`choice_bias` has no values where there is none."""
     def keep(self, buffer: int) -> None:
         """The buffer's rows can be read after a step: whoever adds ops after this leaves it alone."""
     def answer(self, buffer: int) -> None: ...

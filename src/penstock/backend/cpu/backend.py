@@ -9,14 +9,14 @@ import numpy as np
 from penstock.backend.base import Batch, Floats, Footprint, Held, Ints, Mask, Model, Ticket
 from penstock.backend.cpu import _native
 from penstock.backend.cpu.record import record
-from penstock.backend.cpu.weights import Packing, pack_vector
+from penstock.backend.cpu.weights import Bank, Packing, pack_vector
 from penstock.backend.pool import Pools
 from penstock.backend.sample import answers
 from penstock.backend.timing import time_step
 from penstock.config import available_memory, available_threads
 from penstock.errors import ConfigError
 from penstock.model.spec import ModelSpec
-from penstock.model.tensor import FLOAT8, Tensor
+from penstock.model.tensor import FLOAT8, Stack, Tensor
 from penstock.types import StepResult, TokenLogprob
 
 KV_TYPES = ("f16", "f32", "int8")
@@ -58,6 +58,9 @@ class CpuBackend:
 
     def pack_vector(self, tensor: Tensor) -> Floats:
         return pack_vector(tensor)
+
+    def pack_experts(self, up: Sequence[Stack], down: Sequence[Stack], choice_bias: Tensor | None) -> Bank:
+        return self._packing.experts(up, down, choice_bias)
 
     def load(self, model: Model) -> None:
         self._packing.finish()

@@ -11,7 +11,8 @@ import numpy as np
 
 from penstock.backend.base import Floats, Model
 from penstock.backend.cpu._native import Program, Weight
-from penstock.model.spec import AttentionSpec, RopeSpec
+from penstock.backend.cpu.weights import Bank
+from penstock.model.spec import AttentionSpec, ExpertSpec, RopeSpec
 
 NOTHING_TURNS = -1
 
@@ -151,6 +152,30 @@ class Recorder:
     def embed_positions(self, table: Weight) -> Value:
         out = self._value("T", table.width)
         self._add((), (out,), lambda out: self.program.embed_positions(table, out))
+        return out
+
+    def experts(self, x: Value, scores: Value, bank: Bank, spec: ExpertSpec) -> Value:
+        out = self._value("T", x.width)
+        if any(map(self.program.prepares, bank.up)):
+            self.prepared.add(x.id)
+
+        def emit(x: int, scores: int, out: int) -> None:
+            self.program.experts(
+                x,
+                scores,
+                *bank,
+                out,
+                chosen=spec.chosen,
+                act=spec.act,
+                scoring=spec.scoring,
+                renormalize=spec.renormalize,
+                scale=spec.scale,
+                groups=spec.groups,
+                chosen_groups=spec.chosen_groups,
+                group_score=spec.group_score,
+            )
+
+        self._add((x, scores), (out,), emit)
         return out
 
     def _value(self, symbol: str, width: int) -> Value:

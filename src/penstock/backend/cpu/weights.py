@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,10 +11,18 @@ from numpy.typing import NDArray
 from penstock.backend.base import Floats
 from penstock.backend.cpu._native import Weight, fill_parts
 from penstock.model.quant import dequantize
-from penstock.model.tensor import FLOAT8, FORMATS, Tensor, some_rows
+from penstock.model.tensor import FLOAT8, FORMATS, Stack, Tensor, some_rows
 
 BATCH_BYTES = 1 << 28  # packed in one go: an interrupt has to wait for as much
 AT_ONCE = 1 << 24  # values widened together
+
+
+class Bank(NamedTuple):
+    """Of all experts of a layer."""
+
+    up: list[Weight]
+    down: list[Weight]
+    choice_bias: Floats  # empty where there is none
 
 
 class Packing:
@@ -36,6 +45,10 @@ class Packing:
         if self._bytes >= BATCH_BYTES:
             self.finish()
         return weight
+
+    def experts(self, up: Sequence[Stack], down: Sequence[Stack], choice_bias: Tensor | None) -> Bank:
+        bias = np.zeros(0, np.float32) if choice_bias is None else pack_vector(choice_bias)
+        return Bank([self.matrix(*stack) for stack in up], [self.matrix(*stack) for stack in down], bias)
 
     def _readable(self, part: Tensor) -> Tensor:
         """There are no kernels for values of 8 bits with exponents: they become BF16, which is far finer."""

@@ -34,10 +34,10 @@ from penstock.backend.pool import with_pooled
 from penstock.backend.ref.batches import greedy_batch, greedy_rows
 from penstock.backend.sample import answers
 from penstock.backend.timing import time_step
-from penstock.errors import ConfigError, OutOfMemory
+from penstock.errors import ConfigError, OutOfMemory, UnsupportedModel
 from penstock.model.quant import dequantize
 from penstock.model.spec import ModelSpec
-from penstock.model.tensor import Tensor
+from penstock.model.tensor import Stack, Tensor
 from penstock.types import StepResult
 
 log = logging.getLogger(__name__)
@@ -116,6 +116,9 @@ class CudaBackend:
 
     def pack_vector(self, tensor: Tensor) -> Any:
         return torch.from_numpy(dequantize(tensor).copy()).to(self._device)
+
+    def pack_experts(self, up: Sequence[Stack], down: Sequence[Stack], choice_bias: Tensor | None) -> Any:
+        raise UnsupportedModel("a GPU computes no experts yet; use --device cpu")
 
     def load(self, model: Model) -> None:
         with shortage(f"the workspace of {self._sizes}"):

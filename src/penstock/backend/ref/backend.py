@@ -10,13 +10,13 @@ import numpy as np
 from penstock.backend.base import LAST_SAMPLED, Batch, Floats, Footprint, Held, Ints, Model, Ticket
 from penstock.backend.pool import Pools
 from penstock.backend.ref.batches import greedy_batch
-from penstock.backend.ref.ops import Cache, Matrix, RefOps
+from penstock.backend.ref.ops import Bank, Cache, Matrix, RefOps
 from penstock.backend.sample import sample
 from penstock.backend.timing import time_step
 from penstock.config import available_memory
 from penstock.model.quant import dequantize
 from penstock.model.spec import ModelSpec
-from penstock.model.tensor import Tensor
+from penstock.model.tensor import Stack, Tensor
 from penstock.types import StepResult
 
 
@@ -41,6 +41,10 @@ class RefBackend:
 
     def pack_vector(self, tensor: Tensor) -> Floats:
         return dequantize(tensor)
+
+    def pack_experts(self, up: Sequence[Stack], down: Sequence[Stack], choice_bias: Tensor | None) -> Bank:
+        up_down = [(self.pack_matrix(*one), self.pack_matrix(*other)) for one, other in zip(up, down, strict=True)]
+        return Bank(up_down, None if choice_bias is None else dequantize(choice_bias))
 
     def load(self, model: Model) -> None:
         """A pass over no tokens shows which layers keep keys and values, and how wide they are."""

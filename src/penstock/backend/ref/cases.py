@@ -19,8 +19,8 @@ from penstock.backend.ref.batches import Chunk, blocks_for, greedy_batch, random
 from penstock.model import rope
 from penstock.model.ops import Ops
 from penstock.model.quant import LAYOUTS
-from penstock.model.spec import AttentionSpec, RopeSpec
-from penstock.model.tensor import FORMATS, Tensor
+from penstock.model.spec import AttentionSpec, ExpertSpec, RopeSpec
+from penstock.model.tensor import FORMATS, Stack, Tensor
 
 Random = np.random.Generator
 BLOCK_SIZE = 16
@@ -32,18 +32,19 @@ BYTE = 2e-2  # 8 bits, in blocks, for activations
 LINEAR_TOLERANCE = dict.fromkeys(FORMATS, BYTE) | {"F32": FLOAT, "F16": HALF, "BF16": HALF}
 
 
-class Stack(NamedTuple):
-    """A matrix to pack."""
+class Experts(NamedTuple):
+    """A bank to pack."""
 
-    parts: Sequence[Tensor]
-    bias: Sequence[Tensor | None]
+    up: Sequence[Stack]
+    down: Sequence[Stack]
+    choice_bias: Tensor | None
 
 
 class Trial(NamedTuple):
     """One op on concrete inputs: `forward(ops, *packed weights)`, run over the steps."""
 
     forward: Callable[..., Any]
-    weights: Sequence[Stack | Tensor]
+    weights: Sequence[Stack | Tensor | Experts]
     steps: Sequence[Batch]
     num_blocks: int = 1
 
@@ -73,13 +74,18 @@ class OneOp:
 
 def run(trial: Trial, backend: Shows) -> list[Floats]:
     """What each step of the trial gives."""
-    packed = [
-        backend.pack_vector(weight) if isinstance(weight, Tensor) else backend.pack_matrix(*weight)
-        for weight in trial.weights
-    ]
-    backend.load(OneOp(trial.forward, packed))
+    backend.load(OneOp(trial.forward, [pack(weight, backend) for weight in trial.weights]))
     backend.reserve_kv(trial.num_blocks, BLOCK_SIZE)
     return [pooled(backend, batch) if batch.pools else backend.logits(batch) for batch in trial.steps]
+
+
+def pack(weight: Stack | Tensor | Experts, backend: Backend) -> Any:
+    match weight:
+        case Tensor():
+            return backend.pack_vector(weight)
+        case Experts():
+            return backend.pack_experts(*weight)
+    return backend.pack_matrix(*weight)
 
 
 def pooled(backend: Backend, batch: Batch) -> Floats:
@@ -239,6 +245,46 @@ def embed_positions(rng: Random, *, format: str, width: int) -> Trial:
     )
 
 
+def experts(
+    rng: Random,
+    *,
+    spec: ExpertSpec,
+    tokens: int,
+    width: int = 64,
+    format: str = "F32",
+    bias: bool = False,
+    same: bool = False,  # experts are chosen by all tokens
+) -> Trial:
+    """A token's logits are the first values of its input: numbers that no precision rounds, and the last two equal. The
+    first one is the lowest."""
+
+    def forward(ops: Ops[Any], table: Any, router: Any, bank: Any) -> Any:
+        x = ops.embed(table)
+        return ops.experts(x, ops.linear(x, router), bank, spec)
+
+    table = inputs(rng, tokens, width)
+    logits = np.tile(np.arange(spec.count) / 16 - 1, (1 if same else tokens, 1))
+    rng.permuted(logits[:, 1:], axis=1, out=logits[:, 1:])
+    logits[:, -1] = logits[:, -2]
+    table.parts[0].data.view(np.float32).reshape(tokens, width)[:, : spec.count] = logits
+
+    def stack(parts: int, rows: int, width: int) -> Stack:
+        biases = [random_tensor(rng, "F32", rows) if bias else None for _ in range(parts)]
+        return Stack([random_tensor(rng, format, rows, width) for _ in range(parts)], biases)
+
+    bank = Experts(
+        [stack(2, spec.hidden, width) for _ in range(spec.count)],
+        [stack(1, width, spec.hidden) for _ in range(spec.count)],
+        random_tensor(rng, "F32", spec.count) if spec.choice_bias else None,
+    )
+    return Trial(forward, [table, Stack([identity(spec.count, width)], [None]), bank], all_at_once(tokens))
+
+
+def identity(rows: int, width: int) -> Tensor:
+    values = np.eye(rows, width, dtype=np.float32)
+    return Tensor("identity", FORMATS["F32"], values.shape, values.reshape(-1).view(np.uint8))
+
+
 def attention(
     heads: int,
     kv_heads: int,
@@ -256,6 +302,12 @@ def attention(
 HALVES = partial(attention, interleaved=False)
 PAIRS = partial(attention, interleaved=True)
 SOME_HALVES, SOME_PAIRS = (partial(kind, turned=6, scale=1.2) for kind in (HALVES, PAIRS))
+
+TWO = ExpertSpec(8, 2, 32, renormalize=True)
+BEST_GROUPS = replace(TWO, groups=4, chosen_groups=2, scale=2.5, group_score="max")
+BIASED_GROUPS = replace(TWO, chosen=3, groups=2, scoring="sigmoid", choice_bias=True, scale=1.5)
+CLAMPED = replace(TWO, chosen=4, scoring="softmax_chosen", act="clamped")
+WIDE = ExpertSpec(4, 2, 256)
 
 CASES = (
     *(Case("embed", f, f, EXACT, partial(embed, format=f, tokens=7, width=256)) for f in FORMATS),
@@ -294,6 +346,28 @@ CASES = (
     Case("gated", "one token", "F32", FLOAT, partial(gated, tokens=1, hidden=1536)),
     Case("gated", "odd width", "F32", FLOAT, partial(gated, tokens=5, hidden=33)),
     Case("pool", "two steps", "F32", FLOAT, pool),
+    Case("experts", "two of eight", "F32", FLOAT, partial(experts, spec=TWO, tokens=9)),
+    Case("experts", "one token", "F32", FLOAT, partial(experts, spec=TWO, tokens=1)),
+    Case("experts", "one of three", "F32", FLOAT, partial(experts, spec=ExpertSpec(3, 1, 16), tokens=5)),
+    Case("experts", "all of them", "F32", FLOAT, partial(experts, spec=ExpertSpec(5, 5, 16), tokens=4)),
+    Case("experts", "many", "F32", FLOAT, partial(experts, spec=ExpertSpec(160, 8, 16), tokens=7, width=160)),
+    Case("experts", "odd widths", "F32", FLOAT, partial(experts, spec=ExpertSpec(6, 2, 21), tokens=7, width=33)),
+    Case("experts", "the same", "F32", FLOAT, partial(experts, spec=replace(TWO, chosen=1), tokens=130, same=True)),
+    Case("experts", "best groups", "F32", FLOAT, partial(experts, spec=BEST_GROUPS, tokens=9)),
+    Case("experts", "biased groups", "F32", FLOAT, partial(experts, spec=BIASED_GROUPS, tokens=9)),
+    Case("experts", "clamped, biases", "F32", FLOAT, partial(experts, spec=CLAMPED, tokens=9, bias=True)),
+    Case("experts", "gelu", "F32", FLOAT, partial(experts, spec=replace(TWO, act="gelu_tanh"), tokens=3)),
+    *(
+        Case(
+            "experts", f"{f}, {t} tokens", f, 3 * tolerance, partial(experts, spec=WIDE, tokens=t, width=256, format=f)
+        )
+        for f, tolerance in LINEAR_TOLERANCE.items()
+        if f in ("F16", "BF16", "Q4_0", "Q8_0", "Q4_K", "Q6_K", "MXFP4")
+        for t in (1, 40)
+    ),
+    Case(
+        "experts", "Q8_0, biases", "Q8_0", 3 * BYTE, partial(experts, spec=CLAMPED, tokens=9, format="Q8_0", bias=True)
+    ),
     Case("take_sampled", "some", "F32", EXACT, partial(take_sampled, wanted=((5, 1), (1, 0), (7, 3), (2, 2)))),
     Case("add_layer_norm", "one token", "F32", FLOAT, partial(add_layer_norm, tokens=1, width=576)),
     Case("add_layer_norm", "odd width", "F32", FLOAT, partial(add_layer_norm, tokens=5, width=33)),

@@ -5,6 +5,7 @@ Symbols: T tokens in the step, S of them whose logits are wanted, C positions of
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import erfc
@@ -13,13 +14,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.backend.base import Batch, Floats, Ints
-from penstock.model.spec import AttentionSpec, RopeSpec
+from penstock.model.spec import AttentionSpec, ExpertSpec, RopeSpec
 
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
     weight: Floats  # [out, in]
     bias: Floats | None  # [out]
+
+
+@dataclass(frozen=True, slots=True)
+class Bank:
+    experts: Sequence[tuple[Matrix, Matrix]]  # up and down of each
+    choice_bias: Floats | None  # [count]
 
 
 class Cache:
@@ -77,7 +84,7 @@ class RefOps:
 
     def gated(self, x: Floats, act: str) -> Floats:
         left, right = np.split(x, 2, axis=-1)
-        return ACTS[act](left) * right
+        return clamped(left, right) if act == "clamped" else ACTS[act](left) * right
 
     def add(self, x: Floats, y: Floats) -> Floats:
         return x + y
@@ -106,6 +113,15 @@ class RefOps:
 
     def embed_positions(self, table: Matrix) -> Floats:
         return table.weight[self.batch.positions]
+
+    def experts(self, x: Floats, scores: Floats, bank: Bank, spec: ExpertSpec) -> Floats:
+        chosen, weights = choose(scores, bank.choice_bias, spec)
+        out = np.zeros_like(x)
+        for expert, (up, down) in enumerate(bank.experts):
+            rows, ranks = np.nonzero(chosen == expert)
+            y = self.linear(self.gated(self.linear(x[rows], up), spec.act), down)
+            out[rows] += weights[rows, ranks, None] * y
+        return out
 
     def _row_tokens(self) -> list[slice]:
         starts = self.batch.row_start.tolist()
@@ -180,6 +196,52 @@ def soft_capped(x: Floats, cap: float) -> Floats:
     return y
 
 
+def choose(logits: Floats, bias: Floats | None, spec: ExpertSpec) -> tuple[NDArray[np.intp], Floats]:
+    """Each token's experts, the best one first, and their weights: [T, count] -> 2 * [T, chosen]."""
+    scores = SCORINGS[spec.scoring](logits)
+    choice = scores if bias is None else scores + bias
+    chosen = highest(np.where(in_best_groups(choice, spec), choice, -np.inf), spec.chosen)
+    weights = np.take_along_axis(scores, chosen, axis=1)
+    if spec.scoring == "softmax_chosen":
+        weights = softmax(weights)
+    if spec.renormalize:
+        weights = weights / (weights.sum(axis=1, keepdims=True) + np.float32(1e-20))
+    return chosen, weights * np.float32(spec.scale)
+
+
+def in_best_groups(choice: Floats, spec: ExpertSpec) -> NDArray[np.bool_]:
+    """Whether each expert may be chosen: [T, count]."""
+    size = spec.count // spec.groups
+    groups = np.sort(choice.reshape(len(choice), spec.groups, size), axis=2)
+    best = groups[..., -1:] if spec.group_score == "max" else groups[..., -2:]
+    allowed = np.zeros((len(choice), spec.groups), np.bool_)
+    np.put_along_axis(allowed, highest(best.sum(axis=2), spec.chosen_groups), True, axis=1)
+    return np.repeat(allowed, size, axis=1)
+
+
+def highest(x: Floats, count: int) -> NDArray[np.intp]:
+    """Where the highest values of each row are, the first of equal ones first: [T, count]."""
+    return np.argsort(-x, axis=1, kind="stable")[:, :count]
+
+
+def softmax(x: Floats) -> Floats:
+    powers = np.exp(x - x.max(axis=1, keepdims=True))
+    y: Floats = powers / powers.sum(axis=1, keepdims=True)
+    return y
+
+
+def sigmoid(x: Floats) -> Floats:
+    with np.errstate(over="ignore"):
+        y: Floats = np.reciprocal(1 + np.exp(-x))
+    return y
+
+
+def clamped(left: Floats, right: Floats) -> Floats:
+    low = np.minimum(left, np.float32(7))
+    y: Floats = low * sigmoid(np.float32(1.702) * low) * (1 + np.clip(right, np.float32(-7), np.float32(7)))
+    return y
+
+
 def silu(x: Floats) -> Floats:
     with np.errstate(over="ignore"):  # of exp, where the answer is 0 anyway
         y: Floats = x / (1 + np.exp(-x))
@@ -202,3 +264,8 @@ def relu(x: Floats) -> Floats:
 
 
 ACTS = {"silu": silu, "gelu": gelu, "gelu_tanh": gelu_tanh, "relu": relu}
+SCORINGS: dict[str, Callable[[Floats], Floats]] = {
+    "softmax": softmax,
+    "sigmoid": sigmoid,
+    "softmax_chosen": lambda logits: logits,
+}

@@ -44,6 +44,17 @@ struct Buffer {
   // Rows are an odd number of cache lines apart: the same place of many rows must not fall into one set of a cache.
   size_t code_stride() const { return width / BLOCK | 1; }
   size_t bfloat_stride() const { return ((width + BLOCK - 1) / BLOCK | 1) * BLOCK; }
+
+  void make_room(size_t rows) {
+    floats = Memory(rows * width * sizeof(float));
+    if (coded) codes = Memory(rows * code_stride() * sizeof(CodeBlock));
+    if (bfloat) bfloats = Memory(rows * bfloat_stride() * sizeof(uint16_t));
+    data = floats.as<float>();
+  }
+  void prepare(const Kernels& kernels, size_t r) const {
+    if (coded) kernels.quantize(row(r), width, middles(), code_row(r));
+    if (bfloat) kernels.to_bfloats(row(r), width, bfloat_row(r));
+  }
 };
 
 // Up to 16 tokens of one row, which attend together.

@@ -61,6 +61,8 @@ struct Kernels {
                    float* out);
   void (*gate)(const float* x, size_t hidden, float* out);       // silu(x[:hidden]) * x[hidden:]
   void (*gelu_gate)(const float* x, size_t hidden, float* out);  // the same with gelu, as tanh approximates it
+  // min(x[:hidden], 7) * sigmoid(1.702 * that) * (1 + x[hidden:], between -7 and 7)
+  void (*clamped_gate)(const float* x, size_t hidden, float* out);
   void (*rotate)(const float* x, size_t dim, const Rotation& rotation, float scale, float* out);
   // One step of a running softmax over n scores, which become weights; `out` [padded] is rescaled to the new maximum.
   void (*soften)(float* scores, size_t n, float& maximum, float& sum, size_t padded, float* out);

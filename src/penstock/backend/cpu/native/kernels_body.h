@@ -93,10 +93,19 @@ void activate(const float* x, size_t n, float* out) {
 }
 
 template <F (*ACT)(F)>
+inline F gated(F left, F right) {
+  return mul(ACT(left), right);
+}
+
+inline F clamped(F left, F right) {
+  const F low = min(left, all(7.0f));
+  return mul(times_sigmoid(low, mul(all(1.702f), low)), add(all(1.0f), max(min(right, all(7.0f)), all(-7.0f))));
+}
+
+template <F (*GATE)(F, F)>
 void gate(const float* x, size_t hidden, float* out) {
   by_lanes(hidden, [&](size_t i, size_t n) {
-    const F left = load_some(x + i, n), right = load_some(x + hidden + i, n);
-    store_some(out + i, mul(ACT(left), right), n);
+    store_some(out + i, GATE(load_some(x + i, n), load_some(x + hidden + i, n)), n);
   });
 }
 
@@ -299,8 +308,9 @@ constexpr Kernels table(Types<Q...>) {
       nullptr,
       quantize,
       add_norm,
-      gate<silu>,
-      gate<gelu_tanh>,
+      gate<gated<silu>>,
+      gate<gated<gelu_tanh>>,
+      gate<clamped>,
       rotate,
       soften,
       scale,

@@ -17,61 +17,64 @@ struct Rows {
   size_t stride;  // bytes
 };
 
+Rows rows_for(const Kernels& kernels, const Buffer& from, Format format, size_t row) {
+  if (format >= Format::QUANTIZED) return {from.code_row(row), from.code_stride() * sizeof(CodeBlock)};
+  if (format == Format::BF16 && kernels.to_bfloats) return {from.bfloat_row(row), from.bfloat_stride() * 2};
+  return {from.row(row), from.width * sizeof(float)};
+}
+
+size_t panels_of(const Weight& weight, bool gated) { return gated ? weight.panels() / 2 : weight.panels(); }
+
 struct Product {
   int x, out;
   std::shared_ptr<const Weight> weight;
   bool gated;
 
-  size_t panels() const { return gated ? weight->panels() / 2 : weight->panels(); }
-
-  size_t chunk_panels(unsigned workers) const {
-    const size_t panel_bytes = divide_up(weight->bytes(), panels());
-    const size_t wanted = std::max(CHUNK_BYTES / panel_bytes, divide_up(panels(), workers * CHUNKS_PER_WORKER));
-    return divide_up(std::max<size_t>(wanted, 1), TILE_PANELS) * TILE_PANELS;
-  }
+  size_t panels() const { return panels_of(*weight, gated); }
 
   size_t chunks(const Frame& frame) const {
-    return divide_up(panels(), chunk_panels(frame.workers)) * divide_up(frame.rows(x), BAND);
+    return divide_up(panels(), panels_at_once(*weight, gated, 1, frame.workers)) * divide_up(frame.rows(x), BAND);
   }
 
   void run(const Frame& frame, size_t chunk) const {
-    const size_t bands = divide_up(frame.rows(x), BAND), step = chunk_panels(frame.workers);
-    const size_t last = std::min((chunk / bands + 1) * step, panels());
-    for (size_t panel = chunk / bands * step; panel < last;) {
-      const Run run = weight->panels(panel, last - panel);
-      run_panels(frame, run, gated ? weight->panels(panel + panels(), 1).data : nullptr, chunk % bands * BAND);
-      panel += run.panels;
-    }
-  }
-
-  Rows rows_for(const Frame& frame, Format format, size_t row) const {
-    const Buffer& from = frame.buffers[size_t(x)];
-    if (format >= Format::QUANTIZED) return {from.code_row(row), from.code_stride() * sizeof(CodeBlock)};
-    if (format == Format::BF16 && frame.kernels.to_bfloats) return {from.bfloat_row(row), from.bfloat_stride() * 2};
-    return {from.row(row), from.width * sizeof(float)};
-  }
-
-  void run_panels(const Frame& frame, const Run& run, const std::byte* partners, size_t row) const {
-    const Buffer& to = frame.buffers[size_t(out)];
-    const Rows from = rows_for(frame, run.part->format, row);
-    frame.kernels.product[size_t(run.part->format)]({
-        .panels = run.data,
-        .partners = partners,
-        .panel_bytes = run.part->panel_bytes,
-        .width = weight->width(),
-        .x = static_cast<const std::byte*>(from.data),
-        .x_stride = from.stride,
-        .rows = std::min(BAND, frame.rows(x) - row),
-        .middles = frame.buffers[size_t(x)].middles(),
-        .bias = weight->bias(run.column),
-        .y = to.row(row) + run.column,
-        .y_stride = to.width,
-        .columns = run.columns,
-    });
+    const size_t bands = divide_up(frame.rows(x), BAND), step = panels_at_once(*weight, gated, 1, frame.workers);
+    const size_t row = chunk % bands * BAND, first = chunk / bands * step;
+    multiply(frame.kernels, frame.buffers[size_t(x)], row, std::min(BAND, frame.rows(x) - row), *weight, gated, first,
+             std::min(first + step, panels()), frame.buffers[size_t(out)]);
   }
 };
 
 }  // namespace
+
+size_t panels_at_once(const Weight& weight, bool gated, size_t products, unsigned workers) {
+  const size_t panels = panels_of(weight, gated), panel_bytes = divide_up(weight.bytes(), panels);
+  const size_t share = divide_up(products * panels, workers * CHUNKS_PER_WORKER);
+  const size_t wanted = std::max(CHUNK_BYTES / panel_bytes, share);
+  return divide_up(std::max<size_t>(wanted, 1), TILE_PANELS) * TILE_PANELS;
+}
+
+void multiply(const Kernels& kernels, const Buffer& x, size_t row, size_t rows, const Weight& weight, bool gated,
+              size_t first_panel, size_t last_panel, const Buffer& out) {
+  for (size_t panel = first_panel; panel < last_panel;) {
+    const Run run = weight.panels(panel, last_panel - panel);
+    const Rows from = rows_for(kernels, x, run.part->format, row);
+    kernels.product[size_t(run.part->format)]({
+        .panels = run.data,
+        .partners = gated ? weight.panels(panel + panels_of(weight, gated), 1).data : nullptr,
+        .panel_bytes = run.part->panel_bytes,
+        .width = weight.width(),
+        .x = static_cast<const std::byte*>(from.data),
+        .x_stride = from.stride,
+        .rows = rows,
+        .middles = x.middles(),
+        .bias = weight.bias(run.column),
+        .y = out.row(row) + run.column,
+        .y_stride = out.width,
+        .columns = run.columns,
+    });
+    panel += run.panels;
+  }
+}
 
 Phase linear_phase(int x, std::shared_ptr<const Weight> weight, int out, bool gated) {
   const Product product = {x, out, std::move(weight), gated};

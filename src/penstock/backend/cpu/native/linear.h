@@ -11,4 +11,11 @@ namespace penstock {
 // `gated`: silu(x @ first half of the weight) * (x @ second half), for a weight that is gateable.
 Phase linear_phase(int x, std::shared_ptr<const Weight> weight, int out, bool gated);
 
+// The same of some rows, at most BAND, and panels (of the first half, if gated).
+void multiply(const Kernels& kernels, const Buffer& x, size_t row, size_t rows, const Weight& weight, bool gated,
+              size_t first_panel, size_t last_panel, const Buffer& out);
+
+// A fair share of the panels for a chunk, where that many products are shared out.
+size_t panels_at_once(const Weight& weight, bool gated, size_t products, unsigned workers);
+
 }  // namespace penstock

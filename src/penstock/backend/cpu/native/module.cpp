@@ -76,6 +76,13 @@ std::pair<std::vector<int32_t>, std::vector<Scored>> sample(
   return {std::move(answers.tokens), std::move(scored)};
 }
 
+Choice::Scoring scoring_of(const std::string& name) {
+  if (name == "softmax") return Choice::SOFTMAX;
+  if (name == "sigmoid") return Choice::SIGMOID;
+  if (name == "softmax_chosen") return Choice::SOFTMAX_CHOSEN;
+  throw nb::value_error(("no scoring " + name).c_str());
+}
+
 NB_MODULE(_native, m) {
   nb::set_leak_warnings(false);  // a process may end while it holds a model
 
@@ -138,6 +145,17 @@ NB_MODULE(_native, m) {
            "x"_a, "residual"_a.none(), "gain"_a.noconvert(), "bias"_a.noconvert(), "eps"_a, "out"_a, "total"_a.none())
       .def("activate", &Program::activate, "x"_a, "out"_a, "act"_a)
       .def("embed_positions", &Program::embed_positions, "table"_a, "out"_a)
+      .def("experts",
+           [](Program& program, int x, int scores, std::vector<std::shared_ptr<const Weight>> up,
+              std::vector<std::shared_ptr<const Weight>> down, Array<const float, 1> choice_bias, int out, size_t chosen,
+              const std::string& act, const std::string& scoring, bool renormalize, float scale, size_t groups,
+              size_t chosen_groups, const std::string& group_score) {
+             const Choice choice = {up.size(),     chosen,        scoring_of(scoring),   renormalize,        scale, groups,
+                                    chosen_groups, group_score == "top2", copied(choice_bias)};
+             program.experts(x, scores, {std::move(up), std::move(down)}, choice, act, out);
+           },
+           "x"_a, "scores"_a, "up"_a, "down"_a, "choice_bias"_a.noconvert(), "out"_a, nb::kw_only(), "chosen"_a, "act"_a,
+           "scoring"_a, "renormalize"_a, "scale"_a, "groups"_a, "chosen_groups"_a, "group_score"_a)
       .def("keep", &Program::keep, "buffer"_a)
       .def("answer", &Program::answer, "buffer"_a)
       .def("reserve_kv", &Program::reserve_kv, "blocks"_a, "block_size"_a)

@@ -87,8 +87,7 @@ void Program::each_row(int out, std::function<void(const Frame&, size_t row)> ro
     const size_t last = std::min((chunk + 1) * CHUNK_ROWS, frame.rows(out));
     for (size_t r = chunk * CHUNK_ROWS; r < last; ++r) {
       row(frame, r);
-      if (buffer.coded) frame.kernels.quantize(buffer.row(r), buffer.width, buffer.middles(), buffer.code_row(r));
-      if (buffer.bfloat) frame.kernels.to_bfloats(buffer.row(r), buffer.width, buffer.bfloat_row(r));
+      buffer.prepare(frame.kernels, r);
     }
   };
   phases_.push_back({chunks, run});
@@ -138,16 +137,21 @@ void Program::add_norm(int x, std::optional<int> residual, std::vector<float> ga
   if (total) prepare_rows(*total);
 }
 
+void Program::take_rows(int x, const Weight& weight) {
+  Buffer& from = buffers_[size_t(x)];
+  require(from.prepared || !prepares(weight), "this weight needs a prepared buffer");
+  from.coded |= weight.coded();
+  from.bfloat |= weight.bfloat() && isa_.kernels->to_bfloats;
+}
+
 void Program::linear(int x, std::shared_ptr<const Weight> weight, int out, bool gated) {
   const Buffer& from = at(x);
   require(from.width == weight->width(), "the weight takes rows of " + std::to_string(weight->width()) +
                                              " values; got " + std::to_string(from.width));
-  require(from.prepared || !prepares(*weight), "this weight needs a prepared buffer");
   require(x != out, "a product needs a buffer of its own");
   require(!gated || weight->gateable(), "a gate needs two equal halves of one quantized format, without a bias");
   at(out, from.symbol, gated ? weight->rows() / 2 : weight->rows());
-  buffers_[size_t(x)].coded |= weight->coded();
-  buffers_[size_t(x)].bfloat |= weight->bfloat() && isa_.kernels->to_bfloats;
+  take_rows(x, *weight);
   phases_.push_back(linear_phase(x, std::move(weight), out, gated));
   prepare_rows(out);
 }
@@ -192,11 +196,18 @@ void Program::norm_qk(int x, std::vector<float> q_gain, size_t q_width, std::vec
   });
 }
 
+Gate Program::gate_of(const std::string& act) const {
+  const std::pair<const char*, Gate> gates[] = {
+      {"silu", isa_.kernels->gate}, {"gelu_tanh", isa_.kernels->gelu_gate}, {"clamped", isa_.kernels->clamped_gate}};
+  for (const auto& [name, gate] : gates)
+    if (act == name) return gate;
+  throw std::invalid_argument("no activation " + act);
+}
+
 void Program::gate(int x, int out, const std::string& act) {
   const Buffer& to = at(out);
   at(x, to.symbol, 2 * to.width);
-  require(act == "silu" || act == "gelu_tanh", "no activation " + act);
-  const auto gate = act == "silu" ? isa_.kernels->gate : isa_.kernels->gelu_gate;
+  const Gate gate = gate_of(act);
   each_row(out, [x, out, gate](const Frame& frame, size_t r) {
     const Buffer& to = frame.buffers[size_t(out)];
     gate(frame.buffers[size_t(x)].row(r), to.width, to.row(r));
@@ -247,6 +258,30 @@ void Program::take_sampled(int x, int out) {
     const Buffer& from = frame.buffers[size_t(x)];
     std::copy_n(from.row(size_t(frame.batch.sampled[r])), from.width, frame.buffers[size_t(out)].row(r));
   });
+}
+
+void Program::experts(int x, int scores, Bank bank, Choice choice, const std::string& act, int out) {
+  bank.check();
+  choice.check();
+  require(bank.up.size() == choice.count, "every expert needs weights");
+  at(x, Symbol::T, bank.width());
+  at(scores, Symbol::T, choice.count);
+  at(out, Symbol::T, bank.width());
+  require(out != x && out != scores, "experts need a buffer of their own");
+  for (const auto& weight : bank.up) take_rows(x, *weight);
+  scratch_floats_ = std::max(scratch_floats_, choice.scratch_floats());
+  auto seating = std::make_shared<Seating>(choice, bank, *isa_.kernels);
+  const auto shared = std::find_if(seatings_.begin(), seatings_.end(),
+                                   [&](const auto& other) { return other->same_shape(*seating); });
+  if (shared == seatings_.end())
+    seatings_.push_back(seating);
+  else
+    seating = *shared;
+  const Gate gate = act == "silu" && bank.gateable() ? nullptr : gate_of(act);
+  const auto mixture =
+      std::make_shared<const Mixture>(Mixture{x, scores, std::move(choice), std::move(bank), gate, std::move(seating)});
+  for (auto& phase : expert_phases(mixture)) phases_.push_back(std::move(phase));
+  each_row(out, [mixture, out](const Frame& frame, size_t r) { mixture->add_up(r, frame.buffers[size_t(out)].row(r)); });
 }
 
 void Program::keep(int buffer) {
@@ -340,16 +375,13 @@ void Program::grow(size_t tokens, size_t sampled) {
   const size_t rows[2] = {tokens, sampled};
   for (auto& buffer : buffers_) {
     const auto symbol = size_t(buffer.symbol);
-    if (rows[symbol] > capacity_[symbol] || !buffer.floats.bytes()) {
-      const size_t wanted = std::bit_ceil(std::max(rows[symbol], capacity_[symbol]));
-      buffer.floats = Memory(wanted * buffer.width * sizeof(float));
-      if (buffer.coded) buffer.codes = Memory(wanted * buffer.code_stride() * sizeof(CodeBlock));
-      if (buffer.bfloat) buffer.bfloats = Memory(wanted * buffer.bfloat_stride() * sizeof(uint16_t));
-    }
+    if (rows[symbol] > capacity_[symbol] || !buffer.floats.bytes())
+      buffer.make_room(std::bit_ceil(std::max(rows[symbol], capacity_[symbol])));
     buffer.data = buffer.floats.as<float>();
   }
   for (size_t symbol : {0, 1})
     if (rows[symbol] > capacity_[symbol]) capacity_[symbol] = std::bit_ceil(rows[symbol]);
+  for (const auto& seating : seatings_) seating->grow(tokens);
   const size_t gathered = frame_.split.empty() ? 0 : frame_.pieces.size() * gathered_floats_ * sizeof(float);
   if (frame_.gathered.bytes() < gathered) frame_.gathered = Memory(std::bit_ceil(gathered));
   for (auto& memory : frame_.scratch)

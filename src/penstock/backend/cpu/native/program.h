@@ -11,6 +11,7 @@
 
 #include "attention.h"
 #include "dispatch.h"
+#include "experts.h"
 #include "frame.h"
 #include "pool.h"
 #include "sample.h"
@@ -32,6 +33,8 @@ struct Answers {
   std::vector<int32_t> tokens;     // of each sampled position
   std::vector<Logprob> logprobs;  // of those that asked for them
 };
+
+using Gate = void (*)(const float* x, size_t hidden, float* out);
 
 class Program {
  public:
@@ -58,6 +61,7 @@ class Program {
                       int out, std::optional<int> total);
   void activate(int x, int out, const std::string& act);
   void embed_positions(std::shared_ptr<const Weight> table, int out);
+  void experts(int x, int scores, Bank bank, Choice choice, const std::string& act, int out);
   void keep(int buffer);    // nothing that is added after this writes to it: its rows can be read after a step
   void answer(int buffer);  // what a step is for; nothing is added after it
 
@@ -79,6 +83,8 @@ class Program {
   // One call of `row` for each row of `out`, which is then prepared.
   void each_row(int out, std::function<void(const Frame&, size_t row)> row);
   void prepare_rows(int buffer);
+  void take_rows(int x, const Weight& weight);  // in the form that products with the weight do
+  Gate gate_of(const std::string& act) const;
   void check_rows(const Step& step) const;
   void check_tokens() const;
   void check_positions(const Step& step) const;
@@ -93,6 +99,7 @@ class Program {
   Cache cache_;
   std::vector<Buffer> buffers_;
   std::vector<Phase> phases_;
+  std::vector<std::shared_ptr<Seating>> seatings_;
   Frame frame_;
   Sampler sampler_;
   std::vector<int32_t> known_;         // the step's tokens
