@@ -25,9 +25,9 @@ def read_hf(config: Fields) -> ModelSpec:
 def read_as(arch: str, config: Fields) -> ModelSpec:
     for key in ("rms_norm_eps", "num_key_value_heads", "head_dim"):
         config.number(key)  # silence would not mean what it does elsewhere
+    spec = config_hf.read_decoder(config, arch, partial=True)
     if TURNED not in config_hf.rope_fields(config):
         config.number(TURNED)
-    spec = config_hf.read_decoder(config, arch, partial=True)
     rope = replace(spec.attn.rope, interleaved=True)
     biases = BIASES if config.flag("attention_bias", True) else frozenset()
     return replace(spec, attn=replace(spec.attn, rope=rope), biases=biases)

@@ -41,7 +41,7 @@ NEUTRAL = (
 def read_hf(config: Fields) -> ModelSpec:
     config.ignore(*NEUTRAL)
     config.require("add_cross_attention", (False,), False)
-    config.require("activation_function", ACTS, "gelu_new")
+    config.require("activation_function", tuple(ACTS), "gelu_new")
     dim, heads = config.size("n_embd"), config.size("n_head")
     spec = ModelSpec(
         arch="gpt2",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,13 +133,20 @@ def check_heads(spec: ModelSpec) -> None:
 
 
 def check_biases(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> None:
-    """A weight that lacks its bias, or has one that nothing speaks of, would be computed with wrongly."""
+    """A weight that lacks its bias, or has one that nothing speaks of, would be computed with wrongly. Where the
+    config does not say, a part has one in all layers or in none."""
+    found = {name for name in tensors if name.endswith(".bias") and name.removesuffix(".bias") in tensors}
     if spec.biases is None:
-        return
-    wanted = {f"{name}.bias" for name in tensors if name.rpartition(".")[2] in spec.biases}
-    found = {name for name in tensors if name.endswith(".bias")}
+        biased = {in_any_layer(name) for name in found}
+        wanted = {f"{name}.bias" for name in tensors if in_any_layer(f"{name}.bias") in biased}
+    else:
+        wanted = {f"{name}.bias" for name in tensors if name.rpartition(".")[2] in spec.biases}
     if odd := sorted(wanted ^ found):
         raise MalformedFile(
             f"the model's config and its tensors disagree about biases: {odd[0]!r} is "
             f"{'missing' if odd[0] in wanted else 'too many'}"
         )
+
+
+def in_any_layer(name: str) -> str:
+    return re.sub(r"\.\d+\.", ".*.", name)
