@@ -22,7 +22,7 @@ from penstock.types import Finished, Limits, Request, SamplingParams, Tokens
 from tests.cuda.device import DEVICE, HALF
 
 GOLDENS = Path(__file__).parents[1] / "models" / "goldens"
-NAMES = sorted(folder.name for folder in GOLDENS.iterdir())
+NAMES = sorted(folder.name for folder in GOLDENS.iterdir() if not folder.name.endswith(("moe", "mixtral", "m2")))
 PRECISIONS = {torch.float32: 1e-5, HALF: 3e-2}
 BLOCK_SIZE = 4
 

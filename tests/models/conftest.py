@@ -81,9 +81,15 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 def write_gguf(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     writer = gguf.GGUFWriter(path, metadata["general.architecture"])
+    add = {
+        bool: writer.add_bool,
+        int: writer.add_uint32,
+        float: writer.add_float32,
+        str: writer.add_string,
+        list: writer.add_array,
+    }
     for key, value in metadata.items():
         if key != "general.architecture":
-            add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, list: writer.add_array}
             add[type(value)](key, value)
     for name, tensor in tensors.items():
         rows = tensor.data.reshape(*tensor.shape[:-1], -1)

@@ -61,7 +61,7 @@ def test_logits_are_those_of_transformers(name: str, file: str, isa: str):
 
 def quantized(tensors: dict[str, Tensor]) -> None:
     for name, tensor in tensors.items():
-        if len(tensor.shape) == 2 and tensor.shape[1] % 32 == 0:
+        if len(tensor.shape) > 1 and tensor.shape[-1] % 32 == 0 and "ffn_gate_inp" not in name:
             data = gguf.quantize(dequantize(tensor), gguf.GGMLQuantizationType.Q8_0)
             tensors[name] = replace(tensor, format=FORMATS["Q8_0"], data=data.reshape(-1))
 

@@ -178,7 +178,7 @@ def test_refused_configs(folder_with, change, error, message):
     [
         ({"general.architecture": "rwkv"}, UnsupportedModel, "general.architecture = 'rwkv'.*supported: llama"),
         ({"llama.attention.clamp_kqv": 8.0}, UnsupportedModel, "llama.attention.clamp_kqv = 8.0"),
-        ({"llama.expert_count": 8}, UnsupportedModel, "llama.expert_count = 8"),
+        ({"llama.expert_count": 8}, MalformedFile, "no llama.expert_used_count"),
         ({"llama.rope.scaling.type": "longrope"}, UnsupportedModel, "llama.rope.scaling.type = 'longrope'"),
         ({"llama.rope.dimension_count": 4}, UnsupportedModel, "llama.rope.dimension_count = 4"),
         ({"llama.attention.value_length": 16}, UnsupportedModel, "llama.attention.value_length = 16"),

@@ -82,7 +82,7 @@ def read_scheme(config: Fields) -> Scheme | None:
 def read_fp8(fields: Fields) -> Scheme:
     fields.refuse_others(FP8_KEYS)
     fields.require("activation_scheme", ("dynamic", "static"), "dynamic")
-    fields.require("fmt", ("e4m3", "e5m2"), "e4m3")
+    fields.require("fmt", ("e4m3", "e5m2", "float8_e4m3fn"), "e4m3")
     return Scheme(fields.sizes("weight_block_size", 2) if "weight_block_size" in fields else None)
 
 

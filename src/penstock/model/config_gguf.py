@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from typing import Literal
 
 from penstock.errors import MalformedFile
 from penstock.model import rope
-from penstock.model.fields import MAX_LAYERS, Fields
+from penstock.model.fields import MAX_EXPERTS, MAX_LAYERS, Fields
 from penstock.model.quant import dequantize
-from penstock.model.spec import AttentionSpec, ModelSpec, RopeSpec
+from penstock.model.spec import AttentionSpec, ExpertSpec, ModelSpec, RopeSpec
 from penstock.model.tensor import Tensor
 
 KEYS = {
@@ -37,6 +38,15 @@ KEYS = {
     "vocab_size",
 }
 RMS_EPS, LAYER_EPS = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
+EXPERTS = {  # keys of those families that have some
+    "expert_feed_forward_length",
+    "expert_gating_func",
+    "expert_group_count",
+    "expert_group_used_count",
+    "expert_weights_norm",
+    "expert_weights_scale",
+}
+SCORINGS: dict[int, Literal["softmax", "sigmoid", "softmax_chosen"]] = {1: "softmax", 2: "sigmoid", 3: "softmax_chosen"}
 WINDOW = "attention.sliding_window"  # a key of those families that have one
 
 
@@ -49,11 +59,13 @@ def read_decoder(
     partial: bool = False,
     eps_key: str = RMS_EPS,
     keys: Collection[str] = (),
+    experts: bool = False,
 ) -> ModelSpec:
     """What all families say in the same words. `keys`: what this one says besides; `interleaved` and `partial` (turns
-    a part of a head): its rope."""
-    config.refuse_others(KEYS.union(keys, (eps_key,)))
-    config.require("expert_count", (0,), 0)
+    a part of a head): its rope; `experts`: whether it may have some, which it reads itself."""
+    config.refuse_others(KEYS.union(keys, (eps_key,), EXPERTS if experts else ()))
+    if not experts:
+        config.require("expert_count", (0,), 0)
     dim, heads = config.size("embedding_length"), config.size("attention.head_count")
     head_dim = config.size("attention.key_length", dim // heads, most=rope.MAX_DIMS)
     config.require("attention.value_length", (head_dim,), head_dim)
@@ -78,6 +90,24 @@ def read_decoder(
             rope=replace(read_rope(config, tensors, turned, max_len), interleaved=interleaved),
         ),
         tied="output.weight" not in tensors,
+    )
+
+
+def read_experts(config: Fields, spec: ModelSpec, *, scoring: int = 1, renormalize: bool = True) -> ExpertSpec:
+    """`scoring` and `renormalize` are what silence means."""
+    kind = config.size("expert_gating_func", scoring)
+    if kind not in SCORINGS:
+        raise config.unsupported("expert_gating_func", kind, SCORINGS)
+    return ExpertSpec(
+        count=config.size("expert_count", most=MAX_EXPERTS),
+        chosen=config.size("expert_used_count", most=MAX_EXPERTS),
+        hidden=config.size("expert_feed_forward_length", spec.hidden),
+        act=spec.act,
+        scoring=SCORINGS[kind],
+        renormalize=config.flag("expert_weights_norm", renormalize),
+        scale=config.number("expert_weights_scale", 1.0, least=0.0) or 1.0,
+        groups=config.size("expert_group_count", 1),
+        chosen_groups=config.size("expert_group_used_count", 1),
     )
 
 

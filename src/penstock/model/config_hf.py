@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from penstock.errors import MalformedFile
 from penstock.model import rope
-from penstock.model.fields import MAX_LAYERS, Fields
-from penstock.model.spec import AttentionSpec, ModelSpec, RopeSpec
+from penstock.model.fields import MAX_EXPERTS, MAX_LAYERS, Fields
+from penstock.model.spec import AttentionSpec, ExpertSpec, ModelSpec, RopeSpec
 
 NEUTRAL = {  # read elsewhere, for training alone, or about the checkpoint
     "_attn_implementation_autoset",
@@ -103,6 +103,17 @@ def read_biases(config: Fields) -> frozenset[str]:
     return frozenset((*attention, *(("gate", "up", "down") if config.flag("mlp_bias", False) else ())))
 
 
+def read_experts(config: Fields, spec: ModelSpec, *, count: str, hidden: str) -> ExpertSpec:
+    """`count` and `hidden`: what this family calls them."""
+    config.ignore("output_router_logits", "router_aux_loss_coef", "router_jitter_noise")  # for training alone
+    return ExpertSpec(
+        count=config.size(count, most=MAX_EXPERTS),
+        chosen=config.size("num_experts_per_tok", most=MAX_EXPERTS),
+        hidden=config.size(hidden),
+        act=spec.act,
+    )
+
+
 def read_window(config: Fields, silent: int) -> int:
     """0 where the config says null; `silent` where it says nothing."""
     if "sliding_window" in config:
@@ -154,6 +165,10 @@ def read_rope(
 def read_turned(place: Fields, head_dim: int, partial: bool) -> int:
     """How many dimensions of a head ropes turn."""
     turned = int(head_dim * place.number("partial_rotary_factor", 1.0))
+    if partial and "rotary_dim" in place:
+        turned = place.size("rotary_dim", most=head_dim)
+        if turned % 2:
+            raise place.unsupported("rotary_dim", turned, ("even numbers",))
     if turned > head_dim or turned % 2 or not partial:
         place.require("partial_rotary_factor", (1,), 1)
     return turned

@@ -10,6 +10,7 @@ from penstock.errors import MalformedFile, UnsupportedModel
 
 MAX_SIZE = 2**31 - 1  # sizes and positions are int32 beyond the loader
 MAX_LAYERS = 10_000  # some things are made for each, before any is found in the file
+MAX_EXPERTS = 10_000
 MIN_NUMBER, MAX_NUMBER = 1e-30, 1e30  # all that a model needs, and computing with them stays finite
 
 
@@ -35,6 +36,13 @@ class Fields:
         value = self._get(key, default)
         if type(value) is not int or not 0 < value <= most:
             raise self._wrong(key, value, f"a whole number from 1 to {most}")
+        return value
+
+    def count(self, key: str, default: int, most: int = MAX_SIZE) -> int:
+        """A whole number, 0 included."""
+        value = self._get(key, default)
+        if type(value) is not int or not 0 <= value <= most:
+            raise self._wrong(key, value, f"a whole number from 0 to {most}")
         return value
 
     def number(self, key: str, default: float | None = None, least: float = MIN_NUMBER) -> float:
@@ -72,6 +80,13 @@ class Fields:
             raise self._wrong(key, value, f"a list of {count} whole numbers")
         if not all(type(size) is int and 0 < size <= MAX_SIZE for size in value):
             raise self._wrong(key, value, f"whole numbers from 1 to {MAX_SIZE}")
+        return tuple(value)
+
+    def counts(self, key: str) -> tuple[int, ...]:
+        """Whole numbers, 0 included; none when they are absent."""
+        value = self._get(key, [])
+        if type(value) is not list or not all(type(one) is int and 0 <= one <= MAX_SIZE for one in value):
+            raise self._wrong(key, value, f"a list of whole numbers from 0 to {MAX_SIZE}")
         return tuple(value)
 
     def numbers(self, key: str, count: int) -> tuple[float, ...]:

@@ -1,4 +1,5 @@
-"""The Llama family: Llama 2 and 3, SmolLM2, Falcon3, Mistral, Ministral and whatever else is shaped like them."""
+"""The Llama family: Llama 2 and 3, SmolLM2, Falcon3, Mistral, Ministral and whatever else is shaped like them. Its GGUF
+files may have experts: those are Mixtral's."""
 
 from __future__ import annotations
 
@@ -27,7 +28,11 @@ def read_hf(config: Fields) -> ModelSpec:
 
 
 def read_gguf(config: Fields, tensors: Mapping[str, Tensor]) -> ModelSpec:
-    spec = config_gguf.read_decoder(config, tensors, "llama", interleaved=True, keys=(config_gguf.WINDOW,))
+    spec = config_gguf.read_decoder(
+        config, tensors, "llama", interleaved=True, keys=(config_gguf.WINDOW,), experts=True
+    )
+    if config.count("expert_count", 0):
+        spec = replace(spec, arch="mixtral", experts=config_gguf.read_experts(config, spec))
     return spec.with_windows([True] * spec.layers, config_gguf.read_window(config))
 
 

@@ -50,6 +50,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     """A GGUF file, or a folder with config.json and safetensors."""
     checkpoint = open_folder(path) if path.is_dir() else open_gguf(path)
     check_heads(checkpoint.spec)
+    check_experts(checkpoint.spec)
     check_biases(checkpoint.spec, checkpoint.tensors)
     return checkpoint
 
@@ -80,7 +81,7 @@ def open_gguf(path: Path) -> Checkpoint:
     spec = kind.read_gguf(config, file.tensors)
     return Checkpoint(
         spec=spec,
-        tensors=split_fused(names.canonical(file.tensors, kind.GGUF), spec),
+        tensors=split_fused(names.canonical(file.tensors, kind.GGUF, spec), spec),
         name=str(file.metadata.get("general.name", path.stem)),
         path=path,
         metadata=file.metadata,
@@ -91,7 +92,7 @@ def open_folder(path: Path) -> Checkpoint:
     values = read_json(path / CONFIG)
     spec = read_config(values)
     stored = with_scales(read_shards(path), read_scheme(Fields(values, CONFIG)))
-    tensors = split_fused(names.canonical(stored, family(spec.arch).HUGGING_FACE), spec)
+    tensors = split_fused(names.canonical(stored, family(spec.arch).HUGGING_FACE, spec), spec)
     if spec.tied:
         tensors.pop("head", None)  # some checkpoints store the embedding a second time
     return Checkpoint(spec, tensors, name=path.resolve().name, path=path, metadata=values)
@@ -130,6 +131,16 @@ def check_heads(spec: ModelSpec) -> None:
         raise MalformedFile(f"{a.heads} query heads cannot share {a.kv_heads} key and value heads evenly")
     if a.head_dim % 2:
         raise UnsupportedModel(f"heads of {a.head_dim} dimensions; rotary embeddings turn them in pairs")
+
+
+def check_experts(spec: ModelSpec) -> None:
+    if spec.experts is None:
+        return
+    e = spec.experts
+    if e.count % e.groups or e.chosen_groups > e.groups or e.chosen > e.chosen_groups * (e.count // e.groups):
+        raise MalformedFile(
+            f"{e.chosen} of {e.count} experts cannot be chosen from {e.chosen_groups} of {e.groups} equal groups"
+        )
 
 
 def check_biases(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from penstock.errors import MalformedFile, UnsupportedModel
+from penstock.model.spec import ModelSpec
 from penstock.model.tensor import Tensor, transposed
 
 
@@ -96,16 +97,22 @@ EXPERTS = {  # of Hugging Face's files, in most families that have them
 }
 
 
-def canonical(tensors: Mapping[str, Tensor], naming: Naming) -> dict[str, Tensor]:
+def canonical(tensors: Mapping[str, Tensor], naming: Naming, spec: ModelSpec) -> dict[str, Tensor]:
+    unused = range(spec.layers, spec.layers + spec.unused_layers)
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        if naming.ignored.fullmatch(name):
+        if naming.ignored.fullmatch(name) or layer_of(name, naming) in unused:
             continue
         ours = canonical_name(name, naming)
         if ours in found:
             raise MalformedFile(f"tensors {found[ours].name!r} and {name!r} are the same part of the model")
         found[ours] = transposed(tensor) if ours.rpartition(".")[2] in naming.transposed else tensor
     return found
+
+
+def layer_of(name: str, naming: Naming) -> int:
+    match = naming.layer.fullmatch(name)
+    return int(match[1]) if match else -1
 
 
 def canonical_name(name: str, naming: Naming) -> str:

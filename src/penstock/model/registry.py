@@ -33,11 +33,16 @@ HUGGING_FACE = {  # what config.json calls its architecture: the family's file
     "Starcoder2ForCausalLM": "starcoder2",
     "GlmForCausalLM": "glm",
     "Glm4ForCausalLM": "glm4",
+    "MixtralForCausalLM": "mixtral",
+    "Qwen3MoeForCausalLM": "qwen3moe",
+    "Glm4MoeForCausalLM": "glm4moe",
+    "MiniMaxM2ForCausalLM": "minimaxm2",
 }
 GGUF = {
     name: name for name in ("llama", "qwen2", "qwen3", "granite", "smollm3", "phi3", "olmo2", "gemma2", "gemma3")
 }  # the same of general.architecture
 GGUF |= {"gpt2": "gpt2", "starcoder2": "starcoder2", "chatglm": "glm", "glm4": "glm4"}
+GGUF |= {"qwen3moe": "qwen3moe", "glm4moe": "glm4moe", "minimax-m2": "minimaxm2"}
 
 
 class Model(Protocol):

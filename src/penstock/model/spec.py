@@ -83,6 +83,7 @@ class ModelSpec:
     experts: ExpertSpec | None = None  # in place of the MLP
     dense: frozenset[int] = frozenset()  # layers that have an MLP nonetheless
     shared_hidden: int = 0  # of an MLP beside the experts, which computes every token; 0: none
+    unused_layers: int = 0  # that the checkpoint has besides: they guess more than one token at a time
 
     def attention(self, layer: int) -> AttentionSpec:
         return self.layer_attn[layer] if self.layer_attn else self.attn

@@ -1,0 +1,168 @@
+"""Makes those of tests/models/goldens that have experts, in the way and with the needs of make_goldens.py:
+
+python scripts/make_expert_goldens.py [NAME ...]
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import gguf
+import make_goldens
+import numpy as np
+import torch
+from make_goldens import FOLDER, PLAIN, PROMPT, SMALLER, add_keys, gguf_name, interleaved, logits
+from transformers import PreTrainedConfig, PreTrainedModel
+
+EIGHT = SMALLER | {"head_dim": 8, "rope_parameters": PLAIN}
+GOLDENS: dict[str, dict[str, Any]] = {
+    "mixtral": EIGHT | {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 16},
+    "qwen3_moe": EIGHT
+    | {
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 12,
+        "norm_topk_prob": True,
+        "tie_word_embeddings": True,
+    },
+    "glm4_moe": EIGHT
+    | {
+        "attention_bias": True,
+        "first_k_dense_replace": 1,
+        "intermediate_size": 16,
+        "moe_intermediate_size": 8,
+        "n_group": 2,
+        "n_routed_experts": 8,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 2,
+        "num_nextn_predict_layers": 1,
+        "rope_parameters": PLAIN | {"partial_rotary_factor": 0.5},
+        "routed_scaling_factor": 2.5,
+        "topk_group": 1,
+        "use_qk_norm": True,
+    },
+    "minimax_m2": EIGHT
+    | {
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "intermediate_size": 8,
+        "num_experts_per_tok": 2,
+        "num_local_experts": 6,
+        "rope_parameters": PLAIN | {"partial_rotary_factor": 0.5},
+    },
+}
+WITHOUT: dict[str, dict[str, Any]] = {  # what makes a difference: see check_it_matters of make_goldens.py
+    "mixtral": {"num_experts_per_tok": 1},
+    "qwen3_moe": {"norm_topk_prob": False},
+    "glm4_moe": {"n_group": 1},
+    "minimax_m2": {"rope_parameters": PLAIN},
+}
+ARCHITECTURES = {"mixtral": "llama", "qwen3_moe": "qwen3moe", "glm4_moe": "glm4moe", "minimax_m2": "minimax-m2"}
+GGUF_NAMES = {
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_experts.up_proj": "ffn_up_shexp",
+    "mlp.shared_experts.down_proj": "ffn_down_shexp",
+}
+OTHER_NAMES = {"glm4moe": {"post_attention_layernorm": "post_attention_norm"}}
+
+
+def main() -> None:
+    make_goldens.GOLDENS |= GOLDENS
+    make_goldens.MODEL_TYPES |= {name: name for name in GOLDENS}
+    make_goldens.ARCHITECTURES |= ARCHITECTURES
+    make_goldens.GGUF_NAMES |= GGUF_NAMES
+    make_goldens.OTHER_NAMES |= OTHER_NAMES
+    for name in sys.argv[1:] or GOLDENS:
+        make(name, FOLDER / name, crc32(name.encode()))
+
+
+def make(name: str, folder: Path, seed: int) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    model = random_model(name, seed)
+    tokens = np.random.default_rng(seed).integers(model.config.vocab_size, size=PROMPT)
+    expected = logits(model, tokens)
+    difference = np.abs(logits(random_model(name, seed, **WITHOUT[name]), tokens) - expected).max()
+    assert difference > 0.5, f"{name}: {difference}"
+    write_gguf(folder / "model.gguf", model)
+    for key, value in model.named_buffers():
+        if key.endswith("e_score_correction_bias"):
+            value.data = value.data.float()
+    model.bfloat16().save_pretrained(folder)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    np.savez_compressed(folder / "expected.npz", tokens=tokens.astype(np.int32), logits=expected)
+    print(f"{name:10} {sum(file.stat().st_size for file in folder.iterdir()):8} bytes")
+
+
+def random_model(name: str, seed: int, **changes: Any) -> PreTrainedModel:
+    model = make_goldens.random_model(name, seed, **changes)
+    generator = torch.Generator().manual_seed(seed)
+    for key, value in model.named_buffers():
+        if key.endswith("e_score_correction_bias"):
+            value.copy_((torch.randn(value.shape, generator=generator) * 0.2).bfloat16().half())
+    return model
+
+
+def write_gguf(path: Path, model: PreTrainedModel) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    config = model.config
+    writer = gguf.GGUFWriter(path, ARCHITECTURES[config.model_type])
+    add_keys(writer, config)
+    add_expert_keys(writer, config)
+    for name, weight in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        values = weight.numpy()
+        if writer.arch == "llama" and ("q_proj" in name or "k_proj" in name):
+            values = interleaved(values, config.head_dim)
+        for own, part in parts_of(name, values, writer.arch):
+            plain = part.ndim == 1 or "ffn_gate_inp" in own
+            writer.add_tensor(own, part.astype(np.float32 if plain else np.float16))
+    if writer.arch == "glm4moe":
+        layer = f"blk.{config.num_hidden_layers}"  # what guesses the token after the next
+        writer.add_tensor(f"{layer}.nextn.eh_proj.weight", np.zeros((2, 4), np.float16))
+        writer.add_tensor(f"{layer}.attn_norm.weight", np.zeros(2, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def parts_of(name: str, values: np.ndarray, arch: str) -> list[tuple[str, np.ndarray]]:
+    """One for each tensor that a GGUF file has for it."""
+    layer = f"blk.{name.split('.')[2]}" if ".layers." in name else ""
+    if name.endswith("mlp.experts.gate_up_proj"):
+        gate, up = np.split(values, 2, axis=1)
+        return [(f"{layer}.ffn_gate_exps.weight", gate), (f"{layer}.ffn_up_exps.weight", up)]
+    if name.endswith("mlp.experts.down_proj"):
+        return [(f"{layer}.ffn_down_exps.weight", values)]
+    if name.endswith("e_score_correction_bias"):
+        return [(f"{layer}.exp_probs_b.bias", values)]
+    return [(gguf_name(name, arch), values)]
+
+
+def add_expert_keys(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
+    writer.add_expert_count(config.num_local_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    if writer.arch != "llama":
+        hidden = config.intermediate_size if writer.arch == "minimax-m2" else config.moe_intermediate_size
+        writer.add_expert_feed_forward_length(hidden)
+    if writer.arch in ("glm4moe", "minimax-m2"):
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if writer.arch == "glm4moe":
+        writer.add_uint32("glm4moe.block_count", config.num_hidden_layers + config.num_nextn_predict_layers)
+        writer.add_nextn_predict_layers(config.num_nextn_predict_layers)
+        writer.add_expert_shared_count(config.n_shared_experts)
+        writer.add_leading_dense_block_count(config.first_k_dense_replace)
+        writer.add_expert_weights_scale(config.routed_scaling_factor)
+        writer.add_expert_weights_norm(config.norm_topk_prob)
+        writer.add_expert_group_count(config.n_group)
+        writer.add_expert_group_used_count(config.topk_group)
+
+
+if __name__ == "__main__":
+    main()

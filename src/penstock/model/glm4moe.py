@@ -1,0 +1,68 @@
+"""GLM-4.5, 4.6 and 4.7: sigmoids choose experts, an MLP beside them computes every token, and the first layers have
+MLPs alone. Layers at the end that guess more than the next token are left out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from penstock.model import config_gguf, config_hf, llama, names
+from penstock.model.fields import MAX_LAYERS, Fields
+from penstock.model.spec import ExpertSpec, ModelSpec
+from penstock.model.tensor import Tensor
+
+NORMS = {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
+HUGGING_FACE = names.HUGGING_FACE.but(**names.EXPERTS, **NORMS)
+GGUF = names.GGUF.but(mlp_norm="post_attention_norm", q_norm="attn_q_norm", k_norm="attn_k_norm")
+KEYS = ("expert_shared_count", "leading_dense_block_count", "nextn_predict_layers")
+build = llama.build
+
+
+def read_hf(config: Fields) -> ModelSpec:
+    place = config if "partial_rotary_factor" in config else config_hf.rope_fields(config)
+    place.number("partial_rotary_factor")  # silence would mean a half
+    spec = config_hf.read_decoder(config, "glm4moe", partial=True)
+    experts = config_hf.read_experts(config, spec, count="n_routed_experts", hidden="moe_intermediate_size")
+    experts = replace(
+        experts,
+        scoring="sigmoid",
+        renormalize=config.flag("norm_topk_prob", True),
+        scale=config.number("routed_scaling_factor", 1.0),
+        groups=config.size("n_group", 1),
+        chosen_groups=config.size("topk_group", 1),
+    )
+    return mixed(
+        replace(
+            spec,
+            biases=frozenset(("q", "k", "v") if config.flag("attention_bias", False) else ()),
+            unused_layers=config.count("num_nextn_predict_layers", 0, most=MAX_LAYERS),
+        ),
+        experts,
+        dense=config.count("first_k_dense_replace", 1),
+        shared=config.size("n_shared_experts", 1),
+        normed=config.flag("use_qk_norm", False),
+    )
+
+
+def read_gguf(config: Fields, tensors: Mapping[str, Tensor]) -> ModelSpec:
+    spec = config_gguf.read_decoder(
+        config, tensors, "glm4moe", interleaved=False, partial=True, keys=KEYS, experts=True
+    )
+    unused = config.count("nextn_predict_layers", 0, most=spec.layers - 1)
+    return mixed(
+        replace(spec, layers=spec.layers - unused, unused_layers=unused),
+        config_gguf.read_experts(config, spec, scoring=2),
+        dense=config.count("leading_dense_block_count", 0),
+        shared=config.size("expert_shared_count"),
+        normed="blk.0.attn_q_norm.weight" in tensors,
+    )
+
+
+def mixed(spec: ModelSpec, experts: ExpertSpec, *, dense: int, shared: int, normed: bool) -> ModelSpec:
+    return replace(
+        spec,
+        attn=replace(spec.attn, qk_norm="head" if normed else ""),
+        experts=replace(experts, choice_bias=True),
+        dense=frozenset(range(min(dense, spec.layers))),
+        shared_hidden=shared * experts.hidden,
+    )

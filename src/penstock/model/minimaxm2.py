@@ -1,0 +1,56 @@
+"""MiniMax-M2: sigmoids choose experts, q and k are normed over all heads, and ropes turn a part of a head."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from penstock.model import config_gguf, config_hf, llama, mixtral, names
+from penstock.model.fields import MAX_LAYERS, Fields
+from penstock.model.spec import ExpertSpec, ModelSpec
+from penstock.model.tensor import Tensor
+
+NORMS = {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
+BIAS = {"choice_bias": "block_sparse_moe.e_score_correction_bias"}
+HUGGING_FACE = names.HUGGING_FACE.but(**mixtral.SPARSE, **NORMS, **BIAS)
+GGUF = names.GGUF.but(q_norm="attn_q_norm", k_norm="attn_k_norm")
+ONE_WAY = {  # what its code computes in one way, whatever else these could say
+    "qk_norm_type": "per_layer",
+    "scoring_func": "sigmoid",
+    "shared_intermediate_size": 0,
+    "use_qk_norm": True,
+    "use_routing_bias": True,
+    "layernorm_full_attention_beta": 1,
+    "layernorm_linear_attention_beta": 1,
+    "layernorm_mlp_beta": 1,
+}
+build = llama.build
+
+
+def read_hf(config: Fields) -> ModelSpec:
+    config.size("head_dim")  # silence would mean 128, not a share of the width
+    for key, value in ONE_WAY.items():
+        config.require(key, (value,), value)
+    if config_hf.read_window(config, silent=0):
+        raise config.unsupported("sliding_window", config.size("sliding_window"), ("null",))
+    config.ignore("mlp_intermediate_size", "shared_moe_mode", "use_mtp")  # of parts that are not there
+    spec = config_hf.read_decoder(config, "minimaxm2", theta=5000000.0, partial=True)
+    if any(kind != 1 for kind in config.counts("attn_type_list")):
+        raise config.unsupported("attn_type_list", config.counts("attn_type_list"), ("1 for each layer",))
+    guessing = config.count("num_mtp_modules", 0, most=MAX_LAYERS)
+    spec = replace(
+        spec,
+        biases=frozenset(),
+        unused_layers=guessing * config.count("mtp_transformer_layers", 1, most=MAX_LAYERS),
+    )
+    experts = config_hf.read_experts(config, spec, count="num_local_experts", hidden="intermediate_size")
+    return mixed(spec, replace(experts, scoring="sigmoid", renormalize=True))
+
+
+def read_gguf(config: Fields, tensors: Mapping[str, Tensor]) -> ModelSpec:
+    spec = config_gguf.read_decoder(config, tensors, "minimaxm2", interleaved=False, partial=True, experts=True)
+    return mixed(spec, config_gguf.read_experts(config, spec, scoring=2))
+
+
+def mixed(spec: ModelSpec, experts: ExpertSpec) -> ModelSpec:
+    return replace(spec, attn=replace(spec.attn, qk_norm="all"), experts=replace(experts, choice_bias=True))

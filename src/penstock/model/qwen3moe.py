@@ -1,0 +1,37 @@
+"""Qwen3-MoE: Qwen3 with experts, in all layers or in some."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from penstock.model import config_gguf, config_hf, llama, names, qwen3
+from penstock.model.fields import Fields
+from penstock.model.spec import ModelSpec
+from penstock.model.tensor import Tensor
+
+HUGGING_FACE = qwen3.HUGGING_FACE.but(**names.EXPERTS)
+GGUF = qwen3.GGUF
+build = llama.build
+
+
+def read_hf(config: Fields) -> ModelSpec:
+    spec = replace(qwen3.read_hf(config), arch="qwen3moe")
+    count = "num_experts" if "num_experts" in config else "num_local_experts"
+    experts = config_hf.read_experts(config, spec, count=count, hidden="moe_intermediate_size")
+    return replace(
+        spec,
+        experts=replace(experts, renormalize=config.flag("norm_topk_prob", False)),
+        dense=frozenset(read_dense(config, spec.layers)),
+    )
+
+
+def read_dense(config: Fields, layers: int) -> set[int]:
+    """Layers that are named, and those between the ones that have experts."""
+    step = config.size("decoder_sparse_step", 1)
+    return {*config.counts("mlp_only_layers"), *(layer for layer in range(layers) if (layer + 1) % step)}
+
+
+def read_gguf(config: Fields, tensors: Mapping[str, Tensor]) -> ModelSpec:
+    spec = qwen3.normed(config_gguf.read_decoder(config, tensors, "qwen3moe", interleaved=False, experts=True))
+    return replace(spec, experts=config_gguf.read_experts(config, spec))
