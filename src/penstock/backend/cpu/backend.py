@@ -9,7 +9,7 @@ import numpy as np
 from penstock.backend.base import Batch, Floats, Footprint, Ints, Mask, Model, Ticket
 from penstock.backend.cpu import _native
 from penstock.backend.cpu.record import record
-from penstock.backend.cpu.weights import Packing, pack_vector
+from penstock.backend.cpu.weights import Packing, pack_vector, packed_bytes
 from penstock.backend.pool import Pools
 from penstock.backend.sample import answers
 from penstock.config import available_memory, available_threads
@@ -63,7 +63,7 @@ class CpuBackend:
 
     def footprint(self, spec: ModelSpec, tensors: Iterable[Tensor]) -> Footprint:
         kv_token = 2 * spec.layers * spec.attn.kv_heads * KV_HEAD_BYTES[self._kv](spec.attn.head_dim)
-        return Footprint.on_host(sum(tensor.data.nbytes for tensor in tensors), kv_token)
+        return Footprint.on_host(sum(map(packed_bytes, tensors)), kv_token)
 
     def kv_bytes_per_token(self) -> int:
         return self._program.kv_bytes_per_token

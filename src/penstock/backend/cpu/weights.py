@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +25,7 @@ class Packing:
         self._threads = threads
         self._waiting: list[tuple[Weight, int, NDArray[np.uint8]]] = []
         self._bytes = 0
-        self._widened = False
+        self._widened: set[str] = set()
 
     def matrix(self, parts: Sequence[Tensor], bias: Sequence[Tensor | None]) -> Weight:
         parts = [self._readable(part) for part in parts]
@@ -32,25 +33,32 @@ class Packing:
         if any(bias):
             weight.set_bias(np.concatenate([bias_of(part, tensor) for part, tensor in zip(parts, bias, strict=True)]))
         self._waiting += [(weight, index, part.data) for index, part in enumerate(parts)]
-        self._bytes += sum(part.data.nbytes for part in parts)
+        self._bytes += sum(part.size for part in parts)
         if self._bytes >= BATCH_BYTES:
             self.finish()
         return weight
 
     def _readable(self, part: Tensor) -> Tensor:
-        """There are no kernels for values of 8 bits with exponents: they become BF16, which is far finer."""
-        if part.format.name not in FLOAT8:
+        """What no kernel reads becomes BF16."""
+        if part.format.name in FORMATS:
             return part
-        if not self._widened:
+        kind = "FP8" if part.format.name in FLOAT8 else part.format.name
+        if kind not in self._widened:
             import logging  # takes longer than packing most models
 
-            logging.getLogger(__name__).warning("FP8 weights become BF16 on a CPU, and take as much memory as those")
-            self._widened = True
+            logging.getLogger(__name__).warning(
+                "%s weights become BF16 on a CPU, and take as much memory as those: 2 bytes for each value", kind
+            )
+            self._widened.add(kind)
         return widened(part)
 
     def finish(self) -> None:
         fill_parts(self._waiting, self._threads)
         self._waiting, self._bytes = [], 0
+
+
+def packed_bytes(tensor: Tensor) -> int:
+    return tensor.size if tensor.format.name in FORMATS else 2 * prod(tensor.shape)
 
 
 def widened(part: Tensor) -> Tensor:

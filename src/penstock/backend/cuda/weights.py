@@ -127,7 +127,8 @@ def pack(
     if dtype.itemsize == 2 and formats == {"F8_E4M3"} and (weight := pack_float8(parts, vector, device, workspace)):
         return weight
     if dtype.itemsize == 2 and not formats <= PLAIN.keys():
-        say(workspace, f"weights in {names(formats)} become {dtype}: no kernel reads them as they are")
+        size = f"{dtype.itemsize} bytes for each value"
+        say(workspace, f"weights in {names(formats)} become {dtype}, {size}: no kernel reads them as they are")
     values = stacked_values(parts, device, dtype)
     if not quantize or not formats <= PLAIN.keys():
         return Dense(values, vector, workspace)
