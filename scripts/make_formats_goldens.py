@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -109,7 +109,7 @@ def awq(weight: Weight) -> Made:
 # ---- compressed-tensors ----
 
 
-def compressed(weight: Weight, format: str, ordered: bool = False, **args: Any) -> Made:
+def compressed(weight: Weight, format: str, **args: Any) -> Made:
     """By the package's own compressor."""
     said = QuantizationArgs(**args)
     scheme = QuantizationScheme(targets=["Linear"], weights=said)
@@ -192,7 +192,46 @@ def eight_bits(weight: Weight) -> Made:
     return stored, codes.float() * (largest / 127)[:, None]
 
 
+def exl3(name: str, rows: int, width: int) -> Made:
+    """Any bits are numbers of a normal distribution. One after the other, as the format is described."""
+    kind = {Q: "3inst", K: "mcg"}.get(name, "mul1")
+    bits = 3 if name == K else 2
+    ring = np.random.default_rng(crc32(name.encode())).integers(2, size=(width // 16, rows // 16, 256 * bits))
+    numbers = np.empty((width, rows))
+    for down, across in np.ndindex(ring.shape[:2]):
+        for p in range(256):
+            state = 0
+            for bit in range((p + 1) * bits - 16, (p + 1) * bits):
+                state = state << 1 | int(ring[down, across, bit % (256 * bits)])
+            lane, own = divmod(p, 8)
+            row, column = lane % 4 * 2 + own % 2 + own % 4 // 2 * 8, lane // 4 + own // 4 * 8
+            numbers[16 * down + row, 16 * across + column] = exl3_number(state, kind)
+    turn = np.array([[(-1) ** (i & j).bit_count() for j in range(128)] for i in range(128)]) / 128**0.5
+    blocks = numbers.reshape(width // 128, 128, rows // 128, 128)
+    turned = np.einsum("ij,ajbk,kl->aibl", turn, blocks, turn).reshape(width, rows)
+    suh, svh = (torch.randn(size).sign() * (1 + torch.rand(size)) for size in (width, rows))
+    suh, svh = (suh * 0.1).half(), svh.half()
+    words = np.packbits(ring.astype(np.uint8), axis=2).view(">u4").astype("<u4").view(np.int16)
+    stored = {"trellis": torch.from_numpy(words), "suh": suh, "svh": svh}
+    if kind != "3inst":
+        stored[kind] = torch.tensor(EXL3_FACTORS[kind], dtype=torch.uint32).view(torch.int)
+    told = svh.double()[:, None] * torch.from_numpy(turned.T.copy()) * suh.double()
+    return stored, told.float()
+
+
+def exl3_number(state: int, kind: str) -> float:
+    product = state * EXL3_FACTORS[kind] + (64248484 if kind == "3inst" else 0) & 0xFFFFFFFF
+    if kind == "mul1":
+        step, middle = (float(np.array(bits, np.uint16).view(np.float16)) for bits in (0x1EEE, 0xC931))
+        return float(np.float16((1024 + sum(product.to_bytes(4, "little"))) * step + middle))
+    product = product & 0x8FFF8FFF ^ 0x3B603B60
+    low, high = (np.array(half, np.uint16).view(np.float16) for half in (product & 0xFFFF, product >> 16))
+    return float(np.float16(low + high))
+
+
 # ---- what there is ----
+
+EXL3_FACTORS = {"3inst": 89226354, "mcg": 0xCBAC1FED, "mul1": 0x83DCD12D}
 
 FP4 = {"num_bits": 4, "type": "float", "symmetric": True}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "damp_percent": 0.01, "sym": True, "desc_act": False}
@@ -216,7 +255,6 @@ def of_compressed(format: str, **weights: Any) -> tuple[dict[str, Any], Callable
 
 INT = {"type": "int", "strategy": "group", "group_size": GROUP}
 Q, K = "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj"
-Made_ = Callable[[str, Weight], Made | None]
 FORMATS: dict[str, tuple[dict[str, Any], Callable[[str, Weight], Made | None]]] = {
     "awq": (
         {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True},
@@ -269,7 +307,12 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[str, Weight], Made | None]]] 
         {"quant_method": "bitsandbytes", "load_in_8bit": True, "load_in_4bit": False},
         lambda name, weight: eight_bits(weight),
     ),
+    "exl3": (
+        {"quant_method": "exl3", "version": "0.0.6", "bits": 2.1, "head_bits": 6, "out_scales": "always"},
+        lambda name, weight: exl3(name, *weight.shape),
+    ),
 }
+WIDER = {"hidden_size": 128, "intermediate_size": 128, "num_key_value_heads": 4}  # EXL3 turns 128 at a time
 MLX = ("mlx", "mlx-3-6")  # quantize embeddings too
 
 
@@ -289,9 +332,10 @@ def main() -> None:
 def write(name: str) -> None:
     seed = crc32(name.encode())
     said, make = FORMATS[name]
-    model = random_model("bias" if name == "gptq" else "tied", seed, **SIZES)
+    model = random_model("bias" if name == "gptq" else "tied", seed, **SIZES | (WIDER if name == "exl3" else {}))
     stored: Stored = {}
     checksums: dict[str, int] = {}
+    rows: dict[str, np.ndarray] = {}
     endings = ("_proj.weight", "embed_tokens.weight") if name in MLX else ("_proj.weight",)
     with torch.no_grad():
         for key, weight in model.named_parameters():
@@ -302,14 +346,18 @@ def write(name: str) -> None:
                 continue
             weight.copy_(made[1])
             stored |= {f"{module}.{part}": tensor for part, tensor in made[0].items()}
-            checksums[key] = checksum(made[1].numpy())
+            if name == "exl3":  # sums: to the bit, they depend on their order
+                rows[key] = made[1][[0, 77]].numpy()
+            else:
+                checksums[key] = checksum(made[1].numpy())
     tokens = np.random.default_rng(seed).integers(model.config.vocab_size, size=PROMPT)
     folder = FOLDER / name
     folder.mkdir()
     save_file({key: tensor.contiguous() for key, tensor in stored.items()}, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config_of(model, name, said), indent=1))
-    expected: Mapping[str, Any] = {"tokens": tokens.astype(np.int32), "logits": logits(model, tokens)}
-    np.savez_compressed(folder / "expected.npz", **expected, names=list(checksums), checksums=list(checksums.values()))
+    expected: dict[str, Any] = {"tokens": tokens.astype(np.int32), "logits": logits(model, tokens)}
+    expected |= {"names": list(checksums), "checksums": list(checksums.values())}
+    np.savez_compressed(folder / "expected.npz", **expected, **rows)
 
 
 def config_of(model: Any, name: str, said: dict[str, Any]) -> dict[str, Any]:

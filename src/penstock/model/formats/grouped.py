@@ -10,6 +10,7 @@ keeps those.
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,12 +18,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.config import available_threads
 from penstock.errors import MalformedFile
 from penstock.model.quant import LAYOUTS
 from penstock.model.tensor import FORMATS, Bytes, Format, Tensor
 
 BLOCK = 32
-AT_ONCE = 1 << 20  # values recoded together: they stay in a cache
+AT_ONCE = 1 << 20  # values that a thread recodes together: they stay in a cache
+MOST_THREADS = 16
 NUMBERS = {"Q4_0": 8, "Q5_0": 16, "Q8_0": 128}  # hold numbers from minus this to this less one
 SHIFTED = {4: "Q4_1", 5: "Q5_1"}  # hold codes of so many bits with a minimum
 
@@ -84,9 +87,13 @@ class Grouped:
         width = self.shape[1]
         out = np.empty((last - first, width // BLOCK), LAYOUTS[format])
         step = max(AT_ONCE // width // BLOCK, 1) * BLOCK
-        for start in range(first, last, step):
+
+        def fill(start: int) -> None:
             end = min(start + step, last)
             self.fill(format, start, end, out[start - first : end - first])
+
+        with ThreadPoolExecutor(min(available_threads(), MOST_THREADS)) as threads:
+            list(threads.map(fill, range(first, last, step)))
         return out.reshape(-1).view(np.uint8)
 
     def fill(self, format: str, first: int, last: int, out: Array) -> None:
