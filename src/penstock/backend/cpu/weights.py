@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from math import prod
 
 import numpy as np
@@ -11,10 +12,11 @@ from numpy.typing import NDArray
 from penstock.backend.base import Floats
 from penstock.backend.cpu._native import Weight, fill_parts
 from penstock.model.quant import dequantize
-from penstock.model.tensor import FLOAT8, FORMATS, Tensor, some_rows
+from penstock.model.tensor import FLOAT8, FORMATS, Bytes, Tensor, some_rows
 
 BATCH_BYTES = 1 << 28  # packed in one go: an interrupt has to wait for as much
-AT_ONCE = 1 << 24  # values widened together
+MADE_BYTES = 1 << 23  # the same of bytes that are no view of a file: they are held meanwhile
+AT_ONCE = 1 << 22  # values widened together
 
 
 class Packing:
@@ -32,11 +34,15 @@ class Packing:
         weight = Weight(parts[0].shape[1], [(part.format.name, part.shape[0]) for part in parts])
         if any(bias):
             weight.set_bias(np.concatenate([bias_of(part, tensor) for part, tensor in zip(parts, bias, strict=True)]))
-        self._waiting += [(weight, index, part.data) for index, part in enumerate(parts)]
-        self._bytes += sum(part.size for part in parts)
+        for index, part in enumerate(parts):
+            self._add(weight, index, part)
+        return weight
+
+    def _add(self, weight: Weight, index: int, part: Tensor) -> None:
+        self._waiting.append((weight, index, part.data))
+        self._bytes += part.size * (BATCH_BYTES // MADE_BYTES if callable(part.source) else 1)
         if self._bytes >= BATCH_BYTES:
             self.finish()
-        return weight
 
     def _readable(self, part: Tensor) -> Tensor:
         """What no kernel reads becomes BF16."""
@@ -62,13 +68,18 @@ def packed_bytes(tensor: Tensor) -> int:
 
 
 def widened(part: Tensor) -> Tensor:
-    """A matrix as BF16, some rows at a time."""
-    rows, width = part.shape
-    out = np.empty((rows, width), np.uint16)
+    return Tensor(part.name, FORMATS["BF16"], part.shape, partial(widened_rows, part))
+
+
+def widened_rows(part: Tensor, first: int, last: int) -> Bytes:
+    """As BF16, some at a time."""
+    width = part.shape[1]
+    out = np.empty((last - first, width), np.uint16)
     step = max(AT_ONCE // width, 1)
-    for first in range(0, rows, step):
-        out[first : first + step] = bf16_of(dequantize(some_rows(part, first, min(first + step, rows))))
-    return Tensor(part.name, FORMATS["BF16"], part.shape, out.reshape(-1).view(np.uint8))
+    for start in range(first, last, step):
+        end = min(start + step, last)
+        out[start - first : end - first] = bf16_of(dequantize(some_rows(part, start, end)))
+    return out.reshape(-1).view(np.uint8)
 
 
 def bf16_of(values: Floats) -> NDArray[np.uint16]:
