@@ -6,7 +6,9 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -17,14 +19,14 @@ import pytest
 from penstock.backend.cpu import CpuBackend
 from penstock.backend.ref import RefBackend
 from penstock.backend.ref.batches import blocks_for, greedy_batch, random_steps
-from penstock.errors import MalformedFile, UnsupportedModel
+from penstock.errors import MalformedFile, ModelError, UnsupportedModel
 from penstock.model.fields import Fields
 from penstock.model.files import read_json
 from penstock.model.formats import weights_of
 from penstock.model.load import load_model, open_checkpoint, read_shards
 from penstock.model.quant import dequantize
 from penstock.model.safetensors import read_safetensors
-from penstock.model.tensor import Tensor, some_rows
+from penstock.model.tensor import FLOAT8, FORMATS, INTEGERS, Tensor, some_rows
 from tests.models.conftest import write_safetensors
 
 FOLDER = Path(__file__).parent / "formats"
@@ -232,3 +234,51 @@ def test_older_modelopt_has_a_file_of_its_own(changed: Any) -> None:
     assert np.array_equal(
         *(dequantize(open_checkpoint(path).tensors["layers.0.q"]) for path in (folder, FOLDER / "modelopt"))
     )
+
+
+ODD_VALUES = (None, -1, 0, 1, 2, 3, 5, 31, 10**9, 2.5, True, "x", [], {}, {"bits": 3})
+SAME_SIZE = (("U8", "I8", "F8_E4M3", "F8_E8M0"), ("F16", "BF16", "I16"), ("F32", "I32", "U32"))
+
+
+def odd_shape(rng: np.random.Generator, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of as many values."""
+    ways = [shape[::-1], (prod(shape),), (1, *shape), (*shape, 1), (prod(shape), 1)]
+    if prod(shape) % 2 == 0:
+        ways += [(2, prod(shape) // 2), (prod(shape) // 2, 2)]
+    return ways[rng.integers(len(ways))]
+
+
+def damage(rng: np.random.Generator, stored: dict[str, Tensor]) -> None:
+    name = sorted(stored)[rng.integers(len(stored))]
+    tensor = stored[name]
+    match rng.integers(5):
+        case 0:
+            del stored[name]
+        case 1:
+            stored[f"{name}.more"] = tensor
+        case 2:
+            family = next((family for family in SAME_SIZE if tensor.format.name in family), (tensor.format.name,))
+            formats = FORMATS | FLOAT8 | INTEGERS
+            stored[name] = replace(tensor, format=formats[family[rng.integers(len(family))]])
+        case 3:
+            stored[name] = replace(tensor, source=rng.permutation(tensor.data))
+        case 4:
+            stored[name] = replace(tensor, shape=odd_shape(rng, tensor.shape))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_damage_is_an_error_or_nothing(kind: str, tmp_path: Path) -> None:
+    rng = np.random.default_rng(crc32(kind.encode()))
+    whole = read_safetensors(FOLDER / kind / "model.safetensors")
+    config = json.loads((FOLDER / kind / "config.json").read_text())
+    key = "quantization" if "quantization" in config else "quantization_config"
+    for _ in range(20):
+        said, stored = dict(config[key]), dict(whole)
+        if rng.integers(3) == 0:
+            said[sorted(said)[rng.integers(len(said))]] = ODD_VALUES[rng.integers(len(ODD_VALUES))]
+        else:
+            damage(rng, stored)
+        with suppress(ModelError), np.errstate(all="ignore"):
+            found = weights_of(stored, Fields(config | {key: said}, "config.json"), tmp_path)
+            for tensor in found.values():
+                assert dequantize(tensor).shape == tensor.shape

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 
+from penstock.errors import MalformedFile
 from penstock.model.fields import Fields
 from penstock.model.formats import awq, gptq
 from penstock.model.formats.modules import Scheme
@@ -65,10 +66,17 @@ def read_sizes(config: Fields, module: str) -> tuple[int, int]:
     bits, group = config.size("bits"), config.size_or_all("group_size")
     exceptions = config.table("extra_config")
     for name in exceptions.names():
-        if name == module or re.fullmatch(name, module):
+        if name == module or matches(name, module):
             own = exceptions.table(name)
             bits, group = own.size("bits", bits), own.size_or_all("group_size", group or -1)
     return bits, group
+
+
+def matches(pattern: str, module: str) -> bool:
+    try:
+        return re.fullmatch(pattern, module) is not None
+    except re.error as error:
+        raise MalformedFile(f"extra_config in quantization_config has a pattern that is none: {pattern!r}") from error
 
 
 def read(config: Fields) -> Scheme:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from penstock.model.fields import Fields
 from penstock.model.formats.gptq import group_size
 from penstock.model.formats.grouped import Factors, Grouped, floats
-from penstock.model.formats.modules import Parts, Scheme, check_shape, integers
+from penstock.model.formats.modules import Parts, Scheme, check_shape, integers, sizes_of
 from penstock.model.tensor import Tensor
 
 KEYS = {
@@ -41,7 +41,8 @@ def scheme(group_of: Callable[[str], int]) -> Scheme:
 
 def weight(module: str, parts: Parts, group: int) -> Tensor:
     words, scales = parts["qweight"], parts["scales"]
-    width, rows, groups = words.shape[0], words.shape[1] * 8, scales.shape[0]
+    (width, each), (groups, _) = sizes_of(words), sizes_of(scales)
+    rows = 8 * each
     check_shape(scales, (groups, rows))
     check_shape(parts["qzeros"], (groups, rows // 8))
     stored, zeros = integers(words, "I32", "U32"), integers(parts["qzeros"], "I32", "U32")

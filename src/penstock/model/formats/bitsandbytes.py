@@ -9,7 +9,7 @@ from penstock.errors import MalformedFile
 from penstock.model.fields import MAX_NUMBER, Fields
 from penstock.model.files import parse_json
 from penstock.model.formats.grouped import Floats, floats
-from penstock.model.formats.modules import Parts, Scheme, check_shape, integers
+from penstock.model.formats.modules import Parts, Scheme, check_shape, integers, sizes_of
 from penstock.model.tensor import Bytes, Format, Scales, Tensor
 
 KEYS = {  # what matters of them is said again beside each weight
@@ -91,10 +91,11 @@ def scales_of(parts: Parts, state: Fields, blocks: int) -> Floats:
 def eight_bits(module: str, parts: Parts) -> Tensor:
     codes, largest = parts["weight"], parts["SCB"]
     integers(codes, "I8")
-    check_shape(largest, codes.shape[:1])
+    rows, width = sizes_of(codes)
+    check_shape(largest, (rows,))
     check_order(parts)
     scales: Floats = floats(largest).reshape(-1, 1) / np.float32(127)
-    return Tensor(codes.name, codes.format, codes.shape, codes.data, Scales(scales, 1, codes.shape[1]))
+    return Tensor(codes.name, codes.format, codes.shape, codes.data, Scales(scales, 1, width))
 
 
 def check_order(parts: Parts) -> None:

@@ -14,7 +14,7 @@ from penstock.model.formats.bits import fields, fields_across
 from penstock.model.formats.fp4 import mxfp4, nvfp4
 from penstock.model.formats.gptq import check_places, group_size, places_of
 from penstock.model.formats.grouped import Array, Factors, Grouped, floats
-from penstock.model.formats.modules import Parts, Scheme, check_shape, integers
+from penstock.model.formats.modules import Parts, Scheme, check_shape, integers, sizes_of
 from penstock.model.tensor import Tensor
 
 FORMATS = ("float-quantized", "int-quantized", "pack-quantized", "mxfp4-pack-quantized", "nvfp4-pack-quantized")
@@ -72,7 +72,7 @@ def whole_weight(module: str, parts: Parts) -> Tensor:
     """Bytes as they are."""
     codes, scale, zero = parts["weight"], parts["weight_scale"], parts.get("weight_zero_point")
     stored = integers(codes, "I8").view(np.uint8)
-    rows, width = stored.shape
+    rows, width = sizes_of(codes)
     groups = check_scale(scale, rows)
     zeros: Array = np.int16(128)
     if zero is not None:

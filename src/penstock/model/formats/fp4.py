@@ -11,7 +11,7 @@ from penstock.errors import MalformedFile
 from penstock.model.float8 import TABLES
 from penstock.model.formats.bits import fields
 from penstock.model.formats.grouped import BLOCK, Floats
-from penstock.model.formats.modules import check_shape, integers
+from penstock.model.formats.modules import check_shape, integers, sizes_of
 from penstock.model.quant import FP4_VALUES, LAYOUTS
 from penstock.model.tensor import FORMATS, Bytes, Format, Scales, Tensor
 
@@ -20,7 +20,8 @@ NVFP4_GROUP = 16
 
 def mxfp4(packed: Tensor, scale: Tensor) -> Tensor:
     """Scales are powers of two: as GGUF's MXFP4, but for the order of the codes."""
-    rows, width = packed.shape[0], 2 * packed.shape[1]
+    rows, half = sizes_of(packed)
+    width = 2 * half
     check_shape(scale, (rows, width // BLOCK))
     stored, powers = integers(packed, "U8"), integers(scale, "U8", "F8_E8M0")
 
@@ -36,7 +37,8 @@ def mxfp4(packed: Tensor, scale: Tensor) -> Tensor:
 
 def nvfp4(packed: Tensor, scale: Tensor, whole: Floats) -> Tensor:
     """Scales are float8, and one float32 multiplies them all."""
-    rows, width = packed.shape[0], 2 * packed.shape[1]
+    rows, half = sizes_of(packed)
+    width = 2 * half
     check_shape(scale, (rows, width // NVFP4_GROUP))
     if scale.format.name != "F8_E4M3" or whole.size != 1:
         raise MalformedFile(f"the scales of {packed.name!r} must be F8_E4M3, with one number for all of them")

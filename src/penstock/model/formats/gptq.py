@@ -14,7 +14,7 @@ from penstock.errors import MalformedFile
 from penstock.model.fields import Fields
 from penstock.model.formats.bits import fields_across, fields_down
 from penstock.model.formats.grouped import Array, Factors, Grouped, floats
-from penstock.model.formats.modules import Parts, Scheme, check_shape, integers
+from penstock.model.formats.modules import Parts, Scheme, check_shape, integers, sizes_of
 from penstock.model.tensor import Tensor
 
 KEYS = {  # what is not read here was for whoever quantized, or is said again by the tensors themselves
@@ -81,8 +81,11 @@ def scheme(packing_of: Callable[[str], Packing]) -> Scheme:
 
 def weight(module: str, parts: Parts, packing: Packing) -> Tensor:
     words, scales, places = parts["qweight"], parts["scales"], places_of(parts)
-    bits = packing.bits if places is None else 32 * words.shape[0] // len(places)  # a module may have its own
-    width, rows, groups = words.shape[0] * 32 // bits, words.shape[1], scales.shape[0]
+    (lines, rows), (groups, _) = sizes_of(words), sizes_of(scales)
+    bits = packing.bits if places is None else 32 * lines // len(places)  # a module may have its own
+    if bits not in BITS:
+        raise MalformedFile(f"g_idx of {module!r} does not fit its {lines} rows of words")
+    width = lines * 32 // bits
     if places is None and packing.ordered:
         raise MalformedFile(f"{module!r} has no g_idx, and desc_act in quantization_config says that it needs one")
     if rows * bits % 32:

@@ -10,7 +10,7 @@ from penstock.errors import MalformedFile
 from penstock.model.fields import Fields
 from penstock.model.formats.bits import fields
 from penstock.model.formats.grouped import Factors, Grouped, floats
-from penstock.model.formats.modules import Parts, Scheme, check_shape, integers
+from penstock.model.formats.modules import Parts, Scheme, check_shape, integers, sizes_of
 from penstock.model.tensor import Tensor
 
 BITS = (2, 3, 4, 5, 6, 8)
@@ -19,9 +19,10 @@ BITS = (2, 3, 4, 5, 6, 8)
 def weight(config: Fields, module: str, parts: Parts) -> Tensor:
     words, scales, minima = parts["weight"], parts["scales"], parts["biases"]
     bits, group = read_sizes(config, module)
-    if len(words.shape) != 2 or words.shape[1] * 32 % bits:
-        raise MalformedFile(f"tensor {words.name!r} has shape {words.shape}, which is no matrix of {bits} bits")
-    rows, width = words.shape[0], words.shape[1] * 32 // bits
+    rows, each = sizes_of(words)
+    width = each * 32 // bits
+    if each * 32 % bits or width % group:
+        raise MalformedFile(f"tensor {words.name!r} has {each} words in a row, which are no groups of {bits} bits")
     for part in (scales, minima):
         check_shape(part, (rows, width // group))
     stored = integers(words, "U32")
@@ -49,6 +50,11 @@ def read_sizes(config: Fields, module: str) -> tuple[int, int]:
     return own.size("bits"), own.size("group_size")
 
 
+def is_module(name: str) -> bool:
+    return "." in name or name == "lm_head"
+
+
 def read(config: Fields) -> Scheme:
     read_sizes(config, "")
+    config.refuse_others({"bits", "group_size", "mode", *(name for name in config.names() if is_module(name))})
     return Scheme(partial(weight, config), mark="scales", needed=("weight", "scales", "biases"))

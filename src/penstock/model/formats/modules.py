@@ -71,6 +71,13 @@ def integers(tensor: Tensor, *kinds: str) -> NDArray[Any]:
     return values
 
 
+def sizes_of(tensor: Tensor) -> tuple[int, int]:
+    """Of a matrix."""
+    if len(tensor.shape) != 2:
+        raise MalformedFile(f"tensor {tensor.name!r} has shape {tensor.shape}; it must be a matrix")
+    return tensor.shape[0], tensor.shape[1]
+
+
 def check_shape(tensor: Tensor, *shapes: tuple[int, ...]) -> None:
     if tensor.shape not in shapes:
         wanted = " or ".join(map(str, shapes))
