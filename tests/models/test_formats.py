@@ -17,12 +17,14 @@ import numpy as np
 import pytest
 
 from penstock.backend.cpu import CpuBackend
+from penstock.backend.cpu.weights import packed_bytes
 from penstock.backend.ref import RefBackend
 from penstock.backend.ref.batches import blocks_for, greedy_batch, random_steps
 from penstock.errors import MalformedFile, ModelError, UnsupportedModel
 from penstock.model.fields import Fields
 from penstock.model.files import read_json
 from penstock.model.formats import weights_of
+from penstock.model.formats.rows import as_q8_0
 from penstock.model.load import load_model, open_checkpoint, read_shards
 from penstock.model.quant import dequantize
 from penstock.model.safetensors import read_safetensors
@@ -108,6 +110,21 @@ def test_a_cpu_says_what_it_widens(caplog: pytest.LogCaptureFixture) -> None:
     backend = CpuBackend(1)
     backend.load(load_model(open_checkpoint(FOLDER / "gptq-ordered"), backend))
     assert caplog.text.count("GPTQ with desc_act weights become BF16 on a CPU") == 1
+
+
+def test_scales_of_rows_are_rounded_for_kernels(caplog: pytest.LogCaptureFixture) -> None:
+    """The reference keeps float32 ones."""
+    tensor = open_checkpoint(FOLDER / "bytes").tensors["layers.0.q"]
+    blocks = as_q8_0(tensor)
+    assert blocks is not None
+    exact, near = dequantize(tensor), dequantize(blocks)
+    assert 0 < np.abs(near - exact).max() <= 2**-11 * np.abs(exact).max()
+    assert packed_bytes(tensor) == blocks.size == len(blocks.data) == 64 * 64 * 34 // 32
+    tiny = replace(tensor, scales=tensor.scales._replace(values=tensor.scales.values * np.float32(1e-4)))
+    assert as_q8_0(tiny) is None
+    backend = CpuBackend(1)
+    backend.load(load_model(open_checkpoint(FOLDER / "bytes"), backend))
+    assert "BF16" not in caplog.text
 
 
 def test_bytes_are_not_made_before_they_are_read() -> None:

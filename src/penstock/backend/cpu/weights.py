@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from penstock.backend.base import Floats
 from penstock.backend.cpu._native import Weight, fill_parts
+from penstock.model.formats.rows import as_q8_0
 from penstock.model.quant import dequantize
 from penstock.model.tensor import FLOAT8, FORMATS, Bytes, Tensor, some_rows
 
@@ -48,6 +49,8 @@ class Packing:
         """What no kernel reads becomes BF16."""
         if part.format.name in FORMATS:
             return part
+        if blocks := as_q8_0(part):
+            return blocks
         kind = "FP8" if part.format.name in FLOAT8 else part.format.name
         if kind not in self._widened:
             import logging  # takes longer than packing most models
@@ -64,6 +67,9 @@ class Packing:
 
 
 def packed_bytes(tensor: Tensor) -> int:
+    """Of a matrix; a vector has less than a page."""
+    if len(tensor.shape) == 2:
+        tensor = as_q8_0(tensor) or tensor
     return tensor.size if tensor.format.name in FORMATS else 2 * prod(tensor.shape)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from math import prod
 
+from penstock.model.formats.rows import as_q8_0
 from penstock.model.spec import ModelSpec
 from penstock.model.tensor import Tensor
 
@@ -22,6 +23,7 @@ def tensor_bytes(tensor: Tensor, quantize: str) -> float:
     count = prod(tensor.shape)
     if len(tensor.shape) == 1:
         return 4 * count
+    tensor = as_q8_0(tensor) or tensor
     if tensor.format.name in KEPT:
         return FEW * count / tensor.format.values * tensor.format.bytes
     return FEW * count * BITS[quantize if tensor.format.name in PLAIN else ""] / 8

@@ -27,6 +27,7 @@ from penstock.backend.cuda.quantize import pack as pack_codes
 from penstock.backend.cuda.quantized import Float8, Quantized, Workspace, stack
 from penstock.backend.cuda.tilings import STREAMED, TALL, gemv_tiling, skinny_tiling, stream_tiling
 from penstock.backend.cuda.transfer import transfer
+from penstock.model.formats.rows import as_q8_0
 from penstock.model.quant import dequantize
 from penstock.model.tensor import Tensor, some_rows
 
@@ -118,6 +119,7 @@ def pack(
     quantize: str = "",
 ) -> Weight:
     """Quantized formats stay as they are; plain ones become what `quantize` says: float8, 4 bits, or themselves."""
+    parts = [as_q8_0(part) or part for part in parts]
     formats = {part.format.name for part in parts}
     vector = stacked_bias(parts, bias, device)
     if quantize and not formats <= PLAIN.keys():
