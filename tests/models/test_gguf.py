@@ -11,7 +11,7 @@ from gguf import GGMLQuantizationType, GGUFValueType
 
 from penstock.model.gguf import read_gguf
 from penstock.model.quant import LAYOUTS, VALUES, dequantize
-from penstock.model.tensor import FORMATS, Tensor
+from penstock.model.tensor import FORMATS, INTEGERS, Tensor
 
 ARRAYS = {
     "words": ["a", "", "Grüße", "日本", "long" * 100, ""],
@@ -94,8 +94,9 @@ def test_dequantized_as_the_gguf_package_does(format):
 
 
 def test_every_format_has_its_layout():
-    assert {name: layout.itemsize for name, layout in LAYOUTS.items()} == {f.name: f.bytes for f in FORMATS.values()}
-    assert VALUES.keys() == FORMATS.keys()
+    formats = FORMATS | {"I8": INTEGERS["I8"]}
+    assert {name: layout.itemsize for name, layout in LAYOUTS.items()} == {f.name: f.bytes for f in formats.values()}
+    assert VALUES.keys() == formats.keys()
 
 
 def test_tensors_are_views_and_outlive_the_file(written):

@@ -30,6 +30,7 @@ NEUTRAL = {  # read elsewhere, for training alone, or about the checkpoint
     "model_type",
     "pad_token_id",
     "pretraining_tp",
+    "quantization",
     "quantization_config",
     "resid_pdrop",
     "tokenizer_class",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from math import prod
 
@@ -47,10 +48,10 @@ def each_of(bank: Tensor, spec: ModelSpec) -> Iterator[Tensor]:
     count = spec.experts.count if spec.experts else 0
     if bank.shape[0] != count or len(bank.shape) < 2:
         raise MalformedFile(f"tensor {bank.name!r} has shape {bank.shape}; the config speaks of {count} experts")
-    shape = bank.shape[1:]
-    size = prod(shape) // bank.format.values * bank.format.bytes
+    _, rows, *width = bank.shape
+    flat = replace(bank, shape=(count * rows, *width))
     for i in range(count):
-        yield Tensor(bank.name, bank.format, shape, bank.data[i * size : (i + 1) * size])
+        yield some_rows(flat, i * rows, (i + 1) * rows)
 
 
 def split(tensor: Tensor, parts: Mapping[str, int], dims: int) -> Iterator[tuple[str, Tensor]]:

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.errors import MalformedFile, ModelNotFound, UnsupportedModel
 from penstock.model import names
-from penstock.model.config_float8 import read_scheme, with_scales
 from penstock.model.config_hf import NEUTRAL
 from penstock.model.fields import Fields
 from penstock.model.files import read_json
+from penstock.model.formats import weights_of
 from penstock.model.fused import split_fused
 from penstock.model.gguf import read_gguf
 from penstock.model.registry import Model, family, family_of_gguf, family_of_hf
@@ -91,7 +91,7 @@ def open_gguf(path: Path) -> Checkpoint:
 def open_folder(path: Path) -> Checkpoint:
     values = read_json(path / CONFIG)
     spec = read_config(values)
-    stored = with_scales(read_shards(path), read_scheme(Fields(values, CONFIG)))
+    stored = weights_of(read_shards(path), Fields(values, CONFIG), path)
     tensors = split_fused(names.canonical(stored, family(spec.arch).HUGGING_FACE, spec), spec)
     if spec.tied:
         tensors.pop("head", None)  # some checkpoints store the embedding a second time

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.model.float8 import float8_values
+from penstock.model.float8 import float8_values, spread
 from penstock.model.tensor import FLOAT8, Tensor
 
 Array = Any  # an ndarray; NumPy's types do not follow the fields of a structured one
@@ -33,6 +33,7 @@ LAYOUTS = {
     "IQ4_NL": np.dtype([("d", "<f2"), ("qs", "u1", 16)]),
     "IQ4_XS": np.dtype([("d", "<f2"), ("scales_h", "u1", 2), ("scales_l", "u1", 4), ("qs", "u1", 128)]),
     "MXFP4": np.dtype([("e", "u1"), ("qs", "u1", 16)]),
+    "I8": np.dtype([("x", "i1")]),
 }
 
 IQ4_VALUES = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
@@ -43,10 +44,10 @@ def dequantize(tensor: Tensor) -> NDArray[np.float32]:
     """The tensor's values, in its own shape."""
     if tensor.format.name in FLOAT8:
         return float8_values(tensor.data, tensor.format.name, tensor.shape, tensor.scales)
-    blocks = tensor.data.view(LAYOUTS[tensor.format.name])
+    layout, values_of = LAYOUTS.get(tensor.format.name, LAYOUTS["F32"]), VALUES.get(tensor.format.name, VALUES["F32"])
     with np.errstate(invalid="ignore", over="ignore"):  # a damaged file may hold scales that are not finite
-        values: NDArray[np.float32] = VALUES[tensor.format.name](blocks).reshape(tensor.shape)
-    return values
+        values: NDArray[np.float32] = values_of(tensor.data.view(layout)).reshape(tensor.shape)
+        return values if tensor.scales is None else values * spread(tensor.scales, tensor.shape)
 
 
 def bits(packed: Array, width: int) -> Array:
@@ -178,4 +179,5 @@ VALUES: dict[str, Callable[[Array], Array]] = {
     "IQ4_NL": iq4_nl,
     "IQ4_XS": iq4_xs,
     "MXFP4": mxfp4,
+    "I8": lambda blocks: blocks["x"].astype(np.float32),
 }

@@ -9,14 +9,14 @@ import numpy as np
 from penstock.backend.base import Batch, Floats, Footprint, Held, Ints, Mask, Model, Ticket
 from penstock.backend.cpu import _native
 from penstock.backend.cpu.record import record
-from penstock.backend.cpu.weights import Bank, Packing, pack_vector
+from penstock.backend.cpu.weights import Bank, Packing, held, pack_vector
 from penstock.backend.pool import Pools
 from penstock.backend.sample import answers
 from penstock.backend.timing import time_step
 from penstock.config import available_memory, available_threads
 from penstock.errors import ConfigError
 from penstock.model.spec import ModelSpec
-from penstock.model.tensor import FLOAT8, Stack, Tensor
+from penstock.model.tensor import Stack, Tensor
 from penstock.types import StepResult, TokenLogprob
 
 KV_TYPES = ("f16", "f32", "int8")
@@ -67,7 +67,7 @@ class CpuBackend:
         self._answer, self._states = record(model, self._program)
 
     def held(self, tensor: Tensor) -> Held:
-        return Held("BF16", 16) if tensor.format.name in FLOAT8 else Held.as_it_is(tensor)
+        return held(tensor)
 
     def footprint(self, spec: ModelSpec, tensors: Iterable[Tensor]) -> Footprint:
         kv_token = 2 * spec.layers * spec.attn.kv_heads * KV_HEAD_BYTES[self._kv](spec.attn.head_dim)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from penstock.backend.base import Held
+from penstock.model.formats.rows import as_q8_0
 from penstock.model.spec import ModelSpec
 from penstock.model.tensor import PLAIN, Tensor
 
@@ -24,6 +25,7 @@ def tensor_bytes(tensor: Tensor, quantize: str) -> float:
 def held(tensor: Tensor, quantize: str) -> Held:
     if len(tensor.shape) == 1:
         return Held("F32", 32)
+    tensor = as_q8_0(tensor) or tensor
     if tensor.format.name in KEPT:
         return Held.as_it_is(tensor)
     if quantize and tensor.format.name in PLAIN:

@@ -27,6 +27,7 @@ from penstock.backend.cuda.quantize import pack as pack_codes
 from penstock.backend.cuda.quantized import Float8, Quantized, Workspace, stack
 from penstock.backend.cuda.tilings import STREAMED, TALL, gemv_tiling, skinny_tiling, stream_tiling
 from penstock.backend.cuda.transfer import transfer
+from penstock.model.formats.rows import as_q8_0
 from penstock.model.quant import dequantize
 from penstock.model.tensor import Tensor, some_rows
 
@@ -118,6 +119,7 @@ def pack(
     quantize: str = "",
 ) -> Weight:
     """Quantized formats stay as they are; plain ones become what `quantize` says: float8, 4 bits, or themselves."""
+    parts = [as_q8_0(part) or part for part in parts]
     formats = {part.format.name for part in parts}
     vector = stacked_bias(parts, bias, device)
     if quantize and not formats <= PLAIN.keys():
@@ -127,7 +129,8 @@ def pack(
     if dtype.itemsize == 2 and formats == {"F8_E4M3"} and (weight := pack_float8(parts, vector, device, workspace)):
         return weight
     if dtype.itemsize == 2 and not formats <= PLAIN.keys():
-        say(workspace, f"weights in {names(formats)} become {dtype}: no kernel reads them as they are")
+        size = f"{dtype.itemsize} bytes for each value"
+        say(workspace, f"weights in {names(formats)} become {dtype}, {size}: no kernel reads them as they are")
     values = stacked_values(parts, device, dtype)
     if not quantize or not formats <= PLAIN.keys():
         return Dense(values, vector, workspace)
