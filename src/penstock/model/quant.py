@@ -1,6 +1,7 @@
 """What the bytes of every format mean: the definition that fast kernels are tested against.
 
-A row is a run of storage blocks. `LAYOUTS` says what lies in one block, `VALUES` computes the values it holds.
+A row is a run of storage blocks. `LAYOUTS` says what lies in one block, `VALUES` computes the values it holds; formats
+with code books have theirs in iquants.py, which few models need.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ LAYOUTS = {
     "IQ4_NL": np.dtype([("d", "<f2"), ("qs", "u1", 16)]),
     "IQ4_XS": np.dtype([("d", "<f2"), ("scales_h", "u1", 2), ("scales_l", "u1", 4), ("qs", "u1", 128)]),
     "MXFP4": np.dtype([("e", "u1"), ("qs", "u1", 16)]),
+    "NVFP4": np.dtype([("scales", "u1", 4), ("qs", "u1", (4, 8))]),
 }
 
 IQ4_VALUES = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
@@ -43,10 +45,26 @@ def dequantize(tensor: Tensor) -> NDArray[np.float32]:
     """The tensor's values, in its own shape."""
     if tensor.format.name in FLOAT8:
         return float8_values(tensor.data, tensor.format.name, tensor.shape, tensor.scales)
-    blocks = tensor.data.view(LAYOUTS[tensor.format.name])
+    blocks = tensor.data.view(layout_of(tensor.format.name))
     with np.errstate(invalid="ignore", over="ignore"):  # a damaged file may hold scales that are not finite
-        values: NDArray[np.float32] = VALUES[tensor.format.name](blocks).reshape(tensor.shape)
+        values: NDArray[np.float32] = values_of(tensor.format.name, blocks).reshape(tensor.shape)
     return values
+
+
+def layout_of(format_name: str) -> np.dtype[np.void]:
+    if format_name in LAYOUTS:
+        return LAYOUTS[format_name]
+    from penstock.model import iquants
+
+    return iquants.LAYOUTS[format_name]
+
+
+def values_of(format_name: str, blocks: Array) -> Array:
+    if format_name in VALUES:
+        return VALUES[format_name](blocks)
+    from penstock.model import iquants
+
+    return iquants.values_of(format_name, blocks)
 
 
 def bits(packed: Array, width: int) -> Array:
@@ -161,6 +179,14 @@ def mxfp4(blocks: Array) -> Array:
     return scale * FP4_VALUES[flat_bits(blocks["qs"], 4)]
 
 
+def nvfp4(blocks: Array) -> Array:
+    """4 groups of 16: a scale without a sign of 4 bits of exponent and 3 of mantissa each."""
+    exponent, mantissa = blocks["scales"] >> 3 & 15, blocks["scales"] & 7
+    significand = np.where(exponent > 0, 8 + mantissa, 2 * mantissa).astype(np.float32)
+    scale = np.ldexp(np.where(blocks["scales"] == 0x7F, 0, significand), exponent.astype(np.int32) - 11)
+    return scale[..., None] * FP4_VALUES[bits(blocks["qs"], 4).reshape(-1, 4, 16)]
+
+
 VALUES: dict[str, Callable[[Array], Array]] = {
     "F32": lambda blocks: blocks["x"].astype(np.float32),
     "F16": lambda blocks: blocks["x"].astype(np.float32),
@@ -178,4 +204,5 @@ VALUES: dict[str, Callable[[Array], Array]] = {
     "IQ4_NL": iq4_nl,
     "IQ4_XS": iq4_xs,
     "MXFP4": mxfp4,
+    "NVFP4": nvfp4,
 }

@@ -22,7 +22,8 @@ from penstock.backend.cuda.kernels.library import multiply
 from penstock.backend.cuda.kernels.rows import take_rows
 from penstock.backend.cuda.kernels.skinny import skinny
 from penstock.backend.cuda.kernels.stream import stream
-from penstock.backend.cuda.quantize import COLUMNS, TAKE, QuantizedWeight, quantize_int4
+from penstock.backend.cuda.parts import COLUMNS
+from penstock.backend.cuda.quantize import TAKE, QuantizedWeight, quantize_int4
 from penstock.backend.cuda.quantize import pack as pack_codes
 from penstock.backend.cuda.quantized import Float8, Quantized, Workspace, stack
 from penstock.backend.cuda.tilings import STREAMED, TALL, gemv_tiling, skinny_tiling, stream_tiling

@@ -23,6 +23,8 @@ struct Part {
   size_t panels;
   size_t panel_bytes;
   std::byte* data;
+  const int8_t* table;  // and factor: see PanelProduct
+  float factor;
 };
 
 // Consecutive panels of one part.
