@@ -13,6 +13,7 @@ from penstock.backend.cuda.kernels.expand import expand, gather
 from penstock.backend.cuda.kernels.fp8 import Float8Weight, few_float8, multiply_float8, quantize_float8
 from penstock.backend.cuda.kernels.fp8_tiles import tiles_float8
 from penstock.backend.cuda.kernels.skinny import Scratch
+from penstock.backend.cuda.memory import KEPT
 from penstock.backend.cuda.quantize import CODINGS, QuantizedWeight, pack, quantize_int4
 from penstock.backend.cuda.quantized import Quantized, Workspace
 from penstock.backend.ref.cases import random_tensor
@@ -87,10 +88,10 @@ def arrays(weight: QuantizedWeight) -> list[torch.Tensor]:
     return [array for array in (weight.low, weight.high, weight.scales, weight.supers) if array is not None]
 
 
-@pytest.mark.parametrize(("name", "bits"), [("Q4_0", 4.5), ("Q4_K", 4.625), ("Q6_K", 6.5625), ("Q8_0", 8.5)])
-def test_packed_weights_take_little_memory(name: str, bits: float) -> None:
+@formats
+def test_packed_weights_take_what_is_said_before(name: str) -> None:
     weight, _ = packed(name)
-    assert weight.bytes * 8 == bits * 48 * WIDTH  # rows fill tiles of 16
+    assert weight.bytes * 8 == KEPT[name] * 48 * WIDTH  # rows fill tiles of 16
 
 
 @codings

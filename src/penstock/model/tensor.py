@@ -55,6 +55,11 @@ FORMATS = {
 }
 
 
+# of GGUF files, where a short vector may have them; read as F32
+VECTORS_ONLY = {
+    name: Format(name, 1, size) for name, size in (("F64", 8), ("I8", 1), ("I16", 2), ("I32", 4), ("I64", 8))
+}
+
 PLAIN = ("F32", "F16", "BF16")
 
 # of safetensors alone; their values come with scales

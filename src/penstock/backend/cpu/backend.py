@@ -64,10 +64,12 @@ class CpuBackend:
 
     def load(self, model: Model) -> None:
         self._packing.finish()
+        self._packing.tell()
         self._answer, self._states = record(model, self._program)
 
     def held(self, tensor: Tensor) -> Held:
-        return Held("BF16", 16) if tensor.format.name in FLOAT8 else Held.as_it_is(tensor)
+        name = "BF16" if tensor.format.name in FLOAT8 else tensor.format.name
+        return Held(name, _native.packed_bits(name) if len(tensor.shape) > 1 else 32)
 
     def footprint(self, spec: ModelSpec, tensors: Iterable[Tensor]) -> Footprint:
         kv_token = 2 * spec.layers * spec.attn.kv_heads * KV_HEAD_BYTES[self._kv](spec.attn.head_dim)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.backend.base import Floats
-from penstock.backend.cpu._native import Weight, fill_parts
+from penstock.backend.cpu._native import Weight, fill_parts, packed_bits
 from penstock.model.quant import dequantize
-from penstock.model.tensor import FLOAT8, FORMATS, Stack, Tensor, some_rows
+from penstock.model.tensor import FLOAT8, FORMATS, Format, Stack, Tensor, some_rows
 
 BATCH_BYTES = 1 << 28  # packed in one go: an interrupt has to wait for as much
 AT_ONCE = 1 << 24  # values widened together
+GROWN = 1.1  # times as many bytes as in the file are worth a word
 
 
 class Bank(NamedTuple):
@@ -34,6 +36,7 @@ class Packing:
         self._waiting: list[tuple[Weight, int, NDArray[np.uint8]]] = []
         self._bytes = 0
         self._widened = False
+        self._values: dict[Format, int] = {}  # packed so far
 
     def matrix(self, parts: Sequence[Tensor], bias: Sequence[Tensor | None]) -> Weight:
         parts = [self._readable(part) for part in parts]
@@ -42,6 +45,8 @@ class Packing:
             weight.set_bias(np.concatenate([bias_of(part, tensor) for part, tensor in zip(parts, bias, strict=True)]))
         self._waiting += [(weight, index, part.data) for index, part in enumerate(parts)]
         self._bytes += sum(part.data.nbytes for part in parts)
+        for part in parts:
+            self._values[part.format] = self._values.get(part.format, 0) + prod(part.shape)
         if self._bytes >= BATCH_BYTES:
             self.finish()
         return weight
@@ -60,6 +65,20 @@ class Packing:
             logging.getLogger(__name__).warning("FP8 weights become BF16 on a CPU, and take as much memory as those")
             self._widened = True
         return widened(part)
+
+    def tell(self) -> None:
+        """About formats that are packed into wider codes than they have."""
+        grown = {format: packed_bits(format.name) / 8 for format in self._values}
+        grown = {format: size for format, size in grown.items() if size > GROWN * format.bytes / format.values}
+        if grown:
+            import logging
+
+            stored = sum(self._values[format] // format.values * format.bytes for format in grown)
+            packed = sum(self._values[format] * size for format, size in grown.items())
+            names = " and ".join(sorted(format.name for format in grown))
+            logging.getLogger(__name__).warning(
+                f"weights in {names} take {packed / 1e6:.0f} MB as codes of 2 to 4 bits, {stored / 1e6:.0f} in the file"
+            )
 
     def finish(self) -> None:
         fill_parts(self._waiting, self._threads)

@@ -181,6 +181,11 @@ const Packing& packing_of(Format format) { return PACKINGS[size_t(format)]; }
 
 }  // namespace
 
+double packed_bits(const std::string& format) {
+  const Packing& packing = packing_of(format_of(format));
+  return double(packing.packed) / double(LANES * packing.values) * 8;
+}
+
 Weight::Weight(size_t width, const std::vector<std::pair<std::string, size_t>>& parts) : width_(width) {
   for (const auto& [name, rows] : parts) {
     const Format format = format_of(name);

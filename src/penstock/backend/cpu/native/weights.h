@@ -66,6 +66,8 @@ class Weight {
   std::shared_ptr<const Memory> slab_;
 };
 
+double packed_bits(const std::string& format);  // that a value takes, its share of scales included
+
 // A whole part as it lies in a checkpoint.
 struct Source {
   Weight* weight;
