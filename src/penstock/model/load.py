@@ -15,7 +15,7 @@ from penstock.model.fields import Fields
 from penstock.model.files import read_json
 from penstock.model.formats import weights_of
 from penstock.model.fused import split_fused
-from penstock.model.gguf import read_gguf
+from penstock.model.gguf_parts import read_parts
 from penstock.model.registry import Model, family, family_of_gguf, family_of_hf
 from penstock.model.safetensors import read_safetensors
 from penstock.model.spec import ModelSpec
@@ -75,7 +75,7 @@ def text_of(checkpoint: Checkpoint) -> Text:
 
 
 def open_gguf(path: Path) -> Checkpoint:
-    file = read_gguf(path)
+    file = read_parts(path)
     kind = family_of_gguf(Fields(file.metadata, METADATA))
     config = Fields(file.metadata, METADATA, prefix=f"{file.metadata['general.architecture']}.")
     spec = kind.read_gguf(config, file.tensors)

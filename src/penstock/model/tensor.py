@@ -41,9 +41,24 @@ FORMATS = {
         ("IQ4_NL", 32, 18),
         ("IQ4_XS", 256, 136),
         ("MXFP4", 32, 17),
+        ("NVFP4", 64, 36),
+        ("IQ1_S", 256, 50),
+        ("IQ1_M", 256, 56),
+        ("IQ2_XXS", 256, 66),
+        ("IQ2_XS", 256, 74),
+        ("IQ2_S", 256, 82),
+        ("IQ3_XXS", 256, 98),
+        ("IQ3_S", 256, 110),
+        ("TQ1_0", 256, 54),
+        ("TQ2_0", 256, 66),
     )
 }
 
+
+# of GGUF files, where a short vector may have them; read as F32
+VECTORS_ONLY = {
+    name: Format(name, 1, size) for name, size in (("F64", 8), ("I8", 1), ("I16", 2), ("I32", 4), ("I64", 8))
+}
 
 PLAIN = ("F32", "F16", "BF16")
 

@@ -21,6 +21,9 @@ class Weight:
     def gateable(self) -> bool:
         """Whether a product with it can be gated at once: two equal halves of one quantized format, without a bias."""
 
+def packed_bits(format: str) -> float:
+    """That a value takes once it is packed, its share of scales included."""
+
 def fill_parts(parts: list[tuple[Weight, int, NDArray[np.uint8]]], threads: int) -> None:
     """Packs whole parts, (weight, part, bytes) of each, shared out among threads without the interpreter's lock."""
 

@@ -64,6 +64,7 @@ class CpuBackend:
 
     def load(self, model: Model) -> None:
         self._packing.finish()
+        self._packing.tell()
         self._answer, self._states = record(model, self._program)
 
     def held(self, tensor: Tensor) -> Held:

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.backend.base import Floats, Held
-from penstock.backend.cpu._native import Weight, fill_parts
+from penstock.backend.cpu._native import Weight, fill_parts, packed_bits
 from penstock.model.formats.rows import as_q8_0
 from penstock.model.quant import dequantize
-from penstock.model.tensor import FLOAT8, FORMATS, Bytes, Stack, Tensor, some_rows
+from penstock.model.tensor import FLOAT8, FORMATS, Bytes, Format, Stack, Tensor, some_rows
 
 BATCH_BYTES = 1 << 28  # packed in one go: an interrupt has to wait for as much
 MADE_BYTES = 1 << 23  # the same of bytes that are no view of a file: they are held meanwhile
 AT_ONCE = 1 << 22  # values widened together
+GROWN = 1.1  # times as many bytes as in the file are worth a word
 
 
 class Bank(NamedTuple):
@@ -37,6 +39,7 @@ class Packing:
         self._waiting: list[tuple[Weight, int, NDArray[np.uint8]]] = []
         self._bytes = 0
         self._widened: set[str] = set()
+        self._values: dict[Format, int] = {}  # packed so far
 
     def matrix(self, parts: Sequence[Tensor], bias: Sequence[Tensor | None]) -> Weight:
         parts = [self._readable(part) for part in parts]
@@ -53,6 +56,7 @@ class Packing:
 
     def _add(self, weight: Weight, index: int, part: Tensor) -> None:
         self._waiting.append((weight, index, part.data))
+        self._values[part.format] = self._values.get(part.format, 0) + prod(part.shape)
         self._bytes += part.size * (BATCH_BYTES // MADE_BYTES if callable(part.source) else 1)
         if self._bytes >= BATCH_BYTES:
             self.finish()
@@ -73,16 +77,32 @@ class Packing:
             self._widened.add(kind)
         return widened(part)
 
+    def tell(self) -> None:
+        """About formats that are packed into wider codes than they have."""
+        grown = {format: packed_bits(format.name) / 8 for format in self._values}
+        grown = {format: size for format, size in grown.items() if size > GROWN * format.bytes / format.values}
+        if grown:
+            import logging
+
+            stored = sum(self._values[format] // format.values * format.bytes for format in grown)
+            packed = sum(self._values[format] * size for format, size in grown.items())
+            names = " and ".join(sorted(format.name for format in grown))
+            logging.getLogger(__name__).warning(
+                f"weights in {names} take {packed / 1e6:.0f} MB as codes of 2 to 4 bits, {stored / 1e6:.0f} in the file"
+            )
+
     def finish(self) -> None:
         fill_parts(self._waiting, self._threads)
         self._waiting, self._bytes = [], 0
 
 
 def held(tensor: Tensor) -> Held:
-    """What `Packing` makes of a matrix; a vector has less than a page."""
-    if len(tensor.shape) == 2:
-        tensor = as_q8_0(tensor) or tensor
-    return Held.as_it_is(tensor) if tensor.format.name in FORMATS else Held("BF16", 16)
+    """What `Packing` makes of it."""
+    if len(tensor.shape) == 1:
+        return Held("F32", 32)
+    name = (as_q8_0(tensor) or tensor).format.name
+    kept = name if name in FORMATS else "BF16"
+    return Held(kept, packed_bits(kept))
 
 
 def widened(part: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from penstock.backend.base import Backend, Batch, Floats, Pool
 from penstock.backend.ref.batches import Chunk, blocks_for, greedy_batch, random_steps
 from penstock.model import rope
 from penstock.model.ops import Ops
-from penstock.model.quant import LAYOUTS
+from penstock.model.quant import layout_of
 from penstock.model.spec import AttentionSpec, ExpertSpec, RopeSpec
 from penstock.model.tensor import FORMATS, Stack, Tensor
 
@@ -100,12 +100,17 @@ def difference(got: Floats, wanted: Floats) -> float:
 def random_tensor(rng: Random, format: str, *shape: int) -> Tensor:
     """Random bytes, with scales that keep the values small."""
     count = prod(shape) // FORMATS[format].values
-    blocks = np.frombuffer(rng.bytes(count * FORMATS[format].bytes), LAYOUTS[format]).copy()
-    for field in LAYOUTS[format].names or ():
+    blocks = np.frombuffer(rng.bytes(count * FORMATS[format].bytes), layout_of(format)).copy()
+    for field in blocks.dtype.names or ():
         if field in ("d", "m"):
             blocks[field] = rng.normal(0, 0.01, count)
     if format == "MXFP4":
         blocks["e"] = rng.integers(118, 124, count)
+    if format == "NVFP4":
+        blocks["scales"] = rng.integers(1, 24, (count, 4))
+    if format == "IQ1_M":
+        d = rng.normal(0, 0.01, count).astype(np.float16).view(np.uint16)
+        blocks["scales"] = blocks["scales"] & 0xFFF | d[:, None] >> np.arange(0, 16, 4) << 12
     if format in ("F32", "F16"):
         blocks["x"] = rng.normal(size=count)
     if format == "BF16":

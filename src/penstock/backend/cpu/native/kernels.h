@@ -28,6 +28,8 @@ struct PanelProduct {
   float* y;
   size_t y_stride;  // floats from row to row
   size_t columns;
+  const int8_t* table;  // of 16 numbers that codes stand for, and what all of them are multiplied with;
+  float factor;         // read by kinds of formats that have a table
 };
 
 struct Rotation {

@@ -304,7 +304,8 @@ struct Kv {
 template <class... Q>
 constexpr Kernels table(Types<Q...>) {
   return {
-      {Plain<Apart<float>>::product, Plain<Apart<uint16_t>>::product, Plain<Bfloats>::product, coded_product<Q>...},
+      {Plain<Apart<float>>::product, Plain<Apart<uint16_t>>::product, Plain<Bfloats>::product,
+       coded_product<typename Q::Kind>...},
       nullptr,
       quantize,
       add_norm,

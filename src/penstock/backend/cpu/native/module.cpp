@@ -103,6 +103,7 @@ NB_MODULE(_native, m) {
       .def_prop_ro("gateable", &Weight::gateable);
 
   m.def("fill_parts", fill_all, "parts"_a, "threads"_a);
+  m.def("packed_bits", packed_bits, "format"_a);
 
   nb::class_<Program>(m, "Program")
       .def(nb::init<const std::string&, unsigned, const std::string&>(), "isa"_a, "threads"_a, "kv"_a)
