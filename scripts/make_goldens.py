@@ -43,6 +43,7 @@ GEMMA = SMALLER | {
     "sliding_window": 10,
     "tie_word_embeddings": True,
 }
+GLM = SMALLER | {"head_dim": 12, "pad_token_id": 0, "eos_token_id": [1, 2]}
 GOLDENS: dict[str, dict[str, Any]] = {
     "tied": {"tie_word_embeddings": True, "rope_parameters": PLAIN | {"rope_theta": 100000.0}},
     "untied": {"num_key_value_heads": 4, "rope_parameters": PLAIN},
@@ -123,12 +124,26 @@ GOLDENS: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": PROMPT,
         },
     },
+    "gpt2": SMALLER | {"layer_norm_epsilon": 1e-5, "n_inner": 64, "bos_token_id": 0, "eos_token_id": 0},
+    "starcoder2": SMALLER
+    | {
+        "sliding_window": 10,
+        "norm_epsilon": 1e-5,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "hidden_act": "gelu_pytorch_tanh",
+        "rope_parameters": PLAIN | {"rope_theta": 1000.0},
+    },
+    "glm": GLM | {"head_dim": 8, "rope_parameters": PLAIN | {"partial_rotary_factor": 0.5}},
+    "glm4": GLM | {"rope_parameters": PLAIN | {"partial_rotary_factor": 0.5, "rope_theta": 500.0}},
 }
 MODEL_TYPES = {
     "gemma3": "gemma3_text",
     "longrope": "phi3",
 }  # where it is not the golden's name; a golden of another name is of llama
 FAMILIES = ("mistral", "ministral", "qwen2", "qwen3", "granite", "smollm3", "phi3", "olmo2", "gemma2")
+FAMILIES += ("gpt2", "starcoder2", "glm", "glm4")
+UNSAID = {"gpt2": {"intermediate_size", "num_key_value_heads", "rms_norm_eps"}, "starcoder2": {"rms_norm_eps"}}
 SHARDED = "untied"
 
 GGUF_NAMES = {
@@ -153,8 +168,32 @@ OTHER_NAMES = {
     "gemma2": AFTER | {"pre_feedforward_layernorm": "ffn_norm"},
     "gemma3": AFTER | {"pre_feedforward_layernorm": "ffn_norm"},
     "phi3": {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"},
+    "gpt2": {
+        "transformer.wte": "token_embd",
+        "transformer.wpe": "position_embd",
+        "transformer.ln_f": "output_norm",
+        "ln_1": "attn_norm",
+        "attn.c_attn": "attn_qkv",
+        "attn.c_proj": "attn_output",
+        "ln_2": "ffn_norm",
+        "mlp.c_fc": "ffn_up",
+        "mlp.c_proj": "ffn_down",
+    },
+    "starcoder2": {"mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"},
+    "chatglm": {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"},
+    "glm4": {
+        "mlp.gate_up_proj": "ffn_up",
+        "post_self_attn_layernorm": "post_attention_norm",
+        "post_mlp_layernorm": "post_ffw_norm",
+    },
 }
-ARCHITECTURES = {"mistral": "llama", "ministral": "llama", "gemma3_text": "gemma3"}  # where GGUF has another name
+ARCHITECTURES = {
+    "mistral": "llama",
+    "ministral": "llama",
+    "gemma3_text": "gemma3",
+    "glm": "chatglm",
+}  # where GGUF has another name
+SILENT = {"gpt2", "starcoder2", "chatglm"}  # architectures whose files say nothing of a head's size
 INTERLEAVED = {"llama", "granite", "smollm3"}  # architectures whose files have q and k turned
 
 
@@ -178,13 +217,14 @@ def main() -> None:
 def random_model(name: str, seed: int, **changes: Any) -> PreTrainedModel:
     """Weights large enough for sharp attention, and exact in BF16 and F16 alike."""
     torch.manual_seed(seed)
-    config = CONFIG_MAPPING[MODEL_TYPES.get(name, name if name in FAMILIES else "llama")](
-        **deepcopy(SIZES | GOLDENS[name] | changes)
-    )
+    kind = MODEL_TYPES.get(name, name if name in FAMILIES else "llama")
+    sizes = {key: size for key, size in SIZES.items() if key not in UNSAID.get(name, ())}
+    smaller = {key: value for key, value in GOLDENS[name].items() if key not in UNSAID.get(name, ())}
+    config = CONFIG_MAPPING[kind](**deepcopy(sizes | smaller | changes))
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
     with torch.no_grad():
         for key, weight in model.named_parameters():
-            middle = 1 if "norm" in key and "gemma" not in name else 0  # gains, or gains less one
+            middle = 1 if ("norm" in key or ".ln_" in key) and "gemma" not in name else 0  # gains, or gains less one
             weight.copy_(torch.randn_like(weight) * (0.2 if weight.ndim == 1 else 0.4) + middle)
             weight.copy_(weight.bfloat16().half())
     return model.float().eval()
@@ -209,6 +249,10 @@ def check_it_matters(name: str, seed: int, tokens: np.ndarray, expected: np.ndar
         "longrope": {"rope_parameters": PLAIN},
         "gemma2": {"attn_logit_softcapping": None},
         "gemma3": {"layer_types": ["sliding_attention"] * 6},
+        "gpt2": {"scale_attn_weights": False},
+        "starcoder2": {"sliding_window": None},
+        "glm": {"rope_parameters": PLAIN | {"partial_rotary_factor": 1.0}},
+        "glm4": {"rope_parameters": PLAIN | {"partial_rotary_factor": 0.5}},
     }
     if name in without:
         difference = np.abs(logits(random_model(name, seed, **without[name]), tokens) - expected).max()
@@ -219,15 +263,16 @@ def write_gguf(path: Path, model: PreTrainedModel) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     writer = gguf.GGUFWriter(path, architecture(model.config))
     add_keys(writer, model.config)
-    if model.config.rope_parameters.get("rope_type") == "longrope":
+    rope = rope_of(model.config)
+    if rope.get("rope_type") == "longrope":
         for which in ("long", "short"):
-            factors = np.array(model.config.rope_parameters[f"{which}_factor"], np.float32)
+            factors = np.array(rope[f"{which}_factor"], np.float32)
             writer.add_tensor(f"rope_factors_{which}.weight", factors)
-    if model.config.rope_parameters.get("rope_type") == "llama3":
+    if rope.get("rope_type") == "llama3":
         dims = head_dim_of(model.config)
-        plain = model.config.rope_parameters["rope_theta"] ** -(np.arange(0, dims, 2) / dims)
+        plain = rope["rope_theta"] ** -(np.arange(0, dims, 2) / dims)
         writer.add_tensor("rope_freqs.weight", (plain / model.model.rotary_emb.inv_freq.numpy()).astype(np.float32))
-    for name, weight in model.state_dict().items():
+    for name, weight in weights_of(model, writer.arch).items():
         if name != "lm_head.weight" or not model.config.tie_word_embeddings:
             values = weight.numpy() + (1 if "norm" in name and "gemma" in writer.arch else 0)
             if writer.arch in INTERLEAVED and ("q_proj" in name or "k_proj" in name):
@@ -241,21 +286,47 @@ def write_gguf(path: Path, model: PreTrainedModel) -> None:
     writer.close()
 
 
+def weights_of(model: PreTrainedModel, arch: str) -> dict[str, torch.Tensor]:
+    """As files have them: matrices (out, in), and q, k and v of ChatGLM in one tensor."""
+    weights = model.state_dict()
+    if arch == "gpt2":
+        turned = {name for name in weights if ".c_" in name and name.endswith("weight")}
+        return {name: weight.T.contiguous() if name in turned else weight for name, weight in weights.items()}
+    if arch == "chatglm":
+        for name in [name for name in weights if ".q_proj." in name]:
+            parts = [weights.pop(name.replace(".q_proj.", f".{part}_proj.")) for part in "qkv"]
+            weights[name.replace(".q_proj.", ".qkv_proj.")] = torch.cat(parts)
+    return weights
+
+
+def rope_of(config: PreTrainedConfig) -> dict[str, Any]:
+    """That of layers without a window, where they differ; empty for GPT-2."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    return rope.get("full_attention", rope)
+
+
 def add_keys(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
-    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
-    head_dim = head_dim_of(config)
+    rope, head_dim = rope_of(config), head_dim_of(config)
     writer.add_name(f"tiny {config.model_type}")
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
+    if writer.arch not in SILENT:
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
+    if writer.arch == "gpt2":
+        writer.add_feed_forward_length(config.n_inner)
+        writer.add_layer_norm_eps(config.layer_norm_epsilon)
+        return
+    writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1)))
     writer.add_rope_freq_base(rope["rope_theta"])
+    if writer.arch == "starcoder2":
+        writer.add_layer_norm_eps(config.norm_epsilon)
+    else:
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+        writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1)))
     if getattr(config, "sliding_window", None):
         writer.add_sliding_window(config.sliding_window)
     if config.model_type == "granite":

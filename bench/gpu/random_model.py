@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.model.quant import LAYOUTS
+from penstock.model.quant import layout_of
 from penstock.model.tensor import FORMATS
 from penstock.text.vocabulary import _BYTES as BYTES
 
@@ -85,7 +85,7 @@ def pieces(dims: Dims) -> Iterator[Piece]:
 def random_pool(format: str, size: int) -> NDArray[np.uint8]:
     """Whole blocks of a format, about `size` bytes of them, of values about 0.02 large."""
     dice = np.random.default_rng(0)
-    layout = LAYOUTS[format]
+    layout = layout_of(format)
     count = max(size // layout.itemsize, 1)
     if format == "BF16":
         wide = dice.standard_normal(count, np.float32) * np.float32(0.02)

@@ -10,7 +10,7 @@ from penstock.backend.cuda.kernels.fp8 import quantize_float8
 from penstock.backend.cuda.quantize import CODINGS, TAKE, pack_parts, quantize_int4
 from penstock.backend.cuda.quantized import Float8, Quantized, Workspace
 from penstock.backend.cuda.weights import Dense
-from penstock.model.quant import LAYOUTS
+from penstock.model.quant import layout_of
 from penstock.model.tensor import FORMATS
 
 DEVICE = torch.device("cuda")
@@ -19,7 +19,7 @@ KINDS = ("bf16", "fp8", "int4", "q4_k", "q4_k_m", "q8_0")
 
 def random_blocks(name: str, rows: int, width: int) -> Any:
     """Bytes of a format, with scales of a sensible size: [rows, blocks, bytes]."""
-    format, layout = FORMATS[name], LAYOUTS[name]
+    format, layout = FORMATS[name], layout_of(name)
     blocks = torch.randint(0, 256, (rows, width // format.values, format.bytes), dtype=torch.uint8, device=DEVICE)
     for field in ("d", "m"):
         if field in layout.fields:

@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 
+from penstock.cli.roofs import COMMON
 from penstock.cli.terminal import readable_size
+from penstock.config import Config
+from penstock.engine.roofline import Machine, Roof
 from penstock.store import Made, make
 from penstock.store.places import Entry, Place, home, sha256_of, write_record
 
@@ -165,7 +168,15 @@ def test_show(penstock: Penstock, reciter: Path) -> None:
     assert facts["architecture"] == "llama"
     assert facts["formats"] == {"F32": facts["parameters"]}
     assert (facts["context_length"], facts["vocabulary"], facts["chat_template"]) == (4096, 258, True)
-    assert "F32 100.0%" in penstock("show", reciter)[1]
+    here = facts["here"]
+    assert (here["device"], here["held_as"], here["trouble"]) == ("cpu", ["F32"], "")
+    assert here["weights"]["as it is"] == 4 * facts["parameters"]
+    out = penstock("show", reciter)[1]
+    assert "F32 100.0%" in out
+    assert "on cpu with weights held as F32" in out
+    (reciter / "tokenizer.json").rename(reciter / "aside")
+    assert "has no tokenizer.json" in penstock("show", reciter)[1]
+    (reciter / "aside").rename(reciter / "tokenizer.json")
     code, _, err = penstock("show", "smollm2")
     assert code == 1
     assert "penstock pull smollm2" in err
@@ -178,17 +189,50 @@ def test_plan(penstock: Penstock, reciter: Path) -> None:
     assert (facts["max_len"], facts["max_rows"], facts["num_blocks"]) == (1000, 3, 189)
     assert facts["kv_token"] == 2 * 64 * 4  # one layer, one head of 64
     assert facts["cache"] == 189 * 16 * facts["kv_token"]
-    assert facts["notes"] == []
+    assert (facts["notes"], facts["fits"], facts["speed"], facts["quantized"]) == ([], True, None, {})
     code, out, _ = penstock("plan", reciter, "--device", "ref", "--kv-memory", str(10**15))
     assert code == 0
     assert "KV cache" in out
     assert "not the 1000000.00 GB asked for" in out
+    code, out, err = penstock("plan", reciter, "--device", "ref", "--kv-memory", "1")
+    assert (code, out) == (1, "")
+    assert "KV cache" in err
+
+
+MACHINE = Machine(1e-5, 1e-6, 1e9, 1e9, {"F32": Roof(1e9, 1e10)})
+
+
+def test_plan_tells_speeds_from_what_was_measured_once(penstock: Penstock, reciter: Path, own_store: Path) -> None:
+    measured: list[list[str]] = []
+
+    def measure(config: Config, kinds: list[str], known: Machine | None, tell: Callable[[str], None]) -> Machine:
+        measured.append(kinds)
+        return MACHINE
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("penstock.engine.probe.measure", measure)
+        code, out, err = penstock("plan", reciter, "--prompt", "1000")
+        assert code == 0
+        assert "of a prompt of 1,000 tokens" in out
+        assert "one sequence" in out
+        assert err.startswith("measuring ")
+        again = json.loads(penstock("plan", reciter, "--json")[1])
+        assert again["speed"]["prompt"] == 512
+        assert measured == [["F32"]]
+        kept = own_store / "machine.json"
+        kept.write_text(kept.read_text().replace('"version": "', '"version": "of another '))
+        penstock("plan", reciter)
+        kept.write_text("{")
+        penstock("plan", reciter)
+        penstock("doctor", "--measure")
+        assert measured == [["F32"]] * 3 + [list(COMMON["cpu"])]
 
 
 def test_doctor_finds_a_damaged_model(penstock: Penstock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "penstock.cli.doctor.CHECKS", [check for check in doctor_checks() if "native" not in check.__name__]
     )
+    monkeypatch.setattr("penstock.engine.probe.measure", lambda *_, **__: MACHINE)
     code, out, _ = penstock("doctor")
     assert code == 0
     assert "note  default model" in out
@@ -196,7 +240,7 @@ def test_doctor_finds_a_damaged_model(penstock: Penstock, monkeypatch: pytest.Mo
     entry = keep("smollm2", bytes(1000))
     findings = {finding["check"]: finding["state"] for finding in json.loads(penstock("doctor", "--json")[1])}
     assert findings["default model"] == "ok"
-    assert set(findings) == {"python", "cpu", "cores", "memory", "disk", "pip", "store", "default model"}
+    assert set(findings) == {"python", "cpu", "cores", "memory", "disk", "pip", "store", "default model", "speed"}
 
     entry.path.write_bytes(b"x" * 1000)
     code, out, _ = penstock("doctor")
@@ -213,6 +257,7 @@ def doctor_checks() -> list[Callable[[], tuple[str, str]]]:
 def test_doctor_reports_a_store_that_cannot_be_written(
     penstock: Penstock, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.setattr("penstock.engine.probe.measure", lambda *_, **__: MACHINE)
     (tmp_path / "file").touch()
     monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path / "file" / "home"))
     code, out, _ = penstock("doctor")

@@ -8,7 +8,7 @@ import numpy as np
 
 from penstock.backend.ref.cases import attention, random_tensor
 from penstock.model.llama import build
-from penstock.model.quant import LAYOUTS, dequantize
+from penstock.model.quant import dequantize, layout_of
 from penstock.model.spec import ModelSpec
 from penstock.model.tensor import FORMATS, Tensor
 from penstock.model.weights import Packer
@@ -51,7 +51,7 @@ def vector(rng: np.random.Generator, size: int) -> Tensor:
 def matrix(rng: np.random.Generator, format: str, rows: int, width: int) -> Tensor:
     """Values that keep what they multiply as large as it was."""
     tensor = random_tensor(rng, format, rows, width)
-    blocks, wanted = tensor.data.view(LAYOUTS[format]), width**-0.5
+    blocks, wanted = tensor.data.view(layout_of(format)), width**-0.5
     if format == "F32":
         blocks["x"] *= wanted
         return tensor

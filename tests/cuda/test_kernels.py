@@ -9,6 +9,7 @@ from penstock.backend.cuda.kernels.codes import Codes, codes_in, quantize_rows
 from penstock.backend.cuda.kernels.gate import gate
 from penstock.backend.cuda.kernels.gemv import Tiling as RowTiling
 from penstock.backend.cuda.kernels.gemv import gemv
+from penstock.backend.cuda.kernels.layer_norm import add_layer_norm
 from penstock.backend.cuda.kernels.norm import add_norm
 from penstock.backend.cuda.kernels.rows import known_tokens, take_rows
 from penstock.backend.cuda.kernels.skinny import Scratch, Tiling, skinny
@@ -31,6 +32,22 @@ def test_add_norm(dim: int, dtype: torch.dtype) -> None:
 
     add_norm(x, None, gain, 1e-5, out, None)
     assert close(out, x.double() / (x.double().square().mean(1, keepdim=True) + 1e-5).sqrt() * gain)
+
+
+@dtypes
+@pytest.mark.parametrize("dim", [33, 576, 4096])
+def test_add_layer_norm(dim: int, dtype: torch.dtype) -> None:
+    x, residual = normal(3, dim, dtype=dtype) + 5, normal(3, dim, dtype=dtype, seed=1)
+    gain, bias = normal(dim, seed=2), normal(dim, seed=3)
+    out, total = torch.full_like(x, torch.nan), torch.full_like(x, torch.nan)
+    add_layer_norm(x, residual, gain, bias, 1e-5, out, total)
+    wanted = x.double() + residual.double()
+    about = gain.double(), bias.double(), 1e-5
+    assert close(total, wanted)
+    assert close(out, torch.nn.functional.layer_norm(wanted, (dim,), *about))
+
+    add_layer_norm(x, None, gain, bias, 1e-5, out, None)
+    assert close(out, torch.nn.functional.layer_norm(x.double(), (dim,), *about))
 
 
 def test_the_sum_may_replace_the_residual() -> None:
@@ -57,6 +74,10 @@ def test_rows_are_made_as_codes() -> None:
     codes = codes_in(torch.empty_like(x))
     add_norm(x, residual, gain, 1e-5, out, total)
     add_norm(x, residual, gain, 1e-5, unused, total, codes)
+    assert follows(codes, out)
+
+    add_layer_norm(x, residual, gain, gain, 1e-5, out, total)
+    add_layer_norm(x, residual, gain, gain, 1e-5, unused, total, codes)
     assert follows(codes, out)
 
     wide = normal(3, 384, dtype=HALF)

@@ -27,7 +27,7 @@ PROMPTS = {1: (3, 5, 5), 2: (3, 6, 5)}
 
 @pytest.mark.parametrize(
     ("format", "quantize", "bits"),
-    [("BF16", "", 16), ("F32", "", 16), ("BF16", "fp8", 8), ("BF16", "int4", 4.5), ("Q4_K", "", 4.5), ("Q2_K", "", 16)],
+    [("BF16", "", 16), ("F32", "", 16), ("BF16", "fp8", 8), ("BF16", "int4", 4.5), ("Q4_K", "", 4.5), ("F16", "", 16)],
 )
 def test_matrices_by_format(format: str, quantize: str, bits: float) -> None:
     matrix = Tensor("w", FORMATS[format], (512, 1024), np.empty(0, np.uint8))

@@ -63,7 +63,7 @@ def quantized(tensors: dict[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         if len(tensor.shape) > 1 and tensor.shape[-1] % 32 == 0 and "ffn_gate_inp" not in name:
             data = gguf.quantize(dequantize(tensor), gguf.GGMLQuantizationType.Q8_0)
-            tensors[name] = replace(tensor, format=FORMATS["Q8_0"], data=data.reshape(-1))
+            tensors[name] = replace(tensor, format=FORMATS["Q8_0"], source=data.reshape(-1))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -255,7 +255,7 @@ def joined(tensors: dict[str, Tensor], pattern: str, name: str) -> None:
     found = sorted((int(match[1]), key) for key in tensors if (match := re.fullmatch(pattern, key)))
     parts = [tensors.pop(key) for _, key in found]
     tensors[name] = replace(
-        parts[0], name=name, shape=(len(parts), *parts[0].shape), data=np.concatenate([part.data for part in parts])
+        parts[0], name=name, shape=(len(parts), *parts[0].shape), source=np.concatenate([part.data for part in parts])
     )
 
 
@@ -269,7 +269,7 @@ def test_all_experts_in_one_tensor(goldens: Path, folder_with: Callable[..., Pat
                 up = tensors.pop(f"{start}.{expert}.up_proj.weight")
                 gate = tensors.pop(f"{start}.{expert}.gate_proj.weight")
                 tensors[f"{start}.{expert}.gate_up"] = replace(
-                    gate, shape=(2 * gate.shape[0], 32), data=np.concatenate([gate.data, up.data])
+                    gate, shape=(2 * gate.shape[0], 32), source=np.concatenate([gate.data, up.data])
                 )
             joined(tensors, rf"{re.escape(start)}\.(\d+)\.gate_up", f"{start}.gate_up_proj")
             joined(tensors, rf"{re.escape(start)}\.(\d+)\.down_proj\.weight", f"{start}.down_proj")
@@ -283,7 +283,7 @@ def test_a_tensor_for_each_expert_in_older_files(goldens: Path, gguf_with: Calla
             bank = tensors.pop(name)
             for expert, data in enumerate(np.split(bank.data, bank.shape[0])):
                 own = name.replace("_exps.", f".{expert}.")
-                tensors[own] = replace(bank, name=own, shape=bank.shape[1:], data=data)
+                tensors[own] = replace(bank, name=own, shape=bank.shape[1:], source=data)
 
     assert np.array_equal(logits(gguf_with("mixtral", tensors=part)), logits(goldens / "mixtral" / "model.gguf"))
 

@@ -111,9 +111,9 @@ def group(**weights: Any) -> dict[str, Any]:
     [
         (
             "tensor",
-            {"quant_method": "awq"},
+            {"quant_method": "hqq"},
             UnsupportedModel,
-            "quant_method = 'awq'.*supported: fp8, compressed-tensors",
+            "quant_method = 'hqq'.*supported: fp8, awq, gptq",
         ),
         ("tensor", {"quant_method": None}, UnsupportedModel, "quant_method = ''"),
         ("tensor", {"group_size": 64}, UnsupportedModel, "group_size = 64 in quantization_config"),
@@ -122,7 +122,8 @@ def group(**weights: Any) -> dict[str, Any]:
         ("block", {"weight_block_size": [0, 128]}, MalformedFile, "weight_block_size"),
         ("block", {"weight_block_size": [128, 128]}, MalformedFile, r"fits neither the matrix"),
         ("block", {"weight_block_size": None}, MalformedFile, r"fits neither the matrix"),
-        ("channel", {"format": "pack-quantized"}, UnsupportedModel, "format = 'pack-quantized'"),
+        ("channel", {"format": "marlin-24"}, UnsupportedModel, "format = 'marlin-24'"),
+        ("channel", {"format": "pack-quantized"}, UnsupportedModel, "type = 'float'"),
         ("channel", {"config_groups": {}}, UnsupportedModel, "share scales in 0 ways"),
         ("channel", {"config_groups": [1]}, MalformedFile, "config_groups"),
         ("channel", group(num_bits=4), UnsupportedModel, "num_bits = 4"),

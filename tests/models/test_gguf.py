@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType, GGUFValueType
 
+from penstock.model import iquants
 from penstock.model.gguf import read_gguf
-from penstock.model.quant import LAYOUTS, VALUES, dequantize
-from penstock.model.tensor import FORMATS, Tensor
+from penstock.model.quant import LAYOUTS, VALUES, dequantize, layout_of
+from penstock.model.tensor import FORMATS, INTEGERS, Tensor
 
 ARRAYS = {
     "words": ["a", "", "Grüße", "日本", "long" * 100, ""],
@@ -94,8 +95,10 @@ def test_dequantized_as_the_gguf_package_does(format):
 
 
 def test_every_format_has_its_layout():
-    assert {name: layout.itemsize for name, layout in LAYOUTS.items()} == {f.name: f.bytes for f in FORMATS.values()}
-    assert VALUES.keys() == FORMATS.keys()
+    formats = FORMATS | {"I8": INTEGERS["I8"]}
+    assert {f.name: layout_of(f.name).itemsize for f in formats.values()} == {f.name: f.bytes for f in formats.values()}
+    assert VALUES.keys() == LAYOUTS.keys()
+    assert iquants.RECODE.keys() == iquants.LAYOUTS.keys() == iquants.TABLES.keys() == iquants.FACTORS.keys()
 
 
 def test_tensors_are_views_and_outlive_the_file(written):

@@ -273,7 +273,7 @@ GOOD = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}
 @pytest.mark.parametrize(
     ("header", "error", "message"),
     [
-        ({"t": GOOD | {"dtype": "I64"}}, UnsupportedModel, "'t' is stored as I64"),
+        ({"t": GOOD | {"dtype": "F64"}}, UnsupportedModel, "'t' is stored as F64"),
         ({"t": GOOD | {"dtype": 1}}, MalformedFile, "not one"),
         ({"t": [1]}, MalformedFile, "not one"),
         ({"t": GOOD | {"shape": [2, "2"]}}, MalformedFile, "shape"),

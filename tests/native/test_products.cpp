@@ -26,6 +26,11 @@ void put_float(Random& random, uint8_t* p) { write(p, random.within(-1, 1)); }
 void put_half(Random& random, uint8_t* p) { write(p, to_half(random.within(-1, 1))); }
 void put_bfloat(Random& random, uint8_t* p) { write(p, uint16_t(std::bit_cast<uint32_t>(random.within(-1, 1)) >> 16)); }
 void put_exponent(Random& random, uint8_t* p) { *p = uint8_t(random.within(120, 132)); }
+void put_small(Random& random, uint8_t* p) { *p = uint8_t(random.within(1, 100)); }
+void put_nibbles(Random& random, uint8_t* p) {
+  const uint16_t half = to_half(random.within(-1, 1));
+  for (int i = 0; i < 4; ++i) p[1 + i * 2] = uint8_t((p[1 + i * 2] & 15) | (half >> i * 4 & 15) << 4);
+}
 
 const Storage STORED[] = {
     {"F32", 1, 4, {0}, put_float},        {"F16", 1, 2, {0}, put_half},          {"BF16", 1, 2, {0}, put_bfloat},
@@ -33,7 +38,10 @@ const Storage STORED[] = {
     {"Q5_1", 32, 24, {0, 2}, put_half},   {"Q8_0", 32, 34, {0}, put_half},       {"Q2_K", 256, 84, {80, 82}, put_half},
     {"Q3_K", 256, 110, {108}, put_half},  {"Q4_K", 256, 144, {0, 2}, put_half},  {"Q5_K", 256, 176, {0, 2}, put_half},
     {"Q6_K", 256, 210, {208}, put_half},  {"IQ4_NL", 32, 18, {0}, put_half},     {"IQ4_XS", 256, 136, {0}, put_half},
-    {"MXFP4", 32, 17, {0}, put_exponent},
+    {"MXFP4", 32, 17, {0}, put_exponent}, {"NVFP4", 64, 36, {0, 1, 2, 3}, put_small},
+    {"IQ1_S", 256, 50, {0}, put_half},    {"IQ1_M", 256, 56, {48}, put_nibbles}, {"IQ2_XXS", 256, 66, {0}, put_half},
+    {"IQ2_XS", 256, 74, {0}, put_half},   {"IQ2_S", 256, 82, {0}, put_half},     {"IQ3_XXS", 256, 98, {0}, put_half},
+    {"IQ3_S", 256, 110, {0}, put_half},   {"TQ1_0", 256, 54, {52}, put_half},    {"TQ2_0", 256, 66, {64}, put_half},
 };
 static_assert(std::size(STORED) == FORMATS);
 
@@ -101,6 +109,8 @@ std::vector<float> product(const Kernels& kernels, const Weight& weight, const I
         .y = y.data() + run.column,
         .y_stride = columns,
         .columns = run.columns,
+        .table = run.part->table,
+        .factor = run.part->factor,
     });
     panel += run.panels;
   }

@@ -65,6 +65,49 @@ void test_norm(const Isa& isa, size_t width, bool added) {
   }
 }
 
+void test_layer_norm(const Isa& isa, size_t width, bool added) {
+  const std::string what = isa.name + " layer norm of " + std::to_string(width) + (added ? " and a residual" : "");
+  Random random(width);
+  auto x = random.floats(width, 3);
+  for (float& value : x) value += 20;
+  const auto residual = random.floats(width), gain = random.floats(width), bias = random.floats(width);
+  std::vector<float> total(width), out(width);
+  isa.kernels->add_layer_norm(x.data(), added ? residual.data() : nullptr, gain.data(), bias.data(), 1e-5f, width,
+                              total.data(), out.data());
+  if (!added) total = x;
+  double mean = 0, variance = 0;
+  for (size_t i = 0; i < width; ++i) {
+    if (added) check(total[i] == x[i] + residual[i], what + ": sum");
+    mean += total[i] / double(width);
+  }
+  for (float value : total) variance += (value - mean) * (value - mean) / double(width);
+  for (size_t i = 0; i < width; ++i) {
+    const double want = (total[i] - mean) / std::sqrt(variance + 1e-5) * gain[i] + bias[i];
+    check(near(out[i], want, 1e-5), what);
+  }
+}
+
+void test_activations(const Isa& isa, size_t n) {
+  Random random(n);
+  auto x = random.floats(n, 6);
+  x[0] = -95;
+  x[n - 1] = 300;
+  std::vector<float> out(n);
+  const auto compare = [&](Activation activation, const char* name, auto meaning) {
+    activation(x.data(), n, out.data());
+    for (size_t i = 0; i < n; ++i) {
+      const double want = meaning(double(x[i])), allowed = 1e-6 * std::fabs(want) + 1e-6;
+      check(near(out[i], want, allowed), isa.name + " " + name + " of " + std::to_string(n));
+    }
+  };
+  compare(isa.kernels->silu, "silu", [](double v) { return v / (1 + std::exp(-v)); });
+  compare(isa.kernels->gelu, "gelu", [](double v) { return v * std::erfc(-v / std::sqrt(2.0)) / 2; });
+  compare(isa.kernels->relu, "relu", [](double v) { return std::max(v, 0.0); });
+  compare(isa.kernels->gelu_tanh, "tanh's gelu", [](double v) {
+    return v / (1 + std::exp(-2 * std::sqrt(2 / std::acos(-1.0)) * (v + 0.044715 * v * v * v)));
+  });
+}
+
 void test_gate(const Isa& isa, size_t hidden) {
   Random random(hidden);
   auto x = random.floats(2 * hidden, 20);
@@ -152,7 +195,11 @@ void test_scale(const Isa& isa, size_t n) {
 void test_rows(const Isa& isa) {
   for (bool middles : {false, true}) test_quantize(isa, middles);
   for (size_t width : {1, 16, 47, 576})
-    for (bool added : {false, true}) test_norm(isa, width, added);
+    for (bool added : {false, true}) {
+      test_norm(isa, width, added);
+      test_layer_norm(isa, width, added);
+    }
+  for (size_t n : {1, 16, 45}) test_activations(isa, n);
   for (size_t hidden : {5, 16, 40}) test_gate(isa, hidden);
   for (bool interleaved : {false, true}) {
     test_rotate(isa, 64, 32, interleaved);

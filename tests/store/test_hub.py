@@ -25,6 +25,7 @@ FILES = {
 REPOS = {
     "team/folder": FILES,
     "team/files": {"a.Q4_0.gguf": WEIGHTS, "sub/b.gguf": b"b"},
+    "team/split": {"q/m-00001-of-00002.gguf": b"1", "q/m-00002-of-00002.gguf": b"2", "q/n-00001-of-00002.gguf": b"3"},
     "team/damaged": {"config.json": b"{}", "model.safetensors": WEIGHTS},
 }
 COMMIT = "c" * 40
@@ -125,6 +126,15 @@ def test_folders_and_files_of_a_hub(endpoint: str, own_store: Path) -> None:
 
     (again,), _ = fetch_all("http://127.0.0.1:9", own_store, "hf:team/folder")
     assert again == folder
+
+
+def test_all_parts_of_a_split_file(endpoint: str, own_store: Path) -> None:
+    (first,), _ = fetch_all(endpoint, own_store, "hf:team/split/q/m-00001-of-00002.gguf")
+    folder = Path(first).parent
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == {
+        "m-00001-of-00002.gguf": b"1",
+        "m-00002-of-00002.gguf": b"2",
+    }
 
 
 def test_a_hub_that_cannot_be_reached(own_store: Path) -> None:

@@ -12,6 +12,7 @@ from penstock.errors import ConfigError
 
 NVIDIA = Path("/dev/nvidiactl")  # there where a driver is
 DEVICES = ("auto", "cpu", "cuda", "ref")
+QUANTIZATIONS = {"cuda": ("fp8", "int4")}  # what plain weights can become at load
 
 
 def settle(config: Config, float8: bool = False) -> Config:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -80,6 +81,20 @@ class Batch:
     pools: tuple[Pool, ...] = ()
 
 
+class Held(NamedTuple):
+    """What a tensor is kept as."""
+
+    kind: str  # a format's name, or what weights are quantized to at load
+    bits: float  # of one value, its share of scales included
+
+    @classmethod
+    def as_it_is(cls, tensor: Tensor) -> Held:
+        return cls(tensor.format.name, 8 * tensor.format.bytes / tensor.format.values)
+
+    def bytes(self, tensor: Tensor) -> float:
+        return prod(tensor.shape) * self.bits / 8
+
+
 class Footprint(NamedTuple):
     """What a model will take on a device, in bytes."""
 
@@ -110,6 +125,7 @@ Ticket = int
 class Backend(Protocol):
     """Steps run in the order they were launched; what a launched step reads was written by those before it."""
 
+    name: str  # of what computes
     depth: int  # steps that it pays to have in flight while the next one is planned
 
     def pack_matrix(self, parts: Sequence[Tensor], bias: Sequence[Tensor | None]) -> Any:
@@ -123,6 +139,9 @@ class Backend(Protocol):
 
     def load(self, model: Model) -> None:
         """Takes the packed model and gets ready to run its forward pass."""
+
+    def held(self, tensor: Tensor) -> Held:
+        """What packing would make of it."""
 
     def footprint(self, spec: ModelSpec, tensors: Iterable[Tensor]) -> Footprint:
         """Told before anything is loaded."""
@@ -151,6 +170,10 @@ class Backend(Protocol):
 
     def wait(self, ticket: Ticket) -> StepResult:
         """The step's answer; every ticket is waited for once, in launch order."""
+
+    def time_step(self, batch: Batch, times: int) -> float:
+        """Seconds of such a step by itself, the least of so many: what computes is timed, not what launches it. To be
+        called while no step is in flight."""
 
     def move_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies KV blocks (source, target) after every launched step."""

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.backend.base import LAST_SAMPLED, Batch, Footprint, Model, Ticket
+from penstock.backend.base import LAST_SAMPLED, Batch, Footprint, Held, Model, Ticket
 from penstock.backend.pool import Pools
+from penstock.backend.timing import time_step
 from penstock.model.spec import ModelSpec
 from penstock.model.tensor import Stack, Tensor
 from penstock.types import RowResult, StepResult, TokenLogprob
@@ -45,6 +46,7 @@ def pooled(prompt: Sequence[int], kind: str, vocab: int) -> bytes:
 
 
 class FakeBackend:
+    name = "the fake"
     depth = 0
 
     def __init__(self, vocab: int = 1000, max_rows: int = 1024) -> None:
@@ -63,6 +65,9 @@ class FakeBackend:
         return None
 
     def load(self, model: Model) -> None: ...
+
+    def held(self, tensor: Tensor) -> Held:
+        return Held("nothing", 0)
 
     def footprint(self, spec: ModelSpec, tensors: Iterable[Tensor]) -> Footprint:
         return Footprint("the fake", 1 << 30, 1 << 30, 0, 0, 0, self.kv_bytes_per_token())
@@ -93,6 +98,9 @@ class FakeBackend:
 
     def wait(self, ticket: Ticket) -> StepResult:
         return self._results.pop(ticket)
+
+    def time_step(self, batch: Batch, times: int) -> float:
+        return time_step(self, batch, times)
 
     def move_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         for source, target in pairs:

@@ -8,10 +8,13 @@ import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from typing import Annotated
 
 from penstock.cli import options
-from penstock.cli.command import Leave
+from penstock.cli.command import Leave, Option
+from penstock.cli.roofs import COMMON, measured
 from penstock.cli.terminal import print_json, readable_size
 from penstock.errors import PenstockError
 
@@ -25,13 +28,18 @@ class Finding:
     detail: str
 
 
-def doctor(json: options.Json = False) -> None:
-    """Check this machine; leaves with 1 when something must be mended.
+def doctor(
+    measure: Annotated[bool, Option(help="Measure its speed again.")] = False, json: options.Json = False
+) -> None:
+    """Check this machine and measure its speed; leaves with 1 when something must be mended.
 
     penstock doctor
+    penstock doctor --measure
     penstock doctor --json
+
+    Speed is measured the first time, which takes some 20 seconds, and kept for penstock plan.
     """
-    findings = [_examine(check) for check in CHECKS]
+    findings = [_examine(check) for check in (*CHECKS, partial(_speed, measure))]
     if json:
         print_json([asdict(finding) for finding in findings])
     else:
@@ -42,7 +50,8 @@ def doctor(json: options.Json = False) -> None:
 
 
 def _examine(check: Callable[[], tuple[str, str]]) -> Finding:
-    name = check.__name__.strip("_").replace("_", " ")
+    function = check.func if isinstance(check, partial) else check
+    name = function.__name__.strip("_").replace("_", " ")
     try:
         return Finding(name, *check())
     except (PenstockError, OSError, ImportError) as error:
@@ -123,6 +132,20 @@ def _default_model() -> tuple[str, str]:
     if sha256_of(entry.path) != entry.sha256:
         return "bad", f"{entry.path} is damaged: `penstock rm {DEFAULT}`, then pull it again"
     return "ok", f"{DEFAULT} at {entry.path}"
+
+
+def _speed(again: bool) -> tuple[str, str]:
+    from penstock.backend import open_backend, settle
+    from penstock.config import Config
+
+    config = settle(Config(model=""))
+    machine = measured(config, open_backend(config).name, COMMON[config.device], again)
+    assert machine  # of a device that is settled on
+    roofs = [
+        f"{kind} {roof.bytes / 1e9:,.3g} GB/s, {2 * roof.products / 1e12:,.3g} Tflop/s"
+        for kind, roof in machine.roofs.items()
+    ]
+    return "ok", f"weights are read, and multiplied for prompts: {'; '.join(roofs)}"
 
 
 CHECKS = (_python, _cpu, _cores, _memory, _disk, _native_backend, _pip, _store, _default_model)

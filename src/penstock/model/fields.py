@@ -45,6 +45,10 @@ class Fields:
             raise self._wrong(key, value, f"a whole number from 0 to {most}")
         return value
 
+    def size_or_all(self, key: str, default: int | None = None) -> int:
+        """As `size`, or 0 where the file says -1: all there is."""
+        return 0 if self._get(key, default) == -1 else self.size(key, default)
+
     def number(self, key: str, default: float | None = None, least: float = MIN_NUMBER) -> float:
         value = self._get(key, default)
         if type(value) not in (int, float) or not least <= value <= MAX_NUMBER:
@@ -120,6 +124,9 @@ class Fields:
         """Of an object whose fields are objects, each of them."""
         outer = self.table(key)
         return [outer.table(name) for name in outer._values]
+
+    def names(self) -> list[str]:
+        return list(self._values)
 
     def without(self, *keys: str) -> Fields:
         left = {key: value for key, value in self._values.items() if key.removeprefix(self._prefix) not in keys}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from math import prod
 
@@ -11,7 +12,7 @@ from penstock.errors import MalformedFile
 from penstock.model.spec import ModelSpec
 from penstock.model.tensor import Tensor, some_rows
 
-FUSED = re.compile(r"(layers\.\d+\.(?:experts\.\d+\.)?)(qkv|gate_up)")
+FUSED = re.compile(r"(layers\.\d+\.(?:experts\.\d+\.)?)(qkv|gate_up)(\.bias)?")
 BANK = re.compile(r"(layers\.\d+\.experts\.)((?:gate|up|gate_up|down)(?:\.bias)?)")
 
 
@@ -25,8 +26,10 @@ def split_fused(tensors: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Ten
     found: dict[str, Tensor] = {}
     for name, tensor in split_banks(tensors, spec):
         if match := FUSED.fullmatch(name):
+            role = match[3] or ""
             wanted = expert_parts if ".experts." in name else parts[match[2]]
-            found |= {match[1] + part: rows for part, rows in split(tensor, wanted)}
+            pieces = split(tensor, wanted, dims=1 if role else 2)
+            found |= {match[1] + part + role: piece for part, piece in pieces}
         else:
             found[name] = tensor
     return found
@@ -45,15 +48,15 @@ def each_of(bank: Tensor, spec: ModelSpec) -> Iterator[Tensor]:
     count = spec.experts.count if spec.experts else 0
     if bank.shape[0] != count or len(bank.shape) < 2:
         raise MalformedFile(f"tensor {bank.name!r} has shape {bank.shape}; the config speaks of {count} experts")
-    shape = bank.shape[1:]
-    size = prod(shape) // bank.format.values * bank.format.bytes
+    _, rows, *width = bank.shape
+    flat = replace(bank, shape=(count * rows, *width))
     for i in range(count):
-        yield Tensor(bank.name, bank.format, shape, bank.data[i * size : (i + 1) * size])
+        yield some_rows(flat, i * rows, (i + 1) * rows)
 
 
-def split(tensor: Tensor, parts: Mapping[str, int]) -> Iterator[tuple[str, Tensor]]:
+def split(tensor: Tensor, parts: Mapping[str, int], dims: int) -> Iterator[tuple[str, Tensor]]:
     total = sum(parts.values())
-    if len(tensor.shape) != 2 or tensor.shape[0] != total:
+    if len(tensor.shape) != dims or tensor.shape[0] != total or prod(tensor.shape[1:]) % tensor.format.values:
         raise MalformedFile(f"tensor {tensor.name!r} has shape {tensor.shape}; the model's config needs {total} rows")
     ends = pairwise(accumulate(parts.values(), initial=0))
     return ((part, some_rows(tensor, first, last)) for part, (first, last) in zip(parts, ends, strict=True))

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from penstock.errors import MalformedFile, UnsupportedModel
 from penstock.model.files import map_file
-from penstock.model.tensor import FORMATS, Format, Tensor
+from penstock.model.tensor import FORMATS, VECTORS_ONLY, Format, Tensor
 
 # the formats' numbers in the file; those that FORMATS does not list are known by name only
 KINDS = {
@@ -31,6 +31,7 @@ KINDS = {
     12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
     20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",
     29: "IQ1_M", 30: "BF16", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4",
+    41: "Q1_0",
 }  # fmt: skip
 
 NUMBERS = {
@@ -269,7 +270,8 @@ def read_place(cursor: Cursor) -> Place:
         raise MalformedFile(f"tensor {name!r} has {dims} dimensions instead of 1 to {MAX_DIMS}")
     shape = tuple(cursor.number(U64) for _ in range(dims))[::-1]
     kind = cursor.number(U32)
-    format = FORMATS.get(KINDS.get(kind, ""))
+    stored_as = KINDS.get(kind, "")
+    format = FORMATS.get(stored_as) or (VECTORS_ONLY.get(stored_as) if dims == 1 else None)
     if format is None:
         known = ", ".join(FORMATS)
         raise UnsupportedModel(f"tensor {name!r} is stored as {KINDS.get(kind, f'type {kind}')}; supported: {known}")
@@ -294,5 +296,12 @@ def cut_tensors(places: list[Place], cursor: Cursor, align: int) -> dict[str, Te
                 f"or past the end of the file, which has {max(len(data) - base, 0)} bytes of tensor data"
             )
         end = offset + place.size
-        tensors[name] = Tensor(name, format, shape, data[base + offset : base + end])
+        tensor = Tensor(name, format, shape, data[base + offset : base + end])
+        tensors[name] = widened(tensor) if format.name in VECTORS_ONLY else tensor
     return tensors
+
+
+def widened(vector: Tensor) -> Tensor:
+    """Whole or long numbers as F32."""
+    numbers = vector.data.view(f"<{vector.format.name[0].lower()}{vector.format.bytes}").astype(np.float32)
+    return Tensor(vector.name, FORMATS["F32"], vector.shape, numbers.view(np.uint8))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.errors import MalformedFile, ModelNotFound, UnsupportedModel
 from penstock.model import names
-from penstock.model.config_float8 import read_scheme, with_scales
 from penstock.model.config_hf import NEUTRAL
 from penstock.model.fields import Fields
 from penstock.model.files import read_json
+from penstock.model.formats import weights_of
 from penstock.model.fused import split_fused
-from penstock.model.gguf import read_gguf
+from penstock.model.gguf_parts import read_parts
 from penstock.model.registry import Model, family, family_of_gguf, family_of_hf
 from penstock.model.safetensors import read_safetensors
 from penstock.model.spec import ModelSpec
@@ -74,7 +75,7 @@ def text_of(checkpoint: Checkpoint) -> Text:
 
 
 def open_gguf(path: Path) -> Checkpoint:
-    file = read_gguf(path)
+    file = read_parts(path)
     kind = family_of_gguf(Fields(file.metadata, METADATA))
     config = Fields(file.metadata, METADATA, prefix=f"{file.metadata['general.architecture']}.")
     spec = kind.read_gguf(config, file.tensors)
@@ -90,7 +91,7 @@ def open_gguf(path: Path) -> Checkpoint:
 def open_folder(path: Path) -> Checkpoint:
     values = read_json(path / CONFIG)
     spec = read_config(values)
-    stored = with_scales(read_shards(path), read_scheme(Fields(values, CONFIG)))
+    stored = weights_of(read_shards(path), Fields(values, CONFIG), path)
     tensors = split_fused(names.canonical(stored, family(spec.arch).HUGGING_FACE, spec), spec)
     if spec.tied:
         tensors.pop("head", None)  # some checkpoints store the embedding a second time
@@ -143,13 +144,20 @@ def check_experts(spec: ModelSpec) -> None:
 
 
 def check_biases(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> None:
-    """A weight that lacks its bias, or has one that nothing speaks of, would be computed with wrongly."""
+    """A weight that lacks its bias, or has one that nothing speaks of, would be computed with wrongly. Where the
+    config does not say, a part has one in all layers or in none."""
+    found = {name for name in tensors if name.endswith(".bias") and name.removesuffix(".bias") in tensors}
     if spec.biases is None:
-        return
-    wanted = {f"{name}.bias" for name in tensors if name.rpartition(".")[2] in spec.biases}
-    found = {name for name in tensors if name.endswith(".bias")}
+        biased = {in_any_layer(name) for name in found}
+        wanted = {f"{name}.bias" for name in tensors if in_any_layer(f"{name}.bias") in biased}
+    else:
+        wanted = {f"{name}.bias" for name in tensors if name.rpartition(".")[2] in spec.biases}
     if odd := sorted(wanted ^ found):
         raise MalformedFile(
             f"the model's config and its tensors disagree about biases: {odd[0]!r} is "
             f"{'missing' if odd[0] in wanted else 'too many'}"
         )
+
+
+def in_any_layer(name: str) -> str:
+    return re.sub(r"\.\d+\.", ".*.", name)

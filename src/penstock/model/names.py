@@ -1,8 +1,8 @@
 """One name for each tensor, whatever the checkpoint calls it; a name that is in no table is an error.
 
-embed, norm, head, and in each layer: attn_norm, q, k, v, o, mlp_norm, gate, up, down, in some families q_norm,
-k_norm, after_attn_norm, after_mlp_norm, router, choice_bias, shared.gate, shared.up, shared.down, and of each expert
-experts.N.gate, experts.N.up, experts.N.down; a bias is its weight's + ".bias".
+embed, norm, head, in some families positions, and in each layer: attn_norm, q, k, v, o, mlp_norm, gate, up, down, in
+some families q_norm, k_norm, after_attn_norm, after_mlp_norm, router, choice_bias, shared.gate, shared.up, shared.down,
+and of each expert experts.N.gate, experts.N.up, experts.N.down; a bias is its weight's + ".bias".
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from penstock.errors import UnsupportedModel
+from penstock.errors import MalformedFile, UnsupportedModel
 from penstock.model.spec import ModelSpec
-from penstock.model.tensor import Tensor
+from penstock.model.tensor import Tensor, transposed
 
 
 class Naming(NamedTuple):
@@ -23,6 +23,7 @@ class Naming(NamedTuple):
     layer: re.Pattern[str]  # a layer's number, and its own name for the part
     parts: Mapping[str, str]  # "*" stands for an expert's number; a name may include its role
     ignored: re.Pattern[str]  # tensors that are no weights
+    transposed: frozenset[str] = frozenset()  # parts that lie (in, out)
 
     def but(self, **parts: str) -> Naming:
         """With other parts, given as canonical_name="name in the file"."""
@@ -98,8 +99,15 @@ EXPERTS = {  # of Hugging Face's files, in most families that have them
 
 def canonical(tensors: Mapping[str, Tensor], naming: Naming, spec: ModelSpec) -> dict[str, Tensor]:
     unused = range(spec.layers, spec.layers + spec.unused_layers)
-    weights = (name for name in tensors if not naming.ignored.fullmatch(name) and layer_of(name, naming) not in unused)
-    return {canonical_name(name, naming): tensors[name] for name in weights}
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if naming.ignored.fullmatch(name) or layer_of(name, naming) in unused:
+            continue
+        ours = canonical_name(name, naming)
+        if ours in found:
+            raise MalformedFile(f"tensors {found[ours].name!r} and {name!r} are the same part of the model")
+        found[ours] = transposed(tensor) if ours.rpartition(".")[2] in naming.transposed else tensor
+    return found
 
 
 def layer_of(name: str, naming: Naming) -> int:

@@ -50,6 +50,15 @@ class Ops(Protocol[V]):
     def pool(self, x: V) -> None:
         """Says which values embeddings are pooled from, [T, dim]: to be said once."""
 
+    def add_layer_norm(self, x: V, residual: V | None, gain: Weight, bias: Weight, eps: float) -> tuple[V, V]:
+        """As add_norm, of what remains when each row's mean is taken off, with a bias added to it."""
+
+    def activate(self, x: V, act: str) -> V:
+        """act of each value: "silu", "gelu", "gelu_tanh" (its approximation) or "relu"."""
+
+    def embed_positions(self, table: Weight) -> V:
+        """Rows of the table for the positions of the step's tokens: [T, dim]."""
+
     def experts(self, x: V, scores: V, bank: Weight, spec: ExpertSpec) -> V:
         """The experts that a router's logits choose compute each token, and what they give is weighed and added up:
         [T, dim], [T, count] -> [T, dim]. `act`: as in `gated`, or "clamped", which is min(left, 7) * sigmoid(1.702 *

@@ -1,6 +1,7 @@
 """What the bytes of every format mean: the definition that fast kernels are tested against.
 
-A row is a run of storage blocks. `LAYOUTS` says what lies in one block, `VALUES` computes the values it holds.
+A row is a run of storage blocks. `LAYOUTS` says what lies in one block, `VALUES` computes the values it holds; formats
+with code books have theirs in iquants.py, which few models need.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.model.float8 import float8_values
-from penstock.model.tensor import FLOAT8, Tensor
+from penstock.model.float8 import float8_values, spread
+from penstock.model.tensor import FLOAT8, FORMATS, Tensor
 
 Array = Any  # an ndarray; NumPy's types do not follow the fields of a structured one
 
@@ -33,6 +34,8 @@ LAYOUTS = {
     "IQ4_NL": np.dtype([("d", "<f2"), ("qs", "u1", 16)]),
     "IQ4_XS": np.dtype([("d", "<f2"), ("scales_h", "u1", 2), ("scales_l", "u1", 4), ("qs", "u1", 128)]),
     "MXFP4": np.dtype([("e", "u1"), ("qs", "u1", 16)]),
+    "I8": np.dtype([("x", "i1")]),
+    "NVFP4": np.dtype([("scales", "u1", 4), ("qs", "u1", (4, 8))]),
 }
 
 IQ4_VALUES = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
@@ -43,10 +46,27 @@ def dequantize(tensor: Tensor) -> NDArray[np.float32]:
     """The tensor's values, in its own shape."""
     if tensor.format.name in FLOAT8:
         return float8_values(tensor.data, tensor.format.name, tensor.shape, tensor.scales)
-    blocks = tensor.data.view(LAYOUTS[tensor.format.name])
+    blocks = tensor.data.view(layout_of(tensor.format.name))
     with np.errstate(invalid="ignore", over="ignore"):  # a damaged file may hold scales that are not finite
-        values: NDArray[np.float32] = VALUES[tensor.format.name](blocks).reshape(tensor.shape)
-    return values
+        values: NDArray[np.float32] = values_of(tensor.format.name, blocks).reshape(tensor.shape)
+        return values if tensor.scales is None else values * spread(tensor.scales, tensor.shape)
+
+
+def layout_of(format_name: str) -> np.dtype[np.void]:
+    """What formats/ puts together itself comes as float32."""
+    if format_name in LAYOUTS or format_name not in FORMATS:
+        return LAYOUTS.get(format_name, LAYOUTS["F32"])
+    from penstock.model import iquants
+
+    return iquants.LAYOUTS[format_name]
+
+
+def values_of(format_name: str, blocks: Array) -> Array:
+    if format_name in VALUES or format_name not in FORMATS:
+        return VALUES.get(format_name, VALUES["F32"])(blocks)
+    from penstock.model import iquants
+
+    return iquants.values_of(format_name, blocks)
 
 
 def bits(packed: Array, width: int) -> Array:
@@ -161,6 +181,14 @@ def mxfp4(blocks: Array) -> Array:
     return scale * FP4_VALUES[flat_bits(blocks["qs"], 4)]
 
 
+def nvfp4(blocks: Array) -> Array:
+    """4 groups of 16: a scale without a sign of 4 bits of exponent and 3 of mantissa each."""
+    exponent, mantissa = blocks["scales"] >> 3 & 15, blocks["scales"] & 7
+    significand = np.where(exponent > 0, 8 + mantissa, 2 * mantissa).astype(np.float32)
+    scale = np.ldexp(np.where(blocks["scales"] == 0x7F, 0, significand), exponent.astype(np.int32) - 11)
+    return scale[..., None] * FP4_VALUES[bits(blocks["qs"], 4).reshape(-1, 4, 16)]
+
+
 VALUES: dict[str, Callable[[Array], Array]] = {
     "F32": lambda blocks: blocks["x"].astype(np.float32),
     "F16": lambda blocks: blocks["x"].astype(np.float32),
@@ -178,4 +206,6 @@ VALUES: dict[str, Callable[[Array], Array]] = {
     "IQ4_NL": iq4_nl,
     "IQ4_XS": iq4_xs,
     "MXFP4": mxfp4,
+    "I8": lambda blocks: blocks["x"].astype(np.float32),
+    "NVFP4": nvfp4,
 }

@@ -29,6 +29,10 @@ HUGGING_FACE = {  # what config.json calls its architecture: the family's file
     "Olmo2ForCausalLM": "olmo2",
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3",
+    "GPT2LMHeadModel": "gpt2",
+    "Starcoder2ForCausalLM": "starcoder2",
+    "GlmForCausalLM": "glm",
+    "Glm4ForCausalLM": "glm4",
     "MixtralForCausalLM": "mixtral",
     "Qwen3MoeForCausalLM": "qwen3moe",
     "Glm4MoeForCausalLM": "glm4moe",
@@ -37,6 +41,7 @@ HUGGING_FACE = {  # what config.json calls its architecture: the family's file
 GGUF = {
     name: name for name in ("llama", "qwen2", "qwen3", "granite", "smollm3", "phi3", "olmo2", "gemma2", "gemma3")
 }  # the same of general.architecture
+GGUF |= {"gpt2": "gpt2", "starcoder2": "starcoder2", "chatglm": "glm", "glm4": "glm4"}
 GGUF |= {"qwen3moe": "qwen3moe", "glm4moe": "glm4moe", "minimax-m2": "minimaxm2"}
 
 

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from penstock.errors import MalformedFile, UnsupportedModel
 from penstock.model.files import MAX_JSON, map_file, parse_json
-from penstock.model.tensor import FLOAT8, FORMATS, Tensor
+from penstock.model.tensor import FLOAT8, FORMATS, INTEGERS, Tensor
 
-READ = {name: FORMATS[name] for name in ("F32", "F16", "BF16")} | FLOAT8
+READ = {name: FORMATS[name] for name in ("F32", "F16", "BF16")} | FLOAT8 | INTEGERS
 
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:
@@ -39,7 +39,7 @@ def cut_tensor(name: str, entry: Any, data: NDArray[np.uint8]) -> Tensor:
         case _:
             raise MalformedFile(f"tensor {name!r} has a header entry that is not one: {short(entry)}")
     if dtype not in READ:
-        raise UnsupportedModel(f"tensor {name!r} is stored as {dtype}; supported in safetensors: {', '.join(READ)}")
+        raise UnsupportedModel(f"tensor {name!r} is stored as {dtype}; read in safetensors: {', '.join(READ)}")
     if not all(type(dim) is int and dim > 0 for dim in shape):
         raise MalformedFile(f"tensor {name!r} has the shape {shape}; dimensions are whole numbers above 0")
     if not 0 <= start <= end <= len(data) or end - start != math.prod(shape) * READ[dtype].bytes:

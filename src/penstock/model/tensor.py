@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from penstock.errors import UnsupportedModel
 
 
 class Format(NamedTuple):
@@ -38,12 +41,40 @@ FORMATS = {
         ("IQ4_NL", 32, 18),
         ("IQ4_XS", 256, 136),
         ("MXFP4", 32, 17),
+        ("NVFP4", 64, 36),
+        ("IQ1_S", 256, 50),
+        ("IQ1_M", 256, 56),
+        ("IQ2_XXS", 256, 66),
+        ("IQ2_XS", 256, 74),
+        ("IQ2_S", 256, 82),
+        ("IQ3_XXS", 256, 98),
+        ("IQ3_S", 256, 110),
+        ("TQ1_0", 256, 54),
+        ("TQ2_0", 256, 66),
     )
 }
 
 
+# of GGUF files, where a short vector may have them; read as F32
+VECTORS_ONLY = {
+    name: Format(name, 1, size) for name, size in (("F64", 8), ("I8", 1), ("I16", 2), ("I32", 4), ("I64", 8))
+}
+
+PLAIN = ("F32", "F16", "BF16")
+
 # of safetensors alone; their values come with scales
 FLOAT8 = {name: Format(name, 1, 1) for name in ("F8_E4M3", "F8_E5M2")}
+
+# the same: parts of weights, which formats/ puts together
+INTEGERS = {
+    name: Format(name, 1, size)
+    for name, size in (("U8", 1), ("I8", 1), ("F8_E8M0", 1), ("I16", 2), ("I32", 4), ("U32", 4), ("I64", 8))
+}
+
+Bytes = NDArray[np.uint8]
+
+
+TRANSPOSABLE = tuple(FORMATS[name] for name in ("F32", "F16", "BF16"))
 
 
 class Scales(NamedTuple):
@@ -59,8 +90,18 @@ class Tensor:
     name: str  # as the file spells it
     format: Format
     shape: tuple[int, ...]  # rows first: a matrix is (out, in)
-    data: NDArray[np.uint8]  # flat bytes, usually a view of the mapped file
+    source: Bytes | Callable[[int, int], Bytes]  # flat, usually a view of the mapped file; or makes those of some rows
     scales: Scales | None = None
+
+    @property
+    def data(self) -> Bytes:
+        """Flat bytes. Where the file has them in another order they are made at every call, for the caller alone."""
+        return self.source(0, prod(self.shape[:-1])) if callable(self.source) else self.source
+
+    @property
+    def size(self) -> int:
+        """In bytes."""
+        return prod(self.shape) // self.format.values * self.format.bytes
 
 
 class Stack(NamedTuple):
@@ -71,10 +112,30 @@ class Stack(NamedTuple):
 
 
 def some_rows(tensor: Tensor, first: int, last: int) -> Tensor:
-    """Rows of a matrix, as a view."""
-    _, width = tensor.shape
-    row_bytes = width // tensor.format.values * tensor.format.bytes
-    data, scales = tensor.data[first * row_bytes : last * row_bytes], tensor.scales
+    """Rows of a matrix or values of a vector, as a view."""
+    _, *width = tensor.shape
+    row_bytes = prod(width) // tensor.format.values * tensor.format.bytes
+    source, scales = tensor.source, tensor.scales
+    if callable(source):
+        make = source
+        source = lambda start, end: make(first + start, first + end)  # noqa: E731
+    else:
+        source = source[first * row_bytes : last * row_bytes]
     if scales is not None:
         scales = Scales(scales.values[np.arange(first, last) // scales.rows], 1, scales.columns)
-    return Tensor(tensor.name, tensor.format, (last - first, width), data, scales)
+    return Tensor(tensor.name, tensor.format, (last - first, *width), source, scales)
+
+
+def transposed(tensor: Tensor) -> Tensor:
+    """A matrix that lies (in, out) as others do."""
+    if tensor.format not in TRANSPOSABLE or len(tensor.shape) != 2:
+        raise UnsupportedModel(
+            f"tensor {tensor.name!r} of shape {tensor.shape} in {tensor.format.name} lies the other way around, which "
+            f"can be undone for matrices in {', '.join(plain.name for plain in TRANSPOSABLE)} alone"
+        )
+    values = tensor.data.view(f"u{tensor.format.bytes}").reshape(tensor.shape)
+
+    def rows(first: int, last: int) -> Bytes:
+        return np.ascontiguousarray(values[:, first:last].T).reshape(-1).view(np.uint8)
+
+    return Tensor(tensor.name, tensor.format, tensor.shape[::-1], rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,8 @@ from penstock.errors import DownloadError, ModelNotFound, PenstockError
 from penstock.store.places import sha256_of, size_of
 from penstock.store.progress import Progress, watching
 from penstock.store.refs import HubRepo
+
+_PART = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
 
 NEEDED = (
     "config.json",
@@ -52,8 +55,14 @@ def download(source: HubRepo, folder: Path, progress: Progress) -> Path:
 
 def _wanted(name: str, source: HubRepo) -> bool:
     if source.file:
-        return name == source.file
+        return name == source.file or are_parts(name, source.file)
     return "/" not in name and any(fnmatchcase(name, pattern) for pattern in NEEDED)
+
+
+def are_parts(name: str, other: str) -> bool:
+    """Of one GGUF model that is split, as `model-00001-of-00003.gguf` is."""
+    one, another = _PART.fullmatch(name), _PART.fullmatch(other)
+    return one is not None and another is not None and one.groups() == another.groups()
 
 
 def _check_found(source: HubRepo, files: list[Any], names: list[str]) -> None:

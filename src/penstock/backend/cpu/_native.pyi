@@ -21,6 +21,9 @@ class Weight:
     def gateable(self) -> bool:
         """Whether a product with it can be gated at once: two equal halves of one quantized format, without a bias."""
 
+def packed_bits(format: str) -> float:
+    """That a value takes once it is packed, its share of scales included."""
+
 def fill_parts(parts: list[tuple[Weight, int, NDArray[np.uint8]]], threads: int) -> None:
     """Packs whole parts, (weight, part, bytes) of each, shared out among threads without the interpreter's lock."""
 
@@ -67,6 +70,18 @@ class Program:
     def scale(self, x: int, factor: float, out: int) -> None: ...
     def soft_cap(self, x: int, cap: float, out: int) -> None: ...
     def take_sampled(self, x: int, out: int) -> None: ...
+    def add_layer_norm(
+        self,
+        x: int,
+        residual: int | None,
+        gain: NDArray[np.float32],
+        bias: NDArray[np.float32],
+        eps: float,
+        out: int,
+        total: int | None,
+    ) -> None: ...
+    def activate(self, x: int, out: int, act: str) -> None: ...
+    def embed_positions(self, table: Weight, out: int) -> None: ...
     def experts(
         self,
         x: int,

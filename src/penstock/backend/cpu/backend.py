@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from penstock.backend.base import Batch, Floats, Footprint, Ints, Mask, Model, Ticket
+from penstock.backend.base import Batch, Floats, Footprint, Held, Ints, Mask, Model, Ticket
 from penstock.backend.cpu import _native
 from penstock.backend.cpu.record import record
-from penstock.backend.cpu.weights import Bank, Packing, pack_vector
+from penstock.backend.cpu.weights import Bank, Packing, held, pack_vector
 from penstock.backend.pool import Pools
 from penstock.backend.sample import answers
+from penstock.backend.timing import time_step
 from penstock.config import available_memory, available_threads
 from penstock.errors import ConfigError
 from penstock.model.spec import ModelSpec
@@ -43,6 +44,7 @@ class CpuBackend:
             raise ConfigError(f"unknown KV type {kv!r} for a CPU: use auto or one of {', '.join(KV_TYPES)}")
         self._kv = KV_TYPES[0] if kv == "auto" else kv
         self._program = _native.Program(isa, threads or available_threads(), self._kv)
+        self.name = f"{self._program.threads} threads of {self._program.isa}"
         self._packing = Packing(self._program.threads)
         self._pools = Pools()
         self._results: dict[Ticket, StepResult] = {}
@@ -62,11 +64,16 @@ class CpuBackend:
 
     def load(self, model: Model) -> None:
         self._packing.finish()
+        self._packing.tell()
         self._answer, self._states = record(model, self._program)
+
+    def held(self, tensor: Tensor) -> Held:
+        return held(tensor)
 
     def footprint(self, spec: ModelSpec, tensors: Iterable[Tensor]) -> Footprint:
         kv_token = 2 * spec.layers * spec.attn.kv_heads * KV_HEAD_BYTES[self._kv](spec.attn.head_dim)
-        return Footprint.on_host(sum(tensor.data.nbytes for tensor in tensors), kv_token)
+        weights = sum(self.held(tensor).bytes(tensor) for tensor in tensors)
+        return Footprint.on_host(int(weights), kv_token)
 
     def kv_bytes_per_token(self) -> int:
         return self._program.kv_bytes_per_token
@@ -124,6 +131,9 @@ class CpuBackend:
         out = np.empty((last - first, self._states.width), np.float32)
         self._program.read_kept(first, out)
         return out
+
+    def time_step(self, batch: Batch, times: int) -> float:
+        return time_step(self, batch, times)
 
     def move_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         self._program.copy_blocks(list(pairs))

@@ -130,6 +130,30 @@ class Recorder:
     def pool(self, x: Value) -> None:
         self.states = x
 
+    def add_layer_norm(
+        self, x: Value, residual: Value | None, gain: Floats, bias: Floats, eps: float
+    ) -> tuple[Value, Value]:
+        out, norm = self._value(x.symbol, x.width), self.program.add_layer_norm
+        if residual is None:
+            self._add((x,), (out,), lambda x, out: norm(x, None, gain, bias, eps, out, None))
+            return out, x
+        total = self._value(x.symbol, x.width)
+        self._add(
+            (x, residual),
+            (out, total),
+            lambda x, residual, out, total: norm(x, residual, gain, bias, eps, out, total),
+            in_place=True,
+        )
+        return out, total
+
+    def activate(self, x: Value, act: str) -> Value:
+        return self._in_place((x,), partial(self.program.activate, act=act))
+
+    def embed_positions(self, table: Weight) -> Value:
+        out = self._value("T", table.width)
+        self._add((), (out,), lambda out: self.program.embed_positions(table, out))
+        return out
+
     def experts(self, x: Value, scores: Value, bank: Bank, spec: ExpertSpec) -> Value:
         out = self._value("T", x.width)
         if any(map(self.program.prepares, bank.up)):

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.backend.base import Floats
-from penstock.backend.cpu._native import Weight, fill_parts
+from penstock.backend.base import Floats, Held
+from penstock.backend.cpu._native import Weight, fill_parts, packed_bits
+from penstock.model.formats.rows import as_q8_0
 from penstock.model.quant import dequantize
-from penstock.model.tensor import FLOAT8, FORMATS, Stack, Tensor, some_rows
+from penstock.model.tensor import FLOAT8, FORMATS, Bytes, Format, Stack, Tensor, some_rows
 
 BATCH_BYTES = 1 << 28  # packed in one go: an interrupt has to wait for as much
-AT_ONCE = 1 << 24  # values widened together
+MADE_BYTES = 1 << 23  # the same of bytes that are no view of a file: they are held meanwhile
+AT_ONCE = 1 << 22  # values widened together
+GROWN = 1.1  # times as many bytes as in the file are worth a word
 
 
 class Bank(NamedTuple):
@@ -33,47 +38,86 @@ class Packing:
         self._threads = threads
         self._waiting: list[tuple[Weight, int, NDArray[np.uint8]]] = []
         self._bytes = 0
-        self._widened = False
+        self._widened: set[str] = set()
+        self._values: dict[Format, int] = {}  # packed so far
 
     def matrix(self, parts: Sequence[Tensor], bias: Sequence[Tensor | None]) -> Weight:
         parts = [self._readable(part) for part in parts]
         weight = Weight(parts[0].shape[1], [(part.format.name, part.shape[0]) for part in parts])
         if any(bias):
             weight.set_bias(np.concatenate([bias_of(part, tensor) for part, tensor in zip(parts, bias, strict=True)]))
-        self._waiting += [(weight, index, part.data) for index, part in enumerate(parts)]
-        self._bytes += sum(part.data.nbytes for part in parts)
-        if self._bytes >= BATCH_BYTES:
-            self.finish()
+        for index, part in enumerate(parts):
+            self._add(weight, index, part)
         return weight
 
     def experts(self, up: Sequence[Stack], down: Sequence[Stack], choice_bias: Tensor | None) -> Bank:
         bias = np.zeros(0, np.float32) if choice_bias is None else pack_vector(choice_bias)
         return Bank([self.matrix(*stack) for stack in up], [self.matrix(*stack) for stack in down], bias)
 
+    def _add(self, weight: Weight, index: int, part: Tensor) -> None:
+        self._waiting.append((weight, index, part.data))
+        self._values[part.format] = self._values.get(part.format, 0) + prod(part.shape)
+        self._bytes += part.size * (BATCH_BYTES // MADE_BYTES if callable(part.source) else 1)
+        if self._bytes >= BATCH_BYTES:
+            self.finish()
+
     def _readable(self, part: Tensor) -> Tensor:
-        """There are no kernels for values of 8 bits with exponents: they become BF16, which is far finer."""
-        if part.format.name not in FLOAT8:
+        """What no kernel reads becomes BF16."""
+        if part.format.name in FORMATS:
             return part
-        if not self._widened:
+        if blocks := as_q8_0(part):
+            return blocks
+        kind = "FP8" if part.format.name in FLOAT8 else part.format.name
+        if kind not in self._widened:
             import logging  # takes longer than packing most models
 
-            logging.getLogger(__name__).warning("FP8 weights become BF16 on a CPU, and take as much memory as those")
-            self._widened = True
+            logging.getLogger(__name__).warning(
+                "%s weights become BF16 on a CPU, and take as much memory as those: 2 bytes for each value", kind
+            )
+            self._widened.add(kind)
         return widened(part)
+
+    def tell(self) -> None:
+        """About formats that are packed into wider codes than they have."""
+        grown = {format: packed_bits(format.name) / 8 for format in self._values}
+        grown = {format: size for format, size in grown.items() if size > GROWN * format.bytes / format.values}
+        if grown:
+            import logging
+
+            stored = sum(self._values[format] // format.values * format.bytes for format in grown)
+            packed = sum(self._values[format] * size for format, size in grown.items())
+            names = " and ".join(sorted(format.name for format in grown))
+            logging.getLogger(__name__).warning(
+                f"weights in {names} take {packed / 1e6:.0f} MB as codes of 2 to 4 bits, {stored / 1e6:.0f} in the file"
+            )
 
     def finish(self) -> None:
         fill_parts(self._waiting, self._threads)
         self._waiting, self._bytes = [], 0
 
 
+def held(tensor: Tensor) -> Held:
+    """What `Packing` makes of it."""
+    if len(tensor.shape) == 1:
+        return Held("F32", 32)
+    name = (as_q8_0(tensor) or tensor).format.name
+    kept = name if name in FORMATS else "BF16"
+    return Held(kept, packed_bits(kept))
+
+
 def widened(part: Tensor) -> Tensor:
-    """A matrix as BF16, some rows at a time."""
-    rows, width = part.shape
-    out = np.empty((rows, width), np.uint16)
+    return Tensor(part.name, FORMATS["BF16"], part.shape, partial(widened_rows, part))
+
+
+def widened_rows(part: Tensor, first: int, last: int) -> Bytes:
+    """As BF16, some at a time."""
+    width = part.shape[1]
+    out = np.empty((last - first, width), np.uint16)
     step = max(AT_ONCE // width, 1)
-    for first in range(0, rows, step):
-        out[first : first + step] = bf16_of(dequantize(some_rows(part, first, min(first + step, rows))))
-    return Tensor(part.name, FORMATS["BF16"], part.shape, out.reshape(-1).view(np.uint8))
+    for start in range(first, last, step):
+        end = min(start + step, last)
+        out[start - first : end - first] = bf16_of(dequantize(some_rows(part, start, end)))
+    return out.reshape(-1).view(np.uint8)
 
 
 def bf16_of(values: Floats) -> NDArray[np.uint16]:

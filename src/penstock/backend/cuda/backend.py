@@ -7,12 +7,13 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache, partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from penstock.backend.base import Batch, Floats, Footprint, Ints, LogitEdit, Model, SampleRows, Ticket
+from penstock.backend.base import Batch, Floats, Footprint, Held, Ints, LogitEdit, Model, SampleRows, Ticket
 from penstock.backend.cuda import inputs
 from penstock.backend.cuda.compiling import Compiler
 from penstock.backend.cuda.experts import Bank, pack_matrices
@@ -21,7 +22,7 @@ from penstock.backend.cuda.inputs import Fields, Plan, Shape
 from penstock.backend.cuda.kernels.prefill_attention import tokens_per_tile
 from penstock.backend.cuda.kernels.skinny import Scratch
 from penstock.backend.cuda.kv import layout_of
-from penstock.backend.cuda.memory import KEPT, weight_bytes, workspace_bytes
+from penstock.backend.cuda.memory import KEPT, held, weight_bytes, workspace_bytes
 from penstock.backend.cuda.nodes import Memory
 from penstock.backend.cuda.ops import Program, Sizes
 from penstock.backend.cuda.pooling import Pools, read
@@ -33,6 +34,7 @@ from penstock.backend.cuda.weights import Weight, pack
 from penstock.backend.pool import with_pooled
 from penstock.backend.ref.batches import greedy_batch, greedy_rows
 from penstock.backend.sample import answers
+from penstock.backend.timing import time_step
 from penstock.errors import ConfigError, OutOfMemory
 from penstock.model.quant import dequantize
 from penstock.model.spec import ModelSpec
@@ -86,6 +88,7 @@ class CudaBackend:
             raise ConfigError(
                 "fp8 needs a GPU of compute capability 8.9 or more: use int4 for weights, int8 for the KV cache"
             )
+        self.name = torch.cuda.get_device_name() if device == "cuda" else "the interpreter"
         self._device = torch.device(device)
         self._dtype = dtype
         self._quantize = quantize
@@ -130,6 +133,9 @@ class CudaBackend:
         layers = self._program.layers.values()
         self._tile_tokens = tokens_per_tile(max([spec.heads // spec.kv_heads for spec in layers], default=1))
 
+    def held(self, tensor: Tensor) -> Held:
+        return held(tensor, self._quantize)
+
     def footprint(self, spec: ModelSpec, tensors: Iterable[Tensor]) -> Footprint:
         listed = list(tensors)
         weights = weight_bytes(listed, self._quantize)
@@ -139,7 +145,7 @@ class CudaBackend:
         if self._stream is None:
             return Footprint("the interpreter", 1 << 30, 1 << 30, weights, workspace, 0, kv_token)
         free, total = torch.cuda.mem_get_info()
-        return Footprint(torch.cuda.get_device_name(), total, free, weights, workspace, SPARE_MEMORY, kv_token)
+        return Footprint(self.name, total, free, weights, workspace, SPARE_MEMORY, kv_token)
 
     def kv_bytes_per_token(self) -> int:
         return sum(self._kv.bytes_per_token(spec) for spec in self._program.layers.values())
@@ -276,6 +282,22 @@ class CudaBackend:
         with self._on_stream():
             found = [np.array(logits[: len(rows.target)].float().cpu()) for logits, _, rows, _ in self._forward(batch)]
         return np.concatenate(found)
+
+    def time_step(self, batch: Batch, times: int) -> float:
+        """Where it has a graph, that alone, over and over."""
+        for _ in range(3):  # compiled, captured, run
+            self.wait(self.launch(batch))
+        if self._stream is None:
+            return time_step(self, batch, times)
+        work = inputs.plan(batch, self._tile_tokens, self._pad)
+        with self._on_stream():
+            step = self._send(batch, work)
+            marks = [torch.cuda.Event(enable_timing=True) for _ in range(times + 1)]
+            for mark in marks:
+                self._graphs.run(work.shape, step)
+                mark.record()
+            marks[-1].synchronize()
+        return float(min(first.elapsed_time(last) for first, last in pairwise(marks))) / 1e3
 
     def move_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         source, target = (torch.tensor(column, device=self._device) for column in zip(*pairs, strict=True))

@@ -19,10 +19,12 @@ from penstock.backend.cuda.kernels.expert_products import (
 )
 from penstock.backend.cuda.kernels.gate import gate
 from penstock.backend.cuda.kernels.route import SMALLEST, Seats, add_up, route, seat
-from penstock.backend.cuda.quantize import ROWS, TAKE, QuantizedWeight, quantize_int4
+from penstock.backend.cuda.parts import ROWS
+from penstock.backend.cuda.quantize import TAKE, QuantizedWeight, quantize_int4
 from penstock.backend.cuda.quantized import Workspace, join
 from penstock.backend.cuda.transfer import transfer
-from penstock.backend.cuda.weights import PLAIN, names, packed, say, stacked_bias, stacked_values
+from penstock.backend.cuda.weights import PLAIN, names, packed, say, stacked_bias, stacked_values, tell_growth
+from penstock.model.formats.rows import as_q8_0
 from penstock.model.spec import ExpertSpec
 from penstock.model.tensor import Stack
 
@@ -102,11 +104,12 @@ def pack_matrices(
     stacks: Sequence[Stack], device: torch.device, dtype: torch.dtype, workspace: Workspace, quantize: str
 ) -> Matrices:
     """Quantized formats stay as they are if all experts have one and fill tiles; others become values of `dtype`."""
-    parts = [part for stack in stacks for part in stack.parts]
+    parts = [as_q8_0(part) or part for stack in stacks for part in stack.parts]
     formats = {part.format.name for part in parts}
     bias = stacked_bias(parts, [one for stack in stacks for one in stack.bias], device)
     tiled = dtype.itemsize == 2 and all(part.shape[0] % ROWS == 0 for part in parts)
     if tiled and len(formats) == 1 and formats <= TAKE.keys():
+        tell_growth(parts[:1], workspace)
         return CodedMatrices(join([packed(part, device) for part in parts]), bias)
     if dtype.itemsize == 2 and not formats <= PLAIN.keys():
         stored = sum(part.data.nbytes for part in parts) / sum(part.shape[0] * part.shape[1] for part in parts)

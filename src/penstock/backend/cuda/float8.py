@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from penstock.backend.base import Floats
-from penstock.backend.cuda import quantize
 from penstock.backend.cuda import quantized_tilings as tilings
 from penstock.backend.cuda.kernels.codes import Codes
 from penstock.backend.cuda.kernels.fp8 import empty_float8
@@ -23,6 +22,7 @@ from penstock.backend.cuda.kernels.fp8_blocks import (
     multiply_blocks,
 )
 from penstock.backend.cuda.kernels.gate import gate
+from penstock.backend.cuda.parts import COLUMNS as TILE
 from penstock.backend.cuda.quantized import Float8, Workspace
 from penstock.backend.cuda.transfer import transfer
 from penstock.model.tensor import Tensor
@@ -84,7 +84,7 @@ def pack_float8(
     """One weight of parts in F8_E4M3; None where no kernel takes their shape."""
     width = parts[0].shape[1]
     shared = [part.scales.columns for part in parts if part.scales is not None]
-    if width % quantize.COLUMNS or any(columns < width and columns % COLUMNS for columns in shared):
+    if width % TILE or any(columns < width and columns % COLUMNS for columns in shared):
         return None
     weight = empty_float8(sum(part.shape[0] for part in parts), width, device)
     carry_codes(parts, weight.values)

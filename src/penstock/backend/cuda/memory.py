@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from math import prod
 
+from penstock.backend.base import Held
+from penstock.model.formats.rows import as_q8_0
 from penstock.model.spec import ModelSpec
-from penstock.model.tensor import Tensor
+from penstock.model.tensor import PLAIN, Tensor
 
-PLAIN = ("F32", "F16", "BF16")
-KEPT = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "F8_E4M3")  # they stay as they are
-BITS = {"": 16.0, "fp8": 8.0, "int4": 4.5}  # of one value, its share of scales included
+# bits of one value, its share of scales included: of formats that stay quantized, and of what plain ones become
+KEPT = {
+    "Q4_0": 4.5, "Q4_1": 5.0, "Q5_0": 5.5, "Q5_1": 6.0, "Q8_0": 8.5, "Q2_K": 5.125, "Q3_K": 4.5625, "Q4_K": 4.625,
+    "Q5_K": 5.625, "Q6_K": 6.5625, "IQ4_NL": 4.5, "IQ4_XS": 4.3125, "MXFP4": 4.5, "NVFP4": 5.0, "IQ1_S": 4.3125,
+    "IQ1_M": 4.5625, "IQ2_XXS": 4.3125, "IQ2_XS": 4.5625, "IQ2_S": 4.5625, "IQ3_XXS": 4.3125, "IQ3_S": 4.3125,
+    "TQ1_0": 4.3125, "TQ2_0": 4.3125, "F8_E4M3": 8.0,
+}  # fmt: skip
+BITS = {"fp8": 8.0, "int4": 4.5}
 FEW = 1.02  # scales of rows, and matrices rounded up to whole tiles
 
 
@@ -19,12 +25,18 @@ def weight_bytes(tensors: Iterable[Tensor], quantize: str) -> int:
 
 
 def tensor_bytes(tensor: Tensor, quantize: str) -> float:
-    count = prod(tensor.shape)
+    return (1 if len(tensor.shape) == 1 else FEW) * held(tensor, quantize).bytes(tensor)
+
+
+def held(tensor: Tensor, quantize: str) -> Held:
     if len(tensor.shape) == 1:
-        return 4 * count
+        return Held("F32", 32)
+    tensor = as_q8_0(tensor) or tensor
     if tensor.format.name in KEPT:
-        return FEW * count / tensor.format.values * tensor.format.bytes
-    return FEW * count * BITS[quantize if tensor.format.name in PLAIN else ""] / 8
+        return Held(tensor.format.name, KEPT[tensor.format.name])
+    if quantize and tensor.format.name in PLAIN:
+        return Held(quantize, BITS[quantize])
+    return Held("BF16", 16)
 
 
 def workspace_bytes(spec: ModelSpec, tokens: int, rows: int, unpacks: bool) -> int:

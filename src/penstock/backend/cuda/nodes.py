@@ -11,6 +11,7 @@ from penstock.backend.cuda.inputs import Fields
 from penstock.backend.cuda.kernels.codes import Codes, codes_in
 from penstock.backend.cuda.kernels.decode_attention import Turn, attend_parts
 from penstock.backend.cuda.kernels.gate import gate
+from penstock.backend.cuda.kernels.layer_norm import add_layer_norm
 from penstock.backend.cuda.kernels.norm import add_norm
 from penstock.backend.cuda.kernels.prefill_attention import attend_tiles
 from penstock.backend.cuda.kernels.rope import rope_and_store
@@ -63,6 +64,18 @@ class AddNorm:
     def __call__(self, step: Fields, x: Any, *others: Any) -> None:
         residual, out, total = others if len(others) == 3 else (None, others[0], None)
         add_norm(x, residual, self.gain, self.eps, out, total, codes_for(self.reader, out))
+
+
+@dataclass(frozen=True, slots=True)
+class AddLayerNorm:
+    gain: Any
+    bias: Any
+    eps: float
+    reader: Weight | None = None
+
+    def __call__(self, step: Fields, x: Any, *others: Any) -> None:
+        residual, out, total = others if len(others) == 3 else (None, others[0], None)
+        add_layer_norm(x, residual, self.gain, self.bias, self.eps, out, total, codes_for(self.reader, out))
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +163,7 @@ def agree(before: Node, node: Node) -> tuple[Node, Node]:
     if not isinstance(node.op, Product):
         return before, node
     op, reader = before.op, node.op.weight
-    if isinstance(op, AddNorm | Gate):
+    if isinstance(op, AddNorm | AddLayerNorm | Gate):
         op = replace(op, reader=reader)
     elif isinstance(op, GatedProduct):
         op = replace(op, gate=replace(op.gate, reader=reader))

@@ -6,8 +6,9 @@ share the same memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,9 +20,18 @@ from penstock.backend.cuda.kernels.decode_attention import Shares
 from penstock.backend.cuda.kernels.norm_qk import norm_qk
 from penstock.backend.cuda.kernels.route import Seats
 from penstock.backend.cuda.kernels.rows import known_tokens, take_rows
-from penstock.backend.cuda.nodes import AddNorm, Attend, Gate, Memory, Node, Product, Value, fuse
+from penstock.backend.cuda.nodes import AddLayerNorm, AddNorm, Attend, Gate, Memory, Node, Product, Value, fuse
 from penstock.backend.cuda.weights import Weight
+from penstock.errors import UnsupportedModel
 from penstock.model.spec import AttentionSpec, ExpertSpec
+
+GATES = ("silu", "gelu_tanh")
+ACTIVATIONS: dict[str, Callable[..., Any]] = {
+    "silu": torch.ops.aten.silu.out,
+    "gelu": torch.ops.aten.gelu.out,
+    "gelu_tanh": partial(torch.ops.aten.gelu.out, approximate="tanh"),
+    "relu": partial(torch.ops.aten.clamp_min.out, min=0),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +62,7 @@ class Recorder:
         return self._add(run, (), self._value("T", table.width))
 
     def add_norm(self, x: Value, residual: Value | None, gain: Any, eps: float) -> tuple[Value, Value]:
-        out = self._value(x.symbol, x.width)
-        if residual is None:
-            return self._add(AddNorm(gain, eps), (x,), out), x
-        total = self._value(x.symbol, x.width)
-        self.nodes.append(Node(AddNorm(gain, eps), (x, residual), (out, total)))
-        return out, total
+        return self._norm(AddNorm(gain, eps), x, residual)
 
     def linear(self, x: Value, weight: Weight) -> Value:
         return self._add(Product(weight), (x,), self._value(x.symbol, weight.rows, wide=x.symbol == "S"))
@@ -74,6 +79,7 @@ class Recorder:
         return self._add(op, (qkv,), self._value("T", spec.q_width))
 
     def gated(self, x: Value, act: str) -> Value:
+        check_activation(act, GATES)
         return self._add(Gate(act), (x,), self._value(x.symbol, x.width // 2))
 
     def add(self, x: Value, y: Value) -> Value:
@@ -92,6 +98,25 @@ class Recorder:
 
     def pool(self, x: Value) -> None:
         self.states = x
+
+    def add_layer_norm(self, x: Value, residual: Value | None, gain: Any, bias: Any, eps: float) -> tuple[Value, Value]:
+        return self._norm(AddLayerNorm(gain, bias, eps), x, residual)
+
+    def activate(self, x: Value, act: str) -> Value:
+        check_activation(act, ACTIVATIONS)
+        compute = ACTIVATIONS[act]
+        return self._add(lambda step, x, out: compute(x, out=out), (x,), self._like(x))
+
+    def embed_positions(self, table: Weight) -> Value:
+        return self._add(lambda step, out: table.gather(step.positions, out), (), self._value("T", table.width))
+
+    def _norm(self, op: Callable[..., None], x: Value, residual: Value | None) -> tuple[Value, Value]:
+        out = self._value(x.symbol, x.width)
+        if residual is None:
+            return self._add(op, (x,), out), x
+        total = self._value(x.symbol, x.width)
+        self.nodes.append(Node(op, (x, residual), (out, total)))
+        return out, total
 
     def experts(self, x: Value, scores: Value, bank: Bank, spec: ExpertSpec) -> Value:
         out = self._value("T", x.width)
@@ -132,6 +157,11 @@ class Recorder:
             numbers = frequencies or (0.0,)  # kernels are given an address even where nothing is turned
             self._frequencies[frequencies] = torch.tensor(numbers, dtype=torch.float64, device=self.device)
         return self._frequencies[frequencies]
+
+
+def check_activation(act: str, computed: Collection[str]) -> None:
+    if act not in computed:
+        raise UnsupportedModel(f"the activation {act!r} is not computed here; those that are: {', '.join(computed)}")
 
 
 Kind = tuple[str, int, bool]

@@ -3,9 +3,10 @@
 A matrix is cut into tiles of 16 rows and 64 columns, of four steps c of 16 columns. Of each step, lane 4 * g + t of a
 warp owns rows g and g + 8 (`half` 0, 1) at columns 2 * t + e and 2 * t + 8 + e (`side` 0, 1; e 0, 1).
     low     4 words of a lane: 4 bits of the codes of step c in word c, those of (side, half, e) from bit
-            8 * side + 4 * half + 16 * e on. Codes of 8 bits: 8 words (c, side) of bytes (half, e), 4 of them apart.
+            8 * side + 4 * half + 16 * e on, or 16 * side + 8 * half + 4 * e where a table has their values.
+            Codes of 8 bits: 8 words (c, side) of bytes (half, e), 4 of them apart.
     high    a word of a lane with the fifth bits, or two words with the fifth and sixth, in the same order
-    scales  of each g: (group of columns, half, scale or minimum). They are float16, or bytes that `supers` multiply.
+    scales  of each g: (group of columns, half, scale or minimum). 16 bits each, or bytes that `supers` multiply.
     supers  of each g: (half, scale or minimum), float16 for every 256 columns
 Nothing is rounded: what a format says is what the kernels read.
 """
@@ -14,35 +15,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from penstock.backend.cuda import iquants
+from penstock.backend.cuda.parts import (
+    COLUMNS,
+    ROWS,
+    Array,
+    Coding,
+    Parts,
+    fields,
+    fields_of_runs,
+    half_at,
+    line,
+    one_each,
+)
 from penstock.backend.cuda.transfer import transfer
+from penstock.model.quant import FP4_VALUES, IQ4_VALUES
 from penstock.model.tensor import FORMATS
 
-ROWS, COLUMNS = 16, 64  # of a tile
 AT_ONCE = 1 << 24  # values packed together: each takes some 20 bytes meanwhile
 
-Array = Any  # a torch tensor
-
-
-class Coding(NamedTuple):
-    """How codes become values: scale * (code - zero) + minimum."""
-
-    bits: int
-    group: int  # columns that share a scale
-    minima: bool
-    zero: int
-    bytes: bool = False  # scales and minima are signed bytes, and float16 for every 256 columns multiply them
-
-    @property
-    def groups(self) -> int:
-        """In a tile."""
-        return COLUMNS // self.group
-
+IQ4_TABLE = tuple(IQ4_VALUES.tolist())
+FP4_TABLE = tuple(FP4_VALUES.tolist())
 
 CODINGS = {
     "Q4_0": Coding(4, 32, False, 8),
@@ -53,16 +51,14 @@ CODINGS = {
     "Q4_K": Coding(4, 32, True, 0, bytes=True),
     "Q5_K": Coding(5, 32, True, 0, bytes=True),
     "Q6_K": Coding(6, 16, False, 32, bytes=True),
+    "Q2_K": Coding(4, 16, True, 0, bytes=True),
+    "Q3_K": Coding(4, 16, False, 4, bytes=True),
+    "IQ4_NL": Coding(4, 32, False, 0, table=IQ4_TABLE),
+    "IQ4_XS": Coding(4, 32, False, 0, bytes=True, table=IQ4_TABLE),
+    "MXFP4": Coding(4, 32, False, 0, bfloat=True, table=FP4_TABLE),
+    "NVFP4": Coding(4, 16, False, 0, table=FP4_TABLE),
     "INT4": Coding(4, 64, True, 0),
-}
-
-
-class Parts(NamedTuple):
-    """Rows taken apart. The minima stand beside the scales, where there are any."""
-
-    codes: Array  # [rows, width] uint8
-    scales: Array  # [rows, groups, 1 or 2] float16 or int8
-    supers: Array | None = None  # [rows, width / 256, 1 or 2] float16
+} | iquants.CODINGS
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,26 +112,6 @@ def int4_parts(values: Array) -> Parts:
 # ---- formats ----
 
 
-def half_at(blocks: Array, place: int) -> Array:
-    return blocks[..., place : place + 2].contiguous().view(torch.float16)  # [rows, blocks, 1]
-
-
-def fields(packed: Array, bits: int) -> Array:
-    """Fields of `bits` bits of each byte, lowest first: [..., n] -> [..., 8 / bits * n]."""
-    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)[:, None]
-    return (packed[..., None, :] >> shifts & ((1 << bits) - 1)).flatten(-2)
-
-
-def fields_of_runs(packed: Array, run: int, bits: int) -> Array:
-    """The same of each run of bytes."""
-    return fields(packed.unflatten(-1, (-1, run)), bits).flatten(-2)
-
-
-def line(blocks: Array) -> Array:
-    """Codes of blocks [rows, blocks, codes] in one line for each row."""
-    return blocks.flatten(-2)
-
-
 def take_4(blocks: Array, scales: int) -> Parts:
     """Q4_0 and Q4_1: float16 numbers, then nibbles."""
     numbers = [half_at(blocks, 2 * i) for i in range(scales)]
@@ -176,6 +152,40 @@ def take_6k(blocks: Array) -> Parts:
     return Parts(line(codes), scales.contiguous().view(torch.int8).flatten(1)[..., None], half_at(blocks, 208))
 
 
+def take_2k(blocks: Array) -> Parts:
+    scales, codes, _ = blocks.split([16, 64, 4], -1)
+    pairs = torch.stack([scales & 15, scales >> 4], -1).view(torch.int8).flatten(1, 2)
+    supers = torch.cat([half_at(blocks, 80), -half_at(blocks, 82)], -1)
+    return Parts(line(fields_of_runs(codes, 32, 2)), pairs, supers)
+
+
+def take_3k(blocks: Array) -> Parts:
+    third, codes, low, high, _ = blocks.split([32, 64, 8, 4, 2], -1)
+    scales = (fields(low, 4) | fields(high, 2) << 4).view(torch.int8) - 32
+    return Parts(line(fields_of_runs(codes, 32, 2) | fields(third, 1) << 2), one_each(scales), half_at(blocks, 108))
+
+
+def take_4xs(blocks: Array) -> Parts:
+    high, low, codes = blocks[..., 2:].split([2, 4, 128], -1)
+    scales = (fields_of_runs(low, 1, 4) | fields_of_runs(high, 1, 2) << 4).view(torch.int8) - 32
+    return Parts(line(fields_of_runs(codes, 16, 4)), one_each(scales), half_at(blocks, 0))
+
+
+def take_mxfp4(blocks: Array) -> Parts:
+    """Scales are powers of two, those of the lowest exponents subnormal; they halve the table."""
+    exponents = blocks[..., :1].to(torch.int16)
+    words = torch.where(exponents > 1, exponents - 1 << 7, 32 << exponents)
+    return Parts(line(fields(blocks[..., 1:], 4)), words.to(torch.int16).view(torch.bfloat16))
+
+
+def take_nvfp4(blocks: Array) -> Parts:
+    """Scales have 4 bits of exponent and 3 of mantissa; they halve the table."""
+    exponents, mantissas = blocks[..., :4] >> 3 & 15, (blocks[..., :4] & 7).float()
+    scales = torch.where(exponents > 0, 8 + mantissas, 2 * mantissas) * torch.exp2(exponents.float() - 11)
+    scales = torch.where(blocks[..., :4] == 0x7F, 0, scales)
+    return Parts(line(fields_of_runs(blocks[..., 4:], 8, 4)), one_each(scales.half()))
+
+
 TAKE: dict[str, Callable[[Array], Parts]] = {
     "Q4_0": lambda blocks: take_4(blocks, 1),
     "Q4_1": lambda blocks: take_4(blocks, 2),
@@ -185,7 +195,13 @@ TAKE: dict[str, Callable[[Array], Parts]] = {
     "Q4_K": lambda blocks: take_k(blocks, fifth=False),
     "Q5_K": lambda blocks: take_k(blocks, fifth=True),
     "Q6_K": take_6k,
-}
+    "Q2_K": take_2k,
+    "Q3_K": take_3k,
+    "IQ4_NL": lambda blocks: take_4(blocks, 1),
+    "IQ4_XS": take_4xs,
+    "MXFP4": take_mxfp4,
+    "NVFP4": take_nvfp4,
+} | iquants.TAKE
 
 
 # ---- packing ----
@@ -213,7 +229,7 @@ def arrange(parts: Parts, coding: Coding) -> tuple[Array, Array | None, Array, A
     codes = pad(parts.codes, height * ROWS, tiles * COLUMNS)
     codes = codes.view(height, 2, 8, tiles, 4, 2, 4, 2)  # half, g, tile, c, side, t, e
     codes = codes.permute(0, 3, 2, 6, 4, 5, 1, 7)  # tile, g, t, c, side, half, e
-    low, high = arrange_codes(codes, coding.bits)
+    low, high = arrange_codes(codes, coding.bits) if not coding.table else (arrange_pairs(codes), None)
     scales = factors(parts.scales, height, tiles * coding.groups, coding.groups)
     supers = None if parts.supers is None else factors(parts.supers, height, parts.supers.shape[1], 1)
     return low, high, scales, supers
@@ -230,6 +246,11 @@ def arrange_codes(codes: Array, bits: int) -> tuple[Array, Array | None]:
     width = bits - 4
     pairs = (codes >> 4).flatten(4, 6).unflatten(4, (width, 16 // width))  # [.., g, t, word, pair, e]
     return low, together(pairs, [width * pair + 16 * e for pair in range(16 // width) for e in range(2)])
+
+
+def arrange_pairs(codes: Array) -> Array:
+    """The codes of each e side by side: two that are looked up together give one word."""
+    return together(codes.flatten(5, 6), [8 * pair + 4 * e for pair in range(4) for e in range(2)])
 
 
 def together(codes: Array, places: list[int]) -> Array:

@@ -18,7 +18,8 @@ from penstock.backend.cuda.kernels.fp8_tiles import tiles_float8
 from penstock.backend.cuda.kernels.gate import gate
 from penstock.backend.cuda.kernels.library import multiply
 from penstock.backend.cuda.kernels.skinny import Scratch
-from penstock.backend.cuda.quantize import ROWS, QuantizedWeight
+from penstock.backend.cuda.parts import ROWS
+from penstock.backend.cuda.quantize import QuantizedWeight
 from penstock.backend.cuda.tilings import stream_tiling
 
 
@@ -110,7 +111,7 @@ class Quantized:
 def multiply_few(x: Any, part: QuantizedWeight, bias: Any | None, out: Any, gated: bool = False) -> None:
     (count, width), coding = x.shape, part.coding
     if count == 1 and coding.groups > 1:
-        tiling = tilings.one_tiling(coding.groups, part.rows, width, gated)
+        tiling = tilings.one_tiling(coding.groups, part.rows, width, gated, len(coding.table) > 8)
         one.one(x, part, bias, out, gated=gated, tiling=tiling)
     else:
         kind = "4 bits" if coding.bits == 4 else "more bits"

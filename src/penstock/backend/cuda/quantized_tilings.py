@@ -6,7 +6,7 @@ from functools import lru_cache
 
 from penstock.backend.cuda.kernels import few, many, one
 from penstock.backend.cuda.kernels.skinny import MOST_SHARES
-from penstock.backend.cuda.quantize import COLUMNS
+from penstock.backend.cuda.parts import COLUMNS
 
 FEW = 16  # rows up to which the matrix is read at the speed of memory
 MANY = 256  # rows up to which a quantized matrix's values are not written out
@@ -49,8 +49,8 @@ def few_tiling(kind: str, count: int, rows: int, width: int, gated: bool = False
 
 
 @lru_cache(maxsize=4096)
-def one_tiling(groups: int, rows: int, width: int, gated: bool = False) -> one.Tiling:
-    """For one row of x and a matrix of so many groups in a tile."""
+def one_tiling(groups: int, rows: int, width: int, gated: bool = False, table: bool = False) -> one.Tiling:
+    """For one row of x and a matrix of so many groups in a tile, and a table that takes many registers or none."""
     across = -(-width * groups // (8 * COLUMNS))  # blocks
     if gated or (rows >= TALL and groups < 4):
         warps, blocks, tiles, ahead = 2 if rows >= TALL else 8, 1, 2, 1
@@ -61,7 +61,7 @@ def one_tiling(groups: int, rows: int, width: int, gated: bool = False) -> one.T
     else:
         warps, blocks, tiles, ahead = 8 if rows <= 4096 else 4, 2, 1, 1
     warps = min(warps, 1 << (across - 1).bit_length())
-    return one.Tiling(warps, blocks, tiles, ahead)
+    return one.Tiling(warps, 1 if table else blocks, tiles, ahead)
 
 
 @lru_cache(maxsize=4096)

@@ -22,16 +22,20 @@ from penstock.backend.cuda.kernels.library import multiply
 from penstock.backend.cuda.kernels.rows import take_rows
 from penstock.backend.cuda.kernels.skinny import skinny
 from penstock.backend.cuda.kernels.stream import stream
-from penstock.backend.cuda.quantize import COLUMNS, TAKE, QuantizedWeight, quantize_int4
+from penstock.backend.cuda.memory import KEPT
+from penstock.backend.cuda.parts import COLUMNS
+from penstock.backend.cuda.quantize import TAKE, QuantizedWeight, quantize_int4
 from penstock.backend.cuda.quantize import pack as pack_codes
 from penstock.backend.cuda.quantized import Float8, Quantized, Workspace, stack
 from penstock.backend.cuda.tilings import STREAMED, TALL, gemv_tiling, skinny_tiling, stream_tiling
 from penstock.backend.cuda.transfer import transfer
+from penstock.model.formats.rows import as_q8_0
 from penstock.model.quant import dequantize
 from penstock.model.tensor import Tensor, some_rows
 
 log = logging.getLogger(__name__)
 AT_ONCE = 1 << 26  # values dequantized together
+GROWN = 1.1  # times as many bits as in the file are worth a word
 
 
 class Weight(Protocol):
@@ -118,16 +122,19 @@ def pack(
     quantize: str = "",
 ) -> Weight:
     """Quantized formats stay as they are; plain ones become what `quantize` says: float8, 4 bits, or themselves."""
+    parts = [as_q8_0(part) or part for part in parts]
     formats = {part.format.name for part in parts}
     vector = stacked_bias(parts, bias, device)
     if quantize and not formats <= PLAIN.keys():
         say(workspace, f"weights in {names(formats)} stay as they are: {quantize} is for plain ones")
     if dtype.itemsize == 2 and formats <= TAKE.keys():
+        tell_growth(parts, workspace)
         return Quantized(stack([packed(part, device) for part in parts]), vector, workspace)
     if dtype.itemsize == 2 and formats == {"F8_E4M3"} and (weight := pack_float8(parts, vector, device, workspace)):
         return weight
     if dtype.itemsize == 2 and not formats <= PLAIN.keys():
-        say(workspace, f"weights in {names(formats)} become {dtype}: no kernel reads them as they are")
+        size = f"{dtype.itemsize} bytes for each value"
+        say(workspace, f"weights in {names(formats)} become {dtype}, {size}: no kernel reads them as they are")
     values = stacked_values(parts, device, dtype)
     if not quantize or not formats <= PLAIN.keys():
         return Dense(values, vector, workspace)
@@ -138,6 +145,13 @@ def pack(
         return Float8(quantize_float8(values), vector, workspace)
     say(workspace, f"weights with rows of {values.shape[1]} stay as they are: fp8 needs multiples of {COLUMNS}")
     return Dense(values, vector, workspace)
+
+
+def tell_growth(parts: Sequence[Tensor], workspace: Workspace) -> None:
+    for format in {part.format for part in parts}:
+        stored, held = 8 * format.bytes / format.values, KEPT[format.name]
+        if held > GROWN * stored:
+            say(workspace, f"{format.name} weights take {held:.1f} bits a value as codes of 4, {stored:.1f} in files")
 
 
 def names(formats: set[str]) -> str:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from math import prod
 
 import numpy as np
 
-from penstock.backend.base import LAST_SAMPLED, Batch, Floats, Footprint, Ints, Model, Ticket
+from penstock.backend.base import LAST_SAMPLED, Batch, Floats, Footprint, Held, Ints, Model, Ticket
 from penstock.backend.pool import Pools
 from penstock.backend.ref.batches import greedy_batch
 from penstock.backend.ref.ops import Bank, Cache, Matrix, RefOps
 from penstock.backend.sample import sample
+from penstock.backend.timing import time_step
 from penstock.config import available_memory
 from penstock.model.quant import dequantize
 from penstock.model.spec import ModelSpec
@@ -21,6 +21,7 @@ from penstock.types import StepResult
 
 
 class RefBackend:
+    name = "NumPy"
     depth = 0
 
     def __init__(self) -> None:
@@ -52,9 +53,12 @@ class RefBackend:
         self.logits(greedy_batch([]))
         self._kv_bytes = sum(keys.nbytes + values.nbytes for keys, values in self._cache.layers.values())
 
+    def held(self, tensor: Tensor) -> Held:
+        return Held("F32", 32)
+
     def footprint(self, spec: ModelSpec, tensors: Iterable[Tensor]) -> Footprint:
-        weights = 4 * sum(prod(tensor.shape) for tensor in tensors)
-        return Footprint.on_host(weights, 8 * spec.layers * spec.attn.kv_width)
+        weights = sum(self.held(tensor).bytes(tensor) for tensor in tensors)
+        return Footprint.on_host(int(weights), 8 * spec.layers * spec.attn.kv_width)
 
     def kv_bytes_per_token(self) -> int:
         return self._kv_bytes
@@ -93,6 +97,9 @@ class RefBackend:
 
     def wait(self, ticket: Ticket) -> StepResult:
         return self._results.pop(ticket)
+
+    def time_step(self, batch: Batch, times: int) -> float:
+        return time_step(self, batch, times)
 
     def move_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         for source, target in pairs:

@@ -18,7 +18,7 @@ from penstock.backend.base import Backend, Batch, Floats, Pool
 from penstock.backend.ref.batches import Chunk, blocks_for, greedy_batch, random_steps
 from penstock.model import rope
 from penstock.model.ops import Ops
-from penstock.model.quant import LAYOUTS
+from penstock.model.quant import layout_of
 from penstock.model.spec import AttentionSpec, ExpertSpec, RopeSpec
 from penstock.model.tensor import FORMATS, Stack, Tensor
 
@@ -100,12 +100,17 @@ def difference(got: Floats, wanted: Floats) -> float:
 def random_tensor(rng: Random, format: str, *shape: int) -> Tensor:
     """Random bytes, with scales that keep the values small."""
     count = prod(shape) // FORMATS[format].values
-    blocks = np.frombuffer(rng.bytes(count * FORMATS[format].bytes), LAYOUTS[format]).copy()
-    for field in LAYOUTS[format].names or ():
+    blocks = np.frombuffer(rng.bytes(count * FORMATS[format].bytes), layout_of(format)).copy()
+    for field in blocks.dtype.names or ():
         if field in ("d", "m"):
             blocks[field] = rng.normal(0, 0.01, count)
     if format == "MXFP4":
         blocks["e"] = rng.integers(118, 124, count)
+    if format == "NVFP4":
+        blocks["scales"] = rng.integers(1, 24, (count, 4))
+    if format == "IQ1_M":
+        d = rng.normal(0, 0.01, count).astype(np.float16).view(np.uint16)
+        blocks["scales"] = blocks["scales"] & 0xFFF | d[:, None] >> np.arange(0, 16, 4) << 12
     if format in ("F32", "F16"):
         blocks["x"] = rng.normal(size=count)
     if format == "BF16":
@@ -216,6 +221,33 @@ def pool(rng: Random) -> Trial:
         replace(then, pools=(Pool(0, 0, 9, False, 16), Pool(1, 9, 10, True, 1))),
     ]
     return Trial(forward, [inputs(rng, 16, 32), random_tensor(rng, "F32", 32)], steps, num_blocks=3)
+
+
+def add_layer_norm(rng: Random, *, tokens: int, width: int) -> Trial:
+    """As add_norm, of values far from 0."""
+
+    def forward(ops: Ops[Any], table: Any, gain: Any, bias: Any, second: Any, shift: Any) -> Any:
+        x, residual = ops.add_layer_norm(ops.embed(table), None, gain, bias, 1e-5)
+        return ops.add_layer_norm(x, residual, second, shift, 1e-6)[0]
+
+    table = inputs(rng, tokens, width)
+    table.parts[0].data.view(np.float32)[:] += 10
+    return Trial(forward, [table, *(random_tensor(rng, "F32", width) for _ in range(4))], all_at_once(tokens))
+
+
+def activate(rng: Random, *, act: str) -> Trial:
+    return by_value(rng, op=lambda ops, x: ops.activate(x, act), width=33)
+
+
+def embed_positions(rng: Random, *, format: str, width: int) -> Trial:
+    table = Stack([random_tensor(rng, format, 40, width)], [None])
+    steps = [greedy_batch([Chunk([0] * 30, 0, [0, 1]), Chunk([1], 39, [2, 3, 4], 1)])]
+    return Trial(
+        lambda ops, tokens, table: ops.add(ops.embed(tokens), ops.embed_positions(table)),
+        [inputs(rng, 2, width), table],
+        steps,
+        num_blocks=5,
+    )
 
 
 def experts(
@@ -345,4 +377,9 @@ CASES = (
         "experts", "Q8_0, biases", "Q8_0", 3 * BYTE, partial(experts, spec=CLAMPED, format="Q8_0", tokens=9, bias=True)
     ),
     Case("take_sampled", "some", "F32", EXACT, partial(take_sampled, wanted=((5, 1), (1, 0), (7, 3), (2, 2)))),
+    Case("add_layer_norm", "one token", "F32", FLOAT, partial(add_layer_norm, tokens=1, width=576)),
+    Case("add_layer_norm", "odd width", "F32", FLOAT, partial(add_layer_norm, tokens=5, width=33)),
+    *(Case("activate", a, "F32", FLOAT, partial(activate, act=a)) for a in ("silu", "gelu", "gelu_tanh", "relu")),
+    Case("embed_positions", "two rows", "F16", EXACT, partial(embed_positions, format="F16", width=33)),
+    Case("embed_positions", "quantized", "Q8_0", EXACT, partial(embed_positions, format="Q8_0", width=64)),
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from math import erfc
 
 import numpy as np
 from numpy.typing import NDArray
@@ -100,6 +101,19 @@ class RefOps:
     def pool(self, x: Floats) -> None:
         self.states.append(x)
 
+    def add_layer_norm(
+        self, x: Floats, residual: Floats | None, gain: Floats, bias: Floats, eps: float
+    ) -> tuple[Floats, Floats]:
+        if residual is not None:
+            x = x + residual
+        return layer_norm(x, gain, bias, eps), x
+
+    def activate(self, x: Floats, act: str) -> Floats:
+        return ACTS[act](x)
+
+    def embed_positions(self, table: Matrix) -> Floats:
+        return table.weight[self.batch.positions]
+
     def experts(self, x: Floats, scores: Floats, bank: Bank, spec: ExpertSpec) -> Floats:
         chosen, weights = choose(scores, bank.choice_bias, spec)
         out = np.zeros_like(x)
@@ -121,6 +135,13 @@ class RefOps:
 def rms_norm(x: Floats, gain: Floats, eps: float) -> Floats:
     mean_square = np.mean(x * x, axis=-1, keepdims=True)
     normed: Floats = x / np.sqrt(mean_square + np.float32(eps)) * gain
+    return normed
+
+
+def layer_norm(x: Floats, gain: Floats, bias: Floats, eps: float) -> Floats:
+    centered = x - np.mean(x, axis=-1, keepdims=True)
+    variance = np.mean(centered * centered, axis=-1, keepdims=True)
+    normed: Floats = centered / np.sqrt(variance + np.float32(eps)) * gain + bias
     return normed
 
 
@@ -232,7 +253,17 @@ def gelu_tanh(x: Floats) -> Floats:
     return y
 
 
-ACTS = {"silu": silu, "gelu_tanh": gelu_tanh}
+def gelu(x: Floats) -> Floats:
+    below = np.array([erfc(-one / 2**0.5) / 2 for one in x.ravel().tolist()])  # how much of a normal distribution is
+    y: Floats = x * below.reshape(x.shape).astype(np.float32)
+    return y
+
+
+def relu(x: Floats) -> Floats:
+    return np.maximum(x, 0)
+
+
+ACTS = {"silu": silu, "gelu": gelu, "gelu_tanh": gelu_tanh, "relu": relu}
 SCORINGS: dict[str, Callable[[Floats], Floats]] = {
     "softmax": softmax,
     "sigmoid": sigmoid,

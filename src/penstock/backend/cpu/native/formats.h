@@ -3,8 +3,9 @@
 // A quantized weight is made of blocks of 32 values of a row. A format says, in one struct, what a storage block of a
 // checkpoint holds and how its parts combine; packing and every kernel follow from it.
 //   value = scale * number + minimum, where
-//   number = code - ZERO, or TABLE[code]; a code has LOW + HIGH bits
+//   number = code - ZERO, or TABLE[code] times a FACTOR for all of them; a code has LOW + HIGH bits
 //   scale = d, or d * its own byte; minimum = 0, m, or m * its own byte; GROUPS of each in a block
+// What kernels must know of a format is its Kind. Formats of one kind share them, and the table is data.
 #pragma once
 
 #include <cstddef>
@@ -29,6 +30,7 @@ static_assert(sizeof(CodeBlock) == 64);
 // What a storage block holds, taken apart. Unused parts are zero.
 struct Parts {
   uint16_t d, m;
+  uint16_t wide[4];  // instead of d, where groups have a d of their own
   int8_t scales[16], minima[16];
   uint8_t codes[256];
 };
@@ -64,12 +66,27 @@ inline uint16_t negative(uint16_t half) { return half ^ 0x8000; }
 
 enum class Scale : uint8_t { HALF, BFLOAT, HALF_TIMES_BYTE };
 
-template <size_t VALUES_, size_t BYTES_, int LOW_, int HIGH_, bool MINIMA_, int ZERO_, Scale SCALE_, size_t GROUPS_ = 1>
-struct Quantized {
-  static constexpr size_t VALUES = VALUES_, BYTES = BYTES_, GROUPS = GROUPS_;  // of a storage block; of 32 values
+template <size_t VALUES_, int LOW_, int HIGH_, bool MINIMA_, int ZERO_, Scale SCALE_, size_t GROUPS_, bool TABLED_>
+struct KindOf {
+  using Kind = KindOf;
+  static constexpr size_t VALUES = VALUES_, GROUPS = GROUPS_;  // of a storage block; of 32 values
   static constexpr int LOW = LOW_, HIGH = HIGH_, ZERO = ZERO_;
-  static constexpr bool MINIMA = MINIMA_;
+  static constexpr bool MINIMA = MINIMA_, TABLED = TABLED_;
   static constexpr Scale SCALE = SCALE_;
+};
+
+template <size_t VALUES, size_t BYTES_, int LOW, int HIGH, bool MINIMA, int ZERO, Scale SCALE, size_t GROUPS = 1>
+struct Quantized : KindOf<VALUES, LOW, HIGH, MINIMA, ZERO, SCALE, GROUPS, false> {
+  static constexpr size_t BYTES = BYTES_;  // of a storage block
+  static constexpr const int8_t* TABLE = nullptr;
+  static constexpr float FACTOR = 1;
+};
+
+template <size_t VALUES, size_t BYTES_, int LOW, int HIGH, Scale SCALE, const int8_t* TABLE_, size_t GROUPS = 1>
+struct Tabled : KindOf<VALUES, LOW, HIGH, false, 0, SCALE, GROUPS, true> {
+  static constexpr size_t BYTES = BYTES_;
+  static constexpr const int8_t* TABLE = TABLE_;  // of 16
+  static constexpr float FACTOR = 1;
 };
 
 struct Q4_0 : Quantized<32, 18, 4, 0, false, 8, Scale::HALF> {
@@ -175,15 +192,18 @@ struct Q6_K : Quantized<256, 210, 4, 2, false, 32, Scale::HALF_TIMES_BYTE, 2> {
 
 inline constexpr int8_t IQ4_TABLE[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 inline constexpr int8_t FP4_TABLE[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};  // doubled
+inline constexpr int8_t IQ3_TABLE[16] = {4, 12, 20, 28, 36, 44, 52, 62, -4, -12, -20, -28, -36, -44, -52, -62};
+inline constexpr int8_t ODD_TABLE[16] = {-15, -13, -11, -9, -7, -5, -3, -1, 1, 3, 5, 7, 9, 11, 13, 15};
+inline constexpr int8_t IQ2_TABLE[16] = {8, 25, 43, 0, -8, -25, -43};
+inline constexpr int8_t IQ1_TABLE[16] = {-7, 1, 9, 0, -9, -1, 7};  // eightfold -1, 0 and 1, each one higher or lower
 
-struct IQ4_NL : Q4_0 {
+struct IQ4_NL : Tabled<32, 18, 4, 0, Scale::HALF, IQ4_TABLE> {
   static constexpr const char* NAME = "IQ4_NL";
-  static constexpr const int8_t* TABLE = IQ4_TABLE;
+  static void take(const uint8_t* p, Parts& parts) { Q4_0::take(p, parts); }
 };
 
-struct IQ4_XS : Quantized<256, 136, 4, 0, false, 0, Scale::HALF_TIMES_BYTE> {
+struct IQ4_XS : Tabled<256, 136, 4, 0, Scale::HALF_TIMES_BYTE, IQ4_TABLE> {
   static constexpr const char* NAME = "IQ4_XS";
-  static constexpr const int8_t* TABLE = IQ4_TABLE;
   static void take(const uint8_t* p, Parts& parts) {
     uint8_t scales[8] = {};
     read::fields_of_runs(p + 4, 4, 1, 4, scales);
@@ -194,13 +214,71 @@ struct IQ4_XS : Quantized<256, 136, 4, 0, false, 0, Scale::HALF_TIMES_BYTE> {
   }
 };
 
-struct MXFP4 : Quantized<32, 17, 4, 0, false, 0, Scale::BFLOAT> {
+struct MXFP4 : Tabled<32, 17, 4, 0, Scale::BFLOAT, FP4_TABLE> {
   static constexpr const char* NAME = "MXFP4";
-  static constexpr const int8_t* TABLE = FP4_TABLE;
   static void take(const uint8_t* p, Parts& parts) {
     parts.d = p[0] > 1 ? uint16_t((p[0] - 1) << 7) : uint16_t(0x20 << p[0]);  // 2 ** (p[0] - 128), halving the table
     read::fields(p + 1, 16, 4, parts.codes);
   }
+};
+
+// A scale of 8 bits with an exponent, for every 16 values.
+struct NVFP4 : Tabled<64, 36, 4, 0, Scale::HALF, FP4_TABLE, 2> {
+  static constexpr const char* NAME = "NVFP4";
+  static void take(const uint8_t* p, Parts& parts);
+};
+
+// Formats whose values, several at a time, are points of a code book (iquants.cpp).
+struct IQ1_S : Tabled<256, 50, 2, 1, Scale::HALF_TIMES_BYTE, IQ1_TABLE> {
+  static constexpr const char* NAME = "IQ1_S";
+  static constexpr float FACTOR = 0.125f;
+  static void take(const uint8_t* p, Parts& parts);
+};
+
+struct IQ1_M : Tabled<256, 56, 2, 1, Scale::HALF_TIMES_BYTE, IQ1_TABLE, 2> {
+  static constexpr const char* NAME = "IQ1_M";
+  static constexpr float FACTOR = 0.125f;
+  static void take(const uint8_t* p, Parts& parts);
+};
+
+struct IQ2_XXS : Tabled<256, 66, 2, 1, Scale::HALF_TIMES_BYTE, IQ2_TABLE> {
+  static constexpr const char* NAME = "IQ2_XXS";
+  static constexpr float FACTOR = 0.125f;
+  static void take(const uint8_t* p, Parts& parts);
+};
+
+struct IQ2_XS : Tabled<256, 74, 2, 1, Scale::HALF_TIMES_BYTE, IQ2_TABLE, 2> {
+  static constexpr const char* NAME = "IQ2_XS";
+  static constexpr float FACTOR = 0.125f;
+  static void take(const uint8_t* p, Parts& parts);
+};
+
+struct IQ2_S : Tabled<256, 82, 2, 1, Scale::HALF_TIMES_BYTE, IQ2_TABLE, 2> {
+  static constexpr const char* NAME = "IQ2_S";
+  static constexpr float FACTOR = 0.125f;
+  static void take(const uint8_t* p, Parts& parts);
+};
+
+struct IQ3_XXS : Tabled<256, 98, 4, 0, Scale::HALF_TIMES_BYTE, IQ3_TABLE> {
+  static constexpr const char* NAME = "IQ3_XXS";
+  static constexpr float FACTOR = 0.25f;
+  static void take(const uint8_t* p, Parts& parts);
+};
+
+struct IQ3_S : Tabled<256, 110, 4, 0, Scale::HALF_TIMES_BYTE, ODD_TABLE> {
+  static constexpr const char* NAME = "IQ3_S";
+  static void take(const uint8_t* p, Parts& parts);
+};
+
+// -d, 0 and d are 0, d and 2 * d with a minimum of -d: of the kind of Q2_K.
+struct TQ1_0 : Quantized<256, 54, 2, 0, true, 0, Scale::HALF_TIMES_BYTE, 2> {
+  static constexpr const char* NAME = "TQ1_0";
+  static void take(const uint8_t* p, Parts& parts);
+};
+
+struct TQ2_0 : Quantized<256, 66, 2, 0, true, 0, Scale::HALF_TIMES_BYTE, 2> {
+  static constexpr const char* NAME = "TQ2_0";
+  static void take(const uint8_t* p, Parts& parts);
 };
 
 // ---- what there is ----
@@ -210,7 +288,8 @@ struct Types {
   static constexpr size_t COUNT = sizeof...(T);
 };
 using QuantizedFormats =
-    Types<Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS, MXFP4>;
+    Types<Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS, MXFP4,
+          NVFP4, IQ1_S, IQ1_M, IQ2_XXS, IQ2_XS, IQ2_S, IQ3_XXS, IQ3_S, TQ1_0, TQ2_0>;
 
 enum class Format : uint8_t { F32, F16, BF16, QUANTIZED };  // those from QUANTIZED on follow the list above
 inline constexpr size_t FORMATS = size_t(Format::QUANTIZED) + QuantizedFormats::COUNT;

@@ -28,6 +28,8 @@ struct PanelProduct {
   float* y;
   size_t y_stride;  // floats from row to row
   size_t columns;
+  const int8_t* table;  // of 16 numbers that codes stand for, and what all of them are multiplied with;
+  float factor;         // read by kinds of formats that have a table
 };
 
 struct Rotation {
@@ -47,6 +49,8 @@ struct KvKernels {
   // out[q] += sum over the first n positions of weights[q][j] * values[j]
   void (*mix)(const float* weights, size_t count, const void* tile, size_t n, size_t dim, size_t padded, float* out);
 };
+
+using Activation = void (*)(const float* x, size_t n, float* out);
 
 struct Kernels {
   void (*product[FORMATS])(const PanelProduct&);
@@ -70,6 +74,10 @@ struct Kernels {
   // weights = e^((x - highest) / temperature), in the very steps that backend/sample.py defines
   void (*weigh)(const float* x, size_t n, float temperature, float highest, float* weights);
   KvKernels f16, f32, int8;
+  // total = x (+ residual); out = (total - its mean) / its deviation * gain + bias
+  void (*add_layer_norm)(const float* x, const float* residual, const float* gain, const float* bias, float eps,
+                         size_t width, float* total, float* out);
+  Activation silu, gelu, gelu_tanh, relu;
 };
 
 }  // namespace penstock

@@ -213,11 +213,20 @@ Kernels bfloat_tiled() {
   return kernels;
 }
 
+// The first format that has the same kind.
+template <class Kind, class... Q>
+constexpr size_t first_of(Types<Q...>) {
+  constexpr bool same[] = {std::is_same_v<Kind, typename Q::Kind>...};
+  size_t at = 0;
+  while (!same[at]) ++at;
+  return at;
+}
+
 template <class... Q, size_t... AT>
-Kernels all_tiled(Types<Q...>, std::index_sequence<AT...>) {
+Kernels all_tiled(Types<Q...> formats, std::index_sequence<AT...>) {
   Kernels kernels = bfloat_tiled();
   constexpr size_t FIRST = size_t(Format::QUANTIZED);
-  ((kernels.product[FIRST + AT] = tiled_product<Q, FIRST + AT>), ...);
+  ((kernels.product[FIRST + AT] = tiled_product<typename Q::Kind, FIRST + first_of<typename Q::Kind>(formats)>), ...);
   return kernels;
 }
 

@@ -61,6 +61,37 @@ inline void add_norm(const float* x, const float* residual, const float* gain, f
   });
 }
 
+// What it norms lies in `out` meanwhile: a run that is not full is read back with zeros after it, which count nothing.
+inline void add_layer_norm(const float* x, const float* residual, const float* gain, const float* bias, float eps,
+                           size_t width, float* total, float* out) {
+  F values = zero(), squares = zero();
+  by_lanes(width, [&](size_t i, size_t n) {
+    F value = load_some(x + i, n);
+    if (residual) {
+      value = add(value, load_some(residual + i, n));
+      store_some(total + i, value, n);
+    }
+    values = add(values, value);
+  });
+  const F mean = all(sum(values) / float(width));
+  const float* from = residual ? total : x;
+  by_lanes(width, [&](size_t i, size_t n) {
+    store_some(out + i, sub(load_some(from + i, n), mean), n);
+    const F value = load_some(out + i, n);
+    squares = fma(value, value, squares);
+  });
+  const F scale = all(1.0f / __builtin_sqrtf(sum(squares) / float(width) + eps));
+  by_lanes(width, [&](size_t i, size_t n) {
+    const F normed = mul(load_some(out + i, n), scale);
+    store_some(out + i, fma(normed, load_some(gain + i, n), load_some(bias + i, n)), n);
+  });
+}
+
+template <F (*ACT)(F)>
+void activate(const float* x, size_t n, float* out) {
+  by_lanes(n, [&](size_t i, size_t count) { store_some(out + i, ACT(load_some(x + i, count)), count); });
+}
+
 template <F (*ACT)(F)>
 inline F gated(F left, F right) {
   return mul(ACT(left), right);
@@ -273,12 +304,13 @@ struct Kv {
 template <class... Q>
 constexpr Kernels table(Types<Q...>) {
   return {
-      {Plain<Apart<float>>::product, Plain<Apart<uint16_t>>::product, Plain<Bfloats>::product, coded_product<Q>...},
+      {Plain<Apart<float>>::product, Plain<Apart<uint16_t>>::product, Plain<Bfloats>::product,
+       coded_product<typename Q::Kind>...},
       nullptr,
       quantize,
       add_norm,
       gate<gated<silu>>,
-      gate<gated<gelu>>,
+      gate<gated<gelu_tanh>>,
       gate<clamped>,
       rotate,
       soften,
@@ -289,6 +321,11 @@ constexpr Kernels table(Types<Q...>) {
       Kv<uint16_t>::table(),
       Kv<float>::table(),
       Kv<int8_t>::table(),
+      add_layer_norm,
+      activate<silu>,
+      activate<gelu>,
+      activate<gelu_tanh>,
+      activate<relu>,
   };
 }
 

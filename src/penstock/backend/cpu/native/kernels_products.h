@@ -35,9 +35,22 @@ inline F times_sigmoid(F x, F y) { return div(x, add(all(1.0f), exp(min(sub(zero
 inline F silu(F x) { return times_sigmoid(x, x); }
 
 // x * (1 + tanh(z)) / 2 is x / (1 + e^-2z).
-inline F gelu(F x) {
+inline F gelu_tanh(F x) {
   constexpr float TWICE_ROOT = 1.5957691216f, CUBE = 0.044715f;  // 2 * sqrt(2 / pi)
   return times_sigmoid(x, mul(mul(all(TWICE_ROOT), x), fma(mul(all(CUBE), x), x, all(1.0f))));
+}
+
+inline F relu(F x) { return max(x, zero()); }
+
+// x or 0, less |x| times the part of a normal distribution beyond |x|: Abramowitz and Stegun 7.1.26, within 1e-7.
+inline F gelu(F x) {
+  constexpr float FACTORS[] = {-1.453152027f, 1.421413741f, -0.284496736f, 0.254829592f};
+  const F size = abs(x), root = mul(size, all(0.70710678119f));
+  const F t = div(all(1.0f), fma(root, all(0.3275911f), all(1.0f)));
+  F power = all(1.061405429f);
+  for (float factor : FACTORS) power = fma(power, t, all(factor));
+  const F beyond = mul(mul(mul(power, t), exp(sub(zero(), mul(root, root)))), all(0.5f));
+  return sub(relu(x), mul(size, beyond));
 }
 
 inline F tanh(F x) {
@@ -76,12 +89,12 @@ struct Ready {
 };
 
 template <class Q, int GROUP>
-INLINE Codes codes_of(const std::byte* block) {
+INLINE Codes codes_of(const std::byte* block, const int8_t* table) {
   constexpr int HIGH = Q::HIGH ? Q::HIGH : 1;
   Codes codes = field<GROUP / Q::LOW * Q::LOW, Q::LOW>(load_codes(block + GROUP % Q::LOW * 64));
   if constexpr (Q::HIGH)
     codes = join<Q::LOW>(codes, field<GROUP / HIGH * HIGH, HIGH>(load_codes(block + Packed<Q>::HIGH + GROUP % HIGH * 64)));
-  if constexpr (requires { Q::TABLE; }) return centered(lookup(codes, Q::TABLE), 0);
+  if constexpr (Q::TABLED) return centered(lookup(codes, table), 0);
   return Q::MINIMA ? codes : centered(codes, Q::ZERO);
 }
 
@@ -94,8 +107,9 @@ INLINE F factor(const std::byte* head, const std::byte* own, size_t group) {
 }
 
 template <class Q, int... GROUP>
-INLINE void get_codes(const std::byte* block, Codes (&codes)[8], std::integer_sequence<int, GROUP...>) {
-  ((codes[GROUP] = codes_of<Q, GROUP>(block)), ...);
+INLINE void get_codes(const std::byte* block, const int8_t* table, Codes (&codes)[8],
+                      std::integer_sequence<int, GROUP...>) {
+  ((codes[GROUP] = codes_of<Q, GROUP>(block, table)), ...);
 }
 
 template <class Q>
@@ -113,11 +127,11 @@ INLINE F total_of(const Ready<Q>& ready) {
 }
 
 template <class Q>
-INLINE void get_ready(const std::byte* panel, size_t b, Ready<Q>& ready) {
+INLINE void get_ready(const std::byte* panel, size_t b, const int8_t* table, Ready<Q>& ready) {
   using P = Packed<Q>;
   const std::byte* head = panel + P::head(b);
   const std::byte* block = panel + P::at(b);
-  get_codes<Q>(block, ready.codes, std::make_integer_sequence<int, 8>{});
+  get_codes<Q>(block, table, ready.codes, std::make_integer_sequence<int, 8>{});
   UNROLL for (size_t h = 0; h < Q::GROUPS; ++h) {
     ready.scale[h] = factor<Q>(head, block + P::SCALES, h);
     if constexpr (Q::MINIMA) ready.minimum[h] = factor<Q>(head + LANES * 2, block + P::MINIMA, h);
@@ -173,13 +187,15 @@ struct Coded {
     UNROLL for (size_t i = 0; i < N; ++i) x[i] = (const CodeBlock*)(p.x + (row + i) * p.x_stride);
   }
 
+  F whole(F sum) const { return Q::TABLED ? mul(sum, all(p.factor)) : sum; }
+
   template <size_t N>
   void finish_tile(size_t row, const F (&sums)[P][N]) const {
     if (P == 2 && p.partners)
-      for (size_t i = 0; i < N; ++i) finish(p, panel, row + i, mul(silu(sums[0][i]), sums[P - 1][i]));
+      for (size_t i = 0; i < N; ++i) finish(p, panel, row + i, mul(silu(whole(sums[0][i])), whole(sums[P - 1][i])));
     else
       for (size_t i = 0; i < N; ++i)
-        for (size_t j = 0; j < P; ++j) finish(p, panel + j, row + i, sums[j][i]);
+        for (size_t j = 0; j < P; ++j) finish(p, panel + j, row + i, whole(sums[j][i]));
   }
 
   // Few rows: a block is made ready in registers, so that a panel is read once and nothing is written.
@@ -195,7 +211,7 @@ struct Coded {
       const Ready<Q>* at[P];
       UNROLL for (size_t j = 0; j < P; ++j) {
         fetch(data[j] + Packed<Q>::at(b), Packed<Q>::BLOCK_BYTES);
-        get_ready(data[j], b, ready[j]);
+        get_ready(data[j], b, p.table, ready[j]);
         ready[j].total = p.middles ? total_of(ready[j]) : zero();
         at[j] = &ready[j];
       }
@@ -251,7 +267,7 @@ struct Coded {
       for (size_t j = 0; j < P; ++j)
         for (size_t b = span.first; b < span.last; ++b) {
           Ready<Q>& ready = span.ready[j][b - span.first];
-          get_ready(data[j], b, ready);
+          get_ready(data[j], b, p.table, ready);
           if (p.middles) ready.total = total_of(ready);
         }
       each(span);

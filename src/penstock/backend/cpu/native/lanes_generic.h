@@ -147,7 +147,8 @@ template <int SHIFT>
 Codes join(const Codes& low, const Codes& high) {
   return each_byte([&](int i) { return low.v[i] | high.v[i] << SHIFT; });
 }
-inline Codes lookup(const Codes& codes, const int8_t* table) {
+// Not inlined: the rest of a loop would be unrolled with it.
+[[gnu::noinline]] Codes lookup(const Codes& codes, const int8_t* table) {
   return each_byte([&](int i) { return table[codes.v[i]]; });
 }
 inline Codes centered(const Codes& codes, int zero) {

@@ -71,6 +71,8 @@ void multiply(const Kernels& kernels, const Buffer& x, size_t row, size_t rows, 
         .y = out.row(row) + run.column,
         .y_stride = out.width,
         .columns = run.columns,
+        .table = run.part->table,
+        .factor = run.part->factor,
     });
     panel += run.panels;
   }

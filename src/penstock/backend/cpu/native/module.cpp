@@ -103,6 +103,7 @@ NB_MODULE(_native, m) {
       .def_prop_ro("gateable", &Weight::gateable);
 
   m.def("fill_parts", fill_all, "parts"_a, "threads"_a);
+  m.def("packed_bits", packed_bits, "format"_a);
 
   nb::class_<Program>(m, "Program")
       .def(nb::init<const std::string&, unsigned, const std::string&>(), "isa"_a, "threads"_a, "kv"_a)
@@ -137,6 +138,14 @@ NB_MODULE(_native, m) {
       .def("scale", &Program::scale, "x"_a, "factor"_a, "out"_a)
       .def("soft_cap", &Program::soft_cap, "x"_a, "cap"_a, "out"_a)
       .def("take_sampled", &Program::take_sampled, "x"_a, "out"_a)
+      .def("add_layer_norm",
+           [](Program& program, int x, std::optional<int> residual, Array<const float, 1> gain,
+              Array<const float, 1> bias, float eps, int out, std::optional<int> total) {
+             program.add_layer_norm(x, residual, copied(gain), copied(bias), eps, out, total);
+           },
+           "x"_a, "residual"_a.none(), "gain"_a.noconvert(), "bias"_a.noconvert(), "eps"_a, "out"_a, "total"_a.none())
+      .def("activate", &Program::activate, "x"_a, "out"_a, "act"_a)
+      .def("embed_positions", &Program::embed_positions, "table"_a, "out"_a)
       .def("experts",
            [](Program& program, int x, int scores, std::vector<std::shared_ptr<const Weight>> up,
               std::vector<std::shared_ptr<const Weight>> down, Array<const float, 1> choice_bias, int out, size_t chosen,

@@ -7,6 +7,7 @@
 #include <stdexcept>
 
 #include "linear.h"
+#include "require.h"
 
 namespace penstock {
 
@@ -16,10 +17,6 @@ constexpr size_t CHUNK_ROWS = 8;
 constexpr size_t CAPPED_AT_ONCE = 8192;  // values of a row
 constexpr unsigned MOST_THREADS = 1024;
 constexpr int32_t MOST_SLOTS = 1 << 20;
-
-void require(bool holds, const std::string& otherwise) {
-  if (!holds) throw std::invalid_argument(otherwise);
-}
 
 unsigned checked_threads(unsigned threads) {
   require(threads >= 1 && threads <= MOST_THREADS, "threads must be between 1 and 1024; got " + std::to_string(threads));
@@ -335,6 +332,12 @@ void Program::check_tokens() const {
             "token id " + std::to_string(token) + " is outside the vocabulary of " + std::to_string(vocab_));
 }
 
+void Program::check_positions(const Step& step) const {
+  for (int32_t position : step.positions)
+    require(!positions_ || (position >= 0 && size_t(position) < positions_),
+            "position " + std::to_string(position) + " is outside the model's " + std::to_string(positions_));
+}
+
 void Program::check_context(const Step& step, size_t row) const {
   const int32_t first = step.row_start[row], last = step.row_start[row + 1];
   if (first == last || !cache_.layers()) return;
@@ -389,6 +392,7 @@ void Program::prepare(const Step& step) {
   check_rows(step);
   know_tokens(step);
   check_tokens();
+  check_positions(step);
   for (size_t row = 0; row < step.slots.size(); ++row) check_context(step, row);
   frame_.batch = {known_.data(),        step.positions.data(), step.row_start.data(), step.tables.data(),
                   step.sampled.data(), step.tokens.size(),    step.slots.size(),     step.table_width,

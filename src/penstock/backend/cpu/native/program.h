@@ -57,6 +57,10 @@ class Program {
   void scale(int x, float factor, int out);
   void soft_cap(int x, float cap, int out);  // cap * tanh(x / cap)
   void take_sampled(int x, int out);
+  void add_layer_norm(int x, std::optional<int> residual, std::vector<float> gain, std::vector<float> bias, float eps,
+                      int out, std::optional<int> total);
+  void activate(int x, int out, const std::string& act);
+  void embed_positions(std::shared_ptr<const Weight> table, int out);
   void experts(int x, int scores, Bank bank, Choice choice, const std::string& act, int out);
   void keep(int buffer);    // nothing that is added after this writes to it: its rows can be read after a step
   void answer(int buffer);  // what a step is for; nothing is added after it
@@ -83,6 +87,7 @@ class Program {
   Gate gate_of(const std::string& act) const;
   void check_rows(const Step& step) const;
   void check_tokens() const;
+  void check_positions(const Step& step) const;
   void check_context(const Step& step, size_t row) const;
   void know_tokens(const Step& step);
   void remember_tokens(const Step& step, const Draws& draws, const std::vector<int32_t>& tokens);
@@ -102,6 +107,7 @@ class Program {
   std::mutex running_;
   int answer_ = -1, kept_ = -1;
   size_t vocab_ = 0;         // of the smallest embedding table
+  size_t positions_ = 0;     // the same of positions
   size_t longest_window_ = 0;
   bool sees_everything_ = false;
   size_t scratch_floats_ = 0, gathered_floats_ = 0;

@@ -98,6 +98,9 @@ struct QuantizedRow {
   static void pack_block(const Parts& parts, size_t b, std::byte* block, size_t lane) {
     pack_bits(parts.codes + b * BLOCK, Q::LOW, 0, block + lane * 4);
     if constexpr (Q::HIGH) pack_bits(parts.codes + b * BLOCK, Q::HIGH, Q::LOW, block + P::HIGH + lane * 4);
+    if constexpr (!BYTE_SCALES && Q::GROUPS > 1)
+      for (size_t g = 0; g < Q::GROUPS; ++g)
+        std::memcpy(block + P::SCALES + (g * LANES + lane) * 2, &parts.wide[b * Q::GROUPS + g], 2);
     if constexpr (BYTE_SCALES)
       for (size_t g = 0; g < Q::GROUPS; ++g) {
         block[P::SCALES + g * LANES + lane] = std::byte(parts.scales[b * Q::GROUPS + g]);
@@ -116,7 +119,7 @@ struct QuantizedRow {
     if constexpr (Q::HIGH) unpack_bits(block + P::HIGH + lane * 4, Q::HIGH, Q::LOW, codes);
     for (size_t j = 0; j < BLOCK; ++j) {
       const size_t at = j * Q::GROUPS / BLOCK * LANES + lane;
-      out[j] = factor(head, block + P::SCALES, at) * float(number(codes[j]));
+      out[j] = factor(head, block + P::SCALES, at) * Q::FACTOR * float(number(codes[j]));
       if constexpr (Q::MINIMA) out[j] += factor(head + LANES * 2, block + P::MINIMA, at);
     }
   }
@@ -134,7 +137,7 @@ struct QuantizedRow {
   }
 
   static int number(uint8_t code) {
-    if constexpr (requires { Q::TABLE; })
+    if constexpr (Q::TABLED)
       return Q::TABLE[code];
     else
       return (Q::LOW == 8 ? int8_t(code) : code) - Q::ZERO;
@@ -147,20 +150,23 @@ struct Packing {
   const char* name;
   size_t values, bytes;  // of a storage block in a checkpoint
   size_t packed;         // bytes of 16 packed ones
+  const int8_t* table;
+  float factor;
   void (*pack)(const uint8_t* row, size_t width, std::byte* panel, size_t lane);
   void (*unpack)(const std::byte* panel, size_t width, size_t lane, float* out);
 };
 
 template <class T, auto from, size_t RUN = 1>
 constexpr Packing plain(const char* name) {
-  return {name, 1, sizeof(T), LANES * sizeof(T), PlainRow<T, from, RUN>::pack, PlainRow<T, from, RUN>::unpack};
+  return {name, 1, sizeof(T), LANES * sizeof(T), nullptr, 1, PlainRow<T, from, RUN>::pack, PlainRow<T, from, RUN>::unpack};
 }
 
 template <class... Q>
 constexpr std::array<Packing, FORMATS> packings(Types<Q...>) {
   return {plain<float, [](float value) { return value; }>("F32"), plain<uint16_t, from_half>("F16"),
           plain<uint16_t, from_bfloat, 2>("BF16"),
-          Packing{Q::NAME, Q::VALUES, Q::BYTES, Packed<Q>::BYTES, QuantizedRow<Q>::pack, QuantizedRow<Q>::unpack}...};
+          Packing{Q::NAME, Q::VALUES, Q::BYTES, Packed<Q>::BYTES, Q::TABLE, Q::FACTOR, QuantizedRow<Q>::pack,
+                  QuantizedRow<Q>::unpack}...};
 }
 
 constexpr auto PACKINGS = packings(QuantizedFormats{});
@@ -175,6 +181,11 @@ const Packing& packing_of(Format format) { return PACKINGS[size_t(format)]; }
 
 }  // namespace
 
+double packed_bits(const std::string& format) {
+  const Packing& packing = packing_of(format_of(format));
+  return double(packing.packed) / double(LANES * packing.values) * 8;
+}
+
 Weight::Weight(size_t width, const std::vector<std::pair<std::string, size_t>>& parts) : width_(width) {
   for (const auto& [name, rows] : parts) {
     const Format format = format_of(name);
@@ -186,7 +197,7 @@ Weight::Weight(size_t width, const std::vector<std::pair<std::string, size_t>>& 
                                   " values; got " + std::to_string(width));
     const size_t panels = round_up(rows, LANES) / LANES;
     const size_t panel_bytes = round_up(width, BLOCK) / packing.values * packing.packed;
-    parts_.push_back({format, rows, rows_, panels, panel_bytes, nullptr});
+    parts_.push_back({format, rows, rows_, panels, panel_bytes, nullptr, packing.table, packing.factor});
     coded_ |= format >= Format::QUANTIZED;
     bfloat_ |= format == Format::BF16;
     rows_ += rows;

@@ -23,6 +23,8 @@ struct Part {
   size_t panels;
   size_t panel_bytes;
   std::byte* data;
+  const int8_t* table;  // and factor: see PanelProduct
+  float factor;
 };
 
 // Consecutive panels of one part.
@@ -63,6 +65,8 @@ class Weight {
   std::vector<float> bias_;
   std::shared_ptr<const Memory> slab_;
 };
+
+double packed_bits(const std::string& format);  // that a value takes, its share of scales included
 
 // A whole part as it lies in a checkpoint.
 struct Source {

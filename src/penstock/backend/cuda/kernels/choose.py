@@ -19,7 +19,7 @@ CHUNK = 4096
 @triton.jit
 def weigh(logits, peak, temperature):
     """e^((logits - peak) / temperature), in the steps of sample.weigh; fusing any two of them would change the bits."""
-    x = tl.div_rn(logits, temperature) - tl.div_rn(peak, temperature)
+    x = tl.div_rn(logits.to(tl.float32), temperature) - tl.div_rn(peak, temperature)
     bounded = tl.maximum(x, -100.0)
     n = (bounded * 1.44269504 + 12582912.0) - 12582912.0  # to the nearest whole number, halves to even
     r = bounded - n * 0.693359375 - n * -2.12194440e-4

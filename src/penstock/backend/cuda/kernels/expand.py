@@ -36,7 +36,10 @@ def _expand(
     GROUPS: tl.constexpr,
     MINIMA: tl.constexpr,
     SUPER: tl.constexpr,
+    BFLOAT: tl.constexpr,
     ZERO: tl.constexpr,
+    SHIFTED: tl.constexpr,
+    TABLE: tl.constexpr,
     R: tl.constexpr,
     T: tl.constexpr,
     PDL: tl.constexpr,
@@ -48,8 +51,8 @@ def _expand(
     words, more, factors, outer = load_tiles(
         low, high, scales, supers, row, first, tiles, R, T, 0, False, HIGH, GROUPS, MINIMA, SUPER
     )
-    scale, minimum = affine_of(factors, outer, R, T, 1, GROUPS, MINIMA, SUPER, ZERO)
-    values = values_of(codes_of(words, more, base, HIGH, R, T, 1), scale, minimum, R, T, GROUPS, HIGH != 4)
+    scale, minimum = affine_of(factors, outer, R, T, 1, GROUPS, MINIMA, SUPER, ZERO, BFLOAT)
+    values = values_of(codes_of(words, more, base, HIGH, R, T, 1, TABLE), scale, minimum, R, T, GROUPS, SHIFTED)
     line = tl.program_id(1) * (16 * R) + tl.arange(0, 16 * R)[:, None]
     column = first * 64 + tl.arange(0, 64 * T)[None, :]
     if PDL:
@@ -74,7 +77,10 @@ def _gather(
     GROUPS: tl.constexpr,
     MINIMA: tl.constexpr,
     SUPER: tl.constexpr,
+    BFLOAT: tl.constexpr,
     ZERO: tl.constexpr,
+    SHIFTED: tl.constexpr,
+    TABLE: tl.constexpr,
     T: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -89,8 +95,8 @@ def _gather(
     words, more, factors, outer = load_tiles(
         low, high, scales, supers, row, first, tiles, 1, T, 0, False, HIGH, GROUPS, MINIMA, SUPER
     )
-    scale, minimum = affine_of(factors, outer, 1, T, 1, GROUPS, MINIMA, SUPER, ZERO)
-    values = values_of(codes_of(words, more, base, HIGH, 1, T, 1), scale, minimum, 1, T, GROUPS, HIGH != 4)
+    scale, minimum = affine_of(factors, outer, 1, T, 1, GROUPS, MINIMA, SUPER, ZERO, BFLOAT)
+    values = values_of(codes_of(words, more, base, HIGH, 1, T, 1, TABLE), scale, minimum, 1, T, GROUPS, SHIFTED)
     mine = tl.arange(0, 16)[:, None] == token % 16
     line = tl.sum(tl.where(mine, values, 0.0), 0)
     column = first * 64 + tl.arange(0, 64 * T)

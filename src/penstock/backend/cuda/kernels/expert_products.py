@@ -114,7 +114,10 @@ def _coded_pair(
     GROUPS: tl.constexpr,
     MINIMA: tl.constexpr,
     SUPER: tl.constexpr,
+    BFLOAT: tl.constexpr,
     ZERO: tl.constexpr,
+    SHIFTED: tl.constexpr,
+    TABLE: tl.constexpr,
     BIAS: tl.constexpr,
     W: tl.constexpr,
     G: tl.constexpr,
@@ -138,12 +141,12 @@ def _coded_pair(
             low, high, scales, supers, row, column, tiles, W, G, G, EVEN, HIGH, GROUPS, MINIMA, SUPER
         )
         items = load_rows(x, width, column, 1, width, W, G, 4, EVEN)
-        scale, minimum = affine_of(factors, outer, W, G, R, GROUPS, MINIMA, SUPER, ZERO)
-        codes = codes_of(words, more, base, HIGH, W, G, R)
+        scale, minimum = affine_of(factors, outer, W, G, R, GROUPS, MINIMA, SUPER, ZERO, BFLOAT)
+        codes = codes_of(words, more, base, HIGH, W, G, R, TABLE)
         if GROUPS == 4:
-            total = add_sixteens(total, codes, items, scale, minimum, W, G, R, 4, HIGH != 4, INTERPRET)
+            total = add_sixteens(total, codes, items, scale, minimum, W, G, R, 4, SHIFTED, INTERPRET)
         else:
-            total = add_product(total, codes, items, scale, minimum, W, G, R, 4, GROUPS, HIGH != 4, INTERPRET)
+            total = add_product(total, codes, items, scale, minimum, W, G, R, 4, GROUPS, SHIFTED, INTERPRET)
     y = tl.sum(total, 0)  # [16 * R, 4], of which the first column is wanted
     line = first * (16 * R) + tl.arange(0, 16 * R)[:, None]
     inside = (line < rows) & (tl.arange(0, 4)[None, :] == 0)
@@ -279,7 +282,10 @@ def _coded_block(
     GROUPS: tl.constexpr,
     MINIMA: tl.constexpr,
     SUPER: tl.constexpr,
+    BFLOAT: tl.constexpr,
     ZERO: tl.constexpr,
+    SHIFTED: tl.constexpr,
+    TABLE: tl.constexpr,
     COUNT: tl.constexpr,
     BIAS: tl.constexpr,
     EVEN: tl.constexpr,
@@ -309,9 +315,9 @@ def _coded_block(
         if not EVEN:
             inside = inside & (tile * 64 + column < width)[None, :]
         items = tl.load(x + token[:, None] * width + (tile * 64 + column)[None, :], inside, 0.0)
-        scale, minimum = affine_of(factors, outer, R, 1, 1, GROUPS, MINIMA, SUPER, ZERO)
-        codes = codes_of(words, more, base, HIGH, R, 1, 1)
-        values = values_of(codes, scale, minimum, R, 1, GROUPS, HIGH != 4)
+        scale, minimum = affine_of(factors, outer, R, 1, 1, GROUPS, MINIMA, SUPER, ZERO, BFLOAT)
+        codes = codes_of(words, more, base, HIGH, R, 1, 1, TABLE)
+        values = values_of(codes, scale, minimum, R, 1, GROUPS, SHIFTED)
         if INTERPRET:
             total = tl.dot(values, tl.trans(items).to(tl.float32), total)
         else:

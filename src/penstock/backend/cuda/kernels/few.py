@@ -210,7 +210,10 @@ def _few(
     GROUPS: tl.constexpr,
     MINIMA: tl.constexpr,
     SUPER: tl.constexpr,
+    BFLOAT: tl.constexpr,
     ZERO: tl.constexpr,
+    SHIFTED: tl.constexpr,
+    TABLE: tl.constexpr,
     GATED: tl.constexpr,
     BIAS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -236,12 +239,12 @@ def _few(
         next_words, next_more, next_factors, next_outer = load_tiles(
             low, high, scales, supers, row, column + W * G, tiles, W, G, G, False, HIGH, GROUPS, MINIMA, SUPER
         )
-        scale, minimum = affine_of(factors, outer, W, G, R, GROUPS, MINIMA, SUPER, ZERO)
-        codes = codes_of(words, more, base, HIGH, W, G, R)
+        scale, minimum = affine_of(factors, outer, W, G, R, GROUPS, MINIMA, SUPER, ZERO, BFLOAT)
+        codes = codes_of(words, more, base, HIGH, W, G, R, TABLE)
         if GROUPS == 4:
-            total = add_sixteens(total, codes, items, scale, minimum, W, G, R, COLUMNS, HIGH != 4, INTERPRET)
+            total = add_sixteens(total, codes, items, scale, minimum, W, G, R, COLUMNS, SHIFTED, INTERPRET)
         else:
-            total = add_product(total, codes, items, scale, minimum, W, G, R, COLUMNS, GROUPS, HIGH != 4, INTERPRET)
+            total = add_product(total, codes, items, scale, minimum, W, G, R, COLUMNS, GROUPS, SHIFTED, INTERPRET)
         words, more, factors, outer = next_words, next_more, next_factors, next_outer
     y = tl.sum(total, 0)
     finish(y, first, bias, out, count, rows, out_stride, R, COLUMNS, GATED, BIAS)

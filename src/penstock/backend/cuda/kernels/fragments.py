@@ -16,6 +16,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from penstock.backend.cuda.kernels.lookup import looked_up, table_of
 from penstock.backend.cuda.quantize import QuantizedWeight
 
 BASE = 0x43004300  # two 128.0 in bfloat16
@@ -29,7 +30,10 @@ def facts(weight: QuantizedWeight) -> dict[str, Any]:
         "GROUPS": coding.groups,
         "MINIMA": coding.minima,
         "SUPER": coding.bytes,
-        "ZERO": coding.zero + 128 if coding.bits < 8 else 0,
+        "BFLOAT": coding.bfloat,
+        "ZERO": coding.zero + 128 if coding.shifted else 0,
+        "SHIFTED": coding.shifted,
+        "TABLE": table_of(coding),
     }
 
 
@@ -80,7 +84,8 @@ def load_factors(
 ):
     """N words of each g: [t, g, A, B, C, N]."""
     lane = axis(A, 2) * (STEP * 8 * N) + axis(8, 1) * N + axis(4, 0) * 0
-    at = words + column * (8 * N) + lane
+    at = words + column * (8 * N)
+    at = apart(at, lane) if N == 1 else at + lane
     at = at + row * (tiles * 8 * N) + axis(B, 3) * (8 * N) + axis(N, 5)
     if EVEN:
         return tl.load(at)
@@ -148,10 +153,15 @@ def bytes_of(words, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def codes_of(low, high, base, HIGH: tl.constexpr, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr):
-    """128 + code of 4, 5 or 6 bits, or a byte less 128, [t, g, A, B, C, c, half, side, e]: exact in bfloat16. `base` is
-    BASE: an argument, since one instruction masks and adds it only while it is no constant."""
-    if HIGH == 4:
+def codes_of(
+    low, high, base, HIGH: tl.constexpr, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, TABLE: tl.constexpr = 0
+):
+    """128 + code of 4, 5 or 6 bits, a byte less 128, or what a table has for a code: [t, g, A, B, C, c, half, side, e],
+    exact in bfloat16. `base` is BASE: an argument, since one instruction masks and adds it only while it is no
+    constant."""
+    if TABLE:
+        return looked_up(low, TABLE)
+    elif HIGH == 4:
         return bytes_of(low, A, B, C)
     else:
         return pairs_of(low, high, base, HIGH, A, B, C)
@@ -163,6 +173,13 @@ def float16_of(words):
     low = (words & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
     high = (words >> 16).to(tl.uint16).to(tl.float16, bitcast=True)
     return tl.join(low.to(tl.float32), high.to(tl.float32))
+
+
+@triton.jit
+def bfloat16_of(words):
+    """The same of bfloat16."""
+    words = words.to(tl.uint32, bitcast=True)
+    return tl.join((words << 16).to(tl.float32, bitcast=True), (words & 0xFFFF0000).to(tl.float32, bitcast=True))
 
 
 @triton.jit
@@ -188,10 +205,11 @@ def affine_of(
     MINIMA: tl.constexpr,
     SUPER: tl.constexpr,
     ZERO: tl.constexpr,
+    BFLOAT: tl.constexpr = False,
 ):
     """What codes are multiplied with and what is added then, of each group of columns: [t, g, A, B, C, group, half]."""
     EACH: tl.constexpr = 4 if MINIMA else 2
-    numbers = int8_of(factors) if SUPER else float16_of(factors)
+    numbers = int8_of(factors) if SUPER else bfloat16_of(factors) if BFLOAT else float16_of(factors)
     numbers = tl.reshape(numbers, [4, 8, A, B, C, GROUPS, EACH])
     if SUPER:
         RUNS: tl.constexpr = (B + 3) // 4

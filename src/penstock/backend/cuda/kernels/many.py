@@ -66,7 +66,10 @@ def _many(
     GROUPS: tl.constexpr,
     MINIMA: tl.constexpr,
     SUPER: tl.constexpr,
+    BFLOAT: tl.constexpr,
     ZERO: tl.constexpr,
+    SHIFTED: tl.constexpr,
+    TABLE: tl.constexpr,
     BIAS: tl.constexpr,
     EVEN: tl.constexpr,
     R: tl.constexpr,
@@ -96,9 +99,9 @@ def _many(
         if not EVEN:
             inside = inside & (first * 64 + column < width)[None, :]
         items = tl.load(x + first * 64 + item[:, None] * x_stride + column[None, :], inside, 0.0)
-        scale, minimum = affine_of(factors, outer, R, T, 1, GROUPS, MINIMA, SUPER, ZERO)
-        codes = codes_of(words, more, base, HIGH, R, T, 1)
-        values = values_of(codes, scale, minimum, R, T, GROUPS, HIGH != 4)
+        scale, minimum = affine_of(factors, outer, R, T, 1, GROUPS, MINIMA, SUPER, ZERO, BFLOAT)
+        codes = codes_of(words, more, base, HIGH, R, T, 1, TABLE)
+        values = values_of(codes, scale, minimum, R, T, GROUPS, SHIFTED)
         if INTERPRET:
             total = tl.dot(values, tl.trans(items).to(tl.float32), total)
         else:

@@ -16,8 +16,10 @@ import triton.language as tl
 from penstock.backend.cuda.kernels.few import dot, finish, tile_rows
 from penstock.backend.cuda.kernels.fragments import (
     BASE,
+    apart,
     arrays,
     axis,
+    bfloat16_of,
     codes_of,
     facts,
     float16_of,
@@ -61,7 +63,9 @@ def load_factors(
     """Of N words for each tile and g, those of groups 2 * t and 2 * t + 1 of each block: [t, g, W, S, R, words]."""
     MINE: tl.constexpr = N * TILES // 4
     tile = column + axis(W, 2) * (S * TILES) + axis(S, 3) * TILES + axis(4, 0) * TILES // 4
-    at = words + row * (tiles * 8 * N) + tile * (8 * N) + axis(8, 1) * N + axis(4, 0) * MINE % N + axis(MINE, 5)
+    lane = axis(8, 1) * N + axis(4, 0) * MINE % N
+    at = apart(words, lane) if N == 1 else words + lane
+    at = at + row * (tiles * 8 * N) + tile * (8 * N) + axis(MINE, 5)
     return tl.load(at) if EVEN else tl.load(at, tile < tiles, 0)
 
 
@@ -149,10 +153,11 @@ def affine(
     MINIMA: tl.constexpr,
     SUPER: tl.constexpr,
     ZERO: tl.constexpr,
+    BFLOAT: tl.constexpr,
 ):
     """What a group's sum is multiplied with, and what the sum of its part of the row is: [S * W, 16 * R, 8] each."""
     EACH: tl.constexpr = 2 if MINIMA else 1
-    numbers = int8_of(factors) if SUPER else float16_of(factors)
+    numbers = int8_of(factors) if SUPER else bfloat16_of(factors) if BFLOAT else float16_of(factors)
     numbers = tl.reshape(numbers, [4, 8, W, S, R, 2, 2, EACH])  # e, half
     if SUPER:
         numbers *= tl.reshape(float16_of(supers), [4, 8, W, S, R, 1, 2, EACH])
@@ -207,7 +212,10 @@ def _one(
     GROUPS: tl.constexpr,
     MINIMA: tl.constexpr,
     SUPER: tl.constexpr,
+    BFLOAT: tl.constexpr,
     ZERO: tl.constexpr,
+    SHIFTED: tl.constexpr,
+    TABLE: tl.constexpr,
     GATED: tl.constexpr,
     BIAS: tl.constexpr,
     W: tl.constexpr,
@@ -240,9 +248,9 @@ def _one(
         last_words, last_more, last_factors, last_outer = load_blocks(
             low, high, scales, supers, row, column + AHEAD * STEP, tiles, W, S, False, HIGH, GROUPS, MINIMA, SUPER
         )
-        scale, minimum = affine(factors, outer, W, S, R, MINIMA, SUPER, ZERO)
-        codes = codes_of(words, more, base, HIGH, W, S * (8 // GROUPS), R)
-        total = add_blocks(total, codes, items, scale, minimum, W, S, R, GROUPS, HIGH != 4, INTERPRET)
+        scale, minimum = affine(factors, outer, W, S, R, MINIMA, SUPER, ZERO, BFLOAT)
+        codes = codes_of(words, more, base, HIGH, W, S * (8 // GROUPS), R, TABLE)
+        total = add_blocks(total, codes, items, scale, minimum, W, S, R, GROUPS, SHIFTED, INTERPRET)
         if AHEAD == 2:
             words, more, factors, outer = next_words, next_more, next_factors, next_outer
             next_words, next_more, next_factors, next_outer = last_words, last_more, last_factors, last_outer

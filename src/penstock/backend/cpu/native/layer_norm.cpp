@@ -1,0 +1,55 @@
+// Ops of models with layer norms: the norm, activations that gate nothing, positions that are learned.
+#include <algorithm>
+
+#include "program.h"
+#include "require.h"
+
+namespace penstock {
+
+namespace {
+
+Activation activation(const Kernels& kernels, const std::string& act) {
+  if (act == "silu") return kernels.silu;
+  if (act == "gelu") return kernels.gelu;
+  if (act == "gelu_tanh") return kernels.gelu_tanh;
+  require(act == "relu", "no activation " + act);
+  return kernels.relu;
+}
+
+}  // namespace
+
+void Program::add_layer_norm(int x, std::optional<int> residual, std::vector<float> gain, std::vector<float> bias,
+                             float eps, int out, std::optional<int> total) {
+  const Buffer& from = at(x);
+  at(out, from.symbol, from.width);
+  require(gain.size() == from.width && bias.size() == from.width, "a norm has one gain and one bias for each value");
+  require(residual.has_value() == total.has_value(), "a residual is added to give a total");
+  require(out != x && (!total || (out != *total && out != *residual)), "a norm's result needs a buffer of its own");
+  for (const auto& buffer : {residual, total})
+    if (buffer) at(*buffer, from.symbol, from.width);
+  each_row(out, [=, gain = std::move(gain), bias = std::move(bias)](const Frame& frame, size_t r) {
+    const auto row = [&](int buffer) { return frame.buffers[size_t(buffer)].row(r); };
+    frame.kernels.add_layer_norm(row(x), residual ? row(*residual) : nullptr, gain.data(), bias.data(), eps,
+                                 gain.size(), total ? row(*total) : nullptr, row(out));
+  });
+  if (total) prepare_rows(*total);
+}
+
+void Program::activate(int x, int out, const std::string& act) {
+  const Buffer& to = at(out);
+  at(x, to.symbol, to.width);
+  each_row(out, [x, out, activate = activation(*isa_.kernels, act)](const Frame& frame, size_t r) {
+    const Buffer& to = frame.buffers[size_t(out)];
+    activate(frame.buffers[size_t(x)].row(r), to.width, to.row(r));
+  });
+}
+
+void Program::embed_positions(std::shared_ptr<const Weight> table, int out) {
+  at(out, Symbol::T, table->width());
+  positions_ = positions_ ? std::min(positions_, table->rows()) : table->rows();
+  each_row(out, [table, out](const Frame& frame, size_t r) {
+    table->read_row(size_t(frame.batch.positions[r]), frame.buffers[size_t(out)].row(r));
+  });
+}
+
+}  // namespace penstock

@@ -1,0 +1,109 @@
+"""How long steps will take: what a model asks of a machine over what that machine was measured to give (probe.py).
+
+A product reads its weights and multiplies them: for a few rows the reading takes its time, for many the multiplying.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from math import prod
+from typing import NamedTuple
+
+from penstock.backend.base import Held
+from penstock.model.spec import ModelSpec
+from penstock.model.tensor import Tensor
+
+
+class Roof(NamedTuple):
+    """Of products with weights that are held alike."""
+
+    bytes: float  # of weights in a second, for one row
+    products: float  # multiply-adds in a second, for many rows
+
+
+class Machine(NamedTuple):
+    """What was measured. Rates are of a second."""
+
+    step: float  # seconds of the host for each step, while the device computes: no step takes less
+    layer: float  # seconds that every layer takes, whatever its size
+    cache: float  # bytes of the KV cache, read for one row
+    scores: float  # multiply-adds of prompts' attention
+    roofs: Mapping[str, Roof]  # by what weights are held as
+
+
+class Load(NamedTuple):
+    """Weights that are held and used alike."""
+
+    kind: str
+    bytes: float
+    products: float  # of one row
+    share: float = 1.0  # of them that one row needs: experts
+    sampled: bool = False  # for rows whose logits are wanted, not for every token
+
+
+class Demand(NamedTuple):
+    """What a model asks for."""
+
+    loads: tuple[Load, ...]
+    kv_token: int
+    windows: tuple[int, ...]  # of each layer; 0: none
+    q_width: int
+
+    @property
+    def kinds(self) -> list[str]:
+        return sorted({load.kind for load in self.loads})
+
+
+def demand_of(spec: ModelSpec, tensors: Mapping[str, Tensor], held: Callable[[Tensor], Held], kv_token: int) -> Demand:
+    """`tensors` by canonical name."""
+    sums: dict[tuple[str, float, bool], tuple[float, float]] = {}
+    for name, share, sampled in used(spec, tensors):
+        tensor = tensors[name]
+        key = held(tensor).kind, share, sampled
+        size, products = sums.get(key, (0.0, 0.0))
+        sums[key] = size + held(tensor).bytes(tensor), products + prod(tensor.shape)
+    loads = tuple(Load(kind, *sums[kind, share, last], share, last) for kind, share, last in sums)
+    windows = tuple(spec.attention(layer).window for layer in range(spec.layers))
+    return Demand(loads, kv_token, windows, spec.attn.q_width)
+
+
+def used(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, float, bool]]:
+    """Names of the matrices that are multiplied with, the share of rows that need each, whether only sampled ones."""
+    head = "embed" if spec.tied else "head"
+    for name, tensor in tensors.items():
+        if len(tensor.shape) == 2 and (name.startswith("layers.") or name == head):
+            yield name, 1.0, name == head
+
+
+def products_time(machine: Machine, demand: Demand, tokens: int, sampled: int) -> float:
+    """Of a step with so many tokens."""
+    return sum(load_time(machine.roofs[load.kind], load, sampled if load.sampled else tokens) for load in demand.loads)
+
+
+def load_time(roof: Roof, load: Load, rows: int) -> float:
+    needed = 1 - (1 - load.share) ** rows  # at least one of the rows needs it
+    return max(needed * load.bytes / roof.bytes, rows * load.share * load.products / roof.products)
+
+
+def decode_time(machine: Machine, demand: Demand, rows: int, context: int) -> float:
+    """Of one step that gives every row a token, where each has so much before it."""
+    layers = len(demand.windows)
+    seen = sum(min(context, window or context) for window in demand.windows) / layers
+    cache = rows * seen * demand.kv_token / machine.cache
+    return max(machine.step, layers * machine.layer + products_time(machine, demand, rows, rows) + cache)
+
+
+def prefill_time(machine: Machine, demand: Demand, tokens: int, longest: int) -> float:
+    """To the first token of an answer, where steps have at most `longest` tokens and nothing else is to be done."""
+    steps = [min(longest, tokens - first) for first in range(0, tokens, longest)]
+    products = sum(products_time(machine, demand, step, int(i == len(steps) - 1)) for i, step in enumerate(steps))
+    pairs = sum(pairs_seen(tokens, window) for window in demand.windows)
+    fixed = machine.step + len(steps) * len(demand.windows) * machine.layer
+    return fixed + products + 2 * demand.q_width * pairs / machine.scores
+
+
+def pairs_seen(tokens: int, window: int) -> float:
+    """Of positions, where each sees those before it and itself."""
+    if not window or window >= tokens:
+        return tokens * (tokens + 1) / 2
+    return window * (window + 1) / 2 + (tokens - window) * window

@@ -1,0 +1,120 @@
+"""bitsandbytes: codes of 4 bits out of a table of 16 numbers with the largest of each block as its scale, which may be
+coded in 8 bits itself; and bytes with the largest of each row."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from penstock.errors import MalformedFile
+from penstock.model.fields import MAX_NUMBER, Fields
+from penstock.model.files import parse_json
+from penstock.model.formats.grouped import Floats, floats
+from penstock.model.formats.modules import Parts, Scheme, check_shape, integers, sizes_of
+from penstock.model.tensor import Bytes, Format, Scales, Tensor
+
+KEYS = {  # what matters of them is said again beside each weight
+    "_load_in_4bit",
+    "_load_in_8bit",
+    "bnb_4bit_compute_dtype",
+    "bnb_4bit_quant_storage",
+    "bnb_4bit_quant_type",
+    "bnb_4bit_use_double_quant",
+    "llm_int8_enable_fp32_cpu_offload",
+    "llm_int8_has_fp16_weight",
+    "llm_int8_skip_modules",
+    "llm_int8_threshold",
+    "load_in_4bit",
+    "load_in_8bit",
+    "quant_method",
+}
+STATES = {kind: f"weight.quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4")}
+STATE_KEYS = {
+    "blocksize",
+    "dtype",
+    "nested_blocksize",
+    "nested_dtype",
+    "nested_offset",
+    "quant_type",
+    "shape",
+}
+
+
+def four_bits(module: str, parts: Parts) -> Tensor:
+    kind, state = read_state(module, parts)
+    (rows, width), block = state.sizes("shape", 2), state.size("blocksize")
+    packed, table = parts["weight"], floats(parts["weight.quant_map"]).reshape(-1)
+    stored = integers(packed, "U8", "I8").reshape(-1).view(np.uint8)
+    if len(stored) != -(-rows * width // 2) or table.shape != (16,):
+        raise MalformedFile(f"tensor {packed.name!r} does not hold {rows} x {width} codes of 4 bits")
+    scales = scales_of(parts, state, -(-rows * width // block))
+
+    def values(first: int, last: int) -> Bytes:
+        at = np.arange(first * width, last * width)
+        codes = stored[at // 2] >> (4 - at % 2 * 4).astype(np.uint8) & 15  # the first of a byte lies higher
+        made: Floats = table[codes] * scales[at // block]
+        return made.view(np.uint8)
+
+    return Tensor(packed.name, Format(f"bitsandbytes {kind}", 1, 4), (rows, width), values)
+
+
+def read_state(module: str, parts: Parts) -> tuple[str, Fields]:
+    """What is said of a weight in JSON, in a tensor of its own."""
+    kinds = [kind for kind, name in STATES.items() if name in parts]
+    if len(kinds) != 1:
+        raise MalformedFile(f"{module}.weight has {len(kinds)} states of bitsandbytes, not 1")
+    name = STATES[kinds[0]]
+    text = integers(parts[name], "U8").tobytes()
+    state = Fields(parse_json(text, f"{module}.{name}"), f"{module}.{name}")
+    state.refuse_others(STATE_KEYS)
+    return kinds[0], state
+
+
+def scales_of(parts: Parts, state: Fields, blocks: int) -> Floats:
+    """The largest of each block."""
+    largest = parts["weight.absmax"]
+    check_shape(largest, (blocks,))
+    if "weight.nested_absmax" not in parts:
+        return floats(largest).reshape(-1)
+    if "weight.nested_quant_map" not in parts:
+        raise MalformedFile(f"{largest.name!r} is coded, and nested_quant_map, which says how, is not there")
+    codes = integers(largest, "U8")
+    table, outer = (floats(parts[f"weight.nested_{part}"]).reshape(-1) for part in ("quant_map", "absmax"))
+    run = state.size("nested_blocksize")
+    if len(table) != 256 or len(outer) != -(-blocks // run):
+        raise MalformedFile(f"{largest.name!r} has {blocks} codes; the scales of them do not fit")
+    values: Floats = table[codes] * outer[np.arange(blocks) // run] + np.float32(
+        state.number("nested_offset", least=-MAX_NUMBER)
+    )
+    return values
+
+
+def eight_bits(module: str, parts: Parts) -> Tensor:
+    codes, largest = parts["weight"], parts["SCB"]
+    integers(codes, "I8")
+    rows, width = sizes_of(codes)
+    check_shape(largest, (rows,))
+    check_order(parts)
+    scales: Floats = floats(largest).reshape(-1, 1) / np.float32(127)
+    return Tensor(codes.name, codes.format, codes.shape, codes.data, Scales(scales, 1, width))
+
+
+def check_order(parts: Parts) -> None:
+    if "weight_format" in parts and integers(parts["weight_format"], "U8").any():
+        raise MalformedFile(f"{parts['weight_format'].name!r} is not 0: only rows one after the other are read")
+
+
+FOUR_BITS = Scheme(
+    four_bits,
+    mark="weight.absmax",
+    needed=("weight", "weight.absmax", "weight.quant_map"),
+    optional=("weight.nested_absmax", "weight.nested_quant_map", *STATES.values()),
+)
+EIGHT_BITS = Scheme(eight_bits, mark="SCB", needed=("weight", "SCB"), optional=("weight_format",))
+
+
+def read(config: Fields) -> Scheme:
+    config.refuse_others(KEYS)
+    config.require("llm_int8_has_fp16_weight", (False,), False)
+    config.require("bnb_4bit_quant_type", tuple(STATES), "nf4")
+    config.require("bnb_4bit_quant_storage", ("uint8",), "uint8")
+    return EIGHT_BITS if config.flag("load_in_8bit", False) else FOUR_BITS

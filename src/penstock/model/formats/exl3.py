@@ -1,0 +1,143 @@
+"""EXL3: tiles of 16 x 16 numbers in a trellis, turned by Hadamard matrices on both sides.
+
+A tile of K bits for each number is a ring of 256 * K bits. Number p is that of the 16 bits that end with its own, and a
+code book without a table has it: a product of these bits, whose halves or bytes are added up. What they become is
+    W[out, in] = svh[out] * (H @ numbers @ H)[out, in] * suh[in]
+with H for 128 at a time. The turned values are no longer codes: they are widened as they are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import MalformedFile, UnsupportedModel
+from penstock.model.fields import Fields
+from penstock.model.formats.grouped import Floats, floats
+from penstock.model.formats.modules import Parts, Scheme, check_shape, integers
+from penstock.model.tensor import Bytes, Format, Tensor
+
+KEYS = {  # what matters of them is said again beside each weight
+    "bits",
+    "calibration",
+    "codebook",
+    "head_bits",
+    "original_quantization_config",
+    "out_scales",
+    "quant_method",
+    "tensor_storage",
+    "version",
+}
+TILE, TURNED = 16, 128
+PLAIN, MCG, MUL1 = "3inst", "mcg", "mul1"
+FACTORS = {PLAIN: 89226354, MCG: 0xCBAC1FED, MUL1: 0x83DCD12D}
+
+Array = NDArray[Any]
+
+
+@cache
+def book(kind: str) -> Floats:
+    """The number of each 16 bits: [65536], all of them float16."""
+    products = np.arange(1 << 16, dtype=np.uint32) * np.uint32(FACTORS[kind])
+    if kind == MUL1:
+        sums = products.view(np.uint8).reshape(-1, 4).sum(1, dtype=np.float32)
+        step, middle = np.array([0x1EEE, 0xC931], np.uint16).view(np.float16).astype(np.float32)
+        numbers: Floats = ((1024 + sums) * step + middle).astype(np.float16).astype(np.float32)
+        return numbers
+    if kind == PLAIN:
+        products += np.uint32(64248484)
+    halves = ((products & 0x8FFF8FFF) ^ 0x3B603B60).view(np.float16).reshape(-1, 2)
+    return (halves[:, 0] + halves[:, 1]).astype(np.float32)
+
+
+@cache
+def places() -> Array:
+    """Which number of a tile stands at [in, out]: eight of a lane lie in rows 2 * (lane % 4) + (0, 1, 8, 9) of columns
+    lane // 4 and that plus 8."""
+    lane, own = np.divmod(np.arange(256), 8)
+    row = 2 * (lane % 4) + own % 2 + own // 2 % 2 * 8
+    column = lane // 4 + own // 4 * 8
+    found = np.empty((TILE, TILE), np.intp)
+    found[row, column] = np.arange(256)
+    return found
+
+
+@cache
+def hadamard() -> Floats:
+    matrix = np.ones((1, 1), np.float32)
+    while len(matrix) < TURNED:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    return matrix / np.float32(np.sqrt(TURNED))
+
+
+def numbers_of(tiles: Array, kind: str) -> Floats:
+    """Of tiles [down, across, words], as a matrix [16 * across, 16 * down]: inputs lie down, outputs across."""
+    words = np.ascontiguousarray(tiles).view(np.uint32)  # the first bit of each is its highest
+    count = words.shape[-1]
+    ends = (np.arange(256) + 1) * (count // 8)
+    last = (ends - 1) // 32
+    pairs = words[..., last - 1].astype(np.uint64) << np.uint64(32) | words[..., last]
+    states = (pairs >> (32 * (last + 1) - ends).astype(np.uint64)).astype(np.uint16)
+    found = book(kind)[states[..., places()]]  # [down, across, in, out]
+    matrix: Floats = found.transpose(1, 3, 0, 2).reshape(TILE * tiles.shape[1], TILE * tiles.shape[0])
+    return matrix
+
+
+def weight(module: str, parts: Parts) -> Tensor:
+    trellis = parts["trellis"]
+    stored = integers(trellis, "I16")
+    if stored.ndim != 3 or stored.shape[2] % TILE or not 0 < stored.shape[2] <= 8 * TILE:
+        raise UnsupportedModel(f"{trellis.name!r} has shape {trellis.shape}; tiles of 1 to 8 whole bits are read")
+    width, rows = TILE * stored.shape[0], TILE * stored.shape[1]
+    if width % TURNED or rows % TURNED:
+        raise MalformedFile(f"{trellis.name!r} has {rows} x {width} numbers, which are no multiples of {TURNED}")
+    kind = read_kind(module, parts)
+    left, right = signs(module, parts, "v", rows), signs(module, parts, "u", width)
+    make: Callable[[int, int], Bytes] = partial(values, stored, kind, left, right)
+    return Tensor(trellis.name, Format("EXL3", 1, 4), (rows, width), make)
+
+
+def values(stored: Array, kind: str, left: Floats, right: Floats, first: int, last: int) -> Bytes:
+    start, end, turn = first // TURNED * TURNED, -(-last // TURNED) * TURNED, hadamard()
+    found = np.empty((end - start, len(right)), np.float32)
+    for row in range(start, end, TURNED):
+        some = numbers_of(stored[:, row // TILE : (row + TURNED) // TILE], kind)
+        turned = turn @ some.reshape(TURNED, -1, TURNED).swapaxes(0, 1) @ turn  # [blocks of inputs, 128, 128]
+        found[row - start : row - start + TURNED] = turned.swapaxes(0, 1).reshape(TURNED, -1)
+    found *= left[start:end, None]
+    found *= right
+    return found[first - start : last - start].reshape(-1).view(np.uint8)
+
+
+def read_kind(module: str, parts: Parts) -> str:
+    """Of the code book: one that is there has its factor as a tensor."""
+    kinds = [kind for kind in (MCG, MUL1) if kind in parts]
+    for kind in kinds:
+        if (
+            integers(parts[kind], "I32", "U32").reshape(-1).view(np.uint32).tolist() != [FACTORS[kind]]
+            or len(kinds) > 1
+        ):
+            raise UnsupportedModel(f"{module!r} has a code book that is none of {', '.join(FACTORS)}")
+    return kinds[0] if kinds else PLAIN
+
+
+def signs(module: str, parts: Parts, side: str, count: int) -> Floats:
+    """Float16 numbers, or in older files a bit for each: set where it is negative."""
+    plain, packed = parts.get(f"s{side}h"), parts.get(f"s{side}")
+    if plain is not None:
+        check_shape(plain, (count,))
+        return floats(plain).reshape(-1)
+    if packed is None:
+        raise MalformedFile(f"the quantized weight of {module!r} lacks s{side}h; fetch the model again")
+    check_shape(packed, (count // 16,))
+    bits = np.unpackbits(integers(packed, "I16").view(np.uint8), bitorder="little")
+    return np.float32(1) - np.float32(2) * bits
+
+
+def read(config: Fields) -> Scheme:
+    config.refuse_others(KEYS)
+    return Scheme(weight, mark="trellis", needed=("trellis",), optional=("suh", "svh", "su", "sv", MCG, MUL1))

@@ -1,0 +1,42 @@
+"""modelopt: floats of 4 bits (`NVFP4`) and of 8 (`FP8`), from config.json or hf_quant_config.json."""
+
+from __future__ import annotations
+
+from penstock.model import config_float8
+from penstock.model.fields import Fields
+from penstock.model.formats.fp4 import NVFP4_GROUP, nvfp4
+from penstock.model.formats.grouped import floats
+from penstock.model.formats.modules import Parts, Scheme
+from penstock.model.tensor import Tensor
+
+KEYS = {
+    "config_groups",
+    "exclude_modules",
+    "group_size",
+    "has_zero_point",
+    "ignore",
+    "kv_cache_quant_algo",
+    "kv_cache_scheme",
+    "pre_quant_scale",
+    "producer",
+    "quant_algo",
+    "quant_method",
+}
+
+
+UNUSED = ("input_scale", "k_scale", "v_scale", "q_scale", "kv_scale")
+
+
+def weight(module: str, parts: Parts) -> Tensor:
+    return nvfp4(parts["weight"], parts["weight_scale"], floats(parts["weight_scale_2"]))
+
+
+def read(config: Fields) -> Scheme | config_float8.Scheme:
+    config.refuse_others(KEYS)
+    config.require("quant_algo", ("NVFP4", "FP8"))
+    config.require("has_zero_point", (False,), False)
+    config.require("pre_quant_scale", (False,), False)
+    if config.text("quant_algo") == "FP8":
+        return config_float8.Scheme(None)
+    config.require("group_size", (NVFP4_GROUP,), NVFP4_GROUP)
+    return Scheme(weight, "weight_scale_2", needed=("weight", "weight_scale", "weight_scale_2"), unused=UNUSED)

@@ -1,0 +1,37 @@
+"""GLM-4 as it was first: Llama with biases for q, k and v, gate and up in one tensor, and ropes that turn a part of a
+head, in neighbouring pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from penstock.model import config_gguf, config_hf, llama, names
+from penstock.model.fields import Fields
+from penstock.model.spec import ModelSpec
+from penstock.model.tensor import Tensor
+
+HUGGING_FACE = names.HUGGING_FACE.but(gate_up="mlp.gate_up_proj")
+GGUF = names.GGUF.but(qkv="attn_qkv", gate_up="ffn_up")
+TURNED = "partial_rotary_factor"
+BIASES = frozenset(("q", "k", "v"))
+build = llama.build
+
+
+def read_hf(config: Fields) -> ModelSpec:
+    return read_as("glm", config)
+
+
+def read_as(arch: str, config: Fields) -> ModelSpec:
+    for key in ("rms_norm_eps", "num_key_value_heads", "head_dim"):
+        config.number(key)  # silence would not mean what it does elsewhere
+    spec = config_hf.read_decoder(config, arch, partial=True)
+    if TURNED not in config_hf.rope_fields(config):
+        config.number(TURNED)
+    rope = replace(spec.attn.rope, interleaved=True)
+    biases = BIASES if config.flag("attention_bias", True) else frozenset()
+    return replace(spec, attn=replace(spec.attn, rope=rope), biases=biases)
+
+
+def read_gguf(config: Fields, tensors: Mapping[str, Tensor]) -> ModelSpec:
+    return config_gguf.read_decoder(config, tensors, "glm", interleaved=True, partial=True)

@@ -1,0 +1,25 @@
+"""GLM-4-0414: GLM with norms after attention and MLP as well as before them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from penstock.model import config_gguf, gemma2, glm
+from penstock.model.fields import Fields
+from penstock.model.spec import ModelSpec
+from penstock.model.tensor import Tensor
+
+HUGGING_FACE = glm.HUGGING_FACE.but(
+    after_attn_norm="post_self_attn_layernorm",
+    after_mlp_norm="post_mlp_layernorm",
+)
+GGUF = glm.GGUF.but(after_attn_norm="post_attention_norm", after_mlp_norm="post_ffw_norm")
+build = gemma2.build
+
+
+def read_hf(config: Fields) -> ModelSpec:
+    return glm.read_as("glm4", config)
+
+
+def read_gguf(config: Fields, tensors: Mapping[str, Tensor]) -> ModelSpec:
+    return config_gguf.read_decoder(config, tensors, "glm4", interleaved=True, partial=True)

@@ -1,0 +1,151 @@
+"""GPT-2: layer norms, learned positions, an MLP without a gate, and biases everywhere."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from penstock.model import config_gguf, decoder, names
+from penstock.model.fields import MAX_LAYERS, Fields
+from penstock.model.ops import Ops, V, Weight
+from penstock.model.spec import AttentionSpec, ModelSpec, RopeSpec
+from penstock.model.tensor import Tensor
+from penstock.model.weights import Packer
+
+TOP = {"wte": "embed", "wpe": "positions", "ln_f": "norm"}
+HUGGING_FACE = names.Naming(  # with the prefix of the whole model, or as its inner one is saved
+    top=TOP | {f"transformer.{theirs}": ours for theirs, ours in TOP.items()} | {"lm_head": "head"},
+    layer=re.compile(rf"(?:transformer\.)?h\.{names.NUMBER}\.(.+)"),
+    parts={
+        "ln_1": "attn_norm",
+        "attn.c_attn": "qkv",
+        "attn.c_proj": "o",
+        "ln_2": "mlp_norm",
+        "mlp.c_fc": "up",
+        "mlp.c_proj": "down",
+    },
+    ignored=re.compile(r".+\.attn\.(masked_)?bias"),  # which positions are seen
+    transposed=frozenset(("qkv", "o", "up", "down")),
+)
+GGUF = names.GGUF.but(qkv="attn_qkv")._replace(top={**names.GGUF.top, "position_embd": "positions"})
+BIASES = frozenset(("q", "k", "v", "o", "up", "down", "attn_norm", "mlp_norm", "norm"))
+ACTS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu": "relu", "silu": "silu"}
+NEUTRAL = (
+    *("attn_pdrop", "n_ctx", "reorder_and_upcast_attn", "task_specific_params", "gradient_checkpointing"),
+    *(f"summary_{what}" for what in ("activation", "first_dropout", "proj_to_labels", "type", "use_proj")),
+    *("id2label", "label2id", "_num_labels", "output_past"),  # of other heads
+)
+
+
+def read_hf(config: Fields) -> ModelSpec:
+    config.ignore(*NEUTRAL)
+    config.require("add_cross_attention", (False,), False)
+    config.require("activation_function", tuple(ACTS), "gelu_new")
+    dim, heads = config.size("n_embd"), config.size("n_head")
+    spec = ModelSpec(
+        arch="gpt2",
+        layers=config.size("n_layer", most=MAX_LAYERS),
+        dim=dim,
+        hidden=config.size("n_inner", 4 * dim),
+        vocab=config.size("vocab_size"),
+        max_len=config.size("n_positions"),
+        eps=config.number("layer_norm_epsilon", 1e-5),
+        attn=AttentionSpec(heads, heads, dim // heads, RopeSpec((), interleaved=False)),
+        act=ACTS[config.text("activation_function", "gelu_new")],
+        tied=config.flag("tie_word_embeddings", True),
+        biases=BIASES,
+    )
+    if not config.flag("scale_attn_weights", True):
+        spec = replace(spec, attn=replace(spec.attn, multiplier=1.0))
+    if not config.flag("scale_attn_by_inverse_layer_idx", False):
+        return spec
+    scales = [spec.attn.scale / (layer + 1) for layer in range(spec.layers)]
+    return spec.with_attention([replace(spec.attn, multiplier=scale) for scale in scales])
+
+
+def read_gguf(config: Fields, tensors: Mapping[str, Tensor]) -> ModelSpec:
+    eps = config_gguf.LAYER_EPS
+    config.refuse_others({eps, *(key for key in config_gguf.KEYS if not key.startswith("rope."))})
+    spec = config_gguf.read_decoder(config, tensors, "gpt2", interleaved=False, eps_key=eps)
+    attn = replace(spec.attn, rope=RopeSpec((), interleaved=False))
+    return replace(spec, attn=attn, act="gelu_tanh", biases=BIASES)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerNorm:
+    gain: Weight
+    bias: Weight
+    eps: float
+
+    def __call__(self, ops: Ops[V], x: V, residual: V | None) -> tuple[V, V]:
+        return ops.add_layer_norm(x, residual, self.gain, self.bias, self.eps)
+
+
+@dataclass(frozen=True, slots=True)
+class Mlp:
+    act: str
+    up: Weight
+    down: Weight
+
+    def __call__(self, ops: Ops[V], x: V) -> V:
+        return ops.linear(ops.activate(ops.linear(x, self.up), self.act), self.down)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    attn_norm: LayerNorm
+    attention: decoder.Attention
+    mlp_norm: LayerNorm
+    mlp: Mlp
+
+
+@dataclass(frozen=True, slots=True)
+class Gpt2:
+    """As Llama, with other norms and MLPs."""
+
+    embed: Weight
+    positions: Weight | None
+    layers: tuple[Layer, ...]
+    norm: LayerNorm
+    head: Weight
+
+    def forward(self, ops: Ops[V]) -> V:
+        x, residual = ops.embed(self.embed), None
+        if self.positions is not None:
+            x = ops.add(x, ops.embed_positions(self.positions))
+        for layer in self.layers:
+            x, residual = layer.attn_norm(ops, x, residual)
+            x = layer.attention(ops, x)
+            x, residual = layer.mlp_norm(ops, x, residual)
+            x = layer.mlp(ops, x)
+        x, _ = self.norm(ops, x, residual)
+        ops.pool(x)
+        return ops.linear(ops.take_sampled(x), self.head)
+
+
+def build(spec: ModelSpec, pack: Packer) -> Gpt2:
+    return assemble(spec, pack, pack.matrix(("positions", spec.max_len), width=spec.dim))
+
+
+def assemble(spec: ModelSpec, pack: Packer, positions: Weight | None) -> Gpt2:
+    layers = tuple(
+        Layer(
+            attn_norm=layer_norm(spec, pack, f"layers.{i}.attn_norm"),
+            attention=decoder.attention(spec, pack, i),
+            mlp_norm=layer_norm(spec, pack, f"layers.{i}.mlp_norm"),
+            mlp=Mlp(
+                spec.act,
+                up=pack.matrix((f"layers.{i}.up", spec.hidden), width=spec.dim),
+                down=pack.matrix((f"layers.{i}.down", spec.dim), width=spec.hidden),
+            ),
+        )
+        for i in range(spec.layers)
+    )
+    embed = pack.matrix(("embed", spec.vocab), width=spec.dim)
+    head = embed if spec.tied else pack.matrix(("head", spec.vocab), width=spec.dim)
+    return Gpt2(embed, positions, layers, layer_norm(spec, pack, "norm"), head)
+
+
+def layer_norm(spec: ModelSpec, pack: Packer, name: str) -> LayerNorm:
+    return LayerNorm(pack.vector(name, spec.dim), pack.vector(f"{name}.bias", spec.dim), spec.eps)

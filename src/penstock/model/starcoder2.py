@@ -1,0 +1,41 @@
+"""StarCoder2: GPT-2 with ropes for learned positions, shared heads and windows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from penstock.model import config_gguf, config_hf, gpt2, names
+from penstock.model.fields import Fields
+from penstock.model.spec import ModelSpec
+from penstock.model.tensor import Tensor
+from penstock.model.weights import Packer
+
+HUGGING_FACE = names.HUGGING_FACE.but(up="mlp.c_fc", down="mlp.c_proj")
+GGUF = names.GGUF
+NORMS = frozenset(("attn_norm", "mlp_norm", "norm"))
+
+
+def read_hf(config: Fields) -> ModelSpec:
+    config.ignore("residual_dropout", "embedding_dropout")
+    config.require("hidden_act", ("gelu_pytorch_tanh",))
+    config.require("norm_type", ("layer_norm",), "layer_norm")
+    config.require("mlp_type", ("default",), "default")
+    config.number("norm_epsilon")  # silence would not mean what it does elsewhere
+    spec = config_hf.read_decoder(config, "starcoder2", eps_key="norm_epsilon", tied=True)
+    window = config_hf.read_window(config, 0)
+    biases = gpt2.BIASES if config.flag("use_bias", True) else NORMS
+    spec = replace(spec, biases=biases)
+    return spec.with_windows(config_hf.read_sliding(config, [window > 0] * spec.layers), window)
+
+
+def read_gguf(config: Fields, tensors: Mapping[str, Tensor]) -> ModelSpec:
+    spec = config_gguf.read_decoder(
+        config, tensors, "starcoder2", interleaved=False, eps_key=config_gguf.LAYER_EPS, keys=(config_gguf.WINDOW,)
+    )
+    spec = replace(spec, act="gelu_tanh")
+    return spec.with_windows([True] * spec.layers, config_gguf.read_window(config))
+
+
+def build(spec: ModelSpec, pack: Packer) -> gpt2.Gpt2:
+    return gpt2.assemble(spec, pack, positions=None)

@@ -1,0 +1,35 @@
+"""Quantized safetensors on a GPU: kept as they are where kernels read them, and else widened with a word about it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from penstock.backend.cuda import CudaBackend
+from penstock.backend.cuda.quantized import Quantized
+from penstock.backend.cuda.weights import Dense
+from penstock.backend.ref.batches import Chunk, greedy_batch
+from penstock.backend.ref.cases import difference
+from penstock.model.load import load_model, open_checkpoint
+from tests.cuda.device import DEVICE, HALF
+
+FOLDER = Path(__file__).parents[1] / "models" / "formats"
+KEPT = ("awq", "gptq", "gptq-3-8", "int8", "mlx-3-6", "bytes")
+WIDENED = ("gptq-ordered",)
+
+
+@pytest.mark.parametrize("kind", [*KEPT, *WIDENED])
+def test_logits_are_near_those_of_transformers(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    backend = CudaBackend(64, 8, device=DEVICE, dtype=HALF)
+    model = load_model(open_checkpoint(FOLDER / kind), backend)
+    backend.load(model)
+    backend.reserve_kv(8, 4)
+    with np.load(FOLDER / kind / "expected.npz") as file:
+        tokens, logits = file["tokens"].tolist(), file["logits"]
+    got = backend.logits(greedy_batch([Chunk(tokens, 0, range(8))]))
+    assert difference(got, logits) < 5e-2
+    down = model.layers[0].mlp.down
+    assert isinstance(down, Quantized if kind in KEPT else Dense)
+    assert ("2 bytes for each value" in caplog.text) == (kind in WIDENED or kind == "mlx-3-6")

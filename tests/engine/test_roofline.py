@@ -1,0 +1,133 @@
+"""Speeds before anything is loaded: what a model asks for, over what a machine gives."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from penstock.backend.base import Held
+from penstock.backend.ref.cases import random_tensor
+from penstock.config import Config
+from penstock.engine import outlook, probe
+from penstock.engine.outlook import outlooks
+from penstock.engine.roofline import (
+    Demand,
+    Load,
+    Machine,
+    Roof,
+    decode_time,
+    demand_of,
+    pairs_seen,
+    prefill_time,
+)
+from penstock.model.load import Checkpoint
+from penstock.model.spec import AttentionSpec, ModelSpec, RopeSpec
+
+MACHINE = Machine(step=1.0, layer=0.5, cache=10.0, scores=100.0, roofs={"Q8_0": Roof(10.0, 1000.0)})
+LOADS = (Load("Q8_0", bytes=100.0, products=100.0), Load("Q8_0", bytes=50.0, products=50.0, sampled=True))
+DEMAND = Demand(LOADS, kv_token=4, windows=(0, 8), q_width=3)
+
+
+def test_one_row_reads_all_weights() -> None:
+    cache = (20 + 8) / 2 * 4 / 10
+    assert decode_time(MACHINE, DEMAND, rows=1, context=20) == pytest.approx(2 * 0.5 + 15 + cache)
+
+
+def test_many_rows_multiply_longer_than_they_read() -> None:
+    no_context = DEMAND._replace(kv_token=0)
+    assert decode_time(MACHINE, no_context, rows=100, context=20) == pytest.approx(1 + 100 * 150 / 1000)
+    assert decode_time(MACHINE, no_context, rows=50, context=20) == pytest.approx(1 + 15)
+
+
+def test_a_prompt_takes_steps_and_only_its_end_is_sampled() -> None:
+    products = 2 * 400 * 100 / 1000 + 200 * 100 / 1000 + 5
+    scores = 2 * 3 * (pairs_seen(1000, 0) + pairs_seen(1000, 8)) / 100
+    assert prefill_time(MACHINE, DEMAND, tokens=1000, longest=400) == pytest.approx(1 + 3 * 1 + products + scores)
+
+
+def test_no_step_is_shorter_than_what_the_host_does_for_it() -> None:
+    assert decode_time(MACHINE._replace(step=1000.0), DEMAND, rows=1, context=20) == 1000
+
+
+@pytest.mark.parametrize(("tokens", "window"), [(1, 0), (7, 0), (7, 7), (7, 3), (7, 1), (3, 100)])
+def test_pairs(tokens: int, window: int) -> None:
+    assert pairs_seen(tokens, window) == sum(min(i + 1, window or tokens) for i in range(tokens))
+
+
+def test_experts_are_read_as_far_as_rows_need_them() -> None:
+    quarter = Demand((Load("Q8_0", 100.0, 100.0, share=0.25),), kv_token=0, windows=(0,), q_width=1)
+    fixed = 0.5
+    assert decode_time(MACHINE, quarter, 1, 1) == pytest.approx(fixed + 2.5)
+    assert decode_time(MACHINE, quarter, 2, 1) == pytest.approx(fixed + 10 * (1 - 0.75**2))
+    assert decode_time(MACHINE, quarter, 1000, 1) == pytest.approx(fixed + 1000 * 25 / 1000)
+
+
+# -- of a model ---------------------------------------------------------------------------------------------------
+
+SPEC = ModelSpec("llama", 1, 64, 64, 96, 128, 1e-5, AttentionSpec(2, 1, 32, RopeSpec((1.0,), interleaved=False)))
+
+
+def checkpoint(tied: bool, format: str = "F16") -> Checkpoint:
+    rng = np.random.default_rng(1)
+    shapes = {"embed": (96, 64), "layers.0.q": (64, 64), "layers.0.attn_norm": (64,), "norm": (64,)}
+    shapes |= {} if tied else {"head": (96, 64)}
+    tensors = {name: random_tensor(rng, format if len(shape) > 1 else "F32", *shape) for name, shape in shapes.items()}
+    return Checkpoint(replace(SPEC, tied=tied), tensors, "one", Path("one"), {})
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_what_is_multiplied_with_counts_and_the_head_for_sampled_rows(tied: bool) -> None:
+    one = checkpoint(tied)
+    demand = demand_of(one.spec, one.tensors, lambda tensor: Held("fp8", 8), kv_token=7)
+    assert set(demand.loads) == {Load("fp8", 4096, 4096), Load("fp8", 6144, 6144, sampled=True)}
+    assert (demand.kv_token, demand.windows, demand.q_width, demand.kinds) == (7, (0,), 64, ["fp8"])
+
+
+def test_the_outlook_of_plain_weights_tells_of_all_that_they_could_become(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outlook, "QUANTIZATIONS", {"ref": ("",)})
+    asked: list[list[str]] = []
+
+    def rates(config: Config, name: str, kinds: list[str]) -> Machine:
+        asked.append(kinds)
+        return MACHINE._replace(roofs={"F32": Roof(1e6, 1e9)})
+
+    config = Config(model="one", device="ref")
+    both = list(outlooks(config, checkpoint(tied=True), 100, rates))
+    assert asked == [["F32"], ["F32"]]
+    assert both[0].speed is not None
+    assert both[0].speed.together.keys() == {1, 8, 32, 64}
+    assert both[0].speed.alone == pytest.approx(1 / (0.5 + 4 * 10240 / 1e6 + 128 * 256 / 10), rel=1e-3)
+    assert len(list(outlooks(config, checkpoint(tied=True, format="Q8_0"), 100, rates))) == 1
+
+
+def test_what_does_not_fit_has_no_speed() -> None:
+    [found] = outlooks(Config(model="one", device="ref", kv_memory=1), checkpoint(tied=True), 1, lambda *_: None)
+    assert (found.memory, found.speed) == (None, None)
+    assert "KV cache" in found.trouble
+
+
+# -- measuring ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = probe.Sizes(probe.Shape(256, 256, 4, 2, 64), probe.Shape(64, 64, 1, 1, 64), 1 << 18, 64)
+    monkeypatch.setattr(probe, "SIZES", {"cpu": sizes})
+
+
+@pytest.mark.usefixtures("small")
+def test_a_machine_is_measured_once_and_added_to() -> None:
+    config = Config(model="", device="cpu", max_tokens=64, max_rows=4, threads=2)
+    told: list[str] = []
+    machine = probe.measure(config, ["Q8_0"], tell=told.append)
+    assert told == ["steps and layers", "attention", "products with Q8_0"]
+    assert machine.step >= 0
+    assert machine.layer >= 0
+    assert min(machine.cache, machine.scores, *machine.roofs["Q8_0"]) > 0
+    more = probe.measure(config, ["F16"], machine, told.append)
+    assert told[3:] == ["products with F16"]
+    assert more.roofs.keys() == {"Q8_0", "F16"}
+    assert more._replace(roofs={}) == machine._replace(roofs={})

@@ -1,0 +1,161 @@
+"""Every field and every tensor of every golden matters, or is known not to: whatever is changed, dropped or added is
+named in an error."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.backend.ref import RefBackend
+from penstock.errors import MalformedFile, PenstockError, UnsupportedModel
+from penstock.model.config_hf import NEUTRAL
+from penstock.model.fields import Fields
+from penstock.model.gguf import read_gguf
+from penstock.model.load import METADATA, load_model, open_checkpoint, read_config
+from penstock.model.names import Naming, canonical_name
+from penstock.model.registry import family_of_gguf, family_of_hf
+from penstock.model.safetensors import read_safetensors
+
+GOLDENS = Path(__file__).parent / "goldens"
+NAMES = sorted(folder.name for folder in GOLDENS.iterdir())
+ONE_FILE = [name for name in NAMES if (GOLDENS / name / "model.safetensors").exists()]
+UNKNOWN = ({"unknown": 1}, -1, "unknown", [["unknown"]])
+UNUSED = {"long_factor"}  # beyond the context that Phi-3 is computed with
+
+
+def config_of(golden: str) -> dict[str, Any]:
+    return json.loads((GOLDENS / golden / "config.json").read_text())
+
+
+def refused(config: dict[str, Any], key: str) -> bool:
+    """With an error that names the field."""
+    try:
+        read_config(config)
+    except PenstockError as error:
+        return key in str(error)
+    return False
+
+
+@pytest.fixture
+def neutral(monkeypatch) -> set[str]:
+    """Fields that say nothing about the computation: those of all families, and whatever a family says so of."""
+    found = set(NEUTRAL)
+    ignore = Fields.ignore
+    monkeypatch.setattr(Fields, "ignore", lambda fields, *keys: found.update(keys) or ignore(fields, *keys))
+    return found
+
+
+@pytest.mark.parametrize("golden", NAMES)
+def test_every_field_is_read_or_said_to_be_neutral(golden, neutral):
+    config = config_of(golden)
+    read_config(config)
+    for key in config.keys() - neutral:
+        assert all(refused(config | {key: value}, key) for value in UNKNOWN), key
+    for key in config.keys() & neutral:
+        for value in UNKNOWN:
+            read_config(config | {key: value})
+
+
+@pytest.mark.parametrize("golden", NAMES)
+def test_a_field_of_another_name_is_unknown(golden):
+    config = config_of(golden)
+    for key in config:
+        assert refused(config | {f"{key}_v2": 1}, f"{key}_v2"), key
+
+
+def tables(config: dict[str, Any], *path: str) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
+    for key, value in config.items():
+        if isinstance(value, dict):
+            yield (*path, key), value
+            yield from tables(value, *path, key)
+
+
+def with_value(config: dict[str, Any], path: tuple[str, ...], value: Any) -> dict[str, Any]:
+    key, *others = path
+    return config | {key: with_value(config[key], tuple(others), value) if others else value}
+
+
+@pytest.mark.parametrize("golden", [name for name in NAMES if any(tables(config_of(name)))])
+def test_the_same_of_nested_fields(golden):
+    config = config_of(golden)
+    for path, table in tables(config):
+        for key in {*table, "unknown"} - UNUSED:
+            assert refused(with_value(config, (*path, key), {"unknown": 1}), key), (path, key)
+
+
+@pytest.mark.parametrize("golden", NAMES)
+def test_every_key_of_a_file_is_read(golden):
+    file = read_gguf(GOLDENS / golden / "model.gguf")
+    metadata, arch = dict(file.metadata), file.metadata["general.architecture"]
+    kind = family_of_gguf(Fields(metadata, METADATA))
+    for key in [*(key for key in metadata if key.startswith(f"{arch}.")), f"{arch}.unknown"]:
+        for value in UNKNOWN:
+            with pytest.raises(PenstockError, match=key):
+                kind.read_gguf(Fields(metadata | {key: value}, METADATA, f"{arch}."), file.tensors)
+
+
+def load(path: Path) -> None:
+    load_model(open_checkpoint(path), RefBackend())
+
+
+def lacking(name: str, naming: Naming) -> str:
+    """What an error says of a file without this tensor: what it lacks first of those that are in it, or that those
+    beside it have no place now, where it decides on them."""
+    wanted = canonical_name(name, naming)
+    for whole, first in (("qkv", "q"), ("gate_up", "gate"), ("qkv.bias", "k.bias")):
+        if wanted.endswith(f".{whole}"):
+            wanted = wanted.removesuffix(whole) + first
+    return "'" + re.escape(wanted).replace(r"experts\.", r"experts\.(0\.)?") + "'|have no place"
+
+
+def told_apart(names: list[str]) -> list[str]:
+    """Without those of layers that are like another."""
+    return [name for name in names if not any(f".{layer}." in name for layer in range(1, 9))]
+
+
+@pytest.mark.parametrize("golden", ONE_FILE)
+def test_every_missing_tensor_of_a_folder_is_named(golden, folder_with, tmp_path):
+    naming = family_of_hf(Fields(config_of(golden), "config")).HUGGING_FACE
+    for name in told_apart(list(read_safetensors(GOLDENS / golden / "model.safetensors"))):
+        folder = folder_with(golden, tensors=lambda tensors, name=name: tensors.pop(name))
+        with pytest.raises(MalformedFile, match=lacking(name, naming)):
+            load(folder)
+        folder.rename(tmp_path / name)
+
+
+@pytest.mark.parametrize("golden", NAMES)
+def test_every_missing_tensor_of_a_file_is_named(golden, gguf_with):
+    file = read_gguf(GOLDENS / golden / "model.gguf")
+    naming = family_of_gguf(Fields(file.metadata, METADATA)).GGUF
+    for name in told_apart(list(file.tensors)):
+        if name == "output.weight" or naming.ignored.fullmatch(name):  # its absence says something
+            continue
+        wanted = f"'{name}'" if name == "token_embd.weight" else lacking(name, naming)
+        with pytest.raises(MalformedFile, match=wanted):
+            load(gguf_with(golden, tensors=lambda tensors, name=name: tensors.pop(name)))
+
+
+@pytest.mark.parametrize("golden", ONE_FILE)
+def test_surplus_tensors_are_named(golden, folder_with, gguf_with, tmp_path, floats):
+    def added(name: str) -> Any:
+        return lambda tensors: tensors.update({name: floats(4, 4)})
+
+    for number, name in enumerate(("model.layers.0.unknown.weight", "unknown")):
+        folder = folder_with(golden, tensors=added(name))
+        with pytest.raises(UnsupportedModel, match=f"'{name}'"):
+            load(folder)
+        folder.rename(tmp_path / str(number))
+    with pytest.raises(UnsupportedModel, match=r"'blk\.0\.unknown\.weight'"):
+        load(gguf_with(golden, tensors=added("blk.0.unknown.weight")))
+    with pytest.raises(MalformedFile, match=r"blk\.99\.ffn_down\.weight|'layers\.99\.down\.bias' is missing"):
+        load(gguf_with(golden, tensors=added("blk.99.ffn_down.weight")))
+
+
+def test_where_nothing_is_said_all_layers_have_a_bias_or_none(gguf_with, floats):
+    with pytest.raises(MalformedFile, match=r"'layers\.1\.q\.bias' is missing"):
+        load(gguf_with("tied", tensors=lambda tensors: tensors.update({"blk.0.attn_q.bias": floats(32)})))
