@@ -32,11 +32,20 @@ def held(tensor: Tensor, quantize: str) -> Held:
     if len(tensor.shape) == 1:
         return Held("F32", 32)
     tensor = as_q8_0(tensor) or tensor
-    if tensor.format.name in KEPT:
+    if of_experts(tensor) and (tensor.format.name == "F8_E4M3" or quantize == "fp8"):
+        quantize, kept = "", KEPT.keys() - {"F8_E4M3"}
+    else:
+        kept = KEPT.keys()
+    if tensor.format.name in kept:
         return Held(tensor.format.name, KEPT[tensor.format.name])
     if quantize and tensor.format.name in PLAIN:
         return Held(quantize, BITS[quantize])
     return Held("BF16", 16)
+
+
+def of_experts(tensor: Tensor) -> bool:
+    """By its name in the file: no kernel computes experts in float8."""
+    return ".experts." in tensor.name or "_exps." in tensor.name
 
 
 def workspace_bytes(spec: ModelSpec, tokens: int, rows: int, unpacks: bool) -> int:
@@ -44,5 +53,8 @@ def workspace_bytes(spec: ModelSpec, tokens: int, rows: int, unpacks: bool) -> i
     `unpacks`: products of many rows have a matrix of 16 bits made of a quantized one."""
     attn = spec.attn
     widths = 4 * spec.dim + 2 * attn.q_width + 2 * attn.kv_width + 3 * spec.hidden
+    if spec.experts is not None:
+        e = spec.experts
+        widths += e.chosen * (3 * e.hidden + spec.dim + 4) + 2 * e.count + 3 * spec.shared_hidden
     scratch = 2 * spec.dim * max(2 * spec.hidden, spec.vocab) if unpacks else 0
     return 2 * tokens * widths + tokens * spec.hidden + rows * (3 * spec.vocab * 4 + 2 * spec.dim) + scratch

@@ -1,0 +1,139 @@
+"""Experts on a GPU: who is chosen, who sits where, and which matrices stay quantized."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.backend.cuda import CudaBackend
+from penstock.backend.cuda.experts import CodedMatrices, DenseMatrices, pack_matrices
+from penstock.backend.cuda.kernels.expert_products import Rows
+from penstock.backend.cuda.kernels.route import Seats, add_up, most_blocks, route, seat
+from penstock.backend.cuda.memory import held
+from penstock.backend.ref.cases import random_tensor
+from penstock.backend.ref.ops import choose
+from penstock.model.spec import ExpertSpec
+from penstock.model.tensor import FLOAT8, Stack, Tensor
+from tests.cuda.device import DEVICE, HALF, close, ints, normal
+
+GROUPED = ExpertSpec(
+    12, 3, 16, scoring="sigmoid", renormalize=True, scale=2.5, choice_bias=True, groups=4, chosen_groups=2
+)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        GROUPED,
+        ExpertSpec(12, 5, 16, groups=3, chosen_groups=2, group_score="max"),
+        ExpertSpec(12, 4, 16, scoring="softmax_chosen"),
+        ExpertSpec(5, 5, 16, renormalize=True),
+    ],
+    ids=["groups of two", "best groups", "softmax of the chosen", "all"],
+)
+def test_tokens_choose_as_in_the_reference(spec: ExpertSpec) -> None:
+    logits = normal(9, spec.count)
+    logits[3] = logits[3, 0]
+    logits[4, ::2] = 50
+    bias = normal(spec.count, seed=1) if spec.choice_bias else None
+    experts, weights = (
+        torch.zeros(9, spec.chosen, dtype=torch.int32, device=DEVICE),
+        torch.zeros(9, spec.chosen).to(DEVICE),
+    )
+    route(logits, bias, spec, experts, weights)
+    wanted, shares = choose(logits.cpu().numpy(), None if bias is None else bias.cpu().numpy(), spec)
+    assert np.array_equal(experts.cpu().numpy(), wanted)
+    assert np.allclose(weights.cpu().numpy(), shares, rtol=1e-5)
+
+
+def test_what_is_no_number_chooses_something() -> None:
+    logits = torch.full((2, 12), float("nan"), device=DEVICE)
+    experts, weights = (torch.zeros(2, 3, dtype=kind, device=DEVICE) for kind in (torch.int32, torch.float32))
+    route(logits, normal(12), GROUPED, experts, weights)
+    assert ((experts >= 0) & (experts < 12)).all()
+
+
+@pytest.mark.parametrize("tokens", [1, 40, 700])
+def test_pairs_of_an_expert_sit_beside_each_other(tokens: int) -> None:
+    spec, size = ExpertSpec(7, 3, 16), 16
+    experts = torch.stack([torch.randperm(6)[:3] for _ in range(tokens)]).int().to(DEVICE)  # nobody's is the last
+    seats = Seats.on(torch.device(DEVICE), spec, 700)
+    seat(experts, seats, size)
+    pairs = seats.pairs[: experts.numel()].cpu().numpy()
+    flat = experts.flatten().cpu().numpy()
+    assert np.array_equal(pairs, np.argsort(flat, kind="stable"))
+    counts = np.bincount(flat, minlength=7)
+    used = int(seats.counts[-1])
+    assert used == sum(-(-count // size) for count in counts) <= most_blocks(len(pairs), 7, size)
+    seen = []
+    for expert, first, count in seats.blocks[:used].tolist():
+        assert (flat[pairs[first : first + count]] == expert).all()
+        assert 0 < count <= size
+        seen += range(first, first + count)
+    assert seen == list(range(len(pairs)))
+
+
+def test_what_experts_give_is_weighed() -> None:
+    given, weights = normal(6, 33), normal(2, 3, seed=1)
+    out = torch.empty(2, 33, device=DEVICE)
+    add_up(given, weights, out)
+    assert close(out, (given.view(2, 3, 33) * weights[..., None]).sum(1))
+
+
+def stacks(format: str, rows: int = 32, bias: bool = False) -> list[Stack]:
+    rng = np.random.default_rng(2)
+    return [
+        Stack(
+            [random_tensor(rng, format, rows // 2, 256) for _ in range(2)],
+            [random_tensor(rng, "F32", rows // 2) if bias else None for _ in range(2)],
+        )
+        for _ in range(3)
+    ]
+
+
+def packed(stacks: list[Stack], quantize: str = "") -> Any:
+    backend = CudaBackend(64, 8, device=DEVICE, dtype=HALF, quantize=quantize)
+    return pack_matrices(stacks, torch.device(DEVICE), HALF, backend._workspace, quantize)
+
+
+@pytest.mark.parametrize("format", ["Q5_K", "IQ4_XS", "BF16"])
+def test_a_pair_by_itself_and_in_a_block_give_the_same(format: str) -> None:
+    matrices = packed(stacks(format, bias=True))
+    experts = ints([[0, 2], [2, 1], [2, 0], [1, 0], [0, 1]])
+    x, alone, together = normal(5, 256, dtype=HALF), *(torch.zeros(10, 32, dtype=HALF, device=DEVICE) for _ in range(2))
+    matrices.by_pairs(Rows(x, experts, 2), alone)
+    seats = Seats.on(torch.device(DEVICE), ExpertSpec(3, 2, 16), 5)
+    seat(experts, seats, 16)
+    matrices.by_blocks(Rows(x, experts, 2), seats, 16, together)
+    assert alone.abs().max() > 0
+    assert float((alone.float() - together.float()).abs().max() / alone.float().abs().max()) < 1e-2
+
+
+def test_formats_stay_quantized_where_rows_fill_tiles(caplog: pytest.LogCaptureFixture) -> None:
+    assert isinstance(packed(stacks("Q4_0")), CodedMatrices)
+    assert not caplog.records
+    with caplog.at_level(logging.WARNING):
+        assert isinstance(packed(stacks("Q4_0", rows=20)), DenseMatrices)
+    assert "experts in Q4_0 become" in caplog.text
+    assert "3.6 times as large" in caplog.text
+
+
+def test_plain_experts_become_four_bits_if_that_is_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+    assert isinstance(packed(stacks("BF16"), "int4"), CodedMatrices)
+    assert isinstance(packed(stacks("BF16"), "fp8"), DenseMatrices)
+    assert "experts in BF16 do not become fp8" in caplog.text
+
+
+def test_memory_figures_know_that_experts_are_not_float8() -> None:
+    def tensor(name: str, format: Any) -> Tensor:
+        return Tensor(name, format, (32, 32), np.zeros(1024 * format.bytes, np.uint8))
+
+    plain = random_tensor(np.random.default_rng(), "BF16", 32, 32).format
+    for name in ("model.layers.0.mlp.experts.3.up_proj.weight", "blk.0.ffn_up_exps.weight"):
+        assert held(tensor(name, FLOAT8["F8_E4M3"]), "").bits == 16
+        assert [held(tensor(name, plain), quantize).bits for quantize in ("fp8", "int4", "")] == [16, 4.5, 16]
+    assert held(tensor("model.layers.0.mlp.up_proj.weight", FLOAT8["F8_E4M3"]), "").bits == 8
