@@ -18,6 +18,7 @@ from penstock.model.fused import split_fused
 from penstock.model.gguf_parts import read_parts
 from penstock.model.registry import Model, family, family_of_gguf, family_of_hf
 from penstock.model.safetensors import read_safetensors
+from penstock.model.sentence import with_sentence
 from penstock.model.spec import ModelSpec
 from penstock.model.tensor import Tensor
 from penstock.model.weights import Packer, Packs
@@ -44,6 +45,11 @@ class Checkpoint:
     @property
     def float8(self) -> bool:
         return any(tensor.format.name == "F8_E4M3" for tensor in self.tensors.values())
+
+    @property
+    def whole(self) -> int:
+        """Tokens that a step must have room for: those of a whole prompt, where they are computed at once."""
+        return self.spec.max_len if self.spec.encoder else 0
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -90,9 +96,10 @@ def open_gguf(path: Path) -> Checkpoint:
 
 def open_folder(path: Path) -> Checkpoint:
     values = read_json(path / CONFIG)
-    spec = read_config(values)
-    stored = weights_of(read_shards(path), Fields(values, CONFIG), path)
-    tensors = split_fused(names.canonical(stored, family(spec.arch).HUGGING_FACE, spec), spec)
+    spec = with_sentence(read_config(values), path)
+    naming = family(spec.arch).HUGGING_FACE
+    stored = weights_of(read_shards(path, naming.ignored), Fields(values, CONFIG), path)
+    tensors = split_fused(names.canonical(stored, naming, spec), spec)
     if spec.tied:
         tensors.pop("head", None)  # some checkpoints store the embedding a second time
     return Checkpoint(spec, tensors, name=path.resolve().name, path=path, metadata=values)
@@ -106,15 +113,16 @@ def read_config(values: Mapping[str, Any]) -> ModelSpec:
     return spec
 
 
-def read_shards(folder: Path) -> dict[str, Tensor]:
+def read_shards(folder: Path, ignored: re.Pattern[str]) -> dict[str, Tensor]:
     if not (folder / INDEX).exists():
         if not (folder / SINGLE).exists():
             raise ModelNotFound(f"{folder} has neither {SINGLE} nor {INDEX}; other weight files are not read")
-        return read_safetensors(folder / SINGLE)
+        return read_safetensors(folder / SINGLE, ignored)
     places = read_json(folder / INDEX).get("weight_map")
     if not isinstance(places, dict) or not all(is_file_name(file) for file in places.values()):
         raise MalformedFile(f"{INDEX} must map tensors to files of the same folder in its weight_map")
-    shards = {file: read_safetensors(folder / file) for file in sorted(set(places.values()))}
+    places = {name: file for name, file in places.items() if not ignored.fullmatch(name)}
+    shards = {file: read_safetensors(folder / file, ignored) for file in sorted(set(places.values()))}
     stored = {(name, file) for file, tensors in shards.items() for name in tensors}
     if odd := sorted(places.items() ^ stored):
         raise MalformedFile(f"{INDEX} and the files disagree about tensor {odd[0][0]!r}; fetch the model again")
