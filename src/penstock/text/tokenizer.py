@@ -29,6 +29,7 @@ class Tokenizer:
         self.special_ids = vocabulary.special
         self.names = vocabulary.names
         self.prefix_space = vocabulary.prefix_space
+        self.closing = vocabulary.closing
         self._add_bos = vocabulary.add_bos
         self._parsing = vocabulary.library
         self._literal = _without_parsing(vocabulary.library)

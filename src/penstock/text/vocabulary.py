@@ -41,6 +41,7 @@ class Vocabulary:
     bos: int | None
     add_bos: bool
     prefix_space: bool  # text is encoded as if a space came before it
+    closing: tuple[int, ...] = ()  # what comes after a text that is whole, as those are that become embeddings
 
 
 def end_ids(literal: Mapping[str, int]) -> set[int]:
