@@ -51,6 +51,15 @@ class Packer:
         choice_bias = self._take(f"{layer}.choice_bias", (spec.count,)) if spec.choice_bias else None
         return self._backend.pack_experts(up, down, choice_bias)
 
+    def table(self, name: str, first: int, count: int, width: int, plus: str) -> Any:
+        """So many rows of a table; to each the first row of table `plus` is added, where there is one."""
+        table = self._take_rows(name, first + count, width)
+        values = dequantize(table)[first : first + count]
+        if plus in self._tensors:
+            values = values + dequantize(self._take_rows(plus, 1, width))[0]
+        data = np.ascontiguousarray(values, np.float32).view(np.uint8).reshape(-1)
+        return self._backend.pack_matrix([Tensor(table.name, FORMATS["F32"], (count, width), data)], [None])
+
     def check_all_used(self) -> None:
         """A tensor that nothing asked for means the model would be computed wrongly."""
         unused = sorted(self._tensors.keys() - self._used)
@@ -67,6 +76,14 @@ class Packer:
             self._take(f"{name}.bias", (rows,)) if f"{name}.bias" in self._tensors else None for name, rows in parts
         ]
         return Stack(tensors, biases)
+
+    def _take_rows(self, name: str, least: int, width: int) -> Tensor:
+        found = self._tensors[name].shape if name in self._tensors else ()
+        if len(found) == 2 and found[0] < least:
+            raise MalformedFile(
+                f"tensor {self._tensors[name].name!r} has {found[0]} rows; the model's config needs {least}"
+            )
+        return self._take(name, (found[0] if len(found) == 2 else least, width))
 
     def _take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         tensor = self._tensors.get(name)
