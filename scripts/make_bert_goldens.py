@@ -10,6 +10,7 @@ same model as a GGUF file (F16). Needs torch, transformers and gguf, as make_gol
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from string import ascii_lowercase
@@ -20,7 +21,15 @@ import gguf
 import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
-from transformers import BertConfig, BertModel, PreTrainedModel, RobertaConfig, RobertaForMaskedLM
+from transformers import (
+    BertConfig,
+    BertModel,
+    NomicBertConfig,
+    NomicBertModel,
+    PreTrainedModel,
+    RobertaConfig,
+    RobertaForMaskedLM,
+)
 
 FOLDER = Path(__file__).parents[1] / "tests" / "models" / "encoders"
 PROMPT = 48
@@ -37,7 +46,8 @@ SIZES = {
     "max_position_embeddings": 64,
     "pad_token_id": SPECIAL.index("[PAD]"),
 }
-POOLING = {"bert": "mean", "roberta": "cls"}
+POOLING = {"bert": "mean", "roberta": "cls", "nomic": "mean"}
+ARCHITECTURES = {"bert": "bert", "nomic": "nomic-bert"}
 MODES = {"mean": "pooling_mode_mean_tokens", "cls": "pooling_mode_cls_token"}
 
 GGUF_NAMES = {
@@ -53,6 +63,13 @@ GGUF_NAMES = {
     "intermediate.dense": "ffn_up",
     "output.dense": "ffn_down",
     "output.LayerNorm": "layer_output_norm",
+    "self_attn.qkv": "attn_qkv",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "attn_output_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "post_mlp_layernorm": "layer_output_norm",
 }
 TABLES = ("position_embd.weight", "token_types.weight")  # in 32 bits, as vectors are
 
@@ -68,8 +85,8 @@ def main() -> None:
         tokenizer = wordpiece()
         vectors = [embedding(model, tokenizer.encode(text).ids, POOLING[name]) for text in TEXTS]
         write_folder(folder, name, model, tokenizer)
-        if name == "bert":
-            write_gguf(folder / "model.gguf", model)
+        if name in ARCHITECTURES:
+            write_gguf(folder / "model.gguf", model, ARCHITECTURES[name])
         np.savez_compressed(
             folder / "expected.npz",
             tokens=tokens.astype(np.int32),
@@ -86,11 +103,14 @@ def random_model(name: str, **changes: Any) -> PreTrainedModel:
     eager = {"attn_implementation": "eager"}
     if name == "bert":
         model = BertModel(BertConfig(**SIZES | changes, **eager))
+    elif name == "nomic":
+        small = {"num_hidden_layers": 1, "rope_parameters": {"rope_type": "default", "rope_theta": 50.0}}
+        model = NomicBertModel(NomicBertConfig(**SIZES | small | changes, **eager))
     else:
         model = RobertaForMaskedLM(RobertaConfig(**SIZES | {"num_hidden_layers": 1, "type_vocab_size": 1}, **eager))
     with torch.no_grad():
         for key, weight in model.named_parameters():
-            gain = "LayerNorm.weight" in key
+            gain = "norm.weight" in key.lower()
             weight.copy_(torch.randn_like(weight) * (0.2 if weight.ndim == 1 else 0.4) + gain)
             weight.copy_(weight.bfloat16().half())
     return model.float().eval()
@@ -112,6 +132,9 @@ def check_it_matters(name: str, tokens: np.ndarray, expected: np.ndarray) -> Non
     assert np.abs(states(random_model(name), tokens[:24]) - expected[:24]).max() > 0.5
     if name == "bert":
         assert np.abs(states(random_model(name, hidden_act="gelu_new"), tokens) - expected).max() > 3e-4
+    if name == "nomic":
+        other = {"rope_parameters": {"rope_type": "default", "rope_theta": 1000.0}}
+        assert np.abs(states(random_model(name, **other), tokens) - expected).max() > 0.1
 
 
 def wordpiece() -> Tokenizer:
@@ -148,9 +171,11 @@ def write_json(path: Path, content: Any) -> None:
     path.write_text(json.dumps(content, indent=1) + "\n")
 
 
-def write_gguf(path: Path, model: PreTrainedModel) -> None:
-    config, writer = model.config, gguf.GGUFWriter(path, "bert")
-    writer.add_name("tiny bert")
+def write_gguf(path: Path, model: PreTrainedModel, arch: str) -> None:
+    config, writer = model.config, gguf.GGUFWriter(path, arch)
+    writer.add_name(f"tiny {arch}")
+    if arch == "nomic-bert":
+        writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -171,7 +196,7 @@ def write_gguf(path: Path, model: PreTrainedModel) -> None:
         (writer.add_mask_token_id, "[MASK]"),
     ):
         add(VOCAB.index(token))
-    for name, weight in model.state_dict().items():
+    for name, weight in fused(model.state_dict()).items():
         if not name.startswith("pooler."):
             theirs, values = gguf_name(name), weight.numpy()
             wide = values.ndim == 1 or theirs in TABLES
@@ -180,6 +205,16 @@ def write_gguf(path: Path, model: PreTrainedModel) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def fused(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """With q, k and v of Nomic's BERT in one tensor."""
+    parts = [name for name in state if ".self_attn.q_proj" in name]
+    whole = {
+        name.replace("q_proj", "qkv"): torch.cat([state[name.replace("q_proj", f"{part}_proj")] for part in "qkv"])
+        for name in parts
+    }
+    return {name: weight for name, weight in state.items() if not re.search(r"self_attn\.[qkv]_proj", name)} | whole
 
 
 def token_text(token: str) -> str:
@@ -193,7 +228,7 @@ def gguf_name(name: str) -> str:
     stem, _, role = name.rpartition(".")
     if stem in GGUF_NAMES:
         return f"{GGUF_NAMES[stem]}.{role}"
-    _, _, layer, part = stem.split(".", 3)
+    _, layer, part = re.split(r"\.(\d+)\.", stem)
     return f"blk.{layer}.{GGUF_NAMES[part]}.{role}"
 
 

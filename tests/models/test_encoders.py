@@ -27,7 +27,13 @@ from penstock.text.embedding import pooling_of
 from penstock.types import Limits
 
 ENCODERS = Path(__file__).parent / "encoders"
-FILES = {"bert": ENCODERS / "bert", "bert gguf": ENCODERS / "bert" / "model.gguf", "roberta": ENCODERS / "roberta"}
+FILES = {
+    "bert": ENCODERS / "bert",
+    "bert gguf": ENCODERS / "bert" / "model.gguf",
+    "roberta": ENCODERS / "roberta",
+    "nomic": ENCODERS / "nomic",
+    "nomic gguf": ENCODERS / "nomic" / "model.gguf",
+}
 BACKENDS: dict[str, Callable[[], Any]] = {"ref": RefBackend} | {
     isa: lambda isa=isa: CpuBackend(2, isa=isa, kv="f32") for isa in isas()
 }
@@ -225,6 +231,76 @@ def test_published_configs():
         a = spec.attn
         assert (spec.layers, spec.dim, a.heads, a.head_dim, spec.max_len, spec.first_position) == shape
         assert (spec.encoder, spec.act, spec.kv_layers) == (True, "gelu", 1)
+
+
+NOMIC = {
+    "activation_function": "swiglu",
+    "architectures": ["NomicBertModel"],
+    "attn_pdrop": 0.0,
+    "auto_map": {"AutoModel": "nomic-ai/nomic-bert-2048--modeling_hf_nomic_bert.NomicBertModel"},
+    "bos_token_id": None,
+    "causal": False,
+    "dense_seq_output": True,
+    "embd_pdrop": 0.0,
+    "eos_token_id": None,
+    "fused_bias_fc": True,
+    "fused_dropout_add_ln": True,
+    "initializer_range": 0.02,
+    "layer_norm_epsilon": 1e-12,
+    "max_trained_positions": 2048,
+    "mlp_fc1_bias": False,
+    "mlp_fc2_bias": False,
+    "model_type": "nomic_bert",
+    "n_embd": 768,
+    "n_head": 12,
+    "n_inner": 3072,
+    "n_layer": 12,
+    "n_positions": 8192,
+    "pad_vocab_size_multiple": 64,
+    "parallel_block": False,
+    "parallel_block_tied_norm": False,
+    "prenorm": False,
+    "qkv_proj_bias": False,
+    "reorder_and_upcast_attn": False,
+    "resid_pdrop": 0.0,
+    "rotary_emb_base": 1000,
+    "rotary_emb_fraction": 1.0,
+    "rotary_emb_interleaved": False,
+    "rotary_emb_scale_base": None,
+    "rotary_scaling_factor": None,
+    "scale_attn_by_inverse_layer_idx": False,
+    "scale_attn_weights": True,
+    "summary_activation": None,
+    "summary_first_dropout": 0.0,
+    "summary_proj_to_labels": True,
+    "summary_type": "cls_index",
+    "summary_use_proj": True,
+    "torch_dtype": "float32",
+    "transformers_version": "4.37.2",
+    "type_vocab_size": 2,
+    "use_cache": True,
+    "use_flash_attn": True,
+    "use_rms_norm": False,
+    "use_xentropy": True,
+    "vocab_size": 30528,
+}
+
+
+def test_nomic_in_its_first_words_and_in_those_of_transformers(folder: Path):
+    spec = read_config(NOMIC)
+    assert (spec.layers, spec.dim, spec.attn.heads, spec.hidden, spec.max_len) == (12, 768, 12, 3072, 2048)
+    assert (spec.encoder, spec.act, spec.attn.rope.inv_freq[1]) == (True, "silu", 1000 ** (-2 / 64))
+    for change in ({"qkv_proj_bias": True}, {"causal": True}, {"prenorm": True}, {"rotary_emb_scale_base": 512}):
+        with pytest.raises(UnsupportedModel, match=f"{next(iter(change))} = "):
+            read_config(NOMIC | change)
+    with pytest.raises(UnsupportedModel, match="moe_every_n_layers = 2"):
+        read_config(NOMIC | {"moe_every_n_layers": 2})
+    shutil.rmtree(folder)
+    shutil.copytree(FILES["nomic"], folder)
+    told = open_checkpoint(folder).spec
+    first = {"n_embd": 32, "n_head": 4, "n_inner": 48, "n_layer": 1, "n_positions": 64, "rotary_emb_base": 50}
+    (folder / "config.json").write_text(json.dumps(NOMIC | first | {"vocab_size": told.vocab}))
+    assert open_checkpoint(folder).spec == told
 
 
 @pytest.mark.parametrize(

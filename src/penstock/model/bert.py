@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from penstock.errors import MalformedFile
@@ -98,12 +98,17 @@ def read_hf(config: Fields) -> ModelSpec:
 
 
 def read_gguf(config: Fields, tensors: Mapping[str, Tensor]) -> ModelSpec:
-    config.refuse_others(KEYS)
+    return read_encoder(config, tensors, "bert")
+
+
+def read_encoder(config: Fields, tensors: Mapping[str, Tensor], arch: str, keys: Collection[str] = ()) -> ModelSpec:
+    """`keys`: what a family says besides."""
+    config.refuse_others(KEYS.union(keys))
     config.require("attention.causal", (False,), False)
     if "token_embd.weight" not in tensors:
         raise MalformedFile("the file has no tensor 'token_embd.weight'; it may be a part of a model, or another kind")
     return ModelSpec(
-        arch="bert",
+        arch=arch,
         layers=config.size("block_count", most=MAX_LAYERS),
         dim=config.size("embedding_length"),
         hidden=config.size("feed_forward_length"),
@@ -142,11 +147,15 @@ class Bert:
 
 
 def build(spec: ModelSpec, pack: Packer) -> Bert:
-    layers = [layer_of(spec, pack, i) for i in range(spec.layers)]
+    # One text is all that a prompt holds, so its tokens are of the first type.
+    positions = pack.table("positions", spec.first_position, spec.max_len, spec.dim, plus="types")
+    return assemble(spec, pack, positions, (layer_of(spec, pack, i) for i in range(spec.layers)))
+
+
+def assemble(spec: ModelSpec, pack: Packer, positions: Weight, layers: Iterable[Layer]) -> Bert:
     return Bert(
         embed=pack.matrix(("embed", spec.vocab), width=spec.dim),
-        # One text is all that a prompt holds, so its tokens are of the first type.
-        positions=pack.table("positions", spec.first_position, spec.max_len, spec.dim, plus="types"),
+        positions=positions,
         norm=layer_norm(spec, pack, "embed_norm"),
         layers=tuple(replace(each, attention=replace(each.attention, layer=0)) for each in layers),  # of the cache
     )

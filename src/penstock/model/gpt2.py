@@ -97,7 +97,7 @@ class Layer:
     attn_norm: LayerNorm
     attention: decoder.Attention
     mlp_norm: LayerNorm
-    mlp: Mlp
+    mlp: Mlp | decoder.Mlp
 
 
 @dataclass(frozen=True, slots=True)

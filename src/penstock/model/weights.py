@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.errors import MalformedFile
 from penstock.model.quant import dequantize
@@ -57,8 +58,12 @@ class Packer:
         values = dequantize(table)[first : first + count]
         if plus in self._tensors:
             values = values + dequantize(self._take_rows(plus, 1, width))[0]
-        data = np.ascontiguousarray(values, np.float32).view(np.uint8).reshape(-1)
-        return self._backend.pack_matrix([Tensor(table.name, FORMATS["F32"], (count, width), data)], [None])
+        return self._pack_values(table.name, values)
+
+    def repeated(self, name: str, count: int, width: int) -> Any:
+        """A table of so many rows, all of them the first of another."""
+        table = self._take_rows(name, 1, width)
+        return self._pack_values(table.name, np.repeat(dequantize(table)[:1], count, axis=0))
 
     def check_all_used(self) -> None:
         """A tensor that nothing asked for means the model would be computed wrongly."""
@@ -76,6 +81,10 @@ class Packer:
             self._take(f"{name}.bias", (rows,)) if f"{name}.bias" in self._tensors else None for name, rows in parts
         ]
         return Stack(tensors, biases)
+
+    def _pack_values(self, name: str, values: NDArray[np.float32]) -> Any:
+        data = np.ascontiguousarray(values).view(np.uint8).reshape(-1)
+        return self._backend.pack_matrix([Tensor(name, FORMATS["F32"], values.shape, data)], [None])
 
     def _take_rows(self, name: str, least: int, width: int) -> Tensor:
         found = self._tensors[name].shape if name in self._tensors else ()
