@@ -9,7 +9,7 @@ from penstock.backend.ref import RefBackend
 from penstock.errors import MalformedFile, UnsupportedModel
 from penstock.model.load import load_model, open_checkpoint, read_config
 from penstock.model.quant import dequantize
-from penstock.model.tensor import FLOAT8, FORMATS, Scales, Tensor, transposed
+from penstock.model.tensor import FLOAT8, FORMATS, Scales, Tensor, some_rows, transposed
 
 GPT2 = {  # as openai-community/gpt2 has it
     "activation_function": "gelu_new",
@@ -151,6 +151,8 @@ def test_a_transposed_matrix_is_the_same_matrix(format):
     assert turned.shape == (5, 3)
     assert np.array_equal(dequantize(turned), dequantize(tensor).T, equal_nan=True)
     assert np.array_equal(transposed(turned).data, tensor.data)
+    assert np.array_equal(some_rows(turned, 1, 4).data, turned.data.reshape(5, -1)[1:4].ravel())
+    assert turned.size == tensor.size
 
 
 def test_what_cannot_be_transposed(floats):
