@@ -34,13 +34,14 @@ ACTS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu
 NEUTRAL = (
     *("attn_pdrop", "n_ctx", "reorder_and_upcast_attn", "task_specific_params", "gradient_checkpointing"),
     *(f"summary_{what}" for what in ("activation", "first_dropout", "proj_to_labels", "type", "use_proj")),
-    *("id2label", "label2id", "_num_labels", "output_past"),  # of other heads
+    *("id2label", "label2id", "_num_labels", "output_past", "predict_special_tokens"),  # of other heads
 )
 
 
 def read_hf(config: Fields) -> ModelSpec:
     config.ignore(*NEUTRAL)
     config.require("add_cross_attention", (False,), False)
+    config.require("n_special", (0,), 0)
     config.require("activation_function", tuple(ACTS), "gelu_new")
     dim, heads = config.size("n_embd"), config.size("n_head")
     spec = ModelSpec(

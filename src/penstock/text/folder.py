@@ -30,6 +30,7 @@ def vocabulary_from_folder(path: Path) -> Vocabulary:
         literal=frozenset(added),
         special=frozenset({id for id, token in added.items() if token.special} | ends),
         ends=frozenset(ends),
+        after_bos=_after(bos, library),
         names=names,
         bos=bos,
         add_bos=bool(config.get("add_bos_token", leading == [bos])),
@@ -50,6 +51,13 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise MalformedFile(f"{path} must hold a JSON object; got {type(content).__name__}")
     return content
+
+
+def _after(bos: int | None, library: tokenizers.Tokenizer) -> tuple[int, ...]:
+    """What the tokenizer puts between that and a text."""
+    whole = library.encode("a")
+    leading = whole.ids[: [*whole.special_tokens_mask, 0].index(0)]
+    return tuple(leading[1:]) if leading[:1] == [bos] else ()
 
 
 def _names(config: dict[str, Any]) -> dict[str, str]:
