@@ -98,7 +98,7 @@ def open_folder(path: Path) -> Checkpoint:
     values = read_json(path / CONFIG)
     spec = with_sentence(read_config(values), path)
     naming = family(spec.arch).HUGGING_FACE
-    stored = weights_of(read_shards(path, naming.ignored), Fields(values, CONFIG), path)
+    stored = weights_of(read_shards(path), Fields(values, CONFIG), path)
     tensors = split_fused(names.canonical(stored, naming, spec), spec)
     if spec.tied:
         tensors.pop("head", None)  # some checkpoints store the embedding a second time
@@ -113,16 +113,15 @@ def read_config(values: Mapping[str, Any]) -> ModelSpec:
     return spec
 
 
-def read_shards(folder: Path, ignored: re.Pattern[str]) -> dict[str, Tensor]:
+def read_shards(folder: Path) -> dict[str, Tensor]:
     if not (folder / INDEX).exists():
         if not (folder / SINGLE).exists():
             raise ModelNotFound(f"{folder} has neither {SINGLE} nor {INDEX}; other weight files are not read")
-        return read_safetensors(folder / SINGLE, ignored)
+        return read_safetensors(folder / SINGLE)
     places = read_json(folder / INDEX).get("weight_map")
     if not isinstance(places, dict) or not all(is_file_name(file) for file in places.values()):
         raise MalformedFile(f"{INDEX} must map tensors to files of the same folder in its weight_map")
-    places = {name: file for name, file in places.items() if not ignored.fullmatch(name)}
-    shards = {file: read_safetensors(folder / file, ignored) for file in sorted(set(places.values()))}
+    shards = {file: read_safetensors(folder / file) for file in sorted(set(places.values()))}
     stored = {(name, file) for file, tensors in shards.items() for name in tensors}
     if odd := sorted(places.items() ^ stored):
         raise MalformedFile(f"{INDEX} and the files disagree about tensor {odd[0][0]!r}; fetch the model again")

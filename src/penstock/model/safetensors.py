@@ -6,7 +6,6 @@ Read here rather than through the safetensors package because a tensor must be a
 from __future__ import annotations
 
 import math
-import re
 from pathlib import Path
 from reprlib import repr as short
 from typing import Any
@@ -21,19 +20,15 @@ from penstock.model.tensor import FLOAT8, FORMATS, INTEGERS, Tensor
 READ = {name: FORMATS[name] for name in ("F32", "F16", "BF16")} | FLOAT8 | INTEGERS
 
 
-def read_safetensors(path: Path, ignored: re.Pattern[str] | None = None) -> dict[str, Tensor]:
-    """The file's tensors by their names, all but those to be `ignored`."""
+def read_safetensors(path: Path) -> dict[str, Tensor]:
+    """The file's tensors by their names."""
     data: NDArray[np.uint8] = np.frombuffer(map_file(path), np.uint8)
     size = int.from_bytes(data[:8].tobytes(), "little")
     if size > min(len(data) - 8, MAX_JSON):
         raise MalformedFile(f"{path.name} claims a header of {size} bytes and has {len(data)}; fetch it again")
     header = parse_json(data[8 : 8 + size].tobytes(), f"the header of {path.name}")
     header.pop("__metadata__", None)
-    return {
-        name: cut_tensor(name, entry, data[8 + size :])
-        for name, entry in header.items()
-        if ignored is None or not ignored.fullmatch(name)
-    }
+    return {name: cut_tensor(name, entry, data[8 + size :]) for name, entry in header.items()}
 
 
 def cut_tensor(name: str, entry: Any, data: NDArray[np.uint8]) -> Tensor:
