@@ -26,14 +26,19 @@ class Config:
     block_size: int = 16
 
 
-def resolve(config: Config, *, context: int, vocab: int, kv_bytes: int, memory: int) -> Limits:
+def resolve(config: Config, *, context: int, vocab: int, kv_bytes: int, memory: int, encoder: bool = False) -> Limits:
     """The limits of this config, settled, for a model with `context` positions whose KV costs `kv_bytes` a token,
-    where `memory` bytes may be taken for it."""
+    where `memory` bytes may be taken for it. An `encoder` has its whole prompt in one step, and needs room for what two
+    steps compute."""
     if config.max_len > context:
         raise ConfigError(f"max_len {config.max_len} is beyond the model's context of {context} tokens")
     max_len = config.max_len or context
     block_bytes = kv_bytes * config.block_size
     wanted = -(-max_len // config.block_size) * config.max_rows
+    max_tokens = max(config.max_tokens, config.max_rows)
+    if encoder:
+        max_len = min(max_len, max_tokens)
+        wanted = 2 * (-(-max_tokens // config.block_size) + config.max_rows)
     budget = config.kv_memory or memory
     num_blocks = min(wanted, budget // block_bytes)
     if num_blocks < 2:
@@ -43,11 +48,12 @@ def resolve(config: Config, *, context: int, vocab: int, kv_bytes: int, memory: 
     return Limits(
         max_len=min(max_len, num_blocks * config.block_size),
         max_rows=config.max_rows,
-        max_tokens=max(config.max_tokens, config.max_rows),
+        max_tokens=max_tokens,
         block_size=config.block_size,
         num_blocks=num_blocks,
         vocab=vocab,
         mixed_tokens=config.mixed_tokens,
+        encoder=encoder,
     )
 
 

@@ -27,13 +27,14 @@ from penstock.store import DEFAULT, fetch
 from penstock.text import (
     Delta,
     TextStream,
+    check_answers,
     check_dimensions,
     embedding,
     embedding_request,
     make_request,
     read_step,
 )
-from penstock.text.embedding import Vector
+from penstock.text.embedding import Vector, pooling_of
 from penstock.types import Event, Request, SamplingParams, TokenLogprob
 
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}
@@ -128,11 +129,15 @@ class LLM:
         return completions[0] if one else completions
 
     def embed(
-        self, prompts: Prompt | list[str] | list[list[int]], *, pooling: str = "mean", dimensions: int | None = None
+        self,
+        prompts: Prompt | list[str] | list[list[int]],
+        *,
+        pooling: str | None = None,
+        dimensions: int | None = None,
     ) -> Vector:
         """The embedding of a text or a list of token ids, [dim], or of several of either, [prompts, dim]: their hidden
-        states after the last norm, pooled (the mean of all, or the last one) and scaled to a length of 1. Given
-        `dimensions`, only the first so many values count."""
+        states after the last norm, pooled (the "mean" of all, the "last" one, or "cls", the first; None: as the model
+        was made for) and scaled to a length of 1. Given `dimensions`, only the first so many values count."""
         check_dimensions(dimensions, self._engine.limits.dim)
         one = _is_one(prompts)
         answers = [self._pooled(prompt, pooling) for prompt in ([prompts] if one else prompts)]
@@ -152,6 +157,10 @@ class LLM:
         self._add(answer)
         return Stream(answer, self._pieces(answer))
 
+    def check_answers(self) -> None:
+        """Raises InvalidRequest where the model makes embeddings alone."""
+        check_answers(self._engine.limits)
+
     def close(self) -> None:
         self._engine.close()
 
@@ -162,25 +171,28 @@ class LLM:
         self.close()
 
     def _answer(self, prompt: Any, params: SamplingParams | None) -> Answer:
-        request = self._request(self._encode(prompt), params or SamplingParams())
+        request = self._request(self._encode(prompt, self._text.encode_prompt), params or SamplingParams())
         return Answer(request, TextStream(self._text.tokenizer, request.sampling.stop, continuing=True))
 
     def _answer_chat(self, messages: Any, params: SamplingParams | None) -> Answer:
+        self.check_answers()
         request = self._request(self._text.encode_chat(messages), params or SamplingParams())
         return Answer(request, TextStream(self._text.tokenizer, request.sampling.stop))
 
-    def _pooled(self, prompt: Any, pooling: str) -> Answer:
-        ids, context = self._encode(prompt), self._engine.limits.max_len
-        request = embedding_request(next(self._ids), ids, context, pooling, param="prompt")
+    def _pooled(self, prompt: Any, pooling: str | None) -> Answer:
+        limits = self._engine.limits
+        kind, ids = pooling_of(pooling, limits), self._encode(prompt, self._text.encode_whole)
+        request = embedding_request(next(self._ids), ids, limits.max_len, kind, param="prompt")
         return Answer(request, TextStream(self._text.tokenizer, ()))
 
-    def _encode(self, prompt: Any) -> list[int]:
+    def _encode(self, prompt: Any, encode: Callable[[str], list[int]]) -> list[int]:
         try:
-            return self._text.encode_prompt(prompt) if isinstance(prompt, str) else [index(token) for token in prompt]
+            return encode(prompt) if isinstance(prompt, str) else [index(token) for token in prompt]
         except TypeError as error:
             raise InvalidRequest(f"a prompt is a text or a list of token ids: {error}", param="prompt") from error
 
     def _request(self, prompt: list[int], params: SamplingParams) -> Request:
+        self.check_answers()
         return make_request(next(self._ids), prompt, params, self._text.tokenizer, self._engine.limits.max_len)
 
     def _finish(self, answers: Sequence[Answer]) -> list[Completion]:

@@ -86,7 +86,7 @@ class Request(NamedTuple):
     stop_ids: frozenset[int] = frozenset()  # end-of-text ids and the caller's own, resolved
     priority: int = 0  # lower runs sooner
     salt: str = ""  # prompts share cached blocks only under the same salt
-    pooling: str = ""  # mean or last: an embedding of the prompt is wanted, and no tokens
+    pooling: str = ""  # mean, cls or last: an embedding of the prompt is wanted, and no tokens
     owner: str = ""  # whose it is: a report tells nobody of another's prompts
     explain: bool = False  # its report is to say which recent prompt it was nearest to
 
@@ -102,6 +102,8 @@ class Limits(NamedTuple):
     vocab: int
     mixed_tokens: int = 0  # tokens in one step while up to 64 rows answer; 0: max_tokens
     dim: int = 0  # values of a hidden state, and of an embedding
+    pooling: str = "mean"  # what the model makes embeddings by
+    encoder: bool = False  # embeddings are all it makes, each in one step
 
 
 def mixed_tokens(few: int, answering: int) -> int:

@@ -283,3 +283,17 @@ def test_models_that_were_made_are_listed_and_come_with_a_word(
     assert err.startswith("mine has settings of its own")
     assert penstock("rm", "mine") == (0, "", "removed mine, freed 0 B\n")
     assert json.loads(penstock("list", "--json")[1]) == []
+
+
+def test_an_encoder_is_shown_and_planned_and_asked_for_no_text(penstock: Penstock) -> None:
+    bert = Path(__file__).parents[1] / "models" / "encoders" / "bert"
+    code, out, _ = penstock("show", bert, "--json")
+    assert (code, json.loads(out)["architecture"], json.loads(out)["context_length"]) == (0, "bert", 50)
+    code, out, _ = penstock("plan", bert, "--device", "cpu", "--step-tokens", 40, "--max-rows", 2, "--json")
+    planned = json.loads(out)
+    assert (code, planned["max_len"], planned["num_blocks"], planned["kv_token"]) == (0, 40, 10, 256)
+    assert planned["notes"] == ["prompt and answer have 40 tokens at most, not 50: a step holds no more"]
+    for words in (("run", bert, "Go"), ("run", bert, "Go", "--raw"), ("chat", bert)):
+        code, out, err = penstock(*words, "--device", "ref")
+        assert (code, out) == (1, "")
+        assert err.startswith("error: this model is an encoder, which makes embeddings and no text")

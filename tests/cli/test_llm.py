@@ -62,7 +62,7 @@ def test_embeddings_have_a_length_of_one(llm: LLM) -> None:
 def test_what_cannot_be_embedded_is_refused(llm: LLM) -> None:
     for call, told in (
         (lambda: llm.embed([[]]), "prompt is empty"),
-        (lambda: llm.embed("a", pooling="max"), "pooling must be mean or last; got 'max'"),
+        (lambda: llm.embed("a", pooling="max"), "pooling must be mean, last or cls; got 'max'"),
         (lambda: llm.embed("a", dimensions=0), "dimensions must be from 1 to"),
         (lambda: llm.embed([1.5]), "a prompt is a text or a list of token ids"),
         (lambda: llm.embed([0] * 5000), "5000 tokens and the context holds"),

@@ -97,3 +97,13 @@ def test_damage_is_seen(scheduler: Scheduler, damage: Callable[[Scheduler], None
     damage(scheduler)
     with pytest.raises(AssertionError):
         check(scheduler)
+
+
+def test_a_prompt_of_an_encoder_that_was_cut_is_seen() -> None:
+    scheduler = Scheduler(limits(max_len=16, encoder=True))
+    scheduler.add(Sequence(1, (1,) * 12, 0, private=True))
+    scheduler.plan()
+    check(scheduler)
+    scheduler.running[0].planned = 8
+    with pytest.raises(AssertionError, match="was cut at 8 of 12 tokens"):
+        check(scheduler)

@@ -3,7 +3,7 @@ fooled. Each request must answer as if it ran alone, and the invariants must hol
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -57,8 +57,11 @@ def arrivals(draw: st.DrawFn, max_len: int) -> Arrival:
     )
 
 
+World = tuple[Limits, int, list[Arrival]]
+
+
 @st.composite
-def worlds(draw: st.DrawFn) -> tuple[Limits, int, list[Arrival]]:
+def worlds(draw: st.DrawFn) -> World:
     block_size = draw(st.sampled_from([1, 2, 4, 16]))
     num_blocks = draw(st.integers(2, 40))
     max_rows = draw(st.integers(1, 8))
@@ -130,9 +133,35 @@ def alone(request: Arrival) -> tuple[list[int], str]:
     return tokens, "length"
 
 
+def encoding(world: World) -> World:
+    """The same, where embeddings are all there is and a prompt is computed in one step."""
+    limits, depth, requests = world
+    limits = limits._replace(encoder=True, max_len=min(limits.max_len, limits.max_tokens))
+    kinds = ("mean", "last", "cls")
+    return (
+        limits,
+        depth,
+        [
+            replace(each, prompt=each.prompt[: limits.max_len], max_tokens=0, score=False, pooling=kinds[each.at % 3])
+            for each in requests
+        ],
+    )
+
+
 @settings(max_examples=400, deadline=None)
 @given(worlds())
-def test_each_request_answers_as_if_alone(world: tuple[Limits, int, list[Arrival]]) -> None:
+def test_each_request_answers_as_if_alone(world: World) -> None:
+    run_world(world)
+
+
+@settings(max_examples=100, deadline=None)
+@given(worlds().map(encoding))
+def test_each_text_of_an_encoder_answers_as_if_alone(world: World) -> None:
+    stats = run_world(world).stats()
+    assert stats.cached_tokens == stats.blocks_cached == 0
+
+
+def run_world(world: World) -> Engine:
     limits, depth, requests = world
     engine, answers = drive(limits, depth, requests)
     for request, answer in zip(requests, answers, strict=True):
@@ -155,3 +184,4 @@ def test_each_request_answers_as_if_alone(world: tuple[Limits, int, list[Arrival
     assert stats.blocks_used == 0
     assert stats.blocks_free + stats.blocks_cached == limits.num_blocks
     assert stats.running == stats.waiting == 0
+    return engine

@@ -43,6 +43,8 @@ def test_refuses_limits_that_cannot_work() -> None:
         Scheduler(limits(max_rows=8, max_tokens=7))
     with pytest.raises(ConfigError, match="cannot hold one sequence"):
         Scheduler(limits(max_len=65))
+    with pytest.raises(ConfigError, match="a step of 16 tokens cannot hold one sequence of 17"):
+        Scheduler(limits(max_len=17, encoder=True))
 
 
 # -- steps -------------------------------------------------------------------------------------------------------
@@ -333,3 +335,39 @@ def test_block_tables_follow_from_plans_alone() -> None:
         for row in plan.rows:
             assert list(tables[row.seq].values()) == scheduler.sequences[row.seq].blocks
         answer(scheduler, plan)
+
+
+# -- encoders ----------------------------------------------------------------------------------------------------
+
+
+def test_an_encoder_has_whole_prompts_in_a_step_and_keeps_their_order() -> None:
+    scheduler = Scheduler(limits(max_len=16, encoder=True))
+    for id, length in enumerate((9, 6, 5, 16, 1), 1):
+        scheduler.add(Sequence(id, prompt(length), 0, private=True))
+    steps = [counts(step(scheduler)[0]) for _ in range(4)]
+    assert steps == [{1: 9, 2: 6}, {3: 5}, {4: 16}, {5: 1}]
+    assert not scheduler.sequences
+    assert scheduler.stats().blocks_free == 16
+
+
+def test_an_encoder_plans_the_next_step_while_one_is_in_flight() -> None:
+    scheduler = Scheduler(limits(max_len=16, encoder=True))
+    for id in range(1, 4):
+        scheduler.add(Sequence(id, prompt(10), 0, private=True))
+    first, second = scheduler.plan(), scheduler.plan()
+    assert (counts(first), counts(second)) == ({1: 10}, {2: 10})
+    assert [event.seq for plan in (first, second) for event in answer(scheduler, plan)] == [1, 2]
+    assert counts(step(scheduler)[0]) == {3: 10}
+
+
+def test_an_encoder_computes_again_in_one_piece_what_found_no_memory() -> None:
+    scheduler = Scheduler(limits(max_len=16, encoder=True))
+    scheduler.add(Sequence(1, prompt(12), 0, private=True))
+    scheduler.redo(scheduler.plan())
+    check(scheduler)
+    assert counts(step(scheduler)[0]) == {1: 12}
+
+
+def test_an_encoder_refuses_what_is_longer_than_its_context() -> None:
+    with pytest.raises(ContextTooLong, match=r"has 17 tokens .* the context holds 16"):
+        Scheduler(limits(max_len=16, encoder=True)).add(Sequence(1, prompt(17), 0))

@@ -7,9 +7,15 @@ from penstock.types import Event, Limits, RowResult, StepPlan, StepResult, Token
 
 
 def limits(
-    *, max_len: int = 64, max_rows: int = 4, max_tokens: int = 16, block_size: int = 4, num_blocks: int = 16
+    *,
+    max_len: int = 64,
+    max_rows: int = 4,
+    max_tokens: int = 16,
+    block_size: int = 4,
+    num_blocks: int = 16,
+    encoder: bool = False,
 ) -> Limits:
-    return Limits(max_len, max_rows, max_tokens, block_size, num_blocks, vocab=100)
+    return Limits(max_len, max_rows, max_tokens, block_size, num_blocks, vocab=100, encoder=encoder)
 
 
 def answer(scheduler: Scheduler, plan: StepPlan, token: int = 50) -> list[Event]:

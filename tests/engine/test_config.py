@@ -45,6 +45,29 @@ def test_steps_suit_the_device_where_none_are_given() -> None:
     assert limits(mixed_tokens=100).mixed_tokens == 100
 
 
+def test_steps_hold_the_whole_prompt_of_an_encoder_and_the_cache_two_of_them() -> None:
+    settled = settle(Config(model="m", device="cpu", max_rows=4), whole=8192)
+    assert (settled.max_tokens, settled.kv) == (8192, "f32")
+    found = resolve(settled, context=8192, vocab=10, kv_bytes=1024, memory=1 << 40, encoder=True)
+    assert (found.encoder, found.max_len, found.num_blocks) == (True, 8192, 2 * (512 + 4))
+    few = resolve(
+        settle(Config(model="m", device="cpu", max_rows=4, max_tokens=100), whole=8192),
+        context=8192,
+        vocab=10,
+        kv_bytes=1024,
+        memory=1 << 40,
+        encoder=True,
+    )
+    assert (few.max_len, few.max_tokens, few.num_blocks) == (100, 100, 2 * (7 + 4))
+
+
+def test_an_encoder_takes_the_step_and_the_cache_it_is_told() -> None:
+    settled = settle(Config(model="m", device="cpu", max_len=600, kv="f16"), whole=8192)
+    assert (settled.max_tokens, settled.kv) == (600, "f16")
+    assert settle(Config(model="m", device="cpu", max_len=300), whole=8192).max_tokens == 512
+    assert settle(Config(model="m", device="cuda"), whole=512).kv == "auto"
+
+
 def test_refuses_what_cannot_be() -> None:
     with pytest.raises(ConfigError, match="max_len 2000 is beyond the model's context of 1024"):
         limits(max_len=2000)

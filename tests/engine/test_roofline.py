@@ -24,7 +24,7 @@ from penstock.engine.roofline import (
     prefill_time,
 )
 from penstock.model.load import Checkpoint
-from penstock.model.spec import AttentionSpec, ModelSpec, RopeSpec
+from penstock.model.spec import AttentionSpec, ExpertSpec, ModelSpec, RopeSpec
 
 MACHINE = Machine(step=1.0, layer=0.5, cache=10.0, scores=100.0, roofs={"Q8_0": Roof(10.0, 1000.0)})
 LOADS = (Load("Q8_0", bytes=100.0, products=100.0), Load("Q8_0", bytes=50.0, products=50.0, sampled=True))
@@ -84,6 +84,14 @@ def test_what_is_multiplied_with_counts_and_the_head_for_sampled_rows(tied: bool
     demand = demand_of(one.spec, one.tensors, lambda tensor: Held("fp8", 8), kv_token=7)
     assert set(demand.loads) == {Load("fp8", 4096, 4096), Load("fp8", 6144, 6144, sampled=True)}
     assert (demand.kv_token, demand.windows, demand.q_width, demand.kinds) == (7, (0,), 64, ["fp8"])
+
+
+def test_a_row_needs_some_of_the_experts() -> None:
+    one = checkpoint(tied=True)
+    tensors = {f"layers.0.experts.{i}.up": one.tensors["layers.0.q"] for i in range(4)}
+    spec = replace(one.spec, experts=ExpertSpec(count=4, chosen=1, hidden=64))
+    demand = demand_of(spec, tensors, Held.as_it_is, kv_token=7)
+    assert demand.loads == (Load("F16", 4 * 8192, 4 * 4096, share=0.25),)
 
 
 def test_the_outlook_of_plain_weights_tells_of_all_that_they_could_become(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from penstock.backend.ref import RefBackend
 from penstock.errors import MalformedFile, UnsupportedModel
 from penstock.model.load import load_model, open_checkpoint, read_config
 from penstock.model.quant import dequantize
-from penstock.model.tensor import FLOAT8, FORMATS, Scales, Tensor, transposed
+from penstock.model.tensor import FLOAT8, FORMATS, Scales, Tensor, some_rows, transposed
 
 GPT2 = {  # as openai-community/gpt2 has it
     "activation_function": "gelu_new",
@@ -72,6 +72,7 @@ def test_gpt2():
     assert not spec.attn.rope.inv_freq
     assert read_config(GPT2 | {"n_inner": 99, "activation_function": "relu"}).hidden == 99
     assert read_config(GPT2 | {"_num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}) == spec
+    assert read_config(GPT2 | {"n_special": 0, "predict_special_tokens": True}) == spec  # as gpt2-medium
 
 
 def test_gpt2_may_scale_its_scores_otherwise():
@@ -81,7 +82,7 @@ def test_gpt2_may_scale_its_scores_otherwise():
     assert [deeper.attention(layer).scale for layer in (0, 1, 11)] == [1 / 8, 1 / 16, 1 / 96]
 
 
-@pytest.mark.parametrize("change", [{"add_cross_attention": True}, {"activation_function": "mish"}])
+@pytest.mark.parametrize("change", [{"add_cross_attention": True}, {"activation_function": "mish"}, {"n_special": 4}])
 def test_what_gpt2_does_not_do(change):
     with pytest.raises(UnsupportedModel, match=next(iter(change))):
         read_config(GPT2 | change)
@@ -150,6 +151,8 @@ def test_a_transposed_matrix_is_the_same_matrix(format):
     assert turned.shape == (5, 3)
     assert np.array_equal(dequantize(turned), dequantize(tensor).T, equal_nan=True)
     assert np.array_equal(transposed(turned).data, tensor.data)
+    assert np.array_equal(some_rows(turned, 1, 4).data, turned.data.reshape(5, -1)[1:4].ravel())
+    assert turned.size == tensor.size
 
 
 def test_what_cannot_be_transposed(floats):

@@ -33,6 +33,7 @@ class ToyTokenizer:
     eos_ids = frozenset({END})
     special_ids = frozenset({END})
     prefix_space = False
+    closing = ()
 
     def token_bytes(self, id: int) -> bytes:
         return b"<end>" if id == END else bytes([id])
@@ -55,6 +56,9 @@ class ToyText:
 
     def encode_prompt(self, text: str) -> list[int]:
         return list(text.encode())
+
+    def encode_whole(self, text: str) -> list[int]:
+        return self.encode_prompt(text)
 
     def render_chat(self, messages: Sequence[dict[str, Any]], **_: Any) -> str:
         return "".join(f"{message['role']}:{message['content']}\n" for message in messages) + "assistant:"

@@ -78,6 +78,23 @@ def test_sentencepiece_folder(sentencepiece_folder, sentencepiece_vectors, sente
     assert tokenizer.encode("water", bos=True) == sentencepiece.encode("water", bos=True)
 
 
+def test_a_text_may_begin_with_two_tokens(byte_level_folder):
+    """As those of GLM-4 do, whose template writes them out."""
+    library = tokenizers.Tokenizer.from_file(str(byte_level_folder / "tokenizer.json"))
+    library.add_special_tokens(["[gMASK]", "<sop>"])
+    first, second = (library.token_to_id(token) for token in ("[gMASK]", "<sop>"))
+    library.post_processor = processors.TemplateProcessing(
+        single="[gMASK] <sop> $A", special_tokens=[("[gMASK]", first), ("<sop>", second)]
+    )
+    library.save(str(byte_level_folder / "tokenizer.json"))
+    tokenizer = Tokenizer.from_folder(byte_level_folder)
+    plain = tokenizer.encode("water")
+    assert tokenizer.encode("water", bos=True) == [first, second, *plain]
+    assert tokenizer.encode("[gMASK]<sop>water", special=True, bos=True) == [first, second, *plain]
+    write(byte_level_folder, "tokenizer_config.json", {"add_bos_token": False})
+    assert Tokenizer.from_folder(byte_level_folder).encode("water", bos=True) == plain
+
+
 @pytest.mark.parametrize(("scheme", "text"), [("always", "water"), ("never", " water")])
 def test_metaspace_decoder(sentencepiece_folder, scheme, text):
     library = tokenizers.Tokenizer.from_file(str(sentencepiece_folder / "tokenizer.json"))
@@ -130,10 +147,10 @@ def test_no_tokenizer_in_the_folder(tmp_path):
 
 
 def test_a_tokenizer_of_another_kind(tmp_path):
-    library = tokenizers.Tokenizer(models.WordPiece(vocab={"[UNK]": 0}, unk_token="[UNK]"))
-    library.decoder = decoders.WordPiece()
+    library = tokenizers.Tokenizer(models.WordLevel(vocab={"[UNK]": 0}, unk_token="[UNK]"))
+    library.decoder = decoders.CTC()
     library.save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(UnsupportedModel, match="WordPiece"):
+    with pytest.raises(UnsupportedModel, match="CTC"):
         Tokenizer.from_folder(tmp_path)
 
 

@@ -242,7 +242,7 @@ def test_several_threads_encode_at_once(byte_level, byte_level_vectors):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"tokenizer.ggml.model": "bert"}, "'bert'"),
+        ({"tokenizer.ggml.model": "rwkv"}, "'rwkv'"),
         ({"tokenizer.ggml.pre": "nobody-knows"}, "'nobody-knows'"),
     ],
 )

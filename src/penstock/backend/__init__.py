@@ -15,9 +15,10 @@ DEVICES = ("auto", "cpu", "cuda", "ref")
 QUANTIZATIONS = {"cuda": ("fp8", "int4")}  # what plain weights can become at load
 
 
-def settle(config: Config, float8: bool = False) -> Config:
+def settle(config: Config, float8: bool = False, whole: int = 0) -> Config:
     """The device named, and steps of the sizes that suit it, and weights that are `float8` or become it, where none are
-    given."""
+    given. `whole`: tokens of the longest prompt of a model that takes prompts in one step; it keeps no KV, so what it
+    has for the step is as exact as the device computes."""
     device = config.device
     if device == "auto":
         device = "cuda" if has_cuda() else "cpu"
@@ -28,8 +29,9 @@ def settle(config: Config, float8: bool = False) -> Config:
         config,
         device=device,
         max_rows=config.max_rows or rows,
-        max_tokens=config.max_tokens or tokens,
+        max_tokens=config.max_tokens or max(tokens, config.max_len or whole if whole else 0),
         mixed_tokens=config.mixed_tokens or mixed,
+        kv="f32" if whole and (device, config.kv) == ("cpu", "auto") else config.kv,
     )
 
 

@@ -40,7 +40,7 @@ def state(context: Sequence[int] | NDArray[np.int64], vocab: int) -> list[int]:
 
 def pooled(prompt: Sequence[int], kind: str, vocab: int) -> bytes:
     """What the fake must answer for an embedding, computed with no cache at all."""
-    ends = range(len(prompt) if kind == "last" else 1, len(prompt) + 1)
+    ends = range(len(prompt) if kind == "last" else 1, 2 if kind == "cls" else len(prompt) + 1)
     mean: NDArray[np.float64] = np.mean([state(prompt[:end], vocab) for end in ends], axis=0)
     return mean.astype("<f4").tobytes()
 

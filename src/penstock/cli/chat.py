@@ -51,6 +51,7 @@ def chat(
     params = SamplingParams(temperature=temperature, top_p=top_p, seed=seed, max_tokens=max_tokens)
     settings = {"device": device, "threads": threads, "max_len": max_len, "quantize": quantize, "kv": kv}
     with LLM(path, max_rows=1, **settings) as llm:
+        llm.check_answers()
         note(f"{model} is listening. /help for help, Ctrl-D to leave.")
         _keep_history()
         _talk(Conversation(llm, params, system))

@@ -129,7 +129,7 @@ def _here(checkpoint: Checkpoint) -> dict[str, Any]:
     from penstock.config import Config
     from penstock.engine.outlook import outlooks
 
-    config = settle(Config(model=str(checkpoint.path)))
+    config = settle(Config(model=str(checkpoint.path)), checkpoint.float8, checkpoint.whole)
     found = {way.quantize or "as it is": way for way in outlooks(config, checkpoint, 1, lambda *_: None)}
     first, backend = found["as it is"], open_backend(config)
     kinds = Counter(backend.held(tensor).kind for tensor in checkpoint.tensors.values() if len(tensor.shape) > 1)

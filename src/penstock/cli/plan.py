@@ -81,7 +81,7 @@ def _speeds(speed: Speed | None) -> list[str]:
     prompt = f"of a prompt of {speed.prompt:,} tokens ({speed.prompt / speed.first_token:,.0f} tok/s)"
     return [
         "to be expected",
-        f"  {'first token':<18}{speed.first_token:>8.3g} s   {prompt}",
+        f"  {'first token' if speed.together else 'an embedding':<18}{speed.first_token:>8.3g} s   {prompt}",
         *(
             f"  {'one sequence' if count == 1 else f'{count} sequences':<18}{total:>8,.0f} tok/s"
             + (f"   {total / count:,.0f} each" if count > 1 else "")
@@ -106,6 +106,6 @@ def _print_others(outlooks: Sequence[Outlook]) -> None:
             f"{memory.limits.max_len:,}",
             f"{memory.whole_sequences:,}",
             f"{speed.first_token:.3g} s" if speed else "",
-            f"{speed.alone:,.0f}" if speed else "",
+            f"{speed.alone:,.0f}" if speed and speed.alone else "",
         )
     print_table(table)

@@ -61,6 +61,8 @@ def _check_sequence(scheduler: Scheduler, seq: Sequence) -> None:
     size = scheduler.cache.block_size
     assert seq.computed <= seq.planned <= seq.end <= seq.max_len, f"sequence {seq.id} is ahead of itself"
     assert seq.planned <= len(seq.blocks) * size, f"sequence {seq.id} computes positions it has no blocks for"
+    if scheduler.limits.encoder:
+        assert seq.planned in (0, seq.end), f"sequence {seq.id} was cut at {seq.planned} of {seq.end} tokens"
     shared = [node.block for node in seq.nodes]
     assert shared == seq.blocks[: len(shared)], f"sequence {seq.id}: block table and trie differ"
     tokens = [token for node in seq.nodes for token in node.key if isinstance(token, int)]

@@ -29,6 +29,12 @@ def share(wanted: int, budget: int, behind: int) -> int:
     return min(wanted, budget - behind)
 
 
+def starts(limits: Limits, wanted: int, budget: int) -> bool:
+    """Whether what is left of a step is enough for a sequence that has so much to compute. Where attention is not
+    causal, that is all of it or nothing."""
+    return budget >= (wanted if limits.encoder else 1)
+
+
 def admits(available: int, needed: int, owed: int, running: int) -> bool:
     """Whether a sequence that needs `needed` blocks for what it already has to say may come in. `owed` blocks are
     still to be taken for what the running ones have to say, and each of them should find one more to grow into."""

@@ -36,6 +36,8 @@ class Scheduler:
     def __init__(self, limits: Limits) -> None:
         if limits.max_tokens < limits.max_rows:
             raise ConfigError(f"a step of {limits.max_tokens} tokens cannot serve {limits.max_rows} rows")
+        if limits.encoder and limits.max_len > limits.max_tokens:
+            raise ConfigError(f"a step of {limits.max_tokens} tokens cannot hold one sequence of {limits.max_len}")
         if limits.max_len > limits.num_blocks * limits.block_size:
             raise ConfigError(f"{limits.num_blocks} blocks cannot hold one sequence of {limits.max_len} tokens")
         self.limits = limits
@@ -182,6 +184,8 @@ class Scheduler:
             if self._should_wait(seq):
                 index += 1
                 continue
+            if not policy.starts(self.limits, seq.end, budget):
+                break
             matched = self.cache.match(seq)
             seq.awaits = self.cache.awaited(seq, len(matched))
             if seq.awaits is not None:

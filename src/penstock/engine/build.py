@@ -46,7 +46,7 @@ def open_engine(config: Config, tell: Tell = silent) -> Engine:
 
 def build_engine(config: Config, checkpoint: Checkpoint, tell: Tell = silent) -> Engine:
     """`tell` hears, on a GPU, what memory is for before any is taken, and where the time went."""
-    config, ledger = settle(config, checkpoint.float8), Ledger()
+    config, ledger = settle(config, checkpoint.float8, checkpoint.whole), Ledger()
     if config.device != "cuda":
         tell = silent
     backend = open_backend(config)
@@ -69,17 +69,19 @@ def build_engine(config: Config, checkpoint: Checkpoint, tell: Tell = silent) ->
 
 def _reserve(config: Config, checkpoint: Checkpoint, backend: Backend) -> Limits:
     """Limits, and the cache they speak of; a little less where there turns out to be less memory than a moment ago."""
+    spec = checkpoint.spec
     for left in reversed(range(TRIES)):
         room = backend.kv_memory()
         if config.device == "cuda":
             config = replace(config, kv_memory=min(config.kv_memory or room, room))
         limits = resolve(
             config,
-            context=checkpoint.spec.max_len,
-            vocab=checkpoint.spec.vocab,
+            context=spec.max_len,
+            vocab=spec.vocab,
             kv_bytes=backend.kv_bytes_per_token(),
             memory=room,
-        )._replace(dim=checkpoint.spec.dim)
+            encoder=spec.encoder,
+        )._replace(dim=spec.dim, pooling=spec.pooling)
         try:
             backend.reserve_kv(limits.num_blocks, limits.block_size)
         except OutOfMemory:

@@ -73,6 +73,8 @@ class Engine:
     def add(self, request: Request) -> None:
         """Raises InvalidRequest for what could never be answered. Ids are the caller's and never used twice. One with
         a grammar starts when that is compiled: what is wrong with it is told by a step."""
+        if self.limits.encoder and not request.pooling:
+            raise InvalidRequest("this model makes embeddings and no text: ask for one", param="model")
         grammar = request.sampling.grammar
         if grammar is not None and grammar.thinking and grammar.thinking.budget is not None:
             _refuse_scores(request)
@@ -96,7 +98,7 @@ class Engine:
             salt=request.salt,
             score=request.sampling.prompt_logprobs is not None,
             lockstep=Sampler.needs_history(request),
-            private=request.pooling == "mean",
+            private=request.pooling == "mean" or self.limits.encoder,
             owner=request.owner,
             explain=request.explain,
         )

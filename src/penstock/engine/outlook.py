@@ -22,12 +22,12 @@ TOGETHER = (1, 8, 32, 64, 128, 256)  # sequences
 
 class Speed(NamedTuple):
     prompt: int  # tokens
-    first_token: float  # seconds, with nothing else to be done
-    together: dict[int, float]  # tokens a second of so many sequences in all
+    first_token: float  # seconds, with nothing else to be done; of an encoder, to the embedding
+    together: dict[int, float]  # tokens a second of so many sequences in all; empty where there are no answers
 
     @property
-    def alone(self) -> float:
-        return self.together[1]
+    def alone(self) -> float | None:
+        return self.together.get(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +40,12 @@ class Outlook:
 
 def outlooks(config: Config, checkpoint: Checkpoint, prompt: int, rates: Rates) -> Iterator[Outlook]:
     """As the config says; where it does not, plain weights as they are, and as all that they could become."""
-    config = settle(config, checkpoint.float8)
+    config = settle(config, checkpoint.float8, checkpoint.whole)
     plain = any(tensor.format.name in PLAIN for tensor in checkpoint.tensors.values() if len(tensor.shape) > 1)
     others = QUANTIZATIONS.get(config.device, ()) if plain and not config.quantize else ()
     for quantize in (config.quantize, *others):
-        yield outlook(settle(replace(config, quantize=quantize), checkpoint.float8), checkpoint, prompt, rates)
+        settled = settle(replace(config, quantize=quantize), checkpoint.float8, checkpoint.whole)
+        yield outlook(settled, checkpoint, prompt, rates)
 
 
 def outlook(config: Config, checkpoint: Checkpoint, prompt: int, rates: Rates) -> Outlook:
@@ -65,6 +66,8 @@ def speed_of(machine: Machine, demand: Demand, memory: MemoryPlan, prompt: int) 
     context = min(prompt + ANSWER, limits.max_len)
     room = limits.num_blocks // -(-context // limits.block_size)  # sequences of that length
     counts = [count for count in TOGETHER if count == 1 or count <= min(room, limits.max_rows)]
+    if limits.encoder:
+        counts = []
     return Speed(
         prompt,
         prefill_time(machine, demand, prompt, limits.max_tokens),

@@ -62,10 +62,13 @@ def plan_memory(config: Config, spec: ModelSpec, has: Footprint) -> MemoryPlan:
     if config.kv_memory > room:
         notes.append(f"the KV cache gets {gigabytes(room)}, not the {gigabytes(config.kv_memory)} asked for")
         config = replace(config, kv_memory=0)
-    limits = resolve(config, context=spec.max_len, vocab=spec.vocab, kv_bytes=has.kv_token, memory=room)
+    limits = resolve(
+        config, context=spec.max_len, vocab=spec.vocab, kv_bytes=has.kv_token, memory=room, encoder=spec.encoder
+    )
     wanted = config.max_len or spec.max_len
     if limits.max_len < wanted:
-        notes.append(f"prompt and answer have {limits.max_len} tokens at most, not {wanted}: the cache holds no more")
+        short = "a step" if limits.max_len == limits.max_tokens and spec.encoder else "the cache"
+        notes.append(f"prompt and answer have {limits.max_len} tokens at most, not {wanted}: {short} holds no more")
     return MemoryPlan(has, limits, tuple(notes))
 
 

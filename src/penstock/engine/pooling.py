@@ -22,6 +22,8 @@ def pools(plan: StepPlan, sequences: Mapping[int, Sequence], kinds: Mapping[int,
         ends = computed == sequences[row.seq].prompt_len
         if kinds[row.seq] == "mean":
             found.append(Pool(index, first, last, row.start == 0, computed if ends else 0))
-        elif ends:
+        elif kinds[row.seq] == "cls" and row.start == 0:
+            found.append(Pool(index, first, first + 1, True, 1))
+        elif kinds[row.seq] == "last" and ends:
             found.append(Pool(index, last - 1, last, True, 1))
     return tuple(found)

@@ -48,6 +48,7 @@ class Demand(NamedTuple):
     kv_token: int
     windows: tuple[int, ...]  # of each layer; 0: none
     q_width: int
+    causal: bool = True
 
     @property
     def kinds(self) -> list[str]:
@@ -64,15 +65,16 @@ def demand_of(spec: ModelSpec, tensors: Mapping[str, Tensor], held: Callable[[Te
         sums[key] = size + held(tensor).bytes(tensor), products + prod(tensor.shape)
     loads = tuple(Load(kind, *sums[kind, share, last], share, last) for kind, share, last in sums)
     windows = tuple(spec.attention(layer).window for layer in range(spec.layers))
-    return Demand(loads, kv_token, windows, spec.attn.q_width)
+    return Demand(loads, kv_token, windows, spec.attn.q_width, spec.attn.causal)
 
 
 def used(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, float, bool]]:
     """Names of the matrices that are multiplied with, the share of rows that need each, whether only sampled ones."""
     head = "embed" if spec.tied else "head"
+    needed = spec.experts.chosen / spec.experts.count if spec.experts else 1.0
     for name, tensor in tensors.items():
         if len(tensor.shape) == 2 and (name.startswith("layers.") or name == head):
-            yield name, 1.0, name == head
+            yield name, needed if ".experts." in name else 1.0, name == head
 
 
 def products_time(machine: Machine, demand: Demand, tokens: int, sampled: int) -> float:
@@ -97,7 +99,7 @@ def prefill_time(machine: Machine, demand: Demand, tokens: int, longest: int) ->
     """To the first token of an answer, where steps have at most `longest` tokens and nothing else is to be done."""
     steps = [min(longest, tokens - first) for first in range(0, tokens, longest)]
     products = sum(products_time(machine, demand, step, int(i == len(steps) - 1)) for i, step in enumerate(steps))
-    pairs = sum(pairs_seen(tokens, window) for window in demand.windows)
+    pairs = sum(pairs_seen(tokens, window) if demand.causal else tokens**2 for window in demand.windows)
     fixed = machine.step + len(steps) * len(demand.windows) * machine.layer
     return fixed + products + 2 * demand.q_width * pairs / machine.scores
 

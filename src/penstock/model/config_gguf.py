@@ -47,6 +47,7 @@ EXPERTS = {  # keys of those families that have some
     "expert_weights_scale",
 }
 SCORINGS: dict[int, Literal["softmax", "sigmoid", "softmax_chosen"]] = {1: "softmax", 2: "sigmoid", 3: "softmax_chosen"}
+POOLINGS = ("mean", "mean", "cls", "last")  # what the numbers mean; 0 is none
 WINDOW = "attention.sliding_window"  # a key of those families that have one
 
 
@@ -109,6 +110,11 @@ def read_experts(config: Fields, spec: ModelSpec, *, scoring: int = 1, renormali
         groups=config.size("expert_group_count", 1),
         chosen_groups=config.size("expert_group_used_count", 1),
     )
+
+
+def read_pooling(config: Fields) -> str:
+    config.require("pooling_type", tuple(range(len(POOLINGS))), 0)
+    return POOLINGS[int(config.number("pooling_type", 0.0, least=0.0))]
 
 
 def read_window(config: Fields) -> int:

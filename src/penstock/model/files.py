@@ -26,18 +26,33 @@ def map_file(path: Path) -> mmap.mmap:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    with map_file(path) as data:
-        if len(data) > MAX_JSON:
-            raise MalformedFile(f"{path.name} has {len(data)} bytes; a config has at most {MAX_JSON}")
-        return parse_json(data[:], path.name)
+    return parse_json(_small(path), path.name)
+
+
+def read_list(path: Path) -> list[Any]:
+    value = _parse(_small(path), path.name)
+    if not isinstance(value, list):
+        raise MalformedFile(f"{path.name} holds {type(value).__name__} instead of a list")
+    return value
 
 
 def parse_json(text: bytes, source: str) -> dict[str, Any]:
     """An object; damaged or absurdly nested text is the file's fault."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise MalformedFile(f"{source} is not JSON: {error}") from error
+    value = _parse(text, source)
     if not isinstance(value, dict):
         raise MalformedFile(f"{source} holds {type(value).__name__} instead of an object")
     return value
+
+
+def _small(path: Path) -> bytes:
+    with map_file(path) as data:
+        if len(data) > MAX_JSON:
+            raise MalformedFile(f"{path.name} has {len(data)} bytes; a config has at most {MAX_JSON}")
+        return data[:]
+
+
+def _parse(text: bytes, source: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise MalformedFile(f"{source} is not JSON: {error}") from error

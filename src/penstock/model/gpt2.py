@@ -34,13 +34,14 @@ ACTS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu
 NEUTRAL = (
     *("attn_pdrop", "n_ctx", "reorder_and_upcast_attn", "task_specific_params", "gradient_checkpointing"),
     *(f"summary_{what}" for what in ("activation", "first_dropout", "proj_to_labels", "type", "use_proj")),
-    *("id2label", "label2id", "_num_labels", "output_past"),  # of other heads
+    *("id2label", "label2id", "_num_labels", "output_past", "predict_special_tokens"),  # of other heads
 )
 
 
 def read_hf(config: Fields) -> ModelSpec:
     config.ignore(*NEUTRAL)
     config.require("add_cross_attention", (False,), False)
+    config.require("n_special", (0,), 0)
     config.require("activation_function", tuple(ACTS), "gelu_new")
     dim, heads = config.size("n_embd"), config.size("n_head")
     spec = ModelSpec(
@@ -97,7 +98,7 @@ class Layer:
     attn_norm: LayerNorm
     attention: decoder.Attention
     mlp_norm: LayerNorm
-    mlp: Mlp
+    mlp: Mlp | decoder.Mlp
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,22 +130,22 @@ def build(spec: ModelSpec, pack: Packer) -> Gpt2:
 
 
 def assemble(spec: ModelSpec, pack: Packer, positions: Weight | None) -> Gpt2:
-    layers = tuple(
-        Layer(
-            attn_norm=layer_norm(spec, pack, f"layers.{i}.attn_norm"),
-            attention=decoder.attention(spec, pack, i),
-            mlp_norm=layer_norm(spec, pack, f"layers.{i}.mlp_norm"),
-            mlp=Mlp(
-                spec.act,
-                up=pack.matrix((f"layers.{i}.up", spec.hidden), width=spec.dim),
-                down=pack.matrix((f"layers.{i}.down", spec.dim), width=spec.hidden),
-            ),
-        )
-        for i in range(spec.layers)
-    )
+    layers = tuple(layer_of(spec, pack, i) for i in range(spec.layers))
     embed = pack.matrix(("embed", spec.vocab), width=spec.dim)
     head = embed if spec.tied else pack.matrix(("head", spec.vocab), width=spec.dim)
     return Gpt2(embed, positions, layers, layer_norm(spec, pack, "norm"), head)
+
+
+def layer_of(spec: ModelSpec, pack: Packer, index: int) -> Layer:
+    name = f"layers.{index}"
+    up = pack.matrix((f"{name}.up", spec.hidden), width=spec.dim)
+    down = pack.matrix((f"{name}.down", spec.dim), width=spec.hidden)
+    return Layer(
+        attn_norm=layer_norm(spec, pack, f"{name}.attn_norm"),
+        attention=decoder.attention(spec, pack, index),
+        mlp_norm=layer_norm(spec, pack, f"{name}.mlp_norm"),
+        mlp=Mlp(spec.act, up, down),
+    )
 
 
 def layer_norm(spec: ModelSpec, pack: Packer, name: str) -> LayerNorm:

@@ -18,6 +18,7 @@ from penstock.model.fused import split_fused
 from penstock.model.gguf_parts import read_parts
 from penstock.model.registry import Model, family, family_of_gguf, family_of_hf
 from penstock.model.safetensors import read_safetensors
+from penstock.model.sentence import with_sentence
 from penstock.model.spec import ModelSpec
 from penstock.model.tensor import Tensor
 from penstock.model.weights import Packer, Packs
@@ -44,6 +45,11 @@ class Checkpoint:
     @property
     def float8(self) -> bool:
         return any(tensor.format.name == "F8_E4M3" for tensor in self.tensors.values())
+
+    @property
+    def whole(self) -> int:
+        """Tokens that a step must have room for: those of a whole prompt, where they are computed at once."""
+        return self.spec.max_len if self.spec.encoder else 0
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -90,9 +96,10 @@ def open_gguf(path: Path) -> Checkpoint:
 
 def open_folder(path: Path) -> Checkpoint:
     values = read_json(path / CONFIG)
-    spec = read_config(values)
+    spec = with_sentence(read_config(values), path)
+    naming = family(spec.arch).HUGGING_FACE
     stored = weights_of(read_shards(path), Fields(values, CONFIG), path)
-    tensors = split_fused(names.canonical(stored, family(spec.arch).HUGGING_FACE, spec), spec)
+    tensors = split_fused(names.canonical(stored, naming, spec), spec)
     if spec.tied:
         tensors.pop("head", None)  # some checkpoints store the embedding a second time
     return Checkpoint(spec, tensors, name=path.resolve().name, path=path, metadata=values)

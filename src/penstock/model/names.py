@@ -1,8 +1,9 @@
 """One name for each tensor, whatever the checkpoint calls it; a name that is in no table is an error.
 
-embed, norm, head, in some families positions, and in each layer: attn_norm, q, k, v, o, mlp_norm, gate, up, down, in
-some families q_norm, k_norm, after_attn_norm, after_mlp_norm, router, choice_bias, shared.gate, shared.up, shared.down,
-and of each expert experts.N.gate, experts.N.up, experts.N.down; a bias is its weight's + ".bias".
+embed, norm, head, in some families positions, in encoders types and embed_norm, and in each layer: attn_norm, q, k, v,
+o, mlp_norm, gate, up, down, in some families q_norm, k_norm, after_attn_norm, after_mlp_norm, router, choice_bias,
+shared.gate, shared.up, shared.down, and of each expert experts.N.gate, experts.N.up, experts.N.down; a bias is its
+weight's + ".bias".
 """
 
 from __future__ import annotations

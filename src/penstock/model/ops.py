@@ -31,8 +31,8 @@ class Ops(Protocol[V]):
         [T, q + k + v] -> the same."""
 
     def attend(self, layer: int, qkv: V, spec: AttentionSpec) -> V:
-        """Splits qkv into q, k, v; rotates q and k; writes k and v to the paged cache of `layer`; causal attention
-        of every token over its own sequence: [T, q + k + v] -> [T, q]."""
+        """Splits qkv into q, k, v; rotates q and k; writes k and v to the paged cache of `layer`; attention of every
+        token over its own sequence, causal or not: [T, q + k + v] -> [T, q]."""
 
     def gated(self, x: V, act: str) -> V:
         """act(left half) * right half: [T, 2 * hidden] -> [T, hidden]. `act` is "silu" or "gelu_tanh"."""

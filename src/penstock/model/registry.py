@@ -37,12 +37,19 @@ HUGGING_FACE = {  # what config.json calls its architecture: the family's file
     "Qwen3MoeForCausalLM": "qwen3moe",
     "Glm4MoeForCausalLM": "glm4moe",
     "MiniMaxM2ForCausalLM": "minimaxm2",
+    "BertModel": "bert",
+    "BertForMaskedLM": "bert",
+    "RobertaModel": "bert",
+    "RobertaForMaskedLM": "bert",
+    "XLMRobertaModel": "bert",
+    "NomicBertModel": "nomic_bert",
 }
 GGUF = {
     name: name for name in ("llama", "qwen2", "qwen3", "granite", "smollm3", "phi3", "olmo2", "gemma2", "gemma3")
 }  # the same of general.architecture
 GGUF |= {"gpt2": "gpt2", "starcoder2": "starcoder2", "chatglm": "glm", "glm4": "glm4"}
 GGUF |= {"qwen3moe": "qwen3moe", "glm4moe": "glm4moe", "minimax-m2": "minimaxm2"}
+GGUF |= {"bert": "bert", "nomic-bert": "nomic_bert"}
 
 
 class Model(Protocol):

@@ -27,6 +27,7 @@ class AttentionSpec:
     multiplier: float = 0.0  # of scores; 0: one over the root of head_dim
     soft_cap: float = 0.0  # of scores; 0: none
     qk_norm: Literal["", "head", "all"] = ""  # over what q and k are normed: nothing, each head, all of them
+    causal: bool = True  # else a token sees all of its row, which is then the whole of its sequence
 
     @property
     def scale(self) -> float:
@@ -84,6 +85,18 @@ class ModelSpec:
     dense: frozenset[int] = frozenset()  # layers that have an MLP nonetheless
     shared_hidden: int = 0  # of an MLP beside the experts, which computes every token; 0: none
     unused_layers: int = 0  # that the checkpoint has besides: they guess more than one token at a time
+    pooling: str = "mean"  # what the checkpoint makes embeddings by: mean, cls or last
+    first_position: int = 0  # where its table of positions begins to be used
+
+    @property
+    def encoder(self) -> bool:
+        """Makes embeddings and no text: a prompt is computed in one step, and nothing of it is kept."""
+        return not self.attn.causal
+
+    @property
+    def kv_layers(self) -> int:
+        """Of the cache. The layers of an encoder write over each other's keys and values."""
+        return 1 if self.encoder else self.layers
 
     def attention(self, layer: int) -> AttentionSpec:
         return self.layer_attn[layer] if self.layer_attn else self.attn

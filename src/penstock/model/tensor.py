@@ -74,9 +74,6 @@ INTEGERS = {
 Bytes = NDArray[np.uint8]
 
 
-TRANSPOSABLE = tuple(FORMATS[name] for name in ("F32", "F16", "BF16"))
-
-
 class Scales(NamedTuple):
     """Shared by blocks of values: the one in row r and column c is multiplied with values[r // rows, c // columns]."""
 
@@ -128,10 +125,10 @@ def some_rows(tensor: Tensor, first: int, last: int) -> Tensor:
 
 def transposed(tensor: Tensor) -> Tensor:
     """A matrix that lies (in, out) as others do."""
-    if tensor.format not in TRANSPOSABLE or len(tensor.shape) != 2:
+    if tensor.format.name not in PLAIN or len(tensor.shape) != 2:
         raise UnsupportedModel(
             f"tensor {tensor.name!r} of shape {tensor.shape} in {tensor.format.name} lies the other way around, which "
-            f"can be undone for matrices in {', '.join(plain.name for plain in TRANSPOSABLE)} alone"
+            f"can be undone for matrices in {', '.join(PLAIN)} alone"
         )
     values = tensor.data.view(f"u{tensor.format.bytes}").reshape(tensor.shape)
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.errors import MalformedFile
 from penstock.model.quant import dequantize
@@ -51,6 +52,19 @@ class Packer:
         choice_bias = self._take(f"{layer}.choice_bias", (spec.count,)) if spec.choice_bias else None
         return self._backend.pack_experts(up, down, choice_bias)
 
+    def table(self, name: str, first: int, count: int, width: int, plus: str) -> Any:
+        """So many rows of a table; to each the first row of table `plus` is added, where there is one."""
+        table = self._take_rows(name, first + count, width)
+        values = dequantize(table)[first : first + count]
+        if plus in self._tensors:
+            values = values + dequantize(self._take_rows(plus, 1, width))[0]
+        return self._pack_values(table.name, values)
+
+    def repeated(self, name: str, count: int, width: int) -> Any:
+        """A table of so many rows, all of them the first of another."""
+        table = self._take_rows(name, 1, width)
+        return self._pack_values(table.name, np.repeat(dequantize(table)[:1], count, axis=0))
+
     def check_all_used(self) -> None:
         """A tensor that nothing asked for means the model would be computed wrongly."""
         unused = sorted(self._tensors.keys() - self._used)
@@ -67,6 +81,18 @@ class Packer:
             self._take(f"{name}.bias", (rows,)) if f"{name}.bias" in self._tensors else None for name, rows in parts
         ]
         return Stack(tensors, biases)
+
+    def _pack_values(self, name: str, values: NDArray[np.float32]) -> Any:
+        data = np.ascontiguousarray(values).view(np.uint8).reshape(-1)
+        return self._backend.pack_matrix([Tensor(name, FORMATS["F32"], values.shape, data)], [None])
+
+    def _take_rows(self, name: str, least: int, width: int) -> Tensor:
+        found = self._tensors[name].shape if name in self._tensors else ()
+        if len(found) == 2 and found[0] < least:
+            raise MalformedFile(
+                f"tensor {self._tensors[name].name!r} has {found[0]} rows; the model's config needs {least}"
+            )
+        return self._take(name, (found[0] if len(found) == 2 else least, width))
 
     def _take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         tensor = self._tensors.get(name)

@@ -13,7 +13,7 @@ from penstock.errors import EngineUnavailable, InvalidRequest, ModelNotFound, Ov
 from penstock.ipc.client import EngineClient
 from penstock.server.notes import notes
 from penstock.server.watch.metrics import Metrics
-from penstock.text import Text, make_request
+from penstock.text import Text, check_answers, make_request
 from penstock.types import Limits, Request, SamplingParams
 
 T = TypeVar("T")
@@ -47,6 +47,11 @@ class Served(NamedTuple):
         return self.client.hello.limits
 
     @property
+    def encoder(self) -> bool:
+        """Whether embeddings are all that the model makes, as far as is known."""
+        return self.client.hello is not None and self.client.hello.limits.encoder
+
+    @property
     def places(self) -> float:
         """How many requests may be here, computed and waiting; without an engine all are answered at once."""
         if self.line is None or self.client.hello is None:
@@ -70,6 +75,9 @@ class Served(NamedTuple):
         if name != self.name:
             raise ModelNotFound(f"the model {name!r} does not exist here; this server serves {self.name!r}")
 
+    def check_answers(self) -> None:
+        check_answers(self.limits)
+
     def check_ids(self, ids: Collection[int], param: str) -> None:
         vocab = min(self.limits.vocab, self.text.tokenizer.vocab_size)
         if ids and not (min(ids) >= 0 and max(ids) < vocab):
@@ -81,6 +89,7 @@ class Served(NamedTuple):
     ) -> Request:
         """The engine's request for a prompt; refuses what could not fit. `param` is the field the prompt came in;
         without a max_tokens the answer has `default` tokens, or what the context has room for."""
+        self.check_answers()
         noted = notes()
         made = make_request(
             self.client.next_id(),

@@ -58,6 +58,8 @@ async def tokenize(served: Served, http: HttpRequest) -> Response:
     bos = asked.add_special if asked.content is not None else asked.add_special_tokens
     tokenizer = served.text.tokenizer
     ids = await off_loop(len(text), lambda: tokenizer.encode(text, special=asked.parse_special, bos=bos))
+    if bos and served.encoder:
+        ids += tokenizer.closing
     pieces = [tokenizer.token_text(id) for id in ids] if asked.return_token_strs or asked.with_pieces else None
     answer: dict[str, Any] = {"count": len(ids), "max_model_len": served.limits.max_len, "tokens": ids}
     if pieces is not None and asked.return_token_strs:

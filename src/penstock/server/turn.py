@@ -35,6 +35,7 @@ class Turn(NamedTuple):
 
 
 async def prompt_of(served: Served, messages: Sequence[dict[str, Any]], use: ToolUse, **fields: Any) -> ChatPrompt:
+    served.check_answers()
     size = sum(len(message["content"] or "") for message in messages)
     return await off_loop(size, lambda: served.text.chat_prompt(messages, tools=use.tools, **fields))
 

@@ -6,7 +6,7 @@ from penstock.text.answer import Delta, read_step
 from penstock.text.chat import ChatTemplate
 from penstock.text.detok import TextStream
 from penstock.text.embedding import check_dimensions, embedding, embedding_request
-from penstock.text.request import make_request
+from penstock.text.request import check_answers, make_request
 from penstock.text.text import ChatPrompt, Text
 from penstock.text.tokenizer import Tokenizer
 
@@ -17,6 +17,7 @@ __all__ = [
     "Text",
     "TextStream",
     "Tokenizer",
+    "check_answers",
     "check_dimensions",
     "embedding",
     "embedding_request",

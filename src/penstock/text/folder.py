@@ -3,35 +3,40 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
 from penstock.errors import MalformedFile, UnsupportedModel
+from penstock.text import wordpiece
 from penstock.text.vocabulary import Vocabulary, byte_level, end_ids, sentencepiece
 
 
 def vocabulary_from_folder(path: Path) -> Vocabulary:
-    library = _load(path / "tokenizer.json")
     config = read_json(path / "tokenizer_config.json")
+    library = _load(path, config)
     added = library.get_added_tokens_decoder()
     names = _names(config)
-    leading = library.encode("").ids[:1]
+    leading, closing = _around(library)
     bos = library.token_to_id(names["bos_token"]) if "bos_token" in names else next(iter(leading), None)
     steps = _decoder_steps(library)
     ends = _declared_ends(path, library, names) | end_ids({token.content: id for id, token in added.items()})
     return Vocabulary(
         library=library,
         size=library.get_vocab_size(),
-        spell=byte_level if "ByteLevel" in steps else sentencepiece,
+        spell=_spelling(steps),
         literal=frozenset(added),
         special=frozenset({id for id, token in added.items() if token.special} | ends),
         ends=frozenset(ends),
+        after_bos=_after(bos, library),
         names=names,
         bos=bos,
         add_bos=bool(config.get("add_bos_token", leading == [bos])),
-        prefix_space="Strip" in steps or steps.get("Metaspace", {}).get("prepend_scheme", "never") != "never",
+        prefix_space=bool({"Strip", "WordPiece"} & steps.keys())
+        or steps.get("Metaspace", {}).get("prepend_scheme", "never") != "never",
+        closing=tuple(closing),
     )
 
 
@@ -48,6 +53,13 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+def _after(bos: int | None, library: tokenizers.Tokenizer) -> tuple[int, ...]:
+    """What the tokenizer puts between that and a text."""
+    whole = library.encode("a")
+    leading = whole.ids[: [*whole.special_tokens_mask, 0].index(0)]
+    return tuple(leading[1:]) if leading[:1] == [bos] else ()
+
+
 def _names(config: dict[str, Any]) -> dict[str, str]:
     """Special tokens by name; tokenizer_config.json gives their text, or an object with the text and more."""
     texts = {
@@ -58,9 +70,14 @@ def _names(config: dict[str, Any]) -> dict[str, str]:
     return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
-def _load(path: Path) -> tokenizers.Tokenizer:
+def _load(folder: Path, config: dict[str, Any]) -> tokenizers.Tokenizer:
+    path = folder / "tokenizer.json"
+    if not path.exists() and (folder / "vocab.txt").exists():
+        return wordpiece.from_vocab_txt(folder / "vocab.txt", config)
     if not path.exists():
-        raise UnsupportedModel(f"{path.parent} has no tokenizer.json, the only tokenizer format read from a folder")
+        raise UnsupportedModel(
+            f"{folder} has no tokenizer.json, and no vocab.txt in its place; other tokenizers are not read"
+        )
     try:
         library = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception
@@ -70,11 +87,25 @@ def _load(path: Path) -> tokenizers.Tokenizer:
     return library
 
 
+def _around(library: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:
+    """What the tokenizer puts before a text (the first of it) and after one."""
+    whole = library.encode("a")
+    special = whole.special_tokens_mask
+    after = next((count for count, each in enumerate(reversed(special)) if not each), 0)
+    return whole.ids[: special[0] if special else 0], whole.ids[len(special) - after :]
+
+
+def _spelling(steps: dict[str, dict[str, Any]]) -> Callable[[str], bytes]:
+    if "WordPiece" in steps:
+        return wordpiece.spell
+    return byte_level if "ByteLevel" in steps else sentencepiece
+
+
 def _decoder_steps(library: tokenizers.Tokenizer) -> dict[str, dict[str, Any]]:
     """The steps by which the library turns tokens into text: their settings by name."""
     state = json.loads(library.decoder.__getstate__()) if library.decoder else {"type": "none"}
     steps = {step["type"]: step for step in state.get("decoders", [state])}
-    if not steps.keys() & {"ByteLevel", "ByteFallback", "Metaspace"}:
+    if not steps.keys() & {"ByteLevel", "ByteFallback", "Metaspace", "WordPiece"}:
         raise UnsupportedModel(f"a tokenizer.json that decodes by {', '.join(steps)} is not supported")
     return steps
 

@@ -11,6 +11,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 
 from penstock.errors import MalformedFile, UnsupportedModel
+from penstock.text import wordpiece
 from penstock.text.pretokenize import PRETOKENIZERS
 from penstock.text.vocabulary import SPACE, Vocabulary, byte_level, end_ids, sentencepiece
 
@@ -34,6 +35,8 @@ class _Encoder(NamedTuple):
     spell: Callable[[str], bytes]
     add_bos: bool  # unless the file says otherwise
     prefix_space: bool
+    bos: int | None = None  # where the file names none
+    closing: tuple[int, ...] = ()
 
 
 @contextmanager
@@ -60,6 +63,7 @@ def vocabulary_from_metadata(metadata: Metadata) -> Vocabulary:
     special = {id for id in literal if tokens.kinds[id] != USER_DEFINED} | set(named.values()) | ends
 
     encoder = builder(metadata, tokens)
+    closing = encoder.closing or ((named["eos"],) if "eos" in named and metadata.get(f"{_KEY}add_eos_token") else ())
     encoder.library.add_tokens(
         [AddedToken(tokens.texts[id], special=id in special, normalized=False) for id in sorted(literal)]
     )
@@ -71,9 +75,10 @@ def vocabulary_from_metadata(metadata: Metadata) -> Vocabulary:
         special=frozenset(special),
         ends=frozenset(ends),
         names={f"{name}_token": tokens.texts[id] for name, id in named.items()},
-        bos=named.get("bos"),
+        bos=named.get("bos", encoder.bos),
         add_bos=bool(metadata.get(f"{_KEY}add_bos_token", encoder.add_bos)),
         prefix_space=encoder.prefix_space,
+        closing=closing,
     )
 
 
@@ -109,7 +114,32 @@ def _sentencepiece_encoder(metadata: Metadata, tokens: _Tokens) -> _Encoder:
     return _Encoder(library, sentencepiece, add_bos=True, prefix_space=prefix_space)
 
 
-_BUILDERS = {"gpt2": _byte_level_encoder, "llama": _sentencepiece_encoder}
+def _wordpiece_encoder(metadata: Metadata, tokens: _Tokens) -> _Encoder:
+    """The file marks the pieces that begin a word, with a space, and not those inside of one."""
+    kinds = dict(zip(tokens.texts, tokens.kinds, strict=True))
+    words = [text for text, kind in kinds.items() if kind == NORMAL]
+    vocab = {_piece(text) if kinds[text] == NORMAL else text: id for text, id in tokens.ids.items()}
+    begins, ends, unknown = (
+        _spelled(tokens, name, text)
+        for name, text in (("bos", wordpiece.BEGINS), ("sep", wordpiece.ENDS), ("unk", wordpiece.UNKNOWN))
+    )
+    library = wordpiece.wordpiece(vocab, tokens.texts[unknown], lowercase=not wordpiece.is_cased(words))
+    return _Encoder(library, wordpiece.spell, add_bos=True, prefix_space=True, bos=begins, closing=(ends,))
+
+
+def _piece(text: str) -> str:
+    return text.removeprefix(SPACE) if text.startswith(SPACE) else wordpiece.INSIDE + text
+
+
+def _spelled(tokens: _Tokens, name: str, text: str) -> int:
+    """The token that the file gives this name, or else the one of this text."""
+    id = tokens.named.get(name, tokens.ids.get(text))
+    if id is None:
+        raise MalformedFile(f"{_KEY}tokens has no {text!r}, and nothing says which token is {name}")
+    return id
+
+
+_BUILDERS = {"gpt2": _byte_level_encoder, "llama": _sentencepiece_encoder, "bert": _wordpiece_encoder}
 
 
 def _merges(tokens: _Tokens, scores: list[float]) -> list[tuple[str, str]]:
@@ -183,7 +213,7 @@ def _check_length(name: str, values: list[Any], tokens: list[str]) -> None:
 
 def _named_ids(metadata: Metadata, size: int) -> dict[str, int]:
     keys = {name: f"{_KEY}{name}_token_id" for name in ("bos", "eos", "eot", "eom")}
-    keys["unk"] = f"{_KEY}unknown_token_id"
+    keys |= {"unk": f"{_KEY}unknown_token_id", "sep": f"{_KEY}seperator_token_id"}
     named = {name: metadata[key] for name, key in keys.items() if key in metadata}
     for name, id in named.items():
         if not isinstance(id, int) or not 0 <= id < size:

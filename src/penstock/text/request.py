@@ -6,7 +6,17 @@ from collections.abc import Sequence
 
 from penstock.errors import ContextTooLong, InvalidRequest
 from penstock.text.tokenizer import Tokenizer
-from penstock.types import Request, SamplingParams
+from penstock.types import Limits, Request, SamplingParams
+
+
+def check_answers(limits: Limits) -> None:
+    """Refuses to ask a model for text that has none to give."""
+    if limits.encoder:
+        raise InvalidRequest(
+            "this model is an encoder, which makes embeddings and no text: send texts to /v1/embeddings or /api/embed, "
+            "or to LLM.embed",
+            param="model",
+        )
 
 
 def make_request(

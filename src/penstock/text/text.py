@@ -72,6 +72,10 @@ class Text:
         """Special tokens may be spelled out in the text; a BOS is put before it when the model wants one."""
         return self.tokenizer.encode(text, special=True, bos=True)
 
+    def encode_whole(self, text: str) -> list[int]:
+        """A text that nothing will follow: with what the model's tokenizer puts after one."""
+        return [*self.encode_prompt(text), *self.tokenizer.closing]
+
 
 @lru_cache(maxsize=64)
 def _special_in(tokenizer: Tokenizer, markers: tuple[str, ...]) -> frozenset[int]:

@@ -26,9 +26,11 @@ class Tokenizer:
         self.vocab_size = vocabulary.size
         self.bos_id = vocabulary.bos
         self.eos_ids = vocabulary.ends
+        self._after_bos = vocabulary.after_bos
         self.special_ids = vocabulary.special
         self.names = vocabulary.names
         self.prefix_space = vocabulary.prefix_space
+        self.closing = vocabulary.closing
         self._add_bos = vocabulary.add_bos
         self._parsing = vocabulary.library
         self._literal = _without_parsing(vocabulary.library)
@@ -51,7 +53,7 @@ class Tokenizer:
         batch = library.encode_batch_fast([_well_formed(text)], add_special_tokens=False)  # encode keeps the GIL
         ids = list(batch[0].ids)
         if bos and self._add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
-            ids.insert(0, self.bos_id)
+            ids[:0] = self.bos_id, *self._after_bos
         return ids
 
     def decode(self, ids: Sequence[int], *, special: bool = False, continuing: bool = False) -> str:

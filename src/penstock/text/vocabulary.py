@@ -38,9 +38,11 @@ class Vocabulary:
     special: frozenset[int]  # those that carry structure, not text
     ends: frozenset[int]
     names: Mapping[str, str]  # what templates call some special tokens: bos_token, eos_token, ...
+    after_bos: tuple[int, ...] = ()  # what belongs to it, in families where a text begins with more than one token
     bos: int | None
     add_bos: bool
     prefix_space: bool  # text is encoded as if a space came before it
+    closing: tuple[int, ...] = ()  # what comes after a text that is whole, as those are that become embeddings
 
 
 def end_ids(literal: Mapping[str, int]) -> set[int]:

@@ -54,6 +54,7 @@ class Program:
         interleaved: bool,
         scale: float,
         soft_cap: float,
+        causal: bool = True,
     ) -> None: ...
     def norm_qk(
         self,

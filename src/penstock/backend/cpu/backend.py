@@ -71,7 +71,7 @@ class CpuBackend:
         return held(tensor)
 
     def footprint(self, spec: ModelSpec, tensors: Iterable[Tensor]) -> Footprint:
-        kv_token = 2 * spec.layers * spec.attn.kv_heads * KV_HEAD_BYTES[self._kv](spec.attn.head_dim)
+        kv_token = 2 * spec.kv_layers * spec.attn.kv_heads * KV_HEAD_BYTES[self._kv](spec.attn.head_dim)
         weights = sum(self.held(tensor).bytes(tensor) for tensor in tensors)
         return Footprint.on_host(int(weights), kv_token)
 

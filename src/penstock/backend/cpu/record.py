@@ -103,6 +103,7 @@ class Recorder:
                 interleaved=spec.rope.interleaved,
                 scale=spec.scale,
                 soft_cap=spec.soft_cap,
+                causal=spec.causal,
             )
 
         self._add((qkv,), (out,), emit)

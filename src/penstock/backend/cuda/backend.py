@@ -141,7 +141,7 @@ class CudaBackend:
         weights = weight_bytes(listed, self._quantize)
         unpacks = self._quantize == "int4" or any(tensor.format.name in KEPT for tensor in listed)
         workspace = workspace_bytes(spec, self._sizes.tokens, self._sizes.rows, unpacks)
-        kv_token = spec.layers * self._kv.bytes_per_token(spec.attn)
+        kv_token = spec.kv_layers * self._kv.bytes_per_token(spec.attn)
         if self._stream is None:
             return Footprint("the interpreter", 1 << 30, 1 << 30, weights, workspace, 0, kv_token)
         free, total = torch.cuda.mem_get_info()

@@ -41,7 +41,7 @@ class Fields:
     token_slots: Any  # [T]
     places: Any  # [T] in the cache, counted in tokens
     parts: Any  # [P, 8] see decode_attention
-    tiles: Any  # [Q, 4] see prefill_attention
+    tiles: Any  # [Q, 5] see prefill_attention
     sampled: Any  # [S]
     target: Any  # [S]
     sample_slots: Any  # [S] where the sampled token is kept for the next step
@@ -61,7 +61,7 @@ FLOATS = ("temperature", "top_p", "min_p")
 def offsets(shape: Shape) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
     """(begin, end, shape) of every field but the tables."""
     t, s, _, p, q = shape
-    sizes = ((4,), (t,), (t,), (t,), (t,), (p, 8), (q, 4), *[(s,)] * 7, (s, 2))
+    sizes = ((4,), (t,), (t,), (t,), (t,), (p, 8), (q, 5), *[(s,)] * 7, (s, 2))
     found = []
     at = 0
     for size in sizes:
@@ -93,7 +93,7 @@ class Plan:
 
     shape: Shape
     parts: Ints  # [P, 8]
-    tiles: Ints  # [Q, 4]
+    tiles: Ints  # [Q, 5]
 
 
 def plan(batch: Batch, tile_tokens: int, pad: Callable[[Shape], Shape]) -> Plan:
@@ -126,12 +126,12 @@ def cut_contexts(tokens: Ints, rows: Ints, lengths: Ints) -> Ints:
 def tiles_of(batch: Batch, rows: Any, tile_tokens: int) -> Ints:
     """Runs of at most `tile_tokens` tokens; the longest contexts come first, so that none is left for the end."""
     tiles = [
-        (token, row, batch.positions[token], min(tile_tokens, last - token))
+        (token, row, batch.positions[token], min(tile_tokens, last - token), batch.positions[last - 1] + 1)
         for row in rows.tolist()
         for token, last in _runs(batch, row, tile_tokens)
     ]
     tiles.sort(key=lambda tile: -tile[2])
-    return np.array(tiles, np.int32).reshape(-1, 4)
+    return np.array(tiles, np.int32).reshape(-1, 5)
 
 
 def _runs(batch: Batch, row: int, tile_tokens: int) -> Iterator[tuple[int, int]]:

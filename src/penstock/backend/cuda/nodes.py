@@ -111,7 +111,7 @@ class Attend:
             places = step.positions, step.places
             turned = self.frequencies, rope.scale, len(rope.inv_freq), rope.interleaved
             rope_and_store(qkv, *turned, *places, cache, scales)
-            about = spec.scale, spec.window, scales, spec.soft_cap
+            about = spec.scale, spec.window, scales, spec.soft_cap, spec.causal
             attend_tiles(qkv, cache, step.tiles, step.tables, step.header, out, *about)
         else:
             turn = Turn(self.frequencies, step.places, rope.scale, len(rope.inv_freq), rope.interleaved)

@@ -170,6 +170,25 @@ def attend(rng: Random, *, spec: AttentionSpec, lengths: Sequence[int], longest:
     )
 
 
+def attend_whole(rng: Random, *, spec: AttentionSpec, lengths: Sequence[int]) -> Trial:
+    """The same of whole sequences, all in one step; twice, as layers that share a cache."""
+    sizes = [-(-length // BLOCK_SIZE) for length in lengths]
+    tables = np.split(rng.permutation(sum(sizes)), np.cumsum(sizes)[:-1])
+    ends = np.cumsum(lengths).tolist()
+    chunks = [
+        Chunk(range(end - length, end), 0, table.tolist(), slot)
+        for slot, (length, end, table) in enumerate(zip(lengths, ends, tables, strict=True))
+    ]
+
+    def forward(ops: Ops[Any], table: Any, other: Any) -> Any:
+        return ops.add(ops.attend(0, ops.embed(table), spec), ops.attend(0, ops.embed(other), spec))
+
+    width = spec.q_width + 2 * spec.kv_width
+    return Trial(
+        forward, [inputs(rng, sum(lengths), width) for _ in range(2)], [greedy_batch(chunks)], num_blocks=sum(sizes)
+    )
+
+
 def gated(rng: Random, *, tokens: int, hidden: int, act: str = "silu") -> Trial:
     table = inputs(rng, tokens, 2 * hidden)
     table.parts[0].data.view(np.float32)[:: hidden + 1] *= 100  # where exp overflows
@@ -382,4 +401,18 @@ CASES = (
     *(Case("activate", a, "F32", FLOAT, partial(activate, act=a)) for a in ("silu", "gelu", "gelu_tanh", "relu")),
     Case("embed_positions", "two rows", "F16", EXACT, partial(embed_positions, format="F16", width=33)),
     Case("embed_positions", "quantized", "Q8_0", EXACT, partial(embed_positions, format="Q8_0", width=64)),
+    Case(
+        "attend",
+        "not causal",
+        "F32",
+        HALF,
+        partial(attend_whole, spec=HALVES(4, 4, 16, turned=0, causal=False), lengths=(1, 70, 64, 2, 16, 33)),
+    ),
+    Case(
+        "attend",
+        "not causal, long",
+        "F32",
+        HALF,
+        partial(attend_whole, spec=HALVES(2, 1, 16, causal=False), lengths=(5, 1100)),
+    ),
 )

@@ -178,7 +178,8 @@ def attention(q: Floats, keys: Floats, values: Floats, positions: Ints, spec: At
     scores = np.einsum("thd,chd->htc", q, keys) * np.float32(spec.scale)
     if spec.soft_cap:
         scores = soft_capped(scores, spec.soft_cap)
-    scores[:, ~visible(positions, len(keys), spec.window)] = -np.inf
+    if spec.causal:
+        scores[:, ~visible(positions, len(keys), spec.window)] = -np.inf
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     weights /= weights.sum(axis=-1, keepdims=True)
     out: Floats = np.einsum("htc,chd->thd", weights, values)

@@ -19,7 +19,7 @@ from penstock.server.openapi import Operation, read_as
 from penstock.server.reply import encode
 from penstock.server.served import Served
 from penstock.text import check_dimensions, embedding, embedding_request
-from penstock.text.embedding import state_of
+from penstock.text.embedding import cut, state_of
 from penstock.types import Request
 
 
@@ -93,10 +93,11 @@ async def _requests(
 ) -> list[Request]:
     """Of each text that is too long the end is cut off, if that was asked for. `truncate` None: it cannot be."""
     check_texts(texts, names)
-    prompts = await encode_prompts(served, texts)
-    kept = [ids[:context] if truncate else ids for ids, _ in prompts]
+    prompts = await encode_prompts(served, texts, whole=True)
+    closing, pooling = served.text.tokenizer.closing, served.limits.pooling
+    kept = [cut(ids, context, closing) if truncate else ids for ids, _ in prompts]
     advice = "shorten it" if truncate is None else "shorten it, or send truncate: true to have its end cut off"
     return [
-        embedding_request(served.client.next_id(), ids, context, param=name, advice=advice)
+        embedding_request(served.client.next_id(), ids, context, pooling, param=name, advice=advice)
         for ids, name in zip(kept, names, strict=True)
     ]

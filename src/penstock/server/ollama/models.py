@@ -269,7 +269,7 @@ def _capabilities(template: str, served: Served | None) -> list[str]:
     """`served` where the model is that, whose vocabulary is known."""
     format = ChatTemplate({"default": template}, {}).format
     named = {
-        "completion": True,
+        "completion": served is None or not served.encoder,
         "tools": "tools" in template,
         "thinking": not format.plain(calling=False),
         "insert": served is not None and infill_of(served.text.tokenizer) is not None,

@@ -87,6 +87,7 @@ class RefusalPart(msgspec.Struct, forbid_unknown_fields=True):
 async def chat_completions(served: Served, http: HttpRequest) -> Response:
     asked = await read_fields(http, Chat, CHAT_NEUTRAL)
     served.check_model(asked.model)
+    served.check_answers()
     params = sampling(served, asked, max_tokens=_max_tokens(asked), logprobs=_asked_logprobs(asked))
     messages = read_messages(asked.messages)
     use = read_tools(asked.tools, asked.tool_choice, asked.parallel_tool_calls)

@@ -147,9 +147,10 @@ def _cut(served: Served, asked: Completions, prompt: Prompt) -> Prompt:
     return prompt if len(ids) == len(prompt.ids) else Prompt(ids, None)
 
 
-async def encode_prompts(served: Served, prompts: Sequence[str | list[int]]) -> list[Prompt]:
+async def encode_prompts(served: Served, prompts: Sequence[str | list[int]], *, whole: bool = False) -> list[Prompt]:
+    """`whole`: nothing will follow them."""
     size = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
-    encode = served.text.encode_prompt
+    encode = served.text.encode_whole if whole else served.text.encode_prompt
     return await off_loop(
         size, lambda: [Prompt(encode(p), p) if isinstance(p, str) else Prompt(p, None) for p in prompts]
     )

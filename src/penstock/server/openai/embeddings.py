@@ -21,7 +21,7 @@ from penstock.server.reply import encode
 from penstock.server.served import Served
 from penstock.server.stream import deltas, while_connected
 from penstock.text import check_dimensions, embedding, embedding_request
-from penstock.text.embedding import Vector
+from penstock.text.embedding import Vector, pooling_of
 from penstock.types import Request
 
 MAX_INPUTS = 2048  # OpenAI's
@@ -36,7 +36,7 @@ class Embeddings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     input: str | list[str | int | list[int]]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
-    pooling: Literal["mean", "last"] | None = None
+    pooling: Literal["mean", "last", "cls"] | None = None
 
 
 class Embedding(msgspec.Struct):
@@ -82,10 +82,11 @@ async def _requests(served: Served, asked: Embeddings) -> list[Request]:
         if not isinstance(given, str):
             served.check_ids(given, name)
     check_texts(inputs, names)
-    prompts = await encode_prompts(served, inputs)
     limits, client = served.limits, served.client
+    pooling = pooling_of(asked.pooling, limits)
+    prompts = await encode_prompts(served, inputs, whole=True)
     return [
-        embedding_request(client.next_id(), ids, limits.max_len, asked.pooling or "mean", param=name)
+        embedding_request(client.next_id(), ids, limits.max_len, pooling, param=name)
         for (ids, _), name in zip(prompts, names, strict=True)
     ]
 

@@ -112,7 +112,7 @@ class Queries {
     const size_t seen = position(i) + 1;
     return frame_.cache.place(a_.window && seen > a_.window ? seen - a_.window : 0);
   }
-  size_t last_place(size_t i) const { return frame_.cache.place(position(i)) + 1; }
+  size_t last_place(size_t i) const { return a_.causal ? frame_.cache.place(position(i)) + 1 : tile_.end; }
 
   // Spans and tiles stand at fixed places of the sequence, so a query adds up in the same order in any chunking.
   void attend_span(size_t span, size_t first, size_t last, size_t end, const State& state) const {
@@ -157,23 +157,27 @@ float* gathered(const Frame& frame, const Attention& a, size_t piece, size_t kv_
   return frame.gathered.as<float>() + (piece * a.kv_heads + kv_head) * a.state_floats();
 }
 
-void plan_tiles(Frame& frame) {
+void plan_tiles(Frame& frame, bool causal) {
   frame.tiles.clear();
+  const auto place_of_highest = [&](size_t first, size_t count) {
+    const int32_t* positions = frame.batch.positions + first;
+    return frame.cache.place(size_t(*std::max_element(positions, positions + count)));
+  };
   for (size_t row = 0; row < frame.batch.rows; ++row) {
-    const size_t last = size_t(frame.batch.row_start[row + 1]);
-    for (size_t first = size_t(frame.batch.row_start[row]); first < last; first += QUERY_TILE) {
+    const size_t begin = size_t(frame.batch.row_start[row]), last = size_t(frame.batch.row_start[row + 1]);
+    const size_t end = causal || begin == last ? 0 : place_of_highest(begin, last - begin) + 1;
+    for (size_t first = begin; first < last; first += QUERY_TILE) {
       const size_t count = std::min(QUERY_TILE, last - first);
-      const int32_t* positions = frame.batch.positions + first;
-      const size_t highest = size_t(*std::max_element(positions, positions + count));
-      frame.tiles.push_back({row, first, count, frame.cache.place(highest) / PART + 1});
+      const size_t highest = causal ? place_of_highest(first, count) : end - 1;
+      frame.tiles.push_back({row, first, count, highest / PART + 1, end});
     }
   }
 }
 
 }  // namespace
 
-void plan_attention(Frame& frame) {
-  plan_tiles(frame);
+void plan_attention(Frame& frame, bool causal) {
+  plan_tiles(frame, causal);
   size_t work = 0;
   for (const auto& tile : frame.tiles) work += tile.count * tile.parts;
   frame.pieces.clear();

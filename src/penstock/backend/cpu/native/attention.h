@@ -1,4 +1,4 @@
-// Causal attention over the paged cache.
+// Attention over the paged cache.
 #pragma once
 
 #include "frame.h"
@@ -12,6 +12,7 @@ struct Attention {
   bool interleaved;  // pairs are (2i, 2i + 1) or (i, i + pairs)
   float scale;
   float soft_cap;  // of scores; 0: none
+  bool causal;     // else a token sees its whole row
 
   size_t group() const { return heads / kv_heads; }
   size_t width() const { return (heads + 2 * kv_heads) * dim; }
@@ -26,7 +27,7 @@ inline constexpr size_t QUERY_TILE = 16;
 // a sequence, so the result is the same however they are shared out.
 inline constexpr size_t PART = 4 * SPAN;
 
-void plan_attention(Frame& frame);  // the step's tiles and pieces
+void plan_attention(Frame& frame, bool causal);  // the step's tiles and pieces
 
 Phase store_phase(const Attention& attention, int qkv);           // rotates keys and writes them and the values
 Phase attend_phase(const Attention& attention, int qkv, int out);  // every piece

@@ -24,6 +24,7 @@ Cache::Type Cache::type_of(const std::string& name) {
 }
 
 void Cache::add_layer(size_t layer, KvShape shape) {
+  if (layer < shapes_.size() && shapes_[layer] == shape) return;
   if (layer != shapes_.size())
     throw std::invalid_argument("layers attend in order: expected " + std::to_string(shapes_.size()) + ", got " +
                                 std::to_string(layer));

@@ -19,13 +19,14 @@ namespace penstock {
 struct KvShape {
   size_t heads, dim;
   size_t padded() const { return (dim + 15) / 16 * 16; }
+  bool operator==(const KvShape&) const = default;
 };
 
 class Cache {
  public:
   explicit Cache(const std::string& type);  // f32, f16 or int8
 
-  void add_layer(size_t layer, KvShape shape);  // layers come in order
+  void add_layer(size_t layer, KvShape shape);  // layers come in order; one that is there already is used again
   void reserve(size_t blocks, size_t block_size);
   void copy(const std::vector<std::pair<int64_t, int64_t>>& pairs);  // (source, target) blocks
 

@@ -61,6 +61,7 @@ struct Buffer {
 struct QueryTile {
   size_t row, first, count;
   size_t parts;  // of the sequence that they see
+  size_t end;    // after the last place of their row, where that is seen
 };
 
 // What is attended at once: a tile over all that it sees or, where that is much, over one part of it.

@@ -162,6 +162,7 @@ void Program::attend(int qkv, const Attention& attention, int out) {
           "attention needs a multiple of its KV heads as heads");
   require(a.dim >= 2 && a.dim <= 65536 && a.dim % 2 == 0, "a head needs an even number of values");
   require(qkv != out, "attention needs a buffer of its own");
+  require(a.causal || a.window == 0, "windows look back: they have no place where attention is not causal");
   at(qkv, Symbol::T, a.width());
   at(out, Symbol::T, a.heads * a.dim);
   require(a.angles == -1 || (at(a.angles).symbol == Symbol::T && at(a.angles).width <= a.dim),
@@ -171,6 +172,7 @@ void Program::attend(int qkv, const Attention& attention, int out) {
   gathered_floats_ = std::max(gathered_floats_, a.kv_heads * a.state_floats());
   longest_window_ = std::max(longest_window_, a.window);
   sees_everything_ |= a.window == 0;
+  causal_ &= a.causal;
   phases_.push_back(store_phase(a, qkv));
   phases_.push_back(attend_phase(a, qkv, out));
   phases_.push_back(join_phase(a, out));
@@ -397,7 +399,7 @@ void Program::prepare(const Step& step) {
   frame_.batch = {known_.data(),        step.positions.data(), step.row_start.data(), step.tables.data(),
                   step.sampled.data(), step.tokens.size(),    step.slots.size(),     step.table_width,
                   step.sampled.size()};
-  if (cache_.layers()) plan_attention(frame_);
+  if (cache_.layers()) plan_attention(frame_, causal_);
   grow(step.tokens.size(), step.sampled.size());
 }
 

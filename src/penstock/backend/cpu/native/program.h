@@ -110,6 +110,7 @@ class Program {
   size_t positions_ = 0;     // the same of positions
   size_t longest_window_ = 0;
   bool sees_everything_ = false;
+  bool causal_ = true;  // all attention is
   size_t scratch_floats_ = 0, gathered_floats_ = 0;
   size_t capacity_[2] = {0, 0};  // rows of the buffers, by symbol
 };

@@ -1,4 +1,4 @@
-"""Causal attention of runs of tokens over a paged context.
+"""Attention of runs of tokens over a paged context.
 
 A tile is a run of tokens of one row; a program attends with all query heads of one KV head for every token of a tile,
 so its rows are pairs of token and head.
@@ -75,6 +75,7 @@ def _attend_tiles(
     cap,
     CAPPED: tl.constexpr,
     WINDOW: tl.constexpr,
+    CAUSAL: tl.constexpr,
     KV_HEADS: tl.constexpr,
     SHARED: tl.constexpr,
     DIMS: tl.constexpr,
@@ -93,12 +94,12 @@ def _attend_tiles(
     tile = tl.program_id(1)
     if PDL:
         gdc_wait()
-    token = tl.load(tiles + tile * 4).to(tl.int64)
+    token = tl.load(tiles + tile * 5).to(tl.int64)
     if token < 0:
         return
-    table = tables + tl.load(tiles + tile * 4 + 1).to(tl.int64) * tl.load(header)
-    first = tl.load(tiles + tile * 4 + 2)
-    count = tl.load(tiles + tile * 4 + 3)
+    table = tables + tl.load(tiles + tile * 5 + 1).to(tl.int64) * tl.load(header)
+    first = tl.load(tiles + tile * 5 + 2)
+    count = tl.load(tiles + tile * 5 + 3)
 
     pair = tl.arange(0, QUERIES)
     d = tl.arange(0, BLOCK_D)
@@ -113,12 +114,15 @@ def _attend_tiles(
     total = tl.zeros([QUERIES], tl.float32)
     mix = tl.zeros([QUERIES, BLOCK_D], tl.float32)
     begin = 0
-    if WINDOW:
+    end = first + count
+    if not CAUSAL:
+        end = tl.load(tiles + tile * 5 + 4)
+        whole = end // TILE * TILE
+    elif WINDOW:
         begin = tl.maximum(first - WINDOW + 1, 0) // TILE * TILE
         whole = begin
     else:
         whole = (first + 1) // TILE * TILE  # up to here every query sees everything
-    end = first + count
     block = blocks_of(table, begin + tl.arange(0, TILE), end, BLOCK_SIZE)
     for start in tl.range(begin, whole, TILE):
         position = start + tl.arange(0, TILE)
@@ -162,7 +166,9 @@ def _attend_tiles(
             value_scales = tl.load(scales + line + KV_HEADS * BLOCK_SIZE, seen, 0.0)
         distance = own[:, None] - position[None, :]
         visible = distance >= 0
-        if WINDOW:
+        if not CAUSAL:
+            visible = seen[None, :]
+        elif WINDOW:
             visible = visible & (distance < WINDOW)
         highest, total, mix = _fold(
             q,
@@ -196,9 +202,10 @@ def attend_tiles(
     window: int,
     scales: Any | None = None,
     soft_cap: float = 0.0,
+    causal: bool = True,
 ) -> None:
-    """tiles [Q, 4]: first token (-1: none), row of tables, its position, how many tokens; header[0] is the width of
-    tables."""
+    """tiles [Q, 5]: first token (-1: none), row of tables, its position, how many tokens, how many positions their row
+    has reached; header[0] is the width of tables."""
     kv_heads, block_size, dims = cache.shape[2:]
     shared = out.shape[1] // dims // kv_heads
     _attend_tiles[(kv_heads, len(tiles))](
@@ -213,6 +220,7 @@ def attend_tiles(
         soft_cap * LOG2E,
         CAPPED=soft_cap > 0,
         WINDOW=window,
+        CAUSAL=causal,
         KV_HEADS=kv_heads,
         SHARED=shared,
         DIMS=dims,

@@ -1,0 +1,161 @@
+"""BERT-shaped encoders, which make embeddings: BERT, RoBERTa, XLM-RoBERTa."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from penstock.errors import MalformedFile
+from penstock.model import config_gguf, names
+from penstock.model.fields import MAX_LAYERS, Fields
+from penstock.model.gpt2 import ACTS, Layer, LayerNorm, layer_norm, layer_of
+from penstock.model.ops import Ops, V, Weight
+from penstock.model.spec import AttentionSpec, ModelSpec, RopeSpec
+from penstock.model.tensor import Tensor
+from penstock.model.weights import Packer
+
+WHOLE = r"(?:bert\.|roberta\.)?"  # before every name where the file is of the model with a head
+HUGGING_FACE = names.Naming(
+    top={
+        f"{model}embeddings.{theirs}": ours
+        for model in ("", "bert.", "roberta.")
+        for theirs, ours in {
+            "word_embeddings": "embed",
+            "position_embeddings": "positions",
+            "token_type_embeddings": "types",
+            "LayerNorm": "embed_norm",
+        }.items()
+    },
+    layer=re.compile(rf"{WHOLE}encoder\.layer\.{names.NUMBER}\.(.+)"),
+    parts={
+        "attention.self.query": "q",
+        "attention.self.key": "k",
+        "attention.self.value": "v",
+        "attention.output.dense": "o",
+        "attention.output.LayerNorm": "attn_norm",
+        "intermediate.dense": "up",
+        "output.dense": "down",
+        "output.LayerNorm": "mlp_norm",
+    },
+    ignored=re.compile(rf"{WHOLE}(embeddings\.position_ids|pooler\..+)|(cls|lm_head)\..+"),  # of its training
+)
+GGUF = names.GGUF._replace(
+    top={"token_embd": "embed", "position_embd": "positions", "token_types": "types", "token_embd_norm": "embed_norm"}
+).but(attn_norm="attn_output_norm", mlp_norm="layer_output_norm")
+
+BIASES = frozenset(("q", "k", "v", "o", "up", "down", "attn_norm", "mlp_norm", "embed_norm"))
+NOT_COMPUTED = (  # training, and heads that embeddings do not have
+    "attention_probs_dropout_prob",
+    "classifier_dropout",
+    "directionality",
+    "gradient_checkpointing",
+    "hidden_dropout_prob",
+    "id2label",
+    "label2id",
+    "output_past",
+    "pooler_fc_size",
+    "pooler_num_attention_heads",
+    "pooler_num_fc_layers",
+    "pooler_size_per_head",
+    "pooler_type",
+    "tie_word_embeddings",
+)
+KEYS = {
+    "attention.causal",
+    "attention.head_count",
+    "attention.layer_norm_epsilon",
+    "block_count",
+    "context_length",
+    "embedding_length",
+    "feed_forward_length",
+    "pooling_type",
+    "vocab_size",
+}
+
+
+def read_hf(config: Fields) -> ModelSpec:
+    config.ignore(*NOT_COMPUTED)
+    for key in ("is_decoder", "add_cross_attention"):
+        config.require(key, (False,), False)
+    config.require("position_embedding_type", ("absolute",), "absolute")
+    config.require("hidden_act", tuple(ACTS), "gelu")
+    config.size("type_vocab_size", 2)
+    skipped = 0 if config.strings("architectures")[0].startswith("Bert") else config.size("pad_token_id", 1) + 1
+    return ModelSpec(
+        arch="bert",
+        layers=config.size("num_hidden_layers", most=MAX_LAYERS),
+        dim=config.size("hidden_size"),
+        hidden=config.size("intermediate_size"),
+        vocab=config.size("vocab_size"),
+        max_len=config.size("max_position_embeddings") - skipped,
+        eps=config.number("layer_norm_eps", 1e-12),
+        attn=read_attention(config.size("hidden_size"), config.size("num_attention_heads")),
+        act=ACTS[config.text("hidden_act", "gelu")],
+        biases=BIASES,
+        first_position=skipped,
+    )
+
+
+def read_gguf(config: Fields, tensors: Mapping[str, Tensor]) -> ModelSpec:
+    return read_encoder(config, tensors, "bert")
+
+
+def read_encoder(config: Fields, tensors: Mapping[str, Tensor], arch: str, keys: Collection[str] = ()) -> ModelSpec:
+    """`keys`: what a family says besides."""
+    config.refuse_others(KEYS.union(keys))
+    config.require("attention.causal", (False,), False)
+    if "token_embd.weight" not in tensors:
+        raise MalformedFile("the file has no tensor 'token_embd.weight'; it may be a part of a model, or another kind")
+    return ModelSpec(
+        arch=arch,
+        layers=config.size("block_count", most=MAX_LAYERS),
+        dim=config.size("embedding_length"),
+        hidden=config.size("feed_forward_length"),
+        vocab=tensors["token_embd.weight"].shape[0],
+        max_len=config.size("context_length"),
+        eps=config.number("attention.layer_norm_epsilon"),
+        attn=read_attention(config.size("embedding_length"), config.size("attention.head_count")),
+        act="gelu",
+        biases=BIASES,
+        pooling=config_gguf.read_pooling(config),
+    )
+
+
+def read_attention(dim: int, heads: int) -> AttentionSpec:
+    if dim % heads:
+        raise MalformedFile(f"{dim} dimensions cannot be shared evenly by {heads} heads")
+    return AttentionSpec(heads, heads, dim // heads, RopeSpec((), interleaved=False), causal=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Bert:
+    """Every norm is of what a part gave and what it was given."""
+
+    embed: Weight
+    positions: Weight
+    norm: LayerNorm
+    layers: tuple[Layer, ...]
+
+    def forward(self, ops: Ops[V]) -> V:
+        x, _ = self.norm(ops, ops.embed(self.embed), ops.embed_positions(self.positions))
+        for layer in self.layers:
+            x, _ = layer.attn_norm(ops, layer.attention(ops, x), x)
+            x, _ = layer.mlp_norm(ops, layer.mlp(ops, x), x)
+        ops.pool(x)
+        return ops.take_sampled(x)  # hidden states: there are no logits
+
+
+def build(spec: ModelSpec, pack: Packer) -> Bert:
+    # One text is all that a prompt holds, so its tokens are of the first type.
+    positions = pack.table("positions", spec.first_position, spec.max_len, spec.dim, plus="types")
+    return assemble(spec, pack, positions, (layer_of(spec, pack, i) for i in range(spec.layers)))
+
+
+def assemble(spec: ModelSpec, pack: Packer, positions: Weight, layers: Iterable[Layer]) -> Bert:
+    return Bert(
+        embed=pack.matrix(("embed", spec.vocab), width=spec.dim),
+        positions=positions,
+        norm=layer_norm(spec, pack, "embed_norm"),
+        layers=tuple(replace(each, attention=replace(each.attention, layer=0)) for each in layers),  # of the cache
+    )
