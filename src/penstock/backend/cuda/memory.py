@@ -32,13 +32,10 @@ def held(tensor: Tensor, quantize: str) -> Held:
     if len(tensor.shape) == 1:
         return Held("F32", 32)
     tensor = as_q8_0(tensor) or tensor
-    if of_experts(tensor) and (tensor.format.name == "F8_E4M3" or quantize == "fp8"):
-        quantize, kept = "", KEPT.keys() - {"F8_E4M3"}
-    else:
-        kept = KEPT.keys()
-    if tensor.format.name in kept:
-        return Held(tensor.format.name, KEPT[tensor.format.name])
-    if quantize and tensor.format.name in PLAIN:
+    name, widened = tensor.format.name, {"F8_E4M3", "fp8"} if of_experts(tensor) else ()
+    if name in KEPT and name not in widened:
+        return Held(name, KEPT[name])
+    if quantize and name in PLAIN and quantize not in widened:
         return Held(quantize, BITS[quantize])
     return Held("BF16", 16)
 
