@@ -199,7 +199,7 @@ def test_plan(penstock: Penstock, reciter: Path) -> None:
     assert "KV cache" in err
 
 
-MACHINE = Machine(1e-5, 1e-6, 1e9, 1e9, {"F32": Roof(1e9, 1e10)})
+MACHINE = Machine(1e-5, 1e-6, 1e9, 1e9, dict.fromkeys(("F32", "Q8_0", "Q5_0", "Q4_1"), Roof(1e9, 1e10)))
 
 
 def test_plan_tells_speeds_from_what_was_measured_once(penstock: Penstock, reciter: Path, own_store: Path) -> None:

@@ -161,7 +161,7 @@ def test_a_model_is_quantized_while_it_is_loaded(goldens: Path, to: str, caplog:
     checkpoint = open_checkpoint(goldens / "untied")
     config = config_of(goldens / "untied", to)
     loaded = quantized(checkpoint, config)
-    planned = list(foreseen(checkpoint, config))
+    planned = list(foreseen(checkpoint, config).values())
     assert [tensor.format for tensor in loaded.tensors.values()] == [tensor.format for tensor in planned]
     assert [tensor.data.nbytes for tensor in loaded.tensors.values()] == [tensor.data.nbytes for tensor in planned]
     wanted = {"q8_0": "Q8_0", "q4_k": "Q5_0", "int4": "Q4_1"}[to]
@@ -200,7 +200,7 @@ def test_less_memory_is_planned(goldens: Path) -> None:
 
     def footprint(to: str) -> Footprint:
         config = config_of(goldens / "untied", to)
-        return open_backend(config).footprint(checkpoint.spec, foreseen(checkpoint, config))
+        return open_backend(config).footprint(checkpoint.spec, foreseen(checkpoint, config).values())
 
     assert footprint("int4").weights < footprint("q8_0").weights < footprint("").weights
 

@@ -53,7 +53,7 @@ def build_engine(config: Config, checkpoint: Checkpoint, tell: Tell = silent) ->
     backend = open_backend(config)
     ledger.enter(config.device)
     if config.device == "cuda":
-        has = backend.footprint(checkpoint.spec, foreseen(checkpoint, config))
+        has = backend.footprint(checkpoint.spec, foreseen(checkpoint, config).values())
         for line in plan_memory(config, checkpoint.spec, has).lines():
             tell(line)
     backend.load(load_model(quantized(checkpoint, config), backend))

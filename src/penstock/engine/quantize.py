@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 from penstock.backend import recoded_to
@@ -32,11 +31,13 @@ def quantized(checkpoint: Checkpoint, config: Config) -> Checkpoint:
     return replace(checkpoint, tensors=Recoded(checkpoint.tensors, formats, encode))
 
 
-def foreseen(checkpoint: Checkpoint, config: Config) -> Iterable[Tensor]:
+def foreseen(checkpoint: Checkpoint, config: Config) -> dict[str, Tensor]:
     """The tensors that would be loaded, for planning: those that change have no bytes yet."""
     formats, _ = _choice(checkpoint, config)
-    for name, tensor in checkpoint.tensors.items():
-        yield outline(tensor, formats[name]) if name in formats else tensor
+    return {
+        name: outline(tensor, formats[name]) if name in formats else tensor
+        for name, tensor in checkpoint.tensors.items()
+    }
 
 
 def _choice(checkpoint: Checkpoint, config: Config) -> Choice:

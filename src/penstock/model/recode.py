@@ -8,9 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.model.tensor import FORMATS, Format, Tensor
+from penstock.model.tensor import FORMATS, PLAIN, Format, Tensor
 
-PLAIN = ("F32", "F16", "BF16")
 ENDS = ("embed", "head")
 PARTS = frozenset((*ENDS, "q", "k", "v", "o", "qkv", "gate", "up", "down", "gate_up"))
 FINER = dict.fromkeys(("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K"), "Q6_K")  # of the ends

@@ -9,8 +9,7 @@ import numpy as np
 from penstock.backend.cpu import _native
 from penstock.model import quantize as definition
 from penstock.model.quant import dequantize
-from penstock.model.recode import PLAIN
-from penstock.model.tensor import FORMATS, Format, Tensor
+from penstock.model.tensor import FORMATS, PLAIN, Format, Tensor
 
 
 def quantize(tensor: Tensor, format: Format, threads: int) -> Tensor:
