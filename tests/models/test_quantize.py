@@ -161,7 +161,7 @@ def test_a_model_is_quantized_while_it_is_loaded(goldens: Path, to: str, caplog:
     checkpoint = open_checkpoint(goldens / "untied")
     config = config_of(goldens / "untied", to)
     loaded = quantized(checkpoint, config)
-    planned = foreseen(checkpoint, config).values()
+    planned = list(foreseen(checkpoint, config).values())
     assert [tensor.format for tensor in loaded.tensors.values()] == [tensor.format for tensor in planned]
     assert [tensor.data.nbytes for tensor in loaded.tensors.values()] == [tensor.data.nbytes for tensor in planned]
     wanted = {"q8_0": "Q8_0", "q4_k": "Q5_0", "int4": "Q4_1"}[to]

@@ -12,10 +12,9 @@ from penstock.errors import ConfigError
 
 NVIDIA = Path("/dev/nvidiactl")  # there where a driver is
 DEVICES = ("auto", "cpu", "cuda", "ref")
-QUANTIZATIONS = {  # what plain weights can become at load
+QUANTIZATIONS = {  # what plain weights can become at load, and take less memory
     "cpu": ("q8_0", "q4_k", "int4"),
     "cuda": ("q8_0", "q4_k", "fp8", "int4"),
-    "ref": ("q8_0", "q4_k", "int4"),
 }
 
 
@@ -59,10 +58,10 @@ def open_backend(config: Config) -> Backend:
 
 
 def check_quantize(config: Config) -> None:
-    known = QUANTIZATIONS.get(config.device, ())
+    known = QUANTIZATIONS.get(config.device, QUANTIZATIONS["cpu"])
     if config.quantize == "fp8" and "fp8" not in known:
         raise ConfigError("fp8 needs a GPU, whose units multiply it: on a CPU q8_0 takes as little memory and is finer")
-    if config.quantize and known and config.quantize not in known:
+    if config.quantize and config.quantize not in known:
         raise ConfigError(f"weights can be quantized to {', '.join(known)}; got {config.quantize!r}")
 
 

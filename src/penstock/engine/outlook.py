@@ -50,8 +50,7 @@ def outlooks(config: Config, checkpoint: Checkpoint, prompt: int, rates: Rates) 
 
 
 def outlook(config: Config, checkpoint: Checkpoint, prompt: int, rates: Rates) -> Outlook:
-    backend, spec = open_backend(config), checkpoint.spec
-    tensors = foreseen(checkpoint, config)
+    backend, spec, tensors = open_backend(config), checkpoint.spec, foreseen(checkpoint, config)
     footprint = backend.footprint(spec, tensors.values())
     try:
         memory = plan_memory(config, spec, footprint)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from penstock.backend import recoded_to
@@ -32,10 +31,13 @@ def quantized(checkpoint: Checkpoint, config: Config) -> Checkpoint:
     return replace(checkpoint, tensors=Recoded(checkpoint.tensors, formats, encode))
 
 
-def foreseen(checkpoint: Checkpoint, config: Config) -> Mapping[str, Tensor]:
+def foreseen(checkpoint: Checkpoint, config: Config) -> dict[str, Tensor]:
     """The tensors that would be loaded, for planning: those that change have no bytes yet."""
     formats, _ = _choice(checkpoint, config)
-    return dict(checkpoint.tensors) | {name: outline(checkpoint.tensors[name], formats[name]) for name in formats}
+    return {
+        name: outline(tensor, formats[name]) if name in formats else tensor
+        for name, tensor in checkpoint.tensors.items()
+    }
 
 
 def _choice(checkpoint: Checkpoint, config: Config) -> Choice:

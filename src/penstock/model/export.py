@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,7 +32,8 @@ FILE_TYPES = {  # what general.file_type calls a file most of whose weights are 
 }  # fmt: skip
 TARGETS = tuple(name.lower() for name in FILE_TYPES)
 FUSED = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
-ROLES = {role: suffix for suffix, role in names.SUFFIXES.items()}
+APART = {"glm4": ("qkv",)}  # what a family's files may have in one tensor, and are written without
+EXPERT = re.compile(r"(.*\bexperts\.)(\d+)\.(.+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,7 @@ class Part(NamedTuple):
 
     name: str  # of the file
     tensors: tuple[Tensor, ...]
+    stacked: bool = False  # along an axis of their own
     turned: int = 0  # dimensions of each head whose pairs are to lie side by side
     head_dim: int = 0
     plus: float = 0.0  # what is added to every value
@@ -95,13 +98,11 @@ def from_folder(checkpoint: Checkpoint, to: Format, encode: Encode, again: bool)
     spec, config = checkpoint.spec, Fields(checkpoint.metadata, CONFIG)
     parts = parts_of(checkpoint)
     config_values, extra, found = config_keys(config, spec, {part.name: part.tensors[0] for part in parts.values()})
-    arch = next(iter(config_values)).partition(".")[0]
     values: dict[str, Any] = {
-        "general.architecture": arch,
+        **config_values,
         "general.name": checkpoint.name,
         "general.file_type": FILE_TYPES[to.name],
         "general.quantization_version": 2,
-        **config_values,
         **text_keys(checkpoint.path, spec.vocab),
     }
     if found.attn.rope.interleaved and not spec.attn.rope.interleaved:
@@ -116,25 +117,43 @@ def from_folder(checkpoint: Checkpoint, to: Format, encode: Encode, again: bool)
 
 
 def parts_of(checkpoint: Checkpoint) -> dict[str, Part]:
-    """What the file will hold, by canonical names; what its family has in one tensor is put together."""
-    naming, offset = family(checkpoint.spec.arch).GGUF, checkpoint.spec.gain_offset
+    """What the file will hold, by canonical names: what its family has in one tensor is put together."""
+    spec = checkpoint.spec
+    naming = family(spec.arch).GGUF
     theirs = {ours: name for name, ours in (*naming.top.items(), *naming.parts.items())}
-    whole = {part: fused for fused, several in FUSED.items() if fused in theirs for part in several}
-    gathered: dict[str, list[Tensor]] = {}
+    fused = [name for name in FUSED if name in theirs and name not in APART.get(spec.arch, ())]
+    whole = {part: name for name in fused for part in FUSED[name]}
+    gathered: dict[str, dict[int, Tensor]] = {}
     for name, tensor in checkpoint.tensors.items():
-        prefix, _, part = name.removesuffix(".bias").rpartition(".")
-        role = ".bias" if name.endswith(".bias") else ""
-        gathered.setdefault(f"{prefix}.{whole.get(part, part)}{role}".lstrip("."), []).append(tensor)
+        group, place = place_of(name, whole)
+        gathered.setdefault(group, {})[place] = tensor
     parts = {}
     for name, tensors in gathered.items():
-        prefix, _, part = name.removesuffix(".bias").rpartition(".")
-        if part not in theirs:
-            raise UnsupportedModel(f"a GGUF file of {checkpoint.spec.arch} has no place for {name!r}")
-        layer = prefix.replace("layers.", "blk.") + "." if prefix else ""
-        role = ROLES[".bias" if name.endswith(".bias") else ""]
-        plus = offset if part.endswith("norm") else 0.0
-        parts[name] = Part(f"{layer}{theirs[part]}.{role}", tuple(tensors), plus=plus)
+        plus = spec.gain_offset if name.endswith("norm") else 0.0
+        inner = tuple(tensors[place] for place in sorted(tensors))
+        parts[name] = Part(file_name(name, theirs, spec.arch), inner, ".experts." in name, plus=plus)
     return parts
+
+
+def place_of(name: str, whole: Mapping[str, str]) -> tuple[str, int]:
+    """The tensor that a part belongs to, and its place in it."""
+    if match := EXPERT.fullmatch(name):
+        return match[1] + match[3], int(match[2])
+    stem, role = (name.removesuffix(".bias"), ".bias") if name.endswith(".bias") else (name, "")
+    prefix, dot, part = stem.rpartition(".")
+    if part not in whole or prefix.endswith("shared"):
+        return name, 0
+    return f"{prefix}{dot}{whole[part]}{role}", FUSED[whole[part]].index(part)
+
+
+def file_name(name: str, theirs: Mapping[str, str], arch: str) -> str:
+    stem, role = (name.removesuffix(".bias"), "bias") if name.endswith(".bias") else (name, "weight")
+    layer = names.LAYER.match(stem)
+    part = stem[layer.end() :] if layer else stem
+    if part not in theirs:
+        raise UnsupportedModel(f"a GGUF file of {arch} has no place for {name!r}")
+    with_role = theirs[part] if theirs[part].endswith((".bias", ".weight")) else f"{theirs[part]}.{role}"
+    return f"blk.{layer[1]}.{with_role}" if layer else with_role
 
 
 def interleaved(name: str, part: Part, spec: ModelSpec) -> Part:
@@ -154,9 +173,9 @@ def format_of(name: str, part: Part, choice: Choice) -> Format:
 
 
 def sheet_of(part: Part, format: Format, encode: Encode) -> Sheet:
-    first = part.tensors[0]
-    rows = sum(tensor.shape[0] for tensor in part.tensors)
-    return Sheet(part.name, format, (rows, *first.shape[1:]), partial(pieces, part, format, encode))
+    rows, *width = part.tensors[0].shape
+    shape = (len(part.tensors), rows) if part.stacked else (sum(tensor.shape[0] for tensor in part.tensors),)
+    return Sheet(part.name, format, (*shape, *width), partial(pieces, part, format, encode))
 
 
 def pieces(part: Part, format: Format, encode: Encode) -> Iterator[NDArray[np.uint8]]:

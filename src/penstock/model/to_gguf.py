@@ -14,17 +14,17 @@ from typing import Any
 import numpy as np
 
 from penstock.errors import UnsupportedModel
-from penstock.model import config_gguf, config_hf, gemma2, rope
+from penstock.model import config_gguf, config_hf, gemma2, registry, rope
 from penstock.model.fields import Fields
-from penstock.model.registry import family
-from penstock.model.spec import AttentionSpec, ModelSpec
+from penstock.model.spec import AttentionSpec, ModelSpec, RopeSpec
 from penstock.model.tensor import FORMATS, Tensor
 
 Keys = dict[str, Any]
 Tensors = dict[str, Tensor]
 Own = Callable[[Fields, ModelSpec], Keys]
 
-UNSAID = ("arch", "biases", "gain_offset", "interleaved")  # of files, or of their tensors alone
+UNSAID = ("arch", "biases", "gain_offset", "interleaved", "unused_layers")  # of files, or of their tensors alone
+ARCHITECTURES = {family: name for name, family in registry.GGUF.items()} | {"mixtral": "llama"}
 
 
 def config_keys(config: Fields, spec: ModelSpec, weights: Mapping[str, Tensor]) -> tuple[Keys, Tensors, ModelSpec]:
@@ -33,22 +33,22 @@ def config_keys(config: Fields, spec: ModelSpec, weights: Mapping[str, Tensor]) 
     own = OWN.get(spec.arch)
     if own is None:
         raise UnsupportedModel(f"the family {spec.arch} cannot be written as GGUF yet; {', '.join(OWN)} can")
-    kind = family(spec.arch)
-    scaling, extra = rope_keys(config, spec)
-    keys = decoder_keys(config, spec) | scaling | own(config, spec)
-    metadata = {f"{spec.arch}.{key}": value for key, value in keys.items()}
-    source = "the GGUF metadata to be written"
-    found = kind.read_gguf(Fields(metadata, source, prefix=f"{spec.arch}."), {**weights, **extra})
+    arch = ARCHITECTURES[spec.arch]
+    turning, extra = rope_keys(config, spec)
+    keys = decoder_keys(spec) | turning | expert_keys(spec) | own(config, spec)
+    metadata = {f"{arch}.{key}": value for key, value in keys.items() if value is not None}
+    reader = Fields(metadata, "the GGUF metadata to be written", prefix=f"{arch}.")
+    found = registry.family(registry.GGUF[arch]).read_gguf(reader, {**weights, **extra})
     if odd := difference(spec, found):
         raise UnsupportedModel(f"a GGUF file of {spec.arch} cannot say what config.json says: {odd}")
-    return metadata, extra, found
+    return {"general.architecture": arch, **metadata}, extra, found
 
 
-def decoder_keys(config: Fields, spec: ModelSpec) -> Keys:
+def decoder_keys(spec: ModelSpec) -> Keys:
     attn = far(spec)
     return {
         "block_count": spec.layers,
-        "context_length": config.size("max_position_embeddings"),
+        "context_length": spec.max_len,
         "embedding_length": spec.dim,
         "feed_forward_length": spec.hidden,
         "vocab_size": spec.vocab,
@@ -56,15 +56,29 @@ def decoder_keys(config: Fields, spec: ModelSpec) -> Keys:
         "attention.head_count_kv": attn.kv_heads,
         "attention.key_length": attn.head_dim,
         "attention.value_length": attn.head_dim,
-        "attention.layer_norm_rms_epsilon": spec.eps,
-        "rope.dimension_count": 2 * len(attn.rope.inv_freq),
-        "rope.freq_base": base_of(config, attn.rope.inv_freq),
+        config_gguf.RMS_EPS: spec.eps,
     }
+
+
+def expert_keys(spec: ModelSpec) -> Keys:
+    if spec.experts is None:
+        return {}
+    experts = spec.experts
+    keys = {
+        "expert_count": experts.count,
+        "expert_used_count": experts.chosen,
+        "expert_feed_forward_length": experts.hidden,
+        "expert_gating_func": next(number for number, way in config_gguf.SCORINGS.items() if way == experts.scoring),
+        "expert_weights_norm": experts.renormalize,
+        "expert_weights_scale": experts.scale,
+    }
+    groups = {"expert_group_count": experts.groups, "expert_group_used_count": experts.chosen_groups}
+    return keys | (groups if experts.groups > 1 else {})
 
 
 def far(spec: ModelSpec) -> AttentionSpec:
     """Of a layer that turns its keys, and sees everything if one does."""
-    turning = [attn for attn in (spec.attn, *spec.layer_attn) if attn.rope.inv_freq]
+    turning = [attn for attn in (spec.attn, *spec.layer_attn) if attn.rope.inv_freq] or [spec.attn]
     return next((attn for attn in turning if not attn.window), turning[0])
 
 
@@ -91,18 +105,29 @@ def rope_table(config: Fields) -> Fields:
 
 def rope_keys(config: Fields, spec: ModelSpec) -> tuple[Keys, Tensors]:
     table, turned = rope_table(config), far(spec).rope
+    if not turned.inv_freq:
+        return {}, {}
+    plain = {
+        "rope.dimension_count": 2 * len(turned.inv_freq),
+        "rope.freq_base": base_of(config, turned.inv_freq),
+    }
+    scaling, tensors = scaling_keys(table, plain["rope.freq_base"], turned, spec.max_len)
+    return plain | scaling, tensors
+
+
+def scaling_keys(table: Fields, base: float, turned: RopeSpec, max_len: int) -> tuple[Keys, Tensors]:
     match table.text("rope_type", table.text("type", "default")):
         case "linear":
             return {"rope.scaling.type": "linear", "rope.scaling.factor": 1 / turned.inv_freq[0]}, {}
         case "llama3":
-            plain = np.array(rope.plain(base_of(config, turned.inv_freq), 2 * len(turned.inv_freq)))
+            plain = np.array(rope.plain(base, 2 * len(turned.inv_freq)))
             return {}, {"rope_freqs.weight": vector("rope_freqs.weight", plain / turned.inv_freq)}
         case "yarn":
             factor = table.number("factor", 1.0)
             return {
                 "rope.scaling.type": "yarn",
                 "rope.scaling.factor": factor,
-                "rope.scaling.original_context_length": table.size("original_max_position_embeddings", spec.max_len),
+                "rope.scaling.original_context_length": table.size("original_max_position_embeddings", max_len),
                 "rope.scaling.yarn_beta_fast": table.number("beta_fast", 32.0),
                 "rope.scaling.yarn_beta_slow": table.number("beta_slow", 1.0),
                 "rope.scaling.attn_factor": turned.scale / rope.yarn_scale(factor),
@@ -112,7 +137,7 @@ def rope_keys(config: Fields, spec: ModelSpec) -> tuple[Keys, Tensors]:
             count = len(turned.inv_freq)
             tensors = {name: vector(name, np.array(table.numbers(key, count))) for name, key in names.items()}
             return {
-                "rope.scaling.original_context_length": spec.max_len,
+                "rope.scaling.original_context_length": max_len,
                 "rope.scaling.attn_factor": turned.scale,
             }, tensors
     return {}, {}
@@ -136,11 +161,26 @@ def window(_: Fields, spec: ModelSpec) -> Keys:
 
 def granite(config: Fields, spec: ModelSpec) -> Keys:
     return {
-        "attention.layer_norm_rms_epsilon": config.number("rms_norm_eps", 1e-6),
+        config_gguf.RMS_EPS: config.number("rms_norm_eps", 1e-6),
         "attention.scale": config.number("attention_multiplier", 1.0),
         "embedding_scale": config.number("embedding_multiplier", 1.0),
         "residual_scale": config.number("residual_multiplier", 1.0),
         "logit_scale": config.number("logits_scaling", 1.0),
+    }
+
+
+def phi_3(config: Fields, spec: ModelSpec) -> Keys:
+    return window(config, spec) | {"context_length": config.size("max_position_embeddings")}
+
+
+def layer_normed(config: Fields, spec: ModelSpec) -> Keys:
+    return window(config, spec) | {config_gguf.RMS_EPS: None, config_gguf.LAYER_EPS: spec.eps}
+
+
+def glm_4_moe(config: Fields, spec: ModelSpec) -> Keys:
+    return {
+        "leading_dense_block_count": len(spec.dense),
+        "expert_shared_count": config.size("n_shared_experts", 1),
     }
 
 
@@ -159,10 +199,18 @@ OWN: dict[str, Own] = {
     "qwen3": nothing,
     "granite": granite,
     "smollm3": nothing,
-    "phi3": window,
+    "phi3": phi_3,
     "olmo2": nothing,
     "gemma2": gemma_2,
     "gemma3": gemma_3,
+    "gpt2": layer_normed,
+    "starcoder2": layer_normed,
+    "glm": nothing,
+    "glm4": nothing,
+    "mixtral": window,
+    "qwen3moe": nothing,
+    "glm4moe": glm_4_moe,
+    "minimaxm2": nothing,
 }
 
 
