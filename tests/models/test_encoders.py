@@ -14,6 +14,7 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from penstock import LLM
 from penstock.backend.cpu import CpuBackend
@@ -23,6 +24,7 @@ from penstock.backend.ref.batches import Chunk, greedy_batch
 from penstock.errors import ConfigError, ContextTooLong, InvalidRequest, MalformedFile, UnsupportedModel
 from penstock.model.load import Checkpoint, check_biases, load_model, open_checkpoint, read_config
 from penstock.model.quant import dequantize
+from penstock.model.safetensors import read_safetensors
 from penstock.model.tensor import FORMATS, Tensor
 from penstock.text.embedding import pooling_of
 from penstock.types import Limits
@@ -383,6 +385,15 @@ def test_a_prompt_that_comes_before_every_text_is_refused(folder: Path):
     rewrite(folder / "config_sentence_transformers.json", default_prompt_name="q")
     with pytest.raises(UnsupportedModel, match="default_prompt_name = 'q'"):
         open_checkpoint(folder)
+
+
+def test_positions_that_were_saved_as_integers_are_no_weights(folder: Path):
+    """All-MiniLM-L6-v2 has them."""
+    places = dict.fromkeys(read_safetensors(folder / "model.safetensors"), "model.safetensors")
+    save_file({"embeddings.position_ids": np.arange(64)[None]}, folder / "positions.safetensors")
+    places["embeddings.position_ids"] = "positions.safetensors"
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    assert open_checkpoint(folder).tensors.keys() == open_checkpoint(FILES["bert"]).tensors.keys()
 
 
 def loaded_with(checkpoint: Checkpoint, tensors: Mapping[str, Tensor]) -> None:
