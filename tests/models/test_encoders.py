@@ -109,7 +109,7 @@ def test_quantized_weights_find_their_rows_prepared():
         name: replace(
             tensor,
             format=FORMATS["Q8_0"],
-            data=gguf.quantize(dequantize(tensor), gguf.GGMLQuantizationType.Q8_0).reshape(-1),
+            source=gguf.quantize(dequantize(tensor), gguf.GGMLQuantizationType.Q8_0).reshape(-1),
         )
         if len(tensor.shape) == 2 and tensor.shape[1] % 32 == 0
         else tensor

@@ -16,7 +16,6 @@ KEPT = {
     "IQ1_M": 4.5625, "IQ2_XXS": 4.3125, "IQ2_XS": 4.5625, "IQ2_S": 4.5625, "IQ3_XXS": 4.3125, "IQ3_S": 4.3125,
     "TQ1_0": 4.3125, "TQ2_0": 4.3125, "F8_E4M3": 8.0,
 }  # fmt: skip
-KEPT_EXPERTS = {name: bits for name, bits in KEPT.items() if name != "F8_E4M3"}
 BITS = {"fp8": 8.0, "int4": 4.5}
 FEW = 1.02  # scales of rows, and matrices rounded up to whole tiles
 
@@ -33,12 +32,10 @@ def held(tensor: Tensor, quantize: str) -> Held:
     if len(tensor.shape) == 1:
         return Held("F32", 32)
     tensor = as_q8_0(tensor) or tensor
-    kept = KEPT
-    if of_experts(tensor):
-        kept, quantize = KEPT_EXPERTS, "" if quantize == "fp8" else quantize
-    if tensor.format.name in kept:
-        return Held(tensor.format.name, KEPT[tensor.format.name])
-    if quantize and tensor.format.name in PLAIN:
+    name, widened = tensor.format.name, {"F8_E4M3", "fp8"} if of_experts(tensor) else ()
+    if name in KEPT and name not in widened:
+        return Held(name, KEPT[name])
+    if quantize and name in PLAIN and quantize not in widened:
         return Held(quantize, BITS[quantize])
     return Held("BF16", 16)
 
