@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,8 @@ from penstock.backend.cuda.experts import CodedMatrices, DenseMatrices, pack_mat
 from penstock.backend.cuda.kernels.expert_products import Rows
 from penstock.backend.cuda.kernels.route import Seats, add_up, most_blocks, route, seat
 from penstock.backend.cuda.memory import held
+from penstock.backend.cuda.quantized import Quantized
+from penstock.backend.cuda.weights import Dense
 from penstock.backend.ref.cases import random_tensor
 from penstock.backend.ref.ops import choose
 from penstock.model.spec import ExpertSpec
@@ -126,6 +129,15 @@ def test_plain_experts_become_four_bits_if_that_is_asked_for(caplog: pytest.LogC
     assert isinstance(packed(stacks("BF16"), "int4"), CodedMatrices)
     assert isinstance(packed(stacks("BF16"), "fp8"), DenseMatrices)
     assert "experts in BF16 do not become fp8" in caplog.text
+
+
+def test_routers_are_not_quantized() -> None:
+    plain = random_tensor(np.random.default_rng(), "BF16", 32, 64)
+    for name, kind in (("model.layers.0.mlp.gate.weight", Dense), ("model.layers.0.mlp.up_proj.weight", Quantized)):
+        tensor = replace(plain, name=name)
+        weight = CudaBackend(64, 8, device=DEVICE, dtype=HALF, quantize="int4").pack_matrix([tensor], [None])
+        assert isinstance(weight, kind)
+        assert held(tensor, "int4").bits == (16 if kind is Dense else 4.5)
 
 
 def test_memory_figures_know_that_experts_are_not_float8() -> None:

@@ -112,7 +112,7 @@ def pack_matrices(
         tell_growth(parts[:1], workspace)
         return CodedMatrices(join([packed(part, device) for part in parts]), bias)
     if dtype.itemsize == 2 and not formats <= PLAIN.keys():
-        stored = sum(part.data.nbytes for part in parts) / sum(part.shape[0] * part.shape[1] for part in parts)
+        stored = sum(part.size for part in parts) / sum(part.shape[0] * part.shape[1] for part in parts)
         say(
             workspace,
             f"experts in {names(formats)} become {dtype}, {2 / stored:.1f} times as large: no kernel reads them",

@@ -16,6 +16,7 @@ KEPT = {
     "IQ1_M": 4.5625, "IQ2_XXS": 4.3125, "IQ2_XS": 4.5625, "IQ2_S": 4.5625, "IQ3_XXS": 4.3125, "IQ3_S": 4.3125,
     "TQ1_0": 4.3125, "TQ2_0": 4.3125, "F8_E4M3": 8.0,
 }  # fmt: skip
+ROUTERS = (".mlp.gate.weight", ".block_sparse_moe.gate.weight", ".mlp.router.weight", ".ffn_gate_inp.weight")
 BITS = {"fp8": 8.0, "int4": 4.5}
 FEW = 1.02  # scales of rows, and matrices rounded up to whole tiles
 
@@ -35,9 +36,14 @@ def held(tensor: Tensor, quantize: str) -> Held:
     name, widened = tensor.format.name, {"F8_E4M3", "fp8"} if of_experts(tensor) else ()
     if name in KEPT and name not in widened:
         return Held(name, KEPT[name])
-    if quantize and name in PLAIN and quantize not in widened:
+    if quantize and name in PLAIN and quantize not in widened and not is_router(tensor):
         return Held(quantize, BITS[quantize])
     return Held("BF16", 16)
+
+
+def is_router(tensor: Tensor) -> bool:
+    """By its name in the file: it is small, and chooses others if it is rounded."""
+    return tensor.name.endswith(ROUTERS)
 
 
 def of_experts(tensor: Tensor) -> bool:

@@ -22,7 +22,7 @@ from penstock.backend.cuda.kernels.library import multiply
 from penstock.backend.cuda.kernels.rows import take_rows
 from penstock.backend.cuda.kernels.skinny import skinny
 from penstock.backend.cuda.kernels.stream import stream
-from penstock.backend.cuda.memory import KEPT
+from penstock.backend.cuda.memory import KEPT, is_router
 from penstock.backend.cuda.parts import COLUMNS
 from penstock.backend.cuda.quantize import TAKE, QuantizedWeight, quantize_int4
 from penstock.backend.cuda.quantize import pack as pack_codes
@@ -125,6 +125,7 @@ def pack(
     parts = [as_q8_0(part) or part for part in parts]
     formats = {part.format.name for part in parts}
     vector = stacked_bias(parts, bias, device)
+    quantize = "" if is_router(parts[0]) else quantize
     if quantize and not formats <= PLAIN.keys():
         say(workspace, f"weights in {names(formats)} stay as they are: {quantize} is for plain ones")
     if dtype.itemsize == 2 and formats <= TAKE.keys():

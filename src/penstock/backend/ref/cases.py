@@ -391,7 +391,7 @@ CASES = (
         for f, width in (("F16", 64), ("BF16", 64), ("Q4_0", 64), ("Q8_0", 64), ("MXFP4", 64), ("Q4_K", 256))
         for tokens in (1, 9)
     ),
-    Case("experts", "Q6_K", "Q6_K", 3 * BYTE, partial(some_experts, "Q6_K", 256, 3)),
+    Case("experts", "Q2_K", "Q2_K", 3 * BYTE, partial(some_experts, "Q2_K", 256, 3)),
     Case(
         "experts", "Q8_0, biases", "Q8_0", 3 * BYTE, partial(experts, spec=CLAMPED, format="Q8_0", tokens=9, bias=True)
     ),

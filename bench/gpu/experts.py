@@ -1,0 +1,106 @@
+"""Mixtures of experts on a GPU: are they right, and how fast, in layers of the Qwen3-30B-A3B shape.
+
+    PYTHONPATH=src python bench/gpu/experts.py [--kinds bf16,Q4_K,MXFP4] [--tokens 1,8,64,512,4096]
+
+Needs torch and Triton, and a GPU to itself. Times are of CUDA graphs over several layers, more than a cache holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+from products import seconds
+from random_weights import random_codes
+
+from penstock.backend.cuda.experts import Bank, CodedMatrices, DenseMatrices, Matrices, Mixture
+from penstock.backend.cuda.kernels.expand import expand
+from penstock.backend.cuda.kernels.route import Seats
+from penstock.model.spec import ExpertSpec
+
+DEVICE = torch.device("cuda")
+SPEC, DIM = ExpertSpec(128, 8, 768, renormalize=True), 2048
+LAYERS = 4
+BANDWIDTH = 4.2e12
+
+
+def matrices(kind: str, rows: int, width: int) -> Matrices:
+    if kind == "bf16":
+        return DenseMatrices(torch.empty(rows, width, device=DEVICE, dtype=torch.bfloat16).normal_(0, 0.02), None)
+    return CodedMatrices(random_codes(kind, rows, width), None)
+
+
+def values_of(matrices: Any) -> Any:
+    if isinstance(matrices, DenseMatrices):
+        return matrices.weight.float()
+    values = torch.empty(matrices.weight.rows, matrices.weight.width, device=DEVICE, dtype=torch.bfloat16)
+    expand(matrices.weight, values)
+    return values.float()
+
+
+def bytes_of(matrices: Any) -> int:
+    weight = matrices.weight
+    return int(weight.nbytes if isinstance(matrices, DenseMatrices) else weight.bytes)
+
+
+class Layer:
+    """One mixture and what it computes with."""
+
+    def __init__(self, kind: str, tokens: int) -> None:
+        self.bank = Bank(
+            matrices(kind, SPEC.count * 2 * SPEC.hidden, DIM), matrices(kind, SPEC.count * DIM, SPEC.hidden), None
+        )
+        self.mixture = Mixture(self.bank, SPEC, Seats.on(DEVICE, SPEC, tokens))
+        half = {"device": DEVICE, "dtype": torch.bfloat16}
+        self.x, self.out = torch.randn(tokens, DIM, **half), torch.empty(tokens, DIM, **half)
+        self.scores = torch.randn(tokens, SPEC.count, device=DEVICE)
+        self.choice = [torch.empty(tokens, SPEC.chosen, device=DEVICE) for _ in range(2)]
+        widths = 2 * SPEC.hidden, SPEC.hidden, DIM
+        self.pairs = [torch.empty(tokens, SPEC.chosen * width, **half) for width in widths]
+
+    def __call__(self) -> None:
+        self.mixture(None, self.x, self.scores, self.out, *self.choice, *self.pairs)  # type: ignore[arg-type]
+
+    def wanted(self, token: int) -> Any:
+        shares, experts = self.scores[token].softmax(0).topk(SPEC.chosen)
+        up = values_of(self.bank.up).view(SPEC.count, 2, SPEC.hidden, DIM)
+        down = values_of(self.bank.down).view(SPEC.count, DIM, SPEC.hidden)
+        x = self.x[token].float()
+        given = [down[e] @ (torch.nn.functional.silu(up[e, 0] @ x) * (up[e, 1] @ x)) for e in experts.tolist()]
+        return (torch.stack(given) * (shares / shares.sum())[:, None]).sum(0)
+
+
+def measure(kind: str, tokens: int) -> str:
+    layers = [Layer(kind, tokens) for _ in range(LAYERS)]
+    layers[0]()
+    checked = [0, tokens // 2, tokens - 1]
+    differences = [
+        float((layers[0].out[t].float() - want).abs().max() / want.abs().max())
+        for t, want in ((t, layers[0].wanted(t)) for t in checked)
+    ]
+    assert max(differences) < 2e-2, f"{kind}, {tokens} tokens: {differences}"
+    before = layers[0].out.clone()
+    time = seconds(list(layers))
+    assert torch.equal(before, layers[0].out), f"{kind}, {tokens} tokens: a graph gives something else"
+    chosen = layers[0].choice[0].view(torch.int32).unique().numel()
+    read = chosen / SPEC.count * sum(bytes_of(part) for part in (layers[0].bank.up, layers[0].bank.down))
+    work = 6 * tokens * SPEC.chosen * DIM * SPEC.hidden
+    return (
+        f"{kind:6} {tokens:5} tokens: {time * 1e6:8.1f} us a layer, {read / time / 1e12:5.2f} TB/s "
+        f"({read / BANDWIDTH / time:4.0%} of memory), {work / time / 1e12:6.1f} TFLOP/s, off by {max(differences):.1e}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kinds", default="bf16,Q4_K,MXFP4")
+    parser.add_argument("--tokens", default="1,8,64,512,4096")
+    options = parser.parse_args()
+    for kind in options.kinds.split(","):
+        for tokens in map(int, options.tokens.split(",")):
+            print(measure(kind, tokens), flush=True)
+
+
+if __name__ == "__main__":
+    main()
