@@ -114,4 +114,4 @@ def test_moved_blocks_are_read_where_they_are_now(backend, expected):
 
 def test_kv_bytes_are_those_of_the_cache(backend, folder):
     spec = open_checkpoint(folder).spec
-    assert backend.kv_bytes_per_token() == 2 * 4 * spec.layers * spec.attn.kv_width
+    assert backend.kv_bytes_per_token() == 4 * spec.layers * spec.attn.kv_values

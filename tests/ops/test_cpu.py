@@ -143,8 +143,8 @@ def test_attention_over_int8_kv_loses_nothing_but_its_rounding(case: Case, isa: 
     got = run(case.make(np.random.default_rng(8)), CpuBackend(2, isa=isa, kv="int8"))
     exact = ref_ops.attention
 
-    def rounded(q: Any, keys: Any, values: Any, positions: Any, spec: Any) -> Any:
-        return exact(q, *(to_eight_bits(x, spec.head_dim) for x in (keys, values)), positions, spec)
+    def rounded(q: Any, keys: Any, values: Any, positions: Any, spec: Any, sinks: Any) -> Any:
+        return exact(q, *(to_eight_bits(x, spec.head_dim) for x in (keys, values)), positions, spec, sinks)
 
     monkeypatch.setattr(ref_ops, "attention", rounded)
     wanted = run(case.make(np.random.default_rng(8)), RefBackend())

@@ -30,9 +30,9 @@ class Ops(Protocol[V]):
         """rms_norm of q and of k in runs as long as their gains, a head or all of them, times those; v as it is:
         [T, q + k + v] -> the same."""
 
-    def attend(self, layer: int, qkv: V, spec: AttentionSpec) -> V:
+    def attend(self, layer: int, qkv: V, spec: AttentionSpec, sinks: Weight | None = None) -> V:
         """Splits qkv into q, k, v; rotates q and k; writes k and v to the paged cache of `layer`; attention of every
-        token over its own sequence, causal or not: [T, q + k + v] -> [T, q]."""
+        token over its own sequence, causal or not: [T, q + k + v] -> [T, q]. `sinks` [heads], where `spec` has them."""
 
     def gated(self, x: V, act: str) -> V:
         """act(left half) * right half: [T, 2 * hidden] -> [T, hidden]. `act` is "silu" or "gelu_tanh"."""

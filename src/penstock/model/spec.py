@@ -28,6 +28,8 @@ class AttentionSpec:
     soft_cap: float = 0.0  # of scores; 0: none
     qk_norm: Literal["", "head", "all"] = ""  # over what q and k are normed: nothing, each head, all of them
     causal: bool = True  # else a token sees all of its row, which is then the whole of its sequence
+    sinks: bool = False  # each head has a logit that takes part in the softmax and gives nothing
+    v_dim: int = 0  # above 0: latent attention, where values are the last so many dimensions of keys
 
     @property
     def scale(self) -> float:
@@ -40,6 +42,11 @@ class AttentionSpec:
     @property
     def kv_width(self) -> int:
         return self.kv_heads * self.head_dim
+
+    @property
+    def kv_values(self) -> int:
+        """What one token leaves in the cache."""
+        return self.kv_width if self.v_dim else 2 * self.kv_width
 
 
 @dataclass(frozen=True, slots=True)

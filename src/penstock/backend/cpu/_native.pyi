@@ -55,6 +55,7 @@ class Program:
         scale: float,
         soft_cap: float,
         causal: bool = True,
+        sinks: NDArray[np.float32] | None = None,
     ) -> None: ...
     def norm_qk(
         self,

@@ -86,7 +86,7 @@ class Recorder:
 
         return self._in_place((qkv,), emit)
 
-    def attend(self, layer: int, qkv: Value, spec: AttentionSpec) -> Value:
+    def attend(self, layer: int, qkv: Value, spec: AttentionSpec, sinks: Floats | None = None) -> Value:
         out = self._value("T", spec.q_width)
         angles = self._angles_of(spec.rope)
 
@@ -104,6 +104,7 @@ class Recorder:
                 scale=spec.scale,
                 soft_cap=spec.soft_cap,
                 causal=spec.causal,
+                sinks=sinks,
             )
 
         self._add((qkv,), (out,), emit)

@@ -103,6 +103,7 @@ class Attend:
     spec: AttentionSpec
     frequencies: Any  # of rope
     memory: Memory
+    sinks: Any | None = None
 
     def __call__(self, step: Fields, qkv: Any, out: Any) -> None:
         spec, rope = self.spec, self.spec.rope
@@ -111,7 +112,7 @@ class Attend:
             places = step.positions, step.places
             turned = self.frequencies, rope.scale, len(rope.inv_freq), rope.interleaved
             rope_and_store(qkv, *turned, *places, cache, scales)
-            about = spec.scale, spec.window, scales, spec.soft_cap, spec.causal
+            about = spec.scale, spec.window, scales, spec.soft_cap, spec.causal, self.sinks
             attend_tiles(qkv, cache, step.tiles, step.tables, step.header, out, *about)
         else:
             turn = Turn(self.frequencies, step.places, rope.scale, len(rope.inv_freq), rope.interleaved)
@@ -129,6 +130,7 @@ class Attend:
                 spec.window,
                 scales,
                 spec.soft_cap,
+                self.sinks,
             )
 
 

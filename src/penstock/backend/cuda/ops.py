@@ -73,9 +73,9 @@ class Recorder:
 
         return self._add(run, (qkv,), self._value(qkv.symbol, qkv.width))
 
-    def attend(self, layer: int, qkv: Value, spec: AttentionSpec) -> Value:
+    def attend(self, layer: int, qkv: Value, spec: AttentionSpec, sinks: Any | None = None) -> Value:
         self.layers[layer] = spec
-        op = Attend(layer, spec, self._on_device(spec.rope.inv_freq), self.memory)
+        op = Attend(layer, spec, self._on_device(spec.rope.inv_freq), self.memory, sinks)
         return self._add(op, (qkv,), self._value("T", spec.q_width))
 
     def gated(self, x: Value, act: str) -> Value:

@@ -58,7 +58,7 @@ class RefBackend:
 
     def footprint(self, spec: ModelSpec, tensors: Iterable[Tensor]) -> Footprint:
         weights = sum(self.held(tensor).bytes(tensor) for tensor in tensors)
-        return Footprint.on_host(int(weights), 8 * spec.kv_layers * spec.attn.kv_width)
+        return Footprint.on_host(int(weights), 4 * spec.kv_layers * spec.attn.kv_values)
 
     def kv_bytes_per_token(self) -> int:
         return self._kv_bytes

@@ -159,15 +159,22 @@ def linear(rng: Random, *, format: str, tokens: int, width: int, parts: Sequence
 
 def attend(rng: Random, *, spec: AttentionSpec, lengths: Sequence[int], longest: int = 16) -> Trial:
     """Sequences of these lengths, in random chunks of at most `longest`, scattered over the cache."""
-    tokens = sum(lengths)
+    table = inputs(rng, sum(lengths), spec.q_width + 2 * spec.kv_width)
+    sinks = random_tensor(rng, "F32", spec.heads)
+    sinks.data.view(np.float32)[:] *= 4
+    return Trial(
+        lambda ops, table, *sinks: ops.attend(0, ops.embed(table), spec, *sinks),
+        [table, sinks] if spec.sinks else [table],
+        *scattered(rng, lengths, longest),
+    )
+
+
+def scattered(rng: Random, lengths: Sequence[int], longest: int) -> tuple[list[Batch], int]:
+    """Steps in which all tokens of these sequences come, and how many blocks they need."""
     ends = np.cumsum(lengths).tolist()
     prompts = [range(end - length, end) for length, end in zip(lengths, ends, strict=True)]
-    return Trial(
-        lambda ops, table: ops.attend(0, ops.embed(table), spec),
-        [inputs(rng, tokens, spec.q_width + 2 * spec.kv_width)],
-        [greedy_batch(chunks, i) for i, chunks in enumerate(random_steps(rng, prompts, BLOCK_SIZE, longest))],
-        blocks_for(prompts, BLOCK_SIZE),
-    )
+    steps = random_steps(rng, prompts, BLOCK_SIZE, longest)
+    return [greedy_batch(chunks, i) for i, chunks in enumerate(steps)], blocks_for(prompts, BLOCK_SIZE)
 
 
 def attend_whole(rng: Random, *, spec: AttentionSpec, lengths: Sequence[int]) -> Trial:
@@ -331,6 +338,7 @@ def attention(
 
 HALVES = partial(attention, interleaved=False)
 PAIRS = partial(attention, interleaved=True)
+SUNK = partial(HALVES, sinks=True)
 SOME_HALVES, SOME_PAIRS = (partial(kind, turned=6, scale=1.2) for kind in (HALVES, PAIRS))
 
 TWO = ExpertSpec(8, 2, 32, renormalize=True)
@@ -366,6 +374,10 @@ CASES = (
     Case("attend", "nothing turned", "F32", HALF, partial(attend, spec=HALVES(4, 2, 16, turned=0), lengths=(5, 64))),
     Case("attend", "multiplier", "F32", HALF, partial(attend, spec=PAIRS(2, 1, 16, multiplier=0.7), lengths=(5, 64))),
     Case("attend", "soft cap", "F32", HALF, partial(attend, spec=HALVES(4, 2, 16, soft_cap=0.8), lengths=(5, 64))),
+    Case("attend", "sinks", "F32", HALF, partial(attend, spec=HALVES(4, 2, 16, sinks=True), lengths=(1, 64))),
+    Case("attend", "sinks and window", "F32", HALF, partial(attend, spec=SUNK(4, 2, 16, window=7), lengths=(5, 64))),
+    Case("attend", "sinks, one by one", "F32", HALF, partial(attend, spec=SUNK(2, 1, 16), lengths=(20,), longest=1)),
+    Case("attend", "sinks far behind", "F32", HALF, partial(attend, spec=SUNK(2, 1, 16), lengths=(600,), longest=60)),
     Case("norm_qk", "head", "F32", FLOAT, partial(norm_qk, spec=HALVES(4, 2, 10, qk_norm="head"), tokens=5)),
     Case("norm_qk", "all", "F32", FLOAT, partial(norm_qk, spec=HALVES(4, 2, 16, qk_norm="all"), tokens=9)),
     Case("add", "twice", "F32", FLOAT, partial(by_value, op=lambda ops, x: ops.add(x, x), width=33)),

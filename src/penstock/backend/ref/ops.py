@@ -68,7 +68,7 @@ class RefOps:
         q, k, v = np.split(qkv, [spec.q_width, spec.q_width + spec.kv_width], axis=1)
         return np.concatenate([norm_runs(q, q_gain, eps), norm_runs(k, k_gain, eps), v], axis=1)
 
-    def attend(self, layer: int, qkv: Floats, spec: AttentionSpec) -> Floats:
+    def attend(self, layer: int, qkv: Floats, spec: AttentionSpec, sinks: Floats | None = None) -> Floats:
         q, k, v = split_heads(qkv, spec)
         q, k = (rotate(x, self.batch.positions, spec.rope) for x in (q, k))
         keys, values = self.cache.layer(layer, spec)
@@ -79,7 +79,7 @@ class RefOps:
             keys[blocks, offsets] = k[tokens]
             values[blocks, offsets] = v[tokens]
             blocks, offsets = self._places(row, np.arange(positions[-1] + 1))
-            out[tokens] = attention(q[tokens], keys[blocks, offsets], values[blocks, offsets], positions, spec)
+            out[tokens] = attention(q[tokens], keys[blocks, offsets], values[blocks, offsets], positions, spec, sinks)
         return out.reshape(len(qkv), spec.q_width)
 
     def gated(self, x: Floats, act: str) -> Floats:
@@ -171,7 +171,9 @@ def rotate(x: Floats, positions: Ints, rope: RopeSpec) -> Floats:
     return out
 
 
-def attention(q: Floats, keys: Floats, values: Floats, positions: Ints, spec: AttentionSpec) -> Floats:
+def attention(
+    q: Floats, keys: Floats, values: Floats, positions: Ints, spec: AttentionSpec, sinks: Floats | None = None
+) -> Floats:
     """Of tokens at `positions` over the positions 0 to C of their sequence: [T, heads, D], 2 * [C, kv_heads, D]."""
     shared = spec.heads // spec.kv_heads
     keys, values = np.repeat(keys, shared, axis=1), np.repeat(values, shared, axis=1)  # [C, heads, D]
@@ -180,10 +182,18 @@ def attention(q: Floats, keys: Floats, values: Floats, positions: Ints, spec: At
         scores = soft_capped(scores, spec.soft_cap)
     if spec.causal:
         scores[:, ~visible(positions, len(keys), spec.window)] = -np.inf
-    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    weights /= weights.sum(axis=-1, keepdims=True)
+    weights = sunk_softmax(scores, np.full(spec.heads, -np.inf, np.float32) if sinks is None else sinks)
     out: Floats = np.einsum("htc,chd->thd", weights, values)
     return out
+
+
+def sunk_softmax(scores: Floats, sinks: Floats) -> Floats:
+    """Over each row of [heads, T, C] and its head's sink, whose own weight is left out."""
+    highest = np.maximum(scores.max(axis=-1), sinks[:, None])[..., None]
+    weights = np.exp(scores - highest)
+    total = weights.sum(axis=-1, keepdims=True) + np.exp(sinks[:, None, None] - highest)
+    softened: Floats = weights / total
+    return softened
 
 
 def visible(positions: Ints, context: int, window: int) -> NDArray[np.bool_]:

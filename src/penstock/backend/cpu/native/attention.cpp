@@ -99,7 +99,8 @@ class Queries {
 
   void write(const State& state, const Buffer& out) const {
     for (size_t i = 0; i < count(); ++i) {
-      frame_.kernels.scale(state.mixed + i * padded_, padded_, 1.0f / state.sums[i]);
+      const float sink = a_.sinks.empty() ? 0.0f : std::exp(a_.sinks[head(i)] - state.highest[i]);
+      frame_.kernels.scale(state.mixed + i * padded_, padded_, 1.0f / (state.sums[i] + sink));
       std::copy_n(state.mixed + i * padded_, a_.dim, out.row(token(i)) + head(i) * a_.dim);
     }
   }

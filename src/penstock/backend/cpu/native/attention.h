@@ -13,6 +13,7 @@ struct Attention {
   float scale;
   float soft_cap;  // of scores; 0: none
   bool causal;     // else a token sees its whole row
+  std::vector<float> sinks = {};  // of each head: a score that gives nothing; or none
 
   size_t group() const { return heads / kv_heads; }
   size_t width() const { return (heads + 2 * kv_heads) * dim; }

@@ -129,12 +129,13 @@ NB_MODULE(_native, m) {
       .def("linear", &Program::linear, "x"_a, "weight"_a, "out"_a, "gated"_a = false)
       .def("attend",
            [](Program& program, int qkv, int out, size_t layer, size_t heads, size_t kv_heads, size_t head_dim,
-              size_t window, int angles, bool interleaved, float scale, float soft_cap, bool causal) {
-             program.attend(
-                 qkv, {layer, heads, kv_heads, head_dim, window, angles, interleaved, scale, soft_cap, causal}, out);
+              size_t window, int angles, bool interleaved, float scale, float soft_cap, bool causal,
+              std::optional<Array<const float, 1>> sinks) {
+             program.attend(qkv, {layer, heads, kv_heads, head_dim, window, angles, interleaved, scale, soft_cap, causal,
+                                  sinks ? copied(*sinks) : std::vector<float>()}, out);
            },
            "qkv"_a, "out"_a, nb::kw_only(), "layer"_a, "heads"_a, "kv_heads"_a, "head_dim"_a, "window"_a, "angles"_a,
-           "interleaved"_a, "scale"_a, "soft_cap"_a, "causal"_a = true)
+           "interleaved"_a, "scale"_a, "soft_cap"_a, "causal"_a = true, "sinks"_a.noconvert() = nb::none())
       .def("norm_qk",
            [](Program& program, int x, Array<const float, 1> q_gain, size_t q_width, Array<const float, 1> k_gain,
               size_t k_width, float eps, int out) {

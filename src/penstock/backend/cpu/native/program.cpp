@@ -167,6 +167,7 @@ void Program::attend(int qkv, const Attention& attention, int out) {
   at(out, Symbol::T, a.heads * a.dim);
   require(a.angles == -1 || (at(a.angles).symbol == Symbol::T && at(a.angles).width <= a.dim),
           "more rotated pairs than a head holds");
+  require(a.sinks.empty() || a.sinks.size() == a.heads, "attention has one sink for each head");
   cache_.add_layer(a.layer, a.shape());
   scratch_floats_ = std::max(scratch_floats_, a.scratch_floats());
   gathered_floats_ = std::max(gathered_floats_, a.kv_heads * a.state_floats());
