@@ -113,7 +113,7 @@ def attend_with(
         attend_parts(qkv, cache, parts, tables, header, out, shares, None, *about)
         assert not shares.arrived.any()
     if len(work.tiles):
-        attend_tiles(qkv, cache, ints(work.tiles), tables, header, out, spec.scale, spec.window, None, 0.0, sinks)
+        attend_tiles(qkv, cache, ints(work.tiles), tables, header, out, spec.scale, spec.window, None, 0.0, True, sinks)
 
     keys, values = cache.float().cpu().numpy().swapaxes(2, 3).swapaxes(0, 1)  # [blocks, block_size, kv_heads, D]
     q = qkv.float().cpu().numpy().reshape(len(qkv), -1, dims)[:, :heads]

@@ -124,9 +124,9 @@ def test_attention_reads_what_is_stored(name: str, window: int, dtype: torch.dty
     tables, header = ints(batch.tables.ravel()), ints([batch.tables.shape[1]])
     shares = shares_of(spec, len(work.parts), len(chunks))
     common, sinks = (tables, header, out), 4 * normal(spec.heads, seed=2)
-    about = spec.scale, window, cache.scales, 0.0, sinks
-    attend_parts(qkv, cache.lines, ints(work.parts), *common, shares, None, *about)
-    attend_tiles(qkv, cache.lines, ints(work.tiles), *common, *about)
+    about = spec.scale, window, cache.scales, 0.0
+    attend_parts(qkv, cache.lines, ints(work.parts), *common, shares, None, *about, sinks)
+    attend_tiles(qkv, cache.lines, ints(work.tiles), *common, *about, True, sinks)
 
     keys, values = values_of(cache).cpu().numpy().swapaxes(2, 3).swapaxes(0, 1)  # [blocks, block_size, kv_heads, D]
     q = qkv.float().cpu().numpy().reshape(len(qkv), -1, spec.head_dim)[:, : spec.heads]

@@ -63,3 +63,12 @@ class Ops(Protocol[V]):
         """The experts that a router's logits choose compute each token, and what they give is weighed and added up:
         [T, dim], [T, count] -> [T, dim]. `act`: as in `gated`, or "clamped", which is min(left, 7) * sigmoid(1.702 *
         min(left, 7)) * (1 + right, that between -7 and 7)."""
+
+    def linear_heads(self, x: V, weight: Weight, kept: int = 0) -> V:
+        """A product of its own for each head, weight [heads, b, a]: [T, heads * (a + kept)] -> [T, heads * (kept + b)].
+        What a head has after those that are multiplied stays, and comes before its product."""
+
+    def attend_latent(self, layer: int, q: V, kv: V, gain: Weight, spec: AttentionSpec, eps: float) -> V:
+        """Attention with one KV head, whose values are the last v_dim dimensions of its keys: rms_norm of those of kv,
+        times gain; rotates q and kv, which turns dimensions before them; writes kv to the paged cache of `layer`;
+        causal attention: [T, heads * head_dim], [T, head_dim] -> [T, heads * v_dim]."""

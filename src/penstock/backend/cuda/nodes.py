@@ -11,6 +11,7 @@ from penstock.backend.cuda.inputs import Fields
 from penstock.backend.cuda.kernels.codes import Codes, codes_in
 from penstock.backend.cuda.kernels.decode_attention import Turn, attend_parts
 from penstock.backend.cuda.kernels.gate import gate
+from penstock.backend.cuda.kernels.latent_attention import attend_latent_parts, attend_latent_tiles, store_latent
 from penstock.backend.cuda.kernels.layer_norm import add_layer_norm
 from penstock.backend.cuda.kernels.norm import add_norm
 from penstock.backend.cuda.kernels.prefill_attention import attend_tiles
@@ -132,6 +133,28 @@ class Attend:
                 spec.soft_cap,
                 self.sinks,
             )
+
+
+@dataclass(frozen=True, slots=True)
+class AttendLatent:
+    layer: int
+    spec: AttentionSpec
+    frequencies: Any
+    memory: Memory
+    gain: Any
+    eps: float
+
+    def __call__(self, step: Fields, q: Any, kv: Any, out: Any) -> None:
+        spec, rope = self.spec, self.spec.rope
+        cache, scales = self.memory.caches[self.layer]
+        turned = self.frequencies, rope.scale, rope.interleaved
+        store_latent(q, kv, self.gain, self.eps, *turned, step.positions, step.places, cache, scales)
+        tables = step.tables, step.header, out
+        if len(step.tiles):
+            attend_latent_tiles(q, cache, step.tiles, *tables, spec.v_dim, spec.scale, scales)
+        if len(step.parts):
+            shares = self.memory.shares
+            attend_latent_parts(q, cache, step.parts, *tables, shares, spec.v_dim, spec.scale, scales)
 
 
 @dataclass(frozen=True, slots=True)
