@@ -39,12 +39,15 @@ def expected(folder: Path) -> tuple[list[int], np.ndarray]:
 def test_every_kind_of_golden_is_there():
     assert NAMES == [
         "bias",
+        "deepseek_v2",
+        "deepseek_v3",
         "gemma2",
         "gemma3",
         "glm",
         "glm4",
         "glm4_moe",
         "gpt2",
+        "gpt_oss",
         "granite",
         "linear",
         "llama3",

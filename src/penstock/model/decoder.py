@@ -6,10 +6,17 @@ A family's file says how they hang together; weights are taken from the checkpoi
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from penstock.model.ops import Ops, V, Weight
 from penstock.model.spec import AttentionSpec, ExpertSpec, ModelSpec
 from penstock.model.weights import Packer
+
+
+class Part(Protocol):
+    """Of a layer: takes and gives [T, dim]."""
+
+    def __call__(self, ops: Ops[V], x: V) -> V: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,6 +50,15 @@ class AttentionSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class LatentSpec:
+    """Of latent attention, what its heads have outside of it."""
+
+    key_dim: int  # of a head, without what is turned
+    value_dim: int
+    q_rank: int = 0  # of what queries are made of; 0: all of x
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertSpec:
     """Of many gated MLPs each token is computed by the few that suit it best: how they are chosen and weighed.
 
@@ -88,6 +97,7 @@ class ModelSpec:
     gain_offset: float = 0.0  # what is added to the gain of every norm
     layer_attn: tuple[AttentionSpec, ...] = ()  # of each layer, where they differ; all have the heads of `attn`
     biases: frozenset[str] | None = None  # parts of a layer that have one; None: the checkpoint does not say
+    latent: LatentSpec | None = None  # where attention is latent
     experts: ExpertSpec | None = None  # in place of the MLP
     dense: frozenset[int] = frozenset()  # layers that have an MLP nonetheless
     shared_hidden: int = 0  # of an MLP beside the experts, which computes every token; 0: none

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from penstock.errors import MalformedFile
 from penstock.model.quant import dequantize
 from penstock.model.spec import ExpertSpec
-from penstock.model.tensor import FORMATS, Scales, Stack, Tensor
+from penstock.model.tensor import FORMATS, PLAIN, Scales, Stack, Tensor
 
 
 class Packs(Protocol):
@@ -35,6 +35,7 @@ class Packer:
         self._tensors = tensors
         self._backend = backend
         self._used: set[str] = set()
+        self._said = False
 
     def vector(self, name: str, size: int, plus: float = 0.0) -> Any:
         """`plus` is added to every value."""
@@ -75,6 +76,11 @@ class Packer:
         """Two of them from one tensor, in which those of a head follow each other: of keys the transposed one, and
         values are read as they lie there."""
         tensor = self._take(name, (heads * (keys + values), width))
+        if tensor.format.name not in PLAIN and not self._said:
+            import logging  # takes longer than packing most models
+
+            self._said = True
+            logging.getLogger(__name__).info("half of %s and its like become F16: they are transposed", tensor.name)
         first, then = split_heads(tensor, heads, keys)
         return self._backend.pack_heads(first), self._backend.pack_heads(then)
 
@@ -123,7 +129,7 @@ class Packer:
 def split_heads(tensor: Tensor, heads: int, first: int) -> tuple[Tensor, Tensor]:
     """Of each head the first rows, transposed, and the others: [heads, width, first], [heads, others, width]."""
     rows = np.arange(tensor.shape[0]).reshape(heads, -1)
-    return transposed(rows_at(tensor, rows[:, :first])), rows_at(tensor, rows[:, first:])
+    return turned(rows_at(tensor, rows[:, :first])), rows_at(tensor, rows[:, first:])
 
 
 def rows_at(tensor: Tensor, rows: NDArray[np.intp]) -> Tensor:
@@ -134,11 +140,11 @@ def rows_at(tensor: Tensor, rows: NDArray[np.intp]) -> Tensor:
     return Tensor(tensor.name, tensor.format, (*rows.shape, tensor.shape[1]), data[rows].reshape(-1), scales)
 
 
-def transposed(tensor: Tensor) -> Tensor:
+def turned(tensor: Tensor) -> Tensor:
     """The matrix of each head. One that is quantized along its rows becomes F16."""
     kind, data = tensor.format, tensor.data
-    if kind.name not in ("F32", "F16", "BF16"):
+    if kind.name not in PLAIN:
         flat = replace(tensor, shape=(prod(tensor.shape[:2]), tensor.shape[2]))
         kind, data = FORMATS["F16"], dequantize(flat).astype(np.float16).reshape(-1).view(np.uint8)
-    turned = np.ascontiguousarray(data.view(f"u{kind.bytes}").reshape(tensor.shape).swapaxes(1, 2))
-    return Tensor(tensor.name, kind, turned.shape, turned.reshape(-1).view(np.uint8))
+    values = np.ascontiguousarray(data.view(f"u{kind.bytes}").reshape(tensor.shape).swapaxes(1, 2))
+    return Tensor(tensor.name, kind, values.shape, values.reshape(-1).view(np.uint8))
