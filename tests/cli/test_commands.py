@@ -288,11 +288,24 @@ def test_models_that_were_made_are_listed_and_come_with_a_word(
     assert json.loads(penstock("list", "--json")[1]) == []
 
 
-def test_an_encoder_is_shown_and_planned_and_asked_for_no_text(penstock: Penstock) -> None:
+def test_the_speed_of_an_encoder_is_that_of_embeddings(penstock: Penstock, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(config: Config, kinds: list[str], known: Machine | None, tell: Callable[[str], None]) -> Machine:
+        return MACHINE._replace(roofs=dict.fromkeys([*kinds, *(known.roofs if known else ())], Roof(1e9, 1e10)))
+
+    monkeypatch.setattr("penstock.engine.probe.measure", measure)
+    bert = Path(__file__).parents[1] / "models" / "encoders" / "bert"
+    code, out, _ = penstock("plan", bert, "--device", "cpu")
+    assert code == 0
+    assert "an embedding" in out
+    assert "of a prompt of 50 tokens" in out
+    assert "one sequence" not in out
+
+
+def test_an_encoder_is_shown_and_planned_and_asked_for_no_text(penstock: Penstock, tmp_path: Path) -> None:
     bert = Path(__file__).parents[1] / "models" / "encoders" / "bert"
     code, out, _ = penstock("show", bert, "--json")
     assert (code, json.loads(out)["architecture"], json.loads(out)["context_length"]) == (0, "bert", 50)
-    code, out, _ = penstock("plan", bert, "--device", "cpu", "--step-tokens", 40, "--max-rows", 2, "--json")
+    code, out, _ = penstock("plan", bert, "--device", "ref", "--step-tokens", 40, "--max-rows", 2, "--json")
     planned = json.loads(out)
     assert (code, planned["max_len"], planned["num_blocks"], planned["kv_token"]) == (0, 40, 10, 256)
     assert planned["notes"] == ["prompt and answer have 40 tokens at most, not 50: a step holds no more"]
@@ -300,3 +313,8 @@ def test_an_encoder_is_shown_and_planned_and_asked_for_no_text(penstock: Penstoc
         code, out, err = penstock(*words, "--device", "ref")
         assert (code, out) == (1, "")
         assert err.startswith("error: this model is an encoder, which makes embeddings and no text")
+    (tmp_path / "text").write_text("the river " * 100)
+    for words in (("ppl", bert), ("kl", bert, "--against", bert)):
+        code, _, err = penstock("eval", *words, "--text", tmp_path / "text", "--context", 16)
+        assert code == 1
+        assert "error: this model is an encoder, which predicts no tokens" in err

@@ -19,7 +19,7 @@ from penstock.backend.base import Backend, Batch, Floats, Ints
 from penstock.backend.ref.batches import Chunk, greedy_batch
 from penstock.config import Config
 from penstock.engine.quantize import quantized
-from penstock.errors import ConfigError, InvalidRequest
+from penstock.errors import ConfigError, InvalidRequest, UnsupportedModel
 from penstock.model.load import load_model, open_checkpoint, text_of
 
 Doubles = NDArray[np.float64]
@@ -120,6 +120,8 @@ def followers(window: Ints) -> Ints:
 def windows_of(path: Path, text: str, context: int = CONTEXT, tokens: int = TOKENS) -> list[Ints]:
     """The text as this model reads it, cut into windows that each begin as texts do; `tokens` of them in all."""
     checkpoint = open_checkpoint(path)
+    if checkpoint.spec.encoder:
+        raise UnsupportedModel("this model is an encoder, which predicts no tokens: there is nothing to measure")
     if not LEAST_CONTEXT <= context <= checkpoint.spec.max_len:
         most = checkpoint.spec.max_len
         raise ConfigError(f"windows have {LEAST_CONTEXT} to {most} tokens with this model; got {context}")
