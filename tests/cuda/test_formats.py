@@ -16,7 +16,7 @@ from penstock.model.load import load_model, open_checkpoint
 from tests.cuda.device import DEVICE, HALF
 
 FOLDER = Path(__file__).parents[1] / "models" / "formats"
-KEPT = ("awq", "gptq", "gptq-3-8", "int8", "mlx-3-6", "bytes")
+KEPT = ("awq", "gptq", "gptq-3-8", "int8", "mlx-3-6", "bytes", "mxfp4", "nvfp4", "nf4")
 WIDENED = ("gptq-ordered",)
 
 

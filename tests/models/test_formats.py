@@ -28,7 +28,7 @@ from penstock.model.formats.rows import as_q8_0
 from penstock.model.load import load_model, open_checkpoint, read_shards
 from penstock.model.quant import dequantize
 from penstock.model.safetensors import read_safetensors
-from penstock.model.tensor import FLOAT8, FORMATS, INTEGERS, Tensor, some_rows
+from penstock.model.tensor import FLOAT8, FORMATS, INTEGERS, Tensor, factor_of, some_rows
 from tests.models.conftest import write_safetensors
 
 FOLDER = Path(__file__).parent / "formats"
@@ -97,6 +97,12 @@ KEPT = {  # their matrices, in storage blocks that kernels know
     "mxfp4": {"MXFP4"},
     "mlx": {"Q4_1", "MLX of 8 bits", "BF16"},
     "mlx-3-6": {"Q4_1", "MLX of 6 bits"},
+    "nvfp4": {"NVFP4"},
+    "modelopt": {"NVFP4"},
+    "nf4": {"NF4"},
+    "fp4": {"bitsandbytes fp4"},
+    "bytes": {"I8"},
+    "exl3": {"EXL3"},
 }
 
 
@@ -104,6 +110,28 @@ KEPT = {  # their matrices, in storage blocks that kernels know
 def test_what_loses_nothing_stays_quantized(kind: str) -> None:
     tensors = open_checkpoint(FOLDER / kind).tensors
     assert {tensor.format.name for name, tensor in tensors.items() if name[-2:] in (".q", ".k", ".o")} == KEPT[kind]
+
+
+def test_a_factor_of_all_values_is_of_rows_too() -> None:
+    tensor = open_checkpoint(FOLDER / "nvfp4").tensors["layers.0.q"]
+    assert tensor.scales is not None
+    assert factor_of(tensor) == factor_of(some_rows(tensor, 3, 9)) == tensor.scales.values[0, 0] != 1
+    assert factor_of(open_checkpoint(FOLDER / "bytes").tensors["layers.0.q"]) is None
+
+
+def test_scales_without_a_number_are_widened(changed: Any) -> None:
+    def edit(stored: dict[str, Tensor]) -> None:
+        scale = stored[f"{Q}.weight_scale"]
+        data = scale.data.copy()
+        data[5] = 0x7F
+        stored[f"{Q}.weight_scale"] = replace(scale, source=data)
+
+    tensor = open_checkpoint(changed("nvfp4", {}, edit)).tensors["layers.0.q"]
+    assert tensor.format.name == "odd NVFP4"
+    same = open_checkpoint(FOLDER / "nvfp4").tensors["layers.0.q"]
+    odd = np.isnan(dequantize(tensor))
+    assert odd.sum() == 16
+    assert np.array_equal(dequantize(tensor)[~odd], dequantize(same)[~odd])
 
 
 def test_a_cpu_says_what_it_widens(caplog: pytest.LogCaptureFixture) -> None:

@@ -35,11 +35,34 @@ LAYOUTS = {
     "IQ4_XS": np.dtype([("d", "<f2"), ("scales_h", "u1", 2), ("scales_l", "u1", 4), ("qs", "u1", 128)]),
     "MXFP4": np.dtype([("e", "u1"), ("qs", "u1", 16)]),
     "I8": np.dtype([("x", "i1")]),
+    "NF4": np.dtype([("d", "<f4"), ("qs", "u1", 16)]),
     "NVFP4": np.dtype([("scales", "u1", 4), ("qs", "u1", (4, 8))]),
 }
 
 IQ4_VALUES = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
 FP4_VALUES = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)  # doubled: e2m1 has halves
+
+NF4_VALUES = np.array(  # quantiles of a normal distribution, the largest 1
+    [
+        -1.0,
+        -0.6961928009986877,
+        -0.5250730514526367,
+        -0.39491748809814453,
+        -0.28444138169288635,
+        -0.18477343022823334,
+        -0.09105003625154495,
+        0.0,
+        0.07958029955625534,
+        0.16093020141124725,
+        0.24611230194568634,
+        0.33791524171829224,
+        0.44070982933044434,
+        0.5626170039176941,
+        0.7229568362236023,
+        1.0,
+    ],
+    np.float32,
+)
 
 
 def dequantize(tensor: Tensor) -> NDArray[np.float32]:
@@ -207,5 +230,6 @@ VALUES: dict[str, Callable[[Array], Array]] = {
     "IQ4_XS": iq4_xs,
     "MXFP4": mxfp4,
     "I8": lambda blocks: blocks["x"].astype(np.float32),
+    "NF4": lambda blocks: column(blocks, "d") * NF4_VALUES[flat_bits(blocks["qs"], 4)],
     "NVFP4": nvfp4,
 }

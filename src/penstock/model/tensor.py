@@ -71,6 +71,8 @@ INTEGERS = {
     for name, size in (("U8", 1), ("I8", 1), ("F8_E8M0", 1), ("I16", 2), ("I32", 4), ("U32", 4), ("I64", 8))
 }
 
+NF4 = Format("NF4", 32, 20)  # bitsandbytes' 16 numbers, with a float32 scale
+
 Bytes = NDArray[np.uint8]
 
 
@@ -99,6 +101,14 @@ class Tensor:
     def size(self) -> int:
         """In bytes."""
         return prod(self.shape) // self.format.values * self.format.bytes
+
+
+def factor_of(tensor: Tensor) -> float | None:
+    """What all values are multiplied with; None where that is not the same for all."""
+    if tensor.scales is None:
+        return 1.0
+    first = tensor.scales.values.flat[0]
+    return float(first) if (tensor.scales.values == first).all() else None
 
 
 class Stack(NamedTuple):

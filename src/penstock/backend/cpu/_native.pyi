@@ -11,6 +11,8 @@ class Weight:
     def fill(self, part: int, row: int, rows: int, data: NDArray[np.uint8]) -> None:
         """Packs rows of one part, from `row` on, out of bytes as they lie in a checkpoint."""
     def set_bias(self, bias: NDArray[np.float32]) -> None: ...
+    def set_factor(self, part: int, factor: float) -> None:
+        """What all values of a part are multiplied with; only formats with a table have one."""
     @property
     def width(self) -> int: ...
     @property

@@ -15,10 +15,11 @@ from penstock.backend.base import Floats, Held
 from penstock.backend.cpu._native import Weight, fill_parts, packed_bits
 from penstock.model.formats.rows import as_q8_0
 from penstock.model.quant import dequantize
-from penstock.model.tensor import FLOAT8, FORMATS, Bytes, Format, Stack, Tensor, some_rows
+from penstock.model.tensor import FLOAT8, FORMATS, NF4, Bytes, Format, Stack, Tensor, factor_of, some_rows
 
 BATCH_BYTES = 1 << 28  # packed in one go: an interrupt has to wait for as much
 MADE_BYTES = 1 << 23  # the same of bytes that are no view of a file: they are held meanwhile
+NATIVE = {*FORMATS, NF4.name}
 AT_ONCE = 1 << 22  # values widened together
 BLOCK = 32  # values of a row that products take together, but those of floats
 GROWN = 1.1  # times as many bytes as in the file are worth a word
@@ -56,6 +57,8 @@ class Packing:
         if any(bias):
             weight.set_bias(np.concatenate([bias_of(part, tensor) for part, tensor in zip(parts, bias, strict=True)]))
         for index, part in enumerate(parts):
+            if part.scales is not None:
+                weight.set_factor(index, factor_of(part) or 0)
             self._add(weight, index, part)
         return weight
 
@@ -81,7 +84,7 @@ class Packing:
 
     def _readable(self, part: Tensor) -> Tensor:
         """What no kernel reads becomes BF16."""
-        if part.format.name in FORMATS:
+        if part.format.name in NATIVE and factor_of(part) is not None:
             return part
         if blocks := as_q8_0(part):
             return blocks
@@ -119,7 +122,7 @@ def held(tensor: Tensor) -> Held:
     if len(tensor.shape) == 1:
         return Held("F32", 32)
     name = (as_q8_0(tensor) or tensor).format.name
-    kept = name if name in FORMATS else "BF16"
+    kept = name if name in NATIVE else "BF16"
     return Held(kept, packed_bits(kept))
 
 

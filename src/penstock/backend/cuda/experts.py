@@ -108,7 +108,7 @@ def pack_matrices(
     formats = {part.format.name for part in parts}
     bias = stacked_bias(parts, [one for stack in stacks for one in stack.bias], device)
     tiled = dtype.itemsize == 2 and all(part.shape[0] % ROWS == 0 for part in parts)
-    if tiled and len(formats) == 1 and formats <= TAKE.keys():
+    if tiled and len(formats) == 1 and formats <= TAKE.keys() and all(part.scales is None for part in parts):
         tell_growth(parts[:1], workspace)
         return CodedMatrices(join([packed(part, device) for part in parts]), bias)
     if dtype.itemsize == 2 and not formats <= PLAIN.keys():

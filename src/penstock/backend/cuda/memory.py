@@ -12,9 +12,9 @@ from penstock.model.tensor import PLAIN, Tensor
 # bits of one value, its share of scales included: of formats that stay quantized, and of what plain ones become
 KEPT = {
     "Q4_0": 4.5, "Q4_1": 5.0, "Q5_0": 5.5, "Q5_1": 6.0, "Q8_0": 8.5, "Q2_K": 5.125, "Q3_K": 4.5625, "Q4_K": 4.625,
-    "Q5_K": 5.625, "Q6_K": 6.5625, "IQ4_NL": 4.5, "IQ4_XS": 4.3125, "MXFP4": 4.5, "NVFP4": 5.0, "IQ1_S": 4.3125,
-    "IQ1_M": 4.5625, "IQ2_XXS": 4.3125, "IQ2_XS": 4.5625, "IQ2_S": 4.5625, "IQ3_XXS": 4.3125, "IQ3_S": 4.3125,
-    "TQ1_0": 4.3125, "TQ2_0": 4.3125, "F8_E4M3": 8.0,
+    "Q5_K": 5.625, "Q6_K": 6.5625, "IQ4_NL": 4.5, "IQ4_XS": 4.3125, "MXFP4": 4.5, "NVFP4": 5.0, "NF4": 4.5,
+    "IQ1_S": 4.3125, "IQ1_M": 4.5625, "IQ2_XXS": 4.3125, "IQ2_XS": 4.5625, "IQ2_S": 4.5625, "IQ3_XXS": 4.3125,
+    "IQ3_S": 4.3125, "TQ1_0": 4.3125, "TQ2_0": 4.3125, "F8_E4M3": 8.0,
 }  # fmt: skip
 ROUTERS = (".mlp.gate.weight", ".block_sparse_moe.gate.weight", ".mlp.router.weight", ".ffn_gate_inp.weight")
 BITS = {"fp8": 8.0, "int4": 4.5}
@@ -34,7 +34,7 @@ def held(tensor: Tensor, quantize: str) -> Held:
         return Held("F32", 32)
     tensor = as_q8_0(tensor) or tensor
     name, widened = tensor.format.name, {"F8_E4M3", "fp8"} if of_experts(tensor) else ()
-    if name in KEPT and name not in widened:
+    if name in KEPT and name not in widened and not (of_experts(tensor) and tensor.scales):
         return Held(name, KEPT[name])
     if quantize and name in PLAIN and quantize not in widened and not is_router(tensor):
         return Held(quantize, BITS[quantize])

@@ -14,7 +14,8 @@ Nothing is rounded: what a format says is what the kernels read.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import log2
 
 import numpy as np
 import torch
@@ -34,13 +35,14 @@ from penstock.backend.cuda.parts import (
     one_each,
 )
 from penstock.backend.cuda.transfer import transfer
-from penstock.model.quant import FP4_VALUES, IQ4_VALUES
-from penstock.model.tensor import FORMATS
+from penstock.model.quant import FP4_VALUES, IQ4_VALUES, NF4_VALUES
+from penstock.model.tensor import FORMATS, NF4
 
 AT_ONCE = 1 << 24  # values packed together: each takes some 20 bytes meanwhile
 
 IQ4_TABLE = tuple(IQ4_VALUES.tolist())
 FP4_TABLE = tuple(FP4_VALUES.tolist())
+NF4_TABLE = tuple(torch.from_numpy(NF4_VALUES).bfloat16().tolist())
 
 CODINGS = {
     "Q4_0": Coding(4, 32, False, 8),
@@ -56,7 +58,8 @@ CODINGS = {
     "IQ4_NL": Coding(4, 32, False, 0, table=IQ4_TABLE),
     "IQ4_XS": Coding(4, 32, False, 0, bytes=True, table=IQ4_TABLE),
     "MXFP4": Coding(4, 32, False, 0, bfloat=True, table=FP4_TABLE),
-    "NVFP4": Coding(4, 16, False, 0, table=FP4_TABLE),
+    "NVFP4": Coding(4, 16, False, 0, bfloat=True, table=FP4_TABLE),
+    "NF4": Coding(4, 32, False, 0, table=NF4_TABLE),
     "INT4": Coding(4, 64, True, 0),
 } | iquants.CODINGS
 
@@ -70,6 +73,7 @@ class QuantizedWeight:
     high: Array | None
     scales: Array
     supers: Array | None
+    factor: float = 1.0  # of all values: what products are multiplied with
 
     @property
     def tiles(self) -> int:
@@ -81,16 +85,22 @@ class QuantizedWeight:
         return sum(4 * words.numel() for words in (self.low, self.high, self.scales, self.supers) if words is not None)
 
 
-def pack(data: NDArray[np.uint8], format_name: str, rows: int, width: int, device: torch.device) -> QuantizedWeight:
-    """A checkpoint's bytes, moved to the device and packed there some rows at a time."""
-    format = FORMATS[format_name]
+def pack(
+    data: NDArray[np.uint8], format_name: str, rows: int, width: int, device: torch.device, factor: float = 1.0
+) -> QuantizedWeight:
+    """A checkpoint's bytes, moved to the device and packed there some rows at a time. Scales of a wide range take the
+    power of two of the factor, so that products are as large as they will be."""
+    coding = CODINGS[format_name]
+    power = 2.0 ** round(log2(factor)) if coding.bfloat and factor > 0 else 1.0
+    format = NF4 if format_name == NF4.name else FORMATS[format_name]
     lines = data.reshape(rows, width // format.values * format.bytes)
 
     def parts(first: int, last: int) -> Parts:
         blocks = transfer.bring(lines[first:last].reshape(-1), device)
-        return TAKE[format_name](blocks.view(last - first, -1, format.bytes))
+        taken = TAKE[format_name](blocks.view(last - first, -1, format.bytes))
+        return taken if power == 1 else taken._replace(scales=taken.scales * power)
 
-    return pack_parts(parts, CODINGS[format_name], rows, width)
+    return replace(pack_parts(parts, coding, rows, width), factor=factor / power)
 
 
 def quantize_int4(values: Array) -> QuantizedWeight:
@@ -183,7 +193,13 @@ def take_nvfp4(blocks: Array) -> Parts:
     exponents, mantissas = blocks[..., :4] >> 3 & 15, (blocks[..., :4] & 7).float()
     scales = torch.where(exponents > 0, 8 + mantissas, 2 * mantissas) * torch.exp2(exponents.float() - 11)
     scales = torch.where(blocks[..., :4] == 0x7F, 0, scales)
-    return Parts(line(fields_of_runs(blocks[..., 4:], 8, 4)), one_each(scales.half()))
+    return Parts(line(fields_of_runs(blocks[..., 4:], 8, 4)), one_each(scales.bfloat16()))
+
+
+def take_nf4(blocks: Array) -> Parts:
+    """Scales are float32."""
+    scales, codes = blocks.split([4, 16], -1)
+    return Parts(line(fields(codes, 4)), scales.contiguous().view(torch.float32).half())
 
 
 TAKE: dict[str, Callable[[Array], Parts]] = {
@@ -201,6 +217,7 @@ TAKE: dict[str, Callable[[Array], Parts]] = {
     "IQ4_XS": take_4xs,
     "MXFP4": take_mxfp4,
     "NVFP4": take_nvfp4,
+    "NF4": take_nf4,
 } | iquants.TAKE
 
 

@@ -82,12 +82,13 @@ class Quantized:
         first = 0
         for part in self.parts:
             last = first + part.rows
-            self._multiply(x, part, None if self.bias is None else self.bias[first:last], out[:, first:last])
+            self._scaled(x, part, None if self.bias is None else self.bias[first:last], out[:, first:last])
             first = last
 
     def gated(self, x: Any, out: Any, scratch: Any, codes: Codes | None = None) -> None:
         part = self.parts[0]
-        if not codes and len(self.parts) == 1 and len(x) <= tilings.FEW and out.shape[1] % ROWS == 0:
+        fits = len(self.parts) == 1 and len(x) <= tilings.FEW and out.shape[1] % ROWS == 0
+        if not codes and fits and part.factor == 1:
             multiply_few(x.bfloat16(), part, self.bias, out, gated=True)
         else:
             self.product(x, scratch)
@@ -95,6 +96,16 @@ class Quantized:
 
     def gather(self, tokens: Any, out: Any) -> None:
         gather(self.parts[0], tokens, out)
+        if self.parts[0].factor != 1:
+            out.mul_(self.parts[0].factor)
+
+    def _scaled(self, x: Any, part: QuantizedWeight, bias: Any | None, out: Any) -> None:
+        if part.factor == 1:
+            return self._multiply(x, part, bias, out)
+        self._multiply(x, part, None, out)
+        out.mul_(part.factor)
+        if bias is not None:
+            out.add_(bias)
 
     def _multiply(self, x: Any, part: QuantizedWeight, bias: Any | None, out: Any) -> None:
         count, width = x.shape
@@ -201,7 +212,7 @@ def stack(parts: Sequence[QuantizedWeight]) -> tuple[QuantizedWeight, ...]:
 
 
 def runs(parts: Sequence[QuantizedWeight]) -> Iterator[list[QuantizedWeight]]:
-    for _, group in groupby(parts, key=lambda part: part.coding):
+    for _, group in groupby(parts, key=lambda part: (part.coding, part.factor)):
         run: list[QuantizedWeight] = []
         for part in group:
             run.append(part)

@@ -31,7 +31,7 @@ from penstock.backend.cuda.tilings import STREAMED, TALL, gemv_tiling, skinny_ti
 from penstock.backend.cuda.transfer import transfer
 from penstock.model.formats.rows import as_q8_0
 from penstock.model.quant import dequantize
-from penstock.model.tensor import Tensor, some_rows
+from penstock.model.tensor import Tensor, factor_of, some_rows
 
 log = logging.getLogger(__name__)
 AT_ONCE = 1 << 26  # values dequantized together
@@ -128,7 +128,7 @@ def pack(
     quantize = "" if is_router(parts[0]) else quantize
     if quantize and not formats <= PLAIN.keys():
         say(workspace, f"weights in {names(formats)} stay as they are: {quantize} is for plain ones")
-    if dtype.itemsize == 2 and formats <= TAKE.keys():
+    if dtype.itemsize == 2 and formats <= TAKE.keys() and None not in map(factor_of, parts):
         tell_growth(parts, workspace)
         return Quantized(stack([packed(part, device) for part in parts]), vector, workspace)
     if dtype.itemsize == 2 and formats == {"F8_E4M3"} and (weight := pack_float8(parts, vector, device, workspace)):
@@ -167,7 +167,7 @@ def say(workspace: Workspace, message: str) -> None:
 
 def packed(part: Tensor, device: torch.device) -> QuantizedWeight:
     rows, width = part.shape
-    return pack_codes(part.data, part.format.name, rows, width, device)
+    return pack_codes(part.data, part.format.name, rows, width, device, factor_of(part) or 0.0)
 
 
 def stacked_values(parts: Sequence[Tensor], device: torch.device, dtype: torch.dtype) -> Any:

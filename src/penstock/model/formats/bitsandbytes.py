@@ -3,14 +3,17 @@ coded in 8 bits itself; and bytes with the largest of each row."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 
 from penstock.errors import MalformedFile
 from penstock.model.fields import MAX_NUMBER, Fields
 from penstock.model.files import parse_json
-from penstock.model.formats.grouped import Floats, floats
+from penstock.model.formats.grouped import BLOCK, Floats, floats
 from penstock.model.formats.modules import Parts, Scheme, check_shape, integers, sizes_of
-from penstock.model.tensor import Bytes, Format, Scales, Tensor
+from penstock.model.quant import LAYOUTS, NF4_VALUES
+from penstock.model.tensor import NF4, Bytes, Format, Scales, Tensor
 
 KEYS = {  # what matters of them is said again beside each weight
     "_load_in_4bit",
@@ -48,6 +51,9 @@ def four_bits(module: str, parts: Parts) -> Tensor:
         raise MalformedFile(f"tensor {packed.name!r} does not hold {rows} x {width} codes of 4 bits")
     scales = scales_of(parts, state, -(-rows * width // block))
 
+    if kind == "nf4" and np.array_equal(table, NF4_VALUES) and not (width % BLOCK or block % BLOCK):
+        return Tensor(packed.name, NF4, (rows, width), partial(blocks, stored, scales, width, block))
+
     def values(first: int, last: int) -> Bytes:
         at = np.arange(first * width, last * width)
         codes = stored[at // 2] >> (4 - at % 2 * 4).astype(np.uint8) & 15  # the first of a byte lies higher
@@ -55,6 +61,16 @@ def four_bits(module: str, parts: Parts) -> Tensor:
         return made.view(np.uint8)
 
     return Tensor(packed.name, Format(f"bitsandbytes {kind}", 1, 4), (rows, width), values)
+
+
+def blocks(stored: Bytes, scales: Floats, width: int, block: int, first: int, last: int) -> Bytes:
+    """A block's first value is the higher half of its first byte; in storage blocks 16 others lie between."""
+    out = np.empty((last - first) * width // BLOCK, LAYOUTS["NF4"])
+    pairs = stored[first * width // 2 : last * width // 2].reshape(len(out), 2, 8)
+    codes = np.stack([pairs >> 4, pairs & 15], -1).reshape(len(out), 2, 16)
+    out["d"] = scales[(first * width // BLOCK + np.arange(len(out))) * BLOCK // block]
+    out["qs"] = codes[:, 0] | codes[:, 1] << 4
+    return out.view(np.uint8)
 
 
 def read_state(module: str, parts: Parts) -> tuple[str, Fields]:

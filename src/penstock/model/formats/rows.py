@@ -15,7 +15,7 @@ NEAR = 2**-11
 
 def as_q8_0(tensor: Tensor) -> Tensor | None:
     """With scales rounded to float16, which are nearer than values rounded to 16 bits; None where they are not."""
-    if tensor.format.name != "I8" or tensor.scales is None or tensor.shape[1] % BLOCK:
+    if tensor.format.name != "I8" or tensor.scales is None or tensor.shape[-1] % BLOCK:
         return None
     with np.errstate(over="ignore"):
         off = np.abs(tensor.scales.values.astype(np.float16) - tensor.scales.values)

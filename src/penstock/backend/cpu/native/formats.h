@@ -195,6 +195,7 @@ inline constexpr int8_t FP4_TABLE[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3,
 inline constexpr int8_t IQ3_TABLE[16] = {4, 12, 20, 28, 36, 44, 52, 62, -4, -12, -20, -28, -36, -44, -52, -62};
 inline constexpr int8_t ODD_TABLE[16] = {-15, -13, -11, -9, -7, -5, -3, -1, 1, 3, 5, 7, 9, 11, 13, 15};
 inline constexpr int8_t IQ2_TABLE[16] = {8, 25, 43, 0, -8, -25, -43};
+inline constexpr int8_t NF4_TABLE[16] = {-127, -88, -67, -50, -36, -23, -12, 0, 10, 20, 31, 43, 56, 71, 92, 127};
 inline constexpr int8_t IQ1_TABLE[16] = {-7, 1, 9, 0, -9, -1, 7};  // eightfold -1, 0 and 1, each one higher or lower
 
 struct IQ4_NL : Tabled<32, 18, 4, 0, Scale::HALF, IQ4_TABLE> {
@@ -225,6 +226,14 @@ struct MXFP4 : Tabled<32, 17, 4, 0, Scale::BFLOAT, FP4_TABLE> {
 // A scale of 8 bits with an exponent, for every 16 values.
 struct NVFP4 : Tabled<64, 36, 4, 0, Scale::HALF, FP4_TABLE, 2> {
   static constexpr const char* NAME = "NVFP4";
+  static void take(const uint8_t* p, Parts& parts);
+};
+
+// A float32 scale for 32 values, and 16 numbers that are no whole ones: both are rounded, scales to 16 bits and numbers to
+// 127ths of the largest.
+struct NF4 : Tabled<32, 20, 4, 0, Scale::HALF, NF4_TABLE> {
+  static constexpr const char* NAME = "NF4";
+  static constexpr float FACTOR = 1.0f / 127;
   static void take(const uint8_t* p, Parts& parts);
 };
 
@@ -289,7 +298,8 @@ struct Types {
 };
 using QuantizedFormats =
     Types<Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS, MXFP4,
-          NVFP4, IQ1_S, IQ1_M, IQ2_XXS, IQ2_XS, IQ2_S, IQ3_XXS, IQ3_S, TQ1_0, TQ2_0>;
+          NVFP4, IQ1_S, IQ1_M, IQ2_XXS, IQ2_XS, IQ2_S, IQ3_XXS, IQ3_S, TQ1_0, TQ2_0,
+          NF4>;
 
 enum class Format : uint8_t { F32, F16, BF16, QUANTIZED };  // those from QUANTIZED on follow the list above
 inline constexpr size_t FORMATS = size_t(Format::QUANTIZED) + QuantizedFormats::COUNT;

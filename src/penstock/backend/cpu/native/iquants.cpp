@@ -158,4 +158,9 @@ void NVFP4::take(const uint8_t* p, Parts& parts) {
   }
 }
 
+void NF4::take(const uint8_t* p, Parts& parts) {
+  parts.d = to_half(std::bit_cast<float>(word(p)));
+  read::fields(p + 4, 16, 4, parts.codes);
+}
+
 }  // namespace penstock

@@ -104,6 +104,7 @@ NB_MODULE(_native, m) {
       .def("fill", fill, "part"_a, "row"_a, "rows"_a, "data"_a.noconvert())
       .def("set_bias", [](Weight& weight, Array<const float, 1> bias) { weight.set_bias(copied(bias)); },
            "bias"_a.noconvert())
+      .def("set_factor", &Weight::set_factor, "part"_a, "factor"_a)
       .def_prop_ro("width", &Weight::width)
       .def_prop_ro("rows", [](const Weight& weight) { return weight.rows(); })
       .def_prop_ro("nbytes", &Weight::bytes)

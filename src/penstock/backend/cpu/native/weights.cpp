@@ -269,9 +269,14 @@ void Weight::set_bias(std::vector<float> bias) {
   bias_ = std::move(bias);
 }
 
+void Weight::set_factor(size_t part, float factor) {
+  if (part >= parts_.size() || !parts_[part].table) throw std::invalid_argument("only formats with a table have a factor");
+  parts_[part].factor = packing_of(parts_[part].format).factor * factor;
+}
+
 bool Weight::gateable() const {
   return parts_.size() == 2 && coded_ && parts_[0].format == parts_[1].format && parts_[0].rows == parts_[1].rows &&
-         bias_.empty();
+         parts_[0].factor == parts_[1].factor && bias_.empty();
 }
 
 Run Weight::panels(size_t first, size_t most) const {
@@ -285,7 +290,10 @@ Run Weight::panels(size_t first, size_t most) const {
 void Weight::read_row(size_t row, float* out) const {
   const Part* part = parts_.data();
   for (; row >= part->rows; ++part) row -= part->rows;
-  packing_of(part->format).unpack(part->data + row / LANES * part->panel_bytes, width_, row % LANES, out);
+  const Packing& packing = packing_of(part->format);
+  packing.unpack(part->data + row / LANES * part->panel_bytes, width_, row % LANES, out);
+  if (const float factor = part->factor / packing.factor; factor != 1)
+    for (size_t k = 0; k < width_; ++k) out[k] *= factor;
 }
 
 }  // namespace penstock

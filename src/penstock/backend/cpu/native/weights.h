@@ -44,6 +44,7 @@ class Weight {
   void fill(size_t part, size_t row, size_t rows, const uint8_t* bytes, size_t size);
   void check(size_t part, size_t row, size_t rows, size_t size) const;  // throws where fill would
   void set_bias(std::vector<float> bias);
+  void set_factor(size_t part, float factor);  // what all its values are multiplied with, in formats with a table
 
   size_t row_bytes(size_t part) const;  // in a checkpoint
   size_t width() const { return width_; }
