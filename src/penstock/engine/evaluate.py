@@ -75,7 +75,7 @@ class Scorer:
 
     def __init__(self, config: Config, context: int = CONTEXT) -> None:
         checkpoint = open_checkpoint(Path(config.model))
-        config = settle(config, checkpoint.float8)
+        config = settle(config, checkpoint.float8, checkpoint.whole)
         self.at_once = AT_ONCE.get(config.device, 1)
         self.vocab = checkpoint.spec.vocab
         self._context = context
@@ -120,6 +120,8 @@ def followers(window: Ints) -> Ints:
 def windows_of(path: Path, text: str, context: int = CONTEXT, tokens: int = TOKENS) -> list[Ints]:
     """The text as this model reads it, cut into windows that each begin as texts do; `tokens` of them in all."""
     checkpoint = open_checkpoint(path)
+    if checkpoint.whole:
+        raise ConfigError(f"{checkpoint.name} makes embeddings of texts; it predicts none")
     if not LEAST_CONTEXT <= context <= checkpoint.spec.max_len:
         most = checkpoint.spec.max_len
         raise ConfigError(f"windows have {LEAST_CONTEXT} to {most} tokens with this model; got {context}")
