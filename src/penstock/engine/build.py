@@ -13,7 +13,7 @@ from penstock.config import Config, resolve
 from penstock.engine.engine import Engine
 from penstock.engine.grammar import Grammars
 from penstock.engine.plan import gigabytes, plan_memory
-from penstock.engine.quantize import foreseen, quantized
+from penstock.engine.quantize import quantized
 from penstock.errors import OutOfMemory
 from penstock.model.load import Checkpoint, load_model, open_checkpoint, text_of
 from penstock.types import Limits
@@ -50,13 +50,13 @@ def build_engine(config: Config, checkpoint: Checkpoint, tell: Tell = silent) ->
     config, ledger = settle(config, checkpoint.float8, checkpoint.whole), Ledger()
     if config.device != "cuda":
         tell = silent
-    backend = open_backend(config)
+    backend, checkpoint = open_backend(config), quantized(checkpoint, config)
     ledger.enter(config.device)
     if config.device == "cuda":
-        has = backend.footprint(checkpoint.spec, foreseen(checkpoint, config).values())
+        has = backend.footprint(checkpoint.spec, checkpoint.tensors.values())
         for line in plan_memory(config, checkpoint.spec, has).lines():
             tell(line)
-    backend.load(load_model(quantized(checkpoint, config), backend))
+    backend.load(load_model(checkpoint, backend))
     ledger.enter("weights")
     limits = _reserve(config, checkpoint, backend)
     ledger.enter("cache")

@@ -75,7 +75,7 @@ class Scorer:
 
     def __init__(self, config: Config, context: int = CONTEXT) -> None:
         checkpoint = open_checkpoint(Path(config.model))
-        config = settle(config, checkpoint.float8)
+        config = settle(config, checkpoint.float8, checkpoint.whole)
         self.at_once = AT_ONCE.get(config.device, 1)
         self.vocab = checkpoint.spec.vocab
         self._context = context

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from penstock.backend import QUANTIZATIONS, open_backend, settle
 from penstock.config import Config
 from penstock.engine.plan import MemoryPlan, plan_memory
-from penstock.engine.quantize import foreseen
+from penstock.engine.quantize import quantized
 from penstock.engine.roofline import Demand, Machine, decode_time, demand_of, prefill_time
 from penstock.errors import ConfigError
 from penstock.model.load import Checkpoint
@@ -50,7 +50,7 @@ def outlooks(config: Config, checkpoint: Checkpoint, prompt: int, rates: Rates) 
 
 
 def outlook(config: Config, checkpoint: Checkpoint, prompt: int, rates: Rates) -> Outlook:
-    backend, spec, tensors = open_backend(config), checkpoint.spec, foreseen(checkpoint, config)
+    backend, spec, tensors = open_backend(config), checkpoint.spec, quantized(checkpoint, config, silent).tensors
     footprint = backend.footprint(spec, tensors.values())
     try:
         memory = plan_memory(config, spec, footprint)
@@ -59,6 +59,9 @@ def outlook(config: Config, checkpoint: Checkpoint, prompt: int, rates: Rates) -
     demand = demand_of(spec, tensors, backend.held, footprint.kv_token)
     machine = rates(config, backend.name, demand.kinds)
     return Outlook(config.quantize, memory, machine and speed_of(machine, demand, memory, prompt))
+
+
+def silent(_: str) -> None: ...
 
 
 def speed_of(machine: Machine, demand: Demand, memory: MemoryPlan, prompt: int) -> Speed:

@@ -2,44 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from penstock.backend import recoded_to
 from penstock.config import Config, available_threads
 from penstock.model.load import Checkpoint
-from penstock.model.recode import Choice, Recoded, choose, outline
+from penstock.model.recode import choose, recoded
 from penstock.model.tensor import Format, Tensor
 
 
-def quantized(checkpoint: Checkpoint, config: Config) -> Checkpoint:
-    """As this config, settled, will have it loaded. Weights take their format as they are packed."""
-    formats, notes = _choice(checkpoint, config)
-    if notes:
-        import logging  # takes longer than packing most models
+def warn(note: str) -> None:
+    import logging  # takes longer than packing most models
 
-        for note in notes:
-            logging.getLogger(__name__).warning(note)
-    if not formats:
+    logging.getLogger(__name__).warning(note)
+
+
+def quantized(checkpoint: Checkpoint, config: Config, tell: Callable[[str], None] = warn) -> Checkpoint:
+    """As this config, settled, will have it loaded: weights take their formats as they are packed. `tell` hears what
+    is not as was asked for."""
+    to = recoded_to(config)
+    if not to:
         return checkpoint
+    formats, notes = choose(checkpoint.tensors, to)
     threads = config.threads or available_threads()
+    for note in notes:
+        tell(note)
 
     def encode(tensor: Tensor, format: Format) -> Tensor:
         from penstock.backend.cpu.quantize import quantize
 
         return quantize(tensor, format, threads)
 
-    return replace(checkpoint, tensors=Recoded(checkpoint.tensors, formats, encode))
-
-
-def foreseen(checkpoint: Checkpoint, config: Config) -> dict[str, Tensor]:
-    """The tensors that would be loaded, for planning: those that change have no bytes yet."""
-    formats, _ = _choice(checkpoint, config)
-    return {
-        name: outline(tensor, formats[name]) if name in formats else tensor
+    tensors = {
+        name: recoded(tensor, formats[name], encode) if name in formats else tensor
         for name, tensor in checkpoint.tensors.items()
     }
-
-
-def _choice(checkpoint: Checkpoint, config: Config) -> Choice:
-    to = recoded_to(config)
-    return choose(checkpoint.tensors, to) if to else Choice({}, ())
+    return replace(checkpoint, tensors=tensors)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from penstock.errors import ConfigError, UnsupportedModel
 from penstock.model import names
 from penstock.model.fields import Fields
-from penstock.model.gguf import read_gguf
+from penstock.model.gguf_parts import read_parts
 from penstock.model.load import CONFIG, METADATA, Checkpoint, open_checkpoint
 from penstock.model.quant import dequantize
 from penstock.model.recode import PARTS, Choice, Encode, choose
@@ -24,7 +24,7 @@ from penstock.model.registry import family, family_of_gguf
 from penstock.model.spec import ModelSpec
 from penstock.model.tensor import FORMATS, PLAIN, Format, Tensor, some_rows
 from penstock.model.to_gguf import config_keys
-from penstock.model.write_gguf import Sheet, encoded, rows_at_once
+from penstock.model.write_gguf import FORMAT_KINDS, Sheet, encoded, rows_at_once
 
 FILE_TYPES = {  # what general.file_type calls a file most of whose weights are in this format
     "F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "Q4_K": 14, "Q5_K": 16, "Q6_K": 18,
@@ -33,6 +33,7 @@ FILE_TYPES = {  # what general.file_type calls a file most of whose weights are 
 TARGETS = tuple(name.lower() for name in FILE_TYPES)
 FUSED = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
 APART = {"glm4": ("qkv",)}  # what a family's files may have in one tensor, and are written without
+DROPPED = ("general.alignment", "split.")  # keys about the file
 EXPERT = re.compile(r"(.*\bexperts\.)(\d+)\.(.+)")
 
 
@@ -64,9 +65,9 @@ def export(path: Path, to: str, encode: Encode, again: bool = False) -> Export:
 
 def from_gguf(path: Path, to: Format, encode: Encode, again: bool) -> Export:
     """Its keys stay as they are, but for the one that tells the format."""
-    file = read_gguf(path)
+    file = read_parts(path)
     naming = family_of_gguf(Fields(file.metadata, METADATA)).GGUF
-    keys = {key: file.metadata.stored(key) for key in file.metadata if key != "general.alignment"}
+    keys = {key: file.metadata.stored(key) for key in file.metadata if not key.startswith(DROPPED)}
     keys["general.file_type"] = encoded(FILE_TYPES[to.name])
     weights = {name: canonical(name, naming) for name in file.tensors}
     if not again:
@@ -169,7 +170,8 @@ def format_of(name: str, part: Part, choice: Choice) -> Format:
         return choice.formats[name]
     if len(part.tensors[0].shape) == 1 or name.rpartition(".")[2] not in PARTS:
         return FORMATS["F32"]
-    return FORMATS.get(part.tensors[0].format.name, FORMATS["BF16"])
+    own = part.tensors[0].format
+    return own if own.name in FORMAT_KINDS else FORMATS["BF16"]
 
 
 def sheet_of(part: Part, format: Format, encode: Encode) -> Sheet:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from math import prod
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-import numpy as np
-
-from penstock.model.tensor import FORMATS, PLAIN, Format, Tensor
+from penstock.model.tensor import FORMATS, PLAIN, Bytes, Format, Tensor, some_rows
 
 ENDS = ("embed", "head")
 PARTS = frozenset((*ENDS, "q", "k", "v", "o", "qkv", "gate", "up", "down", "gate_up"))
@@ -50,29 +47,10 @@ def fitting(name: str, width: int) -> Format | None:
     return FORMATS[found] if found else None
 
 
-def outline(tensor: Tensor, format: Format) -> Tensor:
-    """What the tensor will be, as large as it will be, without its bytes."""
-    size = prod(tensor.shape) // format.values * format.bytes
-    return Tensor(tensor.name, format, tensor.shape, np.broadcast_to(np.uint8(0), size))
+def recoded(tensor: Tensor, format: Format, encode: Encode) -> Tensor:
+    """A matrix whose bytes are made when they are asked for: none is held twice."""
 
+    def rows(first: int, last: int) -> Bytes:
+        return encode(some_rows(tensor, first, last), format).data
 
-class Recoded(Mapping[str, Tensor]):
-    """Tensors of which some take another format when they are asked for: none is held twice."""
-
-    def __init__(self, tensors: Mapping[str, Tensor], formats: Mapping[str, Format], encode: Encode) -> None:
-        self._tensors = tensors
-        self._formats = formats
-        self._encode = encode
-
-    def __getitem__(self, name: str) -> Tensor:
-        tensor = self._tensors[name]
-        return self._encode(tensor, self._formats[name]) if name in self._formats else tensor
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._tensors
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
+    return Tensor(tensor.name, format, tensor.shape, rows)
