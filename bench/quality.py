@@ -20,7 +20,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,21 +28,16 @@ import numpy as np
 import report
 from numpy.typing import NDArray
 
-from penstock.backend.base import Batch
-from penstock.backend.cpu import CpuBackend
-from penstock.backend.ref import RefBackend
-from penstock.backend.ref.batches import Chunk, greedy_batch
+from penstock.config import Config
+from penstock.engine.evaluate import Scorer, divergence, log_softmax, standard_error
 from penstock.model.gguf import read_gguf
-from penstock.model.load import load_model, open_checkpoint
 
 Floats = NDArray[np.float64]
-Logits = Callable[[Batch], NDArray[np.float32]]
 Result = dict[str, Any]
 
 WINDOW = 512
 SCORED = WINDOW // 2 - 1  # predictions of a window that llama-perplexity saves
 CUT = 16.0  # nats below the largest that its file keeps
-BLOCK = 16
 
 
 class Saved(NamedTuple):
@@ -93,17 +88,18 @@ def compare(model: Path, args: argparse.Namespace) -> Iterator[tuple[str, Score]
     with tempfile.TemporaryDirectory() as folder:
         saved = run_llama(model, args, Path(folder) / "logits")
         begin_alike(saved.tokens, model)
-        reference, ours = open_logits(model, RefBackend()), open_logits(model, CpuBackend(args.threads))
+        reference = Scorer(Config(model=str(model), device="ref"), WINDOW)
+        ours = Scorer(Config(model=str(model), device="cpu", threads=args.threads), WINDOW)
         divergences: dict[str, list[Floats]] = {"penstock": [], "llama.cpp": []}
         same: dict[str, list[Floats]] = {"penstock": [], "llama.cpp": []}
         for index, tokens in enumerate(saved.tokens):
-            truth = log_softmax(window_logits(reference, tokens))
+            truth = log_softmax(reference.logits([tokens]))
             answers = {
-                "penstock": sixteen_bits(log_softmax(window_logits(ours, tokens))),
+                "penstock": sixteen_bits(log_softmax(ours.logits([tokens]))),
                 "llama.cpp": saved.logprobs(index, truth.shape[1]),
             }
             for name, answer in answers.items():
-                divergences[name].append(divergence(truth, answer))
+                divergences[name].append(divergence(truth, answer, within=CUT - 1))
                 same[name].append(truth.argmax(1) == answer.argmax(1))
             say(f"{model.stem} window {index + 1}/{len(saved.tokens)}")
     theirs = np.concatenate(divergences["llama.cpp"])
@@ -113,8 +109,8 @@ def compare(model: Path, args: argparse.Namespace) -> Iterator[tuple[str, Score]
 
 def score(kl: Floats, theirs: Floats, same: Floats) -> Score:
     beyond = kl - theirs
-    error = beyond.std(ddof=1) / len(beyond) ** 0.5
-    return Score(float(kl.mean()), float(np.quantile(kl, 0.99)), float(same.mean()), float(beyond.mean()), float(error))
+    error = standard_error(beyond)
+    return Score(float(kl.mean()), float(np.quantile(kl, 0.99)), float(same.mean()), float(beyond.mean()), error)
 
 
 def run_llama(model: Path, args: argparse.Namespace, target: Path) -> Saved:
@@ -142,25 +138,6 @@ def begin_alike(tokens: NDArray[np.int32], model: Path) -> None:
         tokens[:, 0] = tokens[0, 0]
 
 
-def open_logits(model: Path, backend: RefBackend | CpuBackend) -> Logits:
-    backend.load(load_model(open_checkpoint(model), backend))
-    backend.reserve_kv(WINDOW // BLOCK, BLOCK)
-    return backend.logits
-
-
-def window_logits(logits: Logits, tokens: NDArray[np.int32]) -> NDArray[np.float32]:
-    """Of the positions before the last, whose next tokens are known, those in the window's second half."""
-    window = Chunk(tokens[:-1].tolist(), 0, range(WINDOW // BLOCK), sample=SCORED)
-    return logits(greedy_batch([window]))
-
-
-def log_softmax(logits: NDArray[np.float32]) -> Floats:
-    wide = logits.astype(np.float64)
-    wide -= wide.max(axis=1, keepdims=True)
-    wide -= np.log(np.exp(wide).sum(axis=1, keepdims=True))
-    return wide
-
-
 def sixteen_bits(logprobs: Floats) -> Floats:
     """As llama-perplexity would have saved them."""
     high = logprobs.max(axis=1, keepdims=True)
@@ -168,12 +145,6 @@ def sixteen_bits(logprobs: Floats) -> Floats:
     scale = (high - low) / 65535
     saved: Floats = np.rint((np.maximum(logprobs, low) - low) / scale) * scale + low
     return saved
-
-
-def divergence(truth: Floats, answer: Floats) -> Floats:  # [rows]
-    counted = truth > truth.max(axis=1, keepdims=True) - (CUT - 1)
-    per_row: Floats = np.where(counted, np.exp(truth) * (truth - answer), 0.0).sum(axis=1)
-    return per_row
 
 
 def table(results: list[Result]) -> str:

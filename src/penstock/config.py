@@ -20,7 +20,7 @@ class Config:
     max_rows: int = 0  # 0 here and in the next two: what suits the device
     max_tokens: int = 0  # per step
     mixed_tokens: int = 0  # per step while up to 64 rows answer
-    quantize: str = ""  # plain weights at load: fp8, int4, or empty to keep them
+    quantize: str = ""  # plain weights at load: q8_0, q4_k, int4, fp8, or empty to keep them
     kv: str = "auto"  # what the KV cache holds; auto: the backend's own choice
     kv_memory: int = 0  # bytes; 0: what the backend finds it may take
     block_size: int = 16

@@ -112,7 +112,7 @@ def test_the_outlook_of_plain_weights_tells_of_all_that_they_could_become(monkey
 
 
 def test_what_does_not_fit_has_no_speed() -> None:
-    [found] = outlooks(Config(model="one", device="ref", kv_memory=1), checkpoint(tied=True), 1, lambda *_: None)
+    found, *_ = outlooks(Config(model="one", device="ref", kv_memory=1), checkpoint(tied=True), 1, lambda *_: None)
     assert (found.memory, found.speed) == (None, None)
     assert "KV cache" in found.trouble
 

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from penstock import LLM
 from penstock.backend.cpu import CpuBackend
@@ -20,9 +22,10 @@ from penstock.backend.cpu._native import isas
 from penstock.backend.ref import RefBackend
 from penstock.backend.ref.batches import Chunk, greedy_batch
 from penstock.errors import ConfigError, ContextTooLong, InvalidRequest, MalformedFile, UnsupportedModel
-from penstock.model.load import load_model, open_checkpoint, read_config
+from penstock.model.load import Checkpoint, check_biases, load_model, open_checkpoint, read_config
 from penstock.model.quant import dequantize
-from penstock.model.tensor import FORMATS
+from penstock.model.safetensors import read_safetensors
+from penstock.model.tensor import FORMATS, Tensor
 from penstock.text.embedding import pooling_of
 from penstock.types import Limits
 
@@ -382,6 +385,29 @@ def test_a_prompt_that_comes_before_every_text_is_refused(folder: Path):
     rewrite(folder / "config_sentence_transformers.json", default_prompt_name="q")
     with pytest.raises(UnsupportedModel, match="default_prompt_name = 'q'"):
         open_checkpoint(folder)
+
+
+def test_positions_that_were_saved_as_integers_are_no_weights(folder: Path):
+    """All-MiniLM-L6-v2 has them."""
+    places = dict.fromkeys(read_safetensors(folder / "model.safetensors"), "model.safetensors")
+    save_file({"embeddings.position_ids": np.arange(64)[None]}, folder / "positions.safetensors")
+    places["embeddings.position_ids"] = "positions.safetensors"
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    assert open_checkpoint(folder).tensors.keys() == open_checkpoint(FILES["bert"]).tensors.keys()
+
+
+def loaded_with(checkpoint: Checkpoint, tensors: Mapping[str, Tensor]) -> None:
+    check_biases(checkpoint.spec, tensors)
+    load_model(replace(checkpoint, tensors=tensors), RefBackend())
+
+
+@pytest.mark.parametrize("name", ["bert", "bert gguf", "nomic", "nomic gguf"])
+def test_every_tensor_is_needed(name: str):
+    checkpoint = open_checkpoint(FILES[name])
+    for missing in checkpoint.tensors:
+        fewer = {other: tensor for other, tensor in checkpoint.tensors.items() if other != missing}
+        with pytest.raises(MalformedFile, match=re.escape(repr(missing))):
+            loaded_with(checkpoint, fewer)
 
 
 def test_a_table_of_positions_that_is_too_short(folder: Path):

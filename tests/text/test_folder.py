@@ -8,6 +8,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from penstock.errors import InvalidRequest, MalformedFile, UnsupportedModel
 from penstock.text import Text, Tokenizer
+from penstock.text.export import text_keys
 
 CHAT = "{% for m in messages %}{{ bos_token }}{{ m.role }}:{{ m.content }}<|im_end|>{% endfor %}"
 
@@ -167,3 +168,44 @@ def test_damaged_templates(byte_level_folder, given):
     write(byte_level_folder, "tokenizer_config.json", {"chat_template": given})
     with pytest.raises(MalformedFile, match="template"):
         Text.from_folder(byte_level_folder)
+
+
+# ---- as GGUF metadata ----
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "sentencepiece"])
+def test_a_folder_as_metadata_encodes_alike(kind, request):
+    folder = request.getfixturevalue(f"{kind}_folder")
+    names = {"eos_token": "<|im_end|>"} | ({"bos_token": "<s>"} if kind == "sentencepiece" else {})
+    write(folder, "tokenizer_config.json", {"chat_template": CHAT, **names})
+    tokenizer = Tokenizer.from_folder(folder)
+    metadata = text_keys(folder, tokenizer.vocab_size + 2)
+    again = Text.from_gguf(metadata)
+    for text in ("Hello, world!  1234\n", "naïve ▁ ☃", "<|im_end|>", ""):
+        assert again.tokenizer.encode(text, special=True, bos=True) == tokenizer.encode(text, special=True, bos=True)
+    assert again.tokenizer.eos_ids == tokenizer.eos_ids
+    assert metadata["tokenizer.ggml.tokens"][-1] == f"[PAD{tokenizer.vocab_size + 1}]"
+    messages = [{"role": "user", "content": "Hi"}]
+    assert again.render_chat(messages) == Text.from_folder(folder).render_chat(messages)
+
+
+def test_templates_by_name_are_kept(byte_level_folder):
+    named = [{"name": "default", "template": "d"}, {"name": "tool_use", "template": "{{ tools }}"}]
+    write(byte_level_folder, "tokenizer_config.json", {"chat_template": named, "eos_token": "<|im_end|>"})
+    metadata = text_keys(byte_level_folder, Tokenizer.from_folder(byte_level_folder).vocab_size)
+    assert metadata["tokenizer.chat_template"] == "d"
+    assert metadata["tokenizer.chat_template.tool_use"] == "{{ tools }}"
+
+
+def test_a_way_to_cut_text_that_has_no_name_is_refused(byte_level_folder):
+    path = byte_level_folder / "tokenizer.json"
+    library = tokenizers.Tokenizer.from_file(str(path))
+    library.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split("a", "isolated"), pre_tokenizers.ByteLevel()])
+    library.save(str(path))
+    with pytest.raises(UnsupportedModel, match="no name for"):
+        text_keys(byte_level_folder, 100_000)
+
+
+def test_more_tokens_than_the_model_has_are_refused(byte_level_folder):
+    with pytest.raises(UnsupportedModel, match="the model knows 5"):
+        text_keys(byte_level_folder, 5)

@@ -12,7 +12,10 @@ from penstock.errors import ConfigError
 
 NVIDIA = Path("/dev/nvidiactl")  # there where a driver is
 DEVICES = ("auto", "cpu", "cuda", "ref")
-QUANTIZATIONS = {"cuda": ("fp8", "int4")}  # what plain weights can become at load
+QUANTIZATIONS = {  # what plain weights can become at load, and take less memory
+    "cpu": ("q8_0", "q4_k", "int4"),
+    "cuda": ("q8_0", "q4_k", "fp8", "int4"),
+}
 
 
 def settle(config: Config, float8: bool = False, whole: int = 0) -> Config:
@@ -38,10 +41,9 @@ def settle(config: Config, float8: bool = False, whole: int = 0) -> Config:
 def open_backend(config: Config) -> Backend:
     """What computes for this config, which is settled."""
     device = config.device
+    check_quantize(config)
     if device == "cuda":
         return open_cuda(config)
-    if config.quantize:
-        raise ConfigError(f"weights are quantized at load on CUDA alone; got quantize {config.quantize!r} for {device}")
     if device == "cpu":
         from penstock.backend.cpu import CpuBackend
 
@@ -53,6 +55,21 @@ def open_backend(config: Config) -> Backend:
             raise ConfigError(f"the reference keeps its KV cache as f32; got {config.kv!r}")
         return RefBackend()
     raise ConfigError(f"unknown device {device!r}: use one of {', '.join(DEVICES)}")
+
+
+def check_quantize(config: Config) -> None:
+    known = QUANTIZATIONS.get(config.device, QUANTIZATIONS["cpu"])
+    if config.quantize == "fp8" and "fp8" not in known:
+        raise ConfigError("fp8 needs a GPU, whose units multiply it: on a CPU q8_0 takes as little memory and is finer")
+    if config.quantize and config.quantize not in known:
+        raise ConfigError(f"weights can be quantized to {', '.join(known)}; got {config.quantize!r}")
+
+
+def recoded_to(config: Config) -> str:
+    """The format that plain weights have when this config's backend gets them; empty: their own."""
+    if config.quantize == "int4" and config.device != "cuda":
+        return "Q4_1"
+    return config.quantize.upper() if config.quantize in ("q8_0", "q4_k") else ""
 
 
 def has_cuda() -> bool:
@@ -73,6 +90,6 @@ def open_cuda(config: Config) -> Backend:
         config.max_tokens,
         config.max_rows,
         mixed_tokens=config.mixed_tokens,
-        quantize=config.quantize,
+        quantize="" if recoded_to(config) else config.quantize,
         kv=config.kv,
     )

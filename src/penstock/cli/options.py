@@ -18,7 +18,9 @@ Kv = Annotated[
         "fp8 take half the memory; int8 is the more precise."
     ),
 ]
-Quantize = Annotated[str, Option(help="Quantizes plain weights (f32, f16, bf16) at load, on a GPU alone: fp8 or int4.")]
+Quantize = Annotated[
+    str, Option(help="Quantizes plain weights (f32, f16, bf16) at load: q8_0, q4_k, int4 or, on a GPU alone, fp8.")
+]
 MaxLen = Annotated[int, Option(least=0, help="Longest prompt and answer in tokens; 0: the model's own context.")]
 MaxRows = Annotated[int, Option(least=0, help="Requests computed at once; more wait. 0: 64, on a GPU 256.")]
 StepTokens = Annotated[int, Option(least=0, help="Tokens computed in one step. 0: 512, on a GPU 2048.")]

@@ -13,6 +13,7 @@ from penstock.config import Config, resolve
 from penstock.engine.engine import Engine
 from penstock.engine.grammar import Grammars
 from penstock.engine.plan import gigabytes, plan_memory
+from penstock.engine.quantize import foreseen, quantized
 from penstock.errors import OutOfMemory
 from penstock.model.load import Checkpoint, load_model, open_checkpoint, text_of
 from penstock.types import Limits
@@ -52,10 +53,10 @@ def build_engine(config: Config, checkpoint: Checkpoint, tell: Tell = silent) ->
     backend = open_backend(config)
     ledger.enter(config.device)
     if config.device == "cuda":
-        spec, tensors = checkpoint.spec, checkpoint.tensors
-        for line in plan_memory(config, spec, backend.footprint(spec, tensors.values())).lines():
+        has = backend.footprint(checkpoint.spec, foreseen(checkpoint, config).values())
+        for line in plan_memory(config, checkpoint.spec, has).lines():
             tell(line)
-    backend.load(load_model(checkpoint, backend))
+    backend.load(load_model(quantized(checkpoint, config), backend))
     ledger.enter("weights")
     limits = _reserve(config, checkpoint, backend)
     ledger.enter("cache")

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from penstock.backend import QUANTIZATIONS, open_backend, settle
 from penstock.config import Config
 from penstock.engine.plan import MemoryPlan, plan_memory
+from penstock.engine.quantize import foreseen
 from penstock.engine.roofline import Demand, Machine, decode_time, demand_of, prefill_time
 from penstock.errors import ConfigError
 from penstock.model.load import Checkpoint
@@ -49,13 +50,13 @@ def outlooks(config: Config, checkpoint: Checkpoint, prompt: int, rates: Rates) 
 
 
 def outlook(config: Config, checkpoint: Checkpoint, prompt: int, rates: Rates) -> Outlook:
-    backend, spec = open_backend(config), checkpoint.spec
-    footprint = backend.footprint(spec, checkpoint.tensors.values())
+    backend, spec, tensors = open_backend(config), checkpoint.spec, foreseen(checkpoint, config)
+    footprint = backend.footprint(spec, tensors.values())
     try:
         memory = plan_memory(config, spec, footprint)
     except ConfigError as error:
         return Outlook(config.quantize, trouble=str(error))
-    demand = demand_of(spec, checkpoint.tensors, backend.held, footprint.kv_token)
+    demand = demand_of(spec, tensors, backend.held, footprint.kv_token)
     machine = rates(config, backend.name, demand.kinds)
     return Outlook(config.quantize, memory, machine and speed_of(machine, demand, memory, prompt))
 

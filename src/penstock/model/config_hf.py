@@ -15,6 +15,7 @@ from penstock.model.spec import AttentionSpec, ExpertSpec, ModelSpec, RopeSpec
 
 NEUTRAL = {  # read elsewhere, for training alone, or about the checkpoint
     "_attn_implementation_autoset",
+    "_model_name_or_path",
     "_name_or_path",
     "attention_dropout",
     "auto_map",
@@ -37,6 +38,7 @@ NEUTRAL = {  # read elsewhere, for training alone, or about the checkpoint
     "torch_dtype",
     "transformers.js_config",
     "transformers_version",
+    "unk_token_id",
     "unsloth_fixed",
     "unsloth_version",
     "use_cache",

@@ -204,6 +204,13 @@ class Metadata(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self._places)
 
+    def stored(self, key: str) -> bytes:
+        """Kind and value as they lie in the file."""
+        kind, at = self._places[key]
+        cursor = Cursor(self._data, at)
+        cursor.skip_value(kind)
+        return U32.pack(kind) + self._data[at : cursor.at]
+
 
 class Place(NamedTuple):
     """A tensor as the header tells of it."""

@@ -98,8 +98,9 @@ def open_folder(path: Path) -> Checkpoint:
     values = read_json(path / CONFIG)
     spec = with_sentence(read_config(values), path)
     naming = family(spec.arch).HUGGING_FACE
-    stored = weights_of(read_shards(path), Fields(values, CONFIG), path)
-    tensors = split_fused(names.canonical(stored, naming, spec), spec)
+    stored = {name: tensor for name, tensor in read_shards(path).items() if not naming.ignored.fullmatch(name)}
+    weights = weights_of(stored, Fields(values, CONFIG), path)
+    tensors = split_fused(names.canonical(weights, naming, spec), spec)
     if spec.tied:
         tensors.pop("head", None)  # some checkpoints store the embedding a second time
     return Checkpoint(spec, tensors, name=path.resolve().name, path=path, metadata=values)

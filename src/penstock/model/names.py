@@ -36,6 +36,7 @@ class Naming(NamedTuple):
 
 NUMBER = "(0|[1-9][0-9]{0,5})"
 EXPERT = re.compile(rf"(?<=\.){NUMBER}(?=\.)")
+LAYER = re.compile(rf"layers\.{NUMBER}\.")  # how canonical names of its parts begin
 SUFFIXES = {"weight": "", "bias": ".bias"}
 
 GGUF = Naming(

@@ -53,12 +53,10 @@ class Packer:
         return self._backend.pack_experts(up, down, choice_bias)
 
     def table(self, name: str, first: int, count: int, width: int, plus: str) -> Any:
-        """So many rows of a table; to each the first row of table `plus` is added, where there is one."""
+        """So many rows of a table; to each the first row of table `plus` is added."""
         table = self._take_rows(name, first + count, width)
-        values = dequantize(table)[first : first + count]
-        if plus in self._tensors:
-            values = values + dequantize(self._take_rows(plus, 1, width))[0]
-        return self._pack_values(table.name, values)
+        added = dequantize(self._take_rows(plus, 1, width))[0]
+        return self._pack_values(table.name, dequantize(table)[first : first + count] + added)
 
     def repeated(self, name: str, count: int, width: int) -> Any:
         """A table of so many rows, all of them the first of another."""

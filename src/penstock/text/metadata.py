@@ -12,15 +12,15 @@ from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 
 from penstock.errors import MalformedFile, UnsupportedModel
 from penstock.text import wordpiece
-from penstock.text.pretokenize import PRETOKENIZERS
+from penstock.text.pretokenize import PRETOKENIZERS, PreTokenizer
 from penstock.text.vocabulary import SPACE, Vocabulary, byte_level, end_ids, sentencepiece
 
 Metadata = Mapping[str, Any]
 T = TypeVar("T")
 
-_KEY = "tokenizer.ggml."
+KEY = "tokenizer.ggml."
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED = range(1, 5)  # token_type; the others are UNUSED and BYTE
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # token_type
 
 
 class _Tokens(NamedTuple):
@@ -63,7 +63,7 @@ def vocabulary_from_metadata(metadata: Metadata) -> Vocabulary:
     special = {id for id in literal if tokens.kinds[id] != USER_DEFINED} | set(named.values()) | ends
 
     encoder = builder(metadata, tokens)
-    closing = encoder.closing or ((named["eos"],) if "eos" in named and metadata.get(f"{_KEY}add_eos_token") else ())
+    closing = encoder.closing or ((named["eos"],) if "eos" in named and metadata.get(f"{KEY}add_eos_token") else ())
     encoder.library.add_tokens(
         [AddedToken(tokens.texts[id], special=id in special, normalized=False) for id in sorted(literal)]
     )
@@ -76,7 +76,7 @@ def vocabulary_from_metadata(metadata: Metadata) -> Vocabulary:
         ends=frozenset(ends),
         names={f"{name}_token": tokens.texts[id] for name, id in named.items()},
         bos=named.get("bos", encoder.bos),
-        add_bos=bool(metadata.get(f"{_KEY}add_bos_token", encoder.add_bos)),
+        add_bos=bool(metadata.get(f"{KEY}add_bos_token", encoder.add_bos)),
         prefix_space=encoder.prefix_space,
         closing=closing,
     )
@@ -88,13 +88,14 @@ def _byte_level_encoder(metadata: Metadata, tokens: _Tokens) -> _Encoder:
     library = tokenizers.Tokenizer(_bpe(vocab=tokens.ids, merges=merges, ignore_merges=pre.ignore_merges))
     if pre.nfc:
         library.normalizer = normalizers.NFC()
-    library.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            *(pre_tokenizers.Split(Regex(split), "isolated") for split in pre.splits),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    library.pre_tokenizer = cutting(pre)
     return _Encoder(library, byte_level, pre.add_bos, prefix_space=False)
+
+
+def cutting(pre: PreTokenizer) -> pre_tokenizers.PreTokenizer:
+    """The library's form of it."""
+    splits = (pre_tokenizers.Split(Regex(split), "isolated") for split in pre.splits)
+    return pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
 def _sentencepiece_encoder(metadata: Metadata, tokens: _Tokens) -> _Encoder:
@@ -108,7 +109,7 @@ def _sentencepiece_encoder(metadata: Metadata, tokens: _Tokens) -> _Encoder:
         byte_fallback=True,
     )
     library = tokenizers.Tokenizer(bpe)
-    prefix_space = bool(metadata.get(f"{_KEY}add_space_prefix", True))
+    prefix_space = bool(metadata.get(f"{KEY}add_space_prefix", True))
     spaces = normalizers.Replace(" ", SPACE)
     library.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), spaces]) if prefix_space else spaces
     return _Encoder(library, sentencepiece, add_bos=True, prefix_space=prefix_space)
@@ -135,7 +136,7 @@ def _spelled(tokens: _Tokens, name: str, text: str) -> int:
     """The token that the file gives this name, or else the one of this text."""
     id = tokens.named.get(name, tokens.ids.get(text))
     if id is None:
-        raise MalformedFile(f"{_KEY}tokens has no {text!r}, and nothing says which token is {name}")
+        raise MalformedFile(f"{KEY}tokens has no {text!r}, and nothing says which token is {name}")
     return id
 
 
@@ -162,7 +163,7 @@ def _unknown(tokens: _Tokens) -> str:
         return tokens.texts[tokens.named["unk"]]
     if UNKNOWN in tokens.kinds:
         return tokens.texts[tokens.kinds.index(UNKNOWN)]
-    raise MalformedFile(f"{_KEY}unknown_token_id is missing, and no token is of the unknown kind")
+    raise MalformedFile(f"{KEY}unknown_token_id is missing, and no token is of the unknown kind")
 
 
 def _bpe(**arguments: Any) -> models.BPE:
@@ -179,26 +180,26 @@ def _tokens(metadata: Metadata) -> _Tokens:
     ids = dict(zip(texts, range(len(texts)), strict=True))
     ids.pop("", None)
     if len(ids) != len(texts) - texts.count(""):
-        raise MalformedFile(f"{_KEY}tokens holds the same token twice: {len(texts)} tokens, {len(ids)} distinct")
+        raise MalformedFile(f"{KEY}tokens holds the same token twice: {len(texts)} tokens, {len(ids)} distinct")
     return _Tokens(texts, kinds, ids, _named_ids(metadata, len(texts)))
 
 
 def _named_entry(metadata: Metadata, name: str, table: Mapping[str, T], default: str | None = None) -> T:
-    key = metadata.get(f"{_KEY}{name}", default)
+    key = metadata.get(f"{KEY}{name}", default)
     if not isinstance(key, str):
-        raise MalformedFile(f"{_KEY}{name} must name a tokenizer; got {key!r}")
+        raise MalformedFile(f"{KEY}{name} must name a tokenizer; got {key!r}")
     if key not in table:
-        raise UnsupportedModel(f"{_KEY}{name} {key!r} is not supported; what is: {', '.join(table)}")
+        raise UnsupportedModel(f"{KEY}{name} {key!r} is not supported; what is: {', '.join(table)}")
     return table[key]
 
 
 def _array(metadata: Metadata, name: str, read: Callable[[Iterable[Any]], list[T]]) -> list[T]:
-    if f"{_KEY}{name}" not in metadata:
-        raise MalformedFile(f"{_KEY}{name} is missing: the file's tokenizer is incomplete")
+    if f"{KEY}{name}" not in metadata:
+        raise MalformedFile(f"{KEY}{name} is missing: the file's tokenizer is incomplete")
     try:
-        return read(metadata[f"{_KEY}{name}"])
+        return read(metadata[f"{KEY}{name}"])
     except (TypeError, ValueError, OverflowError) as error:
-        raise MalformedFile(f"{_KEY}{name} cannot be read as an array of its kind: {error}") from None
+        raise MalformedFile(f"{KEY}{name} cannot be read as an array of its kind: {error}") from None
 
 
 def _strings(values: Iterable[Any]) -> list[str]:
@@ -208,12 +209,12 @@ def _strings(values: Iterable[Any]) -> list[str]:
 
 def _check_length(name: str, values: list[Any], tokens: list[str]) -> None:
     if len(values) != len(tokens):
-        raise MalformedFile(f"{_KEY}{name} has {len(values)} entries for {len(tokens)} tokens")
+        raise MalformedFile(f"{KEY}{name} has {len(values)} entries for {len(tokens)} tokens")
 
 
 def _named_ids(metadata: Metadata, size: int) -> dict[str, int]:
-    keys = {name: f"{_KEY}{name}_token_id" for name in ("bos", "eos", "eot", "eom")}
-    keys |= {"unk": f"{_KEY}unknown_token_id", "sep": f"{_KEY}seperator_token_id"}
+    keys = {name: f"{KEY}{name}_token_id" for name in ("bos", "eos", "eot", "eom")}
+    keys |= {"unk": f"{KEY}unknown_token_id", "sep": f"{KEY}seperator_token_id"}
     named = {name: metadata[key] for name, key in keys.items() if key in metadata}
     for name, id in named.items():
         if not isinstance(id, int) or not 0 <= id < size:

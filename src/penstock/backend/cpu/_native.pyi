@@ -156,3 +156,8 @@ class Program:
     def threads(self) -> int: ...
     @property
     def kv_bytes_per_token(self) -> int: ...
+
+def quantize(
+    source: str, values: NDArray[np.uint8], target: str, out: NDArray[np.uint8], threads: int, isa: str = "auto"
+) -> bool:
+    """Plain values as a quantized format; False where one is not finite, or beyond what float16 holds."""

@@ -10,6 +10,7 @@
 
 #include "dispatch.h"
 #include "program.h"
+#include "quantize.h"
 #include "weights.h"
 
 namespace nb = nanobind;
@@ -40,6 +41,12 @@ void fill_all(std::vector<std::tuple<Weight*, size_t, Array<const uint8_t, 1>>> 
   for (const auto& [weight, part, bytes] : parts) sources.push_back({weight, part, bytes.data(), bytes.size()});
   nb::gil_scoped_release release;
   fill_parts(sources, threads);
+}
+
+bool quantize_values(const std::string& from, Array<const uint8_t, 1> values, const std::string& to,
+                     Array<uint8_t, 1> out, unsigned threads, const std::string& isa) {
+  nb::gil_scoped_release release;
+  return quantize(from, flat(values), to, flat(out), threads, isa);
 }
 
 using FloatArray = Array<const float, 1>;
@@ -174,4 +181,7 @@ NB_MODULE(_native, m) {
       .def_prop_ro("isa", &Program::isa)
       .def_prop_ro("threads", &Program::threads)
       .def_prop_ro("kv_bytes_per_token", &Program::kv_bytes_per_token);
+
+  m.def("quantize", quantize_values, "source"_a, "values"_a.noconvert(), "target"_a, "out"_a.noconvert(), "threads"_a,
+        "isa"_a = "auto");
 }

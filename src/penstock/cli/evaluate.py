@@ -1,0 +1,128 @@
+"""How good is it?"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from penstock.cli import options
+from penstock.cli.command import Option, WrongUsage
+from penstock.cli.terminal import counting, obtain, print_json
+from penstock.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from penstock.config import Config
+    from penstock.engine.evaluate import Divergence, Perplexity
+
+TextFile = Annotated[str, Option(help="A file with the text to predict.")]
+Context = Annotated[int, Option(least=8, help="Tokens of a window; its second half is predicted.")]
+Tokens = Annotated[int, Option(least=1, help="Tokens of the text to read.")]
+
+
+def ppl(
+    model: options.Model,
+    text: TextFile = "",
+    context: Context = 512,
+    tokens: Tokens = 8192,
+    device: options.Device = "auto",
+    threads: options.Threads = 0,
+    quantize: options.Quantize = "",
+    kv: options.Kv = "auto",
+    json: options.Json = False,
+) -> None:
+    """Measure how well a model predicts a text: its perplexity.
+
+    penstock eval ppl smollm2 --text book.txt
+    penstock eval ppl ./folder --quantize q4_k --text book.txt --tokens 32768 --json
+    """
+    words = read_text(text)
+    path = obtain(model)
+
+    from penstock.config import Config
+    from penstock.engine.evaluate import Scorer, measure_perplexity, windows_of
+
+    windows = windows_of(path, words, context, tokens)
+    scorer = Scorer(Config(model=str(path), device=device, threads=threads, quantize=quantize, kv=kv), context)
+    with counting("windows", len(windows)) as advance:
+        found = measure_perplexity(scorer, windows, advance)
+    scorer.close()
+    if json:
+        print_json({"model": model, "context": context, "perplexity": asdict(found)})
+    else:
+        print(f"perplexity  {shown(found)}, {found.predictions:,} predictions in {len(windows)} windows of {context}")
+
+
+def kl(
+    model: options.Model,
+    against: Annotated[str, Option(help="The reference: the model as it was before.")] = "",
+    text: TextFile = "",
+    context: Context = 512,
+    tokens: Tokens = 8192,
+    device: options.Device = "auto",
+    threads: options.Threads = 0,
+    quantize: options.Quantize = "",
+    kv: options.Kv = "auto",
+    json: options.Json = False,
+) -> None:
+    """Measure how far a model's predictions are from a reference's: the KL divergence.
+
+      penstock eval kl ./model.q4_k.gguf --against ./folder --text book.txt
+      penstock eval kl ./folder --quantize q4_k --against ./folder --text book.txt --json
+
+    --quantize is for MODEL alone; the reference is computed with as it lies there.
+    """
+    words = read_text(text)
+    if not against:
+        raise WrongUsage("--against names the model to compare with")
+    path, reference = obtain(model), obtain(against)
+
+    from penstock.config import Config
+
+    config = Config(model=str(path), device=device, threads=threads, quantize=quantize, kv=kv)
+    found = diverge(config, reference, words, context, tokens)
+    if json:
+        print_json({"model": model, "against": against, "context": context, "kl": asdict(found)})
+    else:
+        print_divergence(found)
+
+
+def diverge(config: Config, against: Path, words: str, context: int = 512, tokens: int = 8192) -> Divergence:
+    """Of the model that the config names from another one, which is not quantized."""
+    from penstock.engine.evaluate import Scorer, measure_divergence, windows_of
+
+    windows = windows_of(Path(config.model), words, context, tokens)
+    others = windows_of(against, words, context, tokens)
+    if len(windows) != len(others) or any((one != other).any() for one, other in zip(windows, others, strict=True)):
+        raise InvalidRequest("the two models read the text as different tokens; they cannot be compared", param="text")
+    scorer = Scorer(config, context)
+    reference = Scorer(replace(config, model=str(against), quantize=""), context)
+    with counting("windows", len(windows)) as advance:
+        found = measure_divergence(scorer, reference, windows, advance)
+    scorer.close()
+    reference.close()
+    return found
+
+
+def print_divergence(found: Divergence) -> None:
+    rows = {
+        "mean KL": f"{found.mean:.5f} ± {found.error:.5f} nats, {found.predictions:,} predictions",
+        "median": f"{found.median:.5f}; 90 % up to {found.p90:.4f}, 99 % to {found.p99:.4f}, all to {found.most:.3f}",
+        "same top token": f"{found.same_top:.2%}",
+        "perplexity": f"{shown(found.perplexity)}; the reference's {shown(found.reference)}",
+    }
+    for name, value in rows.items():
+        print(f"{name:<16}{value}")
+
+
+def shown(found: Perplexity) -> str:
+    return f"{found.value:.3f} ± {found.error:.3f}"
+
+
+def read_text(file: str) -> str:
+    if not file:
+        raise WrongUsage("--text names a file with the text to predict")
+    try:
+        return Path(file).expanduser().read_text("utf-8")
+    except UnicodeError as error:
+        raise InvalidRequest(f"{file} is not valid UTF-8: {error}", param="text") from error
