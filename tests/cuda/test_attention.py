@@ -93,7 +93,9 @@ def test_rope_within_attention(name: str, interleaved: bool, dtype: torch.dtype)
     assert close(found[1][1], found[0][1].double())
 
 
-def attend_with(spec: AttentionSpec, chunks: list[Chunk], dtype: torch.dtype, block_size: int) -> None:
+def attend_with(
+    spec: AttentionSpec, chunks: list[Chunk], dtype: torch.dtype, block_size: int, sunk: bool = False
+) -> None:
     """Both kernels on a cache full of random keys and values, against the reference."""
     heads, kv_heads, dims = spec.heads, spec.kv_heads, spec.head_dim
     batch = greedy_batch(chunks)
@@ -103,13 +105,15 @@ def attend_with(spec: AttentionSpec, chunks: list[Chunk], dtype: torch.dtype, bl
     qkv = normal(len(batch.tokens), (heads + 2 * kv_heads) * dims, dtype=dtype, seed=1)
     out = torch.full((len(batch.tokens), heads * dims), torch.nan, dtype=dtype, device=DEVICE)
     tables, header = ints(batch.tables.ravel()), ints([batch.tables.shape[1]])
+    sinks = 4 * normal(heads, seed=2) if sunk else None
     if len(work.parts):
         shares = shares_of(spec, len(work.parts), len(chunks))
         parts = ints(np.concatenate([work.parts, np.full((3, 8), -1)]))
-        attend_parts(qkv, cache, parts, tables, header, out, shares, None, spec.scale, spec.window)
+        about = spec.scale, spec.window, None, 0.0, sinks
+        attend_parts(qkv, cache, parts, tables, header, out, shares, None, *about)
         assert not shares.arrived.any()
     if len(work.tiles):
-        attend_tiles(qkv, cache, ints(work.tiles), tables, header, out, spec.scale, spec.window)
+        attend_tiles(qkv, cache, ints(work.tiles), tables, header, out, spec.scale, spec.window, None, 0.0, True, sinks)
 
     keys, values = cache.float().cpu().numpy().swapaxes(2, 3).swapaxes(0, 1)  # [blocks, block_size, kv_heads, D]
     q = qkv.float().cpu().numpy().reshape(len(qkv), -1, dims)[:, :heads]
@@ -117,7 +121,8 @@ def attend_with(spec: AttentionSpec, chunks: list[Chunk], dtype: torch.dtype, bl
         positions = batch.positions[first:last]
         context = np.arange(positions[-1] + 1)
         at = batch.tables[row, context // block_size], context % block_size
-        wanted = attention(q[first:last], keys[at], values[at], positions, spec)
+        counted = None if sinks is None else sinks.cpu().numpy()
+        wanted = attention(q[first:last], keys[at], values[at], positions, spec, counted)
         assert close(out[first:last], torch.from_numpy(wanted).reshape(last - first, -1).to(DEVICE))
 
 
@@ -138,7 +143,7 @@ def test_rows_of_every_kind(name: str, window: int, dtype: torch.dtype) -> None:
         Chunk([0] * 2, 62, blocks[35:39].tolist()),
         Chunk([0], 64, blocks[39:44].tolist()),
     ]
-    attend_with(spec_of(name, window), chunks, dtype, 16)
+    attend_with(spec_of(name, window), chunks, dtype, 16, sunk=name == "odd")
 
 
 @pytest.mark.parametrize("block_size", [4, 16, 48])
@@ -150,7 +155,7 @@ def test_other_block_sizes(block_size: int) -> None:
 def test_a_long_context_is_cut_into_parts_and_joined() -> None:
     work = inputs.plan(greedy_batch([Chunk([0], 1999, range(125))]), 32, padded)
     assert len(work.parts) == 31
-    attend_with(spec_of("smollm2"), [Chunk([0], 1999, range(125))], torch.float32, 16)
+    attend_with(spec_of("smollm2"), [Chunk([0], 1999, range(125))], torch.float32, 16, sunk=True)
 
 
 @given(st.tuples(*[st.integers(0, 5000)] * 5))

@@ -123,9 +123,10 @@ def test_attention_reads_what_is_stored(name: str, window: int, dtype: torch.dty
     out = torch.full((len(batch.tokens), spec.q_width), torch.nan, dtype=dtype, device=DEVICE)
     tables, header = ints(batch.tables.ravel()), ints([batch.tables.shape[1]])
     shares = shares_of(spec, len(work.parts), len(chunks))
-    common = (tables, header, out)
-    attend_parts(qkv, cache.lines, ints(work.parts), *common, shares, None, spec.scale, window, cache.scales)
-    attend_tiles(qkv, cache.lines, ints(work.tiles), *common, spec.scale, window, cache.scales)
+    common, sinks = (tables, header, out), 4 * normal(spec.heads, seed=2)
+    about = spec.scale, window, cache.scales, 0.0
+    attend_parts(qkv, cache.lines, ints(work.parts), *common, shares, None, *about, sinks)
+    attend_tiles(qkv, cache.lines, ints(work.tiles), *common, *about, True, sinks)
 
     keys, values = values_of(cache).cpu().numpy().swapaxes(2, 3).swapaxes(0, 1)  # [blocks, block_size, kv_heads, D]
     q = qkv.float().cpu().numpy().reshape(len(qkv), -1, spec.head_dim)[:, : spec.heads]
@@ -133,7 +134,7 @@ def test_attention_reads_what_is_stored(name: str, window: int, dtype: torch.dty
         positions = batch.positions[first:last]
         context = np.arange(positions[-1] + 1)
         at = batch.tables[row, context // 16], context % 16
-        wanted = attention(q[first:last], keys[at], values[at], positions, spec)
+        wanted = attention(q[first:last], keys[at], values[at], positions, spec, sinks.cpu().numpy())
         assert close(out[first:last], torch.from_numpy(wanted).reshape(last - first, -1).to(DEVICE))
 
 

@@ -61,7 +61,12 @@ def test_logits_are_those_of_transformers(name: str, file: str, isa: str):
 
 def quantized(tensors: dict[str, Tensor]) -> None:
     for name, tensor in tensors.items():
-        if len(tensor.shape) > 1 and tensor.shape[-1] % 32 == 0 and "ffn_gate_inp" not in name:
+        if (
+            len(tensor.shape) > 1
+            and tensor.shape[-1] % 32 == 0
+            and "ffn_gate_inp" not in name
+            and not name.endswith(".bias")
+        ):
             data = gguf.quantize(dequantize(tensor), gguf.GGMLQuantizationType.Q8_0)
             tensors[name] = replace(tensor, format=FORMATS["Q8_0"], source=data.reshape(-1))
 

@@ -39,12 +39,15 @@ def expected(folder: Path) -> tuple[list[int], np.ndarray]:
 def test_every_kind_of_golden_is_there():
     assert NAMES == [
         "bias",
+        "deepseek_v2",
+        "deepseek_v3",
         "gemma2",
         "gemma3",
         "glm",
         "glm4",
         "glm4_moe",
         "gpt2",
+        "gpt_oss",
         "granite",
         "linear",
         "llama3",
@@ -114,4 +117,4 @@ def test_moved_blocks_are_read_where_they_are_now(backend, expected):
 
 def test_kv_bytes_are_those_of_the_cache(backend, folder):
     spec = open_checkpoint(folder).spec
-    assert backend.kv_bytes_per_token() == 2 * 4 * spec.layers * spec.attn.kv_width
+    assert backend.kv_bytes_per_token() == 4 * spec.layers * spec.attn.kv_values

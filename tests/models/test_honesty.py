@@ -25,6 +25,16 @@ GOLDENS = Path(__file__).parent / "goldens"
 NAMES = sorted(folder.name for folder in GOLDENS.iterdir())
 ONE_FILE = [name for name in NAMES if (GOLDENS / name / "model.safetensors").exists()]
 UNKNOWN = ({"unknown": 1}, -1, "unknown", [["unknown"]])
+FIRST = {  # what is lacking first where one of these is
+    "qkv": "q",
+    "gate_up": "gate",
+    "qkv.bias": "k.bias",
+    "kv_a": "turned",
+    "kv_b": "k_b",
+    "pairs_across": "gate",
+    "down_across": "down",
+    "pairs.bias": "gate.bias",
+}
 UNUSED = {"long_factor"}  # beyond the context that Phi-3 is computed with
 
 
@@ -107,7 +117,7 @@ def lacking(name: str, naming: Naming) -> str:
     """What an error says of a file without this tensor: what it lacks first of those that are in it, or that those
     beside it have no place now, where it decides on them."""
     wanted = canonical_name(name, naming)
-    for whole, first in (("qkv", "q"), ("gate_up", "gate"), ("qkv.bias", "k.bias")):
+    for whole, first in FIRST.items():
         if wanted.endswith(f".{whole}"):
             wanted = wanted.removesuffix(whole) + first
     return "'" + re.escape(wanted).replace(r"experts\.", r"experts\.(0\.)?") + "'|have no place"

@@ -137,6 +137,9 @@ class Backend(Protocol):
         """The matrices of each expert, `up` of two parts (a gate and what it gates), and what is added to the scores
         that choose among them."""
 
+    def pack_heads(self, tensor: Tensor) -> Any:
+        """A matrix for each head: [heads, out, in]."""
+
     def load(self, model: Model) -> None:
         """Takes the packed model and gets ready to run its forward pass."""
 

@@ -64,6 +64,9 @@ class FakeBackend:
     def pack_experts(self, up: Sequence[Stack], down: Sequence[Stack], choice_bias: Tensor | None) -> Any:
         return None
 
+    def pack_heads(self, tensor: Tensor) -> Any:
+        return None
+
     def load(self, model: Model) -> None: ...
 
     def held(self, tensor: Tensor) -> Held:

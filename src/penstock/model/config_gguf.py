@@ -121,7 +121,8 @@ def read_window(config: Fields) -> int:
     return config.size(WINDOW) if WINDOW in config else 0
 
 
-def read_rope(config: Fields, tensors: Mapping[str, Tensor], dims: int, max_len: int) -> RopeSpec:
+def read_rope(config: Fields, tensors: Mapping[str, Tensor], dims: int, max_len: int, whole: bool = True) -> RopeSpec:
+    """`whole`: see rope.yarn."""
     base = config.number("rope.freq_base", 10000.0, least=1.001)
     factor = config.number("rope.scaling.factor", config.number("rope.scale_linear", 1.0))
     freqs = rope.plain(base, dims)
@@ -133,12 +134,12 @@ def read_rope(config: Fields, tensors: Mapping[str, Tensor], dims: int, max_len:
         case "linear":
             return RopeSpec(rope.linear(freqs, factor), interleaved=True)
         case "yarn":
-            return read_yarn(config, freqs, base, factor, max_len)
+            return read_yarn(config, freqs, base, factor, max_len, whole)
         case kind:
             raise config.unsupported("rope.scaling.type", kind, ("none", "linear", "yarn"))
 
 
-def read_yarn(config: Fields, freqs: rope.Freqs, base: float, factor: float, max_len: int) -> RopeSpec:
+def read_yarn(config: Fields, freqs: rope.Freqs, base: float, factor: float, max_len: int, whole: bool) -> RopeSpec:
     stretched = rope.yarn(
         freqs,
         base=base,
@@ -146,7 +147,7 @@ def read_yarn(config: Fields, freqs: rope.Freqs, base: float, factor: float, max
         original=config.size("rope.scaling.original_context_length", max_len),
         fast=config.number("rope.scaling.yarn_beta_fast", 32.0),
         slow=config.number("rope.scaling.yarn_beta_slow", 1.0),
-        whole=True,
+        whole=whole,
     )
     scale = config.number("rope.scaling.attn_factor", 1.0) * rope.yarn_scale(factor)
     return RopeSpec(stretched, interleaved=True, scale=scale)

@@ -6,10 +6,17 @@ A family's file says how they hang together; weights are taken from the checkpoi
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from penstock.model.ops import Ops, V, Weight
 from penstock.model.spec import AttentionSpec, ExpertSpec, ModelSpec
 from penstock.model.weights import Packer
+
+
+class Part(Protocol):
+    """Of a layer: takes and gives [T, dim]."""
+
+    def __call__(self, ops: Ops[V], x: V) -> V: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +27,13 @@ class Attention:
     qkv: Weight
     o: Weight
     norms: tuple[Weight, Weight] | None  # of q and k
+    sinks: Weight | None
 
     def __call__(self, ops: Ops[V], x: V) -> V:
         qkv = ops.linear(x, self.qkv)
         if self.norms:
             qkv = ops.norm_qk(qkv, *self.norms, self.spec, self.eps)
-        return ops.linear(ops.attend(self.layer, qkv, self.spec), self.o)
+        return ops.linear(ops.attend(self.layer, qkv, self.spec, self.sinks), self.o)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,14 +88,15 @@ def attention(spec: ModelSpec, pack: Packer, layer: int) -> Attention:
     a, name = spec.attention(layer), f"layers.{layer}"
     qkv = pack.matrix((f"{name}.q", a.q_width), (f"{name}.k", a.kv_width), (f"{name}.v", a.kv_width), width=spec.dim)
     o = pack.matrix((f"{name}.o", spec.dim), width=a.q_width)
+    sinks = pack.vector(f"{name}.sinks", a.heads) if a.sinks else None
     if not a.qk_norm:
-        return Attention(layer, a, spec.eps, qkv, o, norms=None)
+        return Attention(layer, a, spec.eps, qkv, o, norms=None, sinks=sinks)
     q_run, k_run = (a.head_dim, a.head_dim) if a.qk_norm == "head" else (a.q_width, a.kv_width)
     norms = (
         pack.vector(f"{name}.q_norm", q_run, spec.gain_offset),
         pack.vector(f"{name}.k_norm", k_run, spec.gain_offset),
     )
-    return Attention(layer, a, spec.eps, qkv, o, norms)
+    return Attention(layer, a, spec.eps, qkv, o, norms, sinks)
 
 
 def mlp(spec: ModelSpec, pack: Packer, layer: int) -> Mlp:

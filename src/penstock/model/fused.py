@@ -8,12 +8,12 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 from math import prod
 
-from penstock.errors import MalformedFile
+from penstock.errors import MalformedFile, UnsupportedModel
 from penstock.model.spec import ModelSpec
-from penstock.model.tensor import Tensor, some_rows
+from penstock.model.tensor import Tensor, every_other_row, some_rows, transposed
 
-FUSED = re.compile(r"(layers\.\d+\.(?:experts\.\d+\.)?)(qkv|gate_up)(\.bias)?")
-BANK = re.compile(r"(layers\.\d+\.experts\.)((?:gate|up|gate_up|down)(?:\.bias)?)")
+FUSED = re.compile(r"(layers\.\d+\.(?:experts\.\d+\.)?)(qkv|gate_up|kv_a)(\.bias)?")
+BANK = re.compile(r"(layers\.\d+\.experts\.)((gate|up|gate_up|down|pairs)(?:_across)?(?:\.bias)?)")
 
 
 def split_fused(tensors: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Tensor]:
@@ -21,6 +21,7 @@ def split_fused(tensors: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Ten
     parts = {
         "qkv": {"q": spec.attn.q_width, "k": spec.attn.kv_width, "v": spec.attn.kv_width},
         "gate_up": {"gate": spec.hidden, "up": spec.hidden},
+        "kv_a": {"latent": spec.attn.v_dim, "turned": spec.attn.head_dim - spec.attn.v_dim},
     }
     expert_parts = dict.fromkeys(("gate", "up"), spec.experts.hidden if spec.experts else 0)
     found: dict[str, Tensor] = {}
@@ -39,9 +40,22 @@ def split_banks(tensors: Mapping[str, Tensor], spec: ModelSpec) -> Iterator[tupl
     """With those of all experts of a layer as one for each."""
     for name, tensor in tensors.items():
         if match := BANK.fullmatch(name):
-            yield from ((f"{match[1]}{i}.{match[2]}", one) for i, one in enumerate(each_of(tensor, spec)))
+            for i, one in enumerate(each_of(tensor, spec)):
+                yield from parts_of(f"{match[1]}{i}.", match[2], one)
         else:
             yield name, tensor
+
+
+def parts_of(expert: str, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """A tensor of one expert may lie (in, out), and hold rows of gate and up in turn."""
+    part, _, role = name.partition(".")
+    if part.endswith("_across"):
+        tensor = transposed(tensor)
+    part, role = part.removesuffix("_across"), role and f".{role}"
+    if part != "pairs":
+        yield f"{expert}{part}{role}", tensor
+    else:
+        yield from ((f"{expert}{one}{role}", every_other_row(tensor, i)) for i, one in enumerate(("gate", "up")))
 
 
 def each_of(bank: Tensor, spec: ModelSpec) -> Iterator[Tensor]:
@@ -49,6 +63,8 @@ def each_of(bank: Tensor, spec: ModelSpec) -> Iterator[Tensor]:
     if bank.shape[0] != count or len(bank.shape) < 2:
         raise MalformedFile(f"tensor {bank.name!r} has shape {bank.shape}; the config speaks of {count} experts")
     _, rows, *width = bank.shape
+    if not width and bank.format.values > 1:
+        raise UnsupportedModel(f"tensor {bank.name!r} holds biases in {bank.format.name}; they must be plain numbers")
     flat = replace(bank, shape=(count * rows, *width))
     for i in range(count):
         yield some_rows(flat, i * rows, (i + 1) * rows)

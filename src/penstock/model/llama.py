@@ -3,7 +3,7 @@ files may have experts: those are Mixtral's."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from penstock.model import config_gguf, config_hf, decoder, names
@@ -39,7 +39,7 @@ def read_gguf(config: Fields, tensors: Mapping[str, Tensor]) -> ModelSpec:
 @dataclass(frozen=True, slots=True)
 class Layer:
     attn_norm: Weight
-    attention: decoder.Attention
+    attention: decoder.Part
     mlp_norm: Weight
     mlp: decoder.Mlp | decoder.Mixture
 
@@ -63,11 +63,13 @@ class Llama:
         return self.ends.leave(ops, x, residual)
 
 
-def build(spec: ModelSpec, pack: Packer) -> Llama:
+def build(
+    spec: ModelSpec, pack: Packer, attention: Callable[[ModelSpec, Packer, int], decoder.Part] = decoder.attention
+) -> Llama:
     layers = tuple(
         Layer(
             attn_norm=decoder.norm(spec, pack, i, "attn_norm"),
-            attention=decoder.attention(spec, pack, i),
+            attention=attention(spec, pack, i),
             mlp_norm=decoder.norm(spec, pack, i, "mlp_norm"),
             mlp=decoder.mlp_or_experts(spec, pack, i),
         )

@@ -30,9 +30,9 @@ class Ops(Protocol[V]):
         """rms_norm of q and of k in runs as long as their gains, a head or all of them, times those; v as it is:
         [T, q + k + v] -> the same."""
 
-    def attend(self, layer: int, qkv: V, spec: AttentionSpec) -> V:
+    def attend(self, layer: int, qkv: V, spec: AttentionSpec, sinks: Weight | None = None) -> V:
         """Splits qkv into q, k, v; rotates q and k; writes k and v to the paged cache of `layer`; attention of every
-        token over its own sequence, causal or not: [T, q + k + v] -> [T, q]."""
+        token over its own sequence, causal or not: [T, q + k + v] -> [T, q]. `sinks` [heads], where `spec` has them."""
 
     def gated(self, x: V, act: str) -> V:
         """act(left half) * right half: [T, 2 * hidden] -> [T, hidden]. `act` is "silu" or "gelu_tanh"."""
@@ -63,3 +63,12 @@ class Ops(Protocol[V]):
         """The experts that a router's logits choose compute each token, and what they give is weighed and added up:
         [T, dim], [T, count] -> [T, dim]. `act`: as in `gated`, or "clamped", which is min(left, 7) * sigmoid(1.702 *
         min(left, 7)) * (1 + right, that between -7 and 7)."""
+
+    def linear_heads(self, x: V, weight: Weight, kept: int = 0) -> V:
+        """A product of its own for each head, weight [heads, b, a]: [T, heads * (a + kept)] -> [T, heads * (kept + b)].
+        What a head has after those that are multiplied stays, and comes before its product."""
+
+    def attend_latent(self, layer: int, q: V, kv: V, gain: Weight, spec: AttentionSpec, eps: float) -> V:
+        """Attention with one KV head, whose values are the last v_dim dimensions of its keys: rms_norm of those of kv,
+        times gain; rotates q and kv, which turns dimensions before them; writes kv to the paged cache of `layer`;
+        causal attention: [T, heads * head_dim], [T, head_dim] -> [T, heads * v_dim]."""

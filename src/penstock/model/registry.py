@@ -43,6 +43,9 @@ HUGGING_FACE = {  # what config.json calls its architecture: the family's file
     "RobertaForMaskedLM": "bert",
     "XLMRobertaModel": "bert",
     "NomicBertModel": "nomic_bert",
+    "DeepseekV2ForCausalLM": "deepseek2",
+    "DeepseekV3ForCausalLM": "deepseek2",
+    "GptOssForCausalLM": "gptoss",
 }
 GGUF = {
     name: name for name in ("llama", "qwen2", "qwen3", "granite", "smollm3", "phi3", "olmo2", "gemma2", "gemma3")
@@ -50,6 +53,7 @@ GGUF = {
 GGUF |= {"gpt2": "gpt2", "starcoder2": "starcoder2", "chatglm": "glm", "glm4": "glm4"}
 GGUF |= {"qwen3moe": "qwen3moe", "glm4moe": "glm4moe", "minimax-m2": "minimaxm2"}
 GGUF |= {"bert": "bert", "nomic-bert": "nomic_bert"}
+GGUF |= {"deepseek2": "deepseek2", "gpt-oss": "gptoss"}
 
 
 class Model(Protocol):

@@ -28,6 +28,8 @@ class AttentionSpec:
     soft_cap: float = 0.0  # of scores; 0: none
     qk_norm: Literal["", "head", "all"] = ""  # over what q and k are normed: nothing, each head, all of them
     causal: bool = True  # else a token sees all of its row, which is then the whole of its sequence
+    sinks: bool = False  # each head has a logit that takes part in the softmax and gives nothing
+    v_dim: int = 0  # above 0: latent attention, where values are the last so many dimensions of keys
 
     @property
     def scale(self) -> float:
@@ -40,6 +42,20 @@ class AttentionSpec:
     @property
     def kv_width(self) -> int:
         return self.kv_heads * self.head_dim
+
+    @property
+    def kv_values(self) -> int:
+        """What one token leaves in the cache."""
+        return self.kv_width if self.v_dim else 2 * self.kv_width
+
+
+@dataclass(frozen=True, slots=True)
+class LatentSpec:
+    """Of latent attention, what its heads have outside of it."""
+
+    key_dim: int  # of a head, without what is turned
+    value_dim: int
+    q_rank: int = 0  # of what queries are made of; 0: all of x
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +97,7 @@ class ModelSpec:
     gain_offset: float = 0.0  # what is added to the gain of every norm
     layer_attn: tuple[AttentionSpec, ...] = ()  # of each layer, where they differ; all have the heads of `attn`
     biases: frozenset[str] | None = None  # parts of a layer that have one; None: the checkpoint does not say
+    latent: LatentSpec | None = None  # where attention is latent
     experts: ExpertSpec | None = None  # in place of the MLP
     dense: frozenset[int] = frozenset()  # layers that have an MLP nonetheless
     shared_hidden: int = 0  # of an MLP beside the experts, which computes every token; 0: none

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.errors import UnsupportedModel
+from penstock.errors import MalformedFile, UnsupportedModel
 
 
 class Format(NamedTuple):
@@ -121,6 +121,19 @@ def some_rows(tensor: Tensor, first: int, last: int) -> Tensor:
     if scales is not None:
         scales = Scales(scales.values[np.arange(first, last) // scales.rows], 1, scales.columns)
     return Tensor(tensor.name, tensor.format, (last - first, *width), source, scales)
+
+
+def every_other_row(tensor: Tensor, start: int) -> Tensor:
+    """Of a matrix, or every other value of a vector."""
+    rows, *width = tensor.shape
+    if rows % 2:
+        raise MalformedFile(f"tensor {tensor.name!r} of shape {tensor.shape} does not hold rows in pairs")
+
+    def make(first: int, last: int) -> Bytes:
+        both = some_rows(tensor, 2 * first, 2 * last)
+        return both.data.reshape(last - first, 2, -1)[:, start].reshape(-1)
+
+    return Tensor(tensor.name, tensor.format, (rows // 2, *width), make if width else make(0, rows // 2))
 
 
 def transposed(tensor: Tensor) -> Tensor:

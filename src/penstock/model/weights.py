@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from math import prod
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,7 +13,7 @@ from numpy.typing import NDArray
 from penstock.errors import MalformedFile
 from penstock.model.quant import dequantize
 from penstock.model.spec import ExpertSpec
-from penstock.model.tensor import FORMATS, Stack, Tensor
+from penstock.model.tensor import FORMATS, PLAIN, Scales, Stack, Tensor
 
 
 class Packs(Protocol):
@@ -23,6 +25,8 @@ class Packs(Protocol):
 
     def pack_experts(self, up: Any, down: Any, choice_bias: Any) -> Any: ...
 
+    def pack_heads(self, tensor: Tensor) -> Any: ...
+
 
 class Packer:
     """Hands tensors to a backend by their canonical names."""
@@ -31,6 +35,7 @@ class Packer:
         self._tensors = tensors
         self._backend = backend
         self._used: set[str] = set()
+        self._said = False
 
     def vector(self, name: str, size: int, plus: float = 0.0) -> Any:
         """`plus` is added to every value."""
@@ -62,6 +67,25 @@ class Packer:
         """A table of so many rows, all of them the first of another."""
         table = self._take_rows(name, 1, width)
         return self._pack_values(table.name, np.repeat(dequantize(table)[:1], count, axis=0))
+
+    def heads(self, name: str, heads: int, rows: int, width: int) -> Any:
+        """A matrix for each head."""
+        return self._backend.pack_heads(self._take(name, (heads, rows, width)))
+
+    def keys_and_values(self, name: str, heads: int, keys: int, values: int, width: int) -> tuple[Any, Any]:
+        """Two of them from one tensor, in which those of a head follow each other: of keys the transposed one, and
+        values are read as they lie there."""
+        tensor = self._take(name, (heads * (keys + values), width))
+        if tensor.format.name not in PLAIN and not self._said:
+            import logging  # takes longer than packing most models
+
+            self._said = True
+            logging.getLogger(__name__).info("half of %s and its like become F16: they are transposed", tensor.name)
+        first, then = split_heads(tensor, heads, keys)
+        return self._backend.pack_heads(first), self._backend.pack_heads(then)
+
+    def has(self, name: str) -> bool:
+        return name in self._tensors
 
     def check_all_used(self) -> None:
         """A tensor that nothing asked for means the model would be computed wrongly."""
@@ -100,3 +124,27 @@ class Packer:
             raise MalformedFile(f"tensor {tensor.name!r} has shape {tensor.shape}; the model's config needs {shape}")
         self._used.add(name)
         return tensor
+
+
+def split_heads(tensor: Tensor, heads: int, first: int) -> tuple[Tensor, Tensor]:
+    """Of each head the first rows, transposed, and the others: [heads, width, first], [heads, others, width]."""
+    rows = np.arange(tensor.shape[0]).reshape(heads, -1)
+    return turned(rows_at(tensor, rows[:, :first])), rows_at(tensor, rows[:, first:])
+
+
+def rows_at(tensor: Tensor, rows: NDArray[np.intp]) -> Tensor:
+    """A matrix of each row of numbers of rows: [heads, count, width]."""
+    data, scales = tensor.data.reshape(tensor.shape[0], -1), tensor.scales
+    if scales is not None:
+        scales = Scales(scales.values[rows.reshape(-1) // scales.rows], 1, scales.columns)
+    return Tensor(tensor.name, tensor.format, (*rows.shape, tensor.shape[1]), data[rows].reshape(-1), scales)
+
+
+def turned(tensor: Tensor) -> Tensor:
+    """The matrix of each head. One that is quantized along its rows becomes F16."""
+    kind, data = tensor.format, tensor.data
+    if kind.name not in PLAIN:
+        flat = replace(tensor, shape=(prod(tensor.shape[:2]), tensor.shape[2]))
+        kind, data = FORMATS["F16"], dequantize(flat).astype(np.float16).reshape(-1).view(np.uint8)
+    values = np.ascontiguousarray(data.view(f"u{kind.bytes}").reshape(tensor.shape).swapaxes(1, 2))
+    return Tensor(tensor.name, kind, values.shape, values.reshape(-1).view(np.uint8))

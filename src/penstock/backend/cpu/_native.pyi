@@ -55,6 +55,7 @@ class Program:
         scale: float,
         soft_cap: float,
         causal: bool = True,
+        sinks: NDArray[np.float32] | None = None,
     ) -> None: ...
     def norm_qk(
         self,
@@ -102,6 +103,24 @@ class Program:
         group_score: str,
     ) -> None:
         """`choice_bias` has no values where there is none."""
+    def linear_heads(self, x: int, weight: Weight, heads: int, kept: int, out: int) -> None:
+        """The weight has a part for each head."""
+    def attend_latent(
+        self,
+        q: int,
+        kv: int,
+        out: int,
+        *,
+        layer: int,
+        heads: int,
+        head_dim: int,
+        v_dim: int,
+        gain: NDArray[np.float32],
+        eps: float,
+        angles: int,
+        interleaved: bool,
+        scale: float,
+    ) -> None: ...
     def keep(self, buffer: int) -> None:
         """The buffer's rows can be read after a step: whoever adds ops after this leaves it alone."""
     def answer(self, buffer: int) -> None: ...

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from penstock.backend.base import Batch, Floats, Footprint, Held, Ints, Mask, Model, Ticket
 from penstock.backend.cpu import _native
 from penstock.backend.cpu.record import record
-from penstock.backend.cpu.weights import Bank, Packing, held, pack_vector
+from penstock.backend.cpu.weights import Bank, Heads, Packing, held, pack_vector
 from penstock.backend.pool import Pools
 from penstock.backend.sample import answers
 from penstock.backend.timing import time_step
@@ -20,11 +20,8 @@ from penstock.model.tensor import Stack, Tensor
 from penstock.types import StepResult, TokenLogprob
 
 KV_TYPES = ("f16", "f32", "int8")
-KV_HEAD_BYTES: dict[str, Callable[[int], int]] = {
-    "f16": lambda dim: 2 * dim,
-    "f32": lambda dim: 4 * dim,
-    "int8": lambda dim: dim + 4,
-}
+KV_BYTES = {"f16": 2, "f32": 4, "int8": 1}  # of each value
+KV_SCALES = {"f16": 0, "f32": 0, "int8": 8}  # beside those of each head
 EVERYTHING = np.zeros(0, np.int32)  # a mask of no words
 
 
@@ -62,6 +59,9 @@ class CpuBackend:
     def pack_experts(self, up: Sequence[Stack], down: Sequence[Stack], choice_bias: Tensor | None) -> Bank:
         return self._packing.experts(up, down, choice_bias)
 
+    def pack_heads(self, tensor: Tensor) -> Heads:
+        return self._packing.heads(tensor)
+
     def load(self, model: Model) -> None:
         self._packing.finish()
         self._packing.tell()
@@ -71,7 +71,9 @@ class CpuBackend:
         return held(tensor)
 
     def footprint(self, spec: ModelSpec, tensors: Iterable[Tensor]) -> Footprint:
-        kv_token = 2 * spec.kv_layers * spec.attn.kv_heads * KV_HEAD_BYTES[self._kv](spec.attn.head_dim)
+        kv_token = spec.kv_layers * (
+            KV_BYTES[self._kv] * spec.attn.kv_values + KV_SCALES[self._kv] * spec.attn.kv_heads
+        )
         weights = sum(self.held(tensor).bytes(tensor) for tensor in tensors)
         return Footprint.on_host(int(weights), kv_token)
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from penstock.backend.base import Floats, Model
 from penstock.backend.cpu._native import Program, Weight
-from penstock.backend.cpu.weights import Bank
+from penstock.backend.cpu.weights import Bank, Heads
 from penstock.model.spec import AttentionSpec, ExpertSpec, RopeSpec
 
 NOTHING_TURNS = -1
@@ -86,7 +86,7 @@ class Recorder:
 
         return self._in_place((qkv,), emit)
 
-    def attend(self, layer: int, qkv: Value, spec: AttentionSpec) -> Value:
+    def attend(self, layer: int, qkv: Value, spec: AttentionSpec, sinks: Floats | None = None) -> Value:
         out = self._value("T", spec.q_width)
         angles = self._angles_of(spec.rope)
 
@@ -104,6 +104,7 @@ class Recorder:
                 scale=spec.scale,
                 soft_cap=spec.soft_cap,
                 causal=spec.causal,
+                sinks=sinks,
             )
 
         self._add((qkv,), (out,), emit)
@@ -177,6 +178,37 @@ class Recorder:
             )
 
         self._add((x, scores), (out,), emit)
+        return out
+
+    def linear_heads(self, x: Value, weight: Heads, kept: int = 0) -> Value:
+        matrices, count = weight
+        out = self._value(x.symbol, matrices.rows + count * kept)
+        if self.program.prepares(matrices):
+            self.prepared.add(x.id)
+        self._add((x,), (out,), lambda x, out: self.program.linear_heads(x, matrices, count, kept, out))
+        return out
+
+    def attend_latent(self, layer: int, q: Value, kv: Value, gain: Floats, spec: AttentionSpec, eps: float) -> Value:
+        out = self._value("T", spec.heads * spec.v_dim)
+        angles = self._angles_of(spec.rope)
+
+        def emit(q: int, kv: int, out: int) -> None:
+            self.program.attend_latent(
+                q,
+                kv,
+                out,
+                layer=layer,
+                heads=spec.heads,
+                head_dim=spec.head_dim,
+                v_dim=spec.v_dim,
+                gain=gain,
+                eps=eps,
+                angles=angles,
+                interleaved=spec.rope.interleaved,
+                scale=spec.scale,
+            )
+
+        self._add((q, kv), (out,), emit)
         return out
 
     def _value(self, symbol: str, width: int) -> Value:

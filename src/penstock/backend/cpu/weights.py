@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from math import prod
 from typing import NamedTuple
@@ -19,6 +20,7 @@ from penstock.model.tensor import FLOAT8, FORMATS, Bytes, Format, Stack, Tensor,
 BATCH_BYTES = 1 << 28  # packed in one go: an interrupt has to wait for as much
 MADE_BYTES = 1 << 23  # the same of bytes that are no view of a file: they are held meanwhile
 AT_ONCE = 1 << 22  # values widened together
+BLOCK = 32  # values of a row that products take together, but those of floats
 GROWN = 1.1  # times as many bytes as in the file are worth a word
 
 
@@ -28,6 +30,13 @@ class Bank(NamedTuple):
     up: list[Weight]
     down: list[Weight]
     choice_bias: Floats  # empty where there is none
+
+
+class Heads(NamedTuple):
+    """A matrix for each, as a part of one weight."""
+
+    weight: Weight
+    heads: int
 
 
 class Packing:
@@ -53,6 +62,15 @@ class Packing:
     def experts(self, up: Sequence[Stack], down: Sequence[Stack], choice_bias: Tensor | None) -> Bank:
         bias = np.zeros(0, np.float32) if choice_bias is None else pack_vector(choice_bias)
         return Bank([self.matrix(*stack) for stack in up], [self.matrix(*stack) for stack in down], bias)
+
+    def heads(self, tensor: Tensor) -> Heads:
+        count, rows, width = tensor.shape
+        whole = replace(tensor, shape=(count * rows, width))
+        if width % BLOCK and whole.format.name not in ("F32", "F16"):
+            values = dequantize(whole).reshape(-1).view(np.uint8)
+            whole = Tensor(tensor.name, FORMATS["F32"], whole.shape, values)
+        parts = [some_rows(whole, head * rows, (head + 1) * rows) for head in range(count)]
+        return Heads(self.matrix(parts, [None] * count), count)
 
     def _add(self, weight: Weight, index: int, part: Tensor) -> None:
         self._waiting.append((weight, index, part.data))

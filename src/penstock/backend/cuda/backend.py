@@ -30,7 +30,7 @@ from penstock.backend.cuda.quantized import Workspace
 from penstock.backend.cuda.sampler import Asked, Sampler
 from penstock.backend.cuda.staging import Staging
 from penstock.backend.cuda.transfer import transfer
-from penstock.backend.cuda.weights import Weight, pack
+from penstock.backend.cuda.weights import Weight, pack, stacked_values
 from penstock.backend.pool import with_pooled
 from penstock.backend.ref.batches import greedy_batch, greedy_rows
 from penstock.backend.sample import answers
@@ -123,6 +123,14 @@ class CudaBackend:
         with shortage(f"the experts of {up[0].parts[0].name}"):
             bias = None if choice_bias is None else self.pack_vector(choice_bias)
             return Bank(pack_matrices(up, *about), pack_matrices(down, *about), bias)
+
+    def pack_heads(self, tensor: Tensor) -> Any:
+        """Values of 16 bits (or 32, in tests) in any case: a small part of a model."""
+        heads, rows, width = tensor.shape
+        with shortage(f"the weight {tensor.name}"):
+            return stacked_values([replace(tensor, shape=(heads * rows, width))], self._device, self._dtype).view(
+                heads, rows, width
+            )
 
     def load(self, model: Model) -> None:
         with shortage(f"the workspace of {self._sizes}"):

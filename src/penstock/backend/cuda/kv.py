@@ -13,8 +13,8 @@ KINDS = {"bf16": None, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
 
 class Cache(NamedTuple):
-    lines: Any  # [blocks, 2, kv_heads, block_size, D]
-    scales: Any | None  # [blocks, 2, kv_heads, block_size] float32
+    lines: Any  # [blocks, 2, kv_heads, block_size, D]; of latent attention [blocks, block_size, D]
+    scales: Any | None  # [blocks, 2, kv_heads, block_size] float32; of latent attention [blocks, 2, block_size]
 
     def copy_blocks(self, source: Any, target: Any) -> None:
         for part in self:
@@ -30,11 +30,12 @@ class Layout(NamedTuple):
     scaled: bool
 
     def bytes_per_token(self, spec: AttentionSpec) -> int:
-        return 2 * spec.kv_width * int(self.dtype.itemsize) + (8 * spec.kv_heads if self.scaled else 0)
+        return spec.kv_values * int(self.dtype.itemsize) + (8 * spec.kv_heads if self.scaled else 0)
 
     def reserve(self, spec: AttentionSpec, num_blocks: int, block_size: int, device: torch.device) -> Cache:
-        size = (num_blocks, 2, spec.kv_heads, block_size)
-        lines = torch.zeros((*size, spec.head_dim * self.dtype.itemsize), dtype=torch.uint8, device=device)
+        size = (num_blocks, 2, block_size) if spec.v_dim else (num_blocks, 2, spec.kv_heads, block_size)
+        rows = (num_blocks, block_size) if spec.v_dim else size
+        lines = torch.zeros((*rows, spec.head_dim * self.dtype.itemsize), dtype=torch.uint8, device=device)
         return Cache(lines.view(self.dtype), torch.zeros(size, device=device) if self.scaled else None)
 
 

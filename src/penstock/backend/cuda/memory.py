@@ -55,7 +55,7 @@ def workspace_bytes(spec: ModelSpec, tokens: int, rows: int, unpacks: bool) -> i
     """Of the largest step: a buffer for each value that is alive at once, logits, and what sampling cuts them with.
     `unpacks`: products of many rows have a matrix of 16 bits made of a quantized one."""
     attn = spec.attn
-    widths = 4 * spec.dim + 2 * attn.q_width + 2 * attn.kv_width + 3 * spec.hidden
+    widths = 4 * spec.dim + (3 if attn.v_dim else 2) * attn.q_width + 2 * attn.kv_width + 3 * spec.hidden
     if spec.experts is not None:
         e = spec.experts
         widths += e.chosen * (3 * e.hidden + spec.dim + 4) + 2 * e.count + 3 * spec.shared_hidden

@@ -11,6 +11,7 @@ from penstock.backend.cuda.inputs import Fields
 from penstock.backend.cuda.kernels.codes import Codes, codes_in
 from penstock.backend.cuda.kernels.decode_attention import Turn, attend_parts
 from penstock.backend.cuda.kernels.gate import gate
+from penstock.backend.cuda.kernels.latent_attention import attend_latent_parts, attend_latent_tiles, store_latent
 from penstock.backend.cuda.kernels.layer_norm import add_layer_norm
 from penstock.backend.cuda.kernels.norm import add_norm
 from penstock.backend.cuda.kernels.prefill_attention import attend_tiles
@@ -103,6 +104,7 @@ class Attend:
     spec: AttentionSpec
     frequencies: Any  # of rope
     memory: Memory
+    sinks: Any | None = None
 
     def __call__(self, step: Fields, qkv: Any, out: Any) -> None:
         spec, rope = self.spec, self.spec.rope
@@ -111,7 +113,7 @@ class Attend:
             places = step.positions, step.places
             turned = self.frequencies, rope.scale, len(rope.inv_freq), rope.interleaved
             rope_and_store(qkv, *turned, *places, cache, scales)
-            about = spec.scale, spec.window, scales, spec.soft_cap, spec.causal
+            about = spec.scale, spec.window, scales, spec.soft_cap, spec.causal, self.sinks
             attend_tiles(qkv, cache, step.tiles, step.tables, step.header, out, *about)
         else:
             turn = Turn(self.frequencies, step.places, rope.scale, len(rope.inv_freq), rope.interleaved)
@@ -129,7 +131,30 @@ class Attend:
                 spec.window,
                 scales,
                 spec.soft_cap,
+                self.sinks,
             )
+
+
+@dataclass(frozen=True, slots=True)
+class AttendLatent:
+    layer: int
+    spec: AttentionSpec
+    frequencies: Any
+    memory: Memory
+    gain: Any
+    eps: float
+
+    def __call__(self, step: Fields, q: Any, kv: Any, out: Any) -> None:
+        spec, rope = self.spec, self.spec.rope
+        cache, scales = self.memory.caches[self.layer]
+        turned = self.frequencies, rope.scale, rope.interleaved
+        store_latent(q, kv, self.gain, self.eps, *turned, step.positions, step.places, cache, scales)
+        tables = step.tables, step.header, out
+        if len(step.tiles):
+            attend_latent_tiles(q, cache, step.tiles, *tables, spec.v_dim, spec.scale, scales)
+        if len(step.parts):
+            shares = self.memory.shares
+            attend_latent_parts(q, cache, step.parts, *tables, shares, spec.v_dim, spec.scale, scales)
 
 
 @dataclass(frozen=True, slots=True)

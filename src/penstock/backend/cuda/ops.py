@@ -20,7 +20,18 @@ from penstock.backend.cuda.kernels.decode_attention import Shares
 from penstock.backend.cuda.kernels.norm_qk import norm_qk
 from penstock.backend.cuda.kernels.route import Seats
 from penstock.backend.cuda.kernels.rows import known_tokens, take_rows
-from penstock.backend.cuda.nodes import AddLayerNorm, AddNorm, Attend, Gate, Memory, Node, Product, Value, fuse
+from penstock.backend.cuda.nodes import (
+    AddLayerNorm,
+    AddNorm,
+    Attend,
+    AttendLatent,
+    Gate,
+    Memory,
+    Node,
+    Product,
+    Value,
+    fuse,
+)
 from penstock.backend.cuda.weights import Weight
 from penstock.errors import UnsupportedModel
 from penstock.model.spec import AttentionSpec, ExpertSpec
@@ -73,9 +84,9 @@ class Recorder:
 
         return self._add(run, (qkv,), self._value(qkv.symbol, qkv.width))
 
-    def attend(self, layer: int, qkv: Value, spec: AttentionSpec) -> Value:
+    def attend(self, layer: int, qkv: Value, spec: AttentionSpec, sinks: Any | None = None) -> Value:
         self.layers[layer] = spec
-        op = Attend(layer, spec, self._on_device(spec.rope.inv_freq), self.memory)
+        op = Attend(layer, spec, self._on_device(spec.rope.inv_freq), self.memory, sinks)
         return self._add(op, (qkv,), self._value("T", spec.q_width))
 
     def gated(self, x: Value, act: str) -> Value:
@@ -140,6 +151,22 @@ class Recorder:
         if key not in self._seats:
             self._seats[key] = Seats.on(self.device, spec, len(self.memory.tokens))
         return self._seats[key]
+
+    def linear_heads(self, x: Value, weight: Any, kept: int = 0) -> Value:
+        heads, rows, width = weight.shape
+
+        def run(step: Fields, x: Any, out: Any) -> None:
+            each, to = x.view(len(x), heads, width + kept), out.view(len(out), heads, kept + rows)
+            torch.bmm(each[..., :width].transpose(0, 1), weight.mT, out=to[..., kept:].transpose(0, 1))
+            if kept:
+                to[..., :kept].copy_(each[..., width:])
+
+        return self._add(run, (x,), self._value(x.symbol, heads * (kept + rows)))
+
+    def attend_latent(self, layer: int, q: Value, kv: Value, gain: Any, spec: AttentionSpec, eps: float) -> Value:
+        self.layers[layer] = spec
+        op = AttendLatent(layer, spec, self._on_device(spec.rope.inv_freq), self.memory, gain, eps)
+        return self._add(op, (q, kv), self._value("T", spec.heads * spec.v_dim))
 
     def _value(self, symbol: str, width: int, wide: bool = False) -> Value:
         self._values += 1

@@ -46,19 +46,23 @@ class RefBackend:
         up_down = [(self.pack_matrix(*one), self.pack_matrix(*other)) for one, other in zip(up, down, strict=True)]
         return Bank(up_down, None if choice_bias is None else dequantize(choice_bias))
 
+    def pack_heads(self, tensor: Tensor) -> Floats:
+        heads, rows, width = tensor.shape
+        return dequantize(replace(tensor, shape=(heads * rows, width))).reshape(tensor.shape)
+
     def load(self, model: Model) -> None:
         """A pass over no tokens shows which layers keep keys and values, and how wide they are."""
         self._model = model
         self._cache = Cache(num_blocks=1, block_size=1)
         self.logits(greedy_batch([]))
-        self._kv_bytes = sum(keys.nbytes + values.nbytes for keys, values in self._cache.layers.values())
+        self._kv_bytes = sum(array.nbytes for layer in self._cache.layers.values() for array in layer)
 
     def held(self, tensor: Tensor) -> Held:
         return Held("F32", 32)
 
     def footprint(self, spec: ModelSpec, tensors: Iterable[Tensor]) -> Footprint:
         weights = sum(self.held(tensor).bytes(tensor) for tensor in tensors)
-        return Footprint.on_host(int(weights), 8 * spec.kv_layers * spec.attn.kv_width)
+        return Footprint.on_host(int(weights), 4 * spec.kv_layers * spec.attn.kv_values)
 
     def kv_bytes_per_token(self) -> int:
         return self._kv_bytes

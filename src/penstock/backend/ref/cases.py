@@ -40,11 +40,17 @@ class Experts(NamedTuple):
     choice_bias: Tensor | None
 
 
+class Heads(NamedTuple):
+    """A matrix for each head."""
+
+    tensor: Tensor
+
+
 class Trial(NamedTuple):
     """One op on concrete inputs: `forward(ops, *packed weights)`, run over the steps."""
 
     forward: Callable[..., Any]
-    weights: Sequence[Stack | Tensor | Experts]
+    weights: Sequence[Stack | Tensor | Experts | Heads]
     steps: Sequence[Batch]
     num_blocks: int = 1
 
@@ -79,12 +85,14 @@ def run(trial: Trial, backend: Shows) -> list[Floats]:
     return [pooled(backend, batch) if batch.pools else backend.logits(batch) for batch in trial.steps]
 
 
-def pack(weight: Stack | Tensor | Experts, backend: Backend) -> Any:
+def pack(weight: Stack | Tensor | Experts | Heads, backend: Backend) -> Any:
     match weight:
         case Tensor():
             return backend.pack_vector(weight)
         case Experts():
             return backend.pack_experts(*weight)
+        case Heads():
+            return backend.pack_heads(*weight)
     return backend.pack_matrix(*weight)
 
 
@@ -159,15 +167,22 @@ def linear(rng: Random, *, format: str, tokens: int, width: int, parts: Sequence
 
 def attend(rng: Random, *, spec: AttentionSpec, lengths: Sequence[int], longest: int = 16) -> Trial:
     """Sequences of these lengths, in random chunks of at most `longest`, scattered over the cache."""
-    tokens = sum(lengths)
+    table = inputs(rng, sum(lengths), spec.q_width + 2 * spec.kv_width)
+    sinks = random_tensor(rng, "F32", spec.heads)
+    sinks.data.view(np.float32)[:] *= 4
+    return Trial(
+        lambda ops, table, *sinks: ops.attend(0, ops.embed(table), spec, *sinks),
+        [table, sinks] if spec.sinks else [table],
+        *scattered(rng, lengths, longest),
+    )
+
+
+def scattered(rng: Random, lengths: Sequence[int], longest: int) -> tuple[list[Batch], int]:
+    """Steps in which all tokens of these sequences come, and how many blocks they need."""
     ends = np.cumsum(lengths).tolist()
     prompts = [range(end - length, end) for length, end in zip(lengths, ends, strict=True)]
-    return Trial(
-        lambda ops, table: ops.attend(0, ops.embed(table), spec),
-        [inputs(rng, tokens, spec.q_width + 2 * spec.kv_width)],
-        [greedy_batch(chunks, i) for i, chunks in enumerate(random_steps(rng, prompts, BLOCK_SIZE, longest))],
-        blocks_for(prompts, BLOCK_SIZE),
-    )
+    steps = random_steps(rng, prompts, BLOCK_SIZE, longest)
+    return [greedy_batch(chunks, i) for i, chunks in enumerate(steps)], blocks_for(prompts, BLOCK_SIZE)
 
 
 def attend_whole(rng: Random, *, spec: AttentionSpec, lengths: Sequence[int]) -> Trial:
@@ -315,6 +330,31 @@ def identity(rows: int, width: int) -> Tensor:
     return Tensor("identity", FORMATS["F32"], values.shape, values.reshape(-1).view(np.uint8))
 
 
+def linear_heads(rng: Random, *, format: str, tokens: int, shape: tuple[int, int, int], kept: int = 0) -> Trial:
+    """`shape`: heads, and rows and columns of each one's matrix."""
+    heads, _, width = shape
+    weight = Heads(random_tensor(rng, format, *shape))
+    return Trial(
+        lambda ops, table, weight: ops.linear_heads(ops.embed(table), weight, kept),
+        [inputs(rng, tokens, heads * (width + kept)), weight],
+        all_at_once(tokens),
+    )
+
+
+def attend_latent(rng: Random, *, spec: AttentionSpec, lengths: Sequence[int], longest: int = 16) -> Trial:
+    """As `attend`; queries and what keys are made of are two halves of a table."""
+
+    def forward(ops: Ops[Any], queries: Any, keys: Any, gain: Any) -> Any:
+        return ops.attend_latent(0, ops.embed(queries), ops.embed(keys), gain, spec, 1e-5)
+
+    tables = [inputs(rng, sum(lengths), width) for width in (spec.q_width, spec.kv_width)]
+    return Trial(forward, [*tables, random_tensor(rng, "F32", spec.v_dim)], *scattered(rng, lengths, longest))
+
+
+def latent(heads: int, turned: int, v_dim: int, *, interleaved: bool = True, **others: Any) -> Any:
+    return attention(heads, 1, turned + v_dim, interleaved=interleaved, turned=turned, v_dim=v_dim, **others)
+
+
 def attention(
     heads: int,
     kv_heads: int,
@@ -331,12 +371,16 @@ def attention(
 
 HALVES = partial(attention, interleaved=False)
 PAIRS = partial(attention, interleaved=True)
+SUNK = partial(HALVES, sinks=True)
 SOME_HALVES, SOME_PAIRS = (partial(kind, turned=6, scale=1.2) for kind in (HALVES, PAIRS))
 
 TWO = ExpertSpec(8, 2, 32, renormalize=True)
 BEST_GROUPS = replace(TWO, groups=4, chosen_groups=2, scale=2.5, group_score="max")
 BIASED_GROUPS = replace(TWO, chosen=3, groups=2, scoring="sigmoid", choice_bias=True, scale=1.5)
 CLAMPED = replace(TWO, chosen=4, scoring="softmax_chosen", act="clamped")
+
+LATENT, LATENT_SHARP = latent(20, 16, 16), latent(4, 16, 32, multiplier=0.7)
+LATENT_HALVES = latent(3, 16, 32, interleaved=False, scale=1.2)
 
 CASES = (
     *(Case("embed", f, f, EXACT, partial(embed, format=f, tokens=7, width=256)) for f in FORMATS),
@@ -366,6 +410,10 @@ CASES = (
     Case("attend", "nothing turned", "F32", HALF, partial(attend, spec=HALVES(4, 2, 16, turned=0), lengths=(5, 64))),
     Case("attend", "multiplier", "F32", HALF, partial(attend, spec=PAIRS(2, 1, 16, multiplier=0.7), lengths=(5, 64))),
     Case("attend", "soft cap", "F32", HALF, partial(attend, spec=HALVES(4, 2, 16, soft_cap=0.8), lengths=(5, 64))),
+    Case("attend", "sinks", "F32", HALF, partial(attend, spec=HALVES(4, 2, 16, sinks=True), lengths=(1, 64))),
+    Case("attend", "sinks and window", "F32", HALF, partial(attend, spec=SUNK(4, 2, 16, window=7), lengths=(5, 64))),
+    Case("attend", "sinks, one by one", "F32", HALF, partial(attend, spec=SUNK(2, 1, 16), lengths=(20,), longest=1)),
+    Case("attend", "sinks far behind", "F32", HALF, partial(attend, spec=SUNK(2, 1, 16), lengths=(600,), longest=60)),
     Case("norm_qk", "head", "F32", FLOAT, partial(norm_qk, spec=HALVES(4, 2, 10, qk_norm="head"), tokens=5)),
     Case("norm_qk", "all", "F32", FLOAT, partial(norm_qk, spec=HALVES(4, 2, 16, qk_norm="all"), tokens=9)),
     Case("add", "twice", "F32", FLOAT, partial(by_value, op=lambda ops, x: ops.add(x, x), width=33)),
@@ -395,6 +443,21 @@ CASES = (
     Case(
         "experts", "Q8_0, biases", "Q8_0", 3 * BYTE, partial(experts, spec=CLAMPED, format="Q8_0", tokens=9, bias=True)
     ),
+    *(
+        Case("linear_heads", f, f, t, partial(linear_heads, format=f, tokens=5, shape=(3, 40, 64), kept=32))
+        for f, t in LINEAR_TOLERANCE.items()
+        if f in ("F32", "F16", "BF16", "Q8_0", "MXFP4")
+    ),
+    Case("linear_heads", "odd", "F32", FLOAT, partial(linear_heads, format="F32", tokens=2, shape=(5, 7, 9), kept=2)),
+    Case("linear_heads", "odd, BF16", "BF16", HALF, partial(linear_heads, format="BF16", tokens=2, shape=(2, 7, 24))),
+    Case("linear_heads", "many", "F16", HALF, partial(linear_heads, format="F16", tokens=130, shape=(2, 33, 16))),
+    Case("attend_latent", "one token", "F32", HALF, partial(attend_latent, spec=latent(4, 16, 32), lengths=(1,))),
+    Case("attend_latent", "pairs", "F32", HALF, partial(attend_latent, spec=latent(6, 16, 48), lengths=(33, 1, 50))),
+    Case("attend_latent", "halves", "F32", HALF, partial(attend_latent, spec=LATENT_HALVES, lengths=(5, 40))),
+    Case("attend_latent", "multiplier", "F32", HALF, partial(attend_latent, spec=LATENT_SHARP, lengths=(5, 40))),
+    Case("attend_latent", "one by one", "F32", HALF, partial(attend_latent, spec=LATENT, lengths=(20,), longest=1)),
+    Case("attend_latent", "long", "F32", HALF, partial(attend_latent, spec=LATENT_SHARP, lengths=(600,), longest=60)),
+    Case("attend_latent", "deepseek", "F32", HALF, partial(attend_latent, spec=latent(16, 64, 512), lengths=(9,))),
     Case("take_sampled", "some", "F32", EXACT, partial(take_sampled, wanted=((5, 1), (1, 0), (7, 3), (2, 2)))),
     Case("add_layer_norm", "one token", "F32", FLOAT, partial(add_layer_norm, tokens=1, width=576)),
     Case("add_layer_norm", "odd width", "F32", FLOAT, partial(add_layer_norm, tokens=5, width=33)),

@@ -30,17 +30,18 @@ class Bank:
 
 
 class Cache:
-    """Keys and values in blocks, for each layer that attends: [blocks, block_size, kv_heads, D]."""
+    """Keys and values in blocks, for each layer that attends: [blocks, block_size, kv_heads, D]; of latent attention
+    keys alone."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.layers: dict[int, tuple[Floats, Floats]] = {}
+        self.layers: dict[int, tuple[Floats, ...]] = {}
 
-    def layer(self, index: int, spec: AttentionSpec) -> tuple[Floats, Floats]:
+    def layer(self, index: int, spec: AttentionSpec) -> tuple[Floats, ...]:
         if index not in self.layers:
             shape = (self.num_blocks, self.block_size, spec.kv_heads, spec.head_dim)
-            self.layers[index] = (np.zeros(shape, np.float32), np.zeros(shape, np.float32))
+            self.layers[index] = tuple(np.zeros(shape, np.float32) for _ in range(1 if spec.v_dim else 2))
         return self.layers[index]
 
 
@@ -68,7 +69,7 @@ class RefOps:
         q, k, v = np.split(qkv, [spec.q_width, spec.q_width + spec.kv_width], axis=1)
         return np.concatenate([norm_runs(q, q_gain, eps), norm_runs(k, k_gain, eps), v], axis=1)
 
-    def attend(self, layer: int, qkv: Floats, spec: AttentionSpec) -> Floats:
+    def attend(self, layer: int, qkv: Floats, spec: AttentionSpec, sinks: Floats | None = None) -> Floats:
         q, k, v = split_heads(qkv, spec)
         q, k = (rotate(x, self.batch.positions, spec.rope) for x in (q, k))
         keys, values = self.cache.layer(layer, spec)
@@ -79,7 +80,7 @@ class RefOps:
             keys[blocks, offsets] = k[tokens]
             values[blocks, offsets] = v[tokens]
             blocks, offsets = self._places(row, np.arange(positions[-1] + 1))
-            out[tokens] = attention(q[tokens], keys[blocks, offsets], values[blocks, offsets], positions, spec)
+            out[tokens] = attention(q[tokens], keys[blocks, offsets], values[blocks, offsets], positions, spec, sinks)
         return out.reshape(len(qkv), spec.q_width)
 
     def gated(self, x: Floats, act: str) -> Floats:
@@ -123,6 +124,25 @@ class RefOps:
             out[rows] += weights[rows, ranks, None] * y
         return out
 
+    def linear_heads(self, x: Floats, weight: Floats, kept: int = 0) -> Floats:
+        count, rows, width = weight.shape
+        heads = split(x, width + kept)
+        products = np.einsum("tha,hba->thb", heads[..., :width], weight)
+        return np.concatenate([heads[..., width:], products], axis=2).reshape(len(x), count * (kept + rows))
+
+    def attend_latent(self, layer: int, q: Floats, kv: Floats, gain: Floats, spec: AttentionSpec, eps: float) -> Floats:
+        turned = spec.head_dim - spec.v_dim
+        kv = np.concatenate([kv[:, :turned], rms_norm(kv[:, turned:], gain, eps)], axis=1)
+        q, k = (rotate(split(x, spec.head_dim), self.batch.positions, spec.rope) for x in (q, kv))
+        (keys,) = self.cache.layer(layer, spec)
+        out = np.zeros((len(q), spec.heads, spec.v_dim), np.float32)
+        for row, tokens in enumerate(self._row_tokens()):
+            positions = self.batch.positions[tokens]
+            keys[self._places(row, positions)] = k[tokens]
+            seen = keys[self._places(row, np.arange(positions[-1] + 1))]
+            out[tokens] = attention(q[tokens], seen, seen[..., turned:], positions, spec)
+        return out.reshape(len(q), spec.heads * spec.v_dim)
+
     def _row_tokens(self) -> list[slice]:
         starts = self.batch.row_start.tolist()
         return [slice(first, last) for first, last in pairwise(starts)]
@@ -152,9 +172,13 @@ def norm_runs(x: Floats, gain: Floats, eps: float) -> Floats:
 
 def split_heads(qkv: Floats, spec: AttentionSpec) -> tuple[Floats, Floats, Floats]:
     """[T, q + k + v] -> [T, heads, D] and twice [T, kv_heads, D]."""
-    heads = qkv.reshape(len(qkv), spec.heads + 2 * spec.kv_heads, spec.head_dim)
-    q, k, v = np.split(heads, [spec.heads, spec.heads + spec.kv_heads], axis=1)
+    q, k, v = np.split(split(qkv, spec.head_dim), [spec.heads, spec.heads + spec.kv_heads], axis=1)
     return q, k, v
+
+
+def split(x: Floats, dims: int) -> Floats:
+    """[T, heads * D] -> [T, heads, D], also of no tokens."""
+    return x.reshape(len(x), x.shape[1] // dims, dims)
 
 
 def rotate(x: Floats, positions: Ints, rope: RopeSpec) -> Floats:
@@ -171,7 +195,9 @@ def rotate(x: Floats, positions: Ints, rope: RopeSpec) -> Floats:
     return out
 
 
-def attention(q: Floats, keys: Floats, values: Floats, positions: Ints, spec: AttentionSpec) -> Floats:
+def attention(
+    q: Floats, keys: Floats, values: Floats, positions: Ints, spec: AttentionSpec, sinks: Floats | None = None
+) -> Floats:
     """Of tokens at `positions` over the positions 0 to C of their sequence: [T, heads, D], 2 * [C, kv_heads, D]."""
     shared = spec.heads // spec.kv_heads
     keys, values = np.repeat(keys, shared, axis=1), np.repeat(values, shared, axis=1)  # [C, heads, D]
@@ -180,10 +206,18 @@ def attention(q: Floats, keys: Floats, values: Floats, positions: Ints, spec: At
         scores = soft_capped(scores, spec.soft_cap)
     if spec.causal:
         scores[:, ~visible(positions, len(keys), spec.window)] = -np.inf
-    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    weights /= weights.sum(axis=-1, keepdims=True)
+    weights = sunk_softmax(scores, np.full(spec.heads, -np.inf, np.float32) if sinks is None else sinks)
     out: Floats = np.einsum("htc,chd->thd", weights, values)
     return out
+
+
+def sunk_softmax(scores: Floats, sinks: Floats) -> Floats:
+    """Over each row of [heads, T, C] and its head's sink, whose own weight is left out."""
+    highest = np.maximum(scores.max(axis=-1), sinks[:, None])[..., None]
+    weights = np.exp(scores - highest)
+    total = weights.sum(axis=-1, keepdims=True) + np.exp(sinks[:, None, None] - highest)
+    softened: Floats = weights / total
+    return softened
 
 
 def visible(positions: Ints, context: int, window: int) -> NDArray[np.bool_]:

@@ -21,12 +21,13 @@ class Scheme(NamedTuple):
     mark: str  # the part that only quantized weights have
     needed: tuple[str, ...]
     optional: tuple[str, ...] = ()
+    named: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = dict  # so that parts follow a dot
     unused: tuple[str, ...] = ()  # about activations or the cache, which this engine scales as they come
 
 
 def put_together(tensors: Mapping[str, Tensor], scheme: Scheme) -> dict[str, Tensor]:
     """The quantized weights as one tensor each, and all others as they are."""
-    left = dict(tensors)
+    left = scheme.named(tensors)
     drop_unused(left, scheme.unused)
     found: dict[str, Tensor] = {}
     for name in [name for name in left if name.endswith(f".{scheme.mark}")]:

@@ -9,6 +9,7 @@ namespace penstock {
 namespace {
 
 constexpr size_t STORE_TOKENS = 8;  // per chunk
+constexpr size_t HEADS_TOGETHER = 8;  // of those that share all their keys
 constexpr size_t AHEAD = 2 * TILE;  // places whose keys are on their way while others are scored
 
 Rotation rotation(const Frame& frame, const Attention& a, size_t token) {
@@ -23,10 +24,20 @@ size_t row_of(const Batch& batch, size_t token) {
   return size_t(next - batch.row_start) - 1;
 }
 
+void store_latent(const Frame& frame, const Attention& a, const float* row, size_t token, float* key, std::byte* tile,
+                  size_t lane) {
+  float* values = key + a.dim - a.v_dim;
+  frame.kernels.rotate(row, a.dim, rotation(frame, a, token), 1.0f, key);
+  frame.kernels.add_norm(values, nullptr, a.gain.data(), a.eps, a.v_dim, nullptr, values);
+  frame.cache.latent_kernels(frame.kernels).store(key, a.dim, a.v_dim, lane, tile);
+}
+
 void store_token(const Frame& frame, const Attention& a, int qkv, size_t token, float* key) {
   const size_t place = frame.cache.place(size_t(frame.batch.positions[token]));
   const int32_t* table = frame.batch.tables + row_of(frame.batch, token) * frame.batch.table_width;
-  const float* keys = frame.buffers[size_t(qkv)].row(token) + a.heads * a.dim;
+  const float* row = frame.buffers[size_t(qkv)].row(token);
+  if (a.v_dim) return store_latent(frame, a, row, token, key, frame.cache.tile(a.layer, 0, table, place), place % TILE);
+  const float* keys = row + a.heads * a.dim;
   const float* values = keys + a.kv_heads * a.dim;
   for (size_t head = 0; head < a.kv_heads; ++head) {
     frame.kernels.rotate(keys + head * a.dim, a.dim, rotation(frame, a, token), 1.0f, key);
@@ -66,11 +77,11 @@ struct State {
   }
 };
 
-// The queries of one tile of tokens and one KV head.
+// The queries of one tile of tokens and one group of heads.
 class Queries {
  public:
-  Queries(const Frame& frame, const Attention& a, const QueryTile& tile, size_t kv_head)
-      : frame_(frame), a_(a), tile_(tile), kv_head_(kv_head), padded_(a.shape().padded()) {}
+  Queries(const Frame& frame, const Attention& a, const QueryTile& tile, size_t group)
+      : frame_(frame), a_(a), tile_(tile), group_(group), padded_(a.shape().padded()) {}
 
   size_t count() const { return tile_.count * a_.group(); }
   State state(float* memory) const { return {memory, count(), padded_}; }
@@ -99,14 +110,15 @@ class Queries {
 
   void write(const State& state, const Buffer& out) const {
     for (size_t i = 0; i < count(); ++i) {
-      frame_.kernels.scale(state.mixed + i * padded_, padded_, 1.0f / state.sums[i]);
-      std::copy_n(state.mixed + i * padded_, a_.dim, out.row(token(i)) + head(i) * a_.dim);
+      const float sink = a_.sinks.empty() ? 0.0f : std::exp(a_.sinks[head(i)] - state.highest[i]);
+      frame_.kernels.scale(state.mixed + i * padded_, padded_, 1.0f / (state.sums[i] + sink));
+      std::copy_n(state.mixed + i * padded_, a_.value_dim(), out.row(token(i)) + head(i) * a_.value_dim());
     }
   }
 
  private:
   size_t token(size_t i) const { return tile_.first + i / a_.group(); }
-  size_t head(size_t i) const { return kv_head_ * a_.group() + i % a_.group(); }
+  size_t head(size_t i) const { return group_ * a_.group() + i % a_.group(); }
   size_t position(size_t i) const { return size_t(frame_.batch.positions[token(i)]); }
   size_t first_place(size_t i) const {
     const size_t seen = position(i) + 1;
@@ -117,16 +129,23 @@ class Queries {
   // Spans and tiles stand at fixed places of the sequence, so a query adds up in the same order in any chunking.
   void attend_span(size_t span, size_t first, size_t last, size_t end, const State& state) const {
     const auto& kernels = frame_.cache.kernels(frame_.kernels);
-    const int32_t* table = frame_.batch.tables + tile_.row * frame_.batch.table_width;
+    const auto& latent = frame_.cache.latent_kernels(frame_.kernels);
     for (size_t place = first; place < last; place += TILE) {
-      const size_t soon = std::min(place + AHEAD, end);
-      kernels.score(queries_, count(), a_.dim, frame_.cache.tile(a_.layer, kv_head_, table, place),
-                    frame_.cache.tile(a_.layer, kv_head_, table, soon), scores_ + (place - span));
+      float* scores = scores_ + (place - span);
+      if (a_.v_dim)
+        latent.score(queries_, count(), a_.dim, a_.v_dim, tile_at(place), scores);
+      else
+        kernels.score(queries_, count(), a_.dim, tile_at(place), tile_at(std::min(place + AHEAD, end)), scores);
     }
     for (size_t i = 0; i < count(); ++i) soften(i, span, first, last, state);
     for (size_t place = first; place < last; place += TILE)
-      kernels.mix(scores_ + (place - span), count(), frame_.cache.tile(a_.layer, kv_head_, table, place),
-                  std::min(TILE, last - place), a_.dim, padded_, state.mixed);
+      (a_.v_dim ? latent.mix : kernels.mix)(scores_ + (place - span), count(), tile_at(place),
+                                            std::min(TILE, last - place), a_.dim, padded_, state.mixed);
+  }
+
+  std::byte* tile_at(size_t place) const {
+    const int32_t* table = frame_.batch.tables + tile_.row * frame_.batch.table_width;
+    return frame_.cache.tile(a_.layer, a_.kv_head(group_), table, place);
   }
 
   void soften(size_t i, size_t span, size_t first, size_t last, const State& state) const {
@@ -148,13 +167,13 @@ class Queries {
   const Frame& frame_;
   const Attention& a_;
   const QueryTile& tile_;
-  size_t kv_head_, padded_;
+  size_t group_, padded_;
   float* queries_ = nullptr;  // [count][dim]
   float* scores_ = nullptr;   // [count][SPAN]
 };
 
-float* gathered(const Frame& frame, const Attention& a, size_t piece, size_t kv_head) {
-  return frame.gathered.as<float>() + (piece * a.kv_heads + kv_head) * a.state_floats();
+float* gathered(const Frame& frame, const Attention& a, size_t piece, size_t group) {
+  return frame.gathered.as<float>() + (piece * a.groups() + group) * a.state_floats();
 }
 
 void plan_tiles(Frame& frame, bool causal) {
@@ -194,6 +213,14 @@ void plan_attention(Frame& frame, bool causal) {
   }
 }
 
+// All heads of latent attention share one KV head: few enough of them go together that workers have something to share.
+size_t Attention::groups() const {
+  if (!v_dim) return kv_heads;
+  size_t together = std::min(heads, HEADS_TOGETHER);
+  while (heads % together) --together;
+  return heads / together;
+}
+
 size_t Attention::state_floats() const { return QUERY_TILE * group() * (shape().padded() + 2); }
 
 size_t Attention::scratch_floats() const { return QUERY_TILE * group() * (dim + SPAN) + 2 * state_floats(); }
@@ -209,15 +236,15 @@ Phase store_phase(const Attention& attention, int qkv) {
 }
 
 Phase attend_phase(const Attention& attention, int qkv, int out) {
-  const auto chunks = [=](const Frame& frame) { return frame.pieces.size() * attention.kv_heads; };
+  const auto chunks = [=](const Frame& frame) { return frame.pieces.size() * attention.groups(); };
   const auto run = [=](const Frame& frame, size_t chunk, unsigned worker) {
-    const size_t index = chunk / attention.kv_heads, kv_head = chunk % attention.kv_heads;
+    const size_t index = chunk / attention.groups(), group = chunk % attention.groups();
     const Piece& piece = frame.pieces[index];
     const QueryTile& tile = frame.tiles[piece.tile];
-    Queries queries(frame, attention, tile, kv_head);
+    Queries queries(frame, attention, tile, group);
     queries.load(frame.buffers[size_t(qkv)], frame.scratch[worker].as<float>());
     const bool whole = piece.parts == tile.parts;
-    const State total = queries.state(whole ? queries.after_scores() : gathered(frame, attention, index, kv_head));
+    const State total = queries.state(whole ? queries.after_scores() : gathered(frame, attention, index, group));
     const State next = queries.state(queries.after_scores() + attention.state_floats());
     queries.attend(piece.part, total);
     for (size_t part = 1; part < piece.parts; ++part) {
@@ -230,14 +257,14 @@ Phase attend_phase(const Attention& attention, int qkv, int out) {
 }
 
 Phase join_phase(const Attention& attention, int out) {
-  const auto chunks = [=](const Frame& frame) { return frame.split.size() * attention.kv_heads; };
+  const auto chunks = [=](const Frame& frame) { return frame.split.size() * attention.groups(); };
   const auto run = [=](const Frame& frame, size_t chunk, unsigned) {
-    const size_t first = frame.split[chunk / attention.kv_heads], kv_head = chunk % attention.kv_heads;
+    const size_t first = frame.split[chunk / attention.groups()], group = chunk % attention.groups();
     const QueryTile& tile = frame.tiles[frame.pieces[first].tile];
-    const Queries queries(frame, attention, tile, kv_head);
-    const State total = queries.state(gathered(frame, attention, first, kv_head));
+    const Queries queries(frame, attention, tile, group);
+    const State total = queries.state(gathered(frame, attention, first, group));
     for (size_t part = 1; part < tile.parts; ++part)
-      total.join(frame.kernels, queries.state(gathered(frame, attention, first + part, kv_head)));
+      total.join(frame.kernels, queries.state(gathered(frame, attention, first + part, group)));
     queries.write(total, frame.buffers[size_t(out)]);
   };
   return {chunks, run};

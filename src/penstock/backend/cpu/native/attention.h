@@ -13,10 +13,17 @@ struct Attention {
   float scale;
   float soft_cap;  // of scores; 0: none
   bool causal;     // else a token sees its whole row
+  std::vector<float> sinks = {};  // of each head: a score that gives nothing; or none
+  size_t v_dim = 0;               // above 0: values are the last dimensions of keys, after a norm with a gain
+  std::vector<float> gain = {};   // [v_dim]
+  float eps = 0;
 
-  size_t group() const { return heads / kv_heads; }
+  size_t groups() const;  // of heads that attend together, to one KV head
+  size_t group() const { return heads / groups(); }
+  size_t kv_head(size_t group) const { return group * kv_heads / groups(); }
+  size_t value_dim() const { return v_dim ? v_dim : dim; }
   size_t width() const { return (heads + 2 * kv_heads) * dim; }
-  KvShape shape() const { return {kv_heads, dim}; }
+  KvShape shape() const { return {kv_heads, dim, v_dim}; }
   size_t scratch_floats() const;  // what one worker needs
   size_t state_floats() const;    // what a tile of queries has gathered
 };
@@ -29,7 +36,8 @@ inline constexpr size_t PART = 4 * SPAN;
 
 void plan_attention(Frame& frame, bool causal);  // the step's tiles and pieces
 
-Phase store_phase(const Attention& attention, int qkv);           // rotates keys and writes them and the values
+// Rotates keys and writes them and the values: of qkv, or of latent attention's keys alone.
+Phase store_phase(const Attention& attention, int qkv);
 Phase attend_phase(const Attention& attention, int qkv, int out);  // every piece
 Phase join_phase(const Attention& attention, int out);             // tiles that were cut into pieces
 

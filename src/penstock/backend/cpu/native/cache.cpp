@@ -17,7 +17,9 @@ Cache::Cache(const std::string& type) : type_(type_of(type)) {}
 
 Cache::Type Cache::type_of(const std::string& name) {
   constexpr Type TYPES[] = {
-      {"f16", 2, 0, &Kernels::f16}, {"f32", 4, 0, &Kernels::f32}, {"int8", 1, KV_SCALES * sizeof(float), &Kernels::int8}};
+      {"f16", 2, 0, &Kernels::f16, &Kernels::latent_f16},
+      {"f32", 4, 0, &Kernels::f32, &Kernels::latent_f32},
+      {"int8", 1, KV_SCALES * sizeof(float), &Kernels::int8, &Kernels::latent_int8}};
   for (const Type& type : TYPES)
     if (name == type.name) return type;
   throw std::invalid_argument("a KV cache holds f16, f32 or int8; got " + name);

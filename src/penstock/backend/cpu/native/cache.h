@@ -2,6 +2,7 @@
 //
 // layer -> block -> KV head -> tile: keys [dim][16], then values [16][padded dim]; before 8-bit ones the scales of the 16
 // keys and of the 16 values. With keys turned this way a query is scored against 16 positions without a sum across lanes.
+// Of latent attention, whose values are a part of its keys: keys [16][dim], scales of what they begin with and of values.
 // A block whose size is not a multiple of 16 ends in unused places: `place` counts positions with those left in.
 #pragma once
 
@@ -18,7 +19,10 @@ namespace penstock {
 
 struct KvShape {
   size_t heads, dim;
-  size_t padded() const { return (dim + 15) / 16 * 16; }
+  size_t v_dim = 0;  // of latent attention
+
+  size_t padded() const { return ((v_dim ? v_dim : dim) + 15) / 16 * 16; }
+  size_t tile_values() const { return TILE * (v_dim ? dim : dim + padded()); }
   bool operator==(const KvShape&) const = default;
 };
 
@@ -38,6 +42,7 @@ class Cache {
   bool unused(size_t place) const { return place % padded_size_ >= block_size_; }
   bool has_unused() const { return padded_size_ != block_size_; }
   const KvKernels& kernels(const Kernels& all) const { return all.*type_.kernels; }
+  const LatentKernels& latent_kernels(const Kernels& all) const { return all.*type_.latent; }
 
   // The tile that holds `place` of a sequence with this block table.
   std::byte* tile(size_t layer, size_t head, const int32_t* table, size_t place) const {
@@ -53,11 +58,12 @@ class Cache {
     const char* name;
     size_t value_bytes, scale_bytes;  // of a tile
     KvKernels Kernels::* kernels;
+    LatentKernels Kernels::* latent;
   };
   static Type type_of(const std::string& name);
 
   size_t tile_bytes(const KvShape& shape) const {
-    return type_.scale_bytes + TILE * (shape.dim + shape.padded()) * type_.value_bytes;
+    return type_.scale_bytes + shape.tile_values() * type_.value_bytes;
   }
   size_t block_bytes(const KvShape& shape) const { return shape.heads * (padded_size_ / TILE) * tile_bytes(shape); }
 

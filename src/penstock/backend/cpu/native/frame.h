@@ -78,7 +78,7 @@ struct Frame {
   std::vector<QueryTile> tiles;
   std::vector<Piece> pieces;
   std::vector<size_t> split;    // first pieces of the tiles that have several
-  Memory gathered;              // [piece][KV head] what each has gathered, where a tile has several
+  Memory gathered;              // [piece][group of heads] what each has gathered, where a tile has several
   std::vector<Memory> scratch;  // one for each worker
   unsigned workers;
 

@@ -51,6 +51,12 @@ struct KvKernels {
 };
 
 using Activation = void (*)(const float* x, size_t n, float* out);
+// The same of latent attention: dimensions are multiples of 16, and the last v_dim of keys are their values.
+struct LatentKernels {
+  void (*store)(const float* key, size_t dim, size_t v_dim, size_t lane, void* tile);
+  void (*score)(const float* queries, size_t count, size_t dim, size_t v_dim, const void* tile, float* scores);
+  void (*mix)(const float* weights, size_t count, const void* tile, size_t n, size_t dim, size_t v_dim, float* out);
+};
 
 struct Kernels {
   void (*product[FORMATS])(const PanelProduct&);
@@ -78,6 +84,7 @@ struct Kernels {
   void (*add_layer_norm)(const float* x, const float* residual, const float* gain, const float* bias, float eps,
                          size_t width, float* total, float* out);
   Activation silu, gelu, gelu_tanh, relu;
+  LatentKernels latent_f16, latent_f32, latent_int8;
 };
 
 }  // namespace penstock

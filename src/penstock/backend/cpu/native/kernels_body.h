@@ -272,12 +272,13 @@ struct Kv {
   }
 
   template <size_t N, size_t D>
-  static void mix_some(const float* weights, const void* tile, const T* values, size_t n, size_t padded, float* out) {
+  static void mix_some(const float* weights, const void* tile, const T* values, size_t stride, size_t n, size_t padded,
+                       float* out) {
     F sums[N][D], value[D];
     UNROLL for (size_t i = 0; i < N; ++i)
       UNROLL for (size_t d = 0; d < D; ++d) sums[i][d] = load(out + i * padded + d * 16);
     for (size_t j = 0; j < n; ++j) {
-      UNROLL for (size_t d = 0; d < D; ++d) value[d] = load(values + j * padded + d * 16);
+      UNROLL for (size_t d = 0; d < D; ++d) value[d] = load(values + j * stride + d * 16);
       UNROLL for (size_t i = 0; i < N; ++i) {
         const F share = all(weight(weights[i * SPAN + j], tile, j));
         UNROLL for (size_t d = 0; d < D; ++d) sums[i][d] = fma(value[d], share, sums[i][d]);
@@ -288,18 +289,32 @@ struct Kv {
   }
 
   static void mix(const float* weights, size_t count, const void* tile, size_t n, size_t dim, size_t padded, float* out) {
-    const T* values = Tile<T>::keys(tile) + dim * TILE;
+    mix_rows(weights, count, tile, Tile<T>::keys(tile) + dim * TILE, padded, n, padded, out);
+  }
+
+  // Of values that are `stride` apart.
+  static void mix_rows(const float* weights, size_t count, const void* tile, const T* values, size_t stride, size_t n,
+                       size_t padded, float* out) {
     by_queries<MIXED>(0, count, [=]<size_t N>(size_t i) {
       const float* mine = weights + i * SPAN;
       float* to = out + i * padded;
       size_t d = 0;
-      for (; d + WIDE * 16 <= padded; d += WIDE * 16) mix_some<N, WIDE>(mine, tile, values + d, n, padded, to + d);
-      for (; d < padded; d += 16) mix_some<N, 1>(mine, tile, values + d, n, padded, to + d);
+      for (; d + WIDE * 16 <= padded; d += WIDE * 16)
+        mix_some<N, WIDE>(mine, tile, values + d, stride, n, padded, to + d);
+      for (; d < padded; d += 16) mix_some<N, 1>(mine, tile, values + d, stride, n, padded, to + d);
     });
   }
 
   static constexpr KvKernels table() { return {store, score, mix}; }
 };
+
+}  // namespace
+}  // namespace penstock
+
+#include "kernels_latent.h"
+
+namespace penstock {
+namespace {
 
 template <class... Q>
 constexpr Kernels table(Types<Q...>) {
@@ -326,6 +341,9 @@ constexpr Kernels table(Types<Q...>) {
       activate<gelu>,
       activate<gelu_tanh>,
       activate<relu>,
+      LatentKv<uint16_t>::table(),
+      LatentKv<float>::table(),
+      LatentKv<int8_t>::table(),
   };
 }
 

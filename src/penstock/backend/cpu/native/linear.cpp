@@ -44,7 +44,65 @@ struct Product {
   }
 };
 
+// The rows' values from a place on.
+Rows after(Rows rows, Format format, bool bfloats, size_t place) {
+  const size_t bytes = format >= Format::QUANTIZED ? place / BLOCK * sizeof(CodeBlock) : place * (bfloats ? 2 : 4);
+  return {static_cast<const std::byte*>(rows.data) + bytes, rows.stride};
+}
+
+struct HeadProducts {
+  int x, out;
+  std::shared_ptr<const Weight> weight;
+  size_t heads, kept;
+
+  size_t step(const Frame& frame) const { return panels_at_once(*weight, false, 1, frame.workers); }
+
+  size_t chunks(const Frame& frame) const {
+    return divide_up(weight->panels(), step(frame)) * divide_up(frame.rows(x), BAND);
+  }
+
+  void run(const Frame& frame, size_t chunk) const {
+    const size_t bands = divide_up(frame.rows(x), BAND), row = chunk % bands * BAND;
+    const size_t last = std::min((chunk / bands + 1) * step(frame), weight->panels());
+    for (size_t panel = chunk / bands * step(frame); panel < last;) {
+      const Run run = weight->panels(panel, last - panel);
+      multiply_head(frame, run, row);
+      panel += run.panels;
+    }
+  }
+
+  void multiply_head(const Frame& frame, const Run& run, size_t row) const {
+    const Buffer &from = frame.buffers[size_t(x)], &to = frame.buffers[size_t(out)];
+    const Format format = run.part->format;
+    const bool bfloats = format == Format::BF16 && frame.kernels.to_bfloats;
+    const size_t width = weight->width(), rows = weight->rows() / heads, head = run.column / rows;
+    const Rows mine = after(rows_for(frame.kernels, from, format, row), format, bfloats, head * (width + kept));
+    frame.kernels.product[size_t(format)]({
+        .panels = run.data,
+        .partners = nullptr,
+        .panel_bytes = run.part->panel_bytes,
+        .width = width,
+        .x = static_cast<const std::byte*>(mine.data),
+        .x_stride = mine.stride,
+        .rows = std::min(BAND, frame.rows(x) - row),
+        .middles = from.middles(),
+        .bias = nullptr,
+        .y = to.row(row) + head * (kept + rows) + kept + run.column % rows,
+        .y_stride = to.width,
+        .columns = run.columns,
+        .table = run.part->table,
+        .factor = run.part->factor,
+    });
+  }
+};
+
 }  // namespace
+
+Phase heads_phase(int x, std::shared_ptr<const Weight> weight, size_t heads, size_t kept, int out) {
+  const HeadProducts products = {x, out, std::move(weight), heads, kept};
+  return {[products](const Frame& frame) { return products.chunks(frame); },
+          [products](const Frame& frame, size_t chunk, unsigned) { products.run(frame, chunk); }};
+}
 
 size_t panels_at_once(const Weight& weight, bool gated, size_t products, unsigned workers) {
   const size_t panels = panels_of(weight, gated), panel_bytes = divide_up(weight.bytes(), panels);

@@ -15,6 +15,10 @@ Phase linear_phase(int x, std::shared_ptr<const Weight> weight, int out, bool ga
 void multiply(const Kernels& kernels, const Buffer& x, size_t row, size_t rows, const Weight& weight, bool gated,
               size_t first_panel, size_t last_panel, const Buffer& out);
 
+// Of each head its own: x [heads][a + kept], weight of a part [b][a] for each, out [heads][kept + b]. What is kept is
+// left to be copied.
+Phase heads_phase(int x, std::shared_ptr<const Weight> weight, size_t heads, size_t kept, int out);
+
 // A fair share of the panels for a chunk, where that many products are shared out.
 size_t panels_at_once(const Weight& weight, bool gated, size_t products, unsigned workers);
 

@@ -129,12 +129,13 @@ NB_MODULE(_native, m) {
       .def("linear", &Program::linear, "x"_a, "weight"_a, "out"_a, "gated"_a = false)
       .def("attend",
            [](Program& program, int qkv, int out, size_t layer, size_t heads, size_t kv_heads, size_t head_dim,
-              size_t window, int angles, bool interleaved, float scale, float soft_cap, bool causal) {
-             program.attend(
-                 qkv, {layer, heads, kv_heads, head_dim, window, angles, interleaved, scale, soft_cap, causal}, out);
+              size_t window, int angles, bool interleaved, float scale, float soft_cap, bool causal,
+              std::optional<Array<const float, 1>> sinks) {
+             program.attend(qkv, {layer, heads, kv_heads, head_dim, window, angles, interleaved, scale, soft_cap, causal,
+                                  sinks ? copied(*sinks) : std::vector<float>()}, out);
            },
            "qkv"_a, "out"_a, nb::kw_only(), "layer"_a, "heads"_a, "kv_heads"_a, "head_dim"_a, "window"_a, "angles"_a,
-           "interleaved"_a, "scale"_a, "soft_cap"_a, "causal"_a = true)
+           "interleaved"_a, "scale"_a, "soft_cap"_a, "causal"_a = true, "sinks"_a.noconvert() = nb::none())
       .def("norm_qk",
            [](Program& program, int x, Array<const float, 1> q_gain, size_t q_width, Array<const float, 1> k_gain,
               size_t k_width, float eps, int out) {
@@ -165,6 +166,15 @@ NB_MODULE(_native, m) {
            },
            "x"_a, "scores"_a, "up"_a, "down"_a, "choice_bias"_a.noconvert(), "out"_a, nb::kw_only(), "chosen"_a, "act"_a,
            "scoring"_a, "renormalize"_a, "scale"_a, "groups"_a, "chosen_groups"_a, "group_score"_a)
+      .def("linear_heads", &Program::linear_heads, "x"_a, "weight"_a, "heads"_a, "kept"_a, "out"_a)
+      .def("attend_latent",
+           [](Program& program, int q, int kv, int out, size_t layer, size_t heads, size_t head_dim, size_t v_dim,
+              Array<const float, 1> gain, float eps, int angles, bool interleaved, float scale) {
+             program.attend_latent(q, kv, {layer, heads, 1, head_dim, 0, angles, interleaved, scale, 0, true, {}, v_dim,
+                                           copied(gain), eps}, out);
+           },
+           "q"_a, "kv"_a, "out"_a, nb::kw_only(), "layer"_a, "heads"_a, "head_dim"_a, "v_dim"_a, "gain"_a.noconvert(),
+           "eps"_a, "angles"_a, "interleaved"_a, "scale"_a)
       .def("keep", &Program::keep, "buffer"_a)
       .def("answer", &Program::answer, "buffer"_a)
       .def("reserve_kv", &Program::reserve_kv, "blocks"_a, "block_size"_a)

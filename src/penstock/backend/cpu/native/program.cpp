@@ -167,16 +167,58 @@ void Program::attend(int qkv, const Attention& attention, int out) {
   at(out, Symbol::T, a.heads * a.dim);
   require(a.angles == -1 || (at(a.angles).symbol == Symbol::T && at(a.angles).width <= a.dim),
           "more rotated pairs than a head holds");
+  require(a.sinks.empty() || a.sinks.size() == a.heads, "attention has one sink for each head");
+  add_attention(a, qkv, qkv, out);
+}
+
+void Program::attend_latent(int q, int kv, const Attention& attention, int out) {
+  const auto& a = attention;
+  require(a.heads >= 1 && a.heads <= 65536 && a.kv_heads == 1, "latent attention has one KV head");
+  require(a.v_dim >= 1 && a.v_dim < a.dim && a.dim <= 65536 && a.dim % TILE == 0 && a.v_dim % TILE == 0,
+          "latent attention on a CPU takes dimensions in multiples of 16");
+  require(a.gain.size() == a.v_dim, "a norm has one gain for each value");
+  require(q != out && kv != out, "attention needs a buffer of its own");
+  at(q, Symbol::T, a.heads * a.dim);
+  at(kv, Symbol::T, a.dim);
+  at(out, Symbol::T, a.heads * a.v_dim);
+  require(at(a.angles).symbol == Symbol::T && at(a.angles).width <= a.dim - a.v_dim, "values are not turned");
+  add_attention(a, q, kv, out);
+}
+
+void Program::add_attention(const Attention& a, int q, int keys, int out) {
   cache_.add_layer(a.layer, a.shape());
   scratch_floats_ = std::max(scratch_floats_, a.scratch_floats());
-  gathered_floats_ = std::max(gathered_floats_, a.kv_heads * a.state_floats());
+  gathered_floats_ = std::max(gathered_floats_, a.groups() * a.state_floats());
   longest_window_ = std::max(longest_window_, a.window);
   sees_everything_ |= a.window == 0;
   causal_ &= a.causal;
-  phases_.push_back(store_phase(a, qkv));
-  phases_.push_back(attend_phase(a, qkv, out));
+  phases_.push_back(store_phase(a, keys));
+  phases_.push_back(attend_phase(a, q, out));
   phases_.push_back(join_phase(a, out));
   prepare_rows(out);
+}
+
+void Program::linear_heads(int x, std::shared_ptr<const Weight> weight, size_t heads, size_t kept, int out) {
+  const Buffer& from = at(x);
+  require(heads >= 1 && weight->rows() % heads == 0, "every head has as many rows");
+  const size_t width = weight->width(), rows = weight->rows() / heads;
+  at(x, from.symbol, heads * (width + kept));
+  at(out, from.symbol, heads * (kept + rows));
+  require(x != out, "a product needs a buffer of its own");
+  require(from.prepared || !prepares(*weight), "this weight needs a prepared buffer");
+  require(!prepares(*weight) || (width % BLOCK == 0 && (kept % BLOCK == 0 || !weight->coded())),
+          "heads are multiplied in whole blocks of 32 values");
+  for (size_t head = 0; head < heads; ++head) require(weight->rows(head) == rows, "every head has a part of the weight");
+  buffers_[size_t(x)].coded |= weight->coded();
+  buffers_[size_t(x)].bfloat |= weight->bfloat() && isa_.kernels->to_bfloats;
+  phases_.push_back(heads_phase(x, std::move(weight), heads, kept, out));
+  if (!kept) return prepare_rows(out);
+  each_row(out, [=](const Frame& frame, size_t r) {
+    const float* row = frame.buffers[size_t(x)].row(r);
+    float* to = frame.buffers[size_t(out)].row(r);
+    for (size_t head = 0; head < heads; ++head)
+      std::copy_n(row + head * (width + kept) + width, kept, to + head * (kept + rows));
+  });
 }
 
 void Program::norm_qk(int x, std::vector<float> q_gain, size_t q_width, std::vector<float> k_gain, size_t k_width,

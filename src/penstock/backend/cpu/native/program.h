@@ -62,6 +62,9 @@ class Program {
   void activate(int x, int out, const std::string& act);
   void embed_positions(std::shared_ptr<const Weight> table, int out);
   void experts(int x, int scores, Bank bank, Choice choice, const std::string& act, int out);
+  // A product of its own for each head; the weight has a part for each.
+  void linear_heads(int x, std::shared_ptr<const Weight> weight, size_t heads, size_t kept, int out);
+  void attend_latent(int q, int kv, const Attention& attention, int out);
   void keep(int buffer);    // nothing that is added after this writes to it: its rows can be read after a step
   void answer(int buffer);  // what a step is for; nothing is added after it
 
@@ -85,6 +88,7 @@ class Program {
   void prepare_rows(int buffer);
   void take_rows(int x, const Weight& weight);  // in the form that products with the weight do
   Gate gate_of(const std::string& act) const;
+  void add_attention(const Attention& attention, int q, int keys, int out);
   void check_rows(const Step& step) const;
   void check_tokens() const;
   void check_positions(const Step& step) const;

@@ -49,6 +49,12 @@ def soft_capped(score, cap):
 
 
 @triton.jit
+def sink_of(sinks, head, there, highest):
+    """What a head's sink adds to the sum of weights: once, after everything else, however that was shared out."""
+    return tl.exp2(tl.load(sinks + head, there, 0.0) * 1.4426950408889634 - highest)
+
+
+@triton.jit
 def blocks_of(table, position, end, BLOCK_SIZE: tl.constexpr):
     """Loaded a tile ahead: a load whose address comes from a load of its own turn cannot be started early."""
     return tl.load(table + position // BLOCK_SIZE, position < end, 0).to(tl.int64)
@@ -68,9 +74,11 @@ def _attend_parts(
     arrived,
     inv_freq,
     places,
+    sinks,
     rope_scale,
     scale,
     cap,
+    SUNK: tl.constexpr,
     ROPE: tl.constexpr,
     TURNED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
@@ -178,6 +186,8 @@ def _attend_parts(
             highest = peak
 
     if count == 1:
+        if SUNK:
+            total += sink_of(sinks, head, query < SHARED, highest)
         target = out + (token * (SHARED * KV_HEADS) + head)[:, None] * DIMS + kept[None, :]
         tl.store(target, (mix / total[:, None]).to(out.dtype.element_ty), wanted)
     else:
@@ -189,24 +199,26 @@ def _attend_parts(
         arrivals = arrived + row * KV_HEADS + kv_head
         if tl.atomic_add(arrivals, 1, sem="acq_rel") == count - 1:
             tl.store(arrivals, 0)
-            _join(mixed, weighed, out, token, kv_head, first, count, KV_HEADS, SHARED, DIMS, BLOCK_D, TILE // 4)
+            found = mixed, weighed, sinks
+            _join(found, out, token, kv_head, first, count, SUNK, KV_HEADS, SHARED, DIMS, BLOCK_D, TILE // 4)
 
 
 @triton.jit
 def _join(
-    mixed,
-    weighed,
+    found,
     out,
     token,
     kv_head,
     first,
     count,
+    SUNK: tl.constexpr,
     KV_HEADS: tl.constexpr,
     SHARED: tl.constexpr,
     DIMS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PARTS: tl.constexpr,
 ):
+    mixed, weighed, sinks = found
     SHARES: tl.constexpr = triton.next_power_of_2(SHARED)
     d = tl.arange(0, BLOCK_D)
     query = tl.arange(0, SHARES)
@@ -228,6 +240,8 @@ def _join(
         total = total * shrink + tl.sum(totals * factor, 0)
         mix = mix * shrink[:, None] + tl.sum(mixes * factor[:, :, None], 0)
         highest = peak
+    if SUNK:
+        total += sink_of(sinks, head, query < SHARED, highest)
     target = out + (token * (SHARED * KV_HEADS) + head)[:, None] * DIMS + d[None, :]
     tl.store(target, (mix / total[:, None]).to(out.dtype.element_ty), (query < SHARED)[:, None] & (d < DIMS)[None, :])
 
@@ -250,6 +264,7 @@ def attend_parts(
     window: int,
     scales: Any | None = None,
     soft_cap: float = 0.0,
+    sinks: Any | None = None,
 ) -> None:
     """parts [P, 8]: token (-1: none), row of tables, begin, end, length of the whole context, how many parts it has and
     the first of them; header[0] is the width of tables. Without `turn`, queries are turned and keys stored already."""
@@ -271,9 +286,11 @@ def attend_parts(
         *shares,
         turn.inv_freq if turn else parts,
         turn.places if turn else parts,
+        parts if sinks is None else sinks,
         turn.scale if turn else 1.0,
         scale * LOG2E,
         soft_cap * LOG2E,
+        SUNK=sinks is not None,
         ROPE=turn is not None,
         TURNED=turn.turned if turn else 0,
         INTERLEAVED=turn is not None and turn.interleaved,

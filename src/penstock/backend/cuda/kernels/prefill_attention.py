@@ -11,7 +11,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from penstock.backend.cuda.kernels.decode_attention import LOG2E, blocks_of, soft_capped
+from penstock.backend.cuda.kernels.decode_attention import LOG2E, blocks_of, sink_of, soft_capped
 from penstock.backend.cuda.kernels.kv import scaling
 from penstock.backend.cuda.kernels.pdl import gdc_launch_dependents, gdc_wait, options
 
@@ -71,8 +71,10 @@ def _attend_tiles(
     tables,
     header,
     out,
+    sinks,
     scale,
     cap,
+    SUNK: tl.constexpr,
     CAPPED: tl.constexpr,
     WINDOW: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -187,6 +189,8 @@ def _attend_tiles(
             SCALED=SCALED,
         )
 
+    if SUNK:
+        total += sink_of(sinks, head, True, highest)
     target = out + ((token + index) * (SHARED * KV_HEADS) + head)[:, None] * DIMS + d[None, :]
     tl.store(target, (mix / total[:, None]).to(out.dtype.element_ty), wanted)
 
@@ -203,6 +207,7 @@ def attend_tiles(
     scales: Any | None = None,
     soft_cap: float = 0.0,
     causal: bool = True,
+    sinks: Any | None = None,
 ) -> None:
     """tiles [Q, 5]: first token (-1: none), row of tables, its position, how many tokens, how many positions their row
     has reached; header[0] is the width of tables."""
@@ -216,8 +221,10 @@ def attend_tiles(
         tables,
         header,
         out,
+        tiles if sinks is None else sinks,
         scale * LOG2E,
         soft_cap * LOG2E,
+        SUNK=sinks is not None,
         CAPPED=soft_cap > 0,
         WINDOW=window,
         CAUSAL=causal,

@@ -1,0 +1,60 @@
+// Keys of latent attention, which hold their values: rows, of which whatever needs one takes a part. A part of kernels_body.h.
+namespace penstock {
+namespace {
+
+template <class T>
+struct LatentKv {
+  static constexpr size_t SIDE = QUERIES >= 8 ? 4 : 2;  // queries and positions of one pass
+
+  static void store(const float* key, size_t dim, size_t v_dim, size_t lane, void* tile) {
+    const size_t turned = dim - v_dim;
+    T* row = Tile<T>::keys(tile) + lane * dim;
+    const Narrow<T> narrow_first(key, turned, tile, lane), narrow_values(key + turned, v_dim, tile, TILE + lane);
+    for (size_t i = 0; i < turned; i += 16) narrow_first(load(key + i), row + i);
+    for (size_t i = turned; i < dim; i += 16) narrow_values(load(key + i), row + i);
+  }
+
+  // Sums over the given dimensions of SIDE positions, times what their scales say.
+  template <size_t N>
+  static void add_some(const float* queries, size_t dim, const T* rows, const float* scales, size_t width, float* scores) {
+    F sums[N][SIDE];
+    UNROLL for (size_t i = 0; i < N; ++i)
+      UNROLL for (size_t j = 0; j < SIDE; ++j) sums[i][j] = zero();
+    for (size_t d = 0; d < width; d += 16) {
+      F key[SIDE];
+      UNROLL for (size_t j = 0; j < SIDE; ++j) key[j] = load(rows + j * dim + d);
+      UNROLL for (size_t i = 0; i < N; ++i) {
+        const F query = load(queries + i * dim + d);
+        UNROLL for (size_t j = 0; j < SIDE; ++j) sums[i][j] = fma(query, key[j], sums[i][j]);
+      }
+    }
+    UNROLL for (size_t i = 0; i < N; ++i)
+      UNROLL for (size_t j = 0; j < SIDE; ++j)
+        scores[i * SPAN + j] += Tile<T>::SCALED ? sum(sums[i][j]) * scales[j] : sum(sums[i][j]);
+  }
+
+  static void score(const float* queries, size_t count, size_t dim, size_t v_dim, const void* tile, float* scores) {
+    const size_t turned = dim - v_dim;
+    const float* scales = Tile<T>::scales(tile);
+    by_queries<SIDE>(0, count, [=]<size_t N>(size_t i) {
+      const float* mine = queries + i * dim;
+      for (size_t j = 0; j < TILE; j += SIDE) {
+        const T* rows = Tile<T>::keys(tile) + j * dim;
+        float* to = scores + i * SPAN + j;
+        for (size_t k = 0; k < N; ++k)
+          for (size_t l = 0; l < SIDE; ++l) to[k * SPAN + l] = 0;
+        add_some<N>(mine, dim, rows, scales + j, turned, to);
+        add_some<N>(mine + turned, dim, rows + turned, scales + TILE + j, v_dim, to);
+      }
+    });
+  }
+
+  static void mix(const float* weights, size_t count, const void* tile, size_t n, size_t dim, size_t v_dim, float* out) {
+    Kv<T>::mix_rows(weights, count, tile, Tile<T>::keys(tile) + dim - v_dim, dim, n, v_dim, out);
+  }
+
+  static constexpr LatentKernels table() { return {store, score, mix}; }
+};
+
+}  // namespace
+}  // namespace penstock

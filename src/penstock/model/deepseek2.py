@@ -1,0 +1,172 @@
+"""DeepSeek V2 and V3 (R1, Kimi-K2, Moonlight, ...): latent attention, experts with an MLP beside them, and MLPs alone
+in the first layers. Layers at the end that guess more than the next token are left out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from math import log
+
+from penstock.model import config_gguf, config_hf, latent, llama, names, rope
+from penstock.model.fields import MAX_EXPERTS, MAX_LAYERS, Fields
+from penstock.model.spec import AttentionSpec, ExpertSpec, LatentSpec, ModelSpec, RopeSpec
+from penstock.model.tensor import Tensor
+
+HUGGING_FACE = names.HUGGING_FACE.but(
+    **names.EXPERTS,
+    q_a="self_attn.q_a_proj",
+    q_norm="self_attn.q_a_layernorm",
+    q_b="self_attn.q_b_proj",
+    kv_a="self_attn.kv_a_proj_with_mqa",
+    kv_norm="self_attn.kv_a_layernorm",
+    kv_b="self_attn.kv_b_proj",
+)
+GGUF = names.GGUF.but(
+    q_a="attn_q_a",
+    q_norm="attn_q_a_norm",
+    q_b="attn_q_b",
+    kv_a="attn_kv_a_mqa",
+    kv_norm="attn_kv_a_norm",
+    kv_b="attn_kv_b",
+    k_b="attn_k_b",
+    v_b="attn_v_b",
+)
+NEUTRAL = ("aux_loss_alpha", "seq_aux", "ep_size", "qk_head_dim")  # of training, or a sum of others
+KEY, VALUE = "attention.key_length", "attention.value_length"
+KV_HEADS = "attention.head_count_kv"
+LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
+KEYS = (
+    "attention.kv_lora_rank",
+    "attention.q_lora_rank",
+    f"{KEY}_mla",
+    f"{VALUE}_mla",
+    "expert_shared_count",
+    "leading_dense_block_count",
+    "nextn_predict_layers",
+    LOG_MULTIPLIER,
+)
+build = partial(llama.build, attention=latent.attention)
+
+
+def read_hf(config: Fields) -> ModelSpec:
+    for bias in ("attention_bias", "mlp_bias"):
+        config.require(bias, (False,), False)
+    config.require("moe_layer_freq", (1,), 1)
+    config.ignore(*NEUTRAL)
+    dims = config.size("qk_rope_head_dim", most=rope.MAX_DIMS)
+    spec = config_hf.read_decoder(config, "deepseek2", scaling=Fields({}, ""))
+    third = config.strings("architectures") == ["DeepseekV3ForCausalLM"]
+    turned = config_hf.read_rope(config, dims, spec.max_len)
+    heads = LatentSpec(
+        key_dim=config.size("qk_nope_head_dim"),
+        value_dim=config.size("v_head_dim"),
+        q_rank=config.size("q_lora_rank") if "q_lora_rank" in config else 0,
+    )
+    interleaved = config.flag("rope_interleave", True)
+    scaling = config_hf.rope_fields(config)
+    weight = scaling.number("mscale_all_dim", 0.0, least=0.0) if "factor" in scaling else 0.0
+    stretch = rope.yarn_scale(scaling.number("factor"), weight) if weight else 1.0
+    unused = config.count("num_nextn_predict_layers", config.count("num_mtp_layers", 0), most=MAX_LAYERS)
+    return mixed(
+        replace(spec, biases=frozenset(), unused_layers=unused),
+        heads,
+        replace(turned, interleaved=interleaved),
+        rank=config.size("kv_lora_rank", most=rope.MAX_DIMS),
+        stretch=stretch,
+        experts=read_experts(config, spec, third),
+        dense=config.count("first_k_dense_replace", 3 if third else 0),
+        shared=config.size("n_shared_experts", 1 if third else 2),
+    )
+
+
+def read_experts(config: Fields, spec: ModelSpec, third: bool) -> ExpertSpec:
+    experts = config_hf.read_experts(config, spec, count="n_routed_experts", hidden="moe_intermediate_size")
+    method = "noaux_tc" if third else config.text("topk_method", "greedy")
+    config.require("topk_method", (method,) if third else ("greedy", "group_limited_greedy"), method)
+    config.require("scoring_func", ("sigmoid",) if third else ("softmax",), "sigmoid" if third else "softmax")
+    if not third:
+        config.require("norm_topk_prob", (False,), False)  # where it is true, the original does not scale
+    grouped = method != "greedy"
+    return replace(
+        experts,
+        scoring="sigmoid" if third else "softmax",
+        renormalize=config.flag("norm_topk_prob", third),
+        scale=config.number("routed_scaling_factor", 2.5 if third else 1.0),
+        choice_bias=third,
+        groups=config.size("n_group", 8 if third else 1, most=MAX_EXPERTS) if grouped else ignored(config, "n_group"),
+        chosen_groups=config.size("topk_group", 4 if third else 1) if grouped else ignored(config, "topk_group"),
+        group_score="top2" if third else "max",
+    )
+
+
+def ignored(config: Fields, key: str) -> int:
+    config.ignore(key)
+    return 1
+
+
+def read_gguf(config: Fields, tensors: Mapping[str, Tensor]) -> ModelSpec:
+    rank = config.size("attention.kv_lora_rank", most=rope.MAX_DIMS)
+    dims = config.size("rope.dimension_count", most=rope.MAX_DIMS)
+    mla = "_mla" if f"{KEY}_mla" in config else ""  # written by newer converters, where others speak of latents
+    config.require(KV_HEADS, (1,) if mla else (config.size("attention.head_count"),))
+    if mla:
+        config.require(KEY, (rank + dims,))
+        config.require(VALUE, (rank,))
+    config.refuse_others(config_gguf.KEYS.union(config_gguf.EXPERTS, KEYS, (config_gguf.RMS_EPS,)))
+    plain = config.without(KEY, VALUE, KV_HEADS, "rope.dimension_count")
+    spec = config_gguf.read_decoder(plain, tensors, "deepseek2", interleaved=True, experts=True, keys=KEYS)
+    key_dim = config.size(f"{KEY}{mla}", most=rope.MAX_DIMS) - dims
+    heads = LatentSpec(
+        key_dim,
+        config.size(f"{VALUE}{mla}"),
+        config.size("attention.q_lora_rank") if "attention.q_lora_rank" in config else 0,
+    )
+    turned = config_gguf.read_rope(config, tensors, dims, spec.max_len)
+    stretch = 1 + config.number(LOG_MULTIPLIER, 0.0, least=0.0) * log(config.number("rope.scaling.factor", 1.0))
+    unused = config.count("nextn_predict_layers", 0, most=spec.layers - 1)
+    experts = config_gguf.read_experts(config, spec, renormalize=False)
+    third = experts.scoring == "sigmoid"
+    return mixed(
+        replace(spec, layers=spec.layers - unused, unused_layers=unused),
+        heads,
+        replace(turned, scale=1.0),
+        rank=rank,
+        stretch=stretch,
+        experts=replace(experts, choice_bias=has_bias(tensors), group_score="top2" if third else "max"),
+        dense=config.count("leading_dense_block_count", 0),
+        shared=config.size("expert_shared_count"),
+    )
+
+
+def has_bias(tensors: Mapping[str, Tensor]) -> bool:
+    return any(name.endswith(".exp_probs_b.bias") for name in tensors)
+
+
+def mixed(
+    spec: ModelSpec,
+    heads: LatentSpec,
+    turned: RopeSpec,
+    *,
+    rank: int,
+    stretch: float,  # of scores, once for queries and once for keys
+    experts: ExpertSpec,
+    dense: int,
+    shared: int,
+) -> ModelSpec:
+    dims = 2 * len(turned.inv_freq)
+    return replace(
+        spec,
+        attn=AttentionSpec(
+            heads=spec.attn.heads,
+            kv_heads=1,
+            head_dim=dims + rank,
+            rope=turned,
+            multiplier=stretch**2 * (heads.key_dim + dims) ** -0.5,
+            v_dim=rank,
+        ),
+        latent=heads,
+        experts=experts,
+        dense=frozenset(range(min(dense, spec.layers))),
+        shared_hidden=shared * experts.hidden,
+    )

@@ -1,0 +1,61 @@
+"""gpt-oss: sinks, windows in every other layer, biases everywhere, and experts whose gates are clamped."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from penstock.model import config_gguf, config_hf, llama, names
+from penstock.model.fields import Fields
+from penstock.model.spec import ExpertSpec, ModelSpec, all_but_each
+from penstock.model.tensor import Tensor
+
+UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
+HUGGING_FACE = names.HUGGING_FACE.but(sinks="self_attn.sinks", router="mlp.router")
+HUGGING_FACE = HUGGING_FACE._replace(
+    parts={
+        **HUGGING_FACE.parts,
+        UP: "experts.pairs_across",  # as floats; of 4 bits, rows are rows
+        DOWN: "experts.down_across",
+        f"{UP}.weight": "experts.pairs",
+        f"{DOWN}.weight": "experts.down",
+        f"{UP}_bias": "experts.pairs.bias",
+        f"{DOWN}_bias": "experts.down.bias",
+    }
+)
+GGUF = names.GGUF.but(sinks="attn_sinks", mlp_norm="post_attention_norm")
+BIASES = frozenset(("q", "k", "v", "o", "router", "gate", "up", "down"))
+build = llama.build
+
+
+def read_hf(config: Fields) -> ModelSpec:
+    config.require("attention_bias", (True,), True)
+    config.require("swiglu_limit", (7,), 7)
+    config.require("swiglu_alpha", (1.702,), 1.702)
+    config.ignore("initial_context_length", "experts_per_token")  # said a second time
+    config.size("head_dim")  # silence would mean 64, not a share of the width
+    spec = config_hf.read_decoder(config, "gptoss", theta=150000.0)
+    experts = config_hf.read_experts(config, spec, count="num_local_experts", hidden="intermediate_size")
+    window = config_hf.read_window(config, 128)
+    sliding = config_hf.read_sliding(config, all_but_each(2, spec.layers))
+    return mixed(spec, experts, sliding, window)
+
+
+def read_gguf(config: Fields, tensors: Mapping[str, Tensor]) -> ModelSpec:
+    spec = config_gguf.read_decoder(
+        config, tensors, "gptoss", interleaved=False, experts=True, keys=(config_gguf.WINDOW,)
+    )
+    head_dim = spec.attn.head_dim
+    turned = config_gguf.read_rope(config, tensors, head_dim, spec.max_len, whole=False)
+    spec = replace(spec, attn=replace(spec.attn, rope=replace(turned, interleaved=False)))
+    experts = config_gguf.read_experts(config, spec, scoring=3, renormalize=False)
+    return mixed(spec, experts, all_but_each(2, spec.layers), config_gguf.read_window(config))
+
+
+def mixed(spec: ModelSpec, experts: ExpertSpec, sliding: Sequence[bool], window: int) -> ModelSpec:
+    return replace(
+        spec,
+        attn=replace(spec.attn, sinks=True),
+        biases=BIASES,
+        experts=replace(experts, act="clamped", scoring="softmax_chosen", renormalize=False),
+    ).with_windows(sliding, window)
