@@ -107,12 +107,20 @@ def packed(stacks: list[Stack], quantize: str = "") -> Any:
 def test_a_pair_by_itself_and_in_a_block_give_the_same(format: str) -> None:
     matrices = packed(stacks(format, bias=True))
     experts = ints([[0, 2], [2, 1], [2, 0], [1, 0], [0, 1]])
-    x, alone, together = normal(5, 256, dtype=HALF), *(torch.zeros(10, 32, dtype=HALF, device=DEVICE) for _ in range(2))
+    x, alone, together = (
+        normal(5, 256, dtype=HALF) * 0.02,
+        *(torch.zeros(10, 32, dtype=HALF, device=DEVICE) for _ in range(2)),
+    )
     matrices.by_pairs(Rows(x, experts, 2), alone)
     seats = Seats.on(torch.device(DEVICE), ExpertSpec(3, 2, 16), 5)
     seat(experts, seats, 16)
     matrices.by_blocks(Rows(x, experts, 2), seats, 16, together)
     assert alone.abs().max() > 0
+    gated = torch.zeros(10, 16, dtype=HALF, device=DEVICE)
+    matrices.by_pairs(Rows(x, experts, 2), gated, gated=True)
+    left, right = alone.float().chunk(2, 1)
+    wanted = torch.nn.functional.silu(left) * right
+    assert float((gated.float() - wanted).abs().max() / wanted.abs().max()) < 2e-2
     assert float((alone.float() - together.float()).abs().max() / alone.float().abs().max()) < 1e-2
 
 

@@ -34,7 +34,7 @@ LARGEST = 128  # seats of a block
 class Matrices(Protocol):
     """Of every expert: `out` [pairs, rows of one] = rows of x times the matrix of each pair's expert (+ bias)."""
 
-    def by_pairs(self, rows: Rows, out: Any) -> None: ...
+    def by_pairs(self, rows: Rows, out: Any, gated: bool = False) -> None: ...
 
     def by_blocks(self, rows: Rows, seats: Seats, size: int, out: Any) -> None: ...
 
@@ -44,8 +44,8 @@ class DenseMatrices:
     weight: Any  # [experts * rows, width]
     bias: Any | None  # [experts * rows] float32
 
-    def by_pairs(self, rows: Rows, out: Any) -> None:
-        multiply_pairs(rows, self.weight, self.bias, out)
+    def by_pairs(self, rows: Rows, out: Any, gated: bool = False) -> None:
+        multiply_pairs(rows, self.weight, self.bias, out, gated)
 
     def by_blocks(self, rows: Rows, seats: Seats, size: int, out: Any) -> None:
         multiply_blocks(rows, seats, size, self.weight, self.bias, out)
@@ -56,8 +56,8 @@ class CodedMatrices:
     weight: QuantizedWeight
     bias: Any | None
 
-    def by_pairs(self, rows: Rows, out: Any) -> None:
-        multiply_coded_pairs(rows._replace(x=rows.x.bfloat16()), self.weight, self.bias, out)
+    def by_pairs(self, rows: Rows, out: Any, gated: bool = False) -> None:
+        multiply_coded_pairs(rows._replace(x=rows.x.bfloat16()), self.weight, self.bias, out, gated)
 
     def by_blocks(self, rows: Rows, seats: Seats, size: int, out: Any) -> None:
         multiply_coded_blocks(rows._replace(x=rows.x.bfloat16()), seats, size, self.weight, self.bias, out)
@@ -88,8 +88,10 @@ class Mixture:
         both, hidden, given = (rows.view(pairs, rows.numel() // pairs) for rows in (both, hidden, given))
         route(scores, bank.choice_bias, spec, experts, weights)
         if pairs <= max(spec.count // 2, spec.chosen):
-            bank.up.by_pairs(Rows(x, experts, spec.chosen), both)
-            gate(both, hidden, act=spec.act)
+            gated = spec.act == "silu"
+            bank.up.by_pairs(Rows(x, experts, spec.chosen), hidden if gated else both, gated)
+            if not gated:
+                gate(both, hidden, act=spec.act)
             bank.down.by_pairs(Rows(hidden, experts, 1), given)
         else:
             size = min(max(triton.next_power_of_2(pairs // spec.count), SMALLEST), LARGEST)

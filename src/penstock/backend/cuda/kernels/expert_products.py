@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from penstock.backend.cuda.kernels.few import add_product, add_sixteens, load_rows
+from penstock.backend.cuda.kernels.few import add_product, add_sixteens, finish, load_rows, tile_rows
 from penstock.backend.cuda.kernels.fragments import (
     BASE,
     affine_of,
@@ -23,6 +23,7 @@ from penstock.backend.cuda.kernels.fragments import (
     load_tiles,
     values_of,
 )
+from penstock.backend.cuda.kernels.gate import silu
 from penstock.backend.cuda.kernels.pdl import gdc_launch_dependents, gdc_wait, options
 from penstock.backend.cuda.kernels.route import Seats, most_blocks
 from penstock.backend.cuda.quantize import QuantizedWeight
@@ -50,6 +51,7 @@ def _pair(
     each,
     rows,
     width,
+    GATED: tl.constexpr,
     BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -62,22 +64,31 @@ def _pair(
     column = tl.arange(0, WIDTH)
     if PDL:
         gdc_wait()
-    line = tl.load(experts + pair).to(tl.int64) * rows + row
+    line = tl.load(experts + pair).to(tl.int64) * (2 * rows if GATED else rows) + row
     x += (pair // each).to(tl.int64) * width
     total = tl.zeros([ROWS, WIDTH], tl.float32)
+    other = total  # of the row that this one gates
     for start in range(0, width, WIDTH):
         at = start + column
         value = tl.load(x + at, at < width, 0.0).to(tl.float32)[None, :]
         inside = (row < rows)[:, None] & (at < width)[None, :]
         total += tl.load(weight + line[:, None] * width + at[None, :], inside, 0.0).to(tl.float32) * value
+        if GATED:
+            other += tl.load(weight + (line + rows)[:, None] * width + at[None, :], inside, 0.0).to(tl.float32) * value
     y = tl.sum(total, 1)
     if BIAS:
         y += tl.load(bias + line, row < rows, 0.0)
+    if GATED:
+        right = tl.sum(other, 1)
+        if BIAS:
+            right += tl.load(bias + rows + line, row < rows, 0.0)
+        y = silu(y) * right
     tl.store(out + pair.to(tl.int64) * rows + row, y.to(out.dtype.element_ty), row < rows)
 
 
-def multiply_pairs(rows: Rows, weight: Any, bias: Any | None, out: Any) -> None:
-    """out [pairs, rows of an expert]; weight [experts * rows, width]."""
+def multiply_pairs(rows: Rows, weight: Any, bias: Any | None, out: Any, gated: bool) -> None:
+    """out [pairs, rows of an expert]; weight [experts * rows, width]. Gated: silu of the first half of an expert's rows
+    times the second, so out is half as wide."""
     lines = out.shape[1]
     _pair[(triton.cdiv(lines, LINES), len(out))](
         rows.x,
@@ -88,6 +99,7 @@ def multiply_pairs(rows: Rows, weight: Any, bias: Any | None, out: Any) -> None:
         rows.each,
         lines,
         weight.shape[1],
+        GATED=gated,
         BIAS=bias is not None,
         ROWS=LINES,
         WIDTH=min(WIDTH, triton.next_power_of_2(weight.shape[1])),
@@ -118,6 +130,7 @@ def _coded_pair(
     ZERO: tl.constexpr,
     SHIFTED: tl.constexpr,
     TABLE: tl.constexpr,
+    GATED: tl.constexpr,
     BIAS: tl.constexpr,
     W: tl.constexpr,
     G: tl.constexpr,
@@ -133,7 +146,7 @@ def _coded_pair(
     if PDL:
         gdc_wait()
     expert = tl.load(experts + pair)
-    row = expert * (rows // 16) + tl.minimum(first * R + axis(R, 4), rows // 16 - 1)
+    row = expert * (rows // 16) + tile_rows(first, rows, R, GATED)
     x += (pair // each).to(tl.int64) * width
     total = tl.zeros([G * (2 if GROUPS == 4 else GROUPS) * W, 16 * R, 4], tl.float32)
     for column in range(0, tiles, W * G):
@@ -147,36 +160,31 @@ def _coded_pair(
             total = add_sixteens(total, codes, items, scale, minimum, W, G, R, 4, SHIFTED, INTERPRET)
         else:
             total = add_product(total, codes, items, scale, minimum, W, G, R, 4, GROUPS, SHIFTED, INTERPRET)
-    y = tl.sum(total, 0)  # [16 * R, 4], of which the first column is wanted
-    line = first * (16 * R) + tl.arange(0, 16 * R)[:, None]
-    inside = (line < rows) & (tl.arange(0, 4)[None, :] == 0)
-    if BIAS:
-        y += tl.load(bias + expert.to(tl.int64) * rows + line, line < rows, 0.0)
-    at = out + pair.to(tl.int64) * rows + line + tl.arange(0, 4)[None, :]
-    tl.store(at, y.to(out.dtype.element_ty), inside)
+    out += pair.to(tl.int64) * (rows // 2 if GATED else rows)
+    finish(tl.sum(total, 0), first, bias + expert.to(tl.int64) * rows, out, 1, rows, 0, R, 4, GATED, BIAS)
 
 
-def multiply_coded_pairs(rows: Rows, weight: QuantizedWeight, bias: Any | None, out: Any) -> None:
-    lines = out.shape[1]
+def multiply_coded_pairs(rows: Rows, weight: QuantizedWeight, bias: Any | None, out: Any, gated: bool) -> None:
     across = 1 << (weight.tiles - 1).bit_length()
     warps = min(WARPS, across)
     steps = min(STEPS, max(across // warps, 1))
-    _coded_pair[(triton.cdiv(lines, 16 * TILES), len(out))](
+    _coded_pair[(triton.cdiv(out.shape[1], 16 * TILES), len(out))](
         rows.x,
         *arrays(weight),
         weight.scales if bias is None else bias,
         out,
         rows.experts,
         rows.each,
-        lines,
+        2 * out.shape[1] if gated else out.shape[1],
         weight.tiles,
         weight.width,
         BASE,
         **facts(weight),
+        GATED=gated,
         BIAS=bias is not None,
         W=warps,
         G=steps,
-        R=TILES,
+        R=2 * TILES if gated else TILES,
         EVEN=weight.width % (64 * warps * steps) == 0,
         INTERPRET=not rows.x.is_cuda,
         **options(warps, 1),
