@@ -273,8 +273,8 @@ def _attend_latent_parts(
         highest = tl.full([QUERIES], -1e30, tl.float32)
         total = tl.zeros([QUERIES], tl.float32)
         mix = tl.zeros([QUERIES, BLOCK_V], tl.float32)
-        for other in tl.range(first, first + count):
-            line = other.to(tl.int64) * HEADS + head
+        for index in tl.range(0, count):
+            line = (first + index).to(tl.int64) * HEADS + head
             highest_there = tl.load(weighed + line * 2, there, -1e30, cache_modifier=".cg")
             total_there = tl.load(weighed + line * 2 + 1, there, 0.0, cache_modifier=".cg")
             mix_there = tl.load(mixed + line[:, None] * V_DIM + v[None, :], wanted, 0.0, cache_modifier=".cg")
