@@ -9,6 +9,8 @@ from pathlib import Path
 from penstock.errors import ConfigError
 from penstock.types import Limits
 
+SAVED_PER_ROW = 4  # states, where there is room: of its system prompt, its conversation and some others'
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
@@ -26,35 +28,55 @@ class Config:
     block_size: int = 16
 
 
-def resolve(config: Config, *, context: int, vocab: int, kv_bytes: int, memory: int, encoder: bool = False) -> Limits:
-    """The limits of this config, settled, for a model with `context` positions whose KV costs `kv_bytes` a token,
-    where `memory` bytes may be taken for it. An `encoder` has its whole prompt in one step, and needs room for what two
-    steps compute."""
+def resolve(
+    config: Config,
+    *,
+    context: int,
+    vocab: int,
+    kv_bytes: int,
+    memory: int,
+    encoder: bool = False,
+    state_bytes: int = 0,
+) -> Limits:
+    """The limits of this config, settled, for a model with `context` positions whose KV costs `kv_bytes` a token and
+    `state_bytes` a sequence, where `memory` bytes may be taken for both. An `encoder` has its whole prompt in one step,
+    and needs room for what two steps compute."""
     if config.max_len > context:
         raise ConfigError(f"max_len {config.max_len} is beyond the model's context of {context} tokens")
     max_len = config.max_len or context
     block_bytes = kv_bytes * config.block_size
-    wanted = -(-max_len // config.block_size) * config.max_rows
-    max_tokens = max(config.max_tokens, config.max_rows)
+    budget = config.kv_memory or memory
+    rows, saved = _states(config.max_rows, state_bytes, budget // 2)
+    max_tokens = max(config.max_tokens, rows)
+    wanted = -(-max_len // config.block_size) * rows
     if encoder:
         max_len = min(max_len, max_tokens)
-        wanted = 2 * (-(-max_tokens // config.block_size) + config.max_rows)
-    budget = config.kv_memory or memory
-    num_blocks = min(wanted, budget // block_bytes)
-    if num_blocks < 2:
+        wanted = 2 * (-(-max_tokens // config.block_size) + rows)
+    num_blocks = min(wanted, (budget - (rows + saved) * state_bytes) // block_bytes)
+    if num_blocks < 2 or not rows:
+        least = 2 * max(block_bytes, 2 * state_bytes)
         raise ConfigError(
-            f"the KV cache needs at least {2 * block_bytes} bytes; got {budget}: raise kv_memory or free some memory"
+            f"the KV cache needs at least {least} bytes; got {budget}: raise kv_memory or free some memory"
         )
     return Limits(
         max_len=min(max_len, num_blocks * config.block_size),
-        max_rows=config.max_rows,
+        max_rows=rows,
         max_tokens=max_tokens,
         block_size=config.block_size,
         num_blocks=num_blocks,
         vocab=vocab,
         mixed_tokens=config.mixed_tokens,
         encoder=encoder,
+        states=saved,
     )
+
+
+def _states(max_rows: int, size: int, memory: int) -> tuple[int, int]:
+    """How many rows there can be, and how many saved states: at least as many, where memory is short."""
+    if not size:
+        return max_rows, 0
+    rows = min(max_rows, memory // size // 2)
+    return rows, min(SAVED_PER_ROW * rows, memory // size - rows)
 
 
 def available_memory() -> int:

@@ -104,6 +104,7 @@ class Limits(NamedTuple):
     dim: int = 0  # values of a hidden state, and of an embedding
     pooling: str = "mean"  # what the model makes embeddings by
     encoder: bool = False  # embeddings are all it makes, each in one step
+    states: int = 0  # of sequences, saved for others to begin with; 0: the model has none, its KV is all there is
 
 
 def mixed_tokens(few: int, answering: int) -> int:
@@ -119,6 +120,9 @@ class Row(NamedTuple):
     start: int
     count: int  # type: ignore[assignment]  # a row is no one's list: tuple.count is not missed
     sample: int
+    begin: int = -1  # the saved state that it begins with; -1: its own, or none at position 0
+    save: int = -1  # where its state is saved; -1: nowhere
+    at: int = 0  # the position up to which that state has come
 
 
 class Grown(NamedTuple):

@@ -7,12 +7,13 @@ from collections.abc import Callable
 import pytest
 
 from penstock.core import Scheduler, Sequence, check
+from penstock.core.prefix import Node
 from tests.core.world import limits, run, step
 
 
 @pytest.fixture
 def scheduler() -> Scheduler:
-    scheduler = Scheduler(limits())
+    scheduler = Scheduler(limits(states=4))
     run(scheduler, Sequence(1, (1,) * 12, 1))
     for id in (2, 3):
         scheduler.add(Sequence(id, (id,) * 6, 9))
@@ -75,6 +76,18 @@ def change_a_token(s: Scheduler) -> None:
     s.running[0].tokens[0] = 77
 
 
+def lose_a_place(s: Scheduler) -> None:
+    s.cache.states._free.pop()
+
+
+def keep_a_state_of_nothing(s: Scheduler) -> None:
+    s.cache.states._saved[Node(None, (), 0)] = s.cache.states._free.pop()
+
+
+def save_the_past(s: Scheduler) -> None:
+    s.running[0].saving = [4]
+
+
 @pytest.mark.parametrize(
     "damage",
     [
@@ -91,6 +104,9 @@ def change_a_token(s: Scheduler) -> None:
         compute_without_blocks,
         swap_blocks,
         change_a_token,
+        lose_a_place,
+        keep_a_state_of_nothing,
+        save_the_past,
     ],
 )
 def test_damage_is_seen(scheduler: Scheduler, damage: Callable[[Scheduler], None]) -> None:

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field, replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.backend.fake import FakeBackend, continuation, next_token, pooled
+from penstock.backend.fake import FakeBackend, continuation, gathered, next_token, pooled
 from penstock.core import check
 from penstock.engine.engine import Engine
+from penstock.engine.plan import all_states
 from penstock.types import Aborted, Event, Finished, Limits, Request, SamplingParams, Tokens
 
 VOCAB = 97  # small, so that stop tokens are met
@@ -73,6 +74,7 @@ def worlds(draw: st.DrawFn) -> World:
         num_blocks=num_blocks,
         vocab=VOCAB,
         mixed_tokens=draw(st.sampled_from([0, 1, 5, 20])),
+        states=draw(st.sampled_from([0, 0, 1, 2, 3, 20])),
     )
     depth = draw(st.sampled_from([0, 1, 2]))
     return limits, depth, draw(st.lists(arrivals(limits.max_len), min_size=1, max_size=10))
@@ -80,7 +82,7 @@ def worlds(draw: st.DrawFn) -> World:
 
 def drive(limits: Limits, depth: int, requests: list[Arrival]) -> tuple[Engine, list[Answer]]:
     backend = FakeBackend(limits.vocab, limits.max_rows)
-    backend.reserve_kv(limits.num_blocks, limits.block_size)
+    backend.reserve_kv(limits.num_blocks, limits.block_size, all_states(limits))
     engine = Engine(backend, limits, depth=depth)
     answers = [Answer() for _ in requests]
     work = sum(len(r.prompt) + r.max_tokens for r in requests)
@@ -123,10 +125,10 @@ def note(answer: Answer, event: Event) -> None:
         answer.end = event
 
 
-def alone(request: Arrival) -> tuple[list[int], str]:
+def alone(request: Arrival, stateful: bool) -> tuple[list[int], str]:
     if request.pooling:
         return [], "pooled"
-    tokens = continuation(request.prompt, request.max_tokens, VOCAB)
+    tokens = continuation(request.prompt, request.max_tokens, VOCAB, stateful)
     for count, token in enumerate(tokens, 1):
         if token in request.stop_ids:
             return tokens[:count], "stop"
@@ -148,6 +150,10 @@ def encoding(world: World) -> World:
     )
 
 
+def following(context: tuple[int, ...], stateful: bool) -> int:
+    return (next_token(context, VOCAB) + (gathered(context) if stateful else 0)) % VOCAB
+
+
 @settings(max_examples=400, deadline=None)
 @given(worlds())
 def test_each_request_answers_as_if_alone(world: World) -> None:
@@ -165,7 +171,7 @@ def run_world(world: World) -> Engine:
     limits, depth, requests = world
     engine, answers = drive(limits, depth, requests)
     for request, answer in zip(requests, answers, strict=True):
-        tokens, reason = alone(request)
+        tokens, reason = alone(request, limits.states > 0)
         if isinstance(answer.end, Finished):
             assert answer.tokens == tokens
             assert answer.end.reason == reason
@@ -174,7 +180,8 @@ def run_world(world: World) -> Engine:
             assert isinstance(answer.end, Aborted), f"ended with {answer.end}"
             assert answer.tokens == tokens[: len(answer.tokens)]
         expected = [
-            (request.prompt[i], -float(next_token(request.prompt[:i], VOCAB))) for i in range(1, len(request.prompt))
+            (request.prompt[i], -float(following(request.prompt[:i], limits.states > 0)))
+            for i in range(1, len(request.prompt))
         ]
         if request.score and isinstance(answer.end, Finished):
             assert answer.scores == expected

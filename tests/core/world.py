@@ -14,8 +14,9 @@ def limits(
     block_size: int = 4,
     num_blocks: int = 16,
     encoder: bool = False,
+    states: int = 0,
 ) -> Limits:
-    return Limits(max_len, max_rows, max_tokens, block_size, num_blocks, vocab=100, encoder=encoder)
+    return Limits(max_len, max_rows, max_tokens, block_size, num_blocks, vocab=100, encoder=encoder, states=states)
 
 
 def answer(scheduler: Scheduler, plan: StepPlan, token: int = 50) -> list[Event]:

@@ -25,6 +25,7 @@ GOLDENS = Path(__file__).parents[1] / "models" / "goldens"
 NAMES = sorted(folder.name for folder in GOLDENS.iterdir())
 PRECISIONS = {torch.float32: 1e-5, HALF: 3e-2}
 BLOCK_SIZE = 4
+SLOTS = 65  # states, of models that have any
 
 
 def backend_of(dtype: torch.dtype = torch.float32, **sizes: int) -> CudaBackend:
@@ -55,14 +56,14 @@ def test_whole_prompt(name: str, file: str) -> None:
     tokens, logits = expected(name)
     backend = loaded(name, backend_of(), file)
     size = blocks_for([tokens], BLOCK_SIZE)
-    backend.reserve_kv(size, BLOCK_SIZE)
+    backend.reserve_kv(size, BLOCK_SIZE, SLOTS)
     assert np.abs(backend.logits(greedy_batch([Chunk(tokens, 0, range(size))])) - logits).max() < 2e-4
 
 
 def test_whole_prompt_in_sixteen_bits() -> None:
     tokens, logits = expected("llama3")
     backend = loaded("llama3", backend_of(HALF))
-    backend.reserve_kv(64, BLOCK_SIZE)
+    backend.reserve_kv(64, BLOCK_SIZE, SLOTS)
     got = backend.logits(greedy_batch([Chunk(tokens, 0, range(64))]))
     assert difference(got, logits) < 5e-2
     assert (got.argmax(1) == logits.argmax(1)).mean() > 0.8
@@ -73,7 +74,7 @@ def test_random_chunks_among_others(name: str) -> None:
     tokens, logits = expected(name)
     prompts = [tokens, tokens[:5], tokens[:30]]
     backend = loaded(name, backend_of())
-    backend.reserve_kv(blocks_for(prompts, BLOCK_SIZE), BLOCK_SIZE)
+    backend.reserve_kv(blocks_for(prompts, BLOCK_SIZE), BLOCK_SIZE, SLOTS)
     for chunks in random_steps(np.random.default_rng(0), prompts, BLOCK_SIZE):
         wanted = np.concatenate([logits[chunk.start : chunk.start + len(chunk.tokens)] for chunk in chunks])
         assert np.abs(backend.logits(greedy_batch(chunks)) - wanted).max() < 2e-4
@@ -82,7 +83,7 @@ def test_random_chunks_among_others(name: str) -> None:
 def test_more_positions_are_scored_than_fit_at_once() -> None:
     tokens, logits = expected("tied")
     backend = loaded("tied", backend_of(max_rows=7))
-    backend.reserve_kv(64, BLOCK_SIZE)
+    backend.reserve_kv(64, BLOCK_SIZE, SLOTS)
     batch = greedy_batch([Chunk(tokens[:40], 0, range(64))])
     assert np.abs(backend.logits(batch) - logits[:40]).max() < 2e-4
     answer = backend.wait(backend.launch(batch))
@@ -92,7 +93,7 @@ def test_more_positions_are_scored_than_fit_at_once() -> None:
 def test_two_steps_in_flight_feed_each_other() -> None:
     tokens, logits = expected("untied")
     backend = loaded("untied", backend_of())
-    backend.reserve_kv(24, BLOCK_SIZE)
+    backend.reserve_kv(24, BLOCK_SIZE, SLOTS)
     prompts, tables = [tokens[:20], tokens[:11]], [range(0, 12), range(12, 24)]
     chunks = [Chunk(p, 0, t, slot, 1) for slot, (p, t) in enumerate(zip(prompts, tables, strict=True))]
     swapped = [Chunk([-1], len(prompts[slot]), tables[slot], slot, 1) for slot in (1, 0)]
@@ -109,7 +110,7 @@ def test_shapes_may_be_prepared_while_the_device_is_behind() -> None:
     """The host sends steps of other shapes long before the device comes to the first of them."""
     tokens, logits = expected("tied")
     backend = loaded("tied", backend_of(max_rows=64))
-    backend.reserve_kv(64, BLOCK_SIZE)
+    backend.reserve_kv(64, BLOCK_SIZE, SLOTS)
     shapes = [(1, 0), (8, 0), (40, 0), (64, 0), (8, 100)] if DEVICE == "cuda" else [(2, 0), (8, 100)]
     for turn in range(3):
         if DEVICE == "cuda" and turn:
@@ -126,7 +127,7 @@ def test_steps_with_prompts_run_as_graphs_too() -> None:
     tokens, logits = expected("llama3")
     backend = loaded("llama3", backend_of())
     backend._capture = True  # pads in the interpreter too
-    backend.reserve_kv(100, BLOCK_SIZE)
+    backend.reserve_kv(100, BLOCK_SIZE, SLOTS)
     tables = [list(range(at, at + 20)) for at in (0, 20, 40, 60)]
     backend.logits(greedy_batch([Chunk(tokens[:30], 0, tables[0])]))
     for turn in range(3 if DEVICE == "cuda" else 1):
@@ -142,7 +143,7 @@ def test_steps_with_prompts_run_as_graphs_too() -> None:
 def test_moved_blocks_are_read_where_they_are_now() -> None:
     tokens, logits = expected("linear")
     backend = loaded("linear", backend_of())
-    backend.reserve_kv(30, BLOCK_SIZE)
+    backend.reserve_kv(30, BLOCK_SIZE, SLOTS)
     backend.logits(greedy_batch([Chunk(tokens[:40], 0, range(10))]))
     backend.move_blocks([(block, 29 - block) for block in range(10)])
     got = backend.logits(greedy_batch([Chunk(tokens[40:], 40, [*range(29, 19, -1), 0, 1])]))
@@ -151,7 +152,7 @@ def test_moved_blocks_are_read_where_they_are_now() -> None:
 
 def test_steps_too_large_are_refused() -> None:
     backend = loaded("tied", backend_of(max_tokens=16, max_rows=8))
-    backend.reserve_kv(64, BLOCK_SIZE)
+    backend.reserve_kv(64, BLOCK_SIZE, SLOTS)
     with pytest.raises(ValueError, match="17 tokens"):
         backend.launch(greedy_batch([Chunk([1] * 17, 0, range(64))]))
 

@@ -48,6 +48,12 @@ def test_a_prompt_takes_steps_and_only_its_end_is_sampled() -> None:
     assert prefill_time(MACHINE, DEMAND, tokens=1000, longest=400) == pytest.approx(1 + 3 * 1 + products + scores)
 
 
+def test_a_state_is_read_and_written_for_every_token() -> None:
+    hybrid = DEMAND._replace(recurrent=3, state=40)
+    assert decode_time(MACHINE, hybrid, 2, 20) - decode_time(MACHINE, DEMAND, 2, 20) == pytest.approx(1.5 + 2 * 8)
+    assert prefill_time(MACHINE, hybrid, 10, 20) - prefill_time(MACHINE, DEMAND, 10, 20) == pytest.approx(1.5 + 3)
+
+
 def test_no_step_is_shorter_than_what_the_host_does_for_it() -> None:
     assert decode_time(MACHINE._replace(step=1000.0), DEMAND, rows=1, context=20) == 1000
 

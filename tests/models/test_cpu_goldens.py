@@ -53,7 +53,7 @@ def test_logits_are_those_of_transformers(name: str, file: str, isa: str):
     tokens, wanted = expected(name)
     backend = loaded(CpuBackend(2, isa=isa, kv="f32"), GOLDENS / name / file)
     prompts = [tokens, tokens[:5], tokens[:30]]
-    backend.reserve_kv(blocks_for(prompts, BLOCK_SIZE), BLOCK_SIZE)
+    backend.reserve_kv(blocks_for(prompts, BLOCK_SIZE), BLOCK_SIZE, len(prompts))
     for chunks in random_steps(np.random.default_rng(0), prompts, BLOCK_SIZE):
         parts = [wanted[chunk.start : chunk.start + len(chunk.tokens)] for chunk in chunks]
         assert np.abs(backend.logits(greedy_batch(chunks)) - np.concatenate(parts)).max() < 1e-4
@@ -79,7 +79,7 @@ def test_quantized_weights_find_their_rows_prepared(name: str, gguf_with):
     blocks = blocks_for([tokens], BLOCK_SIZE)
     answers = []
     for backend in (CpuBackend(2, kv="f32"), RefBackend()):
-        loaded(backend, path).reserve_kv(blocks, BLOCK_SIZE)
+        loaded(backend, path).reserve_kv(blocks, BLOCK_SIZE, 1)
         answers.append(backend.logits(greedy_batch([Chunk(tokens, 0, range(blocks))])))
     assert np.square(answers[0] - answers[1]).mean() < 0.01 * np.square(answers[1]).mean()
 
@@ -89,7 +89,7 @@ def test_greedy_choices_survive_16_bit_kv(name: str):
     tokens, wanted = expected(name)
     backend = loaded(CpuBackend(2), GOLDENS / name / "model.gguf")
     blocks = blocks_for([tokens], BLOCK_SIZE)
-    backend.reserve_kv(blocks, BLOCK_SIZE)
+    backend.reserve_kv(blocks, BLOCK_SIZE, 1)
     answer = backend.wait(backend.launch(greedy_batch([Chunk(tokens, 0, range(blocks))])))
     best = np.sort(wanted, axis=1)
     clear = best[:, -1] - best[:, -2] > 2e-3
@@ -103,7 +103,7 @@ def test_default_model_stays_close_to_the_reference(smollm2: Path):
     batch = greedy_batch([Chunk(tokens, 0, range(blocks))])
     answers = []
     for backend in (CpuBackend(2), RefBackend()):
-        loaded(backend, smollm2).reserve_kv(blocks, BLOCK_SIZE)
+        loaded(backend, smollm2).reserve_kv(blocks, BLOCK_SIZE, 1)
         answers.append(logprobs(backend.logits(batch)))
     got, wanted = answers
     divergence = (np.exp(wanted) * (wanted - got)).sum(axis=1)

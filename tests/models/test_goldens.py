@@ -14,6 +14,7 @@ from penstock.model.load import load_model, open_checkpoint
 GOLDENS = Path(__file__).parent / "goldens"
 NAMES = sorted(folder.name for folder in GOLDENS.iterdir())
 BLOCK_SIZE = 4
+SLOTS = 10  # states, of models that have any
 TOLERANCE = 1e-4
 
 
@@ -60,7 +61,10 @@ def test_every_kind_of_golden_is_there():
         "phi3",
         "qwen2",
         "qwen3",
+        "qwen35",
+        "qwen35moe",
         "qwen3_moe",
+        "qwen3next",
         "smollm3",
         "starcoder2",
         "tied",
@@ -72,7 +76,7 @@ def test_every_kind_of_golden_is_there():
 def test_whole_prompt(backend, expected):
     tokens, logits = expected
     size = blocks_for([tokens], BLOCK_SIZE)
-    backend.reserve_kv(size, BLOCK_SIZE)
+    backend.reserve_kv(size, BLOCK_SIZE, SLOTS)
     got = backend.logits(greedy_batch([Chunk(tokens, 0, range(size))]))
     assert np.abs(got - logits).max() < TOLERANCE
 
@@ -82,7 +86,7 @@ def test_random_chunks_among_others(backend, expected, seed):
     """The prompt, two beginnings of it, and blocks all over the cache."""
     tokens, logits = expected
     prompts = [tokens, tokens[:5], tokens[:30]]
-    backend.reserve_kv(blocks_for(prompts, BLOCK_SIZE), BLOCK_SIZE)
+    backend.reserve_kv(blocks_for(prompts, BLOCK_SIZE), BLOCK_SIZE, SLOTS)
     for chunks in random_steps(np.random.default_rng(seed), prompts, BLOCK_SIZE):
         wanted = np.concatenate([logits[chunk.start : chunk.start + len(chunk.tokens)] for chunk in chunks])
         assert np.abs(backend.logits(greedy_batch(chunks)) - wanted).max() < TOLERANCE
@@ -93,7 +97,7 @@ def test_greedy_steps_follow_the_logits(backend, expected):
     tokens, logits = expected
     prompts = [tokens[:20], tokens[:11]]
     tables = [range(0, 12), range(12, 24)]
-    backend.reserve_kv(24, BLOCK_SIZE)
+    backend.reserve_kv(24, BLOCK_SIZE, SLOTS)
     chunks = [Chunk(p, 0, t, slot, 1) for slot, (p, t) in enumerate(zip(prompts, tables, strict=True))]
     first = backend.wait(backend.launch(greedy_batch(chunks, step=0)))
     assert [row.tokens for row in first.rows] == [(logits[19].argmax(),), (logits[10].argmax(),)]
@@ -108,13 +112,14 @@ def test_greedy_steps_follow_the_logits(backend, expected):
 
 def test_moved_blocks_are_read_where_they_are_now(backend, expected):
     tokens, logits = expected
-    backend.reserve_kv(30, BLOCK_SIZE)
+    backend.reserve_kv(30, BLOCK_SIZE, SLOTS)
     backend.logits(greedy_batch([Chunk(tokens[:40], 0, range(10))]))
     backend.move_blocks([(block, 29 - block) for block in range(10)])
     got = backend.logits(greedy_batch([Chunk(tokens[40:], 40, [*range(29, 19, -1), 0, 1])]))
     assert np.abs(got - logits[40:]).max() < TOLERANCE
 
 
-def test_kv_bytes_are_those_of_the_cache(backend, folder):
+def test_bytes_are_those_of_the_cache(backend, folder):
     spec = open_checkpoint(folder).spec
-    assert backend.kv_bytes_per_token() == 4 * spec.layers * spec.attn.kv_values
+    assert backend.kv_bytes_per_token() == 4 * spec.kv_layers * spec.attn.kv_values
+    assert backend.state_bytes() == spec.state_bytes

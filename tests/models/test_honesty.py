@@ -29,6 +29,9 @@ FIRST = {  # what is lacking first where one of these is
     "qkv": "q",
     "gate_up": "gate",
     "qkv.bias": "k.bias",
+    "delta_qkvz": "delta_qkv",  # in other files
+    "delta_ba": "delta_b",
+    "decay": "decay_log",
     "kv_a": "turned",
     "kv_b": "k_b",
     "pairs_across": "gate",

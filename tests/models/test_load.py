@@ -24,7 +24,7 @@ def told(checkpoint):
 
     def flat(value):
         if isinstance(value, dict):
-            value = [one for key, one in value.items() if key not in ("biases", "gain_offset", "interleaved")]
+            value = [one for key, one in value.items() if key not in ("biases", "gain_offset", "interleaved", "tiled")]
         return [leaf for one in value for leaf in flat(one)] if isinstance(value, list | tuple) else [value]
 
     return flat(asdict(checkpoint.spec))
@@ -38,11 +38,11 @@ def test_both_files_tell_the_same(goldens):
 
 
 def shapes(checkpoint):
-    """Of its tensors, but of those that only one kind of file has split and transposed."""
+    """Of its tensors, but of those that only one kind of file has split, transposed, or as a logarithm."""
     return {
         name: tensor.shape
         for name, tensor in checkpoint.tensors.items()
-        if not name.endswith((".kv_b", ".k_b", ".v_b"))
+        if not name.endswith((".kv_b", ".k_b", ".v_b")) and ".delta_" not in name and ".decay" not in name
     }
 
 

@@ -65,6 +65,16 @@ class Pool(NamedTuple):
     divisor: int  # 0: more will follow; else the row's answer is the sum so far, divided by this
 
 
+class StateMove(NamedTuple):
+    """A row whose state (of models that have any) begins elsewhere than where it stands, or is saved. No state is both
+    begun with and saved to in one step."""
+
+    row: int
+    begin: int  # the state that it begins with; -1: its slot's own
+    save: int  # the state that its own is copied to; -1: none
+    after: int  # so many of its tokens
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """One step as arrays. R rows, T tokens, S sampled positions."""
@@ -73,12 +83,13 @@ class Batch:
     tokens: Ints  # [T]
     positions: Ints  # [T]
     row_start: Ints  # [R + 1] row r owns tokens[row_start[r]:row_start[r + 1]]
-    slots: Ints  # [R] the row's place for life: index into the backend's per-sequence state
+    slots: Ints  # [R] the row's place for life: its state, for one; at position 0 that is nothing yet
     tables: Ints  # [R, W] block ids; entries past a row's own context are undefined
     sampled: Ints  # [S] indices into tokens, ascending
     sample_start: Ints  # [R + 1] row r owns sampled[sample_start[r]:sample_start[r + 1]]
     sample: SampleRows
     pools: tuple[Pool, ...] = ()
+    moves: tuple[StateMove, ...] = ()
 
 
 class Held(NamedTuple):
@@ -105,12 +116,13 @@ class Footprint(NamedTuple):
     workspace: int  # for the largest step
     reserve: int  # for what is not counted
     kv_token: int  # one token in the cache
+    state: int = 0  # one sequence's, besides its tokens
 
     @classmethod
-    def on_host(cls, weights: int, kv_token: int) -> Footprint:
+    def on_host(cls, weights: int, kv_token: int, state: int = 0) -> Footprint:
         """In this machine's own memory, of which the cache takes a quarter of what weights leave."""
         free = available_memory()
-        return cls("this machine", total_memory(), free, weights, 0, max(free - weights, 0) * 3 // 4, kv_token)
+        return cls("this machine", total_memory(), free, weights, 0, max(free - weights, 0) * 3 // 4, kv_token, state)
 
 
 class Model(Protocol):
@@ -155,7 +167,11 @@ class Backend(Protocol):
     def kv_memory(self) -> int:
         """Bytes that the cache may take where nobody says how many."""
 
-    def reserve_kv(self, num_blocks: int, block_size: int) -> None: ...
+    def state_bytes(self) -> int:
+        """What the state of one sequence costs; 0 for models that have none."""
+
+    def reserve_kv(self, num_blocks: int, block_size: int, states: int = 0) -> None:
+        """`states`: of the slots and, after them, saved ones."""
 
     def warm_up(self) -> None:
         """Called once, before the first step: what that would wait for otherwise."""

@@ -1,6 +1,6 @@
 """A backend without tensors that cannot be fooled: each KV slot holds the token written there, and the next token is a
-checksum of the whole context read back through the block table. A mistake anywhere in allocation, sharing, eviction,
-chunking or preemption changes an answer."""
+checksum of the whole context read back through the block table. Where it has states, one that each token changed counts
+too. A mistake anywhere in allocation, sharing, eviction, chunking or preemption changes an answer."""
 
 from __future__ import annotations
 
@@ -10,26 +10,35 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.backend.base import LAST_SAMPLED, Batch, Footprint, Held, Model, Ticket
+from penstock.backend.base import LAST_SAMPLED, Batch, Footprint, Held, Model, StateMove, Ticket
 from penstock.backend.pool import Pools
 from penstock.backend.timing import time_step
 from penstock.model.spec import ModelSpec
 from penstock.model.tensor import Stack, Tensor
 from penstock.types import RowResult, StepResult, TokenLogprob
 
+PRIME = 1000003
+
 
 def next_token(context: Sequence[int] | NDArray[np.int64], vocab: int) -> int:
     """What the fake answers after `context`, token and place both counting."""
     tokens = np.asarray(context, np.int64)
     places = np.arange(1, len(tokens) + 1, dtype=np.int64)
-    return int(((tokens + 1) * places * 2654435761 % 1000003).sum() % vocab)
+    return int(((tokens + 1) * places * 2654435761 % PRIME).sum() % vocab)
 
 
-def continuation(prompt: Sequence[int], count: int, vocab: int) -> list[int]:
+def gathered(tokens: Iterable[int], state: int = 0) -> int:
+    """What a state becomes with more tokens."""
+    for token in tokens:
+        state = (state * 31 + token + 1) % PRIME
+    return state
+
+
+def continuation(prompt: Sequence[int], count: int, vocab: int, stateful: bool = False) -> list[int]:
     """The `count` tokens that must follow `prompt`, computed with no cache at all."""
     tokens = list(prompt)
     for _ in range(count):
-        tokens.append(next_token(tokens, vocab))
+        tokens.append((next_token(tokens, vocab) + (gathered(tokens) if stateful else 0)) % vocab)
     return tokens[len(prompt) :]
 
 
@@ -81,8 +90,12 @@ class FakeBackend:
     def kv_memory(self) -> int:
         return 1 << 30
 
-    def reserve_kv(self, num_blocks: int, block_size: int) -> None:
+    def state_bytes(self) -> int:
+        return 0
+
+    def reserve_kv(self, num_blocks: int, block_size: int, states: int = 0) -> None:
         self._kv = np.full((num_blocks, block_size), -1, np.int64)
+        self._states = [-1] * states
 
     def warm_up(self) -> None: ...
 
@@ -90,10 +103,14 @@ class FakeBackend:
         return False
 
     def launch(self, batch: Batch) -> Ticket:
-        rows = tuple(self._run_row(batch, row) for row in range(len(batch.slots)))
+        moves = {move.row: move for move in batch.moves}
+        touched = [state for move in batch.moves for state in (move.begin, move.save) if state >= 0]
+        saved = [move.save for move in batch.moves if move.save >= 0]
+        assert all(touched.count(state) == 1 for state in saved), "rows of one step would race for a state"
+        rows = tuple(self._run_row(batch, row, moves.get(row)) for row in range(len(batch.slots)))
         result = StepResult(batch.step, rows)
         if batch.pools:
-            result = self._pools.answer(batch, result, lambda first, last: self._states(batch, first, last))
+            result = self._pools.answer(batch, result, lambda first, last: self._hidden(batch, first, last))
         self._results[batch.step] = result
         return batch.step
 
@@ -111,31 +128,43 @@ class FakeBackend:
 
     def close(self) -> None: ...
 
-    def _run_row(self, batch: Batch, row: int) -> RowResult:
+    def _run_row(self, batch: Batch, row: int, move: StateMove | None) -> RowResult:
         first, last = batch.row_start[row], batch.row_start[row + 1]
         slot, table = batch.slots[row], batch.tables[row]
         tokens, positions = batch.tokens[first:last].astype(np.int64), batch.positions[first:last]
         tokens[tokens == LAST_SAMPLED] = self._last[slot]
         size = self._kv.shape[1]
         self._kv[table[positions // size], positions % size] = tokens
+        states = self._gather(tokens.tolist(), int(positions[0]), int(slot), move) if self._states else None
         result = RowResult()
         for s in range(batch.sample_start[row], batch.sample_start[row + 1]):
             context = self._context(table, int(batch.positions[batch.sampled[s]]) + 1)
-            result = self._answer(result, context, int(batch.sample.target[s]))
+            state = states[batch.sampled[s] - first] if states else 0
+            result = self._answer(result, context, state, int(batch.sample.target[s]))
         if result.tokens:
             self._last[slot] = result.tokens[-1]
         return result
 
-    def _states(self, batch: Batch, first: int, last: int) -> NDArray[np.float32]:
+    def _hidden(self, batch: Batch, first: int, last: int) -> NDArray[np.float32]:
         table = batch.tables[np.searchsorted(batch.row_start, first, side="right") - 1]
         contexts = [self._context(table, int(position) + 1) for position in batch.positions[first:last]]
         return np.array([state(context, self._vocab) for context in contexts], np.float32)
 
+    def _gather(self, tokens: list[int], start: int, slot: int, move: StateMove | None) -> list[int]:
+        """The state after each of a row's tokens."""
+        states = [0 if start == 0 else self._states[slot if move is None or move.begin < 0 else move.begin]]
+        for token in tokens:
+            states.append(gathered((token,), states[-1]))
+        self._states[slot] = states[-1]
+        if move is not None and move.save >= 0:
+            self._states[move.save] = states[move.after]
+        return states[1:]
+
     def _context(self, table: NDArray[np.int32], length: int) -> NDArray[np.int64]:
         return self._kv[table[: -(-length // self._kv.shape[1])]].reshape(-1)[:length]
 
-    def _answer(self, result: RowResult, context: NDArray[np.int64], target: int) -> RowResult:
-        token = next_token(context, self._vocab)
+    def _answer(self, result: RowResult, context: NDArray[np.int64], state: int, target: int) -> RowResult:
+        token = (next_token(context, self._vocab) + state) % self._vocab
         if target < 0:
             return result._replace(tokens=(*result.tokens, token))
         return result._replace(scores=(*result.scores, TokenLogprob(target, -float(token))))

@@ -14,6 +14,7 @@ def check(scheduler: Scheduler) -> None:
     """Raises AssertionError, with the numbers, if a block is lost or shared wrongly or a sequence is misplaced."""
     _check_blocks(scheduler)
     _check_trie(scheduler)
+    _check_states(scheduler)
     _check_lines(scheduler)
     for seq in scheduler.sequences.values():
         _check_sequence(scheduler, seq)
@@ -45,6 +46,13 @@ def _check_children_go_first(node: Node, place: dict[Node, int]) -> None:
         assert place[child] < place[node], f"block {node.block} would be evicted before its child {child.block}"
 
 
+def _check_states(scheduler: Scheduler) -> None:
+    states, nodes = scheduler.cache.states, set(scheduler.cache.trie.nodes())
+    assert states.saved().keys() <= nodes, "a state is saved for a block that is gone"
+    places = sorted([*states.free(), *states.pending, *states.saved().values()])
+    assert places == list(range(states.total)), f"places of {states.total} states are lost or have two owners: {places}"
+
+
 def _check_lines(scheduler: Scheduler) -> None:
     running, waiting = scheduler.running, scheduler.waiting
     assert running == sorted(running, key=policy.order), "running sequences are out of order"
@@ -67,3 +75,4 @@ def _check_sequence(scheduler: Scheduler, seq: Sequence) -> None:
     assert shared == seq.blocks[: len(shared)], f"sequence {seq.id}: block table and trie differ"
     tokens = [token for node in seq.nodes for token in node.key if isinstance(token, int)]
     assert tokens == seq.tokens[: len(tokens)], f"sequence {seq.id} holds blocks of other tokens"
+    assert all(at > seq.computed and at % size == 0 for at in seq.saving), f"sequence {seq.id} saves what is past"

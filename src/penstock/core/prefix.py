@@ -72,12 +72,12 @@ class BlockTrie:
             if node.holders == 0:
                 self._idle[node] = None
 
-    def evict(self) -> int:
-        """Forgets the least recently used idle leaf and returns its block."""
+    def evict(self) -> Node:
+        """Forgets the least recently used idle leaf, whose block is free then."""
         node, _ = self._idle.popitem(last=False)
         assert node.parent is not None
         del node.parent.children[node.key]
-        return node.block
+        return node
 
     def nodes(self) -> Iterator[Node]:
         stack = list(self._root.children.values())

@@ -8,6 +8,7 @@ the order they were planned, so a block taken back in one plan may be handed out
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from itertools import islice
 
 from penstock.core import policy
 from penstock.core.kvcache import KvCache
@@ -31,6 +32,9 @@ from penstock.types import (
     Tokens,
 )
 
+SEEN = 32  # waiting sequences that one is compared with, for where they part
+ROLLING = 4  # blocks of an answer from one saved state to the next
+
 
 class Scheduler:
     def __init__(self, limits: Limits) -> None:
@@ -41,7 +45,7 @@ class Scheduler:
         if limits.max_len > limits.num_blocks * limits.block_size:
             raise ConfigError(f"{limits.num_blocks} blocks cannot hold one sequence of {limits.max_len} tokens")
         self.limits = limits
-        self.cache = KvCache(limits.num_blocks, limits.block_size)
+        self.cache = KvCache(limits.num_blocks, limits.block_size, limits.states)
         self.sequences: dict[int, Sequence] = {}
         self.running: list[Sequence] = []  # in policy order, as is `waiting`
         self.waiting: list[Sequence] = []
@@ -73,6 +77,7 @@ class Scheduler:
 
     def fail(self, plan: StepPlan, code: str, message: str) -> list[Event]:
         """Ends every sequence of a step that could not be computed."""
+        self._waive_saves(plan)
         failed = [self.sequences[row.seq] for row in plan.rows if row.seq in self.sequences]
         for seq in failed:
             self._end(seq)
@@ -80,6 +85,7 @@ class Scheduler:
 
     def redo(self, plan: StepPlan) -> None:
         """Takes back the plan made last, whose step could not be computed: its sequences wait to be computed again."""
+        self._waive_saves(plan)
         for row in plan.rows:
             seq = self.sequences[row.seq]
             if row.sample and seq.end > len(seq.tokens):
@@ -90,6 +96,7 @@ class Scheduler:
 
     def plan(self) -> StepPlan:
         self._step += 1
+        self.cache.states.open_step()
         rows: list[Row] = []
         preemptions = self._preemptions
         budget = self._plan_running(rows)
@@ -104,12 +111,19 @@ class Scheduler:
         events: list[Event] = []
         for row, answer in zip(plan.rows, result.rows, strict=True):
             seq = self.sequences.get(row.seq)
+            current = seq is not None and plan.step >= seq.since
+            if row.save >= 0 and not current:
+                self.cache.states.give_back(row.save)
             if seq is None:
                 continue
-            if plan.step >= seq.since:
+            if current:
                 seq.computed = row.start + row.count
                 if seq.computed // self.cache.block_size > len(seq.nodes) and not seq.private:
                     self._grown += [Grown(seq.id, at, (block,)) for at, block in self.cache.enter(seq)]
+                if seq.saving:
+                    seq.saving = [at for at in seq.saving if at > seq.computed]
+                if row.save >= 0:
+                    self._keep_state(seq, row)
             self._take_answer(seq, row, answer, events)
         return events
 
@@ -143,6 +157,8 @@ class Scheduler:
             if wanted == 0 or (seq.lockstep and seq.end > len(seq.tokens)):
                 continue
             count = policy.share(wanted, budget, len(self.running) - index)
+            if seq.saving:
+                count = policy.up_to_saves(seq, count)
             count = self._make_room(seq, count, index)
             if count:
                 budget -= count
@@ -160,7 +176,7 @@ class Scheduler:
             self._preempt(self.running[-1])
         return min(count, spare + self.cache.available * size)
 
-    def _row(self, seq: Sequence, count: int) -> Row:
+    def _row(self, seq: Sequence, count: int, begin: int = -1) -> Row:
         start = seq.planned
         if start + count > len(seq.blocks) * self.cache.block_size:
             at = len(seq.blocks)
@@ -170,7 +186,13 @@ class Scheduler:
         if seq.planned == seq.end and seq.end < seq.max_len:
             seq.end += 1
             sample = 1
-        return Row(seq.id, start, count, count if seq.scored < seq.prompt_len else sample)
+        row = Row(seq.id, start, count, count if seq.scored < seq.prompt_len else sample, begin)
+        return self._with_save(seq, row) if self.cache.states.total else row
+
+    def _with_save(self, seq: Sequence, row: Row) -> Row:
+        at = 0 if seq.private else policy.save_position(seq, row.start, ROLLING * self.cache.block_size)
+        place = self.cache.states.take() if at else None
+        return row if place is None else row._replace(save=place, at=at)
 
     # -- admission -----------------------------------------------------------------------------------------------
 
@@ -186,8 +208,9 @@ class Scheduler:
                 continue
             if not policy.starts(self.limits, seq.end, budget):
                 break
-            matched = self.cache.match(seq)
-            seq.awaits = self.cache.awaited(seq, len(matched))
+            known = self.cache.match(seq)
+            matched = self.cache.usable(known)
+            seq.awaits = self.cache.awaited(seq, len(matched), self.sequences)
             if seq.awaits is not None:
                 continue
             needed = self.cache.blocks_for(seq.end) - len(matched)
@@ -196,7 +219,9 @@ class Scheduler:
                 break
             del self.waiting[index]
             self._start(seq, matched)
-            row = self._row(seq, policy.share(seq.end - seq.planned, budget, 0))
+            begin = self._begin_state(seq, matched, len(known)) if self.cache.states.total else -1
+            count = policy.up_to_saves(seq, policy.share(seq.end - seq.planned, budget, 0))
+            row = self._row(seq, count, begin)
             rows.append(row)
             budget -= row.count
             owed += self._owed(seq)
@@ -215,6 +240,16 @@ class Scheduler:
         seq.ledger.recomputed += max(seq.ledger.lost - seq.computed, 0)
         if seq.cached < 0:
             self._enter(seq)
+
+    def _begin_state(self, seq: Sequence, matched: list[Node], known: int) -> int:
+        """Decides where the state of a sequence that starts is saved; returns where it begins. What is known of its
+        tokens beyond that shows where prompts part: the next to come that far shall find a state there."""
+        if not seq.private:
+            size, limits = self.cache.block_size, self.limits
+            asked = (known * size, self.cache.parting(seq, islice(self.waiting, SEEN)))
+            spacing = self.cache.blocks_for(limits.max_tokens) * size
+            seq.saving = policy.save_positions(seq, size, spacing, limits.states, asked)
+        return self.cache.states.read(matched[-1]) if matched else -1
 
     def _enter(self, seq: Sequence) -> None:
         """For the first time."""
@@ -263,6 +298,20 @@ class Scheduler:
             reason = "pooled" if answer.pooled else "length"
             events.append(Finished(seq.id, reason, None, answer.pooled, self._end(seq)))
 
+    def _keep_state(self, seq: Sequence, row: Row) -> None:
+        """In an answer only the latest is kept."""
+        states, node = self.cache.states, seq.nodes[row.at // self.cache.block_size - 1]
+        states.keep(row.save, node)
+        if row.at > seq.prompt_len:
+            if seq.rolling:
+                states.forget(seq.rolling)
+            seq.rolling = node
+
+    def _waive_saves(self, plan: StepPlan) -> None:
+        for row in plan.rows:
+            if row.save >= 0:
+                self.cache.states.give_back(row.save)
+
     def _append(self, seq: Sequence, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], int | None]:
         """Takes sampled tokens up to the one that ends the sequence; returns those taken and that one."""
         tokens = tokens[: seq.max_len - len(seq.tokens)]
@@ -299,5 +348,6 @@ class Scheduler:
         del line[bisect_left(line, policy.order(seq), key=policy.order)]
         if seq.blocks:
             self.cache.release(seq)
+            seq.saving, seq.rolling = [], None
             self._grown = [grown for grown in self._grown if grown.seq != seq.id]
             self._dropped.append(seq.id)

@@ -60,7 +60,9 @@ class Sequence:
         "private",
         "promises",
         "prompt_len",
+        "rolling",
         "salt",
+        "saving",
         "score",
         "scored",
         "since",
@@ -107,3 +109,5 @@ class Sequence:
         self.nodes: list[Node] = []  # the first len(nodes) blocks are shared through the prefix cache
         self.promises: list[int] = []  # chain hashes of its full prompt blocks, see kvcache
         self.awaits: int | None = None  # a promised block worth waiting for
+        self.saving: list[int] = []  # positions at which its state is still to be saved, or just being
+        self.rolling: Node | None = None  # where its state was saved last in its answer

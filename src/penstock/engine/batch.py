@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from penstock.backend.base import LAST_SAMPLED, Batch
+from penstock.backend.base import LAST_SAMPLED, Batch, StateMove
 from penstock.core import Sequence
 from penstock.engine.sampling import Sampler, Wanted, sample_rows
-from penstock.types import Limits, StepPlan
+from penstock.types import Limits, Row, StepPlan
 
 
 class Batcher:
@@ -17,6 +17,7 @@ class Batcher:
 
     def __init__(self, limits: Limits) -> None:
         self._block_size = limits.block_size
+        self._max_rows = limits.max_rows
         self._tables = np.zeros((limits.max_rows, -(-limits.max_len // limits.block_size)), np.int32)
         self._slots: dict[int, int] = {}
         self._free = list(range(limits.max_rows - 1, -1, -1))
@@ -60,4 +61,10 @@ class Batcher:
             sampled=np.array(sampled, np.int32),
             sample_start=np.array(sample_start, np.int32),
             sample=sample_rows(wanted),
+            moves=tuple(self._move(at, row) for at, row in enumerate(plan.rows) if row.begin >= 0 or row.save >= 0),
         )
+
+    def _move(self, at: int, row: Row) -> StateMove:
+        """Saved states come after those of the slots."""
+        begin, save = (-1 if place < 0 else self._max_rows + place for place in (row.begin, row.save))
+        return StateMove(at, begin, save, row.at - row.start)

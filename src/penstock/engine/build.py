@@ -12,7 +12,7 @@ from penstock.backend.base import Backend
 from penstock.config import Config, resolve
 from penstock.engine.engine import Engine
 from penstock.engine.grammar import Grammars
-from penstock.engine.plan import gigabytes, plan_memory
+from penstock.engine.plan import all_states, gigabytes, plan_memory
 from penstock.engine.quantize import quantized
 from penstock.errors import OutOfMemory
 from penstock.model.load import Checkpoint, load_model, open_checkpoint, text_of
@@ -82,9 +82,10 @@ def _reserve(config: Config, checkpoint: Checkpoint, backend: Backend) -> Limits
             kv_bytes=backend.kv_bytes_per_token(),
             memory=room,
             encoder=spec.encoder,
+            state_bytes=backend.state_bytes(),
         )._replace(dim=spec.dim, pooling=spec.pooling)
         try:
-            backend.reserve_kv(limits.num_blocks, limits.block_size)
+            backend.reserve_kv(limits.num_blocks, limits.block_size, all_states(limits))
         except OutOfMemory:
             if not left:
                 raise

@@ -25,6 +25,11 @@ class MemoryPlan:
         return self.limits.num_blocks * self.limits.block_size * self.footprint.kv_token
 
     @property
+    def states(self) -> int:
+        """Of sequences that run, and saved ones."""
+        return all_states(self.limits) * self.footprint.state
+
+    @property
     def whole_sequences(self) -> int:
         """That fit with all the tokens they may have."""
         return self.limits.num_blocks // -(-self.limits.max_len // self.limits.block_size)
@@ -43,9 +48,15 @@ class MemoryPlan:
                 self.cache,
                 f"{tokens:,} tokens of {has.kv_token / 1e3:.1f} kB: {self.whole_sequences} x {limits.max_len:,}",
             ),
-            ("left over", has.free - has.weights - has.workspace - has.reserve - self.cache, ""),
+            (
+                "states",
+                self.states,
+                f"{limits.max_rows} rows and {limits.states} saved, of {has.state / 1e6:.1f} MB",
+            ),
+            ("left over", has.free - has.weights - has.workspace - has.reserve - self.cache - self.states, ""),
         ):
-            yield f"  {name:<18}{gigabytes(size):>10}  {remark}".rstrip()
+            if size or name != "states":
+                yield f"  {name:<18}{gigabytes(size):>10}  {remark}".rstrip()
         yield from (f"  note: {note}" for note in self.notes)
 
 
@@ -63,13 +74,25 @@ def plan_memory(config: Config, spec: ModelSpec, has: Footprint) -> MemoryPlan:
         notes.append(f"the KV cache gets {gigabytes(room)}, not the {gigabytes(config.kv_memory)} asked for")
         config = replace(config, kv_memory=0)
     limits = resolve(
-        config, context=spec.max_len, vocab=spec.vocab, kv_bytes=has.kv_token, memory=room, encoder=spec.encoder
+        config,
+        context=spec.max_len,
+        vocab=spec.vocab,
+        kv_bytes=has.kv_token,
+        memory=room,
+        encoder=spec.encoder,
+        state_bytes=has.state,
     )
+    if limits.max_rows < config.max_rows:
+        notes.append(f"{limits.max_rows} rows in a step, not {config.max_rows}: their states take half of the memory")
     wanted = config.max_len or spec.max_len
     if limits.max_len < wanted:
         short = "a step" if limits.max_len == limits.max_tokens and spec.encoder else "the cache"
         notes.append(f"prompt and answer have {limits.max_len} tokens at most, not {wanted}: {short} holds no more")
     return MemoryPlan(has, limits, tuple(notes))
+
+
+def all_states(limits: Limits) -> int:
+    return limits.max_rows + limits.states if limits.states else 0
 
 
 def gigabytes(size: int) -> str:

@@ -46,9 +46,15 @@ class Demand(NamedTuple):
 
     loads: tuple[Load, ...]
     kv_token: int
-    windows: tuple[int, ...]  # of each layer; 0: none
+    windows: tuple[int, ...]  # of each layer that attends; 0: none
     q_width: int
     causal: bool = True
+    recurrent: int = 0  # layers that have a state instead
+    state: int = 0  # bytes, of all of them: each token of a row reads and writes it
+
+    @property
+    def layers(self) -> int:
+        return len(self.windows) + self.recurrent
 
     @property
     def kinds(self) -> list[str]:
@@ -64,8 +70,9 @@ def demand_of(spec: ModelSpec, tensors: Mapping[str, Tensor], held: Callable[[Te
         size, products = sums.get(key, (0.0, 0.0))
         sums[key] = size + held(tensor).bytes(tensor), products + prod(tensor.shape)
     loads = tuple(Load(kind, *sums[kind, share, last], share, last) for kind, share, last in sums)
-    windows = tuple(spec.attention(layer).window for layer in range(spec.layers))
-    return Demand(loads, kv_token, windows, spec.attn.q_width, spec.attn.causal)
+    windows = tuple(spec.attention(layer).window for layer in range(spec.layers) if layer not in spec.recurrent)
+    states = len(spec.recurrent), spec.state_bytes
+    return Demand(loads, kv_token, windows, spec.attn.q_width, spec.attn.causal, *states)
 
 
 def used(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, float, bool]]:
@@ -89,10 +96,9 @@ def load_time(roof: Roof, load: Load, rows: int) -> float:
 
 def decode_time(machine: Machine, demand: Demand, rows: int, context: int) -> float:
     """Of one step that gives every row a token, where each has so much before it."""
-    layers = len(demand.windows)
-    seen = sum(min(context, window or context) for window in demand.windows) / layers
-    cache = rows * seen * demand.kv_token / machine.cache
-    return max(machine.step, layers * machine.layer + products_time(machine, demand, rows, rows) + cache)
+    seen = sum(min(context, window or context) for window in demand.windows) / max(len(demand.windows), 1)
+    cache = rows * (seen * demand.kv_token + 2 * demand.state) / machine.cache
+    return max(machine.step, demand.layers * machine.layer + products_time(machine, demand, rows, rows) + cache)
 
 
 def prefill_time(machine: Machine, demand: Demand, tokens: int, longest: int) -> float:
@@ -100,8 +106,9 @@ def prefill_time(machine: Machine, demand: Demand, tokens: int, longest: int) ->
     steps = [min(longest, tokens - first) for first in range(0, tokens, longest)]
     products = sum(products_time(machine, demand, step, int(i == len(steps) - 1)) for i, step in enumerate(steps))
     pairs = sum(pairs_seen(tokens, window) if demand.causal else tokens**2 for window in demand.windows)
-    fixed = machine.step + len(steps) * len(demand.windows) * machine.layer
-    return fixed + products + 2 * demand.q_width * pairs / machine.scores
+    fixed = machine.step + len(steps) * demand.layers * machine.layer
+    remembered = 3 * tokens * demand.state / 4  # each value is read for what is known, written, and read
+    return fixed + products + (2 * demand.q_width * pairs + remembered) / machine.scores
 
 
 def pairs_seen(tokens: int, window: int) -> float:

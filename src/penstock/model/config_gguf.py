@@ -60,6 +60,7 @@ def read_decoder(
     partial: bool = False,
     eps_key: str = RMS_EPS,
     keys: Collection[str] = (),
+    hidden_key: str = "feed_forward_length",
     experts: bool = False,
 ) -> ModelSpec:
     """What all families say in the same words. `keys`: what this one says besides; `interleaved` and `partial` (turns
@@ -80,7 +81,7 @@ def read_decoder(
         arch=arch,
         layers=config.size("block_count", most=MAX_LAYERS),
         dim=dim,
-        hidden=config.size("feed_forward_length"),
+        hidden=config.size(hidden_key),
         vocab=tensors["token_embd.weight"].shape[0],
         max_len=max_len,
         eps=config.number(eps_key),

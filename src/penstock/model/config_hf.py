@@ -75,6 +75,7 @@ def read_decoder(
     theta: float = 10000.0,
     partial: bool = False,
     scaling: Fields | None = None,
+    hidden_key: str = "intermediate_size",
 ) -> ModelSpec:
     """What most families say in the same words; `tied` and `theta` are what a silent config means. `partial`: whether
     ropes may turn a part of a head; `scaling`: where they are described, if not in the usual place."""
@@ -86,7 +87,7 @@ def read_decoder(
         arch=arch,
         layers=config.size("num_hidden_layers", most=MAX_LAYERS),
         dim=dim,
-        hidden=config.size("intermediate_size"),
+        hidden=config.size(hidden_key),
         vocab=config.size("vocab_size"),
         max_len=max_len,
         eps=config.number(eps_key, 1e-6),

@@ -47,13 +47,24 @@ class Mlp:
 
 
 @dataclass(frozen=True, slots=True)
+class GatedMlp:
+    """One that a token takes as much of as a gate says."""
+
+    mlp: Mlp
+    gate: Weight
+
+    def __call__(self, ops: Ops[V], x: V) -> V:
+        return ops.gate_by(self.mlp(ops, x), ops.linear(x, self.gate))
+
+
+@dataclass(frozen=True, slots=True)
 class Mixture:
     """Experts, and an MLP beside them where there is one."""
 
     spec: ExpertSpec
     router: Weight
     bank: Weight
-    shared: Mlp | None
+    shared: Mlp | GatedMlp | None
 
     def __call__(self, ops: Ops[V], x: V) -> V:
         y = ops.experts(x, ops.linear(x, self.router), self.bank, self.spec)
@@ -110,8 +121,14 @@ def mlp_or_experts(spec: ModelSpec, pack: Packer, layer: int) -> Mlp | Mixture:
     name = f"layers.{layer}"
     router = pack.matrix((f"{name}.router", spec.experts.count), width=spec.dim)
     bank = pack.experts(name, spec.experts, spec.dim)
-    shared = gated_mlp(spec, pack, f"{name}.shared", spec.shared_hidden) if spec.shared_hidden else None
-    return Mixture(spec.experts, router, bank, shared)
+    return Mixture(spec.experts, router, bank, shared_mlp(spec, pack, f"{name}.shared"))
+
+
+def shared_mlp(spec: ModelSpec, pack: Packer, name: str) -> Mlp | GatedMlp | None:
+    if not spec.shared_hidden:
+        return None
+    mlp = gated_mlp(spec, pack, name, spec.shared_hidden)
+    return GatedMlp(mlp, pack.matrix((f"{name}.router", 1), width=spec.dim)) if spec.shared_gated else mlp
 
 
 def gated_mlp(spec: ModelSpec, pack: Packer, name: str, hidden: int) -> Mlp:

@@ -15,6 +15,8 @@ from penstock.model.tensor import Tensor, every_other_row, some_rows, transposed
 FUSED = re.compile(r"(layers\.\d+\.(?:experts\.\d+\.)?)(qkv|gate_up|kv_a)(\.bias)?")
 BANK = re.compile(r"(layers\.\d+\.experts\.)((gate|up|gate_up|down|pairs)(?:_across)?(?:\.bias)?)")
 
+FLAT, ONE_ROW = ".conv", ".shared.router"  # files differ in their shapes
+
 
 def split_fused(tensors: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Tensor]:
     """By canonical names, all of them."""
@@ -31,6 +33,10 @@ def split_fused(tensors: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Ten
             wanted = expert_parts if ".experts." in name else parts[match[2]]
             pieces = split(tensor, wanted, dims=1 if role else 2)
             found |= {match[1] + part + role: piece for part, piece in pieces}
+        elif name.endswith(FLAT):
+            found[name] = replace(tensor, shape=(prod(tensor.shape),))
+        elif name.endswith(ONE_ROW):
+            found[name] = replace(tensor, shape=(1, prod(tensor.shape)))
         else:
             found[name] = tensor
     return found

@@ -30,6 +30,7 @@ CONFIG = "config.json"
 METADATA = "the GGUF metadata"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+MAX_TAPS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     checkpoint = open_folder(path) if path.is_dir() else open_gguf(path)
     check_heads(checkpoint.spec)
     check_experts(checkpoint.spec)
+    check_delta(checkpoint.spec)
     check_biases(checkpoint.spec, checkpoint.tensors)
     return checkpoint
 
@@ -149,6 +151,14 @@ def check_experts(spec: ModelSpec) -> None:
         raise MalformedFile(
             f"{e.chosen} of {e.count} experts cannot be chosen from {e.chosen_groups} of {e.groups} equal groups"
         )
+
+
+def check_delta(spec: ModelSpec) -> None:
+    d = spec.delta
+    if d is not None and d.v_heads % d.k_heads:
+        raise MalformedFile(f"{d.v_heads} value heads of a delta net cannot share {d.k_heads} key heads evenly")
+    if d is not None and d.taps > MAX_TAPS:
+        raise UnsupportedModel(f"a convolution over {d.taps} positions; supported: at most {MAX_TAPS}")
 
 
 def check_biases(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> None:

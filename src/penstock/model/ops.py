@@ -8,11 +8,22 @@ Symbols: T tokens in the step, S of them whose logits are wanted.
 
 from __future__ import annotations
 
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
-from penstock.model.spec import AttentionSpec, ExpertSpec
+from penstock.model.spec import AttentionSpec, DeltaSpec, ExpertSpec
 
 Weight = Any  # whatever this backend's `pack` returned; a model only carries it
+
+
+class DeltaWeights(NamedTuple):
+    """Vectors of a delta net."""
+
+    conv: Weight  # [q + k + v, taps], the tap of the token itself last
+    decay: Weight  # [v_heads], below 0
+    dt: Weight  # [v_heads]
+    gain: Weight  # [v_dim]
+
+
 V = TypeVar("V")
 
 
@@ -72,3 +83,13 @@ class Ops(Protocol[V]):
         """Attention with one KV head, whose values are the last v_dim dimensions of its keys: rms_norm of those of kv,
         times gain; rotates q and kv, which turns dimensions before them; writes kv to the paged cache of `layer`;
         causal attention: [T, heads * head_dim], [T, head_dim] -> [T, heads * v_dim]."""
+
+    def gate_by(self, x: V, gate: V) -> V:
+        """x * sigmoid(gate), where gate is as wide as x or one value for each row."""
+
+    def delta_net(self, layer: int, qkvz: V, ba: V, weights: DeltaWeights, spec: DeltaSpec, eps: float) -> V:
+        """q, k and v are convolved with those of the last tokens, then silu. Each head's q and k are made one long, q
+        divided by the root of k_dim. Then token by token, in each value head, with memory M: M *= e^(decay *
+        softplus(a + dt)); M += k (sigmoid(b) * (v - k M)); o = q M. What comes out is rms_norm(o) * gain * silu(z),
+        normed in each head: [T, q + k + v + z], [T, b + a] -> [T, v]. The memory of a sequence and what it convolved
+        last are the state of its slot, of which nothing is there at position 0 (see Batch.moves for the rest)."""

@@ -46,6 +46,11 @@ HUGGING_FACE = {  # what config.json calls its architecture: the family's file
     "DeepseekV2ForCausalLM": "deepseek2",
     "DeepseekV3ForCausalLM": "deepseek2",
     "GptOssForCausalLM": "gptoss",
+    "Qwen3NextForCausalLM": "qwen3next",
+    "Qwen3_5ForCausalLM": "qwen35",
+    "Qwen3_5ForConditionalGeneration": "qwen35",
+    "Qwen3_5MoeForCausalLM": "qwen35",
+    "Qwen3_5MoeForConditionalGeneration": "qwen35",
 }
 GGUF = {
     name: name for name in ("llama", "qwen2", "qwen3", "granite", "smollm3", "phi3", "olmo2", "gemma2", "gemma3")
@@ -54,6 +59,7 @@ GGUF |= {"gpt2": "gpt2", "starcoder2": "starcoder2", "chatglm": "glm", "glm4": "
 GGUF |= {"qwen3moe": "qwen3moe", "glm4moe": "glm4moe", "minimax-m2": "minimaxm2"}
 GGUF |= {"bert": "bert", "nomic-bert": "nomic_bert"}
 GGUF |= {"deepseek2": "deepseek2", "gpt-oss": "gptoss"}
+GGUF |= {"qwen3next": "qwen3next", "qwen35": "qwen35", "qwen35moe": "qwen35"}
 
 
 class Model(Protocol):

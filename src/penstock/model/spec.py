@@ -59,6 +59,36 @@ class LatentSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class DeltaSpec:
+    """A gated delta net. Each value head has a memory [k_dim, v_dim] that keys write values to and queries read."""
+
+    k_heads: int  # of queries and keys
+    v_heads: int
+    k_dim: int
+    v_dim: int
+    taps: int  # positions that the convolution before it sees, its own included
+    tiled: bool = False  # value head h has key head h % k_heads; else neighbours share one
+
+    @property
+    def k_width(self) -> int:
+        return self.k_heads * self.k_dim
+
+    @property
+    def v_width(self) -> int:
+        return self.v_heads * self.v_dim
+
+    @property
+    def width(self) -> int:
+        """Of what is convolved: q, k and v."""
+        return 2 * self.k_width + self.v_width
+
+    @property
+    def state_floats(self) -> int:
+        """The memories, and what was convolved last."""
+        return self.k_dim * self.v_width + (self.taps - 1) * self.width
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertSpec:
     """Of many gated MLPs each token is computed by the few that suit it best: how they are chosen and weighed.
 
@@ -104,6 +134,9 @@ class ModelSpec:
     unused_layers: int = 0  # that the checkpoint has besides: they guess more than one token at a time
     pooling: str = "mean"  # what the checkpoint makes embeddings by: mean, cls or last
     first_position: int = 0  # where its table of positions begins to be used
+    delta: DeltaSpec | None = None
+    recurrent: frozenset[int] = frozenset()  # layers that have it in place of attention
+    shared_gated: bool = False  # the MLP beside experts has a gate of its own
 
     @property
     def encoder(self) -> bool:
@@ -113,7 +146,12 @@ class ModelSpec:
     @property
     def kv_layers(self) -> int:
         """Of the cache. The layers of an encoder write over each other's keys and values."""
-        return 1 if self.encoder else self.layers
+        return 1 if self.encoder else self.layers - len(self.recurrent)
+
+    @property
+    def state_bytes(self) -> int:
+        """What a sequence has besides keys and values."""
+        return 4 * self.delta.state_floats * len(self.recurrent) if self.delta else 0
 
     def attention(self, layer: int) -> AttentionSpec:
         return self.layer_attn[layer] if self.layer_attn else self.attn

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any, Protocol
@@ -13,7 +13,11 @@ from numpy.typing import NDArray
 from penstock.errors import MalformedFile
 from penstock.model.quant import dequantize
 from penstock.model.spec import ExpertSpec
-from penstock.model.tensor import FORMATS, PLAIN, Scales, Stack, Tensor
+from penstock.model.tensor import FORMATS, PLAIN, Scales, Stack, Tensor, some_rows
+
+Floats = NDArray[np.float32]
+Spans = Sequence[tuple[int, int]]  # rows, from and to which
+SHORT = 16  # rows: fewer are copied together, as every part of a weight is padded
 
 
 class Packs(Protocol):
@@ -39,14 +43,19 @@ class Packer:
 
     def vector(self, name: str, size: int, plus: float = 0.0) -> Any:
         """`plus` is added to every value."""
-        tensor = self._take(name, (size,))
         if plus:
-            values = dequantize(tensor) + np.float32(plus)
-            tensor = Tensor(tensor.name, FORMATS["F32"], tensor.shape, values.view(np.uint8))
-        return self._backend.pack_vector(tensor)
+            return self.computed(name, size, lambda values: values + np.float32(plus))
+        return self._backend.pack_vector(self._take(name, (size,)))
 
-    def matrix(self, *parts: tuple[str, int], width: int) -> Any:
-        """One weight of several named parts (name, rows) stacked; a part's bias is its name + ".bias"."""
+    def computed(self, name: str, size: int, made: Callable[[Floats], Floats]) -> Any:
+        """A vector made of another."""
+        tensor = self._take(name, (size,))
+        values = made(dequantize(tensor)).astype(np.float32)
+        return self._backend.pack_vector(Tensor(tensor.name, FORMATS["F32"], tensor.shape, values.view(np.uint8)))
+
+    def matrix(self, *parts: tuple[str, int] | tuple[str, int, Spans], width: int) -> Any:
+        """One weight of several named parts (name, rows) stacked, or of rows of theirs from and to which; a part's bias
+        is its name + ".bias"."""
         return self._backend.pack_matrix(*self._stack(*parts, width=width))
 
     def experts(self, layer: str, spec: ExpertSpec, width: int) -> Any:
@@ -97,11 +106,14 @@ class Packer:
                 f"{' ...' if len(unused) > 4 else ''}"
             )
 
-    def _stack(self, *parts: tuple[str, int], width: int) -> Stack:
-        tensors = [self._take(name, (rows, width)) for name, rows in parts]
-        biases = [
-            self._take(f"{name}.bias", (rows,)) if f"{name}.bias" in self._tensors else None for name, rows in parts
-        ]
+    def _stack(self, *parts: tuple[str, int] | tuple[str, int, Spans], width: int) -> Stack:
+        tensors: list[Tensor] = []
+        biases: list[Tensor | None] = []
+        for name, rows, *spans in parts:
+            tensor = self._take(name, (rows, width))
+            taken = pieces(tensor, spans[0]) if spans else [tensor]
+            tensors += taken
+            biases += [self._take(f"{name}.bias", (rows,)) if f"{name}.bias" in self._tensors else None] * len(taken)
         return Stack(tensors, biases)
 
     def _pack_values(self, name: str, values: NDArray[np.float32]) -> Any:
@@ -148,3 +160,15 @@ def turned(tensor: Tensor) -> Tensor:
         kind, data = FORMATS["F16"], dequantize(flat).astype(np.float16).reshape(-1).view(np.uint8)
     values = np.ascontiguousarray(data.view(f"u{kind.bytes}").reshape(tensor.shape).swapaxes(1, 2))
     return Tensor(tensor.name, kind, values.shape, values.reshape(-1).view(np.uint8))
+
+
+def pieces(tensor: Tensor, spans: Spans) -> list[Tensor]:
+    """Rows of a matrix, in this order: views of it where they are long."""
+    parts = [some_rows(tensor, first, last) for first, last in spans]
+    if min(last - first for first, last in spans) >= SHORT:
+        return parts
+    data = np.concatenate([part.data for part in parts])
+    scales = tensor.scales and tensor.scales._replace(
+        values=np.concatenate([part.scales.values for part in parts if part.scales]), rows=1
+    )
+    return [Tensor(tensor.name, tensor.format, (sum(part.shape[0] for part in parts), tensor.shape[1]), data, scales)]

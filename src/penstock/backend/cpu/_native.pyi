@@ -86,6 +86,28 @@ class Program:
     ) -> None: ...
     def activate(self, x: int, out: int, act: str) -> None: ...
     def embed_positions(self, table: Weight, out: int) -> None: ...
+    def gate_by(self, x: int, gate: int, out: int) -> None: ...
+    def delta_net(
+        self,
+        qkvz: int,
+        ba: int,
+        mixed: int,
+        out: int,
+        *,
+        layer: int,
+        k_heads: int,
+        v_heads: int,
+        k_dim: int,
+        v_dim: int,
+        taps: int,
+        tiled: bool,
+        conv: NDArray[np.float32],
+        decay: NDArray[np.float32],
+        dt: NDArray[np.float32],
+        gain: NDArray[np.float32],
+        eps: float,
+    ) -> None:
+        """`conv` is [taps, q + k + v], flat; `mixed` a buffer as wide as that for what is convolved."""
     def experts(
         self,
         x: int,
@@ -126,7 +148,9 @@ class Program:
     def keep(self, buffer: int) -> None:
         """The buffer's rows can be read after a step: whoever adds ops after this leaves it alone."""
     def answer(self, buffer: int) -> None: ...
-    def reserve_kv(self, blocks: int, block_size: int) -> None: ...
+    def reserve_kv(self, blocks: int, block_size: int, states: int = 0) -> None: ...
+    def move_states(self, moves: list[tuple[int, int, int, int]]) -> None:
+        """In the next step; (row, begin, save, after) as a StateMove has them."""
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None: ...
     def run(
         self,
@@ -177,6 +201,8 @@ class Program:
     def threads(self) -> int: ...
     @property
     def kv_bytes_per_token(self) -> int: ...
+    @property
+    def state_bytes(self) -> int: ...
 
 def quantize(
     source: str, values: NDArray[np.uint8], target: str, out: NDArray[np.uint8], threads: int, isa: str = "auto"

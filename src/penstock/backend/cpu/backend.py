@@ -75,7 +75,7 @@ class CpuBackend:
             KV_BYTES[self._kv] * spec.attn.kv_values + KV_SCALES[self._kv] * spec.attn.kv_heads
         )
         weights = sum(self.held(tensor).bytes(tensor) for tensor in tensors)
-        return Footprint.on_host(int(weights), kv_token)
+        return Footprint.on_host(int(weights), kv_token, spec.state_bytes)
 
     def kv_bytes_per_token(self) -> int:
         return self._program.kv_bytes_per_token
@@ -83,8 +83,11 @@ class CpuBackend:
     def kv_memory(self) -> int:
         return available_memory() // 4
 
-    def reserve_kv(self, num_blocks: int, block_size: int) -> None:
-        self._program.reserve_kv(num_blocks, block_size)
+    def state_bytes(self) -> int:
+        return self._program.state_bytes
+
+    def reserve_kv(self, num_blocks: int, block_size: int, states: int = 0) -> None:
+        self._program.reserve_kv(num_blocks, block_size, states)
 
     def warm_up(self) -> None: ...
 
@@ -98,6 +101,8 @@ class CpuBackend:
             for s, edit in enumerate(rows.edits)
             if edit is not None
         ]
+        if batch.moves:
+            self._program.move_states(list(batch.moves))
         tokens, scored = self._program.sample(
             *_arrays(batch),
             rows.target,
@@ -125,6 +130,7 @@ class CpuBackend:
         """Runs the forward pass of a step; returns its answer, [S, vocab]."""
         rows = len(batch.sampled) if self._answer.symbol == "S" else len(batch.tokens)
         out = np.empty((rows, self._answer.width), np.float32)
+        self._program.move_states(list(batch.moves))
         self._program.run(*_arrays(batch), out)
         return out
 

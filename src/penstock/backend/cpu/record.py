@@ -12,7 +12,8 @@ import numpy as np
 from penstock.backend.base import Floats, Model
 from penstock.backend.cpu._native import Program, Weight
 from penstock.backend.cpu.weights import Bank, Heads
-from penstock.model.spec import AttentionSpec, ExpertSpec, RopeSpec
+from penstock.model.ops import DeltaWeights
+from penstock.model.spec import AttentionSpec, DeltaSpec, ExpertSpec, RopeSpec
 
 NOTHING_TURNS = -1
 
@@ -154,6 +155,40 @@ class Recorder:
     def embed_positions(self, table: Weight) -> Value:
         out = self._value("T", table.width)
         self._add((), (out,), lambda out: self.program.embed_positions(table, out))
+        return out
+
+    def gate_by(self, x: Value, gate: Value) -> Value:
+        out = self._value(x.symbol, x.width)
+        self._add((gate, x), (out,), lambda gate, x, out: self.program.gate_by(x, gate, out), in_place=True)
+        return out
+
+    def delta_net(
+        self, layer: int, qkvz: Value, ba: Value, weights: DeltaWeights, spec: DeltaSpec, eps: float
+    ) -> Value:
+        mixed, out = self._value("T", spec.width), self._value("T", spec.v_width)
+        conv = np.ascontiguousarray(weights.conv.reshape(spec.width, spec.taps).T).reshape(-1)
+
+        def emit(qkvz: int, ba: int, mixed: int, out: int) -> None:
+            self.program.delta_net(
+                qkvz,
+                ba,
+                mixed,
+                out,
+                layer=layer,
+                k_heads=spec.k_heads,
+                v_heads=spec.v_heads,
+                k_dim=spec.k_dim,
+                v_dim=spec.v_dim,
+                taps=spec.taps,
+                tiled=spec.tiled,
+                conv=conv,
+                decay=weights.decay,
+                dt=weights.dt,
+                gain=weights.gain,
+                eps=eps,
+            )
+
+        self._add((qkvz, ba), (mixed, out), emit)
         return out
 
     def experts(self, x: Value, scores: Value, bank: Bank, spec: ExpertSpec) -> Value:

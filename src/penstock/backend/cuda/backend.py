@@ -29,6 +29,7 @@ from penstock.backend.cuda.pooling import Pools, read
 from penstock.backend.cuda.quantized import Workspace
 from penstock.backend.cuda.sampler import Asked, Sampler
 from penstock.backend.cuda.staging import Staging
+from penstock.backend.cuda.states import words
 from penstock.backend.cuda.transfer import transfer
 from penstock.backend.cuda.weights import Weight, pack, stacked_values
 from penstock.backend.pool import with_pooled
@@ -149,11 +150,11 @@ class CudaBackend:
         weights = weight_bytes(listed, self._quantize)
         unpacks = self._quantize == "int4" or any(tensor.format.name in KEPT for tensor in listed)
         workspace = workspace_bytes(spec, self._sizes.tokens, self._sizes.rows, unpacks)
-        kv_token = spec.kv_layers * self._kv.bytes_per_token(spec.attn)
+        costs = spec.kv_layers * self._kv.bytes_per_token(spec.attn), spec.state_bytes
         if self._stream is None:
-            return Footprint("the interpreter", 1 << 30, 1 << 30, weights, workspace, 0, kv_token)
+            return Footprint("the interpreter", 1 << 30, 1 << 30, weights, workspace, 0, *costs)
         free, total = torch.cuda.mem_get_info()
-        return Footprint(self.name, total, free, weights, workspace, SPARE_MEMORY, kv_token)
+        return Footprint(self.name, total, free, weights, workspace, SPARE_MEMORY, *costs)
 
     def kv_bytes_per_token(self) -> int:
         return sum(self._kv.bytes_per_token(spec) for spec in self._program.layers.values())
@@ -161,12 +162,16 @@ class CudaBackend:
     def kv_memory(self) -> int:
         """Bytes a cache may take: what weights and buffers have left."""
         self._memory.caches.clear()
+        self._memory.states.reserve(0)
         if self._stream is None:
             return 1 << 28
         torch.cuda.empty_cache()
         return max(int(torch.cuda.mem_get_info()[0]) - SPARE_MEMORY, 0)
 
-    def reserve_kv(self, num_blocks: int, block_size: int) -> None:
+    def state_bytes(self) -> int:
+        return int(self._memory.states.bytes)
+
+    def reserve_kv(self, num_blocks: int, block_size: int, states: int = 0) -> None:
         """One block more than asked for: rows that only pad a step write there."""
         self._block_size, self._num_blocks = block_size, num_blocks
         self._graphs.forget()
@@ -174,6 +179,7 @@ class CudaBackend:
         with shortage(f"a cache of {num_blocks} blocks"):
             for layer, spec in self._program.layers.items():
                 self._memory.caches[layer] = self._kv.reserve(spec, num_blocks + 1, block_size, self._device)
+            self._memory.states.reserve(states)
         self._settling = self._slices()
         if self._stream is not None:
             self._hold_last()
@@ -349,6 +355,8 @@ class CudaBackend:
         staged = self._staging.take()
         count = inputs.fill(staged.numpy(), batch, work, self._block_size, self._num_blocks, self._sizes.rows)
         self._inbox[:count].copy_(staged[:count], non_blocking=True)
+        if self._memory.states:
+            self._memory.states.send(batch, self._row_words[self._staging.turn])
         self._staging.queued()
         return self._fields(shape)
 
@@ -371,6 +379,7 @@ class CudaBackend:
         staged = [torch.zeros(most, dtype=torch.int32, pin_memory=pinned) for _ in range(IN_FLIGHT)]
         self._staging = Staging(staged, self._event)
         self._answers = [torch.zeros(t, dtype=torch.int32, pin_memory=pinned) for _ in range(IN_FLIGHT)]
+        self._row_words = [torch.zeros(words(r, t), dtype=torch.int32, pin_memory=pinned) for _ in range(IN_FLIGHT)]
         self._fields = lru_cache(256)(
             partial(inputs.fields, self._inbox, as_float=lambda view: view.view(torch.float32))
         )

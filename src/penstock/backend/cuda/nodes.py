@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from penstock.backend.cuda.inputs import Fields
 from penstock.backend.cuda.kernels.codes import Codes, codes_in
 from penstock.backend.cuda.kernels.decode_attention import Turn, attend_parts
+from penstock.backend.cuda.kernels.delta import Scratch, delta_net
 from penstock.backend.cuda.kernels.gate import gate
 from penstock.backend.cuda.kernels.latent_attention import attend_latent_parts, attend_latent_tiles, store_latent
 from penstock.backend.cuda.kernels.layer_norm import add_layer_norm
@@ -18,7 +19,8 @@ from penstock.backend.cuda.kernels.prefill_attention import attend_tiles
 from penstock.backend.cuda.kernels.rope import rope_and_store
 from penstock.backend.cuda.kv import Cache
 from penstock.backend.cuda.weights import Weight
-from penstock.model.spec import AttentionSpec
+from penstock.model.ops import DeltaWeights
+from penstock.model.spec import AttentionSpec, DeltaSpec
 
 
 class Value(NamedTuple):
@@ -96,6 +98,7 @@ class Memory:
     tokens: Any  # [T] the step's tokens, all known
     shares: Any = None  # see decode_attention
     caches: dict[int, Cache] = field(default_factory=dict)  # by layer
+    states: Any = None  # see states.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +158,19 @@ class AttendLatent:
         if len(step.parts):
             shares = self.memory.shares
             attend_latent_parts(q, cache, step.parts, *tables, shares, spec.v_dim, spec.scale, scales)
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    layer: int
+    spec: DeltaSpec
+    weights: DeltaWeights
+    eps: float
+    memory: Memory
+
+    def __call__(self, step: Fields, qkvz: Any, ba: Any, out: Any, *scratch: Any) -> None:
+        states, about = self.memory.states, (self.weights, self.spec, self.eps)
+        delta_net(qkvz, ba, *about, states.layers[self.layer], states.rows_of(step), Scratch(*scratch), out)
 
 
 @dataclass(frozen=True, slots=True)

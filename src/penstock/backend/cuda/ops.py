@@ -17,6 +17,7 @@ from penstock.backend.base import Model
 from penstock.backend.cuda.experts import Bank, Mixture
 from penstock.backend.cuda.inputs import SPARE_PARTS, Fields
 from penstock.backend.cuda.kernels.decode_attention import Shares
+from penstock.backend.cuda.kernels.delta import gate_by
 from penstock.backend.cuda.kernels.norm_qk import norm_qk
 from penstock.backend.cuda.kernels.route import Seats
 from penstock.backend.cuda.kernels.rows import known_tokens, take_rows
@@ -25,6 +26,7 @@ from penstock.backend.cuda.nodes import (
     AddNorm,
     Attend,
     AttendLatent,
+    Delta,
     Gate,
     Memory,
     Node,
@@ -32,9 +34,11 @@ from penstock.backend.cuda.nodes import (
     Value,
     fuse,
 )
+from penstock.backend.cuda.states import States
 from penstock.backend.cuda.weights import Weight
 from penstock.errors import UnsupportedModel
-from penstock.model.spec import AttentionSpec, ExpertSpec
+from penstock.model.ops import DeltaWeights
+from penstock.model.spec import AttentionSpec, DeltaSpec, ExpertSpec
 
 GATES = ("silu", "gelu_tanh")
 ACTIVATIONS: dict[str, Callable[..., Any]] = {
@@ -60,6 +64,7 @@ class Recorder:
     nodes: list[Node] = field(default_factory=list)
     layers: dict[int, AttentionSpec] = field(default_factory=dict)
     states: Value | None = None  # what embeddings are pooled from
+    recurrent: dict[int, DeltaSpec] = field(default_factory=dict)
     _values: int = 0
     _frequencies: dict[tuple[float, ...], Any] = field(default_factory=dict)
     _seats: dict[tuple[int, int], Seats] = field(default_factory=dict)  # by experts, and how many are chosen
@@ -168,6 +173,18 @@ class Recorder:
         op = AttendLatent(layer, spec, self._on_device(spec.rope.inv_freq), self.memory, gain, eps)
         return self._add(op, (q, kv), self._value("T", spec.heads * spec.v_dim))
 
+    def gate_by(self, x: Value, gate: Value) -> Value:
+        return self._add(lambda step, x, gate, out: gate_by(x, gate, out), (x, gate), self._like(x))
+
+    def delta_net(
+        self, layer: int, qkvz: Value, ba: Value, weights: DeltaWeights, spec: DeltaSpec, eps: float
+    ) -> Value:
+        self.recurrent[layer] = spec
+        out = self._value("T", spec.v_width)
+        scratch = (self._value("T", width, wide=True) for width in (spec.width, spec.v_width))
+        self.nodes.append(Node(Delta(layer, spec, weights, eps, self.memory), (qkvz, ba), (out, *scratch)))
+        return out
+
     def _value(self, symbol: str, width: int, wide: bool = False) -> Value:
         self._values += 1
         return Value(self._values, symbol, width, wide)
@@ -201,6 +218,7 @@ class Program:
         recorder = Recorder(memory, device)
         self.answer: Value = model.forward(recorder)
         self.layers = recorder.layers
+        memory.states = States(recorder.recurrent, sizes.rows, sizes.tokens, device)
         self._states = recorder.states
         self._nodes: list[tuple[Node, list[int]]] = []
         self._kinds: list[Kind] = []

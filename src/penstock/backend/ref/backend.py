@@ -53,16 +53,17 @@ class RefBackend:
     def load(self, model: Model) -> None:
         """A pass over no tokens shows which layers keep keys and values, and how wide they are."""
         self._model = model
-        self._cache = Cache(num_blocks=1, block_size=1)
+        self._cache = Cache(num_blocks=1, block_size=1, states=1)
         self.logits(greedy_batch([]))
         self._kv_bytes = sum(array.nbytes for layer in self._cache.layers.values() for array in layer)
+        self._state_bytes = sum(array.nbytes for layer in self._cache.recurrent.values() for array in layer)
 
     def held(self, tensor: Tensor) -> Held:
         return Held("F32", 32)
 
     def footprint(self, spec: ModelSpec, tensors: Iterable[Tensor]) -> Footprint:
         weights = sum(self.held(tensor).bytes(tensor) for tensor in tensors)
-        return Footprint.on_host(int(weights), 4 * spec.kv_layers * spec.attn.kv_values)
+        return Footprint.on_host(int(weights), 4 * spec.kv_layers * spec.attn.kv_values, spec.state_bytes)
 
     def kv_bytes_per_token(self) -> int:
         return self._kv_bytes
@@ -70,8 +71,11 @@ class RefBackend:
     def kv_memory(self) -> int:
         return available_memory() // 4
 
-    def reserve_kv(self, num_blocks: int, block_size: int) -> None:
-        self._cache = Cache(num_blocks, block_size)
+    def state_bytes(self) -> int:
+        return self._state_bytes
+
+    def reserve_kv(self, num_blocks: int, block_size: int, states: int = 0) -> None:
+        self._cache = Cache(num_blocks, block_size, states)
 
     def warm_up(self) -> None: ...
 

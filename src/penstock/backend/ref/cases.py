@@ -53,6 +53,7 @@ class Trial(NamedTuple):
     weights: Sequence[Stack | Tensor | Experts | Heads]
     steps: Sequence[Batch]
     num_blocks: int = 1
+    states: int = 0
 
 
 class Case(NamedTuple):
@@ -81,7 +82,7 @@ class OneOp:
 def run(trial: Trial, backend: Shows) -> list[Floats]:
     """What each step of the trial gives."""
     backend.load(OneOp(trial.forward, [pack(weight, backend) for weight in trial.weights]))
-    backend.reserve_kv(trial.num_blocks, BLOCK_SIZE)
+    backend.reserve_kv(trial.num_blocks, BLOCK_SIZE, trial.states)
     return [pooled(backend, batch) if batch.pools else backend.logits(batch) for batch in trial.steps]
 
 
@@ -382,6 +383,8 @@ CLAMPED = replace(TWO, chosen=4, scoring="softmax_chosen", act="clamped")
 LATENT, LATENT_SHARP = latent(20, 16, 16), latent(4, 16, 32, multiplier=0.7)
 LATENT_HALVES = latent(3, 16, 32, interleaved=False, scale=1.2)
 
+from penstock.backend.ref.delta_cases import DELTA_CASES  # noqa: E402  # they are made of what is above
+
 CASES = (
     *(Case("embed", f, f, EXACT, partial(embed, format=f, tokens=7, width=256)) for f in FORMATS),
     Case("embed", "one token", "F32", EXACT, partial(embed, format="F32", tokens=1, width=33)),
@@ -478,4 +481,5 @@ CASES = (
         HALF,
         partial(attend_whole, spec=HALVES(2, 1, 16, causal=False), lengths=(5, 1100)),
     ),
+    *DELTA_CASES,
 )

@@ -13,8 +13,9 @@ from math import erfc
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.backend.base import Batch, Floats, Ints
-from penstock.model.spec import AttentionSpec, ExpertSpec, RopeSpec
+from penstock.backend.base import Batch, Floats, Ints, StateMove
+from penstock.model.ops import DeltaWeights
+from penstock.model.spec import AttentionSpec, DeltaSpec, ExpertSpec, RopeSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +34,27 @@ class Cache:
     """Keys and values in blocks, for each layer that attends: [blocks, block_size, kv_heads, D]; of latent attention
     keys alone."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, states: int = 0) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.layers: dict[int, tuple[Floats, ...]] = {}
+        self.states = states
+        self.recurrent: dict[int, tuple[Floats, Floats]] = {}
 
     def layer(self, index: int, spec: AttentionSpec) -> tuple[Floats, ...]:
         if index not in self.layers:
             shape = (self.num_blocks, self.block_size, spec.kv_heads, spec.head_dim)
             self.layers[index] = tuple(np.zeros(shape, np.float32) for _ in range(1 if spec.v_dim else 2))
         return self.layers[index]
+
+    def state(self, index: int, spec: DeltaSpec) -> tuple[Floats, Floats]:
+        """Of each recurrent layer: what was convolved last, [states, taps - 1, width], and memories, [states, v_heads,
+        k_dim, v_dim]."""
+        if index not in self.recurrent:
+            last = np.full((self.states, spec.taps - 1, spec.width), np.nan, np.float32)
+            memory = np.full((self.states, spec.v_heads, spec.k_dim, spec.v_dim), np.nan, np.float32)
+            self.recurrent[index] = (last, memory)
+        return self.recurrent[index]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +154,30 @@ class RefOps:
             seen = keys[self._places(row, np.arange(positions[-1] + 1))]
             out[tokens] = attention(q[tokens], seen, seen[..., turned:], positions, spec)
         return out.reshape(len(q), spec.heads * spec.v_dim)
+
+    def gate_by(self, x: Floats, gate: Floats) -> Floats:
+        return x * sigmoid(gate)
+
+    def delta_net(
+        self, layer: int, qkvz: Floats, ba: Floats, weights: DeltaWeights, spec: DeltaSpec, eps: float
+    ) -> Floats:
+        states = self.cache.state(layer, spec)
+        moves = {move.row: move for move in self.batch.moves}
+        out = np.zeros((len(qkvz), spec.v_heads, spec.v_dim), np.float32)
+        for row, tokens in enumerate(self._row_tokens()):
+            slot, move = self.batch.slots[row], moves.get(row, StateMove(row, -1, -1, 0))
+            begin = slot if move.begin < 0 else move.begin
+            last, memory = (state[begin].copy() for state in states)
+            if self.batch.positions[tokens.start] == 0:
+                last, memory = np.zeros_like(last), np.zeros_like(memory)
+            for count, token in enumerate(range(tokens.start, tokens.stop), 1):
+                last, mixed = convolved(last, qkvz[token, : spec.width], weights.conv)
+                memory, out[token] = remembered(memory, mixed, ba[token], weights, spec)
+                if move.save >= 0 and count == move.after:
+                    states[0][move.save], states[1][move.save] = last, memory
+            states[0][slot], states[1][slot] = last, memory
+        z = qkvz[:, spec.width :].reshape(out.shape)
+        return (rms_norm(out, weights.gain, eps) * silu(z)).reshape(len(qkvz), spec.v_width)
 
     def _row_tokens(self) -> list[slice]:
         starts = self.batch.row_start.tolist()
@@ -304,3 +340,34 @@ SCORINGS: dict[str, Callable[[Floats], Floats]] = {
     "sigmoid": sigmoid,
     "softmax_chosen": lambda logits: logits,
 }
+
+
+def convolved(last: Floats, x: Floats, conv: Floats) -> tuple[Floats, Floats]:
+    """What is convolved last from now on, and silu of the sum over taps."""
+    seen = np.concatenate([last, x[None]])  # [taps, width]
+    return seen[1:], silu((seen * conv.reshape(len(x), len(seen)).T).sum(axis=0))
+
+
+def remembered(
+    memory: Floats, mixed: Floats, ba: Floats, weights: DeltaWeights, spec: DeltaSpec
+) -> tuple[Floats, Floats]:
+    """The memories after one token, and what it reads from them: [v_heads, k_dim, v_dim], [v_heads, v_dim]."""
+    q, k, v = np.split(mixed, [spec.k_width, 2 * spec.k_width])
+    q, k = (each_value_head(unit(x.reshape(spec.k_heads, spec.k_dim)), spec) for x in (q, k))  # [v_heads, k_dim]
+    beta, alpha = np.split(ba, 2)
+    memory = memory * np.exp(weights.decay * np.logaddexp(np.float32(0), alpha + weights.dt))[:, None, None]
+    known = np.einsum("hk,hkv->hv", k, memory)
+    learned = sigmoid(beta)[:, None] * (v.reshape(spec.v_heads, spec.v_dim) - known)
+    memory = memory + k[:, :, None] * learned[:, None, :]
+    return memory, np.einsum("hk,hkv->hv", q * np.float32(spec.k_dim**-0.5), memory)
+
+
+def each_value_head(x: Floats, spec: DeltaSpec) -> Floats:
+    """The key heads that value heads have: [k_heads, k_dim] -> [v_heads, k_dim]."""
+    shared = spec.v_heads // spec.k_heads
+    return np.tile(x, (shared, 1)) if spec.tiled else np.repeat(x, shared, axis=0)
+
+
+def unit(x: Floats) -> Floats:
+    y: Floats = x / np.sqrt((x * x).sum(axis=-1, keepdims=True) + np.float32(1e-6))
+    return y

@@ -9,6 +9,7 @@
 #include "formats.h"
 #include "kernels.h"
 #include "memory.h"
+#include "states.h"
 
 namespace penstock {
 
@@ -74,11 +75,13 @@ struct Frame {
   Batch batch;
   const Kernels& kernels;
   const Cache& cache;
+  const States& states;
   const std::vector<Buffer>& buffers;
   std::vector<QueryTile> tiles;
   std::vector<Piece> pieces;
   std::vector<size_t> split;    // first pieces of the tiles that have several
   Memory gathered;              // [piece][group of heads] what each has gathered, where a tile has several
+  std::vector<RowState> row_states;  // where layers have any
   std::vector<Memory> scratch;  // one for each worker
   unsigned workers;
 

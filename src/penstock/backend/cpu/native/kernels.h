@@ -58,6 +58,26 @@ struct LatentKernels {
   void (*mix)(const float* weights, size_t count, const void* tile, size_t n, size_t dim, size_t v_dim, float* out);
 };
 
+inline constexpr size_t MOST_TAPS = 16;
+
+// Tokens that pass through one head's memory, in order: it fades, learns the token's value under its key, and is read.
+struct Remembering {
+  const float *q, *k;          // [count][k_dim]
+  const float* v;              // rows are v_stride apart
+  const float *fade, *learn;   // [count]
+  size_t k_dim, v_dim, v_stride, count;
+  float* memory;               // [k_dim][v_dim]
+  float* out;                  // rows are out_stride apart
+  size_t out_stride;
+};
+
+struct DeltaKernels {
+  // out = silu of the sum over taps of seen[tap] * weights[tap]; a tap that is null adds nothing
+  void (*convolve)(const float* const* seen, const float* weights, size_t taps, size_t width, float* out);
+  void (*remember)(const Remembering&);
+  void (*gate_by)(const float* x, const float* gate, size_t width, float* out);  // x * sigmoid(gate)
+};
+
 struct Kernels {
   void (*product[FORMATS])(const PanelProduct&);
   // Where products with BF16 weights take rows of BF16: makes such a row, of whole blocks. Else null.
@@ -85,6 +105,7 @@ struct Kernels {
                          size_t width, float* total, float* out);
   Activation silu, gelu, gelu_tanh, relu;
   LatentKernels latent_f16, latent_f32, latent_int8;
+  DeltaKernels delta;
 };
 
 }  // namespace penstock

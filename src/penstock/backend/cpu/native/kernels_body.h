@@ -312,6 +312,7 @@ struct Kv {
 }  // namespace penstock
 
 #include "kernels_latent.h"
+#include "kernels_delta.h"
 
 namespace penstock {
 namespace {
@@ -344,6 +345,7 @@ constexpr Kernels table(Types<Q...>) {
       LatentKv<uint16_t>::table(),
       LatentKv<float>::table(),
       LatentKv<int8_t>::table(),
+      Delta::table(),
   };
 }
 

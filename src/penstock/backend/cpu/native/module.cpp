@@ -156,6 +156,17 @@ NB_MODULE(_native, m) {
            "x"_a, "residual"_a.none(), "gain"_a.noconvert(), "bias"_a.noconvert(), "eps"_a, "out"_a, "total"_a.none())
       .def("activate", &Program::activate, "x"_a, "out"_a, "act"_a)
       .def("embed_positions", &Program::embed_positions, "table"_a, "out"_a)
+      .def("gate_by", &Program::gate_by, "x"_a, "gate"_a, "out"_a)
+      .def("delta_net",
+           [](Program& program, int qkvz, int ba, int mixed, int out, size_t layer, size_t k_heads, size_t v_heads,
+              size_t k_dim, size_t v_dim, size_t taps, bool tiled, Array<const float, 1> conv,
+              Array<const float, 1> decay, Array<const float, 1> dt, Array<const float, 1> gain, float eps) {
+             program.delta_net(qkvz, ba, {layer, k_heads, v_heads, k_dim, v_dim, taps, tiled},
+                               {copied(conv), copied(decay), copied(dt), copied(gain), eps}, mixed, out);
+           },
+           "qkvz"_a, "ba"_a, "mixed"_a, "out"_a, nb::kw_only(), "layer"_a, "k_heads"_a, "v_heads"_a, "k_dim"_a,
+           "v_dim"_a, "taps"_a, "tiled"_a, "conv"_a.noconvert(), "decay"_a.noconvert(), "dt"_a.noconvert(),
+           "gain"_a.noconvert(), "eps"_a)
       .def("experts",
            [](Program& program, int x, int scores, std::vector<std::shared_ptr<const Weight>> up,
               std::vector<std::shared_ptr<const Weight>> down, Array<const float, 1> choice_bias, int out, size_t chosen,
@@ -178,7 +189,14 @@ NB_MODULE(_native, m) {
            "eps"_a, "angles"_a, "interleaved"_a, "scale"_a)
       .def("keep", &Program::keep, "buffer"_a)
       .def("answer", &Program::answer, "buffer"_a)
-      .def("reserve_kv", &Program::reserve_kv, "blocks"_a, "block_size"_a)
+      .def("reserve_kv", &Program::reserve_kv, "blocks"_a, "block_size"_a, "states"_a = 0)
+      .def("move_states",
+           [](Program& program, const std::vector<std::tuple<size_t, int32_t, int32_t, int32_t>>& rows) {
+             std::vector<StateMove> moves;
+             for (const auto& [row, begin, save, after] : rows) moves.push_back({row, begin, save, after});
+             program.move_states(std::move(moves));
+           },
+           "moves"_a)
       .def("copy_blocks", &Program::copy_blocks, "pairs"_a)
       .def("run", run, "tokens"_a.noconvert(), "positions"_a.noconvert(), "row_start"_a.noconvert(),
            "slots"_a.noconvert(), "tables"_a.noconvert(), "sampled"_a.noconvert(), "out"_a.noconvert())
@@ -191,7 +209,8 @@ NB_MODULE(_native, m) {
            "out"_a.noconvert())
       .def_prop_ro("isa", &Program::isa)
       .def_prop_ro("threads", &Program::threads)
-      .def_prop_ro("kv_bytes_per_token", &Program::kv_bytes_per_token);
+      .def_prop_ro("kv_bytes_per_token", &Program::kv_bytes_per_token)
+      .def_prop_ro("state_bytes", &Program::state_bytes);
 
   m.def("quantize", quantize_values, "source"_a, "values"_a.noconvert(), "target"_a, "out"_a.noconvert(), "threads"_a,
         "isa"_a = "auto");

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <functional>
 #include <stdexcept>
+#include <utility>
 
 #include "linear.h"
 #include "require.h"
@@ -46,11 +47,13 @@ Program::Program(const std::string& isa, unsigned threads, const std::string& kv
       frame_{.batch = {},
              .kernels = *isa_.kernels,
              .cache = cache_,
+             .states = states_,
              .buffers = buffers_,
              .tiles = {},
              .pieces = {},
              .split = {},
              .gathered = {},
+             .row_states = {},
              .scratch = std::vector<Memory>(threads),
              .workers = threads} {}
 
@@ -344,9 +347,10 @@ void Program::answer(int buffer) {
 
 // ---- running ----
 
-void Program::reserve_kv(size_t blocks, size_t block_size) {
+void Program::reserve_kv(size_t blocks, size_t block_size, size_t states) {
   const std::lock_guard lock(running_);
   cache_.reserve(blocks, block_size);
+  states_.reserve(states);
 }
 
 void Program::copy_blocks(const std::vector<std::pair<int64_t, int64_t>>& pairs) {
@@ -442,6 +446,7 @@ void Program::prepare(const Step& step) {
                   step.sampled.data(), step.tokens.size(),    step.slots.size(),     step.table_width,
                   step.sampled.size()};
   if (cache_.layers()) plan_attention(frame_, causal_);
+  find_states(step);
   grow(step.tokens.size(), step.sampled.size());
 }
 

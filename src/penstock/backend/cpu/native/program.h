@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "delta.h"
 #include "dispatch.h"
 #include "experts.h"
 #include "frame.h"
@@ -61,6 +62,8 @@ class Program {
                       int out, std::optional<int> total);
   void activate(int x, int out, const std::string& act);
   void embed_positions(std::shared_ptr<const Weight> table, int out);
+  void gate_by(int x, int gate, int out);  // x * sigmoid(gate), one for each row or for each value
+  void delta_net(int qkvz, int ba, const DeltaShape& shape, DeltaVectors vectors, int mixed, int out);
   void experts(int x, int scores, Bank bank, Choice choice, const std::string& act, int out);
   // A product of its own for each head; the weight has a part for each.
   void linear_heads(int x, std::shared_ptr<const Weight> weight, size_t heads, size_t kept, int out);
@@ -68,9 +71,10 @@ class Program {
   void keep(int buffer);    // nothing that is added after this writes to it: its rows can be read after a step
   void answer(int buffer);  // what a step is for; nothing is added after it
 
-  void reserve_kv(size_t blocks, size_t block_size);
+  void reserve_kv(size_t blocks, size_t block_size, size_t states);
   void copy_blocks(const std::vector<std::pair<int64_t, int64_t>>& pairs);
 
+  void move_states(std::vector<StateMove> moves);  // in the next step
   void run(const Step& step, std::span<float> out);  // one step; `out` is [rows of the answer][its width]
   Answers sample(const Step& step, const Draws& draws, const std::vector<Edit>& edits);  // one step and its tokens
 
@@ -79,6 +83,7 @@ class Program {
   const std::string& isa() const { return isa_.name; }
   unsigned threads() const { return pool_.threads(); }
   size_t kv_bytes_per_token() const { return cache_.bytes_per_token(); }
+  size_t state_bytes() const { return states_.bytes(); }
 
  private:
   const Buffer& at(int buffer) const;
@@ -95,12 +100,15 @@ class Program {
   void check_context(const Step& step, size_t row) const;
   void know_tokens(const Step& step);
   void remember_tokens(const Step& step, const Draws& draws, const std::vector<int32_t>& tokens);
+  void find_states(const Step& step);
   void grow(size_t tokens, size_t sampled);
   void prepare(const Step& step);
 
   Isa isa_;
   Pool pool_;
   Cache cache_;
+  States states_;
+  std::vector<StateMove> moves_;
   std::vector<Buffer> buffers_;
   std::vector<Phase> phases_;
   std::vector<std::shared_ptr<Seating>> seatings_;

@@ -1,0 +1,75 @@
+// What a program does with states of sequences.
+#include <cmath>
+#include <utility>
+
+#include "program.h"
+#include "require.h"
+
+namespace penstock {
+
+void Program::gate_by(int x, int gate, int out) {
+  const Buffer& to = at(out);
+  at(x, to.symbol, to.width);
+  const size_t gates = at(gate).width;
+  require(at(gate).symbol == to.symbol && (gates == 1 || gates == to.width), "a gate is one value, or as wide as its rows");
+  each_row(out, [=](const Frame& frame, size_t r) {
+    const Buffer& to = frame.buffers[size_t(out)];
+    const float *values = frame.buffers[size_t(x)].row(r), *gate_row = frame.buffers[size_t(gate)].row(r);
+    if (gates == to.width) return frame.kernels.delta.gate_by(values, gate_row, to.width, to.row(r));
+    if (x != out) std::copy_n(values, to.width, to.row(r));
+    frame.kernels.scale(to.row(r), to.width, 1.0f / (1.0f + std::exp(-gate_row[0])));
+  });
+}
+
+void Program::delta_net(int qkvz, int ba, const DeltaShape& shape, DeltaVectors vectors, int mixed, int out) {
+  require(shape.k_heads && shape.v_heads <= 65536 && shape.v_heads && shape.v_heads % shape.k_heads == 0,
+          "a delta net needs a multiple of its key heads as value heads");
+  require(shape.k_dim && shape.v_dim && shape.k_dim <= 65536 && shape.v_dim <= 65536, "a head has 1 to 65536 values");
+  require(shape.taps >= 1 && shape.taps <= MOST_TAPS, "a convolution has 1 to 16 taps");
+  require(vectors.conv.size() == shape.taps * shape.width() && vectors.decay.size() == shape.v_heads &&
+              vectors.dt.size() == shape.v_heads && vectors.gain.size() == shape.v_dim,
+          "a vector of a delta net has another size than its shape says");
+  at(qkvz, Symbol::T, shape.width() + shape.v_width());
+  at(ba, Symbol::T, 2 * shape.v_heads);
+  at(mixed, Symbol::T, shape.width());
+  at(out, Symbol::T, shape.v_width());
+  states_.add_layer(shape.layer, shape.state_floats());
+  scratch_floats_ = std::max(scratch_floats_, shape.scratch_floats());
+  const auto shared = std::make_shared<const DeltaVectors>(std::move(vectors));
+  phases_.push_back(convolve_phase(shape, shared, qkvz, mixed));
+  phases_.push_back(remember_phase(shape, shared, qkvz, mixed, ba, out));
+  prepare_rows(out);
+}
+
+void Program::move_states(std::vector<StateMove> moves) {
+  const std::lock_guard lock(running_);
+  moves_ = std::move(moves);
+}
+
+void Program::find_states(const Step& step) {
+  const auto moves = std::exchange(moves_, {});
+  auto& rows = frame_.row_states;
+  rows.clear();
+  if (!states_.layers()) return;
+  const auto exists = [&](int32_t state) { return state >= 0 && size_t(state) < states_.count(); };
+  for (int32_t slot : step.slots) {
+    require(exists(slot), "slot " + std::to_string(slot) + " has no state: there are " + std::to_string(states_.count()));
+    rows.push_back({.begin = slot, .own = slot});
+  }
+  for (const StateMove& move : moves) {
+    require(move.row < rows.size(), "a state is moved for a row that is not there");
+    RowState& row = rows[move.row];
+    const int32_t tokens = step.row_start[move.row + 1] - step.row_start[move.row];
+    require(move.begin == NO_STATE || exists(move.begin), "there is no state " + std::to_string(move.begin));
+    require(move.save == NO_STATE || (exists(move.save) && move.after >= 1 && move.after <= tokens),
+            "a state is saved after 1 or more of a row's tokens, to one that is there");
+    if (move.begin != NO_STATE) row.begin = move.begin;
+    row.save = move.save;
+    row.after = move.after;
+  }
+  for (size_t row = 0; row < rows.size(); ++row)
+    if (const auto first = size_t(step.row_start[row]); first < step.positions.size() && step.positions[first] == 0)
+      rows[row].begin = NO_STATE;
+}
+
+}  // namespace penstock

@@ -1,0 +1,59 @@
+"""Qwen3-Next: delta nets, gated attention in every fourth layer, experts with a gated one beside them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from penstock.model import config_gguf, config_hf, hybrid, names
+from penstock.model.fields import Fields
+from penstock.model.spec import ModelSpec
+from penstock.model.tensor import Tensor
+
+SHARED = {
+    "shared.router": "mlp.shared_expert_gate",
+    "shared.gate": "mlp.shared_expert.gate_proj",
+    "shared.up": "mlp.shared_expert.up_proj",
+    "shared.down": "mlp.shared_expert.down_proj",
+}
+HUGGING_FACE = names.HUGGING_FACE.but(
+    q_norm="self_attn.q_norm",
+    k_norm="self_attn.k_norm",
+    delta_qkvz="linear_attn.in_proj_qkvz",
+    delta_ba="linear_attn.in_proj_ba",
+    conv="linear_attn.conv1d",
+    decay_log="linear_attn.A_log",
+    dt="linear_attn.dt_bias",
+    delta_norm="linear_attn.norm",
+    delta_o="linear_attn.out_proj",
+    **names.EXPERTS | SHARED,
+)._replace(ignored=re.compile(r"mtp\..+"))
+GGUF = names.GGUF.but(
+    mlp_norm="post_attention_norm",
+    q_norm="attn_q_norm",
+    k_norm="attn_k_norm",
+    delta_qkvz="ssm_in",  # older files
+    delta_qkv="attn_qkv",
+    delta_z="attn_gate",
+    delta_ba="ssm_ba",
+    conv="ssm_conv1d",
+    decay="ssm_a",
+    dt="ssm_dt.bias",
+    delta_norm="ssm_norm",
+    delta_o="ssm_out",
+    **{"shared.router": "ffn_gate_inp_shexp"},
+)
+build = hybrid.build
+
+
+def read_hf(config: Fields) -> ModelSpec:
+    config.require("use_sliding_window", (False,), False)
+    spec = hybrid.read_hf(config, config_hf.read_decoder(config, "qwen3next", partial=True))
+    return hybrid.read_experts(config, spec, config.flag("norm_topk_prob", True))
+
+
+def read_gguf(config: Fields, tensors: Mapping[str, Tensor]) -> ModelSpec:
+    spec = config_gguf.read_decoder(
+        config, tensors, "qwen3next", interleaved=False, partial=True, keys=hybrid.GGUF_KEYS, experts=True
+    )
+    return hybrid.read_gguf_experts(config, hybrid.read_gguf(config, spec, tiled=False))

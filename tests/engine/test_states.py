@@ -1,0 +1,120 @@
+"""Hybrid models through the engine: whatever is reused, preempted or computed beside them, sequences answer as if
+alone, and what was reused is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.backend.cpu import CpuBackend
+from penstock.backend.ref import RefBackend
+from penstock.config import Config
+from penstock.core import check
+from penstock.engine.build import build_engine
+from penstock.engine.engine import Engine
+from penstock.engine.plan import all_states, plan_memory
+from penstock.model.load import load_model, open_checkpoint
+from penstock.types import Event, Finished, Limits, Request, SamplingParams, Tokens
+
+GOLDENS = Path(__file__).parents[1] / "models" / "goldens"
+NAMES = ("qwen35", "qwen35moe", "qwen3next")
+LIMITS = Limits(max_len=64, max_rows=4, max_tokens=24, block_size=4, num_blocks=64, vocab=48, states=8)
+BACKENDS: dict[str, Callable[[], Any]] = {"ref": RefBackend, "cpu": lambda: CpuBackend(2, kv="f32")}
+GREEDY = SamplingParams(temperature=0)
+RNG = np.random.default_rng(7)
+SYSTEM = tuple(RNG.integers(48, size=22).tolist())
+
+
+@pytest.fixture(params=[(name, kind) for name in NAMES for kind in BACKENDS], ids=lambda param: "-".join(param))
+def fresh(request: pytest.FixtureRequest) -> Callable[..., Engine]:
+    """Makes engines that have computed nothing yet."""
+    name, kind = request.param
+
+    def make(depth: int = 0, **changes: int) -> Engine:
+        backend = BACKENDS[kind]()
+        backend.load(load_model(open_checkpoint(GOLDENS / name), backend))
+        limits = LIMITS._replace(**changes)
+        backend.reserve_kv(limits.num_blocks, limits.block_size, all_states(limits))
+        return Engine(backend, limits, depth=depth)
+
+    return make
+
+
+def answers(engine: Engine, *prompts: tuple[int, ...], count: int = 12) -> tuple[list[list[int]], list[int]]:
+    """What follows each prompt, and how much of it was reused."""
+    first = engine.stats().steps * 100
+    for id, prompt in enumerate(prompts, first):
+        engine.add(Request(id, prompt, GREEDY, count))
+    said: dict[int, list[int]] = {}
+    reused: dict[int, int] = {}
+    while not engine.idle:
+        for event in engine.step():
+            note(event, said, reused)
+        check(engine._scheduler)
+    return [said[first + i] for i in range(len(prompts))], [reused[first + i] for i in range(len(prompts))]
+
+
+def note(event: Event, said: dict[int, list[int]], reused: dict[int, int]) -> None:
+    if isinstance(event, Tokens):
+        said.setdefault(event.seq, []).extend(event.tokens)
+    else:
+        assert isinstance(event, Finished), event
+        assert event.report is not None
+        reused[event.seq] = event.report.cached
+
+
+def test_the_next_turn_computes_what_follows_the_saved_state(fresh: Callable[..., Engine]) -> None:
+    engine = fresh()
+    (first,), reused = answers(engine, SYSTEM)
+    assert reused == [0]
+    turn = (*SYSTEM, *first, 3, 1, 4, 1, 5)
+    computed = engine.stats().computed_tokens
+    said, reused = answers(engine, turn)
+    assert reused == [32]  # the answer's state was saved after 32 tokens of all
+    assert engine.stats().computed_tokens - computed == len(turn) - 32 + len(said[0]) - 1
+    assert said == answers(fresh(), turn)[0]
+
+
+def test_a_system_prompt_is_computed_once(fresh: Callable[..., Engine]) -> None:
+    prompts = [(*SYSTEM, i, i + 1) for i in range(4)]
+    engine = fresh()
+    said, reused = answers(engine, *prompts)
+    assert sorted(reused) == [0, 20, 20, 20]
+    assert engine.stats().cached_tokens == 60
+    assert said == [answers(fresh(), prompt)[0][0] for prompt in prompts]
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_preempted_and_crowded_they_answer_as_if_alone(fresh: Callable[..., Engine], depth: int) -> None:
+    prompts = [SYSTEM[: 5 + 3 * i] for i in range(5)]
+    engine = fresh(depth, num_blocks=16, states=2)
+    said, _ = answers(engine, *prompts, count=30)
+    assert engine.stats().preemptions > 0
+    assert said == [answers(fresh(), prompt, count=30)[0][0] for prompt in prompts]
+
+
+def test_a_config_leaves_room_for_states() -> None:
+    checkpoint = open_checkpoint(GOLDENS / "qwen35")
+    has = RefBackend().footprint(checkpoint.spec, checkpoint.tensors.values())
+    assert has.state == checkpoint.spec.state_bytes > 0
+    config = Config(model="m", device="ref", max_rows=8, max_tokens=16, block_size=4)
+    plan = plan_memory(config, checkpoint.spec, has._replace(free=10**6, weights=0, reserve=0))
+    assert plan.cache + plan.states <= 10**6
+    assert plan.limits.states >= plan.limits.max_rows
+    assert any("rows and" in line and "saved" in line for line in plan.lines())
+    short = plan_memory(config, checkpoint.spec, has._replace(free=10 * has.state, weights=0, reserve=0))
+    assert (short.limits.max_rows, short.limits.states) == (2, 3)
+    assert any("2 rows in a step, not 8" in line for line in short.lines())
+
+
+def test_an_engine_of_a_config_has_states() -> None:
+    checkpoint = open_checkpoint(GOLDENS / "qwen35")
+    config = Config(model=str(checkpoint.path), device="cpu", threads=2, kv_memory=1 << 20, max_rows=4)
+    engine = build_engine(config, checkpoint)
+    assert engine.limits.states > 0
+    assert answers(engine, SYSTEM)[1] == [0]
+    assert answers(engine, (*SYSTEM, 1))[1] == [16]
