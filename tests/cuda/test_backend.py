@@ -46,7 +46,7 @@ def expected(name: str) -> tuple[list[int], np.ndarray]:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.op}: {case.name}")
 def test_op_follows_the_reference(case: Case, dtype: torch.dtype) -> None:
     wanted = run(case.make(np.random.default_rng(9)), RefBackend())
-    got = run(case.make(np.random.default_rng(9)), backend_of(dtype))
+    got = run(case.make(np.random.default_rng(9)), backend_of(dtype, max_tokens=2048))
     assert max(map(difference, got, wanted)) <= PRECISIONS[dtype]
 
 
@@ -65,7 +65,7 @@ def test_whole_prompt_in_sixteen_bits() -> None:
     backend = loaded("llama3", backend_of(HALF))
     backend.reserve_kv(64, BLOCK_SIZE, SLOTS)
     got = backend.logits(greedy_batch([Chunk(tokens, 0, range(64))]))
-    assert difference(got, logits) < 5e-2
+    assert difference(got, logits) < 8e-2  # transformers itself is 9e-2 off when it computes it in BF16
     assert (got.argmax(1) == logits.argmax(1)).mean() > 0.8
 
 

