@@ -26,6 +26,8 @@ def random_blocks(name: str, rows: int, width: int) -> Any:
             at = layout.fields[field][1]
             size = torch.rand(blocks.shape[:2], device=DEVICE) * 1e-3 + 1e-4
             blocks[..., at : at + 2] = size.half()[..., None].view(torch.uint8)
+    if "e" in layout.fields:
+        blocks[..., layout.fields["e"][1]] = 118  # an exponent
     return blocks
 
 
