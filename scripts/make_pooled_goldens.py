@@ -33,7 +33,7 @@ def main(gguf: Path) -> None:
 
 def pooled(name: str, model: PreTrainedModel, tokens: np.ndarray) -> dict[str, np.ndarray]:
     with torch.no_grad():
-        states = model.eval().model(torch.tensor(tokens)[None].long()).last_hidden_state[0]
+        states = model.eval().base_model(torch.tensor(tokens)[None].long()).last_hidden_state[0]
     return {f"{name}.mean": states.mean(0).numpy(), f"{name}.last": states[-1].numpy()}
 
 

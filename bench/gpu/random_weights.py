@@ -48,7 +48,7 @@ class RandomWeights:
         self._workspace = workspace
         self._kind = kind
 
-    def vector(self, name: str, size: int) -> Any:
+    def vector(self, name: str, size: int, plus: float = 0.0) -> Any:
         return torch.ones(size, device=DEVICE)
 
     def matrix(self, *parts: tuple[str, int], width: int) -> Any:

@@ -14,6 +14,7 @@ from penstock.backend.cpu import CpuBackend
 from penstock.backend.fake import FakeBackend, pooled
 from penstock.backend.ref import RefBackend
 from penstock.engine.engine import Engine
+from penstock.engine.plan import all_states
 from penstock.model.load import load_model, open_checkpoint
 from penstock.types import Event, Finished, Limits, Request, SamplingParams, Tokens
 
@@ -33,9 +34,10 @@ def golden(name: str) -> tuple[list[int], dict[str, np.ndarray]]:
 
 
 def engine_of(backend: Any, name: str, depth: int = 0, **changes: int) -> Engine:
-    backend.load(load_model(open_checkpoint(MODELS / "goldens" / name), backend))
-    limits = LIMITS._replace(**changes)
-    backend.reserve_kv(limits.num_blocks, limits.block_size)
+    checkpoint = open_checkpoint(MODELS / "goldens" / name)
+    backend.load(load_model(checkpoint, backend))
+    limits = LIMITS._replace(states=4 if checkpoint.spec.state_bytes else 0, **changes)
+    backend.reserve_kv(limits.num_blocks, limits.block_size, all_states(limits))
     return Engine(backend, limits, depth=depth)
 
 
