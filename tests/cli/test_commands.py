@@ -200,7 +200,8 @@ def test_plan(penstock: Penstock, reciter: Path) -> None:
     assert "KV cache" in err
 
 
-MACHINE = Machine(1e-5, 1e-6, 1e9, 1e9, dict.fromkeys(("F32", "Q8_0", "Q5_0", "Q4_1"), Roof(1e9, 1e10)))
+ROOF = Roof((1, 64), (1e-9, 1e-8))
+MACHINE = Machine(1e-5, 1e-6, 1e9, 1e9, dict.fromkeys(("F32", "Q8_0", "Q5_0", "Q4_1"), ROOF))
 
 
 def test_plan_tells_speeds_from_what_was_measured_once(penstock: Penstock, reciter: Path, own_store: Path) -> None:
@@ -208,7 +209,7 @@ def test_plan_tells_speeds_from_what_was_measured_once(penstock: Penstock, recit
 
     def measure(config: Config, kinds: list[str], known: Machine | None, tell: Callable[[str], None]) -> Machine:
         measured.append(kinds)
-        return MACHINE._replace(roofs=dict.fromkeys([*kinds, *(known.roofs if known else ())], Roof(1e9, 1e10)))
+        return MACHINE._replace(roofs=dict.fromkeys([*kinds, *(known.roofs if known else ())], ROOF))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("penstock.engine.probe.measure", measure)
@@ -290,7 +291,7 @@ def test_models_that_were_made_are_listed_and_come_with_a_word(
 
 def test_the_speed_of_an_encoder_is_that_of_embeddings(penstock: Penstock, monkeypatch: pytest.MonkeyPatch) -> None:
     def measure(config: Config, kinds: list[str], known: Machine | None, tell: Callable[[str], None]) -> Machine:
-        return MACHINE._replace(roofs=dict.fromkeys([*kinds, *(known.roofs if known else ())], Roof(1e9, 1e10)))
+        return MACHINE._replace(roofs=dict.fromkeys([*kinds, *(known.roofs if known else ())], ROOF))
 
     monkeypatch.setattr("penstock.engine.probe.measure", measure)
     bert = Path(__file__).parents[1] / "models" / "encoders" / "bert"

@@ -26,8 +26,9 @@ from penstock.engine.roofline import (
 from penstock.model.load import Checkpoint
 from penstock.model.spec import AttentionSpec, ExpertSpec, ModelSpec, RopeSpec
 
-MACHINE = Machine(step=1.0, layer=0.5, cache=10.0, scores=100.0, roofs={"Q8_0": Roof(10.0, 1000.0)})
-LOADS = (Load("Q8_0", bytes=100.0, products=100.0), Load("Q8_0", bytes=50.0, products=50.0, sampled=True))
+ROOF = Roof((1, 11, 100), (0.1, 0.1, 1.0))
+MACHINE = Machine(step=1.0, layer=0.5, cache=10.0, scores=100.0, roofs={"Q8_0": ROOF})
+LOADS = (Load("Q8_0", weights=100), Load("Q8_0", weights=50, sampled=True))
 DEMAND = Demand(LOADS, kv_token=4, windows=(0, 8), q_width=3)
 
 
@@ -38,12 +39,15 @@ def test_one_row_reads_all_weights() -> None:
 
 def test_many_rows_multiply_longer_than_they_read() -> None:
     no_context = DEMAND._replace(kv_token=0)
-    assert decode_time(MACHINE, no_context, rows=100, context=20) == pytest.approx(1 + 100 * 150 / 1000)
-    assert decode_time(MACHINE, no_context, rows=50, context=20) == pytest.approx(1 + 15)
+    assert decode_time(MACHINE, no_context, rows=100, context=20) == pytest.approx(1 + 150)
+    assert decode_time(MACHINE, no_context, rows=5, context=20) == pytest.approx(1 + 15)
+    assert decode_time(MACHINE, no_context, rows=300, context=20) == pytest.approx(1 + 3 * 150)
+    between = 0.1 + 0.9 * (50 - 11) / (100 - 11)
+    assert decode_time(MACHINE, no_context, rows=50, context=20) == pytest.approx(1 + between * 150)
 
 
 def test_a_prompt_takes_steps_and_only_its_end_is_sampled() -> None:
-    products = 2 * 400 * 100 / 1000 + 200 * 100 / 1000 + 5
+    products = (2 * 4.0 + 2.0) * 100 + 0.1 * 50
     scores = 2 * 3 * (pairs_seen(1000, 0) + pairs_seen(1000, 8)) / 100
     assert prefill_time(MACHINE, DEMAND, tokens=1000, longest=400) == pytest.approx(1 + 3 * 1 + products + scores)
 
@@ -64,11 +68,11 @@ def test_pairs(tokens: int, window: int) -> None:
 
 
 def test_experts_are_read_as_far_as_rows_need_them() -> None:
-    quarter = Demand((Load("Q8_0", 100.0, 100.0, share=0.25),), kv_token=0, windows=(0,), q_width=1)
+    quarter = Demand((Load("Q8_0", 100, share=0.25),), kv_token=0, windows=(0,), q_width=1)
     fixed = 0.5
     assert decode_time(MACHINE, quarter, 1, 1) == pytest.approx(fixed + 2.5)
     assert decode_time(MACHINE, quarter, 2, 1) == pytest.approx(fixed + 10 * (1 - 0.75**2))
-    assert decode_time(MACHINE, quarter, 1000, 1) == pytest.approx(fixed + 1000 * 25 / 1000)
+    assert decode_time(MACHINE, quarter, 800, 1) == pytest.approx(fixed + 100 * 2.0)  # 200 rows for each
 
 
 # -- of a model ---------------------------------------------------------------------------------------------------
@@ -88,7 +92,7 @@ def checkpoint(tied: bool, format: str = "F16") -> Checkpoint:
 def test_what_is_multiplied_with_counts_and_the_head_for_sampled_rows(tied: bool) -> None:
     one = checkpoint(tied)
     demand = demand_of(one.spec, one.tensors, lambda tensor: Held("fp8", 8), kv_token=7)
-    assert set(demand.loads) == {Load("fp8", 4096, 4096), Load("fp8", 6144, 6144, sampled=True)}
+    assert set(demand.loads) == {Load("fp8", 4096), Load("fp8", 6144, sampled=True)}
     assert (demand.kv_token, demand.windows, demand.q_width, demand.kinds) == (7, (0,), 64, ["fp8"])
 
 
@@ -97,7 +101,7 @@ def test_a_row_needs_some_of_the_experts() -> None:
     tensors = {f"layers.0.experts.{i}.up": one.tensors["layers.0.q"] for i in range(4)}
     spec = replace(one.spec, experts=ExpertSpec(count=4, chosen=1, hidden=64))
     demand = demand_of(spec, tensors, Held.as_it_is, kv_token=7)
-    assert demand.loads == (Load("F16", 4 * 8192, 4 * 4096, share=0.25),)
+    assert demand.loads == (Load("F16", 4 * 4096, share=0.25),)
 
 
 def test_the_outlook_of_plain_weights_tells_of_all_that_they_could_become(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,14 +110,14 @@ def test_the_outlook_of_plain_weights_tells_of_all_that_they_could_become(monkey
 
     def rates(config: Config, name: str, kinds: list[str]) -> Machine:
         asked.append(kinds)
-        return MACHINE._replace(roofs={"F32": Roof(1e6, 1e9)})
+        return MACHINE._replace(roofs={"F32": Roof((1, 64), (1e-6, 2e-6))})
 
     config = Config(model="one", device="ref")
     both = list(outlooks(config, checkpoint(tied=True), 100, rates))
     assert asked == [["F32"], ["F32"]]
     assert both[0].speed is not None
     assert both[0].speed.together.keys() == {1, 8, 32, 64}
-    assert both[0].speed.alone == pytest.approx(1 / (0.5 + 4 * 10240 / 1e6 + 128 * 256 / 10), rel=1e-3)
+    assert both[0].speed.alone == pytest.approx(1 / (0.5 + 10240 / 1e6 + 128 * 256 / 10), rel=1e-3)
     assert len(list(outlooks(config, checkpoint(tied=True, format="Q8_0"), 100, rates))) == 1
 
 
@@ -128,7 +132,7 @@ def test_what_does_not_fit_has_no_speed() -> None:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = probe.Sizes(probe.Shape(256, 256, 4, 2, 64), probe.Shape(64, 64, 1, 1, 64), 1 << 18, 64)
+    sizes = probe.Sizes(probe.Shape(256, 256, 4, 2, 64), probe.Shape(64, 64, 1, 1, 64), 1 << 18, 64, (1, 4))
     monkeypatch.setattr(probe, "SIZES", {"cpu": sizes})
 
 
@@ -140,7 +144,8 @@ def test_a_machine_is_measured_once_and_added_to() -> None:
     assert told == ["steps and layers", "attention", "products with Q8_0"]
     assert machine.step >= 0
     assert machine.layer >= 0
-    assert min(machine.cache, machine.scores, *machine.roofs["Q8_0"]) > 0
+    assert min(machine.cache, machine.scores, *machine.roofs["Q8_0"].seconds) > 0
+    assert machine.roofs["Q8_0"].rows == (1, 4, 64)
     more = probe.measure(config, ["F16"], machine, told.append)
     assert told[3:] == ["products with F16"]
     assert more.roofs.keys() == {"Q8_0", "F16"}

@@ -60,7 +60,8 @@ backend.load(load_model(checkpoint, backend))
 done.set()
 watcher.join()
 packed = backend.footprint(checkpoint.spec, checkpoint.tensors.values()).weights
-print(most - before, held() - before, packed)
+left = held()
+print(max(most, left) - before, left - before, packed)
 """
 
 
@@ -109,4 +110,4 @@ def test_no_second_copy_is_held(tmp_path: Path, make: Any, config: Any) -> None:
     most, held, packed = map(int, told.stdout.split())
     assert packed > 45 << 20
     assert most - packed < 24 << 20  # what is made of one weight, and threads' own
-    assert most >= held > 0.9 * packed
+    assert held > 0.9 * packed

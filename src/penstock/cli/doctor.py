@@ -142,10 +142,10 @@ def _speed(again: bool) -> tuple[str, str]:
     machine = measured(config, open_backend(config).name, COMMON[config.device], again)
     assert machine  # of a device that is settled on
     roofs = [
-        f"{kind} {roof.bytes / 1e9:,.3g} GB/s, {2 * roof.products / 1e12:,.3g} Tflop/s"
+        f"{kind} {1e-9 / roof.seconds[0]:,.3g} and {1e-9 * roof.rows[-1] / roof.seconds[-1]:,.4g}"
         for kind, roof in machine.roofs.items()
     ]
-    return "ok", f"weights are read, and multiplied for prompts: {'; '.join(roofs)}"
+    return "ok", f"billions of weights a second, for one row and for all of a prompt: {', '.join(roofs)}"
 
 
 CHECKS = (_python, _cpu, _cores, _memory, _disk, _native_backend, _pip, _store, _default_model)

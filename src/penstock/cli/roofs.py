@@ -95,7 +95,7 @@ def _read(key: str) -> Machine | None:
     if key not in (machines := _read_all()):
         return None
     fields = machines[key]
-    return Machine(**fields | {"roofs": {kind: Roof(*roof) for kind, roof in fields["roofs"].items()}})
+    return Machine(**fields | {"roofs": {kind: Roof(*map(tuple, roof)) for kind, roof in fields["roofs"].items()}})
 
 
 def _write(key: str, machine: Machine) -> None:

@@ -51,11 +51,12 @@ class Sizes(NamedTuple):
     small: Shape  # nothing but what every layer costs
     bytes: int
     tokens: int  # of a prompt
+    rows: tuple[int, ...]  # that answer at once
 
 
 SIZES = {
-    "cpu": Sizes(Shape(1024, 2816, 16, 4, 64), Shape(64, 64, 1, 1, 64), 160 << 20, 256),
-    "cuda": Sizes(Shape(4096, 14336, 32, 8, 128), Shape(256, 256, 2, 1, 128), 1 << 30, 2048),
+    "cpu": Sizes(Shape(1024, 2816, 16, 4, 64), Shape(64, 64, 1, 1, 64), 160 << 20, 256, (1, 8, 32)),
+    "cuda": Sizes(Shape(4096, 14336, 32, 8, 128), Shape(256, 256, 2, 1, 128), 1 << 30, 2048, (1, 8, 32, 128)),
 }
 
 
@@ -105,14 +106,12 @@ def roof_of(config: Config, sizes: Sizes, kind: str, machine: Machine) -> Roof:
     values = sum(prod(size) for size in matrices(shape).values())
     size = values * FORMATS[format].bytes / FORMATS[format].values
     layers = max(ceil(sizes.bytes / size), 2)
-    with opened(config, shape, format, layers) as backend:
-        one, many = backend.time_step(one_token(1), TIMES), backend.time_step(prompt_of(sizes.tokens), 3)
-        held = values * backend.held(random_tensor(np.random.default_rng(), format, 1, 256)).bits / 8
-    fixed = layers * machine.layer
     scores = sizes.tokens**2 * shape.heads * shape.head_dim * layers / machine.scores
-    return Roof(
-        layers * held / above_zero(one - fixed), layers * values * sizes.tokens / above_zero(many - fixed - scores)
-    )
+    with opened(config, shape, format, layers) as backend:
+        times = [backend.time_step(one_token(1, rows), TIMES) for rows in sizes.rows]
+        times.append(backend.time_step(prompt_of(sizes.tokens), 3) - scores)
+    fixed = layers * machine.layer
+    return Roof((*sizes.rows, sizes.tokens), tuple(above_zero(time - fixed) / (layers * values) for time in times))
 
 
 def above_zero(seconds: float) -> float:

@@ -1,13 +1,17 @@
 """How long steps will take: what a model asks of a machine over what that machine was measured to give (probe.py).
 
-A product reads its weights and multiplies them: for a few rows the reading takes its time, for many the multiplying.
+A product reads its weights and multiplies them: for a few rows the reading takes its time, for many the multiplying,
+and between them kernels differ. So products are measured for some numbers of rows; others lie between them.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from typing import NamedTuple
+
+import numpy as np
 
 from penstock.backend.base import Held
 from penstock.model.spec import ModelSpec
@@ -17,8 +21,14 @@ from penstock.model.tensor import Tensor
 class Roof(NamedTuple):
     """Of products with weights that are held alike."""
 
-    bytes: float  # of weights in a second, for one row
-    products: float  # multiply-adds in a second, for many rows
+    rows: tuple[int, ...]  # 1 and more
+    seconds: tuple[float, ...]  # of a step with so many rows, for each weight
+
+    def time(self, rows: float) -> float:
+        """Beyond what was measured it grows as rows do."""
+        if rows > self.rows[-1]:
+            return rows / self.rows[-1] * self.seconds[-1]
+        return float(np.interp(rows, self.rows, self.seconds))
 
 
 class Machine(NamedTuple):
@@ -35,8 +45,7 @@ class Load(NamedTuple):
     """Weights that are held and used alike."""
 
     kind: str
-    bytes: float
-    products: float  # of one row
+    weights: int
     share: float = 1.0  # of them that one row needs: experts
     sampled: bool = False  # for rows whose logits are wanted, not for every token
 
@@ -63,13 +72,10 @@ class Demand(NamedTuple):
 
 def demand_of(spec: ModelSpec, tensors: Mapping[str, Tensor], held: Callable[[Tensor], Held], kv_token: int) -> Demand:
     """`tensors` by canonical name."""
-    sums: dict[tuple[str, float, bool], tuple[float, float]] = {}
+    sums: Counter[tuple[str, float, bool]] = Counter()
     for name, share, sampled in used(spec, tensors):
-        tensor = tensors[name]
-        key = held(tensor).kind, share, sampled
-        size, products = sums.get(key, (0.0, 0.0))
-        sums[key] = size + held(tensor).bytes(tensor), products + prod(tensor.shape)
-    loads = tuple(Load(kind, *sums[kind, share, last], share, last) for kind, share, last in sums)
+        sums[held(tensors[name]).kind, share, sampled] += prod(tensors[name].shape)
+    loads = tuple(Load(kind, count, share, sampled) for (kind, share, sampled), count in sums.items())
     windows = tuple(spec.attention(layer).window for layer in range(spec.layers) if layer not in spec.recurrent)
     states = len(spec.recurrent), spec.state_bytes
     return Demand(loads, kv_token, windows, spec.attn.q_width, spec.attn.causal, *states)
@@ -90,8 +96,10 @@ def products_time(machine: Machine, demand: Demand, tokens: int, sampled: int) -
 
 
 def load_time(roof: Roof, load: Load, rows: int) -> float:
-    needed = 1 - (1 - load.share) ** rows  # at least one of the rows needs it
-    return max(needed * load.bytes / roof.bytes, rows * load.share * load.products / roof.products)
+    if not rows:
+        return 0.0
+    needed = 1 - (1 - load.share) ** rows  # of the weights: at least one of the rows needs them
+    return needed * load.weights * roof.time(rows * load.share / needed)
 
 
 def decode_time(machine: Machine, demand: Demand, rows: int, context: int) -> float:
