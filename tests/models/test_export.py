@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
 import pytest
 
 from penstock.backend.cpu.quantize import quantize
-from penstock.errors import ConfigError, ModelError, UnsupportedModel
+from penstock.errors import ConfigError, MalformedFile, ModelError, UnsupportedModel
 from penstock.model.export import Export, export
+from penstock.model.fields import Fields
 from penstock.model.gguf import read_gguf
-from penstock.model.load import open_checkpoint
+from penstock.model.load import CONFIG, open_checkpoint
 from penstock.model.quant import dequantize
-from penstock.model.tensor import Format, Tensor
-from penstock.model.to_gguf import OWN, difference
+from penstock.model.tensor import Format, Tensor, some_rows
+from penstock.model.to_gguf import OWN, config_keys, difference
 from penstock.model.write_gguf import encoded, write_gguf
 
 GOLDENS = Path(__file__).parent / "goldens"
+ENCODERS = Path(__file__).parent / "encoders"
 NAMES = sorted(folder.name for folder in GOLDENS.iterdir())
 WRITTEN = [name for name in NAMES if open_checkpoint(GOLDENS / name).spec.arch in OWN]
 
@@ -41,9 +46,12 @@ def no_text(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", WRITTEN)
 def test_the_file_says_what_the_folder_says(name: str, tmp_path: Path) -> None:
-    path = written(tmp_path / "model.gguf", export(GOLDENS / name, "f32", encode))
-    made, expected = read_gguf(path), read_gguf(GOLDENS / name / "model.gguf")
-    wanted, found = open_checkpoint(GOLDENS / name / "model.gguf"), open_checkpoint(path)
+    check_alike(written(tmp_path / "model.gguf", export(GOLDENS / name, "f32", encode)), GOLDENS / name / "model.gguf")
+
+
+def check_alike(path: Path, golden: Path) -> None:
+    made, expected = read_gguf(path), read_gguf(golden)
+    wanted, found = open_checkpoint(golden), open_checkpoint(path)
     assert not difference(wanted.spec, found.spec)
     unused = f"blk.{wanted.spec.layers}."
     assert made.tensors.keys() == {name for name in expected.tensors if not name.startswith(unused)}
@@ -54,10 +62,57 @@ def test_the_file_says_what_the_folder_says(name: str, tmp_path: Path) -> None:
     said = {key: value for key, value in expected.metadata.items() if key != "general.name"}
     if wanted.spec.unused_layers:  # which are not written
         said = {key: value for key, value in said.items() if not key.endswith(("block_count", "nextn_predict_layers"))}
-    texts = {key: value for key, value in said.items() if isinstance(value, str)}
+    texts = {key: value for key, value in said.items() if isinstance(value, str | list)}
     numbers = {key: value for key, value in said.items() if key not in texts}
     assert {key: made.metadata[key] for key in texts} == texts
     assert {key: made.metadata[key] for key in numbers} == pytest.approx(numbers, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["bert", "nomic"])
+def test_encoders(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And their tokenizers."""
+    monkeypatch.undo()
+    folder = tmp_path / name
+    shutil.copytree(ENCODERS / name, folder, ignore=shutil.ignore_patterns("sentence_bert_config.json"))
+    check_alike(written(tmp_path / "model.gguf", export(folder, "f32", encode)), ENCODERS / name / "model.gguf")
+
+
+@pytest.mark.parametrize("name", ["bert", "roberta"])
+def test_positions_that_an_encoder_uses(name: str, tmp_path: Path) -> None:
+    """As many as texts are long at most, and the first of them is the first row."""
+    folder = open_checkpoint(ENCODERS / name)
+    found = open_checkpoint(written(tmp_path / "model.gguf", export(ENCODERS / name, "f32", encode)))
+    first = folder.spec.first_position
+    rows = dequantize(folder.tensors["positions"])[first : first + 50]
+    assert np.array_equal(dequantize(found.tensors["positions"]), rows)
+    assert (found.spec.max_len, found.spec.pooling) == (50, folder.spec.pooling)
+
+
+def test_attention_in_odd_layers_is_refused() -> None:
+    checkpoint = open_checkpoint(GOLDENS / "qwen35")
+    odd = replace(checkpoint.spec, recurrent=frozenset((1, 2)))
+    with pytest.raises(UnsupportedModel, match=r"a GGUF file of qwen35 cannot say .* recurrent is"):
+        config_keys(Fields(checkpoint.metadata, CONFIG), odd, {"token_embd.weight": checkpoint.tensors["embed"]})
+
+
+def test_shapes_are_checked_first(folder_with: Callable[..., Path]) -> None:
+    def shortened(tensors: dict[str, Tensor]) -> None:
+        name = "model.layers.0.linear_attn.in_proj_qkvz.weight"
+        tensors[name] = some_rows(tensors[name], 0, 90)
+
+    with pytest.raises(MalformedFile, match=r"in_proj_qkvz.* needs \(96, 32\)"):
+        export(folder_with("qwen3next", tensors=shortened), "q8_0", encode)
+
+
+def test_sections_of_the_rope_are_kept(folder_with: Callable[..., Path], tmp_path: Path) -> None:
+    def sections(config: dict[str, Any]) -> None:
+        config["rope_parameters"] |= {"mrope_interleaved": True, "mrope_section": [0, 1, 1]}
+        text = {key: config.pop(key) for key in [*config] if key != "architectures"}
+        config |= {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": text}
+        config["tie_word_embeddings"] = True
+
+    path = written(tmp_path / "model.gguf", export(folder_with("qwen35", sections), "f32", encode))
+    assert read_gguf(path).metadata["qwen35.rope.dimension_sections"] == [0, 1, 1, 0]
 
 
 def test_families_without_words_for_it_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

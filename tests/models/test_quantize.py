@@ -171,7 +171,7 @@ def test_a_model_is_quantized_while_it_is_loaded(goldens: Path, to: str, caplog:
 
 def logits_of(backend: CpuBackend | RefBackend, checkpoint: Checkpoint) -> np.ndarray:
     backend.load(load_model(checkpoint, backend))
-    backend.reserve_kv(8, 4)
+    backend.reserve_kv(8, 4, 1)
     return backend.logits(greedy_batch([Chunk(list(range(16)), 0, range(4))]))
 
 
@@ -183,6 +183,26 @@ def test_cpu_and_reference_compute_with_the_same_weights(goldens: Path) -> None:
     reach = np.abs(expected).max()
     assert np.abs(found - expected).max() < 0.05 * reach
     assert np.abs(found - expected).mean() < 0.3 * np.abs(plain - expected).mean()
+
+
+@pytest.mark.parametrize("name", ["qwen3next", "qwen35", "qwen35moe"])
+@pytest.mark.parametrize("file", ["", "model.gguf"])
+def test_all_large_weights_are_quantized(goldens: Path, name: str, file: str) -> None:
+    loaded = quantized(open_checkpoint(goldens / name / file), config_of(goldens / name, "q8_0"))
+    matrices = {name: t.format.name for name, t in loaded.tensors.items() if len(t.shape) > 1 and t.shape[-1] % 32 == 0}
+    plain = {name.rpartition(".")[2] for name, kind in matrices.items() if kind != "Q8_0"}
+    assert plain <= {"router"}
+    assert "Q8_0" in matrices.values()
+
+
+@pytest.mark.parametrize("name", ["qwen3next", "qwen35", "qwen35moe"])
+def test_delta_nets_compute_with_quantized_weights(goldens: Path, name: str) -> None:
+    checkpoint = open_checkpoint(goldens / name)
+    loaded = quantized(checkpoint, config_of(goldens / name, "q4_k"))
+    assert loaded.tensors["layers.0.delta_o"].format.name == "Q5_0"
+    plain, expected = logits_of(RefBackend(), checkpoint), logits_of(RefBackend(), loaded)
+    found = logits_of(CpuBackend(2), loaded)
+    assert np.abs(found - expected).mean() < 0.4 * np.abs(plain - expected).mean()
 
 
 def test_quantized_weights_stay_as_they_are(smollm2: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -189,6 +189,19 @@ def test_a_folder_as_metadata_encodes_alike(kind, request):
     assert again.render_chat(messages) == Text.from_folder(folder).render_chat(messages)
 
 
+def test_what_closes_texts_is_kept(byte_level_folder):
+    path = byte_level_folder / "tokenizer.json"
+    library = tokenizers.Tokenizer.from_file(str(path))
+    library.add_special_tokens(["<|endoftext|>"])
+    end = ("<|endoftext|>", library.token_to_id("<|endoftext|>"))
+    library.post_processor = processors.TemplateProcessing(single="$A <|endoftext|>", special_tokens=[end])
+    library.save(str(path))
+    write(byte_level_folder, "tokenizer_config.json", {"eos_token": "<|im_end|>"})
+    metadata = text_keys(byte_level_folder, 100_000)
+    assert Text.from_gguf(metadata).encode_whole("Hi") == Text.from_folder(byte_level_folder).encode_whole("Hi")
+    assert metadata["tokenizer.ggml.eos_token_id"] == end[1]
+
+
 def test_templates_by_name_are_kept(byte_level_folder):
     named = [{"name": "default", "template": "d"}, {"name": "tool_use", "template": "{{ tools }}"}]
     write(byte_level_folder, "tokenizer_config.json", {"chat_template": named, "eos_token": "<|im_end|>"})

@@ -9,9 +9,10 @@ import pytest
 import tokenizers
 from tokenizers import processors
 
-from penstock.errors import MalformedFile
+from penstock.errors import MalformedFile, UnsupportedModel
 from penstock.text import Text
 from penstock.text.embedding import cut
+from penstock.text.export import text_keys
 from penstock.text.wordpiece import SPECIAL, wordpiece
 
 WORDS = ("the", "river", "##s", "run", "##ning", "un", "##der", "u", "caf", "##e", "##é", "!", ",", "漢", "字", "#")
@@ -117,6 +118,21 @@ def test_what_closes_a_text_is_put_after_whole_ones_alone(tmp_path: Path):
     library.save(str(tmp_path / "tokenizer.json"))
     text = Text.from_folder(tmp_path)
     assert (text.encode_prompt("the"), text.encode_whole("the")) == ([IDS["the"]], [IDS["the"], SEP])
+
+
+def test_a_folder_as_metadata_encodes_alike(tmp_path: Path):
+    folder = save_json(tmp_path)
+    metadata = text_keys(tmp_path, len(VOCAB) + 1)
+    assert metadata["tokenizer.ggml.tokens"] == [*METADATA["tokenizer.ggml.tokens"], f"[PAD{len(VOCAB)}]"]
+    assert metadata.items() >= {key: value for key, value in METADATA.items() if not isinstance(value, list)}.items()
+    for given in TEXTS:
+        assert Text.from_gguf(metadata).encode_whole(given) == folder.encode_whole(given)
+
+
+def test_case_that_metadata_cannot_tell_of_is_refused(tmp_path: Path):
+    save_vocab(tmp_path, do_lower_case=True, strip_accents=False, tokenize_chinese_chars=False)
+    with pytest.raises(UnsupportedModel, match="would encode text differently"):
+        text_keys(tmp_path, len(VOCAB))
 
 
 def test_a_text_is_cut_before_what_closes_it():

@@ -17,7 +17,8 @@ from penstock.errors import ConfigError, UnsupportedModel
 from penstock.model import names
 from penstock.model.fields import Fields
 from penstock.model.gguf_parts import read_parts
-from penstock.model.load import CONFIG, METADATA, Checkpoint, open_checkpoint
+from penstock.model.layout import laid_out
+from penstock.model.load import CONFIG, METADATA, Checkpoint, load_model, open_checkpoint
 from penstock.model.quant import dequantize
 from penstock.model.recode import PARTS, Choice, Encode, choose
 from penstock.model.registry import family, family_of_gguf
@@ -34,6 +35,7 @@ TARGETS = tuple(name.lower() for name in FILE_TYPES)
 FUSED = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
 APART = {"glm4": ("qkv",)}  # what a family's files may have in one tensor, and are written without
 DROPPED = ("general.alignment", "split.")  # keys about the file
+BARE = ("ssm_a",)  # what files have without a role in its name
 EXPERT = re.compile(r"(.*\bexperts\.)(\d+)\.(.+)")
 
 
@@ -42,6 +44,18 @@ class Export:
     keys: Mapping[str, bytes]
     sheets: tuple[Sheet, ...]
     notes: tuple[str, ...]
+
+
+class Unpacked:
+    """Keeps nothing of what it is given: the shapes of a model that is made of it were checked, and that is all."""
+
+    def pack_matrix(self, parts: Any, bias: Any) -> None: ...
+
+    def pack_vector(self, tensor: Tensor) -> None: ...
+
+    def pack_experts(self, up: Any, down: Any, choice_bias: Any) -> None: ...
+
+    def pack_heads(self, tensor: Tensor) -> None: ...
 
 
 class Part(NamedTuple):
@@ -97,6 +111,7 @@ def from_folder(checkpoint: Checkpoint, to: Format, encode: Encode, again: bool)
     from penstock.text.export import text_keys  # slow to import, and GGUF files need none of it
 
     spec, config = checkpoint.spec, Fields(checkpoint.metadata, CONFIG)
+    load_model(checkpoint, Unpacked())
     parts = parts_of(checkpoint)
     config_values, extra, found = config_keys(config, spec, {part.name: part.tensors[0] for part in parts.values()})
     values: dict[str, Any] = {
@@ -106,6 +121,8 @@ def from_folder(checkpoint: Checkpoint, to: Format, encode: Encode, again: bool)
         "general.quantization_version": 2,
         **text_keys(checkpoint.path, spec.vocab),
     }
+    if "types" in parts:
+        values["tokenizer.ggml.token_type_count"] = parts["types"].tensors[0].shape[0]
     if found.attn.rope.interleaved and not spec.attn.rope.interleaved:
         parts = {name: interleaved(name, part, spec) for name, part in parts.items()}
     firsts = {name: part.tensors[0] for name, part in parts.items()}
@@ -125,12 +142,12 @@ def parts_of(checkpoint: Checkpoint) -> dict[str, Part]:
     fused = [name for name in FUSED if name in theirs and name not in APART.get(spec.arch, ())]
     whole = {part: name for name in fused for part in FUSED[name]}
     gathered: dict[str, dict[int, Tensor]] = {}
-    for name, tensor in checkpoint.tensors.items():
+    for name, tensor in laid_out(checkpoint.tensors, spec).items():
         group, place = place_of(name, whole)
         gathered.setdefault(group, {})[place] = tensor
     parts = {}
     for name, tensors in gathered.items():
-        plus = spec.gain_offset if name.endswith("norm") else 0.0
+        plus = spec.gain_offset if name.endswith("norm") and not name.endswith(".delta_norm") else 0.0
         inner = tuple(tensors[place] for place in sorted(tensors))
         parts[name] = Part(file_name(name, theirs, spec.arch), inner, ".experts." in name, plus=plus)
     return parts
@@ -153,7 +170,7 @@ def file_name(name: str, theirs: Mapping[str, str], arch: str) -> str:
     part = stem[layer.end() :] if layer else stem
     if part not in theirs:
         raise UnsupportedModel(f"a GGUF file of {arch} has no place for {name!r}")
-    with_role = theirs[part] if theirs[part].endswith((".bias", ".weight")) else f"{theirs[part]}.{role}"
+    with_role = theirs[part] if theirs[part].endswith((".bias", ".weight", *BARE)) else f"{theirs[part]}.{role}"
     return f"blk.{layer[1]}.{with_role}" if layer else with_role
 
 

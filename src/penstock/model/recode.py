@@ -8,8 +8,10 @@ from typing import NamedTuple
 from penstock.model.tensor import FORMATS, PLAIN, Bytes, Format, Tensor, some_rows
 
 ENDS = ("embed", "head")
+SMALL = ("delta_ba", "delta_b", "delta_a")  # they decide what a state keeps
 PARTS = frozenset((*ENDS, "q", "k", "v", "o", "qkv", "gate", "up", "down", "gate_up"))
-FINER = dict.fromkeys(("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K"), "Q6_K")  # of the ends
+PARTS |= {*SMALL, "delta_qkvz", "delta_qkv", "delta_z", "delta_o"}
+FINER = dict.fromkeys(("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K"), "Q6_K")  # of the ends and of small ones
 NARROW = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}  # where rows are no multiple of 256
 
 Encode = Callable[[Tensor, Format], Tensor]
@@ -31,7 +33,7 @@ def choose(tensors: Mapping[str, Tensor], to: str, again: bool = False) -> Choic
         if tensor.format.name not in PLAIN and not again:
             notes[f"weights in {tensor.format.name} stay as they are: {to} is for plain ones"] = None
             continue
-        wanted = FINER.get(to, to) if part in ENDS else to
+        wanted = FINER.get(to, to) if part in (*ENDS, *SMALL) else to
         format = fitting(wanted, tensor.shape[-1])
         if format is None:
             notes[f"weights with rows of {tensor.shape[-1]} stay as they are: {to} needs multiples of 32"] = None

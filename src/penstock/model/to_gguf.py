@@ -23,8 +23,11 @@ Keys = dict[str, Any]
 Tensors = dict[str, Tensor]
 Own = Callable[[Fields, ModelSpec], Keys]
 
-UNSAID = ("arch", "biases", "gain_offset", "interleaved", "unused_layers")  # of files, or of their tensors alone
-ARCHITECTURES = {family: name for name, family in registry.GGUF.items()} | {"mixtral": "llama"}
+UNSAID = (  # of files, or of their tensors alone
+    *("arch", "biases", "gain_offset", "interleaved", "unused_layers"),
+    *("first_position", "tiled"),
+)
+ARCHITECTURES = {family: name for name, family in registry.GGUF.items()} | {"mixtral": "llama", "qwen35": "qwen35"}
 
 
 def config_keys(config: Fields, spec: ModelSpec, weights: Mapping[str, Tensor]) -> tuple[Keys, Tensors, ModelSpec]:
@@ -33,7 +36,9 @@ def config_keys(config: Fields, spec: ModelSpec, weights: Mapping[str, Tensor]) 
     own = OWN.get(spec.arch)
     if own is None:
         raise UnsupportedModel(f"the family {spec.arch} cannot be written as GGUF yet; {', '.join(OWN)} can")
-    arch = ARCHITECTURES[spec.arch]
+    arch = architecture(spec)
+    if "text_config" in config:
+        config = config.table("text_config")
     turning, extra = rope_keys(config, spec)
     keys = decoder_keys(spec) | turning | expert_keys(spec) | own(config, spec)
     metadata = {f"{arch}.{key}": value for key, value in keys.items() if value is not None}
@@ -42,6 +47,12 @@ def config_keys(config: Fields, spec: ModelSpec, weights: Mapping[str, Tensor]) 
     if odd := difference(spec, found):
         raise UnsupportedModel(f"a GGUF file of {spec.arch} cannot say what config.json says: {odd}")
     return {"general.architecture": arch, **metadata}, extra, found
+
+
+def architecture(spec: ModelSpec) -> str:
+    """Some families have a second name for those of them that have experts."""
+    name = ARCHITECTURES[spec.arch]
+    return f"{name}moe" if spec.experts and registry.GGUF.get(f"{name}moe") == spec.arch else name
 
 
 def decoder_keys(spec: ModelSpec) -> Keys:
@@ -193,6 +204,38 @@ def gemma_3(config: Fields, spec: ModelSpec) -> Keys:
     return window(config, spec) | cap | {"rope.freq_base_swa": plain_base(near(spec).rope.inv_freq)}
 
 
+def qwen_3_next(_: Fields, spec: ModelSpec) -> Keys:
+    d = spec.delta
+    assert d is not None
+    shared = {"expert_shared_feed_forward_length": spec.shared_hidden} if spec.experts else {}
+    return shared | {
+        "full_attention_interval": min(set(range(spec.layers)) - spec.recurrent, default=spec.layers) + 1,
+        "ssm.conv_kernel": d.taps,
+        "ssm.state_size": d.k_dim,
+        "ssm.group_count": d.k_heads,
+        "ssm.time_step_rank": d.v_heads,
+        "ssm.inner_size": d.v_width,
+    }
+
+
+def qwen_3_5(config: Fields, spec: ModelSpec) -> Keys:
+    """Silence about what turns by time, height and width means equal shares."""
+    pairs = len(spec.attn.rope.inv_freq)
+    told = rope_table(config).counts("mrope_section") or tuple((pairs + 2 - i) // 3 for i in range(3))
+    sections = {"rope.dimension_sections": [*told, *[0] * (4 - len(told))]}
+    return qwen_3_next(config, spec) | sections | ({"feed_forward_length": None} if spec.experts else {})
+
+
+def encoder(config: Fields, spec: ModelSpec) -> Keys:
+    unsaid = (config_gguf.RMS_EPS, "rope.dimension_count")
+    sizes = ("attention.head_count_kv", "attention.key_length", "attention.value_length")
+    return dict.fromkeys((*unsaid, *sizes)) | {
+        config_gguf.LAYER_EPS: spec.eps,
+        "attention.causal": False,
+        "pooling_type": config_gguf.POOLINGS.index(spec.pooling, 1),
+    }
+
+
 OWN: dict[str, Own] = {
     "llama": window,
     "qwen2": nothing,
@@ -211,6 +254,10 @@ OWN: dict[str, Own] = {
     "qwen3moe": nothing,
     "glm4moe": glm_4_moe,
     "minimaxm2": nothing,
+    "qwen3next": qwen_3_next,
+    "qwen35": qwen_3_5,
+    "bert": encoder,
+    "nomic_bert": encoder,
 }
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import tokenizers
 
 from penstock.errors import UnsupportedModel
+from penstock.text import wordpiece
 from penstock.text.chat import templates_in_folder
 from penstock.text.folder import vocabulary_from_folder
 from penstock.text.metadata import (
@@ -24,7 +25,7 @@ from penstock.text.metadata import (
     vocabulary_from_metadata,
 )
 from penstock.text.pretokenize import PRETOKENIZERS, PreTokenizer
-from penstock.text.vocabulary import Vocabulary, byte_level, end_ids
+from penstock.text.vocabulary import SPACE, Vocabulary, byte_level, end_ids
 
 # what tokenizers differ in: digits, spaces, lines, endings, marks, scripts, punctuation beside letters
 SAMPLE = (
@@ -40,13 +41,15 @@ def text_keys(path: Path, size: int) -> Keys:
     """For a model with so many output rows; rows that no token has get names of their own."""
     vocabulary = vocabulary_from_folder(path)
     state = json.loads(vocabulary.library.to_str())
-    if state["model"]["type"] != "BPE":
+    if state["model"]["type"] not in ("BPE", "WordPiece"):
         raise UnsupportedModel(
-            f"a tokenizer of kind {state['model']['type']} cannot be written to a GGUF file; BPE ones can"
+            f"a tokenizer of kind {state['model']['type']} cannot be written to a GGUF file; BPE and WordPiece ones can"
         )
     unknown = vocabulary.names.get("unk_token", state["model"].get("unk_token"))
     keys = token_keys(vocabulary, size, unknown)
-    if vocabulary.spell is byte_level:
+    if vocabulary.spell is wordpiece.spell:
+        keys |= wordpiece_keys(vocabulary, keys)
+    elif vocabulary.spell is byte_level:
         keys |= {"model": "gpt2", "pre": cutting_name(vocabulary.library, state), "merges": merges_of(state)}
     else:
         keys |= {
@@ -68,7 +71,32 @@ def token_keys(vocabulary: Vocabulary, size: int, unknown: str | None) -> Keys:
     for text, id in texts.items():
         tokens[id], kinds[id] = text, kind_of(vocabulary, text, id, unknown)
     ids = named_ids(vocabulary, texts, unknown)
-    return {"tokens": tokens, "token_type": kinds, "add_bos_token": vocabulary.add_bos, "add_eos_token": False} | ids
+    return ids | {
+        "tokens": tokens,
+        "token_type": kinds,
+        "add_bos_token": vocabulary.add_bos,
+        "add_eos_token": bool(closed_by(vocabulary)),
+    }
+
+
+def closed_by(vocabulary: Vocabulary) -> tuple[int, ...]:
+    """What is put after whole texts, where the kind of tokenizer does not tell."""
+    return () if vocabulary.spell is wordpiece.spell else vocabulary.closing
+
+
+def wordpiece_keys(vocabulary: Vocabulary, keys: Keys) -> Keys:
+    """Pieces that begin a word are marked, with a space, and not those inside of one."""
+    kinds = [CONTROL if kind == UNKNOWN else kind for kind in keys["token_type"]]
+    tokens = [beginning(token) if kind == NORMAL else token for token, kind in zip(keys["tokens"], kinds, strict=True)]
+    ids = dict(zip(keys["tokens"], range(len(tokens)), strict=True))
+    names = {"seperator": ("sep", wordpiece.ENDS), "padding": ("pad", "[PAD]"), "mask": ("mask", "[MASK]")}
+    texts = {key: vocabulary.names.get(f"{name}_token", text) for key, (name, text) in names.items()}
+    named = {f"{key}_token_id": ids[text] for key, text in texts.items() if text in ids}
+    return {"model": "bert", "pre": "default", "tokens": tokens, "token_type": kinds} | named
+
+
+def beginning(token: str) -> str:
+    return token.removeprefix(wordpiece.INSIDE) if token.startswith(wordpiece.INSIDE) else SPACE + token
 
 
 def kind_of(vocabulary: Vocabulary, text: str, id: int, unknown: str | None) -> int:
@@ -88,6 +116,8 @@ def named_ids(vocabulary: Vocabulary, texts: dict[str, int], unknown: str | None
     ids = {name: texts[text] for name, text in names.items() if text in texts}
     if vocabulary.bos is not None:
         ids["bos"] = vocabulary.bos
+    if closing := closed_by(vocabulary):
+        ids["eos"] = closing[0]
     others = sorted(vocabulary.ends - {ids.get("eos")}, key=lambda id: (id in end_ids(texts), id))
     if others and "eos" not in ids:
         ids["eos"] = others[0]
@@ -125,7 +155,7 @@ def likeness(pre: PreTokenizer, state: Any) -> int:
 
 def check_same(one: Vocabulary, other: Vocabulary) -> None:
     left, right = (each.library.encode(SAMPLE, add_special_tokens=False).ids for each in (one, other))
-    if left != right or one.ends - other.ends or one.bos != other.bos:
+    if left != right or one.ends - other.ends or (one.bos, one.closing) != (other.bos, other.closing):
         raise UnsupportedModel("the tokenizer would encode text differently from a GGUF file; it cannot be written")
 
 
