@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import log
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,13 @@ import pytest
 from penstock.backend.cpu import CpuBackend
 from penstock.backend.ref import RefBackend
 from penstock.errors import MalformedFile, UnsupportedModel
+from penstock.model.fields import Fields
 from penstock.model.load import load_model, open_checkpoint, read_config
 from penstock.model.quant import dequantize
 from penstock.model.spec import LatentSpec
-from penstock.model.tensor import FORMATS, Scales, Tensor
-from penstock.model.weights import split_heads
+from penstock.model.tensor import FORMATS, Scales, Tensor, some_rows
+from penstock.model.to_gguf import config_keys, difference
+from penstock.model.weights import split_heads, split_heads_later
 
 GOLDENS = Path(__file__).parent / "goldens"
 YARN = {
@@ -183,6 +186,22 @@ def test_deepseek_v2() -> None:
     assert not large.experts.choice_bias
 
 
+@pytest.mark.parametrize("config", [V3, V2, V2_LITE, GPT_OSS])
+def test_published_configs_can_be_written(config: dict[str, Any]) -> None:
+    spec = read_config(config)
+    empty = np.zeros(0, np.uint8)
+    names = ["token_embd.weight", "output.weight"]
+    names += ["blk.3.exp_probs_b.bias"] if spec.experts and spec.experts.choice_bias else []
+    weights = {name: Tensor(name, FORMATS["F32"], (spec.vocab, spec.dim), empty) for name in names}
+    keys, extra, found = config_keys(Fields(config, "config.json"), spec, weights)
+    assert not extra
+    assert not difference(spec, found)
+    if config is V3:
+        assert keys["deepseek2.attention.key_length_mla"] == 192
+        assert keys["deepseek2.rope.scaling.yarn_log_multiplier"] == pytest.approx(0.1)
+        assert "deepseek2.rope.scaling.attn_factor" not in keys
+
+
 def test_gpt_oss() -> None:
     spec = read_config(GPT_OSS)
     assert [spec.attention(layer).window for layer in range(4)] == [128, 0, 128, 0]
@@ -219,16 +238,18 @@ def test_a_token_leaves_its_latents_alone(kv: str, per_layer: int) -> None:
     assert backend.footprint(checkpoint.spec, checkpoint.tensors.values()).kv_token == 2 * per_layer
 
 
-def test_a_matrix_in_blocks_of_float8_is_split_as_its_values_are() -> None:
+@pytest.mark.parametrize("split", [split_heads, split_heads_later])
+def test_a_matrix_in_blocks_of_float8_is_split_as_its_values_are(split: Any) -> None:
     rng = np.random.default_rng(0)
     data = rng.integers(0, 120, 24 * 16).astype(np.uint8)
     scales = Scales(rng.normal(size=(3, 2)).astype(np.float32), 8, 8)
     whole = Tensor("kv_b", FORMATS["F32"]._replace(name="F8_E4M3", bytes=1), (24, 16), data, scales)
-    keys, values = split_heads(whole, heads=2, first=5)
+    keys, values = split(whole, heads=2, first=5)
     wanted = dequantize(whole).reshape(2, 12, 16)
     assert np.array_equal(dequantize(keys), wanted[:, :5].swapaxes(1, 2).astype(np.float16))
-    flat = Tensor(values.name, values.format, (14, 16), values.data, values.scales)
+    flat = replace(values, shape=(14, 16))
     assert np.array_equal(dequantize(flat).reshape(2, 7, 16), wanted[:, 5:])
+    assert np.array_equal(dequantize(some_rows(flat, 3, 9)), wanted[:, 5:].reshape(14, 16)[3:9])
 
 
 def quantized_biases(tensors: dict[str, Tensor]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -203,6 +204,34 @@ def test_delta_nets_compute_with_quantized_weights(goldens: Path, name: str) -> 
     plain, expected = logits_of(RefBackend(), checkpoint), logits_of(RefBackend(), loaded)
     found = logits_of(CpuBackend(2), loaded)
     assert np.abs(found - expected).mean() < 0.4 * np.abs(plain - expected).mean()
+
+
+LATENT = {"q_a", "latent", "turned", "v_b", "gate", "up", "embed", "head"}
+
+
+@pytest.mark.parametrize(
+    ("name", "changed"),
+    [
+        ("deepseek_v2", LATENT - {"q_a"} | {"q"}),
+        ("deepseek_v3", LATENT),
+        ("gpt_oss", {"q", "k", "v", "o", "gate", "up", "embed", "head"}),
+    ],
+)
+def test_latents_and_experts_are_quantized_too(goldens: Path, name: str, changed: set[str]) -> None:
+    """Other rows of these are shorter than a block."""
+    checkpoint, config = open_checkpoint(goldens / name), config_of(goldens / name, "q8_0")
+    loaded = quantized(checkpoint, config)
+    matrices = {key: tensor for key, tensor in loaded.tensors.items() if len(tensor.shape) > 1}
+    assert {key.rpartition(".")[2] for key, one in matrices.items() if one.format.name == "Q8_0"} == changed
+    short = [key for key, one in matrices.items() if one.format.name != "Q8_0" and not key.endswith("router")]
+    assert all(matrices[key].shape[-1] % 32 for key in short)
+    plain, expected = logits_of(RefBackend(), checkpoint), logits_of(RefBackend(), loaded)
+    found, reach = logits_of(CpuBackend(2), loaded), np.abs(plain).max()
+    assert 0 < np.median(np.abs(expected - plain).max(1)) < 0.05 * reach  # a few tokens choose other experts
+    assert np.median(np.abs(found - expected).max(1)) < 0.05 * reach
+    on_a_gpu = quantized(checkpoint, replace(config, device="cuda"))
+    assert not any(key.endswith(("k_b", "v_b")) and one.format.name == "Q8_0" for key, one in on_a_gpu.tensors.items())
+    assert on_a_gpu.tensors["layers.1.experts.0.up"].format.name == "Q8_0"
 
 
 def test_quantized_weights_stay_as_they_are(smollm2: Path, caplog: pytest.LogCaptureFixture) -> None:

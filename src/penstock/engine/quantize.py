@@ -7,9 +7,10 @@ from dataclasses import replace
 
 from penstock.backend import recoded_to
 from penstock.config import Config, available_threads
+from penstock.model.latent import apart
 from penstock.model.load import Checkpoint
-from penstock.model.recode import choose, recoded
-from penstock.model.tensor import Format, Tensor
+from penstock.model.recode import HEADS, choose, recoded
+from penstock.model.tensor import PLAIN, Format, Tensor
 
 
 def warn(note: str) -> None:
@@ -24,7 +25,8 @@ def quantized(checkpoint: Checkpoint, config: Config, tell: Callable[[str], None
     to = recoded_to(config)
     if not to:
         return checkpoint
-    formats, notes = choose(checkpoint.tensors, to)
+    stored = checkpoint.tensors if config.device == "cuda" else with_heads_apart(checkpoint)
+    formats, notes = choose({name: tensor for name, tensor in stored.items() if can_be(name, config)}, to)
     threads = config.threads or available_threads()
     for note in notes:
         tell(note)
@@ -35,7 +37,18 @@ def quantized(checkpoint: Checkpoint, config: Config, tell: Callable[[str], None
         return quantize(tensor, format, threads)
 
     tensors = {
-        name: recoded(tensor, formats[name], encode) if name in formats else tensor
-        for name, tensor in checkpoint.tensors.items()
+        name: recoded(tensor, formats[name], encode) if name in formats else tensor for name, tensor in stored.items()
     }
     return replace(checkpoint, tensors=tensors)
+
+
+def with_heads_apart(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """Of latent attention, as far as it is plain."""
+    plain = {name: tensor for name, tensor in checkpoint.tensors.items() if tensor.format.name in PLAIN}
+    coded = {name: tensor for name, tensor in checkpoint.tensors.items() if name not in plain}
+    return apart(plain, checkpoint.spec) | coded
+
+
+def can_be(name: str, config: Config) -> bool:
+    """GPUs hold the matrices of each head in 16 bits whatever they come in."""
+    return config.device != "cuda" or name.rpartition(".")[2] not in HEADS

@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,13 +16,14 @@ from penstock.errors import ConfigError, UnsupportedModel
 from penstock.model import names
 from penstock.model.fields import Fields
 from penstock.model.gguf_parts import read_parts
+from penstock.model.latent import apart
 from penstock.model.layout import laid_out
 from penstock.model.load import CONFIG, METADATA, Checkpoint, load_model, open_checkpoint
 from penstock.model.quant import dequantize
 from penstock.model.recode import PARTS, Choice, Encode, choose
 from penstock.model.registry import family, family_of_gguf
 from penstock.model.spec import ModelSpec
-from penstock.model.tensor import FORMATS, PLAIN, Format, Tensor, some_rows
+from penstock.model.tensor import FORMATS, PLAIN, Format, Tensor, flat, some_rows
 from penstock.model.to_gguf import config_keys
 from penstock.model.write_gguf import FORMAT_KINDS, Sheet, encoded, rows_at_once
 
@@ -32,8 +32,9 @@ FILE_TYPES = {  # what general.file_type calls a file most of whose weights are 
     "BF16": 32,
 }  # fmt: skip
 TARGETS = tuple(name.lower() for name in FILE_TYPES)
-FUSED = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
+FUSED = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up"), "kv_a": ("latent", "turned")}
 APART = {"glm4": ("qkv",)}  # what a family's files may have in one tensor, and are written without
+PUBLISHED = ("MXFP4",)  # what experts come in where nothing finer exists: they stay so, beside others that change
 DROPPED = ("general.alignment", "split.")  # keys about the file
 BARE = ("ssm_a",)  # what files have without a role in its name
 EXPERT = re.compile(r"(.*\bexperts\.)(\d+)\.(.+)")
@@ -95,7 +96,8 @@ def from_gguf(path: Path, to: Format, encode: Encode, again: bool) -> Export:
 
 
 def check_plain(tensors: Mapping[str, Tensor], to: Format) -> None:
-    coded = {tensor.format.name for name, tensor in tensors.items() if name.rpartition(".")[2] in PARTS} - {*PLAIN}
+    weights = {name: tensor.format.name for name, tensor in tensors.items() if name.rpartition(".")[2] in PARTS}
+    coded = {format for name, format in weights.items() if not (".experts." in name and format in PUBLISHED)} - {*PLAIN}
     if coded:
         raise ConfigError(
             f"weights are quantized already, in {', '.join(sorted(coded))}: to make them {to.name} adds a second "
@@ -142,7 +144,7 @@ def parts_of(checkpoint: Checkpoint) -> dict[str, Part]:
     fused = [name for name in FUSED if name in theirs and name not in APART.get(spec.arch, ())]
     whole = {part: name for name in fused for part in FUSED[name]}
     gathered: dict[str, dict[int, Tensor]] = {}
-    for name, tensor in laid_out(checkpoint.tensors, spec).items():
+    for name, tensor in laid_out(apart(checkpoint.tensors, spec), spec).items():
         group, place = place_of(name, whole)
         gathered.setdefault(group, {})[place] = tensor
     parts = {}
@@ -204,10 +206,6 @@ def pieces(part: Part, format: Format, encode: Encode) -> Iterator[NDArray[np.ui
         for first, last in rows_at_once(*matrix.shape):
             some = plus(some_rows(matrix, first, last), part.plus)
             yield encode(some, format).data
-
-
-def flat(tensor: Tensor) -> Tensor:
-    return replace(tensor, shape=(prod(tensor.shape[:-1]), tensor.shape[-1]))
 
 
 def plus(tensor: Tensor, offset: float) -> Tensor:

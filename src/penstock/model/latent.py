@@ -8,11 +8,14 @@ pair of positions 2 * heads * (576 + 512) where expanded keys and values would t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from penstock.errors import MalformedFile
 from penstock.model.ops import Ops, V, Weight
 from penstock.model.spec import AttentionSpec, LatentSpec, ModelSpec
-from penstock.model.weights import Packer
+from penstock.model.tensor import Tensor
+from penstock.model.weights import Packer, split_heads_later
 
 INNER_EPS = 1e-6  # of the norms inside, whatever the others have
 
@@ -73,3 +76,21 @@ def queries_of(spec: ModelSpec, latent: LatentSpec, pack: Packer, name: str, wid
         pack.vector(f"{name}.q_norm", latent.q_rank),
         pack.matrix((f"{name}.q_b", width), width=latent.q_rank),
     )
+
+
+def apart(tensors: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Tensor]:
+    """With both halves of each kv_b as tensors of their own: rows that can be quantized are those that products read,
+    and those of keys lie across it."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        prefix, dot, part = name.rpartition(".")
+        if spec.latent is None or part != "kv_b":
+            found[name] = tensor
+            continue
+        heads, keys = spec.attn.heads, spec.latent.key_dim
+        wanted = (heads * (keys + spec.latent.value_dim), spec.attn.v_dim)
+        if tensor.shape != wanted:
+            raise MalformedFile(f"tensor {tensor.name!r} has shape {tensor.shape}; the model's config needs {wanted}")
+        halves = split_heads_later(tensor, heads, keys)
+        found |= {f"{prefix}{dot}{half}": one for half, one in zip(("k_b", "v_b"), halves, strict=True)}
+    return found

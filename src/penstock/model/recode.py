@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from penstock.model.tensor import FORMATS, PLAIN, Bytes, Format, Tensor, some_rows
+from penstock.model.tensor import FORMATS, PLAIN, Bytes, Format, Tensor, flat, some_rows
 
 ENDS = ("embed", "head")
 SMALL = ("delta_ba", "delta_b", "delta_a")  # they decide what a state keeps
 PARTS = frozenset((*ENDS, "q", "k", "v", "o", "qkv", "gate", "up", "down", "gate_up"))
 PARTS |= {*SMALL, "delta_qkvz", "delta_qkv", "delta_z", "delta_o"}
+HEADS = ("kv_b", "k_b", "v_b")  # of latent attention
+PARTS |= {"q_a", "q_b", "kv_a", "latent", "turned", *HEADS}
 FINER = dict.fromkeys(("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K"), "Q6_K")  # of the ends and of small ones
 NARROW = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}  # where rows are no multiple of 256
 
@@ -50,9 +52,10 @@ def fitting(name: str, width: int) -> Format | None:
 
 
 def recoded(tensor: Tensor, format: Format, encode: Encode) -> Tensor:
-    """A matrix whose bytes are made when they are asked for: none is held twice."""
+    """A matrix, or one for each head, whose bytes are made when they are asked for: none is held twice."""
+    matrix = flat(tensor)
 
     def rows(first: int, last: int) -> Bytes:
-        return encode(some_rows(tensor, first, last), format).data
+        return encode(some_rows(matrix, first, last), format).data
 
     return Tensor(tensor.name, format, tensor.shape, rows)

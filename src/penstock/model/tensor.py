@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import NamedTuple
 
@@ -131,6 +131,11 @@ def some_rows(tensor: Tensor, first: int, last: int) -> Tensor:
     if scales is not None:
         scales = Scales(scales.values[np.arange(first, last) // scales.rows], 1, scales.columns)
     return Tensor(tensor.name, tensor.format, (last - first, *width), source, scales)
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """All rows of several matrices as those of one."""
+    return replace(tensor, shape=(prod(tensor.shape[:-1]), tensor.shape[-1]))
 
 
 def every_other_row(tensor: Tensor, start: int) -> Tensor:

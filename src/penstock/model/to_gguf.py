@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from penstock.errors import UnsupportedModel
-from penstock.model import config_gguf, config_hf, gemma2, registry, rope
+from penstock.model import config_gguf, config_hf, deepseek2, gemma2, registry, rope
 from penstock.model.fields import Fields
-from penstock.model.spec import AttentionSpec, ModelSpec, RopeSpec
+from penstock.model.spec import AttentionSpec, ModelSpec, RopeSpec, all_but_each
 from penstock.model.tensor import FORMATS, Tensor
 
 Keys = dict[str, Any]
@@ -236,6 +236,33 @@ def encoder(config: Fields, spec: ModelSpec) -> Keys:
     }
 
 
+def deepseek_2(config: Fields, spec: ModelSpec) -> Keys:
+    """As newer converters write it: heads are those of latents, and what they come from has keys of its own."""
+    config.require("rope_interleave", (True,), True)
+    assert spec.latent is not None
+    assert spec.experts is not None
+    latent, attn = spec.latent, spec.attn
+    stretch = rope_table(config).number("mscale_all_dim", 0.0, least=0.0)
+    return {
+        deepseek2.VALUE: attn.v_dim,
+        f"{deepseek2.KEY}_mla": latent.key_dim + attn.head_dim - attn.v_dim,
+        f"{deepseek2.VALUE}_mla": latent.value_dim,
+        "attention.kv_lora_rank": attn.v_dim,
+        "attention.q_lora_rank": latent.q_rank or None,
+        "leading_dense_block_count": len(spec.dense),
+        "expert_shared_count": spec.shared_hidden // spec.experts.hidden,
+        "rope.scaling.attn_factor": None,  # readers make it of the next one
+        deepseek2.LOG_MULTIPLIER: 0.1 * stretch or None,
+    }
+
+
+def gpt_oss(config: Fields, spec: ModelSpec) -> Keys:
+    usual = all_but_each(2, spec.layers)
+    if list(config_hf.read_sliding(config, usual)) != usual:
+        raise config.unsupported("layer_types", config.strings("layer_types"), ("a window in every other layer",))
+    return window(config, spec)
+
+
 OWN: dict[str, Own] = {
     "llama": window,
     "qwen2": nothing,
@@ -258,6 +285,8 @@ OWN: dict[str, Own] = {
     "qwen35": qwen_3_5,
     "bert": encoder,
     "nomic_bert": encoder,
+    "deepseek2": deepseek_2,
+    "gptoss": gpt_oss,
 }
 
 

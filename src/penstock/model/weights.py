@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from math import prod
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,7 +11,7 @@ from numpy.typing import NDArray
 from penstock.errors import MalformedFile
 from penstock.model.quant import dequantize
 from penstock.model.spec import ExpertSpec
-from penstock.model.tensor import FORMATS, PLAIN, Scales, Stack, Tensor, some_rows
+from penstock.model.tensor import FORMATS, PLAIN, Bytes, Scales, Stack, Tensor, flat, some_rows
 
 Floats = NDArray[np.float32]
 Spans = Sequence[tuple[int, int]]  # rows, from and to which
@@ -144,20 +142,44 @@ def split_heads(tensor: Tensor, heads: int, first: int) -> tuple[Tensor, Tensor]
     return turned(rows_at(tensor, rows[:, :first])), rows_at(tensor, rows[:, first:])
 
 
+def split_heads_later(tensor: Tensor, heads: int, first: int) -> tuple[Tensor, Tensor]:
+    """The same, made when their bytes are asked for, of those heads that are."""
+    each, width = tensor.shape[0] // heads, tensor.shape[1]
+
+    def half(which: int, count: int) -> Callable[[int, int], Bytes]:
+        def rows(start: int, end: int) -> Bytes:
+            head, last = start // count, -(-end // count)
+            made = split_heads(some_rows(tensor, head * each, last * each), last - head, first)[which]
+            return some_rows(flat(made), start - head * count, end - head * count).data
+
+        return rows
+
+    others = np.arange(tensor.shape[0]).reshape(heads, each)[:, first:]
+    kind = tensor.format if tensor.format.name in PLAIN else FORMATS["F16"]
+    return (
+        Tensor(tensor.name, kind, (heads, width, first), half(0, width)),
+        Tensor(
+            tensor.name, tensor.format, (heads, each - first, width), half(1, each - first), scales_at(tensor, others)
+        ),
+    )
+
+
+def scales_at(tensor: Tensor, rows: NDArray[np.intp]) -> Scales | None:
+    scales = tensor.scales
+    return scales and Scales(scales.values[rows.reshape(-1) // scales.rows], 1, scales.columns)
+
+
 def rows_at(tensor: Tensor, rows: NDArray[np.intp]) -> Tensor:
     """A matrix of each row of numbers of rows: [heads, count, width]."""
-    data, scales = tensor.data.reshape(tensor.shape[0], -1), tensor.scales
-    if scales is not None:
-        scales = Scales(scales.values[rows.reshape(-1) // scales.rows], 1, scales.columns)
-    return Tensor(tensor.name, tensor.format, (*rows.shape, tensor.shape[1]), data[rows].reshape(-1), scales)
+    data, shape = tensor.data.reshape(tensor.shape[0], -1), (*rows.shape, tensor.shape[1])
+    return Tensor(tensor.name, tensor.format, shape, data[rows].reshape(-1), scales_at(tensor, rows))
 
 
 def turned(tensor: Tensor) -> Tensor:
     """The matrix of each head. One that is quantized along its rows becomes F16."""
     kind, data = tensor.format, tensor.data
     if kind.name not in PLAIN:
-        flat = replace(tensor, shape=(prod(tensor.shape[:2]), tensor.shape[2]))
-        kind, data = FORMATS["F16"], dequantize(flat).astype(np.float16).reshape(-1).view(np.uint8)
+        kind, data = FORMATS["F16"], dequantize(flat(tensor)).astype(np.float16).reshape(-1).view(np.uint8)
     values = np.ascontiguousarray(data.view(f"u{kind.bytes}").reshape(tensor.shape).swapaxes(1, 2))
     return Tensor(tensor.name, kind, values.shape, values.reshape(-1).view(np.uint8))
 
