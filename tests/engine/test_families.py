@@ -1,0 +1,96 @@
+"""Every family through the engine: prompts that reuse a prefix, and sequences that are preempted, have the logits of
+those that are computed at once and alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.backend.cpu import CpuBackend
+from penstock.backend.ref import RefBackend
+from penstock.engine.engine import Engine
+from penstock.engine.plan import all_states
+from penstock.model.load import load_model, open_checkpoint
+from penstock.types import Finished, Limits, Request, SamplingParams, TokenLogprob, Tokens
+
+GOLDENS = Path(__file__).parents[1] / "models" / "goldens"
+BACKENDS: dict[str, Callable[[], Any]] = {"ref": RefBackend, "cpu": lambda: CpuBackend(2, kv="f32")}
+LIMITS = Limits(max_len=64, max_rows=4, max_tokens=24, block_size=4, num_blocks=64, vocab=48)
+PARAMS = SamplingParams(temperature=0, logprobs=20, ignore_eos=True)
+NEAR = 1e-3
+
+Make = Callable[..., Engine]
+
+
+@pytest.fixture(params=sorted(folder.name for folder in GOLDENS.iterdir()))
+def folder(request: pytest.FixtureRequest) -> Path:
+    return GOLDENS / request.param
+
+
+@pytest.fixture(params=BACKENDS)
+def fresh(folder: Path, request: pytest.FixtureRequest) -> Make:
+    """Makes engines that have computed nothing yet."""
+    checkpoint = open_checkpoint(folder)
+
+    def make(**changes: int) -> Engine:
+        backend = BACKENDS[request.param]()
+        backend.load(load_model(checkpoint, backend))
+        limits = LIMITS._replace(vocab=checkpoint.spec.vocab, states=8 if checkpoint.spec.state_bytes else 0, **changes)
+        backend.reserve_kv(limits.num_blocks, limits.block_size, all_states(limits))
+        return Engine(backend, limits)
+
+    return make
+
+
+def answers(engine: Engine, *prompts: list[int], count: int) -> tuple[list[list[TokenLogprob]], list[int]]:
+    """What follows each prompt, and how much of it was reused."""
+    first = engine.stats().steps * 100
+    for id, prompt in enumerate(prompts, first):
+        engine.add(Request(id, tuple(prompt), PARAMS, count))
+    said: dict[int, list[TokenLogprob]] = {}
+    reused: dict[int, int] = {}
+    while not engine.idle:
+        for event in engine.step():
+            if isinstance(event, Tokens):
+                said.setdefault(event.seq, []).extend(event.logprobs)
+            else:
+                assert isinstance(event, Finished)
+                assert event.report is not None
+                reused[event.seq] = event.report.cached
+    return [said[first + i] for i in range(len(prompts))], [reused[first + i] for i in range(len(prompts))]
+
+
+def difference(one: TokenLogprob, other: TokenLogprob) -> float:
+    found = dict(other.top)
+    shared = [abs(value - found[token]) for token, value in one.top if token in found]
+    assert len(shared) >= 18  # of 20: the last ones may change places
+    return max(shared)
+
+
+def test_a_prefix_that_is_reused(folder: Path, fresh: Make) -> None:
+    with np.load(folder / "expected.npz") as file:
+        tokens, logits = file["tokens"].tolist(), file["logits"].astype(np.float64)
+    engine = fresh()
+    answers(engine, tokens[:25], count=1)
+    [said], [reused] = answers(engine, tokens, count=1)
+    assert 20 <= reused <= 24
+    wanted = logits[-1] - np.log(np.exp(logits[-1]).sum())
+    scale = np.abs(logits).max()
+    assert max(abs(value - wanted[token]) for token, value in said[0].top) < NEAR * scale
+
+
+def test_sequences_that_are_preempted(folder: Path, fresh: Make) -> None:
+    with np.load(folder / "expected.npz") as file:
+        tokens, scale = file["tokens"].tolist(), float(np.abs(file["logits"]).max())
+    prompts = [tokens[3 * i : 3 * i + 8 + 2 * i] for i in range(4)]
+    engine = fresh(num_blocks=16)
+    said, _ = answers(engine, *prompts, count=20)
+    assert engine.stats().preemptions > 0
+    for prompt, crowded in zip(prompts, said, strict=True):
+        [alone], _ = answers(fresh(), prompt, count=20)
+        assert [one.token for one in crowded] == [one.token for one in alone]
+        assert max(map(difference, crowded, alone)) < NEAR * scale
