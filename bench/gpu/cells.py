@@ -22,7 +22,7 @@ from penstock.backend.cuda.graphs import bucket
 from penstock.backend.cuda.kernels import pdl
 from penstock.backend.ref.batches import Chunk, greedy_batch
 from penstock.engine.engine import Engine
-from penstock.model.llama import build
+from penstock.model.families.llama import build
 from penstock.model.rope import plain
 from penstock.model.spec import AttentionSpec, ModelSpec, RopeSpec
 from penstock.types import Failed, Limits, Request, SamplingParams, Tokens, mixed_tokens

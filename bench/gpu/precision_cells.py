@@ -20,7 +20,7 @@ from penstock.backend.cuda.transfer import transfer
 from penstock.backend.cuda.weights import Dense
 from penstock.backend.ref.batches import Chunk, greedy_batch
 from penstock.engine.engine import Engine
-from penstock.model.llama import build
+from penstock.model.families.llama import build
 from penstock.model.load import load_model, open_checkpoint
 from penstock.model.weights import Packer
 from penstock.types import Limits

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from penstock.backend.ref.cases import attention, random_tensor
-from penstock.model.llama import build
+from penstock.model.families.llama import build
 from penstock.model.quant import dequantize, layout_of
 from penstock.model.spec import ModelSpec
 from penstock.model.tensor import FORMATS, Tensor

@@ -20,7 +20,7 @@ from penstock.backend.cuda.weights import Dense
 from penstock.backend.ref import RefBackend
 from penstock.backend.ref.batches import Chunk, greedy_batch
 from penstock.backend.ref.cases import attention, random_tensor
-from penstock.model.llama import build
+from penstock.model.families.llama import build
 from penstock.model.load import load_model, open_checkpoint
 from penstock.model.quant import dequantize
 from penstock.model.spec import ModelSpec

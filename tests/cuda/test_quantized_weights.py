@@ -19,7 +19,7 @@ from penstock.backend.ref.batches import Chunk, greedy_batch
 from penstock.backend.ref.cases import attention, difference, random_tensor
 from penstock.config import Config
 from penstock.errors import ConfigError
-from penstock.model.llama import build
+from penstock.model.families.llama import build
 from penstock.model.spec import ModelSpec
 from tests.cuda.device import DEVICE, HALF, ints
 

@@ -126,7 +126,7 @@ class Footprint(NamedTuple):
 
 
 class Model(Protocol):
-    """A packed model: see model/llama.py."""
+    """A packed model: see model/families/llama.py."""
 
     def forward(self, ops: Any) -> Any: ...
 

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from penstock.errors import ConfigError, UnsupportedModel
 from penstock.model import names
+from penstock.model.families.latent import apart
 from penstock.model.fields import Fields
 from penstock.model.gguf_parts import read_parts
-from penstock.model.latent import apart
 from penstock.model.layout import laid_out
 from penstock.model.load import CONFIG, METADATA, Checkpoint, load_model, open_checkpoint
 from penstock.model.quant import dequantize

@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.model import hybrid
+from penstock.model.families import hybrid
 from penstock.model.quant import dequantize
 from penstock.model.spec import DeltaSpec, ModelSpec
 from penstock.model.tensor import FORMATS, Bytes, Scales, Tensor, some_rows

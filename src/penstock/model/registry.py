@@ -1,4 +1,4 @@
-"""Families by the names that checkpoints give them: a new one is a file beside llama.py and a line in each table.
+"""Families by the names that checkpoints give them: a new one is a file in families/ and a line in each table.
 
 docs/families.md says what such a file holds.
 """
@@ -52,14 +52,31 @@ HUGGING_FACE = {  # what config.json calls its architecture: the family's file
     "Qwen3_5MoeForCausalLM": "qwen35",
     "Qwen3_5MoeForConditionalGeneration": "qwen35",
 }
-GGUF = {
-    name: name for name in ("llama", "qwen2", "qwen3", "granite", "smollm3", "phi3", "olmo2", "gemma2", "gemma3")
-}  # the same of general.architecture
-GGUF |= {"gpt2": "gpt2", "starcoder2": "starcoder2", "chatglm": "glm", "glm4": "glm4"}
-GGUF |= {"qwen3moe": "qwen3moe", "glm4moe": "glm4moe", "minimax-m2": "minimaxm2"}
-GGUF |= {"bert": "bert", "nomic-bert": "nomic_bert"}
-GGUF |= {"deepseek2": "deepseek2", "gpt-oss": "gptoss"}
-GGUF |= {"qwen3next": "qwen3next", "qwen35": "qwen35", "qwen35moe": "qwen35"}
+GGUF = {  # the same of general.architecture
+    "llama": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "granite": "granite",
+    "smollm3": "smollm3",
+    "phi3": "phi3",
+    "olmo2": "olmo2",
+    "gemma2": "gemma2",
+    "gemma3": "gemma3",
+    "gpt2": "gpt2",
+    "starcoder2": "starcoder2",
+    "chatglm": "glm",
+    "glm4": "glm4",
+    "qwen3moe": "qwen3moe",
+    "glm4moe": "glm4moe",
+    "minimax-m2": "minimaxm2",
+    "bert": "bert",
+    "nomic-bert": "nomic_bert",
+    "deepseek2": "deepseek2",
+    "gpt-oss": "gptoss",
+    "qwen3next": "qwen3next",
+    "qwen35": "qwen35",
+    "qwen35moe": "qwen35",
+}
 
 
 class Model(Protocol):
@@ -81,7 +98,7 @@ class Family(Protocol):
 def family(name: str) -> Family:
     if name not in {*HUGGING_FACE.values(), *GGUF.values()}:
         raise UnsupportedModel(f"the family {name!r} is not supported; supported: {', '.join(HUGGING_FACE.values())}")
-    return cast(Family, import_module(f"penstock.model.{name}"))
+    return cast(Family, import_module(f"penstock.model.families.{name}"))
 
 
 def family_of_hf(config: Fields) -> Family:

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from penstock.errors import UnsupportedModel
-from penstock.model import config_gguf, config_hf, deepseek2, gemma2, registry, rope
+from penstock.model import config_gguf, config_hf, registry, rope
+from penstock.model.families import deepseek2, gemma2
 from penstock.model.fields import Fields
 from penstock.model.spec import AttentionSpec, ModelSpec, RopeSpec, all_but_each
 from penstock.model.tensor import FORMATS, Tensor

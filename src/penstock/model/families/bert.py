@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 from penstock.errors import MalformedFile
 from penstock.model import config_gguf, names
+from penstock.model.families.gpt2 import ACTS, Layer, LayerNorm, layer_norm, layer_of
 from penstock.model.fields import MAX_LAYERS, Fields
-from penstock.model.gpt2 import ACTS, Layer, LayerNorm, layer_norm, layer_of
 from penstock.model.ops import Ops, V, Weight
 from penstock.model.spec import AttentionSpec, ModelSpec, RopeSpec
 from penstock.model.tensor import Tensor

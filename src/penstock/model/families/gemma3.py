@@ -7,7 +7,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from penstock.model import config_gguf, config_hf, gemma2, rope
+from penstock.model import config_gguf, config_hf, rope
+from penstock.model.families import gemma2
 from penstock.model.fields import Fields
 from penstock.model.spec import ModelSpec, RopeSpec, all_but_each
 from penstock.model.tensor import Tensor

@@ -8,7 +8,8 @@ from dataclasses import replace
 from functools import partial
 from math import log
 
-from penstock.model import config_gguf, config_hf, latent, llama, names, rope
+from penstock.model import config_gguf, config_hf, names, rope
+from penstock.model.families import latent, llama
 from penstock.model.fields import MAX_EXPERTS, MAX_LAYERS, Fields
 from penstock.model.spec import AttentionSpec, ExpertSpec, LatentSpec, ModelSpec, RopeSpec
 from penstock.model.tensor import Tensor

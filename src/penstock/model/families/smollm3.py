@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from penstock.model import config_gguf, config_hf, llama, names
+from penstock.model import config_gguf, config_hf, names
+from penstock.model.families import llama
 from penstock.model.fields import Fields
 from penstock.model.spec import ModelSpec, RopeSpec, all_but_each
 from penstock.model.tensor import Tensor

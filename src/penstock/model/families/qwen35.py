@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from penstock.model import config_gguf, config_hf, hybrid, names, qwen3next
+from penstock.model import config_gguf, config_hf, names
+from penstock.model.families import hybrid, qwen3next
 from penstock.model.fields import Fields
 from penstock.model.spec import ModelSpec
 from penstock.model.tensor import Tensor

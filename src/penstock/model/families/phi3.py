@@ -10,7 +10,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 
-from penstock.model import config_gguf, config_hf, llama, names, rope
+from penstock.model import config_gguf, config_hf, names, rope
+from penstock.model.families import llama
 from penstock.model.fields import Fields
 from penstock.model.spec import ModelSpec, RopeSpec
 from penstock.model.tensor import Tensor

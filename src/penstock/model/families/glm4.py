@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from penstock.model import config_gguf, gemma2, glm
+from penstock.model import config_gguf
+from penstock.model.families import gemma2, glm
 from penstock.model.fields import Fields
 from penstock.model.spec import ModelSpec
 from penstock.model.tensor import Tensor

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from penstock.model import config_gguf, config_hf, llama, mixtral, names
+from penstock.model import config_gguf, config_hf, names
+from penstock.model.families import llama, mixtral
 from penstock.model.fields import MAX_LAYERS, Fields
 from penstock.model.spec import ExpertSpec, ModelSpec
 from penstock.model.tensor import Tensor

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from penstock.model import config_hf, llama, names
+from penstock.model import config_hf, names
+from penstock.model.families import llama
 from penstock.model.fields import Fields
 from penstock.model.spec import ModelSpec
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from penstock.model import config_gguf, config_hf, llama, names
+from penstock.model import config_gguf, config_hf, names
+from penstock.model.families import llama
+from penstock.model.families.qwen2 import with_upper_windows
 from penstock.model.fields import Fields
-from penstock.model.qwen2 import with_upper_windows
 from penstock.model.spec import ModelSpec
 from penstock.model.tensor import Tensor
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from penstock.model import config_gguf, config_hf, gpt2, names
+from penstock.model import config_gguf, config_hf, names
+from penstock.model.families import gpt2
 from penstock.model.fields import Fields
 from penstock.model.spec import ModelSpec
 from penstock.model.tensor import Tensor
