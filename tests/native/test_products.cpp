@@ -42,6 +42,7 @@ const Storage STORED[] = {
     {"IQ1_S", 256, 50, {0}, put_half},    {"IQ1_M", 256, 56, {48}, put_nibbles}, {"IQ2_XXS", 256, 66, {0}, put_half},
     {"IQ2_XS", 256, 74, {0}, put_half},   {"IQ2_S", 256, 82, {0}, put_half},     {"IQ3_XXS", 256, 98, {0}, put_half},
     {"IQ3_S", 256, 110, {0}, put_half},   {"TQ1_0", 256, 54, {52}, put_half},    {"TQ2_0", 256, 66, {64}, put_half},
+    {"NF4", 32, 20, {0}, put_float},
 };
 static_assert(std::size(STORED) == FORMATS);
 
