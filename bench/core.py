@@ -24,7 +24,7 @@ def measure(rows: int, prompt: int, steps: int) -> list[float]:
     limits = Limits(
         max_len=prompt + 4 * steps,
         max_rows=rows,
-        max_tokens=rows * (prompt + 1),
+        step_tokens=rows * (prompt + 1),
         block_size=16,
         num_blocks=rows * ((prompt + 4 * steps) // 16 + 1),
         vocab=1000,

@@ -29,11 +29,11 @@ from penstock.backend import settle
 from penstock.config import Config
 from penstock.engine.build import build_engine
 from penstock.engine.engine import Engine
-from penstock.engine.outlook import Outlook, outlook
-from penstock.engine.probe import measure
-from penstock.engine.roofline import Machine
 from penstock.model.load import open_checkpoint
 from penstock.model.tensor import PLAIN
+from penstock.planning.calibration import measure
+from penstock.planning.forecast import Outlook, outlook
+from penstock.planning.roofline import Machine
 from penstock.types import Request, SamplingParams, Tokens
 
 ANSWER = {1: 128, 8: 256, 32: 512}  # long enough for all to answer at once

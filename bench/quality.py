@@ -29,8 +29,8 @@ import report
 from numpy.typing import NDArray
 
 from penstock.config import Config
-from penstock.engine.evaluate import Scorer, divergence, log_softmax, standard_error
-from penstock.model.gguf import read_gguf
+from penstock.model.gguf.reader import read_gguf
+from penstock.planning.evaluation import Scorer, divergence, log_softmax, standard_error
 
 Floats = NDArray[np.float64]
 Result = dict[str, Any]

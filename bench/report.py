@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from penstock.model.gguf import read_gguf
+from penstock.model.gguf.reader import read_gguf
 
 OURS, PEERS = "penstock", ("llama.cpp", "openvino")
 TITLES = {

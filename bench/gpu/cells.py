@@ -25,14 +25,14 @@ from penstock.engine.engine import Engine
 from penstock.model.families.llama import build
 from penstock.model.rope import plain
 from penstock.model.spec import AttentionSpec, ModelSpec, RopeSpec
-from penstock.types import Failed, Limits, Request, SamplingParams, Tokens, mixed_tokens
+from penstock.types import Failed, Limits, Request, SamplingParams, Tokens, prefill_budget
 
 Figures = dict[str, Any]
 BLOCK_SIZE = 16
 MAX_TOKENS = 8192  # the largest step of any cell
 MAX_ROWS = 256
 STEP_TOKENS = 2048  # in cells with many clients
-MIXED_TOKENS = 384  # of them, once up to 64 rows answer
+PREFILL_BUDGET = 384  # of them, once up to 64 rows answer
 WEIGHT_BYTES = 15.0e9  # read in every step: all but the embedding table
 KV_BYTES = 131072  # of one token
 READ = 4.457e12  # bytes a second, measured
@@ -73,9 +73,9 @@ class Bench:
         self._backend = None
         torch.cuda.empty_cache()
 
-    def engine(self, max_tokens: int, mixed_tokens: int = MIXED_TOKENS) -> Engine:
+    def engine(self, max_tokens: int, prefill_budget: int = PREFILL_BUDGET) -> Engine:
         backend = self.backend
-        limits = Limits(16384, MAX_ROWS, max_tokens, BLOCK_SIZE, self.num_blocks, 128256, mixed_tokens)
+        limits = Limits(16384, MAX_ROWS, max_tokens, BLOCK_SIZE, self.num_blocks, 128256, prefill_budget)
         return Engine(backend, limits, depth=backend.depth)
 
     def requests(self, count: int, prompt: int, answer: int, temperature: float = 0.0) -> list[Request]:
@@ -181,7 +181,7 @@ def prepare(backend: CudaBackend, count: int, mixed: int) -> None:
     for rows in range(8, count + 1, 8):
         backend.prepare(rows)
     for many in range(0, count, 64):
-        tokens = min(mixed_tokens(mixed, many + 1), STEP_TOKENS)
+        tokens = min(prefill_budget(mixed, many + 1), STEP_TOKENS)
         for rows in (max(many, 8), min(many + 64, count)):
             backend.prepare(rows, tokens - rows)
 

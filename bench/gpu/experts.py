@@ -15,8 +15,8 @@ from products import seconds
 from random_weights import random_codes
 
 from penstock.backend.cuda.experts import Bank, CodedMatrices, DenseMatrices, Matrices, Mixture
-from penstock.backend.cuda.kernels.expand import expand
-from penstock.backend.cuda.kernels.route import Seats
+from penstock.backend.cuda.kernels.dequantize import expand
+from penstock.backend.cuda.kernels.expert_routing import Seats
 from penstock.model.spec import ExpertSpec
 
 DEVICE = torch.device("cuda")

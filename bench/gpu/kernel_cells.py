@@ -15,7 +15,16 @@ import torch
 
 from penstock.backend.cuda import inputs, tilings
 from penstock.backend.cuda.graphs import padded
-from penstock.backend.cuda.kernels import choose, cut, decode_attention, gate, gemv, norm, prefill_attention, rope
+from penstock.backend.cuda.kernels import (
+    decode_attention,
+    gemv,
+    norm,
+    prefill_attention,
+    rope,
+    sample_tokens,
+    sampling_threshold,
+    silu_and_mul,
+)
 from penstock.backend.cuda.kernels.skinny import Scratch, Tiling, skinny
 from penstock.backend.cuda.weights import multiply
 from penstock.backend.ref.batches import Chunk, greedy_batch
@@ -139,7 +148,7 @@ def products(_: Any) -> Figures:
 def library(x: Any, weight: Any, full: Any, out: Any, gated: bool) -> None:
     multiply(x, weight, None, full)
     if gated:
-        gate.gate(full, out)
+        silu_and_mul.gate(full, out)
 
 
 def our_product(
@@ -367,10 +376,10 @@ def small(_: Any) -> Figures:
             f"norm {rows}", wrong, partial(norm.add_norm, x, residual, gain, 1e-5, out, total), rows * 4096 * 8
         )
         wide, half = bf16(rows, 28672), bf16(rows, 14336)
-        gate.gate(wide, half)
+        silu_and_mul.gate(wide, half)
         left, right = wide.double().chunk(2, dim=1)
         wrong = error(half, torch.nn.functional.silu(left) * right)
-        found[f"gate {rows}"] = report(f"gate {rows}", wrong, partial(gate.gate, wide, half), rows * 14336 * 6)
+        found[f"gate {rows}"] = report(f"gate {rows}", wrong, partial(silu_and_mul.gate, wide, half), rows * 14336 * 6)
         qkv, cache = bf16(rows, 6144), bf16(rows // 16 + 1, 2, 8, 16, 128)
         angles = torch.tensor(plain(500000.0, 128), dtype=torch.float64, device="cuda")
         at = torch.arange(rows, dtype=torch.int32, device="cuda")
@@ -389,8 +398,8 @@ def report(name: str, wrong: float, call: Call, moved: float) -> Figures:
 
 def sampling(rows: int) -> Figures:
     logits = torch.empty((rows, 128256), device="cuda").normal_(0, 3)
-    room = cut.Room.on(logits.device, rows, 128256)
-    chunks = -(-128256 // choose.CHUNK)
+    room = sampling_threshold.Room.on(logits.device, rows, 128256)
+    chunks = -(-128256 // sample_tokens.CHUNK)
     sized = lambda kind: torch.zeros((rows, chunks), dtype=kind, device="cuda")  # noqa: E731
     peaks, where, masses = sized(torch.float32), sized(torch.int32), sized(torch.int64)
     ones = lambda value, kind=torch.float32: torch.full((rows,), value, dtype=kind, device="cuda")  # noqa: E731
@@ -400,10 +409,10 @@ def sampling(rows: int) -> Figures:
     last, out, least = ones(0, whole), ones(0, whole), ones(0.0)
 
     def run(heat: Any, draws: bool, cuts: bool) -> None:
-        choose.find_peaks(logits, peaks, where)
+        sample_tokens.find_peaks(logits, peaks, where)
         if cuts:
-            cut.cut(logits, peaks, room, heat, ones_k, ones_p, zero_p, least)
-        choose.choose(logits, heat, least, seeds, target, slots, last, out, (peaks, where, masses), draws=draws)
+            sampling_threshold.cut(logits, peaks, room, heat, ones_k, ones_p, zero_p, least)
+        sample_tokens.choose(logits, heat, least, seeds, target, slots, last, out, (peaks, where, masses), draws=draws)
 
     target, ones_k, ones_p, zero_p = ones(-1, whole), ones(40, whole), ones(0.9), ones(0.0)
     cold, hot = ones(0.0), ones(0.8)

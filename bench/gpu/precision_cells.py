@@ -15,7 +15,7 @@ from precision_inputs import ANSWER, greedy
 from precision_model import Array, Values, read, shuffled, tensors, truth
 
 from penstock.backend.cuda import CudaBackend
-from penstock.backend.cuda.quantized import Quantized
+from penstock.backend.cuda.quantized_weights import Quantized
 from penstock.backend.cuda.transfer import transfer
 from penstock.backend.cuda.weights import Dense
 from penstock.backend.ref.batches import Chunk, greedy_batch

@@ -12,8 +12,8 @@ import torch
 from requantize import requantized
 from torch.nn import functional
 
+from penstock.model.dequantize import dequantize
 from penstock.model.load import open_checkpoint
-from penstock.model.quant import dequantize
 from penstock.model.spec import ModelSpec, RopeSpec
 from penstock.model.tensor import FORMATS, Tensor
 

@@ -25,18 +25,18 @@ import torch
 from random_weights import random_blocks
 from random_weights import random_codes as make
 
-from penstock.backend.cuda.kernels import few, many, one
-from penstock.backend.cuda.kernels.codes import quantize_rows
-from penstock.backend.cuda.kernels.expand import expand, gather
+from penstock.backend.cuda.kernels import quant_gemm, quant_gemm_small, quant_gemv
+from penstock.backend.cuda.kernels.dequantize import expand, gather
 from penstock.backend.cuda.kernels.fp8 import (
     Float8Weight,
     few_float8,
     multiply_float8,
 )
+from penstock.backend.cuda.kernels.fp8_activations import quantize_rows
 from penstock.backend.cuda.kernels.fp8_tiles import tiles_float8
 from penstock.backend.cuda.kernels.skinny import MOST_SHARES, Scratch
-from penstock.backend.cuda.quantize import CODINGS, pack
-from penstock.model.quant import dequantize
+from penstock.backend.cuda.pack_quantized import CODINGS, pack
+from penstock.model.dequantize import dequantize
 from penstock.model.tensor import FORMATS, Tensor
 
 SHAPES = {  # rows, width: of Llama-3.1-8B
@@ -53,14 +53,19 @@ CACHE = 300 << 20  # bytes of copies that no cache holds
 DEVICE = torch.device("cuda")
 
 FEW_TILINGS = [
-    few.Tiling(warps, steps, tiles)
+    quant_gemm_small.Tiling(warps, steps, tiles)
     for warps in (2, 4, 8, 16)
     for steps in (1, 2, 4)
     for tiles in (1, 2, 4)
     if steps * tiles <= 4 and 4 <= warps * steps <= 32
-] + [few.Tiling(8, 2, 1, 2), few.Tiling(8, 1, 2, 3), few.Tiling(4, 2, 1, 3), few.Tiling(4, 2, 2, 2)]
+] + [
+    quant_gemm_small.Tiling(8, 2, 1, 2),
+    quant_gemm_small.Tiling(8, 1, 2, 3),
+    quant_gemm_small.Tiling(4, 2, 1, 3),
+    quant_gemm_small.Tiling(4, 2, 2, 2),
+]
 ONE_TILINGS = [
-    one.Tiling(warps, blocks, tiles, ahead)
+    quant_gemv.Tiling(warps, blocks, tiles, ahead)
     for warps in (2, 4, 8, 16)
     for blocks, tiles in ((1, 1), (2, 1), (1, 2))
     for ahead in (1, 2)
@@ -121,8 +126,8 @@ def check_products(name: str, scratch: Scratch) -> dict[str, float]:
         errors[f"{count}"] = difference(run_one(name, x, weight, bias, scratch), want)
         if count <= 16:
             out = torch.full((count, rows // 2), float("nan"), device=DEVICE)
-            kernel = few_float8 if name == "FP8" else few.few
-            kernel(x, weight, bias, out, gated=True, tiling=few.Tiling(4, 2, 2))
+            kernel = few_float8 if name == "FP8" else quant_gemm_small.few
+            kernel(x, weight, bias, out, gated=True, tiling=quant_gemm_small.Tiling(4, 2, 2))
             want = torch.nn.functional.silu(want[:, : rows // 2]) * want[:, rows // 2 :]
             errors[f"{count} gated"] = difference(out, want)
     if name == "FP8":
@@ -142,15 +147,15 @@ def run_one(name: str, x: Any, weight: Any, bias: Any, scratch: Scratch) -> Any:
     out = torch.full((len(x), weight.rows), float("nan"), device=DEVICE)
     if name == "FP8" and len(x) > 16:
         codes, scales = quantized(x)
-        tiles_float8(codes, scales, weight, bias, out, many.Tiling(4, 32, 2, 3, 4, 3), scratch)
+        tiles_float8(codes, scales, weight, bias, out, quant_gemm.Tiling(4, 32, 2, 3, 4, 3), scratch)
     elif name == "FP8":
         few_float8(x, weight, bias, out)
     elif len(x) == 1 and weight.coding.groups > 1:
-        one.one(x, weight, bias, out, tiling=one.Tiling(4, 1, 1, 2))
+        quant_gemv.one(x, weight, bias, out, tiling=quant_gemv.Tiling(4, 1, 1, 2))
     elif len(x) <= 16:
-        few.few(x, weight, bias, out)
+        quant_gemm_small.few(x, weight, bias, out)
     else:
-        many.many(x, weight, bias, out, many.Tiling(4, 32, 1, 3, 4, 3), scratch)
+        quant_gemm.many(x, weight, bias, out, quant_gemm.Tiling(4, 32, 1, 3, 4, 3), scratch)
     return out
 
 
@@ -198,9 +203,9 @@ def splits(programs: int, width: int) -> list[int]:
 
 def candidates(name: str, count: int, rows: int, width: int, tune: bool) -> list[Any]:
     if count == 1 and name not in ("FP8", "INT4"):
-        return [*ONE_TILINGS, *FEW_TILINGS] if tune else [one.Tiling(4, 1, 1, 2)]
+        return [*ONE_TILINGS, *FEW_TILINGS] if tune else [quant_gemv.Tiling(4, 1, 1, 2)]
     if count <= 16:
-        return FEW_TILINGS if tune else [few.DEFAULT]
+        return FEW_TILINGS if tune else [quant_gemm_small.DEFAULT]
     found = []
     for tiles, steps, warps, stages in FLOAT8_TILINGS if name == "FP8" else MANY_TILINGS:
         block = max(min(1 << (count - 1).bit_length(), 128), 32)
@@ -209,19 +214,19 @@ def candidates(name: str, count: int, rows: int, width: int, tune: bool) -> list
         programs = -(-rows // (16 * tiles)) * -(-count // block)
         for split in splits(programs, width):
             if split == 1 or split * count * rows <= MOST_SHARES:
-                found.append(many.Tiling(tiles, block, steps, split, warps, stages))
+                found.append(quant_gemm.Tiling(tiles, block, steps, split, warps, stages))
     return found if tune else found[:1]
 
 
 def call_of(name: str, x: Any, coded: Any, weight: Any, out: Any, tiling: Any, scratch: Any) -> Callable[[], None]:
-    if isinstance(tiling, one.Tiling):
-        return lambda: one.one(x, weight, None, out, tiling=tiling)
-    if isinstance(tiling, few.Tiling):
-        kernel = few_float8 if name == "FP8" else few.few
+    if isinstance(tiling, quant_gemv.Tiling):
+        return lambda: quant_gemv.one(x, weight, None, out, tiling=tiling)
+    if isinstance(tiling, quant_gemm_small.Tiling):
+        kernel = few_float8 if name == "FP8" else quant_gemm_small.few
         return lambda: kernel(x, weight, None, out, tiling=tiling)
     if name == "FP8":
         return lambda: tiles_float8(*coded, weight, None, out, tiling, scratch)
-    return lambda: many.many(x, weight, None, out, tiling, scratch)
+    return lambda: quant_gemm.many(x, weight, None, out, tiling, scratch)
 
 
 def library(name: str, x: Any, coded: Any, weight: Any, workspace: Any, out: Any) -> Callable[[], None]:
@@ -238,7 +243,9 @@ def library(name: str, x: Any, coded: Any, weight: Any, workspace: Any, out: Any
 
 
 def listed(tiling: Any) -> Any:
-    return tiling if tiling == "library" else ["one", *tiling] if isinstance(tiling, one.Tiling) else list(tiling)
+    return (
+        tiling if tiling == "library" else ["one", *tiling] if isinstance(tiling, quant_gemv.Tiling) else list(tiling)
+    )
 
 
 def measure(name: str, shape: str, counts: list[int], tune: bool, scratch: Any, workspace: Any) -> list[dict[str, Any]]:
@@ -324,8 +331,10 @@ def tiling_of(cell: dict[str, Any]) -> Any:
         which for _, which in cell["ranked"] if which != "library" or cell["format"] == "FP8" or cell["rows"] > 512
     )
     if which[0] == "one":
-        return one.Tiling(*which[1:])
-    return which if which == "library" else (few.Tiling if cell["rows"] <= 16 else many.Tiling)(*which)
+        return quant_gemv.Tiling(*which[1:])
+    return (
+        which if which == "library" else (quant_gemm_small.Tiling if cell["rows"] <= 16 else quant_gemm.Tiling)(*which)
+    )
 
 
 # ---- compiling ahead ----

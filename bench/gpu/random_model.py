@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.model.quant import layout_of
+from penstock.model.dequantize import layout_of
 from penstock.model.tensor import FORMATS
 from penstock.text.vocabulary import _BYTES as BYTES
 

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from penstock.backend.cuda.kernels.fp8 import quantize_float8
-from penstock.backend.cuda.quantize import CODINGS, TAKE, pack_parts, quantize_int4
-from penstock.backend.cuda.quantized import Float8, Quantized, Workspace
+from penstock.backend.cuda.pack_quantized import CODINGS, TAKE, pack_parts, quantize_int4
+from penstock.backend.cuda.quantized_weights import Float8, Quantized, Workspace
 from penstock.backend.cuda.weights import Dense
-from penstock.model.quant import layout_of
+from penstock.model.dequantize import layout_of
 from penstock.model.tensor import FORMATS
 
 DEVICE = torch.device("cuda")

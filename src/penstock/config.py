@@ -20,8 +20,8 @@ class Config:
     threads: int = 0  # 0: every core this process may use
     max_len: int = 0  # 0: the model's own context length
     max_rows: int = 0  # 0 here and in the next two: what suits the device
-    max_tokens: int = 0  # per step
-    mixed_tokens: int = 0  # per step while up to 64 rows answer
+    step_tokens: int = 0  # tokens per step
+    prefill_budget: int = 0  # per step while up to 64 rows answer
     quantize: str = ""  # plain weights at load: q8_0, q4_k, int4, fp8, or empty to keep them
     kv: str = "auto"  # what the KV cache holds; auto: the backend's own choice
     kv_memory: int = 0  # bytes; 0: what the backend finds it may take
@@ -47,11 +47,11 @@ def resolve(
     block_bytes = kv_bytes * config.block_size
     budget = config.kv_memory or memory
     rows, saved = _states(config.max_rows, state_bytes, budget // 2)
-    max_tokens = max(config.max_tokens, rows)
+    step_tokens = max(config.step_tokens, rows)
     wanted = -(-max_len // config.block_size) * rows
     if encoder:
-        max_len = min(max_len, max_tokens)
-        wanted = 2 * (-(-max_tokens // config.block_size) + rows)
+        max_len = min(max_len, step_tokens)
+        wanted = 2 * (-(-step_tokens // config.block_size) + rows)
     num_blocks = min(wanted, (budget - (rows + saved) * state_bytes) // block_bytes)
     if num_blocks < 2 or not rows:
         least = 2 * max(block_bytes, 2 * state_bytes)
@@ -61,11 +61,11 @@ def resolve(
     return Limits(
         max_len=min(max_len, num_blocks * config.block_size),
         max_rows=rows,
-        max_tokens=max_tokens,
+        step_tokens=step_tokens,
         block_size=config.block_size,
         num_blocks=num_blocks,
         vocab=vocab,
-        mixed_tokens=config.mixed_tokens,
+        prefill_budget=config.prefill_budget,
         encoder=encoder,
         states=saved,
     )

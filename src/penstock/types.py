@@ -96,21 +96,21 @@ class Limits(NamedTuple):
 
     max_len: int  # tokens of one sequence, prompt and answer
     max_rows: int  # sequences in one step
-    max_tokens: int  # tokens in one step
+    step_tokens: int  # tokens in one step
     block_size: int
     num_blocks: int
     vocab: int
-    mixed_tokens: int = 0  # tokens in one step while up to 64 rows answer; 0: max_tokens
+    prefill_budget: int = 0  # tokens in one step while up to 64 rows answer; 0: step_tokens
     dim: int = 0  # values of a hidden state, and of an embedding
     pooling: str = "mean"  # what the model makes embeddings by
     encoder: bool = False  # embeddings are all it makes, each in one step
     states: int = 0  # of sequences, saved for others to begin with; 0: the model has none, its KV is all there is
 
 
-def mixed_tokens(few: int, answering: int) -> int:
-    """Tokens of a step beside so many answering rows, where `few` suit up to 64: every 64 more add half as much again,
+def prefill_budget(base: int, answering: int) -> int:
+    """Tokens of a step beside so many answering rows, where `base` suit up to 64: every 64 more add half as much again,
     because a step that answers more rows may take longer."""
-    return few * (3 * -(-answering // 64) - 1) // 2
+    return base * (3 * -(-answering // 64) - 1) // 2
 
 
 class Row(NamedTuple):

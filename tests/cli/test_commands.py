@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from penstock.cli.roofs import COMMON
+from penstock.cli.machine_profile import COMMON
 from penstock.cli.terminal import readable_size
 from penstock.config import Config
-from penstock.engine.roofline import Machine, Roof
+from penstock.planning.roofline import Machine, Roof
 from penstock.store import Made, make
 from penstock.store.places import Entry, Place, home, sha256_of, write_record
 
@@ -212,7 +212,7 @@ def test_plan_tells_speeds_from_what_was_measured_once(penstock: Penstock, recit
         return MACHINE._replace(roofs=dict.fromkeys([*kinds, *(known.roofs if known else ())], ROOF))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("penstock.engine.probe.measure", measure)
+        patch.setattr("penstock.planning.calibration.measure", measure)
         code, out, err = penstock("plan", reciter, "--prompt", "1000")
         assert code == 0
         assert "of a prompt of 1,000 tokens" in out
@@ -236,7 +236,7 @@ def test_doctor_finds_a_damaged_model(penstock: Penstock, monkeypatch: pytest.Mo
     monkeypatch.setattr(
         "penstock.cli.doctor.CHECKS", [check for check in doctor_checks() if "native" not in check.__name__]
     )
-    monkeypatch.setattr("penstock.engine.probe.measure", lambda *_, **__: MACHINE)
+    monkeypatch.setattr("penstock.planning.calibration.measure", lambda *_, **__: MACHINE)
     code, out, _ = penstock("doctor")
     assert code == 0
     assert "note  default model" in out
@@ -261,7 +261,7 @@ def doctor_checks() -> list[Callable[[], tuple[str, str]]]:
 def test_doctor_reports_a_store_that_cannot_be_written(
     penstock: Penstock, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("penstock.engine.probe.measure", lambda *_, **__: MACHINE)
+    monkeypatch.setattr("penstock.planning.calibration.measure", lambda *_, **__: MACHINE)
     (tmp_path / "file").touch()
     monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path / "file" / "home"))
     code, out, _ = penstock("doctor")
@@ -293,7 +293,7 @@ def test_the_speed_of_an_encoder_is_that_of_embeddings(penstock: Penstock, monke
     def measure(config: Config, kinds: list[str], known: Machine | None, tell: Callable[[str], None]) -> Machine:
         return MACHINE._replace(roofs=dict.fromkeys([*kinds, *(known.roofs if known else ())], ROOF))
 
-    monkeypatch.setattr("penstock.engine.probe.measure", measure)
+    monkeypatch.setattr("penstock.planning.calibration.measure", measure)
     bert = Path(__file__).parents[1] / "models" / "encoders" / "bert"
     code, out, _ = penstock("plan", bert, "--device", "cpu")
     assert code == 0

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from penstock.backend.fake import FakeBackend, continuation, gathered, next_token, pooled
 from penstock.core import check
 from penstock.engine.engine import Engine
-from penstock.engine.plan import all_states
+from penstock.planning.memory_plan import all_states
 from penstock.types import Aborted, Event, Finished, Limits, Request, SamplingParams, Tokens
 
 VOCAB = 97  # small, so that stop tokens are met
@@ -70,11 +70,11 @@ def worlds(draw: st.DrawFn) -> World:
     limits = Limits(
         max_len=min(num_blocks * block_size, 100),
         max_rows=max_rows,
-        max_tokens=draw(st.integers(max_rows, 64)),
+        step_tokens=draw(st.integers(max_rows, 64)),
         block_size=block_size,
         num_blocks=num_blocks,
         vocab=VOCAB,
-        mixed_tokens=draw(st.sampled_from([0, 1, 5, 20])),
+        prefill_budget=draw(st.sampled_from([0, 1, 5, 20])),
         states=draw(st.sampled_from([0, 0, 1, 2, 3, 20])),
     )
     depth = draw(st.sampled_from([0, 1, 2]))
@@ -139,7 +139,7 @@ def alone(request: Arrival, stateful: bool) -> tuple[list[int], str]:
 def encoding(world: World) -> World:
     """The same, where embeddings are all there is and a prompt is computed in one step."""
     limits, depth, requests = world
-    limits = limits._replace(encoder=True, max_len=min(limits.max_len, limits.max_tokens))
+    limits = limits._replace(encoder=True, max_len=min(limits.max_len, limits.step_tokens))
     kinds = ("mean", "last", "cls")
     return (
         limits,

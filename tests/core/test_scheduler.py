@@ -40,7 +40,7 @@ def test_refuses_an_id_in_use() -> None:
 
 def test_refuses_limits_that_cannot_work() -> None:
     with pytest.raises(ConfigError, match="cannot serve 8 rows"):
-        Scheduler(limits(max_rows=8, max_tokens=7))
+        Scheduler(limits(max_rows=8, step_tokens=7))
     with pytest.raises(ConfigError, match="cannot hold one sequence"):
         Scheduler(limits(max_len=65))
     with pytest.raises(ConfigError, match="a step of 16 tokens cannot hold one sequence of 17"):
@@ -51,7 +51,7 @@ def test_refuses_limits_that_cannot_work() -> None:
 
 
 def test_a_long_prompt_is_computed_in_chunks_and_samples_once_at_its_end() -> None:
-    scheduler = Scheduler(limits(max_tokens=16))
+    scheduler = Scheduler(limits(step_tokens=16))
     scheduler.add(Sequence(1, prompt(40), 2))
     rows = [step(scheduler)[0].rows[0] for _ in range(4)]
     assert [(row.start, row.count, row.sample) for row in rows] == [(0, 16, 0), (16, 16, 0), (32, 8, 1), (40, 1, 1)]
@@ -207,14 +207,14 @@ def test_a_private_sequence_computes_all_of_its_prompt_and_shares_none_of_it() -
 
 
 def test_nobody_waits_for_the_blocks_of_a_private_sequence() -> None:
-    scheduler = Scheduler(limits(max_tokens=32))
+    scheduler = Scheduler(limits(step_tokens=32))
     scheduler.add(Sequence(1, prompt(12), 0, private=True))
     scheduler.add(Sequence(2, prompt(12), 1))
     assert counts(scheduler.plan()) == {1: 12, 2: 12}
 
 
 def test_a_private_sequence_that_was_preempted_starts_anew() -> None:
-    scheduler = Scheduler(limits(max_tokens=4))
+    scheduler = Scheduler(limits(step_tokens=4))
     scheduler.add(Sequence(1, prompt(12), 0, private=True))
     step(scheduler)
     plan = scheduler.plan()
@@ -234,7 +234,7 @@ def test_a_state_pooled_before_a_preemption_is_as_good_as_any() -> None:
 
 
 def test_simultaneous_twins_compute_their_prefix_once() -> None:
-    scheduler = Scheduler(limits(max_tokens=8, max_rows=4, num_blocks=64))
+    scheduler = Scheduler(limits(step_tokens=8, max_rows=4, num_blocks=64))
     for id in range(4):
         scheduler.add(Sequence(id, (*prompt(32), id), 1))
     computed = 0
@@ -246,7 +246,7 @@ def test_simultaneous_twins_compute_their_prefix_once() -> None:
 
 
 def test_the_one_computing_a_prefix_may_leave_and_another_takes_over() -> None:
-    scheduler = Scheduler(limits(max_tokens=8, num_blocks=64))
+    scheduler = Scheduler(limits(step_tokens=8, num_blocks=64))
     for id in range(3):
         scheduler.add(Sequence(id, (*prompt(32), id), 1))
     step(scheduler)
@@ -258,7 +258,7 @@ def test_the_one_computing_a_prefix_may_leave_and_another_takes_over() -> None:
 
 
 def test_prompts_take_smaller_steps_once_a_row_answers() -> None:
-    scheduler = Scheduler(limits(max_tokens=16, num_blocks=64)._replace(mixed_tokens=5))
+    scheduler = Scheduler(limits(step_tokens=16, num_blocks=64)._replace(prefill_budget=5))
     for id in range(2):
         scheduler.add(Sequence(id, prompt(20, first=id), 3))
     taken = [counts(step(scheduler)[0]) for _ in range(6)]
@@ -269,9 +269,9 @@ def test_prompts_take_smaller_steps_once_a_row_answers() -> None:
     ("running", "answering", "tokens"), [(9, 0, 1000), (1, 1, 100), (64, 64, 100), (65, 65, 250), (150, 1, 150)]
 )
 def test_a_step_grows_with_the_rows_that_answer(running: int, answering: int, tokens: int) -> None:
-    some = limits(max_tokens=1000)._replace(mixed_tokens=100)
+    some = limits(step_tokens=1000)._replace(prefill_budget=100)
     assert policy.step_tokens(some, running, answering) == tokens
-    assert policy.step_tokens(some._replace(mixed_tokens=0), running, answering) == 1000
+    assert policy.step_tokens(some._replace(prefill_budget=0), running, answering) == 1000
 
 
 # -- preemption --------------------------------------------------------------------------------------------------
@@ -288,7 +288,7 @@ def test_preempts_the_last_in_line_and_finishes_everybody() -> None:
 
 
 def test_a_preempted_prompt_is_scored_once() -> None:
-    scheduler = Scheduler(limits(num_blocks=9, max_len=32, max_tokens=2, max_rows=2))
+    scheduler = Scheduler(limits(num_blocks=9, max_len=32, step_tokens=2, max_rows=2))
     scheduler.add(Sequence(1, prompt(4), 25))
     for _ in range(2):
         step(scheduler)

@@ -57,20 +57,20 @@ def test_the_same_prompt_again_begins_at_its_last_block() -> None:
 
 
 def test_those_who_come_together_compute_what_they_share_once() -> None:
-    scheduler = scheduler_of(max_tokens=64)
+    scheduler = scheduler_of(step_tokens=64)
     total = computed(scheduler, *(Sequence(id, (*SYSTEM, 50 + id, 60 + id), 0) for id in range(4)))
     assert total == 28 + 4 * 4
     assert scheduler.stats().cached_tokens == 3 * 28
 
 
 def test_prompts_that_come_later_teach_where_they_part() -> None:
-    scheduler = scheduler_of(max_tokens=64)
+    scheduler = scheduler_of(step_tokens=64)
     for id, expected in ((1, 0), (2, 0), (3, 28), (4, 28)):
         assert cached(scheduler, Sequence(id, (*SYSTEM, *range(50 + id, 60 + id)), 1)) == {id: expected}
 
 
 def test_one_waits_only_for_a_state_that_will_be_saved() -> None:
-    scheduler = scheduler_of(max_tokens=32)
+    scheduler = scheduler_of(step_tokens=32)
     scheduler.add(Sequence(1, (*SYSTEM, 71, 72, 73, 74, 75, 76), 1))
     first = scheduler.plan()
     scheduler.add(Sequence(2, (*SYSTEM[:20], 81, 82), 1))  # 1 is past the 20 tokens that they share
@@ -85,7 +85,7 @@ def test_one_waits_only_for_a_state_that_will_be_saved() -> None:
 
 
 def test_a_row_saves_once_and_anywhere_in_it() -> None:
-    scheduler = scheduler_of(max_tokens=64)
+    scheduler = scheduler_of(step_tokens=64)
     scheduler.add(Sequence(1, SYSTEM, 1))
     plan = scheduler.plan()
     assert counts(plan) == {1: 30}
@@ -107,7 +107,7 @@ def test_long_prompts_are_saved_now_and_then() -> None:
 
 
 def test_the_state_not_used_for_longest_goes_first() -> None:
-    scheduler = scheduler_of(places=2, max_tokens=64)
+    scheduler = scheduler_of(places=2, step_tokens=64)
     prompts = [(first, *SYSTEM) for first in (50, 51, 52)]
     for id, prompt in enumerate(prompts[:2]):
         run(scheduler, Sequence(id, prompt, 0))
@@ -117,7 +117,7 @@ def test_the_state_not_used_for_longest_goes_first() -> None:
 
 
 def test_a_state_goes_with_its_block() -> None:
-    scheduler = Scheduler(limits(states=4, max_tokens=64))  # sixteen blocks
+    scheduler = Scheduler(limits(states=4, step_tokens=64))  # sixteen blocks
     run(scheduler, Sequence(1, SYSTEM, 0))
     assert len(scheduler.cache.states.saved()) == 1
     run(scheduler, Sequence(2, (99,) * 60, 0))
@@ -126,7 +126,7 @@ def test_a_state_goes_with_its_block() -> None:
 
 
 def test_one_that_is_begun_with_is_not_written_in_the_same_step() -> None:
-    scheduler = scheduler_of(places=1, max_tokens=64)
+    scheduler = scheduler_of(places=1, step_tokens=64)
     run(scheduler, Sequence(1, SYSTEM, 0))
     scheduler.add(Sequence(2, (*SYSTEM, 1, 2, 3, 4), 1))
     scheduler.add(Sequence(3, (9, *SYSTEM), 1))
@@ -139,7 +139,7 @@ def test_one_that_is_begun_with_is_not_written_in_the_same_step() -> None:
 
 @pytest.mark.parametrize("how", ["abort", "fail", "redo"])
 def test_what_was_not_written_is_not_kept(how: str) -> None:
-    scheduler = scheduler_of(max_tokens=64)
+    scheduler = scheduler_of(step_tokens=64)
     scheduler.add(Sequence(1, SYSTEM, 5))
     plan = scheduler.plan()
     assert scheduler.cache.states.pending
@@ -157,7 +157,7 @@ def test_what_was_not_written_is_not_kept(how: str) -> None:
 
 
 def test_a_preempted_sequence_goes_on_from_its_last_saved_state() -> None:
-    scheduler = Scheduler(limits(num_blocks=20, max_len=48, states=8, max_tokens=32))
+    scheduler = Scheduler(limits(num_blocks=20, max_len=48, states=8, step_tokens=32))
     scheduler.add(Sequence(1, SYSTEM[:21], 27))
     scheduler.add(Sequence(2, (9, *SYSTEM[:20]), 27))
     begun = {}
@@ -175,7 +175,7 @@ def test_a_private_sequence_saves_nothing() -> None:
 
 
 def test_nobody_stops_for_those_who_will_not_use_it() -> None:
-    scheduler = scheduler_of(max_tokens=64)
+    scheduler = scheduler_of(step_tokens=64)
     scheduler.add(Sequence(1, (*SYSTEM, 50), 1))
     scheduler.add(Sequence(2, SYSTEM[:10], 0, private=True))
     scheduler.add(Sequence(3, SYSTEM[:10], 1, score=True))

@@ -10,13 +10,13 @@ def limits(
     *,
     max_len: int = 64,
     max_rows: int = 4,
-    max_tokens: int = 16,
+    step_tokens: int = 16,
     block_size: int = 4,
     num_blocks: int = 16,
     encoder: bool = False,
     states: int = 0,
 ) -> Limits:
-    return Limits(max_len, max_rows, max_tokens, block_size, num_blocks, vocab=100, encoder=encoder, states=states)
+    return Limits(max_len, max_rows, step_tokens, block_size, num_blocks, vocab=100, encoder=encoder, states=states)
 
 
 def answer(scheduler: Scheduler, plan: StepPlan, token: int = 50) -> list[Event]:

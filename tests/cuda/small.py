@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from penstock.backend.ref.cases import attention, random_tensor
+from penstock.model.dequantize import dequantize, layout_of
 from penstock.model.families.llama import build
-from penstock.model.quant import dequantize, layout_of
 from penstock.model.spec import ModelSpec
 from penstock.model.tensor import FORMATS, Tensor
 from penstock.model.weights import Packer

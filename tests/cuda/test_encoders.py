@@ -17,7 +17,7 @@ from penstock.types import Finished, Limits, Request, SamplingParams
 from tests.cuda.device import DEVICE, HALF
 
 ENCODERS = Path(__file__).parents[1] / "models" / "encoders"
-LIMITS = Limits(max_len=64, max_rows=8, max_tokens=128, block_size=16, num_blocks=24, vocab=61, dim=32, encoder=True)
+LIMITS = Limits(max_len=64, max_rows=8, step_tokens=128, block_size=16, num_blocks=24, vocab=61, dim=32, encoder=True)
 
 
 def pooled(backend: CudaBackend | RefBackend, path: Path, prompts: list[list[int]], kind: str) -> np.ndarray:

@@ -12,10 +12,10 @@ import torch
 
 from penstock.backend.cuda import CudaBackend
 from penstock.backend.cuda.experts import CodedMatrices, DenseMatrices, pack_matrices
-from penstock.backend.cuda.kernels.expert_products import Rows
-from penstock.backend.cuda.kernels.route import Seats, add_up, most_blocks, route, seat
-from penstock.backend.cuda.memory import held
-from penstock.backend.cuda.quantized import Quantized
+from penstock.backend.cuda.footprint import held
+from penstock.backend.cuda.kernels.expert_gemm import Rows
+from penstock.backend.cuda.kernels.expert_routing import Seats, add_up, most_blocks, route, seat
+from penstock.backend.cuda.quantized_weights import Quantized
 from penstock.backend.cuda.weights import Dense
 from penstock.backend.ref.cases import random_tensor
 from penstock.backend.ref.ops import choose

@@ -11,18 +11,18 @@ import pytest
 import torch
 
 from penstock.backend.cuda import CudaBackend
-from penstock.backend.cuda.float8 import BlockFloat8
+from penstock.backend.cuda.fp8_weights import BlockFloat8
 from penstock.backend.cuda.kernels.fp8_blocks import Tiling, multiply_blocks
 from penstock.backend.cuda.kernels.skinny import Scratch
-from penstock.backend.cuda.quantized import Float8
+from penstock.backend.cuda.quantized_weights import Float8
 from penstock.backend.cuda.transfer import transfer
 from penstock.backend.cuda.weights import Dense
 from penstock.backend.ref import RefBackend
 from penstock.backend.ref.batches import Chunk, greedy_batch
 from penstock.backend.ref.cases import attention, random_tensor
+from penstock.model.dequantize import dequantize
 from penstock.model.families.llama import build
 from penstock.model.load import load_model, open_checkpoint
-from penstock.model.quant import dequantize
 from penstock.model.spec import ModelSpec
 from penstock.model.tensor import FLOAT8, Scales, Tensor
 from tests.cuda.device import DEVICE, HALF, ints, normal

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from penstock.backend.cuda import CudaBackend
-from penstock.backend.cuda.quantized import Quantized
+from penstock.backend.cuda.quantized_weights import Quantized
 from penstock.backend.cuda.weights import Dense
 from penstock.backend.ref.batches import Chunk, greedy_batch
 from penstock.backend.ref.cases import difference

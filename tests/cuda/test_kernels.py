@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from penstock.backend.cuda.kernels.codes import Codes, codes_in, quantize_rows
-from penstock.backend.cuda.kernels.gate import gate
+from penstock.backend.cuda.kernels.fp8_activations import Codes, codes_in, quantize_rows
+from penstock.backend.cuda.kernels.gather_rows import known_tokens, take_rows
 from penstock.backend.cuda.kernels.gemv import Tiling as RowTiling
 from penstock.backend.cuda.kernels.gemv import gemv
 from penstock.backend.cuda.kernels.layer_norm import add_layer_norm
 from penstock.backend.cuda.kernels.norm import add_norm
-from penstock.backend.cuda.kernels.rows import known_tokens, take_rows
+from penstock.backend.cuda.kernels.silu_and_mul import gate
 from penstock.backend.cuda.kernels.skinny import Scratch, Tiling, skinny
 from tests.cuda.device import DEVICE, HALF, close, ints, normal
 

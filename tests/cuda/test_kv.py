@@ -15,7 +15,7 @@ from penstock.backend.cuda.kernels.decode_attention import Turn, attend_parts
 from penstock.backend.cuda.kernels.kv import LARGEST
 from penstock.backend.cuda.kernels.prefill_attention import attend_tiles
 from penstock.backend.cuda.kernels.rope import rope_and_store
-from penstock.backend.cuda.kv import Cache, layout_of
+from penstock.backend.cuda.kv_cache import Cache, layout_of
 from penstock.backend.ref.batches import Chunk, blocks_for, greedy_batch, random_steps
 from penstock.backend.ref.ops import attention, rotate
 from penstock.config import Config

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("triton")
 
 from penstock.backend.cuda.kernels.lookup import instructions, table_of
-from penstock.backend.cuda.quantize import CODINGS
+from penstock.backend.cuda.pack_quantized import CODINGS
 
 pytestmark = pytest.mark.cuda
 TABLED = {name: coding for name, coding in CODINGS.items() if coding.table}

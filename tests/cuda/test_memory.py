@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from penstock.backend.cuda import CudaBackend
+from penstock.backend.cuda.footprint import tensor_bytes
 from penstock.backend.cuda.graphs import common_shapes, padded
-from penstock.backend.cuda.memory import tensor_bytes
 from penstock.backend.cuda.transfer import transfer
 from penstock.backend.ref.batches import Chunk, greedy_batch
 from penstock.engine.engine import Engine
@@ -72,7 +72,7 @@ def test_common_shapes_are_shapes_of_graphs() -> None:
 
 def test_rehearsals_leave_no_trace() -> None:
     """Steps that only pad, as they are run to get ready, between real ones."""
-    backend = loaded("llama3", CudaBackend(256, 8, device=DEVICE, dtype=torch.float32, mixed_tokens=64))
+    backend = loaded("llama3", CudaBackend(256, 8, device=DEVICE, dtype=torch.float32, prefill_budget=64))
     backend.reserve_kv(64, 4)
     tokens = [5, 6, 7, 8, 9]
     before = backend.logits(greedy_batch([Chunk(tokens, 0, range(4))]))
@@ -118,7 +118,7 @@ def test_a_shortage_has_its_own_error(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_first_answers_wait_for_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     from triton import knobs
 
-    backend = loaded("llama3", CudaBackend(256, 8, mixed_tokens=64))
+    backend = loaded("llama3", CudaBackend(256, 8, prefill_budget=64))
     backend.reserve_kv(64, 4)
     backend.warm_up()
     compiled: list[str] = []

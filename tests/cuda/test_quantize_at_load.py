@@ -12,7 +12,7 @@ from penstock.backend.ref import RefBackend
 from penstock.backend.ref.batches import Chunk, greedy_batch
 from penstock.backend.ref.cases import difference
 from penstock.config import Config
-from penstock.engine.quantize import quantized
+from penstock.backend.quantize_at_load import quantized
 from penstock.model.load import load_model, open_checkpoint
 from tests.cuda.device import DEVICE, HALF
 

@@ -7,17 +7,17 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from penstock.backend.cuda.kernels import few, many, one
-from penstock.backend.cuda.kernels.codes import quantize_rows
-from penstock.backend.cuda.kernels.expand import expand, gather
+from penstock.backend.cuda.footprint import KEPT
+from penstock.backend.cuda.kernels import quant_gemm, quant_gemm_small, quant_gemv
+from penstock.backend.cuda.kernels.dequantize import expand, gather
 from penstock.backend.cuda.kernels.fp8 import Float8Weight, few_float8, multiply_float8, quantize_float8
+from penstock.backend.cuda.kernels.fp8_activations import quantize_rows
 from penstock.backend.cuda.kernels.fp8_tiles import tiles_float8
 from penstock.backend.cuda.kernels.skinny import Scratch
-from penstock.backend.cuda.memory import KEPT
-from penstock.backend.cuda.quantize import CODINGS, QuantizedWeight, pack, quantize_int4
-from penstock.backend.cuda.quantized import Quantized, Workspace
+from penstock.backend.cuda.pack_quantized import CODINGS, QuantizedWeight, pack, quantize_int4
+from penstock.backend.cuda.quantized_weights import Quantized, Workspace
 from penstock.backend.ref.cases import random_tensor
-from penstock.model.quant import dequantize
+from penstock.model.dequantize import dequantize
 from penstock.model.tensor import FORMATS, Tensor
 from tests.cuda.device import DEVICE, ints, normal
 
@@ -80,7 +80,7 @@ def test_packing_keeps_every_value(name: str) -> None:
 @formats
 def test_packing_some_rows_at_a_time_is_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, _ = packed(name)
-    monkeypatch.setattr("penstock.backend.cuda.quantize.AT_ONCE", 16 * WIDTH)
+    monkeypatch.setattr("penstock.backend.cuda.pack_quantized.AT_ONCE", 16 * WIDTH)
     parts, _ = packed(name)
     for first, second in zip(arrays(whole), arrays(parts), strict=True):
         assert torch.equal(first, second)
@@ -107,7 +107,7 @@ def test_rows_can_be_gathered(name: str) -> None:
 
 @codings
 def test_few_rows(name: str) -> None:
-    check_few_rows(name, 1, few.Tiling(2, 2, 1))
+    check_few_rows(name, 1, quant_gemm_small.Tiling(2, 2, 1))
 
 
 @pytest.mark.parametrize("name", [name for name in CODED if name != "INT4"])
@@ -115,14 +115,14 @@ def test_few_rows(name: str) -> None:
 def test_one_row(name: str, ahead: int) -> None:
     weight, values = packed(name, ROWS, 768)
     out = empty(1, ROWS)
-    one.one(items(1, 768), weight, None, out, tiling=one.Tiling(2, 1, 1, ahead))
+    quant_gemv.one(items(1, 768), weight, None, out, tiling=quant_gemv.Tiling(2, 1, 1, ahead))
     assert difference(out, items(1, 768).double() @ values.double().T) < EXACT
 
 
 def test_one_row_gated_with_a_bias() -> None:
     weight, values = packed("Q4_K", 64, 512)
     bias, out = normal(64, seed=2), empty(1, 32)
-    one.one(items(1), weight, bias, out, gated=True, tiling=one.Tiling(1, 2, 2, 1))
+    quant_gemv.one(items(1), weight, bias, out, gated=True, tiling=quant_gemv.Tiling(1, 2, 2, 1))
     left, right = (items(1).double() @ values.double().T + bias).chunk(2, 1)
     assert difference(out, torch.nn.functional.silu(left) * right) < EXACT
 
@@ -131,16 +131,21 @@ def test_one_row_gated_with_a_bias() -> None:
     "name", ["Q4_K", "Q6_K", "Q8_0", "IQ2_S"]
 )  # scales in bytes, groups of 16, codes in bytes, a table
 @pytest.mark.parametrize(
-    ("count", "tiling"), [(4, few.Tiling(1, 4, 2)), (5, few.Tiling(2, 1, 2)), (16, few.Tiling(4, 4, 1))]
+    ("count", "tiling"),
+    [
+        (4, quant_gemm_small.Tiling(1, 4, 2)),
+        (5, quant_gemm_small.Tiling(2, 1, 2)),
+        (16, quant_gemm_small.Tiling(4, 4, 1)),
+    ],
 )
-def test_few_rows_in_other_tilings(name: str, count: int, tiling: few.Tiling) -> None:
+def test_few_rows_in_other_tilings(name: str, count: int, tiling: quant_gemm_small.Tiling) -> None:
     check_few_rows(name, count, tiling)
 
 
-def check_few_rows(name: str, count: int, tiling: few.Tiling) -> None:
+def check_few_rows(name: str, count: int, tiling: quant_gemm_small.Tiling) -> None:
     weight, values = packed(name)
     out = empty(count, ROWS)
-    few.few(items(count), weight, None, out, tiling=tiling)
+    quant_gemm_small.few(items(count), weight, None, out, tiling=tiling)
     assert difference(out, items(count).double() @ values.double().T) < EXACT
 
 
@@ -149,7 +154,7 @@ def test_few_rows_gated_with_a_bias(rows: int) -> None:
     weight, values = packed("Q4_K", rows, 256)
     bias = normal(rows, seed=2)
     out = empty(3, rows // 2)
-    few.few(items(3, 256), weight, bias, out, gated=True, tiling=few.Tiling(2, 2, 2))
+    quant_gemm_small.few(items(3, 256), weight, bias, out, gated=True, tiling=quant_gemm_small.Tiling(2, 2, 2))
     left, right = (items(3, 256).double() @ values.double().T + bias).chunk(2, 1)
     assert difference(out, torch.nn.functional.silu(left) * right) < EXACT
 
@@ -157,14 +162,14 @@ def test_few_rows_gated_with_a_bias(rows: int) -> None:
 @pytest.mark.parametrize("name", ["Q4_0", "Q5_K", "Q6_K", "Q8_0", "INT4", "Q2_K", "IQ4_XS", "NVFP4"])
 @pytest.mark.parametrize(
     ("count", "tiling"),
-    [(20, many.Tiling(4, 32, 1, 1, 4, 3)), (33, many.Tiling(4, 16, 8, 3, 4, 2))],
+    [(20, quant_gemm.Tiling(4, 32, 1, 1, 4, 3)), (33, quant_gemm.Tiling(4, 16, 8, 3, 4, 2))],
     ids=["whole", "split"],
 )
-def test_many_rows(name: str, count: int, tiling: many.Tiling) -> None:
+def test_many_rows(name: str, count: int, tiling: quant_gemm.Tiling) -> None:
     weight, values = packed(name)
     shared = scratch()
     out = empty(count, ROWS)
-    many.many(items(count), weight, None, out, tiling, shared)
+    quant_gemm.many(items(count), weight, None, out, tiling, shared)
     assert difference(out, items(count).double() @ values.double().T) < HALF
     assert not shared.arrived.any()
 
@@ -212,9 +217,14 @@ def test_float8_uses_its_whole_range() -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "tiling"), [(1, few.Tiling(2, 1, 1)), (3, few.Tiling(1, 4, 2)), (16, few.Tiling(4, 2, 1))]
+    ("count", "tiling"),
+    [
+        (1, quant_gemm_small.Tiling(2, 1, 1)),
+        (3, quant_gemm_small.Tiling(1, 4, 2)),
+        (16, quant_gemm_small.Tiling(4, 2, 1)),
+    ],
 )
-def test_float8_few_rows(count: int, tiling: few.Tiling) -> None:
+def test_float8_few_rows(count: int, tiling: quant_gemm_small.Tiling) -> None:
     weight, values = float8_matrix()
     x = items(count, 640)
     out = empty(count, 96)
@@ -225,7 +235,7 @@ def test_float8_few_rows(count: int, tiling: few.Tiling) -> None:
 def test_float8_few_rows_gated() -> None:
     weight, values = float8_matrix()
     out = empty(2, 48)
-    few_float8(items(2, 640), weight, None, out, gated=True, tiling=few.Tiling(2, 2, 2))
+    few_float8(items(2, 640), weight, None, out, gated=True, tiling=quant_gemm_small.Tiling(2, 2, 2))
     left, right = (items(2, 640).double() @ values.T).chunk(2, 1)
     assert difference(out, torch.nn.functional.silu(left) * right) < EXACT
 
@@ -254,8 +264,8 @@ def float8_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return codes, scales
 
 
-@pytest.mark.parametrize("tiling", [many.Tiling(4, 32, 2, 1, 4, 3), many.Tiling(4, 16, 1, 3, 4, 3)])
-def test_float8_many_rows(tiling: many.Tiling) -> None:
+@pytest.mark.parametrize("tiling", [quant_gemm.Tiling(4, 32, 2, 1, 4, 3), quant_gemm.Tiling(4, 16, 1, 3, 4, 3)])
+def test_float8_many_rows(tiling: quant_gemm.Tiling) -> None:
     weight, values = float8_matrix()
     codes, scales = float8_rows(items(20, 640))
     shared = scratch()

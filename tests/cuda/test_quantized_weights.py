@@ -12,7 +12,7 @@ import torch
 
 from penstock.backend import open_backend
 from penstock.backend.cuda import CudaBackend
-from penstock.backend.cuda.quantized import Float8, Quantized
+from penstock.backend.cuda.quantized_weights import Float8, Quantized
 from penstock.backend.cuda.weights import Dense
 from penstock.backend.ref import RefBackend
 from penstock.backend.ref.batches import Chunk, greedy_batch

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from penstock.backend import sample
 from penstock.backend.base import LogitEdit, SampleRows
-from penstock.backend.cuda.kernels import choose, cut
+from penstock.backend.cuda.kernels import sample_tokens, sampling_threshold
 from penstock.backend.cuda.sampler import Sampler
 from penstock.backend.ref.batches import Chunk, greedy_batch, greedy_rows
 from tests.cuda.device import DEVICE, ints
@@ -77,7 +77,7 @@ def test_temperature_alone(vocab: int, temperature: float) -> None:
     st.sampled_from([0.0, 0.1, 0.5, 0.95, 1.0]),
     st.sampled_from([0.0, 0.05, 1.0]),
     st.booleans(),
-    st.sampled_from([16, cut.FEW]),
+    st.sampled_from([16, sampling_threshold.FEW]),
 )
 def test_every_cut(
     seed: int, vocab: int, temperature: float, top_k: int, top_p: float, min_p: float, ties: bool, few: int
@@ -87,7 +87,7 @@ def test_every_cut(
         logits = np.round(logits)
     rows = rows_of(3, seed, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cut, "FEW", few)
+        patch.setattr(sampling_threshold, "FEW", few)
         assert chosen(logits, rows)[0] == sample.choose(logits, rows).tolist()
 
 
@@ -163,7 +163,7 @@ def test_a_row_of_minus_infinities_and_one_peak() -> None:
 
 def test_weights_are_those_of_the_definition() -> None:
     """Over several chunks, masses add up to the same integers."""
-    logits = random_logits(1, 3 * choose.CHUNK + 5)
+    logits = random_logits(1, 3 * sample_tokens.CHUNK + 5)
     for seed in range(20):
         rows = rows_of(1, seed, temperature=0.9)
         assert chosen(logits, rows)[0] == sample.choose(logits, rows).tolist()

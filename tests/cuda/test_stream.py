@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from penstock.backend.cuda.kernels.codes import codes_in, quantize_rows
 from penstock.backend.cuda.kernels.fp8 import quantize_float8
+from penstock.backend.cuda.kernels.fp8_activations import codes_in, quantize_rows
+from penstock.backend.cuda.kernels.hopper_gemm import Tiling, available, stream
 from penstock.backend.cuda.kernels.skinny import Scratch
-from penstock.backend.cuda.kernels.stream import Tiling, available, stream
 from penstock.backend.cuda.tilings import stream_tiling
 from tests.cuda.device import DEVICE, normal
 

@@ -33,38 +33,38 @@ def test_a_sequence_is_never_longer_than_the_cache() -> None:
 
 
 def test_a_step_has_a_token_for_every_row() -> None:
-    assert limits(max_rows=700, max_tokens=512).max_tokens == 700
+    assert limits(max_rows=700, step_tokens=512).step_tokens == 700
 
 
 def test_steps_suit_the_device_where_none_are_given() -> None:
-    sizes = lambda config: (config.max_rows, config.max_tokens, config.mixed_tokens)  # noqa: E731
+    sizes = lambda config: (config.max_rows, config.step_tokens, config.prefill_budget)  # noqa: E731
     assert sizes(settle(Config(model="m", device="cpu"))) == (64, 512, 192)
     assert sizes(settle(Config(model="m", device="cuda", max_rows=3))) == (3, 2048, 384)
     assert sizes(settle(Config(model="m", device="cuda", quantize="fp8"))) == (256, 2048, 640)
     assert sizes(settle(Config(model="m", device="cuda"), float8=True)) == (256, 2048, 640)
-    assert limits(mixed_tokens=100).mixed_tokens == 100
+    assert limits(prefill_budget=100).prefill_budget == 100
 
 
 def test_steps_hold_the_whole_prompt_of_an_encoder_and_the_cache_two_of_them() -> None:
     settled = settle(Config(model="m", device="cpu", max_rows=4), whole=8192)
-    assert (settled.max_tokens, settled.kv) == (8192, "f32")
+    assert (settled.step_tokens, settled.kv) == (8192, "f32")
     found = resolve(settled, context=8192, vocab=10, kv_bytes=1024, memory=1 << 40, encoder=True)
     assert (found.encoder, found.max_len, found.num_blocks) == (True, 8192, 2 * (512 + 4))
     few = resolve(
-        settle(Config(model="m", device="cpu", max_rows=4, max_tokens=100), whole=8192),
+        settle(Config(model="m", device="cpu", max_rows=4, step_tokens=100), whole=8192),
         context=8192,
         vocab=10,
         kv_bytes=1024,
         memory=1 << 40,
         encoder=True,
     )
-    assert (few.max_len, few.max_tokens, few.num_blocks) == (100, 100, 2 * (7 + 4))
+    assert (few.max_len, few.step_tokens, few.num_blocks) == (100, 100, 2 * (7 + 4))
 
 
 def test_an_encoder_takes_the_step_and_the_cache_it_is_told() -> None:
     settled = settle(Config(model="m", device="cpu", max_len=600, kv="f16"), whole=8192)
-    assert (settled.max_tokens, settled.kv) == (600, "f16")
-    assert settle(Config(model="m", device="cpu", max_len=300), whole=8192).max_tokens == 512
+    assert (settled.step_tokens, settled.kv) == (600, "f16")
+    assert settle(Config(model="m", device="cpu", max_len=300), whole=8192).step_tokens == 512
     assert settle(Config(model="m", device="cuda"), whole=512).kv == "auto"
 
 

@@ -8,7 +8,7 @@ from penstock.engine.engine import Engine
 from penstock.engine.loop import Abort, Add, Close, Message, run
 from penstock.types import Aborted, Event, Failed, Limits, Request, SamplingParams, Stats, StepResult, Tokens
 
-LIMITS = Limits(max_len=64, max_rows=4, max_tokens=16, block_size=4, num_blocks=64, vocab=100)
+LIMITS = Limits(max_len=64, max_rows=4, step_tokens=16, block_size=4, num_blocks=64, vocab=100)
 
 
 def request(id: int, *prompt: int, max_tokens: int = 5) -> Request:

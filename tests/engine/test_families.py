@@ -13,13 +13,13 @@ import pytest
 from penstock.backend.cpu import CpuBackend
 from penstock.backend.ref import RefBackend
 from penstock.engine.engine import Engine
-from penstock.engine.plan import all_states
 from penstock.model.load import load_model, open_checkpoint
+from penstock.planning.memory_plan import all_states
 from penstock.types import Finished, Limits, Request, SamplingParams, TokenLogprob, Tokens
 
 GOLDENS = Path(__file__).parents[1] / "models" / "goldens"
 BACKENDS: dict[str, Callable[[], Any]] = {"ref": RefBackend, "cpu": lambda: CpuBackend(2, kv="f32")}
-LIMITS = Limits(max_len=64, max_rows=4, max_tokens=24, block_size=4, num_blocks=64, vocab=48)
+LIMITS = Limits(max_len=64, max_rows=4, step_tokens=24, block_size=4, num_blocks=64, vocab=48)
 PARAMS = SamplingParams(temperature=0, logprobs=20, ignore_eos=True)
 NEAR = 1e-3
 

@@ -20,12 +20,12 @@ from penstock.core import check
 from penstock.engine import grammar as grammar_module
 from penstock.engine.engine import Engine
 from penstock.engine.grammar import Grammars
-from penstock.engine.thoughts import Thoughts
+from penstock.engine.thinking_budget import Thoughts
 from penstock.errors import InvalidRequest
 from penstock.types import Aborted, Event, Failed, Finished, Grammar, Limits, Request, SamplingParams, Thinking, Tokens
 
 END, OPEN, CLOSE = 256, 257, 258
-LIMITS = Limits(max_len=512, max_rows=8, max_tokens=64, block_size=4, num_blocks=1024, vocab=260)
+LIMITS = Limits(max_len=512, max_rows=8, step_tokens=64, block_size=4, num_blocks=1024, vocab=260)
 PERSON = {
     "type": "object",
     "properties": {

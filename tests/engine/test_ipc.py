@@ -40,7 +40,7 @@ from penstock.types import (
 )
 
 VOCAB = 1000
-LIMITS = Limits(max_len=4096, max_rows=16, max_tokens=64, block_size=16, num_blocks=512, vocab=VOCAB)
+LIMITS = Limits(max_len=4096, max_rows=16, step_tokens=64, block_size=16, num_blocks=512, vocab=VOCAB)
 WAIT = 30.0
 
 FAKE_HOST = f"""

@@ -10,15 +10,15 @@ from penstock.backend.base import Batch, Footprint, Ticket
 from penstock.backend.fake import FakeBackend, continuation
 from penstock.config import Config
 from penstock.engine.engine import Engine
-from penstock.engine.plan import plan_memory
 from penstock.errors import ConfigError, OutOfMemory
 from penstock.model.spec import AttentionSpec, ModelSpec, RopeSpec
+from penstock.planning.memory_plan import plan_memory
 from penstock.types import Event, Failed, Limits, Request, SamplingParams, Tokens
 
 GB = 10**9
 SPEC = ModelSpec("llama", 32, 4096, 14336, 128256, 131072, 1e-5, AttentionSpec(32, 8, 128, RopeSpec((1.0,), False)))
-CONFIG = Config(model="m", device="cuda", max_rows=256, max_tokens=2048)
-LIMITS = Limits(max_len=64, max_rows=4, max_tokens=16, block_size=4, num_blocks=40, vocab=100)
+CONFIG = Config(model="m", device="cuda", max_rows=256, step_tokens=2048)
+LIMITS = Limits(max_len=64, max_rows=4, step_tokens=16, block_size=4, num_blocks=40, vocab=100)
 
 
 def device(free: int, weights: int = 16 * GB) -> Footprint:
@@ -42,20 +42,22 @@ def test_a_shorter_context_is_told() -> None:
     assert plan.limits.max_len == 30512
     assert plan.whole_sequences == 1
     assert plan.notes == ("prompt and answer have 30512 tokens at most, not 131072: the cache holds no more",)
-    roomy = plan_memory(Config(model="m", max_rows=4, max_tokens=512, max_len=4096), SPEC, device(22 * GB))
+    roomy = plan_memory(Config(model="m", max_rows=4, step_tokens=512, max_len=4096), SPEC, device(22 * GB))
     assert roomy.notes == ()
     assert roomy.whole_sequences == 4
 
 
 def test_a_cache_larger_than_the_device_is_made_smaller() -> None:
-    asked = Config(model="m", max_rows=8, max_tokens=512, max_len=4096, kv_memory=100 * GB)
+    asked = Config(model="m", max_rows=8, step_tokens=512, max_len=4096, kv_memory=100 * GB)
     plan = plan_memory(asked, SPEC, device(22 * GB))
     assert plan.cache <= 4 * GB
     assert plan.notes == ("the KV cache gets 4.00 GB, not the 100.00 GB asked for",)
 
 
 def test_a_smaller_cache_is_what_was_asked_for() -> None:
-    plan = plan_memory(Config(model="m", max_rows=8, max_tokens=512, max_len=4096, kv_memory=GB), SPEC, device(22 * GB))
+    plan = plan_memory(
+        Config(model="m", max_rows=8, step_tokens=512, max_len=4096, kv_memory=GB), SPEC, device(22 * GB)
+    )
     assert 0 <= GB - plan.cache < 131072 * 16
     assert plan.notes == ()
 

@@ -14,14 +14,14 @@ from penstock.backend.cpu import CpuBackend
 from penstock.backend.fake import FakeBackend, pooled
 from penstock.backend.ref import RefBackend
 from penstock.engine.engine import Engine
-from penstock.engine.plan import all_states
 from penstock.model.load import load_model, open_checkpoint
+from penstock.planning.memory_plan import all_states
 from penstock.types import Event, Finished, Limits, Request, SamplingParams, Tokens
 
 MODELS = Path(__file__).parents[1] / "models"
 with np.load(MODELS / "pooled.npz") as file:
     NAMES = sorted(key.removesuffix(".mean") for key in file if key.endswith(".mean") and key != "smollm2.mean")
-LIMITS = Limits(max_len=64, max_rows=8, max_tokens=64, block_size=4, num_blocks=200, vocab=64)
+LIMITS = Limits(max_len=64, max_rows=8, step_tokens=64, block_size=4, num_blocks=200, vocab=64)
 BACKENDS: dict[str, Callable[[], Any]] = {"ref": RefBackend, "cpu": lambda: CpuBackend(2, kv="f32")}
 GREEDY = SamplingParams(temperature=0)
 
@@ -72,7 +72,7 @@ def vector(end: Finished) -> np.ndarray:
 def test_states_are_those_of_transformers(name: str, device: str, kind: str) -> None:
     tokens, wanted = golden(name)
     for longest in (64, 7):  # at once, and in chunks
-        engine = engine_of(BACKENDS[device](), name, max_tokens=longest, max_rows=4)
+        engine = engine_of(BACKENDS[device](), name, step_tokens=longest, max_rows=4)
         [end] = run(engine, asked(1, tokens, kind)).values()
         assert np.abs(vector(end) - wanted[kind]).max() < 1e-4
 
@@ -84,11 +84,11 @@ def test_on_a_cpu_nothing_beside_it_changes_a_bit(kind: str, kv: str) -> None:
     tokens, _ = golden("llama3")
     alone = run(engine_of(CpuBackend(2, kv=kv), "llama3"), asked(1, tokens, kind))[1].pooled
     for longest in (4, 9, 16):
-        engine = engine_of(CpuBackend(1, kv=kv), "llama3", max_tokens=longest, max_rows=4)
+        engine = engine_of(CpuBackend(1, kv=kv), "llama3", step_tokens=longest, max_rows=4)
         assert run(engine, asked(1, tokens, kind))[1].pooled == alone
     for seed in range(3):
         rng = np.random.default_rng(seed)
-        engine = engine_of(CpuBackend(2, kv=kv), "llama3", max_tokens=16, mixed_tokens=9)
+        engine = engine_of(CpuBackend(2, kv=kv), "llama3", step_tokens=16, prefill_budget=9)
         others = [answer(id, rng.integers(64, size=rng.integers(1, 30)), 12) for id in range(2, 6)]
         others += [asked(id, rng.integers(64, size=rng.integers(1, 50)), "mean") for id in range(6, 9)]
         assert run(engine, *others[:3], asked(1, tokens, kind), *others[3:])[1].pooled == alone
@@ -121,7 +121,7 @@ def test_a_mean_leaves_what_conversations_cached_alone() -> None:
 def test_preempted_means_count_no_token_twice(device: str) -> None:
     """Answers that grow push the embeddings out of a small cache."""
     tokens, wanted = golden("untied")
-    engine = engine_of(BACKENDS[device](), "untied", max_tokens=9, max_rows=6, num_blocks=16)
+    engine = engine_of(BACKENDS[device](), "untied", step_tokens=9, max_rows=6, num_blocks=16)
     growing = [answer(id, [id], 40) for id in range(1, 4)]
     ends = run(engine, *growing, asked(4, tokens), asked(5, tokens[:3]), asked(6, tokens))
     assert engine.stats().preemptions
@@ -152,7 +152,7 @@ def test_only_what_asks_for_it_is_pooled() -> None:
 
 def test_an_embedding_that_is_left_leaves_nothing_to_the_next_of_its_slot() -> None:
     tokens, wanted = golden("linear")
-    engine = engine_of(CpuBackend(2, kv="f32"), "linear", max_tokens=8, max_rows=1)
+    engine = engine_of(CpuBackend(2, kv="f32"), "linear", step_tokens=8, max_rows=1)
     engine.add(asked(1, tokens))
     engine.step()
     engine.abort(1)
@@ -169,7 +169,7 @@ def test_the_default_model_agrees_with_transformers(smollm2: Path) -> None:
     backend = CpuBackend(2)
     backend.load(load_model(checkpoint, backend))
     backend.reserve_kv(8, 16)
-    limits = Limits(max_len=128, max_rows=4, max_tokens=64, block_size=16, num_blocks=8, vocab=checkpoint.spec.vocab)
+    limits = Limits(max_len=128, max_rows=4, step_tokens=64, block_size=16, num_blocks=8, vocab=checkpoint.spec.vocab)
     ends = run(Engine(backend, limits), asked(1, tokens), asked(2, tokens, "last"))
     for end, wanted in ((ends[1], mean), (ends[2], last)):
         got = vector(end)

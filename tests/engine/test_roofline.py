@@ -11,20 +11,11 @@ import pytest
 from penstock.backend.base import Held
 from penstock.backend.ref.cases import random_tensor
 from penstock.config import Config
-from penstock.engine import outlook, probe
-from penstock.engine.outlook import outlooks
-from penstock.engine.roofline import (
-    Demand,
-    Load,
-    Machine,
-    Roof,
-    decode_time,
-    demand_of,
-    pairs_seen,
-    prefill_time,
-)
 from penstock.model.load import Checkpoint
 from penstock.model.spec import AttentionSpec, ExpertSpec, ModelSpec, RopeSpec
+from penstock.planning import calibration, forecast
+from penstock.planning.forecast import outlooks
+from penstock.planning.roofline import Demand, Load, Machine, Roof, decode_time, demand_of, pairs_seen, prefill_time
 
 ROOF = Roof((1, 11, 100), (0.1, 0.1, 1.0))
 MACHINE = Machine(step=1.0, layer=0.5, cache=10.0, scores=100.0, roofs={"Q8_0": ROOF})
@@ -105,7 +96,7 @@ def test_a_row_needs_some_of_the_experts() -> None:
 
 
 def test_the_outlook_of_plain_weights_tells_of_all_that_they_could_become(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outlook, "QUANTIZATIONS", {"ref": ("",)})
+    monkeypatch.setattr(forecast, "QUANTIZATIONS", {"ref": ("",)})
     asked: list[list[str]] = []
 
     def rates(config: Config, name: str, kinds: list[str]) -> Machine:
@@ -132,21 +123,23 @@ def test_what_does_not_fit_has_no_speed() -> None:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = probe.Sizes(probe.Shape(256, 256, 4, 2, 64), probe.Shape(64, 64, 1, 1, 64), 1 << 18, 64, (1, 4))
-    monkeypatch.setattr(probe, "SIZES", {"cpu": sizes})
+    sizes = calibration.Sizes(
+        calibration.Shape(256, 256, 4, 2, 64), calibration.Shape(64, 64, 1, 1, 64), 1 << 18, 64, (1, 4)
+    )
+    monkeypatch.setattr(calibration, "SIZES", {"cpu": sizes})
 
 
 @pytest.mark.usefixtures("small")
 def test_a_machine_is_measured_once_and_added_to() -> None:
-    config = Config(model="", device="cpu", max_tokens=64, max_rows=4, threads=2)
+    config = Config(model="", device="cpu", step_tokens=64, max_rows=4, threads=2)
     told: list[str] = []
-    machine = probe.measure(config, ["Q8_0"], tell=told.append)
+    machine = calibration.measure(config, ["Q8_0"], tell=told.append)
     assert told == ["steps and layers", "attention", "products with Q8_0"]
     assert machine.step >= 0
     assert machine.layer >= 0
     assert min(machine.cache, machine.scores, *machine.roofs["Q8_0"].seconds) > 0
     assert machine.roofs["Q8_0"].rows == (1, 4, 64)
-    more = probe.measure(config, ["F16"], machine, told.append)
+    more = calibration.measure(config, ["F16"], machine, told.append)
     assert told[3:] == ["products with F16"]
     assert more.roofs.keys() == {"Q8_0", "F16"}
     assert more._replace(roofs={}) == machine._replace(roofs={})

@@ -16,13 +16,13 @@ from penstock.config import Config
 from penstock.core import check
 from penstock.engine.build import build_engine
 from penstock.engine.engine import Engine
-from penstock.engine.plan import all_states, plan_memory
 from penstock.model.load import load_model, open_checkpoint
+from penstock.planning.memory_plan import all_states, plan_memory
 from penstock.types import Event, Finished, Limits, Request, SamplingParams, Tokens
 
 GOLDENS = Path(__file__).parents[1] / "models" / "goldens"
 NAMES = ("qwen35", "qwen35moe", "qwen3next")
-LIMITS = Limits(max_len=64, max_rows=4, max_tokens=24, block_size=4, num_blocks=64, vocab=48, states=8)
+LIMITS = Limits(max_len=64, max_rows=4, step_tokens=24, block_size=4, num_blocks=64, vocab=48, states=8)
 BACKENDS: dict[str, Callable[[], Any]] = {"ref": RefBackend, "cpu": lambda: CpuBackend(2, kv="f32")}
 GREEDY = SamplingParams(temperature=0)
 RNG = np.random.default_rng(7)
@@ -101,7 +101,7 @@ def test_a_config_leaves_room_for_states() -> None:
     checkpoint = open_checkpoint(GOLDENS / "qwen35")
     has = RefBackend().footprint(checkpoint.spec, checkpoint.tensors.values())
     assert has.state == checkpoint.spec.state_bytes > 0
-    config = Config(model="m", device="ref", max_rows=8, max_tokens=16, block_size=4)
+    config = Config(model="m", device="ref", max_rows=8, step_tokens=16, block_size=4)
     plan = plan_memory(config, checkpoint.spec, has._replace(free=10**6, weights=0, reserve=0))
     assert plan.cache + plan.states <= 10**6
     assert plan.limits.states >= plan.limits.max_rows

@@ -25,10 +25,11 @@ MAY_IMPORT = {
     "text": {"types", "errors"},
     "model": {"text"} | WAIST,
     "backend": {"model"} | WAIST,
-    "engine": {"backend", "core", "model"} | WAIST,
+    "planning": {"backend", "model"} | WAIST,
+    "engine": {"backend", "core", "model", "planning"} | WAIST,
     "ipc": {"engine"} | WAIST,
     "store": set(WAIST),
-    "llm": {"engine", "text", "model", "store"} | WAIST,
+    "llm": {"engine", "planning", "text", "model", "store"} | WAIST,
     "server": {"ipc", "keys", "model", "store", "text"} | WAIST,
 }
 STANDARD_LIBRARY_ONLY = {"core", "types", "errors", "config"}

@@ -13,7 +13,7 @@ import gguf
 import numpy as np
 import pytest
 
-from penstock.model.gguf import read_gguf
+from penstock.model.gguf.reader import read_gguf
 from penstock.model.safetensors import read_safetensors
 from penstock.model.tensor import FORMATS, Tensor
 

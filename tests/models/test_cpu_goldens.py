@@ -14,8 +14,8 @@ from penstock.backend.cpu import CpuBackend
 from penstock.backend.cpu._native import isas
 from penstock.backend.ref import RefBackend
 from penstock.backend.ref.batches import Chunk, blocks_for, greedy_batch, random_steps
+from penstock.model.dequantize import dequantize
 from penstock.model.load import load_model, load_text, open_checkpoint
-from penstock.model.quant import dequantize
 from penstock.model.tensor import FORMATS, Tensor
 
 GOLDENS = Path(__file__).parent / "goldens"

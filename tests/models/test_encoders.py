@@ -22,8 +22,8 @@ from penstock.backend.cpu._native import isas
 from penstock.backend.ref import RefBackend
 from penstock.backend.ref.batches import Chunk, greedy_batch
 from penstock.errors import ConfigError, ContextTooLong, InvalidRequest, MalformedFile, UnsupportedModel
+from penstock.model.dequantize import dequantize
 from penstock.model.load import Checkpoint, check_biases, load_model, open_checkpoint, read_config
-from penstock.model.quant import dequantize
 from penstock.model.safetensors import read_safetensors
 from penstock.model.tensor import FORMATS, Tensor
 from penstock.text.embedding import pooling_of
@@ -155,7 +155,7 @@ def test_texts_beyond_the_context_are_refused_with_both_numbers():
 
 
 def test_the_first_token_of_a_decoder_has_seen_nothing():
-    decoder = Limits(max_len=8, max_rows=1, max_tokens=8, block_size=4, num_blocks=2, vocab=10, pooling="last")
+    decoder = Limits(max_len=8, max_rows=1, step_tokens=8, block_size=4, num_blocks=2, vocab=10, pooling="last")
     with pytest.raises(InvalidRequest, match="pooling cls is for encoders"):
         pooling_of("cls", decoder)
     assert [pooling_of(asked, decoder) for asked in (None, "mean")] == ["last", "mean"]

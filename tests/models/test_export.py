@@ -14,16 +14,16 @@ import pytest
 
 from penstock.backend.cpu.quantize import quantize
 from penstock.errors import ConfigError, MalformedFile, ModelError, UnsupportedModel
-from penstock.model.export import Export, export, parts_of
-from penstock.model.fields import Fields
-from penstock.model.gguf import read_gguf
+from penstock.model.config_reader import Fields
+from penstock.model.dequantize import dequantize
+from penstock.model.gguf.export import Export, export, parts_of
+from penstock.model.gguf.metadata import OWN, config_keys, difference
+from penstock.model.gguf.reader import read_gguf
+from penstock.model.gguf.writer import encoded, write_gguf
 from penstock.model.load import CONFIG, open_checkpoint
-from penstock.model.quant import dequantize
 from penstock.model.recode import choose
 from penstock.model.spec import ModelSpec
 from penstock.model.tensor import Format, Tensor, some_rows
-from penstock.model.to_gguf import OWN, config_keys, difference
-from penstock.model.write_gguf import encoded, write_gguf
 
 GOLDENS = Path(__file__).parent / "goldens"
 ENCODERS = Path(__file__).parent / "encoders"
@@ -46,7 +46,7 @@ def written(path: Path, made: Export) -> Path:
 @pytest.fixture(autouse=True)
 def no_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """Goldens have no tokenizers."""
-    monkeypatch.setattr("penstock.text.export.text_keys", lambda path, size: {"tokenizer.ggml.model": "none"})
+    monkeypatch.setattr("penstock.text.gguf_export.text_keys", lambda path, size: {"tokenizer.ggml.model": "none"})
 
 
 @pytest.mark.parametrize("name", WRITTEN)

@@ -16,9 +16,9 @@ from penstock.backend.cpu.weights import bf16_of
 from penstock.backend.ref import RefBackend
 from penstock.backend.ref.batches import blocks_for, greedy_batch, random_steps
 from penstock.errors import MalformedFile, UnsupportedModel
-from penstock.model.float8 import TABLES
+from penstock.model.dequantize import dequantize
+from penstock.model.formats.fp8 import TABLES
 from penstock.model.load import load_model, open_checkpoint
-from penstock.model.quant import dequantize
 from penstock.model.safetensors import read_safetensors
 from penstock.model.tensor import FLOAT8, FORMATS, Scales, Tensor, some_rows
 

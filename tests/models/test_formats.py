@@ -21,12 +21,12 @@ from penstock.backend.cpu.weights import held
 from penstock.backend.ref import RefBackend
 from penstock.backend.ref.batches import blocks_for, greedy_batch, random_steps
 from penstock.errors import MalformedFile, ModelError, UnsupportedModel
-from penstock.model.fields import Fields
-from penstock.model.files import read_json
-from penstock.model.formats import weights_of
+from penstock.model.config_reader import Fields
+from penstock.model.dequantize import dequantize
+from penstock.model.formats.checkpoint import weights_of
 from penstock.model.formats.rows import as_q8_0
 from penstock.model.load import load_model, open_checkpoint, read_shards
-from penstock.model.quant import dequantize
+from penstock.model.open_files import read_json
 from penstock.model.safetensors import read_safetensors
 from penstock.model.tensor import FLOAT8, FORMATS, INTEGERS, Tensor, factor_of, some_rows
 from tests.models.conftest import write_safetensors

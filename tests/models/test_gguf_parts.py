@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from penstock.errors import MalformedFile, ModelNotFound, UnsupportedModel
-from penstock.model.gguf import read_gguf
-from penstock.model.gguf_parts import read_parts
+from penstock.model.dequantize import dequantize
+from penstock.model.gguf.reader import read_gguf
+from penstock.model.gguf.shards import read_parts
 from penstock.model.load import open_checkpoint
-from penstock.model.quant import dequantize
 
 NAMES = [f"m-{number:05}-of-00003.gguf" for number in (1, 2, 3)]
 

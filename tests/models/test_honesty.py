@@ -14,8 +14,8 @@ import pytest
 from penstock.backend.ref import RefBackend
 from penstock.errors import MalformedFile, PenstockError, UnsupportedModel
 from penstock.model.config_hf import NEUTRAL
-from penstock.model.fields import Fields
-from penstock.model.gguf import read_gguf
+from penstock.model.config_reader import Fields
+from penstock.model.gguf.reader import read_gguf
 from penstock.model.load import METADATA, load_model, open_checkpoint, read_config
 from penstock.model.names import Naming, canonical_name
 from penstock.model.registry import family_of_gguf, family_of_hf

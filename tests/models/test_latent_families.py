@@ -13,12 +13,12 @@ import pytest
 from penstock.backend.cpu import CpuBackend
 from penstock.backend.ref import RefBackend
 from penstock.errors import MalformedFile, UnsupportedModel
-from penstock.model.fields import Fields
+from penstock.model.config_reader import Fields
+from penstock.model.dequantize import dequantize
+from penstock.model.gguf.metadata import config_keys, difference
 from penstock.model.load import load_model, open_checkpoint, read_config
-from penstock.model.quant import dequantize
 from penstock.model.spec import LatentSpec
 from penstock.model.tensor import FORMATS, Scales, Tensor, some_rows
-from penstock.model.to_gguf import config_keys, difference
 from penstock.model.weights import split_heads, split_heads_later
 
 GOLDENS = Path(__file__).parent / "goldens"

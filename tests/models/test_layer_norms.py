@@ -7,8 +7,8 @@ import pytest
 
 from penstock.backend.ref import RefBackend
 from penstock.errors import MalformedFile, UnsupportedModel
+from penstock.model.dequantize import dequantize
 from penstock.model.load import load_model, open_checkpoint, read_config
-from penstock.model.quant import dequantize
 from penstock.model.tensor import FLOAT8, FORMATS, Scales, Tensor, some_rows, transposed
 
 GPT2 = {  # as openai-community/gpt2 has it

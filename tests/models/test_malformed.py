@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from penstock.backend.ref import RefBackend
 from penstock.errors import MalformedFile, ModelNotFound, PenstockError, UnsupportedModel
-from penstock.model.gguf import read_gguf
+from penstock.model.dequantize import dequantize
+from penstock.model.gguf.reader import read_gguf
 from penstock.model.load import load_model, open_checkpoint
-from penstock.model.quant import dequantize
 
 MEGABYTE = 1 << 20
 

@@ -16,10 +16,10 @@ from penstock.backend.ref import RefBackend
 from penstock.backend.ref.batches import Chunk, greedy_batch
 from penstock.config import Config
 from penstock.engine.build import build_engine
-from penstock.engine.quantize import quantized
+from penstock.backend.quantize_at_load import quantized
 from penstock.errors import ConfigError, MalformedFile
+from penstock.model.dequantize import dequantize
 from penstock.model.load import Checkpoint, load_model, open_checkpoint
-from penstock.model.quant import dequantize
 from penstock.model.quantize import quantize
 from penstock.model.recode import choose
 from penstock.model.tensor import FORMATS, Tensor

@@ -19,8 +19,8 @@ from penstock.backend.ref.batches import Chunk, blocks_for, greedy_batch, random
 from penstock.backend.ref.cases import BYTE, CASES, EXACT, FLOAT, Case, attention, difference, random_tensor, run
 from penstock.backend.ref.ops import RefOps
 from penstock.errors import ConfigError
+from penstock.model.dequantize import dequantize
 from penstock.model.families.llama import build
-from penstock.model.quant import dequantize
 from penstock.model.spec import ModelSpec
 from penstock.model.tensor import FORMATS
 

@@ -14,8 +14,8 @@ from penstock.backend.ref import RefBackend, cases
 from penstock.backend.ref.batches import Chunk, blocks_for, greedy_batch, random_steps
 from penstock.backend.ref.ops import Bank, Cache, Matrix, RefOps, rotate
 from penstock.model import rope
+from penstock.model.dequantize import dequantize
 from penstock.model.ops import Ops
-from penstock.model.quant import dequantize
 from penstock.model.spec import AttentionSpec, ExpertSpec, RopeSpec
 from penstock.model.tensor import FORMATS
 

@@ -20,8 +20,8 @@ from penstock.config import Config
 from penstock.ipc.inprocess import InProcessClient
 from penstock.ipc.spawn import ProcessClient
 from penstock.server import Setup, Space, create_app
+from penstock.server.access.protocol import BoundedProtocol
 from penstock.server.app import bind
-from penstock.server.gate.protocol import BoundedProtocol
 from tests.server import toys
 
 WAIT = 30.0

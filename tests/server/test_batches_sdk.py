@@ -22,7 +22,7 @@ import pytest
 from penstock.ipc.inprocess import InProcessClient
 from penstock.server import Space
 from penstock.server.batch import lines, records, run
-from penstock.server.batch.ask import BEHIND, GIVE_WAY, Behind
+from penstock.server.batch.background_client import BEHIND, GIVE_WAY, Behind
 from penstock.server.batch.lines import entries
 from penstock.server.openai import batches as openai_batches
 from penstock.types import Event, Request, SamplingParams, Stats

@@ -12,7 +12,7 @@ import pytest
 
 from penstock.engine.engine import Engine
 from penstock.ipc.inprocess import InProcessClient
-from penstock.server.turn import after_thinking
+from penstock.server.chat.chat_turn import after_thinking
 from penstock.text import ChatPrompt
 from penstock.types import Grammar, SamplingParams, Thinking
 from tests.server import toys

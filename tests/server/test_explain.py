@@ -12,8 +12,8 @@ import pytest
 
 from penstock.engine.engine import Engine
 from penstock.ipc.inprocess import InProcessClient
-from penstock.server.gate.guard import Rules
-from penstock.text.families import Format, family_of
+from penstock.server.access.guard import Rules
+from penstock.text.tool_formats import Format, family_of
 from tests.server import toys
 
 MODEL = "toy/parrot"

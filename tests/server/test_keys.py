@@ -22,9 +22,9 @@ from penstock.errors import ConfigError
 from penstock.ipc.inprocess import InProcessClient
 from penstock.keys import Key, Keyring, changing, digest, new_key, now, read
 from penstock.server import create_app
-from penstock.server.gate import accounts
-from penstock.server.gate.accounts import Account, Allowance
-from penstock.server.gate.guard import Rules, check
+from penstock.server.access import accounts
+from penstock.server.access.accounts import Account, Allowance
+from penstock.server.access.guard import Rules, check
 from tests.server import toys
 from tests.server.conftest import WAIT, Server, serving
 

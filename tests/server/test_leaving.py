@@ -69,7 +69,7 @@ def test_a_body_cut_short_is_no_bug(slow_parrot: Any, caplog: pytest.LogCaptureF
     assert "Traceback" not in caplog.text
 
 
-LIMITS = Limits(max_len=512, max_rows=12, max_tokens=64, block_size=16, num_blocks=40, vocab=257)
+LIMITS = Limits(max_len=512, max_rows=12, step_tokens=64, block_size=16, num_blocks=40, vocab=257)
 
 
 class Fake(FakeBackend):

@@ -25,11 +25,11 @@ import pytest
 from penstock import store
 from penstock.errors import ConfigError, ContextTooLong, Overloaded
 from penstock.ipc.inprocess import InProcessClient
-from penstock.server.gate import bounds, guard, protocol
-from penstock.server.gate.guard import Rules, check
+from penstock.server.access import bounds, guard, protocol
+from penstock.server.access.guard import Rules, check
 from penstock.server.ollama import pulls
-from penstock.server.served import Line, Served
-from penstock.server.watch.metrics import Metrics
+from penstock.server.served_model import Line, Served
+from penstock.server.telemetry.metrics import Metrics
 from penstock.text.template import Template
 from tests.server import toys
 from tests.server.conftest import WAIT, Server, serving

@@ -20,7 +20,7 @@ from packaging.utils import canonicalize_name
 
 from penstock.engine.engine import Engine
 from penstock.ipc.inprocess import InProcessClient
-from penstock.text.families import Format, family_of
+from penstock.text.tool_formats import Format, family_of
 from tests.server import toys
 from tests.server.conftest import Server, serving
 

@@ -20,7 +20,7 @@ from penstock.errors import InvalidRequest, MalformedFile
 from penstock.ipc.inprocess import InProcessClient
 from penstock.ipc.spawn import ProcessClient
 from penstock.model.load import load_text
-from penstock.store import Made, blobs, made
+from penstock.store import Made, blobs, derived
 from tests.server import toys
 
 MODEL = "toy/parrot"
@@ -265,7 +265,7 @@ def test_files_that_are_no_models_are_refused(parrot: Any) -> None:
 
 
 def test_models_made_are_bounded(parrot: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(made, "MAX_MADE", 2)
+    monkeypatch.setattr(derived, "MAX_MADE", 2)
     client = sdk(parrot)
     for name in ("a", "b", "a"):
         client.copy(MODEL, name)

@@ -17,7 +17,7 @@ from penstock.ipc.inprocess import InProcessClient
 from penstock.ipc.spawn import ProcessClient
 from penstock.keys import Key, changing, digest, new_key, now
 from penstock.model.load import load_text
-from penstock.server.gate.guard import Rules
+from penstock.server.access.guard import Rules
 from tests.server import toys
 from tests.server.conftest import Server
 

@@ -12,9 +12,9 @@ from hypothesis import given, strategies
 
 from penstock.errors import EngineUnavailable, InvalidRequest, PenstockError, StepFailed
 from penstock.ipc.inprocess import InProcessClient
-from penstock.server.served import Served
-from penstock.server.stream import deltas, together
-from penstock.server.watch.metrics import Metrics
+from penstock.server.chat.stream import deltas, together
+from penstock.server.served_model import Served
+from penstock.server.telemetry.metrics import Metrics
 from penstock.text import Delta
 from penstock.types import Aborted, Event, Failed, Finished, Request, SamplingParams, Stats, TokenLogprob, Tokens
 from tests.server import toys

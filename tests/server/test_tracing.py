@@ -26,8 +26,8 @@ from penstock.config import Config
 from penstock.errors import ConfigError
 from penstock.ipc.inprocess import InProcessClient
 from penstock.ipc.spawn import ProcessClient
-from penstock.server.watch.metrics import Watch
-from penstock.server.watch.tracing import Traces, traces_to
+from penstock.server.telemetry.metrics import Watch
+from penstock.server.telemetry.tracing import Traces, traces_to
 from penstock.types import Request, SamplingParams
 from tests.server import toys
 
@@ -234,7 +234,7 @@ def test_spans_arrive_at_a_collector(
 def test_urls_that_are_none_and_an_extra_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="a URL such as"):
         _open_traces("localhost:4318")
-    monkeypatch.delitem(sys.modules, "penstock.server.watch.tracing")
+    monkeypatch.delitem(sys.modules, "penstock.server.telemetry.tracing")
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     with pytest.raises(ConfigError, match=r"pip install 'penstock\[otel\]'"):
         _open_traces("http://127.0.0.1:4318")

@@ -17,15 +17,15 @@ from typing import Any
 import numpy as np
 
 from penstock.backend.base import Batch
-from penstock.backend.pool import Pools
+from penstock.backend.pooling import Pools
 from penstock.engine.engine import Engine
 from penstock.ipc.host import host
 from penstock.text import ChatPrompt, ChatTemplate
-from penstock.text.families import PLAIN, Format, family_of
+from penstock.text.tool_formats import PLAIN, Format, family_of
 from penstock.types import Limits, RowResult, StepResult, TokenLogprob
 
 END = 256
-LIMITS = Limits(max_len=512, max_rows=16, max_tokens=64, block_size=16, num_blocks=256, vocab=257, dim=8)
+LIMITS = Limits(max_len=512, max_rows=16, step_tokens=64, block_size=16, num_blocks=256, vocab=257, dim=8)
 
 
 class ToyTokenizer:

@@ -11,8 +11,8 @@ import llguidance
 import pytest
 
 from penstock.text.call_grammar import call_grammar
-from penstock.text.families import FAMILIES, PLAIN, Family, Format
 from penstock.text.parse import AnswerParser, Arguments, CallBegun, Content
+from penstock.text.tool_formats import FAMILIES, PLAIN, Family, Format
 
 CITY = {
     "type": "object",

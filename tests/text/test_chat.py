@@ -7,7 +7,7 @@ import pytest
 
 from penstock.errors import ContextTooLong, InvalidRequest, MalformedFile
 from penstock.text import ChatTemplate, Text, template
-from penstock.text.families import PLAIN
+from penstock.text.tool_formats import PLAIN
 from penstock.text.tools import CallArguments
 
 HI = [{"role": "user", "content": "hi"}]

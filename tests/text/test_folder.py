@@ -8,7 +8,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from penstock.errors import InvalidRequest, MalformedFile, UnsupportedModel
 from penstock.text import Text, Tokenizer
-from penstock.text.export import text_keys
+from penstock.text.gguf_export import text_keys
 
 CHAT = "{% for m in messages %}{{ bos_token }}{{ m.role }}:{{ m.content }}<|im_end|>{% endfor %}"
 

@@ -12,8 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import ConfigError
-from penstock.text.families import FAMILIES, PLAIN, Format, family_of, reasoning_of
 from penstock.text.parse import AnswerParser, Arguments, CallBegun, CallEnded, Content, Part, Reasoning, schemas_of
+from penstock.text.tool_formats import FAMILIES, PLAIN, Format, family_of, reasoning_of
 
 GOLDENS = json.loads((Path(__file__).parent / "data" / "calls.json").read_text())
 TOOLS = schemas_of(GOLDENS["tools"])

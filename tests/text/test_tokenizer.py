@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import ContextTooLong, MalformedFile, UnsupportedModel
-from penstock.model.gguf import read_gguf
+from penstock.model.gguf.reader import read_gguf
 from penstock.text import Text, Tokenizer
 from penstock.text.pretokenize import PRETOKENIZERS
 from penstock.text.tokenizer import MAX_CHARACTERS

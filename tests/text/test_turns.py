@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import ContextTooLong, InvalidRequest
-from penstock.text.turns import MAX_ACTIONS, TurnTemplate
+from penstock.text.ollama_template import MAX_ACTIONS, TurnTemplate
 
 CHATML = """{{- if .System }}<s>{{ .System }}</s>
 {{ end }}{{ if .Prompt }}<u>{{ .Prompt }}</u>

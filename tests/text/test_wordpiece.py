@@ -12,7 +12,7 @@ from tokenizers import processors
 from penstock.errors import MalformedFile, UnsupportedModel
 from penstock.text import Text
 from penstock.text.embedding import cut
-from penstock.text.export import text_keys
+from penstock.text.gguf_export import text_keys
 from penstock.text.wordpiece import SPECIAL, wordpiece
 
 WORDS = ("the", "river", "##s", "run", "##ning", "un", "##der", "u", "caf", "##e", "##é", "!", ",", "漢", "字", "#")

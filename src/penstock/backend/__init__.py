@@ -32,8 +32,8 @@ def settle(config: Config, float8: bool = False, whole: int = 0) -> Config:
         config,
         device=device,
         max_rows=config.max_rows or rows,
-        max_tokens=config.max_tokens or max(tokens, config.max_len or whole if whole else 0),
-        mixed_tokens=config.mixed_tokens or mixed,
+        step_tokens=config.step_tokens or max(tokens, config.max_len or whole if whole else 0),
+        prefill_budget=config.prefill_budget or mixed,
         kv="f32" if whole and (device, config.kv) == ("cpu", "auto") else config.kv,
     )
 
@@ -76,7 +76,7 @@ def has_cuda() -> bool:
     """Whether a GPU and what it needs are there, and work together."""
     if not NVIDIA.exists() or find_spec("torch") is None or find_spec("triton") is None:
         return False
-    from penstock.backend.trouble import cuda_trouble
+    from penstock.backend.availability import cuda_trouble
 
     return not cuda_trouble()
 
@@ -87,9 +87,9 @@ def open_cuda(config: Config) -> Backend:
     from penstock.backend.cuda import CudaBackend
 
     return CudaBackend(
-        config.max_tokens,
+        config.step_tokens,
         config.max_rows,
-        mixed_tokens=config.mixed_tokens,
+        prefill_budget=config.prefill_budget,
         quantize="" if recoded_to(config) else config.quantize,
         kv=config.kv,
     )

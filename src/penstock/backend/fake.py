@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.backend.base import LAST_SAMPLED, Batch, Footprint, Held, Model, StateMove, Ticket
-from penstock.backend.pool import Pools
+from penstock.backend.pooling import Pools
 from penstock.backend.timing import time_step
 from penstock.model.spec import ModelSpec
 from penstock.model.tensor import Stack, Tensor

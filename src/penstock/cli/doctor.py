@@ -14,7 +14,7 @@ from typing import Annotated
 
 from penstock.cli import options
 from penstock.cli.command import Leave, Option
-from penstock.cli.roofs import COMMON, measured
+from penstock.cli.machine_profile import COMMON, measured
 from penstock.cli.terminal import print_json, readable_size
 from penstock.errors import PenstockError
 

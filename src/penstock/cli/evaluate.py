@@ -13,7 +13,7 @@ from penstock.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from penstock.config import Config
-    from penstock.engine.evaluate import Divergence, Perplexity
+    from penstock.planning.evaluation import Divergence, Perplexity
 
 TextFile = Annotated[str, Option(help="A file with the text to predict.")]
 Context = Annotated[int, Option(least=8, help="Tokens of a window; its second half is predicted.")]
@@ -40,7 +40,7 @@ def ppl(
     path = obtain(model)
 
     from penstock.config import Config
-    from penstock.engine.evaluate import Scorer, measure_perplexity, windows_of
+    from penstock.planning.evaluation import Scorer, measure_perplexity, windows_of
 
     windows = windows_of(path, words, context, tokens)
     scorer = Scorer(Config(model=str(path), device=device, threads=threads, quantize=quantize, kv=kv), context)
@@ -89,7 +89,7 @@ def kl(
 
 def diverge(config: Config, against: Path, words: str, context: int = 512, tokens: int = 8192) -> Divergence:
     """Of the model that the config names from another one, which is not quantized."""
-    from penstock.engine.evaluate import Scorer, measure_divergence, windows_of
+    from penstock.planning.evaluation import Scorer, measure_divergence, windows_of
 
     windows = windows_of(Path(config.model), words, context, tokens)
     others = windows_of(against, words, context, tokens)

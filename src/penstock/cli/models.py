@@ -127,7 +127,7 @@ def _here(checkpoint: Checkpoint) -> dict[str, Any]:
     """What would run on this machine, and what it would take."""
     from penstock.backend import open_backend, settle
     from penstock.config import Config
-    from penstock.engine.outlook import outlooks
+    from penstock.planning.forecast import outlooks
 
     config = settle(Config(model=str(checkpoint.path)), checkpoint.float8, checkpoint.whole)
     found = {way.quantize or "as it is": way for way in outlooks(config, checkpoint, 1, lambda *_: None)}

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from penstock.cli import options
 from penstock.cli.command import Option
-from penstock.cli.roofs import measured
+from penstock.cli.machine_profile import measured
 from penstock.cli.terminal import obtain, print_json, print_table, readable_size
 
 if TYPE_CHECKING:
-    from penstock.engine.outlook import Outlook, Speed
+    from penstock.planning.forecast import Outlook, Speed
 
 
 def plan(
@@ -39,9 +39,9 @@ def plan(
     path = obtain(model)
 
     from penstock.config import Config
-    from penstock.engine.outlook import outlooks
     from penstock.errors import ConfigError
     from penstock.model.load import open_checkpoint
+    from penstock.planning.forecast import outlooks
 
     config = Config(
         model=str(path),
@@ -49,7 +49,7 @@ def plan(
         threads=threads,
         max_len=max_len,
         max_rows=max_rows,
-        max_tokens=step_tokens,
+        step_tokens=step_tokens,
         quantize=quantize,
         kv=kv,
         kv_memory=kv_memory,

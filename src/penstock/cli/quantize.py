@@ -15,8 +15,8 @@ from penstock.cli.evaluate import diverge, print_divergence, read_text
 from penstock.cli.terminal import DownloadBar, note, obtain, print_json, readable_size
 
 if TYPE_CHECKING:
-    from penstock.engine.evaluate import Divergence
-    from penstock.model.export import Export
+    from penstock.model.gguf.export import Export
+    from penstock.planning.evaluation import Divergence
 
 
 def quantize(
@@ -76,7 +76,7 @@ def _target(out: str, force: bool) -> Path:
 def _export(path: Path, to: str, again: bool, threads: int) -> Export:
     from penstock.backend.cpu.quantize import quantize as encode
     from penstock.config import available_threads
-    from penstock.model.export import TARGETS, export
+    from penstock.model.gguf.export import TARGETS, export
 
     if to not in TARGETS:
         raise WrongUsage(f"--to takes one of {', '.join(TARGETS)}; got {to}")
@@ -85,7 +85,7 @@ def _export(path: Path, to: str, again: bool, threads: int) -> Export:
 
 
 def _write(target: Path, made: Export) -> None:
-    from penstock.model.write_gguf import write_gguf
+    from penstock.model.gguf.writer import write_gguf
 
     bar, done = DownloadBar(), 0
     total = sum(sheet.size for sheet in made.sheets)

@@ -11,7 +11,7 @@ from penstock.cli.command import Option
 from penstock.cli.terminal import obtain
 
 if TYPE_CHECKING:
-    from penstock.server.watch.tracing import Traces
+    from penstock.server.telemetry.tracing import Traces
 
 
 def serve(
@@ -75,7 +75,7 @@ def serve(
     from penstock.model.load import load_text
     from penstock.server import Setup, Space
     from penstock.server import serve as listen
-    from penstock.server.gate.guard import Rules
+    from penstock.server.access.guard import Rules
 
     called = name or _short_name(model, path)
     config = Config(
@@ -85,7 +85,7 @@ def serve(
         threads=threads,
         max_len=max_len,
         max_rows=max_rows,
-        max_tokens=step_tokens,
+        step_tokens=step_tokens,
         quantize=quantize,
         kv=kv,
         kv_memory=kv_memory,
@@ -99,7 +99,7 @@ def _open_traces(url: str) -> Traces:
     from penstock.errors import ConfigError
 
     try:
-        from penstock.server.watch.tracing import traces_to
+        from penstock.server.telemetry.tracing import traces_to
     except ImportError as error:
         raise ConfigError(
             f"traces were to go to {url}, and what sends them is not here ({error}): pip install 'penstock[otel]', or "

@@ -4,7 +4,7 @@ service classes belong here and nowhere else."""
 from __future__ import annotations
 
 from penstock.core.sequence import Sequence
-from penstock.types import Limits, mixed_tokens
+from penstock.types import Limits, prefill_budget
 
 Order = tuple[int, int]
 
@@ -18,9 +18,9 @@ def step_tokens(limits: Limits, running: int, answering: int) -> int:
     """How many tokens a step may have. Every token of a prompt delays the rows that answer in the same step, so while
     there are any, prompts take smaller steps; the more rows there are, the more one step yields and the longer it may
     take."""
-    if not answering or not limits.mixed_tokens:
-        return limits.max_tokens
-    return min(max(mixed_tokens(limits.mixed_tokens, answering), running), limits.max_tokens)
+    if not answering or not limits.prefill_budget:
+        return limits.step_tokens
+    return min(max(prefill_budget(limits.prefill_budget, answering), running), limits.step_tokens)
 
 
 def share(wanted: int, budget: int, behind: int) -> int:

@@ -38,10 +38,10 @@ ROLLING = 4  # blocks of an answer from one saved state to the next
 
 class Scheduler:
     def __init__(self, limits: Limits) -> None:
-        if limits.max_tokens < limits.max_rows:
-            raise ConfigError(f"a step of {limits.max_tokens} tokens cannot serve {limits.max_rows} rows")
-        if limits.encoder and limits.max_len > limits.max_tokens:
-            raise ConfigError(f"a step of {limits.max_tokens} tokens cannot hold one sequence of {limits.max_len}")
+        if limits.step_tokens < limits.max_rows:
+            raise ConfigError(f"a step of {limits.step_tokens} tokens cannot serve {limits.max_rows} rows")
+        if limits.encoder and limits.max_len > limits.step_tokens:
+            raise ConfigError(f"a step of {limits.step_tokens} tokens cannot hold one sequence of {limits.max_len}")
         if limits.max_len > limits.num_blocks * limits.block_size:
             raise ConfigError(f"{limits.num_blocks} blocks cannot hold one sequence of {limits.max_len} tokens")
         self.limits = limits
@@ -247,7 +247,7 @@ class Scheduler:
         if not seq.private:
             size, limits = self.cache.block_size, self.limits
             asked = (known * size, self.cache.parting(seq, islice(self.waiting, SEEN)))
-            spacing = self.cache.blocks_for(limits.max_tokens) * size
+            spacing = self.cache.blocks_for(limits.step_tokens) * size
             seq.saving = policy.save_positions(seq, size, spacing, limits.states, asked)
         return self.cache.states.read(matched[-1]) if matched else -1
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from penstock.backend.base import Ints
-from penstock.engine.thoughts import Thoughts
+from penstock.engine.thinking_budget import Thoughts
 from penstock.errors import InvalidGrammar, InvalidRequest, PenstockError, UnsupportedModel
 from penstock.types import Grammar, Thinking
 

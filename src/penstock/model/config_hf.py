@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from penstock.errors import MalformedFile
 from penstock.model import rope
-from penstock.model.fields import MAX_EXPERTS, MAX_LAYERS, Fields
+from penstock.model.config_reader import MAX_EXPERTS, MAX_LAYERS, Fields
 from penstock.model.spec import AttentionSpec, ExpertSpec, ModelSpec, RopeSpec
 
 NEUTRAL = {  # read elsewhere, for training alone, or about the checkpoint

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 from penstock.errors import MalformedFile, ModelNotFound, UnsupportedModel
 from penstock.model import names
 from penstock.model.config_hf import NEUTRAL
-from penstock.model.fields import Fields
-from penstock.model.files import read_json
-from penstock.model.formats import weights_of
-from penstock.model.fused import split_fused
-from penstock.model.gguf_parts import read_parts
+from penstock.model.config_reader import Fields
+from penstock.model.formats.checkpoint import weights_of
+from penstock.model.gguf.shards import read_parts
+from penstock.model.open_files import read_json
 from penstock.model.registry import Model, family, family_of_gguf, family_of_hf
 from penstock.model.safetensors import read_safetensors
-from penstock.model.sentence import with_sentence
+from penstock.model.sentence_transformers import with_sentence
 from penstock.model.spec import ModelSpec
+from penstock.model.split_fused import split_fused
 from penstock.model.tensor import Tensor
 from penstock.model.weights import Packer, Packs
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from penstock.errors import MalformedFile
-from penstock.model.quant import LAYOUTS, dequantize
+from penstock.model.dequantize import LAYOUTS, dequantize
 from penstock.model.tensor import Format, Tensor
 
 Array = Any  # as in quant.py

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import Protocol, cast
 
 from penstock.errors import UnsupportedModel
-from penstock.model.fields import Fields
+from penstock.model.config_reader import Fields
 from penstock.model.names import Naming
 from penstock.model.ops import Ops, V
 from penstock.model.spec import ModelSpec

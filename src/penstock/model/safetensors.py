@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import MalformedFile, UnsupportedModel
-from penstock.model.files import MAX_JSON, map_file, parse_json
+from penstock.model.open_files import MAX_JSON, map_file, parse_json
 from penstock.model.tensor import FLOAT8, FORMATS, INTEGERS, Tensor
 
 READ = {name: FORMATS[name] for name in ("F32", "F16", "BF16")} | FLOAT8 | INTEGERS

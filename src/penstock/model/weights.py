@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import MalformedFile
-from penstock.model.quant import dequantize
+from penstock.model.dequantize import dequantize
 from penstock.model.spec import ExpertSpec
 from penstock.model.tensor import FORMATS, PLAIN, Bytes, Scales, Stack, Tensor, flat, some_rows
 

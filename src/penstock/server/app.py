@@ -23,23 +23,23 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 import penstock.text.template  # noqa: F401  Jinja now, not when the first chat waits for it
 from penstock.errors import ConfigError, PenstockError
 from penstock.ipc.client import EngineClient
+from penstock.server.access.guard import Rules, check, guarded
+from penstock.server.access.protocol import BoundedProtocol
 from penstock.server.batch.archive import SPACE, Archive, Space
 from penstock.server.batch.run import BatchRunner
 from penstock.server.errors import answer_bug, answer_error, answer_http_error, answer_left
-from penstock.server.gate.guard import Rules, check, guarded
-from penstock.server.gate.protocol import BoundedProtocol
-from penstock.server.notes import begin_notes
 from penstock.server.openai.batches import Batches
 from penstock.server.openai.files import Files
 from penstock.server.openapi import Operation, Spoken
+from penstock.server.request_context import begin_notes
 from penstock.server.responses.endpoints import Responses
 from penstock.server.routes import Endpoint, all_routes
-from penstock.server.served import Line, Served
-from penstock.server.watch.metrics import Metrics
+from penstock.server.served_model import Line, Served
+from penstock.server.telemetry.metrics import Metrics
 from penstock.text import Text
 
 if TYPE_CHECKING:
-    from penstock.server.watch.tracing import Traces
+    from penstock.server.telemetry.tracing import Traces
 
 DRAIN = 30  # seconds that answers under way have when the server is asked to stop
 

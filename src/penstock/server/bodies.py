@@ -11,8 +11,8 @@ import msgspec
 from starlette.requests import Request as HttpRequest
 
 from penstock.errors import InvalidRequest
-from penstock.server.gate.bounds import read_json
-from penstock.server.notes import notes
+from penstock.server.access.bounds import read_json
+from penstock.server.request_context import notes
 
 MAX_BODY = 16 * 2**20  # bytes
 PATIENCE = 4  # times that, and no more, is read

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from penstock.server.notes import notes
-from penstock.server.served import Served
+from penstock.server.request_context import notes
+from penstock.server.served_model import Served
 from penstock.text import Delta
 from penstock.types import Nearest, Report, Request
 

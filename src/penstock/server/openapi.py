@@ -17,7 +17,7 @@ from starlette.routing import Route
 from penstock import __version__
 from penstock.server.bodies import ANYTHING, Neutral
 from penstock.server.errors import OllamaBody, error_shape
-from penstock.server.served import Served
+from penstock.server.served_model import Served
 
 JSON = "application/json"
 REF = "#/components/schemas/{name}"

@@ -9,7 +9,7 @@ from importlib.resources import files
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
-from penstock.server.served import Served
+from penstock.server.served_model import Served
 
 PAGE = files("penstock.server").joinpath("page.html").read_text("utf-8")
 

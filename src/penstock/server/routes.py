@@ -11,8 +11,8 @@ from starlette.responses import Response
 
 from penstock.server.anthropic.messages import COUNT_TOKENS, MESSAGES, count_tokens, messages
 from penstock.server.ollama.chat import CHAT, GENERATE, chat, generate
+from penstock.server.ollama.create import COPY, CREATE, UPLOAD_BLOB, copy, create, has_blob, upload
 from penstock.server.ollama.embed import EMBED, OLD_EMBED, embed, embed_old
-from penstock.server.ollama.made import COPY, CREATE, UPLOAD_BLOB, copy, create, has_blob, upload
 from penstock.server.ollama.models import (
     DELETE,
     NAMED,
@@ -33,7 +33,7 @@ from penstock.server.openai.embeddings import EMBEDDINGS, embeddings
 from penstock.server.openai.files import FILE_CONTENT, LIST_FILES, SHOW_FILE, UPLOAD, Files
 from penstock.server.openapi import Document, Operation, Spoken
 from penstock.server.responses.endpoints import CANCEL, INPUT_ITEMS, INPUT_TOKENS, RESPOND, RETRIEVE, Responses
-from penstock.server.served import Served
+from penstock.server.served_model import Served
 from penstock.server.tokens import APPLY_TEMPLATE, DETOKENIZE, TOKENIZE, apply_template, detokenize, tokenize
 
 Endpoint = Callable[[Served, Request], Awaitable[Response]]

@@ -12,8 +12,8 @@ from penstock.errors import InvalidRequest
 from penstock.server.bodies import Neutral, read_body
 from penstock.server.openai.chat import MESSAGE_NEUTRAL, Message, read_messages
 from penstock.server.openapi import Operation, read_as
-from penstock.server.reply import encode
-from penstock.server.served import Served, off_loop
+from penstock.server.served_model import Served, off_loop
+from penstock.server.sse import encode
 
 
 class Tokenize(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.store.blobs import Upload, blob_path
-from penstock.store.made import Made, all_made, check_name, forget_unused_blobs, made_called, make, unmake
+from penstock.store.derived import Made, all_made, check_name, forget_unused_blobs, made_called, make, unmake
 from penstock.store.places import Entry, home, sha256_of, size_of
 from penstock.store.progress import Progress
 from penstock.store.refs import ALIASES, DEFAULT

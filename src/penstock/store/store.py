@@ -11,7 +11,7 @@ from pathlib import Path
 
 from penstock.errors import DownloadError, ModelNotFound
 from penstock.store.blobs import blob_path
-from penstock.store.made import Made, made_called, unmake
+from penstock.store.derived import Made, made_called, unmake
 from penstock.store.places import Entry, Place, home, locked, read_record, sha256_of, size_of, write_record
 from penstock.store.progress import Progress, silent
 from penstock.store.refs import HubRepo, Source, name_of, parse

@@ -12,8 +12,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.text.families import Calls
-from penstock.text.incoming import Incoming, Say, Wait
+from penstock.text.streaming_reader import Incoming, Say, Wait
+from penstock.text.tool_formats import Calls
 
 MAX_DEPTH = 64
 _NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")

@@ -7,8 +7,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.text.families import Calls, Family, pieces
 from penstock.text.parse import Schemas
+from penstock.text.tool_formats import Calls, Family, pieces
 
 ANYTHING = r"/(.|\n)*/"
 BARE = r"[ \t\r\n]*(\[[ \t\r\n]*)?\{(.|\n)*"  # how an answer begins that may be a call without a marker

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from penstock.errors import InvalidRequest, MalformedFile
-from penstock.text.families import PLAIN, Format, family_of, reasoning_of
-from penstock.text.folder import read_json
+from penstock.text.hf_tokenizer import read_json
+from penstock.text.tool_formats import PLAIN, Format, family_of, reasoning_of
 from penstock.text.tools import Message, describe, narrate
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from penstock.text.arguments import json_string, json_value, noted_value, parameters
-from penstock.text.families import Calls, Format
-from penstock.text.incoming import Incoming, Wait
+from penstock.text.streaming_reader import Incoming, Wait
+from penstock.text.tool_formats import Calls, Format
 
 
 class Content(NamedTuple):

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from penstock.errors import InvalidRequest
 from penstock.text.chat import ChatTemplate, templates_in_folder, templates_in_metadata
-from penstock.text.families import PLAIN, Format
 from penstock.text.tokenizer import Tokenizer
+from penstock.text.tool_formats import PLAIN, Format
 from penstock.text.tools import Message
 
 

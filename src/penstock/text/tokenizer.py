@@ -10,8 +10,8 @@ from typing import Any
 import tokenizers
 
 from penstock.errors import ContextTooLong
-from penstock.text.folder import vocabulary_from_folder
-from penstock.text.metadata import vocabulary_from_metadata
+from penstock.text.gguf_tokenizer import vocabulary_from_metadata
+from penstock.text.hf_tokenizer import vocabulary_from_folder
 from penstock.text.vocabulary import Vocabulary
 
 MAX_CHARACTERS = 2**22  # in one text; the library's regular expressions give up not far above

@@ -10,7 +10,7 @@ from penstock.backend.base import Batch, Floats, Footprint, Held, Ints, Mask, Mo
 from penstock.backend.cpu import _native
 from penstock.backend.cpu.record import record
 from penstock.backend.cpu.weights import Bank, Heads, Packing, held, pack_vector
-from penstock.backend.pool import Pools
+from penstock.backend.pooling import Pools
 from penstock.backend.sample import answers
 from penstock.backend.timing import time_step
 from penstock.config import available_memory, available_threads

@@ -8,7 +8,7 @@ import numpy as np
 
 from penstock.backend.cpu import _native
 from penstock.model import quantize as definition
-from penstock.model.quant import dequantize
+from penstock.model.dequantize import dequantize
 from penstock.model.tensor import FORMATS, PLAIN, Format, Tensor
 
 

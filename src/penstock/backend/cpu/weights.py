@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from penstock.backend.base import Floats, Held
 from penstock.backend.cpu._native import Weight, fill_parts, packed_bits
+from penstock.model.dequantize import dequantize
 from penstock.model.formats.rows import as_q8_0
-from penstock.model.quant import dequantize
 from penstock.model.tensor import FLOAT8, FORMATS, NF4, Bytes, Format, Stack, Tensor, factor_of, some_rows
 
 BATCH_BYTES = 1 << 28  # packed in one go: an interrupt has to wait for as much

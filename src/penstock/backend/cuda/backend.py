@@ -15,29 +15,29 @@ import torch
 
 from penstock.backend.base import Batch, Floats, Footprint, Held, Ints, LogitEdit, Model, SampleRows, Ticket
 from penstock.backend.cuda import inputs
-from penstock.backend.cuda.compiling import Compiler
 from penstock.backend.cuda.experts import Bank, pack_matrices
+from penstock.backend.cuda.footprint import KEPT, held, weight_bytes, workspace_bytes
 from penstock.backend.cuda.graphs import Graphs, common_shapes, few_or_many, padded
 from penstock.backend.cuda.inputs import Fields, Plan, Shape
 from penstock.backend.cuda.kernels.prefill_attention import tokens_per_tile
 from penstock.backend.cuda.kernels.skinny import Scratch
-from penstock.backend.cuda.kv import layout_of
-from penstock.backend.cuda.memory import KEPT, held, weight_bytes, workspace_bytes
+from penstock.backend.cuda.kv_cache import layout_of
 from penstock.backend.cuda.nodes import Memory
 from penstock.backend.cuda.ops import Program, Sizes
 from penstock.backend.cuda.pooling import Pools, read
-from penstock.backend.cuda.quantized import Workspace
+from penstock.backend.cuda.precompile import Compiler
+from penstock.backend.cuda.quantized_weights import Workspace
+from penstock.backend.cuda.recurrent_states import words
 from penstock.backend.cuda.sampler import Asked, Sampler
 from penstock.backend.cuda.staging import Staging
-from penstock.backend.cuda.states import words
 from penstock.backend.cuda.transfer import transfer
 from penstock.backend.cuda.weights import Weight, pack, stacked_values
-from penstock.backend.pool import with_pooled
+from penstock.backend.pooling import with_pooled
 from penstock.backend.ref.batches import greedy_batch, greedy_rows
 from penstock.backend.sample import answers
 from penstock.backend.timing import time_step
 from penstock.errors import ConfigError, OutOfMemory
-from penstock.model.quant import dequantize
+from penstock.model.dequantize import dequantize
 from penstock.model.spec import ModelSpec
 from penstock.model.tensor import Stack, Tensor
 from penstock.types import StepResult
@@ -79,7 +79,7 @@ class CudaBackend:
         graphs: bool = True,
         quantize: str = "",
         kv: str = "auto",
-        mixed_tokens: int = 0,
+        prefill_budget: int = 0,
     ) -> None:
         if device == "cuda" and not finds_gpu():
             raise ConfigError("torch finds no CUDA device: use --device cpu, or look at `nvidia-smi`")
@@ -99,7 +99,7 @@ class CudaBackend:
         self._stream = torch.cuda.Stream() if device == "cuda" else None
         self._answering: Any = torch.cuda.Stream() if device == "cuda" else None
         self._capture = graphs and self._stream is not None
-        self._step_sizes = max_rows, max_tokens, mixed_tokens
+        self._step_sizes = max_rows, max_tokens, prefill_budget
         ints = {"dtype": torch.int32, "device": self._device}
         self._memory = Memory(last=torch.zeros(rows + 1, **ints), tokens=torch.zeros(self._sizes.tokens, **ints))
         self._workspace = Workspace(Scratch.on(self._device), self._sizes.tokens)

@@ -10,18 +10,18 @@ import torch
 import triton
 
 from penstock.backend.cuda.inputs import Fields
-from penstock.backend.cuda.kernels.expert_products import (
+from penstock.backend.cuda.kernels.expert_gemm import (
     Rows,
     multiply_blocks,
     multiply_coded_blocks,
     multiply_coded_pairs,
     multiply_pairs,
 )
-from penstock.backend.cuda.kernels.gate import gate
-from penstock.backend.cuda.kernels.route import SMALLEST, Seats, add_up, route, seat
-from penstock.backend.cuda.parts import ROWS
-from penstock.backend.cuda.quantize import TAKE, QuantizedWeight, quantize_int4
-from penstock.backend.cuda.quantized import Workspace, join
+from penstock.backend.cuda.kernels.expert_routing import SMALLEST, Seats, add_up, route, seat
+from penstock.backend.cuda.kernels.silu_and_mul import gate
+from penstock.backend.cuda.pack_quantized import TAKE, QuantizedWeight, quantize_int4
+from penstock.backend.cuda.quant_blocks import ROWS
+from penstock.backend.cuda.quantized_weights import Workspace, join
 from penstock.backend.cuda.transfer import transfer
 from penstock.backend.cuda.weights import PLAIN, names, packed, say, stacked_bias, stacked_values, tell_growth
 from penstock.model.formats.rows import as_q8_0

@@ -10,7 +10,7 @@ import torch
 
 from penstock.backend.cuda.inputs import SPARE_PARTS, Fields, Shape
 from penstock.backend.cuda.ops import Program
-from penstock.types import mixed_tokens
+from penstock.types import prefill_budget
 
 log = logging.getLogger(__name__)
 MOST_TOKENS = 2560  # in a graph: launching a larger step takes less time than running it
@@ -58,7 +58,7 @@ def common_shapes(rows: int, tokens: int, mixed: int) -> Iterator[Shape]:
     many = dict.fromkeys(few_or_many(count) for count in range(1, rows + 1))
     tokens = min(tokens, MOST_TOKENS)
     alone = [count for count in (128, 512, tokens) if count <= tokens]
-    most = {size: min(mixed_tokens(max(mixed or tokens, size + 1), size), tokens) for size in many}
+    most = {size: min(prefill_budget(max(mixed or tokens, size + 1), size), tokens) for size in many}
     beside = [(size, count) for size in many for count in range(most[size], size, -PROMPT_TOKENS)]
     yield from (padded(Shape(count, 1, 0, 0, 1)) for count in alone)
     yield from (padded(Shape(size, size, size, size, 0)) for size in sizes)

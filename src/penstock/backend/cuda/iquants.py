@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import torch
 
-from penstock.backend.cuda.parts import Array, Coding, Parts, fields_of_runs, half_at, line, one_each
+from penstock.backend.cuda.quant_blocks import Array, Coding, Parts, fields_of_runs, half_at, line, one_each
 from penstock.model import iquants
 from penstock.model.code_books import code_books
 

@@ -8,16 +8,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from penstock.backend.cuda.inputs import Fields
-from penstock.backend.cuda.kernels.codes import Codes, codes_in
 from penstock.backend.cuda.kernels.decode_attention import Turn, attend_parts
-from penstock.backend.cuda.kernels.delta import Scratch, delta_net
-from penstock.backend.cuda.kernels.gate import gate
-from penstock.backend.cuda.kernels.latent_attention import attend_latent_parts, attend_latent_tiles, store_latent
+from penstock.backend.cuda.kernels.delta_rule import Scratch, delta_net
+from penstock.backend.cuda.kernels.fp8_activations import Codes, codes_in
 from penstock.backend.cuda.kernels.layer_norm import add_layer_norm
+from penstock.backend.cuda.kernels.mla_attention import attend_latent_parts, attend_latent_tiles, store_latent
 from penstock.backend.cuda.kernels.norm import add_norm
 from penstock.backend.cuda.kernels.prefill_attention import attend_tiles
 from penstock.backend.cuda.kernels.rope import rope_and_store
-from penstock.backend.cuda.kv import Cache
+from penstock.backend.cuda.kernels.silu_and_mul import gate
+from penstock.backend.cuda.kv_cache import Cache
 from penstock.backend.cuda.weights import Weight
 from penstock.model.ops import DeltaWeights
 from penstock.model.spec import AttentionSpec, DeltaSpec

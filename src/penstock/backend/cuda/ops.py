@@ -17,10 +17,10 @@ from penstock.backend.base import Model
 from penstock.backend.cuda.experts import Bank, Mixture
 from penstock.backend.cuda.inputs import SPARE_PARTS, Fields
 from penstock.backend.cuda.kernels.decode_attention import Shares
-from penstock.backend.cuda.kernels.delta import gate_by
+from penstock.backend.cuda.kernels.delta_rule import gate_by
+from penstock.backend.cuda.kernels.expert_routing import Seats
+from penstock.backend.cuda.kernels.gather_rows import known_tokens, take_rows
 from penstock.backend.cuda.kernels.norm_qk import norm_qk
-from penstock.backend.cuda.kernels.route import Seats
-from penstock.backend.cuda.kernels.rows import known_tokens, take_rows
 from penstock.backend.cuda.nodes import (
     AddLayerNorm,
     AddNorm,
@@ -34,7 +34,7 @@ from penstock.backend.cuda.nodes import (
     Value,
     fuse,
 )
-from penstock.backend.cuda.states import States
+from penstock.backend.cuda.recurrent_states import States
 from penstock.backend.cuda.weights import Weight
 from penstock.errors import UnsupportedModel
 from penstock.model.ops import DeltaWeights

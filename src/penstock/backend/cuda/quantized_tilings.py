@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from penstock.backend.cuda.kernels import few, many, one
+from penstock.backend.cuda.kernels import quant_gemm, quant_gemm_small, quant_gemv
 from penstock.backend.cuda.kernels.skinny import MOST_SHARES
-from penstock.backend.cuda.parts import COLUMNS
+from penstock.backend.cuda.quant_blocks import COLUMNS
 
 FEW = 16  # rows up to which the matrix is read at the speed of memory
 MANY = 256  # rows up to which a quantized matrix's values are not written out
@@ -40,16 +40,16 @@ def shape_of(rows: int, width: int) -> str:
 
 
 @lru_cache(maxsize=4096)
-def few_tiling(kind: str, count: int, rows: int, width: int, gated: bool = False) -> few.Tiling:
+def few_tiling(kind: str, count: int, rows: int, width: int, gated: bool = False) -> quant_gemm_small.Tiling:
     most = 4 if count <= 4 else 8 if count <= 8 else 16
     warps, steps, tiles = FEW_TILINGS[kind, most][shape_of(rows, width)]
     across = 1 << (-(-width // COLUMNS) - 1).bit_length()  # tiles of a narrow matrix
     steps = min(steps, max(across // warps, 1))
-    return few.Tiling(min(warps, across), steps, max(tiles, 2) if gated else tiles)
+    return quant_gemm_small.Tiling(min(warps, across), steps, max(tiles, 2) if gated else tiles)
 
 
 @lru_cache(maxsize=4096)
-def one_tiling(groups: int, rows: int, width: int, gated: bool = False, table: bool = False) -> one.Tiling:
+def one_tiling(groups: int, rows: int, width: int, gated: bool = False, table: bool = False) -> quant_gemv.Tiling:
     """For one row of x and a matrix of so many groups in a tile, and a table that takes many registers or none."""
     across = -(-width * groups // (8 * COLUMNS))  # blocks
     if gated or (rows >= TALL and groups < 4):
@@ -61,24 +61,24 @@ def one_tiling(groups: int, rows: int, width: int, gated: bool = False, table: b
     else:
         warps, blocks, tiles, ahead = 8 if rows <= 4096 else 4, 2, 1, 1
     warps = min(warps, 1 << (across - 1).bit_length())
-    return one.Tiling(warps, 1 if table else blocks, tiles, ahead)
+    return quant_gemv.Tiling(warps, 1 if table else blocks, tiles, ahead)
 
 
 @lru_cache(maxsize=4096)
-def many_tiling(count: int, rows: int, width: int) -> many.Tiling:
+def many_tiling(count: int, rows: int, width: int) -> quant_gemm.Tiling:
     block = max(block_of(count), 64)
     split = split_of(count, rows, width, 64, block, PROGRAMS)
     programs = -(-rows // 64) * -(-count // block) * split
-    return many.Tiling(4, block, 1, split, 4, 4 if programs <= 264 or block <= 64 else 3)
+    return quant_gemm.Tiling(4, block, 1, split, 4, 4 if programs <= 264 or block <= 64 else 3)
 
 
 @lru_cache(maxsize=4096)
-def float8_tiling(count: int, rows: int, width: int) -> many.Tiling:
+def float8_tiling(count: int, rows: int, width: int) -> quant_gemm.Tiling:
     block = block_of(count)
     if rows >= TALL:
-        return many.Tiling(8, block, 2, 1, 8 if block > 64 else 4, 4)
+        return quant_gemm.Tiling(8, block, 2, 1, 8 if block > 64 else 4, 4)
     split = split_of(count, rows, width, 64, block, PROGRAMS_FLOAT8)
-    return many.Tiling(4, block, 2, split, 4, 4) if block > 64 else many.Tiling(4, block, 4, split, 4, 3)
+    return quant_gemm.Tiling(4, block, 2, split, 4, 4) if block > 64 else quant_gemm.Tiling(4, block, 4, split, 4, 3)
 
 
 def block_of(count: int) -> int:

@@ -12,9 +12,9 @@ import triton
 
 from penstock.backend.base import LogitEdit, SampleRows
 from penstock.backend.cuda.inputs import Fields
-from penstock.backend.cuda.kernels.allow import allow
-from penstock.backend.cuda.kernels.choose import CHUNK, choose, find_peaks
-from penstock.backend.cuda.kernels.cut import Room, cut
+from penstock.backend.cuda.kernels.apply_bitmask import allow
+from penstock.backend.cuda.kernels.sample_tokens import CHUNK, choose, find_peaks
+from penstock.backend.cuda.kernels.sampling_threshold import Room, cut
 from penstock.types import TokenLogprob
 
 

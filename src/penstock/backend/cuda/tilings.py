@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from penstock.backend.cuda.kernels import gemv, skinny, stream
+from penstock.backend.cuda.kernels import gemv, hopper_gemm, skinny
 
 MULTIPROCESSORS = 132
 PROGRAMS = 2 * MULTIPROCESSORS
 MOST = 32  # rows beyond which the library's product is the faster one
 MOST_GATED = 64
-STREAMED = 33, 64  # rows of 16 bits for which stream.py is the fastest: where it makes the gate, or a matrix is tall
+STREAMED = (
+    33,
+    64,
+)  # rows of 16 bits for which hopper_gemm.py is the fastest: where it makes the gate, or a matrix is tall
 TALL = 16384  # rows of a matrix
 
 
@@ -31,14 +34,16 @@ def skinny_tiling(count: int, rows: int, width: int, itemsize: int, gated: bool 
 
 
 @lru_cache(maxsize=4096)
-def stream_tiling(count: int, rows: int, width: int, itemsize: int, gated: bool = False) -> stream.Tiling:
+def stream_tiling(count: int, rows: int, width: int, itemsize: int, gated: bool = False) -> hopper_gemm.Tiling:
     """Several programs for each line of tiles of a small matrix; of a large one, two on each multiprocessor, or one
     where a program needs more than half of the shared memory."""
-    tiles = -(-rows // (stream.HALF if gated else 2 * stream.HALF))
-    steps = stream.steps_of(width, itemsize)
-    items = stream.items_of(count)
-    stage = (2 * stream.HALF + items) * stream.LINE
+    tiles = -(-rows // (hopper_gemm.HALF if gated else 2 * hopper_gemm.HALF))
+    steps = hopper_gemm.steps_of(width, itemsize)
+    items = hopper_gemm.items_of(count)
+    stage = (2 * hopper_gemm.HALF + items) * hopper_gemm.LINE
     split = max(s for s in (1, 2, 4, 8) if s == 1 or (tiles * s <= MULTIPROCESSORS and steps % s == 0))
     lines = -(-tiles // MULTIPROCESSORS) if items > 64 else 2 if tiles > 2 * PROGRAMS else 1
     alone = -(-tiles // lines) * split <= MULTIPROCESSORS
-    return stream.Tiling(split, lines, min(200_000 // stage, 8) if alone else (stream.SHARED - 256 * items) // stage)
+    return hopper_gemm.Tiling(
+        split, lines, min(200_000 // stage, 8) if alone else (hopper_gemm.SHARED - 256 * items) // stage
+    )

@@ -13,24 +13,24 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from penstock.backend.cuda.float8 import pack_float8
-from penstock.backend.cuda.kernels.codes import Codes
+from penstock.backend.cuda.footprint import KEPT, is_router
+from penstock.backend.cuda.fp8_weights import pack_float8
+from penstock.backend.cuda.kernels.cublas import multiply
 from penstock.backend.cuda.kernels.fp8 import quantize_float8
-from penstock.backend.cuda.kernels.gate import gate
+from penstock.backend.cuda.kernels.fp8_activations import Codes
+from penstock.backend.cuda.kernels.gather_rows import take_rows
 from penstock.backend.cuda.kernels.gemv import gemv
-from penstock.backend.cuda.kernels.library import multiply
-from penstock.backend.cuda.kernels.rows import take_rows
+from penstock.backend.cuda.kernels.hopper_gemm import stream
+from penstock.backend.cuda.kernels.silu_and_mul import gate
 from penstock.backend.cuda.kernels.skinny import skinny
-from penstock.backend.cuda.kernels.stream import stream
-from penstock.backend.cuda.memory import KEPT, is_router
-from penstock.backend.cuda.parts import COLUMNS
-from penstock.backend.cuda.quantize import TAKE, QuantizedWeight, quantize_int4
-from penstock.backend.cuda.quantize import pack as pack_codes
-from penstock.backend.cuda.quantized import Float8, Quantized, Workspace, stack
+from penstock.backend.cuda.pack_quantized import TAKE, QuantizedWeight, quantize_int4
+from penstock.backend.cuda.pack_quantized import pack as pack_codes
+from penstock.backend.cuda.quant_blocks import COLUMNS
+from penstock.backend.cuda.quantized_weights import Float8, Quantized, Workspace, stack
 from penstock.backend.cuda.tilings import STREAMED, TALL, gemv_tiling, skinny_tiling, stream_tiling
 from penstock.backend.cuda.transfer import transfer
+from penstock.model.dequantize import dequantize
 from penstock.model.formats.rows import as_q8_0
-from penstock.model.quant import dequantize
 from penstock.model.tensor import Tensor, factor_of, some_rows
 
 log = logging.getLogger(__name__)

@@ -8,13 +8,13 @@ from dataclasses import replace
 import numpy as np
 
 from penstock.backend.base import LAST_SAMPLED, Batch, Floats, Footprint, Held, Ints, Model, Ticket
-from penstock.backend.pool import Pools
+from penstock.backend.pooling import Pools
 from penstock.backend.ref.batches import greedy_batch
 from penstock.backend.ref.ops import Bank, Cache, Matrix, RefOps
 from penstock.backend.sample import sample
 from penstock.backend.timing import time_step
 from penstock.config import available_memory
-from penstock.model.quant import dequantize
+from penstock.model.dequantize import dequantize
 from penstock.model.spec import ModelSpec
 from penstock.model.tensor import Stack, Tensor
 from penstock.types import StepResult

@@ -17,8 +17,8 @@ import numpy as np
 from penstock.backend.base import Backend, Batch, Floats, Pool
 from penstock.backend.ref.batches import Chunk, blocks_for, greedy_batch, random_steps
 from penstock.model import rope
+from penstock.model.dequantize import layout_of
 from penstock.model.ops import Ops
-from penstock.model.quant import layout_of
 from penstock.model.spec import AttentionSpec, ExpertSpec, RopeSpec
 from penstock.model.tensor import FORMATS, Stack, Tensor
 

@@ -7,9 +7,10 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from penstock.errors import MalformedFile
-from penstock.model import config_gguf, names
+from penstock.model import names
+from penstock.model.config_reader import MAX_LAYERS, Fields
 from penstock.model.families.gpt2 import ACTS, Layer, LayerNorm, layer_norm, layer_of
-from penstock.model.fields import MAX_LAYERS, Fields
+from penstock.model.gguf import config as gguf_config
 from penstock.model.ops import Ops, V, Weight
 from penstock.model.spec import AttentionSpec, ModelSpec, RopeSpec
 from penstock.model.tensor import Tensor
@@ -118,7 +119,7 @@ def read_encoder(config: Fields, tensors: Mapping[str, Tensor], arch: str, keys:
         attn=read_attention(config.size("embedding_length"), config.size("attention.head_count")),
         act="gelu",
         biases=BIASES,
-        pooling=config_gguf.read_pooling(config),
+        pooling=gguf_config.read_pooling(config),
     )
 
 

@@ -8,9 +8,10 @@ from dataclasses import replace
 from functools import partial
 from math import log
 
-from penstock.model import config_gguf, config_hf, names, rope
+from penstock.model import config_hf, names, rope
+from penstock.model.config_reader import MAX_EXPERTS, MAX_LAYERS, Fields
 from penstock.model.families import latent, llama
-from penstock.model.fields import MAX_EXPERTS, MAX_LAYERS, Fields
+from penstock.model.gguf import config as gguf_config
 from penstock.model.spec import AttentionSpec, ExpertSpec, LatentSpec, ModelSpec, RopeSpec
 from penstock.model.tensor import Tensor
 
@@ -114,19 +115,19 @@ def read_gguf(config: Fields, tensors: Mapping[str, Tensor]) -> ModelSpec:
     if mla:
         config.require(KEY, (rank + dims,))
         config.require(VALUE, (rank,))
-    config.refuse_others(config_gguf.KEYS.union(config_gguf.EXPERTS, KEYS, (config_gguf.RMS_EPS,)))
+    config.refuse_others(gguf_config.KEYS.union(gguf_config.EXPERTS, KEYS, (gguf_config.RMS_EPS,)))
     plain = config.without(KEY, VALUE, KV_HEADS, "rope.dimension_count")
-    spec = config_gguf.read_decoder(plain, tensors, "deepseek2", interleaved=True, experts=True, keys=KEYS)
+    spec = gguf_config.read_decoder(plain, tensors, "deepseek2", interleaved=True, experts=True, keys=KEYS)
     key_dim = config.size(f"{KEY}{mla}", most=rope.MAX_DIMS) - dims
     heads = LatentSpec(
         key_dim,
         config.size(f"{VALUE}{mla}"),
         config.size("attention.q_lora_rank") if "attention.q_lora_rank" in config else 0,
     )
-    turned = config_gguf.read_rope(config, tensors, dims, spec.max_len)
+    turned = gguf_config.read_rope(config, tensors, dims, spec.max_len)
     stretch = 1 + config.number(LOG_MULTIPLIER, 0.0, least=0.0) * log(config.number("rope.scaling.factor", 1.0))
     unused = config.count("nextn_predict_layers", 0, most=spec.layers - 1)
-    experts = config_gguf.read_experts(config, spec, renormalize=False)
+    experts = gguf_config.read_experts(config, spec, renormalize=False)
     third = experts.scoring == "sigmoid"
     return mixed(
         replace(spec, layers=spec.layers - unused, unused_layers=unused),

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from penstock.model import config_gguf, config_hf, decoder, names
-from penstock.model.fields import Fields
+from penstock.model import config_hf, decoder, names
+from penstock.model.config_reader import Fields
+from penstock.model.gguf import config as gguf_config
 from penstock.model.ops import Ops, V, Weight
 from penstock.model.spec import ModelSpec, all_but_each
 from penstock.model.tensor import Tensor
@@ -19,7 +20,7 @@ HUGGING_FACE = names.HUGGING_FACE.but(
 )
 GGUF = names.GGUF.but(after_attn_norm="post_attention_norm", after_mlp_norm="post_ffw_norm")
 SCORES, LOGITS = CAPS = "attn_logit_softcapping", "final_logit_softcapping"
-KEYS = (*CAPS, config_gguf.WINDOW)
+KEYS = (*CAPS, gguf_config.WINDOW)
 LARGEST = 46  # layers of the model whose GGUF files mean another scale of scores
 
 
@@ -31,10 +32,10 @@ def read_hf(config: Fields) -> ModelSpec:
 
 
 def read_gguf(config: Fields, tensors: Mapping[str, Tensor]) -> ModelSpec:
-    spec = scaled(config_gguf.read_decoder(config, tensors, "gemma2", interleaved=False, keys=KEYS))
+    spec = scaled(gguf_config.read_decoder(config, tensors, "gemma2", interleaved=False, keys=KEYS))
     spec = capped(spec, config.number(SCORES, 50.0), config.number(LOGITS, 30.0))
     spec = replace(spec, attn=replace(spec.attn, multiplier=told_by_layers(spec, LARGEST)))
-    return spec.with_windows(all_but_each(2, spec.layers), config.size(config_gguf.WINDOW, 4096))
+    return spec.with_windows(all_but_each(2, spec.layers), config.size(gguf_config.WINDOW, 4096))
 
 
 def scaled(spec: ModelSpec) -> ModelSpec:

@@ -7,15 +7,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from penstock.model import config_gguf, config_hf, rope
+from penstock.model import config_hf, rope
+from penstock.model.config_reader import Fields
 from penstock.model.families import gemma2
-from penstock.model.fields import Fields
+from penstock.model.gguf import config as gguf_config
 from penstock.model.spec import ModelSpec, RopeSpec, all_but_each
 from penstock.model.tensor import Tensor
 
 HUGGING_FACE = gemma2.HUGGING_FACE.but(q_norm="self_attn.q_norm", k_norm="self_attn.k_norm")
 GGUF = gemma2.GGUF.but(q_norm="attn_q_norm", k_norm="attn_k_norm")
-KEYS = (config_gguf.WINDOW, "attention.sliding_window_pattern", "rope.freq_base_swa", gemma2.LOGITS)
+KEYS = (gguf_config.WINDOW, "attention.sliding_window_pattern", "rope.freq_base_swa", gemma2.LOGITS)
 PERIOD, THETA, LOCAL_THETA = 6, 1000000.0, 10000.0
 LARGEST = 62
 build = gemma2.build
@@ -44,12 +45,12 @@ def read_ropes(config: Fields) -> tuple[Fields | None, float]:
 
 
 def read_gguf(config: Fields, tensors: Mapping[str, Tensor]) -> ModelSpec:
-    spec = gemma2.scaled(config_gguf.read_decoder(config, tensors, "gemma3", interleaved=False, keys=KEYS))
+    spec = gemma2.scaled(gguf_config.read_decoder(config, tensors, "gemma3", interleaved=False, keys=KEYS))
     spec = gemma2.capped(spec, 0.0, config.number_or_null(gemma2.LOGITS, 0.0))
     spec = replace(spec, attn=replace(spec.attn, multiplier=gemma2.told_by_layers(spec, LARGEST)))
     sliding = all_but_each(config.size("attention.sliding_window_pattern", PERIOD), spec.layers)
     base = config.number("rope.freq_base_swa", LOCAL_THETA, least=1.001)
-    return in_layers(spec, sliding, config.size(config_gguf.WINDOW), base)
+    return in_layers(spec, sliding, config.size(gguf_config.WINDOW), base)
 
 
 def in_layers(spec: ModelSpec, sliding: Sequence[bool], window: int, base: float) -> ModelSpec:

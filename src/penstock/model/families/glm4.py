@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from penstock.model import config_gguf
+from penstock.model.config_reader import Fields
 from penstock.model.families import gemma2, glm
-from penstock.model.fields import Fields
+from penstock.model.gguf import config as gguf_config
 from penstock.model.spec import ModelSpec
 from penstock.model.tensor import Tensor
 
@@ -23,4 +23,4 @@ def read_hf(config: Fields) -> ModelSpec:
 
 
 def read_gguf(config: Fields, tensors: Mapping[str, Tensor]) -> ModelSpec:
-    return config_gguf.read_decoder(config, tensors, "glm4", interleaved=True, partial=True)
+    return gguf_config.read_decoder(config, tensors, "glm4", interleaved=True, partial=True)

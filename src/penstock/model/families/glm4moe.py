@@ -6,9 +6,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from penstock.model import config_gguf, config_hf, names
+from penstock.model import config_hf, names
+from penstock.model.config_reader import MAX_LAYERS, Fields
 from penstock.model.families import llama
-from penstock.model.fields import MAX_LAYERS, Fields
+from penstock.model.gguf import config as gguf_config
 from penstock.model.spec import ExpertSpec, ModelSpec
 from penstock.model.tensor import Tensor
 
@@ -46,13 +47,13 @@ def read_hf(config: Fields) -> ModelSpec:
 
 
 def read_gguf(config: Fields, tensors: Mapping[str, Tensor]) -> ModelSpec:
-    spec = config_gguf.read_decoder(
+    spec = gguf_config.read_decoder(
         config, tensors, "glm4moe", interleaved=False, partial=True, keys=KEYS, experts=True
     )
     unused = config.count("nextn_predict_layers", 0, most=spec.layers - 1)
     return mixed(
         replace(spec, layers=spec.layers - unused, unused_layers=unused),
-        config_gguf.read_experts(config, spec, scoring=2),
+        gguf_config.read_experts(config, spec, scoring=2),
         dense=config.count("leading_dense_block_count", 0),
         shared=config.size("expert_shared_count"),
         normed="blk.0.attn_q_norm.weight" in tensors,

@@ -6,8 +6,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from penstock.model import config_gguf, decoder, names
-from penstock.model.fields import MAX_LAYERS, Fields
+from penstock.model import decoder, names
+from penstock.model.config_reader import MAX_LAYERS, Fields
+from penstock.model.gguf import config as gguf_config
 from penstock.model.ops import Ops, V, Weight
 from penstock.model.spec import AttentionSpec, ModelSpec, RopeSpec
 from penstock.model.tensor import Tensor
@@ -66,9 +67,9 @@ def read_hf(config: Fields) -> ModelSpec:
 
 
 def read_gguf(config: Fields, tensors: Mapping[str, Tensor]) -> ModelSpec:
-    eps = config_gguf.LAYER_EPS
-    config.refuse_others({eps, *(key for key in config_gguf.KEYS if not key.startswith("rope."))})
-    spec = config_gguf.read_decoder(config, tensors, "gpt2", interleaved=False, eps_key=eps)
+    eps = gguf_config.LAYER_EPS
+    config.refuse_others({eps, *(key for key in gguf_config.KEYS if not key.startswith("rope."))})
+    spec = gguf_config.read_decoder(config, tensors, "gpt2", interleaved=False, eps_key=eps)
     attn = replace(spec.attn, rope=RopeSpec((), interleaved=False))
     return replace(spec, attn=attn, act="gelu_tanh", biases=BIASES)
 

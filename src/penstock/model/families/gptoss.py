@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from penstock.model import config_gguf, config_hf, names
+from penstock.model import config_hf, names
+from penstock.model.config_reader import Fields
 from penstock.model.families import llama
-from penstock.model.fields import Fields
+from penstock.model.gguf import config as gguf_config
 from penstock.model.spec import ExpertSpec, ModelSpec, all_but_each
 from penstock.model.tensor import Tensor
 
@@ -43,14 +44,14 @@ def read_hf(config: Fields) -> ModelSpec:
 
 
 def read_gguf(config: Fields, tensors: Mapping[str, Tensor]) -> ModelSpec:
-    spec = config_gguf.read_decoder(
-        config, tensors, "gptoss", interleaved=False, experts=True, keys=(config_gguf.WINDOW,)
+    spec = gguf_config.read_decoder(
+        config, tensors, "gptoss", interleaved=False, experts=True, keys=(gguf_config.WINDOW,)
     )
     head_dim = spec.attn.head_dim
-    turned = config_gguf.read_rope(config, tensors, head_dim, spec.max_len, whole=False)
+    turned = gguf_config.read_rope(config, tensors, head_dim, spec.max_len, whole=False)
     spec = replace(spec, attn=replace(spec.attn, rope=replace(turned, interleaved=False)))
-    experts = config_gguf.read_experts(config, spec, scoring=3, renormalize=False)
-    return mixed(spec, experts, all_but_each(2, spec.layers), config_gguf.read_window(config))
+    experts = gguf_config.read_experts(config, spec, scoring=3, renormalize=False)
+    return mixed(spec, experts, all_but_each(2, spec.layers), gguf_config.read_window(config))
 
 
 def mixed(spec: ModelSpec, experts: ExpertSpec, sliding: Sequence[bool], window: int) -> ModelSpec:

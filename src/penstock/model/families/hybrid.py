@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from penstock.model import config_gguf, config_hf, decoder
-from penstock.model.fields import Fields
+from penstock.model import config_hf, decoder
+from penstock.model.config_reader import Fields
+from penstock.model.gguf import config as gguf_config
 from penstock.model.ops import DeltaWeights, Ops, V, Weight
 from penstock.model.spec import AttentionSpec, DeltaSpec, ExpertSpec, ModelSpec
 from penstock.model.weights import Packer, Spans
@@ -233,7 +234,7 @@ def read_gguf(config: Fields, spec: ModelSpec, tiled: bool) -> ModelSpec:
 
 def read_gguf_experts(config: Fields, spec: ModelSpec) -> ModelSpec:
     shared = config.size("expert_shared_feed_forward_length")
-    return with_experts(spec, config_gguf.read_experts(config, spec), shared)
+    return with_experts(spec, gguf_config.read_experts(config, spec), shared)
 
 
 def in_layers(spec: ModelSpec, delta: DeltaSpec, recurrent: Collection[bool]) -> ModelSpec:

@@ -6,8 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from penstock.model import config_gguf, config_hf, decoder, names
-from penstock.model.fields import Fields
+from penstock.model import config_hf, decoder, names
+from penstock.model.config_reader import Fields
+from penstock.model.gguf import config as gguf_config
 from penstock.model.ops import Ops, V, Weight
 from penstock.model.spec import ModelSpec
 from penstock.model.tensor import Tensor
@@ -28,12 +29,12 @@ def read_hf(config: Fields) -> ModelSpec:
 
 
 def read_gguf(config: Fields, tensors: Mapping[str, Tensor]) -> ModelSpec:
-    spec = config_gguf.read_decoder(
-        config, tensors, "llama", interleaved=True, keys=(config_gguf.WINDOW,), experts=True
+    spec = gguf_config.read_decoder(
+        config, tensors, "llama", interleaved=True, keys=(gguf_config.WINDOW,), experts=True
     )
     if config.count("expert_count", 0):
-        spec = replace(spec, arch="mixtral", experts=config_gguf.read_experts(config, spec))
-    return spec.with_windows([True] * spec.layers, config_gguf.read_window(config))
+        spec = replace(spec, arch="mixtral", experts=gguf_config.read_experts(config, spec))
+    return spec.with_windows([True] * spec.layers, gguf_config.read_window(config))
 
 
 @dataclass(frozen=True, slots=True)

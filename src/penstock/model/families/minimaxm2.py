@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from penstock.model import config_gguf, config_hf, names
+from penstock.model import config_hf, names
+from penstock.model.config_reader import MAX_LAYERS, Fields
 from penstock.model.families import llama, mixtral
-from penstock.model.fields import MAX_LAYERS, Fields
+from penstock.model.gguf import config as gguf_config
 from penstock.model.spec import ExpertSpec, ModelSpec
 from penstock.model.tensor import Tensor
 
@@ -49,8 +50,8 @@ def read_hf(config: Fields) -> ModelSpec:
 
 
 def read_gguf(config: Fields, tensors: Mapping[str, Tensor]) -> ModelSpec:
-    spec = config_gguf.read_decoder(config, tensors, "minimaxm2", interleaved=False, partial=True, experts=True)
-    return mixed(spec, config_gguf.read_experts(config, spec, scoring=2))
+    spec = gguf_config.read_decoder(config, tensors, "minimaxm2", interleaved=False, partial=True, experts=True)
+    return mixed(spec, gguf_config.read_experts(config, spec, scoring=2))
 
 
 def mixed(spec: ModelSpec, experts: ExpertSpec) -> ModelSpec:

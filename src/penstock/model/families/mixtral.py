@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from penstock.model import config_hf, names
+from penstock.model.config_reader import Fields
 from penstock.model.families import llama
-from penstock.model.fields import Fields
 from penstock.model.spec import ModelSpec
 
 SPARSE = {

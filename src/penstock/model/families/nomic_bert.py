@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from penstock.model import config_hf, decoder, names, rope
 from penstock.model.config_hf import ACTS
+from penstock.model.config_reader import MAX_LAYERS, Fields
 from penstock.model.families import bert
 from penstock.model.families.gpt2 import Layer, layer_norm
-from penstock.model.fields import MAX_LAYERS, Fields
 from penstock.model.spec import ModelSpec, RopeSpec
 from penstock.model.tensor import Tensor
 from penstock.model.weights import Packer

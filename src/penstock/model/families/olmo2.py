@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from penstock.model import config_gguf, config_hf, decoder, names
-from penstock.model.fields import Fields
+from penstock.model import config_hf, decoder, names
+from penstock.model.config_reader import Fields
+from penstock.model.gguf import config as gguf_config
 from penstock.model.ops import Ops, V, Weight
 from penstock.model.spec import ModelSpec
 from penstock.model.tensor import Tensor
@@ -29,7 +30,7 @@ def read_hf(config: Fields) -> ModelSpec:
 
 
 def read_gguf(config: Fields, tensors: Mapping[str, Tensor]) -> ModelSpec:
-    return normed(config_gguf.read_decoder(config, tensors, "olmo2", interleaved=False))
+    return normed(gguf_config.read_decoder(config, tensors, "olmo2", interleaved=False))
 
 
 def normed(spec: ModelSpec) -> ModelSpec:

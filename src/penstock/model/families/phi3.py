@@ -10,9 +10,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 
-from penstock.model import config_gguf, config_hf, names, rope
+from penstock.model import config_hf, names, rope
+from penstock.model.config_reader import Fields
 from penstock.model.families import llama
-from penstock.model.fields import Fields
+from penstock.model.gguf import config as gguf_config
 from penstock.model.spec import ModelSpec, RopeSpec
 from penstock.model.tensor import Tensor
 
@@ -42,13 +43,13 @@ def read_hf(config: Fields) -> ModelSpec:
 
 
 def read_gguf(config: Fields, tensors: Mapping[str, Tensor]) -> ModelSpec:
-    keys = (config_gguf.WINDOW,)
-    spec = config_gguf.read_decoder(config, tensors, "phi3", interleaved=False, partial=True, keys=keys)
+    keys = (gguf_config.WINDOW,)
+    spec = gguf_config.read_decoder(config, tensors, "phi3", interleaved=False, partial=True, keys=keys)
     if SHORT in tensors:
-        short = config_gguf.read_factors(tensors[SHORT], len(spec.attn.rope.inv_freq))
+        short = gguf_config.read_factors(tensors[SHORT], len(spec.attn.rope.inv_freq))
         original = config.size("rope.scaling.original_context_length")
         spec = ending(spec, original, short, config.number("rope.scaling.attn_factor", 1.0))
-    return spec.with_windows([True] * spec.layers, config_gguf.read_window(config))
+    return spec.with_windows([True] * spec.layers, gguf_config.read_window(config))
 
 
 def ending(spec: ModelSpec, original: int, factors: rope.Freqs, scale: float) -> ModelSpec:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from penstock.model import config_gguf, config_hf, names
+from penstock.model import config_hf, names
+from penstock.model.config_reader import Fields
 from penstock.model.families import llama
-from penstock.model.fields import Fields
+from penstock.model.gguf import config as gguf_config
 from penstock.model.spec import ModelSpec
 from penstock.model.tensor import Tensor
 
@@ -32,4 +33,4 @@ def with_upper_windows(config: Fields, spec: ModelSpec) -> ModelSpec:
 
 
 def read_gguf(config: Fields, tensors: Mapping[str, Tensor]) -> ModelSpec:
-    return replace(config_gguf.read_decoder(config, tensors, "qwen2", interleaved=False), biases=BIASES)
+    return replace(gguf_config.read_decoder(config, tensors, "qwen2", interleaved=False), biases=BIASES)

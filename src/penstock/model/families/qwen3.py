@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from penstock.model import config_gguf, config_hf, names
+from penstock.model import config_hf, names
+from penstock.model.config_reader import Fields
 from penstock.model.families import llama
 from penstock.model.families.qwen2 import with_upper_windows
-from penstock.model.fields import Fields
+from penstock.model.gguf import config as gguf_config
 from penstock.model.spec import ModelSpec
 from penstock.model.tensor import Tensor
 
@@ -24,7 +25,7 @@ def read_hf(config: Fields) -> ModelSpec:
 
 
 def read_gguf(config: Fields, tensors: Mapping[str, Tensor]) -> ModelSpec:
-    return normed(config_gguf.read_decoder(config, tensors, "qwen3", interleaved=False))
+    return normed(gguf_config.read_decoder(config, tensors, "qwen3", interleaved=False))
 
 
 def normed(spec: ModelSpec) -> ModelSpec:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from penstock.model import config_gguf, config_hf, names
+from penstock.model import config_hf, names
+from penstock.model.config_reader import Fields
 from penstock.model.families import hybrid, qwen3next
-from penstock.model.fields import Fields
+from penstock.model.gguf import config as gguf_config
 from penstock.model.spec import ModelSpec
 from penstock.model.tensor import Tensor
 
@@ -66,7 +67,7 @@ def read_text(config: Fields, tied: bool) -> ModelSpec:
 def read_gguf(config: Fields, tensors: Mapping[str, Tensor]) -> ModelSpec:
     experts = "expert_count" in config
     config.counts("rope.dimension_sections")  # of what is no text
-    spec = config_gguf.read_decoder(
+    spec = gguf_config.read_decoder(
         config,
         tensors,
         "qwen35",

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from penstock.model import config_gguf, config_hf, names
+from penstock.model import config_hf, names
+from penstock.model.config_reader import Fields
 from penstock.model.families import llama, qwen3
-from penstock.model.fields import Fields
+from penstock.model.gguf import config as gguf_config
 from penstock.model.spec import ModelSpec
 from penstock.model.tensor import Tensor
 
@@ -34,5 +35,5 @@ def read_dense(config: Fields, layers: int) -> set[int]:
 
 
 def read_gguf(config: Fields, tensors: Mapping[str, Tensor]) -> ModelSpec:
-    spec = qwen3.normed(config_gguf.read_decoder(config, tensors, "qwen3moe", interleaved=False, experts=True))
-    return replace(spec, experts=config_gguf.read_experts(config, spec))
+    spec = qwen3.normed(gguf_config.read_decoder(config, tensors, "qwen3moe", interleaved=False, experts=True))
+    return replace(spec, experts=gguf_config.read_experts(config, spec))

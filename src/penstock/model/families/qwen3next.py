@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from penstock.model import config_gguf, config_hf, names
+from penstock.model import config_hf, names
+from penstock.model.config_reader import Fields
 from penstock.model.families import hybrid
-from penstock.model.fields import Fields
+from penstock.model.gguf import config as gguf_config
 from penstock.model.spec import ModelSpec
 from penstock.model.tensor import Tensor
 
@@ -54,7 +55,7 @@ def read_hf(config: Fields) -> ModelSpec:
 
 
 def read_gguf(config: Fields, tensors: Mapping[str, Tensor]) -> ModelSpec:
-    spec = config_gguf.read_decoder(
+    spec = gguf_config.read_decoder(
         config, tensors, "qwen3next", interleaved=False, partial=True, keys=hybrid.GGUF_KEYS, experts=True
     )
     return hybrid.read_gguf_experts(config, hybrid.read_gguf(config, spec, tiled=False))

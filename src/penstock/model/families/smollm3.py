@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from penstock.model import config_gguf, config_hf, names
+from penstock.model import config_hf, names
+from penstock.model.config_reader import Fields
 from penstock.model.families import llama
-from penstock.model.fields import Fields
+from penstock.model.gguf import config as gguf_config
 from penstock.model.spec import ModelSpec, RopeSpec, all_but_each
 from penstock.model.tensor import Tensor
 
@@ -30,7 +31,7 @@ def read_hf(config: Fields) -> ModelSpec:
 
 
 def read_gguf(config: Fields, tensors: Mapping[str, Tensor]) -> ModelSpec:
-    spec = config_gguf.read_decoder(config, tensors, "smollm3", interleaved=True)
+    spec = gguf_config.read_decoder(config, tensors, "smollm3", interleaved=True)
     return with_ropes(spec, all_but_each(INTERVAL, spec.layers))
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from penstock.model import config_gguf, config_hf, names
+from penstock.model import config_hf, names
+from penstock.model.config_reader import Fields
 from penstock.model.families import gpt2
-from penstock.model.fields import Fields
+from penstock.model.gguf import config as gguf_config
 from penstock.model.spec import ModelSpec
 from penstock.model.tensor import Tensor
 from penstock.model.weights import Packer
@@ -31,11 +32,11 @@ def read_hf(config: Fields) -> ModelSpec:
 
 
 def read_gguf(config: Fields, tensors: Mapping[str, Tensor]) -> ModelSpec:
-    spec = config_gguf.read_decoder(
-        config, tensors, "starcoder2", interleaved=False, eps_key=config_gguf.LAYER_EPS, keys=(config_gguf.WINDOW,)
+    spec = gguf_config.read_decoder(
+        config, tensors, "starcoder2", interleaved=False, eps_key=gguf_config.LAYER_EPS, keys=(gguf_config.WINDOW,)
     )
     spec = replace(spec, act="gelu_tanh")
-    return spec.with_windows([True] * spec.layers, config_gguf.read_window(config))
+    return spec.with_windows([True] * spec.layers, gguf_config.read_window(config))
 
 
 def build(spec: ModelSpec, pack: Packer) -> gpt2.Gpt2:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 
 from penstock.errors import MalformedFile
-from penstock.model.fields import Fields
+from penstock.model.config_reader import Fields
 from penstock.model.formats import awq, gptq
 from penstock.model.formats.modules import Scheme
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.model.fields import Fields
+from penstock.model.config_reader import Fields
 from penstock.model.formats.gptq import group_size
 from penstock.model.formats.grouped import Factors, Grouped, floats
 from penstock.model.formats.modules import Parts, Scheme, check_shape, integers, sizes_of

@@ -8,11 +8,11 @@ from functools import partial
 import numpy as np
 
 from penstock.errors import MalformedFile
-from penstock.model.fields import MAX_NUMBER, Fields
-from penstock.model.files import parse_json
+from penstock.model.config_reader import MAX_NUMBER, Fields
+from penstock.model.dequantize import LAYOUTS, NF4_VALUES
 from penstock.model.formats.grouped import BLOCK, Floats, floats
 from penstock.model.formats.modules import Parts, Scheme, check_shape, integers, sizes_of
-from penstock.model.quant import LAYOUTS, NF4_VALUES
+from penstock.model.open_files import parse_json
 from penstock.model.tensor import NF4, Bytes, Format, Scales, Tensor
 
 KEYS = {  # what matters of them is said again beside each weight

@@ -1,4 +1,4 @@
-"""compressed-tensors: whole numbers, packed or not, and floats of 4 bits; those of 8 bits are in config_float8.py."""
+"""compressed-tensors: whole numbers, packed or not, and floats of 4 bits; those of 8 bits are in fp8_checkpoint.py."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from functools import partial
 import numpy as np
 
 from penstock.errors import UnsupportedModel
-from penstock.model import config_float8
-from penstock.model.fields import Fields
+from penstock.model.config_reader import Fields
+from penstock.model.formats import fp8_checkpoint
 from penstock.model.formats.bits import fields, fields_across
 from penstock.model.formats.fp4 import mxfp4, nvfp4
 from penstock.model.formats.gptq import check_places, group_size, places_of
@@ -119,12 +119,12 @@ def packed(bits: int, group: int) -> Scheme:
     )
 
 
-def read(config: Fields) -> Scheme | config_float8.Scheme:
+def read(config: Fields) -> Scheme | fp8_checkpoint.Scheme:
     config.require("format", FORMATS)
     format = config.text("format")
     if format == "float-quantized":
-        return config_float8.read_compressed(config)
-    config_float8.read_frame(config)
+        return fp8_checkpoint.read_compressed(config)
+    fp8_checkpoint.read_frame(config)
     found = {read_group(group, format) for group in config.tables("config_groups")}
     if len(found) != 1:
         raise UnsupportedModel(f"config_groups in quantization_config quantize in {len(found)} ways, not 1")
@@ -133,10 +133,10 @@ def read(config: Fields) -> Scheme | config_float8.Scheme:
 
 def read_group(group: Fields, format: str) -> tuple[int, int]:
     """Bits, and columns that share a scale: 0 for all of them."""
-    group.refuse_others(config_float8.GROUP_KEYS)
+    group.refuse_others(fp8_checkpoint.GROUP_KEYS)
     group.require("format", (format,), format)
     weights = group.table("weights")
-    weights.refuse_others(config_float8.WEIGHT_KEYS)
+    weights.refuse_others(fp8_checkpoint.WEIGHT_KEYS)
     if "fp4" in format:
         weights.require("type", ("float",))
         weights.require("num_bits", (4,))

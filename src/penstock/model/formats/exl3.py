@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import MalformedFile, UnsupportedModel
-from penstock.model.fields import Fields
+from penstock.model.config_reader import Fields
 from penstock.model.formats.grouped import Floats, floats
 from penstock.model.formats.modules import Parts, Scheme, check_shape, integers
 from penstock.model.tensor import Bytes, Format, Tensor

@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import MalformedFile
-from penstock.model.float8 import TABLES
+from penstock.model.dequantize import FP4_VALUES, LAYOUTS
 from penstock.model.formats.bits import fields
+from penstock.model.formats.fp8 import TABLES
 from penstock.model.formats.grouped import BLOCK, Floats
 from penstock.model.formats.modules import check_shape, integers, sizes_of
-from penstock.model.quant import FP4_VALUES, LAYOUTS
 from penstock.model.tensor import FORMATS, Bytes, Format, Scales, Tensor
 
 NVFP4_GROUP, NVFP4_BLOCK = 16, 64

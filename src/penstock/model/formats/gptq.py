@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.errors import MalformedFile
-from penstock.model.fields import Fields
+from penstock.model.config_reader import Fields
 from penstock.model.formats.bits import fields_across, fields_down
 from penstock.model.formats.grouped import Array, Factors, Grouped, floats
 from penstock.model.formats.modules import Parts, Scheme, check_shape, integers, sizes_of

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from penstock.config import available_threads
 from penstock.errors import MalformedFile
-from penstock.model.quant import LAYOUTS
+from penstock.model.dequantize import LAYOUTS
 from penstock.model.tensor import FORMATS, Bytes, Format, Tensor
 
 BLOCK = 32

@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 
 from penstock.errors import MalformedFile
-from penstock.model.fields import Fields
+from penstock.model.config_reader import Fields
 from penstock.model.formats.bits import fields
 from penstock.model.formats.grouped import Factors, Grouped, floats
 from penstock.model.formats.modules import Parts, Scheme, check_shape, integers, sizes_of

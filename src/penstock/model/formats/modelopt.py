@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from penstock.model import config_float8
-from penstock.model.fields import Fields
+from penstock.model.config_reader import Fields
+from penstock.model.formats import fp8_checkpoint
 from penstock.model.formats.fp4 import NVFP4_GROUP, nvfp4
 from penstock.model.formats.grouped import floats
 from penstock.model.formats.modules import Parts, Scheme
@@ -31,12 +31,12 @@ def weight(module: str, parts: Parts) -> Tensor:
     return nvfp4(parts["weight"], parts["weight_scale"], floats(parts["weight_scale_2"]))
 
 
-def read(config: Fields) -> Scheme | config_float8.Scheme:
+def read(config: Fields) -> Scheme | fp8_checkpoint.Scheme:
     config.refuse_others(KEYS)
     config.require("quant_algo", ("NVFP4", "FP8"))
     config.require("has_zero_point", (False,), False)
     config.require("pre_quant_scale", (False,), False)
     if config.text("quant_algo") == "FP8":
-        return config_float8.Scheme(None)
+        return fp8_checkpoint.Scheme(None)
     config.require("group_size", (NVFP4_GROUP,), NVFP4_GROUP)
     return Scheme(weight, "weight_scale_2", needed=("weight", "weight_scale", "weight_scale_2"), unused=UNUSED)

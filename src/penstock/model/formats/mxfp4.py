@@ -9,7 +9,7 @@ from dataclasses import replace
 from math import prod
 
 from penstock.errors import MalformedFile
-from penstock.model.fields import Fields
+from penstock.model.config_reader import Fields
 from penstock.model.formats.fp4 import mxfp4
 from penstock.model.formats.modules import Parts, Scheme
 from penstock.model.tensor import Tensor

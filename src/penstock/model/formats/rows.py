@@ -6,7 +6,7 @@ from functools import partial
 
 import numpy as np
 
-from penstock.model.quant import LAYOUTS
+from penstock.model.dequantize import LAYOUTS
 from penstock.model.tensor import FORMATS, Bytes, Tensor
 
 BLOCK = 32

@@ -12,14 +12,14 @@ import msgspec
 from msgspec import Meta
 
 from penstock.errors import InvalidRequest
+from penstock.server.access.bounds import MAX_MESSAGES, MAX_PARTS, check_count
 from penstock.server.bodies import ANYTHING, Neutral, read_object, unsupported
-from penstock.server.gate.bounds import MAX_MESSAGES, MAX_PARTS, check_count
-from penstock.server.notes import notes
+from penstock.server.chat.chat_turn import thinking
+from penstock.server.chat.structured import json_grammar
+from penstock.server.chat.tools import MAX_TOOLS, ToolUse, for_template, known, told_reasoning
 from penstock.server.openapi import read_as
-from penstock.server.served import Served
-from penstock.server.structured import json_grammar
-from penstock.server.tools import MAX_TOOLS, ToolUse, for_template, known, told_reasoning
-from penstock.server.turn import thinking
+from penstock.server.request_context import notes
+from penstock.server.served_model import Served
 from penstock.text.tools import CallArguments
 from penstock.types import Grammar
 

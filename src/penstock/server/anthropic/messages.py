@@ -16,6 +16,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from penstock.errors import PenstockError
+from penstock.server.access.bounds import check_stops
 from penstock.server.anthropic.fields import (
     NEUTRAL,
     Ask,
@@ -26,14 +27,13 @@ from penstock.server.anthropic.fields import (
     template_fields,
 )
 from penstock.server.bodies import read_body
+from penstock.server.chat.chat_turn import Turn, begin, call_input, prompt_of
+from penstock.server.chat.tools import ToolUse
 from penstock.server.errors import anthropic_body
 from penstock.server.explain import Explanation, Penstock
-from penstock.server.gate.bounds import check_stops
 from penstock.server.openapi import Operation
-from penstock.server.reply import EVENT_STREAM, Framing, Plain, encode, reply
-from penstock.server.served import Served
-from penstock.server.tools import ToolUse
-from penstock.server.turn import Turn, begin, call_input, prompt_of
+from penstock.server.served_model import Served
+from penstock.server.sse import EVENT_STREAM, Framing, Plain, encode, reply
 from penstock.text import ChatPrompt, Delta
 from penstock.text.parse import Arguments, CallBegun, CallEnded, Content, Part, Reasoning
 from penstock.types import SamplingParams

@@ -10,8 +10,8 @@ from typing import Any, BinaryIO, NamedTuple
 import msgspec
 
 from penstock.errors import InvalidRequest
+from penstock.server.access.bounds import read_json
 from penstock.server.bodies import MAX_BODY, read_object, unsupported
-from penstock.server.gate.bounds import read_json
 
 MAX_LINES = 50_000
 MAX_LINE = MAX_BODY + 2**16  # bytes: a body and what is around it

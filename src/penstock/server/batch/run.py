@@ -21,11 +21,11 @@ from starlette.types import ASGIApp
 from penstock.errors import InvalidRequest, PenstockError
 from penstock.server.batch import lines, records
 from penstock.server.batch.archive import Archive, Draft
-from penstock.server.batch.ask import Answer, Behind, ask
+from penstock.server.batch.background_client import Answer, Behind, ask
 from penstock.server.batch.file_records import File
 from penstock.server.batch.lines import MAX_LINES, encode_answer, encode_fault
 from penstock.server.batch.records import COMPLETED, ENDED, FAILED, Batch, BatchError, Outcome, Pending, Usage
-from penstock.server.served import Served
+from penstock.server.served_model import Served
 
 CHUNK = 100  # lines looked at in one transaction
 TRIES = 3  # of a line whose engine dies

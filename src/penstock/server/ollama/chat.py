@@ -15,9 +15,12 @@ from starlette.responses import Response
 
 from penstock.errors import InvalidRequest
 from penstock.server.bodies import read_body, unsupported
+from penstock.server.chat.chat_turn import NO_TOOLS, Turn, begin, call_input, prompt_of
+from penstock.server.chat.stream import deltas
+from penstock.server.chat.tools import ToolUse, read_tools
 from penstock.server.errors import ollama_body
 from penstock.server.explain import Explanation, Penstock
-from penstock.server.notes import notes
+from penstock.server.ollama.derived_settings import continued, resolve, with_options, with_template
 from penstock.server.ollama.fields import (
     GENERATE_NEUTRAL,
     NEUTRAL,
@@ -30,15 +33,12 @@ from penstock.server.ollama.fields import (
     template_fields,
     unloads,
 )
-from penstock.server.ollama.settings import continued, resolve, with_options, with_template
 from penstock.server.openai.chat import Alternative, TokenEntry
 from penstock.server.openai.fields import told_logprob
 from penstock.server.openapi import Operation
-from penstock.server.reply import Framing, Plain, encode, reply
-from penstock.server.served import Served, off_loop
-from penstock.server.stream import deltas
-from penstock.server.tools import ToolUse, read_tools
-from penstock.server.turn import NO_TOOLS, Turn, begin, call_input, prompt_of
+from penstock.server.request_context import notes
+from penstock.server.served_model import Served, off_loop
+from penstock.server.sse import Framing, Plain, encode, reply
 from penstock.text import Delta, Tokenizer
 from penstock.text.infill import infill_of, infill_prompt
 from penstock.text.parse import Arguments, CallBegun, CallEnded, Content, Part, Reasoning

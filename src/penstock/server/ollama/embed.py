@@ -11,13 +11,13 @@ from starlette.responses import Response
 
 from penstock.server.bodies import read_body
 from penstock.server.errors import LEFT
+from penstock.server.ollama.derived_settings import resolve
 from penstock.server.ollama.fields import OPTION_NEUTRAL, Options, check_kept, context_of
-from penstock.server.ollama.settings import resolve
 from penstock.server.openai.completions import encode_prompts
 from penstock.server.openai.embeddings import check_count, check_texts, floats_of, names_of, pooled
 from penstock.server.openapi import Operation, read_as
-from penstock.server.reply import encode
-from penstock.server.served import Served
+from penstock.server.served_model import Served
+from penstock.server.sse import encode
 from penstock.text import check_dimensions, embedding, embedding_request
 from penstock.text.embedding import cut, state_of
 from penstock.types import Request

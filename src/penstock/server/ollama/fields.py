@@ -14,14 +14,14 @@ import msgspec
 from msgspec import Meta
 
 from penstock.errors import InvalidRequest
+from penstock.server.access.bounds import MAX_MESSAGES, check_count, check_stops
 from penstock.server.bodies import ANYTHING, Neutral, read_object, unsupported
-from penstock.server.gate.bounds import MAX_MESSAGES, check_count, check_stops
-from penstock.server.notes import notes
+from penstock.server.chat.chat_turn import thinking
+from penstock.server.chat.structured import ANY_OBJECT, json_grammar
+from penstock.server.chat.tools import Tool, told_reasoning
 from penstock.server.openapi import read_as
-from penstock.server.served import Served
-from penstock.server.structured import ANY_OBJECT, json_grammar
-from penstock.server.tools import Tool, told_reasoning
-from penstock.server.turn import thinking
+from penstock.server.request_context import notes
+from penstock.server.served_model import Served
 from penstock.text.tools import CallArguments
 from penstock.types import Grammar, SamplingParams
 

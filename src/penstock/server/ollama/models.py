@@ -25,12 +25,12 @@ from penstock.errors import InvalidRequest, ModelError, ModelNotFound
 from penstock.model.load import open_checkpoint
 from penstock.server.bodies import ANYTHING, Neutral, read_body
 from penstock.server.ollama.chat import OLLAMA
+from penstock.server.ollama.derived_settings import made_for, serves
 from penstock.server.ollama.pulls import pulling
-from penstock.server.ollama.settings import made_for, serves
 from penstock.server.openapi import Operation
 from penstock.server.page import page
-from penstock.server.reply import Stream, encode
-from penstock.server.served import Served
+from penstock.server.served_model import Served
+from penstock.server.sse import Stream, encode
 from penstock.store import Made
 from penstock.store.refs import parse
 from penstock.text.chat import ChatTemplate, templates_in_folder, templates_in_metadata

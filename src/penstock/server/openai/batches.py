@@ -23,7 +23,7 @@ from penstock.server.batch.run import BatchRunner
 from penstock.server.bodies import read_body
 from penstock.server.openai.files import read_query, told, told_page
 from penstock.server.openapi import Operation
-from penstock.server.served import Served
+from penstock.server.served_model import Served
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 WINDOW = "24h"

@@ -11,9 +11,13 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from penstock.errors import InvalidRequest
+from penstock.server.access.bounds import MAX_MESSAGES, MAX_PARTS, check_count
 from penstock.server.bodies import ANYTHING, Neutral, read_object, unsupported
+from penstock.server.chat.chat_turn import after_thinking
+from penstock.server.chat.stream import deltas, together
+from penstock.server.chat.tools import Call as MadeCall
+from penstock.server.chat.tools import Tool, held, read_calls, read_tools, told_reasoning
 from penstock.server.explain import Explanation, Penstock
-from penstock.server.gate.bounds import MAX_MESSAGES, MAX_PARTS, check_count
 from penstock.server.openai.fields import (
     NEUTRAL,
     CompletionTokensDetails,
@@ -28,12 +32,8 @@ from penstock.server.openai.fields import (
 )
 from penstock.server.openai.request import request_of, shown_special, taken
 from penstock.server.openapi import Operation, read_as
-from penstock.server.reply import Plain, encode, reply
-from penstock.server.served import Served, off_loop
-from penstock.server.stream import deltas, together
-from penstock.server.tools import Call as MadeCall
-from penstock.server.tools import Tool, held, read_calls, read_tools, told_reasoning
-from penstock.server.turn import after_thinking
+from penstock.server.served_model import Served, off_loop
+from penstock.server.sse import Plain, encode, reply
 from penstock.text import Delta, Text, Tokenizer
 from penstock.text.parse import AnswerParser, Arguments, CallBegun, CallEnded, Content, Part, Reasoning
 from penstock.types import Request, TokenLogprob

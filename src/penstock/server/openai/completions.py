@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from penstock.errors import InvalidRequest
 from penstock.server.bodies import unsupported
+from penstock.server.chat.stream import deltas, together
 from penstock.server.explain import Explanation, Penstock
 from penstock.server.openai.fields import (
     NEUTRAL,
@@ -28,9 +29,8 @@ from penstock.server.openai.fields import (
 )
 from penstock.server.openai.request import request_of, shown_special, taken
 from penstock.server.openapi import Operation
-from penstock.server.reply import Plain, encode, reply
-from penstock.server.served import Served, off_loop
-from penstock.server.stream import deltas, together
+from penstock.server.served_model import Served, off_loop
+from penstock.server.sse import Plain, encode, reply
 from penstock.text import Delta, Tokenizer
 from penstock.text.infill import infill_of, infill_prompt
 from penstock.types import Request, TokenLogprob

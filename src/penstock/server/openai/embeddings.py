@@ -14,12 +14,12 @@ from starlette.responses import Response
 
 from penstock.errors import InvalidRequest
 from penstock.server.bodies import ANYTHING, Neutral, read_body
+from penstock.server.chat.stream import deltas, while_connected
 from penstock.server.errors import LEFT
 from penstock.server.openai.completions import encode_prompts, separate
 from penstock.server.openapi import Operation
-from penstock.server.reply import encode
-from penstock.server.served import Served
-from penstock.server.stream import deltas, while_connected
+from penstock.server.served_model import Served
+from penstock.server.sse import encode
 from penstock.text import check_dimensions, embedding, embedding_request
 from penstock.text.embedding import Vector, pooling_of
 from penstock.types import Request

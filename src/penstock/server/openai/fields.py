@@ -13,11 +13,11 @@ from starlette.requests import Request as HttpRequest
 
 from penstock import __version__
 from penstock.errors import InvalidRequest
+from penstock.server.access.bounds import check_stops
 from penstock.server.bodies import ANYTHING, Neutral, read_body, unsupported
-from penstock.server.gate.bounds import check_stops
-from penstock.server.notes import notes
-from penstock.server.served import Served
-from penstock.server.structured import Structured, grammar_of
+from penstock.server.chat.structured import Structured, grammar_of
+from penstock.server.request_context import notes
+from penstock.server.served_model import Served
 from penstock.text import Delta
 from penstock.types import Request, SamplingParams
 

@@ -20,8 +20,8 @@ from penstock.server.batch.file_records import DAY, ExpiresAfter, File, Order, P
 from penstock.server.batch.form import Form
 from penstock.server.bodies import read_object
 from penstock.server.openapi import Operation
-from penstock.server.reply import encode
-from penstock.server.served import Served
+from penstock.server.served_model import Served
+from penstock.server.sse import encode
 
 BATCH_KEPT = 30 * DAY  # seconds that input for batches is kept where nothing is said
 MAX_FILENAME = 255

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock.errors import InvalidRequest
-from penstock.server.notes import notes
 from penstock.server.openai.fields import Fields
-from penstock.server.served import Served
+from penstock.server.request_context import notes
+from penstock.server.served_model import Served
 from penstock.types import Request, SamplingParams
 
 # How soon a request is computed among those that wait; clients that want another order send `priority`.

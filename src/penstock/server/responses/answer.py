@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Literal
 
 from penstock.errors import PenstockError
+from penstock.server.chat.chat_turn import Turn, call_input
 from penstock.server.errors import status_of
 from penstock.server.explain import Explanation
 from penstock.server.openai.chat import TokenEntry, token_entries
-from penstock.server.reply import EVENT_STREAM, Framing
 from penstock.server.responses.events import (
     LAST,
     ArgumentsDelta,
@@ -47,8 +47,8 @@ from penstock.server.responses.items import (
     Usage,
     new_id,
 )
-from penstock.server.served import Served
-from penstock.server.turn import Turn, call_input
+from penstock.server.served_model import Served
+from penstock.server.sse import EVENT_STREAM, Framing
 from penstock.text import Delta
 from penstock.text.parse import Arguments, CallBegun, CallEnded, Content, Part
 from penstock.text.parse import Reasoning as Thought

@@ -8,9 +8,9 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
 
 from penstock.errors import PenstockError
+from penstock.server.chat.stream import Deltas
 from penstock.server.responses.answer import ResponseAnswer
 from penstock.server.responses.events import Event, framed
-from penstock.server.stream import Deltas
 
 NOTHING_LEFT = b": all of it was told\n\n"
 

@@ -14,10 +14,10 @@ from starlette.responses import Response as HttpResponse
 
 from penstock.errors import InvalidRequest, Overloaded
 from penstock.server.bodies import read_body
+from penstock.server.chat.chat_turn import begin, prompt_of
 from penstock.server.openai.chat import template_fields
 from penstock.server.openai.fields import sampling
 from penstock.server.openapi import Operation
-from penstock.server.reply import Stream, encode, reply
 from penstock.server.responses.answer import ResponseAnswer
 from penstock.server.responses.background import Job
 from penstock.server.responses.events import EVENTS
@@ -37,8 +37,8 @@ from penstock.server.responses.fields import (
 from penstock.server.responses.input import messages_of, read_items
 from penstock.server.responses.items import Item, Response, new_id
 from penstock.server.responses.store import Kept, ResponseStore
-from penstock.server.served import Served
-from penstock.server.turn import begin, prompt_of
+from penstock.server.served_model import Served
+from penstock.server.sse import Stream, encode, reply
 from penstock.text import ChatPrompt
 from penstock.types import SamplingParams
 

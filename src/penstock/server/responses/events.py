@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from penstock.server.openai.chat import TokenEntry
-from penstock.server.reply import encode
 from penstock.server.responses.items import Item, OutputText, ReasoningText, Response
+from penstock.server.sse import encode
 
 
 class Event(msgspec.Struct, tag_field="type", kw_only=True):

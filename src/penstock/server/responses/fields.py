@@ -12,14 +12,14 @@ from msgspec import Meta
 from starlette.requests import Request as HttpRequest
 
 from penstock.errors import InvalidRequest
+from penstock.server.access.bounds import check_count
 from penstock.server.bodies import ANYTHING, Neutral, read_body, read_object, unsupported
-from penstock.server.gate.bounds import check_count
-from penstock.server.notes import notes
+from penstock.server.chat.structured import NamedSchema, ResponseFormat
+from penstock.server.chat.tools import MAX_TOOLS, ToolUse, chosen, for_template
 from penstock.server.openai.fields import Sampled
 from penstock.server.openapi import read_as
+from penstock.server.request_context import notes
 from penstock.server.responses.items import Function, ReasoningSettings, TextFormat, TextSettings
-from penstock.server.structured import NamedSchema, ResponseFormat
-from penstock.server.tools import MAX_TOOLS, ToolUse, chosen, for_template
 
 MAX_METADATA = (16, 64, 512)  # pairs, characters of a key, characters of a value
 LOGPROBS = "message.output_text.logprobs"

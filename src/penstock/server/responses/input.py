@@ -11,8 +11,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from penstock.errors import InvalidRequest
+from penstock.server.access.bounds import MAX_MESSAGES, MAX_PARTS, check_count
 from penstock.server.bodies import ANYTHING, Neutral, read_object, unsupported
-from penstock.server.gate.bounds import MAX_MESSAGES, MAX_PARTS, check_count
+from penstock.server.chat.chat_turn import call_input
+from penstock.server.chat.tools import told_reasoning
 from penstock.server.responses.items import (
     FunctionCall,
     FunctionOutput,
@@ -23,8 +25,6 @@ from penstock.server.responses.items import (
     Reasoning,
     new_id,
 )
-from penstock.server.tools import told_reasoning
-from penstock.server.turn import call_input
 from penstock.text.tools import CallArguments
 
 Rendered = dict[str, Any]  # a message as templates take it

@@ -8,9 +8,9 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from penstock.server.chat.structured import Schema
 from penstock.server.explain import Penstock
 from penstock.server.openai.chat import TokenEntry
-from penstock.server.structured import Schema
 
 Status = Literal["in_progress", "completed", "incomplete"]
 

@@ -10,9 +10,9 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from penstock.errors import InvalidRequest, NotFound
-from penstock.server.reply import encode
 from penstock.server.responses.background import Job
 from penstock.server.responses.items import Item, Response
+from penstock.server.sse import encode
 
 MOST = 1024
 MOST_BYTES = 64 * 2**20  # as JSON

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from penstock.backend.cuda.kernels.coded_attention import QUERIES, key_order, mix_codes, value_order
+from penstock.backend.cuda.kernels.decode_attention_kv8 import QUERIES, key_order, mix_codes, value_order
 from penstock.backend.cuda.kernels.kv import coded, scaling
 from penstock.backend.cuda.kernels.pdl import gdc_launch_dependents, gdc_wait, options
 from penstock.backend.cuda.kernels.rope import turns_of

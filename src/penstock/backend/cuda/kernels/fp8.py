@@ -15,10 +15,10 @@ import torch
 import triton
 import triton.language as tl
 
-from penstock.backend.cuda.kernels.codes import LARGEST
-from penstock.backend.cuda.kernels.few import DEFAULT, Tiling, finish, tile_rows
-from penstock.backend.cuda.kernels.fragments import axis, halves
+from penstock.backend.cuda.kernels.fp8_activations import LARGEST
+from penstock.backend.cuda.kernels.mma_fragments import axis, halves
 from penstock.backend.cuda.kernels.pdl import gdc_launch_dependents, gdc_wait, options
+from penstock.backend.cuda.kernels.quant_gemm_small import DEFAULT, Tiling, finish, tile_rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from penstock.backend.cuda.kernels.many import all_shares
 from penstock.backend.cuda.kernels.pdl import gdc_launch_dependents, gdc_wait, options
+from penstock.backend.cuda.kernels.quant_gemm import all_shares
 from penstock.backend.cuda.kernels.skinny import Scratch
 
 COLUMNS = 128  # that share a scale

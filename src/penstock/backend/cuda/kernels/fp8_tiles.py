@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 
 from penstock.backend.cuda.kernels.fp8 import Float8Weight
-from penstock.backend.cuda.kernels.many import Tiling, all_shares
 from penstock.backend.cuda.kernels.pdl import gdc_launch_dependents, gdc_wait, options
+from penstock.backend.cuda.kernels.quant_gemm import Tiling, all_shares
 from penstock.backend.cuda.kernels.skinny import Scratch
 
 

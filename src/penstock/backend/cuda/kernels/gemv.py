@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from penstock.backend.cuda.kernels.gate import silu
 from penstock.backend.cuda.kernels.pdl import gdc_launch_dependents, gdc_wait, options
+from penstock.backend.cuda.kernels.silu_and_mul import silu
 
 
 class Tiling(NamedTuple):

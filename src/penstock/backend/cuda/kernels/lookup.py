@@ -10,7 +10,7 @@ import numpy as np
 import triton
 import triton.language as tl
 
-from penstock.backend.cuda.parts import Coding
+from penstock.backend.cuda.quant_blocks import Coding
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 

@@ -7,7 +7,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from penstock.backend.cuda.kernels.codes import Codes, store_codes
+from penstock.backend.cuda.kernels.fp8_activations import Codes, store_codes
 from penstock.backend.cuda.kernels.pdl import gdc_launch_dependents, gdc_wait, options
 
 

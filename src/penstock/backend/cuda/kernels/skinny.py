@@ -13,8 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from penstock.backend.cuda.kernels.gate import silu
 from penstock.backend.cuda.kernels.pdl import gdc_launch_dependents, gdc_wait, options
+from penstock.backend.cuda.kernels.silu_and_mul import silu
 
 MAX_SPLIT = 8
 MOST_SHARES = 1 << 23  # values that programs of one product may leave for each other

@@ -1,0 +1,1 @@
+"""GGUF files: reading them, what their metadata means, and writing them."""

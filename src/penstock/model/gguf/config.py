@@ -1,0 +1,163 @@
+"""What a model is, from the metadata of a GGUF file; its vocabulary and its head are told by the tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Literal
+
+from penstock.errors import MalformedFile
+from penstock.model import rope
+from penstock.model.config_reader import MAX_EXPERTS, MAX_LAYERS, Fields
+from penstock.model.dequantize import dequantize
+from penstock.model.spec import AttentionSpec, ExpertSpec, ModelSpec, RopeSpec
+from penstock.model.tensor import Tensor
+
+KEYS = {
+    "attention.head_count",
+    "attention.head_count_kv",
+    "attention.key_length",
+    "attention.value_length",
+    "block_count",
+    "context_length",
+    "embedding_length",
+    "expert_count",
+    "expert_used_count",
+    "feed_forward_length",
+    "rope.dimension_count",
+    "rope.freq_base",
+    "rope.scale_linear",
+    "rope.scaling.attn_factor",
+    "rope.scaling.factor",
+    "rope.scaling.finetuned",
+    "rope.scaling.original_context_length",
+    "rope.scaling.type",
+    "rope.scaling.yarn_beta_fast",
+    "rope.scaling.yarn_beta_slow",
+    "tensor_data_layout",
+    "vocab_size",
+}
+RMS_EPS, LAYER_EPS = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
+EXPERTS = {  # keys of those families that have some
+    "expert_feed_forward_length",
+    "expert_gating_func",
+    "expert_group_count",
+    "expert_group_used_count",
+    "expert_weights_norm",
+    "expert_weights_scale",
+}
+SCORINGS: dict[int, Literal["softmax", "sigmoid", "softmax_chosen"]] = {1: "softmax", 2: "sigmoid", 3: "softmax_chosen"}
+POOLINGS = ("mean", "mean", "cls", "last")  # what the numbers mean; 0 is none
+WINDOW = "attention.sliding_window"  # a key of those families that have one
+
+
+def read_decoder(
+    config: Fields,
+    tensors: Mapping[str, Tensor],
+    arch: str,
+    *,
+    interleaved: bool,
+    partial: bool = False,
+    eps_key: str = RMS_EPS,
+    keys: Collection[str] = (),
+    hidden_key: str = "feed_forward_length",
+    experts: bool = False,
+) -> ModelSpec:
+    """What all families say in the same words. `keys`: what this one says besides; `interleaved` and `partial` (turns
+    a part of a head): its rope; `experts`: whether it may have some, which it reads itself."""
+    config.refuse_others(KEYS.union(keys, (eps_key,), EXPERTS if experts else ()))
+    if not experts:
+        config.require("expert_count", (0,), 0)
+    dim, heads = config.size("embedding_length"), config.size("attention.head_count")
+    head_dim = config.size("attention.key_length", dim // heads, most=rope.MAX_DIMS)
+    config.require("attention.value_length", (head_dim,), head_dim)
+    turned = config.size("rope.dimension_count", head_dim, most=head_dim)
+    if turned % 2 or not partial:
+        config.require("rope.dimension_count", (head_dim,), head_dim)
+    max_len = config.size("context_length")
+    if "token_embd.weight" not in tensors:
+        raise MalformedFile("the file has no tensor 'token_embd.weight'; it may be a part of a model, or another kind")
+    return ModelSpec(
+        arch=arch,
+        layers=config.size("block_count", most=MAX_LAYERS),
+        dim=dim,
+        hidden=config.size(hidden_key),
+        vocab=tensors["token_embd.weight"].shape[0],
+        max_len=max_len,
+        eps=config.number(eps_key),
+        attn=AttentionSpec(
+            heads=heads,
+            kv_heads=config.size("attention.head_count_kv", heads),
+            head_dim=head_dim,
+            rope=replace(read_rope(config, tensors, turned, max_len), interleaved=interleaved),
+        ),
+        tied="output.weight" not in tensors,
+    )
+
+
+def read_experts(config: Fields, spec: ModelSpec, *, scoring: int = 1, renormalize: bool = True) -> ExpertSpec:
+    """`scoring` and `renormalize` are what silence means."""
+    kind = config.size("expert_gating_func", scoring)
+    if kind not in SCORINGS:
+        raise config.unsupported("expert_gating_func", kind, SCORINGS)
+    return ExpertSpec(
+        count=config.size("expert_count", most=MAX_EXPERTS),
+        chosen=config.size("expert_used_count", most=MAX_EXPERTS),
+        hidden=config.size("expert_feed_forward_length", spec.hidden),
+        act=spec.act,
+        scoring=SCORINGS[kind],
+        renormalize=config.flag("expert_weights_norm", renormalize),
+        scale=config.number("expert_weights_scale", 1.0, least=0.0) or 1.0,
+        groups=config.size("expert_group_count", 1),
+        chosen_groups=config.size("expert_group_used_count", 1),
+    )
+
+
+def read_pooling(config: Fields) -> str:
+    config.require("pooling_type", tuple(range(len(POOLINGS))), 0)
+    return POOLINGS[int(config.number("pooling_type", 0.0, least=0.0))]
+
+
+def read_window(config: Fields) -> int:
+    return config.size(WINDOW) if WINDOW in config else 0
+
+
+def read_rope(config: Fields, tensors: Mapping[str, Tensor], dims: int, max_len: int, whole: bool = True) -> RopeSpec:
+    """`whole`: see rope.yarn."""
+    base = config.number("rope.freq_base", 10000.0, least=1.001)
+    factor = config.number("rope.scaling.factor", config.number("rope.scale_linear", 1.0))
+    freqs = rope.plain(base, dims)
+    if "rope_freqs.weight" in tensors:
+        freqs = rope.divided(freqs, read_factors(tensors["rope_freqs.weight"], dims // 2))
+    match config.text("rope.scaling.type", "linear"):
+        case "none":
+            return RopeSpec(freqs, interleaved=True)
+        case "linear":
+            return RopeSpec(rope.linear(freqs, factor), interleaved=True)
+        case "yarn":
+            return read_yarn(config, freqs, base, factor, max_len, whole)
+        case kind:
+            raise config.unsupported("rope.scaling.type", kind, ("none", "linear", "yarn"))
+
+
+def read_yarn(config: Fields, freqs: rope.Freqs, base: float, factor: float, max_len: int, whole: bool) -> RopeSpec:
+    stretched = rope.yarn(
+        freqs,
+        base=base,
+        factor=factor,
+        original=config.size("rope.scaling.original_context_length", max_len),
+        fast=config.number("rope.scaling.yarn_beta_fast", 32.0),
+        slow=config.number("rope.scaling.yarn_beta_slow", 1.0),
+        whole=whole,
+    )
+    scale = config.number("rope.scaling.attn_factor", 1.0) * rope.yarn_scale(factor)
+    return RopeSpec(stretched, interleaved=True, scale=scale)
+
+
+def read_factors(tensor: Tensor, count: int) -> rope.Freqs:
+    if tensor.shape != (count,):
+        raise MalformedFile(f"tensor {tensor.name!r} has shape {tensor.shape}; the model's config needs {(count,)}")
+    factors = tuple(dequantize(tensor).tolist())
+    if not all(factor > 0 for factor in factors):
+        raise MalformedFile(f"tensor {tensor.name!r} holds {min(factors)}; every factor is above 0")
+    return factors

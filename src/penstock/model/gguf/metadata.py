@@ -1,0 +1,309 @@
+"""A Hugging Face folder's config as the metadata of a GGUF file: the other direction of each family's `read_gguf`.
+
+What is written is read back at once and compared with what the folder means: a model that GGUF has no words for is
+refused with the difference, not written wrongly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
+from math import isclose
+from typing import Any
+
+import numpy as np
+
+from penstock.errors import UnsupportedModel
+from penstock.model import config_hf, registry, rope
+from penstock.model.config_reader import Fields
+from penstock.model.families import deepseek2, gemma2
+from penstock.model.gguf import config as gguf_config
+from penstock.model.spec import AttentionSpec, ModelSpec, RopeSpec, all_but_each
+from penstock.model.tensor import FORMATS, Tensor
+
+Keys = dict[str, Any]
+Tensors = dict[str, Tensor]
+Own = Callable[[Fields, ModelSpec], Keys]
+
+UNSAID = (  # of files, or of their tensors alone
+    *("arch", "biases", "gain_offset", "interleaved", "unused_layers"),
+    *("first_position", "tiled"),
+)
+ARCHITECTURES = {family: name for name, family in registry.GGUF.items()} | {"mixtral": "llama", "qwen35": "qwen35"}
+
+
+def config_keys(config: Fields, spec: ModelSpec, weights: Mapping[str, Tensor]) -> tuple[Keys, Tensors, ModelSpec]:
+    """Keys, tensors that belong to the config, and the spec as a reader of the file will have it. `weights`: those of
+    the file, by its names."""
+    own = OWN.get(spec.arch)
+    if own is None:
+        raise UnsupportedModel(f"the family {spec.arch} cannot be written as GGUF yet; {', '.join(OWN)} can")
+    arch = architecture(spec)
+    if "text_config" in config:
+        config = config.table("text_config")
+    turning, extra = rope_keys(config, spec)
+    keys = decoder_keys(spec) | turning | expert_keys(spec) | own(config, spec)
+    metadata = {f"{arch}.{key}": value for key, value in keys.items() if value is not None}
+    reader = Fields(metadata, "the GGUF metadata to be written", prefix=f"{arch}.")
+    found = registry.family(registry.GGUF[arch]).read_gguf(reader, {**weights, **extra})
+    if odd := difference(spec, found):
+        raise UnsupportedModel(f"a GGUF file of {spec.arch} cannot say what config.json says: {odd}")
+    return {"general.architecture": arch, **metadata}, extra, found
+
+
+def architecture(spec: ModelSpec) -> str:
+    """Some families have a second name for those of them that have experts."""
+    name = ARCHITECTURES[spec.arch]
+    return f"{name}moe" if spec.experts and registry.GGUF.get(f"{name}moe") == spec.arch else name
+
+
+def decoder_keys(spec: ModelSpec) -> Keys:
+    attn = far(spec)
+    return {
+        "block_count": spec.layers,
+        "context_length": spec.max_len,
+        "embedding_length": spec.dim,
+        "feed_forward_length": spec.hidden,
+        "vocab_size": spec.vocab,
+        "attention.head_count": attn.heads,
+        "attention.head_count_kv": attn.kv_heads,
+        "attention.key_length": attn.head_dim,
+        "attention.value_length": attn.head_dim,
+        gguf_config.RMS_EPS: spec.eps,
+    }
+
+
+def expert_keys(spec: ModelSpec) -> Keys:
+    if spec.experts is None:
+        return {}
+    experts = spec.experts
+    keys = {
+        "expert_count": experts.count,
+        "expert_used_count": experts.chosen,
+        "expert_feed_forward_length": experts.hidden,
+        "expert_gating_func": next(number for number, way in gguf_config.SCORINGS.items() if way == experts.scoring),
+        "expert_weights_norm": experts.renormalize,
+        "expert_weights_scale": experts.scale,
+    }
+    groups = {"expert_group_count": experts.groups, "expert_group_used_count": experts.chosen_groups}
+    return keys | (groups if experts.groups > 1 else {})
+
+
+def far(spec: ModelSpec) -> AttentionSpec:
+    """Of a layer that turns its keys, and sees everything if one does."""
+    turning = [attn for attn in (spec.attn, *spec.layer_attn) if attn.rope.inv_freq] or [spec.attn]
+    return next((attn for attn in turning if not attn.window), turning[0])
+
+
+def near(spec: ModelSpec) -> AttentionSpec:
+    return next((attn for attn in (spec.attn, *spec.layer_attn) if attn.window), spec.attn)
+
+
+def base_of(config: Fields, freqs: rope.Freqs) -> float:
+    """What the config says, or else what the frequencies tell: a silent config has plain ones."""
+    for place in (rope_table(config), config):
+        if "rope_theta" in place:
+            return place.number("rope_theta")
+    return plain_base(freqs)
+
+
+def plain_base(freqs: rope.Freqs) -> float:
+    return float((freqs[0] / freqs[1]) ** len(freqs))
+
+
+def rope_table(config: Fields) -> Fields:
+    table = config_hf.rope_fields(config)
+    return table.table("full_attention") if "full_attention" in table else table
+
+
+def rope_keys(config: Fields, spec: ModelSpec) -> tuple[Keys, Tensors]:
+    table, turned = rope_table(config), far(spec).rope
+    if not turned.inv_freq:
+        return {}, {}
+    plain = {
+        "rope.dimension_count": 2 * len(turned.inv_freq),
+        "rope.freq_base": base_of(config, turned.inv_freq),
+    }
+    scaling, tensors = scaling_keys(table, plain["rope.freq_base"], turned, spec.max_len)
+    return plain | scaling, tensors
+
+
+def scaling_keys(table: Fields, base: float, turned: RopeSpec, max_len: int) -> tuple[Keys, Tensors]:
+    match table.text("rope_type", table.text("type", "default")):
+        case "linear":
+            return {"rope.scaling.type": "linear", "rope.scaling.factor": 1 / turned.inv_freq[0]}, {}
+        case "llama3":
+            plain = np.array(rope.plain(base, 2 * len(turned.inv_freq)))
+            return {}, {"rope_freqs.weight": vector("rope_freqs.weight", plain / turned.inv_freq)}
+        case "yarn":
+            factor = table.number("factor", 1.0)
+            return {
+                "rope.scaling.type": "yarn",
+                "rope.scaling.factor": factor,
+                "rope.scaling.original_context_length": table.size("original_max_position_embeddings", max_len),
+                "rope.scaling.yarn_beta_fast": table.number("beta_fast", 32.0),
+                "rope.scaling.yarn_beta_slow": table.number("beta_slow", 1.0),
+                "rope.scaling.attn_factor": turned.scale / rope.yarn_scale(factor),
+            }, {}
+        case "longrope" | "su":
+            names = {f"rope_factors_{which}.weight": f"{which}_factor" for which in ("long", "short")}
+            count = len(turned.inv_freq)
+            tensors = {name: vector(name, np.array(table.numbers(key, count))) for name, key in names.items()}
+            return {
+                "rope.scaling.original_context_length": max_len,
+                "rope.scaling.attn_factor": turned.scale,
+            }, tensors
+    return {}, {}
+
+
+def vector(name: str, values: Any) -> Tensor:
+    numbers = np.ascontiguousarray(values, "<f4")
+    return Tensor(name, FORMATS["F32"], numbers.shape, numbers.view(np.uint8))
+
+
+# ---- what families say besides ----
+
+
+def nothing(_: Fields, spec: ModelSpec) -> Keys:
+    return {}
+
+
+def window(_: Fields, spec: ModelSpec) -> Keys:
+    return {gguf_config.WINDOW: near(spec).window} if near(spec).window else {}
+
+
+def granite(config: Fields, spec: ModelSpec) -> Keys:
+    return {
+        gguf_config.RMS_EPS: config.number("rms_norm_eps", 1e-6),
+        "attention.scale": config.number("attention_multiplier", 1.0),
+        "embedding_scale": config.number("embedding_multiplier", 1.0),
+        "residual_scale": config.number("residual_multiplier", 1.0),
+        "logit_scale": config.number("logits_scaling", 1.0),
+    }
+
+
+def phi_3(config: Fields, spec: ModelSpec) -> Keys:
+    return window(config, spec) | {"context_length": config.size("max_position_embeddings")}
+
+
+def layer_normed(config: Fields, spec: ModelSpec) -> Keys:
+    return window(config, spec) | {gguf_config.RMS_EPS: None, gguf_config.LAYER_EPS: spec.eps}
+
+
+def glm_4_moe(config: Fields, spec: ModelSpec) -> Keys:
+    return {
+        "leading_dense_block_count": len(spec.dense),
+        "expert_shared_count": config.size("n_shared_experts", 1),
+    }
+
+
+def gemma_2(config: Fields, spec: ModelSpec) -> Keys:
+    return window(config, spec) | {gemma2.SCORES: spec.attn.soft_cap, gemma2.LOGITS: spec.logit_cap}
+
+
+def gemma_3(config: Fields, spec: ModelSpec) -> Keys:
+    cap = {gemma2.LOGITS: spec.logit_cap} if spec.logit_cap else {}
+    return window(config, spec) | cap | {"rope.freq_base_swa": plain_base(near(spec).rope.inv_freq)}
+
+
+def qwen_3_next(_: Fields, spec: ModelSpec) -> Keys:
+    d = spec.delta
+    assert d is not None
+    shared = {"expert_shared_feed_forward_length": spec.shared_hidden} if spec.experts else {}
+    return shared | {
+        "full_attention_interval": min(set(range(spec.layers)) - spec.recurrent, default=spec.layers) + 1,
+        "ssm.conv_kernel": d.taps,
+        "ssm.state_size": d.k_dim,
+        "ssm.group_count": d.k_heads,
+        "ssm.time_step_rank": d.v_heads,
+        "ssm.inner_size": d.v_width,
+    }
+
+
+def qwen_3_5(config: Fields, spec: ModelSpec) -> Keys:
+    """Silence about what turns by time, height and width means equal shares."""
+    pairs = len(spec.attn.rope.inv_freq)
+    told = rope_table(config).counts("mrope_section") or tuple((pairs + 2 - i) // 3 for i in range(3))
+    sections = {"rope.dimension_sections": [*told, *[0] * (4 - len(told))]}
+    return qwen_3_next(config, spec) | sections | ({"feed_forward_length": None} if spec.experts else {})
+
+
+def encoder(config: Fields, spec: ModelSpec) -> Keys:
+    unsaid = (gguf_config.RMS_EPS, "rope.dimension_count")
+    sizes = ("attention.head_count_kv", "attention.key_length", "attention.value_length")
+    return dict.fromkeys((*unsaid, *sizes)) | {
+        gguf_config.LAYER_EPS: spec.eps,
+        "attention.causal": False,
+        "pooling_type": gguf_config.POOLINGS.index(spec.pooling, 1),
+    }
+
+
+def deepseek_2(config: Fields, spec: ModelSpec) -> Keys:
+    """As newer converters write it: heads are those of latents, and what they come from has keys of its own."""
+    config.require("rope_interleave", (True,), True)
+    assert spec.latent is not None
+    assert spec.experts is not None
+    latent, attn = spec.latent, spec.attn
+    stretch = rope_table(config).number("mscale_all_dim", 0.0, least=0.0)
+    return {
+        deepseek2.VALUE: attn.v_dim,
+        f"{deepseek2.KEY}_mla": latent.key_dim + attn.head_dim - attn.v_dim,
+        f"{deepseek2.VALUE}_mla": latent.value_dim,
+        "attention.kv_lora_rank": attn.v_dim,
+        "attention.q_lora_rank": latent.q_rank or None,
+        "leading_dense_block_count": len(spec.dense),
+        "expert_shared_count": spec.shared_hidden // spec.experts.hidden,
+        "rope.scaling.attn_factor": None,  # readers make it of the next one
+        deepseek2.LOG_MULTIPLIER: 0.1 * stretch or None,
+    }
+
+
+def gpt_oss(config: Fields, spec: ModelSpec) -> Keys:
+    usual = all_but_each(2, spec.layers)
+    if list(config_hf.read_sliding(config, usual)) != usual:
+        raise config.unsupported("layer_types", config.strings("layer_types"), ("a window in every other layer",))
+    return window(config, spec)
+
+
+OWN: dict[str, Own] = {
+    "llama": window,
+    "qwen2": nothing,
+    "qwen3": nothing,
+    "granite": granite,
+    "smollm3": nothing,
+    "phi3": phi_3,
+    "olmo2": nothing,
+    "gemma2": gemma_2,
+    "gemma3": gemma_3,
+    "gpt2": layer_normed,
+    "starcoder2": layer_normed,
+    "glm": nothing,
+    "glm4": nothing,
+    "mixtral": window,
+    "qwen3moe": nothing,
+    "glm4moe": glm_4_moe,
+    "minimaxm2": nothing,
+    "qwen3next": qwen_3_next,
+    "qwen35": qwen_3_5,
+    "bert": encoder,
+    "nomic_bert": encoder,
+    "deepseek2": deepseek_2,
+    "gptoss": gpt_oss,
+}
+
+
+# ---- comparing ----
+
+
+def difference(wanted: Any, found: Any, name: str = "spec") -> str:
+    """The first thing in which they differ; nothing where they are alike as far as a file of float32 can say."""
+    if is_dataclass(wanted):
+        parts = [field.name for field in fields(wanted) if field.name not in UNSAID]
+        told = (difference(getattr(wanted, part), getattr(found, part), part) for part in parts)
+        return next((one for one in told if one), "")
+    if isinstance(wanted, tuple) and len(wanted) == len(found):
+        told = (difference(one, other, name) for one, other in zip(wanted, found, strict=True))
+        return next((one for one in told if one), "")
+    if isinstance(wanted, float) and isclose(wanted, found, rel_tol=1e-5):
+        return ""
+    return "" if wanted == found else f"{name} is {wanted!r} here, {found!r} there"

@@ -1,0 +1,314 @@
+"""Reading GGUF files, versions 2 and 3.
+
+    magic  version  tensor count  key count | key kind value ... | name dims kind offset ... | padding | tensor data
+
+The file is mapped, never read whole: a tensor is a view of its bytes, and a metadata value is decoded when it is first
+asked for, because vocabularies are long and not every reader wants them. Whatever the header claims is checked against
+the size of the file before anything is made of it.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import MalformedFile, UnsupportedModel
+from penstock.model.open_files import map_file
+from penstock.model.tensor import FORMATS, VECTORS_ONLY, Format, Tensor
+
+# the formats' numbers in the file; those that FORMATS does not list are known by name only
+KINDS = {
+    0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K",
+    12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
+    20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",
+    29: "IQ1_M", 30: "BF16", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4",
+    41: "Q1_0",
+}  # fmt: skip
+
+NUMBERS = {
+    0: struct.Struct("<B"),
+    1: struct.Struct("<b"),
+    2: struct.Struct("<H"),
+    3: struct.Struct("<h"),
+    4: struct.Struct("<I"),
+    5: struct.Struct("<i"),
+    6: struct.Struct("<f"),
+    7: struct.Struct("<?"),
+    10: struct.Struct("<Q"),
+    11: struct.Struct("<q"),
+    12: struct.Struct("<d"),
+}
+U32, U64 = NUMBERS[4], NUMBERS[10]
+STRING, ARRAY = 8, 9
+
+MAX_COUNT = 1 << 22  # of keys, tensors or entries of an array: above any real file, below any harm
+MAX_NAME = 1 << 16
+MAX_STRING = 1 << 24
+MAX_DIMS = 4
+SHORT_STRING = 32  # bytes, its length included, that a vocabulary's strings take at most on average
+
+
+class Cursor:
+    """A place in the file, moving forward; nothing is read past the end."""
+
+    def __init__(self, data: mmap.mmap, at: int = 0) -> None:
+        self.data = data
+        self.at = at
+
+    def skip(self, size: int) -> int:
+        """Moves past `size` bytes; returns where they begin."""
+        start = self.at
+        if size > len(self.data) - start:
+            raise MalformedFile(f"the file ends at byte {len(self.data)}, inside what byte {start} begins")
+        self.at += size
+        return start
+
+    def number(self, layout: struct.Struct) -> Any:
+        return layout.unpack_from(self.data, self.skip(layout.size))[0]
+
+    def count(self, what: str, most: int = MAX_COUNT) -> int:
+        value: int = self.number(U64)
+        if value > most:
+            raise MalformedFile(f"{what} is {value}; at most {most} can be right")
+        return value
+
+    def text(self, most: int = MAX_STRING) -> str:
+        start = self.skip(self.count("the length of a string", most))
+        return decoded(self.data[start : self.at])
+
+    def skip_value(self, kind: int) -> None:
+        if kind == STRING:
+            self.skip(self.count("the length of a string", MAX_STRING))
+        elif kind == ARRAY:
+            self.skip_array()
+        else:
+            self.skip(number_layout(kind).size)
+
+    def skip_array(self) -> None:
+        kind, count = self.array_head()
+        if kind == STRING:
+            self.skip_strings(count)
+        else:
+            self.skip(count * number_layout(kind).size)
+
+    def skip_strings(self, count: int) -> None:
+        self.skip(int(string_heads(self.data, self.at, count)[-1]) - self.at)
+
+    def array_head(self) -> tuple[int, int]:
+        return self.number(U32), self.count("the length of an array")
+
+    def value(self, kind: int) -> Any:
+        if kind == STRING:
+            return self.text()
+        if kind == ARRAY:
+            return self.array()
+        return self.number(NUMBERS[kind])
+
+    def array(self) -> list[Any]:
+        kind, count = self.array_head()
+        if kind == STRING:
+            return self.strings(count)
+        layout = NUMBERS[kind]
+        start = self.skip(count * layout.size)
+        return [value for (value,) in layout.iter_unpack(self.data[start : self.at])]
+
+    def strings(self, count: int) -> list[str]:
+        """All at once: with zeros for every length, what lies between is one text."""
+        heads = string_heads(self.data, self.at, count)
+        raw: NDArray[np.uint8] = np.frombuffer(self.data, np.uint8)[self.at : heads[-1]].copy()
+        for i in range(U64.size):
+            raw[heads[:-1] - self.at + i] = 0
+        if np.count_nonzero(raw) + U64.size * count == len(raw):
+            with suppress(UnicodeDecodeError):
+                return raw.tobytes().decode().split("\0" * U64.size)[1:]
+        return [decoded(self.data[head + U64.size : end]) for head, end in pairwise(heads.tolist())]
+
+
+def string_heads(data: mmap.mmap, at: int, count: int) -> NDArray[np.int64]:
+    """Where each string of an array begins, and where the last one ends: [count + 1]."""
+    heads = short_string_heads(data, at, count)
+    return step_by_step(data, at, count) if heads is None else heads
+
+
+def short_string_heads(data: mmap.mmap, at: int, count: int) -> NDArray[np.int64] | None:
+    """What a vocabulary takes at every start, without a step for each string: lengths below 256 show as a byte with
+    seven zeros after it. None where that does not lead from each string to the next."""
+    window: NDArray[np.uint8] = np.frombuffer(data, np.uint8)[at : at + (count + 1) * SHORT_STRING]
+    two = (window[:-1] == 0) & (window[1:] == 0)
+    four = two[:-2] & two[2:]
+    heads = np.flatnonzero(four[:-3] & four[3:])[:count] - 1
+    ends = heads + U64.size + window[heads]
+    if count == 0 or len(heads) < count or heads[0] != 0 or (heads[1:] != ends[:-1]).any():
+        return None
+    return at + np.append(heads, ends[-1])
+
+
+def step_by_step(data: mmap.mmap, at: int, count: int) -> NDArray[np.int64]:
+    heads, last = [at], len(data) - U64.size
+    for _ in range(count):
+        if heads[-1] > last:
+            raise MalformedFile(f"the file ends inside the {count} strings that byte {at} begins")
+        heads.append(heads[-1] + U64.size + U64.unpack_from(data, heads[-1])[0])
+    if heads[-1] > len(data):
+        raise MalformedFile(f"the file ends at byte {len(data)}, inside what byte {heads[-2]} begins")
+    return np.array(heads)
+
+
+def decoded(text: bytes) -> str:
+    try:
+        return text.decode()
+    except UnicodeDecodeError as error:
+        raise MalformedFile(f"the string {text[:40]!r} is not UTF-8") from error
+
+
+def number_layout(kind: int) -> struct.Struct:
+    if kind == ARRAY:
+        raise MalformedFile("an array of arrays; GGUF metadata has arrays of strings and numbers only")
+    if kind not in NUMBERS:
+        raise MalformedFile(f"metadata of an unknown kind, {kind}")
+    return NUMBERS[kind]
+
+
+class Metadata(Mapping[str, Any]):
+    """A file's keys and values, each decoded when it is first asked for."""
+
+    def __init__(self, cursor: Cursor, count: int) -> None:
+        self._data = cursor.data
+        self._places: dict[str, tuple[int, int]] = {}  # key: (kind, where its value begins)
+        self._values: dict[str, Any] = {}
+        for _ in range(count):
+            key = cursor.text(MAX_NAME)
+            if key in self._places:
+                raise MalformedFile(f"the key {key!r} is there twice")
+            self._places[key] = (cursor.number(U32), cursor.at)
+            cursor.skip_value(self._places[key][0])
+
+    def __getitem__(self, key: str) -> Any:
+        if key not in self._values:
+            kind, at = self._places[key]
+            self._values[key] = Cursor(self._data, at).value(kind)
+        return self._values[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def stored(self, key: str) -> bytes:
+        """Kind and value as they lie in the file."""
+        kind, at = self._places[key]
+        cursor = Cursor(self._data, at)
+        cursor.skip_value(kind)
+        return U32.pack(kind) + self._data[at : cursor.at]
+
+
+class Place(NamedTuple):
+    """A tensor as the header tells of it."""
+
+    name: str
+    format: Format
+    shape: tuple[int, ...]
+    offset: int  # from the start of the tensor data
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape) // self.format.values * self.format.bytes
+
+
+class GgufFile:
+    def __init__(self, metadata: Metadata, tensors: dict[str, Tensor], data: mmap.mmap) -> None:
+        self.metadata = metadata
+        self.tensors = tensors  # by the file's own names
+        self._data = data
+
+    def close(self) -> None:
+        """Lets go of the file; a tensor that someone still holds keeps it mapped."""
+        self.tensors = {}
+        with suppress(BufferError):
+            self._data.close()
+
+
+def read_gguf(path: Path) -> GgufFile:
+    data = map_file(path)
+    try:
+        cursor = Cursor(data)
+        tensor_count, key_count = read_head(cursor)
+        metadata = Metadata(cursor, key_count)
+        places = [read_place(cursor) for _ in range(tensor_count)]
+        tensors = cut_tensors(places, cursor, alignment(metadata))
+    except MalformedFile as error:
+        raise MalformedFile(f"{path.name} is not a sound GGUF file: {error}; fetch it again") from error
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"{path.name} cannot be run: {error}") from error
+    return GgufFile(metadata, tensors, data)
+
+
+def read_head(cursor: Cursor) -> tuple[int, int]:
+    magic = cursor.data[cursor.skip(4) : cursor.at]
+    if magic != b"GGUF":
+        raise MalformedFile(f"it begins with {magic!r} instead of b'GGUF' (a Hugging Face model is a folder)")
+    version = cursor.number(U32)
+    if version not in (2, 3):
+        raise UnsupportedModel(f"GGUF version {version}; versions 2 and 3, little-endian, can be read")
+    return cursor.count("the number of tensors"), cursor.count("the number of keys")
+
+
+def alignment(metadata: Metadata) -> int:
+    value = metadata.get("general.alignment", 32)
+    if type(value) is not int or value <= 0 or value & (value - 1):
+        raise MalformedFile(f"general.alignment is {value!r} instead of a power of two")
+    return value
+
+
+def read_place(cursor: Cursor) -> Place:
+    name = cursor.text(MAX_NAME)
+    dims = cursor.number(U32)
+    if not 1 <= dims <= MAX_DIMS:
+        raise MalformedFile(f"tensor {name!r} has {dims} dimensions instead of 1 to {MAX_DIMS}")
+    shape = tuple(cursor.number(U64) for _ in range(dims))[::-1]
+    kind = cursor.number(U32)
+    stored_as = KINDS.get(kind, "")
+    format = FORMATS.get(stored_as) or (VECTORS_ONLY.get(stored_as) if dims == 1 else None)
+    if format is None:
+        known = ", ".join(FORMATS)
+        raise UnsupportedModel(f"tensor {name!r} is stored as {KINDS.get(kind, f'type {kind}')}; supported: {known}")
+    if 0 in shape or shape[-1] % format.values:
+        raise MalformedFile(f"tensor {name!r} of shape {shape} cannot be {format.name}")
+    return Place(name, format, shape, cursor.number(U64))
+
+
+def cut_tensors(places: list[Place], cursor: Cursor, align: int) -> dict[str, Tensor]:
+    """Views of the mapped file, once every tensor is known to lie inside it, aligned and apart from the others."""
+    base = -(-cursor.at // align) * align
+    data: NDArray[np.uint8] = np.frombuffer(cursor.data, np.uint8)
+    tensors: dict[str, Tensor] = {}
+    end = 0
+    for place in sorted(places, key=lambda place: place.offset):
+        name, format, shape, offset = place
+        if name in tensors:
+            raise MalformedFile(f"tensor {name!r} is there twice")
+        if offset % align or offset < end or base + offset + place.size > len(data):
+            raise MalformedFile(
+                f"tensor {name!r} claims {place.size} bytes at offset {offset}: misaligned, over another tensor "
+                f"or past the end of the file, which has {max(len(data) - base, 0)} bytes of tensor data"
+            )
+        end = offset + place.size
+        tensor = Tensor(name, format, shape, data[base + offset : base + end])
+        tensors[name] = widened(tensor) if format.name in VECTORS_ONLY else tensor
+    return tensors
+
+
+def widened(vector: Tensor) -> Tensor:
+    """Whole or long numbers as F32."""
+    numbers = vector.data.view(f"<{vector.format.name[0].lower()}{vector.format.bytes}").astype(np.float32)
+    return Tensor(vector.name, FORMATS["F32"], vector.shape, numbers.view(np.uint8))

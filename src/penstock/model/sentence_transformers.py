@@ -1,0 +1,69 @@
+"""What a folder says of the embeddings that its model is for, in files that sentence-transformers keeps beside it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path, PurePosixPath
+
+from penstock.errors import MalformedFile, UnsupportedModel
+from penstock.model.config_reader import Fields
+from penstock.model.open_files import read_json, read_list
+from penstock.model.spec import ModelSpec
+
+MODULES = "modules.json"
+LIMITS = "sentence_bert_config.json"
+PROMPTS = "config_sentence_transformers.json"
+POOLINGS = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_lasttoken": "last",
+    "pooling_mode_max_tokens": "",
+    "pooling_mode_mean_sqrt_len_tokens": "",
+    "pooling_mode_weightedmean_tokens": "",
+}
+NEUTRAL = ("word_embedding_dimension", "embedding_dimension", "include_prompt")
+
+
+def with_sentence(spec: ModelSpec, folder: Path) -> ModelSpec:
+    """The model with its way of pooling and as many tokens as it was made for; as it is where the folder is silent.
+    Vectors have a length of 1 whether it says so or not."""
+    if not (folder / MODULES).exists():
+        return spec
+    for kind, path in read_modules(folder):
+        if kind == "Pooling":
+            spec = replace(spec, pooling=read_pooling(Fields(read_json(folder / path / "config.json"), path)))
+        elif kind not in ("Transformer", "Normalize"):
+            raise UnsupportedModel(f"{MODULES} has a module {kind!r} after the model; supported: Pooling, Normalize")
+    return replace(spec, max_len=min(spec.max_len, read_length(folder, spec.max_len)))
+
+
+def read_modules(folder: Path) -> list[tuple[str, str]]:
+    """Kind and folder of each module."""
+    found = []
+    for module in read_list(folder / MODULES):
+        match module:
+            case {"type": str(kind), "path": str(path)} if ".." not in PurePosixPath(path).parts and path[:1] != "/":
+                found.append((kind.rpartition(".")[2], path))
+            case _:
+                raise MalformedFile(f"{MODULES} must list modules with a type and a path below it; got {module!r}")
+    return found
+
+
+def read_pooling(config: Fields) -> str:
+    config.ignore(*NEUTRAL)
+    modes = [key for key in POOLINGS if config.flag(key, False)]
+    kind = config.text("pooling_mode", "") or "".join(POOLINGS[key] for key in modes)
+    config.refuse_unread(())
+    if len(modes) > 1 or kind not in ("cls", "mean", "last"):
+        raise config.unsupported("pooling_mode", modes or kind, ("cls", "mean", "last"))
+    return kind
+
+
+def read_length(folder: Path, otherwise: int) -> int:
+    limits, prompts = (
+        Fields(read_json(folder / file) if (folder / file).exists() else {}, file) for file in (LIMITS, PROMPTS)
+    )
+    limits.require("do_lower_case", (False,), False)
+    if "default_prompt_name" in prompts:
+        raise prompts.unsupported("default_prompt_name", prompts.text("default_prompt_name"), ("null",))
+    return limits.size("max_seq_length", otherwise)

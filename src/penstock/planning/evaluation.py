@@ -1,0 +1,216 @@
+"""How well a model predicts a text, and how far its predictions are from another's.
+
+A text is cut into windows. In each the second half is predicted, all tokens before it known, so that every prediction
+has at least half a window to go by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple, Protocol, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.backend import open_backend, settle
+from penstock.backend.base import Backend, Batch, Floats, Ints
+from penstock.backend.ref.batches import Chunk, greedy_batch
+from penstock.config import Config
+from penstock.backend.quantize_at_load import quantized
+from penstock.errors import ConfigError, InvalidRequest, UnsupportedModel
+from penstock.model.load import load_model, open_checkpoint, text_of
+
+Doubles = NDArray[np.float64]
+Advance = Callable[[], None]
+
+CONTEXT = 512
+TOKENS = 8192
+LEAST_CONTEXT = 8
+AT_ONCE = {"cuda": 4}  # windows in a step; elsewhere one
+LONG_TOKEN = 32  # characters: tokens are shorter on average
+MOST_CHARACTERS = 1 << 22  # that tokenizers take at once
+ROWS = 32  # of logits whose probabilities are worked out together
+
+
+class ShowsLogits(Backend, Protocol):
+    def logits(self, batch: Batch) -> Floats: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Perplexity:
+    value: float
+    error: float  # of the mean
+    predictions: int
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """KL(reference || model) from prediction to prediction, in nats."""
+
+    mean: float
+    error: float  # of the mean
+    median: float
+    p90: float
+    p99: float
+    most: float
+    same_top: float  # share of predictions whose likeliest token is the same
+    predictions: int
+    perplexity: Perplexity
+    reference: Perplexity  # its perplexity
+
+
+class Compared(NamedTuple):
+    """Of each prediction."""
+
+    divergence: Doubles
+    same: NDArray[np.bool_]
+    known: Doubles  # log-probability of the token that follows
+    known_to_reference: Doubles
+
+
+class Scorer:
+    """A loaded model, for windows of one length."""
+
+    def __init__(self, config: Config, context: int = CONTEXT) -> None:
+        checkpoint = open_checkpoint(Path(config.model))
+        config = settle(config, checkpoint.float8, checkpoint.whole)
+        self.at_once = AT_ONCE.get(config.device, 1)
+        self.vocab = checkpoint.spec.vocab
+        self._context = context
+        self._block = config.block_size
+        self._blocks = -(-context // self._block)
+        tokens = max(config.step_tokens, self.at_once * context)
+        self._backend = cast(ShowsLogits, open_backend(replace(config, step_tokens=tokens)))
+        self._backend.load(load_model(quantized(checkpoint, config), self._backend))
+        self._backend.reserve_kv(self.at_once * self._blocks, self._block)
+        self._steps = 0
+
+    def logits(self, windows: Sequence[Ints]) -> Floats:
+        """[predictions, vocab]"""
+        return self._backend.logits(self._batch(windows))
+
+    def scores(self, windows: Sequence[Ints]) -> Doubles:
+        """Log-probabilities of the tokens that follow: [predictions]."""
+        batch = self._batch(windows)
+        targets = np.concatenate([followers(window) for window in windows])
+        rows = replace(batch.sample, target=targets, logprobs=np.zeros(len(targets), np.int32))
+        result = self._backend.wait(self._backend.launch(replace(batch, sample=rows)))
+        return np.array([score.logprob for row in result.rows for score in row.scores])
+
+    def close(self) -> None:
+        self._backend.close()
+
+    def _batch(self, windows: Sequence[Ints]) -> Batch:
+        self._steps += 1
+        tables = [range(i * self._blocks, (i + 1) * self._blocks) for i in range(len(windows))]
+        chunks = [
+            Chunk(window[:-1].tolist(), 0, table, slot=slot, sample=self._context // 2 - 1)
+            for slot, (window, table) in enumerate(zip(windows, tables, strict=True))
+        ]
+        return greedy_batch(chunks, self._steps)
+
+
+def followers(window: Ints) -> Ints:
+    """What is predicted."""
+    return window[len(window) // 2 + 1 :]
+
+
+def windows_of(path: Path, text: str, context: int = CONTEXT, tokens: int = TOKENS) -> list[Ints]:
+    """The text as this model reads it, cut into windows that each begin as texts do; `tokens` of them in all."""
+    checkpoint = open_checkpoint(path)
+    if checkpoint.spec.encoder:
+        raise UnsupportedModel("this model is an encoder, which predicts no tokens: there is nothing to measure")
+    if not LEAST_CONTEXT <= context <= checkpoint.spec.max_len:
+        most = checkpoint.spec.max_len
+        raise ConfigError(f"windows have {LEAST_CONTEXT} to {most} tokens with this model; got {context}")
+    tokenizer = text_of(checkpoint).tokenizer
+    tokens = max(tokens, context)
+    ids = tokenizer.encode(text[: min(tokens * LONG_TOKEN, MOST_CHARACTERS)], bos=True)
+    begins = ids[:1] if ids[:1] == [tokenizer.bos_id] else []
+    count = min(len(ids), tokens) // context
+    if not count:
+        raise InvalidRequest(f"the text has {len(ids)} tokens; one window takes {context}", param="text")
+    windows = np.array(ids[: count * context], np.int32).reshape(count, context)
+    windows[:, : len(begins)] = begins
+    return list(windows)
+
+
+def together(windows: Sequence[Ints], size: int) -> Iterator[Sequence[Ints]]:
+    return (windows[first : first + size] for first in range(0, len(windows), size))
+
+
+def measure_perplexity(scorer: Scorer, windows: Sequence[Ints], advance: Advance) -> Perplexity:
+    scores = []
+    for some in together(windows, scorer.at_once):
+        scores.append(scorer.scores(some))
+        for _ in some:
+            advance()
+    return perplexity(np.concatenate(scores))
+
+
+def measure_divergence(scorer: Scorer, reference: Scorer, windows: Sequence[Ints], advance: Advance) -> Divergence:
+    if scorer.vocab != reference.vocab:
+        raise ConfigError(f"the models differ in their vocabularies: {scorer.vocab} tokens and {reference.vocab}")
+    parts = []
+    for some in together(windows, scorer.at_once):
+        targets = np.concatenate([followers(window) for window in some])
+        parts.append(compare(reference.logits(some), scorer.logits(some), targets))
+        for _ in some:
+            advance()
+    return summary(Compared(*(np.concatenate(column) for column in zip(*parts, strict=True))))
+
+
+def compare(truth: Floats, answer: Floats, targets: Ints) -> Compared:
+    """Of logits [predictions, vocab]."""
+    found = []
+    for first in range(0, len(truth), ROWS):
+        part = slice(first, first + ROWS)
+        wanted, given = log_softmax(truth[part]), log_softmax(answer[part])
+        at = np.arange(len(wanted)), targets[part]
+        same = wanted.argmax(1) == given.argmax(1)
+        found.append(Compared(divergence(wanted, given), same, given[at], wanted[at]))
+    return Compared(*(np.concatenate(column) for column in zip(*found, strict=True)))
+
+
+def log_softmax(logits: Floats) -> Doubles:
+    wide = logits.astype(np.float64)
+    wide -= wide.max(axis=1, keepdims=True)
+    wide -= np.log(np.exp(wide).sum(axis=1, keepdims=True))
+    return wide
+
+
+def divergence(truth: Doubles, answer: Doubles, within: float = np.inf) -> Doubles:
+    """KL(truth || answer) of each row of log-probabilities, over the tokens `within` so many nats of the likeliest."""
+    with np.errstate(invalid="ignore"):
+        terms = np.where(truth > -np.inf, np.exp(truth) * (truth - answer), 0.0)
+    counted = truth > truth.max(axis=1, keepdims=True) - within
+    per_row: Doubles = np.where(counted, terms, 0.0).sum(axis=1)
+    return per_row
+
+
+def perplexity(logprobs: Doubles) -> Perplexity:
+    value = float(np.exp(-logprobs.mean()))
+    return Perplexity(value, value * standard_error(logprobs), len(logprobs))
+
+
+def standard_error(values: Doubles) -> float:
+    return float(values.std(ddof=1) / len(values) ** 0.5) if len(values) > 1 else 0.0
+
+
+def summary(compared: Compared) -> Divergence:
+    kl = compared.divergence
+    median, p90, p99 = (float(value) for value in np.quantile(kl, (0.5, 0.9, 0.99)))
+    return Divergence(
+        mean=float(kl.mean()),
+        error=standard_error(kl),
+        median=median,
+        p90=p90,
+        p99=p99,
+        most=float(kl.max()),
+        same_top=float(compared.same.mean()),
+        predictions=len(kl),
+        perplexity=perplexity(compared.known),
+        reference=perplexity(compared.known_to_reference),
+    )

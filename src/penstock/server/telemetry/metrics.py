@@ -1,0 +1,194 @@
+"""What Prometheus sees: the engine's own numbers at the moment of asking, and the timing of requests."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+from time import perf_counter
+from types import TracebackType
+from typing import NamedTuple, Self
+
+from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+from penstock import __version__
+from penstock.ipc.client import EngineClient
+from penstock.server.access.accounts import ACCOUNT
+from penstock.server.telemetry import compat_metrics
+from penstock.server.telemetry.compat_metrics import Aliases
+from penstock.types import STEP_SIZES, Report, Request
+
+# Ours, and those of the dashboards that the aliases are for.
+FAST = sorted({0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, *compat_metrics.INTER_TOKEN})
+SOON = sorted({0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0, *compat_metrics.FIRST_TOKEN})
+SLOW = sorted({0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0, *compat_metrics.REQUEST})
+BY_ITSELF = "of a request that the engine ended: no stop string did, and nobody left"
+
+
+class Ended(NamedTuple):
+    """A request that has ended, as it was seen from here. Times are of perf_counter."""
+
+    request: Request
+    reason: str  # stop, length, abort or error
+    began: float
+    first: float  # token; 0: there was none
+    last: float
+    ended: float
+    generated: int
+    cached: int
+    report: Report | None = None  # the engine's own, where that ended it
+
+
+class Metrics:
+    """`listeners` hear of every request that has ended."""
+
+    def __init__(self, client: EngineClient, model: str) -> None:
+        self.listeners: list[Callable[[Ended], None]] = []
+        self.first_token = Distribution("time_to_first_token_seconds", "From asking the engine to a first token", SOON)
+        self.inter_token = Distribution("inter_token_seconds", "Between one token of a request and the next", FAST)
+        self.mean_token = Distribution("request_token_seconds", "A request's mean time from token to token", FAST)
+        self.request = Distribution("request_seconds", "From asking the engine to the end of the answer", SLOW)
+        self.queued = Distribution("request_queue_seconds", f"From its coming to its first step, {BY_ITSELF}", SLOW)
+        self.prefill = Distribution("request_prefill_seconds", f"From there to its first token, {BY_ITSELF}", SLOW)
+        self.decode = Distribution("request_decode_seconds", f"From there to its end, {BY_ITSELF}", SLOW)
+        self.prompt = Distribution("request_prompt_tokens", "Tokens of a request's prompt", compat_metrics.TOKENS)
+        self.generated = Distribution("request_generated_tokens", "Tokens of a request's answer", compat_metrics.TOKENS)
+        self.most = Distribution(
+            "request_max_tokens", "Tokens that a request's answer could have", compat_metrics.TOKENS
+        )
+        self.finished = Counter("penstock_requests_finished", "Requests by how they ended", ["reason"], registry=None)
+        mine = [each for each in vars(self).values() if isinstance(each, Distribution | Counter)]
+        sources: list[Collector] = [EngineNumbers(client, model), *mine]
+        self._registry = CollectorRegistry()
+        for source in [*sources, Aliases(sources, model)]:
+            self._registry.register(source)
+
+    def register(self, collector: Collector) -> None:
+        self._registry.register(collector)
+
+    def render(self) -> bytes:
+        return generate_latest(self._registry)
+
+    def end(self, ended: Ended) -> None:
+        self.request.observe(ended.ended - ended.began)
+        self.finished.labels(ended.reason).inc()
+        self.prompt.observe(len(ended.request.prompt))
+        self.most.observe(ended.request.max_tokens)
+        self.generated.observe(ended.generated)
+        if ended.generated > 1:
+            self.mean_token.observe((ended.last - ended.first) / (ended.generated - 1))
+        if ended.report is not None:
+            self.queued.observe(ended.report.queued)
+            self.prefill.observe(ended.report.prefill)
+            self.decode.observe(ended.report.decode)
+        for hear in self.listeners:
+            hear(ended)
+
+
+class Distribution:
+    """A histogram for what happens with every token: a fifth of the cost of the library's, which takes a lock."""
+
+    def __init__(self, name: str, told: str, bounds: Sequence[float]) -> None:
+        self._name, self._told, self._bounds = f"penstock_{name}", told, bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def collect(self) -> Iterator[Metric]:
+        yield histogram(self._name, self._told, self._bounds, self._counts, self._sum)
+
+
+def histogram(name: str, told: str, bounds: Sequence[float], counts: Sequence[int], total: float) -> Metric:
+    buckets = zip([*map(floatToGoString, bounds), "+Inf"], accumulate(counts), strict=True)
+    return HistogramMetricFamily(name, told, buckets=list(buckets), sum_value=total)
+
+
+class Watch:
+    """Times one request from here to its end: a finish reason, an error, or a caller that left."""
+
+    def __init__(self, metrics: Metrics, request: Request) -> None:
+        self.reason = "abort"
+        self.report: Report | None = None
+        self._metrics = metrics
+        self._request = request
+        self._began = perf_counter()
+        self._first = self._last = 0.0  # of the first and the latest token; 0: none yet
+        self._generated = self._cached = 0
+
+    def tokens(self, count: int, cached: int) -> None:
+        now = perf_counter()
+        if self._last:
+            self._metrics.inter_token.observe((now - self._last) / count)
+        else:
+            self._metrics.first_token.observe(now - self._began)
+            self._first, self._cached = now, cached
+        self._last = now
+        self._generated += count
+
+    def __enter__(self) -> Self:
+        self._account = ACCOUNT.get()
+        if self._account is not None:
+            self._account.charge("prompt", len(self._request.prompt))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
+        if self._account is not None:
+            self._account.charge("generated", self._generated)
+        reason = "error" if kind is not None and issubclass(kind, Exception) else self.reason
+        times = (self._began, self._first, self._last, perf_counter())
+        self._metrics.end(Ended(self._request, reason, *times, self._generated, self._cached, self.report))
+
+
+class EngineNumbers:
+    """Reads the engine's latest word on itself when it is asked for. Counters start again with a new engine."""
+
+    def __init__(self, client: EngineClient, model: str) -> None:
+        self._client = client
+        self._model = model
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._client.stats
+        blocks = GaugeMetricFamily("penstock_kv_blocks", "Blocks of the KV cache", labels=["state"])
+        blocks.add_metric(["free"], stats.blocks_free)
+        blocks.add_metric(["used"], stats.blocks_used)
+        blocks.add_metric(["cached"], stats.blocks_cached)
+        yield blocks
+        requests = GaugeMetricFamily("penstock_requests", "Requests in the engine", labels=["state"])
+        requests.add_metric(["running"], stats.running)
+        requests.add_metric(["waiting"], stats.waiting)
+        yield requests
+        yield GaugeMetricFamily("penstock_engine_up", "1 while there is an engine", self._client.hello is not None)
+        for name, told, value in (
+            ("engine_restarts", "Engines started after the first", self._client.restarts),
+            ("engine_busy_seconds", "Time spent in steps", stats.busy_seconds),
+            ("steps", "Steps of the engine", stats.steps),
+            ("prompt_tokens", "Prompt tokens of admitted requests", stats.prompt_tokens),
+            ("cached_tokens", "Prompt tokens whose KV was reused", stats.cached_tokens),
+            ("generated_tokens", "Tokens generated", stats.generated_tokens),
+            ("preemptions", "Sequences sent back to wait for blocks", stats.preemptions),
+            ("grammars", "Grammars compiled", stats.grammars),
+            ("grammar_compile_seconds", "Time spent on compiling grammars, beside the steps", stats.grammar_seconds),
+            ("grammar_masks", "Masks of the tokens that grammars allow", stats.masks),
+            ("grammar_mask_seconds", "Time spent on masks", stats.mask_seconds),
+            ("forced_tokens", "Generated tokens that grammars left no choice about", stats.forced_tokens),
+        ):
+            yield CounterMetricFamily(f"penstock_{name}", told, value)
+        yield histogram(
+            "penstock_step_tokens", "Tokens computed in a step", STEP_SIZES, stats.step_sizes, stats.computed_tokens
+        )
+        yield self._info()
+
+    def _info(self) -> Metric:
+        info = GaugeMetricFamily(
+            "penstock_model_info", "What is served, and by what", labels=["model", "version", "block_size", "blocks"]
+        )
+        if (hello := self._client.hello) is not None:
+            limits = hello.limits
+            info.add_metric([self._model, __version__, str(limits.block_size), str(limits.num_blocks)], 1)
+        return info
