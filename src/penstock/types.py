@@ -115,6 +115,14 @@ def prefill_budget(base: int, answering: int) -> int:
     return base * (3 * -(-answering // 64) - 1) // 2
 
 
+def blocks_for(tokens: int, windows: tuple[int, ...], block_size: int, chunk: int = 1) -> int:
+    """Returns how many blocks, of all layer groups together, a sequence of up to `tokens` tokens may hold at once while
+    its steps compute at most `chunk` of them. Within a window only those blocks are held that the step still reads or
+    writes: positions from `window - 1` before the chunk to its end, wherever in a block these begin."""
+    whole = -(-tokens // block_size)
+    return sum(min(whole, -(-(window + chunk - 2) // block_size) + 1) if window else whole for window in windows)
+
+
 class Row(NamedTuple):
     """Gives a sequence's share of a step: compute `count` positions from `start`, answer the last `sample` of them."""
 
