@@ -84,12 +84,13 @@ class Batch:
     positions: Ints  # [T]
     row_start: Ints  # [R + 1] row r owns tokens[row_start[r]:row_start[r + 1]]
     slots: Ints  # [R] the row's place for life: its state, for one; at position 0 that is nothing yet
-    tables: Ints  # [R, W] block ids; entries past a row's own context are undefined
+    tables: Ints  # [G, R, W] block ids by KV layer group; entries behind a window or past a row's context are undefined
     sampled: Ints  # [S] indices into tokens, ascending
     sample_start: Ints  # [R + 1] row r owns sampled[sample_start[r]:sample_start[r + 1]]
     sample: SampleRows
     pools: tuple[Pool, ...] = ()
     moves: tuple[StateMove, ...] = ()
+    program: int = 0  # which of the loaded programs runs
 
 
 class Held(NamedTuple):

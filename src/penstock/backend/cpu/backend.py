@@ -155,5 +155,5 @@ def _words(allow: Mask | None) -> Ints:
 
 
 def _arrays(batch: Batch) -> tuple[Ints, Ints, Ints, Ints, Ints, Ints]:
-    tables = np.ascontiguousarray(batch.tables)
+    tables = np.ascontiguousarray(batch.tables[0])
     return batch.tokens, batch.positions, batch.row_start, batch.slots, tables, batch.sampled

@@ -144,9 +144,9 @@ def fill(buffer: Ints, batch: Batch, plan: Plan, block_size: int, scratch_block:
     into = fields(buffer, plan.shape, as_floats)
     counts = np.diff(batch.row_start)
     owner = np.repeat(np.arange(len(counts)), counts)  # [T]
-    width = batch.tables.shape[1]
-    block = batch.tables[owner, batch.positions // block_size]
-    into.header[0] = width
+    tables = batch.tables[0]
+    block = tables[owner, batch.positions // block_size]
+    into.header[0] = tables.shape[1]
     put(into.tokens, batch.tokens, 0)
     put(into.positions, batch.positions, 0)
     put(into.token_slots, batch.slots[owner], scratch_slot)
@@ -155,8 +155,8 @@ def fill(buffer: Ints, batch: Batch, plan: Plan, block_size: int, scratch_block:
     put(into.tiles, plan.tiles, -1)
     fill_sampling(into, batch, scratch_slot)
     begin = words(plan.shape)
-    end = begin + batch.tables.size
-    buffer[begin:end].reshape(batch.tables.shape)[:] = batch.tables
+    end = begin + int(tables.size)
+    buffer[begin:end].reshape(tables.shape)[:] = tables
     return end
 
 

@@ -34,7 +34,7 @@ def greedy_batch(chunks: Sequence[Chunk], step: int = 0) -> Batch:
         positions=np.array([chunk.start + i for chunk in chunks for i in range(len(chunk.tokens))], np.int32),
         row_start=np.array([0, *ends], np.int32),
         slots=np.array([chunk.slot for chunk in chunks], np.int32),
-        tables=tables,
+        tables=tables[None],
         sampled=np.array([i for end, n in zip(ends, wanted, strict=True) for i in range(end - n, end)], np.int32),
         sample_start=np.cumsum([0, *wanted], dtype=np.int32),
         sample=greedy_rows(sum(wanted)),

@@ -185,7 +185,7 @@ class RefOps:
 
     def _places(self, row: int, positions: NDArray[np.integer]) -> tuple[Ints, NDArray[np.integer]]:
         """Where positions of a row's sequence lie in the cache: block ids and offsets in them."""
-        return self.batch.tables[row, positions // self.cache.block_size], positions % self.cache.block_size
+        return self.batch.tables[0, row, positions // self.cache.block_size], positions % self.cache.block_size
 
 
 def rms_norm(x: Floats, gain: Floats, eps: float) -> Floats:
