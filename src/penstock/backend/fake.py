@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from penstock.backend.base import LAST_SAMPLED, Batch, Footprint, Held, Model, StateMove, Ticket
 from penstock.backend.pooling import Pools
 from penstock.backend.timing import time_step
-from penstock.model.spec import ModelSpec
+from penstock.model.spec import KvGroup, ModelSpec
 from penstock.model.tensor import Stack, Tensor
 from penstock.types import RowResult, StepResult, TokenLogprob
 
@@ -114,7 +114,7 @@ class FakeBackend:
     def state_bytes(self) -> int:
         return 0
 
-    def reserve_kv(self, num_blocks: int, block_size: int, states: int = 0) -> None:
+    def reserve_kv(self, num_blocks: int, block_size: int, states: int = 0, groups: Sequence[KvGroup] = ()) -> None:
         self._kv = np.full((num_blocks, block_size), -1, np.int64)
         self._states = [-1] * states
 
