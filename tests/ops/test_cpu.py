@@ -11,17 +11,19 @@ import numpy as np
 import pytest
 
 from penstock.backend.base import LAST_SAMPLED, Batch
+from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.cpu import CpuBackend
 from penstock.backend.cpu._native import Program, Weight, isas
 from penstock.backend.ref import RefBackend
 from penstock.backend.ref import ops as ref_ops
-from penstock.backend.ref.batches import Chunk, blocks_for, greedy_batch, random_steps
-from penstock.backend.ref.cases import BYTE, CASES, EXACT, FLOAT, Case, attention, difference, random_tensor, run
+from penstock.backend.ref.cases import BYTE, CASES, EXACT, FLOAT, Case, attention, difference, run
 from penstock.backend.ref.ops import RefOps
+from penstock.backend.ref.random_steps import blocks_for, random_steps
 from penstock.errors import ConfigError
 from penstock.model.dequantize import dequantize
 from penstock.model.families.llama import build
-from penstock.model.spec import ModelSpec
+from penstock.model.random_tensor import random_tensor
+from penstock.model.spec import KvGroup, ModelSpec
 from penstock.model.tensor import FORMATS
 
 MIXED = ("Q4_0", "Q4_1", "Q8_0", "F16", "BF16", "Q5_1", "F32", "MXFP4")
@@ -298,7 +300,7 @@ def test_moved_blocks_hold_what_they_held(block_size: int):
     wanted = logits_alone(backend, tokens, block_size)[-1]
     backend.reserve_kv(2 * blocks, block_size)
     backend.logits(greedy_batch([Chunk(tokens[:-1], 0, range(blocks))]))
-    backend.move_blocks([(block, 2 * blocks - 1 - block) for block in range(blocks)])
+    backend.kv.copy_blocks([(block, 2 * blocks - 1 - block) for block in range(blocks)])
     moved = range(2 * blocks - 1, blocks - 1, -1)
     assert np.array_equal(backend.logits(greedy_batch([Chunk(tokens[-1:], 39, moved)]))[0], wanted)
 
@@ -312,6 +314,36 @@ def test_blocks_behind_the_window_are_not_read():
     assert np.array_equal(backend.logits(greedy_batch([Chunk(tokens[-1:], 59, [-9, 10**6, 2, 3])]))[0], wanted)
 
 
+def test_groups_that_do_not_fit_the_layers_are_refused():
+    backend = loaded(CpuBackend(1))
+    for layers in ([[0]], [[0], [0]], [[0, 1], [1]], [[0, 1, 2]]):
+        with pytest.raises(ValueError, match="group"):
+            backend.reserve_kv(4, 16, groups=[KvGroup(0, tuple(group)) for group in layers])
+    backend.reserve_kv(4, 16, groups=[KvGroup(0, (1,)), KvGroup(0, (0,))])
+    with pytest.raises(ValueError, match="2 layer groups, the step has block tables for 1"):
+        backend.logits(GOOD)
+
+
+@pytest.mark.parametrize("kv", ["f16", "f32", "int8"])
+@pytest.mark.parametrize("block_size", [16, 5])
+def test_exported_blocks_are_as_good_as_computed_ones(kv: str, block_size: int):
+    tokens = prompt(40, 4)
+    blocks = blocks_for([tokens], block_size)
+    first, second = (loaded(CpuBackend(2, kv=kv)) for _ in range(2))
+    wanted = logits_alone(first, tokens, block_size)[-1]
+    first.logits(greedy_batch([Chunk(tokens[:-1], 0, range(blocks))]))
+    second.reserve_kv(2 * blocks, block_size)
+    data = first.kv.export_blocks(list(range(blocks)))
+    others = list(range(2 * blocks - 1, blocks - 1, -1))
+    second.kv.import_blocks(others, data)
+    assert np.array_equal(second.logits(greedy_batch([Chunk(tokens[-1:], 39, others)]))[0], wanted)
+    for wrong in ([0], [2 * blocks], [-1]):
+        with pytest.raises(ValueError, match=r"bytes|outside the KV cache"):
+            second.kv.import_blocks(wrong, data[: len(data) // blocks] + b"x" * (wrong == [0]))
+    with pytest.raises(ValueError, match="outside the KV cache"):
+        second.kv.export_blocks([2 * blocks])
+
+
 def test_a_slot_that_sampled_nothing_has_no_last_token():
     backend = loaded(CpuBackend(1))
     backend.reserve_kv(1, 16)
@@ -321,10 +353,10 @@ def test_a_slot_that_sampled_nothing_has_no_last_token():
 
 def test_kv_cost_is_what_the_spec_says():
     per_token = 2 * SPEC.layers * SPEC.attn.kv_width
-    assert loaded(CpuBackend(1)).kv_bytes_per_token() == 2 * per_token
-    assert loaded(CpuBackend(1, kv="f32")).kv_bytes_per_token() == 4 * per_token
+    assert loaded(CpuBackend(1)).memory_needs().kv_bytes_per_token == 2 * per_token
+    assert loaded(CpuBackend(1, kv="f32")).memory_needs().kv_bytes_per_token == 4 * per_token
     scales = 2 * SPEC.layers * SPEC.attn.kv_heads * 4
-    assert loaded(CpuBackend(1, kv="int8")).kv_bytes_per_token() == per_token + scales
+    assert loaded(CpuBackend(1, kv="int8")).memory_needs().kv_bytes_per_token == per_token + scales
 
 
 # ---- malformed input ----
@@ -376,7 +408,7 @@ def test_blocks_outside_the_cache_do_not_move():
     backend.reserve_kv(4, 16)
     for pair in [(0, 4), (-1, 0), (2**40, 0)]:
         with pytest.raises(ValueError, match="outside the KV cache"):
-            backend.move_blocks([pair])
+            backend.kv.copy_blocks([pair])
 
 
 @pytest.mark.parametrize(("blocks", "size"), [(0, 16), (16, 0), (2**31, 1), (2**20, 2**20)])
@@ -462,7 +494,7 @@ def test_a_program_checks_its_buffers_when_built():
         lambda: program.keep(99),
         lambda: program.read_kept(0, np.zeros((0, 64), np.float32)),
         lambda: program.run(
-            *(np.zeros(shape, np.int32) for shape in (0, 0, 1, 0, (0, 0), 0)), np.zeros((0, 8), np.float32)
+            *(np.zeros(shape, np.int32) for shape in (0, 0, 1, 0, (1, 0, 0), 0)), np.zeros((0, 8), np.float32)
         ),
     ]
     for call in wrong:
@@ -481,7 +513,7 @@ def test_states_are_kept_of_the_last_step_and_no_further():
         program.answer(kept)
     program.take_sampled(kept, sampled)
     program.answer(sampled)
-    arrays = [np.array(values, np.int32) for values in ([2, 0], [0, 1], [0, 2], [0], [[0]], [])]
+    arrays = [np.array(values, np.int32) for values in ([2, 0], [0, 1], [0, 2], [0], [[[0]]], [])]
     program.run(*arrays, np.zeros((0, 2), np.float32))
     out = np.zeros((1, 2), np.float32)
     for first, rows, width in ((0, 3, 2), (2, 1, 2), (2**63, 1, 2), (0, 1, 3)):

@@ -32,7 +32,8 @@ def fill_parts(parts: list[tuple[Weight, int, NDArray[np.uint8]]], threads: int)
 class Program:
     """Phases over numbered buffers. Ops are added in the order in which they run; each writes `out`."""
 
-    def __init__(self, isa: str, threads: int, kv: str) -> None: ...
+    def __init__(self, isa: str, threads: int, kv: str, beside: Program | None = None) -> None:
+        """Makes an empty program; one `beside` another runs on its threads."""
     def buffer(self, symbol: str, width: int, prepared: bool) -> int: ...
     def prepares(self, weight: Weight) -> bool:
         """Whether what the weight is multiplied with must lie in a prepared buffer."""
@@ -148,10 +149,16 @@ class Program:
     def keep(self, buffer: int) -> None:
         """The buffer's rows can be read after a step: whoever adds ops after this leaves it alone."""
     def answer(self, buffer: int) -> None: ...
-    def reserve_kv(self, blocks: int, block_size: int, states: int = 0) -> None: ...
+    def reserve_kv(self, blocks: int, block_size: int, states: int = 0, groups: list[list[int]] = ...) -> None:
+        """Makes room for so many blocks and states. `groups` has the layers of each layer group; none: all are one."""
     def move_states(self, moves: list[tuple[int, int, int, int]]) -> None:
         """In the next step; (row, begin, save, after) as a StateMove has them."""
-    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None: ...
+    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
+        """Copies blocks, given as (source, target)."""
+    def export_blocks(self, blocks: list[int]) -> bytes:
+        """Returns the contents of blocks, one after the other."""
+    def import_blocks(self, blocks: list[int], data: bytes) -> None:
+        """Writes the contents of blocks, as export_blocks of a cache with the same layout has returned them."""
     def run(
         self,
         tokens: NDArray[np.int32],
@@ -178,21 +185,23 @@ class Program:
         min_p: NDArray[np.float32],
         seed: NDArray[np.uint64],
         logprobs: NDArray[np.int32],
-        edits: list[
-            tuple[
-                int,
-                NDArray[np.int32],
-                float,
-                NDArray[np.int32],
-                NDArray[np.float32],
-                NDArray[np.int32],
-                NDArray[np.int32],
-            ]
+        edits: tuple[
+            NDArray[np.int32],
+            NDArray[np.float32],
+            NDArray[np.int32],
+            NDArray[np.int32],
+            NDArray[np.int32],
+            NDArray[np.float32],
+            NDArray[np.int32],
+            NDArray[np.int32],
+            NDArray[np.int32],
         ],
+        constrained: NDArray[np.int32],
+        words: NDArray[np.int32],
     ) -> tuple[list[int], list[tuple[int, float, list[tuple[int, float]]]]]:
-        """One step, without the interpreter's lock: the token of each sampled position, and (token, logprob,
-        alternatives) of those that asked for it. An edit is (sampled position, *fields of a
-        LogitEdit), with the words of its mask, or none."""
+        """Runs one step without the interpreter's lock. Returns the token of each sampled position, and (token,
+        logprob, alternatives) of those that asked for it. `edits` are the fields of a LogitEdits; `words` [C, width]
+        are the bitmasks of the `constrained` positions."""
     def read_kept(self, first: int, out: NDArray[np.float32]) -> None:
         """The last step's rows of the buffer that is kept, from `first` on, to `out`: [rows, width]."""
     @property
@@ -200,7 +209,14 @@ class Program:
     @property
     def threads(self) -> int: ...
     @property
-    def kv_bytes_per_token(self) -> int: ...
+    def kv_bytes_per_token(self) -> int:
+        """The bytes of one token in all layers."""
+    @property
+    def block_bytes(self) -> int:
+        """The bytes of one block, once the cache is reserved."""
+    @property
+    def kv_layout(self) -> str:
+        """Describes how blocks are laid out: caches with equal layouts can exchange them."""
     @property
     def state_bytes(self) -> int: ...
 

@@ -21,6 +21,7 @@ from penstock.backend.cuda.kernels.skinny import Scratch
 from penstock.backend.cuda.pack_quantized import QuantizedWeight
 from penstock.backend.cuda.quant_blocks import ROWS
 from penstock.backend.cuda.tilings import stream_tiling
+from penstock.backend.cuda.transfer import Transfer
 
 
 class Workspace:
@@ -28,6 +29,7 @@ class Workspace:
 
     def __init__(self, scratch: Scratch, tokens: int) -> None:
         self.scratch = scratch
+        self.transfer = Transfer(scratch.parts.device)  # of weights that are being packed
         self.streams = hopper_gemm.available(scratch.parts.device)
         self.said: set[str] = set()  # about weights: once for all that are alike
         self._tokens = tokens

@@ -50,17 +50,18 @@ bool quantize_values(const std::string& from, Array<const uint8_t, 1> values, co
 }
 
 using FloatArray = Array<const float, 1>;
-using EditArrays = std::tuple<size_t, IntArray, double, IntArray, FloatArray, IntArray, IntArray>;
+using FlatEdits = std::tuple<IntArray, FloatArray, IntArray, IntArray, IntArray, FloatArray, IntArray, IntArray, IntArray>;
 using Scored = std::tuple<int32_t, double, std::vector<std::pair<int32_t, double>>>;
 
 Step step(const IntArray& tokens, const IntArray& positions, const IntArray& row_start, const IntArray& slots,
-          const Array<const int32_t, 2>& tables, const IntArray& sampled) {
-  if (tables.shape(0) + 1 != row_start.size()) throw nb::value_error("every row needs a block table");
-  return {flat(tokens), flat(positions), flat(row_start), flat(slots), flat(tables), tables.shape(1), flat(sampled)};
+          const Array<const int32_t, 3>& tables, const IntArray& sampled) {
+  if (tables.shape(1) + 1 != row_start.size()) throw nb::value_error("every row needs a block table");
+  return {flat(tokens), flat(positions),   flat(row_start),  flat(slots),
+          flat(tables), tables.shape(0), tables.shape(2), flat(sampled)};
 }
 
 void run(Program& program, IntArray tokens, IntArray positions, IntArray row_start, IntArray slots,
-         Array<const int32_t, 2> tables, IntArray sampled, Array<float, 2> out) {
+         Array<const int32_t, 3> tables, IntArray sampled, Array<float, 2> out) {
   const Step arrays = step(tokens, positions, row_start, slots, tables, sampled);
   nb::gil_scoped_release release;
   program.run(arrays, flat(out));
@@ -68,19 +69,34 @@ void run(Program& program, IntArray tokens, IntArray positions, IntArray row_sta
 
 std::pair<std::vector<int32_t>, std::vector<Scored>> sample(
     Program& program, IntArray tokens, IntArray positions, IntArray row_start, IntArray slots,
-    Array<const int32_t, 2> tables, IntArray sampled, IntArray target, FloatArray temperature, FloatArray top_p, IntArray top_k, FloatArray min_p,
-    Array<const uint64_t, 1> seed, IntArray logprobs, std::vector<EditArrays> edits) {
+    Array<const int32_t, 3> tables, IntArray sampled, IntArray target, FloatArray temperature, FloatArray top_p, IntArray top_k, FloatArray min_p,
+    Array<const uint64_t, 1> seed, IntArray logprobs, const FlatEdits& edits, IntArray constrained,
+    Array<const int32_t, 2> words) {
   const Step arrays = step(tokens, positions, row_start, slots, tables, sampled);
   const Draws draws = {flat(target), flat(temperature), flat(top_p),   flat(top_k),
                        flat(min_p),  flat(seed),        flat(logprobs)};
   nb::gil_scoped_release release;
-  std::vector<Edit> changes;
-  for (const auto& [row, seen, repetition, add_ids, add_values, ban, allow] : edits)
-    changes.push_back({row, flat(seen), float(repetition), flat(add_ids), flat(add_values), flat(ban), flat(allow)});
-  Answers answers = program.sample(arrays, draws, changes);
+  const EditArrays changes = std::apply([](const auto&... array) { return EditArrays{flat(array)...}; }, edits);
+  Answers answers = program.sample(arrays, draws, edits_of(changes, {flat(constrained), flat(words), words.shape(1)}));
   std::vector<Scored> scored;
   for (auto& entry : answers.logprobs) scored.push_back({entry.token, entry.logprob, std::move(entry.top)});
   return {std::move(answers.tokens), std::move(scored)};
+}
+
+nb::bytes export_blocks(Program& program, const std::vector<int64_t>& blocks) {
+  const size_t size = blocks.size() * program.block_bytes();
+  auto data = nb::steal<nb::bytes>(PyBytes_FromStringAndSize(nullptr, Py_ssize_t(size)));
+  if (!data.is_valid()) throw nb::python_error();
+  const std::span out(reinterpret_cast<std::byte*>(PyBytes_AsString(data.ptr())), size);
+  nb::gil_scoped_release release;
+  program.export_blocks(blocks, out);
+  return data;
+}
+
+void import_blocks(Program& program, const std::vector<int64_t>& blocks, nb::bytes data) {
+  const std::span bytes(static_cast<const std::byte*>(data.data()), data.size());
+  nb::gil_scoped_release release;
+  program.import_blocks(blocks, bytes);
 }
 
 Choice::Scoring scoring_of(const std::string& name) {
@@ -114,7 +130,8 @@ NB_MODULE(_native, m) {
   m.def("packed_bits", packed_bits, "format"_a);
 
   nb::class_<Program>(m, "Program")
-      .def(nb::init<const std::string&, unsigned, const std::string&>(), "isa"_a, "threads"_a, "kv"_a)
+      .def(nb::init<const std::string&, unsigned, const std::string&, const Program*>(), "isa"_a, "threads"_a, "kv"_a,
+           "beside"_a.none() = nb::none())
       .def("buffer", &Program::buffer, "symbol"_a, "width"_a, "prepared"_a)
       .def("prepares", &Program::prepares, "weight"_a)
       .def("angles",
@@ -189,7 +206,8 @@ NB_MODULE(_native, m) {
            "eps"_a, "angles"_a, "interleaved"_a, "scale"_a)
       .def("keep", &Program::keep, "buffer"_a)
       .def("answer", &Program::answer, "buffer"_a)
-      .def("reserve_kv", &Program::reserve_kv, "blocks"_a, "block_size"_a, "states"_a = 0)
+      .def("reserve_kv", &Program::reserve_kv, "blocks"_a, "block_size"_a, "states"_a = 0,
+           "groups"_a = LayerGroups())
       .def("move_states",
            [](Program& program, const std::vector<std::tuple<size_t, int32_t, int32_t, int32_t>>& rows) {
              std::vector<StateMove> moves;
@@ -198,18 +216,22 @@ NB_MODULE(_native, m) {
            },
            "moves"_a)
       .def("copy_blocks", &Program::copy_blocks, "pairs"_a)
+      .def("export_blocks", export_blocks, "blocks"_a)
+      .def("import_blocks", import_blocks, "blocks"_a, "data"_a)
       .def("run", run, "tokens"_a.noconvert(), "positions"_a.noconvert(), "row_start"_a.noconvert(),
            "slots"_a.noconvert(), "tables"_a.noconvert(), "sampled"_a.noconvert(), "out"_a.noconvert())
       .def("sample", sample, "tokens"_a.noconvert(), "positions"_a.noconvert(), "row_start"_a.noconvert(),
            "slots"_a.noconvert(), "tables"_a.noconvert(), "sampled"_a.noconvert(), "target"_a.noconvert(), "temperature"_a.noconvert(),
            "top_p"_a.noconvert(), "top_k"_a.noconvert(), "min_p"_a.noconvert(), "seed"_a.noconvert(),
-           "logprobs"_a.noconvert(), "edits"_a.noconvert())
+           "logprobs"_a.noconvert(), "edits"_a.noconvert(), "constrained"_a.noconvert(), "words"_a.noconvert())
       .def("read_kept",
            [](Program& program, size_t first, Array<float, 2> out) { program.read_kept(first, flat(out)); }, "first"_a,
            "out"_a.noconvert())
       .def_prop_ro("isa", &Program::isa)
       .def_prop_ro("threads", &Program::threads)
       .def_prop_ro("kv_bytes_per_token", &Program::kv_bytes_per_token)
+      .def_prop_ro("block_bytes", &Program::block_bytes)
+      .def_prop_ro("kv_layout", &Program::kv_layout)
       .def_prop_ro("state_bytes", &Program::state_bytes);
 
   m.def("quantize", quantize_values, "source"_a, "values"_a.noconvert(), "target"_a, "out"_a.noconvert(), "threads"_a,
