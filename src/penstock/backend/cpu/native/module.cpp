@@ -8,6 +8,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include "chain_hash.h"
 #include "dispatch.h"
 #include "program.h"
 #include "quantize.h"
@@ -84,6 +85,27 @@ std::pair<std::vector<int32_t>, std::vector<Scored>> sample(
   return {std::move(answers.tokens), std::move(scored)};
 }
 
+nb::list chain_of(nb::bytes parent, std::span<const int32_t> tokens, size_t block_size) {
+  nb::list found;
+  const std::span bytes(static_cast<const uint8_t*>(parent.data()), parent.size());
+  for (const Digest& digest : chain_hashes(bytes, tokens, block_size))
+    found.append(nb::bytes(digest.data(), digest.size()));
+  return found;
+}
+
+nb::list chain_of_ints(nb::bytes parent, nb::sequence tokens, size_t block_size) {
+  const auto ids = nb::steal(PySequence_Fast(tokens.ptr(), "tokens are a sequence of ints"));
+  if (!ids.is_valid()) throw nb::python_error();
+  std::vector<int32_t> values(size_t(PySequence_Fast_GET_SIZE(ids.ptr())));
+  for (size_t i = 0; i < values.size(); ++i) {
+    const long value = PyLong_AsLong(PySequence_Fast_GET_ITEM(ids.ptr(), Py_ssize_t(i)));
+    if (value == -1 && PyErr_Occurred()) throw nb::python_error();
+    if (value < INT32_MIN || value > INT32_MAX) throw nb::value_error("a token id does not fit 32 bits");
+    values[i] = int32_t(value);
+  }
+  return chain_of(parent, values, block_size);
+}
+
 nb::bytes export_blocks(Program& program, const std::vector<int64_t>& blocks) {
   const size_t size = blocks.size() * program.block_bytes();
   auto data = nb::steal<nb::bytes>(PyBytes_FromStringAndSize(nullptr, Py_ssize_t(size)));
@@ -115,6 +137,11 @@ NB_MODULE(_native, m) {
     for (const auto& isa : isas()) names.push_back(isa.name);
     return names;
   });
+
+  m.def("chain_hashes",
+        [](nb::bytes parent, IntArray tokens, size_t block_size) { return chain_of(parent, flat(tokens), block_size); },
+        "parent"_a, "tokens"_a.noconvert(), "block_size"_a);
+  m.def("chain_hashes", chain_of_ints, "parent"_a, "tokens"_a, "block_size"_a);
 
   nb::class_<Weight>(m, "Weight")
       .def(nb::init<size_t, const std::vector<std::pair<std::string, size_t>>&>(), "width"_a, "parts"_a)
