@@ -17,14 +17,14 @@ from penstock.backend.cuda.experts import compute_experts
 from penstock.backend.cuda.inputs import Fields
 from penstock.backend.cuda.kernels import delta_rule, layer_norm, norm
 from penstock.backend.cuda.kernels import norm_qk as norm_qk_kernel
-from penstock.backend.cuda.kernels.decode_attention import Turn, attend_parts
-from penstock.backend.cuda.kernels.expert_routing import Seats
-from penstock.backend.cuda.kernels.fp8_activations import Codes, codes_in
-from penstock.backend.cuda.kernels.gather_rows import known_tokens, take_rows
-from penstock.backend.cuda.kernels.mla_attention import attend_latent_parts, attend_latent_tiles, store_latent
-from penstock.backend.cuda.kernels.prefill_attention import attend_tiles
+from penstock.backend.cuda.kernels.decode_attention import Rotation, decode_attention
+from penstock.backend.cuda.kernels.expert_routing import ExpertPermutation
+from penstock.backend.cuda.kernels.fp8_activations import Fp8Activations, fp8_view
+from penstock.backend.cuda.kernels.gather_rows import gather_rows, resolve_tokens
+from penstock.backend.cuda.kernels.mla_attention import mla_decode, mla_prefill, store_mla_kv
+from penstock.backend.cuda.kernels.prefill_attention import prefill_attention
 from penstock.backend.cuda.kernels.rope import rope_and_store
-from penstock.backend.cuda.kernels.silu_and_mul import gate as gate_kernel
+from penstock.backend.cuda.kernels.silu_and_mul import act_and_mul as act_and_mul_kernel
 from penstock.backend.cuda.kv_cache import Cache
 from penstock.backend.cuda.weights import Weight
 from penstock.errors import UnsupportedModel
@@ -47,7 +47,7 @@ class Memory:
 
     last: Any  # [slots + 1] the token each slot sampled last
     tokens: Any  # [T] the step's tokens, all known
-    shares: Any = None  # see decode_attention
+    split_kv: Any = None  # see decode_attention
     caches: dict[int, Cache] = field(default_factory=dict)  # by layer
     states: Any = None  # see recurrent_states
 
@@ -59,7 +59,7 @@ class Context:
     memory: Memory
     device: torch.device
     _frequencies: dict[tuple[float, ...], Any] = field(default_factory=dict)
-    _seats: dict[tuple[int, int], Seats] = field(default_factory=dict)  # by number of experts and top_k
+    _permutations: dict[tuple[int, int], ExpertPermutation] = field(default_factory=dict)  # by count and top_k
 
     def frequencies(self, spec: AttentionSpec) -> Any:
         """Returns the frequencies of RoPE on the device."""
@@ -69,12 +69,12 @@ class Context:
             self._frequencies[key] = torch.tensor(numbers, dtype=torch.float64, device=self.device)
         return self._frequencies[key]
 
-    def seats(self, spec: ExpertSpec) -> Seats:
+    def permutation(self, spec: ExpertSpec) -> ExpertPermutation:
         """Returns memory for the permutation of tokens to experts, which layers share."""
         key = spec.count, spec.top_k
-        if key not in self._seats:
-            self._seats[key] = Seats.on(self.device, spec, len(self.memory.tokens))
-        return self._seats[key]
+        if key not in self._permutations:
+            self._permutations[key] = ExpertPermutation.on(self.device, spec, len(self.memory.tokens))
+        return self._permutations[key]
 
 
 def bind(node: Node, context: Context) -> Callable[..., None]:
@@ -85,7 +85,7 @@ def bind(node: Node, context: Context) -> Callable[..., None]:
     if node.op in ("attend", "attend_mla"):
         constants["frequencies"] = context.frequencies(node.attributes["spec"])
     if node.op == "moe":
-        constants["seats"] = context.seats(node.attributes["spec"])
+        constants["permutation"] = context.permutation(node.attributes["spec"])
     return partial(LAUNCHERS[node.op], context, **node.attributes, **constants)
 
 
@@ -117,15 +117,15 @@ CAPABILITIES = Capabilities(
 )
 
 
-def fp8_rows(weight: Weight | None, rows: Any) -> Codes | None:
+def fp8_rows(weight: Weight | None, rows: Any) -> Fp8Activations | None:
     """Returns a view of the rows as FP8 activations, if that is how a product with the weight wants so many."""
-    return codes_in(rows) if weight is not None and weight.takes_codes(len(rows)) else None
+    return fp8_view(rows) if weight is not None and weight.takes_fp8(len(rows)) else None
 
 
 def embed(context: Context, step: Fields, out: Any, *, table: Weight) -> None:
     memory = context.memory
     tokens = memory.tokens[: len(out)]
-    known_tokens(step.tokens, step.token_slots, memory.last, tokens)
+    resolve_tokens(step.tokens, step.token_slots, memory.last, tokens)
     table.gather(tokens, out)
 
 
@@ -200,17 +200,17 @@ def attend(
     frequencies: Any,
 ) -> None:
     rope = spec.rope
-    (cache, scales), turn = context.memory.caches[layer], None
+    (cache, scales), rotation = context.memory.caches[layer], None
     if len(step.tiles):
-        rotation = frequencies, rope.scale, len(rope.inv_freq), rope.interleaved
-        rope_and_store(qkv, *rotation, step.positions, step.places, cache, scales)
+        angles = frequencies, rope.scale, len(rope.inv_freq), rope.interleaved
+        rope_and_store(qkv, *angles, step.positions, step.places, cache, scales)
         about = spec.scale, spec.window, scales, spec.soft_cap, spec.causal
-        attend_tiles(qkv, cache, step.tiles, step.tables, step.header, out, *about, **vectors)
+        prefill_attention(qkv, cache, step.tiles, step.tables, step.header, out, *about, **vectors)
     else:
-        turn = Turn(frequencies, step.places, rope.scale, len(rope.inv_freq), rope.interleaved)
+        rotation = Rotation(frequencies, step.places, rope.scale, len(rope.inv_freq), rope.interleaved)
     if len(step.parts):
-        shares, options = context.memory.shares, (spec.scale, spec.window, scales, spec.soft_cap)
-        attend_parts(qkv, cache, step.parts, step.tables, step.header, out, shares, turn, *options, **vectors)
+        split_kv, options = context.memory.split_kv, (spec.scale, spec.window, scales, spec.soft_cap)
+        decode_attention(qkv, cache, step.parts, step.tables, step.header, out, split_kv, rotation, *options, **vectors)
 
 
 def attend_mla(
@@ -227,17 +227,17 @@ def attend_mla(
     frequencies: Any,
 ) -> None:
     rope, (cache, scales) = spec.rope, context.memory.caches[layer]
-    rotation = frequencies, rope.scale, rope.interleaved
-    store_latent(q, kv, gain, eps, *rotation, step.positions, step.places, cache, scales)
+    angles = frequencies, rope.scale, rope.interleaved
+    store_mla_kv(q, kv, gain, eps, *angles, step.positions, step.places, cache, scales)
     tables = step.tables, step.header, out
     if len(step.tiles):
-        attend_latent_tiles(q, cache, step.tiles, *tables, spec.v_dim, spec.scale, scales)
+        mla_prefill(q, cache, step.tiles, *tables, spec.v_dim, spec.scale, scales)
     if len(step.parts):
-        attend_latent_parts(q, cache, step.parts, *tables, context.memory.shares, spec.v_dim, spec.scale, scales)
+        mla_decode(q, cache, step.parts, *tables, context.memory.split_kv, spec.v_dim, spec.scale, scales)
 
 
 def act_and_mul(context: Context, step: Fields, x: Any, out: Any, *, act: str, consumer: Weight | None = None) -> None:
-    gate_kernel(x, out, fp8_rows(consumer, out), act)
+    act_and_mul_kernel(x, out, fp8_rows(consumer, out), act)
 
 
 def activate(context: Context, step: Fields, x: Any, out: Any, *, act: str) -> None:
@@ -245,7 +245,7 @@ def activate(context: Context, step: Fields, x: Any, out: Any, *, act: str) -> N
 
 
 def sigmoid_mul(context: Context, step: Fields, x: Any, gate: Any, out: Any) -> None:
-    delta_rule.gate_by(x, gate, out)
+    delta_rule.sigmoid_mul(x, gate, out)
 
 
 def add(context: Context, step: Fields, x: Any, y: Any, out: Any) -> None:
@@ -261,7 +261,7 @@ def soft_cap(context: Context, step: Fields, x: Any, out: Any, *, cap: float) ->
 
 
 def take_sampled(context: Context, step: Fields, x: Any, out: Any) -> None:
-    take_rows(x, step.sampled, out)
+    gather_rows(x, step.sampled, out)
 
 
 def moe(
@@ -273,9 +273,9 @@ def moe(
     *scratch: Any,
     experts: ExpertWeights,
     spec: ExpertSpec,
-    seats: Seats,
+    permutation: ExpertPermutation,
 ) -> None:
-    compute_experts(x, router_logits, out, *scratch, experts=experts, spec=spec, seats=seats)
+    compute_experts(x, router_logits, out, *scratch, experts=experts, spec=spec, permutation=permutation)
 
 
 def delta_net(
@@ -291,7 +291,7 @@ def delta_net(
     eps: float,
 ) -> None:
     states = context.memory.states
-    rows, buffers = states.rows_of(step), delta_rule.Scratch(*scratch)
+    rows, buffers = states.rows_of(step), delta_rule.DeltaScratch(*scratch)
     delta_rule.delta_net(qkvz, ba, weights, spec, eps, states.layers[layer], rows, buffers, out)
 
 

@@ -14,9 +14,9 @@ import torch
 
 from penstock.backend.base import Model
 from penstock.backend.cuda.inputs import SPARE_PARTS, Fields
-from penstock.backend.cuda.kernels.decode_attention import Shares
+from penstock.backend.cuda.kernels.decode_attention import SplitKV
 from penstock.backend.cuda.launchers import CAPABILITIES, Context, Memory, bind
-from penstock.backend.cuda.recurrent_states import States
+from penstock.backend.cuda.recurrent_states import RecurrentStates
 from penstock.model.program import record
 
 Launch = tuple[Callable[..., None], tuple[int, ...]]  # a launcher and the buffers it is called with
@@ -37,7 +37,7 @@ class CudaProgram:
         self.recorded = record(model, CAPABILITIES)
         self.answer = self.recorded.answer
         self.layers = self.recorded.attention_layers
-        memory.states = States(self.recorded.recurrent_layers, sizes.rows, sizes.tokens, device)
+        memory.states = RecurrentStates(self.recorded.recurrent_layers, sizes.rows, sizes.tokens, device)
         context = Context(memory, device)
         launches = [bind(node, context) for node in self.recorded.nodes]
         self._launches: list[Launch] = list(zip(launches, self.recorded.places, strict=True))
@@ -52,7 +52,7 @@ class CudaProgram:
         heads = [(spec.heads, spec.head_dim) for spec in self.layers.values()]
         parts = sizes.rows + SPARE_PARTS
         most_heads = max([h for h, _ in heads], default=1)
-        memory.shares = Shares(
+        memory.split_kv = SplitKV(
             torch.empty(parts * max([h * d for h, d in heads], default=1), device=device),
             torch.empty(parts * most_heads * 2, device=device),
             torch.zeros(sizes.rows * most_heads, dtype=torch.int32, device=device),
