@@ -12,7 +12,7 @@ import torch
 
 from penstock.backend.cuda import CudaBackend
 from penstock.backend.cuda.experts import CodedMatrices, DenseMatrices, pack_matrices
-from penstock.backend.cuda.footprint import held
+from penstock.backend.cuda.footprint import stored_as
 from penstock.backend.cuda.kernels.expert_gemm import ExpertRows
 from penstock.backend.cuda.kernels.expert_routing import (
     ExpertPermutation,
@@ -23,8 +23,8 @@ from penstock.backend.cuda.kernels.expert_routing import (
 )
 from penstock.backend.cuda.quantized_weights import Quantized
 from penstock.backend.cuda.weights import Dense
-from penstock.backend.ref.cases import random_tensor
 from penstock.backend.ref.ops import choose
+from penstock.model.random_tensor import random_tensor
 from penstock.model.spec import ExpertSpec
 from penstock.model.tensor import FLOAT8, Stack, Tensor
 from tests.cuda.device import DEVICE, HALF, close, ints, normal
@@ -151,7 +151,7 @@ def test_routers_are_not_quantized() -> None:
         tensor = replace(plain, name=name)
         weight = CudaBackend(64, 8, device=DEVICE, dtype=HALF, quantize="int4").pack_matrix([tensor], [None])
         assert isinstance(weight, kind)
-        assert held(tensor, "int4").bits == (16 if kind is Dense else 4.5)
+        assert stored_as(tensor, "int4").bits == (16 if kind is Dense else 4.5)
 
 
 def test_memory_figures_know_that_experts_are_not_float8() -> None:
@@ -160,6 +160,6 @@ def test_memory_figures_know_that_experts_are_not_float8() -> None:
 
     plain = random_tensor(np.random.default_rng(), "BF16", 32, 32).format
     for name in ("model.layers.0.mlp.experts.3.up_proj.weight", "blk.0.ffn_up_exps.weight"):
-        assert held(tensor(name, FLOAT8["F8_E4M3"]), "").bits == 16
-        assert [held(tensor(name, plain), quantize).bits for quantize in ("fp8", "int4", "")] == [16, 4.5, 16]
-    assert held(tensor("model.layers.0.mlp.up_proj.weight", FLOAT8["F8_E4M3"]), "").bits == 8
+        assert stored_as(tensor(name, FLOAT8["F8_E4M3"]), "").bits == 16
+        assert [stored_as(tensor(name, plain), quantize).bits for quantize in ("fp8", "int4", "")] == [16, 4.5, 16]
+    assert stored_as(tensor("model.layers.0.mlp.up_proj.weight", FLOAT8["F8_E4M3"]), "").bits == 8

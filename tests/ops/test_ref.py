@@ -10,9 +10,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.ref import RefBackend, cases
-from penstock.backend.ref.batches import Chunk, blocks_for, greedy_batch, random_steps
 from penstock.backend.ref.ops import Cache, Matrix, RefOps, rotate
+from penstock.backend.ref.random_steps import blocks_for, random_steps
 from penstock.model import rope
 from penstock.model.dequantize import dequantize
 from penstock.model.ops import ExpertWeights, Ops

@@ -8,7 +8,7 @@ import numpy as np
 
 from penstock.backend.base import LAST_SAMPLED, Batch, Ints, StateMove
 from penstock.core import Sequence
-from penstock.engine.sampling import Sampler, Wanted, sample_rows
+from penstock.engine.sampling import Sampler, Wanted, constrained_positions, sample_rows
 from penstock.types import Limits, Row, StepPlan
 
 
@@ -62,6 +62,7 @@ class Batcher:
             sampled=np.array(sampled, np.int32),
             sample_start=np.array(sample_start, np.int32),
             sample=sample_rows(wanted),
+            constrained=constrained_positions(wanted),
             moves=tuple(self._move(at, row) for at, row in enumerate(plan.rows) if row.begin >= 0 or row.save >= 0),
         )
 

@@ -13,7 +13,7 @@ from penstock.core import Scheduler, Sequence
 from penstock.engine.batch import Batcher
 from penstock.engine.grammar import Compiling, Constraint, Grammars
 from penstock.engine.pooling import pools
-from penstock.engine.sampling import Sampler
+from penstock.engine.sampling import Sampler, bitmasks
 from penstock.errors import InvalidGrammar, InvalidRequest, OutOfMemory, PenstockError, StepFailed
 from penstock.types import (
     STEP_SIZES,
@@ -131,7 +131,7 @@ class Engine:
 
     def settle(self) -> bool:
         """Uses a moment without requests to make later steps faster; False when nothing is left to do."""
-        return self._backend.settle()
+        return self._backend.prepare_in_idle()
 
     def stats(self) -> Stats:
         stats = self._scheduler.stats()
@@ -150,7 +150,10 @@ class Engine:
             batch = self._batcher.build(plan, self._scheduler.sequences, self._samplers)
             if self._pooling:
                 batch = replace(batch, pools=pools(plan, self._scheduler.sequences, self._pooling))
-            self._flight.append((plan, self._backend.launch(batch)))
+            ticket = self._backend.launch(batch)
+            if len(batch.constrained):
+                self._backend.constrain(ticket, bitmasks(plan, batch, self._samplers))
+            self._flight.append((plan, ticket))
             self._short = False
             self._computed += (size := len(batch.tokens))
             self._step_sizes[bisect_left(STEP_SIZES, size)] += 1
@@ -162,7 +165,7 @@ class Engine:
     def _find_memory(self, plan: StepPlan, error: OutOfMemory) -> None:
         """What the backend can spare is given back and the step's sequences are computed again; where that was not
         enough, they fail and no others do."""
-        self._backend.relieve()
+        self._backend.free_memory()
         if self._short:
             self._fail(plan, error)
         else:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.backend.base import Floats, Held
+from penstock.backend.base import Floats, StoredAs
 from penstock.backend.cpu._native import Weight, fill_parts, packed_bits
 from penstock.model.dequantize import dequantize
 from penstock.model.formats.rows import as_q8_0
@@ -115,13 +115,13 @@ class Packing:
         self._waiting, self._bytes = [], 0
 
 
-def held(tensor: Tensor) -> Held:
-    """What `Packing` makes of it."""
+def stored_as(tensor: Tensor) -> StoredAs:
+    """Returns the format that `Packing` stores the tensor in."""
     if len(tensor.shape) == 1:
-        return Held("F32", 32)
+        return StoredAs("F32", 32)
     name = (as_q8_0(tensor) or tensor).format.name
     kept = name if name in NATIVE else "BF16"
-    return Held(kept, packed_bits(kept))
+    return StoredAs(kept, packed_bits(kept))
 
 
 def widened(part: Tensor) -> Tensor:

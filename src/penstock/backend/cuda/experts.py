@@ -27,7 +27,6 @@ from penstock.backend.cuda.kernels.silu_and_mul import act_and_mul
 from penstock.backend.cuda.pack_quantized import TAKE, QuantizedWeight, quantize_int4
 from penstock.backend.cuda.quant_blocks import ROWS
 from penstock.backend.cuda.quantized_weights import Workspace, join
-from penstock.backend.cuda.transfer import transfer
 from penstock.backend.cuda.weights import PLAIN, names, packed, say, stacked_bias, stacked_values, tell_growth
 from penstock.model.formats.rows import as_q8_0
 from penstock.model.ops import ExpertWeights
@@ -115,16 +114,16 @@ def pack_matrices(
     tiled = dtype.itemsize == 2 and all(part.shape[0] % ROWS == 0 for part in parts)
     if tiled and len(formats) == 1 and formats <= TAKE.keys() and all(part.scales is None for part in parts):
         tell_growth(parts[:1], workspace)
-        return CodedMatrices(join([packed(part, device) for part in parts]), bias)
+        return CodedMatrices(join([packed(part, workspace.transfer) for part in parts]), bias)
     if dtype.itemsize == 2 and not formats <= PLAIN.keys():
         stored = sum(part.size for part in parts) / sum(part.shape[0] * part.shape[1] for part in parts)
         say(
             workspace,
             f"experts in {names(formats)} become {dtype}, {2 / stored:.1f} times as large: no kernel reads them",
         )
-    values = stacked_values(parts, device, dtype)
+    values = stacked_values(parts, device, dtype, workspace.transfer)
     if tiled and quantize == "int4" and formats <= PLAIN.keys():
-        transfer.arrived()
+        workspace.transfer.finish()
         return CodedMatrices(quantize_int4(values), bias)
     if quantize:
         say(workspace, f"experts in {names(formats)} do not become {quantize}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from penstock.backend.base import Held
+from penstock.backend.base import StoredAs
 from penstock.model.formats.rows import as_q8_0
 from penstock.model.spec import ModelSpec
 from penstock.model.tensor import PLAIN, Tensor
@@ -26,19 +26,19 @@ def weight_bytes(tensors: Iterable[Tensor], quantize: str) -> int:
 
 
 def tensor_bytes(tensor: Tensor, quantize: str) -> float:
-    return (1 if len(tensor.shape) == 1 else PACKING_OVERHEAD) * held(tensor, quantize).bytes(tensor)
+    return (1 if len(tensor.shape) == 1 else PACKING_OVERHEAD) * stored_as(tensor, quantize).bytes(tensor)
 
 
-def held(tensor: Tensor, quantize: str) -> Held:
+def stored_as(tensor: Tensor, quantize: str) -> StoredAs:
     if len(tensor.shape) == 1:
-        return Held("F32", 32)
+        return StoredAs("F32", 32)
     tensor = as_q8_0(tensor) or tensor
     name, widened = tensor.format.name, {"F8_E4M3", "fp8"} if of_experts(tensor) else ()
     if name in KEPT and name not in widened and not (of_experts(tensor) and tensor.scales):
-        return Held(name, KEPT[name])
+        return StoredAs(name, KEPT[name])
     if quantize and name in PLAIN and quantize not in widened and not is_router(tensor):
-        return Held(quantize, BITS[quantize])
-    return Held("BF16", 16)
+        return StoredAs(quantize, BITS[quantize])
+    return StoredAs("BF16", 16)
 
 
 def is_router(tensor: Tensor) -> bool:

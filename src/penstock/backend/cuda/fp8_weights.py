@@ -24,7 +24,7 @@ from penstock.backend.cuda.kernels.fp8_blocks import (
 from penstock.backend.cuda.kernels.silu_and_mul import act_and_mul
 from penstock.backend.cuda.quant_blocks import COLUMNS as TILE
 from penstock.backend.cuda.quantized_weights import Float8, Workspace
-from penstock.backend.cuda.transfer import transfer
+from penstock.backend.cuda.transfer import Transfer
 from penstock.model.tensor import Tensor
 
 
@@ -87,7 +87,7 @@ def pack_float8(
     if width % TILE or any(columns < width and columns % COLUMNS for columns in shared):
         return None
     weight = empty_fp8(sum(part.shape[0] for part in parts), width, device)
-    carry_codes(parts, weight.values)
+    send_codes(parts, weight.values, workspace.transfer)
     if all(columns >= width for columns in shared):
         weight.scales.copy_(stacked_scales(parts, width)[:, 0])
         return Float8(weight, bias, workspace)
@@ -95,10 +95,10 @@ def pack_float8(
     return BlockFloat8(Fp8BlockWeight(weight.values, scales), bias, workspace)
 
 
-def carry_codes(parts: Sequence[Tensor], target: Any) -> None:
+def send_codes(parts: Sequence[Tensor], target: Any, transfer: Transfer) -> None:
     at = 0
     for part in parts:
-        transfer.carry(part.data, target[at : at + part.shape[0]])
+        transfer.send(part.data, target[at : at + part.shape[0]])
         at += part.shape[0]
 
 

@@ -21,6 +21,7 @@ from penstock.backend.cuda.kernels.skinny_gemm import SplitKScratch
 from penstock.backend.cuda.pack_quantized import QuantizedWeight
 from penstock.backend.cuda.quant_blocks import ROWS
 from penstock.backend.cuda.tilings import hopper_gemm_tiling
+from penstock.backend.cuda.transfer import Transfer
 
 
 class Workspace:
@@ -28,6 +29,7 @@ class Workspace:
 
     def __init__(self, scratch: SplitKScratch, tokens: int) -> None:
         self.scratch = scratch
+        self.transfer = Transfer(scratch.partials.device)  # of weights that are being packed
         self.has_hopper_gemm = hopper_gemm.available(scratch.partials.device)
         self.said: set[str] = set()  # about weights: once for all that are alike
         self._tokens = tokens

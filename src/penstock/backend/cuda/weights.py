@@ -28,7 +28,7 @@ from penstock.backend.cuda.pack_quantized import pack as pack_codes
 from penstock.backend.cuda.quant_blocks import COLUMNS
 from penstock.backend.cuda.quantized_weights import Float8, Quantized, Workspace, stack
 from penstock.backend.cuda.tilings import HOPPER_GEMM_ROWS, TALL, gemv_tiling, hopper_gemm_tiling, skinny_tiling
-from penstock.backend.cuda.transfer import transfer
+from penstock.backend.cuda.transfer import Transfer
 from penstock.model.dequantize import dequantize
 from penstock.model.formats.rows import as_q8_0
 from penstock.model.tensor import Tensor, factor_of, some_rows
@@ -130,16 +130,16 @@ def pack(
         say(workspace, f"weights in {names(formats)} stay as they are: {quantize} is for plain ones")
     if dtype.itemsize == 2 and formats <= TAKE.keys() and None not in map(factor_of, parts):
         tell_growth(parts, workspace)
-        return Quantized(stack([packed(part, device) for part in parts]), vector, workspace)
+        return Quantized(stack([packed(part, workspace.transfer) for part in parts]), vector, workspace)
     if dtype.itemsize == 2 and formats == {"F8_E4M3"} and (weight := pack_float8(parts, vector, device, workspace)):
         return weight
     if dtype.itemsize == 2 and not formats <= PLAIN.keys():
         size = f"{dtype.itemsize} bytes for each value"
         say(workspace, f"weights in {names(formats)} become {dtype}, {size}: no kernel reads them as they are")
-    values = stacked_values(parts, device, dtype)
+    values = stacked_values(parts, device, dtype, workspace.transfer)
     if not quantize or not formats <= PLAIN.keys():
         return Dense(values, vector, workspace)
-    transfer.arrived()
+    workspace.transfer.finish()
     if quantize == "int4":
         return Quantized((quantize_int4(values),), vector, workspace)
     if values.shape[1] % COLUMNS == 0:
@@ -165,17 +165,17 @@ def say(workspace: Workspace, message: str) -> None:
         log.warning(message)
 
 
-def packed(part: Tensor, device: torch.device) -> QuantizedWeight:
+def packed(part: Tensor, transfer: Transfer) -> QuantizedWeight:
     rows, width = part.shape
-    return pack_codes(part.data, part.format.name, rows, width, device, factor_of(part) or 0.0)
+    return pack_codes(part.data, part.format.name, rows, width, transfer, factor_of(part) or 0.0)
 
 
-def stacked_values(parts: Sequence[Tensor], device: torch.device, dtype: torch.dtype) -> Any:
+def stacked_values(parts: Sequence[Tensor], device: torch.device, dtype: torch.dtype, transfer: Transfer) -> Any:
     rows = sum(part.shape[0] for part in parts)
     values = torch.empty((rows, parts[0].shape[1]), dtype=dtype, device=device)
     at = 0
     for part in parts:
-        copy_values(part, values[at : at + part.shape[0]])
+        copy_values(part, values[at : at + part.shape[0]], transfer)
         at += part.shape[0]
     return values
 
@@ -193,10 +193,10 @@ def stacked_bias(parts: Sequence[Tensor], bias: Sequence[Tensor | None], device:
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-def copy_values(tensor: Tensor, target: Any) -> None:
+def copy_values(tensor: Tensor, target: Any, transfer: Transfer) -> None:
     """The tensor's values into `target`: bytes that stay as they are, by `transfer`; others some rows at a time."""
     if PLAIN.get(tensor.format.name) == target.dtype:
-        return transfer.carry(tensor.data, target)
+        return transfer.send(tensor.data, target)
     rows, width = tensor.shape
     step = max(AT_ONCE // width, 1)
     for first in range(0, rows, step):

@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 
 from penstock.backend.base import Batch, StateMove
-from penstock.backend.ref.batches import Chunk, greedy_batch, random_steps
-from penstock.backend.ref.cases import BLOCK_SIZE, FLOAT, Case, Random, Trial, all_at_once, inputs, random_tensor
+from penstock.backend.batches import Chunk, greedy_batch
+from penstock.backend.ref.cases import BLOCK_SIZE, FLOAT, Case, Random, Trial, all_at_once, inputs
+from penstock.backend.ref.random_steps import random_steps
 from penstock.model.ops import DeltaWeights, Ops
+from penstock.model.random_tensor import random_tensor
 from penstock.model.spec import DeltaSpec
 from penstock.model.tensor import Stack
 

@@ -1,4 +1,4 @@
-"""What every op means, in float32 NumPy: the law that faster backends are tested against.
+"""Defines what every op means, in float32 NumPy: faster backends are tested against it.
 
 Symbols: T tokens in the step, S of them whose logits are wanted, C positions of context, D dimensions of a head.
 """
@@ -50,9 +50,14 @@ class Cache:
             self.layers[index] = tuple(np.zeros(shape, np.float32) for _ in range(1 if spec.v_dim else 2))
         return self.layers[index]
 
+    @property
+    def arrays(self) -> list[Floats]:
+        """Returns all arrays whose first axis is the block, in a fixed order."""
+        return [array for index in sorted(self.layers) for array in self.layers[index]]
+
     def state(self, index: int, spec: DeltaSpec) -> tuple[Floats, Floats]:
-        """Of each recurrent layer: what was convolved last, [states, taps - 1, width], and memories, [states, v_heads,
-        k_dim, v_dim]."""
+        """Returns the states of a recurrent layer: what was convolved last, [states, taps - 1, width], and memories,
+        [states, v_heads, k_dim, v_dim]."""
         if index not in self.recurrent:
             last = np.full((self.states, spec.conv_width - 1, spec.width), np.nan, np.float32)
             memory = np.full((self.states, spec.v_heads, spec.k_dim, spec.v_dim), np.nan, np.float32)
@@ -62,7 +67,7 @@ class Cache:
 
 @dataclass(frozen=True, slots=True)
 class RefOps:
-    """The ops of model/ops.py over one step; a value is an array, computed at once."""
+    """Computes the ops of model/ops.py over one step; a value is an array, computed at once."""
 
     batch: Batch
     cache: Cache
