@@ -1,16 +1,17 @@
-"""Which device computes when nobody says so."""
+"""Which device computes when nobody says so, and which GPU of several."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import penstock.backend
-from penstock.backend import open_backend, resolve_defaults
-from penstock.config import Config
+from penstock.backend import check_quantize, open_backend, recoded_to, resolve_defaults
+from penstock.config import Config, Device
 from penstock.errors import ConfigError
 
 AUTO = Config(model="m")
@@ -55,3 +56,30 @@ def test_cuda_without_torch_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(penstock.backend, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="pip install"):
         open_backend(resolve_defaults(Config(model="m", device="cuda")))
+
+
+@pytest.mark.parametrize(
+    ("text", "device"),
+    [("cpu", ("cpu", 0)), ("ref", ("ref", 0)), ("auto", ("auto", 0)), ("cuda", ("cuda", 0)), ("cuda:12", ("cuda", 12))],
+)
+def test_a_device_may_have_an_index(text: str, device: tuple[str, int]) -> None:
+    assert Device.parse(text) == device
+
+
+@pytest.mark.parametrize("text", ["", "gpu", "cuda:", "cuda:-1", "cuda:x", "cuda:1:2", "cpu:0", "CUDA", "cuda:\u0661"])
+def test_other_devices_are_refused_and_the_known_ones_named(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"unknown device .*: use one of auto, cpu, cuda, ref, or cuda:N"):
+        resolve_defaults(Config(model="m", device=text))
+
+
+def test_any_gpu_gets_the_sizes_and_formats_of_gpus() -> None:
+    complete = resolve_defaults(Config(model="m", device="cuda:1", quantize="fp8"))
+    assert (complete.device, complete.max_rows, complete.step_tokens) == ("cuda:1", 256, 2048)
+    check_quantize(complete)
+    assert recoded_to(replace(complete, quantize="int4")) == ""
+
+
+def test_a_gpu_is_named_where_torch_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(penstock.backend, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="device cuda:3 needs torch and triton"):
+        open_backend(resolve_defaults(Config(model="m", device="cuda:3")))

@@ -1,4 +1,4 @@
-"""Batches as bytes, to send them to another process: msgpack, with arrays as raw bytes."""
+"""Turns batches into bytes and back, to send them to another process: msgpack, with arrays as raw bytes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from penstock.backend.base import Batch
 
 
 class Array(msgspec.Struct, array_like=True):
-    """An array as it is sent."""
+    """Holds an array as it is sent."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -24,7 +24,7 @@ def encode_batch(batch: Batch) -> bytes:
 
 
 def decode_batch(data: bytes) -> Batch:
-    """Returns the batch that `encode_batch` made bytes of. Its arrays cannot be written to."""
+    """Returns the batch that `encode_batch` made bytes of; raises msgspec.MsgspecError for other bytes."""
     return _DECODER.decode(data)
 
 
@@ -36,7 +36,7 @@ def _encode(value: Any) -> Array:
 
 def _decode(type: Any, value: Any) -> Any:
     array = msgspec.convert(value, Array)
-    return np.frombuffer(array.data, array.dtype).reshape(array.shape)
+    return np.frombuffer(bytearray(array.data), array.dtype).reshape(array.shape)  # writable, as torch wants it
 
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_encode)

@@ -173,7 +173,7 @@ class FakeProgram:
         return self.kv[table[positions // size], positions % size]
 
 
-class FakeBackend(SynchronousBackend):
+class FakeBackend(SynchronousBackend[FakeProgram]):
     """Answers with checksums. Weights and models count for nothing; there is program 0, and every other that is loaded.
     Its KV layer groups are those of `windows`, whatever `reserve_kv` is told."""
 
@@ -183,7 +183,7 @@ class FakeBackend(SynchronousBackend):
     def __init__(self, vocab: int = 1000, max_rows: int = 1024, windows: Sequence[int] = (0,)) -> None:
         super().__init__()
         self._make = partial(FakeProgram, max_rows=max_rows, vocab=vocab, windows=windows)
-        self._programs = {0: self._make(0)}
+        self._programs[0] = self._make(0)
         self.kv: BlockMemory = ArrayBlocks("fake", lambda: [program.kv for program in self._programs.values()])
 
     def pack_matrix(self, parts: Sequence[Tensor], bias: Sequence[Tensor | None]) -> Any:
@@ -207,9 +207,6 @@ class FakeBackend(SynchronousBackend):
     def reserve_kv(self, num_blocks: int, block_size: int, states: int = 0, groups: Sequence[KvGroup] = ()) -> None:
         for program in self._programs.values():
             program.reserve(num_blocks, block_size, states)
-
-    def _compute(self, batch: Batch, masks: Bitmasks | None) -> StepResult:
-        return self._programs[batch.program].run(batch, masks)
 
     def footprint(self, spec: ModelSpec, tensors: Iterable[Tensor]) -> Footprint:
         return Footprint(self.name, 1 << 30, 1 << 30, 0, 0, 0, KV_BYTES)

@@ -1,10 +1,10 @@
-"""What backends that compute on the host have in common: a step is computed while it is launched."""
+"""Holds what backends that compute on the host have in common: a step is computed while it is launched."""
 
 from __future__ import annotations
 
 import time
-from abc import abstractmethod
 from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
 
 from penstock.backend.base import Batch, Bitmasks, Ints, Ticket
 from penstock.types import StepResult
@@ -13,19 +13,26 @@ Launch = Callable[[Batch], Ticket]
 Wait = Callable[[Ticket], StepResult]
 
 
-class SynchronousBackend:
+class HostProgram(Protocol):
+    """Runs one loaded model: it has its own KV cache, recurrent states and last sampled tokens."""
+
+    def run(self, batch: Batch, masks: Bitmasks | None) -> StepResult:
+        """Runs one step and answers its rows."""
+
+
+P = TypeVar("P", bound=HostProgram)
+
+
+class SynchronousBackend(Generic[P]):
     """Computes each step in `launch` or, if it has constrained positions, in `constrain`. Nothing is ever in flight,
     and there is nothing to prepare."""
 
     depth = 0
 
     def __init__(self) -> None:
+        self._programs: dict[int, P] = {}
         self._results: dict[Ticket, StepResult] = {}
         self._unconstrained: Batch | None = None  # launched, and waiting for its bitmasks
-
-    @abstractmethod
-    def _compute(self, batch: Batch, masks: Bitmasks | None) -> StepResult:
-        """Runs a step and answers its rows."""
 
     def launch(self, batch: Batch) -> Ticket:
         self._unconstrained = batch if len(batch.constrained) else None
@@ -41,6 +48,15 @@ class SynchronousBackend:
 
     def wait(self, ticket: Ticket) -> StepResult:
         return self._results.pop(ticket)
+
+    def _compute(self, batch: Batch, masks: Bitmasks | None) -> StepResult:
+        return self._program_of(batch).run(batch, masks)
+
+    def _program_of(self, batch: Batch) -> P:
+        if batch.program not in self._programs:
+            loaded = ", ".join(map(str, self._programs)) or "none"
+            raise ValueError(f"program {batch.program} is not loaded: a batch runs one of those that are ({loaded})")
+        return self._programs[batch.program]
 
     def warm_up(self) -> None: ...
 

@@ -84,7 +84,7 @@ class CpuProgram:
         return out
 
 
-class CpuBackend(SynchronousBackend):
+class CpuBackend(SynchronousBackend[CpuProgram]):
     """Computes a step when it is launched: one native call, on every thread, without the interpreter's lock.
 
     A row's logits depend neither on the rest of its batch nor on how its tokens were chunked nor on `threads`.
@@ -101,7 +101,6 @@ class CpuBackend(SynchronousBackend):
             raise ConfigError(f"unknown KV type {kv!r} for a CPU: use auto or one of {', '.join(KV_TYPES)}")
         self._kv_type = KV_TYPES[0] if kv == "auto" else kv
         self._first = _native.Program(isa, threads or available_threads(), self._kv_type)
-        self._programs: dict[int, CpuProgram] = {}
         self.name = f"{self._first.threads} threads of {self._first.isa}"
         self.kv: BlockMemory = NativeBlocks(self._programs)
         self._packing = Packing(self._first.threads)
@@ -137,12 +136,9 @@ class CpuBackend(SynchronousBackend):
             layers = [] if number else [list(group.layers) for group in groups]
             program.native.reserve_kv(num_blocks, block_size, states, layers)
 
-    def _compute(self, batch: Batch, masks: Bitmasks | None) -> StepResult:
-        return self._programs[batch.program].run(batch, masks)
-
     def logits(self, batch: Batch) -> Floats:
         """Runs the forward pass of a step; returns its answer, [S, vocab]."""
-        return self._programs[batch.program].logits(batch)
+        return self._program_of(batch).logits(batch)
 
     def footprint(self, spec: ModelSpec, tensors: Iterable[Tensor]) -> Footprint:
         kv_token = spec.kv_layers * (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.backend.cuda.backend import CudaBackend, gpu_count
+from penstock.backend.cuda.backend import CudaBackend
+from penstock.backend.cuda.devices import gpu_count
 
 __all__ = ["CudaBackend", "gpu_count"]

@@ -29,6 +29,7 @@ from penstock.backend.base import (
 from penstock.backend.batches import greedy_batch, greedy_rows
 from penstock.backend.cuda import inputs
 from penstock.backend.cuda.blocks import CudaBlocks
+from penstock.backend.cuda.devices import checked_device
 from penstock.backend.cuda.experts import pack_matrices
 from penstock.backend.cuda.footprint import KEPT, stored_as, weight_bytes, workspace_bytes
 from penstock.backend.cuda.graphs import Graphs, common_shapes, few_or_many, padded
@@ -475,25 +476,6 @@ class CudaBackend:
 
     def _is_full(self) -> bool:
         return self._stream is not None and bool(torch.cuda.mem_get_info(self._device)[0] < NO_MEMORY)
-
-
-def gpu_count() -> int:
-    """Returns how many GPUs torch can use."""
-    return int(torch.cuda.device_count()) if torch.cuda.is_available() else 0
-
-
-def checked_device(name: str) -> torch.device:
-    """Returns torch's device of "cuda", "cuda:N" or "cpu"; raises ConfigError for a GPU that is not there."""
-    device, count = torch.device(name), gpu_count()
-    if device.type != "cuda":
-        return device
-    if not count:
-        raise ConfigError("torch finds no CUDA device: use --device cpu, or look at `nvidia-smi`")
-    index = device.index or 0
-    if index >= count:
-        known = "only cuda:0" if count == 1 else f"cuda:0 to cuda:{count - 1}"
-        raise ConfigError(f"there is no device cuda:{index}: torch finds {known}; choose one of them with --device")
-    return torch.device("cuda", index)
 
 
 def sampling_kinds(vocab: int) -> Iterator[tuple[SampleRows, Bitmasks | None]]:

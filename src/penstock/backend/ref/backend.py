@@ -72,7 +72,7 @@ class RefProgram:
         return np.where(batch.tokens == LAST_SAMPLED, last, batch.tokens)
 
 
-class RefBackend(SynchronousBackend):
+class RefBackend(SynchronousBackend[RefProgram]):
     """Computes in NumPy, exactly as ref/ops.py and sample.py define it."""
 
     name = "NumPy"
@@ -80,7 +80,6 @@ class RefBackend(SynchronousBackend):
 
     def __init__(self) -> None:
         super().__init__()
-        self._programs: dict[int, RefProgram] = {}
         self.kv: BlockMemory = ArrayBlocks("ref", self._kv_arrays)
 
     def pack_matrix(self, parts: Sequence[Tensor], bias: Sequence[Tensor | None]) -> Matrix:
@@ -117,12 +116,9 @@ class RefBackend(SynchronousBackend):
     def _kv_arrays(self) -> list[Floats]:
         return [array for program in self._programs.values() for array in program.cache.arrays]
 
-    def _compute(self, batch: Batch, masks: Bitmasks | None) -> StepResult:
-        return self._programs[batch.program].run(batch, masks)
-
     def logits(self, batch: Batch) -> Floats:
         """Returns what the forward pass gives for the sampled positions: [S, vocab]."""
-        return self._programs[batch.program].forward(batch)[0]
+        return self._program_of(batch).forward(batch)[0]
 
     def footprint(self, spec: ModelSpec, tensors: Iterable[Tensor]) -> Footprint:
         weights = sum(self.stored_as(tensor).bytes(tensor) for tensor in tensors)
