@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from penstock.backend.base import Backend, Ticket
-from penstock.core import Policy, Scheduler, Sequence
+from penstock.core import Policy, Scheduler, Sequence, hashing
 from penstock.engine.batch import Batcher
 from penstock.engine.grammar import Compiling, Constraint, Grammars
 from penstock.engine.pooling import pools
@@ -51,6 +51,7 @@ class Engine:
         depth: int = 0,
         grammars: Grammars | None = None,
         policy: Policy | None = None,
+        chain: hashing.Chain = hashing.chain,
     ) -> None:
         self.limits = limits
         self._grammars = grammars
@@ -58,7 +59,7 @@ class Engine:
         self._constraints: dict[int, Constraint] = {}
         self._backend = backend
         self._depth = depth  # steps in flight while the next one is planned
-        self._scheduler = Scheduler(limits, policy=policy)
+        self._scheduler = Scheduler(limits, policy=policy, chain=chain)
         self._batcher = Batcher(limits)
         self._samplers: dict[int, Sampler] = {}
         self._pooling: dict[int, str] = {}  # how the requests that want an embedding are pooled
