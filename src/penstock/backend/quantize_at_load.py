@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from penstock.backend import recoded_to
 from penstock.config import Config, Device, available_threads
-from penstock.model.families.latent import apart
+from penstock.model.families.mla import apart
 from penstock.model.load import Checkpoint
 from penstock.model.recode import HEADS, choose, recoded
 from penstock.model.tensor import PLAIN, Format, Tensor

@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections import deque
 
 from penstock.backend.base import Backend, Ticket
-from penstock.core import Policy, Scheduler
+from penstock.core import Policy, Scheduler, hashing
 from penstock.engine.batch import Batcher, bitmasks
 from penstock.engine.grammar import Constraint, Grammars
 from penstock.engine.host_blocks import HostBlocks
@@ -35,7 +35,8 @@ PATIENCE = 0.002  # seconds between two looks at what has arrived, when all requ
 
 class Engine:
     """Answers requests: every one that was added ends in exactly one Finished, Aborted or Failed. `depth` steps are in
-    flight while the next one is planned. With `block_events`, what enters and leaves the prefix cache is recorded."""
+    flight while the next one is planned, `policy` decides where there is a choice, `chain` computes chain hashes, and
+    with `block_events` it is recorded what enters and leaves the prefix cache."""
 
     def __init__(
         self,
@@ -45,13 +46,15 @@ class Engine:
         depth: int = 0,
         grammars: Grammars | None = None,
         policy: Policy | None = None,
+        chain: hashing.Chain = hashing.chain,
         block_events: bool = False,
     ) -> None:
         self.limits = limits
         self._backend = backend
         self._depth = depth
         self._grammars = grammars
-        self._scheduler = Scheduler(limits, policy=policy, epoch=time.time_ns() if block_events else None)
+        epoch = time.time_ns() if block_events else None
+        self._scheduler = Scheduler(limits, policy=policy, chain=chain, epoch=epoch)
         self._batcher = Batcher(limits)
         self._host_blocks = HostBlocks()
         self._records: dict[int, RequestRecord] = {}
