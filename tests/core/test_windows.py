@@ -185,8 +185,8 @@ def test_block_tables_of_all_groups_follow_from_plans_alone() -> None:
             tables.setdefault((grown.seq, grown.group), {}).update(enumerate(grown.blocks, grown.at))
         for row in plan.rows:
             for group, table in enumerate(scheduler.sequences[row.seq].tables):
-                told = tables[row.seq, group]
-                assert all(told[at] == block for at, block in enumerate(table) if block >= 0)
+                entries = tables[row.seq, group]
+                assert all(entries[at] == block for at, block in enumerate(table) if block >= 0)
         answer(scheduler, plan)
     assert scheduler.stats().preemptions > 0
 
