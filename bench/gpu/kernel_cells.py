@@ -254,7 +254,7 @@ class Context:
         parts = np.full((max(self.work.shape.parts, 1), 8), -1, np.int32)
         parts[: len(self.work.parts)] = self.work.parts
         self.parts, self.tiles = on_device(parts), on_device(self.work.tiles)
-        self.tables, self.header = on_device(batch.tables.ravel()), on_device(np.array([batch.tables.shape[1]] * 4))
+        self.tables, self.header = on_device(batch.tables.ravel()), on_device(np.array([batch.tables.shape[2]] * 4))
         self.shares = decode_attention.Shares(
             torch.empty(len(parts) * heads * dims, device="cuda"),
             torch.empty(len(parts) * heads * 2, device="cuda"),
@@ -276,7 +276,7 @@ class Context:
         first, last = self.batch.row_start[row : row + 2].tolist()
         positions = torch.from_numpy(self.batch.positions[first:last]).cuda()
         context = int(positions[-1]) + 1
-        table = torch.from_numpy(self.batch.tables[row, : -(-context // 16)].astype(np.int64)).cuda()
+        table = torch.from_numpy(self.batch.tables[0, row, : -(-context // 16)].astype(np.int64)).cuda()
         keys, values = self.caches[0][table].float().permute(1, 2, 0, 3, 4).reshape(2, 8, -1, self.dims)[:, :, :context]
         q = self.qkv[first:last].float().reshape(last - first, -1, self.dims)[:, :32].transpose(0, 1)
         mask = torch.arange(context, device="cuda")[None, :] <= positions[:, None]

@@ -76,7 +76,7 @@ def test_rope_within_attention(name: str, interleaved: bool, dtype: torch.dtype)
     work = inputs.plan(batch, 32, padded)
     places = ints([9 * 16 + 6, 10 * 16, 11 * 16 + 15])
     frequencies = torch.tensor(spec.rope.inv_freq, dtype=torch.float64, device=DEVICE)
-    tables, header = ints(batch.tables.ravel()), ints([batch.tables.shape[1]])
+    tables, header = ints(batch.tables.ravel()), ints([batch.tables.shape[2]])
     found = []
     for turn in (None, Turn(frequencies, places, spec.rope.scale, len(frequencies), interleaved)):
         qkv = normal(3, (spec.heads + 2 * spec.kv_heads) * spec.head_dim, dtype=dtype, seed=1)
@@ -104,7 +104,7 @@ def attend_with(
     cache = normal(blocks, 2, kv_heads, block_size, dims, dtype=dtype)
     qkv = normal(len(batch.tokens), (heads + 2 * kv_heads) * dims, dtype=dtype, seed=1)
     out = torch.full((len(batch.tokens), heads * dims), torch.nan, dtype=dtype, device=DEVICE)
-    tables, header = ints(batch.tables.ravel()), ints([batch.tables.shape[1]])
+    tables, header = ints(batch.tables.ravel()), ints([batch.tables.shape[2]])
     sinks = 4 * normal(heads, seed=2) if sunk else None
     if len(work.parts):
         shares = shares_of(spec, len(work.parts), len(chunks))
@@ -120,7 +120,7 @@ def attend_with(
     for row, (first, last) in enumerate(zip(batch.row_start, batch.row_start[1:], strict=False)):
         positions = batch.positions[first:last]
         context = np.arange(positions[-1] + 1)
-        at = batch.tables[row, context // block_size], context % block_size
+        at = batch.tables[0, row, context // block_size], context % block_size
         counted = None if sinks is None else sinks.cpu().numpy()
         wanted = attention(q[first:last], keys[at], values[at], positions, spec, counted)
         assert close(out[first:last], torch.from_numpy(wanted).reshape(last - first, -1).to(DEVICE))

@@ -86,7 +86,7 @@ def test_rope_within_attention_writes_the_same(name: str, kind: str) -> None:
     work = inputs.plan(batch, 32, padded)
     places = ints([9 * 16 + 6, 10 * 16, 11 * 16 + 15])
     frequencies = torch.tensor(spec.rope.inv_freq, dtype=torch.float64, device=DEVICE)
-    tables, header = ints(batch.tables.ravel()), ints([batch.tables.shape[1]])
+    tables, header = ints(batch.tables.ravel()), ints([batch.tables.shape[2]])
     found = []
     for turn in (None, Turn(frequencies, places, spec.rope.scale, len(frequencies), False)):
         qkv = normal(3, (spec.heads + 2 * spec.kv_heads) * spec.head_dim, seed=1)
@@ -121,7 +121,7 @@ def test_attention_reads_what_is_stored(name: str, window: int, dtype: torch.dty
     cache = filled(spec, kind, 40)
     qkv = normal(len(batch.tokens), spec.q_width + 2 * spec.kv_width, dtype=dtype, seed=1)
     out = torch.full((len(batch.tokens), spec.q_width), torch.nan, dtype=dtype, device=DEVICE)
-    tables, header = ints(batch.tables.ravel()), ints([batch.tables.shape[1]])
+    tables, header = ints(batch.tables.ravel()), ints([batch.tables.shape[2]])
     shares = shares_of(spec, len(work.parts), len(chunks))
     common, sinks = (tables, header, out), 4 * normal(spec.heads, seed=2)
     about = spec.scale, window, cache.scales, 0.0
@@ -133,7 +133,7 @@ def test_attention_reads_what_is_stored(name: str, window: int, dtype: torch.dty
     for row, (first, last) in enumerate(zip(batch.row_start, batch.row_start[1:], strict=False)):
         positions = batch.positions[first:last]
         context = np.arange(positions[-1] + 1)
-        at = batch.tables[row, context // 16], context % 16
+        at = batch.tables[0, row, context // 16], context % 16
         wanted = attention(q[first:last], keys[at], values[at], positions, spec, sinks.cpu().numpy())
         assert close(out[first:last], torch.from_numpy(wanted).reshape(last - first, -1).to(DEVICE))
 

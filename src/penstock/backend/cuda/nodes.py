@@ -98,7 +98,13 @@ class Memory:
     tokens: Any  # [T] the step's tokens, all known
     shares: Any = None  # see decode_attention
     caches: dict[int, Cache] = field(default_factory=dict)  # by layer
+    groups: dict[int, int] = field(default_factory=dict)  # the KV group of each layer
     states: Any = None  # see states.py
+
+    def reserve_arrivals(self, count: int) -> None:
+        """Makes room for a counter for each KV head of each block table, where there is too little."""
+        if len(self.shares.arrived) < count:
+            self.shares = self.shares._replace(arrived=self.shares.arrived.new_zeros(count))
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +116,7 @@ class Attend:
     sinks: Any | None = None
 
     def __call__(self, step: Fields, qkv: Any, out: Any) -> None:
-        spec, rope = self.spec, self.spec.rope
+        spec, rope, step = self.spec, self.spec.rope, step.of(self.memory.groups[self.layer])
         (cache, scales), turn = self.memory.caches[self.layer], None
         if len(step.tiles):
             places = step.positions, step.places
@@ -148,7 +154,7 @@ class AttendLatent:
     eps: float
 
     def __call__(self, step: Fields, q: Any, kv: Any, out: Any) -> None:
-        spec, rope = self.spec, self.spec.rope
+        spec, rope, step = self.spec, self.spec.rope, step.of(self.memory.groups[self.layer])
         cache, scales = self.memory.caches[self.layer]
         turned = self.frequencies, rope.scale, rope.interleaved
         store_latent(q, kv, self.gain, self.eps, *turned, step.positions, step.places, cache, scales)

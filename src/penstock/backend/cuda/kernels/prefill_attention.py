@@ -156,6 +156,8 @@ def _attend_tiles(
     for start in tl.range(whole, end, TILE):
         position = start + tl.arange(0, TILE)
         seen = position < end
+        if WINDOW:
+            seen = seen & (position > first - WINDOW)  # tables name any block at all before that
         line = (block * (2 * KV_HEADS) + kv_head) * BLOCK_SIZE + position % BLOCK_SIZE
         block = blocks_of(table, position + TILE, end, BLOCK_SIZE)
         inside = seen[:, None] & (d < DIMS)[None, :]
