@@ -7,8 +7,8 @@ def isas() -> list[str]:
     """The instruction sets this CPU and this build have, the fastest first."""
 
 def chain_hashes(parent: bytes, tokens: Sequence[int] | NDArray[np.int32], block_size: int) -> list[bytes]:
-    """Returns a digest for each whole block of tokens: blake2b, 16 bytes, of the digest before it and the block's tokens
-    as little-endian int32. `parent` stands before the first block."""
+    """Returns a digest for each whole block of tokens: blake2b, 16 bytes, of the digest before it and of the block's
+    tokens as little-endian int32. `parent` stands before the first block."""
 
 class Weight:
     """A packed matrix [rows, width] made of parts stacked along its rows: (format, rows) of each."""

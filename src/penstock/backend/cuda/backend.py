@@ -20,15 +20,15 @@ from penstock.backend.cuda.footprint import KEPT, held, weight_bytes, workspace_
 from penstock.backend.cuda.graphs import Graphs, common_shapes, few_or_many, padded
 from penstock.backend.cuda.inputs import Fields, Plan, Shape
 from penstock.backend.cuda.kernels.prefill_attention import tokens_per_tile
-from penstock.backend.cuda.kernels.skinny import Scratch
+from penstock.backend.cuda.kernels.skinny_gemm import SplitKScratch
 from penstock.backend.cuda.kv_cache import Cache, by_index, copy_blocks, layout_of
 from penstock.backend.cuda.nodes import Memory
 from penstock.backend.cuda.ops import Program, Sizes
-from penstock.backend.cuda.pooling import Pools, read
+from penstock.backend.cuda.pooling import PoolingSums, read
 from penstock.backend.cuda.precompile import Compiler
 from penstock.backend.cuda.quantized_weights import Workspace
 from penstock.backend.cuda.recurrent_states import words
-from penstock.backend.cuda.sampler import Asked, Sampler
+from penstock.backend.cuda.sampler import PendingLogprobs, Sampler
 from penstock.backend.cuda.staging import Staging
 from penstock.backend.cuda.transfer import transfer
 from penstock.backend.cuda.weights import Weight, pack, stacked_values
@@ -58,7 +58,7 @@ class Flight:
 
     batch: Batch
     tokens: Any  # [S] on the host
-    asked: list[Asked]
+    asked: list[PendingLogprobs]
     pooled: dict[int, Any]  # [dim] on the host, by row
     done: Any | None
 
@@ -102,10 +102,10 @@ class CudaBackend:
         self._step_sizes = max_rows, max_tokens, prefill_budget
         ints = {"dtype": torch.int32, "device": self._device}
         self._memory = Memory(last=torch.zeros(rows + 1, **ints), tokens=torch.zeros(self._sizes.tokens, **ints))
-        self._workspace = Workspace(Scratch.on(self._device), self._sizes.tokens)
+        self._workspace = Workspace(SplitKScratch.on(self._device), self._sizes.tokens)
         self._chosen = [torch.zeros(self._sizes.tokens, **ints) for _ in range(IN_FLIGHT)]
         self._sampler = Sampler(self._device, rows)
-        self._pools = Pools(rows)
+        self._pools = PoolingSums(rows)
         self._flights: dict[Ticket, Flight] = {}
         self._last_memory: Any | None = None
         self._settling = self._slices()

@@ -18,7 +18,7 @@ KEPT = {
 }  # fmt: skip
 ROUTERS = (".mlp.gate.weight", ".block_sparse_moe.gate.weight", ".mlp.router.weight", ".ffn_gate_inp.weight")
 BITS = {"fp8": 8.0, "int4": 4.5}
-FEW = 1.02  # scales of rows, and matrices rounded up to whole tiles
+PACKING_OVERHEAD = 1.02  # scales of rows, and matrices rounded up to whole tiles
 
 
 def weight_bytes(tensors: Iterable[Tensor], quantize: str) -> int:
@@ -26,7 +26,7 @@ def weight_bytes(tensors: Iterable[Tensor], quantize: str) -> int:
 
 
 def tensor_bytes(tensor: Tensor, quantize: str) -> float:
-    return (1 if len(tensor.shape) == 1 else FEW) * held(tensor, quantize).bytes(tensor)
+    return (1 if len(tensor.shape) == 1 else PACKING_OVERHEAD) * held(tensor, quantize).bytes(tensor)
 
 
 def held(tensor: Tensor, quantize: str) -> Held:
