@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from penstock.backend import QUANTIZATIONS, open_backend, settle
-from penstock.config import Config
 from penstock.backend.quantize_at_load import quantized
+from penstock.config import Config
 from penstock.errors import ConfigError
 from penstock.model.load import Checkpoint
 from penstock.model.tensor import PLAIN
@@ -56,7 +56,7 @@ def outlook(config: Config, checkpoint: Checkpoint, prompt: int, rates: Rates) -
         memory = plan_memory(config, spec, footprint)
     except ConfigError as error:
         return Outlook(config.quantize, trouble=str(error))
-    demand = demand_of(spec, tensors, backend.held, footprint.kv_token)
+    demand = demand_of(spec, tensors, backend.stored_as, footprint.kv_token)
     machine = rates(config, backend.name, demand.kinds)
     return Outlook(config.quantize, memory, machine and speed_of(machine, demand, memory, prompt))
 
