@@ -93,17 +93,19 @@ class Batch:
     program: int = 0  # which of the loaded programs runs
 
 
-class Held(NamedTuple):
-    """What a tensor is kept as."""
+class StoredAs(NamedTuple):
+    """Names the format that a weight is stored in once it is packed."""
 
     kind: str  # a format's name, or what weights are quantized to at load
     bits: float  # of one value, its share of scales included
 
     @classmethod
-    def as_it_is(cls, tensor: Tensor) -> Held:
+    def in_file(cls, tensor: Tensor) -> StoredAs:
+        """Returns the format that the tensor has in its file."""
         return cls(tensor.format.name, 8 * tensor.format.bytes / tensor.format.values)
 
     def bytes(self, tensor: Tensor) -> float:
+        """Returns what the tensor takes in this format."""
         return prod(tensor.shape) * self.bits / 8
 
 
@@ -156,8 +158,8 @@ class Backend(Protocol):
     def load(self, model: Model) -> None:
         """Takes the packed model and gets ready to run its forward pass."""
 
-    def held(self, tensor: Tensor) -> Held:
-        """What packing would make of it."""
+    def stored_as(self, tensor: Tensor) -> StoredAs:
+        """Returns the format that packing would store the tensor in."""
 
     def footprint(self, spec: ModelSpec, tensors: Iterable[Tensor]) -> Footprint:
         """Told before anything is loaded."""

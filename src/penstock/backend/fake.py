@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.backend.base import LAST_SAMPLED, Batch, Footprint, Held, Model, StateMove, Ticket
+from penstock.backend.base import LAST_SAMPLED, Batch, Footprint, Model, StateMove, StoredAs, Ticket
 from penstock.backend.pooling import Pools
 from penstock.backend.timing import time_step
 from penstock.model.spec import KvGroup, ModelSpec
@@ -99,8 +99,8 @@ class FakeBackend:
 
     def load(self, model: Model) -> None: ...
 
-    def held(self, tensor: Tensor) -> Held:
-        return Held("nothing", 0)
+    def stored_as(self, tensor: Tensor) -> StoredAs:
+        return StoredAs("nothing", 0)
 
     def footprint(self, spec: ModelSpec, tensors: Iterable[Tensor]) -> Footprint:
         return Footprint("the fake", 1 << 30, 1 << 30, 0, 0, 0, self.kv_bytes_per_token())

@@ -132,7 +132,7 @@ def _here(checkpoint: Checkpoint) -> dict[str, Any]:
     config = settle(Config(model=str(checkpoint.path)), checkpoint.float8, checkpoint.whole)
     found = {way.quantize or "as it is": way for way in outlooks(config, checkpoint, 1, lambda *_: None)}
     first, backend = found["as it is"], open_backend(config)
-    kinds = Counter(backend.held(tensor).kind for tensor in checkpoint.tensors.values() if len(tensor.shape) > 1)
+    kinds = Counter(backend.stored_as(tensor).kind for tensor in checkpoint.tensors.values() if len(tensor.shape) > 1)
     has = first.memory
     return {
         "device": config.device,

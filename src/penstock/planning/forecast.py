@@ -56,7 +56,7 @@ def outlook(config: Config, checkpoint: Checkpoint, prompt: int, rates: Rates) -
         memory = plan_memory(config, spec, footprint)
     except ConfigError as error:
         return Outlook(config.quantize, trouble=str(error))
-    demand = demand_of(spec, tensors, backend.held, footprint.kv_token)
+    demand = demand_of(spec, tensors, backend.stored_as, footprint.kv_token)
     machine = rates(config, backend.name, demand.kinds)
     return Outlook(config.quantize, memory, machine and speed_of(machine, demand, memory, prompt))
 

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.backend.base import Held
+from penstock.backend.base import StoredAs
+from penstock.model.roles import EXPERTS
 from penstock.model.spec import ModelSpec
 from penstock.model.tensor import Tensor
 
@@ -70,11 +71,13 @@ class Demand(NamedTuple):
         return sorted({load.kind for load in self.loads})
 
 
-def demand_of(spec: ModelSpec, tensors: Mapping[str, Tensor], held: Callable[[Tensor], Held], kv_token: int) -> Demand:
+def demand_of(
+    spec: ModelSpec, tensors: Mapping[str, Tensor], stored_as: Callable[[Tensor], StoredAs], kv_token: int
+) -> Demand:
     """`tensors` by canonical name."""
     sums: Counter[tuple[str, float, bool]] = Counter()
     for name, share, sampled in used(spec, tensors):
-        sums[held(tensors[name]).kind, share, sampled] += prod(tensors[name].shape)
+        sums[stored_as(tensors[name]).kind, share, sampled] += prod(tensors[name].shape)
     loads = tuple(Load(kind, count, share, sampled) for (kind, share, sampled), count in sums.items())
     windows = tuple(spec.attention(layer).window for layer in range(spec.layers) if layer not in spec.recurrent)
     states = len(spec.recurrent), spec.state_bytes
@@ -87,7 +90,7 @@ def used(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, 
     needed = spec.experts.chosen / spec.experts.count if spec.experts else 1.0
     for name, tensor in tensors.items():
         if len(tensor.shape) == 2 and (name.startswith("layers.") or name == head):
-            yield name, needed if ".experts." in name else 1.0, name == head
+            yield name, needed if tensor.role in EXPERTS else 1.0, name == head
 
 
 def products_time(machine: Machine, demand: Demand, tokens: int, sampled: int) -> float:

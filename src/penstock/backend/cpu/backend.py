@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from penstock.backend.base import Batch, Floats, Footprint, Held, Ints, Mask, Model, Ticket
+from penstock.backend.base import Batch, Floats, Footprint, Ints, Mask, Model, StoredAs, Ticket
 from penstock.backend.cpu import _native
 from penstock.backend.cpu.record import record
-from penstock.backend.cpu.weights import Bank, Heads, Packing, held, pack_vector
+from penstock.backend.cpu.weights import Bank, Heads, Packing, pack_vector, stored_as
 from penstock.backend.pooling import Pools
 from penstock.backend.sample import answers
 from penstock.backend.timing import time_step
@@ -67,14 +67,14 @@ class CpuBackend:
         self._packing.tell()
         self._answer, self._states = record(model, self._program)
 
-    def held(self, tensor: Tensor) -> Held:
-        return held(tensor)
+    def stored_as(self, tensor: Tensor) -> StoredAs:
+        return stored_as(tensor)
 
     def footprint(self, spec: ModelSpec, tensors: Iterable[Tensor]) -> Footprint:
         kv_token = spec.kv_layers * (
             KV_BYTES[self._kv] * spec.attn.kv_values + KV_SCALES[self._kv] * spec.attn.kv_heads
         )
-        weights = sum(self.held(tensor).bytes(tensor) for tensor in tensors)
+        weights = sum(self.stored_as(tensor).bytes(tensor) for tensor in tensors)
         return Footprint.on_host(int(weights), kv_token, spec.state_bytes)
 
     def kv_bytes_per_token(self) -> int:

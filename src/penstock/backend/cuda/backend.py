@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from penstock.backend.base import Batch, Floats, Footprint, Held, Ints, LogitEdit, Model, SampleRows, Ticket
+from penstock.backend.base import Batch, Floats, Footprint, Ints, LogitEdit, Model, SampleRows, StoredAs, Ticket
 from penstock.backend.cuda import inputs
 from penstock.backend.cuda.experts import Bank, pack_matrices
-from penstock.backend.cuda.footprint import KEPT, held, weight_bytes, workspace_bytes
+from penstock.backend.cuda.footprint import KEPT, stored_as, weight_bytes, workspace_bytes
 from penstock.backend.cuda.graphs import Graphs, common_shapes, few_or_many, padded
 from penstock.backend.cuda.inputs import Fields, Plan, Shape
 from penstock.backend.cuda.kernels.prefill_attention import tokens_per_tile
@@ -143,8 +143,8 @@ class CudaBackend:
         layers = self._program.layers.values()
         self._tile_tokens = tokens_per_tile(max([spec.heads // spec.kv_heads for spec in layers], default=1))
 
-    def held(self, tensor: Tensor) -> Held:
-        return held(tensor, self._quantize)
+    def stored_as(self, tensor: Tensor) -> StoredAs:
+        return stored_as(tensor, self._quantize)
 
     def footprint(self, spec: ModelSpec, tensors: Iterable[Tensor]) -> Footprint:
         listed = list(tensors)

@@ -30,6 +30,7 @@ from penstock.backend.cuda.quant_blocks import ROWS
 from penstock.backend.cuda.quantized_weights import Workspace, join
 from penstock.backend.cuda.transfer import transfer
 from penstock.backend.cuda.weights import PLAIN, names, packed, say, stacked_bias, stacked_values, tell_growth
+from penstock.backend.quantize_at_load import may_quantize
 from penstock.model.formats.rows import as_q8_0
 from penstock.model.spec import ExpertSpec
 from penstock.model.tensor import Stack
@@ -126,7 +127,8 @@ def pack_matrices(
             f"experts in {names(formats)} become {dtype}, {2 / stored:.1f} times as large: no kernel reads them",
         )
     values = stacked_values(parts, device, dtype)
-    if tiled and quantize == "int4" and formats <= PLAIN.keys():
+    quantizes = bool(quantize) and all(may_quantize(part, quantize, "cuda") for part in parts)
+    if tiled and quantizes and formats <= PLAIN.keys():
         transfer.arrived()
         return CodedMatrices(quantize_int4(values), bias)
     if quantize:

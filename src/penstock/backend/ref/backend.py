@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from penstock.backend.base import LAST_SAMPLED, Batch, Floats, Footprint, Held, Ints, Model, Ticket
+from penstock.backend.base import LAST_SAMPLED, Batch, Floats, Footprint, Ints, Model, StoredAs, Ticket
 from penstock.backend.pooling import Pools
 from penstock.backend.ref.batches import greedy_batch
 from penstock.backend.ref.ops import Bank, Cache, Matrix, RefOps
@@ -58,11 +58,11 @@ class RefBackend:
         self._kv_bytes = sum(array.nbytes for layer in self._cache.layers.values() for array in layer)
         self._state_bytes = sum(array.nbytes for layer in self._cache.recurrent.values() for array in layer)
 
-    def held(self, tensor: Tensor) -> Held:
-        return Held("F32", 32)
+    def stored_as(self, tensor: Tensor) -> StoredAs:
+        return StoredAs("F32", 32)
 
     def footprint(self, spec: ModelSpec, tensors: Iterable[Tensor]) -> Footprint:
-        weights = sum(self.held(tensor).bytes(tensor) for tensor in tensors)
+        weights = sum(self.stored_as(tensor).bytes(tensor) for tensor in tensors)
         return Footprint.on_host(int(weights), 4 * spec.kv_layers * spec.attn.kv_values, spec.state_bytes)
 
     def kv_bytes_per_token(self) -> int:

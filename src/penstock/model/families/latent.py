@@ -8,14 +8,11 @@ pair of positions 2 * heads * (576 + 512) where expanded keys and values would t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from penstock.errors import MalformedFile
 from penstock.model.ops import Ops, V, Weight
 from penstock.model.spec import AttentionSpec, LatentSpec, ModelSpec
-from penstock.model.tensor import Tensor
-from penstock.model.weights import Packer, split_heads_later
+from penstock.model.weights import Packer
 
 INNER_EPS = 1e-6  # of the norms inside, whatever the others have
 
@@ -56,7 +53,7 @@ def attention(spec: ModelSpec, pack: Packer, layer: int) -> Attention:
     a, name, latent = spec.attention(layer), f"layers.{layer}", spec.latent
     assert latent is not None
     turned, rank = a.head_dim - a.v_dim, a.v_dim
-    kv = pack.matrix((f"{name}.turned", turned), (f"{name}.latent", rank), width=spec.dim)
+    kv = pack.matrix((f"{name}.k_rope", turned), (f"{name}.latent", rank), width=spec.dim)
     if pack.has(f"{name}.kv_b"):
         up, down = pack.keys_and_values(f"{name}.kv_b", a.heads, latent.key_dim, latent.value_dim, rank)
     else:
@@ -76,21 +73,3 @@ def queries_of(spec: ModelSpec, latent: LatentSpec, pack: Packer, name: str, wid
         pack.vector(f"{name}.q_norm", latent.q_rank),
         pack.matrix((f"{name}.q_b", width), width=latent.q_rank),
     )
-
-
-def apart(tensors: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Tensor]:
-    """With both halves of each kv_b as tensors of their own: rows that can be quantized are those that products read,
-    and those of keys lie across it."""
-    found: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        prefix, dot, part = name.rpartition(".")
-        if spec.latent is None or part != "kv_b":
-            found[name] = tensor
-            continue
-        heads, keys = spec.attn.heads, spec.latent.key_dim
-        wanted = (heads * (keys + spec.latent.value_dim), spec.attn.v_dim)
-        if tensor.shape != wanted:
-            raise MalformedFile(f"tensor {tensor.name!r} has shape {tensor.shape}; the model's config needs {wanted}")
-        halves = split_heads_later(tensor, heads, keys)
-        found |= {f"{prefix}{dot}{half}": one for half, one in zip(("k_b", "v_b"), halves, strict=True)}
-    return found

@@ -8,7 +8,7 @@ from typing import Literal
 
 from penstock.errors import MalformedFile
 from penstock.model import rope
-from penstock.model.config_reader import MAX_EXPERTS, MAX_LAYERS, Fields
+from penstock.model.config_reader import MAX_EXPERTS, MAX_LAYERS, ConfigReader
 from penstock.model.dequantize import dequantize
 from penstock.model.spec import AttentionSpec, ExpertSpec, ModelSpec, RopeSpec
 from penstock.model.tensor import Tensor
@@ -52,7 +52,7 @@ WINDOW = "attention.sliding_window"  # a key of those families that have one
 
 
 def read_decoder(
-    config: Fields,
+    config: ConfigReader,
     tensors: Mapping[str, Tensor],
     arch: str,
     *,
@@ -95,7 +95,7 @@ def read_decoder(
     )
 
 
-def read_experts(config: Fields, spec: ModelSpec, *, scoring: int = 1, renormalize: bool = True) -> ExpertSpec:
+def read_experts(config: ConfigReader, spec: ModelSpec, *, scoring: int = 1, renormalize: bool = True) -> ExpertSpec:
     """`scoring` and `renormalize` are what silence means."""
     kind = config.size("expert_gating_func", scoring)
     if kind not in SCORINGS:
@@ -113,16 +113,18 @@ def read_experts(config: Fields, spec: ModelSpec, *, scoring: int = 1, renormali
     )
 
 
-def read_pooling(config: Fields) -> str:
+def read_pooling(config: ConfigReader) -> str:
     config.require("pooling_type", tuple(range(len(POOLINGS))), 0)
     return POOLINGS[int(config.number("pooling_type", 0.0, least=0.0))]
 
 
-def read_window(config: Fields) -> int:
+def read_window(config: ConfigReader) -> int:
     return config.size(WINDOW) if WINDOW in config else 0
 
 
-def read_rope(config: Fields, tensors: Mapping[str, Tensor], dims: int, max_len: int, whole: bool = True) -> RopeSpec:
+def read_rope(
+    config: ConfigReader, tensors: Mapping[str, Tensor], dims: int, max_len: int, whole: bool = True
+) -> RopeSpec:
     """`whole`: see rope.yarn."""
     base = config.number("rope.freq_base", 10000.0, least=1.001)
     factor = config.number("rope.scaling.factor", config.number("rope.scale_linear", 1.0))
@@ -140,7 +142,9 @@ def read_rope(config: Fields, tensors: Mapping[str, Tensor], dims: int, max_len:
             raise config.unsupported("rope.scaling.type", kind, ("none", "linear", "yarn"))
 
 
-def read_yarn(config: Fields, freqs: rope.Freqs, base: float, factor: float, max_len: int, whole: bool) -> RopeSpec:
+def read_yarn(
+    config: ConfigReader, freqs: rope.Freqs, base: float, factor: float, max_len: int, whole: bool
+) -> RopeSpec:
     stretched = rope.yarn(
         freqs,
         base=base,
