@@ -1,8 +1,14 @@
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
 def isas() -> list[str]:
     """The instruction sets this CPU and this build have, the fastest first."""
+
+def chain_hashes(parent: bytes, tokens: Sequence[int] | NDArray[np.int32], block_size: int) -> list[bytes]:
+    """Returns a digest for each whole block of tokens: blake2b, 16 bytes, of the digest before it and of the block's
+    tokens as little-endian int32. `parent` stands before the first block."""
 
 class Weight:
     """A packed matrix [rows, width] made of parts stacked along its rows: (format, rows) of each."""
@@ -49,17 +55,11 @@ class Program:
         out: int,
         *,
         layer: int,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        window: int,
         angles: int,
-        interleaved: bool,
-        scale: float,
-        soft_cap: float,
-        causal: bool = True,
-        sinks: NDArray[np.float32] | None = None,
-    ) -> None: ...
+        numbers: dict[str, float],
+        vectors: dict[str, NDArray[np.float32]],
+    ) -> None:
+        """Adds attention. `numbers` and `vectors` are an AttentionSpec's options by name; an unknown one is refused."""
     def norm_qk(
         self,
         x: int,
@@ -70,7 +70,7 @@ class Program:
         eps: float,
         out: int,
     ) -> None: ...
-    def gate(self, x: int, out: int, act: str) -> None: ...
+    def act_and_mul(self, x: int, out: int, act: str) -> None: ...
     def add(self, x: int, y: int, out: int) -> None: ...
     def scale(self, x: int, factor: float, out: int) -> None: ...
     def soft_cap(self, x: int, cap: float, out: int) -> None: ...
@@ -87,7 +87,7 @@ class Program:
     ) -> None: ...
     def activate(self, x: int, out: int, act: str) -> None: ...
     def embed_positions(self, table: Weight, out: int) -> None: ...
-    def gate_by(self, x: int, gate: int, out: int) -> None: ...
+    def sigmoid_mul(self, x: int, gate: int, out: int) -> None: ...
     def delta_net(
         self,
         qkvz: int,
@@ -100,51 +100,46 @@ class Program:
         v_heads: int,
         k_dim: int,
         v_dim: int,
-        taps: int,
+        conv_width: int,
         tiled: bool,
         conv: NDArray[np.float32],
         decay: NDArray[np.float32],
-        dt: NDArray[np.float32],
+        dt_bias: NDArray[np.float32],
         gain: NDArray[np.float32],
         eps: float,
     ) -> None:
-        """`conv` is [taps, q + k + v], flat; `mixed` a buffer as wide as that for what is convolved."""
-    def experts(
+        """`conv` is [conv_width, q + k + v], flat. `mixed` is a buffer as wide as that for what is convolved."""
+    def moe(
         self,
         x: int,
-        scores: int,
+        router_logits: int,
         up: list[Weight],
         down: list[Weight],
         choice_bias: NDArray[np.float32],
         out: int,
         *,
-        chosen: int,
+        top_k: int,
         act: str,
         scoring: str,
         renormalize: bool,
         scale: float,
         groups: int,
-        chosen_groups: int,
+        top_k_groups: int,
         group_score: str,
     ) -> None:
         """`choice_bias` has no values where there is none."""
-    def linear_heads(self, x: int, weight: Weight, heads: int, kept: int, out: int) -> None:
-        """The weight has a part for each head."""
-    def attend_latent(
+    def per_head_linear(self, x: int, weight: Weight, heads: int, passthrough: int, out: int) -> None:
+        """Multiplies each head by a part of the weight."""
+    def attend_mla(
         self,
         q: int,
         kv: int,
         out: int,
         *,
         layer: int,
-        heads: int,
-        head_dim: int,
-        v_dim: int,
-        gain: NDArray[np.float32],
-        eps: float,
         angles: int,
-        interleaved: bool,
-        scale: float,
+        numbers: dict[str, float],
+        vectors: dict[str, NDArray[np.float32]],
     ) -> None: ...
     def keep(self, buffer: int) -> None:
         """The buffer's rows can be read after a step: whoever adds ops after this leaves it alone."""

@@ -30,20 +30,20 @@ from penstock.backend.batches import greedy_batch, greedy_rows
 from penstock.backend.cuda import inputs
 from penstock.backend.cuda.blocks import CudaBlocks
 from penstock.backend.cuda.devices import checked_device
-from penstock.backend.cuda.experts import Bank, pack_matrices
+from penstock.backend.cuda.experts import pack_matrices
 from penstock.backend.cuda.footprint import KEPT, stored_as, weight_bytes, workspace_bytes
 from penstock.backend.cuda.graphs import Graphs, common_shapes, few_or_many, padded
 from penstock.backend.cuda.inputs import Fields, Plan, Shape
 from penstock.backend.cuda.kernels.prefill_attention import tokens_per_tile
-from penstock.backend.cuda.kernels.skinny import Scratch
+from penstock.backend.cuda.kernels.skinny_gemm import SplitKScratch
 from penstock.backend.cuda.kv_cache import by_index, layout_of
-from penstock.backend.cuda.nodes import Memory
-from penstock.backend.cuda.ops import Program, Sizes
-from penstock.backend.cuda.pooling import Pools, read
+from penstock.backend.cuda.launchers import Memory
+from penstock.backend.cuda.pooling import PoolingSums, read
 from penstock.backend.cuda.precompile import Compiler
+from penstock.backend.cuda.program import CudaProgram, Sizes
 from penstock.backend.cuda.quantized_weights import Workspace
 from penstock.backend.cuda.recurrent_states import words
-from penstock.backend.cuda.sampler import Asked, Sampler
+from penstock.backend.cuda.sampler import PendingLogprobs, Sampler
 from penstock.backend.cuda.staging import Staging
 from penstock.backend.cuda.weights import Weight, pack, stacked_values
 from penstock.backend.pooling import with_pooled
@@ -51,6 +51,7 @@ from penstock.backend.sample import answers
 from penstock.backend.synchronous import time_step
 from penstock.errors import ConfigError, OutOfMemory
 from penstock.model.dequantize import dequantize
+from penstock.model.ops import ExpertWeights
 from penstock.model.spec import KvGroup, ModelSpec
 from penstock.model.tensor import Stack, Tensor
 from penstock.types import StepResult
@@ -72,7 +73,7 @@ class Flight:
 
     batch: Batch
     tokens: Any  # [S] on the host
-    asked: list[Asked]
+    asked: list[PendingLogprobs]
     pooled: dict[int, Any]  # [dim] on the host, by row
     done: Any | None
 
@@ -124,10 +125,10 @@ class CudaBackend:
         self._step_sizes = max_rows, max_tokens, prefill_budget
         ints = {"dtype": torch.int32, "device": self._device}
         self._memory = Memory(last=torch.zeros(rows + 1, **ints), tokens=torch.zeros(self._sizes.tokens, **ints))
-        self._workspace = Workspace(Scratch.on(self._device), self._sizes.tokens)
+        self._workspace = Workspace(SplitKScratch.on(self._device), self._sizes.tokens)
         self._chosen = [torch.zeros(self._sizes.tokens, **ints) for _ in range(IN_FLIGHT)]
         self._sampler = Sampler(self._device, rows)
-        self._pools = Pools(rows)
+        self._pools = PoolingSums(rows)
         self._blocks = CudaBlocks(self._memory, self._device, self._on_stream)
         self.kv: BlockMemory = self._blocks
         self._flights: dict[Ticket, Flight] = {}
@@ -149,7 +150,7 @@ class CudaBackend:
         about = self._device, self._dtype, self._workspace, self._quantize
         with self._shortage(f"the experts of {up[0].parts[0].name}"):
             bias = None if choice_bias is None else self.pack_vector(choice_bias)
-            return Bank(pack_matrices(up, *about), pack_matrices(down, *about), bias)
+            return ExpertWeights(pack_matrices(up, *about), pack_matrices(down, *about), bias)
 
     def pack_heads(self, tensor: Tensor) -> Any:
         """Returns values of 16 bits (or 32, in tests) in any case: they are a small part of a model."""
@@ -162,7 +163,7 @@ class CudaBackend:
         if program:
             raise ConfigError(f"a GPU runs one program; got program {program}: use --device cpu for several")
         with self._on_device(), self._shortage(f"the workspace of {self._sizes}"):
-            self._program = Program(model, self._memory, self._sizes, self._device, self._dtype)
+            self._program = CudaProgram(model, self._memory, self._sizes, self._device, self._dtype)
             self._graphs = Graphs(self._program, self._capture)
             self._sampler.reserve(self._program.answer.width)
             self._reserve_inputs(TABLE_WORDS)
@@ -428,7 +429,7 @@ class CudaBackend:
         return self._fields(shape)
 
     def _pad(self, shape: Shape) -> Shape:
-        """To the shape of a graph, where one fits."""
+        """Returns the shape of a graph that the shape fits in, or the shape itself."""
         if shape.tiles and not self._capture:
             return shape
         larger = padded(shape)

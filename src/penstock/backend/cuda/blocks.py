@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from penstock.backend.cuda.kv_cache import Cache, copy_blocks, export_blocks, import_blocks
-from penstock.backend.cuda.nodes import Memory
+from penstock.backend.cuda.launchers import Memory
 
 
 class CudaBlocks:

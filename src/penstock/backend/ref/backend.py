@@ -1,4 +1,4 @@
-"""The reference as a backend: weights become float32 and every step runs as soon as it is launched."""
+"""Makes a backend of the reference: weights become float32 and every step runs as soon as it is launched."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ from penstock.backend.base import (
 )
 from penstock.backend.batches import greedy_batch
 from penstock.backend.pooling import Pools
-from penstock.backend.ref.ops import Bank, Cache, Matrix, RefOps
+from penstock.backend.ref.ops import Cache, Matrix, RefOps
 from penstock.backend.sample import sample
 from penstock.backend.synchronous import SynchronousBackend
 from penstock.config import available_memory
 from penstock.model.dequantize import dequantize
+from penstock.model.ops import ExpertWeights
 from penstock.model.spec import KvGroup, ModelSpec
 from penstock.model.tensor import Stack, Tensor
 from penstock.types import StepResult
@@ -94,9 +95,9 @@ class RefBackend(SynchronousBackend[RefProgram]):
     def pack_vector(self, tensor: Tensor) -> Floats:
         return dequantize(tensor)
 
-    def pack_experts(self, up: Sequence[Stack], down: Sequence[Stack], choice_bias: Tensor | None) -> Bank:
-        up_down = [(self.pack_matrix(*one), self.pack_matrix(*other)) for one, other in zip(up, down, strict=True)]
-        return Bank(up_down, None if choice_bias is None else dequantize(choice_bias))
+    def pack_experts(self, up: Sequence[Stack], down: Sequence[Stack], choice_bias: Tensor | None) -> ExpertWeights:
+        bias = None if choice_bias is None else dequantize(choice_bias)
+        return ExpertWeights([self.pack_matrix(*one) for one in up], [self.pack_matrix(*one) for one in down], bias)
 
     def pack_heads(self, tensor: Tensor) -> Floats:
         heads, rows, width = tensor.shape

@@ -1,4 +1,4 @@
-"""Inputs of delta nets, and of gates: see cases.py."""
+"""Gives inputs of delta nets, and of gates: see cases.py."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from penstock.model.spec import DeltaSpec
 from penstock.model.tensor import Stack
 
 
-def gate_by(rng: Random, *, width: int, gates: int) -> Trial:
-    """`gates`: values of each row's gate."""
+def sigmoid_mul(rng: Random, *, width: int, gates: int) -> Trial:
+    """Multiplies with a sigmoid gate that has `gates` values for each row."""
     weight = Stack([random_tensor(rng, "F32", gates, width)], [None])
     return Trial(
-        lambda ops, table, weight: ops.gate_by(ops.embed(table), ops.linear(ops.embed(table), weight)),
+        lambda ops, table, weight: ops.sigmoid_mul(ops.embed(table), ops.linear(ops.embed(table), weight)),
         [inputs(rng, 9, width), weight],
         all_at_once(9),
     )
 
 
 def delta_net(rng: Random, *, spec: DeltaSpec, steps: Sequence[Batch], tokens: int) -> Trial:
-    """With memories that fade slowly, so that all that was seen counts."""
+    """Runs a delta net whose memories decay slowly, so that all that was seen counts."""
 
     def forward(ops: Ops[Any], table: Any, gates: Any, *vectors: Any) -> Any:
         x = ops.embed(table)
@@ -38,13 +38,12 @@ def delta_net(rng: Random, *, spec: DeltaSpec, steps: Sequence[Batch], tokens: i
         return ops.delta_net(0, x, ba, DeltaWeights(*vectors), spec, 1e-5)
 
     width = spec.width + spec.v_width
-    conv, decay, dt, gain = (
-        random_tensor(rng, "F32", size) for size in (spec.width * spec.taps, spec.v_heads, spec.v_heads, spec.v_dim)
-    )
+    sizes = spec.width * spec.conv_width, spec.v_heads, spec.v_heads, spec.v_dim
+    conv, decay, dt_bias, gain = (random_tensor(rng, "F32", size) for size in sizes)
     decay.data.view(np.float32)[:] = -np.exp(rng.normal(-3, 1, spec.v_heads))
     gates = Stack([random_tensor(rng, "F32", 2 * spec.v_heads, width)], [None])
     gates.parts[0].data.view(np.float32)[:] *= width**-0.5
-    return Trial(forward, [inputs(rng, tokens, width), gates, conv, decay, dt, gain], steps, 1, states=8)
+    return Trial(forward, [inputs(rng, tokens, width), gates, conv, decay, dt_bias, gain], steps, 1, states=8)
 
 
 def in_chunks(rng: Random, *lengths: int, longest: int) -> list[Batch]:
@@ -53,8 +52,8 @@ def in_chunks(rng: Random, *lengths: int, longest: int) -> list[Batch]:
 
 
 def saved_and_begun() -> list[Batch]:
-    """A state is saved in the middle of a row and at its end; others go on from there in other slots, and the slot that
-    it was saved from begins anew."""
+    """Returns steps in which a state is saved in the middle of a row and at its end; others go on from there in other
+    slots, and the slot that it was saved from begins anew."""
     first = greedy_batch([Chunk(range(9), 0, [0], 0), Chunk(range(20, 22), 0, [0], 3)])
     then = greedy_batch([Chunk(range(30, 35), 5, [0], 1), Chunk(range(2), 0, [0], 0), Chunk(range(4), 2, [0], 3)], 1)
     last = greedy_batch([Chunk(range(40, 44), 8, [0], 2), Chunk(range(2, 6), 2, [0], 0), Chunk([7], 10, [0], 1)], 2)
@@ -77,8 +76,8 @@ def chunked_delta(rng: Random, *, spec: DeltaSpec, lengths: Sequence[int], longe
 
 
 DELTA_CASES = (
-    Case("gate_by", "each value", "F32", FLOAT, partial(gate_by, width=33, gates=33)),
-    Case("gate_by", "each row", "F32", FLOAT, partial(gate_by, width=48, gates=1)),
+    Case("sigmoid_mul", "each value", "F32", FLOAT, partial(sigmoid_mul, width=33, gates=33)),
+    Case("sigmoid_mul", "each row", "F32", FLOAT, partial(sigmoid_mul, width=48, gates=1)),
     Case("delta_net", "one token", "F32", FLOAT, partial(chunked_delta, spec=DELTA, lengths=(1,), longest=1)),
     Case("delta_net", "whole prompt", "F32", FLOAT, partial(chunked_delta, spec=LONG, lengths=(70,), longest=999)),
     Case("delta_net", "large heads", "F32", FLOAT, partial(chunked_delta, spec=LARGE, lengths=(5,), longest=3)),
