@@ -98,7 +98,7 @@ def test_every_format_has_its_layout():
     formats = FORMATS | {"I8": INTEGERS["I8"]}
     assert {f.name: layout_of(f.name).itemsize for f in formats.values()} == {f.name: f.bytes for f in formats.values()}
     assert VALUES.keys() == LAYOUTS.keys()
-    assert iquants.RECODE.keys() == iquants.LAYOUTS.keys() == iquants.TABLES.keys() == iquants.FACTORS.keys()
+    assert iquants.SPLIT.keys() == iquants.LAYOUTS.keys() == iquants.TABLES.keys() == iquants.FACTORS.keys()
 
 
 def test_tensors_are_views_and_outlive_the_file(written):

@@ -25,7 +25,7 @@ from penstock.backend.cuda.quantized_weights import Workspace, join
 from penstock.backend.cuda.transfer import transfer
 from penstock.backend.cuda.weights import PLAIN, names, packed, say, stacked_bias, stacked_values, tell_growth
 from penstock.backend.quantize_at_load import may_quantize
-from penstock.model.formats.rows import as_q8_0
+from penstock.model.formats.int8_rows import as_q8_0
 from penstock.model.spec import ExpertSpec
 from penstock.model.tensor import Stack
 

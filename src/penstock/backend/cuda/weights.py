@@ -31,7 +31,7 @@ from penstock.backend.cuda.tilings import STREAMED, TALL, gemv_tiling, skinny_ti
 from penstock.backend.cuda.transfer import transfer
 from penstock.backend.quantize_at_load import may_quantize
 from penstock.model.dequantize import dequantize
-from penstock.model.formats.rows import as_q8_0
+from penstock.model.formats.int8_rows import as_q8_0
 from penstock.model.tensor import Tensor, factor_of, some_rows
 
 log = logging.getLogger(__name__)
