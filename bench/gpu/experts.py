@@ -15,8 +15,8 @@ from products import seconds
 from random_weights import random_codes
 
 from penstock.backend.cuda.experts import Bank, CodedMatrices, DenseMatrices, Matrices, Mixture
-from penstock.backend.cuda.kernels.dequantize import expand
-from penstock.backend.cuda.kernels.expert_routing import Seats
+from penstock.backend.cuda.kernels.dequantize import dequantize_matrix
+from penstock.backend.cuda.kernels.expert_routing import ExpertPermutation
 from penstock.model.spec import ExpertSpec
 
 DEVICE = torch.device("cuda")
@@ -35,7 +35,7 @@ def values_of(matrices: Any) -> Any:
     if isinstance(matrices, DenseMatrices):
         return matrices.weight.float()
     values = torch.empty(matrices.weight.rows, matrices.weight.width, device=DEVICE, dtype=torch.bfloat16)
-    expand(matrices.weight, values)
+    dequantize_matrix(matrices.weight, values)
     return values.float()
 
 
@@ -51,7 +51,7 @@ class Layer:
         self.bank = Bank(
             matrices(kind, SPEC.count * 2 * SPEC.hidden, DIM), matrices(kind, SPEC.count * DIM, SPEC.hidden), None
         )
-        self.mixture = Mixture(self.bank, SPEC, Seats.on(DEVICE, SPEC, tokens))
+        self.mixture = Mixture(self.bank, SPEC, ExpertPermutation.on(DEVICE, SPEC, tokens))
         half = {"device": DEVICE, "dtype": torch.bfloat16}
         self.x, self.out = torch.randn(tokens, DIM, **half), torch.empty(tokens, DIM, **half)
         self.scores = torch.randn(tokens, SPEC.count, device=DEVICE)

@@ -13,8 +13,14 @@ import torch
 from penstock.backend.cuda import CudaBackend
 from penstock.backend.cuda.experts import CodedMatrices, DenseMatrices, pack_matrices
 from penstock.backend.cuda.footprint import stored_as
-from penstock.backend.cuda.kernels.expert_gemm import Rows
-from penstock.backend.cuda.kernels.expert_routing import Seats, add_up, most_blocks, route, seat
+from penstock.backend.cuda.kernels.expert_gemm import ExpertRows
+from penstock.backend.cuda.kernels.expert_routing import (
+    ExpertPermutation,
+    combine_experts,
+    most_blocks,
+    permute_pairs,
+    route,
+)
 from penstock.backend.cuda.quantized_weights import Float8, Quantized
 from penstock.backend.cuda.weights import Dense
 from penstock.backend.ref.cases import random_tensor
@@ -65,16 +71,16 @@ def test_what_is_no_number_chooses_something() -> None:
 def test_pairs_of_an_expert_sit_beside_each_other(tokens: int) -> None:
     spec, size = ExpertSpec(7, 3, 16), 16
     experts = torch.stack([torch.randperm(6)[:3] for _ in range(tokens)]).int().to(DEVICE)  # nobody's is the last
-    seats = Seats.on(torch.device(DEVICE), spec, 700)
-    seat(experts, seats, size)
-    pairs = seats.pairs[: experts.numel()].cpu().numpy()
+    permutation = ExpertPermutation.on(torch.device(DEVICE), spec, 700)
+    permute_pairs(experts, permutation, size)
+    pairs = permutation.pairs[: experts.numel()].cpu().numpy()
     flat = experts.flatten().cpu().numpy()
     assert np.array_equal(pairs, np.argsort(flat, kind="stable"))
     counts = np.bincount(flat, minlength=7)
-    used = int(seats.counts[-1])
+    used = int(permutation.counts[-1])
     assert used == sum(-(-count // size) for count in counts) <= most_blocks(len(pairs), 7, size)
     seen = []
-    for expert, first, count in seats.blocks[:used].tolist():
+    for expert, first, count in permutation.blocks[:used].tolist():
         assert (flat[pairs[first : first + count]] == expert).all()
         assert 0 < count <= size
         seen += range(first, first + count)
@@ -84,7 +90,7 @@ def test_pairs_of_an_expert_sit_beside_each_other(tokens: int) -> None:
 def test_what_experts_give_is_weighed() -> None:
     given, weights = normal(6, 33), normal(2, 3, seed=1)
     out = torch.empty(2, 33, device=DEVICE)
-    add_up(given, weights, out)
+    combine_experts(given, weights, out)
     assert close(out, (given.view(2, 3, 33) * weights[..., None]).sum(1))
 
 
@@ -112,13 +118,13 @@ def test_a_pair_by_itself_and_in_a_block_give_the_same(format: str) -> None:
         normal(5, 256, dtype=HALF) * 0.02,
         *(torch.zeros(10, 32, dtype=HALF, device=DEVICE) for _ in range(2)),
     )
-    matrices.by_pairs(Rows(x, experts, 2), alone)
-    seats = Seats.on(torch.device(DEVICE), ExpertSpec(3, 2, 16), 5)
-    seat(experts, seats, 16)
-    matrices.by_blocks(Rows(x, experts, 2), seats, 16, together)
+    matrices.by_pairs(ExpertRows(x, experts, 2), alone)
+    permutation = ExpertPermutation.on(torch.device(DEVICE), ExpertSpec(3, 2, 16), 5)
+    permute_pairs(experts, permutation, 16)
+    matrices.by_blocks(ExpertRows(x, experts, 2), permutation, 16, together)
     assert alone.abs().max() > 0
     gated = torch.zeros(10, 16, dtype=HALF, device=DEVICE)
-    matrices.by_pairs(Rows(x, experts, 2), gated, gated=True)
+    matrices.by_pairs(ExpertRows(x, experts, 2), gated, gated=True)
     left, right = alone.float().chunk(2, 1)
     wanted = torch.nn.functional.silu(left) * right
     assert float((gated.float() - wanted).abs().max() / wanted.abs().max()) < 2e-2

@@ -21,7 +21,7 @@ from penstock.backend.ref.ops import RefOps
 from penstock.errors import ConfigError
 from penstock.model.dequantize import dequantize
 from penstock.model.families.llama import build
-from penstock.model.spec import ModelSpec
+from penstock.model.spec import KvGroup, ModelSpec
 from penstock.model.tensor import FORMATS
 
 MIXED = ("Q4_0", "Q4_1", "Q8_0", "F16", "BF16", "Q5_1", "F32", "MXFP4")
@@ -312,6 +312,36 @@ def test_blocks_behind_the_window_are_not_read():
     assert np.array_equal(backend.logits(greedy_batch([Chunk(tokens[-1:], 59, [-9, 10**6, 2, 3])]))[0], wanted)
 
 
+def test_groups_that_do_not_fit_the_layers_are_refused():
+    backend = loaded(CpuBackend(1))
+    for layers in ([[0]], [[0], [0]], [[0, 1], [1]], [[0, 1, 2]]):
+        with pytest.raises(ValueError, match="group"):
+            backend.reserve_kv(4, 16, groups=[KvGroup(0, tuple(group)) for group in layers])
+    backend.reserve_kv(4, 16, groups=[KvGroup(0, (1,)), KvGroup(0, (0,))])
+    with pytest.raises(ValueError, match="2 layer groups, the step has block tables for 1"):
+        backend.logits(GOOD)
+
+
+@pytest.mark.parametrize("kv", ["f16", "f32", "int8"])
+@pytest.mark.parametrize("block_size", [16, 5])
+def test_exported_blocks_are_as_good_as_computed_ones(kv: str, block_size: int):
+    tokens = prompt(40, 4)
+    blocks = blocks_for([tokens], block_size)
+    first, second = (loaded(CpuBackend(2, kv=kv)) for _ in range(2))
+    wanted = logits_alone(first, tokens, block_size)[-1]
+    first.logits(greedy_batch([Chunk(tokens[:-1], 0, range(blocks))]))
+    second.reserve_kv(2 * blocks, block_size)
+    data = first._program.export_blocks(list(range(blocks)))
+    others = list(range(2 * blocks - 1, blocks - 1, -1))
+    second._program.import_blocks(others, data)
+    assert np.array_equal(second.logits(greedy_batch([Chunk(tokens[-1:], 39, others)]))[0], wanted)
+    for wrong in ([0], [2 * blocks], [-1]):
+        with pytest.raises(ValueError, match=r"bytes|outside the KV cache"):
+            second._program.import_blocks(wrong, data[: len(data) // blocks] + b"x" * (wrong == [0]))
+    with pytest.raises(ValueError, match="outside the KV cache"):
+        second._program.export_blocks([2 * blocks])
+
+
 def test_a_slot_that_sampled_nothing_has_no_last_token():
     backend = loaded(CpuBackend(1))
     backend.reserve_kv(1, 16)
@@ -337,9 +367,9 @@ BAD: dict[str, Batch] = {
     "position beyond the table": replace(GOOD, positions=np.array([30, 31, 48, 0, 1], np.int32)),
     "position far beyond": replace(GOOD, positions=np.array([30, 31, 2**31 - 1, 0, 1], np.int32)),
     "too few positions": replace(GOOD, positions=GOOD.positions[:-1].copy()),
-    "block outside the cache": replace(GOOD, tables=np.array([[0, 1, 4], [3, 0, 0]], np.int32)),
-    "negative block": replace(GOOD, tables=np.array([[0, -1, 2], [3, 0, 0]], np.int32)),
-    "a table missing": replace(GOOD, tables=GOOD.tables[:1].copy()),
+    "block outside the cache": replace(GOOD, tables=np.array([[[0, 1, 4], [3, 0, 0]]], np.int32)),
+    "negative block": replace(GOOD, tables=np.array([[[0, -1, 2], [3, 0, 0]]], np.int32)),
+    "a table missing": replace(GOOD, tables=GOOD.tables[:, :1].copy()),
     "rows that overlap": replace(GOOD, row_start=np.array([0, 6, 5], np.int32)),
     "rows that go back": replace(GOOD, row_start=np.array([0, -1, 5], np.int32)),
     "rows that end early": replace(GOOD, row_start=np.array([0, 3, 4], np.int32)),
@@ -462,7 +492,7 @@ def test_a_program_checks_its_buffers_when_built():
         lambda: program.keep(99),
         lambda: program.read_kept(0, np.zeros((0, 64), np.float32)),
         lambda: program.run(
-            *(np.zeros(shape, np.int32) for shape in (0, 0, 1, 0, (0, 0), 0)), np.zeros((0, 8), np.float32)
+            *(np.zeros(shape, np.int32) for shape in (0, 0, 1, 0, (1, 0, 0), 0)), np.zeros((0, 8), np.float32)
         ),
     ]
     for call in wrong:
@@ -481,7 +511,7 @@ def test_states_are_kept_of_the_last_step_and_no_further():
         program.answer(kept)
     program.take_sampled(kept, sampled)
     program.answer(sampled)
-    arrays = [np.array(values, np.int32) for values in ([2, 0], [0, 1], [0, 2], [0], [[0]], [])]
+    arrays = [np.array(values, np.int32) for values in ([2, 0], [0, 1], [0, 2], [0], [[[0]]], [])]
     program.run(*arrays, np.zeros((0, 2), np.float32))
     out = np.zeros((1, 2), np.float32)
     for first, rows, width in ((0, 3, 2), (2, 1, 2), (2**63, 1, 2), (0, 1, 3)):

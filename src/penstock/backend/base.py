@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.config import available_memory, total_memory
-from penstock.model.spec import ModelSpec
+from penstock.model.spec import KvGroup, ModelSpec
 from penstock.model.tensor import Stack, Tensor
 from penstock.types import StepResult
 
@@ -84,12 +84,13 @@ class Batch:
     positions: Ints  # [T]
     row_start: Ints  # [R + 1] row r owns tokens[row_start[r]:row_start[r + 1]]
     slots: Ints  # [R] the row's place for life: its state, for one; at position 0 that is nothing yet
-    tables: Ints  # [R, W] block ids; entries past a row's own context are undefined
+    tables: Ints  # [G, R, W] block ids by KV layer group; entries behind a window or past a row's context are undefined
     sampled: Ints  # [S] indices into tokens, ascending
     sample_start: Ints  # [R + 1] row r owns sampled[sample_start[r]:sample_start[r + 1]]
     sample: SampleRows
     pools: tuple[Pool, ...] = ()
     moves: tuple[StateMove, ...] = ()
+    program: int = 0  # which of the loaded programs runs
 
 
 class StoredAs(NamedTuple):
@@ -172,8 +173,9 @@ class Backend(Protocol):
     def state_bytes(self) -> int:
         """What the state of one sequence costs; 0 for models that have none."""
 
-    def reserve_kv(self, num_blocks: int, block_size: int, states: int = 0) -> None:
-        """`states`: of the slots and, after them, saved ones."""
+    def reserve_kv(self, num_blocks: int, block_size: int, states: int = 0, groups: Sequence[KvGroup] = ()) -> None:
+        """Makes room for so many blocks, each of which holds `block_size` tokens of the layers of one group, and for so
+        many states: those of the slots and, after them, saved ones. Without groups all layers are one."""
 
     def warm_up(self) -> None:
         """Called once, before the first step: what that would wait for otherwise."""

@@ -110,6 +110,34 @@ class ExpertSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class KvGroup:
+    """Layers that share their KV blocks: a block holds some tokens of all of them, and one block table serves them."""
+
+    window: int  # 0: they see everything before; else the last `window` positions
+    layers: tuple[int, ...]  # counted among those that keep KV, as `ops.attend` counts them
+
+
+PADDING = 0.1  # room that groups may leave unused, as a share of the layers of one window
+
+
+def group_by_window(windows: Sequence[int]) -> tuple[KvGroup, ...]:
+    """Divides layers, each given by its window, into groups that all take the same room, full attention first.
+
+    A block must cost the same in every group, so all groups have room for equally many layers; the last group of a
+    window may have fewer. Of the sizes that leave at most a tenth of each window's room unused, the one with the fewest
+    groups is taken, because every group needs a block table, and of those the smallest."""
+    kinds = {window: [layer for layer, one in enumerate(windows) if one == window] for window in sorted(set(windows))}
+    counts = [len(layers) for layers in kinds.values()]
+    sizes = [size for size in range(1, max(counts) + 1) if all(-count % size <= PADDING * count for count in counts)]
+    size = min(sizes, key=lambda size: (sum(-(-count // size) for count in counts), size))
+    return tuple(
+        KvGroup(window, tuple(layers[first : first + size]))
+        for window, layers in kinds.items()
+        for first in range(0, len(layers), size)
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
     arch: str  # a key of model.registry
     layers: int
@@ -147,6 +175,22 @@ class ModelSpec:
     def kv_layers(self) -> int:
         """Of the cache. The layers of an encoder write over each other's keys and values."""
         return 1 if self.encoder else self.layers - len(self.recurrent)
+
+    @property
+    def kv_groups(self) -> tuple[KvGroup, ...]:
+        """The groups that its KV cache has: one, unless layers have different windows."""
+        layers = [layer for layer in range(self.layers) if layer not in self.recurrent][: self.kv_layers]
+        return group_by_window([self.attention(layer).window for layer in layers])
+
+    @property
+    def kv_group_layers(self) -> int:
+        """How many layers a KV block has room for."""
+        return max(len(group.layers) for group in self.kv_groups)
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """The window of each KV group; 0: none."""
+        return tuple(group.window for group in self.kv_groups)
 
     @property
     def state_bytes(self) -> int:

@@ -68,7 +68,7 @@ def speed_of(machine: Machine, demand: Demand, memory: MemoryPlan, prompt: int) 
     limits = memory.limits
     prompt = min(prompt, limits.max_len)
     context = min(prompt + ANSWER, limits.max_len)
-    room = limits.num_blocks // -(-context // limits.block_size)  # sequences of that length
+    room = limits.num_blocks // memory.sequence_blocks(context)
     counts = [count for count in TOGETHER if count == 1 or count <= min(room, limits.max_rows)]
     if limits.encoder:
         counts = []

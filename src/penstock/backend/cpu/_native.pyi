@@ -1,8 +1,14 @@
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
 def isas() -> list[str]:
     """The instruction sets this CPU and this build have, the fastest first."""
+
+def chain_hashes(parent: bytes, tokens: Sequence[int] | NDArray[np.int32], block_size: int) -> list[bytes]:
+    """Returns a digest for each whole block of tokens: blake2b, 16 bytes, of the digest before it and of the block's
+    tokens as little-endian int32. `parent` stands before the first block."""
 
 class Weight:
     """A packed matrix [rows, width] made of parts stacked along its rows: (format, rows) of each."""
@@ -148,10 +154,16 @@ class Program:
     def keep(self, buffer: int) -> None:
         """The buffer's rows can be read after a step: whoever adds ops after this leaves it alone."""
     def answer(self, buffer: int) -> None: ...
-    def reserve_kv(self, blocks: int, block_size: int, states: int = 0) -> None: ...
+    def reserve_kv(self, blocks: int, block_size: int, states: int = 0, groups: list[list[int]] = ...) -> None:
+        """Makes room for so many blocks and states. `groups` has the layers of each layer group; none: all are one."""
     def move_states(self, moves: list[tuple[int, int, int, int]]) -> None:
         """In the next step; (row, begin, save, after) as a StateMove has them."""
-    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None: ...
+    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
+        """Copies blocks, given as (source, target)."""
+    def export_blocks(self, blocks: list[int]) -> bytes:
+        """Returns the contents of blocks, one after the other."""
+    def import_blocks(self, blocks: list[int], data: bytes) -> None:
+        """Writes the contents of blocks, as export_blocks of a cache with the same layout has returned them."""
     def run(
         self,
         tokens: NDArray[np.int32],
@@ -200,7 +212,14 @@ class Program:
     @property
     def threads(self) -> int: ...
     @property
-    def kv_bytes_per_token(self) -> int: ...
+    def kv_bytes_per_token(self) -> int:
+        """The bytes of one token in all layers."""
+    @property
+    def block_bytes(self) -> int:
+        """The bytes of one block, once the cache is reserved."""
+    @property
+    def kv_layout(self) -> str:
+        """Describes how blocks are laid out: caches with equal layouts can exchange them."""
     @property
     def state_bytes(self) -> int: ...
 

@@ -15,7 +15,7 @@ from penstock.backend.sample import answers
 from penstock.backend.timing import time_step
 from penstock.config import available_memory, available_threads
 from penstock.errors import ConfigError
-from penstock.model.spec import ModelSpec
+from penstock.model.spec import KvGroup, ModelSpec
 from penstock.model.tensor import Stack, Tensor
 from penstock.types import StepResult, TokenLogprob
 
@@ -86,8 +86,8 @@ class CpuBackend:
     def state_bytes(self) -> int:
         return self._program.state_bytes
 
-    def reserve_kv(self, num_blocks: int, block_size: int, states: int = 0) -> None:
-        self._program.reserve_kv(num_blocks, block_size, states)
+    def reserve_kv(self, num_blocks: int, block_size: int, states: int = 0, groups: Sequence[KvGroup] = ()) -> None:
+        self._program.reserve_kv(num_blocks, block_size, states, [list(group.layers) for group in groups])
 
     def warm_up(self) -> None: ...
 

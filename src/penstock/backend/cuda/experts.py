@@ -11,14 +11,20 @@ import triton
 
 from penstock.backend.cuda.inputs import Fields
 from penstock.backend.cuda.kernels.expert_gemm import (
-    Rows,
-    multiply_blocks,
-    multiply_coded_blocks,
-    multiply_coded_pairs,
-    multiply_pairs,
+    ExpertRows,
+    expert_gemm,
+    expert_gemv,
+    quant_expert_gemm,
+    quant_expert_gemv,
 )
-from penstock.backend.cuda.kernels.expert_routing import SMALLEST, Seats, add_up, route, seat
-from penstock.backend.cuda.kernels.silu_and_mul import gate
+from penstock.backend.cuda.kernels.expert_routing import (
+    SMALLEST_BLOCK,
+    ExpertPermutation,
+    combine_experts,
+    permute_pairs,
+    route,
+)
+from penstock.backend.cuda.kernels.silu_and_mul import act_and_mul
 from penstock.backend.cuda.pack_quantized import TAKE, QuantizedWeight, quantize_int4
 from penstock.backend.cuda.quant_blocks import ROWS
 from penstock.backend.cuda.quantized_weights import Workspace, join
@@ -35,9 +41,9 @@ LARGEST = 128  # seats of a block
 class Matrices(Protocol):
     """Of every expert: `out` [pairs, rows of one] = rows of x times the matrix of each pair's expert (+ bias)."""
 
-    def by_pairs(self, rows: Rows, out: Any, gated: bool = False) -> None: ...
+    def by_pairs(self, rows: ExpertRows, out: Any, gated: bool = False) -> None: ...
 
-    def by_blocks(self, rows: Rows, seats: Seats, size: int, out: Any) -> None: ...
+    def by_blocks(self, rows: ExpertRows, permutation: ExpertPermutation, size: int, out: Any) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +51,11 @@ class DenseMatrices:
     weight: Any  # [experts * rows, width]
     bias: Any | None  # [experts * rows] float32
 
-    def by_pairs(self, rows: Rows, out: Any, gated: bool = False) -> None:
-        multiply_pairs(rows, self.weight, self.bias, out, gated)
+    def by_pairs(self, rows: ExpertRows, out: Any, gated: bool = False) -> None:
+        expert_gemv(rows, self.weight, self.bias, out, gated)
 
-    def by_blocks(self, rows: Rows, seats: Seats, size: int, out: Any) -> None:
-        multiply_blocks(rows, seats, size, self.weight, self.bias, out)
+    def by_blocks(self, rows: ExpertRows, permutation: ExpertPermutation, size: int, out: Any) -> None:
+        expert_gemm(rows, permutation, size, self.weight, self.bias, out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +63,11 @@ class CodedMatrices:
     weight: QuantizedWeight
     bias: Any | None
 
-    def by_pairs(self, rows: Rows, out: Any, gated: bool = False) -> None:
-        multiply_coded_pairs(rows._replace(x=rows.x.bfloat16()), self.weight, self.bias, out, gated)
+    def by_pairs(self, rows: ExpertRows, out: Any, gated: bool = False) -> None:
+        quant_expert_gemv(rows._replace(x=rows.x.bfloat16()), self.weight, self.bias, out, gated)
 
-    def by_blocks(self, rows: Rows, seats: Seats, size: int, out: Any) -> None:
-        multiply_coded_blocks(rows._replace(x=rows.x.bfloat16()), seats, size, self.weight, self.bias, out)
+    def by_blocks(self, rows: ExpertRows, permutation: ExpertPermutation, size: int, out: Any) -> None:
+        quant_expert_gemm(rows._replace(x=rows.x.bfloat16()), permutation, size, self.weight, self.bias, out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +84,7 @@ class Mixture:
 
     bank: Bank
     spec: ExpertSpec
-    seats: Seats
+    permutation: ExpertPermutation
 
     def __call__(
         self, step: Fields, x: Any, scores: Any, out: Any, chosen: Any, weights: Any, both: Any, hidden: Any, given: Any
@@ -90,17 +96,17 @@ class Mixture:
         route(scores, bank.choice_bias, spec, experts, weights)
         if pairs <= max(spec.count // 2, spec.chosen):
             gated = spec.act == "silu"
-            bank.up.by_pairs(Rows(x, experts, spec.chosen), hidden if gated else both, gated)
+            bank.up.by_pairs(ExpertRows(x, experts, spec.chosen), hidden if gated else both, gated)
             if not gated:
-                gate(both, hidden, act=spec.act)
-            bank.down.by_pairs(Rows(hidden, experts, 1), given)
+                act_and_mul(both, hidden, act=spec.act)
+            bank.down.by_pairs(ExpertRows(hidden, experts, 1), given)
         else:
-            size = min(max(triton.next_power_of_2(pairs // spec.count), SMALLEST), LARGEST)
-            seat(experts, self.seats, size)
-            bank.up.by_blocks(Rows(x, experts, spec.chosen), self.seats, size, both)
-            gate(both, hidden, act=spec.act)
-            bank.down.by_blocks(Rows(hidden, experts, 1), self.seats, size, given)
-        add_up(given, weights, out)
+            size = min(max(triton.next_power_of_2(pairs // spec.count), SMALLEST_BLOCK), LARGEST)
+            permute_pairs(experts, self.permutation, size)
+            bank.up.by_blocks(ExpertRows(x, experts, spec.chosen), self.permutation, size, both)
+            act_and_mul(both, hidden, act=spec.act)
+            bank.down.by_blocks(ExpertRows(hidden, experts, 1), self.permutation, size, given)
+        combine_experts(given, weights, out)
 
 
 def pack_matrices(

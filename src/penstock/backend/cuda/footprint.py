@@ -19,7 +19,7 @@ KEPT = {
     "IQ3_S": 4.3125, "TQ1_0": 4.3125, "TQ2_0": 4.3125, "F8_E4M3": 8.0,
 }  # fmt: skip
 BITS = {"fp8": 8.0, "int4": 4.5}
-FEW = 1.02  # scales of rows, and matrices rounded up to whole tiles
+PACKING_OVERHEAD = 1.02  # scales of rows, and matrices rounded up to whole tiles
 
 
 def weight_bytes(tensors: Iterable[Tensor], quantize: str) -> int:
@@ -27,7 +27,7 @@ def weight_bytes(tensors: Iterable[Tensor], quantize: str) -> int:
 
 
 def tensor_bytes(tensor: Tensor, quantize: str) -> float:
-    return (1 if len(tensor.shape) == 1 else FEW) * stored_as(tensor, quantize).bytes(tensor)
+    return (1 if len(tensor.shape) == 1 else PACKING_OVERHEAD) * stored_as(tensor, quantize).bytes(tensor)
 
 
 def stored_as(tensor: Tensor, quantize: str) -> StoredAs:

@@ -8,15 +8,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from penstock.backend.cuda.inputs import Fields
-from penstock.backend.cuda.kernels.decode_attention import Turn, attend_parts
-from penstock.backend.cuda.kernels.delta_rule import Scratch, delta_net
-from penstock.backend.cuda.kernels.fp8_activations import Codes, codes_in
+from penstock.backend.cuda.kernels.decode_attention import Rotation, decode_attention
+from penstock.backend.cuda.kernels.delta_rule import DeltaScratch, delta_net
+from penstock.backend.cuda.kernels.fp8_activations import Fp8Activations, fp8_view
 from penstock.backend.cuda.kernels.layer_norm import add_layer_norm
-from penstock.backend.cuda.kernels.mla_attention import attend_latent_parts, attend_latent_tiles, store_latent
+from penstock.backend.cuda.kernels.mla_attention import mla_decode, mla_prefill, store_mla_kv
 from penstock.backend.cuda.kernels.norm import add_norm
-from penstock.backend.cuda.kernels.prefill_attention import attend_tiles
+from penstock.backend.cuda.kernels.prefill_attention import prefill_attention
 from penstock.backend.cuda.kernels.rope import rope_and_store
-from penstock.backend.cuda.kernels.silu_and_mul import gate
+from penstock.backend.cuda.kernels.silu_and_mul import act_and_mul
 from penstock.backend.cuda.kv_cache import Cache
 from penstock.backend.cuda.weights import Weight
 from penstock.model.ops import DeltaWeights
@@ -32,9 +32,9 @@ class Value(NamedTuple):
     wide: bool = False  # float32, not the type of activations
 
 
-def codes_for(reader: Weight | None, rows: Any) -> Codes | None:
+def fp8_for(reader: Weight | None, rows: Any) -> Fp8Activations | None:
     """Where the only product that reads these rows wants their codes."""
-    return codes_in(rows) if reader is not None and reader.takes_codes(len(rows)) else None
+    return fp8_view(rows) if reader is not None and reader.takes_fp8(len(rows)) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Product:
         self.weight.product(self.rows(x), out)
 
     def rows(self, x: Any) -> Any:
-        return (codes_for(self.weight, x) if self.coded else None) or x
+        return (fp8_for(self.weight, x) if self.coded else None) or x
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Gate:
     reader: Weight | None = None
 
     def __call__(self, step: Fields, x: Any, out: Any) -> None:
-        gate(x, out, codes_for(self.reader, out), self.act)
+        act_and_mul(x, out, fp8_for(self.reader, out), self.act)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class AddNorm:
 
     def __call__(self, step: Fields, x: Any, *others: Any) -> None:
         residual, out, total = others if len(others) == 3 else (None, others[0], None)
-        add_norm(x, residual, self.gain, self.eps, out, total, codes_for(self.reader, out))
+        add_norm(x, residual, self.gain, self.eps, out, total, fp8_for(self.reader, out))
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class AddLayerNorm:
 
     def __call__(self, step: Fields, x: Any, *others: Any) -> None:
         residual, out, total = others if len(others) == 3 else (None, others[0], None)
-        add_layer_norm(x, residual, self.gain, self.bias, self.eps, out, total, codes_for(self.reader, out))
+        add_layer_norm(x, residual, self.gain, self.bias, self.eps, out, total, fp8_for(self.reader, out))
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,18 +87,24 @@ class GatedProduct:
     gate: Gate
 
     def __call__(self, step: Fields, x: Any, out: Any, scratch: Any) -> None:
-        self.product.weight.gated(self.product.rows(x), out, scratch, codes_for(self.gate.reader, out))
+        self.product.weight.gated(self.product.rows(x), out, scratch, fp8_for(self.gate.reader, out))
 
 
 @dataclass(slots=True)
 class Memory:
-    """What steps leave on the device for later ones, and scratch that every layer shares."""
+    """What steps leave on the device for later ones, and scratch that every layer split_kv."""
 
     last: Any  # [slots + 1] the token each slot sampled last
     tokens: Any  # [T] the step's tokens, all known
-    shares: Any = None  # see decode_attention
+    split_kv: Any = None  # see decode_attention
     caches: dict[int, Cache] = field(default_factory=dict)  # by layer
+    groups: dict[int, int] = field(default_factory=dict)  # the KV group of each layer
     states: Any = None  # see states.py
+
+    def reserve_arrivals(self, count: int) -> None:
+        """Makes room for a counter for each KV head of each block table, where there is too little."""
+        if len(self.split_kv.arrived) < count:
+            self.split_kv = self.split_kv._replace(arrived=self.split_kv.arrived.new_zeros(count))
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,26 +116,26 @@ class Attend:
     sinks: Any | None = None
 
     def __call__(self, step: Fields, qkv: Any, out: Any) -> None:
-        spec, rope = self.spec, self.spec.rope
-        (cache, scales), turn = self.memory.caches[self.layer], None
+        spec, rope, step = self.spec, self.spec.rope, step.of(self.memory.groups[self.layer])
+        (cache, scales), rotation = self.memory.caches[self.layer], None
         if len(step.tiles):
             places = step.positions, step.places
             turned = self.frequencies, rope.scale, len(rope.inv_freq), rope.interleaved
             rope_and_store(qkv, *turned, *places, cache, scales)
             about = spec.scale, spec.window, scales, spec.soft_cap, spec.causal, self.sinks
-            attend_tiles(qkv, cache, step.tiles, step.tables, step.header, out, *about)
+            prefill_attention(qkv, cache, step.tiles, step.tables, step.header, out, *about)
         else:
-            turn = Turn(self.frequencies, step.places, rope.scale, len(rope.inv_freq), rope.interleaved)
+            rotation = Rotation(self.frequencies, step.places, rope.scale, len(rope.inv_freq), rope.interleaved)
         if len(step.parts):
-            attend_parts(
+            decode_attention(
                 qkv,
                 cache,
                 step.parts,
                 step.tables,
                 step.header,
                 out,
-                self.memory.shares,
-                turn,
+                self.memory.split_kv,
+                rotation,
                 spec.scale,
                 spec.window,
                 scales,
@@ -148,16 +154,16 @@ class AttendLatent:
     eps: float
 
     def __call__(self, step: Fields, q: Any, kv: Any, out: Any) -> None:
-        spec, rope = self.spec, self.spec.rope
+        spec, rope, step = self.spec, self.spec.rope, step.of(self.memory.groups[self.layer])
         cache, scales = self.memory.caches[self.layer]
         turned = self.frequencies, rope.scale, rope.interleaved
-        store_latent(q, kv, self.gain, self.eps, *turned, step.positions, step.places, cache, scales)
+        store_mla_kv(q, kv, self.gain, self.eps, *turned, step.positions, step.places, cache, scales)
         tables = step.tables, step.header, out
         if len(step.tiles):
-            attend_latent_tiles(q, cache, step.tiles, *tables, spec.v_dim, spec.scale, scales)
+            mla_prefill(q, cache, step.tiles, *tables, spec.v_dim, spec.scale, scales)
         if len(step.parts):
-            shares = self.memory.shares
-            attend_latent_parts(q, cache, step.parts, *tables, shares, spec.v_dim, spec.scale, scales)
+            split_kv = self.memory.split_kv
+            mla_decode(q, cache, step.parts, *tables, split_kv, spec.v_dim, spec.scale, scales)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +176,7 @@ class Delta:
 
     def __call__(self, step: Fields, qkvz: Any, ba: Any, out: Any, *scratch: Any) -> None:
         states, about = self.memory.states, (self.weights, self.spec, self.eps)
-        delta_net(qkvz, ba, *about, states.layers[self.layer], states.rows_of(step), Scratch(*scratch), out)
+        delta_net(qkvz, ba, *about, states.layers[self.layer], states.rows_of(step), DeltaScratch(*scratch), out)
 
 
 @dataclass(frozen=True, slots=True)

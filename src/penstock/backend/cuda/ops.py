@@ -16,10 +16,10 @@ import torch
 from penstock.backend.base import Model
 from penstock.backend.cuda.experts import Bank, Mixture
 from penstock.backend.cuda.inputs import SPARE_PARTS, Fields
-from penstock.backend.cuda.kernels.decode_attention import Shares
-from penstock.backend.cuda.kernels.delta_rule import gate_by
-from penstock.backend.cuda.kernels.expert_routing import Seats
-from penstock.backend.cuda.kernels.gather_rows import known_tokens, take_rows
+from penstock.backend.cuda.kernels.decode_attention import SplitKV
+from penstock.backend.cuda.kernels.delta_rule import sigmoid_mul
+from penstock.backend.cuda.kernels.expert_routing import ExpertPermutation
+from penstock.backend.cuda.kernels.gather_rows import gather_rows, resolve_tokens
 from penstock.backend.cuda.kernels.norm_qk import norm_qk
 from penstock.backend.cuda.nodes import (
     AddLayerNorm,
@@ -34,7 +34,7 @@ from penstock.backend.cuda.nodes import (
     Value,
     fuse,
 )
-from penstock.backend.cuda.recurrent_states import States
+from penstock.backend.cuda.recurrent_states import RecurrentStates
 from penstock.backend.cuda.weights import Weight
 from penstock.errors import UnsupportedModel
 from penstock.model.ops import DeltaWeights
@@ -67,12 +67,14 @@ class Recorder:
     recurrent: dict[int, DeltaSpec] = field(default_factory=dict)
     _values: int = 0
     _frequencies: dict[tuple[float, ...], Any] = field(default_factory=dict)
-    _seats: dict[tuple[int, int], Seats] = field(default_factory=dict)  # by experts, and how many are chosen
+    _permutations: dict[tuple[int, int], ExpertPermutation] = field(
+        default_factory=dict
+    )  # by experts, and how many are chosen
 
     def embed(self, table: Weight) -> Value:
         def run(step: Fields, out: Any) -> None:
             tokens = self.memory.tokens[: len(out)]
-            known_tokens(step.tokens, step.token_slots, self.memory.last, tokens)
+            resolve_tokens(step.tokens, step.token_slots, self.memory.last, tokens)
             table.gather(tokens, out)
 
         return self._add(run, (), self._value("T", table.width))
@@ -109,7 +111,7 @@ class Recorder:
 
     def take_sampled(self, x: Value) -> Value:
         return self._add(
-            lambda step, x, out: take_rows(x, step.sampled, out), (x,), self._value("S", x.width, wide=x.wide)
+            lambda step, x, out: gather_rows(x, step.sampled, out), (x,), self._value("S", x.width, wide=x.wide)
         )
 
     def pool(self, x: Value) -> None:
@@ -139,7 +141,7 @@ class Recorder:
         choice = [self._value("T", spec.chosen, wide=True) for _ in range(2)]
         pairs = [self._value("T", spec.chosen * width) for width in (2 * spec.hidden, spec.hidden, x.width)]
         inputs = x, self._widened(scores)
-        self.nodes.append(Node(Mixture(bank, spec, self._seats_for(spec)), inputs, (out, *choice, *pairs)))
+        self.nodes.append(Node(Mixture(bank, spec, self._permutation_for(spec)), inputs, (out, *choice, *pairs)))
         return out
 
     def _widened(self, value: Value) -> Value:
@@ -151,11 +153,11 @@ class Recorder:
         self.nodes[-1] = replace(node, outputs=(wide,))
         return wide
 
-    def _seats_for(self, spec: ExpertSpec) -> Seats:
+    def _permutation_for(self, spec: ExpertSpec) -> ExpertPermutation:
         key = spec.count, spec.chosen
-        if key not in self._seats:
-            self._seats[key] = Seats.on(self.device, spec, len(self.memory.tokens))
-        return self._seats[key]
+        if key not in self._permutations:
+            self._permutations[key] = ExpertPermutation.on(self.device, spec, len(self.memory.tokens))
+        return self._permutations[key]
 
     def linear_heads(self, x: Value, weight: Any, kept: int = 0) -> Value:
         heads, rows, width = weight.shape
@@ -174,7 +176,7 @@ class Recorder:
         return self._add(op, (q, kv), self._value("T", spec.heads * spec.v_dim))
 
     def gate_by(self, x: Value, gate: Value) -> Value:
-        return self._add(lambda step, x, gate, out: gate_by(x, gate, out), (x, gate), self._like(x))
+        return self._add(lambda step, x, gate, out: sigmoid_mul(x, gate, out), (x, gate), self._like(x))
 
     def delta_net(
         self, layer: int, qkvz: Value, ba: Value, weights: DeltaWeights, spec: DeltaSpec, eps: float
@@ -218,7 +220,7 @@ class Program:
         recorder = Recorder(memory, device)
         self.answer: Value = model.forward(recorder)
         self.layers = recorder.layers
-        memory.states = States(recorder.recurrent, sizes.rows, sizes.tokens, device)
+        memory.states = RecurrentStates(recorder.recurrent, sizes.rows, sizes.tokens, device)
         self._states = recorder.states
         self._nodes: list[tuple[Node, list[int]]] = []
         self._kinds: list[Kind] = []
@@ -234,7 +236,7 @@ class Program:
         heads = [(spec.heads, spec.head_dim) for spec in self.layers.values()]
         parts = sizes.rows + SPARE_PARTS
         most_heads = max([h for h, _ in heads], default=1)
-        memory.shares = Shares(
+        memory.split_kv = SplitKV(
             torch.empty(parts * max([h * d for h, d in heads], default=1), device=device),
             torch.empty(parts * most_heads * 2, device=device),
             torch.zeros(sizes.rows * most_heads, dtype=torch.int32, device=device),

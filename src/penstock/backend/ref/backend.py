@@ -15,7 +15,7 @@ from penstock.backend.sample import sample
 from penstock.backend.timing import time_step
 from penstock.config import available_memory
 from penstock.model.dequantize import dequantize
-from penstock.model.spec import ModelSpec
+from penstock.model.spec import KvGroup, ModelSpec
 from penstock.model.tensor import Stack, Tensor
 from penstock.types import StepResult
 
@@ -74,8 +74,8 @@ class RefBackend:
     def state_bytes(self) -> int:
         return self._state_bytes
 
-    def reserve_kv(self, num_blocks: int, block_size: int, states: int = 0) -> None:
-        self._cache = Cache(num_blocks, block_size, states)
+    def reserve_kv(self, num_blocks: int, block_size: int, states: int = 0, groups: Sequence[KvGroup] = ()) -> None:
+        self._cache = Cache(num_blocks, block_size, states, groups)
 
     def warm_up(self) -> None: ...
 

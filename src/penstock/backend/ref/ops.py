@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from penstock.backend.base import Batch, Floats, Ints, StateMove
 from penstock.model.ops import DeltaWeights
-from penstock.model.spec import AttentionSpec, DeltaSpec, ExpertSpec, RopeSpec
+from penstock.model.spec import AttentionSpec, DeltaSpec, ExpertSpec, KvGroup, RopeSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,17 +31,26 @@ class Bank:
 
 
 class Cache:
-    """Keys and values in blocks, for each layer that attends: [blocks, block_size, kv_heads, D]; of latent attention
-    keys alone."""
+    """Holds keys and values in blocks, [blocks, block_size, kv_heads, D]; keys alone for MLA. Layers that have the same
+    index within their KV groups share an array: a block belongs to one group at a time."""
 
-    def __init__(self, num_blocks: int, block_size: int, states: int = 0) -> None:
+    def __init__(self, num_blocks: int, block_size: int, states: int = 0, groups: Sequence[KvGroup] = ()) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.layers: dict[int, tuple[Floats, ...]] = {}
+        self.layers: dict[int, tuple[Floats, ...]] = {}  # by index within a group
         self.states = states
         self.recurrent: dict[int, tuple[Floats, Floats]] = {}
+        self._places = {
+            layer: (number, index) for number, group in enumerate(groups) for index, layer in enumerate(group.layers)
+        }
 
-    def layer(self, index: int, spec: AttentionSpec) -> tuple[Floats, ...]:
+    def group(self, layer: int) -> int:
+        """Returns the number of the KV group that a layer is in."""
+        return self._places.get(layer, (0, layer))[0]
+
+    def layer(self, layer: int, spec: AttentionSpec) -> tuple[Floats, ...]:
+        """Returns the arrays that a layer's keys and values are in."""
+        _, index = self._places.get(layer, (0, layer))
         if index not in self.layers:
             shape = (self.num_blocks, self.block_size, spec.kv_heads, spec.head_dim)
             self.layers[index] = tuple(np.zeros(shape, np.float32) for _ in range(1 if spec.v_dim else 2))
@@ -88,11 +97,12 @@ class RefOps:
         out = np.zeros_like(q)
         for row, tokens in enumerate(self._row_tokens()):
             positions = self.batch.positions[tokens]
-            blocks, offsets = self._places(row, positions)
-            keys[blocks, offsets] = k[tokens]
-            values[blocks, offsets] = v[tokens]
-            blocks, offsets = self._places(row, np.arange(positions[-1] + 1))
-            out[tokens] = attention(q[tokens], keys[blocks, offsets], values[blocks, offsets], positions, spec, sinks)
+            places = self._places(layer, row, positions)
+            keys[places] = k[tokens]
+            values[places] = v[tokens]
+            first = max(int(positions[0]) - spec.window + 1, 0) if spec.window else 0
+            places = self._places(layer, row, np.arange(first, positions[-1] + 1))
+            out[tokens] = attention(q[tokens], keys[places], values[places], positions - first, spec, sinks)
         return out.reshape(len(qkv), spec.q_width)
 
     def gated(self, x: Floats, act: str) -> Floats:
@@ -150,8 +160,8 @@ class RefOps:
         out = np.zeros((len(q), spec.heads, spec.v_dim), np.float32)
         for row, tokens in enumerate(self._row_tokens()):
             positions = self.batch.positions[tokens]
-            keys[self._places(row, positions)] = k[tokens]
-            seen = keys[self._places(row, np.arange(positions[-1] + 1))]
+            keys[self._places(layer, row, positions)] = k[tokens]
+            seen = keys[self._places(layer, row, np.arange(positions[-1] + 1))]
             out[tokens] = attention(q[tokens], seen, seen[..., turned:], positions, spec)
         return out.reshape(len(q), spec.heads * spec.v_dim)
 
@@ -183,9 +193,10 @@ class RefOps:
         starts = self.batch.row_start.tolist()
         return [slice(first, last) for first, last in pairwise(starts)]
 
-    def _places(self, row: int, positions: NDArray[np.integer]) -> tuple[Ints, NDArray[np.integer]]:
-        """Where positions of a row's sequence lie in the cache: block ids and offsets in them."""
-        return self.batch.tables[row, positions // self.cache.block_size], positions % self.cache.block_size
+    def _places(self, layer: int, row: int, positions: NDArray[np.integer]) -> tuple[Ints, NDArray[np.integer]]:
+        """Returns where a layer keeps positions of a row's sequence: block ids and offsets in them."""
+        table = self.batch.tables[self.cache.group(layer), row]
+        return table[positions // self.cache.block_size], positions % self.cache.block_size
 
 
 def rms_norm(x: Floats, gain: Floats, eps: float) -> Floats:
@@ -234,7 +245,8 @@ def rotate(x: Floats, positions: Ints, rope: RopeSpec) -> Floats:
 def attention(
     q: Floats, keys: Floats, values: Floats, positions: Ints, spec: AttentionSpec, sinks: Floats | None = None
 ) -> Floats:
-    """Of tokens at `positions` over the positions 0 to C of their sequence: [T, heads, D], 2 * [C, kv_heads, D]."""
+    """Attends from tokens at `positions` to C positions of their sequence, both counted from the first of those:
+    [T, heads, D], 2 * [C, kv_heads, D] -> [T, heads, D]."""
     shared = spec.heads // spec.kv_heads
     keys, values = np.repeat(keys, shared, axis=1), np.repeat(values, shared, axis=1)  # [C, heads, D]
     scores = np.einsum("thd,chd->htc", q, keys) * np.float32(spec.scale)

@@ -34,7 +34,7 @@ void store_latent(const Frame& frame, const Attention& a, const float* row, size
 
 void store_token(const Frame& frame, const Attention& a, int qkv, size_t token, float* key) {
   const size_t place = frame.cache.place(size_t(frame.batch.positions[token]));
-  const int32_t* table = frame.batch.tables + row_of(frame.batch, token) * frame.batch.table_width;
+  const int32_t* table = frame.table(a.layer, row_of(frame.batch, token));
   const float* row = frame.buffers[size_t(qkv)].row(token);
   if (a.v_dim) return store_latent(frame, a, row, token, key, frame.cache.tile(a.layer, 0, table, place), place % TILE);
   const float* keys = row + a.heads * a.dim;
@@ -81,7 +81,12 @@ struct State {
 class Queries {
  public:
   Queries(const Frame& frame, const Attention& a, const QueryTile& tile, size_t group)
-      : frame_(frame), a_(a), tile_(tile), group_(group), padded_(a.shape().padded()) {}
+      : frame_(frame),
+        a_(a),
+        tile_(tile),
+        table_(frame.table(a.layer, tile.row)),
+        group_(group),
+        padded_(a.shape().padded()) {}
 
   size_t count() const { return tile_.count * a_.group(); }
   State state(float* memory) const { return {memory, count(), padded_}; }
@@ -144,8 +149,7 @@ class Queries {
   }
 
   std::byte* tile_at(size_t place) const {
-    const int32_t* table = frame_.batch.tables + tile_.row * frame_.batch.table_width;
-    return frame_.cache.tile(a_.layer, a_.kv_head(group_), table, place);
+    return frame_.cache.tile(a_.layer, a_.kv_head(group_), table_, place);
   }
 
   void soften(size_t i, size_t span, size_t first, size_t last, const State& state) const {
@@ -167,6 +171,7 @@ class Queries {
   const Frame& frame_;
   const Attention& a_;
   const QueryTile& tile_;
+  const int32_t* table_;
   size_t group_, padded_;
   float* queries_ = nullptr;  // [count][dim]
   float* scores_ = nullptr;   // [count][SPAN]

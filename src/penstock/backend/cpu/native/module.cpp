@@ -8,6 +8,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include "chain_hash.h"
 #include "dispatch.h"
 #include "program.h"
 #include "quantize.h"
@@ -54,13 +55,14 @@ using EditArrays = std::tuple<size_t, IntArray, double, IntArray, FloatArray, In
 using Scored = std::tuple<int32_t, double, std::vector<std::pair<int32_t, double>>>;
 
 Step step(const IntArray& tokens, const IntArray& positions, const IntArray& row_start, const IntArray& slots,
-          const Array<const int32_t, 2>& tables, const IntArray& sampled) {
-  if (tables.shape(0) + 1 != row_start.size()) throw nb::value_error("every row needs a block table");
-  return {flat(tokens), flat(positions), flat(row_start), flat(slots), flat(tables), tables.shape(1), flat(sampled)};
+          const Array<const int32_t, 3>& tables, const IntArray& sampled) {
+  if (tables.shape(1) + 1 != row_start.size()) throw nb::value_error("every row needs a block table");
+  return {flat(tokens), flat(positions),   flat(row_start),  flat(slots),
+          flat(tables), tables.shape(0), tables.shape(2), flat(sampled)};
 }
 
 void run(Program& program, IntArray tokens, IntArray positions, IntArray row_start, IntArray slots,
-         Array<const int32_t, 2> tables, IntArray sampled, Array<float, 2> out) {
+         Array<const int32_t, 3> tables, IntArray sampled, Array<float, 2> out) {
   const Step arrays = step(tokens, positions, row_start, slots, tables, sampled);
   nb::gil_scoped_release release;
   program.run(arrays, flat(out));
@@ -68,7 +70,7 @@ void run(Program& program, IntArray tokens, IntArray positions, IntArray row_sta
 
 std::pair<std::vector<int32_t>, std::vector<Scored>> sample(
     Program& program, IntArray tokens, IntArray positions, IntArray row_start, IntArray slots,
-    Array<const int32_t, 2> tables, IntArray sampled, IntArray target, FloatArray temperature, FloatArray top_p, IntArray top_k, FloatArray min_p,
+    Array<const int32_t, 3> tables, IntArray sampled, IntArray target, FloatArray temperature, FloatArray top_p, IntArray top_k, FloatArray min_p,
     Array<const uint64_t, 1> seed, IntArray logprobs, std::vector<EditArrays> edits) {
   const Step arrays = step(tokens, positions, row_start, slots, tables, sampled);
   const Draws draws = {flat(target), flat(temperature), flat(top_p),   flat(top_k),
@@ -81,6 +83,43 @@ std::pair<std::vector<int32_t>, std::vector<Scored>> sample(
   std::vector<Scored> scored;
   for (auto& entry : answers.logprobs) scored.push_back({entry.token, entry.logprob, std::move(entry.top)});
   return {std::move(answers.tokens), std::move(scored)};
+}
+
+nb::list chain_of(nb::bytes parent, std::span<const int32_t> tokens, size_t block_size) {
+  nb::list found;
+  const std::span bytes(static_cast<const uint8_t*>(parent.data()), parent.size());
+  for (const Digest& digest : chain_hashes(bytes, tokens, block_size))
+    found.append(nb::bytes(digest.data(), digest.size()));
+  return found;
+}
+
+nb::list chain_of_ints(nb::bytes parent, nb::sequence tokens, size_t block_size) {
+  const auto ids = nb::steal(PySequence_Fast(tokens.ptr(), "tokens are a sequence of ints"));
+  if (!ids.is_valid()) throw nb::python_error();
+  std::vector<int32_t> values(size_t(PySequence_Fast_GET_SIZE(ids.ptr())));
+  for (size_t i = 0; i < values.size(); ++i) {
+    const long value = PyLong_AsLong(PySequence_Fast_GET_ITEM(ids.ptr(), Py_ssize_t(i)));
+    if (value == -1 && PyErr_Occurred()) throw nb::python_error();
+    if (value < INT32_MIN || value > INT32_MAX) throw nb::value_error("a token id does not fit 32 bits");
+    values[i] = int32_t(value);
+  }
+  return chain_of(parent, values, block_size);
+}
+
+nb::bytes export_blocks(Program& program, const std::vector<int64_t>& blocks) {
+  const size_t size = blocks.size() * program.block_bytes();
+  auto data = nb::steal<nb::bytes>(PyBytes_FromStringAndSize(nullptr, Py_ssize_t(size)));
+  if (!data.is_valid()) throw nb::python_error();
+  const std::span out(reinterpret_cast<std::byte*>(PyBytes_AsString(data.ptr())), size);
+  nb::gil_scoped_release release;
+  program.export_blocks(blocks, out);
+  return data;
+}
+
+void import_blocks(Program& program, const std::vector<int64_t>& blocks, nb::bytes data) {
+  const std::span bytes(static_cast<const std::byte*>(data.data()), data.size());
+  nb::gil_scoped_release release;
+  program.import_blocks(blocks, bytes);
 }
 
 Choice::Scoring scoring_of(const std::string& name) {
@@ -98,6 +137,11 @@ NB_MODULE(_native, m) {
     for (const auto& isa : isas()) names.push_back(isa.name);
     return names;
   });
+
+  m.def("chain_hashes",
+        [](nb::bytes parent, IntArray tokens, size_t block_size) { return chain_of(parent, flat(tokens), block_size); },
+        "parent"_a, "tokens"_a.noconvert(), "block_size"_a);
+  m.def("chain_hashes", chain_of_ints, "parent"_a, "tokens"_a, "block_size"_a);
 
   nb::class_<Weight>(m, "Weight")
       .def(nb::init<size_t, const std::vector<std::pair<std::string, size_t>>&>(), "width"_a, "parts"_a)
@@ -189,7 +233,8 @@ NB_MODULE(_native, m) {
            "eps"_a, "angles"_a, "interleaved"_a, "scale"_a)
       .def("keep", &Program::keep, "buffer"_a)
       .def("answer", &Program::answer, "buffer"_a)
-      .def("reserve_kv", &Program::reserve_kv, "blocks"_a, "block_size"_a, "states"_a = 0)
+      .def("reserve_kv", &Program::reserve_kv, "blocks"_a, "block_size"_a, "states"_a = 0,
+           "groups"_a = LayerGroups())
       .def("move_states",
            [](Program& program, const std::vector<std::tuple<size_t, int32_t, int32_t, int32_t>>& rows) {
              std::vector<StateMove> moves;
@@ -198,6 +243,8 @@ NB_MODULE(_native, m) {
            },
            "moves"_a)
       .def("copy_blocks", &Program::copy_blocks, "pairs"_a)
+      .def("export_blocks", export_blocks, "blocks"_a)
+      .def("import_blocks", import_blocks, "blocks"_a, "data"_a)
       .def("run", run, "tokens"_a.noconvert(), "positions"_a.noconvert(), "row_start"_a.noconvert(),
            "slots"_a.noconvert(), "tables"_a.noconvert(), "sampled"_a.noconvert(), "out"_a.noconvert())
       .def("sample", sample, "tokens"_a.noconvert(), "positions"_a.noconvert(), "row_start"_a.noconvert(),
@@ -210,6 +257,8 @@ NB_MODULE(_native, m) {
       .def_prop_ro("isa", &Program::isa)
       .def_prop_ro("threads", &Program::threads)
       .def_prop_ro("kv_bytes_per_token", &Program::kv_bytes_per_token)
+      .def_prop_ro("block_bytes", &Program::block_bytes)
+      .def_prop_ro("kv_layout", &Program::kv_layout)
       .def_prop_ro("state_bytes", &Program::state_bytes);
 
   m.def("quantize", quantize_values, "source"_a, "values"_a.noconvert(), "target"_a, "out"_a.noconvert(), "threads"_a,

@@ -24,6 +24,8 @@ unsigned checked_threads(unsigned threads) {
   return threads;
 }
 
+size_t longer_window(size_t one, size_t other) { return one && other ? std::max(one, other) : 0; }
+
 class StepJob final : public Job {
  public:
   StepJob(const std::vector<Phase>& phases, const Frame& frame) : phases_(phases), frame_(frame) {}
@@ -192,8 +194,8 @@ void Program::add_attention(const Attention& a, int q, int keys, int out) {
   cache_.add_layer(a.layer, a.shape());
   scratch_floats_ = std::max(scratch_floats_, a.scratch_floats());
   gathered_floats_ = std::max(gathered_floats_, a.groups() * a.state_floats());
-  longest_window_ = std::max(longest_window_, a.window);
-  sees_everything_ |= a.window == 0;
+  windows_.resize(cache_.layers(), a.window);
+  windows_[a.layer] = longer_window(windows_[a.layer], a.window);
   causal_ &= a.causal;
   phases_.push_back(store_phase(a, keys));
   phases_.push_back(attend_phase(a, q, out));
@@ -347,15 +349,34 @@ void Program::answer(int buffer) {
 
 // ---- running ----
 
-void Program::reserve_kv(size_t blocks, size_t block_size, size_t states) {
+void Program::reserve_kv(size_t blocks, size_t block_size, size_t states, const LayerGroups& groups) {
   const std::lock_guard lock(running_);
-  cache_.reserve(blocks, block_size);
+  cache_.reserve(blocks, block_size, groups);
   states_.reserve(states);
+  group_windows_.assign(cache_.groups(), 1);
+  for (size_t layer = 0; layer < windows_.size(); ++layer) {
+    size_t& window = group_windows_[cache_.group(layer)];
+    window = longer_window(window, windows_[layer]);
+  }
 }
 
 void Program::copy_blocks(const std::vector<std::pair<int64_t, int64_t>>& pairs) {
   const std::lock_guard lock(running_);
   cache_.copy(pairs);
+}
+
+void Program::export_blocks(Blocks blocks, std::span<std::byte> out) {
+  const std::lock_guard lock(running_);
+  require(out.size() == blocks.size() * cache_.block_bytes(), "the blocks take another number of bytes");
+  cache_.export_blocks(blocks, out.data());
+}
+
+void Program::import_blocks(Blocks blocks, std::span<const std::byte> data) {
+  const std::lock_guard lock(running_);
+  require(data.size() == blocks.size() * cache_.block_bytes(),
+          std::to_string(blocks.size()) + " blocks of this KV cache take " +
+              std::to_string(blocks.size() * cache_.block_bytes()) + " bytes; got " + std::to_string(data.size()));
+  cache_.import_blocks(blocks, data.data());
 }
 
 void Program::check_rows(const Step& step) const {
@@ -364,8 +385,11 @@ void Program::check_rows(const Step& step) const {
   require(cache_.blocks() || !cache_.layers(), "there is no KV cache yet: reserve it before the first step");
   require(step.tokens.size() <= INT32_MAX / 2 && step.positions.size() == step.tokens.size(),
           "every token needs one position");
-  require(!starts.empty() && step.tables.size() == (starts.size() - 1) * step.table_width,
+  require(!starts.empty() && step.tables.size() == step.groups * (starts.size() - 1) * step.table_width,
           "every row needs a block table");
+  require(!cache_.layers() || step.groups == cache_.groups(),
+          "the KV cache has " + std::to_string(cache_.groups()) + " layer groups, the step has block tables for " +
+              std::to_string(step.groups));
   require(step.slots.size() == starts.size() - 1, "every row needs a slot");
   require(starts.front() == 0 && starts.back() == int32_t(step.tokens.size()), "row_start must run from 0 to the tokens");
   require(std::is_sorted(starts.begin(), starts.end()), "row_start must not decrease");
@@ -393,9 +417,15 @@ void Program::check_context(const Step& step, size_t row) const {
   require(*lowest >= 0 && size_t(*highest) / cache_.block_size() < step.table_width,
           "position " + std::to_string(*lowest < 0 ? *lowest : *highest) + " is outside the row's block table");
   const size_t seen = size_t(*lowest) + 1;
-  const size_t needed = sees_everything_ || seen <= longest_window_ ? 0 : seen - longest_window_;
-  const int32_t* table = step.tables.data() + row * step.table_width;
-  for (size_t i = needed / cache_.block_size(); i <= size_t(*highest) / cache_.block_size(); ++i)
+  for (size_t group = 0; group < step.groups; ++group) {
+    const size_t window = group_windows_[group];
+    const size_t first = window && seen > window ? seen - window : 0;
+    check_table(step.tables.data() + (group * step.slots.size() + row) * step.table_width, first, size_t(*highest));
+  }
+}
+
+void Program::check_table(const int32_t* table, size_t first, size_t last) const {
+  for (size_t i = first / cache_.block_size(); i <= last / cache_.block_size(); ++i)
     require(table[i] >= 0 && size_t(table[i]) < cache_.blocks(),
             "block " + std::to_string(table[i]) + " is outside the KV cache of " + std::to_string(cache_.blocks()));
 }
