@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType, GGUFValueType
 
-from penstock.model import iquants
 from penstock.model.dequantize import LAYOUTS, VALUES, dequantize, layout_of
+from penstock.model.gguf import iquants
 from penstock.model.gguf.reader import read_gguf
 from penstock.model.tensor import FORMATS, INTEGERS, Tensor
 

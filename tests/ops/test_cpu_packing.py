@@ -7,7 +7,7 @@ import pytest
 
 from penstock.backend.cpu import CpuBackend
 from penstock.backend.ref.cases import random_tensor
-from penstock.model.iquants import LAYOUTS
+from penstock.model.gguf.iquants import LAYOUTS
 from penstock.model.tensor import FORMATS
 
 WIDER = {"Q2_K", "NVFP4", *LAYOUTS}

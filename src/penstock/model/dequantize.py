@@ -79,7 +79,7 @@ def layout_of(format_name: str) -> np.dtype[np.void]:
     """Returns the layout of a storage block. Formats that only formats/ knows come as float32."""
     if format_name in LAYOUTS or format_name not in FORMATS:
         return LAYOUTS.get(format_name, LAYOUTS["F32"])
-    from penstock.model import iquants
+    from penstock.model.gguf import iquants
 
     return iquants.LAYOUTS[format_name]
 
@@ -88,7 +88,7 @@ def values_of(format_name: str, blocks: Array) -> Array:
     """Returns the values of storage blocks."""
     if format_name in VALUES or format_name not in FORMATS:
         return VALUES.get(format_name, VALUES["F32"])(blocks)
-    from penstock.model import iquants
+    from penstock.model.gguf import iquants
 
     return iquants.values_of(format_name, blocks)
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.model.code_books import code_books
+from penstock.model.gguf.code_books import code_books
 
 Array = Any  # an ndarray; NumPy's types do not follow the fields of a structured one
 
