@@ -1,7 +1,7 @@
 """Packs quantized matrices for the GPU: codes lie in the order in which tensor cores read them, scales beside them.
 
-A matrix is divided into tiles of 16 rows and 64 columns, in four steps c of 16 columns. In each step, lane 4 * g + t of a
-warp owns rows g and g + 8 (`half` 0, 1) at columns 2 * t + e and 2 * t + 8 + e (`side` 0, 1; e 0, 1).
+A matrix is divided into tiles of 16 rows and 64 columns, in four steps c of 16 columns. In each step, lane 4 * g + t of
+a warp owns rows g and g + 8 (`half` 0, 1) at columns 2 * t + e and 2 * t + 8 + e (`side` 0, 1; e 0, 1).
     low     4 words for each lane: word c has 4 bits of each code of step c, those of (side, half, e) from bit
             8 * side + 4 * half + 16 * e on, or 16 * side + 8 * half + 4 * e if a table has their values.
             Codes of 8 bits have 8 words (c, side) of bytes (half, e), in two runs of 4.
@@ -91,8 +91,8 @@ class QuantizedWeight:
 def pack(
     data: NDArray[np.uint8], format_name: str, rows: int, width: int, device: torch.device, factor: float = 1.0
 ) -> QuantizedWeight:
-    """Moves a checkpoint's bytes to the device and packs them there, some rows at a time. Scales in bfloat16, which have
-    the range for it, take the power of two of the factor, so that products come out in their final range."""
+    """Moves a checkpoint's bytes to the device and packs them there, some rows at a time. Scales in bfloat16, which
+    have the range for it, take the power of two of the factor, so that products come out in their final range."""
     coding = CODINGS[format_name]
     power = 2.0 ** round(log2(factor)) if coding.bfloat and factor > 0 else 1.0
     format = NF4 if format_name == NF4.name else FORMATS[format_name]
@@ -193,7 +193,7 @@ def split_iq4_xs(blocks: Array) -> QuantBlocks:
 
 
 def split_mxfp4(blocks: Array) -> QuantBlocks:
-    """Splits MXFP4. Scales are powers of two, subnormal for the lowest exponents; the table is doubled, so they halve."""
+    """Splits MXFP4. Scales are powers of two, subnormal for the lowest exponents. The table is doubled: they halve."""
     exponents = blocks[..., :1].to(torch.int16)
     words = torch.where(exponents > 1, exponents - 1 << 7, 32 << exponents)
     return QuantBlocks(line(fields(blocks[..., 1:], 4)), words.to(torch.int16).view(torch.bfloat16))
