@@ -189,7 +189,7 @@ def test_steps_too_large_are_refused() -> None:
 def test_unknown_activations_are_refused() -> None:
     class Odd:
         def forward(self, ops: Any) -> Any:
-            return ops.gated(ops.embed(self.table), "relu")
+            return ops.act_and_mul(ops.embed(self.table), "relu")
 
     backend, odd = backend_of(), Odd()
     odd.table = backend.pack_matrix([next(iter(open_checkpoint(GOLDENS / "tied").tensors.values()))], [None])

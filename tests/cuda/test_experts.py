@@ -31,7 +31,7 @@ from penstock.model.tensor import FP8, Stack, Tensor
 from tests.cuda.device import DEVICE, HALF, close, ints, normal
 
 GROUPED = ExpertSpec(
-    12, 3, 16, scoring="sigmoid", renormalize=True, scale=2.5, choice_bias=True, groups=4, chosen_groups=2
+    12, 3, 16, scoring="sigmoid", renormalize=True, scale=2.5, choice_bias=True, groups=4, top_k_groups=2
 )
 
 
@@ -39,8 +39,8 @@ GROUPED = ExpertSpec(
     "spec",
     [
         GROUPED,
-        ExpertSpec(12, 5, 16, groups=3, chosen_groups=2, group_score="max"),
-        ExpertSpec(12, 4, 16, scoring="softmax_chosen"),
+        ExpertSpec(12, 5, 16, groups=3, top_k_groups=2, group_score="max"),
+        ExpertSpec(12, 4, 16, scoring="softmax_top_k"),
         ExpertSpec(5, 5, 16, renormalize=True),
     ],
     ids=["groups of two", "best groups", "softmax of the chosen", "all"],
@@ -51,8 +51,8 @@ def test_tokens_choose_as_in_the_reference(spec: ExpertSpec) -> None:
     logits[4, ::2] = 50
     bias = normal(spec.count, seed=1) if spec.choice_bias else None
     experts, weights = (
-        torch.zeros(9, spec.chosen, dtype=torch.int32, device=DEVICE),
-        torch.zeros(9, spec.chosen).to(DEVICE),
+        torch.zeros(9, spec.top_k, dtype=torch.int32, device=DEVICE),
+        torch.zeros(9, spec.top_k).to(DEVICE),
     )
     route(logits, bias, spec, experts, weights)
     wanted, shares = choose(logits.cpu().numpy(), None if bias is None else bias.cpu().numpy(), spec)

@@ -101,7 +101,7 @@ def test_quantized_products_lose_nothing_but_the_activations_rounding(
 ):
     got = run(case.make(np.random.default_rng(seed)), CpuBackend(2, isa=isa))
     exact = RefOps.linear
-    monkeypatch.setattr(RefOps, "linear", lambda ops, x, weight: exact(ops, to_eight_bits(x), weight))
+    monkeypatch.setattr(RefOps, "linear", lambda ops, x, weight, precision="": exact(ops, to_eight_bits(x), weight))
     wanted = run(case.make(np.random.default_rng(seed)), RefBackend())
     assert max(map(difference, got, wanted)) <= FLOAT
 
@@ -147,12 +147,12 @@ def test_attention_over_int8_kv_loses_nothing_but_its_rounding(case: Case, isa: 
     got = run(case.make(np.random.default_rng(8)), CpuBackend(2, isa=isa, kv="int8"))
     exact = ref_ops.attention
 
-    def rounded(q: Any, keys: Any, values: Any, positions: Any, spec: Any, sinks: Any = None) -> Any:
+    def rounded(q: Any, keys: Any, values: Any, positions: Any, spec: Any, vectors: Any) -> Any:
         if not spec.v_dim:
-            return exact(q, *(to_eight_bits(x, spec.head_dim) for x in (keys, values)), positions, spec, sinks)
-        turned = keys[..., : -spec.v_dim]
-        keys = np.concatenate([to_eight_bits(x, x.shape[-1]) for x in (turned, values)], axis=-1)
-        return exact(q, keys, keys[..., -spec.v_dim :], positions, spec)
+            return exact(q, *(to_eight_bits(x, spec.head_dim) for x in (keys, values)), positions, spec, vectors)
+        rotated = keys[..., : -spec.v_dim]
+        keys = np.concatenate([to_eight_bits(x, x.shape[-1]) for x in (rotated, values)], axis=-1)
+        return exact(q, keys, keys[..., -spec.v_dim :], positions, spec, vectors)
 
     monkeypatch.setattr(ref_ops, "attention", rounded)
     wanted = run(case.make(np.random.default_rng(8)), RefBackend())
@@ -247,7 +247,7 @@ def test_a_product_and_its_gate_at_once_give_what_they_give_apart(
     batch = greedy_batch([Chunk(prompt(rows, 3), 0, range(3))])
     at_once, apart = (CpuBackend(2, isa=isa) for _ in range(2))
     loaded(at_once, [format]).reserve_kv(3, 16)
-    monkeypatch.setattr("penstock.backend.cpu.record.gate_products", lambda nodes, answer: nodes)
+    monkeypatch.setattr("penstock.backend.cpu.record.fuses_gate", lambda weight, act: False)
     loaded(apart, [format]).reserve_kv(3, 16)
     assert np.array_equal(at_once.logits(batch), apart.logits(batch))
 
@@ -457,9 +457,11 @@ def test_a_program_checks_its_buffers_when_built():
     )
     plain, quantized = Weight(64, [("F32", 32)]), Weight(64, [("Q8_0", 32)])
     gain = np.ones(64, np.float32)
-    spec = {"layer": 0, "heads": 2, "kv_heads": 1, "head_dim": 16, "window": 0, "interleaved": False, "scale": 1.0}
-    spec["soft_cap"] = 0.0
-    spec["angles"] = program.angles(np.ones(4), 1.0)
+    angles, heads = program.angles(np.ones(4), 1.0), {"heads": 2, "kv_heads": 1, "head_dim": 16}
+
+    def attend(qkv: int, out: int, layer: int = 0, angles: int = angles, vectors: Any = None, **numbers: float) -> None:
+        program.attend(qkv, out, layer=layer, angles=angles, numbers=heads | numbers, vectors=vectors or {})
+
     wrong = [
         lambda: program.buffer("X", 8, False),
         lambda: program.buffer("T", 0, False),
@@ -473,19 +475,24 @@ def test_a_program_checks_its_buffers_when_built():
         lambda: program.add_norm(wide, None, gain[:9].copy(), 1e-5, wide, None),
         lambda: program.add_norm(wide, None, gain, 1e-5, wide, None),
         lambda: program.take_sampled(sampled, sampled),
-        lambda: program.gate(narrow, wide, "silu"),
-        lambda: program.gate(wide, narrow, "relu"),
+        lambda: program.act_and_mul(narrow, wide, "silu"),
+        lambda: program.act_and_mul(wide, narrow, "relu"),
         lambda: program.norm_qk(wide, gain[:5].copy(), 16, gain[:8].copy(), 8, 1e-5, wide),
         lambda: program.norm_qk(wide, gain[:0].copy(), 16, gain[:8].copy(), 8, 1e-5, wide),
         lambda: program.norm_qk(wide, gain[:8].copy(), 1 << 20, gain[:8].copy(), 8, 1e-5, wide),
         lambda: program.add(wide, narrow, wide),
         lambda: program.scale(narrow, 2.0, wide),
         lambda: program.soft_cap(wide, 0.0, wide),
-        lambda: program.attend(wide, narrow, **(spec | {"layer": 1})),
-        lambda: program.attend(wide, narrow, **(spec | {"heads": 3, "kv_heads": 2})),
-        lambda: program.attend(wide, narrow, **(spec | {"head_dim": 0})),
-        lambda: program.attend(wide, narrow, **(spec | {"angles": 77})),
-        lambda: program.attend(narrow, narrow, **spec),
+        lambda: attend(wide, narrow, layer=1),
+        lambda: attend(wide, narrow, heads=3, kv_heads=2),
+        lambda: attend(wide, narrow, head_dim=0),
+        lambda: attend(wide, narrow, head_dim=15.5),
+        lambda: attend(wide, narrow, heads=-2),
+        lambda: attend(wide, narrow, angles=77),
+        lambda: attend(narrow, narrow),
+        lambda: attend(wide, narrow, temperature=2.0),
+        lambda: attend(wide, narrow, vectors={"biases": gain}),
+        lambda: attend(wide, narrow, vectors={"sinks": gain[:3].copy()}),
         lambda: program.angles(np.zeros(0), 1.0),
         lambda: program.answer(99),
         lambda: program.keep(sampled),

@@ -22,11 +22,11 @@ def split_kv_b(tensors: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Tens
     """
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        if spec.latent is None or tensor.role is not Role.MLA_KV_B:
+        if spec.mla is None or tensor.role is not Role.MLA_KV_B:
             found[name] = tensor
             continue
-        heads, keys = spec.attn.heads, spec.latent.key_dim
-        wanted = (heads * (keys + spec.latent.value_dim), spec.attn.v_dim)
+        heads, keys = spec.attn.heads, spec.mla.qk_nope_head_dim
+        wanted = (heads * (keys + spec.mla.v_head_dim), spec.attn.v_dim)
         if tensor.shape != wanted:
             raise MalformedFile(f"tensor {tensor.name!r} has shape {tensor.shape}; the model's config needs {wanted}")
         layer = name.removesuffix("kv_b")

@@ -87,7 +87,7 @@ def demand_of(
 def used(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, float, bool]]:
     """Names of the matrices that are multiplied with, the share of rows that need each, whether only sampled ones."""
     head = "embed" if spec.tied else "head"
-    needed = spec.experts.chosen / spec.experts.count if spec.experts else 1.0
+    needed = spec.experts.top_k / spec.experts.count if spec.experts else 1.0
     for name, tensor in tensors.items():
         if len(tensor.shape) == 2 and (name.startswith("layers.") or name == head):
             yield name, needed if tensor.role in EXPERTS else 1.0, name == head

@@ -54,17 +54,11 @@ class Program:
         out: int,
         *,
         layer: int,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        window: int,
         angles: int,
-        interleaved: bool,
-        scale: float,
-        soft_cap: float,
-        causal: bool = True,
-        sinks: NDArray[np.float32] | None = None,
-    ) -> None: ...
+        numbers: dict[str, float],
+        vectors: dict[str, NDArray[np.float32]],
+    ) -> None:
+        """Adds attention. `numbers` and `vectors` are an AttentionSpec's options by name; an unknown one is refused."""
     def norm_qk(
         self,
         x: int,
@@ -75,7 +69,7 @@ class Program:
         eps: float,
         out: int,
     ) -> None: ...
-    def gate(self, x: int, out: int, act: str) -> None: ...
+    def act_and_mul(self, x: int, out: int, act: str) -> None: ...
     def add(self, x: int, y: int, out: int) -> None: ...
     def scale(self, x: int, factor: float, out: int) -> None: ...
     def soft_cap(self, x: int, cap: float, out: int) -> None: ...
@@ -92,7 +86,7 @@ class Program:
     ) -> None: ...
     def activate(self, x: int, out: int, act: str) -> None: ...
     def embed_positions(self, table: Weight, out: int) -> None: ...
-    def gate_by(self, x: int, gate: int, out: int) -> None: ...
+    def sigmoid_mul(self, x: int, gate: int, out: int) -> None: ...
     def delta_net(
         self,
         qkvz: int,
@@ -105,51 +99,46 @@ class Program:
         v_heads: int,
         k_dim: int,
         v_dim: int,
-        taps: int,
+        conv_width: int,
         tiled: bool,
         conv: NDArray[np.float32],
         decay: NDArray[np.float32],
-        dt: NDArray[np.float32],
+        dt_bias: NDArray[np.float32],
         gain: NDArray[np.float32],
         eps: float,
     ) -> None:
-        """`conv` is [taps, q + k + v], flat; `mixed` a buffer as wide as that for what is convolved."""
-    def experts(
+        """`conv` is [conv_width, q + k + v], flat. `mixed` is a buffer as wide as that for what is convolved."""
+    def moe(
         self,
         x: int,
-        scores: int,
+        router_logits: int,
         up: list[Weight],
         down: list[Weight],
         choice_bias: NDArray[np.float32],
         out: int,
         *,
-        chosen: int,
+        top_k: int,
         act: str,
         scoring: str,
         renormalize: bool,
         scale: float,
         groups: int,
-        chosen_groups: int,
+        top_k_groups: int,
         group_score: str,
     ) -> None:
         """`choice_bias` has no values where there is none."""
-    def linear_heads(self, x: int, weight: Weight, heads: int, kept: int, out: int) -> None:
-        """The weight has a part for each head."""
-    def attend_latent(
+    def per_head_linear(self, x: int, weight: Weight, heads: int, passthrough: int, out: int) -> None:
+        """Multiplies each head by a part of the weight."""
+    def attend_mla(
         self,
         q: int,
         kv: int,
         out: int,
         *,
         layer: int,
-        heads: int,
-        head_dim: int,
-        v_dim: int,
-        gain: NDArray[np.float32],
-        eps: float,
         angles: int,
-        interleaved: bool,
-        scale: float,
+        numbers: dict[str, float],
+        vectors: dict[str, NDArray[np.float32]],
     ) -> None: ...
     def keep(self, buffer: int) -> None:
         """The buffer's rows can be read after a step: whoever adds ops after this leaves it alone."""

@@ -9,12 +9,13 @@ import numpy as np
 from penstock.backend.base import Batch, Floats, Footprint, Ints, Mask, Model, StoredAs, Ticket
 from penstock.backend.cpu import _native
 from penstock.backend.cpu.record import record
-from penstock.backend.cpu.weights import Bank, Heads, Packing, pack_vector, stored_as
+from penstock.backend.cpu.weights import HeadWeights, Packing, pack_vector, stored_as
 from penstock.backend.pooling import Pools
 from penstock.backend.sample import answers
 from penstock.backend.timing import time_step
 from penstock.config import available_memory, available_threads
 from penstock.errors import ConfigError
+from penstock.model.ops import ExpertWeights
 from penstock.model.spec import KvGroup, ModelSpec
 from penstock.model.tensor import Stack, Tensor
 from penstock.types import StepResult, TokenLogprob
@@ -56,10 +57,10 @@ class CpuBackend:
     def pack_vector(self, tensor: Tensor) -> Floats:
         return pack_vector(tensor)
 
-    def pack_experts(self, up: Sequence[Stack], down: Sequence[Stack], choice_bias: Tensor | None) -> Bank:
+    def pack_experts(self, up: Sequence[Stack], down: Sequence[Stack], choice_bias: Tensor | None) -> ExpertWeights:
         return self._packing.experts(up, down, choice_bias)
 
-    def pack_heads(self, tensor: Tensor) -> Heads:
+    def pack_heads(self, tensor: Tensor) -> HeadWeights:
         return self._packing.heads(tensor)
 
     def load(self, model: Model) -> None:

@@ -15,17 +15,17 @@ import torch
 
 from penstock.backend.base import Batch, Floats, Footprint, Ints, LogitEdit, Model, SampleRows, StoredAs, Ticket
 from penstock.backend.cuda import inputs
-from penstock.backend.cuda.experts import Bank, pack_matrices
+from penstock.backend.cuda.experts import pack_matrices
 from penstock.backend.cuda.footprint import KEPT, stored_as, weight_bytes, workspace_bytes
 from penstock.backend.cuda.graphs import Graphs, common_shapes, few_or_many, padded
 from penstock.backend.cuda.inputs import Fields, Plan, Shape
 from penstock.backend.cuda.kernels.prefill_attention import tokens_per_tile
 from penstock.backend.cuda.kernels.skinny_gemm import SplitKScratch
 from penstock.backend.cuda.kv_cache import Cache, by_index, copy_blocks, layout_of
-from penstock.backend.cuda.nodes import Memory
-from penstock.backend.cuda.ops import Program, Sizes
+from penstock.backend.cuda.launchers import Memory
 from penstock.backend.cuda.pooling import PoolingSums, read
 from penstock.backend.cuda.precompile import Compiler
+from penstock.backend.cuda.program import CudaProgram, Sizes
 from penstock.backend.cuda.quantized_weights import Workspace
 from penstock.backend.cuda.recurrent_states import words
 from penstock.backend.cuda.sampler import PendingLogprobs, Sampler
@@ -38,6 +38,7 @@ from penstock.backend.sample import answers
 from penstock.backend.timing import time_step
 from penstock.errors import ConfigError, OutOfMemory
 from penstock.model.dequantize import dequantize
+from penstock.model.ops import ExpertWeights
 from penstock.model.spec import KvGroup, ModelSpec
 from penstock.model.tensor import Stack, Tensor
 from penstock.types import StepResult
@@ -124,7 +125,7 @@ class CudaBackend:
         about = self._device, self._dtype, self._workspace, self._quantize
         with shortage(f"the experts of {up[0].parts[0].name}"):
             bias = None if choice_bias is None else self.pack_vector(choice_bias)
-            return Bank(pack_matrices(up, *about), pack_matrices(down, *about), bias)
+            return ExpertWeights(pack_matrices(up, *about), pack_matrices(down, *about), bias)
 
     def pack_heads(self, tensor: Tensor) -> Any:
         """Values of 16 bits (or 32, in tests) in any case: a small part of a model."""
@@ -136,7 +137,7 @@ class CudaBackend:
 
     def load(self, model: Model) -> None:
         with shortage(f"the workspace of {self._sizes}"):
-            self._program = Program(model, self._memory, self._sizes, self._device, self._dtype)
+            self._program = CudaProgram(model, self._memory, self._sizes, self._device, self._dtype)
             self._graphs = Graphs(self._program, self._capture)
             self._sampler.reserve(self._program.answer.width)
             self._reserve_inputs(TABLE_WORDS)

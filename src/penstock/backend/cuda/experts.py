@@ -9,7 +9,6 @@ from typing import Any, Protocol
 import torch
 import triton
 
-from penstock.backend.cuda.inputs import Fields
 from penstock.backend.cuda.kernels.expert_gemm import (
     ExpertRows,
     expert_gemm,
@@ -32,6 +31,7 @@ from penstock.backend.cuda.transfer import transfer
 from penstock.backend.cuda.weights import PLAIN, names, packed, say, stacked_bias, stacked_values, tell_growth
 from penstock.backend.quantize_at_load import may_quantize
 from penstock.model.formats.int8_rows import as_q8_0
+from penstock.model.ops import ExpertWeights
 from penstock.model.spec import ExpertSpec
 from penstock.model.tensor import Stack
 
@@ -70,43 +70,40 @@ class CodedMatrices:
         quant_expert_gemm(rows._replace(x=rows.x.bfloat16()), permutation, size, self.weight, self.bias, out)
 
 
-@dataclass(frozen=True, slots=True)
-class Bank:
-    up: Matrices
-    down: Matrices
-    choice_bias: Any | None  # [count] float32
-
-
-@dataclass(frozen=True, slots=True)
-class Mixture:
-    """The op. Where there are fewer pairs of tokens and experts than half of the experts, each pair reads its matrices
-    by itself; else those of an expert are computed together."""
-
-    bank: Bank
-    spec: ExpertSpec
-    permutation: ExpertPermutation
-
-    def __call__(
-        self, step: Fields, x: Any, scores: Any, out: Any, chosen: Any, weights: Any, both: Any, hidden: Any, given: Any
-    ) -> None:
-        bank, spec = self.bank, self.spec
-        experts = chosen.view(torch.int32)
-        pairs = experts.numel()
-        both, hidden, given = (rows.view(pairs, rows.numel() // pairs) for rows in (both, hidden, given))
-        route(scores, bank.choice_bias, spec, experts, weights)
-        if pairs <= max(spec.count // 2, spec.chosen):
-            gated = spec.act == "silu"
-            bank.up.by_pairs(ExpertRows(x, experts, spec.chosen), hidden if gated else both, gated)
-            if not gated:
-                act_and_mul(both, hidden, act=spec.act)
-            bank.down.by_pairs(ExpertRows(hidden, experts, 1), given)
-        else:
-            size = min(max(triton.next_power_of_2(pairs // spec.count), SMALLEST_BLOCK), LARGEST)
-            permute_pairs(experts, self.permutation, size)
-            bank.up.by_blocks(ExpertRows(x, experts, spec.chosen), self.permutation, size, both)
+def compute_experts(
+    x: Any,
+    router_logits: Any,
+    out: Any,
+    selected: Any,
+    weights: Any,
+    both: Any,
+    hidden: Any,
+    given: Any,
+    *,
+    experts: ExpertWeights,
+    spec: ExpertSpec,
+    permutation: ExpertPermutation,
+) -> None:
+    """Computes the moe op. With fewer token-expert pairs than half of the experts, each pair reads its matrices by
+    itself; otherwise the pairs of an expert are computed together."""
+    up, down, choice_bias = experts
+    selected = selected.view(torch.int32)
+    pairs = selected.numel()
+    both, hidden, given = (rows.view(pairs, rows.numel() // pairs) for rows in (both, hidden, given))
+    route(router_logits, choice_bias, spec, selected, weights)
+    if pairs <= max(spec.count // 2, spec.top_k):
+        gated = spec.act == "silu"
+        up.by_pairs(ExpertRows(x, selected, spec.top_k), hidden if gated else both, gated)
+        if not gated:
             act_and_mul(both, hidden, act=spec.act)
-            bank.down.by_blocks(ExpertRows(hidden, experts, 1), self.permutation, size, given)
-        combine_experts(given, weights, out)
+        down.by_pairs(ExpertRows(hidden, selected, 1), given)
+    else:
+        size = min(max(triton.next_power_of_2(pairs // spec.count), SMALLEST_BLOCK), LARGEST)
+        permute_pairs(selected, permutation, size)
+        up.by_blocks(ExpertRows(x, selected, spec.top_k), permutation, size, both)
+        act_and_mul(both, hidden, act=spec.act)
+        down.by_blocks(ExpertRows(hidden, selected, 1), permutation, size, given)
+    combine_experts(given, weights, out)
 
 
 def pack_matrices(

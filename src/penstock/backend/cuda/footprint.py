@@ -51,7 +51,7 @@ def workspace_bytes(spec: ModelSpec, tokens: int, rows: int, unpacks: bool) -> i
     widths = 4 * spec.dim + (3 if attn.v_dim else 2) * attn.q_width + 2 * attn.kv_width + 3 * spec.hidden
     if spec.experts is not None:
         e = spec.experts
-        widths += e.chosen * (3 * e.hidden + spec.dim + 4) + 2 * e.count + 3 * spec.shared_hidden
+        widths += e.top_k * (3 * e.hidden + spec.dim + 4) + 2 * e.count + 3 * spec.shared_hidden
     if spec.delta:
         widths += 3 * spec.delta.width + 4 * spec.delta.v_width  # some of it in 32 bits
     scratch = 2 * spec.dim * max(2 * spec.hidden, spec.vocab) if unpacks else 0

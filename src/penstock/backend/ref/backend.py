@@ -10,11 +10,12 @@ import numpy as np
 from penstock.backend.base import LAST_SAMPLED, Batch, Floats, Footprint, Ints, Model, StoredAs, Ticket
 from penstock.backend.pooling import Pools
 from penstock.backend.ref.batches import greedy_batch
-from penstock.backend.ref.ops import Bank, Cache, Matrix, RefOps
+from penstock.backend.ref.ops import Cache, Matrix, RefOps
 from penstock.backend.sample import sample
 from penstock.backend.timing import time_step
 from penstock.config import available_memory
 from penstock.model.dequantize import dequantize
+from penstock.model.ops import ExpertWeights
 from penstock.model.spec import KvGroup, ModelSpec
 from penstock.model.tensor import Stack, Tensor
 from penstock.types import StepResult
@@ -42,9 +43,9 @@ class RefBackend:
     def pack_vector(self, tensor: Tensor) -> Floats:
         return dequantize(tensor)
 
-    def pack_experts(self, up: Sequence[Stack], down: Sequence[Stack], choice_bias: Tensor | None) -> Bank:
-        up_down = [(self.pack_matrix(*one), self.pack_matrix(*other)) for one, other in zip(up, down, strict=True)]
-        return Bank(up_down, None if choice_bias is None else dequantize(choice_bias))
+    def pack_experts(self, up: Sequence[Stack], down: Sequence[Stack], choice_bias: Tensor | None) -> ExpertWeights:
+        bias = None if choice_bias is None else dequantize(choice_bias)
+        return ExpertWeights([self.pack_matrix(*one) for one in up], [self.pack_matrix(*one) for one in down], bias)
 
     def pack_heads(self, tensor: Tensor) -> Floats:
         heads, rows, width = tensor.shape

@@ -9,8 +9,8 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.model import decoder
 from penstock.model.dequantize import dequantize
-from penstock.model.families import hybrid
 from penstock.model.roles import Role
 from penstock.model.spec import DeltaSpec, ModelSpec
 from penstock.model.tensor import FORMATS, Bytes, Scales, Tensor, some_rows
@@ -68,7 +68,7 @@ def hybrid_layout(name: str, tensor: Tensor, spec: ModelSpec, tiled: bool) -> It
         made = replace(tensor, format=FORMATS["F32"], source=values.astype("<f4").view(np.uint8))
         yield f"{layer}.decay", tiled_heads("decay", made, d) if tiled else made
     elif tensor.role is Role.CONV:
-        made = replace(tensor, shape=(d.width, d.taps))
+        made = replace(tensor, shape=(d.width, d.conv_width))
         yield name, tiled_heads(part, made, d) if tiled else made
     elif tensor.role is Role.SHARED_EXPERT_GATE:
         yield name, replace(tensor, shape=tensor.shape[1:])
@@ -79,7 +79,7 @@ def hybrid_layout(name: str, tensor: Tensor, spec: ModelSpec, tiled: bool) -> It
 def fused_rows(d: DeltaSpec) -> tuple[Order, Order]:
     """Returns the rows of q, k and v, and those of z, in a tensor that stores them key head by key head."""
     shared = d.v_heads // d.k_heads * d.v_dim
-    kinds = hybrid.alternating(d.k_heads, d.k_dim, d.k_dim, shared, shared)
+    kinds = decoder.alternating(d.k_heads, d.k_dim, d.k_dim, shared, shared)
     q, k, v, z = (np.concatenate([np.arange(*span) for span in spans]) for spans in kinds)
     return np.concatenate([q, k, v]), z
 

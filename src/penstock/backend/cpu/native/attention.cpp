@@ -3,6 +3,9 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <utility>
+
+#include "require.h"
 
 namespace penstock {
 
@@ -229,6 +232,40 @@ size_t Attention::groups() const {
 size_t Attention::state_floats() const { return QUERY_TILE * group() * (shape().padded() + 2); }
 
 size_t Attention::scratch_floats() const { return QUERY_TILE * group() * (dim + SPAN) + 2 * state_floats(); }
+
+Attention attention_of(size_t layer, int angles, Numbers numbers, Vectors vectors) {
+  const auto number = [&](const char* name, double otherwise) {
+    const auto found = numbers.extract(name);
+    return found ? found.mapped() : otherwise;
+  };
+  const auto count = [&](const char* name, double otherwise) {
+    const double value = number(name, otherwise);
+    require(value >= 0 && value <= INT32_MAX && value == std::floor(value), std::string(name) + " is no count");
+    return size_t(value);
+  };
+  const auto vector = [&](const char* name) {
+    const auto found = vectors.extract(name);
+    return found ? found.mapped() : std::vector<float>();
+  };
+  const Attention a = {.layer = layer,
+                       .heads = count("heads", 0),
+                       .kv_heads = count("kv_heads", 0),
+                       .dim = count("head_dim", 0),
+                       .window = count("window", 0),
+                       .angles = angles,
+                       .interleaved = number("interleaved", 0) != 0,
+                       .scale = float(number("scale", 1)),
+                       .soft_cap = float(number("soft_cap", 0)),
+                       .causal = number("causal", 1) != 0,
+                       .sinks = vector("sinks"),
+                       .v_dim = count("v_dim", 0),
+                       .gain = vector("gain"),
+                       .eps = float(number("eps", 0))};
+  require(numbers.empty(), "this attention has no option " + (numbers.empty() ? "" : numbers.begin()->first));
+  require(vectors.empty(), "this attention has no vector " + (vectors.empty() ? "" : vectors.begin()->first));
+  require(a.sinks.empty() || a.sinks.size() == a.heads, "attention has one sink for each head");
+  return a;
+}
 
 Phase store_phase(const Attention& attention, int qkv) {
   const auto chunks = [](const Frame& frame) { return (frame.batch.tokens_count + STORE_TOKENS - 1) / STORE_TOKENS; };

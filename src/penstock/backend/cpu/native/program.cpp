@@ -172,21 +172,20 @@ void Program::attend(int qkv, const Attention& attention, int out) {
   at(out, Symbol::T, a.heads * a.dim);
   require(a.angles == -1 || (at(a.angles).symbol == Symbol::T && at(a.angles).width <= a.dim),
           "more rotated pairs than a head holds");
-  require(a.sinks.empty() || a.sinks.size() == a.heads, "attention has one sink for each head");
   add_attention(a, qkv, qkv, out);
 }
 
-void Program::attend_latent(int q, int kv, const Attention& attention, int out) {
+void Program::attend_mla(int q, int kv, const Attention& attention, int out) {
   const auto& a = attention;
-  require(a.heads >= 1 && a.heads <= 65536 && a.kv_heads == 1, "latent attention has one KV head");
+  require(a.heads >= 1 && a.heads <= 65536 && a.kv_heads == 1, "MLA has one KV head");
   require(a.v_dim >= 1 && a.v_dim < a.dim && a.dim <= 65536 && a.dim % TILE == 0 && a.v_dim % TILE == 0,
-          "latent attention on a CPU takes dimensions in multiples of 16");
+          "MLA on a CPU takes dimensions in multiples of 16");
   require(a.gain.size() == a.v_dim, "a norm has one gain for each value");
   require(q != out && kv != out, "attention needs a buffer of its own");
   at(q, Symbol::T, a.heads * a.dim);
   at(kv, Symbol::T, a.dim);
   at(out, Symbol::T, a.heads * a.v_dim);
-  require(at(a.angles).symbol == Symbol::T && at(a.angles).width <= a.dim - a.v_dim, "values are not turned");
+  require(at(a.angles).symbol == Symbol::T && at(a.angles).width <= a.dim - a.v_dim, "the dimensions of values are not rotated");
   add_attention(a, q, kv, out);
 }
 
@@ -203,26 +202,26 @@ void Program::add_attention(const Attention& a, int q, int keys, int out) {
   prepare_rows(out);
 }
 
-void Program::linear_heads(int x, std::shared_ptr<const Weight> weight, size_t heads, size_t kept, int out) {
+void Program::per_head_linear(int x, std::shared_ptr<const Weight> weight, size_t heads, size_t passthrough, int out) {
   const Buffer& from = at(x);
   require(heads >= 1 && weight->rows() % heads == 0, "every head has as many rows");
   const size_t width = weight->width(), rows = weight->rows() / heads;
-  at(x, from.symbol, heads * (width + kept));
-  at(out, from.symbol, heads * (kept + rows));
+  at(x, from.symbol, heads * (width + passthrough));
+  at(out, from.symbol, heads * (passthrough + rows));
   require(x != out, "a product needs a buffer of its own");
   require(from.prepared || !prepares(*weight), "this weight needs a prepared buffer");
-  require(!prepares(*weight) || (width % BLOCK == 0 && (kept % BLOCK == 0 || !weight->coded())),
+  require(!prepares(*weight) || (width % BLOCK == 0 && (passthrough % BLOCK == 0 || !weight->coded())),
           "heads are multiplied in whole blocks of 32 values");
   for (size_t head = 0; head < heads; ++head) require(weight->rows(head) == rows, "every head has a part of the weight");
   buffers_[size_t(x)].coded |= weight->coded();
   buffers_[size_t(x)].bfloat |= weight->bfloat() && isa_.kernels->to_bfloats;
-  phases_.push_back(heads_phase(x, std::move(weight), heads, kept, out));
-  if (!kept) return prepare_rows(out);
+  phases_.push_back(heads_phase(x, std::move(weight), heads, passthrough, out));
+  if (!passthrough) return prepare_rows(out);
   each_row(out, [=](const Frame& frame, size_t r) {
     const float* row = frame.buffers[size_t(x)].row(r);
     float* to = frame.buffers[size_t(out)].row(r);
     for (size_t head = 0; head < heads; ++head)
-      std::copy_n(row + head * (width + kept) + width, kept, to + head * (kept + rows));
+      std::copy_n(row + head * (width + passthrough) + width, passthrough, to + head * (passthrough + rows));
   });
 }
 
@@ -253,7 +252,7 @@ Gate Program::gate_of(const std::string& act) const {
   throw std::invalid_argument("no activation " + act);
 }
 
-void Program::gate(int x, int out, const std::string& act) {
+void Program::act_and_mul(int x, int out, const std::string& act) {
   const Buffer& to = at(out);
   at(x, to.symbol, 2 * to.width);
   const Gate gate = gate_of(act);
@@ -309,14 +308,14 @@ void Program::take_sampled(int x, int out) {
   });
 }
 
-void Program::experts(int x, int scores, Bank bank, Choice choice, const std::string& act, int out) {
+void Program::moe(int x, int router_logits, Bank bank, Choice choice, const std::string& act, int out) {
   bank.check();
   choice.check();
   require(bank.up.size() == choice.count, "every expert needs weights");
   at(x, Symbol::T, bank.width());
-  at(scores, Symbol::T, choice.count);
+  at(router_logits, Symbol::T, choice.count);
   at(out, Symbol::T, bank.width());
-  require(out != x && out != scores, "experts need a buffer of their own");
+  require(out != x && out != router_logits, "experts need a buffer of their own");
   for (const auto& weight : bank.up) take_rows(x, *weight);
   scratch_floats_ = std::max(scratch_floats_, choice.scratch_floats());
   auto seating = std::make_shared<Seating>(choice, bank, *isa_.kernels);
@@ -328,7 +327,7 @@ void Program::experts(int x, int scores, Bank bank, Choice choice, const std::st
     seating = *shared;
   const Gate gate = act == "silu" && bank.gateable() ? nullptr : gate_of(act);
   const auto mixture =
-      std::make_shared<const Mixture>(Mixture{x, scores, std::move(choice), std::move(bank), gate, std::move(seating)});
+      std::make_shared<const Mixture>(Mixture{x, router_logits, std::move(choice), std::move(bank), gate, std::move(seating)});
   for (auto& phase : expert_phases(mixture)) phases_.push_back(std::move(phase));
   each_row(out, [mixture, out](const Frame& frame, size_t r) { mixture->add_up(r, frame.buffers[size_t(out)].row(r)); });
 }

@@ -54,7 +54,7 @@ class Program {
   // RMS norms of runs of q and k, each as long as its gain; what follows them stays.
   void norm_qk(int x, std::vector<float> q_gain, size_t q_width, std::vector<float> k_gain, size_t k_width, float eps,
                int out);
-  void gate(int x, int out, const std::string& act);
+  void act_and_mul(int x, int out, const std::string& act);
   void add(int x, int y, int out);
   void scale(int x, float factor, int out);
   void soft_cap(int x, float cap, int out);  // cap * tanh(x / cap)
@@ -63,12 +63,12 @@ class Program {
                       int out, std::optional<int> total);
   void activate(int x, int out, const std::string& act);
   void embed_positions(std::shared_ptr<const Weight> table, int out);
-  void gate_by(int x, int gate, int out);  // x * sigmoid(gate), one for each row or for each value
+  void sigmoid_mul(int x, int gate, int out);  // x * sigmoid(gate), one for each row or for each value
   void delta_net(int qkvz, int ba, const DeltaShape& shape, DeltaVectors vectors, int mixed, int out);
-  void experts(int x, int scores, Bank bank, Choice choice, const std::string& act, int out);
+  void moe(int x, int router_logits, Bank bank, Choice choice, const std::string& act, int out);
   // A product of its own for each head; the weight has a part for each.
-  void linear_heads(int x, std::shared_ptr<const Weight> weight, size_t heads, size_t kept, int out);
-  void attend_latent(int q, int kv, const Attention& attention, int out);
+  void per_head_linear(int x, std::shared_ptr<const Weight> weight, size_t heads, size_t passthrough, int out);
+  void attend_mla(int q, int kv, const Attention& attention, int out);
   void keep(int buffer);    // nothing that is added after this writes to it: its rows can be read after a step
   void answer(int buffer);  // what a step is for; nothing is added after it
 

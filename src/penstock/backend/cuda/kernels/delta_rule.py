@@ -246,7 +246,7 @@ def delta_net(
     out: Any,
 ) -> None:
     """[T, q + k + v + z], [T, b + a] -> [T, v]. `states`: [states, state_floats] float32."""
-    has = triton.next_power_of_2(spec.taps)
+    has = triton.next_power_of_2(spec.conv_width)
     _short_conv[(len(out), 2 * spec.k_heads + spec.v_heads)](
         qkvz,
         weights.conv,
@@ -260,7 +260,7 @@ def delta_net(
         V_HEADS=spec.v_heads,
         K_DIM=spec.k_dim,
         V_DIM=spec.v_dim,
-        TAPS=spec.taps,
+        TAPS=spec.conv_width,
         HAS=has,
         BLOCK=triton.next_power_of_2(max(spec.k_dim, spec.v_dim)),
         FIELDS=ROW_FIELDS,
@@ -271,7 +271,7 @@ def delta_net(
         scratch.mixed,
         ba,
         weights.decay,
-        weights.dt,
+        weights.dt_bias,
         states,
         rows.numbers,
         scratch.raw,
@@ -286,7 +286,7 @@ def delta_net(
         FIELDS=ROW_FIELDS,
         **options(1),
     )
-    if spec.taps > 1:
+    if spec.conv_width > 1:
         _store_conv_state[(len(rows.numbers), triton.cdiv(spec.width, 256))](
             qkvz,
             states,
@@ -295,7 +295,7 @@ def delta_net(
             spec.k_dim * spec.v_width,
             spec.width,
             spec.width + spec.v_width,
-            TAPS=spec.taps,
+            TAPS=spec.conv_width,
             HAS=has,
             BLOCK=256,
             FIELDS=ROW_FIELDS,

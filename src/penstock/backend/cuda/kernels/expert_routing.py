@@ -95,7 +95,7 @@ def _route(
         merits = tl.where(expert == at, -float("inf"), merits)
         chosen = tl.where(rank == i, at, chosen)
         weight = tl.where(rank == i, tl.sum(tl.where(expert == at, scores, 0.0), 0), weight)
-    if SCORING == "softmax_chosen":
+    if SCORING == "softmax_top_k":
         weight = tl.where(rank < CHOSEN, weight, -float("inf"))
         weight = tl.exp(weight - tl.max(weight, 0))
         weight = weight / tl.sum(weight, 0)
@@ -115,13 +115,13 @@ def route(logits: Any, bias: Any | None, spec: ExpertSpec, experts: Any, weights
         spec.scale,
         COUNT=spec.count,
         PADDED=triton.next_power_of_2(spec.count),
-        CHOSEN=spec.chosen,
-        RANKS=triton.next_power_of_2(spec.chosen),
+        CHOSEN=spec.top_k,
+        RANKS=triton.next_power_of_2(spec.top_k),
         SCORING=spec.scoring,
         BIAS=bias is not None,
         RENORMALIZE=spec.renormalize,
         GROUPS=spec.groups,
-        CHOSEN_GROUPS=spec.chosen_groups,
+        CHOSEN_GROUPS=spec.top_k_groups,
         BY_TWO=spec.group_score == "top2",
         PADDED_GROUPS=triton.next_power_of_2(spec.groups),
         **options(1),
@@ -138,7 +138,7 @@ class ExpertPermutation(NamedTuple):
     @classmethod
     def on(cls, device: torch.device, spec: ExpertSpec, tokens: int) -> ExpertPermutation:
         ints = {"dtype": torch.int32, "device": device}
-        pairs = tokens * spec.chosen
+        pairs = tokens * spec.top_k
         return cls(
             torch.zeros(pairs, **ints),
             torch.zeros(spec.count + 1, **ints),
