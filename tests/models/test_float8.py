@@ -125,7 +125,7 @@ def group(**weights: Any) -> dict[str, Any]:
         ("block", {"weight_block_size": None}, MalformedFile, r"fits neither the matrix"),
         ("channel", {"format": "marlin-24"}, UnsupportedModel, "format = 'marlin-24'"),
         ("channel", {"format": "pack-quantized"}, UnsupportedModel, "type = 'float'"),
-        ("channel", {"config_groups": {}}, UnsupportedModel, "share scales in 0 ways"),
+        ("channel", {"config_groups": {}}, UnsupportedModel, "describe 0 ways to quantize"),
         ("channel", {"config_groups": [1]}, MalformedFile, "config_groups"),
         ("channel", group(num_bits=4), UnsupportedModel, "num_bits = 4"),
         ("channel", group(type="int"), UnsupportedModel, "type = 'int'"),
@@ -146,7 +146,7 @@ Q = "model.layers.0.self_attn.q_proj.weight"
     ("edit", "message"),
     [
         (lambda header: header.pop(f"{Q}_scale"), r"q_proj\.weight' is stored as F8_E4M3 without a scale"),
-        (lambda header: header.pop(Q), "scales no matrix of 8 bits"),
+        (lambda header: header.pop(Q), "there is no FP8 matrix that it belongs to"),
         (lambda header: header[f"{Q}_scale"].update(dtype="F8_E4M3", shape=[2, 2]), "without a scale|fits neither"),
     ],
 )

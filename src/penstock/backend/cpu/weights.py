@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from penstock.backend.base import Floats, StoredAs
 from penstock.backend.cpu._native import Weight, fill_parts, packed_bits
 from penstock.model.dequantize import dequantize
-from penstock.model.formats.rows import as_q8_0
+from penstock.model.formats.int8_rows import as_q8_0
 from penstock.model.ops import ExpertWeights
 from penstock.model.tensor import FORMATS, FP8, NF4, Bytes, Format, Stack, Tensor, factor_of, some_rows
 

@@ -73,7 +73,7 @@ class FileTensor(NamedTuple):
     plus: float = 0.0  # is added to every value
 
 
-class Place(NamedTuple):
+class Destination(NamedTuple):
     """Says where a tensor of the checkpoint goes."""
 
     name: str  # canonical, of the tensor of the file that holds it
@@ -168,15 +168,16 @@ def file_tensors(checkpoint: Checkpoint) -> dict[str, FileTensor]:
     theirs = {ours: name for name, ours in (*naming.top.items(), *naming.parts.items())}
     fused = [name for name in FUSED if name in theirs and name not in WRITTEN_SPLIT.get(spec.arch, ())]
     whole = {part: name for name in fused for part in FUSED[name]}
-    gathered: dict[Place, dict[int, Tensor]] = {}
+    gathered: dict[Destination, dict[int, Tensor]] = {}
     for name, tensor in reorder_for_gguf(split_kv_b(checkpoint.tensors, spec), spec).items():
-        place = place_of(name, whole)
-        gathered.setdefault(place._replace(source=0), {})[place.source] = tensor
+        goes_to = destination_of(name, whole)
+        gathered.setdefault(goes_to._replace(source=0), {})[goes_to.source] = tensor
     parts = {}
-    for place, tensors in gathered.items():
+    for goes_to, tensors in gathered.items():
         sources = tuple(tensors[source] for source in sorted(tensors))
         plus = spec.gain_offset if sources[0].role is Role.NORM else 0.0
-        parts[place.name] = FileTensor(file_name(place.name, theirs, spec.arch), sources, place.stacked, plus=plus)
+        name = file_name(goes_to.name, theirs, spec.arch)
+        parts[goes_to.name] = FileTensor(name, sources, goes_to.stacked, plus=plus)
     return parts
 
 
@@ -188,14 +189,14 @@ def split_name(name: str) -> tuple[str, str, str]:
     return prefix, stem.removeprefix(prefix), suffix
 
 
-def place_of(name: str, whole: Mapping[str, str]) -> Place:
+def destination_of(name: str, whole: Mapping[str, str]) -> Destination:
     """Returns where a tensor goes; `whole` says which parts are fused into which."""
     layer, part, suffix = split_name(name)
     if match := EXPERT.fullmatch(part):
-        return Place(f"{layer}experts.{match[2]}{suffix}", int(match[1]), stacked=True)
+        return Destination(f"{layer}experts.{match[2]}{suffix}", int(match[1]), stacked=True)
     if part not in whole:
-        return Place(name, 0, stacked=False)
-    return Place(f"{layer}{whole[part]}{suffix}", FUSED[whole[part]].index(part), stacked=False)
+        return Destination(name, 0, stacked=False)
+    return Destination(f"{layer}{whole[part]}{suffix}", FUSED[whole[part]].index(part), stacked=False)
 
 
 def file_name(name: str, theirs: Mapping[str, str], arch: str) -> str:
