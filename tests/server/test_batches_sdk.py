@@ -426,7 +426,7 @@ def test_what_a_server_left_half_done_is_ended_by_the_next(serve: Any, toy_text:
     with sqlite3.connect(tmp_path / "archive.db") as db:
         for status, id in ids.items():
             batch = records.get(db, id)
-            batch.request_counts = records.Counts(2, 1, 0)
+            batch.request_counts = records.RequestCounts(2, 1, 0)
             batch.output_file_id = batch.completed_at = None
             batch.to(status) if status != "validating" else setattr(batch, "status", status)
             records.save(db, batch)

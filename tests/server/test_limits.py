@@ -28,7 +28,7 @@ from penstock.ipc.inprocess import InProcessClient
 from penstock.server.access import bounds, guard, protocol
 from penstock.server.access.guard import Rules, check
 from penstock.server.ollama import pulls
-from penstock.server.served_model import Line, Served
+from penstock.server.served_model import InFlight, ServedModel
 from penstock.server.telemetry.metrics import Metrics
 from penstock.text.template import Template
 from tests.server import toys
@@ -295,8 +295,8 @@ def test_every_choice_takes_a_place(narrow: Server) -> None:
 
 
 def test_what_waits_by_itself_takes_no_place(parrot: Server) -> None:
-    line = Line(0)
-    served = Served(parrot.client, toys.ToyText(), MODEL, 0, Metrics(parrot.client, MODEL), line=line)
+    line = InFlight(0)
+    served = ServedModel(parrot.client, toys.ToyText(), MODEL, 0, Metrics(parrot.client, MODEL), line=line)
     with ExitStack() as taken:
         for _ in range(toys.LIMITS.max_rows):
             taken.enter_context(served.place())

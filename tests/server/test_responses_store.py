@@ -10,17 +10,19 @@ import pytest
 from penstock.errors import InvalidRequest, NotFound
 from penstock.server.responses.items import (
     InputText,
-    Message,
+    MessageItem,
     OutputText,
     ReasoningSettings,
-    Response,
+    ResponseObject,
     TextSettings,
 )
-from penstock.server.responses.store import Kept, ResponseStore
+from penstock.server.responses.store import ResponseStore, StoredResponse
 
 
-def kept(id: str, previous: str | None = None, said: str = "a", status: str = "completed", busy: bool = False) -> Kept:
-    response = Response(
+def kept(
+    id: str, previous: str | None = None, said: str = "a", status: str = "completed", busy: bool = False
+) -> StoredResponse:
+    response = ResponseObject(
         id=id,
         created_at=0,
         status=status,
@@ -29,7 +31,7 @@ def kept(id: str, previous: str | None = None, said: str = "a", status: str = "c
         max_output_tokens=None,
         metadata={},
         model="toy",
-        output=[Message(f"out {id}", "assistant", [OutputText(said)])],
+        output=[MessageItem(f"out {id}", "assistant", [OutputText(said)])],
         parallel_tool_calls=True,
         previous_response_id=previous,
         prompt_cache_key=None,
@@ -45,7 +47,7 @@ def kept(id: str, previous: str | None = None, said: str = "a", status: str = "c
         user=None,
     )
     job: Any = SimpleNamespace(done=not busy, told=[])
-    return Kept(response, [Message(f"in {id}", "user", [InputText(said)])], job)
+    return StoredResponse(response, [MessageItem(f"in {id}", "user", [InputText(said)])], job)
 
 
 def there(store: ResponseStore, *ids: str) -> list[str]:

@@ -13,7 +13,7 @@ from hypothesis import given, strategies
 from penstock.errors import EngineUnavailable, InvalidRequest, PenstockError, StepFailed
 from penstock.ipc.inprocess import InProcessClient
 from penstock.server.chat.stream import deltas, together
-from penstock.server.served_model import Served
+from penstock.server.served_model import ServedModel
 from penstock.server.telemetry.metrics import Metrics
 from penstock.text import Delta
 from penstock.types import Aborted, Event, Failed, Finished, Request, SamplingParams, Stats, TokenLogprob, Tokens
@@ -42,8 +42,8 @@ class Script:
             self.left = told < len(self.steps)
 
 
-def served(client: Any) -> Served:
-    return Served(client, toys.ToyText(), "toy", 0, Metrics(client, "toy"))  # type: ignore[arg-type]
+def served(client: Any) -> ServedModel:
+    return ServedModel(client, toys.ToyText(), "toy", 0, Metrics(client, "toy"))  # type: ignore[arg-type]
 
 
 def said(steps: list[list[Event]], **sampling: Any) -> tuple[list[Delta], Script]:

@@ -26,7 +26,7 @@ from penstock.config import Config
 from penstock.errors import ConfigError
 from penstock.ipc.inprocess import InProcessClient
 from penstock.ipc.spawn import ProcessClient
-from penstock.server.telemetry.metrics import Watch
+from penstock.server.telemetry.metrics import RequestTimer
 from penstock.server.telemetry.tracing import Traces, traces_to
 from penstock.types import Request, SamplingParams
 from tests.server import toys
@@ -183,7 +183,7 @@ def test_what_goes_on_alone_has_a_span_of_its_own() -> None:
 
     metrics: Any = Listeners()
     traces.around(None, metrics, "m")  # type: ignore[arg-type]
-    with Watch(metrics, Request(1, (1, 2), SamplingParams(), 4)):
+    with RequestTimer(metrics, Request(1, (1, 2), SamplingParams(), 4)):
         pass
     (span,) = kept.get_finished_spans()
     assert (span.name, span.kind) == ("chat m", SpanKind.INTERNAL)

@@ -30,11 +30,11 @@ from penstock.server.batch.run import BatchRunner
 from penstock.server.errors import answer_bug, answer_error, answer_http_error, answer_left
 from penstock.server.openai.batches import Batches
 from penstock.server.openai.files import Files
-from penstock.server.openapi import Operation, Spoken
+from penstock.server.openapi import DocumentedRoute, Operation
 from penstock.server.request_context import begin_notes
 from penstock.server.responses.endpoints import Responses
 from penstock.server.routes import Endpoint, all_routes
-from penstock.server.served_model import Line, Served
+from penstock.server.served_model import InFlight, ServedModel
 from penstock.server.telemetry.metrics import Metrics
 from penstock.text import Text
 
@@ -66,26 +66,26 @@ def create_app(
 ) -> ASGIApp:
     """Serves `client`'s engine as `name`; starts the client when it starts and closes it when it ends."""
     path, space, rules, traces = setup
-    served = Served(
-        client, text, name, int(time.time()), Metrics(client, name), path, Line(rules.max_waiting), rules.lenient
+    served = ServedModel(
+        client, text, name, int(time.time()), Metrics(client, name), path, InFlight(rules.max_waiting), rules.lenient
     )
     archive = Archive(space, name)
     runner = BatchRunner(archive, served)
     files, batches = Files(archive), Batches(archive, runner)
     responses = Responses()
 
-    def route(path: str, endpoint: Endpoint, method: str, operation: Operation = ANSWERED) -> Spoken:
+    def route(path: str, endpoint: Endpoint, method: str, operation: Operation = ANSWERED) -> DocumentedRoute:
         async def call(request: Request) -> Response:
             begin_notes(request, lenient=served.lenient)
             return await endpoint(request.scope.get("served", served), request)
 
-        return Spoken(path, call, method, operation)
+        return DocumentedRoute(path, call, method, operation)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         await client.start()
         try:
-            async with runner.running(RequestIds(app)):
+            async with runner.running(ContextMiddleware(app)):
                 yield
         finally:
             await responses.close()
@@ -104,7 +104,7 @@ def create_app(
         lifespan=lifespan,
     )
     inner: ASGIApp = app if traces is None else traces.around(app, served.metrics, name)
-    return RequestIds(guarded(inner, served, rules))
+    return ContextMiddleware(guarded(inner, served, rules))
 
 
 def serve(
@@ -176,7 +176,7 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-class RequestIds:
+class ContextMiddleware:
     """Gives every answer an x-request-id; Anthropic's clients look for it as request-id. It is around everything else,
     so it can name the server's own `send`, without what others put before it: they care for an answer's beginning, and
     each costs a stream a microsecond a token."""

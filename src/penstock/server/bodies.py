@@ -18,20 +18,22 @@ MAX_BODY = 16 * 2**20  # bytes
 PATIENCE = 4  # times that, and no more, is read
 IGNORABLE = ("", "options")  # where settings stand: what is said in a chat is never left out
 
-ANYTHING = object()  # in a table of neutral values: whatever is given changes nothing
-Neutral = dict[str, Any]  # field -> ANYTHING, or the values that ask for nothing; null always asks for nothing
+ANY_VALUE = object()  # in a NoEffect table: every value is accepted
+NoEffect = dict[str, Any]  # field -> ANY_VALUE, or the values that ask for nothing; null always asks for nothing
 
 S = TypeVar("S", bound=msgspec.Struct)
 
 
-async def read_body(http: HttpRequest, kind: type[S], neutral: Neutral) -> S:
-    return read_object(_json_object(await _body(http)), kind, neutral)
+async def read_body(http: HttpRequest, kind: type[S], no_effect: NoEffect) -> S:
+    return read_object(_json_object(await _body(http)), kind, no_effect)
 
 
-def read_object(given: dict[str, Any], kind: type[S], neutral: Neutral, where: str = "", *, strict: bool = True) -> S:
+def read_object(
+    given: dict[str, Any], kind: type[S], no_effect: NoEffect, where: str = "", *, strict: bool = True
+) -> S:
     """The object as a struct; `where` it stood in the body is part of what a refusal says. Not `strict`: numbers may
     be spelled as text, as in a query."""
-    _drop_neutral(given, neutral, where)
+    _drop_without_effect(given, no_effect, where)
     if notes().lenient:
         for name in [name for name in given if name not in kind.__struct_encode_fields__]:
             del given[name]
@@ -81,10 +83,10 @@ def _json_object(body: bytes) -> dict[str, Any]:
     return given
 
 
-def _drop_neutral(given: dict[str, Any], neutral: Neutral, where: str) -> None:
-    for name in given.keys() & neutral.keys():
-        value, accepted = given.pop(name), neutral[name]
-        if value is None or accepted is ANYTHING or _among(value, accepted):
+def _drop_without_effect(given: dict[str, Any], no_effect: NoEffect, where: str) -> None:
+    for name in given.keys() & no_effect.keys():
+        value, accepted = given.pop(name), no_effect[name]
+        if value is None or accepted is ANY_VALUE or _among(value, accepted):
             continue
         if not (notes().lenient and where in IGNORABLE):
             raise unsupported(_path(where, name), value)

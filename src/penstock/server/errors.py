@@ -39,28 +39,28 @@ ANTHROPIC_TYPES = {
 }
 
 
-class ErrorDetail(msgspec.Struct):
+class OpenAiErrorDetail(msgspec.Struct):
     message: str
     type: str
     param: str | None = None
     code: str | None = None
 
 
-class ErrorBody(msgspec.Struct):
-    error: ErrorDetail
+class OpenAiErrorBody(msgspec.Struct):
+    error: OpenAiErrorDetail
 
 
-class AnthropicDetail(msgspec.Struct):
+class AnthropicErrorDetail(msgspec.Struct):
     type: str
     message: str
 
 
-class AnthropicBody(msgspec.Struct, tag_field="type", tag="error"):
-    error: AnthropicDetail
+class AnthropicErrorBody(msgspec.Struct, tag_field="type", tag="error"):
+    error: AnthropicErrorDetail
     request_id: str | None = None
 
 
-class OllamaBody(msgspec.Struct):
+class OllamaErrorBody(msgspec.Struct):
     error: str
 
 
@@ -97,16 +97,16 @@ def headers_of(error: PenstockError) -> dict[str, str]:
 def body_of(error: PenstockError) -> bytes:
     kind = OPENAI_TYPES.get(status_of(error), "invalid_request_error" if status_of(error) < 500 else "server_error")
     param = error.param if isinstance(error, InvalidRequest) else None
-    return msgspec.json.encode(ErrorBody(ErrorDetail(error.message, kind, param, error.code)))
+    return msgspec.json.encode(OpenAiErrorBody(OpenAiErrorDetail(error.message, kind, param, error.code)))
 
 
 def anthropic_body(error: PenstockError, status: int = 0, request_id: str | None = None) -> bytes:
     kind = ANTHROPIC_TYPES.get(_anthropic_status(status or status_of(error)), "invalid_request_error")
-    return msgspec.json.encode(AnthropicBody(AnthropicDetail(kind, error.message), request_id))
+    return msgspec.json.encode(AnthropicErrorBody(AnthropicErrorDetail(kind, error.message), request_id))
 
 
 def ollama_body(error: PenstockError) -> bytes:
-    return msgspec.json.encode(OllamaBody(error.message))
+    return msgspec.json.encode(OllamaErrorBody(error.message))
 
 
 def _anthropic_status(status: int) -> int:
@@ -116,17 +116,17 @@ def _anthropic_status(status: int) -> int:
 def error_shape(path: str) -> type[msgspec.Struct]:
     """Of the dialect that is spoken there."""
     if path.startswith("/api/"):
-        return OllamaBody
-    return AnthropicBody if path.startswith("/v1/messages") else ErrorBody
+        return OllamaErrorBody
+    return AnthropicErrorBody if path.startswith("/v1/messages") else OpenAiErrorBody
 
 
 def told(request: Request, error: PenstockError, status: int, headers: dict[str, str] | None = None) -> Response:
     """The error in the dialect of the request: by its path, and where two share one, by the header that Anthropic's
     clients always send."""
     shape = error_shape(request.url.path)
-    if shape is OllamaBody:
+    if shape is OllamaErrorBody:
         return _answer(ollama_body(error), status, headers)
-    if shape is AnthropicBody or "anthropic-version" in request.headers:
+    if shape is AnthropicErrorBody or "anthropic-version" in request.headers:
         body = anthropic_body(error, status, request.scope["request_id"])
         return _answer(body, _anthropic_status(status), headers)
     return _answer(body_of(error), status, headers)

@@ -8,12 +8,12 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from penstock.server.request_context import notes
-from penstock.server.served_model import Served
+from penstock.server.served_model import ServedModel
 from penstock.text import Delta
 from penstock.types import Nearest, Report, Request
 
 
-class Miss(msgspec.Struct):
+class CacheMiss(msgspec.Struct):
     """Why not more of a prompt was reused."""
 
     reason: str
@@ -24,13 +24,13 @@ class Miss(msgspec.Struct):
     after: str | UnsetType = UNSET  # what stands before it in both
 
 
-class Cache(msgspec.Struct):
+class CacheUse(msgspec.Struct):
     prompt_tokens: int
     reused_tokens: int
-    miss: Miss | None = None
+    miss: CacheMiss | None = None
 
 
-class Seconds(msgspec.Struct):
+class StageSeconds(msgspec.Struct):
     """By the engine's clock."""
 
     queue: float
@@ -39,41 +39,41 @@ class Seconds(msgspec.Struct):
     grammar: float | UnsetType = UNSET  # waited for, before the queue
 
 
-class Finish(msgspec.Struct):
+class FinishCause(msgspec.Struct):
     reason: str
     by: str  # end_of_text, stop_token, stop_string, max_tokens or context
     token: int | UnsetType = UNSET
     text: str | UnsetType = UNSET
 
 
-class Told(msgspec.Struct):
+class ChoiceExplanation(msgspec.Struct):
     """Of one choice."""
 
     index: int
-    finish: Finish
-    cache: Cache | UnsetType = UNSET  # this and what follows is not known of an engine that was lost meanwhile
-    seconds: Seconds | UnsetType = UNSET
+    finish: FinishCause
+    cache: CacheUse | UnsetType = UNSET  # this and what follows is not known of an engine that was lost meanwhile
+    seconds: StageSeconds | UnsetType = UNSET
     preemptions: int | UnsetType = UNSET
     recomputed_tokens: int | UnsetType = UNSET
     forced_tokens: int | UnsetType = UNSET  # that a grammar left no choice about
 
 
-class Penstock(msgspec.Struct):
+class AnswerReport(msgspec.Struct):
     ignored_fields: list[str]
     truncated_tokens: int  # of the prompt; never without being asked
-    choices: list[Told] | UnsetType = UNSET
+    choices: list[ChoiceExplanation] | UnsetType = UNSET
     kept: str | UnsetType = UNSET  # that a model which was to be unloaded stays
 
 
 class Explanation:
     """Costs an answer nothing before its end, and nothing at all where it is not asked for."""
 
-    def __init__(self, served: Served, requests: Sequence[Request]) -> None:
+    def __init__(self, served: ServedModel, requests: Sequence[Request]) -> None:
         self._text = served.text
         self._limits = served.limits
         self._requests = requests
         self._notes = notes()
-        self._told: dict[int, Told] = {}
+        self._told: dict[int, ChoiceExplanation] = {}
         self._running = len(requests)
 
     def end(self, choice: int, delta: Delta) -> None:
@@ -82,61 +82,61 @@ class Explanation:
         if self._notes.explain:
             self._told[choice] = self._choice(choice, delta)
 
-    def told(self, order: Iterable[int] | None = None) -> Penstock | UnsetType:
+    def told(self, order: Iterable[int] | None = None) -> AnswerReport | UnsetType:
         """Once every choice has ended; nothing where there is nothing to tell that was not asked for. `order` names
         the choices that are told, where not all are or not in their order."""
         noted = self._notes
         if self._running or not (noted.explain or noted.lenient or noted.ignored or noted.truncated):
             return UNSET
-        return Penstock(sorted(noted.ignored), noted.truncated, self._choices(order) if noted.explain else UNSET)
+        return AnswerReport(sorted(noted.ignored), noted.truncated, self._choices(order) if noted.explain else UNSET)
 
-    def _choices(self, order: Iterable[int] | None) -> list[Told]:
+    def _choices(self, order: Iterable[int] | None) -> list[ChoiceExplanation]:
         chosen = sorted(self._told) if order is None else order
         return [msgspec.structs.replace(self._told[choice], index=index) for index, choice in enumerate(chosen)]
 
-    def _choice(self, index: int, delta: Delta) -> Told:
+    def _choice(self, index: int, delta: Delta) -> ChoiceExplanation:
         request, report = self._requests[index], delta.report
-        told = Told(index, self._finish(request, delta))
+        told = ChoiceExplanation(index, self._finish(request, delta))
         if report is not None:
-            told.cache = Cache(len(request.prompt), report.cached, self._miss(request, report))
-            told.seconds = Seconds(*(round(each, 6) for each in (report.queued, report.prefill, report.decode)))
+            told.cache = CacheUse(len(request.prompt), report.cached, self._miss(request, report))
+            told.seconds = StageSeconds(*(round(each, 6) for each in (report.queued, report.prefill, report.decode)))
             told.preemptions, told.recomputed_tokens = report.preemptions, report.recomputed
             if request.sampling.grammar is not None:
                 told.seconds.grammar, told.forced_tokens = round(report.compiling, 6), report.forced
         return told
 
-    def _finish(self, request: Request, delta: Delta) -> Finish:
+    def _finish(self, request: Request, delta: Delta) -> FinishCause:
         assert delta.finish is not None
         if delta.stop is not None:
-            return Finish("stop", "stop_string", text=delta.stop)
+            return FinishCause("stop", "stop_string", text=delta.stop)
         if delta.finish == "length":
             full = len(request.prompt) + request.max_tokens >= self._limits.max_len
-            return Finish("length", "context" if full else "max_tokens")
+            return FinishCause("length", "context" if full else "max_tokens")
         token, tokenizer = delta.tokens[-1], self._text.tokenizer
         by = "end_of_text" if token in tokenizer.eos_ids else "stop_token"
-        return Finish("stop", by, token, tokenizer.token_text(token))
+        return FinishCause("stop", by, token, tokenizer.token_text(token))
 
     # -- the cache ------------------------------------------------------------------------------------------------
 
-    def _miss(self, request: Request, report: Report) -> Miss | None:
+    def _miss(self, request: Request, report: Report) -> CacheMiss | None:
         """None where all was reused that could be: whole blocks, and never the last token, whose logits are wanted."""
         size, near = self._limits.block_size, report.nearest
         if report.cached >= (len(request.prompt) - 1) // size * size:
             return None
         if request.sampling.prompt_logprobs is not None:
-            return Miss("scored", "the prompt's own tokens were to be scored, and only computing them does that")
+            return CacheMiss("scored", "the prompt's own tokens were to be scored, and only computing them does that")
         if near is None:
-            return Miss("new", "no recent prompt of yours begins like this one")
+            return CacheMiss("new", "no recent prompt of yours begins like this one")
         if report.cached < min(near.shared, len(request.prompt) - 1) // size * size:
             told = f"{near.shared} tokens of a recent prompt were the same, and their blocks were evicted since"
-            return Miss("evicted", told, report.cached)
+            return CacheMiss("evicted", told, report.cached)
         return self._parting(near) if near.had and report.cached < near.held // size * size else None
 
-    def _parting(self, near: Nearest) -> Miss:
+    def _parting(self, near: Nearest) -> CacheMiss:
         before, had, got = (self._spell(tokens) for tokens in (near.before, near.had, near.got))
         reason = self._reason(near, had, got)
         told = f"{_WORDS[reason]} at token {near.shared}"
-        return Miss(reason, told, near.shared, had, got, before)
+        return CacheMiss(reason, told, near.shared, had, got, before)
 
     def _reason(self, near: Nearest, had: str, got: str) -> str:
         thought = self._text.format.reasoning

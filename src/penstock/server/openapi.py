@@ -15,9 +15,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from penstock import __version__
-from penstock.server.bodies import ANYTHING, Neutral
-from penstock.server.errors import OllamaBody, error_shape
-from penstock.server.served_model import Served
+from penstock.server.bodies import ANY_VALUE, NoEffect
+from penstock.server.errors import OllamaErrorBody, error_shape
+from penstock.server.served_model import ServedModel
 
 JSON = "application/json"
 REF = "#/components/schemas/{name}"
@@ -32,13 +32,13 @@ class Operation(NamedTuple):
     streamed, and what may be asked in the address. A text in place of a type is a media type."""
 
     takes: Kind | str | None = None
-    neutral: Neutral | None = None
+    no_effect: NoEffect | None = None
     answers: Kind | str | None = JSON  # none: nothing
     streams: Kind | None = None
     query: Kind | None = None
 
 
-class Spoken(Route):
+class DocumentedRoute(Route):
     """A route that knows what is said on it."""
 
     def __init__(
@@ -49,38 +49,38 @@ class Spoken(Route):
         self.operation = operation
 
 
-class Nested(NamedTuple):
+class NestedBody(NamedTuple):
     kinds: tuple[Kind, ...]
-    neutral: Neutral
+    no_effect: NoEffect
 
 
-_nested: dict[str, Nested] = {}
+_nested: dict[str, NestedBody] = {}
 
 
-def read_as(*kinds: Kind, neutral: Neutral | None = None) -> Meta:
+def read_as(*kinds: Kind, no_effect: NoEffect | None = None) -> Meta:
     """Annotates an object within a body that is taken as it comes and read later: as one of the kinds."""
     name = ", ".join(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds)
-    _nested[name] = Nested(kinds, neutral or {})
+    _nested[name] = NestedBody(kinds, no_effect or {})
     return Meta(extra_json_schema={READ_AS: name})
 
 
-class Document:
+class OpenApiDocument:
     """The endpoint. The document is made when it is first asked for: that takes a tenth of a second."""
 
     _text = b""
 
-    async def __call__(self, _: Served, http: Request) -> Response:
+    async def __call__(self, _: ServedModel, http: Request) -> Response:
         if not self._text:
             self._text = await asyncio.to_thread(_encoded, http.app.routes)
         return Response(self._text, media_type=JSON)
 
 
-def _encoded(routes: Sequence[Spoken]) -> bytes:
+def _encoded(routes: Sequence[DocumentedRoute]) -> bytes:
     text = msgspec.json.encode(document(routes))
     return text.replace(b"penstock.server.", b"")  # structs that share a name have their module before it
 
 
-def document(routes: Sequence[Spoken]) -> Schema:
+def document(routes: Sequence[DocumentedRoute]) -> Schema:
     refs, components = _described(_spoken_of(routes))
     paths: defaultdict[str, Schema] = defaultdict(dict)
     for route in routes:
@@ -89,29 +89,29 @@ def document(routes: Sequence[Spoken]) -> Schema:
     return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": components}}
 
 
-def _spoken_of(routes: Sequence[Spoken]) -> dict[Kind, Neutral]:
-    kinds: dict[Kind, Neutral] = {}
+def _spoken_of(routes: Sequence[DocumentedRoute]) -> dict[Kind, NoEffect]:
+    kinds: dict[Kind, NoEffect] = {}
     for route in routes:
         operation = route.operation
         answers = (operation.answers, operation.streams, error_shape(route.path))
         kinds |= {kind: {} for kind in answers if not isinstance(kind, str | None)}
-    for takes, neutral, *_ in (route.operation for route in routes):
-        kinds |= {} if isinstance(takes, str | None) else {takes: neutral or {}}
+    for takes, no_effect, *_ in (route.operation for route in routes):
+        kinds |= {} if isinstance(takes, str | None) else {takes: no_effect or {}}
     return kinds
 
 
-def _described(kinds: dict[Kind, Neutral]) -> tuple[dict[Kind, Schema], dict[str, Schema]]:
+def _described(kinds: dict[Kind, NoEffect]) -> tuple[dict[Kind, Schema], dict[str, Schema]]:
     """A reference to each kind, and what they refer to: these kinds and all that are read within them."""
     schemas, components = msgspec.json.schema_components(kinds, ref_template=REF)
     places = [(each, _nested[each[READ_AS]]) for each in _objects(components) if READ_AS in each]
-    within = {kind: nested.neutral for _, nested in places for kind in nested.kinds}
+    within = {kind: nested.no_effect for _, nested in places for kind in nested.kinds}
     if not within.keys() <= kinds.keys():
         return _described(within | kinds)
     refs = dict(zip(kinds, schemas, strict=True))
-    for kind, neutral in kinds.items():
-        for name, accepted in neutral.items():
+    for kind, no_effect in kinds.items():
+        for name, accepted in no_effect.items():
             component = components[refs[kind]["$ref"].removeprefix(REF.format(name=""))]
-            component["properties"][name] = {} if accepted is ANYTHING else {"enum": [*accepted, None]}
+            component["properties"][name] = {} if accepted is ANY_VALUE else {"enum": [*accepted, None]}
     for each, nested in places:
         options = [refs[kind] for kind in nested.kinds]
         each.clear()
@@ -126,12 +126,12 @@ def _objects(tree: object) -> Iterator[Schema]:
         yield from _objects(each)
 
 
-def _told(route: Spoken, refs: dict[Kind, Schema]) -> Schema:
+def _told(route: DocumentedRoute, refs: dict[Kind, Schema]) -> Schema:
     operation, error = route.operation, error_shape(route.path)
     answered = _content(operation.answers, refs)
     if operation.streams is not None:
         chunk = {"anyOf": [refs[operation.streams], refs[error]]}
-        answered |= _lines(chunk) if error is OllamaBody else _events(chunk)
+        answered |= _lines(chunk) if error is OllamaErrorBody else _events(chunk)
     done = "2XX" if operation.answers is None else "200"
     trouble = {} if route.method == "HEAD" else {"content": _content(error, refs)}
     told: Schema = {
@@ -148,7 +148,7 @@ def _told(route: Spoken, refs: dict[Kind, Schema]) -> Schema:
     return told
 
 
-def _path_parameters(route: Spoken) -> list[Schema]:
+def _path_parameters(route: DocumentedRoute) -> list[Schema]:
     text = {"type": "string"}
     return [{"name": name, "in": "path", "required": True, "schema": text} for name in route.param_convertors]
 

@@ -9,7 +9,7 @@ from importlib.resources import files
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
-from penstock.server.served_model import Served
+from penstock.server.served_model import ServedModel
 
 PAGE = files("penstock.server").joinpath("page.html").read_text("utf-8")
 
@@ -31,5 +31,5 @@ HEADERS = {
 }
 
 
-async def page(_: Served, __: Request) -> Response:
+async def page(_: ServedModel, __: Request) -> Response:
     return HTMLResponse(PAGE, headers=HEADERS)

@@ -31,18 +31,18 @@ from penstock.server.openai.chat import CHAT_COMPLETIONS, chat_completions
 from penstock.server.openai.completions import COMPLETIONS, completions
 from penstock.server.openai.embeddings import EMBEDDINGS, embeddings
 from penstock.server.openai.files import FILE_CONTENT, LIST_FILES, SHOW_FILE, UPLOAD, Files
-from penstock.server.openapi import Document, Operation, Spoken
+from penstock.server.openapi import DocumentedRoute, OpenApiDocument, Operation
 from penstock.server.responses.endpoints import CANCEL, INPUT_ITEMS, INPUT_TOKENS, RESPOND, RETRIEVE, Responses
-from penstock.server.served_model import Served
+from penstock.server.served_model import ServedModel
 from penstock.server.tokens import APPLY_TEMPLATE, DETOKENIZE, TOKENIZE, apply_template, detokenize, tokenize
 
-Endpoint = Callable[[Served, Request], Awaitable[Response]]
-Route = Callable[..., Spoken]  # (path, endpoint, method, operation)
+Endpoint = Callable[[ServedModel, Request], Awaitable[Response]]
+Route = Callable[..., DocumentedRoute]  # (path, endpoint, method, operation)
 PLAIN_TEXT = Operation(answers="text/plain")
 EMPTY = Operation(answers=None)
 
 
-def all_routes(route: Route, files: Files, batches: Batches, responses: Responses) -> list[Spoken]:
+def all_routes(route: Route, files: Files, batches: Batches, responses: Responses) -> list[DocumentedRoute]:
     return [
         route("/v1/chat/completions", chat_completions, "POST", CHAT_COMPLETIONS),
         route("/v1/completions", completions, "POST", COMPLETIONS),
@@ -87,36 +87,36 @@ def all_routes(route: Route, files: Files, batches: Batches, responses: Response
         route("/v1/batches/{id}", batches.show, "GET", SHOW_BATCH),
         route("/v1/batches/{id}/cancel", batches.cancel, "POST", SHOW_BATCH),
         route("/v1/embeddings", embeddings, "POST", EMBEDDINGS),
-        route("/openapi.json", Document(), "GET"),
+        route("/openapi.json", OpenApiDocument(), "GET"),
     ]
 
 
 # -- what is served -----------------------------------------------------------------------------------------------
 
 
-async def list_models(served: Served, _: Request) -> Response:
+async def list_models(served: ServedModel, _: Request) -> Response:
     """One object for both SDKs that ask here: OpenAI's and Anthropic's read what they know."""
     page = {"has_more": False, "first_id": served.name, "last_id": served.name}
     return _json({"object": "list", "data": [_model(served)]} | page)
 
 
-async def show_model(served: Served, request: Request) -> Response:
+async def show_model(served: ServedModel, request: Request) -> Response:
     served.check_model(request.path_params["id"])
     return _json(_model(served))
 
 
-async def health(served: Served, _: Request) -> Response:
+async def health(served: ServedModel, _: Request) -> Response:
     hello = served.client.hello
     if hello is None:
         return _json({"status": "unavailable", "engine": None, "message": served.client.trouble}, 503)
     return _json({"status": "ok", "engine": {"pid": hello.pid, "model": served.name}})
 
 
-async def show_metrics(served: Served, _: Request) -> Response:
+async def show_metrics(served: ServedModel, _: Request) -> Response:
     return Response(served.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-def _model(served: Served) -> dict[str, object]:
+def _model(served: ServedModel) -> dict[str, object]:
     openai = {"id": served.name, "object": "model", "created": served.created, "owned_by": "penstock"}
     born = datetime.fromtimestamp(served.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     return openai | {"type": "model", "display_name": served.name, "created_at": born, "lifecycle": "active"}

@@ -22,7 +22,7 @@ WAITING = 16  # requests that may wait for each one computed, unless another num
 OFF_LOOP = 4096  # characters: encoding more than this would hold up every other stream
 
 
-class Line:
+class InFlight:
     """The answers under way."""
 
     def __init__(self, waiting: int | None = None) -> None:
@@ -30,14 +30,14 @@ class Line:
         self.taken = 0
 
 
-class Served(NamedTuple):
+class ServedModel(NamedTuple):
     client: EngineClient
     text: Text
     name: str
     created: int  # seconds since 1970
     metrics: Metrics
     path: Path | None = None  # of the model's files, where they are known
-    line: Line | None = None  # none: it has no end
+    line: InFlight | None = None  # none: it has no end
     lenient: bool = False  # fields that are not known are ignored, and listed in the answer
 
     @property
@@ -62,7 +62,7 @@ class Served(NamedTuple):
     @contextmanager
     def place(self) -> Iterator[None]:
         """For one answer; refuses it where there is none."""
-        line = self.line or Line()
+        line = self.line or InFlight()
         if line.taken >= self.places:
             raise Overloaded(f"{line.taken} answers are under way, as many as may be: try again soon")
         line.taken += 1

@@ -21,7 +21,7 @@ _encoder = msgspec.json.Encoder()
 encode = _encoder.encode
 
 
-class Plain:
+class ChunkTemplate:
     """A chunk that differs from the next one by its text alone: all but that is encoded once."""
 
     def __init__(self, make: Callable[[str], msgspec.Struct]) -> None:
@@ -49,7 +49,7 @@ EVENT_STREAM = b"text/event-stream; charset=utf-8"
 OPENAI = Framing(EVENT_STREAM, _event, _event(b"[DONE]"), body_of)
 
 
-class Answer(Protocol):
+class AnswerWriter(Protocol):
     """An endpoint's way of putting deltas into words."""
 
     def chunks(self, choice: int, delta: Delta) -> Iterable[bytes]:
@@ -65,22 +65,22 @@ class Answer(Protocol):
 
 
 async def reply(
-    http: HttpRequest, answer: Answer, deltas: Deltas, *, streaming: bool, framing: Framing = OPENAI
+    http: HttpRequest, answer: AnswerWriter, deltas: Deltas, *, streaming: bool, framing: Framing = OPENAI
 ) -> Response:
     if streaming:
-        return Stream(_framed(answer, deltas, framing), framing)
+        return StreamResponse(_framed(answer, deltas, framing), framing)
     body = await while_connected(http.receive, _body(answer, deltas))
     return LEFT if body is None else Response(body, media_type="application/json")
 
 
-async def _body(answer: Answer, deltas: Deltas) -> bytes:
+async def _body(answer: AnswerWriter, deltas: Deltas) -> bytes:
     async with aclosing(deltas):
         async for choice, delta in deltas:
             answer.take(choice, delta)
     return encode(answer.whole())
 
 
-async def _framed(answer: Answer, deltas: Deltas, framing: Framing) -> AsyncGenerator[bytes, None]:
+async def _framed(answer: AnswerWriter, deltas: Deltas, framing: Framing) -> AsyncGenerator[bytes, None]:
     frame = framing.frame
     async with aclosing(deltas):
         async for choice, delta in deltas:
@@ -96,7 +96,7 @@ def _part(body: bytes, more: bool = True) -> Message:
     return {"type": "http.response.body", "body": body, "more_body": more}
 
 
-class Stream(Response):
+class StreamResponse(Response):
     """Begins with the first chunk, so that what fails before it is an error like any other; what fails later is told
     in a chunk of its own."""
 

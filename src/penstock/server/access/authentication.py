@@ -15,7 +15,7 @@ READING = {"GET", "HEAD"}
 CHANGING = ("/api/pull", "/api/create", "/api/copy", "/api/delete", "/api/push", "/api/blobs/")
 
 
-class Access:
+class Authentication:
     """Costs a stream nothing while it runs: what it adds to an answer is in its headers."""
 
     def __init__(self, app: ASGIApp, keyring: Keyring, accounts: Accounts, model: str) -> None:

@@ -16,11 +16,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from penstock.errors import InvalidRequest, Overloaded, PenstockError
 from penstock.keys import Keyring, read
 from penstock.server.access.accounts import Accounts
-from penstock.server.access.authentication import READING, Access
+from penstock.server.access.authentication import READING, Authentication
 from penstock.server.access.origins import Origins, check_origins
 from penstock.server.bodies import MAX_BODY
 from penstock.server.errors import headers_of, status_of, told
-from penstock.server.served_model import Served
+from penstock.server.served_model import ServedModel
 
 MAX_URL = 8192  # bytes
 BODY_SECONDS = 20.0  # that a body may take in any case; and besides, a second for every
@@ -57,19 +57,19 @@ def _warn(told: str) -> None:
     print(f"warning: {told}", file=sys.stderr, flush=True)
 
 
-def guarded(app: ASGIApp, served: Served, rules: Rules) -> ASGIApp:
+def guarded(app: ASGIApp, served: ServedModel, rules: Rules) -> ASGIApp:
     app = Guard(app, served)
     if rules.keys is not None:
         accounts = Accounts()
         served.metrics.register(accounts)
-        app = Access(app, Keyring(rules.keys), accounts, served.name)
+        app = Authentication(app, Keyring(rules.keys), accounts, served.name)
     return Origins(app, rules.origins, keyless=rules.keys is None)
 
 
 class Guard:
     """Refuses what is too long, too slow or too much."""
 
-    def __init__(self, app: ASGIApp, served: Served) -> None:
+    def __init__(self, app: ASGIApp, served: ServedModel) -> None:
         self._app = app
         self._served = served
         self._running = 0
@@ -84,7 +84,7 @@ class Guard:
         except PenstockError as error:
             return await told(Request(scope), error, status_of(error), headers_of(error))(scope, receive, send)
         counted = scope["method"] not in READING
-        body = Body(receive, self._hold)
+        body = TimedBody(receive, self._hold)
         self._running += counted
         try:
             await self._app(scope, body, send)
@@ -108,7 +108,7 @@ def _check_url(scope: Scope) -> None:
         raise InvalidRequest(f"the URL has {size} bytes; at most {MAX_URL} are taken", code="uri_too_long")
 
 
-class Body:
+class TimedBody:
     """Receives a request's body, and gives up on one that comes too slowly."""
 
     def __init__(self, receive: Receive, hold: Callable[[int], None]) -> None:

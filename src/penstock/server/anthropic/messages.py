@@ -18,22 +18,22 @@ from starlette.responses import Response
 from penstock.errors import PenstockError
 from penstock.server.access.bounds import check_stops
 from penstock.server.anthropic.fields import (
-    NEUTRAL,
-    Ask,
-    Conversation,
+    NO_EFFECT,
+    MessagesBody,
+    MessagesConversation,
     read_grammar,
     read_messages,
     read_use,
     template_fields,
 )
 from penstock.server.bodies import read_body
-from penstock.server.chat.chat_turn import Turn, begin, call_input, prompt_of
+from penstock.server.chat.chat_turn import ChatTurn, begin, call_input, prompt_of
 from penstock.server.chat.tools import ToolUse
 from penstock.server.errors import anthropic_body
-from penstock.server.explain import Explanation, Penstock
+from penstock.server.explain import AnswerReport, Explanation
 from penstock.server.openapi import Operation
-from penstock.server.served_model import Served
-from penstock.server.sse import EVENT_STREAM, Framing, Plain, encode, reply
+from penstock.server.served_model import ServedModel
+from penstock.server.sse import EVENT_STREAM, ChunkTemplate, Framing, encode, reply
 from penstock.text import ChatPrompt, Delta
 from penstock.text.parse import Arguments, CallBegun, CallEnded, Content, Part, Reasoning
 from penstock.types import SamplingParams
@@ -41,44 +41,44 @@ from penstock.types import SamplingParams
 STAND_INS = "claude"  # what names begin with that stand for whatever is served
 
 
-async def messages(served: Served, http: HttpRequest) -> Response:
-    asked = await read_body(http, Ask, NEUTRAL)
-    sampling, use = _sampling(asked), read_use(asked)
-    turn = begin(served, await _prompt(served, asked, use), use, sampling, asked.max_tokens, budget=_budget(asked))
-    answer = MessageAnswer(served, turn, asked.max_tokens)
-    return await reply(http, answer, turn.running, streaming=bool(asked.stream), framing=ANTHROPIC)
+async def messages(served: ServedModel, http: HttpRequest) -> Response:
+    body = await read_body(http, MessagesBody, NO_EFFECT)
+    sampling, use = _sampling(body), read_use(body)
+    turn = begin(served, await _prompt(served, body, use), use, sampling, body.max_tokens, budget=_budget(body))
+    answer = MessageWriter(served, turn, body.max_tokens)
+    return await reply(http, answer, turn.running, streaming=bool(body.stream), framing=ANTHROPIC)
 
 
-async def count_tokens(served: Served, http: HttpRequest) -> Response:
-    asked = await read_body(http, Conversation, NEUTRAL)
-    prompt = await _prompt(served, asked, read_use(asked))
+async def count_tokens(served: ServedModel, http: HttpRequest) -> Response:
+    body = await read_body(http, MessagesConversation, NO_EFFECT)
+    prompt = await _prompt(served, body, read_use(body))
     return Response(encode({"input_tokens": len(prompt.tokens)}), media_type="application/json")
 
 
 # -- reading ------------------------------------------------------------------------------------------------------
 
 
-async def _prompt(served: Served, asked: Conversation, use: ToolUse) -> ChatPrompt:
-    if not asked.model.startswith(STAND_INS):
-        served.check_model(asked.model)
-    return await prompt_of(served, read_messages(asked), use, **template_fields(served, asked))
+async def _prompt(served: ServedModel, body: MessagesConversation, use: ToolUse) -> ChatPrompt:
+    if not body.model.startswith(STAND_INS):
+        served.check_model(body.model)
+    return await prompt_of(served, read_messages(body), use, **template_fields(served, body))
 
 
-def _sampling(asked: Ask) -> SamplingParams:
-    stops = check_stops(tuple(asked.stop_sequences or ()), "stop_sequences")
-    given: dict[str, Any] = {"temperature": asked.temperature, "top_p": asked.top_p, "top_k": asked.top_k}
-    given["grammar"] = read_grammar(asked)
+def _sampling(body: MessagesBody) -> SamplingParams:
+    stops = check_stops(tuple(body.stop_sequences or ()), "stop_sequences")
+    given: dict[str, Any] = {"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k}
+    given["grammar"] = read_grammar(body)
     return SamplingParams(stop=stops, **{name: value for name, value in given.items() if value is not None})
 
 
-def _budget(asked: Ask) -> int | None:
-    return asked.thinking.budget_tokens if asked.thinking else None
+def _budget(body: MessagesBody) -> int | None:
+    return body.thinking.budget_tokens if body.thinking else None
 
 
 # -- answering ----------------------------------------------------------------------------------------------------
 
 
-class Usage(msgspec.Struct):
+class AnthropicUsage(msgspec.Struct):
     input_tokens: int  # those computed: what was reused is counted apart
     cache_creation_input_tokens: int
     cache_read_input_tokens: int
@@ -104,80 +104,80 @@ class ToolUseBlock(msgspec.Struct, tag_field="type", tag="tool_use"):
 Block = TextBlock | ThinkingBlock | ToolUseBlock
 
 
-class Message(msgspec.Struct, tag_field="type", tag="message"):
+class MessageResponse(msgspec.Struct, tag_field="type", tag="message"):
     id: str
     model: str
-    usage: Usage
+    usage: AnthropicUsage
     role: str = "assistant"
     content: list[Block] = []
     stop_reason: str | None = None
     stop_sequence: str | None = None
-    penstock: Penstock | UnsetType = UNSET
+    penstock: AnswerReport | UnsetType = UNSET
 
 
-class Event(msgspec.Struct, tag_field="type"):
+class AnthropicEvent(msgspec.Struct, tag_field="type"):
     """Its type is also the event's name."""
 
 
-class MessageStart(Event, tag="message_start"):
-    message: Message
+class MessageStart(AnthropicEvent, tag="message_start"):
+    message: MessageResponse
 
 
-class Ping(Event, tag="ping"):
+class Ping(AnthropicEvent, tag="ping"):
     pass
 
 
-class BlockStart(Event, tag="content_block_start"):
+class BlockStart(AnthropicEvent, tag="content_block_start"):
     index: int
     content_block: Block
 
 
-class TextDelta(msgspec.Struct, tag_field="type", tag="text_delta"):
+class AnthropicTextDelta(msgspec.Struct, tag_field="type", tag="text_delta"):
     text: str
 
 
-class ThinkingDelta(msgspec.Struct, tag_field="type", tag="thinking_delta"):
+class AnthropicThinkingDelta(msgspec.Struct, tag_field="type", tag="thinking_delta"):
     thinking: str
 
 
-class InputDelta(msgspec.Struct, tag_field="type", tag="input_json_delta"):
+class AnthropicInputDelta(msgspec.Struct, tag_field="type", tag="input_json_delta"):
     partial_json: str
 
 
-class BlockDelta(Event, tag="content_block_delta"):
+class BlockDelta(AnthropicEvent, tag="content_block_delta"):
     index: int
-    delta: TextDelta | ThinkingDelta | InputDelta
+    delta: AnthropicTextDelta | AnthropicThinkingDelta | AnthropicInputDelta
 
 
-class BlockStop(Event, tag="content_block_stop"):
+class BlockStop(AnthropicEvent, tag="content_block_stop"):
     index: int
 
 
-class End(msgspec.Struct):
+class StopDelta(msgspec.Struct):
     stop_reason: str | None
     stop_sequence: str | None
 
 
-class MessageDelta(Event, tag="message_delta"):
-    delta: End
-    usage: Usage
-    penstock: Penstock | UnsetType = UNSET
+class MessageDelta(AnthropicEvent, tag="message_delta"):
+    delta: StopDelta
+    usage: AnthropicUsage
+    penstock: AnswerReport | UnsetType = UNSET
 
 
-class MessageStop(Event, tag="message_stop"):
+class MessageStop(AnthropicEvent, tag="message_stop"):
     pass
 
 
 EVENTS = MessageStart | Ping | BlockStart | BlockDelta | BlockStop | MessageDelta | MessageStop
-MESSAGES = Operation(Ask, NEUTRAL, Message, EVENTS)
-COUNT_TOKENS = Operation(Conversation, NEUTRAL)
+MESSAGES = Operation(MessagesBody, NO_EFFECT, MessageResponse, EVENTS)
+COUNT_TOKENS = Operation(MessagesConversation, NO_EFFECT)
 
 
-def _event(event: Event) -> bytes:
+def _event(event: AnthropicEvent) -> bytes:
     return _framed(type(event), encode(event))
 
 
-def _framed(kind: type[Event], data: bytes) -> bytes:
+def _framed(kind: type[AnthropicEvent], data: bytes) -> bytes:
     return b"event: " + str(kind.__struct_config__.tag).encode() + b"\ndata: " + data + b"\n\n"
 
 
@@ -188,23 +188,25 @@ def _trouble(error: PenstockError) -> bytes:
 ANTHROPIC = Framing(EVENT_STREAM, bytes, b"", _trouble)
 
 
-class MessageAnswer:
+class MessageWriter:
     """Whole or streamed, the same events make it."""
 
-    def __init__(self, served: Served, turn: Turn, max_tokens: int) -> None:
+    def __init__(self, served: ServedModel, turn: ChatTurn, max_tokens: int) -> None:
         self._turn = turn
         self._explanation = Explanation(served, [turn.request])
         self._prompt = len(turn.request.prompt)
-        self._message = Message(f"msg_{secrets.token_hex(12)}", served.name, Usage(self._prompt, 0, 0, 0))
+        self._message = MessageResponse(
+            f"msg_{secrets.token_hex(12)}", served.name, AnthropicUsage(self._prompt, 0, 0, 0)
+        )
         self._at_limit = "max_tokens" if turn.request.max_tokens == max_tokens else "model_context_window_exceeded"
         self._begun = False
-        self._writing: Writing | None = None
+        self._writing: OpenBlock | None = None
 
     def take(self, choice: int, delta: Delta) -> None:
         for _ in self.chunks(choice, delta):
             pass
 
-    def whole(self) -> Message:
+    def whole(self) -> MessageResponse:
         return self._message
 
     def chunks(self, _: int, delta: Delta) -> Iterator[bytes]:
@@ -231,7 +233,7 @@ class MessageAnswer:
         """A block goes on until a part of another kind comes."""
         if self._writing is None or not self._writing.goes_on(part):
             yield from self._close()
-            self._writing = Writing(len(self._message.content), part)
+            self._writing = OpenBlock(len(self._message.content), part)
             yield _event(BlockStart(self._writing.index, self._writing.block))
             self._message.content.append(self._writing.block)
         if isinstance(part, Content | Reasoning | Arguments):
@@ -253,7 +255,9 @@ class MessageAnswer:
         message.stop_sequence = delta.stop
         self._explanation.end(0, delta)
         message.penstock = self._explanation.told()
-        yield _event(MessageDelta(End(message.stop_reason, message.stop_sequence), message.usage, message.penstock))
+        yield _event(
+            MessageDelta(StopDelta(message.stop_reason, message.stop_sequence), message.usage, message.penstock)
+        )
         yield _event(MessageStop())
 
     def _reason(self, delta: Delta) -> str:
@@ -264,13 +268,13 @@ class MessageAnswer:
         return "tool_use" if self._turn.calls else "end_turn"
 
 
-class Writing:
+class OpenBlock:
     """A block that is being written."""
 
     def __init__(self, index: int, part: Part) -> None:
         self.index = index
         self.block, delta = _opened(part)
-        self.piece = Plain(lambda text: BlockDelta(index, delta(text)))
+        self.piece = ChunkTemplate(lambda text: BlockDelta(index, delta(text)))
         self.text = ""
 
     def goes_on(self, part: Part) -> bool:
@@ -296,7 +300,13 @@ def _input(text: str) -> dict[str, Any]:
 WRITTEN_IN = {Content: TextBlock, Reasoning: ThinkingBlock, Arguments: ToolUseBlock, CallEnded: ToolUseBlock}
 
 
-def _opened(part: Part) -> tuple[Block, Callable[[str], TextDelta | ThinkingDelta | InputDelta]]:
+def _opened(
+    part: Part,
+) -> tuple[Block, Callable[[str], AnthropicTextDelta | AnthropicThinkingDelta | AnthropicInputDelta]]:
     if isinstance(part, CallBegun):
-        return ToolUseBlock(part.id, part.name), InputDelta
-    return (ThinkingBlock(""), ThinkingDelta) if isinstance(part, Reasoning) else (TextBlock(""), TextDelta)
+        return ToolUseBlock(part.id, part.name), AnthropicInputDelta
+    return (
+        (ThinkingBlock(""), AnthropicThinkingDelta)
+        if isinstance(part, Reasoning)
+        else (TextBlock(""), AnthropicTextDelta)
+    )

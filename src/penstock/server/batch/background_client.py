@@ -11,7 +11,7 @@ from typing import NamedTuple
 from starlette.types import ASGIApp, Message
 
 from penstock.ipc.client import EngineClient
-from penstock.server.served_model import Served
+from penstock.server.served_model import ServedModel
 from penstock.types import Event, Hello, Request, Stats
 
 BEHIND = 2**31  # the priority of what may wait: behind all that clients may ask for
@@ -74,13 +74,13 @@ class Behind:
         await self._client.close()
 
 
-class Answer(NamedTuple):
+class AppAnswer(NamedTuple):
     status: int
     request_id: str
     body: bytes
 
 
-async def ask(app: ASGIApp, served: Served, path: str, body: bytes) -> Answer:
+async def ask(app: ASGIApp, served: ServedModel, path: str, body: bytes) -> AppAnswer:
     """What `app` answers to a POST of this body, with `served` in the place of its own."""
     scope = {
         "type": "http",
@@ -117,4 +117,4 @@ async def ask(app: ASGIApp, served: Served, path: str, body: bytes) -> Answer:
         log.exception("a request of the server's own failed")  # and was answered so
     begun, *parts = sent
     request_id = dict(begun["headers"])[b"x-request-id"].decode()
-    return Answer(begun["status"], request_id, b"".join(part.get("body", b"") for part in parts))
+    return AppAnswer(begun["status"], request_id, b"".join(part.get("body", b"") for part in parts))

@@ -18,7 +18,7 @@ COLUMNS = "id, bytes, created_at, filename, purpose, expires_at"
 Order = Literal["asc", "desc"]
 
 
-class File(msgspec.Struct, kw_only=True):
+class FileRecord(msgspec.Struct, kw_only=True):
     """As clients are told of it."""
 
     id: str
@@ -36,13 +36,13 @@ class ExpiresAfter(msgspec.Struct, forbid_unknown_fields=True):
     seconds: Annotated[int, Meta(ge=3600, le=30 * DAY)]
 
 
-class Page(NamedTuple):
+class ListPage(NamedTuple):
     after: str | None = None  # the id of the last one that was seen
     limit: int = 20
     order: Order = "desc"
 
 
-def add(db: Connection, file: File, space: Space | None = None) -> None:
+def add(db: Connection, file: FileRecord, space: Space | None = None) -> None:
     """Refused where it goes beyond the bounds of `space`; what a batch wrote always has its place."""
     if space is not None:
         bytes, count = held(db)
@@ -69,21 +69,21 @@ def refuse_beyond(space: Space, bytes: int, count: int) -> None:
         )
 
 
-def find(db: Connection, id: str) -> File | None:
+def find(db: Connection, id: str) -> FileRecord | None:
     row = db.execute(
         f"SELECT {COLUMNS} FROM files WHERE id = ? AND (expires_at IS NULL OR expires_at > ?)", (id, time.time())
     ).fetchone()
     return None if row is None else _file(row)
 
 
-def listed(db: Connection, page: Page, purpose: str | None) -> list[File]:
+def listed(db: Connection, page: ListPage, purpose: str | None) -> list[FileRecord]:
     """One more than the page's limit where there are more."""
     where = "(expires_at IS NULL OR expires_at > ?) AND (? IS NULL OR purpose = ?)"
     return [_file(row) for row in rows_of(db, "files", COLUMNS, page, where, (time.time(), purpose, purpose))]
 
 
 def rows_of(
-    db: Connection, table: str, columns: str, page: Page, where: str = "TRUE", values: tuple[object, ...] = ()
+    db: Connection, table: str, columns: str, page: ListPage, where: str = "TRUE", values: tuple[object, ...] = ()
 ) -> list[tuple[Any, ...]]:
     """A page of a table in the order its rows came in, and one row more where there are more."""
     if page.after is not None:
@@ -114,6 +114,8 @@ def drop_expired(db: Connection) -> list[str]:
     return ids
 
 
-def _file(row: tuple[Any, ...]) -> File:
+def _file(row: tuple[Any, ...]) -> FileRecord:
     id, bytes, created_at, filename, purpose, expires_at = row
-    return File(id=id, bytes=bytes, created_at=created_at, filename=filename, purpose=purpose, expires_at=expires_at)
+    return FileRecord(
+        id=id, bytes=bytes, created_at=created_at, filename=filename, purpose=purpose, expires_at=expires_at
+    )

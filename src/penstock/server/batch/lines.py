@@ -21,18 +21,18 @@ BOM = "\ufeff".encode()  # some editors begin a file with it
 WHOLE = ("stream", "background")  # fields of a body that ask for something else than one answer
 
 
-class Line(msgspec.Struct, forbid_unknown_fields=True):
+class BatchLine(msgspec.Struct, forbid_unknown_fields=True):
     custom_id: str
     method: str
     url: str
     body: dict[str, Any]
 
 
-class Body(msgspec.Struct):
+class LineBody(msgspec.Struct):
     body: msgspec.Raw
 
 
-class Entry(NamedTuple):
+class InputLine(NamedTuple):
     """A line of the input: where it stands, and what is to be told where it cannot be run."""
 
     number: int
@@ -42,7 +42,7 @@ class Entry(NamedTuple):
     fault: bytes | None = None
 
 
-class Told(msgspec.Struct):
+class OutputLine(msgspec.Struct):
     """A line of the output."""
 
     id: str
@@ -51,43 +51,43 @@ class Told(msgspec.Struct):
     error: Any = None
 
 
-class Response(msgspec.Struct):
+class LineResponse(msgspec.Struct):
     status_code: int
     request_id: str
     body: msgspec.Raw
 
 
-class Fault(msgspec.Struct):
+class LineError(msgspec.Struct):
     code: str
     message: str
     param: str | None = None
     line: int | None = None
 
 
-def entries(path: Path, endpoint: str) -> Iterator[Entry]:
+def entries(path: Path, endpoint: str) -> Iterator[InputLine]:
     """Every line that is not blank. One that is wrong is an entry with a fault, and the others go on."""
     seen: dict[str, int] = {}
     with path.open("rb") as file:
         for number, start, text in _lines(file):
             id, fault = _check(text, endpoint, seen, number)
-            yield Entry(number, start, len(text), id, None if fault is None else encode_fault(id, fault, number))
+            yield InputLine(number, start, len(text), id, None if fault is None else encode_fault(id, fault, number))
 
 
 def body_of(path: Path, start: int, size: int) -> bytes:
     """The request in a line, as it was written."""
     with path.open("rb") as file:
         file.seek(start)
-        return bytes(msgspec.json.decode(file.read(size), type=Body).body)
+        return bytes(msgspec.json.decode(file.read(size), type=LineBody).body)
 
 
 def encode_answer(custom_id: str | None, status: int, request_id: str, body: bytes) -> bytes:
     flat = msgspec.Raw(msgspec.json.format(body, indent=-1))
-    return msgspec.json.encode(Told(_new_id(), custom_id, response=Response(status, request_id, flat)))
+    return msgspec.json.encode(OutputLine(_new_id(), custom_id, response=LineResponse(status, request_id, flat)))
 
 
 def encode_fault(custom_id: str | None, error: InvalidRequest, line: int) -> bytes:
-    fault = Fault(error.code, error.message[:MAX_TOLD], error.param and error.param[:MAX_TOLD], line)
-    return msgspec.json.encode(Told(_new_id(), custom_id, error=fault))
+    fault = LineError(error.code, error.message[:MAX_TOLD], error.param and error.param[:MAX_TOLD], line)
+    return msgspec.json.encode(OutputLine(_new_id(), custom_id, error=fault))
 
 
 def _new_id() -> str:
@@ -115,7 +115,7 @@ def _check(text: bytes, endpoint: str, seen: dict[str, int], number: int) -> tup
     try:
         given = _object(text, number)
         id = _id(given)
-        line = read_object(given, Line, {})
+        line = read_object(given, BatchLine, {})
         _check_line(line, endpoint)
         first = seen.setdefault(line.custom_id, number)
         if first != number:
@@ -143,7 +143,7 @@ def _id(given: dict[str, Any]) -> str | None:
     return id if isinstance(id, str) and len(id) <= MAX_ID else None
 
 
-def _check_line(line: Line, endpoint: str) -> None:
+def _check_line(line: BatchLine, endpoint: str) -> None:
     if not 0 < len(line.custom_id) <= MAX_ID:
         raise InvalidRequest(
             f"custom_id has from 1 to {MAX_ID} characters; got {len(line.custom_id)}",

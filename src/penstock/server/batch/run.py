@@ -21,11 +21,20 @@ from starlette.types import ASGIApp
 from penstock.errors import InvalidRequest, PenstockError
 from penstock.server.batch import lines, records
 from penstock.server.batch.archive import Archive, Draft
-from penstock.server.batch.background_client import Answer, Behind, ask
-from penstock.server.batch.file_records import File
+from penstock.server.batch.background_client import AppAnswer, Behind, ask
+from penstock.server.batch.file_records import FileRecord
 from penstock.server.batch.lines import MAX_LINES, encode_answer, encode_fault
-from penstock.server.batch.records import COMPLETED, ENDED, FAILED, Batch, BatchError, Outcome, Pending, Usage
-from penstock.server.served_model import Served
+from penstock.server.batch.records import (
+    COMPLETED,
+    ENDED,
+    FAILED,
+    BatchError,
+    BatchJob,
+    BatchUsage,
+    LineOutcome,
+    PendingLine,
+)
+from penstock.server.served_model import ServedModel
 
 CHUNK = 100  # lines looked at in one transaction
 TRIES = 3  # of a line whose engine dies
@@ -37,7 +46,7 @@ log = logging.getLogger(__name__)
 
 
 class BatchRunner:
-    def __init__(self, archive: Archive, served: Served) -> None:
+    def __init__(self, archive: Archive, served: ServedModel) -> None:
         self._archive = archive
         self._served = served
         self._runs: dict[str, asyncio.Task[None]] = {}  # by batch
@@ -97,7 +106,7 @@ class BatchRunner:
         if batch.status not in ENDED:
             await self._finish(batch)
 
-    async def _work_until_over(self, batch: Batch) -> None:
+    async def _work_until_over(self, batch: BatchJob) -> None:
         """Until it is done, was cancelled, or its time is over."""
         work = self._works[batch.id] = asyncio.create_task(self._work(batch))
         try:
@@ -112,14 +121,14 @@ class BatchRunner:
         elif not work.cancelled():
             work.result()
 
-    async def _work(self, batch: Batch) -> None:
+    async def _work(self, batch: BatchJob) -> None:
         if batch.status == "validating":
             batch = await self._read(batch)
         if batch.status == "in_progress":
             await self._run_lines(batch)
             await self._archive.do(records.advance, batch.id, "finalizing")
 
-    async def _read(self, batch: Batch) -> Batch:
+    async def _read(self, batch: BatchJob) -> BatchJob:
         await self._archive.do(records.forget_lines, batch.id)
         entries = lines.entries(self._archive.path(batch.input_file_id), batch.endpoint)
         total = 0
@@ -136,14 +145,14 @@ class BatchRunner:
 
     # -- lines ---------------------------------------------------------------------------------------------------
 
-    async def _run_lines(self, batch: Batch) -> None:
+    async def _run_lines(self, batch: BatchJob) -> None:
         try:
             async with asyncio.TaskGroup() as running:
                 await self._start_lines(batch, running)
         except ExceptionGroup as group:
             raise group.exceptions[0] from group
 
-    async def _start_lines(self, batch: Batch, running: asyncio.TaskGroup) -> None:
+    async def _start_lines(self, batch: BatchJob, running: asyncio.TaskGroup) -> None:
         after = 0
         while lines := await self._archive.do(records.pending, batch.id, after, CHUNK):
             for line in lines:
@@ -152,7 +161,7 @@ class BatchRunner:
                 task.add_done_callback(lambda _: self._lines.release())
             after = lines[-1].number
 
-    async def _run_line(self, batch: Batch, line: Pending) -> None:
+    async def _run_line(self, batch: BatchJob, line: PendingLine) -> None:
         path = self._archive.path(batch.input_file_id)
         usage = None
         try:
@@ -164,9 +173,9 @@ class BatchRunner:
         except Exception:
             log.exception("line %d of the batch %s failed", line.number, batch.id)
             state, told = FAILED, encode_fault(line.custom_id, BROKEN, line.number)
-        await self._archive.do(records.record, batch.id, [Outcome(line.number, state, told)], usage)
+        await self._archive.do(records.record, batch.id, [LineOutcome(line.number, state, told)], usage)
 
-    async def _ask(self, endpoint: str, body: bytes) -> Answer:
+    async def _ask(self, endpoint: str, body: bytes) -> AppAnswer:
         """An engine that dies or has no place is no fault of the line's, unless it dies of it."""
         deaths = 0
         while True:
@@ -180,7 +189,7 @@ class BatchRunner:
 
     # -- files ---------------------------------------------------------------------------------------------------
 
-    async def _finish(self, batch: Batch) -> None:
+    async def _finish(self, batch: BatchJob) -> None:
         archive, id = self._archive, batch.id
         while left := await archive.do(records.pending, id, 0, CHUNK):
             await archive.do(records.record, id, [_not_run(batch, line) for line in left])
@@ -198,18 +207,18 @@ class BatchRunner:
             after = found[-1].number
 
 
-def _not_run(batch: Batch, line: Pending) -> Outcome:
+def _not_run(batch: BatchJob, line: PendingLine) -> LineOutcome:
     why = "its batch was cancelled" if batch.ending == "cancelled" else "its batch's time was over"
     error = InvalidRequest(f"this request was not run: {why}", code=f"batch_{batch.ending}")
-    return Outcome(line.number, FAILED, encode_fault(line.custom_id, error, line.number))
+    return LineOutcome(line.number, FAILED, encode_fault(line.custom_id, error, line.number))
 
 
-def _file(batch: Batch, draft: Draft, kind: str) -> File | None:
+def _file(batch: BatchJob, draft: Draft, kind: str) -> FileRecord | None:
     if not draft.size:
         return None
     kept = batch.output_expires_after
     now = int(time.time())
-    return File(
+    return FileRecord(
         id=draft.id,
         bytes=draft.size,
         created_at=now,
@@ -219,14 +228,14 @@ def _file(batch: Batch, draft: Draft, kind: str) -> File | None:
     )
 
 
-class Answered(msgspec.Struct):
+class AnswerUsage(msgspec.Struct):
     usage: dict[str, Any] | None = None
 
 
-def usage_of(answer: bytes) -> Usage:
+def usage_of(answer: bytes) -> BatchUsage:
     """As chat and completions count, or as responses do."""
-    used = msgspec.json.decode(answer, type=Answered).usage or {}
-    usage = Usage(
+    used = msgspec.json.decode(answer, type=AnswerUsage).usage or {}
+    usage = BatchUsage(
         input_tokens=used.get("input_tokens", used.get("prompt_tokens", 0)),
         output_tokens=used.get("output_tokens", used.get("completion_tokens", 0)),
         total_tokens=used.get("total_tokens", 0),

@@ -11,7 +11,7 @@ import msgspec
 from penstock.server.chat.stream import Deltas, deltas
 from penstock.server.chat.tools import ToolUse, held
 from penstock.server.request_context import notes
-from penstock.server.served_model import Served, off_loop
+from penstock.server.served_model import ServedModel, off_loop
 from penstock.text import ChatPrompt, Delta, Text
 from penstock.text.parse import AnswerParser, Content, Part
 from penstock.types import Grammar, Request, SamplingParams, Thinking
@@ -19,7 +19,7 @@ from penstock.types import Grammar, Request, SamplingParams, Thinking
 NO_TOOLS = ToolUse([])
 
 
-class Turn(NamedTuple):
+class ChatTurn(NamedTuple):
     request: Request
     running: Deltas
     parser: AnswerParser | None = None  # none where an answer is content alone
@@ -34,28 +34,28 @@ class Turn(NamedTuple):
         return 0 if self.parser is None else self.parser.calls
 
 
-async def prompt_of(served: Served, messages: Sequence[dict[str, Any]], use: ToolUse, **fields: Any) -> ChatPrompt:
+async def prompt_of(served: ServedModel, messages: Sequence[dict[str, Any]], use: ToolUse, **fields: Any) -> ChatPrompt:
     served.check_answers()
     size = sum(len(message["content"] or "") for message in messages)
     return await off_loop(size, lambda: served.text.chat_prompt(messages, tools=use.tools, **fields))
 
 
 def begin(
-    served: Served,
+    served: ServedModel,
     prompt: ChatPrompt,
     use: ToolUse,
     sampling: SamplingParams,
     most: int | None,
     param: str = "messages",
     budget: int | None = None,
-) -> Turn:
+) -> ChatTurn:
     """`most` tokens are answered with, or what the context has room for; `budget` of them may be thought with. `param`
     is the field the prompt came in."""
     text = served.text
     sampling = after_thinking(text, prompt, held(text, use, sampling), budget)
     request = served.request(prompt.tokens, sampling, param, most)
     shown = text.special_in(text.format.markers(use.calling))
-    return Turn(request, deltas(served, request, shown=shown), use.parser(text.format, prompt.opened))
+    return ChatTurn(request, deltas(served, request, shown=shown), use.parser(text.format, prompt.opened))
 
 
 def after_thinking(
@@ -83,7 +83,7 @@ def _thinking(text: Text, prompt: ChatPrompt, budget: int | None) -> Thinking | 
     return Thinking(tuple(closes), -1 if prompt.opened else opens[0], budget)
 
 
-def thinking(served: Served, wanted: bool | None) -> dict[str, Any] | None:
+def thinking(served: ServedModel, wanted: bool | None) -> dict[str, Any] | None:
     """What tells the template to think or not; None where the model cannot do as is wanted."""
     text = served.text
     if text.takes("enable_thinking") and wanted is not None:

@@ -11,8 +11,8 @@ from starlette.types import Receive
 
 from penstock.errors import EngineUnavailable
 from penstock.ipc.client import EngineClient
-from penstock.server.served_model import Served
-from penstock.server.telemetry.metrics import Watch
+from penstock.server.served_model import ServedModel
+from penstock.server.telemetry.metrics import RequestTimer
 from penstock.text import Delta, TextStream, read_step
 from penstock.types import Aborted, Event, Finished, Report, Request
 
@@ -23,12 +23,12 @@ Deltas = AsyncGenerator[tuple[int, Delta], None]  # (choice, what was added to i
 
 
 async def deltas(
-    served: Served, request: Request, choice: int = 0, *, continuing: bool = False, shown: Collection[int] = ()
+    served: ServedModel, request: Request, choice: int = 0, *, continuing: bool = False, shown: Collection[int] = ()
 ) -> Deltas:
     """One request's text as it comes, with the special tokens that are `shown`. Leaving early, or a stop string, aborts
     the request in the engine."""
     text = TextStream(served.text.tokenizer, request.sampling.stop, continuing=continuing, shown=shown)
-    with served.place(), Watch(served.metrics, request) as watch:
+    with served.place(), RequestTimer(served.metrics, request) as watch:
         async with aclosing(served.client.submit(request)) as steps:
             async for events in steps:
                 delta = read_step(text, events)

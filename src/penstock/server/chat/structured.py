@@ -52,14 +52,14 @@ class Structured(msgspec.Struct, kw_only=True):
     guided_grammar: str | None = None
 
 
-def grammar_of(asked: Structured) -> Grammar | None:
+def grammar_of(fields: Structured) -> Grammar | None:
     """What answers must match, in whatever way it was asked for; refuses two ways at once."""
-    named = asked.structured_outputs or StructuredOutputs()
+    named = fields.structured_outputs or StructuredOutputs()
     ways: list[tuple[str, Grammar | None]] = [
-        ("response_format", _response_format(asked.response_format)),
+        ("response_format", _response_format(fields.response_format)),
         *_ways("structured_outputs.", named.json, named.regex, named.choice, named.grammar),
         ("structured_outputs.json_object", json_grammar(ANY_OBJECT) if named.json_object else None),
-        *_ways("guided_", asked.guided_json, asked.guided_regex, asked.guided_choice, asked.guided_grammar),
+        *_ways("guided_", fields.guided_json, fields.guided_regex, fields.guided_choice, fields.guided_grammar),
     ]
     given = [(name, grammar) for name, grammar in ways if grammar is not None]
     if len(given) > 1:
@@ -93,18 +93,18 @@ def choice_grammar(choices: list[str], param: str) -> Grammar:
     return Grammar("lark", f"start: CHOICE{'?' if '' in choices else ''}\nCHOICE: {texts}")
 
 
-def _response_format(asked: ResponseFormat | None) -> Grammar | None:
-    if asked is None or asked.type == "text":
+def _response_format(fields: ResponseFormat | None) -> Grammar | None:
+    if fields is None or fields.type == "text":
         return None
-    if asked.type == "json_object":
+    if fields.type == "json_object":
         return json_grammar(ANY_OBJECT)
-    if asked.json_schema is None:
+    if fields.json_schema is None:
         raise InvalidRequest(
             "the field 'response_format.json_schema' is missing",
             param="response_format.json_schema",
             code="missing_required_parameter",
         )
-    schema = asked.json_schema.schema
+    schema = fields.json_schema.schema
     return json_grammar(ANY_OBJECT if schema is None else schema)
 
 

@@ -21,25 +21,25 @@ from penstock.types import Grammar, SamplingParams
 MAX_TOOLS = 128
 
 
-class Tool(msgspec.Struct, forbid_unknown_fields=True):
+class FunctionTool(msgspec.Struct, forbid_unknown_fields=True):
     type: Literal["function"]
-    function: Annotated[dict[str, Any], read_as(Function)]
+    function: Annotated[dict[str, Any], read_as(FunctionDefinition)]
 
 
-class Function(msgspec.Struct, forbid_unknown_fields=True):
+class FunctionDefinition(msgspec.Struct, forbid_unknown_fields=True):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class Call(msgspec.Struct, forbid_unknown_fields=True):
+class PastCall(msgspec.Struct, forbid_unknown_fields=True):
     id: str
-    function: Annotated[dict[str, Any], read_as(Called)]
+    function: Annotated[dict[str, Any], read_as(PastCallFunction)]
     type: Literal["function"] = "function"
 
 
-class Called(msgspec.Struct, forbid_unknown_fields=True):
+class PastCallFunction(msgspec.Struct, forbid_unknown_fields=True):
     name: str
     arguments: str
 
@@ -115,9 +115,9 @@ def known(names: tuple[str, ...], chosen: tuple[str, ...]) -> tuple[str, ...]:
     return chosen
 
 
-def _function(given: dict[str, Any], where: str) -> Function:
-    tool = read_object(given, Tool, {}, where)
-    return read_object(tool.function, Function, {}, f"{where}.function")
+def _function(given: dict[str, Any], where: str) -> FunctionDefinition:
+    tool = read_object(given, FunctionTool, {}, where)
+    return read_object(tool.function, FunctionDefinition, {}, f"{where}.function")
 
 
 def for_template(name: str, description: str | None, parameters: dict[str, Any] | None) -> dict[str, Any]:
@@ -138,8 +138,8 @@ def read_calls(given: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
 
 
 def _call(given: dict[str, Any], where: str) -> dict[str, Any]:
-    call = read_object(given, Call, {}, where)
-    called = read_object(call.function, Called, {}, f"{where}.function")
+    call = read_object(given, PastCall, {}, where)
+    called = read_object(call.function, PastCallFunction, {}, f"{where}.function")
     arguments = _arguments(called.arguments, f"{where}.function.arguments")
     return {"id": call.id, "type": "function", "function": {"name": called.name, "arguments": arguments}}
 

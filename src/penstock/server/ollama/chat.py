@@ -15,30 +15,30 @@ from starlette.responses import Response
 
 from penstock.errors import InvalidRequest
 from penstock.server.bodies import read_body, unsupported
-from penstock.server.chat.chat_turn import NO_TOOLS, Turn, begin, call_input, prompt_of
+from penstock.server.chat.chat_turn import NO_TOOLS, ChatTurn, begin, call_input, prompt_of
 from penstock.server.chat.stream import deltas
 from penstock.server.chat.tools import ToolUse, read_tools
 from penstock.server.errors import ollama_body
-from penstock.server.explain import Explanation, Penstock
+from penstock.server.explain import AnswerReport, Explanation
 from penstock.server.ollama.derived_settings import continued, resolve, with_options, with_template
 from penstock.server.ollama.fields import (
-    GENERATE_NEUTRAL,
-    NEUTRAL,
-    Chat,
-    Generate,
-    Generation,
+    GENERATE_NO_EFFECT,
+    NO_EFFECT,
+    OllamaChatBody,
+    OllamaFields,
+    OllamaGenerateBody,
     check,
     read_messages,
     read_options,
     template_fields,
     unloads,
 )
-from penstock.server.openai.chat import Alternative, TokenEntry
+from penstock.server.openai.chat import TokenAlternative, TokenEntry
 from penstock.server.openai.fields import told_logprob
 from penstock.server.openapi import Operation
 from penstock.server.request_context import notes
-from penstock.server.served_model import Served, off_loop
-from penstock.server.sse import Framing, Plain, encode, reply
+from penstock.server.served_model import ServedModel, off_loop
+from penstock.server.sse import ChunkTemplate, Framing, encode, reply
 from penstock.text import Delta, Tokenizer
 from penstock.text.infill import infill_of, infill_prompt
 from penstock.text.parse import Arguments, CallBegun, CallEnded, Content, Part, Reasoning
@@ -47,91 +47,91 @@ STAYS = "the model stays loaded as long as this server runs"
 OLLAMA = Framing(b"application/x-ndjson", lambda line: line + b"\n", b"", ollama_body)
 
 
-async def chat(served: Served, http: HttpRequest) -> Response:
-    asked = await read_body(http, Chat, NEUTRAL)
-    check(asked)
-    served, made = resolve(served, asked.model)
-    use = read_tools(asked.tools, None, None)
-    if not asked.messages:
-        return _loaded(chat_line, served, asked)
-    messages = continued(made, made.system, read_messages(asked.messages))
-    turn = await _turn(served, with_options(made, asked), messages, use)
-    return await _answer(served, http, asked, turn, chat_line)
+async def chat(served: ServedModel, http: HttpRequest) -> Response:
+    body = await read_body(http, OllamaChatBody, NO_EFFECT)
+    check(body)
+    served, made = resolve(served, body.model)
+    use = read_tools(body.tools, None, None)
+    if not body.messages:
+        return _loaded(chat_line, served, body)
+    messages = continued(made, made.system, read_messages(body.messages))
+    turn = await _turn(served, with_options(made, body), messages, use)
+    return await _answer(served, http, body, turn, chat_line)
 
 
-async def generate(served: Served, http: HttpRequest) -> Response:
-    asked = await read_body(http, Generate, GENERATE_NEUTRAL)
-    check(asked)
-    served, made = resolve(served, asked.model)
-    if not asked.prompt and not asked.suffix:
-        return _loaded(generate_line, served, asked)
-    asked = with_options(made, asked)
-    if asked.suffix:
-        turn = await _infill_turn(served, asked)
-    elif asked.raw or (served.text.template is None and not (asked.template or made.messages)):
-        turn = await _raw_turn(served, asked, "" if asked.raw else made.system)
+async def generate(served: ServedModel, http: HttpRequest) -> Response:
+    body = await read_body(http, OllamaGenerateBody, GENERATE_NO_EFFECT)
+    check(body)
+    served, made = resolve(served, body.model)
+    if not body.prompt and not body.suffix:
+        return _loaded(generate_line, served, body)
+    body = with_options(made, body)
+    if body.suffix:
+        turn = await _infill_turn(served, body)
+    elif body.raw or (served.text.template is None and not (body.template or made.messages)):
+        turn = await _raw_turn(served, body, "" if body.raw else made.system)
     else:
-        messages = continued(made, asked.system or made.system, [{"role": "user", "content": asked.prompt}])
-        turn = await _turn(with_template(served, asked.template or ""), asked, messages, NO_TOOLS)
-    return await _answer(served, http, asked, turn, generate_line)
+        messages = continued(made, body.system or made.system, [{"role": "user", "content": body.prompt}])
+        turn = await _turn(with_template(served, body.template or ""), body, messages, NO_TOOLS)
+    return await _answer(served, http, body, turn, generate_line)
 
 
-async def _turn(served: Served, asked: Generation, messages: list[dict[str, Any]], use: ToolUse) -> Turn:
-    sampling, most = read_options(served, asked)
-    prompt = await prompt_of(served, messages, use, **template_fields(served, asked))
+async def _turn(served: ServedModel, body: OllamaFields, messages: list[dict[str, Any]], use: ToolUse) -> ChatTurn:
+    sampling, most = read_options(served, body)
+    prompt = await prompt_of(served, messages, use, **template_fields(served, body))
     return begin(served, prompt, use, sampling, most)
 
 
-async def _raw_turn(served: Served, asked: Generate, system: str) -> Turn:
+async def _raw_turn(served: ServedModel, body: OllamaGenerateBody, system: str) -> ChatTurn:
     for field in ("think", "template"):
-        if getattr(asked, field):
-            raise unsupported(field, getattr(asked, field))
-    text = (asked.system or system) + (asked.prompt or "")
+        if getattr(body, field):
+            raise unsupported(field, getattr(body, field))
+    text = (body.system or system) + (body.prompt or "")
     prompt = await off_loop(len(text), lambda: served.text.encode_prompt(text))
-    return _continued(served, asked, prompt, ())
+    return _continued(served, body, prompt, ())
 
 
-async def _infill_turn(served: Served, asked: Generate) -> Turn:
+async def _infill_turn(served: ServedModel, body: OllamaGenerateBody) -> ChatTurn:
     """The text between prompt and suffix: the model's own tokens ask for it, without a template or a system prompt."""
     for field in ("think", "template", "system", "raw"):
-        if getattr(asked, field):
+        if getattr(body, field):
             raise InvalidRequest(f"suffix: {field} has no place beside it: leave one out", param=field)
-    tokenizer, before, after = served.text.tokenizer, asked.prompt or "", asked.suffix or ""
+    tokenizer, before, after = served.text.tokenizer, body.prompt or "", body.suffix or ""
     infill = infill_of(tokenizer)
     if infill is None:
         raise unsupported("suffix", after)
     prompt = await off_loop(len(before) + len(after), lambda: infill_prompt(tokenizer, infill, before, after))
-    return _continued(served, asked, prompt, infill.ends)
+    return _continued(served, body, prompt, infill.ends)
 
 
-def _continued(served: Served, asked: Generate, prompt: list[int], ends: tuple[int, ...]) -> Turn:
-    sampling, most = read_options(served, asked)
+def _continued(served: ServedModel, body: OllamaGenerateBody, prompt: list[int], ends: tuple[int, ...]) -> ChatTurn:
+    sampling, most = read_options(served, body)
     request = served.request(prompt, replace(sampling, stop_token_ids=ends), "prompt", most)
-    return Turn(request, deltas(served, request, continuing=True))
+    return ChatTurn(request, deltas(served, request, continuing=True))
 
 
 async def _answer(
-    served: Served, http: HttpRequest, asked: Generation, turn: Turn, line: Callable[..., Line]
+    served: ServedModel, http: HttpRequest, body: OllamaFields, turn: ChatTurn, line: Callable[..., OllamaLine]
 ) -> Response:
-    answer = LineAnswer(served, turn, line)
-    return await reply(http, answer, turn.running, streaming=asked.stream is not False, framing=OLLAMA)
+    answer = OllamaWriter(served, turn, line)
+    return await reply(http, answer, turn.running, streaming=body.stream is not False, framing=OLLAMA)
 
 
-def _loaded(line: Callable[..., Line], served: Served, asked: Generation) -> Response:
+def _loaded(line: Callable[..., OllamaLine], served: ServedModel, body: OllamaFields) -> Response:
     """What a client gets that asks for nothing but a model that is loaded, or no longer: as it stays as long as the
     server runs, the second is told so. Wrong options are told of all the same."""
-    read_options(served, asked)
-    reason, ignored = "unload" if unloads(asked) else "load", sorted(notes().ignored)
-    told = line(Said(""), model=served.name, created_at=now(), done=True, done_reason=reason)
+    read_options(served, body)
+    reason, ignored = "unload" if unloads(body) else "load", sorted(notes().ignored)
+    told = line(OllamaAssistantMessage(""), model=served.name, created_at=now(), done=True, done_reason=reason)
     if ignored or reason == "unload":
-        told.penstock = Penstock(ignored, 0, kept=STAYS if reason == "unload" else UNSET)
+        told.penstock = AnswerReport(ignored, 0, kept=STAYS if reason == "unload" else UNSET)
     return Response(encode(told), media_type="application/json")
 
 
 # -- answering ----------------------------------------------------------------------------------------------------
 
 
-class Line(msgspec.Struct, kw_only=True):
+class OllamaLine(msgspec.Struct, kw_only=True):
     model: str
     created_at: str
     done: bool
@@ -143,63 +143,63 @@ class Line(msgspec.Struct, kw_only=True):
     eval_count: int | UnsetType = UNSET
     eval_duration: int | UnsetType = UNSET
     logprobs: list[TokenEntry] | UnsetType = UNSET
-    penstock: Penstock | UnsetType = UNSET
+    penstock: AnswerReport | UnsetType = UNSET
 
 
-class Called(msgspec.Struct):
+class OllamaCalledFunction(msgspec.Struct):
     name: str
     arguments: dict[str, Any]
 
 
-class Call(msgspec.Struct):
+class OllamaToolCall(msgspec.Struct):
     id: str
-    function: Called
+    function: OllamaCalledFunction
 
 
-class Said(msgspec.Struct):
+class OllamaAssistantMessage(msgspec.Struct):
     content: str
     role: str = "assistant"
     thinking: str | UnsetType = UNSET
-    tool_calls: list[Call] | UnsetType = UNSET
+    tool_calls: list[OllamaToolCall] | UnsetType = UNSET
 
 
-class ChatLine(Line):
-    message: Said
+class OllamaChatLine(OllamaLine):
+    message: OllamaAssistantMessage
 
 
-class GenerateLine(Line):
+class OllamaGenerateLine(OllamaLine):
     response: str
     thinking: str | UnsetType = UNSET
 
 
-CHAT = Operation(Chat, NEUTRAL, ChatLine, ChatLine)
-GENERATE = Operation(Generate, GENERATE_NEUTRAL, GenerateLine, GenerateLine)
+CHAT = Operation(OllamaChatBody, NO_EFFECT, OllamaChatLine, OllamaChatLine)
+GENERATE = Operation(OllamaGenerateBody, GENERATE_NO_EFFECT, OllamaGenerateLine, OllamaGenerateLine)
 
 
-def chat_line(said: Said, **rest: Any) -> Line:
-    return ChatLine(message=said, **rest)
+def chat_line(said: OllamaAssistantMessage, **rest: Any) -> OllamaLine:
+    return OllamaChatLine(message=said, **rest)
 
 
-def generate_line(said: Said, **rest: Any) -> Line:
-    return GenerateLine(response=said.content, thinking=said.thinking, **rest)
+def generate_line(said: OllamaAssistantMessage, **rest: Any) -> OllamaLine:
+    return OllamaGenerateLine(response=said.content, thinking=said.thinking, **rest)
 
 
 def now() -> str:
     return datetime.now(UTC).isoformat().replace("+00:00", "Z")
 
 
-class LineAnswer:
-    def __init__(self, served: Served, turn: Turn, line: Callable[..., Line]) -> None:
+class OllamaWriter:
+    def __init__(self, served: ServedModel, turn: ChatTurn, line: Callable[..., OllamaLine]) -> None:
         self._tokenizer = served.text.tokenizer
         self._head = {"model": served.name, "created_at": now()}
         self._turn = turn
         self._explanation = Explanation(served, [turn.request])
         self._line = line
-        self._plain = Plain(lambda text: line(Said(text), **self._head, done=False))
+        self._plain = ChunkTemplate(lambda text: line(OllamaAssistantMessage(text), **self._head, done=False))
         self._scored = turn.request.sampling.logprobs is not None
         self._began = self._first = perf_counter_ns()
         self._generated = 0
-        self._said = Said("")
+        self._said = OllamaAssistantMessage("")
         self._logprobs: list[TokenEntry] = []
         self._calls: list[tuple[CallBegun, list[str]]] = []  # with the pieces of their arguments
         self._reason = ""
@@ -214,13 +214,13 @@ class LineAnswer:
                 self._said.tool_calls = [*(self._said.tool_calls or ()), *said.tool_calls]
         self._logprobs += self._entries(delta)
 
-    def whole(self) -> Line:
+    def whole(self) -> OllamaLine:
         return self._end(self._said, self._logprobs)
 
     def chunks(self, _: int, delta: Delta) -> Iterator[bytes]:
         self._count(delta)
         entries = self._entries(delta)
-        for said in self._pieces(delta) or ([Said("")] if entries else []):
+        for said in self._pieces(delta) or ([OllamaAssistantMessage("")] if entries else []):
             if entries or said.thinking or said.tool_calls:
                 yield encode(self._line(said, **self._head, done=False, logprobs=entries or UNSET))
             else:
@@ -228,7 +228,7 @@ class LineAnswer:
             entries = []
 
     def last(self) -> Iterator[bytes]:
-        yield encode(self._end(Said(""), []))
+        yield encode(self._end(OllamaAssistantMessage(""), []))
 
     def _count(self, delta: Delta) -> None:
         if not self._generated:
@@ -238,16 +238,16 @@ class LineAnswer:
             self._reason = delta.finish
             self._explanation.end(0, delta)
 
-    def _pieces(self, delta: Delta) -> list[Said]:
+    def _pieces(self, delta: Delta) -> list[OllamaAssistantMessage]:
         """What a delta adds. A call is told when it is whole: its arguments are an object here."""
         return [said for part in self._turn.parts(delta) if (said := self._piece(part)) is not None]
 
-    def _piece(self, part: Part) -> Said | None:
+    def _piece(self, part: Part) -> OllamaAssistantMessage | None:
         match part:
             case Content(text):
-                return Said(text)
+                return OllamaAssistantMessage(text)
             case Reasoning(text):
-                return Said("", thinking=text)
+                return OllamaAssistantMessage("", thinking=text)
             case CallBegun():
                 self._calls.append((part, []))
             case Arguments(_, text):
@@ -256,7 +256,7 @@ class LineAnswer:
                 return _called(*self._calls[-1])
         return None
 
-    def _end(self, said: Said, entries: list[TokenEntry]) -> Line:
+    def _end(self, said: OllamaAssistantMessage, entries: list[TokenEntry]) -> OllamaLine:
         ended = perf_counter_ns()
         return self._line(
             said,
@@ -281,18 +281,18 @@ class LineAnswer:
         return [
             TokenEntry(
                 *_spelled(self._tokenizer, each.token, each.logprob),
-                [Alternative(*_spelled(self._tokenizer, *pair)) for pair in each.top],
+                [TokenAlternative(*_spelled(self._tokenizer, *pair)) for pair in each.top],
             )
             for each in told
         ]
 
 
-def _called(call: CallBegun, pieces: list[str]) -> Said:
+def _called(call: CallBegun, pieces: list[str]) -> OllamaAssistantMessage:
     """A call whose arguments were cut off is told as text: nobody should act on it."""
     arguments = call_input("".join(pieces))
     if arguments is None:
-        return Said(f"{call.name}({''.join(pieces)}")
-    return Said("", tool_calls=[Call(call.id, Called(call.name, arguments))])
+        return OllamaAssistantMessage(f"{call.name}({''.join(pieces)}")
+    return OllamaAssistantMessage("", tool_calls=[OllamaToolCall(call.id, OllamaCalledFunction(call.name, arguments))])
 
 
 def _spelled(tokenizer: Tokenizer, token: int, logprob: float) -> tuple[str, float, list[int]]:

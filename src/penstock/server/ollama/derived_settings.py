@@ -9,16 +9,16 @@ import msgspec
 
 from penstock import store
 from penstock.errors import InvalidRequest
-from penstock.server.ollama.fields import Generation, read_messages
-from penstock.server.served_model import Served
+from penstock.server.ollama.fields import OllamaFields, read_messages
+from penstock.server.served_model import ServedModel
 from penstock.store import Made
 from penstock.text.ollama_template import TurnTemplate
 
 Messages = list[dict[str, Any]]
-G = TypeVar("G", bound=Generation)
+G = TypeVar("G", bound=OllamaFields)
 
 
-def resolve(served: Served, name: str) -> tuple[Served, Made]:
+def resolve(served: ServedModel, name: str) -> tuple[ServedModel, Made]:
     """The served model as `name` means it, and the settings that come with the name."""
     name = name.removesuffix(":latest")
     made = made_for(served, name)
@@ -34,27 +34,27 @@ def resolve(served: Served, name: str) -> tuple[Served, Made]:
     return with_template(served._replace(name=name), made.template), made
 
 
-def made_for(served: Served, name: str) -> Made | None:
+def made_for(served: ServedModel, name: str) -> Made | None:
     """The made model of a name. What is served comes first, unless it is that."""
     made = store.made_called(name)
     return None if made is None or (name == served.name and not serves(served, made)) else made
 
 
-def serves(served: Served, made: Made) -> bool:
+def serves(served: ServedModel, made: Made) -> bool:
     """Whether a made model is the served one under another name."""
     if made.base and made.base == served.name:
         return True
     return served.path is not None and store.made_path(made) == served.path
 
 
-def with_template(served: Served, template: str) -> Served:
+def with_template(served: ServedModel, template: str) -> ServedModel:
     if not template:
         return served
     return served._replace(text=served.text.with_template(TurnTemplate(template)))
 
 
-def with_options(made: Made, asked: G) -> G:
-    return msgspec.structs.replace(asked, options=made.parameters | (asked.options or {}))
+def with_options(made: Made, body: G) -> G:
+    return msgspec.structs.replace(body, options=made.parameters | (body.options or {}))
 
 
 def continued(made: Made, system: str, said: Messages) -> Messages:

@@ -12,34 +12,34 @@ from starlette.responses import Response
 from penstock.server.bodies import read_body
 from penstock.server.errors import LEFT
 from penstock.server.ollama.derived_settings import resolve
-from penstock.server.ollama.fields import OPTION_NEUTRAL, Options, check_kept, context_of
+from penstock.server.ollama.fields import OPTION_NO_EFFECT, OllamaOptions, check_kept, context_of
 from penstock.server.openai.completions import encode_prompts
 from penstock.server.openai.embeddings import check_count, check_texts, floats_of, names_of, pooled
 from penstock.server.openapi import Operation, read_as
-from penstock.server.served_model import Served
+from penstock.server.served_model import ServedModel
 from penstock.server.sse import encode
 from penstock.text import check_dimensions, embedding, embedding_request
 from penstock.text.embedding import cut, state_of
 from penstock.types import Request
 
 
-class Embed(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class OllamaEmbedBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     model: str
     input: str | list[str] | None = None
     truncate: bool | None = None
     dimensions: int | None = None  # 0: all
-    options: Annotated[dict[str, Any], read_as(Options, neutral=OPTION_NEUTRAL)] | None = None
+    options: Annotated[dict[str, Any], read_as(OllamaOptions, no_effect=OPTION_NO_EFFECT)] | None = None
     keep_alive: float | str | None = None
 
 
-class OldEmbed(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class OllamaOldEmbedBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     model: str
     prompt: str | None = None
-    options: Annotated[dict[str, Any], read_as(Options, neutral=OPTION_NEUTRAL)] | None = None
+    options: Annotated[dict[str, Any], read_as(OllamaOptions, no_effect=OPTION_NO_EFFECT)] | None = None
     keep_alive: float | str | None = None
 
 
-class Embedded(msgspec.Struct, kw_only=True):
+class OllamaEmbeddings(msgspec.Struct, kw_only=True):
     model: str
     embeddings: list[msgspec.Raw]
     total_duration: int  # nanoseconds
@@ -47,25 +47,25 @@ class Embedded(msgspec.Struct, kw_only=True):
     prompt_eval_count: int
 
 
-EMBED = Operation(Embed, {}, Embedded)
-OLD_EMBED = Operation(OldEmbed, {})
+EMBED = Operation(OllamaEmbedBody, {}, OllamaEmbeddings)
+OLD_EMBED = Operation(OllamaOldEmbedBody, {})
 
 
-async def embed(served: Served, http: HttpRequest) -> Response:
+async def embed(served: ServedModel, http: HttpRequest) -> Response:
     began = perf_counter_ns()
-    asked = await read_body(http, Embed, {})
-    check_kept(asked.keep_alive)
-    served, made = resolve(served, asked.model)
-    dimensions = asked.dimensions or None
+    body = await read_body(http, OllamaEmbedBody, {})
+    check_kept(body.keep_alive)
+    served, made = resolve(served, body.model)
+    dimensions = body.dimensions or None
     check_dimensions(dimensions, served.limits.dim)
-    inputs = [asked.input] if isinstance(asked.input, str) and asked.input else list(asked.input or ())
+    inputs = [body.input] if isinstance(body.input, str) and body.input else list(body.input or ())
     check_count(inputs)
-    context = context_of(served, made.parameters | (asked.options or {}))
-    requests = await _requests(served, inputs, names_of(inputs), context, asked.truncate is True)
+    context = context_of(served, made.parameters | (body.options or {}))
+    requests = await _requests(served, inputs, names_of(inputs), context, body.truncate is True)
     vectors = await pooled(served, http, requests, lambda state: floats_of(embedding(state, dimensions)))
     if vectors is None:
         return LEFT
-    told = Embedded(
+    told = OllamaEmbeddings(
         model=served.name,
         embeddings=vectors,
         total_duration=perf_counter_ns() - began,
@@ -74,13 +74,13 @@ async def embed(served: Served, http: HttpRequest) -> Response:
     return Response(encode(told), media_type="application/json")
 
 
-async def embed_old(served: Served, http: HttpRequest) -> Response:
+async def embed_old(served: ServedModel, http: HttpRequest) -> Response:
     """One text; its vector is as long as it is, as clients of this endpoint know it."""
-    asked = await read_body(http, OldEmbed, {})
-    check_kept(asked.keep_alive)
-    served, made = resolve(served, asked.model)
-    texts = [asked.prompt] if asked.prompt else []
-    context = context_of(served, made.parameters | (asked.options or {}))
+    body = await read_body(http, OllamaOldEmbedBody, {})
+    check_kept(body.keep_alive)
+    served, made = resolve(served, body.model)
+    texts = [body.prompt] if body.prompt else []
+    context = context_of(served, made.parameters | (body.options or {}))
     requests = await _requests(served, texts, ["prompt"] * len(texts), context, truncate=None)
     vectors = await pooled(served, http, requests, lambda state: floats_of(state_of(state)))
     if vectors is None:
@@ -89,7 +89,7 @@ async def embed_old(served: Served, http: HttpRequest) -> Response:
 
 
 async def _requests(
-    served: Served, texts: list[str], names: list[str], context: int, truncate: bool | None
+    served: ServedModel, texts: list[str], names: list[str], context: int, truncate: bool | None
 ) -> list[Request]:
     """Of each text that is too long the end is cut off, if that was asked for. `truncate` None: it cannot be."""
     check_texts(texts, names)

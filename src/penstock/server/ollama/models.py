@@ -23,14 +23,14 @@ from starlette.responses import PlainTextResponse, Response
 from penstock import __version__, store
 from penstock.errors import InvalidRequest, ModelError, ModelNotFound
 from penstock.model.load import open_checkpoint
-from penstock.server.bodies import ANYTHING, Neutral, read_body
+from penstock.server.bodies import ANY_VALUE, NoEffect, read_body
 from penstock.server.ollama.chat import OLLAMA
 from penstock.server.ollama.derived_settings import made_for, serves
 from penstock.server.ollama.pulls import pulling
 from penstock.server.openapi import Operation
 from penstock.server.page import page
-from penstock.server.served_model import Served
-from penstock.server.sse import Stream, encode
+from penstock.server.served_model import ServedModel
+from penstock.server.sse import StreamResponse, encode
 from penstock.store import Made
 from penstock.store.refs import parse
 from penstock.text.chat import ChatTemplate, templates_in_folder, templates_in_metadata
@@ -40,10 +40,10 @@ API_VERSION = "0.12.0"  # of the API that is spoken: clients compare it to know 
 NEVER = "9999-12-31T23:59:59Z"
 HUB = ("hf.co/", "huggingface.co/")
 
-NEUTRAL: Neutral = {"insecure": (False,), "options": ANYTHING, "system": ANYTHING, "verbose": ANYTHING}
+NO_EFFECT: NoEffect = {"insecure": (False,), "options": ANY_VALUE, "system": ANY_VALUE, "verbose": ANY_VALUE}
 
 
-class Named(msgspec.Struct, forbid_unknown_fields=True):
+class NamedModel(msgspec.Struct, forbid_unknown_fields=True):
     model: str | None = None
     name: str | None = None  # as older clients say it
     stream: bool | None = None
@@ -56,7 +56,7 @@ class Named(msgspec.Struct, forbid_unknown_fields=True):
         return ref
 
 
-class Known(NamedTuple):
+class KnownModel(NamedTuple):
     """A model that is served, stored or made."""
 
     name: str
@@ -67,25 +67,25 @@ class Known(NamedTuple):
     made: Made | None = None
 
 
-async def greet(served: Served, http: HttpRequest) -> Response:
+async def greet(served: ServedModel, http: HttpRequest) -> Response:
     """The page for those who ask for one, as browsers do; to others the words by which Ollama is known."""
     if "text/html" in http.headers.get("accept", ""):
         return await page(served, http)
     return PlainTextResponse("Ollama is running")
 
 
-async def version(_: Served, __: HttpRequest) -> Response:
+async def version(_: ServedModel, __: HttpRequest) -> Response:
     return _json({"version": API_VERSION, "penstock": __version__})
 
 
-async def list_stored(served: Served, _: HttpRequest) -> Response:
+async def list_stored(served: ServedModel, _: HttpRequest) -> Response:
     def look() -> list[dict[str, Any]]:
         return [_listed(known) | {"modified_at": known.modified} for known in all_known(served)]
 
     return _json({"models": await asyncio.to_thread(look)})
 
 
-async def running(served: Served, _: HttpRequest) -> Response:
+async def running(served: ServedModel, _: HttpRequest) -> Response:
     """The one model and those made of it, for as long as the server runs. How much of it is on a GPU is not known
     here."""
     kept = {"expires_at": NEVER, "size_vram": None, "context_length": served.limits.max_len}
@@ -98,12 +98,12 @@ async def running(served: Served, _: HttpRequest) -> Response:
     return _json({"models": await asyncio.to_thread(look)})
 
 
-async def show(served: Served, http: HttpRequest) -> Response:
+async def show(served: ServedModel, http: HttpRequest) -> Response:
     ref = (await _named(http)).ref
     return _json(await asyncio.to_thread(lambda: _shown(served, find_known(served, ref))))
 
 
-async def delete(served: Served, http: HttpRequest) -> Response:
+async def delete(served: ServedModel, http: HttpRequest) -> Response:
     ref = (await _named(http)).ref
 
     def work() -> None:
@@ -116,16 +116,16 @@ async def delete(served: Served, http: HttpRequest) -> Response:
     return Response()
 
 
-def _owns_files(known: Known) -> bool:
+def _owns_files(known: KnownModel) -> bool:
     return known.stored if known.made is None else bool(known.made.blob)
 
 
-async def push(_: Served, __: HttpRequest) -> Response:
+async def push(_: ServedModel, __: HttpRequest) -> Response:
     raise InvalidRequest("models cannot be pushed from here: there is no registry to push to, the store only fetches")
 
 
-async def _named(http: HttpRequest) -> Named:
-    return await read_body(http, Named, NEUTRAL)
+async def _named(http: HttpRequest) -> NamedModel:
+    return await read_body(http, NamedModel, NO_EFFECT)
 
 
 def _json(value: object) -> Response:
@@ -135,31 +135,31 @@ def _json(value: object) -> Response:
 # -- what is here -------------------------------------------------------------------------------------------------
 
 
-def all_known(served: Served) -> list[Known]:
+def all_known(served: ServedModel) -> list[KnownModel]:
     """The served one first."""
-    stored = [Known(entry.name, entry.path, entry.sha256, entry.fetched, stored=True) for entry in store.entries()]
+    stored = [KnownModel(entry.name, entry.path, entry.sha256, entry.fetched, stored=True) for entry in store.entries()]
     began = datetime.fromtimestamp(served.created, UTC).isoformat()
     same = next((known for known in stored if known.path == served.path), None)
     digest = same.digest if same else ""
-    first = Known(served.name, served.path, digest, began, same is not None, made_for(served, served.name))
+    first = KnownModel(served.name, served.path, digest, began, same is not None, made_for(served, served.name))
     fetched = [first, *(known for known in stored if known is not same and known.name != served.name)]
     taken = {known.name for known in fetched}
     return [*fetched, *(_known(served, made) for made in store.all_made() if made.name not in taken)]
 
 
-def _known(served: Served, made: Made) -> Known:
+def _known(served: ServedModel, made: Made) -> KnownModel:
     path = served.path if serves(served, made) else store.made_path(made)
-    return Known(made.name, path, made.digest, made.made, bool(made.blob), made)
+    return KnownModel(made.name, path, made.digest, made.made, bool(made.blob), made)
 
 
-def find_known(served: Served, name: str) -> Known:
+def find_known(served: ServedModel, name: str) -> KnownModel:
     found = next((known for known in all_known(served) if known.name == name), None)
     if found is None:
         raise ModelNotFound(f"model {name!r} not found")
     return found
 
 
-def _listed(known: Known) -> dict[str, Any]:
+def _listed(known: KnownModel) -> dict[str, Any]:
     details = _details(known)
     size = store.size_of(known.path) if known.path else 0
     return {
@@ -171,17 +171,17 @@ def _listed(known: Known) -> dict[str, Any]:
     }
 
 
-def _details(known: Known) -> dict[str, Any]:
+def _details(known: KnownModel) -> dict[str, Any]:
     return facts_of(known.path).details | {"parent_model": known.made.base if known.made else ""}
 
 
-class Facts(NamedTuple):
+class ModelFacts(NamedTuple):
     details: dict[str, Any]
     info: dict[str, Any]
     template: str
 
 
-UNKNOWN = Facts(
+UNKNOWN = ModelFacts(
     {"parent_model": "", "format": "", "family": "", "families": [], "parameter_size": "", "quantization_level": ""},
     {},
     "",
@@ -189,7 +189,7 @@ UNKNOWN = Facts(
 
 
 @lru_cache(maxsize=256)
-def facts_of(path: Path | None) -> Facts:
+def facts_of(path: Path | None) -> ModelFacts:
     """What a model's own files say; nothing about those that this engine does not understand."""
     try:
         return UNKNOWN if path is None else _read_facts(path)
@@ -197,7 +197,7 @@ def facts_of(path: Path | None) -> Facts:
         return UNKNOWN
 
 
-def _read_facts(path: Path) -> Facts:
+def _read_facts(path: Path) -> ModelFacts:
     checkpoint = open_checkpoint(path)
     spec, tensors = checkpoint.spec, checkpoint.tensors.values()
     formats: Counter[str] = Counter()
@@ -224,14 +224,14 @@ def _read_facts(path: Path) -> Facts:
         f"{spec.arch}.feed_forward_length": spec.hidden,
         f"{spec.arch}.vocab_size": spec.vocab,
     }
-    return Facts(details, info, templates.get("default", ""))
+    return ModelFacts(details, info, templates.get("default", ""))
 
 
 def _count(parameters: int) -> str:
     return f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.2f}M"
 
 
-def _shown(served: Served, known: Known) -> dict[str, Any]:
+def _shown(served: ServedModel, known: KnownModel) -> dict[str, Any]:
     facts, made = facts_of(known.path), known.made or Made(name=known.name)
     info = dict(facts.info)
     here = known.name == served.name or serves(served, made)
@@ -265,7 +265,7 @@ def modelfile(made: Made) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _capabilities(template: str, served: Served | None) -> list[str]:
+def _capabilities(template: str, served: ServedModel | None) -> list[str]:
     """`served` where the model is that, whose vocabulary is known."""
     format = ChatTemplate({"default": template}, {}).format
     named = {
@@ -281,23 +281,23 @@ def _capabilities(template: str, served: Served | None) -> list[str]:
 # -- fetching -----------------------------------------------------------------------------------------------------
 
 
-class Status(msgspec.Struct):
+class PullStatus(msgspec.Struct):
     status: str
     total: int | UnsetType = UNSET
     completed: int | UnsetType = UNSET
 
 
-BEGUN, DONE = Status("pulling manifest"), Status("success")
-NAMED = Operation(Named, NEUTRAL)
+BEGUN, DONE = PullStatus("pulling manifest"), PullStatus("success")
+NAMED = Operation(NamedModel, NO_EFFECT)
 DELETE = NAMED._replace(answers=None)
-PULL = Operation(Named, NEUTRAL, Status, Status)
+PULL = Operation(NamedModel, NO_EFFECT, PullStatus, PullStatus)
 
 
-async def pull(_: Served, http: HttpRequest) -> Response:
-    asked = await _named(http)
-    lines = _pulling(_source(asked.ref))
-    if asked.stream is not False:
-        return Stream(lines, OLLAMA)
+async def pull(_: ServedModel, http: HttpRequest) -> Response:
+    body = await _named(http)
+    lines = _pulling(_source(body.ref))
+    if body.stream is not False:
+        return StreamResponse(lines, OLLAMA)
     async with aclosing(lines):
         told = [line async for line in lines]
     return Response(told[-1], media_type="application/json")
@@ -318,9 +318,9 @@ def _source(ref: str) -> str:
 async def _pulling(ref: str) -> AsyncGenerator[bytes, None]:
     async with aclosing(pulling(ref)) as steps:
         async for step in steps:
-            yield _line(BEGUN if step is None else Status(step.what, step.total or UNSET, step.done))
+            yield _line(BEGUN if step is None else PullStatus(step.what, step.total or UNSET, step.done))
     yield _line(DONE)
 
 
-def _line(status: Status) -> bytes:
+def _line(status: PullStatus) -> bytes:
     return encode(status) + b"\n"

@@ -19,27 +19,27 @@ MAX_PULLS = 4
 KEPT = 256  # steps of progress that a slow reader is behind; earlier ones are forgotten
 
 
-class Progress(NamedTuple):
+class PullProgress(NamedTuple):
     what: str
     done: int
     total: int | None
 
 
-class Reader:
+class PullReader:
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._told: deque[Progress | Exception | None] = deque(maxlen=KEPT)
+        self._told: deque[PullProgress | Exception | None] = deque(maxlen=KEPT)
         self._more = asyncio.Event()
 
-    def tell(self, what: Progress | Exception | None) -> None:
+    def tell(self, what: PullProgress | Exception | None) -> None:
         with suppress(RuntimeError):  # its server has ended
             self._loop.call_soon_threadsafe(self._take, what)
 
-    def _take(self, what: Progress | Exception | None) -> None:
+    def _take(self, what: PullProgress | Exception | None) -> None:
         self._told.append(what)
         self._more.set()
 
-    async def next(self) -> Progress | Exception | None:
+    async def next(self) -> PullProgress | Exception | None:
         while not self._told:
             self._more.clear()
             await self._more.wait()
@@ -49,9 +49,9 @@ class Reader:
 class Pulls:
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._readers: dict[str, list[Reader]] = {}  # of each fetch under way
+        self._readers: dict[str, list[PullReader]] = {}  # of each fetch under way
 
-    def join(self, ref: str, reader: Reader) -> None:
+    def join(self, ref: str, reader: PullReader) -> None:
         with self._lock:
             if ref in self._readers:
                 return self._readers[ref].append(reader)
@@ -61,19 +61,19 @@ class Pulls:
             self._readers[ref] = [reader]
         threading.Thread(target=self._fetch, args=(ref,), name="penstock-pull", daemon=True).start()
 
-    def leave(self, ref: str, reader: Reader) -> None:
+    def leave(self, ref: str, reader: PullReader) -> None:
         with self._lock, suppress(KeyError, ValueError):
             self._readers[ref].remove(reader)
 
     def _fetch(self, ref: str) -> None:
         error = None
         try:
-            store.fetch(ref, progress=lambda *step: self._tell(ref, Progress(*step)))
+            store.fetch(ref, progress=lambda *step: self._tell(ref, PullProgress(*step)))
         except Exception as raised:
             error = raised
         self._tell(ref, error, last=True)
 
-    def _tell(self, ref: str, what: Progress | Exception | None, last: bool = False) -> None:
+    def _tell(self, ref: str, what: PullProgress | Exception | None, last: bool = False) -> None:
         with self._lock:
             for reader in self._readers.pop(ref) if last else self._readers[ref]:
                 reader.tell(what)
@@ -82,9 +82,9 @@ class Pulls:
 PULLS = Pulls()
 
 
-async def pulling(ref: str) -> AsyncGenerator[Progress | None, None]:
+async def pulling(ref: str) -> AsyncGenerator[PullProgress | None, None]:
     """The steps of a fetch to its end, after None when it has begun."""
-    reader = Reader()
+    reader = PullReader()
     PULLS.join(ref, reader)
     try:
         yield None

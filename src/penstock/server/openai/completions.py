@@ -15,13 +15,13 @@ from starlette.responses import Response
 from penstock.errors import InvalidRequest
 from penstock.server.bodies import unsupported
 from penstock.server.chat.stream import deltas, together
-from penstock.server.explain import Explanation, Penstock
+from penstock.server.explain import AnswerReport, Explanation
 from penstock.server.openai.fields import (
-    NEUTRAL,
-    Fields,
-    Head,
-    Tally,
-    Usage,
+    NO_EFFECT,
+    CompletionHead,
+    CompletionUsage,
+    GenerationFields,
+    TokenTally,
     new_head,
     read_fields,
     sampling,
@@ -29,8 +29,8 @@ from penstock.server.openai.fields import (
 )
 from penstock.server.openai.request import request_of, shown_special, taken
 from penstock.server.openapi import Operation
-from penstock.server.served_model import Served, off_loop
-from penstock.server.sse import Plain, encode, reply
+from penstock.server.served_model import ServedModel, off_loop
+from penstock.server.sse import ChunkTemplate, encode, reply
 from penstock.text import Delta, Tokenizer
 from penstock.text.infill import infill_of, infill_prompt
 from penstock.types import Request, TokenLogprob
@@ -40,7 +40,7 @@ DEFAULT_TOKENS = 16  # OpenAI's
 utf8_decoder = codecs.getincrementaldecoder("utf-8")
 
 
-class Completions(Fields):
+class CompletionBody(GenerationFields):
     prompt: str | list[str | int | list[int]]
     echo: bool | None = None
     logprobs: int | None = None
@@ -57,54 +57,54 @@ class Completions(Fields):
         return self.choices > (self.n or 1)
 
 
-class Prompt(NamedTuple):
+class EncodedPrompt(NamedTuple):
     ids: Sequence[int]
     text: str | None  # as it was sent, unless token ids were
 
 
-async def completions(served: Served, http: HttpRequest) -> Response:
-    asked = await read_fields(http, Completions, NEUTRAL)
-    served.check_model(asked.model)
-    _check(asked)
-    scores = asked.logprobs if asked.echo else None
-    logprobs = 0 if asked.selective and asked.logprobs is None else asked.logprobs
-    params = sampling(served, asked, max_tokens=asked.max_tokens, logprobs=logprobs, prompt_logprobs=scores)
-    if asked.suffix:
-        prompts, ends = await _infill(served, asked, asked.suffix)
+async def completions(served: ServedModel, http: HttpRequest) -> Response:
+    body = await read_fields(http, CompletionBody, NO_EFFECT)
+    served.check_model(body.model)
+    _check(body)
+    scores = body.logprobs if body.echo else None
+    logprobs = 0 if body.selective and body.logprobs is None else body.logprobs
+    params = sampling(served, body, max_tokens=body.max_tokens, logprobs=logprobs, prompt_logprobs=scores)
+    if body.suffix:
+        prompts, ends = await _infill(served, body, body.suffix)
         params = [replace(each, stop_token_ids=(*each.stop_token_ids, *ends)) for each in params]
     else:
-        prompts = [_cut(served, asked, prompt) for prompt in await encode_prompts(served, _prompts(asked))]
-    requests = [request_of(served, asked, ids, each, "prompt", DEFAULT_TOKENS) for ids, _ in prompts for each in params]
+        prompts = [_cut(served, body, prompt) for prompt in await encode_prompts(served, _prompts(body))]
+    requests = [request_of(served, body, ids, each, "prompt", DEFAULT_TOKENS) for ids, _ in prompts for each in params]
     for ids, _ in prompts:
         served.check_ids(ids, "prompt")
     texts = [prompt.text for prompt in prompts for _ in params]
-    answer = CompletionAnswer(served, requests, texts, asked)
-    shown = shown_special(served, asked)
+    answer = CompletionWriter(served, requests, texts, body)
+    shown = shown_special(served, body)
     running = together(
         [deltas(served, request, choice, continuing=True, shown=shown) for choice, request in enumerate(requests)]
     )
-    return await reply(http, answer, running, streaming=bool(asked.stream))
+    return await reply(http, answer, running, streaming=bool(body.stream))
 
 
 # -- reading ------------------------------------------------------------------------------------------------------
 
 
-def _check(asked: Completions) -> None:
-    if asked.choices < (asked.n or 1):
-        raise InvalidRequest(f"best_of must be at least n, which is {asked.n}; got {asked.best_of}", param="best_of")
-    if asked.selective and asked.stream:
+def _check(body: CompletionBody) -> None:
+    if body.choices < (body.n or 1):
+        raise InvalidRequest(f"best_of must be at least n, which is {body.n}; got {body.best_of}", param="best_of")
+    if body.selective and body.stream:
         raise InvalidRequest(
             "best_of more than n cannot be streamed: which are best is known at the end", param="best_of"
         )
-    if asked.max_tokens == 0 and not asked.echo:
+    if body.max_tokens == 0 and not body.echo:
         raise InvalidRequest("max_tokens must be at least 1 unless echo is true; got 0", param="max_tokens")
 
 
-def _prompts(asked: Completions) -> list[str | list[int]]:
-    prompts = separate(asked.prompt, "prompt")
-    if len(prompts) > 1 and len(prompts) * asked.choices > MAX_CHOICES:
+def _prompts(body: CompletionBody) -> list[str | list[int]]:
+    prompts = separate(body.prompt, "prompt")
+    if len(prompts) > 1 and len(prompts) * body.choices > MAX_CHOICES:
         raise InvalidRequest(
-            f"{len(prompts)} prompts with {asked.choices} choices each are more than {MAX_CHOICES}: send fewer at once",
+            f"{len(prompts)} prompts with {body.choices} choices each are more than {MAX_CHOICES}: send fewer at once",
             param="prompt",
         )
     return prompts
@@ -127,87 +127,89 @@ def separate(given: str | list[str | int | list[int]], param: str) -> list[str |
     return [*texts, *lists]
 
 
-async def _infill(served: Served, asked: Completions, after: str) -> tuple[list[Prompt], tuple[int, ...]]:
+async def _infill(served: ServedModel, body: CompletionBody, after: str) -> tuple[list[EncodedPrompt], tuple[int, ...]]:
     """Prompts that ask for the text between each and the suffix, and the tokens that end it."""
     tokenizer, infill = served.text.tokenizer, infill_of(served.text.tokenizer)
-    texts = [prompt for prompt in _prompts(asked) if isinstance(prompt, str)]
+    texts = [prompt for prompt in _prompts(body) if isinstance(prompt, str)]
     if infill is None or not texts:
         raise unsupported("suffix", after)
-    if asked.echo or asked.truncate_prompt_tokens is not None:
+    if body.echo or body.truncate_prompt_tokens is not None:
         raise InvalidRequest("suffix: echo and truncate_prompt_tokens have no place beside it", param="suffix")
     size = sum(map(len, texts)) + len(after) * len(texts)
     ids = await off_loop(size, lambda: [infill_prompt(tokenizer, infill, text, after) for text in texts])
-    return [Prompt(each, text) for each, text in zip(ids, texts, strict=True)], infill.ends
+    return [EncodedPrompt(each, text) for each, text in zip(ids, texts, strict=True)], infill.ends
 
 
-def _cut(served: Served, asked: Completions, prompt: Prompt) -> Prompt:
+def _cut(served: ServedModel, body: CompletionBody, prompt: EncodedPrompt) -> EncodedPrompt:
     """A prompt that was cut is echoed as its tokens are spelled."""
-    most = DEFAULT_TOKENS if asked.max_tokens is None else asked.max_tokens
-    ids = taken(served, asked, list(prompt.ids), most)
-    return prompt if len(ids) == len(prompt.ids) else Prompt(ids, None)
+    most = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
+    ids = taken(served, body, list(prompt.ids), most)
+    return prompt if len(ids) == len(prompt.ids) else EncodedPrompt(ids, None)
 
 
-async def encode_prompts(served: Served, prompts: Sequence[str | list[int]], *, whole: bool = False) -> list[Prompt]:
+async def encode_prompts(
+    served: ServedModel, prompts: Sequence[str | list[int]], *, whole: bool = False
+) -> list[EncodedPrompt]:
     """`whole`: nothing will follow them."""
     size = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
     encode = served.text.encode_whole if whole else served.text.encode_prompt
     return await off_loop(
-        size, lambda: [Prompt(encode(p), p) if isinstance(p, str) else Prompt(p, None) for p in prompts]
+        size, lambda: [EncodedPrompt(encode(p), p) if isinstance(p, str) else EncodedPrompt(p, None) for p in prompts]
     )
 
 
 # -- answering ----------------------------------------------------------------------------------------------------
 
 
-class Logprobs(msgspec.Struct):
+class CompletionLogprobs(msgspec.Struct):
     tokens: list[str] = []
     token_logprobs: list[float | None] = []
     top_logprobs: list[dict[str, float] | None] = []
     text_offset: list[int] = []
 
-    def extend(self, more: Logprobs) -> None:
+    def extend(self, more: CompletionLogprobs) -> None:
         self.tokens += more.tokens
         self.token_logprobs += more.token_logprobs
         self.top_logprobs += more.top_logprobs
         self.text_offset += more.text_offset
 
 
-class Choice(msgspec.Struct):
+class CompletionChoice(msgspec.Struct):
     index: int
     text: str = ""
-    logprobs: Logprobs | None = None
+    logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: Sequence[int] | UnsetType = UNSET  # in the first
 
 
-class Completion(Head, kw_only=True):
-    choices: list[Choice]
-    usage: Usage | UnsetType | None = UNSET
-    penstock: Penstock | UnsetType = UNSET
+class TextCompletion(CompletionHead, kw_only=True):
+    choices: list[CompletionChoice]
+    usage: CompletionUsage | UnsetType | None = UNSET
+    penstock: AnswerReport | UnsetType = UNSET
 
 
-COMPLETIONS = Operation(Completions, NEUTRAL, Completion, Completion)
+COMPLETIONS = Operation(CompletionBody, NO_EFFECT, TextCompletion, TextCompletion)
 
 
-class CompletionAnswer:
+class CompletionWriter:
     def __init__(
-        self, served: Served, requests: Sequence[Request], texts: Sequence[str | None], asked: Completions
+        self, served: ServedModel, requests: Sequence[Request], texts: Sequence[str | None], body: CompletionBody
     ) -> None:
-        self._head = new_head("cmpl", served.name, asked.service_tier)
-        self._prompts = [request.prompt if asked.return_token_ids else UNSET for request in requests]
-        self._tally = Tally(requests, asked.choices)
+        self._head = new_head("cmpl", served.name, body.service_tier)
+        self._prompts = [request.prompt if body.return_token_ids else UNSET for request in requests]
+        self._tally = TokenTally(requests, body.choices)
         self._explanation = Explanation(served, requests)
-        self._scored = asked.logprobs is not None
-        self._usage = None if asked.wants_usage else UNSET
-        self._plains: dict[int, Plain] = {}
+        self._scored = body.logprobs is not None
+        self._usage = None if body.wants_usage else UNSET
+        self._plains: dict[int, ChunkTemplate] = {}
         self._begun: set[int] = set()  # of choices with token ids
-        self._told = asked.n or 1  # of each prompt's choices
+        self._told = body.n or 1  # of each prompt's choices
         self._likely: list[list[float]] = [[] for _ in requests]  # logprobs, where the best are to be told
-        self._selective = asked.selective
-        self._choices = [Choice(index, logprobs=self._no_logprobs()) for index in range(len(requests))]
+        self._selective = body.selective
+        self._choices = [CompletionChoice(index, logprobs=self._no_logprobs()) for index in range(len(requests))]
         self._transcripts = [Transcript(served.text.tokenizer) for _ in requests]
-        if asked.echo:
+        if body.echo:
             for transcript, request, text in zip(self._transcripts, requests, texts, strict=True):
                 transcript.echo(request.prompt, text)
 
@@ -226,7 +228,7 @@ class CompletionAnswer:
             kept.token_ids = [*(kept.token_ids or ()), *added.token_ids]
             kept.prompt_token_ids = self._prompts[choice]
 
-    def whole(self) -> Completion:
+    def whole(self) -> TextCompletion:
         best = self._best() if self._selective else range(len(self._choices))
         choices = [msgspec.structs.replace(self._choices[each], index=index) for index, each in enumerate(best)]
         return self._completion(choices, self._tally.usage(), self._explanation.told(best))
@@ -261,24 +263,29 @@ class CompletionAnswer:
         if self._usage is None:
             yield encode(self._completion([], self._tally.usage(), self._explanation.told()))
 
-    def _plain(self, choice: int) -> Plain:
+    def _plain(self, choice: int) -> ChunkTemplate:
         if choice not in self._plains:
-            self._plains[choice] = Plain(lambda text: self._completion([Choice(choice, text)], self._usage))
+            self._plains[choice] = ChunkTemplate(
+                lambda text: self._completion([CompletionChoice(choice, text)], self._usage)
+            )
         return self._plains[choice]
 
     def _completion(
-        self, choices: list[Choice], usage: Usage | UnsetType | None, told: Penstock | UnsetType = UNSET
-    ) -> Completion:
-        return Completion(**self._head, object="text_completion", choices=choices, usage=usage, penstock=told)
+        self,
+        choices: list[CompletionChoice],
+        usage: CompletionUsage | UnsetType | None,
+        told: AnswerReport | UnsetType = UNSET,
+    ) -> TextCompletion:
+        return TextCompletion(**self._head, object="text_completion", choices=choices, usage=usage, penstock=told)
 
-    def _choice(self, choice: int, delta: Delta) -> Choice:
+    def _choice(self, choice: int, delta: Delta) -> CompletionChoice:
         transcript = self._transcripts[choice]
         logprobs = transcript.logprobs(delta) if self._scored else None
         ids = list(delta.tokens) if self._prompts[choice] else UNSET
-        return Choice(choice, transcript.text(delta), logprobs, delta.finish, ids)
+        return CompletionChoice(choice, transcript.text(delta), logprobs, delta.finish, ids)
 
-    def _no_logprobs(self) -> Logprobs | None:
-        return Logprobs() if self._scored else None
+    def _no_logprobs(self) -> CompletionLogprobs | None:
+        return CompletionLogprobs() if self._scored else None
 
 
 class Transcript:
@@ -302,8 +309,8 @@ class Transcript:
         text, self._echo = self._echo + delta.text, ""
         return text
 
-    def logprobs(self, delta: Delta) -> Logprobs:
-        told = Logprobs()
+    def logprobs(self, delta: Delta) -> CompletionLogprobs:
+        told = CompletionLogprobs()
         for token in self._first:
             self._tell(told, token, None, None, shown=True)
         self._first = ()
@@ -315,7 +322,7 @@ class Transcript:
         return told
 
     def _tell(
-        self, told: Logprobs, token: int, logprob: float | None, top: dict[str, float] | None, shown: bool
+        self, told: CompletionLogprobs, token: int, logprob: float | None, top: dict[str, float] | None, shown: bool
     ) -> None:
         told.tokens.append(self._tokenizer.token_text(token))
         told.token_logprobs.append(logprob)

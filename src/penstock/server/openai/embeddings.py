@@ -13,12 +13,12 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from penstock.errors import InvalidRequest
-from penstock.server.bodies import ANYTHING, Neutral, read_body
+from penstock.server.bodies import ANY_VALUE, NoEffect, read_body
 from penstock.server.chat.stream import deltas, while_connected
 from penstock.server.errors import LEFT
 from penstock.server.openai.completions import encode_prompts, separate
 from penstock.server.openapi import Operation
-from penstock.server.served_model import Served
+from penstock.server.served_model import ServedModel
 from penstock.server.sse import encode
 from penstock.text import check_dimensions, embedding, embedding_request
 from penstock.text.embedding import Vector, pooling_of
@@ -26,12 +26,12 @@ from penstock.types import Request
 
 MAX_INPUTS = 2048  # OpenAI's
 AT_ONCE = 32  # of one HTTP request in the engine: others' come in between
-NEUTRAL: Neutral = {"user": ANYTHING}
+NO_EFFECT: NoEffect = {"user": ANY_VALUE}
 
 T = TypeVar("T")
 
 
-class Embeddings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class EmbeddingsBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     model: str
     input: str | list[str | int | list[int]]
     encoding_format: Literal["float", "base64"] | None = None
@@ -45,7 +45,7 @@ class Embedding(msgspec.Struct):
     object: str = "embedding"
 
 
-class Usage(msgspec.Struct):
+class EmbeddingUsage(msgspec.Struct):
     prompt_tokens: int
     total_tokens: int
 
@@ -53,29 +53,31 @@ class Usage(msgspec.Struct):
 class EmbeddingList(msgspec.Struct):
     data: list[Embedding]
     model: str
-    usage: Usage
+    usage: EmbeddingUsage
     object: str = "list"
 
 
-EMBEDDINGS = Operation(Embeddings, NEUTRAL, EmbeddingList)
+EMBEDDINGS = Operation(EmbeddingsBody, NO_EFFECT, EmbeddingList)
 
 
-async def embeddings(served: Served, http: HttpRequest) -> Response:
-    asked = await read_body(http, Embeddings, NEUTRAL)
-    served.check_model(asked.model)
-    check_dimensions(asked.dimensions, served.limits.dim)
-    requests = await _requests(served, asked)
-    spell = base64_of if asked.encoding_format == "base64" else floats_of
-    vectors = await pooled(served, http, requests, lambda state: spell(embedding(state, asked.dimensions)))
+async def embeddings(served: ServedModel, http: HttpRequest) -> Response:
+    body = await read_body(http, EmbeddingsBody, NO_EFFECT)
+    served.check_model(body.model)
+    check_dimensions(body.dimensions, served.limits.dim)
+    requests = await _requests(served, body)
+    spell = base64_of if body.encoding_format == "base64" else floats_of
+    vectors = await pooled(served, http, requests, lambda state: spell(embedding(state, body.dimensions)))
     if vectors is None:
         return LEFT
     count = sum(len(request.prompt) for request in requests)
     data = [Embedding(index, vector) for index, vector in enumerate(vectors)]
-    return Response(encode(EmbeddingList(data, served.name, Usage(count, count))), media_type="application/json")
+    return Response(
+        encode(EmbeddingList(data, served.name, EmbeddingUsage(count, count))), media_type="application/json"
+    )
 
 
-async def _requests(served: Served, asked: Embeddings) -> list[Request]:
-    inputs = separate(asked.input, "input")
+async def _requests(served: ServedModel, body: EmbeddingsBody) -> list[Request]:
+    inputs = separate(body.input, "input")
     check_count(inputs)
     names = names_of(inputs)
     for given, name in zip(inputs, names, strict=True):
@@ -83,7 +85,7 @@ async def _requests(served: Served, asked: Embeddings) -> list[Request]:
             served.check_ids(given, name)
     check_texts(inputs, names)
     limits, client = served.limits, served.client
-    pooling = pooling_of(asked.pooling, limits)
+    pooling = pooling_of(body.pooling, limits)
     prompts = await encode_prompts(served, inputs, whole=True)
     return [
         embedding_request(client.next_id(), ids, limits.max_len, pooling, param=name)
@@ -108,14 +110,14 @@ def check_texts(inputs: Sequence[str | list[int]], names: Sequence[str]) -> None
 
 
 async def pooled(
-    served: Served, http: HttpRequest, requests: Sequence[Request], spell: Callable[[bytes], T]
+    served: ServedModel, http: HttpRequest, requests: Sequence[Request], spell: Callable[[bytes], T]
 ) -> list[T] | None:
     """What `spell` makes of the state of each request, as it comes; None when the client left. One that fails fails
     all."""
     return await while_connected(http.receive, _all(served, requests, spell))
 
 
-async def _all(served: Served, requests: Sequence[Request], spell: Callable[[bytes], T]) -> list[T]:
+async def _all(served: ServedModel, requests: Sequence[Request], spell: Callable[[bytes], T]) -> list[T]:
     if not requests:
         return []
     waiting, found = iter(enumerate(requests)), dict[int, T]()

@@ -14,10 +14,10 @@ from starlette.requests import Request as HttpRequest
 from penstock import __version__
 from penstock.errors import InvalidRequest
 from penstock.server.access.bounds import check_stops
-from penstock.server.bodies import ANYTHING, Neutral, read_body, unsupported
+from penstock.server.bodies import ANY_VALUE, NoEffect, read_body, unsupported
 from penstock.server.chat.structured import Structured, grammar_of
 from penstock.server.request_context import notes
-from penstock.server.served_model import Served
+from penstock.server.served_model import ServedModel
 from penstock.text import Delta
 from penstock.types import Request, SamplingParams
 
@@ -26,17 +26,17 @@ NO_CHANCE = -9999.0  # stands for minus infinity, which JSON has no word for
 
 TOLD_TIERS = {"flex": "flex", "priority": "priority", "fast": "priority"}
 
-NEUTRAL: Neutral = {
-    "metadata": ANYTHING,
-    "prompt_cache_key": ANYTHING,  # every prefix is cached, asked for or not, for as long as there is room
-    "prompt_cache_options": ANYTHING,
-    "prompt_cache_retention": ANYTHING,
-    "safety_identifier": ANYTHING,
+NO_EFFECT: NoEffect = {
+    "metadata": ANY_VALUE,
+    "prompt_cache_key": ANY_VALUE,  # every prefix is cached, asked for or not, for as long as there is room
+    "prompt_cache_options": ANY_VALUE,
+    "prompt_cache_retention": ANY_VALUE,
+    "safety_identifier": ANY_VALUE,
     "store": (False,),
-    "user": ANYTHING,
+    "user": ANY_VALUE,
 }
 
-F = TypeVar("F", bound="Fields")
+F = TypeVar("F", bound="GenerationFields")
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -44,7 +44,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_obfuscation: bool = False
 
 
-class Sampled(Structured, forbid_unknown_fields=True, kw_only=True):
+class SamplingFields(Structured, forbid_unknown_fields=True, kw_only=True):
     """How tokens are chosen. Every field may be null, which is the same as leaving it out."""
 
     temperature: float | None = None
@@ -66,7 +66,7 @@ class Sampled(Structured, forbid_unknown_fields=True, kw_only=True):
         return 1
 
 
-class Fields(Sampled, kw_only=True):
+class GenerationFields(SamplingFields, kw_only=True):
     model: str
     max_tokens: int | None = None
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
@@ -92,8 +92,8 @@ class Fields(Sampled, kw_only=True):
         return self.stream_options is not None and self.stream_options.include_usage
 
 
-async def read_fields(http: HttpRequest, kind: type[F], neutral: Neutral) -> F:
-    fields = await read_body(http, kind, neutral)
+async def read_fields(http: HttpRequest, kind: type[F], no_effect: NoEffect) -> F:
+    fields = await read_body(http, kind, no_effect)
     if fields.stream_options is not None and not fields.stream:
         raise InvalidRequest("stream_options needs stream: true", param="stream_options")
     if fields.stream_options is not None and fields.stream_options.include_obfuscation:
@@ -117,7 +117,7 @@ _SAMPLING = (
 )
 
 
-def sampling(served: Served, fields: Sampled, **given: Any) -> list[SamplingParams]:
+def sampling(served: ServedModel, fields: SamplingFields, **given: Any) -> list[SamplingParams]:
     """One for each of a prompt's choices: with a seed, each choice has its own. `given` are the settings that each
     endpoint spells in its own way."""
     served.check_ids(fields.logit_bias or (), "logit_bias")
@@ -137,7 +137,7 @@ def sampling(served: Served, fields: Sampled, **given: Any) -> list[SamplingPara
 # -- answering ----------------------------------------------------------------------------------------------------
 
 
-class Head(msgspec.Struct, kw_only=True):
+class CompletionHead(msgspec.Struct, kw_only=True):
     id: str
     object: str
     created: int
@@ -154,7 +154,7 @@ class CompletionTokensDetails(msgspec.Struct):
     reasoning_tokens: int
 
 
-class Usage(msgspec.Struct):
+class CompletionUsage(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
@@ -162,7 +162,7 @@ class Usage(msgspec.Struct):
     completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
-class Tally:
+class TokenTally:
     """Counts the tokens of an answer: each prompt once, however many choices it has."""
 
     def __init__(self, requests: Sequence[Request], n: int) -> None:
@@ -175,12 +175,12 @@ class Tally:
         self._generated += len(delta.tokens)
         self._cached[choice] = max(self._cached[choice], delta.cached)
 
-    def usage(self) -> Usage:
+    def usage(self) -> CompletionUsage:
         """A prompt's cached tokens are those reused from before; its choices reuse it from each other, too."""
         firsts = range(0, len(self._requests), self.n)
         prompt = sum(len(self._requests[first].prompt) for first in firsts)
         cached = sum(min(self._cached[first : first + self.n]) for first in firsts)
-        return Usage(prompt, self._generated, prompt + self._generated, PromptTokensDetails(cached))
+        return CompletionUsage(prompt, self._generated, prompt + self._generated, PromptTokensDetails(cached))
 
 
 def new_head(kind: str, model: str, tier: str | None = None) -> dict[str, Any]:

@@ -16,11 +16,11 @@ from starlette.responses import FileResponse, Response
 from penstock.errors import InvalidRequest
 from penstock.server.batch import file_records
 from penstock.server.batch.archive import Archive, Draft
-from penstock.server.batch.file_records import DAY, ExpiresAfter, File, Order, Page
+from penstock.server.batch.file_records import DAY, ExpiresAfter, FileRecord, ListPage, Order
 from penstock.server.batch.form import Form
 from penstock.server.bodies import read_object
 from penstock.server.openapi import Operation
-from penstock.server.served_model import Served
+from penstock.server.served_model import ServedModel
 from penstock.server.sse import encode
 
 BATCH_KEPT = 30 * DAY  # seconds that input for batches is kept where nothing is said
@@ -29,7 +29,7 @@ MAX_FILENAME = 255
 S = TypeVar("S", bound=msgspec.Struct)
 
 
-class Upload(msgspec.Struct, forbid_unknown_fields=True):
+class FileUpload(msgspec.Struct, forbid_unknown_fields=True):
     purpose: Literal["assistants", "batch", "fine-tune", "vision", "user_data", "evals"]
     expires_after: ExpiresAfter | None = None
 
@@ -41,9 +41,9 @@ class FilesQuery(msgspec.Struct, forbid_unknown_fields=True):
     purpose: str | None = None
 
 
-UPLOAD = Operation("multipart/form-data", answers=File)
+UPLOAD = Operation("multipart/form-data", answers=FileRecord)
 LIST_FILES = Operation(query=FilesQuery)
-SHOW_FILE = Operation(answers=File)
+SHOW_FILE = Operation(answers=FileRecord)
 FILE_CONTENT = Operation(answers="application/octet-stream")
 
 
@@ -52,7 +52,7 @@ class Files:
         self._archive = archive
         self._arriving = 0  # bytes of uploads under way
 
-    async def create(self, _: Served, http: HttpRequest) -> Response:
+    async def create(self, _: ServedModel, http: HttpRequest) -> Response:
         form = Form(http.headers.get("content-type", ""))
         await self._drop_expired()
         async with self._archive.draft() as draft:
@@ -64,15 +64,15 @@ class Files:
                 self._arriving -= draft.size
         return told(file)
 
-    async def list_all(self, _: Served, http: HttpRequest) -> Response:
-        asked = read_query(http, FilesQuery)
-        page = Page(asked.after, asked.limit, asked.order)
-        return told_page(await self._archive.do(file_records.listed, page, asked.purpose), page)
+    async def list_all(self, _: ServedModel, http: HttpRequest) -> Response:
+        body = read_query(http, FilesQuery)
+        page = ListPage(body.after, body.limit, body.order)
+        return told_page(await self._archive.do(file_records.listed, page, body.purpose), page)
 
-    async def show(self, _: Served, http: HttpRequest) -> Response:
+    async def show(self, _: ServedModel, http: HttpRequest) -> Response:
         return told(await self._find(http))
 
-    async def content(self, _: Served, http: HttpRequest) -> Response:
+    async def content(self, _: ServedModel, http: HttpRequest) -> Response:
         """As plain bytes, whatever they are: no browser shows them as a page of this server's."""
         file = await self._find(http)
         path = self._archive.path(file.id)
@@ -83,14 +83,14 @@ class Files:
         headers = {"x-content-type-options": "nosniff"}
         return FileResponse(path, 200, headers, "application/octet-stream", stat_result=stat)
 
-    async def delete(self, _: Served, http: HttpRequest) -> Response:
+    async def delete(self, _: ServedModel, http: HttpRequest) -> Response:
         id = http.path_params["id"]
         if not await self._archive.do(file_records.drop, id):
             raise _missing(id)
         await self._archive.remove([id])
         return told({"id": id, "object": "file", "deleted": True})
 
-    async def _find(self, http: HttpRequest) -> File:
+    async def _find(self, http: HttpRequest) -> FileRecord:
         id = http.path_params["id"]
         file = await self._archive.do(file_records.find, id)
         if file is None:
@@ -126,21 +126,21 @@ class Files:
         await draft.write(data)
 
 
-def _file(draft: Draft, form: Form) -> File:
+def _file(draft: Draft, form: Form) -> FileRecord:
     assert form.filename is not None
     if len(form.filename) > MAX_FILENAME:
         raise InvalidRequest(
             f"the file's name has {len(form.filename)} characters; at most {MAX_FILENAME} are taken", param="file"
         )
-    asked = read_object(_nested(form.fields), Upload, {})
+    body = read_object(_nested(form.fields), FileUpload, {})
     now = int(time.time())
-    kept = asked.expires_after.seconds if asked.expires_after else BATCH_KEPT if asked.purpose == "batch" else None
-    return File(
+    kept = body.expires_after.seconds if body.expires_after else BATCH_KEPT if body.purpose == "batch" else None
+    return FileRecord(
         id=draft.id,
         bytes=draft.size,
         created_at=now,
         filename=form.filename,
-        purpose=asked.purpose,
+        purpose=body.purpose,
         expires_at=None if kept is None else now + kept,
     )
 
@@ -175,7 +175,7 @@ def _number(text: str) -> int | str:
     return int(text) if text.isdecimal() and len(text) < 20 else text
 
 
-def told_page(found: Sequence[Any], page: Page) -> Response:
+def told_page(found: Sequence[Any], page: ListPage) -> Response:
     shown = found[: page.limit]
     ends = {"first_id": shown[0].id, "last_id": shown[-1].id} if shown else {"first_id": None, "last_id": None}
     return told({"object": "list", "data": shown, "has_more": len(found) > page.limit} | ends)

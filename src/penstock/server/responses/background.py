@@ -9,19 +9,19 @@ from contextlib import aclosing
 
 from penstock.errors import PenstockError
 from penstock.server.chat.stream import Deltas
-from penstock.server.responses.answer import ResponseAnswer
-from penstock.server.responses.events import Event, framed
+from penstock.server.responses.answer import ResponseWriter
+from penstock.server.responses.events import ResponseEvent, framed
 
 NOTHING_LEFT = b": all of it was told\n\n"
 
 log = logging.getLogger(__name__)
 
 
-class Job:
+class BackgroundResponse:
     """`streamed`: its events are kept, so that they can be told to whoever asks, from any of them on. `ended` is called
     once, at the end."""
 
-    def __init__(self, answer: ResponseAnswer, *, streamed: bool, ended: Callable[[], None]) -> None:
+    def __init__(self, answer: ResponseWriter, *, streamed: bool, ended: Callable[[], None]) -> None:
         self.streamed = streamed
         self.framing = answer.framing
         self.told: list[bytes] = []  # its events, where they are kept
@@ -64,12 +64,12 @@ class Job:
                 self._answer.fail(PenstockError("the server failed while it answered; its log has the details"))
             )
 
-    def _finish(self, events: Iterable[Event]) -> None:
+    def _finish(self, events: Iterable[ResponseEvent]) -> None:
         self.done = True
         self._keep(events)
         self._ended()
 
-    def _keep(self, events: Iterable[Event]) -> None:
+    def _keep(self, events: Iterable[ResponseEvent]) -> None:
         for event in events:
             if self.streamed:
                 self.told.append(framed(event))

@@ -18,37 +18,37 @@ from penstock.server.chat.chat_turn import begin, prompt_of
 from penstock.server.openai.chat import template_fields
 from penstock.server.openai.fields import sampling
 from penstock.server.openapi import Operation
-from penstock.server.responses.answer import ResponseAnswer
-from penstock.server.responses.background import Job
+from penstock.server.responses.answer import ResponseWriter
+from penstock.server.responses.background import BackgroundResponse
 from penstock.server.responses.events import EVENTS
 from penstock.server.responses.fields import (
-    ASK_NEUTRAL,
+    ASK_NO_EFFECT,
     LOGPROBS,
     SEALED,
-    Ask,
-    Conversation,
-    Page,
-    Retrieval,
-    Settings,
+    ItemsQuery,
+    ResponsesBody,
+    ResponsesConversation,
+    ResponseSettings,
+    RetrieveQuery,
     read_ask,
     read_query,
     read_settings,
 )
 from penstock.server.responses.input import messages_of, read_items
-from penstock.server.responses.items import Item, Response, new_id
-from penstock.server.responses.store import Kept, ResponseStore
-from penstock.server.served_model import Served
-from penstock.server.sse import Stream, encode, reply
+from penstock.server.responses.items import Item, ResponseObject, new_id
+from penstock.server.responses.store import ResponseStore, StoredResponse
+from penstock.server.served_model import ServedModel
+from penstock.server.sse import StreamResponse, encode, reply
 from penstock.text import ChatPrompt
 from penstock.types import SamplingParams
 
 MOST_AT_ONCE = 256  # in the background
 
-RESPOND = Operation(Ask, ASK_NEUTRAL, Response, EVENTS)
-INPUT_TOKENS = Operation(Conversation, ASK_NEUTRAL)
-RETRIEVE = Operation(answers=Response, streams=EVENTS, query=Retrieval)
-CANCEL = Operation(answers=Response)
-INPUT_ITEMS = Operation(query=Page)
+RESPOND = Operation(ResponsesBody, ASK_NO_EFFECT, ResponseObject, EVENTS)
+INPUT_TOKENS = Operation(ResponsesConversation, ASK_NO_EFFECT)
+RETRIEVE = Operation(answers=ResponseObject, streams=EVENTS, query=RetrieveQuery)
+CANCEL = Operation(answers=ResponseObject)
+INPUT_ITEMS = Operation(query=ItemsQuery)
 
 
 class Responses:
@@ -56,61 +56,61 @@ class Responses:
 
     def __init__(self, store: ResponseStore | None = None) -> None:
         self._store = store or ResponseStore()
-        self._jobs: set[Job] = set()  # under way
+        self._jobs: set[BackgroundResponse] = set()  # under way
 
-    async def create(self, served: Served, http: HttpRequest) -> HttpResponse:
-        asked = await read_ask(http)
-        served.check_model(asked.model or "")
-        settings, items = read_settings(asked), read_items(asked.input)
-        scored = (asked.top_logprobs or 0) if asked.includes(LOGPROBS) else None
-        (params,) = sampling(served, asked, logprobs=scored)
-        prompt = await self._prompt(served, asked, settings, items)
-        turn = begin(served, prompt, settings.use, params, asked.max_output_tokens, "input")
-        kept = Kept(_response(served, asked, settings, params), items)
-        answer = ResponseAnswer(served, kept.response, turn, sealed=asked.includes(SEALED))
-        if asked.background:
-            return self._start(kept, answer, streamed=bool(asked.stream))
-        if asked.stores:
+    async def create(self, served: ServedModel, http: HttpRequest) -> HttpResponse:
+        body = await read_ask(http)
+        served.check_model(body.model or "")
+        settings, items = read_settings(body), read_items(body.input)
+        scored = (body.top_logprobs or 0) if body.includes(LOGPROBS) else None
+        (params,) = sampling(served, body, logprobs=scored)
+        prompt = await self._prompt(served, body, settings, items)
+        turn = begin(served, prompt, settings.use, params, body.max_output_tokens, "input")
+        kept = StoredResponse(_response(served, body, settings, params), items)
+        answer = ResponseWriter(served, kept.response, turn, sealed=body.includes(SEALED))
+        if body.background:
+            return self._start(kept, answer, streamed=bool(body.stream))
+        if body.stores:
             answer.ended = lambda: self._store.put(kept)
-        return await reply(http, answer, turn.running, streaming=bool(asked.stream), framing=answer.framing)
+        return await reply(http, answer, turn.running, streaming=bool(body.stream), framing=answer.framing)
 
-    async def input_tokens(self, served: Served, http: HttpRequest) -> HttpResponse:
-        asked = await read_body(http, Conversation, ASK_NEUTRAL)
-        if asked.model is not None:
-            served.check_model(asked.model)
-        prompt = await self._prompt(served, asked, read_settings(asked), read_items(asked.input))
+    async def input_tokens(self, served: ServedModel, http: HttpRequest) -> HttpResponse:
+        body = await read_body(http, ResponsesConversation, ASK_NO_EFFECT)
+        if body.model is not None:
+            served.check_model(body.model)
+        prompt = await self._prompt(served, body, read_settings(body), read_items(body.input))
         return _json({"object": "response.input_tokens", "input_tokens": len(prompt.tokens)})
 
-    async def retrieve(self, _: Served, http: HttpRequest) -> HttpResponse:
-        asked, kept = read_query(http, Retrieval), self._store.get(http.path_params["id"])
-        if not asked.stream:
-            if asked.starting_after is not None:
+    async def retrieve(self, _: ServedModel, http: HttpRequest) -> HttpResponse:
+        body, kept = read_query(http, RetrieveQuery), self._store.get(http.path_params["id"])
+        if not body.stream:
+            if body.starting_after is not None:
                 raise InvalidRequest("starting_after needs stream=true", param="starting_after")
             return _json(kept.response)
         if kept.job is None or not kept.job.streamed:
             raise InvalidRequest(
                 "only a response made with background and stream can be streamed again", param="stream"
             )
-        after = -1 if asked.starting_after is None else asked.starting_after
-        return Stream(kept.job.follow(after), kept.job.framing)
+        after = -1 if body.starting_after is None else body.starting_after
+        return StreamResponse(kept.job.follow(after), kept.job.framing)
 
-    async def delete(self, _: Served, http: HttpRequest) -> HttpResponse:
+    async def delete(self, _: ServedModel, http: HttpRequest) -> HttpResponse:
         kept = self._store.get(http.path_params["id"])
         if kept.job is not None:
             await kept.job.cancel()
         self._store.remove(kept.response.id)
         return _json({"id": kept.response.id, "object": "response", "deleted": True})
 
-    async def cancel(self, _: Served, http: HttpRequest) -> HttpResponse:
+    async def cancel(self, _: ServedModel, http: HttpRequest) -> HttpResponse:
         kept = self._store.get(http.path_params["id"])
         if kept.job is None:
             raise InvalidRequest("only a response made in the background can be cancelled")
         await kept.job.cancel()
         return _json(kept.response)
 
-    async def input_items(self, _: Served, http: HttpRequest) -> HttpResponse:
+    async def input_items(self, _: ServedModel, http: HttpRequest) -> HttpResponse:
         """Everything the response was made from: what came before it in the conversation, too."""
-        page, kept = read_query(http, Page), self._store.get(http.path_params["id"])
+        page, kept = read_query(http, ItemsQuery), self._store.get(http.path_params["id"])
         items = [*self._store.conversation(kept.response.previous_response_id), *kept.input]
         return _json(_page(items if page.order == "asc" else items[::-1], page))
 
@@ -118,48 +118,52 @@ class Responses:
         for job in list(self._jobs):
             await job.cancel()
 
-    async def _prompt(self, served: Served, asked: Conversation, settings: Settings, items: list[Item]) -> ChatPrompt:
-        before = self._store.conversation(asked.previous_response_id)
-        fields = template_fields(served.text, settings.reasoning.effort, asked.chat_template_kwargs, "reasoning.effort")
-        return await prompt_of(served, messages_of(asked.instructions, [*before, *items]), settings.use, **fields)
+    async def _prompt(
+        self, served: ServedModel, body: ResponsesConversation, settings: ResponseSettings, items: list[Item]
+    ) -> ChatPrompt:
+        before = self._store.conversation(body.previous_response_id)
+        fields = template_fields(served.text, settings.reasoning.effort, body.chat_template_kwargs, "reasoning.effort")
+        return await prompt_of(served, messages_of(body.instructions, [*before, *items]), settings.use, **fields)
 
-    def _start(self, kept: Kept, answer: ResponseAnswer, *, streamed: bool) -> HttpResponse:
+    def _start(self, kept: StoredResponse, answer: ResponseWriter, *, streamed: bool) -> HttpResponse:
         if len(self._jobs) >= MOST_AT_ONCE:
             raise Overloaded(f"{MOST_AT_ONCE} responses are made in the background already: wait for one, or cancel it")
-        job = kept.job = Job(answer, streamed=streamed, ended=lambda: self._store.put(kept))
+        job = kept.job = BackgroundResponse(answer, streamed=streamed, ended=lambda: self._store.put(kept))
         self._store.put(kept)
         self._jobs.add(job)
         job.task.add_done_callback(lambda _: self._jobs.discard(job))
-        return Stream(job.follow(), answer.framing) if streamed else _json(kept.response)
+        return StreamResponse(job.follow(), answer.framing) if streamed else _json(kept.response)
 
 
-def _response(served: Served, asked: Ask, settings: Settings, params: SamplingParams) -> Response:
-    return Response(
+def _response(
+    served: ServedModel, body: ResponsesBody, settings: ResponseSettings, params: SamplingParams
+) -> ResponseObject:
+    return ResponseObject(
         id=new_id("resp"),
         created_at=int(time.time()),
-        status="queued" if asked.background else "in_progress",
-        background=bool(asked.background),
-        instructions=asked.instructions,
-        max_output_tokens=asked.max_output_tokens,
-        metadata=asked.metadata or {},
+        status="queued" if body.background else "in_progress",
+        background=bool(body.background),
+        instructions=body.instructions,
+        max_output_tokens=body.max_output_tokens,
+        metadata=body.metadata or {},
         model=served.name,
         parallel_tool_calls=settings.use.parallel,
-        previous_response_id=asked.previous_response_id,
-        prompt_cache_key=asked.prompt_cache_key,
+        previous_response_id=body.previous_response_id,
+        prompt_cache_key=body.prompt_cache_key,
         reasoning=settings.reasoning,
-        safety_identifier=asked.safety_identifier,
-        store=asked.stores,
+        safety_identifier=body.safety_identifier,
+        store=body.stores,
         temperature=params.temperature,
         text=settings.text,
-        tool_choice=asked.tool_choice or "auto",
+        tool_choice=body.tool_choice or "auto",
         tools=settings.functions,
-        top_logprobs=asked.top_logprobs or 0,
+        top_logprobs=body.top_logprobs or 0,
         top_p=params.top_p,
-        user=asked.user,
+        user=body.user,
     )
 
 
-def _page(items: list[Item], page: Page) -> dict[str, Any]:
+def _page(items: list[Item], page: ItemsQuery) -> dict[str, Any]:
     ids = [item.id for item in items]
     if page.after is not None and page.after not in ids:
         raise InvalidRequest(f"after: there is no item {page.after!r}", param="after")

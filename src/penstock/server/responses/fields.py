@@ -13,13 +13,13 @@ from starlette.requests import Request as HttpRequest
 
 from penstock.errors import InvalidRequest
 from penstock.server.access.bounds import check_count
-from penstock.server.bodies import ANYTHING, Neutral, read_body, read_object, unsupported
+from penstock.server.bodies import ANY_VALUE, NoEffect, read_body, read_object, unsupported
 from penstock.server.chat.structured import NamedSchema, ResponseFormat
 from penstock.server.chat.tools import MAX_TOOLS, ToolUse, chosen, for_template
-from penstock.server.openai.fields import Sampled
+from penstock.server.openai.fields import SamplingFields
 from penstock.server.openapi import read_as
 from penstock.server.request_context import notes
-from penstock.server.responses.items import Function, ReasoningSettings, TextFormat, TextSettings
+from penstock.server.responses.items import ReasoningSettings, ResponsesFunction, TextFormat, TextSettings
 
 MAX_METADATA = (16, 64, 512)  # pairs, characters of a key, characters of a value
 LOGPROBS = "message.output_text.logprobs"
@@ -35,28 +35,28 @@ INCLUDABLE = (
     "web_search_call.results",
 )
 
-ASK_NEUTRAL: Neutral = {
+ASK_NO_EFFECT: NoEffect = {
     "access_programs": (),
     "context_management": ([],),
     "conversation": (),
     "image": (),
-    "max_tool_calls": ANYTHING,  # of built-in tools, of which there are none
+    "max_tool_calls": ANY_VALUE,  # of built-in tools, of which there are none
     "moderation": (),
     "prompt": (),
     "prompt_cache_options": ({}, {"mode": "implicit"}, {"mode": "explicit"}),
-    "prompt_cache_retention": ANYTHING,
+    "prompt_cache_retention": ANY_VALUE,
     "service_tier": ("auto", "default"),
     "skip_special_tokens": (True,),
     "truncation": ("disabled",),
 }
-TOOL_NEUTRAL: Neutral = {
+TOOL_NO_EFFECT: NoEffect = {
     "allowed_callers": (["direct"],),
     "async": (False,),
     "defer_loading": (False,),
     "output_schema": (),
 }
-TEXT_NEUTRAL: Neutral = {"verbosity": ("medium",)}
-REASONING_NEUTRAL: Neutral = {  # what is thought is told in full: there is nothing that could sum it up
+TEXT_NO_EFFECT: NoEffect = {"verbosity": ("medium",)}
+REASONING_NO_EFFECT: NoEffect = {  # what is thought is told in full: there is nothing that could sum it up
     "context": ("auto",),
     "generate_summary": ("auto",),
     "mode": ("standard",),
@@ -64,26 +64,26 @@ REASONING_NEUTRAL: Neutral = {  # what is thought is told in full: there is noth
 }
 
 
-class Conversation(Sampled, kw_only=True):
+class ResponsesConversation(SamplingFields, kw_only=True):
     """What a prompt is made of. How the answer is sampled may be said as well."""
 
     model: str | None = None
     input: str | list[dict[str, Any]] | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
-    tools: list[Annotated[dict[str, Any], read_as(Function, neutral=TOOL_NEUTRAL)]] | None = None
+    tools: list[Annotated[dict[str, Any], read_as(ResponsesFunction, no_effect=TOOL_NO_EFFECT)]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    reasoning: Annotated[dict[str, Any], read_as(ReasoningSettings, neutral=REASONING_NEUTRAL)] | None = None
-    text: Annotated[dict[str, Any], read_as(TextSettings, neutral=TEXT_NEUTRAL)] | None = None
+    reasoning: Annotated[dict[str, Any], read_as(ReasoningSettings, no_effect=REASONING_NO_EFFECT)] | None = None
+    text: Annotated[dict[str, Any], read_as(TextSettings, no_effect=TEXT_NO_EFFECT)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+class ResponsesStreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_obfuscation: Literal[False] = False
 
 
-class Ask(Conversation, kw_only=True):
+class ResponsesBody(ResponsesConversation, kw_only=True):
     background: bool | None = None
     include: list[str] | None = None
     max_output_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
@@ -92,7 +92,7 @@ class Ask(Conversation, kw_only=True):
     safety_identifier: str | None = None
     store: bool | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: ResponsesStreamOptions | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     user: str | None = None
     penstock: bool | None = None  # whether the response is to explain itself
@@ -108,27 +108,27 @@ class Ask(Conversation, kw_only=True):
         return name in (self.include or ())
 
 
-class Settings(NamedTuple):
-    functions: list[Function]
+class ResponseSettings(NamedTuple):
+    functions: list[ResponsesFunction]
     use: ToolUse
     text: TextSettings
     reasoning: ReasoningSettings
 
 
-async def read_ask(http: HttpRequest) -> Ask:
-    asked = await read_body(http, Ask, ASK_NEUTRAL)
-    for name, value in (("model", asked.model), ("input", asked.input)):
+async def read_ask(http: HttpRequest) -> ResponsesBody:
+    body = await read_body(http, ResponsesBody, ASK_NO_EFFECT)
+    for name, value in (("model", body.model), ("input", body.input)):
         if value is None:
             raise InvalidRequest(f"the field {name!r} is missing", param=name, code="missing_required_parameter")
-    if asked.background and not asked.stores:
+    if body.background and not body.stores:
         raise InvalidRequest("background needs store: what is not stored cannot be asked for later", param="store")
-    if asked.stream_options is not None and not asked.stream:
+    if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options needs stream: true", param="stream_options")
-    if asked.top_logprobs and not asked.includes(LOGPROBS):
+    if body.top_logprobs and not body.includes(LOGPROBS):
         raise InvalidRequest(f"top_logprobs needs {LOGPROBS!r} in include", param="top_logprobs")
-    check_include(asked.include or [])
-    _check_metadata(asked.metadata or {})
-    return asked
+    check_include(body.include or [])
+    _check_metadata(body.metadata or {})
+    return body
 
 
 def check_include(names: list[str]) -> None:
@@ -150,16 +150,16 @@ def _check_metadata(given: dict[str, str]) -> None:
             )
 
 
-def read_settings(asked: Conversation) -> Settings:
+def read_settings(body: ResponsesConversation) -> ResponseSettings:
     """Makes the format of the text the request's response_format, which is what it is called in chats."""
-    if asked.response_format is not None:
+    if body.response_format is not None:
         raise InvalidRequest("response_format is called text.format here", param="response_format")
-    text = read_object(asked.text or {}, TextSettings, TEXT_NEUTRAL, "text")
+    text = read_object(body.text or {}, TextSettings, TEXT_NO_EFFECT, "text")
     text.format = text.format or TextFormat("text")
-    asked.response_format = _response_format(text.format)
-    reasoning = read_object(asked.reasoning or {}, ReasoningSettings, REASONING_NEUTRAL, "reasoning")
-    functions, use = _read_tools(asked)
-    return Settings(functions, use, text, reasoning)
+    body.response_format = _response_format(text.format)
+    reasoning = read_object(body.reasoning or {}, ReasoningSettings, REASONING_NO_EFFECT, "reasoning")
+    functions, use = _read_tools(body)
+    return ResponseSettings(functions, use, text, reasoning)
 
 
 def _response_format(format: TextFormat) -> ResponseFormat | None:
@@ -171,39 +171,39 @@ def _response_format(format: TextFormat) -> ResponseFormat | None:
     return ResponseFormat("json_object") if format.type == "json_object" else None
 
 
-def _read_tools(asked: Conversation) -> tuple[list[Function], ToolUse]:
-    given = asked.tools or []
+def _read_tools(body: ResponsesConversation) -> tuple[list[ResponsesFunction], ToolUse]:
+    given = body.tools or []
     check_count(given, MAX_TOOLS, "tools")
     functions = [_function(tool, f"tools[{index}]") for index, tool in enumerate(given)]
     tools = [for_template(each.name, each.description, each.parameters) for each in functions]
     strict = any(each.strict for each in functions)
-    return functions, chosen(tools, asked.tool_choice, asked.parallel_tool_calls, strict=strict)
+    return functions, chosen(tools, body.tool_choice, body.parallel_tool_calls, strict=strict)
 
 
-def _function(given: dict[str, Any], where: str) -> Function:
+def _function(given: dict[str, Any], where: str) -> ResponsesFunction:
     if given.get("type") != "function":
         raise unsupported(f"{where}.type", given.get("type"))
-    return read_object(given, Function, TOOL_NEUTRAL, where)
+    return read_object(given, ResponsesFunction, TOOL_NO_EFFECT, where)
 
 
 # -- in the address ------------------------------------------------------------------------------------------------
 
 
-class Retrieval(msgspec.Struct, forbid_unknown_fields=True):
+class RetrieveQuery(msgspec.Struct, forbid_unknown_fields=True):
     include: list[str] = []
     include_obfuscation: Literal["false"] = "false"
     starting_after: Annotated[int, Meta(ge=0)] | None = None
     stream: bool = False
 
 
-class Page(msgspec.Struct, forbid_unknown_fields=True):
+class ItemsQuery(msgspec.Struct, forbid_unknown_fields=True):
     after: str | None = None
     include: list[str] = []
     limit: Annotated[int, Meta(ge=1, le=100)] = 20
     order: Literal["asc", "desc"] = "desc"
 
 
-Q = TypeVar("Q", Retrieval, Page)
+Q = TypeVar("Q", RetrieveQuery, ItemsQuery)
 
 
 def read_query(http: HttpRequest, kind: type[Q]) -> Q:

@@ -12,17 +12,17 @@ from typing import Any
 
 from penstock.errors import InvalidRequest
 from penstock.server.access.bounds import MAX_MESSAGES, MAX_PARTS, check_count
-from penstock.server.bodies import ANYTHING, Neutral, read_object, unsupported
+from penstock.server.bodies import ANY_VALUE, NoEffect, read_object, unsupported
 from penstock.server.chat.chat_turn import call_input
 from penstock.server.chat.tools import told_reasoning
 from penstock.server.responses.items import (
-    FunctionCall,
-    FunctionOutput,
+    FunctionCallItem,
+    FunctionOutputItem,
     InputText,
     Item,
-    Message,
+    MessageItem,
     OutputText,
-    Reasoning,
+    ReasoningItem,
     new_id,
 )
 from penstock.text.tools import CallArguments
@@ -30,17 +30,17 @@ from penstock.text.tools import CallArguments
 Rendered = dict[str, Any]  # a message as templates take it
 
 KINDS: dict[str, tuple[type[Item], str]] = {  # by type: how ids of its own begin
-    "message": (Message, "msg"),
-    "reasoning": (Reasoning, "rs"),
-    "function_call": (FunctionCall, "fc"),
-    "function_call_output": (FunctionOutput, "fco"),
+    "message": (MessageItem, "msg"),
+    "reasoning": (ReasoningItem, "rs"),
+    "function_call": (FunctionCallItem, "fc"),
+    "function_call_output": (FunctionOutputItem, "fco"),
 }
-NEUTRAL: Neutral = {
+NO_EFFECT: NoEffect = {
     "async": (False,),
     "caller": ({"type": "direct"},),
-    "created_by": ANYTHING,
+    "created_by": ANY_VALUE,
     "namespace": (),
-    "phase": ANYTHING,
+    "phase": ANY_VALUE,
 }
 
 
@@ -50,7 +50,7 @@ NEUTRAL: Neutral = {
 def read_items(given: str | Sequence[dict[str, Any]] | None) -> list[Item]:
     """Items without an id get one; a text alone is what a user says."""
     if isinstance(given, str):
-        return [Message(new_id("msg"), "user", [InputText(given)])]
+        return [MessageItem(new_id("msg"), "user", [InputText(given)])]
     check_count(given or (), MAX_MESSAGES, "input")
     return [_item(item, f"input[{index}]") for index, item in enumerate(given or ())]
 
@@ -66,12 +66,12 @@ def _item(given: dict[str, Any], where: str) -> Item:
     kind, prefix = KINDS[type]
     item = {name: value for name, value in given.items() if value is not None}
     item |= {"type": type, "id": item.get("id") or new_id(prefix)}
-    if kind is Message:
+    if kind is MessageItem:
         item["content"] = _parts(item.get("content"), item.get("role"), f"{where}.content")
-    if kind is FunctionOutput:
+    if kind is FunctionOutputItem:
         item.pop("name", None)  # of the function: the call says it
         _check_parts(item.get("output"), ("input_text",), f"{where}.output")
-    return read_object(item, kind, NEUTRAL, where)
+    return read_object(item, kind, NO_EFFECT, where)
 
 
 def _parts(content: object, role: object, where: str) -> object:
@@ -108,7 +108,7 @@ def _unseal(sealed: str) -> str:
         ) from error
 
 
-def _thought(item: Reasoning) -> str:
+def _thought(item: ReasoningItem) -> str:
     if item.content is None and item.encrypted_content is not None:
         return _unseal(item.encrypted_content)
     return "\n".join(part.text for part in item.content or item.summary)
@@ -121,7 +121,7 @@ def messages_of(instructions: str | None, items: Iterable[Item]) -> list[Rendere
     """System messages at the beginning become one: many templates take no more."""
     renderer = _Renderer()
     if instructions:
-        renderer.add(Message("", "system", [InputText(instructions)]))
+        renderer.add(MessageItem("", "system", [InputText(instructions)]))
     for item in items:
         renderer.add(item)
     renderer.end_turn()
@@ -141,9 +141,9 @@ class _Renderer:
         if self._turn and (rank is None or not _follows(rank, _rank(self._turn[-1]))):
             self.end_turn()
         match item:
-            case FunctionOutput():
+            case FunctionOutputItem():
                 self.messages.append(self._result(item))
-            case Message() if rank is None:
+            case MessageItem() if rank is None:
                 self._hear("user" if item.role == "user" else "system", _joined(item.content))
             case _:
                 self._turn.append(item)
@@ -151,7 +151,7 @@ class _Renderer:
     def end_turn(self) -> None:
         if self._turn:
             self.messages.append(_said(self._turn))
-            self._names |= {item.call_id: item.name for item in self._turn if isinstance(item, FunctionCall)}
+            self._names |= {item.call_id: item.name for item in self._turn if isinstance(item, FunctionCallItem)}
         self._turn = []
 
     def _hear(self, role: str, text: str) -> None:
@@ -160,7 +160,7 @@ class _Renderer:
         else:
             self.messages.append({"role": role, "content": text})
 
-    def _result(self, item: FunctionOutput) -> Rendered:
+    def _result(self, item: FunctionOutputItem) -> Rendered:
         if item.call_id not in self._names:
             raise InvalidRequest(
                 f"a function_call_output answers {item.call_id!r}, and no function_call before it has this call_id",
@@ -173,11 +173,11 @@ class _Renderer:
 def _rank(item: Item) -> int | None:
     """Where an item stands in an assistant's turn; none for what others say."""
     match item:
-        case Reasoning():
+        case ReasoningItem():
             return 0
-        case Message(role="assistant"):
+        case MessageItem(role="assistant"):
             return 1
-        case FunctionCall():
+        case FunctionCallItem():
             return 2
     return None
 
@@ -187,16 +187,16 @@ def _follows(rank: int, last: int | None) -> bool:
 
 
 def _said(turn: Sequence[Item]) -> Rendered:
-    thoughts = [_thought(item) for item in turn if isinstance(item, Reasoning)]
-    words = [_joined(item.content) for item in turn if isinstance(item, Message)]
-    calls = [_called(item) for item in turn if isinstance(item, FunctionCall)]
+    thoughts = [_thought(item) for item in turn if isinstance(item, ReasoningItem)]
+    words = [_joined(item.content) for item in turn if isinstance(item, MessageItem)]
+    calls = [_called(item) for item in turn if isinstance(item, FunctionCallItem)]
     said: Rendered = {"role": "assistant", "content": words[0] if words else None}
     if thoughts:
         said |= told_reasoning("\n".join(thoughts), said["content"])
     return said | {"tool_calls": calls} if calls else said
 
 
-def _called(item: FunctionCall) -> dict[str, Any]:
+def _called(item: FunctionCallItem) -> dict[str, Any]:
     arguments = call_input(item.arguments)
     if arguments is None:
         raise InvalidRequest(

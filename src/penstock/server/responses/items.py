@@ -9,7 +9,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from penstock.server.chat.structured import Schema
-from penstock.server.explain import Penstock
+from penstock.server.explain import AnswerReport
 from penstock.server.openai.chat import TokenEntry
 
 Status = Literal["in_progress", "completed", "incomplete"]
@@ -34,14 +34,14 @@ class SummaryText(msgspec.Struct, tag_field="type", tag="summary_text", forbid_u
     text: str
 
 
-class Message(msgspec.Struct, tag_field="type", tag="message", forbid_unknown_fields=True):
+class MessageItem(msgspec.Struct, tag_field="type", tag="message", forbid_unknown_fields=True):
     id: str
     role: Literal["user", "assistant", "system", "developer"]
     content: list[InputText | OutputText]
     status: Status = "completed"
 
 
-class Reasoning(msgspec.Struct, tag_field="type", tag="reasoning", forbid_unknown_fields=True):
+class ReasoningItem(msgspec.Struct, tag_field="type", tag="reasoning", forbid_unknown_fields=True):
     id: str
     summary: list[SummaryText] = []
     content: list[ReasoningText] | None = None
@@ -49,7 +49,7 @@ class Reasoning(msgspec.Struct, tag_field="type", tag="reasoning", forbid_unknow
     status: Status = "completed"
 
 
-class FunctionCall(msgspec.Struct, tag_field="type", tag="function_call", forbid_unknown_fields=True):
+class FunctionCallItem(msgspec.Struct, tag_field="type", tag="function_call", forbid_unknown_fields=True):
     id: str
     call_id: str
     name: str
@@ -57,14 +57,14 @@ class FunctionCall(msgspec.Struct, tag_field="type", tag="function_call", forbid
     status: Status = "completed"
 
 
-class FunctionOutput(msgspec.Struct, tag_field="type", tag="function_call_output", forbid_unknown_fields=True):
+class FunctionOutputItem(msgspec.Struct, tag_field="type", tag="function_call_output", forbid_unknown_fields=True):
     id: str
     call_id: str
     output: str | list[InputText]
     status: Status = "completed"
 
 
-Item = Message | Reasoning | FunctionCall | FunctionOutput
+Item = MessageItem | ReasoningItem | FunctionCallItem | FunctionOutputItem
 
 
 def new_id(kind: str) -> str:
@@ -74,7 +74,7 @@ def new_id(kind: str) -> str:
 # -- the response --------------------------------------------------------------------------------------------------
 
 
-class Function(msgspec.Struct, tag_field="type", tag="function", forbid_unknown_fields=True):
+class ResponsesFunction(msgspec.Struct, tag_field="type", tag="function", forbid_unknown_fields=True):
     """A tool, as it was sent."""
 
     name: str
@@ -101,33 +101,33 @@ class ReasoningSettings(msgspec.Struct, forbid_unknown_fields=True):
     summary: None = None
 
 
-class InputDetails(msgspec.Struct):
+class InputTokensDetails(msgspec.Struct):
     cached_tokens: int = 0
     cache_write_tokens: int = 0
 
 
-class OutputDetails(msgspec.Struct):
+class OutputTokensDetails(msgspec.Struct):
     reasoning_tokens: int = 0
 
 
-class Usage(msgspec.Struct):
+class ResponseUsage(msgspec.Struct):
     input_tokens: int
-    input_tokens_details: InputDetails
+    input_tokens_details: InputTokensDetails
     output_tokens: int
-    output_tokens_details: OutputDetails
+    output_tokens_details: OutputTokensDetails
     total_tokens: int
 
 
-class Incomplete(msgspec.Struct):
+class IncompleteDetails(msgspec.Struct):
     reason: str = "max_output_tokens"
 
 
-class Trouble(msgspec.Struct):
+class ResponseError(msgspec.Struct):
     code: str
     message: str
 
 
-class Response(msgspec.Struct, kw_only=True):
+class ResponseObject(msgspec.Struct, kw_only=True):
     """What was asked for and, as it comes, what was answered."""
 
     id: str
@@ -136,8 +136,8 @@ class Response(msgspec.Struct, kw_only=True):
     completed_at: int | None = None
     status: str
     background: bool
-    error: Trouble | None = None
-    incomplete_details: Incomplete | None = None
+    error: ResponseError | None = None
+    incomplete_details: IncompleteDetails | None = None
     instructions: str | None
     max_output_tokens: int | None
     metadata: dict[str, str]
@@ -153,10 +153,10 @@ class Response(msgspec.Struct, kw_only=True):
     temperature: float
     text: TextSettings
     tool_choice: str | dict[str, Any]
-    tools: list[Function]
+    tools: list[ResponsesFunction]
     top_logprobs: int
     top_p: float
     truncation: str = "disabled"
-    usage: Usage | None = None
+    usage: ResponseUsage | None = None
     user: str | None
-    penstock: Penstock | UnsetType = UNSET
+    penstock: AnswerReport | UnsetType = UNSET

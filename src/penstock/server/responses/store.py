@@ -10,8 +10,8 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from penstock.errors import InvalidRequest, NotFound
-from penstock.server.responses.background import Job
-from penstock.server.responses.items import Item, Response
+from penstock.server.responses.background import BackgroundResponse
+from penstock.server.responses.items import Item, ResponseObject
 from penstock.server.sse import encode
 
 MOST = 1024
@@ -19,10 +19,10 @@ MOST_BYTES = 64 * 2**20  # as JSON
 
 
 @dataclass(eq=False)
-class Kept:
-    response: Response
+class StoredResponse:
+    response: ResponseObject
     input: list[Item]
-    job: Job | None = None  # of those made in the background
+    job: BackgroundResponse | None = None  # of those made in the background
 
     @property
     def busy(self) -> bool:
@@ -38,17 +38,19 @@ class ResponseStore:
     def __init__(self, most: int = MOST, most_bytes: int = MOST_BYTES) -> None:
         self._most = most
         self._most_bytes = most_bytes
-        self._kept: OrderedDict[str, tuple[Kept, int]] = OrderedDict()  # with its size; the latest used is last
+        self._kept: OrderedDict[str, tuple[StoredResponse, int]] = (
+            OrderedDict()
+        )  # with its size; the latest used is last
         self._bytes = 0
 
-    def put(self, kept: Kept) -> None:
+    def put(self, kept: StoredResponse) -> None:
         """Anew, or as it has become."""
         self._drop(kept.response.id)
         self._kept[kept.response.id] = kept, kept.size
         self._bytes += self._kept[kept.response.id][1]
         self._make_room(kept)
 
-    def get(self, id: str) -> Kept:
+    def get(self, id: str) -> StoredResponse:
         if id not in self._kept:
             raise NotFound(
                 f"there is no response {id!r} here: it was not stored, or deleted, or gave way to later ones"
@@ -62,7 +64,7 @@ class ResponseStore:
 
     def conversation(self, id: str | None) -> list[Item]:
         """All that was said up to and with the response."""
-        turns: list[Kept] = []
+        turns: list[StoredResponse] = []
         while id is not None:
             turns.append(self._ended(id))
             id = turns[-1].response.previous_response_id
@@ -70,7 +72,7 @@ class ResponseStore:
             self._kept.move_to_end(turn.response.id)
         return [item for turn in reversed(turns) for item in (*turn.input, *turn.response.output)]
 
-    def _ended(self, id: str) -> Kept:
+    def _ended(self, id: str) -> StoredResponse:
         try:
             kept = self.get(id)
         except NotFound as error:
@@ -84,7 +86,7 @@ class ResponseStore:
             raise InvalidRequest(told, param="previous_response_id")
         return kept
 
-    def _make_room(self, newest: Kept) -> None:
+    def _make_room(self, newest: StoredResponse) -> None:
         for id, (kept, _) in list(self._kept.items()):
             if len(self._kept) <= self._most and self._bytes <= self._most_bytes:
                 return

@@ -18,7 +18,7 @@ from penstock import __version__
 from penstock.ipc.client import EngineClient
 from penstock.server.access.accounts import ACCOUNT
 from penstock.server.telemetry import compat_metrics
-from penstock.server.telemetry.compat_metrics import Aliases
+from penstock.server.telemetry.compat_metrics import CompatMetrics
 from penstock.types import STEP_SIZES, Report, Request
 
 # Ours, and those of the dashboards that the aliases are for.
@@ -28,7 +28,7 @@ SLOW = sorted({0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0,
 BY_ITSELF = "of a request that the engine ended: no stop string did, and nobody left"
 
 
-class Ended(NamedTuple):
+class FinishedRequest(NamedTuple):
     """A request that has ended, as it was seen from here. Times are of perf_counter."""
 
     request: Request
@@ -46,7 +46,7 @@ class Metrics:
     """`listeners` hear of every request that has ended."""
 
     def __init__(self, client: EngineClient, model: str) -> None:
-        self.listeners: list[Callable[[Ended], None]] = []
+        self.listeners: list[Callable[[FinishedRequest], None]] = []
         self.first_token = Distribution("time_to_first_token_seconds", "From asking the engine to a first token", SOON)
         self.inter_token = Distribution("inter_token_seconds", "Between one token of a request and the next", FAST)
         self.mean_token = Distribution("request_token_seconds", "A request's mean time from token to token", FAST)
@@ -61,9 +61,9 @@ class Metrics:
         )
         self.finished = Counter("penstock_requests_finished", "Requests by how they ended", ["reason"], registry=None)
         mine = [each for each in vars(self).values() if isinstance(each, Distribution | Counter)]
-        sources: list[Collector] = [EngineNumbers(client, model), *mine]
+        sources: list[Collector] = [EngineCollector(client, model), *mine]
         self._registry = CollectorRegistry()
-        for source in [*sources, Aliases(sources, model)]:
+        for source in [*sources, CompatMetrics(sources, model)]:
             self._registry.register(source)
 
     def register(self, collector: Collector) -> None:
@@ -72,7 +72,7 @@ class Metrics:
     def render(self) -> bytes:
         return generate_latest(self._registry)
 
-    def end(self, ended: Ended) -> None:
+    def end(self, ended: FinishedRequest) -> None:
         self.request.observe(ended.ended - ended.began)
         self.finished.labels(ended.reason).inc()
         self.prompt.observe(len(ended.request.prompt))
@@ -109,7 +109,7 @@ def histogram(name: str, told: str, bounds: Sequence[float], counts: Sequence[in
     return HistogramMetricFamily(name, told, buckets=list(buckets), sum_value=total)
 
 
-class Watch:
+class RequestTimer:
     """Times one request from here to its end: a finish reason, an error, or a caller that left."""
 
     def __init__(self, metrics: Metrics, request: Request) -> None:
@@ -142,10 +142,10 @@ class Watch:
             self._account.charge("generated", self._generated)
         reason = "error" if kind is not None and issubclass(kind, Exception) else self.reason
         times = (self._began, self._first, self._last, perf_counter())
-        self._metrics.end(Ended(self._request, reason, *times, self._generated, self._cached, self.report))
+        self._metrics.end(FinishedRequest(self._request, reason, *times, self._generated, self._cached, self.report))
 
 
-class EngineNumbers:
+class EngineCollector:
     """Reads the engine's latest word on itself when it is asked for. Counters start again with a new engine."""
 
     def __init__(self, client: EngineClient, model: str) -> None:

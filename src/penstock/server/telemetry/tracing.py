@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock import __version__
 from penstock.errors import ConfigError
-from penstock.server.telemetry.metrics import Ended, Metrics
+from penstock.server.telemetry.metrics import FinishedRequest, Metrics
 
 OPERATIONS = {
     "/v1/chat/completions": "chat",
@@ -50,16 +50,16 @@ def traces_to(url: str) -> Traces:
     return Traces(provider)
 
 
-class Answering:
+class RequestSpan:
     """A request over HTTP, and the streams of the engine that were its answer."""
 
     def __init__(self, span: Span, operation: str) -> None:
         self.span = span
         self.operation = operation
-        self.ended: list[Ended] = []
+        self.ended: list[FinishedRequest] = []
 
 
-_ANSWERING: ContextVar[Answering | None] = ContextVar("answering", default=None)
+_ANSWERING: ContextVar[RequestSpan | None] = ContextVar("answering", default=None)
 
 
 class Traces:
@@ -91,7 +91,7 @@ class Traces:
     async def _trace(self, app: ASGIApp, operation: str, scope: Scope, receive: Receive, send: Send) -> None:
         given = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         parent = self._parents.extract({name: given[name] for name in PARENT if name in given})
-        answering = Answering(self._begin(operation, SpanKind.SERVER, parent), operation)
+        answering = RequestSpan(self._begin(operation, SpanKind.SERVER, parent), operation)
         span = answering.span
         span.set_attributes({"http.request.method": "POST", "url.path": scope["path"]})
         span.set_attribute("penstock.request_id", scope["request_id"])
@@ -108,7 +108,7 @@ class Traces:
             note_answer(span, answering.ended)
             span.end()
 
-    def _hear(self, ended: Ended) -> None:
+    def _hear(self, ended: FinishedRequest) -> None:
         """What goes on after its request was answered has a span of its own."""
         answering = _ANSWERING.get()
         if answering is not None and answering.span.is_recording():
@@ -136,7 +136,7 @@ def note_status(span: Span, status: int) -> None:
         span.set_status(StatusCode.ERROR)
 
 
-def note_answer(span: Span, ended: Sequence[Ended]) -> None:
+def note_answer(span: Span, ended: Sequence[FinishedRequest]) -> None:
     """Of all choices together: a prompt that they share counts once."""
     if not ended:
         return
@@ -147,7 +147,7 @@ def note_answer(span: Span, ended: Sequence[Ended]) -> None:
         span.set_status(StatusCode.ERROR)
 
 
-def _asked(ended: Sequence[Ended]) -> dict[str, Any]:
+def _asked(ended: Sequence[FinishedRequest]) -> dict[str, Any]:
     sampling = ended[0].request.sampling
     return {
         "gen_ai.request.max_tokens": sampling.max_tokens,
@@ -162,7 +162,7 @@ def _asked(ended: Sequence[Ended]) -> dict[str, Any]:
     }
 
 
-def _answered(ended: Sequence[Ended]) -> dict[str, Any]:
+def _answered(ended: Sequence[FinishedRequest]) -> dict[str, Any]:
     prompts = {each.request.prompt: each.cached for each in reversed(ended)}
     began, firsts = min(each.began for each in ended), [each.first for each in ended if each.first]
     reports = [each.report for each in ended if each.report]
