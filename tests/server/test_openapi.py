@@ -60,10 +60,10 @@ def test_bodies_are_documented_as_they_are_read(
 ) -> None:
     read: list[Any] = []
 
-    def reading(given: Any, kind: Any, no_effect: Any, where: str = "", **how: Any) -> Any:
+    def reading(context: Any, given: Any, kind: Any, no_effect: Any, where: str = "", **how: Any) -> Any:
         if not where:
             read.append((kind, no_effect))
-        return read_object(given, kind, no_effect, where, **how)
+        return read_object(context, given, kind, no_effect, where, **how)
 
     read_object = bodies.read_object
     for module in (bodies, files, responses_fields):

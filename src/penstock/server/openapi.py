@@ -1,4 +1,4 @@
-"""GET /openapi.json: our own routes, as an OpenAPI document made of the structs that bodies are read as."""
+"""GET /openapi.json: the server's routes as an OpenAPI document, made of the structs that bodies are read into."""
 
 from __future__ import annotations
 
@@ -17,29 +17,30 @@ from starlette.routing import Route
 from penstock import __version__
 from penstock.server.bodies import ANY_VALUE, NoEffect
 from penstock.server.errors import OllamaErrorBody, error_shape
+from penstock.server.request_context import RequestContext
 from penstock.server.served_model import ServedModel
 
 JSON = "application/json"
 REF = "#/components/schemas/{name}"
-READ_AS = "x-read-as"  # holds the place of what an object within a body is read as, until all of that is known
+READ_AS = "x-read-as"  # marks a nested object until the schemas of all structs are known
 
 Kind = Any  # a struct, or a union of some
 Schema = dict[str, Any]
 
 
 class Operation(NamedTuple):
-    """What is said on a route: the fields that are read and those that change nothing, what is answered, whole and
-    streamed, and what may be asked in the address. A text in place of a type is a media type."""
+    """What a route reads and answers: its body, the fields accepted without effect, its answer, whole and streamed,
+    and its query. A string instead of a struct is a media type."""
 
     takes: Kind | str | None = None
     no_effect: NoEffect | None = None
-    answers: Kind | str | None = JSON  # none: nothing
+    answers: Kind | str | None = JSON  # None: nothing
     streams: Kind | None = None
     query: Kind | None = None
 
 
 class DocumentedRoute(Route):
-    """A route that knows what is said on it."""
+    """A route with the operation that documents it."""
 
     def __init__(
         self, path: str, endpoint: Callable[[Request], Awaitable[Response]], method: str, operation: Operation
@@ -58,38 +59,37 @@ _nested: dict[str, NestedBody] = {}
 
 
 def read_as(*kinds: Kind, no_effect: NoEffect | None = None) -> Meta:
-    """Annotates an object within a body that is taken as it comes and read later: as one of the kinds."""
+    """Annotates a nested object of a body that is read later, as one of the kinds."""
     name = ", ".join(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds)
     _nested[name] = NestedBody(kinds, no_effect or {})
     return Meta(extra_json_schema={READ_AS: name})
 
 
 class OpenApiDocument:
-    """The endpoint. The document is made when it is first asked for: that takes a tenth of a second."""
+    """The endpoint. It makes the document at the first request, which takes a tenth of a second."""
 
     _text = b""
 
-    async def __call__(self, _: ServedModel, http: Request) -> Response:
+    async def __call__(self, _: ServedModel, http: Request, __: RequestContext) -> Response:
         if not self._text:
             self._text = await asyncio.to_thread(_encoded, http.app.routes)
         return Response(self._text, media_type=JSON)
 
 
 def _encoded(routes: Sequence[DocumentedRoute]) -> bytes:
-    text = msgspec.json.encode(document(routes))
-    return text.replace(b"penstock.server.", b"")  # structs that share a name have their module before it
+    return msgspec.json.encode(document(routes))
 
 
 def document(routes: Sequence[DocumentedRoute]) -> Schema:
-    refs, components = _described(_spoken_of(routes))
+    refs, components = _described(_kinds_of(routes))
     paths: defaultdict[str, Schema] = defaultdict(dict)
     for route in routes:
-        paths[route.path_format][route.method.lower()] = _told(route, refs)
+        paths[route.path_format][route.method.lower()] = _operation(route, refs)
     info = {"title": "Penstock", "version": __version__}
     return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": components}}
 
 
-def _spoken_of(routes: Sequence[DocumentedRoute]) -> dict[Kind, NoEffect]:
+def _kinds_of(routes: Sequence[DocumentedRoute]) -> dict[Kind, NoEffect]:
     kinds: dict[Kind, NoEffect] = {}
     for route in routes:
         operation = route.operation
@@ -101,7 +101,7 @@ def _spoken_of(routes: Sequence[DocumentedRoute]) -> dict[Kind, NoEffect]:
 
 
 def _described(kinds: dict[Kind, NoEffect]) -> tuple[dict[Kind, Schema], dict[str, Schema]]:
-    """A reference to each kind, and what they refer to: these kinds and all that are read within them."""
+    """Returns a reference to each kind, and the schemas of these kinds and of all nested in them."""
     schemas, components = msgspec.json.schema_components(kinds, ref_template=REF)
     places = [(each, _nested[each[READ_AS]]) for each in _objects(components) if READ_AS in each]
     within = {kind: nested.no_effect for _, nested in places for kind in nested.kinds}
@@ -126,26 +126,26 @@ def _objects(tree: object) -> Iterator[Schema]:
         yield from _objects(each)
 
 
-def _told(route: DocumentedRoute, refs: dict[Kind, Schema]) -> Schema:
+def _operation(route: DocumentedRoute, refs: dict[Kind, Schema]) -> Schema:
     operation, error = route.operation, error_shape(route.path)
     answered = _content(operation.answers, refs)
     if operation.streams is not None:
         chunk = {"anyOf": [refs[operation.streams], refs[error]]}
         answered |= _lines(chunk) if error is OllamaErrorBody else _events(chunk)
     done = "2XX" if operation.answers is None else "200"
-    trouble = {} if route.method == "HEAD" else {"content": _content(error, refs)}
-    told: Schema = {
+    body = {} if route.method == "HEAD" else {"content": _content(error, refs)}
+    described: Schema = {
         "operationId": f"{route.method.lower()}{re.sub('[^a-z0-9]+', '_', route.path_format)}",
         "parameters": [*_path_parameters(route), *_query_parameters(operation.query)],
         "responses": {
             done: {"description": "The answer", "content": answered},
-            "4XX": {"description": "Refused, and what is wrong with the request"} | trouble,
-            "5XX": {"description": "Failed, or there is no engine to answer"} | trouble,
+            "4XX": {"description": "The request is refused, and why"} | body,
+            "5XX": {"description": "The request failed, or there is no engine"} | body,
         },
     }
     if operation.takes is not None:
-        told["requestBody"] = {"required": True, "content": _content(operation.takes, refs)}
-    return told
+        described["requestBody"] = {"required": True, "content": _content(operation.takes, refs)}
+    return described
 
 
 def _path_parameters(route: DocumentedRoute) -> list[Schema]:
@@ -156,8 +156,8 @@ def _path_parameters(route: DocumentedRoute) -> list[Schema]:
 def _query_parameters(kind: Kind | None) -> list[Schema]:
     if kind is None:
         return []
-    (asked,) = msgspec.json.schema_components([kind])[1].values()
-    return [{"name": name, "in": "query", "schema": schema} for name, schema in asked["properties"].items()]
+    (query,) = msgspec.json.schema_components([kind])[1].values()
+    return [{"name": name, "in": "query", "schema": schema} for name, schema in query["properties"].items()]
 
 
 def _content(kind: Kind | str | None, refs: dict[Kind, Schema]) -> Schema:
@@ -171,6 +171,6 @@ def _lines(chunk: Schema) -> Schema:
 
 
 def _events(chunk: Schema) -> Schema:
-    """OpenAPI 3.1 has no word for a stream: this is one event of it."""
+    """Describes one event of a stream: OpenAPI 3.1 cannot describe a stream."""
     data = {"anyOf": [{"const": "[DONE]"}, {"type": "string", "contentMediaType": JSON, "contentSchema": chunk}]}
     return {"text/event-stream": {"schema": {"type": "object", "properties": {"data": data}, "required": ["data"]}}}

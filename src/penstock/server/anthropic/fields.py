@@ -1,7 +1,4 @@
-"""What Anthropic's clients send, as a chat template takes it.
-
-A field is read and honoured, or accepted because its value asks for nothing, or refused by name.
-"""
+"""The bodies that Anthropic's clients send, and their messages as chat templates take them."""
 
 from __future__ import annotations
 
@@ -14,17 +11,16 @@ from msgspec import Meta
 from penstock.errors import InvalidRequest
 from penstock.server.access.bounds import MAX_MESSAGES, MAX_PARTS, check_count
 from penstock.server.bodies import ANY_VALUE, NoEffect, read_object, unsupported
-from penstock.server.chat.chat_turn import thinking
+from penstock.server.chat.chat_turn import thinking_fields
 from penstock.server.chat.structured import json_grammar
-from penstock.server.chat.tools import MAX_TOOLS, ToolUse, for_template, known, told_reasoning
+from penstock.server.chat.tools import MAX_TOOLS, ToolUse, for_template, known, template_call, template_reasoning
 from penstock.server.openapi import read_as
-from penstock.server.request_context import notes
+from penstock.server.request_context import RequestContext
 from penstock.server.served_model import ServedModel
-from penstock.text.tools import CallArguments
 from penstock.types import Grammar
 
 NO_EFFECT: NoEffect = {
-    "cache_control": ANY_VALUE,  # every prefix is cached, asked for or not
+    "cache_control": ANY_VALUE,  # every prefix is cached anyway
     "container": (),
     "context_management": ({"edits": []},),
     "diagnostics": (),
@@ -59,7 +55,7 @@ class AnthropicToolChoice(msgspec.Struct, forbid_unknown_fields=True):
 
 class ThinkingConfig(msgspec.Struct, forbid_unknown_fields=True):
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Annotated[int, Meta(ge=1)] | None = None  # after so many, thinking is ended
+    budget_tokens: Annotated[int, Meta(ge=1)] | None = None  # thinking is ended after so many
     display: Literal["summarized"] | None = None
 
 
@@ -90,10 +86,7 @@ class MessagesBody(MessagesConversation):
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
-    penstock: bool | None = None  # whether the answer is to explain itself
-
-    def __post_init__(self) -> None:
-        notes().explain |= bool(self.penstock)
+    penstock: bool | None = None  # asks for a report of what happened to the answer
 
 
 class AnthropicMessage(msgspec.Struct, forbid_unknown_fields=True):
@@ -139,29 +132,31 @@ AnyBlock = Annotated[
     read_as(AnthropicText, AnthropicThinking, AnthropicToolUse, AnthropicToolResult, no_effect=BLOCK_NO_EFFECT),
 ]
 Block = AnthropicText | AnthropicThinking | AnthropicToolUse | AnthropicToolResult
-Rendered = dict[str, Any]  # a message as templates take it
+Rendered = dict[str, Any]  # a message as chat templates take it
 
-BLOCKS: dict[str, dict[str, type[Block]]] = {  # of each role
+BLOCKS: dict[str, dict[str, type[Block]]] = {  # that a role may have
     "system": {"text": AnthropicText},
     "user": {"text": AnthropicText, "tool_result": AnthropicToolResult},
     "assistant": {"text": AnthropicText, "thinking": AnthropicThinking, "tool_use": AnthropicToolUse},
 }
 
 
-def read_messages(body: MessagesConversation) -> list[Rendered]:
-    """The messages for the model's chat template."""
+def read_messages(context: RequestContext, body: MessagesConversation) -> list[Rendered]:
+    """Returns the messages as chat templates take them."""
     if not body.messages:
-        raise InvalidRequest("messages is empty: at least one is needed", param="messages")
-    messages = _Renderer().messages(body)
+        raise InvalidRequest("messages is empty: send at least one", param="messages")
+    messages = _Renderer(context).messages(body)
     if messages[-1]["role"] == "assistant":
-        raise InvalidRequest("the last message must be the user's: an answer that was begun is not gone on with")
+        raise InvalidRequest(
+            "the last message must be the user's: continuing an answer that was begun is not supported"
+        )
     return messages
 
 
-def read_use(body: MessagesConversation) -> ToolUse:
+def read_use(context: RequestContext, body: MessagesConversation) -> ToolUse:
     choice = body.tool_choice or AnthropicToolChoice("auto")
     check_count(body.tools or (), MAX_TOOLS, "tools")
-    given = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(body.tools or ())]
+    given = [_tool(context, tool, f"tools[{index}]") for index, tool in enumerate(body.tools or ())]
     tools = [for_template(tool.name, tool.description, tool.input_schema) for tool in given]
     names = tuple(tool["function"]["name"] for tool in tools)
     use = ToolUse(
@@ -180,10 +175,10 @@ def read_grammar(body: MessagesConversation) -> Grammar | None:
 
 
 def template_fields(served: ServedModel, body: MessagesConversation) -> dict[str, Any]:
-    """What is asked of the template beside messages and tools: refused where it has no word for it. Without a word
-    about thinking there is none, if the model can do without."""
+    """Returns the template's fields beside messages and tools; raises if the template does not have them. Without
+    `thinking` in the body the model does not think, if it can be told so."""
     given = body.thinking
-    fields = thinking(served, given is not None and given.type != "disabled")
+    fields = thinking_fields(served, given is not None and given.type != "disabled")
     if fields is None and given is not None:
         raise unsupported("thinking", given)
     fields = fields or {}
@@ -194,48 +189,42 @@ def template_fields(served: ServedModel, body: MessagesConversation) -> dict[str
 
 
 class _Renderer:
-    def __init__(self) -> None:
-        self._tools: dict[str, str] = {}  # names of tools that were used, by the id of the use
+    def __init__(self, context: RequestContext) -> None:
+        self._context = context
+        self._tools: dict[str, str] = {}  # names of tools that were called, by the id of the call
 
     def messages(self, body: MessagesConversation) -> list[Rendered]:
         check_count(body.messages, MAX_MESSAGES, "messages")
         rendered = []
         if body.system:
-            rendered.append({"role": "system", "content": _joined(_blocks(body.system, "system", "system"))})
+            rendered.append({"role": "system", "content": _joined(self._blocks(body.system, "system", "system"))})
         for index, given in enumerate(body.messages):
             rendered += self._message(given, f"messages[{index}]")
         return rendered
 
     def _message(self, given: dict[str, Any], where: str) -> Iterator[Rendered]:
-        message = read_object(given, AnthropicMessage, {}, where)
-        blocks = _blocks(message.content, message.role, f"{where}.content")
+        message = read_object(self._context, given, AnthropicMessage, {}, where)
+        blocks = self._blocks(message.content, message.role, f"{where}.content")
         if message.role == "assistant":
-            yield self._said(blocks)
+            yield self._assistant(blocks)
         elif any(isinstance(block, AnthropicToolResult) for block in blocks):
             yield from self._results(blocks, where)
         else:
             yield {"role": message.role, "content": _joined(blocks)}
 
-    def _said(self, blocks: Sequence[Block]) -> Rendered:
-        said: Rendered = {"role": "assistant", "content": _joined(blocks)}
-        thoughts = [block.thinking for block in blocks if isinstance(block, AnthropicThinking)]
+    def _assistant(self, blocks: Sequence[Block]) -> Rendered:
+        rendered: Rendered = {"role": "assistant", "content": _joined(blocks)}
+        reasoning = [block.thinking for block in blocks if isinstance(block, AnthropicThinking)]
         calls = [block for block in blocks if isinstance(block, AnthropicToolUse)]
         self._tools |= {call.id: call.name for call in calls}
-        if thoughts:
-            said |= told_reasoning("\n".join(thoughts), said["content"])
+        if reasoning:
+            rendered |= template_reasoning("\n".join(reasoning), rendered["content"])
         if calls:
-            said["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": CallArguments(call.input)},
-                }
-                for call in calls
-            ]
-        return said
+            rendered["tool_calls"] = [template_call(call.id, call.name, call.input) for call in calls]
+        return rendered
 
     def _results(self, blocks: Sequence[Block], where: str) -> Iterator[Rendered]:
-        """Each result is a message of its own; what the user says beside them comes after them."""
+        """Yields each tool result as a message of its own, and then the user's text beside them."""
         for index, block in enumerate(blocks):
             if isinstance(block, AnthropicToolResult):
                 yield self._result(block, f"{where}.content[{index}]")
@@ -244,40 +233,40 @@ class _Renderer:
 
     def _result(self, result: AnthropicToolResult, where: str) -> Rendered:
         if result.tool_use_id not in self._tools:
-            told = f"{where}.tool_use_id: no tool_use block before it has the id {result.tool_use_id!r}"
-            raise InvalidRequest(told, param=f"{where}.tool_use_id")
-        text = _joined(_blocks(result.content or "", "system", f"{where}.content"))
+            raise InvalidRequest(
+                f"{where}.tool_use_id: no tool_use block before it has the id {result.tool_use_id!r}",
+                param=f"{where}.tool_use_id",
+            )
+        text = _joined(self._blocks(result.content or "", "system", f"{where}.content"))
         return {
             "role": "tool",
             "tool_call_id": result.tool_use_id,
             "name": self._tools[result.tool_use_id],
-            "content": f"Error: {text}" if result.is_error else text,  # templates have no other word for it
+            "content": f"Error: {text}" if result.is_error else text,  # templates cannot express an error otherwise
         }
 
+    def _blocks(self, content: str | list[dict[str, Any]], role: str, where: str) -> list[Block]:
+        if isinstance(content, str):
+            return [AnthropicText("text", content)]
+        check_count(content, MAX_PARTS, where)
+        return [self._block(block, BLOCKS[role], f"{where}[{index}]") for index, block in enumerate(content)]
 
-def _blocks(content: str | list[dict[str, Any]], role: str, where: str) -> list[Block]:
-    if isinstance(content, str):
-        return [AnthropicText("text", content)]
-    check_count(content, MAX_PARTS, where)
-    return [_block(block, BLOCKS[role], f"{where}[{index}]") for index, block in enumerate(content)]
-
-
-def _block(given: dict[str, Any], kinds: dict[str, type[Block]], where: str) -> Block:
-    kind = given.get("type")
-    if not isinstance(kind, str) or kind not in kinds:
-        raise InvalidRequest(
-            f"{where}.type: {kind!r} is not supported here; it may be {', '.join(kinds)}",
-            param=f"{where}.type",
-            code="unsupported_parameter",
-        )
-    return read_object(given, kinds[kind], BLOCK_NO_EFFECT, where)
+    def _block(self, given: dict[str, Any], kinds: dict[str, type[Block]], where: str) -> Block:
+        kind = given.get("type")
+        if not isinstance(kind, str) or kind not in kinds:
+            raise InvalidRequest(
+                f"{where}.type: {kind!r} is not supported here; use {', '.join(kinds)}",
+                param=f"{where}.type",
+                code="unsupported_parameter",
+            )
+        return read_object(self._context, given, kinds[kind], BLOCK_NO_EFFECT, where)
 
 
 def _joined(blocks: Sequence[Block]) -> str:
     return "\n".join(block.text for block in blocks if isinstance(block, AnthropicText))
 
 
-def _tool(given: dict[str, Any], where: str) -> AnthropicTool:
+def _tool(context: RequestContext, given: dict[str, Any], where: str) -> AnthropicTool:
     if given.get("type") not in (None, "custom"):
         raise unsupported(f"{where}.type", given["type"])
-    return read_object(given, AnthropicTool, TOOL_NO_EFFECT, where)
+    return read_object(context, given, AnthropicTool, TOOL_NO_EFFECT, where)

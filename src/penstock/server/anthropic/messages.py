@@ -1,7 +1,7 @@
 """POST /v1/messages and /v1/messages/count_tokens: Anthropic's dialect.
 
-Names that begin with `claude` mean the served model, whose own name the answer carries; other names must be right.
-`max_tokens` is a limit: an answer that meets the context's end first says so in its stop_reason.
+A model name that begins with `claude` means the served model, whose own name the answer has; other names must be
+exact. `max_tokens` is a limit: the stop_reason of an answer that reaches the end of the context first says so.
 """
 
 from __future__ import annotations
@@ -27,41 +27,45 @@ from penstock.server.anthropic.fields import (
     template_fields,
 )
 from penstock.server.bodies import read_body
-from penstock.server.chat.chat_turn import ChatTurn, begin, call_input, prompt_of
+from penstock.server.chat.chat_turn import ChatTurn, TurnOptions, begin_turn, call_input, render_prompt
 from penstock.server.chat.tools import ToolUse
 from penstock.server.errors import anthropic_body
 from penstock.server.explain import AnswerReport, Explanation
 from penstock.server.openapi import Operation
+from penstock.server.request_context import RequestContext
 from penstock.server.served_model import ServedModel
-from penstock.server.sse import EVENT_STREAM, ChunkTemplate, Framing, encode, reply
+from penstock.server.sse import EVENT_STREAM, ChunkTemplate, Framing, encode, json_response, reply
 from penstock.text import ChatPrompt, Delta
 from penstock.text.parse import Arguments, CallBegun, CallEnded, Content, Part, Reasoning
 from penstock.types import SamplingParams
 
-STAND_INS = "claude"  # what names begin with that stand for whatever is served
+STAND_IN_PREFIX = "claude"  # of names that mean the served model
 
 
-async def messages(served: ServedModel, http: HttpRequest) -> Response:
-    body = await read_body(http, MessagesBody, NO_EFFECT)
-    sampling, use = _sampling(body), read_use(body)
-    turn = begin(served, await _prompt(served, body, use), use, sampling, body.max_tokens, budget=_budget(body))
-    answer = MessageWriter(served, turn, body.max_tokens)
-    return await reply(http, answer, turn.running, streaming=bool(body.stream), framing=ANTHROPIC)
+async def messages(served: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
+    body = await read_body(http, context, MessagesBody, NO_EFFECT)
+    context.explain |= bool(body.penstock)
+    sampling, use = _sampling(body), read_use(context, body)
+    prompt = await _prompt(served, context, body, use)
+    options = TurnOptions(max_tokens=body.max_tokens, thinking_budget=_budget(body))
+    turn = begin_turn(served, context, prompt, use, [sampling], options)
+    writer = MessageWriter(served, context, turn, body.max_tokens)
+    return await reply(http, context, writer, turn.deltas, streaming=bool(body.stream), framing=ANTHROPIC)
 
 
-async def count_tokens(served: ServedModel, http: HttpRequest) -> Response:
-    body = await read_body(http, MessagesConversation, NO_EFFECT)
-    prompt = await _prompt(served, body, read_use(body))
-    return Response(encode({"input_tokens": len(prompt.tokens)}), media_type="application/json")
+async def count_tokens(served: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
+    body = await read_body(http, context, MessagesConversation, NO_EFFECT)
+    prompt = await _prompt(served, context, body, read_use(context, body))
+    return json_response({"input_tokens": len(prompt.tokens)})
 
 
 # -- reading ------------------------------------------------------------------------------------------------------
 
 
-async def _prompt(served: ServedModel, body: MessagesConversation, use: ToolUse) -> ChatPrompt:
-    if not body.model.startswith(STAND_INS):
+async def _prompt(served: ServedModel, context: RequestContext, body: MessagesConversation, use: ToolUse) -> ChatPrompt:
+    if not body.model.startswith(STAND_IN_PREFIX):
         served.check_model(body.model)
-    return await prompt_of(served, read_messages(body), use, **template_fields(served, body))
+    return await render_prompt(served, read_messages(context, body), use, **template_fields(served, body))
 
 
 def _sampling(body: MessagesBody) -> SamplingParams:
@@ -79,7 +83,7 @@ def _budget(body: MessagesBody) -> int | None:
 
 
 class AnthropicUsage(msgspec.Struct):
-    input_tokens: int  # those computed: what was reused is counted apart
+    input_tokens: int  # computed ones: reused ones are counted apart
     cache_creation_input_tokens: int
     cache_read_input_tokens: int
     output_tokens: int
@@ -92,7 +96,7 @@ class TextBlock(msgspec.Struct, tag_field="type", tag="text"):
 
 class ThinkingBlock(msgspec.Struct, tag_field="type", tag="thinking"):
     thinking: str
-    signature: str = ""  # nothing to prove: what was thought is taken back as it is
+    signature: str = ""  # reasoning is accepted back unsigned
 
 
 class ToolUseBlock(msgspec.Struct, tag_field="type", tag="tool_use"):
@@ -116,7 +120,7 @@ class MessageResponse(msgspec.Struct, tag_field="type", tag="message"):
 
 
 class AnthropicEvent(msgspec.Struct, tag_field="type"):
-    """Its type is also the event's name."""
+    """An event of a streamed message. Its type is also the event's name."""
 
 
 class MessageStart(AnthropicEvent, tag="message_start"):
@@ -181,32 +185,32 @@ def _framed(kind: type[AnthropicEvent], data: bytes) -> bytes:
     return b"event: " + str(kind.__struct_config__.tag).encode() + b"\ndata: " + data + b"\n\n"
 
 
-def _trouble(error: PenstockError) -> bytes:
+def _error(error: PenstockError) -> bytes:
     return b"event: error\ndata: " + anthropic_body(error) + b"\n\n"
 
 
-ANTHROPIC = Framing(EVENT_STREAM, bytes, b"", _trouble)
+ANTHROPIC = Framing(EVENT_STREAM, bytes, b"", _error)
 
 
 class MessageWriter:
-    """Whole or streamed, the same events make it."""
+    """Writes a message as events; a whole message is made of the same events."""
 
-    def __init__(self, served: ServedModel, turn: ChatTurn, max_tokens: int) -> None:
+    def __init__(self, served: ServedModel, context: RequestContext, turn: ChatTurn, max_tokens: int) -> None:
         self._turn = turn
-        self._explanation = Explanation(served, [turn.request])
+        self._explanation = Explanation(served, context, turn.requests)
         self._prompt = len(turn.request.prompt)
         self._message = MessageResponse(
             f"msg_{secrets.token_hex(12)}", served.name, AnthropicUsage(self._prompt, 0, 0, 0)
         )
         self._at_limit = "max_tokens" if turn.request.max_tokens == max_tokens else "model_context_window_exceeded"
         self._begun = False
-        self._writing: OpenBlock | None = None
+        self._open: OpenBlock | None = None
 
-    def take(self, choice: int, delta: Delta) -> None:
+    def collect(self, choice: int, delta: Delta) -> None:
         for _ in self.chunks(choice, delta):
             pass
 
-    def whole(self) -> MessageResponse:
+    def result(self) -> MessageResponse:
         return self._message
 
     def chunks(self, _: int, delta: Delta) -> Iterator[bytes]:
@@ -216,11 +220,11 @@ class MessageWriter:
             yield _event(MessageStart(self._message))
             yield _event(Ping())
         for part in self._turn.parts(delta):
-            yield from self._say(part)
+            yield from self._write(part)
         if delta.finish:
             yield from self._end(delta)
 
-    def last(self) -> Iterator[bytes]:
+    def final_chunks(self) -> Iterator[bytes]:
         return iter(())
 
     def _count(self, delta: Delta) -> None:
@@ -229,24 +233,24 @@ class MessageWriter:
         usage.input_tokens = self._prompt - usage.cache_read_input_tokens
         usage.output_tokens += len(delta.tokens)
 
-    def _say(self, part: Part) -> Iterator[bytes]:
-        """A block goes on until a part of another kind comes."""
-        if self._writing is None or not self._writing.goes_on(part):
+    def _write(self, part: Part) -> Iterator[bytes]:
+        """Adds a part to the open block, or to a new one if the part is of another kind."""
+        if self._open is None or not self._open.takes(part):
             yield from self._close()
-            self._writing = OpenBlock(len(self._message.content), part)
-            yield _event(BlockStart(self._writing.index, self._writing.block))
-            self._message.content.append(self._writing.block)
+            self._open = OpenBlock(len(self._message.content), part)
+            yield _event(BlockStart(self._open.index, self._open.block))
+            self._message.content.append(self._open.block)
         if isinstance(part, Content | Reasoning | Arguments):
-            self._writing.text += part.text
-            yield _framed(BlockDelta, self._writing.piece(part.text))
+            self._open.text += part.text
+            yield _framed(BlockDelta, self._open.chunk(part.text))
         if isinstance(part, CallEnded):
             yield from self._close()
 
     def _close(self) -> Iterator[bytes]:
-        if self._writing is not None:
-            self._writing.close()
-            yield _event(BlockStop(self._writing.index))
-        self._writing = None
+        if self._open is not None:
+            self._open.close()
+            yield _event(BlockStop(self._open.index))
+        self._open = None
 
     def _end(self, delta: Delta) -> Iterator[bytes]:
         yield from self._close()
@@ -254,7 +258,7 @@ class MessageWriter:
         message.stop_reason = self._reason(delta)
         message.stop_sequence = delta.stop
         self._explanation.end(0, delta)
-        message.penstock = self._explanation.told()
+        message.penstock = self._explanation.report()
         yield _event(
             MessageDelta(StopDelta(message.stop_reason, message.stop_sequence), message.usage, message.penstock)
         )
@@ -265,20 +269,20 @@ class MessageWriter:
             return self._at_limit
         if delta.stop is not None:
             return "stop_sequence"
-        return "tool_use" if self._turn.calls else "end_turn"
+        return "tool_use" if self._turn.calls() else "end_turn"
 
 
 class OpenBlock:
-    """A block that is being written."""
+    """A block that is still being written."""
 
     def __init__(self, index: int, part: Part) -> None:
         self.index = index
-        self.block, delta = _opened(part)
-        self.piece = ChunkTemplate(lambda text: BlockDelta(index, delta(text)))
+        self.block, delta = _new_block(part)
+        self.chunk = ChunkTemplate(lambda text: BlockDelta(index, delta(text)))
         self.text = ""
 
-    def goes_on(self, part: Part) -> bool:
-        return isinstance(self.block, WRITTEN_IN.get(type(part), ()))
+    def takes(self, part: Part) -> bool:
+        return isinstance(self.block, BLOCK_OF.get(type(part), ()))
 
     def close(self) -> None:
         match self.block:
@@ -291,22 +295,21 @@ class OpenBlock:
 
 
 def _input(text: str) -> dict[str, Any]:
-    """A call's arguments. Those that cannot be read are told as they are, under the name that Anthropic proposes for
-    such: an empty object would be a call that nobody made."""
+    """Returns a call's arguments. Invalid JSON is returned as text, under the name that Anthropic proposes for it: an
+    empty object would be a call that the model did not make."""
     given = call_input(text)
     return {"INVALID_JSON": text} if given is None else given
 
 
-WRITTEN_IN = {Content: TextBlock, Reasoning: ThinkingBlock, Arguments: ToolUseBlock, CallEnded: ToolUseBlock}
+BLOCK_OF = {Content: TextBlock, Reasoning: ThinkingBlock, Arguments: ToolUseBlock, CallEnded: ToolUseBlock}
 
 
-def _opened(
+def _new_block(
     part: Part,
 ) -> tuple[Block, Callable[[str], AnthropicTextDelta | AnthropicThinkingDelta | AnthropicInputDelta]]:
-    if isinstance(part, CallBegun):
-        return ToolUseBlock(part.id, part.name), AnthropicInputDelta
-    return (
-        (ThinkingBlock(""), AnthropicThinkingDelta)
-        if isinstance(part, Reasoning)
-        else (TextBlock(""), AnthropicTextDelta)
-    )
+    match part:
+        case CallBegun():
+            return ToolUseBlock(part.id, part.name), AnthropicInputDelta
+        case Reasoning():
+            return ThinkingBlock(""), AnthropicThinkingDelta
+    return TextBlock(""), AnthropicTextDelta

@@ -1,4 +1,4 @@
-"""The records of batches and their lines. Each function is a transaction of the archive's, or part of one."""
+"""The records of batches and their lines. Each function is a transaction of the archive, or part of one."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from penstock.errors import InvalidRequest
 from penstock.server.batch import file_records
 from penstock.server.batch.file_records import ExpiresAfter, FileRecord, ListPage, rows_of
 from penstock.server.batch.lines import InputLine
+from penstock.server.request_context import RequestContext
 
-PENDING, COMPLETED, FAILED = range(3)  # what a line is
+PENDING, COMPLETED, FAILED = range(3)  # states of a line
 ENDED = ("completed", "failed", "expired", "cancelled")
 MAX_OPEN = 100
-MAX_KEPT = 10_000  # batches, of which the oldest are forgotten: their files are not
+MAX_KEPT = 10_000  # batches: older ones are deleted, but not their files
 
 
 class RequestCounts(msgspec.Struct):
@@ -35,7 +36,7 @@ class BatchOutputDetails(msgspec.Struct):
 
 
 class BatchUsage(msgspec.Struct):
-    """Of all lines that were answered."""
+    """Tokens of all lines that were answered."""
 
     input_tokens: int = 0
     input_tokens_details: BatchInputDetails = msgspec.field(default_factory=BatchInputDetails)
@@ -57,7 +58,7 @@ class BatchErrors(msgspec.Struct):
 
 
 class BatchJob(msgspec.Struct, kw_only=True):
-    """As clients are told of it."""
+    """A batch, in the shape that clients get."""
 
     id: str
     object: str = "batch"
@@ -85,7 +86,7 @@ class BatchJob(msgspec.Struct, kw_only=True):
 
     @property
     def ending(self) -> str:
-        """How it ends once its files are written."""
+        """The status it ends with once its files are written."""
         return "cancelled" if self.cancelling_at else "expired" if self.expired_at else "completed"
 
     def to(self, status: str) -> None:
@@ -93,8 +94,19 @@ class BatchJob(msgspec.Struct, kw_only=True):
         setattr(self, f"{status}_at", int(time.time()))
 
 
+class Ownership(NamedTuple):
+    """Who made a batch: its requests belong to `owner` and are charged to the API key called `payer`."""
+
+    owner: str | None = None  # None: unknown, as in archives of older servers
+    payer: str | None = None  # None: nobody is charged
+
+    @classmethod
+    def of(cls, context: RequestContext) -> Ownership:
+        return cls(context.owner, None if context.payer is None else context.payer.name)
+
+
 class PendingLine(NamedTuple):
-    """A line that is still to be run: where in the input it stands."""
+    """A line that is still to be run, and its place in the input."""
 
     number: int
     start: int
@@ -111,13 +123,19 @@ class LineOutcome(NamedTuple):
 # -- batches ------------------------------------------------------------------------------------------------------
 
 
-def add(db: Connection, batch: BatchJob) -> None:
+def add(db: Connection, batch: BatchJob, ownership: Ownership = Ownership()) -> None:  # noqa: B008
     db.execute("DELETE FROM batches WHERE NOT open AND number <= (SELECT MAX(number) FROM batches) - ?", (MAX_KEPT,))
     open = db.execute("SELECT COUNT(*) FROM batches WHERE open").fetchone()[0]
     if open >= MAX_OPEN:
-        raise InvalidRequest(f"{open} batches are under way, which is the most: wait for one", code="too_many_batches")
-    values = (batch.id, batch.input_file_id, _told(batch))
-    db.execute("INSERT INTO batches (id, input, open, told) VALUES (?, ?, TRUE, ?)", values)
+        raise InvalidRequest(
+            f"{open} batches are in progress (the limit): wait for one to end, or cancel it", code="too_many_batches"
+        )
+    values = (batch.id, batch.input_file_id, _encoded(batch), *ownership)
+    db.execute("INSERT INTO batches (id, input, open, told, owner, payer) VALUES (?, ?, TRUE, ?, ?, ?)", values)
+
+
+def ownership(db: Connection, id: str) -> Ownership:
+    return Ownership(*db.execute("SELECT owner, payer FROM batches WHERE id = ?", (id,)).fetchone())
 
 
 def find(db: Connection, id: str) -> BatchJob | None:
@@ -132,7 +150,7 @@ def get(db: Connection, id: str) -> BatchJob:
 
 
 def listed(db: Connection, page: ListPage) -> list[BatchJob]:
-    """One more than the page's limit where there are more."""
+    """Returns a page, and one more than its limit if there are more."""
     return [_batch(row) for row in rows_of(db, "batches", "told", page)]
 
 
@@ -141,7 +159,7 @@ def open_ids(db: Connection) -> list[str]:
 
 
 def advance(db: Connection, id: str, status: str) -> BatchJob:
-    """Unless a cancel came between: what is being cancelled stays so."""
+    """Sets a batch's status, unless it is being cancelled."""
     batch = get(db, id)
     if batch.status != "cancelling":
         batch.to(status)
@@ -150,7 +168,7 @@ def advance(db: Connection, id: str, status: str) -> BatchJob:
 
 
 def expire(db: Connection, id: str) -> BatchJob:
-    """Its time is over: it ends with what is done."""
+    """Ends a batch whose time is over, with the lines that are done."""
     batch = advance(db, id, "finalizing")
     if batch.status == "finalizing":
         batch.expired_at = int(time.time())
@@ -186,7 +204,7 @@ def finish(db: Connection, id: str, output: FileRecord | None, errors: FileRecor
 
 def save(db: Connection, batch: BatchJob) -> None:
     open = batch.status not in ENDED
-    db.execute("UPDATE batches SET told = ?, open = ? WHERE id = ?", (_told(batch), open, batch.id))
+    db.execute("UPDATE batches SET told = ?, open = ? WHERE id = ?", (_encoded(batch), open, batch.id))
 
 
 def _end(db: Connection, batch: BatchJob, status: str) -> None:
@@ -199,7 +217,7 @@ def _batch(row: tuple[bytes]) -> BatchJob:
     return msgspec.json.decode(row[0], type=BatchJob)
 
 
-def _told(batch: BatchJob) -> bytes:
+def _encoded(batch: BatchJob) -> bytes:
     return msgspec.json.encode(batch)
 
 
@@ -207,7 +225,7 @@ def _told(batch: BatchJob) -> bytes:
 
 
 def forget_lines(db: Connection, id: str) -> None:
-    """Of a batch that was being read when a server was killed."""
+    """Deletes the lines of a batch whose input was being read when a server was killed."""
     batch = get(db, id)
     batch.request_counts = RequestCounts()
     save(db, batch)
@@ -240,7 +258,7 @@ def outcomes(db: Connection, id: str, after: int, most: int) -> list[LineOutcome
 
 
 def record(db: Connection, id: str, outcomes: Iterable[LineOutcome], usage: BatchUsage | None = None) -> None:
-    """A line has one outcome: the first."""
+    """Records outcomes of lines. The first outcome of a line counts."""
     batch = get(db, id)
     sql = "UPDATE lines SET state = ?, answer = ? WHERE batch = ? AND number = ? AND state = ?"
     for number, state, answer in outcomes:
@@ -248,11 +266,11 @@ def record(db: Connection, id: str, outcomes: Iterable[LineOutcome], usage: Batc
             batch.request_counts.completed += state == COMPLETED
             batch.request_counts.failed += state == FAILED
     if usage is not None:
-        _sum(batch.usage, usage)
+        _add_usage(batch.usage, usage)
     save(db, batch)
 
 
-def _sum(whole: BatchUsage, part: BatchUsage) -> None:
+def _add_usage(whole: BatchUsage, part: BatchUsage) -> None:
     whole.input_tokens += part.input_tokens
     whole.input_tokens_details.cached_tokens += part.input_tokens_details.cached_tokens
     whole.output_tokens += part.output_tokens

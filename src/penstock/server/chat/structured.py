@@ -1,4 +1,4 @@
-"""Structured output: what clients call it, and the grammar that it means."""
+"""Structured output: the fields that ask for it in every dialect, and the grammar they mean."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class NamedSchema(msgspec.Struct, forbid_unknown_fields=True):
     name: str = ""
     description: str | None = None
     schema: Schema | None = None  # none: any object
-    strict: bool | None = None  # answers always follow the schema
+    strict: bool | None = None  # without effect: answers always follow the schema
 
 
 class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
@@ -32,7 +32,7 @@ class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
-    """One of these."""
+    """Exactly one field may be set."""
 
     json: Schema | str | None = None
     regex: str | None = None
@@ -42,7 +42,7 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Structured(msgspec.Struct, kw_only=True):
-    """The fields of a request that ask for it: OpenAI's, and those of servers that came before."""
+    """The fields of a request that ask for structured output: OpenAI's, and vLLM's older and newer ones."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -53,7 +53,7 @@ class Structured(msgspec.Struct, kw_only=True):
 
 
 def grammar_of(fields: Structured) -> Grammar | None:
-    """What answers must match, in whatever way it was asked for; refuses two ways at once."""
+    """Returns what answers must match, whichever field asks for it; raises if two do."""
     named = fields.structured_outputs or StructuredOutputs()
     ways: list[tuple[str, Grammar | None]] = [
         ("response_format", _response_format(fields.response_format)),
@@ -64,7 +64,7 @@ def grammar_of(fields: Structured) -> Grammar | None:
     given = [(name, grammar) for name, grammar in ways if grammar is not None]
     if len(given) > 1:
         names = " and ".join(name for name, _ in given)
-        raise InvalidRequest(f"{names} cannot be honoured together: send one of them", param=given[1][0])
+        raise InvalidRequest(f"{names} cannot be combined: send one of them", param=given[1][0])
     return given[0][1] if given else None
 
 
@@ -72,7 +72,7 @@ def json_grammar(schema: Schema | str, param: str = "json_schema") -> Grammar:
     if isinstance(schema, str):
         schema = _parsed(schema, param)
     if schema is False:
-        raise InvalidRequest(f"{param} is false, which no answer can match", param=param)
+        raise InvalidRequest(f"{param} is false, which no answer can match: send a schema", param=param)
     text = json.dumps({} if schema is True else schema)
     _check_size(param, len(text), MAX_SCHEMA)
     return Grammar("json", text)
@@ -88,7 +88,7 @@ def choice_grammar(choices: list[str], param: str) -> Grammar:
         raise InvalidRequest(f"{param} takes 1 to {MAX_CHOICES} texts; got {len(choices)}", param=param)
     texts = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices if choice)
     if not texts:
-        raise InvalidRequest(f"{param} has only empty texts", param=param)
+        raise InvalidRequest(f"{param} has only empty texts: send one with characters", param=param)
     _check_size(param, len(texts), MAX_SCHEMA)
     return Grammar("lark", f"start: CHOICE{'?' if '' in choices else ''}\nCHOICE: {texts}")
 
@@ -122,10 +122,12 @@ def _ways(
 def _parsed(schema: str, param: str) -> Schema:
     given = read_json(schema, param, param)
     if not isinstance(given, dict | bool):
-        raise InvalidRequest(f"{param} must be a JSON schema: an object, or true or false", param=param)
+        raise InvalidRequest(
+            f"{param} must be a JSON schema, which is an object, true or false; got {schema[:100]!r}", param=param
+        )
     return given
 
 
 def _check_size(param: str, size: int, most: int) -> None:
     if size > most:
-        raise InvalidRequest(f"{param} has {size} characters; at most {most} are taken", param=param)
+        raise InvalidRequest(f"{param} has {size} characters; the limit is {most}: shorten it", param=param)

@@ -1,4 +1,4 @@
-"""POST /api/chat and /api/generate: Ollama's dialect, a line of JSON for every piece of an answer."""
+"""POST /api/chat and /api/generate: Ollama's dialect, which streams an answer as lines of JSON."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from starlette.responses import Response
 
 from penstock.errors import InvalidRequest
 from penstock.server.bodies import read_body, unsupported
-from penstock.server.chat.chat_turn import NO_TOOLS, ChatTurn, begin, call_input, prompt_of
+from penstock.server.chat.chat_turn import NO_TOOLS, ChatTurn, TurnOptions, begin_turn, call_input, render_prompt
+from penstock.server.chat.logprobs import TokenEntry, token_entries
 from penstock.server.chat.stream import deltas
 from penstock.server.chat.tools import ToolUse, read_tools
 from penstock.server.errors import ollama_body
 from penstock.server.explain import AnswerReport, Explanation
-from penstock.server.ollama.derived_settings import continued, resolve, with_options, with_template
+from penstock.server.ollama.derived_settings import resolve, with_derived_messages, with_options, with_template
 from penstock.server.ollama.fields import (
     GENERATE_NO_EFFECT,
     NO_EFFECT,
@@ -33,99 +34,111 @@ from penstock.server.ollama.fields import (
     template_fields,
     unloads,
 )
-from penstock.server.openai.chat import TokenAlternative, TokenEntry
-from penstock.server.openai.fields import told_logprob
 from penstock.server.openapi import Operation
-from penstock.server.request_context import notes
+from penstock.server.request_context import RequestContext
 from penstock.server.served_model import ServedModel, off_loop
-from penstock.server.sse import ChunkTemplate, Framing, encode, reply
-from penstock.text import Delta, Tokenizer
+from penstock.server.sse import ChunkTemplate, Framing, encode, json_response, reply
+from penstock.text import Delta
 from penstock.text.infill import infill_of, infill_prompt
 from penstock.text.parse import Arguments, CallBegun, CallEnded, Content, Part, Reasoning
 
-STAYS = "the model stays loaded as long as this server runs"
+STAYS_LOADED = "the model stays loaded as long as this server runs"
 OLLAMA = Framing(b"application/x-ndjson", lambda line: line + b"\n", b"", ollama_body)
 
 
-async def chat(served: ServedModel, http: HttpRequest) -> Response:
-    body = await read_body(http, OllamaChatBody, NO_EFFECT)
-    check(body)
-    served, made = resolve(served, body.model)
-    use = read_tools(body.tools, None, None)
+async def chat(served: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
+    body = await read_body(http, context, OllamaChatBody, NO_EFFECT)
+    check(context, body)
+    served, derived = resolve(served, body.model)
+    use = read_tools(context, body.tools)
     if not body.messages:
-        return _loaded(chat_line, served, body)
-    messages = continued(made, made.system, read_messages(body.messages))
-    turn = await _turn(served, with_options(made, body), messages, use)
-    return await _answer(served, http, body, turn, chat_line)
+        return _loaded(chat_line, served, context, body)
+    messages = with_derived_messages(context, derived, derived.system, read_messages(context, body.messages))
+    turn = await _turn(served, context, with_options(derived, body), messages, use)
+    return await _answer(served, http, context, body, turn, chat_line)
 
 
-async def generate(served: ServedModel, http: HttpRequest) -> Response:
-    body = await read_body(http, OllamaGenerateBody, GENERATE_NO_EFFECT)
-    check(body)
-    served, made = resolve(served, body.model)
+async def generate(served: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
+    body = await read_body(http, context, OllamaGenerateBody, GENERATE_NO_EFFECT)
+    check(context, body)
+    served, derived = resolve(served, body.model)
     if not body.prompt and not body.suffix:
-        return _loaded(generate_line, served, body)
-    body = with_options(made, body)
+        return _loaded(generate_line, served, context, body)
+    body = with_options(derived, body)
     if body.suffix:
-        turn = await _infill_turn(served, body)
-    elif body.raw or (served.text.template is None and not (body.template or made.messages)):
-        turn = await _raw_turn(served, body, "" if body.raw else made.system)
+        turn = await _infill_turn(served, context, body)
+    elif body.raw or (served.text.template is None and not (body.template or derived.messages)):
+        turn = await _raw_turn(served, context, body, "" if body.raw else derived.system)
     else:
-        messages = continued(made, body.system or made.system, [{"role": "user", "content": body.prompt}])
-        turn = await _turn(with_template(served, body.template or ""), body, messages, NO_TOOLS)
-    return await _answer(served, http, body, turn, generate_line)
+        prompt = [{"role": "user", "content": body.prompt}]
+        messages = with_derived_messages(context, derived, body.system or derived.system, prompt)
+        turn = await _turn(with_template(served, body.template or ""), context, body, messages, NO_TOOLS)
+    return await _answer(served, http, context, body, turn, generate_line)
 
 
-async def _turn(served: ServedModel, body: OllamaFields, messages: list[dict[str, Any]], use: ToolUse) -> ChatTurn:
-    sampling, most = read_options(served, body)
-    prompt = await prompt_of(served, messages, use, **template_fields(served, body))
-    return begin(served, prompt, use, sampling, most)
+async def _turn(
+    served: ServedModel, context: RequestContext, body: OllamaFields, messages: list[dict[str, Any]], use: ToolUse
+) -> ChatTurn:
+    sampling, max_tokens = read_options(served, context, body)
+    prompt = await render_prompt(served, messages, use, **template_fields(served, body))
+    return begin_turn(served, context, prompt, use, [sampling], TurnOptions(max_tokens=max_tokens))
 
 
-async def _raw_turn(served: ServedModel, body: OllamaGenerateBody, system: str) -> ChatTurn:
+async def _raw_turn(served: ServedModel, context: RequestContext, body: OllamaGenerateBody, system: str) -> ChatTurn:
     for field in ("think", "template"):
         if getattr(body, field):
             raise unsupported(field, getattr(body, field))
     text = (body.system or system) + (body.prompt or "")
     prompt = await off_loop(len(text), lambda: served.text.encode_prompt(text))
-    return _continued(served, body, prompt, ())
+    return _completion_turn(served, context, body, prompt, ())
 
 
-async def _infill_turn(served: ServedModel, body: OllamaGenerateBody) -> ChatTurn:
-    """The text between prompt and suffix: the model's own tokens ask for it, without a template or a system prompt."""
+async def _infill_turn(served: ServedModel, context: RequestContext, body: OllamaGenerateBody) -> ChatTurn:
+    """Returns a turn for the text between prompt and suffix. The model's own tokens ask for it, without a template or
+    a system prompt."""
     for field in ("think", "template", "system", "raw"):
         if getattr(body, field):
-            raise InvalidRequest(f"suffix: {field} has no place beside it: leave one out", param=field)
+            raise InvalidRequest(f"suffix cannot be combined with {field}: leave one of them out", param=field)
     tokenizer, before, after = served.text.tokenizer, body.prompt or "", body.suffix or ""
     infill = infill_of(tokenizer)
     if infill is None:
         raise unsupported("suffix", after)
     prompt = await off_loop(len(before) + len(after), lambda: infill_prompt(tokenizer, infill, before, after))
-    return _continued(served, body, prompt, infill.ends)
+    return _completion_turn(served, context, body, prompt, infill.ends)
 
 
-def _continued(served: ServedModel, body: OllamaGenerateBody, prompt: list[int], ends: tuple[int, ...]) -> ChatTurn:
-    sampling, most = read_options(served, body)
-    request = served.request(prompt, replace(sampling, stop_token_ids=ends), "prompt", most)
-    return ChatTurn(request, deltas(served, request, continuing=True))
+def _completion_turn(
+    served: ServedModel, context: RequestContext, body: OllamaGenerateBody, prompt: list[int], ends: tuple[int, ...]
+) -> ChatTurn:
+    """Returns a turn that continues the prompt; its text has no markers to parse."""
+    sampling, max_tokens = read_options(served, context, body)
+    request = served.request(context, prompt, replace(sampling, stop_token_ids=ends), "prompt", max_tokens)
+    return ChatTurn([request], deltas(served, context, request, continuing=True), [None])
 
 
 async def _answer(
-    served: ServedModel, http: HttpRequest, body: OllamaFields, turn: ChatTurn, line: Callable[..., OllamaLine]
+    served: ServedModel,
+    http: HttpRequest,
+    context: RequestContext,
+    body: OllamaFields,
+    turn: ChatTurn,
+    line: Callable[..., OllamaLine],
 ) -> Response:
-    answer = OllamaWriter(served, turn, line)
-    return await reply(http, answer, turn.running, streaming=body.stream is not False, framing=OLLAMA)
+    writer = OllamaWriter(served, context, turn, line)
+    return await reply(http, context, writer, turn.deltas, streaming=body.stream is not False, framing=OLLAMA)
 
 
-def _loaded(line: Callable[..., OllamaLine], served: ServedModel, body: OllamaFields) -> Response:
-    """What a client gets that asks for nothing but a model that is loaded, or no longer: as it stays as long as the
-    server runs, the second is told so. Wrong options are told of all the same."""
-    read_options(served, body)
-    reason, ignored = "unload" if unloads(body) else "load", sorted(notes().ignored)
-    told = line(OllamaAssistantMessage(""), model=served.name, created_at=now(), done=True, done_reason=reason)
+def _loaded(
+    line: Callable[..., OllamaLine], served: ServedModel, context: RequestContext, body: OllamaFields
+) -> Response:
+    """Answers a request that only loads or unloads the model. The model stays as long as the server runs, and the
+    answer to an unload says so. Wrong options are errors all the same."""
+    read_options(served, context, body)
+    reason, ignored = "unload" if unloads(body) else "load", sorted(context.ignored)
+    answer = line(OllamaAssistantMessage(""), model=served.name, created_at=now(), done=True, done_reason=reason)
     if ignored or reason == "unload":
-        told.penstock = AnswerReport(ignored, 0, kept=STAYS if reason == "unload" else UNSET)
-    return Response(encode(told), media_type="application/json")
+        answer.penstock = AnswerReport(ignored, 0, kept=STAYS_LOADED if reason == "unload" else UNSET)
+    return json_response(answer)
 
 
 # -- answering ----------------------------------------------------------------------------------------------------
@@ -136,7 +149,7 @@ class OllamaLine(msgspec.Struct, kw_only=True):
     created_at: str
     done: bool
     done_reason: str | UnsetType = UNSET
-    total_duration: int | UnsetType = UNSET  # durations are nanoseconds
+    total_duration: int | UnsetType = UNSET  # durations are in nanoseconds
     load_duration: int | UnsetType = UNSET
     prompt_eval_count: int | UnsetType = UNSET
     prompt_eval_duration: int | UnsetType = UNSET
@@ -176,12 +189,12 @@ CHAT = Operation(OllamaChatBody, NO_EFFECT, OllamaChatLine, OllamaChatLine)
 GENERATE = Operation(OllamaGenerateBody, GENERATE_NO_EFFECT, OllamaGenerateLine, OllamaGenerateLine)
 
 
-def chat_line(said: OllamaAssistantMessage, **rest: Any) -> OllamaLine:
-    return OllamaChatLine(message=said, **rest)
+def chat_line(message: OllamaAssistantMessage, **rest: Any) -> OllamaLine:
+    return OllamaChatLine(message=message, **rest)
 
 
-def generate_line(said: OllamaAssistantMessage, **rest: Any) -> OllamaLine:
-    return OllamaGenerateLine(response=said.content, thinking=said.thinking, **rest)
+def generate_line(message: OllamaAssistantMessage, **rest: Any) -> OllamaLine:
+    return OllamaGenerateLine(response=message.content, thinking=message.thinking, **rest)
 
 
 def now() -> str:
@@ -189,46 +202,49 @@ def now() -> str:
 
 
 class OllamaWriter:
-    def __init__(self, served: ServedModel, turn: ChatTurn, line: Callable[..., OllamaLine]) -> None:
+    def __init__(
+        self, served: ServedModel, context: RequestContext, turn: ChatTurn, line: Callable[..., OllamaLine]
+    ) -> None:
         self._tokenizer = served.text.tokenizer
         self._head = {"model": served.name, "created_at": now()}
         self._turn = turn
-        self._explanation = Explanation(served, [turn.request])
+        self._explanation = Explanation(served, context, turn.requests)
         self._line = line
-        self._plain = ChunkTemplate(lambda text: line(OllamaAssistantMessage(text), **self._head, done=False))
+        self._template = ChunkTemplate(lambda text: line(OllamaAssistantMessage(text), **self._head, done=False))
         self._scored = turn.request.sampling.logprobs is not None
         self._began = self._first = perf_counter_ns()
         self._generated = 0
-        self._said = OllamaAssistantMessage("")
+        self._message = OllamaAssistantMessage("")
         self._logprobs: list[TokenEntry] = []
         self._calls: list[tuple[CallBegun, list[str]]] = []  # with the pieces of their arguments
         self._reason = ""
 
-    def take(self, _: int, delta: Delta) -> None:
+    def collect(self, _: int, delta: Delta) -> None:
         self._count(delta)
-        for said in self._pieces(delta):
-            self._said.content += said.content
-            if said.thinking:
-                self._said.thinking = (self._said.thinking or "") + said.thinking
-            if said.tool_calls:
-                self._said.tool_calls = [*(self._said.tool_calls or ()), *said.tool_calls]
+        message = self._message
+        for added in self._messages(delta):
+            message.content += added.content
+            if added.thinking:
+                message.thinking = (message.thinking or "") + added.thinking
+            if added.tool_calls:
+                message.tool_calls = [*(message.tool_calls or ()), *added.tool_calls]
         self._logprobs += self._entries(delta)
 
-    def whole(self) -> OllamaLine:
-        return self._end(self._said, self._logprobs)
+    def result(self) -> OllamaLine:
+        return self._last_line(self._message, self._logprobs)
 
     def chunks(self, _: int, delta: Delta) -> Iterator[bytes]:
         self._count(delta)
         entries = self._entries(delta)
-        for said in self._pieces(delta) or ([OllamaAssistantMessage("")] if entries else []):
-            if entries or said.thinking or said.tool_calls:
-                yield encode(self._line(said, **self._head, done=False, logprobs=entries or UNSET))
+        for added in self._messages(delta) or ([OllamaAssistantMessage("")] if entries else []):
+            if entries or added.thinking or added.tool_calls:
+                yield encode(self._line(added, **self._head, done=False, logprobs=entries or UNSET))
             else:
-                yield self._plain(said.content)
+                yield self._template(added.content)
             entries = []
 
-    def last(self) -> Iterator[bytes]:
-        yield encode(self._end(OllamaAssistantMessage(""), []))
+    def final_chunks(self) -> Iterator[bytes]:
+        yield encode(self._last_line(OllamaAssistantMessage(""), []))
 
     def _count(self, delta: Delta) -> None:
         if not self._generated:
@@ -238,11 +254,11 @@ class OllamaWriter:
             self._reason = delta.finish
             self._explanation.end(0, delta)
 
-    def _pieces(self, delta: Delta) -> list[OllamaAssistantMessage]:
-        """What a delta adds. A call is told when it is whole: its arguments are an object here."""
-        return [said for part in self._turn.parts(delta) if (said := self._piece(part)) is not None]
+    def _messages(self, delta: Delta) -> list[OllamaAssistantMessage]:
+        """Returns what a delta adds. A call is added when it is complete: its arguments are an object here."""
+        return [added for part in self._turn.parts(delta) if (added := self._added(part)) is not None]
 
-    def _piece(self, part: Part) -> OllamaAssistantMessage | None:
+    def _added(self, part: Part) -> OllamaAssistantMessage | None:
         match part:
             case Content(text):
                 return OllamaAssistantMessage(text)
@@ -253,13 +269,13 @@ class OllamaWriter:
             case Arguments(_, text):
                 self._calls[-1][1].append(text)
             case CallEnded():
-                return _called(*self._calls[-1])
+                return _call_message(*self._calls[-1])
         return None
 
-    def _end(self, said: OllamaAssistantMessage, entries: list[TokenEntry]) -> OllamaLine:
+    def _last_line(self, message: OllamaAssistantMessage, entries: list[TokenEntry]) -> OllamaLine:
         ended = perf_counter_ns()
         return self._line(
-            said,
+            message,
             model=self._head["model"],
             created_at=now(),
             done=True,
@@ -271,30 +287,16 @@ class OllamaWriter:
             eval_count=self._generated,
             eval_duration=ended - self._first,
             logprobs=entries or UNSET,
-            penstock=self._explanation.told(),
+            penstock=self._explanation.report(),
         )
 
     def _entries(self, delta: Delta) -> list[TokenEntry]:
-        if not self._scored:
-            return []
-        told = delta.logprobs[: len(delta.logprobs) - delta.silent]
-        return [
-            TokenEntry(
-                *_spelled(self._tokenizer, each.token, each.logprob),
-                [TokenAlternative(*_spelled(self._tokenizer, *pair)) for pair in each.top],
-            )
-            for each in told
-        ]
+        return token_entries(self._tokenizer, delta) if self._scored else []
 
 
-def _called(call: CallBegun, pieces: list[str]) -> OllamaAssistantMessage:
-    """A call whose arguments were cut off is told as text: nobody should act on it."""
+def _call_message(call: CallBegun, pieces: list[str]) -> OllamaAssistantMessage:
+    """Returns a call. One whose arguments were cut off is returned as text, so that no client acts on it."""
     arguments = call_input("".join(pieces))
     if arguments is None:
         return OllamaAssistantMessage(f"{call.name}({''.join(pieces)}")
     return OllamaAssistantMessage("", tool_calls=[OllamaToolCall(call.id, OllamaCalledFunction(call.name, arguments))])
-
-
-def _spelled(tokenizer: Tokenizer, token: int, logprob: float) -> tuple[str, float, list[int]]:
-    spelling = tokenizer.token_bytes(token)
-    return spelling.decode("utf-8", "replace"), told_logprob(logprob), list(spelling)

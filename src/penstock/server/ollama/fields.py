@@ -1,8 +1,8 @@
-"""What Ollama's clients send.
+"""The bodies that Ollama's clients send.
 
-A field or option is read and honoured, or accepted because its value changes no answer, or refused by name. Accepted
-whatever they are: options about threads, memory and placement, which the engine decides by itself; `num_keep`,
-`truncate` and `shift`, which are about cutting a prompt, because none is ever cut here: what does not fit is refused.
+Some fields and options are accepted without effect, whatever their value: options about threads, memory and placement,
+which the engine decides by itself, and `num_keep`, `truncate` and `shift`, which are about cutting a prompt. No prompt
+is ever cut here: one that does not fit is refused.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ from msgspec import Meta
 from penstock.errors import InvalidRequest
 from penstock.server.access.bounds import MAX_MESSAGES, check_count, check_stops
 from penstock.server.bodies import ANY_VALUE, NoEffect, read_object, unsupported
-from penstock.server.chat.chat_turn import thinking
+from penstock.server.chat.chat_turn import thinking_fields
 from penstock.server.chat.structured import ANY_OBJECT, json_grammar
-from penstock.server.chat.tools import FunctionTool, told_reasoning
+from penstock.server.chat.tools import FunctionTool, template_call, template_reasoning
 from penstock.server.openapi import read_as
-from penstock.server.request_context import notes
+from penstock.server.request_context import RequestContext
 from penstock.server.served_model import ServedModel
-from penstock.text.tools import CallArguments
 from penstock.types import Grammar, SamplingParams
 
 DEFAULTS: dict[str, Any] = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}  # Ollama's
@@ -47,7 +46,7 @@ OPTION_NO_EFFECT: NoEffect = {
     "low_vram": ANY_VALUE,
     "main_gpu": ANY_VALUE,
     "mirostat": (0,),
-    "mirostat_eta": ANY_VALUE,  # nothing without mirostat
+    "mirostat_eta": ANY_VALUE,  # only used with mirostat
     "mirostat_tau": ANY_VALUE,
     "num_batch": ANY_VALUE,
     "num_gpu": ANY_VALUE,
@@ -65,7 +64,7 @@ OPTION_NO_EFFECT: NoEffect = {
 
 class OllamaOptions(msgspec.Struct, forbid_unknown_fields=True):
     num_ctx: int | None = None
-    num_predict: int | None = None  # 0 and below: until the model ends it
+    num_predict: int | None = None  # 0 and below: until the model stops
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
@@ -87,10 +86,7 @@ class OllamaFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     think: bool | Literal["low", "medium", "high"] | None = None
     format: dict[str, Any] | Literal["", "json"] | None = None
-    penstock: bool | None = None  # whether the answer is to explain itself
-
-    def __post_init__(self) -> None:
-        notes().explain |= bool(self.penstock)
+    penstock: bool | None = None  # asks for a report of what happened to the answer
 
 
 class OllamaChatBody(OllamaFields):
@@ -128,13 +124,14 @@ class OllamaPastCall(msgspec.Struct, forbid_unknown_fields=True):
     type: Literal["function"] = "function"
 
 
-def check(body: OllamaFields) -> None:
+def check(context: RequestContext, body: OllamaFields) -> None:
+    context.explain |= bool(body.penstock)
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
-    check_kept(body.keep_alive)
+    check_keep_alive(body.keep_alive)
 
 
-def check_kept(keep_alive: float | str | None) -> None:
+def check_keep_alive(keep_alive: float | str | None) -> None:
     if keep_alive is not None:
         seconds(keep_alive)
 
@@ -144,10 +141,10 @@ def unloads(body: OllamaFields) -> bool:
 
 
 def template_fields(served: ServedModel, body: OllamaFields) -> dict[str, Any]:
-    """What is asked of the template beside messages and tools: refused where it has no word for it."""
+    """Returns the template's fields beside messages and tools; raises if the template does not have them."""
     if isinstance(body.think, str) and served.text.takes("reasoning_effort"):
         return {"reasoning_effort": body.think}
-    fields = None if isinstance(body.think, str) else thinking(served, body.think)
+    fields = None if isinstance(body.think, str) else thinking_fields(served, body.think)
     if fields is None:
         raise unsupported("think", body.think)
     return fields
@@ -158,13 +155,15 @@ _STEP = rf"(\d+(?:\.\d+)?)({'|'.join(UNITS)})"
 
 
 def seconds(duration: float | str) -> float:
-    """A number of seconds, or what Go calls a duration, such as "1h30m"; below zero: for ever."""
+    """Returns the seconds of a number, or of a Go duration such as "1h30m". Below zero means forever."""
     if not isinstance(duration, str):
         return duration
     if re.fullmatch(r"-?\d+(\.\d+)?", duration):
         return float(duration)
     if not re.fullmatch(rf"-?(?:{_STEP})+", duration):
-        raise InvalidRequest(f"keep_alive: {duration!r} is not a duration such as 300, 5m or -1", param="keep_alive")
+        raise InvalidRequest(
+            f"keep_alive: {duration!r} is not a duration: send one such as 300, 5m or -1", param="keep_alive"
+        )
     total = sum(float(count) * UNITS[unit] for count, unit in re.findall(_STEP, duration))
     return -total if duration.startswith("-") else total
 
@@ -172,9 +171,9 @@ def seconds(duration: float | str) -> float:
 # -- options ------------------------------------------------------------------------------------------------------
 
 
-def read_options(served: ServedModel, body: OllamaFields) -> tuple[SamplingParams, int | None]:
-    """How to sample, and the most tokens to answer with; None: what the context has room for."""
-    options = read_object(body.options or {}, OllamaOptions, OPTION_NO_EFFECT, "options")
+def read_options(served: ServedModel, context: RequestContext, body: OllamaFields) -> tuple[SamplingParams, int | None]:
+    """Returns how to sample, and the limit on the answer's tokens; None: what the context has room for."""
+    options = read_object(context, body.options or {}, OllamaOptions, OPTION_NO_EFFECT, "options")
     _check_context(served, options)
     _check_window(options)
     named = {name: getattr(options, name) for name in _SAMPLING} | {"repetition_penalty": options.repeat_penalty}
@@ -186,9 +185,9 @@ def read_options(served: ServedModel, body: OllamaFields) -> tuple[SamplingParam
     return SamplingParams(stop=stops, logprobs=scores, grammar=_grammar(body), **settings), limit
 
 
-def context_of(served: ServedModel, given: dict[str, Any] | None) -> int:
-    """How many tokens of an input count. Options that say how to sample ask for nothing where no token is."""
-    options = read_object(given or {}, OllamaOptions, OPTION_NO_EFFECT, "options")
+def context_length(served: ServedModel, context: RequestContext, given: dict[str, Any] | None) -> int:
+    """Returns how many tokens an input may have. Options about sampling have no effect on an embedding."""
+    options = read_object(context, given or {}, OllamaOptions, OPTION_NO_EFFECT, "options")
     _check_context(served, options)
     return options.num_ctx if options.num_ctx and options.num_ctx > 0 else served.limits.max_len
 
@@ -203,11 +202,11 @@ _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed", "presence_penalty
 
 
 def _check_context(served: ServedModel, options: OllamaOptions) -> None:
-    held = served.limits.max_len
-    if options.num_ctx is not None and options.num_ctx > held:
+    max_len = served.limits.max_len
+    if options.num_ctx is not None and options.num_ctx > max_len:
         raise InvalidRequest(
-            f"options.num_ctx is {options.num_ctx} and the context holds {held} tokens, as was decided when this "
-            "server started: ask for no more, or leave it out",
+            f"options.num_ctx is {options.num_ctx}, but this server was started with a context of {max_len} tokens: "
+            "send at most that, or leave it out",
             param="options.num_ctx",
         )
 
@@ -216,8 +215,8 @@ def _check_window(options: OllamaOptions) -> None:
     penalties = (options.repeat_penalty, options.presence_penalty, options.frequency_penalty)
     if options.repeat_last_n not in (None, -1) and any(penalty not in (None, 0, 1) for penalty in penalties):
         raise InvalidRequest(
-            f"options.repeat_last_n: penalties look at the whole text here, not at {options.repeat_last_n} tokens; "
-            "send -1 or leave it out",
+            f"options.repeat_last_n is {options.repeat_last_n}, but penalties always apply to the whole text here: "
+            "send -1, or leave it out",
             param="options.repeat_last_n",
         )
 
@@ -225,27 +224,28 @@ def _check_window(options: OllamaOptions) -> None:
 # -- messages -----------------------------------------------------------------------------------------------------
 
 
-def read_messages(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """As a chat template takes them."""
+def read_messages(context: RequestContext, given: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns messages as chat templates take them."""
     check_count(given, MAX_MESSAGES, "messages")
-    return [_message(message, f"messages[{index}]") for index, message in enumerate(given)]
+    return [_message(context, message, f"messages[{index}]") for index, message in enumerate(given)]
 
 
-def _message(given: dict[str, Any], where: str) -> dict[str, Any]:
-    message = read_object(given, OllamaMessage, MESSAGE_NO_EFFECT, where)
-    calls = [_call(call, f"{where}.tool_calls[{index}]") for index, call in enumerate(message.tool_calls or ())]
+def _message(context: RequestContext, given: dict[str, Any], where: str) -> dict[str, Any]:
+    message = read_object(context, given, OllamaMessage, MESSAGE_NO_EFFECT, where)
+    calls = [
+        _call(context, call, f"{where}.tool_calls[{index}]") for index, call in enumerate(message.tool_calls or ())
+    ]
     named = {
         "tool_calls": calls or None,
         "name": message.tool_name,
         "tool_call_id": message.tool_call_id,
     }
-    said: dict[str, Any] = {"role": message.role, "content": message.content or ""}
-    said |= {name: value for name, value in named.items() if value is not None}
-    return said | told_reasoning(message.thinking, message.content) if message.thinking else said
+    rendered: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+    rendered |= {name: value for name, value in named.items() if value is not None}
+    return rendered | template_reasoning(message.thinking, message.content) if message.thinking else rendered
 
 
-def _call(given: dict[str, Any], where: str) -> dict[str, Any]:
-    call = read_object(given, OllamaPastCall, {}, where)
-    function = read_object(call.function, OllamaPastFunction, {}, f"{where}.function")
-    arguments = CallArguments(function.arguments)
-    return {"id": call.id, "type": "function", "function": {"name": function.name, "arguments": arguments}}
+def _call(context: RequestContext, given: dict[str, Any], where: str) -> dict[str, Any]:
+    call = read_object(context, given, OllamaPastCall, {}, where)
+    function = read_object(context, call.function, OllamaPastFunction, {}, f"{where}.function")
+    return template_call(call.id, function.name, function.arguments)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -13,9 +13,9 @@ from starlette.responses import Response
 from penstock.errors import InvalidRequest
 from penstock.server.access.bounds import MAX_MESSAGES, MAX_PARTS, check_count
 from penstock.server.bodies import ANY_VALUE, NoEffect, read_object, unsupported
-from penstock.server.chat.chat_turn import after_thinking
-from penstock.server.chat.stream import deltas, together
-from penstock.server.chat.tools import FunctionTool, PastCall, held, read_calls, read_tools, told_reasoning
+from penstock.server.chat.chat_turn import ChatTurn, TurnOptions, begin_turn, render_prompt
+from penstock.server.chat.logprobs import TokenEntry, token_entries
+from penstock.server.chat.tools import FunctionTool, PastCall, read_calls, read_tools, template_reasoning
 from penstock.server.explain import AnswerReport, Explanation
 from penstock.server.openai.fields import (
     NO_EFFECT,
@@ -27,22 +27,22 @@ from penstock.server.openai.fields import (
     new_head,
     read_fields,
     sampling,
-    told_logprob,
+    shown_special,
+    truncate,
 )
-from penstock.server.openai.request import request_of, shown_special, taken
 from penstock.server.openapi import Operation, read_as
-from penstock.server.served_model import ServedModel, off_loop
+from penstock.server.request_context import RequestContext
+from penstock.server.served_model import ServedModel
 from penstock.server.sse import ChunkTemplate, encode, reply
-from penstock.text import Delta, Text, Tokenizer
-from penstock.text.parse import AnswerParser, Arguments, CallBegun, CallEnded, Content, Part, Reasoning
-from penstock.types import Request, TokenLogprob
+from penstock.text import Delta, Text
+from penstock.text.parse import Arguments, CallBegun, CallEnded, Content, Part, Reasoning
 
 CHAT_NO_EFFECT: NoEffect = NO_EFFECT | {
     "audio": (),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "modalities": (["text"],),
-    "prediction": ANY_VALUE,  # of what the answer will be: it may make it faster, never another
+    "prediction": ANY_VALUE,  # it could make the answer faster, never another
     "web_search_options": (),
 }
 MESSAGE_NO_EFFECT: NoEffect = {"annotations": ([],), "audio": (), "function_call": ()}
@@ -85,38 +85,35 @@ class ChatRefusalPart(msgspec.Struct, forbid_unknown_fields=True):
     refusal: str
 
 
-async def chat_completions(served: ServedModel, http: HttpRequest) -> Response:
-    body = await read_fields(http, ChatBody, CHAT_NO_EFFECT)
+async def chat_completions(served: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
+    body = await read_fields(http, context, ChatBody, CHAT_NO_EFFECT)
     served.check_model(body.model)
     served.check_answers()
-    params = sampling(served, body, max_tokens=_max_tokens(body), logprobs=_asked_logprobs(body))
-    messages = read_messages(body.messages)
-    use = read_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
-    text, size = served.text, sum(len(m["content"] or "") for m in messages)
+    params = sampling(served, body, max_tokens=_max_tokens(body), logprobs=_wanted_logprobs(body))
+    messages = read_messages(context, body.messages)
+    use = read_tools(context, body.tools, body.tool_choice, body.parallel_tool_calls)
+    text = served.text
     fields = template_fields(text, body.reasoning_effort, body.chat_template_kwargs) | _verbosity(text, body)
-    prompt = await off_loop(size, lambda: text.chat_prompt(messages, tools=use.tools, **fields))
-    params = [after_thinking(text, prompt, held(text, use, each)) for each in params]
-    tokens = taken(served, body, prompt.tokens, params[0].max_tokens)
-    requests = [request_of(served, body, tokens, each, "messages") for each in params]
-    answer = ChatWriter(served, requests, body, lambda: use.parser(text.format, prompt.opened))
-    shown = text.special_in(text.format.markers(use.calling)) | shown_special(served, body)
-    running = together([deltas(served, request, choice, shown=shown) for choice, request in enumerate(requests)])
-    return await reply(http, answer, running, streaming=bool(body.stream))
+    prompt = await render_prompt(served, messages, use, **fields)
+    prompt = prompt._replace(tokens=truncate(served, context, body, prompt.tokens, params[0].max_tokens))
+    turn = begin_turn(served, context, prompt, use, params, TurnOptions(shown=shown_special(served, body)))
+    writer = ChatWriter(served, context, turn, body)
+    return await reply(http, context, writer, turn.deltas, streaming=bool(body.stream))
 
 
 # -- reading ------------------------------------------------------------------------------------------------------
 
 
-def read_messages(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as a chat template takes them: a role and a text each, and what an assistant thought and called."""
+def read_messages(context: RequestContext, given: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns messages as chat templates take them: a role and a text each, an assistant's reasoning and calls."""
     if not given:
-        raise InvalidRequest("messages is empty: at least one is needed", param="messages")
+        raise InvalidRequest("messages is empty: send at least one", param="messages")
     check_count(given, MAX_MESSAGES, "messages")
-    return [_message(message, f"messages[{index}]") for index, message in enumerate(given)]
+    return [_message(context, message, f"messages[{index}]") for index, message in enumerate(given)]
 
 
-def _message(given: dict[str, Any], where: str) -> dict[str, Any]:
-    message = read_object(given, ChatMessage, MESSAGE_NO_EFFECT, where)
+def _message(context: RequestContext, given: dict[str, Any], where: str) -> dict[str, Any]:
+    message = read_object(context, given, ChatMessage, MESSAGE_NO_EFFECT, where)
     role = "system" if message.role == "developer" else message.role
     if message.content is None and message.refusal is not None:
         message.content = message.refusal
@@ -124,22 +121,19 @@ def _message(given: dict[str, Any], where: str) -> dict[str, Any]:
         raise InvalidRequest(
             f"the field '{where}.content' is missing", param=f"{where}.content", code="missing_required_parameter"
         )
-    content = None if message.content is None else _text(message.content, f"{where}.content")
+    content = None if message.content is None else _text(context, message.content, f"{where}.content")
     reasoning = message.reasoning_content or message.reasoning
-    named = {
-        "name": message.name,
-        "tool_call_id": message.tool_call_id,
-        "tool_calls": read_calls(message.tool_calls, f"{where}.tool_calls") if message.tool_calls else None,
-    }
-    said = {"role": role, "content": content} | {name: value for name, value in named.items() if value is not None}
-    return said | told_reasoning(reasoning, content) if reasoning else said
+    calls = read_calls(context, message.tool_calls, f"{where}.tool_calls") if message.tool_calls else None
+    named = {"name": message.name, "tool_call_id": message.tool_call_id, "tool_calls": calls}
+    rendered = {"role": role, "content": content} | {name: value for name, value in named.items() if value is not None}
+    return rendered | template_reasoning(reasoning, content) if reasoning else rendered
 
 
 def template_fields(
     text: Text, effort: str | None, kwargs: dict[str, Any] | None, param: str = "reasoning_effort"
 ) -> dict[str, Any]:
-    """What is asked of the template beside messages and tools: refused where it has no word for it. `param` is the
-    field the effort came in."""
+    """Returns the template's fields beside messages and tools; raises if the template does not have them. `param` is
+    the field that the effort came in."""
     fields: dict[str, Any] = {}
     if effort == "none":
         fields = {} if text.format.plain(calling=False) else {"enable_thinking": False}
@@ -162,19 +156,19 @@ def _verbosity(text: Text, body: ChatBody) -> dict[str, Any]:
     return {"verbosity": body.verbosity}
 
 
-def _text(content: str | list[dict[str, Any]], where: str) -> str:
+def _text(context: RequestContext, content: str | list[dict[str, Any]], where: str) -> str:
     if isinstance(content, str):
         return content
     check_count(content, MAX_PARTS, where)
-    return "\n".join(_part(part, f"{where}[{index}]") for index, part in enumerate(content))
+    return "\n".join(_part(context, part, f"{where}[{index}]") for index, part in enumerate(content))
 
 
-def _part(part: dict[str, Any], where: str) -> str:
+def _part(context: RequestContext, part: dict[str, Any], where: str) -> str:
     match part.get("type"):
         case "text":
-            return read_object(part, ChatTextPart, PART_NO_EFFECT, where).text
+            return read_object(context, part, ChatTextPart, PART_NO_EFFECT, where).text
         case "refusal":
-            return read_object(part, ChatRefusalPart, PART_NO_EFFECT, where).refusal
+            return read_object(context, part, ChatRefusalPart, PART_NO_EFFECT, where).refusal
         case other:
             raise unsupported(f"{where}.type", other)
 
@@ -183,14 +177,15 @@ def _max_tokens(body: ChatBody) -> int | None:
     given = {value for value in (body.max_tokens, body.max_completion_tokens) if value is not None}
     if len(given) > 1:
         raise InvalidRequest(
-            "max_tokens and max_completion_tokens are two names of one limit and differ: send one", param="max_tokens"
+            "max_tokens and max_completion_tokens are two names of one limit, but their values differ: send one",
+            param="max_tokens",
         )
     if 0 in given:
         raise InvalidRequest("max_tokens must be at least 1; got 0", param="max_tokens")
     return next(iter(given), None)
 
 
-def _asked_logprobs(body: ChatBody) -> int | None:
+def _wanted_logprobs(body: ChatBody) -> int | None:
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
     if body.top_logprobs is not None and not 0 <= body.top_logprobs <= 20:
@@ -199,16 +194,6 @@ def _asked_logprobs(body: ChatBody) -> int | None:
 
 
 # -- answering ----------------------------------------------------------------------------------------------------
-
-
-class TokenAlternative(msgspec.Struct):
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class TokenEntry(TokenAlternative):
-    top_logprobs: list[TokenAlternative]
 
 
 class ChatLogprobs(msgspec.Struct):
@@ -290,29 +275,22 @@ CHAT_COMPLETIONS = Operation(ChatBody, CHAT_NO_EFFECT, ChatCompletion, ChatCompl
 
 
 class ChatWriter:
-    """`new_parser` gives a parser for each choice, or none where answers are content alone."""
-
-    def __init__(
-        self,
-        served: ServedModel,
-        requests: Sequence[Request],
-        body: ChatBody,
-        new_parser: Callable[[], AnswerParser | None] = lambda: None,
-    ) -> None:
+    def __init__(self, served: ServedModel, context: RequestContext, turn: ChatTurn, body: ChatBody) -> None:
         self._tokenizer = served.text.tokenizer
         self._head = new_head("chatcmpl", served.name, body.service_tier)
-        self._prompt_ids = requests[0].prompt if body.return_token_ids else UNSET
-        self._tally = TokenTally(requests, body.choices)
-        self._explanation = Explanation(served, requests)
+        self._prompt_ids = turn.request.prompt if body.return_token_ids else UNSET
+        self._turn = turn
+        self._tally = TokenTally(turn.requests, body.choices)
+        self._explanation = Explanation(served, context, turn.requests)
         self._scored = bool(body.logprobs)
         self._usage = None if body.wants_usage else UNSET
-        self._choices = [ChatChoice(index, AssistantMessage(""), self._logprobs([])) for index in range(len(requests))]
-        self._plains: dict[int, ChunkTemplate] = {}  # of choices of which something was streamed
-        self._parsers = [new_parser() for _ in requests]
-        self._reasoned = 0  # tokens
+        self._choices = [
+            ChatChoice(index, AssistantMessage(""), self._logprobs([])) for index in range(len(turn.requests))
+        ]
+        self._templates: dict[int, ChunkTemplate] = {}  # of choices of which something was streamed
 
-    def take(self, choice: int, delta: Delta) -> None:
-        self._tally.take(choice, delta)
+    def collect(self, choice: int, delta: Delta) -> None:
+        self._tally.add(choice, delta)
         kept = self._choices[choice]
         for part in self._parts(choice, delta):
             _keep(kept.message, part)
@@ -324,21 +302,26 @@ class ChatWriter:
         if self._prompt_ids is not UNSET:
             kept.token_ids = [*(kept.token_ids or ()), *delta.tokens]
 
-    def whole(self) -> ChatCompletion:
+    def result(self) -> ChatCompletion:
         for choice in self._choices:
             if choice.message.tool_calls and not choice.message.content:
                 choice.message.content = None
-        told: dict[str, Any] = {"usage": self._told_usage(), "penstock": self._explanation.told()}
-        told["prompt_token_ids"] = self._prompt_ids
-        return ChatCompletion(**self._head, object="chat.completion", choices=self._choices, **told)
+        return ChatCompletion(
+            **self._head,
+            object="chat.completion",
+            choices=self._choices,
+            usage=self._final_usage(),
+            prompt_token_ids=self._prompt_ids,
+            penstock=self._explanation.report(),
+        )
 
     def chunks(self, choice: int, delta: Delta) -> Iterator[bytes]:
-        self._tally.take(choice, delta)
-        if choice not in self._plains:
+        self._tally.add(choice, delta)
+        if choice not in self._templates:
             first = self._chunk(ChatChunkChoice(choice, ChatDelta("assistant", "")))
             first.prompt_token_ids = self._prompt_ids
             yield encode(first)
-            self._plains[choice] = ChunkTemplate(
+            self._templates[choice] = ChunkTemplate(
                 lambda text: self._chunk(ChatChunkChoice(choice, ChatDelta(content=text)))
             )
         parts = self._parts(choice, delta)
@@ -346,71 +329,50 @@ class ChatWriter:
             yield from self._detailed_chunks(choice, delta, parts)
         else:
             for part in parts:
-                yield self._plains[choice](part.text) if type(part) is Content else self._part_chunk(choice, part)
+                yield self._templates[choice](part.text) if type(part) is Content else self._part_chunk(choice, part)
         if delta.finish:
             self._explanation.end(choice, delta)
             chunk = self._chunk(ChatChunkChoice(choice, ChatDelta(), finish_reason=self._finish(choice, delta)))
             if self._usage is UNSET:
-                chunk.penstock = self._explanation.told()
+                chunk.penstock = self._explanation.report()
             yield encode(chunk)
 
+    def final_chunks(self) -> Iterator[bytes]:
+        if self._usage is None:
+            final: dict[str, Any] = {"usage": self._final_usage(), "penstock": self._explanation.report()}
+            yield encode(ChatCompletionChunk(**self._head, object="chat.completion.chunk", choices=[], **final))
+
     def _detailed_chunks(self, choice: int, delta: Delta, parts: Sequence[Part]) -> Iterator[bytes]:
-        """A delta's tokens go with the first of its parts: they may be markers, which are in none."""
+        """Yields a chunk for each part. The first one has the delta's tokens: they may be markers, which are in no
+        part."""
         entries = token_entries(self._tokenizer, delta) if self._scored else []
         ids = UNSET if self._prompt_ids is UNSET else list(delta.tokens)
-        added = [_added(part) for part in parts] or ([ChatDelta(content="")] if entries or ids else [])
+        added = [_chat_delta(part) for part in parts] or ([ChatDelta(content="")] if entries or ids else [])
         for each in added:
             yield encode(self._chunk(ChatChunkChoice(choice, each, self._logprobs(entries), token_ids=ids)))
             entries, ids = [], ids and []
 
     def _part_chunk(self, choice: int, part: Part) -> bytes:
-        return encode(self._chunk(ChatChunkChoice(choice, _added(part))))
+        return encode(self._chunk(ChatChunkChoice(choice, _chat_delta(part))))
 
     def _parts(self, choice: int, delta: Delta) -> list[Part]:
-        """What a delta adds; that a call has ended is not told."""
-        parser = self._parsers[choice]
-        if parser is None:
-            return [Content(delta.text)] if delta.text else []
-        reasoning = parser.reasoning
-        parts = parser.push(delta.text) + (parser.finish() if delta.finish else [])
-        self._reasoned += len(delta.tokens) if reasoning or parser.reasoning else 0
-        return [part for part in parts if type(part) is not CallEnded]
+        """Returns what a delta adds; the end of a call adds nothing here."""
+        return [part for part in self._turn.parts(delta, choice) if type(part) is not CallEnded]
 
     def _finish(self, choice: int, delta: Delta) -> str | None:
-        parser = self._parsers[choice]
-        return "tool_calls" if delta.finish == "stop" and parser is not None and parser.calls else delta.finish
+        return "tool_calls" if delta.finish == "stop" and self._turn.calls(choice) else delta.finish
 
-    def _told_usage(self) -> CompletionUsage:
+    def _final_usage(self) -> CompletionUsage:
         usage = self._tally.usage()
-        if self._reasoned:
-            usage.completion_tokens_details = CompletionTokensDetails(self._reasoned)
+        if self._turn.reasoning_tokens:
+            usage.completion_tokens_details = CompletionTokensDetails(self._turn.reasoning_tokens)
         return usage
-
-    def last(self) -> Iterator[bytes]:
-        if self._usage is None:
-            told: dict[str, Any] = {"usage": self._told_usage(), "penstock": self._explanation.told()}
-            yield encode(ChatCompletionChunk(**self._head, object="chat.completion.chunk", choices=[], **told))
 
     def _chunk(self, choice: ChatChunkChoice) -> ChatCompletionChunk:
         return ChatCompletionChunk(**self._head, object="chat.completion.chunk", choices=[choice], usage=self._usage)
 
     def _logprobs(self, entries: list[TokenEntry]) -> ChatLogprobs | None:
         return ChatLogprobs(entries) if self._scored else None
-
-
-def token_entries(tokenizer: Tokenizer, delta: Delta) -> list[TokenEntry]:
-    """Of the tokens that are part of the text."""
-    return [_entry(tokenizer, each) for each in delta.logprobs[: len(delta.logprobs) - delta.silent]]
-
-
-def _entry(tokenizer: Tokenizer, scored: TokenLogprob) -> TokenEntry:
-    top = [TokenAlternative(*_spelled(tokenizer, token, logprob)) for token, logprob in scored.top]
-    return TokenEntry(*_spelled(tokenizer, scored.token, scored.logprob), top)
-
-
-def _spelled(tokenizer: Tokenizer, token: int, logprob: float) -> tuple[str, float, list[int]]:
-    spelling = tokenizer.token_bytes(token)
-    return spelling.decode("utf-8", "replace"), told_logprob(logprob), list(spelling)
 
 
 def _keep(message: AssistantMessage, part: Part) -> None:
@@ -426,7 +388,7 @@ def _keep(message: AssistantMessage, part: Part) -> None:
             message.tool_calls[index].function.arguments += text
 
 
-def _added(part: Part) -> ChatDelta:
+def _chat_delta(part: Part) -> ChatDelta:
     match part:
         case Content(text):
             return ChatDelta(content=text)

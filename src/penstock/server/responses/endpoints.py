@@ -1,7 +1,7 @@
-"""POST /v1/responses, and what can be done with a response afterwards: OpenAI's second way to chat.
+"""POST /v1/responses, and the endpoints for stored responses.
 
-A response is stored unless it is asked not to be, so that the next can go on with it. One made in the background is
-stored from its beginning, any other when it has ended: what a client leaves before that is gone.
+A response is stored unless the request says otherwise, so that the next one can continue it. One that is generated in
+the background is stored from its beginning, others when they have ended: if the client leaves before, nothing is kept.
 """
 
 from __future__ import annotations
@@ -12,17 +12,19 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response as HttpResponse
 
-from penstock.errors import InvalidRequest, Overloaded
+from penstock.errors import InvalidRequest
+from penstock.server.access.in_flight import InFlight
 from penstock.server.bodies import read_body
-from penstock.server.chat.chat_turn import begin, prompt_of
+from penstock.server.chat.chat_turn import TurnOptions, begin_turn, render_prompt
 from penstock.server.openai.chat import template_fields
 from penstock.server.openai.fields import sampling
 from penstock.server.openapi import Operation
+from penstock.server.request_context import RequestContext
 from penstock.server.responses.answer import ResponseWriter
 from penstock.server.responses.background import BackgroundResponse
 from penstock.server.responses.events import EVENTS
 from penstock.server.responses.fields import (
-    ASK_NO_EFFECT,
+    BODY_NO_EFFECT,
     LOGPROBS,
     SEALED,
     ItemsQuery,
@@ -30,22 +32,22 @@ from penstock.server.responses.fields import (
     ResponsesConversation,
     ResponseSettings,
     RetrieveQuery,
-    read_ask,
     read_query,
+    read_response_body,
     read_settings,
 )
 from penstock.server.responses.input import messages_of, read_items
 from penstock.server.responses.items import Item, ResponseObject, new_id
 from penstock.server.responses.store import ResponseStore, StoredResponse
 from penstock.server.served_model import ServedModel
-from penstock.server.sse import StreamResponse, encode, reply
+from penstock.server.sse import StreamResponse, json_response, reply
 from penstock.text import ChatPrompt
 from penstock.types import SamplingParams
 
-MOST_AT_ONCE = 256  # in the background
+MAX_BACKGROUND = 256  # responses at once
 
-RESPOND = Operation(ResponsesBody, ASK_NO_EFFECT, ResponseObject, EVENTS)
-INPUT_TOKENS = Operation(ResponsesConversation, ASK_NO_EFFECT)
+RESPOND = Operation(ResponsesBody, BODY_NO_EFFECT, ResponseObject, EVENTS)
+INPUT_TOKENS = Operation(ResponsesConversation, BODY_NO_EFFECT)
 RETRIEVE = Operation(answers=ResponseObject, streams=EVENTS, query=RetrieveQuery)
 CANCEL = Operation(answers=ResponseObject)
 INPUT_ITEMS = Operation(query=ItemsQuery)
@@ -56,63 +58,67 @@ class Responses:
 
     def __init__(self, store: ResponseStore | None = None) -> None:
         self._store = store or ResponseStore()
-        self._jobs: set[BackgroundResponse] = set()  # under way
+        self._background = InFlight("background responses", lambda: MAX_BACKGROUND, ", or cancel one")
+        self._jobs: set[BackgroundResponse] = set()  # in progress
 
-    async def create(self, served: ServedModel, http: HttpRequest) -> HttpResponse:
-        body = await read_ask(http)
+    async def create(self, served: ServedModel, http: HttpRequest, context: RequestContext) -> HttpResponse:
+        body = await read_response_body(http, context)
         served.check_model(body.model or "")
-        settings, items = read_settings(body), read_items(body.input)
+        settings, items = read_settings(context, body), read_items(context, body.input)
         scored = (body.top_logprobs or 0) if body.includes(LOGPROBS) else None
-        (params,) = sampling(served, body, logprobs=scored)
+        params = sampling(served, body, logprobs=scored)
         prompt = await self._prompt(served, body, settings, items)
-        turn = begin(served, prompt, settings.use, params, body.max_output_tokens, "input")
-        kept = StoredResponse(_response(served, body, settings, params), items)
-        answer = ResponseWriter(served, kept.response, turn, sealed=body.includes(SEALED))
+        options = TurnOptions("input", body.max_output_tokens)
+        turn = begin_turn(served, context, prompt, settings.use, params, options)
+        stored = StoredResponse(_response(served, body, settings, params[0]), items)
+        writer = ResponseWriter(served, context, stored.response, turn, sealed=body.includes(SEALED))
         if body.background:
-            return self._start(kept, answer, streamed=bool(body.stream))
+            return self._start(context, stored, writer, streamed=bool(body.stream))
         if body.stores:
-            answer.ended = lambda: self._store.put(kept)
-        return await reply(http, answer, turn.running, streaming=bool(body.stream), framing=answer.framing)
+            writer.on_end = lambda: self._store.put(stored)
+        return await reply(http, context, writer, turn.deltas, streaming=bool(body.stream), framing=writer.framing)
 
-    async def input_tokens(self, served: ServedModel, http: HttpRequest) -> HttpResponse:
-        body = await read_body(http, ResponsesConversation, ASK_NO_EFFECT)
+    async def input_tokens(self, served: ServedModel, http: HttpRequest, context: RequestContext) -> HttpResponse:
+        body = await read_body(http, context, ResponsesConversation, BODY_NO_EFFECT)
         if body.model is not None:
             served.check_model(body.model)
-        prompt = await self._prompt(served, body, read_settings(body), read_items(body.input))
-        return _json({"object": "response.input_tokens", "input_tokens": len(prompt.tokens)})
+        settings, items = read_settings(context, body), read_items(context, body.input)
+        prompt = await self._prompt(served, body, settings, items)
+        return json_response({"object": "response.input_tokens", "input_tokens": len(prompt.tokens)})
 
-    async def retrieve(self, _: ServedModel, http: HttpRequest) -> HttpResponse:
-        body, kept = read_query(http, RetrieveQuery), self._store.get(http.path_params["id"])
-        if not body.stream:
-            if body.starting_after is not None:
+    async def retrieve(self, _: ServedModel, http: HttpRequest, context: RequestContext) -> HttpResponse:
+        query, stored = read_query(context, http, RetrieveQuery), self._store.get(http.path_params["id"])
+        if not query.stream:
+            if query.starting_after is not None:
                 raise InvalidRequest("starting_after needs stream=true", param="starting_after")
-            return _json(kept.response)
-        if kept.job is None or not kept.job.streamed:
+            return json_response(stored.response)
+        if stored.job is None or not stored.job.streamed:
             raise InvalidRequest(
-                "only a response made with background and stream can be streamed again", param="stream"
+                "only a response made with background and stream can be streamed again: leave stream out",
+                param="stream",
             )
-        after = -1 if body.starting_after is None else body.starting_after
-        return StreamResponse(kept.job.follow(after), kept.job.framing)
+        after = -1 if query.starting_after is None else query.starting_after
+        return StreamResponse(context, stored.job.follow(after), stored.job.framing)
 
-    async def delete(self, _: ServedModel, http: HttpRequest) -> HttpResponse:
-        kept = self._store.get(http.path_params["id"])
-        if kept.job is not None:
-            await kept.job.cancel()
-        self._store.remove(kept.response.id)
-        return _json({"id": kept.response.id, "object": "response", "deleted": True})
+    async def delete(self, _: ServedModel, http: HttpRequest, __: RequestContext) -> HttpResponse:
+        stored = self._store.get(http.path_params["id"])
+        if stored.job is not None:
+            await stored.job.cancel()
+        self._store.remove(stored.response.id)
+        return json_response({"id": stored.response.id, "object": "response", "deleted": True})
 
-    async def cancel(self, _: ServedModel, http: HttpRequest) -> HttpResponse:
-        kept = self._store.get(http.path_params["id"])
-        if kept.job is None:
-            raise InvalidRequest("only a response made in the background can be cancelled")
-        await kept.job.cancel()
-        return _json(kept.response)
+    async def cancel(self, _: ServedModel, http: HttpRequest, __: RequestContext) -> HttpResponse:
+        stored = self._store.get(http.path_params["id"])
+        if stored.job is None:
+            raise InvalidRequest("only a response that was made with background can be cancelled")
+        await stored.job.cancel()
+        return json_response(stored.response)
 
-    async def input_items(self, _: ServedModel, http: HttpRequest) -> HttpResponse:
-        """Everything the response was made from: what came before it in the conversation, too."""
-        page, kept = read_query(http, ItemsQuery), self._store.get(http.path_params["id"])
-        items = [*self._store.conversation(kept.response.previous_response_id), *kept.input]
-        return _json(_page(items if page.order == "asc" else items[::-1], page))
+    async def input_items(self, _: ServedModel, http: HttpRequest, context: RequestContext) -> HttpResponse:
+        """Returns all items that the response was generated from, earlier ones of the conversation included."""
+        query, stored = read_query(context, http, ItemsQuery), self._store.get(http.path_params["id"])
+        items = [*self._store.conversation(stored.response.previous_response_id), *stored.input]
+        return json_response(_page(items if query.order == "asc" else items[::-1], query))
 
     async def close(self) -> None:
         for job in list(self._jobs):
@@ -123,16 +129,21 @@ class Responses:
     ) -> ChatPrompt:
         before = self._store.conversation(body.previous_response_id)
         fields = template_fields(served.text, settings.reasoning.effort, body.chat_template_kwargs, "reasoning.effort")
-        return await prompt_of(served, messages_of(body.instructions, [*before, *items]), settings.use, **fields)
+        return await render_prompt(served, messages_of(body.instructions, [*before, *items]), settings.use, **fields)
 
-    def _start(self, kept: StoredResponse, answer: ResponseWriter, *, streamed: bool) -> HttpResponse:
-        if len(self._jobs) >= MOST_AT_ONCE:
-            raise Overloaded(f"{MOST_AT_ONCE} responses are made in the background already: wait for one, or cancel it")
-        job = kept.job = BackgroundResponse(answer, streamed=streamed, ended=lambda: self._store.put(kept))
-        self._store.put(kept)
+    def _start(
+        self, context: RequestContext, stored: StoredResponse, writer: ResponseWriter, *, streamed: bool
+    ) -> HttpResponse:
+        self._background.take()
+        job = stored.job = BackgroundResponse(writer, streamed=streamed, on_end=lambda: self._store.put(stored))
+        self._store.put(stored)
         self._jobs.add(job)
-        job.task.add_done_callback(lambda _: self._jobs.discard(job))
-        return StreamResponse(job.follow(), answer.framing) if streamed else _json(kept.response)
+        job.task.add_done_callback(lambda _: self._end(job))
+        return StreamResponse(context, job.follow(), writer.framing) if streamed else json_response(stored.response)
+
+    def _end(self, job: BackgroundResponse) -> None:
+        self._jobs.discard(job)
+        self._background.release()
 
 
 def _response(
@@ -163,15 +174,11 @@ def _response(
     )
 
 
-def _page(items: list[Item], page: ItemsQuery) -> dict[str, Any]:
+def _page(items: list[Item], query: ItemsQuery) -> dict[str, Any]:
     ids = [item.id for item in items]
-    if page.after is not None and page.after not in ids:
-        raise InvalidRequest(f"after: there is no item {page.after!r}", param="after")
-    first = 0 if page.after is None else ids.index(page.after) + 1
-    data, told = items[first : first + page.limit], ids[first : first + page.limit]
-    ends = {"first_id": told[0] if told else None, "last_id": told[-1] if told else None}
-    return {"object": "list", "data": data, "has_more": first + page.limit < len(items), **ends}
-
-
-def _json(value: object) -> HttpResponse:
-    return HttpResponse(encode(value), media_type="application/json")
+    if query.after is not None and query.after not in ids:
+        raise InvalidRequest(f"after: there is no item {query.after!r}", param="after")
+    first = 0 if query.after is None else ids.index(query.after) + 1
+    data, shown = items[first : first + query.limit], ids[first : first + query.limit]
+    ends = {"first_id": shown[0] if shown else None, "last_id": shown[-1] if shown else None}
+    return {"object": "list", "data": data, "has_more": first + query.limit < len(items), **ends}

@@ -1,10 +1,10 @@
-"""The events of a streamed response. Each is told with its type as the event's name, and numbered from 0."""
+"""The events of a streamed response. Each has its type as the event's name, and a number from 0 on."""
 
 from __future__ import annotations
 
 import msgspec
 
-from penstock.server.openai.chat import TokenEntry
+from penstock.server.chat.logprobs import TokenEntry
 from penstock.server.responses.items import Item, OutputText, ReasoningText, ResponseObject
 from penstock.server.sse import encode
 
@@ -45,7 +45,7 @@ class ResponseCancelled(LifecycleEvent, tag="response.cancelled"):
     pass
 
 
-LAST: dict[str, type[LifecycleEvent]] = {  # by the status that a response ends with
+FINAL_EVENTS: dict[str, type[LifecycleEvent]] = {  # by the status that a response ends with
     "completed": ResponseCompleted,
     "incomplete": ResponseIncomplete,
     "failed": ResponseFailed,

@@ -1,7 +1,4 @@
-"""What a request for a response asks for.
-
-A field is read and honoured, or accepted because its value asks for nothing, or refused by name.
-"""
+"""The bodies and queries of OpenAI's responses."""
 
 from __future__ import annotations
 
@@ -15,10 +12,10 @@ from penstock.errors import InvalidRequest
 from penstock.server.access.bounds import check_count
 from penstock.server.bodies import ANY_VALUE, NoEffect, read_body, read_object, unsupported
 from penstock.server.chat.structured import NamedSchema, ResponseFormat
-from penstock.server.chat.tools import MAX_TOOLS, ToolUse, chosen, for_template
+from penstock.server.chat.tools import MAX_TOOLS, ToolUse, choose_tools, for_template
 from penstock.server.openai.fields import SamplingFields
 from penstock.server.openapi import read_as
-from penstock.server.request_context import notes
+from penstock.server.request_context import RequestContext
 from penstock.server.responses.items import ReasoningSettings, ResponsesFunction, TextFormat, TextSettings
 
 MAX_METADATA = (16, 64, 512)  # pairs, characters of a key, characters of a value
@@ -27,7 +24,7 @@ SEALED = "reasoning.encrypted_content"
 INCLUDABLE = (
     LOGPROBS,
     SEALED,
-    "code_interpreter_call.outputs",  # from here on: of tools that there are none of
+    "code_interpreter_call.outputs",  # from here on: results of built-in tools, of which there are none
     "computer_call_output.output.image_url",
     "file_search_call.results",
     "message.input_image.image_url",
@@ -35,12 +32,12 @@ INCLUDABLE = (
     "web_search_call.results",
 )
 
-ASK_NO_EFFECT: NoEffect = {
+BODY_NO_EFFECT: NoEffect = {
     "access_programs": (),
     "context_management": ([],),
     "conversation": (),
     "image": (),
-    "max_tool_calls": ANY_VALUE,  # of built-in tools, of which there are none
+    "max_tool_calls": ANY_VALUE,  # limits built-in tools, of which there are none
     "moderation": (),
     "prompt": (),
     "prompt_cache_options": ({}, {"mode": "implicit"}, {"mode": "explicit"}),
@@ -56,7 +53,7 @@ TOOL_NO_EFFECT: NoEffect = {
     "output_schema": (),
 }
 TEXT_NO_EFFECT: NoEffect = {"verbosity": ("medium",)}
-REASONING_NO_EFFECT: NoEffect = {  # what is thought is told in full: there is nothing that could sum it up
+REASONING_NO_EFFECT: NoEffect = {  # reasoning is always returned in full: nothing here could summarize it
     "context": ("auto",),
     "generate_summary": ("auto",),
     "mode": ("standard",),
@@ -65,7 +62,7 @@ REASONING_NO_EFFECT: NoEffect = {  # what is thought is told in full: there is n
 
 
 class ResponsesConversation(SamplingFields, kw_only=True):
-    """What a prompt is made of. How the answer is sampled may be said as well."""
+    """The fields that the prompt depends on. Those of sampling are accepted beside them."""
 
     model: str | None = None
     input: str | list[dict[str, Any]] | None = None
@@ -95,10 +92,7 @@ class ResponsesBody(ResponsesConversation, kw_only=True):
     stream_options: ResponsesStreamOptions | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     user: str | None = None
-    penstock: bool | None = None  # whether the response is to explain itself
-
-    def __post_init__(self) -> None:
-        notes().explain |= bool(self.penstock)
+    penstock: bool | None = None  # asks for a report of what happened to the answer
 
     @property
     def stores(self) -> bool:
@@ -115,13 +109,14 @@ class ResponseSettings(NamedTuple):
     reasoning: ReasoningSettings
 
 
-async def read_ask(http: HttpRequest) -> ResponsesBody:
-    body = await read_body(http, ResponsesBody, ASK_NO_EFFECT)
+async def read_response_body(http: HttpRequest, context: RequestContext) -> ResponsesBody:
+    body = await read_body(http, context, ResponsesBody, BODY_NO_EFFECT)
+    context.explain |= bool(body.penstock)
     for name, value in (("model", body.model), ("input", body.input)):
         if value is None:
             raise InvalidRequest(f"the field {name!r} is missing", param=name, code="missing_required_parameter")
     if body.background and not body.stores:
-        raise InvalidRequest("background needs store: what is not stored cannot be asked for later", param="store")
+        raise InvalidRequest("background needs store: true, because the answer is retrieved later", param="store")
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options needs stream: true", param="stream_options")
     if body.top_logprobs and not body.includes(LOGPROBS):
@@ -140,25 +135,26 @@ def check_include(names: list[str]) -> None:
 def _check_metadata(given: dict[str, str]) -> None:
     pairs, key_size, value_size = MAX_METADATA
     if len(given) > pairs:
-        raise InvalidRequest(f"metadata takes at most {pairs} pairs; got {len(given)}", param="metadata")
+        raise InvalidRequest(f"metadata may have {pairs} pairs; got {len(given)}: send fewer", param="metadata")
     for key, value in given.items():
         if len(key) > key_size or len(value) > value_size:
             raise InvalidRequest(
-                f"metadata takes keys of at most {key_size} characters and values of {value_size}; "
+                f"metadata may have keys of {key_size} characters and values of {value_size}; "
                 f"got {len(key)} and {len(value)}",
                 param="metadata",
             )
 
 
-def read_settings(body: ResponsesConversation) -> ResponseSettings:
-    """Makes the format of the text the request's response_format, which is what it is called in chats."""
+def read_settings(context: RequestContext, body: ResponsesConversation) -> ResponseSettings:
+    """Returns the body's nested settings. It also sets response_format, the name of text.format in chats, from which
+    the grammar is made."""
     if body.response_format is not None:
-        raise InvalidRequest("response_format is called text.format here", param="response_format")
-    text = read_object(body.text or {}, TextSettings, TEXT_NO_EFFECT, "text")
+        raise InvalidRequest("response_format is called text.format here: send that", param="response_format")
+    text = read_object(context, body.text or {}, TextSettings, TEXT_NO_EFFECT, "text")
     text.format = text.format or TextFormat("text")
     body.response_format = _response_format(text.format)
-    reasoning = read_object(body.reasoning or {}, ReasoningSettings, REASONING_NO_EFFECT, "reasoning")
-    functions, use = _read_tools(body)
+    reasoning = read_object(context, body.reasoning or {}, ReasoningSettings, REASONING_NO_EFFECT, "reasoning")
+    functions, use = _read_tools(context, body)
     return ResponseSettings(functions, use, text, reasoning)
 
 
@@ -171,22 +167,22 @@ def _response_format(format: TextFormat) -> ResponseFormat | None:
     return ResponseFormat("json_object") if format.type == "json_object" else None
 
 
-def _read_tools(body: ResponsesConversation) -> tuple[list[ResponsesFunction], ToolUse]:
+def _read_tools(context: RequestContext, body: ResponsesConversation) -> tuple[list[ResponsesFunction], ToolUse]:
     given = body.tools or []
     check_count(given, MAX_TOOLS, "tools")
-    functions = [_function(tool, f"tools[{index}]") for index, tool in enumerate(given)]
+    functions = [_function(context, tool, f"tools[{index}]") for index, tool in enumerate(given)]
     tools = [for_template(each.name, each.description, each.parameters) for each in functions]
     strict = any(each.strict for each in functions)
-    return functions, chosen(tools, body.tool_choice, body.parallel_tool_calls, strict=strict)
+    return functions, choose_tools(tools, body.tool_choice, body.parallel_tool_calls, strict=strict)
 
 
-def _function(given: dict[str, Any], where: str) -> ResponsesFunction:
+def _function(context: RequestContext, given: dict[str, Any], where: str) -> ResponsesFunction:
     if given.get("type") != "function":
         raise unsupported(f"{where}.type", given.get("type"))
-    return read_object(given, ResponsesFunction, TOOL_NO_EFFECT, where)
+    return read_object(context, given, ResponsesFunction, TOOL_NO_EFFECT, where)
 
 
-# -- in the address ------------------------------------------------------------------------------------------------
+# -- queries -----------------------------------------------------------------------------------------------------
 
 
 class RetrieveQuery(msgspec.Struct, forbid_unknown_fields=True):
@@ -206,13 +202,13 @@ class ItemsQuery(msgspec.Struct, forbid_unknown_fields=True):
 Q = TypeVar("Q", RetrieveQuery, ItemsQuery)
 
 
-def read_query(http: HttpRequest, kind: type[Q]) -> Q:
+def read_query(context: RequestContext, http: HttpRequest, kind: type[Q]) -> Q:
     given: dict[str, Any] = {}
     for key, value in http.query_params.multi_items():
         if key in ("include", "include[]"):
             given.setdefault("include", []).append(value)
         else:
             given[key] = value
-    query = read_object(given, kind, {}, strict=False)
+    query = read_object(context, given, kind, {}, strict=False)
     check_include(query.include)
     return query

@@ -1,4 +1,4 @@
-"""The shapes of OpenAI's responses: the items that conversations are made of, and the response around an answer's."""
+"""The structs of OpenAI's responses: the items of a conversation, and the response that contains an answer's items."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from penstock.server.chat.logprobs import TokenEntry
 from penstock.server.chat.structured import Schema
 from penstock.server.explain import AnswerReport
-from penstock.server.openai.chat import TokenEntry
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
 class InputText(msgspec.Struct, tag_field="type", tag="input_text", forbid_unknown_fields=True):
     text: str
-    prompt_cache_breakpoint: dict[str, Any] | UnsetType | None = UNSET  # every prefix is cached, asked for or not
+    prompt_cache_breakpoint: dict[str, Any] | UnsetType | None = UNSET  # without effect: every prefix is cached
 
 
 class OutputText(msgspec.Struct, tag_field="type", tag="output_text", forbid_unknown_fields=True):
@@ -75,7 +75,7 @@ def new_id(kind: str) -> str:
 
 
 class ResponsesFunction(msgspec.Struct, tag_field="type", tag="function", forbid_unknown_fields=True):
-    """A tool, as it was sent."""
+    """A tool, as the client sent it."""
 
     name: str
     parameters: dict[str, Any] | None = None
@@ -128,7 +128,7 @@ class ResponseError(msgspec.Struct):
 
 
 class ResponseObject(msgspec.Struct, kw_only=True):
-    """What was asked for and, as it comes, what was answered."""
+    """A response: the request's settings and, as far as it is generated, the answer."""
 
     id: str
     object: str = "response"
