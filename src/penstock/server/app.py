@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from penstock.server.telemetry.tracing import Traces
 
 DRAIN_SECONDS = 30  # that answers in flight have when the server is asked to stop
+KEEP_ALIVE_SECONDS = 20  # that a connection may be idle: longer than clients keep one (httpx: 5), so that they close it
 
 
 class Setup(NamedTuple):
@@ -142,7 +143,13 @@ async def _serve(
     listener.listen()  # a client may connect as soon as it has read the line below
     app = create_app(client, text, name, setup)
     config = uvicorn.Config(
-        app, http=BoundedProtocol, ws="none", log_config=None, access_log=False, timeout_graceful_shutdown=DRAIN_SECONDS
+        app,
+        http=BoundedProtocol,
+        ws="none",
+        log_config=None,
+        access_log=False,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=DRAIN_SECONDS,
     )
     host, port = listener.getsockname()[:2]
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
