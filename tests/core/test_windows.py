@@ -42,7 +42,7 @@ def test_a_long_sequence_holds_all_of_full_groups_and_only_the_window_of_others(
     windows = (0, 512, 512, 512, 512, 512)
     gemma = Limits(8192, 4, 512, 16, 4096, vocab=9000, windows=windows)
     scheduler = Scheduler(gemma)
-    scheduler.add(Sequence(1, tuple(range(8000)), 192))
+    scheduler.add(Sequence(1, tuple(range(8180)), 12))
     most = 0
     while scheduler.sequences:
         step(scheduler)
