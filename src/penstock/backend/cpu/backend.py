@@ -65,7 +65,7 @@ class CpuBackend:
 
     def load(self, model: Model) -> None:
         self._packing.finish()
-        self._packing.tell()
+        self._packing.log_growth()
         self._answer, self._states = record(model, self._program)
 
     def stored_as(self, tensor: Tensor) -> StoredAs:
