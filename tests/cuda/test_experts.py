@@ -24,8 +24,8 @@ from penstock.backend.cuda.kernels.expert_routing import (
 )
 from penstock.backend.cuda.quantized_weights import QuantizedMatrix
 from penstock.backend.cuda.weights import DenseMatrix
-from penstock.backend.ref.cases import random_tensor
 from penstock.backend.ref.ops import choose
+from penstock.model.random_tensor import random_tensor
 from penstock.model.roles import Role
 from penstock.model.spec import ExpertSpec
 from penstock.model.tensor import FP8, Stack, Tensor

@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 import torch
 
+from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.cuda import CudaBackend
 from penstock.backend.cuda.fp8_weights import BlockScaledFp8, RowScaledFp8
 from penstock.backend.cuda.kernels.fp8_blocks import Tiling, fp8_block_gemm
 from penstock.backend.cuda.kernels.skinny_gemm import SplitKScratch
-from penstock.backend.cuda.transfer import transfer
 from penstock.backend.cuda.weights import DenseMatrix
 from penstock.backend.ref import RefBackend
-from penstock.backend.ref.batches import Chunk, greedy_batch
-from penstock.backend.ref.cases import attention, random_tensor
+from penstock.backend.ref.cases import attention
 from penstock.model.dequantize import dequantize
 from penstock.model.families.llama import build
 from penstock.model.load import load_model, open_checkpoint
+from penstock.model.random_tensor import random_tensor
 from penstock.model.spec import ModelSpec
 from penstock.model.tensor import FP8, Scales, Tensor
 from tests.cuda.device import DEVICE, HALF, ints, normal
@@ -47,8 +47,9 @@ def packed(
     rng = np.random.default_rng(0)
     parts = [random_float8(rng, count, width, block) for count in rows]
     biases = [random_tensor(rng, "F32", count) if bias else None for count in rows]
-    weight = CudaBackend(256, 64, device=DEVICE, dtype=HALF).pack_matrix(parts, biases)
-    transfer.arrived()
+    backend = CudaBackend(256, 64, device=DEVICE, dtype=HALF)
+    weight = backend.pack_matrix(parts, biases)
+    backend._workspace.transfer.finish()
     return weight, torch.from_numpy(np.concatenate([dequantize(part) for part in parts])).to(DEVICE)
 
 

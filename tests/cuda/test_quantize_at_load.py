@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.cuda import CudaBackend
 from penstock.backend.cuda.footprint import stored_as
 from penstock.backend.cuda.weights import DenseMatrix
 from penstock.backend.quantize_at_load import may_quantize, quantized
 from penstock.backend.ref import RefBackend
-from penstock.backend.ref.batches import Chunk, greedy_batch
 from penstock.backend.ref.cases import difference
 from penstock.config import Config
 from penstock.model.load import load_model, open_checkpoint

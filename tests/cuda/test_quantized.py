@@ -16,8 +16,9 @@ from penstock.backend.cuda.kernels.fp8_gemm import fp8_gemm
 from penstock.backend.cuda.kernels.skinny_gemm import SplitKScratch
 from penstock.backend.cuda.pack_quantized import CODINGS, QuantizedWeight, pack, quantize_int4
 from penstock.backend.cuda.quantized_weights import QuantizedMatrix, Workspace
-from penstock.backend.ref.cases import random_tensor
+from penstock.backend.cuda.transfer import Transfer
 from penstock.model.dequantize import dequantize
+from penstock.model.random_tensor import random_tensor
 from penstock.model.tensor import FORMATS, Tensor
 from tests.cuda.device import DEVICE, ints, normal
 
@@ -46,7 +47,7 @@ def packed(name: str, rows: int = ROWS, width: int = WIDTH) -> tuple[QuantizedWe
         return weight, expanded(weight)
     data = random_bytes(name, rows, width)
     values = dequantize(Tensor("", FORMATS[name], (rows, width), data))
-    return pack(data, name, rows, width, torch.device(DEVICE)), torch.from_numpy(values).to(DEVICE)
+    return pack(data, name, rows, width, Transfer(torch.device(DEVICE))), torch.from_numpy(values).to(DEVICE)
 
 
 def expanded(weight: QuantizedWeight) -> torch.Tensor:

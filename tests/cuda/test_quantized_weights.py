@@ -12,16 +12,17 @@ import pytest
 import torch
 
 from penstock.backend import open_backend
+from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.cuda import CudaBackend
 from penstock.backend.cuda.fp8_weights import RowScaledFp8
 from penstock.backend.cuda.quantized_weights import QuantizedMatrix
 from penstock.backend.cuda.weights import DenseMatrix
 from penstock.backend.ref import RefBackend
-from penstock.backend.ref.batches import Chunk, greedy_batch
-from penstock.backend.ref.cases import attention, difference, random_tensor
+from penstock.backend.ref.cases import attention, difference
 from penstock.config import Config
 from penstock.errors import ConfigError
 from penstock.model.families.llama import build
+from penstock.model.random_tensor import random_tensor
 from penstock.model.roles import Role
 from penstock.model.spec import ModelSpec
 from tests.cuda.device import DEVICE, HALF, ints

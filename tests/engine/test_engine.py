@@ -53,7 +53,7 @@ class Settles(FakeBackend):
         super().__init__(LIMITS.vocab)
         self.left = 3
 
-    def settle(self) -> bool:
+    def prepare_in_idle(self) -> bool:
         self.left -= 1
         return self.left > 0
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from penstock.backend.base import StoredAs
-from penstock.backend.ref.cases import random_tensor
 from penstock.config import Config
 from penstock.model.load import Checkpoint
+from penstock.model.random_tensor import random_tensor
 from penstock.model.roles import Role
 from penstock.model.spec import AttentionSpec, ExpertSpec, ModelSpec, RopeSpec
 from penstock.planning import calibration, forecast

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from penstock.backend.cpu import CpuBackend
-from penstock.backend.ref.cases import random_tensor
 from penstock.model.gguf.iquants import LAYOUTS
+from penstock.model.random_tensor import random_tensor
 from penstock.model.tensor import FORMATS
 
 WIDER = {"Q2_K", "NVFP4", *LAYOUTS}

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.backend.base import Batch
+from penstock.backend.base import Batch, Ints
 from penstock.backend.pooling import Pools
 from penstock.engine.engine import Engine
 from penstock.ipc.host import host
@@ -117,7 +117,7 @@ class Parrot:
         self._pools = Pools()
         self._results: dict[int, StepResult] = {}
 
-    def settle(self) -> bool:
+    def prepare_in_idle(self) -> bool:
         return False
 
     def launch(self, batch: Batch) -> int:
@@ -126,6 +126,9 @@ class Parrot:
         result = StepResult(batch.step, rows)
         self._results[batch.step] = self._pools.answer(batch, result, lambda first, last: states[first:last])
         return batch.step
+
+    def constrain(self, ticket: int, words: Ints) -> None:
+        """Does nothing: what it is told to say is what the grammar asks for."""
 
     def wait(self, ticket: int) -> StepResult:
         time.sleep(self._pace)

@@ -9,11 +9,11 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from penstock.backend.base import Backend, Ticket
-from penstock.core import Scheduler, Sequence
+from penstock.core import Policy, Scheduler, Sequence, hashing
 from penstock.engine.batch import Batcher
 from penstock.engine.grammar import Compiling, Constraint, Grammars
 from penstock.engine.pooling import pools
-from penstock.engine.sampling import Sampler
+from penstock.engine.sampling import Sampler, bitmasks
 from penstock.errors import InvalidGrammar, InvalidRequest, OutOfMemory, PenstockError, StepFailed
 from penstock.types import (
     STEP_SIZES,
@@ -43,14 +43,23 @@ class Uncompiled(NamedTuple):
 class Engine:
     """Every request added ends in exactly one Finished, Aborted or Failed."""
 
-    def __init__(self, backend: Backend, limits: Limits, *, depth: int = 0, grammars: Grammars | None = None) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        limits: Limits,
+        *,
+        depth: int = 0,
+        grammars: Grammars | None = None,
+        policy: Policy | None = None,
+        chain: hashing.Chain = hashing.chain,
+    ) -> None:
         self.limits = limits
         self._grammars = grammars
         self._uncompiled: dict[int, Uncompiled] = {}  # requests that wait for their grammar
         self._constraints: dict[int, Constraint] = {}
         self._backend = backend
         self._depth = depth  # steps in flight while the next one is planned
-        self._scheduler = Scheduler(limits)
+        self._scheduler = Scheduler(limits, policy=policy, chain=chain)
         self._batcher = Batcher(limits)
         self._samplers: dict[int, Sampler] = {}
         self._pooling: dict[int, str] = {}  # how the requests that want an embedding are pooled
@@ -98,9 +107,10 @@ class Engine:
             salt=request.salt,
             score=request.sampling.prompt_logprobs is not None,
             lockstep=Sampler.needs_history(request),
-            private=request.pooling == "mean" or self.limits.encoder,
+            prefix_cache=request.pooling != "mean" and not self.limits.encoder,
             owner=request.owner,
             explain=request.explain,
+            background=request.background,
         )
         self._scheduler.now = time.perf_counter()
         self._scheduler.add(seq)
@@ -120,7 +130,7 @@ class Engine:
             self._start_compiled()
         began = self._scheduler.now = time.perf_counter()
         plan = self._scheduler.plan()
-        self._batcher.follow(plan)
+        self._batcher.apply(plan)
         if plan.rows:
             self._launch(plan)
         if len(self._flight) > self._depth or (self._flight and not plan.rows):
@@ -131,7 +141,7 @@ class Engine:
 
     def settle(self) -> bool:
         """Uses a moment without requests to make later steps faster; False when nothing is left to do."""
-        return self._backend.settle()
+        return self._backend.prepare_in_idle()
 
     def stats(self) -> Stats:
         stats = self._scheduler.stats()
@@ -150,7 +160,10 @@ class Engine:
             batch = self._batcher.build(plan, self._scheduler.sequences, self._samplers)
             if self._pooling:
                 batch = replace(batch, pools=pools(plan, self._scheduler.sequences, self._pooling))
-            self._flight.append((plan, self._backend.launch(batch)))
+            ticket = self._backend.launch(batch)
+            if len(batch.constrained):
+                self._backend.constrain(ticket, bitmasks(plan, batch, self._samplers))
+            self._flight.append((plan, ticket))
             self._short = False
             self._computed += (size := len(batch.tokens))
             self._step_sizes[bisect_left(STEP_SIZES, size)] += 1
@@ -162,11 +175,11 @@ class Engine:
     def _find_memory(self, plan: StepPlan, error: OutOfMemory) -> None:
         """What the backend can spare is given back and the step's sequences are computed again; where that was not
         enough, they fail and no others do."""
-        self._backend.relieve()
+        self._backend.free_memory()
         if self._short:
             self._fail(plan, error)
         else:
-            self._scheduler.redo(plan)
+            self._scheduler.requeue(plan)
         self._short = not self._short
 
     def _commit(self, plan: StepPlan, ticket: Ticket) -> None:

@@ -1,4 +1,4 @@
-"""Mixtures of experts: the matrices of all experts of a layer, one below the other, and the launches of a step."""
+"""Holds the matrices of all experts of a layer, one below the other, and computes the moe op with them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ from penstock.backend.cuda.kernels.silu_and_mul import act_and_mul
 from penstock.backend.cuda.pack_quantized import SPLIT, QuantizedWeight, quantize_int4
 from penstock.backend.cuda.quant_blocks import ROWS
 from penstock.backend.cuda.quantized_weights import Workspace, join
-from penstock.backend.cuda.transfer import transfer
 from penstock.backend.cuda.weights import PLAIN, log_growth, log_once, names, packed, stacked_bias, stacked_values
 from penstock.backend.quantize_at_load import may_quantize
 from penstock.model.formats.int8_rows import as_q8_0
@@ -124,17 +123,17 @@ def pack_matrices(
     tiled = dtype.itemsize == 2 and all(part.shape[0] % ROWS == 0 for part in parts)
     if tiled and len(formats) == 1 and formats <= SPLIT.keys() and all(part.scales is None for part in parts):
         log_growth(parts[:1], workspace)
-        return QuantizedExperts(join([packed(part, device) for part in parts]), bias)
+        return QuantizedExperts(join([packed(part, workspace.transfer) for part in parts]), bias)
     if dtype.itemsize == 2 and not formats <= PLAIN.keys():
         stored = sum(part.size for part in parts) / sum(part.shape[0] * part.shape[1] for part in parts)
         log_once(
             workspace,
             f"experts in {names(formats)} become {dtype}, {2 / stored:.1f} times as large: no kernel reads them",
         )
-    values = stacked_values(parts, device, dtype)
+    values = stacked_values(parts, device, dtype, workspace.transfer)
     quantizes = bool(quantize) and all(may_quantize(part, quantize, "cuda") for part in parts)
     if tiled and quantizes and formats <= PLAIN.keys():
-        transfer.arrived()
+        workspace.transfer.finish()
         return QuantizedExperts(quantize_int4(values), bias)
     if quantize:
         log_once(workspace, f"experts in {names(formats)} do not become {quantize}: they stay as they are")

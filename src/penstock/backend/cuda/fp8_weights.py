@@ -28,7 +28,7 @@ from penstock.backend.cuda.quant_blocks import COLUMNS as TILE_COLUMNS
 from penstock.backend.cuda.quant_blocks import ROWS
 from penstock.backend.cuda.quantized_weights import Workspace
 from penstock.backend.cuda.tilings import hopper_gemm_tiling
-from penstock.backend.cuda.transfer import transfer
+from penstock.backend.cuda.transfer import Transfer
 from penstock.model.tensor import Tensor
 
 
@@ -154,7 +154,7 @@ def pack_fp8(
     if width % TILE_COLUMNS or any(columns < width and columns % COLUMNS for columns in shared):
         return None
     weight = empty_fp8(sum(part.shape[0] for part in parts), width, device)
-    copy_codes(parts, weight.values)
+    send_codes(parts, weight.values, workspace.transfer)
     if all(columns >= width for columns in shared):
         weight.scales.copy_(stacked_scales(parts, width)[:, 0])
         return RowScaledFp8(weight, bias, workspace)
@@ -162,11 +162,11 @@ def pack_fp8(
     return BlockScaledFp8(Fp8BlockWeight(weight.values, scales), bias, workspace)
 
 
-def copy_codes(parts: Sequence[Tensor], target: Any) -> None:
+def send_codes(parts: Sequence[Tensor], target: Any, transfer: Transfer) -> None:
     """Copies the codes of all parts to the device, one below the other."""
     at = 0
     for part in parts:
-        transfer.carry(part.data, target[at : at + part.shape[0]])
+        transfer.send(part.data, target[at : at + part.shape[0]])
         at += part.shape[0]
 
 

@@ -34,7 +34,7 @@ from penstock.backend.cuda.quant_blocks import (
     line,
     one_each,
 )
-from penstock.backend.cuda.transfer import transfer
+from penstock.backend.cuda.transfer import Transfer
 from penstock.model.dequantize import FP4_VALUES, IQ4_VALUES, NF4_VALUES
 from penstock.model.tensor import FORMATS, NF4
 
@@ -89,7 +89,7 @@ class QuantizedWeight:
 
 
 def pack(
-    data: NDArray[np.uint8], format_name: str, rows: int, width: int, device: torch.device, factor: float = 1.0
+    data: NDArray[np.uint8], format_name: str, rows: int, width: int, transfer: Transfer, factor: float = 1.0
 ) -> QuantizedWeight:
     """Moves a checkpoint's bytes to the device and packs them there, some rows at a time. Scales in bfloat16, which
     have the range for it, take the power of two of the factor, so that products come out in their final range."""
@@ -99,7 +99,7 @@ def pack(
     lines = data.reshape(rows, width // format.values * format.bytes)
 
     def split(first: int, last: int) -> QuantBlocks:
-        blocks = transfer.bring(lines[first:last].reshape(-1), device)
+        blocks = transfer.fetch(lines[first:last].reshape(-1))
         found = SPLIT[format_name](blocks.view(last - first, -1, format.bytes))
         return found if power == 1 else found._replace(scales=found.scales * power)
 

@@ -18,6 +18,7 @@ from penstock.backend.cuda.kernels.silu_and_mul import act_and_mul
 from penstock.backend.cuda.kernels.skinny_gemm import SplitKScratch
 from penstock.backend.cuda.pack_quantized import QuantizedWeight
 from penstock.backend.cuda.quant_blocks import ROWS
+from penstock.backend.cuda.transfer import Transfer
 
 
 class Workspace:
@@ -26,6 +27,7 @@ class Workspace:
 
     def __init__(self, scratch: SplitKScratch, tokens: int) -> None:
         self.scratch = scratch
+        self.transfer = Transfer(scratch.partials.device)  # of weights that are being packed
         self.has_hopper_gemm = hopper_gemm.available(scratch.partials.device)
         self.logged: set[str] = set()  # messages about weights: each is logged once
         self._tokens = tokens

@@ -28,7 +28,7 @@ from penstock.backend.cuda.pack_quantized import pack as pack_codes
 from penstock.backend.cuda.quant_blocks import COLUMNS
 from penstock.backend.cuda.quantized_weights import QuantizedMatrix, Workspace, stack
 from penstock.backend.cuda.tilings import HOPPER_GEMM_ROWS, TALL, gemv_tiling, hopper_gemm_tiling, skinny_tiling
-from penstock.backend.cuda.transfer import transfer
+from penstock.backend.cuda.transfer import Transfer
 from penstock.backend.quantize_at_load import may_quantize
 from penstock.model.dequantize import dequantize
 from penstock.model.formats.int8_rows import as_q8_0
@@ -132,16 +132,16 @@ def pack(
         log_once(workspace, f"weights in {names(formats)} stay as they are: {quantize} is for plain ones")
     if dtype.itemsize == 2 and formats <= SPLIT.keys() and None not in map(factor_of, parts):
         log_growth(parts, workspace)
-        return QuantizedMatrix(stack([packed(part, device) for part in parts]), vector, workspace)
+        return QuantizedMatrix(stack([packed(part, workspace.transfer) for part in parts]), vector, workspace)
     if dtype.itemsize == 2 and formats == {"F8_E4M3"} and (weight := pack_fp8(parts, vector, device, workspace)):
         return weight
     if dtype.itemsize == 2 and not formats <= PLAIN.keys():
         size = f"{dtype.itemsize} bytes for each value"
         log_once(workspace, f"weights in {names(formats)} become {dtype}, {size}: no kernel reads them as they are")
-    values = stacked_values(parts, device, dtype)
+    values = stacked_values(parts, device, dtype, workspace.transfer)
     if not quantize or not formats <= PLAIN.keys():
         return DenseMatrix(values, vector, workspace)
-    transfer.arrived()
+    workspace.transfer.finish()
     if quantize == "int4":
         return QuantizedMatrix((quantize_int4(values),), vector, workspace)
     if values.shape[1] % COLUMNS == 0:
@@ -173,19 +173,19 @@ def log_once(workspace: Workspace, message: str) -> None:
         log.warning(message)
 
 
-def packed(part: Tensor, device: torch.device) -> QuantizedWeight:
+def packed(part: Tensor, transfer: Transfer) -> QuantizedWeight:
     """Packs one part that stays quantized."""
     rows, width = part.shape
-    return pack_codes(part.data, part.format.name, rows, width, device, factor_of(part) or 0.0)
+    return pack_codes(part.data, part.format.name, rows, width, transfer, factor_of(part) or 0.0)
 
 
-def stacked_values(parts: Sequence[Tensor], device: torch.device, dtype: torch.dtype) -> Any:
+def stacked_values(parts: Sequence[Tensor], device: torch.device, dtype: torch.dtype, transfer: Transfer) -> Any:
     """Returns the values of all parts on the device, one below the other."""
     rows = sum(part.shape[0] for part in parts)
     values = torch.empty((rows, parts[0].shape[1]), dtype=dtype, device=device)
     at = 0
     for part in parts:
-        copy_values(part, values[at : at + part.shape[0]])
+        copy_values(part, values[at : at + part.shape[0]], transfer)
         at += part.shape[0]
     return values
 
@@ -204,10 +204,10 @@ def stacked_bias(parts: Sequence[Tensor], bias: Sequence[Tensor | None], device:
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-def copy_values(tensor: Tensor, target: Any) -> None:
+def copy_values(tensor: Tensor, target: Any, transfer: Transfer) -> None:
     """Copies the tensor's values into `target`, by `transfer` if their bytes do not change, else in chunks."""
     if PLAIN.get(tensor.format.name) == target.dtype:
-        return transfer.carry(tensor.data, target)
+        return transfer.send(tensor.data, target)
     rows, width = tensor.shape
     step = max(CHUNK_VALUES // width, 1)
     for first in range(0, rows, step):
