@@ -11,12 +11,13 @@ from penstock.backend import open_backend, resolve_defaults
 from penstock.backend.base import Backend
 from penstock.backend.quantize_at_load import quantized
 from penstock.config import Config, Device, resolve
+from penstock.core import hashing
 from penstock.engine.engine import Engine
 from penstock.engine.grammar import Grammars
 from penstock.errors import OutOfMemory
 from penstock.model.load import Checkpoint, load_model, open_checkpoint, text_of
 from penstock.planning.memory_plan import all_states, gigabytes, plan_memory
-from penstock.types import Limits
+from penstock.types import Limits, blocks_for
 
 Tell = Callable[[str], None]
 TRIES = 4  # to reserve a cache: others may take memory meanwhile
@@ -62,39 +63,59 @@ def build_engine(config: Config, checkpoint: Checkpoint, tell: Tell = silent) ->
             tell(line)
     backend.load(load_model(checkpoint, backend))
     timer.stop("weights")
-    limits, cache_bytes = _reserve(config, checkpoint, backend)
+    limits, group_token = _reserve(config, checkpoint, backend)
     timer.stop("cache")
     backend.warm_up()
     timer.stop("kernels")
-    tokens = limits.num_blocks * limits.block_size
-    tell(f"engine ready: {timer}; {tokens:,} tokens in {gigabytes(cache_bytes)} of KV cache")
+    tell(f"engine ready: {timer}; {described_cache(limits, group_token)}")
     grammars = Grammars(lambda: text_of(open_checkpoint(Path(config.model))).tokenizer, limits.vocab)
-    return Engine(backend, limits, depth=backend.depth, grammars=grammars)
+    return Engine(backend, limits, depth=backend.depth, grammars=grammars, chain=chain_hash())
+
+
+def described_cache(limits: Limits, group_token: int) -> str:
+    """Returns a few words about the KV cache, where a token costs `group_token` bytes in one layer group."""
+    tokens = limits.num_blocks * limits.block_size
+    size = gigabytes(tokens * group_token)
+    if not any(limits.windows):
+        return f"{tokens:,} tokens in {size} of KV cache"
+    sequences = limits.num_blocks // blocks_for(limits.max_len, limits.windows, limits.block_size)
+    return f"{sequences:,} x {limits.max_len:,} tokens, with windows, in {size} of KV cache"
+
+
+def chain_hash() -> hashing.Chain:
+    """Returns what computes chain hashes: native code, or Python where the extension is not built."""
+    try:
+        from penstock.backend.cpu._native import chain_hashes
+    except ImportError:
+        return hashing.chain
+    return lambda salt, tokens, block_size: chain_hashes(hashing.root(salt), tokens, block_size)
 
 
 def _reserve(config: Config, checkpoint: Checkpoint, backend: Backend) -> tuple[Limits, int]:
-    """Reserves the KV cache. Returns the limits and the bytes of the cache; it is a little smaller where there turns
-    out to be less memory than a moment ago."""
+    """Reserves the KV cache. Returns the limits and the bytes of a token in one layer group. The cache is a little
+    smaller than planned where there turns out to be less memory than a moment ago."""
     spec = checkpoint.spec
     for left in reversed(range(TRIES)):
         needs = backend.memory_needs()
+        group_token = needs.kv_bytes_per_token // spec.kv_layers * spec.kv_group_layers
         if Device.parse(config.device).kind == "cuda":
             config = replace(config, kv_memory=min(config.kv_memory or needs.kv_memory, needs.kv_memory))
         limits = resolve(
             config,
             context=spec.max_len,
             vocab=spec.vocab,
-            kv_bytes=needs.kv_bytes_per_token,
+            kv_bytes=group_token,
             memory=needs.kv_memory,
+            windows=spec.windows,
             encoder=spec.encoder,
             state_bytes=needs.state_bytes,
         )._replace(dim=spec.dim, pooling=spec.pooling)
         try:
-            backend.reserve_kv(limits.num_blocks, limits.block_size, all_states(limits))
+            backend.reserve_kv(limits.num_blocks, limits.block_size, all_states(limits), spec.kv_groups)
         except OutOfMemory:
             if not left:
                 raise
             config = replace(config, kv_memory=config.kv_memory * 7 // 8)
         else:
             break
-    return limits, limits.num_blocks * limits.block_size * needs.kv_bytes_per_token
+    return limits, group_token

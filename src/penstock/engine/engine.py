@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from penstock.backend.base import Backend, Ticket
-from penstock.core import Scheduler, Sequence
+from penstock.core import Policy, Scheduler, Sequence, hashing
 from penstock.engine.batch import Batcher
 from penstock.engine.grammar import Compiling, Constraint, Grammars
 from penstock.engine.pooling import pools
@@ -43,14 +43,23 @@ class Uncompiled(NamedTuple):
 class Engine:
     """Every request added ends in exactly one Finished, Aborted or Failed."""
 
-    def __init__(self, backend: Backend, limits: Limits, *, depth: int = 0, grammars: Grammars | None = None) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        limits: Limits,
+        *,
+        depth: int = 0,
+        grammars: Grammars | None = None,
+        policy: Policy | None = None,
+        chain: hashing.Chain = hashing.chain,
+    ) -> None:
         self.limits = limits
         self._grammars = grammars
         self._uncompiled: dict[int, Uncompiled] = {}  # requests that wait for their grammar
         self._constraints: dict[int, Constraint] = {}
         self._backend = backend
         self._depth = depth  # steps in flight while the next one is planned
-        self._scheduler = Scheduler(limits)
+        self._scheduler = Scheduler(limits, policy=policy, chain=chain)
         self._batcher = Batcher(limits)
         self._samplers: dict[int, Sampler] = {}
         self._pooling: dict[int, str] = {}  # how the requests that want an embedding are pooled
@@ -98,9 +107,10 @@ class Engine:
             salt=request.salt,
             score=request.sampling.prompt_logprobs is not None,
             lockstep=Sampler.needs_history(request),
-            private=request.pooling == "mean" or self.limits.encoder,
+            prefix_cache=request.pooling != "mean" and not self.limits.encoder,
             owner=request.owner,
             explain=request.explain,
+            background=request.background,
         )
         self._scheduler.now = time.perf_counter()
         self._scheduler.add(seq)
@@ -169,7 +179,7 @@ class Engine:
         if self._short:
             self._fail(plan, error)
         else:
-            self._scheduler.redo(plan)
+            self._scheduler.requeue(plan)
         self._short = not self._short
 
     def _commit(self, plan: StepPlan, ticket: Ticket) -> None:

@@ -1,4 +1,4 @@
-"""Mixtures of experts: the matrices of all experts of a layer, one below the other, and the launches of a step."""
+"""Holds the matrices of all experts of a layer, one below the other, and computes the moe op with them."""
 
 from __future__ import annotations
 
