@@ -82,7 +82,7 @@ def test_other_engines_names_say_the_same(parrot: Any) -> None:
 
 
 def test_metrics_count_those_who_left(slow_parrot: Any) -> None:
-    stream = slow_parrot.sdk().completions.create(model=MODEL, prompt="[*abc]", max_tokens=4000, stream=True)
+    stream = slow_parrot.sdk().completions.create(model=MODEL, prompt="[*abc]", max_tokens=30_000, stream=True)
     next(stream)
     stream.close()
     key = ("penstock_requests_finished_total", (("reason", "abort"),))
