@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 MODEL = "toy/parrot"
-WAIT = 30.0
+WAIT = 120.0
 
 
 def sdk(server: Any, **how: Any) -> anthropic.Anthropic:

@@ -32,7 +32,7 @@ def unit(vector: np.ndarray) -> np.ndarray:
 
 
 def client(server: Any) -> ollama.Client:
-    return ollama.Client(server.url, timeout=30.0)
+    return ollama.Client(server.url, timeout=120.0)
 
 
 # -- OpenAI -------------------------------------------------------------------------------------------------------
@@ -211,7 +211,7 @@ def test_ollama_embeds_one_and_several(parrot: Any) -> None:
 
 def test_ollama_async(parrot: Any) -> None:
     async def ask() -> list[Any]:
-        sdk = ollama.AsyncClient(parrot.url, timeout=30.0)
+        sdk = ollama.AsyncClient(parrot.url, timeout=120.0)
         return await asyncio.gather(sdk.embed(MODEL, TEXTS), sdk.embeddings(MODEL, TEXTS[0]))
 
     new, old = asyncio.run(ask())
