@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.core import Scheduler, Sequence
-from penstock.core.recent import Recent
+from penstock.core.recent import RecentStreams
 from penstock.types import Event, Finished, Nearest, Report
 from tests.core.world import answer, limits, run
 
@@ -74,7 +74,7 @@ def test_nobody_is_told_of_what_is_not_theirs() -> None:
 
 def test_nothing_is_told_of_one_that_left_nothing_to_share() -> None:
     scheduler = Scheduler(limits())
-    run(scheduler, Sequence(1, tuple(range(10)), 0, private=True))
+    run(scheduler, Sequence(1, tuple(range(10)), 0, prefix_cache=False))
     assert nearest(scheduler, explained(2, *range(9))) is None
 
 
@@ -88,7 +88,7 @@ def test_the_latest_of_those_as_near() -> None:
 
 
 def test_what_is_remembered_is_bounded() -> None:
-    recent = Recent(streams=3, tokens=20)
+    recent = RecentStreams(streams=3, tokens=20)
 
     def keep(length: int, first: int) -> None:
         seq = Sequence(1, (first, *range(1, length)), 1)

@@ -15,8 +15,19 @@ def limits(
     num_blocks: int = 16,
     encoder: bool = False,
     states: int = 0,
+    windows: tuple[int, ...] = (0,),
 ) -> Limits:
-    return Limits(max_len, max_rows, step_tokens, block_size, num_blocks, vocab=100, encoder=encoder, states=states)
+    return Limits(
+        max_len,
+        max_rows,
+        step_tokens,
+        block_size,
+        num_blocks,
+        vocab=100,
+        encoder=encoder,
+        states=states,
+        windows=windows,
+    )
 
 
 def answer(scheduler: Scheduler, plan: StepPlan, token: int = 50) -> list[Event]:

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
+from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.cuda import CudaBackend
-from penstock.backend.cuda.kernels.dequantize import expand
-from penstock.backend.cuda.kernels.fp8 import quantize_float8
+from penstock.backend.cuda.kernels.dequantize import dequantize_matrix
+from penstock.backend.cuda.kernels.fp8 import quantize_fp8
 from penstock.backend.cuda.pack_quantized import quantize_int4
 from penstock.backend.ref import RefBackend
-from penstock.backend.ref.batches import Chunk, greedy_batch
 from penstock.engine.engine import Engine
 from penstock.model.dequantize import dequantize
 from penstock.model.tensor import FORMATS, Tensor
@@ -61,9 +61,9 @@ def rounded(part: Tensor, quantize: str) -> Tensor:
     values = torch.from_numpy(dequantize(part)).to(DEVICE, HALF)
     out = torch.empty(part.shape, device=DEVICE)
     if quantize == "int4":
-        expand(quantize_int4(values), out)
+        dequantize_matrix(quantize_int4(values), out)
     elif quantize == "fp8":
-        weight = quantize_float8(values)
+        weight = quantize_fp8(values)
         out = weight.values.float() * weight.scales[:, None]
     else:
         return part

@@ -10,19 +10,19 @@ import numpy as np
 import pytest
 import torch
 
+from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.cuda import CudaBackend
 from penstock.backend.cuda.fp8_weights import BlockFloat8
-from penstock.backend.cuda.kernels.fp8_blocks import Tiling, multiply_blocks
-from penstock.backend.cuda.kernels.skinny import Scratch
+from penstock.backend.cuda.kernels.fp8_blocks import Tiling, fp8_block_gemm
+from penstock.backend.cuda.kernels.skinny_gemm import SplitKScratch
 from penstock.backend.cuda.quantized_weights import Float8
-from penstock.backend.cuda.transfer import transfer
 from penstock.backend.cuda.weights import Dense
 from penstock.backend.ref import RefBackend
-from penstock.backend.ref.batches import Chunk, greedy_batch
-from penstock.backend.ref.cases import attention, random_tensor
+from penstock.backend.ref.cases import attention
 from penstock.model.dequantize import dequantize
 from penstock.model.families.llama import build
 from penstock.model.load import load_model, open_checkpoint
+from penstock.model.random_tensor import random_tensor
 from penstock.model.spec import ModelSpec
 from penstock.model.tensor import FLOAT8, Scales, Tensor
 from tests.cuda.device import DEVICE, HALF, ints, normal
@@ -48,8 +48,9 @@ def packed(
     rng = np.random.default_rng(0)
     parts = [random_float8(rng, count, width, block) for count in rows]
     biases = [random_tensor(rng, "F32", count) if bias else None for count in rows]
-    weight = CudaBackend(256, 64, device=DEVICE, dtype=HALF).pack_matrix(parts, biases)
-    transfer.arrived()
+    backend = CudaBackend(256, 64, device=DEVICE, dtype=HALF)
+    weight = backend.pack_matrix(parts, biases)
+    backend._workspace.transfer.finish()
     return weight, torch.from_numpy(np.concatenate([dequantize(part) for part in parts])).to(DEVICE)
 
 
@@ -92,8 +93,8 @@ def test_tilings(tiling: Tiling, float8: bool) -> None:
     if float8:
         x, scales = (x * 30).to(torch.float8_e4m3fn), normal(21).abs()
     out = torch.full((21, 176), torch.nan, device=DEVICE)
-    scratch = Scratch.on(torch.device(DEVICE))
-    multiply_blocks(x, scales, weight.weight, None, out, tiling, scratch)
+    scratch = SplitKScratch.on(torch.device(DEVICE))
+    fp8_block_gemm(x, scales, weight.weight, None, out, tiling, scratch)
     wanted = (x.double() * (1 if scales is None else scales.double()[:, None])) @ values.double().T
     assert difference(out, wanted) < (EXACT if DEVICE == "cpu" else 1e-3)
     assert not scratch.arrived.any()

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.cuda import CudaBackend
 from penstock.backend.cuda.quantized_weights import Quantized
 from penstock.backend.cuda.weights import Dense
-from penstock.backend.ref.batches import Chunk, greedy_batch
 from penstock.backend.ref.cases import difference
 from penstock.model.load import load_model, open_checkpoint
 from tests.cuda.device import DEVICE, HALF

@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.cuda import CudaBackend
+from penstock.backend.quantize_at_load import quantized
 from penstock.backend.ref import RefBackend
-from penstock.backend.ref.batches import Chunk, greedy_batch
 from penstock.backend.ref.cases import difference
 from penstock.config import Config
-from penstock.backend.quantize_at_load import quantized
 from penstock.model.load import load_model, open_checkpoint
 from tests.cuda.device import DEVICE, HALF
 

@@ -11,15 +11,16 @@ import pytest
 import torch
 
 from penstock.backend import open_backend
+from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.cuda import CudaBackend
 from penstock.backend.cuda.quantized_weights import Float8, Quantized
 from penstock.backend.cuda.weights import Dense
 from penstock.backend.ref import RefBackend
-from penstock.backend.ref.batches import Chunk, greedy_batch
-from penstock.backend.ref.cases import attention, difference, random_tensor
+from penstock.backend.ref.cases import attention, difference
 from penstock.config import Config
 from penstock.errors import ConfigError
 from penstock.model.families.llama import build
+from penstock.model.random_tensor import random_tensor
 from penstock.model.spec import ModelSpec
 from tests.cuda.device import DEVICE, HALF, ints
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from penstock.backend.base import Held
-from penstock.backend.ref.cases import random_tensor
+from penstock.backend.base import StoredAs
 from penstock.config import Config
 from penstock.model.load import Checkpoint
+from penstock.model.random_tensor import random_tensor
 from penstock.model.spec import AttentionSpec, ExpertSpec, ModelSpec, RopeSpec
 from penstock.planning import calibration, forecast
 from penstock.planning.forecast import outlooks
@@ -82,7 +82,7 @@ def checkpoint(tied: bool, format: str = "F16") -> Checkpoint:
 @pytest.mark.parametrize("tied", [True, False])
 def test_what_is_multiplied_with_counts_and_the_head_for_sampled_rows(tied: bool) -> None:
     one = checkpoint(tied)
-    demand = demand_of(one.spec, one.tensors, lambda tensor: Held("fp8", 8), kv_token=7)
+    demand = demand_of(one.spec, one.tensors, lambda tensor: StoredAs("fp8", 8), kv_token=7)
     assert set(demand.loads) == {Load("fp8", 4096), Load("fp8", 6144, sampled=True)}
     assert (demand.kv_token, demand.windows, demand.q_width, demand.kinds) == (7, (0,), 64, ["fp8"])
 
@@ -91,7 +91,7 @@ def test_a_row_needs_some_of_the_experts() -> None:
     one = checkpoint(tied=True)
     tensors = {f"layers.0.experts.{i}.up": one.tensors["layers.0.q"] for i in range(4)}
     spec = replace(one.spec, experts=ExpertSpec(count=4, chosen=1, hidden=64))
-    demand = demand_of(spec, tensors, Held.as_it_is, kv_token=7)
+    demand = demand_of(spec, tensors, StoredAs.in_file, kv_token=7)
     assert demand.loads == (Load("F16", 4 * 4096, share=0.25),)
 
 

@@ -17,10 +17,10 @@ import pytest
 from safetensors.numpy import save_file
 
 from penstock import LLM
+from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.cpu import CpuBackend
 from penstock.backend.cpu._native import isas
 from penstock.backend.ref import RefBackend
-from penstock.backend.ref.batches import Chunk, greedy_batch
 from penstock.errors import ConfigError, ContextTooLong, InvalidRequest, MalformedFile, UnsupportedModel
 from penstock.model.dequantize import dequantize
 from penstock.model.load import Checkpoint, check_biases, load_model, open_checkpoint, read_config
@@ -129,8 +129,9 @@ def test_quantized_weights_find_their_rows_prepared():
 def test_layers_share_one_cache():
     checkpoint, backend = open_checkpoint(FILES["bert"]), loaded(RefBackend(), FILES["bert"])
     told = backend.footprint(checkpoint.spec, checkpoint.tensors.values()).kv_token
-    assert backend.kv_bytes_per_token() == told == 2 * 4 * 32
-    assert loaded(CpuBackend(1, kv="f32"), FILES["bert"]).kv_bytes_per_token() == 4 * 4 * (8 + 16)  # values are padded
+    assert backend.memory_needs().kv_bytes_per_token == told == 2 * 4 * 32
+    exact = loaded(CpuBackend(1, kv="f32"), FILES["bert"])
+    assert exact.memory_needs().kv_bytes_per_token == 4 * 4 * (8 + 16)  # values are padded
 
 
 # -- what cannot be asked -----------------------------------------------------------------------------------------
@@ -146,7 +147,7 @@ def test_it_makes_no_text():
 
 
 def test_texts_beyond_the_context_are_refused_with_both_numbers():
-    with LLM(FILES["bert"], device="cpu", threads=1, max_tokens=20, max_rows=4) as llm:
+    with LLM(FILES["bert"], device="cpu", threads=1, step_tokens=20, max_rows=4) as llm:
         assert llm.embed("a " * 18).shape == (32,)
         with pytest.raises(ContextTooLong, match="prompt has 21 tokens and the context holds 20"):
             llm.embed("a " * 19)

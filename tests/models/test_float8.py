@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from penstock.backend.batches import greedy_batch
 from penstock.backend.cpu import CpuBackend
 from penstock.backend.cpu.weights import bf16_of
 from penstock.backend.ref import RefBackend
-from penstock.backend.ref.batches import blocks_for, greedy_batch, random_steps
+from penstock.backend.ref.random_steps import blocks_for, random_steps
 from penstock.errors import MalformedFile, UnsupportedModel
 from penstock.model.dequantize import dequantize
 from penstock.model.formats.fp8 import TABLES

@@ -16,10 +16,11 @@ from zlib import crc32
 import numpy as np
 import pytest
 
+from penstock.backend.batches import greedy_batch
 from penstock.backend.cpu import CpuBackend
-from penstock.backend.cpu.weights import held
+from penstock.backend.cpu.weights import stored_as
 from penstock.backend.ref import RefBackend
-from penstock.backend.ref.batches import blocks_for, greedy_batch, random_steps
+from penstock.backend.ref.random_steps import blocks_for, random_steps
 from penstock.errors import MalformedFile, ModelError, UnsupportedModel
 from penstock.model.config_reader import Fields
 from penstock.model.dequantize import dequantize
@@ -147,7 +148,7 @@ def test_scales_of_rows_are_rounded_for_kernels(caplog: pytest.LogCaptureFixture
     assert blocks is not None
     exact, near = dequantize(tensor), dequantize(blocks)
     assert 0 < np.abs(near - exact).max() <= 2**-11 * np.abs(exact).max()
-    assert held(tensor).bytes(tensor) == blocks.size == len(blocks.data) == 64 * 64 * 34 // 32
+    assert stored_as(tensor).bytes(tensor) == blocks.size == len(blocks.data) == 64 * 64 * 34 // 32
     tiny = replace(tensor, scales=tensor.scales._replace(values=tensor.scales.values * np.float32(1e-4)))
     assert as_q8_0(tiny) is None
     backend = CpuBackend(1)

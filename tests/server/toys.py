@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.backend.base import Batch
+from penstock.backend.base import Batch, Ints
 from penstock.backend.pooling import Pools
 from penstock.engine.engine import Engine
 from penstock.ipc.host import host
@@ -118,7 +118,7 @@ class Parrot:
         self._pools = Pools()
         self._results: dict[int, StepResult] = {}
 
-    def settle(self) -> bool:
+    def prepare_in_idle(self) -> bool:
         return False
 
     def launch(self, batch: Batch) -> int:
@@ -128,6 +128,9 @@ class Parrot:
         self._results[batch.step] = self._pools.answer(batch, result, lambda first, last: states[first:last])
         return batch.step
 
+    def constrain(self, ticket: int, words: Ints) -> None:
+        """Does nothing: what it is told to say is what the grammar asks for."""
+
     def wait(self, ticket: int) -> StepResult:
         time.sleep(self._pace)
         return self._results.pop(ticket)
@@ -136,7 +139,7 @@ class Parrot:
 
     def _row(self, batch: Batch, row: int) -> RowResult:
         mine = slice(batch.row_start[row], batch.row_start[row + 1])
-        places, table, size = batch.positions[mine], batch.tables[row], self._kv.shape[1]
+        places, table, size = batch.positions[mine], batch.tables[0, row], self._kv.shape[1]
         self._kv[table[places // size], places % size] = batch.tokens[mine]
         tokens: list[int] = []
         logprobs: list[TokenLogprob] = []

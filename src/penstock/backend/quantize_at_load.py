@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from penstock.backend import recoded_to
-from penstock.config import Config, available_threads
-from penstock.model.families.latent import apart
+from penstock.config import Config, Device, available_threads
+from penstock.model.families.mla import apart
 from penstock.model.load import Checkpoint
 from penstock.model.recode import HEADS, choose, recoded
 from penstock.model.tensor import PLAIN, Format, Tensor
@@ -20,12 +20,12 @@ def warn(note: str) -> None:
 
 
 def quantized(checkpoint: Checkpoint, config: Config, tell: Callable[[str], None] = warn) -> Checkpoint:
-    """As this config, settled, will have it loaded: weights take their formats as they are packed. `tell` hears what
-    is not as was asked for."""
+    """Returns the checkpoint as this config will have it loaded: weights take their formats as they are packed. `tell`
+    is told what is not as was asked for."""
     to = recoded_to(config)
     if not to:
         return checkpoint
-    stored = checkpoint.tensors if config.device == "cuda" else with_heads_apart(checkpoint)
+    stored = checkpoint.tensors if Device.parse(config.device).kind == "cuda" else with_heads_apart(checkpoint)
     formats, notes = choose({name: tensor for name, tensor in stored.items() if can_be(name, config)}, to)
     threads = config.threads or available_threads()
     for note in notes:
@@ -51,4 +51,4 @@ def with_heads_apart(checkpoint: Checkpoint) -> dict[str, Tensor]:
 
 def can_be(name: str, config: Config) -> bool:
     """GPUs hold the matrices of each head in 16 bits whatever they come in."""
-    return config.device != "cuda" or name.rpartition(".")[2] not in HEADS
+    return Device.parse(config.device).kind != "cuda" or name.rpartition(".")[2] not in HEADS

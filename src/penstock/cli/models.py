@@ -125,20 +125,21 @@ def _template(checkpoint: Checkpoint) -> bool | str:
 
 def _here(checkpoint: Checkpoint) -> dict[str, Any]:
     """What would run on this machine, and what it would take."""
-    from penstock.backend import open_backend, settle
+    from penstock.backend import open_backend, resolve_defaults
     from penstock.config import Config
     from penstock.planning.forecast import outlooks
 
-    config = settle(Config(model=str(checkpoint.path)), checkpoint.float8, checkpoint.whole)
+    config = resolve_defaults(Config(model=str(checkpoint.path)), checkpoint.float8, checkpoint.whole)
     found = {way.quantize or "as it is": way for way in outlooks(config, checkpoint, 1, lambda *_: None)}
     first, backend = found["as it is"], open_backend(config)
-    kinds = Counter(backend.held(tensor).kind for tensor in checkpoint.tensors.values() if len(tensor.shape) > 1)
+    kinds = Counter(backend.stored_as(tensor).kind for tensor in checkpoint.tensors.values() if len(tensor.shape) > 1)
     has = first.memory
     return {
         "device": config.device,
         "held_as": [kind for kind, _ in kinds.most_common()],
         "weights": {name: way.memory.footprint.weights if way.memory else None for name, way in found.items()},
         "kv_token": has.footprint.kv_token if has else None,
+        "kv_sequence": has.sequence_bytes(has.limits.max_len) if has else None,
         "context": has.limits.max_len if has else 0,
         "sequences": has.whole_sequences if has else 0,
         "trouble": first.trouble,
@@ -163,5 +164,7 @@ def _readable_here(here: dict[str, Any]) -> str:
     sizes = ", ".join(
         f"{kind} {'does not fit' if size is None else readable_size(size)}" for kind, size in here["weights"].items()
     )
-    room = f"room for {here['sequences']:,} x {here['context']:,} tokens of {readable_size(here['kv_token'])}"
+    room = (
+        f"room for {here['sequences']:,} x {here['context']:,} tokens, {readable_size(here['kv_sequence'])} of KV each"
+    )
     return f"on {here['device']} with weights held as {', '.join(here['held_as'])} ({sizes}); {room}"

@@ -65,7 +65,7 @@ def _serve(engine: Engine, model: str, socket: zmq.Socket[bytes]) -> None:
     send(wire.Ready(Hello(__version__, os.getpid(), model, engine.limits)))
     send(wire.step([], engine.stats()))
     try:
-        run(engine, SocketInbox(socket), lambda events, stats: send(wire.step(events, stats)))
+        run(engine, SocketInbox(socket), lambda *happened: send(wire.step(*happened)))
     finally:
         engine.close()
 

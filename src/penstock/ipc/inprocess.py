@@ -77,7 +77,7 @@ class InProcessClient:
         self._post(self._welcome, hello, engine.stats())
         ending = "the engine is closed"
         try:
-            run(engine, self._inbox, lambda events, stats: self._post(self._take, events, stats))
+            run(engine, self._inbox, lambda events, stats, _: self._post(self._take, events, stats))
         except Exception as error:
             log.exception("the engine stopped")
             ending = f"the engine stopped: {type(error).__name__}: {error}"

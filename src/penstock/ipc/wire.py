@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 
 import msgspec
 
 from penstock.engine.loop import Abort, Add, Close, Message
-from penstock.types import Aborted, Event, Failed, Finished, Hello, Request, Stats, Tokens
+from penstock.types import (
+    Aborted,
+    BlockEvent,
+    BlockRemoved,
+    BlockStored,
+    Event,
+    Failed,
+    Finished,
+    Hello,
+    Request,
+    Stats,
+    Tokens,
+)
 
 
 class ClientMessage(msgspec.Struct, frozen=True, array_like=True):
@@ -39,9 +51,15 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
     finished: list[Finished] = []
     aborted: list[Aborted] = []
     failed: list[Failed] = []
+    stored: list[BlockStored] = []  # blocks of the prefix cache, if the engine records them
+    removed: list[BlockRemoved] = []
 
     def events(self) -> Iterator[Event]:
         return chain(self.tokens, self.finished, self.aborted, self.failed)
+
+    def block_events(self) -> list[BlockEvent]:
+        """Returns what entered and left the prefix cache, in the order in which it happened."""
+        return sorted([*self.stored, *self.removed], key=lambda event: event.number)
 
 
 Answer = Ready | Refused | Step
@@ -76,11 +94,13 @@ def decode_answer(data: bytes) -> Answer:
     return _answers.decode(data)
 
 
-def step(events: list[Event], stats: Stats) -> Step:
+def step(events: list[Event], stats: Stats, blocks: Sequence[BlockEvent] = ()) -> Step:
     return Step(
         stats,
         [event for event in events if isinstance(event, Tokens)],
         [event for event in events if isinstance(event, Finished)],
         [event for event in events if isinstance(event, Aborted)],
         [event for event in events if isinstance(event, Failed)],
+        [event for event in blocks if isinstance(event, BlockStored)],
+        [event for event in blocks if isinstance(event, BlockRemoved)],
     )

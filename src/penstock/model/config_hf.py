@@ -112,7 +112,7 @@ def read_experts(config: Fields, spec: ModelSpec, *, count: str, hidden: str) ->
     config.ignore("output_router_logits", "router_aux_loss_coef", "router_jitter_noise")  # for training alone
     return ExpertSpec(
         count=config.size(count, most=MAX_EXPERTS),
-        chosen=config.size("num_experts_per_tok", most=MAX_EXPERTS),
+        top_k=config.size("num_experts_per_tok", most=MAX_EXPERTS),
         hidden=config.size(hidden),
         act=spec.act,
     )

@@ -147,9 +147,9 @@ def check_experts(spec: ModelSpec) -> None:
     if spec.experts is None:
         return
     e = spec.experts
-    if e.count % e.groups or e.chosen_groups > e.groups or e.chosen > e.chosen_groups * (e.count // e.groups):
+    if e.count % e.groups or e.top_k_groups > e.groups or e.top_k > e.top_k_groups * (e.count // e.groups):
         raise MalformedFile(
-            f"{e.chosen} of {e.count} experts cannot be chosen from {e.chosen_groups} of {e.groups} equal groups"
+            f"{e.top_k} of {e.count} experts cannot be chosen from {e.top_k_groups} of {e.groups} equal groups"
         )
 
 
@@ -157,8 +157,8 @@ def check_delta(spec: ModelSpec) -> None:
     d = spec.delta
     if d is not None and d.v_heads % d.k_heads:
         raise MalformedFile(f"{d.v_heads} value heads of a delta net cannot share {d.k_heads} key heads evenly")
-    if d is not None and d.taps > MAX_TAPS:
-        raise UnsupportedModel(f"a convolution over {d.taps} positions; supported: at most {MAX_TAPS}")
+    if d is not None and d.conv_width > MAX_TAPS:
+        raise UnsupportedModel(f"a convolution over {d.conv_width} positions; supported: at most {MAX_TAPS}")
 
 
 def check_biases(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> None:

@@ -13,13 +13,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.backend.base import Held
+from penstock.backend.base import StoredAs
 from penstock.model.spec import ModelSpec
 from penstock.model.tensor import Tensor
 
 
 class Roof(NamedTuple):
-    """Of products with weights that are held alike."""
+    """Gives the speed of products with weights that are stored alike."""
 
     rows: tuple[int, ...]  # 1 and more
     seconds: tuple[float, ...]  # of a step with so many rows, for each weight
@@ -38,11 +38,11 @@ class Machine(NamedTuple):
     layer: float  # seconds that every layer takes, whatever its size
     cache: float  # bytes of the KV cache, read for one row
     scores: float  # multiply-adds of prompts' attention
-    roofs: Mapping[str, Roof]  # by what weights are held as
+    roofs: Mapping[str, Roof]  # by what weights are stored as
 
 
 class Load(NamedTuple):
-    """Weights that are held and used alike."""
+    """Counts weights that are stored and used alike."""
 
     kind: str
     weights: int
@@ -70,11 +70,13 @@ class Demand(NamedTuple):
         return sorted({load.kind for load in self.loads})
 
 
-def demand_of(spec: ModelSpec, tensors: Mapping[str, Tensor], held: Callable[[Tensor], Held], kv_token: int) -> Demand:
+def demand_of(
+    spec: ModelSpec, tensors: Mapping[str, Tensor], stored_as: Callable[[Tensor], StoredAs], kv_token: int
+) -> Demand:
     """`tensors` by canonical name."""
     sums: Counter[tuple[str, float, bool]] = Counter()
     for name, share, sampled in used(spec, tensors):
-        sums[held(tensors[name]).kind, share, sampled] += prod(tensors[name].shape)
+        sums[stored_as(tensors[name]).kind, share, sampled] += prod(tensors[name].shape)
     loads = tuple(Load(kind, count, share, sampled) for (kind, share, sampled), count in sums.items())
     windows = tuple(spec.attention(layer).window for layer in range(spec.layers) if layer not in spec.recurrent)
     states = len(spec.recurrent), spec.state_bytes
@@ -84,7 +86,7 @@ def demand_of(spec: ModelSpec, tensors: Mapping[str, Tensor], held: Callable[[Te
 def used(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, float, bool]]:
     """Names of the matrices that are multiplied with, the share of rows that need each, whether only sampled ones."""
     head = "embed" if spec.tied else "head"
-    needed = spec.experts.chosen / spec.experts.count if spec.experts else 1.0
+    needed = spec.experts.top_k / spec.experts.count if spec.experts else 1.0
     for name, tensor in tensors.items():
         if len(tensor.shape) == 2 and (name.startswith("layers.") or name == head):
             yield name, needed if ".experts." in name else 1.0, name == head

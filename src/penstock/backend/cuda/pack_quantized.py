@@ -34,7 +34,7 @@ from penstock.backend.cuda.quant_blocks import (
     line,
     one_each,
 )
-from penstock.backend.cuda.transfer import transfer
+from penstock.backend.cuda.transfer import Transfer
 from penstock.model.dequantize import FP4_VALUES, IQ4_VALUES, NF4_VALUES
 from penstock.model.tensor import FORMATS, NF4
 
@@ -86,7 +86,7 @@ class QuantizedWeight:
 
 
 def pack(
-    data: NDArray[np.uint8], format_name: str, rows: int, width: int, device: torch.device, factor: float = 1.0
+    data: NDArray[np.uint8], format_name: str, rows: int, width: int, transfer: Transfer, factor: float = 1.0
 ) -> QuantizedWeight:
     """A checkpoint's bytes, moved to the device and packed there some rows at a time. Scales of a wide range take the
     power of two of the factor, so that products are as large as they will be."""
@@ -96,7 +96,7 @@ def pack(
     lines = data.reshape(rows, width // format.values * format.bytes)
 
     def parts(first: int, last: int) -> Parts:
-        blocks = transfer.bring(lines[first:last].reshape(-1), device)
+        blocks = transfer.fetch(lines[first:last].reshape(-1))
         taken = TAKE[format_name](blocks.view(last - first, -1, format.bytes))
         return taken if power == 1 else taken._replace(scales=taken.scales * power)
 

@@ -15,20 +15,20 @@ import torch
 
 from penstock.backend.cuda.footprint import KEPT, is_router
 from penstock.backend.cuda.fp8_weights import pack_float8
-from penstock.backend.cuda.kernels.cublas import multiply
-from penstock.backend.cuda.kernels.fp8 import quantize_float8
-from penstock.backend.cuda.kernels.fp8_activations import Codes
-from penstock.backend.cuda.kernels.gather_rows import take_rows
+from penstock.backend.cuda.kernels.cublas import cublas_gemm
+from penstock.backend.cuda.kernels.fp8 import quantize_fp8
+from penstock.backend.cuda.kernels.fp8_activations import Fp8Activations
+from penstock.backend.cuda.kernels.gather_rows import gather_rows
 from penstock.backend.cuda.kernels.gemv import gemv
-from penstock.backend.cuda.kernels.hopper_gemm import stream
-from penstock.backend.cuda.kernels.silu_and_mul import gate
-from penstock.backend.cuda.kernels.skinny import skinny
+from penstock.backend.cuda.kernels.hopper_gemm import hopper_gemm
+from penstock.backend.cuda.kernels.silu_and_mul import act_and_mul
+from penstock.backend.cuda.kernels.skinny_gemm import skinny_gemm
 from penstock.backend.cuda.pack_quantized import TAKE, QuantizedWeight, quantize_int4
 from penstock.backend.cuda.pack_quantized import pack as pack_codes
 from penstock.backend.cuda.quant_blocks import COLUMNS
 from penstock.backend.cuda.quantized_weights import Float8, Quantized, Workspace, stack
-from penstock.backend.cuda.tilings import STREAMED, TALL, gemv_tiling, skinny_tiling, stream_tiling
-from penstock.backend.cuda.transfer import transfer
+from penstock.backend.cuda.tilings import HOPPER_GEMM_ROWS, TALL, gemv_tiling, hopper_gemm_tiling, skinny_tiling
+from penstock.backend.cuda.transfer import Transfer
 from penstock.model.dequantize import dequantize
 from penstock.model.formats.rows import as_q8_0
 from penstock.model.tensor import Tensor, factor_of, some_rows
@@ -47,13 +47,13 @@ class Weight(Protocol):
     @property
     def width(self) -> int: ...
 
-    def takes_codes(self, count: int) -> bool:
-        """Whether so many rows are to come as `Codes`, from whoever makes them if that is possible."""
+    def takes_fp8(self, count: int) -> bool:
+        """Whether so many rows are to come as `Fp8Activations`, from whoever makes them if that is possible."""
 
     def product(self, x: Any, out: Any) -> None:
         """x @ weight.T (+ bias). `out` may be wider in type than x: logits are float32."""
 
-    def gated(self, x: Any, out: Any, scratch: Any, codes: Codes | None = None) -> None:
+    def gated(self, x: Any, out: Any, scratch: Any, codes: Fp8Activations | None = None) -> None:
         """silu(left half of the product) * right half; `scratch` [T, rows] may hold the product. With `codes` there,
         instead of to `out`."""
 
@@ -77,40 +77,40 @@ class Dense:
     def width(self) -> int:
         return int(self.weight.shape[1])
 
-    def takes_codes(self, count: int) -> bool:
+    def takes_fp8(self, count: int) -> bool:
         return False
 
     def product(self, x: Any, out: Any) -> None:
         if len(x) == 1:
             gemv(x, self.weight, self.bias, out, tiling=gemv_tiling(self.rows, self.width))
-        elif self._streams(x) and self.rows >= TALL:
-            self._stream(x, out)
+        elif self._uses_hopper_gemm(x) and self.rows >= TALL:
+            self._hopper_gemm(x, out)
         elif tiling := skinny_tiling(len(x), self.rows, self.width, x.element_size()):
-            skinny(x, self.weight, self.bias, out, tiling, self.workspace.scratch)
+            skinny_gemm(x, self.weight, self.bias, out, tiling, self.workspace.scratch)
         else:
-            multiply(x, self.weight, self.bias, out)
+            cublas_gemm(x, self.weight, self.bias, out)
 
-    def gated(self, x: Any, out: Any, scratch: Any, codes: Codes | None = None) -> None:
+    def gated(self, x: Any, out: Any, scratch: Any, codes: Fp8Activations | None = None) -> None:
         if len(x) == 1:
             gemv(x, self.weight, self.bias, out, gated=True, tiling=gemv_tiling(self.rows, self.width))
-        elif not codes and self._streams(x):
-            self._stream(x, out, gated=True)
+        elif not codes and self._uses_hopper_gemm(x):
+            self._hopper_gemm(x, out, gated=True)
         elif not codes and (tiling := skinny_tiling(len(x), self.rows, self.width, x.element_size(), gated=True)):
-            skinny(x, self.weight, self.bias, out, tiling, self.workspace.scratch, gated=True)
+            skinny_gemm(x, self.weight, self.bias, out, tiling, self.workspace.scratch, gated=True)
         else:
-            multiply(x, self.weight, self.bias, scratch)
-            gate(scratch, out, codes)
+            cublas_gemm(x, self.weight, self.bias, scratch)
+            act_and_mul(scratch, out, codes)
 
-    def _streams(self, x: Any) -> bool:
+    def _uses_hopper_gemm(self, x: Any) -> bool:
         aligned = self.width % 8 == 0 and x.element_size() == 2
-        return self.workspace.streams and aligned and STREAMED[0] <= len(x) <= STREAMED[1]
+        return self.workspace.has_hopper_gemm and aligned and HOPPER_GEMM_ROWS[0] <= len(x) <= HOPPER_GEMM_ROWS[1]
 
-    def _stream(self, x: Any, out: Any, gated: bool = False) -> None:
-        tiling = stream_tiling(len(x), out.shape[1], self.width, 2, gated)
-        stream(x, self.weight, self.bias, out, tiling, self.workspace.scratch, gated=gated)
+    def _hopper_gemm(self, x: Any, out: Any, gated: bool = False) -> None:
+        tiling = hopper_gemm_tiling(len(x), out.shape[1], self.width, 2, gated)
+        hopper_gemm(x, self.weight, self.bias, out, tiling, self.workspace.scratch, gated=gated)
 
     def gather(self, tokens: Any, out: Any) -> None:
-        take_rows(self.weight, tokens, out)
+        gather_rows(self.weight, tokens, out)
 
 
 def pack(
@@ -130,20 +130,20 @@ def pack(
         say(workspace, f"weights in {names(formats)} stay as they are: {quantize} is for plain ones")
     if dtype.itemsize == 2 and formats <= TAKE.keys() and None not in map(factor_of, parts):
         tell_growth(parts, workspace)
-        return Quantized(stack([packed(part, device) for part in parts]), vector, workspace)
+        return Quantized(stack([packed(part, workspace.transfer) for part in parts]), vector, workspace)
     if dtype.itemsize == 2 and formats == {"F8_E4M3"} and (weight := pack_float8(parts, vector, device, workspace)):
         return weight
     if dtype.itemsize == 2 and not formats <= PLAIN.keys():
         size = f"{dtype.itemsize} bytes for each value"
         say(workspace, f"weights in {names(formats)} become {dtype}, {size}: no kernel reads them as they are")
-    values = stacked_values(parts, device, dtype)
+    values = stacked_values(parts, device, dtype, workspace.transfer)
     if not quantize or not formats <= PLAIN.keys():
         return Dense(values, vector, workspace)
-    transfer.arrived()
+    workspace.transfer.finish()
     if quantize == "int4":
         return Quantized((quantize_int4(values),), vector, workspace)
     if values.shape[1] % COLUMNS == 0:
-        return Float8(quantize_float8(values), vector, workspace)
+        return Float8(quantize_fp8(values), vector, workspace)
     say(workspace, f"weights with rows of {values.shape[1]} stay as they are: fp8 needs multiples of {COLUMNS}")
     return Dense(values, vector, workspace)
 
@@ -165,17 +165,17 @@ def say(workspace: Workspace, message: str) -> None:
         log.warning(message)
 
 
-def packed(part: Tensor, device: torch.device) -> QuantizedWeight:
+def packed(part: Tensor, transfer: Transfer) -> QuantizedWeight:
     rows, width = part.shape
-    return pack_codes(part.data, part.format.name, rows, width, device, factor_of(part) or 0.0)
+    return pack_codes(part.data, part.format.name, rows, width, transfer, factor_of(part) or 0.0)
 
 
-def stacked_values(parts: Sequence[Tensor], device: torch.device, dtype: torch.dtype) -> Any:
+def stacked_values(parts: Sequence[Tensor], device: torch.device, dtype: torch.dtype, transfer: Transfer) -> Any:
     rows = sum(part.shape[0] for part in parts)
     values = torch.empty((rows, parts[0].shape[1]), dtype=dtype, device=device)
     at = 0
     for part in parts:
-        copy_values(part, values[at : at + part.shape[0]])
+        copy_values(part, values[at : at + part.shape[0]], transfer)
         at += part.shape[0]
     return values
 
@@ -193,10 +193,10 @@ def stacked_bias(parts: Sequence[Tensor], bias: Sequence[Tensor | None], device:
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-def copy_values(tensor: Tensor, target: Any) -> None:
+def copy_values(tensor: Tensor, target: Any, transfer: Transfer) -> None:
     """The tensor's values into `target`: bytes that stay as they are, by `transfer`; others some rows at a time."""
     if PLAIN.get(tensor.format.name) == target.dtype:
-        return transfer.carry(tensor.data, target)
+        return transfer.send(tensor.data, target)
     rows, width = tensor.shape
     step = max(AT_ONCE // width, 1)
     for first in range(0, rows, step):

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 
 from penstock.model import config_hf, decoder, names
 from penstock.model.config_reader import Fields
 from penstock.model.gguf import config as gguf_config
-from penstock.model.ops import Ops, V, Weight
 from penstock.model.spec import ModelSpec, all_but_each
 from penstock.model.tensor import Tensor
-from penstock.model.weights import Packer
 
 HUGGING_FACE = names.HUGGING_FACE.but(
     after_attn_norm="post_attention_layernorm",
@@ -22,6 +21,7 @@ GGUF = names.GGUF.but(after_attn_norm="post_attention_norm", after_mlp_norm="pos
 SCORES, LOGITS = CAPS = "attn_logit_softcapping", "final_logit_softcapping"
 KEYS = (*CAPS, gguf_config.WINDOW)
 LARGEST = 46  # layers of the model whose GGUF files mean another scale of scores
+build = partial(decoder.build, post_norm=True)
 
 
 def read_hf(config: Fields) -> ModelSpec:
@@ -60,45 +60,3 @@ def read_rest(config: Fields, spec: ModelSpec) -> ModelSpec:
 def told_by_layers(spec: ModelSpec, largest: int) -> float:
     """What scores are scaled by; files do not say that the largest model differs."""
     return float((spec.dim // spec.attn.heads if spec.layers == largest else spec.attn.head_dim) ** -0.5)
-
-
-@dataclass(frozen=True, slots=True)
-class Layer:
-    attn_norm: Weight
-    attention: decoder.Attention
-    after_attn_norm: Weight
-    mlp_norm: Weight
-    mlp: decoder.Mlp
-    after_mlp_norm: Weight
-
-
-@dataclass(frozen=True, slots=True)
-class Gemma:
-    spec: ModelSpec
-    layers: tuple[Layer, ...]
-    ends: decoder.Ends
-
-    def forward(self, ops: Ops[V]) -> V:
-        eps = self.spec.eps
-        x, residual = self.ends.enter(ops), None
-        for layer in self.layers:
-            x, residual = ops.add_norm(x, residual, layer.attn_norm, eps)
-            x, _ = ops.add_norm(layer.attention(ops, x), None, layer.after_attn_norm, eps)
-            x, residual = ops.add_norm(x, residual, layer.mlp_norm, eps)
-            x, _ = ops.add_norm(layer.mlp(ops, x), None, layer.after_mlp_norm, eps)
-        return self.ends.leave(ops, x, residual)
-
-
-def build(spec: ModelSpec, pack: Packer) -> Gemma:
-    layers = tuple(
-        Layer(
-            attn_norm=decoder.norm(spec, pack, i, "attn_norm"),
-            attention=decoder.attention(spec, pack, i),
-            after_attn_norm=decoder.norm(spec, pack, i, "after_attn_norm"),
-            mlp_norm=decoder.norm(spec, pack, i, "mlp_norm"),
-            mlp=decoder.mlp(spec, pack, i),
-            after_mlp_norm=decoder.norm(spec, pack, i, "after_mlp_norm"),
-        )
-        for i in range(spec.layers)
-    )
-    return Gemma(spec, layers, decoder.ends(spec, pack))

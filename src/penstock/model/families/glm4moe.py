@@ -31,7 +31,7 @@ def read_hf(config: Fields) -> ModelSpec:
         renormalize=config.flag("norm_topk_prob", True),
         scale=config.number("routed_scaling_factor", 1.0),
         groups=config.size("n_group", 1),
-        chosen_groups=config.size("topk_group", 1),
+        top_k_groups=config.size("topk_group", 1),
     )
     return mixed(
         replace(

@@ -59,5 +59,5 @@ def mixed(spec: ModelSpec, experts: ExpertSpec, sliding: Sequence[bool], window:
         spec,
         attn=replace(spec.attn, sinks=True),
         biases=BIASES,
-        experts=replace(experts, act="clamped", scoring="softmax_chosen", renormalize=False),
+        experts=replace(experts, act="clamped", scoring="softmax_top_k", renormalize=False),
     ).with_windows(sliding, window)

@@ -10,7 +10,6 @@ from penstock.model import config_hf, decoder, names, rope
 from penstock.model.config_hf import ACTS
 from penstock.model.config_reader import MAX_LAYERS, Fields
 from penstock.model.families import bert
-from penstock.model.families.gpt2 import Layer, layer_norm
 from penstock.model.spec import ModelSpec, RopeSpec
 from penstock.model.tensor import Tensor
 from penstock.model.weights import Packer
@@ -110,12 +109,6 @@ def read_gguf(config: Fields, tensors: Mapping[str, Tensor]) -> ModelSpec:
 
 
 def build(spec: ModelSpec, pack: Packer) -> bert.Bert:
-    def layer(index: int) -> Layer:
-        return Layer(
-            attn_norm=layer_norm(spec, pack, f"layers.{index}.attn_norm"),
-            attention=decoder.attention(spec, pack, index),
-            mlp_norm=layer_norm(spec, pack, f"layers.{index}.mlp_norm"),
-            mlp=decoder.mlp(spec, pack, index),
-        )
-
-    return bert.assemble(spec, pack, pack.repeated("types", spec.max_len, spec.dim), map(layer, range(spec.layers)))
+    """Builds an encoder with ropes: the table of positions only adds the embedding of the first token type."""
+    positions = pack.repeated("types", spec.max_len, spec.dim)
+    return bert.assemble(spec, pack, positions, decoder.mlp_or_experts)

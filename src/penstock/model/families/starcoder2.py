@@ -11,11 +11,11 @@ from penstock.model.families import gpt2
 from penstock.model.gguf import config as gguf_config
 from penstock.model.spec import ModelSpec
 from penstock.model.tensor import Tensor
-from penstock.model.weights import Packer
 
 HUGGING_FACE = names.HUGGING_FACE.but(up="mlp.c_fc", down="mlp.c_proj")
 GGUF = names.GGUF
 NORMS = frozenset(("attn_norm", "mlp_norm", "norm"))
+build = gpt2.build_with_layer_norms
 
 
 def read_hf(config: Fields) -> ModelSpec:
@@ -37,7 +37,3 @@ def read_gguf(config: Fields, tensors: Mapping[str, Tensor]) -> ModelSpec:
     )
     spec = replace(spec, act="gelu_tanh")
     return spec.with_windows([True] * spec.layers, gguf_config.read_window(config))
-
-
-def build(spec: ModelSpec, pack: Packer) -> gpt2.Gpt2:
-    return gpt2.assemble(spec, pack, positions=None)

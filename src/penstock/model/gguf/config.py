@@ -46,7 +46,7 @@ EXPERTS = {  # keys of those families that have some
     "expert_weights_norm",
     "expert_weights_scale",
 }
-SCORINGS: dict[int, Literal["softmax", "sigmoid", "softmax_chosen"]] = {1: "softmax", 2: "sigmoid", 3: "softmax_chosen"}
+SCORINGS: dict[int, Literal["softmax", "sigmoid", "softmax_top_k"]] = {1: "softmax", 2: "sigmoid", 3: "softmax_top_k"}
 POOLINGS = ("mean", "mean", "cls", "last")  # what the numbers mean; 0 is none
 WINDOW = "attention.sliding_window"  # a key of those families that have one
 
@@ -102,14 +102,14 @@ def read_experts(config: Fields, spec: ModelSpec, *, scoring: int = 1, renormali
         raise config.unsupported("expert_gating_func", kind, SCORINGS)
     return ExpertSpec(
         count=config.size("expert_count", most=MAX_EXPERTS),
-        chosen=config.size("expert_used_count", most=MAX_EXPERTS),
+        top_k=config.size("expert_used_count", most=MAX_EXPERTS),
         hidden=config.size("expert_feed_forward_length", spec.hidden),
         act=spec.act,
         scoring=SCORINGS[kind],
         renormalize=config.flag("expert_weights_norm", renormalize),
         scale=config.number("expert_weights_scale", 1.0, least=0.0) or 1.0,
         groups=config.size("expert_group_count", 1),
-        chosen_groups=config.size("expert_group_used_count", 1),
+        top_k_groups=config.size("expert_group_used_count", 1),
     )
 
 

@@ -16,7 +16,7 @@ from penstock.errors import ConfigError, UnsupportedModel
 from penstock.model import names
 from penstock.model.config_reader import Fields
 from penstock.model.dequantize import dequantize
-from penstock.model.families.latent import apart
+from penstock.model.families.mla import apart
 from penstock.model.gguf.metadata import config_keys
 from penstock.model.gguf.shards import read_parts
 from penstock.model.gguf.tensor_order import laid_out

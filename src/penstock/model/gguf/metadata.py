@@ -79,13 +79,13 @@ def expert_keys(spec: ModelSpec) -> Keys:
     experts = spec.experts
     keys = {
         "expert_count": experts.count,
-        "expert_used_count": experts.chosen,
+        "expert_used_count": experts.top_k,
         "expert_feed_forward_length": experts.hidden,
         "expert_gating_func": next(number for number, way in gguf_config.SCORINGS.items() if way == experts.scoring),
         "expert_weights_norm": experts.renormalize,
         "expert_weights_scale": experts.scale,
     }
-    groups = {"expert_group_count": experts.groups, "expert_group_used_count": experts.chosen_groups}
+    groups = {"expert_group_count": experts.groups, "expert_group_used_count": experts.top_k_groups}
     return keys | (groups if experts.groups > 1 else {})
 
 
@@ -212,7 +212,7 @@ def qwen_3_next(_: Fields, spec: ModelSpec) -> Keys:
     shared = {"expert_shared_feed_forward_length": spec.shared_hidden} if spec.experts else {}
     return shared | {
         "full_attention_interval": min(set(range(spec.layers)) - spec.recurrent, default=spec.layers) + 1,
-        "ssm.conv_kernel": d.taps,
+        "ssm.conv_kernel": d.conv_width,
         "ssm.state_size": d.k_dim,
         "ssm.group_count": d.k_heads,
         "ssm.time_step_rank": d.v_heads,
@@ -241,16 +241,16 @@ def encoder(config: Fields, spec: ModelSpec) -> Keys:
 def deepseek_2(config: Fields, spec: ModelSpec) -> Keys:
     """As newer converters write it: heads are those of latents, and what they come from has keys of its own."""
     config.require("rope_interleave", (True,), True)
-    assert spec.latent is not None
+    assert spec.mla is not None
     assert spec.experts is not None
-    latent, attn = spec.latent, spec.attn
+    mla, attn = spec.mla, spec.attn
     stretch = rope_table(config).number("mscale_all_dim", 0.0, least=0.0)
     return {
         deepseek2.VALUE: attn.v_dim,
-        f"{deepseek2.KEY}_mla": latent.key_dim + attn.head_dim - attn.v_dim,
-        f"{deepseek2.VALUE}_mla": latent.value_dim,
+        f"{deepseek2.KEY}_mla": mla.qk_nope_head_dim + attn.head_dim - attn.v_dim,
+        f"{deepseek2.VALUE}_mla": mla.v_head_dim,
         "attention.kv_lora_rank": attn.v_dim,
-        "attention.q_lora_rank": latent.q_rank or None,
+        "attention.q_lora_rank": mla.q_lora_rank or None,
         "leading_dense_block_count": len(spec.dense),
         "expert_shared_count": spec.shared_hidden // spec.experts.hidden,
         "rope.scaling.attn_factor": None,  # readers make it of the next one

@@ -9,8 +9,8 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.model import decoder
 from penstock.model.dequantize import dequantize
-from penstock.model.families import hybrid
 from penstock.model.spec import DeltaSpec, ModelSpec
 from penstock.model.tensor import FORMATS, Bytes, Scales, Tensor, some_rows
 
@@ -66,7 +66,7 @@ def hybrid_layout(name: str, tensor: Tensor, spec: ModelSpec, tiled: bool) -> It
         made = Tensor(tensor.name, FORMATS["F32"], tensor.shape, values.astype("<f4").view(np.uint8))
         yield f"{layer}.decay", tiled_heads("decay", made, d) if tiled else made
     elif part == "conv":
-        made = replace(tensor, shape=(d.width, d.taps))
+        made = replace(tensor, shape=(d.width, d.conv_width))
         yield name, tiled_heads(part, made, d) if tiled else made
     elif name.endswith(".shared.router"):
         yield name, replace(tensor, shape=tensor.shape[1:])
@@ -77,7 +77,7 @@ def hybrid_layout(name: str, tensor: Tensor, spec: ModelSpec, tiled: bool) -> It
 def fused_rows(d: DeltaSpec) -> tuple[Order, Order]:
     """Where queries, keys and values are in a tensor that has them for one key head after the other, and where z is."""
     shared = d.v_heads // d.k_heads * d.v_dim
-    kinds = hybrid.alternating(d.k_heads, d.k_dim, d.k_dim, shared, shared)
+    kinds = decoder.alternating(d.k_heads, d.k_dim, d.k_dim, shared, shared)
     q, k, v, z = (np.concatenate([np.arange(*span) for span in spans]) for spans in kinds)
     return np.concatenate([q, k, v]), z
 

@@ -1,4 +1,4 @@
-"""Batches written by hand, where there is no scheduler: for tests, cases and looking at logits."""
+"""Makes batches by hand, where there is no scheduler: to calibrate, to evaluate, to get ready, and in tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from penstock.backend.base import Batch, SampleRows
 
 
 class Chunk(NamedTuple):
-    """Tokens of one sequence from position `start` on, and the sequence's whole block table."""
+    """Gives tokens of one sequence from position `start` on, and the sequence's whole block table."""
 
     tokens: Sequence[int]
     start: int
@@ -21,7 +21,7 @@ class Chunk(NamedTuple):
 
 
 def greedy_batch(chunks: Sequence[Chunk], step: int = 0) -> Batch:
-    """A row for each chunk, its wanted positions sampled greedily."""
+    """Returns a batch with a row for each chunk, its wanted positions sampled greedily. There is one KV layer group."""
     counts = [len(chunk.tokens) for chunk in chunks]
     wanted = [count if chunk.sample is None else chunk.sample for chunk, count in zip(chunks, counts, strict=True)]
     ends = np.cumsum(counts, dtype=np.int32).tolist()
@@ -34,39 +34,15 @@ def greedy_batch(chunks: Sequence[Chunk], step: int = 0) -> Batch:
         positions=np.array([chunk.start + i for chunk in chunks for i in range(len(chunk.tokens))], np.int32),
         row_start=np.array([0, *ends], np.int32),
         slots=np.array([chunk.slot for chunk in chunks], np.int32),
-        tables=tables,
+        tables=tables[None],
         sampled=np.array([i for end, n in zip(ends, wanted, strict=True) for i in range(end - n, end)], np.int32),
         sample_start=np.cumsum([0, *wanted], dtype=np.int32),
         sample=greedy_rows(sum(wanted)),
     )
 
 
-def random_steps(
-    rng: np.random.Generator, prompts: Sequence[Sequence[int]], block_size: int, longest: int = 16
-) -> list[list[Chunk]]:
-    """Computes every prompt in chunks of random lengths, interleaved at random, in blocks scattered over a cache that
-    holds them all exactly (see `blocks_for`)."""
-    sizes = [-(-len(prompt) // block_size) for prompt in prompts]
-    tables = np.split(rng.permutation(sum(sizes)), np.cumsum(sizes)[:-1])
-    done = [0] * len(prompts)
-    steps = []
-    while sum(done) < sum(map(len, prompts)):
-        counts = [min(int(rng.integers(longest + 1)), len(p) - at) for p, at in zip(prompts, done, strict=True)]
-        chunks = [
-            Chunk(prompts[i][done[i] : done[i] + count], done[i], tables[i].tolist(), slot=i)
-            for i, count in enumerate(counts)
-            if count
-        ]
-        done = [at + count for at, count in zip(done, counts, strict=True)]
-        steps += [chunks] if chunks else []
-    return steps
-
-
-def blocks_for(prompts: Sequence[Sequence[int]], block_size: int) -> int:
-    return sum(-(-len(prompt) // block_size) for prompt in prompts)
-
-
 def greedy_rows(count: int) -> SampleRows:
+    """Returns what samples `count` positions greedily, without logprobs or edits."""
     return SampleRows(
         target=np.full(count, -1, np.int32),
         temperature=np.zeros(count, np.float32),
@@ -75,5 +51,4 @@ def greedy_rows(count: int) -> SampleRows:
         min_p=np.zeros(count, np.float32),
         seed=np.zeros(count, np.uint64),
         logprobs=np.full(count, -1, np.int32),
-        edits=(None,) * count,
     )
