@@ -28,6 +28,7 @@ from penstock.server.batch.lines import entries
 from penstock.server.openai import batches as openai_batches
 from penstock.types import Event, Request, SamplingParams, Stats
 from tests.server import toys
+from tests.server.conftest import WAIT
 
 MODEL = "toy/parrot"
 CHAT = "/v1/chat/completions"
@@ -53,7 +54,7 @@ def ended(sdk: openai.OpenAI, id: str) -> Any:
 
 
 def watched(sdk: openai.OpenAI, id: str, met: Callable[[Any], bool]) -> Any:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + WAIT
     while not met(batch := sdk.batches.retrieve(id)):
         assert time.monotonic() < deadline, f"waited in vain: {batch}"
         time.sleep(0.03)
@@ -340,6 +341,8 @@ def test_the_async_sdk(parrot: Any) -> None:
 
 # -- from one life to the next ------------------------------------------------------------------------------------
 
+SLOW = 0.05  # seconds a step: an answer of 200 tokens takes ten seconds, so a server is killed before all are done
+
 SERVE = """
 import sys
 from pathlib import Path
@@ -348,17 +351,19 @@ from penstock.ipc.inprocess import InProcessClient
 from penstock.server import Setup, Space, serve
 from penstock.server.access.guard import Rules
 
-client, space = InProcessClient(toys.open_slow_parrot), Space(Path(sys.argv[1]))
-rules = Rules(keys=Path(sys.argv[2]) if sys.argv[2:] else None)
+pace, space = float(sys.argv[2]), Space(Path(sys.argv[1]))
+client = InProcessClient(lambda: toys.open_paced_parrot(pace))
+rules = Rules(keys=Path(sys.argv[3]) if sys.argv[3:] else None)
 serve(client, toys.ToyText, "toy/parrot", "127.0.0.1", 0, Setup(space=space, rules=rules))
 """
 
 
 @contextmanager
-def server_process(folder: Path, *keys: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def server_process(folder: Path, pace: float, *keys: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server whose steps take `pace` seconds."""
     path = os.pathsep.join([str(Path(toys.__file__).parent), *sys.path])
     process = subprocess.Popen(
-        [sys.executable, "-c", SERVE, str(folder), *map(str, keys)],
+        [sys.executable, "-c", SERVE, str(folder), str(pace), *map(str, keys)],
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": path},
@@ -384,16 +389,16 @@ def test_a_killed_server_loses_and_doubles_nothing(tmp_path: Path) -> None:
     """What was done is not run again, and what was half uploaded is swept away."""
     wanted = [f"n{number}" for number in range(60)]
     lines = [line(id, id if number < 30 else id * 60) for number, id in enumerate(wanted)]
-    with server_process(tmp_path) as (process, url):
-        sdk = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=30)
+    with server_process(tmp_path, SLOW) as (process, url):
+        sdk = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=WAIT)
         id = begin(sdk, jsonl(b"not JSON\n", *lines)).id
         told = watched(sdk, id, lambda batch: batch.request_counts.completed > 20).request_counts.completed
         process.kill()
     done = done_lines(tmp_path, id)
     assert told <= len(done) < len(wanted)
     (tmp_path / "files" / "file-cut.part").write_bytes(b"an upload that was cut")
-    with server_process(tmp_path) as (_, url):
-        sdk = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=30)
+    with server_process(tmp_path, 0.0) as (_, url):
+        sdk = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=WAIT)
         assert sdk.batches.retrieve(id).request_counts.completed >= len(done)
         batch = ended(sdk, id)
         assert batch.status == "completed"
@@ -414,18 +419,18 @@ def test_a_batch_that_a_restarted_server_resumes_is_charged_to_its_key(tmp_path:
             for name, each in (("maker", secret), ("other", other))
         ]
     said = "on and on " * 20
-    with server_process(tmp_path / "data", file) as (process, url):
-        sdk = openai.OpenAI(base_url=f"{url}/v1", api_key=secret, max_retries=0, timeout=60)
-        id = begin(sdk, jsonl(*[line(f"n{number}", said) for number in range(30)])).id
+    with server_process(tmp_path / "data", SLOW, file) as (process, url):
+        sdk = openai.OpenAI(base_url=f"{url}/v1", api_key=secret, max_retries=0, timeout=WAIT)
+        id = begin(sdk, jsonl(*[line(f"n{number}", "on" if number < 4 else said) for number in range(30)])).id
         watched(sdk, id, lambda batch: batch.request_counts.completed > 0)
         process.kill()
     done = done_lines(tmp_path / "data", id)
-    assert 0 < len(done) < 30
-    with server_process(tmp_path / "data", file) as (_, url):
-        sdk = openai.OpenAI(base_url=f"{url}/v1", api_key=other, max_retries=0, timeout=60)
+    assert done <= {f"n{number}" for number in range(4)}
+    with server_process(tmp_path / "data", 0.0, file) as (_, url):
+        sdk = openai.OpenAI(base_url=f"{url}/v1", api_key=other, max_retries=0, timeout=WAIT)
         assert counts(ended(sdk, id)) == (30, 30, 0)
         text = httpx.get(f"{url}/metrics", headers={"x-api-key": other}).text
-        generated = (30 - len(done)) * (len(said) + 1)
+        generated = 26 * (len(said) + 1) + (4 - len(done)) * 3
         assert f'penstock_key_tokens_total{{key="maker",kind="generated"}} {generated}.0' in text
         assert 'penstock_key_tokens_total{key="other",kind="generated"} 0.0' in text
 

@@ -24,7 +24,7 @@ from penstock.ipc.client import EngineClient
 from penstock.keys import Keyring
 from penstock.server.access.accounts import Accounts
 from penstock.server.access.guard import Rules, check, guarded
-from penstock.server.access.protocol import BoundedProtocol
+from penstock.server.access.protocol import IDLE_SECONDS, BoundedProtocol
 from penstock.server.batch.archive import SPACE, Archive, Space
 from penstock.server.batch.background_client import BackgroundClient
 from penstock.server.batch.run import BatchRunner
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from penstock.server.telemetry.tracing import Traces
 
 DRAIN_SECONDS = 30  # that answers in flight have when the server is asked to stop
-KEEP_ALIVE_SECONDS = 20  # that a connection may be idle: longer than clients keep one (httpx: 5), so that they close it
 
 
 class Setup(NamedTuple):
@@ -148,7 +147,7 @@ async def _serve(
         ws="none",
         log_config=None,
         access_log=False,
-        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_keep_alive=int(IDLE_SECONDS),
         timeout_graceful_shutdown=DRAIN_SECONDS,
     )
     host, port = listener.getsockname()[:2]
