@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from penstock.backend.cpu import CpuBackend
-from penstock.model.iquants import LAYOUTS
+from penstock.model.gguf.iquants import LAYOUTS
 from penstock.model.random_tensor import random_tensor
 from penstock.model.tensor import FORMATS
 
@@ -34,4 +34,4 @@ def test_what_is_told_are_megabytes(caplog: pytest.LogCaptureFixture):
     tensor = random_tensor(np.random.default_rng(0), "IQ2_XXS", 4096, 2048)
     backend.pack_matrix([tensor], [None])
     backend._packing.tell()
-    assert caplog.messages == ["weights in IQ2_XXS take 3 MB as codes of 2 to 4 bits, 2 in the file"]
+    assert caplog.messages == ["weights in IQ2_XXS take 3 MB in memory, 2 MB in the file"]

@@ -112,7 +112,7 @@ class Engine:
             self._start_ready()
         began = self._scheduler.now = time.perf_counter()
         plan = self._scheduler.plan()
-        self._batcher.follow(plan)
+        self._batcher.apply(plan)
         if plan.copies:
             self._host_blocks.carry_out(plan.copies, self._backend.kv)
         if plan.rows:

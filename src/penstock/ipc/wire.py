@@ -23,7 +23,7 @@ from penstock.types import (
 )
 
 
-class Asked(msgspec.Struct, frozen=True, array_like=True):
+class ClientMessage(msgspec.Struct, frozen=True, array_like=True):
     """A client's message; with neither, it says Close."""
 
     add: Request | None = None
@@ -65,18 +65,18 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
 Answer = Ready | Refused | Step
 
 _encoder = msgspec.msgpack.Encoder()
-_asked = msgspec.msgpack.Decoder(Asked)
+_asked = msgspec.msgpack.Decoder(ClientMessage)
 _answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
 
 def encode_message(message: Message) -> bytes:
     match message:
         case Add(request):
-            return _encoder.encode(Asked(add=request))
+            return _encoder.encode(ClientMessage(add=request))
         case Abort(id):
-            return _encoder.encode(Asked(abort=id))
+            return _encoder.encode(ClientMessage(abort=id))
         case Close():
-            return _encoder.encode(Asked())
+            return _encoder.encode(ClientMessage())
 
 
 def decode_message(data: bytes) -> Message:

@@ -14,8 +14,9 @@ from penstock.server.errors import body_of
 MAX_HEAD = 64 * 2**10  # bytes of the request line and the headers
 MAX_HEADERS = 256
 MAX_READ = 256 * 2**10  # bytes that come at once
-HEAD_SECONDS = 20.0  # from the connection, or a request's first byte, to the end of its headers
-STALLED_SECONDS = 60.0  # that a reader may leave unread what is sent
+IDLE_SECONDS = 20.0  # without a request: longer than clients keep a connection (httpx: 5), so that they close it first
+HEAD_SECONDS = 20.0  # from a request's first byte to the end of its headers
+STALLED_SECONDS = 60.0  # that a client may leave unread what is sent
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -26,7 +27,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._timer = self.loop.call_later(HEAD_SECONDS, self._late)
+        self._timer = self.loop.call_later(IDLE_SECONDS, self._late)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._rest()
