@@ -30,6 +30,6 @@ def test_logits_are_near_those_of_transformers(kind: str, caplog: pytest.LogCapt
         tokens, logits = file["tokens"].tolist(), file["logits"]
     got = backend.logits(greedy_batch([Chunk(tokens, 0, range(8))]))
     assert difference(got, logits) < 8e-2  # BF16 alone makes as much
-    down = model.layers[0].mlp.down
+    down = model.layers[0].mlp.part.down
     assert isinstance(down, QuantizedMatrix if kind in KEPT else DenseMatrix)
     assert ("2 bytes for each value" in caplog.text) == (kind in WIDENED or kind == "mlx-3-6")
