@@ -26,7 +26,6 @@ from penstock.server.access.accounts import Accounts
 from penstock.server.access.guard import Rules, check, guarded
 from penstock.server.access.protocol import IDLE_SECONDS, BoundedProtocol
 from penstock.server.batch.archive import SPACE, Archive, Space
-from penstock.server.batch.background_client import BackgroundClient
 from penstock.server.batch.run import BatchRunner
 from penstock.server.errors import on_bug, on_client_left, on_error, on_http_error
 from penstock.server.openai.batches import Batches
@@ -65,7 +64,7 @@ def create_app(
     """Returns an application that serves `client`'s engine as `name`. It starts the client when it starts and closes it
     when it ends."""
     path, space, rules, traces = setup
-    served = ServedModel(client, text, name, int(time.time()), Metrics(client, name), path, BackgroundClient(client))
+    served = ServedModel(client, text, name, int(time.time()), Metrics(client, name), path)
     accounts = None if rules.keys is None else Accounts(Keyring(rules.keys))
     archive = Archive(space, name)
     runner = BatchRunner(archive, served, accounts, lenient=rules.lenient)

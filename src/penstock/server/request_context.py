@@ -76,7 +76,13 @@ class RequestContext:
 
     def apply_to(self, request: Request) -> Request:
         """Returns the engine's request with what this context says about it."""
-        return request._replace(owner=self.owner, explain=self.explain, salt=self.salt, priority=self.priority)
+        return request._replace(
+            owner=self.owner,
+            explain=self.explain,
+            salt=self.salt,
+            priority=self.priority,
+            background=self.background,
+        )
 
 
 def owner_of_key(name: str) -> str:
