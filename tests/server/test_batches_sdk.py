@@ -436,7 +436,8 @@ def test_an_archive_of_an_older_server_is_upgraded(serve: Any, toy_text: Any, tm
         batch.request_counts, batch.output_file_id, batch.status = records.RequestCounts(), None, "validating"
         records.save(db, batch)
         db.executescript(
-            "ALTER TABLE batches DROP COLUMN owner; ALTER TABLE batches DROP COLUMN payer; PRAGMA user_version = 1;"
+            "ALTER TABLE batches DROP COLUMN owner; ALTER TABLE batches DROP COLUMN payer;"
+            "ALTER TABLE batches RENAME COLUMN record TO told; PRAGMA user_version = 1;"
         )
     db.close()
     with serve(InProcessClient(toys.open_parrot), toy_text, MODEL, space=Space(tmp_path)) as server:

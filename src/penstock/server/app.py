@@ -1,4 +1,5 @@
-"""The application: routes, error handling, middlewares, and the engine that lives as long as they do."""
+"""Builds and runs the application: routes, error handling, middlewares, and the engine that lives as long as they
+do."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ DRAIN_SECONDS = 30  # that answers in flight have when the server is asked to st
 
 
 class Setup(NamedTuple):
-    """How a model is served, beside the engine that computes it."""
+    """Says how a model is served, beside the engine that computes it."""
 
     path: Path | None = None  # of the model's files, for clients that ask what it is
     space: Space = SPACE  # for files and batches

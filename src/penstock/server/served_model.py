@@ -1,4 +1,4 @@
-"""A model that is served: its engine, its text side, and the name clients know it by."""
+"""Describes a model that is served: its engine, its text side, and the name clients know it by."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ServedModel(NamedTuple):
     @property
     def limits(self) -> Limits:
         if self.client.hello is None:
-            raise EngineUnavailable(self.client.trouble)
+            raise EngineUnavailable(self.client.unavailable_reason)
         return self.client.hello.limits
 
     @property

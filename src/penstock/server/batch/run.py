@@ -50,8 +50,8 @@ log = logging.getLogger(__name__)
 
 
 class BatchRunner:
-    """`accounts` are those of API keys, if there are keys: a batch is charged to the key that made it. `lenient` is
-    whether unknown fields of lines are ignored."""
+    """Runs all batches. `accounts` are those of API keys, if there are keys: a batch is charged to the key that made
+    it. `lenient` is whether unknown fields of lines are ignored."""
 
     def __init__(
         self, archive: Archive, served: ServedModel, accounts: Accounts | None = None, *, lenient: bool = False
