@@ -255,7 +255,7 @@ def test_start_up_errors_keep_their_name_and_text() -> None:
             await in_its_own("broken").start()
         with pytest.raises(EngineUnavailable, match="exited with code 7 before it was ready"):
             await in_its_own("crash").start()
-        with pytest.raises(EngineUnavailable, match=f"does not speak the language of version {__version__}"):
+        with pytest.raises(EngineUnavailable, match=f"is not of version {__version__}"):
             await in_its_own("old").start()
         missing = ProcessClient(Config(model="x"), ("/nonexistent/python",))
         with pytest.raises(EngineUnavailable, match="could not be started"):
@@ -290,7 +290,7 @@ def test_an_engine_that_keeps_dying_is_given_up(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with started(in_its_own(f"once:{tmp_path}/first")) as client:
             os.kill(client.hello.pid, signal.SIGKILL)
-            await until(lambda: "given up" in client.trouble)
+            await until(lambda: "given up" in client.unavailable_reason)
             with pytest.raises(EngineUnavailable, match=r"failed 3 times in a row .* exited with code 7"):
                 client.submit(request(client, [1]))
 

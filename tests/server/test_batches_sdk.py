@@ -10,8 +10,8 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import ExitStack, aclosing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,9 @@ from penstock.ipc.inprocess import InProcessClient
 from penstock.keys import Key, changing, digest, new_key, now
 from penstock.server import Space
 from penstock.server.batch import lines, records, run
-from penstock.server.batch.background_client import BEHIND, GIVE_WAY, BackgroundClient
 from penstock.server.batch.lines import entries
 from penstock.server.openai import batches as openai_batches
-from penstock.types import Event, Request, SamplingParams, Stats
+from penstock.types import Event, Request
 from tests.server import toys
 from tests.server.conftest import WAIT
 
@@ -269,48 +268,39 @@ def test_clients_go_first_and_batches_take_turns(slow_parrot: Any) -> None:
     assert ended(sdk, greedy.id).status == "cancelled"
 
 
-class Watched:
-    """An engine that holds what it is asked, with so many clients in it."""
-
-    hello = object()
-    clients = 0
+class Recorder(InProcessClient):
+    """Keeps the requests that reach the engine, in the order in which each got its first token."""
 
     def __init__(self) -> None:
-        self.asked: list[Request] = []
-        self.over = asyncio.Event()
+        super().__init__(toys.open_slow_parrot, "parrot")
+        self.begun: list[Request] = []
 
-    @property
-    def stats(self) -> Stats:
-        return Stats(running=len(self.asked) + self.clients)
-
-    async def submit(self, request: Request) -> AsyncIterator[list[Event]]:
-        self.asked.append(request)
-        await self.over.wait()
-        yield []
+    async def submit(self, request: Request) -> AsyncGenerator[list[Event], None]:
+        async with aclosing(super().submit(request)) as steps:
+            async for events in steps:
+                if request not in self.begun:
+                    self.begun.append(request)
+                yield events
 
 
-def test_while_clients_are_served_few_rows_are_taken() -> None:
-    async def read(engine: BackgroundClient, id: int) -> None:
-        async for _ in engine.submit(Request(id, (1,), SamplingParams(), 1)):
-            pass
-
-    async def scenario() -> None:
-        watched = Watched()
-        watched.clients = 1
-        engine = BackgroundClient(watched)  # type: ignore[arg-type]
-        engine.limit(8)
-        reading = asyncio.gather(*[read(engine, id) for id in range(20)])
-        await asyncio.sleep(3 * GIVE_WAY)
-        assert len(watched.asked) == 2
-        watched.clients = 0
-        await asyncio.sleep(3 * GIVE_WAY)
-        assert len(watched.asked) == 8
-        watched.over.set()
-        await reading
-        assert {request.id for request in watched.asked} == set(range(20))
-        assert {request.priority for request in watched.asked} == {BEHIND}
-
-    asyncio.run(scenario())
+def test_answers_of_clients_do_not_wait_behind_a_batch(serve: Any, toy_text: Any) -> None:
+    """Its lines are background requests: a client's request overtakes all that wait, and none of them begins before
+    it, although half of the rows are free."""
+    client = Recorder()
+    with serve(client, toy_text, MODEL) as server:
+        sdk = server.sdk()
+        batch = begin(sdk, jsonl(*[line(f"n{number}", "*abc", n=5) for number in range(20)]))
+        half = toys.LIMITS.max_rows // 2
+        server.until(
+            lambda: client.stats.running == half and client.stats.waiting >= half and len(client.begun) == half
+        )
+        for _ in range(3):
+            answer = sdk.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "[at once]"}])
+            assert answer.choices[0].message.content == "at once"
+        assert [request.background for request in client.begun] == [True] * half + [False] * 3
+        assert client.stats.waiting >= half
+        sdk.batches.cancel(batch.id)
+        assert ended(sdk, batch.id).status == "cancelled"
 
 
 def test_lines_outlive_an_engine_that_dies(parrot_process: Any) -> None:
@@ -446,7 +436,8 @@ def test_an_archive_of_an_older_server_is_upgraded(serve: Any, toy_text: Any, tm
         batch.request_counts, batch.output_file_id, batch.status = records.RequestCounts(), None, "validating"
         records.save(db, batch)
         db.executescript(
-            "ALTER TABLE batches DROP COLUMN owner; ALTER TABLE batches DROP COLUMN payer; PRAGMA user_version = 1;"
+            "ALTER TABLE batches DROP COLUMN owner; ALTER TABLE batches DROP COLUMN payer;"
+            "ALTER TABLE batches RENAME COLUMN record TO told; PRAGMA user_version = 1;"
         )
     db.close()
     with serve(InProcessClient(toys.open_parrot), toy_text, MODEL, space=Space(tmp_path)) as server:

@@ -1,4 +1,5 @@
-"""The messages between a server and its engine process, as msgpack. Both ends are the same version of Penstock."""
+"""Encodes the messages between a server and its engine process as msgpack. Both ends are the same version of
+Penstock."""
 
 from __future__ import annotations
 
@@ -24,27 +25,27 @@ from penstock.types import (
 
 
 class ClientMessage(msgspec.Struct, frozen=True, array_like=True):
-    """A client's message; with neither, it says Close."""
+    """Carries a client's message: Add or Abort, or Close if neither field is set."""
 
     add: Request | None = None
     abort: int | None = None
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The engine's first word when it can serve."""
+    """Is the engine's first message, when it can serve."""
 
     hello: Hello
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The engine's only word when it cannot start."""
+    """Is the engine's only message, when it cannot start."""
 
     code: str
     message: str
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """What one step brought, for every request of the client at once."""
+    """Carries the events of one step, for all requests of the client."""
 
     stats: Stats
     tokens: list[Tokens] = []
@@ -65,7 +66,7 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
 Answer = Ready | Refused | Step
 
 _encoder = msgspec.msgpack.Encoder()
-_asked = msgspec.msgpack.Decoder(ClientMessage)
+_messages = msgspec.msgpack.Decoder(ClientMessage)
 _answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
 
@@ -80,10 +81,10 @@ def encode_message(message: Message) -> bytes:
 
 
 def decode_message(data: bytes) -> Message:
-    asked = _asked.decode(data)
-    if asked.add is not None:
-        return Add(asked.add)
-    return Close() if asked.abort is None else Abort(asked.abort)
+    message = _messages.decode(data)
+    if message.add is not None:
+        return Add(message.add)
+    return Close() if message.abort is None else Abort(message.abort)
 
 
 def encode_answer(answer: Answer) -> bytes:

@@ -1,4 +1,4 @@
-"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's dialect.
+"""Serves POST /v1/messages and /v1/messages/count_tokens: Anthropic's dialect.
 
 A model name that begins with `claude` means the served model, whose own name the answer has; other names must be
 exact. `max_tokens` is a limit: the stop_reason of an answer that reaches the end of the context first says so.
@@ -120,7 +120,7 @@ class MessageResponse(msgspec.Struct, tag_field="type", tag="message"):
 
 
 class AnthropicEvent(msgspec.Struct, tag_field="type"):
-    """An event of a streamed message. Its type is also the event's name."""
+    """Is an event of a streamed message. Its type is also the event's name."""
 
 
 class MessageStart(AnthropicEvent, tag="message_start"):
@@ -273,7 +273,7 @@ class MessageWriter:
 
 
 class OpenBlock:
-    """A block that is still being written."""
+    """Represents a block that is still being written."""
 
     def __init__(self, index: int, part: Part) -> None:
         self.index = index

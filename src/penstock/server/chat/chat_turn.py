@@ -1,4 +1,4 @@
-"""One turn of a chat, in every dialect: a request for each choice of answer, and the parsers of the answers."""
+"""Begins one turn of a chat, in every dialect: a request for each choice of answer, and the parsers of the answers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NO_TOOLS = ToolUse([])
 
 
 class ChatTurn:
-    """The choices of one turn. A parser is None if the answer is content alone."""
+    """Holds the choices of one turn. A parser is None if the answer is content alone."""
 
     def __init__(self, requests: Sequence[Request], deltas: Deltas, parsers: Sequence[AnswerParser | None]) -> None:
         self.requests = requests
@@ -30,7 +30,7 @@ class ChatTurn:
 
     @property
     def request(self) -> Request:
-        """The first choice's request: the only one in most dialects."""
+        """Returns the first choice's request: the only one in most dialects."""
         return self.requests[0]
 
     def parts(self, delta: Delta, choice: int = 0) -> list[Part]:

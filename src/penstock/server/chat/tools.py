@@ -1,4 +1,4 @@
-"""Tools as OpenAI's clients send them, the calls of earlier turns, and the grammar that constrains new calls."""
+"""Reads tools and the calls of earlier turns, as OpenAI's clients send them, and constrains answers to tools."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAX_TOOLS = 128
 
 
 class FunctionTool(msgspec.Struct, forbid_unknown_fields=True):
-    """A tool, in the shape that OpenAI's chat and Ollama share."""
+    """Describes a tool, in the shape that OpenAI's chat and Ollama share."""
 
     type: Literal["function"]
     function: Annotated[dict[str, Any], read_as(FunctionDefinition)]
@@ -37,7 +37,7 @@ class FunctionDefinition(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class PastCall(msgspec.Struct, forbid_unknown_fields=True):
-    """A tool call of an earlier turn, as the client sends it back."""
+    """Is a tool call of an earlier turn, as the client sends it back."""
 
     id: str
     function: Annotated[dict[str, Any], read_as(PastCallFunction)]
@@ -50,7 +50,7 @@ class PastCallFunction(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ToolUse(NamedTuple):
-    """The tools that an answer may call, in the shape that chat templates take; empty if it may call none."""
+    """Lists the tools that an answer may call, in the shape that chat templates take; none if it may call none."""
 
     tools: list[dict[str, Any]]
     parallel: bool = True

@@ -1,4 +1,4 @@
-"""POST /api/chat and /api/generate: Ollama's dialect, which streams an answer as lines of JSON."""
+"""Serves POST /api/chat and /api/generate: Ollama's dialect, which streams an answer as lines of JSON."""
 
 from __future__ import annotations
 

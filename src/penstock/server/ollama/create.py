@@ -1,4 +1,4 @@
-"""POST /api/create, /api/copy and /api/blobs: derived models, which Ollama's clients make.
+"""Serves POST /api/create, /api/copy and /api/blobs, which make derived models.
 
 A derived model is another name for the served or a stored model, with settings of its own; or it is an uploaded file
 that can be served under that name.

@@ -1,5 +1,5 @@
-"""Settings of derived models, which a Modelfile makes of another model: a system prompt, messages, a template and
-parameters. What a request says itself takes precedence."""
+"""Applies the settings of derived models, which a Modelfile makes of another model: a system prompt, messages, a
+template and parameters. What a request says itself takes precedence."""
 
 from __future__ import annotations
 

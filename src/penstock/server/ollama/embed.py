@@ -1,4 +1,4 @@
-"""POST /api/embed, and its predecessor /api/embeddings."""
+"""Serves POST /api/embed, and its predecessor /api/embeddings."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ async def embed_old(served: ServedModel, http: HttpRequest, context: RequestCont
 
 
 class Cut(NamedTuple):
-    """How many tokens an input may have, and whether a longer one is cut; None: it never is on this endpoint."""
+    """Says how many tokens an input may have, and whether a longer one is cut; None: it never is on this endpoint."""
 
     length: int
     wanted: bool | None

@@ -1,4 +1,4 @@
-"""The rest of Ollama's API: which models are here, what they are, pulling and deleting them.
+"""Serves the rest of Ollama's API: which models are here, what they are, pulling and deleting them.
 
 Models are found by the name under which they are served or stored. A name in a request is never taken for a path.
 """
@@ -58,7 +58,7 @@ class NamedModel(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class KnownModel(NamedTuple):
-    """A model that is served, stored or derived."""
+    """Describes a model that is served, stored or derived."""
 
     name: str
     path: Path | None

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions."""
+"""Serves POST /v1/chat/completions."""
 
 from __future__ import annotations
 
@@ -291,16 +291,16 @@ class ChatWriter:
 
     def collect(self, choice: int, delta: Delta) -> None:
         self._tally.add(choice, delta)
-        kept = self._choices[choice]
+        answer = self._choices[choice]
         for part in self._parts(choice, delta):
-            _keep(kept.message, part)
+            _add_part(answer.message, part)
         if delta.finish:
-            kept.finish_reason = self._finish(choice, delta)
+            answer.finish_reason = self._finish(choice, delta)
             self._explanation.end(choice, delta)
-        if kept.logprobs is not None:
-            kept.logprobs.content += token_entries(self._tokenizer, delta)
+        if answer.logprobs is not None:
+            answer.logprobs.content += token_entries(self._tokenizer, delta)
         if self._prompt_ids is not UNSET:
-            kept.token_ids = [*(kept.token_ids or ()), *delta.tokens]
+            answer.token_ids = [*(answer.token_ids or ()), *delta.tokens]
 
     def result(self) -> ChatCompletion:
         for choice in self._choices:
@@ -375,7 +375,7 @@ class ChatWriter:
         return ChatLogprobs(entries) if self._scored else None
 
 
-def _keep(message: AssistantMessage, part: Part) -> None:
+def _add_part(message: AssistantMessage, part: Part) -> None:
     match part:
         case Content(text):
             message.content = (message.content or "") + text

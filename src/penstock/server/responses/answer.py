@@ -14,7 +14,7 @@ from penstock.server.errors import status_of
 from penstock.server.explain import Explanation
 from penstock.server.request_context import RequestContext
 from penstock.server.responses.events import (
-    FINAL_EVENTS,
+    LIFECYCLE,
     ArgumentsDelta,
     ArgumentsDone,
     ItemAdded,
@@ -25,10 +25,7 @@ from penstock.server.responses.events import (
     PartDone,
     ReasoningDelta,
     ReasoningDone,
-    ResponseCreated,
     ResponseEvent,
-    ResponseInProgress,
-    ResponseQueued,
     framed,
 )
 from penstock.server.responses.input import seal
@@ -100,7 +97,7 @@ class ResponseWriter:
 
     def queue(self) -> Iterator[ResponseEvent]:
         """Returns the events of a response that waits for its turn."""
-        return self._numbered([ResponseCreated(self.response), ResponseQueued(self.response)])
+        return self._numbered([LIFECYCLE["created"](self.response), LIFECYCLE["queued"](self.response)])
 
     def events(self, delta: Delta) -> Iterator[ResponseEvent]:
         return self._numbered(self._events(delta))
@@ -134,9 +131,9 @@ class ResponseWriter:
     def _begin(self) -> Iterator[ResponseEvent]:
         self._begun = True
         if not self._sent:
-            yield ResponseCreated(self.response)
+            yield LIFECYCLE["created"](self.response)
         self.response.status = "in_progress"
-        yield ResponseInProgress(self.response)
+        yield LIFECYCLE["in_progress"](self.response)
 
     def _parts(self, delta: Delta) -> list[Part]:
         parts = self._turn.parts(delta)
@@ -196,11 +193,11 @@ class ResponseWriter:
         response.completed_at = int(time.time()) if status == "completed" else None
         if self.on_end is not None:
             self.on_end()
-        yield FINAL_EVENTS[status](response)
+        yield LIFECYCLE[status](response)
 
 
 class OpenItem(ABC):
-    """An item that is still being written."""
+    """Represents an item that is still being written."""
 
     item: Item
     parts: tuple[type[Part], ...]  # that belong to such an item
