@@ -66,7 +66,11 @@ def test_a_cut_answer_is_told_on_stderr(penstock: Penstock, reciter: Path) -> No
         (["run", "x", "--max", "1"], "unrecognized arguments: --max"),
         (["run", "x", "--top-p", "2"], "--top-p: must be 1 or less; got 2"),
         (["run", "x", "--top-p", "nan"], "--top-p: must be 0 or more; got nan"),
-        (["run", "x", "--seed", "one"], "--seed: 'one' is not a number"),
+        (["run", "x", "--seed", "one"], "--seed: takes a whole number; got 'one'"),
+        (["run", "x", "--block-size", "0"], "--block-size: must be 1 or more; got 0"),
+        (["run", "x", "--max-rows", "2"], "unrecognized arguments: --max-rows"),
+        (["serve", "--step-tokens", "many"], "--step-tokens: takes a whole number; got 'many'"),
+        (["serve", "--prefill-budget", "-1"], "--prefill-budget: must be 0 or more; got -1"),
         (["rm"], "are required: MODEL"),
         (["serve", "--port", "99999"], "port"),
         (["bench", "--concurrency", "1,none"], "got '1,none'"),
@@ -105,10 +109,17 @@ def test_the_default_model_has_one_name() -> None:
 
 def test_serve_passes_on_what_it_is_told(penstock: Penstock, reciter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rules: list[Any] = []
+    configs: list[Config] = []
+    monkeypatch.setattr("penstock.ipc.spawn.ProcessClient", configs.append)
     monkeypatch.setattr("penstock.server.serve", lambda *told: rules.append(told[-1].rules))
     penstock("serve", str(reciter))
-    penstock("serve", str(reciter), "--ignore-unknown-fields")
+    sizes = ("--step-tokens", 100, "--prefill-budget", 50, "--block-size", 8, "--kv-memory", 10**6, "--name", "it")
+    penstock("serve", str(reciter), "--ignore-unknown-fields", *sizes)
     assert [each.lenient for each in rules] == [False, True]
+    assert configs == [
+        Config(model=str(reciter), name="reciter"),
+        Config(model=str(reciter), name="it", step_tokens=100, prefill_budget=50, block_size=8, kv_memory=10**6),
+    ]
 
 
 def test_version_and_help(penstock: Penstock) -> None:
@@ -191,6 +202,10 @@ def test_plan(penstock: Penstock, reciter: Path) -> None:
     assert facts["cache"] == 189 * 16 * facts["kv_token"]
     assert (facts["notes"], facts["fits"], facts["speed"]) == ([], True, None)
     assert facts["quantized"] == {}
+    sizes = ("--step-tokens", 100, "--prefill-budget", 50, "--block-size", 100)
+    facts = json.loads(penstock("plan", reciter, "--device", "ref", "--max-len", "1000", *sizes, "--json")[1])
+    assert (facts["step_tokens"], facts["prefill_budget"], facts["num_blocks"]) == (100, 50, 640)
+    assert "is more than step_tokens 100" in penstock("plan", reciter, *sizes, "--prefill-budget", 101)[2]
     code, out, _ = penstock("plan", reciter, "--device", "ref", "--kv-memory", str(10**15))
     assert code == 0
     assert "KV cache" in out

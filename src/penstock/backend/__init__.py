@@ -7,15 +7,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from penstock.backend.base import Backend
-from penstock.config import Config, available_threads
+from penstock.config import DEVICES, OPTIONS, QUANTIZATIONS, Config, available_threads
 from penstock.errors import ConfigError
 
 NVIDIA = Path("/dev/nvidiactl")  # there where a driver is
-DEVICES = ("auto", "cpu", "cuda", "ref")
-QUANTIZATIONS = {  # what plain weights can become at load, and take less memory
-    "cpu": ("q8_0", "q4_k", "int4"),
-    "cuda": ("q8_0", "q4_k", "fp8", "int4"),
-}
 
 
 def settle(config: Config, float8: bool = False, whole: int = 0) -> Config:
@@ -25,15 +20,14 @@ def settle(config: Config, float8: bool = False, whole: int = 0) -> Config:
     device = config.device
     if device == "auto":
         device = "cuda" if has_cuda() else "cpu"
-    rows, tokens, mixed = (256, 2048, 384) if device == "cuda" else (64, 512, 192)
-    if device == "cuda" and (float8 or config.quantize == "fp8"):
-        mixed = 640  # takes no longer than 384 tokens with weights of 16 bits
+    fp8_weights = float8 or config.quantize == "fp8"
+    defaults = {name: entry.defaults.of(device, fp8_weights) for name, entry in OPTIONS.items() if entry.defaults}
     return replace(
         config,
         device=device,
-        max_rows=config.max_rows or rows,
-        step_tokens=config.step_tokens or max(tokens, config.max_len or whole if whole else 0),
-        prefill_budget=config.prefill_budget or mixed,
+        max_rows=config.max_rows or defaults["max_rows"],
+        step_tokens=config.step_tokens or max(defaults["step_tokens"], config.max_len or whole if whole else 0),
+        prefill_budget=config.prefill_budget or defaults["prefill_budget"],
         kv="f32" if whole and (device, config.kv) == ("cpu", "auto") else config.kv,
     )
 

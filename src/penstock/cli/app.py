@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from penstock import __version__
-from penstock.cli.command import Leave, WrongUsage, parser_of
+from penstock.cli.command import Exit, UsageError, call, make_parser
 from penstock.errors import PenstockError
 
 BROKEN_PIPE = 141  # 128 + SIGPIPE: what a program gets that writes to a pipe no one reads
@@ -77,7 +77,7 @@ def app(words: Sequence[str] | None = None) -> NoReturn:
 def perform(name: str, words: Sequence[str]) -> int:
     """The exit code. Errors are one line; PENSTOCK_DEBUG=1 shows where they come from."""
     function = command(name)
-    parser = parser_of(name, function)
+    parser = make_parser(name, function)
     parse = parser.parse_args if "--" in words else parser.parse_intermixed_args  # which loses sight of a --
     try:
         given = vars(parse(words))
@@ -85,12 +85,12 @@ def perform(name: str, words: Sequence[str]) -> int:
             os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
         if given.get("device") in ("auto", "cuda") and Path("/dev/nvidiactl").exists():
             _keep_kernels()
-        function(**given)
+        call(function, given)
         sys.stdout.flush()
-    except WrongUsage as error:
+    except UsageError as error:
         parser.error(str(error))
-    except Leave as leave:
-        return leave.code
+    except Exit as ending:
+        return ending.code
     except (PenstockError, OSError) as error:
         return _ended(error)
     except KeyboardInterrupt:

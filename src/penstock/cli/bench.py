@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 from penstock.cli import options
-from penstock.cli.command import Leave, Option, WrongUsage
+from penstock.cli.command import Exit, Option, UsageError
 from penstock.cli.terminal import note, obtain, print_json, print_table
 
 if TYPE_CHECKING:
@@ -20,18 +20,15 @@ def bench(
     url: Annotated[str, Option(help="A server, such as http://127.0.0.1:8000/v1, instead of MODEL.")] = "",
     served: Annotated[str, Option(help="The server's name for it; by default the first listed.", name="--model")] = "",
     concurrency: Annotated[str, Option(help="Clients at once; several with commas.")] = "1",
-    input_len: Annotated[int, Option(least=1, help="Prompt tokens.")] = 128,
-    output_len: Annotated[int, Option(least=1, help="Answer tokens.")] = 64,
-    requests: Annotated[int, Option(least=0, help="Requests for each concurrency; 0: four per client.")] = 0,
-    shared_prefix: Annotated[int, Option(least=0, help="Leading tokens that all prompts share.")] = 0,
+    input_len: Annotated[int, Option(minimum=1, help="Prompt tokens.")] = 128,
+    output_len: Annotated[int, Option(minimum=1, help="Answer tokens.")] = 64,
+    requests: Annotated[int, Option(minimum=0, help="Requests for each concurrency; 0: four per client.")] = 0,
+    shared_prefix: Annotated[int, Option(minimum=0, help="Leading tokens that all prompts share.")] = 0,
     seed: Annotated[int, Option(help="Decides the prompts.")] = 0,
     api_key: Annotated[str, Option(env="OPENAI_API_KEY", help="For --url.")] = "",
-    device: options.Device = "auto",
-    threads: options.Threads = 0,
-    max_len: options.MaxLen = 0,
-    quantize: options.Quantize = "",
-    kv: options.Kv = "auto",
     json: options.Json = False,
+    *,
+    engine: options.Engine,
 ) -> None:
     """Measure the speed of an engine or a server.
 
@@ -45,9 +42,9 @@ def bench(
     """
     levels = _levels(concurrency)
     if shared_prefix > input_len:
-        raise WrongUsage(f"--shared-prefix {shared_prefix} is longer than --input-len {input_len}")
+        raise UsageError(f"--shared-prefix {shared_prefix} is longer than --input-len {input_len}")
     if url and model:
-        raise WrongUsage("MODEL would run here; what a server runs is chosen with --model")
+        raise UsageError("MODEL would run here; what a server runs is chosen with --model")
 
     from penstock.bench import Load, run
 
@@ -67,18 +64,10 @@ def bench(
     else:
         path = obtain(model or options.DEFAULT_MODEL)
 
-        from penstock.config import Config
+        from penstock.config import configure
 
-        config = Config(
-            model=str(path),
-            device=device,
-            threads=threads,
-            max_len=max_len,
-            max_rows=max(64, *levels),
-            quantize=quantize,
-            kv=kv,
-        )
-        results = run(_measure_engine(config, loads))
+        rows = engine["max_rows"] or max(64, *levels)
+        results = run(_measure_engine(configure(path, engine | {"max_rows": rows}), loads))
     if json:
         print_json({"target": url or model or options.DEFAULT_MODEL, "results": [asdict(result) for result in results]})
     else:
@@ -127,7 +116,7 @@ async def _measure(target: Target, loads: list[Load]) -> list[Result]:
 def _levels(text: str) -> list[int]:
     levels = [int(level) if level.strip().isdecimal() else 0 for level in text.split(",")]
     if not all(1 <= level <= 10_000 for level in levels):
-        raise WrongUsage(f"--concurrency takes numbers from 1 to 10000 with commas between; got {text!r}")
+        raise UsageError(f"--concurrency takes numbers from 1 to 10000 with commas between; got {text!r}")
     return levels
 
 
@@ -153,4 +142,4 @@ def _complain(results: list[Result]) -> None:
     if failed:
         first = next(result.first_error for result in results if result.errors)
         note(f"error: {failed} requests failed, the first with: {first} [bench_errors]")
-        raise Leave(1)
+        raise Exit(1)

@@ -28,15 +28,12 @@ Ctrl-C stops an answer. A line that ends in \\ goes on in the next."""
 def chat(
     model: options.Model = options.DEFAULT_MODEL,
     max_tokens: options.MaxTokens = None,
-    temperature: Annotated[float, Option(least=0, help="0: the likeliest token each time.")] = 0.7,
+    temperature: Annotated[float, Option(minimum=0, help="0: the likeliest token each time.")] = 0.7,
     top_p: options.TopP = 0.95,
     seed: options.Seed = None,
     system: options.System = "",
-    device: options.Device = "auto",
-    threads: options.Threads = 0,
-    max_len: options.MaxLen = 0,
-    quantize: options.Quantize = "",
-    kv: options.Kv = "auto",
+    *,
+    engine: options.EngineForOne,
 ) -> None:
     """Talk with a model; /help tells what can be typed.
 
@@ -49,8 +46,7 @@ def chat(
     from penstock.types import SamplingParams
 
     params = SamplingParams(temperature=temperature, top_p=top_p, seed=seed, max_tokens=max_tokens)
-    settings = {"device": device, "threads": threads, "max_len": max_len, "quantize": quantize, "kv": kv}
-    with LLM(path, max_rows=1, **settings) as llm:
+    with LLM(path, max_rows=1, **engine) as llm:
         llm.check_answers()
         note(f"{model} is listening. /help for help, Ctrl-D to leave.")
         _keep_history()

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated
 
 from penstock.cli import options
-from penstock.cli.command import Leave, Option
+from penstock.cli.command import Exit, Option
 from penstock.cli.machine_profile import COMMON, measured
 from penstock.cli.terminal import print_json, readable_size
 from penstock.errors import PenstockError
@@ -46,7 +46,7 @@ def doctor(
         for finding in findings:
             print(f"{finding.state:<6}{finding.check:<18}{finding.detail}")
     if any(finding.state == "bad" for finding in findings):
-        raise Leave(1)
+        raise Exit(1)
 
 
 def _examine(check: Callable[[], tuple[str, str]]) -> Finding:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from penstock.cli import options
-from penstock.cli.command import Option, WrongUsage
+from penstock.cli.command import Option, UsageError
 from penstock.cli.terminal import counting, obtain, print_json
 from penstock.errors import InvalidRequest
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from penstock.planning.evaluation import Divergence, Perplexity
 
 TextFile = Annotated[str, Option(help="A file with the text to predict.")]
-Context = Annotated[int, Option(least=8, help="Tokens of a window; its second half is predicted.")]
-Tokens = Annotated[int, Option(least=1, help="Tokens of the text to read.")]
+Context = Annotated[int, Option(minimum=8, help="Tokens of a window; its second half is predicted.")]
+Tokens = Annotated[int, Option(minimum=1, help="Tokens of the text to read.")]
 
 
 def ppl(
@@ -25,11 +25,9 @@ def ppl(
     text: TextFile = "",
     context: Context = 512,
     tokens: Tokens = 8192,
-    device: options.Device = "auto",
-    threads: options.Threads = 0,
-    quantize: options.Quantize = "",
-    kv: options.Kv = "auto",
     json: options.Json = False,
+    *,
+    engine: options.Scoring,
 ) -> None:
     """Measure how well a model predicts a text: its perplexity.
 
@@ -39,11 +37,11 @@ def ppl(
     words = read_text(text)
     path = obtain(model)
 
-    from penstock.config import Config
+    from penstock.config import configure
     from penstock.planning.evaluation import Scorer, measure_perplexity, windows_of
 
     windows = windows_of(path, words, context, tokens)
-    scorer = Scorer(Config(model=str(path), device=device, threads=threads, quantize=quantize, kv=kv), context)
+    scorer = Scorer(configure(path, engine), context)
     with counting("windows", len(windows)) as advance:
         found = measure_perplexity(scorer, windows, advance)
     scorer.close()
@@ -59,11 +57,9 @@ def kl(
     text: TextFile = "",
     context: Context = 512,
     tokens: Tokens = 8192,
-    device: options.Device = "auto",
-    threads: options.Threads = 0,
-    quantize: options.Quantize = "",
-    kv: options.Kv = "auto",
     json: options.Json = False,
+    *,
+    engine: options.Scoring,
 ) -> None:
     """Measure how far a model's predictions are from a reference's: the KL divergence.
 
@@ -74,13 +70,12 @@ def kl(
     """
     words = read_text(text)
     if not against:
-        raise WrongUsage("--against names the model to compare with")
+        raise UsageError("--against names the model to compare with")
     path, reference = obtain(model), obtain(against)
 
-    from penstock.config import Config
+    from penstock.config import configure
 
-    config = Config(model=str(path), device=device, threads=threads, quantize=quantize, kv=kv)
-    found = diverge(config, reference, words, context, tokens)
+    found = diverge(configure(path, engine), reference, words, context, tokens)
     if json:
         print_json({"model": model, "against": against, "context": context, "kl": asdict(found)})
     else:
@@ -121,7 +116,7 @@ def shown(found: Perplexity) -> str:
 
 def read_text(file: str) -> str:
     if not file:
-        raise WrongUsage("--text names a file with the text to predict")
+        raise UsageError("--text names a file with the text to predict")
     try:
         return Path(file).expanduser().read_text("utf-8")
     except UnicodeError as error:

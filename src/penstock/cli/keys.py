@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from penstock.cli import options
-from penstock.cli.command import Argument, Option, WrongUsage
+from penstock.cli.command import Argument, Option, UsageError
 from penstock.cli.terminal import note, print_json, print_table
 from penstock.errors import ConfigError
 
@@ -26,9 +26,9 @@ Models = Annotated[list[str] | None, Option(name="--model", help="A model it may
 def add(
     name: Name,
     expires: Annotated[str, Option(help="When it ends: 12h, 30d, or a date such as 2027-01-31 (UTC).")] = "",
-    requests: Annotated[int | None, Option(least=1, help="Most requests a minute; reading is not counted.")] = None,
-    tokens: Annotated[int | None, Option(least=1, help="Most tokens a minute, of prompts and answers.")] = None,
-    concurrent: Annotated[int | None, Option(least=1, help="Most requests at once.")] = None,
+    requests: Annotated[int | None, Option(minimum=1, help="Most requests a minute; reading is not counted.")] = None,
+    tokens: Annotated[int | None, Option(minimum=1, help="Most tokens a minute, of prompts and answers.")] = None,
+    concurrent: Annotated[int | None, Option(minimum=1, help="Most requests at once.")] = None,
     models: Models = None,
     admin: Annotated[bool, Option(help="It may also pull, make and delete models.")] = False,
     file: File = "",
@@ -45,7 +45,7 @@ def add(
     from penstock.keys import NAME, Key, changing, digest, new_key, now
 
     if not re.match(NAME, name):
-        raise WrongUsage(f"a key's name has up to 64 letters, digits and . _ @ + -; got {name!r}")
+        raise UsageError(f"a key's name has up to 64 letters, digits and . _ @ + -; got {name!r}")
     secret, path = new_key(), _path(file)
     key = Key(
         name=name,
@@ -119,10 +119,10 @@ def _moment(text: str, now: datetime) -> datetime:
     try:
         day = datetime.fromisoformat(text)
     except ValueError:
-        raise WrongUsage(f"--expires takes 12h, 30d or a date such as 2027-01-31; got {text!r}") from None
+        raise UsageError(f"--expires takes 12h, 30d or a date such as 2027-01-31; got {text!r}") from None
     moment = day if day.tzinfo else day.replace(tzinfo=UTC)
     if moment <= now:
-        raise WrongUsage(f"--expires {text} is over already")
+        raise UsageError(f"--expires {text} is over already")
     return moment
 
 

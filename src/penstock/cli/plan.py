@@ -16,16 +16,10 @@ if TYPE_CHECKING:
 
 def plan(
     model: options.Model = options.DEFAULT_MODEL,
-    device: options.Device = "auto",
-    threads: options.Threads = 0,
-    max_len: options.MaxLen = 0,
-    max_rows: options.MaxRows = 0,
-    step_tokens: options.StepTokens = 0,
-    quantize: options.Quantize = "",
-    kv: options.Kv = "auto",
-    kv_memory: options.KvMemory = 0,
-    prompt: Annotated[int, Option(least=1, help="Tokens of the prompts to expect.")] = 512,
+    prompt: Annotated[int, Option(minimum=1, help="Tokens of the prompts to expect.")] = 512,
     json: options.Json = False,
+    *,
+    engine: options.Engine,
 ) -> None:
     """Tell whether a model fits, at which precision, and how fast it will be; nothing is loaded.
 
@@ -38,22 +32,12 @@ def plan(
     """
     path = obtain(model)
 
-    from penstock.config import Config
+    from penstock.config import configure
     from penstock.errors import ConfigError
     from penstock.model.load import open_checkpoint
     from penstock.planning.forecast import outlooks
 
-    config = Config(
-        model=str(path),
-        device=device,
-        threads=threads,
-        max_len=max_len,
-        max_rows=max_rows,
-        step_tokens=step_tokens,
-        quantize=quantize,
-        kv=kv,
-        kv_memory=kv_memory,
-    )
+    config = configure(path, engine)
     found, *others = outlooks(config, open_checkpoint(path), prompt, measured)
     if json:
         print_json(_fields(found) | {"quantized": {other.quantize: _fields(other) for other in others}})

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from penstock.cli import options
-from penstock.cli.command import Argument, Option, WrongUsage
+from penstock.cli.command import Argument, Option, UsageError
 from penstock.cli.evaluate import diverge, print_divergence, read_text
 from penstock.cli.terminal import DownloadBar, note, obtain, print_json, readable_size
 
@@ -30,8 +30,9 @@ def quantize(
     report: Annotated[
         str, Option(help="A text file: tells what quantizing cost on it, as `penstock eval kl` does.")
     ] = "",
-    threads: options.Threads = 0,
     json: options.Json = False,
+    *,
+    engine: options.Threads,
 ) -> None:
     """Write a model as a GGUF file with quantized weights.
 
@@ -46,13 +47,13 @@ def quantize(
     target = _target(out, force)
     path = obtain(model)
     began = time.perf_counter()
-    made = _export(path, to, again, threads)
+    made = _export(path, to, again, engine["threads"])
     _write(target, made)
     took = time.perf_counter() - began
     for remark in made.notes:
         note(remark)
     facts = _facts(path, target, made) | {"seconds": round(took, 2)}
-    found = _report(target, path, words, threads) if report else None
+    found = _report(target, path, words, engine) if report else None
     if json:
         print_json(facts | ({"kl": asdict(found)} if found else {}))
         return
@@ -65,11 +66,11 @@ def quantize(
 def _target(out: str, force: bool) -> Path:
     target = Path(out).expanduser()
     if target.suffix != ".gguf":
-        raise WrongUsage(f"a GGUF file is written: its name ends in .gguf, not as {out} does")
+        raise UsageError(f"a GGUF file is written: its name ends in .gguf, not as {out} does")
     if target.is_dir() or not target.parent.is_dir():
-        raise WrongUsage(f"{out} is a folder, or its folder is missing")
+        raise UsageError(f"{out} is a folder, or its folder is missing")
     if target.exists() and not force:
-        raise WrongUsage(f"{out} is there already; --force overwrites it")
+        raise UsageError(f"{out} is there already; --force overwrites it")
     return target
 
 
@@ -79,7 +80,7 @@ def _export(path: Path, to: str, again: bool, threads: int) -> Export:
     from penstock.model.gguf.export import TARGETS, export
 
     if to not in TARGETS:
-        raise WrongUsage(f"--to takes one of {', '.join(TARGETS)}; got {to}")
+        raise UsageError(f"--to takes one of {', '.join(TARGETS)}; got {to}")
     count = threads or available_threads()
     return export(path, to, lambda tensor, format: encode(tensor, format, count), again)
 
@@ -101,10 +102,10 @@ def _write(target: Path, made: Export) -> None:
         bar.stop()
 
 
-def _report(target: Path, path: Path, words: str, threads: int) -> Divergence:
-    from penstock.config import Config
+def _report(target: Path, path: Path, words: str, engine: dict[str, Any]) -> Divergence:
+    from penstock.config import configure
 
-    return diverge(Config(model=str(target), threads=threads), path, words)
+    return diverge(configure(target, engine), path, words)
 
 
 def _facts(path: Path, target: Path, made: Export) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 from penstock.cli import options
-from penstock.cli.command import Argument, Option, WrongUsage
+from penstock.cli.command import Argument, Option, UsageError
 from penstock.cli.terminal import note, obtain, print_json
 from penstock.errors import InvalidRequest
 
@@ -21,18 +21,15 @@ def run(
     ],
     max_tokens: options.MaxTokens = None,
     temperature: Annotated[
-        float, Option(least=0, help="0: the likeliest token each time, so a question has one answer.")
+        float, Option(minimum=0, help="0: the likeliest token each time, so a question has one answer.")
     ] = 0.0,
     top_p: options.TopP = 1.0,
     seed: options.Seed = None,
     system: options.System = "",
     raw: Annotated[bool, Option(help="Continue the prompt as it is, without a chat template.")] = False,
-    device: options.Device = "auto",
-    threads: options.Threads = 0,
-    max_len: options.MaxLen = 0,
-    quantize: options.Quantize = "",
-    kv: options.Kv = "auto",
     json: options.Json = False,
+    *,
+    engine: options.EngineForOne,
 ) -> None:
     """Ask one question and print the answer.
 
@@ -46,7 +43,7 @@ def run(
     """
     model, word = _split(words)
     if raw and system:
-        raise WrongUsage("--raw sends the prompt alone; --system has no place in it")
+        raise UsageError("--raw sends the prompt alone; --system has no place in it")
     text = _read(word)
     path = obtain(model)
 
@@ -54,8 +51,7 @@ def run(
     from penstock.types import SamplingParams
 
     params = SamplingParams(temperature=temperature, top_p=top_p, seed=seed, max_tokens=max_tokens)
-    settings = {"device": device, "threads": threads, "max_len": max_len, "quantize": quantize, "kv": kv}
-    with LLM(path, max_rows=1, **settings) as llm:
+    with LLM(path, max_rows=1, **engine) as llm:
         stream = llm.stream(text if raw else _messages(system, text), params)
         if json:
             print_json({"model": model} | asdict(stream.rest()))
@@ -79,11 +75,11 @@ def _print_stream(stream: Stream) -> None:
 
 def _split(words: list[str]) -> tuple[str, str]:
     if len(words) > 2:
-        raise WrongUsage(f"a model and a prompt at most; got {len(words)} words: put the prompt in quotes")
+        raise UsageError(f"a model and a prompt at most; got {len(words)} words: put the prompt in quotes")
     if len(words) == 2:
         return words[0], words[1]
     if words[0] == options.DEFAULT_MODEL or words[0].endswith(".gguf"):
-        raise WrongUsage(f"{words[0]} is a model: give it a prompt too, or talk with it in `penstock chat`")
+        raise UsageError(f"{words[0]} is a model: give it a prompt too, or talk with it in `penstock chat`")
     return options.DEFAULT_MODEL, words[0]
 
 

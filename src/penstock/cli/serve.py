@@ -17,23 +17,15 @@ if TYPE_CHECKING:
 def serve(
     model: options.Model = options.DEFAULT_MODEL,
     host: Annotated[str, Option(help="Address to listen on; 0.0.0.0 lets other machines in.")] = "127.0.0.1",
-    port: Annotated[int, Option(least=0, most=65535, help="0: any that is free.")] = 8000,
+    port: Annotated[int, Option(minimum=0, maximum=65535, help="0: any that is free.")] = 8000,
     name: Annotated[str, Option(help="What clients call the model; by default as you call it.")] = "",
-    device: options.Device = "auto",
-    threads: options.Threads = 0,
-    max_len: options.MaxLen = 0,
-    max_rows: options.MaxRows = 0,
-    step_tokens: options.StepTokens = 0,
-    quantize: options.Quantize = "",
-    kv: options.Kv = "auto",
-    kv_memory: options.KvMemory = 0,
     data: Annotated[
         str, Option(help="Folder for uploaded files and batches; by default data/NAME in PENSTOCK_HOME.")
     ] = "",
-    max_file: Annotated[int, Option(least=1, help="Bytes of one uploaded file.")] = 209_715_200,
-    max_files: Annotated[int, Option(least=1, help="Files kept, uploaded ones and answers of batches.")] = 10_000,
+    max_file: Annotated[int, Option(minimum=1, help="Bytes of one uploaded file.")] = 209_715_200,
+    max_files: Annotated[int, Option(minimum=1, help="Files kept, uploaded ones and answers of batches.")] = 10_000,
     max_data: Annotated[
-        int, Option(least=1, help="Bytes of all files; uploads beyond it are refused.")
+        int, Option(minimum=1, help="Bytes of all files; uploads beyond it are refused.")
     ] = 10_737_418_240,
     otlp: Annotated[
         str,
@@ -49,11 +41,14 @@ def serve(
         list[str] | None, Option(help="An origin whose web pages may use it, such as https://example.org; repeat it.")
     ] = None,
     max_waiting: Annotated[
-        int | None, Option(least=0, help="Requests that may wait; more are refused (503). By default 16 for each row.")
+        int | None,
+        Option(minimum=0, help="Requests that may wait; more are refused (503). By default 16 for each row."),
     ] = None,
     ignore_unknown_fields: Annotated[
         bool, Option(help="Ignores the fields of requests that it does not know, and lists them in the answer.")
     ] = False,
+    *,
+    engine: options.Engine,
 ) -> None:
     """Serve a model over HTTP: OpenAI's, Anthropic's and Ollama's APIs on one port.
 
@@ -70,7 +65,7 @@ def serve(
     traces = _open_traces(otlp) if otlp else None
     path = obtain(model)
 
-    from penstock.config import Config
+    from penstock.config import configure
     from penstock.ipc.spawn import ProcessClient
     from penstock.model.load import load_text
     from penstock.server import Setup, Space
@@ -78,18 +73,7 @@ def serve(
     from penstock.server.access.guard import Rules
 
     called = name or _short_name(model, path)
-    config = Config(
-        model=str(path),
-        name=called,
-        device=device,
-        threads=threads,
-        max_len=max_len,
-        max_rows=max_rows,
-        step_tokens=step_tokens,
-        quantize=quantize,
-        kv=kv,
-        kv_memory=kv_memory,
-    )
+    config = configure(path, engine, name=called)
     space = Space(Path(data).expanduser().absolute() if data else None, max_file, max_data, max_files)
     rules = Rules(Path(keys).expanduser() if keys else None, tuple(cors or ()), max_waiting, ignore_unknown_fields)
     listen(ProcessClient(config), partial(load_text, path), called, host, port, Setup(path, space, rules, traces))

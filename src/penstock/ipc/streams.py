@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable
 
 from penstock.engine.loop import Abort, Add, Message
+from penstock.ipc.inprocess_engine import by_request
 from penstock.types import Event, Failed, Request, Tokens
 
 
@@ -52,10 +53,7 @@ class Streams:
 
     def deliver(self, events: Iterable[Event]) -> None:
         """Hands each request its share of a step. What belongs to a request that was left is dropped."""
-        shares: dict[int, list[Event]] = {}
-        for event in events:
-            shares.setdefault(event.seq, []).append(event)
-        for id, share in shares.items():
+        for id, share in by_request(events).items():
             box = self._boxes.get(id)
             if box is None:
                 continue

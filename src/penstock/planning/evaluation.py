@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from penstock.backend import open_backend, settle
 from penstock.backend.base import Backend, Batch, Floats, Ints
+from penstock.backend.quantize_at_load import quantized
 from penstock.backend.ref.batches import Chunk, greedy_batch
 from penstock.config import Config
-from penstock.backend.quantize_at_load import quantized
 from penstock.errors import ConfigError, InvalidRequest, UnsupportedModel
 from penstock.model.load import load_model, open_checkpoint, text_of
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from penstock.backend import QUANTIZATIONS, open_backend, settle
-from penstock.config import Config
+from penstock.backend import open_backend, settle
 from penstock.backend.quantize_at_load import quantized
+from penstock.config import QUANTIZATIONS, Config
 from penstock.errors import ConfigError
 from penstock.model.load import Checkpoint
 from penstock.model.tensor import PLAIN
