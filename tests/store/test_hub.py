@@ -119,7 +119,9 @@ def test_folders_and_files_of_a_hub(endpoint: str, own_store: Path) -> None:
     assert names == ["hf:team/files/a.Q4_0.gguf", "hf:team/files/sub/b.gguf", "hf:team/folder"]
 
     unnamed, absent, unknown, damaged = refused
-    assert unnamed == "model_not_found: team/files has no safetensors weights; its GGUF files: a.Q4_0.gguf, sub/b.gguf"
+    assert (
+        unnamed == "model_not_found: team/files has no safetensors weights; its GGUF files are a.Q4_0.gguf, sub/b.gguf"
+    )
     assert absent.startswith("model_not_found: team/files has no file c.gguf")
     assert unknown.startswith("model_not_found: hf:team/nothing is not there, or needs a token")
     assert damaged.startswith("download_error: model.safetensors does not have the SHA-256")

@@ -1,4 +1,4 @@
-"""How fast is it?"""
+"""`penstock bench`: the speed of an engine or a server under load."""
 
 from __future__ import annotations
 
@@ -17,15 +17,19 @@ if TYPE_CHECKING:
 
 def bench(
     model: options.Model = "",
-    url: Annotated[str, Option(help="A server, such as http://127.0.0.1:8000/v1, instead of MODEL.")] = "",
-    served: Annotated[str, Option(help="The server's name for it; by default the first listed.", name="--model")] = "",
-    concurrency: Annotated[str, Option(help="Clients at once; several with commas.")] = "1",
-    input_len: Annotated[int, Option(minimum=1, help="Prompt tokens.")] = 128,
-    output_len: Annotated[int, Option(minimum=1, help="Answer tokens.")] = 64,
-    requests: Annotated[int, Option(minimum=0, help="Requests for each concurrency; 0: four per client.")] = 0,
-    shared_prefix: Annotated[int, Option(minimum=0, help="Leading tokens that all prompts share.")] = 0,
-    seed: Annotated[int, Option(help="Decides the prompts.")] = 0,
-    api_key: Annotated[str, Option(env="OPENAI_API_KEY", help="For --url.")] = "",
+    url: Annotated[str, Option(help="Server to measure instead of MODEL, such as http://127.0.0.1:8000/v1.")] = "",
+    served: Annotated[
+        str, Option(help="Model of the server. By default, the first that it lists.", name="--model")
+    ] = "",
+    concurrency: Annotated[str, Option(help="Concurrent clients; several levels with commas between.")] = "1",
+    input_len: Annotated[int, Option(minimum=1, help="Tokens of each prompt.")] = 128,
+    output_len: Annotated[int, Option(minimum=1, help="Tokens of each answer.")] = 64,
+    requests: Annotated[
+        int, Option(minimum=0, help="Requests at each level of concurrency. 0: four for each client.")
+    ] = 0,
+    shared_prefix: Annotated[int, Option(minimum=0, help="Leading tokens that all prompts have in common.")] = 0,
+    seed: Annotated[int, Option(help="Seed of the random prompts.")] = 0,
+    api_key: Annotated[str, Option(env="OPENAI_API_KEY", help="API key for --url.")] = "",
     json: options.Json = False,
     *,
     engine: options.Engine,
@@ -36,15 +40,15 @@ def bench(
       penstock bench ./model.gguf --concurrency 1,8,32 --input-len 512 --output-len 128
       penstock bench --url http://127.0.0.1:8000/v1 --concurrency 8 --shared-prefix 256 --json
 
-    Prints tokens per second, the time to the first token (TTFT) and the inter-token latency (ITL: the time between
-    two pieces of one answer). Each client asks again as soon as it is answered (closed loop). MODEL runs in a process
-    of its own, without a server between. A server's own counts of tokens are taken.
+    Prints tokens per second, the time to the first token (TTFT) and the inter-token latency (ITL: the time between two
+    pieces of one answer). Each client sends its next request as soon as it is answered (closed loop). MODEL runs in an
+    engine process without a server. With --url, tokens are those that the server counts.
     """
     levels = _levels(concurrency)
     if shared_prefix > input_len:
         raise UsageError(f"--shared-prefix {shared_prefix} is longer than --input-len {input_len}")
     if url and model:
-        raise UsageError("MODEL would run here; what a server runs is chosen with --model")
+        raise UsageError("MODEL runs here and cannot be combined with --url: choose the server's model with --model")
 
     from penstock.bench import Load, run
 
@@ -72,7 +76,7 @@ def bench(
         print_json({"target": url or model or options.DEFAULT_MODEL, "results": [asdict(result) for result in results]})
     else:
         _print(results)
-    _complain(results)
+    _report_errors(results)
 
 
 async def _measure_url(url: str, model: str, api_key: str, loads: list[Load]) -> list[Result]:
@@ -108,15 +112,16 @@ async def _measure(target: Target, loads: list[Load]) -> list[Result]:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         results = []
         for load in loads:
-            task = bar.add_task(f"{load.concurrency} at once", total=load.requests)
+            task = bar.add_task(f"{load.concurrency} clients", total=load.requests)
             results.append(await drive(target, load, partial(bar.advance, task)))
         return results
 
 
 def _levels(text: str) -> list[int]:
+    """Reads levels of concurrency, such as "1,8,32"."""
     levels = [int(level) if level.strip().isdecimal() else 0 for level in text.split(",")]
     if not all(1 <= level <= 10_000 for level in levels):
-        raise UsageError(f"--concurrency takes numbers from 1 to 10000 with commas between; got {text!r}")
+        raise UsageError(f"--concurrency takes numbers from 1 to 10000, separated by commas; got {text!r}")
     return levels
 
 
@@ -137,7 +142,8 @@ def _readable(figure: float) -> str:
     return f"{figure:,.0f}" if figure >= 100 else f"{figure:.1f}"
 
 
-def _complain(results: list[Result]) -> None:
+def _report_errors(results: list[Result]) -> None:
+    """Prints the first error and exits with 1, if there were errors."""
     failed = sum(result.errors for result in results)
     if failed:
         first = next(result.first_error for result in results if result.errors)

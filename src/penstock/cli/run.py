@@ -1,4 +1,4 @@
-"""One question, one answer."""
+"""`penstock run`: answers one prompt."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ if TYPE_CHECKING:
 
 def run(
     words: Annotated[
-        list[str], Argument(metavar="[MODEL] PROMPT", help="The model, and the question; - reads it from stdin.")
+        list[str], Argument(metavar="[MODEL] PROMPT", help="The model and the prompt. - reads the prompt from stdin.")
     ],
     max_tokens: options.MaxTokens = None,
     temperature: Annotated[
-        float, Option(minimum=0, help="0: the likeliest token each time, so a question has one answer.")
+        float, Option(minimum=0, help="Sampling temperature. 0: always the most likely token, so that answers repeat.")
     ] = 0.0,
     top_p: options.TopP = 1.0,
     seed: options.Seed = None,
     system: options.System = "",
-    raw: Annotated[bool, Option(help="Continue the prompt as it is, without a chat template.")] = False,
+    raw: Annotated[bool, Option(help="Continue the prompt as a text, without the chat template.")] = False,
     json: options.Json = False,
     *,
     engine: options.EngineForOne,
 ) -> None:
-    """Ask one question and print the answer.
+    """Answer one prompt and print the answer.
 
       penstock run "Why is the sky blue?"
       penstock run smollm2 "Name three rivers." --max-tokens 60
@@ -41,10 +41,10 @@ def run(
 
     The answer goes to stdout, everything else to stderr.
     """
-    model, word = _split(words)
+    model, prompt = _split(words)
     if raw and system:
-        raise UsageError("--raw sends the prompt alone; --system has no place in it")
-    text = _read(word)
+        raise UsageError("--raw sends the prompt alone, so --system cannot be used with it")
+    text = _read(prompt)
     path = obtain(model)
 
     from penstock.llm import LLM
@@ -70,24 +70,26 @@ def _print_stream(stream: Stream) -> None:
         sys.stdout.flush()
     print(flush=True)
     if stream.completion.finish_reason == "length":
-        note(f"(the answer was cut after {len(stream.completion.tokens)} tokens)")
+        note(f"(the answer was cut off after {len(stream.completion.tokens)} tokens)")
 
 
 def _split(words: list[str]) -> tuple[str, str]:
+    """Returns the model and the prompt."""
     if len(words) > 2:
-        raise UsageError(f"a model and a prompt at most; got {len(words)} words: put the prompt in quotes")
+        raise UsageError(f"takes a model and a prompt; got {len(words)} words: put the prompt in quotes")
     if len(words) == 2:
         return words[0], words[1]
     if words[0] == options.DEFAULT_MODEL or words[0].endswith(".gguf"):
-        raise UsageError(f"{words[0]} is a model: give it a prompt too, or talk with it in `penstock chat`")
+        raise UsageError(f"{words[0]} is a model: give a prompt too, or use `penstock chat`")
     return options.DEFAULT_MODEL, words[0]
 
 
 def _read(prompt: str) -> str:
+    """Returns the prompt's text, from stdin if it is -."""
     try:
         text = sys.stdin.buffer.read().decode() if prompt == "-" else prompt.encode().decode()
     except UnicodeError as error:
         raise InvalidRequest(f"the prompt is not valid UTF-8: {error}", param="prompt") from error
     if not text.strip():
-        raise InvalidRequest("the prompt is empty", param="prompt")
+        raise InvalidRequest("the prompt is empty: give some text", param="prompt")
     return text

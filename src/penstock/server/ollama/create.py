@@ -33,7 +33,7 @@ from penstock.server.ollama.models import Known, Status, all_known, facts_of, fi
 from penstock.server.openapi import Operation, read_as
 from penstock.server.served_model import Served
 from penstock.server.sse import encode
-from penstock.store import Made, Upload
+from penstock.store import DerivedModel, Upload
 from penstock.text.ollama_template import TurnTemplate
 
 CREATE_NEUTRAL: Neutral = {"adapters": ({},), "insecure": (False,), "quantize": ("",)}
@@ -97,7 +97,7 @@ def _plain(name: str) -> str:
     return name.removesuffix(":latest")
 
 
-def _of_file(asked: Create) -> Made:
+def _of_file(asked: Create) -> DerivedModel:
     files = asked.files or {}
     if asked.from_ or len(files) != 1:
         raise InvalidRequest(
@@ -111,17 +111,17 @@ def _of_file(asked: Create) -> Made:
         load_text(path)
     except ModelError as error:
         raise InvalidRequest(f"files: {error}", param="files") from error
-    return Made(name="", blob=digest)
+    return DerivedModel(name="", blob=digest)
 
 
-def _of_known(known: Known) -> Made:
+def _of_known(known: Known) -> DerivedModel:
     if known.made is not None:
         return known.made
     outside = known.path is not None and not known.stored
-    return Made(name="", base=known.name, path=str(known.path) if outside else "")
+    return DerivedModel(name="", base=known.name, path=str(known.path) if outside else "")
 
 
-def _settings(served: Served, asked: Create, root: Made) -> dict[str, Any]:
+def _settings(served: Served, asked: Create, root: DerivedModel) -> dict[str, Any]:
     """What is asked for, found to be right; the rest stays as it is in what the model is made of."""
     if asked.parameters is not None:
         held = {"num_ctx": None}  # how much there is depends on who serves it
@@ -137,22 +137,22 @@ def _settings(served: Served, asked: Create, root: Made) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None}
 
 
-def _template(served: Served, template: str, root: Made) -> str:
+def _template(served: Served, template: str, root: DerivedModel) -> str:
     """Empty where it is the model's own, which is in another notation."""
-    own = facts_of(served.path if serves(served, root) else store.made_path(root)).template
+    own = facts_of(served.path if serves(served, root) else store.derived_path(root)).template
     if template in ("", own):
         return ""
     TurnTemplate(template)
     return template
 
 
-def _enter(served: Served, made: Made) -> None:
+def _enter(served: Served, made: DerivedModel) -> None:
     store.check_name(made.name)
     if any(known.made is None and known.name == made.name for known in all_known(served)):
         raise InvalidRequest(f"{made.name!r} is a model that was not made here: choose another name", param="model")
     if made.name == served.name and not serves(served, made):
         raise InvalidRequest(f"{made.name!r} is being served and stays what it is made of", param="model")
-    store.make(made)
+    store.save_derived(made)
 
 
 # -- files --------------------------------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ async def upload(_: Served, http: HttpRequest) -> Response:
     try:
         there = store.blob_path(http.path_params["digest"]).exists()
         if not there:
-            await asyncio.to_thread(store.forget_unused_blobs)
+            await asyncio.to_thread(store.delete_unused_blobs)
             with Upload(http.path_params["digest"], int(http.headers.get("content-length", 0))) as arriving:
                 await _receive(chunks, arriving)
     except InvalidRequest:

@@ -11,20 +11,20 @@ from penstock import store
 from penstock.errors import InvalidRequest
 from penstock.server.ollama.fields import Generation, read_messages
 from penstock.server.served_model import Served
-from penstock.store import Made
+from penstock.store import DerivedModel
 from penstock.text.ollama_template import TurnTemplate
 
 Messages = list[dict[str, Any]]
 G = TypeVar("G", bound=Generation)
 
 
-def resolve(served: Served, name: str) -> tuple[Served, Made]:
+def resolve(served: Served, name: str) -> tuple[Served, DerivedModel]:
     """The served model as `name` means it, and the settings that come with the name."""
     name = name.removesuffix(":latest")
     made = made_for(served, name)
     if made is None:
         served.check_model(name)
-        return served, Made(name=name)
+        return served, DerivedModel(name=name)
     if not serves(served, made):
         raise InvalidRequest(
             f"model {name!r} is made of {made.base or 'a file'}, and this server serves {served.name!r}: "
@@ -34,17 +34,17 @@ def resolve(served: Served, name: str) -> tuple[Served, Made]:
     return with_template(served._replace(name=name), made.template), made
 
 
-def made_for(served: Served, name: str) -> Made | None:
+def made_for(served: Served, name: str) -> DerivedModel | None:
     """The made model of a name. What is served comes first, unless it is that."""
-    made = store.made_called(name)
+    made = store.derived_model(name)
     return None if made is None or (name == served.name and not serves(served, made)) else made
 
 
-def serves(served: Served, made: Made) -> bool:
+def serves(served: Served, made: DerivedModel) -> bool:
     """Whether a made model is the served one under another name."""
     if made.base and made.base == served.name:
         return True
-    return served.path is not None and store.made_path(made) == served.path
+    return served.path is not None and store.derived_path(made) == served.path
 
 
 def with_template(served: Served, template: str) -> Served:
@@ -53,11 +53,11 @@ def with_template(served: Served, template: str) -> Served:
     return served._replace(text=served.text.with_template(TurnTemplate(template)))
 
 
-def with_options(made: Made, asked: G) -> G:
+def with_options(made: DerivedModel, asked: G) -> G:
     return msgspec.structs.replace(asked, options=made.parameters | (asked.options or {}))
 
 
-def continued(made: Made, system: str, said: Messages) -> Messages:
+def continued(made: DerivedModel, system: str, said: Messages) -> Messages:
     """The chat that a made model's messages begin, under the system prompt that `said` begins with, or `system`."""
     begun = read_messages(made.messages)
     if said[0]["role"] == "system":

@@ -31,7 +31,7 @@ from penstock.server.openapi import Operation
 from penstock.server.page import page
 from penstock.server.served_model import Served
 from penstock.server.sse import Stream, encode
-from penstock.store import Made
+from penstock.store import DerivedModel
 from penstock.store.refs import parse
 from penstock.text.chat import ChatTemplate, templates_in_folder, templates_in_metadata
 from penstock.text.infill import infill_of
@@ -64,7 +64,7 @@ class Known(NamedTuple):
     digest: str
     modified: str
     stored: bool = False  # its files are the store's
-    made: Made | None = None
+    made: DerivedModel | None = None
 
 
 async def greet(served: Served, http: HttpRequest) -> Response:
@@ -110,7 +110,7 @@ async def delete(served: Served, http: HttpRequest) -> Response:
         known = find_known(served, ref)
         if known.name == served.name or (known.path == served.path and _owns_files(known)):
             raise InvalidRequest(f"{known.name!r} is being served and is not deleted", param="model")
-        (store.unmake if known.made else store.remove)(known.name)
+        (store.delete_derived if known.made else store.remove)(known.name)
 
     await asyncio.to_thread(work)
     return Response()
@@ -144,11 +144,11 @@ def all_known(served: Served) -> list[Known]:
     first = Known(served.name, served.path, digest, began, same is not None, made_for(served, served.name))
     fetched = [first, *(known for known in stored if known is not same and known.name != served.name)]
     taken = {known.name for known in fetched}
-    return [*fetched, *(_known(served, made) for made in store.all_made() if made.name not in taken)]
+    return [*fetched, *(_known(served, made) for made in store.derived_models() if made.name not in taken)]
 
 
-def _known(served: Served, made: Made) -> Known:
-    path = served.path if serves(served, made) else store.made_path(made)
+def _known(served: Served, made: DerivedModel) -> Known:
+    path = served.path if serves(served, made) else store.derived_path(made)
     return Known(made.name, path, made.digest, made.made, bool(made.blob), made)
 
 
@@ -232,7 +232,7 @@ def _count(parameters: int) -> str:
 
 
 def _shown(served: Served, known: Known) -> dict[str, Any]:
-    facts, made = facts_of(known.path), known.made or Made(name=known.name)
+    facts, made = facts_of(known.path), known.made or DerivedModel(name=known.name)
     info = dict(facts.info)
     here = known.name == served.name or serves(served, made)
     if here:  # clients ask for as much context as they read here
@@ -249,13 +249,13 @@ def _shown(served: Served, known: Known) -> dict[str, Any]:
     }
 
 
-def parameter_lines(made: Made) -> Iterator[tuple[str, str]]:
+def parameter_lines(made: DerivedModel) -> Iterator[tuple[str, str]]:
     for name, given in made.parameters.items():
         for value in given if isinstance(given, list) else [given]:
             yield name, encode(value).decode()
 
 
-def modelfile(made: Made) -> str:
+def modelfile(made: DerivedModel) -> str:
     """What the model could be made from again, as Ollama writes it."""
     quoted = {"TEMPLATE": [made.template], "SYSTEM": [made.system], "LICENSE": made.license}
     lines = [f"FROM {made.base or made.blob or made.name}"]
