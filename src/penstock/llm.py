@@ -37,10 +37,10 @@ from penstock.text import (
     read_step,
 )
 from penstock.text.embedding import Vector, pooling_of
+from penstock.text.tools import MessageDict
 from penstock.types import Event, Request, SamplingParams, TokenLogprob
 
-ChatMessage = Mapping[str, Any]  # {"role": ..., "content": ...}
-Prompt = str | Sequence[int]
+PromptLike = str | Sequence[int]
 T = TypeVar("T")
 
 
@@ -76,7 +76,7 @@ class LLM:
         self._pending: dict[int, PendingCompletion] = {}
 
     @overload
-    def generate(self, prompts: Prompt, params: SamplingParams | None = None) -> Completion: ...
+    def generate(self, prompts: PromptLike, params: SamplingParams | None = None) -> Completion: ...
     @overload
     def generate(
         self, prompts: list[str] | list[list[int]], params: SamplingParams | None = None
@@ -89,7 +89,7 @@ class LLM:
 
     def embed(
         self,
-        prompts: Prompt | list[str] | list[list[int]],
+        prompts: PromptLike | list[str] | list[list[int]],
         *,
         pooling: str | None = None,
         dimensions: int | None = None,
@@ -107,16 +107,18 @@ class LLM:
         width = dimensions or self._limits.dim
         return vectors[0] if one else np.array(vectors, np.float32).reshape(len(vectors), width)
 
-    def chat(self, messages: Sequence[ChatMessage], params: SamplingParams | None = None) -> Completion:
+    def chat(self, messages: Sequence[MessageDict], params: SamplingParams | None = None) -> Completion:
         """Returns the assistant's next message."""
         return self._complete([self._chat_generation(messages, params)])[0]
 
-    def stream(self, prompt: Prompt | Sequence[ChatMessage], params: SamplingParams | None = None) -> Stream:
+    def stream(
+        self, prompt: PromptLike | Sequence[MessageDict], params: SamplingParams | None = None
+    ) -> CompletionStream:
         """Does what `generate` does, or `chat` when given messages, and returns the text as it comes."""
         is_chat = not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
         pending = self._chat_generation(prompt, params) if is_chat else self._generation(prompt, params)
         self._submit(pending)
-        return Stream(pending, self._pieces(pending))
+        return CompletionStream(pending, self._pieces(pending))
 
     def check_answers(self) -> None:
         """Raises InvalidRequest if the model makes embeddings only."""
@@ -199,7 +201,7 @@ class LLM:
                 self._engine.send(Abort(entry.request.id))
 
 
-class Stream(Iterator[str]):
+class CompletionStream(Iterator[str]):
     """The text of one answer as it comes. Dropping or closing it early aborts the request."""
 
     def __init__(self, pending: PendingCompletion, pieces: Generator[str]) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def bench(
-    model: options.Model = "",
+    model: options.ModelRef = "",
     url: Annotated[str, Option(help="Server to measure instead of MODEL, such as http://127.0.0.1:8000/v1.")] = "",
     served: Annotated[
         str, Option(help="Model of the server. By default, the first that it lists.", name="--model")
@@ -32,7 +32,7 @@ def bench(
     api_key: Annotated[str, Option(env="OPENAI_API_KEY", help="API key for --url.")] = "",
     json: options.Json = False,
     *,
-    engine: options.Engine,
+    engine: options.EngineSettings,
 ) -> None:
     """Measure the speed of an engine or a server.
 

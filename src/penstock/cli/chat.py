@@ -26,7 +26,7 @@ Ctrl-C stops an answer. A line that ends in \\ continues on the next."""
 
 
 def chat(
-    model: options.Model = options.DEFAULT_MODEL,
+    model: options.ModelRef = options.DEFAULT_MODEL,
     max_tokens: options.MaxTokens = None,
     temperature: Annotated[
         float, Option(minimum=0, help="Sampling temperature. 0: always the most likely token.")
@@ -35,7 +35,7 @@ def chat(
     seed: options.Seed = None,
     system: options.System = "",
     *,
-    engine: options.EngineForOne,
+    engine: options.OneSequenceSettings,
 ) -> None:
     """Have a conversation with a model; type /help for its commands.
 
@@ -52,11 +52,11 @@ def chat(
         llm.check_answers()
         note(f"{model} is ready. Type /help for help, Ctrl-D to exit.")
         _load_history()
-        _talk(Conversation(llm, params, system))
+        _talk(ChatSession(llm, params, system))
 
 
 @dataclass
-class Conversation:
+class ChatSession:
     """The messages so far, and the model that answers them."""
 
     llm: LLM
@@ -84,15 +84,15 @@ class Conversation:
         self.messages += [question, {"role": "assistant", "content": stream.completion.text}]
 
 
-def _talk(conversation: Conversation) -> None:
+def _talk(session: ChatSession) -> None:
     """Reads lines and answers them until the user exits."""
     while True:
         try:
             line = _read_line()
             if line.startswith("/"):
-                _run_chat_command(conversation, line)
+                _run_chat_command(session, line)
             elif line.strip():
-                conversation.ask(line)
+                session.ask(line)
         except EOFError:
             note("")
             return
@@ -109,16 +109,16 @@ def _read_line() -> str:
     return line
 
 
-def _run_chat_command(conversation: Conversation, line: str) -> None:
+def _run_chat_command(session: ChatSession, line: str) -> None:
     name, _, rest = line.partition(" ")
     match name:
         case "/help":
             note(HELP)
         case "/reset":
-            conversation.reset()
+            session.reset()
         case "/system":
-            conversation.system = rest.strip()
-            conversation.reset()
+            session.system = rest.strip()
+            session.reset()
         case "/exit" | "/quit":
             raise EOFError
         case _:

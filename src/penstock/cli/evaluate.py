@@ -16,18 +16,18 @@ if TYPE_CHECKING:
     from penstock.planning.evaluation import Divergence, Perplexity
 
 TextFile = Annotated[str, Option(help="File with the text to predict.")]
-Context = Annotated[int, Option(minimum=8, help="Tokens in a window; those of its second half are predicted.")]
-Tokens = Annotated[int, Option(minimum=1, help="Most tokens of the text to use.")]
+ContextLength = Annotated[int, Option(minimum=8, help="Tokens in a window; those of its second half are predicted.")]
+TokenCount = Annotated[int, Option(minimum=1, help="Most tokens of the text to use.")]
 
 
 def ppl(
-    model: options.Model,
+    model: options.ModelRef,
     text: TextFile = "",
-    context: Context = 512,
-    tokens: Tokens = 8192,
+    context: ContextLength = 512,
+    tokens: TokenCount = 8192,
     json: options.Json = False,
     *,
-    engine: options.Scoring,
+    engine: options.ScoringSettings,
 ) -> None:
     """Measure the perplexity of a model: how well it predicts a text.
 
@@ -54,14 +54,14 @@ def ppl(
 
 
 def kl(
-    model: options.Model,
+    model: options.ModelRef,
     against: Annotated[str, Option(help="Reference model, usually the one before quantization.")] = "",
     text: TextFile = "",
-    context: Context = 512,
-    tokens: Tokens = 8192,
+    context: ContextLength = 512,
+    tokens: TokenCount = 8192,
     json: options.Json = False,
     *,
-    engine: options.Scoring,
+    engine: options.ScoringSettings,
 ) -> None:
     """Measure the KL divergence of a model's predictions from a reference model's.
 

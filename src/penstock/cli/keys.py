@@ -16,29 +16,29 @@ from penstock.errors import ConfigError
 if TYPE_CHECKING:
     from penstock.keys import Key
 
-Name = Annotated[str, Argument(metavar="NAME", help="Name of the key: up to 64 letters, digits and . _ @ + -")]
-File = Annotated[
+KeyName = Annotated[str, Argument(metavar="NAME", help="Name of the key: up to 64 letters, digits and . _ @ + -")]
+KeyFile = Annotated[
     str,
     Option(
         help="File of keys. By default, penstock/keys.json in the user's configuration folder.", env="PENSTOCK_KEYS"
     ),
 ]
-Models = Annotated[
+KeyModels = Annotated[
     list[str] | None, Option(name="--model", help="Model that the key may use. May be repeated. By default, all.")
 ]
 
 
 def add(
-    name: Name,
+    name: KeyName,
     expires: Annotated[str, Option(help="When the key expires: 12h, 30d, or a date such as 2027-01-31 (UTC).")] = "",
     requests: Annotated[
         int | None, Option(minimum=1, help="Most requests per minute; GET requests do not count.")
     ] = None,
     tokens: Annotated[int | None, Option(minimum=1, help="Most tokens per minute, of prompts and answers.")] = None,
     concurrent: Annotated[int | None, Option(minimum=1, help="Most concurrent requests.")] = None,
-    models: Models = None,
+    models: KeyModels = None,
     admin: Annotated[bool, Option(help="The key may also pull, create and delete models.")] = False,
-    file: File = "",
+    file: KeyFile = "",
     json: options.Json = False,
 ) -> None:
     """Create an API key and print it. The file keeps only its hash, so it cannot be shown again.
@@ -76,7 +76,7 @@ def add(
     print(secret)
 
 
-def list_(file: File = "", json: options.Json = False) -> None:
+def list_(file: KeyFile = "", json: options.Json = False) -> None:
     """List the names and limits of API keys. The keys themselves are not stored.
 
     penstock keys list
@@ -97,7 +97,7 @@ def list_(file: File = "", json: options.Json = False) -> None:
     print_table(table)
 
 
-def remove(name: Name, file: File = "") -> None:
+def remove(name: KeyName, file: KeyFile = "") -> None:
     """Remove an API key. A running server refuses it from then on.
 
     penstock keys remove alice

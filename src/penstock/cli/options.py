@@ -9,15 +9,15 @@ from penstock.config import OPTIONS
 
 DEFAULT_MODEL = "smollm2"  # as in penstock.store, which is too slow to import for --help
 
-Model = Annotated[str, Argument(metavar="MODEL", help="A name, a path, hf:owner/repo[/file] or pypi:package/file.")]
-Engine = Annotated[dict[str, Any], EngineOptions(tuple(OPTIONS))]
-EngineForOne = Annotated[  # for commands that run one sequence at a time
+ModelRef = Annotated[str, Argument(metavar="MODEL", help="A name, a path, hf:owner/repo[/file] or pypi:package/file.")]
+EngineSettings = Annotated[dict[str, Any], EngineOptions(tuple(OPTIONS))]
+OneSequenceSettings = Annotated[  # for commands that run one sequence at a time
     dict[str, Any], EngineOptions(tuple(name for name in OPTIONS if name not in ("max_rows", "prefill_budget")))
 ]
-Scoring = Annotated[  # for commands that compute logits without a scheduler
+ScoringSettings = Annotated[  # for commands that compute logits without a scheduler
     dict[str, Any], EngineOptions(("device", "threads", "quantize", "kv", "block_size"))
 ]
-Threads = Annotated[dict[str, Any], EngineOptions(("threads",))]
+ThreadSettings = Annotated[dict[str, Any], EngineOptions(("threads",))]
 MaxTokens = Annotated[
     int | None, Option(minimum=1, help="Most tokens of the answer. By default it may fill the context.")
 ]

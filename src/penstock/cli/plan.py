@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 def plan(
-    model: options.Model = options.DEFAULT_MODEL,
+    model: options.ModelRef = options.DEFAULT_MODEL,
     prompt: Annotated[int, Option(minimum=1, help="Tokens of the prompts to plan for.")] = 512,
     json: options.Json = False,
     *,
-    engine: options.Engine,
+    engine: options.EngineSettings,
 ) -> None:
     """Forecast whether a model fits in memory and how fast it will be, without loading it.
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def quantize(
-    model: options.Model,
+    model: options.ModelRef,
     out: Annotated[str, Argument(metavar="OUT.gguf", help="File to write.")],
     to: Annotated[
         str, Option(help="Format: q8_0, q6_k, q5_k, q4_k, q5_1, q5_0, q4_1, q4_0, or plain f32, bf16, f16.")
@@ -32,7 +32,7 @@ def quantize(
     ] = "",
     json: options.Json = False,
     *,
-    engine: options.Threads,
+    engine: options.ThreadSettings,
 ) -> None:
     """Write a model as a GGUF file with quantized weights.
 

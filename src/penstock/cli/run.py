@@ -12,7 +12,7 @@ from penstock.cli.terminal import note, obtain, print_json
 from penstock.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from penstock.llm import Stream
+    from penstock.llm import CompletionStream
 
 
 def run(
@@ -29,7 +29,7 @@ def run(
     raw: Annotated[bool, Option(help="Continue the prompt as a text, without the chat template.")] = False,
     json: options.Json = False,
     *,
-    engine: options.EngineForOne,
+    engine: options.OneSequenceSettings,
 ) -> None:
     """Answer one prompt and print the answer.
 
@@ -64,7 +64,7 @@ def _messages(system: str, text: str) -> list[dict[str, str]]:
     return [*begin, {"role": "user", "content": text}]
 
 
-def _print_stream(stream: Stream) -> None:
+def _print_stream(stream: CompletionStream) -> None:
     for piece in stream:
         sys.stdout.write(piece)
         sys.stdout.flush()

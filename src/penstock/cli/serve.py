@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def serve(
-    model: options.Model = options.DEFAULT_MODEL,
+    model: options.ModelRef = options.DEFAULT_MODEL,
     host: Annotated[
         str, Option(help="Address to listen on. 0.0.0.0 accepts connections from other machines.")
     ] = "127.0.0.1",
@@ -57,7 +57,7 @@ def serve(
         bool, Option(help="Ignore unknown fields of requests and list them in the answer, instead of refusing.")
     ] = False,
     *,
-    engine: options.Engine,
+    engine: options.EngineSettings,
 ) -> None:
     """Serve a model over HTTP: OpenAI's, Anthropic's and Ollama's APIs on one port.
 

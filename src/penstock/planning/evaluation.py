@@ -23,7 +23,6 @@ from penstock.errors import ConfigError, InvalidRequest, UnsupportedModel
 from penstock.model.load import load_model, open_checkpoint, text_of
 
 Doubles = NDArray[np.float64]
-Advance = Callable[[], None]
 
 CONTEXT = 512
 TOKENS = 8192
@@ -149,7 +148,7 @@ def in_steps(windows: Sequence[Ints], size: int) -> Iterator[Sequence[Ints]]:
     return (windows[first : first + size] for first in range(0, len(windows), size))
 
 
-def measure_perplexity(scorer: Scorer, windows: Sequence[Ints], advance: Advance) -> Perplexity:
+def measure_perplexity(scorer: Scorer, windows: Sequence[Ints], advance: Callable[[], None]) -> Perplexity:
     scores = []
     for some in in_steps(windows, scorer.at_once):
         scores.append(scorer.scores(some))
@@ -158,7 +157,9 @@ def measure_perplexity(scorer: Scorer, windows: Sequence[Ints], advance: Advance
     return perplexity(np.concatenate(scores))
 
 
-def measure_divergence(scorer: Scorer, reference: Scorer, windows: Sequence[Ints], advance: Advance) -> Divergence:
+def measure_divergence(
+    scorer: Scorer, reference: Scorer, windows: Sequence[Ints], advance: Callable[[], None]
+) -> Divergence:
     if scorer.vocab != reference.vocab:
         raise ConfigError(f"the models differ in their vocabularies: {scorer.vocab} tokens and {reference.vocab}")
     parts = []

@@ -35,7 +35,7 @@ from penstock.server.openapi import Operation
 from penstock.server.served_model import Served
 from penstock.server.sse import EVENT_STREAM, Framing, Plain, encode, reply
 from penstock.text import ChatPrompt, Delta
-from penstock.text.parse import Arguments, CallBegun, CallEnded, Content, Part, Reasoning
+from penstock.text.parse import AnswerPart, Arguments, CallEnded, CallStarted, Content, Reasoning
 from penstock.types import SamplingParams
 
 STAND_INS = "claude"  # what names begin with that stand for whatever is served
@@ -227,7 +227,7 @@ class MessageAnswer:
         usage.input_tokens = self._prompt - usage.cache_read_input_tokens
         usage.output_tokens += len(delta.tokens)
 
-    def _say(self, part: Part) -> Iterator[bytes]:
+    def _say(self, part: AnswerPart) -> Iterator[bytes]:
         """A block goes on until a part of another kind comes."""
         if self._writing is None or not self._writing.goes_on(part):
             yield from self._close()
@@ -267,13 +267,13 @@ class MessageAnswer:
 class Writing:
     """A block that is being written."""
 
-    def __init__(self, index: int, part: Part) -> None:
+    def __init__(self, index: int, part: AnswerPart) -> None:
         self.index = index
         self.block, delta = _opened(part)
         self.piece = Plain(lambda text: BlockDelta(index, delta(text)))
         self.text = ""
 
-    def goes_on(self, part: Part) -> bool:
+    def goes_on(self, part: AnswerPart) -> bool:
         return isinstance(self.block, WRITTEN_IN.get(type(part), ()))
 
     def close(self) -> None:
@@ -296,7 +296,7 @@ def _input(text: str) -> dict[str, Any]:
 WRITTEN_IN = {Content: TextBlock, Reasoning: ThinkingBlock, Arguments: ToolUseBlock, CallEnded: ToolUseBlock}
 
 
-def _opened(part: Part) -> tuple[Block, Callable[[str], TextDelta | ThinkingDelta | InputDelta]]:
-    if isinstance(part, CallBegun):
+def _opened(part: AnswerPart) -> tuple[Block, Callable[[str], TextDelta | ThinkingDelta | InputDelta]]:
+    if isinstance(part, CallStarted):
         return ToolUseBlock(part.id, part.name), InputDelta
     return (ThinkingBlock(""), ThinkingDelta) if isinstance(part, Reasoning) else (TextBlock(""), TextDelta)

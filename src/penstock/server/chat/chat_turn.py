@@ -13,7 +13,7 @@ from penstock.server.chat.tools import ToolUse, held
 from penstock.server.request_context import notes
 from penstock.server.served_model import Served, off_loop
 from penstock.text import ChatPrompt, Delta, Text
-from penstock.text.parse import AnswerParser, Content, Part
+from penstock.text.parse import AnswerParser, AnswerPart, Content
 from penstock.types import Grammar, Request, SamplingParams, Thinking
 
 NO_TOOLS = ToolUse([])
@@ -24,7 +24,7 @@ class Turn(NamedTuple):
     running: Deltas
     parser: AnswerParser | None = None  # none where an answer is content alone
 
-    def parts(self, delta: Delta) -> list[Part]:
+    def parts(self, delta: Delta) -> list[AnswerPart]:
         if self.parser is None:
             return [Content(delta.text)] if delta.text else []
         return self.parser.push(delta.text) + (self.parser.finish() if delta.finish else [])

@@ -14,7 +14,7 @@ from penstock.server.openapi import read_as
 from penstock.text import Text
 from penstock.text.call_grammar import call_grammar
 from penstock.text.parse import AnswerParser, schemas_of
-from penstock.text.tool_formats import Format
+from penstock.text.tool_formats import AnswerFormat
 from penstock.text.tools import CallArguments
 from penstock.types import Grammar, SamplingParams
 
@@ -56,7 +56,7 @@ class ToolUse(NamedTuple):
     def calling(self) -> bool:
         return bool(self.tools)
 
-    def parser(self, format: Format, opened: bool) -> AnswerParser | None:
+    def parser(self, format: AnswerFormat, opened: bool) -> AnswerParser | None:
         """For one answer; none where it is content alone."""
         if format.plain(self.calling):
             return None
@@ -158,7 +158,7 @@ def held(text: Text, use: ToolUse, sampling: SamplingParams) -> SamplingParams:
     """With the grammar of calls where one is forced, they are strict or a schema stands beside them, and an end where
     the family ends a call."""
     grammar = _held_calls(text, use, sampling.grammar) if use.calling else sampling.grammar
-    stops = text.special_in(*text.format.family.stops) if use.calling else frozenset()
+    stops = text.special_in(*text.format.tool_format.stops) if use.calling else frozenset()
     return dataclasses.replace(sampling, grammar=grammar, stop_token_ids=(*sampling.stop_token_ids, *stops))
 
 
@@ -177,5 +177,5 @@ def _calls(text: Text, use: ToolUse, **beside: Any) -> Grammar:
     schemas = {name: schema for name, schema in schemas_of(use.tools).items() if name in use.forced or not use.forced}
     markers = text.special_in(text.format.markers(calling=True))
     special = {text.tokenizer.token_text(id): id for id in markers}
-    rules = call_grammar(text.format.family, schemas, special, parallel=use.parallel, **beside)
+    rules = call_grammar(text.format.tool_format, schemas, special, parallel=use.parallel, **beside)
     return Grammar("lark", rules)

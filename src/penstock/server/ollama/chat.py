@@ -41,7 +41,7 @@ from penstock.server.served_model import Served, off_loop
 from penstock.server.sse import Framing, Plain, encode, reply
 from penstock.text import Delta, Tokenizer
 from penstock.text.infill import infill_of, infill_prompt
-from penstock.text.parse import Arguments, CallBegun, CallEnded, Content, Part, Reasoning
+from penstock.text.parse import AnswerPart, Arguments, CallEnded, CallStarted, Content, Reasoning
 
 STAYS = "the model stays loaded as long as this server runs"
 OLLAMA = Framing(b"application/x-ndjson", lambda line: line + b"\n", b"", ollama_body)
@@ -201,7 +201,7 @@ class LineAnswer:
         self._generated = 0
         self._said = Said("")
         self._logprobs: list[TokenEntry] = []
-        self._calls: list[tuple[CallBegun, list[str]]] = []  # with the pieces of their arguments
+        self._calls: list[tuple[CallStarted, list[str]]] = []  # with the pieces of their arguments
         self._reason = ""
 
     def take(self, _: int, delta: Delta) -> None:
@@ -242,13 +242,13 @@ class LineAnswer:
         """What a delta adds. A call is told when it is whole: its arguments are an object here."""
         return [said for part in self._turn.parts(delta) if (said := self._piece(part)) is not None]
 
-    def _piece(self, part: Part) -> Said | None:
+    def _piece(self, part: AnswerPart) -> Said | None:
         match part:
             case Content(text):
                 return Said(text)
             case Reasoning(text):
                 return Said("", thinking=text)
-            case CallBegun():
+            case CallStarted():
                 self._calls.append((part, []))
             case Arguments(_, text):
                 self._calls[-1][1].append(text)
@@ -287,7 +287,7 @@ class LineAnswer:
         ]
 
 
-def _called(call: CallBegun, pieces: list[str]) -> Said:
+def _called(call: CallStarted, pieces: list[str]) -> Said:
     """A call whose arguments were cut off is told as text: nobody should act on it."""
     arguments = call_input("".join(pieces))
     if arguments is None:

@@ -34,7 +34,7 @@ from penstock.server.openapi import Operation, read_as
 from penstock.server.served_model import Served
 from penstock.server.sse import encode
 from penstock.store import DerivedModel, Upload
-from penstock.text.ollama_template import TurnTemplate
+from penstock.text.ollama_template import OllamaTemplate
 
 CREATE_NEUTRAL: Neutral = {"adapters": ({},), "insecure": (False,), "quantize": ("",)}
 CHUNK = 2**20  # bytes of an upload that are written at a time
@@ -142,7 +142,7 @@ def _template(served: Served, template: str, root: DerivedModel) -> str:
     own = facts_of(served.path if serves(served, root) else store.derived_path(root)).template
     if template in ("", own):
         return ""
-    TurnTemplate(template)
+    OllamaTemplate(template)
     return template
 
 

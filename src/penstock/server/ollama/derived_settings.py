@@ -12,7 +12,7 @@ from penstock.errors import InvalidRequest
 from penstock.server.ollama.fields import Generation, read_messages
 from penstock.server.served_model import Served
 from penstock.store import DerivedModel
-from penstock.text.ollama_template import TurnTemplate
+from penstock.text.ollama_template import OllamaTemplate
 
 Messages = list[dict[str, Any]]
 G = TypeVar("G", bound=Generation)
@@ -50,7 +50,7 @@ def serves(served: Served, made: DerivedModel) -> bool:
 def with_template(served: Served, template: str) -> Served:
     if not template:
         return served
-    return served._replace(text=served.text.with_template(TurnTemplate(template)))
+    return served._replace(text=served.text.with_template(OllamaTemplate(template)))
 
 
 def with_options(made: DerivedModel, asked: G) -> G:

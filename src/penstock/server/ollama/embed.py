@@ -19,7 +19,7 @@ from penstock.server.openapi import Operation, read_as
 from penstock.server.served_model import Served
 from penstock.server.sse import encode
 from penstock.text import check_dimensions, embedding, embedding_request
-from penstock.text.embedding import cut, state_of
+from penstock.text.embedding import state_of, truncate_prompt
 from penstock.types import Request
 
 
@@ -95,7 +95,7 @@ async def _requests(
     check_texts(texts, names)
     prompts = await encode_prompts(served, texts, whole=True)
     closing, pooling = served.text.tokenizer.closing, served.limits.pooling
-    kept = [cut(ids, context, closing) if truncate else ids for ids, _ in prompts]
+    kept = [truncate_prompt(ids, context, closing) if truncate else ids for ids, _ in prompts]
     advice = "shorten it" if truncate is None else "shorten it, or send truncate: true to have its end cut off"
     return [
         embedding_request(served.client.next_id(), ids, context, pooling, param=name, advice=advice)

@@ -35,7 +35,7 @@ from penstock.server.openapi import Operation, read_as
 from penstock.server.served_model import Served, off_loop
 from penstock.server.sse import Plain, encode, reply
 from penstock.text import Delta, Text, Tokenizer
-from penstock.text.parse import AnswerParser, Arguments, CallBegun, CallEnded, Content, Part, Reasoning
+from penstock.text.parse import AnswerParser, AnswerPart, Arguments, CallEnded, CallStarted, Content, Reasoning
 from penstock.types import Request, TokenLogprob
 
 CHAT_NEUTRAL: Neutral = NEUTRAL | {
@@ -351,7 +351,7 @@ class ChatAnswer:
                 chunk.penstock = self._explanation.told()
             yield encode(chunk)
 
-    def _detailed_chunks(self, choice: int, delta: Delta, parts: Sequence[Part]) -> Iterator[bytes]:
+    def _detailed_chunks(self, choice: int, delta: Delta, parts: Sequence[AnswerPart]) -> Iterator[bytes]:
         """A delta's tokens go with the first of its parts: they may be markers, which are in none."""
         entries = token_entries(self._tokenizer, delta) if self._scored else []
         ids = UNSET if self._prompt_ids is UNSET else list(delta.tokens)
@@ -360,10 +360,10 @@ class ChatAnswer:
             yield encode(self._chunk(ChunkChoice(choice, each, self._logprobs(entries), token_ids=ids)))
             entries, ids = [], ids and []
 
-    def _part_chunk(self, choice: int, part: Part) -> bytes:
+    def _part_chunk(self, choice: int, part: AnswerPart) -> bytes:
         return encode(self._chunk(ChunkChoice(choice, _added(part))))
 
-    def _parts(self, choice: int, delta: Delta) -> list[Part]:
+    def _parts(self, choice: int, delta: Delta) -> list[AnswerPart]:
         """What a delta adds; that a call has ended is not told."""
         parser = self._parsers[choice]
         if parser is None:
@@ -410,26 +410,26 @@ def _spelled(tokenizer: Tokenizer, token: int, logprob: float) -> tuple[str, flo
     return spelling.decode("utf-8", "replace"), told_logprob(logprob), list(spelling)
 
 
-def _keep(message: Said, part: Part) -> None:
+def _keep(message: Said, part: AnswerPart) -> None:
     match part:
         case Content(text):
             message.content = (message.content or "") + text
         case Reasoning(text):
             message.reasoning = message.reasoning_content = (message.reasoning or "") + text
-        case CallBegun(_, id, name):
+        case CallStarted(_, id, name):
             message.tool_calls = [*(message.tool_calls or ()), Call(id, Function(name, ""))]
         case Arguments(index, text):
             assert message.tool_calls
             message.tool_calls[index].function.arguments += text
 
 
-def _added(part: Part) -> Added:
+def _added(part: AnswerPart) -> Added:
     match part:
         case Content(text):
             return Added(content=text)
         case Reasoning(text):
             return Added(reasoning_content=text, reasoning=text)
-        case CallBegun(index, id, name):
+        case CallStarted(index, id, name):
             return Added(tool_calls=[CallPiece(index, FunctionPiece("", name), id, "function")])
         case Arguments(index, text):
             return Added(tool_calls=[CallPiece(index, FunctionPiece(text))])

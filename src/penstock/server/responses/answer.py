@@ -50,7 +50,7 @@ from penstock.server.responses.items import (
 from penstock.server.served_model import Served
 from penstock.server.sse import EVENT_STREAM, Framing
 from penstock.text import Delta
-from penstock.text.parse import Arguments, CallBegun, CallEnded, Content, Part
+from penstock.text.parse import AnswerPart, Arguments, CallEnded, CallStarted, Content
 from penstock.text.parse import Reasoning as Thought
 
 Ending = Literal["completed", "incomplete"]
@@ -131,7 +131,7 @@ class ResponseAnswer:
         self.response.status = "in_progress"
         yield InProgress(self.response)
 
-    def _parts(self, delta: Delta) -> list[Part]:
+    def _parts(self, delta: Delta) -> list[AnswerPart]:
         parser = self._turn.parser
         reasoning = parser is not None and parser.reasoning
         parts = self._turn.parts(delta)
@@ -149,7 +149,7 @@ class ResponseAnswer:
         usage.total_tokens = prompt + usage.output_tokens
         self.response.usage = usage
 
-    def _say(self, part: Part) -> Iterator[Event]:
+    def _say(self, part: AnswerPart) -> Iterator[Event]:
         """An item goes on until a part of another kind comes."""
         if not isinstance(part, Content):
             self._scores.clear()  # only what is said has a place for them
@@ -163,10 +163,10 @@ class ResponseAnswer:
         if isinstance(part, CallEnded):
             yield from self._close("completed")
 
-    def _open(self, part: Part) -> Iterator[Event]:
+    def _open(self, part: AnswerPart) -> Iterator[Event]:
         index = len(self.response.output)
         match part:
-            case CallBegun(_, id, name):
+            case CallStarted(_, id, name):
                 self._writing = Calling(index, id, name)
             case Thought():
                 self._writing = Thinking(index, self._sealed)
@@ -199,7 +199,7 @@ class Writing(ABC):
     """An item that is being written."""
 
     item: Item
-    parts: tuple[type[Part], ...]  # what it goes on with
+    parts: tuple[type[AnswerPart], ...]  # what it goes on with
 
     def __init__(self, index: int) -> None:
         self._index = index
