@@ -98,7 +98,7 @@ def test_uploads_are_bounded(parrot: Any, own_store: Path, monkeypatch: pytest.M
     assert parrot.http.post(f"/api/blobs/{digest_of(b'b')}", content=b"b").status_code == 201
     monkeypatch.setattr(blobs, "FREE", 2**62)
     assert (
-        "the disk of the store has 0 to give"
+        "the store's disk has room for 0"
         in parrot.http.post(f"/api/blobs/{digest_of(b'c')}", content=b"c").json()["error"]
     )
 
@@ -234,8 +234,8 @@ def test_async_making(parrot: Any) -> None:
         ({"from": None}, "`from` another or of `files`"),
         ({"quantize": "q4_K_M"}, "quantize is not supported"),
         ({"adapters": {"a": "sha256:00"}}, "adapters is not supported"),
-        ({"template": "{{ range .Messages }}{{ end }}"}, r"template: .*range .Messages.* is not understood"),
-        ({"template": "{% for m in messages %}{{ m.content }}{% endfor %}"}, "template: .*is not understood"),
+        ({"template": "{{ range .Messages }}{{ end }}"}, r"template: .*range .Messages.* is not supported"),
+        ({"template": "{% for m in messages %}{{ m.content }}{% endfor %}"}, "template: .*is not supported"),
         ({"parameters": {"heat": 1}}, "unknown field 'options.heat'"),
         ({"parameters": {"temperature": -1}}, "temperature must be between"),
         ({"messages": [{"role": "robot", "content": "x"}]}, r"messages\[0\].role"),
@@ -379,7 +379,7 @@ def test_a_template_of_ones_own(smollm2_server: Any) -> None:
     assert client.show("other").template == TEMPLATE
     client.create("again", from_="other", template=client.show("small").template)
     assert client.show("again").template == client.show("small").template != TEMPLATE
-    with pytest.raises(ollama.ResponseError, match="no place for a system message"):
+    with pytest.raises(ollama.ResponseError, match="does not support a system message"):
         client.generate("small", "Hi", system="S", template="<{{ .Prompt }}>")
 
 

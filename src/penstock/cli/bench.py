@@ -11,7 +11,7 @@ from penstock.cli.command import Exit, Option, UsageError
 from penstock.cli.terminal import note, obtain, print_json, print_table
 
 if TYPE_CHECKING:
-    from penstock.bench import Load, Result, Target
+    from penstock.bench import Result, Target, Workload
     from penstock.config import Config
 
 
@@ -50,10 +50,10 @@ def bench(
     if url and model:
         raise UsageError("MODEL runs here and cannot be combined with --url: choose the server's model with --model")
 
-    from penstock.bench import Load, run
+    from penstock.bench import Workload, run
 
-    loads = [
-        Load(
+    workloads = [
+        Workload(
             concurrency=clients,
             requests=requests or 4 * clients,
             input_len=input_len,
@@ -64,14 +64,14 @@ def bench(
         for clients in levels
     ]
     if url:
-        results = run(_measure_url(url, served, api_key, loads))
+        results = run(_measure_url(url, served, api_key, workloads))
     else:
         path = obtain(model or options.DEFAULT_MODEL)
 
         from penstock.config import configure
 
         rows = engine["max_rows"] or max(64, *levels)
-        results = run(_measure_engine(configure(path, engine | {"max_rows": rows}), loads))
+        results = run(_measure_engine(configure(path, engine | {"max_rows": rows}), workloads))
     if json:
         print_json({"target": url or model or options.DEFAULT_MODEL, "results": [asdict(result) for result in results]})
     else:
@@ -79,41 +79,41 @@ def bench(
     _report_errors(results)
 
 
-async def _measure_url(url: str, model: str, api_key: str, loads: list[Load]) -> list[Result]:
+async def _measure_url(url: str, model: str, api_key: str, workloads: list[Workload]) -> list[Result]:
     from penstock.bench import UrlTarget
 
     target = UrlTarget(url, model, api_key)
-    await target.meet()
-    return await _measure(target, loads)
+    await target.negotiate()
+    return await _measure(target, workloads)
 
 
-async def _measure_engine(config: Config, loads: list[Load]) -> list[Result]:
-    from penstock.bench import EngineTarget, Sample
+async def _measure_engine(config: Config, workloads: list[Workload]) -> list[Result]:
+    from penstock.bench import EngineTarget, RequestTiming
     from penstock.ipc.spawn import ProcessClient
 
     client = ProcessClient(config)
     try:
         hello = await client.start()
         target = EngineTarget(client, hello.limits)
-        await target.complete(target.vocab[:8], 2, Sample())
-        return await _measure(target, loads)
+        await target.complete(target.vocab[:8], 2, RequestTiming())
+        return await _measure(target, workloads)
     finally:
         await client.close()
 
 
-async def _measure(target: Target, loads: list[Load]) -> list[Result]:
+async def _measure(target: Target, workloads: list[Workload]) -> list[Result]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from penstock.bench import drive
+    from penstock.bench import run_workload
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         results = []
-        for load in loads:
-            task = bar.add_task(f"{load.concurrency} clients", total=load.requests)
-            results.append(await drive(target, load, partial(bar.advance, task)))
+        for workload in workloads:
+            task = bar.add_task(f"{workload.concurrency} clients", total=workload.requests)
+            results.append(await run_workload(target, workload, partial(bar.advance, task)))
         return results
 
 
