@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class DeviceDefaults(NamedTuple):
-    """The values that stand in for 0 on each kind of device."""
+    """Gives the values that stand in for 0 on each kind of device."""
 
     cpu: int
     cuda: int
@@ -45,7 +45,7 @@ class DeviceDefaults(NamedTuple):
 
 
 class ConfigOption(NamedTuple):
-    """What a user is told about one field of `Config`, and the values that it takes."""
+    """Describes one field of `Config` to users, and checks its values."""
 
     help: str
     minimum: int = 0
@@ -55,7 +55,7 @@ class ConfigOption(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The help text, with the values that 0 stands for."""
+        """Returns the help text with the values that 0 stands for."""
         return f"{self.help} {self.defaults}" if self.defaults else self.help
 
     def check(self, name: str, value: Any, kind: type) -> Any:
@@ -81,7 +81,7 @@ def option(default: T, help: str, **described: Any) -> T:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """A model and how to run it. Users' values come through `configure`, which checks them."""
+    """Says which model to run and how. Users' values come through `configure`, which checks them."""
 
     model: str  # a GGUF file or a Hugging Face folder
     name: str = ""  # what clients call it; empty: from the file
@@ -214,7 +214,7 @@ def _states(max_rows: int, size: int, memory: int) -> tuple[int, int]:
 
 
 def available_memory() -> int:
-    """Bytes that could be had without pushing others out, within this process's control group."""
+    """Returns the bytes that this process can take without making others swap, within its control group."""
     granted = [int(limit) for limit in _lines("/sys/fs/cgroup/memory.max") if limit.isdigit()]
     return min([_system_memory(), *granted])
 
@@ -235,7 +235,7 @@ def available_threads() -> int:
 
 
 def _lines(path: str) -> list[str]:
-    """Of a system file; none on systems that do not have it."""
+    """Returns the lines of a system file; none on systems without it."""
     try:
         return Path(path).read_text().splitlines()
     except OSError:

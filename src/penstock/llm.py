@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The answer to one prompt."""
+    """Holds the answer to one prompt."""
 
     text: str
     tokens: tuple[int, ...]  # the one that ended it included
@@ -202,7 +202,7 @@ class LLM:
 
 
 class CompletionStream(Iterator[str]):
-    """The text of one answer as it comes. Dropping or closing it early aborts the request."""
+    """Yields the text of one answer as it comes. Dropping or closing it early aborts the request."""
 
     def __init__(self, pending: PendingCompletion, pieces: Generator[str]) -> None:
         self._pending = pending
@@ -223,12 +223,12 @@ class CompletionStream(Iterator[str]):
 
     @property
     def completion(self) -> Completion:
-        """The answer so far; all of it once the stream has ended."""
+        """Returns the answer so far; all of it once the stream has ended."""
         return self._pending.completion()
 
 
 class PendingCompletion:
-    """One request in the engine: collects its events as tokens, text and a reason to end."""
+    """Collects the events of one request as tokens, text and a reason to end."""
 
     def __init__(self, request: Request, text: TextStream) -> None:
         self.request = request
@@ -256,7 +256,7 @@ class PendingCompletion:
 
     @property
     def pooled(self) -> bytes:
-        """The pooled hidden state, once the request has ended."""
+        """Returns the pooled hidden state, once the request has ended."""
         return self._deltas[-1].pooled
 
     def take_text(self) -> str:

@@ -179,7 +179,7 @@ def test_what_a_server_refuses_is_told(stub: Stub) -> None:
     stub.unknown = ""
     with pytest.raises(EngineUnavailable, match="status 401: wrong key"):
         asyncio.run(UrlTarget(stub.url, api_key="wrong").negotiate())
-    with pytest.raises(EngineUnavailable, match="answered 200"):
+    with pytest.raises(EngineUnavailable, match="status 200"):
         asyncio.run(UrlTarget(stub.url + "/other").negotiate())
 
 

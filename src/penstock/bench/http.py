@@ -20,7 +20,7 @@ LINE = 1 << 20  # bytes of the longest line and header
 
 
 class Connection:
-    """A connection for one request: enter it with `async with`, then call `ask` once."""
+    """Connects for one request: enter it with `async with`, then call `ask` once."""
 
     def __init__(self, url: str, api_key: str = "") -> None:
         self._url = split_url(url)
@@ -69,7 +69,7 @@ class Connection:
 
 @dataclass(frozen=True, slots=True)
 class HttpResponse:
-    """A response whose body is read as it comes."""
+    """Reads the body of a response as it comes."""
 
     status: int
     chunked: bool

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """How many clients send which requests."""
+    """Says how many clients send which requests."""
 
     concurrency: int
     requests: int
@@ -31,7 +31,7 @@ class Workload:
 
 @dataclass(slots=True)
 class RequestTiming:
-    """The times and tokens of one request, as its client saw them. Times are of `time.perf_counter`."""
+    """Records the times and tokens of one request as its client sees them. Times are of `time.perf_counter`."""
 
     started: float = 0.0
     arrivals: list[float] = field(default_factory=list)  # of each piece of the answer
@@ -48,7 +48,7 @@ class RequestTiming:
 
 
 class Target(Protocol):
-    """What is measured."""
+    """Is measured: an engine or a server."""
 
     vocab: range  # token ids for prompts
 
@@ -58,8 +58,8 @@ class Target(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """The measured speed of a workload. Times are in milliseconds; inter-token latency (itl) is the time between two
-    pieces of one answer."""
+    """Holds the measured speed of a workload. Times are in milliseconds; inter-token latency (itl) is the time between
+    two pieces of one answer."""
 
     concurrency: int
     requests: int

@@ -57,7 +57,7 @@ def chat(
 
 @dataclass
 class ChatSession:
-    """The messages so far, and the model that answers them."""
+    """Holds the messages so far and the model that answers them."""
 
     llm: LLM
     params: SamplingParams

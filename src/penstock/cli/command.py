@@ -15,7 +15,7 @@ REQUIRED = Parameter.empty
 
 
 class UsageError(Exception):
-    """The words of a command line do not make sense together. The command ends with exit code 2."""
+    """Says that a command line makes no sense; the command ends with exit code 2."""
 
 
 class Exit(Exception):
@@ -51,7 +51,7 @@ class EngineOptions(NamedTuple):
 
 
 class Declared(NamedTuple):
-    """An argument or an option of a command."""
+    """Declares an argument or an option of a command."""
 
     name: str
     kind: Any  # its type
@@ -61,7 +61,7 @@ class Declared(NamedTuple):
 
     @property
     def spelling(self) -> str:
-        """How it is written: the flag of an option, the placeholder of an argument."""
+        """Returns how it is written: the flag of an option, the placeholder of an argument."""
         if isinstance(self.annotation, Argument):
             return self.annotation.metavar
         return self.annotation.name or f"--{self.name.replace('_', '-')}"

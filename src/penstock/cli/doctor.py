@@ -23,7 +23,7 @@ FEATURES = ("avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512_vnni", "avx512
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of one check."""
+    """Holds the result of one check."""
 
     check: str
     state: str  # "ok", "note" or "bad"

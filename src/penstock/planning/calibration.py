@@ -35,7 +35,7 @@ TIMES = 7  # that each step runs: the fastest counts, others were disturbed
 
 
 class LayerShape(NamedTuple):
-    """The shape of the layers of a model that measures."""
+    """Gives the shape of the layers of a calibration model."""
 
     dim: int
     hidden: int
@@ -45,8 +45,8 @@ class LayerShape(NamedTuple):
 
 
 class CalibrationSizes(NamedTuple):
-    """Sizes of the models that measure a device: matrices like those of its usual models, and more bytes than its
-    caches have."""
+    """Gives the sizes of the models that calibrate a device: matrices like those of its usual models, and more bytes
+    than its caches have."""
 
     large: LayerShape
     small: LayerShape  # so small that only the fixed costs of a layer count

@@ -34,14 +34,14 @@ ROWS = 32  # of logits whose probabilities are computed together
 
 
 class BackendWithLogits(Backend, Protocol):
-    """A backend that can return logits."""
+    """Is a backend that can return logits."""
 
     def logits(self, batch: Batch) -> Floats: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Perplexity:
-    """The perplexity of a model on a text."""
+    """Holds the perplexity of a model on a text."""
 
     value: float
     error: float  # of the mean
@@ -50,7 +50,7 @@ class Perplexity:
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """The distribution of KL(reference || model) over predictions, in nats."""
+    """Describes the distribution of KL(reference || model) over predictions, in nats."""
 
     mean: float
     error: float  # of the mean
@@ -172,7 +172,7 @@ def measure_divergence(
 
 
 def compare(truth: Floats, answer: Floats, targets: Ints) -> Comparison:
-    """Of logits [predictions, vocab]."""
+    """Compares logits [predictions, vocab] of two models."""
     found = []
     for first in range(0, len(truth), ROWS):
         part = slice(first, first + ROWS)

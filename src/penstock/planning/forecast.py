@@ -23,7 +23,7 @@ BATCH_SIZES = (1, 8, 32, 64, 128, 256)  # sequences
 
 
 class Speed(NamedTuple):
-    """The forecast speed of a model."""
+    """Forecasts the speed of a model."""
 
     prompt: int  # tokens
     first_token: float  # seconds when nothing else runs; of an encoder, to the embedding
@@ -31,13 +31,13 @@ class Speed(NamedTuple):
 
     @property
     def alone(self) -> float | None:
-        """Tokens per second of one sequence."""
+        """Returns the tokens per second of one sequence."""
         return self.together.get(1)
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What to expect of a model: `memory` if it fits, else `problem`."""
+    """Says what to expect of a model: `memory` if it fits, else `problem`."""
 
     quantize: str  # empty: weights as they are
     memory: MemoryPlan | None = None

@@ -20,7 +20,7 @@ from penstock.model.tensor import Tensor
 
 
 class MatmulTimes(NamedTuple):
-    """The measured times of products with weights of one format."""
+    """Holds the measured times of products with weights of one format."""
 
     rows: tuple[int, ...]  # rising, from 1
     seconds: tuple[float, ...]  # for each of `rows`: of one step, per weight
@@ -33,7 +33,7 @@ class MatmulTimes(NamedTuple):
 
 
 class MachineProfile(NamedTuple):
-    """What a machine was measured to do."""
+    """Holds the measured speed of a machine."""
 
     step: float  # seconds of the host for each step, while the device computes: no step takes less
     layer: float  # seconds that every layer takes, whatever its size
@@ -52,7 +52,7 @@ class WeightGroup(NamedTuple):
 
 
 class ModelCosts(NamedTuple):
-    """What one step of a model computes and reads."""
+    """Counts what one step of a model computes and reads."""
 
     weight_groups: tuple[WeightGroup, ...]
     kv_token: int  # bytes
@@ -68,7 +68,7 @@ class ModelCosts(NamedTuple):
 
     @property
     def kinds(self) -> list[str]:
-        """The formats of its weights."""
+        """Returns the formats of its weights."""
         return sorted({group.kind for group in self.weight_groups})
 
 

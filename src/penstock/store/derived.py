@@ -31,7 +31,7 @@ _NAME = re.compile(rf"{_PART}(?:/{_PART}){{0,3}}(?::{_PART})?")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DerivedModel:
-    """A name for the uploaded file `blob` or for the model called `base`. The other fields are the defaults of its
+    """Names the uploaded file `blob` or the model called `base`. The other fields are the defaults of its
     chats."""
 
     name: str
@@ -47,12 +47,12 @@ class DerivedModel:
 
     @property
     def has_settings(self) -> bool:
-        """True if chats with it differ from chats with its base."""
+        """Returns whether chats with it differ from chats with its base."""
         return bool(self.system or self.template or self.parameters or self.messages)
 
     @property
     def digest(self) -> str:
-        """The SHA-256 of its record."""
+        """Returns the SHA-256 of its record."""
         return hashlib.sha256(_to_json(self)).hexdigest()
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 Progress = Callable[[str, int, int | None], None]
-"""Is called with the current action, the bytes done and the total (None: unknown), sometimes from another thread."""
+"""Takes the current action, the bytes done and the total (None: unknown); may be called from another thread."""
 
 
 def silent(what: str, done: int, total: int | None) -> None:

@@ -11,8 +11,8 @@ from penstock.types import Aborted, Event, Failed, Finished, Report, TokenLogpro
 
 
 class Delta(NamedTuple):
-    """What one step added to one answer. Text may lag behind its tokens: it never ends within a character or within
-    what may become a stop string."""
+    """Holds what one step added to one answer. Text may lag behind its tokens: it never ends within a character or
+    within what may become a stop string."""
 
     text: str
     tokens: tuple[int, ...] = ()

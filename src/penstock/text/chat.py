@@ -29,7 +29,7 @@ class ChatTemplate:
     tools. `tokens` are the special tokens that a template may name: bos_token, eos_token and so on."""
 
     def __init__(self, sources: Mapping[str, str], tokens: Mapping[str, str], family: str | None = None) -> None:
-        """`family` is the name of the tool format, where the markers in the template mislead."""
+        """Takes the name of the tool format as `family` where the markers in the template mislead."""
         self._sources = sources
         self._tokens = tokens
         self._compiled: dict[str, Template] = {}

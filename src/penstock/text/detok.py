@@ -11,10 +11,10 @@ _utf8_decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class TextStream:
-    """Returns the same text as decoding all tokens at once, however they are cut into pushes, up to the stop string
-    that ends first (of those that end together, the longest). It holds back characters whose bytes have not all come
-    and what may be the beginning of a stop string. `continuing`: the text continues another, so a leading space belongs
-    to it. `shown` are special tokens that are part of the text nevertheless."""
+    """Decodes tokens to the same text as decoding all tokens at once, however they are cut into pushes, up to the stop
+    string that ends first (of those that end together, the longest). It holds back characters whose bytes have not all
+    come and what may be the beginning of a stop string. `continuing`: the text continues another, so a leading space
+    belongs to it. `shown` are special tokens that are part of the text nevertheless."""
 
     def __init__(
         self,

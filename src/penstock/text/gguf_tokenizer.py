@@ -24,7 +24,7 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # token_type
 
 
 class _Tokens(NamedTuple):
-    """The vocabulary as the file lists it."""
+    """Holds the vocabulary as the file lists it."""
 
     texts: list[str]
     kinds: list[int]
@@ -33,7 +33,7 @@ class _Tokens(NamedTuple):
 
 
 class _Encoder(NamedTuple):
-    """A tokenizer of the library, and what depends on its kind."""
+    """Holds a tokenizer of the library and what depends on its kind."""
 
     library: tokenizers.Tokenizer
     spell: Callable[[str], bytes]

@@ -17,7 +17,7 @@ _ENDS = ("<|fim_pad|>", "<|file_sep|>", "<|repo_name|>", "<fim_pad>", "<file_sep
 
 
 class Infill(NamedTuple):
-    """The token ids that announce the prefix, the suffix and the middle, and those that end the answer."""
+    """Holds the token ids that announce prefix, suffix and middle, and those that end the answer."""
 
     prefix: int
     suffix: int

@@ -1,6 +1,7 @@
-"""Renders the subset of Ollama's Go templates that describes one turn of a chat: {{ .System }}, {{ .Prompt }}, {{
-.Response }}, and {{ if }}, {{ else }}, {{ end }} around them. A chat is rendered turn by turn, and the last turn ends
-where the response would begin.
+"""Renders the subset of Ollama's Go templates that describes one turn of a chat.
+
+Supported are {{ .System }}, {{ .Prompt }} and {{ .Response }}, with {{ if }}, {{ else }} and {{ end }} around them. A
+chat is rendered turn by turn, and the last turn ends where the response would begin.
 
 A Jinja template is a program. A template of this kind costs no more than the text it writes, so requests may bring one.
 """
@@ -24,7 +25,7 @@ TurnFields = dict[str, str]  # field -> text
 
 
 class OllamaTemplate(ChatTemplate):
-    """A chat template in Ollama's notation."""
+    """Renders chats with a template in Ollama's notation."""
 
     def __init__(self, source: str) -> None:
         self._renderer = TurnRenderer(source)
@@ -41,7 +42,7 @@ class Placeholder(NamedTuple):
 
 
 class Conditional(NamedTuple):
-    """An {{ if }} with its branches."""
+    """Represents an {{ if }} with its branches."""
 
     operator: str  # and: all fields have text; or: one of them; not: the first has none
     fields: Sequence[str]
@@ -59,7 +60,7 @@ TemplateNode = str | Placeholder | Conditional
 
 
 class TurnRenderer:
-    """A parsed template."""
+    """Renders the turns of a chat with a parsed template."""
 
     def __init__(self, source: str) -> None:
         self._nodes = parse(source)

@@ -19,19 +19,19 @@ from penstock.text.tool_formats import AnswerFormat, CallSyntax
 
 
 class Content(NamedTuple):
-    """A piece of the answer itself."""
+    """Carries a piece of the answer itself."""
 
     text: str
 
 
 class Reasoning(NamedTuple):
-    """A piece of what the model thinks before it answers."""
+    """Carries a piece of what the model thinks before it answers."""
 
     text: str
 
 
 class CallStarted(NamedTuple):
-    """The start of a tool call."""
+    """Marks the start of a tool call."""
 
     index: int  # type: ignore[assignment]  # hides tuple.index, which is not used
     id: str
@@ -39,14 +39,14 @@ class CallStarted(NamedTuple):
 
 
 class Arguments(NamedTuple):
-    """A piece of a call's arguments. Joined, the pieces are a JSON text."""
+    """Carries a piece of a call's arguments. Joined, the pieces are a JSON text."""
 
     index: int  # type: ignore[assignment]
     text: str
 
 
 class CallEnded(NamedTuple):
-    """The end of a tool call."""
+    """Marks the end of a tool call."""
 
     index: int  # type: ignore[assignment]
 
@@ -326,7 +326,7 @@ class AnswerParser:
 
 
 class _SecondCall(Exception):
-    """A second call starts where only one is allowed: the rest of the answer is dropped."""
+    """Ends the reading where a second call starts and only one is allowed."""
 
 
 _ARGUMENTS = ("arguments", "parameters")

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class PreTokenizer(NamedTuple):
-    """How a family of vocabularies splits text."""
+    """Says how a family of vocabularies splits text."""
 
     splits: tuple[str, ...]  # regular expressions, applied in turn: every match is a piece, and so is every gap
     ignore_merges: bool = False  # a piece that is a token is not split

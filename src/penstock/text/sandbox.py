@@ -32,7 +32,7 @@ TICK, CONCATENATED = " tick", " concatenated"  # names that no template can spel
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """The environment in which templates are compiled and run."""
+    """Compiles and runs templates within limits."""
 
     intercepted_binops = frozenset(("+", "*", "**", "%"))
 

@@ -30,7 +30,7 @@ _FIELDS = {
 
 
 class StreamingReader:
-    """A text with a position, of which more may come."""
+    """Holds a text of which more may come, and a position in it."""
 
     def __init__(self) -> None:
         self.ended = False

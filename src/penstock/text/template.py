@@ -18,7 +18,7 @@ from penstock.text.tokenizer import MAX_CHARACTERS
 
 
 class Template:
-    """A compiled chat template."""
+    """Renders chats with one compiled template."""
 
     def __init__(self, source: str) -> None:
         self._environment = _environment()

@@ -16,7 +16,7 @@ from penstock.text.tools import MessageDict
 
 
 class ChatPrompt(NamedTuple):
-    """A rendered chat."""
+    """Holds a rendered chat."""
 
     tokens: list[int]
     opened: bool = False  # the answer begins within reasoning
@@ -46,7 +46,7 @@ class Text:
 
     @property
     def format(self) -> AnswerFormat:
-        """How the model writes answers in a chat."""
+        """Returns how the model writes answers in a chat."""
         return AnswerFormat(PLAIN) if self.template is None else self.template.format
 
     def takes(self, name: str) -> bool:

@@ -32,7 +32,7 @@ _END_TOKENS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerSpec:
-    """A vocabulary and how to use it."""
+    """Describes a vocabulary and how to use it."""
 
     library: tokenizers.Tokenizer
     size: int

@@ -17,8 +17,8 @@ from penstock.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallSyntax:
-    """How a call is written: `head`, arguments, `tail`. Without a head it is a JSON object with name and arguments. A
-    `section` surrounds several calls."""
+    """Says how a call is written: `head`, arguments, `tail`. Without a head it is a JSON object with name and
+    arguments. A `section` surrounds several calls."""
 
     section: tuple[str, str] = ("", "")
     head: str = ""
@@ -31,12 +31,12 @@ class CallSyntax:
 
     @property
     def openings(self) -> tuple[str, ...]:
-        """The markers that a call or a section begins with."""
+        """Returns the markers that a call or a section begins with."""
         return tuple(_beginning(pattern) for pattern in (self.section[0], self.head) if pattern and not self.bare)
 
     @property
     def patterns(self) -> Iterator[str]:
-        """All patterns around names and arguments."""
+        """Yields all patterns around names and arguments."""
         yield from (*self.section, self.head, self.tail, self.quote)
         if self.parameter is not None:
             yield self.parameter[0]
@@ -45,7 +45,7 @@ class CallSyntax:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFormat:
-    """How a family of models writes tool calls."""
+    """Says how a family of models writes tool calls."""
 
     name: str
     template_markers: tuple[str, ...]  # all of them are in a template of this format
@@ -212,7 +212,7 @@ REASONING = (  # if a template has the second marker, an answer may begin with s
 
 
 class AnswerFormat(NamedTuple):
-    """How a model writes its answers."""
+    """Says how a model writes its answers."""
 
     tool_format: ToolFormat
     reasoning: tuple[str, str] | None = None  # the markers around reasoning

@@ -10,8 +10,8 @@ MessageDict = Mapping[str, Any]  # {"role": ..., "content": ...}
 
 
 class CallArguments(dict[str, Any]):
-    """The arguments of a call. Some templates iterate over them or write them as JSON, others insert them as text: as a
-    text they are JSON."""
+    """Holds the arguments of a call. Some templates iterate over them or write them as JSON, others insert them as
+    text: as a text they are JSON."""
 
     def __str__(self) -> str:
         return json.dumps(self, ensure_ascii=False)
