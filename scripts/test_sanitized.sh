@@ -7,8 +7,8 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 build=$(realpath -m "${1:-_build/sanitized}")
 tests=("${@:2}")
-[ ${#tests[@]} -gt 0 ] || tests=(-k "not generic" tests/ops/test_cpu.py tests/ops/test_cpu_sampling.py
-  tests/ops/test_cpu_experts.py tests/models/test_cpu_goldens.py)
+[ ${#tests[@]} -gt 0 ] || tests=(-k "not generic" tests/ops/test_cpu.py tests/ops/test_chain_hash.py
+  tests/ops/test_cpu_sampling.py tests/ops/test_cpu_experts.py tests/models/test_cpu_goldens.py)
 python=$(command -v "${PYTHON:-python}")
 
 if ! "$python" -c "import nanobind, pytest" 2> /dev/null; then

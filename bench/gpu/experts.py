@@ -15,8 +15,8 @@ from products import seconds
 from random_weights import random_codes
 
 from penstock.backend.cuda.experts import Bank, CodedMatrices, DenseMatrices, Matrices, Mixture
-from penstock.backend.cuda.kernels.dequantize import expand
-from penstock.backend.cuda.kernels.expert_routing import Seats
+from penstock.backend.cuda.kernels.dequantize import dequantize_matrix
+from penstock.backend.cuda.kernels.expert_routing import ExpertPermutation
 from penstock.model.spec import ExpertSpec
 
 DEVICE = torch.device("cuda")
@@ -35,7 +35,7 @@ def values_of(matrices: Any) -> Any:
     if isinstance(matrices, DenseMatrices):
         return matrices.weight.float()
     values = torch.empty(matrices.weight.rows, matrices.weight.width, device=DEVICE, dtype=torch.bfloat16)
-    expand(matrices.weight, values)
+    dequantize_matrix(matrices.weight, values)
     return values.float()
 
 
@@ -51,19 +51,19 @@ class Layer:
         self.bank = Bank(
             matrices(kind, SPEC.count * 2 * SPEC.hidden, DIM), matrices(kind, SPEC.count * DIM, SPEC.hidden), None
         )
-        self.mixture = Mixture(self.bank, SPEC, Seats.on(DEVICE, SPEC, tokens))
+        self.mixture = Mixture(self.bank, SPEC, ExpertPermutation.on(DEVICE, SPEC, tokens))
         half = {"device": DEVICE, "dtype": torch.bfloat16}
         self.x, self.out = torch.randn(tokens, DIM, **half), torch.empty(tokens, DIM, **half)
         self.scores = torch.randn(tokens, SPEC.count, device=DEVICE)
-        self.choice = [torch.empty(tokens, SPEC.chosen, device=DEVICE) for _ in range(2)]
+        self.choice = [torch.empty(tokens, SPEC.top_k, device=DEVICE) for _ in range(2)]
         widths = 2 * SPEC.hidden, SPEC.hidden, DIM
-        self.pairs = [torch.empty(tokens, SPEC.chosen * width, **half) for width in widths]
+        self.pairs = [torch.empty(tokens, SPEC.top_k * width, **half) for width in widths]
 
     def __call__(self) -> None:
         self.mixture(None, self.x, self.scores, self.out, *self.choice, *self.pairs)  # type: ignore[arg-type]
 
     def wanted(self, token: int) -> Any:
-        shares, experts = self.scores[token].softmax(0).topk(SPEC.chosen)
+        shares, experts = self.scores[token].softmax(0).topk(SPEC.top_k)
         up = values_of(self.bank.up).view(SPEC.count, 2, SPEC.hidden, DIM)
         down = values_of(self.bank.down).view(SPEC.count, DIM, SPEC.hidden)
         x = self.x[token].float()
@@ -85,7 +85,7 @@ def measure(kind: str, tokens: int) -> str:
     assert torch.equal(before, layers[0].out), f"{kind}, {tokens} tokens: a graph gives something else"
     chosen = layers[0].choice[0].view(torch.int32).unique().numel()
     read = chosen / SPEC.count * sum(bytes_of(part) for part in (layers[0].bank.up, layers[0].bank.down))
-    work = 6 * tokens * SPEC.chosen * DIM * SPEC.hidden
+    work = 6 * tokens * SPEC.top_k * DIM * SPEC.hidden
     return (
         f"{kind:6} {tokens:5} tokens: {time * 1e6:8.1f} us a layer, {read / time / 1e12:5.2f} TB/s "
         f"({read / BANDWIDTH / time:4.0%} of memory), {work / time / 1e12:6.1f} TFLOP/s, off by {max(differences):.1e}"

@@ -25,7 +25,7 @@ from penstock.backend.cuda.kernels import (
     sampling_threshold,
     silu_and_mul,
 )
-from penstock.backend.cuda.kernels.skinny import Scratch, Tiling, skinny
+from penstock.backend.cuda.kernels.skinny_gemm import SplitKScratch, Tiling, skinny_gemm
 from penstock.backend.cuda.weights import multiply
 from penstock.backend.ref.batches import Chunk, greedy_batch
 from penstock.model.rope import plain
@@ -115,7 +115,7 @@ def limits(_: Any) -> Figures:
 def products(_: Any) -> Figures:
     """Every product of a layer, ours and the library's, at every number of rows."""
     found: Figures = {}
-    scratch = Scratch.on(torch.device("cuda"))
+    scratch = SplitKScratch.on(torch.device("cuda"))
     totals: dict[str, float] = {}
     for name, (rows, width, gated) in SHAPES.items():
         weights = copies(rows, width)
@@ -148,16 +148,16 @@ def products(_: Any) -> Figures:
 def library(x: Any, weight: Any, full: Any, out: Any, gated: bool) -> None:
     multiply(x, weight, None, full)
     if gated:
-        silu_and_mul.gate(full, out)
+        silu_and_mul.act_and_mul(full, out)
 
 
 def our_product(
-    x: Any, out: Any, rows: int, width: int, gated: bool, scratch: Scratch
+    x: Any, out: Any, rows: int, width: int, gated: bool, scratch: SplitKScratch
 ) -> Callable[[torch.Tensor], None] | None:
     if len(x) == 1:
         return lambda w: gemv.gemv(x, w, None, out, gated=gated, tiling=tilings.gemv_tiling(rows, width))
     tiling = tilings.skinny_tiling(len(x), rows, width, x.element_size(), gated)
-    return tiling and (lambda w: skinny(x, w, None, out, tiling, scratch, gated=gated))
+    return tiling and (lambda w: skinny_gemm(x, w, None, out, tiling, scratch, gated=gated))
 
 
 ROW_TILINGS = [
@@ -171,7 +171,7 @@ TUNED_COUNTS = (16, 64)
 def tune(_: Any) -> Figures:
     """The fastest tilings of the products for a few rows."""
     found: Figures = {}
-    scratch = Scratch.on(torch.device("cuda"))
+    scratch = SplitKScratch.on(torch.device("cuda"))
     for name, (rows, width, gated) in SHAPES.items():
         weights = copies(rows, width)
         half = rows // 2 if gated else rows
@@ -191,7 +191,7 @@ def tune(_: Any) -> Figures:
                 if fits(r, w, stages, count, gated)
             ]
             trials = {
-                str(tuple(t)): [partial(skinny, xs, w, None, outs, t, scratch, gated=gated) for w in weights]
+                str(tuple(t)): [partial(skinny_gemm, xs, w, None, outs, t, scratch, gated=gated) for w in weights]
                 for t in tried
             }
             label = f"{name} x {count}"
@@ -254,21 +254,21 @@ class Context:
         parts = np.full((max(self.work.shape.parts, 1), 8), -1, np.int32)
         parts[: len(self.work.parts)] = self.work.parts
         self.parts, self.tiles = on_device(parts), on_device(self.work.tiles)
-        self.tables, self.header = on_device(batch.tables.ravel()), on_device(np.array([batch.tables.shape[1]] * 4))
-        self.shares = decode_attention.Shares(
+        self.tables, self.header = on_device(batch.tables.ravel()), on_device(np.array([batch.tables.shape[2]] * 4))
+        self.shares = decode_attention.SplitKV(
             torch.empty(len(parts) * heads * dims, device="cuda"),
             torch.empty(len(parts) * heads * 2, device="cuda"),
             torch.zeros(len(chunks) * kv_heads, dtype=torch.int32, device="cuda"),
         )
 
     def decode(self, cache: torch.Tensor) -> None:
-        decode_attention.attend_parts(
+        decode_attention.decode_attention(
             self.qkv, cache, self.parts, self.tables, self.header, self.out, self.shares, None, self.dims**-0.5, 0
         )
 
     def prefill(self, cache: torch.Tensor) -> None:
         scale = self.dims**-0.5
-        prefill_attention.attend_tiles(self.qkv, cache, self.tiles, self.tables, self.header, self.out, scale, 0)
+        prefill_attention.prefill_attention(self.qkv, cache, self.tiles, self.tables, self.header, self.out, scale, 0)
 
     def error(self) -> float:
         """Of what was last computed over the first cache, on the last row."""
@@ -276,7 +276,7 @@ class Context:
         first, last = self.batch.row_start[row : row + 2].tolist()
         positions = torch.from_numpy(self.batch.positions[first:last]).cuda()
         context = int(positions[-1]) + 1
-        table = torch.from_numpy(self.batch.tables[row, : -(-context // 16)].astype(np.int64)).cuda()
+        table = torch.from_numpy(self.batch.tables[0, row, : -(-context // 16)].astype(np.int64)).cuda()
         keys, values = self.caches[0][table].float().permute(1, 2, 0, 3, 4).reshape(2, 8, -1, self.dims)[:, :, :context]
         q = self.qkv[first:last].float().reshape(last - first, -1, self.dims)[:, :32].transpose(0, 1)
         mask = torch.arange(context, device="cuda")[None, :] <= positions[:, None]
@@ -376,7 +376,7 @@ def small(_: Any) -> Figures:
             f"norm {rows}", wrong, partial(norm.add_norm, x, residual, gain, 1e-5, out, total), rows * 4096 * 8
         )
         wide, half = bf16(rows, 28672), bf16(rows, 14336)
-        silu_and_mul.gate(wide, half)
+        silu_and_mul.act_and_mul(wide, half)
         left, right = wide.double().chunk(2, dim=1)
         wrong = error(half, torch.nn.functional.silu(left) * right)
         found[f"gate {rows}"] = report(f"gate {rows}", wrong, partial(silu_and_mul.gate, wide, half), rows * 14336 * 6)
@@ -398,7 +398,7 @@ def report(name: str, wrong: float, call: Call, moved: float) -> Figures:
 
 def sampling(rows: int) -> Figures:
     logits = torch.empty((rows, 128256), device="cuda").normal_(0, 3)
-    room = sampling_threshold.Room.on(logits.device, rows, 128256)
+    room = sampling_threshold.ThresholdScratch.on(logits.device, rows, 128256)
     chunks = -(-128256 // sample_tokens.CHUNK)
     sized = lambda kind: torch.zeros((rows, chunks), dtype=kind, device="cuda")  # noqa: E731
     peaks, where, masses = sized(torch.float32), sized(torch.int32), sized(torch.int64)
@@ -409,10 +409,12 @@ def sampling(rows: int) -> Figures:
     last, out, least = ones(0, whole), ones(0, whole), ones(0.0)
 
     def run(heat: Any, draws: bool, cuts: bool) -> None:
-        sample_tokens.find_peaks(logits, peaks, where)
+        sample_tokens.find_chunk_maxima(logits, peaks, where)
         if cuts:
-            sampling_threshold.cut(logits, peaks, room, heat, ones_k, ones_p, zero_p, least)
-        sample_tokens.choose(logits, heat, least, seeds, target, slots, last, out, (peaks, where, masses), draws=draws)
+            sampling_threshold.sampling_threshold(logits, peaks, room, heat, ones_k, ones_p, zero_p, least)
+        sample_tokens.sample_tokens(
+            logits, heat, least, seeds, target, slots, last, out, (peaks, where, masses), draws=draws
+        )
 
     target, ones_k, ones_p, zero_p = ones(-1, whole), ones(40, whole), ones(0.9), ones(0.0)
     cold, hot = ones(0.0), ones(0.8)

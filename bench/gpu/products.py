@@ -26,15 +26,15 @@ from random_weights import random_blocks
 from random_weights import random_codes as make
 
 from penstock.backend.cuda.kernels import quant_gemm, quant_gemm_small, quant_gemv
-from penstock.backend.cuda.kernels.dequantize import expand, gather
+from penstock.backend.cuda.kernels.dequantize import dequantize_matrix, dequantize_rows
 from penstock.backend.cuda.kernels.fp8 import (
-    Float8Weight,
-    few_float8,
-    multiply_float8,
+    Fp8Weight,
+    cublas_fp8_gemm,
+    fp8_gemm_small,
 )
-from penstock.backend.cuda.kernels.fp8_activations import quantize_rows
-from penstock.backend.cuda.kernels.fp8_tiles import tiles_float8
-from penstock.backend.cuda.kernels.skinny import MOST_SHARES, Scratch
+from penstock.backend.cuda.kernels.fp8_activations import quantize_activations
+from penstock.backend.cuda.kernels.fp8_gemm import fp8_gemm
+from penstock.backend.cuda.kernels.skinny_gemm import MAX_PARTIALS, SplitKScratch
 from penstock.backend.cuda.pack_quantized import CODINGS, pack
 from penstock.model.dequantize import dequantize
 from penstock.model.tensor import FORMATS, Tensor
@@ -52,7 +52,7 @@ BANDWIDTH = 4.2e12
 CACHE = 300 << 20  # bytes of copies that no cache holds
 DEVICE = torch.device("cuda")
 
-FEW_TILINGS = [
+SMALL_GEMM_TILINGS = [
     quant_gemm_small.Tiling(warps, steps, tiles)
     for warps in (2, 4, 8, 16)
     for steps in (1, 2, 4)
@@ -90,7 +90,7 @@ def values_of(name: str, weight: Any) -> Any:
     if name == "FP8":
         return weight.values.float() * weight.scales[:, None]
     values = torch.empty(weight.rows, weight.width, device=DEVICE)
-    expand(weight, values)
+    dequantize_matrix(weight, values)
     return values
 
 
@@ -109,11 +109,11 @@ def check_packing(name: str) -> float:
     weight = pack(data, name, 176, 1536, DEVICE)
     tokens = torch.tensor([3, 175, 16, 8], dtype=torch.int32, device=DEVICE)
     rows = torch.empty(4, 1536, device=DEVICE)
-    gather(weight, tokens, rows)
+    dequantize_rows(weight, tokens, rows)
     return max(difference(values_of(name, weight), want), difference(rows, want[tokens.long()]))
 
 
-def check_products(name: str, scratch: Scratch) -> dict[str, float]:
+def check_products(name: str, scratch: SplitKScratch) -> dict[str, float]:
     """Of each kernel, against float64; widths that do not divide, rows that do not fill a tile, a bias, a gate."""
     errors = {}
     rows, width = 416, 1536
@@ -126,7 +126,7 @@ def check_products(name: str, scratch: Scratch) -> dict[str, float]:
         errors[f"{count}"] = difference(run_one(name, x, weight, bias, scratch), want)
         if count <= 16:
             out = torch.full((count, rows // 2), float("nan"), device=DEVICE)
-            kernel = few_float8 if name == "FP8" else quant_gemm_small.few
+            kernel = fp8_gemm_small if name == "FP8" else quant_gemm_small.quant_gemm_small
             kernel(x, weight, bias, out, gated=True, tiling=quant_gemm_small.Tiling(4, 2, 2))
             want = torch.nn.functional.silu(want[:, : rows // 2]) * want[:, rows // 2 :]
             errors[f"{count} gated"] = difference(out, want)
@@ -135,34 +135,34 @@ def check_products(name: str, scratch: Scratch) -> dict[str, float]:
     return errors
 
 
-def check_subnormal(scratch: Scratch) -> float:
+def check_subnormal(scratch: SplitKScratch) -> float:
     """Of values whose exponent is 0."""
     codes = torch.randint(0, 8, (32, 512), device=DEVICE, dtype=torch.uint8)
-    weight = Float8Weight(codes.view(torch.float8_e4m3fn), torch.ones(32, device=DEVICE))
+    weight = Fp8Weight(codes.view(torch.float8_e4m3fn), torch.ones(32, device=DEVICE))
     x = torch.randn(2, 512, device=DEVICE, dtype=torch.bfloat16)
     return difference(run_one("FP8", x, weight, None, scratch), x.double() @ values_of("FP8", weight).double().T)
 
 
-def run_one(name: str, x: Any, weight: Any, bias: Any, scratch: Scratch) -> Any:
+def run_one(name: str, x: Any, weight: Any, bias: Any, scratch: SplitKScratch) -> Any:
     out = torch.full((len(x), weight.rows), float("nan"), device=DEVICE)
     if name == "FP8" and len(x) > 16:
         codes, scales = quantized(x)
-        tiles_float8(codes, scales, weight, bias, out, quant_gemm.Tiling(4, 32, 2, 3, 4, 3), scratch)
+        fp8_gemm(codes, scales, weight, bias, out, quant_gemm.Tiling(4, 32, 2, 3, 4, 3), scratch)
     elif name == "FP8":
-        few_float8(x, weight, bias, out)
+        fp8_gemm_small(x, weight, bias, out)
     elif len(x) == 1 and weight.coding.groups > 1:
-        quant_gemv.one(x, weight, bias, out, tiling=quant_gemv.Tiling(4, 1, 1, 2))
+        quant_gemv.quant_gemv(x, weight, bias, out, tiling=quant_gemv.Tiling(4, 1, 1, 2))
     elif len(x) <= 16:
-        quant_gemm_small.few(x, weight, bias, out)
+        quant_gemm_small.quant_gemm_small(x, weight, bias, out)
     else:
-        quant_gemm.many(x, weight, bias, out, quant_gemm.Tiling(4, 32, 1, 3, 4, 3), scratch)
+        quant_gemm.quant_gemm(x, weight, bias, out, quant_gemm.Tiling(4, 32, 1, 3, 4, 3), scratch)
     return out
 
 
 def quantized(x: Any) -> tuple[Any, Any]:
     codes = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=DEVICE)
     scales = torch.empty(len(x), device=DEVICE)
-    quantize_rows(x, codes, scales)
+    quantize_activations(x, codes, scales)
     return codes, scales
 
 
@@ -203,9 +203,9 @@ def splits(programs: int, width: int) -> list[int]:
 
 def candidates(name: str, count: int, rows: int, width: int, tune: bool) -> list[Any]:
     if count == 1 and name not in ("FP8", "INT4"):
-        return [*ONE_TILINGS, *FEW_TILINGS] if tune else [quant_gemv.Tiling(4, 1, 1, 2)]
+        return [*ONE_TILINGS, *SMALL_GEMM_TILINGS] if tune else [quant_gemv.Tiling(4, 1, 1, 2)]
     if count <= 16:
-        return FEW_TILINGS if tune else [quant_gemm_small.DEFAULT]
+        return SMALL_GEMM_TILINGS if tune else [quant_gemm_small.DEFAULT]
     found = []
     for tiles, steps, warps, stages in FLOAT8_TILINGS if name == "FP8" else MANY_TILINGS:
         block = max(min(1 << (count - 1).bit_length(), 128), 32)
@@ -213,30 +213,30 @@ def candidates(name: str, count: int, rows: int, width: int, tune: bool) -> list
             continue
         programs = -(-rows // (16 * tiles)) * -(-count // block)
         for split in splits(programs, width):
-            if split == 1 or split * count * rows <= MOST_SHARES:
+            if split == 1 or split * count * rows <= MAX_PARTIALS:
                 found.append(quant_gemm.Tiling(tiles, block, steps, split, warps, stages))
     return found if tune else found[:1]
 
 
 def call_of(name: str, x: Any, coded: Any, weight: Any, out: Any, tiling: Any, scratch: Any) -> Callable[[], None]:
     if isinstance(tiling, quant_gemv.Tiling):
-        return lambda: quant_gemv.one(x, weight, None, out, tiling=tiling)
+        return lambda: quant_gemv.quant_gemv(x, weight, None, out, tiling=tiling)
     if isinstance(tiling, quant_gemm_small.Tiling):
-        kernel = few_float8 if name == "FP8" else quant_gemm_small.few
+        kernel = fp8_gemm_small if name == "FP8" else quant_gemm_small.quant_gemm_small
         return lambda: kernel(x, weight, None, out, tiling=tiling)
     if name == "FP8":
-        return lambda: tiles_float8(*coded, weight, None, out, tiling, scratch)
-    return lambda: quant_gemm.many(x, weight, None, out, tiling, scratch)
+        return lambda: fp8_gemm(*coded, weight, None, out, tiling, scratch)
+    return lambda: quant_gemm.quant_gemm(x, weight, None, out, tiling, scratch)
 
 
 def library(name: str, x: Any, coded: Any, weight: Any, workspace: Any, out: Any) -> Callable[[], None]:
     """Values written out in bfloat16, or float8 as it is, and the library's product."""
     if name == "FP8":
-        return lambda: multiply_float8(*coded, weight, None, out)
+        return lambda: cublas_fp8_gemm(*coded, weight, None, out)
     values = workspace[: weight.rows * weight.width].view(weight.rows, weight.width)
 
     def expanded() -> None:
-        expand(weight, values)
+        dequantize_matrix(weight, values)
         torch.mm(x, values.t(), out=out)
 
     return expanded
@@ -317,7 +317,7 @@ def measure_step(name: str, count: int, best: dict[tuple[str, str, int], Any], s
         coded = quantized(x) if name == "FP8" and count > 16 else None
         tiling = best[name, shape, count]
         if tiling == "library":
-            calls.append(lambda c=coded, w=weight, o=out: multiply_float8(*c, w, None, o))
+            calls.append(lambda c=coded, w=weight, o=out: cublas_fp8_gemm(*c, w, None, o))
         else:
             calls.append(call_of(name, x, coded, weight, out, tiling, scratch))
         size += weight.bytes
@@ -342,7 +342,7 @@ def tiling_of(cell: dict[str, Any]) -> Any:
 
 def compile_some(jobs: list[tuple[str, int, Any]]) -> None:
     """Runs a kernel once for each job, so that the others find it compiled on disk."""
-    scratch = Scratch.on(DEVICE)
+    scratch = SplitKScratch.on(DEVICE)
     made: dict[str, Any] = {}
     for name, count, tiling in jobs:
         try:
@@ -390,7 +390,7 @@ def main() -> None:
     names, counts = args.formats.split(","), [int(count) for count in args.rows.split(",")]
     began = time.perf_counter()
     torch.manual_seed(0)
-    scratch = Scratch.on(DEVICE)
+    scratch = SplitKScratch.on(DEVICE)
     report: dict[str, Any] = {"device": torch.cuda.get_device_name(), "checks": {}, "products": [], "steps": []}
 
     if args.tune:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from penstock.backend.cuda.kernels.fp8 import quantize_float8
+from penstock.backend.cuda.kernels.fp8 import quantize_fp8
 from penstock.backend.cuda.pack_quantized import CODINGS, TAKE, pack_parts, quantize_int4
 from penstock.backend.cuda.quantized_weights import Float8, Quantized, Workspace
 from penstock.backend.cuda.weights import Dense
@@ -35,7 +35,7 @@ def random_codes(name: str, rows: int, width: int) -> Any:
     """A matrix of float8, of 4 bits, or of a file's format."""
     if name in ("FP8", "INT4"):
         values = torch.empty(rows, width, device=DEVICE, dtype=torch.bfloat16).normal_(0, 0.02)
-        return quantize_float8(values) if name == "FP8" else quantize_int4(values)
+        return quantize_fp8(values) if name == "FP8" else quantize_int4(values)
     blocks = random_blocks(name, rows, width)
     return pack_parts(lambda first, last: TAKE[name](blocks[first:last]), CODINGS[name], rows, width)
 

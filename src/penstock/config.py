@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import os
 import sys
+from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from functools import partial
 from operator import index
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from penstock.errors import ConfigError
-from penstock.types import Limits
+from penstock.types import Limits, blocks_for
 
 SAVED_PER_ROW = 4  # states, where there is room: of its system prompt, its conversation and some others'
 DEVICES = ("auto", "cpu", "cuda", "ref")
@@ -169,31 +171,35 @@ def resolve(
     vocab: int,
     kv_bytes: int,
     memory: int,
+    windows: tuple[int, ...] = (0,),
     encoder: bool = False,
     state_bytes: int = 0,
 ) -> Limits:
-    """The limits of this config, settled, for a model with `context` positions whose KV costs `kv_bytes` a token and
-    `state_bytes` a sequence, where `memory` bytes may be taken for both. An `encoder` has its whole prompt in one step,
-    and needs room for what two steps compute."""
+    """Returns the limits of a config with all defaults filled in, for a model with `context` positions, where KV and
+    states may take `memory` bytes. A token costs `kv_bytes` in one layer group, `windows` has the window of each group,
+    and a sequence has `state_bytes` besides. An `encoder` computes its whole prompt in one step and needs room for what
+    two steps compute."""
     if config.max_len > context:
-        raise ConfigError(f"max_len {config.max_len} is beyond the model's context of {context} tokens")
+        raise ConfigError(f"max_len {config.max_len} is beyond the model's context of {context} tokens: lower max_len")
     max_len = config.max_len or context
     block_bytes = kv_bytes * config.block_size
     budget = config.kv_memory or memory
     rows, saved = _states(config.max_rows, state_bytes, budget // 2)
     step_tokens = max(config.step_tokens, rows)
-    wanted = -(-max_len // config.block_size) * rows
+    needed = partial(blocks_for, windows=windows, block_size=config.block_size)
     if encoder:
         max_len = min(max_len, step_tokens)
-        wanted = 2 * (-(-step_tokens // config.block_size) + rows)
+        wanted = 2 * (needed(step_tokens) + rows)
+    else:
+        wanted = (rows - 1) * needed(max_len) + needed(max_len, chunk=step_tokens)
     num_blocks = min(wanted, (budget - (rows + saved) * state_bytes) // block_bytes)
-    if num_blocks < 2 or not rows:
-        least = 2 * max(block_bytes, 2 * state_bytes)
+    if num_blocks < 2 * len(windows) or not rows:
+        least = 2 * max(len(windows) * block_bytes, 2 * state_bytes)
         raise ConfigError(
             f"the KV cache needs at least {least} bytes; got {budget}: raise kv_memory or free some memory"
         )
     return Limits(
-        max_len=min(max_len, num_blocks * config.block_size),
+        max_len=_longest(max_len, num_blocks, partial(needed, chunk=step_tokens)),
         max_rows=rows,
         step_tokens=step_tokens,
         block_size=config.block_size,
@@ -202,11 +208,17 @@ def resolve(
         prefill_budget=config.prefill_budget,
         encoder=encoder,
         states=saved,
+        windows=windows,
     )
 
 
+def _longest(most: int, num_blocks: int, needed: Callable[[int], int]) -> int:
+    """Returns how many tokens, `most` at most, a sequence may have that is alone and needs `needed(tokens)` blocks."""
+    return bisect_right(range(1, most + 1), num_blocks, key=needed)
+
+
 def _states(max_rows: int, size: int, memory: int) -> tuple[int, int]:
-    """How many rows there can be, and how many saved states: at least as many, where memory is short."""
+    """Returns how many rows there can be and how many states can be saved: at least as many, where memory is short."""
     if not size:
         return max_rows, 0
     rows = min(max_rows, memory // size // 2)

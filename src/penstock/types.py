@@ -1,4 +1,4 @@
-"""The waist: the frozen values that cross every seam of the engine. Standard library only."""
+"""Defines the waist: the frozen values that cross every seam of the engine. It imports the standard library only."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from penstock.errors import InvalidRequest
 
 
 class Thinking(NamedTuple):
-    """Token ids around what a model says to itself before it answers."""
+    """Gives the token ids that open and close a model's thinking, and how many tokens that may take."""
 
     closes: tuple[int, ...]
-    opens: int = -1  # -1: it was opened in the prompt; else the answer may begin with it
-    budget: int | None = None  # tokens, after which it is ended
+    opens: int = -1  # -1: the prompt has opened the thinking; else the answer may begin with this token
+    budget: int | None = None  # tokens, after which the thinking is closed
 
 
 class Grammar(NamedTuple):
-    """What an answer must match, after the thinking where there may be some."""
+    """Describes what an answer must match. Thinking, where the model may think, comes before it and is free."""
 
     kind: str  # json (a schema), regex, lark, or free for any text at all
     text: str
@@ -26,7 +26,7 @@ class Grammar(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to choose the next token and when to stop. `stop` is text and is watched for above the engine."""
+    """Says how to choose the next token and when to stop. `stop` is text: the layers above the engine watch for it."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -77,7 +77,7 @@ class SamplingParams:
 
 
 class Request(NamedTuple):
-    """One token stream asked for: what a user sent, once text has become token ids."""
+    """Asks for one token stream: it is what a user sent, once text has become token ids."""
 
     id: int
     prompt: tuple[int, ...]
@@ -87,12 +87,13 @@ class Request(NamedTuple):
     priority: int = 0  # lower runs sooner
     salt: str = ""  # prompts share cached blocks only under the same salt
     pooling: str = ""  # mean, cls or last: an embedding of the prompt is wanted, and no tokens
-    owner: str = ""  # whose it is: a report tells nobody of another's prompts
+    owner: str = ""  # who sent it: a report tells nobody about another owner's prompts
     explain: bool = False  # its report is to say which recent prompt it was nearest to
+    background: bool = False  # may wait: runs behind every foreground request and never crowds them out
 
 
 class Limits(NamedTuple):
-    """What the engine can hold: decided once, before anything is allocated."""
+    """States what the engine can hold. It is decided once, before anything is allocated."""
 
     max_len: int  # tokens of one sequence, prompt and answer
     max_rows: int  # sequences in one step
@@ -102,54 +103,75 @@ class Limits(NamedTuple):
     vocab: int
     prefill_budget: int = 0  # tokens in one step while up to 64 rows answer; 0: step_tokens
     dim: int = 0  # values of a hidden state, and of an embedding
-    pooling: str = "mean"  # what the model makes embeddings by
-    encoder: bool = False  # embeddings are all it makes, each in one step
-    states: int = 0  # of sequences, saved for others to begin with; 0: the model has none, its KV is all there is
+    pooling: str = "mean"  # how the model pools hidden states into an embedding
+    encoder: bool = False  # the model makes embeddings only, each in one step
+    states: int = 0  # places for saved recurrent states; 0: the model has none, its KV is all there is
+    windows: tuple[int, ...] = (0,)  # per KV layer group: how many positions its layers see; 0: all of them
 
 
 def prefill_budget(base: int, answering: int) -> int:
-    """Tokens of a step beside so many answering rows, where `base` suit up to 64: every 64 more add half as much again,
-    because a step that answers more rows may take longer."""
+    """Returns the tokens that a step may have while `answering` rows decode, where `base` suits up to 64 of them. Every
+    64 more rows add one and a half times `base`, because a step that answers more rows may take longer."""
     return base * (3 * -(-answering // 64) - 1) // 2
 
 
+def blocks_for(tokens: int, windows: tuple[int, ...], block_size: int, chunk: int = 1) -> int:
+    """Returns how many blocks, of all layer groups together, a sequence of up to `tokens` tokens may hold at once while
+    its steps compute at most `chunk` of them. Within a window only those blocks are held that the step still reads or
+    writes: positions from `window - 1` before the chunk to its end, wherever in a block these begin."""
+    whole = -(-tokens // block_size)
+    return sum(min(whole, -(-(window + chunk - 2) // block_size) + 1) if window else whole for window in windows)
+
+
 class Row(NamedTuple):
-    """A sequence's share of a step: compute `count` positions from `start`, answer the last `sample` of them."""
+    """Gives a sequence's share of a step: compute `count` positions from `start`, answer the last `sample` of them."""
 
     seq: int
     start: int
     count: int  # type: ignore[assignment]  # a row is no one's list: tuple.count is not missed
     sample: int
     begin: int = -1  # the saved state that it begins with; -1: its own, or none at position 0
-    save: int = -1  # where its state is saved; -1: nowhere
-    at: int = 0  # the position up to which that state has come
+    save: int = -1  # the place where its state is saved; -1: nowhere
+    at: int = 0  # how many positions the saved state covers
 
 
 class Grown(NamedTuple):
-    """Blocks a sequence took: they extend its block table from entry `at`."""
+    """Tells which blocks a sequence took in one layer group: they are written to its block table from entry `at`."""
 
     seq: int
     at: int
     blocks: tuple[int, ...]
+    group: int = 0
+
+
+class BlockCopy(NamedTuple):
+    """Asks for a copy of one block between the device and a place in host memory, done before the step."""
+
+    block: int
+    place: int
+    direction: str  # "in": from the place to the block; "out": from the block to the place
 
 
 class StepPlan(NamedTuple):
-    """What the scheduler decides for one step."""
+    """States what the scheduler has decided for one step."""
 
     step: int
     rows: tuple[Row, ...]
     grown: tuple[Grown, ...] = ()
-    dropped: tuple[int, ...] = ()  # sequences that lost their block table since the last plan
+    dropped: tuple[int, ...] = ()  # sequences that lost their block tables since the last plan
+    copies: tuple[BlockCopy, ...] = ()  # in this order, before the step
 
 
 class TokenLogprob(NamedTuple):
+    """Gives a token's logarithmic probability and those of the likeliest alternatives."""
+
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()  # (token, logprob), most likely first
 
 
 class RowResult(NamedTuple):
-    """What the backend answers for one row."""
+    """Holds what the backend answers for one row."""
 
     tokens: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()  # one for each of `tokens`, when asked for
@@ -158,11 +180,15 @@ class RowResult(NamedTuple):
 
 
 class StepResult(NamedTuple):
+    """Holds what the backend answers for one step."""
+
     step: int
     rows: tuple[RowResult, ...]  # parallel to the plan's rows
 
 
 class Tokens(NamedTuple):
+    """Tells that a request got further tokens, or scores of its prompt's tokens."""
+
     seq: int
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()
@@ -171,44 +197,51 @@ class Tokens(NamedTuple):
 
 
 class Nearest(NamedTuple):
-    """The recent stream of the same owner that shares most of its beginning with a prompt, and where the two part."""
+    """Describes the recent stream of the same owner that shares the longest prefix with a prompt, and where the two
+    diverge."""
 
     shared: int  # tokens
-    held: int  # tokens of it whose KV was computed
-    prompt: int  # of them, those before its answer
-    before: tuple[int, ...] = ()  # the last that are shared
-    had: tuple[int, ...] = ()  # how it went on; empty: it ended there
+    held: int  # tokens of that stream whose KV was computed
+    prompt: int  # how many of them were its prompt
+    before: tuple[int, ...] = ()  # the last shared tokens
+    had: tuple[int, ...] = ()  # how that stream went on; empty: it ended there
     got: tuple[int, ...] = ()  # how the prompt goes on
 
 
 class Report(NamedTuple):
-    """What happened to a request. Seconds are of the engine's clock."""
+    """Tells what happened to a request. Seconds are those of the engine's clock."""
 
     cached: int = 0  # prompt tokens whose KV was reused
     queued: float = 0.0  # seconds until its first step
-    prefill: float = 0.0  # from there to its first token
-    decode: float = 0.0  # from there to its end
+    prefill: float = 0.0  # seconds from there to its first token
+    decode: float = 0.0  # seconds from there to its end
     preemptions: int = 0
     recomputed: int = 0  # tokens whose KV was lost to preemption and computed again
     compiling: float = 0.0  # seconds that it waited for its grammar, before it was queued
     forced: int = 0  # tokens that its grammar left no choice about
-    nearest: Nearest | None = None  # where it was to be explained
+    nearest: Nearest | None = None  # set if Request.explain
 
 
 class Finished(NamedTuple):
+    """Tells that a request was answered to its end."""
+
     seq: int
-    reason: str  # "stop" or "length"; "pooled" where that was all that was wanted
+    reason: str  # "stop" or "length"; "pooled" for an embedding
     stop_token: int | None = None  # the token id that ended it; it is part of the Tokens events too
     pooled: bytes = b""  # see RowResult
     report: Report | None = None
 
 
 class Aborted(NamedTuple):
+    """Tells that a request was ended because its client asked for that."""
+
     seq: int
     report: Report | None = None
 
 
 class Failed(NamedTuple):
+    """Tells that a request could not be answered, with a stable code and a sentence for people."""
+
     seq: int
     code: str
     message: str
@@ -217,11 +250,33 @@ class Failed(NamedTuple):
 Event = Tokens | Finished | Aborted | Failed
 
 
-STEP_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # tokens: bounds between kinds of steps
+class BlockStored(NamedTuple):
+    """Tells that a full block of tokens entered the prefix cache. `number` counts an epoch's block events from 0; the
+    epoch differs between any two lives of an engine, so that whoever follows the events sees gaps and restarts."""
+
+    number: int
+    epoch: int
+    hash: bytes  # 16 bytes: the chain hash of the block and all before it
+    parent: bytes  # the chain hash of the block before, or the root of its salt
+    tokens: tuple[int, ...]
+
+
+class BlockRemoved(NamedTuple):
+    """Tells that a block left the prefix cache."""
+
+    number: int
+    epoch: int
+    hash: bytes
+
+
+BlockEvent = BlockStored | BlockRemoved
+
+
+STEP_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # tokens: bounds of a histogram
 
 
 class Stats(NamedTuple):
-    """The engine's state and counters; every metric is derived from these."""
+    """Holds the engine's state and counters; every metric is derived from these."""
 
     running: int = 0
     waiting: int = 0
@@ -236,15 +291,15 @@ class Stats(NamedTuple):
     busy_seconds: float = 0.0  # spent in steps
     grammars: int = 0  # compiled
     grammar_seconds: float = 0.0  # spent on compiling them, beside the steps
-    masks: int = 0  # of the tokens that a grammar allows
+    masks: int = 0  # bitmasks of allowed tokens that were computed
     mask_seconds: float = 0.0
-    forced_tokens: int = 0  # of the generated ones: not sampled, as grammars left no choice
+    forced_tokens: int = 0  # generated without sampling, because a grammar left no choice
     computed_tokens: int = 0  # in all steps, of prompts and answers
-    step_sizes: tuple[int, ...] = (0,) * (len(STEP_SIZES) + 1)  # steps with as many tokens as between two of STEP_SIZES
+    step_sizes: tuple[int, ...] = (0,) * (len(STEP_SIZES) + 1)  # a histogram of steps by tokens, see STEP_SIZES
 
 
 class Hello(NamedTuple):
-    """The engine's first word to a client."""
+    """Introduces the engine to a client: it is the first message."""
 
     version: str
     pid: int

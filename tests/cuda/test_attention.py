@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from penstock.backend.cuda import inputs
 from penstock.backend.cuda.graphs import bucket, padded
-from penstock.backend.cuda.kernels.decode_attention import Shares, Turn, attend_parts
-from penstock.backend.cuda.kernels.prefill_attention import attend_tiles
+from penstock.backend.cuda.kernels.decode_attention import Rotation, SplitKV, decode_attention
+from penstock.backend.cuda.kernels.prefill_attention import prefill_attention
 from penstock.backend.cuda.kernels.rope import rope_and_store
 from penstock.backend.ref.batches import Chunk, greedy_batch
 from penstock.backend.ref.ops import attention, rotate
@@ -57,8 +57,8 @@ def test_rope_and_store(name: str, interleaved: bool, dtype: torch.dtype) -> Non
     assert int((cache != 0).any(-1).sum()) == 3 * 2 * kv_heads
 
 
-def shares_of(spec: AttentionSpec, parts: int, rows: int) -> Shares:
-    return Shares(
+def split_kv_of(spec: AttentionSpec, parts: int, rows: int) -> SplitKV:
+    return SplitKV(
         torch.full((parts * spec.q_width,), torch.nan, device=DEVICE),
         torch.full((parts * spec.heads * 2,), torch.nan, device=DEVICE),
         ints([0] * (rows * spec.kv_heads)),
@@ -76,18 +76,18 @@ def test_rope_within_attention(name: str, interleaved: bool, dtype: torch.dtype)
     work = inputs.plan(batch, 32, padded)
     places = ints([9 * 16 + 6, 10 * 16, 11 * 16 + 15])
     frequencies = torch.tensor(spec.rope.inv_freq, dtype=torch.float64, device=DEVICE)
-    tables, header = ints(batch.tables.ravel()), ints([batch.tables.shape[1]])
+    tables, header = ints(batch.tables.ravel()), ints([batch.tables.shape[2]])
     found = []
-    for turn in (None, Turn(frequencies, places, spec.rope.scale, len(frequencies), interleaved)):
+    for rotation in (None, Rotation(frequencies, places, spec.rope.scale, len(frequencies), interleaved)):
         qkv = normal(3, (spec.heads + 2 * spec.kv_heads) * spec.head_dim, dtype=dtype, seed=1)
         cache = normal(12, 2, spec.kv_heads, 16, spec.head_dim, dtype=dtype)
         out = torch.full((3, spec.q_width), torch.nan, dtype=dtype, device=DEVICE)
-        if turn is None:
+        if rotation is None:
             rope_and_store(
                 qkv, frequencies, spec.rope.scale, len(frequencies), interleaved, ints(batch.positions), places, cache
             )
-        shares = shares_of(spec, len(work.parts), 3)
-        attend_parts(qkv, cache, ints(work.parts), tables, header, out, shares, turn, spec.scale, 0)
+        split_kv = split_kv_of(spec, len(work.parts), 3)
+        decode_attention(qkv, cache, ints(work.parts), tables, header, out, split_kv, rotation, spec.scale, 0)
         found.append((out, cache))
     assert close(found[1][0], found[0][0].double())
     assert close(found[1][1], found[0][1].double())
@@ -104,23 +104,25 @@ def attend_with(
     cache = normal(blocks, 2, kv_heads, block_size, dims, dtype=dtype)
     qkv = normal(len(batch.tokens), (heads + 2 * kv_heads) * dims, dtype=dtype, seed=1)
     out = torch.full((len(batch.tokens), heads * dims), torch.nan, dtype=dtype, device=DEVICE)
-    tables, header = ints(batch.tables.ravel()), ints([batch.tables.shape[1]])
+    tables, header = ints(batch.tables.ravel()), ints([batch.tables.shape[2]])
     sinks = 4 * normal(heads, seed=2) if sunk else None
     if len(work.parts):
-        shares = shares_of(spec, len(work.parts), len(chunks))
+        split_kv = split_kv_of(spec, len(work.parts), len(chunks))
         parts = ints(np.concatenate([work.parts, np.full((3, 8), -1)]))
         about = spec.scale, spec.window, None, 0.0, sinks
-        attend_parts(qkv, cache, parts, tables, header, out, shares, None, *about)
-        assert not shares.arrived.any()
+        decode_attention(qkv, cache, parts, tables, header, out, split_kv, None, *about)
+        assert not split_kv.arrived.any()
     if len(work.tiles):
-        attend_tiles(qkv, cache, ints(work.tiles), tables, header, out, spec.scale, spec.window, None, 0.0, True, sinks)
+        prefill_attention(
+            qkv, cache, ints(work.tiles), tables, header, out, spec.scale, spec.window, None, 0.0, True, sinks
+        )
 
     keys, values = cache.float().cpu().numpy().swapaxes(2, 3).swapaxes(0, 1)  # [blocks, block_size, kv_heads, D]
     q = qkv.float().cpu().numpy().reshape(len(qkv), -1, dims)[:, :heads]
     for row, (first, last) in enumerate(zip(batch.row_start, batch.row_start[1:], strict=False)):
         positions = batch.positions[first:last]
         context = np.arange(positions[-1] + 1)
-        at = batch.tables[row, context // block_size], context % block_size
+        at = batch.tables[0, row, context // block_size], context % block_size
         counted = None if sinks is None else sinks.cpu().numpy()
         wanted = attention(q[first:last], keys[at], values[at], positions, spec, counted)
         assert close(out[first:last], torch.from_numpy(wanted).reshape(last - first, -1).to(DEVICE))

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 
 from penstock.backend.cuda import CudaBackend
 from penstock.backend.ref import RefBackend
-from penstock.backend.ref.batches import Chunk, blocks_for, greedy_batch, random_steps
+from penstock.backend.ref.batches import Chunk, blocks_for, greedy_batch, random_steps, with_groups
 from penstock.backend.ref.cases import CASES, Case, difference, run
 from penstock.engine.engine import Engine
 from penstock.errors import UnsupportedModel
 from penstock.model.load import load_model, open_checkpoint
+from penstock.model.spec import KvGroup
 from penstock.types import Finished, Limits, Request, SamplingParams, Tokens
 from tests.cuda.device import DEVICE, HALF
 
@@ -78,6 +79,34 @@ def test_random_chunks_among_others(name: str) -> None:
     for chunks in random_steps(np.random.default_rng(0), prompts, BLOCK_SIZE):
         wanted = np.concatenate([logits[chunk.start : chunk.start + len(chunk.tokens)] for chunk in chunks])
         assert np.abs(backend.logits(greedy_batch(chunks)) - wanted).max() < 2e-4
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gpt_oss"])
+def test_layer_groups_have_blocks_of_their_own_and_use_none_behind_their_window(name: str) -> None:
+    tokens, logits = expected(name)
+    groups = open_checkpoint(GOLDENS / name).spec.kv_groups
+    windows = [group.window for group in groups]
+    assert 0 < min(window for window in windows if window) < len(tokens) // 2
+    prompts = [tokens, tokens[:5], tokens[:30]]
+    backend = loaded(name, backend_of())
+    nowhere = len(groups) * blocks_for(prompts, BLOCK_SIZE)
+    backend.reserve_kv(nowhere + 1, BLOCK_SIZE, SLOTS, groups)
+    for cache in backend._memory.caches.values():
+        cache.lines[nowhere] = torch.nan
+    for chunks in random_steps(np.random.default_rng(0), prompts, BLOCK_SIZE):
+        wanted = np.concatenate([logits[chunk.start : chunk.start + len(chunk.tokens)] for chunk in chunks])
+        batch = with_groups(greedy_batch(chunks), windows, BLOCK_SIZE, behind=nowhere)
+        assert np.abs(backend.logits(batch) - wanted).max() < 2e-4
+
+
+def test_a_step_without_tables_for_every_group_is_refused() -> None:
+    backend = loaded("tied", backend_of())
+    for layers in ([[0]], [[0], [0]], [[0, 1], [1]], [[0, 1, 2]]):
+        with pytest.raises(ValueError, match="in one group, once"):
+            backend.reserve_kv(4, BLOCK_SIZE, 0, [KvGroup(0, tuple(group)) for group in layers])
+    backend.reserve_kv(4, BLOCK_SIZE, 0, [KvGroup(0, (0,)), KvGroup(0, (1,))])
+    with pytest.raises(ValueError, match="2 layer groups; got block tables for 1"):
+        backend.logits(greedy_batch([Chunk([1], 0, [0])]))
 
 
 def test_more_positions_are_scored_than_fit_at_once() -> None:
@@ -160,7 +189,7 @@ def test_steps_too_large_are_refused() -> None:
 def test_unknown_activations_are_refused() -> None:
     class Odd:
         def forward(self, ops: Any) -> Any:
-            return ops.gated(ops.embed(self.table), "relu")
+            return ops.act_and_mul(ops.embed(self.table), "relu")
 
     backend, odd = backend_of(), Odd()
     odd.table = backend.pack_matrix([next(iter(open_checkpoint(GOLDENS / "tied").tensors.values()))], [None])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,8 +11,8 @@ import pytest
 import torch
 
 from penstock.backend.cuda import CudaBackend
-from penstock.backend.cuda.kernels.dequantize import expand
-from penstock.backend.cuda.kernels.fp8 import quantize_float8
+from penstock.backend.cuda.kernels.dequantize import dequantize_matrix
+from penstock.backend.cuda.kernels.fp8 import quantize_fp8
 from penstock.backend.cuda.pack_quantized import quantize_int4
 from penstock.backend.ref import RefBackend
 from penstock.backend.ref.batches import Chunk, greedy_batch
@@ -61,13 +62,13 @@ def rounded(part: Tensor, quantize: str) -> Tensor:
     values = torch.from_numpy(dequantize(part)).to(DEVICE, HALF)
     out = torch.empty(part.shape, device=DEVICE)
     if quantize == "int4":
-        expand(quantize_int4(values), out)
+        dequantize_matrix(quantize_int4(values), out)
     elif quantize == "fp8":
-        weight = quantize_float8(values)
+        weight = quantize_fp8(values)
         out = weight.values.float() * weight.scales[:, None]
     else:
         return part
-    return Tensor(part.name, FORMATS["F32"], part.shape, out.cpu().numpy().reshape(-1).view(np.uint8))
+    return replace(part, format=FORMATS["F32"], source=out.cpu().numpy().reshape(-1).view(np.uint8))
 
 
 def backend_of(kind: Kind) -> CudaBackend:

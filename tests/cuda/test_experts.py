@@ -12,19 +12,26 @@ import torch
 
 from penstock.backend.cuda import CudaBackend
 from penstock.backend.cuda.experts import CodedMatrices, DenseMatrices, pack_matrices
-from penstock.backend.cuda.footprint import held
-from penstock.backend.cuda.kernels.expert_gemm import Rows
-from penstock.backend.cuda.kernels.expert_routing import Seats, add_up, most_blocks, route, seat
-from penstock.backend.cuda.quantized_weights import Quantized
+from penstock.backend.cuda.footprint import stored_as
+from penstock.backend.cuda.kernels.expert_gemm import ExpertRows
+from penstock.backend.cuda.kernels.expert_routing import (
+    ExpertPermutation,
+    combine_experts,
+    most_blocks,
+    permute_pairs,
+    route,
+)
+from penstock.backend.cuda.quantized_weights import Float8, Quantized
 from penstock.backend.cuda.weights import Dense
 from penstock.backend.ref.cases import random_tensor
 from penstock.backend.ref.ops import choose
+from penstock.model.roles import Role
 from penstock.model.spec import ExpertSpec
-from penstock.model.tensor import FLOAT8, Stack, Tensor
+from penstock.model.tensor import FP8, Stack, Tensor
 from tests.cuda.device import DEVICE, HALF, close, ints, normal
 
 GROUPED = ExpertSpec(
-    12, 3, 16, scoring="sigmoid", renormalize=True, scale=2.5, choice_bias=True, groups=4, chosen_groups=2
+    12, 3, 16, scoring="sigmoid", renormalize=True, scale=2.5, choice_bias=True, groups=4, top_k_groups=2
 )
 
 
@@ -32,8 +39,8 @@ GROUPED = ExpertSpec(
     "spec",
     [
         GROUPED,
-        ExpertSpec(12, 5, 16, groups=3, chosen_groups=2, group_score="max"),
-        ExpertSpec(12, 4, 16, scoring="softmax_chosen"),
+        ExpertSpec(12, 5, 16, groups=3, top_k_groups=2, group_score="max"),
+        ExpertSpec(12, 4, 16, scoring="softmax_top_k"),
         ExpertSpec(5, 5, 16, renormalize=True),
     ],
     ids=["groups of two", "best groups", "softmax of the chosen", "all"],
@@ -44,8 +51,8 @@ def test_tokens_choose_as_in_the_reference(spec: ExpertSpec) -> None:
     logits[4, ::2] = 50
     bias = normal(spec.count, seed=1) if spec.choice_bias else None
     experts, weights = (
-        torch.zeros(9, spec.chosen, dtype=torch.int32, device=DEVICE),
-        torch.zeros(9, spec.chosen).to(DEVICE),
+        torch.zeros(9, spec.top_k, dtype=torch.int32, device=DEVICE),
+        torch.zeros(9, spec.top_k).to(DEVICE),
     )
     route(logits, bias, spec, experts, weights)
     wanted, shares = choose(logits.cpu().numpy(), None if bias is None else bias.cpu().numpy(), spec)
@@ -64,16 +71,16 @@ def test_what_is_no_number_chooses_something() -> None:
 def test_pairs_of_an_expert_sit_beside_each_other(tokens: int) -> None:
     spec, size = ExpertSpec(7, 3, 16), 16
     experts = torch.stack([torch.randperm(6)[:3] for _ in range(tokens)]).int().to(DEVICE)  # nobody's is the last
-    seats = Seats.on(torch.device(DEVICE), spec, 700)
-    seat(experts, seats, size)
-    pairs = seats.pairs[: experts.numel()].cpu().numpy()
+    permutation = ExpertPermutation.on(torch.device(DEVICE), spec, 700)
+    permute_pairs(experts, permutation, size)
+    pairs = permutation.pairs[: experts.numel()].cpu().numpy()
     flat = experts.flatten().cpu().numpy()
     assert np.array_equal(pairs, np.argsort(flat, kind="stable"))
     counts = np.bincount(flat, minlength=7)
-    used = int(seats.counts[-1])
+    used = int(permutation.counts[-1])
     assert used == sum(-(-count // size) for count in counts) <= most_blocks(len(pairs), 7, size)
     seen = []
-    for expert, first, count in seats.blocks[:used].tolist():
+    for expert, first, count in permutation.blocks[:used].tolist():
         assert (flat[pairs[first : first + count]] == expert).all()
         assert 0 < count <= size
         seen += range(first, first + count)
@@ -83,7 +90,7 @@ def test_pairs_of_an_expert_sit_beside_each_other(tokens: int) -> None:
 def test_what_experts_give_is_weighed() -> None:
     given, weights = normal(6, 33), normal(2, 3, seed=1)
     out = torch.empty(2, 33, device=DEVICE)
-    add_up(given, weights, out)
+    combine_experts(given, weights, out)
     assert close(out, (given.view(2, 3, 33) * weights[..., None]).sum(1))
 
 
@@ -91,7 +98,7 @@ def stacks(format: str, rows: int = 32, bias: bool = False) -> list[Stack]:
     rng = np.random.default_rng(2)
     return [
         Stack(
-            [random_tensor(rng, format, rows // 2, 256) for _ in range(2)],
+            [replace(random_tensor(rng, format, rows // 2, 256), role=Role.EXPERT_IN) for _ in range(2)],
             [random_tensor(rng, "F32", rows // 2) if bias else None for _ in range(2)],
         )
         for _ in range(3)
@@ -111,13 +118,13 @@ def test_a_pair_by_itself_and_in_a_block_give_the_same(format: str) -> None:
         normal(5, 256, dtype=HALF) * 0.02,
         *(torch.zeros(10, 32, dtype=HALF, device=DEVICE) for _ in range(2)),
     )
-    matrices.by_pairs(Rows(x, experts, 2), alone)
-    seats = Seats.on(torch.device(DEVICE), ExpertSpec(3, 2, 16), 5)
-    seat(experts, seats, 16)
-    matrices.by_blocks(Rows(x, experts, 2), seats, 16, together)
+    matrices.by_pairs(ExpertRows(x, experts, 2), alone)
+    permutation = ExpertPermutation.on(torch.device(DEVICE), ExpertSpec(3, 2, 16), 5)
+    permute_pairs(experts, permutation, 16)
+    matrices.by_blocks(ExpertRows(x, experts, 2), permutation, 16, together)
     assert alone.abs().max() > 0
     gated = torch.zeros(10, 16, dtype=HALF, device=DEVICE)
-    matrices.by_pairs(Rows(x, experts, 2), gated, gated=True)
+    matrices.by_pairs(ExpertRows(x, experts, 2), gated, gated=True)
     left, right = alone.float().chunk(2, 1)
     wanted = torch.nn.functional.silu(left) * right
     assert float((gated.float() - wanted).abs().max() / wanted.abs().max()) < 2e-2
@@ -139,21 +146,24 @@ def test_plain_experts_become_four_bits_if_that_is_asked_for(caplog: pytest.LogC
     assert "experts in BF16 do not become fp8" in caplog.text
 
 
-def test_routers_are_not_quantized() -> None:
+@pytest.mark.parametrize("quantize", ["int4", "fp8"])
+def test_routers_and_gates_of_shared_experts_are_not_quantized(quantize: str) -> None:
     plain = random_tensor(np.random.default_rng(), "BF16", 32, 64)
-    for name, kind in (("model.layers.0.mlp.gate.weight", Dense), ("model.layers.0.mlp.up_proj.weight", Quantized)):
-        tensor = replace(plain, name=name)
-        weight = CudaBackend(64, 8, device=DEVICE, dtype=HALF, quantize="int4").pack_matrix([tensor], [None])
+    kinds = {Role.ROUTER: Dense, Role.SHARED_EXPERT_GATE: Dense, Role.POSITIONS: Dense, None: Dense}
+    kinds[Role.MLP_IN] = Quantized if quantize == "int4" else Float8
+    for role, kind in kinds.items():
+        tensor = replace(plain, role=role)
+        weight = CudaBackend(64, 8, device=DEVICE, dtype=HALF, quantize=quantize).pack_matrix([tensor], [None])
         assert isinstance(weight, kind)
-        assert held(tensor, "int4").bits == (16 if kind is Dense else 4.5)
+        assert stored_as(tensor, quantize).kind == ("BF16" if kind is Dense else quantize)
 
 
 def test_memory_figures_know_that_experts_are_not_float8() -> None:
-    def tensor(name: str, format: Any) -> Tensor:
-        return Tensor(name, format, (32, 32), np.zeros(1024 * format.bytes, np.uint8))
+    def tensor(role: Role, format: Any) -> Tensor:
+        return Tensor("w", format, (32, 32), np.zeros(1024 * format.bytes, np.uint8), role=role)
 
     plain = random_tensor(np.random.default_rng(), "BF16", 32, 32).format
-    for name in ("model.layers.0.mlp.experts.3.up_proj.weight", "blk.0.ffn_up_exps.weight"):
-        assert held(tensor(name, FLOAT8["F8_E4M3"]), "").bits == 16
-        assert [held(tensor(name, plain), quantize).bits for quantize in ("fp8", "int4", "")] == [16, 4.5, 16]
-    assert held(tensor("model.layers.0.mlp.up_proj.weight", FLOAT8["F8_E4M3"]), "").bits == 8
+    for role in (Role.EXPERT_IN, Role.EXPERT_OUT):
+        assert stored_as(tensor(role, FP8["F8_E4M3"]), "").bits == 16
+        assert [stored_as(tensor(role, plain), quantize).bits for quantize in ("fp8", "int4", "")] == [16, 4.5, 16]
+    assert stored_as(tensor(Role.MLP_IN, FP8["F8_E4M3"]), "").bits == 8

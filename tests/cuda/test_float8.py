@@ -12,8 +12,8 @@ import torch
 
 from penstock.backend.cuda import CudaBackend
 from penstock.backend.cuda.fp8_weights import BlockFloat8
-from penstock.backend.cuda.kernels.fp8_blocks import Tiling, multiply_blocks
-from penstock.backend.cuda.kernels.skinny import Scratch
+from penstock.backend.cuda.kernels.fp8_blocks import Tiling, fp8_block_gemm
+from penstock.backend.cuda.kernels.skinny_gemm import SplitKScratch
 from penstock.backend.cuda.quantized_weights import Float8
 from penstock.backend.cuda.transfer import transfer
 from penstock.backend.cuda.weights import Dense
@@ -24,7 +24,7 @@ from penstock.model.dequantize import dequantize
 from penstock.model.families.llama import build
 from penstock.model.load import load_model, open_checkpoint
 from penstock.model.spec import ModelSpec
-from penstock.model.tensor import FLOAT8, Scales, Tensor
+from penstock.model.tensor import FP8, Scales, Tensor
 from tests.cuda.device import DEVICE, HALF, ints, normal
 
 FOLDER = Path(__file__).parents[1] / "models" / "float8"
@@ -38,7 +38,7 @@ def random_float8(rng: np.random.Generator, rows: int, width: int, block: tuple[
     down, across = block or (rows, width)
     codes = rng.integers(0, 256, (rows, width), dtype=np.uint8) & 0xF7  # none is no number
     scales = rng.uniform(1e-4, 1e-3, (-(-rows // down), -(-width // across))).astype(np.float32)
-    return Tensor("random", FLOAT8["F8_E4M3"], (rows, width), codes.reshape(-1), Scales(scales, down, across))
+    return Tensor("random", FP8["F8_E4M3"], (rows, width), codes.reshape(-1), Scales(scales, down, across))
 
 
 def packed(
@@ -92,8 +92,8 @@ def test_tilings(tiling: Tiling, float8: bool) -> None:
     if float8:
         x, scales = (x * 30).to(torch.float8_e4m3fn), normal(21).abs()
     out = torch.full((21, 176), torch.nan, device=DEVICE)
-    scratch = Scratch.on(torch.device(DEVICE))
-    multiply_blocks(x, scales, weight.weight, None, out, tiling, scratch)
+    scratch = SplitKScratch.on(torch.device(DEVICE))
+    fp8_block_gemm(x, scales, weight.weight, None, out, tiling, scratch)
     wanted = (x.double() * (1 if scales is None else scales.double()[:, None])) @ values.double().T
     assert difference(out, wanted) < (EXACT if DEVICE == "cpu" else 1e-3)
     assert not scratch.arrived.any()

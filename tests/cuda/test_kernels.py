@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from penstock.backend.cuda.kernels.fp8_activations import Codes, codes_in, quantize_rows
-from penstock.backend.cuda.kernels.gather_rows import known_tokens, take_rows
+from penstock.backend.cuda.kernels.fp8_activations import Fp8Activations, fp8_view, quantize_activations
+from penstock.backend.cuda.kernels.gather_rows import gather_rows, resolve_tokens
 from penstock.backend.cuda.kernels.gemv import Tiling as RowTiling
 from penstock.backend.cuda.kernels.gemv import gemv
 from penstock.backend.cuda.kernels.layer_norm import add_layer_norm
 from penstock.backend.cuda.kernels.norm import add_norm
-from penstock.backend.cuda.kernels.silu_and_mul import gate
-from penstock.backend.cuda.kernels.skinny import Scratch, Tiling, skinny
+from penstock.backend.cuda.kernels.silu_and_mul import act_and_mul
+from penstock.backend.cuda.kernels.skinny_gemm import SplitKScratch, Tiling, skinny_gemm
 from tests.cuda.device import DEVICE, HALF, close, ints, normal
 
 DTYPES = [torch.float32, HALF]
@@ -62,7 +62,7 @@ def test_the_sum_may_replace_the_residual() -> None:
 def test_gate(hidden: int, dtype: torch.dtype) -> None:
     x = normal(3, 2 * hidden, dtype=dtype) * 20
     out = torch.full((3, hidden), torch.nan, dtype=dtype, device=DEVICE)
-    gate(x, out)
+    act_and_mul(x, out)
     left, right = x.double().chunk(2, dim=1)
     assert close(out, torch.nn.functional.silu(left) * right)
 
@@ -71,7 +71,7 @@ def test_rows_are_made_as_codes() -> None:
     """What a kernel stores as float8 is what it would store as it is, quantized."""
     x, residual, gain = normal(3, 192, dtype=HALF), normal(3, 192, dtype=HALF, seed=1), normal(192, seed=2)
     out, total, unused = torch.empty_like(x), torch.empty_like(x), torch.zeros_like(x)
-    codes = codes_in(torch.empty_like(x))
+    codes = fp8_view(torch.empty_like(x))
     add_norm(x, residual, gain, 1e-5, out, total)
     add_norm(x, residual, gain, 1e-5, unused, total, codes)
     assert follows(codes, out)
@@ -81,23 +81,23 @@ def test_rows_are_made_as_codes() -> None:
     assert follows(codes, out)
 
     wide = normal(3, 384, dtype=HALF)
-    gate(wide, out)
-    gate(wide, unused, codes)
+    act_and_mul(wide, out)
+    act_and_mul(wide, unused, codes)
     assert follows(codes, out)
     assert not unused.any()
 
 
-def follows(codes: Codes, rows: torch.Tensor) -> bool:
+def follows(codes: Fp8Activations, rows: torch.Tensor) -> bool:
     """No further than a step of e4m3 from rows that are quantized afterwards."""
-    later = codes_in(torch.empty_like(rows))
-    quantize_rows(rows, *later)
+    later = fp8_view(torch.empty_like(rows))
+    quantize_activations(rows, *later)
     got, wanted = (of.values.float() * of.scales[:, None] for of in (codes, later))
     return bool(((got - wanted).abs() <= wanted.abs() / 7 + later.scales[:, None] / 256).all())
 
 
 def test_known_tokens() -> None:
     out = ints([-9] * 5)
-    known_tokens(ints([3, -1, 0, -1, 7]), ints([0, 2, 2, 1, 1]), ints([10, 11, 12]), out)
+    resolve_tokens(ints([3, -1, 0, -1, 7]), ints([0, 2, 2, 1, 1]), ints([10, 11, 12]), out)
     assert out.tolist() == [3, 12, 0, 11, 7]
 
 
@@ -105,7 +105,7 @@ def test_known_tokens() -> None:
 def test_take_rows(dtype: torch.dtype) -> None:
     source = normal(9, 1500, dtype=dtype)
     out = torch.full((4, 1500), torch.nan, dtype=dtype, device=DEVICE)
-    take_rows(source, ints([8, 0, 0, 3]), out)
+    gather_rows(source, ints([8, 0, 0, 3]), out)
     assert torch.equal(out, source[[8, 0, 0, 3]])
 
 
@@ -134,12 +134,12 @@ def test_gemv(rows: int, width: int, biased: bool, gated: bool, dtype: torch.dty
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize(("rows", "width"), SHAPES)
 def test_skinny(rows: int, width: int, gated: bool, dtype: torch.dtype) -> None:
-    scratch = Scratch.on(torch.device(DEVICE))
+    scratch = SplitKScratch.on(torch.device(DEVICE))
     for count, biased, split in [(2, False, 1), (17, True, 3)]:
         x, weight = normal(count, width, dtype=dtype), normal(rows, width, dtype=dtype, seed=1) * width**-0.5
         bias = normal(rows, seed=2) if biased else None
         out = torch.full((count, rows // 2 if gated else rows), torch.nan, dtype=dtype, device=DEVICE)
-        skinny(x, weight, bias, out, Tiling(64, 64, split, 4, 3), scratch, gated=gated)
+        skinny_gemm(x, weight, bias, out, Tiling(64, 64, split, 4, 3), scratch, gated=gated)
         assert close(out, product(x, weight, bias, gated))
         assert not scratch.arrived.any()
 
@@ -147,7 +147,7 @@ def test_skinny(rows: int, width: int, gated: bool, dtype: torch.dtype) -> None:
 def test_products_may_be_wider_than_their_inputs() -> None:
     x, weight = normal(3, 64, dtype=HALF), normal(32, 64, dtype=HALF, seed=1)
     out = torch.zeros((3, 32), device=DEVICE)
-    skinny(x, weight, None, out, Tiling(64, 64, 1, 4, 3), Scratch.on(torch.device(DEVICE)))
+    skinny_gemm(x, weight, None, out, Tiling(64, 64, 1, 4, 3), SplitKScratch.on(torch.device(DEVICE)))
     assert close(out, product(x, weight, None, False))
     gemv(x[:1], weight, None, out[:1])
     assert close(out, product(x, weight, None, False))

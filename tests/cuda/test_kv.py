@@ -11,9 +11,9 @@ import torch
 from penstock.backend import open_backend
 from penstock.backend.cuda import CudaBackend, inputs
 from penstock.backend.cuda.graphs import padded
-from penstock.backend.cuda.kernels.decode_attention import Turn, attend_parts
-from penstock.backend.cuda.kernels.kv import LARGEST
-from penstock.backend.cuda.kernels.prefill_attention import attend_tiles
+from penstock.backend.cuda.kernels.decode_attention import Rotation, decode_attention
+from penstock.backend.cuda.kernels.kv8 import LARGEST
+from penstock.backend.cuda.kernels.prefill_attention import prefill_attention
 from penstock.backend.cuda.kernels.rope import rope_and_store
 from penstock.backend.cuda.kv_cache import Cache, layout_of
 from penstock.backend.ref.batches import Chunk, blocks_for, greedy_batch, random_steps
@@ -23,7 +23,7 @@ from penstock.errors import ConfigError
 from penstock.model.load import load_model, open_checkpoint
 from penstock.model.spec import AttentionSpec
 from tests.cuda.device import DEVICE, HALF, close, ints, normal
-from tests.cuda.test_attention import SPECS, shares_of, spec_of
+from tests.cuda.test_attention import SPECS, spec_of, split_kv_of
 
 GOLDENS = Path(__file__).parents[1] / "models" / "goldens"
 KINDS = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
@@ -86,18 +86,20 @@ def test_rope_within_attention_writes_the_same(name: str, kind: str) -> None:
     work = inputs.plan(batch, 32, padded)
     places = ints([9 * 16 + 6, 10 * 16, 11 * 16 + 15])
     frequencies = torch.tensor(spec.rope.inv_freq, dtype=torch.float64, device=DEVICE)
-    tables, header = ints(batch.tables.ravel()), ints([batch.tables.shape[1]])
+    tables, header = ints(batch.tables.ravel()), ints([batch.tables.shape[2]])
     found = []
-    for turn in (None, Turn(frequencies, places, spec.rope.scale, len(frequencies), False)):
+    for rotation in (None, Rotation(frequencies, places, spec.rope.scale, len(frequencies), False)):
         qkv = normal(3, (spec.heads + 2 * spec.kv_heads) * spec.head_dim, seed=1)
         cache = filled(spec, kind, 12)
         out = torch.full((3, spec.q_width), torch.nan, device=DEVICE)
-        if turn is None:
+        if rotation is None:
             rope_and_store(
                 qkv, frequencies, spec.rope.scale, len(frequencies), False, ints(batch.positions), places, *cache
             )
-        shares = shares_of(spec, len(work.parts), 3)
-        attend_parts(qkv, cache.lines, ints(work.parts), tables, header, out, shares, turn, spec.scale, 0, cache.scales)
+        split_kv = split_kv_of(spec, len(work.parts), 3)
+        decode_attention(
+            qkv, cache.lines, ints(work.parts), tables, header, out, split_kv, rotation, spec.scale, 0, cache.scales
+        )
         found.append((out, values_of(cache)))
     assert close(found[1][0], found[0][0].double())
     different = (found[1][1] - found[0][1]).abs() > 1e-6 * found[0][1].abs()  # rounding may tip a value over
@@ -121,19 +123,19 @@ def test_attention_reads_what_is_stored(name: str, window: int, dtype: torch.dty
     cache = filled(spec, kind, 40)
     qkv = normal(len(batch.tokens), spec.q_width + 2 * spec.kv_width, dtype=dtype, seed=1)
     out = torch.full((len(batch.tokens), spec.q_width), torch.nan, dtype=dtype, device=DEVICE)
-    tables, header = ints(batch.tables.ravel()), ints([batch.tables.shape[1]])
-    shares = shares_of(spec, len(work.parts), len(chunks))
+    tables, header = ints(batch.tables.ravel()), ints([batch.tables.shape[2]])
+    split_kv = split_kv_of(spec, len(work.parts), len(chunks))
     common, sinks = (tables, header, out), 4 * normal(spec.heads, seed=2)
     about = spec.scale, window, cache.scales, 0.0
-    attend_parts(qkv, cache.lines, ints(work.parts), *common, shares, None, *about, sinks)
-    attend_tiles(qkv, cache.lines, ints(work.tiles), *common, *about, True, sinks)
+    decode_attention(qkv, cache.lines, ints(work.parts), *common, split_kv, None, *about, sinks)
+    prefill_attention(qkv, cache.lines, ints(work.tiles), *common, *about, True, sinks)
 
     keys, values = values_of(cache).cpu().numpy().swapaxes(2, 3).swapaxes(0, 1)  # [blocks, block_size, kv_heads, D]
     q = qkv.float().cpu().numpy().reshape(len(qkv), -1, spec.head_dim)[:, : spec.heads]
     for row, (first, last) in enumerate(zip(batch.row_start, batch.row_start[1:], strict=False)):
         positions = batch.positions[first:last]
         context = np.arange(positions[-1] + 1)
-        at = batch.tables[row, context // 16], context % 16
+        at = batch.tables[0, row, context // 16], context % 16
         wanted = attention(q[first:last], keys[at], values[at], positions, spec, sinks.cpu().numpy())
         assert close(out[first:last], torch.from_numpy(wanted).reshape(last - first, -1).to(DEVICE))
 

@@ -9,11 +9,11 @@ from numpy.typing import NDArray
 
 from penstock.backend.cuda.footprint import KEPT
 from penstock.backend.cuda.kernels import quant_gemm, quant_gemm_small, quant_gemv
-from penstock.backend.cuda.kernels.dequantize import expand, gather
-from penstock.backend.cuda.kernels.fp8 import Float8Weight, few_float8, multiply_float8, quantize_float8
-from penstock.backend.cuda.kernels.fp8_activations import quantize_rows
-from penstock.backend.cuda.kernels.fp8_tiles import tiles_float8
-from penstock.backend.cuda.kernels.skinny import Scratch
+from penstock.backend.cuda.kernels.dequantize import dequantize_matrix, dequantize_rows
+from penstock.backend.cuda.kernels.fp8 import Fp8Weight, cublas_fp8_gemm, fp8_gemm_small, quantize_fp8
+from penstock.backend.cuda.kernels.fp8_activations import quantize_activations
+from penstock.backend.cuda.kernels.fp8_gemm import fp8_gemm
+from penstock.backend.cuda.kernels.skinny_gemm import SplitKScratch
 from penstock.backend.cuda.pack_quantized import CODINGS, QuantizedWeight, pack, quantize_int4
 from penstock.backend.cuda.quantized_weights import Quantized, Workspace
 from penstock.backend.ref.cases import random_tensor
@@ -51,7 +51,7 @@ def packed(name: str, rows: int = ROWS, width: int = WIDTH) -> tuple[QuantizedWe
 
 def expanded(weight: QuantizedWeight) -> torch.Tensor:
     out = torch.full((weight.rows, weight.width), torch.nan, device=DEVICE)
-    expand(weight, out)
+    dequantize_matrix(weight, out)
     return out
 
 
@@ -67,8 +67,8 @@ def empty(count: int, rows: int) -> torch.Tensor:
     return torch.full((count, rows), torch.nan, device=DEVICE)
 
 
-def scratch() -> Scratch:
-    return Scratch.on(torch.device(DEVICE))
+def scratch() -> SplitKScratch:
+    return SplitKScratch.on(torch.device(DEVICE))
 
 
 @formats
@@ -101,7 +101,7 @@ def test_rows_can_be_gathered(name: str) -> None:
     weight, values = packed(name)
     tokens = [39, 0, 8, 16, 33]
     out = torch.full((5, WIDTH), torch.nan, device=DEVICE)
-    gather(weight, ints(tokens), out)
+    dequantize_rows(weight, ints(tokens), out)
     assert difference(out, values[tokens]) < 1e-6
 
 
@@ -115,14 +115,14 @@ def test_few_rows(name: str) -> None:
 def test_one_row(name: str, ahead: int) -> None:
     weight, values = packed(name, ROWS, 768)
     out = empty(1, ROWS)
-    quant_gemv.one(items(1, 768), weight, None, out, tiling=quant_gemv.Tiling(2, 1, 1, ahead))
+    quant_gemv.quant_gemv(items(1, 768), weight, None, out, tiling=quant_gemv.Tiling(2, 1, 1, ahead))
     assert difference(out, items(1, 768).double() @ values.double().T) < EXACT
 
 
 def test_one_row_gated_with_a_bias() -> None:
     weight, values = packed("Q4_K", 64, 512)
     bias, out = normal(64, seed=2), empty(1, 32)
-    quant_gemv.one(items(1), weight, bias, out, gated=True, tiling=quant_gemv.Tiling(1, 2, 2, 1))
+    quant_gemv.quant_gemv(items(1), weight, bias, out, gated=True, tiling=quant_gemv.Tiling(1, 2, 2, 1))
     left, right = (items(1).double() @ values.double().T + bias).chunk(2, 1)
     assert difference(out, torch.nn.functional.silu(left) * right) < EXACT
 
@@ -145,7 +145,7 @@ def test_few_rows_in_other_tilings(name: str, count: int, tiling: quant_gemm_sma
 def check_few_rows(name: str, count: int, tiling: quant_gemm_small.Tiling) -> None:
     weight, values = packed(name)
     out = empty(count, ROWS)
-    quant_gemm_small.few(items(count), weight, None, out, tiling=tiling)
+    quant_gemm_small.quant_gemm_small(items(count), weight, None, out, tiling=tiling)
     assert difference(out, items(count).double() @ values.double().T) < EXACT
 
 
@@ -154,7 +154,9 @@ def test_few_rows_gated_with_a_bias(rows: int) -> None:
     weight, values = packed("Q4_K", rows, 256)
     bias = normal(rows, seed=2)
     out = empty(3, rows // 2)
-    quant_gemm_small.few(items(3, 256), weight, bias, out, gated=True, tiling=quant_gemm_small.Tiling(2, 2, 2))
+    quant_gemm_small.quant_gemm_small(
+        items(3, 256), weight, bias, out, gated=True, tiling=quant_gemm_small.Tiling(2, 2, 2)
+    )
     left, right = (items(3, 256).double() @ values.double().T + bias).chunk(2, 1)
     assert difference(out, torch.nn.functional.silu(left) * right) < EXACT
 
@@ -169,7 +171,7 @@ def test_many_rows(name: str, count: int, tiling: quant_gemm.Tiling) -> None:
     weight, values = packed(name)
     shared = scratch()
     out = empty(count, ROWS)
-    quant_gemm.many(items(count), weight, None, out, tiling, shared)
+    quant_gemm.quant_gemm(items(count), weight, None, out, tiling, shared)
     assert difference(out, items(count).double() @ values.double().T) < HALF
     assert not shared.arrived.any()
 
@@ -187,7 +189,7 @@ def test_odd_shapes(name: str) -> None:
 
 
 def test_the_library_multiplies_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.backend.cuda.quantized_tilings.MANY", 16)
+    monkeypatch.setattr("penstock.backend.cuda.quantized_tilings.QUANT_GEMM_ROWS", 16)
     weight, values = packed("Q4_K", 64, 256)
     out = empty(40, 64).bfloat16()
     Quantized((weight,), normal(64), Workspace(scratch(), 40)).product(items(40, 256), out)
@@ -205,8 +207,8 @@ def test_int4_is_as_close_as_four_bits_allow() -> None:
 # ---- float8 ----
 
 
-def float8_matrix(rows: int = 96, width: int = 640) -> tuple[Float8Weight, torch.Tensor]:
-    weight = quantize_float8(normal(rows, width) * 0.02)
+def float8_matrix(rows: int = 96, width: int = 640) -> tuple[Fp8Weight, torch.Tensor]:
+    weight = quantize_fp8(normal(rows, width) * 0.02)
     return weight, weight.values.double() * weight.scales.double()[:, None]
 
 
@@ -228,14 +230,14 @@ def test_float8_few_rows(count: int, tiling: quant_gemm_small.Tiling) -> None:
     weight, values = float8_matrix()
     x = items(count, 640)
     out = empty(count, 96)
-    few_float8(x, weight, normal(96), out, tiling=tiling)
+    fp8_gemm_small(x, weight, normal(96), out, tiling=tiling)
     assert difference(out, x.double() @ values.T + normal(96)) < EXACT
 
 
 def test_float8_few_rows_gated() -> None:
     weight, values = float8_matrix()
     out = empty(2, 48)
-    few_float8(items(2, 640), weight, None, out, gated=True, tiling=quant_gemm_small.Tiling(2, 2, 2))
+    fp8_gemm_small(items(2, 640), weight, None, out, gated=True, tiling=quant_gemm_small.Tiling(2, 2, 2))
     left, right = (items(2, 640).double() @ values.T).chunk(2, 1)
     assert difference(out, torch.nn.functional.silu(left) * right) < EXACT
 
@@ -244,9 +246,9 @@ def test_float8_few_rows_gated() -> None:
 def test_float8_of_the_smallest_values() -> None:
     """Their exponent is 0; the interpreter cannot read them."""
     codes = torch.arange(256, dtype=torch.uint8, device=DEVICE)[torch.randint(0, 8, (32, 512), device=DEVICE)]
-    weight = Float8Weight(codes.view(torch.float8_e4m3fn), torch.ones(32, device=DEVICE))
+    weight = Fp8Weight(codes.view(torch.float8_e4m3fn), torch.ones(32, device=DEVICE))
     out = empty(2, 32)
-    few_float8(items(2, 512), weight, None, out)
+    fp8_gemm_small(items(2, 512), weight, None, out)
     assert difference(out, items(2, 512).double() @ weight.values.double().T) < EXACT
 
 
@@ -260,7 +262,7 @@ def test_float8_rows_are_quantized_each_by_its_largest_value() -> None:
 def float8_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     codes = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=DEVICE)
     scales = torch.empty(len(x), device=DEVICE)
-    quantize_rows(x, codes, scales)
+    quantize_activations(x, codes, scales)
     return codes, scales
 
 
@@ -270,7 +272,7 @@ def test_float8_many_rows(tiling: quant_gemm.Tiling) -> None:
     codes, scales = float8_rows(items(20, 640))
     shared = scratch()
     out = empty(20, 96)
-    tiles_float8(codes, scales, weight, normal(96), out, tiling, shared)
+    fp8_gemm(codes, scales, weight, normal(96), out, tiling, shared)
     wanted = (codes.double() * scales.double()[:, None]) @ values.T + normal(96)
     assert difference(out, wanted) < (EXACT if DEVICE == "cpu" else 1e-3)
     assert not shared.arrived.any()
@@ -281,5 +283,5 @@ def test_float8_of_the_library() -> None:
     weight, values = float8_matrix()
     codes, scales = float8_rows(items(32, 640))
     out = empty(32, 96).bfloat16()
-    multiply_float8(codes, scales, weight, None, out)
+    cublas_fp8_gemm(codes, scales, weight, None, out)
     assert difference(out, (codes.double() * scales.double()[:, None]) @ values.T) < HALF

@@ -77,7 +77,7 @@ def test_temperature_alone(vocab: int, temperature: float) -> None:
     st.sampled_from([0.0, 0.1, 0.5, 0.95, 1.0]),
     st.sampled_from([0.0, 0.05, 1.0]),
     st.booleans(),
-    st.sampled_from([16, sampling_threshold.FEW]),
+    st.sampled_from([16, sampling_threshold.CANDIDATES]),
 )
 def test_every_cut(
     seed: int, vocab: int, temperature: float, top_k: int, top_p: float, min_p: float, ties: bool, few: int
@@ -87,7 +87,7 @@ def test_every_cut(
         logits = np.round(logits)
     rows = rows_of(3, seed, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampling_threshold, "FEW", few)
+        patch.setattr(sampling_threshold, "CANDIDATES", few)
         assert chosen(logits, rows)[0] == sample.choose(logits, rows).tolist()
 
 

@@ -112,3 +112,29 @@ def test_older_names_of_options_still_work_and_say_so() -> None:
         "option max_tokens is now called step_tokens; the older name still works",
         "option mixed_tokens is now called prefill_budget; the older name still works",
     ]
+
+
+def windowed(memory: int = 1 << 40, **settings: Any) -> Limits:
+    """Resolves limits for a model like Gemma 3: one group of layers sees everything, five see 512 positions."""
+    config = settle(Config(model="m", device="cpu", **settings))
+    return resolve(config, context=32768, vocab=10, kv_bytes=1024, memory=memory, windows=(0, *[512] * 5))
+
+
+def test_groups_with_a_window_need_no_more_blocks_than_it_has() -> None:
+    found = windowed(max_rows=4, max_len=8192)
+    beside = 5 * (33 + 512 // 16)  # of the one whose prompt is computed
+    assert found.num_blocks == 4 * 512 + 3 * 5 * 33 + beside
+    assert (found.max_len, found.windows) == (8192, (0, 512, 512, 512, 512, 512))
+
+
+def test_windows_leave_room_for_longer_sequences() -> None:
+    memory = 2000 * 16 * 1024
+    assert windowed(memory).max_len == (2000 - 5 * 65) * 16
+    assert limits(memory, context=32768).max_len == 32000, "its layers are those of one group, not of six"
+
+
+def test_a_cache_that_holds_less_than_the_windows_shortens_sequences() -> None:
+    small = windowed(60 * 16 * 1024)
+    assert small.max_len == 160
+    with pytest.raises(ConfigError, match="needs at least 196608 bytes"):
+        windowed(11 * 16 * 1024)

@@ -11,7 +11,7 @@ from penstock.backend.fake import FakeBackend, continuation
 from penstock.config import Config
 from penstock.engine.engine import Engine
 from penstock.errors import ConfigError, OutOfMemory
-from penstock.model.spec import AttentionSpec, ModelSpec, RopeSpec
+from penstock.model.spec import AttentionSpec, ModelSpec, RopeSpec, all_but_each
 from penstock.planning.memory_plan import plan_memory
 from penstock.types import Event, Failed, Limits, Request, SamplingParams, Tokens
 
@@ -72,6 +72,22 @@ def test_weights_that_do_not_fit_are_an_error_with_all_numbers() -> None:
         "--quantize fp8 or int4",
     ):
         assert told in refusal.value.message
+
+
+GEMMA = ModelSpec(  # of 270M parameters
+    "gemma3", 18, 640, 2048, 262144, 32768, 1e-6, AttentionSpec(4, 1, 256, RopeSpec((1.0,), False))
+).with_windows(all_but_each(6, 18), 512)
+
+
+def test_the_plan_tells_what_windows_save() -> None:
+    token = 18 * 2 * 256 * 2
+    has = Footprint("a GPU", 24 * GB, 22 * GB, GB, GB, GB, token)
+    plan = plan_memory(Config(model="m", max_rows=8, step_tokens=512, max_len=8192), GEMMA, has)
+    assert plan.group_token == token // 6
+    assert plan.cache == plan.limits.num_blocks * 16 * token // 6
+    assert plan.whole_sequences == 8
+    assert 4 * plan.sequence_bytes(8192) <= 8192 * token
+    assert "8 x 8,192 tokens of 33.3 MB each, of 151.0 MB without windows" in "\n".join(plan.lines())
 
 
 # -- steps that find no memory ------------------------------------------------------------------------------------

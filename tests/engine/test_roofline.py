@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from penstock.backend.base import Held
+from penstock.backend.base import StoredAs
 from penstock.backend.ref.cases import random_tensor
 from penstock.config import Config
 from penstock.model.load import Checkpoint
+from penstock.model.roles import Role
 from penstock.model.spec import AttentionSpec, ExpertSpec, ModelSpec, RopeSpec
 from penstock.planning import calibration, forecast
 from penstock.planning.forecast import make_forecasts
@@ -91,16 +92,17 @@ def checkpoint(tied: bool, format: str = "F16") -> Checkpoint:
 @pytest.mark.parametrize("tied", [True, False])
 def test_what_is_multiplied_with_counts_and_the_head_for_sampled_rows(tied: bool) -> None:
     one = checkpoint(tied)
-    costs = model_costs(one.spec, one.tensors, lambda tensor: Held("fp8", 8), kv_token=7)
+    costs = model_costs(one.spec, one.tensors, lambda tensor: StoredAs("fp8", 8), kv_token=7)
     assert set(costs.weight_groups) == {WeightGroup("fp8", 4096), WeightGroup("fp8", 6144, sampled=True)}
     assert (costs.kv_token, costs.windows, costs.q_width, costs.kinds) == (7, (0,), 64, ["fp8"])
 
 
 def test_a_row_needs_some_of_the_experts() -> None:
     one = checkpoint(tied=True)
-    tensors = {f"layers.0.experts.{i}.up": one.tensors["layers.0.q"] for i in range(4)}
+    expert = replace(one.tensors["layers.0.q"], role=Role.EXPERT_IN)
+    tensors = {f"layers.0.experts.{i}.up": expert for i in range(4)}
     spec = replace(one.spec, experts=ExpertSpec(count=4, chosen=1, hidden=64))
-    costs = model_costs(spec, tensors, Held.as_it_is, kv_token=7)
+    costs = model_costs(spec, tensors, StoredAs.in_file, kv_token=7)
     assert costs.weight_groups == (WeightGroup("F16", 4 * 4096, share=0.25),)
 
 

@@ -141,7 +141,7 @@ def test_answers_rows_with_tokens_logprobs_and_scores() -> None:
         positions=np.arange(3, dtype=np.int32),
         row_start=np.array([0, 3], np.int32),
         slots=np.zeros(1, np.int32),
-        tables=np.zeros((1, 1), np.int32),
+        tables=np.zeros((1, 1, 1), np.int32),
         sampled=np.arange(3, dtype=np.int32),
         sample_start=np.array([0, 3], np.int32),
         sample=sample_rows(wanted),

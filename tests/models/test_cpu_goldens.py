@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import pytest
 from penstock.backend.cpu import CpuBackend
 from penstock.backend.cpu._native import isas
 from penstock.backend.ref import RefBackend
-from penstock.backend.ref.batches import Chunk, blocks_for, greedy_batch, random_steps
+from penstock.backend.ref.batches import Chunk, blocks_for, greedy_batch, random_steps, with_groups
 from penstock.model.dequantize import dequantize
 from penstock.model.load import load_model, load_text, open_checkpoint
 from penstock.model.tensor import FORMATS, Tensor
@@ -57,6 +59,29 @@ def test_logits_are_those_of_transformers(name: str, file: str, isa: str):
     for chunks in random_steps(np.random.default_rng(0), prompts, BLOCK_SIZE):
         parts = [wanted[chunk.start : chunk.start + len(chunk.tokens)] for chunk in chunks]
         assert np.abs(backend.logits(greedy_batch(chunks)) - np.concatenate(parts)).max() < 1e-4
+
+
+WINDOWED = [name for name in NAMES if len(open_checkpoint(GOLDENS / name).spec.windows) > 1]
+
+
+@pytest.mark.parametrize("backend", [partial(CpuBackend, 2, kv="f32"), RefBackend], ids=["cpu", "ref"])
+@pytest.mark.parametrize("block_size", [16, 5])
+@pytest.mark.parametrize("name", WINDOWED)
+def test_layer_groups_have_blocks_of_their_own_and_need_none_behind_their_window(
+    name: str, block_size: int, backend: Callable[[], Any]
+):
+    tokens, wanted = expected(name)
+    groups = open_checkpoint(GOLDENS / name).spec.kv_groups
+    windows = [group.window for group in groups]
+    assert len(tokens) > 2 * max(windows), "its windows must be short enough to leave blocks behind"
+    grouped = loaded(backend(), GOLDENS / name)
+    prompts = [tokens, tokens[:5], tokens[:30]]
+    blocks = len(groups) * blocks_for(prompts, block_size)
+    grouped.reserve_kv(blocks, block_size, len(prompts), groups)
+    for chunks in random_steps(np.random.default_rng(0), prompts, block_size):
+        parts = [wanted[chunk.start : chunk.start + len(chunk.tokens)] for chunk in chunks]
+        batch = with_groups(greedy_batch(chunks), windows, block_size, behind=10**6)
+        assert np.abs(grouped.logits(batch) - np.concatenate(parts)).max() < 1e-4
 
 
 def quantized(tensors: dict[str, Tensor]) -> None:

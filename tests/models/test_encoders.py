@@ -146,7 +146,7 @@ def test_it_makes_no_text():
 
 
 def test_texts_beyond_the_context_are_refused_with_both_numbers():
-    with LLM(FILES["bert"], device="cpu", threads=1, max_tokens=20, max_rows=4) as llm:
+    with LLM(FILES["bert"], device="cpu", threads=1, step_tokens=20, max_rows=4) as llm:
         assert llm.embed("a " * 18).shape == (32,)
         with pytest.raises(ContextTooLong, match="prompt has 21 tokens and the context holds 20"):
             llm.embed("a " * 19)

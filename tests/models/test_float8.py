@@ -20,7 +20,7 @@ from penstock.model.dequantize import dequantize
 from penstock.model.formats.fp8 import TABLES
 from penstock.model.load import load_model, open_checkpoint
 from penstock.model.safetensors import read_safetensors
-from penstock.model.tensor import FLOAT8, FORMATS, Scales, Tensor, some_rows
+from penstock.model.tensor import FORMATS, FP8, Scales, Tensor, some_rows
 
 FOLDER = Path(__file__).parent / "float8"
 KINDS = ["block", "channel", "tensor"]
@@ -32,7 +32,7 @@ def expected(kind: str) -> tuple[list[int], np.ndarray]:
         return file["tokens"].tolist(), file["logits"]
 
 
-@pytest.mark.parametrize("name", FLOAT8)
+@pytest.mark.parametrize("name", FP8)
 def test_codes_are_those_of_torch(name: str) -> None:
     with np.load(FOLDER / "values.npz") as file:
         assert np.array_equal(TABLES[name], file[name], equal_nan=True)
@@ -62,7 +62,7 @@ def test_a_cpu_says_what_becomes_of_float8(caplog: pytest.LogCaptureFixture) -> 
 
 def test_rows_keep_their_scales() -> None:
     scales = Scales(np.arange(1, 7, dtype=np.float32).reshape(3, 2), 2, 3)
-    whole = Tensor("x", FLOAT8["F8_E4M3"], (5, 4), np.arange(0x30, 0x44, dtype=np.uint8), scales)
+    whole = Tensor("x", FP8["F8_E4M3"], (5, 4), np.arange(0x30, 0x44, dtype=np.uint8), scales)
     values = dequantize(whole)
     assert np.array_equal(values[[0, 1, 4], [0, 3, 3]], TABLES["F8_E4M3"][[0x30, 0x37, 0x43]] * [1, 2, 6])
     for first, last in [(0, 5), (1, 4), (3, 5)]:

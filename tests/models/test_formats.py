@@ -17,18 +17,18 @@ import numpy as np
 import pytest
 
 from penstock.backend.cpu import CpuBackend
-from penstock.backend.cpu.weights import held
+from penstock.backend.cpu.weights import stored_as
 from penstock.backend.ref import RefBackend
 from penstock.backend.ref.batches import blocks_for, greedy_batch, random_steps
 from penstock.errors import MalformedFile, ModelError, UnsupportedModel
-from penstock.model.config_reader import Fields
+from penstock.model.config_reader import ConfigReader
 from penstock.model.dequantize import dequantize
 from penstock.model.formats.checkpoint import weights_of
 from penstock.model.formats.rows import as_q8_0
-from penstock.model.load import load_model, open_checkpoint, read_shards
+from penstock.model.load import load_model, open_checkpoint, read_safetensors_shards
 from penstock.model.open_files import read_json
 from penstock.model.safetensors import read_safetensors
-from penstock.model.tensor import FLOAT8, FORMATS, INTEGERS, Tensor, factor_of, some_rows
+from penstock.model.tensor import FORMATS, FP8, INTEGERS, Tensor, factor_of, some_rows
 from tests.models.conftest import write_safetensors
 
 FOLDER = Path(__file__).parent / "formats"
@@ -43,7 +43,9 @@ def expected(kind: str) -> Any:
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "exl3"])
 def test_every_value_is_exact(kind: str) -> None:
     folder, file = FOLDER / kind, expected(kind)
-    stored = weights_of(read_shards(folder), Fields(read_json(folder / "config.json"), "config.json"), folder)
+    stored = weights_of(
+        read_safetensors_shards(folder), ConfigReader(read_json(folder / "config.json"), "config.json"), folder
+    )
     for name, checksum in zip(file["names"].tolist(), file["checksums"].tolist(), strict=True):
         assert crc32((dequantize(stored[name]) + np.float32(0)).tobytes()) == checksum, name
 
@@ -147,7 +149,7 @@ def test_scales_of_rows_are_rounded_for_kernels(caplog: pytest.LogCaptureFixture
     assert blocks is not None
     exact, near = dequantize(tensor), dequantize(blocks)
     assert 0 < np.abs(near - exact).max() <= 2**-11 * np.abs(exact).max()
-    assert held(tensor).bytes(tensor) == blocks.size == len(blocks.data) == 64 * 64 * 34 // 32
+    assert stored_as(tensor).bytes(tensor) == blocks.size == len(blocks.data) == 64 * 64 * 34 // 32
     tiny = replace(tensor, scales=tensor.scales._replace(values=tensor.scales.values * np.float32(1e-4)))
     assert as_q8_0(tiny) is None
     backend = CpuBackend(1)
@@ -303,7 +305,7 @@ def damage(rng: np.random.Generator, stored: dict[str, Tensor]) -> None:
             stored[f"{name}.more"] = tensor
         case 2:
             family = next((family for family in SAME_SIZE if tensor.format.name in family), (tensor.format.name,))
-            formats = FORMATS | FLOAT8 | INTEGERS
+            formats = FORMATS | FP8 | INTEGERS
             stored[name] = replace(tensor, format=formats[family[rng.integers(len(family))]])
         case 3:
             stored[name] = replace(tensor, source=rng.permutation(tensor.data))
@@ -324,6 +326,6 @@ def test_damage_is_an_error_or_nothing(kind: str, tmp_path: Path) -> None:
         else:
             damage(rng, stored)
         with suppress(ModelError), np.errstate(all="ignore"):
-            found = weights_of(stored, Fields(config | {key: said}, "config.json"), tmp_path)
+            found = weights_of(stored, ConfigReader(config | {key: said}, "config.json"), tmp_path)
             for tensor in found.values():
                 assert dequantize(tensor).shape == tensor.shape

@@ -126,7 +126,7 @@ def test_qwen3_next_has_three_delta_nets_for_each_attention():
     spec = read_config(QWEN3_NEXT)
     assert (spec.kv_layers, sorted(spec.recurrent)[:4], spec.attn.qk_norm) == (12, [0, 1, 2, 4], "head")
     assert (len(spec.attn.rope.inv_freq), spec.gain_offset, spec.experts.renormalize) == (32, 1, True)
-    assert (spec.experts.count, spec.experts.chosen, spec.shared_hidden, spec.shared_gated) == (512, 10, 512, True)
+    assert (spec.experts.count, spec.experts.top_k, spec.shared_hidden, spec.shared_gated) == (512, 10, 512, True)
     assert spec.delta.width == 8192
     assert spec.state_bytes == 36 * 4 * (32 * 128 * 128 + 3 * 8192)  # 79 MB
 
@@ -174,7 +174,7 @@ def test_what_qwen3_next_does_not_do(change):
 def test_heads_and_taps_that_cannot_be(folder_with, gguf_with):
     with pytest.raises(MalformedFile, match="5 value heads of a delta net cannot share 2 key heads evenly"):
         open_checkpoint(folder_with("qwen35", config=lambda config: config.update(linear_num_value_heads=5)))
-    with pytest.raises(UnsupportedModel, match="a convolution over 17 positions"):
+    with pytest.raises(UnsupportedModel, match="the convolution covers 17 positions"):
         open_checkpoint(gguf_with("qwen35", metadata=lambda metadata: metadata.update({"qwen35.ssm.conv_kernel": 17})))
 
 

@@ -13,13 +13,13 @@ import pytest
 from penstock.backend.cpu import CpuBackend
 from penstock.backend.ref import RefBackend
 from penstock.errors import MalformedFile, UnsupportedModel
-from penstock.model.config_reader import Fields
+from penstock.model.config_reader import ConfigReader
 from penstock.model.dequantize import dequantize
 from penstock.model.gguf.metadata import config_keys, difference
 from penstock.model.load import load_model, open_checkpoint, read_config
-from penstock.model.spec import LatentSpec
+from penstock.model.spec import MlaSpec
+from penstock.model.split_heads import split_heads, split_heads_when_read
 from penstock.model.tensor import FORMATS, Scales, Tensor, some_rows
-from penstock.model.weights import split_heads, split_heads_later
 
 GOLDENS = Path(__file__).parent / "goldens"
 YARN = {
@@ -165,24 +165,24 @@ GPT_OSS: dict[str, Any] = {
 def test_deepseek_v3() -> None:
     spec = read_config(V3)
     assert (spec.attn.kv_heads, spec.attn.head_dim, spec.attn.v_dim, spec.attn.kv_values) == (1, 576, 512, 576)
-    assert spec.latent == LatentSpec(key_dim=128, value_dim=128, q_rank=1536)
+    assert spec.mla == MlaSpec(qk_nope_head_dim=128, v_head_dim=128, q_lora_rank=1536)
     assert spec.attn.scale == pytest.approx((1 + 0.1 * log(40)) ** 2 / 192**0.5)
     assert (len(spec.attn.rope.inv_freq), spec.attn.rope.interleaved, spec.attn.rope.scale) == (32, True, 1)
     experts = spec.experts
     assert experts is not None
-    assert (experts.count, experts.groups, experts.chosen_groups, experts.group_score) == (256, 8, 4, "top2")
+    assert (experts.count, experts.groups, experts.top_k_groups, experts.group_score) == (256, 8, 4, "top2")
     assert (experts.scoring, experts.scale, experts.renormalize, experts.choice_bias) == ("sigmoid", 2.5, True, True)
     assert (sorted(spec.dense), spec.shared_hidden, spec.unused_layers) == ([0, 1, 2], 2048, 1)
 
 
 def test_deepseek_v2() -> None:
     lite, large = read_config(V2_LITE), read_config(V2)
-    assert lite.latent == LatentSpec(key_dim=128, value_dim=128)
+    assert lite.mla == MlaSpec(qk_nope_head_dim=128, v_head_dim=128)
     assert (lite.shared_hidden, lite.attn.scale) == (2816, pytest.approx((1 + 0.0707 * log(40)) ** 2 / 192**0.5))
     assert lite.experts is not None
     assert large.experts is not None
     assert (lite.experts.scoring, lite.experts.groups, lite.experts.scale) == ("softmax", 1, 1)
-    assert (large.experts.groups, large.experts.chosen_groups, large.experts.group_score) == (8, 3, "max")
+    assert (large.experts.groups, large.experts.top_k_groups, large.experts.group_score) == (8, 3, "max")
     assert not large.experts.choice_bias
 
 
@@ -193,7 +193,7 @@ def test_published_configs_can_be_written(config: dict[str, Any]) -> None:
     names = ["token_embd.weight", "output.weight"]
     names += ["blk.3.exp_probs_b.bias"] if spec.experts and spec.experts.choice_bias else []
     weights = {name: Tensor(name, FORMATS["F32"], (spec.vocab, spec.dim), empty) for name in names}
-    keys, extra, found = config_keys(Fields(config, "config.json"), spec, weights)
+    keys, extra, found = config_keys(ConfigReader(config, "config.json"), spec, weights)
     assert not extra
     assert not difference(spec, found)
     if config is V3:
@@ -208,7 +208,7 @@ def test_gpt_oss() -> None:
     assert spec.attn.sinks
     assert spec.attn.rope.scale == pytest.approx(1 + 0.1 * log(32))
     assert spec.experts is not None
-    assert (spec.experts.act, spec.experts.scoring, spec.experts.chosen) == ("clamped", "softmax_chosen", 4)
+    assert (spec.experts.act, spec.experts.scoring, spec.experts.top_k) == ("clamped", "softmax_top_k", 4)
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def test_a_token_leaves_its_latents_alone(kv: str, per_layer: int) -> None:
     assert backend.footprint(checkpoint.spec, checkpoint.tensors.values()).kv_token == 2 * per_layer
 
 
-@pytest.mark.parametrize("split", [split_heads, split_heads_later])
+@pytest.mark.parametrize("split", [split_heads, split_heads_when_read])
 def test_a_matrix_in_blocks_of_float8_is_split_as_its_values_are(split: Any) -> None:
     rng = np.random.default_rng(0)
     data = rng.integers(0, 120, 24 * 16).astype(np.uint8)

@@ -23,6 +23,7 @@ void check(bool holds, const std::string& what) {
 int main(int count, char** arguments) {
   using namespace penstock;
   if (count > 1) choose(arguments[1]);
+  test::test_chain_hash();
   for (const Isa& isa : isas()) {
     const size_t before = test::checks;
     test::test_rows(isa);

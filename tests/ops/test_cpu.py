@@ -21,7 +21,7 @@ from penstock.backend.ref.ops import RefOps
 from penstock.errors import ConfigError
 from penstock.model.dequantize import dequantize
 from penstock.model.families.llama import build
-from penstock.model.spec import ModelSpec
+from penstock.model.spec import KvGroup, ModelSpec
 from penstock.model.tensor import FORMATS
 
 MIXED = ("Q4_0", "Q4_1", "Q8_0", "F16", "BF16", "Q5_1", "F32", "MXFP4")
@@ -101,7 +101,7 @@ def test_quantized_products_lose_nothing_but_the_activations_rounding(
 ):
     got = run(case.make(np.random.default_rng(seed)), CpuBackend(2, isa=isa))
     exact = RefOps.linear
-    monkeypatch.setattr(RefOps, "linear", lambda ops, x, weight: exact(ops, to_eight_bits(x), weight))
+    monkeypatch.setattr(RefOps, "linear", lambda ops, x, weight, precision="": exact(ops, to_eight_bits(x), weight))
     wanted = run(case.make(np.random.default_rng(seed)), RefBackend())
     assert max(map(difference, got, wanted)) <= FLOAT
 
@@ -147,12 +147,12 @@ def test_attention_over_int8_kv_loses_nothing_but_its_rounding(case: Case, isa: 
     got = run(case.make(np.random.default_rng(8)), CpuBackend(2, isa=isa, kv="int8"))
     exact = ref_ops.attention
 
-    def rounded(q: Any, keys: Any, values: Any, positions: Any, spec: Any, sinks: Any = None) -> Any:
+    def rounded(q: Any, keys: Any, values: Any, positions: Any, spec: Any, vectors: Any) -> Any:
         if not spec.v_dim:
-            return exact(q, *(to_eight_bits(x, spec.head_dim) for x in (keys, values)), positions, spec, sinks)
-        turned = keys[..., : -spec.v_dim]
-        keys = np.concatenate([to_eight_bits(x, x.shape[-1]) for x in (turned, values)], axis=-1)
-        return exact(q, keys, keys[..., -spec.v_dim :], positions, spec)
+            return exact(q, *(to_eight_bits(x, spec.head_dim) for x in (keys, values)), positions, spec, vectors)
+        rotated = keys[..., : -spec.v_dim]
+        keys = np.concatenate([to_eight_bits(x, x.shape[-1]) for x in (rotated, values)], axis=-1)
+        return exact(q, keys, keys[..., -spec.v_dim :], positions, spec, vectors)
 
     monkeypatch.setattr(ref_ops, "attention", rounded)
     wanted = run(case.make(np.random.default_rng(8)), RefBackend())
@@ -247,7 +247,7 @@ def test_a_product_and_its_gate_at_once_give_what_they_give_apart(
     batch = greedy_batch([Chunk(prompt(rows, 3), 0, range(3))])
     at_once, apart = (CpuBackend(2, isa=isa) for _ in range(2))
     loaded(at_once, [format]).reserve_kv(3, 16)
-    monkeypatch.setattr("penstock.backend.cpu.record.gate_products", lambda nodes, answer: nodes)
+    monkeypatch.setattr("penstock.backend.cpu.record.fuses_gate", lambda weight, act: False)
     loaded(apart, [format]).reserve_kv(3, 16)
     assert np.array_equal(at_once.logits(batch), apart.logits(batch))
 
@@ -312,6 +312,36 @@ def test_blocks_behind_the_window_are_not_read():
     assert np.array_equal(backend.logits(greedy_batch([Chunk(tokens[-1:], 59, [-9, 10**6, 2, 3])]))[0], wanted)
 
 
+def test_groups_that_do_not_fit_the_layers_are_refused():
+    backend = loaded(CpuBackend(1))
+    for layers in ([[0]], [[0], [0]], [[0, 1], [1]], [[0, 1, 2]]):
+        with pytest.raises(ValueError, match="group"):
+            backend.reserve_kv(4, 16, groups=[KvGroup(0, tuple(group)) for group in layers])
+    backend.reserve_kv(4, 16, groups=[KvGroup(0, (1,)), KvGroup(0, (0,))])
+    with pytest.raises(ValueError, match="2 layer groups, the step has block tables for 1"):
+        backend.logits(GOOD)
+
+
+@pytest.mark.parametrize("kv", ["f16", "f32", "int8"])
+@pytest.mark.parametrize("block_size", [16, 5])
+def test_exported_blocks_are_as_good_as_computed_ones(kv: str, block_size: int):
+    tokens = prompt(40, 4)
+    blocks = blocks_for([tokens], block_size)
+    first, second = (loaded(CpuBackend(2, kv=kv)) for _ in range(2))
+    wanted = logits_alone(first, tokens, block_size)[-1]
+    first.logits(greedy_batch([Chunk(tokens[:-1], 0, range(blocks))]))
+    second.reserve_kv(2 * blocks, block_size)
+    data = first._program.export_blocks(list(range(blocks)))
+    others = list(range(2 * blocks - 1, blocks - 1, -1))
+    second._program.import_blocks(others, data)
+    assert np.array_equal(second.logits(greedy_batch([Chunk(tokens[-1:], 39, others)]))[0], wanted)
+    for wrong in ([0], [2 * blocks], [-1]):
+        with pytest.raises(ValueError, match=r"bytes|outside the KV cache"):
+            second._program.import_blocks(wrong, data[: len(data) // blocks] + b"x" * (wrong == [0]))
+    with pytest.raises(ValueError, match="outside the KV cache"):
+        second._program.export_blocks([2 * blocks])
+
+
 def test_a_slot_that_sampled_nothing_has_no_last_token():
     backend = loaded(CpuBackend(1))
     backend.reserve_kv(1, 16)
@@ -337,9 +367,9 @@ BAD: dict[str, Batch] = {
     "position beyond the table": replace(GOOD, positions=np.array([30, 31, 48, 0, 1], np.int32)),
     "position far beyond": replace(GOOD, positions=np.array([30, 31, 2**31 - 1, 0, 1], np.int32)),
     "too few positions": replace(GOOD, positions=GOOD.positions[:-1].copy()),
-    "block outside the cache": replace(GOOD, tables=np.array([[0, 1, 4], [3, 0, 0]], np.int32)),
-    "negative block": replace(GOOD, tables=np.array([[0, -1, 2], [3, 0, 0]], np.int32)),
-    "a table missing": replace(GOOD, tables=GOOD.tables[:1].copy()),
+    "block outside the cache": replace(GOOD, tables=np.array([[[0, 1, 4], [3, 0, 0]]], np.int32)),
+    "negative block": replace(GOOD, tables=np.array([[[0, -1, 2], [3, 0, 0]]], np.int32)),
+    "a table missing": replace(GOOD, tables=GOOD.tables[:, :1].copy()),
     "rows that overlap": replace(GOOD, row_start=np.array([0, 6, 5], np.int32)),
     "rows that go back": replace(GOOD, row_start=np.array([0, -1, 5], np.int32)),
     "rows that end early": replace(GOOD, row_start=np.array([0, 3, 4], np.int32)),
@@ -427,9 +457,11 @@ def test_a_program_checks_its_buffers_when_built():
     )
     plain, quantized = Weight(64, [("F32", 32)]), Weight(64, [("Q8_0", 32)])
     gain = np.ones(64, np.float32)
-    spec = {"layer": 0, "heads": 2, "kv_heads": 1, "head_dim": 16, "window": 0, "interleaved": False, "scale": 1.0}
-    spec["soft_cap"] = 0.0
-    spec["angles"] = program.angles(np.ones(4), 1.0)
+    angles, heads = program.angles(np.ones(4), 1.0), {"heads": 2, "kv_heads": 1, "head_dim": 16}
+
+    def attend(qkv: int, out: int, layer: int = 0, angles: int = angles, vectors: Any = None, **numbers: float) -> None:
+        program.attend(qkv, out, layer=layer, angles=angles, numbers=heads | numbers, vectors=vectors or {})
+
     wrong = [
         lambda: program.buffer("X", 8, False),
         lambda: program.buffer("T", 0, False),
@@ -443,26 +475,31 @@ def test_a_program_checks_its_buffers_when_built():
         lambda: program.add_norm(wide, None, gain[:9].copy(), 1e-5, wide, None),
         lambda: program.add_norm(wide, None, gain, 1e-5, wide, None),
         lambda: program.take_sampled(sampled, sampled),
-        lambda: program.gate(narrow, wide, "silu"),
-        lambda: program.gate(wide, narrow, "relu"),
+        lambda: program.act_and_mul(narrow, wide, "silu"),
+        lambda: program.act_and_mul(wide, narrow, "relu"),
         lambda: program.norm_qk(wide, gain[:5].copy(), 16, gain[:8].copy(), 8, 1e-5, wide),
         lambda: program.norm_qk(wide, gain[:0].copy(), 16, gain[:8].copy(), 8, 1e-5, wide),
         lambda: program.norm_qk(wide, gain[:8].copy(), 1 << 20, gain[:8].copy(), 8, 1e-5, wide),
         lambda: program.add(wide, narrow, wide),
         lambda: program.scale(narrow, 2.0, wide),
         lambda: program.soft_cap(wide, 0.0, wide),
-        lambda: program.attend(wide, narrow, **(spec | {"layer": 1})),
-        lambda: program.attend(wide, narrow, **(spec | {"heads": 3, "kv_heads": 2})),
-        lambda: program.attend(wide, narrow, **(spec | {"head_dim": 0})),
-        lambda: program.attend(wide, narrow, **(spec | {"angles": 77})),
-        lambda: program.attend(narrow, narrow, **spec),
+        lambda: attend(wide, narrow, layer=1),
+        lambda: attend(wide, narrow, heads=3, kv_heads=2),
+        lambda: attend(wide, narrow, head_dim=0),
+        lambda: attend(wide, narrow, head_dim=15.5),
+        lambda: attend(wide, narrow, heads=-2),
+        lambda: attend(wide, narrow, angles=77),
+        lambda: attend(narrow, narrow),
+        lambda: attend(wide, narrow, temperature=2.0),
+        lambda: attend(wide, narrow, vectors={"biases": gain}),
+        lambda: attend(wide, narrow, vectors={"sinks": gain[:3].copy()}),
         lambda: program.angles(np.zeros(0), 1.0),
         lambda: program.answer(99),
         lambda: program.keep(sampled),
         lambda: program.keep(99),
         lambda: program.read_kept(0, np.zeros((0, 64), np.float32)),
         lambda: program.run(
-            *(np.zeros(shape, np.int32) for shape in (0, 0, 1, 0, (0, 0), 0)), np.zeros((0, 8), np.float32)
+            *(np.zeros(shape, np.int32) for shape in (0, 0, 1, 0, (1, 0, 0), 0)), np.zeros((0, 8), np.float32)
         ),
     ]
     for call in wrong:
@@ -481,7 +518,7 @@ def test_states_are_kept_of_the_last_step_and_no_further():
         program.answer(kept)
     program.take_sampled(kept, sampled)
     program.answer(sampled)
-    arrays = [np.array(values, np.int32) for values in ([2, 0], [0, 1], [0, 2], [0], [[0]], [])]
+    arrays = [np.array(values, np.int32) for values in ([2, 0], [0, 1], [0, 2], [0], [[[0]]], [])]
     program.run(*arrays, np.zeros((0, 2), np.float32))
     out = np.zeros((1, 2), np.float32)
     for first, rows, width in ((0, 3, 2), (2, 1, 2), (2**63, 1, 2), (0, 1, 3)):

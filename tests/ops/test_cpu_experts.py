@@ -11,7 +11,7 @@ import pytest
 from penstock.backend.cpu import CpuBackend
 from penstock.backend.cpu._native import Program, Weight, isas
 from penstock.backend.ref.batches import Chunk, greedy_batch
-from penstock.backend.ref.cases import BIASED_GROUPS, CLAMPED, OneOp, experts, pack
+from penstock.backend.ref.cases import BIASED_GROUPS, CLAMPED, OneOp, moe, pack
 from penstock.model.spec import ExpertSpec
 
 TOKENS = 250
@@ -19,7 +19,7 @@ TOKENS = 250
 
 def loaded(threads: int, isa: str, **trial: Any) -> CpuBackend:
     backend = CpuBackend(threads, isa=isa)
-    made = experts(np.random.default_rng(4), tokens=TOKENS, **trial)
+    made = moe(np.random.default_rng(4), tokens=TOKENS, **trial)
     backend.load(OneOp(made.forward, [pack(weight, backend) for weight in made.weights]))
     return backend
 
@@ -45,7 +45,7 @@ def test_a_token_is_bitwise_the_same_in_any_batch(spec: ExpertSpec, format: str,
 
 
 def test_layers_of_several_shapes_take_turns():
-    trials = [experts(np.random.default_rng(4), tokens=9, spec=spec) for spec in (CLAMPED, BIASED_GROUPS, CLAMPED)]
+    trials = [moe(np.random.default_rng(4), tokens=9, spec=spec) for spec in (CLAMPED, BIASED_GROUPS, CLAMPED)]
     answers = []
     for parts in ([0], [1], [2], [0, 1, 2]):
         backend = CpuBackend(2)
@@ -61,13 +61,13 @@ def test_layers_of_several_shapes_take_turns():
 
 
 GOOD = {
-    "chosen": 2,
+    "top_k": 2,
     "act": "silu",
     "scoring": "softmax",
     "renormalize": True,
     "scale": 1.0,
     "groups": 2,
-    "chosen_groups": 1,
+    "top_k_groups": 1,
     "group_score": "max",
 }
 NO_BIAS = np.zeros(0, np.float32)
@@ -76,7 +76,7 @@ NO_BIAS = np.zeros(0, np.float32)
 def emit(up: list[Weight], down: list[Weight], bias: np.ndarray = NO_BIAS, scores: int = 4, **fields: Any) -> None:
     program = Program("auto", 1, "f16")
     buffers = [program.buffer("T", width, False) for width in (8, scores, 8)]
-    program.experts(buffers[0], buffers[1], up, down, bias, buffers[2], **GOOD | fields)
+    program.moe(buffers[0], buffers[1], up, down, bias, buffers[2], **GOOD | fields)
 
 
 def weights(width: int, rows: int, count: int = 4, format: str = "F32") -> list[Weight]:
@@ -86,12 +86,12 @@ def weights(width: int, rows: int, count: int = 4, format: str = "F32") -> list[
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"chosen": 0}, "as many experts"),
-        ({"chosen": 5}, "as many experts"),
-        ({"chosen": 3}, "must hold enough"),
+        ({"top_k": 0}, "as many experts"),
+        ({"top_k": 5}, "as many experts"),
+        ({"top_k": 3}, "must hold enough"),
         ({"groups": 3}, "must be equal"),
         ({"groups": 0}, "must be equal"),
-        ({"chosen_groups": 3}, "must be equal"),
+        ({"top_k_groups": 3}, "must be equal"),
         ({"scoring": "hardmax"}, "no scoring hardmax"),
         ({"act": "tanh"}, "no activation tanh"),
         ({"bias": np.zeros(3, np.float32)}, "one value for each expert"),
@@ -113,4 +113,4 @@ def test_rows_must_be_prepared():
     program = Program("auto", 1, "f16")
     x, scores, out = (program.buffer("T", width, False) for width in (32, 4, 32))
     with pytest.raises(ValueError, match="prepared buffer"):
-        program.experts(x, scores, weights(32, 12, format="Q8_0"), weights(6, 32), NO_BIAS, out, **GOOD)
+        program.moe(x, scores, weights(32, 12, format="Q8_0"), weights(6, 32), NO_BIAS, out, **GOOD)

@@ -17,7 +17,7 @@ WIDER = {"Q2_K", "NVFP4", *LAYOUTS}
 def test_packed_weights_take_what_is_said_before(format: str):
     tensor = random_tensor(np.random.default_rng(0), format, 64, 512)
     backend = CpuBackend(1)
-    assert backend.pack_matrix([tensor], [None]).nbytes == backend.held(tensor).bytes(tensor)
+    assert backend.pack_matrix([tensor], [None]).nbytes == backend.stored_as(tensor).bytes(tensor)
 
 
 @pytest.mark.parametrize("format", FORMATS)

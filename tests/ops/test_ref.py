@@ -12,10 +12,10 @@ import pytest
 
 from penstock.backend.ref import RefBackend, cases
 from penstock.backend.ref.batches import Chunk, blocks_for, greedy_batch, random_steps
-from penstock.backend.ref.ops import Bank, Cache, Matrix, RefOps, rotate
+from penstock.backend.ref.ops import Cache, Matrix, RefOps, rotate
 from penstock.model import rope
 from penstock.model.dequantize import dequantize
-from penstock.model.ops import Ops
+from penstock.model.ops import ExpertWeights, Ops
 from penstock.model.spec import AttentionSpec, ExpertSpec, RopeSpec
 from penstock.model.tensor import FORMATS
 
@@ -51,13 +51,13 @@ def test_linear_adds_its_bias(rng):
     assert ops_over(1).linear(x, Matrix(weight, np.array([1, 2, 3], np.float32))).tolist() == [[2, 4, 12]]
 
 
-def test_gated(rng):
+def test_act_and_mul(rng):
     x = np.array([[1.0, -200.0, 2.0, 3.0]], np.float32)
-    assert ops_over(1).gated(x, "silu").tolist()[0] == pytest.approx([2 / (1 + math.exp(-1)), 0])
+    assert ops_over(1).act_and_mul(x, "silu").tolist()[0] == pytest.approx([2 / (1 + math.exp(-1)), 0])
 
 
 def test_gelu():
-    got = ops_over(1).gated(np.array([[1.0, -20.0, 1.0, 3.0]], np.float32), "gelu_tanh").tolist()[0]
+    got = ops_over(1).act_and_mul(np.array([[1.0, -20.0, 1.0, 3.0]], np.float32), "gelu_tanh").tolist()[0]
     assert got == pytest.approx([(1 + math.tanh((2 / math.pi) ** 0.5 * 1.044715)) / 2, 0])
 
 
@@ -108,7 +108,7 @@ def test_attention_one_number_at_a_time(rng, window, multiplier, cap):
     """Without blocks or chunks: each head of each token, over what it sees."""
     spec = AttentionSpec(4, 2, 4, RopeSpec(rope.plain(100.0, 4), False), window, multiplier, cap)
     qkv = rng.normal(size=(9, 32)).astype(np.float32)
-    got = ops_over(9).attend(0, qkv, spec).reshape(9, 4, 4)
+    got = ops_over(9).attend(0, qkv, spec, {}).reshape(9, 4, 4)
     heads = rotate(qkv.reshape(9, 8, 4), np.arange(9, dtype=np.int32), spec.rope)
     for token in range(9):
         seen = range(max(0, token - window + 1) if window else 0, token + 1)
@@ -127,11 +127,9 @@ def test_attention_one_number_at_a_time(rng, window, multiplier, cap):
     "spec",
     [
         ExpertSpec(6, 2, 3),
-        ExpertSpec(
-            6, 3, 3, scoring="sigmoid", renormalize=True, scale=2.5, choice_bias=True, groups=3, chosen_groups=2
-        ),
+        ExpertSpec(6, 3, 3, scoring="sigmoid", renormalize=True, scale=2.5, choice_bias=True, groups=3, top_k_groups=2),
         ExpertSpec(6, 2, 3, renormalize=True, groups=2, group_score="max"),
-        ExpertSpec(6, 4, 3, scoring="softmax_chosen", act="clamped"),
+        ExpertSpec(6, 4, 3, scoring="softmax_top_k", act="clamped"),
     ],
     ids=["softmax", "groups and bias", "best groups", "softmax of the chosen"],
 )
@@ -140,8 +138,8 @@ def test_experts_one_token_at_a_time(rng, spec):
     scores[3] = scores[3, 0]
     bias = rng.normal(size=6).astype(np.float32) if spec.choice_bias else None
     up, down = (rng.normal(size=(6, *shape)).astype(np.float32) * 3 for shape in ((6, 4), (4, 3)))
-    bank = Bank([(Matrix(one, None), Matrix(other, None)) for one, other in zip(up, down, strict=True)], bias)
-    got = ops_over(9).experts(x, scores, bank, spec)
+    experts = ExpertWeights([Matrix(one, None) for one in up], [Matrix(one, None) for one in down], bias)
+    got = ops_over(9).moe(x, scores, experts, spec)
     for token, answer in enumerate(got):
         chosen, weights = experts_of(scores[token].tolist(), [0] * 6 if bias is None else bias.tolist(), spec)
         wanted = [
@@ -156,16 +154,16 @@ def experts_of(logits, bias, spec):
     scores = {
         "softmax": [power / sum(powers) for power in powers],
         "sigmoid": [1 / (1 + math.exp(-one)) for one in logits],
-        "softmax_chosen": logits,
+        "softmax_top_k": logits,
     }[spec.scoring]
     choice = [one + other for one, other in zip(scores, bias, strict=True)]
     size = len(choice) // spec.groups
     taken = 1 if spec.group_score == "max" else 2
     best = [sum(sorted(choice[g * size : (g + 1) * size])[-taken:]) for g in range(spec.groups)]
-    groups = sorted(range(spec.groups), key=lambda g: -best[g])[: spec.chosen_groups]
-    chosen = sorted((k for k in range(len(choice)) if k // size in groups), key=lambda k: -choice[k])[: spec.chosen]
-    weights = [powers[k] if spec.scoring == "softmax_chosen" else scores[k] for k in chosen]
-    divided = spec.renormalize or spec.scoring == "softmax_chosen"
+    groups = sorted(range(spec.groups), key=lambda g: -best[g])[: spec.top_k_groups]
+    chosen = sorted((k for k in range(len(choice)) if k // size in groups), key=lambda k: -choice[k])[: spec.top_k]
+    weights = [powers[k] if spec.scoring == "softmax_top_k" else scores[k] for k in chosen]
+    divided = spec.renormalize or spec.scoring == "softmax_top_k"
     return chosen, [weight / (sum(weights) if divided else 1) for weight in weights]
 
 
@@ -181,10 +179,10 @@ def test_layers_do_not_share_a_cache(rng):
     cache = Cache(1, 16)
     first, second = (rng.normal(size=(1, 12)).astype(np.float32) for _ in range(2))
     start = RefOps(greedy_batch([Chunk([0], 0, [0])]), cache)
-    start.attend(0, first, spec)
-    start.attend(1, second, spec)
+    start.attend(0, first, spec, {})
+    start.attend(1, second, spec, {})
     again = RefOps(greedy_batch([Chunk([0], 1, [0])]), cache)
-    assert not np.allclose(again.attend(0, second, spec), again.attend(1, second, spec))
+    assert not np.allclose(again.attend(0, second, spec, {}), again.attend(1, second, spec, {}))
 
 
 def test_every_op_has_a_case():

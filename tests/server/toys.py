@@ -135,7 +135,7 @@ class Parrot:
 
     def _row(self, batch: Batch, row: int) -> RowResult:
         mine = slice(batch.row_start[row], batch.row_start[row + 1])
-        places, table, size = batch.positions[mine], batch.tables[row], self._kv.shape[1]
+        places, table, size = batch.positions[mine], batch.tables[0, row], self._kv.shape[1]
         self._kv[table[places // size], places % size] = batch.tokens[mine]
         tokens: list[int] = []
         logprobs: list[TokenLogprob] = []

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.config import available_memory, total_memory
-from penstock.model.spec import ModelSpec
+from penstock.model.spec import KvGroup, ModelSpec
 from penstock.model.tensor import Stack, Tensor
 from penstock.types import StepResult
 
@@ -84,25 +84,28 @@ class Batch:
     positions: Ints  # [T]
     row_start: Ints  # [R + 1] row r owns tokens[row_start[r]:row_start[r + 1]]
     slots: Ints  # [R] the row's place for life: its state, for one; at position 0 that is nothing yet
-    tables: Ints  # [R, W] block ids; entries past a row's own context are undefined
+    tables: Ints  # [G, R, W] block ids by KV layer group; entries behind a window or past a row's context are undefined
     sampled: Ints  # [S] indices into tokens, ascending
     sample_start: Ints  # [R + 1] row r owns sampled[sample_start[r]:sample_start[r + 1]]
     sample: SampleRows
     pools: tuple[Pool, ...] = ()
     moves: tuple[StateMove, ...] = ()
+    program: int = 0  # which of the loaded programs runs
 
 
-class Held(NamedTuple):
-    """What a tensor is kept as."""
+class StoredAs(NamedTuple):
+    """Names the format that a weight is stored in once it is packed."""
 
     kind: str  # a format's name, or what weights are quantized to at load
     bits: float  # of one value, its share of scales included
 
     @classmethod
-    def as_it_is(cls, tensor: Tensor) -> Held:
+    def in_file(cls, tensor: Tensor) -> StoredAs:
+        """Returns the format that the tensor has in its file."""
         return cls(tensor.format.name, 8 * tensor.format.bytes / tensor.format.values)
 
     def bytes(self, tensor: Tensor) -> float:
+        """Returns what the tensor takes in this format."""
         return prod(tensor.shape) * self.bits / 8
 
 
@@ -155,8 +158,8 @@ class Backend(Protocol):
     def load(self, model: Model) -> None:
         """Takes the packed model and gets ready to run its forward pass."""
 
-    def held(self, tensor: Tensor) -> Held:
-        """What packing would make of it."""
+    def stored_as(self, tensor: Tensor) -> StoredAs:
+        """Returns the format that packing would store the tensor in."""
 
     def footprint(self, spec: ModelSpec, tensors: Iterable[Tensor]) -> Footprint:
         """Told before anything is loaded."""
@@ -170,8 +173,9 @@ class Backend(Protocol):
     def state_bytes(self) -> int:
         """What the state of one sequence costs; 0 for models that have none."""
 
-    def reserve_kv(self, num_blocks: int, block_size: int, states: int = 0) -> None:
-        """`states`: of the slots and, after them, saved ones."""
+    def reserve_kv(self, num_blocks: int, block_size: int, states: int = 0, groups: Sequence[KvGroup] = ()) -> None:
+        """Makes room for so many blocks, each of which holds `block_size` tokens of the layers of one group, and for so
+        many states: those of the slots and, after them, saved ones. Without groups all layers are one."""
 
     def warm_up(self) -> None:
         """Called once, before the first step: what that would wait for otherwise."""

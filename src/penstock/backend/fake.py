@@ -10,45 +10,65 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.backend.base import LAST_SAMPLED, Batch, Footprint, Held, Model, StateMove, Ticket
+from penstock.backend.base import LAST_SAMPLED, Batch, Footprint, Model, StateMove, StoredAs, Ticket
 from penstock.backend.pooling import Pools
 from penstock.backend.timing import time_step
-from penstock.model.spec import ModelSpec
+from penstock.model.spec import KvGroup, ModelSpec
 from penstock.model.tensor import Stack, Tensor
 from penstock.types import RowResult, StepResult, TokenLogprob
 
 PRIME = 1000003
 
 
-def next_token(context: Sequence[int] | NDArray[np.int64], vocab: int) -> int:
-    """What the fake answers after `context`, token and place both counting."""
-    tokens = np.asarray(context, np.int64)
-    places = np.arange(1, len(tokens) + 1, dtype=np.int64)
-    return int(((tokens + 1) * places * 2654435761 % PRIME).sum() % vocab)
+def next_token(context: Sequence[int] | NDArray[np.int64], vocab: int, windows: Sequence[int] = (0,)) -> int:
+    """Returns what the fake answers after `context`, where there is a KV layer group for each of `windows`."""
+    kv = [windowed(context, window) if window else context for window in windows]
+    return checksum([group[-window:] for group, window in zip(kv, windows, strict=True)], len(context), vocab)
+
+
+def checksum(seen: Sequence[Sequence[int] | NDArray[np.int64]], length: int, vocab: int) -> int:
+    """Returns the token that follows from what each layer group sees, which ends at position `length` - 1. Values,
+    their positions and their groups all count."""
+    total = 0
+    for group, values in enumerate(seen, 1):
+        places = np.arange(length - len(values) + 1, length + 1, dtype=np.int64)
+        total += group * int(((np.asarray(values, np.int64) + 1) * places * 2654435761 % PRIME).sum())
+    return total % vocab
+
+
+def windowed(tokens: Iterable[int], window: int, before: Sequence[int] = ()) -> list[int]:
+    """Returns what a windowed layer group stores for `tokens`, given what it stored `before` them. Like the keys and
+    values of a real model, each entry depends on all entries in its window, so a lost one changes all that follow."""
+    values = list(before)
+    for token in tokens:
+        values.append((token + 1 + 31 * sum(values[len(values) + 1 - window :] if window > 1 else ())) % PRIME)
+    return values[len(before) :]
 
 
 def gathered(tokens: Iterable[int], state: int = 0) -> int:
-    """What a state becomes with more tokens."""
+    """Returns what a recurrent state becomes with more tokens."""
     for token in tokens:
         state = (state * 31 + token + 1) % PRIME
     return state
 
 
-def continuation(prompt: Sequence[int], count: int, vocab: int, stateful: bool = False) -> list[int]:
-    """The `count` tokens that must follow `prompt`, computed with no cache at all."""
+def continuation(
+    prompt: Sequence[int], count: int, vocab: int, stateful: bool = False, windows: Sequence[int] = (0,)
+) -> list[int]:
+    """Returns the `count` tokens that must follow `prompt`, computed with no cache at all."""
     tokens = list(prompt)
     for _ in range(count):
-        tokens.append((next_token(tokens, vocab) + (gathered(tokens) if stateful else 0)) % vocab)
+        tokens.append((next_token(tokens, vocab, windows) + (gathered(tokens) if stateful else 0)) % vocab)
     return tokens[len(prompt) :]
 
 
 def state(context: Sequence[int] | NDArray[np.int64], vocab: int) -> list[int]:
-    """The fake's hidden state at the last token of `context`."""
+    """Returns the fake's hidden state at the last token of `context`."""
     return [next_token(context, vocab), int(context[-1]), len(context)]
 
 
 def pooled(prompt: Sequence[int], kind: str, vocab: int) -> bytes:
-    """What the fake must answer for an embedding, computed with no cache at all."""
+    """Returns what the fake must answer for an embedding, computed with no cache at all."""
     ends = range(len(prompt) if kind == "last" else 1, 2 if kind == "cls" else len(prompt) + 1)
     mean: NDArray[np.float64] = np.mean([state(prompt[:end], vocab) for end in ends], axis=0)
     return mean.astype("<f4").tobytes()
@@ -58,8 +78,9 @@ class FakeBackend:
     name = "the fake"
     depth = 0
 
-    def __init__(self, vocab: int = 1000, max_rows: int = 1024) -> None:
+    def __init__(self, vocab: int = 1000, max_rows: int = 1024, windows: Sequence[int] = (0,)) -> None:
         self._vocab = vocab
+        self._windows = windows  # of each KV layer group
         self._last = np.full(max_rows, -1, np.int64)  # by slot
         self._pools = Pools()
         self._results: dict[Ticket, StepResult] = {}
@@ -78,8 +99,8 @@ class FakeBackend:
 
     def load(self, model: Model) -> None: ...
 
-    def held(self, tensor: Tensor) -> Held:
-        return Held("nothing", 0)
+    def stored_as(self, tensor: Tensor) -> StoredAs:
+        return StoredAs("nothing", 0)
 
     def footprint(self, spec: ModelSpec, tensors: Iterable[Tensor]) -> Footprint:
         return Footprint("the fake", 1 << 30, 1 << 30, 0, 0, 0, self.kv_bytes_per_token())
@@ -93,7 +114,7 @@ class FakeBackend:
     def state_bytes(self) -> int:
         return 0
 
-    def reserve_kv(self, num_blocks: int, block_size: int, states: int = 0) -> None:
+    def reserve_kv(self, num_blocks: int, block_size: int, states: int = 0, groups: Sequence[KvGroup] = ()) -> None:
         self._kv = np.full((num_blocks, block_size), -1, np.int64)
         self._states = [-1] * states
 
@@ -130,24 +151,24 @@ class FakeBackend:
 
     def _run_row(self, batch: Batch, row: int, move: StateMove | None) -> RowResult:
         first, last = batch.row_start[row], batch.row_start[row + 1]
-        slot, table = batch.slots[row], batch.tables[row]
+        slot, tables = batch.slots[row], batch.tables[:, row]
         tokens, positions = batch.tokens[first:last].astype(np.int64), batch.positions[first:last]
         tokens[tokens == LAST_SAMPLED] = self._last[slot]
-        size = self._kv.shape[1]
-        self._kv[table[positions // size], positions % size] = tokens
+        self._store(tables, positions, tokens)
         states = self._gather(tokens.tolist(), int(positions[0]), int(slot), move) if self._states else None
         result = RowResult()
         for s in range(batch.sample_start[row], batch.sample_start[row + 1]):
-            context = self._context(table, int(batch.positions[batch.sampled[s]]) + 1)
+            length = int(batch.positions[batch.sampled[s]]) + 1
             state = states[batch.sampled[s] - first] if states else 0
-            result = self._answer(result, context, state, int(batch.sample.target[s]))
+            token = (checksum(self._seen(tables, length), length, self._vocab) + state) % self._vocab
+            result = answered(result, token, int(batch.sample.target[s]))
         if result.tokens:
             self._last[slot] = result.tokens[-1]
         return result
 
     def _hidden(self, batch: Batch, first: int, last: int) -> NDArray[np.float32]:
-        table = batch.tables[np.searchsorted(batch.row_start, first, side="right") - 1]
-        contexts = [self._context(table, int(position) + 1) for position in batch.positions[first:last]]
+        table = batch.tables[0, np.searchsorted(batch.row_start, first, side="right") - 1]
+        contexts = [self._read(table, 0, int(position) + 1) for position in batch.positions[first:last]]
         return np.array([state(context, self._vocab) for context in contexts], np.float32)
 
     def _gather(self, tokens: list[int], start: int, slot: int, move: StateMove | None) -> list[int]:
@@ -160,11 +181,31 @@ class FakeBackend:
             self._states[move.save] = states[move.after]
         return states[1:]
 
-    def _context(self, table: NDArray[np.int32], length: int) -> NDArray[np.int64]:
-        return self._kv[table[: -(-length // self._kv.shape[1])]].reshape(-1)[:length]
+    def _store(self, tables: NDArray[np.int32], positions: NDArray[np.int32], tokens: NDArray[np.int64]) -> None:
+        """Writes a row's tokens, or what follows from them and their window, to the blocks of every layer group."""
+        size, start = self._kv.shape[1], int(positions[0])
+        for table, window in zip(tables, self._windows, strict=True):
+            values = tokens
+            if window:
+                before = self._read(table, max(start - window + 1, 0), start)
+                values = np.array(windowed(tokens.tolist(), window, before.tolist()), np.int64)
+            self._kv[table[positions // size], positions % size] = values
 
-    def _answer(self, result: RowResult, context: NDArray[np.int64], state: int, target: int) -> RowResult:
-        token = (next_token(context, self._vocab) + state) % self._vocab
-        if target < 0:
-            return result._replace(tokens=(*result.tokens, token))
-        return result._replace(scores=(*result.scores, TokenLogprob(target, -float(token))))
+    def _seen(self, tables: NDArray[np.int32], length: int) -> list[NDArray[np.int64]]:
+        """Returns what each layer group sees at position `length` - 1."""
+        return [
+            self._read(table, max(length - window, 0) if window else 0, length)
+            for table, window in zip(tables, self._windows, strict=True)
+        ]
+
+    def _read(self, table: NDArray[np.int32], first: int, last: int) -> NDArray[np.int64]:
+        """Returns what lies at positions first:last of a sequence with this block table."""
+        positions, size = np.arange(first, last), self._kv.shape[1]
+        return self._kv[table[positions // size], positions % size]
+
+
+def answered(result: RowResult, token: int, target: int) -> RowResult:
+    """Returns the row's result with one more token, or with the score of the known token `target`."""
+    if target < 0:
+        return result._replace(tokens=(*result.tokens, token))
+    return result._replace(scores=(*result.scores, TokenLogprob(target, -float(token))))

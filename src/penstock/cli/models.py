@@ -133,13 +133,14 @@ def _here(checkpoint: Checkpoint) -> dict[str, Any]:
     forecasts = make_forecasts(config, checkpoint, 1, lambda *_: None)
     found = {forecast.quantize or "as it is": forecast for forecast in forecasts}
     first, backend = found["as it is"], open_backend(config)
-    kinds = Counter(backend.held(tensor).kind for tensor in checkpoint.tensors.values() if len(tensor.shape) > 1)
+    kinds = Counter(backend.stored_as(tensor).kind for tensor in checkpoint.tensors.values() if len(tensor.shape) > 1)
     memory = first.memory
     return {
         "device": config.device,
         "held_as": [kind for kind, _ in kinds.most_common()],
         "weights": {name: entry.memory.footprint.weights if entry.memory else None for name, entry in found.items()},
         "kv_token": memory.footprint.kv_token if memory else None,
+        "kv_sequence": memory.sequence_bytes(memory.limits.max_len) if memory else None,
         "context": memory.limits.max_len if memory else 0,
         "sequences": memory.whole_sequences if memory else 0,
         "trouble": first.problem,
@@ -165,5 +166,5 @@ def _readable_here(here: dict[str, Any]) -> str:
     sizes = ", ".join(
         f"{kind} {'does not fit' if size is None else readable_size(size)}" for kind, size in here["weights"].items()
     )
-    room = f"KV cache for {here['sequences']:,} x {here['context']:,} tokens, {readable_size(here['kv_token'])} each"
+    room = f"KV cache for {here['sequences']:,} x {here['context']:,} tokens, {readable_size(here['kv_sequence'])} each"
     return f"on {here['device']} with weights stored as {', '.join(here['held_as'])} ({sizes}); {room}"

@@ -90,7 +90,7 @@ def _write(target: Path, exported: Export) -> None:
     from penstock.model.gguf.writer import write_gguf
 
     bar, done = DownloadBar(), 0
-    total = sum(sheet.size for sheet in exported.sheets)
+    total = sum(tensor.size for tensor in exported.tensors)
 
     def advance(_: str, size: int) -> None:
         nonlocal done
@@ -98,7 +98,7 @@ def _write(target: Path, exported: Export) -> None:
         bar(f"writing {target.name}", done, total)
 
     try:
-        write_gguf(target, exported.keys, exported.sheets, advance)
+        write_gguf(target, exported.keys, exported.tensors, advance)
     finally:
         bar.stop()
 
@@ -113,14 +113,14 @@ def _facts(path: Path, target: Path, exported: Export) -> dict[str, Any]:
     from penstock.store import size_of
 
     counts: Counter[str] = Counter()
-    for sheet in exported.sheets:
-        counts[sheet.format.name] += prod(sheet.shape)
+    for tensor in exported.tensors:
+        counts[tensor.format.name] += prod(tensor.shape)
     shares = {name: count / counts.total() for name, count in counts.most_common()}
     return {
         "path": str(target),
         "size": target.stat().st_size,
         "size_before": size_of(path),
-        "tensors": len(exported.sheets),
+        "tensors": len(exported.tensors),
         "formats": shares,
         "notes": list(exported.notes),
     }

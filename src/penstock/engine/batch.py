@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from penstock.backend.base import LAST_SAMPLED, Batch, StateMove
+from penstock.backend.base import LAST_SAMPLED, Batch, Ints, StateMove
 from penstock.core import Sequence
 from penstock.engine.sampling import Sampler, Wanted, sample_rows
 from penstock.types import Limits, Row, StepPlan
@@ -18,7 +18,8 @@ class Batcher:
     def __init__(self, limits: Limits) -> None:
         self._block_size = limits.block_size
         self._max_rows = limits.max_rows
-        self._tables = np.zeros((limits.max_rows, -(-limits.max_len // limits.block_size)), np.int32)
+        width = -(-limits.max_len // limits.block_size)
+        self._tables = np.zeros((len(limits.windows), limits.max_rows, width), np.int32)
         self._slots: dict[int, int] = {}
         self._free = list(range(limits.max_rows - 1, -1, -1))
 
@@ -30,7 +31,7 @@ class Batcher:
             slot = self._slots.get(grown.seq)
             if slot is None:
                 slot = self._slots[grown.seq] = self._free.pop()
-            self._tables[slot, grown.at : grown.at + len(grown.blocks)] = grown.blocks
+            self._tables[grown.group, slot, grown.at : grown.at + len(grown.blocks)] = grown.blocks
 
     def build(self, plan: StepPlan, sequences: Mapping[int, Sequence], samplers: Mapping[int, Sampler]) -> Batch:
         tokens: list[int] = []
@@ -57,12 +58,19 @@ class Batcher:
             positions=np.array(positions, np.int32),
             row_start=np.array(row_start, np.int32),
             slots=slots,
-            tables=self._tables[slots, :width],
+            tables=self._tables_of(slots, width),
             sampled=np.array(sampled, np.int32),
             sample_start=np.array(sample_start, np.int32),
             sample=sample_rows(wanted),
             moves=tuple(self._move(at, row) for at, row in enumerate(plan.rows) if row.begin >= 0 or row.save >= 0),
         )
+
+    def _tables_of(self, slots: Ints, width: int) -> Ints:
+        """Returns copies of the slots' block tables: [groups, rows, width]."""
+        tables = np.empty((len(self._tables), len(slots), width), np.int32)
+        for group, table in enumerate(self._tables):
+            tables[group] = table[slots, :width]
+        return tables
 
     def _move(self, at: int, row: Row) -> StateMove:
         """Saved states come after those of the slots."""

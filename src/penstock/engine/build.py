@@ -9,10 +9,10 @@ from pathlib import Path
 
 from penstock.backend import open_backend, settle
 from penstock.backend.base import Backend
+from penstock.backend.quantize_at_load import quantized
 from penstock.config import Config, resolve
 from penstock.engine.engine import Engine
 from penstock.engine.grammar import Grammars
-from penstock.backend.quantize_at_load import quantized
 from penstock.errors import OutOfMemory
 from penstock.model.load import Checkpoint, load_model, open_checkpoint, text_of
 from penstock.planning.memory_plan import all_states, gigabytes, plan_memory

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from penstock.errors import MalformedFile
 from penstock.model import rope
-from penstock.model.config_reader import MAX_EXPERTS, MAX_LAYERS, Fields
+from penstock.model.config_reader import MAX_EXPERTS, MAX_LAYERS, ConfigReader
 from penstock.model.spec import AttentionSpec, ExpertSpec, ModelSpec, RopeSpec
 
 NEUTRAL = {  # read elsewhere, for training alone, or about the checkpoint
@@ -66,7 +66,7 @@ ROPE_KEYS = {
 
 
 def read_decoder(
-    config: Fields,
+    config: ConfigReader,
     arch: str,
     *,
     act_key: str = "hidden_act",
@@ -74,7 +74,7 @@ def read_decoder(
     tied: bool = False,
     theta: float = 10000.0,
     partial: bool = False,
-    scaling: Fields | None = None,
+    scaling: ConfigReader | None = None,
     hidden_key: str = "intermediate_size",
 ) -> ModelSpec:
     """What most families say in the same words; `tied` and `theta` are what a silent config means. `partial`: whether
@@ -102,30 +102,30 @@ def read_decoder(
     )
 
 
-def read_biases(config: Fields) -> frozenset[str]:
+def read_biases(config: ConfigReader) -> frozenset[str]:
     attention = ("q", "k", "v", "o") if config.flag("attention_bias", False) else ()
     return frozenset((*attention, *(("gate", "up", "down") if config.flag("mlp_bias", False) else ())))
 
 
-def read_experts(config: Fields, spec: ModelSpec, *, count: str, hidden: str) -> ExpertSpec:
+def read_experts(config: ConfigReader, spec: ModelSpec, *, count: str, hidden: str) -> ExpertSpec:
     """`count` and `hidden`: what this family calls them."""
     config.ignore("output_router_logits", "router_aux_loss_coef", "router_jitter_noise")  # for training alone
     return ExpertSpec(
         count=config.size(count, most=MAX_EXPERTS),
-        chosen=config.size("num_experts_per_tok", most=MAX_EXPERTS),
+        top_k=config.size("num_experts_per_tok", most=MAX_EXPERTS),
         hidden=config.size(hidden),
         act=spec.act,
     )
 
 
-def read_window(config: Fields, silent: int) -> int:
+def read_window(config: ConfigReader, silent: int) -> int:
     """0 where the config says null; `silent` where it says nothing."""
     if "sliding_window" in config:
         return config.size("sliding_window")
     return 0 if config.says_null("sliding_window") else silent
 
 
-def read_sliding(config: Fields, otherwise: Sequence[bool]) -> Sequence[bool]:
+def read_sliding(config: ConfigReader, otherwise: Sequence[bool]) -> Sequence[bool]:
     """Which layers have a window: what `layer_types` says, if it is there."""
     if "layer_types" not in config:
         return otherwise
@@ -135,17 +135,17 @@ def read_sliding(config: Fields, otherwise: Sequence[bool]) -> Sequence[bool]:
     return [kind == SLIDING for kind in kinds]
 
 
-def rope_fields(config: Fields) -> Fields:
+def rope_fields(config: ConfigReader) -> ConfigReader:
     return config.table("rope_scaling" if "rope_scaling" in config else "rope_parameters")
 
 
 def read_rope(
-    config: Fields,
+    config: ConfigReader,
     head_dim: int,
     max_len: int,
     theta: float = 10000.0,
     partial: bool = False,
-    scaling: Fields | None = None,
+    scaling: ConfigReader | None = None,
 ) -> RopeSpec:
     fields = scaling or rope_fields(config)
     kind = fields.text("rope_type", fields.text("type", "default"))
@@ -166,7 +166,7 @@ def read_rope(
     return RopeSpec(freqs, interleaved=False)
 
 
-def read_turned(place: Fields, head_dim: int, partial: bool) -> int:
+def read_turned(place: ConfigReader, head_dim: int, partial: bool) -> int:
     """How many dimensions of a head ropes turn."""
     turned = int(head_dim * place.number("partial_rotary_factor", 1.0))
     if partial and "rotary_dim" in place:
@@ -178,14 +178,14 @@ def read_turned(place: Fields, head_dim: int, partial: bool) -> int:
     return turned
 
 
-def read_llama3(fields: Fields, freqs: rope.Freqs, original: int) -> rope.Freqs:
+def read_llama3(fields: ConfigReader, freqs: rope.Freqs, original: int) -> rope.Freqs:
     low, high = fields.number("low_freq_factor"), fields.number("high_freq_factor")
     if low >= high:
         raise MalformedFile(f"low_freq_factor {low} must be below high_freq_factor {high} in config.json")
     return rope.llama3(freqs, fields.number("factor"), low, high, original)
 
 
-def read_yarn(fields: Fields, freqs: rope.Freqs, base: float, original: int, max_len: int) -> RopeSpec:
+def read_yarn(fields: ConfigReader, freqs: rope.Freqs, base: float, original: int, max_len: int) -> RopeSpec:
     factor = fields.number("factor", max_len / original)
     scale = rope.yarn_scale(factor)
     if "mscale" in fields and "mscale_all_dim" in fields:

@@ -14,7 +14,7 @@ MAX_EXPERTS = 10_000
 MIN_NUMBER, MAX_NUMBER = 1e-30, 1e30  # all that a model needs, and computing with them stays finite
 
 
-class Fields:
+class ConfigReader:
     """Typed access to a mapping; null counts as absent, and a field that is absent takes its default or is an error."""
 
     def __init__(self, values: Mapping[str, Any], source: str, prefix: str = "") -> None:
@@ -113,14 +113,14 @@ class Fields:
             raise self._wrong(key, value, f"a list of {count} zeros and ones")
         return tuple(map(bool, value))
 
-    def table(self, key: str) -> Fields:
+    def table(self, key: str) -> ConfigReader:
         """The fields of a nested object; none when it is absent."""
         value = self._get(key, {})
         if type(value) is not dict:
             raise self._wrong(key, value, "an object")
-        return Fields(value, f"{key} in {self._source}")
+        return ConfigReader(value, f"{key} in {self._source}")
 
-    def tables(self, key: str) -> list[Fields]:
+    def tables(self, key: str) -> list[ConfigReader]:
         """Of an object whose fields are objects, each of them."""
         outer = self.table(key)
         return [outer.table(name) for name in outer._values]
@@ -128,9 +128,9 @@ class Fields:
     def names(self) -> list[str]:
         return list(self._values)
 
-    def without(self, *keys: str) -> Fields:
+    def without(self, *keys: str) -> ConfigReader:
         left = {key: value for key, value in self._values.items() if key.removeprefix(self._prefix) not in keys}
-        return Fields(left, self._source, self._prefix)
+        return ConfigReader(left, self._source, self._prefix)
 
     def require(self, key: str, supported: Collection[Any], default: Any = None) -> None:
         """For what this engine computes in one way only."""

@@ -1,146 +1,285 @@
-"""What decoders are made of: attention, a gated MLP, and what comes before and after the layers.
+"""Builds decoders: an embedding, layers of a mixer and an MLP with their norms, and an output head.
 
-A family's file says how they hang together; weights are taken from the checkpoint by canonical name (names.py).
+A family's file says what its mixers are and where its norms stand. Weights are taken from the checkpoint by canonical
+name (names.py).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from penstock.model.ops import Ops, V, Weight
+from penstock.model.ops import ExpertWeights, Ops, V, Vectors, Weight
 from penstock.model.spec import AttentionSpec, ExpertSpec, ModelSpec
 from penstock.model.weights import Packer
 
 
 class Part(Protocol):
-    """Of a layer: takes and gives [T, dim]."""
+    """Maps [T, dim] to [T, dim]: a mixer (attention or what stands in its place) or an MLP."""
 
     def __call__(self, ops: Ops[V], x: V) -> V: ...
 
 
 @dataclass(frozen=True, slots=True)
+class Norm:
+    """Computes an RMS norm or, with a bias, a layer norm."""
+
+    gain: Weight
+    eps: float
+    bias: Weight | None = None
+
+    def __call__(self, ops: Ops[V], x: V, residual: V | None = None) -> tuple[V, V]:
+        """Returns the norm of x + residual, and that sum."""
+        if self.bias is None:
+            return ops.add_norm(x, residual, self.gain, self.eps)
+        return ops.add_layer_norm(x, residual, self.gain, self.bias, self.eps)
+
+
+@dataclass(frozen=True, slots=True)
 class Attention:
-    layer: int
+    """Computes attention and the projections around it."""
+
+    layer: int  # of the KV cache
     spec: AttentionSpec
     eps: float
     qkv: Weight
     o: Weight
-    norms: tuple[Weight, Weight] | None  # of q and k
-    sinks: Weight | None
+    qk_norms: tuple[Weight, Weight] | None
+    vectors: Vectors
+    gate: Weight | None = None
 
     def __call__(self, ops: Ops[V], x: V) -> V:
         qkv = ops.linear(x, self.qkv)
-        if self.norms:
-            qkv = ops.norm_qk(qkv, *self.norms, self.spec, self.eps)
-        return ops.linear(ops.attend(self.layer, qkv, self.spec, self.sinks), self.o)
+        if self.qk_norms:
+            qkv = ops.norm_qk(qkv, *self.qk_norms, self.spec, self.eps)
+        y = ops.attend(self.layer, qkv, self.spec, self.vectors)
+        if self.gate is not None:
+            y = ops.sigmoid_mul(y, ops.linear(x, self.gate))
+        return ops.linear(y, self.o)
 
 
 @dataclass(frozen=True, slots=True)
 class Mlp:
+    """Computes an MLP, gated or not."""
+
     act: str
-    gate_up: Weight
+    up: Weight  # gate and up, one below the other, where it is gated
     down: Weight
+    gated: bool = True
 
     def __call__(self, ops: Ops[V], x: V) -> V:
-        return ops.linear(ops.gated(ops.linear(x, self.gate_up), self.act), self.down)
+        h = ops.linear(x, self.up)
+        h = ops.act_and_mul(h, self.act) if self.gated else ops.activate(h, self.act)
+        return ops.linear(h, self.down)
 
 
 @dataclass(frozen=True, slots=True)
-class GatedMlp:
-    """One that a token takes as much of as a gate says."""
+class SharedExpert:
+    """Computes every token with an MLP beside the experts. A gate may scale its output."""
 
     mlp: Mlp
-    gate: Weight
+    gate: Weight | None
 
     def __call__(self, ops: Ops[V], x: V) -> V:
-        return ops.gate_by(self.mlp(ops, x), ops.linear(x, self.gate))
+        y = self.mlp(ops, x)
+        return y if self.gate is None else ops.sigmoid_mul(y, ops.linear(x, self.gate))
 
 
 @dataclass(frozen=True, slots=True)
-class Mixture:
-    """Experts, and an MLP beside them where there is one."""
+class MoE:
+    """Computes each token with the experts that a router selects, and with a shared one where there is one."""
 
     spec: ExpertSpec
     router: Weight
-    bank: Weight
-    shared: Mlp | GatedMlp | None
+    experts: ExpertWeights
+    shared: SharedExpert | None
 
     def __call__(self, ops: Ops[V], x: V) -> V:
-        y = ops.experts(x, ops.linear(x, self.router), self.bank, self.spec)
+        router_logits = ops.linear(x, self.router, precision="float32")
+        y = ops.moe(x, router_logits, self.experts, self.spec)
         return ops.add(self.shared(ops, x), y) if self.shared else y
 
 
 @dataclass(frozen=True, slots=True)
+class Block:
+    """Adds a part's output to the residual stream, with a norm before the part, after it, or both."""
+
+    part: Part
+    pre_norm: Norm | None
+    post_norm: Norm | None
+
+    def __call__(self, ops: Ops[V], x: V, residual: V | None) -> tuple[V, V | None]:
+        """Takes and returns (x, residual), whose sum is the residual stream: the next norm adds them up."""
+        if self.pre_norm is None:
+            return self._without_pre_norm(ops, x)
+        x, residual = self.pre_norm(ops, x, residual)
+        x = self.part(ops, x)
+        if self.post_norm is not None:
+            x, _ = self.post_norm(ops, x)
+        return x, residual
+
+    def _without_pre_norm(self, ops: Ops[V], x: V) -> tuple[V, None]:
+        """Computes the part of the residual stream itself, which must have been added up."""
+        assert self.post_norm is not None
+        y, _ = self.post_norm(ops, self.part(ops, x))
+        return ops.add(y, x), None
+
+
+@dataclass(frozen=True, slots=True)
 class Ends:
-    """Before the layers and after them."""
+    """Holds what comes before the layers and after them."""
 
     spec: ModelSpec
     embed: Weight
-    norm: Weight
+    positions: Weight | None  # learned position embeddings
+    norm: Norm
     head: Weight
 
     def enter(self, ops: Ops[V]) -> V:
-        return scaled(ops, ops.embed(self.embed), self.spec.embed_scale)
+        """Returns the embeddings of the step's tokens: [T, dim]."""
+        x = scaled(ops, ops.embed(self.embed), self.spec.embed_scale)
+        return x if self.positions is None else ops.add(x, ops.embed_positions(self.positions))
 
     def leave(self, ops: Ops[V], x: V, residual: V | None) -> V:
-        """Logits of the sampled rows: [S, vocab]."""
-        x, _ = ops.add_norm(x, residual, self.norm, self.spec.eps)
+        """Returns the logits of the sampled rows: [S, vocab]."""
+        x, _ = self.norm(ops, x, residual)
         ops.pool(x)
-        logits = ops.linear(scaled(ops, ops.take_sampled(x), self.spec.logit_scale), self.head)
+        rows = scaled(ops, ops.take_sampled(x), self.spec.logit_scale)
+        logits = ops.linear(rows, self.head, precision="float32")
         return ops.soft_cap(logits, self.spec.logit_cap) if self.spec.logit_cap else logits
 
 
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Holds a mixer and the MLP that follows it."""
+
+    mixer: Block
+    mlp: Block
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """Computes logits with layers of a mixer and an MLP. Most families are one of these."""
+
+    layers: tuple[Layer, ...]
+    ends: Ends
+
+    def forward(self, ops: Ops[V]) -> V:
+        """Returns the logits of the sampled rows: [S, vocab]."""
+        x: V = self.ends.enter(ops)
+        residual: V | None = None
+        for layer in self.layers:
+            x, residual = layer.mixer(ops, x, residual)
+            x, residual = layer.mlp(ops, x, residual)
+        return self.ends.leave(ops, x, residual)
+
+
 def scaled(ops: Ops[V], x: V, factor: float) -> V:
+    """Returns x * factor, without an op where that changes nothing."""
     return x if factor == 1 else ops.scale(x, factor)
 
 
+MakePart = Callable[[ModelSpec, Packer, int], Part]
+MakeNorm = Callable[[ModelSpec, Packer, str], Norm]
+
+
 def attention(spec: ModelSpec, pack: Packer, layer: int) -> Attention:
+    """Builds a layer's attention. The q tensor of a gated one has each head's queries and then its gate."""
     a, name = spec.attention(layer), f"layers.{layer}"
-    qkv = pack.matrix((f"{name}.q", a.q_width), (f"{name}.k", a.kv_width), (f"{name}.v", a.kv_width), width=spec.dim)
+    kv = (f"{name}.k", a.kv_width), (f"{name}.v", a.kv_width)
+    if a.output_gate:
+        queries, gates = alternating(a.heads, a.head_dim, a.head_dim)
+        qkv = pack.matrix((f"{name}.q", 2 * a.q_width, queries), *kv, width=spec.dim)
+        gate = pack.matrix((f"{name}.q", 2 * a.q_width, gates), width=spec.dim)
+    else:
+        qkv, gate = pack.matrix((f"{name}.q", a.q_width), *kv, width=spec.dim), None
     o = pack.matrix((f"{name}.o", spec.dim), width=a.q_width)
-    sinks = pack.vector(f"{name}.sinks", a.heads) if a.sinks else None
+    vectors = {vector: pack.vector(f"{name}.{vector}", size) for vector, size in a.vectors.items()}
+    return Attention(spec.kv_layer(layer), a, spec.eps, qkv, o, qk_norms(spec, pack, layer), vectors, gate)
+
+
+def qk_norms(spec: ModelSpec, pack: Packer, layer: int) -> tuple[Weight, Weight] | None:
+    """Returns the gains of q and k, of one head each or of all heads, where they are normed."""
+    a = spec.attention(layer)
     if not a.qk_norm:
-        return Attention(layer, a, spec.eps, qkv, o, norms=None, sinks=sinks)
-    q_run, k_run = (a.head_dim, a.head_dim) if a.qk_norm == "head" else (a.q_width, a.kv_width)
-    norms = (
-        pack.vector(f"{name}.q_norm", q_run, spec.gain_offset),
-        pack.vector(f"{name}.k_norm", k_run, spec.gain_offset),
+        return None
+    q_size, k_size = (a.head_dim, a.head_dim) if a.qk_norm == "head" else (a.q_width, a.kv_width)
+    return (
+        pack.vector(f"layers.{layer}.q_norm", q_size, spec.gain_offset),
+        pack.vector(f"layers.{layer}.k_norm", k_size, spec.gain_offset),
     )
-    return Attention(layer, a, spec.eps, qkv, o, norms, sinks)
 
 
-def mlp(spec: ModelSpec, pack: Packer, layer: int) -> Mlp:
-    return gated_mlp(spec, pack, f"layers.{layer}", spec.hidden)
+def alternating(groups: int, *sizes: int) -> list[list[tuple[int, int]]]:
+    """Returns, for rows that come in equal groups of several kinds, the spans of rows of each kind."""
+    starts = [sum(sizes[:kind]) for kind in range(len(sizes))]
+    return [
+        [(group * sum(sizes) + start, group * sum(sizes) + start + size) for group in range(groups)]
+        for start, size in zip(starts, sizes, strict=True)
+    ]
 
 
-def mlp_or_experts(spec: ModelSpec, pack: Packer, layer: int) -> Mlp | Mixture:
-    """What the layer has."""
-    if spec.experts is None or layer in spec.dense:
-        return mlp(spec, pack, layer)
+def mlp_or_experts(spec: ModelSpec, pack: Packer, layer: int) -> Mlp | MoE:
+    """Builds a layer's experts where it has any, else its MLP."""
     name = f"layers.{layer}"
+    if spec.experts is None or layer in spec.dense:
+        return mlp(spec, pack, name, spec.hidden)
     router = pack.matrix((f"{name}.router", spec.experts.count), width=spec.dim)
-    bank = pack.experts(name, spec.experts, spec.dim)
-    return Mixture(spec.experts, router, bank, shared_mlp(spec, pack, f"{name}.shared"))
+    experts = pack.experts(name, spec.experts, spec.dim)
+    return MoE(spec.experts, router, experts, shared_expert(spec, pack, f"{name}.shared"))
 
 
-def shared_mlp(spec: ModelSpec, pack: Packer, name: str) -> Mlp | GatedMlp | None:
+def shared_expert(spec: ModelSpec, pack: Packer, name: str) -> SharedExpert | None:
+    """Builds the MLP beside the experts where the model has one."""
     if not spec.shared_hidden:
         return None
-    mlp = gated_mlp(spec, pack, name, spec.shared_hidden)
-    return GatedMlp(mlp, pack.matrix((f"{name}.router", 1), width=spec.dim)) if spec.shared_gated else mlp
+    made = mlp(spec, pack, name, spec.shared_hidden)
+    return SharedExpert(made, pack.matrix((f"{name}.router", 1), width=spec.dim) if spec.shared_gated else None)
 
 
-def gated_mlp(spec: ModelSpec, pack: Packer, name: str, hidden: int) -> Mlp:
-    gate_up = pack.matrix((f"{name}.gate", hidden), (f"{name}.up", hidden), width=spec.dim)
-    return Mlp(spec.act, gate_up, down=pack.matrix((f"{name}.down", spec.dim), width=hidden))
+def mlp(spec: ModelSpec, pack: Packer, name: str, hidden: int) -> Mlp:
+    """Builds a gated MLP."""
+    up = pack.matrix((f"{name}.gate", hidden), (f"{name}.up", hidden), width=spec.dim)
+    return Mlp(spec.act, up, pack.matrix((f"{name}.down", spec.dim), width=hidden))
 
 
-def norm(spec: ModelSpec, pack: Packer, layer: int, name: str) -> Weight:
-    return pack.vector(f"layers.{layer}.{name}", spec.dim, spec.gain_offset)
+def plain_mlp(spec: ModelSpec, pack: Packer, layer: int) -> Mlp:
+    """Builds an MLP without a gate."""
+    up = pack.matrix((f"layers.{layer}.up", spec.hidden), width=spec.dim)
+    return Mlp(spec.act, up, pack.matrix((f"layers.{layer}.down", spec.dim), width=spec.hidden), gated=False)
 
 
-def ends(spec: ModelSpec, pack: Packer) -> Ends:
+def rms_norm(spec: ModelSpec, pack: Packer, name: str) -> Norm:
+    """Builds an RMS norm."""
+    return Norm(pack.vector(name, spec.dim, spec.gain_offset), spec.eps)
+
+
+def layer_norm(spec: ModelSpec, pack: Packer, name: str) -> Norm:
+    """Builds a layer norm."""
+    return Norm(pack.vector(name, spec.dim), spec.eps, pack.vector(f"{name}.bias", spec.dim))
+
+
+def build(
+    spec: ModelSpec,
+    pack: Packer,
+    *,
+    mixer: MakePart = attention,
+    mlp: MakePart = mlp_or_experts,
+    norm: MakeNorm = rms_norm,
+    pre_norm: bool = True,
+    post_norm: bool = False,
+    learned_positions: bool = False,
+) -> Decoder:
+    """Builds a decoder with such mixers, MLPs and norms; the defaults are Llama's."""
+
+    def block(layer: int, kind: str, make: MakePart) -> Block:
+        before = norm(spec, pack, f"layers.{layer}.{kind}_norm") if pre_norm else None
+        part = make(spec, pack, layer)
+        return Block(part, before, norm(spec, pack, f"layers.{layer}.after_{kind}_norm") if post_norm else None)
+
+    layers = tuple(Layer(block(i, "attn", mixer), block(i, "mlp", mlp)) for i in range(spec.layers))
     embed = pack.matrix(("embed", spec.vocab), width=spec.dim)
+    positions = pack.matrix(("positions", spec.max_len), width=spec.dim) if learned_positions else None
     head = embed if spec.tied else pack.matrix(("head", spec.vocab), width=spec.dim)
-    return Ends(spec, embed, pack.vector("norm", spec.dim, spec.gain_offset), head)
+    return Decoder(layers, Ends(spec, embed, positions, norm(spec, pack, "norm"), head))

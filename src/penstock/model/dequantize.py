@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.model.formats.fp8 import float8_values, spread
-from penstock.model.tensor import FLOAT8, FORMATS, Tensor
+from penstock.model.tensor import FORMATS, FP8, Tensor
 
 Array = Any  # an ndarray; NumPy's types do not follow the fields of a structured one
 
@@ -67,7 +67,7 @@ NF4_VALUES = np.array(  # quantiles of a normal distribution, the largest 1
 
 def dequantize(tensor: Tensor) -> NDArray[np.float32]:
     """The tensor's values, in its own shape."""
-    if tensor.format.name in FLOAT8:
+    if tensor.format.name in FP8:
         return float8_values(tensor.data, tensor.format.name, tensor.shape, tensor.scales)
     blocks = tensor.data.view(layout_of(tensor.format.name))
     with np.errstate(invalid="ignore", over="ignore"):  # a damaged file may hold scales that are not finite

@@ -1,27 +1,38 @@
-"""The op vocabulary: everything a model file may say.
+"""Defines the op vocabulary: every call that a model's forward pass may make.
 
-A model's forward pass is written once against these calls. A backend gives them a meaning: the reference computes
-at once with NumPy, the CPU backend records them into a native program. `backend/ref` is their definition.
+A forward pass is written once against these calls. The reference backend (`backend/ref/ops.py`) computes each at once
+with NumPy and is their definition. The other backends record them into a program (`model/program.py`).
 
 Symbols: T tokens in the step, S of them whose logits are wanted.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol, TypeVar
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 from penstock.model.spec import AttentionSpec, DeltaSpec, ExpertSpec
 
-Weight = Any  # whatever this backend's `pack` returned; a model only carries it
+Weight = Any  # whatever this backend's packer returned; a model only carries it
+Vectors = Mapping[str, Weight]  # by the names that a spec gives them
+Precision = Literal["activation", "float32"]  # the type that a backend keeps activations in, or float32
 
 
 class DeltaWeights(NamedTuple):
-    """Vectors of a delta net."""
+    """Holds the vectors of a gated delta net."""
 
-    conv: Weight  # [q + k + v, taps], the tap of the token itself last
+    conv: Weight  # [q + k + v, conv_width], the factor of the token itself last
     decay: Weight  # [v_heads], below 0
-    dt: Weight  # [v_heads]
+    dt_bias: Weight  # [v_heads]
     gain: Weight  # [v_dim]
+
+
+class ExpertWeights(NamedTuple):
+    """Holds the matrices of all experts of a layer, in whatever form a backend packs them."""
+
+    up: Weight  # gate and up of each expert, one below the other
+    down: Weight
+    choice_bias: Weight | None  # [count], added to the scores that select experts
 
 
 V = TypeVar("V")
@@ -29,67 +40,72 @@ V = TypeVar("V")
 
 class Ops(Protocol[V]):
     def embed(self, table: Weight) -> V:
-        """Rows of the table for the step's tokens: [T, dim]."""
-
-    def add_norm(self, x: V, residual: V | None, gain: Weight, eps: float) -> tuple[V, V]:
-        """r = x + residual (x alone when there is none); returns (rms_norm(r) * gain, r)."""
-
-    def linear(self, x: V, weight: Weight) -> V:
-        """x @ weight.T (+ bias): [*, in] -> [*, out]."""
-
-    def norm_qk(self, qkv: V, q_gain: Weight, k_gain: Weight, spec: AttentionSpec, eps: float) -> V:
-        """rms_norm of q and of k in runs as long as their gains, a head or all of them, times those; v as it is:
-        [T, q + k + v] -> the same."""
-
-    def attend(self, layer: int, qkv: V, spec: AttentionSpec, sinks: Weight | None = None) -> V:
-        """Splits qkv into q, k, v; rotates q and k; writes k and v to the paged cache of `layer`; attention of every
-        token over its own sequence, causal or not: [T, q + k + v] -> [T, q]. `sinks` [heads], where `spec` has them."""
-
-    def gated(self, x: V, act: str) -> V:
-        """act(left half) * right half: [T, 2 * hidden] -> [T, hidden]. `act` is "silu" or "gelu_tanh"."""
-
-    def add(self, x: V, y: V) -> V: ...
-
-    def scale(self, x: V, factor: float) -> V: ...
-
-    def soft_cap(self, x: V, cap: float) -> V:
-        """cap * tanh(x / cap): nearly x where that is small, and never beyond cap."""
-
-    def take_sampled(self, x: V) -> V:
-        """The rows whose logits are wanted: [T, dim] -> [S, dim]."""
-
-    def pool(self, x: V) -> None:
-        """Says which values embeddings are pooled from, [T, dim]: to be said once."""
-
-    def add_layer_norm(self, x: V, residual: V | None, gain: Weight, bias: Weight, eps: float) -> tuple[V, V]:
-        """As add_norm, of what remains when each row's mean is taken off, with a bias added to it."""
-
-    def activate(self, x: V, act: str) -> V:
-        """act of each value: "silu", "gelu", "gelu_tanh" (its approximation) or "relu"."""
+        """Returns the table's rows for the step's tokens: [T, dim]."""
 
     def embed_positions(self, table: Weight) -> V:
-        """Rows of the table for the positions of the step's tokens: [T, dim]."""
+        """Returns the table's rows for the positions of the step's tokens: [T, dim]."""
 
-    def experts(self, x: V, scores: V, bank: Weight, spec: ExpertSpec) -> V:
-        """The experts that a router's logits choose compute each token, and what they give is weighed and added up:
-        [T, dim], [T, count] -> [T, dim]. `act`: as in `gated`, or "clamped", which is min(left, 7) * sigmoid(1.702 *
-        min(left, 7)) * (1 + right, that between -7 and 7)."""
+    def add_norm(self, x: V, residual: V | None, gain: Weight, eps: float) -> tuple[V, V]:
+        """Returns (rms_norm(r) * gain, r) for r = x + residual, or for r = x without a residual."""
 
-    def linear_heads(self, x: V, weight: Weight, kept: int = 0) -> V:
-        """A product of its own for each head, weight [heads, b, a]: [T, heads * (a + kept)] -> [T, heads * (kept + b)].
-        What a head has after those that are multiplied stays, and comes before its product."""
+    def add_layer_norm(self, x: V, residual: V | None, gain: Weight, bias: Weight, eps: float) -> tuple[V, V]:
+        """Returns (layer_norm(r) * gain + bias, r) for r = x + residual, or for r = x without a residual."""
 
-    def attend_latent(self, layer: int, q: V, kv: V, gain: Weight, spec: AttentionSpec, eps: float) -> V:
-        """Attention with one KV head, whose values are the last v_dim dimensions of its keys: rms_norm of those of kv,
-        times gain; rotates q and kv, which turns dimensions before them; writes kv to the paged cache of `layer`;
-        causal attention: [T, heads * head_dim], [T, head_dim] -> [T, heads * v_dim]."""
+    def linear(self, x: V, weight: Weight, precision: Precision = "activation") -> V:
+        """Returns x @ weight.T (+ bias): [*, in] -> [*, out]. Router logits and the output head ask for float32:
+        rounding would change which experts or tokens come first."""
 
-    def gate_by(self, x: V, gate: V) -> V:
-        """x * sigmoid(gate), where gate is as wide as x or one value for each row."""
+    def per_head_linear(self, x: V, weight: Weight, passthrough: int = 0) -> V:
+        """Multiplies each head by a matrix of its own, weight [heads, b, a]. Per head the input is [a, passthrough] and
+        the output is [passthrough, b]: the last values pass through and move to the front."""
+
+    def norm_qk(self, qkv: V, q_gain: Weight, k_gain: Weight, spec: AttentionSpec, eps: float) -> V:
+        """Applies rms_norm to q and to k in runs as long as their gains (one head, or all heads at once); v stays as it
+        is: [T, q + k + v] -> [T, q + k + v]."""
+
+    def attend(self, layer: int, qkv: V, spec: AttentionSpec, vectors: Vectors) -> V:
+        """Splits qkv into q, k and v, rotates q and k, writes k and v to the paged cache of `layer`, and attends from
+        every token over its own sequence: [T, q + k + v] -> [T, q]. `vectors` are those that `spec.vectors` names."""
+
+    def attend_mla(self, layer: int, q: V, kv: V, gain: Weight, spec: AttentionSpec, eps: float) -> V:
+        """Attends with one KV head whose values are the last v_dim dimensions of its keys (MLA). Applies rms_norm and
+        gain to those dimensions of kv, rotates the dimensions before them in q and kv, writes kv to the paged cache of
+        `layer`, then attends causally: [T, heads * head_dim], [T, head_dim] -> [T, heads * v_dim]."""
+
+    def act_and_mul(self, x: V, act: str) -> V:
+        """Returns act(left half) * right half: [T, 2 * hidden] -> [T, hidden]. `act` is "silu" or "gelu_tanh"."""
+
+    def activate(self, x: V, act: str) -> V:
+        """Returns act of each value: "silu", "gelu", "gelu_tanh" (its approximation) or "relu"."""
+
+    def sigmoid_mul(self, x: V, gate: V) -> V:
+        """Returns x * sigmoid(gate), where gate is as wide as x or has one value for each row."""
+
+    def add(self, x: V, y: V) -> V:
+        """Returns x + y."""
+
+    def scale(self, x: V, factor: float) -> V:
+        """Returns x * factor."""
+
+    def soft_cap(self, x: V, cap: float) -> V:
+        """Returns cap * tanh(x / cap), which is nearly x where x is small and never beyond cap."""
+
+    def take_sampled(self, x: V) -> V:
+        """Returns the rows whose logits are wanted: [T, dim] -> [S, dim]."""
+
+    def pool(self, x: V) -> None:
+        """Marks the values that embeddings are pooled from, [T, dim]. A forward pass calls it once."""
+
+    def moe(self, x: V, router_logits: V, experts: ExpertWeights, spec: ExpertSpec) -> V:
+        """Computes each token with the experts that its router logits select, and adds their outputs up, weighted:
+        [T, dim], [T, count] -> [T, dim]. `spec.act` is as in `act_and_mul`, or "clamped": min(left, 7) * sigmoid(1.702
+        * min(left, 7)) * (1 + right, clamped to between -7 and 7)."""
 
     def delta_net(self, layer: int, qkvz: V, ba: V, weights: DeltaWeights, spec: DeltaSpec, eps: float) -> V:
-        """q, k and v are convolved with those of the last tokens, then silu. Each head's q and k are made one long, q
-        divided by the root of k_dim. Then token by token, in each value head, with memory M: M *= e^(decay *
-        softplus(a + dt)); M += k (sigmoid(b) * (v - k M)); o = q M. What comes out is rms_norm(o) * gain * silu(z),
-        normed in each head: [T, q + k + v + z], [T, b + a] -> [T, v]. The memory of a sequence and what it convolved
-        last are the state of its slot, of which nothing is there at position 0 (see Batch.moves for the rest)."""
+        """Applies the gated delta rule: [T, q + k + v + z], [T, b + a] -> [T, v].
+
+        q, k and v pass a causal convolution and silu. Each head's q and k are scaled to length 1, and q is divided by
+        the root of k_dim. Then, token by token, each value head updates its state M: M *= e^(decay * softplus(a +
+        dt_bias)); M += k (sigmoid(b) * (v - k M)); o = q M. The result is rms_norm(o) * gain * silu(z), normed in each
+        head. M and the last inputs of the convolution are the state of the sequence's slot, which is zero at position 0
+        (Batch.moves describes the other cases)."""

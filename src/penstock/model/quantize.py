@@ -10,6 +10,7 @@ implementation can agree to the bit.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -33,7 +34,7 @@ def quantize(tensor: Tensor, format: Format) -> Tensor:
     if format.values > 1 and not (np.abs(values) <= LARGEST).all():
         raise not_finite(tensor)
     blocks = BLOCKS[format.name](values)
-    return Tensor(tensor.name, format, tensor.shape, blocks.view(np.uint8).reshape(-1))
+    return replace(tensor, format=format, source=blocks.view(np.uint8).reshape(-1), scales=None)
 
 
 def not_finite(tensor: Tensor) -> MalformedFile:

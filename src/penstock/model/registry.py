@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import Protocol, cast
 
 from penstock.errors import UnsupportedModel
-from penstock.model.config_reader import Fields
+from penstock.model.config_reader import ConfigReader
 from penstock.model.names import Naming
 from penstock.model.ops import Ops, V
 from penstock.model.spec import ModelSpec
@@ -87,9 +87,9 @@ class Family(Protocol):
     HUGGING_FACE: Naming
     GGUF: Naming
 
-    def read_hf(self, config: Fields) -> ModelSpec: ...
+    def read_hf(self, config: ConfigReader) -> ModelSpec: ...
 
-    def read_gguf(self, config: Fields, tensors: Mapping[str, Tensor]) -> ModelSpec:
+    def read_gguf(self, config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
         """`tensors` by the file's own names."""
 
     def build(self, spec: ModelSpec, pack: Packer) -> Model: ...
@@ -101,14 +101,14 @@ def family(name: str) -> Family:
     return cast(Family, import_module(f"penstock.model.families.{name}"))
 
 
-def family_of_hf(config: Fields) -> Family:
+def family_of_hf(config: ConfigReader) -> Family:
     names = config.strings("architectures")
     if len(names) != 1 or names[0] not in HUGGING_FACE:
         raise config.unsupported("architectures", names, HUGGING_FACE)
     return family(HUGGING_FACE[names[0]])
 
 
-def family_of_gguf(metadata: Fields) -> Family:
+def family_of_gguf(metadata: ConfigReader) -> Family:
     name = metadata.text("general.architecture")
     if name not in GGUF:
         raise metadata.unsupported("general.architecture", name, GGUF)

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from penstock.errors import MalformedFile, UnsupportedModel
 from penstock.model.open_files import MAX_JSON, map_file, parse_json
-from penstock.model.tensor import FLOAT8, FORMATS, INTEGERS, Tensor
+from penstock.model.tensor import FORMATS, FP8, INTEGERS, Tensor
 
-READ = {name: FORMATS[name] for name in ("F32", "F16", "BF16")} | FLOAT8 | INTEGERS
+READ = {name: FORMATS[name] for name in ("F32", "F16", "BF16")} | FP8 | INTEGERS
 
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:

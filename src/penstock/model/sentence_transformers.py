@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from penstock.errors import MalformedFile, UnsupportedModel
-from penstock.model.config_reader import Fields
+from penstock.model.config_reader import ConfigReader
 from penstock.model.open_files import read_json, read_list
 from penstock.model.spec import ModelSpec
 
@@ -31,7 +31,7 @@ def with_sentence(spec: ModelSpec, folder: Path) -> ModelSpec:
         return spec
     for kind, path in read_modules(folder):
         if kind == "Pooling":
-            spec = replace(spec, pooling=read_pooling(Fields(read_json(folder / path / "config.json"), path)))
+            spec = replace(spec, pooling=read_pooling(ConfigReader(read_json(folder / path / "config.json"), path)))
         elif kind not in ("Transformer", "Normalize"):
             raise UnsupportedModel(f"{MODULES} has a module {kind!r} after the model; supported: Pooling, Normalize")
     return replace(spec, max_len=min(spec.max_len, read_length(folder, spec.max_len)))
@@ -49,7 +49,7 @@ def read_modules(folder: Path) -> list[tuple[str, str]]:
     return found
 
 
-def read_pooling(config: Fields) -> str:
+def read_pooling(config: ConfigReader) -> str:
     config.ignore(*NEUTRAL)
     modes = [key for key in POOLINGS if config.flag(key, False)]
     kind = config.text("pooling_mode", "") or "".join(POOLINGS[key] for key in modes)
@@ -61,7 +61,7 @@ def read_pooling(config: Fields) -> str:
 
 def read_length(folder: Path, otherwise: int) -> int:
     limits, prompts = (
-        Fields(read_json(folder / file) if (folder / file).exists() else {}, file) for file in (LIMITS, PROMPTS)
+        ConfigReader(read_json(folder / file) if (folder / file).exists() else {}, file) for file in (LIMITS, PROMPTS)
     )
     limits.require("do_lower_case", (False,), False)
     if "default_prompt_name" in prompts:

@@ -68,8 +68,8 @@ SIZES = {
 def measure(
     config: Config, kinds: Iterable[str], known: MachineProfile | None = None, log: Log = lambda _: None
 ) -> MachineProfile:
-    """Returns the machine's speed with weights of these formats (`Held.kind`), added to what is `known` already. The
-    config has its defaults filled in."""
+    """Returns the machine's speed with weights of these formats (`StoredAs.kind`), added to what is `known` already.
+    The config has its defaults filled in."""
     config = replace(config, quantize="")
     sizes = SIZES[config.device]
     if known is None:

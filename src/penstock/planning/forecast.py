@@ -63,7 +63,7 @@ def make_forecast(config: Config, checkpoint: Checkpoint, prompt: int, profiler:
         memory = plan_memory(config, spec, footprint)
     except ConfigError as error:
         return Forecast(config.quantize, problem=str(error))
-    costs = model_costs(spec, tensors, backend.held, footprint.kv_token)
+    costs = model_costs(spec, tensors, backend.stored_as, footprint.kv_token)
     profile = profiler(config, backend.name, costs.kinds)
     return Forecast(config.quantize, memory, profile and forecast_speed(profile, costs, memory, prompt))
 
@@ -76,7 +76,7 @@ def forecast_speed(profile: MachineProfile, costs: ModelCosts, memory: MemoryPla
     limits = memory.limits
     prompt = min(prompt, limits.max_len)
     context = min(prompt + ANSWER, limits.max_len)
-    room = limits.num_blocks // -(-context // limits.block_size)  # sequences of that length
+    room = limits.num_blocks // memory.sequence_blocks(context)
     counts = [count for count in BATCH_SIZES if count == 1 or count <= min(room, limits.max_rows)]
     if limits.encoder:
         counts = []

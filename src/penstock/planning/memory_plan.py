@@ -1,4 +1,4 @@
-"""What will be held in memory, decided before anything is loaded: a shortage shrinks the cache, or is an error now."""
+"""Decides what memory is for before anything is loaded: a shortage shrinks the cache, or is an error now."""
 
 from __future__ import annotations
 
@@ -9,45 +9,52 @@ from penstock.backend.base import Footprint
 from penstock.config import Config, resolve
 from penstock.errors import ConfigError
 from penstock.model.spec import ModelSpec
-from penstock.types import Limits
+from penstock.types import Limits, blocks_for
 
 ADVICE = "--quantize fp8 or int4 makes plain weights smaller, lower --step-tokens and --max-rows the workspace"
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
+    """Says how a device's memory will be divided among weights, workspace, KV cache and states."""
+
     footprint: Footprint
     limits: Limits
+    group_token: int  # bytes of one token in one KV layer group
     notes: tuple[str, ...] = ()  # what is less than was asked for
 
     @property
     def cache(self) -> int:
-        return self.limits.num_blocks * self.limits.block_size * self.footprint.kv_token
+        """Returns the bytes of the KV cache."""
+        return self.limits.num_blocks * self.limits.block_size * self.group_token
 
     @property
     def states(self) -> int:
-        """Of sequences that run, and saved ones."""
+        """Returns the bytes of all recurrent states, saved ones included."""
         return all_states(self.limits) * self.footprint.state
+
+    def sequence_blocks(self, tokens: int) -> int:
+        """Returns how many KV blocks a sequence of `tokens` tokens holds while it is answered."""
+        return blocks_for(tokens, self.limits.windows, self.limits.block_size)
+
+    def sequence_bytes(self, tokens: int) -> int:
+        """Returns the bytes of KV that a sequence of `tokens` tokens holds while it is answered."""
+        return self.sequence_blocks(tokens) * self.limits.block_size * self.group_token
 
     @property
     def whole_sequences(self) -> int:
-        """That fit with all the tokens they may have."""
-        return self.limits.num_blocks // -(-self.limits.max_len // self.limits.block_size)
+        """Returns how many sequences fit at once with as many tokens as they may have."""
+        return max(self.limits.num_blocks // self.sequence_blocks(self.limits.max_len), 1)
 
     def lines(self) -> Iterator[str]:
-        """A table for people."""
+        """Yields a table for people, line by line."""
         has, limits = self.footprint, self.limits
-        tokens = limits.num_blocks * limits.block_size
         yield f"memory of {has.device}: {gigabytes(has.free)} free of {gigabytes(has.total)}"
         for name, size, remark in (
             ("weights", has.weights, ""),
             ("workspace", has.workspace, f"steps of {limits.step_tokens} tokens, {limits.max_rows} rows"),
             ("reserve", has.reserve, ""),
-            (
-                "KV cache",
-                self.cache,
-                f"{tokens:,} tokens of {has.kv_token / 1e3:.1f} kB: {self.whole_sequences} x {limits.max_len:,}",
-            ),
+            ("KV cache", self.cache, self._cache_remark()),
             (
                 "states",
                 self.states,
@@ -59,11 +66,22 @@ class MemoryPlan:
                 yield f"  {name:<18}{gigabytes(size):>10}  {remark}".rstrip()
         yield from (f"  note: {note}" for note in self.notes)
 
+    def _cache_remark(self) -> str:
+        """Says what the cache holds; where layers have windows, also what a sequence would take without them."""
+        limits, token = self.limits, self.footprint.kv_token
+        fit = f"{self.whole_sequences} x {limits.max_len:,}"
+        if not any(limits.windows):
+            return f"{limits.num_blocks * limits.block_size:,} tokens of {token / 1e3:.1f} kB: {fit}"
+        held, without = self.sequence_bytes(limits.max_len), limits.max_len * token
+        return f"{fit} tokens of {held / 1e6:.1f} MB each, of {without / 1e6:.1f} MB without windows"
+
 
 def plan_memory(config: Config, spec: ModelSpec, has: Footprint) -> MemoryPlan:
-    """For a settled config. Raises ConfigError where not even a small cache would fit beside the weights."""
+    """Divides the memory for a config with all defaults filled in. Raises ConfigError if not even a small cache would
+    fit beside the weights."""
     room = has.free - has.weights - has.workspace - has.reserve
-    if room < 2 * config.block_size * has.kv_token:
+    group_token = has.kv_token // max(spec.kv_layers, 1) * spec.kv_group_layers
+    if room < 2 * len(spec.windows) * config.block_size * group_token:
         raise ConfigError(
             f"the model needs {gigabytes(has.weights)} for weights, {gigabytes(has.workspace)} for workspace and "
             f"{gigabytes(has.reserve)} in reserve, beside its KV cache; {has.device} has {gigabytes(has.free)} free "
@@ -77,8 +95,9 @@ def plan_memory(config: Config, spec: ModelSpec, has: Footprint) -> MemoryPlan:
         config,
         context=spec.max_len,
         vocab=spec.vocab,
-        kv_bytes=has.kv_token,
+        kv_bytes=group_token,
         memory=room,
+        windows=spec.windows,
         encoder=spec.encoder,
         state_bytes=has.state,
     )
@@ -88,12 +107,14 @@ def plan_memory(config: Config, spec: ModelSpec, has: Footprint) -> MemoryPlan:
     if limits.max_len < wanted:
         short = "a step" if limits.max_len == limits.step_tokens and spec.encoder else "the cache"
         notes.append(f"prompt and answer have {limits.max_len} tokens at most, not {wanted}: {short} holds no more")
-    return MemoryPlan(has, limits, tuple(notes))
+    return MemoryPlan(has, limits, group_token, tuple(notes))
 
 
 def all_states(limits: Limits) -> int:
+    """Returns how many recurrent states are reserved: one for each row, and the saved ones; 0: the model has none."""
     return limits.max_rows + limits.states if limits.states else 0
 
 
 def gigabytes(size: int) -> str:
+    """Returns a number of bytes for people to read, in units of 10^9."""
     return f"{size / 1e9:.2f} GB"

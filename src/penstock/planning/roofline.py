@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.backend.base import Held
+from penstock.backend.base import StoredAs
+from penstock.model.roles import EXPERTS
 from penstock.model.spec import ModelSpec
 from penstock.model.tensor import Tensor
 
@@ -73,12 +74,12 @@ class ModelCosts(NamedTuple):
 
 
 def model_costs(
-    spec: ModelSpec, tensors: Mapping[str, Tensor], held: Callable[[Tensor], Held], kv_token: int
+    spec: ModelSpec, tensors: Mapping[str, Tensor], stored_as: Callable[[Tensor], StoredAs], kv_token: int
 ) -> ModelCosts:
     """Returns the costs of a model whose `tensors` are given by canonical name."""
     sums: Counter[tuple[str, float, bool]] = Counter()
     for name, share, sampled in used_matrices(spec, tensors):
-        sums[held(tensors[name]).kind, share, sampled] += prod(tensors[name].shape)
+        sums[stored_as(tensors[name]).kind, share, sampled] += prod(tensors[name].shape)
     groups = tuple(WeightGroup(kind, count, share, sampled) for (kind, share, sampled), count in sums.items())
     windows = tuple(spec.attention(layer).window for layer in range(spec.layers) if layer not in spec.recurrent)
     states = len(spec.recurrent), spec.state_bytes
@@ -89,10 +90,10 @@ def used_matrices(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> Iterator[tu
     """Yields the name of each matrix that steps multiply with, the share of it that a row uses, and whether only
     sampled rows do."""
     head = "embed" if spec.tied else "head"
-    needed = spec.experts.chosen / spec.experts.count if spec.experts else 1.0
+    needed = spec.experts.top_k / spec.experts.count if spec.experts else 1.0
     for name, tensor in tensors.items():
         if len(tensor.shape) == 2 and (name.startswith("layers.") or name == head):
-            yield name, needed if ".experts." in name else 1.0, name == head
+            yield name, needed if tensor.role in EXPERTS else 1.0, name == head
 
 
 def matmul_time(profile: MachineProfile, costs: ModelCosts, tokens: int, sampled: int) -> float:

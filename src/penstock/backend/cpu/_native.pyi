@@ -1,8 +1,14 @@
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
 def isas() -> list[str]:
     """The instruction sets this CPU and this build have, the fastest first."""
+
+def chain_hashes(parent: bytes, tokens: Sequence[int] | NDArray[np.int32], block_size: int) -> list[bytes]:
+    """Returns a digest for each whole block of tokens: blake2b, 16 bytes, of the digest before it and of the block's
+    tokens as little-endian int32. `parent` stands before the first block."""
 
 class Weight:
     """A packed matrix [rows, width] made of parts stacked along its rows: (format, rows) of each."""
@@ -48,17 +54,11 @@ class Program:
         out: int,
         *,
         layer: int,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        window: int,
         angles: int,
-        interleaved: bool,
-        scale: float,
-        soft_cap: float,
-        causal: bool = True,
-        sinks: NDArray[np.float32] | None = None,
-    ) -> None: ...
+        numbers: dict[str, float],
+        vectors: dict[str, NDArray[np.float32]],
+    ) -> None:
+        """Adds attention. `numbers` and `vectors` are an AttentionSpec's options by name; an unknown one is refused."""
     def norm_qk(
         self,
         x: int,
@@ -69,7 +69,7 @@ class Program:
         eps: float,
         out: int,
     ) -> None: ...
-    def gate(self, x: int, out: int, act: str) -> None: ...
+    def act_and_mul(self, x: int, out: int, act: str) -> None: ...
     def add(self, x: int, y: int, out: int) -> None: ...
     def scale(self, x: int, factor: float, out: int) -> None: ...
     def soft_cap(self, x: int, cap: float, out: int) -> None: ...
@@ -86,7 +86,7 @@ class Program:
     ) -> None: ...
     def activate(self, x: int, out: int, act: str) -> None: ...
     def embed_positions(self, table: Weight, out: int) -> None: ...
-    def gate_by(self, x: int, gate: int, out: int) -> None: ...
+    def sigmoid_mul(self, x: int, gate: int, out: int) -> None: ...
     def delta_net(
         self,
         qkvz: int,
@@ -99,59 +99,60 @@ class Program:
         v_heads: int,
         k_dim: int,
         v_dim: int,
-        taps: int,
+        conv_width: int,
         tiled: bool,
         conv: NDArray[np.float32],
         decay: NDArray[np.float32],
-        dt: NDArray[np.float32],
+        dt_bias: NDArray[np.float32],
         gain: NDArray[np.float32],
         eps: float,
     ) -> None:
-        """`conv` is [taps, q + k + v], flat; `mixed` a buffer as wide as that for what is convolved."""
-    def experts(
+        """`conv` is [conv_width, q + k + v], flat. `mixed` is a buffer as wide as that for what is convolved."""
+    def moe(
         self,
         x: int,
-        scores: int,
+        router_logits: int,
         up: list[Weight],
         down: list[Weight],
         choice_bias: NDArray[np.float32],
         out: int,
         *,
-        chosen: int,
+        top_k: int,
         act: str,
         scoring: str,
         renormalize: bool,
         scale: float,
         groups: int,
-        chosen_groups: int,
+        top_k_groups: int,
         group_score: str,
     ) -> None:
         """`choice_bias` has no values where there is none."""
-    def linear_heads(self, x: int, weight: Weight, heads: int, kept: int, out: int) -> None:
-        """The weight has a part for each head."""
-    def attend_latent(
+    def per_head_linear(self, x: int, weight: Weight, heads: int, passthrough: int, out: int) -> None:
+        """Multiplies each head by a part of the weight."""
+    def attend_mla(
         self,
         q: int,
         kv: int,
         out: int,
         *,
         layer: int,
-        heads: int,
-        head_dim: int,
-        v_dim: int,
-        gain: NDArray[np.float32],
-        eps: float,
         angles: int,
-        interleaved: bool,
-        scale: float,
+        numbers: dict[str, float],
+        vectors: dict[str, NDArray[np.float32]],
     ) -> None: ...
     def keep(self, buffer: int) -> None:
         """The buffer's rows can be read after a step: whoever adds ops after this leaves it alone."""
     def answer(self, buffer: int) -> None: ...
-    def reserve_kv(self, blocks: int, block_size: int, states: int = 0) -> None: ...
+    def reserve_kv(self, blocks: int, block_size: int, states: int = 0, groups: list[list[int]] = ...) -> None:
+        """Makes room for so many blocks and states. `groups` has the layers of each layer group; none: all are one."""
     def move_states(self, moves: list[tuple[int, int, int, int]]) -> None:
         """In the next step; (row, begin, save, after) as a StateMove has them."""
-    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None: ...
+    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
+        """Copies blocks, given as (source, target)."""
+    def export_blocks(self, blocks: list[int]) -> bytes:
+        """Returns the contents of blocks, one after the other."""
+    def import_blocks(self, blocks: list[int], data: bytes) -> None:
+        """Writes the contents of blocks, as export_blocks of a cache with the same layout has returned them."""
     def run(
         self,
         tokens: NDArray[np.int32],
@@ -200,7 +201,14 @@ class Program:
     @property
     def threads(self) -> int: ...
     @property
-    def kv_bytes_per_token(self) -> int: ...
+    def kv_bytes_per_token(self) -> int:
+        """The bytes of one token in all layers."""
+    @property
+    def block_bytes(self) -> int:
+        """The bytes of one block, once the cache is reserved."""
+    @property
+    def kv_layout(self) -> str:
+        """Describes how blocks are laid out: caches with equal layouts can exchange them."""
     @property
     def state_bytes(self) -> int: ...
 

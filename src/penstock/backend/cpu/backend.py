@@ -6,16 +6,17 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from penstock.backend.base import Batch, Floats, Footprint, Held, Ints, Mask, Model, Ticket
+from penstock.backend.base import Batch, Floats, Footprint, Ints, Mask, Model, StoredAs, Ticket
 from penstock.backend.cpu import _native
 from penstock.backend.cpu.record import record
-from penstock.backend.cpu.weights import Bank, Heads, Packing, held, pack_vector
+from penstock.backend.cpu.weights import HeadWeights, Packing, pack_vector, stored_as
 from penstock.backend.pooling import Pools
 from penstock.backend.sample import answers
 from penstock.backend.timing import time_step
 from penstock.config import available_memory, available_threads
 from penstock.errors import ConfigError
-from penstock.model.spec import ModelSpec
+from penstock.model.ops import ExpertWeights
+from penstock.model.spec import KvGroup, ModelSpec
 from penstock.model.tensor import Stack, Tensor
 from penstock.types import StepResult, TokenLogprob
 
@@ -56,10 +57,10 @@ class CpuBackend:
     def pack_vector(self, tensor: Tensor) -> Floats:
         return pack_vector(tensor)
 
-    def pack_experts(self, up: Sequence[Stack], down: Sequence[Stack], choice_bias: Tensor | None) -> Bank:
+    def pack_experts(self, up: Sequence[Stack], down: Sequence[Stack], choice_bias: Tensor | None) -> ExpertWeights:
         return self._packing.experts(up, down, choice_bias)
 
-    def pack_heads(self, tensor: Tensor) -> Heads:
+    def pack_heads(self, tensor: Tensor) -> HeadWeights:
         return self._packing.heads(tensor)
 
     def load(self, model: Model) -> None:
@@ -67,14 +68,14 @@ class CpuBackend:
         self._packing.tell()
         self._answer, self._states = record(model, self._program)
 
-    def held(self, tensor: Tensor) -> Held:
-        return held(tensor)
+    def stored_as(self, tensor: Tensor) -> StoredAs:
+        return stored_as(tensor)
 
     def footprint(self, spec: ModelSpec, tensors: Iterable[Tensor]) -> Footprint:
         kv_token = spec.kv_layers * (
             KV_BYTES[self._kv] * spec.attn.kv_values + KV_SCALES[self._kv] * spec.attn.kv_heads
         )
-        weights = sum(self.held(tensor).bytes(tensor) for tensor in tensors)
+        weights = sum(self.stored_as(tensor).bytes(tensor) for tensor in tensors)
         return Footprint.on_host(int(weights), kv_token, spec.state_bytes)
 
     def kv_bytes_per_token(self) -> int:
@@ -86,8 +87,8 @@ class CpuBackend:
     def state_bytes(self) -> int:
         return self._program.state_bytes
 
-    def reserve_kv(self, num_blocks: int, block_size: int, states: int = 0) -> None:
-        self._program.reserve_kv(num_blocks, block_size, states)
+    def reserve_kv(self, num_blocks: int, block_size: int, states: int = 0, groups: Sequence[KvGroup] = ()) -> None:
+        self._program.reserve_kv(num_blocks, block_size, states, [list(group.layers) for group in groups])
 
     def warm_up(self) -> None: ...
 

@@ -11,11 +11,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.backend.base import Floats, Held
+from penstock.backend.base import Floats, StoredAs
 from penstock.backend.cpu._native import Weight, fill_parts, packed_bits
 from penstock.model.dequantize import dequantize
 from penstock.model.formats.rows import as_q8_0
-from penstock.model.tensor import FLOAT8, FORMATS, NF4, Bytes, Format, Stack, Tensor, factor_of, some_rows
+from penstock.model.ops import ExpertWeights
+from penstock.model.tensor import FORMATS, FP8, NF4, Bytes, Format, Stack, Tensor, factor_of, some_rows
 
 BATCH_BYTES = 1 << 28  # packed in one go: an interrupt has to wait for as much
 MADE_BYTES = 1 << 23  # the same of bytes that are no view of a file: they are held meanwhile
@@ -25,19 +26,16 @@ BLOCK = 32  # values of a row that products take together, but those of floats
 GROWN = 1.1  # times as many bytes as in the file are worth a word
 
 
-class Bank(NamedTuple):
-    """Of all experts of a layer."""
-
-    up: list[Weight]
-    down: list[Weight]
-    choice_bias: Floats  # empty where there is none
-
-
-class Heads(NamedTuple):
-    """A matrix for each, as a part of one weight."""
+class HeadWeights(NamedTuple):
+    """Holds a matrix for each head, as a part of one weight."""
 
     weight: Weight
     heads: int
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Returns the number of heads, and the rows and columns of each one's matrix."""
+        return self.heads, self.weight.rows // self.heads, self.weight.width
 
 
 class Packing:
@@ -62,18 +60,18 @@ class Packing:
             self._add(weight, index, part)
         return weight
 
-    def experts(self, up: Sequence[Stack], down: Sequence[Stack], choice_bias: Tensor | None) -> Bank:
+    def experts(self, up: Sequence[Stack], down: Sequence[Stack], choice_bias: Tensor | None) -> ExpertWeights:
         bias = np.zeros(0, np.float32) if choice_bias is None else pack_vector(choice_bias)
-        return Bank([self.matrix(*stack) for stack in up], [self.matrix(*stack) for stack in down], bias)
+        return ExpertWeights([self.matrix(*stack) for stack in up], [self.matrix(*stack) for stack in down], bias)
 
-    def heads(self, tensor: Tensor) -> Heads:
+    def heads(self, tensor: Tensor) -> HeadWeights:
         count, rows, width = tensor.shape
         whole = replace(tensor, shape=(count * rows, width))
         if width % BLOCK and whole.format.name not in ("F32", "F16"):
             values = dequantize(whole).reshape(-1).view(np.uint8)
-            whole = Tensor(tensor.name, FORMATS["F32"], whole.shape, values)
+            whole = replace(whole, format=FORMATS["F32"], source=values, scales=None)
         parts = [some_rows(whole, head * rows, (head + 1) * rows) for head in range(count)]
-        return Heads(self.matrix(parts, [None] * count), count)
+        return HeadWeights(self.matrix(parts, [None] * count), count)
 
     def _add(self, weight: Weight, index: int, part: Tensor) -> None:
         self._waiting.append((weight, index, part.data))
@@ -88,7 +86,7 @@ class Packing:
             return part
         if blocks := as_q8_0(part):
             return blocks
-        kind = "FP8" if part.format.name in FLOAT8 else part.format.name
+        kind = "FP8" if part.format.name in FP8 else part.format.name
         if kind not in self._widened:
             import logging  # takes longer than packing most models
 
@@ -117,17 +115,17 @@ class Packing:
         self._waiting, self._bytes = [], 0
 
 
-def held(tensor: Tensor) -> Held:
+def stored_as(tensor: Tensor) -> StoredAs:
     """What `Packing` makes of it."""
     if len(tensor.shape) == 1:
-        return Held("F32", 32)
+        return StoredAs("F32", 32)
     name = (as_q8_0(tensor) or tensor).format.name
     kept = name if name in NATIVE else "BF16"
-    return Held(kept, packed_bits(kept))
+    return StoredAs(kept, packed_bits(kept))
 
 
 def widened(part: Tensor) -> Tensor:
-    return Tensor(part.name, FORMATS["BF16"], part.shape, partial(widened_rows, part))
+    return replace(part, format=FORMATS["BF16"], source=partial(widened_rows, part), scales=None)
 
 
 def widened_rows(part: Tensor, first: int, last: int) -> Bytes:

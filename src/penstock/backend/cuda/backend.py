@@ -13,22 +13,22 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from penstock.backend.base import Batch, Floats, Footprint, Held, Ints, LogitEdit, Model, SampleRows, Ticket
+from penstock.backend.base import Batch, Floats, Footprint, Ints, LogitEdit, Model, SampleRows, StoredAs, Ticket
 from penstock.backend.cuda import inputs
-from penstock.backend.cuda.experts import Bank, pack_matrices
-from penstock.backend.cuda.footprint import KEPT, held, weight_bytes, workspace_bytes
+from penstock.backend.cuda.experts import pack_matrices
+from penstock.backend.cuda.footprint import KEPT, stored_as, weight_bytes, workspace_bytes
 from penstock.backend.cuda.graphs import Graphs, common_shapes, few_or_many, padded
 from penstock.backend.cuda.inputs import Fields, Plan, Shape
 from penstock.backend.cuda.kernels.prefill_attention import tokens_per_tile
-from penstock.backend.cuda.kernels.skinny import Scratch
-from penstock.backend.cuda.kv_cache import layout_of
-from penstock.backend.cuda.nodes import Memory
-from penstock.backend.cuda.ops import Program, Sizes
-from penstock.backend.cuda.pooling import Pools, read
+from penstock.backend.cuda.kernels.skinny_gemm import SplitKScratch
+from penstock.backend.cuda.kv_cache import Cache, by_index, copy_blocks, layout_of
+from penstock.backend.cuda.launchers import Memory
+from penstock.backend.cuda.pooling import PoolingSums, read
 from penstock.backend.cuda.precompile import Compiler
+from penstock.backend.cuda.program import CudaProgram, Sizes
 from penstock.backend.cuda.quantized_weights import Workspace
 from penstock.backend.cuda.recurrent_states import words
-from penstock.backend.cuda.sampler import Asked, Sampler
+from penstock.backend.cuda.sampler import PendingLogprobs, Sampler
 from penstock.backend.cuda.staging import Staging
 from penstock.backend.cuda.transfer import transfer
 from penstock.backend.cuda.weights import Weight, pack, stacked_values
@@ -38,7 +38,8 @@ from penstock.backend.sample import answers
 from penstock.backend.timing import time_step
 from penstock.errors import ConfigError, OutOfMemory
 from penstock.model.dequantize import dequantize
-from penstock.model.spec import ModelSpec
+from penstock.model.ops import ExpertWeights
+from penstock.model.spec import KvGroup, ModelSpec
 from penstock.model.tensor import Stack, Tensor
 from penstock.types import StepResult
 
@@ -58,7 +59,7 @@ class Flight:
 
     batch: Batch
     tokens: Any  # [S] on the host
-    asked: list[Asked]
+    asked: list[PendingLogprobs]
     pooled: dict[int, Any]  # [dim] on the host, by row
     done: Any | None
 
@@ -102,13 +103,14 @@ class CudaBackend:
         self._step_sizes = max_rows, max_tokens, prefill_budget
         ints = {"dtype": torch.int32, "device": self._device}
         self._memory = Memory(last=torch.zeros(rows + 1, **ints), tokens=torch.zeros(self._sizes.tokens, **ints))
-        self._workspace = Workspace(Scratch.on(self._device), self._sizes.tokens)
+        self._workspace = Workspace(SplitKScratch.on(self._device), self._sizes.tokens)
         self._chosen = [torch.zeros(self._sizes.tokens, **ints) for _ in range(IN_FLIGHT)]
         self._sampler = Sampler(self._device, rows)
-        self._pools = Pools(rows)
+        self._pools = PoolingSums(rows)
         self._flights: dict[Ticket, Flight] = {}
         self._last_memory: Any | None = None
         self._settling = self._slices()
+        self._groups = 1  # KV layer groups
 
     # -- loading -------------------------------------------------------------------------------------------------
 
@@ -123,7 +125,7 @@ class CudaBackend:
         about = self._device, self._dtype, self._workspace, self._quantize
         with shortage(f"the experts of {up[0].parts[0].name}"):
             bias = None if choice_bias is None else self.pack_vector(choice_bias)
-            return Bank(pack_matrices(up, *about), pack_matrices(down, *about), bias)
+            return ExpertWeights(pack_matrices(up, *about), pack_matrices(down, *about), bias)
 
     def pack_heads(self, tensor: Tensor) -> Any:
         """Values of 16 bits (or 32, in tests) in any case: a small part of a model."""
@@ -135,15 +137,15 @@ class CudaBackend:
 
     def load(self, model: Model) -> None:
         with shortage(f"the workspace of {self._sizes}"):
-            self._program = Program(model, self._memory, self._sizes, self._device, self._dtype)
+            self._program = CudaProgram(model, self._memory, self._sizes, self._device, self._dtype)
             self._graphs = Graphs(self._program, self._capture)
             self._sampler.reserve(self._program.answer.width)
             self._reserve_inputs(TABLE_WORDS)
         layers = self._program.layers.values()
         self._tile_tokens = tokens_per_tile(max([spec.heads // spec.kv_heads for spec in layers], default=1))
 
-    def held(self, tensor: Tensor) -> Held:
-        return held(tensor, self._quantize)
+    def stored_as(self, tensor: Tensor) -> StoredAs:
+        return stored_as(tensor, self._quantize)
 
     def footprint(self, spec: ModelSpec, tensors: Iterable[Tensor]) -> Footprint:
         listed = list(tensors)
@@ -171,15 +173,23 @@ class CudaBackend:
     def state_bytes(self) -> int:
         return int(self._memory.states.bytes)
 
-    def reserve_kv(self, num_blocks: int, block_size: int, states: int = 0) -> None:
-        """One block more than asked for: rows that only pad a step write there."""
-        self._block_size, self._num_blocks = block_size, num_blocks
+    def reserve_kv(self, num_blocks: int, block_size: int, states: int = 0, groups: Sequence[KvGroup] = ()) -> None:
+        """Reserves one block more than asked for: rows that only pad a step write there."""
+        layers, memory = self._program.layers, self._memory
+        sharing = by_index(layers, groups)
+        self._block_size, self._num_blocks, self._groups = block_size, num_blocks, max(len(groups), 1)
         self._graphs.forget()
-        self._memory.caches.clear()
+        memory.caches.clear()
+        memory.groups = dict.fromkeys(layers, 0) | {
+            layer: number for number, group in enumerate(groups) for layer in group.layers
+        }
         with shortage(f"a cache of {num_blocks} blocks"):
-            for layer, spec in self._program.layers.items():
-                self._memory.caches[layer] = self._kv.reserve(spec, num_blocks + 1, block_size, self._device)
-            self._memory.states.reserve(states)
+            self._reserve_inputs(self._table_words)
+            for some in sharing:
+                cache = self._kv.reserve(layers[some[0]], num_blocks + 1, block_size, self._device)
+                memory.caches.update(dict.fromkeys(some, cache))
+            memory.reserve_arrivals(self._sizes.rows * self._groups * max(spec.kv_heads for spec in layers.values()))
+            memory.states.reserve(states)
         self._settling = self._slices()
         if self._stream is not None:
             self._hold_last()
@@ -235,7 +245,7 @@ class CudaBackend:
 
     def _rehearse(self, shape: Shape, *, graph: bool = False, sampling: bool = False) -> None:
         """A step that only pads."""
-        nothing = greedy_batch([])
+        nothing = replace(greedy_batch([]), tables=np.zeros((self._groups, 0, 0), np.int32))
         work = inputs.plan(nothing, self._tile_tokens, lambda _: shape)
         with self._on_stream():
             step = self._send(nothing, work)
@@ -316,8 +326,11 @@ class CudaBackend:
     def move_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         source, target = (torch.tensor(column, device=self._device) for column in zip(*pairs, strict=True))
         with self._on_stream():
-            for cache in self._memory.caches.values():
-                cache.copy_blocks(source, target)
+            copy_blocks(self._distinct_caches(), source, target)
+
+    def _distinct_caches(self) -> list[Cache]:
+        """Returns the caches, each once: layers of different groups share one."""
+        return list({id(cache.lines): cache for cache in self._memory.caches.values()}.values())
 
     def close(self) -> None:
         if self._stream is not None:
@@ -352,6 +365,8 @@ class CudaBackend:
             raise ValueError(f"a step of {shape.tokens} tokens and {shape.decodes} rows is larger than {self._sizes}")
         if batch.tables.size > self._table_words:
             self._reserve_inputs(2 * batch.tables.size)
+        if len(batch.tables) != self._groups:
+            raise ValueError(f"the cache has {self._groups} layer groups; got block tables for {len(batch.tables)}")
         staged = self._staging.take()
         count = inputs.fill(staged.numpy(), batch, work, self._block_size, self._num_blocks, self._sizes.rows)
         self._inbox[:count].copy_(staged[:count], non_blocking=True)
@@ -372,7 +387,7 @@ class CudaBackend:
         if self._stream is not None:
             torch.cuda.synchronize()  # steps in flight read what is given up here
         t, r = self._sizes.tokens, self._sizes.rows
-        most = inputs.words(Shape(t, t, r, r + inputs.SPARE_PARTS, t + SPARE_TILES)) + table_words
+        most = inputs.words(Shape(t, t, r, r + inputs.SPARE_PARTS, t + SPARE_TILES), self._groups) + table_words
         pinned = self._stream is not None
         self._table_words = table_words
         self._inbox = torch.zeros(most, dtype=torch.int32, device=self._device)
@@ -381,7 +396,7 @@ class CudaBackend:
         self._answers = [torch.zeros(t, dtype=torch.int32, pin_memory=pinned) for _ in range(IN_FLIGHT)]
         self._row_words = [torch.zeros(words(r, t), dtype=torch.int32, pin_memory=pinned) for _ in range(IN_FLIGHT)]
         self._fields = lru_cache(256)(
-            partial(inputs.fields, self._inbox, as_float=lambda view: view.view(torch.float32))
+            partial(inputs.fields, self._inbox, as_float=lambda view: view.view(torch.float32), groups=self._groups)
         )
         self._graphs.forget()
 

@@ -9,22 +9,29 @@ from typing import Any, Protocol
 import torch
 import triton
 
-from penstock.backend.cuda.inputs import Fields
 from penstock.backend.cuda.kernels.expert_gemm import (
-    Rows,
-    multiply_blocks,
-    multiply_coded_blocks,
-    multiply_coded_pairs,
-    multiply_pairs,
+    ExpertRows,
+    expert_gemm,
+    expert_gemv,
+    quant_expert_gemm,
+    quant_expert_gemv,
 )
-from penstock.backend.cuda.kernels.expert_routing import SMALLEST, Seats, add_up, route, seat
-from penstock.backend.cuda.kernels.silu_and_mul import gate
+from penstock.backend.cuda.kernels.expert_routing import (
+    SMALLEST_BLOCK,
+    ExpertPermutation,
+    combine_experts,
+    permute_pairs,
+    route,
+)
+from penstock.backend.cuda.kernels.silu_and_mul import act_and_mul
 from penstock.backend.cuda.pack_quantized import TAKE, QuantizedWeight, quantize_int4
 from penstock.backend.cuda.quant_blocks import ROWS
 from penstock.backend.cuda.quantized_weights import Workspace, join
 from penstock.backend.cuda.transfer import transfer
 from penstock.backend.cuda.weights import PLAIN, names, packed, say, stacked_bias, stacked_values, tell_growth
+from penstock.backend.quantize_at_load import may_quantize
 from penstock.model.formats.rows import as_q8_0
+from penstock.model.ops import ExpertWeights
 from penstock.model.spec import ExpertSpec
 from penstock.model.tensor import Stack
 
@@ -34,9 +41,9 @@ LARGEST = 128  # seats of a block
 class Matrices(Protocol):
     """Of every expert: `out` [pairs, rows of one] = rows of x times the matrix of each pair's expert (+ bias)."""
 
-    def by_pairs(self, rows: Rows, out: Any, gated: bool = False) -> None: ...
+    def by_pairs(self, rows: ExpertRows, out: Any, gated: bool = False) -> None: ...
 
-    def by_blocks(self, rows: Rows, seats: Seats, size: int, out: Any) -> None: ...
+    def by_blocks(self, rows: ExpertRows, permutation: ExpertPermutation, size: int, out: Any) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +51,11 @@ class DenseMatrices:
     weight: Any  # [experts * rows, width]
     bias: Any | None  # [experts * rows] float32
 
-    def by_pairs(self, rows: Rows, out: Any, gated: bool = False) -> None:
-        multiply_pairs(rows, self.weight, self.bias, out, gated)
+    def by_pairs(self, rows: ExpertRows, out: Any, gated: bool = False) -> None:
+        expert_gemv(rows, self.weight, self.bias, out, gated)
 
-    def by_blocks(self, rows: Rows, seats: Seats, size: int, out: Any) -> None:
-        multiply_blocks(rows, seats, size, self.weight, self.bias, out)
+    def by_blocks(self, rows: ExpertRows, permutation: ExpertPermutation, size: int, out: Any) -> None:
+        expert_gemm(rows, permutation, size, self.weight, self.bias, out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,50 +63,47 @@ class CodedMatrices:
     weight: QuantizedWeight
     bias: Any | None
 
-    def by_pairs(self, rows: Rows, out: Any, gated: bool = False) -> None:
-        multiply_coded_pairs(rows._replace(x=rows.x.bfloat16()), self.weight, self.bias, out, gated)
+    def by_pairs(self, rows: ExpertRows, out: Any, gated: bool = False) -> None:
+        quant_expert_gemv(rows._replace(x=rows.x.bfloat16()), self.weight, self.bias, out, gated)
 
-    def by_blocks(self, rows: Rows, seats: Seats, size: int, out: Any) -> None:
-        multiply_coded_blocks(rows._replace(x=rows.x.bfloat16()), seats, size, self.weight, self.bias, out)
-
-
-@dataclass(frozen=True, slots=True)
-class Bank:
-    up: Matrices
-    down: Matrices
-    choice_bias: Any | None  # [count] float32
+    def by_blocks(self, rows: ExpertRows, permutation: ExpertPermutation, size: int, out: Any) -> None:
+        quant_expert_gemm(rows._replace(x=rows.x.bfloat16()), permutation, size, self.weight, self.bias, out)
 
 
-@dataclass(frozen=True, slots=True)
-class Mixture:
-    """The op. Where there are fewer pairs of tokens and experts than half of the experts, each pair reads its matrices
-    by itself; else those of an expert are computed together."""
-
-    bank: Bank
-    spec: ExpertSpec
-    seats: Seats
-
-    def __call__(
-        self, step: Fields, x: Any, scores: Any, out: Any, chosen: Any, weights: Any, both: Any, hidden: Any, given: Any
-    ) -> None:
-        bank, spec = self.bank, self.spec
-        experts = chosen.view(torch.int32)
-        pairs = experts.numel()
-        both, hidden, given = (rows.view(pairs, rows.numel() // pairs) for rows in (both, hidden, given))
-        route(scores, bank.choice_bias, spec, experts, weights)
-        if pairs <= max(spec.count // 2, spec.chosen):
-            gated = spec.act == "silu"
-            bank.up.by_pairs(Rows(x, experts, spec.chosen), hidden if gated else both, gated)
-            if not gated:
-                gate(both, hidden, act=spec.act)
-            bank.down.by_pairs(Rows(hidden, experts, 1), given)
-        else:
-            size = min(max(triton.next_power_of_2(pairs // spec.count), SMALLEST), LARGEST)
-            seat(experts, self.seats, size)
-            bank.up.by_blocks(Rows(x, experts, spec.chosen), self.seats, size, both)
-            gate(both, hidden, act=spec.act)
-            bank.down.by_blocks(Rows(hidden, experts, 1), self.seats, size, given)
-        add_up(given, weights, out)
+def compute_experts(
+    x: Any,
+    router_logits: Any,
+    out: Any,
+    selected: Any,
+    weights: Any,
+    both: Any,
+    hidden: Any,
+    given: Any,
+    *,
+    experts: ExpertWeights,
+    spec: ExpertSpec,
+    permutation: ExpertPermutation,
+) -> None:
+    """Computes the moe op. With fewer token-expert pairs than half of the experts, each pair reads its matrices by
+    itself; otherwise the pairs of an expert are computed together."""
+    up, down, choice_bias = experts
+    selected = selected.view(torch.int32)
+    pairs = selected.numel()
+    both, hidden, given = (rows.view(pairs, rows.numel() // pairs) for rows in (both, hidden, given))
+    route(router_logits, choice_bias, spec, selected, weights)
+    if pairs <= max(spec.count // 2, spec.top_k):
+        gated = spec.act == "silu"
+        up.by_pairs(ExpertRows(x, selected, spec.top_k), hidden if gated else both, gated)
+        if not gated:
+            act_and_mul(both, hidden, act=spec.act)
+        down.by_pairs(ExpertRows(hidden, selected, 1), given)
+    else:
+        size = min(max(triton.next_power_of_2(pairs // spec.count), SMALLEST_BLOCK), LARGEST)
+        permute_pairs(selected, permutation, size)
+        up.by_blocks(ExpertRows(x, selected, spec.top_k), permutation, size, both)
+        act_and_mul(both, hidden, act=spec.act)
+        down.by_blocks(ExpertRows(hidden, selected, 1), permutation, size, given)
+    combine_experts(given, weights, out)
 
 
 def pack_matrices(
@@ -120,7 +124,8 @@ def pack_matrices(
             f"experts in {names(formats)} become {dtype}, {2 / stored:.1f} times as large: no kernel reads them",
         )
     values = stacked_values(parts, device, dtype)
-    if tiled and quantize == "int4" and formats <= PLAIN.keys():
+    quantizes = bool(quantize) and all(may_quantize(part, quantize, "cuda") for part in parts)
+    if tiled and quantizes and formats <= PLAIN.keys():
         transfer.arrived()
         return CodedMatrices(quantize_int4(values), bias)
     if quantize:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from penstock.backend.base import Held
+from penstock.backend.base import StoredAs
+from penstock.backend.quantize_at_load import may_quantize
 from penstock.model.formats.rows import as_q8_0
+from penstock.model.roles import EXPERTS, MLA
 from penstock.model.spec import ModelSpec
 from penstock.model.tensor import PLAIN, Tensor
 
@@ -16,9 +18,8 @@ KEPT = {
     "IQ1_S": 4.3125, "IQ1_M": 4.5625, "IQ2_XXS": 4.3125, "IQ2_XS": 4.5625, "IQ2_S": 4.5625, "IQ3_XXS": 4.3125,
     "IQ3_S": 4.3125, "TQ1_0": 4.3125, "TQ2_0": 4.3125, "F8_E4M3": 8.0,
 }  # fmt: skip
-ROUTERS = (".mlp.gate.weight", ".block_sparse_moe.gate.weight", ".mlp.router.weight", ".ffn_gate_inp.weight")
 BITS = {"fp8": 8.0, "int4": 4.5}
-FEW = 1.02  # scales of rows, and matrices rounded up to whole tiles
+PACKING_OVERHEAD = 1.02  # scales of rows, and matrices rounded up to whole tiles
 
 
 def weight_bytes(tensors: Iterable[Tensor], quantize: str) -> int:
@@ -26,29 +27,21 @@ def weight_bytes(tensors: Iterable[Tensor], quantize: str) -> int:
 
 
 def tensor_bytes(tensor: Tensor, quantize: str) -> float:
-    return (1 if len(tensor.shape) == 1 else FEW) * held(tensor, quantize).bytes(tensor)
+    return (1 if len(tensor.shape) == 1 else PACKING_OVERHEAD) * stored_as(tensor, quantize).bytes(tensor)
 
 
-def held(tensor: Tensor, quantize: str) -> Held:
+def stored_as(tensor: Tensor, quantize: str) -> StoredAs:
+    """Returns the format that a GPU stores the tensor in, if plain weights become `quantize`."""
     if len(tensor.shape) == 1:
-        return Held("F32", 32)
+        return StoredAs("F32", 32)
     tensor = as_q8_0(tensor) or tensor
-    name, widened = tensor.format.name, {"F8_E4M3", "fp8"} if of_experts(tensor) else ()
-    if name in KEPT and name not in widened and not (of_experts(tensor) and tensor.scales):
-        return Held(name, KEPT[name])
-    if quantize and name in PLAIN and quantize not in widened and not is_router(tensor):
-        return Held(quantize, BITS[quantize])
-    return Held("BF16", 16)
-
-
-def is_router(tensor: Tensor) -> bool:
-    """By its name in the file: it is small, and chooses others if it is rounded."""
-    return tensor.name.endswith(ROUTERS)
-
-
-def of_experts(tensor: Tensor) -> bool:
-    """By its name in the file: no kernel computes experts in float8."""
-    return ".experts." in tensor.name or "_exps." in tensor.name
+    name = tensor.format.name
+    widened = tensor.role in MLA or (tensor.role in EXPERTS and (name == "F8_E4M3" or tensor.scales is not None))
+    if name in KEPT and not widened:
+        return StoredAs(name, KEPT[name])
+    if quantize and name in PLAIN and may_quantize(tensor, quantize, "cuda"):
+        return StoredAs(quantize, BITS[quantize])
+    return StoredAs("BF16", 16)
 
 
 def workspace_bytes(spec: ModelSpec, tokens: int, rows: int, unpacks: bool) -> int:
@@ -58,7 +51,7 @@ def workspace_bytes(spec: ModelSpec, tokens: int, rows: int, unpacks: bool) -> i
     widths = 4 * spec.dim + (3 if attn.v_dim else 2) * attn.q_width + 2 * attn.kv_width + 3 * spec.hidden
     if spec.experts is not None:
         e = spec.experts
-        widths += e.chosen * (3 * e.hidden + spec.dim + 4) + 2 * e.count + 3 * spec.shared_hidden
+        widths += e.top_k * (3 * e.hidden + spec.dim + 4) + 2 * e.count + 3 * spec.shared_hidden
     if spec.delta:
         widths += 3 * spec.delta.width + 4 * spec.delta.v_width  # some of it in 32 bits
     scratch = 2 * spec.dim * max(2 * spec.hidden, spec.vocab) if unpacks else 0

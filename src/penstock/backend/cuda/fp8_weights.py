@@ -12,16 +12,16 @@ import torch
 
 from penstock.backend.base import Floats
 from penstock.backend.cuda import quantized_tilings as tilings
-from penstock.backend.cuda.kernels.fp8 import empty_float8
-from penstock.backend.cuda.kernels.fp8_activations import Codes
+from penstock.backend.cuda.kernels.fp8 import empty_fp8
+from penstock.backend.cuda.kernels.fp8_activations import Fp8Activations
 from penstock.backend.cuda.kernels.fp8_blocks import (
     COLUMNS,
-    BlockFloat8Weight,
+    Fp8BlockWeight,
     Tiling,
-    gather_blocks,
-    multiply_blocks,
+    fp8_block_gemm,
+    gather_fp8_blocks,
 )
-from penstock.backend.cuda.kernels.silu_and_mul import gate
+from penstock.backend.cuda.kernels.silu_and_mul import act_and_mul
 from penstock.backend.cuda.quant_blocks import COLUMNS as TILE
 from penstock.backend.cuda.quantized_weights import Float8, Workspace
 from penstock.backend.cuda.transfer import transfer
@@ -32,7 +32,7 @@ from penstock.model.tensor import Tensor
 class BlockFloat8:
     """Values of 8 bits with a scale for every 128 columns of a row."""
 
-    weight: BlockFloat8Weight
+    weight: Fp8BlockWeight
     bias: Any | None  # [rows] float32
     workspace: Workspace
 
@@ -47,26 +47,26 @@ class BlockFloat8:
     def width(self) -> int:
         return self.weight.width
 
-    def takes_codes(self, count: int) -> bool:
-        return count > tilings.FEW
+    def takes_fp8(self, count: int) -> bool:
+        return count > tilings.SMALL_GEMM_ROWS
 
     def product(self, x: Any, out: Any) -> None:
         scales = None
-        if not isinstance(x, Codes) and self.takes_codes(len(x)):
+        if not isinstance(x, Fp8Activations) and self.takes_fp8(len(x)):
             x = self.workspace.float8(x.bfloat16())
-        if isinstance(x, Codes):
+        if isinstance(x, Fp8Activations):
             x, scales = x
         tiling = block_tiling(len(x), self.rows, self.width)
-        multiply_blocks(
+        fp8_block_gemm(
             x.bfloat16() if scales is None else x, scales, self.weight, self.bias, out, tiling, self.workspace.scratch
         )
 
-    def gated(self, x: Any, out: Any, scratch: Any, codes: Codes | None = None) -> None:
+    def gated(self, x: Any, out: Any, scratch: Any, codes: Fp8Activations | None = None) -> None:
         self.product(x, scratch)
-        gate(scratch, out, codes)
+        act_and_mul(scratch, out, codes)
 
     def gather(self, tokens: Any, out: Any) -> None:
-        gather_blocks(self.weight, tokens, out)
+        gather_fp8_blocks(self.weight, tokens, out)
 
 
 @lru_cache(maxsize=4096)
@@ -86,13 +86,13 @@ def pack_float8(
     shared = [part.scales.columns for part in parts if part.scales is not None]
     if width % TILE or any(columns < width and columns % COLUMNS for columns in shared):
         return None
-    weight = empty_float8(sum(part.shape[0] for part in parts), width, device)
+    weight = empty_fp8(sum(part.shape[0] for part in parts), width, device)
     carry_codes(parts, weight.values)
     if all(columns >= width for columns in shared):
         weight.scales.copy_(stacked_scales(parts, width)[:, 0])
         return Float8(weight, bias, workspace)
     scales = stacked_scales(parts, COLUMNS).T.contiguous().to(device)
-    return BlockFloat8(BlockFloat8Weight(weight.values, scales), bias, workspace)
+    return BlockFloat8(Fp8BlockWeight(weight.values, scales), bias, workspace)
 
 
 def carry_codes(parts: Sequence[Tensor], target: Any) -> None:

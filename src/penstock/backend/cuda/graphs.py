@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from penstock.backend.cuda.inputs import SPARE_PARTS, Fields, Shape
-from penstock.backend.cuda.ops import Program
+from penstock.backend.cuda.program import CudaProgram
 from penstock.types import prefill_budget
 
 log = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class Graphs:
     """A shape runs launch by launch the first time, so that no first token waits for a capture, and from its second
     time on as a graph. All graphs use the program's own buffers."""
 
-    def __init__(self, program: Program, capture: bool) -> None:
+    def __init__(self, program: CudaProgram, capture: bool) -> None:
         self._program = program
         self._capture = capture
         self._graphs: dict[Shape, Any] = {}

@@ -1,15 +1,18 @@
-"""A step's numbers for the device: one buffer of 32-bit words, sent with one copy.
+"""Lays out a step's numbers for the device: one buffer of 32-bit words, sent with one copy.
 
-A graph reads each field at a place that its shape alone decides, so block tables, whose width changes from step to
-step, come last and their width is a number like the others.
+A graph reads each field at an offset that the step's shape alone decides. The width of block tables changes from step
+to step, so they come last, and their width is a number like the others. Row r of a step has a block table for each KV
+layer group, at row r * groups + g of the tables. Parts and tiles, which name such rows, are there once for each group,
+so that kernels need not know about groups.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from dataclasses import fields as dataclass_fields
 from functools import lru_cache
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +22,7 @@ from penstock.backend.base import Batch, Floats, Ints
 ALIGNMENT = 4  # words: kernels load 16 bytes at a time
 SPARE_PARTS = 64  # beyond one for each row, so that few long contexts still fill the device
 SHORTEST_PART = 64
+ROW = 1  # the column of parts and of tiles that names a row of tables
 
 
 class Shape(NamedTuple):
@@ -33,7 +37,7 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """Views of the buffer, on either side."""
+    """Holds views of the buffer, on the host or on the device. Places, parts and tiles are those of one layer group."""
 
     header: Any  # [4] the tables' width
     tokens: Any  # [T]
@@ -50,41 +54,62 @@ class Fields:
     top_k: Any  # [S]
     min_p: Any  # [S] float32
     seeds: Any  # [S, 2] low word, high word
-    tables: Any  # [rows * width]
+    tables: Any  # [rows * groups * width]
+    groups: tuple[Fields, ...] = ()  # the same for each layer group; empty: there is one
+
+    def of(self, group: int) -> Fields:
+        """Returns the inputs that the layers of one group read."""
+        return self.groups[group] if self.groups else self
 
 
-NAMES = tuple(entry.name for entry in dataclass_fields(Fields))[:-1]
+NAMES = tuple(entry.name for entry in dataclass_fields(Fields))[:-2]
 FLOATS = ("temperature", "top_p", "min_p")
 
 
 @lru_cache(maxsize=512)
-def offsets(shape: Shape) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
-    """(begin, end, shape) of every field but the tables."""
+def offsets(shape: Shape, groups: int = 1) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
+    """Returns (begin, end, shape) of every field but the tables. Fields that layer groups have one by one are stacked,
+    each at a multiple of ALIGNMENT."""
     t, s, _, p, q = shape
-    sizes = ((4,), (t,), (t,), (t,), (t,), (p, 8), (q, 5), *[(s,)] * 7, (s, 2))
+    by_group = (groups, aligned(t)), (groups, p, 8), (groups, aligned(5 * q))
+    sizes = ((4,), (t,), (t,), (t,), *by_group, *[(s,)] * 7, (s, 2))
     found = []
     at = 0
     for size in sizes:
-        count = size[0] * (size[1] if len(size) == 2 else 1)
-        found.append((at, at + count, size))
-        at += -(-count // ALIGNMENT) * ALIGNMENT
+        found.append((at, at + prod(size), size))
+        at += aligned(prod(size))
     return tuple(found)
 
 
-def words(shape: Shape) -> int:
-    """What the fields before the tables take."""
-    end = offsets(shape)[-1][1]
-    return -(-end // ALIGNMENT) * ALIGNMENT
+def aligned(count: int) -> int:
+    """Returns the number of words, rounded up, after which the next field may begin."""
+    return -(-count // ALIGNMENT) * ALIGNMENT
 
 
-def fields(buffer: Any, shape: Shape, as_float: Callable[[Any], Any]) -> Fields:
-    """The fields of a flat buffer, of NumPy or torch."""
-    views = {
-        name: buffer[begin:end].reshape(size) for name, (begin, end, size) in zip(NAMES, offsets(shape), strict=True)
-    }
+def words(shape: Shape, groups: int = 1) -> int:
+    """Returns how many words the fields before the tables take."""
+    return aligned(offsets(shape, groups)[-1][1])
+
+
+def fields(buffer: Any, shape: Shape, as_float: Callable[[Any], Any], groups: int = 1) -> Fields:
+    """Returns the fields of a flat buffer of NumPy or torch: those of the first layer group, with all in `groups`."""
+    found = zip(NAMES, offsets(shape, groups), strict=True)
+    views = {name: buffer[begin:end].reshape(size) for name, (begin, end, size) in found}
     for name in FLOATS:
         views[name] = as_float(views[name])
-    return Fields(**views, tables=buffer[words(shape) :])
+    views["tables"] = buffer[words(shape, groups) :]
+    each = tuple(
+        Fields(
+            **views
+            | {
+                "places": views["places"][group, : shape.tokens],
+                "parts": views["parts"][group],
+                "tiles": views["tiles"][group, : 5 * shape.tiles].reshape(shape.tiles, 5),
+            }
+        )
+        for group in range(groups)
+    )
+    return replace(each[0], groups=each if groups > 1 else ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,23 +166,31 @@ def _runs(batch: Batch, row: int, tile_tokens: int) -> Iterator[tuple[int, int]]
 
 def fill(buffer: Ints, batch: Batch, plan: Plan, block_size: int, scratch_block: int, scratch_slot: int) -> int:
     """Writes the batch into a host buffer; returns how many words are to be sent."""
-    into = fields(buffer, plan.shape, as_floats)
-    counts = np.diff(batch.row_start)
-    owner = np.repeat(np.arange(len(counts)), counts)  # [T]
-    width = batch.tables.shape[1]
-    block = batch.tables[owner, batch.positions // block_size]
+    groups, rows, width = batch.tables.shape
+    into = fields(buffer, plan.shape, as_floats, groups)
+    owner = np.repeat(np.arange(rows), np.diff(batch.row_start))  # [T]
     into.header[0] = width
     put(into.tokens, batch.tokens, 0)
     put(into.positions, batch.positions, 0)
     put(into.token_slots, batch.slots[owner], scratch_slot)
-    put(into.places, block * block_size + batch.positions % block_size, scratch_block * block_size)
-    put(into.parts, plan.parts, -1)
-    put(into.tiles, plan.tiles, -1)
+    offset = batch.positions % block_size
+    for group, table in enumerate(batch.tables):
+        places = table[owner, batch.positions // block_size] * block_size + offset
+        put(into.of(group).places, places, scratch_block * block_size)
+        fill_attention(into.of(group), plan, group, groups)
     fill_sampling(into, batch, scratch_slot)
-    begin = words(plan.shape)
-    end = begin + batch.tables.size
-    buffer[begin:end].reshape(batch.tables.shape)[:] = batch.tables
+    begin = words(plan.shape, groups)
+    end = begin + int(batch.tables.size)
+    buffer[begin:end].reshape(rows, groups, width)[:] = batch.tables.transpose(1, 0, 2)
     return end
+
+
+def fill_attention(into: Fields, plan: Plan, group: int, groups: int) -> None:
+    """Writes what attention has to do, for the rows of tables that belong to one of the layer groups."""
+    for target, source in ((into.parts, plan.parts), (into.tiles, plan.tiles)):
+        put(target, source, -1)
+        if groups > 1:
+            target[: len(source), ROW] = source[:, ROW] * groups + group
 
 
 def fill_sampling(into: Fields, batch: Batch, scratch_slot: int) -> None:

@@ -1,38 +1,43 @@
-"""The KV cache of a layer: in the type of activations, or in 8 bits with scales (kernels/kv.py says why)."""
+"""Keeps the KV cache of layers: in the type of activations, or in 8 bits with scales (kernels/kv.py says why)."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from penstock.errors import ConfigError
-from penstock.model.spec import AttentionSpec
+from penstock.model.spec import AttentionSpec, KvGroup
 
 KINDS = {"bf16": None, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
 
 class Cache(NamedTuple):
-    lines: Any  # [blocks, 2, kv_heads, block_size, D]; of latent attention [blocks, block_size, D]
-    scales: Any | None  # [blocks, 2, kv_heads, block_size] float32; of latent attention [blocks, 2, block_size]
+    """Holds the keys and values of a layer, or of all layers that have the same index within their KV groups."""
 
-    def copy_blocks(self, source: Any, target: Any) -> None:
+    lines: Any  # [blocks, 2, kv_heads, block_size, D]; for MLA [blocks, block_size, D]
+    scales: Any | None  # [blocks, 2, kv_heads, block_size] float32; for MLA [blocks, 2, block_size]
+
+    def by_block(self) -> Iterator[Any]:
+        """Yields its arrays as bytes of each block: [blocks, bytes]. Torch does not index every type."""
         for part in self:
             if part is not None:
-                data = part.view(torch.uint8)  # torch does not index every type
-                data[target] = data[source]
+                yield part.view(torch.uint8).reshape(len(part), -1)
 
 
 class Layout(NamedTuple):
-    """What caches are made of."""
+    """Says what caches are made of."""
 
     dtype: torch.dtype
     scaled: bool
 
     def bytes_per_token(self, spec: AttentionSpec) -> int:
+        """Returns the bytes of one token in one layer."""
         return spec.kv_values * int(self.dtype.itemsize) + (8 * spec.kv_heads if self.scaled else 0)
 
     def reserve(self, spec: AttentionSpec, num_blocks: int, block_size: int, device: torch.device) -> Cache:
+        """Makes an empty cache for layers of this shape."""
         size = (num_blocks, 2, block_size) if spec.v_dim else (num_blocks, 2, spec.kv_heads, block_size)
         rows = (num_blocks, block_size) if spec.v_dim else size
         lines = torch.zeros((*rows, spec.head_dim * self.dtype.itemsize), dtype=torch.uint8, device=device)
@@ -40,7 +45,45 @@ class Layout(NamedTuple):
 
 
 def layout_of(kind: str, activations: torch.dtype) -> Layout:
+    """Returns the layout that `--kv` names."""
     if kind not in ("auto", *KINDS):
         raise ConfigError(f"unknown KV type {kind!r} on CUDA: use auto or one of {', '.join(KINDS)}")
     eight = None if kind == "auto" else KINDS[kind]
     return Layout(eight or activations, eight is not None)
+
+
+def by_index(layers: Mapping[int, AttentionSpec], groups: Sequence[KvGroup]) -> list[list[int]]:
+    """Returns the layers that share a cache: those that have the same index within their groups. Without groups each
+    layer has its own. Raises ValueError if a layer is missing or has another shape than those it would share with."""
+    listed = [group.layers for group in groups] or [tuple(layers)]
+    if sorted(layer for group in listed for layer in group) != sorted(layers):
+        raise ValueError(f"every layer that keeps KV is in one group, once; got {listed} for layers {sorted(layers)}")
+    sharing = [[group[index] for group in listed if index < len(group)] for index in range(max(map(len, listed)))]
+    for some in sharing:
+        if len({(layers[layer].kv_heads, layers[layer].head_dim, layers[layer].v_dim) for layer in some}) > 1:
+            raise ValueError(f"groups need layers of the same shape; layers {some} differ")
+    return sharing
+
+
+def copy_blocks(caches: Iterable[Cache], source: Any, target: Any) -> None:
+    """Copies blocks, given as two tensors of block ids."""
+    for cache in caches:
+        for data in cache.by_block():
+            data[target] = data[source]
+
+
+def export_blocks(caches: Iterable[Cache], blocks: Any) -> bytes:
+    """Returns the contents of blocks, one after the other, fetched with one copy."""
+    found = torch.cat([data[blocks] for cache in caches for data in cache.by_block()], dim=1)
+    return bytes(found.cpu().numpy().tobytes())
+
+
+def import_blocks(caches: Sequence[Cache], blocks: Any, data: bytes) -> None:
+    """Writes the contents of blocks as `export_blocks` returned them, sent with one copy."""
+    targets = [target for cache in caches for target in cache.by_block()]
+    sizes = [target.shape[1] for target in targets]
+    if len(data) != len(blocks) * sum(sizes):
+        raise ValueError(f"{len(blocks)} KV blocks take {len(blocks) * sum(sizes)} bytes; got {len(data)}")
+    sent = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(blocks.device).view(len(blocks), sum(sizes))
+    for target, values in zip(targets, sent.split(sizes, dim=1), strict=True):
+        target[blocks] = values

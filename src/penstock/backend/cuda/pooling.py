@@ -10,7 +10,7 @@ from penstock.backend.base import Batch, Floats
 from penstock.backend.cuda.sampler import to_host
 
 
-class Pools:
+class PoolingSums:
     """Sums under way, by slot: made when the first embedding is asked for."""
 
     def __init__(self, slots: int) -> None:

@@ -11,30 +11,30 @@ import torch
 
 from penstock.backend.cuda import quantized_tilings as tilings
 from penstock.backend.cuda.kernels import hopper_gemm, quant_gemm, quant_gemm_small, quant_gemv
-from penstock.backend.cuda.kernels.cublas import multiply
-from penstock.backend.cuda.kernels.dequantize import expand, gather
-from penstock.backend.cuda.kernels.fp8 import Float8Weight, few_float8, gather_float8, multiply_float8
-from penstock.backend.cuda.kernels.fp8_activations import Codes, codes_in, quantize_rows
-from penstock.backend.cuda.kernels.fp8_tiles import tiles_float8
-from penstock.backend.cuda.kernels.silu_and_mul import gate
-from penstock.backend.cuda.kernels.skinny import Scratch
+from penstock.backend.cuda.kernels.cublas import cublas_gemm
+from penstock.backend.cuda.kernels.dequantize import dequantize_matrix, dequantize_rows
+from penstock.backend.cuda.kernels.fp8 import Fp8Weight, cublas_fp8_gemm, fp8_gemm_small, gather_fp8
+from penstock.backend.cuda.kernels.fp8_activations import Fp8Activations, fp8_view, quantize_activations
+from penstock.backend.cuda.kernels.fp8_gemm import fp8_gemm
+from penstock.backend.cuda.kernels.silu_and_mul import act_and_mul
+from penstock.backend.cuda.kernels.skinny_gemm import SplitKScratch
 from penstock.backend.cuda.pack_quantized import QuantizedWeight
 from penstock.backend.cuda.quant_blocks import ROWS
-from penstock.backend.cuda.tilings import stream_tiling
+from penstock.backend.cuda.tilings import hopper_gemm_tiling
 
 
 class Workspace:
     """Memory that products of many rows share, reserved while weights are packed: steps have at most `tokens` rows."""
 
-    def __init__(self, scratch: Scratch, tokens: int) -> None:
+    def __init__(self, scratch: SplitKScratch, tokens: int) -> None:
         self.scratch = scratch
-        self.streams = hopper_gemm.available(scratch.parts.device)
+        self.has_hopper_gemm = hopper_gemm.available(scratch.partials.device)
         self.said: set[str] = set()  # about weights: once for all that are alike
         self._tokens = tokens
-        self._bytes = torch.empty(0, dtype=torch.uint8, device=scratch.parts.device)
+        self._bytes = torch.empty(0, dtype=torch.uint8, device=scratch.partials.device)
 
     def reserve_values(self, rows: int, width: int) -> None:
-        if self._tokens > tilings.MANY:
+        if self._tokens > tilings.QUANT_GEMM_ROWS:
             self._reserve(2 * rows * width)
 
     def reserve_float8(self, width: int) -> None:
@@ -44,9 +44,9 @@ class Workspace:
         """[rows, width] of bfloat16."""
         return self._bytes[: 2 * rows * width].view(torch.bfloat16).view(rows, width)
 
-    def float8(self, x: Any) -> Codes:
-        codes = codes_in(self.values(len(x), x.shape[1]))
-        quantize_rows(x, *codes)
+    def float8(self, x: Any) -> Fp8Activations:
+        codes = fp8_view(self.values(len(x), x.shape[1]))
+        quantize_activations(x, *codes)
         return codes
 
     def _reserve(self, size: int) -> None:
@@ -74,7 +74,7 @@ class Quantized:
     def width(self) -> int:
         return self.parts[0].width
 
-    def takes_codes(self, count: int) -> bool:
+    def takes_fp8(self, count: int) -> bool:
         return False
 
     def product(self, x: Any, out: Any) -> None:
@@ -85,17 +85,17 @@ class Quantized:
             self._scaled(x, part, None if self.bias is None else self.bias[first:last], out[:, first:last])
             first = last
 
-    def gated(self, x: Any, out: Any, scratch: Any, codes: Codes | None = None) -> None:
+    def gated(self, x: Any, out: Any, scratch: Any, codes: Fp8Activations | None = None) -> None:
         part = self.parts[0]
-        fits = len(self.parts) == 1 and len(x) <= tilings.FEW and out.shape[1] % ROWS == 0
+        fits = len(self.parts) == 1 and len(x) <= tilings.SMALL_GEMM_ROWS and out.shape[1] % ROWS == 0
         if not codes and fits and part.factor == 1:
             multiply_few(x.bfloat16(), part, self.bias, out, gated=True)
         else:
             self.product(x, scratch)
-            gate(scratch, out, codes)
+            act_and_mul(scratch, out, codes)
 
     def gather(self, tokens: Any, out: Any) -> None:
-        gather(self.parts[0], tokens, out)
+        dequantize_rows(self.parts[0], tokens, out)
         if self.parts[0].factor != 1:
             out.mul_(self.parts[0].factor)
 
@@ -109,25 +109,27 @@ class Quantized:
 
     def _multiply(self, x: Any, part: QuantizedWeight, bias: Any | None, out: Any) -> None:
         count, width = x.shape
-        if count <= tilings.FEW:
+        if count <= tilings.SMALL_GEMM_ROWS:
             multiply_few(x, part, bias, out)
-        elif count <= tilings.MANY:
-            quant_gemm.many(x, part, bias, out, tilings.many_tiling(count, part.rows, width), self.workspace.scratch)
+        elif count <= tilings.QUANT_GEMM_ROWS:
+            quant_gemm.quant_gemm(
+                x, part, bias, out, tilings.quant_gemm_tiling(count, part.rows, width), self.workspace.scratch
+            )
         else:
             values = self.workspace.values(part.rows, width)
-            expand(part, values)
-            multiply(x, values, bias, out)
+            dequantize_matrix(part, values)
+            cublas_gemm(x, values, bias, out)
 
 
 def multiply_few(x: Any, part: QuantizedWeight, bias: Any | None, out: Any, gated: bool = False) -> None:
     (count, width), coding = x.shape, part.coding
     if count == 1 and coding.groups > 1:
-        tiling = tilings.one_tiling(coding.groups, part.rows, width, gated, len(coding.table) > 8)
-        quant_gemv.one(x, part, bias, out, gated=gated, tiling=tiling)
+        tiling = tilings.quant_gemv_tiling(coding.groups, part.rows, width, gated, len(coding.table) > 8)
+        quant_gemv.quant_gemv(x, part, bias, out, gated=gated, tiling=tiling)
     else:
         kind = "4 bits" if coding.bits == 4 else "more bits"
-        quant_gemm_small.few(
-            x, part, bias, out, gated=gated, tiling=tilings.few_tiling(kind, count, part.rows, width, gated)
+        quant_gemm_small.quant_gemm_small(
+            x, part, bias, out, gated=gated, tiling=tilings.small_gemm_tiling(kind, count, part.rows, width, gated)
         )
 
 
@@ -135,7 +137,7 @@ def multiply_few(x: Any, part: QuantizedWeight, bias: Any | None, out: Any, gate
 class Float8:
     """Values of 8 bits with a scale for each row; more than a few rows of activations are quantized too."""
 
-    weight: Float8Weight
+    weight: Fp8Weight
     bias: Any | None  # [rows] float32
     workspace: Workspace
 
@@ -150,46 +152,53 @@ class Float8:
     def width(self) -> int:
         return self.weight.width
 
-    def takes_codes(self, count: int) -> bool:
-        return self.workspace.streams or count > tilings.FEW
+    def takes_fp8(self, count: int) -> bool:
+        return self.workspace.has_hopper_gemm or count > tilings.SMALL_GEMM_ROWS
 
     def product(self, x: Any, out: Any) -> None:
-        if isinstance(x, Codes):
+        if isinstance(x, Fp8Activations):
             self._multiply(x, out)
-        elif len(x) > tilings.FEW:
+        elif len(x) > tilings.SMALL_GEMM_ROWS:
             self._multiply(self.workspace.float8(x.bfloat16()), out)
         else:
-            few_float8(x.bfloat16(), self.weight, self.bias, out, tiling=self._few(len(x)))
+            fp8_gemm_small(x.bfloat16(), self.weight, self.bias, out, tiling=self._small_gemm_tiling(len(x)))
 
-    def gated(self, x: Any, out: Any, scratch: Any, codes: Codes | None = None) -> None:
-        if isinstance(x, Codes) and self._streams(x):
+    def gated(self, x: Any, out: Any, scratch: Any, codes: Fp8Activations | None = None) -> None:
+        if isinstance(x, Fp8Activations) and self._uses_hopper_gemm(x):
             rows = scratch.view(-1)[: out.numel()].view(out.shape) if codes else out
-            self._stream(x, rows, gated=True)
+            self._hopper_gemm(x, rows, gated=True)
             if codes:
-                quantize_rows(rows, *codes)
-        elif isinstance(x, Codes) or len(x) > tilings.FEW or out.shape[1] % ROWS:
+                quantize_activations(rows, *codes)
+        elif isinstance(x, Fp8Activations) or len(x) > tilings.SMALL_GEMM_ROWS or out.shape[1] % ROWS:
             self.product(x, scratch)
-            gate(scratch, out, codes)
+            act_and_mul(scratch, out, codes)
         else:
-            few_float8(x.bfloat16(), self.weight, self.bias, out, gated=True, tiling=self._few(len(x), gated=True))
+            fp8_gemm_small(
+                x.bfloat16(),
+                self.weight,
+                self.bias,
+                out,
+                gated=True,
+                tiling=self._small_gemm_tiling(len(x), gated=True),
+            )
 
-    def _multiply(self, x: Codes, out: Any) -> None:
+    def _multiply(self, x: Fp8Activations, out: Any) -> None:
         count = len(x.values)
-        if self._streams(x):
-            self._stream(x, out)
-        elif count <= tilings.MANY_FLOAT8 or out.dtype != torch.bfloat16:
-            tiling = tilings.float8_tiling(count, self.rows, self.width)
-            tiles_float8(*x, self.weight, self.bias, out, tiling, self.workspace.scratch)
+        if self._uses_hopper_gemm(x):
+            self._hopper_gemm(x, out)
+        elif count <= tilings.FP8_GEMM_ROWS or out.dtype != torch.bfloat16:
+            tiling = tilings.fp8_gemm_tiling(count, self.rows, self.width)
+            fp8_gemm(*x, self.weight, self.bias, out, tiling, self.workspace.scratch)
         else:
-            multiply_float8(*x, self.weight, self.bias, out)
+            cublas_fp8_gemm(*x, self.weight, self.bias, out)
 
-    def _streams(self, x: Codes) -> bool:
-        return self.workspace.streams and len(x.values) <= hopper_gemm.MOST
+    def _uses_hopper_gemm(self, x: Fp8Activations) -> bool:
+        return self.workspace.has_hopper_gemm and len(x.values) <= hopper_gemm.MAX_ROWS
 
-    def _stream(self, x: Codes, out: Any, gated: bool = False) -> None:
+    def _hopper_gemm(self, x: Fp8Activations, out: Any, gated: bool = False) -> None:
         weight, scratch = self.weight, self.workspace.scratch
-        tiling = stream_tiling(len(x.values), out.shape[1], self.width, 1, gated)
-        hopper_gemm.stream(
+        tiling = hopper_gemm_tiling(len(x.values), out.shape[1], self.width, 1, gated)
+        hopper_gemm.hopper_gemm(
             x.values,
             weight.values,
             self.bias,
@@ -202,10 +211,10 @@ class Float8:
         )
 
     def gather(self, tokens: Any, out: Any) -> None:
-        gather_float8(self.weight, tokens, out)
+        gather_fp8(self.weight, tokens, out)
 
-    def _few(self, count: int, gated: bool = False) -> quant_gemm_small.Tiling:
-        return tilings.few_tiling("float8", count, self.rows, self.width, gated)
+    def _small_gemm_tiling(self, count: int, gated: bool = False) -> quant_gemm_small.Tiling:
+        return tilings.small_gemm_tiling("float8", count, self.rows, self.width, gated)
 
 
 def stack(parts: Sequence[QuantizedWeight]) -> tuple[QuantizedWeight, ...]:

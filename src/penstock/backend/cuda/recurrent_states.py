@@ -1,4 +1,4 @@
-"""States of sequences on the device, and what a step's rows do with them."""
+"""RecurrentStates of sequences on the device, and what a step's rows do with them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 
 from penstock.backend.base import Batch, Ints
 from penstock.backend.cuda.inputs import Fields
-from penstock.backend.cuda.kernels.delta_rule import ROW_FIELDS, Rows
+from penstock.backend.cuda.kernels.delta_rule import ROW_FIELDS, StateRows
 from penstock.model.spec import DeltaSpec
 
 
-class States:
+class RecurrentStates:
     """Of models that have any. The numbers of a step's rows are at one place, whatever its shape."""
 
     def __init__(self, specs: dict[int, DeltaSpec], rows: int, tokens: int, device: torch.device) -> None:
@@ -41,11 +41,13 @@ class States:
         fill(staged.numpy(), batch, self._rows)
         self._numbers.copy_(staged, non_blocking=True)
 
-    def rows_of(self, step: Fields) -> Rows:
+    def rows_of(self, step: Fields) -> StateRows:
         """As many as a step of this shape can have: each has a part or a tile of attention."""
         count, tokens = self._rows * ROW_FIELDS, len(step.tokens)
         most = min(tokens, len(step.parts) + len(step.tiles), self._rows)
-        return Rows(self._numbers[:count].view(self._rows, ROW_FIELDS)[:most], self._numbers[count : count + tokens])
+        return StateRows(
+            self._numbers[:count].view(self._rows, ROW_FIELDS)[:most], self._numbers[count : count + tokens]
+        )
 
 
 def words(rows: int, tokens: int) -> int:

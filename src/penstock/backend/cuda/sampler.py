@@ -12,13 +12,13 @@ import triton
 
 from penstock.backend.base import LogitEdit, SampleRows
 from penstock.backend.cuda.inputs import Fields
-from penstock.backend.cuda.kernels.apply_bitmask import allow
-from penstock.backend.cuda.kernels.sample_tokens import CHUNK, choose, find_peaks
-from penstock.backend.cuda.kernels.sampling_threshold import Room, cut
+from penstock.backend.cuda.kernels.apply_bitmask import apply_bitmask
+from penstock.backend.cuda.kernels.sample_tokens import CHUNK, find_chunk_maxima, sample_tokens
+from penstock.backend.cuda.kernels.sampling_threshold import ThresholdScratch, sampling_threshold
 from penstock.types import TokenLogprob
 
 
-class Asked(NamedTuple):
+class PendingLogprobs(NamedTuple):
     """Logprobs that are still on their way from the device."""
 
     tops: Sequence[int]  # how many alternatives each of the positions wants
@@ -40,7 +40,7 @@ class Sampler:
     _vocab: int = 0
     _scratch: tuple[Any, Any, Any] | None = None
     _least: Any = None
-    _room: Room | None = None  # once something is cut
+    _threshold_scratch: ThresholdScratch | None = None  # once something is cut
 
     def reserve(self, vocab: int) -> None:
         size = (self.rows, triton.cdiv(vocab, CHUNK))
@@ -50,7 +50,7 @@ class Sampler:
         self._scratch = peaks, where, masses
         self._least = torch.zeros(self.rows, device=self.device)
 
-    def sample(self, logits: Any, step: Fields, rows: SampleRows, last: Any, out: Any) -> Asked | None:
+    def sample(self, logits: Any, step: Fields, rows: SampleRows, last: Any, out: Any) -> PendingLogprobs | None:
         """Writes a token for each of the logits [S, vocab] to `out` [S] and for its slot to `last`. On the host, `rows`
         says the same as `step` on the device, without the padding."""
         assert self._scratch is not None
@@ -60,9 +60,9 @@ class Sampler:
             edited = edit(logits.clone() if len(asked) else logits, rows.edits)
         peaks, where, masses = (array[: len(logits)] for array in self._scratch)
         draws = bool((rows.temperature > 0).any())
-        find_peaks(edited, peaks, where)
-        least = self._cut(edited, peaks, step, rows) if draws else self._least
-        choose(
+        find_chunk_maxima(edited, peaks, where)
+        least = self._threshold(edited, peaks, step, rows) if draws else self._least
+        sample_tokens(
             edited,
             step.temperature,
             least,
@@ -76,16 +76,18 @@ class Sampler:
         )
         return self._logprobs(logits, out, asked, rows) if len(asked) else None
 
-    def _cut(self, logits: Any, peaks: Any, step: Fields, rows: SampleRows) -> Any:
+    def _threshold(self, logits: Any, peaks: Any, step: Fields, rows: SampleRows) -> Any:
         least = self._least[: len(logits)]
         if not ((rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0)).any():
             return least.zero_()
-        if self._room is None:
-            self._room = Room.on(self.device, self.rows, self._vocab)
-        cut(logits, peaks, self._room, step.temperature, step.top_k, step.top_p, step.min_p, least)
+        if self._threshold_scratch is None:
+            self._threshold_scratch = ThresholdScratch.on(self.device, self.rows, self._vocab)
+        sampling_threshold(
+            logits, peaks, self._threshold_scratch, step.temperature, step.top_k, step.top_p, step.min_p, least
+        )
         return least
 
-    def _logprobs(self, logits: Any, tokens: Any, asked: Any, rows: SampleRows) -> Asked:
+    def _logprobs(self, logits: Any, tokens: Any, asked: Any, rows: SampleRows) -> PendingLogprobs:
         tops = rows.logprobs[asked].tolist()
         if len(asked) < len(logits):
             index = to_device(asked.astype(np.int64), self.device)
@@ -94,7 +96,7 @@ class Sampler:
         best, others = torch.topk(logits, max(tops), dim=1)
         own = tokens.long()[:, None]
         values = torch.cat([logits.gather(1, own), best], 1) - norm
-        return Asked(tops, to_host(values), to_host(torch.cat([own, others], 1)))
+        return PendingLogprobs(tops, to_host(values), to_host(torch.cat([own, others], 1)))
 
 
 def edit(logits: Any, edits: Sequence[LogitEdit | None]) -> Any:
@@ -116,7 +118,7 @@ def edit(logits: Any, edits: Sequence[LogitEdit | None]) -> Any:
     if masks:
         words = np.stack([mask.words() for _, mask in masks])  # worked out while the device computes the logits
         rows = np.array([s for s, _ in masks], np.int32)
-        allow(logits, to_device(rows, device), to_device(words, device))
+        apply_bitmask(logits, to_device(rows, device), to_device(words, device))
     return logits
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from penstock.backend.cuda.kernels import gemv, hopper_gemm, skinny
+from penstock.backend.cuda.kernels import gemv, hopper_gemm, skinny_gemm
 
 MULTIPROCESSORS = 132
 PROGRAMS = 2 * MULTIPROCESSORS
-MOST = 32  # rows beyond which the library's product is the faster one
-MOST_GATED = 64
-STREAMED = (
+SKINNY_ROWS = 32  # rows beyond which the library's product is the faster one
+SKINNY_GATED_ROWS = 64
+HOPPER_GEMM_ROWS = (
     33,
     64,
 )  # rows of 16 bits for which hopper_gemm.py is the fastest: where it makes the gate, or a matrix is tall
@@ -24,17 +24,17 @@ def gemv_tiling(rows: int, width: int) -> gemv.Tiling:
 
 
 @lru_cache(maxsize=4096)
-def skinny_tiling(count: int, rows: int, width: int, itemsize: int, gated: bool = False) -> skinny.Tiling | None:
+def skinny_tiling(count: int, rows: int, width: int, itemsize: int, gated: bool = False) -> skinny_gemm.Tiling | None:
     """None: the library's product is faster. Wider values come fewer at a time: all stages share 227 kB."""
-    if count > (MOST_GATED if gated else MOST):
+    if count > (SKINNY_GATED_ROWS if gated else SKINNY_ROWS):
         return None
     tiles = -(-rows // (128 if gated else 64))
-    split = max(min(PROGRAMS // tiles, skinny.MAX_SPLIT, width // 512), 1)
-    return skinny.Tiling(64, 256 // itemsize, split, 4, 4 if count > 16 or gated else 5)
+    split = max(min(PROGRAMS // tiles, skinny_gemm.MAX_SPLIT, width // 512), 1)
+    return skinny_gemm.Tiling(64, 256 // itemsize, split, 4, 4 if count > 16 or gated else 5)
 
 
 @lru_cache(maxsize=4096)
-def stream_tiling(count: int, rows: int, width: int, itemsize: int, gated: bool = False) -> hopper_gemm.Tiling:
+def hopper_gemm_tiling(count: int, rows: int, width: int, itemsize: int, gated: bool = False) -> hopper_gemm.Tiling:
     """Several programs for each line of tiles of a small matrix; of a large one, two on each multiprocessor, or one
     where a program needs more than half of the shared memory."""
     tiles = -(-rows // (hopper_gemm.HALF if gated else 2 * hopper_gemm.HALF))

@@ -13,22 +13,23 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from penstock.backend.cuda.footprint import KEPT, is_router
+from penstock.backend.cuda.footprint import KEPT
 from penstock.backend.cuda.fp8_weights import pack_float8
-from penstock.backend.cuda.kernels.cublas import multiply
-from penstock.backend.cuda.kernels.fp8 import quantize_float8
-from penstock.backend.cuda.kernels.fp8_activations import Codes
-from penstock.backend.cuda.kernels.gather_rows import take_rows
+from penstock.backend.cuda.kernels.cublas import cublas_gemm
+from penstock.backend.cuda.kernels.fp8 import quantize_fp8
+from penstock.backend.cuda.kernels.fp8_activations import Fp8Activations
+from penstock.backend.cuda.kernels.gather_rows import gather_rows
 from penstock.backend.cuda.kernels.gemv import gemv
-from penstock.backend.cuda.kernels.hopper_gemm import stream
-from penstock.backend.cuda.kernels.silu_and_mul import gate
-from penstock.backend.cuda.kernels.skinny import skinny
+from penstock.backend.cuda.kernels.hopper_gemm import hopper_gemm
+from penstock.backend.cuda.kernels.silu_and_mul import act_and_mul
+from penstock.backend.cuda.kernels.skinny_gemm import skinny_gemm
 from penstock.backend.cuda.pack_quantized import TAKE, QuantizedWeight, quantize_int4
 from penstock.backend.cuda.pack_quantized import pack as pack_codes
 from penstock.backend.cuda.quant_blocks import COLUMNS
 from penstock.backend.cuda.quantized_weights import Float8, Quantized, Workspace, stack
-from penstock.backend.cuda.tilings import STREAMED, TALL, gemv_tiling, skinny_tiling, stream_tiling
+from penstock.backend.cuda.tilings import HOPPER_GEMM_ROWS, TALL, gemv_tiling, hopper_gemm_tiling, skinny_tiling
 from penstock.backend.cuda.transfer import transfer
+from penstock.backend.quantize_at_load import may_quantize
 from penstock.model.dequantize import dequantize
 from penstock.model.formats.rows import as_q8_0
 from penstock.model.tensor import Tensor, factor_of, some_rows
@@ -47,13 +48,13 @@ class Weight(Protocol):
     @property
     def width(self) -> int: ...
 
-    def takes_codes(self, count: int) -> bool:
-        """Whether so many rows are to come as `Codes`, from whoever makes them if that is possible."""
+    def takes_fp8(self, count: int) -> bool:
+        """Whether so many rows are to come as `Fp8Activations`, from whoever makes them if that is possible."""
 
     def product(self, x: Any, out: Any) -> None:
         """x @ weight.T (+ bias). `out` may be wider in type than x: logits are float32."""
 
-    def gated(self, x: Any, out: Any, scratch: Any, codes: Codes | None = None) -> None:
+    def gated(self, x: Any, out: Any, scratch: Any, codes: Fp8Activations | None = None) -> None:
         """silu(left half of the product) * right half; `scratch` [T, rows] may hold the product. With `codes` there,
         instead of to `out`."""
 
@@ -77,40 +78,40 @@ class Dense:
     def width(self) -> int:
         return int(self.weight.shape[1])
 
-    def takes_codes(self, count: int) -> bool:
+    def takes_fp8(self, count: int) -> bool:
         return False
 
     def product(self, x: Any, out: Any) -> None:
         if len(x) == 1:
             gemv(x, self.weight, self.bias, out, tiling=gemv_tiling(self.rows, self.width))
-        elif self._streams(x) and self.rows >= TALL:
-            self._stream(x, out)
+        elif self._uses_hopper_gemm(x) and self.rows >= TALL:
+            self._hopper_gemm(x, out)
         elif tiling := skinny_tiling(len(x), self.rows, self.width, x.element_size()):
-            skinny(x, self.weight, self.bias, out, tiling, self.workspace.scratch)
+            skinny_gemm(x, self.weight, self.bias, out, tiling, self.workspace.scratch)
         else:
-            multiply(x, self.weight, self.bias, out)
+            cublas_gemm(x, self.weight, self.bias, out)
 
-    def gated(self, x: Any, out: Any, scratch: Any, codes: Codes | None = None) -> None:
+    def gated(self, x: Any, out: Any, scratch: Any, codes: Fp8Activations | None = None) -> None:
         if len(x) == 1:
             gemv(x, self.weight, self.bias, out, gated=True, tiling=gemv_tiling(self.rows, self.width))
-        elif not codes and self._streams(x):
-            self._stream(x, out, gated=True)
+        elif not codes and self._uses_hopper_gemm(x):
+            self._hopper_gemm(x, out, gated=True)
         elif not codes and (tiling := skinny_tiling(len(x), self.rows, self.width, x.element_size(), gated=True)):
-            skinny(x, self.weight, self.bias, out, tiling, self.workspace.scratch, gated=True)
+            skinny_gemm(x, self.weight, self.bias, out, tiling, self.workspace.scratch, gated=True)
         else:
-            multiply(x, self.weight, self.bias, scratch)
-            gate(scratch, out, codes)
+            cublas_gemm(x, self.weight, self.bias, scratch)
+            act_and_mul(scratch, out, codes)
 
-    def _streams(self, x: Any) -> bool:
+    def _uses_hopper_gemm(self, x: Any) -> bool:
         aligned = self.width % 8 == 0 and x.element_size() == 2
-        return self.workspace.streams and aligned and STREAMED[0] <= len(x) <= STREAMED[1]
+        return self.workspace.has_hopper_gemm and aligned and HOPPER_GEMM_ROWS[0] <= len(x) <= HOPPER_GEMM_ROWS[1]
 
-    def _stream(self, x: Any, out: Any, gated: bool = False) -> None:
-        tiling = stream_tiling(len(x), out.shape[1], self.width, 2, gated)
-        stream(x, self.weight, self.bias, out, tiling, self.workspace.scratch, gated=gated)
+    def _hopper_gemm(self, x: Any, out: Any, gated: bool = False) -> None:
+        tiling = hopper_gemm_tiling(len(x), out.shape[1], self.width, 2, gated)
+        hopper_gemm(x, self.weight, self.bias, out, tiling, self.workspace.scratch, gated=gated)
 
     def gather(self, tokens: Any, out: Any) -> None:
-        take_rows(self.weight, tokens, out)
+        gather_rows(self.weight, tokens, out)
 
 
 def pack(
@@ -125,7 +126,7 @@ def pack(
     parts = [as_q8_0(part) or part for part in parts]
     formats = {part.format.name for part in parts}
     vector = stacked_bias(parts, bias, device)
-    quantize = "" if is_router(parts[0]) else quantize
+    quantize = quantize if all(may_quantize(part, quantize, "cuda") for part in parts) else ""
     if quantize and not formats <= PLAIN.keys():
         say(workspace, f"weights in {names(formats)} stay as they are: {quantize} is for plain ones")
     if dtype.itemsize == 2 and formats <= TAKE.keys() and None not in map(factor_of, parts):
@@ -143,7 +144,7 @@ def pack(
     if quantize == "int4":
         return Quantized((quantize_int4(values),), vector, workspace)
     if values.shape[1] % COLUMNS == 0:
-        return Float8(quantize_float8(values), vector, workspace)
+        return Float8(quantize_fp8(values), vector, workspace)
     say(workspace, f"weights with rows of {values.shape[1]} stay as they are: fp8 needs multiples of {COLUMNS}")
     return Dense(values, vector, workspace)
 

@@ -7,15 +7,16 @@ from dataclasses import replace
 
 import numpy as np
 
-from penstock.backend.base import LAST_SAMPLED, Batch, Floats, Footprint, Held, Ints, Model, Ticket
+from penstock.backend.base import LAST_SAMPLED, Batch, Floats, Footprint, Ints, Model, StoredAs, Ticket
 from penstock.backend.pooling import Pools
 from penstock.backend.ref.batches import greedy_batch
-from penstock.backend.ref.ops import Bank, Cache, Matrix, RefOps
+from penstock.backend.ref.ops import Cache, Matrix, RefOps
 from penstock.backend.sample import sample
 from penstock.backend.timing import time_step
 from penstock.config import available_memory
 from penstock.model.dequantize import dequantize
-from penstock.model.spec import ModelSpec
+from penstock.model.ops import ExpertWeights
+from penstock.model.spec import KvGroup, ModelSpec
 from penstock.model.tensor import Stack, Tensor
 from penstock.types import StepResult
 
@@ -42,9 +43,9 @@ class RefBackend:
     def pack_vector(self, tensor: Tensor) -> Floats:
         return dequantize(tensor)
 
-    def pack_experts(self, up: Sequence[Stack], down: Sequence[Stack], choice_bias: Tensor | None) -> Bank:
-        up_down = [(self.pack_matrix(*one), self.pack_matrix(*other)) for one, other in zip(up, down, strict=True)]
-        return Bank(up_down, None if choice_bias is None else dequantize(choice_bias))
+    def pack_experts(self, up: Sequence[Stack], down: Sequence[Stack], choice_bias: Tensor | None) -> ExpertWeights:
+        bias = None if choice_bias is None else dequantize(choice_bias)
+        return ExpertWeights([self.pack_matrix(*one) for one in up], [self.pack_matrix(*one) for one in down], bias)
 
     def pack_heads(self, tensor: Tensor) -> Floats:
         heads, rows, width = tensor.shape
@@ -58,11 +59,11 @@ class RefBackend:
         self._kv_bytes = sum(array.nbytes for layer in self._cache.layers.values() for array in layer)
         self._state_bytes = sum(array.nbytes for layer in self._cache.recurrent.values() for array in layer)
 
-    def held(self, tensor: Tensor) -> Held:
-        return Held("F32", 32)
+    def stored_as(self, tensor: Tensor) -> StoredAs:
+        return StoredAs("F32", 32)
 
     def footprint(self, spec: ModelSpec, tensors: Iterable[Tensor]) -> Footprint:
-        weights = sum(self.held(tensor).bytes(tensor) for tensor in tensors)
+        weights = sum(self.stored_as(tensor).bytes(tensor) for tensor in tensors)
         return Footprint.on_host(int(weights), 4 * spec.kv_layers * spec.attn.kv_values, spec.state_bytes)
 
     def kv_bytes_per_token(self) -> int:
@@ -74,8 +75,8 @@ class RefBackend:
     def state_bytes(self) -> int:
         return self._state_bytes
 
-    def reserve_kv(self, num_blocks: int, block_size: int, states: int = 0) -> None:
-        self._cache = Cache(num_blocks, block_size, states)
+    def reserve_kv(self, num_blocks: int, block_size: int, states: int = 0, groups: Sequence[KvGroup] = ()) -> None:
+        self._cache = Cache(num_blocks, block_size, states, groups)
 
     def warm_up(self) -> None: ...
 

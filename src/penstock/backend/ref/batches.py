@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -34,11 +35,22 @@ def greedy_batch(chunks: Sequence[Chunk], step: int = 0) -> Batch:
         positions=np.array([chunk.start + i for chunk in chunks for i in range(len(chunk.tokens))], np.int32),
         row_start=np.array([0, *ends], np.int32),
         slots=np.array([chunk.slot for chunk in chunks], np.int32),
-        tables=tables,
+        tables=tables[None],
         sampled=np.array([i for end, n in zip(ends, wanted, strict=True) for i in range(end - n, end)], np.int32),
         sample_start=np.cumsum([0, *wanted], dtype=np.int32),
         sample=greedy_rows(sum(wanted)),
     )
+
+
+def with_groups(batch: Batch, windows: Sequence[int], block_size: int, behind: int = 0) -> Batch:
+    """Returns the batch with a block table for each of G KV groups: where it has block b, group g has block b * G + g,
+    and `behind` where that lies behind the window of all the row's positions."""
+    tables = np.stack([batch.tables[0] * len(windows) + group for group in range(len(windows))])
+    first = batch.positions[batch.row_start[:-1]]
+    for table, window in zip(tables, windows, strict=True):
+        needed = np.maximum(first - window + 1, 0) // block_size if window else np.zeros_like(first)
+        table[np.arange(table.shape[1]) < needed[:, None]] = behind
+    return replace(batch, tables=tables)
 
 
 def random_steps(

@@ -171,8 +171,12 @@ def attend(rng: Random, *, spec: AttentionSpec, lengths: Sequence[int], longest:
     table = inputs(rng, sum(lengths), spec.q_width + 2 * spec.kv_width)
     sinks = random_tensor(rng, "F32", spec.heads)
     sinks.data.view(np.float32)[:] *= 4
+
+    def forward(ops: Ops[Any], table: Any, *vectors: Any) -> Any:
+        return ops.attend(0, ops.embed(table), spec, dict(zip(spec.vectors, vectors, strict=True)))
+
     return Trial(
-        lambda ops, table, *sinks: ops.attend(0, ops.embed(table), spec, *sinks),
+        forward,
         [table, sinks] if spec.sinks else [table],
         *scattered(rng, lengths, longest),
     )
@@ -197,7 +201,7 @@ def attend_whole(rng: Random, *, spec: AttentionSpec, lengths: Sequence[int]) ->
     ]
 
     def forward(ops: Ops[Any], table: Any, other: Any) -> Any:
-        return ops.add(ops.attend(0, ops.embed(table), spec), ops.attend(0, ops.embed(other), spec))
+        return ops.add(ops.attend(0, ops.embed(table), spec, {}), ops.attend(0, ops.embed(other), spec, {}))
 
     width = spec.q_width + 2 * spec.kv_width
     return Trial(
@@ -205,10 +209,10 @@ def attend_whole(rng: Random, *, spec: AttentionSpec, lengths: Sequence[int]) ->
     )
 
 
-def gated(rng: Random, *, tokens: int, hidden: int, act: str = "silu") -> Trial:
+def act_and_mul(rng: Random, *, tokens: int, hidden: int, act: str = "silu") -> Trial:
     table = inputs(rng, tokens, 2 * hidden)
     table.parts[0].data.view(np.float32)[:: hidden + 1] *= 100  # where exp overflows
-    return Trial(lambda ops, table: ops.gated(ops.embed(table), act), [table], all_at_once(tokens))
+    return Trial(lambda ops, table: ops.act_and_mul(ops.embed(table), act), [table], all_at_once(tokens))
 
 
 def norm_qk(rng: Random, *, spec: AttentionSpec, tokens: int) -> Trial:
@@ -285,7 +289,7 @@ def embed_positions(rng: Random, *, format: str, width: int) -> Trial:
     )
 
 
-def experts(
+def moe(
     rng: Random,
     *,
     spec: ExpertSpec,
@@ -298,9 +302,9 @@ def experts(
     """A token's logits are the first values of its input: numbers that no precision rounds, and the last two equal. The
     first one is the lowest."""
 
-    def forward(ops: Ops[Any], table: Any, router: Any, bank: Any) -> Any:
+    def forward(ops: Ops[Any], table: Any, router: Any, experts: Any) -> Any:
         x = ops.embed(table)
-        return ops.experts(x, ops.linear(x, router), bank, spec)
+        return ops.moe(x, ops.linear(x, router, precision="float32"), experts, spec)
 
     table = inputs(rng, tokens, width)
     logits = np.tile(np.arange(spec.count) / 32 - 1, (1 if same else tokens, 1))
@@ -323,7 +327,7 @@ def experts(
 
 
 def some_experts(format: str, width: int, tokens: int, rng: Random) -> Trial:
-    return experts(rng, spec=ExpertSpec(3, 2, width), tokens=tokens, width=width, format=format)
+    return moe(rng, spec=ExpertSpec(3, 2, width), tokens=tokens, width=width, format=format)
 
 
 def identity(rows: int, width: int) -> Tensor:
@@ -331,22 +335,22 @@ def identity(rows: int, width: int) -> Tensor:
     return Tensor("identity", FORMATS["F32"], values.shape, values.reshape(-1).view(np.uint8))
 
 
-def linear_heads(rng: Random, *, format: str, tokens: int, shape: tuple[int, int, int], kept: int = 0) -> Trial:
-    """`shape`: heads, and rows and columns of each one's matrix."""
+def per_head(rng: Random, *, format: str, tokens: int, shape: tuple[int, int, int], passthrough: int = 0) -> Trial:
+    """Takes as `shape` the number of heads, and the rows and columns of each one's matrix."""
     heads, _, width = shape
     weight = Heads(random_tensor(rng, format, *shape))
     return Trial(
-        lambda ops, table, weight: ops.linear_heads(ops.embed(table), weight, kept),
-        [inputs(rng, tokens, heads * (width + kept)), weight],
+        lambda ops, table, weight: ops.per_head_linear(ops.embed(table), weight, passthrough),
+        [inputs(rng, tokens, heads * (width + passthrough)), weight],
         all_at_once(tokens),
     )
 
 
-def attend_latent(rng: Random, *, spec: AttentionSpec, lengths: Sequence[int], longest: int = 16) -> Trial:
+def attend_mla(rng: Random, *, spec: AttentionSpec, lengths: Sequence[int], longest: int = 16) -> Trial:
     """As `attend`; queries and what keys are made of are two halves of a table."""
 
     def forward(ops: Ops[Any], queries: Any, keys: Any, gain: Any) -> Any:
-        return ops.attend_latent(0, ops.embed(queries), ops.embed(keys), gain, spec, 1e-5)
+        return ops.attend_mla(0, ops.embed(queries), ops.embed(keys), gain, spec, 1e-5)
 
     tables = [inputs(rng, sum(lengths), width) for width in (spec.q_width, spec.kv_width)]
     return Trial(forward, [*tables, random_tensor(rng, "F32", spec.v_dim)], *scattered(rng, lengths, longest))
@@ -376,9 +380,9 @@ SUNK = partial(HALVES, sinks=True)
 SOME_HALVES, SOME_PAIRS = (partial(kind, turned=6, scale=1.2) for kind in (HALVES, PAIRS))
 
 TWO = ExpertSpec(8, 2, 32, renormalize=True)
-BEST_GROUPS = replace(TWO, groups=4, chosen_groups=2, scale=2.5, group_score="max")
-BIASED_GROUPS = replace(TWO, chosen=3, groups=2, scoring="sigmoid", choice_bias=True, scale=1.5)
-CLAMPED = replace(TWO, chosen=4, scoring="softmax_chosen", act="clamped")
+BEST_GROUPS = replace(TWO, groups=4, top_k_groups=2, scale=2.5, group_score="max")
+BIASED_GROUPS = replace(TWO, top_k=3, groups=2, scoring="sigmoid", choice_bias=True, scale=1.5)
+CLAMPED = replace(TWO, top_k=4, scoring="softmax_top_k", act="clamped")
 
 LATENT, LATENT_SHARP = latent(20, 16, 16), latent(4, 16, 32, multiplier=0.7)
 LATENT_HALVES = latent(3, 16, 32, interleaved=False, scale=1.2)
@@ -422,45 +426,49 @@ CASES = (
     Case("add", "twice", "F32", FLOAT, partial(by_value, op=lambda ops, x: ops.add(x, x), width=33)),
     Case("scale", "some", "F32", FLOAT, partial(by_value, op=lambda ops, x: ops.scale(x, 0.3), width=33)),
     Case("soft_cap", "some", "F32", FLOAT, partial(by_value, op=lambda ops, x: ops.soft_cap(x, 2.5), width=33)),
-    Case("gated", "gelu", "F32", FLOAT, partial(gated, tokens=5, hidden=33, act="gelu_tanh")),
-    Case("gated", "one token", "F32", FLOAT, partial(gated, tokens=1, hidden=1536)),
-    Case("gated", "odd width", "F32", FLOAT, partial(gated, tokens=5, hidden=33)),
+    Case("act_and_mul", "gelu", "F32", FLOAT, partial(act_and_mul, tokens=5, hidden=33, act="gelu_tanh")),
+    Case("act_and_mul", "one token", "F32", FLOAT, partial(act_and_mul, tokens=1, hidden=1536)),
+    Case("act_and_mul", "odd width", "F32", FLOAT, partial(act_and_mul, tokens=5, hidden=33)),
     Case("pool", "two steps", "F32", FLOAT, pool),
-    Case("experts", "two of eight", "F32", FLOAT, partial(experts, spec=TWO, tokens=9)),
-    Case("experts", "one token", "F32", FLOAT, partial(experts, spec=TWO, tokens=1)),
-    Case("experts", "one of three", "F32", FLOAT, partial(experts, spec=ExpertSpec(3, 1, 16), tokens=5)),
-    Case("experts", "all of them", "F32", FLOAT, partial(experts, spec=ExpertSpec(5, 5, 16), tokens=4)),
-    Case("experts", "many", "F32", FLOAT, partial(experts, spec=ExpertSpec(40, 8, 16), tokens=7)),
-    Case("experts", "odd widths", "F32", FLOAT, partial(experts, spec=ExpertSpec(6, 2, 21), tokens=7, width=33)),
-    Case("experts", "the same", "F32", FLOAT, partial(experts, spec=replace(TWO, chosen=1), tokens=130, same=True)),
-    Case("experts", "best groups", "F32", FLOAT, partial(experts, spec=BEST_GROUPS, tokens=9)),
-    Case("experts", "biased groups", "F32", FLOAT, partial(experts, spec=BIASED_GROUPS, tokens=9)),
-    Case("experts", "clamped, biases", "F32", FLOAT, partial(experts, spec=CLAMPED, tokens=9, bias=True)),
-    Case("experts", "gelu", "F32", FLOAT, partial(experts, spec=replace(TWO, act="gelu_tanh"), tokens=3)),
+    Case("moe", "two of eight", "F32", FLOAT, partial(moe, spec=TWO, tokens=9)),
+    Case("moe", "one token", "F32", FLOAT, partial(moe, spec=TWO, tokens=1)),
+    Case("moe", "one of three", "F32", FLOAT, partial(moe, spec=ExpertSpec(3, 1, 16), tokens=5)),
+    Case("moe", "all of them", "F32", FLOAT, partial(moe, spec=ExpertSpec(5, 5, 16), tokens=4)),
+    Case("moe", "many", "F32", FLOAT, partial(moe, spec=ExpertSpec(40, 8, 16), tokens=7)),
+    Case("moe", "odd widths", "F32", FLOAT, partial(moe, spec=ExpertSpec(6, 2, 21), tokens=7, width=33)),
+    Case("moe", "the same", "F32", FLOAT, partial(moe, spec=replace(TWO, top_k=1), tokens=130, same=True)),
+    Case("moe", "best groups", "F32", FLOAT, partial(moe, spec=BEST_GROUPS, tokens=9)),
+    Case("moe", "biased groups", "F32", FLOAT, partial(moe, spec=BIASED_GROUPS, tokens=9)),
+    Case("moe", "clamped, biases", "F32", FLOAT, partial(moe, spec=CLAMPED, tokens=9, bias=True)),
+    Case("moe", "gelu", "F32", FLOAT, partial(moe, spec=replace(TWO, act="gelu_tanh"), tokens=3)),
     *(
-        Case("experts", f"{f}, {tokens} tokens", f, 3 * LINEAR_TOLERANCE[f], partial(some_experts, f, width, tokens))
+        Case("moe", f"{f}, {tokens} tokens", f, 3 * LINEAR_TOLERANCE[f], partial(some_experts, f, width, tokens))
         for f, width in (("F16", 64), ("BF16", 64), ("Q4_0", 64), ("Q8_0", 64), ("MXFP4", 64), ("Q4_K", 256))
         for tokens in (1, 9)
     ),
-    Case("experts", "Q2_K", "Q2_K", 3 * BYTE, partial(some_experts, "Q2_K", 256, 3)),
-    Case(
-        "experts", "Q8_0, biases", "Q8_0", 3 * BYTE, partial(experts, spec=CLAMPED, format="Q8_0", tokens=9, bias=True)
-    ),
+    Case("moe", "Q2_K", "Q2_K", 3 * BYTE, partial(some_experts, "Q2_K", 256, 3)),
+    Case("moe", "Q8_0, biases", "Q8_0", 3 * BYTE, partial(moe, spec=CLAMPED, format="Q8_0", tokens=9, bias=True)),
     *(
-        Case("linear_heads", f, f, t, partial(linear_heads, format=f, tokens=5, shape=(3, 40, 64), kept=32))
+        Case("per_head_linear", f, f, t, partial(per_head, format=f, tokens=5, shape=(3, 40, 64), passthrough=32))
         for f, t in LINEAR_TOLERANCE.items()
         if f in ("F32", "F16", "BF16", "Q8_0", "MXFP4")
     ),
-    Case("linear_heads", "odd", "F32", FLOAT, partial(linear_heads, format="F32", tokens=2, shape=(5, 7, 9), kept=2)),
-    Case("linear_heads", "odd, BF16", "BF16", HALF, partial(linear_heads, format="BF16", tokens=2, shape=(2, 7, 24))),
-    Case("linear_heads", "many", "F16", HALF, partial(linear_heads, format="F16", tokens=130, shape=(2, 33, 16))),
-    Case("attend_latent", "one token", "F32", HALF, partial(attend_latent, spec=latent(4, 16, 32), lengths=(1,))),
-    Case("attend_latent", "pairs", "F32", HALF, partial(attend_latent, spec=latent(6, 16, 48), lengths=(33, 1, 50))),
-    Case("attend_latent", "halves", "F32", HALF, partial(attend_latent, spec=LATENT_HALVES, lengths=(5, 40))),
-    Case("attend_latent", "multiplier", "F32", HALF, partial(attend_latent, spec=LATENT_SHARP, lengths=(5, 40))),
-    Case("attend_latent", "one by one", "F32", HALF, partial(attend_latent, spec=LATENT, lengths=(20,), longest=1)),
-    Case("attend_latent", "long", "F32", HALF, partial(attend_latent, spec=LATENT_SHARP, lengths=(600,), longest=60)),
-    Case("attend_latent", "deepseek", "F32", HALF, partial(attend_latent, spec=latent(16, 64, 512), lengths=(9,))),
+    Case(
+        "per_head_linear",
+        "odd",
+        "F32",
+        FLOAT,
+        partial(per_head, format="F32", tokens=2, shape=(5, 7, 9), passthrough=2),
+    ),
+    Case("per_head_linear", "odd, BF16", "BF16", HALF, partial(per_head, format="BF16", tokens=2, shape=(2, 7, 24))),
+    Case("per_head_linear", "many", "F16", HALF, partial(per_head, format="F16", tokens=130, shape=(2, 33, 16))),
+    Case("attend_mla", "one token", "F32", HALF, partial(attend_mla, spec=latent(4, 16, 32), lengths=(1,))),
+    Case("attend_mla", "pairs", "F32", HALF, partial(attend_mla, spec=latent(6, 16, 48), lengths=(33, 1, 50))),
+    Case("attend_mla", "halves", "F32", HALF, partial(attend_mla, spec=LATENT_HALVES, lengths=(5, 40))),
+    Case("attend_mla", "multiplier", "F32", HALF, partial(attend_mla, spec=LATENT_SHARP, lengths=(5, 40))),
+    Case("attend_mla", "one by one", "F32", HALF, partial(attend_mla, spec=LATENT, lengths=(20,), longest=1)),
+    Case("attend_mla", "long", "F32", HALF, partial(attend_mla, spec=LATENT_SHARP, lengths=(600,), longest=60)),
+    Case("attend_mla", "deepseek", "F32", HALF, partial(attend_mla, spec=latent(16, 64, 512), lengths=(9,))),
     Case("take_sampled", "some", "F32", EXACT, partial(take_sampled, wanted=((5, 1), (1, 0), (7, 3), (2, 2)))),
     Case("add_layer_norm", "one token", "F32", FLOAT, partial(add_layer_norm, tokens=1, width=576)),
     Case("add_layer_norm", "odd width", "F32", FLOAT, partial(add_layer_norm, tokens=5, width=33)),

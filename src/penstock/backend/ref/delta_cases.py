@@ -17,11 +17,11 @@ from penstock.model.spec import DeltaSpec
 from penstock.model.tensor import Stack
 
 
-def gate_by(rng: Random, *, width: int, gates: int) -> Trial:
+def sigmoid_mul(rng: Random, *, width: int, gates: int) -> Trial:
     """`gates`: values of each row's gate."""
     weight = Stack([random_tensor(rng, "F32", gates, width)], [None])
     return Trial(
-        lambda ops, table, weight: ops.gate_by(ops.embed(table), ops.linear(ops.embed(table), weight)),
+        lambda ops, table, weight: ops.sigmoid_mul(ops.embed(table), ops.linear(ops.embed(table), weight)),
         [inputs(rng, 9, width), weight],
         all_at_once(9),
     )
@@ -36,13 +36,12 @@ def delta_net(rng: Random, *, spec: DeltaSpec, steps: Sequence[Batch], tokens: i
         return ops.delta_net(0, x, ba, DeltaWeights(*vectors), spec, 1e-5)
 
     width = spec.width + spec.v_width
-    conv, decay, dt, gain = (
-        random_tensor(rng, "F32", size) for size in (spec.width * spec.taps, spec.v_heads, spec.v_heads, spec.v_dim)
-    )
+    sizes = spec.width * spec.conv_width, spec.v_heads, spec.v_heads, spec.v_dim
+    conv, decay, dt_bias, gain = (random_tensor(rng, "F32", size) for size in sizes)
     decay.data.view(np.float32)[:] = -np.exp(rng.normal(-3, 1, spec.v_heads))
     gates = Stack([random_tensor(rng, "F32", 2 * spec.v_heads, width)], [None])
     gates.parts[0].data.view(np.float32)[:] *= width**-0.5
-    return Trial(forward, [inputs(rng, tokens, width), gates, conv, decay, dt, gain], steps, 1, states=8)
+    return Trial(forward, [inputs(rng, tokens, width), gates, conv, decay, dt_bias, gain], steps, 1, states=8)
 
 
 def in_chunks(rng: Random, *lengths: int, longest: int) -> list[Batch]:
@@ -75,8 +74,8 @@ def chunked_delta(rng: Random, *, spec: DeltaSpec, lengths: Sequence[int], longe
 
 
 DELTA_CASES = (
-    Case("gate_by", "each value", "F32", FLOAT, partial(gate_by, width=33, gates=33)),
-    Case("gate_by", "each row", "F32", FLOAT, partial(gate_by, width=48, gates=1)),
+    Case("sigmoid_mul", "each value", "F32", FLOAT, partial(sigmoid_mul, width=33, gates=33)),
+    Case("sigmoid_mul", "each row", "F32", FLOAT, partial(sigmoid_mul, width=48, gates=1)),
     Case("delta_net", "one token", "F32", FLOAT, partial(chunked_delta, spec=DELTA, lengths=(1,), longest=1)),
     Case("delta_net", "whole prompt", "F32", FLOAT, partial(chunked_delta, spec=LONG, lengths=(70,), longest=999)),
     Case("delta_net", "large heads", "F32", FLOAT, partial(chunked_delta, spec=LARGE, lengths=(5,), longest=3)),

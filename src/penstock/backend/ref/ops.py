@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.backend.base import Batch, Floats, Ints, StateMove
-from penstock.model.ops import DeltaWeights
-from penstock.model.spec import AttentionSpec, DeltaSpec, ExpertSpec, RopeSpec
+from penstock.model.ops import DeltaWeights, ExpertWeights, Precision, Vectors
+from penstock.model.spec import AttentionSpec, DeltaSpec, ExpertSpec, KvGroup, RopeSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,24 +24,27 @@ class Matrix:
     bias: Floats | None  # [out]
 
 
-@dataclass(frozen=True, slots=True)
-class Bank:
-    experts: Sequence[tuple[Matrix, Matrix]]  # up and down of each
-    choice_bias: Floats | None  # [count]
-
-
 class Cache:
-    """Keys and values in blocks, for each layer that attends: [blocks, block_size, kv_heads, D]; of latent attention
-    keys alone."""
+    """Holds keys and values in blocks, [blocks, block_size, kv_heads, D]; keys alone for MLA. Layers that have the same
+    index within their KV groups share an array: a block belongs to one group at a time."""
 
-    def __init__(self, num_blocks: int, block_size: int, states: int = 0) -> None:
+    def __init__(self, num_blocks: int, block_size: int, states: int = 0, groups: Sequence[KvGroup] = ()) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.layers: dict[int, tuple[Floats, ...]] = {}
+        self.layers: dict[int, tuple[Floats, ...]] = {}  # by index within a group
         self.states = states
         self.recurrent: dict[int, tuple[Floats, Floats]] = {}
+        self._places = {
+            layer: (number, index) for number, group in enumerate(groups) for index, layer in enumerate(group.layers)
+        }
 
-    def layer(self, index: int, spec: AttentionSpec) -> tuple[Floats, ...]:
+    def group(self, layer: int) -> int:
+        """Returns the number of the KV group that a layer is in."""
+        return self._places.get(layer, (0, layer))[0]
+
+    def layer(self, layer: int, spec: AttentionSpec) -> tuple[Floats, ...]:
+        """Returns the arrays that a layer's keys and values are in."""
+        _, index = self._places.get(layer, (0, layer))
         if index not in self.layers:
             shape = (self.num_blocks, self.block_size, spec.kv_heads, spec.head_dim)
             self.layers[index] = tuple(np.zeros(shape, np.float32) for _ in range(1 if spec.v_dim else 2))
@@ -51,7 +54,7 @@ class Cache:
         """Of each recurrent layer: what was convolved last, [states, taps - 1, width], and memories, [states, v_heads,
         k_dim, v_dim]."""
         if index not in self.recurrent:
-            last = np.full((self.states, spec.taps - 1, spec.width), np.nan, np.float32)
+            last = np.full((self.states, spec.conv_width - 1, spec.width), np.nan, np.float32)
             memory = np.full((self.states, spec.v_heads, spec.k_dim, spec.v_dim), np.nan, np.float32)
             self.recurrent[index] = (last, memory)
         return self.recurrent[index]
@@ -73,7 +76,7 @@ class RefOps:
             x = x + residual
         return rms_norm(x, gain, eps), x
 
-    def linear(self, x: Floats, weight: Matrix) -> Floats:
+    def linear(self, x: Floats, weight: Matrix, precision: Precision = "activation") -> Floats:
         y = x @ weight.weight.T
         return y if weight.bias is None else y + weight.bias
 
@@ -81,21 +84,22 @@ class RefOps:
         q, k, v = np.split(qkv, [spec.q_width, spec.q_width + spec.kv_width], axis=1)
         return np.concatenate([norm_runs(q, q_gain, eps), norm_runs(k, k_gain, eps), v], axis=1)
 
-    def attend(self, layer: int, qkv: Floats, spec: AttentionSpec, sinks: Floats | None = None) -> Floats:
+    def attend(self, layer: int, qkv: Floats, spec: AttentionSpec, vectors: Vectors) -> Floats:
         q, k, v = split_heads(qkv, spec)
         q, k = (rotate(x, self.batch.positions, spec.rope) for x in (q, k))
         keys, values = self.cache.layer(layer, spec)
         out = np.zeros_like(q)
         for row, tokens in enumerate(self._row_tokens()):
             positions = self.batch.positions[tokens]
-            blocks, offsets = self._places(row, positions)
-            keys[blocks, offsets] = k[tokens]
-            values[blocks, offsets] = v[tokens]
-            blocks, offsets = self._places(row, np.arange(positions[-1] + 1))
-            out[tokens] = attention(q[tokens], keys[blocks, offsets], values[blocks, offsets], positions, spec, sinks)
+            places = self._places(layer, row, positions)
+            keys[places] = k[tokens]
+            values[places] = v[tokens]
+            first = max(int(positions[0]) - spec.window + 1, 0) if spec.window else 0
+            places = self._places(layer, row, np.arange(first, positions[-1] + 1))
+            out[tokens] = attention(q[tokens], keys[places], values[places], positions - first, spec, vectors)
         return out.reshape(len(qkv), spec.q_width)
 
-    def gated(self, x: Floats, act: str) -> Floats:
+    def act_and_mul(self, x: Floats, act: str) -> Floats:
         left, right = np.split(x, 2, axis=-1)
         return clamped(left, right) if act == "clamped" else ACTS[act](left) * right
 
@@ -127,35 +131,35 @@ class RefOps:
     def embed_positions(self, table: Matrix) -> Floats:
         return table.weight[self.batch.positions]
 
-    def experts(self, x: Floats, scores: Floats, bank: Bank, spec: ExpertSpec) -> Floats:
-        chosen, weights = choose(scores, bank.choice_bias, spec)
+    def moe(self, x: Floats, router_logits: Floats, experts: ExpertWeights, spec: ExpertSpec) -> Floats:
+        chosen, weights = choose(router_logits, experts.choice_bias, spec)
         out = np.zeros_like(x)
-        for expert, (up, down) in enumerate(bank.experts):
+        for expert, (up, down) in enumerate(zip(experts.up, experts.down, strict=True)):
             rows, ranks = np.nonzero(chosen == expert)
-            y = self.linear(self.gated(self.linear(x[rows], up), spec.act), down)
+            y = self.linear(self.act_and_mul(self.linear(x[rows], up), spec.act), down)
             out[rows] += weights[rows, ranks, None] * y
         return out
 
-    def linear_heads(self, x: Floats, weight: Floats, kept: int = 0) -> Floats:
+    def per_head_linear(self, x: Floats, weight: Floats, passthrough: int = 0) -> Floats:
         count, rows, width = weight.shape
-        heads = split(x, width + kept)
+        heads = split(x, width + passthrough)
         products = np.einsum("tha,hba->thb", heads[..., :width], weight)
-        return np.concatenate([heads[..., width:], products], axis=2).reshape(len(x), count * (kept + rows))
+        return np.concatenate([heads[..., width:], products], axis=2).reshape(len(x), count * (passthrough + rows))
 
-    def attend_latent(self, layer: int, q: Floats, kv: Floats, gain: Floats, spec: AttentionSpec, eps: float) -> Floats:
-        turned = spec.head_dim - spec.v_dim
-        kv = np.concatenate([kv[:, :turned], rms_norm(kv[:, turned:], gain, eps)], axis=1)
+    def attend_mla(self, layer: int, q: Floats, kv: Floats, gain: Floats, spec: AttentionSpec, eps: float) -> Floats:
+        rotated = spec.head_dim - spec.v_dim
+        kv = np.concatenate([kv[:, :rotated], rms_norm(kv[:, rotated:], gain, eps)], axis=1)
         q, k = (rotate(split(x, spec.head_dim), self.batch.positions, spec.rope) for x in (q, kv))
         (keys,) = self.cache.layer(layer, spec)
         out = np.zeros((len(q), spec.heads, spec.v_dim), np.float32)
         for row, tokens in enumerate(self._row_tokens()):
             positions = self.batch.positions[tokens]
-            keys[self._places(row, positions)] = k[tokens]
-            seen = keys[self._places(row, np.arange(positions[-1] + 1))]
-            out[tokens] = attention(q[tokens], seen, seen[..., turned:], positions, spec)
+            keys[self._places(layer, row, positions)] = k[tokens]
+            seen = keys[self._places(layer, row, np.arange(positions[-1] + 1))]
+            out[tokens] = attention(q[tokens], seen, seen[..., rotated:], positions, spec, {})
         return out.reshape(len(q), spec.heads * spec.v_dim)
 
-    def gate_by(self, x: Floats, gate: Floats) -> Floats:
+    def sigmoid_mul(self, x: Floats, gate: Floats) -> Floats:
         return x * sigmoid(gate)
 
     def delta_net(
@@ -183,9 +187,10 @@ class RefOps:
         starts = self.batch.row_start.tolist()
         return [slice(first, last) for first, last in pairwise(starts)]
 
-    def _places(self, row: int, positions: NDArray[np.integer]) -> tuple[Ints, NDArray[np.integer]]:
-        """Where positions of a row's sequence lie in the cache: block ids and offsets in them."""
-        return self.batch.tables[row, positions // self.cache.block_size], positions % self.cache.block_size
+    def _places(self, layer: int, row: int, positions: NDArray[np.integer]) -> tuple[Ints, NDArray[np.integer]]:
+        """Returns where a layer keeps positions of a row's sequence: block ids and offsets in them."""
+        table = self.batch.tables[self.cache.group(layer), row]
+        return table[positions // self.cache.block_size], positions % self.cache.block_size
 
 
 def rms_norm(x: Floats, gain: Floats, eps: float) -> Floats:
@@ -232,9 +237,10 @@ def rotate(x: Floats, positions: Ints, rope: RopeSpec) -> Floats:
 
 
 def attention(
-    q: Floats, keys: Floats, values: Floats, positions: Ints, spec: AttentionSpec, sinks: Floats | None = None
+    q: Floats, keys: Floats, values: Floats, positions: Ints, spec: AttentionSpec, vectors: Vectors
 ) -> Floats:
-    """Of tokens at `positions` over the positions 0 to C of their sequence: [T, heads, D], 2 * [C, kv_heads, D]."""
+    """Attends from tokens at `positions` to C positions of their sequence, both counted from the first of those:
+    [T, heads, D], 2 * [C, kv_heads, D] -> [T, heads, D]."""
     shared = spec.heads // spec.kv_heads
     keys, values = np.repeat(keys, shared, axis=1), np.repeat(values, shared, axis=1)  # [C, heads, D]
     scores = np.einsum("thd,chd->htc", q, keys) * np.float32(spec.scale)
@@ -242,7 +248,7 @@ def attention(
         scores = soft_capped(scores, spec.soft_cap)
     if spec.causal:
         scores[:, ~visible(positions, len(keys), spec.window)] = -np.inf
-    weights = sunk_softmax(scores, np.full(spec.heads, -np.inf, np.float32) if sinks is None else sinks)
+    weights = sunk_softmax(scores, vectors.get("sinks", np.full(spec.heads, -np.inf, np.float32)))
     out: Floats = np.einsum("htc,chd->thd", weights, values)
     return out
 
@@ -271,9 +277,9 @@ def choose(logits: Floats, bias: Floats | None, spec: ExpertSpec) -> tuple[NDArr
     """Each token's experts, the best one first, and their weights: [T, count] -> 2 * [T, chosen]."""
     scores = SCORINGS[spec.scoring](logits)
     choice = scores if bias is None else scores + bias
-    chosen = highest(np.where(in_best_groups(choice, spec), choice, -np.inf), spec.chosen)
+    chosen = highest(np.where(in_best_groups(choice, spec), choice, -np.inf), spec.top_k)
     weights = np.take_along_axis(scores, chosen, axis=1)
-    if spec.scoring == "softmax_chosen":
+    if spec.scoring == "softmax_top_k":
         weights = softmax(weights)
     if spec.renormalize:
         weights = weights / (weights.sum(axis=1, keepdims=True) + np.float32(1e-20))
@@ -286,7 +292,7 @@ def in_best_groups(choice: Floats, spec: ExpertSpec) -> NDArray[np.bool_]:
     groups = np.sort(choice.reshape(len(choice), spec.groups, size), axis=2)
     best = groups[..., -1:] if spec.group_score == "max" else groups[..., -2:]
     allowed = np.zeros((len(choice), spec.groups), np.bool_)
-    np.put_along_axis(allowed, highest(best.sum(axis=2), spec.chosen_groups), True, axis=1)
+    np.put_along_axis(allowed, highest(best.sum(axis=2), spec.top_k_groups), True, axis=1)
     return np.repeat(allowed, size, axis=1)
 
 
@@ -338,7 +344,7 @@ ACTS = {"silu": silu, "gelu": gelu, "gelu_tanh": gelu_tanh, "relu": relu}
 SCORINGS: dict[str, Callable[[Floats], Floats]] = {
     "softmax": softmax,
     "sigmoid": sigmoid,
-    "softmax_chosen": lambda logits: logits,
+    "softmax_top_k": lambda logits: logits,
 }
 
 
@@ -355,7 +361,7 @@ def remembered(
     q, k, v = np.split(mixed, [spec.k_width, 2 * spec.k_width])
     q, k = (each_value_head(unit(x.reshape(spec.k_heads, spec.k_dim)), spec) for x in (q, k))  # [v_heads, k_dim]
     beta, alpha = np.split(ba, 2)
-    memory = memory * np.exp(weights.decay * np.logaddexp(np.float32(0), alpha + weights.dt))[:, None, None]
+    memory = memory * np.exp(weights.decay * np.logaddexp(np.float32(0), alpha + weights.dt_bias))[:, None, None]
     known = np.einsum("hk,hkv->hv", k, memory)
     learned = sigmoid(beta)[:, None] * (v.reshape(spec.v_heads, spec.v_dim) - known)
     memory = memory + k[:, :, None] * learned[:, None, :]

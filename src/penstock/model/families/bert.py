@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 
 from penstock.errors import MalformedFile
-from penstock.model import names
-from penstock.model.config_reader import MAX_LAYERS, Fields
-from penstock.model.families.gpt2 import ACTS, Layer, LayerNorm, layer_norm, layer_of
+from penstock.model import decoder, names
+from penstock.model.config_reader import MAX_LAYERS, ConfigReader
+from penstock.model.families.gpt2 import ACTS
 from penstock.model.gguf import config as gguf_config
 from penstock.model.ops import Ops, V, Weight
 from penstock.model.spec import AttentionSpec, ModelSpec, RopeSpec
@@ -75,7 +75,7 @@ KEYS = {
 }
 
 
-def read_hf(config: Fields) -> ModelSpec:
+def read_hf(config: ConfigReader) -> ModelSpec:
     config.ignore(*NOT_COMPUTED)
     for key in ("is_decoder", "add_cross_attention"):
         config.require(key, (False,), False)
@@ -98,11 +98,13 @@ def read_hf(config: Fields) -> ModelSpec:
     )
 
 
-def read_gguf(config: Fields, tensors: Mapping[str, Tensor]) -> ModelSpec:
+def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
     return read_encoder(config, tensors, "bert")
 
 
-def read_encoder(config: Fields, tensors: Mapping[str, Tensor], arch: str, keys: Collection[str] = ()) -> ModelSpec:
+def read_encoder(
+    config: ConfigReader, tensors: Mapping[str, Tensor], arch: str, keys: Collection[str] = ()
+) -> ModelSpec:
     """`keys`: what a family says besides."""
     config.refuse_others(KEYS.union(keys))
     config.require("attention.causal", (False,), False)
@@ -130,33 +132,53 @@ def read_attention(dim: int, heads: int) -> AttentionSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class Block:
+    """Computes a part and norms the sum of its input and output."""
+
+    part: decoder.Part
+    norm: decoder.Norm
+
+    def __call__(self, ops: Ops[V], x: V) -> V:
+        return self.norm(ops, self.part(ops, x), x)[0]
+
+
+@dataclass(frozen=True, slots=True)
 class Bert:
-    """Every norm is of what a part gave and what it was given."""
+    """Computes hidden states of an encoder, which embeddings are pooled from."""
 
     embed: Weight
     positions: Weight
-    norm: LayerNorm
-    layers: tuple[Layer, ...]
+    norm: decoder.Norm
+    blocks: tuple[Block, ...]
 
     def forward(self, ops: Ops[V]) -> V:
+        """Returns the hidden states of the sampled rows, [S, dim]: there are no logits."""
         x, _ = self.norm(ops, ops.embed(self.embed), ops.embed_positions(self.positions))
-        for layer in self.layers:
-            x, _ = layer.attn_norm(ops, layer.attention(ops, x), x)
-            x, _ = layer.mlp_norm(ops, layer.mlp(ops, x), x)
+        for block in self.blocks:
+            x = block(ops, x)
         ops.pool(x)
-        return ops.take_sampled(x)  # hidden states: there are no logits
+        return ops.take_sampled(x)
 
 
 def build(spec: ModelSpec, pack: Packer) -> Bert:
-    # One text is all that a prompt holds, so its tokens are of the first type.
+    """Builds an encoder with learned positions. A prompt holds one text, so its tokens are of the first type."""
     positions = pack.table("positions", spec.first_position, spec.max_len, spec.dim, plus="types")
-    return assemble(spec, pack, positions, (layer_of(spec, pack, i) for i in range(spec.layers)))
+    return assemble(spec, pack, positions, decoder.plain_mlp)
 
 
-def assemble(spec: ModelSpec, pack: Packer, positions: Weight, layers: Iterable[Layer]) -> Bert:
+def assemble(spec: ModelSpec, pack: Packer, positions: Weight, mlp: decoder.MakePart) -> Bert:
+    """Builds an encoder with such a table of positions and such MLPs."""
+
+    def block(layer: int, kind: str, make: decoder.MakePart) -> Block:
+        return Block(make(spec, pack, layer), decoder.layer_norm(spec, pack, f"layers.{layer}.{kind}_norm"))
+
     return Bert(
         embed=pack.matrix(("embed", spec.vocab), width=spec.dim),
         positions=positions,
-        norm=layer_norm(spec, pack, "embed_norm"),
-        layers=tuple(replace(each, attention=replace(each.attention, layer=0)) for each in layers),  # of the cache
+        norm=decoder.layer_norm(spec, pack, "embed_norm"),
+        blocks=tuple(
+            block(layer, kind, make)
+            for layer in range(spec.layers)
+            for kind, make in (("attn", decoder.attention), ("mlp", mlp))
+        ),
     )

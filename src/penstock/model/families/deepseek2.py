@@ -1,4 +1,4 @@
-"""DeepSeek V2 and V3 (R1, Kimi-K2, Moonlight, ...): latent attention, experts with an MLP beside them, and MLPs alone
+"""DeepSeek V2 and V3 (R1, Kimi-K2, Moonlight, ...): MLA, experts with a shared one beside them, and MLPs alone
 in the first layers. Layers at the end that guess more than the next token are left out."""
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from dataclasses import replace
 from functools import partial
 from math import log
 
-from penstock.model import config_hf, names, rope
-from penstock.model.config_reader import MAX_EXPERTS, MAX_LAYERS, Fields
-from penstock.model.families import latent, llama
+from penstock.model import config_hf, decoder, names, rope
+from penstock.model.config_reader import MAX_EXPERTS, MAX_LAYERS, ConfigReader
+from penstock.model.families import mla
 from penstock.model.gguf import config as gguf_config
-from penstock.model.spec import AttentionSpec, ExpertSpec, LatentSpec, ModelSpec, RopeSpec
+from penstock.model.spec import AttentionSpec, ExpertSpec, MlaSpec, ModelSpec, RopeSpec
 from penstock.model.tensor import Tensor
 
 HUGGING_FACE = names.HUGGING_FACE.but(
@@ -48,22 +48,22 @@ KEYS = (
     "nextn_predict_layers",
     LOG_MULTIPLIER,
 )
-build = partial(llama.build, attention=latent.attention)
+build = partial(decoder.build, mixer=mla.attention)
 
 
-def read_hf(config: Fields) -> ModelSpec:
+def read_hf(config: ConfigReader) -> ModelSpec:
     for bias in ("attention_bias", "mlp_bias"):
         config.require(bias, (False,), False)
     config.require("moe_layer_freq", (1,), 1)
     config.ignore(*NEUTRAL)
     dims = config.size("qk_rope_head_dim", most=rope.MAX_DIMS)
-    spec = config_hf.read_decoder(config, "deepseek2", scaling=Fields({}, ""))
+    spec = config_hf.read_decoder(config, "deepseek2", scaling=ConfigReader({}, ""))
     third = config.strings("architectures") == ["DeepseekV3ForCausalLM"]
     turned = config_hf.read_rope(config, dims, spec.max_len)
-    heads = LatentSpec(
-        key_dim=config.size("qk_nope_head_dim"),
-        value_dim=config.size("v_head_dim"),
-        q_rank=config.size("q_lora_rank") if "q_lora_rank" in config else 0,
+    heads = MlaSpec(
+        qk_nope_head_dim=config.size("qk_nope_head_dim"),
+        v_head_dim=config.size("v_head_dim"),
+        q_lora_rank=config.size("q_lora_rank") if "q_lora_rank" in config else 0,
     )
     interleaved = config.flag("rope_interleave", True)
     scaling = config_hf.rope_fields(config)
@@ -82,7 +82,7 @@ def read_hf(config: Fields) -> ModelSpec:
     )
 
 
-def read_experts(config: Fields, spec: ModelSpec, third: bool) -> ExpertSpec:
+def read_experts(config: ConfigReader, spec: ModelSpec, third: bool) -> ExpertSpec:
     experts = config_hf.read_experts(config, spec, count="n_routed_experts", hidden="moe_intermediate_size")
     method = "noaux_tc" if third else config.text("topk_method", "greedy")
     config.require("topk_method", (method,) if third else ("greedy", "group_limited_greedy"), method)
@@ -97,31 +97,31 @@ def read_experts(config: Fields, spec: ModelSpec, third: bool) -> ExpertSpec:
         scale=config.number("routed_scaling_factor", 2.5 if third else 1.0),
         choice_bias=third,
         groups=config.size("n_group", 8 if third else 1, most=MAX_EXPERTS) if grouped else ignored(config, "n_group"),
-        chosen_groups=config.size("topk_group", 4 if third else 1) if grouped else ignored(config, "topk_group"),
+        top_k_groups=config.size("topk_group", 4 if third else 1) if grouped else ignored(config, "topk_group"),
         group_score="top2" if third else "max",
     )
 
 
-def ignored(config: Fields, key: str) -> int:
+def ignored(config: ConfigReader, key: str) -> int:
     config.ignore(key)
     return 1
 
 
-def read_gguf(config: Fields, tensors: Mapping[str, Tensor]) -> ModelSpec:
+def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
     rank = config.size("attention.kv_lora_rank", most=rope.MAX_DIMS)
     dims = config.size("rope.dimension_count", most=rope.MAX_DIMS)
-    mla = "_mla" if f"{KEY}_mla" in config else ""  # written by newer converters, where others speak of latents
-    config.require(KV_HEADS, (1,) if mla else (config.size("attention.head_count"),))
-    if mla:
+    suffix = "_mla" if f"{KEY}_mla" in config else ""  # newer converters: the plain keys are those of latents
+    config.require(KV_HEADS, (1,) if suffix else (config.size("attention.head_count"),))
+    if suffix:
         config.require(KEY, (rank + dims,))
         config.require(VALUE, (rank,))
     config.refuse_others(gguf_config.KEYS.union(gguf_config.EXPERTS, KEYS, (gguf_config.RMS_EPS,)))
     plain = config.without(KEY, VALUE, KV_HEADS, "rope.dimension_count")
     spec = gguf_config.read_decoder(plain, tensors, "deepseek2", interleaved=True, experts=True, keys=KEYS)
-    key_dim = config.size(f"{KEY}{mla}", most=rope.MAX_DIMS) - dims
-    heads = LatentSpec(
+    key_dim = config.size(f"{KEY}{suffix}", most=rope.MAX_DIMS) - dims
+    heads = MlaSpec(
         key_dim,
-        config.size(f"{VALUE}{mla}"),
+        config.size(f"{VALUE}{suffix}"),
         config.size("attention.q_lora_rank") if "attention.q_lora_rank" in config else 0,
     )
     turned = gguf_config.read_rope(config, tensors, dims, spec.max_len)
@@ -147,7 +147,7 @@ def has_bias(tensors: Mapping[str, Tensor]) -> bool:
 
 def mixed(
     spec: ModelSpec,
-    heads: LatentSpec,
+    heads: MlaSpec,
     turned: RopeSpec,
     *,
     rank: int,
@@ -164,10 +164,10 @@ def mixed(
             kv_heads=1,
             head_dim=dims + rank,
             rope=turned,
-            multiplier=stretch**2 * (heads.key_dim + dims) ** -0.5,
+            multiplier=stretch**2 * (heads.qk_nope_head_dim + dims) ** -0.5,
             v_dim=rank,
         ),
-        latent=heads,
+        mla=heads,
         experts=experts,
         dense=frozenset(range(min(dense, spec.layers))),
         shared_hidden=shared * experts.hidden,

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 
 from penstock.model import config_hf, decoder, names
-from penstock.model.config_reader import Fields
+from penstock.model.config_reader import ConfigReader
 from penstock.model.gguf import config as gguf_config
-from penstock.model.ops import Ops, V, Weight
 from penstock.model.spec import ModelSpec, all_but_each
 from penstock.model.tensor import Tensor
-from penstock.model.weights import Packer
 
 HUGGING_FACE = names.HUGGING_FACE.but(
     after_attn_norm="post_attention_layernorm",
@@ -22,16 +21,17 @@ GGUF = names.GGUF.but(after_attn_norm="post_attention_norm", after_mlp_norm="pos
 SCORES, LOGITS = CAPS = "attn_logit_softcapping", "final_logit_softcapping"
 KEYS = (*CAPS, gguf_config.WINDOW)
 LARGEST = 46  # layers of the model whose GGUF files mean another scale of scores
+build = partial(decoder.build, post_norm=True)
 
 
-def read_hf(config: Fields) -> ModelSpec:
+def read_hf(config: ConfigReader) -> ModelSpec:
     spec = scaled(config_hf.read_decoder(config, "gemma2", tied=True, act_key="hidden_activation"))
     spec = capped(spec, config.number_or_null(SCORES, 50.0), config.number_or_null(LOGITS, 30.0))
     window = config.size("sliding_window", config.size("sliding_window_size", 4096))
     return read_rest(config, spec).with_windows(config_hf.read_sliding(config, all_but_each(2, spec.layers)), window)
 
 
-def read_gguf(config: Fields, tensors: Mapping[str, Tensor]) -> ModelSpec:
+def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
     spec = scaled(gguf_config.read_decoder(config, tensors, "gemma2", interleaved=False, keys=KEYS))
     spec = capped(spec, config.number(SCORES, 50.0), config.number(LOGITS, 30.0))
     spec = replace(spec, attn=replace(spec.attn, multiplier=told_by_layers(spec, LARGEST)))
@@ -46,7 +46,7 @@ def capped(spec: ModelSpec, scores: float, logits: float) -> ModelSpec:
     return replace(spec, attn=replace(spec.attn, soft_cap=scores), logit_cap=logits)
 
 
-def read_rest(config: Fields, spec: ModelSpec) -> ModelSpec:
+def read_rest(config: ConfigReader, spec: ModelSpec) -> ModelSpec:
     """What every Gemma says in its config.json, and what its tensors are: gains less one."""
     for key in ("head_dim", "num_key_value_heads"):
         config.size(key)  # silence would not mean what it does elsewhere
@@ -60,45 +60,3 @@ def read_rest(config: Fields, spec: ModelSpec) -> ModelSpec:
 def told_by_layers(spec: ModelSpec, largest: int) -> float:
     """What scores are scaled by; files do not say that the largest model differs."""
     return float((spec.dim // spec.attn.heads if spec.layers == largest else spec.attn.head_dim) ** -0.5)
-
-
-@dataclass(frozen=True, slots=True)
-class Layer:
-    attn_norm: Weight
-    attention: decoder.Attention
-    after_attn_norm: Weight
-    mlp_norm: Weight
-    mlp: decoder.Mlp
-    after_mlp_norm: Weight
-
-
-@dataclass(frozen=True, slots=True)
-class Gemma:
-    spec: ModelSpec
-    layers: tuple[Layer, ...]
-    ends: decoder.Ends
-
-    def forward(self, ops: Ops[V]) -> V:
-        eps = self.spec.eps
-        x, residual = self.ends.enter(ops), None
-        for layer in self.layers:
-            x, residual = ops.add_norm(x, residual, layer.attn_norm, eps)
-            x, _ = ops.add_norm(layer.attention(ops, x), None, layer.after_attn_norm, eps)
-            x, residual = ops.add_norm(x, residual, layer.mlp_norm, eps)
-            x, _ = ops.add_norm(layer.mlp(ops, x), None, layer.after_mlp_norm, eps)
-        return self.ends.leave(ops, x, residual)
-
-
-def build(spec: ModelSpec, pack: Packer) -> Gemma:
-    layers = tuple(
-        Layer(
-            attn_norm=decoder.norm(spec, pack, i, "attn_norm"),
-            attention=decoder.attention(spec, pack, i),
-            after_attn_norm=decoder.norm(spec, pack, i, "after_attn_norm"),
-            mlp_norm=decoder.norm(spec, pack, i, "mlp_norm"),
-            mlp=decoder.mlp(spec, pack, i),
-            after_mlp_norm=decoder.norm(spec, pack, i, "after_mlp_norm"),
-        )
-        for i in range(spec.layers)
-    )
-    return Gemma(spec, layers, decoder.ends(spec, pack))

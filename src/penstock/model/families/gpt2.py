@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 
 from penstock.model import decoder, names
-from penstock.model.config_reader import MAX_LAYERS, Fields
+from penstock.model.config_reader import MAX_LAYERS, ConfigReader
 from penstock.model.gguf import config as gguf_config
-from penstock.model.ops import Ops, V, Weight
 from penstock.model.spec import AttentionSpec, ModelSpec, RopeSpec
 from penstock.model.tensor import Tensor
-from penstock.model.weights import Packer
 
 TOP = {"wte": "embed", "wpe": "positions", "ln_f": "norm"}
 HUGGING_FACE = names.Naming(  # with the prefix of the whole model, or as its inner one is saved
@@ -38,8 +37,11 @@ NEUTRAL = (
     *("id2label", "label2id", "_num_labels", "output_past", "predict_special_tokens"),  # of other heads
 )
 
+build_with_layer_norms = partial(decoder.build, mlp=decoder.plain_mlp, norm=decoder.layer_norm)
+build = partial(build_with_layer_norms, learned_positions=True)
 
-def read_hf(config: Fields) -> ModelSpec:
+
+def read_hf(config: ConfigReader) -> ModelSpec:
     config.ignore(*NEUTRAL)
     config.require("add_cross_attention", (False,), False)
     config.require("n_special", (0,), 0)
@@ -66,88 +68,9 @@ def read_hf(config: Fields) -> ModelSpec:
     return spec.with_attention([replace(spec.attn, multiplier=scale) for scale in scales])
 
 
-def read_gguf(config: Fields, tensors: Mapping[str, Tensor]) -> ModelSpec:
+def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
     eps = gguf_config.LAYER_EPS
     config.refuse_others({eps, *(key for key in gguf_config.KEYS if not key.startswith("rope."))})
     spec = gguf_config.read_decoder(config, tensors, "gpt2", interleaved=False, eps_key=eps)
     attn = replace(spec.attn, rope=RopeSpec((), interleaved=False))
     return replace(spec, attn=attn, act="gelu_tanh", biases=BIASES)
-
-
-@dataclass(frozen=True, slots=True)
-class LayerNorm:
-    gain: Weight
-    bias: Weight
-    eps: float
-
-    def __call__(self, ops: Ops[V], x: V, residual: V | None) -> tuple[V, V]:
-        return ops.add_layer_norm(x, residual, self.gain, self.bias, self.eps)
-
-
-@dataclass(frozen=True, slots=True)
-class Mlp:
-    act: str
-    up: Weight
-    down: Weight
-
-    def __call__(self, ops: Ops[V], x: V) -> V:
-        return ops.linear(ops.activate(ops.linear(x, self.up), self.act), self.down)
-
-
-@dataclass(frozen=True, slots=True)
-class Layer:
-    attn_norm: LayerNorm
-    attention: decoder.Attention
-    mlp_norm: LayerNorm
-    mlp: Mlp | decoder.Mlp
-
-
-@dataclass(frozen=True, slots=True)
-class Gpt2:
-    """As Llama, with other norms and MLPs."""
-
-    embed: Weight
-    positions: Weight | None
-    layers: tuple[Layer, ...]
-    norm: LayerNorm
-    head: Weight
-
-    def forward(self, ops: Ops[V]) -> V:
-        x, residual = ops.embed(self.embed), None
-        if self.positions is not None:
-            x = ops.add(x, ops.embed_positions(self.positions))
-        for layer in self.layers:
-            x, residual = layer.attn_norm(ops, x, residual)
-            x = layer.attention(ops, x)
-            x, residual = layer.mlp_norm(ops, x, residual)
-            x = layer.mlp(ops, x)
-        x, _ = self.norm(ops, x, residual)
-        ops.pool(x)
-        return ops.linear(ops.take_sampled(x), self.head)
-
-
-def build(spec: ModelSpec, pack: Packer) -> Gpt2:
-    return assemble(spec, pack, pack.matrix(("positions", spec.max_len), width=spec.dim))
-
-
-def assemble(spec: ModelSpec, pack: Packer, positions: Weight | None) -> Gpt2:
-    layers = tuple(layer_of(spec, pack, i) for i in range(spec.layers))
-    embed = pack.matrix(("embed", spec.vocab), width=spec.dim)
-    head = embed if spec.tied else pack.matrix(("head", spec.vocab), width=spec.dim)
-    return Gpt2(embed, positions, layers, layer_norm(spec, pack, "norm"), head)
-
-
-def layer_of(spec: ModelSpec, pack: Packer, index: int) -> Layer:
-    name = f"layers.{index}"
-    up = pack.matrix((f"{name}.up", spec.hidden), width=spec.dim)
-    down = pack.matrix((f"{name}.down", spec.dim), width=spec.hidden)
-    return Layer(
-        attn_norm=layer_norm(spec, pack, f"{name}.attn_norm"),
-        attention=decoder.attention(spec, pack, index),
-        mlp_norm=layer_norm(spec, pack, f"{name}.mlp_norm"),
-        mlp=Mlp(spec.act, up, down),
-    )
-
-
-def layer_norm(spec: ModelSpec, pack: Packer, name: str) -> LayerNorm:
-    return LayerNorm(pack.vector(name, spec.dim), pack.vector(f"{name}.bias", spec.dim), spec.eps)

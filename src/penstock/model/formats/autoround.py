@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 
 from penstock.errors import MalformedFile
-from penstock.model.config_reader import Fields
+from penstock.model.config_reader import ConfigReader
 from penstock.model.formats import awq, gptq
 from penstock.model.formats.modules import Scheme
 
@@ -61,7 +61,7 @@ KEYS = {  # what is not read here was for whoever quantized
 }
 
 
-def read_sizes(config: Fields, module: str) -> tuple[int, int]:
+def read_sizes(config: ConfigReader, module: str) -> tuple[int, int]:
     """Bits and columns of a group (0: all), of the module itself or of all."""
     bits, group = config.size("bits"), config.size_or_all("group_size")
     exceptions = config.table("extra_config")
@@ -79,7 +79,7 @@ def matches(pattern: str, module: str) -> bool:
         raise MalformedFile(f"extra_config in quantization_config has a pattern that is none: {pattern!r}") from error
 
 
-def read(config: Fields) -> Scheme:
+def read(config: ConfigReader) -> Scheme:
     config.refuse_others(KEYS)
     packing = config.text("packing_format", config.text("backend", "auto_round:auto_gptq"))
     config.require("data_type", ("int", "int_sym"), "int")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.model.config_reader import Fields
+from penstock.model.config_reader import ConfigReader
 from penstock.model.formats.gptq import group_size
 from penstock.model.formats.grouped import Factors, Grouped, floats
 from penstock.model.formats.modules import Parts, Scheme, check_shape, integers, sizes_of
@@ -72,7 +72,7 @@ def columns(words: NDArray[Any], first: int, last: int) -> NDArray[np.uint8]:
     return codes.reshape(-1, turned.shape[1])[first - 8 * start : last - 8 * start]
 
 
-def read(config: Fields) -> Scheme:
+def read(config: ConfigReader) -> Scheme:
     config.refuse_others(KEYS)
     config.require("bits", (4,))
     config.require("zero_point", (True,), True)

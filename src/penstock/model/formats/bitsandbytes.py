@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 
 from penstock.errors import MalformedFile
-from penstock.model.config_reader import MAX_NUMBER, Fields
+from penstock.model.config_reader import MAX_NUMBER, ConfigReader
 from penstock.model.dequantize import LAYOUTS, NF4_VALUES
 from penstock.model.formats.grouped import BLOCK, Floats, floats
 from penstock.model.formats.modules import Parts, Scheme, check_shape, integers, sizes_of
@@ -73,19 +73,19 @@ def blocks(stored: Bytes, scales: Floats, width: int, block: int, first: int, la
     return out.view(np.uint8)
 
 
-def read_state(module: str, parts: Parts) -> tuple[str, Fields]:
+def read_state(module: str, parts: Parts) -> tuple[str, ConfigReader]:
     """What is said of a weight in JSON, in a tensor of its own."""
     kinds = [kind for kind, name in STATES.items() if name in parts]
     if len(kinds) != 1:
         raise MalformedFile(f"{module}.weight has {len(kinds)} states of bitsandbytes, not 1")
     name = STATES[kinds[0]]
     text = integers(parts[name], "U8").tobytes()
-    state = Fields(parse_json(text, f"{module}.{name}"), f"{module}.{name}")
+    state = ConfigReader(parse_json(text, f"{module}.{name}"), f"{module}.{name}")
     state.refuse_others(STATE_KEYS)
     return kinds[0], state
 
 
-def scales_of(parts: Parts, state: Fields, blocks: int) -> Floats:
+def scales_of(parts: Parts, state: ConfigReader, blocks: int) -> Floats:
     """The largest of each block."""
     largest = parts["weight.absmax"]
     check_shape(largest, (blocks,))
@@ -128,7 +128,7 @@ FOUR_BITS = Scheme(
 EIGHT_BITS = Scheme(eight_bits, mark="SCB", needed=("weight", "SCB"), optional=("weight_format",))
 
 
-def read(config: Fields) -> Scheme:
+def read(config: ConfigReader) -> Scheme:
     config.refuse_others(KEYS)
     config.require("llm_int8_has_fp16_weight", (False,), False)
     config.require("bnb_4bit_quant_type", tuple(STATES), "nf4")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Protocol, cast
 
 from penstock.errors import UnsupportedModel
-from penstock.model.config_reader import Fields
+from penstock.model.config_reader import ConfigReader
 from penstock.model.formats import fp8_checkpoint
 from penstock.model.formats.modules import Scheme, put_together
 from penstock.model.open_files import read_json
@@ -34,7 +34,7 @@ METHODS = {  # what quant_method calls a format: its file
 }
 
 
-def weights_of(tensors: Mapping[str, Tensor], config: Fields, folder: Path) -> dict[str, Tensor]:
+def weights_of(tensors: Mapping[str, Tensor], config: ConfigReader, folder: Path) -> dict[str, Tensor]:
     """The tensors that are weights, by their names in the file."""
     scheme = read_scheme(config, folder)
     if scheme is None or isinstance(scheme, fp8_checkpoint.Scheme):
@@ -49,7 +49,7 @@ def weights_of(tensors: Mapping[str, Tensor], config: Fields, folder: Path) -> d
     return found
 
 
-def read_scheme(config: Fields, folder: Path) -> Scheme | fp8_checkpoint.Scheme | None:
+def read_scheme(config: ConfigReader, folder: Path) -> Scheme | fp8_checkpoint.Scheme | None:
     """None: the checkpoint is not quantized."""
     if "quantization" in config:
         return reader("mlx")(config.table("quantization"))
@@ -70,15 +70,15 @@ def read_scheme(config: Fields, folder: Path) -> Scheme | fp8_checkpoint.Scheme 
 def read_modelopt(folder: Path) -> Scheme | fp8_checkpoint.Scheme | None:
     if not (folder / MODELOPT).exists():
         return None
-    fields = Fields(read_json(folder / MODELOPT), MODELOPT).table("quantization")
+    fields = ConfigReader(read_json(folder / MODELOPT), MODELOPT).table("quantization")
     return reader("modelopt")(fields)
 
 
-def reader(file: str) -> Callable[[Fields], Scheme | fp8_checkpoint.Scheme]:
+def reader(file: str) -> Callable[[ConfigReader], Scheme | fp8_checkpoint.Scheme]:
     return cast(Format, import_module(f"penstock.model.formats.{file}")).read
 
 
 class Format(Protocol):
     """What a format's file holds."""
 
-    def read(self, config: Fields) -> Scheme | fp8_checkpoint.Scheme: ...
+    def read(self, config: ConfigReader) -> Scheme | fp8_checkpoint.Scheme: ...

@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 
 from penstock.errors import UnsupportedModel
-from penstock.model.config_reader import Fields
+from penstock.model.config_reader import ConfigReader
 from penstock.model.formats import fp8_checkpoint
 from penstock.model.formats.bits import fields, fields_across
 from penstock.model.formats.fp4 import mxfp4, nvfp4
@@ -119,7 +119,7 @@ def packed(bits: int, group: int) -> Scheme:
     )
 
 
-def read(config: Fields) -> Scheme | fp8_checkpoint.Scheme:
+def read(config: ConfigReader) -> Scheme | fp8_checkpoint.Scheme:
     config.require("format", FORMATS)
     format = config.text("format")
     if format == "float-quantized":
@@ -131,7 +131,7 @@ def read(config: Fields) -> Scheme | fp8_checkpoint.Scheme:
     return SCHEMES[format] if format in SCHEMES else packed(*found.pop())
 
 
-def read_group(group: Fields, format: str) -> tuple[int, int]:
+def read_group(group: ConfigReader, format: str) -> tuple[int, int]:
     """Bits, and columns that share a scale: 0 for all of them."""
     group.refuse_others(fp8_checkpoint.GROUP_KEYS)
     group.require("format", (format,), format)

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import MalformedFile, UnsupportedModel
-from penstock.model.config_reader import Fields
+from penstock.model.config_reader import ConfigReader
 from penstock.model.formats.grouped import Floats, floats
 from penstock.model.formats.modules import Parts, Scheme, check_shape, integers
 from penstock.model.tensor import Bytes, Format, Tensor
@@ -138,6 +138,6 @@ def signs(module: str, parts: Parts, side: str, count: int) -> Floats:
     return np.float32(1) - np.float32(2) * bits
 
 
-def read(config: Fields) -> Scheme:
+def read(config: ConfigReader) -> Scheme:
     config.refuse_others(KEYS)
     return Scheme(weight, mark="trellis", needed=("trellis",), optional=("suh", "svh", "su", "sv", MCG, MUL1))

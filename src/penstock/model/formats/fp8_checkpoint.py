@@ -13,9 +13,9 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from penstock.errors import MalformedFile, UnsupportedModel
-from penstock.model.config_reader import Fields
+from penstock.model.config_reader import ConfigReader
 from penstock.model.dequantize import dequantize
-from penstock.model.tensor import FLOAT8, Scales, Tensor
+from penstock.model.tensor import FP8, Scales, Tensor
 
 SCALE = (".weight_scale", ".weight_scale_inv")  # both multiply: the second is the inverse of what quantized
 UNUSED = (".input_scale", ".q_scale", ".k_scale", ".v_scale", ".kv_scale")
@@ -64,14 +64,14 @@ class Scheme(NamedTuple):
     block: tuple[int, ...] | None  # rows and columns that share a scale, where scales form a matrix
 
 
-def read_fp8(fields: Fields) -> Scheme:
+def read_fp8(fields: ConfigReader) -> Scheme:
     fields.refuse_others(FP8_KEYS)
     fields.require("activation_scheme", ("dynamic", "static"), "dynamic")
     fields.require("fmt", ("e4m3", "e5m2", "float8_e4m3fn"), "e4m3")
     return Scheme(fields.sizes("weight_block_size", 2) if "weight_block_size" in fields else None)
 
 
-def read_frame(fields: Fields) -> None:
+def read_frame(fields: ConfigReader) -> None:
     """What compressed-tensors says of all formats."""
     fields.refuse_others(COMPRESSED_KEYS)
     fields.require("quantization_status", ("compressed",), "compressed")
@@ -79,7 +79,7 @@ def read_frame(fields: Fields) -> None:
     fields.table("transform_config").refuse_others(())
 
 
-def read_compressed(fields: Fields) -> Scheme:
+def read_compressed(fields: ConfigReader) -> Scheme:
     read_frame(fields)
     blocks = {read_group(group) for group in fields.tables("config_groups")}
     if len(blocks) != 1:
@@ -87,7 +87,7 @@ def read_compressed(fields: Fields) -> Scheme:
     return Scheme(blocks.pop())
 
 
-def read_group(group: Fields) -> tuple[int, ...] | None:
+def read_group(group: ConfigReader) -> tuple[int, ...] | None:
     """The block that shares a scale, where the group's scales are those of blocks."""
     group.refuse_others(GROUP_KEYS)
     group.require("format", ("float-quantized",), "float-quantized")
@@ -110,7 +110,7 @@ def with_scales(tensors: Mapping[str, Tensor], scheme: Scheme | None) -> dict[st
             scales = scales_of(found.get(weight), found.pop(name), scheme)
             found[weight] = replace(found[weight], scales=scales)
     for tensor in found.values():
-        if tensor.format.name in FLOAT8 and tensor.scales is None:
+        if tensor.format.name in FP8 and tensor.scales is None:
             raise MalformedFile(f"tensor {tensor.name!r} is stored as {tensor.format.name} without a scale")
     return found
 
@@ -129,7 +129,7 @@ def drop_unused(tensors: dict[str, Tensor]) -> None:
 
 def scales_of(weight: Tensor | None, scale: Tensor, scheme: Scheme) -> Scales:
     """For the whole matrix, for each row, or for blocks: the shape tells."""
-    if weight is None or weight.format.name not in FLOAT8 or len(weight.shape) != 2:
+    if weight is None or weight.format.name not in FP8 or len(weight.shape) != 2:
         raise MalformedFile(f"{scale.name!r} scales no matrix of 8 bits")
     rows, columns = weight.shape
     values = dequantize(scale)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.errors import MalformedFile
-from penstock.model.config_reader import Fields
+from penstock.model.config_reader import ConfigReader
 from penstock.model.formats.bits import fields_across, fields_down
 from penstock.model.formats.grouped import Array, Factors, Grouped, floats
 from penstock.model.formats.modules import Parts, Scheme, check_shape, integers, sizes_of
@@ -133,7 +133,7 @@ def group_size(module: str, said: int, width: int, groups: int) -> int:
     raise MalformedFile(f"{module}.scales has {groups} groups; a row of {width} columns does not fall into so many")
 
 
-def read(config: Fields) -> Scheme:
+def read(config: ConfigReader) -> Scheme:
     config.refuse_others(KEYS)
     config.require("bits", BITS)
     config.require("pack_dtype", ("int32",), "int32")

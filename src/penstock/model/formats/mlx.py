@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 
 from penstock.errors import MalformedFile
-from penstock.model.config_reader import Fields
+from penstock.model.config_reader import ConfigReader
 from penstock.model.formats.bits import fields
 from penstock.model.formats.grouped import Factors, Grouped, floats
 from penstock.model.formats.modules import Parts, Scheme, check_shape, integers, sizes_of
@@ -16,7 +16,7 @@ from penstock.model.tensor import Tensor
 BITS = (2, 3, 4, 5, 6, 8)
 
 
-def weight(config: Fields, module: str, parts: Parts) -> Tensor:
+def weight(config: ConfigReader, module: str, parts: Parts) -> Tensor:
     words, scales, minima = parts["weight"], parts["scales"], parts["biases"]
     bits, group = read_sizes(config, module)
     rows, each = sizes_of(words)
@@ -42,7 +42,7 @@ def weight(config: Fields, module: str, parts: Parts) -> Tensor:
     ).tensor()
 
 
-def read_sizes(config: Fields, module: str) -> tuple[int, int]:
+def read_sizes(config: ConfigReader, module: str) -> tuple[int, int]:
     """Bits and columns of a group, of the module itself or of all."""
     own = config.table(module) if module in config else config
     own.require("bits", BITS)
@@ -54,7 +54,7 @@ def is_module(name: str) -> bool:
     return "." in name or name == "lm_head"
 
 
-def read(config: Fields) -> Scheme:
+def read(config: ConfigReader) -> Scheme:
     read_sizes(config, "")
     config.refuse_others({"bits", "group_size", "mode", *(name for name in config.names() if is_module(name))})
     return Scheme(partial(weight, config), mark="scales", needed=("weight", "scales", "biases"))

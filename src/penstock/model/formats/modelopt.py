@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.model.config_reader import Fields
+from penstock.model.config_reader import ConfigReader
 from penstock.model.formats import fp8_checkpoint
 from penstock.model.formats.fp4 import NVFP4_GROUP, nvfp4
 from penstock.model.formats.grouped import floats
@@ -31,7 +31,7 @@ def weight(module: str, parts: Parts) -> Tensor:
     return nvfp4(parts["weight"], parts["weight_scale"], floats(parts["weight_scale_2"]))
 
 
-def read(config: Fields) -> Scheme | fp8_checkpoint.Scheme:
+def read(config: ConfigReader) -> Scheme | fp8_checkpoint.Scheme:
     config.refuse_others(KEYS)
     config.require("quant_algo", ("NVFP4", "FP8"))
     config.require("has_zero_point", (False,), False)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from math import prod
 
 from penstock.errors import MalformedFile
-from penstock.model.config_reader import Fields
+from penstock.model.config_reader import ConfigReader
 from penstock.model.formats.fp4 import mxfp4
 from penstock.model.formats.modules import Parts, Scheme
 from penstock.model.tensor import Tensor
@@ -18,7 +18,7 @@ PART = re.compile(r"_(blocks|scales)$")
 KEYS = {"dequantize", "modules_to_not_convert", "quant_method"}
 
 
-def read(config: Fields) -> Scheme:
+def read(config: ConfigReader) -> Scheme:
     config.refuse_others(KEYS)
     return Scheme(weight, "blocks", ("blocks", "scales"), named=with_parts)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -21,7 +22,7 @@ def as_q8_0(tensor: Tensor) -> Tensor | None:
         off = np.abs(tensor.scales.values.astype(np.float16) - tensor.scales.values)
     if not (off <= NEAR * np.abs(tensor.scales.values)).all():
         return None
-    return Tensor(tensor.name, FORMATS["Q8_0"], tensor.shape, partial(blocks, tensor))
+    return replace(tensor, format=FORMATS["Q8_0"], source=partial(blocks, tensor), scales=None)
 
 
 def blocks(tensor: Tensor, first: int, last: int) -> Bytes:

@@ -8,7 +8,7 @@ from typing import Literal
 
 from penstock.errors import MalformedFile
 from penstock.model import rope
-from penstock.model.config_reader import MAX_EXPERTS, MAX_LAYERS, Fields
+from penstock.model.config_reader import MAX_EXPERTS, MAX_LAYERS, ConfigReader
 from penstock.model.dequantize import dequantize
 from penstock.model.spec import AttentionSpec, ExpertSpec, ModelSpec, RopeSpec
 from penstock.model.tensor import Tensor
@@ -46,13 +46,13 @@ EXPERTS = {  # keys of those families that have some
     "expert_weights_norm",
     "expert_weights_scale",
 }
-SCORINGS: dict[int, Literal["softmax", "sigmoid", "softmax_chosen"]] = {1: "softmax", 2: "sigmoid", 3: "softmax_chosen"}
+SCORINGS: dict[int, Literal["softmax", "sigmoid", "softmax_top_k"]] = {1: "softmax", 2: "sigmoid", 3: "softmax_top_k"}
 POOLINGS = ("mean", "mean", "cls", "last")  # what the numbers mean; 0 is none
 WINDOW = "attention.sliding_window"  # a key of those families that have one
 
 
 def read_decoder(
-    config: Fields,
+    config: ConfigReader,
     tensors: Mapping[str, Tensor],
     arch: str,
     *,
@@ -95,34 +95,36 @@ def read_decoder(
     )
 
 
-def read_experts(config: Fields, spec: ModelSpec, *, scoring: int = 1, renormalize: bool = True) -> ExpertSpec:
+def read_experts(config: ConfigReader, spec: ModelSpec, *, scoring: int = 1, renormalize: bool = True) -> ExpertSpec:
     """`scoring` and `renormalize` are what silence means."""
     kind = config.size("expert_gating_func", scoring)
     if kind not in SCORINGS:
         raise config.unsupported("expert_gating_func", kind, SCORINGS)
     return ExpertSpec(
         count=config.size("expert_count", most=MAX_EXPERTS),
-        chosen=config.size("expert_used_count", most=MAX_EXPERTS),
+        top_k=config.size("expert_used_count", most=MAX_EXPERTS),
         hidden=config.size("expert_feed_forward_length", spec.hidden),
         act=spec.act,
         scoring=SCORINGS[kind],
         renormalize=config.flag("expert_weights_norm", renormalize),
         scale=config.number("expert_weights_scale", 1.0, least=0.0) or 1.0,
         groups=config.size("expert_group_count", 1),
-        chosen_groups=config.size("expert_group_used_count", 1),
+        top_k_groups=config.size("expert_group_used_count", 1),
     )
 
 
-def read_pooling(config: Fields) -> str:
+def read_pooling(config: ConfigReader) -> str:
     config.require("pooling_type", tuple(range(len(POOLINGS))), 0)
     return POOLINGS[int(config.number("pooling_type", 0.0, least=0.0))]
 
 
-def read_window(config: Fields) -> int:
+def read_window(config: ConfigReader) -> int:
     return config.size(WINDOW) if WINDOW in config else 0
 
 
-def read_rope(config: Fields, tensors: Mapping[str, Tensor], dims: int, max_len: int, whole: bool = True) -> RopeSpec:
+def read_rope(
+    config: ConfigReader, tensors: Mapping[str, Tensor], dims: int, max_len: int, whole: bool = True
+) -> RopeSpec:
     """`whole`: see rope.yarn."""
     base = config.number("rope.freq_base", 10000.0, least=1.001)
     factor = config.number("rope.scaling.factor", config.number("rope.scale_linear", 1.0))
@@ -140,7 +142,9 @@ def read_rope(config: Fields, tensors: Mapping[str, Tensor], dims: int, max_len:
             raise config.unsupported("rope.scaling.type", kind, ("none", "linear", "yarn"))
 
 
-def read_yarn(config: Fields, freqs: rope.Freqs, base: float, factor: float, max_len: int, whole: bool) -> RopeSpec:
+def read_yarn(
+    config: ConfigReader, freqs: rope.Freqs, base: float, factor: float, max_len: int, whole: bool
+) -> RopeSpec:
     stretched = rope.yarn(
         freqs,
         base=base,

@@ -15,7 +15,7 @@ import numpy as np
 
 from penstock.errors import UnsupportedModel
 from penstock.model import config_hf, registry, rope
-from penstock.model.config_reader import Fields
+from penstock.model.config_reader import ConfigReader
 from penstock.model.families import deepseek2, gemma2
 from penstock.model.gguf import config as gguf_config
 from penstock.model.spec import AttentionSpec, ModelSpec, RopeSpec, all_but_each
@@ -23,7 +23,7 @@ from penstock.model.tensor import FORMATS, Tensor
 
 Keys = dict[str, Any]
 Tensors = dict[str, Tensor]
-Own = Callable[[Fields, ModelSpec], Keys]
+Own = Callable[[ConfigReader, ModelSpec], Keys]
 
 UNSAID = (  # of files, or of their tensors alone
     *("arch", "biases", "gain_offset", "interleaved", "unused_layers"),
@@ -32,7 +32,9 @@ UNSAID = (  # of files, or of their tensors alone
 ARCHITECTURES = {family: name for name, family in registry.GGUF.items()} | {"mixtral": "llama", "qwen35": "qwen35"}
 
 
-def config_keys(config: Fields, spec: ModelSpec, weights: Mapping[str, Tensor]) -> tuple[Keys, Tensors, ModelSpec]:
+def config_keys(
+    config: ConfigReader, spec: ModelSpec, weights: Mapping[str, Tensor]
+) -> tuple[Keys, Tensors, ModelSpec]:
     """Keys, tensors that belong to the config, and the spec as a reader of the file will have it. `weights`: those of
     the file, by its names."""
     own = OWN.get(spec.arch)
@@ -44,7 +46,7 @@ def config_keys(config: Fields, spec: ModelSpec, weights: Mapping[str, Tensor]) 
     turning, extra = rope_keys(config, spec)
     keys = decoder_keys(spec) | turning | expert_keys(spec) | own(config, spec)
     metadata = {f"{arch}.{key}": value for key, value in keys.items() if value is not None}
-    reader = Fields(metadata, "the GGUF metadata to be written", prefix=f"{arch}.")
+    reader = ConfigReader(metadata, "the GGUF metadata to be written", prefix=f"{arch}.")
     found = registry.family(registry.GGUF[arch]).read_gguf(reader, {**weights, **extra})
     if odd := difference(spec, found):
         raise UnsupportedModel(f"a GGUF file of {spec.arch} cannot say what config.json says: {odd}")
@@ -79,13 +81,13 @@ def expert_keys(spec: ModelSpec) -> Keys:
     experts = spec.experts
     keys = {
         "expert_count": experts.count,
-        "expert_used_count": experts.chosen,
+        "expert_used_count": experts.top_k,
         "expert_feed_forward_length": experts.hidden,
         "expert_gating_func": next(number for number, way in gguf_config.SCORINGS.items() if way == experts.scoring),
         "expert_weights_norm": experts.renormalize,
         "expert_weights_scale": experts.scale,
     }
-    groups = {"expert_group_count": experts.groups, "expert_group_used_count": experts.chosen_groups}
+    groups = {"expert_group_count": experts.groups, "expert_group_used_count": experts.top_k_groups}
     return keys | (groups if experts.groups > 1 else {})
 
 
@@ -99,7 +101,7 @@ def near(spec: ModelSpec) -> AttentionSpec:
     return next((attn for attn in (spec.attn, *spec.layer_attn) if attn.window), spec.attn)
 
 
-def base_of(config: Fields, freqs: rope.Freqs) -> float:
+def base_of(config: ConfigReader, freqs: rope.Freqs) -> float:
     """What the config says, or else what the frequencies tell: a silent config has plain ones."""
     for place in (rope_table(config), config):
         if "rope_theta" in place:
@@ -111,12 +113,12 @@ def plain_base(freqs: rope.Freqs) -> float:
     return float((freqs[0] / freqs[1]) ** len(freqs))
 
 
-def rope_table(config: Fields) -> Fields:
+def rope_table(config: ConfigReader) -> ConfigReader:
     table = config_hf.rope_fields(config)
     return table.table("full_attention") if "full_attention" in table else table
 
 
-def rope_keys(config: Fields, spec: ModelSpec) -> tuple[Keys, Tensors]:
+def rope_keys(config: ConfigReader, spec: ModelSpec) -> tuple[Keys, Tensors]:
     table, turned = rope_table(config), far(spec).rope
     if not turned.inv_freq:
         return {}, {}
@@ -128,7 +130,7 @@ def rope_keys(config: Fields, spec: ModelSpec) -> tuple[Keys, Tensors]:
     return plain | scaling, tensors
 
 
-def scaling_keys(table: Fields, base: float, turned: RopeSpec, max_len: int) -> tuple[Keys, Tensors]:
+def scaling_keys(table: ConfigReader, base: float, turned: RopeSpec, max_len: int) -> tuple[Keys, Tensors]:
     match table.text("rope_type", table.text("type", "default")):
         case "linear":
             return {"rope.scaling.type": "linear", "rope.scaling.factor": 1 / turned.inv_freq[0]}, {}
@@ -164,15 +166,15 @@ def vector(name: str, values: Any) -> Tensor:
 # ---- what families say besides ----
 
 
-def nothing(_: Fields, spec: ModelSpec) -> Keys:
+def nothing(_: ConfigReader, spec: ModelSpec) -> Keys:
     return {}
 
 
-def window(_: Fields, spec: ModelSpec) -> Keys:
+def window(_: ConfigReader, spec: ModelSpec) -> Keys:
     return {gguf_config.WINDOW: near(spec).window} if near(spec).window else {}
 
 
-def granite(config: Fields, spec: ModelSpec) -> Keys:
+def granite(config: ConfigReader, spec: ModelSpec) -> Keys:
     return {
         gguf_config.RMS_EPS: config.number("rms_norm_eps", 1e-6),
         "attention.scale": config.number("attention_multiplier", 1.0),
@@ -182,37 +184,37 @@ def granite(config: Fields, spec: ModelSpec) -> Keys:
     }
 
 
-def phi_3(config: Fields, spec: ModelSpec) -> Keys:
+def phi_3(config: ConfigReader, spec: ModelSpec) -> Keys:
     return window(config, spec) | {"context_length": config.size("max_position_embeddings")}
 
 
-def layer_normed(config: Fields, spec: ModelSpec) -> Keys:
+def layer_normed(config: ConfigReader, spec: ModelSpec) -> Keys:
     return window(config, spec) | {gguf_config.RMS_EPS: None, gguf_config.LAYER_EPS: spec.eps}
 
 
-def glm_4_moe(config: Fields, spec: ModelSpec) -> Keys:
+def glm_4_moe(config: ConfigReader, spec: ModelSpec) -> Keys:
     return {
         "leading_dense_block_count": len(spec.dense),
         "expert_shared_count": config.size("n_shared_experts", 1),
     }
 
 
-def gemma_2(config: Fields, spec: ModelSpec) -> Keys:
+def gemma_2(config: ConfigReader, spec: ModelSpec) -> Keys:
     return window(config, spec) | {gemma2.SCORES: spec.attn.soft_cap, gemma2.LOGITS: spec.logit_cap}
 
 
-def gemma_3(config: Fields, spec: ModelSpec) -> Keys:
+def gemma_3(config: ConfigReader, spec: ModelSpec) -> Keys:
     cap = {gemma2.LOGITS: spec.logit_cap} if spec.logit_cap else {}
     return window(config, spec) | cap | {"rope.freq_base_swa": plain_base(near(spec).rope.inv_freq)}
 
 
-def qwen_3_next(_: Fields, spec: ModelSpec) -> Keys:
+def qwen_3_next(_: ConfigReader, spec: ModelSpec) -> Keys:
     d = spec.delta
     assert d is not None
     shared = {"expert_shared_feed_forward_length": spec.shared_hidden} if spec.experts else {}
     return shared | {
         "full_attention_interval": min(set(range(spec.layers)) - spec.recurrent, default=spec.layers) + 1,
-        "ssm.conv_kernel": d.taps,
+        "ssm.conv_kernel": d.conv_width,
         "ssm.state_size": d.k_dim,
         "ssm.group_count": d.k_heads,
         "ssm.time_step_rank": d.v_heads,
@@ -220,7 +222,7 @@ def qwen_3_next(_: Fields, spec: ModelSpec) -> Keys:
     }
 
 
-def qwen_3_5(config: Fields, spec: ModelSpec) -> Keys:
+def qwen_3_5(config: ConfigReader, spec: ModelSpec) -> Keys:
     """Silence about what turns by time, height and width means equal shares."""
     pairs = len(spec.attn.rope.inv_freq)
     told = rope_table(config).counts("mrope_section") or tuple((pairs + 2 - i) // 3 for i in range(3))
@@ -228,7 +230,7 @@ def qwen_3_5(config: Fields, spec: ModelSpec) -> Keys:
     return qwen_3_next(config, spec) | sections | ({"feed_forward_length": None} if spec.experts else {})
 
 
-def encoder(config: Fields, spec: ModelSpec) -> Keys:
+def encoder(config: ConfigReader, spec: ModelSpec) -> Keys:
     unsaid = (gguf_config.RMS_EPS, "rope.dimension_count")
     sizes = ("attention.head_count_kv", "attention.key_length", "attention.value_length")
     return dict.fromkeys((*unsaid, *sizes)) | {
@@ -238,19 +240,19 @@ def encoder(config: Fields, spec: ModelSpec) -> Keys:
     }
 
 
-def deepseek_2(config: Fields, spec: ModelSpec) -> Keys:
+def deepseek_2(config: ConfigReader, spec: ModelSpec) -> Keys:
     """As newer converters write it: heads are those of latents, and what they come from has keys of its own."""
     config.require("rope_interleave", (True,), True)
-    assert spec.latent is not None
+    assert spec.mla is not None
     assert spec.experts is not None
-    latent, attn = spec.latent, spec.attn
+    mla, attn = spec.mla, spec.attn
     stretch = rope_table(config).number("mscale_all_dim", 0.0, least=0.0)
     return {
         deepseek2.VALUE: attn.v_dim,
-        f"{deepseek2.KEY}_mla": latent.key_dim + attn.head_dim - attn.v_dim,
-        f"{deepseek2.VALUE}_mla": latent.value_dim,
+        f"{deepseek2.KEY}_mla": mla.qk_nope_head_dim + attn.head_dim - attn.v_dim,
+        f"{deepseek2.VALUE}_mla": mla.v_head_dim,
         "attention.kv_lora_rank": attn.v_dim,
-        "attention.q_lora_rank": latent.q_rank or None,
+        "attention.q_lora_rank": mla.q_lora_rank or None,
         "leading_dense_block_count": len(spec.dense),
         "expert_shared_count": spec.shared_hidden // spec.experts.hidden,
         "rope.scaling.attn_factor": None,  # readers make it of the next one
@@ -258,7 +260,7 @@ def deepseek_2(config: Fields, spec: ModelSpec) -> Keys:
     }
 
 
-def gpt_oss(config: Fields, spec: ModelSpec) -> Keys:
+def gpt_oss(config: ConfigReader, spec: ModelSpec) -> Keys:
     usual = all_but_each(2, spec.layers)
     if list(config_hf.read_sliding(config, usual)) != usual:
         raise config.unsupported("layer_types", config.strings("layer_types"), ("a window in every other layer",))

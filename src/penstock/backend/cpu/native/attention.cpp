@@ -3,6 +3,9 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <utility>
+
+#include "require.h"
 
 namespace penstock {
 
@@ -34,7 +37,7 @@ void store_latent(const Frame& frame, const Attention& a, const float* row, size
 
 void store_token(const Frame& frame, const Attention& a, int qkv, size_t token, float* key) {
   const size_t place = frame.cache.place(size_t(frame.batch.positions[token]));
-  const int32_t* table = frame.batch.tables + row_of(frame.batch, token) * frame.batch.table_width;
+  const int32_t* table = frame.table(a.layer, row_of(frame.batch, token));
   const float* row = frame.buffers[size_t(qkv)].row(token);
   if (a.v_dim) return store_latent(frame, a, row, token, key, frame.cache.tile(a.layer, 0, table, place), place % TILE);
   const float* keys = row + a.heads * a.dim;
@@ -81,7 +84,12 @@ struct State {
 class Queries {
  public:
   Queries(const Frame& frame, const Attention& a, const QueryTile& tile, size_t group)
-      : frame_(frame), a_(a), tile_(tile), group_(group), padded_(a.shape().padded()) {}
+      : frame_(frame),
+        a_(a),
+        tile_(tile),
+        table_(frame.table(a.layer, tile.row)),
+        group_(group),
+        padded_(a.shape().padded()) {}
 
   size_t count() const { return tile_.count * a_.group(); }
   State state(float* memory) const { return {memory, count(), padded_}; }
@@ -144,8 +152,7 @@ class Queries {
   }
 
   std::byte* tile_at(size_t place) const {
-    const int32_t* table = frame_.batch.tables + tile_.row * frame_.batch.table_width;
-    return frame_.cache.tile(a_.layer, a_.kv_head(group_), table, place);
+    return frame_.cache.tile(a_.layer, a_.kv_head(group_), table_, place);
   }
 
   void soften(size_t i, size_t span, size_t first, size_t last, const State& state) const {
@@ -167,6 +174,7 @@ class Queries {
   const Frame& frame_;
   const Attention& a_;
   const QueryTile& tile_;
+  const int32_t* table_;
   size_t group_, padded_;
   float* queries_ = nullptr;  // [count][dim]
   float* scores_ = nullptr;   // [count][SPAN]
@@ -224,6 +232,40 @@ size_t Attention::groups() const {
 size_t Attention::state_floats() const { return QUERY_TILE * group() * (shape().padded() + 2); }
 
 size_t Attention::scratch_floats() const { return QUERY_TILE * group() * (dim + SPAN) + 2 * state_floats(); }
+
+Attention attention_of(size_t layer, int angles, Numbers numbers, Vectors vectors) {
+  const auto number = [&](const char* name, double otherwise) {
+    const auto found = numbers.extract(name);
+    return found ? found.mapped() : otherwise;
+  };
+  const auto count = [&](const char* name, double otherwise) {
+    const double value = number(name, otherwise);
+    require(value >= 0 && value <= INT32_MAX && value == std::floor(value), std::string(name) + " is no count");
+    return size_t(value);
+  };
+  const auto vector = [&](const char* name) {
+    const auto found = vectors.extract(name);
+    return found ? found.mapped() : std::vector<float>();
+  };
+  const Attention a = {.layer = layer,
+                       .heads = count("heads", 0),
+                       .kv_heads = count("kv_heads", 0),
+                       .dim = count("head_dim", 0),
+                       .window = count("window", 0),
+                       .angles = angles,
+                       .interleaved = number("interleaved", 0) != 0,
+                       .scale = float(number("scale", 1)),
+                       .soft_cap = float(number("soft_cap", 0)),
+                       .causal = number("causal", 1) != 0,
+                       .sinks = vector("sinks"),
+                       .v_dim = count("v_dim", 0),
+                       .gain = vector("gain"),
+                       .eps = float(number("eps", 0))};
+  require(numbers.empty(), "this attention has no option " + (numbers.empty() ? "" : numbers.begin()->first));
+  require(vectors.empty(), "this attention has no vector " + (vectors.empty() ? "" : vectors.begin()->first));
+  require(a.sinks.empty() || a.sinks.size() == a.heads, "attention has one sink for each head");
+  return a;
+}
 
 Phase store_phase(const Attention& attention, int qkv) {
   const auto chunks = [](const Frame& frame) { return (frame.batch.tokens_count + STORE_TOKENS - 1) / STORE_TOKENS; };

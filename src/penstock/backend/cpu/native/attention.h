@@ -1,14 +1,22 @@
 // Attention over the paged cache.
 #pragma once
 
+#include <map>
+#include <string>
+#include <vector>
+
 #include "frame.h"
 
 namespace penstock {
 
+// The options of an attention op by their names in model/spec.py. Flags are 0 or 1.
+using Numbers = std::map<std::string, double>;
+using Vectors = std::map<std::string, std::vector<float>>;
+
 struct Attention {
   size_t layer, heads, kv_heads, dim;
   size_t window;     // 0: sees everything before
-  int angles;        // buffer [T][cos of each pair, sin of each pair]; -1: nothing is turned
+  int angles;        // buffer [T][cos of each pair, sin of each pair]; -1: nothing is rotated
   bool interleaved;  // pairs are (2i, 2i + 1) or (i, i + pairs)
   float scale;
   float soft_cap;  // of scores; 0: none
@@ -28,6 +36,9 @@ struct Attention {
   size_t state_floats() const;    // what a tile of queries has gathered
 };
 
+// Throws for an option that it does not know: ignoring one would give wrong answers without a word.
+Attention attention_of(size_t layer, int angles, Numbers numbers, Vectors vectors);
+
 inline constexpr size_t QUERY_TILE = 16;
 
 // Positions over which one softmax runs on; those of several parts are joined in order. Parts stand at fixed places of
@@ -36,7 +47,7 @@ inline constexpr size_t PART = 4 * SPAN;
 
 void plan_attention(Frame& frame, bool causal);  // the step's tiles and pieces
 
-// Rotates keys and writes them and the values: of qkv, or of latent attention's keys alone.
+// Rotates keys and writes them and the values: of qkv, or the keys of MLA alone.
 Phase store_phase(const Attention& attention, int qkv);
 Phase attend_phase(const Attention& attention, int qkv, int out);  // every piece
 Phase join_phase(const Attention& attention, int out);             // tiles that were cut into pieces

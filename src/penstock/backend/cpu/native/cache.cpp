@@ -2,8 +2,11 @@
 
 #include <cstring>
 #include <new>
+#include <numeric>
 #include <stdexcept>
 #include <string>
+
+#include "require.h"
 
 namespace penstock {
 
@@ -22,14 +25,13 @@ Cache::Type Cache::type_of(const std::string& name) {
       {"int8", 1, KV_SCALES * sizeof(float), &Kernels::int8, &Kernels::latent_int8}};
   for (const Type& type : TYPES)
     if (name == type.name) return type;
-  throw std::invalid_argument("a KV cache holds f16, f32 or int8; got " + name);
+  throw std::invalid_argument("a KV cache stores f16, f32 or int8; got " + name);
 }
 
 void Cache::add_layer(size_t layer, KvShape shape) {
   if (layer < shapes_.size() && shapes_[layer] == shape) return;
-  if (layer != shapes_.size())
-    throw std::invalid_argument("layers attend in order: expected " + std::to_string(shapes_.size()) + ", got " +
-                                std::to_string(layer));
+  require(layer == shapes_.size(),
+          "layers attend in order: expected " + std::to_string(shapes_.size()) + ", got " + std::to_string(layer));
   shapes_.push_back(shape);
 }
 
@@ -39,33 +41,109 @@ size_t Cache::bytes_per_token() const {
   return bytes;
 }
 
-void Cache::reserve(size_t blocks, size_t block_size) {
+size_t Cache::block_bytes() const {
+  size_t bytes = 0;
+  for (const Plane& plane : planes_) bytes += block_bytes(plane.shape);
+  return bytes;
+}
+
+std::string Cache::layout() const {
+  std::string text = std::string(type_.name) + ", blocks of " + std::to_string(block_size_) + " positions, " +
+                     std::to_string(groups_) + " groups of layers with heads x dim x v_dim";
+  for (const Plane& plane : planes_)
+    text.append(" ").append(std::to_string(plane.shape.heads)).append("x").append(std::to_string(plane.shape.dim))
+        .append("x").append(std::to_string(plane.shape.v_dim));
+  return text;
+}
+
+std::vector<Cache::Plane> Cache::planes_of(const LayerGroups& groups) const {
+  std::vector<Plane> planes;
+  std::vector<bool> seen(shapes_.size());
+  for (const auto& layers : groups)
+    for (size_t index = 0; index < layers.size(); ++index) {
+      const size_t layer = layers[index];
+      require(layer < shapes_.size() && !seen[layer], "every layer that keeps KV is in one group, once; got layer " +
+                                                          std::to_string(layer) + " of " +
+                                                          std::to_string(shapes_.size()));
+      seen[layer] = true;
+      if (index == planes.size()) planes.push_back({shapes_[layer]});
+      require(planes[index].shape == shapes_[layer], "groups need layers of the same shape: layer " +
+                                                         std::to_string(layer) + " has another");
+    }
+  for (size_t layer = 0; layer < seen.size(); ++layer)
+    require(seen[layer], "layer " + std::to_string(layer) + " is in no group");
+  return planes;
+}
+
+void Cache::reserve(size_t blocks, size_t block_size, const LayerGroups& groups) {
   if (blocks == 0 || block_size == 0 || blocks > INT32_MAX || block_size > INT32_MAX / blocks)
     throw std::invalid_argument("a KV cache needs between 1 and 2^31 positions");
+  if (groups.empty()) {
+    LayerGroups one(1);
+    one[0].resize(shapes_.size());
+    std::iota(one[0].begin(), one[0].end(), size_t(0));
+    return reserve(blocks, block_size, one);
+  }
+  std::vector<Plane> planes = planes_of(groups);
   memory_ = Memory();
-  base_.clear();
   blocks_ = 0;
   block_size_ = block_size;
   padded_size_ = (block_size + TILE - 1) / TILE * TILE;
-  const double wanted = double(blocks) * double(padded_size_) * double(bytes_per_token());
+  planes_ = std::move(planes);
+  const double wanted = double(blocks) * double(block_bytes());
   if (wanted > MOST_BYTES) throw std::bad_alloc();
   memory_ = Memory(size_t(wanted));
   blocks_ = blocks;
+  groups_ = groups.size();
   std::byte* next = memory_.as();
-  for (const auto& shape : shapes_) {
-    base_.push_back(next);
-    next += blocks * block_bytes(shape);
+  for (Plane& plane : planes_) {
+    plane.base = next;
+    next += blocks * block_bytes(plane.shape);
   }
+  group_of_.assign(shapes_.size(), 0);
+  base_.assign(shapes_.size(), nullptr);
+  for (size_t group = 0; group < groups.size(); ++group)
+    for (size_t index = 0; index < groups[group].size(); ++index) {
+      group_of_[groups[group][index]] = group;
+      base_[groups[group][index]] = planes_[index].base;
+    }
+}
+
+void Cache::check_blocks(Blocks blocks) const {
+  for (int64_t block : blocks)
+    require(block >= 0 && size_t(block) < blocks_, "block " + std::to_string(block) + " is outside the KV cache of " +
+                                                       std::to_string(blocks_) + " blocks");
 }
 
 void Cache::copy(const std::vector<std::pair<int64_t, int64_t>>& pairs) {
+  for (const auto& [source, target] : pairs) {
+    const int64_t both[] = {source, target};
+    check_blocks(both);
+  }
   for (const auto& [source, target] : pairs)
-    if (source < 0 || target < 0 || size_t(source) >= blocks_ || size_t(target) >= blocks_)
-      throw std::invalid_argument("block outside the KV cache of " + std::to_string(blocks_) + " blocks");
-  for (const auto& [source, target] : pairs)
-    for (size_t layer = 0; layer < shapes_.size(); ++layer) {
-      const size_t bytes = block_bytes(shapes_[layer]);
-      std::memmove(base_[layer] + size_t(target) * bytes, base_[layer] + size_t(source) * bytes, bytes);
+    for (const Plane& plane : planes_) {
+      const size_t bytes = block_bytes(plane.shape);
+      std::memmove(plane.base + size_t(target) * bytes, plane.base + size_t(source) * bytes, bytes);
+    }
+}
+
+void Cache::export_blocks(Blocks blocks, std::byte* out) const {
+  check_blocks(blocks);
+  for (int64_t block : blocks)
+    for (const Plane& plane : planes_) {
+      const size_t bytes = block_bytes(plane.shape);
+      std::memcpy(out, plane.base + size_t(block) * bytes, bytes);
+      out += bytes;
+    }
+}
+
+void Cache::import_blocks(Blocks blocks, const std::byte* data) {
+  check_blocks(blocks);
+  for (int64_t block : blocks)
+    for (const Plane& plane : planes_) {
+      const size_t bytes = block_bytes(plane.shape);
+      std::memcpy(plane.base + size_t(block) * bytes, data, bytes);
+      data += bytes;
     }
 }
 

@@ -1,13 +1,19 @@
 // The paged KV cache: blocks of positions, in tiles of 16.
 //
-// layer -> block -> KV head -> tile: keys [dim][16], then values [16][padded dim]; before 8-bit ones the scales of the 16
-// keys and of the 16 values. With keys turned this way a query is scored against 16 positions without a sum across lanes.
-// Of latent attention, whose values are a part of its keys: keys [16][dim], scales of what they begin with and of values.
-// A block whose size is not a multiple of 16 ends in unused places: `place` counts positions with those left in.
+// Layers are divided into groups. A block belongs to one group at a time and holds its positions for all layers of that
+// group, so that one block table serves a group and one pool of blocks serves all groups. In memory: index of a layer
+// within its group -> block -> KV head -> tile.
+//
+// A tile has keys [dim][16], then values [16][padded dim]; 8-bit tiles begin with the scales of the 16 keys and of the 16
+// values. Because keys are transposed, a query is scored against 16 positions without a sum across lanes. A tile of MLA,
+// whose values are a part of its keys, has keys [16][dim], and scales for the rotated part and for the values.
+//
+// A block whose size is not a multiple of 16 ends in unused places: `place` counts positions with those included.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -19,23 +25,32 @@ namespace penstock {
 
 struct KvShape {
   size_t heads, dim;
-  size_t v_dim = 0;  // of latent attention
+  size_t v_dim = 0;  // above 0: MLA
 
   size_t padded() const { return ((v_dim ? v_dim : dim) + 15) / 16 * 16; }
   size_t tile_values() const { return TILE * (v_dim ? dim : dim + padded()); }
   bool operator==(const KvShape&) const = default;
 };
 
+using LayerGroups = std::vector<std::vector<size_t>>;  // the layers of each group
+using Blocks = std::span<const int64_t>;
+
 class Cache {
  public:
   explicit Cache(const std::string& type);  // f32, f16 or int8
 
   void add_layer(size_t layer, KvShape shape);  // layers come in order; one that is there already is used again
-  void reserve(size_t blocks, size_t block_size);
-  void copy(const std::vector<std::pair<int64_t, int64_t>>& pairs);  // (source, target) blocks
+  void reserve(size_t blocks, size_t block_size, const LayerGroups& groups);  // no groups: all layers are one
+  void copy(const std::vector<std::pair<int64_t, int64_t>>& pairs);           // (source, target) blocks
+  void export_blocks(Blocks blocks, std::byte* out) const;  // writes block_bytes() for each, one after the other
+  void import_blocks(Blocks blocks, const std::byte* data);  // reads what export_blocks has written
 
   size_t layers() const { return shapes_.size(); }
-  size_t bytes_per_token() const;
+  size_t groups() const { return groups_; }
+  size_t group(size_t layer) const { return group_of_[layer]; }
+  size_t bytes_per_token() const;  // in all layers
+  size_t block_bytes() const;      // in the layers of one group
+  std::string layout() const;      // two caches with equal layouts can exchange blocks
   size_t blocks() const { return blocks_; }
   size_t block_size() const { return block_size_; }
   size_t place(size_t position) const { return position / block_size_ * padded_size_ + position % block_size_; }
@@ -60,17 +75,26 @@ class Cache {
     KvKernels Kernels::* kernels;
     LatentKernels Kernels::* latent;
   };
+  // All blocks of the layers that have the same index within their groups.
+  struct Plane {
+    KvShape shape;
+    std::byte* base = nullptr;
+  };
   static Type type_of(const std::string& name);
 
+  std::vector<Plane> planes_of(const LayerGroups& groups) const;
+  void check_blocks(Blocks blocks) const;
   size_t tile_bytes(const KvShape& shape) const {
     return type_.scale_bytes + shape.tile_values() * type_.value_bytes;
   }
   size_t block_bytes(const KvShape& shape) const { return shape.heads * (padded_size_ / TILE) * tile_bytes(shape); }
 
   Type type_;
-  std::vector<KvShape> shapes_;
-  std::vector<std::byte*> base_;  // of each layer
-  size_t blocks_ = 0, block_size_ = 1, padded_size_ = TILE;
+  std::vector<KvShape> shapes_;   // of each layer
+  std::vector<size_t> group_of_;  // of each layer
+  std::vector<std::byte*> base_;  // of each layer: that of its plane
+  std::vector<Plane> planes_;
+  size_t groups_ = 1, blocks_ = 0, block_size_ = 1, padded_size_ = TILE;
   Memory memory_;
 };
 

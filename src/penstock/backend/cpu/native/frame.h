@@ -18,7 +18,7 @@ struct Batch {
   const int32_t* tokens;     // [T]
   const int32_t* positions;  // [T]
   const int32_t* row_start;  // [R + 1]
-  const int32_t* tables;     // [R][table_width]
+  const int32_t* tables;     // [layer groups][R][table_width]; entries behind a group's window are not read
   const int32_t* sampled;    // [S]
   size_t tokens_count, rows, table_width, sampled_count;
 };
@@ -85,6 +85,10 @@ struct Frame {
   std::vector<Memory> scratch;  // one for each worker
   unsigned workers;
 
+  // The block table of a row's sequence for the group that the layer is in.
+  const int32_t* table(size_t layer, size_t row) const {
+    return batch.tables + (cache.group(layer) * batch.rows + row) * batch.table_width;
+  }
   size_t rows(int buffer) const {
     return buffers[size_t(buffer)].symbol == Symbol::T ? batch.tokens_count : batch.sampled_count;
   }

@@ -1,6 +1,7 @@
 // The door: what Python may call. Arrays are checked for type, shape and layout here, their contents in Program.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
@@ -8,6 +9,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include "chain_hash.h"
 #include "dispatch.h"
 #include "program.h"
 #include "quantize.h"
@@ -29,6 +31,14 @@ auto flat(const Elements& array) {
 template <class Elements>
 auto copied(const Elements& array) {
   return std::vector(array.data(), array.data() + array.size());
+}
+
+using VectorArrays = std::map<std::string, Array<const float, 1>>;
+
+Vectors copied_vectors(const VectorArrays& arrays) {
+  Vectors vectors;
+  for (const auto& [name, array] : arrays) vectors[name] = copied(array);
+  return vectors;
 }
 
 void fill(Weight& weight, size_t part, size_t row, size_t rows, Array<const uint8_t, 1> bytes) {
@@ -54,13 +64,14 @@ using EditArrays = std::tuple<size_t, IntArray, double, IntArray, FloatArray, In
 using Scored = std::tuple<int32_t, double, std::vector<std::pair<int32_t, double>>>;
 
 Step step(const IntArray& tokens, const IntArray& positions, const IntArray& row_start, const IntArray& slots,
-          const Array<const int32_t, 2>& tables, const IntArray& sampled) {
-  if (tables.shape(0) + 1 != row_start.size()) throw nb::value_error("every row needs a block table");
-  return {flat(tokens), flat(positions), flat(row_start), flat(slots), flat(tables), tables.shape(1), flat(sampled)};
+          const Array<const int32_t, 3>& tables, const IntArray& sampled) {
+  if (tables.shape(1) + 1 != row_start.size()) throw nb::value_error("every row needs a block table");
+  return {flat(tokens), flat(positions),   flat(row_start),  flat(slots),
+          flat(tables), tables.shape(0), tables.shape(2), flat(sampled)};
 }
 
 void run(Program& program, IntArray tokens, IntArray positions, IntArray row_start, IntArray slots,
-         Array<const int32_t, 2> tables, IntArray sampled, Array<float, 2> out) {
+         Array<const int32_t, 3> tables, IntArray sampled, Array<float, 2> out) {
   const Step arrays = step(tokens, positions, row_start, slots, tables, sampled);
   nb::gil_scoped_release release;
   program.run(arrays, flat(out));
@@ -68,7 +79,7 @@ void run(Program& program, IntArray tokens, IntArray positions, IntArray row_sta
 
 std::pair<std::vector<int32_t>, std::vector<Scored>> sample(
     Program& program, IntArray tokens, IntArray positions, IntArray row_start, IntArray slots,
-    Array<const int32_t, 2> tables, IntArray sampled, IntArray target, FloatArray temperature, FloatArray top_p, IntArray top_k, FloatArray min_p,
+    Array<const int32_t, 3> tables, IntArray sampled, IntArray target, FloatArray temperature, FloatArray top_p, IntArray top_k, FloatArray min_p,
     Array<const uint64_t, 1> seed, IntArray logprobs, std::vector<EditArrays> edits) {
   const Step arrays = step(tokens, positions, row_start, slots, tables, sampled);
   const Draws draws = {flat(target), flat(temperature), flat(top_p),   flat(top_k),
@@ -83,10 +94,47 @@ std::pair<std::vector<int32_t>, std::vector<Scored>> sample(
   return {std::move(answers.tokens), std::move(scored)};
 }
 
+nb::list chain_of(nb::bytes parent, std::span<const int32_t> tokens, size_t block_size) {
+  nb::list found;
+  const std::span bytes(static_cast<const uint8_t*>(parent.data()), parent.size());
+  for (const Digest& digest : chain_hashes(bytes, tokens, block_size))
+    found.append(nb::bytes(digest.data(), digest.size()));
+  return found;
+}
+
+nb::list chain_of_ints(nb::bytes parent, nb::sequence tokens, size_t block_size) {
+  const auto ids = nb::steal(PySequence_Fast(tokens.ptr(), "tokens are a sequence of ints"));
+  if (!ids.is_valid()) throw nb::python_error();
+  std::vector<int32_t> values(size_t(PySequence_Fast_GET_SIZE(ids.ptr())));
+  for (size_t i = 0; i < values.size(); ++i) {
+    const long value = PyLong_AsLong(PySequence_Fast_GET_ITEM(ids.ptr(), Py_ssize_t(i)));
+    if (value == -1 && PyErr_Occurred()) throw nb::python_error();
+    if (value < INT32_MIN || value > INT32_MAX) throw nb::value_error("a token id does not fit 32 bits");
+    values[i] = int32_t(value);
+  }
+  return chain_of(parent, values, block_size);
+}
+
+nb::bytes export_blocks(Program& program, const std::vector<int64_t>& blocks) {
+  const size_t size = blocks.size() * program.block_bytes();
+  auto data = nb::steal<nb::bytes>(PyBytes_FromStringAndSize(nullptr, Py_ssize_t(size)));
+  if (!data.is_valid()) throw nb::python_error();
+  const std::span out(reinterpret_cast<std::byte*>(PyBytes_AsString(data.ptr())), size);
+  nb::gil_scoped_release release;
+  program.export_blocks(blocks, out);
+  return data;
+}
+
+void import_blocks(Program& program, const std::vector<int64_t>& blocks, nb::bytes data) {
+  const std::span bytes(static_cast<const std::byte*>(data.data()), data.size());
+  nb::gil_scoped_release release;
+  program.import_blocks(blocks, bytes);
+}
+
 Choice::Scoring scoring_of(const std::string& name) {
   if (name == "softmax") return Choice::SOFTMAX;
   if (name == "sigmoid") return Choice::SIGMOID;
-  if (name == "softmax_chosen") return Choice::SOFTMAX_CHOSEN;
+  if (name == "softmax_top_k") return Choice::SOFTMAX_CHOSEN;
   throw nb::value_error(("no scoring " + name).c_str());
 }
 
@@ -98,6 +146,11 @@ NB_MODULE(_native, m) {
     for (const auto& isa : isas()) names.push_back(isa.name);
     return names;
   });
+
+  m.def("chain_hashes",
+        [](nb::bytes parent, IntArray tokens, size_t block_size) { return chain_of(parent, flat(tokens), block_size); },
+        "parent"_a, "tokens"_a.noconvert(), "block_size"_a);
+  m.def("chain_hashes", chain_of_ints, "parent"_a, "tokens"_a, "block_size"_a);
 
   nb::class_<Weight>(m, "Weight")
       .def(nb::init<size_t, const std::vector<std::pair<std::string, size_t>>&>(), "width"_a, "parts"_a)
@@ -129,21 +182,17 @@ NB_MODULE(_native, m) {
            "x"_a, "residual"_a.none(), "gain"_a.noconvert(), "eps"_a, "out"_a, "total"_a.none())
       .def("linear", &Program::linear, "x"_a, "weight"_a, "out"_a, "gated"_a = false)
       .def("attend",
-           [](Program& program, int qkv, int out, size_t layer, size_t heads, size_t kv_heads, size_t head_dim,
-              size_t window, int angles, bool interleaved, float scale, float soft_cap, bool causal,
-              std::optional<Array<const float, 1>> sinks) {
-             program.attend(qkv, {layer, heads, kv_heads, head_dim, window, angles, interleaved, scale, soft_cap, causal,
-                                  sinks ? copied(*sinks) : std::vector<float>()}, out);
+           [](Program& program, int qkv, int out, size_t layer, int angles, Numbers numbers, const VectorArrays& vectors) {
+             program.attend(qkv, attention_of(layer, angles, std::move(numbers), copied_vectors(vectors)), out);
            },
-           "qkv"_a, "out"_a, nb::kw_only(), "layer"_a, "heads"_a, "kv_heads"_a, "head_dim"_a, "window"_a, "angles"_a,
-           "interleaved"_a, "scale"_a, "soft_cap"_a, "causal"_a = true, "sinks"_a.noconvert() = nb::none())
+           "qkv"_a, "out"_a, nb::kw_only(), "layer"_a, "angles"_a, "numbers"_a, "vectors"_a.noconvert())
       .def("norm_qk",
            [](Program& program, int x, Array<const float, 1> q_gain, size_t q_width, Array<const float, 1> k_gain,
               size_t k_width, float eps, int out) {
              program.norm_qk(x, copied(q_gain), q_width, copied(k_gain), k_width, eps, out);
            },
            "x"_a, "q_gain"_a.noconvert(), "q_width"_a, "k_gain"_a.noconvert(), "k_width"_a, "eps"_a, "out"_a)
-      .def("gate", &Program::gate, "x"_a, "out"_a, "act"_a)
+      .def("act_and_mul", &Program::act_and_mul, "x"_a, "out"_a, "act"_a)
       .def("add", &Program::add, "x"_a, "y"_a, "out"_a)
       .def("scale", &Program::scale, "x"_a, "factor"_a, "out"_a)
       .def("soft_cap", &Program::soft_cap, "x"_a, "cap"_a, "out"_a)
@@ -156,40 +205,39 @@ NB_MODULE(_native, m) {
            "x"_a, "residual"_a.none(), "gain"_a.noconvert(), "bias"_a.noconvert(), "eps"_a, "out"_a, "total"_a.none())
       .def("activate", &Program::activate, "x"_a, "out"_a, "act"_a)
       .def("embed_positions", &Program::embed_positions, "table"_a, "out"_a)
-      .def("gate_by", &Program::gate_by, "x"_a, "gate"_a, "out"_a)
+      .def("sigmoid_mul", &Program::sigmoid_mul, "x"_a, "gate"_a, "out"_a)
       .def("delta_net",
            [](Program& program, int qkvz, int ba, int mixed, int out, size_t layer, size_t k_heads, size_t v_heads,
-              size_t k_dim, size_t v_dim, size_t taps, bool tiled, Array<const float, 1> conv,
-              Array<const float, 1> decay, Array<const float, 1> dt, Array<const float, 1> gain, float eps) {
-             program.delta_net(qkvz, ba, {layer, k_heads, v_heads, k_dim, v_dim, taps, tiled},
-                               {copied(conv), copied(decay), copied(dt), copied(gain), eps}, mixed, out);
+              size_t k_dim, size_t v_dim, size_t conv_width, bool tiled, Array<const float, 1> conv,
+              Array<const float, 1> decay, Array<const float, 1> dt_bias, Array<const float, 1> gain, float eps) {
+             program.delta_net(qkvz, ba, {layer, k_heads, v_heads, k_dim, v_dim, conv_width, tiled},
+                               {copied(conv), copied(decay), copied(dt_bias), copied(gain), eps}, mixed, out);
            },
            "qkvz"_a, "ba"_a, "mixed"_a, "out"_a, nb::kw_only(), "layer"_a, "k_heads"_a, "v_heads"_a, "k_dim"_a,
-           "v_dim"_a, "taps"_a, "tiled"_a, "conv"_a.noconvert(), "decay"_a.noconvert(), "dt"_a.noconvert(),
+           "v_dim"_a, "conv_width"_a, "tiled"_a, "conv"_a.noconvert(), "decay"_a.noconvert(), "dt_bias"_a.noconvert(),
            "gain"_a.noconvert(), "eps"_a)
-      .def("experts",
-           [](Program& program, int x, int scores, std::vector<std::shared_ptr<const Weight>> up,
-              std::vector<std::shared_ptr<const Weight>> down, Array<const float, 1> choice_bias, int out, size_t chosen,
+      .def("moe",
+           [](Program& program, int x, int router_logits, std::vector<std::shared_ptr<const Weight>> up,
+              std::vector<std::shared_ptr<const Weight>> down, Array<const float, 1> choice_bias, int out, size_t top_k,
               const std::string& act, const std::string& scoring, bool renormalize, float scale, size_t groups,
-              size_t chosen_groups, const std::string& group_score) {
-             const Choice choice = {up.size(),     chosen,        scoring_of(scoring),   renormalize,        scale, groups,
-                                    chosen_groups, group_score == "top2", copied(choice_bias)};
-             program.experts(x, scores, {std::move(up), std::move(down)}, choice, act, out);
+              size_t top_k_groups, const std::string& group_score) {
+             const Choice choice = {up.size(),    top_k,                 scoring_of(scoring), renormalize, scale, groups,
+                                    top_k_groups, group_score == "top2", copied(choice_bias)};
+             program.moe(x, router_logits, {std::move(up), std::move(down)}, choice, act, out);
            },
-           "x"_a, "scores"_a, "up"_a, "down"_a, "choice_bias"_a.noconvert(), "out"_a, nb::kw_only(), "chosen"_a, "act"_a,
-           "scoring"_a, "renormalize"_a, "scale"_a, "groups"_a, "chosen_groups"_a, "group_score"_a)
-      .def("linear_heads", &Program::linear_heads, "x"_a, "weight"_a, "heads"_a, "kept"_a, "out"_a)
-      .def("attend_latent",
-           [](Program& program, int q, int kv, int out, size_t layer, size_t heads, size_t head_dim, size_t v_dim,
-              Array<const float, 1> gain, float eps, int angles, bool interleaved, float scale) {
-             program.attend_latent(q, kv, {layer, heads, 1, head_dim, 0, angles, interleaved, scale, 0, true, {}, v_dim,
-                                           copied(gain), eps}, out);
+           "x"_a, "router_logits"_a, "up"_a, "down"_a, "choice_bias"_a.noconvert(), "out"_a, nb::kw_only(), "top_k"_a, "act"_a,
+           "scoring"_a, "renormalize"_a, "scale"_a, "groups"_a, "top_k_groups"_a, "group_score"_a)
+      .def("per_head_linear", &Program::per_head_linear, "x"_a, "weight"_a, "heads"_a, "passthrough"_a, "out"_a)
+      .def("attend_mla",
+           [](Program& program, int q, int kv, int out, size_t layer, int angles, Numbers numbers,
+              const VectorArrays& vectors) {
+             program.attend_mla(q, kv, attention_of(layer, angles, std::move(numbers), copied_vectors(vectors)), out);
            },
-           "q"_a, "kv"_a, "out"_a, nb::kw_only(), "layer"_a, "heads"_a, "head_dim"_a, "v_dim"_a, "gain"_a.noconvert(),
-           "eps"_a, "angles"_a, "interleaved"_a, "scale"_a)
+           "q"_a, "kv"_a, "out"_a, nb::kw_only(), "layer"_a, "angles"_a, "numbers"_a, "vectors"_a.noconvert())
       .def("keep", &Program::keep, "buffer"_a)
       .def("answer", &Program::answer, "buffer"_a)
-      .def("reserve_kv", &Program::reserve_kv, "blocks"_a, "block_size"_a, "states"_a = 0)
+      .def("reserve_kv", &Program::reserve_kv, "blocks"_a, "block_size"_a, "states"_a = 0,
+           "groups"_a = LayerGroups())
       .def("move_states",
            [](Program& program, const std::vector<std::tuple<size_t, int32_t, int32_t, int32_t>>& rows) {
              std::vector<StateMove> moves;
@@ -198,6 +246,8 @@ NB_MODULE(_native, m) {
            },
            "moves"_a)
       .def("copy_blocks", &Program::copy_blocks, "pairs"_a)
+      .def("export_blocks", export_blocks, "blocks"_a)
+      .def("import_blocks", import_blocks, "blocks"_a, "data"_a)
       .def("run", run, "tokens"_a.noconvert(), "positions"_a.noconvert(), "row_start"_a.noconvert(),
            "slots"_a.noconvert(), "tables"_a.noconvert(), "sampled"_a.noconvert(), "out"_a.noconvert())
       .def("sample", sample, "tokens"_a.noconvert(), "positions"_a.noconvert(), "row_start"_a.noconvert(),
@@ -210,6 +260,8 @@ NB_MODULE(_native, m) {
       .def_prop_ro("isa", &Program::isa)
       .def_prop_ro("threads", &Program::threads)
       .def_prop_ro("kv_bytes_per_token", &Program::kv_bytes_per_token)
+      .def_prop_ro("block_bytes", &Program::block_bytes)
+      .def_prop_ro("kv_layout", &Program::kv_layout)
       .def_prop_ro("state_bytes", &Program::state_bytes);
 
   m.def("quantize", quantize_values, "source"_a, "values"_a.noconvert(), "target"_a, "out"_a.noconvert(), "threads"_a,

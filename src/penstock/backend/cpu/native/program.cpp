@@ -24,6 +24,8 @@ unsigned checked_threads(unsigned threads) {
   return threads;
 }
 
+size_t longer_window(size_t one, size_t other) { return one && other ? std::max(one, other) : 0; }
+
 class StepJob final : public Job {
  public:
   StepJob(const std::vector<Phase>& phases, const Frame& frame) : phases_(phases), frame_(frame) {}
@@ -170,21 +172,20 @@ void Program::attend(int qkv, const Attention& attention, int out) {
   at(out, Symbol::T, a.heads * a.dim);
   require(a.angles == -1 || (at(a.angles).symbol == Symbol::T && at(a.angles).width <= a.dim),
           "more rotated pairs than a head holds");
-  require(a.sinks.empty() || a.sinks.size() == a.heads, "attention has one sink for each head");
   add_attention(a, qkv, qkv, out);
 }
 
-void Program::attend_latent(int q, int kv, const Attention& attention, int out) {
+void Program::attend_mla(int q, int kv, const Attention& attention, int out) {
   const auto& a = attention;
-  require(a.heads >= 1 && a.heads <= 65536 && a.kv_heads == 1, "latent attention has one KV head");
+  require(a.heads >= 1 && a.heads <= 65536 && a.kv_heads == 1, "MLA has one KV head");
   require(a.v_dim >= 1 && a.v_dim < a.dim && a.dim <= 65536 && a.dim % TILE == 0 && a.v_dim % TILE == 0,
-          "latent attention on a CPU takes dimensions in multiples of 16");
+          "MLA on a CPU takes dimensions in multiples of 16");
   require(a.gain.size() == a.v_dim, "a norm has one gain for each value");
   require(q != out && kv != out, "attention needs a buffer of its own");
   at(q, Symbol::T, a.heads * a.dim);
   at(kv, Symbol::T, a.dim);
   at(out, Symbol::T, a.heads * a.v_dim);
-  require(at(a.angles).symbol == Symbol::T && at(a.angles).width <= a.dim - a.v_dim, "values are not turned");
+  require(at(a.angles).symbol == Symbol::T && at(a.angles).width <= a.dim - a.v_dim, "the dimensions of values are not rotated");
   add_attention(a, q, kv, out);
 }
 
@@ -192,8 +193,8 @@ void Program::add_attention(const Attention& a, int q, int keys, int out) {
   cache_.add_layer(a.layer, a.shape());
   scratch_floats_ = std::max(scratch_floats_, a.scratch_floats());
   gathered_floats_ = std::max(gathered_floats_, a.groups() * a.state_floats());
-  longest_window_ = std::max(longest_window_, a.window);
-  sees_everything_ |= a.window == 0;
+  windows_.resize(cache_.layers(), a.window);
+  windows_[a.layer] = longer_window(windows_[a.layer], a.window);
   causal_ &= a.causal;
   phases_.push_back(store_phase(a, keys));
   phases_.push_back(attend_phase(a, q, out));
@@ -201,26 +202,26 @@ void Program::add_attention(const Attention& a, int q, int keys, int out) {
   prepare_rows(out);
 }
 
-void Program::linear_heads(int x, std::shared_ptr<const Weight> weight, size_t heads, size_t kept, int out) {
+void Program::per_head_linear(int x, std::shared_ptr<const Weight> weight, size_t heads, size_t passthrough, int out) {
   const Buffer& from = at(x);
   require(heads >= 1 && weight->rows() % heads == 0, "every head has as many rows");
   const size_t width = weight->width(), rows = weight->rows() / heads;
-  at(x, from.symbol, heads * (width + kept));
-  at(out, from.symbol, heads * (kept + rows));
+  at(x, from.symbol, heads * (width + passthrough));
+  at(out, from.symbol, heads * (passthrough + rows));
   require(x != out, "a product needs a buffer of its own");
   require(from.prepared || !prepares(*weight), "this weight needs a prepared buffer");
-  require(!prepares(*weight) || (width % BLOCK == 0 && (kept % BLOCK == 0 || !weight->coded())),
+  require(!prepares(*weight) || (width % BLOCK == 0 && (passthrough % BLOCK == 0 || !weight->coded())),
           "heads are multiplied in whole blocks of 32 values");
   for (size_t head = 0; head < heads; ++head) require(weight->rows(head) == rows, "every head has a part of the weight");
   buffers_[size_t(x)].coded |= weight->coded();
   buffers_[size_t(x)].bfloat |= weight->bfloat() && isa_.kernels->to_bfloats;
-  phases_.push_back(heads_phase(x, std::move(weight), heads, kept, out));
-  if (!kept) return prepare_rows(out);
+  phases_.push_back(heads_phase(x, std::move(weight), heads, passthrough, out));
+  if (!passthrough) return prepare_rows(out);
   each_row(out, [=](const Frame& frame, size_t r) {
     const float* row = frame.buffers[size_t(x)].row(r);
     float* to = frame.buffers[size_t(out)].row(r);
     for (size_t head = 0; head < heads; ++head)
-      std::copy_n(row + head * (width + kept) + width, kept, to + head * (kept + rows));
+      std::copy_n(row + head * (width + passthrough) + width, passthrough, to + head * (passthrough + rows));
   });
 }
 
@@ -251,7 +252,7 @@ Gate Program::gate_of(const std::string& act) const {
   throw std::invalid_argument("no activation " + act);
 }
 
-void Program::gate(int x, int out, const std::string& act) {
+void Program::act_and_mul(int x, int out, const std::string& act) {
   const Buffer& to = at(out);
   at(x, to.symbol, 2 * to.width);
   const Gate gate = gate_of(act);
@@ -307,14 +308,14 @@ void Program::take_sampled(int x, int out) {
   });
 }
 
-void Program::experts(int x, int scores, Bank bank, Choice choice, const std::string& act, int out) {
+void Program::moe(int x, int router_logits, Bank bank, Choice choice, const std::string& act, int out) {
   bank.check();
   choice.check();
   require(bank.up.size() == choice.count, "every expert needs weights");
   at(x, Symbol::T, bank.width());
-  at(scores, Symbol::T, choice.count);
+  at(router_logits, Symbol::T, choice.count);
   at(out, Symbol::T, bank.width());
-  require(out != x && out != scores, "experts need a buffer of their own");
+  require(out != x && out != router_logits, "experts need a buffer of their own");
   for (const auto& weight : bank.up) take_rows(x, *weight);
   scratch_floats_ = std::max(scratch_floats_, choice.scratch_floats());
   auto seating = std::make_shared<Seating>(choice, bank, *isa_.kernels);
@@ -326,7 +327,7 @@ void Program::experts(int x, int scores, Bank bank, Choice choice, const std::st
     seating = *shared;
   const Gate gate = act == "silu" && bank.gateable() ? nullptr : gate_of(act);
   const auto mixture =
-      std::make_shared<const Mixture>(Mixture{x, scores, std::move(choice), std::move(bank), gate, std::move(seating)});
+      std::make_shared<const Mixture>(Mixture{x, router_logits, std::move(choice), std::move(bank), gate, std::move(seating)});
   for (auto& phase : expert_phases(mixture)) phases_.push_back(std::move(phase));
   each_row(out, [mixture, out](const Frame& frame, size_t r) { mixture->add_up(r, frame.buffers[size_t(out)].row(r)); });
 }
@@ -347,15 +348,34 @@ void Program::answer(int buffer) {
 
 // ---- running ----
 
-void Program::reserve_kv(size_t blocks, size_t block_size, size_t states) {
+void Program::reserve_kv(size_t blocks, size_t block_size, size_t states, const LayerGroups& groups) {
   const std::lock_guard lock(running_);
-  cache_.reserve(blocks, block_size);
+  cache_.reserve(blocks, block_size, groups);
   states_.reserve(states);
+  group_windows_.assign(cache_.groups(), 1);
+  for (size_t layer = 0; layer < windows_.size(); ++layer) {
+    size_t& window = group_windows_[cache_.group(layer)];
+    window = longer_window(window, windows_[layer]);
+  }
 }
 
 void Program::copy_blocks(const std::vector<std::pair<int64_t, int64_t>>& pairs) {
   const std::lock_guard lock(running_);
   cache_.copy(pairs);
+}
+
+void Program::export_blocks(Blocks blocks, std::span<std::byte> out) {
+  const std::lock_guard lock(running_);
+  require(out.size() == blocks.size() * cache_.block_bytes(), "the blocks take another number of bytes");
+  cache_.export_blocks(blocks, out.data());
+}
+
+void Program::import_blocks(Blocks blocks, std::span<const std::byte> data) {
+  const std::lock_guard lock(running_);
+  require(data.size() == blocks.size() * cache_.block_bytes(),
+          std::to_string(blocks.size()) + " blocks of this KV cache take " +
+              std::to_string(blocks.size() * cache_.block_bytes()) + " bytes; got " + std::to_string(data.size()));
+  cache_.import_blocks(blocks, data.data());
 }
 
 void Program::check_rows(const Step& step) const {
@@ -364,8 +384,11 @@ void Program::check_rows(const Step& step) const {
   require(cache_.blocks() || !cache_.layers(), "there is no KV cache yet: reserve it before the first step");
   require(step.tokens.size() <= INT32_MAX / 2 && step.positions.size() == step.tokens.size(),
           "every token needs one position");
-  require(!starts.empty() && step.tables.size() == (starts.size() - 1) * step.table_width,
+  require(!starts.empty() && step.tables.size() == step.groups * (starts.size() - 1) * step.table_width,
           "every row needs a block table");
+  require(!cache_.layers() || step.groups == cache_.groups(),
+          "the KV cache has " + std::to_string(cache_.groups()) + " layer groups, the step has block tables for " +
+              std::to_string(step.groups));
   require(step.slots.size() == starts.size() - 1, "every row needs a slot");
   require(starts.front() == 0 && starts.back() == int32_t(step.tokens.size()), "row_start must run from 0 to the tokens");
   require(std::is_sorted(starts.begin(), starts.end()), "row_start must not decrease");
@@ -393,9 +416,15 @@ void Program::check_context(const Step& step, size_t row) const {
   require(*lowest >= 0 && size_t(*highest) / cache_.block_size() < step.table_width,
           "position " + std::to_string(*lowest < 0 ? *lowest : *highest) + " is outside the row's block table");
   const size_t seen = size_t(*lowest) + 1;
-  const size_t needed = sees_everything_ || seen <= longest_window_ ? 0 : seen - longest_window_;
-  const int32_t* table = step.tables.data() + row * step.table_width;
-  for (size_t i = needed / cache_.block_size(); i <= size_t(*highest) / cache_.block_size(); ++i)
+  for (size_t group = 0; group < step.groups; ++group) {
+    const size_t window = group_windows_[group];
+    const size_t first = window && seen > window ? seen - window : 0;
+    check_table(step.tables.data() + (group * step.slots.size() + row) * step.table_width, first, size_t(*highest));
+  }
+}
+
+void Program::check_table(const int32_t* table, size_t first, size_t last) const {
+  for (size_t i = first / cache_.block_size(); i <= last / cache_.block_size(); ++i)
     require(table[i] >= 0 && size_t(table[i]) < cache_.blocks(),
             "block " + std::to_string(table[i]) + " is outside the KV cache of " + std::to_string(cache_.blocks()));
 }

@@ -23,8 +23,9 @@ namespace penstock {
 // One step's arrays as they come from outside.
 struct Step {
   Ints tokens;  // LAST_SAMPLED: what the row's slot sampled last
-  Ints positions, row_start, slots, tables;
-  size_t table_width;
+  Ints positions, row_start, slots;
+  Ints tables;  // [groups][rows][table_width]
+  size_t groups, table_width;
   Ints sampled;
 };
 
@@ -53,7 +54,7 @@ class Program {
   // RMS norms of runs of q and k, each as long as its gain; what follows them stays.
   void norm_qk(int x, std::vector<float> q_gain, size_t q_width, std::vector<float> k_gain, size_t k_width, float eps,
                int out);
-  void gate(int x, int out, const std::string& act);
+  void act_and_mul(int x, int out, const std::string& act);
   void add(int x, int y, int out);
   void scale(int x, float factor, int out);
   void soft_cap(int x, float cap, int out);  // cap * tanh(x / cap)
@@ -62,17 +63,19 @@ class Program {
                       int out, std::optional<int> total);
   void activate(int x, int out, const std::string& act);
   void embed_positions(std::shared_ptr<const Weight> table, int out);
-  void gate_by(int x, int gate, int out);  // x * sigmoid(gate), one for each row or for each value
+  void sigmoid_mul(int x, int gate, int out);  // x * sigmoid(gate), one for each row or for each value
   void delta_net(int qkvz, int ba, const DeltaShape& shape, DeltaVectors vectors, int mixed, int out);
-  void experts(int x, int scores, Bank bank, Choice choice, const std::string& act, int out);
+  void moe(int x, int router_logits, Bank bank, Choice choice, const std::string& act, int out);
   // A product of its own for each head; the weight has a part for each.
-  void linear_heads(int x, std::shared_ptr<const Weight> weight, size_t heads, size_t kept, int out);
-  void attend_latent(int q, int kv, const Attention& attention, int out);
+  void per_head_linear(int x, std::shared_ptr<const Weight> weight, size_t heads, size_t passthrough, int out);
+  void attend_mla(int q, int kv, const Attention& attention, int out);
   void keep(int buffer);    // nothing that is added after this writes to it: its rows can be read after a step
   void answer(int buffer);  // what a step is for; nothing is added after it
 
-  void reserve_kv(size_t blocks, size_t block_size, size_t states);
+  void reserve_kv(size_t blocks, size_t block_size, size_t states, const LayerGroups& groups);
   void copy_blocks(const std::vector<std::pair<int64_t, int64_t>>& pairs);
+  void export_blocks(Blocks blocks, std::span<std::byte> out);
+  void import_blocks(Blocks blocks, std::span<const std::byte> data);
 
   void move_states(std::vector<StateMove> moves);  // in the next step
   void run(const Step& step, std::span<float> out);  // one step; `out` is [rows of the answer][its width]
@@ -83,6 +86,8 @@ class Program {
   const std::string& isa() const { return isa_.name; }
   unsigned threads() const { return pool_.threads(); }
   size_t kv_bytes_per_token() const { return cache_.bytes_per_token(); }
+  size_t block_bytes() const { return cache_.block_bytes(); }
+  std::string kv_layout() const { return cache_.layout(); }
   size_t state_bytes() const { return states_.bytes(); }
 
  private:
@@ -98,6 +103,7 @@ class Program {
   void check_tokens() const;
   void check_positions(const Step& step) const;
   void check_context(const Step& step, size_t row) const;
+  void check_table(const int32_t* table, size_t first, size_t last) const;
   void know_tokens(const Step& step);
   void remember_tokens(const Step& step, const Draws& draws, const std::vector<int32_t>& tokens);
   void find_states(const Step& step);
@@ -120,8 +126,8 @@ class Program {
   int answer_ = -1, kept_ = -1;
   size_t vocab_ = 0;         // of the smallest embedding table
   size_t positions_ = 0;     // the same of positions
-  size_t longest_window_ = 0;
-  bool sees_everything_ = false;
+  std::vector<size_t> windows_;        // of each layer that attends; 0: sees everything before
+  std::vector<size_t> group_windows_;  // the longest of each group's layers; 0: one sees everything
   bool causal_ = true;  // all attention is
   size_t scratch_floats_ = 0, gathered_floats_ = 0;
   size_t capacity_[2] = {0, 0};  // rows of the buffers, by symbol

@@ -7,7 +7,7 @@
 
 namespace penstock {
 
-void Program::gate_by(int x, int gate, int out) {
+void Program::sigmoid_mul(int x, int gate, int out) {
   const Buffer& to = at(out);
   at(x, to.symbol, to.width);
   const size_t gates = at(gate).width;

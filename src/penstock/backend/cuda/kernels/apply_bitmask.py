@@ -13,7 +13,7 @@ CHUNK = 4096
 
 
 @triton.jit
-def _allow(logits, rows, words, vocab, width, CHUNK: tl.constexpr, PDL: tl.constexpr):
+def _apply_bitmask(logits, rows, words, vocab, width, CHUNK: tl.constexpr, PDL: tl.constexpr):
     mask = tl.program_id(0)
     token = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     inside = token < vocab
@@ -23,10 +23,10 @@ def _allow(logits, rows, words, vocab, width, CHUNK: tl.constexpr, PDL: tl.const
     tl.store(logits + row * vocab + token, -float("inf"), inside & banned)
 
 
-def allow(logits: Any, rows: Any, words: Any) -> None:
+def apply_bitmask(logits: Any, rows: Any, words: Any) -> None:
     """logits[rows[i], t] = -inf for every token t whose bit is not set in words[i]."""
     vocab = logits.shape[1]
     count, width = words.shape
-    _allow[(count, triton.cdiv(vocab, CHUNK))](
+    _apply_bitmask[(count, triton.cdiv(vocab, CHUNK))](
         logits, rows, words, vocab, width, CHUNK=CHUNK, **options(8, early=False)
     )

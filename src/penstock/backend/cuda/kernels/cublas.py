@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 
-def multiply(x: Any, weight: Any, bias: Any | None, out: Any) -> None:
+def cublas_gemm(x: Any, weight: Any, bias: Any | None, out: Any) -> None:
     """out [T, rows] = x [T, width] @ weight [rows, width].T (+ bias)."""
     if out.dtype == x.dtype:
         torch.mm(x, weight.t(), out=out)

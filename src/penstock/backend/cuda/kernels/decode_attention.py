@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 
 from penstock.backend.cuda.kernels.decode_attention_kv8 import QUERIES, key_order, mix_codes, value_order
-from penstock.backend.cuda.kernels.kv import coded, scaling
+from penstock.backend.cuda.kernels.kv8 import coded, scaling
 from penstock.backend.cuda.kernels.pdl import gdc_launch_dependents, gdc_wait, options
-from penstock.backend.cuda.kernels.rope import turns_of
+from penstock.backend.cuda.kernels.rope import rotation_of
 
 ALONE = 64, 4, 2  # positions at a time, warps, stages: for one row
 MORE = 64, 2, 2
@@ -24,7 +24,7 @@ CODED = 2, 2  # warps, groups of 16 positions for each at a time: over 8 bits
 LOG2E = 1.4426950408889634
 
 
-class Turn(NamedTuple):
+class Rotation(NamedTuple):
     """Rope for queries and the newest keys, which then go to `places` [T] in the cache."""
 
     inv_freq: Any  # [pairs] float64
@@ -34,7 +34,7 @@ class Turn(NamedTuple):
     interleaved: bool
 
 
-class Shares(NamedTuple):
+class SplitKV(NamedTuple):
     """What the programs of one context leave for the one that joins them; `arrived` is all zeros between launches."""
 
     mixed: Any  # [P * heads * D]
@@ -61,7 +61,7 @@ def blocks_of(table, position, end, BLOCK_SIZE: tl.constexpr):
 
 
 @triton.jit
-def _attend_parts(
+def _decode_attention(
     qkv,
     cache,
     scales,
@@ -124,7 +124,7 @@ def _attend_parts(
     wanted = (query < SHARED)[:, None] & (d < DIMS)[None, :]
     source = token * ((SHARED + 2) * KV_HEADS) + head
     if ROPE:
-        cos, sin, other = turns_of(inv_freq, length - 1, rope_scale, d, TURNED, INTERLEAVED, DIMS)
+        cos, sin, other = rotation_of(inv_freq, length - 1, rope_scale, d, TURNED, INTERLEAVED, DIMS)
     if PDL:
         gdc_wait()
     q = tl.load(qkv + source[:, None] * DIMS + d[None, :], wanted, 0.0)  # [QUERIES, BLOCK_D]
@@ -251,15 +251,15 @@ def _in_registers(itemsize: int, shared: int, dims: int, block_size: int) -> boo
     return itemsize == 2 and shared <= QUERIES and dims in (64, 128) and block_size % 16 == 0
 
 
-def attend_parts(
+def decode_attention(
     qkv: Any,
     cache: Any,
     parts: Any,
     tables: Any,
     header: Any,
     out: Any,
-    shares: Shares,
-    turn: Turn | None,
+    shares: SplitKV,
+    turn: Rotation | None,
     scale: float,
     window: int,
     scales: Any | None = None,
@@ -275,7 +275,7 @@ def attend_parts(
     groups = 0
     if scales is not None and not soft_cap and _in_registers(qkv.element_size(), heads // kv_heads, dims, block_size):
         queries, (warps, groups) = QUERIES, CODED
-    _attend_parts[(kv_heads, len(parts))](
+    _decode_attention[(kv_heads, len(parts))](
         qkv,
         cache,
         parts if scales is None else scales,

@@ -23,7 +23,7 @@ ROW_FIELDS = (
 COLUMNS = 16  # of a memory, in one program
 
 
-class Rows(NamedTuple):
+class StateRows(NamedTuple):
     """What the rows of a step are."""
 
     numbers: Any  # [R, ROW_FIELDS]
@@ -41,7 +41,7 @@ def _window(x, stride, before, width, exists, end, channel, inside, TAPS: tl.con
 
 
 @triton.jit
-def _convolve(
+def _short_conv(
     qkvz,
     conv,
     states,
@@ -102,7 +102,7 @@ def _convolve(
 
 
 @triton.jit
-def _remember(
+def _delta_rule(
     mixed,
     ba,
     decay,
@@ -163,7 +163,7 @@ def _remember(
 
 
 @triton.jit
-def _keep_last(
+def _store_conv_state(
     qkvz,
     states,
     rows,
@@ -200,7 +200,7 @@ def _keep_last(
 
 
 @triton.jit
-def _finish(raw, qkvz, gain, out, eps, width, V_DIM: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _gated_norm(raw, qkvz, gain, out, eps, width, V_DIM: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -215,7 +215,7 @@ def _finish(raw, qkvz, gain, out, eps, width, V_DIM: tl.constexpr, BLOCK: tl.con
 
 
 @triton.jit
-def _gate_by(x, gate, out, width, ONE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _sigmoid_mul(x, gate, out, width, ONE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -227,7 +227,7 @@ def _gate_by(x, gate, out, width, ONE: tl.constexpr, BLOCK: tl.constexpr, PDL: t
     tl.store(out + row * width + column, (value / (1.0 + tl.exp(-by.to(tl.float32)))).to(out.dtype.element_ty), inside)
 
 
-class Scratch(NamedTuple):
+class DeltaScratch(NamedTuple):
     """Of one step, in float32."""
 
     mixed: Any  # [T, q + k + v] convolved
@@ -241,13 +241,13 @@ def delta_net(
     spec: DeltaSpec,
     eps: float,
     states: Any,
-    rows: Rows,
-    scratch: Scratch,
+    rows: StateRows,
+    scratch: DeltaScratch,
     out: Any,
 ) -> None:
     """[T, q + k + v + z], [T, b + a] -> [T, v]. `states`: [states, state_floats] float32."""
-    has = triton.next_power_of_2(spec.taps)
-    _convolve[(len(out), 2 * spec.k_heads + spec.v_heads)](
+    has = triton.next_power_of_2(spec.conv_width)
+    _short_conv[(len(out), 2 * spec.k_heads + spec.v_heads)](
         qkvz,
         weights.conv,
         states,
@@ -260,18 +260,18 @@ def delta_net(
         V_HEADS=spec.v_heads,
         K_DIM=spec.k_dim,
         V_DIM=spec.v_dim,
-        TAPS=spec.taps,
+        TAPS=spec.conv_width,
         HAS=has,
         BLOCK=triton.next_power_of_2(max(spec.k_dim, spec.v_dim)),
         FIELDS=ROW_FIELDS,
         **options(1),
     )
     columns = min(COLUMNS, triton.next_power_of_2(spec.v_dim))
-    _remember[(len(rows.numbers), spec.v_heads, triton.cdiv(spec.v_dim, columns))](
+    _delta_rule[(len(rows.numbers), spec.v_heads, triton.cdiv(spec.v_dim, columns))](
         scratch.mixed,
         ba,
         weights.decay,
-        weights.dt,
+        weights.dt_bias,
         states,
         rows.numbers,
         scratch.raw,
@@ -286,8 +286,8 @@ def delta_net(
         FIELDS=ROW_FIELDS,
         **options(1),
     )
-    if spec.taps > 1:
-        _keep_last[(len(rows.numbers), triton.cdiv(spec.width, 256))](
+    if spec.conv_width > 1:
+        _store_conv_state[(len(rows.numbers), triton.cdiv(spec.width, 256))](
             qkvz,
             states,
             rows.numbers,
@@ -295,13 +295,13 @@ def delta_net(
             spec.k_dim * spec.v_width,
             spec.width,
             spec.width + spec.v_width,
-            TAPS=spec.taps,
+            TAPS=spec.conv_width,
             HAS=has,
             BLOCK=256,
             FIELDS=ROW_FIELDS,
             **options(1),
         )
-    _finish[(len(out), spec.v_heads)](
+    _gated_norm[(len(out), spec.v_heads)](
         scratch.raw,
         qkvz,
         weights.gain,
@@ -314,10 +314,10 @@ def delta_net(
     )
 
 
-def gate_by(x: Any, gate: Any, out: Any) -> None:
+def sigmoid_mul(x: Any, gate: Any, out: Any) -> None:
     """x * sigmoid(gate): [T, width] with [T, width] or [T, 1]."""
     count, width = x.shape
     block = min(triton.next_power_of_2(width), 2048)
-    _gate_by[(count, triton.cdiv(width, block))](
+    _sigmoid_mul[(count, triton.cdiv(width, block))](
         x, gate, out, width, ONE=gate.shape[1] == 1, BLOCK=block, **options(max(block // 512, 1))
     )

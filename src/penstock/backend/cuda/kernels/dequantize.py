@@ -22,7 +22,7 @@ from penstock.backend.cuda.pack_quantized import QuantizedWeight
 
 
 @triton.jit
-def _expand(
+def _dequantize_matrix(
     low,
     high,
     scales,
@@ -63,7 +63,7 @@ def _expand(
 
 
 @triton.jit
-def _gather(
+def _dequantize_rows(
     tokens,
     low,
     high,
@@ -103,10 +103,10 @@ def _gather(
     tl.store(out + item.to(tl.int64) * width + column, line.to(out.dtype.element_ty), column < width)
 
 
-def expand(weight: QuantizedWeight, out: Any) -> None:
+def dequantize_matrix(weight: QuantizedWeight, out: Any) -> None:
     """out [rows, width]: every value."""
     grid = (triton.cdiv(weight.tiles, 4), triton.cdiv(weight.rows, 64))
-    _expand[grid](
+    _dequantize_matrix[grid](
         *arrays(weight),
         out,
         weight.rows,
@@ -120,8 +120,8 @@ def expand(weight: QuantizedWeight, out: Any) -> None:
     )
 
 
-def gather(weight: QuantizedWeight, tokens: Any, out: Any) -> None:
+def dequantize_rows(weight: QuantizedWeight, tokens: Any, out: Any) -> None:
     """out[i] = weight[tokens[i]]."""
-    _gather[(triton.cdiv(weight.tiles, 4), len(tokens))](
+    _dequantize_rows[(triton.cdiv(weight.tiles, 4), len(tokens))](
         tokens, *arrays(weight), out, weight.tiles, weight.width, BASE, **facts(weight), T=4, **options(1)
     )

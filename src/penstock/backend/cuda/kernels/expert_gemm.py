@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from penstock.backend.cuda.kernels.expert_routing import Seats, most_blocks
+from penstock.backend.cuda.kernels.expert_routing import ExpertPermutation, most_blocks
 from penstock.backend.cuda.kernels.mma_fragments import (
     BASE,
     affine_of,
@@ -32,7 +32,7 @@ LINES, WIDTH = 8, 512  # of a plain matrix, for one row
 WARPS, STEPS, TILES = 4, 2, 1  # of a quantized one: see few.py
 
 
-class Rows(NamedTuple):
+class ExpertRows(NamedTuple):
     """What is multiplied. Of each row of x there are `each` pairs, one after the other: with several experts, or with
     one."""
 
@@ -42,7 +42,7 @@ class Rows(NamedTuple):
 
 
 @triton.jit
-def _pair(
+def _expert_gemv(
     x,
     weight,
     bias,
@@ -86,11 +86,11 @@ def _pair(
     tl.store(out + pair.to(tl.int64) * rows + row, y.to(out.dtype.element_ty), row < rows)
 
 
-def multiply_pairs(rows: Rows, weight: Any, bias: Any | None, out: Any, gated: bool) -> None:
+def expert_gemv(rows: ExpertRows, weight: Any, bias: Any | None, out: Any, gated: bool) -> None:
     """out [pairs, rows of an expert]; weight [experts * rows, width]. Gated: silu of the first half of an expert's rows
     times the second, so out is half as wide."""
     lines = out.shape[1]
-    _pair[(triton.cdiv(lines, LINES), len(out))](
+    _expert_gemv[(triton.cdiv(lines, LINES), len(out))](
         rows.x,
         weight,
         weight if bias is None else bias,
@@ -108,7 +108,7 @@ def multiply_pairs(rows: Rows, weight: Any, bias: Any | None, out: Any, gated: b
 
 
 @triton.jit
-def _coded_pair(
+def _quant_expert_gemv(
     x,
     low,
     high,
@@ -164,11 +164,11 @@ def _coded_pair(
     finish(tl.sum(total, 0), first, bias + expert.to(tl.int64) * rows, out, 1, rows, 0, R, 4, GATED, BIAS)
 
 
-def multiply_coded_pairs(rows: Rows, weight: QuantizedWeight, bias: Any | None, out: Any, gated: bool) -> None:
+def quant_expert_gemv(rows: ExpertRows, weight: QuantizedWeight, bias: Any | None, out: Any, gated: bool) -> None:
     across = 1 << (weight.tiles - 1).bit_length()
     warps = min(WARPS, across)
     steps = min(STEPS, max(across // warps, 1))
-    _coded_pair[(triton.cdiv(out.shape[1], 16 * TILES), len(out))](
+    _quant_expert_gemv[(triton.cdiv(out.shape[1], 16 * TILES), len(out))](
         rows.x,
         *arrays(weight),
         weight.scales if bias is None else bias,
@@ -202,7 +202,7 @@ def block_of(blocks, pairs, N: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["each"])
-def _block(
+def _expert_gemm(
     x,
     weight,
     bias,
@@ -246,11 +246,11 @@ def _block(
     tl.store(out + place, total.to(out.dtype.element_ty), (row < rows)[:, None] & there[None, :])
 
 
-def multiply_blocks(rows: Rows, seats: Seats, size: int, weight: Any, bias: Any | None, out: Any) -> None:
+def expert_gemm(rows: ExpertRows, seats: ExpertPermutation, size: int, weight: Any, bias: Any | None, out: Any) -> None:
     """The same for blocks of `size` seats."""
     lines, width, count = out.shape[1], weight.shape[1], len(seats.counts) - 1
     step = 256 // weight.element_size() // (2 if size >= 64 else 1)
-    _block[(triton.cdiv(lines, 64 if size <= 32 else 128), most_blocks(len(out), count, size))](
+    _expert_gemm[(triton.cdiv(lines, 64 if size <= 32 else 128), most_blocks(len(out), count, size))](
         rows.x,
         weight,
         weight if bias is None else bias,
@@ -270,7 +270,7 @@ def multiply_blocks(rows: Rows, seats: Seats, size: int, weight: Any, bias: Any 
 
 
 @triton.jit(do_not_specialize=["each"])
-def _coded_block(
+def _quant_expert_gemm(
     x,
     low,
     high,
@@ -337,11 +337,11 @@ def _coded_block(
     tl.store(out + place, total.to(out.dtype.element_ty), (line < rows)[:, None] & there[None, :])
 
 
-def multiply_coded_blocks(
-    rows: Rows, seats: Seats, size: int, weight: QuantizedWeight, bias: Any | None, out: Any
+def quant_expert_gemm(
+    rows: ExpertRows, seats: ExpertPermutation, size: int, weight: QuantizedWeight, bias: Any | None, out: Any
 ) -> None:
     lines, count = out.shape[1], len(seats.counts) - 1
-    _coded_block[(triton.cdiv(lines, 64), most_blocks(len(out), count, size))](
+    _quant_expert_gemm[(triton.cdiv(lines, 64), most_blocks(len(out), count, size))](
         rows.x,
         *arrays(weight),
         weight.scales if bias is None else bias,

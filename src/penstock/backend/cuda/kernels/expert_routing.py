@@ -1,9 +1,8 @@
-"""Which experts compute which tokens.
+"""Routing of tokens to experts, and the permutation that groups token-expert pairs by expert.
 
-A token's experts are its best scores, one after the other. Where there are many tokens, every pair of a token and one
-of its experts gets a seat, those of an expert beside each other, and products run over blocks of seats. Seats are
-counted, not sorted: a program for each expert reads all choices. Nothing here depends on numbers that the host would
-have to know.
+A token's experts are those with its best scores, best first. For many tokens, pairs are permuted so that those of one
+expert are neighbours, and products run over blocks of neighbours. Pairs are counted, not sorted: one program per expert
+reads all choices. Nothing here depends on a number that the host would have to know.
 """
 
 from __future__ import annotations
@@ -96,7 +95,7 @@ def _route(
         merits = tl.where(expert == at, -float("inf"), merits)
         chosen = tl.where(rank == i, at, chosen)
         weight = tl.where(rank == i, tl.sum(tl.where(expert == at, scores, 0.0), 0), weight)
-    if SCORING == "softmax_chosen":
+    if SCORING == "softmax_top_k":
         weight = tl.where(rank < CHOSEN, weight, -float("inf"))
         weight = tl.exp(weight - tl.max(weight, 0))
         weight = weight / tl.sum(weight, 0)
@@ -116,20 +115,20 @@ def route(logits: Any, bias: Any | None, spec: ExpertSpec, experts: Any, weights
         spec.scale,
         COUNT=spec.count,
         PADDED=triton.next_power_of_2(spec.count),
-        CHOSEN=spec.chosen,
-        RANKS=triton.next_power_of_2(spec.chosen),
+        CHOSEN=spec.top_k,
+        RANKS=triton.next_power_of_2(spec.top_k),
         SCORING=spec.scoring,
         BIAS=bias is not None,
         RENORMALIZE=spec.renormalize,
         GROUPS=spec.groups,
-        CHOSEN_GROUPS=spec.chosen_groups,
+        CHOSEN_GROUPS=spec.top_k_groups,
         BY_TWO=spec.group_score == "top2",
         PADDED_GROUPS=triton.next_power_of_2(spec.groups),
         **options(1),
     )
 
 
-class Seats(NamedTuple):
+class ExpertPermutation(NamedTuple):
     """Who sits where, and the blocks that products take."""
 
     pairs: Any  # [T * chosen] of each seat: its token's number * chosen + the rank of its expert
@@ -137,17 +136,17 @@ class Seats(NamedTuple):
     blocks: Any  # [most blocks, 3] expert, first seat, how many seats
 
     @classmethod
-    def on(cls, device: torch.device, spec: ExpertSpec, tokens: int) -> Seats:
+    def on(cls, device: torch.device, spec: ExpertSpec, tokens: int) -> ExpertPermutation:
         ints = {"dtype": torch.int32, "device": device}
-        pairs = tokens * spec.chosen
+        pairs = tokens * spec.top_k
         return cls(
             torch.zeros(pairs, **ints),
             torch.zeros(spec.count + 1, **ints),
-            torch.zeros((most_blocks(pairs, spec.count, SMALLEST), 3), **ints),
+            torch.zeros((most_blocks(pairs, spec.count, SMALLEST_BLOCK), 3), **ints),
         )
 
 
-SMALLEST = 16  # seats of a block
+SMALLEST_BLOCK = 16  # seats of a block
 
 
 def most_blocks(pairs: int, count: int, size: int) -> int:
@@ -156,7 +155,7 @@ def most_blocks(pairs: int, count: int, size: int) -> int:
 
 
 @triton.jit(do_not_specialize=["pairs"])
-def _count(experts, counts, pairs, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _count_pairs(experts, counts, pairs, BLOCK: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         gdc_launch_dependents()
     expert = tl.program_id(0)
@@ -170,7 +169,7 @@ def _count(experts, counts, pairs, BLOCK: tl.constexpr, PDL: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["pairs"])
-def _seat(
+def _permute_pairs(
     experts,
     counts,
     seats,
@@ -207,11 +206,11 @@ def _seat(
         seat += tl.sum(match, 0)
 
 
-def seat(experts: Any, seats: Seats, size: int) -> None:
+def permute_pairs(experts: Any, seats: ExpertPermutation, size: int) -> None:
     """For blocks of up to `size` seats."""
     pairs, count = experts.numel(), len(seats.counts) - 1
-    _count[(count,)](experts, seats.counts, pairs, BLOCK=AT_ONCE, **options())
-    _seat[(count,)](
+    _count_pairs[(count,)](experts, seats.counts, pairs, BLOCK=AT_ONCE, **options())
+    _permute_pairs[(count,)](
         experts,
         seats.counts,
         seats.pairs,
@@ -226,7 +225,7 @@ def seat(experts: Any, seats: Seats, size: int) -> None:
 
 
 @triton.jit
-def _add_up(given, weights, out, width, CHOSEN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _combine_experts(given, weights, out, width, CHOSEN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
@@ -241,8 +240,10 @@ def _add_up(given, weights, out, width, CHOSEN: tl.constexpr, BLOCK: tl.constexp
     tl.store(out + token * width + column, total.to(out.dtype.element_ty), inside)
 
 
-def add_up(given: Any, weights: Any, out: Any) -> None:
+def combine_experts(given: Any, weights: Any, out: Any) -> None:
     """out [T, width] = what each token's experts gave, [T * chosen, width], weighed: in the order of their scores."""
     (tokens, width), chosen = out.shape, weights.shape[1]
     block = min(triton.next_power_of_2(width), 1024)
-    _add_up[(tokens, triton.cdiv(width, block))](given, weights, out, width, CHOSEN=chosen, BLOCK=block, **options())
+    _combine_experts[(tokens, triton.cdiv(width, block))](
+        given, weights, out, width, CHOSEN=chosen, BLOCK=block, **options()
+    )

@@ -22,7 +22,7 @@ from penstock.backend.cuda.kernels.quant_gemm_small import DEFAULT, Tiling, fini
 
 
 @dataclass(frozen=True, slots=True)
-class Float8Weight:
+class Fp8Weight:
     values: Any  # [rows, width] float8_e4m3fn
     scales: Any  # [rows] float32
 
@@ -39,16 +39,16 @@ class Float8Weight:
         return self.rows * (self.width + 4)
 
 
-def empty_float8(rows: int, width: int, device: Any) -> Float8Weight:
+def empty_fp8(rows: int, width: int, device: Any) -> Fp8Weight:
     """In memory for whole tiles of 16 rows: kernels read all of the last one."""
     room = -(-rows // 16) * 16
     values = torch.empty((room, width), dtype=torch.float8_e4m3fn, device=device)
-    return Float8Weight(values[:rows], torch.empty(room, device=device)[:rows])
+    return Fp8Weight(values[:rows], torch.empty(room, device=device)[:rows])
 
 
-def quantize_float8(values: Any) -> Float8Weight:
+def quantize_fp8(values: Any) -> Fp8Weight:
     """Values [rows, width] on the device, some rows at a time."""
-    weight = empty_float8(len(values), values.shape[1], values.device)
+    weight = empty_fp8(len(values), values.shape[1], values.device)
     for first in range(0, len(values), 1024):
         some = values[first : first + 1024].float()
         scale = some.abs().amax(1).clamp(min=1e-12) / LARGEST
@@ -92,7 +92,7 @@ def load_items(
 
 
 @triton.jit(do_not_specialize=["count"])
-def _few_float8(
+def _fp8_gemm_small(
     x,
     values,
     scales,
@@ -137,11 +137,11 @@ def _few_float8(
     finish(y, first, bias, out, count, rows, out_stride, R, COLUMNS, GATED, BIAS)
 
 
-def few_float8(
-    x: Any, weight: Float8Weight, bias: Any | None, out: Any, *, gated: bool = False, tiling: Tiling = DEFAULT
+def fp8_gemm_small(
+    x: Any, weight: Fp8Weight, bias: Any | None, out: Any, *, gated: bool = False, tiling: Tiling = DEFAULT
 ) -> None:
     """out [T, rows] = x [T, width] @ weight.T (+ bias) for up to 16 rows of bfloat16; gated as in few.py."""
-    _few_float8[(triton.cdiv(out.shape[1], 16 * tiling.tiles // (2 if gated else 1)),)](
+    _fp8_gemm_small[(triton.cdiv(out.shape[1], 16 * tiling.tiles // (2 if gated else 1)),)](
         x.view(torch.int32),
         weight.values.view(torch.int32),
         weight.scales,
@@ -164,7 +164,7 @@ def few_float8(
     )
 
 
-def multiply_float8(codes: Any, scales: Any, weight: Float8Weight, bias: Any | None, out: Any) -> None:
+def cublas_fp8_gemm(codes: Any, scales: Any, weight: Fp8Weight, bias: Any | None, out: Any) -> None:
     """The library's product, of rows that are quantized already, in bfloat16. The tensor cores' own sums are exact
     enough beside the codes' rounding, and a tenth faster than sums that leave them every 128 columns."""
     torch._scaled_mm(
@@ -181,7 +181,7 @@ def multiply_float8(codes: Any, scales: Any, weight: Float8Weight, bias: Any | N
 
 
 @triton.jit
-def _gather(tokens, values, scales, out, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _gather_fp8(tokens, values, scales, out, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         gdc_launch_dependents()
     item = tl.program_id(0).to(tl.int64)
@@ -193,8 +193,8 @@ def _gather(tokens, values, scales, out, width, BLOCK: tl.constexpr, PDL: tl.con
     tl.store(out + item * width + column, line.to(out.dtype.element_ty), column < width)
 
 
-def gather_float8(weight: Float8Weight, tokens: Any, out: Any) -> None:
+def gather_fp8(weight: Fp8Weight, tokens: Any, out: Any) -> None:
     """out[i] = weight[tokens[i]]."""
     block = min(triton.next_power_of_2(weight.width), 1024)
     grid = (len(tokens), triton.cdiv(weight.width, block))
-    _gather[grid](tokens, weight.values, weight.scales, out, weight.width, BLOCK=block, **options())
+    _gather_fp8[grid](tokens, weight.values, weight.scales, out, weight.width, BLOCK=block, **options())

@@ -13,21 +13,21 @@ from penstock.backend.cuda.kernels.pdl import gdc_launch_dependents, gdc_wait, o
 LARGEST = 448.0
 
 
-class Codes(NamedTuple):
+class Fp8Activations(NamedTuple):
     values: Any  # [T, width] float8_e4m3fn
     scales: Any  # [T] float32
 
 
-def codes_in(rows: Any) -> Codes:
-    """Room for the codes of rows where the rows themselves, of 16 bits, would be."""
+def fp8_view(rows: Any) -> Fp8Activations:
+    """ThresholdScratch for the codes of rows where the rows themselves, of 16 bits, would be."""
     count, width = rows.shape
     room = rows.view(torch.uint8).view(-1)
     values = room[: count * width].view(torch.float8_e4m3fn).view(count, width)
-    return Codes(values, room[count * width :][: 4 * count].view(torch.float32))
+    return Fp8Activations(values, room[count * width :][: 4 * count].view(torch.float32))
 
 
 @triton.jit
-def store_codes(values, codes, scale_at, inside):
+def store_fp8(values, codes, scale_at, inside):
     """Of one row that a program has as a whole."""
     scale = tl.maximum(tl.max(tl.abs(values), 0), 1e-12) / 448.0
     tl.store(scale_at, scale)
@@ -35,7 +35,7 @@ def store_codes(values, codes, scale_at, inside):
 
 
 @triton.jit
-def _quantize_rows(x, codes, scales, width, stride, WIDTH: tl.constexpr, PDL: tl.constexpr):
+def _quantize_activations(x, codes, scales, width, stride, WIDTH: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
@@ -44,11 +44,11 @@ def _quantize_rows(x, codes, scales, width, stride, WIDTH: tl.constexpr, PDL: tl
     if PDL:
         gdc_wait()
     values = tl.load(x + row * stride + column, inside, 0.0).to(tl.float32)
-    store_codes(values, codes + row * width + column, scales + row, inside)
+    store_fp8(values, codes + row * width + column, scales + row, inside)
 
 
-def quantize_rows(x: Any, codes: Any, scales: Any) -> None:
+def quantize_activations(x: Any, codes: Any, scales: Any) -> None:
     """x [T, width] to codes [T, width] in float8 and scales [T]."""
     rows, width = x.shape
     block = triton.next_power_of_2(width)
-    _quantize_rows[(rows,)](x, codes, scales, width, x.stride(0), WIDTH=block, **options(max(block // 1024, 4)))
+    _quantize_activations[(rows,)](x, codes, scales, width, x.stride(0), WIDTH=block, **options(max(block // 1024, 4)))

@@ -14,14 +14,14 @@ import triton
 import triton.language as tl
 
 from penstock.backend.cuda.kernels.pdl import gdc_launch_dependents, gdc_wait, options
-from penstock.backend.cuda.kernels.quant_gemm import all_shares
-from penstock.backend.cuda.kernels.skinny import Scratch
+from penstock.backend.cuda.kernels.quant_gemm import sum_splits
+from penstock.backend.cuda.kernels.skinny_gemm import SplitKScratch
 
 COLUMNS = 128  # that share a scale
 
 
 @dataclass(frozen=True, slots=True)
-class BlockFloat8Weight:
+class Fp8BlockWeight:
     values: Any  # [rows, width] float8_e4m3fn
     scales: Any  # [width / 128, rows] float32
 
@@ -47,7 +47,7 @@ class Tiling(NamedTuple):
 
 
 @triton.jit(do_not_specialize=["count"])
-def _blocks(
+def _fp8_block_gemm(
     x,
     item_scales,
     values,
@@ -110,7 +110,7 @@ def _blocks(
         last = tl.atomic_add(mine, 1, sem="acq_rel") == SPLIT - 1
         if last:
             tl.store(mine, 0)
-            total = all_shares(shares, place, stride, wanted, SPLIT)
+            total = sum_splits(shares, place, stride, wanted, SPLIT)
     if last:
         if FLOAT8:
             total *= tl.load(item_scales + item, item < count, 0.0)
@@ -119,25 +119,25 @@ def _blocks(
         tl.store(out + item * out_stride + line, total.to(out.dtype.element_ty), wanted)
 
 
-def multiply_blocks(
+def fp8_block_gemm(
     x: Any,
     item_scales: Any | None,
-    weight: BlockFloat8Weight,
+    weight: Fp8BlockWeight,
     bias: Any | None,
     out: Any,
     tiling: Tiling,
-    scratch: Scratch,
+    scratch: SplitKScratch,
 ) -> None:
     """out [T, rows] = x [T, width] @ weight.T (+ bias) of bfloat16; of float8 where x has scales [T]."""
     grid = (triton.cdiv(weight.rows, tiling.rows), triton.cdiv(len(x), tiling.items), tiling.split)
-    _blocks[grid](
+    _fp8_block_gemm[grid](
         x,
         weight.scales if item_scales is None else item_scales,
         weight.values,
         weight.scales,
         weight.scales if bias is None else bias,
         out,
-        scratch.parts,
+        scratch.partials,
         scratch.arrived,
         len(x),
         weight.rows,
@@ -156,7 +156,7 @@ def multiply_blocks(
 
 
 @triton.jit
-def _gather(tokens, values, scales, out, rows, width, K: tl.constexpr, PDL: tl.constexpr):
+def _gather_fp8_blocks(tokens, values, scales, out, rows, width, K: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         gdc_launch_dependents()
     item = tl.program_id(0).to(tl.int64)
@@ -170,7 +170,9 @@ def _gather(tokens, values, scales, out, rows, width, K: tl.constexpr, PDL: tl.c
     tl.store(out + item * width + column, line.to(out.dtype.element_ty), column < width)
 
 
-def gather_blocks(weight: BlockFloat8Weight, tokens: Any, out: Any) -> None:
+def gather_fp8_blocks(weight: Fp8BlockWeight, tokens: Any, out: Any) -> None:
     """out[i] = weight[tokens[i]]."""
     grid = (len(tokens), len(weight.scales))
-    _gather[grid](tokens, weight.values, weight.scales, out, weight.rows, weight.width, K=COLUMNS, **options())
+    _gather_fp8_blocks[grid](
+        tokens, weight.values, weight.scales, out, weight.rows, weight.width, K=COLUMNS, **options()
+    )

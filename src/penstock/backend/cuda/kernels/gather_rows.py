@@ -11,7 +11,7 @@ from penstock.backend.cuda.kernels.pdl import gdc_launch_dependents, gdc_wait, o
 
 
 @triton.jit(do_not_specialize=["count"])
-def _known_tokens(tokens, slots, last, out, count, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _resolve_tokens(tokens, slots, last, out, count, BLOCK: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         gdc_launch_dependents()
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -23,14 +23,14 @@ def _known_tokens(tokens, slots, last, out, count, BLOCK: tl.constexpr, PDL: tl.
     tl.store(out + at, tl.where(token < 0, sampled, token), inside)
 
 
-def known_tokens(tokens: Any, slots: Any, last: Any, out: Any) -> None:
+def resolve_tokens(tokens: Any, slots: Any, last: Any, out: Any) -> None:
     """The step's tokens; where they say LAST_SAMPLED, the one that the token's slot sampled in the step before."""
     count = len(tokens)
-    _known_tokens[(triton.cdiv(count, 256),)](tokens, slots, last, out, count, BLOCK=256, **options())
+    _resolve_tokens[(triton.cdiv(count, 256),)](tokens, slots, last, out, count, BLOCK=256, **options())
 
 
 @triton.jit
-def _take_rows(source, index, out, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _gather_rows(source, index, out, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
@@ -43,8 +43,8 @@ def _take_rows(source, index, out, width, BLOCK: tl.constexpr, PDL: tl.constexpr
     tl.store(out + row * width + column, value.to(out.dtype.element_ty), inside)
 
 
-def take_rows(source: Any, index: Any, out: Any) -> None:
+def gather_rows(source: Any, index: Any, out: Any) -> None:
     """out[i] = source[index[i]]."""
     rows, width = out.shape
     block = min(triton.next_power_of_2(width), 1024)
-    _take_rows[(rows, triton.cdiv(width, block))](source, index, out, width, BLOCK=block, **options())
+    _gather_rows[(rows, triton.cdiv(width, block))](source, index, out, width, BLOCK=block, **options())

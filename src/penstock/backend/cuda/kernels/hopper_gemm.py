@@ -17,9 +17,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from penstock.backend.cuda.kernels.pdl import gdc_launch_dependents, gdc_wait, options
-from penstock.backend.cuda.kernels.skinny import Scratch
+from penstock.backend.cuda.kernels.skinny_gemm import SplitKScratch
 
-MOST = 128  # rows
+MAX_ROWS = 128  # rows
 HALF = 64  # rows of the matrix in each half of a tile
 LINE = 128  # bytes of a row in a tile
 WARPS = 4
@@ -73,7 +73,7 @@ def _keep(value, out, first, rows, count, out_stride, LAYOUT: gl.constexpr):
 
 
 @gluon.jit(do_not_specialize=["count", "split", "lines"])
-def _stream(
+def _hopper_gemm(
     matrix,
     x,
     scales,
@@ -193,13 +193,13 @@ def steps_of(width: int, itemsize: int) -> int:
     return -(-width * itemsize // LINE)
 
 
-def stream(
+def hopper_gemm(
     x: Any,
     weight: Any,
     bias: Any | None,
     out: Any,
     tiling: Tiling,
-    scratch: Scratch,
+    scratch: SplitKScratch,
     *,
     gated: bool = False,
     scales: Any | None = None,
@@ -210,14 +210,14 @@ def stream(
     (count, width), rows = x.shape, out.shape[1]
     tiles = -(-rows // (HALF if gated else 2 * HALF))
     columns = LINE // weight.element_size()
-    _stream[(-(-tiles // tiling.lines) * tiling.split,)](
+    _hopper_gemm[(-(-tiles // tiling.lines) * tiling.split,)](
         described(weight, HALF, columns),
         described(x, items_of(count), columns),
         out if scales is None else scales,
         out if item_scales is None else item_scales,
         out if bias is None else bias,
         out,
-        scratch.parts,
+        scratch.partials,
         scratch.arrived,
         count,
         rows,

@@ -7,7 +7,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from penstock.backend.cuda.kernels.fp8_activations import Codes, store_codes
+from penstock.backend.cuda.kernels.fp8_activations import Fp8Activations, store_fp8
 from penstock.backend.cuda.kernels.pdl import gdc_launch_dependents, gdc_wait, options
 
 
@@ -45,7 +45,7 @@ def _add_layer_norm(
     variance = tl.sum(value * value) / dim
     normed = value * (1.0 / tl.sqrt(variance + eps)) * scale + shift
     if CODES:
-        store_codes(normed, out + place, scales + row, inside)
+        store_fp8(normed, out + place, scales + row, inside)
     else:
         tl.store(out + place, normed.to(out.dtype.element_ty), inside)
 
@@ -58,7 +58,7 @@ def add_layer_norm(
     eps: float,
     out: Any,
     total: Any | None,
-    codes: Codes | None = None,
+    codes: Fp8Activations | None = None,
 ) -> None:
     """As norm.add_norm, with each row's mean taken off and a bias added."""
     rows, dim = x.shape

@@ -12,8 +12,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from penstock.backend.cuda.kernels.decode_attention import LOG2E, Shares, blocks_of
-from penstock.backend.cuda.kernels.kv import coded, scaling
+from penstock.backend.cuda.kernels.decode_attention import LOG2E, SplitKV, blocks_of
+from penstock.backend.cuda.kernels.kv8 import coded, scaling
 from penstock.backend.cuda.kernels.pdl import gdc_launch_dependents, gdc_wait, options
 from penstock.backend.cuda.kernels.prefill_attention import tokens_per_tile
 from penstock.backend.cuda.kernels.rope import angle_of
@@ -24,7 +24,7 @@ MANY = 64, 32, 8, 2
 
 
 @triton.jit
-def _store_latent(
+def _store_mla_kv(
     q,
     kv,
     gain,
@@ -96,7 +96,7 @@ def _store_latent(
         tl.store(query + right[None, :], (other * cos[None, :] + one * sin[None, :]).to(q.dtype.element_ty), inside)
 
 
-def store_latent(
+def store_mla_kv(
     q: Any,
     kv: Any,
     gain: Any,
@@ -113,7 +113,7 @@ def store_latent(
     the cache's start."""
     heads, v_dim = q.shape[1] // kv.shape[1], len(gain)
     pairs = (kv.shape[1] - v_dim) // 2
-    _store_latent[(len(q), 1 + triton.cdiv(heads, HEADS))](
+    _store_mla_kv[(len(q), 1 + triton.cdiv(heads, HEADS))](
         q,
         kv,
         gain,
@@ -197,7 +197,7 @@ def _gather(
 
 
 @triton.jit
-def _attend_latent_parts(
+def _mla_decode(
     q,
     cache,
     scales,
@@ -288,7 +288,7 @@ def _attend_latent_parts(
 
 
 @triton.jit
-def _attend_latent_tiles(
+def _mla_prefill(
     q,
     cache,
     scales,
@@ -352,22 +352,22 @@ def _attend_latent_tiles(
     tl.store(target, (mix / total[:, None]).to(out.dtype.element_ty), there[:, None] & (v < V_DIM)[None, :])
 
 
-def attend_latent_parts(
+def mla_decode(
     q: Any,
     cache: Any,
     parts: Any,
     tables: Any,
     header: Any,
     out: Any,
-    shares: Shares,
+    shares: SplitKV,
     v_dim: int,
     scale: float,
     scales: Any | None = None,
 ) -> None:
-    """As attend_parts, of queries that are turned and keys that are stored."""
+    """As decode_attention, of queries that are turned and keys that are stored."""
     heads = out.shape[1] // v_dim
     shape, launch = about(FEW, cache, scales, heads, v_dim)
-    _attend_latent_parts[(triton.cdiv(heads, FEW[0]), len(parts))](
+    _mla_decode[(triton.cdiv(heads, FEW[0]), len(parts))](
         q,
         cache,
         parts if scales is None else scales,
@@ -382,7 +382,7 @@ def attend_latent_parts(
     )
 
 
-def attend_latent_tiles(
+def mla_prefill(
     q: Any,
     cache: Any,
     tiles: Any,
@@ -393,10 +393,10 @@ def attend_latent_tiles(
     scale: float,
     scales: Any | None = None,
 ) -> None:
-    """As attend_tiles, of tiles that hold at most tokens_per_tile(heads)."""
+    """As prefill_attention, of tiles that hold at most tokens_per_tile(heads)."""
     heads = out.shape[1] // v_dim
     shape, launch = about(MANY, cache, scales, heads, v_dim)
-    _attend_latent_tiles[(triton.cdiv(tokens_per_tile(heads) * heads, MANY[0]), len(tiles))](
+    _mla_prefill[(triton.cdiv(tokens_per_tile(heads) * heads, MANY[0]), len(tiles))](
         q, cache, tiles if scales is None else scales, tiles, tables, header, out, scale * LOG2E, **shape, **launch
     )
 

@@ -7,7 +7,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from penstock.backend.cuda.kernels.fp8_activations import Codes, store_codes
+from penstock.backend.cuda.kernels.fp8_activations import Fp8Activations, store_fp8
 from penstock.backend.cuda.kernels.pdl import gdc_launch_dependents, gdc_wait, options
 
 
@@ -42,13 +42,19 @@ def _add_norm(
     mean_square = tl.sum(value * value) / dim
     normed = value * (1.0 / tl.sqrt(mean_square + eps)) * scale
     if CODES:
-        store_codes(normed, out + place, scales + row, inside)
+        store_fp8(normed, out + place, scales + row, inside)
     else:
         tl.store(out + place, normed.to(out.dtype.element_ty), inside)
 
 
 def add_norm(
-    x: Any, residual: Any | None, gain: Any, eps: float, out: Any, total: Any | None, codes: Codes | None = None
+    x: Any,
+    residual: Any | None,
+    gain: Any,
+    eps: float,
+    out: Any,
+    total: Any | None,
+    codes: Fp8Activations | None = None,
 ) -> None:
     """total = x + residual; out = rms_norm(total) * gain. Without a residual, `total` is x itself: [T, dim]. With
     `codes`, the rows go there, in float8, instead of to `out`."""

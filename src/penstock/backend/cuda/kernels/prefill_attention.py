@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from penstock.backend.cuda.kernels.decode_attention import LOG2E, blocks_of, sink_of, soft_capped
-from penstock.backend.cuda.kernels.kv import scaling
+from penstock.backend.cuda.kernels.kv8 import scaling
 from penstock.backend.cuda.kernels.pdl import gdc_launch_dependents, gdc_wait, options
 
 QUERIES = 128  # pairs of token and head in a tile
@@ -63,7 +63,7 @@ def _fold(
 
 
 @triton.jit
-def _attend_tiles(
+def _prefill_attention(
     qkv,
     cache,
     scales,
@@ -156,6 +156,8 @@ def _attend_tiles(
     for start in tl.range(whole, end, TILE):
         position = start + tl.arange(0, TILE)
         seen = position < end
+        if WINDOW:
+            seen = seen & (position > first - WINDOW)  # tables name any block at all before that
         line = (block * (2 * KV_HEADS) + kv_head) * BLOCK_SIZE + position % BLOCK_SIZE
         block = blocks_of(table, position + TILE, end, BLOCK_SIZE)
         inside = seen[:, None] & (d < DIMS)[None, :]
@@ -195,7 +197,7 @@ def _attend_tiles(
     tl.store(target, (mix / total[:, None]).to(out.dtype.element_ty), wanted)
 
 
-def attend_tiles(
+def prefill_attention(
     qkv: Any,
     cache: Any,
     tiles: Any,
@@ -213,7 +215,7 @@ def attend_tiles(
     has reached; header[0] is the width of tables."""
     kv_heads, block_size, dims = cache.shape[2:]
     shared = out.shape[1] // dims // kv_heads
-    _attend_tiles[(kv_heads, len(tiles))](
+    _prefill_attention[(kv_heads, len(tiles))](
         qkv,
         cache,
         tiles if scales is None else scales,

@@ -23,7 +23,7 @@ from penstock.backend.cuda.kernels.mma_fragments import (
     values_of,
 )
 from penstock.backend.cuda.kernels.pdl import gdc_launch_dependents, gdc_wait, options
-from penstock.backend.cuda.kernels.skinny import Scratch
+from penstock.backend.cuda.kernels.skinny_gemm import SplitKScratch
 from penstock.backend.cuda.pack_quantized import QuantizedWeight
 
 
@@ -37,7 +37,7 @@ class Tiling(NamedTuple):
 
 
 @triton.jit
-def all_shares(shares, place, stride, inside, SPLIT: tl.constexpr):
+def sum_splits(shares, place, stride, inside, SPLIT: tl.constexpr):
     total = tl.load(shares + place, inside, 0.0, cache_modifier=".cg")
     for split in tl.static_range(1, SPLIT):
         total += tl.load(shares + split * stride + place, inside, 0.0, cache_modifier=".cg")
@@ -45,7 +45,7 @@ def all_shares(shares, place, stride, inside, SPLIT: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["count"])
-def _many(
+def _quant_gemm(
     x,
     low,
     high,
@@ -120,22 +120,24 @@ def _many(
         last = tl.atomic_add(mine, 1, sem="acq_rel") == SPLIT - 1
         if last:
             tl.store(mine, 0)
-            total = all_shares(shares, place, stride, wanted, SPLIT)
+            total = sum_splits(shares, place, stride, wanted, SPLIT)
     if last:
         if BIAS:
             total += tl.load(bias + line, line < rows, 0.0)
         tl.store(out + item * out_stride + line, total.to(out.dtype.element_ty), wanted)
 
 
-def many(x: Any, weight: QuantizedWeight, bias: Any | None, out: Any, tiling: Tiling, scratch: Scratch) -> None:
+def quant_gemm(
+    x: Any, weight: QuantizedWeight, bias: Any | None, out: Any, tiling: Tiling, scratch: SplitKScratch
+) -> None:
     """out [T, rows] = x [T, width] @ weight.T (+ bias), of bfloat16."""
     grid = (triton.cdiv(weight.rows, 16 * tiling.tiles), triton.cdiv(len(x), tiling.rows), tiling.split)
-    _many[grid](
+    _quant_gemm[grid](
         x,
         *arrays(weight),
         weight.scales if bias is None else bias,
         out,
-        scratch.parts,
+        scratch.partials,
         scratch.arrived,
         len(x),
         weight.rows,

@@ -200,7 +200,7 @@ def finish(
 
 
 @triton.jit(do_not_specialize=["count"])
-def _few(
+def _quant_gemm_small(
     x,
     low,
     high,
@@ -259,13 +259,13 @@ def _few(
     finish(y, first, bias, out, count, rows, out_stride, R, COLUMNS, GATED, BIAS)
 
 
-def few(
+def quant_gemm_small(
     x: Any, weight: QuantizedWeight, bias: Any | None, out: Any, *, gated: bool = False, tiling: Tiling = DEFAULT
 ) -> None:
     """out [T, rows] = x [T, width] @ weight.T (+ bias) for up to 16 rows of bfloat16; gated: silu of its first half
     times its second, so out is half as wide."""
     programs = triton.cdiv(out.shape[1], 16 * tiling.tiles // (2 if gated else 1))
-    _few[(programs,)](
+    _quant_gemm_small[(programs,)](
         x,
         *arrays(weight),
         weight.scales if bias is None else bias,

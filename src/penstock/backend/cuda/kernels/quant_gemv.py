@@ -196,7 +196,7 @@ def add_blocks(
 
 
 @triton.jit
-def _one(
+def _quant_gemv(
     x,
     low,
     high,
@@ -261,11 +261,13 @@ def _one(
     finish(y, first, bias, out, 1, rows, 0, R, 1, GATED, BIAS)
 
 
-def one(x: Any, weight: QuantizedWeight, bias: Any | None, out: Any, *, gated: bool = False, tiling: Tiling) -> None:
+def quant_gemv(
+    x: Any, weight: QuantizedWeight, bias: Any | None, out: Any, *, gated: bool = False, tiling: Tiling
+) -> None:
     """out [1, rows] = x [1, width] @ weight.T (+ bias) of bfloat16, for groups of 16 or 32 columns; gated as in
     few.py."""
     tiles = tiling.blocks * 8 // weight.coding.groups
-    _one[(triton.cdiv(out.shape[1], 16 * tiling.tiles // (2 if gated else 1)),)](
+    _quant_gemv[(triton.cdiv(out.shape[1], 16 * tiling.tiles // (2 if gated else 1)),)](
         x,
         *arrays(weight),
         weight.scales if bias is None else bias,

@@ -11,7 +11,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from penstock.backend.cuda.kernels.kv import coded, scaling
+from penstock.backend.cuda.kernels.kv8 import coded, scaling
 from penstock.backend.cuda.kernels.pdl import gdc_launch_dependents, gdc_wait, options
 
 HEADS = 16  # of one program
@@ -25,7 +25,7 @@ def angle_of(position, frequency):
 
 
 @triton.jit
-def turns_of(inv_freq, position, rope_scale, d, TURNED: tl.constexpr, INTERLEAVED: tl.constexpr, DIMS: tl.constexpr):
+def rotation_of(inv_freq, position, rope_scale, d, TURNED: tl.constexpr, INTERLEAVED: tl.constexpr, DIMS: tl.constexpr):
     """(cos, sin, other): x[d] turned is x[d] * cos + x[other] * sin. Of the pairs, TURNED are."""
     HALF: tl.constexpr = TURNED if TURNED > 0 else 1
     pair = d // 2 if INTERLEAVED else d % HALF

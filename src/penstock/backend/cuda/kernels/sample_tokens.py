@@ -46,7 +46,7 @@ def row_peak(peaks, row, chunks, CHUNKS: tl.constexpr):
 
 
 @triton.jit
-def _peaks(logits, peaks, where, vocab, chunks, CHUNK: tl.constexpr, PDL: tl.constexpr):
+def _chunk_maxima(logits, peaks, where, vocab, chunks, CHUNK: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
@@ -142,7 +142,7 @@ def _draw(
     tl.store(last + tl.load(slots + row), token)
 
 
-def choose(
+def sample_tokens(
     logits: Any,
     temperature: Any,
     least: Any | None,
@@ -183,7 +183,7 @@ def choose(
     )
 
 
-def find_peaks(logits: Any, peaks: Any, where: Any) -> None:
+def find_chunk_maxima(logits: Any, peaks: Any, where: Any) -> None:
     rows, vocab = logits.shape
     chunks = triton.cdiv(vocab, CHUNK)
-    _peaks[(rows, chunks)](logits, peaks, where, vocab, chunks, CHUNK=CHUNK, **options(8))
+    _chunk_maxima[(rows, chunks)](logits, peaks, where, vocab, chunks, CHUNK=CHUNK, **options(8))

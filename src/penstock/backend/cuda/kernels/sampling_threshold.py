@@ -17,24 +17,24 @@ from penstock.backend.cuda.kernels.pdl import gdc_launch_dependents, gdc_wait, o
 from penstock.backend.cuda.kernels.sample_tokens import CHUNK, mass_of, row_peak, weigh
 
 BLOCK = 8192
-FEW = 2048  # weights among which the threshold is looked for first
+CANDIDATES = 2048  # weights among which the threshold is looked for first
 SHIFT = 21
 LEVELS = 512  # the bits of 1, the largest weight, without the last 21, and some
 
 
-class Room(NamedTuple):
+class ThresholdScratch(NamedTuple):
     """What the passes leave for each other."""
 
     weights: Any  # [S, vocab] float32
     counts: Any  # [S, chunks, LEVELS] int32
     masses: Any  # [S, chunks] int64
     levels: Any  # [S, 2] int32: the lowest bits of the few, and how many there are
-    few: Any  # [S, FEW] float32
+    few: Any  # [S, CANDIDATES] float32
 
     @classmethod
-    def on(cls, device: torch.device, rows: int, vocab: int) -> Room:
+    def on(cls, device: torch.device, rows: int, vocab: int) -> ThresholdScratch:
         chunks = triton.cdiv(vocab, CHUNK)
-        sizes = ((rows, vocab), (rows, chunks, LEVELS), (rows, chunks), (rows, 2), (rows, FEW))
+        sizes = ((rows, vocab), (rows, chunks, LEVELS), (rows, chunks), (rows, 2), (rows, CANDIDATES))
         kinds = (torch.float32, torch.int32, torch.int64, torch.int32, torch.float32)
         return cls(*[torch.empty(size, dtype=kind, device=device) for size, kind in zip(sizes, kinds, strict=True)])
 
@@ -85,10 +85,10 @@ def _find_level(
     chunks,
     SHIFT: tl.constexpr,
     LEVELS: tl.constexpr,
-    FEW: tl.constexpr,
+    CANDIDATES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The lowest level at and above which there are at most FEW weights."""
+    """The lowest level at and above which there are at most CANDIDATES weights."""
     if PDL:
         gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
@@ -101,7 +101,7 @@ def _find_level(
     for chunk in range(0, chunks):
         total += tl.load(counts + (row * chunks + chunk) * LEVELS + level)
     above = tl.sum(total, 0) - tl.cumsum(total, 0) + total
-    lowest = tl.min(tl.where((above <= FEW) & (level > 0), level, LEVELS), 0)
+    lowest = tl.min(tl.where((above <= CANDIDATES) & (level > 0), level, LEVELS), 0)
     tl.store(levels + row * 2, lowest << SHIFT)
     tl.store(levels + row * 2 + 1, 0)
 
@@ -114,7 +114,7 @@ def _take_few(
     few,
     vocab,
     CHUNK: tl.constexpr,
-    FEW: tl.constexpr,
+    CANDIDATES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Gathers the weights at and above the level, in any order."""
@@ -132,7 +132,7 @@ def _take_few(
     if count > 0:
         first = tl.atomic_add(levels + row * 2 + 1, count)
         place = first + tl.cumsum(taken.to(tl.int32), 0) - 1
-        tl.store(few + row * FEW + place, weight, taken)
+        tl.store(few + row * CANDIDATES + place, weight, taken)
 
 
 @triton.jit
@@ -174,7 +174,7 @@ def _highest_of_few(bits, amount, needed):
 
 
 @triton.jit
-def _cut(
+def _sampling_threshold(
     weights,
     masses,
     levels,
@@ -187,7 +187,7 @@ def _cut(
     vocab,
     chunks,
     CHUNKS: tl.constexpr,
-    FEW: tl.constexpr,
+    CANDIDATES: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -204,13 +204,13 @@ def _cut(
     if (heat > 0.0) & (by_rank | (p < 1.0)):
         base = row * vocab
         count = tl.load(levels + row * 2 + 1)
-        index = tl.arange(0, FEW)
-        weight = tl.load(few + row * FEW + index, index < count, 0.0)
+        index = tl.arange(0, CANDIDATES)
+        weight = tl.load(few + row * CANDIDATES + index, index < count, 0.0)
         bits = tl.where(index < count, weight.to(tl.int32, bitcast=True), -1)
         among_few = by_rank & (k <= count)
         if by_rank:
             if among_few:
-                found = _highest_of_few(bits, tl.full([FEW], 1, tl.int64), k.to(tl.int64))
+                found = _highest_of_few(bits, tl.full([CANDIDATES], 1, tl.int64), k.to(tl.int64))
             else:
                 found = _highest_bits(weights, base, k.to(tl.int64), 0.0, vocab, False, BLOCK)
             floor = tl.maximum(floor, found.to(tl.float32, bitcast=True))
@@ -231,7 +231,9 @@ def _cut(
     tl.store(least + row, floor)
 
 
-def cut(logits: Any, peaks: Any, room: Room, temperature: Any, top_k: Any, top_p: Any, min_p: Any, least: Any) -> None:
+def sampling_threshold(
+    logits: Any, peaks: Any, room: ThresholdScratch, temperature: Any, top_k: Any, top_p: Any, min_p: Any, least: Any
+) -> None:
     """least [S] from logits [S, vocab] and the peaks of their chunks."""
     rows, vocab = logits.shape
     chunks = peaks.shape[1]
@@ -254,10 +256,10 @@ def cut(logits: Any, peaks: Any, room: Room, temperature: Any, top_k: Any, top_p
         **{**options(8), "enable_fp_fusion": False},
     )
     _find_level[(rows,)](
-        room.counts, temperature, room.levels, chunks, SHIFT=SHIFT, LEVELS=LEVELS, FEW=few, **options()
+        room.counts, temperature, room.levels, chunks, SHIFT=SHIFT, LEVELS=LEVELS, CANDIDATES=few, **options()
     )
-    _take_few[grid](room.weights, temperature, room.levels, room.few, vocab, CHUNK=CHUNK, FEW=few, **options(8))
-    _cut[(rows,)](
+    _take_few[grid](room.weights, temperature, room.levels, room.few, vocab, CHUNK=CHUNK, CANDIDATES=few, **options(8))
+    _sampling_threshold[(rows,)](
         room.weights,
         room.masses,
         room.levels,
@@ -269,7 +271,7 @@ def cut(logits: Any, peaks: Any, room: Room, temperature: Any, top_k: Any, top_p
         least,
         vocab,
         chunks,
-        FEW=few,
+        CANDIDATES=few,
         BLOCK=min(BLOCK, triton.next_power_of_2(vocab)),
         **whole,
         **options(8),

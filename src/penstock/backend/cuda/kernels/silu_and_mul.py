@@ -7,7 +7,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from penstock.backend.cuda.kernels.fp8_activations import Codes, store_codes
+from penstock.backend.cuda.kernels.fp8_activations import Fp8Activations, store_fp8
 from penstock.backend.cuda.kernels.pdl import gdc_launch_dependents, gdc_wait, options
 
 
@@ -23,7 +23,9 @@ def gelu(x):
 
 
 @triton.jit
-def _gate(x, out, scales, hidden, ACT: tl.constexpr, CODES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _act_and_mul(
+    x, out, scales, hidden, ACT: tl.constexpr, CODES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
     if PDL:
         gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
@@ -39,18 +41,18 @@ def _gate(x, out, scales, hidden, ACT: tl.constexpr, CODES: tl.constexpr, BLOCK:
     else:
         gated = (gelu(left) if ACT == "gelu_tanh" else silu(left)) * right
     if CODES:
-        store_codes(gated, out + row * hidden + column, scales + row, inside)
+        store_fp8(gated, out + row * hidden + column, scales + row, inside)
     else:
         tl.store(out + row * hidden + column, gated.to(out.dtype.element_ty), inside)
 
 
-def gate(x: Any, out: Any, codes: Codes | None = None, act: str = "silu") -> None:
+def act_and_mul(x: Any, out: Any, codes: Fp8Activations | None = None, act: str = "silu") -> None:
     """[T, 2 * hidden] -> [T, hidden]; with `codes` there, in float8, instead of to `out`."""
     rows, hidden = out.shape
     block = triton.next_power_of_2(hidden)
     if codes is None:
         block = min(block, 2048)
-    _gate[(rows, triton.cdiv(hidden, block))](
+    _act_and_mul[(rows, triton.cdiv(hidden, block))](
         x,
         codes.values if codes else out,
         codes.scales if codes else out,

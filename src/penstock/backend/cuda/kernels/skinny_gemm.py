@@ -17,8 +17,8 @@ from penstock.backend.cuda.kernels.pdl import gdc_launch_dependents, gdc_wait, o
 from penstock.backend.cuda.kernels.silu_and_mul import silu
 
 MAX_SPLIT = 8
-MOST_SHARES = 1 << 23  # values that programs of one product may leave for each other
-MOST_TILES = 1 << 16
+MAX_PARTIALS = 1 << 23  # values that programs of one product may leave for each other
+MAX_TILES = 1 << 16
 
 
 class Tiling(NamedTuple):
@@ -38,7 +38,7 @@ def _sum_parts(parts, place, stride, inside, SPLIT: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["count"])
-def _skinny(
+def _skinny_gemm(
     x,
     weight,
     bias,
@@ -107,29 +107,29 @@ def _skinny(
         tl.store(out + place, total.to(out.dtype.element_ty), wanted)
 
 
-class Scratch(NamedTuple):
+class SplitKScratch(NamedTuple):
     """What programs that share a row's columns leave for each other; `arrived` is all zeros between launches."""
 
-    parts: Any  # float32
+    partials: Any  # float32
     arrived: Any  # int32, one for each tile
 
     @classmethod
-    def on(cls, device: torch.device) -> Scratch:
-        return cls(torch.empty(MOST_SHARES, device=device), torch.zeros(MOST_TILES, dtype=torch.int32, device=device))
+    def on(cls, device: torch.device) -> SplitKScratch:
+        return cls(torch.empty(MAX_PARTIALS, device=device), torch.zeros(MAX_TILES, dtype=torch.int32, device=device))
 
 
-def skinny(
-    x: Any, weight: Any, bias: Any | None, out: Any, tiling: Tiling, scratch: Scratch, *, gated: bool = False
+def skinny_gemm(
+    x: Any, weight: Any, bias: Any | None, out: Any, tiling: Tiling, scratch: SplitKScratch, *, gated: bool = False
 ) -> None:
     """out [count, rows] = x [count, width] @ weight [rows, width].T; gated: silu of its first half times its second,
     so out is half as wide."""
     (count, width), rows = x.shape, out.shape[1]
-    _skinny[(tiling.split, triton.cdiv(rows, tiling.rows))](
+    _skinny_gemm[(tiling.split, triton.cdiv(rows, tiling.rows))](
         x,
         weight,
         weight if bias is None else bias,
         out,
-        scratch.parts,
+        scratch.partials,
         scratch.arrived,
         count,
         rows,

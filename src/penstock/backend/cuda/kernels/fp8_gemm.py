@@ -10,14 +10,14 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from penstock.backend.cuda.kernels.fp8 import Float8Weight
+from penstock.backend.cuda.kernels.fp8 import Fp8Weight
 from penstock.backend.cuda.kernels.pdl import gdc_launch_dependents, gdc_wait, options
-from penstock.backend.cuda.kernels.quant_gemm import Tiling, all_shares
-from penstock.backend.cuda.kernels.skinny import Scratch
+from penstock.backend.cuda.kernels.quant_gemm import Tiling, sum_splits
+from penstock.backend.cuda.kernels.skinny_gemm import SplitKScratch
 
 
 @triton.jit(do_not_specialize=["count"])
-def _tiles(
+def _fp8_gemm(
     codes,
     item_scales,
     values,
@@ -73,7 +73,7 @@ def _tiles(
         last = tl.atomic_add(mine, 1, sem="acq_rel") == SPLIT - 1
         if last:
             tl.store(mine, 0)
-            total = all_shares(shares, place, stride, wanted, SPLIT)
+            total = sum_splits(shares, place, stride, wanted, SPLIT)
     if last:
         total *= tl.load(scales + line, line < rows, 0.0) * tl.load(item_scales + item, item < count, 0.0)
         if BIAS:
@@ -81,19 +81,19 @@ def _tiles(
         tl.store(out + item * out_stride + line, total.to(out.dtype.element_ty), wanted)
 
 
-def tiles_float8(
-    codes: Any, item_scales: Any, weight: Float8Weight, bias: Any | None, out: Any, tiling: Tiling, scratch: Scratch
+def fp8_gemm(
+    codes: Any, item_scales: Any, weight: Fp8Weight, bias: Any | None, out: Any, tiling: Tiling, scratch: SplitKScratch
 ) -> None:
     """out [T, rows] = (codes [T, width] * item_scales [T]) @ weight.T (+ bias)."""
     grid = (triton.cdiv(weight.rows, 16 * tiling.tiles), triton.cdiv(len(codes), tiling.rows), tiling.split)
-    _tiles[grid](
+    _fp8_gemm[grid](
         codes,
         item_scales,
         weight.values,
         weight.scales,
         weight.scales if bias is None else bias,
         out,
-        scratch.parts,
+        scratch.partials,
         scratch.arrived,
         len(codes),
         weight.rows,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from penstock.backend.cuda.kernels.fp8 import quantize_float8
-from penstock.backend.cuda.kernels.fp8_activations import codes_in, quantize_rows
-from penstock.backend.cuda.kernels.hopper_gemm import Tiling, available, stream
-from penstock.backend.cuda.kernels.skinny import Scratch
-from penstock.backend.cuda.tilings import stream_tiling
+from penstock.backend.cuda.kernels.fp8 import quantize_fp8
+from penstock.backend.cuda.kernels.fp8_activations import fp8_view, quantize_activations
+from penstock.backend.cuda.kernels.hopper_gemm import Tiling, available, hopper_gemm
+from penstock.backend.cuda.kernels.skinny_gemm import SplitKScratch
+from penstock.backend.cuda.tilings import hopper_gemm_tiling
 from tests.cuda.device import DEVICE, normal
 
 pytestmark = pytest.mark.skipif(not available(torch.device(DEVICE)), reason="needs a Hopper GPU")
@@ -31,12 +31,12 @@ def test_values_of_16_bits(rows: int, width: int, gated: bool, count: int) -> No
     weight, bias = normal(rows, width, dtype=torch.bfloat16) * 0.02, normal(rows, seed=1)
     x = normal(count, width, dtype=torch.bfloat16, seed=2)
     wanted = gated_or_not(x.double() @ weight.double().t() + bias, gated)
-    scratch = Scratch.on(torch.device(DEVICE))
+    scratch = SplitKScratch.on(torch.device(DEVICE))
     split = 4 if -(-width // 64) % 4 == 0 else 1
-    chosen = stream_tiling(count, int(wanted.shape[1]), width, 2, gated)
+    chosen = hopper_gemm_tiling(count, int(wanted.shape[1]), width, 2, gated)
     for tiling in {chosen, Tiling(1, 3, 3), Tiling(split, 1, 3)}:
         out = torch.full(wanted.shape, torch.nan, dtype=torch.bfloat16, device=DEVICE)
-        stream(x, weight, bias, out, tiling, scratch, gated=gated)
+        hopper_gemm(x, weight, bias, out, tiling, scratch, gated=gated)
         assert difference(out, wanted) < 4e-3
         assert not scratch.arrived.any()
 
@@ -44,14 +44,16 @@ def test_values_of_16_bits(rows: int, width: int, gated: bool, count: int) -> No
 @pytest.mark.parametrize("count", [1, 16, 64, 128])
 @pytest.mark.parametrize(("rows", "width", "gated"), SHAPES)
 def test_values_of_8_bits(rows: int, width: int, gated: bool, count: int) -> None:
-    weight = quantize_float8(normal(rows, width))
+    weight = quantize_fp8(normal(rows, width))
     x = normal(count, width, dtype=torch.bfloat16, seed=2)
-    codes = codes_in(torch.empty_like(x))
-    quantize_rows(x, *codes)
+    codes = fp8_view(torch.empty_like(x))
+    quantize_activations(x, *codes)
     values = weight.values.double() * weight.scales[:, None]
     wanted = gated_or_not((codes.values.double() * codes.scales[:, None]) @ values.t(), gated)
     out = torch.full(wanted.shape, torch.nan, dtype=torch.bfloat16, device=DEVICE)
-    tiling = stream_tiling(count, out.shape[1], width, 1, gated)
+    tiling = hopper_gemm_tiling(count, out.shape[1], width, 1, gated)
     scales = {"scales": weight.scales, "item_scales": codes.scales}
-    stream(codes.values, weight.values, None, out, tiling, Scratch.on(torch.device(DEVICE)), gated=gated, **scales)
+    hopper_gemm(
+        codes.values, weight.values, None, out, tiling, SplitKScratch.on(torch.device(DEVICE)), gated=gated, **scales
+    )
     assert difference(out, wanted) < 6e-3

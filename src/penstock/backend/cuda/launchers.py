@@ -1,0 +1,312 @@
+"""Maps each op of a recorded program (model/program.py) to a function that launches it on the device.
+
+A launcher is called as `launcher(context, step, *buffers, **attributes)`: the buffers are those of the node's inputs,
+outputs and scratch, the attributes are the node's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from penstock.backend.cuda.experts import compute_experts
+from penstock.backend.cuda.inputs import Fields
+from penstock.backend.cuda.kernels import delta_rule, layer_norm, norm
+from penstock.backend.cuda.kernels import norm_qk as norm_qk_kernel
+from penstock.backend.cuda.kernels.decode_attention import Rotation, decode_attention
+from penstock.backend.cuda.kernels.expert_routing import ExpertPermutation
+from penstock.backend.cuda.kernels.fp8_activations import Fp8Activations, fp8_view
+from penstock.backend.cuda.kernels.gather_rows import gather_rows, resolve_tokens
+from penstock.backend.cuda.kernels.mla_attention import mla_decode, mla_prefill, store_mla_kv
+from penstock.backend.cuda.kernels.prefill_attention import prefill_attention
+from penstock.backend.cuda.kernels.rope import rope_and_store
+from penstock.backend.cuda.kernels.silu_and_mul import act_and_mul as act_and_mul_kernel
+from penstock.backend.cuda.kv_cache import Cache
+from penstock.backend.cuda.weights import Weight
+from penstock.errors import UnsupportedModel
+from penstock.model.ops import DeltaWeights, ExpertWeights, Vectors
+from penstock.model.program import Buffer, Capabilities, Node
+from penstock.model.spec import AttentionSpec, DeltaSpec, ExpertSpec
+
+ACTIVATIONS: dict[str, Callable[..., Any]] = {
+    "silu": torch.ops.aten.silu.out,
+    "gelu": torch.ops.aten.gelu.out,
+    "gelu_tanh": partial(torch.ops.aten.gelu.out, approximate="tanh"),
+    "relu": partial(torch.ops.aten.clamp_min.out, min=0),
+}
+SUPPORTED_ACTIVATIONS: dict[str, Collection[str]] = {"act_and_mul": ("silu", "gelu_tanh"), "activate": ACTIVATIONS}
+
+
+@dataclass(slots=True)
+class Memory:
+    """Holds what steps leave on the device for later ones, and scratch that all layers share."""
+
+    last: Any  # [slots + 1] the token each slot sampled last
+    tokens: Any  # [T] the step's tokens, all known
+    split_kv: Any = None  # partial results of decode attention over long contexts
+    caches: dict[int, Cache] = field(default_factory=dict)  # by layer
+    groups: dict[int, int] = field(default_factory=dict)  # the KV group of each layer
+    states: Any = None  # see recurrent_states
+
+    def reserve_arrivals(self, count: int) -> None:
+        """Makes room for `count` counters of finished splits, one for each KV head of each block table."""
+        if len(self.split_kv.arrived) < count:
+            self.split_kv = self.split_kv._replace(arrived=self.split_kv.arrived.new_zeros(count))
+
+
+@dataclass(slots=True)
+class Context:
+    """Holds what launchers need besides a node: the device's memory, and constants that nodes share."""
+
+    memory: Memory
+    device: torch.device
+    _frequencies: dict[tuple[float, ...], Any] = field(default_factory=dict)
+    _permutations: dict[tuple[int, int], ExpertPermutation] = field(default_factory=dict)  # by (experts, top_k)
+
+    def frequencies(self, spec: AttentionSpec) -> Any:
+        """Returns the frequencies of RoPE on the device."""
+        key = spec.rope.inv_freq
+        if key not in self._frequencies:
+            numbers = key or (0.0,)  # kernels are given an address even where nothing is rotated
+            self._frequencies[key] = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        return self._frequencies[key]
+
+    def permutation(self, spec: ExpertSpec) -> ExpertPermutation:
+        """Returns memory for the permutation of tokens to experts, which layers share."""
+        key = spec.count, spec.top_k
+        if key not in self._permutations:
+            self._permutations[key] = ExpertPermutation.on(self.device, spec, len(self.memory.tokens))
+        return self._permutations[key]
+
+
+def bind(node: Node, context: Context) -> Callable[..., None]:
+    """Returns the node's launch: call it with a step and the node's buffers."""
+    if node.op in SUPPORTED_ACTIVATIONS:
+        check_activation(node.attributes["act"], SUPPORTED_ACTIVATIONS[node.op])
+    constants: dict[str, Any] = {}
+    if node.op in ("attend", "attend_mla"):
+        constants["frequencies"] = context.frequencies(node.attributes["spec"])
+    if node.op == "moe":
+        constants["permutation"] = context.permutation(node.attributes["spec"])
+    return partial(LAUNCHERS[node.op], context, **node.attributes, **constants)
+
+
+def check_activation(act: str, supported: Collection[str]) -> None:
+    """Raises UnsupportedModel for an activation that no kernel computes."""
+    if act not in supported:
+        raise UnsupportedModel(f"the activation {act!r} is not computed here; those that are: {', '.join(supported)}")
+
+
+def scratch(node: Node) -> tuple[Buffer, ...]:
+    """Returns the buffers that a node needs while it runs."""
+    if node.op == "gated_linear":
+        return (Buffer(node.outputs[0].symbol, node.attributes["weight"].rows),)  # the product before its gate
+    if node.op == "moe":
+        spec = node.attributes["spec"]
+        widths = 2 * spec.hidden, spec.hidden, node.inputs[0].width
+        choice = Buffer("T", spec.top_k, "float32")  # the numbers of each token's experts, and their weights
+        return (choice, choice, *(Buffer("T", spec.top_k * width) for width in widths))
+    if node.op == "delta_net":
+        spec = node.attributes["spec"]
+        return Buffer("T", spec.width, "float32"), Buffer("T", spec.v_width, "float32")
+    return ()
+
+
+CAPABILITIES = Capabilities(
+    fuses_gate=lambda weight, act: act == "silu",
+    produces_prepared=frozenset(("add_norm", "add_layer_norm", "act_and_mul", "gated_linear")),
+    scratch=scratch,
+)
+
+
+def fp8_rows(weight: Weight | None, rows: Any) -> Fp8Activations | None:
+    """Returns a view of the rows as FP8 activations, if that is how a product with the weight wants so many."""
+    return fp8_view(rows) if weight is not None and weight.takes_fp8(len(rows)) else None
+
+
+def embed(context: Context, step: Fields, out: Any, *, table: Weight) -> None:
+    memory = context.memory
+    tokens = memory.tokens[: len(out)]
+    resolve_tokens(step.tokens, step.token_slots, memory.last, tokens)
+    table.gather(tokens, out)
+
+
+def embed_positions(context: Context, step: Fields, out: Any, *, table: Weight) -> None:
+    table.gather(step.positions, out)
+
+
+def add_norm(
+    context: Context, step: Fields, x: Any, *others: Any, gain: Any, eps: float, consumer: Weight | None = None
+) -> None:
+    residual, out, total = others if len(others) == 3 else (None, others[0], None)
+    norm.add_norm(x, residual, gain, eps, out, total, fp8_rows(consumer, out))
+
+
+def add_layer_norm(
+    context: Context,
+    step: Fields,
+    x: Any,
+    *others: Any,
+    gain: Any,
+    bias: Any,
+    eps: float,
+    consumer: Weight | None = None,
+) -> None:
+    residual, out, total = others if len(others) == 3 else (None, others[0], None)
+    layer_norm.add_layer_norm(x, residual, gain, bias, eps, out, total, fp8_rows(consumer, out))
+
+
+def linear(context: Context, step: Fields, x: Any, out: Any, *, weight: Weight, prepared: bool = False) -> None:
+    weight.product((fp8_rows(weight, x) if prepared else None) or x, out)
+
+
+def gated_linear(
+    context: Context,
+    step: Fields,
+    x: Any,
+    out: Any,
+    product: Any,
+    *,
+    weight: Weight,
+    act: str,
+    prepared: bool = False,
+    consumer: Weight | None = None,
+) -> None:
+    assert act == "silu", "no kernel computes another gate together with its product"
+    weight.gated((fp8_rows(weight, x) if prepared else None) or x, out, product, fp8_rows(consumer, out))
+
+
+def per_head_linear(context: Context, step: Fields, x: Any, out: Any, *, weight: Any, passthrough: int) -> None:
+    heads, rows, width = weight.shape
+    each, to = x.view(len(x), heads, width + passthrough), out.view(len(out), heads, passthrough + rows)
+    torch.bmm(each[..., :width].transpose(0, 1), weight.mT, out=to[..., passthrough:].transpose(0, 1))
+    if passthrough:
+        to[..., :passthrough].copy_(each[..., width:])
+
+
+def norm_qk(
+    context: Context, step: Fields, x: Any, out: Any, *, q_gain: Any, k_gain: Any, spec: AttentionSpec, eps: float
+) -> None:
+    norm_qk_kernel.norm_qk(x, q_gain, k_gain, spec.q_width, spec.kv_width, eps, out)
+
+
+def attend(
+    context: Context,
+    step: Fields,
+    qkv: Any,
+    out: Any,
+    *,
+    layer: int,
+    spec: AttentionSpec,
+    vectors: Vectors,
+    frequencies: Any,
+) -> None:
+    rope, step = spec.rope, step.of(context.memory.groups[layer])
+    (cache, scales), rotation = context.memory.caches[layer], None
+    if len(step.tiles):
+        rope_options = frequencies, rope.scale, len(rope.inv_freq), rope.interleaved
+        rope_and_store(qkv, *rope_options, step.positions, step.places, cache, scales)
+        about = spec.scale, spec.window, scales, spec.soft_cap, spec.causal
+        prefill_attention(qkv, cache, step.tiles, step.tables, step.header, out, *about, **vectors)
+    else:
+        rotation = Rotation(frequencies, step.places, rope.scale, len(rope.inv_freq), rope.interleaved)
+    if len(step.parts):
+        split_kv, options = context.memory.split_kv, (spec.scale, spec.window, scales, spec.soft_cap)
+        decode_attention(qkv, cache, step.parts, step.tables, step.header, out, split_kv, rotation, *options, **vectors)
+
+
+def attend_mla(
+    context: Context,
+    step: Fields,
+    q: Any,
+    kv: Any,
+    out: Any,
+    *,
+    layer: int,
+    gain: Any,
+    spec: AttentionSpec,
+    eps: float,
+    frequencies: Any,
+) -> None:
+    rope, step = spec.rope, step.of(context.memory.groups[layer])
+    cache, scales = context.memory.caches[layer]
+    rotation = frequencies, rope.scale, rope.interleaved
+    store_mla_kv(q, kv, gain, eps, *rotation, step.positions, step.places, cache, scales)
+    tables = step.tables, step.header, out
+    if len(step.tiles):
+        mla_prefill(q, cache, step.tiles, *tables, spec.v_dim, spec.scale, scales)
+    if len(step.parts):
+        mla_decode(q, cache, step.parts, *tables, context.memory.split_kv, spec.v_dim, spec.scale, scales)
+
+
+def act_and_mul(context: Context, step: Fields, x: Any, out: Any, *, act: str, consumer: Weight | None = None) -> None:
+    act_and_mul_kernel(x, out, fp8_rows(consumer, out), act)
+
+
+def activate(context: Context, step: Fields, x: Any, out: Any, *, act: str) -> None:
+    ACTIVATIONS[act](x, out=out)
+
+
+def sigmoid_mul(context: Context, step: Fields, x: Any, gate: Any, out: Any) -> None:
+    delta_rule.sigmoid_mul(x, gate, out)
+
+
+def add(context: Context, step: Fields, x: Any, y: Any, out: Any) -> None:
+    torch.add(x, y, out=out)
+
+
+def scale(context: Context, step: Fields, x: Any, out: Any, *, factor: float) -> None:
+    torch.mul(x, factor, out=out)
+
+
+def soft_cap(context: Context, step: Fields, x: Any, out: Any, *, cap: float) -> None:
+    torch.div(x, cap, out=out).tanh_().mul_(cap)
+
+
+def take_sampled(context: Context, step: Fields, x: Any, out: Any) -> None:
+    gather_rows(x, step.sampled, out)
+
+
+def moe(
+    context: Context,
+    step: Fields,
+    x: Any,
+    router_logits: Any,
+    out: Any,
+    *scratch: Any,
+    experts: ExpertWeights,
+    spec: ExpertSpec,
+    permutation: ExpertPermutation,
+) -> None:
+    compute_experts(x, router_logits, out, *scratch, experts=experts, spec=spec, permutation=permutation)
+
+
+def delta_net(
+    context: Context,
+    step: Fields,
+    qkvz: Any,
+    ba: Any,
+    out: Any,
+    *scratch: Any,
+    layer: int,
+    weights: DeltaWeights,
+    spec: DeltaSpec,
+    eps: float,
+) -> None:
+    states = context.memory.states
+    rows, buffers = states.rows_of(step), delta_rule.DeltaScratch(*scratch)
+    delta_rule.delta_net(qkvz, ba, weights, spec, eps, states.layers[layer], rows, buffers, out)
+
+
+LAUNCHERS: dict[str, Callable[..., None]] = {
+    launcher.__name__: launcher
+    for launcher in (
+        *(embed, embed_positions, add_norm, add_layer_norm, norm_qk),
+        *(linear, gated_linear, per_head_linear, attend, attend_mla),
+        *(act_and_mul, activate, sigmoid_mul, add, scale, soft_cap, take_sampled, moe, delta_net),
+    )
+}

@@ -1,0 +1,84 @@
+"""Runs a recorded forward pass (model/program.py) as launches over buffers that are made once.
+
+Nothing is allocated in a step, so the same launches can be run at once or captured in a graph, and steps of every size
+share the same memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from penstock.backend.base import Model
+from penstock.backend.cuda.inputs import SPARE_PARTS, Fields
+from penstock.backend.cuda.kernels.decode_attention import SplitKV
+from penstock.backend.cuda.launchers import CAPABILITIES, Context, Memory, bind
+from penstock.backend.cuda.recurrent_states import RecurrentStates
+from penstock.model.program import record
+
+Launch = tuple[Callable[..., None], tuple[int, ...]]  # a launcher and the buffers it is called with
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Bounds the largest step."""
+
+    tokens: int
+    rows: int  # sequences, and positions sampled at once
+
+
+class CudaProgram:
+    """Holds a model's launches and the buffers of their values."""
+
+    def __init__(self, model: Model, memory: Memory, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> None:
+        self.recorded = record(model, CAPABILITIES)
+        self.answer = self.recorded.answer
+        self.layers = self.recorded.attention_layers
+        memory.states = RecurrentStates(self.recorded.recurrent_layers, sizes.rows, sizes.tokens, device)
+        context = Context(memory, device)
+        launches = [bind(node, context) for node in self.recorded.nodes]
+        self._launches: list[Launch] = list(zip(launches, self.recorded.places, strict=True))
+        self._buffers = [
+            torch.zeros(
+                (sizes.tokens if buffer.symbol == "T" else sizes.rows, buffer.width),
+                dtype=torch.float32 if buffer.precision == "float32" else dtype,
+                device=device,
+            )
+            for buffer in self.recorded.buffers
+        ]
+        heads = [(spec.heads, spec.head_dim) for spec in self.layers.values()]
+        parts = sizes.rows + SPARE_PARTS
+        most_heads = max([h for h, _ in heads], default=1)
+        memory.split_kv = SplitKV(
+            torch.empty(parts * max([h * d for h, d in heads], default=1), device=device),
+            torch.empty(parts * most_heads * 2, device=device),
+            torch.zeros(sizes.rows * most_heads, dtype=torch.int32, device=device),
+        )
+
+    def run_tokens(self, step: Fields) -> None:
+        """Launches everything up to the rows whose logits are wanted."""
+        self._run(self._launches[: self.recorded.first_sampled], step, 0)
+
+    def run_sampled(self, step: Fields, count: int) -> Any:
+        """Launches the rest, for the `count` positions that step.sampled names; returns the answer, [S, *]."""
+        self._run(self._launches[self.recorded.first_sampled :], step, count)
+        return self.answer_of(count)
+
+    def answer_of(self, count: int) -> Any:
+        """Returns what the last run answered: [S, *]."""
+        return self._buffers[self.recorded.answer_buffer][:count]
+
+    def states_of(self, count: int) -> Any:
+        """Returns what embeddings are pooled from, as the last run has left it: [T, dim]."""
+        assert self.recorded.pooled_buffer is not None
+        return self._buffers[self.recorded.pooled_buffer][:count]
+
+    def _run(self, launches: list[Launch], step: Fields, count: int) -> None:
+        rows = {"T": len(step.tokens), "S": count}
+        kinds = self.recorded.buffers
+        views = [buffer[: rows[kind.symbol]] for buffer, kind in zip(self._buffers, kinds, strict=True)]
+        for launch, places in launches:
+            launch(step, *[views[place] for place in places])

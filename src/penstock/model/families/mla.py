@@ -1,0 +1,81 @@
+"""Computes MLA (multi-head latent attention), as DeepSeek V2 and V3 have it, from one small vector of each token.
+
+Keys and values of all heads are projections of one latent vector (`kv_b`). They are never expanded: a matrix for each
+head projects its queries to where the latents are, and another projects what attention returns back. The dimensions
+that RoPE rotates lie before the latents. Decoding reads 576 numbers of each token where it would read 40,960 (V3).
+Whole prompts cost more arithmetic: 2 * heads * (576 + 512) for each pair of positions, where expanded keys and values
+would take 2 * heads * (192 + 128).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.model.decoder import Norm
+from penstock.model.ops import Ops, V, Weight
+from penstock.model.spec import AttentionSpec, MlaSpec, ModelSpec
+from penstock.model.weights import Packer
+
+INNER_EPS = 1e-6  # of the norms inside, whatever the others have
+
+
+@dataclass(frozen=True, slots=True)
+class Queries:
+    """Projects queries in one product, or in two of a lower rank with a norm between them."""
+
+    first: Weight
+    norm: Norm | None
+    second: Weight | None
+
+    def __call__(self, ops: Ops[V], x: V) -> V:
+        q = ops.linear(x, self.first)
+        return q if self.norm is None else ops.linear(self.norm(ops, q)[0], self.second)
+
+
+@dataclass(frozen=True, slots=True)
+class MlaAttention:
+    """Computes MLA and the projections around it."""
+
+    layer: int
+    spec: AttentionSpec
+    queries: Queries
+    k_b: Weight  # per head: from queries to where the latents are
+    kv_a: Weight
+    gain: Weight  # of the latents' norm
+    v_b: Weight  # per head: from latents to values
+    o: Weight
+
+    def __call__(self, ops: Ops[V], x: V) -> V:
+        rotated = self.spec.head_dim - self.spec.v_dim
+        q = ops.per_head_linear(self.queries(ops, x), self.k_b, passthrough=rotated)
+        y = ops.attend_mla(self.layer, q, ops.linear(x, self.kv_a), self.gain, self.spec, INNER_EPS)
+        return ops.linear(ops.per_head_linear(y, self.v_b), self.o)
+
+
+def attention(spec: ModelSpec, pack: Packer, layer: int) -> MlaAttention:
+    """Builds a layer's MLA. Some checkpoints have both halves of kv_b in one tensor."""
+    a, name, heads = spec.attention(layer), f"layers.{layer}", spec.mla
+    assert heads is not None
+    rotated, rank = a.head_dim - a.v_dim, a.v_dim
+    kv_a = pack.matrix((f"{name}.turned", rotated), (f"{name}.latent", rank), width=spec.dim)
+    if pack.has(f"{name}.kv_b"):
+        k_b, v_b = pack.keys_and_values(f"{name}.kv_b", a.heads, heads.qk_nope_head_dim, heads.v_head_dim, rank)
+    else:
+        k_b = pack.heads(f"{name}.k_b", a.heads, rank, heads.qk_nope_head_dim)
+        v_b = pack.heads(f"{name}.v_b", a.heads, heads.v_head_dim, rank)
+    gain = pack.vector(f"{name}.kv_norm", rank)
+    o = pack.matrix((f"{name}.o", spec.dim), width=a.heads * heads.v_head_dim)
+    queries = queries_of(spec, heads, pack, name)
+    return MlaAttention(spec.kv_layer(layer), a, queries, k_b, kv_a, gain, v_b, o)
+
+
+def queries_of(spec: ModelSpec, heads: MlaSpec, pack: Packer, name: str) -> Queries:
+    """Builds the projection of queries."""
+    width = spec.attn.heads * (heads.qk_nope_head_dim + spec.attn.head_dim - spec.attn.v_dim)
+    if not heads.q_lora_rank:
+        return Queries(pack.matrix((f"{name}.q", width), width=spec.dim), None, None)
+    return Queries(
+        pack.matrix((f"{name}.q_a", heads.q_lora_rank), width=spec.dim),
+        Norm(pack.vector(f"{name}.q_norm", heads.q_lora_rank), INNER_EPS),
+        pack.matrix((f"{name}.q_b", width), width=heads.q_lora_rank),
+    )

@@ -1,0 +1,321 @@
+"""Records a model's forward pass once, for every backend that does not compute at once.
+
+A `Recorder` implements the ops of model/ops.py: each call becomes a node. `record` then decides, once for all
+backends, which nodes are fused, which rows a product gets in the form it wants, and which buffer holds each value. A
+backend describes what its launchers can do (`Capabilities`) and maps op names to functions that launch them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol
+
+from penstock.model.ops import DeltaWeights, ExpertWeights, Ops, Precision, V, Vectors, Weight
+from penstock.model.spec import AttentionSpec, DeltaSpec, ExpertSpec
+
+# Ops that multiply the rows of their first input by a weight, and the attribute that holds it.
+PRODUCTS = {"linear": "weight", "gated_linear": "weight", "per_head_linear": "weight", "moe": "experts"}
+
+# Ops whose launcher may write an output over an input: (number of the output, number of the input).
+TAKES_OVER = {
+    "add_norm": (1, 1),  # the sum over the residual
+    "add_layer_norm": (1, 1),
+    "norm_qk": (0, 0),
+    "add": (0, 1),
+    "scale": (0, 0),
+    "soft_cap": (0, 0),
+    "activate": (0, 0),
+    "sigmoid_mul": (0, 0),
+}
+
+
+class Forward(Protocol):
+    def forward(self, ops: Ops[V]) -> V:
+        """Computes the step's logits, [S, vocab], with the given ops."""
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """Stands for what an op returns: rows for each token (T) or each sampled position (S)."""
+
+    id: int
+    symbol: str  # T or S
+    width: int
+    precision: Precision = "activation"
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """Represents one op. Attributes are specs, weights and numbers, by the names of the op's parameters."""
+
+    op: str
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    attributes: Mapping[str, Any]
+
+    @property
+    def weight(self) -> Weight | None:
+        """Returns the weight that a product multiplies its first input by; None for other ops."""
+        return self.attributes[PRODUCTS[self.op]] if self.op in PRODUCTS else None
+
+    def having(self, **attributes: Any) -> Node:
+        """Returns this node with further attributes."""
+        return replace(self, attributes={**self.attributes, **attributes})
+
+
+class Buffer(NamedTuple):
+    """Describes memory for one value at a time. Values with equal descriptions can share a buffer."""
+
+    symbol: str
+    width: int
+    precision: Precision = "activation"
+    prepared: bool = False  # has room for its rows in the form that a product wants
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """Describes what a backend's launchers can do."""
+
+    fuses_gate: Callable[[Weight, str], bool]  # a product with this weight can be launched together with act_and_mul
+    prepares: Callable[[Weight], bool] = lambda weight: False  # products read its rows from a prepared buffer
+    produces_prepared: frozenset[str] = frozenset()  # ops that can write rows as the only product that reads them wants
+    in_place: frozenset[str] = frozenset()  # ops, among those that TAKES_OVER names, that may compute in place
+    scratch: Callable[[Node], Sequence[Buffer]] = lambda node: ()  # buffers that an op needs while it runs
+    uniform: bool = False  # activations are float32 anyway, so that precision makes no difference to buffers
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """Holds a recorded forward pass: nodes in the order in which they run, and the buffers that they use."""
+
+    nodes: tuple[Node, ...]
+    buffers: tuple[Buffer, ...]
+    places: tuple[tuple[int, ...], ...]  # for each node, the buffers of its inputs, outputs and scratch, in this order
+    answer: Value  # what the forward pass returns
+    answer_buffer: int
+    pooled: Value | None  # what embeddings are pooled from
+    pooled_buffer: int | None
+
+    @property
+    def attention_layers(self) -> dict[int, AttentionSpec]:
+        """Maps each layer of the KV cache to the attention that uses it."""
+        return {n.attributes["layer"]: n.attributes["spec"] for n in self.nodes if n.op in ("attend", "attend_mla")}
+
+    @property
+    def recurrent_layers(self) -> dict[int, DeltaSpec]:
+        """Maps each layer that has a recurrent state to its spec."""
+        return {n.attributes["layer"]: n.attributes["spec"] for n in self.nodes if n.op == "delta_net"}
+
+    @property
+    def first_sampled(self) -> int:
+        """Returns the index of the first node that computes sampled rows; all nodes before it compute tokens."""
+        return next((i for i, node in enumerate(self.nodes) if node.outputs[0].symbol == "S"), len(self.nodes))
+
+
+@dataclass(slots=True)
+class Recorder:
+    """Implements the ops of model/ops.py: each call appends a node and returns the value it will compute."""
+
+    nodes: list[Node] = field(default_factory=list)
+    pooled: Value | None = None
+    _values: int = 0
+
+    def embed(self, table: Weight) -> Value:
+        return self._add("embed", (), self._value("T", table.width), table=table)
+
+    def embed_positions(self, table: Weight) -> Value:
+        return self._add("embed_positions", (), self._value("T", table.width), table=table)
+
+    def add_norm(self, x: Value, residual: Value | None, gain: Weight, eps: float) -> tuple[Value, Value]:
+        return self._norm("add_norm", x, residual, gain=gain, eps=eps)
+
+    def add_layer_norm(
+        self, x: Value, residual: Value | None, gain: Weight, bias: Weight, eps: float
+    ) -> tuple[Value, Value]:
+        return self._norm("add_layer_norm", x, residual, gain=gain, bias=bias, eps=eps)
+
+    def linear(self, x: Value, weight: Weight, precision: Precision = "activation") -> Value:
+        return self._add("linear", (x,), self._value(x.symbol, weight.rows, precision), weight=weight)
+
+    def per_head_linear(self, x: Value, weight: Weight, passthrough: int = 0) -> Value:
+        heads, rows, _ = weight.shape
+        out = self._value(x.symbol, heads * (passthrough + rows))
+        return self._add("per_head_linear", (x,), out, weight=weight, passthrough=passthrough)
+
+    def norm_qk(self, qkv: Value, q_gain: Weight, k_gain: Weight, spec: AttentionSpec, eps: float) -> Value:
+        out = self._value(qkv.symbol, qkv.width)
+        return self._add("norm_qk", (qkv,), out, q_gain=q_gain, k_gain=k_gain, spec=spec, eps=eps)
+
+    def attend(self, layer: int, qkv: Value, spec: AttentionSpec, vectors: Vectors) -> Value:
+        return self._add("attend", (qkv,), self._value("T", spec.q_width), layer=layer, spec=spec, vectors=vectors)
+
+    def attend_mla(self, layer: int, q: Value, kv: Value, gain: Weight, spec: AttentionSpec, eps: float) -> Value:
+        out = self._value("T", spec.heads * spec.v_dim)
+        return self._add("attend_mla", (q, kv), out, layer=layer, gain=gain, spec=spec, eps=eps)
+
+    def act_and_mul(self, x: Value, act: str) -> Value:
+        return self._add("act_and_mul", (x,), self._value(x.symbol, x.width // 2), act=act)
+
+    def activate(self, x: Value, act: str) -> Value:
+        return self._add("activate", (x,), self._like(x), act=act)
+
+    def sigmoid_mul(self, x: Value, gate: Value) -> Value:
+        return self._add("sigmoid_mul", (x, gate), self._like(x))
+
+    def add(self, x: Value, y: Value) -> Value:
+        return self._add("add", (x, y), self._like(x))
+
+    def scale(self, x: Value, factor: float) -> Value:
+        return self._add("scale", (x,), self._like(x), factor=factor)
+
+    def soft_cap(self, x: Value, cap: float) -> Value:
+        return self._add("soft_cap", (x,), self._like(x), cap=cap)
+
+    def take_sampled(self, x: Value) -> Value:
+        return self._add("take_sampled", (x,), self._value("S", x.width, x.precision))
+
+    def pool(self, x: Value) -> None:
+        self.pooled = x
+
+    def moe(self, x: Value, router_logits: Value, experts: ExpertWeights, spec: ExpertSpec) -> Value:
+        return self._add("moe", (x, router_logits), self._value("T", x.width), experts=experts, spec=spec)
+
+    def delta_net(
+        self, layer: int, qkvz: Value, ba: Value, weights: DeltaWeights, spec: DeltaSpec, eps: float
+    ) -> Value:
+        out = self._value("T", spec.v_width)
+        return self._add("delta_net", (qkvz, ba), out, layer=layer, weights=weights, spec=spec, eps=eps)
+
+    def _norm(self, op: str, x: Value, residual: Value | None, **attributes: Any) -> tuple[Value, Value]:
+        out = self._value(x.symbol, x.width)
+        if residual is None:
+            return self._add(op, (x,), out, **attributes), x
+        total = self._value(x.symbol, x.width)
+        self.nodes.append(Node(op, (x, residual), (out, total), attributes))
+        return out, total
+
+    def _value(self, symbol: str, width: int, precision: Precision = "activation") -> Value:
+        self._values += 1
+        return Value(self._values, symbol, width, precision)
+
+    def _like(self, x: Value) -> Value:
+        return self._value(x.symbol, x.width, x.precision)
+
+    def _add(self, op: str, inputs: tuple[Value, ...], out: Value, **attributes: Any) -> Value:
+        self.nodes.append(Node(op, inputs, (out,), attributes))
+        return out
+
+
+def record(model: Forward, can: Capabilities) -> Program:
+    """Records the model's forward pass as a program for a backend with these capabilities."""
+    recorder = Recorder()
+    answer = model.forward(recorder)
+    held = [value for value in (answer, recorder.pooled) if value is not None]  # read after the last node
+    reads = Counter(value.id for value in [*held, *(value for node in recorder.nodes for value in node.inputs)])
+    nodes = prepare_rows(fuse_gates(recorder.nodes, reads, can), reads, can)
+    layout = Layout(nodes, held, can)
+    places = tuple(layout.place(index, node) for index, node in enumerate(nodes))
+    return Program(
+        nodes=tuple(nodes),
+        buffers=tuple(layout.buffers),
+        places=places,
+        answer=answer,
+        answer_buffer=layout.buffer_of(answer),
+        pooled=recorder.pooled,
+        pooled_buffer=None if recorder.pooled is None else layout.buffer_of(recorder.pooled),
+    )
+
+
+def fuse_gates(nodes: Iterable[Node], reads: Counter[int], can: Capabilities) -> list[Node]:
+    """Joins a product and the act_and_mul that alone reads it, where the backend computes both in one launch."""
+    fused: list[Node] = []
+    for node in nodes:
+        before = fused[-1] if fused else node
+        if (
+            (before.op, node.op) == ("linear", "act_and_mul")
+            and reads_alone(before, node, reads)
+            and can.fuses_gate(before.attributes["weight"], node.attributes["act"])
+        ):
+            fused[-1] = Node("gated_linear", before.inputs, node.outputs, {**before.attributes, **node.attributes})
+        else:
+            fused.append(node)
+    return fused
+
+
+def prepare_rows(nodes: Iterable[Node], reads: Counter[int], can: Capabilities) -> list[Node]:
+    """Tells an op whose rows only the next product reads for which weight they are (`consumer`), so that it may write
+    them in the form which that product wants; the product is told that they may come so (`prepared`)."""
+    found: list[Node] = []
+    for node in nodes:
+        before = found[-1] if found else node
+        if (
+            node.op in ("linear", "gated_linear")
+            and before.op in can.produces_prepared
+            and reads_alone(before, node, reads)
+        ):
+            found[-1] = before.having(consumer=node.weight)
+            found.append(node.having(prepared=True))
+        else:
+            found.append(node)
+    return found
+
+
+def reads_alone(before: Node, node: Node, reads: Counter[int]) -> bool:
+    """Returns whether nothing but the first input of `node` reads the first output of `before`."""
+    return node.inputs[:1] == before.outputs[:1] and reads[before.outputs[0].id] == 1
+
+
+class Layout:
+    """Gives values buffers. A buffer is free again when no later node reads its value."""
+
+    def __init__(self, nodes: Sequence[Node], held: Iterable[Value], can: Capabilities) -> None:
+        self.buffers: list[Buffer] = []
+        self._can = can
+        self._prepared = {n.inputs[0].id for n in nodes if n.op in PRODUCTS and can.prepares(n.weight)}
+        self._last_use = {value.id: i for i, node in enumerate(nodes) for value in node.inputs}
+        self._last_use |= {value.id: len(nodes) for value in held}
+        self._places: dict[int, int] = {}  # by value
+        self._free: dict[Buffer, list[int]] = {}
+
+    def place(self, index: int, node: Node) -> tuple[int, ...]:
+        """Returns the buffers of the node's inputs, outputs and scratch. Nodes are placed in their order."""
+        inputs = [self._places[value.id] for value in node.inputs]
+        if node.op in self._can.in_place:
+            self._take_over(index, node)
+        for value in node.outputs:
+            if value.id not in self._places:
+                self._places[value.id] = self._take(self._buffer(value))
+        outputs = [self._places[value.id] for value in node.outputs]
+        needed = self._can.scratch(node)
+        scratch = [self._take(buffer) for buffer in needed]
+        for buffer, place in zip(needed, scratch, strict=True):
+            self._free.setdefault(buffer, []).append(place)
+        for value in dict.fromkeys((*node.inputs, *node.outputs)):
+            if value.id in self._places and self._last_use.get(value.id, index) <= index:
+                self._free.setdefault(self._buffer(value), []).append(self._places.pop(value.id))
+        return (*inputs, *outputs, *scratch)
+
+    def buffer_of(self, value: Value) -> int:
+        """Returns the buffer that holds the value now."""
+        return self._places[value.id]
+
+    def _take_over(self, index: int, node: Node) -> None:
+        """Gives an output the buffer of the input that it may overwrite, if nothing else needs that input."""
+        output, source = TAKES_OVER[node.op]
+        if output >= len(node.outputs) or source >= len(node.inputs):
+            return  # a norm without a residual has no sum
+        new, old = node.outputs[output], node.inputs[source]
+        if self._last_use[old.id] == index and self._buffer(old) == self._buffer(new):
+            self._places[new.id] = self._places.pop(old.id)
+
+    def _take(self, buffer: Buffer) -> int:
+        if self._free.get(buffer):
+            return self._free[buffer].pop()
+        self.buffers.append(buffer)
+        return len(self.buffers) - 1
+
+    def _buffer(self, value: Value) -> Buffer:
+        precision = "activation" if self._can.uniform else value.precision
+        return Buffer(value.symbol, value.width, precision, value.id in self._prepared)
