@@ -42,7 +42,7 @@ def test_steps_suit_the_device_where_none_are_given() -> None:
     assert sizes(resolve_defaults(Config(model="m", device="cpu"))) == (64, 512, 192)
     assert sizes(resolve_defaults(Config(model="m", device="cuda", max_rows=3))) == (3, 2048, 384)
     assert sizes(resolve_defaults(Config(model="m", device="cuda", quantize="fp8"))) == (256, 2048, 640)
-    assert sizes(resolve_defaults(Config(model="m", device="cuda"), float8=True)) == (256, 2048, 640)
+    assert sizes(resolve_defaults(Config(model="m", device="cuda"), fp8=True)) == (256, 2048, 640)
     assert limits(prefill_budget=100).prefill_budget == 100
 
 
