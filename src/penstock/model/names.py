@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import NamedTuple
 
 from penstock.errors import MalformedFile, UnsupportedModel
@@ -94,12 +93,12 @@ def canonical(tensors: Mapping[str, Tensor], naming: Naming, spec: ModelSpec) ->
     unused = range(spec.layers, spec.layers + spec.unused_layers)
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        if naming.ignored.fullmatch(name) or layer_of(name, naming) in unused:
+        if naming.ignored.fullmatch(name) or (unused and layer_of(name, naming) in unused):
             continue
         ours, part, role = identify(name, naming)
         if ours in found:
             raise MalformedFile(f"tensors {found[ours].name!r} and {name!r} are the same part of the model")
-        found[ours] = replace(transposed(tensor) if part in naming.transposed else tensor, role=role)
+        found[ours] = (transposed(tensor) if part in naming.transposed else tensor).with_role(role)
     return found
 
 
@@ -111,14 +110,16 @@ def layer_of(name: str, naming: Naming) -> int:
 
 def identify(name: str, naming: Naming) -> Identity:
     """Returns the canonical name and the role of a tensor, given its name in the file."""
-    prefix, part = "", look_up(name, naming.top)
-    expert = None
-    if match := naming.layer.fullmatch(name):
-        expert = EXPERT.search(match[2])
-        prefix, part = f"layers.{match[1]}.", look_up(EXPERT.sub("*", match[2], count=1), naming.parts)
+    match = naming.layer.fullmatch(name)
+    within = match[2] if match else name
+    expert = EXPERT.search(within) if match else None
+    if expert:
+        within = f"{within[: expert.start()]}*{within[expert.end() :]}"
+    part = look_up(within, naming.parts if match else naming.top)
     if part is None:
         raise UnsupportedModel(f"the checkpoint has a tensor named {name!r}, which this engine has no use for")
-    return Identity(prefix + (part.replace("*", expert[0]) if expert else part), part, role_of(part))
+    ours = part.replace("*", expert[0]) if expert else part
+    return Identity(f"layers.{match[1]}.{ours}" if match else ours, part, role_of(part))
 
 
 def look_up(name: str, parts: Mapping[str, str]) -> str | None:

@@ -107,9 +107,7 @@ def from_gguf(path: Path, to: Format, encode: Encode, again: bool) -> Export:
 def with_role(tensor: Tensor, naming: names.Naming) -> Tensor:
     """Returns a file's tensor with its role; a tensor that is no weight has none."""
     return (
-        tensor
-        if naming.ignored.fullmatch(tensor.name)
-        else replace(tensor, role=names.identify(tensor.name, naming).role)
+        tensor if naming.ignored.fullmatch(tensor.name) else tensor.with_role(names.identify(tensor.name, naming).role)
     )
 
 
