@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from penstock.backend.cuda.kernels.fp8 import quantize_fp8
-from penstock.backend.cuda.pack_quantized import CODINGS, TAKE, pack_parts, quantize_int4
+from penstock.backend.cuda.pack_quantized import CODINGS, SPLIT, pack_blocks, quantize_int4
 from penstock.backend.cuda.quantized_weights import Float8, Quantized, Workspace
 from penstock.backend.cuda.weights import Dense
 from penstock.model.dequantize import layout_of
@@ -37,7 +37,7 @@ def random_codes(name: str, rows: int, width: int) -> Any:
         values = torch.empty(rows, width, device=DEVICE, dtype=torch.bfloat16).normal_(0, 0.02)
         return quantize_fp8(values) if name == "FP8" else quantize_int4(values)
     blocks = random_blocks(name, rows, width)
-    return pack_parts(lambda first, last: TAKE[name](blocks[first:last]), CODINGS[name], rows, width)
+    return pack_blocks(lambda first, last: SPLIT[name](blocks[first:last]), CODINGS[name], rows, width)
 
 
 class RandomWeights:

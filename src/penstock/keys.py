@@ -122,6 +122,10 @@ class Keyring:
                     found = key
         return found
 
+    def named(self, name: str) -> Key | None:
+        self._refresh()
+        return next((key for key in self._keys if key.name == name), None)
+
     def _refresh(self) -> None:
         stamp = self._look()
         if stamp == self._stamp:

@@ -59,7 +59,7 @@ def test_what_is_there_is_kept(penstock: Penstock, reciter: Path, tmp_path: Path
     assert code == 0
     code, _, err = penstock("quantize", tmp_path / "less.gguf", tmp_path / "least.gguf", "--to", "q5_0")
     assert code == 1
-    assert "--again does it" in err
+    assert "use --again to do it anyway" in err
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from penstock.model.families.llama import build
 from penstock.model.load import load_model, open_checkpoint
 from penstock.model.random_tensor import random_tensor
 from penstock.model.spec import ModelSpec
-from penstock.model.tensor import FLOAT8, Scales, Tensor
+from penstock.model.tensor import FP8, Scales, Tensor
 from tests.cuda.device import DEVICE, HALF, ints, normal
 
 FOLDER = Path(__file__).parents[1] / "models" / "float8"
@@ -38,7 +38,7 @@ def random_float8(rng: np.random.Generator, rows: int, width: int, block: tuple[
     down, across = block or (rows, width)
     codes = rng.integers(0, 256, (rows, width), dtype=np.uint8) & 0xF7  # none is no number
     scales = rng.uniform(1e-4, 1e-3, (-(-rows // down), -(-width // across))).astype(np.float32)
-    return Tensor("random", FLOAT8["F8_E4M3"], (rows, width), codes.reshape(-1), Scales(scales, down, across))
+    return Tensor("random", FP8["F8_E4M3"], (rows, width), codes.reshape(-1), Scales(scales, down, across))
 
 
 def packed(

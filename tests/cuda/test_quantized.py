@@ -81,7 +81,7 @@ def test_packing_keeps_every_value(name: str) -> None:
 @formats
 def test_packing_some_rows_at_a_time_is_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, _ = packed(name)
-    monkeypatch.setattr("penstock.backend.cuda.pack_quantized.AT_ONCE", 16 * WIDTH)
+    monkeypatch.setattr("penstock.backend.cuda.pack_quantized.CHUNK_VALUES", 16 * WIDTH)
     parts, _ = packed(name)
     for first, second in zip(arrays(whole), arrays(parts), strict=True):
         assert torch.equal(first, second)

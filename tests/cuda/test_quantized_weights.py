@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from penstock.config import Config
 from penstock.errors import ConfigError
 from penstock.model.families.llama import build
 from penstock.model.random_tensor import random_tensor
+from penstock.model.roles import Role
 from penstock.model.spec import ModelSpec
 from tests.cuda.device import DEVICE, HALF, ints
 
@@ -80,6 +82,7 @@ def test_model_follows_the_reference(spec: ModelSpec, formats: Sequence[str]) ->
 def packed(formats: Sequence[str], rows: Sequence[int], quantize: str = "", width: int = 256) -> Any:
     rng = np.random.default_rng(0)
     parts = [random_tensor(rng, name, count, width) for name, count in zip(formats, rows, strict=True)]
+    parts = [replace(part, role=Role.MLP_IN) for part in parts]
     return backend_of(quantize).pack_matrix(parts, [None] * len(parts))
 
 

@@ -140,7 +140,7 @@ def test_layers_share_one_cache():
 def test_it_makes_no_text():
     with LLM(FILES["bert"], device="cpu", threads=1) as llm:
         for ask in (lambda: llm.generate("the"), lambda: llm.chat([{"role": "user", "content": "the"}])):
-            with pytest.raises(InvalidRequest, match="an encoder, which makes embeddings and no text"):
+            with pytest.raises(InvalidRequest, match="an encoder, which returns embeddings and no text"):
                 ask()
         with pytest.raises(InvalidRequest, match="makes embeddings and no text"):
             llm._engine.add(llm._pooled("the", None).request._replace(pooling=""))

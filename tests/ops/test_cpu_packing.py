@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from penstock.backend.cpu import CpuBackend
-from penstock.model.iquants import LAYOUTS
+from penstock.model.gguf.iquants import LAYOUTS
 from penstock.model.random_tensor import random_tensor
 from penstock.model.tensor import FORMATS
 

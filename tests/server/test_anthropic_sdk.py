@@ -223,8 +223,8 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "x"}}
         ({"output_config": {"effort": "low"}}, "output_config.effort is not supported"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, r"tools\[0\].type is not supported"),
         ({"tools": [TOOL | {"strict": "very"}]}, r"tools\[0\].strict: Expected bool"),
-        ({"tool_choice": {"type": "any"}}, "there are no tools"),
-        ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "leap"}}, "'leap', which is not among tools"),
+        ({"tool_choice": {"type": "any"}}, "tools is empty"),
+        ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "leap"}}, "'leap', which is not in tools"),
         ({"extra_body": {"no_such_field": 1}}, "unknown field 'no_such_field'"),
     ],
 )

@@ -20,9 +20,10 @@ import openai
 import pytest
 
 from penstock.ipc.inprocess import InProcessClient
+from penstock.keys import Key, changing, digest, new_key, now
 from penstock.server import Space
 from penstock.server.batch import lines, records, run
-from penstock.server.batch.background_client import BEHIND, GIVE_WAY, Behind
+from penstock.server.batch.background_client import BEHIND, GIVE_WAY, BackgroundClient
 from penstock.server.batch.lines import entries
 from penstock.server.openai import batches as openai_batches
 from penstock.types import Event, Request, SamplingParams, Stats
@@ -288,14 +289,15 @@ class Watched:
 
 
 def test_while_clients_are_served_few_rows_are_taken() -> None:
-    async def read(engine: Behind, id: int) -> None:
+    async def read(engine: BackgroundClient, id: int) -> None:
         async for _ in engine.submit(Request(id, (1,), SamplingParams(), 1)):
             pass
 
     async def scenario() -> None:
         watched = Watched()
         watched.clients = 1
-        engine = Behind(watched, 8)  # type: ignore[arg-type]
+        engine = BackgroundClient(watched)  # type: ignore[arg-type]
+        engine.limit(8)
         reading = asyncio.gather(*[read(engine, id) for id in range(20)])
         await asyncio.sleep(3 * GIVE_WAY)
         assert len(watched.asked) == 2
@@ -344,17 +346,19 @@ from pathlib import Path
 import toys
 from penstock.ipc.inprocess import InProcessClient
 from penstock.server import Setup, Space, serve
+from penstock.server.access.guard import Rules
 
 client, space = InProcessClient(toys.open_slow_parrot), Space(Path(sys.argv[1]))
-serve(client, toys.ToyText, "toy/parrot", "127.0.0.1", 0, Setup(space=space))
+rules = Rules(keys=Path(sys.argv[2]) if sys.argv[2:] else None)
+serve(client, toys.ToyText, "toy/parrot", "127.0.0.1", 0, Setup(space=space, rules=rules))
 """
 
 
 @contextmanager
-def server_process(folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def server_process(folder: Path, *keys: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     path = os.pathsep.join([str(Path(toys.__file__).parent), *sys.path])
     process = subprocess.Popen(
-        [sys.executable, "-c", SERVE, str(folder)],
+        [sys.executable, "-c", SERVE, str(folder), *map(str, keys)],
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": path},
@@ -401,10 +405,58 @@ def test_a_killed_server_loses_and_doubles_nothing(tmp_path: Path) -> None:
         assert run in httpx.get(f"{url}/metrics").text
 
 
+def test_a_batch_that_a_restarted_server_resumes_is_charged_to_its_key(tmp_path: Path) -> None:
+    """What the first server generated is charged there, and the rest here: the key's name is kept with the batch."""
+    file, secret, other = tmp_path / "keys.json", new_key(), new_key()
+    with changing(file) as keys:
+        keys += [
+            Key(name=name, sha256=digest(each.encode()), created=now())
+            for name, each in (("maker", secret), ("other", other))
+        ]
+    said = "on and on " * 20
+    with server_process(tmp_path / "data", file) as (process, url):
+        sdk = openai.OpenAI(base_url=f"{url}/v1", api_key=secret, max_retries=0, timeout=60)
+        id = begin(sdk, jsonl(*[line(f"n{number}", said) for number in range(30)])).id
+        watched(sdk, id, lambda batch: batch.request_counts.completed > 0)
+        process.kill()
+    done = done_lines(tmp_path / "data", id)
+    assert 0 < len(done) < 30
+    with server_process(tmp_path / "data", file) as (_, url):
+        sdk = openai.OpenAI(base_url=f"{url}/v1", api_key=other, max_retries=0, timeout=60)
+        assert counts(ended(sdk, id)) == (30, 30, 0)
+        text = httpx.get(f"{url}/metrics", headers={"x-api-key": other}).text
+        generated = (30 - len(done)) * (len(said) + 1)
+        assert f'penstock_key_tokens_total{{key="maker",kind="generated"}} {generated}.0' in text
+        assert 'penstock_key_tokens_total{key="other",kind="generated"} 0.0' in text
+
+
+def test_an_archive_of_an_older_server_is_upgraded(serve: Any, toy_text: Any, tmp_path: Path) -> None:
+    """Its batches have no owner: they are resumed all the same, and charged to nobody."""
+    with serve(InProcessClient(toys.open_parrot), toy_text, MODEL, space=Space(tmp_path)) as server:
+        id = begin(server.sdk(), jsonl(line("one"), line("two"))).id
+        assert ended(server.sdk(), id).status == "completed"
+    with sqlite3.connect(tmp_path / "archive.db") as db:
+        assert records.ownership(db, id).owner
+        batch = records.get(db, id)
+        batch.request_counts, batch.output_file_id, batch.status = records.RequestCounts(), None, "validating"
+        records.save(db, batch)
+        db.executescript(
+            "ALTER TABLE batches DROP COLUMN owner; ALTER TABLE batches DROP COLUMN payer; PRAGMA user_version = 1;"
+        )
+    db.close()
+    with serve(InProcessClient(toys.open_parrot), toy_text, MODEL, space=Space(tmp_path)) as server:
+        assert counts(ended(server.sdk(), id)) == (2, 2, 0)
+        assert ended(server.sdk(), begin(server.sdk(), jsonl(line("three"))).id).status == "completed"
+    with sqlite3.connect(tmp_path / "archive.db") as db:
+        assert records.ownership(db, id) == records.Ownership()
+        assert db.execute("PRAGMA user_version").fetchone() == (2,)
+    db.close()
+
+
 def test_a_batch_goes_over_to_a_server_that_waits_for_the_folder(
     serve: Any, toy_text: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "PATIENCE", 0.05)
+    monkeypatch.setattr(run, "RETRY_SECONDS", 0.05)
     with ExitStack() as second:
         with serve(InProcessClient(toys.open_slow_parrot), toy_text, MODEL, space=Space(tmp_path)) as first:
             id = begin(first.sdk(), jsonl(*[line(f"n{number}", "on and on " * 10) for number in range(40)])).id
@@ -426,7 +478,7 @@ def test_what_a_server_left_half_done_is_ended_by_the_next(serve: Any, toy_text:
     with sqlite3.connect(tmp_path / "archive.db") as db:
         for status, id in ids.items():
             batch = records.get(db, id)
-            batch.request_counts = records.Counts(2, 1, 0)
+            batch.request_counts = records.RequestCounts(2, 1, 0)
             batch.output_file_id = batch.completed_at = None
             batch.to(status) if status != "validating" else setattr(batch, "status", status)
             records.save(db, batch)

@@ -102,7 +102,7 @@ def test_async(parrot: Any) -> None:
         ({"input": {"a": 1}}, "input", "Expected"),
         ({"input": [1, 257]}, "input", "0 to 256; got 257"),
         ({"input": [[1], [-1]]}, "input[1]", "got -1"),
-        ({"input": ["x"] * 2049}, "input", "2049 parts; at most 2048"),
+        ({"input": ["x"] * 2049}, "input", "2049 texts; at most 2048"),
         ({"input": "x" * 513}, "input", "513 tokens and the context holds 512"),
         ({"input": ["x", "x" * 600]}, "input[1]", "600 tokens"),
         ({"input": "x", "dimensions": 0}, "dimensions", "from 1 to 8"),

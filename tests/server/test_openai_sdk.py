@@ -218,7 +218,7 @@ def test_every_sampling_field_is_taken(parrot: Any) -> None:
 
 
 def test_neutral_values_are_accepted(parrot: Any) -> None:
-    neutral = {
+    no_effect = {
         "metadata": {"a": "b"},
         "store": False,
         "service_tier": "auto",
@@ -229,7 +229,7 @@ def test_neutral_values_are_accepted(parrot: Any) -> None:
         "modalities": ["text"],
         "prompt_cache_key": "k",
     }
-    choice = parrot.sdk().chat.completions.create(**say("hello", **neutral)).choices[0]
+    choice = parrot.sdk().chat.completions.create(**say("hello", **no_effect)).choices[0]
     assert choice.message.content == "hello"
 
 

@@ -88,7 +88,7 @@ def _write(target: Path, made: Export) -> None:
     from penstock.model.gguf.writer import write_gguf
 
     bar, done = DownloadBar(), 0
-    total = sum(sheet.size for sheet in made.sheets)
+    total = sum(tensor.size for tensor in made.tensors)
 
     def advance(_: str, size: int) -> None:
         nonlocal done
@@ -96,7 +96,7 @@ def _write(target: Path, made: Export) -> None:
         bar(f"writing {target.name}", done, total)
 
     try:
-        write_gguf(target, made.keys, made.sheets, advance)
+        write_gguf(target, made.keys, made.tensors, advance)
     finally:
         bar.stop()
 
@@ -111,14 +111,14 @@ def _facts(path: Path, target: Path, made: Export) -> dict[str, Any]:
     from penstock.store import size_of
 
     counts: Counter[str] = Counter()
-    for sheet in made.sheets:
-        counts[sheet.format.name] += prod(sheet.shape)
+    for tensor in made.tensors:
+        counts[tensor.format.name] += prod(tensor.shape)
     shares = {name: count / counts.total() for name, count in counts.most_common()}
     return {
         "path": str(target),
         "size": target.stat().st_size,
         "size_before": size_of(path),
-        "tensors": len(made.sheets),
+        "tensors": len(made.tensors),
         "formats": shares,
         "notes": list(made.notes),
     }

@@ -130,7 +130,7 @@ class Engine:
             self._start_compiled()
         began = self._scheduler.now = time.perf_counter()
         plan = self._scheduler.plan()
-        self._batcher.follow(plan)
+        self._batcher.apply(plan)
         if plan.rows:
             self._launch(plan)
         if len(self._flight) > self._depth or (self._flight and not plan.rows):

@@ -1,4 +1,4 @@
-"""From a plan to what its rows add to embeddings."""
+"""Says what the rows of a plan add to embeddings."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from penstock.types import StepPlan
 
 
 def pools(plan: StepPlan, sequences: Mapping[int, Sequence], kinds: Mapping[int, str]) -> tuple[Pool, ...]:
-    """`kinds`: how the sequences that become embeddings are pooled, by id. A mean starts anew wherever its sequence
-    does, so one that was preempted counts no token twice."""
+    """Returns what to pool in a step. `kinds` says how the sequences that become embeddings are pooled, by id. A mean
+    starts anew wherever its sequence does, so one that was preempted counts no token twice."""
     found: list[Pool] = []
     last = 0
     for index, row in enumerate(plan.rows):

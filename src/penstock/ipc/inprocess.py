@@ -14,7 +14,7 @@ from penstock import __version__
 from penstock.engine.engine import Engine
 from penstock.engine.loop import Abort, Close, Message, run
 from penstock.errors import EngineUnavailable
-from penstock.ipc.streams import Streams
+from penstock.ipc.streams import RequestStreams
 from penstock.types import Event, Hello, Request, Stats
 
 log = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ class InProcessClient:
         self._open = open
         self._model = model
         self._ids = itertools.count(1)
-        self._streams = Streams()
+        self._streams = RequestStreams()
         self._inbox = ThreadInbox()
         self._thread: threading.Thread | None = None
 

@@ -28,7 +28,7 @@ STDERR = 2
 LAST_WORD = 1.0  # seconds a message may still be under way when its sender is gone
 
 
-class Link:
+class EngineSocket:
     """Our end of a socket, in a folder that this user alone can enter."""
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class EngineProcess:
 
     hello: Hello
 
-    def __init__(self, process: Process, link: Link) -> None:
+    def __init__(self, process: Process, link: EngineSocket) -> None:
         self._process = process
         self._link = link
         self._socket = link.socket
@@ -72,7 +72,7 @@ class EngineProcess:
     @classmethod
     async def _spawn(cls, command: Sequence[str]) -> EngineProcess:
         with ExitStack() as undo:
-            link = Link()
+            link = EngineSocket()
             undo.callback(link.close)
             process = await asyncio.create_subprocess_exec(
                 *command, link.address, stdin=PIPE, stdout=STDERR, start_new_session=True

@@ -14,7 +14,7 @@ from penstock.engine.loop import Abort, Message
 from penstock.errors import EngineUnavailable, PenstockError
 from penstock.ipc import wire
 from penstock.ipc.process import EngineProcess
-from penstock.ipc.streams import Streams
+from penstock.ipc.streams import RequestStreams
 from penstock.types import Event, Hello, Request, Stats
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ class ProcessClient:
         self._command = command
         self._pauses = pauses
         self._ids = itertools.count(1)
-        self._streams = Streams()
+        self._streams = RequestStreams()
         self._engine: EngineProcess | None = None
         self._keeper: asyncio.Task[None] | None = None
 

@@ -10,7 +10,7 @@ from penstock.engine.loop import Abort, Add, Message
 from penstock.types import Event, Failed, Request, Tokens
 
 
-class Mailbox:
+class EventMailbox:
     """One reader, one writer, one thread: a third of the cost of asyncio's queue."""
 
     __slots__ = ("_reader", "_waiting")
@@ -31,15 +31,15 @@ class Mailbox:
         return self._waiting.popleft()
 
 
-class Streams:
+class RequestStreams:
     def __init__(self) -> None:
-        self._boxes: dict[int, Mailbox] = {}
+        self._boxes: dict[int, EventMailbox] = {}
 
     async def follow(self, request: Request, send: Callable[[Message], None]) -> AsyncGenerator[list[Event], None]:
         """Asks for the request and yields its events, a list per step, to the last; leaving before that aborts it.
         The mailbox holds what one sequence can produce and no more."""
         send(Add(request))
-        box = self._boxes[request.id] = Mailbox()
+        box = self._boxes[request.id] = EventMailbox()
         try:
             while True:
                 events = await box.get()

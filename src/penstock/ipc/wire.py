@@ -11,7 +11,7 @@ from penstock.engine.loop import Abort, Add, Close, Message
 from penstock.types import Aborted, Event, Failed, Finished, Hello, Request, Stats, Tokens
 
 
-class Asked(msgspec.Struct, frozen=True, array_like=True):
+class ClientMessage(msgspec.Struct, frozen=True, array_like=True):
     """A client's message; with neither, it says Close."""
 
     add: Request | None = None
@@ -47,18 +47,18 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
 Answer = Ready | Refused | Step
 
 _encoder = msgspec.msgpack.Encoder()
-_asked = msgspec.msgpack.Decoder(Asked)
+_asked = msgspec.msgpack.Decoder(ClientMessage)
 _answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
 
 def encode_message(message: Message) -> bytes:
     match message:
         case Add(request):
-            return _encoder.encode(Asked(add=request))
+            return _encoder.encode(ClientMessage(add=request))
         case Abort(id):
-            return _encoder.encode(Asked(abort=id))
+            return _encoder.encode(ClientMessage(abort=id))
         case Close():
-            return _encoder.encode(Asked())
+            return _encoder.encode(ClientMessage())
 
 
 def decode_message(data: bytes) -> Message:

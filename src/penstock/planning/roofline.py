@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.backend.base import StoredAs
+from penstock.model.roles import EXPERTS
 from penstock.model.spec import ModelSpec
 from penstock.model.tensor import Tensor
 
@@ -89,7 +90,7 @@ def used(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, 
     needed = spec.experts.top_k / spec.experts.count if spec.experts else 1.0
     for name, tensor in tensors.items():
         if len(tensor.shape) == 2 and (name.startswith("layers.") or name == head):
-            yield name, needed if ".experts." in name else 1.0, name == head
+            yield name, needed if tensor.role in EXPERTS else 1.0, name == head
 
 
 def products_time(machine: Machine, demand: Demand, tokens: int, sampled: int) -> float:

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from penstock.backend.base import Floats, StoredAs
 from penstock.backend.cpu._native import Weight, fill_parts, packed_bits
 from penstock.model.dequantize import dequantize
-from penstock.model.formats.rows import as_q8_0
+from penstock.model.formats.int8_rows import as_q8_0
 from penstock.model.ops import ExpertWeights
-from penstock.model.tensor import FLOAT8, FORMATS, NF4, Bytes, Format, Stack, Tensor, factor_of, some_rows
+from penstock.model.tensor import FORMATS, FP8, NF4, Bytes, Format, Stack, Tensor, factor_of, some_rows
 
 BATCH_BYTES = 1 << 28  # packed in one go: an interrupt has to wait for as much
 MADE_BYTES = 1 << 23  # the same of bytes that are no view of a file: they are held meanwhile
@@ -69,7 +69,7 @@ class Packing:
         whole = replace(tensor, shape=(count * rows, width))
         if width % BLOCK and whole.format.name not in ("F32", "F16"):
             values = dequantize(whole).reshape(-1).view(np.uint8)
-            whole = Tensor(tensor.name, FORMATS["F32"], whole.shape, values)
+            whole = replace(whole, format=FORMATS["F32"], source=values, scales=None)
         parts = [some_rows(whole, head * rows, (head + 1) * rows) for head in range(count)]
         return HeadWeights(self.matrix(parts, [None] * count), count)
 
@@ -86,7 +86,7 @@ class Packing:
             return part
         if blocks := as_q8_0(part):
             return blocks
-        kind = "FP8" if part.format.name in FLOAT8 else part.format.name
+        kind = "FP8" if part.format.name in FP8 else part.format.name
         if kind not in self._widened:
             import logging  # takes longer than packing most models
 
@@ -125,7 +125,7 @@ def stored_as(tensor: Tensor) -> StoredAs:
 
 
 def widened(part: Tensor) -> Tensor:
-    return Tensor(part.name, FORMATS["BF16"], part.shape, partial(widened_rows, part))
+    return replace(part, format=FORMATS["BF16"], source=partial(widened_rows, part), scales=None)
 
 
 def widened_rows(part: Tensor, first: int, last: int) -> Bytes:

@@ -429,7 +429,7 @@ class CudaBackend:
         return self._fields(shape)
 
     def _pad(self, shape: Shape) -> Shape:
-        """To the shape of a graph, where one fits."""
+        """Returns the shape of a graph that the shape fits in, or the shape itself."""
         if shape.tiles and not self._capture:
             return shape
         larger = padded(shape)

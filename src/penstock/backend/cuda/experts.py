@@ -24,11 +24,12 @@ from penstock.backend.cuda.kernels.expert_routing import (
     route,
 )
 from penstock.backend.cuda.kernels.silu_and_mul import act_and_mul
-from penstock.backend.cuda.pack_quantized import TAKE, QuantizedWeight, quantize_int4
+from penstock.backend.cuda.pack_quantized import SPLIT, QuantizedWeight, quantize_int4
 from penstock.backend.cuda.quant_blocks import ROWS
 from penstock.backend.cuda.quantized_weights import Workspace, join
 from penstock.backend.cuda.weights import PLAIN, names, packed, say, stacked_bias, stacked_values, tell_growth
-from penstock.model.formats.rows import as_q8_0
+from penstock.backend.quantize_at_load import may_quantize
+from penstock.model.formats.int8_rows import as_q8_0
 from penstock.model.ops import ExpertWeights
 from penstock.model.spec import ExpertSpec
 from penstock.model.tensor import Stack
@@ -112,7 +113,7 @@ def pack_matrices(
     formats = {part.format.name for part in parts}
     bias = stacked_bias(parts, [one for stack in stacks for one in stack.bias], device)
     tiled = dtype.itemsize == 2 and all(part.shape[0] % ROWS == 0 for part in parts)
-    if tiled and len(formats) == 1 and formats <= TAKE.keys() and all(part.scales is None for part in parts):
+    if tiled and len(formats) == 1 and formats <= SPLIT.keys() and all(part.scales is None for part in parts):
         tell_growth(parts[:1], workspace)
         return CodedMatrices(join([packed(part, workspace.transfer) for part in parts]), bias)
     if dtype.itemsize == 2 and not formats <= PLAIN.keys():
@@ -122,7 +123,8 @@ def pack_matrices(
             f"experts in {names(formats)} become {dtype}, {2 / stored:.1f} times as large: no kernel reads them",
         )
     values = stacked_values(parts, device, dtype, workspace.transfer)
-    if tiled and quantize == "int4" and formats <= PLAIN.keys():
+    quantizes = bool(quantize) and all(may_quantize(part, quantize, "cuda") for part in parts)
+    if tiled and quantizes and formats <= PLAIN.keys():
         workspace.transfer.finish()
         return CodedMatrices(quantize_int4(values), bias)
     if quantize:

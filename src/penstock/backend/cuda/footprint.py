@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from penstock.backend.base import StoredAs
-from penstock.model.formats.rows import as_q8_0
+from penstock.backend.quantize_at_load import may_quantize
+from penstock.model.formats.int8_rows import as_q8_0
+from penstock.model.roles import EXPERTS, MLA
 from penstock.model.spec import ModelSpec
 from penstock.model.tensor import PLAIN, Tensor
 
@@ -16,7 +18,6 @@ KEPT = {
     "IQ1_S": 4.3125, "IQ1_M": 4.5625, "IQ2_XXS": 4.3125, "IQ2_XS": 4.5625, "IQ2_S": 4.5625, "IQ3_XXS": 4.3125,
     "IQ3_S": 4.3125, "TQ1_0": 4.3125, "TQ2_0": 4.3125, "F8_E4M3": 8.0,
 }  # fmt: skip
-ROUTERS = (".mlp.gate.weight", ".block_sparse_moe.gate.weight", ".mlp.router.weight", ".ffn_gate_inp.weight")
 BITS = {"fp8": 8.0, "int4": 4.5}
 PACKING_OVERHEAD = 1.02  # scales of rows, and matrices rounded up to whole tiles
 
@@ -30,25 +31,17 @@ def tensor_bytes(tensor: Tensor, quantize: str) -> float:
 
 
 def stored_as(tensor: Tensor, quantize: str) -> StoredAs:
+    """Returns the format that a GPU stores the tensor in, if plain weights become `quantize`."""
     if len(tensor.shape) == 1:
         return StoredAs("F32", 32)
     tensor = as_q8_0(tensor) or tensor
-    name, widened = tensor.format.name, {"F8_E4M3", "fp8"} if of_experts(tensor) else ()
-    if name in KEPT and name not in widened and not (of_experts(tensor) and tensor.scales):
+    name = tensor.format.name
+    widened = tensor.role in MLA or (tensor.role in EXPERTS and (name == "F8_E4M3" or tensor.scales is not None))
+    if name in KEPT and not widened:
         return StoredAs(name, KEPT[name])
-    if quantize and name in PLAIN and quantize not in widened and not is_router(tensor):
+    if quantize and name in PLAIN and may_quantize(tensor, quantize, "cuda"):
         return StoredAs(quantize, BITS[quantize])
     return StoredAs("BF16", 16)
-
-
-def is_router(tensor: Tensor) -> bool:
-    """By its name in the file: it is small, and chooses others if it is rounded."""
-    return tensor.name.endswith(ROUTERS)
-
-
-def of_experts(tensor: Tensor) -> bool:
-    """By its name in the file: no kernel computes experts in float8."""
-    return ".experts." in tensor.name or "_exps." in tensor.name
 
 
 def workspace_bytes(spec: ModelSpec, tokens: int, rows: int, unpacks: bool) -> int:

@@ -47,13 +47,13 @@ class Memory:
 
     last: Any  # [slots + 1] the token each slot sampled last
     tokens: Any  # [T] the step's tokens, all known
-    split_kv: Any = None  # see decode_attention
+    split_kv: Any = None  # partial results of decode attention over long contexts
     caches: dict[int, Cache] = field(default_factory=dict)  # by layer
     groups: dict[int, int] = field(default_factory=dict)  # the KV group of each layer
     states: Any = None  # see recurrent_states
 
     def reserve_arrivals(self, count: int) -> None:
-        """Makes room for a counter for each KV head of each block table, where there is too little."""
+        """Makes room for `count` counters of finished splits, one for each KV head of each block table."""
         if len(self.split_kv.arrived) < count:
             self.split_kv = self.split_kv._replace(arrived=self.split_kv.arrived.new_zeros(count))
 
@@ -65,7 +65,7 @@ class Context:
     memory: Memory
     device: torch.device
     _frequencies: dict[tuple[float, ...], Any] = field(default_factory=dict)
-    _permutations: dict[tuple[int, int], ExpertPermutation] = field(default_factory=dict)  # by count and top_k
+    _permutations: dict[tuple[int, int], ExpertPermutation] = field(default_factory=dict)  # by (experts, top_k)
 
     def frequencies(self, spec: AttentionSpec) -> Any:
         """Returns the frequencies of RoPE on the device."""
@@ -208,8 +208,8 @@ def attend(
     rope, step = spec.rope, step.of(context.memory.groups[layer])
     (cache, scales), rotation = context.memory.caches[layer], None
     if len(step.tiles):
-        angles = frequencies, rope.scale, len(rope.inv_freq), rope.interleaved
-        rope_and_store(qkv, *angles, step.positions, step.places, cache, scales)
+        rope_options = frequencies, rope.scale, len(rope.inv_freq), rope.interleaved
+        rope_and_store(qkv, *rope_options, step.positions, step.places, cache, scales)
         about = spec.scale, spec.window, scales, spec.soft_cap, spec.causal
         prefill_attention(qkv, cache, step.tiles, step.tables, step.header, out, *about, **vectors)
     else:
@@ -232,9 +232,10 @@ def attend_mla(
     eps: float,
     frequencies: Any,
 ) -> None:
-    rope, step, (cache, scales) = spec.rope, step.of(context.memory.groups[layer]), context.memory.caches[layer]
-    angles = frequencies, rope.scale, rope.interleaved
-    store_mla_kv(q, kv, gain, eps, *angles, step.positions, step.places, cache, scales)
+    rope, step = spec.rope, step.of(context.memory.groups[layer])
+    cache, scales = context.memory.caches[layer]
+    rotation = frequencies, rope.scale, rope.interleaved
+    store_mla_kv(q, kv, gain, eps, *rotation, step.positions, step.places, cache, scales)
     tables = step.tables, step.header, out
     if len(step.tiles):
         mla_prefill(q, cache, step.tiles, *tables, spec.v_dim, spec.scale, scales)

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from penstock.backend.cuda.footprint import KEPT, is_router
+from penstock.backend.cuda.footprint import KEPT
 from penstock.backend.cuda.fp8_weights import pack_float8
 from penstock.backend.cuda.kernels.cublas import cublas_gemm
 from penstock.backend.cuda.kernels.fp8 import quantize_fp8
@@ -23,14 +23,15 @@ from penstock.backend.cuda.kernels.gemv import gemv
 from penstock.backend.cuda.kernels.hopper_gemm import hopper_gemm
 from penstock.backend.cuda.kernels.silu_and_mul import act_and_mul
 from penstock.backend.cuda.kernels.skinny_gemm import skinny_gemm
-from penstock.backend.cuda.pack_quantized import TAKE, QuantizedWeight, quantize_int4
+from penstock.backend.cuda.pack_quantized import SPLIT, QuantizedWeight, quantize_int4
 from penstock.backend.cuda.pack_quantized import pack as pack_codes
 from penstock.backend.cuda.quant_blocks import COLUMNS
 from penstock.backend.cuda.quantized_weights import Float8, Quantized, Workspace, stack
 from penstock.backend.cuda.tilings import HOPPER_GEMM_ROWS, TALL, gemv_tiling, hopper_gemm_tiling, skinny_tiling
 from penstock.backend.cuda.transfer import Transfer
+from penstock.backend.quantize_at_load import may_quantize
 from penstock.model.dequantize import dequantize
-from penstock.model.formats.rows import as_q8_0
+from penstock.model.formats.int8_rows import as_q8_0
 from penstock.model.tensor import Tensor, factor_of, some_rows
 
 log = logging.getLogger(__name__)
@@ -125,10 +126,10 @@ def pack(
     parts = [as_q8_0(part) or part for part in parts]
     formats = {part.format.name for part in parts}
     vector = stacked_bias(parts, bias, device)
-    quantize = "" if is_router(parts[0]) else quantize
+    quantize = quantize if all(may_quantize(part, quantize, "cuda") for part in parts) else ""
     if quantize and not formats <= PLAIN.keys():
         say(workspace, f"weights in {names(formats)} stay as they are: {quantize} is for plain ones")
-    if dtype.itemsize == 2 and formats <= TAKE.keys() and None not in map(factor_of, parts):
+    if dtype.itemsize == 2 and formats <= SPLIT.keys() and None not in map(factor_of, parts):
         tell_growth(parts, workspace)
         return Quantized(stack([packed(part, workspace.transfer) for part in parts]), vector, workspace)
     if dtype.itemsize == 2 and formats == {"F8_E4M3"} and (weight := pack_float8(parts, vector, device, workspace)):

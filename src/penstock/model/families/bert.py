@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from penstock.errors import MalformedFile
 from penstock.model import decoder, names
-from penstock.model.config_reader import MAX_LAYERS, Fields
+from penstock.model.config_reader import MAX_LAYERS, ConfigReader
 from penstock.model.families.gpt2 import ACTS
 from penstock.model.gguf import config as gguf_config
 from penstock.model.ops import Ops, V, Weight
@@ -75,7 +75,7 @@ KEYS = {
 }
 
 
-def read_hf(config: Fields) -> ModelSpec:
+def read_hf(config: ConfigReader) -> ModelSpec:
     config.ignore(*NOT_COMPUTED)
     for key in ("is_decoder", "add_cross_attention"):
         config.require(key, (False,), False)
@@ -98,11 +98,13 @@ def read_hf(config: Fields) -> ModelSpec:
     )
 
 
-def read_gguf(config: Fields, tensors: Mapping[str, Tensor]) -> ModelSpec:
+def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
     return read_encoder(config, tensors, "bert")
 
 
-def read_encoder(config: Fields, tensors: Mapping[str, Tensor], arch: str, keys: Collection[str] = ()) -> ModelSpec:
+def read_encoder(
+    config: ConfigReader, tensors: Mapping[str, Tensor], arch: str, keys: Collection[str] = ()
+) -> ModelSpec:
     """`keys`: what a family says besides."""
     config.refuse_others(KEYS.union(keys))
     config.require("attention.causal", (False,), False)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from penstock.model import config_hf, decoder, names, rope
 from penstock.model.config_hf import ACTS
-from penstock.model.config_reader import MAX_LAYERS, Fields
+from penstock.model.config_reader import MAX_LAYERS, ConfigReader
 from penstock.model.families import bert
 from penstock.model.spec import ModelSpec, RopeSpec
 from penstock.model.tensor import Tensor
@@ -58,7 +58,7 @@ TRAINED = 2048  # tokens, where its first config is silent
 THETA = 1000.0
 
 
-def read_hf(config: Fields) -> ModelSpec:
+def read_hf(config: ConfigReader) -> ModelSpec:
     config.ignore(*bert.NOT_COMPUTED)
     config.size("type_vocab_size", 2)
     if "n_embd" in config:
@@ -81,7 +81,7 @@ def read_hf(config: Fields) -> ModelSpec:
     )
 
 
-def read_first(config: Fields) -> ModelSpec:
+def read_first(config: ConfigReader) -> ModelSpec:
     """As its published folders have it, in the words of GPT-2."""
     config.ignore(*NOT_COMPUTED)
     for key, value in COMPUTED.items():
@@ -102,7 +102,7 @@ def read_first(config: Fields) -> ModelSpec:
     )
 
 
-def read_gguf(config: Fields, tensors: Mapping[str, Tensor]) -> ModelSpec:
+def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
     spec = bert.read_encoder(config, tensors, "nomic_bert", {"rope.freq_base"})
     freqs = rope.plain(config.number("rope.freq_base", THETA, least=1.001), spec.attn.head_dim)
     return replace(spec, attn=replace(spec.attn, rope=RopeSpec(freqs, interleaved=False)), act="silu", biases=BIASES)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 
 from penstock.model import config_hf, names
-from penstock.model.config_reader import Fields
+from penstock.model.config_reader import ConfigReader
 from penstock.model.families import hybrid
 from penstock.model.gguf import config as gguf_config
 from penstock.model.spec import ModelSpec
@@ -48,13 +48,13 @@ GGUF = names.GGUF.but(
 build = hybrid.build
 
 
-def read_hf(config: Fields) -> ModelSpec:
+def read_hf(config: ConfigReader) -> ModelSpec:
     config.require("use_sliding_window", (False,), False)
     spec = hybrid.read_hf(config, config_hf.read_decoder(config, "qwen3next", partial=True))
     return hybrid.read_experts(config, spec, config.flag("norm_topk_prob", True))
 
 
-def read_gguf(config: Fields, tensors: Mapping[str, Tensor]) -> ModelSpec:
+def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
     spec = gguf_config.read_decoder(
         config, tensors, "qwen3next", interleaved=False, partial=True, keys=hybrid.GGUF_KEYS, experts=True
     )

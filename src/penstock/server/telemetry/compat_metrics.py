@@ -62,7 +62,7 @@ BUCKETS = {  # of those of ours that have more
 LABELS = {"reason": "finished_reason", "blocks": "num_gpu_blocks"}
 
 
-class Aliases:
+class CompatMetrics:
     def __init__(self, sources: Iterable[Collector], model: str) -> None:
         self._sources = list(sources)
         self._labels = {"model_name": model, "engine": "0"}
