@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from penstock.backend.cuda.footprint import KEPT
+from penstock.backend.cuda.footprint import STORED_BITS
 from penstock.backend.cuda.fp8_weights import pack_float8
 from penstock.backend.cuda.kernels.cublas import cublas_gemm
 from penstock.backend.cuda.kernels.fp8 import quantize_fp8
@@ -151,7 +151,7 @@ def pack(
 
 def tell_growth(parts: Sequence[Tensor], workspace: Workspace) -> None:
     for format in {part.format for part in parts}:
-        stored, held = 8 * format.bytes / format.values, KEPT[format.name]
+        stored, held = 8 * format.bytes / format.values, STORED_BITS[format.name]
         if held > GROWN * stored:
             say(workspace, f"{format.name} weights take {held:.1f} bits a value as codes of 4, {stored:.1f} in files")
 
