@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from penstock.backend.cuda.footprint import KEPT
+from penstock.backend.cuda.footprint import STORED_BITS
 from penstock.backend.cuda.fp8_weights import RowScaledFp8, pack_fp8
 from penstock.backend.cuda.kernels.cublas import cublas_gemm
 from penstock.backend.cuda.kernels.fp8 import quantize_fp8
@@ -153,7 +153,7 @@ def pack(
 def log_growth(parts: Sequence[Tensor], workspace: Workspace) -> None:
     """Logs formats that take more memory than in their files."""
     for format in {part.format for part in parts}:
-        in_file, packed_bits = 8 * format.bytes / format.values, KEPT[format.name]
+        in_file, packed_bits = 8 * format.bytes / format.values, STORED_BITS[format.name]
         if packed_bits > NOTED_GROWTH * in_file:
             log_once(
                 workspace,
