@@ -140,7 +140,7 @@ class CudaBackend:
     # -- loading -------------------------------------------------------------------------------------------------
 
     def pack_matrix(self, parts: Sequence[Tensor], bias: Sequence[Tensor | None]) -> Weight:
-        with self._shortage(f"the weight {parts[0].name}"):
+        with self._on_device(), self._shortage(f"the weight {parts[0].name}"):
             return pack(parts, bias, self._device, self._dtype, self._workspace, self._quantize)
 
     def pack_vector(self, tensor: Tensor) -> Any:
@@ -148,7 +148,7 @@ class CudaBackend:
 
     def pack_experts(self, up: Sequence[Stack], down: Sequence[Stack], choice_bias: Tensor | None) -> Any:
         about = self._device, self._dtype, self._workspace, self._quantize
-        with self._shortage(f"the experts of {up[0].parts[0].name}"):
+        with self._on_device(), self._shortage(f"the experts of {up[0].parts[0].name}"):
             bias = None if choice_bias is None else self.pack_vector(choice_bias)
             return ExpertWeights(pack_matrices(up, *about), pack_matrices(down, *about), bias)
 
@@ -156,7 +156,7 @@ class CudaBackend:
         """Returns values of 16 bits (or 32, in tests) in any case: they are a small part of a model."""
         heads, rows, width = tensor.shape
         flat = replace(tensor, shape=(heads * rows, width))
-        with self._shortage(f"the weight {tensor.name}"):
+        with self._on_device(), self._shortage(f"the weight {tensor.name}"):
             return stacked_values([flat], self._device, self._dtype, self._workspace.transfer).view(heads, rows, width)
 
     def load(self, model: Model, program: int = 0) -> None:
