@@ -43,7 +43,7 @@ from penstock.backend.cuda.precompile import Compiler
 from penstock.backend.cuda.program import CudaProgram, Sizes
 from penstock.backend.cuda.quantized_weights import Workspace
 from penstock.backend.cuda.recurrent_states import words
-from penstock.backend.cuda.sampler import PendingLogprobs, Sampler
+from penstock.backend.cuda.sampler import DeviceSampler, PendingLogprobs
 from penstock.backend.cuda.staging import Staging
 from penstock.backend.cuda.weights import Weight, pack, stacked_values
 from penstock.backend.pooling import with_pooled
@@ -128,7 +128,7 @@ class CudaBackend:
         self._memory = Memory(last=torch.zeros(rows + 1, **ints), tokens=torch.zeros(self._sizes.tokens, **ints))
         self._workspace = Workspace(SplitKScratch.on(self._device), self._sizes.tokens)
         self._chosen = [torch.zeros(self._sizes.tokens, **ints) for _ in range(IN_FLIGHT)]
-        self._sampler = Sampler(self._device, rows)
+        self._sampler = DeviceSampler(self._device, rows)
         self._pools = PoolingSums(rows)
         self._blocks = CudaBlocks(self._memory, self._device, self._on_stream)
         self.kv: BlockMemory = self._blocks
