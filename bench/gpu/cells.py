@@ -19,7 +19,7 @@ from random_weights import KINDS, RandomWeights
 
 from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.cuda import CudaBackend
-from penstock.backend.cuda.graphs import bucket
+from penstock.backend.cuda.graphs import bucket_decode_rows
 from penstock.backend.cuda.kernels import pdl
 from penstock.engine.engine import Engine
 from penstock.model.families.llama import build
@@ -260,7 +260,8 @@ def replaced(work: Any, step: int) -> Any:
 
 
 def graph_ms(backend: CudaBackend, rows: int) -> float:
-    graph = next(g for shape, g in backend._graphs._graphs.items() if not shape.tiles and shape.decodes == bucket(rows))
+    graphs, padded = backend._graphs._graphs, bucket_decode_rows(rows)
+    graph = next(graph for shape, graph in graphs.items() if not shape.tiles and shape.decodes == padded)
     with torch.cuda.stream(backend._stream):
         return seconds(graph.replay, 20) * 1e3
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,9 @@ import numpy as np
 from penstock.backend.ref.cases import attention
 from penstock.model.dequantize import dequantize, layout_of
 from penstock.model.families.llama import build
+from penstock.model.names import LAYER
 from penstock.model.random_tensor import random_tensor
+from penstock.model.roles import role_of
 from penstock.model.spec import ModelSpec
 from penstock.model.tensor import FORMATS, Tensor
 from penstock.model.weights import Packer
@@ -42,7 +45,8 @@ def tensors(rng: np.random.Generator, spec: ModelSpec, format: str) -> dict[str,
         shapes[f"layers.{i}.down"] = (spec.dim, spec.hidden)
         vectors += [f"layers.{i}.attn_norm", f"layers.{i}.mlp_norm"]
     found = {name: matrix(rng, format, *shape) for name, shape in shapes.items()}
-    return found | {name: vector(rng, spec.dim) for name in vectors}
+    found |= {name: vector(rng, spec.dim) for name in vectors}
+    return {name: replace(tensor, role=role_of(LAYER.sub("", name))) for name, tensor in found.items()}
 
 
 def vector(rng: np.random.Generator, size: int) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -67,7 +68,7 @@ def rounded(part: Tensor, quantize: str) -> Tensor:
         out = weight.values.float() * weight.scales[:, None]
     else:
         return part
-    return Tensor(part.name, FORMATS["F32"], part.shape, out.cpu().numpy().reshape(-1).view(np.uint8))
+    return replace(part, format=FORMATS["F32"], source=out.cpu().numpy().reshape(-1).view(np.uint8))
 
 
 def backend_of(kind: Kind) -> CudaBackend:

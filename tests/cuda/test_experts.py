@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from penstock.backend.cuda import CudaBackend
-from penstock.backend.cuda.experts import CodedMatrices, DenseMatrices, pack_matrices
+from penstock.backend.cuda.experts import DenseExperts, QuantizedExperts, pack_matrices
 from penstock.backend.cuda.footprint import stored_as
+from penstock.backend.cuda.fp8_weights import RowScaledFp8
 from penstock.backend.cuda.kernels.expert_gemm import ExpertRows
 from penstock.backend.cuda.kernels.expert_routing import (
     ExpertPermutation,
@@ -21,12 +22,13 @@ from penstock.backend.cuda.kernels.expert_routing import (
     permute_pairs,
     route,
 )
-from penstock.backend.cuda.quantized_weights import Quantized
-from penstock.backend.cuda.weights import Dense
+from penstock.backend.cuda.quantized_weights import QuantizedMatrix
+from penstock.backend.cuda.weights import DenseMatrix
 from penstock.backend.ref.ops import choose
 from penstock.model.random_tensor import random_tensor
+from penstock.model.roles import Role
 from penstock.model.spec import ExpertSpec
-from penstock.model.tensor import FLOAT8, Stack, Tensor
+from penstock.model.tensor import FP8, Stack, Tensor
 from tests.cuda.device import DEVICE, HALF, close, ints, normal
 
 GROUPED = ExpertSpec(
@@ -97,7 +99,7 @@ def stacks(format: str, rows: int = 32, bias: bool = False) -> list[Stack]:
     rng = np.random.default_rng(2)
     return [
         Stack(
-            [random_tensor(rng, format, rows // 2, 256) for _ in range(2)],
+            [replace(random_tensor(rng, format, rows // 2, 256), role=Role.EXPERT_IN) for _ in range(2)],
             [random_tensor(rng, "F32", rows // 2) if bias else None for _ in range(2)],
         )
         for _ in range(3)
@@ -131,35 +133,43 @@ def test_a_pair_by_itself_and_in_a_block_give_the_same(format: str) -> None:
 
 
 def test_formats_stay_quantized_where_rows_fill_tiles(caplog: pytest.LogCaptureFixture) -> None:
-    assert isinstance(packed(stacks("Q4_0")), CodedMatrices)
+    assert isinstance(packed(stacks("Q4_0")), QuantizedExperts)
     assert not caplog.records
     with caplog.at_level(logging.WARNING):
-        assert isinstance(packed(stacks("Q4_0", rows=20)), DenseMatrices)
+        assert isinstance(packed(stacks("Q4_0", rows=20)), DenseExperts)
     assert "experts in Q4_0 become" in caplog.text
     assert "3.6 times as large" in caplog.text
 
 
 def test_plain_experts_become_four_bits_if_that_is_asked_for(caplog: pytest.LogCaptureFixture) -> None:
-    assert isinstance(packed(stacks("BF16"), "int4"), CodedMatrices)
-    assert isinstance(packed(stacks("BF16"), "fp8"), DenseMatrices)
+    assert isinstance(packed(stacks("BF16"), "int4"), QuantizedExperts)
+    assert isinstance(packed(stacks("BF16"), "fp8"), DenseExperts)
     assert "experts in BF16 do not become fp8" in caplog.text
 
 
-def test_routers_are_not_quantized() -> None:
+@pytest.mark.parametrize("quantize", ["int4", "fp8"])
+def test_routers_and_gates_of_shared_experts_are_not_quantized(quantize: str) -> None:
     plain = random_tensor(np.random.default_rng(), "BF16", 32, 64)
-    for name, kind in (("model.layers.0.mlp.gate.weight", Dense), ("model.layers.0.mlp.up_proj.weight", Quantized)):
-        tensor = replace(plain, name=name)
-        weight = CudaBackend(64, 8, device=DEVICE, dtype=HALF, quantize="int4").pack_matrix([tensor], [None])
+    kinds = {
+        Role.ROUTER: DenseMatrix,
+        Role.SHARED_EXPERT_GATE: DenseMatrix,
+        Role.POSITIONS: DenseMatrix,
+        None: DenseMatrix,
+    }
+    kinds[Role.MLP_IN] = QuantizedMatrix if quantize == "int4" else RowScaledFp8
+    for role, kind in kinds.items():
+        tensor = replace(plain, role=role)
+        weight = CudaBackend(64, 8, device=DEVICE, dtype=HALF, quantize=quantize).pack_matrix([tensor], [None])
         assert isinstance(weight, kind)
-        assert stored_as(tensor, "int4").bits == (16 if kind is Dense else 4.5)
+        assert stored_as(tensor, quantize).kind == ("BF16" if kind is DenseMatrix else quantize)
 
 
 def test_memory_figures_know_that_experts_are_not_float8() -> None:
-    def tensor(name: str, format: Any) -> Tensor:
-        return Tensor(name, format, (32, 32), np.zeros(1024 * format.bytes, np.uint8))
+    def tensor(role: Role, format: Any) -> Tensor:
+        return Tensor("w", format, (32, 32), np.zeros(1024 * format.bytes, np.uint8), role=role)
 
     plain = random_tensor(np.random.default_rng(), "BF16", 32, 32).format
-    for name in ("model.layers.0.mlp.experts.3.up_proj.weight", "blk.0.ffn_up_exps.weight"):
-        assert stored_as(tensor(name, FLOAT8["F8_E4M3"]), "").bits == 16
-        assert [stored_as(tensor(name, plain), quantize).bits for quantize in ("fp8", "int4", "")] == [16, 4.5, 16]
-    assert stored_as(tensor("model.layers.0.mlp.up_proj.weight", FLOAT8["F8_E4M3"]), "").bits == 8
+    for role in (Role.EXPERT_IN, Role.EXPERT_OUT):
+        assert stored_as(tensor(role, FP8["F8_E4M3"]), "").bits == 16
+        assert [stored_as(tensor(role, plain), quantize).bits for quantize in ("fp8", "int4", "")] == [16, 4.5, 16]
+    assert stored_as(tensor(Role.MLP_IN, FP8["F8_E4M3"]), "").bits == 8

@@ -17,6 +17,7 @@ from penstock.backend.cuda.transfer import Transfer
 from penstock.engine.engine import Engine
 from penstock.errors import OutOfMemory
 from penstock.model.load import load_model, open_checkpoint
+from penstock.model.roles import Role
 from penstock.model.tensor import FORMATS, Tensor
 from penstock.types import Limits, Request, SamplingParams, Tokens
 from tests.cuda.device import DEVICE, HALF
@@ -37,7 +38,7 @@ PROMPTS = {1: (3, 5, 5), 2: (3, 6, 5)}
     ],
 )
 def test_matrices_by_format(format: str, quantize: str, bits: float) -> None:
-    matrix = Tensor("w", FORMATS[format], (512, 1024), np.empty(0, np.uint8))
+    matrix = Tensor("w", FORMATS[format], (512, 1024), np.empty(0, np.uint8), role=Role.MLP_IN)
     assert tensor_bytes(matrix, quantize) == pytest.approx(512 * 1024 * bits / 8, rel=0.03)
 
 

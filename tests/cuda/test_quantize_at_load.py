@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.cuda import CudaBackend
-from penstock.backend.quantize_at_load import quantized
+from penstock.backend.cuda.footprint import stored_as
+from penstock.backend.cuda.weights import DenseMatrix
+from penstock.backend.quantize_at_load import may_quantize, quantized
 from penstock.backend.ref import RefBackend
 from penstock.backend.ref.cases import difference
 from penstock.config import Config
 from penstock.model.load import load_model, open_checkpoint
+from penstock.model.roles import MLA, Role
 from tests.cuda.device import DEVICE, HALF
 
-GOLDEN = Path(__file__).parents[1] / "models" / "goldens" / "qwen2"
+GOLDENS = Path(__file__).parents[1] / "models" / "goldens"
+GOLDEN = GOLDENS / "qwen2"
 
 
 @pytest.mark.parametrize("to", ["q8_0", "q4_k"])
@@ -34,3 +39,35 @@ def test_the_gpu_computes_with_the_same_weights(to: str) -> None:
     assert np.isfinite(got).all()
     weights = [backend.footprint(plain.spec, each.tensors.values()).weights for each in (loaded, plain)]
     assert weights[0] < 0.7 * weights[1]
+
+
+class Recorder(CudaBackend):
+    """Remembers what each tensor was packed as."""
+
+    def __init__(self, quantize: str) -> None:
+        super().__init__(64, 4, device=DEVICE, dtype=HALF, graphs=False, quantize=quantize)
+        self.packed: dict[str, Any] = {}
+
+    def pack_matrix(self, parts: Any, bias: Any) -> Any:
+        weight = super().pack_matrix(parts, bias)
+        self.packed |= {part.name: (part, weight) for part in parts}
+        return weight
+
+
+@pytest.mark.parametrize("quantize", ["int4", "fp8"])
+@pytest.mark.parametrize("file", ["", "model.gguf"])
+@pytest.mark.parametrize("name", ["qwen3next", "qwen3_moe", "gpt2", "deepseek_v2"])
+def test_a_gpu_quantizes_what_the_table_allows(name: str, file: str, quantize: str) -> None:
+    checkpoint, backend = open_checkpoint(GOLDENS / name / file), Recorder(quantize)
+    load_model(checkpoint, backend)
+    roles = {part.role for part, _ in backend.packed.values()}
+    assert roles >= {Role.EMBEDDING, Role.ATTENTION_OUT}
+    assert (Role.SHARED_EXPERT_GATE in roles) == (name == "qwen3next")
+    assert (Role.POSITIONS in roles) == (name == "gpt2")
+    for part, weight in backend.packed.values():
+        fits = quantize == "int4" or weight.width % 64 == 0
+        allowed = may_quantize(part, quantize, "cuda")
+        assert isinstance(weight, DenseMatrix) != (allowed and fits), part.name
+        assert (stored_as(part, quantize).kind == quantize) == allowed, part.name
+    for tensor in checkpoint.tensors.values():
+        assert tensor.role not in MLA or stored_as(tensor, quantize).kind == "BF16"

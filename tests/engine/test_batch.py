@@ -24,7 +24,7 @@ def batch_of(*plans: StepPlan) -> Batch:
     """Returns what the last of the plans becomes, for one sequence."""
     batcher = Batcher(LIMITS)
     for plan in plans:
-        batcher.follow(plan)
+        batcher.apply(plan)
     request = Request(1, PROMPT, SamplingParams(), 4)
     return batcher.build(plans[-1], {1: Sequence(1, PROMPT, 4)}, {1: RequestRecord(request)})
 

@@ -1,5 +1,5 @@
 """Tests the engine over the fake backend: failures stay where they are, events come once, the loop answers messages,
-requests wait for what they need, and blocks are told of and copied."""
+requests wait for what they need, and block events and copies are carried out."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Prepares(FakeBackend):
 
 def test_the_loop_prepares_while_idle_and_answers_what_arrives_meanwhile() -> None:
     backend = Prepares()
-    told: list[Event] = []
+    received: list[Event] = []
     waits: list[tuple[bool, int]] = []
 
     class Inbox:
@@ -94,9 +94,9 @@ def test_the_loop_prepares_while_idle_and_answers_what_arrives_meanwhile() -> No
                 return [Close()]
             return self.messages.pop(0) if self.messages else []
 
-    run(engine(backend), Inbox(), lambda events, *_: told.extend(events))
+    run(engine(backend), Inbox(), lambda events, *_: received.extend(events))
     assert waits[:2] == [(False, 3), (False, 2)]  # one slice between two looks at the inbox
-    assert told[-1][:2] == (1, "length")
+    assert received[-1][:2] == (1, "length")
     assert waits[-1] == (True, 0)
 
 
@@ -134,7 +134,7 @@ def test_the_loop_answers_in_order_and_ends_on_close() -> None:
 
 
 class Script:
-    """An inbox that says its lines one take at a time."""
+    """Is an inbox that hands out its lines one take at a time."""
 
     def __init__(self, lines: list[list[Message]]) -> None:
         self._lines = iter(lines)
@@ -148,8 +148,8 @@ def test_an_id_in_use_is_refused_and_its_request_goes_on() -> None:
     small.add(request(1, 1, 2))
     with pytest.raises(InvalidRequest, match="request id 1 is already in use"):
         small.add(request(1, 3, 4))
-    told = [token for event in drain(small) if isinstance(event, Tokens) for token in event.tokens]
-    assert told == continuation((1, 2), 5, LIMITS.vocab)
+    received = [token for event in drain(small) if isinstance(event, Tokens) for token in event.tokens]
+    assert received == continuation((1, 2), 5, LIMITS.vocab)
     small.add(request(1, 3, 4))  # it has ended, and so the engine knows nothing of it any more
     assert not small._constrained
 
@@ -234,19 +234,19 @@ def test_what_cannot_be_had_fails_the_request_that_needs_it() -> None:
 def test_block_events_come_with_the_steps_that_caused_them() -> None:
     backend = FakeBackend(LIMITS.vocab)
     backend.reserve_kv(LIMITS.num_blocks, LIMITS.block_size)
-    told: list[BlockEvent] = []
+    received: list[BlockEvent] = []
     inbox = Script([[Add(request(1, *range(10)))], *[[]] * 20, [Close()]])
 
     def send(events: list[Event], stats: Stats, blocks: list[BlockEvent]) -> None:
         step = wire.decode_answer(wire.encode_answer(wire.step(events, stats, blocks)))
         assert isinstance(step, wire.Step)
         assert step.block_events() == blocks
-        told.extend(blocks)
+        received.extend(blocks)
 
     run(Engine(backend, LIMITS, block_events=True), inbox, send)
-    assert [event.number for event in told] == [0, 1, 2]
-    assert [event.tokens for event in told if isinstance(event, BlockStored)][:2] == [(0, 1, 2, 3), (4, 5, 6, 7)]
-    assert len({event.epoch for event in told}) == 1
+    assert [event.number for event in received] == [0, 1, 2]
+    assert [event.tokens for event in received if isinstance(event, BlockStored)][:2] == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert len({event.epoch for event in received}) == 1
     assert engine().block_events() == []
 
 

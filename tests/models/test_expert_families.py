@@ -290,7 +290,7 @@ def test_a_tensor_for_each_expert_in_older_files(goldens: Path, gguf_with: Calla
 
 def test_the_number_of_experts_must_be_the_config_s(gguf_with):
     path = gguf_with("mixtral", metadata=lambda metadata: metadata.update({"llama.expert_count": 3}))
-    with pytest.raises(MalformedFile, match=r"ffn_.*_exps.* the config speaks of 3 experts"):
+    with pytest.raises(MalformedFile, match=r"ffn_.*_exps.* the config says 3 experts"):
         open_checkpoint(path)
 
 

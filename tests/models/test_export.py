@@ -14,14 +14,14 @@ import pytest
 
 from penstock.backend.cpu.quantize import quantize
 from penstock.errors import ConfigError, MalformedFile, ModelError, UnsupportedModel
-from penstock.model.config_reader import Fields
+from penstock.model.config_reader import ConfigReader
 from penstock.model.dequantize import dequantize
-from penstock.model.gguf.export import Export, export, parts_of
+from penstock.model.gguf.export import Export, export, file_tensors
 from penstock.model.gguf.metadata import OWN, config_keys, difference
 from penstock.model.gguf.reader import read_gguf
 from penstock.model.gguf.writer import encoded, write_gguf
 from penstock.model.load import CONFIG, open_checkpoint
-from penstock.model.recode import choose
+from penstock.model.quantize_choice import choose
 from penstock.model.spec import ModelSpec
 from penstock.model.tensor import Format, Tensor, some_rows
 
@@ -39,7 +39,7 @@ def encode(tensor: Tensor, format: Format) -> Tensor:
 
 
 def written(path: Path, made: Export) -> Path:
-    write_gguf(path, made.keys, made.sheets, lambda name, size: None)
+    write_gguf(path, made.keys, made.tensors, lambda name, size: None)
     return path
 
 
@@ -99,8 +99,8 @@ def test_positions_that_an_encoder_uses(name: str, tmp_path: Path) -> None:
 def test_attention_in_odd_layers_is_refused() -> None:
     checkpoint = open_checkpoint(GOLDENS / "qwen35")
     odd = replace(checkpoint.spec, recurrent=frozenset((1, 2)))
-    with pytest.raises(UnsupportedModel, match=r"a GGUF file of qwen35 cannot say .* recurrent is"):
-        config_keys(Fields(checkpoint.metadata, CONFIG), odd, {"token_embd.weight": checkpoint.tensors["embed"]})
+    with pytest.raises(UnsupportedModel, match=r"a GGUF file of qwen35 cannot express .* recurrent is"):
+        config_keys(ConfigReader(checkpoint.metadata, CONFIG), odd, {"token_embd.weight": checkpoint.tensors["embed"]})
 
 
 def test_shapes_are_checked_first(folder_with: Callable[..., Path]) -> None:
@@ -137,9 +137,9 @@ def values_of(tensors: Mapping[str, Tensor], spec: ModelSpec, joined: bool) -> d
 def test_all_products_of_experts_and_latents_are_quantized(name: str) -> None:
     """But for rows that are too short, which goldens have and published models do not."""
     tensors = {
-        part.name: Tensor(key, tensor.format, (*tensor.shape[:-1], 256), tensor.source)
-        for key, part in parts_of(open_checkpoint(GOLDENS / name)).items()
-        for tensor in part.tensors[:1]
+        part.name: replace(tensor, name=key, shape=(*tensor.shape[:-1], 256))
+        for key, part in file_tensors(open_checkpoint(GOLDENS / name)).items()
+        for tensor in part.sources[:1]
         if len(tensor.shape) > 1
     }
     formats, notes = choose({tensor.name: tensor for tensor in tensors.values()}, "Q4_K")
@@ -164,12 +164,12 @@ def test_experts_published_in_four_bits_stay_so(to: str, tmp_path: Path) -> None
     assert len(experts) == 2 * 4 * 3
     assert all(np.array_equal(wanted[key].data, found[key].data) for key in experts)
     again = export(tmp_path / "model.gguf", "q4_0", encode, again=True)
-    assert {sheet.format.name for sheet in again.sheets} == {"F32", "Q4_0", "Q8_0"}
+    assert {tensor.format.name for tensor in again.tensors} == {"F32", "Q4_0", "Q8_0"}
 
 
 def test_families_without_words_for_it_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(OWN, "llama")
-    with pytest.raises(UnsupportedModel, match="the family llama cannot be written as GGUF yet; qwen2"):
+    with pytest.raises(UnsupportedModel, match="the family llama cannot be written as GGUF yet; supported: qwen2"):
         export(GOLDENS / "tied", "f32", encode)
 
 
@@ -209,7 +209,7 @@ def test_windows_that_a_file_cannot_tell_of_are_refused(folder_with: Callable[..
         config |= {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
         config.pop("layer_types", None)
 
-    with pytest.raises(UnsupportedModel, match="a GGUF file of qwen2 cannot say"):
+    with pytest.raises(UnsupportedModel, match="a GGUF file of qwen2 cannot express"):
         export(folder_with("qwen2", windows), "q8_0", encode)
 
 
@@ -217,7 +217,7 @@ def test_windows_that_a_file_cannot_tell_of_are_refused(folder_with: Callable[..
     ("golden", "key", "value", "words"),
     [
         ("deepseek_v3", "rope_interleave", False, "rope_interleave = False"),
-        ("deepseek_v3", "rope_parameters.mscale", 2.0, "deepseek2 cannot say what config.json says: scale is 1.1"),
+        ("deepseek_v3", "rope_parameters.mscale", 2.0, "deepseek2 cannot express what config.json says: scale is 1.1"),
         ("gpt_oss", "layer_types", ["sliding_attention"] * 2, "layer_types .* every other layer"),
     ],
 )
@@ -246,7 +246,7 @@ def test_nothing_is_left_of_a_file_that_failed(tmp_path: Path) -> None:
 
 def test_a_full_disk_is_told_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000}))
-    with pytest.raises(ModelError, match="1000 free"):
+    with pytest.raises(ModelError, match="1000 bytes free"):
         written(tmp_path / "model.gguf", export(GOLDENS / "tied", "q8_0", encode))
     assert not list(tmp_path.iterdir())
 

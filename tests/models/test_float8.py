@@ -21,7 +21,7 @@ from penstock.model.dequantize import dequantize
 from penstock.model.formats.fp8 import TABLES
 from penstock.model.load import load_model, open_checkpoint
 from penstock.model.safetensors import read_safetensors
-from penstock.model.tensor import FLOAT8, FORMATS, Scales, Tensor, some_rows
+from penstock.model.tensor import FORMATS, FP8, Scales, Tensor, some_rows
 
 FOLDER = Path(__file__).parent / "float8"
 KINDS = ["block", "channel", "tensor"]
@@ -33,7 +33,7 @@ def expected(kind: str) -> tuple[list[int], np.ndarray]:
         return file["tokens"].tolist(), file["logits"]
 
 
-@pytest.mark.parametrize("name", FLOAT8)
+@pytest.mark.parametrize("name", FP8)
 def test_codes_are_those_of_torch(name: str) -> None:
     with np.load(FOLDER / "values.npz") as file:
         assert np.array_equal(TABLES[name], file[name], equal_nan=True)
@@ -63,7 +63,7 @@ def test_a_cpu_says_what_becomes_of_float8(caplog: pytest.LogCaptureFixture) -> 
 
 def test_rows_keep_their_scales() -> None:
     scales = Scales(np.arange(1, 7, dtype=np.float32).reshape(3, 2), 2, 3)
-    whole = Tensor("x", FLOAT8["F8_E4M3"], (5, 4), np.arange(0x30, 0x44, dtype=np.uint8), scales)
+    whole = Tensor("x", FP8["F8_E4M3"], (5, 4), np.arange(0x30, 0x44, dtype=np.uint8), scales)
     values = dequantize(whole)
     assert np.array_equal(values[[0, 1, 4], [0, 3, 3]], TABLES["F8_E4M3"][[0x30, 0x37, 0x43]] * [1, 2, 6])
     for first, last in [(0, 5), (1, 4), (3, 5)]:
@@ -125,7 +125,7 @@ def group(**weights: Any) -> dict[str, Any]:
         ("block", {"weight_block_size": None}, MalformedFile, r"fits neither the matrix"),
         ("channel", {"format": "marlin-24"}, UnsupportedModel, "format = 'marlin-24'"),
         ("channel", {"format": "pack-quantized"}, UnsupportedModel, "type = 'float'"),
-        ("channel", {"config_groups": {}}, UnsupportedModel, "share scales in 0 ways"),
+        ("channel", {"config_groups": {}}, UnsupportedModel, "describe 0 ways to quantize"),
         ("channel", {"config_groups": [1]}, MalformedFile, "config_groups"),
         ("channel", group(num_bits=4), UnsupportedModel, "num_bits = 4"),
         ("channel", group(type="int"), UnsupportedModel, "type = 'int'"),
@@ -146,7 +146,7 @@ Q = "model.layers.0.self_attn.q_proj.weight"
     ("edit", "message"),
     [
         (lambda header: header.pop(f"{Q}_scale"), r"q_proj\.weight' is stored as F8_E4M3 without a scale"),
-        (lambda header: header.pop(Q), "scales no matrix of 8 bits"),
+        (lambda header: header.pop(Q), "there is no FP8 matrix that it belongs to"),
         (lambda header: header[f"{Q}_scale"].update(dtype="F8_E4M3", shape=[2, 2]), "without a scale|fits neither"),
     ],
 )

@@ -22,14 +22,14 @@ from penstock.backend.cpu.weights import stored_as
 from penstock.backend.ref import RefBackend
 from penstock.backend.ref.random_steps import blocks_for, random_steps
 from penstock.errors import MalformedFile, ModelError, UnsupportedModel
-from penstock.model.config_reader import Fields
+from penstock.model.config_reader import ConfigReader
 from penstock.model.dequantize import dequantize
 from penstock.model.formats.checkpoint import weights_of
-from penstock.model.formats.rows import as_q8_0
-from penstock.model.load import load_model, open_checkpoint, read_shards
+from penstock.model.formats.int8_rows import as_q8_0
+from penstock.model.load import load_model, open_checkpoint, read_safetensors_shards
 from penstock.model.open_files import read_json
 from penstock.model.safetensors import read_safetensors
-from penstock.model.tensor import FLOAT8, FORMATS, INTEGERS, Tensor, factor_of, some_rows
+from penstock.model.tensor import FORMATS, FP8, INTEGERS, Tensor, factor_of, some_rows
 from tests.models.conftest import write_safetensors
 
 FOLDER = Path(__file__).parent / "formats"
@@ -44,7 +44,9 @@ def expected(kind: str) -> Any:
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "exl3"])
 def test_every_value_is_exact(kind: str) -> None:
     folder, file = FOLDER / kind, expected(kind)
-    stored = weights_of(read_shards(folder), Fields(read_json(folder / "config.json"), "config.json"), folder)
+    stored = weights_of(
+        read_safetensors_shards(folder), ConfigReader(read_json(folder / "config.json"), "config.json"), folder
+    )
     for name, checksum in zip(file["names"].tolist(), file["checksums"].tolist(), strict=True):
         assert crc32((dequantize(stored[name]) + np.float32(0)).tobytes()) == checksum, name
 
@@ -206,7 +208,7 @@ def weights(**change: Any) -> Change:
         ("autoround-gptq", {"act_bits": 8}, UnsupportedModel, "act_bits = 8"),
         ("autoround-gptq", {"data_type": "mx_fp"}, UnsupportedModel, "data_type = 'mx_fp'"),
         ("int4", {"format": "marlin-24"}, UnsupportedModel, "format = 'marlin-24'"),
-        ("int4", {"config_groups": {}}, UnsupportedModel, "quantize in 0 ways"),
+        ("int4", {"config_groups": {}}, UnsupportedModel, "describe 0 ways to quantize"),
         ("int4", weights(num_bits=3), UnsupportedModel, "num_bits = 3"),
         ("int4", weights(strategy="block"), UnsupportedModel, "strategy = 'block'"),
         ("int4", weights(group_size=None), MalformedFile, "has no group_size"),
@@ -247,13 +249,13 @@ def shaped(name: str, *shape: int) -> Callable[[dict[str, Tensor]], Any]:
         ("awq", shaped("scales", 4, 32), "q_proj.scales' has shape"),
         ("awq", shaped("qzeros", 1, 16), "q_proj.qzeros' has shape"),
         ("awq", moved("scales", "qzeros"), "lacks"),
-        ("gptq-ordered", without("g_idx"), "has no g_idx, and desc_act"),
+        ("gptq-ordered", without("g_idx"), "has no g_idx, but desc_act"),
         ("int4", without("weight_shape"), "lacks .*weight_shape"),
         ("int4-zeros", shaped("weight_zero_point", 2, 8), "weight_zero_point' has shape"),
         ("nvfp4", shaped("weight_scale", 8, 32), "weight_scale' has shape"),
         ("mlx", shaped("biases", 32, 4), "biases' has shape"),
-        ("nf4", without("weight.quant_state.bitsandbytes__nf4"), "0 states of bitsandbytes"),
-        ("nf4", without("weight.nested_quant_map"), "nested_quant_map, which says how, is not there"),
+        ("nf4", without("weight.quant_state.bitsandbytes__nf4"), "0 quant_state tensors of bitsandbytes"),
+        ("nf4", without("weight.nested_quant_map"), "nested_quant_map, which says how, is missing"),
         ("nf4", shaped("weight.absmax", 8, 8), "absmax' has shape"),
         ("bytes", without("SCB", "weight_format"), "stored as I8; config.json does not say"),
         ("bytes", shaped("SCB", 8, 8), "SCB' has shape"),
@@ -304,7 +306,7 @@ def damage(rng: np.random.Generator, stored: dict[str, Tensor]) -> None:
             stored[f"{name}.more"] = tensor
         case 2:
             family = next((family for family in SAME_SIZE if tensor.format.name in family), (tensor.format.name,))
-            formats = FORMATS | FLOAT8 | INTEGERS
+            formats = FORMATS | FP8 | INTEGERS
             stored[name] = replace(tensor, format=formats[family[rng.integers(len(family))]])
         case 3:
             stored[name] = replace(tensor, source=rng.permutation(tensor.data))
@@ -325,6 +327,6 @@ def test_damage_is_an_error_or_nothing(kind: str, tmp_path: Path) -> None:
         else:
             damage(rng, stored)
         with suppress(ModelError), np.errstate(all="ignore"):
-            found = weights_of(stored, Fields(config | {key: said}, "config.json"), tmp_path)
+            found = weights_of(stored, ConfigReader(config | {key: said}, "config.json"), tmp_path)
             for tensor in found.values():
                 assert dequantize(tensor).shape == tensor.shape

@@ -11,7 +11,7 @@ import pytest
 from penstock.errors import MalformedFile, ModelNotFound, UnsupportedModel
 from penstock.model.dequantize import dequantize
 from penstock.model.gguf.reader import read_gguf
-from penstock.model.gguf.shards import read_parts
+from penstock.model.gguf.shards import read_shards
 from penstock.model.load import open_checkpoint
 
 NAMES = [f"m-{number:05}-of-00003.gguf" for number in (1, 2, 3)]
@@ -44,7 +44,7 @@ def parts(tmp_path: Path) -> list[Path]:
 
 def test_parts_are_read_as_one(parts):
     for path in parts:
-        file = read_parts(path)
+        file = read_shards(path)
         assert {name: dequantize(one).tolist() for name, one in file.tensors.items()} == {
             f"t{number}": [number] * 4 for number in range(3)
         }
@@ -53,17 +53,19 @@ def test_parts_are_read_as_one(parts):
 
 def test_a_missing_part_is_named(parts):
     parts[1].unlink()
-    with pytest.raises(ModelNotFound, match=r"one of 3 parts of a model; beside it is no m-00002-of-00003\.gguf$"):
-        read_parts(parts[2])
+    with pytest.raises(
+        ModelNotFound, match=r"one of 3 shards of a model, but there is no m-00002-of-00003\.gguf in its folder$"
+    ):
+        read_shards(parts[2])
     parts[0].unlink()
-    with pytest.raises(ModelNotFound, match=r"no m-00001-of-00003\.gguf, and 1 more are missing"):
-        read_parts(parts[2])
+    with pytest.raises(ModelNotFound, match=r"no m-00001-of-00003\.gguf in its folder, and 1 more shards are missing"):
+        read_shards(parts[2])
 
 
 def test_a_part_must_keep_its_name(parts):
     other = parts[0].rename(parts[0].with_name("model.gguf"))
-    with pytest.raises(MalformedFile, match=r"model\.gguf is one of 3 parts .* must end in -00001-of-00003\.gguf"):
-        read_parts(other)
+    with pytest.raises(MalformedFile, match=r"model\.gguf is one of 3 shards .* must end in -00001-of-00003\.gguf"):
+        read_shards(other)
 
 
 @pytest.mark.parametrize(
@@ -71,19 +73,19 @@ def test_a_part_must_keep_its_name(parts):
     [
         ({"no": 2, "count": 3, "tensors": 3}, r"split\.no and split\.count are \(2, 3\), not \(1, 3\)"),
         ({"no": 1, "count": 4, "tensors": 3}, r"are \(1, 4\), not \(1, 3\)"),
-        ({"no": 1, "count": 3, "tensors": 3}, r"tensor 't0' of m-00002-of-00003\.gguf is also in a part before it"),
+        ({"no": 1, "count": 3, "tensors": 3}, r"tensor 't0' of m-00002-of-00003\.gguf is also in an earlier shard"),
     ],
 )
 def test_parts_that_do_not_fit_are_refused(parts, change, message):
     write(parts[1], {"t0": np.zeros(4, np.float32)}, **change)
     with pytest.raises(MalformedFile, match=message):
-        read_parts(parts[0])
+        read_shards(parts[0])
 
 
 def test_lost_tensors_are_noticed(parts):
     write(parts[0], {"t0": np.zeros(4, np.float32)}, no=0, count=3, tensors=5)
     with pytest.raises(MalformedFile, match="have 3 tensors, not 5"):
-        read_parts(parts[0])
+        read_shards(parts[0])
 
 
 def test_a_split_model_is_opened(goldens, tmp_path):

@@ -14,10 +14,10 @@ import pytest
 from penstock.backend.ref import RefBackend
 from penstock.errors import MalformedFile, PenstockError, UnsupportedModel
 from penstock.model.config_hf import NEUTRAL
-from penstock.model.config_reader import Fields
+from penstock.model.config_reader import ConfigReader
 from penstock.model.gguf.reader import read_gguf
 from penstock.model.load import METADATA, load_model, open_checkpoint, read_config
-from penstock.model.names import Naming, canonical_name
+from penstock.model.names import Naming, identify
 from penstock.model.registry import family_of_gguf, family_of_hf
 from penstock.model.safetensors import read_safetensors
 
@@ -32,11 +32,11 @@ FIRST = {  # what is lacking first where one of these is
     "delta_qkvz": "delta_qkv",  # in other files
     "delta_ba": "delta_b",
     "decay": "decay_log",
-    "kv_a": "turned",
+    "kv_a": "k_rope",
     "kv_b": "k_b",
-    "pairs_across": "gate",
-    "down_across": "down",
-    "pairs.bias": "gate.bias",
+    "interleaved_transposed": "gate",
+    "down_transposed": "down",
+    "interleaved.bias": "gate.bias",
 }
 UNUSED = {"long_factor"}  # beyond the context that Phi-3 is computed with
 
@@ -56,10 +56,10 @@ def refused(config: dict[str, Any], key: str) -> bool:
 
 @pytest.fixture
 def neutral(monkeypatch) -> set[str]:
-    """Fields that say nothing about the computation: those of all families, and whatever a family says so of."""
+    """ConfigReader that say nothing about the computation: those of all families, and whatever a family says so of."""
     found = set(NEUTRAL)
-    ignore = Fields.ignore
-    monkeypatch.setattr(Fields, "ignore", lambda fields, *keys: found.update(keys) or ignore(fields, *keys))
+    ignore = ConfigReader.ignore
+    monkeypatch.setattr(ConfigReader, "ignore", lambda fields, *keys: found.update(keys) or ignore(fields, *keys))
     return found
 
 
@@ -105,11 +105,11 @@ def test_the_same_of_nested_fields(golden):
 def test_every_key_of_a_file_is_read(golden):
     file = read_gguf(GOLDENS / golden / "model.gguf")
     metadata, arch = dict(file.metadata), file.metadata["general.architecture"]
-    kind = family_of_gguf(Fields(metadata, METADATA))
+    kind = family_of_gguf(ConfigReader(metadata, METADATA))
     for key in [*(key for key in metadata if key.startswith(f"{arch}.")), f"{arch}.unknown"]:
         for value in UNKNOWN:
             with pytest.raises(PenstockError, match=key):
-                kind.read_gguf(Fields(metadata | {key: value}, METADATA, f"{arch}."), file.tensors)
+                kind.read_gguf(ConfigReader(metadata | {key: value}, METADATA, f"{arch}."), file.tensors)
 
 
 def load(path: Path) -> None:
@@ -119,7 +119,7 @@ def load(path: Path) -> None:
 def lacking(name: str, naming: Naming) -> str:
     """What an error says of a file without this tensor: what it lacks first of those that are in it, or that those
     beside it have no place now, where it decides on them."""
-    wanted = canonical_name(name, naming)
+    wanted = identify(name, naming).name
     for whole, first in FIRST.items():
         if wanted.endswith(f".{whole}"):
             wanted = wanted.removesuffix(whole) + first
@@ -133,7 +133,7 @@ def told_apart(names: list[str]) -> list[str]:
 
 @pytest.mark.parametrize("golden", ONE_FILE)
 def test_every_missing_tensor_of_a_folder_is_named(golden, folder_with, tmp_path):
-    naming = family_of_hf(Fields(config_of(golden), "config")).HUGGING_FACE
+    naming = family_of_hf(ConfigReader(config_of(golden), "config")).HUGGING_FACE
     for name in told_apart(list(read_safetensors(GOLDENS / golden / "model.safetensors"))):
         folder = folder_with(golden, tensors=lambda tensors, name=name: tensors.pop(name))
         with pytest.raises(MalformedFile, match=lacking(name, naming)):
@@ -144,7 +144,7 @@ def test_every_missing_tensor_of_a_folder_is_named(golden, folder_with, tmp_path
 @pytest.mark.parametrize("golden", NAMES)
 def test_every_missing_tensor_of_a_file_is_named(golden, gguf_with):
     file = read_gguf(GOLDENS / golden / "model.gguf")
-    naming = family_of_gguf(Fields(file.metadata, METADATA)).GGUF
+    naming = family_of_gguf(ConfigReader(file.metadata, METADATA)).GGUF
     for name in told_apart(list(file.tensors)):
         if name == "output.weight" or naming.ignored.fullmatch(name):  # its absence says something
             continue

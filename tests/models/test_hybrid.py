@@ -174,7 +174,7 @@ def test_what_qwen3_next_does_not_do(change):
 def test_heads_and_taps_that_cannot_be(folder_with, gguf_with):
     with pytest.raises(MalformedFile, match="5 value heads of a delta net cannot share 2 key heads evenly"):
         open_checkpoint(folder_with("qwen35", config=lambda config: config.update(linear_num_value_heads=5)))
-    with pytest.raises(UnsupportedModel, match="a convolution over 17 positions"):
+    with pytest.raises(UnsupportedModel, match="the convolution covers 17 positions"):
         open_checkpoint(gguf_with("qwen35", metadata=lambda metadata: metadata.update({"qwen35.ssm.conv_kernel": 17})))
 
 

@@ -13,13 +13,13 @@ import pytest
 from penstock.backend.cpu import CpuBackend
 from penstock.backend.ref import RefBackend
 from penstock.errors import MalformedFile, UnsupportedModel
-from penstock.model.config_reader import Fields
+from penstock.model.config_reader import ConfigReader
 from penstock.model.dequantize import dequantize
 from penstock.model.gguf.metadata import config_keys, difference
 from penstock.model.load import load_model, open_checkpoint, read_config
 from penstock.model.spec import MlaSpec
+from penstock.model.split_heads import split_heads, split_heads_when_read
 from penstock.model.tensor import FORMATS, Scales, Tensor, some_rows
-from penstock.model.weights import split_heads, split_heads_later
 
 GOLDENS = Path(__file__).parent / "goldens"
 YARN = {
@@ -193,7 +193,7 @@ def test_published_configs_can_be_written(config: dict[str, Any]) -> None:
     names = ["token_embd.weight", "output.weight"]
     names += ["blk.3.exp_probs_b.bias"] if spec.experts and spec.experts.choice_bias else []
     weights = {name: Tensor(name, FORMATS["F32"], (spec.vocab, spec.dim), empty) for name in names}
-    keys, extra, found = config_keys(Fields(config, "config.json"), spec, weights)
+    keys, extra, found = config_keys(ConfigReader(config, "config.json"), spec, weights)
     assert not extra
     assert not difference(spec, found)
     if config is V3:
@@ -238,7 +238,7 @@ def test_a_token_leaves_its_latents_alone(kv: str, per_layer: int) -> None:
     assert backend.footprint(checkpoint.spec, checkpoint.tensors.values()).kv_token == 2 * per_layer
 
 
-@pytest.mark.parametrize("split", [split_heads, split_heads_later])
+@pytest.mark.parametrize("split", [split_heads, split_heads_when_read])
 def test_a_matrix_in_blocks_of_float8_is_split_as_its_values_are(split: Any) -> None:
     rng = np.random.default_rng(0)
     data = rng.integers(0, 120, 24 * 16).astype(np.uint8)

@@ -9,7 +9,7 @@ from penstock.backend.ref import RefBackend
 from penstock.errors import MalformedFile, UnsupportedModel
 from penstock.model.dequantize import dequantize
 from penstock.model.load import load_model, open_checkpoint, read_config
-from penstock.model.tensor import FLOAT8, FORMATS, Scales, Tensor, some_rows, transposed
+from penstock.model.tensor import FORMATS, FP8, Scales, Tensor, some_rows, transposed
 
 GPT2 = {  # as openai-community/gpt2 has it
     "activation_function": "gelu_new",
@@ -157,11 +157,9 @@ def test_a_transposed_matrix_is_the_same_matrix(format):
 
 def test_what_cannot_be_transposed(floats):
     quantized = Tensor("c_fc", FORMATS["Q8_0"], (32, 32), np.zeros(32 * 34, np.uint8))
-    scaled = Tensor(
-        "c_fc", FLOAT8["F8_E4M3"], (4, 4), np.zeros(16, np.uint8), Scales(np.ones((1, 1), np.float32), 4, 4)
-    )
+    scaled = Tensor("c_fc", FP8["F8_E4M3"], (4, 4), np.zeros(16, np.uint8), Scales(np.ones((1, 1), np.float32), 4, 4))
     for tensor in (quantized, scaled, floats(4), floats(2, 2, 2)):
-        with pytest.raises(UnsupportedModel, match="lies the other way around"):
+        with pytest.raises(UnsupportedModel, match="is stored transposed"):
             transposed(tensor)
 
 

@@ -21,7 +21,8 @@ from penstock.errors import ConfigError, MalformedFile
 from penstock.model.dequantize import dequantize
 from penstock.model.load import Checkpoint, load_model, open_checkpoint
 from penstock.model.quantize import quantize
-from penstock.model.recode import choose
+from penstock.model.quantize_choice import choose
+from penstock.model.roles import Role, role_of
 from penstock.model.tensor import FORMATS, Tensor
 
 CODED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
@@ -133,6 +134,7 @@ def test_what_becomes_what() -> None:
     }
     tensors = {name: tensor_of(np.ones(shape, np.float32)) for name, shape in shapes.items()}
     tensors["layers.0.up"] = tensor_of(np.ones((40, 256), np.float32), "Q8_0")
+    tensors = {name: replace(tensor, role=role_of(name.removeprefix("layers.0."))) for name, tensor in tensors.items()}
     formats, notes = choose(tensors, "Q4_K")
     assert {name: format.name for name, format in formats.items()} == {
         "embed": "Q6_K",
@@ -145,7 +147,9 @@ def test_what_becomes_what() -> None:
         "weights in Q8_0 stay as they are: Q4_K is for plain ones",
     )
     assert choose(tensors, "Q4_K", again=True).formats["layers.0.up"].name == "Q4_K"
-    odd, notes = choose({"layers.0.o": tensor_of(np.ones((4, 40), np.float32))}, "Q8_0")
+    odd, notes = choose(
+        {"layers.0.o": replace(tensor_of(np.ones((4, 40), np.float32)), role=Role.ATTENTION_OUT)}, "Q8_0"
+    )
     assert not odd
     assert "rows of 40" in notes[0]
 
@@ -206,7 +210,7 @@ def test_delta_nets_compute_with_quantized_weights(goldens: Path, name: str) -> 
     assert np.abs(found - expected).mean() < 0.4 * np.abs(plain - expected).mean()
 
 
-LATENT = {"q_a", "latent", "turned", "v_b", "gate", "up", "embed", "head"}
+LATENT = {"q_a", "latent", "k_rope", "v_b", "gate", "up", "embed", "head"}
 
 
 @pytest.mark.parametrize(

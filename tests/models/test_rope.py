@@ -8,7 +8,7 @@ import pytest
 
 from penstock.errors import MalformedFile, UnsupportedModel
 from penstock.model import config_hf, rope
-from penstock.model.config_reader import Fields
+from penstock.model.config_reader import ConfigReader
 from penstock.model.load import read_config
 
 LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -52,7 +52,7 @@ KNOWN = {
 
 
 def read(parameters: dict[str, object], dims: int = 64, max_len: int = 163840) -> config_hf.RopeSpec:
-    return config_hf.read_rope(Fields({"rope_parameters": parameters}, "config.json"), dims, max_len)
+    return config_hf.read_rope(ConfigReader({"rope_parameters": parameters}, "config.json"), dims, max_len)
 
 
 @pytest.mark.parametrize("name", KNOWN)

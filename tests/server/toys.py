@@ -21,7 +21,7 @@ from penstock.backend.pooling import Pools
 from penstock.engine.engine import Engine
 from penstock.ipc.host import host
 from penstock.text import ChatPrompt, ChatTemplate
-from penstock.text.tool_formats import PLAIN, Format, family_of
+from penstock.text.tool_formats import PLAIN, AnswerFormat, find_tool_format
 from penstock.types import Limits, RowResult, StepResult, TokenLogprob
 
 END = 256
@@ -52,7 +52,7 @@ class ToyTokenizer:
 class ToyText:
     tokenizer = ToyTokenizer()
     template = "a toy needs none"
-    format = Format(PLAIN)
+    format = AnswerFormat(PLAIN)
     opened = False
 
     def encode_prompt(self, text: str) -> list[int]:
@@ -85,7 +85,7 @@ class ToyText:
 class Hermes(ToyText):
     """Speaks as Hermes does, and keeps what it was given to render; its template knows these words."""
 
-    format = Format(family_of("", "hermes"), ("<think>", "</think>"))
+    format = AnswerFormat(find_tool_format("", "hermes"), ("<think>", "</think>"))
 
     def __init__(self, *words: str) -> None:
         self._words = words

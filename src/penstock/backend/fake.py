@@ -1,4 +1,4 @@
-"""A backend without tensors that cannot be fooled: each KV slot holds the token written there, and the next token is a
+"""Computes without tensors, and cannot be fooled: each KV slot holds the token written there, and the next token is a
 checksum of the whole context read back through the block table. Where it has states, one that each token changed counts
 too. A mistake anywhere in allocation, sharing, eviction, chunking or preemption changes an answer."""
 

@@ -1,4 +1,4 @@
-"""Choosing tokens from logits, in NumPy: the definition that faster samplers are tested against.
+"""Chooses tokens from logits, in NumPy: this is the definition that faster samplers are tested against.
 
 A sampled row: its logits are edited and divided by the temperature, and every token gets a weight, 1 for the most
 likely. Three thresholds cut it (the k-th largest weight; the smallest set of most likely tokens whose mass reaches
@@ -33,7 +33,7 @@ def sample(logits: Floats, batch: Batch, masks: Bitmasks | None = None) -> StepR
 
 
 def answers(batch: Batch, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]) -> StepResult:
-    """A step's result from the token of each position [S] and the logprobs of those that asked for them, in order."""
+    """Returns a step's result from the token of each position [S] and the logprobs of those that asked for them."""
     known = [target >= 0 for target in batch.sample.target.tolist()]
     rows = []
     asked, left = batch.sample.logprobs.tolist() if logprobs else [], iter(logprobs)
@@ -91,7 +91,7 @@ def _choose_one(logits: Floats, rows: SampleRows, s: int) -> int:
 
 
 def weigh(logits: Floats, temperature: np.float32) -> Floats:
-    """e^((logits - highest) / temperature), to be computed in just these steps: 2^n * e^r with |r| <= ln(2) / 2."""
+    """Returns e^((logits - highest) / temperature), computed in just these steps: 2^n * e^r with |r| <= ln(2) / 2."""
     with np.errstate(invalid="ignore"):
         scaled = logits / temperature
         x = scaled - scaled.max()
@@ -109,7 +109,7 @@ def _mass(weights: Floats) -> NDArray[np.int64]:
 
 
 def _threshold(weights: Floats, top_k: int, top_p: float, min_p: float) -> float:
-    """The smallest weight that may be drawn."""
+    """Returns the smallest weight that may be drawn."""
     least = min_p
     if 0 < top_k < len(weights):
         least = max(least, float(np.partition(weights, -top_k)[-top_k]))

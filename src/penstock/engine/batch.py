@@ -25,8 +25,8 @@ class Batcher:
         self._slots: dict[int, int] = {}
         self._free = list(range(limits.max_rows - 1, -1, -1))
 
-    def follow(self, plan: StepPlan) -> None:
-        """Applies what the plan says of block tables; to be called for every plan, rows or none."""
+    def apply(self, plan: StepPlan) -> None:
+        """Applies the plan's changes to block tables. It must be called for every plan, even for one without rows."""
         for seq in plan.dropped:
             self._free.append(self._slots.pop(seq))
         for grown in plan.grown:
@@ -36,7 +36,7 @@ class Batcher:
             self._tables[grown.group, slot, grown.at : grown.at + len(grown.blocks)] = grown.blocks
 
     def build(self, plan: StepPlan, sequences: Mapping[int, Sequence], records: Mapping[int, RequestRecord]) -> Batch:
-        """Returns the batch of a plan that has rows."""
+        """Returns the batch of a plan that has rows, after `apply`."""
         tokens: list[int] = []
         positions: list[int] = []
         sampled: list[int] = []
@@ -80,7 +80,7 @@ class Batcher:
         return tables
 
     def _move(self, at: int, row: Row) -> StateMove:
-        """Saved states come after those of the slots."""
+        """Says where a row's recurrent state comes from and goes to. Saved states come after those of the slots."""
         begin, save = (-1 if place < 0 else self._max_rows + place for place in (row.begin, row.save))
         return StateMove(at, begin, save, row.at - row.start)
 

@@ -69,7 +69,7 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        """Returns whether there is nothing to compute and nothing to tell."""
+        """Returns whether there is nothing to compute and no event to return."""
         return not (self._waiting_room or self._computing)
 
     @property
@@ -78,7 +78,8 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Takes a request in; raises InvalidRequest for one that could never be answered. Ids are the caller's and are
-        never used twice. A request with a grammar starts when that is compiled: a step tells what is wrong with it."""
+        never used twice. A request with a grammar starts when that is compiled; if it cannot be, a step returns the
+        failure."""
         if self.limits.encoder and not request.pooling:
             raise InvalidRequest("this model makes embeddings and no text: ask for an embedding", param="model")
         if request.id in self._records:
@@ -97,7 +98,7 @@ class Engine:
             self._compile(record, self._grammars)
 
     def abort(self, id: int) -> None:
-        """Ends a request at once; the next step tells so. Unknown ids have ended already."""
+        """Ends a request at once; the next step returns the event. Unknown ids have ended already."""
         self._scheduler.now = time.perf_counter()
         if id in self._waiting_room:
             self._waiting_room.leave(id)
@@ -111,7 +112,7 @@ class Engine:
             self._start_ready()
         began = self._scheduler.now = time.perf_counter()
         plan = self._scheduler.plan()
-        self._batcher.follow(plan)
+        self._batcher.apply(plan)
         if plan.copies:
             self._host_blocks.carry_out(plan.copies, self._backend.kv)
         if plan.rows:

@@ -133,7 +133,7 @@ class Compiling:
 
     @property
     def ready(self) -> bool:
-        """True once the grammar is compiled, refused or given up."""
+        """Returns True once the grammar is compiled, refused or given up."""
         return self._done.is_set() or time.monotonic() > self._deadline
 
     def matcher(self) -> LLMatcher:
@@ -175,7 +175,7 @@ class Constraint:
 
     @property
     def active(self) -> bool:
-        """False while everything is allowed: there is no bitmask then."""
+        """Returns False while everything is allowed: there is no bitmask then."""
         return self._matcher is not None and not self._thinking.active
 
     def bitmask(self) -> Ints:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from penstock.engine.engine import Engine
@@ -47,20 +47,24 @@ def run(engine: Engine, inbox: Inbox, send: Send) -> None:
             may_prepare = engine.prepare_in_idle()
             continue
         may_prepare = True
-        events: list[Event] = []
-        for message in messages:
-            if isinstance(message, Close):
-                return
-            events += _apply(engine, message)
-        events += engine.step()
+        if any(isinstance(message, Close) for message in messages):
+            return
+        events = advance(engine, messages)
         blocks = engine.block_events()
         if messages or events or blocks:
             send(events, engine.stats(), blocks)
 
 
-def _apply(engine: Engine, message: Add | Abort) -> list[Event]:
+def advance(engine: Engine, messages: Sequence[Message]) -> list[Event]:
+    """Applies messages other than Close, runs one step and returns what happened."""
+    events = [event for message in messages for event in _apply(engine, message)]
+    return events + engine.step()
+
+
+def _apply(engine: Engine, message: Message) -> list[Event]:
     if isinstance(message, Abort):
         engine.abort(message.id)
+    if not isinstance(message, Add):
         return []
     try:
         engine.add(message.request)

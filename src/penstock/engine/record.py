@@ -20,8 +20,7 @@ class RequestRecord:
         self.waited: dict[str, float] = {}  # seconds by reason, before it was queued
 
     def constrain(self, constraint: Constraint) -> None:
-        """Makes the answer follow a constraint. It ends where its grammar does, whatever else it is told to go on
-        for."""
+        """Makes the answer follow a constraint. It ends where its grammar does, even if it ignores other ends."""
         self.request = self.request._replace(stop_ids=self.request.stop_ids | constraint.ends)
         self.constraint = constraint
         self.sampler = Sampler(self.request, constraint)

@@ -60,7 +60,7 @@ class Sampler:
 
     @property
     def constrained(self) -> bool:
-        """True if a grammar restricts the next token: the step needs `bitmask` then."""
+        """Returns True if a grammar restricts the next token: the step needs `bitmask` then."""
         return self._constraint is not None and self._constraint.active
 
     def bitmask(self) -> Ints:

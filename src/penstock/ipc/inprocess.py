@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import threading
 from collections.abc import Callable
-from queue import Empty, SimpleQueue
 
-from penstock import __version__
 from penstock.engine.engine import Engine
-from penstock.engine.loop import Close, Message, run
+from penstock.engine.loop import Close, Message
 from penstock.errors import EngineUnavailable
+from penstock.ipc.inprocess_engine import InProcessEngine
 from penstock.ipc.streams import RequestClient
 from penstock.types import Event, Hello, Stats
 
@@ -25,9 +23,7 @@ class InProcessClient(RequestClient):
 
     def __init__(self, open: Callable[[], Engine], model: str = "") -> None:
         super().__init__()
-        self._open = open
-        self._model = model
-        self._inbox = ThreadInbox()
+        self._engine = InProcessEngine(open, model)
         self._thread: threading.Thread | None = None
 
     async def start(self) -> Hello:
@@ -42,31 +38,30 @@ class InProcessClient(RequestClient):
 
     async def close(self) -> None:
         if self._thread is not None:
-            self._inbox.put(Close())
+            self._engine.send(Close())
             await self._ended
 
     def _send(self, message: Message) -> None:
         if self.hello is None:
             raise EngineUnavailable(self.unavailable_reason)
-        self._inbox.put(message)
+        self._engine.send(message)
 
     # -- in the engine's thread ----------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
-            engine = self._open()
+            hello = self._engine.open()
         except Exception as error:
             return self._post(self._refuse, error)
-        hello = Hello(__version__, os.getpid(), self._model, engine.limits)
-        self._post(self._welcome, hello, engine.stats())
+        self._post(self._welcome, hello, self._engine.engine.stats())
         ending = "the engine is closed"
         try:
-            run(engine, self._inbox, lambda events, stats, _: self._post(self._take, events, stats))
+            self._engine.run(lambda events, stats: self._post(self._take, events, stats))
         except Exception as error:
             log.exception("the engine stopped")
             ending = f"the engine stopped: {type(error).__name__}: {error}"
         finally:
-            engine.close()
+            self._engine.close()
         self._post(self._end, ending)
 
     def _post(self, call: Callable[..., None], *args: object) -> None:
@@ -91,19 +86,3 @@ class InProcessClient(RequestClient):
         self.hello, self.unavailable_reason = None, ending
         self._streams.fail("engine_died", ending)
         self._ended.set_result(None)
-
-
-class ThreadInbox:
-    def __init__(self) -> None:
-        self._queue: SimpleQueue[Message] = SimpleQueue()
-
-    def put(self, message: Message) -> None:
-        self._queue.put(message)
-
-    def take(self, wait: bool) -> list[Message]:
-        messages = [self._queue.get()] if wait else []
-        try:
-            while True:
-                messages.append(self._queue.get_nowait())
-        except Empty:
-            return messages

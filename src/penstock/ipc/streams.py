@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 
 from penstock.engine.loop import Abort, Add, Message
 from penstock.errors import EngineUnavailable
+from penstock.ipc.inprocess_engine import by_request
 from penstock.types import Event, Failed, Hello, Request, Stats, Tokens
 
 
@@ -56,11 +57,8 @@ class RequestStreams:
                 send(Abort(request.id))
 
     def deliver(self, events: Iterable[Event]) -> None:
-        """Gives each request its events of a step. Events of a request that nobody reads any more are dropped."""
-        shares: dict[int, list[Event]] = {}
-        for event in events:
-            shares.setdefault(event.seq, []).append(event)
-        for id, share in shares.items():
+        """Hands each request its share of a step. What belongs to a request that was left is dropped."""
+        for id, share in by_request(events).items():
             box = self._boxes.get(id)
             if box is None:
                 continue

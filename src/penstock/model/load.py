@@ -1,4 +1,4 @@
-"""From a path to a model: a checkpoint is opened, understood, and packed by a backend."""
+"""Opens a checkpoint, works out what model it is, and lets a backend pack it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 from penstock.errors import MalformedFile, ModelNotFound, UnsupportedModel
 from penstock.model import names
 from penstock.model.config_hf import NEUTRAL
-from penstock.model.config_reader import Fields
+from penstock.model.config_reader import ConfigReader
 from penstock.model.formats.checkpoint import weights_of
-from penstock.model.gguf.shards import read_parts
+from penstock.model.gguf.shards import read_shards
 from penstock.model.open_files import read_json
-from penstock.model.registry import Model, family, family_of_gguf, family_of_hf
+from penstock.model.registry import PackedModel, family, family_of_gguf, family_of_hf
+from penstock.model.roles import BIAS, Role
 from penstock.model.safetensors import read_safetensors
 from penstock.model.sentence_transformers import with_sentence
 from penstock.model.spec import ModelSpec
@@ -30,12 +31,12 @@ CONFIG = "config.json"
 METADATA = "the GGUF metadata"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-MAX_TAPS = 16
+MAX_CONV_WIDTH = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A model's files, understood but not loaded: tensors are views of mapped files."""
+    """Describes a model whose files are opened but not loaded: tensors are views of mapped files."""
 
     spec: ModelSpec
     tensors: Mapping[str, Tensor]  # by canonical name
@@ -45,16 +46,17 @@ class Checkpoint:
 
     @property
     def float8(self) -> bool:
+        """Returns whether some weights are FP8."""
         return any(tensor.format.name == "F8_E4M3" for tensor in self.tensors.values())
 
     @property
     def whole(self) -> int:
-        """Tokens that a step must have room for: those of a whole prompt, where they are computed at once."""
+        """Returns how many tokens a step must have room for because prompts are computed at once; 0: any number."""
         return self.spec.max_len if self.spec.encoder else 0
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """A GGUF file, or a folder with config.json and safetensors."""
+    """Opens a GGUF file, or a folder with config.json and safetensors."""
     checkpoint = open_folder(path) if path.is_dir() else open_gguf(path)
     check_heads(checkpoint.spec)
     check_experts(checkpoint.spec)
@@ -63,7 +65,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
     return checkpoint
 
 
-def load_model(checkpoint: Checkpoint, backend: Packs) -> Model:
+def load_model(checkpoint: Checkpoint, backend: Packs) -> PackedModel:
+    """Builds the model with weights that the backend packs."""
     pack = Packer(checkpoint.tensors, backend)
     model = family(checkpoint.spec.arch).build(checkpoint.spec, pack)
     pack.check_all_used()
@@ -71,11 +74,12 @@ def load_model(checkpoint: Checkpoint, backend: Packs) -> Model:
 
 
 def load_text(path: Path) -> Text:
+    """Opens a checkpoint and loads its tokenizer and chat template."""
     return text_of(open_checkpoint(path))
 
 
 def text_of(checkpoint: Checkpoint) -> Text:
-    """The tokenizer and chat template that come with a checkpoint."""
+    """Loads the tokenizer and chat template that come with a checkpoint."""
     from penstock.text import Text
 
     path = checkpoint.path
@@ -83,9 +87,10 @@ def text_of(checkpoint: Checkpoint) -> Text:
 
 
 def open_gguf(path: Path) -> Checkpoint:
-    file = read_parts(path)
-    kind = family_of_gguf(Fields(file.metadata, METADATA))
-    config = Fields(file.metadata, METADATA, prefix=f"{file.metadata['general.architecture']}.")
+    """Opens a GGUF file, or all shards of one."""
+    file = read_shards(path)
+    kind = family_of_gguf(ConfigReader(file.metadata, METADATA))
+    config = ConfigReader(file.metadata, METADATA, prefix=f"{file.metadata['general.architecture']}.")
     spec = kind.read_gguf(config, file.tensors)
     return Checkpoint(
         spec=spec,
@@ -97,11 +102,14 @@ def open_gguf(path: Path) -> Checkpoint:
 
 
 def open_folder(path: Path) -> Checkpoint:
+    """Opens a Hugging Face folder."""
     values = read_json(path / CONFIG)
     spec = with_sentence(read_config(values), path)
     naming = family(spec.arch).HUGGING_FACE
-    stored = {name: tensor for name, tensor in read_shards(path).items() if not naming.ignored.fullmatch(name)}
-    weights = weights_of(stored, Fields(values, CONFIG), path)
+    stored = {
+        name: tensor for name, tensor in read_safetensors_shards(path).items() if not naming.ignored.fullmatch(name)
+    }
+    weights = weights_of(stored, ConfigReader(values, CONFIG), path)
     tensors = split_fused(names.canonical(weights, naming, spec), spec)
     if spec.tied:
         tensors.pop("head", None)  # some checkpoints store the embedding a second time
@@ -109,21 +117,24 @@ def open_folder(path: Path) -> Checkpoint:
 
 
 def read_config(values: Mapping[str, Any]) -> ModelSpec:
-    """Of a Hugging Face folder."""
-    config = Fields(values, CONFIG)
+    """Reads the spec from the config.json of a Hugging Face folder."""
+    config = ConfigReader(values, CONFIG)
     spec = family_of_hf(config).read_hf(config)
     config.refuse_unread(NEUTRAL)
     return spec
 
 
-def read_shards(folder: Path) -> dict[str, Tensor]:
+def read_safetensors_shards(folder: Path) -> dict[str, Tensor]:
+    """Reads all safetensors files of a folder; returns the tensors by their names in the files."""
     if not (folder / INDEX).exists():
         if not (folder / SINGLE).exists():
-            raise ModelNotFound(f"{folder} has neither {SINGLE} nor {INDEX}; other weight files are not read")
+            raise ModelNotFound(
+                f"{folder} has neither {SINGLE} nor {INDEX}; other kinds of weight files are not supported"
+            )
         return read_safetensors(folder / SINGLE)
     places = read_json(folder / INDEX).get("weight_map")
     if not isinstance(places, dict) or not all(is_file_name(file) for file in places.values()):
-        raise MalformedFile(f"{INDEX} must map tensors to files of the same folder in its weight_map")
+        raise MalformedFile(f"the weight_map of {INDEX} must map tensor names to file names in the same folder")
     shards = {file: read_safetensors(folder / file) for file in sorted(set(places.values()))}
     stored = {(name, file) for file, tensors in shards.items() for name in tensors}
     if odd := sorted(places.items() ^ stored):
@@ -132,18 +143,21 @@ def read_shards(folder: Path) -> dict[str, Tensor]:
 
 
 def is_file_name(file: Any) -> bool:
+    """Returns whether the value is the name of a file, without a folder."""
     return isinstance(file, str) and file == Path(file).name
 
 
 def check_heads(spec: ModelSpec) -> None:
+    """Raises if the numbers of attention heads do not fit together."""
     a = spec.attn
     if a.heads % a.kv_heads:
         raise MalformedFile(f"{a.heads} query heads cannot share {a.kv_heads} key and value heads evenly")
     if a.head_dim % 2:
-        raise UnsupportedModel(f"heads of {a.head_dim} dimensions; rotary embeddings turn them in pairs")
+        raise UnsupportedModel(f"head_dim is {a.head_dim}; it must be even, because rotary embeddings rotate pairs")
 
 
 def check_experts(spec: ModelSpec) -> None:
+    """Raises if so many experts cannot be chosen from the groups that the config describes."""
     if spec.experts is None:
         return
     e = spec.experts
@@ -154,28 +168,37 @@ def check_experts(spec: ModelSpec) -> None:
 
 
 def check_delta(spec: ModelSpec) -> None:
+    """Raises if the sizes of a delta net are not supported."""
     d = spec.delta
     if d is not None and d.v_heads % d.k_heads:
         raise MalformedFile(f"{d.v_heads} value heads of a delta net cannot share {d.k_heads} key heads evenly")
-    if d is not None and d.conv_width > MAX_TAPS:
-        raise UnsupportedModel(f"a convolution over {d.conv_width} positions; supported: at most {MAX_TAPS}")
+    if d is not None and d.conv_width > MAX_CONV_WIDTH:
+        raise UnsupportedModel(f"the convolution covers {d.conv_width} positions; supported: at most {MAX_CONV_WIDTH}")
 
 
 def check_biases(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> None:
-    """A weight that lacks its bias, or has one that nothing speaks of, would be computed with wrongly. Where the
-    config does not say, a part has one in all layers or in none."""
-    found = {name for name in tensors if name.endswith(".bias") and name.removesuffix(".bias") in tensors}
+    """Raises if a weight lacks its bias or has one that the config does not mention: products would be wrong. If the
+    config does not say, a part must have a bias in all layers or in none."""
+    found = {
+        name for name, tensor in tensors.items() if tensor.role is Role.BIAS and name.removesuffix(BIAS) in tensors
+    }
     if spec.biases is None:
         biased = {in_any_layer(name) for name in found}
         wanted = {f"{name}.bias" for name in tensors if in_any_layer(f"{name}.bias") in biased}
     else:
-        wanted = {f"{name}.bias" for name in tensors if name.rpartition(".")[2] in spec.biases}
+        wanted = {f"{name}.bias" for name in tensors if last_part(name) in spec.biases}
     if odd := sorted(wanted ^ found):
         raise MalformedFile(
             f"the model's config and its tensors disagree about biases: {odd[0]!r} is "
-            f"{'missing' if odd[0] in wanted else 'too many'}"
+            f"{'missing' if odd[0] in wanted else 'not expected'}"
         )
 
 
+def last_part(name: str) -> str:
+    """Returns what a weight is called within its MLP, expert or attention block."""
+    return name.rpartition(".")[2]
+
+
 def in_any_layer(name: str) -> str:
+    """Returns a canonical name with its numbers replaced by "*"."""
     return re.sub(r"\.\d+\.", ".*.", name)

@@ -1,9 +1,7 @@
-"""One name for each tensor, whatever the checkpoint calls it; a name that is in no table is an error.
+"""Gives every tensor one canonical name and one role, whatever the checkpoint calls it.
 
-embed, norm, head, in some families positions, in encoders types and embed_norm, and in each layer: attn_norm, q, k, v,
-o, mlp_norm, gate, up, down, in some families q_norm, k_norm, after_attn_norm, after_mlp_norm, router, choice_bias,
-shared.gate, shared.up, shared.down, and of each expert experts.N.gate, experts.N.up, experts.N.down; a bias is its
-weight's + ".bias".
+A name that is in no table is an error. The canonical names are the keys of `roles.ROLES`; those of a layer begin with
+"layers.N.", and those of an expert within it with "experts.N.". A bias has the name of its weight and ".bias".
 """
 
 from __future__ import annotations
@@ -13,79 +11,70 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from penstock.errors import MalformedFile, UnsupportedModel
+from penstock.model.roles import BIAS, Role, role_of
 from penstock.model.spec import ModelSpec
 from penstock.model.tensor import Tensor, transposed
 
 
 class Naming(NamedTuple):
-    """How the tensors of one kind of file are called, in most families."""
+    """Maps the names of a checkpoint's tensors to canonical ones."""
 
     top: Mapping[str, str]
-    layer: re.Pattern[str]  # a layer's number, and its own name for the part
-    parts: Mapping[str, str]  # "*" stands for an expert's number; a name may include its role
+    layer: re.Pattern[str]  # matches a layer's number and the file's name for the part
+    parts: Mapping[str, str]  # "*" stands for an expert's number; a name may include ".weight" or ".bias"
     ignored: re.Pattern[str]  # tensors that are no weights
-    transposed: frozenset[str] = frozenset()  # parts that lie (in, out)
+    transposed: frozenset[str] = frozenset()  # parts that are stored as (in, out)
 
     def but(self, **parts: str) -> Naming:
-        """With other parts, given as canonical_name="name in the file"."""
+        """Returns this naming with other parts, given as canonical_name="name in the file"."""
         kept = {
             theirs: ours for theirs, ours in self.parts.items() if ours not in parts and theirs not in parts.values()
         }
         return self._replace(parts=kept | {theirs: ours for ours, theirs in parts.items()})
 
 
+class Identity(NamedTuple):
+    """Says which tensor of the model a tensor of a file is."""
+
+    name: str  # canonical
+    part: str  # canonical too, without the numbers of its layer and its expert
+    role: Role
+
+
 NUMBER = "(0|[1-9][0-9]{0,5})"
 EXPERT = re.compile(rf"(?<=\.){NUMBER}(?=\.)")
-LAYER = re.compile(rf"layers\.{NUMBER}\.")  # how canonical names of its parts begin
-SUFFIXES = {"weight": "", "bias": ".bias"}
+LAYER = re.compile(rf"layers\.{NUMBER}\.")  # begins the canonical name of a layer's part
+SUFFIXES = {"weight": "", "bias": BIAS}
 
+GGUF_PARTS = {
+    "attn_norm": "attn_norm", "attn_q": "q", "attn_k": "k", "attn_v": "v", "attn_output": "o",
+    "ffn_norm": "mlp_norm", "ffn_gate": "gate", "ffn_up": "up", "ffn_down": "down",
+    "ffn_gate_inp": "router", "exp_probs_b.bias": "choice_bias",
+    "ffn_gate_exps": "experts.gate", "ffn_up_exps": "experts.up", "ffn_down_exps": "experts.down",
+    "ffn_gate_up_exps": "experts.gate_up",
+    "ffn_gate.*": "experts.*.gate", "ffn_up.*": "experts.*.up", "ffn_down.*": "experts.*.down",  # older files
+    "ffn_gate_shexp": "shared.gate", "ffn_up_shexp": "shared.up", "ffn_down_shexp": "shared.down",
+}  # fmt: skip
 GGUF = Naming(
     top={"token_embd": "embed", "output_norm": "norm", "output": "head"},
     layer=re.compile(rf"blk\.{NUMBER}\.(.+)"),
-    parts={
-        "attn_norm": "attn_norm",
-        "attn_q": "q",
-        "attn_k": "k",
-        "attn_v": "v",
-        "attn_output": "o",
-        "ffn_norm": "mlp_norm",
-        "ffn_gate": "gate",
-        "ffn_up": "up",
-        "ffn_down": "down",
-        "ffn_gate_inp": "router",
-        "ffn_gate_exps": "experts.gate",
-        "ffn_up_exps": "experts.up",
-        "ffn_gate_up_exps": "experts.gate_up",
-        "ffn_down_exps": "experts.down",
-        "ffn_gate.*": "experts.*.gate",  # older files
-        "ffn_up.*": "experts.*.up",
-        "ffn_down.*": "experts.*.down",
-        "exp_probs_b.bias": "choice_bias",
-        "ffn_gate_shexp": "shared.gate",
-        "ffn_up_shexp": "shared.up",
-        "ffn_down_shexp": "shared.down",
-    },
-    ignored=re.compile(r"rope_freqs\.weight"),  # config_gguf puts it in the rope spec
+    parts=GGUF_PARTS,
+    ignored=re.compile(r"rope_freqs\.weight"),  # gguf/config.py puts it in the rope spec
 )
 
+HUGGING_FACE_PARTS = {
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "mlp_norm",
+    "self_attn.q_proj": "q", "self_attn.k_proj": "k", "self_attn.v_proj": "v", "self_attn.o_proj": "o",
+    "mlp.gate_proj": "gate", "mlp.up_proj": "up", "mlp.down_proj": "down",
+}  # fmt: skip
 HUGGING_FACE = Naming(
     top={"model.embed_tokens": "embed", "model.norm": "norm", "lm_head": "head"},
     layer=re.compile(rf"model\.layers\.{NUMBER}\.(.+)"),
-    parts={
-        "input_layernorm": "attn_norm",
-        "self_attn.q_proj": "q",
-        "self_attn.k_proj": "k",
-        "self_attn.v_proj": "v",
-        "self_attn.o_proj": "o",
-        "post_attention_layernorm": "mlp_norm",
-        "mlp.gate_proj": "gate",
-        "mlp.up_proj": "up",
-        "mlp.down_proj": "down",
-    },
+    parts=HUGGING_FACE_PARTS,
     ignored=re.compile(r".+\.rotary_emb\.inv_freq"),  # computed from the config
 )
 
-EXPERTS = {  # of Hugging Face's files, in most families that have them
+EXPERTS = {  # in the Hugging Face checkpoints of most MoE families
     "router": "mlp.gate",
     "choice_bias": "mlp.gate.e_score_correction_bias",
     "experts.*.gate": "mlp.experts.*.gate_proj",
@@ -100,40 +89,42 @@ EXPERTS = {  # of Hugging Face's files, in most families that have them
 
 
 def canonical(tensors: Mapping[str, Tensor], naming: Naming, spec: ModelSpec) -> dict[str, Tensor]:
+    """Returns the model's tensors, each with its role, by canonical name."""
     unused = range(spec.layers, spec.layers + spec.unused_layers)
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        if naming.ignored.fullmatch(name) or layer_of(name, naming) in unused:
+        if naming.ignored.fullmatch(name) or (unused and layer_of(name, naming) in unused):
             continue
-        ours = canonical_name(name, naming)
+        ours, part, role = identify(name, naming)
         if ours in found:
             raise MalformedFile(f"tensors {found[ours].name!r} and {name!r} are the same part of the model")
-        found[ours] = transposed(tensor) if ours.rpartition(".")[2] in naming.transposed else tensor
+        found[ours] = (transposed(tensor) if part in naming.transposed else tensor).with_role(role)
     return found
 
 
 def layer_of(name: str, naming: Naming) -> int:
+    """Returns the number of the layer that a tensor of the file belongs to; -1 if it belongs to none."""
     match = naming.layer.fullmatch(name)
     return int(match[1]) if match else -1
 
 
-def canonical_name(name: str, naming: Naming) -> str:
-    prefix, part = "", with_role(name, naming.top)
-    if match := naming.layer.fullmatch(name):
-        prefix, part = f"layers.{match[1]}.", numbered_part(match[2], naming.parts)
+def identify(name: str, naming: Naming) -> Identity:
+    """Returns the canonical name and the role of a tensor, given its name in the file."""
+    match = naming.layer.fullmatch(name)
+    within = match[2] if match else name
+    expert = EXPERT.search(within) if match else None
+    if expert:
+        within = f"{within[: expert.start()]}*{within[expert.end() :]}"
+    part = look_up(within, naming.parts if match else naming.top)
     if part is None:
         raise UnsupportedModel(f"the checkpoint has a tensor named {name!r}, which this engine has no use for")
-    return prefix + part
+    ours = part.replace("*", expert[0]) if expert else part
+    return Identity(f"layers.{match[1]}.{ours}" if match else ours, part, role_of(part))
 
 
-def numbered_part(name: str, parts: Mapping[str, str]) -> str | None:
-    number = EXPERT.search(name)
-    part = with_role(EXPERT.sub("*", name, count=1), parts)
-    return part.replace("*", number[0]) if part and number else part
-
-
-def with_role(name: str, parts: Mapping[str, str]) -> str | None:
-    stem, _, role = name.rpartition(".")
+def look_up(name: str, parts: Mapping[str, str]) -> str | None:
+    """Returns the canonical name of a part, with ".bias" if the file's name ends so; None if no table has it."""
     if name in parts:
         return parts[name]
-    return parts[stem] + SUFFIXES[role] if stem in parts and role in SUFFIXES else None
+    stem, _, suffix = name.rpartition(".")
+    return parts[stem] + SUFFIXES[suffix] if stem in parts and suffix in SUFFIXES else None

@@ -1,4 +1,4 @@
-"""Tensors that hold several weights are taken apart: the parts are views of them."""
+"""Splits tensors that hold several weights; the parts are views of them."""
 
 from __future__ import annotations
 
@@ -9,74 +9,77 @@ from itertools import accumulate, pairwise
 from math import prod
 
 from penstock.errors import MalformedFile, UnsupportedModel
+from penstock.model.roles import Role
 from penstock.model.spec import ModelSpec
 from penstock.model.tensor import Tensor, every_other_row, some_rows, transposed
 
 FUSED = re.compile(r"(layers\.\d+\.(?:experts\.\d+\.)?)(qkv|gate_up|kv_a)(\.bias)?")
-BANK = re.compile(r"(layers\.\d+\.experts\.)((gate|up|gate_up|down|pairs)(?:_across)?(?:\.bias)?)")
-
-FLAT, ONE_ROW = ".conv", ".shared.router"  # files differ in their shapes
+ALL_EXPERTS = re.compile(r"(layers\.\d+\.experts\.)((gate|up|gate_up|down|interleaved)(?:_transposed)?(?:\.bias)?)")
 
 
 def split_fused(tensors: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Tensor]:
-    """By canonical names, all of them."""
+    """Returns the tensors, by canonical name, with each weight as a tensor of its own."""
     parts = {
         "qkv": {"q": spec.attn.q_width, "k": spec.attn.kv_width, "v": spec.attn.kv_width},
         "gate_up": {"gate": spec.hidden, "up": spec.hidden},
-        "kv_a": {"latent": spec.attn.v_dim, "turned": spec.attn.head_dim - spec.attn.v_dim},
+        "kv_a": {"latent": spec.attn.v_dim, "k_rope": spec.attn.head_dim - spec.attn.v_dim},
     }
     expert_parts = dict.fromkeys(("gate", "up"), spec.experts.hidden if spec.experts else 0)
     found: dict[str, Tensor] = {}
-    for name, tensor in split_banks(tensors, spec):
+    for name, tensor in split_experts(tensors, spec):
         if match := FUSED.fullmatch(name):
-            role = match[3] or ""
+            suffix = match[3] or ""
             wanted = expert_parts if ".experts." in name else parts[match[2]]
-            pieces = split(tensor, wanted, dims=1 if role else 2)
-            found |= {match[1] + part + role: piece for part, piece in pieces}
-        elif name.endswith(FLAT):
+            pieces = split(tensor, wanted, dims=1 if suffix else 2)
+            found |= {match[1] + part + suffix: piece for part, piece in pieces}
+        elif tensor.role is Role.CONV:  # files differ in its shape, and in that of the gate below
             found[name] = replace(tensor, shape=(prod(tensor.shape),))
-        elif name.endswith(ONE_ROW):
+        elif tensor.role is Role.SHARED_EXPERT_GATE:
             found[name] = replace(tensor, shape=(1, prod(tensor.shape)))
         else:
             found[name] = tensor
     return found
 
 
-def split_banks(tensors: Mapping[str, Tensor], spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
-    """With those of all experts of a layer as one for each."""
+def split_experts(tensors: Mapping[str, Tensor], spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
+    """Yields all tensors, with those that hold all experts of a layer split into one for each expert."""
     for name, tensor in tensors.items():
-        if match := BANK.fullmatch(name):
-            for i, one in enumerate(each_of(tensor, spec)):
+        if match := ALL_EXPERTS.fullmatch(name):
+            for i, one in enumerate(each_expert(tensor, spec)):
                 yield from parts_of(f"{match[1]}{i}.", match[2], one)
         else:
             yield name, tensor
 
 
 def parts_of(expert: str, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """A tensor of one expert may lie (in, out), and hold rows of gate and up in turn."""
-    part, _, role = name.partition(".")
-    if part.endswith("_across"):
+    """Yields the weights of one expert's tensor, which may be stored as (in, out) or hold gate and up interleaved."""
+    part, _, suffix = name.partition(".")
+    if part.endswith("_transposed"):
         tensor = transposed(tensor)
-    part, role = part.removesuffix("_across"), role and f".{role}"
-    if part != "pairs":
-        yield f"{expert}{part}{role}", tensor
+    part, suffix = part.removesuffix("_transposed"), suffix and f".{suffix}"
+    if part != "interleaved":
+        yield f"{expert}{part}{suffix}", tensor
     else:
-        yield from ((f"{expert}{one}{role}", every_other_row(tensor, i)) for i, one in enumerate(("gate", "up")))
+        yield from ((f"{expert}{one}{suffix}", every_other_row(tensor, i)) for i, one in enumerate(("gate", "up")))
 
 
-def each_of(bank: Tensor, spec: ModelSpec) -> Iterator[Tensor]:
+def each_expert(stacked: Tensor, spec: ModelSpec) -> Iterator[Tensor]:
+    """Yields the part of each expert of a tensor [experts, ...]."""
     count = spec.experts.count if spec.experts else 0
-    if bank.shape[0] != count or len(bank.shape) < 2:
-        raise MalformedFile(f"tensor {bank.name!r} has shape {bank.shape}; the config speaks of {count} experts")
-    _, rows, *width = bank.shape
-    if not width and bank.format.values > 1:
-        raise UnsupportedModel(f"tensor {bank.name!r} holds biases in {bank.format.name}; they must be plain numbers")
-    flat = replace(bank, shape=(count * rows, *width))
+    if stacked.shape[0] != count or len(stacked.shape) < 2:
+        raise MalformedFile(f"tensor {stacked.name!r} has shape {stacked.shape}; the config says {count} experts")
+    _, rows, *width = stacked.shape
+    if not width and stacked.format.values > 1:
+        raise UnsupportedModel(
+            f"tensor {stacked.name!r} holds biases in {stacked.format.name}; they must be plain numbers"
+        )
+    flat = replace(stacked, shape=(count * rows, *width))
     for i in range(count):
         yield some_rows(flat, i * rows, (i + 1) * rows)
 
 
 def split(tensor: Tensor, parts: Mapping[str, int], dims: int) -> Iterator[tuple[str, Tensor]]:
+    """Yields the named parts of a tensor of `dims` dimensions; `parts` says how many rows each has."""
     total = sum(parts.values())
     if len(tensor.shape) != dims or tensor.shape[0] != total or prod(tensor.shape[1:]) % tensor.format.values:
         raise MalformedFile(f"tensor {tensor.name!r} has shape {tensor.shape}; the model's config needs {total} rows")

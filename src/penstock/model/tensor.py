@@ -1,4 +1,4 @@
-"""A tensor as it lies in a checkpoint: raw bytes, a format and a shape."""
+"""Defines a tensor of a checkpoint: raw bytes, a format, a shape and a role."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import MalformedFile, UnsupportedModel
+from penstock.model.roles import Role
 
 
 class Format(NamedTuple):
-    """How values are stored: `bytes` bytes hold `values` consecutive values of a row."""
+    """Says how values are stored: `bytes` bytes hold `values` consecutive values of a row."""
 
     name: str
     values: int
@@ -55,29 +56,29 @@ FORMATS = {
 }
 
 
-# of GGUF files, where a short vector may have them; read as F32
+# formats that only short vectors of GGUF files have; they are read as F32
 VECTORS_ONLY = {
     name: Format(name, 1, size) for name, size in (("F64", 8), ("I8", 1), ("I16", 2), ("I32", 4), ("I64", 8))
 }
 
 PLAIN = ("F32", "F16", "BF16")
 
-# of safetensors alone; their values come with scales
-FLOAT8 = {name: Format(name, 1, 1) for name in ("F8_E4M3", "F8_E5M2")}
+# formats that only safetensors files have; their values come with scales
+FP8 = {name: Format(name, 1, 1) for name in ("F8_E4M3", "F8_E5M2")}
 
-# the same: parts of weights, which formats/ puts together
+# formats of the parts of weights that formats/ puts together
 INTEGERS = {
     name: Format(name, 1, size)
     for name, size in (("U8", 1), ("I8", 1), ("F8_E8M0", 1), ("I16", 2), ("I32", 4), ("U32", 4), ("I64", 8))
 }
 
-NF4 = Format("NF4", 32, 20)  # bitsandbytes' 16 numbers, with a float32 scale
+NF4 = Format("NF4", 32, 20)  # bitsandbytes' table of 16 numbers, with a float32 scale
 
 Bytes = NDArray[np.uint8]
 
 
 class Scales(NamedTuple):
-    """Shared by blocks of values: the one in row r and column c is multiplied with values[r // rows, c // columns]."""
+    """Holds scales that blocks share: the value at (r, c) is multiplied by values[r // rows, c // columns]."""
 
     values: NDArray[np.float32]  # [blocks down, blocks across]
     rows: int
@@ -86,25 +87,34 @@ class Scales(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
+    """Is a view of a checkpoint's bytes, or makes them when they are asked for."""
+
     name: str  # as the file spells it
     format: Format
     shape: tuple[int, ...]  # rows first: a matrix is (out, in)
-    source: Bytes | Callable[[int, int], Bytes]  # flat, usually a view of the mapped file; or makes those of some rows
+    source: (
+        Bytes | Callable[[int, int], Bytes]
+    )  # flat, usually a view of the mapped file; or makes those of rows a to b
     scales: Scales | None = None
+    role: Role | None = None  # None until model/names.py has identified the tensor
 
     @property
     def data(self) -> Bytes:
-        """Flat bytes. Where the file has them in another order they are made at every call, for the caller alone."""
+        """Returns the flat bytes. If the file has them in another order, each call makes a copy for its caller."""
         return self.source(0, prod(self.shape[:-1])) if callable(self.source) else self.source
 
     @property
     def size(self) -> int:
-        """In bytes."""
+        """Returns the number of bytes."""
         return prod(self.shape) // self.format.values * self.format.bytes
+
+    def with_role(self, role: Role) -> Tensor:
+        """Returns the tensor with a role; it is faster than `replace`, for models with many thousands of experts."""
+        return Tensor(self.name, self.format, self.shape, self.source, self.scales, role)
 
 
 def factor_of(tensor: Tensor) -> float | None:
-    """What all values are multiplied with; None where that is not the same for all."""
+    """Returns the factor that multiplies all values; None if they do not share one."""
     if tensor.scales is None:
         return 1.0
     first = tensor.scales.values.flat[0]
@@ -112,14 +122,14 @@ def factor_of(tensor: Tensor) -> float | None:
 
 
 class Stack(NamedTuple):
-    """A matrix to pack, made of parts one above the other."""
+    """Lists the tensors that are packed as one matrix, one above the other."""
 
     parts: Sequence[Tensor]
-    bias: Sequence[Tensor | None]  # of each
+    bias: Sequence[Tensor | None]  # of each part
 
 
 def some_rows(tensor: Tensor, first: int, last: int) -> Tensor:
-    """Rows of a matrix or values of a vector, as a view."""
+    """Returns rows of a matrix, or values of a vector, as a view."""
     _, *width = tensor.shape
     row_bytes = prod(width) // tensor.format.values * tensor.format.bytes
     source, scales = tensor.source, tensor.scales
@@ -130,37 +140,39 @@ def some_rows(tensor: Tensor, first: int, last: int) -> Tensor:
         source = source[first * row_bytes : last * row_bytes]
     if scales is not None:
         scales = Scales(scales.values[np.arange(first, last) // scales.rows], 1, scales.columns)
-    return Tensor(tensor.name, tensor.format, (last - first, *width), source, scales)
+    return replace(tensor, shape=(last - first, *width), source=source, scales=scales)
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """All rows of several matrices as those of one."""
+    """Returns several matrices as one that has the rows of all."""
     return replace(tensor, shape=(prod(tensor.shape[:-1]), tensor.shape[-1]))
 
 
 def every_other_row(tensor: Tensor, start: int) -> Tensor:
-    """Of a matrix, or every other value of a vector."""
+    """Returns every other row of a matrix, or value of a vector, from `start` (0 or 1) on."""
     rows, *width = tensor.shape
     if rows % 2:
-        raise MalformedFile(f"tensor {tensor.name!r} of shape {tensor.shape} does not hold rows in pairs")
+        raise MalformedFile(
+            f"tensor {tensor.name!r} of shape {tensor.shape} has an odd number of rows; they must come in pairs"
+        )
 
     def make(first: int, last: int) -> Bytes:
         both = some_rows(tensor, 2 * first, 2 * last)
         return both.data.reshape(last - first, 2, -1)[:, start].reshape(-1)
 
-    return Tensor(tensor.name, tensor.format, (rows // 2, *width), make if width else make(0, rows // 2))
+    return replace(tensor, shape=(rows // 2, *width), source=make if width else make(0, rows // 2), scales=None)
 
 
 def transposed(tensor: Tensor) -> Tensor:
-    """A matrix that lies (in, out) as others do."""
+    """Returns a matrix that is stored as (in, out) in the usual order, (out, in)."""
     if tensor.format.name not in PLAIN or len(tensor.shape) != 2:
         raise UnsupportedModel(
-            f"tensor {tensor.name!r} of shape {tensor.shape} in {tensor.format.name} lies the other way around, which "
-            f"can be undone for matrices in {', '.join(PLAIN)} alone"
+            f"tensor {tensor.name!r} of shape {tensor.shape} in {tensor.format.name} is stored transposed; only "
+            f"matrices in {', '.join(PLAIN)} can be transposed back"
         )
     values = tensor.data.view(f"u{tensor.format.bytes}").reshape(tensor.shape)
 
     def rows(first: int, last: int) -> Bytes:
         return np.ascontiguousarray(values[:, first:last].T).reshape(-1).view(np.uint8)
 
-    return Tensor(tensor.name, tensor.format, tensor.shape[::-1], rows)
+    return replace(tensor, shape=tensor.shape[::-1], source=rows, scales=None)

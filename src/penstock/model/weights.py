@@ -1,8 +1,9 @@
-"""From a checkpoint's tensors to packed weights: shapes are checked here, and every tensor must be used."""
+"""Hands a checkpoint's tensors to a backend, which packs them; checks their shapes and that every one is used."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,15 +12,16 @@ from numpy.typing import NDArray
 from penstock.errors import MalformedFile
 from penstock.model.dequantize import dequantize
 from penstock.model.spec import ExpertSpec
-from penstock.model.tensor import FORMATS, PLAIN, Bytes, Scales, Stack, Tensor, flat, some_rows
+from penstock.model.split_heads import split_heads
+from penstock.model.tensor import FORMATS, PLAIN, Stack, Tensor, some_rows
 
 Floats = NDArray[np.float32]
-Spans = Sequence[tuple[int, int]]  # rows, from and to which
-SHORT = 16  # rows: fewer are copied together, as every part of a weight is padded
+Spans = Sequence[tuple[int, int]]  # ranges of rows, each (first, last + 1)
+SHORT_SPAN = 16  # rows: shorter spans are copied together, because every part of a weight is padded
 
 
 class Packs(Protocol):
-    """What a packer needs of a backend (see backend/base.py)."""
+    """Lists what a packer needs of a backend (see backend/base.py)."""
 
     def pack_matrix(self, parts: Any, bias: Any) -> Any: ...
 
@@ -31,33 +33,33 @@ class Packs(Protocol):
 
 
 class Packer:
-    """Hands tensors to a backend by their canonical names."""
+    """Packs tensors that a model asks for by their canonical names."""
 
     def __init__(self, tensors: Mapping[str, Tensor], backend: Packs) -> None:
         self._tensors = tensors
         self._backend = backend
         self._used: set[str] = set()
-        self._said = False
+        self._logged_transposed = False
 
     def vector(self, name: str, size: int, plus: float = 0.0) -> Any:
-        """`plus` is added to every value."""
+        """Packs a vector; `plus` is added to every value."""
         if plus:
             return self.computed(name, size, lambda values: values + np.float32(plus))
         return self._backend.pack_vector(self._take(name, (size,)))
 
     def computed(self, name: str, size: int, made: Callable[[Floats], Floats]) -> Any:
-        """A vector made of another."""
+        """Packs a vector that `made` computes from the named one."""
         tensor = self._take(name, (size,))
         values = made(dequantize(tensor)).astype(np.float32)
-        return self._backend.pack_vector(Tensor(tensor.name, FORMATS["F32"], tensor.shape, values.view(np.uint8)))
+        return self._backend.pack_vector(replace(tensor, format=FORMATS["F32"], source=values.view(np.uint8)))
 
     def matrix(self, *parts: tuple[str, int] | tuple[str, int, Spans], width: int) -> Any:
-        """One weight of several named parts (name, rows) stacked, or of rows of theirs from and to which; a part's bias
-        is its name + ".bias"."""
+        """Packs one weight made of named parts (name, rows), stacked. If a part lists spans, only those of its rows are
+        taken. A part's bias has its name + ".bias"."""
         return self._backend.pack_matrix(*self._stack(*parts, width=width))
 
     def experts(self, layer: str, spec: ExpertSpec, width: int) -> Any:
-        """All experts of a layer, and the bias of their choice."""
+        """Packs all experts of a layer, and the bias that helps to choose among them."""
         names = [f"{layer}.experts.{expert}" for expert in range(spec.count)]
         up = [self._stack((f"{name}.gate", spec.hidden), (f"{name}.up", spec.hidden), width=width) for name in names]
         down = [self._stack((f"{name}.down", width), width=spec.hidden) for name in names]
@@ -65,37 +67,40 @@ class Packer:
         return self._backend.pack_experts(up, down, choice_bias)
 
     def table(self, name: str, first: int, count: int, width: int, plus: str) -> Any:
-        """So many rows of a table; to each the first row of table `plus` is added."""
+        """Packs `count` rows of a table; to each the first row of table `plus` is added."""
         table = self._take_rows(name, first + count, width)
         added = dequantize(self._take_rows(plus, 1, width))[0]
-        return self._pack_values(table.name, dequantize(table)[first : first + count] + added)
+        return self._pack_values(table, dequantize(table)[first : first + count] + added)
 
     def repeated(self, name: str, count: int, width: int) -> Any:
-        """A table of so many rows, all of them the first of another."""
+        """Packs a table of `count` rows that are all the first row of the named one."""
         table = self._take_rows(name, 1, width)
-        return self._pack_values(table.name, np.repeat(dequantize(table)[:1], count, axis=0))
+        return self._pack_values(table, np.repeat(dequantize(table)[:1], count, axis=0))
 
     def heads(self, name: str, heads: int, rows: int, width: int) -> Any:
-        """A matrix for each head."""
+        """Packs a matrix for each head."""
         return self._backend.pack_heads(self._take(name, (heads, rows, width)))
 
     def keys_and_values(self, name: str, heads: int, keys: int, values: int, width: int) -> tuple[Any, Any]:
-        """Two of them from one tensor, in which those of a head follow each other: of keys the transposed one, and
-        values are read as they lie there."""
+        """Packs two matrices for each head from one tensor, in which the rows of a head's keys come before those of its
+        values. The matrix of the keys is transposed."""
         tensor = self._take(name, (heads * (keys + values), width))
-        if tensor.format.name not in PLAIN and not self._said:
+        if tensor.format.name not in PLAIN and not self._logged_transposed:
             import logging  # takes longer than packing most models
 
-            self._said = True
-            logging.getLogger(__name__).info("half of %s and its like become F16: they are transposed", tensor.name)
+            self._logged_transposed = True
+            logging.getLogger(__name__).info(
+                "the keys' half of each kv_b, such as %s, is transposed and becomes F16", tensor.name
+            )
         first, then = split_heads(tensor, heads, keys)
         return self._backend.pack_heads(first), self._backend.pack_heads(then)
 
     def has(self, name: str) -> bool:
+        """Returns whether the checkpoint has a tensor of this canonical name."""
         return name in self._tensors
 
     def check_all_used(self) -> None:
-        """A tensor that nothing asked for means the model would be computed wrongly."""
+        """Raises if nothing asked for some tensor: the model would be computed wrongly."""
         unused = sorted(self._tensors.keys() - self._used)
         if unused:
             names = ", ".join(self._tensors[name].name for name in unused[:4])
@@ -114,9 +119,11 @@ class Packer:
             biases += [self._take(f"{name}.bias", (rows,)) if f"{name}.bias" in self._tensors else None] * len(taken)
         return Stack(tensors, biases)
 
-    def _pack_values(self, name: str, values: NDArray[np.float32]) -> Any:
+    def _pack_values(self, table: Tensor, values: Floats) -> Any:
+        """Packs values that were computed from a table."""
         data = np.ascontiguousarray(values).view(np.uint8).reshape(-1)
-        return self._backend.pack_matrix([Tensor(name, FORMATS["F32"], values.shape, data)], [None])
+        made = replace(table, format=FORMATS["F32"], shape=values.shape, source=data, scales=None)
+        return self._backend.pack_matrix([made], [None])
 
     def _take_rows(self, name: str, least: int, width: int) -> Tensor:
         found = self._tensors[name].shape if name in self._tensors else ()
@@ -136,61 +143,14 @@ class Packer:
         return tensor
 
 
-def split_heads(tensor: Tensor, heads: int, first: int) -> tuple[Tensor, Tensor]:
-    """Of each head the first rows, transposed, and the others: [heads, width, first], [heads, others, width]."""
-    rows = np.arange(tensor.shape[0]).reshape(heads, -1)
-    return turned(rows_at(tensor, rows[:, :first])), rows_at(tensor, rows[:, first:])
-
-
-def split_heads_later(tensor: Tensor, heads: int, first: int) -> tuple[Tensor, Tensor]:
-    """The same, made when their bytes are asked for, of those heads that are."""
-    each, width = tensor.shape[0] // heads, tensor.shape[1]
-
-    def half(which: int, count: int) -> Callable[[int, int], Bytes]:
-        def rows(start: int, end: int) -> Bytes:
-            head, last = start // count, -(-end // count)
-            made = split_heads(some_rows(tensor, head * each, last * each), last - head, first)[which]
-            return some_rows(flat(made), start - head * count, end - head * count).data
-
-        return rows
-
-    others = np.arange(tensor.shape[0]).reshape(heads, each)[:, first:]
-    kind = tensor.format if tensor.format.name in PLAIN else FORMATS["F16"]
-    return (
-        Tensor(tensor.name, kind, (heads, width, first), half(0, width)),
-        Tensor(
-            tensor.name, tensor.format, (heads, each - first, width), half(1, each - first), scales_at(tensor, others)
-        ),
-    )
-
-
-def scales_at(tensor: Tensor, rows: NDArray[np.intp]) -> Scales | None:
-    scales = tensor.scales
-    return scales and Scales(scales.values[rows.reshape(-1) // scales.rows], 1, scales.columns)
-
-
-def rows_at(tensor: Tensor, rows: NDArray[np.intp]) -> Tensor:
-    """A matrix of each row of numbers of rows: [heads, count, width]."""
-    data, shape = tensor.data.reshape(tensor.shape[0], -1), (*rows.shape, tensor.shape[1])
-    return Tensor(tensor.name, tensor.format, shape, data[rows].reshape(-1), scales_at(tensor, rows))
-
-
-def turned(tensor: Tensor) -> Tensor:
-    """The matrix of each head. One that is quantized along its rows becomes F16."""
-    kind, data = tensor.format, tensor.data
-    if kind.name not in PLAIN:
-        kind, data = FORMATS["F16"], dequantize(flat(tensor)).astype(np.float16).reshape(-1).view(np.uint8)
-    values = np.ascontiguousarray(data.view(f"u{kind.bytes}").reshape(tensor.shape).swapaxes(1, 2))
-    return Tensor(tensor.name, kind, values.shape, values.reshape(-1).view(np.uint8))
-
-
 def pieces(tensor: Tensor, spans: Spans) -> list[Tensor]:
-    """Rows of a matrix, in this order: views of it where they are long."""
+    """Returns spans of a matrix's rows, in this order: views of it, or one copy if a span is short."""
     parts = [some_rows(tensor, first, last) for first, last in spans]
-    if min(last - first for first, last in spans) >= SHORT:
+    if min(last - first for first, last in spans) >= SHORT_SPAN:
         return parts
     data = np.concatenate([part.data for part in parts])
     scales = tensor.scales and tensor.scales._replace(
         values=np.concatenate([part.scales.values for part in parts if part.scales]), rows=1
     )
-    return [Tensor(tensor.name, tensor.format, (sum(part.shape[0] for part in parts), tensor.shape[1]), data, scales)]
+    rows = sum(part.shape[0] for part in parts)
+    return [replace(tensor, shape=(rows, tensor.shape[1]), source=data, scales=scales)]

@@ -1,7 +1,8 @@
-"""Quantizing on every thread, as model/quantize.py defines it."""
+"""Quantizes on every thread, to the bit as model/quantize.py defines it."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 
 import numpy as np
@@ -13,14 +14,15 @@ from penstock.model.tensor import FORMATS, PLAIN, Format, Tensor
 
 
 def quantize(tensor: Tensor, format: Format, threads: int) -> Tensor:
+    """Returns the tensor in another format."""
     if format == tensor.format:
         return tensor
     if format.values == 1:
         return definition.quantize(tensor, format)
     if tensor.format.name not in PLAIN:
         values = np.ascontiguousarray(dequantize(tensor), np.float32)
-        tensor = Tensor(tensor.name, FORMATS["F32"], tensor.shape, values.reshape(-1).view(np.uint8))
+        tensor = replace(tensor, format=FORMATS["F32"], source=values.reshape(-1).view(np.uint8), scales=None)
     out = np.empty(prod(tensor.shape) // format.values * format.bytes, np.uint8)
     if not _native.quantize(tensor.format.name, tensor.data, format.name, out, threads):
         raise definition.not_finite(tensor)
-    return Tensor(tensor.name, format, tensor.shape, out)
+    return replace(tensor, format=format, source=out)

@@ -31,9 +31,9 @@ from penstock.backend.cuda import inputs
 from penstock.backend.cuda.blocks import CudaBlocks
 from penstock.backend.cuda.devices import checked_device
 from penstock.backend.cuda.experts import pack_matrices
-from penstock.backend.cuda.footprint import KEPT, stored_as, weight_bytes, workspace_bytes
-from penstock.backend.cuda.graphs import Graphs, common_shapes, few_or_many, padded
-from penstock.backend.cuda.inputs import Fields, Plan, Shape
+from penstock.backend.cuda.footprint import STORED_BITS, stored_as, weight_bytes, workspace_bytes
+from penstock.backend.cuda.graphs import Graphs, bucket_mixed_rows, common_shapes, padded
+from penstock.backend.cuda.inputs import AttentionPlan, DeviceInputs, Shape
 from penstock.backend.cuda.kernels.prefill_attention import tokens_per_tile
 from penstock.backend.cuda.kernels.skinny_gemm import SplitKScratch
 from penstock.backend.cuda.kv_cache import by_index, layout_of
@@ -57,7 +57,8 @@ from penstock.model.tensor import Stack, Tensor
 from penstock.types import StepResult
 
 log = logging.getLogger(__name__)
-Sampling = tuple[Any, Fields, SampleRows, int, Any]  # logits, what is asked of them, the first position, its tokens
+# Logits, what is asked of them, their first position, and where their tokens go.
+Sampling = tuple[Any, DeviceInputs, SampleRows, int, Any]
 IN_FLIGHT = 3  # host buffers: one is written while those of the steps before may still be read
 TABLE_WORDS = 1 << 20
 SPARE_TILES = 64  # that only pad
@@ -117,7 +118,7 @@ class CudaBackend:
         self._dtype = dtype
         self._quantize = quantize
         self._kv_layout = layout_of(kv, dtype)
-        rows = few_or_many(max_rows)
+        rows = bucket_mixed_rows(max_rows)
         self._sizes = Sizes(max(max_tokens, rows), rows)
         self._stream = torch.cuda.Stream(self._device) if on_gpu else None
         self._answering: Any = torch.cuda.Stream(self._device) if on_gpu else None
@@ -176,7 +177,7 @@ class CudaBackend:
     def footprint(self, spec: ModelSpec, tensors: Iterable[Tensor]) -> Footprint:
         listed = list(tensors)
         weights = weight_bytes(listed, self._quantize)
-        unpacks = self._quantize == "int4" or any(tensor.format.name in KEPT for tensor in listed)
+        unpacks = self._quantize == "int4" or any(tensor.format.name in STORED_BITS for tensor in listed)
         workspace = workspace_bytes(spec, self._sizes.tokens, self._sizes.rows, unpacks)
         costs = spec.kv_layers * self._kv_layout.bytes_per_token(spec.attn), spec.state_bytes
         if self._stream is None:
@@ -285,7 +286,7 @@ class CudaBackend:
     def _rehearse(self, shape: Shape, *, graph: bool = False, sampling: bool = False) -> None:
         """Runs a step that only pads."""
         nothing = replace(greedy_batch([]), tables=np.zeros((self._groups, 0, 0), np.int32))
-        work = inputs.plan(nothing, self._tile_tokens, lambda _: shape)
+        work = inputs.plan_attention(nothing, self._tile_tokens, lambda _: shape)
         with self._on_stream():
             step = self._send(nothing, work)
             logits = self._graphs.run(shape, step) if graph else self._graphs.launch(step)
@@ -370,7 +371,7 @@ class CudaBackend:
             self.wait(self.launch(batch))
         if self._stream is None:
             return time_step(self.launch, self.wait, batch, times)
-        work = inputs.plan(batch, self._tile_tokens, self._pad)
+        work = inputs.plan_attention(batch, self._tile_tokens, self._pad)
         with self._on_stream():
             step = self._send(batch, work)
             marks = [torch.cuda.Event(enable_timing=True) for _ in range(times + 1)]
@@ -393,7 +394,7 @@ class CudaBackend:
     def _forward(self, batch: Batch) -> Iterator[Sampling]:
         """Yields logits, and what is asked of them, for as many positions at a time as there is room for."""
         self._workspace.transfer.finish()
-        work = inputs.plan(batch, self._tile_tokens, self._pad)
+        work = inputs.plan_attention(batch, self._tile_tokens, self._pad)
         step = self._send(batch, work)
         chosen = self._chosen[self._staging.turn]
         room, wanted = self._sizes.rows, work.shape.sampled
@@ -411,7 +412,7 @@ class CudaBackend:
         if batch.program:
             raise ValueError(f"one program is loaded on this GPU; got a batch for program {batch.program}")
 
-    def _send(self, batch: Batch, work: Plan) -> Fields:
+    def _send(self, batch: Batch, work: AttentionPlan) -> DeviceInputs:
         """Queues the copy of the step's numbers to the device; returns where they will be."""
         shape = work.shape
         if shape.tokens > self._sizes.tokens or shape.decodes > self._sizes.rows:
@@ -429,7 +430,7 @@ class CudaBackend:
         return self._fields(shape)
 
     def _pad(self, shape: Shape) -> Shape:
-        """To the shape of a graph, where one fits."""
+        """Returns the shape of a graph that the shape fits in, or the shape itself."""
         if shape.tiles and not self._capture:
             return shape
         larger = padded(shape)
@@ -440,7 +441,7 @@ class CudaBackend:
         if self._stream is not None:
             torch.cuda.synchronize(self._device)  # steps in flight read what is given up here
         t, r = self._sizes.tokens, self._sizes.rows
-        most = inputs.words(Shape(t, t, r, r + inputs.SPARE_PARTS, t + SPARE_TILES), self._groups) + table_words
+        most = inputs.words(Shape(t, t, r, r + inputs.SPARE_SPLITS, t + SPARE_TILES), self._groups) + table_words
         pinned = self._stream is not None
         self._table_words = table_words
         self._inbox = torch.zeros(most, dtype=torch.int32, device=self._device)
@@ -449,7 +450,9 @@ class CudaBackend:
         self._answers = [torch.zeros(t, dtype=torch.int32, pin_memory=pinned) for _ in range(IN_FLIGHT)]
         self._row_words = [torch.zeros(words(r, t), dtype=torch.int32, pin_memory=pinned) for _ in range(IN_FLIGHT)]
         self._fields = lru_cache(256)(
-            partial(inputs.fields, self._inbox, as_float=lambda view: view.view(torch.float32), groups=self._groups)
+            partial(
+                inputs.device_inputs, self._inbox, as_float=lambda view: view.view(torch.float32), groups=self._groups
+            )
         )
         self._graphs.forget()
 

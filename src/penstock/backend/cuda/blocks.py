@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from penstock.backend.cuda.kv_cache import Cache, copy_blocks, export_blocks, import_blocks
+from penstock.backend.cuda.kv_cache import LayerCache, copy_blocks, export_blocks, import_blocks
 from penstock.backend.cuda.launchers import Memory
 
 
@@ -50,6 +50,6 @@ class CudaBlocks:
     def _index(self, blocks: Sequence[int]) -> Any:
         return torch.tensor(blocks, device=self._device)
 
-    def _caches(self) -> list[Cache]:
+    def _caches(self) -> list[LayerCache]:
         """Returns the caches, each once: layers of different groups share one."""
         return list({id(cache.lines): cache for cache in self._memory.caches.values()}.values())

@@ -11,7 +11,7 @@ import torch
 import triton
 
 from penstock.backend.base import Bitmasks, Ints, LogitEdits, SampleRows
-from penstock.backend.cuda.inputs import Fields
+from penstock.backend.cuda.inputs import DeviceInputs
 from penstock.backend.cuda.kernels.apply_bitmask import apply_bitmask
 from penstock.backend.cuda.kernels.sample_tokens import CHUNK, find_chunk_maxima, sample_tokens
 from penstock.backend.cuda.kernels.sampling_threshold import ThresholdScratch, sampling_threshold
@@ -51,7 +51,7 @@ class Sampler:
         self._least = torch.zeros(self.rows, device=self.device)
 
     def sample(
-        self, logits: Any, step: Fields, rows: SampleRows, last: Any, out: Any, masks: Bitmasks | None = None
+        self, logits: Any, step: DeviceInputs, rows: SampleRows, last: Any, out: Any, masks: Bitmasks | None = None
     ) -> PendingLogprobs | None:
         """Writes a token for each of the logits [S, vocab] to `out` [S] and for its slot to `last`. On the host, `rows`
         says the same as `step` on the device, without the padding."""
@@ -78,7 +78,7 @@ class Sampler:
         )
         return self._logprobs(logits, out, asked, rows) if len(asked) else None
 
-    def _threshold(self, logits: Any, peaks: Any, step: Fields, rows: SampleRows) -> Any:
+    def _threshold(self, logits: Any, peaks: Any, step: DeviceInputs, rows: SampleRows) -> Any:
         least = self._least[: len(logits)]
         if not ((rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0)).any():
             return least.zero_()

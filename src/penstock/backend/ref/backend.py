@@ -1,4 +1,4 @@
-"""The reference as a backend: weights become float32 and every step runs as soon as it is launched."""
+"""Makes a backend of the reference: weights become float32 and every step runs as soon as it is launched."""
 
 from __future__ import annotations
 

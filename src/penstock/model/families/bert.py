@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from penstock.errors import MalformedFile
 from penstock.model import decoder, names
-from penstock.model.config_reader import MAX_LAYERS, Fields
+from penstock.model.config_reader import MAX_LAYERS, ConfigReader
 from penstock.model.families.gpt2 import ACTS
 from penstock.model.gguf import config as gguf_config
 from penstock.model.ops import Ops, V, Weight
@@ -17,6 +17,11 @@ from penstock.model.tensor import Tensor
 from penstock.model.weights import Packer
 
 WHOLE = r"(?:bert\.|roberta\.)?"  # before every name where the file is of the model with a head
+PARTS = {
+    "attention.self.query": "q", "attention.self.key": "k", "attention.self.value": "v",
+    "attention.output.dense": "o", "attention.output.LayerNorm": "attn_norm",
+    "intermediate.dense": "up", "output.dense": "down", "output.LayerNorm": "mlp_norm",
+}  # fmt: skip
 HUGGING_FACE = names.Naming(
     top={
         f"{model}embeddings.{theirs}": ours
@@ -29,16 +34,7 @@ HUGGING_FACE = names.Naming(
         }.items()
     },
     layer=re.compile(rf"{WHOLE}encoder\.layer\.{names.NUMBER}\.(.+)"),
-    parts={
-        "attention.self.query": "q",
-        "attention.self.key": "k",
-        "attention.self.value": "v",
-        "attention.output.dense": "o",
-        "attention.output.LayerNorm": "attn_norm",
-        "intermediate.dense": "up",
-        "output.dense": "down",
-        "output.LayerNorm": "mlp_norm",
-    },
+    parts=PARTS,
     ignored=re.compile(rf"{WHOLE}(embeddings\.position_ids|pooler\..+)|(cls|lm_head)\..+"),  # of its training
 )
 GGUF = names.GGUF._replace(
@@ -75,7 +71,7 @@ KEYS = {
 }
 
 
-def read_hf(config: Fields) -> ModelSpec:
+def read_hf(config: ConfigReader) -> ModelSpec:
     config.ignore(*NOT_COMPUTED)
     for key in ("is_decoder", "add_cross_attention"):
         config.require(key, (False,), False)
@@ -98,11 +94,13 @@ def read_hf(config: Fields) -> ModelSpec:
     )
 
 
-def read_gguf(config: Fields, tensors: Mapping[str, Tensor]) -> ModelSpec:
+def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
     return read_encoder(config, tensors, "bert")
 
 
-def read_encoder(config: Fields, tensors: Mapping[str, Tensor], arch: str, keys: Collection[str] = ()) -> ModelSpec:
+def read_encoder(
+    config: ConfigReader, tensors: Mapping[str, Tensor], arch: str, keys: Collection[str] = ()
+) -> ModelSpec:
     """`keys`: what a family says besides."""
     config.refuse_others(KEYS.union(keys))
     config.require("attention.causal", (False,), False)

@@ -9,7 +9,7 @@ from functools import partial
 from math import log
 
 from penstock.model import config_hf, decoder, names, rope
-from penstock.model.config_reader import MAX_EXPERTS, MAX_LAYERS, Fields
+from penstock.model.config_reader import MAX_EXPERTS, MAX_LAYERS, ConfigReader
 from penstock.model.families import mla
 from penstock.model.gguf import config as gguf_config
 from penstock.model.spec import AttentionSpec, ExpertSpec, MlaSpec, ModelSpec, RopeSpec
@@ -17,23 +17,13 @@ from penstock.model.tensor import Tensor
 
 HUGGING_FACE = names.HUGGING_FACE.but(
     **names.EXPERTS,
-    q_a="self_attn.q_a_proj",
-    q_norm="self_attn.q_a_layernorm",
-    q_b="self_attn.q_b_proj",
-    kv_a="self_attn.kv_a_proj_with_mqa",
-    kv_norm="self_attn.kv_a_layernorm",
-    kv_b="self_attn.kv_b_proj",
-)
+    q_a="self_attn.q_a_proj", q_norm="self_attn.q_a_layernorm", q_b="self_attn.q_b_proj",
+    kv_a="self_attn.kv_a_proj_with_mqa", kv_norm="self_attn.kv_a_layernorm", kv_b="self_attn.kv_b_proj",
+)  # fmt: skip
 GGUF = names.GGUF.but(
-    q_a="attn_q_a",
-    q_norm="attn_q_a_norm",
-    q_b="attn_q_b",
-    kv_a="attn_kv_a_mqa",
-    kv_norm="attn_kv_a_norm",
-    kv_b="attn_kv_b",
-    k_b="attn_k_b",
-    v_b="attn_v_b",
-)
+    q_a="attn_q_a", q_norm="attn_q_a_norm", q_b="attn_q_b",
+    kv_a="attn_kv_a_mqa", kv_norm="attn_kv_a_norm", kv_b="attn_kv_b", k_b="attn_k_b", v_b="attn_v_b",
+)  # fmt: skip
 NEUTRAL = ("aux_loss_alpha", "seq_aux", "ep_size", "qk_head_dim")  # of training, or a sum of others
 KEY, VALUE = "attention.key_length", "attention.value_length"
 KV_HEADS = "attention.head_count_kv"
@@ -51,13 +41,13 @@ KEYS = (
 build = partial(decoder.build, mixer=mla.attention)
 
 
-def read_hf(config: Fields) -> ModelSpec:
+def read_hf(config: ConfigReader) -> ModelSpec:
     for bias in ("attention_bias", "mlp_bias"):
         config.require(bias, (False,), False)
     config.require("moe_layer_freq", (1,), 1)
     config.ignore(*NEUTRAL)
     dims = config.size("qk_rope_head_dim", most=rope.MAX_DIMS)
-    spec = config_hf.read_decoder(config, "deepseek2", scaling=Fields({}, ""))
+    spec = config_hf.read_decoder(config, "deepseek2", scaling=ConfigReader({}, ""))
     third = config.strings("architectures") == ["DeepseekV3ForCausalLM"]
     turned = config_hf.read_rope(config, dims, spec.max_len)
     heads = MlaSpec(
@@ -82,7 +72,7 @@ def read_hf(config: Fields) -> ModelSpec:
     )
 
 
-def read_experts(config: Fields, spec: ModelSpec, third: bool) -> ExpertSpec:
+def read_experts(config: ConfigReader, spec: ModelSpec, third: bool) -> ExpertSpec:
     experts = config_hf.read_experts(config, spec, count="n_routed_experts", hidden="moe_intermediate_size")
     method = "noaux_tc" if third else config.text("topk_method", "greedy")
     config.require("topk_method", (method,) if third else ("greedy", "group_limited_greedy"), method)
@@ -102,12 +92,12 @@ def read_experts(config: Fields, spec: ModelSpec, third: bool) -> ExpertSpec:
     )
 
 
-def ignored(config: Fields, key: str) -> int:
+def ignored(config: ConfigReader, key: str) -> int:
     config.ignore(key)
     return 1
 
 
-def read_gguf(config: Fields, tensors: Mapping[str, Tensor]) -> ModelSpec:
+def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
     rank = config.size("attention.kv_lora_rank", most=rope.MAX_DIMS)
     dims = config.size("rope.dimension_count", most=rope.MAX_DIMS)
     suffix = "_mla" if f"{KEY}_mla" in config else ""  # newer converters: the plain keys are those of latents

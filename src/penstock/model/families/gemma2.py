@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from penstock.model import config_hf, decoder, names
-from penstock.model.config_reader import Fields
+from penstock.model.config_reader import ConfigReader
 from penstock.model.gguf import config as gguf_config
 from penstock.model.spec import ModelSpec, all_but_each
 from penstock.model.tensor import Tensor
@@ -24,14 +24,14 @@ LARGEST = 46  # layers of the model whose GGUF files mean another scale of score
 build = partial(decoder.build, post_norm=True)
 
 
-def read_hf(config: Fields) -> ModelSpec:
+def read_hf(config: ConfigReader) -> ModelSpec:
     spec = scaled(config_hf.read_decoder(config, "gemma2", tied=True, act_key="hidden_activation"))
     spec = capped(spec, config.number_or_null(SCORES, 50.0), config.number_or_null(LOGITS, 30.0))
     window = config.size("sliding_window", config.size("sliding_window_size", 4096))
     return read_rest(config, spec).with_windows(config_hf.read_sliding(config, all_but_each(2, spec.layers)), window)
 
 
-def read_gguf(config: Fields, tensors: Mapping[str, Tensor]) -> ModelSpec:
+def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
     spec = scaled(gguf_config.read_decoder(config, tensors, "gemma2", interleaved=False, keys=KEYS))
     spec = capped(spec, config.number(SCORES, 50.0), config.number(LOGITS, 30.0))
     spec = replace(spec, attn=replace(spec.attn, multiplier=told_by_layers(spec, LARGEST)))
@@ -46,7 +46,7 @@ def capped(spec: ModelSpec, scores: float, logits: float) -> ModelSpec:
     return replace(spec, attn=replace(spec.attn, soft_cap=scores), logit_cap=logits)
 
 
-def read_rest(config: Fields, spec: ModelSpec) -> ModelSpec:
+def read_rest(config: ConfigReader, spec: ModelSpec) -> ModelSpec:
     """What every Gemma says in its config.json, and what its tensors are: gains less one."""
     for key in ("head_dim", "num_key_value_heads"):
         config.size(key)  # silence would not mean what it does elsewhere

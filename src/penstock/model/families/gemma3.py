@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from penstock.model import config_hf, rope
-from penstock.model.config_reader import Fields
+from penstock.model.config_reader import ConfigReader
 from penstock.model.families import gemma2
 from penstock.model.gguf import config as gguf_config
 from penstock.model.spec import ModelSpec, RopeSpec, all_but_each
@@ -22,7 +22,7 @@ LARGEST = 62
 build = gemma2.build
 
 
-def read_hf(config: Fields) -> ModelSpec:
+def read_hf(config: ConfigReader) -> ModelSpec:
     far, near = read_ropes(config)
     spec = config_hf.read_decoder(config, "gemma3", tied=True, theta=THETA, act_key="hidden_activation", scaling=far)
     spec = gemma2.read_rest(config, gemma2.scaled(spec))
@@ -32,7 +32,7 @@ def read_hf(config: Fields) -> ModelSpec:
     return in_layers(gemma2.capped(spec, *caps), sliding, config.size("sliding_window", 4096), near)
 
 
-def read_ropes(config: Fields) -> tuple[Fields | None, float]:
+def read_ropes(config: ConfigReader) -> tuple[ConfigReader | None, float]:
     """What is said of ropes that reach far, if not in the usual place; and the base of the others."""
     both = config.table("rope_parameters")
     if "full_attention" not in both:
@@ -44,7 +44,7 @@ def read_ropes(config: Fields) -> tuple[Fields | None, float]:
     return both.table("full_attention"), near.number("rope_theta", LOCAL_THETA, least=1.001)
 
 
-def read_gguf(config: Fields, tensors: Mapping[str, Tensor]) -> ModelSpec:
+def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
     spec = gemma2.scaled(gguf_config.read_decoder(config, tensors, "gemma3", interleaved=False, keys=KEYS))
     spec = gemma2.capped(spec, 0.0, config.number_or_null(gemma2.LOGITS, 0.0))
     spec = replace(spec, attn=replace(spec.attn, multiplier=gemma2.told_by_layers(spec, LARGEST)))

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from penstock.model import config_hf, names
-from penstock.model.config_reader import Fields
+from penstock.model.config_reader import ConfigReader
 from penstock.model.families import llama
 from penstock.model.gguf import config as gguf_config
 from penstock.model.spec import ModelSpec
@@ -20,11 +20,11 @@ BIASES = frozenset(("q", "k", "v"))
 build = llama.build
 
 
-def read_hf(config: Fields) -> ModelSpec:
+def read_hf(config: ConfigReader) -> ModelSpec:
     return read_as("glm", config)
 
 
-def read_as(arch: str, config: Fields) -> ModelSpec:
+def read_as(arch: str, config: ConfigReader) -> ModelSpec:
     for key in ("rms_norm_eps", "num_key_value_heads", "head_dim"):
         config.number(key)  # silence would not mean what it does elsewhere
     spec = config_hf.read_decoder(config, arch, partial=True)
@@ -35,5 +35,5 @@ def read_as(arch: str, config: Fields) -> ModelSpec:
     return replace(spec, attn=replace(spec.attn, rope=rope), biases=biases)
 
 
-def read_gguf(config: Fields, tensors: Mapping[str, Tensor]) -> ModelSpec:
+def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
     return gguf_config.read_decoder(config, tensors, "glm", interleaved=True, partial=True)

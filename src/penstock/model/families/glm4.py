@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from penstock.model.config_reader import Fields
+from penstock.model.config_reader import ConfigReader
 from penstock.model.families import gemma2, glm
 from penstock.model.gguf import config as gguf_config
 from penstock.model.spec import ModelSpec
@@ -18,9 +18,9 @@ GGUF = glm.GGUF.but(after_attn_norm="post_attention_norm", after_mlp_norm="post_
 build = gemma2.build
 
 
-def read_hf(config: Fields) -> ModelSpec:
+def read_hf(config: ConfigReader) -> ModelSpec:
     return glm.read_as("glm4", config)
 
 
-def read_gguf(config: Fields, tensors: Mapping[str, Tensor]) -> ModelSpec:
+def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
     return gguf_config.read_decoder(config, tensors, "glm4", interleaved=True, partial=True)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from penstock.model import config_hf, names
-from penstock.model.config_reader import MAX_LAYERS, Fields
+from penstock.model.config_reader import MAX_LAYERS, ConfigReader
 from penstock.model.families import llama
 from penstock.model.gguf import config as gguf_config
 from penstock.model.spec import ExpertSpec, ModelSpec
@@ -20,7 +20,7 @@ KEYS = ("expert_shared_count", "leading_dense_block_count", "nextn_predict_layer
 build = llama.build
 
 
-def read_hf(config: Fields) -> ModelSpec:
+def read_hf(config: ConfigReader) -> ModelSpec:
     place = config if "partial_rotary_factor" in config else config_hf.rope_fields(config)
     place.number("partial_rotary_factor")  # silence would mean a half
     spec = config_hf.read_decoder(config, "glm4moe", partial=True)
@@ -46,7 +46,7 @@ def read_hf(config: Fields) -> ModelSpec:
     )
 
 
-def read_gguf(config: Fields, tensors: Mapping[str, Tensor]) -> ModelSpec:
+def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
     spec = gguf_config.read_decoder(
         config, tensors, "glm4moe", interleaved=False, partial=True, keys=KEYS, experts=True
     )

@@ -8,23 +8,20 @@ from dataclasses import replace
 from functools import partial
 
 from penstock.model import decoder, names
-from penstock.model.config_reader import MAX_LAYERS, Fields
+from penstock.model.config_reader import MAX_LAYERS, ConfigReader
 from penstock.model.gguf import config as gguf_config
 from penstock.model.spec import AttentionSpec, ModelSpec, RopeSpec
 from penstock.model.tensor import Tensor
 
 TOP = {"wte": "embed", "wpe": "positions", "ln_f": "norm"}
+PARTS = {
+    "ln_1": "attn_norm", "attn.c_attn": "qkv", "attn.c_proj": "o",
+    "ln_2": "mlp_norm", "mlp.c_fc": "up", "mlp.c_proj": "down",
+}  # fmt: skip
 HUGGING_FACE = names.Naming(  # with the prefix of the whole model, or as its inner one is saved
     top=TOP | {f"transformer.{theirs}": ours for theirs, ours in TOP.items()} | {"lm_head": "head"},
     layer=re.compile(rf"(?:transformer\.)?h\.{names.NUMBER}\.(.+)"),
-    parts={
-        "ln_1": "attn_norm",
-        "attn.c_attn": "qkv",
-        "attn.c_proj": "o",
-        "ln_2": "mlp_norm",
-        "mlp.c_fc": "up",
-        "mlp.c_proj": "down",
-    },
+    parts=PARTS,
     ignored=re.compile(r".+\.attn\.(masked_)?bias"),  # which positions are seen
     transposed=frozenset(("qkv", "o", "up", "down")),
 )
@@ -41,7 +38,7 @@ build_with_layer_norms = partial(decoder.build, mlp=decoder.plain_mlp, norm=deco
 build = partial(build_with_layer_norms, learned_positions=True)
 
 
-def read_hf(config: Fields) -> ModelSpec:
+def read_hf(config: ConfigReader) -> ModelSpec:
     config.ignore(*NEUTRAL)
     config.require("add_cross_attention", (False,), False)
     config.require("n_special", (0,), 0)
@@ -68,7 +65,7 @@ def read_hf(config: Fields) -> ModelSpec:
     return spec.with_attention([replace(spec.attn, multiplier=scale) for scale in scales])
 
 
-def read_gguf(config: Fields, tensors: Mapping[str, Tensor]) -> ModelSpec:
+def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
     eps = gguf_config.LAYER_EPS
     config.refuse_others({eps, *(key for key in gguf_config.KEYS if not key.startswith("rope."))})
     spec = gguf_config.read_decoder(config, tensors, "gpt2", interleaved=False, eps_key=eps)

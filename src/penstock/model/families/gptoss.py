@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from penstock.model import config_hf, names
-from penstock.model.config_reader import Fields
+from penstock.model.config_reader import ConfigReader
 from penstock.model.families import llama
 from penstock.model.gguf import config as gguf_config
 from penstock.model.spec import ExpertSpec, ModelSpec, all_but_each
@@ -17,11 +17,11 @@ HUGGING_FACE = names.HUGGING_FACE.but(sinks="self_attn.sinks", router="mlp.route
 HUGGING_FACE = HUGGING_FACE._replace(
     parts={
         **HUGGING_FACE.parts,
-        UP: "experts.pairs_across",  # as floats; of 4 bits, rows are rows
-        DOWN: "experts.down_across",
-        f"{UP}.weight": "experts.pairs",
+        UP: "experts.interleaved_transposed",  # as floats; of 4 bits, rows are rows
+        DOWN: "experts.down_transposed",
+        f"{UP}.weight": "experts.interleaved",
         f"{DOWN}.weight": "experts.down",
-        f"{UP}_bias": "experts.pairs.bias",
+        f"{UP}_bias": "experts.interleaved.bias",
         f"{DOWN}_bias": "experts.down.bias",
     }
 )
@@ -30,7 +30,7 @@ BIASES = frozenset(("q", "k", "v", "o", "router", "gate", "up", "down"))
 build = llama.build
 
 
-def read_hf(config: Fields) -> ModelSpec:
+def read_hf(config: ConfigReader) -> ModelSpec:
     config.require("attention_bias", (True,), True)
     config.require("swiglu_limit", (7,), 7)
     config.require("swiglu_alpha", (1.702,), 1.702)
@@ -43,7 +43,7 @@ def read_hf(config: Fields) -> ModelSpec:
     return mixed(spec, experts, sliding, window)
 
 
-def read_gguf(config: Fields, tensors: Mapping[str, Tensor]) -> ModelSpec:
+def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
     spec = gguf_config.read_decoder(
         config, tensors, "gptoss", interleaved=False, experts=True, keys=(gguf_config.WINDOW,)
     )

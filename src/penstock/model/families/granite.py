@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from penstock.model import config_hf, names
-from penstock.model.config_reader import Fields
+from penstock.model.config_reader import ConfigReader
 from penstock.model.families import llama
 from penstock.model.gguf import config as gguf_config
 from penstock.model.spec import ModelSpec
@@ -22,7 +22,7 @@ KEYS = ("attention.scale", "embedding_scale", "logit_scale", "residual_scale")
 build = llama.build
 
 
-def read_hf(config: Fields) -> ModelSpec:
+def read_hf(config: ConfigReader) -> ModelSpec:
     return multiplied(
         replace(config_hf.read_decoder(config, "granite"), biases=config_hf.read_biases(config)),
         embedding=config.number("embedding_multiplier", 1.0),
@@ -32,7 +32,7 @@ def read_hf(config: Fields) -> ModelSpec:
     )
 
 
-def read_gguf(config: Fields, tensors: Mapping[str, Tensor]) -> ModelSpec:
+def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
     spec = gguf_config.read_decoder(config, tensors, "granite", interleaved=True, keys=KEYS)
     return multiplied(
         spec,

@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 
 from penstock.model import config_hf, decoder
-from penstock.model.config_reader import Fields
+from penstock.model.config_reader import ConfigReader
 from penstock.model.gguf import config as gguf_config
 from penstock.model.ops import DeltaWeights, Ops, V, Weight
 from penstock.model.spec import DeltaSpec, ExpertSpec, ModelSpec
@@ -103,7 +103,7 @@ build = partial(decoder.build, mixer=mixer)
 # -- configs -----------------------------------------------------------------------------------------------------
 
 
-def read_hf(config: Fields, spec: ModelSpec) -> ModelSpec:
+def read_hf(config: ConfigReader, spec: ModelSpec) -> ModelSpec:
     """What is said of layers and heads in config.json, beside what all say."""
     config.size("head_dim")  # silence would not mean a share of the width
     config.require("attention_bias", (False,), False)
@@ -127,7 +127,7 @@ def read_hf(config: Fields, spec: ModelSpec) -> ModelSpec:
     return in_layers(replace(spec, gain_offset=1.0), delta, [kind == LINEAR for kind in kinds])
 
 
-def read_experts(config: Fields, spec: ModelSpec, renormalize: bool) -> ModelSpec:
+def read_experts(config: ConfigReader, spec: ModelSpec, renormalize: bool) -> ModelSpec:
     config.require("decoder_sparse_step", (1,), 1)
     config.require("mlp_only_layers", ([],), [])
     experts = config_hf.read_experts(config, spec, count="num_experts", hidden="moe_intermediate_size")
@@ -138,7 +138,7 @@ def with_experts(spec: ModelSpec, experts: ExpertSpec, shared: int) -> ModelSpec
     return replace(spec, experts=experts, shared_hidden=shared, shared_gated=True)
 
 
-def read_gguf(config: Fields, spec: ModelSpec, tiled: bool) -> ModelSpec:
+def read_gguf(config: ConfigReader, spec: ModelSpec, tiled: bool) -> ModelSpec:
     unused = int(config.number("nextn_predict_layers", 0, least=0))
     spec = replace(spec, layers=spec.layers - unused, unused_layers=unused)
     delta = DeltaSpec(
@@ -157,7 +157,7 @@ def read_gguf(config: Fields, spec: ModelSpec, tiled: bool) -> ModelSpec:
     return in_layers(spec, delta, recurrent)
 
 
-def read_gguf_experts(config: Fields, spec: ModelSpec) -> ModelSpec:
+def read_gguf_experts(config: ConfigReader, spec: ModelSpec) -> ModelSpec:
     shared = config.size("expert_shared_feed_forward_length")
     return with_experts(spec, gguf_config.read_experts(config, spec), shared)
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from penstock.model import config_hf, decoder, names
-from penstock.model.config_reader import Fields
+from penstock.model.config_reader import ConfigReader
 from penstock.model.gguf import config as gguf_config
 from penstock.model.spec import ModelSpec
 from penstock.model.tensor import Tensor
@@ -18,7 +18,7 @@ MISTRAL_WINDOW = 4096  # when the config is silent; null says that there is none
 build = decoder.build
 
 
-def read_hf(config: Fields) -> ModelSpec:
+def read_hf(config: ConfigReader) -> ModelSpec:
     config.require("rope_interleaved", (False,), False)
     spec = replace(config_hf.read_decoder(config, "llama"), biases=config_hf.read_biases(config))
     if config.strings("architectures") == ["LlamaForCausalLM"]:
@@ -27,7 +27,7 @@ def read_hf(config: Fields) -> ModelSpec:
     return spec.with_windows(config_hf.read_sliding(config, [window > 0] * spec.layers), window)
 
 
-def read_gguf(config: Fields, tensors: Mapping[str, Tensor]) -> ModelSpec:
+def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
     spec = gguf_config.read_decoder(
         config, tensors, "llama", interleaved=True, keys=(gguf_config.WINDOW,), experts=True
     )

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from penstock.model import config_hf, names
-from penstock.model.config_reader import MAX_LAYERS, Fields
+from penstock.model.config_reader import MAX_LAYERS, ConfigReader
 from penstock.model.families import llama, mixtral
 from penstock.model.gguf import config as gguf_config
 from penstock.model.spec import ExpertSpec, ModelSpec
@@ -29,7 +29,7 @@ ONE_WAY = {  # what its code computes in one way, whatever else these could say
 build = llama.build
 
 
-def read_hf(config: Fields) -> ModelSpec:
+def read_hf(config: ConfigReader) -> ModelSpec:
     config.size("head_dim")  # silence would mean 128, not a share of the width
     for key, value in ONE_WAY.items():
         config.require(key, (value,), value)
@@ -49,7 +49,7 @@ def read_hf(config: Fields) -> ModelSpec:
     return mixed(spec, replace(experts, scoring="sigmoid", renormalize=True))
 
 
-def read_gguf(config: Fields, tensors: Mapping[str, Tensor]) -> ModelSpec:
+def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
     spec = gguf_config.read_decoder(config, tensors, "minimaxm2", interleaved=False, partial=True, experts=True)
     return mixed(spec, gguf_config.read_experts(config, spec, scoring=2))
 

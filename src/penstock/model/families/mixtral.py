@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from penstock.model import config_hf, names
-from penstock.model.config_reader import Fields
+from penstock.model.config_reader import ConfigReader
 from penstock.model.families import llama
 from penstock.model.spec import ModelSpec
 
@@ -23,7 +23,7 @@ build = llama.build
 read_gguf = llama.read_gguf
 
 
-def read_hf(config: Fields) -> ModelSpec:
+def read_hf(config: ConfigReader) -> ModelSpec:
     spec = replace(config_hf.read_decoder(config, "mixtral", theta=1000000.0), biases=frozenset())
     experts = config_hf.read_experts(config, spec, count="num_local_experts", hidden="intermediate_size")
     spec = replace(spec, experts=replace(experts, renormalize=True))

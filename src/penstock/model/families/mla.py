@@ -9,15 +9,12 @@ would take 2 * heads * (192 + 128).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from penstock.errors import MalformedFile
 from penstock.model.decoder import Norm
 from penstock.model.ops import Ops, V, Weight
 from penstock.model.spec import AttentionSpec, MlaSpec, ModelSpec
-from penstock.model.tensor import Tensor
-from penstock.model.weights import Packer, split_heads_later
+from penstock.model.weights import Packer
 
 INNER_EPS = 1e-6  # of the norms inside, whatever the others have
 
@@ -60,7 +57,7 @@ def attention(spec: ModelSpec, pack: Packer, layer: int) -> MlaAttention:
     a, name, heads = spec.attention(layer), f"layers.{layer}", spec.mla
     assert heads is not None
     rotated, rank = a.head_dim - a.v_dim, a.v_dim
-    kv_a = pack.matrix((f"{name}.turned", rotated), (f"{name}.latent", rank), width=spec.dim)
+    kv_a = pack.matrix((f"{name}.k_rope", rotated), (f"{name}.latent", rank), width=spec.dim)
     if pack.has(f"{name}.kv_b"):
         k_b, v_b = pack.keys_and_values(f"{name}.kv_b", a.heads, heads.qk_nope_head_dim, heads.v_head_dim, rank)
     else:
@@ -82,21 +79,3 @@ def queries_of(spec: ModelSpec, heads: MlaSpec, pack: Packer, name: str) -> Quer
         Norm(pack.vector(f"{name}.q_norm", heads.q_lora_rank), INNER_EPS),
         pack.matrix((f"{name}.q_b", width), width=heads.q_lora_rank),
     )
-
-
-def apart(tensors: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Tensor]:
-    """With both halves of each kv_b as tensors of their own: rows that can be quantized are those that products read,
-    and those of keys lie across it."""
-    found: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        prefix, dot, part = name.rpartition(".")
-        if spec.mla is None or part != "kv_b":
-            found[name] = tensor
-            continue
-        heads, keys = spec.attn.heads, spec.mla.qk_nope_head_dim
-        wanted = (heads * (keys + spec.mla.v_head_dim), spec.attn.v_dim)
-        if tensor.shape != wanted:
-            raise MalformedFile(f"tensor {tensor.name!r} has shape {tensor.shape}; the model's config needs {wanted}")
-        halves = split_heads_later(tensor, heads, keys)
-        found |= {f"{prefix}{dot}{half}": one for half, one in zip(("k_b", "v_b"), halves, strict=True)}
-    return found

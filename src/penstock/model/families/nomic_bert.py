@@ -8,12 +8,16 @@ from dataclasses import replace
 
 from penstock.model import config_hf, decoder, names, rope
 from penstock.model.config_hf import ACTS
-from penstock.model.config_reader import MAX_LAYERS, Fields
+from penstock.model.config_reader import MAX_LAYERS, ConfigReader
 from penstock.model.families import bert
 from penstock.model.spec import ModelSpec, RopeSpec
 from penstock.model.tensor import Tensor
 from penstock.model.weights import Packer
 
+PARTS = {
+    "attn.Wqkv": "qkv", "attn.out_proj": "o", "norm1": "attn_norm",
+    "mlp.fc11": "up", "mlp.fc12": "gate", "mlp.fc2": "down", "norm2": "mlp_norm",
+}  # fmt: skip
 HUGGING_FACE = names.Naming(
     top={
         "embeddings.word_embeddings": "embed",
@@ -21,15 +25,7 @@ HUGGING_FACE = names.Naming(
         "emb_ln": "embed_norm",
     },
     layer=re.compile(rf"encoder\.layers\.{names.NUMBER}\.(.+)"),
-    parts={
-        "attn.Wqkv": "qkv",
-        "attn.out_proj": "o",
-        "norm1": "attn_norm",
-        "mlp.fc11": "up",
-        "mlp.fc12": "gate",
-        "mlp.fc2": "down",
-        "norm2": "mlp_norm",
-    },
+    parts=PARTS,
     ignored=re.compile(r"(pooler|cls)\..+"),
 )
 GGUF = bert.GGUF.but(qkv="attn_qkv")
@@ -58,7 +54,7 @@ TRAINED = 2048  # tokens, where its first config is silent
 THETA = 1000.0
 
 
-def read_hf(config: Fields) -> ModelSpec:
+def read_hf(config: ConfigReader) -> ModelSpec:
     config.ignore(*bert.NOT_COMPUTED)
     config.size("type_vocab_size", 2)
     if "n_embd" in config:
@@ -81,7 +77,7 @@ def read_hf(config: Fields) -> ModelSpec:
     )
 
 
-def read_first(config: Fields) -> ModelSpec:
+def read_first(config: ConfigReader) -> ModelSpec:
     """As its published folders have it, in the words of GPT-2."""
     config.ignore(*NOT_COMPUTED)
     for key, value in COMPUTED.items():
@@ -102,7 +98,7 @@ def read_first(config: Fields) -> ModelSpec:
     )
 
 
-def read_gguf(config: Fields, tensors: Mapping[str, Tensor]) -> ModelSpec:
+def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
     spec = bert.read_encoder(config, tensors, "nomic_bert", {"rope.freq_base"})
     freqs = rope.plain(config.number("rope.freq_base", THETA, least=1.001), spec.attn.head_dim)
     return replace(spec, attn=replace(spec.attn, rope=RopeSpec(freqs, interleaved=False)), act="silu", biases=BIASES)

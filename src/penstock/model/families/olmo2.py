@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from penstock.model import config_hf, decoder, names
-from penstock.model.config_reader import Fields
+from penstock.model.config_reader import ConfigReader
 from penstock.model.gguf import config as gguf_config
 from penstock.model.spec import ModelSpec
 from penstock.model.tensor import Tensor
@@ -24,12 +24,12 @@ GGUF = names.GGUF.but(
 build = partial(decoder.build, pre_norm=False, post_norm=True)
 
 
-def read_hf(config: Fields) -> ModelSpec:
+def read_hf(config: ConfigReader) -> ModelSpec:
     config.number("rms_norm_eps")  # silence would mean another than elsewhere
     return normed(replace(config_hf.read_decoder(config, "olmo2"), biases=config_hf.read_biases(config)))
 
 
-def read_gguf(config: Fields, tensors: Mapping[str, Tensor]) -> ModelSpec:
+def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
     return normed(gguf_config.read_decoder(config, tensors, "olmo2", interleaved=False))
 
 

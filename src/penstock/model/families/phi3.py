@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from penstock.model import config_hf, names, rope
-from penstock.model.config_reader import Fields
+from penstock.model.config_reader import ConfigReader
 from penstock.model.families import llama
 from penstock.model.gguf import config as gguf_config
 from penstock.model.spec import ModelSpec, RopeSpec
@@ -27,7 +27,7 @@ LONGROPE = ("rope_type", "type", "long_factor", "short_factor", "factor", "atten
 build = llama.build
 
 
-def read_hf(config: Fields) -> ModelSpec:
+def read_hf(config: ConfigReader) -> ModelSpec:
     for bias in ("attention_bias", "lm_head_bias", "mlp_bias"):
         config.require(bias, (False,), False)
     fields = config_hf.rope_fields(config)
@@ -42,7 +42,7 @@ def read_hf(config: Fields) -> ModelSpec:
     return spec.with_windows([True] * spec.layers, config_hf.read_window(config, silent=0))
 
 
-def read_gguf(config: Fields, tensors: Mapping[str, Tensor]) -> ModelSpec:
+def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
     keys = (gguf_config.WINDOW,)
     spec = gguf_config.read_decoder(config, tensors, "phi3", interleaved=False, partial=True, keys=keys)
     if SHORT in tensors:

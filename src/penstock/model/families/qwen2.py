@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from penstock.model import config_hf, names
-from penstock.model.config_reader import Fields
+from penstock.model.config_reader import ConfigReader
 from penstock.model.families import llama
 from penstock.model.gguf import config as gguf_config
 from penstock.model.spec import ModelSpec
@@ -18,11 +18,11 @@ BIASES = frozenset(("q", "k", "v"))
 build = llama.build
 
 
-def read_hf(config: Fields) -> ModelSpec:
+def read_hf(config: ConfigReader) -> ModelSpec:
     return with_upper_windows(config, replace(config_hf.read_decoder(config, "qwen2"), biases=BIASES))
 
 
-def with_upper_windows(config: Fields, spec: ModelSpec) -> ModelSpec:
+def with_upper_windows(config: ConfigReader, spec: ModelSpec) -> ModelSpec:
     """Only if a flag says so have layers from `max_window_layers` on a window."""
     config.require("use_mrope", (False,), False)
     used = config.flag("use_sliding_window", False)
@@ -32,5 +32,5 @@ def with_upper_windows(config: Fields, spec: ModelSpec) -> ModelSpec:
     return spec.with_windows(sliding, window) if used else spec
 
 
-def read_gguf(config: Fields, tensors: Mapping[str, Tensor]) -> ModelSpec:
+def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
     return replace(gguf_config.read_decoder(config, tensors, "qwen2", interleaved=False), biases=BIASES)

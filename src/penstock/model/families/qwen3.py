@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from penstock.model import config_hf, names
-from penstock.model.config_reader import Fields
+from penstock.model.config_reader import ConfigReader
 from penstock.model.families import llama
 from penstock.model.families.qwen2 import with_upper_windows
 from penstock.model.gguf import config as gguf_config
@@ -18,13 +18,13 @@ GGUF = names.GGUF.but(q_norm="attn_q_norm", k_norm="attn_k_norm")
 build = llama.build
 
 
-def read_hf(config: Fields) -> ModelSpec:
+def read_hf(config: ConfigReader) -> ModelSpec:
     config.size("head_dim")  # silence would mean 128, not a share of the width
     spec = replace(config_hf.read_decoder(config, "qwen3"), biases=config_hf.read_biases(config))
     return with_upper_windows(config, normed(spec))
 
 
-def read_gguf(config: Fields, tensors: Mapping[str, Tensor]) -> ModelSpec:
+def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
     return normed(gguf_config.read_decoder(config, tensors, "qwen3", interleaved=False))
 
 

@@ -6,25 +6,18 @@ import re
 from collections.abc import Mapping
 
 from penstock.model import config_hf, names
-from penstock.model.config_reader import Fields
+from penstock.model.config_reader import ConfigReader
 from penstock.model.families import hybrid, qwen3next
 from penstock.model.gguf import config as gguf_config
 from penstock.model.spec import ModelSpec
 from penstock.model.tensor import Tensor
 
 HUGGING_FACE = names.HUGGING_FACE.but(
-    q_norm="self_attn.q_norm",
-    k_norm="self_attn.k_norm",
     delta_qkv="linear_attn.in_proj_qkv",
     delta_z="linear_attn.in_proj_z",
     delta_b="linear_attn.in_proj_b",
     delta_a="linear_attn.in_proj_a",
-    conv="linear_attn.conv1d",
-    decay_log="linear_attn.A_log",
-    dt="linear_attn.dt_bias",
-    delta_norm="linear_attn.norm",
-    delta_o="linear_attn.out_proj",
-    **names.EXPERTS | qwen3next.SHARED,
+    **qwen3next.HYBRID,
 )._replace(
     top=dict(names.HUGGING_FACE.top)
     | {"model.language_model.embed_tokens": "embed", "model.language_model.norm": "norm"},
@@ -36,7 +29,7 @@ VISION = ("image_token_id", "video_token_id", "vision_config", "vision_end_token
 build = hybrid.build
 
 
-def read_hf(config: Fields) -> ModelSpec:
+def read_hf(config: ConfigReader) -> ModelSpec:
     if "text_config" in config:
         config.ignore(*VISION, "language_model_only")
         tied = config.flag("tie_word_embeddings", False)
@@ -48,7 +41,7 @@ def read_hf(config: Fields) -> ModelSpec:
     return read_text(config, False)
 
 
-def read_text(config: Fields, tied: bool) -> ModelSpec:
+def read_text(config: ConfigReader, tied: bool) -> ModelSpec:
     experts = "num_experts" in config
     rope = config_hf.rope_fields(config)
     rope.ignore("mrope_interleaved", "mrope_section")  # of what is no text
@@ -64,7 +57,7 @@ def read_text(config: Fields, tied: bool) -> ModelSpec:
     return hybrid.read_experts(config, spec, renormalize=True) if experts else spec
 
 
-def read_gguf(config: Fields, tensors: Mapping[str, Tensor]) -> ModelSpec:
+def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
     experts = "expert_count" in config
     config.counts("rope.dimension_sections")  # of what is no text
     spec = gguf_config.read_decoder(

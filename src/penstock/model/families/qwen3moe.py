@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from penstock.model import config_hf, names
-from penstock.model.config_reader import Fields
+from penstock.model.config_reader import ConfigReader
 from penstock.model.families import llama, qwen3
 from penstock.model.gguf import config as gguf_config
 from penstock.model.spec import ModelSpec
@@ -17,7 +17,7 @@ GGUF = qwen3.GGUF
 build = llama.build
 
 
-def read_hf(config: Fields) -> ModelSpec:
+def read_hf(config: ConfigReader) -> ModelSpec:
     spec = replace(qwen3.read_hf(config), arch="qwen3moe")
     count = "num_experts" if "num_experts" in config else "num_local_experts"
     experts = config_hf.read_experts(config, spec, count=count, hidden="moe_intermediate_size")
@@ -28,12 +28,12 @@ def read_hf(config: Fields) -> ModelSpec:
     )
 
 
-def read_dense(config: Fields, layers: int) -> set[int]:
+def read_dense(config: ConfigReader, layers: int) -> set[int]:
     """Layers that are named, and those between the ones that have experts."""
     step = config.size("decoder_sparse_step", 1)
     return {*config.counts("mlp_only_layers"), *(layer for layer in range(layers) if (layer + 1) % step)}
 
 
-def read_gguf(config: Fields, tensors: Mapping[str, Tensor]) -> ModelSpec:
+def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
     spec = qwen3.normed(gguf_config.read_decoder(config, tensors, "qwen3moe", interleaved=False, experts=True))
     return replace(spec, experts=gguf_config.read_experts(config, spec))

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 
 from penstock.model import config_hf, names
-from penstock.model.config_reader import Fields
+from penstock.model.config_reader import ConfigReader
 from penstock.model.families import hybrid
 from penstock.model.gguf import config as gguf_config
 from penstock.model.spec import ModelSpec
@@ -18,17 +18,19 @@ SHARED = {
     "shared.up": "mlp.shared_expert.up_proj",
     "shared.down": "mlp.shared_expert.down_proj",
 }
+HYBRID = {  # what Qwen3.5 calls the same
+    **names.EXPERTS,
+    **SHARED,
+    "q_norm": "self_attn.q_norm",
+    "k_norm": "self_attn.k_norm",
+    "conv": "linear_attn.conv1d",
+    "decay_log": "linear_attn.A_log",
+    "dt": "linear_attn.dt_bias",
+    "delta_norm": "linear_attn.norm",
+    "delta_o": "linear_attn.out_proj",
+}
 HUGGING_FACE = names.HUGGING_FACE.but(
-    q_norm="self_attn.q_norm",
-    k_norm="self_attn.k_norm",
-    delta_qkvz="linear_attn.in_proj_qkvz",
-    delta_ba="linear_attn.in_proj_ba",
-    conv="linear_attn.conv1d",
-    decay_log="linear_attn.A_log",
-    dt="linear_attn.dt_bias",
-    delta_norm="linear_attn.norm",
-    delta_o="linear_attn.out_proj",
-    **names.EXPERTS | SHARED,
+    delta_qkvz="linear_attn.in_proj_qkvz", delta_ba="linear_attn.in_proj_ba", **HYBRID
 )._replace(ignored=re.compile(r"mtp\..+"))
 GGUF = names.GGUF.but(
     mlp_norm="post_attention_norm",
@@ -48,13 +50,13 @@ GGUF = names.GGUF.but(
 build = hybrid.build
 
 
-def read_hf(config: Fields) -> ModelSpec:
+def read_hf(config: ConfigReader) -> ModelSpec:
     config.require("use_sliding_window", (False,), False)
     spec = hybrid.read_hf(config, config_hf.read_decoder(config, "qwen3next", partial=True))
     return hybrid.read_experts(config, spec, config.flag("norm_topk_prob", True))
 
 
-def read_gguf(config: Fields, tensors: Mapping[str, Tensor]) -> ModelSpec:
+def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
     spec = gguf_config.read_decoder(
         config, tensors, "qwen3next", interleaved=False, partial=True, keys=hybrid.GGUF_KEYS, experts=True
     )

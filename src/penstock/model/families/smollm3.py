@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from penstock.model import config_hf, names
-from penstock.model.config_reader import Fields
+from penstock.model.config_reader import ConfigReader
 from penstock.model.families import llama
 from penstock.model.gguf import config as gguf_config
 from penstock.model.spec import ModelSpec, RopeSpec, all_but_each
@@ -18,7 +18,7 @@ INTERVAL = 4
 build = llama.build
 
 
-def read_hf(config: Fields) -> ModelSpec:
+def read_hf(config: ConfigReader) -> ModelSpec:
     spec = config_hf.read_decoder(config, "smollm3", tied=True, theta=2000000.0)
     config.require("use_sliding_window", (False,), False)
     config.ignore("sliding_window", "max_window_layers")  # which would say more of windows
@@ -30,7 +30,7 @@ def read_hf(config: Fields) -> ModelSpec:
     return with_ropes(replace(spec, biases=config_hf.read_biases(config)), turned)
 
 
-def read_gguf(config: Fields, tensors: Mapping[str, Tensor]) -> ModelSpec:
+def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
     spec = gguf_config.read_decoder(config, tensors, "smollm3", interleaved=True)
     return with_ropes(spec, all_but_each(INTERVAL, spec.layers))
 

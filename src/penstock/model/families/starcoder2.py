@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from penstock.model import config_hf, names
-from penstock.model.config_reader import Fields
+from penstock.model.config_reader import ConfigReader
 from penstock.model.families import gpt2
 from penstock.model.gguf import config as gguf_config
 from penstock.model.spec import ModelSpec
@@ -18,7 +18,7 @@ NORMS = frozenset(("attn_norm", "mlp_norm", "norm"))
 build = gpt2.build_with_layer_norms
 
 
-def read_hf(config: Fields) -> ModelSpec:
+def read_hf(config: ConfigReader) -> ModelSpec:
     config.ignore("residual_dropout", "embedding_dropout")
     config.require("hidden_act", ("gelu_pytorch_tanh",))
     config.require("norm_type", ("layer_norm",), "layer_norm")
@@ -31,7 +31,7 @@ def read_hf(config: Fields) -> ModelSpec:
     return spec.with_windows(config_hf.read_sliding(config, [window > 0] * spec.layers), window)
 
 
-def read_gguf(config: Fields, tensors: Mapping[str, Tensor]) -> ModelSpec:
+def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
     spec = gguf_config.read_decoder(
         config, tensors, "starcoder2", interleaved=False, eps_key=gguf_config.LAYER_EPS, keys=(gguf_config.WINDOW,)
     )

@@ -1,1 +1,1 @@
-"""GGUF files: reading them, what their metadata means, and writing them."""
+"""Reads and writes GGUF files, and translates between their metadata and a model's spec."""

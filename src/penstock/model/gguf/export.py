@@ -1,4 +1,4 @@
-"""A checkpoint as a GGUF file in another format: which keys and which tensors it gets."""
+"""Turns a checkpoint into a GGUF file in another format: decides which keys and which tensors it gets."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from numpy.typing import NDArray
 
 from penstock.errors import ConfigError, UnsupportedModel
 from penstock.model import names
-from penstock.model.config_reader import Fields
+from penstock.model.config_reader import ConfigReader
 from penstock.model.dequantize import dequantize
-from penstock.model.families.mla import apart
 from penstock.model.gguf.metadata import config_keys
-from penstock.model.gguf.shards import read_parts
-from penstock.model.gguf.tensor_order import laid_out
-from penstock.model.gguf.writer import FORMAT_KINDS, Sheet, encoded, rows_at_once
+from penstock.model.gguf.shards import read_shards
+from penstock.model.gguf.tensor_order import reorder_for_gguf
+from penstock.model.gguf.writer import FORMAT_KINDS, PendingTensor, encoded, rows_at_once
 from penstock.model.load import CONFIG, METADATA, Checkpoint, load_model, open_checkpoint
-from penstock.model.recode import PARTS, Choice, Encode, choose
+from penstock.model.quantize_choice import Encode, FormatChoice, Precision, choose, precision_of
 from penstock.model.registry import family, family_of_gguf
+from penstock.model.roles import BIAS, EXPERTS, Role
 from penstock.model.spec import ModelSpec
+from penstock.model.split_heads import split_kv_b
 from penstock.model.tensor import FORMATS, PLAIN, Format, Tensor, flat, some_rows
 
 FILE_TYPES = {  # what general.file_type calls a file most of whose weights are in this format
@@ -32,23 +33,25 @@ FILE_TYPES = {  # what general.file_type calls a file most of whose weights are 
     "BF16": 32,
 }  # fmt: skip
 TARGETS = tuple(name.lower() for name in FILE_TYPES)
-FUSED = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up"), "kv_a": ("latent", "turned")}
-APART = {"glm4": ("qkv",)}  # what a family's files may have in one tensor, and are written without
-PUBLISHED = ("MXFP4",)  # what experts come in where nothing finer exists: they stay so, beside others that change
-DROPPED = ("general.alignment", "split.")  # keys about the file
-BARE = ("ssm_a",)  # what files have without a role in its name
-EXPERT = re.compile(r"(.*\bexperts\.)(\d+)\.(.+)")
+FUSED = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up"), "kv_a": ("latent", "k_rope")}
+WRITTEN_SPLIT = {"glm4": ("qkv",)}  # what a family's files may have in one tensor, and are written without
+PUBLISHED = ("MXFP4",)  # formats that experts are published in: they stay so while other weights change
+DROPPED = ("general.alignment", "split.")  # keys about the file itself
+WITHOUT_SUFFIX = ("ssm_a",)  # tensors whose names in a file end in neither .weight nor .bias
+EXPERT = re.compile(r"experts\.(\d+)\.(.+)")
 
 
 @dataclass(frozen=True, slots=True)
 class Export:
+    """Describes a GGUF file that can be written."""
+
     keys: Mapping[str, bytes]
-    sheets: tuple[Sheet, ...]
+    tensors: tuple[PendingTensor, ...]
     notes: tuple[str, ...]
 
 
 class Unpacked:
-    """Keeps nothing of what it is given: the shapes of a model that is made of it were checked, and that is all."""
+    """Is a backend that keeps nothing: building a model with it checks the shapes of all tensors."""
 
     def pack_matrix(self, parts: Any, bias: Any) -> None: ...
 
@@ -59,19 +62,27 @@ class Unpacked:
     def pack_heads(self, tensor: Tensor) -> None: ...
 
 
-class Part(NamedTuple):
-    """One tensor, or several that become one, as a reader of the file expects them."""
+class FileTensor(NamedTuple):
+    """Describes one tensor of the file, made of one or several tensors of the checkpoint."""
 
-    name: str  # of the file
-    tensors: tuple[Tensor, ...]
+    name: str  # in the file
+    sources: tuple[Tensor, ...]
     stacked: bool = False  # along an axis of their own
-    turned: int = 0  # dimensions of each head whose pairs are to lie side by side
+    rotated: int = 0  # dimensions of each head whose RoPE pairs become neighbours; 0: rows stay in their order
     head_dim: int = 0
-    plus: float = 0.0  # what is added to every value
+    plus: float = 0.0  # is added to every value
+
+
+class Destination(NamedTuple):
+    """Says where a tensor of the checkpoint goes."""
+
+    name: str  # canonical, of the tensor of the file that holds it
+    source: int  # its place among the sources of that tensor
+    stacked: bool
 
 
 def export(path: Path, to: str, encode: Encode, again: bool = False) -> Export:
-    """`to`: one of TARGETS. `again`: quantizes what is quantized already."""
+    """Plans a GGUF file in format `to`, one of TARGETS. `again` also quantizes what is quantized already."""
     target = FORMATS[to.upper()]
     if path.is_dir():
         return from_folder(open_checkpoint(path), target, encode, again)
@@ -79,43 +90,58 @@ def export(path: Path, to: str, encode: Encode, again: bool = False) -> Export:
 
 
 def from_gguf(path: Path, to: Format, encode: Encode, again: bool) -> Export:
-    """Its keys stay as they are, but for the one that tells the format."""
-    file = read_parts(path)
-    naming = family_of_gguf(Fields(file.metadata, METADATA)).GGUF
+    """Plans a copy of a GGUF file whose metadata stays the same, but for the key that says the format."""
+    file = read_shards(path)
+    naming = family_of_gguf(ConfigReader(file.metadata, METADATA)).GGUF
     keys = {key: file.metadata.stored(key) for key in file.metadata if not key.startswith(DROPPED)}
     keys["general.file_type"] = encoded(FILE_TYPES[to.name])
-    weights = {name: canonical(name, naming) for name in file.tensors}
-    if not again:
-        check_plain({weights[name]: tensor for name, tensor in file.tensors.items()}, to)
-    choice = choose({weights[name]: tensor for name, tensor in file.tensors.items()}, to.name, again)
-    sheets = [
-        sheet_of(Part(name, (tensor,)), choice.formats.get(weights[name], tensor.format), encode)
-        for name, tensor in file.tensors.items()
+    tensors = {name: with_role(tensor, naming) for name, tensor in file.tensors.items()}
+    choice = chosen(tensors, to, again)
+    pending = [
+        pending_tensor(FileTensor(name, (tensor,)), choice.formats.get(name, tensor.format), encode)
+        for name, tensor in tensors.items()
     ]
-    return Export(keys, tuple(sheets), choice.notes)
+    return Export(keys, tuple(pending), choice.notes)
+
+
+def with_role(tensor: Tensor, naming: names.Naming) -> Tensor:
+    """Returns a file's tensor with its role; a tensor that is no weight has none."""
+    return (
+        tensor if naming.ignored.fullmatch(tensor.name) else tensor.with_role(names.identify(tensor.name, naming).role)
+    )
+
+
+def chosen(tensors: Mapping[str, Tensor], to: Format, again: bool) -> FormatChoice:
+    """Chooses the formats of the tensors; refuses to quantize a second time unless `again`."""
+    if not again:
+        check_plain(tensors, to)
+    return choose(tensors, to.name, again)
 
 
 def check_plain(tensors: Mapping[str, Tensor], to: Format) -> None:
-    weights = {name: tensor.format.name for name, tensor in tensors.items() if name.rpartition(".")[2] in PARTS}
-    coded = {format for name, format in weights.items() if not (".experts." in name and format in PUBLISHED)} - {*PLAIN}
-    if coded:
+    """Raises if weights that may be quantized are quantized already, but for experts that were published so."""
+    quantized = {
+        tensor.format.name
+        for tensor in tensors.values()
+        if precision_of(tensor) is not Precision.PLAIN
+        and tensor.format.name not in PLAIN
+        and not (tensor.role in EXPERTS and tensor.format.name in PUBLISHED)
+    }
+    if quantized:
         raise ConfigError(
-            f"weights are quantized already, in {', '.join(sorted(coded))}: to make them {to.name} adds a second "
-            "rounding to the first, worse than starting from the original; --again does it all the same"
+            f"the weights are quantized already, in {', '.join(sorted(quantized))}: quantizing them to {to.name} adds "
+            "a second rounding error to the first. Start from the original model, or use --again to do it anyway."
         )
 
 
-def canonical(name: str, naming: names.Naming) -> str:
-    return name if naming.ignored.fullmatch(name) else names.canonical_name(name, naming)
-
-
 def from_folder(checkpoint: Checkpoint, to: Format, encode: Encode, again: bool) -> Export:
+    """Plans a GGUF file of a Hugging Face folder, with its tokenizer and chat template."""
     from penstock.text.gguf_export import text_keys  # slow to import, and GGUF files need none of it
 
-    spec, config = checkpoint.spec, Fields(checkpoint.metadata, CONFIG)
+    spec, config = checkpoint.spec, ConfigReader(checkpoint.metadata, CONFIG)
     load_model(checkpoint, Unpacked())
-    parts = parts_of(checkpoint)
-    config_values, extra, found = config_keys(config, spec, {part.name: part.tensors[0] for part in parts.values()})
+    parts = file_tensors(checkpoint)
+    config_values, extra, found = config_keys(config, spec, {part.name: part.sources[0] for part in parts.values()})
     values: dict[str, Any] = {
         **config_values,
         "general.name": checkpoint.name,
@@ -124,103 +150,117 @@ def from_folder(checkpoint: Checkpoint, to: Format, encode: Encode, again: bool)
         **text_keys(checkpoint.path, spec.vocab),
     }
     if "types" in parts:
-        values["tokenizer.ggml.token_type_count"] = parts["types"].tensors[0].shape[0]
+        values["tokenizer.ggml.token_type_count"] = parts["types"].sources[0].shape[0]
     if found.attn.rope.interleaved and not spec.attn.rope.interleaved:
         parts = {name: interleaved(name, part, spec) for name, part in parts.items()}
-    firsts = {name: part.tensors[0] for name, part in parts.items()}
-    if not again:
-        check_plain(firsts, to)
-    choice = choose(firsts, to.name, again)
-    sheets = [sheet_of(Part(name, (tensor,)), tensor.format, encode) for name, tensor in extra.items()]
-    sheets += [sheet_of(part, format_of(name, part, choice), encode) for name, part in parts.items()]
-    return Export({key: encoded(value) for key, value in values.items()}, tuple(sheets), choice.notes)
+    choice = chosen({name: part.sources[0] for name, part in parts.items()}, to, again)
+    pending = [pending_tensor(FileTensor(name, (tensor,)), tensor.format, encode) for name, tensor in extra.items()]
+    pending += [pending_tensor(part, format_of(name, part, choice), encode) for name, part in parts.items()]
+    return Export({key: encoded(value) for key, value in values.items()}, tuple(pending), choice.notes)
 
 
-def parts_of(checkpoint: Checkpoint) -> dict[str, Part]:
-    """What the file will hold, by canonical names: what its family has in one tensor is put together."""
+def file_tensors(checkpoint: Checkpoint) -> dict[str, FileTensor]:
+    """Returns what the file will hold, by canonical name; weights that its family has in one tensor are fused."""
     spec = checkpoint.spec
     naming = family(spec.arch).GGUF
     theirs = {ours: name for name, ours in (*naming.top.items(), *naming.parts.items())}
-    fused = [name for name in FUSED if name in theirs and name not in APART.get(spec.arch, ())]
+    fused = [name for name in FUSED if name in theirs and name not in WRITTEN_SPLIT.get(spec.arch, ())]
     whole = {part: name for name in fused for part in FUSED[name]}
-    gathered: dict[str, dict[int, Tensor]] = {}
-    for name, tensor in laid_out(apart(checkpoint.tensors, spec), spec).items():
-        group, place = place_of(name, whole)
-        gathered.setdefault(group, {})[place] = tensor
+    gathered: dict[Destination, dict[int, Tensor]] = {}
+    for name, tensor in reorder_for_gguf(split_kv_b(checkpoint.tensors, spec), spec).items():
+        goes_to = destination_of(name, whole)
+        gathered.setdefault(goes_to._replace(source=0), {})[goes_to.source] = tensor
     parts = {}
-    for name, tensors in gathered.items():
-        plus = spec.gain_offset if name.endswith("norm") and not name.endswith(".delta_norm") else 0.0
-        inner = tuple(tensors[place] for place in sorted(tensors))
-        parts[name] = Part(file_name(name, theirs, spec.arch), inner, ".experts." in name, plus=plus)
+    for goes_to, tensors in gathered.items():
+        sources = tuple(tensors[source] for source in sorted(tensors))
+        plus = spec.gain_offset if sources[0].role is Role.NORM else 0.0
+        name = file_name(goes_to.name, theirs, spec.arch)
+        parts[goes_to.name] = FileTensor(name, sources, goes_to.stacked, plus=plus)
     return parts
 
 
-def place_of(name: str, whole: Mapping[str, str]) -> tuple[str, int]:
-    """The tensor that a part belongs to, and its place in it."""
-    if match := EXPERT.fullmatch(name):
-        return match[1] + match[3], int(match[2])
-    stem, role = (name.removesuffix(".bias"), ".bias") if name.endswith(".bias") else (name, "")
-    prefix, dot, part = stem.rpartition(".")
-    if part not in whole or prefix.endswith("shared"):
-        return name, 0
-    return f"{prefix}{dot}{whole[part]}{role}", FUSED[whole[part]].index(part)
+def split_name(name: str) -> tuple[str, str, str]:
+    """Returns three parts of a canonical name: "layers.N." or nothing, the part, and ".bias" or nothing."""
+    stem, suffix = (name.removesuffix(BIAS), BIAS) if name.endswith(BIAS) else (name, "")
+    layer = names.LAYER.match(stem)
+    prefix = layer[0] if layer else ""
+    return prefix, stem.removeprefix(prefix), suffix
+
+
+def destination_of(name: str, whole: Mapping[str, str]) -> Destination:
+    """Returns where a tensor goes; `whole` says which parts are fused into which."""
+    layer, part, suffix = split_name(name)
+    if match := EXPERT.fullmatch(part):
+        return Destination(f"{layer}experts.{match[2]}{suffix}", int(match[1]), stacked=True)
+    if part not in whole:
+        return Destination(name, 0, stacked=False)
+    return Destination(f"{layer}{whole[part]}{suffix}", FUSED[whole[part]].index(part), stacked=False)
 
 
 def file_name(name: str, theirs: Mapping[str, str], arch: str) -> str:
-    stem, role = (name.removesuffix(".bias"), "bias") if name.endswith(".bias") else (name, "weight")
-    layer = names.LAYER.match(stem)
-    part = stem[layer.end() :] if layer else stem
+    """Returns the name that a GGUF file has for a canonical one."""
+    layer, part, suffix = split_name(name)
     if part not in theirs:
-        raise UnsupportedModel(f"a GGUF file of {arch} has no place for {name!r}")
-    with_role = theirs[part] if theirs[part].endswith((".bias", ".weight", *BARE)) else f"{theirs[part]}.{role}"
-    return f"blk.{layer[1]}.{with_role}" if layer else with_role
+        raise UnsupportedModel(f"a GGUF file of {arch} has no tensor that could hold {name!r}")
+    full = theirs[part]
+    if not full.endswith((".bias", ".weight", *WITHOUT_SUFFIX)):
+        full += suffix or ".weight"
+    return f"blk.{layer.split('.')[1]}.{full}" if layer else full
 
 
-def interleaved(name: str, part: Part, spec: ModelSpec) -> Part:
-    if name.removesuffix(".bias").rpartition(".")[2] not in ("q", "k"):
+def interleaved(name: str, part: FileTensor, spec: ModelSpec) -> FileTensor:
+    """Returns the tensor with the rows of q and k in the order of interleaved RoPE pairs."""
+    if split_name(name)[1] not in ("q", "k"):
         return part
-    turned = max(2 * len(attn.rope.inv_freq) for attn in (spec.attn, *spec.layer_attn))
-    return part._replace(turned=turned, head_dim=spec.attn.head_dim)
+    rotated = max(2 * len(attn.rope.inv_freq) for attn in (spec.attn, *spec.layer_attn))
+    return part._replace(rotated=rotated, head_dim=spec.attn.head_dim)
 
 
-def format_of(name: str, part: Part, choice: Choice) -> Format:
-    """What is no weight of a product becomes F32, as readers expect; formats that GGUF does not have, BF16."""
+def format_of(name: str, part: FileTensor, choice: FormatChoice) -> Format:
+    """Returns the format that was chosen. Tensors that are never quantized become F32, as readers expect, and formats
+    that GGUF does not have become BF16."""
     if name in choice.formats:
         return choice.formats[name]
-    if len(part.tensors[0].shape) == 1 or name.rpartition(".")[2] not in PARTS:
+    if len(part.sources[0].shape) == 1 or precision_of(part.sources[0]) is Precision.PLAIN:
         return FORMATS["F32"]
-    own = part.tensors[0].format
+    own = part.sources[0].format
     return own if own.name in FORMAT_KINDS else FORMATS["BF16"]
 
 
-def sheet_of(part: Part, format: Format, encode: Encode) -> Sheet:
-    rows, *width = part.tensors[0].shape
-    shape = (len(part.tensors), rows) if part.stacked else (sum(tensor.shape[0] for tensor in part.tensors),)
-    return Sheet(part.name, format, (*shape, *width), partial(pieces, part, format, encode))
+def pending_tensor(part: FileTensor, format: Format, encode: Encode) -> PendingTensor:
+    """Returns a tensor that is encoded as it is written."""
+    rows, *width = part.sources[0].shape
+    shape = (len(part.sources), rows) if part.stacked else (sum(tensor.shape[0] for tensor in part.sources),)
+    return PendingTensor(part.name, format, (*shape, *width), partial(pieces, part, format, encode))
 
 
-def pieces(part: Part, format: Format, encode: Encode) -> Iterator[NDArray[np.uint8]]:
-    for tensor in part.tensors:
-        turned = reordered(tensor, part)
-        matrix = replace(turned, shape=(1, *turned.shape)) if len(turned.shape) == 1 else flat(turned)
+def pieces(part: FileTensor, format: Format, encode: Encode) -> Iterator[NDArray[np.uint8]]:
+    """Yields the bytes of a tensor, some rows at a time."""
+    for tensor in part.sources:
+        ordered = reordered(tensor, part)
+        matrix = replace(ordered, shape=(1, *ordered.shape)) if len(ordered.shape) == 1 else flat(ordered)
         for first, last in rows_at_once(*matrix.shape):
-            some = plus(some_rows(matrix, first, last), part.plus)
-            yield encode(some, format).data
+            yield encode(plus(some_rows(matrix, first, last), part.plus), format).data
 
 
 def plus(tensor: Tensor, offset: float) -> Tensor:
+    """Returns the tensor with `offset` added to every value."""
     if not offset:
         return tensor
     values = dequantize(tensor) + np.float32(offset)
-    return Tensor(tensor.name, FORMATS["F32"], tensor.shape, values.reshape(-1).view(np.uint8))
+    return replace(tensor, format=FORMATS["F32"], source=values.reshape(-1).view(np.uint8), scales=None)
 
 
-def reordered(tensor: Tensor, part: Part) -> Tensor:
-    """Rows of q and k where a file turns neighbours: the pair (i, i + turned / 2) of a head becomes (2i, 2i + 1)."""
-    if not part.turned:
+def reordered(tensor: Tensor, part: FileTensor) -> Tensor:
+    """Returns q or k with each head's pair of rows (i, i + rotated / 2) moved to (2i, 2i + 1)."""
+    if not part.rotated:
         return tensor
-    order = np.arange(tensor.shape[0]).reshape(-1, part.head_dim)
-    order[:, : part.turned] = order[:, : part.turned].reshape(len(order), 2, -1).swapaxes(1, 2).reshape(len(order), -1)
     if tensor.scales is not None:
-        raise UnsupportedModel(f"tensor {tensor.name!r} has scales of its own, and its rows would have to move")
+        raise UnsupportedModel(
+            f"tensor {tensor.name!r} has scales of its own, so its rows cannot be reordered for a GGUF file; start "
+            "from a checkpoint with plain weights"
+        )
+    order = np.arange(tensor.shape[0]).reshape(-1, part.head_dim)
+    pairs = order[:, : part.rotated].reshape(len(order), 2, -1)
+    order[:, : part.rotated] = pairs.swapaxes(1, 2).reshape(len(order), -1)
     return replace(tensor, source=tensor.data.reshape(tensor.shape[0], -1)[order.reshape(-1)].reshape(-1))

@@ -1,4 +1,4 @@
-"""Tensors of a Hugging Face folder as GGUF files of their family hold them, where that is another order or form."""
+"""Reorders tensors of a Hugging Face folder as GGUF files of their family hold them, where the two differ."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from penstock.model import decoder
 from penstock.model.dequantize import dequantize
+from penstock.model.roles import Role
 from penstock.model.spec import DeltaSpec, ModelSpec
 from penstock.model.tensor import FORMATS, Bytes, Scales, Tensor, some_rows
 
@@ -18,15 +19,16 @@ Order = NDArray[np.intp]
 Tensors = Mapping[str, Tensor]  # by canonical name
 
 
-def laid_out(tensors: Tensors, spec: ModelSpec) -> Tensors:
-    lay = LAYOUTS.get(spec.arch)
-    if lay is None:
+def reorder_for_gguf(tensors: Tensors, spec: ModelSpec) -> Tensors:
+    """Returns the tensors, by canonical name, as a GGUF file of this family holds them."""
+    reorder = REORDER.get(spec.arch)
+    if reorder is None:
         return tensors
-    return {ours: made for name, tensor in tensors.items() for ours, made in lay(name, tensor, spec)}
+    return {ours: made for name, tensor in tensors.items() for ours, made in reorder(name, tensor, spec)}
 
 
 def rows_in(tensor: Tensor, order: Order) -> Tensor:
-    """Those rows of a matrix, or values of a vector, made when they are asked for."""
+    """Returns the rows of a matrix, or the values of a vector, in another order."""
     scales = tensor.scales
     if scales is not None:
         scales = Scales(scales.values[order // scales.rows], 1, scales.columns)
@@ -35,25 +37,25 @@ def rows_in(tensor: Tensor, order: Order) -> Tensor:
         return tensor.data.reshape(tensor.shape[0], -1)[order[first:last]].reshape(-1)
 
     vector = len(tensor.shape) == 1
-    return Tensor(
-        tensor.name, tensor.format, (len(order), *tensor.shape[1:]), rows(0, len(order)) if vector else rows, scales
-    )
+    source = rows(0, len(order)) if vector else rows
+    return replace(tensor, shape=(len(order), *tensor.shape[1:]), source=source, scales=scales)
 
 
 def columns_in(tensor: Tensor, order: Order) -> Tensor:
-    """In F32, as formats hold neighbours of a row together."""
+    """Returns a matrix with its columns in another order, in F32: formats share scales among neighbours of a row."""
 
     def rows(first: int, last: int) -> Bytes:
         return np.ascontiguousarray(dequantize(some_rows(tensor, first, last))[:, order]).reshape(-1).view(np.uint8)
 
-    return Tensor(tensor.name, FORMATS["F32"], tensor.shape, rows)
+    return replace(tensor, format=FORMATS["F32"], source=rows, scales=None)
 
 
 # ---- delta nets ----
 
 
 def hybrid_layout(name: str, tensor: Tensor, spec: ModelSpec, tiled: bool) -> Iterator[tuple[str, Tensor]]:
-    """`tiled`: value heads lie in an order in which those of one key head are as far apart as there are key heads."""
+    """Yields the tensors of a hybrid model. `tiled`: value head h belongs to key head h % k_heads in the file, not to
+    its neighbours' key head."""
     d = spec.delta
     assert d is not None
     layer, _, part = name.rpartition(".")
@@ -63,19 +65,19 @@ def hybrid_layout(name: str, tensor: Tensor, spec: ModelSpec, tiled: bool) -> It
         yield f"{layer}.delta_z", rows_in(tensor, z)
     elif part == "decay_log":
         values = -np.exp(dequantize(tensor))
-        made = Tensor(tensor.name, FORMATS["F32"], tensor.shape, values.astype("<f4").view(np.uint8))
+        made = replace(tensor, format=FORMATS["F32"], source=values.astype("<f4").view(np.uint8))
         yield f"{layer}.decay", tiled_heads("decay", made, d) if tiled else made
-    elif part == "conv":
+    elif tensor.role is Role.CONV:
         made = replace(tensor, shape=(d.width, d.conv_width))
         yield name, tiled_heads(part, made, d) if tiled else made
-    elif name.endswith(".shared.router"):
+    elif tensor.role is Role.SHARED_EXPERT_GATE:
         yield name, replace(tensor, shape=tensor.shape[1:])
     else:
         yield name, tiled_heads(part, tensor, d) if tiled else tensor
 
 
 def fused_rows(d: DeltaSpec) -> tuple[Order, Order]:
-    """Where queries, keys and values are in a tensor that has them for one key head after the other, and where z is."""
+    """Returns the rows of q, k and v, and those of z, in a tensor that stores them key head by key head."""
     shared = d.v_heads // d.k_heads * d.v_dim
     kinds = decoder.alternating(d.k_heads, d.k_dim, d.k_dim, shared, shared)
     q, k, v, z = (np.concatenate([np.arange(*span) for span in spans]) for spans in kinds)
@@ -83,6 +85,7 @@ def fused_rows(d: DeltaSpec) -> tuple[Order, Order]:
 
 
 def tiled_heads(part: str, tensor: Tensor, d: DeltaSpec) -> Tensor:
+    """Returns a part of a delta net with its value heads in tiled order."""
     heads = np.arange(d.v_heads).reshape(d.k_heads, -1).T.reshape(-1)
     values = (heads[:, None] * d.v_dim + np.arange(d.v_dim)).reshape(-1)
     match part:
@@ -101,13 +104,13 @@ def tiled_heads(part: str, tensor: Tensor, d: DeltaSpec) -> Tensor:
 
 
 def encoder_layout(name: str, tensor: Tensor, spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
-    """Positions that are counted from 0, up to the longest prompt."""
+    """Yields the tensors of an encoder; its table of positions keeps only the rows that prompts use."""
     if name == "positions":
         tensor = some_rows(tensor, spec.first_position, spec.first_position + spec.max_len)
     yield name, tensor
 
 
-LAYOUTS: dict[str, Callable[[str, Tensor, ModelSpec], Iterator[tuple[str, Tensor]]]] = {
+REORDER: dict[str, Callable[[str, Tensor, ModelSpec], Iterator[tuple[str, Tensor]]]] = {
     "qwen3next": partial(hybrid_layout, tiled=False),
     "qwen35": partial(hybrid_layout, tiled=True),
     "bert": encoder_layout,

@@ -1,4 +1,4 @@
-"""Writing GGUF files: keys and places first, then one tensor after the other, none of them held with another."""
+"""Writes GGUF files: keys and places first, then one tensor after the other, so that only one is in memory."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ FORMAT_KINDS = {name: kind for kind, name in KINDS.items()}
 Advance = Callable[[str, int], None]  # the tensor's name, bytes that were written of it
 
 
-class Sheet(NamedTuple):
-    """A tensor to be written: its bytes are made when their turn comes."""
+class PendingTensor(NamedTuple):
+    """Describes a tensor to be written; its bytes are made when their turn comes."""
 
     name: str
     format: Format
@@ -36,11 +36,12 @@ class Sheet(NamedTuple):
 
     @property
     def size(self) -> int:
+        """Returns the number of bytes."""
         return prod(self.shape) // self.format.values * self.format.bytes
 
 
 def encoded(value: Any) -> bytes:
-    """A value of the metadata, its kind before it."""
+    """Returns the bytes of a metadata value, with its kind before it."""
     if isinstance(value, str):
         return U32.pack(STRING) + text(value)
     if isinstance(value, list):
@@ -50,6 +51,7 @@ def encoded(value: Any) -> bytes:
 
 
 def items(values: list[Any]) -> bytes:
+    """Returns the bytes of an array: the kind of its items, their number, and the items."""
     if not values or isinstance(values[0], str):
         return U32.pack(STRING) + U64.pack(len(values)) + b"".join(map(text, values))
     kind = ITEM_KINDS[type(values[0])]
@@ -57,56 +59,62 @@ def items(values: list[Any]) -> bytes:
 
 
 def text(value: str) -> bytes:
+    """Returns the bytes of a string, with its length before it."""
     raw = value.encode()
     return U64.pack(len(raw)) + raw
 
 
 def aligned(size: int) -> int:
+    """Rounds a size up to the alignment of tensors."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def header(keys: Mapping[str, bytes], sheets: Sequence[Sheet]) -> bytes:
-    parts = [b"GGUF", U32.pack(VERSION), U64.pack(len(sheets)), U64.pack(len(keys))]
+def header(keys: Mapping[str, bytes], tensors: Sequence[PendingTensor]) -> bytes:
+    """Returns everything before the tensors' data."""
+    parts = [b"GGUF", U32.pack(VERSION), U64.pack(len(tensors)), U64.pack(len(keys))]
     parts += [text(key) + value for key, value in keys.items()]
     at = 0
-    for sheet in sheets:
-        dims = b"".join(U64.pack(dim) for dim in reversed(sheet.shape))
-        kind = U32.pack(FORMAT_KINDS[sheet.format.name])
-        parts.append(text(sheet.name) + U32.pack(len(sheet.shape)) + dims + kind + U64.pack(at))
-        at += aligned(sheet.size)
+    for tensor in tensors:
+        dims = b"".join(U64.pack(dim) for dim in reversed(tensor.shape))
+        kind = U32.pack(FORMAT_KINDS[tensor.format.name])
+        parts.append(text(tensor.name) + U32.pack(len(tensor.shape)) + dims + kind + U64.pack(at))
+        at += aligned(tensor.size)
     return b"".join(parts)
 
 
-def file_size(keys: Mapping[str, bytes], sheets: Sequence[Sheet]) -> int:
-    return aligned(len(header(keys, sheets))) + sum(aligned(sheet.size) for sheet in sheets)
+def file_size(keys: Mapping[str, bytes], tensors: Sequence[PendingTensor]) -> int:
+    """Returns the size of the whole file in bytes."""
+    return aligned(len(header(keys, tensors))) + sum(aligned(tensor.size) for tensor in tensors)
 
 
-def write_gguf(path: Path, keys: Mapping[str, bytes], sheets: Sequence[Sheet], advance: Advance) -> None:
-    """The whole file, or none: it takes its name when it is complete."""
-    check_room(path, file_size(keys, sheets))
+def write_gguf(path: Path, keys: Mapping[str, bytes], tensors: Sequence[PendingTensor], advance: Advance) -> None:
+    """Writes the whole file or none: the file gets its name when it is complete."""
+    check_room(path, file_size(keys, tensors))
     with replacing(path) as file:
-        write(file, header(keys, sheets))
-        for sheet in sheets:
-            for piece in sheet.pieces():
+        write(file, header(keys, tensors))
+        for tensor in tensors:
+            for piece in tensor.pieces():
                 file.write(piece.data)
-                advance(sheet.name, piece.nbytes)
+                advance(tensor.name, piece.nbytes)
             write(file, b"")
 
 
 def write(file: IO[bytes], data: bytes) -> None:
-    """And zeros up to the next place where a tensor may begin."""
+    """Writes data, then zeros up to the next place where a tensor may begin."""
     file.write(data)
     file.write(bytes(-file.tell() % ALIGNMENT))
 
 
 def check_room(path: Path, size: int) -> None:
+    """Raises if the disk has less than `size` bytes free."""
     free = shutil.disk_usage(path.parent).free
     if size > free:
-        raise ModelError(f"{path} would take {size} bytes; {path.parent} has {free} free")
+        raise ModelError(f"{path} needs {size} bytes, but {path.parent} has {free} bytes free; free some space there")
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """Opens a temporary file that takes the place of `path` if nothing goes wrong."""
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with part.open("wb") as file:
@@ -119,6 +127,6 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
 
 
 def rows_at_once(rows: int, width: int, most: int = 1 << 25) -> Iterable[tuple[int, int]]:
-    """Runs of rows that hold so many values at most."""
+    """Yields ranges of rows that hold at most `most` values each."""
     step = max(most // width, 1)
     return ((first, min(first + step, rows)) for first in range(0, rows, step))

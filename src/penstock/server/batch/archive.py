@@ -22,7 +22,7 @@ from typing import BinaryIO, Concatenate, NamedTuple, NoReturn, ParamSpec, Self,
 from urllib.parse import quote
 
 from penstock.errors import ConfigError, StorageFailed
-from penstock.store.places import home, locked
+from penstock.store.paths import home, locked
 
 P = ParamSpec("P")
 T = TypeVar("T")

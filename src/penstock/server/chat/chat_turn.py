@@ -13,7 +13,7 @@ from penstock.server.chat.tools import ToolUse, constrain_to_tools
 from penstock.server.request_context import RequestContext
 from penstock.server.served_model import ServedModel, off_loop
 from penstock.text import ChatPrompt, Delta, Text
-from penstock.text.parse import AnswerParser, Content, Part
+from penstock.text.parse import AnswerParser, AnswerPart, Content
 from penstock.types import Grammar, Request, SamplingParams, Thinking
 
 NO_TOOLS = ToolUse([])
@@ -33,7 +33,7 @@ class ChatTurn:
         """Returns the first choice's request: the only one in most dialects."""
         return self.requests[0]
 
-    def parts(self, delta: Delta, choice: int = 0) -> list[Part]:
+    def parts(self, delta: Delta, choice: int = 0) -> list[AnswerPart]:
         """Returns what a delta adds to its choice."""
         parser = self._parsers[choice]
         if parser is None:

@@ -35,7 +35,7 @@ from penstock.server.request_context import RequestContext
 from penstock.server.served_model import ServedModel
 from penstock.server.sse import ChunkTemplate, encode, reply
 from penstock.text import Delta, Text
-from penstock.text.parse import Arguments, CallBegun, CallEnded, Content, Part, Reasoning
+from penstock.text.parse import AnswerPart, Arguments, CallEnded, CallStarted, Content, Reasoning
 
 CHAT_NO_EFFECT: NoEffect = NO_EFFECT | {
     "audio": (),
@@ -345,7 +345,7 @@ class ChatWriter:
             final: dict[str, Any] = {"usage": self._final_usage(), "penstock": self._explanation.report()}
             yield encode(ChatCompletionChunk(**self._head, object="chat.completion.chunk", choices=[], **final))
 
-    def _detailed_chunks(self, choice: int, delta: Delta, parts: Sequence[Part]) -> Iterator[bytes]:
+    def _detailed_chunks(self, choice: int, delta: Delta, parts: Sequence[AnswerPart]) -> Iterator[bytes]:
         """Yields a chunk for each part. The first one has the delta's tokens: they may be markers, which are in no
         part."""
         entries = token_entries(self._tokenizer, delta) if self._scored else []
@@ -371,27 +371,27 @@ class ChatWriter:
         return ChatLogprobs(entries) if self._scored else None
 
 
-def _add_part(message: AssistantMessage, part: Part) -> None:
+def _add_part(message: AssistantMessage, part: AnswerPart) -> None:
     match part:
         case Content(text):
             message.content = (message.content or "") + text
         case Reasoning(text):
             message.reasoning = message.reasoning_content = (message.reasoning or "") + text
-        case CallBegun(_, id, name):
+        case CallStarted(_, id, name):
             message.tool_calls = [*(message.tool_calls or ()), ToolCall(id, CalledFunction(name, ""))]
         case Arguments(index, text):
             assert message.tool_calls
             message.tool_calls[index].function.arguments += text
 
 
-def _chat_delta(part: Part) -> ChatDelta | None:
+def _chat_delta(part: AnswerPart) -> ChatDelta | None:
     """Returns what a chunk says of a part; None for the end of a call, which has no chunk."""
     match part:
         case Content(text):
             return ChatDelta(content=text)
         case Reasoning(text):
             return ChatDelta(reasoning_content=text, reasoning=text)
-        case CallBegun(index, id, name):
+        case CallStarted(index, id, name):
             return ChatDelta(tool_calls=[ToolCallDelta(index, FunctionDelta("", name), id, "function")])
         case Arguments(index, text):
             return ChatDelta(tool_calls=[ToolCallDelta(index, FunctionDelta(text))])

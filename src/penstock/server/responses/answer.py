@@ -47,7 +47,7 @@ from penstock.server.responses.items import (
 from penstock.server.served_model import ServedModel
 from penstock.server.sse import EVENT_STREAM, Framing
 from penstock.text import Delta
-from penstock.text.parse import Arguments, CallBegun, CallEnded, Content, Part, Reasoning
+from penstock.text.parse import AnswerPart, Arguments, CallEnded, CallStarted, Content, Reasoning
 
 Ending = Literal["completed", "incomplete"]
 
@@ -135,7 +135,7 @@ class ResponseWriter:
         self.response.status = "in_progress"
         yield LIFECYCLE["in_progress"](self.response)
 
-    def _parts(self, delta: Delta) -> list[Part]:
+    def _parts(self, delta: Delta) -> list[AnswerPart]:
         parts = self._turn.parts(delta)
         self._count(delta)
         self._scores += token_entries(self._tokenizer, delta)
@@ -150,7 +150,7 @@ class ResponseWriter:
         usage.total_tokens = prompt + usage.output_tokens
         self.response.usage = usage
 
-    def _write(self, part: Part) -> Iterator[ResponseEvent]:
+    def _write(self, part: AnswerPart) -> Iterator[ResponseEvent]:
         """Adds a part to the open item, or to a new one if the part is of another kind."""
         if not isinstance(part, Content):
             self._scores.clear()  # only text has logprobs
@@ -164,10 +164,10 @@ class ResponseWriter:
         if isinstance(part, CallEnded):
             yield from self._close("completed")
 
-    def _open(self, part: Part) -> Iterator[ResponseEvent]:
+    def _open(self, part: AnswerPart) -> Iterator[ResponseEvent]:
         index = len(self.response.output)
         match part:
-            case CallBegun(_, id, name):
+            case CallStarted(_, id, name):
                 self._open_item = OpenCall(index, id, name)
             case Reasoning():
                 self._open_item = OpenReasoning(index, self._sealed)
@@ -200,7 +200,7 @@ class OpenItem(ABC):
     """Represents an item that is still being written."""
 
     item: Item
-    parts: tuple[type[Part], ...]  # that belong to such an item
+    parts: tuple[type[AnswerPart], ...]  # that belong to such an item
 
     def __init__(self, index: int) -> None:
         self._index = index

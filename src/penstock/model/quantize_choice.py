@@ -1,0 +1,102 @@
+"""Decides which format each weight becomes when a model is quantized, at load or as a file, on every device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from enum import Enum
+from typing import NamedTuple
+
+from penstock.model.roles import Role
+from penstock.model.tensor import FORMATS, PLAIN, Bytes, Format, Tensor, flat, some_rows
+
+
+class Precision(Enum):
+    """Says what quantizing a model does to a tensor."""
+
+    QUANTIZED = "becomes the format that was asked for"
+    FINER = "becomes a finer format if 4 or 5 bits were asked for"
+    PLAIN = "stays as it is"
+
+
+PRECISION = {  # what may be quantized: the only table, for `--quantize` on all devices and for `penstock quantize`
+    Role.EMBEDDING: Precision.FINER,
+    Role.POSITIONS: Precision.PLAIN,
+    Role.HEAD: Precision.FINER,
+    Role.ATTENTION_IN: Precision.QUANTIZED,
+    Role.ATTENTION_OUT: Precision.QUANTIZED,
+    Role.MLA_KV_B: Precision.QUANTIZED,
+    Role.MLA_HEADS: Precision.QUANTIZED,
+    Role.MLP_IN: Precision.QUANTIZED,
+    Role.MLP_OUT: Precision.QUANTIZED,
+    Role.EXPERT_IN: Precision.QUANTIZED,
+    Role.EXPERT_OUT: Precision.QUANTIZED,
+    Role.ROUTER: Precision.PLAIN,  # rounded, it would choose other experts
+    Role.SHARED_EXPERT_GATE: Precision.PLAIN,
+    Role.DELTA_IN: Precision.QUANTIZED,
+    Role.DELTA_OUT: Precision.QUANTIZED,
+    Role.DELTA_GATES: Precision.FINER,  # they decide what a state keeps
+    Role.DELTA_NORM: Precision.PLAIN,
+    Role.CONV: Precision.PLAIN,
+    Role.NORM: Precision.PLAIN,
+    Role.BIAS: Precision.PLAIN,
+    Role.ROUTER_BIAS: Precision.PLAIN,
+    Role.HEAD_PARAMETER: Precision.PLAIN,
+}
+FINER = dict.fromkeys(("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K"), "Q6_K")
+NARROW = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}  # if the row length is no multiple of 256
+
+Encode = Callable[[Tensor, Format], Tensor]
+
+
+class FormatChoice(NamedTuple):
+    """Holds the formats that were chosen, and what the user should know about them."""
+
+    formats: Mapping[str, Format]  # of the tensors that change, by canonical name
+    notes: tuple[str, ...]  # where the choice differs from what was asked for, each said once
+
+
+def precision_of(tensor: Tensor) -> Precision:
+    """Returns what quantizing does to this tensor. One whose role is not known stays as it is."""
+    return Precision.PLAIN if tensor.role is None else PRECISION[tensor.role]
+
+
+def choose(tensors: Mapping[str, Tensor], to: str, again: bool = False) -> FormatChoice:
+    """Chooses the format `to`, or one near to it, for every tensor that may be quantized.
+
+    Unless `again`, tensors that are quantized already keep their formats.
+    """
+    formats: dict[str, Format] = {}
+    notes: dict[str, None] = {}
+    for name, tensor in tensors.items():
+        precision = precision_of(tensor)
+        if precision is Precision.PLAIN or len(tensor.shape) < 2:
+            continue
+        if tensor.format.name not in PLAIN and not again:
+            notes[f"weights in {tensor.format.name} stay as they are: {to} is for plain ones"] = None
+            continue
+        wanted = FINER.get(to, to) if precision is Precision.FINER else to
+        format = fitting(wanted, tensor.shape[-1])
+        if format is None:
+            notes[f"weights with rows of {tensor.shape[-1]} stay as they are: {to} needs multiples of 32"] = None
+            continue
+        if format.name != wanted:
+            notes[f"weights with rows of {tensor.shape[-1]}, no multiple of 256, become {format.name}"] = None
+        formats[name] = format
+    return FormatChoice(formats, tuple(notes))
+
+
+def fitting(name: str, width: int) -> Format | None:
+    """Returns the named format, or its substitute for narrow rows; None if rows of `width` values fit neither."""
+    found = next((one for one in (name, NARROW.get(name, "")) if one and width % FORMATS[one].values == 0), None)
+    return FORMATS[found] if found else None
+
+
+def quantized_when_read(tensor: Tensor, format: Format, encode: Encode) -> Tensor:
+    """Returns a matrix, or one for each head, whose bytes are quantized as they are read, so none is held twice."""
+    matrix = flat(tensor)
+
+    def rows(first: int, last: int) -> Bytes:
+        return encode(some_rows(matrix, first, last), format).data
+
+    return replace(tensor, format=format, source=rows, scales=None)

@@ -1,0 +1,76 @@
+"""What a tensor is for. A tensor gets its role together with its canonical name, and keeps it until it is packed."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class Role(Enum):
+    """Names what a tensor does in the model.
+
+    Tensor parallelism divides the rows (outputs) of `*_IN` weights and the columns (inputs) of `*_OUT` weights.
+    """
+
+    EMBEDDING = "token embedding"
+    POSITIONS = "table of positions or token types"
+    HEAD = "output head"
+    ATTENTION_IN = "attention projection in"
+    ATTENTION_OUT = "attention projection out"
+    MLA_KV_B = "MLA kv_b, keys and values of all heads"
+    MLA_HEADS = "MLA matrix for each head"
+    MLP_IN = "MLP in"
+    MLP_OUT = "MLP out"
+    EXPERT_IN = "expert in"
+    EXPERT_OUT = "expert out"
+    ROUTER = "router"
+    SHARED_EXPERT_GATE = "gate of the shared expert"
+    DELTA_IN = "delta net in"
+    DELTA_OUT = "delta net out"
+    DELTA_GATES = "delta net gates"
+    DELTA_NORM = "norm of a delta net's output"
+    CONV = "convolution"
+    NORM = "norm"
+    BIAS = "bias"
+    ROUTER_BIAS = "bias of the choice of experts"
+    HEAD_PARAMETER = "one number for each head"
+
+
+EXPERTS = frozenset((Role.EXPERT_IN, Role.EXPERT_OUT))
+MLA = frozenset((Role.MLA_KV_B, Role.MLA_HEADS))
+
+_PARTS = {
+    Role.EMBEDDING: ("embed",),
+    Role.POSITIONS: ("positions", "types"),
+    Role.HEAD: ("head",),
+    Role.ATTENTION_IN: ("q", "k", "v", "qkv", "q_a", "q_b", "kv_a", "latent", "k_rope"),
+    Role.ATTENTION_OUT: ("o",),
+    Role.MLA_KV_B: ("kv_b",),
+    Role.MLA_HEADS: ("k_b", "v_b"),
+    Role.MLP_IN: ("gate", "up", "gate_up", "shared.gate", "shared.up"),
+    Role.MLP_OUT: ("down", "shared.down"),
+    Role.EXPERT_IN: (
+        *("experts.gate", "experts.up", "experts.gate_up", "experts.*.gate", "experts.*.up"),
+        *("experts.interleaved", "experts.interleaved_transposed"),
+    ),
+    Role.EXPERT_OUT: ("experts.down", "experts.*.down", "experts.down_transposed"),
+    Role.ROUTER: ("router",),
+    Role.SHARED_EXPERT_GATE: ("shared.router",),
+    Role.DELTA_IN: ("delta_qkvz", "delta_qkv", "delta_z"),
+    Role.DELTA_OUT: ("delta_o",),
+    Role.DELTA_GATES: ("delta_ba", "delta_b", "delta_a"),
+    Role.DELTA_NORM: ("delta_norm",),
+    Role.CONV: ("conv",),
+    Role.NORM: (
+        *("norm", "embed_norm", "attn_norm", "mlp_norm", "after_attn_norm", "after_mlp_norm"),
+        *("q_norm", "k_norm", "kv_norm"),
+    ),
+    Role.ROUTER_BIAS: ("choice_bias",),
+    Role.HEAD_PARAMETER: ("sinks", "decay", "decay_log", "dt"),
+}
+ROLES = {part: role for role, parts in _PARTS.items() for part in parts}  # by the canonical name of a part
+BIAS = ".bias"  # what the canonical name of a bias ends with, after that of its weight
+
+
+def role_of(part: str) -> Role:
+    """Returns the role of a part, given by its canonical name within a layer; "*" stands for an expert's number."""
+    return Role.BIAS if part.endswith(BIAS) else ROLES[part]
