@@ -1,4 +1,4 @@
-"""A client of an engine in a thread of this process, with the same protocol as a client of an engine process."""
+"""Runs an engine in a thread of this process, behind the same protocol as a client of an engine process."""
 
 from __future__ import annotations
 

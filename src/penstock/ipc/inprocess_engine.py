@@ -1,4 +1,4 @@
-"""An engine in this process with an inbox for its messages.
+"""Runs an engine in this process, with an inbox for its messages.
 
 It needs neither asyncio nor a thread of its own: `LLM` steps it in the caller's thread, `InProcessClient` runs it in a
 thread that it starts.
