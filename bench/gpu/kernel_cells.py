@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.cuda import inputs, tilings
 from penstock.backend.cuda.graphs import padded
 from penstock.backend.cuda.kernels import (
@@ -27,7 +28,6 @@ from penstock.backend.cuda.kernels import (
 )
 from penstock.backend.cuda.kernels.skinny_gemm import SplitKScratch, Tiling, skinny_gemm
 from penstock.backend.cuda.weights import multiply
-from penstock.backend.ref.batches import Chunk, greedy_batch
 from penstock.model.rope import plain
 
 Figures = dict[str, Any]
@@ -247,23 +247,23 @@ class Context:
         )
         self.batch = batch
         self.dims = dims
-        self.work = inputs.plan(batch, 128 // (heads // kv_heads), padded)
+        self.work = inputs.plan_attention(batch, 128 // (heads // kv_heads), padded)
         self.caches = [bf16(sum(widths), 2, kv_heads, 16, dims) for _ in range(max(2, min(40, 40_000 // sum(widths))))]
         self.qkv = bf16(len(batch.tokens), (heads + 2 * kv_heads) * dims)
         self.out = torch.empty((len(batch.tokens), heads * dims), dtype=torch.bfloat16, device="cuda")
-        parts = np.full((max(self.work.shape.parts, 1), 8), -1, np.int32)
-        parts[: len(self.work.parts)] = self.work.parts
-        self.parts, self.tiles = on_device(parts), on_device(self.work.tiles)
+        splits = np.full((max(self.work.shape.splits, 1), 8), -1, np.int32)
+        splits[: len(self.work.splits)] = self.work.splits
+        self.splits, self.tiles = on_device(splits), on_device(self.work.tiles)
         self.tables, self.header = on_device(batch.tables.ravel()), on_device(np.array([batch.tables.shape[2]] * 4))
         self.shares = decode_attention.SplitKV(
-            torch.empty(len(parts) * heads * dims, device="cuda"),
-            torch.empty(len(parts) * heads * 2, device="cuda"),
+            torch.empty(len(splits) * heads * dims, device="cuda"),
+            torch.empty(len(splits) * heads * 2, device="cuda"),
             torch.zeros(len(chunks) * kv_heads, dtype=torch.int32, device="cuda"),
         )
 
     def decode(self, cache: torch.Tensor) -> None:
         decode_attention.decode_attention(
-            self.qkv, cache, self.parts, self.tables, self.header, self.out, self.shares, None, self.dims**-0.5, 0
+            self.qkv, cache, self.splits, self.tables, self.header, self.out, self.shares, None, self.dims**-0.5, 0
         )
 
     def prefill(self, cache: torch.Tensor) -> None:
@@ -301,7 +301,7 @@ def attention(_: Any) -> Figures:
         context = Context([(1, int(each) - 1) for each in lengths])
         context.decode(context.caches[0])
         moved = int(lengths.sum()) * 8 * 128 * 2 * 2
-        say(f"decode attention {name}: error {context.error():.2e}, {len(context.work.parts)} parts")
+        say(f"decode attention {name}: error {context.error():.2e}, {len(context.work.splits)} splits")
         trials = {}
         for tile, warps, stages in (
             (64, 4, 3),

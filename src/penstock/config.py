@@ -20,12 +20,30 @@ from penstock.errors import ConfigError
 from penstock.types import Limits, blocks_for
 
 SAVED_PER_ROW = 4  # states, where there is room: of its system prompt, its conversation and some others'
-DEVICES = ("auto", "cpu", "cuda", "ref")
+DEVICES = ("auto", "cpu", "cuda", "ref")  # kinds; of several GPUs, cuda:N is the one with that index
 QUANTIZATIONS = {  # what plain weights can become at load, by device; each takes less memory
     "cpu": ("q8_0", "q4_k", "int4"),
     "cuda": ("q8_0", "q4_k", "fp8", "int4"),
 }
 T = TypeVar("T")
+
+
+class Device(NamedTuple):
+    """Names what computes: a kind of device and, of GPUs, which one."""
+
+    kind: str  # one of DEVICES
+    index: int = 0  # type: ignore[assignment]  # a device is no one's list: tuple.index is not missed
+
+    @classmethod
+    def parse(cls, text: str) -> Device:
+        """Reads what `--device` takes; raises ConfigError for anything else."""
+        kind, colon, index = text.partition(":")
+        if kind not in DEVICES or (colon and not (kind == "cuda" and index.isascii() and index.isdigit())):
+            raise ConfigError(f"unknown device {text!r}: use one of {', '.join(DEVICES)}, or cuda:N for GPU number N")
+        return cls(kind, int(index or 0))
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.index}" if self.kind == "cuda" else self.kind
 
 
 class DeviceDefaults(NamedTuple):
@@ -35,9 +53,9 @@ class DeviceDefaults(NamedTuple):
     cuda: int
     cuda_fp8: int  # on a GPU, for a model with FP8 weights
 
-    def of(self, device: str, fp8_weights: bool = False) -> int:
-        """Returns the value for a device by its name, such as "cpu" or "cuda:1"."""
-        if not device.startswith("cuda"):
+    def of(self, device: Device, fp8_weights: bool = False) -> int:
+        """Returns the value for a device."""
+        if device.kind != "cuda":
             return self.cpu
         return self.cuda_fp8 if fp8_weights else self.cuda
 

@@ -14,6 +14,7 @@ PenstockError                 code, message; one line, no traceback at the comma
 │   └── UnsupportedModel      a well-formed file that this engine cannot run
 ├── DownloadError             a model could not be fetched or did not match its checksum
 ├── ConfigError               settings that cannot work together or on this machine
+├── KvLayoutMismatch          KV blocks of a cache that is laid out in another way
 ├── StepFailed                the step that computed a request failed             HTTP 500
 │   └── OutOfMemory           there was no memory for it
 ├── Overloaded                as many wait already as may                         HTTP 503
@@ -96,6 +97,10 @@ class DownloadError(PenstockError):
 
 class ConfigError(PenstockError):
     code = "config_error"
+
+
+class KvLayoutMismatch(PenstockError):
+    code = "kv_layout_mismatch"
 
 
 class StepFailed(PenstockError):

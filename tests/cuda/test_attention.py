@@ -8,12 +8,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.cuda import inputs
-from penstock.backend.cuda.graphs import bucket, padded
+from penstock.backend.cuda.graphs import bucket_decode_rows, padded
 from penstock.backend.cuda.kernels.decode_attention import Rotation, SplitKV, decode_attention
 from penstock.backend.cuda.kernels.prefill_attention import prefill_attention
 from penstock.backend.cuda.kernels.rope import rope_and_store
-from penstock.backend.ref.batches import Chunk, greedy_batch
 from penstock.backend.ref.ops import attention, rotate
 from penstock.model import rope
 from penstock.model.spec import AttentionSpec, RopeSpec
@@ -57,10 +57,10 @@ def test_rope_and_store(name: str, interleaved: bool, dtype: torch.dtype) -> Non
     assert int((cache != 0).any(-1).sum()) == 3 * 2 * kv_heads
 
 
-def split_kv_of(spec: AttentionSpec, parts: int, rows: int) -> SplitKV:
+def split_kv_of(spec: AttentionSpec, splits: int, rows: int) -> SplitKV:
     return SplitKV(
-        torch.full((parts * spec.q_width,), torch.nan, device=DEVICE),
-        torch.full((parts * spec.heads * 2,), torch.nan, device=DEVICE),
+        torch.full((splits * spec.q_width,), torch.nan, device=DEVICE),
+        torch.full((splits * spec.heads * 2,), torch.nan, device=DEVICE),
         ints([0] * (rows * spec.kv_heads)),
     )
 
@@ -73,7 +73,7 @@ def test_rope_within_attention(name: str, interleaved: bool, dtype: torch.dtype)
     spec = spec_of(name, interleaved=interleaved)
     chunks = [Chunk([0], 150, range(10)), Chunk([0], 0, [10]), Chunk([0], 15, [11])]
     batch = greedy_batch(chunks)
-    work = inputs.plan(batch, 32, padded)
+    work = inputs.plan_attention(batch, 32, padded)
     places = ints([9 * 16 + 6, 10 * 16, 11 * 16 + 15])
     frequencies = torch.tensor(spec.rope.inv_freq, dtype=torch.float64, device=DEVICE)
     tables, header = ints(batch.tables.ravel()), ints([batch.tables.shape[2]])
@@ -86,8 +86,8 @@ def test_rope_within_attention(name: str, interleaved: bool, dtype: torch.dtype)
             rope_and_store(
                 qkv, frequencies, spec.rope.scale, len(frequencies), interleaved, ints(batch.positions), places, cache
             )
-        split_kv = split_kv_of(spec, len(work.parts), 3)
-        decode_attention(qkv, cache, ints(work.parts), tables, header, out, split_kv, rotation, spec.scale, 0)
+        split_kv = split_kv_of(spec, len(work.splits), 3)
+        decode_attention(qkv, cache, ints(work.splits), tables, header, out, split_kv, rotation, spec.scale, 0)
         found.append((out, cache))
     assert close(found[1][0], found[0][0].double())
     assert close(found[1][1], found[0][1].double())
@@ -99,18 +99,18 @@ def attend_with(
     """Both kernels on a cache full of random keys and values, against the reference."""
     heads, kv_heads, dims = spec.heads, spec.kv_heads, spec.head_dim
     batch = greedy_batch(chunks)
-    work = inputs.plan(batch, 128 // (heads // kv_heads), padded)
+    work = inputs.plan_attention(batch, 128 // (heads // kv_heads), padded)
     blocks = 1 + max(max(chunk.table) for chunk in chunks)
     cache = normal(blocks, 2, kv_heads, block_size, dims, dtype=dtype)
     qkv = normal(len(batch.tokens), (heads + 2 * kv_heads) * dims, dtype=dtype, seed=1)
     out = torch.full((len(batch.tokens), heads * dims), torch.nan, dtype=dtype, device=DEVICE)
     tables, header = ints(batch.tables.ravel()), ints([batch.tables.shape[2]])
     sinks = 4 * normal(heads, seed=2) if sunk else None
-    if len(work.parts):
-        split_kv = split_kv_of(spec, len(work.parts), len(chunks))
-        parts = ints(np.concatenate([work.parts, np.full((3, 8), -1)]))
+    if len(work.splits):
+        split_kv = split_kv_of(spec, len(work.splits), len(chunks))
+        splits = ints(np.concatenate([work.splits, np.full((3, 8), -1)]))
         about = spec.scale, spec.window, None, 0.0, sinks
-        decode_attention(qkv, cache, parts, tables, header, out, split_kv, None, *about)
+        decode_attention(qkv, cache, splits, tables, header, out, split_kv, None, *about)
         assert not split_kv.arrived.any()
     if len(work.tiles):
         prefill_attention(
@@ -155,8 +155,8 @@ def test_other_block_sizes(block_size: int) -> None:
 
 
 def test_a_long_context_is_cut_into_parts_and_joined() -> None:
-    work = inputs.plan(greedy_batch([Chunk([0], 1999, range(125))]), 32, padded)
-    assert len(work.parts) == 31
+    work = inputs.plan_attention(greedy_batch([Chunk([0], 1999, range(125))]), 32, padded)
+    assert len(work.splits) == 31
     attend_with(spec_of("smollm2"), [Chunk([0], 1999, range(125))], torch.float32, 16, sunk=True)
 
 
@@ -168,18 +168,18 @@ def test_padded_shapes_hold_what_they_pad_and_stay_as_they_are(sizes: tuple[int,
     larger = padded(shape)
     assert all(more >= least for more, least in zip(larger, shape, strict=True))
     assert padded(larger) == larger
-    assert larger.parts >= larger.decodes + (inputs.SPARE_PARTS if larger.decodes else 0) or larger == shape
+    assert larger.splits >= larger.decodes + (inputs.SPARE_SPLITS if larger.decodes else 0) or larger == shape
 
 
 @given(st.lists(st.integers(1, 200_000), min_size=1, max_size=300))
 def test_parts_cover_every_context_once_and_fit(lengths: list[int]) -> None:
     rows = np.arange(len(lengths), dtype=np.int32)
-    parts = inputs.cut_contexts(rows * 3, rows, np.array(lengths, np.int32))
-    assert len(parts) <= bucket(len(lengths)) + inputs.SPARE_PARTS
+    splits = inputs.split_contexts(rows * 3, rows, np.array(lengths, np.int32))
+    assert len(splits) <= bucket_decode_rows(len(lengths)) + inputs.SPARE_SPLITS
     for row, length in enumerate(lengths):
-        own = parts[parts[:, 1] == row]
+        own = splits[splits[:, 1] == row]
         first, count = own[0, 6], len(own)
-        assert np.array_equal(own, parts[first : first + count])
+        assert np.array_equal(own, splits[first : first + count])
         assert own[0, 2] == 0
         assert own[-1, 3] == length
         assert np.array_equal(own[1:, 2], own[:-1, 3])

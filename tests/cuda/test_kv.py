@@ -9,15 +9,16 @@ import pytest
 import torch
 
 from penstock.backend import open_backend
+from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.cuda import CudaBackend, inputs
 from penstock.backend.cuda.graphs import padded
 from penstock.backend.cuda.kernels.decode_attention import Rotation, decode_attention
 from penstock.backend.cuda.kernels.kv8 import LARGEST
 from penstock.backend.cuda.kernels.prefill_attention import prefill_attention
 from penstock.backend.cuda.kernels.rope import rope_and_store
-from penstock.backend.cuda.kv_cache import Cache, layout_of
-from penstock.backend.ref.batches import Chunk, blocks_for, greedy_batch, random_steps
+from penstock.backend.cuda.kv_cache import LayerCache, layout_of
 from penstock.backend.ref.ops import attention, rotate
+from penstock.backend.ref.random_steps import blocks_for, random_steps
 from penstock.config import Config
 from penstock.errors import ConfigError
 from penstock.model.load import load_model, open_checkpoint
@@ -33,22 +34,22 @@ BLOCK_SIZE = 4
 kinds = pytest.mark.parametrize("kind", KINDS)
 
 
-def empty(spec: AttentionSpec, kind: str, blocks: int) -> Cache:
+def empty(spec: AttentionSpec, kind: str, blocks: int) -> LayerCache:
     return layout_of(kind, torch.float32).reserve(spec, blocks, 16, torch.device(DEVICE))
 
 
-def values_of(cache: Cache) -> torch.Tensor:
+def values_of(cache: LayerCache) -> torch.Tensor:
     return cache.lines.float() * cache.scales[..., None]
 
 
-def filled(spec: AttentionSpec, kind: str, blocks: int) -> Cache:
+def filled(spec: AttentionSpec, kind: str, blocks: int) -> LayerCache:
     """Random lines, some of them larger than others."""
     values = normal(blocks, 2, spec.kv_heads, 16, spec.head_dim)
     values *= torch.exp(0.5 * normal(blocks, 2, spec.kv_heads, 16, 1, seed=2))
     dtype = KINDS[kind]
     scales = values.abs().amax(-1) / LARGEST[dtype]
     codes = values / scales[..., None]
-    return Cache((codes.round() if kind == "int8" else codes).to(dtype), scales)
+    return LayerCache((codes.round() if kind == "int8" else codes).to(dtype), scales)
 
 
 @kinds
@@ -83,7 +84,7 @@ def test_lines_are_rounded_to_the_nearest(name: str, interleaved: bool, kind: st
 def test_rope_within_attention_writes_the_same(name: str, kind: str) -> None:
     spec = spec_of(name)
     batch = greedy_batch([Chunk([0], 150, range(10)), Chunk([0], 0, [10]), Chunk([0], 15, [11])])
-    work = inputs.plan(batch, 32, padded)
+    work = inputs.plan_attention(batch, 32, padded)
     places = ints([9 * 16 + 6, 10 * 16, 11 * 16 + 15])
     frequencies = torch.tensor(spec.rope.inv_freq, dtype=torch.float64, device=DEVICE)
     tables, header = ints(batch.tables.ravel()), ints([batch.tables.shape[2]])
@@ -96,9 +97,9 @@ def test_rope_within_attention_writes_the_same(name: str, kind: str) -> None:
             rope_and_store(
                 qkv, frequencies, spec.rope.scale, len(frequencies), False, ints(batch.positions), places, *cache
             )
-        split_kv = split_kv_of(spec, len(work.parts), 3)
+        split_kv = split_kv_of(spec, len(work.splits), 3)
         decode_attention(
-            qkv, cache.lines, ints(work.parts), tables, header, out, split_kv, rotation, spec.scale, 0, cache.scales
+            qkv, cache.lines, ints(work.splits), tables, header, out, split_kv, rotation, spec.scale, 0, cache.scales
         )
         found.append((out, values_of(cache)))
     assert close(found[1][0], found[0][0].double())
@@ -119,15 +120,15 @@ def test_attention_reads_what_is_stored(name: str, window: int, dtype: torch.dty
         Chunk([0] * 40, 101, blocks[24:33].tolist()),
     ]
     batch = greedy_batch(chunks)
-    work = inputs.plan(batch, 128 // (spec.heads // spec.kv_heads), padded)
+    work = inputs.plan_attention(batch, 128 // (spec.heads // spec.kv_heads), padded)
     cache = filled(spec, kind, 40)
     qkv = normal(len(batch.tokens), spec.q_width + 2 * spec.kv_width, dtype=dtype, seed=1)
     out = torch.full((len(batch.tokens), spec.q_width), torch.nan, dtype=dtype, device=DEVICE)
     tables, header = ints(batch.tables.ravel()), ints([batch.tables.shape[2]])
-    split_kv = split_kv_of(spec, len(work.parts), len(chunks))
+    split_kv = split_kv_of(spec, len(work.splits), len(chunks))
     common, sinks = (tables, header, out), 4 * normal(spec.heads, seed=2)
     about = spec.scale, window, cache.scales, 0.0
-    decode_attention(qkv, cache.lines, ints(work.parts), *common, split_kv, None, *about, sinks)
+    decode_attention(qkv, cache.lines, ints(work.splits), *common, split_kv, None, *about, sinks)
     prefill_attention(qkv, cache.lines, ints(work.tiles), *common, *about, True, sinks)
 
     keys, values = values_of(cache).cpu().numpy().swapaxes(2, 3).swapaxes(0, 1)  # [blocks, block_size, kv_heads, D]
@@ -183,7 +184,7 @@ def test_a_prefix_is_shared_and_moved(kind: str) -> None:
     whole = backend.logits(greedy_batch([Chunk(tokens, 0, range(12))]))
     shared = backend.logits(greedy_batch([Chunk(tokens[32:], 32, [*range(8), 20, 21, 22, 23], slot=1)]))
     assert apart(shared, whole[32:]) < 1e-2
-    backend.move_blocks([(block, 39 - block) for block in range(10)])
+    backend.kv.copy_blocks([(block, 39 - block) for block in range(10)])
     got = backend.logits(greedy_batch([Chunk(tokens[40:], 40, [*range(39, 29, -1), 12, 13])]))
     assert apart(got, whole[40:]) < 1e-2
 
@@ -192,9 +193,9 @@ def test_a_prefix_is_shared_and_moved(kind: str) -> None:
 def test_bytes_are_those_of_the_cache(kind: str, line: int) -> None:
     backend = loaded("tied", kind)
     backend.reserve_kv(3, BLOCK_SIZE)
-    assert backend.kv_bytes_per_token() == 2 * 2 * 2 * line  # layers, keys and values, heads
-    parts = [part for cache in backend._memory.caches.values() for part in cache if part is not None]
-    assert sum(part.nbytes for part in parts) == 4 * BLOCK_SIZE * backend.kv_bytes_per_token()
+    assert backend.memory_needs().kv_bytes_per_token == 2 * 2 * 2 * line  # layers, keys and values, heads
+    splits = [part for cache in backend._memory.caches.values() for part in cache if part is not None]
+    assert sum(part.nbytes for part in splits) == 4 * BLOCK_SIZE * backend.memory_needs().kv_bytes_per_token
 
 
 def test_what_a_device_does_not_have_is_refused() -> None:

@@ -139,10 +139,10 @@ def _default_model() -> tuple[str, str]:
 
 
 def _speed(again: bool) -> tuple[str, str]:
-    from penstock.backend import open_backend, settle
+    from penstock.backend import open_backend, resolve_defaults
     from penstock.config import Config
 
-    config = settle(Config(model=""))
+    config = resolve_defaults(Config(model=""))
     profile = machine_profile(config, open_backend(config).name, COMMON_FORMATS[config.device], again)
     assert profile is not None  # auto never chooses a device without a profile
     rates = [

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock import __version__
 from penstock.cli.terminal import note
+from penstock.config import Device
 
 if TYPE_CHECKING:
     from penstock.config import Config
@@ -29,7 +30,7 @@ def machine_profile(
     device is not meant for speed."""
     from penstock.planning.calibration import SIZES, measure
 
-    if config.device not in SIZES:
+    if Device.parse(config.device).kind not in SIZES:
         return None
     key = _key(config, backend_name)
     known = None if again else _read(key)

@@ -125,11 +125,11 @@ def _template(checkpoint: Checkpoint) -> bool | str:
 
 def _here(checkpoint: Checkpoint) -> dict[str, Any]:
     """Returns how the model would run on this machine."""
-    from penstock.backend import open_backend, settle
+    from penstock.backend import open_backend, resolve_defaults
     from penstock.config import Config
     from penstock.planning.forecast import make_forecasts
 
-    config = settle(Config(model=str(checkpoint.path)), checkpoint.float8, checkpoint.whole)
+    config = resolve_defaults(Config(model=str(checkpoint.path)), checkpoint.float8, checkpoint.whole)
     forecasts = make_forecasts(config, checkpoint, 1, lambda *_: None)
     found = {forecast.quantize or "as it is": forecast for forecast in forecasts}
     first, backend = found["as it is"], open_backend(config)

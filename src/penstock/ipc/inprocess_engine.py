@@ -36,7 +36,7 @@ class ThreadInbox:
 
 
 class InProcessEngine:
-    """Messages may be sent from any thread; one thread opens, steps and closes the engine."""
+    """Holds an engine. Messages may be sent from any thread; one thread opens, steps and closes the engine."""
 
     engine: Engine  # once it is open
 
@@ -60,7 +60,7 @@ class InProcessEngine:
 
     def run(self, deliver: Callable[[list[Event], Stats], None]) -> None:
         """Steps until a Close arrives; `deliver` gets the events of each step. While idle it waits for messages."""
-        run(self.engine, self._inbox, deliver)
+        run(self.engine, self._inbox, lambda events, stats, _: deliver(events, stats))
 
     def close(self) -> None:
         self.engine.close()

@@ -18,11 +18,11 @@ import numpy as np
 
 from penstock.backend import open_backend
 from penstock.backend.base import Backend, Batch
-from penstock.backend.ref.batches import Chunk, greedy_batch
-from penstock.backend.ref.cases import random_tensor
-from penstock.config import Config
+from penstock.backend.batches import Chunk, greedy_batch
+from penstock.config import Config, Device
 from penstock.model import rope
 from penstock.model.load import Checkpoint, load_model
+from penstock.model.random_tensor import random_tensor
 from penstock.model.spec import AttentionSpec, ModelSpec, RopeSpec
 from penstock.model.tensor import FORMATS
 from penstock.planning.roofline import MachineProfile, MatmulTimes
@@ -71,7 +71,7 @@ def measure(
     """Returns the machine's speed with weights of these formats (`StoredAs.kind`), added to what is `known` already.
     The config has its defaults filled in."""
     config = replace(config, quantize="")
-    sizes = SIZES[config.device]
+    sizes = SIZES[Device.parse(config.device).kind]
     if known is None:
         log("steps and layers")
         step, layer = fixed_costs(config, sizes)
@@ -99,7 +99,7 @@ def attention_rates(config: Config, sizes: CalibrationSizes) -> tuple[float, flo
     with opened(config, shape, "F16", layers) as backend:
         near, far = (backend.time_step(one_token(at, ROWS), TIMES) for at in (SHORT, LONG))
         prompt, far_prompt = (backend.time_step(prompt_of(sizes.tokens, at), 3) for at in (SHORT, LONG))
-        kv_token = backend.kv_bytes_per_token()
+        kv_token = backend.memory_needs().kv_bytes_per_token
     more = LONG - SHORT
     return (
         ROWS * more * kv_token / above_zero(far - near),
@@ -135,7 +135,7 @@ def opened(config: Config, shape: LayerShape, format: str, layers: int) -> Itera
     """Yields a backend with a random model of this shape loaded."""
     backend = open_backend(config)
     backend.load(load_model(random_model(shape, format, layers), backend))
-    backend.reserve_kv(ROWS * (LONG // BLOCK + 1) + SIZES[config.device].tokens // BLOCK, BLOCK)
+    backend.reserve_kv(ROWS * (LONG // BLOCK + 1) + SIZES[Device.parse(config.device).kind].tokens // BLOCK, BLOCK)
     backend.warm_up()
     try:
         yield backend

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from penstock.backend import open_backend, settle
+from penstock.backend import open_backend, resolve_defaults
 from penstock.backend.quantize_at_load import quantized
-from penstock.config import QUANTIZATIONS, Config
+from penstock.config import QUANTIZATIONS, Config, Device
 from penstock.errors import ConfigError
 from penstock.model.load import Checkpoint
 from penstock.model.tensor import PLAIN
@@ -47,12 +47,12 @@ class Forecast:
 
 def make_forecasts(config: Config, checkpoint: Checkpoint, prompt: int, profiler: Profiler) -> Iterator[Forecast]:
     """Yields the forecast for the config and, if it does not quantize plain weights, one for each way to do so."""
-    config = settle(config, checkpoint.float8, checkpoint.whole)
+    config = resolve_defaults(config, checkpoint.float8, checkpoint.whole)
     plain = any(tensor.format.name in PLAIN for tensor in checkpoint.tensors.values() if len(tensor.shape) > 1)
-    others = QUANTIZATIONS.get(config.device, ()) if plain and not config.quantize else ()
+    others = QUANTIZATIONS.get(Device.parse(config.device).kind, ()) if plain and not config.quantize else ()
     for quantize in (config.quantize, *others):
-        settled = settle(replace(config, quantize=quantize), checkpoint.float8, checkpoint.whole)
-        yield make_forecast(settled, checkpoint, prompt, profiler)
+        resolved = resolve_defaults(replace(config, quantize=quantize), checkpoint.float8, checkpoint.whole)
+        yield make_forecast(resolved, checkpoint, prompt, profiler)
 
 
 def make_forecast(config: Config, checkpoint: Checkpoint, prompt: int, profiler: Profiler) -> Forecast:

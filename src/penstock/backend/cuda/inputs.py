@@ -2,7 +2,7 @@
 
 A graph reads each field at an offset that the step's shape alone decides. The width of block tables changes from step
 to step, so they come last, and their width is a number like the others. Row r of a step has a block table for each KV
-layer group, at row r * groups + g of the tables. Parts and tiles, which name such rows, are there once for each group,
+layer group, at row r * groups + g of the tables. Splits and tiles, which name such rows, are there once for each group,
 so that kernels need not know about groups.
 """
 
@@ -20,31 +20,31 @@ import numpy as np
 from penstock.backend.base import Batch, Floats, Ints
 
 ALIGNMENT = 4  # words: kernels load 16 bytes at a time
-SPARE_PARTS = 64  # beyond one for each row, so that few long contexts still fill the device
-SHORTEST_PART = 64
-ROW = 1  # the column of parts and of tiles that names a row of tables
+SPARE_SPLITS = 64  # beyond one for each row, so that few long contexts still fill the device
+SHORTEST_SPLIT = 64
+ROW = 1  # the column of splits and of tiles that names a row of tables
 
 
 class Shape(NamedTuple):
-    """How many of everything a step has room for."""
+    """Says how many of everything a step has room for."""
 
     tokens: int
     sampled: int
     decodes: int  # rows of one token
-    parts: int  # that the contexts of those are cut into
-    tiles: int  # of rows with more than one token
+    splits: int  # pieces that the contexts of those rows are split into
+    tiles: int  # runs of tokens of all other rows
 
 
 @dataclass(frozen=True, slots=True)
-class Fields:
-    """Holds views of the buffer, on the host or on the device. Places, parts and tiles are those of one layer group."""
+class DeviceInputs:
+    """Holds views of the buffer, on the host or the device. Places, splits and tiles are those of one layer group."""
 
     header: Any  # [4] the tables' width
     tokens: Any  # [T]
     positions: Any  # [T]
     token_slots: Any  # [T]
-    places: Any  # [T] in the cache, counted in tokens
-    parts: Any  # [P, 8] see decode_attention
+    places: Any  # [T] where a token's KV goes in the cache, counted in tokens
+    splits: Any  # [P, 8] see decode_attention
     tiles: Any  # [Q, 5] see prefill_attention
     sampled: Any  # [S]
     target: Any  # [S]
@@ -55,21 +55,21 @@ class Fields:
     min_p: Any  # [S] float32
     seeds: Any  # [S, 2] low word, high word
     tables: Any  # [rows * groups * width]
-    groups: tuple[Fields, ...] = ()  # the same for each layer group; empty: there is one
+    groups: tuple[DeviceInputs, ...] = ()  # the same for each layer group; empty: there is one
 
-    def of(self, group: int) -> Fields:
+    def of(self, group: int) -> DeviceInputs:
         """Returns the inputs that the layers of one group read."""
         return self.groups[group] if self.groups else self
 
 
-NAMES = tuple(entry.name for entry in dataclass_fields(Fields))[:-2]
+NAMES = tuple(entry.name for entry in dataclass_fields(DeviceInputs))[:-2]
 FLOATS = ("temperature", "top_p", "min_p")
 
 
 @lru_cache(maxsize=512)
 def offsets(shape: Shape, groups: int = 1) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
-    """Returns (begin, end, shape) of every field but the tables. Fields that layer groups have one by one are stacked,
-    each at a multiple of ALIGNMENT."""
+    """Returns (begin, end, shape) of every field but the tables. Fields that every layer group has are stacked, each
+    group's at a multiple of ALIGNMENT."""
     t, s, _, p, q = shape
     by_group = (groups, aligned(t)), (groups, p, 8), (groups, aligned(5 * q))
     sizes = ((4,), (t,), (t,), (t,), *by_group, *[(s,)] * 7, (s, 2))
@@ -91,7 +91,7 @@ def words(shape: Shape, groups: int = 1) -> int:
     return aligned(offsets(shape, groups)[-1][1])
 
 
-def fields(buffer: Any, shape: Shape, as_float: Callable[[Any], Any], groups: int = 1) -> Fields:
+def device_inputs(buffer: Any, shape: Shape, as_float: Callable[[Any], Any], groups: int = 1) -> DeviceInputs:
     """Returns the fields of a flat buffer of NumPy or torch: those of the first layer group, with all in `groups`."""
     found = zip(NAMES, offsets(shape, groups), strict=True)
     views = {name: buffer[begin:end].reshape(size) for name, (begin, end, size) in found}
@@ -99,11 +99,11 @@ def fields(buffer: Any, shape: Shape, as_float: Callable[[Any], Any], groups: in
         views[name] = as_float(views[name])
     views["tables"] = buffer[words(shape, groups) :]
     each = tuple(
-        Fields(
+        DeviceInputs(
             **views
             | {
                 "places": views["places"][group, : shape.tokens],
-                "parts": views["parts"][group],
+                "splits": views["splits"][group],
                 "tiles": views["tiles"][group, : 5 * shape.tiles].reshape(shape.tiles, 5),
             }
         )
@@ -113,31 +113,31 @@ def fields(buffer: Any, shape: Shape, as_float: Callable[[Any], Any], groups: in
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """What attention has to do for a batch, and the shape that takes."""
+class AttentionPlan:
+    """Says what attention has to do for a batch, and which shape the step has."""
 
     shape: Shape
-    parts: Ints  # [P, 8]
+    splits: Ints  # [P, 8]
     tiles: Ints  # [Q, 5]
 
 
-def plan(batch: Batch, tile_tokens: int, pad: Callable[[Shape], Shape]) -> Plan:
-    """What the batch needs, in the shape that `pad` makes of its own."""
+def plan_attention(batch: Batch, tile_tokens: int, pad: Callable[[Shape], Shape]) -> AttentionPlan:
+    """Divides the batch's attention into splits and tiles. `pad` makes the step's shape of the batch's own."""
     single = np.diff(batch.row_start) == 1
     rows = np.flatnonzero(single).astype(np.int32)
-    parts = cut_contexts(batch.row_start[rows], rows, batch.positions[batch.row_start[rows]] + 1)
+    splits = split_contexts(batch.row_start[rows], rows, batch.positions[batch.row_start[rows]] + 1)
     tiles = tiles_of(batch, np.flatnonzero(~single), tile_tokens)
-    shape = Shape(len(batch.tokens), len(batch.sampled), len(rows), len(parts), len(tiles))
-    return Plan(pad(shape), parts, tiles)
+    shape = Shape(len(batch.tokens), len(batch.sampled), len(rows), len(splits), len(tiles))
+    return AttentionPlan(pad(shape), splits, tiles)
 
 
-def cut_contexts(tokens: Ints, rows: Ints, lengths: Ints) -> Ints:
-    """Parts of about the same size, at most SPARE_PARTS more than rows: the last of a context takes a rest that would
-    be less than half of one. The longest contexts come first, so that none is left for the end."""
+def split_contexts(tokens: Ints, rows: Ints, lengths: Ints) -> Ints:
+    """Returns splits of about the same size, at most SPARE_SPLITS more than rows. The last split of a context takes a
+    rest that would be less than half a split. The longest contexts come first, so that none is left for the end."""
     longest = np.argsort(-lengths, kind="stable")
     tokens, rows, lengths = tokens[longest], rows[longest], lengths[longest]
-    size = max(SHORTEST_PART, -(-int(lengths.sum()) // SPARE_PARTS))
-    size = -(-size // SHORTEST_PART) * SHORTEST_PART
+    size = max(SHORTEST_SPLIT, -(-int(lengths.sum()) // SPARE_SPLITS))
+    size = -(-size // SHORTEST_SPLIT) * SHORTEST_SPLIT
     counts = np.maximum((lengths + size // 2) // size, 1)  # [D]
     first = np.cumsum(counts) - counts
     owner = np.repeat(np.arange(len(rows)), counts)  # [P]
@@ -149,7 +149,8 @@ def cut_contexts(tokens: Ints, rows: Ints, lengths: Ints) -> Ints:
 
 
 def tiles_of(batch: Batch, rows: Any, tile_tokens: int) -> Ints:
-    """Runs of at most `tile_tokens` tokens; the longest contexts come first, so that none is left for the end."""
+    """Returns the runs of at most `tile_tokens` tokens that rows are divided into. The longest contexts come first, so
+    that none is left for the end."""
     tiles = [
         (token, row, batch.positions[token], min(tile_tokens, last - token), batch.positions[last - 1] + 1)
         for row in rows.tolist()
@@ -164,10 +165,12 @@ def _runs(batch: Batch, row: int, tile_tokens: int) -> Iterator[tuple[int, int]]
     return ((token, last) for token in range(first, last, tile_tokens))
 
 
-def fill(buffer: Ints, batch: Batch, plan: Plan, block_size: int, scratch_block: int, scratch_slot: int) -> int:
+def fill(
+    buffer: Ints, batch: Batch, plan: AttentionPlan, block_size: int, scratch_block: int, scratch_slot: int
+) -> int:
     """Writes the batch into a host buffer; returns how many words are to be sent."""
     groups, rows, width = batch.tables.shape
-    into = fields(buffer, plan.shape, as_floats, groups)
+    into = device_inputs(buffer, plan.shape, as_floats, groups)
     owner = np.repeat(np.arange(rows), np.diff(batch.row_start))  # [T]
     into.header[0] = width
     put(into.tokens, batch.tokens, 0)
@@ -185,15 +188,16 @@ def fill(buffer: Ints, batch: Batch, plan: Plan, block_size: int, scratch_block:
     return end
 
 
-def fill_attention(into: Fields, plan: Plan, group: int, groups: int) -> None:
+def fill_attention(into: DeviceInputs, plan: AttentionPlan, group: int, groups: int) -> None:
     """Writes what attention has to do, for the rows of tables that belong to one of the layer groups."""
-    for target, source in ((into.parts, plan.parts), (into.tiles, plan.tiles)):
+    for target, source in ((into.splits, plan.splits), (into.tiles, plan.tiles)):
         put(target, source, -1)
         if groups > 1:
             target[: len(source), ROW] = source[:, ROW] * groups + group
 
 
-def fill_sampling(into: Fields, batch: Batch, scratch_slot: int) -> None:
+def fill_sampling(into: DeviceInputs, batch: Batch, scratch_slot: int) -> None:
+    """Writes how the sampled positions are to be answered."""
     rows = batch.sample
     put(into.sampled, batch.sampled, 0)
     put(into.target, rows.target, 0)
@@ -206,8 +210,8 @@ def fill_sampling(into: Fields, batch: Batch, scratch_slot: int) -> None:
 
 
 def slots_to_keep(batch: Batch, scratch_slot: int) -> Ints:
-    """For each sampled position, the slot whose next token it is: that of its row, for the last one that the row
-    samples; for all others none."""
+    """Returns for each sampled position the slot whose next token it is: that of its row, for the last position that
+    the row samples; for all others the scratch slot."""
     slots = np.full(len(batch.sampled), scratch_slot, np.int32)
     last = batch.sample_start[1:] - 1
     rows = np.flatnonzero(np.diff(batch.sample_start) > 0)
@@ -217,9 +221,11 @@ def slots_to_keep(batch: Batch, scratch_slot: int) -> Ints:
 
 
 def put(into: Any, values: Any, padding: int) -> None:
+    """Writes the values, and `padding` after them."""
     into[: len(values)] = values
     into[len(values) :] = padding
 
 
 def as_floats(view: Ints) -> Floats:
+    """Returns the same words as float32."""
     return view.view(np.float32)

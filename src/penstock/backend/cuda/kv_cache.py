@@ -13,7 +13,7 @@ from penstock.model.spec import AttentionSpec, KvGroup
 KINDS = {"bf16": None, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
 
-class Cache(NamedTuple):
+class LayerCache(NamedTuple):
     """Holds the keys and values of a layer, or of all layers that have the same index within their KV groups."""
 
     lines: Any  # [blocks, 2, kv_heads, block_size, D]; for MLA [blocks, block_size, D]
@@ -26,7 +26,7 @@ class Cache(NamedTuple):
                 yield part.view(torch.uint8).reshape(len(part), -1)
 
 
-class Layout(NamedTuple):
+class KvLayout(NamedTuple):
     """Says what caches are made of."""
 
     dtype: torch.dtype
@@ -36,20 +36,20 @@ class Layout(NamedTuple):
         """Returns the bytes of one token in one layer."""
         return spec.kv_values * int(self.dtype.itemsize) + (8 * spec.kv_heads if self.scaled else 0)
 
-    def reserve(self, spec: AttentionSpec, num_blocks: int, block_size: int, device: torch.device) -> Cache:
+    def reserve(self, spec: AttentionSpec, num_blocks: int, block_size: int, device: torch.device) -> LayerCache:
         """Makes an empty cache for layers of this shape."""
         size = (num_blocks, 2, block_size) if spec.v_dim else (num_blocks, 2, spec.kv_heads, block_size)
         rows = (num_blocks, block_size) if spec.v_dim else size
         lines = torch.zeros((*rows, spec.head_dim * self.dtype.itemsize), dtype=torch.uint8, device=device)
-        return Cache(lines.view(self.dtype), torch.zeros(size, device=device) if self.scaled else None)
+        return LayerCache(lines.view(self.dtype), torch.zeros(size, device=device) if self.scaled else None)
 
 
-def layout_of(kind: str, activations: torch.dtype) -> Layout:
+def layout_of(kind: str, activations: torch.dtype) -> KvLayout:
     """Returns the layout that `--kv` names."""
     if kind not in ("auto", *KINDS):
         raise ConfigError(f"unknown KV type {kind!r} on CUDA: use auto or one of {', '.join(KINDS)}")
     eight = None if kind == "auto" else KINDS[kind]
-    return Layout(eight or activations, eight is not None)
+    return KvLayout(eight or activations, eight is not None)
 
 
 def by_index(layers: Mapping[int, AttentionSpec], groups: Sequence[KvGroup]) -> list[list[int]]:
@@ -65,20 +65,20 @@ def by_index(layers: Mapping[int, AttentionSpec], groups: Sequence[KvGroup]) -> 
     return sharing
 
 
-def copy_blocks(caches: Iterable[Cache], source: Any, target: Any) -> None:
+def copy_blocks(caches: Iterable[LayerCache], source: Any, target: Any) -> None:
     """Copies blocks, given as two tensors of block ids."""
     for cache in caches:
         for data in cache.by_block():
             data[target] = data[source]
 
 
-def export_blocks(caches: Iterable[Cache], blocks: Any) -> bytes:
+def export_blocks(caches: Iterable[LayerCache], blocks: Any) -> bytes:
     """Returns the contents of blocks, one after the other, fetched with one copy."""
     found = torch.cat([data[blocks] for cache in caches for data in cache.by_block()], dim=1)
     return bytes(found.cpu().numpy().tobytes())
 
 
-def import_blocks(caches: Sequence[Cache], blocks: Any, data: bytes) -> None:
+def import_blocks(caches: Sequence[LayerCache], blocks: Any, data: bytes) -> None:
     """Writes the contents of blocks as `export_blocks` returned them, sent with one copy."""
     targets = [target for cache in caches for target in cache.by_block()]
     sizes = [target.shape[1] for target in targets]

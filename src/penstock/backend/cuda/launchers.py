@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from penstock.backend.cuda.experts import compute_experts
-from penstock.backend.cuda.inputs import Fields
+from penstock.backend.cuda.inputs import DeviceInputs
 from penstock.backend.cuda.kernels import delta_rule, layer_norm, norm
 from penstock.backend.cuda.kernels import norm_qk as norm_qk_kernel
 from penstock.backend.cuda.kernels.decode_attention import Rotation, decode_attention
@@ -25,7 +25,7 @@ from penstock.backend.cuda.kernels.mla_attention import mla_decode, mla_prefill,
 from penstock.backend.cuda.kernels.prefill_attention import prefill_attention
 from penstock.backend.cuda.kernels.rope import rope_and_store
 from penstock.backend.cuda.kernels.silu_and_mul import act_and_mul as act_and_mul_kernel
-from penstock.backend.cuda.kv_cache import Cache
+from penstock.backend.cuda.kv_cache import LayerCache
 from penstock.backend.cuda.weights import Weight
 from penstock.errors import UnsupportedModel
 from penstock.model.ops import DeltaWeights, ExpertWeights, Vectors
@@ -48,7 +48,7 @@ class Memory:
     last: Any  # [slots + 1] the token each slot sampled last
     tokens: Any  # [T] the step's tokens, all known
     split_kv: Any = None  # partial results of decode attention over long contexts
-    caches: dict[int, Cache] = field(default_factory=dict)  # by layer
+    caches: dict[int, LayerCache] = field(default_factory=dict)  # by layer
     groups: dict[int, int] = field(default_factory=dict)  # the KV group of each layer
     states: Any = None  # see recurrent_states
 
@@ -128,19 +128,19 @@ def fp8_rows(weight: Weight | None, rows: Any) -> Fp8Activations | None:
     return fp8_view(rows) if weight is not None and weight.takes_fp8(len(rows)) else None
 
 
-def embed(context: Context, step: Fields, out: Any, *, table: Weight) -> None:
+def embed(context: Context, step: DeviceInputs, out: Any, *, table: Weight) -> None:
     memory = context.memory
     tokens = memory.tokens[: len(out)]
     resolve_tokens(step.tokens, step.token_slots, memory.last, tokens)
     table.gather(tokens, out)
 
 
-def embed_positions(context: Context, step: Fields, out: Any, *, table: Weight) -> None:
+def embed_positions(context: Context, step: DeviceInputs, out: Any, *, table: Weight) -> None:
     table.gather(step.positions, out)
 
 
 def add_norm(
-    context: Context, step: Fields, x: Any, *others: Any, gain: Any, eps: float, consumer: Weight | None = None
+    context: Context, step: DeviceInputs, x: Any, *others: Any, gain: Any, eps: float, consumer: Weight | None = None
 ) -> None:
     residual, out, total = others if len(others) == 3 else (None, others[0], None)
     norm.add_norm(x, residual, gain, eps, out, total, fp8_rows(consumer, out))
@@ -148,7 +148,7 @@ def add_norm(
 
 def add_layer_norm(
     context: Context,
-    step: Fields,
+    step: DeviceInputs,
     x: Any,
     *others: Any,
     gain: Any,
@@ -160,13 +160,13 @@ def add_layer_norm(
     layer_norm.add_layer_norm(x, residual, gain, bias, eps, out, total, fp8_rows(consumer, out))
 
 
-def linear(context: Context, step: Fields, x: Any, out: Any, *, weight: Weight, prepared: bool = False) -> None:
+def linear(context: Context, step: DeviceInputs, x: Any, out: Any, *, weight: Weight, prepared: bool = False) -> None:
     weight.product((fp8_rows(weight, x) if prepared else None) or x, out)
 
 
 def gated_linear(
     context: Context,
-    step: Fields,
+    step: DeviceInputs,
     x: Any,
     out: Any,
     product: Any,
@@ -180,7 +180,7 @@ def gated_linear(
     weight.gated((fp8_rows(weight, x) if prepared else None) or x, out, product, fp8_rows(consumer, out))
 
 
-def per_head_linear(context: Context, step: Fields, x: Any, out: Any, *, weight: Any, passthrough: int) -> None:
+def per_head_linear(context: Context, step: DeviceInputs, x: Any, out: Any, *, weight: Any, passthrough: int) -> None:
     heads, rows, width = weight.shape
     each, to = x.view(len(x), heads, width + passthrough), out.view(len(out), heads, passthrough + rows)
     torch.bmm(each[..., :width].transpose(0, 1), weight.mT, out=to[..., passthrough:].transpose(0, 1))
@@ -189,14 +189,14 @@ def per_head_linear(context: Context, step: Fields, x: Any, out: Any, *, weight:
 
 
 def norm_qk(
-    context: Context, step: Fields, x: Any, out: Any, *, q_gain: Any, k_gain: Any, spec: AttentionSpec, eps: float
+    context: Context, step: DeviceInputs, x: Any, out: Any, *, q_gain: Any, k_gain: Any, spec: AttentionSpec, eps: float
 ) -> None:
     norm_qk_kernel.norm_qk(x, q_gain, k_gain, spec.q_width, spec.kv_width, eps, out)
 
 
 def attend(
     context: Context,
-    step: Fields,
+    step: DeviceInputs,
     qkv: Any,
     out: Any,
     *,
@@ -214,14 +214,16 @@ def attend(
         prefill_attention(qkv, cache, step.tiles, step.tables, step.header, out, *about, **vectors)
     else:
         rotation = Rotation(frequencies, step.places, rope.scale, len(rope.inv_freq), rope.interleaved)
-    if len(step.parts):
+    if len(step.splits):
         split_kv, options = context.memory.split_kv, (spec.scale, spec.window, scales, spec.soft_cap)
-        decode_attention(qkv, cache, step.parts, step.tables, step.header, out, split_kv, rotation, *options, **vectors)
+        decode_attention(
+            qkv, cache, step.splits, step.tables, step.header, out, split_kv, rotation, *options, **vectors
+        )
 
 
 def attend_mla(
     context: Context,
-    step: Fields,
+    step: DeviceInputs,
     q: Any,
     kv: Any,
     out: Any,
@@ -239,41 +241,43 @@ def attend_mla(
     tables = step.tables, step.header, out
     if len(step.tiles):
         mla_prefill(q, cache, step.tiles, *tables, spec.v_dim, spec.scale, scales)
-    if len(step.parts):
-        mla_decode(q, cache, step.parts, *tables, context.memory.split_kv, spec.v_dim, spec.scale, scales)
+    if len(step.splits):
+        mla_decode(q, cache, step.splits, *tables, context.memory.split_kv, spec.v_dim, spec.scale, scales)
 
 
-def act_and_mul(context: Context, step: Fields, x: Any, out: Any, *, act: str, consumer: Weight | None = None) -> None:
+def act_and_mul(
+    context: Context, step: DeviceInputs, x: Any, out: Any, *, act: str, consumer: Weight | None = None
+) -> None:
     act_and_mul_kernel(x, out, fp8_rows(consumer, out), act)
 
 
-def activate(context: Context, step: Fields, x: Any, out: Any, *, act: str) -> None:
+def activate(context: Context, step: DeviceInputs, x: Any, out: Any, *, act: str) -> None:
     ACTIVATIONS[act](x, out=out)
 
 
-def sigmoid_mul(context: Context, step: Fields, x: Any, gate: Any, out: Any) -> None:
+def sigmoid_mul(context: Context, step: DeviceInputs, x: Any, gate: Any, out: Any) -> None:
     delta_rule.sigmoid_mul(x, gate, out)
 
 
-def add(context: Context, step: Fields, x: Any, y: Any, out: Any) -> None:
+def add(context: Context, step: DeviceInputs, x: Any, y: Any, out: Any) -> None:
     torch.add(x, y, out=out)
 
 
-def scale(context: Context, step: Fields, x: Any, out: Any, *, factor: float) -> None:
+def scale(context: Context, step: DeviceInputs, x: Any, out: Any, *, factor: float) -> None:
     torch.mul(x, factor, out=out)
 
 
-def soft_cap(context: Context, step: Fields, x: Any, out: Any, *, cap: float) -> None:
+def soft_cap(context: Context, step: DeviceInputs, x: Any, out: Any, *, cap: float) -> None:
     torch.div(x, cap, out=out).tanh_().mul_(cap)
 
 
-def take_sampled(context: Context, step: Fields, x: Any, out: Any) -> None:
+def take_sampled(context: Context, step: DeviceInputs, x: Any, out: Any) -> None:
     gather_rows(x, step.sampled, out)
 
 
 def moe(
     context: Context,
-    step: Fields,
+    step: DeviceInputs,
     x: Any,
     router_logits: Any,
     out: Any,
@@ -287,7 +291,7 @@ def moe(
 
 def delta_net(
     context: Context,
-    step: Fields,
+    step: DeviceInputs,
     qkvz: Any,
     ba: Any,
     out: Any,

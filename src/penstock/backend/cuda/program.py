@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from penstock.backend.base import Model
-from penstock.backend.cuda.inputs import SPARE_PARTS, Fields
+from penstock.backend.cuda.inputs import SPARE_SPLITS, DeviceInputs
 from penstock.backend.cuda.kernels.decode_attention import SplitKV
 from penstock.backend.cuda.launchers import CAPABILITIES, Context, Memory, bind
 from penstock.backend.cuda.recurrent_states import RecurrentStates
@@ -50,19 +50,19 @@ class CudaProgram:
             for buffer in self.recorded.buffers
         ]
         heads = [(spec.heads, spec.head_dim) for spec in self.layers.values()]
-        parts = sizes.rows + SPARE_PARTS
+        splits = sizes.rows + SPARE_SPLITS
         most_heads = max([h for h, _ in heads], default=1)
         memory.split_kv = SplitKV(
-            torch.empty(parts * max([h * d for h, d in heads], default=1), device=device),
-            torch.empty(parts * most_heads * 2, device=device),
+            torch.empty(splits * max([h * d for h, d in heads], default=1), device=device),
+            torch.empty(splits * most_heads * 2, device=device),
             torch.zeros(sizes.rows * most_heads, dtype=torch.int32, device=device),
         )
 
-    def run_tokens(self, step: Fields) -> None:
+    def run_tokens(self, step: DeviceInputs) -> None:
         """Launches everything up to the rows whose logits are wanted."""
         self._run(self._launches[: self.recorded.first_sampled], step, 0)
 
-    def run_sampled(self, step: Fields, count: int) -> Any:
+    def run_sampled(self, step: DeviceInputs, count: int) -> Any:
         """Launches the rest, for the `count` positions that step.sampled names; returns the answer, [S, *]."""
         self._run(self._launches[self.recorded.first_sampled :], step, count)
         return self.answer_of(count)
@@ -76,7 +76,7 @@ class CudaProgram:
         assert self.recorded.pooled_buffer is not None
         return self._buffers[self.recorded.pooled_buffer][:count]
 
-    def _run(self, launches: list[Launch], step: Fields, count: int) -> None:
+    def _run(self, launches: list[Launch], step: DeviceInputs, count: int) -> None:
         rows = {"T": len(step.tokens), "S": count}
         kinds = self.recorded.buffers
         views = [buffer[: rows[kind.symbol]] for buffer, kind in zip(self._buffers, kinds, strict=True)]

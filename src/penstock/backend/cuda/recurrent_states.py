@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from penstock.backend.base import Batch, Ints
-from penstock.backend.cuda.inputs import Fields
+from penstock.backend.cuda.inputs import DeviceInputs
 from penstock.backend.cuda.kernels.delta_rule import ROW_FIELDS, StateRows
 from penstock.model.spec import DeltaSpec
 
@@ -41,10 +41,10 @@ class RecurrentStates:
         fill(staged.numpy(), batch, self._rows)
         self._numbers.copy_(staged, non_blocking=True)
 
-    def rows_of(self, step: Fields) -> StateRows:
+    def rows_of(self, step: DeviceInputs) -> StateRows:
         """As many as a step of this shape can have: each has a part or a tile of attention."""
         count, tokens = self._rows * ROW_FIELDS, len(step.tokens)
-        most = min(tokens, len(step.parts) + len(step.tiles), self._rows)
+        most = min(tokens, len(step.splits) + len(step.tiles), self._rows)
         return StateRows(
             self._numbers[:count].view(self._rows, ROW_FIELDS)[:most], self._numbers[count : count + tokens]
         )

@@ -1,4 +1,4 @@
-"""For each op: inputs that matter, and how far a backend may be from the reference on them.
+"""Gives, for each op, inputs that matter, and how far a backend may be from the reference on them.
 
 A case is a tiny model of one op. Values enter through `embed`, so any backend can run it through its own interface,
 given a `logits(batch)` that returns what the forward pass gave.
@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from math import prod
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from penstock.backend.base import Backend, Batch, Floats, Pool
-from penstock.backend.ref.batches import Chunk, blocks_for, greedy_batch, random_steps
+from penstock.backend.batches import Chunk, greedy_batch
+from penstock.backend.ref.random_steps import blocks_for, random_steps
 from penstock.model import rope
-from penstock.model.dequantize import layout_of
 from penstock.model.ops import Ops
+from penstock.model.random_tensor import random_tensor
 from penstock.model.spec import AttentionSpec, ExpertSpec, RopeSpec
 from penstock.model.tensor import FORMATS, Stack, Tensor
 
@@ -33,7 +33,7 @@ LINEAR_TOLERANCE = dict.fromkeys(FORMATS, BYTE) | {"F32": FLOAT, "F16": HALF, "B
 
 
 class Experts(NamedTuple):
-    """A bank to pack."""
+    """Holds the weights of experts, to be packed."""
 
     up: Sequence[Stack]
     down: Sequence[Stack]
@@ -41,13 +41,13 @@ class Experts(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """A matrix for each head."""
+    """Holds a matrix for each head, to be packed."""
 
     tensor: Tensor
 
 
 class Trial(NamedTuple):
-    """One op on concrete inputs: `forward(ops, *packed weights)`, run over the steps."""
+    """Tries one op on concrete inputs: `forward(ops, *packed weights)`, run over the steps."""
 
     forward: Callable[..., Any]
     weights: Sequence[Stack | Tensor | Experts | Heads]
@@ -70,7 +70,7 @@ class Shows(Backend, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class OneOp:
-    """A trial as a model, packed."""
+    """Makes a packed model of a trial."""
 
     op: Callable[..., Any]
     weights: Sequence[Any]
@@ -80,7 +80,7 @@ class OneOp:
 
 
 def run(trial: Trial, backend: Shows) -> list[Floats]:
-    """What each step of the trial gives."""
+    """Returns what each step of the trial gives."""
     backend.load(OneOp(trial.forward, [pack(weight, backend) for weight in trial.weights]))
     backend.reserve_kv(trial.num_blocks, BLOCK_SIZE, trial.states)
     return [pooled(backend, batch) if batch.pools else backend.logits(batch) for batch in trial.steps]
@@ -106,29 +106,8 @@ def difference(got: Floats, wanted: Floats) -> float:
     return float(np.abs(got - wanted).max() / np.abs(wanted).max())
 
 
-def random_tensor(rng: Random, format: str, *shape: int) -> Tensor:
-    """Random bytes, with scales that keep the values small."""
-    count = prod(shape) // FORMATS[format].values
-    blocks = np.frombuffer(rng.bytes(count * FORMATS[format].bytes), layout_of(format)).copy()
-    for field in blocks.dtype.names or ():
-        if field in ("d", "m"):
-            blocks[field] = rng.normal(0, 0.01, count)
-    if format == "MXFP4":
-        blocks["e"] = rng.integers(118, 124, count)
-    if format == "NVFP4":
-        blocks["scales"] = rng.integers(1, 24, (count, 4))
-    if format == "IQ1_M":
-        d = rng.normal(0, 0.01, count).astype(np.float16).view(np.uint16)
-        blocks["scales"] = blocks["scales"] & 0xFFF | d[:, None] >> np.arange(0, 16, 4) << 12
-    if format in ("F32", "F16"):
-        blocks["x"] = rng.normal(size=count)
-    if format == "BF16":
-        blocks["x"] = rng.normal(size=count).astype(np.float32).view(np.uint32) >> 16
-    return Tensor(f"random {format}", FORMATS[format], shape, blocks.view(np.uint8))
-
-
 def inputs(rng: Random, tokens: int, width: int) -> Stack:
-    """An embedding table whose row i is the op's input for token i."""
+    """Returns an embedding table whose row i is the op's input for token i."""
     return Stack([random_tensor(rng, "F32", tokens, width)], [None])
 
 
@@ -143,7 +122,7 @@ def embed(rng: Random, *, format: str, tokens: int, width: int) -> Trial:
 
 
 def add_norm(rng: Random, *, tokens: int, width: int) -> Trial:
-    """Twice: without a residual, then with the one it gave."""
+    """Normalizes twice: without a residual, then with the one it gave."""
 
     def forward(ops: Ops[Any], table: Any, first: Any, second: Any) -> Any:
         x, residual = ops.add_norm(ops.embed(table), None, first, 1e-5)
@@ -154,7 +133,7 @@ def add_norm(rng: Random, *, tokens: int, width: int) -> Trial:
 
 
 def linear(rng: Random, *, format: str, tokens: int, width: int, parts: Sequence[int], bias: bool = False) -> Trial:
-    """`parts`: rows of each part; with `bias`, all but the first have one."""
+    """Multiplies with a weight of parts with so many rows; with `bias`, all but the first have one."""
     weight = Stack(
         [random_tensor(rng, format, rows, width) for rows in parts],
         [random_tensor(rng, "F32", rows) if bias and i else None for i, rows in enumerate(parts)],
@@ -167,7 +146,7 @@ def linear(rng: Random, *, format: str, tokens: int, width: int, parts: Sequence
 
 
 def attend(rng: Random, *, spec: AttentionSpec, lengths: Sequence[int], longest: int = 16) -> Trial:
-    """Sequences of these lengths, in random chunks of at most `longest`, scattered over the cache."""
+    """Attends in sequences of these lengths, in random chunks of at most `longest`, scattered over the cache."""
     table = inputs(rng, sum(lengths), spec.q_width + 2 * spec.kv_width)
     sinks = random_tensor(rng, "F32", spec.heads)
     sinks.data.view(np.float32)[:] *= 4
@@ -183,7 +162,7 @@ def attend(rng: Random, *, spec: AttentionSpec, lengths: Sequence[int], longest:
 
 
 def scattered(rng: Random, lengths: Sequence[int], longest: int) -> tuple[list[Batch], int]:
-    """Steps in which all tokens of these sequences come, and how many blocks they need."""
+    """Returns steps in which all tokens of these sequences come, and how many blocks they need."""
     ends = np.cumsum(lengths).tolist()
     prompts = [range(end - length, end) for length, end in zip(lengths, ends, strict=True)]
     steps = random_steps(rng, prompts, BLOCK_SIZE, longest)
@@ -191,7 +170,7 @@ def scattered(rng: Random, lengths: Sequence[int], longest: int) -> tuple[list[B
 
 
 def attend_whole(rng: Random, *, spec: AttentionSpec, lengths: Sequence[int]) -> Trial:
-    """The same of whole sequences, all in one step; twice, as layers that share a cache."""
+    """Attends in whole sequences, all in one step; twice, as layers that share a cache."""
     sizes = [-(-length // BLOCK_SIZE) for length in lengths]
     tables = np.split(rng.permutation(sum(sizes)), np.cumsum(sizes)[:-1])
     ends = np.cumsum(lengths).tolist()
@@ -225,7 +204,7 @@ def norm_qk(rng: Random, *, spec: AttentionSpec, tokens: int) -> Trial:
 
 
 def by_value(rng: Random, *, op: Callable[[Ops[Any], Any], Any], width: int) -> Trial:
-    """An op on each value by itself, where the values it takes are needed again after it."""
+    """Applies an op to each value by itself, where the values it takes are needed again after it."""
 
     def forward(ops: Ops[Any], table: Any) -> Any:
         x = ops.embed(table)
@@ -237,14 +216,14 @@ def by_value(rng: Random, *, op: Callable[[Ops[Any], Any], Any], width: int) -> 
 
 
 def take_sampled(rng: Random, *, wanted: Sequence[tuple[int, int]]) -> Trial:
-    """Rows of (tokens, how many of the last are wanted)."""
+    """Takes rows of (tokens, how many of the last are wanted)."""
     chunks = [Chunk(range(tokens), 0, [row], row, sample) for row, (tokens, sample) in enumerate(wanted)]
     return Trial(lambda ops, table: ops.embed(table), [inputs(rng, 16, 32)], [greedy_batch(chunks)], len(wanted))
 
 
 def pool(rng: Random) -> Trial:
-    """A mean over two steps, a mean of one and a last state beside a row of no embedding, from values that ops after
-    `pool` must leave alone."""
+    """Pools a mean over two steps, a mean of one and a last state beside a row of no embedding, from values that ops
+    after `pool` must leave alone."""
 
     def forward(ops: Ops[Any], table: Any, gain: Any) -> Any:
         x = y = ops.embed(table)
@@ -263,7 +242,7 @@ def pool(rng: Random) -> Trial:
 
 
 def add_layer_norm(rng: Random, *, tokens: int, width: int) -> Trial:
-    """As add_norm, of values far from 0."""
+    """Normalizes as `add_norm` does, values far from 0."""
 
     def forward(ops: Ops[Any], table: Any, gain: Any, bias: Any, second: Any, shift: Any) -> Any:
         x, residual = ops.add_layer_norm(ops.embed(table), None, gain, bias, 1e-5)
@@ -347,7 +326,7 @@ def per_head(rng: Random, *, format: str, tokens: int, shape: tuple[int, int, in
 
 
 def attend_mla(rng: Random, *, spec: AttentionSpec, lengths: Sequence[int], longest: int = 16) -> Trial:
-    """As `attend`; queries and what keys are made of are two halves of a table."""
+    """Attends as `attend` does; queries and what keys are made of are two halves of a table."""
 
     def forward(ops: Ops[Any], queries: Any, keys: Any, gain: Any) -> Any:
         return ops.attend_mla(0, ops.embed(queries), ops.embed(keys), gain, spec, 1e-5)

@@ -1,4 +1,4 @@
-"""Inputs of delta nets, and of gates: see cases.py."""
+"""Gives inputs of delta nets, and of gates: see cases.py."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from typing import Any
 import numpy as np
 
 from penstock.backend.base import Batch, StateMove
-from penstock.backend.ref.batches import Chunk, greedy_batch, random_steps
-from penstock.backend.ref.cases import BLOCK_SIZE, FLOAT, Case, Random, Trial, all_at_once, inputs, random_tensor
+from penstock.backend.batches import Chunk, greedy_batch
+from penstock.backend.ref.cases import BLOCK_SIZE, FLOAT, Case, Random, Trial, all_at_once, inputs
+from penstock.backend.ref.random_steps import random_steps
 from penstock.model.ops import DeltaWeights, Ops
+from penstock.model.random_tensor import random_tensor
 from penstock.model.spec import DeltaSpec
 from penstock.model.tensor import Stack
 
 
 def sigmoid_mul(rng: Random, *, width: int, gates: int) -> Trial:
-    """`gates`: values of each row's gate."""
+    """Multiplies with a sigmoid gate that has `gates` values for each row."""
     weight = Stack([random_tensor(rng, "F32", gates, width)], [None])
     return Trial(
         lambda ops, table, weight: ops.sigmoid_mul(ops.embed(table), ops.linear(ops.embed(table), weight)),
@@ -28,7 +30,7 @@ def sigmoid_mul(rng: Random, *, width: int, gates: int) -> Trial:
 
 
 def delta_net(rng: Random, *, spec: DeltaSpec, steps: Sequence[Batch], tokens: int) -> Trial:
-    """With memories that fade slowly, so that all that was seen counts."""
+    """Runs a delta net whose memories decay slowly, so that all that was seen counts."""
 
     def forward(ops: Ops[Any], table: Any, gates: Any, *vectors: Any) -> Any:
         x = ops.embed(table)
@@ -50,8 +52,8 @@ def in_chunks(rng: Random, *lengths: int, longest: int) -> list[Batch]:
 
 
 def saved_and_begun() -> list[Batch]:
-    """A state is saved in the middle of a row and at its end; others go on from there in other slots, and the slot that
-    it was saved from begins anew."""
+    """Returns steps in which a state is saved in the middle of a row and at its end; others go on from there in other
+    slots, and the slot that it was saved from begins anew."""
     first = greedy_batch([Chunk(range(9), 0, [0], 0), Chunk(range(20, 22), 0, [0], 3)])
     then = greedy_batch([Chunk(range(30, 35), 5, [0], 1), Chunk(range(2), 0, [0], 0), Chunk(range(4), 2, [0], 3)], 1)
     last = greedy_batch([Chunk(range(40, 44), 8, [0], 2), Chunk(range(2, 6), 2, [0], 0), Chunk([7], 10, [0], 1)], 2)

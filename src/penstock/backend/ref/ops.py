@@ -1,4 +1,4 @@
-"""What every op means, in float32 NumPy: the law that faster backends are tested against.
+"""Defines what every op means, in float32 NumPy: faster backends are tested against it.
 
 Symbols: T tokens in the step, S of them whose logits are wanted, C positions of context, D dimensions of a head.
 """
@@ -50,9 +50,14 @@ class Cache:
             self.layers[index] = tuple(np.zeros(shape, np.float32) for _ in range(1 if spec.v_dim else 2))
         return self.layers[index]
 
+    @property
+    def arrays(self) -> list[Floats]:
+        """Returns all arrays whose first axis is the block, in a fixed order."""
+        return [array for index in sorted(self.layers) for array in self.layers[index]]
+
     def state(self, index: int, spec: DeltaSpec) -> tuple[Floats, Floats]:
-        """Of each recurrent layer: what was convolved last, [states, taps - 1, width], and memories, [states, v_heads,
-        k_dim, v_dim]."""
+        """Returns the states of a recurrent layer: what was convolved last, [states, taps - 1, width], and memories,
+        [states, v_heads, k_dim, v_dim]."""
         if index not in self.recurrent:
             last = np.full((self.states, spec.conv_width - 1, spec.width), np.nan, np.float32)
             memory = np.full((self.states, spec.v_heads, spec.k_dim, spec.v_dim), np.nan, np.float32)
@@ -62,7 +67,7 @@ class Cache:
 
 @dataclass(frozen=True, slots=True)
 class RefOps:
-    """The ops of model/ops.py over one step; a value is an array, computed at once."""
+    """Computes the ops of model/ops.py over one step; a value is an array, computed at once."""
 
     batch: Batch
     cache: Cache
@@ -212,18 +217,18 @@ def norm_runs(x: Floats, gain: Floats, eps: float) -> Floats:
 
 
 def split_heads(qkv: Floats, spec: AttentionSpec) -> tuple[Floats, Floats, Floats]:
-    """[T, q + k + v] -> [T, heads, D] and twice [T, kv_heads, D]."""
+    """Splits [T, q + k + v] into q [T, heads, D] and k and v [T, kv_heads, D]."""
     q, k, v = np.split(split(qkv, spec.head_dim), [spec.heads, spec.heads + spec.kv_heads], axis=1)
     return q, k, v
 
 
 def split(x: Floats, dims: int) -> Floats:
-    """[T, heads * D] -> [T, heads, D], also of no tokens."""
+    """Splits [T, heads * D] into [T, heads, D], also of no tokens."""
     return x.reshape(len(x), x.shape[1] // dims, dims)
 
 
 def rotate(x: Floats, positions: Ints, rope: RopeSpec) -> Floats:
-    """Turns each pair of dimensions of every head by its position: [T, heads, D] -> [T, heads, D]."""
+    """Rotates each pair of dimensions of every head by its position: [T, heads, D] -> [T, heads, D]."""
     angles = positions[:, None, None] * np.array(rope.inv_freq)  # [T, 1, pairs], in float64: positions can be large
     cos, sin = ((f(angles) * rope.scale).astype(np.float32) for f in (np.cos, np.sin))
     pairs = len(rope.inv_freq)
@@ -254,7 +259,7 @@ def attention(
 
 
 def sunk_softmax(scores: Floats, sinks: Floats) -> Floats:
-    """Over each row of [heads, T, C] and its head's sink, whose own weight is left out."""
+    """Returns softmax over each row of [heads, T, C] and its head's sink, whose own weight is left out."""
     highest = np.maximum(scores.max(axis=-1), sinks[:, None])[..., None]
     weights = np.exp(scores - highest)
     total = weights.sum(axis=-1, keepdims=True) + np.exp(sinks[:, None, None] - highest)
@@ -263,7 +268,7 @@ def sunk_softmax(scores: Floats, sinks: Floats) -> Floats:
 
 
 def visible(positions: Ints, context: int, window: int) -> NDArray[np.bool_]:
-    """Whether the token at each position sees each position of its context: [T, C]."""
+    """Says which positions of its context the token at each position sees: [T, C]."""
     distance = positions[:, None] - np.arange(context)
     return (distance >= 0) & (distance < (window or context))
 
@@ -274,7 +279,7 @@ def soft_capped(x: Floats, cap: float) -> Floats:
 
 
 def choose(logits: Floats, bias: Floats | None, spec: ExpertSpec) -> tuple[NDArray[np.intp], Floats]:
-    """Each token's experts, the best one first, and their weights: [T, count] -> 2 * [T, chosen]."""
+    """Returns each token's experts, the best one first, and their weights: [T, count] -> 2 * [T, chosen]."""
     scores = SCORINGS[spec.scoring](logits)
     choice = scores if bias is None else scores + bias
     chosen = highest(np.where(in_best_groups(choice, spec), choice, -np.inf), spec.top_k)
@@ -287,7 +292,7 @@ def choose(logits: Floats, bias: Floats | None, spec: ExpertSpec) -> tuple[NDArr
 
 
 def in_best_groups(choice: Floats, spec: ExpertSpec) -> NDArray[np.bool_]:
-    """Whether each expert may be chosen: [T, count]."""
+    """Says which experts may be chosen: [T, count]."""
     size = spec.count // spec.groups
     groups = np.sort(choice.reshape(len(choice), spec.groups, size), axis=2)
     best = groups[..., -1:] if spec.group_score == "max" else groups[..., -2:]
@@ -297,7 +302,7 @@ def in_best_groups(choice: Floats, spec: ExpertSpec) -> NDArray[np.bool_]:
 
 
 def highest(x: Floats, count: int) -> NDArray[np.intp]:
-    """Where the highest values of each row are, the first of equal ones first: [T, count]."""
+    """Returns where the highest values of each row are, the first of equal ones first: [T, count]."""
     return np.argsort(-x, axis=1, kind="stable")[:, :count]
 
 
@@ -349,7 +354,7 @@ SCORINGS: dict[str, Callable[[Floats], Floats]] = {
 
 
 def convolved(last: Floats, x: Floats, conv: Floats) -> tuple[Floats, Floats]:
-    """What is convolved last from now on, and silu of the sum over taps."""
+    """Returns what is convolved last from now on, and silu of the sum over taps."""
     seen = np.concatenate([last, x[None]])  # [taps, width]
     return seen[1:], silu((seen * conv.reshape(len(x), len(seen)).T).sum(axis=0))
 
@@ -357,7 +362,7 @@ def convolved(last: Floats, x: Floats, conv: Floats) -> tuple[Floats, Floats]:
 def remembered(
     memory: Floats, mixed: Floats, ba: Floats, weights: DeltaWeights, spec: DeltaSpec
 ) -> tuple[Floats, Floats]:
-    """The memories after one token, and what it reads from them: [v_heads, k_dim, v_dim], [v_heads, v_dim]."""
+    """Returns the memories after one token, and what it reads from them: [v_heads, k_dim, v_dim], [v_heads, v_dim]."""
     q, k, v = np.split(mixed, [spec.k_width, 2 * spec.k_width])
     q, k = (each_value_head(unit(x.reshape(spec.k_heads, spec.k_dim)), spec) for x in (q, k))  # [v_heads, k_dim]
     beta, alpha = np.split(ba, 2)
@@ -369,7 +374,7 @@ def remembered(
 
 
 def each_value_head(x: Floats, spec: DeltaSpec) -> Floats:
-    """The key heads that value heads have: [k_heads, k_dim] -> [v_heads, k_dim]."""
+    """Returns the key head of each value head: [k_heads, k_dim] -> [v_heads, k_dim]."""
     shared = spec.v_heads // spec.k_heads
     return np.tile(x, (shared, 1)) if spec.tiled else np.repeat(x, shared, axis=0)
 
