@@ -34,7 +34,7 @@ class PendingLogprobs(NamedTuple):
 
 
 @dataclass(slots=True)
-class Sampler:
+class DeviceSampler:
     device: torch.device
     rows: int  # at most, at once
     _vocab: int = 0
