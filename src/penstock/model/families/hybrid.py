@@ -1,5 +1,5 @@
-"""What hybrid models are made of: most layers have a gated delta net, which gathers all that it has seen in a state of
-one size; each few layers there is attention, whose output is gated.
+"""Reads and builds hybrid models: most layers have a gated delta net, which keeps all that it has seen in a state of
+one size; every few layers there is attention, whose output is gated.
 """
 
 from __future__ import annotations
@@ -18,6 +18,15 @@ from penstock.model.spec import DeltaSpec, ExpertSpec, ModelSpec
 from penstock.model.weights import Packer, Spans
 
 LINEAR, FULL = "linear_attention", "full_attention"
+HUGGING_FACE = {  # what tensors of mixers are called in folders
+    "q_norm": "self_attn.q_norm",
+    "k_norm": "self_attn.k_norm",
+    "conv": "linear_attn.conv1d",
+    "decay_log": "linear_attn.A_log",
+    "dt": "linear_attn.dt_bias",
+    "delta_norm": "linear_attn.norm",
+    "delta_o": "linear_attn.out_proj",
+}
 GGUF_KEYS = (
     "attention.recurrent_layers",
     "expert_shared_feed_forward_length",
@@ -74,14 +83,14 @@ def delta_net(spec: ModelSpec, pack: Packer, layer: int) -> DeltaNet:
 
 
 def decay(d: DeltaSpec, pack: Packer, name: str) -> Weight:
-    """Some files have its logarithm."""
+    """Packs the decay of each head's state. Some files store its logarithm."""
     if pack.has(f"{name}.decay"):
         return pack.vector(f"{name}.decay", d.v_heads)
     return pack.computed(f"{name}.decay_log", d.v_heads, lambda log: -np.exp(log))
 
 
 def projections(d: DeltaSpec, name: str, pack: Packer) -> list[tuple[str, int] | tuple[str, int, Spans]]:
-    """Some files have them for one key head after the other."""
+    """Returns where q, k, v and z are. Some files store them for one key head after the other."""
     if not pack.has(f"{name}.delta_qkvz"):
         return [(f"{name}.delta_qkv", d.width), (f"{name}.delta_z", d.v_width)]
     shared = d.v_heads // d.k_heads * d.v_dim
@@ -104,7 +113,7 @@ build = partial(decoder.build, mixer=mixer)
 
 
 def read_hf(config: ConfigReader, spec: ModelSpec) -> ModelSpec:
-    """What is said of layers and heads in config.json, beside what all say."""
+    """Reads what config.json says of layers and heads, besides what all decoders say."""
     config.size("head_dim")  # silence would not mean a share of the width
     config.require("attention_bias", (False,), False)
     config.require("attn_output_gate", (True,), True)

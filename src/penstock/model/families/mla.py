@@ -57,7 +57,7 @@ def attention(spec: ModelSpec, pack: Packer, layer: int) -> MlaAttention:
     a, name, heads = spec.attention(layer), f"layers.{layer}", spec.mla
     assert heads is not None
     rotated, rank = a.head_dim - a.v_dim, a.v_dim
-    kv_a = pack.matrix((f"{name}.turned", rotated), (f"{name}.latent", rank), width=spec.dim)
+    kv_a = pack.matrix((f"{name}.k_rope", rotated), (f"{name}.latent", rank), width=spec.dim)
     if pack.has(f"{name}.kv_b"):
         k_b, v_b = pack.keys_and_values(f"{name}.kv_b", a.heads, heads.qk_nope_head_dim, heads.v_head_dim, rank)
     else:

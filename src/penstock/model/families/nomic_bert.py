@@ -1,4 +1,4 @@
-"""Nomic's BERT: ropes in place of positions, gated MLPs, no biases but those of norms."""
+"""Reads and builds Nomic's BERT: RoPE in place of learned positions, gated MLPs, and no biases but those of norms."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ HUGGING_FACE = names.Naming(
 )
 GGUF = bert.GGUF.but(qkv="attn_qkv")
 BIASES = frozenset(("attn_norm", "mlp_norm", "embed_norm"))
-COMPUTED = {  # of all that its first config could say
+COMPUTED = {  # the only values that are computed, of keys that could have others
     "activation_function": "swiglu",
     "causal": False,
     "mlp_fc1_bias": False,
@@ -48,7 +48,7 @@ COMPUTED = {  # of all that its first config could say
     "scale_attn_weights": True,
     "use_rms_norm": False,
 }
-NOT_COMPUTED = (  # training and how it was done; the last is for texts beyond those trained on
+NOT_COMPUTED = (  # about training; the last one is about texts longer than those trained on
     *("attn_pdrop", "dense_seq_output", "fused_bias_fc", "fused_dropout_add_ln", "pad_vocab_size_multiple"),
     *("parallel_block_tied_norm", "reorder_and_upcast_attn", "use_flash_attn", "use_xentropy"),
     *(f"summary_{what}" for what in ("activation", "first_dropout", "proj_to_labels", "type", "use_proj")),
@@ -82,7 +82,7 @@ def read_hf(config: ConfigReader) -> ModelSpec:
 
 
 def read_first(config: ConfigReader) -> ModelSpec:
-    """As its published folders have it, in the words of GPT-2."""
+    """Reads the config of its published folders, whose keys are those of GPT-2."""
     config.ignore(*NOT_COMPUTED)
     for key, value in COMPUTED.items():
         config.require(key, (value,))

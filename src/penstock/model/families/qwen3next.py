@@ -1,4 +1,4 @@
-"""Qwen3-Next: delta nets, gated attention in every fourth layer, experts with a gated one beside them."""
+"""Reads Qwen3-Next: delta nets, gated attention in every fourth layer, and experts with a gated shared one."""
 
 from __future__ import annotations
 
@@ -19,15 +19,9 @@ SHARED = {
     "shared.down": "mlp.shared_expert.down_proj",
 }
 HUGGING_FACE = names.HUGGING_FACE.but(
-    q_norm="self_attn.q_norm",
-    k_norm="self_attn.k_norm",
+    **hybrid.HUGGING_FACE,
     delta_qkvz="linear_attn.in_proj_qkvz",
     delta_ba="linear_attn.in_proj_ba",
-    conv="linear_attn.conv1d",
-    decay_log="linear_attn.A_log",
-    dt="linear_attn.dt_bias",
-    delta_norm="linear_attn.norm",
-    delta_o="linear_attn.out_proj",
     **names.EXPERTS | SHARED,
 )._replace(ignored=re.compile(r"mtp\..+"))
 GGUF = names.GGUF.but(
