@@ -25,7 +25,7 @@ sys.path.append(str(Path(__file__).parent / "gpu"))
 
 import random_model
 
-from penstock.backend import settle
+from penstock.backend import resolve_defaults
 from penstock.config import Config
 from penstock.engine.build import build_engine
 from penstock.engine.engine import Engine
@@ -91,7 +91,7 @@ def is_plain(path: Path) -> bool:
 
 def compare(path: Path, quantize: str, prompt: int, rates: Rates) -> dict[str, Any]:
     checkpoint = open_checkpoint(path)
-    config = settle(
+    config = resolve_defaults(
         Config(model=str(path), quantize=quantize, max_len=min(4096, checkpoint.spec.max_len)), checkpoint.float8
     )
     expected = outlook(config, checkpoint, prompt, rates)

@@ -17,10 +17,10 @@ from http_cells import HTTP_CELLS, Subject
 from kernel_cells import KERNEL_CELLS, say, seconds
 from random_weights import KINDS, RandomWeights
 
+from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.cuda import CudaBackend
 from penstock.backend.cuda.graphs import bucket
 from penstock.backend.cuda.kernels import pdl
-from penstock.backend.ref.batches import Chunk, greedy_batch
 from penstock.engine.engine import Engine
 from penstock.model.families.llama import build
 from penstock.model.rope import plain
@@ -59,8 +59,8 @@ class Bench:
             began = time.perf_counter()
             backend = CudaBackend(MAX_TOKENS, MAX_ROWS)
             backend.load(build(llama8b(self._layers), RandomWeights(backend._workspace, self._kind)))
-            spare = backend.kv_memory()
-            self.num_blocks = min(spare // (backend.kv_bytes_per_token() * BLOCK_SIZE), 24_000)
+            spare = backend.memory_needs().kv_memory
+            self.num_blocks = min(spare // (backend.memory_needs().kv_bytes_per_token * BLOCK_SIZE), 24_000)
             backend.reserve_kv(self.num_blocks, BLOCK_SIZE)
             say(f"model ready in {time.perf_counter() - began:.1f} s; {spare / 1e9:.0f} GB were free for KV")
             self._backend = backend

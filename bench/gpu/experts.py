@@ -14,9 +14,10 @@ import torch
 from products import seconds
 from random_weights import random_codes
 
-from penstock.backend.cuda.experts import Bank, CodedMatrices, DenseMatrices, Matrices, Mixture
+from penstock.backend.cuda.experts import DenseExperts, ExpertMatrices, QuantizedExperts, compute_experts
 from penstock.backend.cuda.kernels.dequantize import dequantize_matrix
 from penstock.backend.cuda.kernels.expert_routing import ExpertPermutation
+from penstock.model.ops import ExpertWeights
 from penstock.model.spec import ExpertSpec
 
 DEVICE = torch.device("cuda")
@@ -25,14 +26,14 @@ LAYERS = 4
 BANDWIDTH = 4.2e12
 
 
-def matrices(kind: str, rows: int, width: int) -> Matrices:
+def matrices(kind: str, rows: int, width: int) -> ExpertMatrices:
     if kind == "bf16":
-        return DenseMatrices(torch.empty(rows, width, device=DEVICE, dtype=torch.bfloat16).normal_(0, 0.02), None)
-    return CodedMatrices(random_codes(kind, rows, width), None)
+        return DenseExperts(torch.empty(rows, width, device=DEVICE, dtype=torch.bfloat16).normal_(0, 0.02), None)
+    return QuantizedExperts(random_codes(kind, rows, width), None)
 
 
 def values_of(matrices: Any) -> Any:
-    if isinstance(matrices, DenseMatrices):
+    if isinstance(matrices, DenseExperts):
         return matrices.weight.float()
     values = torch.empty(matrices.weight.rows, matrices.weight.width, device=DEVICE, dtype=torch.bfloat16)
     dequantize_matrix(matrices.weight, values)
@@ -41,31 +42,32 @@ def values_of(matrices: Any) -> Any:
 
 def bytes_of(matrices: Any) -> int:
     weight = matrices.weight
-    return int(weight.nbytes if isinstance(matrices, DenseMatrices) else weight.bytes)
+    return int(weight.nbytes if isinstance(matrices, DenseExperts) else weight.bytes)
 
 
 class Layer:
-    """One mixture and what it computes with."""
+    """Holds the experts of one layer and what they compute with."""
 
     def __init__(self, kind: str, tokens: int) -> None:
-        self.bank = Bank(
+        self.experts = ExpertWeights(
             matrices(kind, SPEC.count * 2 * SPEC.hidden, DIM), matrices(kind, SPEC.count * DIM, SPEC.hidden), None
         )
-        self.mixture = Mixture(self.bank, SPEC, ExpertPermutation.on(DEVICE, SPEC, tokens))
+        self.permutation = ExpertPermutation.on(DEVICE, SPEC, tokens)
         half = {"device": DEVICE, "dtype": torch.bfloat16}
         self.x, self.out = torch.randn(tokens, DIM, **half), torch.empty(tokens, DIM, **half)
-        self.scores = torch.randn(tokens, SPEC.count, device=DEVICE)
+        self.router_logits = torch.randn(tokens, SPEC.count, device=DEVICE)
         self.choice = [torch.empty(tokens, SPEC.top_k, device=DEVICE) for _ in range(2)]
         widths = 2 * SPEC.hidden, SPEC.hidden, DIM
         self.pairs = [torch.empty(tokens, SPEC.top_k * width, **half) for width in widths]
 
     def __call__(self) -> None:
-        self.mixture(None, self.x, self.scores, self.out, *self.choice, *self.pairs)  # type: ignore[arg-type]
+        shared = {"experts": self.experts, "spec": SPEC, "permutation": self.permutation}
+        compute_experts(self.x, self.router_logits, self.out, *self.choice, *self.pairs, **shared)
 
     def wanted(self, token: int) -> Any:
-        shares, experts = self.scores[token].softmax(0).topk(SPEC.top_k)
-        up = values_of(self.bank.up).view(SPEC.count, 2, SPEC.hidden, DIM)
-        down = values_of(self.bank.down).view(SPEC.count, DIM, SPEC.hidden)
+        shares, experts = self.router_logits[token].softmax(0).topk(SPEC.top_k)
+        up = values_of(self.experts.up).view(SPEC.count, 2, SPEC.hidden, DIM)
+        down = values_of(self.experts.down).view(SPEC.count, DIM, SPEC.hidden)
         x = self.x[token].float()
         given = [down[e] @ (torch.nn.functional.silu(up[e, 0] @ x) * (up[e, 1] @ x)) for e in experts.tolist()]
         return (torch.stack(given) * (shares / shares.sum())[:, None]).sum(0)
@@ -84,7 +86,7 @@ def measure(kind: str, tokens: int) -> str:
     time = seconds(list(layers))
     assert torch.equal(before, layers[0].out), f"{kind}, {tokens} tokens: a graph gives something else"
     chosen = layers[0].choice[0].view(torch.int32).unique().numel()
-    read = chosen / SPEC.count * sum(bytes_of(part) for part in (layers[0].bank.up, layers[0].bank.down))
+    read = chosen / SPEC.count * sum(bytes_of(part) for part in (layers[0].experts.up, layers[0].experts.down))
     work = 6 * tokens * SPEC.top_k * DIM * SPEC.hidden
     return (
         f"{kind:6} {tokens:5} tokens: {time * 1e6:8.1f} us a layer, {read / time / 1e12:5.2f} TB/s "

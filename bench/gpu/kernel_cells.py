@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.cuda import inputs, tilings
 from penstock.backend.cuda.graphs import padded
 from penstock.backend.cuda.kernels import (
@@ -27,7 +28,6 @@ from penstock.backend.cuda.kernels import (
 )
 from penstock.backend.cuda.kernels.skinny_gemm import SplitKScratch, Tiling, skinny_gemm
 from penstock.backend.cuda.weights import multiply
-from penstock.backend.ref.batches import Chunk, greedy_batch
 from penstock.model.rope import plain
 
 Figures = dict[str, Any]

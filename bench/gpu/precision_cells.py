@@ -14,11 +14,10 @@ import torch
 from precision_inputs import ANSWER, greedy
 from precision_model import Array, Values, read, shuffled, tensors, truth
 
+from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.cuda import CudaBackend
-from penstock.backend.cuda.quantized_weights import Quantized
-from penstock.backend.cuda.transfer import transfer
-from penstock.backend.cuda.weights import Dense
-from penstock.backend.ref.batches import Chunk, greedy_batch
+from penstock.backend.cuda.quantized_weights import QuantizedMatrix
+from penstock.backend.cuda.weights import DenseMatrix
 from penstock.engine.engine import Engine
 from penstock.model.families.llama import build
 from penstock.model.load import load_model, open_checkpoint
@@ -172,7 +171,7 @@ def speed(kind: Kind, layers: int) -> Figures:
         backend.wait(backend.launch(many))
     found = {
         "weights, GB": weights.bytes / 1e9,
-        "KV, bytes a token": backend.kv_bytes_per_token(),
+        "KV, bytes a token": backend.memory_needs().kv_bytes_per_token,
         "one stream, tok/s": 256 / (figures["seconds"] - figures["ttft_ms"]["p50"] / 1e3),
         "64 rows at 2048 tokens, ms a step": whole_ms(backend, many),
     }
@@ -197,9 +196,9 @@ class Counted:
 
 
 def bytes_of(weight: Any) -> int:
-    if isinstance(weight, Dense):
+    if isinstance(weight, DenseMatrix):
         return int(weight.weight.nbytes)
-    parts = weight.parts if isinstance(weight, Quantized) else [weight.weight]
+    parts = weight.parts if isinstance(weight, QuantizedMatrix) else [weight.weight]
     return sum(part.bytes for part in parts)
 
 
@@ -213,7 +212,7 @@ def compare_greedy(given: argparse.Namespace, inputs: Figures) -> list[Figures]:
     checkpoint = open_checkpoint(given.model)
     backend.load(load_model(checkpoint, backend))
     backend.reserve_kv(256, BLOCK)
-    transfer.arrived()
+    backend._workspace.transfer.finish()
     limits = Limits(2048, 64, 512, BLOCK, 256, checkpoint.spec.vocab)
     found = []
     count = ANSWER if given.device == "cuda" else 3

@@ -36,6 +36,7 @@ from penstock.backend.cuda.kernels.fp8_activations import quantize_activations
 from penstock.backend.cuda.kernels.fp8_gemm import fp8_gemm
 from penstock.backend.cuda.kernels.skinny_gemm import MAX_PARTIALS, SplitKScratch
 from penstock.backend.cuda.pack_quantized import CODINGS, pack
+from penstock.backend.cuda.transfer import Transfer
 from penstock.model.dequantize import dequantize
 from penstock.model.tensor import FORMATS, Tensor
 
@@ -106,7 +107,7 @@ def check_packing(name: str) -> float:
     blocks = random_blocks(name, 176, 1536)
     data = blocks.cpu().numpy().reshape(-1)
     want = torch.from_numpy(dequantize(Tensor("", FORMATS[name], (176, 1536), data))).to(DEVICE)
-    weight = pack(data, name, 176, 1536, DEVICE)
+    weight = pack(data, name, 176, 1536, Transfer(DEVICE))
     tokens = torch.tensor([3, 175, 16, 8], dtype=torch.int32, device=DEVICE)
     rows = torch.empty(4, 1536, device=DEVICE)
     dequantize_rows(weight, tokens, rows)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from penstock.errors import ConfigError
 from penstock.types import Limits, blocks_for
@@ -15,11 +16,32 @@ from penstock.types import Limits, blocks_for
 SAVED_PER_ROW = 4  # states, where there is room: of its system prompt, its conversation and some others'
 
 
+DEVICES = ("auto", "cpu", "cuda", "ref")  # kinds; of several GPUs, cuda:N is the one with that index
+
+
+class Device(NamedTuple):
+    """Names what computes: a kind of device and, of GPUs, which one."""
+
+    kind: str  # one of DEVICES
+    index: int = 0  # type: ignore[assignment]  # a device is no one's list: tuple.index is not missed
+
+    @classmethod
+    def parse(cls, text: str) -> Device:
+        """Reads what `--device` takes; raises ConfigError for anything else."""
+        kind, colon, index = text.partition(":")
+        if kind not in DEVICES or (colon and not (kind == "cuda" and index.isascii() and index.isdigit())):
+            raise ConfigError(f"unknown device {text!r}: use one of {', '.join(DEVICES)}, or cuda:N for GPU number N")
+        return cls(kind, int(index or 0))
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.index}" if self.kind == "cuda" else self.kind
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     model: str  # a GGUF file or a Hugging Face folder
     name: str = ""  # what clients call it; empty: from the file
-    device: str = "auto"  # auto, cpu, cuda, ref
+    device: str = "auto"  # auto, cpu, cuda, cuda:N, ref
     threads: int = 0  # 0: every core this process may use
     max_len: int = 0  # 0: the model's own context length
     max_rows: int = 0  # 0 here and in the next two: what suits the device

@@ -313,7 +313,7 @@ def test_an_encoder_is_shown_and_planned_and_asked_for_no_text(penstock: Penstoc
     for words in (("run", bert, "Go"), ("run", bert, "Go", "--raw"), ("chat", bert)):
         code, out, err = penstock(*words, "--device", "ref")
         assert (code, out) == (1, "")
-        assert err.startswith("error: this model is an encoder, which makes embeddings and no text")
+        assert err.startswith("error: this model is an encoder, which returns embeddings and no text")
     (tmp_path / "text").write_text("the river " * 100)
     for words in (("ppl", bert), ("kl", bert, "--against", bert)):
         code, _, err = penstock("eval", *words, "--text", tmp_path / "text", "--context", 16)

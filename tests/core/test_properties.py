@@ -1,20 +1,24 @@
-"""The engine without a model: random arrivals, prefixes, aborts, pools and budgets against a backend that cannot be
-fooled. Each request must answer as if it ran alone, and the invariants must hold after every step."""
+"""Drives the engine without a model: random arrivals, prefixes, aborts, pools, windows, budgets and orders against a
+backend that cannot be fooled. Each request must answer as if it ran alone, and the invariants must hold after every
+step."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Line
 from dataclasses import dataclass, field, replace
+from random import Random
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.backend.fake import FakeBackend, continuation, gathered, next_token, pooled
-from penstock.core import check
+from penstock.core import Policy, Sequence, StandardPolicy, check
 from penstock.engine.engine import Engine
 from penstock.planning.memory_plan import all_states
-from penstock.types import Aborted, Event, Finished, Limits, Request, SamplingParams, Tokens
+from penstock.types import Aborted, Event, Finished, Limits, Request, SamplingParams, Tokens, blocks_for
 
 VOCAB = 97  # small, so that stop tokens are met
+WINDOWS = ((0,), (0,), (0, 5), (0, 8, 8), (0, 0, 3, 17), (4,), (6, 1))
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,7 @@ class Arrival:
     score: bool
     penalty: float
     pooling: str
+    background: bool
     abort_at: int | None
 
 
@@ -55,6 +60,7 @@ def arrivals(draw: st.DrawFn, max_len: int) -> Arrival:
         score=not pooling and draw(st.sampled_from([False, False, False, True])),
         penalty=draw(st.sampled_from([0.0, 0.0, 0.5])),
         pooling=pooling,
+        background=draw(st.sampled_from([False, False, True])),
         abort_at=draw(st.one_of(st.none(), st.none(), st.integers(0, 40))),
     )
 
@@ -65,10 +71,11 @@ World = tuple[Limits, int, list[Arrival]]
 @st.composite
 def worlds(draw: st.DrawFn) -> World:
     block_size = draw(st.sampled_from([1, 2, 4, 16]))
-    num_blocks = draw(st.integers(2, 40))
+    windows = draw(st.sampled_from(WINDOWS))
+    num_blocks = draw(st.integers(blocks_for(2, windows, block_size), 40 * len(windows)))
     max_rows = draw(st.integers(1, 8))
     limits = Limits(
-        max_len=min(num_blocks * block_size, 100),
+        max_len=max(n for n in range(2, 101) if blocks_for(n, windows, block_size) <= num_blocks),
         max_rows=max_rows,
         step_tokens=draw(st.integers(max_rows, 64)),
         block_size=block_size,
@@ -76,15 +83,42 @@ def worlds(draw: st.DrawFn) -> World:
         vocab=VOCAB,
         prefill_budget=draw(st.sampled_from([0, 1, 5, 20])),
         states=draw(st.sampled_from([0, 0, 1, 2, 3, 20])),
+        windows=windows,
     )
     depth = draw(st.sampled_from([0, 1, 2]))
-    return limits, depth, draw(st.lists(arrivals(limits.max_len), min_size=1, max_size=10))
+    requests = draw(st.lists(arrivals(limits.max_len), min_size=1, max_size=10))
+    if windows[0]:  # the fake pools what layers see that see everything
+        requests = [replace(request, pooling="") for request in requests]
+    return limits, depth, requests
 
 
-def drive(limits: Limits, depth: int, requests: list[Arrival]) -> tuple[Engine, list[Answer]]:
-    backend = FakeBackend(limits.vocab, limits.max_rows)
+class Shuffles(StandardPolicy):
+    """Changes the order of all sequences at random for some steps, and takes any of those allowed as a victim."""
+
+    dynamic = True
+
+    def __init__(self, limits: Limits, random: Random) -> None:
+        super().__init__(limits)
+        self.steps = 60
+        self._random = random
+
+    def step_tokens(self, running: int, answering: int) -> int:
+        self.steps -= 1
+        return super().step_tokens(running, answering)
+
+    def order(self, seq: Sequence, now: float) -> tuple[bool, int, int]:
+        return (False, self._random.randrange(8), 0) if self.steps > 0 else super().order(seq, now)
+
+    def victim(self, running: Line[Sequence], first: int, now: float) -> Sequence:
+        return self._random.choice(running[first:])
+
+
+def drive(
+    limits: Limits, depth: int, requests: list[Arrival], policy: Policy | None = None
+) -> tuple[Engine, list[Answer]]:
+    backend = FakeBackend(limits.vocab, limits.max_rows, limits.windows)
     backend.reserve_kv(limits.num_blocks, limits.block_size, all_states(limits))
-    engine = Engine(backend, limits, depth=depth)
+    engine = Engine(backend, limits, depth=depth, policy=policy)
     answers = [Answer() for _ in requests]
     work = sum(len(r.prompt) + r.max_tokens for r in requests)
     step = 0
@@ -105,6 +139,7 @@ def drive(limits: Limits, depth: int, requests: list[Arrival]) -> tuple[Engine, 
                         request.priority,
                         request.salt,
                         request.pooling,
+                        background=request.background,
                     )
                 )
             if request.abort_at == step:
@@ -126,10 +161,10 @@ def note(answer: Answer, event: Event) -> None:
         answer.end = event
 
 
-def alone(request: Arrival, stateful: bool) -> tuple[list[int], str]:
+def alone(request: Arrival, limits: Limits) -> tuple[list[int], str]:
     if request.pooling:
         return [], "pooled"
-    tokens = continuation(request.prompt, request.max_tokens, VOCAB, stateful)
+    tokens = continuation(request.prompt, request.max_tokens, VOCAB, limits.states > 0, limits.windows)
     for count, token in enumerate(tokens, 1):
         if token in request.stop_ids:
             return tokens[:count], "stop"
@@ -137,9 +172,11 @@ def alone(request: Arrival, stateful: bool) -> tuple[list[int], str]:
 
 
 def encoding(world: World) -> World:
-    """The same, where embeddings are all there is and a prompt is computed in one step."""
+    """Returns the world of an encoder: all requests want embeddings, and a prompt is computed in one step."""
     limits, depth, requests = world
-    limits = limits._replace(encoder=True, max_len=min(limits.max_len, limits.step_tokens))
+    max_len = min(limits.max_len, limits.step_tokens)
+    num_blocks = max(limits.num_blocks, blocks_for(max_len, limits.windows, limits.block_size, max_len))
+    limits = limits._replace(encoder=True, max_len=max_len, num_blocks=num_blocks)
     kinds = ("mean", "last", "cls")
     return (
         limits,
@@ -151,8 +188,8 @@ def encoding(world: World) -> World:
     )
 
 
-def following(context: tuple[int, ...], stateful: bool) -> int:
-    return (next_token(context, VOCAB) + (gathered(context) if stateful else 0)) % VOCAB
+def following(context: tuple[int, ...], limits: Limits) -> int:
+    return (next_token(context, VOCAB, limits.windows) + (gathered(context) if limits.states else 0)) % VOCAB
 
 
 @settings(max_examples=400, deadline=None)
@@ -162,17 +199,23 @@ def test_each_request_answers_as_if_alone(world: World) -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(worlds().map(encoding))
+@given(worlds(), st.randoms(use_true_random=False))
+def test_each_request_answers_as_if_alone_while_the_order_changes(world: World, random: Random) -> None:
+    run_world(world, Shuffles(world[0], random))
+
+
+@settings(max_examples=100, deadline=None)
+@given(worlds().filter(lambda world: not world[0].windows[0]).map(encoding))
 def test_each_text_of_an_encoder_answers_as_if_alone(world: World) -> None:
     stats = run_world(world).stats()
     assert stats.cached_tokens == stats.blocks_cached == 0
 
 
-def run_world(world: World) -> Engine:
+def run_world(world: World, policy: Policy | None = None) -> Engine:
     limits, depth, requests = world
-    engine, answers = drive(limits, depth, requests)
+    engine, answers = drive(limits, depth, requests, policy)
     for request, answer in zip(requests, answers, strict=True):
-        tokens, reason = alone(request, limits.states > 0)
+        tokens, reason = alone(request, limits)
         if isinstance(answer.end, Finished):
             assert answer.tokens == tokens
             assert answer.end.reason == reason
@@ -181,8 +224,7 @@ def run_world(world: World) -> Engine:
             assert isinstance(answer.end, Aborted), f"ended with {answer.end}"
             assert answer.tokens == tokens[: len(answer.tokens)]
         expected = [
-            (request.prompt[i], -float(following(request.prompt[:i], limits.states > 0)))
-            for i in range(1, len(request.prompt))
+            (request.prompt[i], -float(following(request.prompt[:i], limits))) for i in range(1, len(request.prompt))
         ]
         if request.score and isinstance(answer.end, Finished):
             assert answer.scores == expected

@@ -1,9 +1,9 @@
-"""What a sequence's report tells: times, preemptions, and where its prompt left the recent one nearest to it."""
+"""Tests the report of a sequence: times, preemptions, and where its prompt diverged from the nearest recent one."""
 
 from __future__ import annotations
 
 from penstock.core import Scheduler, Sequence
-from penstock.core.recent import Recent
+from penstock.core.recent import RecentStreams
 from penstock.types import Event, Finished, Nearest, Report
 from tests.core.world import answer, limits, run
 
@@ -20,7 +20,7 @@ def nearest(scheduler: Scheduler, seq: Sequence) -> Nearest | None:
     return ends(run(scheduler, seq))[seq.id].nearest
 
 
-def test_times_are_of_the_clock_that_is_told() -> None:
+def test_times_are_of_the_clock_that_is_set() -> None:
     scheduler = Scheduler(limits(max_rows=1))
     scheduler.now = 1.0
     scheduler.add(Sequence(1, (1, 2), 2))
@@ -45,12 +45,12 @@ def test_one_that_never_ran_has_only_waited() -> None:
 
 
 def test_what_a_preemption_cost() -> None:
-    """Two that outgrow eight blocks of four: the later one goes back, and finds some of its blocks again."""
+    """Two sequences outgrow eight blocks of four: the later one is preempted and reuses some of its blocks."""
     scheduler = Scheduler(limits(max_len=24, num_blocks=8))
-    told = ends(run(scheduler, Sequence(1, tuple(range(9)), 15), Sequence(2, tuple(range(50, 59)), 15)))
-    assert (told[1].preemptions, told[1].recomputed) == (0, 0)
-    assert told[2].preemptions == scheduler.stats().preemptions > 0
-    assert 0 < told[2].recomputed < 24 * told[2].preemptions
+    reports = ends(run(scheduler, Sequence(1, tuple(range(9)), 15), Sequence(2, tuple(range(50, 59)), 15)))
+    assert (reports[1].preemptions, reports[1].recomputed) == (0, 0)
+    assert reports[2].preemptions == scheduler.stats().preemptions > 0
+    assert 0 < reports[2].recomputed < 24 * reports[2].preemptions
 
 
 def test_the_nearest_recent_stream_and_where_they_part() -> None:
@@ -74,7 +74,7 @@ def test_nobody_is_told_of_what_is_not_theirs() -> None:
 
 def test_nothing_is_told_of_one_that_left_nothing_to_share() -> None:
     scheduler = Scheduler(limits())
-    run(scheduler, Sequence(1, tuple(range(10)), 0, private=True))
+    run(scheduler, Sequence(1, tuple(range(10)), 0, prefix_cache=False))
     assert nearest(scheduler, explained(2, *range(9))) is None
 
 
@@ -88,7 +88,7 @@ def test_the_latest_of_those_as_near() -> None:
 
 
 def test_what_is_remembered_is_bounded() -> None:
-    recent = Recent(streams=3, tokens=20)
+    recent = RecentStreams(streams=3, tokens=20)
 
     def keep(length: int, first: int) -> None:
         seq = Sequence(1, (first, *range(1, length)), 1)

@@ -1,10 +1,10 @@
-"""What the scheduler promises, one promise at a time."""
+"""Tests what the scheduler guarantees, one guarantee at a time."""
 
 from __future__ import annotations
 
 import pytest
 
-from penstock.core import Scheduler, Sequence, policy
+from penstock.core import Scheduler, Sequence, StandardPolicy
 from penstock.core.check import check
 from penstock.errors import ConfigError, ContextTooLong, InvalidRequest
 from penstock.types import Aborted, Failed, Finished, Report, RowResult, StepResult, Tokens
@@ -144,27 +144,27 @@ def test_a_failed_step_ends_its_own_rows_and_nobody_else() -> None:
 
 
 def test_a_plan_taken_back_is_made_again() -> None:
-    """Also while the step before it is in flight, whose tokens are not known yet."""
+    """This holds while the step before it is in flight, whose tokens are not known yet, too."""
     undisturbed, scheduler = Scheduler(limits()), Scheduler(limits())
     for each in (undisturbed, scheduler):
         each.add(Sequence(1, prompt(6), 3))
         each.add(Sequence(2, prompt(40, first=7), 3))
     expected = run(undisturbed)
     first = scheduler.plan()
-    scheduler.redo(scheduler.plan())
+    scheduler.requeue(scheduler.plan())
     events = answer(scheduler, first)
-    scheduler.redo(scheduler.plan())
+    scheduler.requeue(scheduler.plan())
     check(scheduler)
     events += run(scheduler)
-    assert said(events) == said(expected)
+    assert answers_of(events) == answers_of(expected)
 
 
-def said(events: list[object]) -> dict[int, list[int]]:
-    told: dict[int, list[int]] = {}
+def answers_of(events: list[object]) -> dict[int, list[int]]:
+    answers: dict[int, list[int]] = {}
     for event in events:
         if isinstance(event, Tokens):
-            told.setdefault(event.seq, []).extend(event.tokens)
-    return told
+            answers.setdefault(event.seq, []).extend(event.tokens)
+    return answers
 
 
 def cached(events: list[object]) -> dict[int, int]:
@@ -197,37 +197,37 @@ def test_evicts_the_least_recently_used_leaf_first() -> None:
     assert known == [1, 3, 4]
 
 
-def test_a_private_sequence_computes_all_of_its_prompt_and_shares_none_of_it() -> None:
+def test_a_sequence_without_prefix_cache_computes_all_of_its_prompt_and_shares_none_of_it() -> None:
     scheduler = Scheduler(limits())
     run(scheduler, Sequence(1, prompt(12), 1))
-    scheduler.add(Sequence(2, prompt(12), 0, private=True))
+    scheduler.add(Sequence(2, prompt(12), 0, prefix_cache=False))
     assert counts(step(scheduler)[0]) == {2: 12}
-    run(scheduler, Sequence(3, prompt(12, first=7), 0, private=True))
+    run(scheduler, Sequence(3, prompt(12, first=7), 0, prefix_cache=False))
     assert cached(run(scheduler, Sequence(4, prompt(12, first=7), 1))) == {4: 0}
 
 
-def test_nobody_waits_for_the_blocks_of_a_private_sequence() -> None:
+def test_nobody_waits_for_the_blocks_of_a_sequence_without_prefix_cache() -> None:
     scheduler = Scheduler(limits(step_tokens=32))
-    scheduler.add(Sequence(1, prompt(12), 0, private=True))
+    scheduler.add(Sequence(1, prompt(12), 0, prefix_cache=False))
     scheduler.add(Sequence(2, prompt(12), 1))
     assert counts(scheduler.plan()) == {1: 12, 2: 12}
 
 
-def test_a_private_sequence_that_was_preempted_starts_anew() -> None:
+def test_a_sequence_without_prefix_cache_that_was_preempted_starts_anew() -> None:
     scheduler = Scheduler(limits(step_tokens=4))
-    scheduler.add(Sequence(1, prompt(12), 0, private=True))
+    scheduler.add(Sequence(1, prompt(12), 0, prefix_cache=False))
     step(scheduler)
     plan = scheduler.plan()
     assert plan.rows[0].start == 4
-    scheduler.redo(plan)
+    scheduler.requeue(plan)
     assert scheduler.plan().rows[0].start == 0
 
 
 def test_a_state_pooled_before_a_preemption_is_as_good_as_any() -> None:
     scheduler = Scheduler(limits())
-    scheduler.add(Sequence(1, prompt(12), 0, private=True))
+    scheduler.add(Sequence(1, prompt(12), 0, prefix_cache=False))
     plan = scheduler.plan()
-    scheduler.redo(plan)
+    scheduler.requeue(plan)
     ended = scheduler.commit(plan, StepResult(plan.step, (RowResult(pooled=b"state"),)))
     assert [event._replace(report=None) for event in ended] == [Finished(1, "pooled", None, b"state")]
     assert not scheduler.plan().rows
@@ -270,8 +270,8 @@ def test_prompts_take_smaller_steps_once_a_row_answers() -> None:
 )
 def test_a_step_grows_with_the_rows_that_answer(running: int, answering: int, tokens: int) -> None:
     some = limits(step_tokens=1000)._replace(prefill_budget=100)
-    assert policy.step_tokens(some, running, answering) == tokens
-    assert policy.step_tokens(some._replace(prefill_budget=0), running, answering) == 1000
+    assert StandardPolicy(some).step_tokens(running, answering) == tokens
+    assert StandardPolicy(some._replace(prefill_budget=0)).step_tokens(running, answering) == 1000
 
 
 # -- preemption --------------------------------------------------------------------------------------------------
@@ -299,7 +299,7 @@ def test_a_preempted_prompt_is_scored_once() -> None:
         _, events = step(scheduler)
         scores += [s.token for event in events if isinstance(event, Tokens) and event.seq == 2 for s in event.scores]
         two = scheduler.sequences.get(2)
-        preempted_midway |= two is not None and not two.blocks and 1 < two.scored < 19
+        preempted_midway |= two is not None and not two.tables and 1 < two.scored < 19
     assert preempted_midway
     assert scores == list(range(1, 19))
 
@@ -333,7 +333,7 @@ def test_block_tables_follow_from_plans_alone() -> None:
         for grown in plan.grown:
             tables.setdefault(grown.seq, {}).update(enumerate(grown.blocks, grown.at))
         for row in plan.rows:
-            assert list(tables[row.seq].values()) == scheduler.sequences[row.seq].blocks
+            assert list(tables[row.seq].values()) == scheduler.sequences[row.seq].tables[0]
         answer(scheduler, plan)
 
 
@@ -343,7 +343,7 @@ def test_block_tables_follow_from_plans_alone() -> None:
 def test_an_encoder_has_whole_prompts_in_a_step_and_keeps_their_order() -> None:
     scheduler = Scheduler(limits(max_len=16, encoder=True))
     for id, length in enumerate((9, 6, 5, 16, 1), 1):
-        scheduler.add(Sequence(id, prompt(length), 0, private=True))
+        scheduler.add(Sequence(id, prompt(length), 0, prefix_cache=False))
     steps = [counts(step(scheduler)[0]) for _ in range(4)]
     assert steps == [{1: 9, 2: 6}, {3: 5}, {4: 16}, {5: 1}]
     assert not scheduler.sequences
@@ -353,7 +353,7 @@ def test_an_encoder_has_whole_prompts_in_a_step_and_keeps_their_order() -> None:
 def test_an_encoder_plans_the_next_step_while_one_is_in_flight() -> None:
     scheduler = Scheduler(limits(max_len=16, encoder=True))
     for id in range(1, 4):
-        scheduler.add(Sequence(id, prompt(10), 0, private=True))
+        scheduler.add(Sequence(id, prompt(10), 0, prefix_cache=False))
     first, second = scheduler.plan(), scheduler.plan()
     assert (counts(first), counts(second)) == ({1: 10}, {2: 10})
     assert [event.seq for plan in (first, second) for event in answer(scheduler, plan)] == [1, 2]
@@ -362,8 +362,8 @@ def test_an_encoder_plans_the_next_step_while_one_is_in_flight() -> None:
 
 def test_an_encoder_computes_again_in_one_piece_what_found_no_memory() -> None:
     scheduler = Scheduler(limits(max_len=16, encoder=True))
-    scheduler.add(Sequence(1, prompt(12), 0, private=True))
-    scheduler.redo(scheduler.plan())
+    scheduler.add(Sequence(1, prompt(12), 0, prefix_cache=False))
+    scheduler.requeue(scheduler.plan())
     check(scheduler)
     assert counts(step(scheduler)[0]) == {1: 12}
 

@@ -1,11 +1,12 @@
-"""Sequences with states: prefixes are used again where a state was saved, and states are saved where that pays."""
+"""Tests recurrent states: prefixes are reused where a state was saved, and states are saved where that pays."""
 
 from __future__ import annotations
 
 import pytest
 
-from penstock.core import Scheduler, Sequence, policy
+from penstock.core import Scheduler, Sequence
 from penstock.core.check import check
+from penstock.core.states import save_positions
 from penstock.types import StepPlan, Tokens
 from tests.core.world import answer, counts, limits, run, step
 
@@ -100,10 +101,10 @@ def test_a_row_saves_once_and_anywhere_in_it() -> None:
 
 def test_long_prompts_are_saved_now_and_then() -> None:
     seq = Sequence(1, (1,) * 1000, 1)
-    assert policy.save_positions(seq, 16, 256, 100, (0, 32)) == [32, 256, 512, 768, 992]
-    assert policy.save_positions(seq, 16, 16, 16, (0, 0)) == [256, 512, 768, 992]
+    assert save_positions(seq, 16, 256, 100, (0, 32)) == [32, 256, 512, 768, 992]
+    assert save_positions(seq, 16, 16, 16, (0, 0)) == [256, 512, 768, 992]
     seq.planned = 600
-    assert policy.save_positions(seq, 16, 256, 100, (0, 32)) == [768, 992]
+    assert save_positions(seq, 16, 256, 100, (0, 32)) == [768, 992]
 
 
 def test_the_state_not_used_for_longest_goes_first() -> None:
@@ -113,7 +114,8 @@ def test_the_state_not_used_for_longest_goes_first() -> None:
         run(scheduler, Sequence(id, prompt, 0))
     assert cached(scheduler, Sequence(3, prompts[0], 1)) == {3: 28}
     run(scheduler, Sequence(4, prompts[2], 0))
-    assert [scheduler.cache.states.deepest(scheduler.cache.match(Sequence(9, p, 1))) for p in prompts] == [7, 0, 7]
+    usable = [scheduler.cache.usable(scheduler.cache.match(Sequence(9, prompt, 1))) for prompt in prompts]
+    assert [len(nodes) for nodes in usable] == [7, 0, 7]
 
 
 def test_a_state_goes_with_its_block() -> None:
@@ -137,7 +139,7 @@ def test_one_that_is_begun_with_is_not_written_in_the_same_step() -> None:
     run(scheduler)
 
 
-@pytest.mark.parametrize("how", ["abort", "fail", "redo"])
+@pytest.mark.parametrize("how", ["abort", "fail", "requeue"])
 def test_what_was_not_written_is_not_kept(how: str) -> None:
     scheduler = scheduler_of(step_tokens=64)
     scheduler.add(Sequence(1, SYSTEM, 5))
@@ -149,7 +151,7 @@ def test_what_was_not_written_is_not_kept(how: str) -> None:
     elif how == "fail":
         scheduler.fail(plan, "oops", "it broke")
     else:
-        scheduler.redo(plan)
+        scheduler.requeue(plan)
     check(scheduler)
     assert not scheduler.cache.states.pending
     assert not scheduler.cache.states.saved()
@@ -168,15 +170,15 @@ def test_a_preempted_sequence_goes_on_from_its_last_saved_state() -> None:
     assert begun == {2: 32}
 
 
-def test_a_private_sequence_saves_nothing() -> None:
+def test_a_sequence_without_prefix_cache_saves_nothing() -> None:
     scheduler = scheduler_of()
-    run(scheduler, Sequence(1, SYSTEM, 0, private=True))
+    run(scheduler, Sequence(1, SYSTEM, 0, prefix_cache=False))
     assert not scheduler.cache.states.saved()
 
 
 def test_nobody_stops_for_those_who_will_not_use_it() -> None:
     scheduler = scheduler_of(step_tokens=64)
     scheduler.add(Sequence(1, (*SYSTEM, 50), 1))
-    scheduler.add(Sequence(2, SYSTEM[:10], 0, private=True))
+    scheduler.add(Sequence(2, SYSTEM[:10], 0, prefix_cache=False))
     scheduler.add(Sequence(3, SYSTEM[:10], 1, score=True))
     assert counts(scheduler.plan()) == {1: 31, 2: 10, 3: 10}

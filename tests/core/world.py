@@ -1,4 +1,4 @@
-"""A scheduler and the fake backend's answers, one step at a time."""
+"""Steps a scheduler against made-up answers, one step at a time."""
 
 from __future__ import annotations
 
@@ -15,8 +15,20 @@ def limits(
     num_blocks: int = 16,
     encoder: bool = False,
     states: int = 0,
+    windows: tuple[int, ...] = (0,),
 ) -> Limits:
-    return Limits(max_len, max_rows, step_tokens, block_size, num_blocks, vocab=100, encoder=encoder, states=states)
+    """Returns limits that are small in everything."""
+    return Limits(
+        max_len,
+        max_rows,
+        step_tokens,
+        block_size,
+        num_blocks,
+        vocab=100,
+        encoder=encoder,
+        states=states,
+        windows=windows,
+    )
 
 
 def answer(scheduler: Scheduler, plan: StepPlan, token: int = 50) -> list[Event]:
@@ -38,6 +50,7 @@ def answer(scheduler: Scheduler, plan: StepPlan, token: int = 50) -> list[Event]
 
 
 def step(scheduler: Scheduler, token: int = 50) -> tuple[StepPlan, list[Event]]:
+    """Plans and commits one step; returns the plan and its events."""
     plan = scheduler.plan()
     check(scheduler)
     return plan, answer(scheduler, plan, token)
@@ -54,5 +67,5 @@ def run(scheduler: Scheduler, *sequences: Sequence) -> list[Event]:
 
 
 def counts(plan: StepPlan) -> dict[int, int]:
-    """How many positions each sequence computes."""
+    """Returns how many positions each sequence computes."""
     return {row.seq: row.count for row in plan.rows}

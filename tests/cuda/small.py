@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from penstock.backend.ref.cases import attention, random_tensor
+from penstock.backend.ref.cases import attention
 from penstock.model.dequantize import dequantize, layout_of
 from penstock.model.families.llama import build
 from penstock.model.names import LAYER
+from penstock.model.random_tensor import random_tensor
 from penstock.model.roles import role_of
 from penstock.model.spec import ModelSpec
 from penstock.model.tensor import FORMATS, Tensor

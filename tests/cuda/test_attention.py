@@ -8,12 +8,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.cuda import inputs
 from penstock.backend.cuda.graphs import bucket, padded
 from penstock.backend.cuda.kernels.decode_attention import Rotation, SplitKV, decode_attention
 from penstock.backend.cuda.kernels.prefill_attention import prefill_attention
 from penstock.backend.cuda.kernels.rope import rope_and_store
-from penstock.backend.ref.batches import Chunk, greedy_batch
 from penstock.backend.ref.ops import attention, rotate
 from penstock.model import rope
 from penstock.model.spec import AttentionSpec, RopeSpec

@@ -11,10 +11,11 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.cuda import CudaBackend
 from penstock.backend.ref import RefBackend
-from penstock.backend.ref.batches import Chunk, blocks_for, greedy_batch, random_steps, with_groups
 from penstock.backend.ref.cases import CASES, Case, difference, run
+from penstock.backend.ref.random_steps import blocks_for, random_steps, with_groups
 from penstock.engine.engine import Engine
 from penstock.errors import UnsupportedModel
 from penstock.model.load import load_model, open_checkpoint
@@ -174,7 +175,7 @@ def test_moved_blocks_are_read_where_they_are_now() -> None:
     backend = loaded("linear", backend_of())
     backend.reserve_kv(30, BLOCK_SIZE, SLOTS)
     backend.logits(greedy_batch([Chunk(tokens[:40], 0, range(10))]))
-    backend.move_blocks([(block, 29 - block) for block in range(10)])
+    backend.kv.copy_blocks([(block, 29 - block) for block in range(10)])
     got = backend.logits(greedy_batch([Chunk(tokens[40:], 40, [*range(29, 19, -1), 0, 1])]))
     assert np.abs(got - logits[40:]).max() < 2e-4
 

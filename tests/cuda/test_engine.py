@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.cuda import CudaBackend
 from penstock.backend.cuda.kernels.dequantize import dequantize_matrix
 from penstock.backend.cuda.kernels.fp8 import quantize_fp8
 from penstock.backend.cuda.pack_quantized import quantize_int4
 from penstock.backend.ref import RefBackend
-from penstock.backend.ref.batches import Chunk, greedy_batch
 from penstock.engine.engine import Engine
 from penstock.model.dequantize import dequantize
 from penstock.model.tensor import FORMATS, Tensor

@@ -10,19 +10,18 @@ import numpy as np
 import pytest
 import torch
 
+from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.cuda import CudaBackend
-from penstock.backend.cuda.fp8_weights import BlockFloat8
+from penstock.backend.cuda.fp8_weights import BlockScaledFp8, RowScaledFp8
 from penstock.backend.cuda.kernels.fp8_blocks import Tiling, fp8_block_gemm
 from penstock.backend.cuda.kernels.skinny_gemm import SplitKScratch
-from penstock.backend.cuda.quantized_weights import Float8
-from penstock.backend.cuda.transfer import transfer
-from penstock.backend.cuda.weights import Dense
+from penstock.backend.cuda.weights import DenseMatrix
 from penstock.backend.ref import RefBackend
-from penstock.backend.ref.batches import Chunk, greedy_batch
-from penstock.backend.ref.cases import attention, random_tensor
+from penstock.backend.ref.cases import attention
 from penstock.model.dequantize import dequantize
 from penstock.model.families.llama import build
 from penstock.model.load import load_model, open_checkpoint
+from penstock.model.random_tensor import random_tensor
 from penstock.model.spec import ModelSpec
 from penstock.model.tensor import FP8, Scales, Tensor
 from tests.cuda.device import DEVICE, HALF, ints, normal
@@ -48,8 +47,9 @@ def packed(
     rng = np.random.default_rng(0)
     parts = [random_float8(rng, count, width, block) for count in rows]
     biases = [random_tensor(rng, "F32", count) if bias else None for count in rows]
-    weight = CudaBackend(256, 64, device=DEVICE, dtype=HALF).pack_matrix(parts, biases)
-    transfer.arrived()
+    backend = CudaBackend(256, 64, device=DEVICE, dtype=HALF)
+    weight = backend.pack_matrix(parts, biases)
+    backend._workspace.transfer.finish()
     return weight, torch.from_numpy(np.concatenate([dequantize(part) for part in parts])).to(DEVICE)
 
 
@@ -71,7 +71,7 @@ def product(weight: Any, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("count", [1, 7, 20])
 def test_parts_with_scales_of_their_own(block: tuple[int, int] | None, count: int) -> None:
     weight, values = packed([144, 40, 48], 256, block, bias=True)
-    assert isinstance(weight, Float8 if block is None or block[1] == 256 else BlockFloat8)
+    assert isinstance(weight, RowScaledFp8 if block is None or block[1] == 256 else BlockScaledFp8)
     wanted = items(count, 256).double() @ values.double().T + weight.bias
     assert difference(product(weight, items(count, 256)), wanted) < (EXACT if count <= 16 else ROUNDED)
 
@@ -110,7 +110,7 @@ def test_rows_can_be_gathered(block: tuple[int, int] | None) -> None:
 @pytest.mark.parametrize(("width", "block"), [(96, None), (256, (16, 64)), (256, (128, 100))])
 def test_shapes_without_a_kernel_become_plain_values(width: int, block: tuple[int, int] | None) -> None:
     weight, values = packed([32], width, block)
-    assert isinstance(weight, Dense)
+    assert isinstance(weight, DenseMatrix)
     assert difference(weight.weight, values) < 5e-3
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from penstock.backend import open_backend
+from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.cuda import CudaBackend, inputs
 from penstock.backend.cuda.graphs import padded
 from penstock.backend.cuda.kernels.decode_attention import Rotation, decode_attention
@@ -16,8 +17,8 @@ from penstock.backend.cuda.kernels.kv8 import LARGEST
 from penstock.backend.cuda.kernels.prefill_attention import prefill_attention
 from penstock.backend.cuda.kernels.rope import rope_and_store
 from penstock.backend.cuda.kv_cache import Cache, layout_of
-from penstock.backend.ref.batches import Chunk, blocks_for, greedy_batch, random_steps
 from penstock.backend.ref.ops import attention, rotate
+from penstock.backend.ref.random_steps import blocks_for, random_steps
 from penstock.config import Config
 from penstock.errors import ConfigError
 from penstock.model.load import load_model, open_checkpoint
@@ -183,7 +184,7 @@ def test_a_prefix_is_shared_and_moved(kind: str) -> None:
     whole = backend.logits(greedy_batch([Chunk(tokens, 0, range(12))]))
     shared = backend.logits(greedy_batch([Chunk(tokens[32:], 32, [*range(8), 20, 21, 22, 23], slot=1)]))
     assert apart(shared, whole[32:]) < 1e-2
-    backend.move_blocks([(block, 39 - block) for block in range(10)])
+    backend.kv.copy_blocks([(block, 39 - block) for block in range(10)])
     got = backend.logits(greedy_batch([Chunk(tokens[40:], 40, [*range(39, 29, -1), 12, 13])]))
     assert apart(got, whole[40:]) < 1e-2
 
@@ -192,9 +193,9 @@ def test_a_prefix_is_shared_and_moved(kind: str) -> None:
 def test_bytes_are_those_of_the_cache(kind: str, line: int) -> None:
     backend = loaded("tied", kind)
     backend.reserve_kv(3, BLOCK_SIZE)
-    assert backend.kv_bytes_per_token() == 2 * 2 * 2 * line  # layers, keys and values, heads
+    assert backend.memory_needs().kv_bytes_per_token == 2 * 2 * 2 * line  # layers, keys and values, heads
     parts = [part for cache in backend._memory.caches.values() for part in cache if part is not None]
-    assert sum(part.nbytes for part in parts) == 4 * BLOCK_SIZE * backend.kv_bytes_per_token()
+    assert sum(part.nbytes for part in parts) == 4 * BLOCK_SIZE * backend.memory_needs().kv_bytes_per_token
 
 
 def test_what_a_device_does_not_have_is_refused() -> None:

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.cuda import CudaBackend
 from penstock.backend.cuda.footprint import tensor_bytes
 from penstock.backend.cuda.graphs import common_shapes, padded
-from penstock.backend.cuda.transfer import transfer
-from penstock.backend.ref.batches import Chunk, greedy_batch
+from penstock.backend.cuda.transfer import Transfer
 from penstock.engine.engine import Engine
 from penstock.errors import OutOfMemory
 from penstock.model.load import load_model, open_checkpoint
@@ -50,16 +50,17 @@ def test_workspace_is_about_what_a_program_takes(name: str) -> None:
     backend.load(load_model(checkpoint, backend))
     taken = sum(buffer.numel() * buffer.element_size() for buffer in backend._program._buffers)
     assert taken <= told.workspace <= 4 * taken
-    assert told.kv_token == backend.kv_bytes_per_token()
+    assert told.kv_token == backend.memory_needs().kv_bytes_per_token
 
 
 def test_bytes_arrive_as_they_are() -> None:
     data = np.random.default_rng(0).integers(0, 256, 5_000_000, np.uint8)
     target = torch.zeros(len(data) // 2, dtype=torch.bfloat16, device=DEVICE)
-    transfer.carry(data, target)
-    transfer.arrived()
+    transfer = Transfer(torch.device(DEVICE))
+    transfer.send(data, target)
+    transfer.finish()
     assert np.array_equal(target.view(torch.uint8).cpu().numpy(), data)
-    assert np.array_equal(transfer.bring(data, torch.device(DEVICE)).cpu().numpy(), data)
+    assert np.array_equal(transfer.fetch(data).cpu().numpy(), data)
     transfer.close()
 
 
@@ -127,7 +128,7 @@ def test_first_answers_wait_for_no_compiler(monkeypatch: pytest.MonkeyPatch) -> 
     limits = Limits(64, 8, 256, 4, 64, 64)
     before = answers(backend, limits, {1: (3, 4, 5)})
     assert compiled == []
-    while backend.settle():
+    while backend.prepare_in_idle():
         pass
     assert all(backend._graphs.has(shape) for shape in common_shapes(8, 256, 64) if shape == backend._pad(shape))
     compiled.clear()

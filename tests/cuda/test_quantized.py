@@ -15,9 +15,10 @@ from penstock.backend.cuda.kernels.fp8_activations import quantize_activations
 from penstock.backend.cuda.kernels.fp8_gemm import fp8_gemm
 from penstock.backend.cuda.kernels.skinny_gemm import SplitKScratch
 from penstock.backend.cuda.pack_quantized import CODINGS, QuantizedWeight, pack, quantize_int4
-from penstock.backend.cuda.quantized_weights import Quantized, Workspace
-from penstock.backend.ref.cases import random_tensor
+from penstock.backend.cuda.quantized_weights import QuantizedMatrix, Workspace
+from penstock.backend.cuda.transfer import Transfer
 from penstock.model.dequantize import dequantize
+from penstock.model.random_tensor import random_tensor
 from penstock.model.tensor import FORMATS, Tensor
 from tests.cuda.device import DEVICE, ints, normal
 
@@ -46,7 +47,7 @@ def packed(name: str, rows: int = ROWS, width: int = WIDTH) -> tuple[QuantizedWe
         return weight, expanded(weight)
     data = random_bytes(name, rows, width)
     values = dequantize(Tensor("", FORMATS[name], (rows, width), data))
-    return pack(data, name, rows, width, torch.device(DEVICE)), torch.from_numpy(values).to(DEVICE)
+    return pack(data, name, rows, width, Transfer(torch.device(DEVICE))), torch.from_numpy(values).to(DEVICE)
 
 
 def expanded(weight: QuantizedWeight) -> torch.Tensor:
@@ -80,7 +81,7 @@ def test_packing_keeps_every_value(name: str) -> None:
 @formats
 def test_packing_some_rows_at_a_time_is_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, _ = packed(name)
-    monkeypatch.setattr("penstock.backend.cuda.pack_quantized.AT_ONCE", 16 * WIDTH)
+    monkeypatch.setattr("penstock.backend.cuda.pack_quantized.CHUNK_VALUES", 16 * WIDTH)
     parts, _ = packed(name)
     for first, second in zip(arrays(whole), arrays(parts), strict=True):
         assert torch.equal(first, second)
@@ -182,7 +183,7 @@ def test_odd_shapes(name: str) -> None:
     weight, values = packed(name, 41, 96)
     for count in (2, 20):
         wide = empty(count, 50)
-        Quantized((weight,), None, Workspace(scratch(), 20)).product(items(count, 96), wide[:, 4:45])
+        QuantizedMatrix((weight,), None, Workspace(scratch(), 20)).product(items(count, 96), wide[:, 4:45])
         assert difference(wide[:, 4:45], items(count, 96).double() @ values.double().T) < HALF
         assert wide[:, :4].isnan().all()
         assert wide[:, 45:].isnan().all()
@@ -192,7 +193,7 @@ def test_the_library_multiplies_many_rows(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("penstock.backend.cuda.quantized_tilings.QUANT_GEMM_ROWS", 16)
     weight, values = packed("Q4_K", 64, 256)
     out = empty(40, 64).bfloat16()
-    Quantized((weight,), normal(64), Workspace(scratch(), 40)).product(items(40, 256), out)
+    QuantizedMatrix((weight,), normal(64), Workspace(scratch(), 40)).product(items(40, 256), out)
     assert difference(out, items(40, 256).double() @ values.double().T + normal(64)) < 2 * HALF
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,14 +13,14 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from penstock.backend import sample
-from penstock.backend.base import LogitEdit, SampleRows
+from penstock.backend.base import Bitmasks, LogitEdit, LogitEdits, SampleRows
+from penstock.backend.batches import Chunk, greedy_batch, greedy_rows
 from penstock.backend.cuda.kernels import sample_tokens, sampling_threshold
 from penstock.backend.cuda.sampler import Sampler
-from penstock.backend.ref.batches import Chunk, greedy_batch, greedy_rows
 from tests.cuda.device import DEVICE, ints
 
 
-def chosen(logits: np.ndarray, rows: SampleRows) -> tuple[list[int], Any]:
+def chosen(logits: np.ndarray, rows: SampleRows, masks: Bitmasks | None = None) -> tuple[list[int], Any]:
     count, vocab = logits.shape
     sampler = Sampler(torch.device(DEVICE), count)
     sampler.reserve(vocab)
@@ -34,7 +34,7 @@ def chosen(logits: np.ndarray, rows: SampleRows) -> tuple[list[int], Any]:
         sample_slots=ints(range(count)),
     )
     last, out = ints([-7] * count), ints([-7] * count)
-    asked = sampler.sample(torch.from_numpy(logits.copy()).to(DEVICE), on_device, rows, last, out)
+    asked = sampler.sample(torch.from_numpy(logits.copy()).to(DEVICE), on_device, rows, last, out, masks)
     assert torch.equal(last, out)
     return out.tolist(), asked and asked.read()
 
@@ -104,28 +104,18 @@ def test_rows_do_not_touch_each_other() -> None:
     assert chosen(logits, rows)[0] == sample.choose(logits, rows).tolist()
 
 
-class Words(NamedTuple):
-    """A mask that is there already."""
-
-    bits: np.ndarray
-
-    def words(self) -> np.ndarray:
-        return self.bits
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("vocab", [33, 4096, 9001])
 def test_what_a_grammar_forbids_is_never_chosen(vocab: int, temperature: float) -> None:
     rng = np.random.default_rng(vocab)
     logits = random_logits(6, vocab)
-    none = np.zeros(0, np.int32)
     allowed = rng.random((6, -(-vocab // 32) * 32)) < [[0.0], [0.02], [0.5], [0.5], [0.99], [1.0]]
     allowed[0, 17] = allowed[1, 18] = True
     bits = np.packbits(allowed, axis=1, bitorder="little").view(np.int32)
-    edits = [LogitEdit(none, 1.0, none, none.view(np.float32), none, Words(words)) for words in bits]
-    rows = replace(rows_of(6, 5, temperature=temperature), edits=(*edits[:3], None, *edits[4:]))
-    tokens = chosen(logits, rows)[0]
-    assert tokens == sample.choose(logits, rows).tolist()
+    constrained = np.array([0, 1, 2, 4, 5], np.int32)
+    rows, masks = rows_of(6, 5, temperature=temperature), Bitmasks(constrained, bits[constrained])
+    tokens = chosen(logits, rows, masks)[0]
+    assert tokens == sample.choose(logits, rows, masks).tolist()
     assert all(allowed[s, token] for s, token in enumerate(tokens) if s != 3)
 
 
@@ -135,11 +125,9 @@ def test_edits_and_logprobs(temperature: float) -> None:
     floats = lambda *values: np.array(values, np.float32)  # noqa: E731
     whole = lambda *values: np.array(values, np.int32)  # noqa: E731
     best = logits.argmax(1)
-    edits = (
-        LogitEdit(whole(1, int(best[0])), 1.7, whole(5, 6), floats(9.5, -3), whole(4)),
-        None,
-        LogitEdit(whole(), 1.0, whole(), floats(), whole(int(best[2]))),
-    )
+    first = LogitEdit(whole(1, int(best[0])), 1.7, whole(5, 6), floats(9.5, -3), whole(4))
+    third = LogitEdit(whole(), 1.0, whole(), floats(), whole(int(best[2])))
+    edits = LogitEdits.of([(0, first), (2, third)])
     rows = replace(rows_of(3, 5, temperature=temperature), edits=edits, logprobs=whole(2, -1, 0))
     batch = replace(greedy_batch([Chunk([0], 0, [0], slot) for slot in range(3)]), sample=rows)
     wanted = sample.sample(logits, batch).rows

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from penstock.backend import settle
+from penstock.backend import resolve_defaults
 from penstock.config import Config, available_memory, resolve
 from penstock.errors import ConfigError
 from penstock.types import Limits
 
 
 def limits(memory: int = 1 << 30, context: int = 1024, **settings: Any) -> Limits:
-    config = settle(Config(model="m", device="cpu", **settings))
+    config = resolve_defaults(Config(model="m", device="cpu", **settings))
     return resolve(config, context=context, vocab=10, kv_bytes=1024, memory=memory)
 
 
@@ -38,20 +38,20 @@ def test_a_step_has_a_token_for_every_row() -> None:
 
 def test_steps_suit_the_device_where_none_are_given() -> None:
     sizes = lambda config: (config.max_rows, config.step_tokens, config.prefill_budget)  # noqa: E731
-    assert sizes(settle(Config(model="m", device="cpu"))) == (64, 512, 192)
-    assert sizes(settle(Config(model="m", device="cuda", max_rows=3))) == (3, 2048, 384)
-    assert sizes(settle(Config(model="m", device="cuda", quantize="fp8"))) == (256, 2048, 640)
-    assert sizes(settle(Config(model="m", device="cuda"), float8=True)) == (256, 2048, 640)
+    assert sizes(resolve_defaults(Config(model="m", device="cpu"))) == (64, 512, 192)
+    assert sizes(resolve_defaults(Config(model="m", device="cuda", max_rows=3))) == (3, 2048, 384)
+    assert sizes(resolve_defaults(Config(model="m", device="cuda", quantize="fp8"))) == (256, 2048, 640)
+    assert sizes(resolve_defaults(Config(model="m", device="cuda"), float8=True)) == (256, 2048, 640)
     assert limits(prefill_budget=100).prefill_budget == 100
 
 
 def test_steps_hold_the_whole_prompt_of_an_encoder_and_the_cache_two_of_them() -> None:
-    settled = settle(Config(model="m", device="cpu", max_rows=4), whole=8192)
-    assert (settled.step_tokens, settled.kv) == (8192, "f32")
-    found = resolve(settled, context=8192, vocab=10, kv_bytes=1024, memory=1 << 40, encoder=True)
+    complete = resolve_defaults(Config(model="m", device="cpu", max_rows=4), whole=8192)
+    assert (complete.step_tokens, complete.kv) == (8192, "f32")
+    found = resolve(complete, context=8192, vocab=10, kv_bytes=1024, memory=1 << 40, encoder=True)
     assert (found.encoder, found.max_len, found.num_blocks) == (True, 8192, 2 * (512 + 4))
     few = resolve(
-        settle(Config(model="m", device="cpu", max_rows=4, step_tokens=100), whole=8192),
+        resolve_defaults(Config(model="m", device="cpu", max_rows=4, step_tokens=100), whole=8192),
         context=8192,
         vocab=10,
         kv_bytes=1024,
@@ -62,10 +62,10 @@ def test_steps_hold_the_whole_prompt_of_an_encoder_and_the_cache_two_of_them() -
 
 
 def test_an_encoder_takes_the_step_and_the_cache_it_is_told() -> None:
-    settled = settle(Config(model="m", device="cpu", max_len=600, kv="f16"), whole=8192)
-    assert (settled.step_tokens, settled.kv) == (600, "f16")
-    assert settle(Config(model="m", device="cpu", max_len=300), whole=8192).step_tokens == 512
-    assert settle(Config(model="m", device="cuda"), whole=512).kv == "auto"
+    complete = resolve_defaults(Config(model="m", device="cpu", max_len=600, kv="f16"), whole=8192)
+    assert (complete.step_tokens, complete.kv) == (600, "f16")
+    assert resolve_defaults(Config(model="m", device="cpu", max_len=300), whole=8192).step_tokens == 512
+    assert resolve_defaults(Config(model="m", device="cuda"), whole=512).kv == "auto"
 
 
 def test_refuses_what_cannot_be() -> None:
@@ -81,7 +81,7 @@ def test_knows_this_machine() -> None:
 
 def windowed(memory: int = 1 << 40, **settings: Any) -> Limits:
     """Resolves limits for a model like Gemma 3: one group of layers sees everything, five see 512 positions."""
-    config = settle(Config(model="m", device="cpu", **settings))
+    config = resolve_defaults(Config(model="m", device="cpu", **settings))
     return resolve(config, context=32768, vocab=10, kv_bytes=1024, memory=memory, windows=(0, *[512] * 5))
 
 

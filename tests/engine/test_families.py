@@ -4,6 +4,7 @@ those that are computed at once and alone."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,11 @@ from penstock.backend.ref import RefBackend
 from penstock.engine.engine import Engine
 from penstock.model.load import load_model, open_checkpoint
 from penstock.planning.memory_plan import all_states
-from penstock.types import Finished, Limits, Request, SamplingParams, TokenLogprob, Tokens
+from penstock.types import Finished, Limits, Request, SamplingParams, TokenLogprob, Tokens, blocks_for
 
 GOLDENS = Path(__file__).parents[1] / "models" / "goldens"
 BACKENDS: dict[str, Callable[[], Any]] = {"ref": RefBackend, "cpu": lambda: CpuBackend(2, kv="f32")}
-LIMITS = Limits(max_len=64, max_rows=4, step_tokens=24, block_size=4, num_blocks=64, vocab=48)
+LIMITS = Limits(max_len=64, max_rows=4, step_tokens=24, block_size=4, num_blocks=0, vocab=48)
 PARAMS = SamplingParams(temperature=0, logprobs=20, ignore_eos=True)
 NEAR = 1e-3
 
@@ -33,14 +34,17 @@ def folder(request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture(params=BACKENDS)
 def fresh(folder: Path, request: pytest.FixtureRequest) -> Make:
-    """Makes engines that have computed nothing yet."""
+    """Makes engines that have computed nothing yet, with room for four of the longest sequences, or for nearly two."""
     checkpoint = open_checkpoint(folder)
 
-    def make(**changes: int) -> Engine:
-        backend = BACKENDS[request.param]()
+    def make(tight: bool = False) -> Engine:
+        backend, spec = BACKENDS[request.param](), checkpoint.spec
         backend.load(load_model(checkpoint, backend))
-        limits = LIMITS._replace(vocab=checkpoint.spec.vocab, states=8 if checkpoint.spec.state_bytes else 0, **changes)
-        backend.reserve_kv(limits.num_blocks, limits.block_size, all_states(limits))
+        most = partial(blocks_for, LIMITS.max_len, spec.windows, LIMITS.block_size)
+        blocks = 2 * most() - 1 if tight else 4 * most(LIMITS.step_tokens)
+        states = 8 if spec.state_bytes else 0
+        limits = LIMITS._replace(num_blocks=blocks, vocab=spec.vocab, states=states, windows=spec.windows)
+        backend.reserve_kv(limits.num_blocks, limits.block_size, all_states(limits), spec.kv_groups)
         return Engine(backend, limits)
 
     return make
@@ -86,11 +90,30 @@ def test_a_prefix_that_is_reused(folder: Path, fresh: Make) -> None:
 def test_sequences_that_are_preempted(folder: Path, fresh: Make) -> None:
     with np.load(folder / "expected.npz") as file:
         tokens, scale = file["tokens"].tolist(), float(np.abs(file["logits"]).max())
-    prompts = [tokens[3 * i : 3 * i + 8 + 2 * i] for i in range(4)]
-    engine = fresh(num_blocks=16)
-    said, _ = answers(engine, *prompts, count=20)
+    prompts = [tokens[3 * i : 3 * i + 2 + i] for i in range(4)]  # short: windows keep longer ones from growing
+    engine = fresh(tight=True)
+    said, _ = answers(engine, *prompts, count=32)
     assert engine.stats().preemptions > 0
     for prompt, crowded in zip(prompts, said, strict=True):
-        [alone], _ = answers(fresh(), prompt, count=20)
+        [alone], _ = answers(fresh(), prompt, count=32)
         assert [one.token for one in crowded] == [one.token for one in alone]
         assert max(map(difference, crowded, alone)) < NEAR * scale
+
+
+def test_blocks_behind_a_window_are_freed_as_a_sequence_goes_on(folder: Path, fresh: Make) -> None:
+    windows = open_checkpoint(folder).spec.windows
+    engine = fresh()
+    with np.load(folder / "expected.npz") as file:
+        prompt = file["tokens"].tolist()[:20]
+    engine.add(Request(1, tuple(prompt), PARAMS, 28))
+    held = []  # blocks, after each step
+    while not engine.idle:
+        engine.step()
+        held.append(engine.stats().blocks_used)
+    answering = held[1:-1]  # the first step computes the prompt, and the last one's blocks are given back
+    assert len(answering) == 26
+    for tokens, used in enumerate(answering, len(prompt) + 1):
+        assert used <= blocks_for(tokens, windows, LIMITS.block_size)
+    assert all(window < 24 for window in windows)
+    whole = len(windows) * -(-47 // LIMITS.block_size)
+    assert held[-2] < whole if any(windows) else held[-2] == whole

@@ -13,16 +13,28 @@ import jsonschema
 import numpy as np
 import pytest
 
-from penstock.backend.base import Batch
+from penstock.backend.base import Batch, Bitmasks
 from penstock.backend.fake import FakeBackend
 from penstock.backend.sample import sample
 from penstock.core import check
 from penstock.engine import grammar as grammar_module
 from penstock.engine.engine import Engine
 from penstock.engine.grammar import Grammars
-from penstock.engine.thinking_budget import Thoughts
+from penstock.engine.thinking_budget import ThinkingBudget
 from penstock.errors import InvalidRequest
-from penstock.types import Aborted, Event, Failed, Finished, Grammar, Limits, Request, SamplingParams, Thinking, Tokens
+from penstock.types import (
+    Aborted,
+    Event,
+    Failed,
+    Finished,
+    Grammar,
+    Limits,
+    Request,
+    SamplingParams,
+    StepResult,
+    Thinking,
+    Tokens,
+)
 
 END, OPEN, CLOSE = 256, 257, 258
 LIMITS = Limits(max_len=512, max_rows=8, step_tokens=64, block_size=4, num_blocks=1024, vocab=260)
@@ -63,14 +75,13 @@ class Babble(FakeBackend):
         super().__init__(LIMITS.vocab)
         self._fond = favourite, fondness
 
-    def launch(self, batch: Batch) -> int:
+    def _compute(self, batch: Batch, masks: Bitmasks | None) -> StepResult:
         places = batch.positions[batch.sampled].tolist()
         logits = np.zeros((len(places), LIMITS.vocab))
         for row, place in zip(logits, places, strict=True):
             row += np.random.default_rng(place).normal(0, 3, LIMITS.vocab)
         logits[:, self._fond[0]] += self._fond[1]
-        self._results[batch.step] = sample(logits.astype(np.float32), batch)
-        return batch.step
+        return sample(logits.astype(np.float32), batch, masks)
 
 
 def engine(
@@ -221,14 +232,14 @@ def test_a_budget_ends_the_thinking(opens: int, kind: str) -> None:
     ],
 )
 def test_what_must_follow_the_thoughts(said: list[int], must: list[Any]) -> None:
-    thoughts = Thoughts(Thinking((7, 8), budget=3))
+    thoughts = ThinkingBudget(Thinking((7, 8), budget=3))
     assert [thoughts.take(token) for token in said] == must
-    assert not thoughts.going
+    assert not thoughts.active
 
 
 def test_what_is_not_sampled_has_no_logprobs() -> None:
     asked = request(1, Grammar("free", "", Thinking((CLOSE,), budget=3)), logprobs=2)
-    with pytest.raises(InvalidRequest, match="a budget for thinking and logprobs"):
+    with pytest.raises(InvalidRequest, match="logprobs cannot be given with a thinking budget"):
         engine().add(asked)
 
 
@@ -280,7 +291,7 @@ def test_nobody_waits_for_a_grammar_of_another() -> None:
 
 
 def test_a_grammar_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_module, "LIMIT", 0.01)
+    monkeypatch.setattr(grammar_module, "COMPILE_SECONDS", 0.01)
     gate = threading.Event()
     asked = engine(vocabulary=lambda: (gate.wait(30), Bytes())[1])
     asked.add(request(1, DATE))
@@ -292,7 +303,7 @@ def test_a_grammar_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_grammar_that_is_slow_to_follow_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_module, "SLOWEST", 0.0)
+    monkeypatch.setattr(grammar_module, "SLOWEST_MASK", 0.0)
     asked = engine()
     asked.add(request(1, DATE))
     (failed,) = drain(asked)
@@ -307,10 +318,30 @@ def test_the_same_grammar_is_compiled_once() -> None:
     assert asked.stats().grammars == 1
 
 
-def test_an_engine_without_a_vocabulary_says_so() -> None:
+def test_several_tokens_of_one_step_follow_the_grammar_together() -> None:
+    class Pairs(Babble):
+        """Answers two tokens a step, as verified drafts would: a digit, and a seven after it."""
+
+        def _compute(self, batch: Batch, masks: Bitmasks | None) -> StepResult:
+            result = super()._compute(batch, masks)
+            rows = [row._replace(tokens=(*row.tokens, ord("7"))) for row in result.rows]
+            return result._replace(rows=tuple(rows))
+
+    stepping = engine(Pairs())
+    stepping.add(request(1, Grammar("regex", "[0-9]{4}-[0-9]{2}")))
+    events = drain(stepping)
+    text = bytes(t for event in events if isinstance(event, Tokens) for t in event.tokens if t != END).decode()
+    assert re.fullmatch(r"\d7\d7-\d7", text)
+    end = events[-1]
+    assert isinstance(end, Finished)
+    assert end.report is not None
+    assert end.report.forced == 2  # the dash, and the end
+
+
+def test_an_engine_without_a_tokenizer_says_so() -> None:
     backend = Babble()
     backend.reserve_kv(LIMITS.num_blocks, LIMITS.block_size)
-    with pytest.raises(Exception, match="no vocabulary"):
+    with pytest.raises(Exception, match="started without a tokenizer"):
         Engine(backend, LIMITS).add(request(1, DATE))
 
 

@@ -100,10 +100,10 @@ class Short(FakeBackend):
         super().__init__(LIMITS.vocab)
         self.reserve_kv(LIMITS.num_blocks, LIMITS.block_size)
         self.steps = set(steps)
-        self.relieved = 0
+        self.freed = 0
 
-    def relieve(self) -> None:
-        self.relieved += 1
+    def free_memory(self) -> None:
+        self.freed += 1
 
     def launch(self, batch: Batch) -> Ticket:
         if batch.step in self.steps:
@@ -153,7 +153,7 @@ def test_a_step_without_memory_is_computed_again(step: int, depth: int) -> None:
     for id, prompt in prompts.items():
         assert told(events, id) == continuation(prompt, 5, LIMITS.vocab)
         assert (id, "length") in [event[:2] for event in events]
-    assert backend.relieved == 1
+    assert backend.freed == 1
     assert engine.stats().blocks_used == 0
 
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from penstock.backend.base import StoredAs
-from penstock.backend.ref.cases import random_tensor
 from penstock.config import Config
 from penstock.model.load import Checkpoint
+from penstock.model.random_tensor import random_tensor
 from penstock.model.roles import Role
 from penstock.model.spec import AttentionSpec, ExpertSpec, ModelSpec, RopeSpec
 from penstock.planning import calibration, forecast
@@ -92,7 +92,7 @@ def test_a_row_needs_some_of_the_experts() -> None:
     one = checkpoint(tied=True)
     expert = replace(one.tensors["layers.0.q"], role=Role.EXPERT_IN)
     tensors = {f"layers.0.experts.{i}.up": expert for i in range(4)}
-    spec = replace(one.spec, experts=ExpertSpec(count=4, chosen=1, hidden=64))
+    spec = replace(one.spec, experts=ExpertSpec(count=4, top_k=1, hidden=64))
     demand = demand_of(spec, tensors, StoredAs.in_file, kv_token=7)
     assert demand.loads == (Load("F16", 4 * 4096, share=0.25),)
 

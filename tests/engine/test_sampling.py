@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.backend.base import Batch, Floats
+from penstock.backend.base import Batch, Floats, LogitEdit
 from penstock.backend.sample import apply_edit, choose, sample
 from penstock.engine.sampling import Sampler, sample_rows
 from penstock.errors import InvalidRequest
@@ -34,8 +34,12 @@ def draw(row: Floats, draws: int, **params: Any) -> np.ndarray[Any, Any]:
 
 
 def edited(row: Floats, tokens: list[int], **params: Any) -> Floats:
-    who = sampler(**params)
-    return apply_edit(row, who.edit(tokens, len(tokens) - 1))
+    return after(row, sampler(**params).edit(tokens, len(tokens) - 1))
+
+
+def after(row: Floats, edit: LogitEdit | None) -> Floats:
+    assert edit is not None
+    return apply_edit(row, edit)
 
 
 def test_temperature_zero_takes_the_most_likely() -> None:
@@ -123,7 +127,7 @@ def test_penalties_grow_with_the_answer() -> None:
 
 def test_bias_adds_and_min_tokens_bans_the_end() -> None:
     row = np.zeros(VOCAB, np.float32)
-    result = apply_edit(row, sampler(frozenset({5}), min_tokens=2, logit_bias={7: 3.0}).edit(list(PROMPT), 2))
+    result = after(row, sampler(frozenset({5}), min_tokens=2, logit_bias={7: 3.0}).edit(list(PROMPT), 2))
     assert result[7] == 3.0
     assert result[5] == -np.inf
     late = sampler(frozenset({5}), min_tokens=2).edit([*PROMPT, 8, 8], 4)

@@ -12,10 +12,11 @@ import gguf
 import numpy as np
 import pytest
 
+from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.cpu import CpuBackend
 from penstock.backend.cpu._native import isas
 from penstock.backend.ref import RefBackend
-from penstock.backend.ref.batches import Chunk, blocks_for, greedy_batch, random_steps, with_groups
+from penstock.backend.ref.random_steps import blocks_for, random_steps, with_groups
 from penstock.model.dequantize import dequantize
 from penstock.model.load import load_model, load_text, open_checkpoint
 from penstock.model.tensor import FORMATS, Tensor

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.ref import RefBackend
-from penstock.backend.ref.batches import Chunk, greedy_batch
 from penstock.model.load import load_model, load_text, open_checkpoint
 
 

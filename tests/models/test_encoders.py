@@ -17,10 +17,10 @@ import pytest
 from safetensors.numpy import save_file
 
 from penstock import LLM
+from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.cpu import CpuBackend
 from penstock.backend.cpu._native import isas
 from penstock.backend.ref import RefBackend
-from penstock.backend.ref.batches import Chunk, greedy_batch
 from penstock.errors import ConfigError, ContextTooLong, InvalidRequest, MalformedFile, UnsupportedModel
 from penstock.model.dequantize import dequantize
 from penstock.model.load import Checkpoint, check_biases, load_model, open_checkpoint, read_config
@@ -129,8 +129,9 @@ def test_quantized_weights_find_their_rows_prepared():
 def test_layers_share_one_cache():
     checkpoint, backend = open_checkpoint(FILES["bert"]), loaded(RefBackend(), FILES["bert"])
     told = backend.footprint(checkpoint.spec, checkpoint.tensors.values()).kv_token
-    assert backend.kv_bytes_per_token() == told == 2 * 4 * 32
-    assert loaded(CpuBackend(1, kv="f32"), FILES["bert"]).kv_bytes_per_token() == 4 * 4 * (8 + 16)  # values are padded
+    assert backend.memory_needs().kv_bytes_per_token == told == 2 * 4 * 32
+    exact = loaded(CpuBackend(1, kv="f32"), FILES["bert"])
+    assert exact.memory_needs().kv_bytes_per_token == 4 * 4 * (8 + 16)  # values are padded
 
 
 # -- what cannot be asked -----------------------------------------------------------------------------------------
@@ -139,7 +140,7 @@ def test_layers_share_one_cache():
 def test_it_makes_no_text():
     with LLM(FILES["bert"], device="cpu", threads=1) as llm:
         for ask in (lambda: llm.generate("the"), lambda: llm.chat([{"role": "user", "content": "the"}])):
-            with pytest.raises(InvalidRequest, match="an encoder, which makes embeddings and no text"):
+            with pytest.raises(InvalidRequest, match="an encoder, which returns embeddings and no text"):
                 ask()
         with pytest.raises(InvalidRequest, match="makes embeddings and no text"):
             llm._engine.add(llm._pooled("the", None).request._replace(pooling=""))

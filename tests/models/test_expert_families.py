@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.ref import RefBackend
-from penstock.backend.ref.batches import Chunk, greedy_batch
 from penstock.errors import MalformedFile, UnsupportedModel
 from penstock.model.load import load_model, open_checkpoint, read_config
 from penstock.model.spec import ExpertSpec

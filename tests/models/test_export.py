@@ -99,7 +99,7 @@ def test_positions_that_an_encoder_uses(name: str, tmp_path: Path) -> None:
 def test_attention_in_odd_layers_is_refused() -> None:
     checkpoint = open_checkpoint(GOLDENS / "qwen35")
     odd = replace(checkpoint.spec, recurrent=frozenset((1, 2)))
-    with pytest.raises(UnsupportedModel, match=r"a GGUF file of qwen35 cannot say .* recurrent is"):
+    with pytest.raises(UnsupportedModel, match=r"a GGUF file of qwen35 cannot express .* recurrent is"):
         config_keys(ConfigReader(checkpoint.metadata, CONFIG), odd, {"token_embd.weight": checkpoint.tensors["embed"]})
 
 
@@ -169,7 +169,7 @@ def test_experts_published_in_four_bits_stay_so(to: str, tmp_path: Path) -> None
 
 def test_families_without_words_for_it_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(OWN, "llama")
-    with pytest.raises(UnsupportedModel, match="the family llama cannot be written as GGUF yet; qwen2"):
+    with pytest.raises(UnsupportedModel, match="the family llama cannot be written as GGUF yet; supported: qwen2"):
         export(GOLDENS / "tied", "f32", encode)
 
 
@@ -209,7 +209,7 @@ def test_windows_that_a_file_cannot_tell_of_are_refused(folder_with: Callable[..
         config |= {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
         config.pop("layer_types", None)
 
-    with pytest.raises(UnsupportedModel, match="a GGUF file of qwen2 cannot say"):
+    with pytest.raises(UnsupportedModel, match="a GGUF file of qwen2 cannot express"):
         export(folder_with("qwen2", windows), "q8_0", encode)
 
 
@@ -217,7 +217,7 @@ def test_windows_that_a_file_cannot_tell_of_are_refused(folder_with: Callable[..
     ("golden", "key", "value", "words"),
     [
         ("deepseek_v3", "rope_interleave", False, "rope_interleave = False"),
-        ("deepseek_v3", "rope_parameters.mscale", 2.0, "deepseek2 cannot say what config.json says: scale is 1.1"),
+        ("deepseek_v3", "rope_parameters.mscale", 2.0, "deepseek2 cannot express what config.json says: scale is 1.1"),
         ("gpt_oss", "layer_types", ["sliding_attention"] * 2, "layer_types .* every other layer"),
     ],
 )

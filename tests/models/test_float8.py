@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from penstock.backend.batches import greedy_batch
 from penstock.backend.cpu import CpuBackend
 from penstock.backend.cpu.weights import bf16_of
 from penstock.backend.ref import RefBackend
-from penstock.backend.ref.batches import blocks_for, greedy_batch, random_steps
+from penstock.backend.ref.random_steps import blocks_for, random_steps
 from penstock.errors import MalformedFile, UnsupportedModel
 from penstock.model.dequantize import dequantize
 from penstock.model.formats.fp8 import TABLES
@@ -124,7 +125,7 @@ def group(**weights: Any) -> dict[str, Any]:
         ("block", {"weight_block_size": None}, MalformedFile, r"fits neither the matrix"),
         ("channel", {"format": "marlin-24"}, UnsupportedModel, "format = 'marlin-24'"),
         ("channel", {"format": "pack-quantized"}, UnsupportedModel, "type = 'float'"),
-        ("channel", {"config_groups": {}}, UnsupportedModel, "share scales in 0 ways"),
+        ("channel", {"config_groups": {}}, UnsupportedModel, "describe 0 ways to quantize"),
         ("channel", {"config_groups": [1]}, MalformedFile, "config_groups"),
         ("channel", group(num_bits=4), UnsupportedModel, "num_bits = 4"),
         ("channel", group(type="int"), UnsupportedModel, "type = 'int'"),
@@ -145,7 +146,7 @@ Q = "model.layers.0.self_attn.q_proj.weight"
     ("edit", "message"),
     [
         (lambda header: header.pop(f"{Q}_scale"), r"q_proj\.weight' is stored as F8_E4M3 without a scale"),
-        (lambda header: header.pop(Q), "scales no matrix of 8 bits"),
+        (lambda header: header.pop(Q), "there is no FP8 matrix that it belongs to"),
         (lambda header: header[f"{Q}_scale"].update(dtype="F8_E4M3", shape=[2, 2]), "without a scale|fits neither"),
     ],
 )

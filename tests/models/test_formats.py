@@ -16,15 +16,16 @@ from zlib import crc32
 import numpy as np
 import pytest
 
+from penstock.backend.batches import greedy_batch
 from penstock.backend.cpu import CpuBackend
 from penstock.backend.cpu.weights import stored_as
 from penstock.backend.ref import RefBackend
-from penstock.backend.ref.batches import blocks_for, greedy_batch, random_steps
+from penstock.backend.ref.random_steps import blocks_for, random_steps
 from penstock.errors import MalformedFile, ModelError, UnsupportedModel
 from penstock.model.config_reader import ConfigReader
 from penstock.model.dequantize import dequantize
 from penstock.model.formats.checkpoint import weights_of
-from penstock.model.formats.rows import as_q8_0
+from penstock.model.formats.int8_rows import as_q8_0
 from penstock.model.load import load_model, open_checkpoint, read_safetensors_shards
 from penstock.model.open_files import read_json
 from penstock.model.safetensors import read_safetensors
@@ -207,7 +208,7 @@ def weights(**change: Any) -> Change:
         ("autoround-gptq", {"act_bits": 8}, UnsupportedModel, "act_bits = 8"),
         ("autoround-gptq", {"data_type": "mx_fp"}, UnsupportedModel, "data_type = 'mx_fp'"),
         ("int4", {"format": "marlin-24"}, UnsupportedModel, "format = 'marlin-24'"),
-        ("int4", {"config_groups": {}}, UnsupportedModel, "quantize in 0 ways"),
+        ("int4", {"config_groups": {}}, UnsupportedModel, "describe 0 ways to quantize"),
         ("int4", weights(num_bits=3), UnsupportedModel, "num_bits = 3"),
         ("int4", weights(strategy="block"), UnsupportedModel, "strategy = 'block'"),
         ("int4", weights(group_size=None), MalformedFile, "has no group_size"),
@@ -248,13 +249,13 @@ def shaped(name: str, *shape: int) -> Callable[[dict[str, Tensor]], Any]:
         ("awq", shaped("scales", 4, 32), "q_proj.scales' has shape"),
         ("awq", shaped("qzeros", 1, 16), "q_proj.qzeros' has shape"),
         ("awq", moved("scales", "qzeros"), "lacks"),
-        ("gptq-ordered", without("g_idx"), "has no g_idx, and desc_act"),
+        ("gptq-ordered", without("g_idx"), "has no g_idx, but desc_act"),
         ("int4", without("weight_shape"), "lacks .*weight_shape"),
         ("int4-zeros", shaped("weight_zero_point", 2, 8), "weight_zero_point' has shape"),
         ("nvfp4", shaped("weight_scale", 8, 32), "weight_scale' has shape"),
         ("mlx", shaped("biases", 32, 4), "biases' has shape"),
-        ("nf4", without("weight.quant_state.bitsandbytes__nf4"), "0 states of bitsandbytes"),
-        ("nf4", without("weight.nested_quant_map"), "nested_quant_map, which says how, is not there"),
+        ("nf4", without("weight.quant_state.bitsandbytes__nf4"), "0 quant_state tensors of bitsandbytes"),
+        ("nf4", without("weight.nested_quant_map"), "nested_quant_map, which says how, is missing"),
         ("nf4", shaped("weight.absmax", 8, 8), "absmax' has shape"),
         ("bytes", without("SCB", "weight_format"), "stored as I8; config.json does not say"),
         ("bytes", shaped("SCB", 8, 8), "SCB' has shape"),

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType, GGUFValueType
 
-from penstock.model import iquants
 from penstock.model.dequantize import LAYOUTS, VALUES, dequantize, layout_of
+from penstock.model.gguf import iquants
 from penstock.model.gguf.reader import read_gguf
 from penstock.model.tensor import FORMATS, INTEGERS, Tensor
 
@@ -98,7 +98,7 @@ def test_every_format_has_its_layout():
     formats = FORMATS | {"I8": INTEGERS["I8"]}
     assert {f.name: layout_of(f.name).itemsize for f in formats.values()} == {f.name: f.bytes for f in formats.values()}
     assert VALUES.keys() == LAYOUTS.keys()
-    assert iquants.RECODE.keys() == iquants.LAYOUTS.keys() == iquants.TABLES.keys() == iquants.FACTORS.keys()
+    assert iquants.SPLIT.keys() == iquants.LAYOUTS.keys() == iquants.TABLES.keys() == iquants.FACTORS.keys()
 
 
 def test_tensors_are_views_and_outlive_the_file(written):

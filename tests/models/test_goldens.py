@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.ref import RefBackend
-from penstock.backend.ref.batches import Chunk, blocks_for, greedy_batch, random_steps
+from penstock.backend.ref.random_steps import blocks_for, random_steps
 from penstock.model.load import load_model, open_checkpoint
 
 GOLDENS = Path(__file__).parent / "goldens"
@@ -114,12 +115,12 @@ def test_moved_blocks_are_read_where_they_are_now(backend, expected):
     tokens, logits = expected
     backend.reserve_kv(30, BLOCK_SIZE, SLOTS)
     backend.logits(greedy_batch([Chunk(tokens[:40], 0, range(10))]))
-    backend.move_blocks([(block, 29 - block) for block in range(10)])
+    backend.kv.copy_blocks([(block, 29 - block) for block in range(10)])
     got = backend.logits(greedy_batch([Chunk(tokens[40:], 40, [*range(29, 19, -1), 0, 1])]))
     assert np.abs(got - logits[40:]).max() < TOLERANCE
 
 
 def test_bytes_are_those_of_the_cache(backend, folder):
     spec = open_checkpoint(folder).spec
-    assert backend.kv_bytes_per_token() == 4 * spec.kv_layers * spec.attn.kv_values
-    assert backend.state_bytes() == spec.state_bytes
+    assert backend.memory_needs().kv_bytes_per_token == 4 * spec.kv_layers * spec.attn.kv_values
+    assert backend.memory_needs().state_bytes == spec.state_bytes

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from penstock.backend.base import StateMove
+from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.cpu import CpuBackend
 from penstock.backend.ref import RefBackend
-from penstock.backend.ref.batches import Chunk, greedy_batch
 from penstock.errors import MalformedFile, UnsupportedModel
 from penstock.model.load import load_model, open_checkpoint, read_config
 

@@ -234,7 +234,7 @@ def test_a_token_leaves_its_latents_alone(kv: str, per_layer: int) -> None:
     checkpoint = open_checkpoint(GOLDENS / "deepseek_v3")
     backend = CpuBackend(1, kv=kv)
     backend.load(load_model(checkpoint, backend))
-    assert backend.kv_bytes_per_token() == 2 * per_layer
+    assert backend.memory_needs().kv_bytes_per_token == 2 * per_layer
     assert backend.footprint(checkpoint.spec, checkpoint.tensors.values()).kv_token == 2 * per_layer
 
 

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from penstock.backend.batches import greedy_batch
 from penstock.backend.cpu import CpuBackend
 from penstock.backend.ref import RefBackend
-from penstock.backend.ref.batches import blocks_for, greedy_batch, random_steps
+from penstock.backend.ref.random_steps import blocks_for, random_steps
 from penstock.model.load import load_model, open_checkpoint
 
 FOLDER = Path(__file__).parent / "mxfp4"

@@ -65,7 +65,7 @@ def test_a_buffer_is_not_written_while_a_later_node_reads_it(path: Path, seed: i
 @every_model
 def test_the_cpu_backends_program_keeps_values_as_long_as_they_are_read(path: Path):
     backend = CpuBackend(1)
-    can = capabilities(backend._program)
+    can = capabilities(backend._first)
     execute(record(load_model(open_checkpoint(path), backend), can), can)
 
 

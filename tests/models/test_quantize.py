@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from penstock.backend.base import Footprint
+from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.cpu import CpuBackend, _native
 from penstock.backend.cpu.quantize import quantize as quantize_natively
 from penstock.backend.quantize_at_load import quantized
 from penstock.backend.ref import RefBackend
-from penstock.backend.ref.batches import Chunk, greedy_batch
 from penstock.config import Config
 from penstock.engine.build import build_engine
 from penstock.errors import ConfigError, MalformedFile

@@ -11,16 +11,18 @@ import numpy as np
 import pytest
 
 from penstock.backend.base import LAST_SAMPLED, Batch
+from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.cpu import CpuBackend
 from penstock.backend.cpu._native import Program, Weight, isas
 from penstock.backend.ref import RefBackend
 from penstock.backend.ref import ops as ref_ops
-from penstock.backend.ref.batches import Chunk, blocks_for, greedy_batch, random_steps
-from penstock.backend.ref.cases import BYTE, CASES, EXACT, FLOAT, Case, attention, difference, random_tensor, run
+from penstock.backend.ref.cases import BYTE, CASES, EXACT, FLOAT, Case, attention, difference, run
 from penstock.backend.ref.ops import RefOps
+from penstock.backend.ref.random_steps import blocks_for, random_steps
 from penstock.errors import ConfigError
 from penstock.model.dequantize import dequantize
 from penstock.model.families.llama import build
+from penstock.model.random_tensor import random_tensor
 from penstock.model.spec import KvGroup, ModelSpec
 from penstock.model.tensor import FORMATS
 
@@ -298,7 +300,7 @@ def test_moved_blocks_hold_what_they_held(block_size: int):
     wanted = logits_alone(backend, tokens, block_size)[-1]
     backend.reserve_kv(2 * blocks, block_size)
     backend.logits(greedy_batch([Chunk(tokens[:-1], 0, range(blocks))]))
-    backend.move_blocks([(block, 2 * blocks - 1 - block) for block in range(blocks)])
+    backend.kv.copy_blocks([(block, 2 * blocks - 1 - block) for block in range(blocks)])
     moved = range(2 * blocks - 1, blocks - 1, -1)
     assert np.array_equal(backend.logits(greedy_batch([Chunk(tokens[-1:], 39, moved)]))[0], wanted)
 
@@ -331,15 +333,15 @@ def test_exported_blocks_are_as_good_as_computed_ones(kv: str, block_size: int):
     wanted = logits_alone(first, tokens, block_size)[-1]
     first.logits(greedy_batch([Chunk(tokens[:-1], 0, range(blocks))]))
     second.reserve_kv(2 * blocks, block_size)
-    data = first._program.export_blocks(list(range(blocks)))
+    data = first.kv.export_blocks(list(range(blocks)))
     others = list(range(2 * blocks - 1, blocks - 1, -1))
-    second._program.import_blocks(others, data)
+    second.kv.import_blocks(others, data)
     assert np.array_equal(second.logits(greedy_batch([Chunk(tokens[-1:], 39, others)]))[0], wanted)
     for wrong in ([0], [2 * blocks], [-1]):
         with pytest.raises(ValueError, match=r"bytes|outside the KV cache"):
-            second._program.import_blocks(wrong, data[: len(data) // blocks] + b"x" * (wrong == [0]))
+            second.kv.import_blocks(wrong, data[: len(data) // blocks] + b"x" * (wrong == [0]))
     with pytest.raises(ValueError, match="outside the KV cache"):
-        second._program.export_blocks([2 * blocks])
+        second.kv.export_blocks([2 * blocks])
 
 
 def test_a_slot_that_sampled_nothing_has_no_last_token():
@@ -351,10 +353,10 @@ def test_a_slot_that_sampled_nothing_has_no_last_token():
 
 def test_kv_cost_is_what_the_spec_says():
     per_token = 2 * SPEC.layers * SPEC.attn.kv_width
-    assert loaded(CpuBackend(1)).kv_bytes_per_token() == 2 * per_token
-    assert loaded(CpuBackend(1, kv="f32")).kv_bytes_per_token() == 4 * per_token
+    assert loaded(CpuBackend(1)).memory_needs().kv_bytes_per_token == 2 * per_token
+    assert loaded(CpuBackend(1, kv="f32")).memory_needs().kv_bytes_per_token == 4 * per_token
     scales = 2 * SPEC.layers * SPEC.attn.kv_heads * 4
-    assert loaded(CpuBackend(1, kv="int8")).kv_bytes_per_token() == per_token + scales
+    assert loaded(CpuBackend(1, kv="int8")).memory_needs().kv_bytes_per_token == per_token + scales
 
 
 # ---- malformed input ----
@@ -406,7 +408,7 @@ def test_blocks_outside_the_cache_do_not_move():
     backend.reserve_kv(4, 16)
     for pair in [(0, 4), (-1, 0), (2**40, 0)]:
         with pytest.raises(ValueError, match="outside the KV cache"):
-            backend.move_blocks([pair])
+            backend.kv.copy_blocks([pair])
 
 
 @pytest.mark.parametrize(("blocks", "size"), [(0, 16), (16, 0), (2**31, 1), (2**20, 2**20)])

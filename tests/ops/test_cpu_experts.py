@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.cpu import CpuBackend
 from penstock.backend.cpu._native import Program, Weight, isas
-from penstock.backend.ref.batches import Chunk, greedy_batch
 from penstock.backend.ref.cases import BIASED_GROUPS, CLAMPED, OneOp, moe, pack
 from penstock.model.spec import ExpertSpec
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 
-from penstock.backend.base import Batch, Floats, LogitEdit, SampleRows
+from penstock.backend.base import NO_EDITS, Batch, Bitmasks, Floats, LogitEdit, LogitEdits, SampleRows
+from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.cpu import CpuBackend
 from penstock.backend.cpu._native import isas
-from penstock.backend.ref.batches import Chunk, greedy_batch
 from penstock.backend.sample import sample
 from penstock.model.tensor import FORMATS, Tensor
 from penstock.types import StepResult
@@ -38,10 +38,15 @@ def batch_of(rows: SampleRows) -> Batch:
     return replace(greedy_batch(chunks), sample=rows)
 
 
-def natively(logits: Floats, batch: Batch, threads: int = 2, isa: str = "auto") -> StepResult:
+def natively(
+    logits: Floats, batch: Batch, masks: Bitmasks | None = None, threads: int = 2, isa: str = "auto"
+) -> StepResult:
     backend = CpuBackend(threads, isa=isa)
     backend.load(Table(backend, logits))
-    return backend.wait(backend.launch(batch))
+    ticket = backend.launch(batch if masks is None else replace(batch, constrained=masks.rows))
+    if masks is not None:
+        backend.constrain(ticket, masks.words)
+    return backend.wait(ticket)
 
 
 def random_logits(rng: np.random.Generator, rows: int, vocab: int) -> Floats:
@@ -64,24 +69,22 @@ def random_edit(rng: np.random.Generator, vocab: int) -> LogitEdit | None:
         add_ids=ids[few // 2 : few].copy(),
         add_values=rng.normal(size=few - few // 2).astype(np.float32),
         ban=ids[: few // 3].copy(),
-        allow=random_mask(rng, vocab) if rng.random() < 0.5 else None,
     )
 
 
-class Words(NamedTuple):
-    """A mask that is there already."""
-
-    bits: Any
-
-    def words(self) -> Any:
-        return self.bits
+def random_edits(rng: np.random.Generator, rows: int, vocab: int) -> LogitEdits:
+    found = [(row, random_edit(rng, vocab)) for row in range(rows)]
+    return LogitEdits.of([(row, edit) for row, edit in found if edit is not None])
 
 
-def random_mask(rng: np.random.Generator, vocab: int) -> Words:
-    """Few tokens, half of them or most; whole words of either kind among them."""
-    allowed = rng.random(-(-vocab // 32) * 32) < rng.choice([0.01, 0.5, 0.99])
-    allowed.reshape(-1, 32)[:: rng.integers(2, 5)] = rng.random() < 0.5
-    return Words(np.packbits(allowed, bitorder="little").view(np.int32))
+def random_masks(rng: np.random.Generator, rows: int, vocab: int) -> Bitmasks:
+    """Masks the first row and a third of the others: few tokens, half or most, and whole words of either."""
+    constrained = np.flatnonzero((rng.random(rows) < 0.33) | (np.arange(rows) == 0)).astype(np.int32)
+    count = len(constrained)
+    allowed = rng.random((count, -(-vocab // 32) * 32)) < rng.choice([0.01, 0.5, 0.99], (count, 1))
+    for mask in allowed:
+        mask.reshape(-1, 32)[:: rng.integers(2, 5)] = rng.random() < 0.5
+    return Bitmasks(constrained, np.packbits(allowed, axis=1, bitorder="little").view(np.int32))
 
 
 def random_rows(rng: np.random.Generator, rows: int, vocab: int) -> SampleRows:
@@ -93,7 +96,7 @@ def random_rows(rng: np.random.Generator, rows: int, vocab: int) -> SampleRows:
         min_p=rng.choice([0, 0, 0.05, 0.5, 1], rows).astype(np.float32),
         seed=rng.integers(2**64, size=rows, dtype=np.uint64),
         logprobs=rng.choice([-1, 0, 5, 20], rows).astype(np.int32),
-        edits=tuple(random_edit(rng, vocab) for _ in range(rows)),
+        edits=random_edits(rng, rows, vocab),
     )
 
 
@@ -114,15 +117,16 @@ def test_the_reference_is_followed_to_the_token(vocab: int, isa: str):
     rows = 60 if vocab > 1000 else 300
     rng = np.random.default_rng(vocab)
     logits = random_logits(rng, rows, vocab)
-    batch = batch_of(random_rows(rng, rows, vocab))
+    batch, masks = batch_of(random_rows(rng, rows, vocab)), random_masks(rng, rows, vocab)
+    check_same(natively(logits, batch, masks, threads=3, isa=isa), sample(logits, batch, masks))
     check_same(natively(logits, batch, threads=3, isa=isa), sample(logits, batch))
 
 
 def test_a_large_vocabulary():
     rng = np.random.default_rng(3)
     logits = random_logits(rng, 6, 250_000)
-    batch = batch_of(random_rows(rng, 6, 250_000))
-    check_same(natively(logits, batch), sample(logits, batch))
+    batch, masks = batch_of(random_rows(rng, 6, 250_000)), random_masks(rng, 6, 250_000)
+    check_same(natively(logits, batch, masks), sample(logits, batch, masks))
 
 
 def test_the_first_of_equal_logits_is_the_most_likely():
@@ -144,18 +148,24 @@ def greedy() -> SampleRows:
     return greedy_batch([Chunk([0], 0, [0])]).sample
 
 
-EDIT = LogitEdit(ints(1), 1.5, ints(2), np.ones(1, np.float32), ints(3))
+EDIT = LogitEdits.of([(0, LogitEdit(ints(1), 1.5, ints(2), np.ones(1, np.float32), ints(3)))])
 BAD: dict[str, SampleRows] = {
     "target beyond the vocabulary": replace(greedy(), target=ints(50)),
     "a number missing": replace(greedy(), top_k=ints()),
     "a number too many": replace(greedy(), logprobs=ints(-1, -1)),
     "temperatures of another type": replace(greedy(), temperature=np.zeros(1, np.float64)),
     "seeds of another type": replace(greedy(), seed=ints(1)),
-    "an id beyond the vocabulary": replace(greedy(), edits=(replace(EDIT, seen=ints(50)),)),
-    "a negative id": replace(greedy(), edits=(replace(EDIT, ban=ints(-1)),)),
-    "values missing": replace(greedy(), edits=(replace(EDIT, add_ids=ints(2, 4)),)),
-    "an edit of no row": replace(greedy(), edits=(None, EDIT)),
-    "ids of another type": replace(greedy(), edits=(replace(EDIT, ban=np.zeros(1, np.int64)),)),
+    "an id beyond the vocabulary": replace(greedy(), edits=replace(EDIT, seen=ints(50))),
+    "a negative id": replace(greedy(), edits=replace(EDIT, ban=ints(-1))),
+    "values missing": replace(greedy(), edits=replace(EDIT, add_ids=ints(2, 4), add_start=ints(0, 2))),
+    "an edit of no row": replace(greedy(), edits=replace(EDIT, rows=ints(1))),
+    "a negative row": replace(greedy(), edits=replace(EDIT, rows=ints(-1))),
+    "ids of another type": replace(greedy(), edits=replace(EDIT, ban=np.zeros(1, np.int64))),
+    "a start missing": replace(greedy(), edits=replace(EDIT, seen_start=ints(0))),
+    "starts that decrease": replace(greedy(), edits=replace(EDIT, seen_start=ints(1, 1))),
+    "starts beyond the ids": replace(greedy(), edits=replace(EDIT, ban_start=ints(0, 2))),
+    "a penalty missing": replace(greedy(), edits=replace(EDIT, repetition=np.zeros(0, np.float32))),
+    "no starts at all": replace(greedy(), edits=replace(NO_EDITS, add_start=ints())),
 }
 
 
@@ -166,4 +176,29 @@ def test_malformed_draws_are_refused_and_harm_nothing(name: str):
     backend.load(Table(backend, logits))
     with pytest.raises((ValueError, TypeError)):
         backend.launch(replace(batch_of(greedy()), sample=BAD[name]))
+    assert backend.wait(backend.launch(batch_of(greedy()))).rows[0].tokens == (49,)
+
+
+MASK = np.full((1, 2), -1, np.int32)
+BAD_MASKS = {
+    "of no row": (ints(1), MASK),
+    "of a negative row": (ints(-1), MASK),
+    "too few": (ints(0), MASK[:0]),
+    "too many": (ints(0), np.concatenate([MASK, MASK])),
+    "two of one row": (ints(0, 0), np.concatenate([MASK, MASK])),
+    "too short": (ints(0), MASK[:, :1].copy()),
+    "of another type": (ints(0), MASK.astype(np.int64)),
+}
+
+
+@pytest.mark.parametrize("name", BAD_MASKS)
+def test_malformed_masks_are_refused_and_harm_nothing(name: str):
+    backend = CpuBackend(2)
+    backend.load(Table(backend, np.arange(50, dtype=np.float32)[None]))
+    rows, words = BAD_MASKS[name]
+    ticket = backend.launch(replace(batch_of(greedy()), constrained=rows))
+    with pytest.raises((ValueError, TypeError)):
+        backend.constrain(ticket, words)
+    with pytest.raises(ValueError, match="waits for no bitmasks"):
+        backend.constrain(ticket, MASK)
     assert backend.wait(backend.launch(batch_of(greedy()))).rows[0].tokens == (49,)

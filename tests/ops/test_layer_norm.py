@@ -7,10 +7,10 @@ import math
 import numpy as np
 import pytest
 
+from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.cpu import CpuBackend
 from penstock.backend.cpu._native import Program, Weight
 from penstock.backend.ref import cases
-from penstock.backend.ref.batches import Chunk, greedy_batch
 from penstock.backend.ref.ops import Cache, Matrix, RefOps
 
 

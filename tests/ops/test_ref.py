@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import ast
 import cmath
 import inspect
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+import penstock
+from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.ref import RefBackend, cases
-from penstock.backend.ref.batches import Chunk, blocks_for, greedy_batch, random_steps
 from penstock.backend.ref.ops import Cache, Matrix, RefOps, rotate
+from penstock.backend.ref.random_steps import blocks_for, random_steps
 from penstock.model import rope
 from penstock.model.dequantize import dequantize
 from penstock.model.ops import ExpertWeights, Ops
@@ -252,3 +256,15 @@ def test_sampled_rows_only(rng):
     assert batch.sample_start.tolist() == [0, 2, 2, 3]
     x = rng.normal(size=(9, 2)).astype(np.float32)
     assert np.array_equal(RefOps(replace(batch), Cache(3, 16)).take_sampled(x), x[[3, 4, 8]])
+
+
+def test_product_code_imports_no_generators_of_test_inputs():
+    generators = {f"penstock.backend.ref.{name}" for name in ("cases", "delta_cases", "random_steps")}
+    source = Path(penstock.__file__).parent
+    own = {source / f"{name.removeprefix('penstock.').replace('.', '/')}.py" for name in generators}
+    assert all(path.exists() for path in own)
+    for path in set(source.rglob("*.py")) - own:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                names = {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+                assert not names & generators, f"{path} imports a generator"

@@ -80,7 +80,7 @@ def test_too_long_a_text_is_refused_or_cut_before_what_closes_it(server: Any) ->
 def test_no_api_makes_it_speak(server: Any, path: str, body: dict[str, Any]) -> None:
     answer = server.post(path, model=MODEL, **body)
     assert answer.status_code == 400
-    assert "this model is an encoder, which makes embeddings and no text" in answer.text
+    assert "this model is an encoder, which returns embeddings and no text" in answer.text
 
 
 def test_it_says_what_it_can(server: Any) -> None:

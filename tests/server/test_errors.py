@@ -68,10 +68,10 @@ def refused(answer: httpx.Response, status: int = 400) -> dict[str, Any]:
         ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name", "missing"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}] * 129}, "tools", "128"),
         ({"tools": [{"type": "function", "function": {"name": "f", "strict": 1}}]}, "tools[0].function.strict", "bool"),
-        ({"tool_choice": "required"}, "tool_choice", "no tools"),
-        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "not among"),
+        ({"tool_choice": "required"}, "tool_choice", "tools is empty"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "not in tools"),
         ({"tool_choice": {"type": "custom"}}, "tool_choice", "not supported"),
-        ({"tools": [TOOL], "guided_regex": "a"}, "tools", "together"),
+        ({"tools": [TOOL], "guided_regex": "a"}, "tools", "cannot be combined"),
         ({"tool_choice": "sometimes"}, "tool_choice", "sometimes"),
         ({"chat_template_kwargs": {"mood": 1}}, "chat_template_kwargs.mood", "not supported"),
         ({"guided_json": []}, "guided_json", "got array"),
@@ -129,7 +129,7 @@ def test_chat_refuses_by_name(parrot: Any, fields: dict[str, Any], param: str, t
         ({"prompt": "a", "max_tokens": 0}, "max_tokens", "unless echo"),
         ({"prompt": "a", "max_tokens": 512}, "max_tokens", "together 513"),
         ({"prompt": "a", "messages": []}, "messages", "unknown field"),
-        ({"prompt": "x" * 512}, "prompt", "has 512 tokens and the model's context holds 512"),
+        ({"prompt": "x" * 512}, "prompt", "has 512 tokens; the context holds 512"),
         ({"prompt": ["a", "x" * 5000]}, "prompt", "has 5000 tokens"),
         ({"prompt": "x" * 513, "max_tokens": 0, "echo": True}, "prompt", "has 513 tokens"),
     ],
@@ -176,7 +176,7 @@ def test_a_bug_is_an_error_like_any_other(parrot: Any, monkeypatch: pytest.Monke
     def broken(*_: Any, **__: Any) -> None:
         raise RuntimeError("secret detail")
 
-    monkeypatch.setattr("penstock.server.openai.chat.ChatAnswer", broken)
+    monkeypatch.setattr("penstock.server.openai.chat.ChatWriter", broken)
     error = refused(parrot.post(CHAT, model=MODEL, **HELLO), 500)
     assert error["type"] == "server_error"
     assert "secret" not in error["message"]

@@ -11,7 +11,7 @@ from tests.server import toys
 
 MODEL = "toy/parrot"
 HONOURED = "honoured"
-NEUTRAL = "neutral"  # changes no answer
+NO_EFFECT = "no_effect"  # changes no answer
 SAID = [{"role": "user", "content": "[hi]"}]
 PREDICTED = {"type": "content", "content": "hi"}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -40,13 +40,13 @@ OPENAI: list[Row] = [
     ("service_tier", "priority", HONOURED),
     ("service_tier", "fast", HONOURED),
     ("service_tier", "gold", "invalid_type"),
-    ("prompt_cache_key", "k", NEUTRAL),
-    ("prompt_cache_retention", "24h", NEUTRAL),
-    ("prompt_cache_options", {"mode": "explicit"}, NEUTRAL),
-    ("safety_identifier", "s", NEUTRAL),
-    ("user", "u", NEUTRAL),
-    ("metadata", {"a": "b"}, NEUTRAL),
-    ("store", False, NEUTRAL),
+    ("prompt_cache_key", "k", NO_EFFECT),
+    ("prompt_cache_retention", "24h", NO_EFFECT),
+    ("prompt_cache_options", {"mode": "explicit"}, NO_EFFECT),
+    ("safety_identifier", "s", NO_EFFECT),
+    ("user", "u", NO_EFFECT),
+    ("metadata", {"a": "b"}, NO_EFFECT),
+    ("store", False, NO_EFFECT),
     ("store", True, UNSUPPORTED),
     ("top_k", 5, HONOURED),
     ("min_p", 0.1, HONOURED),
@@ -90,15 +90,15 @@ CHAT: list[Row] = [
     ("parallel_tool_calls", False, HONOURED),
     ("reasoning_effort", "none", HONOURED),
     ("reasoning_effort", "high", UNSUPPORTED),  # by a template that knows no efforts
-    ("verbosity", "medium", NEUTRAL),
+    ("verbosity", "medium", NO_EFFECT),
     ("verbosity", "low", UNSUPPORTED),
-    ("prediction", PREDICTED, NEUTRAL),
-    ("modalities", ["text"], NEUTRAL),
+    ("prediction", PREDICTED, NO_EFFECT),
+    ("modalities", ["text"], NO_EFFECT),
     ("modalities", ["text", "audio"], UNSUPPORTED),
     ("audio", {"voice": "alloy", "format": "wav"}, UNSUPPORTED),
     ("web_search_options", {}, UNSUPPORTED),
     ("functions", [{"name": "f"}], UNSUPPORTED),
-    ("function_call", "auto", NEUTRAL),
+    ("function_call", "auto", NO_EFFECT),
     ("chat_template_kwargs", {}, HONOURED),
     ("chat_template_kwargs", {"mood": 1}, UNSUPPORTED),
     ("messages", [{"role": "developer", "content": "x"}, *SAID], HONOURED),
@@ -117,7 +117,7 @@ COMPLETIONS: list[Row] = [
     ("echo", True, HONOURED),
     ("logprobs", 2, HONOURED),
     ("best_of", 3, HONOURED),
-    ("suffix", "", NEUTRAL),
+    ("suffix", "", NO_EFFECT),
     ("suffix", "end", UNSUPPORTED),
 ]
 FAILS = "invalid_request_error"
@@ -144,12 +144,12 @@ ANTHROPIC: list[Row] = [
     ("temperature", 0.5, HONOURED),
     ("top_p", 0.5, HONOURED),
     ("top_k", 5, HONOURED),
-    ("metadata", {"user_id": "u"}, NEUTRAL),
-    ("cache_control", {"type": "ephemeral"}, NEUTRAL),
-    ("service_tier", "auto", NEUTRAL),
-    ("service_tier", "standard_only", NEUTRAL),
+    ("metadata", {"user_id": "u"}, NO_EFFECT),
+    ("cache_control", {"type": "ephemeral"}, NO_EFFECT),
+    ("service_tier", "auto", NO_EFFECT),
+    ("service_tier", "standard_only", NO_EFFECT),
     ("service_tier", "gold", FAILS),
-    ("speed", "standard", NEUTRAL),
+    ("speed", "standard", NO_EFFECT),
     ("speed", "fast", FAILS),
     ("container", "c", FAILS),
     ("mcp_servers", [{"type": "url"}], FAILS),
@@ -167,51 +167,51 @@ OPTIONS: list[Row] = [
     ("top_k", 5, HONOURED),
     ("top_p", 0.5, HONOURED),
     ("min_p", 0.1, HONOURED),
-    ("typical_p", 1, NEUTRAL),
+    ("typical_p", 1, NO_EFFECT),
     ("typical_p", 0.5, FAILS),
-    ("repeat_last_n", 64, NEUTRAL),  # without a penalty
+    ("repeat_last_n", 64, NO_EFFECT),  # without a penalty
     ("repeat_penalty", 1.1, HONOURED),
     ("presence_penalty", 0.5, HONOURED),
     ("frequency_penalty", 0.5, HONOURED),
     ("stop", ["x"], HONOURED),
     ("mirostat", 1, FAILS),
-    *((name, 1, NEUTRAL) for name in ("num_keep", "num_gpu", "num_thread", "num_batch", "main_gpu")),
-    ("use_mmap", True, NEUTRAL),
-    ("draft_num_predict", 4, NEUTRAL),
+    *((name, 1, NO_EFFECT) for name in ("num_keep", "num_gpu", "num_thread", "num_batch", "main_gpu")),
+    ("use_mmap", True, NO_EFFECT),
+    ("draft_num_predict", 4, NO_EFFECT),
     ("no_such_option", 1, FAILS),
 ]
 OLLAMA: list[Row] = [
     *((f"options.{name}", value, told) for name, value, told in OPTIONS),
-    ("format", "", NEUTRAL),
+    ("format", "", NO_EFFECT),
     ("format", "json", FAILS),  # the toy has no grammars
     ("format", {"type": "object"}, FAILS),
     ("think", False, HONOURED),
     ("think", True, FAILS),  # the toy does not think
     ("think", "low", FAILS),
     ("logprobs", True, HONOURED),
-    ("truncate", True, NEUTRAL),
-    ("shift", True, NEUTRAL),
-    ("keep_alive", "5m", NEUTRAL),
-    ("keep_alive", -1, NEUTRAL),
+    ("truncate", True, NO_EFFECT),
+    ("shift", True, NO_EFFECT),
+    ("keep_alive", "5m", NO_EFFECT),
+    ("keep_alive", -1, NO_EFFECT),
     ("penstock", True, HONOURED),
     ("no_such_field", 1, FAILS),
 ]
 OLLAMA_CHAT: list[Row] = [
     *OLLAMA,
     ("tools", [TOOL], HONOURED),
-    ("messages", [SAID[0] | {"images": []}], NEUTRAL),
+    ("messages", [SAID[0] | {"images": []}], NO_EFFECT),
     ("messages", [SAID[0] | {"images": ["aGk="]}], FAILS),
 ]
 OLLAMA_GENERATE: list[Row] = [
     *OLLAMA,
     ("raw", True, HONOURED),
     ("system", "s", HONOURED),
-    ("suffix", "", NEUTRAL),
+    ("suffix", "", NO_EFFECT),
     ("suffix", "end", FAILS),
     ("template", "{{ .Prompt }}", HONOURED),
     ("template", "{{ call .Prompt }}", FAILS),
     ("template", "{{ range .Messages }}{{ end }}", FAILS),
-    ("keep_alive", 0, NEUTRAL),
+    ("keep_alive", 0, NO_EFFECT),
     ("images", ["aGk="], FAILS),
     ("context", [1, 2], FAILS),
 ]
@@ -223,13 +223,13 @@ def ids(rows: list[Row]) -> list[str]:
 
 def check(answer: Any, field: str, told: str) -> None:
     """What is refused says which field it is about; what is not refused is answered."""
-    if told in (HONOURED, NEUTRAL):
+    if told in (HONOURED, NO_EFFECT):
         assert answer.status_code == 200, answer.text
         return
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
     message = error if isinstance(error, str) else error["message"]
-    if "has no vocabulary" in message:
+    if "started without a tokenizer" in message:
         return  # for a grammar that the field stands for
     assert field in message or field == error["param"].partition("[")[0]
     if told != FAILS:

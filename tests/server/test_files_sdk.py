@@ -96,8 +96,8 @@ END = b"--cut--\r\n"
     [
         (FILE + END, "'purpose' is missing"),
         (PURPOSE + END, "no part named 'file'"),
-        (PURPOSE + FILE, "cut off"),
-        (b"", "cut off"),
+        (PURPOSE + FILE, "incomplete"),
+        (b"", "incomplete"),
         (PURPOSE + FILE + FILE + END, "two parts named 'file'"),
         (PURPOSE + PURPOSE + FILE + END, "two parts named 'purpose'"),
         (DISPOSITION % (b"purpose", b"mischief") + FILE + END, "purpose"),
@@ -153,13 +153,13 @@ def test_uploads_are_bounded(serve: Any, toy_text: Any, tmp_path: Path) -> None:
             sdk.files.create(file=b"x" * 3_000_001, purpose="batch")
         assert long.value.status_code == 413
         first = sdk.files.create(file=b"x" * 3_000_000, purpose="batch")
-        with pytest.raises(openai.BadRequestError, match="at most 4000000 are kept") as full:
+        with pytest.raises(openai.BadRequestError, match="the limit is 4000000") as full:
             sdk.files.create(file=b"x" * 1_500_000, purpose="batch")
         assert full.value.code == "storage_full"
         sdk.files.delete(first.id)
         for _ in range(3):
             sdk.files.create(file=b"x", purpose="batch")
-        with pytest.raises(openai.BadRequestError, match="at most 3 are kept"):
+        with pytest.raises(openai.BadRequestError, match="the limit is 3"):
             sdk.files.create(file=b"x", purpose="batch")
         assert len(list((tmp_path / "data" / "files").iterdir())) == 3
 
@@ -190,7 +190,7 @@ def test_by_default_each_model_has_a_folder_beside_the_models(tmp_path: Path, mo
     async def scenario() -> None:
         archive = Archive(Space(), "../toy/parrot")
         assert not archive.used
-        assert await archive.do(file_records.held) == (0, 0)
+        assert await archive.do(file_records.usage) == (0, 0)
         await archive.close()
 
     asyncio.run(scenario())

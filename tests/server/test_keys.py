@@ -303,10 +303,11 @@ def test_an_allowance_fills_with_time_and_never_above_its_limit(monkeypatch: pyt
 def test_a_limit_that_changes_begins_anew_and_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     Clock(monkeypatch)
     key = Key(name="x", sha256="0" * 64, created=now(), requests_per_minute=5, tokens_per_minute=100)
-    account = Account(key)
+    account = Account("x")
+    account.apply_limits(key)
     account.begin()
     account.charge("prompt", 30)
-    account.follow(Key(name="x", sha256="0" * 64, created=now(), requests_per_minute=9, tokens_per_minute=100))
+    account.apply_limits(Key(name="x", sha256="0" * 64, created=now(), requests_per_minute=9, tokens_per_minute=100))
     told = dict(account.headers())
     assert told[b"x-ratelimit-remaining-requests"] == b"9"
     assert told[b"x-ratelimit-remaining-tokens"] == b"70"
@@ -368,7 +369,7 @@ def test_a_file_that_goes_wrong_leaves_the_keys_as_they_were(tmp_path: Path, cap
     ring = Keyring(file)
     file.write_text("{")
     assert ring.find([secret.encode()]) == keys[0]
-    assert "not a file of keys" in caplog.text
+    assert "not a key file" in caplog.text
     file.unlink()
     assert ring.find([secret.encode()]) == keys[0]
     with pytest.raises(ConfigError, match="penstock keys add"):

@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import gettempdir
 from typing import Any
@@ -27,9 +27,9 @@ from penstock.errors import ConfigError, ContextTooLong, Overloaded
 from penstock.ipc.inprocess import InProcessClient
 from penstock.server.access import bounds, guard, protocol
 from penstock.server.access.guard import Rules, check
+from penstock.server.access.in_flight import Admission, requests_in_flight
 from penstock.server.ollama import pulls
-from penstock.server.served_model import Line, Served
-from penstock.server.telemetry.metrics import Metrics
+from penstock.server.request_context import RequestContext
 from penstock.text.template import Template
 from tests.server import toys
 from tests.server.conftest import WAIT, Server, serving
@@ -143,14 +143,9 @@ def told(wire: socket.socket) -> bytes:
     return said
 
 
-@pytest.fixture
-def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guard, "BODY_SECONDS", 0.1)
-    monkeypatch.setattr(protocol, "HEAD_SECONDS", 0.1)
-
-
 @pytest.mark.parametrize("path", [b"/v1/chat/completions", b"/v1/messages", b"/api/chat"])
-def test_a_body_that_does_not_come_is_given_up(parrot: Server, hasty: None, path: bytes) -> None:
+def test_a_body_that_does_not_come_is_given_up(parrot: Server, monkeypatch: pytest.MonkeyPatch, path: bytes) -> None:
+    monkeypatch.setattr(guard, "BODY_SECONDS", 0.1)
     with raw(parrot) as wire:
         wire.sendall(b"POST " + path + b' HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{"mod')
         said = told(wire)
@@ -158,20 +153,30 @@ def test_a_body_that_does_not_come_is_given_up(parrot: Server, hasty: None, path
     assert b"too slowly" in said
 
 
-def test_a_head_that_does_not_come_is_given_up(parrot: Server, hasty: None) -> None:
+def test_a_connection_that_says_nothing_is_closed(parrot: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "IDLE_SECONDS", 0.1)
     with raw(parrot) as wire:
         assert told(wire) == b""
+
+
+def test_a_head_that_does_not_come_is_given_up(parrot: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "HEAD_SECONDS", 0.1)
     with raw(parrot) as wire:
         wire.sendall(b"GET /health HTTP/1.1\r\nhost")
         assert told(wire).startswith(b"HTTP/1.1 408 ")
 
 
-def test_a_body_that_no_one_waits_for_does_not_hold_the_connection(parrot: Server, hasty: None) -> None:
+def test_a_body_that_no_one_waits_for_does_not_hold_the_connection(
+    parrot: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(protocol, "HEAD_SECONDS", 0.1)
     with raw(parrot) as wire:
         wire.sendall(b"POST /nothing HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n")
         said = wire.recv(2**16)
-        wire.sendall(b"x")
-        assert (said + told(wire)).startswith(b"HTTP/1.1 404 ")
+        with suppress(ConnectionError):  # of a connection that is closed already
+            wire.sendall(b"x")
+            said += told(wire)
+    assert said.startswith(b"HTTP/1.1 404 ")
 
 
 def test_headers_after_the_body_have_a_bound(parrot: Server) -> None:
@@ -186,7 +191,8 @@ def test_headers_after_the_body_have_a_bound(parrot: Server) -> None:
     assert parrot.http.post(CHAT, content=chunks).status_code == 200
 
 
-def test_a_slow_head_after_a_request_is_given_up_too(parrot: Server, hasty: None) -> None:
+def test_a_slow_head_after_a_request_is_given_up_too(parrot: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "HEAD_SECONDS", 0.1)
     with raw(parrot) as wire:
         wire.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\nGET /health HT")
         said = told(wire)
@@ -249,11 +255,7 @@ def test_a_reader_who_does_not_read_is_left(parrot: Server, monkeypatch: pytest.
 def narrow() -> Iterator[Server]:
     """Computes one request at once and lets one wait."""
 
-    def open_narrow() -> Any:
-        limits = toys.LIMITS._replace(max_len=4096, num_blocks=4096, max_rows=1)
-        return toys.Engine(toys.Parrot(limits, pace=0.002), limits)
-
-    client = InProcessClient(open_narrow, "parrot")
+    client = InProcessClient(lambda: toys.open_paced_parrot(0.002, max_rows=1), "parrot")
     with serving(client, toys.ToyText(), MODEL, rules=Rules(max_waiting=1)) as server:
         yield server
 
@@ -273,7 +275,7 @@ def test_more_than_may_wait_are_refused_in_every_dialect(narrow: Server) -> None
     with pytest.raises(anthropic.APIStatusError) as theirs:
         client.messages.create(model="claude-x", max_tokens=5, messages=HELLO)
     assert theirs.value.status_code == 529
-    with pytest.raises(ollama.ResponseError, match="as many as may be") as third:
+    with pytest.raises(ollama.ResponseError, match="requests in flight") as third:
         ollama.Client(host=narrow.url).chat(MODEL, HELLO)
     assert third.value.status_code == 503
     assert sdk.models.list().data  # reading does not wait
@@ -286,25 +288,41 @@ def test_more_than_may_wait_are_refused_in_every_dialect(narrow: Server) -> None
 def test_every_choice_takes_a_place(narrow: Server) -> None:
     sdk = narrow.sdk()
     assert len(sdk.chat.completions.create(model=MODEL, messages=HELLO, n=2).choices) == 2
-    with pytest.raises(openai.InternalServerError, match="as many as may be"):
+    with pytest.raises(openai.InternalServerError, match="requests in flight"):
         sdk.chat.completions.create(model=MODEL, messages=HELLO, n=3)
-    with pytest.raises(openai.InternalServerError, match="as many as may be"):
+    with pytest.raises(openai.InternalServerError, match="requests in flight"):
         sdk.chat.completions.create(model=MODEL, messages=HELLO, n=3, stream=True)
     narrow.until_idle()
     assert narrow.client.stats.blocks_used == 0
 
 
-def test_what_waits_by_itself_takes_no_place(parrot: Server) -> None:
-    line = Line(0)
-    served = Served(parrot.client, toys.ToyText(), MODEL, 0, Metrics(parrot.client, MODEL), line=line)
-    with ExitStack() as taken:
-        for _ in range(toys.LIMITS.max_rows):
-            taken.enter_context(served.place())
-        with pytest.raises(Overloaded), served.place():
+def test_an_answer_uses_its_requests_place_and_others_take_their_own(parrot: Server) -> None:
+    in_flight = requests_in_flight(parrot.client, 0)
+    admissions = [Admission(in_flight) for _ in range(toys.LIMITS.max_rows)]
+    for admission in admissions[1:]:
+        admission.open()
+    first = admissions[0]
+    first.open()
+    with first.answer():
+        assert in_flight.count == toys.LIMITS.max_rows
+        with pytest.raises(Overloaded, match="16 requests in flight"), first.answer():
             pass
-        with served._replace(line=None).place():
-            assert line.taken == toys.LIMITS.max_rows
-    assert line.taken == 0
+        with pytest.raises(Overloaded):
+            Admission(in_flight).open()
+        admissions[1].close()
+        with first.answer():
+            assert in_flight.count == toys.LIMITS.max_rows
+        first.close()  # the answer outlives its request and keeps the place
+        assert in_flight.count == toys.LIMITS.max_rows - 1
+    assert in_flight.count == toys.LIMITS.max_rows - 2
+    for admission in admissions:
+        admission.close()
+    assert in_flight.count == 0
+
+
+def test_background_requests_take_no_place() -> None:
+    with RequestContext(background=True).answer():
+        pass
 
 
 def test_bodies_together_have_a_bound(parrot: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,7 +348,7 @@ def test_a_model_is_pulled_once_however_many_ask_and_few_at_once(
     assert [next(each).status for each in pulled] == ["pulling manifest"] * 3
     others = [client.pull(f"hf.co/a/{n}", stream=True) for n in range(pulls.MAX_PULLS - 1)]
     assert [next(each).status for each in others] == ["pulling manifest"] * len(others)
-    with pytest.raises(ollama.ResponseError, match="try again later") as caught:
+    with pytest.raises(ollama.ResponseError, match="Retry when one is done") as caught:
         next(client.pull("hf.co/a/more", stream=True))
     assert caught.value.status_code == 503
     go.set()

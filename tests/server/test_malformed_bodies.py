@@ -28,14 +28,18 @@ CONNECTIONS = 12
 BATCH = 25  # requests sent before an answer is read
 SLOW = 16  # connections that say a byte now and then
 GROWTH = 32  # MB that a server may keep of it all
-WAIT = 30.0
+WAIT = 300.0  # seconds after which something hangs: much longer than a busy machine takes
 
-SERVE = """
+# The server is patient here, so that a busy machine's clients are not cut off for being slow: test_limits tests that.
+SERVE = f"""
 import toys
 from penstock.config import Config
 from penstock.ipc.spawn import ProcessClient
-from penstock.server import serve
+from penstock.server import app, serve
+from penstock.server.access import guard, protocol
 
+app.IDLE_SECONDS = protocol.IDLE_SECONDS = protocol.HEAD_SECONDS = protocol.STALLED_SECONDS = {WAIT}
+guard.BODY_SECONDS = {WAIT}
 serve(ProcessClient(Config(model="parrot"), toys.HOST), toys.ToyText, "toy/parrot", "127.0.0.1", 0)
 """
 

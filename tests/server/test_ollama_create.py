@@ -230,8 +230,8 @@ def test_async_making(parrot: Any) -> None:
         ({"model": "smollm2"}, "cannot name a model"),
         ({"model": "hf:a/b"}, "cannot name a model"),
         ({"model": ""}, "cannot name a model"),
-        ({"model": MODEL}, "was not made here"),
-        ({"from": None}, "`from` another or of `files`"),
+        ({"model": MODEL}, "is not derived"),
+        ({"from": None}, "send `from` or `files`"),
         ({"quantize": "q4_K_M"}, "quantize is not supported"),
         ({"adapters": {"a": "sha256:00"}}, "adapters is not supported"),
         ({"template": "{{ range .Messages }}{{ end }}"}, r"template: .*range .Messages.* is not understood"),
@@ -242,7 +242,7 @@ def test_async_making(parrot: Any) -> None:
         ({"system": "x" * 2**20}, "at most 1048576 are kept"),
         ({"from": None, "files": {"a.gguf": "sha256:00"}}, "is no digest"),
         ({"from": None, "files": {"a.gguf": digest_of(b"a")}}, "upload it to /api/blobs/sha256:"),
-        ({"files": {"a.gguf": digest_of(b"a")}}, "there is no `from`"),
+        ({"files": {"a.gguf": digest_of(b"a")}}, "no `from` beside it"),
         ({"from": None, "files": {"a": "b", "c": "d"}}, "got 2 files"),
         ({"modelfile": "FROM x"}, "unknown field 'modelfile'"),
     ],
@@ -346,9 +346,9 @@ def test_a_suffix_is_honoured_where_there_are_tokens_for_it(serve: Callable[...,
         texts = [choice["text"] for choice in server.post("/v1/completions", **asked).json()["choices"]]
         assert texts == ["bcd", "bcd"]
         echo = server.post("/v1/completions", **asked, echo=True).json()["error"]
-        assert (echo["param"], "no place beside it" in echo["message"]) == ("suffix", True)
+        assert (echo["param"], "cannot be combined" in echo["message"]) == ("suffix", True)
         for field in ("system", "template"):
-            with pytest.raises(ollama.ResponseError, match=f"suffix: {field} has no place beside it"):
+            with pytest.raises(ollama.ResponseError, match=f"suffix cannot be combined with {field}"):
                 client.generate(MODEL, "x", suffix="y", **{field: "{{ .Prompt }}"})  # type: ignore[call-overload]
 
 

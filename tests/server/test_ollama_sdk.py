@@ -22,7 +22,7 @@ MODEL = "toy/parrot"
 
 @cache
 def opened(url: str) -> ollama.Client:
-    return ollama.Client(url, timeout=30.0)
+    return ollama.Client(url, timeout=120.0)
 
 
 def sdk(server: Any) -> ollama.Client:
@@ -161,7 +161,7 @@ TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": 
 @pytest.mark.parametrize(
     ("fields", "told"),
     [
-        ({"options": {"num_ctx": 4096}}, "num_ctx is 4096 and the context holds 512"),
+        ({"options": {"num_ctx": 4096}}, "num_ctx is 4096, but .* context of 512 tokens"),
         ({"options": {"temperature": -1}}, "temperature must be between"),
         ({"options": {"mirostat": 1}}, "options.mirostat is not supported"),
         ({"options": {"repeat_penalty": 1.2, "repeat_last_n": 64}}, "options.repeat_last_n"),

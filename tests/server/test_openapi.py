@@ -12,16 +12,16 @@ from starlette.applications import Starlette
 
 from penstock.server import app, bodies
 from penstock.server.openai import files
-from penstock.server.openapi import Spoken
+from penstock.server.openapi import DocumentedRoute
 from penstock.server.responses import fields as responses_fields
 
 
 @pytest.fixture
-def routes(monkeypatch: pytest.MonkeyPatch, toy_text: Any) -> list[Spoken]:
+def routes(monkeypatch: pytest.MonkeyPatch, toy_text: Any) -> list[DocumentedRoute]:
     """Those of an application, whatever is around it."""
-    found: list[Spoken] = []
+    found: list[DocumentedRoute] = []
 
-    def starlette(routes: list[Spoken], **rest: Any) -> Starlette:
+    def starlette(routes: list[DocumentedRoute], **rest: Any) -> Starlette:
         found.extend(routes)
         return Starlette(routes=routes, **rest)
 
@@ -41,7 +41,7 @@ def operations(document: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, A
             yield method.upper(), path, operation
 
 
-def test_every_route_is_documented_and_nothing_else(routes: list[Spoken], document: dict[str, Any]) -> None:
+def test_every_route_is_documented_and_nothing_else(routes: list[DocumentedRoute], document: dict[str, Any]) -> None:
     assert {(method, path) for method, path, _ in operations(document)} == {
         (route.method, route.path_format) for route in routes
     }
@@ -56,14 +56,14 @@ def test_every_documented_route_answers(parrot: Any, document: dict[str, Any]) -
 
 
 def test_bodies_are_documented_as_they_are_read(
-    parrot: Any, routes: list[Spoken], monkeypatch: pytest.MonkeyPatch
+    parrot: Any, routes: list[DocumentedRoute], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[Any] = []
 
-    def reading(given: Any, kind: Any, neutral: Any, where: str = "", **how: Any) -> Any:
+    def reading(context: Any, given: Any, kind: Any, no_effect: Any, where: str = "", **how: Any) -> Any:
         if not where:
-            read.append((kind, neutral))
-        return read_object(given, kind, neutral, where, **how)
+            read.append((kind, no_effect))
+        return read_object(context, given, kind, no_effect, where, **how)
 
     read_object = bodies.read_object
     for module in (bodies, files, responses_fields):
@@ -71,8 +71,8 @@ def test_bodies_are_documented_as_they_are_read(
     for route in routes:
         read.clear()
         parrot.http.request(route.method, route.path_format, content=b"{}")
-        takes, neutral, *_, query = route.operation
-        told = [] if isinstance(takes, str | None) else [(takes, neutral)]
+        takes, no_effect, *_, query = route.operation
+        told = [] if isinstance(takes, str | None) else [(takes, no_effect)]
         assert read == (told if query is None else [(query, {})]), route.path
 
 
@@ -86,13 +86,13 @@ def test_schemas_are_schemas_and_references_lead_to_them(document: dict[str, Any
 
 
 def test_what_is_within_a_body_is_described(document: dict[str, Any]) -> None:
-    """An assistant's calls in OpenAI's chat are three objects deep; neutral fields are there with their values."""
+    """An assistant's calls in OpenAI's chat are three objects deep; fields without effect have their values."""
     schemas = document["components"]["schemas"]
-    body = schemas["openai.chat.Chat"]
+    body = schemas["ChatBody"]
     assert body["properties"]["user"] == {}
     assert body["properties"]["store"] == {"enum": [False, None]}
     assert body["additionalProperties"] is False
-    assert body["properties"]["messages"]["items"] == {"$ref": "#/components/schemas/openai.chat.Message"}
+    assert body["properties"]["messages"]["items"] == {"$ref": "#/components/schemas/ChatMessage"}
     validator = jsonschema.Draft202012Validator({"components": {"schemas": schemas}, **body})
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     asked = {"model": "m", "messages": [{"role": "assistant", "tool_calls": [call]}]}

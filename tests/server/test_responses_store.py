@@ -10,17 +10,19 @@ import pytest
 from penstock.errors import InvalidRequest, NotFound
 from penstock.server.responses.items import (
     InputText,
-    Message,
+    MessageItem,
     OutputText,
     ReasoningSettings,
-    Response,
+    ResponseObject,
     TextSettings,
 )
-from penstock.server.responses.store import Kept, ResponseStore
+from penstock.server.responses.store import ResponseStore, StoredResponse
 
 
-def kept(id: str, previous: str | None = None, said: str = "a", status: str = "completed", busy: bool = False) -> Kept:
-    response = Response(
+def kept(
+    id: str, previous: str | None = None, said: str = "a", status: str = "completed", busy: bool = False
+) -> StoredResponse:
+    response = ResponseObject(
         id=id,
         created_at=0,
         status=status,
@@ -29,7 +31,7 @@ def kept(id: str, previous: str | None = None, said: str = "a", status: str = "c
         max_output_tokens=None,
         metadata={},
         model="toy",
-        output=[Message(f"out {id}", "assistant", [OutputText(said)])],
+        output=[MessageItem(f"out {id}", "assistant", [OutputText(said)])],
         parallel_tool_calls=True,
         previous_response_id=previous,
         prompt_cache_key=None,
@@ -44,8 +46,8 @@ def kept(id: str, previous: str | None = None, said: str = "a", status: str = "c
         top_p=1.0,
         user=None,
     )
-    job: Any = SimpleNamespace(done=not busy, told=[])
-    return Kept(response, [Message(f"in {id}", "user", [InputText(said)])], job)
+    job: Any = SimpleNamespace(done=not busy, events=[])
+    return StoredResponse(response, [MessageItem(f"in {id}", "user", [InputText(said)])], job)
 
 
 def there(store: ResponseStore, *ids: str) -> list[str]:
@@ -60,7 +62,7 @@ def there(store: ResponseStore, *ids: str) -> list[str]:
 
 
 def test_the_longest_unused_gives_way() -> None:
-    store = ResponseStore(most=3)
+    store = ResponseStore(max_responses=3)
     for id in "abc":
         store.put(kept(id))
     store.get("a")
@@ -70,7 +72,7 @@ def test_the_longest_unused_gives_way() -> None:
 
 def test_bytes_are_bounded_too_and_given_back() -> None:
     size = kept("a", said="x" * 10_000).size
-    store = ResponseStore(most_bytes=int(2.5 * size))
+    store = ResponseStore(max_bytes=int(2.5 * size))
     for id in "ab":
         store.put(kept(id, said="x" * 10_000))
     store.put(kept("b", said="x" * 10_000))  # as it has become: not counted twice
@@ -85,7 +87,7 @@ def test_bytes_are_bounded_too_and_given_back() -> None:
 
 
 def test_what_is_worked_on_stays() -> None:
-    store = ResponseStore(most=2)
+    store = ResponseStore(max_responses=2)
     store.put(kept("a", busy=True))
     for id in "bcd":
         store.put(kept(id))
@@ -93,7 +95,7 @@ def test_what_is_worked_on_stays() -> None:
 
 
 def test_a_conversation_is_used_as_a_whole() -> None:
-    store = ResponseStore(most=4)
+    store = ResponseStore(max_responses=4)
     for id, previous in (("a", None), ("b", "a"), ("x", None), ("c", "b")):
         store.put(kept(id, previous))
     assert [item.id for item in store.conversation("c")] == ["in a", "out a", "in b", "out b", "in c", "out c"]

@@ -13,7 +13,8 @@ from hypothesis import given, strategies
 from penstock.errors import EngineUnavailable, InvalidRequest, PenstockError, StepFailed
 from penstock.ipc.inprocess import InProcessClient
 from penstock.server.chat.stream import deltas, together
-from penstock.server.served_model import Served
+from penstock.server.request_context import RequestContext
+from penstock.server.served_model import ServedModel
 from penstock.server.telemetry.metrics import Metrics
 from penstock.text import Delta
 from penstock.types import Aborted, Event, Failed, Finished, Request, SamplingParams, Stats, TokenLogprob, Tokens
@@ -25,7 +26,7 @@ class Script:
 
     hello = None
     restarts = 0
-    trouble = ""
+    unavailable_reason = ""
     stats = Stats()
 
     def __init__(self, steps: list[list[Event]]) -> None:
@@ -42,8 +43,8 @@ class Script:
             self.left = told < len(self.steps)
 
 
-def served(client: Any) -> Served:
-    return Served(client, toys.ToyText(), "toy", 0, Metrics(client, "toy"))  # type: ignore[arg-type]
+def served(client: Any) -> ServedModel:
+    return ServedModel(client, toys.ToyText(), "toy", 0, Metrics(client, "toy"))  # type: ignore[arg-type]
 
 
 def said(steps: list[list[Event]], **sampling: Any) -> tuple[list[Delta], Script]:
@@ -51,7 +52,7 @@ def said(steps: list[list[Event]], **sampling: Any) -> tuple[list[Delta], Script
     request = Request(1, (1,), SamplingParams(**sampling), 100)
 
     async def collect() -> list[Delta]:
-        return [delta async for _, delta in deltas(served(script), request)]
+        return [delta async for _, delta in deltas(served(script), RequestContext(), request)]
 
     return asyncio.run(collect()), script
 
@@ -111,7 +112,7 @@ def test_when_one_choice_fails_the_others_are_left() -> None:
     request = Request(1, (1,), SamplingParams(), 100)
 
     async def collect() -> None:
-        async for _ in together([deltas(served(script), request) for script in scripts]):
+        async for _ in together([deltas(served(script), RequestContext(), request) for script in scripts]):
             pass
 
     with pytest.raises(PenstockError, match="oops"):

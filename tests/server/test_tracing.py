@@ -26,7 +26,8 @@ from penstock.config import Config
 from penstock.errors import ConfigError
 from penstock.ipc.inprocess import InProcessClient
 from penstock.ipc.spawn import ProcessClient
-from penstock.server.telemetry.metrics import Watch
+from penstock.server.request_context import RequestContext
+from penstock.server.telemetry.metrics import RequestTimer
 from penstock.server.telemetry.tracing import Traces, traces_to
 from penstock.types import Request, SamplingParams
 from tests.server import toys
@@ -142,7 +143,7 @@ def test_what_was_refused_failed_or_left(traced: Traced) -> None:
     (refused,) = traced.spans(1)
     assert (refused.attributes or {})["error.type"] == "404"
     assert "gen_ai.usage.input_tokens" not in (refused.attributes or {})
-    stream = traced.server.sdk().completions.create(model=MODEL, prompt="[*abc]", max_tokens=4000, stream=True)
+    stream = traced.server.sdk().completions.create(model=MODEL, prompt="[*abc]", max_tokens=30_000, stream=True)
     next(stream)
     stream.close()
     (left,) = traced.spans(1)
@@ -156,7 +157,7 @@ def test_what_was_refused_failed_or_left(traced: Traced) -> None:
 def test_an_engine_that_dies_is_an_error(serve: Callable[..., Any]) -> None:
     traces, kept = open_traces()
     with serve(ProcessClient(Config(model="parrot"), toys.HOST, ()), toys.ToyText(), MODEL, traces=traces) as server:
-        stream = server.sdk().completions.create(model=MODEL, prompt="[*abc]", max_tokens=4000, stream=True)
+        stream = server.sdk().completions.create(model=MODEL, prompt="[*abc]", max_tokens=30_000, stream=True)
         next(stream)
         os.kill(server.get("/health").json()["engine"]["pid"], signal.SIGKILL)
         with pytest.raises(Exception, match="killed"):
@@ -177,13 +178,13 @@ def test_what_goes_on_alone_has_a_span_of_its_own() -> None:
     class Listeners:
         listeners: list[Any] = []  # noqa: RUF012
 
-        def end(self, ended: Any) -> None:
-            for hear in self.listeners:
-                hear(ended)
+        def end(self, context: Any, finished: Any) -> None:
+            for listener in self.listeners:
+                listener(context, finished)
 
     metrics: Any = Listeners()
     traces.around(None, metrics, "m")  # type: ignore[arg-type]
-    with Watch(metrics, Request(1, (1, 2), SamplingParams(), 4)):
+    with RequestTimer(metrics, RequestContext(), Request(1, (1, 2), SamplingParams(), 4)):
         pass
     (span,) = kept.get_finished_spans()
     assert (span.name, span.kind) == ("chat m", SpanKind.INTERNAL)

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.backend.base import Batch
+from penstock.backend.base import Batch, Ints
 from penstock.backend.pooling import Pools
 from penstock.engine.engine import Engine
 from penstock.ipc.host import host
@@ -25,6 +25,7 @@ from penstock.text.tool_formats import PLAIN, Format, family_of
 from penstock.types import Limits, RowResult, StepResult, TokenLogprob
 
 END = 256
+ENDLESS = 2**15  # tokens: no test waits for so many
 LIMITS = Limits(max_len=512, max_rows=16, step_tokens=64, block_size=16, num_blocks=256, vocab=257, dim=8)
 
 
@@ -117,7 +118,7 @@ class Parrot:
         self._pools = Pools()
         self._results: dict[int, StepResult] = {}
 
-    def settle(self) -> bool:
+    def prepare_in_idle(self) -> bool:
         return False
 
     def launch(self, batch: Batch) -> int:
@@ -126,6 +127,9 @@ class Parrot:
         result = StepResult(batch.step, rows)
         self._results[batch.step] = self._pools.answer(batch, result, lambda first, last: states[first:last])
         return batch.step
+
+    def constrain(self, ticket: int, words: Ints) -> None:
+        """Does nothing: what it is told to say is what the grammar asks for."""
 
     def wait(self, ticket: int) -> StepResult:
         time.sleep(self._pace)
@@ -160,9 +164,14 @@ def open_parrot() -> Engine:
 
 
 def open_slow_parrot() -> Engine:
-    """Takes two milliseconds a step and has a long breath, so that there is a middle of a stream."""
-    limits = LIMITS._replace(max_len=4096, num_blocks=4096)
-    return Engine(Parrot(limits, pace=0.002), limits)  # type: ignore[arg-type]
+    """Takes two milliseconds a step, and a minute for an answer without end: there is a middle of a stream."""
+    return open_paced_parrot(0.002)
+
+
+def open_paced_parrot(pace: float, **limits: int) -> Engine:
+    """Takes `pace` seconds a step."""
+    paced = LIMITS._replace(**{"max_len": ENDLESS, "num_blocks": 4 * ENDLESS // LIMITS.block_size, **limits})
+    return Engine(Parrot(paced, pace), paced)  # type: ignore[arg-type]
 
 
 HOST = (sys.executable, __file__)

@@ -1,4 +1,4 @@
-"""Whatever computes. `base` is the seam; each folder beside it is one way to do the work."""
+"""Opens what computes. `base` is the seam; each folder beside it is one way to do the work."""
 
 from __future__ import annotations
 
@@ -7,88 +7,92 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from penstock.backend.base import Backend
-from penstock.config import Config, available_threads
+from penstock.config import Config, Device, available_threads
 from penstock.errors import ConfigError
 
-NVIDIA = Path("/dev/nvidiactl")  # there where a driver is
-DEVICES = ("auto", "cpu", "cuda", "ref")
-QUANTIZATIONS = {  # what plain weights can become at load, and take less memory
+NVIDIA = Path("/dev/nvidiactl")  # exists where a driver is loaded
+QUANTIZATIONS = {  # what plain weights can become at load, to take less memory
     "cpu": ("q8_0", "q4_k", "int4"),
     "cuda": ("q8_0", "q4_k", "fp8", "int4"),
 }
 
 
-def settle(config: Config, float8: bool = False, whole: int = 0) -> Config:
-    """The device named, and steps of the sizes that suit it, and weights that are `float8` or become it, where none are
-    given. `whole`: tokens of the longest prompt of a model that takes prompts in one step; it keeps no KV, so what it
-    has for the step is as exact as the device computes."""
-    device = config.device
-    if device == "auto":
-        device = "cuda" if has_cuda() else "cpu"
-    rows, tokens, mixed = (256, 2048, 384) if device == "cuda" else (64, 512, 192)
-    if device == "cuda" and (float8 or config.quantize == "fp8"):
-        mixed = 640  # takes no longer than 384 tokens with weights of 16 bits
+def resolve_defaults(config: Config, float8: bool = False, whole: int = 0) -> Config:
+    """Returns the config with its device named and with step sizes that suit the device, where none are given.
+
+    `float8`: the checkpoint's weights are FP8. `whole`: for a model that computes each prompt in one step, the tokens
+    of its longest prompt; such a model keeps no KV between steps, so its KV is as exact as the device computes.
+    """
+    device = Device.parse(config.device)
+    if device.kind == "auto":
+        device = Device("cuda" if has_cuda() else "cpu")
+        config = replace(config, device=device.kind)
+    rows, tokens, budget = (256, 2048, 384) if device.kind == "cuda" else (64, 512, 192)
+    if device.kind == "cuda" and (float8 or config.quantize == "fp8"):
+        budget = 640  # takes no longer than 384 tokens with weights of 16 bits
     return replace(
         config,
-        device=device,
         max_rows=config.max_rows or rows,
         step_tokens=config.step_tokens or max(tokens, config.max_len or whole if whole else 0),
-        prefill_budget=config.prefill_budget or mixed,
-        kv="f32" if whole and (device, config.kv) == ("cpu", "auto") else config.kv,
+        prefill_budget=config.prefill_budget or budget,
+        kv="f32" if whole and (device.kind, config.kv) == ("cpu", "auto") else config.kv,
     )
 
 
 def open_backend(config: Config) -> Backend:
-    """What computes for this config, which is settled."""
-    device = config.device
+    """Returns the backend for a config that `resolve_defaults` has completed."""
+    device = Device.parse(config.device)
     check_quantize(config)
-    if device == "cuda":
-        return open_cuda(config)
-    if device == "cpu":
+    if device.kind == "cuda":
+        return open_cuda(config, device)
+    if device.kind == "cpu":
         from penstock.backend.cpu import CpuBackend
 
         return CpuBackend(threads=config.threads or available_threads(), kv=config.kv)
-    if device == "ref":
+    if device.kind == "ref":
         from penstock.backend.ref import RefBackend
 
         if config.kv not in ("auto", "f32"):
-            raise ConfigError(f"the reference keeps its KV cache as f32; got {config.kv!r}")
+            raise ConfigError(f"the reference keeps its KV cache as f32; got {config.kv!r}: leave out --kv")
         return RefBackend()
-    raise ConfigError(f"unknown device {device!r}: use one of {', '.join(DEVICES)}")
+    raise ConfigError(f"device {config.device!r} is not decided yet: resolve_defaults comes first")
 
 
 def check_quantize(config: Config) -> None:
-    known = QUANTIZATIONS.get(config.device, QUANTIZATIONS["cpu"])
+    """Raises ConfigError if the config's device cannot compute with the weights that it asks for."""
+    known = QUANTIZATIONS.get(Device.parse(config.device).kind, QUANTIZATIONS["cpu"])
     if config.quantize == "fp8" and "fp8" not in known:
-        raise ConfigError("fp8 needs a GPU, whose units multiply it: on a CPU q8_0 takes as little memory and is finer")
+        raise ConfigError("fp8 needs a GPU that multiplies it: on a CPU, q8_0 takes as little memory and is finer")
     if config.quantize and config.quantize not in known:
         raise ConfigError(f"weights can be quantized to {', '.join(known)}; got {config.quantize!r}")
 
 
 def recoded_to(config: Config) -> str:
-    """The format that plain weights have when this config's backend gets them; empty: their own."""
-    if config.quantize == "int4" and config.device != "cuda":
+    """Returns the format that plain weights have when this config's backend gets them; empty: their own."""
+    if config.quantize == "int4" and Device.parse(config.device).kind != "cuda":
         return "Q4_1"
     return config.quantize.upper() if config.quantize in ("q8_0", "q4_k") else ""
 
 
 def has_cuda() -> bool:
-    """Whether a GPU and what it needs are there, and work together."""
+    """Returns True if there is a GPU that torch and triton can use."""
     if not NVIDIA.exists() or find_spec("torch") is None or find_spec("triton") is None:
         return False
-    from penstock.backend.availability import cuda_trouble
+    from penstock.backend.availability import why_no_cuda
 
-    return not cuda_trouble()
+    return not why_no_cuda()
 
 
-def open_cuda(config: Config) -> Backend:
+def open_cuda(config: Config, device: Device) -> Backend:
+    """Returns the CUDA backend on the GPU with the device's index; raises ConfigError if that cannot be used."""
     if find_spec("torch") is None or find_spec("triton") is None:
-        raise ConfigError("device cuda needs torch and triton: pip install 'penstock[cuda]'")
+        raise ConfigError(f"device {device} needs torch and triton: pip install 'penstock[cuda]'")
     from penstock.backend.cuda import CudaBackend
 
     return CudaBackend(
         config.step_tokens,
         config.max_rows,
+        device=str(device),
         prefill_budget=config.prefill_budget,
         quantize="" if recoded_to(config) else config.quantize,
         kv=config.kv,

@@ -1,4 +1,4 @@
-"""A GPU that cannot be used, and why."""
+"""Finds out why a GPU that is there cannot be used."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 
-def cuda_trouble() -> str:
-    """Why torch cannot use the GPU that is there; told, because then the CPU computes."""
+def why_no_cuda() -> str:
+    """Returns why torch cannot use the GPU, and logs it because the CPU computes then; empty if torch can."""
     spec = find_spec("torch")
     assert spec is not None
     assert spec.origin is not None
-    trouble = ""
+    reason = ""
     if runpy.run_path(str(Path(spec.origin).with_name("version.py"))).get("cuda") is None:
-        trouble = "this torch was built without CUDA"  # known without importing it, which takes seconds
+        reason = "this torch was built without CUDA"  # known without importing it, which takes seconds
     else:
-        from penstock.backend.cuda import finds_gpu
+        from penstock.backend.cuda import gpu_count
 
-        if not finds_gpu():
-            trouble = "torch finds none it can use: `nvidia-smi` may say why"
-    if trouble:
-        log.warning("there is an NVIDIA GPU, but %s; the CPU computes (--device cuda makes this an error)", trouble)
-    return trouble
+        if not gpu_count():
+            reason = "torch finds none it can use: `nvidia-smi` may say why"
+    if reason:
+        log.warning("there is an NVIDIA GPU, but %s; the CPU computes (--device cuda makes this an error)", reason)
+    return reason

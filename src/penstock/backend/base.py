@@ -1,9 +1,9 @@
-"""The seam between the engine and whatever computes: a batch of arrays in, a step's result out."""
+"""Defines the seam between the engine and a backend: a batch of arrays goes in, the result of a step comes out."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple, Protocol
 
@@ -22,8 +22,83 @@ LAST_SAMPLED = -1  # in Batch.tokens: the token this row's slot sampled in the s
 
 
 @dataclass(frozen=True, slots=True)
+class LogitEdit:
+    """Holds the changes to one row of logits, applied in this order: repetition, then add, then ban."""
+
+    seen: Ints  # distinct tokens of prompt and answer
+    repetition: float  # logits of `seen` above 0 are divided by it, below 0 multiplied
+    add_ids: Ints  # logits[add_ids] += add_values: biases, presence and frequency penalties
+    add_values: Floats
+    ban: Ints  # logits[ban] = -inf
+
+
+@dataclass(frozen=True, slots=True)
+class LogitEdits:
+    """Holds the edits of E of a step's S positions as flat arrays: edit e has seen[seen_start[e] : seen_start[e + 1]],
+    and so on."""
+
+    rows: Ints  # [E] indices into S, ascending
+    repetition: Floats  # [E]
+    seen: Ints
+    seen_start: Ints  # [E + 1]
+    add_ids: Ints
+    add_values: Floats
+    add_start: Ints  # [E + 1]
+    ban: Ints
+    ban_start: Ints  # [E + 1]
+
+    @classmethod
+    def of(cls, edits: Sequence[tuple[int, LogitEdit]]) -> LogitEdits:
+        """Packs (position, edit) pairs, whose positions ascend."""
+        if not edits:
+            return NO_EDITS
+        changes = [edit for _, edit in edits]
+        return cls(
+            np.array([row for row, _ in edits], np.int32),
+            np.array([edit.repetition for edit in changes], np.float32),
+            *_ragged([edit.seen for edit in changes]),
+            np.concatenate([edit.add_ids for edit in changes]),
+            *_ragged([edit.add_values for edit in changes]),
+            *_ragged([edit.ban for edit in changes]),
+        )
+
+    def edit(self, e: int) -> LogitEdit:
+        """Returns edit e by itself."""
+        added = slice(*self.add_start[e : e + 2])
+        return LogitEdit(
+            self.seen[slice(*self.seen_start[e : e + 2])],
+            float(self.repetition[e]),
+            self.add_ids[added],
+            self.add_values[added],
+            self.ban[slice(*self.ban_start[e : e + 2])],
+        )
+
+    def between(self, first: int, last: int) -> LogitEdits:
+        """Returns the edits of positions first:last, counted from `first`."""
+        chosen = range(*np.searchsorted(self.rows, (first, last)))
+        return LogitEdits.of([(int(self.rows[e]) - first, self.edit(e)) for e in chosen])
+
+
+def _ragged(arrays: Sequence[NDArray[Any]]) -> tuple[NDArray[Any], Ints]:
+    """Returns the arrays one after the other, and where each begins."""
+    return np.concatenate(arrays), np.cumsum([0, *map(len, arrays)], dtype=np.int32)
+
+
+def no_ints() -> Ints:
+    return np.zeros(0, np.int32)
+
+
+def _no_edits() -> LogitEdits:
+    none, start = no_ints(), np.zeros(1, np.int32)
+    return LogitEdits(none, none.view(np.float32), none, start, none, none.view(np.float32), start, none, start)
+
+
+NO_EDITS = _no_edits()
+
+
+@dataclass(frozen=True, slots=True)
 class SampleRows:
-    """How to answer each of the S positions whose logits are wanted."""
+    """Says how to answer each of the S positions whose logits are wanted."""
 
     target: Ints  # [S] -1: sample; else score this known token and sample nothing
     temperature: Floats  # [S] 0: greedy
@@ -32,31 +107,23 @@ class SampleRows:
     min_p: Floats  # [S]
     seed: NDArray[np.uint64]  # [S] already mixed with the position: one number decides one draw
     logprobs: Ints  # [S] -1: none; else how many alternatives
-    edits: tuple[LogitEdit | None, ...]  # [S] penalties, biases and bans, for the rows that have any
+    edits: LogitEdits = NO_EDITS  # penalties, biases and bans, for the positions that have any
 
 
-class Mask(Protocol):
-    """The tokens that a grammar allows. A backend that computes beside the host asks for it last: it is worked out when
-    it is asked for, once."""
+class Bitmasks(NamedTuple):
+    """Says which tokens grammars allow at C of a step's S positions; logits of all others become -inf, after edits."""
 
-    def words(self) -> Ints:
-        """A bit for each token of the vocabulary: [ceil(vocab / 32)], the lowest bit first."""
+    rows: Ints  # [C] indices into S, ascending: see Batch.constrained
+    words: Ints  # [C, ceil(vocab / 32)] a bit for each token, the lowest bit first
 
-
-@dataclass(frozen=True, slots=True)
-class LogitEdit:
-    """Changes to one row of logits, applied in this order: repetition, then add, then ban, then allow."""
-
-    seen: Ints  # distinct tokens of prompt and answer
-    repetition: float  # logits of `seen` above 0 are divided by it, below 0 multiplied
-    add_ids: Ints  # logits[add_ids] += add_values: biases, presence and frequency penalties
-    add_values: Floats
-    ban: Ints  # logits[ban] = -inf
-    allow: Mask | None = None  # logits of all other tokens = -inf
+    def between(self, first: int, last: int) -> Bitmasks:
+        """Returns the masks of positions first:last, counted from `first`."""
+        chosen = slice(*np.searchsorted(self.rows, (first, last)))
+        return Bitmasks(self.rows[chosen] - np.int32(first), self.words[chosen])
 
 
 class Pool(NamedTuple):
-    """Hidden states that are added up for a row: those of its tokens[first:last]."""
+    """Asks for the hidden states of a row's tokens[first:last] to be added up."""
 
     row: int
     first: int
@@ -66,28 +133,30 @@ class Pool(NamedTuple):
 
 
 class StateMove(NamedTuple):
-    """A row whose state (of models that have any) begins elsewhere than where it stands, or is saved. No state is both
-    begun with and saved to in one step."""
+    """Says that a row's recurrent state begins elsewhere than in its slot, or is saved. No state is both begun with and
+    saved to in one step."""
 
     row: int
     begin: int  # the state that it begins with; -1: its slot's own
     save: int  # the state that its own is copied to; -1: none
-    after: int  # so many of its tokens
+    after: int  # how many of the row's tokens the saved state covers
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step as arrays. R rows, T tokens, S sampled positions."""
+    """Describes one step as arrays and plain numbers: R rows, T tokens, S sampled positions, G KV layer groups. It
+    holds no object, so it can be sent to another process (codec.py)."""
 
     step: int
     tokens: Ints  # [T]
     positions: Ints  # [T]
     row_start: Ints  # [R + 1] row r owns tokens[row_start[r]:row_start[r + 1]]
-    slots: Ints  # [R] the row's place for life: its state, for one; at position 0 that is nothing yet
-    tables: Ints  # [G, R, W] block ids by KV layer group; entries behind a window or past a row's context are undefined
+    slots: Ints  # [R] the row's place for life: its recurrent state, for one; at position 0 that is nothing yet
+    tables: Ints  # [G, R, W] block ids; entries behind a group's window or past a row's context are undefined
     sampled: Ints  # [S] indices into tokens, ascending
     sample_start: Ints  # [R + 1] row r owns sampled[sample_start[r]:sample_start[r + 1]]
     sample: SampleRows
+    constrained: Ints = field(default_factory=no_ints)  # [C] indices into S, ascending, whose token a grammar restricts
     pools: tuple[Pool, ...] = ()
     moves: tuple[StateMove, ...] = ()
     program: int = 0  # which of the loaded programs runs
@@ -110,7 +179,7 @@ class StoredAs(NamedTuple):
 
 
 class Footprint(NamedTuple):
-    """What a model will take on a device, in bytes."""
+    """Predicts what a model will take on a device, in bytes."""
 
     device: str  # its name
     total: int
@@ -119,17 +188,26 @@ class Footprint(NamedTuple):
     workspace: int  # for the largest step
     reserve: int  # for what is not counted
     kv_token: int  # one token in the cache
-    state: int = 0  # one sequence's, besides its tokens
+    state: int = 0  # one sequence's recurrent state, besides its tokens
 
     @classmethod
     def on_host(cls, weights: int, kv_token: int, state: int = 0) -> Footprint:
-        """In this machine's own memory, of which the cache takes a quarter of what weights leave."""
+        """Returns the footprint in this machine's own memory, of which the cache takes a quarter of what weights
+        leave."""
         free = available_memory()
         return cls("this machine", total_memory(), free, weights, 0, max(free - weights, 0) * 3 // 4, kv_token, state)
 
 
+class MemoryNeeds(NamedTuple):
+    """States what the loaded programs need, in bytes, and how much memory their KV cache may take."""
+
+    kv_bytes_per_token: int  # keys and values of one token, in all layers of all programs
+    state_bytes: int  # one sequence's recurrent state; 0 for models that have none
+    kv_memory: int  # for the cache and the states, where nobody says how much
+
+
 class Model(Protocol):
-    """A packed model: see model/families/llama.py."""
+    """Runs the forward pass of a packed model on any backend's ops: see model/families/llama.py."""
 
     def forward(self, ops: Any) -> Any: ...
 
@@ -137,68 +215,101 @@ class Model(Protocol):
 Ticket = int
 
 
-class Backend(Protocol):
-    """Steps run in the order they were launched; what a launched step reads was written by those before it."""
-
-    name: str  # of what computes
-    depth: int  # steps that it pays to have in flight while the next one is planned
+class WeightPacker(Protocol):
+    """Turns tensors into weights in the layout that a backend computes with."""
 
     def pack_matrix(self, parts: Sequence[Tensor], bias: Sequence[Tensor | None]) -> Any:
-        """One weight [out, in] made of parts stacked along `out`, in the layout this backend computes with."""
+        """Returns one weight [out, in] made of parts stacked along `out`."""
 
     def pack_vector(self, tensor: Tensor) -> Any: ...
 
     def pack_experts(self, up: Sequence[Stack], down: Sequence[Stack], choice_bias: Tensor | None) -> Any:
-        """The matrices of each expert, `up` of two parts (a gate and what it gates), and what is added to the scores
-        that choose among them."""
+        """Returns the matrices of each expert, `up` of two parts (a gate and what it gates), and what is added to the
+        router logits that choose among them."""
 
     def pack_heads(self, tensor: Tensor) -> Any:
-        """A matrix for each head: [heads, out, in]."""
-
-    def load(self, model: Model) -> None:
-        """Takes the packed model and gets ready to run its forward pass."""
+        """Returns a matrix for each head: [heads, out, in]."""
 
     def stored_as(self, tensor: Tensor) -> StoredAs:
         """Returns the format that packing would store the tensor in."""
 
-    def footprint(self, spec: ModelSpec, tensors: Iterable[Tensor]) -> Footprint:
-        """Told before anything is loaded."""
 
-    def kv_bytes_per_token(self) -> int:
-        """What one token costs in the cache reserve_kv would make."""
+class Runner(Protocol):
+    """Runs batches. Steps run in the order they were launched; what a launched step reads was written by those before.
 
-    def kv_memory(self) -> int:
-        """Bytes that the cache may take where nobody says how many."""
+    Several programs (a draft and a target, an encoder and a decoder) can be loaded. Every program has KV arrays of its
+    own for the same block ids, and recurrent states and last sampled tokens of its own for the same slots.
+    """
 
-    def state_bytes(self) -> int:
-        """What the state of one sequence costs; 0 for models that have none."""
+    def load(self, model: Model, program: int = 0) -> None:
+        """Takes a packed model and gets ready to run its forward pass for batches with this program number. All
+        programs are loaded before `reserve_kv`."""
 
     def reserve_kv(self, num_blocks: int, block_size: int, states: int = 0, groups: Sequence[KvGroup] = ()) -> None:
-        """Makes room for so many blocks, each of which holds `block_size` tokens of the layers of one group, and for so
-        many states: those of the slots and, after them, saved ones. Without groups all layers are one."""
-
-    def warm_up(self) -> None:
-        """Called once, before the first step: what that would wait for otherwise."""
-
-    def settle(self) -> bool:
-        """Does a little of what makes later steps faster, some milliseconds of it; False when nothing is left. Called
-        again and again while there is nothing to compute."""
+        """Reserves the KV cache of every program. `states` counts recurrent states: one for each slot and, after them,
+        saved ones. `groups` are the KV layer groups of program 0; without them, and in all other programs, all layers
+        are one group."""
 
     def launch(self, batch: Batch) -> Ticket:
         """Starts a step. The batch's arrays are never written to again: a backend may keep them until `wait`. Raises
-        OutOfMemory where there is none for it; it may be launched again then, as another step."""
+        OutOfMemory where there is none for it; it may be launched again then, as another step. Where the batch has
+        constrained positions, `constrain` must follow before anything else is launched."""
 
-    def relieve(self) -> None:
-        """Gives back memory that can be had again later: a step found too little."""
+    def constrain(self, ticket: Ticket, words: Ints) -> None:
+        """Gives a launched step the bitmasks of its constrained positions, [C, ceil(vocab / 32)], lowest bit first.
+        They come after the launch so that the host can work them out while a device computes the logits. Raises what
+        `launch` does."""
 
     def wait(self, ticket: Ticket) -> StepResult:
-        """The step's answer; every ticket is waited for once, in launch order."""
-
-    def time_step(self, batch: Batch, times: int) -> float:
-        """Seconds of such a step by itself, the least of so many: what computes is timed, not what launches it. To be
-        called while no step is in flight."""
-
-    def move_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copies KV blocks (source, target) after every launched step."""
+        """Returns the step's answer; every ticket is waited for once, in launch order."""
 
     def close(self) -> None: ...
+
+
+class Tuner(Protocol):
+    """Knows what a backend needs, and makes it faster or smaller."""
+
+    def footprint(self, spec: ModelSpec, tensors: Iterable[Tensor]) -> Footprint:
+        """Predicts what a model will take, before anything is loaded."""
+
+    def memory_needs(self) -> MemoryNeeds:
+        """Returns what the loaded programs need and may take; to be called before `reserve_kv`."""
+
+    def warm_up(self) -> None:
+        """Does what the first step would otherwise wait for; called once, before it."""
+
+    def prepare_in_idle(self) -> bool:
+        """Does a little of what makes later steps faster, some milliseconds of it; returns False when nothing is left.
+        Called again and again while there is nothing to compute."""
+
+    def free_memory(self) -> None:
+        """Gives back memory that can be had again later: a step found too little."""
+
+    def time_step(self, batch: Batch, times: int) -> float:
+        """Returns the seconds of such a step by itself, the least of `times` runs. What computes is timed, not what
+        launches it. To be called while no step is in flight."""
+
+
+class BlockMemory(Protocol):
+    """Copies KV blocks within a backend, and out of it and back. Every call happens after all launched steps."""
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copies blocks (source, target)."""
+
+    def export_blocks(self, blocks: Sequence[int]) -> bytes:
+        """Returns the contents of the blocks, one after the other, each with the layers of every program."""
+
+    def import_blocks(self, blocks: Sequence[int], data: bytes) -> None:
+        """Writes what `export_blocks` returned for as many blocks, here or on a backend with the same fingerprint."""
+
+    def fingerprint(self) -> str:
+        """Names the layout of a block: type, block size, layers, heads. Blocks may be exchanged if it is the same."""
+
+
+class Backend(WeightPacker, Runner, Tuner, Protocol):
+    """Packs weights, runs batches and tunes itself, on one device."""
+
+    name: str  # of the hardware, or of what takes its place
+    device: str  # as a config names it: cpu, cuda:1, ref
+    depth: int  # steps that it pays to have in flight while the next one is planned
+    kv: BlockMemory

@@ -1,22 +1,36 @@
-"""A backend without tensors that cannot be fooled: each KV slot holds the token written there, and the next token is a
+"""Computes without tensors, and cannot be fooled: each KV slot holds the token written there, and the next token is a
 checksum of the whole context read back through the block table. Where it has states, one that each token changed counts
 too. A mistake anywhere in allocation, sharing, eviction, chunking or preemption changes an answer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.backend.base import LAST_SAMPLED, Batch, Footprint, Model, StateMove, StoredAs, Ticket
+from penstock.backend.array_blocks import ArrayBlocks
+from penstock.backend.base import (
+    LAST_SAMPLED,
+    Batch,
+    Bitmasks,
+    BlockMemory,
+    Footprint,
+    Ints,
+    MemoryNeeds,
+    Model,
+    StateMove,
+    StoredAs,
+)
 from penstock.backend.pooling import Pools
-from penstock.backend.timing import time_step
+from penstock.backend.synchronous import SynchronousBackend
 from penstock.model.spec import KvGroup, ModelSpec
 from penstock.model.tensor import Stack, Tensor
 from penstock.types import RowResult, StepResult, TokenLogprob
 
+KV_BYTES = 8  # of a token
 PRIME = 1000003
 
 
@@ -74,16 +88,103 @@ def pooled(prompt: Sequence[int], kind: str, vocab: int) -> bytes:
     return mean.astype("<f4").tobytes()
 
 
-class FakeBackend:
-    name = "the fake"
-    depth = 0
+class FakeProgram:
+    """Stores and answers for one of the fake's programs. All that it answers is moved on by its `number`, so that one
+    program's answer is not taken for another's."""
 
-    def __init__(self, vocab: int = 1000, max_rows: int = 1024, windows: Sequence[int] = (0,)) -> None:
+    def __init__(self, number: int, max_rows: int, vocab: int, windows: Sequence[int]) -> None:
+        self._number = number
         self._vocab = vocab
-        self._windows = windows  # of each KV layer group
+        self._windows = windows
         self._last = np.full(max_rows, -1, np.int64)  # by slot
         self._pools = Pools()
-        self._results: dict[Ticket, StepResult] = {}
+
+    def reserve(self, num_blocks: int, block_size: int, states: int) -> None:
+        self.kv = np.full((num_blocks, block_size), -1, np.int64)
+        self._states = [-1] * states
+
+    def run(self, batch: Batch, masks: Bitmasks | None) -> StepResult:
+        """Runs one step and answers its rows."""
+        moves = {move.row: move for move in batch.moves}
+        touched = [state for move in batch.moves for state in (move.begin, move.save) if state >= 0]
+        saved = [move.save for move in batch.moves if move.save >= 0]
+        assert all(touched.count(state) == 1 for state in saved), "rows of one step would race for a state"
+        allowed = dict(zip(masks.rows.tolist(), masks.words, strict=True)) if masks else {}
+        rows = tuple(self._run_row(batch, row, moves.get(row), allowed) for row in range(len(batch.slots)))
+        result = StepResult(batch.step, rows)
+        if batch.pools:
+            result = self._pools.answer(batch, result, lambda first, last: self._hidden(batch, first, last))
+        return result
+
+    def _run_row(self, batch: Batch, row: int, move: StateMove | None, allowed: Mapping[int, Ints]) -> RowResult:
+        first, last = batch.row_start[row], batch.row_start[row + 1]
+        slot, tables = batch.slots[row], batch.tables[:, row]
+        tokens, positions = batch.tokens[first:last].astype(np.int64), batch.positions[first:last]
+        tokens[tokens == LAST_SAMPLED] = self._last[slot]
+        self._store(tables, positions, tokens)
+        states = self._gather(tokens.tolist(), int(positions[0]), int(slot), move) if self._states else None
+        result = RowResult()
+        for s in range(batch.sample_start[row], batch.sample_start[row + 1]):
+            length = int(batch.positions[batch.sampled[s]]) + 1
+            state = states[batch.sampled[s] - first] if states else 0
+            token = (checksum(self._seen(tables, length), length, self._vocab) + state + self._number) % self._vocab
+            if s in allowed:
+                token = first_allowed(token, allowed[s], self._vocab)
+            result = answered(result, token, int(batch.sample.target[s]))
+        if result.tokens:
+            self._last[slot] = result.tokens[-1]
+        return result
+
+    def _hidden(self, batch: Batch, first: int, last: int) -> NDArray[np.float32]:
+        table = batch.tables[0, np.searchsorted(batch.row_start, first, side="right") - 1]
+        contexts = [self._read(table, 0, int(position) + 1) for position in batch.positions[first:last]]
+        return np.array([state(context, self._vocab) for context in contexts], np.float32)
+
+    def _gather(self, tokens: list[int], start: int, slot: int, move: StateMove | None) -> list[int]:
+        """Returns the recurrent state after each of a row's tokens."""
+        states = [0 if start == 0 else self._states[slot if move is None or move.begin < 0 else move.begin]]
+        for token in tokens:
+            states.append(gathered((token,), states[-1]))
+        self._states[slot] = states[-1]
+        if move is not None and move.save >= 0:
+            self._states[move.save] = states[move.after]
+        return states[1:]
+
+    def _store(self, tables: NDArray[np.int32], positions: NDArray[np.int32], tokens: NDArray[np.int64]) -> None:
+        """Writes a row's tokens, or what follows from them and their window, to the blocks of every layer group."""
+        size, start = self.kv.shape[1], int(positions[0])
+        for table, window in zip(tables, self._windows, strict=True):
+            values = tokens
+            if window:
+                before = self._read(table, max(start - window + 1, 0), start)
+                values = np.array(windowed(tokens.tolist(), window, before.tolist()), np.int64)
+            self.kv[table[positions // size], positions % size] = values
+
+    def _seen(self, tables: NDArray[np.int32], length: int) -> list[NDArray[np.int64]]:
+        """Returns what each layer group sees at position `length` - 1."""
+        return [
+            self._read(table, max(length - window, 0) if window else 0, length)
+            for table, window in zip(tables, self._windows, strict=True)
+        ]
+
+    def _read(self, table: NDArray[np.int32], first: int, last: int) -> NDArray[np.int64]:
+        """Returns what lies at positions first:last of a sequence with this block table."""
+        positions, size = np.arange(first, last), self.kv.shape[1]
+        return self.kv[table[positions // size], positions % size]
+
+
+class FakeBackend(SynchronousBackend[FakeProgram]):
+    """Answers with checksums. Weights and models count for nothing; there is program 0, and every other that is loaded.
+    Its KV layer groups are those of `windows`, whatever `reserve_kv` is told."""
+
+    name = "the fake"
+    device = "fake"
+
+    def __init__(self, vocab: int = 1000, max_rows: int = 1024, windows: Sequence[int] = (0,)) -> None:
+        super().__init__()
+        self._make = partial(FakeProgram, max_rows=max_rows, vocab=vocab, windows=windows)
+        self._programs[0] = self._make(0)
+        self.kv: BlockMemory = ArrayBlocks("fake", lambda: [program.kv for program in self._programs.values()])
 
     def pack_matrix(self, parts: Sequence[Tensor], bias: Sequence[Tensor | None]) -> Any:
         return None
@@ -97,111 +198,29 @@ class FakeBackend:
     def pack_heads(self, tensor: Tensor) -> Any:
         return None
 
-    def load(self, model: Model) -> None: ...
-
     def stored_as(self, tensor: Tensor) -> StoredAs:
         return StoredAs("nothing", 0)
 
-    def footprint(self, spec: ModelSpec, tensors: Iterable[Tensor]) -> Footprint:
-        return Footprint("the fake", 1 << 30, 1 << 30, 0, 0, 0, self.kv_bytes_per_token())
-
-    def kv_bytes_per_token(self) -> int:
-        return 8
-
-    def kv_memory(self) -> int:
-        return 1 << 30
-
-    def state_bytes(self) -> int:
-        return 0
+    def load(self, model: Model, program: int = 0) -> None:
+        self._programs[program] = self._make(program)
 
     def reserve_kv(self, num_blocks: int, block_size: int, states: int = 0, groups: Sequence[KvGroup] = ()) -> None:
-        self._kv = np.full((num_blocks, block_size), -1, np.int64)
-        self._states = [-1] * states
+        for program in self._programs.values():
+            program.reserve(num_blocks, block_size, states)
 
-    def warm_up(self) -> None: ...
+    def footprint(self, spec: ModelSpec, tensors: Iterable[Tensor]) -> Footprint:
+        return Footprint(self.name, 1 << 30, 1 << 30, 0, 0, 0, KV_BYTES)
 
-    def settle(self) -> bool:
-        return False
-
-    def launch(self, batch: Batch) -> Ticket:
-        moves = {move.row: move for move in batch.moves}
-        touched = [state for move in batch.moves for state in (move.begin, move.save) if state >= 0]
-        saved = [move.save for move in batch.moves if move.save >= 0]
-        assert all(touched.count(state) == 1 for state in saved), "rows of one step would race for a state"
-        rows = tuple(self._run_row(batch, row, moves.get(row)) for row in range(len(batch.slots)))
-        result = StepResult(batch.step, rows)
-        if batch.pools:
-            result = self._pools.answer(batch, result, lambda first, last: self._hidden(batch, first, last))
-        self._results[batch.step] = result
-        return batch.step
-
-    def relieve(self) -> None: ...
-
-    def wait(self, ticket: Ticket) -> StepResult:
-        return self._results.pop(ticket)
-
-    def time_step(self, batch: Batch, times: int) -> float:
-        return time_step(self, batch, times)
-
-    def move_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        for source, target in pairs:
-            self._kv[target] = self._kv[source]
+    def memory_needs(self) -> MemoryNeeds:
+        return MemoryNeeds(KV_BYTES * len(self._programs), 0, 1 << 30)
 
     def close(self) -> None: ...
 
-    def _run_row(self, batch: Batch, row: int, move: StateMove | None) -> RowResult:
-        first, last = batch.row_start[row], batch.row_start[row + 1]
-        slot, tables = batch.slots[row], batch.tables[:, row]
-        tokens, positions = batch.tokens[first:last].astype(np.int64), batch.positions[first:last]
-        tokens[tokens == LAST_SAMPLED] = self._last[slot]
-        self._store(tables, positions, tokens)
-        states = self._gather(tokens.tolist(), int(positions[0]), int(slot), move) if self._states else None
-        result = RowResult()
-        for s in range(batch.sample_start[row], batch.sample_start[row + 1]):
-            length = int(batch.positions[batch.sampled[s]]) + 1
-            state = states[batch.sampled[s] - first] if states else 0
-            token = (checksum(self._seen(tables, length), length, self._vocab) + state) % self._vocab
-            result = answered(result, token, int(batch.sample.target[s]))
-        if result.tokens:
-            self._last[slot] = result.tokens[-1]
-        return result
 
-    def _hidden(self, batch: Batch, first: int, last: int) -> NDArray[np.float32]:
-        table = batch.tables[0, np.searchsorted(batch.row_start, first, side="right") - 1]
-        contexts = [self._read(table, 0, int(position) + 1) for position in batch.positions[first:last]]
-        return np.array([state(context, self._vocab) for context in contexts], np.float32)
-
-    def _gather(self, tokens: list[int], start: int, slot: int, move: StateMove | None) -> list[int]:
-        """The state after each of a row's tokens."""
-        states = [0 if start == 0 else self._states[slot if move is None or move.begin < 0 else move.begin]]
-        for token in tokens:
-            states.append(gathered((token,), states[-1]))
-        self._states[slot] = states[-1]
-        if move is not None and move.save >= 0:
-            self._states[move.save] = states[move.after]
-        return states[1:]
-
-    def _store(self, tables: NDArray[np.int32], positions: NDArray[np.int32], tokens: NDArray[np.int64]) -> None:
-        """Writes a row's tokens, or what follows from them and their window, to the blocks of every layer group."""
-        size, start = self._kv.shape[1], int(positions[0])
-        for table, window in zip(tables, self._windows, strict=True):
-            values = tokens
-            if window:
-                before = self._read(table, max(start - window + 1, 0), start)
-                values = np.array(windowed(tokens.tolist(), window, before.tolist()), np.int64)
-            self._kv[table[positions // size], positions % size] = values
-
-    def _seen(self, tables: NDArray[np.int32], length: int) -> list[NDArray[np.int64]]:
-        """Returns what each layer group sees at position `length` - 1."""
-        return [
-            self._read(table, max(length - window, 0) if window else 0, length)
-            for table, window in zip(tables, self._windows, strict=True)
-        ]
-
-    def _read(self, table: NDArray[np.int32], first: int, last: int) -> NDArray[np.int64]:
-        """Returns what lies at positions first:last of a sequence with this block table."""
-        positions, size = np.arange(first, last), self._kv.shape[1]
-        return self._kv[table[positions // size], positions % size]
+def first_allowed(token: int, words: Ints, vocab: int) -> int:
+    """Returns the token itself if the bitmask allows it, else the next one that it does."""
+    allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), count=vocab, bitorder="little"))
+    return int(allowed[np.searchsorted(allowed, token) % len(allowed)])
 
 
 def answered(result: RowResult, token: int, target: int) -> RowResult:

@@ -1,4 +1,4 @@
-"""Pooling hidden states, in NumPy: the definition, and what backends on the host use.
+"""Pools hidden states, in NumPy: this is the definition, and what backends on the host use.
 
 States are added up in the order of their positions and in double precision, so that the mean depends neither on how a
 prompt was cut into rows nor on what else was computed with it.
@@ -18,13 +18,13 @@ States = Callable[[int, int], Floats]  # those of tokens[first:last] of a step
 
 
 class Pools:
-    """Sums under way, by slot. What a sequence that ended early left behind is overwritten by the next."""
+    """Keeps sums under way, by slot. What a sequence that ended early left behind is overwritten by the next."""
 
     def __init__(self) -> None:
         self._sums: dict[int, NDArray[np.float64]] = {}
 
     def answer(self, batch: Batch, result: StepResult, states: States) -> StepResult:
-        """The step's result with the means that it asks for."""
+        """Returns the step's result with the means that it asks for."""
         found: dict[int, Floats] = {}
         for pool in batch.pools:
             slot, added = int(batch.slots[pool.row]), states(pool.first, pool.last)
@@ -39,7 +39,7 @@ class Pools:
 
 
 def with_pooled(result: StepResult, found: Mapping[int, Floats]) -> StepResult:
-    """`found`: by row."""
+    """Returns the result with the means that were `found`, by row."""
     rows = list(result.rows)
     for row, mean in found.items():
         rows[row] = rows[row]._replace(pooled=mean.astype("<f4").tobytes())

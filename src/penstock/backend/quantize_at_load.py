@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from penstock.backend import recoded_to
-from penstock.config import Config, available_threads
+from penstock.config import Config, Device, available_threads
 from penstock.model.load import Checkpoint
 from penstock.model.quantize_choice import Precision, choose, precision_of, quantized_when_read
 from penstock.model.roles import EXPERTS, MLA, Role
@@ -43,7 +43,7 @@ def quantized(checkpoint: Checkpoint, config: Config, note: Callable[[str], None
     to = recoded_to(config)
     if not to:
         return checkpoint
-    device = config.device.partition(":")[0]
+    device = Device.parse(config.device).kind
     stored = checkpoint.tensors if device == "cuda" else with_split_kv_b(checkpoint)
     changing = {name: tensor for name, tensor in stored.items() if may_quantize(tensor, config.quantize, device)}
     formats, notes = choose(changing, to)

@@ -1,4 +1,4 @@
-"""Choosing tokens from logits, in NumPy: the definition that faster samplers are tested against.
+"""Chooses tokens from logits, in NumPy: this is the definition that faster samplers are tested against.
 
 A sampled row: its logits are edited and divided by the temperature, and every token gets a weight, 1 for the most
 likely. Three thresholds cut it (the k-th largest weight; the smallest set of most likely tokens whose mass reaches
@@ -19,21 +19,21 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.backend.base import Batch, Floats, LogitEdit, SampleRows
+from penstock.backend.base import Batch, Bitmasks, Floats, Ints, LogitEdit, SampleRows
 from penstock.types import RowResult, StepResult, TokenLogprob
 
 MASS_OF_ONE = np.float32(2.0**40)  # the mass of the most likely token
 
 
-def sample(logits: Floats, batch: Batch) -> StepResult:
-    """Answers every row of the batch; `logits` is [S, vocab]."""
-    tokens = choose(logits, batch.sample).tolist()
+def sample(logits: Floats, batch: Batch, masks: Bitmasks | None = None) -> StepResult:
+    """Answers every row of the batch from its logits [S, vocab]; `masks` are those of its constrained positions."""
+    tokens = choose(logits, batch.sample, masks).tolist()
     logprobs = [_logprob(logits[s], tokens[s], top) for s, top in enumerate(batch.sample.logprobs.tolist()) if top >= 0]
     return answers(batch, tokens, logprobs)
 
 
 def answers(batch: Batch, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]) -> StepResult:
-    """A step's result from the token of each position [S] and the logprobs of those that asked for them, in order."""
+    """Returns a step's result from the token of each position [S] and the logprobs of those that asked for them."""
     known = [target >= 0 for target in batch.sample.target.tolist()]
     rows = []
     asked, left = batch.sample.logprobs.tolist() if logprobs else [], iter(logprobs)
@@ -48,29 +48,34 @@ def answers(batch: Batch, tokens: Sequence[int], logprobs: Sequence[TokenLogprob
     return StepResult(batch.step, tuple(rows))
 
 
-def choose(logits: Floats, rows: SampleRows) -> NDArray[np.int64]:
-    """One token for each position [S]: the target where there is one, else a sampled one."""
+def choose(logits: Floats, rows: SampleRows, masks: Bitmasks | None = None) -> NDArray[np.int64]:
+    """Returns one token for each position [S]: the target where there is one, else a sampled one."""
     tokens = np.asarray(logits.argmax(axis=1)) if len(logits) else np.zeros(0, np.int64)
-    for s, edit in enumerate(rows.edits):
+    edited = {int(s): apply_edit(logits[s], rows.edits.edit(e)) for e, s in enumerate(rows.edits.rows)}
+    for s, words in zip(*masks, strict=True) if masks else ():
+        edited[int(s)] = apply_bitmask(edited.get(int(s), logits[s]), words)
+    for s in range(len(logits)):
         if rows.target[s] >= 0:
             tokens[s] = rows.target[s]
-        elif edit is not None or rows.temperature[s] > 0:
-            tokens[s] = _choose_one(apply_edit(logits[s], edit), rows, s)
+        elif s in edited or rows.temperature[s] > 0:
+            tokens[s] = _choose_one(edited.get(s, logits[s]), rows, s)
     return tokens
 
 
-def apply_edit(logits: Floats, edit: LogitEdit | None) -> Floats:
-    if edit is None:
-        return logits
+def apply_edit(logits: Floats, edit: LogitEdit) -> Floats:
+    """Returns one row of logits with the edit applied."""
     logits = logits.copy()
     seen = logits[edit.seen]
     logits[edit.seen] = np.where(seen > 0, seen / edit.repetition, seen * edit.repetition)
     logits[edit.add_ids] += edit.add_values
     logits[edit.ban] = -np.inf
-    if edit.allow is not None:
-        allowed = np.unpackbits(edit.allow.words().view(np.uint8), count=len(logits), bitorder="little")
-        logits[allowed == 0] = -np.inf
     return logits
+
+
+def apply_bitmask(logits: Floats, words: Ints) -> Floats:
+    """Returns one row of logits in which only the tokens whose bit is set stay possible."""
+    allowed = np.unpackbits(np.ascontiguousarray(words).view(np.uint8), count=len(logits), bitorder="little")
+    return np.where(allowed == 1, logits, np.float32(-np.inf))
 
 
 def _choose_one(logits: Floats, rows: SampleRows, s: int) -> int:
@@ -86,7 +91,7 @@ def _choose_one(logits: Floats, rows: SampleRows, s: int) -> int:
 
 
 def weigh(logits: Floats, temperature: np.float32) -> Floats:
-    """e^((logits - highest) / temperature), to be computed in just these steps: 2^n * e^r with |r| <= ln(2) / 2."""
+    """Returns e^((logits - highest) / temperature), computed in just these steps: 2^n * e^r with |r| <= ln(2) / 2."""
     with np.errstate(invalid="ignore"):
         scaled = logits / temperature
         x = scaled - scaled.max()
@@ -104,7 +109,7 @@ def _mass(weights: Floats) -> NDArray[np.int64]:
 
 
 def _threshold(weights: Floats, top_k: int, top_p: float, min_p: float) -> float:
-    """The smallest weight that may be drawn."""
+    """Returns the smallest weight that may be drawn."""
     least = min_p
     if 0 < top_k < len(weights):
         least = max(least, float(np.partition(weights, -top_k)[-top_k]))

@@ -83,7 +83,7 @@ def perform(name: str, words: Sequence[str]) -> int:
         given = vars(parse(words))
         if given.get("device") != "ref":  # all that NumPy computes is small: its threads would only be in the way
             os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-        if given.get("device") in ("auto", "cuda") and Path("/dev/nvidiactl").exists():
+        if str(given.get("device")).partition(":")[0] in ("auto", "cuda") and Path("/dev/nvidiactl").exists():
             _keep_kernels()
         function(**given)
         sys.stdout.flush()

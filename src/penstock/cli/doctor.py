@@ -135,12 +135,12 @@ def _default_model() -> tuple[str, str]:
 
 
 def _speed(again: bool) -> tuple[str, str]:
-    from penstock.backend import open_backend, settle
-    from penstock.config import Config
+    from penstock.backend import open_backend, resolve_defaults
+    from penstock.config import Config, Device
 
-    config = settle(Config(model=""))
-    machine = measured(config, open_backend(config).name, COMMON[config.device], again)
-    assert machine  # of a device that is settled on
+    config = resolve_defaults(Config(model=""))
+    machine = measured(config, open_backend(config).name, COMMON[Device.parse(config.device).kind], again)
+    assert machine  # it is of a device for speed
     roofs = [
         f"{kind} {1e-9 / roof.seconds[0]:,.3g} and {1e-9 * roof.rows[-1] / roof.seconds[-1]:,.4g}"
         for kind, roof in machine.roofs.items()

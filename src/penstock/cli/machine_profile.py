@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock import __version__
 from penstock.cli.terminal import note
+from penstock.config import Device
 
 if TYPE_CHECKING:
     from penstock.config import Config
@@ -26,7 +27,7 @@ def measured(config: Config, name: str, kinds: Iterable[str], again: bool = Fals
     `name`: the backend's."""
     from penstock.planning.calibration import SIZES, measure
 
-    if config.device not in SIZES:
+    if Device.parse(config.device).kind not in SIZES:
         return None
     key = _key(config, name)
     known = None if again else _read(key)
@@ -62,7 +63,8 @@ def _tell_of_others(since: tuple[float, float, float]) -> None:
 
 def _key(config: Config, name: str) -> str:
     """What makes another machine of this one."""
-    return f"{name}, KV {config.kv}" if config.device == "cuda" else f"{_cpu_name()}, {name}, KV {config.kv}"
+    of_gpu = Device.parse(config.device).kind == "cuda"
+    return f"{name}, KV {config.kv}" if of_gpu else f"{_cpu_name()}, {name}, KV {config.kv}"
 
 
 def _cpu_name() -> str:

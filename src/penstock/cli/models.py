@@ -125,11 +125,11 @@ def _template(checkpoint: Checkpoint) -> bool | str:
 
 def _here(checkpoint: Checkpoint) -> dict[str, Any]:
     """What would run on this machine, and what it would take."""
-    from penstock.backend import open_backend, settle
+    from penstock.backend import open_backend, resolve_defaults
     from penstock.config import Config
     from penstock.planning.forecast import outlooks
 
-    config = settle(Config(model=str(checkpoint.path)), checkpoint.float8, checkpoint.whole)
+    config = resolve_defaults(Config(model=str(checkpoint.path)), checkpoint.float8, checkpoint.whole)
     found = {way.quantize or "as it is": way for way in outlooks(config, checkpoint, 1, lambda *_: None)}
     first, backend = found["as it is"], open_backend(config)
     kinds = Counter(backend.stored_as(tensor).kind for tensor in checkpoint.tensors.values() if len(tensor.shape) > 1)

@@ -1,7 +1,8 @@
-"""The scheduler's world: sequences, blocks and steps. No arrays, no clock, no I/O; the standard library only."""
+"""Schedules sequences, blocks and steps, with no arrays, no clock and no I/O. It imports the standard library only."""
 
 from penstock.core.check import check
+from penstock.core.policy import Policy, StandardPolicy
 from penstock.core.scheduler import Scheduler
 from penstock.core.sequence import Sequence
 
-__all__ = ["Scheduler", "Sequence", "check"]
+__all__ = ["Policy", "Scheduler", "Sequence", "StandardPolicy", "check"]

@@ -1,22 +1,27 @@
-"""The block pool: which KV blocks nobody holds."""
+"""Keeps the pool of KV blocks that nobody holds."""
 
 from __future__ import annotations
 
 
 class BlockPool:
+    """Hands out free blocks. Any block can serve any layer group."""
+
     def __init__(self, num_blocks: int) -> None:
         self.total = num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
 
     def __len__(self) -> int:
-        """How many blocks are free."""
+        """Returns how many blocks are free."""
         return len(self._free)
 
     def take(self) -> int:
+        """Removes a free block from the pool and returns it."""
         return self._free.pop()
 
     def give(self, block: int) -> None:
+        """Returns a block to the pool."""
         self._free.append(block)
 
     def snapshot(self) -> frozenset[int]:
+        """Returns the blocks that are free now."""
         return frozenset(self._free)

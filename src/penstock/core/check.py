@@ -1,10 +1,9 @@
-"""What must be true between any two steps. Slow: for tests and for idle moments."""
+"""Checks what must be true between any two steps. It is slow: it is for tests and for idle moments."""
 
 from __future__ import annotations
 
 from collections import Counter
 
-from penstock.core import policy
 from penstock.core.prefix import Node
 from penstock.core.scheduler import Scheduler
 from penstock.core.sequence import Sequence
@@ -14,28 +13,44 @@ def check(scheduler: Scheduler) -> None:
     """Raises AssertionError, with the numbers, if a block is lost or shared wrongly or a sequence is misplaced."""
     _check_blocks(scheduler)
     _check_trie(scheduler)
+    _check_windows(scheduler)
     _check_states(scheduler)
-    _check_lines(scheduler)
+    _check_queues(scheduler)
     for seq in scheduler.sequences.values():
         _check_sequence(scheduler, seq)
 
 
 def _check_blocks(scheduler: Scheduler) -> None:
     cache = scheduler.cache
-    private = [block for seq in scheduler.running for block in seq.blocks[len(seq.nodes) :]]
-    owners = Counter([*cache.pool.snapshot(), *private, *(node.block for node in cache.trie.nodes())])
+    own = [
+        block
+        for seq in scheduler.running
+        for table, start in zip(seq.tables, seq.window_starts, strict=True)
+        for block in table[max(len(seq.nodes), start) :]
+    ]
+    published = [block for node in cache.trie.nodes() for block in node.blocks if block >= 0]
+    owners = Counter([*cache.pool.snapshot(), *own, *published])
     twice = [block for block, count in owners.items() if count > 1]
     assert not twice, f"blocks with two owners: {twice}"
     assert len(owners) == cache.pool.total, f"{cache.pool.total - len(owners)} blocks of {cache.pool.total} are lost"
 
 
 def _check_trie(scheduler: Scheduler) -> None:
-    trie = scheduler.cache.trie
+    trie, windows = scheduler.cache.trie, scheduler.limits.windows
     holders = Counter(node for seq in scheduler.running for node in seq.nodes)
     for node in trie.nodes():
-        assert node.holders == holders[node], f"block {node.block}: {node.holders} holders, {holders[node]} found"
-    idle = trie.idle_nodes()
-    assert set(idle) == {node for node in trie.nodes() if node.holders == 0}, "idle nodes are not those without holders"
+        assert node.holders == holders[node], f"block {node.blocks}: {node.holders} holders, {holders[node]} found"
+        gone = [g for g, window in enumerate(windows) if not window and node.blocks[g] < 0]
+        assert not gone, f"block {node.blocks} has lost its blocks of full layer groups {gone}"
+        empty = not (node.holders or node.children) and max(node.blocks) < 0
+        assert not empty, "a node that nobody needs has no blocks"
+    queue = trie.idle()
+    idle = [node for node in queue if isinstance(node, Node)]
+    full = windows.count(0)
+    expected = {node for node in trie.nodes() if full and node.holders == 0}
+    assert set(idle) == expected, "idle nodes are not those without holders"
+    count = full * len(idle) + len(queue) - len(idle)
+    assert trie.idle_blocks == count, f"{trie.idle_blocks} blocks are counted as idle, {count} are"
     place = {node: index for index, node in enumerate(idle)}
     for node in idle:
         _check_children_go_first(node, place)
@@ -43,7 +58,20 @@ def _check_trie(scheduler: Scheduler) -> None:
 
 def _check_children_go_first(node: Node, place: dict[Node, int]) -> None:
     for child in node.children.values():
-        assert place[child] < place[node], f"block {node.block} would be evicted before its child {child.block}"
+        assert place[child] < place[node], f"block {node.blocks} would be evicted before its child {child.blocks}"
+
+
+def _check_windows(scheduler: Scheduler) -> None:
+    trie, windows = scheduler.cache.trie, scheduler.limits.windows
+    for group in (group for group, window in enumerate(windows) if window):
+        holders = Counter(node for seq in scheduler.running for node in seq.nodes[seq.window_starts[group] :])
+        idle = {entry[0] for entry in trie.idle() if not isinstance(entry, Node) and entry[1] == group}
+        for node in trie.nodes():
+            found = node.window_holders[group]
+            assert found == holders[node], f"block {node.blocks}, group {group}: {found} holders, not {holders[node]}"
+            assert node.blocks[group] >= 0 or not found, f"block {node.blocks} is held and gone in group {group}"
+            expected = node.blocks[group] >= 0 and not found
+            assert (node in idle) == expected, f"block {node.blocks} is wrongly idle or not in group {group}"
 
 
 def _check_states(scheduler: Scheduler) -> None:
@@ -53,26 +81,34 @@ def _check_states(scheduler: Scheduler) -> None:
     assert places == list(range(states.total)), f"places of {states.total} states are lost or have two owners: {places}"
 
 
-def _check_lines(scheduler: Scheduler) -> None:
-    running, waiting = scheduler.running, scheduler.waiting
-    assert running == sorted(running, key=policy.order), "running sequences are out of order"
-    assert waiting == sorted(waiting, key=policy.order), "waiting sequences are out of order"
-    assert {seq.id for seq in running + waiting} == scheduler.sequences.keys(), "a sequence is in no line"
-    assert len(running) + len(waiting) == len(scheduler.sequences), "a sequence is in two lines"
-    assert all(seq.blocks for seq in running), "a running sequence has no blocks"
-    assert not any(seq.blocks or seq.nodes for seq in waiting), "a waiting sequence holds blocks"
-    promised = set(scheduler.cache.promised.values())
-    assert promised <= {seq.id for seq in running}, "a block is promised by a sequence that is not running"
+def _check_queues(scheduler: Scheduler) -> None:
+    running, waiting, policy = scheduler.running, scheduler.waiting, scheduler.policy
+    for name, queue in (("running", running), ("waiting", waiting)):
+        order = [policy.order(seq, scheduler.now) for seq in queue]
+        assert policy.dynamic or order == sorted(order), f"{name} sequences are out of order"
+    assert {seq.id for seq in running + waiting} == scheduler.sequences.keys(), "a sequence is in no queue"
+    assert len(running) + len(waiting) == len(scheduler.sequences), "a sequence is in two queues"
+    assert all(seq.capacity for seq in running), "a running sequence has no blocks"
+    assert not any(seq.tables or seq.nodes for seq in waiting), "a waiting sequence holds blocks"
+    in_flight = set(scheduler.cache.in_flight.values())
+    assert in_flight <= {seq.id for seq in running}, "a block is in flight for a sequence that is not running"
 
 
 def _check_sequence(scheduler: Scheduler, seq: Sequence) -> None:
     size = scheduler.cache.block_size
     assert seq.computed <= seq.planned <= seq.end <= seq.max_len, f"sequence {seq.id} is ahead of itself"
-    assert seq.planned <= len(seq.blocks) * size, f"sequence {seq.id} computes positions it has no blocks for"
+    assert seq.planned <= seq.capacity, f"sequence {seq.id} computes positions it has no blocks for"
     if scheduler.limits.encoder:
         assert seq.planned in (0, seq.end), f"sequence {seq.id} was cut at {seq.planned} of {seq.end} tokens"
-    shared = [node.block for node in seq.nodes]
-    assert shared == seq.blocks[: len(shared)], f"sequence {seq.id}: block table and trie differ"
-    tokens = [token for node in seq.nodes for token in node.key if isinstance(token, int)]
+    for group, (table, start) in enumerate(zip(seq.tables, seq.window_starts, strict=True)):
+        assert len(table) * size == seq.capacity, f"sequence {seq.id}: its block tables differ in length"
+        shared = [node.blocks[group] for node in seq.nodes[start:]]
+        assert shared == table[start : start + len(shared)], f"sequence {seq.id}: block table and trie differ"
+        if window := scheduler.limits.windows[group]:
+            seen = max(seq.computed - window + 1, 0) // size
+            assert start <= seen, f"sequence {seq.id} let go of blocks that it still sees in group {group}"
+            seen = max(seq.computed // size * size - window + 1, 0) // size
+            assert start >= seen, f"sequence {seq.id} keeps blocks behind its window in group {group}"
+    tokens = [token for node in seq.nodes for token in node.tokens]
     assert tokens == seq.tokens[: len(tokens)], f"sequence {seq.id} holds blocks of other tokens"
     assert all(at > seq.computed and at % size == 0 for at in seq.saving), f"sequence {seq.id} saves what is past"

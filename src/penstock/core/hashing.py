@@ -1,29 +1,36 @@
-"""Chain hashes: one number for a block of tokens and everything before it. Stable across processes and machines."""
+"""Computes chain hashes: 16 bytes for a block of tokens and everything before it, the same on all machines.
+
+The hash of a block is BLAKE2b of its parent's hash and its tokens as little-endian 32-bit integers. A chain begins at
+the hash of a salt (tenant, adapter), so that prompts share cached blocks only under the same salt.
+"""
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
+from struct import pack
+
+SIZE = 16  # bytes
+
+Chain = Callable[[str, Sequence[int], int], list[bytes]]
 
 
-def root(salt: str) -> int:
-    """Where a chain begins: prompts share cached blocks only under the same salt (tenant, adapter)."""
-    return _digest(salt.encode())
+def root(salt: str) -> bytes:
+    """Returns the hash that a chain with this salt begins at."""
+    return blake2b(salt.encode(), digest_size=SIZE).digest()
 
 
-def extend(parent: int, tokens: Sequence[int]) -> int:
-    return _digest(parent.to_bytes(8, "little") + array("i", tokens).tobytes())
+def extend(parent: bytes, tokens: Sequence[int]) -> bytes:
+    """Returns the hash of one block that follows a block with the hash `parent`."""
+    return blake2b(parent + pack(f"<{len(tokens)}i", *tokens), digest_size=SIZE).digest()
 
 
-def chain(salt: str, tokens: Sequence[int], block_size: int) -> list[int]:
-    """The hash of every full block of `tokens`."""
+def chain(salt: str, tokens: Sequence[int], block_size: int) -> list[bytes]:
+    """Returns the hash of every full block of `tokens`."""
+    full, stride = len(tokens) // block_size, 4 * block_size
+    data = pack(f"<{full * block_size}i", *tokens[: full * block_size])
     hashes, parent = [], root(salt)
-    for end in range(block_size, len(tokens) + 1, block_size):
-        parent = extend(parent, tokens[end - block_size : end])
+    for at in range(0, full * stride, stride):
+        parent = blake2b(parent + data[at : at + stride], digest_size=SIZE).digest()
         hashes.append(parent)
     return hashes
-
-
-def _digest(data: bytes) -> int:
-    return int.from_bytes(blake2b(data, digest_size=8).digest(), "little")

@@ -1,6 +1,8 @@
-"""Who holds which KV block: the only writer of that fact.
+"""Keeps who holds which KV block: it is the only writer of that fact.
 
-A block is free (in the pool), private (one sequence is filling it), or in the trie (full; held or idle).
+A block is free (in the pool), owned by the one sequence that is filling it, or published in the trie (full; held or
+idle). Layers that see equally far form a layer group. A sequence has a block table for each group, all of the same
+length; a windowed group's blocks that no later token can see are let go as the sequence advances.
 """
 
 from __future__ import annotations
@@ -8,126 +10,231 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from itertools import takewhile
 
 from penstock.core import hashing
+from penstock.core.block_events import BlockEvents
 from penstock.core.blocks import BlockPool
 from penstock.core.prefix import BlockTrie, Node
 from penstock.core.sequence import Sequence
-from penstock.core.states import StatePool
+from penstock.core.states import NoStates, RecurrentStates
+from penstock.types import Grown, Limits, Row, blocks_for
 
 
 class KvCache:
-    def __init__(self, num_blocks: int, block_size: int, states: int = 0) -> None:
-        self.block_size = block_size
-        self.states = StatePool(states)
-        self.pool = BlockPool(num_blocks)
-        self.trie = BlockTrie(block_size)
-        self.promised: dict[int, int] = {}  # chain hash of a block being computed -> sequence id
+    """Gives blocks to sequences, publishes the full ones and takes them back. `chain` computes chain hashes; `events`
+    records what enters and leaves the prefix cache, if anyone wants to know."""
+
+    def __init__(self, limits: Limits, chain: hashing.Chain = hashing.chain, events: BlockEvents | None = None) -> None:
+        size = self.block_size = limits.block_size
+        self.groups = len(limits.windows)
+        self.pool = BlockPool(limits.num_blocks)
+        self.trie = BlockTrie(size, limits.windows, self._forget)
+        self.states = NoStates()
+        if limits.states:
+            self.states = RecurrentStates(limits.states, size, self.blocks_for(limits.step_tokens) * size)
+        self.in_flight: dict[bytes, int] = {}  # chain hash of a block being computed -> sequence id
+        self._chain = chain
+        self._events = events
+        self._windowed = tuple(
+            (group, blocks_for(limits.max_len, (window,), size, limits.step_tokens))
+            for group, window in enumerate(limits.windows)
+            if window
+        )  # with the most blocks that a sequence holds at once
+        self._window_blocks = max(self.blocks_for(window - 1) for window in limits.windows)  # that a prefix needs
+        self._full = self.groups - len(self._windowed)
 
     @property
     def available(self) -> int:
-        """Blocks that could be had now."""
-        return len(self.pool) + self.trie.idle
+        """Returns how many blocks could be had now."""
+        return len(self.pool) + self.trie.idle_blocks
 
     def blocks_for(self, positions: int) -> int:
+        """Returns how many blocks of one layer group cover this many positions."""
         return -(-positions // self.block_size)
 
+    # -- reuse ---------------------------------------------------------------------------------------------------
+
     def match(self, seq: Sequence) -> list[Node]:
-        """What is already computed of its tokens. At least the last one is always left to compute, since its
-        logits are wanted. Changes nothing."""
-        if seq.private or seq.scored < seq.prompt_len:
+        """Returns what is known of its tokens. At least the last one is always left to compute, since its logits are
+        wanted. Changes nothing."""
+        if not seq.reuses_prefix:
             return []
         return self.trie.match(seq.salt, seq.tokens, (len(seq.tokens) - 1) // self.block_size)
 
     def usable(self, known: list[Node]) -> list[Node]:
-        """What of a match a sequence can begin with: where there are states, up to the last that was saved."""
-        return known[: self.states.deepest(known)] if self.states.total else known
+        """Returns what of a match a sequence can begin with: up to where all windows are there and, for models with
+        recurrent layers, a state was saved."""
+        count, usable = len(known), -1
+        while count != usable:
+            count = self.trie.reusable(known, count)
+            usable, count = count, self.states.deepest(known, count)
+        return known[:count]
 
-    def awaited(self, seq: Sequence, matched: int, sequences: Mapping[int, Sequence]) -> int | None:
-        """The hash of its next block, if another sequence is just computing that block; where there are states, of the
-        last block that they share and that one saves its state after."""
-        if seq.private or seq.scored < seq.prompt_len:
+    def awaited(self, seq: Sequence, matched: int, sequences: Mapping[int, Sequence]) -> bytes | None:
+        """Returns the hash of a block that another sequence is just computing and that is worth waiting for."""
+        if not seq.reuses_prefix:
             return None
         self._hash_prompt(seq)
-        mine = seq.promises[matched : (len(seq.tokens) - 1) // self.block_size]
-        if not mine or mine[0] not in self.promised:
+        ahead = seq.block_hashes[matched : (len(seq.tokens) - 1) // self.block_size]
+        if not ahead or ahead[0] not in self.in_flight:
             return None
-        if not self.states.total:
-            return mine[0]
-        other = sequences[self.promised[mine[0]]]
-        theirs = takewhile(lambda promise: self.promised.get(promise) == other.id, mine)
-        shared = matched + sum(1 for _ in theirs)
-        saved = [at // self.block_size for at in other.saving]
-        return next((seq.promises[count - 1] for count in reversed(saved) if matched < count <= shared), None)
+        return self.states.awaited(ahead, matched, sequences[self.in_flight[ahead[0]]], self.in_flight)
 
-    def parting(self, seq: Sequence, others: Iterable[Sequence]) -> int:
-        """The position, at the end of a block, up to which most of these others share its prompt; 0: none does."""
+    def divergence(self, seq: Sequence, others: Iterable[Sequence]) -> int:
+        """Returns the position, at the end of a block, up to which most of these others share its prompt; 0: none."""
         counts = Counter(self._shared(seq, other) for other in others)
         del counts[0]
         return max(counts, key=lambda at: (counts[at], at), default=0)
 
-    def _shared(self, seq: Sequence, other: Sequence) -> int:
-        """A chain hash tells of all blocks before its own, so the last that is the same can be looked for by halves."""
-        if other.private or other.scored < other.prompt_len:
-            return 0
-        self._hash_prompt(other)
-        usable = min(len(seq.promises), (len(other.tokens) - 1) // self.block_size, len(other.promises))
-        differ = bisect_left(range(usable), True, key=lambda at: seq.promises[at] != other.promises[at])
-        return differ * self.block_size
+    # -- blocks of a sequence ------------------------------------------------------------------------------------
 
-    def open(self, seq: Sequence, matched: list[Node]) -> None:
-        """Starts a sequence on its matched prefix and promises the rest of its prompt to those who come after."""
-        self.trie.hold(matched)
+    def needed(self, seq: Sequence, matched: list[Node]) -> tuple[int, int]:
+        """Returns how many blocks a sequence that begins with these nodes needs for its tokens, and how many idle ones
+        it takes with the nodes."""
+        starts = self.trie.window_starts(len(matched) * self.block_size)
+        return self._left_to_take(seq.end, len(matched), starts), self.trie.idle_among(matched, starts)
+
+    def reserved(self, seq: Sequence) -> int:
+        """Returns how many blocks a running sequence will still take for the tokens that it already has."""
+        return self._left_to_take(seq.end, seq.capacity // self.block_size, seq.window_starts)
+
+    def open(self, seq: Sequence, matched: list[Node], known: int) -> list[Grown]:
+        """Starts a sequence on its matched prefix and puts the rest of its prompt in flight for those who come after.
+        More blocks may be `known`, where it diverges from another. Returns the entries of its block tables."""
+        positions = len(matched) * self.block_size
+        starts = seq.window_starts = self.trie.window_starts(positions)
+        self.trie.hold(matched, starts)
         seq.nodes = list(matched)
-        seq.blocks = [node.block for node in matched]
+        seq.tables = [
+            [-1] * start + [node.blocks[group] for node in matched[start:]] for group, start in enumerate(starts)
+        ]
+        seq.capacity, seq.next_full = positions, positions + self.block_size
+        seq.prefix_ends = (known, (seq.prompt_len - 1) // self.block_size)
         self._hash_prompt(seq)
-        for promise in seq.promises[len(matched) :]:
-            self.promised.setdefault(promise, seq.id)
+        for hash in seq.block_hashes[len(matched) :]:
+            self.in_flight.setdefault(hash, seq.id)
+        tables = zip(starts, seq.tables, strict=True)
+        return [Grown(seq.id, at, tuple(table[at:]), group) for group, (at, table) in enumerate(tables) if table[at:]]
 
-    def grow(self, seq: Sequence, positions: int) -> tuple[int, ...]:
+    def grow(self, seq: Sequence, positions: int) -> list[Grown]:
         """Takes the blocks that `positions` positions need; the caller has made sure they are available."""
-        missing = self.blocks_for(positions) - len(seq.blocks)
-        taken = tuple(self._take() for _ in range(missing))
-        seq.blocks.extend(taken)
-        return taken
+        missing = self.blocks_for(positions - seq.capacity)
+        grown = []
+        for group, table in enumerate(seq.tables):
+            taken = tuple([self._take() for _ in range(missing)])
+            grown.append(Grown(seq.id, len(table), taken, group))
+            table.extend(taken)
+        seq.capacity += missing * self.block_size
+        return grown
 
-    def enter(self, seq: Sequence) -> list[tuple[int, int]]:
-        """Shares every block that has become full. Where another sequence had computed the same one, its block
-        replaces ours: returns those (index, block)."""
-        replaced = []
-        for index in range(len(seq.nodes), seq.computed // self.block_size):
-            mine = seq.blocks[index]
-            node = self.trie.enter(seq.nodes, seq.salt, seq.tokens, mine)
-            seq.nodes.append(node)
-            if index < len(seq.promises):
-                self._withdraw(seq, seq.promises[index])
-            if node.block != mine:
-                self.pool.give(mine)
-                seq.blocks[index] = node.block
-                replaced.append((index, node.block))
+    def advance(self, seq: Sequence, row: Row) -> list[Grown]:
+        """Publishes every block that a committed row has filled and lets go of what lies behind the windows. Where
+        another sequence had computed the same block, its block replaces ours: returns those entries."""
+        replaced = self._publish(seq) if seq.prefix_cache else []
+        if self._windowed:
+            self._let_go_behind(seq)
+        self.states.keep(seq, row)
+        seq.next_full = (seq.computed // self.block_size + 1) * self.block_size
         return replaced
 
     def release(self, seq: Sequence) -> None:
-        """Takes everything back from a sequence; what it shared stays in the trie until evicted."""
-        self.trie.drop(seq.nodes)
-        for block in seq.blocks[len(seq.nodes) :]:
-            self.pool.give(block)
-        for promise in seq.promises[len(seq.nodes) :]:
-            self._withdraw(seq, promise)
-        seq.nodes, seq.blocks = [], []
+        """Takes everything back from a sequence; what it published stays in the trie until evicted."""
+        self.trie.drop(seq.nodes, seq.window_starts)
+        for table, start in zip(seq.tables, seq.window_starts, strict=True):
+            for block in table[max(len(seq.nodes), start) :]:
+                self.pool.give(block)
+        for hash in seq.block_hashes[len(seq.nodes) :]:
+            self._withdraw(seq, hash)
+        self.states.leave(seq)
+        seq.nodes, seq.tables, seq.window_starts, seq.capacity = [], [], [], 0
+
+    def _left_to_take(self, end: int, entries: int, starts: list[int]) -> int:
+        """Returns how many blocks it takes to reach `end` positions with so many entries in each block table. Within a
+        window, blocks behind it are let go meanwhile."""
+        missing = self.blocks_for(end) - entries
+        taken = missing * self._full
+        for group, most in self._windowed:
+            taken += max(min(missing, most - entries + starts[group]), 0)
+        return taken
+
+    def _publish(self, seq: Sequence) -> list[Grown]:
+        replaced = []
+        for index in range(len(seq.nodes), seq.computed // self.block_size):
+            mine = [table[index] for table in seq.tables]
+            node = self.trie.publish(seq.nodes, seq.salt, seq.tokens, mine)
+            if self._windowed:
+                node.kept = node.kept or any(end - self._window_blocks <= index < end for end in seq.prefix_ends)
+            seq.nodes.append(node)
+            if index < len(seq.block_hashes):
+                self._withdraw(seq, seq.block_hashes[index])
+            if node.blocks is mine:
+                self._record(seq, node)
+            else:
+                replaced += self._replace(seq, index, mine, node)
+        return replaced
+
+    def _replace(self, seq: Sequence, index: int, mine: list[int], node: Node) -> list[Grown]:
+        """Frees a sequence's own blocks that a node already had."""
+        replaced = []
+        for group, (own, shared) in enumerate(zip(mine, node.blocks, strict=True)):
+            if own != shared:
+                self.pool.give(own)
+                seq.tables[group][index] = shared
+                replaced.append(Grown(seq.id, index, (shared,), group))
+        return replaced
+
+    def _let_go_behind(self, seq: Sequence) -> None:
+        """Lets go of blocks that no later row reads: rows in flight begin where the committed one ended."""
+        starts = self.trie.window_starts(seq.computed)
+        for group, _ in self._windowed:
+            table = seq.tables[group]
+            for index in range(seq.window_starts[group], starts[group]):
+                if index < len(seq.nodes):
+                    self.trie.drop_window(seq.nodes[index], group)
+                else:
+                    self.pool.give(table[index])
+                table[index] = -1
+        seq.window_starts = starts
 
     def _take(self) -> int:
-        if len(self.pool):
-            return self.pool.take()
-        node = self.trie.evict()
-        self.states.forget(node)
-        return node.block
+        if not len(self.pool):
+            for block in self.trie.evict():
+                self.pool.give(block)
+        return self.pool.take()
+
+    # -- chain hashes --------------------------------------------------------------------------------------------
+
+    def _shared(self, seq: Sequence, other: Sequence) -> int:
+        """Returns how many positions of its prompt another shares. A chain hash covers all blocks before its own, so
+        the last that is the same is found by bisection."""
+        if not other.reuses_prefix:
+            return 0
+        self._hash_prompt(other)
+        usable = min(len(seq.block_hashes), (len(other.tokens) - 1) // self.block_size, len(other.block_hashes))
+        differ = bisect_left(range(usable), True, key=lambda at: seq.block_hashes[at] != other.block_hashes[at])
+        return differ * self.block_size
 
     def _hash_prompt(self, seq: Sequence) -> None:
-        if not (seq.promises or seq.private) and seq.prompt_len >= self.block_size:
-            seq.promises = hashing.chain(seq.salt, seq.tokens[: seq.prompt_len], self.block_size)
+        if seq.prefix_cache and not seq.block_hashes and seq.prompt_len >= self.block_size:
+            seq.block_hashes = self._chain(seq.salt, seq.tokens[: seq.prompt_len], self.block_size)
 
-    def _withdraw(self, seq: Sequence, promise: int) -> None:
-        if self.promised.get(promise) == seq.id:
-            del self.promised[promise]
+    def _withdraw(self, seq: Sequence, hash: bytes) -> None:
+        if self.in_flight.get(hash) == seq.id:
+            del self.in_flight[hash]
+
+    # -- block events --------------------------------------------------------------------------------------------
+
+    def _record(self, seq: Sequence, node: Node) -> None:
+        if self._events is None:
+            return
+        index = len(seq.nodes) - 1
+        parent = seq.nodes[index - 1].hash if index else hashing.root(seq.salt)
+        known = index < len(seq.block_hashes)
+        node.hash = seq.block_hashes[index] if known else hashing.extend(parent, node.tokens)
+        self._events.stored(node.hash, parent, node.tokens)
+
+    def _forget(self, node: Node) -> None:
+        """Takes note that a node has left the trie."""
+        self.states.forget(node)
+        if self._events is not None:
+            self._events.removed(node.hash)

@@ -1,65 +1,110 @@
-"""Who goes first, how much of a step one row may take, who may come in. Pure functions: fairness, deadlines and
-service classes belong here and nowhere else."""
+"""Decides who goes first, who gives way, how many tokens a step may have and who may start.
+
+A policy is pure: it has no clock, time comes in as an argument. Fairness, deadlines and service classes belong here and
+nowhere else.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence as Line
+from typing import Any, NamedTuple, Protocol
 
 from penstock.core.sequence import Sequence
 from penstock.types import Limits, prefill_budget
 
-Order = tuple[int, int]
+
+class Load(NamedTuple):
+    """Counts who is being served when a waiting sequence asks to start."""
+
+    running: int
+    background: int  # of those running: requests that may wait
+    foreground: int  # requests that may not, running and waiting
 
 
-def order(seq: Sequence) -> Order:
-    """Sequences run, wait and keep their memory in this order; the last is the first victim."""
-    return (seq.priority, seq.arrival)
+class Room(NamedTuple):
+    """Counts the blocks that a waiting sequence would find."""
+
+    available: int
+    needed: int  # for the tokens that the sequence already has
+    reserved: int  # still to be taken for the tokens that running sequences already have
+    running: int
+    groups: int  # blocks that a sequence takes when it grows: one for each layer group
 
 
-def step_tokens(limits: Limits, running: int, answering: int) -> int:
-    """How many tokens a step may have. Every token of a prompt delays the rows that answer in the same step, so while
-    there are any, prompts take smaller steps; the more rows there are, the more one step yields and the longer it may
-    take."""
-    if not answering or not limits.prefill_budget:
-        return limits.step_tokens
-    return min(max(prefill_budget(limits.prefill_budget, answering), running), limits.step_tokens)
+class Policy(Protocol):
+    """Is asked by the scheduler whenever there is a choice."""
+
+    dynamic: bool  # the order of sequences may change while they wait or run: it is asked for before every plan
+
+    def order(self, seq: Sequence, now: float) -> Any:
+        """Returns what sequences are sorted by: they run, wait and keep their memory in this order."""
+
+    def victim(self, running: Line[Sequence], first: int, now: float) -> Sequence:
+        """Returns which of running[first:] loses its blocks, so that one before them can go on."""
+
+    def step_tokens(self, running: int, answering: int) -> int:
+        """Returns how many tokens a step may have beside `answering` of `running` rows that decode."""
+
+    def share(self, wanted: int, budget: int, behind: int) -> int:
+        """Returns how many of the `budget` tokens left in a step a row gets that could use `wanted`, with so many
+        running rows `behind` it."""
+
+    def may_start(self, seq: Sequence, budget: int, load: Load, now: float) -> bool:
+        """Returns whether a waiting sequence may start in a step with `budget` tokens left. If not, those after it
+        wait too."""
+
+    def fits(self, room: Room) -> bool:
+        """Returns whether there are enough blocks for a waiting sequence to start."""
 
 
-def share(wanted: int, budget: int, behind: int) -> int:
-    """How many of the step's tokens a row gets: a long prompt leaves one for every running row behind it, so that
-    nobody's stream stands still."""
-    return min(wanted, budget - behind)
+class StandardPolicy:
+    """Serves by priority, then first come, first served, and keeps requests that may wait in the background."""
 
+    dynamic = False
 
-def starts(limits: Limits, wanted: int, budget: int) -> bool:
-    """Whether what is left of a step is enough for a sequence that has so much to compute. Where attention is not
-    causal, that is all of it or nothing."""
-    return budget >= (wanted if limits.encoder else 1)
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._background_rows = max(1, limits.max_rows // 2)
+        self._few = max(1, self._background_rows // 4)
 
+    def order(self, seq: Sequence, now: float) -> tuple[bool, int, int]:
+        """Returns background requests after all others; within each class the lower priority number goes first, and
+        equals go in order of arrival."""
+        return (seq.background, seq.priority, seq.arrival)
 
-def save_positions(seq: Sequence, block_size: int, spacing: int, places: int, asked: tuple[int, ...]) -> list[int]:
-    """Where the state of a sequence that starts is saved: where that was `asked` for, after the last block that one
-    with the same prompt could use, and now and then in between, less often where that would take most places."""
-    last = (len(seq.tokens) - 1) // block_size * block_size
-    while last - seq.planned > spacing * max(places // 4, 1):
-        spacing *= 2
-    between = range((seq.planned // spacing + 1) * spacing, last, spacing)
-    return sorted({at for at in (*asked, *between, last) if at > seq.planned})
+    def victim(self, running: Line[Sequence], first: int, now: float) -> Sequence:
+        """Returns the last in line."""
+        return running[-1]
 
+    def step_tokens(self, running: int, answering: int) -> int:
+        """Returns fewer tokens while rows decode: every token of a prompt delays them. The more rows there are, the
+        more one step yields and the longer it may take."""
+        limits = self._limits
+        if not answering or not limits.prefill_budget:
+            return limits.step_tokens
+        return min(max(prefill_budget(limits.prefill_budget, answering), running), limits.step_tokens)
 
-def up_to_saves(seq: Sequence, count: int) -> int:
-    """A row saves its state once: one that would twice ends at the first."""
-    ahead = [at - seq.planned for at in seq.saving if 0 < at - seq.planned <= count]
-    return ahead[0] if len(ahead) > 1 else count
+    def share(self, wanted: int, budget: int, behind: int) -> int:
+        """Returns all that is wanted but one token for every running row behind, so that nobody's stream stands
+        still."""
+        return min(wanted, budget - behind)
 
+    def may_start(self, seq: Sequence, budget: int, load: Load, now: float) -> bool:
+        """Returns False for an encoder's prompt that the step cannot hold whole, and for a background request while
+        there are enough of those."""
+        if seq.background and not self._background_may_start(load):
+            return False
+        return budget >= (seq.end if self._limits.encoder else 1)
 
-def save_position(seq: Sequence, start: int, rolling: int) -> int:
-    """Where a row from `start` up to what is planned saves its state, 0 if it does not: as its sequence intended and,
-    in an answer, every `rolling` positions."""
-    intended = next((at for at in seq.saving if start < at <= seq.planned), 0)
-    rolled = seq.planned // rolling * rolling
-    return intended or (rolled if rolled > start >= seq.prompt_len else 0)
+    def fits(self, room: Room) -> bool:
+        """Returns whether every running sequence still finds the blocks for what it already has to compute and can
+        then grow once in each layer group."""
+        growth = (room.running + 1) * room.groups
+        return room.running == 0 or room.available >= room.needed + room.reserved + growth
 
-
-def admits(available: int, needed: int, owed: int, running: int) -> bool:
-    """Whether a sequence that needs `needed` blocks for what it already has to say may come in. `owed` blocks are
-    still to be taken for what the running ones have to say, and each of them should find one more to grow into."""
-    return running == 0 or available >= needed + owed + running + 1
+    def _background_may_start(self, load: Load) -> bool:
+        """Returns whether one more background request may run: they have at most half of the rows. While foreground
+        requests are served, those that end are not followed by others until a quarter of that is left."""
+        if load.background >= self._background_rows:
+            return False
+        return load.background < self._few or not load.foreground

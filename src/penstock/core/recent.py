@@ -1,4 +1,4 @@
-"""The token streams that ended last: what a prompt could have shared its KV with, even where that is gone."""
+"""Remembers the token streams that ended last: what a prompt could have shared its KV with, even if that is gone."""
 
 from __future__ import annotations
 
@@ -10,51 +10,56 @@ from penstock.core.sequence import Sequence
 from penstock.types import Nearest
 
 STREAMS = 256
-TOKENS = 2**20  # of all of them together: four megabytes
-BEFORE, AFTER = 8, 24  # tokens that are shown around the place where two part
+TOKENS = 2**20  # of all streams together: four megabytes
+BEFORE, AFTER = 8, 24  # tokens that are shown around the position where two streams diverge
 
 
-class Ended(NamedTuple):
-    whose: tuple[str, str]
+class EndedStream(NamedTuple):
+    """Holds the computed tokens of a sequence that has ended."""
+
+    scope: tuple[str, str]
     tokens: array[int]
-    prompt: int
+    prompt_len: int
 
 
-class Recent:
+class RecentStreams:
+    """Keeps the last `streams` ended streams, of at most `tokens` tokens together."""
+
     def __init__(self, streams: int = STREAMS, tokens: int = TOKENS) -> None:
         self._streams, self._tokens = streams, tokens
-        self._ended: deque[Ended] = deque()
+        self._ended: deque[EndedStream] = deque()
         self._size = 0
 
     def keep(self, seq: Sequence) -> None:
-        """What has been computed of it, if anything that others could share."""
-        if seq.private or not seq.computed:
+        """Adds what has been computed of a sequence, if that is anything that others could share."""
+        if not seq.prefix_cache or not seq.computed:
             return
-        self._ended.append(Ended(_whose(seq), array("i", seq.tokens[: seq.computed]), seq.prompt_len))
+        self._ended.append(EndedStream(_scope(seq), array("i", seq.tokens[: seq.computed]), seq.prompt_len))
         self._size += seq.computed
         while len(self._ended) > self._streams or self._size > self._tokens:
             self._size -= len(self._ended.popleft().tokens)
 
     def nearest(self, seq: Sequence) -> Nearest | None:
-        """Under its salt and of its owner; of those that share as much, the latest."""
+        """Returns the stream with the same salt and owner that shares most of the prompt: of equals, the latest."""
         prompt = array("i", seq.tokens[: seq.prompt_len])
-        mine = _whose(seq)
-        found = [(_shared(ended.tokens, prompt), at) for at, ended in enumerate(self._ended) if ended.whose == mine]
+        scope = _scope(seq)
+        found = [(_shared(ended.tokens, prompt), at) for at, ended in enumerate(self._ended) if ended.scope == scope]
         shared, at = max(found, default=(0, 0))
         if not shared:
             return None
         held = self._ended[at].tokens
         before, had, got = held[max(shared - BEFORE, 0) : shared], held[shared:][:AFTER], prompt[shared:][:AFTER]
-        known = min(self._ended[at].prompt, len(held))
+        known = min(self._ended[at].prompt_len, len(held))
         return Nearest(shared, len(held), known, tuple(before), tuple(had), tuple(got))
 
 
-def _whose(seq: Sequence) -> tuple[str, str]:
+def _scope(seq: Sequence) -> tuple[str, str]:
+    """Returns what two sequences must have in common for one to be told about the other."""
     return seq.salt, seq.owner
 
 
 def _shared(one: array[int], other: array[int]) -> int:
-    """How many of their first tokens are the same: whole stretches are compared, halving them."""
+    """Returns how many of their first tokens are the same: whole stretches are compared, halving them."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2

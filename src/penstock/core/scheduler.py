@@ -7,17 +7,23 @@ the order they were planned, so a block taken back in one plan may be handed out
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import insort
 from itertools import islice
+from typing import Any
 
-from penstock.core import policy
+from penstock.core import hashing
+from penstock.core.block_events import BlockEvents
 from penstock.core.kvcache import KvCache
+from penstock.core.policy import Load, Policy, Room, StandardPolicy
 from penstock.core.prefix import Node
-from penstock.core.recent import Recent
+from penstock.core.recent import RecentStreams
+from penstock.core.refusal import refuse_impossible, refuse_unworkable
 from penstock.core.sequence import Sequence
-from penstock.errors import ConfigError, ContextTooLong, InvalidRequest
+from penstock.errors import InvalidRequest
 from penstock.types import (
     Aborted,
+    BlockCopy,
+    BlockEvent,
     Event,
     Failed,
     Finished,
@@ -32,41 +38,52 @@ from penstock.types import (
     Tokens,
 )
 
-SEEN = 32  # waiting sequences that one is compared with, for where they part
-ROLLING = 4  # blocks of an answer from one saved state to the next
+COMPARED = 32  # waiting sequences that a starting one is compared with, for where they diverge
 
 
 class Scheduler:
-    def __init__(self, limits: Limits) -> None:
-        if limits.step_tokens < limits.max_rows:
-            raise ConfigError(f"a step of {limits.step_tokens} tokens cannot serve {limits.max_rows} rows")
-        if limits.encoder and limits.max_len > limits.step_tokens:
-            raise ConfigError(f"a step of {limits.step_tokens} tokens cannot hold one sequence of {limits.max_len}")
-        if limits.max_len > limits.num_blocks * limits.block_size:
-            raise ConfigError(f"{limits.num_blocks} blocks cannot hold one sequence of {limits.max_len} tokens")
+    """Plans steps and commits their results. `policy` decides where there is a choice, `chain` computes chain hashes,
+    and block events are recorded under the number `epoch`; None: none are."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        *,
+        policy: Policy | None = None,
+        chain: hashing.Chain = hashing.chain,
+        epoch: int | None = None,
+    ) -> None:
+        refuse_unworkable(limits)
         self.limits = limits
-        self.cache = KvCache(limits.num_blocks, limits.block_size, limits.states)
+        self.policy = policy or StandardPolicy(limits)
+        self._block_events = None if epoch is None else BlockEvents(epoch)
+        self.cache = KvCache(limits, chain, self._block_events)
         self.sequences: dict[int, Sequence] = {}
         self.running: list[Sequence] = []  # in policy order, as is `waiting`
         self.waiting: list[Sequence] = []
-        self.recent = Recent()
-        self.now = 0.0  # told before every call by whoever has a clock
+        self.recent = RecentStreams()
+        self.now = 0.0  # set before every call by whoever has a clock
         self._step = 0
         self._arrivals = 0
+        self._foreground = self._running_background = 0
         self._grown: list[Grown] = []
         self._dropped: list[int] = []
+        self._copies: list[BlockCopy] = []
         self._prompt_tokens = self._cached_tokens = self._generated_tokens = self._preemptions = 0
 
     # -- requests ------------------------------------------------------------------------------------------------
 
     def add(self, seq: Sequence) -> None:
         """Takes a sequence in, or refuses at once what could never be finished. An id is never used twice."""
-        self._refuse_impossible(seq)
+        if seq.id in self.sequences:
+            raise InvalidRequest(f"request id {seq.id} is already in use")
+        refuse_impossible(seq, self.limits)
         self._arrivals += 1
         seq.arrival = self._arrivals
-        seq.ledger.arrived = self.now
+        seq.times.arrived = self.now
         self.sequences[seq.id] = seq
-        insort(self.waiting, seq, key=policy.order)
+        self._foreground += not seq.background
+        insort(self.waiting, seq, key=self._order)
 
     def abort(self, id: int) -> list[Event]:
         """Ends a sequence wherever it stands; one that has already ended is left alone."""
@@ -77,33 +94,51 @@ class Scheduler:
 
     def fail(self, plan: StepPlan, code: str, message: str) -> list[Event]:
         """Ends every sequence of a step that could not be computed."""
-        self._waive_saves(plan)
+        self._give_back_saves(plan)
         failed = [self.sequences[row.seq] for row in plan.rows if row.seq in self.sequences]
         for seq in failed:
             self._end(seq)
         return [Failed(seq.id, code, message) for seq in failed]
 
-    def redo(self, plan: StepPlan) -> None:
+    def requeue(self, plan: StepPlan) -> None:
         """Takes back the plan made last, whose step could not be computed: its sequences wait to be computed again."""
-        self._waive_saves(plan)
+        self._give_back_saves(plan)
         for row in plan.rows:
             seq = self.sequences[row.seq]
             if row.sample and seq.end > len(seq.tokens):
                 seq.end -= 1  # the token that this row would have sampled
             self._preempt(seq)
 
+    # -- blocks --------------------------------------------------------------------------------------------------
+
+    def copy_in(self, block: int, place: int) -> None:
+        """Has the next plan copy a block in from a place in host memory."""
+        self._copies.append(BlockCopy(block, place, "in"))
+
+    def copy_out(self, block: int, place: int) -> None:
+        """Has the next plan copy a block out to a place in host memory."""
+        self._copies.append(BlockCopy(block, place, "out"))
+
+    def take_block_events(self) -> list[BlockEvent]:
+        """Returns what entered and left the prefix cache since the last call, if that is recorded."""
+        return self._block_events.take() if self._block_events else []
+
     # -- one step ------------------------------------------------------------------------------------------------
 
     def plan(self) -> StepPlan:
+        """Decides the next step. Every plan is to be carried out, also one without rows."""
         self._step += 1
-        self.cache.states.open_step()
+        if self.policy.dynamic:
+            self.running.sort(key=self._order)
+            self.waiting.sort(key=self._order)
         rows: list[Row] = []
         preemptions = self._preemptions
         budget = self._plan_running(rows)
         if self.waiting and preemptions == self._preemptions:
             self._admit(rows, budget)
-        plan = StepPlan(self._step, tuple(rows), tuple(self._grown), tuple(self._dropped))
-        self._grown, self._dropped = [], []
+        rows = self.cache.states.assign_saves(rows, self.sequences)
+        plan = StepPlan(self._step, tuple(rows), tuple(self._grown), tuple(self._dropped), tuple(self._copies))
+        self._grown, self._dropped, self._copies = [], [], []
         return plan
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[Event]:
@@ -111,24 +146,21 @@ class Scheduler:
         events: list[Event] = []
         for row, answer in zip(plan.rows, result.rows, strict=True):
             seq = self.sequences.get(row.seq)
-            current = seq is not None and plan.step >= seq.since
-            if row.save >= 0 and not current:
-                self.cache.states.give_back(row.save)
             if seq is None:
+                self.cache.states.give_back(row)
                 continue
-            if current:
+            if plan.step < seq.admission_epoch:  # preempted meanwhile: its tokens count, its KV is gone
+                self.cache.states.give_back(row)
+            else:
                 seq.computed = row.start + row.count
-                if seq.computed // self.cache.block_size > len(seq.nodes) and not seq.private:
-                    self._grown += [Grown(seq.id, at, (block,)) for at, block in self.cache.enter(seq)]
-                if seq.saving:
-                    seq.saving = [at for at in seq.saving if at > seq.computed]
-                if row.save >= 0:
-                    self._keep_state(seq, row)
+                if seq.computed >= seq.next_full:
+                    self._grown += self.cache.advance(seq, row)
             self._take_answer(seq, row, answer, events)
         return events
 
     def stats(self) -> Stats:
-        cached = self.cache.trie.idle
+        """Returns how many sequences and blocks there are, and what was counted so far."""
+        cached = self.cache.trie.idle_blocks
         free = len(self.cache.pool)
         return Stats(
             running=len(self.running),
@@ -145,10 +177,13 @@ class Scheduler:
 
     # -- planning ------------------------------------------------------------------------------------------------
 
+    def _order(self, seq: Sequence) -> Any:
+        return self.policy.order(seq, self.now)
+
     def _plan_running(self, rows: list[Row]) -> int:
-        """A row for every running sequence that has something to compute; returns the tokens left over."""
+        """Adds a row for every running sequence that has something to compute; returns the tokens left over."""
         answering = sum(seq.end > seq.prompt_len for seq in self.running)
-        budget = policy.step_tokens(self.limits, len(self.running), answering)
+        budget = self.policy.step_tokens(len(self.running), answering)
         index = 0
         while index < len(self.running):
             seq = self.running[index]
@@ -156,9 +191,9 @@ class Scheduler:
             wanted = seq.end - seq.planned
             if wanted == 0 or (seq.lockstep and seq.end > len(seq.tokens)):
                 continue
-            count = policy.share(wanted, budget, len(self.running) - index)
-            if seq.saving:
-                count = policy.up_to_saves(seq, count)
+            count = self.policy.share(wanted, budget, len(self.running) - index)
+            if count > 1:
+                count = self.cache.states.clip(seq, count)
             count = self._make_room(seq, count, index)
             if count:
                 budget -= count
@@ -166,117 +201,84 @@ class Scheduler:
         return budget
 
     def _make_room(self, seq: Sequence, count: int, index: int) -> int:
-        """Preempts from the back of the line until `count` more positions fit; returns how many do."""
-        size = self.cache.block_size
-        spare = len(seq.blocks) * size - seq.planned
+        """Preempts some of running[index:] until `count` more positions fit; returns how many do."""
+        spare = seq.capacity - seq.planned
         if count <= spare:
             return count
-        missing = self.cache.blocks_for(count - spare)
-        while missing > self.cache.available and len(self.running) > index:
-            self._preempt(self.running[-1])
-        return min(count, spare + self.cache.available * size)
+        cache = self.cache
+        missing = cache.blocks_for(count - spare) * cache.groups
+        while missing > cache.available and len(self.running) > index:
+            self._preempt(self.policy.victim(self.running, index, self.now))
+        return min(count, spare + cache.available // cache.groups * cache.block_size)
 
     def _row(self, seq: Sequence, count: int, begin: int = -1) -> Row:
         start = seq.planned
-        if start + count > len(seq.blocks) * self.cache.block_size:
-            at = len(seq.blocks)
-            self._grown.append(Grown(seq.id, at, self.cache.grow(seq, start + count)))
+        if start + count > seq.capacity:
+            self._grown += self.cache.grow(seq, start + count)
         seq.planned = start + count
         sample = 0
         if seq.planned == seq.end and seq.end < seq.max_len:
             seq.end += 1
             sample = 1
-        row = Row(seq.id, start, count, count if seq.scored < seq.prompt_len else sample, begin)
-        return self._with_save(seq, row) if self.cache.states.total else row
-
-    def _with_save(self, seq: Sequence, row: Row) -> Row:
-        at = 0 if seq.private else policy.save_position(seq, row.start, ROLLING * self.cache.block_size)
-        place = self.cache.states.take() if at else None
-        return row if place is None else row._replace(save=place, at=at)
+        return Row(seq.id, start, count, count if seq.scored < seq.prompt_len else sample, begin)
 
     # -- admission -----------------------------------------------------------------------------------------------
 
     def _admit(self, rows: list[Row], budget: int) -> None:
         """Lets waiting sequences in, in order, until one does not fit. One whose next block is just being computed
         by another is passed over until it can reuse it."""
-        owed = sum(self._owed(seq) for seq in self.running)
+        reserved = sum(map(self.cache.reserved, self.running))
         index = 0
         while budget > 0 and index < len(self.waiting) and len(self.running) < self.limits.max_rows:
             seq = self.waiting[index]
             if self._should_wait(seq):
                 index += 1
                 continue
-            if not policy.starts(self.limits, seq.end, budget):
+            load = Load(len(self.running), self._running_background, self._foreground)
+            if not self.policy.may_start(seq, budget, load, self.now):
                 break
             known = self.cache.match(seq)
             matched = self.cache.usable(known)
-            seq.awaits = self.cache.awaited(seq, len(matched), self.sequences)
-            if seq.awaits is not None:
+            seq.awaited_hash = self.cache.awaited(seq, len(matched), self.sequences)
+            if seq.awaited_hash is not None:
                 continue
-            needed = self.cache.blocks_for(seq.end) - len(matched)
-            available = self.cache.available - sum(node.holders == 0 for node in matched)
-            if not policy.admits(available, needed, owed, len(self.running)):
+            needed, idle = self.cache.needed(seq, matched)
+            room = Room(self.cache.available - idle, needed, reserved, len(self.running), self.cache.groups)
+            if not self.policy.fits(room):
                 break
             del self.waiting[index]
-            self._start(seq, matched)
-            begin = self._begin_state(seq, matched, len(known)) if self.cache.states.total else -1
-            count = policy.up_to_saves(seq, policy.share(seq.end - seq.planned, budget, 0))
-            row = self._row(seq, count, begin)
+            row = self._start(seq, known, matched, budget)
             rows.append(row)
             budget -= row.count
-            owed += self._owed(seq)
+            reserved += self.cache.reserved(seq)
 
     def _should_wait(self, seq: Sequence) -> bool:
-        in_flight = seq.end > len(seq.tokens)
-        return in_flight or seq.awaits in self.cache.promised
+        """Returns whether a token of the sequence, or a block that it can reuse, is still in flight."""
+        return seq.end > len(seq.tokens) or seq.awaited_hash in self.cache.in_flight
 
-    def _start(self, seq: Sequence, matched: list[Node]) -> None:
-        self.cache.open(seq, matched)
-        insort(self.running, seq, key=policy.order)
-        seq.computed = seq.planned = len(matched) * self.cache.block_size
-        seq.since = self._step
-        if matched:
-            self._grown.append(Grown(seq.id, 0, tuple(seq.blocks)))
-        seq.ledger.recomputed += max(seq.ledger.lost - seq.computed, 0)
+    def _start(self, seq: Sequence, known: list[Node], matched: list[Node], budget: int) -> Row:
+        """Makes a waiting sequence run on its matched prefix; returns its first row."""
+        cache = self.cache
+        self._grown += cache.open(seq, matched, len(known))
+        insort(self.running, seq, key=self._order)
+        self._running_background += seq.background
+        seq.computed = seq.planned = seq.capacity
+        seq.admission_epoch = self._step
+        seq.times.recomputed += max(seq.times.lost - seq.computed, 0)
         if seq.cached < 0:
-            self._enter(seq)
+            self._note_first_admission(seq)
+        waiting = islice(self.waiting, COMPARED)
+        begin = cache.states.begin(seq, matched, len(known), lambda: cache.divergence(seq, waiting))
+        count = cache.states.clip(seq, self.policy.share(seq.end - seq.planned, budget, 0))
+        return self._row(seq, self._make_room(seq, count, len(self.running)), begin)
 
-    def _begin_state(self, seq: Sequence, matched: list[Node], known: int) -> int:
-        """Decides where the state of a sequence that starts is saved; returns where it begins. What is known of its
-        tokens beyond that shows where prompts part: the next to come that far shall find a state there."""
-        if not seq.private:
-            size, limits = self.cache.block_size, self.limits
-            asked = (known * size, self.cache.parting(seq, islice(self.waiting, SEEN)))
-            spacing = self.cache.blocks_for(limits.step_tokens) * size
-            seq.saving = policy.save_positions(seq, size, spacing, limits.states, asked)
-        return self.cache.states.read(matched[-1]) if matched else -1
-
-    def _enter(self, seq: Sequence) -> None:
-        """For the first time."""
+    def _note_first_admission(self, seq: Sequence) -> None:
         seq.cached = min(seq.computed, seq.prompt_len)
         self._prompt_tokens += seq.prompt_len
         self._cached_tokens += seq.cached
-        seq.ledger.admitted = self.now
+        seq.times.admitted = self.now
         if seq.explain:
-            seq.ledger.nearest = self.recent.nearest(seq)
-
-    def _refuse_impossible(self, seq: Sequence) -> None:
-        limits = self.limits
-        if seq.id in self.sequences:
-            raise InvalidRequest(f"request id {seq.id} is already in use")
-        if not seq.prompt_len:
-            raise InvalidRequest("the prompt is empty: at least one token is needed")
-        if seq.max_len > limits.max_len:
-            answer = seq.max_len - seq.prompt_len
-            raise ContextTooLong(
-                f"the prompt has {seq.prompt_len} tokens and {answer} more may follow, together {seq.max_len}; "
-                f"the context holds {limits.max_len}: shorten the prompt or lower max_tokens"
-            )
-        if min(seq.tokens) < 0 or max(seq.tokens) >= limits.vocab:
-            raise InvalidRequest(f"prompt token ids must be from 0 to {limits.vocab - 1}")
-
-    def _owed(self, seq: Sequence) -> int:
-        return self.cache.blocks_for(seq.end) - len(seq.blocks)
+            seq.times.nearest = self.recent.nearest(seq)
 
     # -- committing ----------------------------------------------------------------------------------------------
 
@@ -287,8 +289,8 @@ class Scheduler:
         if scores:  # scores[i] is of token start + 1 + i; a resumed prompt may bring some again
             scores = scores[max(seq.scored - row.start - 1, 0) :]
             seq.scored += len(scores)
-        if tokens and seq.ledger.answered is None:
-            seq.ledger.answered = self.now
+        if tokens and seq.times.answered is None:
+            seq.times.answered = self.now
         if tokens or scores:
             logprobs = answer.logprobs[: len(tokens)]
             events.append(Tokens(seq.id, tokens, logprobs, scores, seq.cached))
@@ -298,22 +300,12 @@ class Scheduler:
             reason = "pooled" if answer.pooled else "length"
             events.append(Finished(seq.id, reason, None, answer.pooled, self._end(seq)))
 
-    def _keep_state(self, seq: Sequence, row: Row) -> None:
-        """In an answer only the latest is kept."""
-        states, node = self.cache.states, seq.nodes[row.at // self.cache.block_size - 1]
-        states.keep(row.save, node)
-        if row.at > seq.prompt_len:
-            if seq.rolling:
-                states.forget(seq.rolling)
-            seq.rolling = node
-
-    def _waive_saves(self, plan: StepPlan) -> None:
+    def _give_back_saves(self, plan: StepPlan) -> None:
         for row in plan.rows:
-            if row.save >= 0:
-                self.cache.states.give_back(row.save)
+            self.cache.states.give_back(row)
 
     def _append(self, seq: Sequence, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], int | None]:
-        """Takes sampled tokens up to the one that ends the sequence; returns those taken and that one."""
+        """Appends sampled tokens up to the one that ends the sequence; returns those appended and that one."""
         tokens = tokens[: seq.max_len - len(seq.tokens)]
         stop = None
         for count, token in enumerate(tokens, 1):
@@ -329,25 +321,28 @@ class Scheduler:
     def _preempt(self, seq: Sequence) -> None:
         """Sends a running sequence back to wait: its blocks go, its tokens stay."""
         self._preemptions += 1
-        seq.ledger.preemptions += 1
-        seq.ledger.lost = seq.computed
+        seq.times.preemptions += 1
+        seq.times.lost = seq.computed
         self._leave(seq)
         seq.computed = seq.planned = 0
-        seq.since = self._step
-        insort(self.waiting, seq, key=policy.order)
+        seq.admission_epoch = self._step
+        insort(self.waiting, seq, key=self._order)
 
     def _end(self, seq: Sequence) -> Report:
         del self.sequences[seq.id]
+        self._foreground -= not seq.background
         self._leave(seq)
         self.recent.keep(seq)
-        return seq.ledger.report(seq.cached, self.now)
+        return seq.times.report(seq.cached, self.now)
 
     def _leave(self, seq: Sequence) -> None:
-        """Takes a sequence out of its line, and its blocks and block table from it. Only running ones have blocks."""
-        line = self.running if seq.blocks else self.waiting
-        del line[bisect_left(line, policy.order(seq), key=policy.order)]
-        if seq.blocks:
-            self.cache.release(seq)
-            seq.saving, seq.rolling = [], None
-            self._grown = [grown for grown in self._grown if grown.seq != seq.id]
-            self._dropped.append(seq.id)
+        """Takes a sequence out of its queue, and its blocks and block tables from it. Only running ones have any. It is
+        found by identity, because its place in the order may have changed."""
+        if not seq.tables:
+            self.waiting.remove(seq)
+            return
+        self.running.remove(seq)
+        self._running_background -= seq.background
+        self.cache.release(seq)
+        self._grown = [grown for grown in self._grown if grown.seq != seq.id]
+        self._dropped.append(seq.id)

@@ -1,4 +1,5 @@
-"""One token stream and how far it has come. The scheduler alone writes its progress, the KV cache its blocks."""
+"""Defines a sequence: one token stream and how far it has come. The scheduler alone writes its progress, the KV cache
+its blocks, and the states its saves."""
 
 from __future__ import annotations
 
@@ -6,8 +7,8 @@ from penstock.core.prefix import Node
 from penstock.types import Nearest, Report
 
 
-class Ledger:
-    """What has happened to a sequence. Times are of whoever steps the scheduler; None: not yet."""
+class RequestTimes:
+    """Records what has happened to a sequence. Times are those of whoever steps the scheduler; None: not yet."""
 
     __slots__ = ("admitted", "answered", "arrived", "lost", "nearest", "preemptions", "recomputed")
 
@@ -16,11 +17,12 @@ class Ledger:
         self.admitted: float | None = None
         self.answered: float | None = None
         self.preemptions = 0
-        self.lost = 0  # tokens whose KV a preemption took, while it waits
+        self.lost = 0  # tokens whose KV the last preemption took
         self.recomputed = 0
         self.nearest: Nearest | None = None
 
     def report(self, cached: int, now: float) -> Report:
+        """Returns the report of a sequence that ends now and reused `cached` tokens of its prompt."""
         admitted = now if self.admitted is None else self.admitted
         answered = now if self.answered is None else self.answered
         return Report(
@@ -35,39 +37,44 @@ class Ledger:
 
 
 class Sequence:
-    """Positions of `tokens`, from left to right:
+    """Holds the tokens of one stream and its progress. From left to right:
 
     0 ........ computed ........ planned ........ len(tokens) ........ end
       KV written        in flight        to do               sampled in flight, value unknown
     """
 
     __slots__ = (
+        "admission_epoch",
         "arrival",
-        "awaits",
-        "blocks",
+        "awaited_hash",
+        "background",
+        "block_hashes",
         "cached",
+        "capacity",
         "computed",
         "end",
         "explain",
         "id",
-        "ledger",
         "lockstep",
         "max_len",
+        "next_full",
         "nodes",
         "owner",
         "planned",
+        "prefix_cache",
+        "prefix_ends",
         "priority",
-        "private",
-        "promises",
         "prompt_len",
         "rolling",
         "salt",
         "saving",
         "score",
         "scored",
-        "since",
         "stop_ids",
+        "tables",
+        "times",
         "tokens",
+        "window_starts",
     )
 
     def __init__(
@@ -81,9 +88,10 @@ class Sequence:
         salt: str = "",
         score: bool = False,
         lockstep: bool = False,
-        private: bool = False,
+        prefix_cache: bool = True,
         owner: str = "",
         explain: bool = False,
+        background: bool = False,
     ) -> None:
         self.id = id
         self.tokens = list(prompt)
@@ -94,20 +102,30 @@ class Sequence:
         self.salt = salt
         self.score = score  # the prompt's own tokens are to be scored, so none of them may come from the cache
         self.lockstep = lockstep  # its next row must know its last token: no row while one is in flight
-        self.private = private  # it takes nothing from the prefix cache and leaves nothing there
+        self.prefix_cache = prefix_cache  # False: it takes nothing from the prefix cache and leaves nothing there
         self.owner = owner
         self.explain = explain
-        self.ledger = Ledger()
+        self.background = background
+        self.times = RequestTimes()
         self.arrival = 0
         self.computed = 0
         self.planned = 0
         self.end = len(prompt)
         self.scored = 1 if score else len(prompt)  # nothing precedes the first token to score it by
         self.cached = -1  # prompt tokens reused at its first admission; -1: not admitted yet
-        self.since = 0  # rows of steps before this one belong to a life that preemption ended
-        self.blocks: list[int] = []
+        self.admission_epoch = 0  # the step of its last admission or preemption: rows of earlier steps are stale
+        self.tables: list[list[int]] = []  # a block table for each layer group; empty: it waits
+        self.window_starts: list[int] = []  # by layer group: the table's entries before it are -1, see prefix.py
+        self.capacity = 0  # positions that its block tables cover
+        self.next_full = 0  # once this many positions are computed, another block is full
+        self.prefix_ends: tuple[int, ...] = ()  # blocks after which other streams are likely to diverge
         self.nodes: list[Node] = []  # the first len(nodes) blocks are shared through the prefix cache
-        self.promises: list[int] = []  # chain hashes of its full prompt blocks, see kvcache
-        self.awaits: int | None = None  # a promised block worth waiting for
-        self.saving: list[int] = []  # positions at which its state is still to be saved, or just being
-        self.rolling: Node | None = None  # where its state was saved last in its answer
+        self.block_hashes: list[bytes] = []  # chain hashes of its full prompt blocks, see kvcache.py
+        self.awaited_hash: bytes | None = None  # the block in flight that it waits to reuse
+        self.saving: list[int] = []  # positions at which its recurrent state is still to be saved, or just being
+        self.rolling: Node | None = None  # the node whose end its answer's recurrent state was saved at last
+
+    @property
+    def reuses_prefix(self) -> bool:
+        """Returns whether it may begin with cached blocks: scores are not cached, so it may not while it needs some."""
+        return self.prefix_cache and self.scored >= self.prompt_len

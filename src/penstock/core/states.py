@@ -1,42 +1,156 @@
-"""Where states of sequences are saved. A model with recurrent layers has more than its KV: a state that each token
-changes, so a prefix can be used again only up to a block at whose end the state was saved.
+"""Keeps saved recurrent states. A model with recurrent layers has more than its KV: a state that each token changes, so
+a prefix can be reused only up to a block at whose end the state was saved.
 
-A saved state belongs to its block's node in the trie: it goes when that does, or when it is the one that was not used
-for longest and its place is needed. A place is taken when the step that writes it is planned, and counts when that is
-committed. Steps run in order, so one may be handed on in the next plan; within a step rows run in any order.
+A saved state belongs to its block's node in the trie: it goes when the node goes, or when it is the least recently used
+one and its place is needed. A place is taken when the step that writes it is planned, and counts when that step is
+committed. Steps run in order, so a place may be handed on in the next plan; within a step rows run in any order.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import takewhile
 
 from penstock.core.prefix import Node
+from penstock.core.sequence import Sequence as TokenSequence
+from penstock.types import Row
+
+ROLLING = 4  # blocks of an answer from one saved state to the next
 
 
-class StatePool:
-    def __init__(self, places: int) -> None:
+class NoStates:
+    """Serves models without recurrent layers, whose KV is all there is."""
+
+    total = 0
+    pending: Collection[int] = ()  # places to be written by steps that are not committed yet
+
+    def deepest(self, chain: Sequence[Node], count: int) -> int:
+        """Returns how many of a chain's first `count` blocks a sequence can begin with."""
+        return count
+
+    def awaited(
+        self, ahead: Sequence[bytes], matched: int, other: TokenSequence, in_flight: Mapping[bytes, int]
+    ) -> bytes | None:
+        """Returns the hash of the block that is worth waiting for, of those `ahead` of `matched` blocks. The sequence
+        `other` is computing the first of them."""
+        return ahead[0]
+
+    def begin(self, seq: TokenSequence, matched: Sequence[Node], known: int, diverges: Callable[[], int]) -> int:
+        """Decides where the state of a sequence that starts will be saved; returns the place of the saved state that
+        it begins with, or -1."""
+        return -1
+
+    def clip(self, seq: TokenSequence, count: int) -> int:
+        """Returns how many of `count` positions the next row may compute: a row saves its state at most once."""
+        return count
+
+    def assign_saves(self, rows: list[Row], sequences: Mapping[int, TokenSequence]) -> list[Row]:
+        """Returns the rows of a step, each with the place where it saves its state, if it does."""
+        return rows
+
+    def keep(self, seq: TokenSequence, row: Row) -> None:
+        """Takes note of what a committed row has saved."""
+
+    def give_back(self, row: Row) -> None:
+        """Frees the place of a row that wrote nothing of use there."""
+
+    def forget(self, node: Node) -> None:
+        """Frees the state saved at the end of a node that leaves the trie."""
+
+    def leave(self, seq: TokenSequence) -> None:
+        """Forgets what a sequence that ends or is preempted would still have saved."""
+
+    def saved(self) -> dict[Node, int]:
+        """Returns the place of each saved state."""
+        return {}
+
+    def free(self) -> list[int]:
+        """Returns the places that are free."""
+        return []
+
+
+class RecurrentStates(NoStates):
+    """Saves states in `places` places: at the ends of prompts, where prompts diverge, every `spacing` positions, and
+    every few blocks of an answer, of which only the latest is kept."""
+
+    def __init__(self, places: int, block_size: int, spacing: int) -> None:
         self.total = places
-        self.pending: set[int] = set()  # to be written by steps that are not committed yet
+        self.pending: set[int] = set()
+        self._block_size = block_size
+        self._spacing = spacing
         self._free = list(range(places - 1, -1, -1))
-        self._saved: OrderedDict[Node, int] = OrderedDict()  # the one not used for longest comes first
-        self._read: set[int] = set()  # in the step that is being planned
+        self._saved: OrderedDict[Node, int] = OrderedDict()  # the least recently used one comes first
+        self._read: set[int] = set()  # places that rows of the step being planned begin with
 
-    def open_step(self) -> None:
+    def deepest(self, chain: Sequence[Node], count: int) -> int:
+        return next((length for length in range(count, 0, -1) if chain[length - 1] in self._saved), 0)
+
+    def awaited(
+        self, ahead: Sequence[bytes], matched: int, other: TokenSequence, in_flight: Mapping[bytes, int]
+    ) -> bytes | None:
+        """Returns the hash of the last block that the two share and that `other` saves its state after."""
+        shared = sum(1 for _ in takewhile(lambda hash: in_flight.get(hash) == other.id, ahead))
+        saved = [at // self._block_size - matched for at in other.saving]
+        return next((ahead[count - 1] for count in reversed(saved) if 0 < count <= shared), None)
+
+    def begin(self, seq: TokenSequence, matched: Sequence[Node], known: int, diverges: Callable[[], int]) -> int:
+        """Blocks that are `known` beyond the matched ones show where prompts diverge, and so do prompts that wait: the
+        next to come that far shall find a state there."""
+        if seq.prefix_cache:
+            asked = (known * self._block_size, diverges())
+            seq.saving = save_positions(seq, self._block_size, self._spacing, self.total, asked)
+        return self._read_state(matched[-1]) if matched else -1
+
+    def clip(self, seq: TokenSequence, count: int) -> int:
+        ahead = [at - seq.planned for at in seq.saving if 0 < at - seq.planned <= count]
+        return ahead[0] if len(ahead) > 1 else count
+
+    def assign_saves(self, rows: list[Row], sequences: Mapping[int, TokenSequence]) -> list[Row]:
+        assigned = [self._with_save(sequences[row.seq], row) for row in rows]
         self._read.clear()
+        return assigned
 
-    def deepest(self, chain: Sequence[Node]) -> int:
-        """How many nodes of a chain from the root there are up to the last one with a state."""
-        return next((count for count in range(len(chain), 0, -1) if chain[count - 1] in self._saved), 0)
+    def keep(self, seq: TokenSequence, row: Row) -> None:
+        seq.saving = [at for at in seq.saving if at > seq.computed]
+        if row.save < 0:
+            return
+        node = seq.nodes[row.at // self._block_size - 1]
+        self._keep_at(row.save, node)
+        if row.at > seq.prompt_len:
+            if seq.rolling:
+                self.forget(seq.rolling)
+            seq.rolling = node
 
-    def read(self, node: Node) -> int:
-        """The place of its state, for a row that begins there."""
+    def give_back(self, row: Row) -> None:
+        if row.save >= 0:
+            self._give_back_place(row.save)
+
+    def forget(self, node: Node) -> None:
+        if node in self._saved:
+            self._free.append(self._saved.pop(node))
+
+    def leave(self, seq: TokenSequence) -> None:
+        seq.saving, seq.rolling = [], None
+
+    def saved(self) -> dict[Node, int]:
+        return dict(self._saved)
+
+    def free(self) -> list[int]:
+        return list(self._free)
+
+    def _read_state(self, node: Node) -> int:
         self._saved.move_to_end(node)
         self._read.add(self._saved[node])
         return self._saved[node]
 
-    def take(self) -> int | None:
-        """A place to save to; none where rows of this step or of those in flight use all of them."""
+    def _with_save(self, seq: TokenSequence, row: Row) -> Row:
+        at = save_position(seq, row, ROLLING * self._block_size) if seq.prefix_cache else 0
+        place = self._take() if at else None
+        return row if place is None else row._replace(save=place, at=at)
+
+    def _take(self) -> int | None:
+        """Returns a place to save to; None if rows of this step or of those in flight use all of them."""
         if self._free:
             place = self._free.pop()
         else:
@@ -47,26 +161,33 @@ class StatePool:
         self.pending.add(place)
         return place
 
-    def keep(self, place: int, node: Node) -> None:
-        """What was written there is the state at the end of this node's block."""
+    def _keep_at(self, place: int, node: Node) -> None:
         if node in self._saved:
-            self.give_back(place)
+            self._give_back_place(place)
         else:
             self.pending.remove(place)
             self._saved[node] = place
         self._saved.move_to_end(node)
 
-    def give_back(self, place: int) -> None:
-        """Nothing of use was written there."""
+    def _give_back_place(self, place: int) -> None:
         self.pending.remove(place)
         self._free.append(place)
 
-    def forget(self, node: Node) -> None:
-        if node in self._saved:
-            self._free.append(self._saved.pop(node))
 
-    def saved(self) -> dict[Node, int]:
-        return dict(self._saved)
+def save_positions(seq: TokenSequence, block_size: int, spacing: int, places: int, asked: tuple[int, ...]) -> list[int]:
+    """Returns where the state of a sequence that starts is saved: where that was `asked` for, after the last block that
+    one with the same prompt could use, and every `spacing` positions, less often if that would take most places."""
+    last = (len(seq.tokens) - 1) // block_size * block_size
+    while last - seq.planned > spacing * max(places // 4, 1):
+        spacing *= 2
+    between = range((seq.planned // spacing + 1) * spacing, last, spacing)
+    return sorted({at for at in (*asked, *between, last) if at > seq.planned})
 
-    def free(self) -> list[int]:
-        return list(self._free)
+
+def save_position(seq: TokenSequence, row: Row, rolling: int) -> int:
+    """Returns where a row saves its state, or 0: as its sequence intended and, in an answer, every `rolling`
+    positions."""
+    end = row.start + row.count
+    intended = next((at for at in seq.saving if row.start < at <= end), 0)
+    rolled = end // rolling * rolling
+    return intended or (rolled if rolled > row.start >= seq.prompt_len else 0)

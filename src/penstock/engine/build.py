@@ -1,4 +1,4 @@
-"""From a config to an engine that is ready to step."""
+"""Builds an engine that is ready to step from a config."""
 
 from __future__ import annotations
 
@@ -7,29 +7,31 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from penstock.backend import open_backend, settle
+from penstock.backend import open_backend, resolve_defaults
 from penstock.backend.base import Backend
 from penstock.backend.quantize_at_load import quantized
-from penstock.config import Config, resolve
+from penstock.config import Config, Device, resolve
+from penstock.core import hashing
 from penstock.engine.engine import Engine
 from penstock.engine.grammar import Grammars
 from penstock.errors import OutOfMemory
 from penstock.model.load import Checkpoint, load_model, open_checkpoint, text_of
 from penstock.planning.memory_plan import all_states, gigabytes, plan_memory
-from penstock.types import Limits
+from penstock.types import Limits, blocks_for
 
 Tell = Callable[[str], None]
 TRIES = 4  # to reserve a cache: others may take memory meanwhile
 
 
-class Ledger:
-    """Where the time went: seconds by what they were spent on."""
+class StartupTimer:
+    """Adds up where the time of a start went, in seconds."""
 
     def __init__(self) -> None:
         self._last = time.perf_counter()
         self._spent: list[str] = []
 
-    def enter(self, what: str) -> None:
+    def stop(self, what: str) -> None:
+        """Counts the time since the last stop as spent on `what`."""
         now = time.perf_counter()
         self._spent.append(f"{what} {now - self._last:.2f} s")
         self._last = now
@@ -42,54 +44,78 @@ def silent(_: str) -> None: ...
 
 
 def open_engine(config: Config, tell: Tell = silent) -> Engine:
+    """Returns an engine for the model file or folder that the config names: see `build_engine`."""
     return build_engine(config, open_checkpoint(Path(config.model)), tell)
 
 
 def build_engine(config: Config, checkpoint: Checkpoint, tell: Tell = silent) -> Engine:
-    """`tell` hears, on a GPU, what memory is for before any is taken, and where the time went."""
-    config, ledger = settle(config, checkpoint.float8, checkpoint.whole), Ledger()
-    if config.device != "cuda":
+    """Loads the checkpoint and reserves its KV cache. On a GPU, `tell` is told what memory is for before any is taken,
+    and where the time went."""
+    config, timer = resolve_defaults(config, checkpoint.float8, checkpoint.whole), StartupTimer()
+    on_gpu = Device.parse(config.device).kind == "cuda"
+    if not on_gpu:
         tell = silent
     backend, checkpoint = open_backend(config), quantized(checkpoint, config)
-    ledger.enter(config.device)
-    if config.device == "cuda":
+    timer.stop(config.device)
+    if on_gpu:
         has = backend.footprint(checkpoint.spec, checkpoint.tensors.values())
         for line in plan_memory(config, checkpoint.spec, has).lines():
             tell(line)
     backend.load(load_model(checkpoint, backend))
-    ledger.enter("weights")
-    limits = _reserve(config, checkpoint, backend)
-    ledger.enter("cache")
+    timer.stop("weights")
+    limits, group_token = _reserve(config, checkpoint, backend)
+    timer.stop("cache")
     backend.warm_up()
-    ledger.enter("kernels")
-    cache = limits.num_blocks * limits.block_size
-    tell(f"engine ready: {ledger}; {cache:,} tokens in {gigabytes(cache * backend.kv_bytes_per_token())} of KV cache")
+    timer.stop("kernels")
+    tell(f"engine ready: {timer}; {described_cache(limits, group_token)}")
     grammars = Grammars(lambda: text_of(open_checkpoint(Path(config.model))).tokenizer, limits.vocab)
-    return Engine(backend, limits, depth=backend.depth, grammars=grammars)
+    return Engine(backend, limits, depth=backend.depth, grammars=grammars, chain=chain_hash())
 
 
-def _reserve(config: Config, checkpoint: Checkpoint, backend: Backend) -> Limits:
-    """Limits, and the cache they speak of; a little less where there turns out to be less memory than a moment ago."""
+def described_cache(limits: Limits, group_token: int) -> str:
+    """Returns a few words about the KV cache, where a token costs `group_token` bytes in one layer group."""
+    tokens = limits.num_blocks * limits.block_size
+    size = gigabytes(tokens * group_token)
+    if not any(limits.windows):
+        return f"{tokens:,} tokens in {size} of KV cache"
+    sequences = limits.num_blocks // blocks_for(limits.max_len, limits.windows, limits.block_size)
+    return f"{sequences:,} x {limits.max_len:,} tokens, with windows, in {size} of KV cache"
+
+
+def chain_hash() -> hashing.Chain:
+    """Returns what computes chain hashes: native code, or Python where the extension is not built."""
+    try:
+        from penstock.backend.cpu._native import chain_hashes
+    except ImportError:
+        return hashing.chain
+    return lambda salt, tokens, block_size: chain_hashes(hashing.root(salt), tokens, block_size)
+
+
+def _reserve(config: Config, checkpoint: Checkpoint, backend: Backend) -> tuple[Limits, int]:
+    """Reserves the KV cache. Returns the limits and the bytes of a token in one layer group. The cache is a little
+    smaller than planned where there turns out to be less memory than a moment ago."""
     spec = checkpoint.spec
     for left in reversed(range(TRIES)):
-        room = backend.kv_memory()
-        if config.device == "cuda":
-            config = replace(config, kv_memory=min(config.kv_memory or room, room))
+        needs = backend.memory_needs()
+        group_token = needs.kv_bytes_per_token // spec.kv_layers * spec.kv_group_layers
+        if Device.parse(config.device).kind == "cuda":
+            config = replace(config, kv_memory=min(config.kv_memory or needs.kv_memory, needs.kv_memory))
         limits = resolve(
             config,
             context=spec.max_len,
             vocab=spec.vocab,
-            kv_bytes=backend.kv_bytes_per_token(),
-            memory=room,
+            kv_bytes=group_token,
+            memory=needs.kv_memory,
+            windows=spec.windows,
             encoder=spec.encoder,
-            state_bytes=backend.state_bytes(),
+            state_bytes=needs.state_bytes,
         )._replace(dim=spec.dim, pooling=spec.pooling)
         try:
-            backend.reserve_kv(limits.num_blocks, limits.block_size, all_states(limits))
+            backend.reserve_kv(limits.num_blocks, limits.block_size, all_states(limits), spec.kv_groups)
         except OutOfMemory:
             if not left:
                 raise
             config = replace(config, kv_memory=config.kv_memory * 7 // 8)
         else:
             break
-    return limits
+    return limits, group_token

@@ -1,4 +1,4 @@
-"""Grammars: compiled beside the steps, and followed token by token.
+"""Compiles grammars beside the steps, and follows them token by token.
 
 A compiled grammar is shared by all requests with the same text. Each of them walks through its own copy, which knows
 what may come next and, where only one text can, what must.
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from penstock.backend.base import Ints
-from penstock.engine.thinking_budget import Thoughts
+from penstock.engine.thinking_budget import ThinkingBudget
 from penstock.errors import InvalidGrammar, InvalidRequest, PenstockError, UnsupportedModel
 from penstock.types import Grammar, Thinking
 
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 WORKERS = 2
-KEPT = 256  # compiled grammars
-LIMIT = 10.0  # seconds a grammar may take to compile
-SLOWEST = 0.25  # seconds for what may come next: a thousand times what is usual
-STACK = 2**30  # bytes of addresses: the library calls itself for every rule in a chain of them
-LONGEST = 400  # characters of its words that are passed on
-SPACES = {"whitespace_pattern": r" |\n[ \t]{0,20}"}  # small models never stop where any run of spaces may follow
+MOST_GRAMMARS = 256  # compiled ones that are kept
+COMPILE_SECONDS = 10.0  # after which a grammar is given up
+SLOWEST_MASK = 0.25  # seconds for one bitmask: a thousand times what is usual
+STACK_BYTES = 2**30  # of addresses: the library calls itself for every rule in a chain of them
+LONGEST_REASON = 400  # characters of the library's words that are passed on
+WHITESPACE = {"whitespace_pattern": r" |\n[ \t]{0,20}"}  # small models never stop where any run of spaces may follow
 
 
 class Vocabulary(Protocol):
-    """What a grammar must know of a model's tokens."""
+    """Tells what a grammar must know of a model's tokens."""
 
     vocab_size: int
     bos_id: int | None
@@ -47,6 +47,8 @@ class Vocabulary(Protocol):
 
 @dataclass
 class Costs:
+    """Counts what grammars cost: see Stats, which has the same fields."""
+
     grammars: int = 0
     grammar_seconds: float = 0.0
     masks: int = 0
@@ -55,38 +57,38 @@ class Costs:
 
 
 class Grammars:
-    """Nothing is loaded and no thread started before the first grammar."""
+    """Compiles and keeps grammars. Nothing is loaded and no thread is started before the first one."""
 
     def __init__(self, vocabulary: Callable[[], Vocabulary], width: int) -> None:
         self.costs = Costs()
         self._vocabulary = vocabulary
         self._width = width  # of the logits
-        self._kept: OrderedDict[tuple[str, str], Compiling] = OrderedDict()
+        self._compiled: OrderedDict[tuple[str, str], Compiling] = OrderedDict()
         self._queue: SimpleQueue[Compiling] = SimpleQueue()
         self._workers: list[threading.Thread] = []
         self._lock = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
 
     def compile(self, grammar: Grammar) -> Compiling:
-        """Begins, unless the same text was seen before."""
+        """Begins to compile a grammar, or returns the one that was begun before for the same text."""
         if not self._workers:
-            self._hire()
+            self._start_workers()
         key = grammar.kind, grammar.text
-        if key not in self._kept:
-            self._kept[key] = Compiling(grammar)
-            self._queue.put(self._kept[key])
-        self._kept.move_to_end(key)
-        if len(self._kept) > KEPT:
-            self._kept.popitem(last=False)
-        return self._kept[key]
+        if key not in self._compiled:
+            self._compiled[key] = Compiling(grammar)
+            self._queue.put(self._compiled[key])
+        self._compiled.move_to_end(key)
+        if len(self._compiled) > MOST_GRAMMARS:
+            self._compiled.popitem(last=False)
+        return self._compiled[key]
 
     def follow(self, compiling: Compiling, grammar: Grammar) -> Constraint:
-        """For one request, once the grammar is ready; raises InvalidGrammar for one that cannot be followed."""
+        """Returns the constraint of one request, once its grammar is ready; raises InvalidGrammar if it was refused."""
         matcher = compiling.matcher()
         return Constraint(matcher, self._ends, self._width, grammar.thinking, self.costs)
 
-    def _hire(self) -> None:
-        usual = threading.stack_size(STACK)
+    def _start_workers(self) -> None:
+        usual = threading.stack_size(STACK_BYTES)
         self._workers = [threading.Thread(target=self._work, daemon=True) for _ in range(WORKERS)]
         for worker in self._workers:
             worker.start()
@@ -117,11 +119,11 @@ class Grammars:
 
 
 class Compiling:
-    """A grammar that is, or soon will be, compiled or refused."""
+    """Waits for one grammar, which is or soon will be compiled or refused."""
 
     def __init__(self, grammar: Grammar) -> None:
         self.grammar = grammar
-        self._deadline = time.monotonic() + LIMIT
+        self._deadline = time.monotonic() + COMPILE_SECONDS
         self._done = threading.Event()
         self._matcher: LLMatcher | None = None
         self._error: PenstockError | None = None
@@ -131,15 +133,15 @@ class Compiling:
 
     @property
     def ready(self) -> bool:
-        """There is an answer, be it a refusal."""
+        """Returns True once the grammar is compiled, refused or given up."""
         return self._done.is_set() or time.monotonic() > self._deadline
 
     def matcher(self) -> LLMatcher:
-        """At its beginning."""
+        """Returns a copy of the compiled grammar that stands at its beginning; raises why there is none."""
         if self._error is not None:
             raise self._error
         if self._matcher is None:
-            raise InvalidGrammar(f"the grammar took more than {LIMIT:.0f} s to compile and is given up: simplify it")
+            raise InvalidGrammar(f"the grammar took more than {COMPILE_SECONDS:.0f} s to compile: simplify it")
         return self._matcher.deep_copy()
 
     def finish(self, matcher: LLMatcher) -> None:
@@ -152,36 +154,36 @@ class Compiling:
 
 
 class Constraint:
-    """One answer on its way through its grammar. It is the mask of the next token too."""
+    """Follows one answer through its thinking and its grammar, and knows which tokens may come next."""
 
-    __slots__ = ("_costs", "_matcher", "_thoughts", "_width", "ends", "forced", "waited")
+    __slots__ = ("_costs", "_matcher", "_thinking", "_width", "ends", "forced")
 
     def __init__(
         self, matcher: LLMatcher | None, ends: frozenset[int], width: int, thinking: Thinking | None, costs: Costs
     ) -> None:
         self.ends = ends  # the tokens that may come when the grammar is satisfied
         self.forced = 0  # tokens
-        self.waited = 0.0  # seconds, for the grammar to be compiled
         self._matcher = matcher
         self._width = width
         self._costs = costs
-        self._thoughts = Thoughts(thinking)
+        self._thinking = ThinkingBudget(thinking)
 
     @classmethod
     def free(cls, thinking: Thinking | None) -> Constraint:
-        """Of an answer that may be any text, after thinking that may be limited."""
+        """Returns the constraint of an answer that may be any text, after thinking that may be limited."""
         return cls(None, frozenset(), 0, thinking, Costs())
 
     @property
-    def mask(self) -> Constraint | None:
-        """None while everything is allowed."""
-        return None if self._thoughts.going or self._matcher is None else self
+    def active(self) -> bool:
+        """Returns False while everything is allowed: there is no bitmask then."""
+        return self._matcher is not None and not self._thinking.active
 
-    def words(self) -> Ints:
-        """Whatever happens here is told by the next `take`, to whom it concerns, and fails no one's step."""
+    def bitmask(self) -> Ints:
+        """Returns the tokens that may come next, a bit for each: [ceil(vocab / 32)]. An error of the matcher allows
+        nothing here and is raised by the next `take`, so that it fails this request and nobody else's step."""
         began = time.perf_counter()
         words = np.zeros(-(-self._width // 32), np.int32)
-        opens = self._thoughts.opens
+        opens = self._thinking.opens
         assert self._matcher is not None
         if not self._matcher.is_error():
             self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
@@ -191,10 +193,15 @@ class Constraint:
         self._costs.mask_seconds += time.perf_counter() - began
         return words
 
-    def take(self, token: int, *, force: bool) -> tuple[int, ...]:
-        """Goes on by a sampled token and, with `force`, by what must follow it, which is returned: an end where nothing
-        else can. Raises InvalidGrammar where the grammar turns out to be too much to follow."""
-        if (ending := self._thoughts.take(token)) is not None:
+    def take(self, *tokens: int, force: bool) -> tuple[int, ...]:
+        """Goes on by the sampled tokens and, with `force`, by what must follow them, which is returned: an end token
+        where nothing else can follow. Raises InvalidGrammar where the grammar turns out to be too much to follow."""
+        for token in tokens[:-1]:
+            self._take_one(token, force=False, last=False)
+        return self._take_one(tokens[-1], force=force, last=True)
+
+    def _take_one(self, token: int, *, force: bool, last: bool) -> tuple[int, ...]:
+        if (ending := self._thinking.take(token, last=last)) is not None:
             self.forced += len(ending)
             return ending
         if self._matcher is None:
@@ -222,7 +229,7 @@ def _matcher(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
 
     match grammar.kind:
         case "json":
-            text = LLMatcher.grammar_from_json_schema(grammar.text, overrides=SPACES)  # type: ignore[arg-type]
+            text = LLMatcher.grammar_from_json_schema(grammar.text, overrides=WHITESPACE)  # type: ignore[arg-type]
         case "regex":
             text = LLMatcher.grammar_from_regex(grammar.text)
         case "lark":
@@ -232,16 +239,16 @@ def _matcher(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
     matcher = LLMatcher(tokenizer, text, log_level=0)
     if matcher.is_error():
         raise InvalidGrammar(f"the {_NAMES[grammar.kind]} cannot be used: {_reason(matcher.get_error())}")
-    _rehearse(matcher.deep_copy())
+    _check_speed(matcher.deep_copy())
     return matcher
 
 
-def _rehearse(matcher: LLMatcher) -> None:
-    """What takes long for one token would hold up everybody's steps."""
+def _check_speed(matcher: LLMatcher) -> None:
+    """Refuses a grammar whose first bitmask takes long: it would hold up everybody's steps."""
     began = time.perf_counter()
     matcher.compute_bitmask()
     matcher.compute_ff_tokens()
-    if (seconds := time.perf_counter() - began) > SLOWEST:
+    if (seconds := time.perf_counter() - began) > SLOWEST_MASK:
         raise InvalidGrammar(
             f"the grammar is too complex: its first token took {seconds:.1f} s to work out; simplify it"
         )
@@ -251,10 +258,10 @@ _NAMES = {"json": "JSON schema", "regex": "regular expression", "lark": "Lark gr
 
 
 def _reason(error: str) -> str:
-    """The library's words, in one line, without its dump of the state and what they repeat of the grammar."""
+    """Returns the library's error in one line, without its dump of the state, and cut where it is long."""
     words = " ".join(error.partition("\n<state>")[0].split())
-    if len(words) > LONGEST:
-        words = f"{words[: LONGEST // 2]} ... {words[-LONGEST // 2 :]}"
+    if len(words) > LONGEST_REASON:
+        words = f"{words[: LONGEST_REASON // 2]} ... {words[-LONGEST_REASON // 2 :]}"
     return words or "nothing may follow what was sampled"
 
 
@@ -262,16 +269,16 @@ def _tokenizer(vocabulary: Vocabulary, width: int) -> LLTokenizer:
     try:
         from llguidance import LLTokenizer, TokenizerWrapper
     except ImportError as error:
-        told = "structured output needs llguidance, which is not installed here: pip install 'penstock[server]'"
-        raise InvalidRequest(told, code="unsupported_parameter") from error
+        message = "structured output needs llguidance, which is not installed: pip install 'penstock[server]'"
+        raise InvalidRequest(message, code="unsupported_parameter") from error
     if not vocabulary.eos_ids:
-        raise UnsupportedModel("grammars need a token that ends an answer, and this model's vocabulary has none")
-    spelled = TokenizerWrapper(_Spelled(vocabulary, width))
-    return LLTokenizer(spelled, n_vocab=width, eos_token=sorted(vocabulary.eos_ids))
+        raise UnsupportedModel("grammars need an end-of-text token, and this model's vocabulary has none")
+    tokenizer = TokenizerWrapper(_LibraryTokenizer(vocabulary, width))
+    return LLTokenizer(tokenizer, n_vocab=width, eos_token=sorted(vocabulary.eos_ids))
 
 
-class _Spelled:
-    """A vocabulary as the library reads it; logits past it are of no token."""
+class _LibraryTokenizer:
+    """Presents a vocabulary as the library reads it; logits past the vocabulary belong to no token."""
 
     def __init__(self, vocabulary: Vocabulary, width: int) -> None:
         self._encode = vocabulary.encode

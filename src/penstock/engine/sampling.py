@@ -1,4 +1,4 @@
-"""From a request's sampling parameters to the numbers one step's rows need."""
+"""Turns a request's sampling parameters into the numbers that the rows of one step need."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.backend.base import LogitEdit, SampleRows
+from penstock.backend.base import Ints, LogitEdit, LogitEdits, SampleRows
 from penstock.engine.grammar import Constraint
 from penstock.types import Request, SamplingParams
 
 Numbers = tuple[float, float, int, float, int]  # temperature, top_p, top_k, min_p, logprobs
 NUMBER_TYPES = (np.float32, np.float32, np.int32, np.float32, np.int32)
-MASK = 2**64 - 1
-Wanted = tuple["Sampler", list[int], int]  # who, its tokens so far, the position whose logits are wanted
+WORD = 2**64 - 1
+Wanted = tuple["Sampler", list[int], int]  # its sampler, its tokens so far, the position whose logits are wanted
 
 
 class Sampler:
-    """One sequence's way of choosing tokens."""
+    """Chooses the tokens of one sequence."""
 
     __slots__ = (
         "_constraint",
@@ -47,25 +47,34 @@ class Sampler:
         self._counts: Counter[int] = Counter()  # of the answer's tokens
         self._counted = self._prompt_len
         self._penalizes = _penalizes(params)
-        self._edits = bool(params.min_tokens or params.logit_bias or self._penalizes or constraint)
-        self.seed = secrets.randbits(64) if params.seed is None else params.seed & MASK
+        self._edits = bool(params.min_tokens or params.logit_bias or self._penalizes)
+        self.seed = secrets.randbits(64) if params.seed is None else params.seed & WORD
         cuts = (params.temperature, params.top_p, params.top_k, params.min_p)
         self.numbers: Numbers = (*cuts, -1 if params.logprobs is None else params.logprobs)
         self.scoring: Numbers = (*cuts, -1 if params.prompt_logprobs is None else params.prompt_logprobs)
 
     @staticmethod
     def needs_history(request: Request) -> bool:
-        """Whether the next token cannot be chosen before the last one is known here."""
+        """Returns True if the next token cannot be chosen before the host knows the last one."""
         return _penalizes(request.sampling) or request.sampling.grammar is not None
 
+    @property
+    def constrained(self) -> bool:
+        """Returns True if a grammar restricts the next token: the step needs `bitmask` then."""
+        return self._constraint is not None and self._constraint.active
+
+    def bitmask(self) -> Ints:
+        """Returns the tokens that the grammar allows next, a bit for each: [ceil(vocab / 32)]."""
+        assert self._constraint is not None
+        return self._constraint.bitmask()
+
     def edit(self, tokens: list[int], position: int) -> LogitEdit | None:
-        """The changes to the logits at `position`, which choose the token after it."""
+        """Returns the changes to the logits at `position`, which choose the token after it; None if there are none."""
         if not self._edits:
             return None
         request, params = self._request, self._request.sampling
         ban = request.stop_ids if position + 1 - self._prompt_len < params.min_tokens else frozenset[int]()
-        allow = self._constraint.mask if self._constraint else None
-        if not (ban or allow or params.logit_bias or self._penalizes):
+        if not (ban or params.logit_bias or self._penalizes):
             return None
         if self._penalizes:
             self._count(tokens, position + 1)
@@ -78,7 +87,6 @@ class Sampler:
             add_ids=_ints(added),
             add_values=np.fromiter(added.values(), np.float32, len(added)),
             ban=_ints(ban),
-            allow=allow,
         )
 
     def _count(self, tokens: list[int], end: int) -> None:
@@ -91,7 +99,7 @@ def _penalizes(params: SamplingParams) -> bool:
 
 
 def sample_rows(wanted: list[Wanted]) -> SampleRows:
-    """What to do at each wanted position: score the known token that follows it, or sample one."""
+    """Says what to do at each wanted position: score the known token that follows it, or sample one."""
     target = [tokens[at + 1] if at + 1 < len(tokens) else -1 for _, tokens, at in wanted]
     samplers = [sampler for sampler, _, _ in wanted]
     numbers = [s.numbers if known < 0 else s.scoring for s, known in zip(samplers, target, strict=True)]
@@ -104,18 +112,25 @@ def sample_rows(wanted: list[Wanted]) -> SampleRows:
         min_p=min_p,
         seed=np.array([_draw(sampler.seed, at) for sampler, _, at in wanted], np.uint64),
         logprobs=logprobs,
-        edits=tuple(
+        edits=LogitEdits.of(
             [
-                sampler.edit(tokens, at) if known < 0 else None
-                for (sampler, tokens, at), known in zip(wanted, target, strict=True)
+                (s, edit)
+                for s, ((sampler, tokens, at), known) in enumerate(zip(wanted, target, strict=True))
+                if known < 0 and (edit := sampler.edit(tokens, at)) is not None
             ]
         ),
     )
 
 
+def constrained_positions(wanted: list[Wanted]) -> Ints:
+    """Returns the indices of those wanted positions whose token is sampled and restricted by a grammar."""
+    found = [s for s, (sampler, tokens, at) in enumerate(wanted) if sampler.constrained and at + 1 >= len(tokens)]
+    return np.array(found, np.int32)
+
+
 @lru_cache(maxsize=16)
 def _columns(numbers: tuple[Numbers, ...]) -> tuple[NDArray[Any], ...]:
-    """Arrays of each number. Steps that follow each other mostly share them, so nobody may write to them."""
+    """Returns an array of each number. Steps that follow each other mostly share them, so nobody may write to them."""
     columns = zip(*numbers, strict=True) if numbers else ((),) * len(NUMBER_TYPES)
     arrays = tuple(np.array(column, type) for column, type in zip(columns, NUMBER_TYPES, strict=True))
     for array in arrays:
@@ -124,10 +139,10 @@ def _columns(numbers: tuple[Numbers, ...]) -> tuple[NDArray[Any], ...]:
 
 
 def _draw(seed: int, position: int) -> int:
-    """One number per (seed, position), whatever else is in the batch: splitmix64's finalizer."""
-    z = (seed + position * 0x9E3779B97F4A7C15) & MASK
-    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & MASK
-    z = (z ^ z >> 27) * 0x94D049BB133111EB & MASK
+    """Returns one number per (seed, position), whatever else is in the batch: splitmix64's finalizer."""
+    z = (seed + position * 0x9E3779B97F4A7C15) & WORD
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & WORD
+    z = (z ^ z >> 27) * 0x94D049BB133111EB & WORD
     return z ^ z >> 31
 
 

@@ -1,42 +1,37 @@
-"""An engine in a thread of this process, behind the same protocol as one in its own process."""
+"""Runs an engine in a thread of this process, with the same protocol as a client of an engine process."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import os
 import threading
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from queue import Empty, SimpleQueue
 
 from penstock import __version__
 from penstock.engine.engine import Engine
-from penstock.engine.loop import Abort, Close, Message, run
+from penstock.engine.loop import Close, Message, run
 from penstock.errors import EngineUnavailable
-from penstock.ipc.streams import Streams
-from penstock.types import Event, Hello, Request, Stats
+from penstock.ipc.streams import RequestClient
+from penstock.types import Event, Hello, Stats
 
 log = logging.getLogger(__name__)
 
 
-class InProcessClient:
-    """An engine that fails in this process is not restarted: its requests fail and `trouble` says why."""
+class InProcessClient(RequestClient):
+    """Runs the engine in a thread. An engine that fails is not restarted: its requests fail, and `unavailable_reason`
+    has the error."""
 
     def __init__(self, open: Callable[[], Engine], model: str = "") -> None:
-        self.hello: Hello | None = None
-        self.stats = Stats()
-        self.restarts = 0
-        self.trouble = "the engine has not been started"
+        super().__init__()
         self._open = open
         self._model = model
-        self._ids = itertools.count(1)
-        self._streams = Streams()
         self._inbox = ThreadInbox()
         self._thread: threading.Thread | None = None
 
     async def start(self) -> Hello:
-        """Opens the engine in its thread; what its opening raises is raised here. Starting twice changes nothing."""
+        """Opens the engine in its thread; raises what that raises. Starting twice changes nothing."""
         if self._thread is None:
             self._loop = asyncio.get_running_loop()
             self._opened: asyncio.Future[Hello] = self._loop.create_future()
@@ -45,17 +40,6 @@ class InProcessClient:
             self._thread.start()
         return await asyncio.shield(self._opened)
 
-    def submit(self, request: Request) -> AsyncGenerator[list[Event], None]:
-        if self.hello is None:
-            raise EngineUnavailable(self.trouble)
-        return self._streams.follow(request, self._send)
-
-    def abort(self, id: int) -> None:
-        self._send(Abort(id))
-
-    def next_id(self) -> int:
-        return next(self._ids)
-
     async def close(self) -> None:
         if self._thread is not None:
             self._inbox.put(Close())
@@ -63,7 +47,7 @@ class InProcessClient:
 
     def _send(self, message: Message) -> None:
         if self.hello is None:
-            raise EngineUnavailable(self.trouble)
+            raise EngineUnavailable(self.unavailable_reason)
         self._inbox.put(message)
 
     # -- in the engine's thread ----------------------------------------------------------------------------------
@@ -77,7 +61,7 @@ class InProcessClient:
         self._post(self._welcome, hello, engine.stats())
         ending = "the engine is closed"
         try:
-            run(engine, self._inbox, lambda events, stats: self._post(self._take, events, stats))
+            run(engine, self._inbox, lambda events, stats, _: self._post(self._take, events, stats))
         except Exception as error:
             log.exception("the engine stopped")
             ending = f"the engine stopped: {type(error).__name__}: {error}"
@@ -95,7 +79,7 @@ class InProcessClient:
         self._opened.set_result(hello)
 
     def _refuse(self, error: Exception) -> None:
-        self.trouble = f"the engine could not start: {error}"
+        self.unavailable_reason = f"the engine could not start: {error}"
         self._opened.set_exception(error)
         self._ended.set_result(None)
 
@@ -104,7 +88,7 @@ class InProcessClient:
         self._streams.deliver(events)
 
     def _end(self, ending: str) -> None:
-        self.hello, self.trouble = None, ending
+        self.hello, self.unavailable_reason = None, ending
         self._streams.fail("engine_died", ending)
         self._ended.set_result(None)
 

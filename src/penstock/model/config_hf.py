@@ -1,7 +1,7 @@
-"""What a model is, from the config.json of a Hugging Face folder.
+"""Reads a model's spec from the config.json of a Hugging Face folder.
 
-Transformers 5 writes everything about the rotary embedding in `rope_parameters`; before that it was `rope_theta` and
-`rope_scaling`.
+Transformers 5 writes everything about the rotary embedding in `rope_parameters`; earlier versions wrote `rope_theta`
+and `rope_scaling`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from penstock.model import rope
 from penstock.model.config_reader import MAX_EXPERTS, MAX_LAYERS, ConfigReader
 from penstock.model.spec import AttentionSpec, ExpertSpec, ModelSpec, RopeSpec
 
-NEUTRAL = {  # read elsewhere, for training alone, or about the checkpoint
+NEUTRAL = {  # keys that are read elsewhere, that only training uses, or that describe the checkpoint
     "_attn_implementation_autoset",
     "_model_name_or_path",
     "_name_or_path",
@@ -77,8 +77,8 @@ def read_decoder(
     scaling: ConfigReader | None = None,
     hidden_key: str = "intermediate_size",
 ) -> ModelSpec:
-    """What most families say in the same words; `tied` and `theta` are what a silent config means. `partial`: whether
-    ropes may turn a part of a head; `scaling`: where they are described, if not in the usual place."""
+    """Reads what most families say in the same words. `tied` and `theta` are the defaults of a silent config. With
+    `partial`, RoPE may rotate a part of each head; `scaling` describes RoPE, if the usual place does not."""
     dim, heads = config.size("hidden_size"), config.size("num_attention_heads")
     head_dim = config.size("head_dim", dim // heads, most=rope.MAX_DIMS)
     max_len = config.size("max_position_embeddings")
@@ -103,13 +103,14 @@ def read_decoder(
 
 
 def read_biases(config: ConfigReader) -> frozenset[str]:
+    """Reads which parts of a layer have a bias."""
     attention = ("q", "k", "v", "o") if config.flag("attention_bias", False) else ()
     return frozenset((*attention, *(("gate", "up", "down") if config.flag("mlp_bias", False) else ())))
 
 
 def read_experts(config: ConfigReader, spec: ModelSpec, *, count: str, hidden: str) -> ExpertSpec:
-    """`count` and `hidden`: what this family calls them."""
-    config.ignore("output_router_logits", "router_aux_loss_coef", "router_jitter_noise")  # for training alone
+    """Reads the sizes of an MoE layer; `count` and `hidden` are this family's keys for them."""
+    config.ignore("output_router_logits", "router_aux_loss_coef", "router_jitter_noise")  # only training uses them
     return ExpertSpec(
         count=config.size(count, most=MAX_EXPERTS),
         top_k=config.size("num_experts_per_tok", most=MAX_EXPERTS),
@@ -119,14 +120,14 @@ def read_experts(config: ConfigReader, spec: ModelSpec, *, count: str, hidden: s
 
 
 def read_window(config: ConfigReader, silent: int) -> int:
-    """0 where the config says null; `silent` where it says nothing."""
+    """Reads the size of the attention window: 0 if the config says null, `silent` if it says nothing."""
     if "sliding_window" in config:
         return config.size("sliding_window")
     return 0 if config.says_null("sliding_window") else silent
 
 
 def read_sliding(config: ConfigReader, otherwise: Sequence[bool]) -> Sequence[bool]:
-    """Which layers have a window: what `layer_types` says, if it is there."""
+    """Reads which layers have a window from `layer_types`, if it is there."""
     if "layer_types" not in config:
         return otherwise
     kinds = config.strings("layer_types")
@@ -136,6 +137,7 @@ def read_sliding(config: ConfigReader, otherwise: Sequence[bool]) -> Sequence[bo
 
 
 def rope_fields(config: ConfigReader) -> ConfigReader:
+    """Returns a reader of the table that describes RoPE."""
     return config.table("rope_scaling" if "rope_scaling" in config else "rope_parameters")
 
 
@@ -147,12 +149,13 @@ def read_rope(
     partial: bool = False,
     scaling: ConfigReader | None = None,
 ) -> RopeSpec:
+    """Reads the rotary embedding."""
     fields = scaling or rope_fields(config)
     kind = fields.text("rope_type", fields.text("type", "default"))
     if kind not in ROPE_TYPES:
         raise fields.unsupported("rope_type", kind, ROPE_TYPES)
     fields.refuse_others(ROPE_KEYS)
-    dims = min(read_turned(place, head_dim, partial) for place in (config, fields))
+    dims = min(read_rotated(place, head_dim, partial) for place in (config, fields))
     base = fields.number("rope_theta", config.number("rope_theta", theta), least=1.001)
     original = config.size("original_max_position_embeddings", fields.size("original_max_position_embeddings", max_len))
     freqs = rope.plain(base, dims)
@@ -166,19 +169,20 @@ def read_rope(
     return RopeSpec(freqs, interleaved=False)
 
 
-def read_turned(place: ConfigReader, head_dim: int, partial: bool) -> int:
-    """How many dimensions of a head ropes turn."""
-    turned = int(head_dim * place.number("partial_rotary_factor", 1.0))
+def read_rotated(place: ConfigReader, head_dim: int, partial: bool) -> int:
+    """Reads how many dimensions of a head RoPE rotates."""
+    rotated = int(head_dim * place.number("partial_rotary_factor", 1.0))
     if partial and "rotary_dim" in place:
-        turned = place.size("rotary_dim", most=head_dim)
-        if turned % 2:
-            raise place.unsupported("rotary_dim", turned, ("even numbers",))
-    if turned > head_dim or turned % 2 or not partial:
+        rotated = place.size("rotary_dim", most=head_dim)
+        if rotated % 2:
+            raise place.unsupported("rotary_dim", rotated, ("even numbers",))
+    if rotated > head_dim or rotated % 2 or not partial:
         place.require("partial_rotary_factor", (1,), 1)
-    return turned
+    return rotated
 
 
 def read_llama3(fields: ConfigReader, freqs: rope.Freqs, original: int) -> rope.Freqs:
+    """Reads llama3's scaling of the frequencies."""
     low, high = fields.number("low_freq_factor"), fields.number("high_freq_factor")
     if low >= high:
         raise MalformedFile(f"low_freq_factor {low} must be below high_freq_factor {high} in config.json")
@@ -186,6 +190,7 @@ def read_llama3(fields: ConfigReader, freqs: rope.Freqs, original: int) -> rope.
 
 
 def read_yarn(fields: ConfigReader, freqs: rope.Freqs, base: float, original: int, max_len: int) -> RopeSpec:
+    """Reads YaRN's scaling of the frequencies."""
     factor = fields.number("factor", max_len / original)
     scale = rope.yarn_scale(factor)
     if "mscale" in fields and "mscale_all_dim" in fields:

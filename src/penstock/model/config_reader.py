@@ -1,4 +1,4 @@
-"""A checkpoint's own config, read by type: what is missing, of the wrong type or absurd is the file's fault."""
+"""Reads values of a checkpoint's config by type; a value that is missing, of the wrong type or absurd is an error."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MIN_NUMBER, MAX_NUMBER = 1e-30, 1e30  # all that a model needs, and computing wi
 
 
 class ConfigReader:
-    """Typed access to a mapping; null counts as absent, and a field that is absent takes its default or is an error."""
+    """Gives typed access to a mapping. Null counts as absent; a key that is absent takes its default or is an error."""
 
     def __init__(self, values: Mapping[str, Any], source: str, prefix: str = "") -> None:
         self._values = values
@@ -28,57 +28,61 @@ class ConfigReader:
         return self._values.get(self._prefix + key) is not None
 
     def says_null(self, key: str) -> bool:
-        """Unlike saying nothing."""
+        """Returns whether the key is there with null, which differs from its being absent."""
         return self._prefix + key in self._values and key not in self
 
     def size(self, key: str, default: int | None = None, most: int = MAX_SIZE) -> int:
-        """A whole number above 0."""
+        """Reads a whole number above 0."""
         value = self._get(key, default)
         if type(value) is not int or not 0 < value <= most:
             raise self._wrong(key, value, f"a whole number from 1 to {most}")
         return value
 
     def count(self, key: str, default: int, most: int = MAX_SIZE) -> int:
-        """A whole number, 0 included."""
+        """Reads a whole number that may be 0."""
         value = self._get(key, default)
         if type(value) is not int or not 0 <= value <= most:
             raise self._wrong(key, value, f"a whole number from 0 to {most}")
         return value
 
     def size_or_all(self, key: str, default: int | None = None) -> int:
-        """As `size`, or 0 where the file says -1: all there is."""
+        """Reads a whole number above 0; returns 0 if the file says -1, which means all there is."""
         return 0 if self._get(key, default) == -1 else self.size(key, default)
 
     def number(self, key: str, default: float | None = None, least: float = MIN_NUMBER) -> float:
+        """Reads a number that is at least `least`."""
         value = self._get(key, default)
         if type(value) not in (int, float) or not least <= value <= MAX_NUMBER:
             raise self._wrong(key, value, f"a number from {least} to {MAX_NUMBER}")
         return float(value)
 
     def number_or_null(self, key: str, silent: float) -> float:
-        """0 for null, `silent` for nothing."""
+        """Reads a number; returns 0 for null, and `silent` if the key is absent."""
         return 0.0 if self.says_null(key) else self.number(key, silent, least=0.0)
 
     def flag(self, key: str, default: bool) -> bool:
+        """Reads true or false."""
         value = self._get(key, default)
         if type(value) is not bool:
             raise self._wrong(key, value, "true or false")
         return value
 
     def text(self, key: str, default: str | None = None) -> str:
+        """Reads a string."""
         value = self._get(key, default)
         if type(value) is not str:
             raise self._wrong(key, value, "a string")
         return value
 
     def strings(self, key: str) -> list[str]:
+        """Reads a list of strings."""
         value = self._get(key, None)
         if type(value) is not list or not all(type(one) is str for one in value):
             raise self._wrong(key, value, "a list of strings")
         return value
 
     def sizes(self, key: str, count: int) -> tuple[int, ...]:
-        """So many whole numbers above 0."""
+        """Reads `count` whole numbers above 0."""
         value = self._get(key, None)
         if type(value) is not list or len(value) != count:
             raise self._wrong(key, value, f"a list of {count} whole numbers")
@@ -87,14 +91,14 @@ class ConfigReader:
         return tuple(value)
 
     def counts(self, key: str) -> tuple[int, ...]:
-        """Whole numbers, 0 included; none when they are absent."""
+        """Reads whole numbers that may be 0; returns none if the key is absent."""
         value = self._get(key, [])
         if type(value) is not list or not all(type(one) is int and 0 <= one <= MAX_SIZE for one in value):
             raise self._wrong(key, value, f"a list of whole numbers from 0 to {MAX_SIZE}")
         return tuple(value)
 
     def numbers(self, key: str, count: int) -> tuple[float, ...]:
-        """So many numbers above 0."""
+        """Reads `count` numbers above 0."""
         value = self._get(key, None)
         if type(value) is not list or len(value) != count:
             raise self._wrong(key, value, f"a list of {count} numbers")
@@ -103,7 +107,7 @@ class ConfigReader:
         return tuple(map(float, value))
 
     def flags(self, key: str, count: int) -> tuple[bool, ...]:
-        """So many zeros and ones."""
+        """Reads `count` zeros and ones."""
         value = self._get(key, None)
         if (
             type(value) is not list
@@ -114,42 +118,45 @@ class ConfigReader:
         return tuple(map(bool, value))
 
     def table(self, key: str) -> ConfigReader:
-        """The fields of a nested object; none when it is absent."""
+        """Returns a reader of a nested object, which is empty if the key is absent."""
         value = self._get(key, {})
         if type(value) is not dict:
             raise self._wrong(key, value, "an object")
         return ConfigReader(value, f"{key} in {self._source}")
 
     def tables(self, key: str) -> list[ConfigReader]:
-        """Of an object whose fields are objects, each of them."""
+        """Returns a reader of each object that is a value of a nested object."""
         outer = self.table(key)
         return [outer.table(name) for name in outer._values]
 
     def names(self) -> list[str]:
+        """Returns all keys."""
         return list(self._values)
 
     def without(self, *keys: str) -> ConfigReader:
+        """Returns a reader that does not see these keys."""
         left = {key: value for key, value in self._values.items() if key.removeprefix(self._prefix) not in keys}
         return ConfigReader(left, self._source, self._prefix)
 
     def require(self, key: str, supported: Collection[Any], default: Any = None) -> None:
-        """For what this engine computes in one way only."""
+        """Raises unless the value is one of those that this engine supports."""
         value = self._get(key, default)
         if value not in supported:
             raise self.unsupported(key, value, supported)
 
     def unsupported(self, key: str, value: Any, supported: Collection[Any]) -> UnsupportedModel:
+        """Returns the error for a value that this engine does not support."""
         wanted = ", ".join(str(one) for one in supported)
         return UnsupportedModel(
             f"{self._prefix}{key} = {short(value)} in {self._source} is not supported; supported: {wanted}"
         )
 
     def ignore(self, *keys: str) -> None:
-        """Says that these change nothing."""
+        """Marks keys that change nothing as read."""
         self._read.update(self._prefix + key for key in keys)
 
     def refuse_others(self, known: Collection[str]) -> None:
-        """A field that nothing reads would change the model's answers without a word."""
+        """Raises if there is a key that nothing reads: ignoring it could silently change the model's answers."""
         for key in self._values:
             name = key.removeprefix(self._prefix)
             if key.startswith(self._prefix) and name not in known and self._values[key] is not None:
@@ -158,7 +165,7 @@ class ConfigReader:
                 )
 
     def refuse_unread(self, neutral: Collection[str]) -> None:
-        """The same, of what was read: all but `neutral` ones should be by now."""
+        """Raises if a key was neither read so far nor is `neutral`."""
         self.refuse_others({key.removeprefix(self._prefix) for key in self._read}.union(neutral))
 
     def _get(self, key: str, default: Any) -> Any:

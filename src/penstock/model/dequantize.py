@@ -1,7 +1,7 @@
-"""What the bytes of every format mean: the definition that fast kernels are tested against.
+"""Defines what the bytes of every format mean; fast kernels are tested against it.
 
-A row is a run of storage blocks. `LAYOUTS` says what lies in one block, `VALUES` computes the values it holds; formats
-with code books have theirs in iquants.py, which few models need.
+A row is a run of storage blocks. `LAYOUTS` says what lies in one block, and `VALUES` computes the values it holds.
+Formats with code books, which few models need, have theirs in iquants.py.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.model.formats.fp8 import float8_values, spread
+from penstock.model.formats.fp8 import expand_scales, fp8_values
 from penstock.model.tensor import FORMATS, FP8, Tensor
 
 Array = Any  # an ndarray; NumPy's types do not follow the fields of a structured one
@@ -66,45 +66,47 @@ NF4_VALUES = np.array(  # quantiles of a normal distribution, the largest 1
 
 
 def dequantize(tensor: Tensor) -> NDArray[np.float32]:
-    """The tensor's values, in its own shape."""
+    """Returns the tensor's values, in its own shape."""
     if tensor.format.name in FP8:
-        return float8_values(tensor.data, tensor.format.name, tensor.shape, tensor.scales)
+        return fp8_values(tensor.data, tensor.format.name, tensor.shape, tensor.scales)
     blocks = tensor.data.view(layout_of(tensor.format.name))
     with np.errstate(invalid="ignore", over="ignore"):  # a damaged file may hold scales that are not finite
         values: NDArray[np.float32] = values_of(tensor.format.name, blocks).reshape(tensor.shape)
-        return values if tensor.scales is None else values * spread(tensor.scales, tensor.shape)
+        return values if tensor.scales is None else values * expand_scales(tensor.scales, tensor.shape)
 
 
 def layout_of(format_name: str) -> np.dtype[np.void]:
-    """What formats/ puts together itself comes as float32."""
+    """Returns the layout of a storage block. Formats that only formats/ knows come as float32."""
     if format_name in LAYOUTS or format_name not in FORMATS:
         return LAYOUTS.get(format_name, LAYOUTS["F32"])
-    from penstock.model import iquants
+    from penstock.model.gguf import iquants
 
     return iquants.LAYOUTS[format_name]
 
 
 def values_of(format_name: str, blocks: Array) -> Array:
+    """Returns the values of storage blocks."""
     if format_name in VALUES or format_name not in FORMATS:
         return VALUES.get(format_name, VALUES["F32"])(blocks)
-    from penstock.model import iquants
+    from penstock.model.gguf import iquants
 
     return iquants.values_of(format_name, blocks)
 
 
 def bits(packed: Array, width: int) -> Array:
-    """Fields of `width` bits of each byte, lowest first: [..., n] -> [..., 8 / width, n]."""
+    """Splits each byte into fields of `width` bits, lowest first: [..., n] -> [..., 8 / width, n]."""
     shifts = np.arange(0, 8, width, dtype=np.uint8)[:, None]
     return packed[..., None, :] >> shifts & ((1 << width) - 1)
 
 
 def flat_bits(packed: Array, width: int) -> Array:
-    """All the lowest fields, then all the next ones: [b, n] -> [b, n * 8 / width]."""
+    """Returns all the lowest fields, then all the next ones: [b, n] -> [b, n * 8 / width]."""
     return bits(packed, width).reshape(len(packed), -1)
 
 
 def column(blocks: Array, field: str) -> Array:
-    return blocks[field].astype(np.float32)[:, None]  # [b, 1]
+    """Returns one number of each block: [b, 1]."""
+    return blocks[field].astype(np.float32)[:, None]
 
 
 def bf16(blocks: Array) -> Array:
@@ -120,7 +122,7 @@ def q4_1(blocks: Array) -> Array:
 
 
 def fifth_bit(blocks: Array) -> Array:
-    """qs with the bit that qh holds for each of 32 values, the first in its lowest bit: [b, 32]."""
+    """Returns qs with the fifth bit that qh holds for each of 32 values, the first in its lowest bit: [b, 32]."""
     high = np.unpackbits(blocks["qh"], axis=-1, bitorder="little")
     return flat_bits(blocks["qs"], 4) | high << 4
 
@@ -138,7 +140,7 @@ def q8_0(blocks: Array) -> Array:
 
 
 def q2_k(blocks: Array) -> Array:
-    """16 groups of 16: a 4-bit scale and a 4-bit minimum each."""
+    """Reads 16 groups of 16, each with a 4-bit scale and a 4-bit minimum."""
     scale = column(blocks, "d") * (blocks["scales"] & 15)
     minimum = column(blocks, "m") * (blocks["scales"] >> 4)
     q = bits(blocks["qs"].reshape(-1, 2, 32), 2).reshape(-1, 16, 16)
@@ -146,7 +148,7 @@ def q2_k(blocks: Array) -> Array:
 
 
 def q3_k(blocks: Array) -> Array:
-    """16 groups of 16: a signed 6-bit scale each; a value's third bit, when clear, takes 4 away."""
+    """Reads 16 groups of 16, each with a signed 6-bit scale; a value's third bit, when clear, subtracts 4."""
     low = flat_bits(blocks["scales"][:, :8], 4)  # [b, 16]
     high = flat_bits(blocks["scales"][:, 8:], 2)  # [b, 16]
     scale = column(blocks, "d") * ((low | high << 4).astype(np.float32) - 32)
@@ -156,8 +158,8 @@ def q3_k(blocks: Array) -> Array:
 
 
 def six_bit_pairs(scales: Array) -> tuple[Array, Array]:
-    """8 scales and 8 minimums of 6 bits in 12 bytes: [b, 12] -> 2 * [b, 8]. The first four of each fill the low bits
-    of bytes 0-3 and 4-7, whose top bits are those of the last four; bytes 8-11 hold the nibbles of the last four."""
+    """Unpacks 8 scales and 8 minima of 6 bits from 12 bytes: [b, 12] -> 2 * [b, 8]. The first four of each fill the low
+    bits of bytes 0-3 and 4-7, whose top bits belong to the last four; bytes 8-11 hold the nibbles of the last four."""
     first, second, nibbles = scales[:, :4], scales[:, 4:8], scales[:, 8:]
     scale = np.concatenate([first & 63, nibbles & 15 | first >> 6 << 4], axis=1)
     minimum = np.concatenate([second & 63, nibbles >> 4 | second >> 6 << 4], axis=1)
@@ -165,7 +167,7 @@ def six_bit_pairs(scales: Array) -> tuple[Array, Array]:
 
 
 def scaled_groups(blocks: Array, q: Array) -> Array:
-    """8 groups of 32 with six-bit scales and minimums."""
+    """Scales 8 groups of 32 by their 6-bit scales and minima."""
     scale, minimum = six_bit_pairs(blocks["scales"])
     return (column(blocks, "d") * scale)[..., None] * q - (column(blocks, "m") * minimum)[..., None]
 
@@ -180,7 +182,7 @@ def q5_k(blocks: Array) -> Array:
 
 
 def q6_k(blocks: Array) -> Array:
-    """16 groups of 16: a signed byte as scale."""
+    """Reads 16 groups of 16, each with a signed byte as its scale."""
     low = bits(blocks["qs"].reshape(-1, 2, 64), 4).reshape(-1, 16, 16)
     high = bits(blocks["qh"].reshape(-1, 2, 32), 2).reshape(-1, 16, 16)
     scale = column(blocks, "d") * blocks["scales"]
@@ -192,7 +194,7 @@ def iq4_nl(blocks: Array) -> Array:
 
 
 def iq4_xs(blocks: Array) -> Array:
-    """8 groups of 32: a signed 6-bit scale each, its low and high bits apart."""
+    """Reads 8 groups of 32, each with a signed 6-bit scale whose low and high bits are stored separately."""
     low = bits(blocks["scales_l"], 4).swapaxes(1, 2).reshape(-1, 8)
     high = bits(blocks["scales_h"], 2).swapaxes(1, 2).reshape(-1, 8)
     scale = column(blocks, "d") * ((low | high << 4).astype(np.float32) - 32)
@@ -205,7 +207,7 @@ def mxfp4(blocks: Array) -> Array:
 
 
 def nvfp4(blocks: Array) -> Array:
-    """4 groups of 16: a scale without a sign of 4 bits of exponent and 3 of mantissa each."""
+    """Reads 4 groups of 16, each with an unsigned scale of 4 exponent bits and 3 mantissa bits."""
     exponent, mantissa = blocks["scales"] >> 3 & 15, blocks["scales"] & 7
     significand = np.where(exponent > 0, 8 + mantissa, 2 * mantissa).astype(np.float32)
     scale = np.ldexp(np.where(blocks["scales"] == 0x7F, 0, significand), exponent.astype(np.int32) - 11)

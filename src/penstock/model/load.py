@@ -15,7 +15,7 @@ from penstock.model.config_reader import ConfigReader
 from penstock.model.formats.checkpoint import weights_of
 from penstock.model.gguf.shards import read_shards
 from penstock.model.open_files import read_json
-from penstock.model.registry import Model, family, family_of_gguf, family_of_hf
+from penstock.model.registry import PackedModel, family, family_of_gguf, family_of_hf
 from penstock.model.roles import BIAS, Role
 from penstock.model.safetensors import read_safetensors
 from penstock.model.sentence_transformers import with_sentence
@@ -65,7 +65,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     return checkpoint
 
 
-def load_model(checkpoint: Checkpoint, backend: Packs) -> Model:
+def load_model(checkpoint: Checkpoint, backend: Packs) -> PackedModel:
     """Builds the model with weights that the backend packs."""
     pack = Packer(checkpoint.tensors, backend)
     model = family(checkpoint.spec.arch).build(checkpoint.spec, pack)

@@ -47,49 +47,31 @@ EXPERT = re.compile(rf"(?<=\.){NUMBER}(?=\.)")
 LAYER = re.compile(rf"layers\.{NUMBER}\.")  # begins the canonical name of a layer's part
 SUFFIXES = {"weight": "", "bias": BIAS}
 
+GGUF_PARTS = {
+    "attn_norm": "attn_norm", "attn_q": "q", "attn_k": "k", "attn_v": "v", "attn_output": "o",
+    "ffn_norm": "mlp_norm", "ffn_gate": "gate", "ffn_up": "up", "ffn_down": "down",
+    "ffn_gate_inp": "router", "exp_probs_b.bias": "choice_bias",
+    "ffn_gate_exps": "experts.gate", "ffn_up_exps": "experts.up", "ffn_down_exps": "experts.down",
+    "ffn_gate_up_exps": "experts.gate_up",
+    "ffn_gate.*": "experts.*.gate", "ffn_up.*": "experts.*.up", "ffn_down.*": "experts.*.down",  # older files
+    "ffn_gate_shexp": "shared.gate", "ffn_up_shexp": "shared.up", "ffn_down_shexp": "shared.down",
+}  # fmt: skip
 GGUF = Naming(
     top={"token_embd": "embed", "output_norm": "norm", "output": "head"},
     layer=re.compile(rf"blk\.{NUMBER}\.(.+)"),
-    parts={
-        "attn_norm": "attn_norm",
-        "attn_q": "q",
-        "attn_k": "k",
-        "attn_v": "v",
-        "attn_output": "o",
-        "ffn_norm": "mlp_norm",
-        "ffn_gate": "gate",
-        "ffn_up": "up",
-        "ffn_down": "down",
-        "ffn_gate_inp": "router",
-        "ffn_gate_exps": "experts.gate",
-        "ffn_up_exps": "experts.up",
-        "ffn_gate_up_exps": "experts.gate_up",
-        "ffn_down_exps": "experts.down",
-        "ffn_gate.*": "experts.*.gate",  # older files
-        "ffn_up.*": "experts.*.up",
-        "ffn_down.*": "experts.*.down",
-        "exp_probs_b.bias": "choice_bias",
-        "ffn_gate_shexp": "shared.gate",
-        "ffn_up_shexp": "shared.up",
-        "ffn_down_shexp": "shared.down",
-    },
+    parts=GGUF_PARTS,
     ignored=re.compile(r"rope_freqs\.weight"),  # gguf/config.py puts it in the rope spec
 )
 
+HUGGING_FACE_PARTS = {
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "mlp_norm",
+    "self_attn.q_proj": "q", "self_attn.k_proj": "k", "self_attn.v_proj": "v", "self_attn.o_proj": "o",
+    "mlp.gate_proj": "gate", "mlp.up_proj": "up", "mlp.down_proj": "down",
+}  # fmt: skip
 HUGGING_FACE = Naming(
     top={"model.embed_tokens": "embed", "model.norm": "norm", "lm_head": "head"},
     layer=re.compile(rf"model\.layers\.{NUMBER}\.(.+)"),
-    parts={
-        "input_layernorm": "attn_norm",
-        "self_attn.q_proj": "q",
-        "self_attn.k_proj": "k",
-        "self_attn.v_proj": "v",
-        "self_attn.o_proj": "o",
-        "post_attention_layernorm": "mlp_norm",
-        "mlp.gate_proj": "gate",
-        "mlp.up_proj": "up",
-        "mlp.down_proj": "down",
-    },
+    parts=HUGGING_FACE_PARTS,
     ignored=re.compile(r".+\.rotary_emb\.inv_freq"),  # computed from the config
 )
 

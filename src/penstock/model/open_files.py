@@ -1,4 +1,4 @@
-"""Opening a checkpoint's files: what is missing, unreadable or absurd is said here, once."""
+"""Opens the files of a checkpoint, and says what is wrong if one is missing, unreadable or absurd."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 from penstock.errors import MalformedFile, ModelError, ModelNotFound
 
-MAX_JSON = 100 << 20
+MAX_JSON = 100 << 20  # bytes
 
 
 def map_file(path: Path) -> mmap.mmap:
-    """The whole file as read-only memory."""
+    """Maps the whole file into memory, read-only."""
     try:
         with path.open("rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -26,10 +26,12 @@ def map_file(path: Path) -> mmap.mmap:
 
 
 def read_json(path: Path) -> dict[str, Any]:
+    """Reads a JSON file that holds an object."""
     return parse_json(_small(path), path.name)
 
 
 def read_list(path: Path) -> list[Any]:
+    """Reads a JSON file that holds a list."""
     value = _parse(_small(path), path.name)
     if not isinstance(value, list):
         raise MalformedFile(f"{path.name} holds {type(value).__name__} instead of a list")
@@ -37,7 +39,7 @@ def read_list(path: Path) -> list[Any]:
 
 
 def parse_json(text: bytes, source: str) -> dict[str, Any]:
-    """An object; damaged or absurdly nested text is the file's fault."""
+    """Parses a JSON object; damaged or absurdly nested text is an error of the file `source`."""
     value = _parse(text, source)
     if not isinstance(value, dict):
         raise MalformedFile(f"{source} holds {type(value).__name__} instead of an object")
@@ -47,7 +49,7 @@ def parse_json(text: bytes, source: str) -> dict[str, Any]:
 def _small(path: Path) -> bytes:
     with map_file(path) as data:
         if len(data) > MAX_JSON:
-            raise MalformedFile(f"{path.name} has {len(data)} bytes; a config has at most {MAX_JSON}")
+            raise MalformedFile(f"{path.name} has {len(data)} bytes; a JSON file may have at most {MAX_JSON}")
         return data[:]
 
 

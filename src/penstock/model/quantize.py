@@ -1,10 +1,10 @@
-"""From values to the bytes of a format: the definition that the native quantizer is tested against.
+"""Defines how values become the bytes of a format; the native quantizer is tested against it.
 
-A group's scale is searched for: of several ways to cut its range, each gives codes, and for those codes the best scale
-(and minimum) is a weighted least squares problem with a solution in closed form; the way whose error is least wins.
-Where groups share float16 factors, their scales' neighbours are tried, codes are chosen for the scales as they are
-stored, and the factors again for those codes. Sums run in the order of the values, one after the other: so another
-implementation can agree to the bit.
+A group's scale is searched for. Each of several ways to divide its range gives codes, and for those codes the best
+scale (and minimum) is a weighted least squares problem with a solution in closed form; the way with the least error
+wins. If groups share float16 factors, neighbours of their scales are tried, codes are chosen for the scales as they are
+stored, and then the factors again for those codes. Sums run over the values in order, one after the other, so that
+another implementation can agree to the bit.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from penstock.errors import MalformedFile
 from penstock.model.dequantize import LAYOUTS, dequantize
 from penstock.model.tensor import Format, Tensor
 
-Array = Any  # as in quant.py
+Array = Any  # an ndarray, as in dequantize.py
 
-RANGE_STEPS = [np.float32(0.1 * step) for step in range(-10, 11)]  # codes that a range is cut into beyond its own
+RANGE_STEPS = [np.float32(0.1 * step) for step in range(-10, 11)]  # how many codes more or less a range is divided into
 SCALE_STEPS = [np.float32(0.1 * step) for step in range(-9, 10)]
 TINY = np.float32(1e-30)
-LARGEST = 65504.0  # that float16 holds
+LARGEST = 65504.0  # finite value of float16
 
 
 def quantize(tensor: Tensor, format: Format) -> Tensor:
-    """The same in another format: a matrix, or several, whose rows hold whole blocks of it."""
+    """Returns a matrix, or several, in another format; rows must hold whole blocks of it."""
     values = dequantize(tensor).reshape(-1, format.values) + np.float32(0)  # zeros have no sign
     if format.values > 1 and not (np.abs(values) <= LARGEST).all():
         raise not_finite(tensor)
@@ -38,35 +38,35 @@ def quantize(tensor: Tensor, format: Format) -> Tensor:
 
 
 def not_finite(tensor: Tensor) -> MalformedFile:
-    return MalformedFile(
-        f"tensor {tensor.name!r} holds values beyond {LARGEST:.0f}, or none at all: it cannot be quantized"
-    )
+    """Returns the error for values that no format can scale."""
+    return MalformedFile(f"tensor {tensor.name!r} holds values above {LARGEST:.0f} or NaN, so it cannot be quantized")
 
 
-# ---- scales: arrays of groups have their values along the first axis ----
+# ---- scales: arrays of groups have values along the first axis ----
 
 
 def total(values: Array) -> Array:
-    """Over the first axis, one after the other."""
+    """Sums over the first axis, one value after the other."""
     return np.add.accumulate(values, axis=0)[-1]
 
 
 def inverse(values: Array, of: Any = 1.0) -> Array:
-    """0 where there is nothing to divide by."""
+    """Returns `of` / values, and 0 where a value is about 0."""
     return np.divide(np.float32(of), values, out=np.zeros_like(values), where=np.abs(values) > TINY)
 
 
 def nearest(values: Array, low: int, high: int) -> Array:
+    """Rounds to the nearest whole numbers from `low` to `high`."""
     return np.clip(np.rint(values), np.float32(low), np.float32(high))
 
 
 def half(values: Array) -> Array:
-    """As float16 keeps them."""
+    """Rounds to float16."""
     return values.astype(np.float16).astype(np.float32)
 
 
 def fit_range(x: Array, weight: Array, top: int, signed: bool) -> tuple[Array, Array]:
-    """x as scale * code + minimum with codes from 0 to `top`: both. Unless `signed`, minima are 0 at most."""
+    """Fits x to scale * code + minimum, with codes from 0 to `top`. Unless `signed`, minima are at most 0."""
     low, high = x.min(0), x.max(0)
     if not signed:
         low = np.minimum(low, 0)
@@ -90,7 +90,7 @@ def fit_range(x: Array, weight: Array, top: int, signed: bool) -> tuple[Array, A
 
 
 def fit_scale(x: Array, weight: Array, most: int) -> Array:
-    """x as scale * code with codes from -most to most - 1."""
+    """Fits x to scale * code with codes from -most to most - 1; returns the scale."""
     high, low = x.max(0), x.min(0)
     extreme = np.where(high > -low, high, low)
     scale, best = np.zeros_like(extreme), np.zeros_like(extreme)
@@ -108,19 +108,20 @@ def fit_scale(x: Array, weight: Array, most: int) -> Array:
 
 
 def packed(codes: Array, width: int) -> Array:
-    """The inverse of quant.bits: [..., 8 / width, n] -> [..., n]."""
+    """Inverts dequantize.bits: [..., 8 / width, n] -> [..., n]."""
     shifts = np.arange(0, 8, width, dtype=np.uint8)[:, None]
     return np.bitwise_or.reduce(codes << shifts, axis=-2)
 
 
 def packed_pairs(scale: Array, minimum: Array) -> Array:
-    """The inverse of quant.six_bit_pairs: 2 * [b, 8] -> [b, 12]."""
+    """Inverts dequantize.six_bit_pairs: 2 * [b, 8] -> [b, 12]."""
     first = scale[:, :4] | scale[:, 4:] >> 4 << 6
     second = minimum[:, :4] | minimum[:, 4:] >> 4 << 6
     return np.concatenate([first, second, scale[:, 4:] & 15 | (minimum[:, 4:] & 15) << 4], axis=1)
 
 
 def blocks_of(name: str, **fields: Array) -> Array:
+    """Returns storage blocks of a format with these fields."""
     blocks = np.zeros(len(next(iter(fields.values()))), LAYOUTS[name])
     for field, values in fields.items():
         blocks[field] = values
@@ -131,7 +132,7 @@ def blocks_of(name: str, **fields: Array) -> Array:
 
 
 def nibbles(name: str, code: Array, **factors: Array) -> Array:
-    """Blocks of codes [32, blocks]; a fifth bit has a place of its own."""
+    """Returns blocks of codes [32, blocks]; a fifth bit is stored separately."""
     codes = code.T.astype(np.uint8)
     fields = factors | {"qs": packed((codes & 15).reshape(-1, 2, 16), 4)}
     if "qh" in (LAYOUTS[name].names or ()):
@@ -140,6 +141,8 @@ def nibbles(name: str, code: Array, **factors: Array) -> Array:
 
 
 def scaled(name: str, most: int) -> Callable[[Array], Array]:
+    """Returns the encoder of a format with a scale for each block."""
+
     def encode(values: Array) -> Array:
         x = values.T.copy()
         scale = half(fit_scale(x, np.ones_like(x), most))
@@ -149,6 +152,8 @@ def scaled(name: str, most: int) -> Callable[[Array], Array]:
 
 
 def ranged(name: str, top: int) -> Callable[[Array], Array]:
+    """Returns the encoder of a format with a scale and a minimum for each block."""
+
     def encode(values: Array) -> Array:
         x = values.T.copy()
         scale, minimum = map(half, fit_range(x, np.ones_like(x), top, signed=True))
@@ -167,18 +172,18 @@ def q8_0(values: Array) -> Array:
 
 
 def grouped(values: Array, size: int) -> Array:
-    """[blocks, 256] -> [size, groups, blocks]."""
+    """Rearranges values by group: [blocks, 256] -> [size, groups, blocks]."""
     return values.reshape(len(values), -1, size).transpose(2, 1, 0).copy()
 
 
 def importance(x: Array) -> Array:
-    """How much an error at each value counts: more at large ones."""
+    """Returns the weight of an error at each value: it is higher at large values."""
     mean = total(total(x * x)) / np.float32(256)
     return np.float32(1.5) * np.sqrt(mean) + np.abs(x)
 
 
 def k_blocks(values: Array, top: int) -> tuple[Array, dict[str, Array]]:
-    """Codes [blocks, 8, 32], and the fields that scale them."""
+    """Returns codes [blocks, 8, 32], and the fields that scale them."""
     x = grouped(values, 32)
     weight = importance(x)
     scale, minimum = fit_range(x, weight, top, signed=False)
@@ -194,11 +199,12 @@ def k_blocks(values: Array, top: int) -> tuple[Array, dict[str, Array]]:
 
 
 def k_codes(x: Array, scale: Array, minimum: Array, top: int) -> Array:
+    """Returns the codes that are nearest for given scales and minima."""
     return nearest((x + minimum) * inverse(scale), 0, top)
 
 
 def nearby(x: Array, weight: Array, d: Array, m: Array, scales: Array, minima: Array, top: int) -> tuple[Array, Array]:
-    """Of each group's scale and minimum and those one more or less, the pair whose error is least."""
+    """Tries each group's scale and minimum, and those one more or less; returns the pair with the least error."""
     found, least = (scales, minima), np.full_like(scales, np.inf)
     for more, deeper in product((0, -1, 1), repeat=2):
         s, n = np.clip(scales + np.float32(more), 0, 63), np.clip(minima + np.float32(deeper), 0, 63)
@@ -211,7 +217,7 @@ def nearby(x: Array, weight: Array, d: Array, m: Array, scales: Array, minima: A
 
 
 def refit(x: Array, weight: Array, u: Array, n: Array, d: Array, m: Array) -> tuple[Array, Array]:
-    """The factors of each block that bring d * u - m * n nearest to x; as they were where that has no clear answer."""
+    """Returns the factors of each block that bring d * u - m * n nearest to x, or `d` and `m` if none clearly do."""
     sums = [total(total(weight * left * right)) for left, right in ((u, u), (u, n), (n, n), (u, x), (n, x))]
     uu, un, nn, ux, nx = sums
     spread = uu * nn - un * un
@@ -247,11 +253,11 @@ def q6_k(values: Array) -> Array:
     return blocks_of("Q6_K", qs=qs, qh=qh, scales=scales.T, d=d)
 
 
-# ---- without codes ----
+# ---- plain formats ----
 
 
 def bf16(values: Array) -> Array:
-    """The nearest, of two equally near ones the even."""
+    """Rounds to the nearest BF16, and to the even one of two that are equally near."""
     words = values.view(np.uint32)
     return blocks_of("BF16", x=(words + 0x7FFF + (words >> 16 & 1) >> 16).astype(np.uint16)[:, 0])
 

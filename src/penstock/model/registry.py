@@ -1,6 +1,6 @@
-"""Families by the names that checkpoints give them: a new one is a file in families/ and a line in each table.
+"""Finds the family of a checkpoint by its name there. A new one is a file in families/ and a line in each table.
 
-docs/families.md says what such a file holds.
+docs/families.md describes what such a file holds.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from penstock.model.spec import ModelSpec
 from penstock.model.tensor import Tensor
 from penstock.model.weights import Packer
 
-HUGGING_FACE = {  # what config.json calls its architecture: the family's file
+HUGGING_FACE = {  # the architecture in config.json: the family's file
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "llama",
     "MinistralForCausalLM": "llama",
@@ -52,7 +52,7 @@ HUGGING_FACE = {  # what config.json calls its architecture: the family's file
     "Qwen3_5MoeForCausalLM": "qwen35",
     "Qwen3_5MoeForConditionalGeneration": "qwen35",
 }
-GGUF = {  # the same of general.architecture
+GGUF = {  # general.architecture in a GGUF file: the family's file
     "llama": "llama",
     "qwen2": "qwen2",
     "qwen3": "qwen3",
@@ -79,36 +79,45 @@ GGUF = {  # the same of general.architecture
 }
 
 
-class Model(Protocol):
+class PackedModel(Protocol):
+    """Runs the forward pass of a model whose weights a backend has packed."""
+
     def forward(self, ops: Ops[V]) -> V: ...
 
 
-class Family(Protocol):
+class FamilyModule(Protocol):
+    """Describes the module of a family."""
+
     HUGGING_FACE: Naming
     GGUF: Naming
 
-    def read_hf(self, config: ConfigReader) -> ModelSpec: ...
+    def read_hf(self, config: ConfigReader) -> ModelSpec:
+        """Reads the spec from a config.json."""
 
     def read_gguf(self, config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
-        """`tensors` by the file's own names."""
+        """Reads the spec from GGUF metadata; `tensors` by the file's own names."""
 
-    def build(self, spec: ModelSpec, pack: Packer) -> Model: ...
+    def build(self, spec: ModelSpec, pack: Packer) -> PackedModel:
+        """Builds the model with packed weights."""
 
 
-def family(name: str) -> Family:
+def family(name: str) -> FamilyModule:
+    """Returns the module of a family."""
     if name not in {*HUGGING_FACE.values(), *GGUF.values()}:
         raise UnsupportedModel(f"the family {name!r} is not supported; supported: {', '.join(HUGGING_FACE.values())}")
-    return cast(Family, import_module(f"penstock.model.families.{name}"))
+    return cast(FamilyModule, import_module(f"penstock.model.families.{name}"))
 
 
-def family_of_hf(config: ConfigReader) -> Family:
+def family_of_hf(config: ConfigReader) -> FamilyModule:
+    """Returns the family of a Hugging Face folder, given its config."""
     names = config.strings("architectures")
     if len(names) != 1 or names[0] not in HUGGING_FACE:
         raise config.unsupported("architectures", names, HUGGING_FACE)
     return family(HUGGING_FACE[names[0]])
 
 
-def family_of_gguf(metadata: ConfigReader) -> Family:
+def family_of_gguf(metadata: ConfigReader) -> FamilyModule:
+    """Returns the family of a GGUF file."""
     name = metadata.text("general.architecture")
     if name not in GGUF:
         raise metadata.unsupported("general.architecture", name, GGUF)

@@ -1,4 +1,4 @@
-"""Rotary frequencies: how far each pair of a head turns per position, and how that is stretched for long contexts."""
+"""Computes rotary frequencies: the angle per position of each pair of a head, and how long contexts scale it."""
 
 from __future__ import annotations
 
@@ -6,37 +6,39 @@ from math import ceil, floor, log, pi, sqrt
 
 Freqs = tuple[float, ...]
 
-MAX_DIMS = 4096  # of one head
+MAX_DIMS = 4096  # dimensions of one head
 
 
 def plain(base: float, dims: int) -> Freqs:
+    """Returns the frequencies of all pairs, unscaled."""
     return tuple(base ** (-2 * i / dims) for i in range(dims // 2))
 
 
 def divided(freqs: Freqs, factors: Freqs) -> Freqs:
-    """By a factor of its own each, as GGUF's rope_freqs tensor gives them."""
+    """Divides each frequency by a factor of its own, as GGUF's rope_freqs tensor gives them."""
     return tuple(freq / factor for freq, factor in zip(freqs, factors, strict=True))
 
 
 def linear(freqs: Freqs, factor: float) -> Freqs:
+    """Divides all frequencies by one factor."""
     return tuple(freq / factor for freq in freqs)
 
 
 def llama3(freqs: Freqs, factor: float, low: float, high: float, original: int) -> Freqs:
-    """A pair that turns at least `high` times within the original context stays, one that turns at most `low` times
-    is slowed by `factor`, and those between are blended."""
+    """Scales as Llama 3 does: a pair that rotates at least `high` times within the original context stays as it is,
+    one that rotates at most `low` times has it divided by `factor`, and those between are blended."""
     return tuple(blend(freq, factor, keep=(freq * original / (2 * pi) - low) / (high - low)) for freq in freqs)
 
 
 def yarn(freqs: Freqs, base: float, factor: float, original: int, fast: float, slow: float, whole: bool) -> Freqs:
-    """As llama3, but blended by the pair's place between those that turn `fast` and `slow` times; `whole` rounds those
-    places outwards."""
+    """Scales as YaRN does: pairs are blended by their index between the pairs that rotate `fast` and `slow` times in
+    the original context; `whole` rounds these two indices outwards."""
     dims = 2 * len(freqs)
 
-    def place(turns: float) -> float:
-        return dims * log(original / (turns * 2 * pi)) / (2 * log(base))
+    def index_of(rotations: float) -> float:
+        return dims * log(original / (rotations * 2 * pi)) / (2 * log(base))
 
-    first, last = place(fast), place(slow)
+    first, last = index_of(fast), index_of(slow)
     if whole:
         first, last = floor(first), ceil(last)
     first, last = max(first, 0), min(last, dims - 1)
@@ -45,15 +47,16 @@ def yarn(freqs: Freqs, base: float, factor: float, original: int, fast: float, s
 
 
 def blend(freq: float, factor: float, keep: float) -> float:
+    """Returns a mean of a frequency, weighted by `keep` (clamped to 0 to 1), and the same divided by `factor`."""
     keep = min(max(keep, 0.0), 1.0)
     return keep * freq + (1 - keep) * freq / factor
 
 
 def yarn_scale(factor: float, weight: float = 1.0) -> float:
-    """What yarn multiplies cos and sin by, to make up for the flatter attention of a longer context."""
+    """Returns the factor of cos and sin in YaRN, which makes up for the flatter attention of a longer context."""
     return 1.0 if factor <= 1 else 1 + 0.1 * weight * log(factor)
 
 
 def longrope_scale(factor: float, original: int) -> float:
-    """The same of longrope."""
+    """Returns the factor of cos and sin in LongRoPE."""
     return 1.0 if factor <= 1 else sqrt(1 + log(factor) / log(original))

@@ -1,6 +1,6 @@
-"""Reading safetensors files: a length, a JSON header, then the bytes of every tensor.
+"""Reads safetensors files: a length, a JSON header, then the bytes of every tensor.
 
-Read here rather than through the safetensors package because a tensor must be a view of the mapped file, BF16 included.
+The safetensors package is not used because a tensor must be a view of the mapped file, BF16 included.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from penstock.errors import MalformedFile, UnsupportedModel
 from penstock.model.open_files import MAX_JSON, map_file, parse_json
 from penstock.model.tensor import FORMATS, FP8, INTEGERS, Tensor
 
-READ = {name: FORMATS[name] for name in ("F32", "F16", "BF16")} | FP8 | INTEGERS
+SUPPORTED = {name: FORMATS[name] for name in ("F32", "F16", "BF16")} | FP8 | INTEGERS
 
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:
-    """The file's tensors by their names."""
+    """Returns the file's tensors by their names."""
     data: NDArray[np.uint8] = np.frombuffer(map_file(path), np.uint8)
     size = int.from_bytes(data[:8].tobytes(), "little")
     if size > min(len(data) - 8, MAX_JSON):
@@ -32,18 +32,18 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def cut_tensor(name: str, entry: Any, data: NDArray[np.uint8]) -> Tensor:
-    """A view of the bytes its entry in the header points at."""
+    """Returns a view of the bytes that an entry of the header points at."""
     match entry:
         case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(start), int(end)]}:
             pass
         case _:
-            raise MalformedFile(f"tensor {name!r} has a header entry that is not one: {short(entry)}")
-    if dtype not in READ:
-        raise UnsupportedModel(f"tensor {name!r} is stored as {dtype}; read in safetensors: {', '.join(READ)}")
+            raise MalformedFile(f"tensor {name!r} has a malformed entry in the header: {short(entry)}")
+    if dtype not in SUPPORTED:
+        raise UnsupportedModel(f"tensor {name!r} is stored as {dtype}; supported: {', '.join(SUPPORTED)}")
     if not all(type(dim) is int and dim > 0 for dim in shape):
         raise MalformedFile(f"tensor {name!r} has the shape {shape}; dimensions are whole numbers above 0")
-    if not 0 <= start <= end <= len(data) or end - start != math.prod(shape) * READ[dtype].bytes:
+    if not 0 <= start <= end <= len(data) or end - start != math.prod(shape) * SUPPORTED[dtype].bytes:
         raise MalformedFile(
             f"tensor {name!r} of shape {shape} in {dtype} claims bytes {start} to {end} of {len(data)}; fetch it again"
         )
-    return Tensor(name, READ[dtype], tuple(shape), data[start:end])
+    return Tensor(name, SUPPORTED[dtype], tuple(shape), data[start:end])

@@ -1,4 +1,4 @@
-"""What a folder says of the embeddings that its model is for, in files that sentence-transformers keeps beside it."""
+"""Reads how a model's embeddings are made from the files that sentence-transformers keeps in its folder."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ NEUTRAL = ("word_embedding_dimension", "embedding_dimension", "include_prompt")
 
 
 def with_sentence(spec: ModelSpec, folder: Path) -> ModelSpec:
-    """The model with its way of pooling and as many tokens as it was made for; as it is where the folder is silent.
-    Vectors have a length of 1 whether it says so or not."""
+    """Returns the spec with the pooling and the longest prompt that the folder names, if it names any. Vectors are
+    normalized to length 1 whether it says so or not."""
     if not (folder / MODULES).exists():
         return spec
     for kind, path in read_modules(folder):
         if kind == "Pooling":
             spec = replace(spec, pooling=read_pooling(ConfigReader(read_json(folder / path / "config.json"), path)))
         elif kind not in ("Transformer", "Normalize"):
-            raise UnsupportedModel(f"{MODULES} has a module {kind!r} after the model; supported: Pooling, Normalize")
+            raise UnsupportedModel(f"{MODULES} lists a module {kind!r} after the model; supported: Pooling, Normalize")
     return replace(spec, max_len=min(spec.max_len, read_length(folder, spec.max_len)))
 
 
 def read_modules(folder: Path) -> list[tuple[str, str]]:
-    """Kind and folder of each module."""
+    """Reads the kind and the folder of each module."""
     found = []
     for module in read_list(folder / MODULES):
         match module:
@@ -50,6 +50,7 @@ def read_modules(folder: Path) -> list[tuple[str, str]]:
 
 
 def read_pooling(config: ConfigReader) -> str:
+    """Reads how embeddings are pooled: cls, mean or last."""
     config.ignore(*NEUTRAL)
     modes = [key for key in POOLINGS if config.flag(key, False)]
     kind = config.text("pooling_mode", "") or "".join(POOLINGS[key] for key in modes)
@@ -60,6 +61,7 @@ def read_pooling(config: ConfigReader) -> str:
 
 
 def read_length(folder: Path, otherwise: int) -> int:
+    """Reads how many tokens a prompt has at most."""
     limits, prompts = (
         ConfigReader(read_json(folder / file) if (folder / file).exists() else {}, file) for file in (LIMITS, PROMPTS)
     )

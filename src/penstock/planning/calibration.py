@@ -18,11 +18,11 @@ import numpy as np
 
 from penstock.backend import open_backend
 from penstock.backend.base import Backend, Batch
-from penstock.backend.ref.batches import Chunk, greedy_batch
-from penstock.backend.ref.cases import random_tensor
-from penstock.config import Config
+from penstock.backend.batches import Chunk, greedy_batch
+from penstock.config import Config, Device
 from penstock.model import rope
 from penstock.model.load import Checkpoint, load_model
+from penstock.model.random_tensor import random_tensor
 from penstock.model.spec import AttentionSpec, ModelSpec, RopeSpec
 from penstock.model.tensor import FORMATS
 from penstock.planning.roofline import Machine, Roof
@@ -61,9 +61,10 @@ SIZES = {
 
 
 def measure(config: Config, kinds: Iterable[str], known: Machine | None = None, tell: Tell = lambda _: None) -> Machine:
-    """With weights of these kinds (`Held`), for a settled config. Adds to what is known already."""
+    """Measures products with weights of these kinds (`StoredAs`), for a config with all defaults filled in, and adds
+    them to what is known already."""
     config = replace(config, quantize="")
-    sizes = SIZES[config.device]
+    sizes = SIZES[Device.parse(config.device).kind]
     if known is None:
         tell("steps and layers")
         step, layer = fixed_costs(config, sizes)
@@ -91,7 +92,7 @@ def attention_rates(config: Config, sizes: Sizes) -> tuple[float, float]:
     with opened(config, shape, "F16", layers) as backend:
         near, far = (backend.time_step(one_token(at, ROWS), TIMES) for at in (SHORT, LONG))
         prompt, far_prompt = (backend.time_step(prompt_of(sizes.tokens, at), 3) for at in (SHORT, LONG))
-        kv_token = backend.kv_bytes_per_token()
+        kv_token = backend.memory_needs().kv_bytes_per_token
     more = LONG - SHORT
     return (
         ROWS * more * kv_token / above_zero(far - near),
@@ -124,7 +125,7 @@ def opened(config: Config, shape: Shape, format: str, layers: int) -> Iterator[B
     """With such a model."""
     backend = open_backend(config)
     backend.load(load_model(random_model(shape, format, layers), backend))
-    backend.reserve_kv(ROWS * (LONG // BLOCK + 1) + SIZES[config.device].tokens // BLOCK, BLOCK)
+    backend.reserve_kv(ROWS * (LONG // BLOCK + 1) + SIZES[Device.parse(config.device).kind].tokens // BLOCK, BLOCK)
     backend.warm_up()
     try:
         yield backend

@@ -14,11 +14,11 @@ from typing import NamedTuple, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.backend import open_backend, settle
+from penstock.backend import open_backend, resolve_defaults
 from penstock.backend.base import Backend, Batch, Floats, Ints
+from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.quantize_at_load import quantized
-from penstock.backend.ref.batches import Chunk, greedy_batch
-from penstock.config import Config
+from penstock.config import Config, Device
 from penstock.errors import ConfigError, InvalidRequest, UnsupportedModel
 from penstock.model.load import load_model, open_checkpoint, text_of
 
@@ -75,8 +75,8 @@ class Scorer:
 
     def __init__(self, config: Config, context: int = CONTEXT) -> None:
         checkpoint = open_checkpoint(Path(config.model))
-        config = settle(config, checkpoint.float8, checkpoint.whole)
-        self.at_once = AT_ONCE.get(config.device, 1)
+        config = resolve_defaults(config, checkpoint.float8, checkpoint.whole)
+        self.at_once = AT_ONCE.get(Device.parse(config.device).kind, 1)
         self.vocab = checkpoint.spec.vocab
         self._context = context
         self._block = config.block_size

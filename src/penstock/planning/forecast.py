@@ -7,16 +7,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from penstock.backend import QUANTIZATIONS, open_backend, settle
+from penstock.backend import QUANTIZATIONS, open_backend, resolve_defaults
 from penstock.backend.quantize_at_load import quantized
-from penstock.config import Config
+from penstock.config import Config, Device
 from penstock.errors import ConfigError
 from penstock.model.load import Checkpoint
 from penstock.model.tensor import PLAIN
 from penstock.planning.memory_plan import MemoryPlan, plan_memory
 from penstock.planning.roofline import Demand, Machine, decode_time, demand_of, prefill_time
 
-Rates = Callable[[Config, str, Sequence[str]], Machine | None]  # of a backend, by name, with weights held so
+Rates = Callable[[Config, str, Sequence[str]], Machine | None]  # of a backend, by name, with weights stored so
 ANSWER = 128  # tokens that were answered already, in the middle of what is expected
 TOGETHER = (1, 8, 32, 64, 128, 256)  # sequences
 
@@ -41,12 +41,12 @@ class Outlook:
 
 def outlooks(config: Config, checkpoint: Checkpoint, prompt: int, rates: Rates) -> Iterator[Outlook]:
     """As the config says; where it does not, plain weights as they are, and as all that they could become."""
-    config = settle(config, checkpoint.float8, checkpoint.whole)
+    config = resolve_defaults(config, checkpoint.float8, checkpoint.whole)
     plain = any(tensor.format.name in PLAIN for tensor in checkpoint.tensors.values() if len(tensor.shape) > 1)
-    others = QUANTIZATIONS.get(config.device, ()) if plain and not config.quantize else ()
+    others = QUANTIZATIONS.get(Device.parse(config.device).kind, ()) if plain and not config.quantize else ()
     for quantize in (config.quantize, *others):
-        settled = settle(replace(config, quantize=quantize), checkpoint.float8, checkpoint.whole)
-        yield outlook(settled, checkpoint, prompt, rates)
+        complete = resolve_defaults(replace(config, quantize=quantize), checkpoint.float8, checkpoint.whole)
+        yield outlook(complete, checkpoint, prompt, rates)
 
 
 def outlook(config: Config, checkpoint: Checkpoint, prompt: int, rates: Rates) -> Outlook:

@@ -20,7 +20,7 @@ from penstock.model.tensor import Tensor
 
 
 class Roof(NamedTuple):
-    """Of products with weights that are held alike."""
+    """Gives the speed of products with weights that are stored alike."""
 
     rows: tuple[int, ...]  # 1 and more
     seconds: tuple[float, ...]  # of a step with so many rows, for each weight
@@ -39,11 +39,11 @@ class Machine(NamedTuple):
     layer: float  # seconds that every layer takes, whatever its size
     cache: float  # bytes of the KV cache, read for one row
     scores: float  # multiply-adds of prompts' attention
-    roofs: Mapping[str, Roof]  # by what weights are held as
+    roofs: Mapping[str, Roof]  # by what weights are stored as
 
 
 class Load(NamedTuple):
-    """Weights that are held and used alike."""
+    """Counts weights that are stored and used alike."""
 
     kind: str
     weights: int

@@ -1,5 +1,8 @@
-"""Bodies of requests as structs, in every dialect: a field is read, or dropped because its value asks for nothing, or
-refused by name; unless the server is lenient, and then the answer says which were ignored."""
+"""Reads request bodies into structs, for every dialect.
+
+Each field is read, or dropped because its value has no effect, or refused by name. A lenient server ignores unknown
+fields instead and lists them in the answer.
+"""
 
 from __future__ import annotations
 
@@ -12,87 +15,96 @@ from starlette.requests import Request as HttpRequest
 
 from penstock.errors import InvalidRequest
 from penstock.server.access.bounds import read_json
-from penstock.server.request_context import notes
+from penstock.server.request_context import RequestContext
 
 MAX_BODY = 16 * 2**20  # bytes
-PATIENCE = 4  # times that, and no more, is read
-IGNORABLE = ("", "options")  # where settings stand: what is said in a chat is never left out
+READ_ON = 4 * MAX_BODY  # bytes of a body that is too large, before its connection is given up
+IGNORABLE = ("", "options")  # objects whose fields may be ignored: nothing in a conversation ever is
 
-ANYTHING = object()  # in a table of neutral values: whatever is given changes nothing
-Neutral = dict[str, Any]  # field -> ANYTHING, or the values that ask for nothing; null always asks for nothing
+ANY_VALUE = object()  # in a NoEffect table: every value is accepted
+NoEffect = dict[str, Any]  # field -> ANY_VALUE, or the values that are accepted without effect; null always is
 
 S = TypeVar("S", bound=msgspec.Struct)
 
 
-async def read_body(http: HttpRequest, kind: type[S], neutral: Neutral) -> S:
-    return read_object(_json_object(await _body(http)), kind, neutral)
+async def read_body(http: HttpRequest, context: RequestContext, kind: type[S], no_effect: NoEffect) -> S:
+    return read_object(context, _json_object(await _body(http)), kind, no_effect)
 
 
-def read_object(given: dict[str, Any], kind: type[S], neutral: Neutral, where: str = "", *, strict: bool = True) -> S:
-    """The object as a struct; `where` it stood in the body is part of what a refusal says. Not `strict`: numbers may
+def read_object(
+    context: RequestContext,
+    given: dict[str, Any],
+    kind: type[S],
+    no_effect: NoEffect,
+    where: str = "",
+    *,
+    strict: bool = True,
+) -> S:
+    """Returns the object as a struct. `where` is its place in the body, which errors name. Unless `strict`, numbers may
     be spelled as text, as in a query."""
-    _drop_neutral(given, neutral, where)
-    if notes().lenient:
+    _drop_without_effect(context, given, no_effect, where)
+    if context.lenient:
         for name in [name for name in given if name not in kind.__struct_encode_fields__]:
             del given[name]
-            notes().ignore(_path(where, name))
+            context.ignore(_path(where, name))
     while True:
         try:
             return msgspec.convert(given, kind, str_keys=True, strict=strict)
         except msgspec.ValidationError as error:
             refusal = _refusal(str(error), where)
-            if not (notes().lenient and refusal.code == "unknown_parameter" and _drop_nested(given, refusal, where)):
+            unknown = context.lenient and refusal.code == "unknown_parameter" and refusal.param is not None
+            if not (unknown and _drop_nested(given, str(refusal.param), where)):
                 raise refusal from error
+            context.ignore(str(refusal.param))
 
 
-def _drop_nested(given: dict[str, Any], refusal: InvalidRequest, where: str) -> bool:
-    """Ignores an unknown field of an object within; False where the way to it leads through a list."""
-    assert refusal.param is not None
-    *way, name = refusal.param.removeprefix(f"{where}.").split(".")
+def _drop_nested(given: dict[str, Any], param: str, where: str) -> bool:
+    """Removes an unknown field of a nested object; returns False if the path to it leads through a list."""
+    *path, name = param.removeprefix(f"{where}.").split(".")
     holder: Any = given
-    for step in way:
+    for step in path:
         holder = holder.get(step) if isinstance(holder, dict) else None
     if not isinstance(holder, dict) or name not in holder:
         return False
     del holder[name]
-    notes().ignore(refusal.param)
     return True
 
 
 async def _body(http: HttpRequest) -> bytes:
-    """What is too long is not kept, but read on for a while, so that a client that means well reads the refusal."""
+    """Returns the body. One that is too long is not kept, but read on for a while, so that the client reads the
+    refusal."""
     body = bytearray()
     size = 0
     async for chunk in http.stream():
         size += len(chunk)
         if size <= MAX_BODY:
             body += chunk
-        elif size > PATIENCE * MAX_BODY:
+        elif size > READ_ON:
             break
     if size > MAX_BODY:
-        raise InvalidRequest(f"the body has {size} bytes; at most {MAX_BODY} are taken", code="request_too_large")
+        raise InvalidRequest(f"the body has {size} bytes; the limit is {MAX_BODY}: send less", code="request_too_large")
     return bytes(body)
 
 
 def _json_object(body: bytes) -> dict[str, Any]:
     given = read_json(body, "the body")
     if not isinstance(given, dict):
-        raise InvalidRequest("the body must be a JSON object", code="invalid_type")
+        raise InvalidRequest(f"the body must be a JSON object; got {type(given).__name__}", code="invalid_type")
     return given
 
 
-def _drop_neutral(given: dict[str, Any], neutral: Neutral, where: str) -> None:
-    for name in given.keys() & neutral.keys():
-        value, accepted = given.pop(name), neutral[name]
-        if value is None or accepted is ANYTHING or _among(value, accepted):
+def _drop_without_effect(context: RequestContext, given: dict[str, Any], no_effect: NoEffect, where: str) -> None:
+    for name in given.keys() & no_effect.keys():
+        value, accepted = given.pop(name), no_effect[name]
+        if value is None or accepted is ANY_VALUE or _among(value, accepted):
             continue
-        if not (notes().lenient and where in IGNORABLE):
+        if not (context.lenient and where in IGNORABLE):
             raise unsupported(_path(where, name), value)
-        notes().ignore(_path(where, name))
+        context.ignore(_path(where, name))
 
 
 def _among(value: object, accepted: Sequence[Any]) -> bool:
-    """As JSON sees it: to Python, false is among the zeros."""
+    """Compares as JSON does: Python takes false for 0."""
     return any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in accepted)
 
 
@@ -105,19 +117,19 @@ def unsupported(param: str, value: object) -> InvalidRequest:
 
 
 _PLACE = re.compile(r"^(?P<what>.*?)(?: - at (?:`key` in )?`\$\.?(?P<where>.*)`)?$", re.DOTALL)
-_NAMED = re.compile(r"^Object (?P<trouble>contains unknown|missing required) field `(?P<name>.*)`$", re.DOTALL)
+_NAMED = re.compile(r"^Object (?P<problem>contains unknown|missing required) field `(?P<name>.*)`$", re.DOTALL)
 
 
-def _refusal(told: str, within: str) -> InvalidRequest:
-    """msgspec's words as ours, with the field they are about."""
-    place = _PLACE.match(told)
+def _refusal(message: str, within: str) -> InvalidRequest:
+    """Returns msgspec's error as ours, with the field that it is about."""
+    place = _PLACE.match(message)
     assert place is not None
     where = _path(within, place["where"] or "")
     named = _NAMED.match(place["what"])
     if named is None:
         return InvalidRequest(f"{where}: {place['what'].replace('`', '')}", param=where, code="invalid_type")
     param = _path(where, named["name"])
-    if named["trouble"] == "contains unknown":
+    if named["problem"] == "contains unknown":
         return InvalidRequest(f"unknown field {param!r}: remove it", param=param, code="unknown_parameter")
     return InvalidRequest(f"the field {param!r} is missing", param=param, code="missing_required_parameter")
 

@@ -1,4 +1,4 @@
-"""Errors as HTTP sees them, in the shape of the dialect that was spoken: OpenAI's, Anthropic's or Ollama's."""
+"""Answers with errors, in the shape of the request's dialect: OpenAI's, Anthropic's or Ollama's."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from penstock.errors import (
     RateLimited,
     Unauthorized,
 )
+from penstock.server.request_context import context_of
 
-RETRY_AFTER = "1"  # seconds: an engine is back in about that
-LEFT = Response(status_code=499)  # nobody reads it
-OVERLOADED = 529  # Anthropic's word for 503
-REFUSALS = {"request_timeout": 408, "request_too_large": 413, "uri_too_long": 414}  # that have a status of their own
+RETRY_AFTER = "1"  # seconds: about as long as an engine takes to restart
+CLIENT_LEFT = Response(status_code=499)  # nobody reads it
+ANTHROPIC_OVERLOADED = 529  # what Anthropic's clients expect for 503
+STATUSES = {"request_timeout": 408, "request_too_large": 413, "uri_too_long": 414}  # of codes of InvalidRequest
 
 OPENAI_TYPES = {403: "permission_error", 429: "rate_limit_error"}
 ANTHROPIC_TYPES = {
@@ -35,39 +36,39 @@ ANTHROPIC_TYPES = {
     413: "request_too_large",
     429: "rate_limit_error",
     500: "api_error",
-    OVERLOADED: "overloaded_error",
+    ANTHROPIC_OVERLOADED: "overloaded_error",
 }
 
 
-class ErrorDetail(msgspec.Struct):
+class OpenAiErrorDetail(msgspec.Struct):
     message: str
     type: str
     param: str | None = None
     code: str | None = None
 
 
-class ErrorBody(msgspec.Struct):
-    error: ErrorDetail
+class OpenAiErrorBody(msgspec.Struct):
+    error: OpenAiErrorDetail
 
 
-class AnthropicDetail(msgspec.Struct):
+class AnthropicErrorDetail(msgspec.Struct):
     type: str
     message: str
 
 
-class AnthropicBody(msgspec.Struct, tag_field="type", tag="error"):
-    error: AnthropicDetail
+class AnthropicErrorBody(msgspec.Struct, tag_field="type", tag="error"):
+    error: AnthropicErrorDetail
     request_id: str | None = None
 
 
-class OllamaBody(msgspec.Struct):
+class OllamaErrorBody(msgspec.Struct):
     error: str
 
 
 def status_of(error: PenstockError) -> int:
     match error:
         case InvalidRequest():
-            return REFUSALS.get(error.code, 400)
+            return STATUSES.get(error.code, 400)
         case Unauthorized():
             return 401
         case Forbidden():
@@ -97,66 +98,70 @@ def headers_of(error: PenstockError) -> dict[str, str]:
 def body_of(error: PenstockError) -> bytes:
     kind = OPENAI_TYPES.get(status_of(error), "invalid_request_error" if status_of(error) < 500 else "server_error")
     param = error.param if isinstance(error, InvalidRequest) else None
-    return msgspec.json.encode(ErrorBody(ErrorDetail(error.message, kind, param, error.code)))
+    return msgspec.json.encode(OpenAiErrorBody(OpenAiErrorDetail(error.message, kind, param, error.code)))
 
 
 def anthropic_body(error: PenstockError, status: int = 0, request_id: str | None = None) -> bytes:
     kind = ANTHROPIC_TYPES.get(_anthropic_status(status or status_of(error)), "invalid_request_error")
-    return msgspec.json.encode(AnthropicBody(AnthropicDetail(kind, error.message), request_id))
+    return msgspec.json.encode(AnthropicErrorBody(AnthropicErrorDetail(kind, error.message), request_id))
 
 
 def ollama_body(error: PenstockError) -> bytes:
-    return msgspec.json.encode(OllamaBody(error.message))
+    return msgspec.json.encode(OllamaErrorBody(error.message))
 
 
 def _anthropic_status(status: int) -> int:
-    return OVERLOADED if status == 503 else status
+    return ANTHROPIC_OVERLOADED if status == 503 else status
 
 
 def error_shape(path: str) -> type[msgspec.Struct]:
-    """Of the dialect that is spoken there."""
+    """Returns the error struct of the dialect that a path belongs to."""
     if path.startswith("/api/"):
-        return OllamaBody
-    return AnthropicBody if path.startswith("/v1/messages") else ErrorBody
+        return OllamaErrorBody
+    return AnthropicErrorBody if path.startswith("/v1/messages") else OpenAiErrorBody
 
 
-def told(request: Request, error: PenstockError, status: int, headers: dict[str, str] | None = None) -> Response:
-    """The error in the dialect of the request: by its path, and where two share one, by the header that Anthropic's
-    clients always send."""
+def error_response(request: Request, error: PenstockError) -> Response:
+    return respond(request, error, status_of(error), headers_of(error))
+
+
+def respond(request: Request, error: PenstockError, status: int, headers: dict[str, str] | None = None) -> Response:
+    """Returns the error in the request's dialect. The path decides; where two dialects share one, the header that
+    Anthropic's clients always send does."""
     shape = error_shape(request.url.path)
-    if shape is OllamaBody:
-        return _answer(ollama_body(error), status, headers)
-    if shape is AnthropicBody or "anthropic-version" in request.headers:
-        body = anthropic_body(error, status, request.scope["request_id"])
-        return _answer(body, _anthropic_status(status), headers)
-    return _answer(body_of(error), status, headers)
+    if shape is OllamaErrorBody:
+        return _json(ollama_body(error), status, headers)
+    if shape is AnthropicErrorBody or "anthropic-version" in request.headers:
+        body = anthropic_body(error, status, context_of(request.scope).id)
+        return _json(body, _anthropic_status(status), headers)
+    return _json(body_of(error), status, headers)
 
 
-def _answer(body: bytes, status: int, headers: dict[str, str] | None) -> Response:
+def _json(body: bytes, status: int, headers: dict[str, str] | None) -> Response:
     return Response(body, status, headers, "application/json")
 
 
-async def answer_error(request: Request, error: Exception) -> Response:
+async def on_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, PenstockError)
-    return told(request, error, status_of(error), headers_of(error))
+    return error_response(request, error)
 
 
-async def answer_http_error(request: Request, error: Exception) -> Response:
-    """No such route, or not with this method."""
+async def on_http_error(request: Request, error: Exception) -> Response:
+    """Answers a request for a route that does not exist, or not with this method."""
     assert isinstance(error, HTTPException)
     refusal = InvalidRequest(
         f"{error.detail}: {request.method} {request.url.path}", code=HTTPStatus(error.status_code).name.lower()
     )
-    return told(request, refusal, error.status_code, dict(error.headers or {}))
+    return respond(request, refusal, error.status_code, dict(error.headers or {}))
 
 
-async def answer_bug(request: Request, _: Exception) -> Response:
-    id = request.scope["request_id"]
+async def on_bug(request: Request, _: Exception) -> Response:
+    id = context_of(request.scope).id
     error = PenstockError(f"the server failed while it answered request {id}; its log has the details")
     error.code = "internal_error"
-    headers = {"x-request-id": id, "connection": "close"}  # the HTTP server drops a connection whose handler failed
-    return told(request, error, 500, headers)
+    headers = {"connection": "close"}  # the HTTP server drops a connection whose handler failed
+    return respond(request, error, 500, headers)
 
 
-async def answer_left(_: Request, __: Exception) -> Response:
-    return LEFT
+async def on_client_left(_: Request, __: Exception) -> Response:
+    return CLIENT_LEFT

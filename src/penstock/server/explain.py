@@ -1,4 +1,4 @@
-"""The `penstock` object: what happened to an answer, in every dialect, for those who ask."""
+"""Reports what happened to an answer in its `penstock` object, in every dialect, for clients that ask for it."""
 
 from __future__ import annotations
 
@@ -7,140 +7,146 @@ from collections.abc import Iterable, Sequence
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from penstock.server.request_context import notes
-from penstock.server.served_model import Served
+from penstock.server.request_context import RequestContext
+from penstock.server.served_model import ServedModel
 from penstock.text import Delta
 from penstock.types import Nearest, Report, Request
 
 
-class Miss(msgspec.Struct):
-    """Why not more of a prompt was reused."""
+class CacheMiss(msgspec.Struct):
+    """Says why no more of a prompt was reused."""
 
     reason: str
     message: str
     position: int | UnsetType = UNSET  # the first token that could not be reused
-    expected: str | UnsetType = UNSET  # what stood there in the recent prompt or its answer
+    expected: str | UnsetType = UNSET  # the text at that position in the recent prompt or its answer
     got: str | UnsetType = UNSET
-    after: str | UnsetType = UNSET  # what stands before it in both
+    after: str | UnsetType = UNSET  # the text before it, which both share
 
 
-class Cache(msgspec.Struct):
+class CacheUse(msgspec.Struct):
     prompt_tokens: int
     reused_tokens: int
-    miss: Miss | None = None
+    miss: CacheMiss | None = None
 
 
-class Seconds(msgspec.Struct):
-    """By the engine's clock."""
+class StageSeconds(msgspec.Struct):
+    """Gives durations by the engine's clock."""
 
     queue: float
     prefill: float
     decode: float
-    grammar: float | UnsetType = UNSET  # waited for, before the queue
+    grammar: float | UnsetType = UNSET  # the wait for its grammar, before the queue
 
 
-class Finish(msgspec.Struct):
+class FinishCause(msgspec.Struct):
     reason: str
     by: str  # end_of_text, stop_token, stop_string, max_tokens or context
     token: int | UnsetType = UNSET
     text: str | UnsetType = UNSET
 
 
-class Told(msgspec.Struct):
-    """Of one choice."""
+class ChoiceExplanation(msgspec.Struct):
+    """Says what happened to one choice."""
 
     index: int
-    finish: Finish
-    cache: Cache | UnsetType = UNSET  # this and what follows is not known of an engine that was lost meanwhile
-    seconds: Seconds | UnsetType = UNSET
+    finish: FinishCause
+    cache: CacheUse | UnsetType = UNSET  # this and what follows is unknown if the engine was lost meanwhile
+    seconds: StageSeconds | UnsetType = UNSET
     preemptions: int | UnsetType = UNSET
     recomputed_tokens: int | UnsetType = UNSET
-    forced_tokens: int | UnsetType = UNSET  # that a grammar left no choice about
+    forced_tokens: int | UnsetType = UNSET  # tokens that a grammar left no choice about
 
 
-class Penstock(msgspec.Struct):
+class AnswerReport(msgspec.Struct):
+    """Is the `penstock` object of an answer."""
+
     ignored_fields: list[str]
-    truncated_tokens: int  # of the prompt; never without being asked
-    choices: list[Told] | UnsetType = UNSET
-    kept: str | UnsetType = UNSET  # that a model which was to be unloaded stays
+    truncated_tokens: int  # cut from the prompt, as the request asked
+    choices: list[ChoiceExplanation] | UnsetType = UNSET
+    kept: str | UnsetType = UNSET  # why a model that was to be unloaded stays
 
 
 class Explanation:
-    """Costs an answer nothing before its end, and nothing at all where it is not asked for."""
+    """Collects the report of an answer. It costs nothing before the end, and nothing at all if no report is wanted."""
 
-    def __init__(self, served: Served, requests: Sequence[Request]) -> None:
+    def __init__(self, served: ServedModel, context: RequestContext, requests: Sequence[Request]) -> None:
         self._text = served.text
         self._limits = served.limits
+        self._context = context
         self._requests = requests
-        self._notes = notes()
-        self._told: dict[int, Told] = {}
+        self._choices: dict[int, ChoiceExplanation] = {}
         self._running = len(requests)
 
     def end(self, choice: int, delta: Delta) -> None:
         """Takes a choice's last delta."""
         self._running -= 1
-        if self._notes.explain:
-            self._told[choice] = self._choice(choice, delta)
+        if self._context.explain:
+            self._choices[choice] = self._choice(choice, delta)
 
-    def told(self, order: Iterable[int] | None = None) -> Penstock | UnsetType:
-        """Once every choice has ended; nothing where there is nothing to tell that was not asked for. `order` names
-        the choices that are told, where not all are or not in their order."""
-        noted = self._notes
-        if self._running or not (noted.explain or noted.lenient or noted.ignored or noted.truncated):
+    def report(self, order: Iterable[int] | None = None) -> AnswerReport | UnsetType:
+        """Returns the report once every choice has ended, unless there is nothing that it must contain. `order` names
+        the choices to report, if not all of them or not in their order."""
+        context = self._context
+        if self._running or not (context.explain or context.lenient or context.ignored or context.truncated):
             return UNSET
-        return Penstock(sorted(noted.ignored), noted.truncated, self._choices(order) if noted.explain else UNSET)
+        choices = self._ordered(order) if context.explain else UNSET
+        return AnswerReport(sorted(context.ignored), context.truncated, choices)
 
-    def _choices(self, order: Iterable[int] | None) -> list[Told]:
-        chosen = sorted(self._told) if order is None else order
-        return [msgspec.structs.replace(self._told[choice], index=index) for index, choice in enumerate(chosen)]
+    def _ordered(self, order: Iterable[int] | None) -> list[ChoiceExplanation]:
+        chosen = sorted(self._choices) if order is None else order
+        return [msgspec.structs.replace(self._choices[choice], index=index) for index, choice in enumerate(chosen)]
 
-    def _choice(self, index: int, delta: Delta) -> Told:
+    def _choice(self, index: int, delta: Delta) -> ChoiceExplanation:
         request, report = self._requests[index], delta.report
-        told = Told(index, self._finish(request, delta))
+        choice = ChoiceExplanation(index, self._finish(request, delta))
         if report is not None:
-            told.cache = Cache(len(request.prompt), report.cached, self._miss(request, report))
-            told.seconds = Seconds(*(round(each, 6) for each in (report.queued, report.prefill, report.decode)))
-            told.preemptions, told.recomputed_tokens = report.preemptions, report.recomputed
+            choice.cache = CacheUse(len(request.prompt), report.cached, self._miss(request, report))
+            choice.seconds = StageSeconds(*(round(each, 6) for each in (report.queued, report.prefill, report.decode)))
+            choice.preemptions, choice.recomputed_tokens = report.preemptions, report.recomputed
             if request.sampling.grammar is not None:
-                told.seconds.grammar, told.forced_tokens = round(report.compiling, 6), report.forced
-        return told
+                choice.seconds.grammar, choice.forced_tokens = round(report.compiling, 6), report.forced
+        return choice
 
-    def _finish(self, request: Request, delta: Delta) -> Finish:
+    def _finish(self, request: Request, delta: Delta) -> FinishCause:
         assert delta.finish is not None
         if delta.stop is not None:
-            return Finish("stop", "stop_string", text=delta.stop)
+            return FinishCause("stop", "stop_string", text=delta.stop)
         if delta.finish == "length":
             full = len(request.prompt) + request.max_tokens >= self._limits.max_len
-            return Finish("length", "context" if full else "max_tokens")
+            return FinishCause("length", "context" if full else "max_tokens")
         token, tokenizer = delta.tokens[-1], self._text.tokenizer
         by = "end_of_text" if token in tokenizer.eos_ids else "stop_token"
-        return Finish("stop", by, token, tokenizer.token_text(token))
+        return FinishCause("stop", by, token, tokenizer.token_text(token))
 
     # -- the cache ------------------------------------------------------------------------------------------------
 
-    def _miss(self, request: Request, report: Report) -> Miss | None:
-        """None where all was reused that could be: whole blocks, and never the last token, whose logits are wanted."""
+    def _miss(self, request: Request, report: Report) -> CacheMiss | None:
+        """Returns None if everything was reused that can be: whole blocks, and never the last token, whose logits are
+        needed."""
         size, near = self._limits.block_size, report.nearest
         if report.cached >= (len(request.prompt) - 1) // size * size:
             return None
         if request.sampling.prompt_logprobs is not None:
-            return Miss("scored", "the prompt's own tokens were to be scored, and only computing them does that")
+            return CacheMiss(
+                "scored", "the request asked for logprobs of the prompt's tokens, which only computing them gives"
+            )
         if near is None:
-            return Miss("new", "no recent prompt of yours begins like this one")
+            return CacheMiss("new", "no recent prompt of yours begins like this one")
         if report.cached < min(near.shared, len(request.prompt) - 1) // size * size:
-            told = f"{near.shared} tokens of a recent prompt were the same, and their blocks were evicted since"
-            return Miss("evicted", told, report.cached)
-        return self._parting(near) if near.had and report.cached < near.held // size * size else None
+            message = f"{near.shared} tokens of a recent prompt were the same, but their blocks have been evicted"
+            return CacheMiss("evicted", message, report.cached)
+        return self._divergence(near) if near.had and report.cached < near.held // size * size else None
 
-    def _parting(self, near: Nearest) -> Miss:
+    def _divergence(self, near: Nearest) -> CacheMiss:
         before, had, got = (self._spell(tokens) for tokens in (near.before, near.had, near.got))
         reason = self._reason(near, had, got)
-        told = f"{_WORDS[reason]} at token {near.shared}"
-        return Miss(reason, told, near.shared, had, got, before)
+        message = f"{_MESSAGES[reason]} at token {near.shared}"
+        return CacheMiss(reason, message, near.shared, had, got, before)
 
     def _reason(self, near: Nearest, had: str, got: str) -> str:
-        thought = self._text.format.reasoning
-        if thought and thought[0] in had and thought[0] not in got:
+        markers = self._text.format.reasoning
+        if markers and markers[0] in had and markers[0] not in got:
             return "reasoning_dropped"
         return "prompt_changed" if near.shared < near.prompt else "answer_changed"
 
@@ -148,8 +154,8 @@ class Explanation:
         return self._text.tokenizer.decode(tokens, special=True, continuing=True)
 
 
-_WORDS = {
-    "reasoning_dropped": "the chat template left out what was thought in an earlier turn: it differs from that turn",
+_MESSAGES = {
+    "reasoning_dropped": "the chat template dropped the reasoning of an earlier turn: the prompt differs",
     "prompt_changed": "the prompt differs from a recent one",
-    "answer_changed": "the earlier answer came back other than it was generated: it differs",
+    "answer_changed": "the client sent an earlier answer back in another form than it was generated: it differs",
 }

@@ -1,4 +1,5 @@
-"""GET /openapi.json: our own routes, as an OpenAPI document made of the structs that bodies are read as."""
+"""Serves GET /openapi.json: an OpenAPI document of the server's routes, made of the structs that bodies are read
+into."""
 
 from __future__ import annotations
 
@@ -15,31 +16,32 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from penstock import __version__
-from penstock.server.bodies import ANYTHING, Neutral
-from penstock.server.errors import OllamaBody, error_shape
-from penstock.server.served_model import Served
+from penstock.server.bodies import ANY_VALUE, NoEffect
+from penstock.server.errors import OllamaErrorBody, error_shape
+from penstock.server.request_context import RequestContext
+from penstock.server.served_model import ServedModel
 
 JSON = "application/json"
 REF = "#/components/schemas/{name}"
-READ_AS = "x-read-as"  # holds the place of what an object within a body is read as, until all of that is known
+READ_AS = "x-read-as"  # marks a nested object until the schemas of all structs are known
 
 Kind = Any  # a struct, or a union of some
 Schema = dict[str, Any]
 
 
 class Operation(NamedTuple):
-    """What is said on a route: the fields that are read and those that change nothing, what is answered, whole and
-    streamed, and what may be asked in the address. A text in place of a type is a media type."""
+    """Says what a route reads and answers: its body, the fields accepted without effect, its answer, whole and
+    streamed, and its query. A string instead of a struct is a media type."""
 
     takes: Kind | str | None = None
-    neutral: Neutral | None = None
-    answers: Kind | str | None = JSON  # none: nothing
+    no_effect: NoEffect | None = None
+    answers: Kind | str | None = JSON  # None: nothing
     streams: Kind | None = None
     query: Kind | None = None
 
 
-class Spoken(Route):
-    """A route that knows what is said on it."""
+class DocumentedRoute(Route):
+    """Is a route with the operation that documents it."""
 
     def __init__(
         self, path: str, endpoint: Callable[[Request], Awaitable[Response]], method: str, operation: Operation
@@ -49,69 +51,68 @@ class Spoken(Route):
         self.operation = operation
 
 
-class Nested(NamedTuple):
+class NestedBody(NamedTuple):
     kinds: tuple[Kind, ...]
-    neutral: Neutral
+    no_effect: NoEffect
 
 
-_nested: dict[str, Nested] = {}
+_nested: dict[str, NestedBody] = {}
 
 
-def read_as(*kinds: Kind, neutral: Neutral | None = None) -> Meta:
-    """Annotates an object within a body that is taken as it comes and read later: as one of the kinds."""
+def read_as(*kinds: Kind, no_effect: NoEffect | None = None) -> Meta:
+    """Annotates a nested object of a body that is read later, as one of the kinds."""
     name = ", ".join(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds)
-    _nested[name] = Nested(kinds, neutral or {})
+    _nested[name] = NestedBody(kinds, no_effect or {})
     return Meta(extra_json_schema={READ_AS: name})
 
 
-class Document:
-    """The endpoint. The document is made when it is first asked for: that takes a tenth of a second."""
+class OpenApiDocument:
+    """Serves the document. It makes the document at the first request, which takes a tenth of a second."""
 
     _text = b""
 
-    async def __call__(self, _: Served, http: Request) -> Response:
+    async def __call__(self, _: ServedModel, http: Request, __: RequestContext) -> Response:
         if not self._text:
             self._text = await asyncio.to_thread(_encoded, http.app.routes)
         return Response(self._text, media_type=JSON)
 
 
-def _encoded(routes: Sequence[Spoken]) -> bytes:
-    text = msgspec.json.encode(document(routes))
-    return text.replace(b"penstock.server.", b"")  # structs that share a name have their module before it
+def _encoded(routes: Sequence[DocumentedRoute]) -> bytes:
+    return msgspec.json.encode(document(routes))
 
 
-def document(routes: Sequence[Spoken]) -> Schema:
-    refs, components = _described(_spoken_of(routes))
+def document(routes: Sequence[DocumentedRoute]) -> Schema:
+    refs, components = _described(_kinds_of(routes))
     paths: defaultdict[str, Schema] = defaultdict(dict)
     for route in routes:
-        paths[route.path_format][route.method.lower()] = _told(route, refs)
+        paths[route.path_format][route.method.lower()] = _operation(route, refs)
     info = {"title": "Penstock", "version": __version__}
     return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": components}}
 
 
-def _spoken_of(routes: Sequence[Spoken]) -> dict[Kind, Neutral]:
-    kinds: dict[Kind, Neutral] = {}
+def _kinds_of(routes: Sequence[DocumentedRoute]) -> dict[Kind, NoEffect]:
+    kinds: dict[Kind, NoEffect] = {}
     for route in routes:
         operation = route.operation
         answers = (operation.answers, operation.streams, error_shape(route.path))
         kinds |= {kind: {} for kind in answers if not isinstance(kind, str | None)}
-    for takes, neutral, *_ in (route.operation for route in routes):
-        kinds |= {} if isinstance(takes, str | None) else {takes: neutral or {}}
+    for takes, no_effect, *_ in (route.operation for route in routes):
+        kinds |= {} if isinstance(takes, str | None) else {takes: no_effect or {}}
     return kinds
 
 
-def _described(kinds: dict[Kind, Neutral]) -> tuple[dict[Kind, Schema], dict[str, Schema]]:
-    """A reference to each kind, and what they refer to: these kinds and all that are read within them."""
+def _described(kinds: dict[Kind, NoEffect]) -> tuple[dict[Kind, Schema], dict[str, Schema]]:
+    """Returns a reference to each kind, and the schemas of these kinds and of all nested in them."""
     schemas, components = msgspec.json.schema_components(kinds, ref_template=REF)
     places = [(each, _nested[each[READ_AS]]) for each in _objects(components) if READ_AS in each]
-    within = {kind: nested.neutral for _, nested in places for kind in nested.kinds}
+    within = {kind: nested.no_effect for _, nested in places for kind in nested.kinds}
     if not within.keys() <= kinds.keys():
         return _described(within | kinds)
     refs = dict(zip(kinds, schemas, strict=True))
-    for kind, neutral in kinds.items():
-        for name, accepted in neutral.items():
+    for kind, no_effect in kinds.items():
+        for name, accepted in no_effect.items():
             component = components[refs[kind]["$ref"].removeprefix(REF.format(name=""))]
-            component["properties"][name] = {} if accepted is ANYTHING else {"enum": [*accepted, None]}
+            component["properties"][name] = {} if accepted is ANY_VALUE else {"enum": [*accepted, None]}
     for each, nested in places:
         options = [refs[kind] for kind in nested.kinds]
         each.clear()
@@ -126,29 +127,29 @@ def _objects(tree: object) -> Iterator[Schema]:
         yield from _objects(each)
 
 
-def _told(route: Spoken, refs: dict[Kind, Schema]) -> Schema:
+def _operation(route: DocumentedRoute, refs: dict[Kind, Schema]) -> Schema:
     operation, error = route.operation, error_shape(route.path)
     answered = _content(operation.answers, refs)
     if operation.streams is not None:
         chunk = {"anyOf": [refs[operation.streams], refs[error]]}
-        answered |= _lines(chunk) if error is OllamaBody else _events(chunk)
+        answered |= _lines(chunk) if error is OllamaErrorBody else _events(chunk)
     done = "2XX" if operation.answers is None else "200"
-    trouble = {} if route.method == "HEAD" else {"content": _content(error, refs)}
-    told: Schema = {
+    body = {} if route.method == "HEAD" else {"content": _content(error, refs)}
+    described: Schema = {
         "operationId": f"{route.method.lower()}{re.sub('[^a-z0-9]+', '_', route.path_format)}",
         "parameters": [*_path_parameters(route), *_query_parameters(operation.query)],
         "responses": {
             done: {"description": "The answer", "content": answered},
-            "4XX": {"description": "Refused, and what is wrong with the request"} | trouble,
-            "5XX": {"description": "Failed, or there is no engine to answer"} | trouble,
+            "4XX": {"description": "The request is refused, and why"} | body,
+            "5XX": {"description": "The request failed, or there is no engine"} | body,
         },
     }
     if operation.takes is not None:
-        told["requestBody"] = {"required": True, "content": _content(operation.takes, refs)}
-    return told
+        described["requestBody"] = {"required": True, "content": _content(operation.takes, refs)}
+    return described
 
 
-def _path_parameters(route: Spoken) -> list[Schema]:
+def _path_parameters(route: DocumentedRoute) -> list[Schema]:
     text = {"type": "string"}
     return [{"name": name, "in": "path", "required": True, "schema": text} for name in route.param_convertors]
 
@@ -156,8 +157,8 @@ def _path_parameters(route: Spoken) -> list[Schema]:
 def _query_parameters(kind: Kind | None) -> list[Schema]:
     if kind is None:
         return []
-    (asked,) = msgspec.json.schema_components([kind])[1].values()
-    return [{"name": name, "in": "query", "schema": schema} for name, schema in asked["properties"].items()]
+    (query,) = msgspec.json.schema_components([kind])[1].values()
+    return [{"name": name, "in": "query", "schema": schema} for name, schema in query["properties"].items()]
 
 
 def _content(kind: Kind | str | None, refs: dict[Kind, Schema]) -> Schema:
@@ -171,6 +172,6 @@ def _lines(chunk: Schema) -> Schema:
 
 
 def _events(chunk: Schema) -> Schema:
-    """OpenAPI 3.1 has no word for a stream: this is one event of it."""
+    """Describes one event of a stream: OpenAPI 3.1 cannot describe a stream."""
     data = {"anyOf": [{"const": "[DONE]"}, {"type": "string", "contentMediaType": JSON, "contentSchema": chunk}]}
     return {"text/event-stream": {"schema": {"type": "object", "properties": {"data": data}, "required": ["data"]}}}

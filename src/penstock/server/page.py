@@ -1,4 +1,4 @@
-"""The page at /: a chat and a view of the engine, in one file that asks for nothing else."""
+"""Serves the page at /: a chat and a view of the engine, in one file that loads nothing else."""
 
 from __future__ import annotations
 
@@ -6,16 +6,13 @@ import base64
 import hashlib
 from importlib.resources import files
 
-from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
-
-from penstock.server.served_model import Served
 
 PAGE = files("penstock.server").joinpath("page.html").read_text("utf-8")
 
 
 def allowed_hash(page: str, tag: str) -> str:
-    """What a content security policy calls the one inline script or style."""
+    """Returns the hash by which a content security policy allows the one inline script or style."""
     inside = page.partition(f"<{tag}>")[2].partition(f"</{tag}>")[0]
     return f"'sha256-{base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()}'"
 
@@ -31,5 +28,5 @@ HEADERS = {
 }
 
 
-async def page(_: Served, __: Request) -> Response:
+def page() -> Response:
     return HTMLResponse(PAGE, headers=HEADERS)

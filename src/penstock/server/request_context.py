@@ -1,60 +1,129 @@
-"""What is noted about a request while it is read, to be told in its answer."""
+"""Creates the context of each HTTP request: who sent it, who pays for it, and what its answer has to report.
+
+The outermost middleware creates it. Authentication and tracing fill in their part. Endpoints get it as an argument and
+pass it down.
+"""
 
 from __future__ import annotations
 
 import re
 import secrets
-from contextvars import ContextVar
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import TYPE_CHECKING
 
 from starlette.requests import Request as HttpRequest
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.errors import InvalidRequest
-from penstock.server.access.accounts import ACCOUNT
+from penstock.server.access.accounts import Account
+from penstock.server.access.in_flight import Admission
+from penstock.types import Request
+
+if TYPE_CHECKING:
+    from penstock.server.telemetry.tracing import RequestSpan
 
 EXPLAIN = "x-penstock-explain"
 CREDENTIALS = ("authorization", "x-api-key")
-MOST = 256  # fields that are ignored
+MAX_IGNORED = 256  # fields
 NO = ("", "0", "false", "no")
 
 
-class Notes:
-    def __init__(self, *, lenient: bool = False, explain: bool = False, owner: str = "") -> None:
-        self.lenient = lenient  # what is not known is ignored, and told
-        self.explain = explain
-        self.owner = owner  # whose recent prompts an explanation may speak of
-        self.ignored: set[str] = set()  # fields
-        self.truncated = 0  # tokens of the prompt
-
-    def ignore(self, field: str) -> None:
-        """Once, in however many messages or tools it stands."""
-        self.ignored.add(re.sub(r"\[\d+\]", "[]", field))
-        if len(self.ignored) > MOST:
-            raise InvalidRequest(f"the request has more than {MOST} unknown fields: remove them", param=field)
+async def _no_connection(_: Message) -> None:
+    raise RuntimeError("this context belongs to no connection, so nothing can be sent")
 
 
-_NOTES: ContextVar[Notes] = ContextVar("notes")
+def new_request_id() -> str:
+    return f"req-{secrets.token_hex(12)}"
 
 
-def begin_notes(http: HttpRequest, *, lenient: bool) -> None:
-    explain = http.headers.get(EXPLAIN, "").lower() not in NO
-    _NOTES.set(Notes(lenient=lenient, explain=explain, owner=_owner(http)))
+@dataclass(slots=True, kw_only=True)
+class RequestContext:
+    """Holds what is known about one HTTP request beside its body. `send` is the HTTP server's own. The chunks of a
+    stream go through it and skip the middlewares, which only change an answer's headers: each middleware would cost a
+    stream a microsecond per token."""
+
+    id: str = field(default_factory=new_request_id)
+    send: Send = _no_connection
+    owner: str = ""  # an explanation mentions recent prompts of the same owner only
+    payer: Account | None = None  # the API key's account that is charged
+    admission: Admission | None = None  # its places among the requests in flight; None: it needs none
+    span: RequestSpan | None = None  # the request's span, if traces are exported
+    lenient: bool = False  # unknown fields are ignored and listed in the answer
+    explain: bool = False  # the answer reports what happened to it
+    background: bool = False  # its answers may wait behind those of every foreground request
+    priority: int = 0  # lower runs sooner
+    salt: str = ""  # prompts share cached blocks only under the same salt
+    ignored: set[str] = field(default_factory=set)  # names of ignored fields
+    truncated: int = 0  # tokens that were cut from the prompt, as the request asked
+
+    def charge_to(self, account: Account) -> None:
+        """Makes the account pay for this request and own it."""
+        self.payer = account
+        self.owner = owner_of_key(account.name)
+
+    def answer(self) -> AbstractContextManager[None]:
+        """Holds a place for one answer; raises Overloaded if there is none."""
+        return nullcontext() if self.admission is None else self.admission.answer()
+
+    def ignore(self, name: str) -> None:
+        """Lists a field as ignored: once, in however many messages or tools it occurs."""
+        self.ignored.add(re.sub(r"\[\d+\]", "[]", name))
+        if len(self.ignored) > MAX_IGNORED:
+            raise InvalidRequest(
+                f"the request has more than {MAX_IGNORED} unknown fields; {name!r} is one: remove them", param=name
+            )
+
+    def apply_to(self, request: Request) -> Request:
+        """Returns the engine's request with what this context says about it."""
+        return request._replace(
+            owner=self.owner,
+            explain=self.explain,
+            salt=self.salt,
+            priority=self.priority,
+            background=self.background,
+        )
 
 
-def notes() -> Notes:
-    """Of the request that is being answered."""
-    if (found := _NOTES.get(None)) is None:
-        found = Notes()
-        _NOTES.set(found)
-    return found
+def owner_of_key(name: str) -> str:
+    return f"key {name}"
+
+
+def context_of(scope: Scope) -> RequestContext:
+    """Returns the context that the outermost middleware, or the batch runner, created for a request."""
+    context = scope["state"]["context"]
+    assert isinstance(context, RequestContext)
+    return context
+
+
+class ContextMiddleware:
+    """Creates each HTTP request's context, and sends its id as x-request-id; Anthropic's clients expect request-id.
+    It is the outermost middleware: `send` is the HTTP server's own here."""
+
+    def __init__(self, app: ASGIApp, *, lenient: bool) -> None:
+        self._app = app
+        self._lenient = lenient
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        http = HttpRequest(scope)
+        explain = http.headers.get(EXPLAIN, "").lower() not in NO
+        context = RequestContext(send=send, owner=_owner(http), lenient=self._lenient, explain=explain)
+        scope.setdefault("state", {})["context"] = context
+        id = context.id.encode()
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"x-request-id", id), (b"request-id", id)]
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
 
 
 def _owner(http: HttpRequest) -> str:
-    """Who asks, as far as can be known: the key's owner, or else from where, and with which credentials. A request of
-    our own for no key is nobody's."""
-    if (account := ACCOUNT.get()) is not None:
-        return f"key {account.key.name}"
-    if http.client is None:
-        return secrets.token_hex(8)
-    given = [http.client.host, *(http.headers.get(name, "") for name in CREDENTIALS)]
+    """Returns who sent a request as far as that is known without keys: the address and the credentials, hashed."""
+    host = http.client.host if http.client else secrets.token_hex(8)
+    given = [host, *(http.headers.get(name, "") for name in CREDENTIALS)]
     return blake2b("\n".join(given).encode(), digest_size=8).hexdigest()

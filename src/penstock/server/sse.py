@@ -1,4 +1,4 @@
-"""An answer on its way out: whole, or as server-sent events, and never longer than its reader stays."""
+"""Sends an answer: whole, or as a stream of server-sent events or JSON lines, for as long as the client reads."""
 
 from __future__ import annotations
 
@@ -14,31 +14,32 @@ from starlette.types import Message, Receive, Scope, Send
 
 from penstock.errors import PenstockError
 from penstock.server.chat.stream import Deltas, while_connected
-from penstock.server.errors import LEFT, body_of
+from penstock.server.errors import CLIENT_LEFT, body_of
+from penstock.server.request_context import RequestContext
 from penstock.text import Delta
 
 _encoder = msgspec.json.Encoder()
 encode = _encoder.encode
 
 
-class Plain:
-    """A chunk that differs from the next one by its text alone: all but that is encoded once."""
+class ChunkTemplate:
+    """Encodes chunks that differ by their text alone: everything else is encoded once."""
 
     def __init__(self, make: Callable[[str], msgspec.Struct]) -> None:
-        place = secrets.token_hex(16)
-        self._before, _, self._after = encode(make(place)).partition(encode(place))
+        placeholder = secrets.token_hex(16)
+        self._before, _, self._after = encode(make(placeholder)).partition(encode(placeholder))
 
     def __call__(self, text: str) -> bytes:
         return self._before + encode(text) + self._after
 
 
 class Framing(NamedTuple):
-    """How a dialect puts chunks on the wire."""
+    """Says how a dialect puts chunks on the wire."""
 
     media_type: bytes
     frame: Callable[[bytes], bytes]
     end: bytes  # after the last chunk
-    trouble: Callable[[PenstockError], bytes]  # the chunk that tells of an error in the middle
+    error: Callable[[PenstockError], bytes]  # the chunk that reports an error in the middle of a stream
 
 
 def _event(data: bytes) -> bytes:
@@ -49,44 +50,55 @@ EVENT_STREAM = b"text/event-stream; charset=utf-8"
 OPENAI = Framing(EVENT_STREAM, _event, _event(b"[DONE]"), body_of)
 
 
-class Answer(Protocol):
-    """An endpoint's way of putting deltas into words."""
+class AnswerWriter(Protocol):
+    """Turns deltas into a dialect's answer: into chunks as they arrive, or into one object at the end."""
 
     def chunks(self, choice: int, delta: Delta) -> Iterable[bytes]:
-        """What to send at once for a delta, when streaming; encoded."""
+        """Returns the encoded chunks to send for a delta."""
 
-    def last(self) -> Iterable[bytes]:
-        """What to send after every choice has ended, when streaming."""
+    def final_chunks(self) -> Iterable[bytes]:
+        """Returns the encoded chunks to send after every choice has ended."""
 
-    def take(self, choice: int, delta: Delta) -> None:
-        """Keeps a delta for the whole."""
+    def collect(self, choice: int, delta: Delta) -> None:
+        """Keeps a delta for `result`."""
 
-    def whole(self) -> msgspec.Struct: ...
+    def result(self) -> msgspec.Struct:
+        """Returns the whole answer."""
 
 
 async def reply(
-    http: HttpRequest, answer: Answer, deltas: Deltas, *, streaming: bool, framing: Framing = OPENAI
+    http: HttpRequest,
+    context: RequestContext,
+    writer: AnswerWriter,
+    deltas: Deltas,
+    *,
+    streaming: bool,
+    framing: Framing = OPENAI,
 ) -> Response:
     if streaming:
-        return Stream(_framed(answer, deltas, framing), framing)
-    body = await while_connected(http.receive, _body(answer, deltas))
-    return LEFT if body is None else Response(body, media_type="application/json")
+        return StreamResponse(context, _framed(writer, deltas, framing), framing)
+    body = await while_connected(http.receive, _body(writer, deltas))
+    return CLIENT_LEFT if body is None else Response(body, media_type="application/json")
 
 
-async def _body(answer: Answer, deltas: Deltas) -> bytes:
+def json_response(value: object, status: int = 200) -> Response:
+    return Response(encode(value), status, media_type="application/json")
+
+
+async def _body(writer: AnswerWriter, deltas: Deltas) -> bytes:
     async with aclosing(deltas):
         async for choice, delta in deltas:
-            answer.take(choice, delta)
-    return encode(answer.whole())
+            writer.collect(choice, delta)
+    return encode(writer.result())
 
 
-async def _framed(answer: Answer, deltas: Deltas, framing: Framing) -> AsyncGenerator[bytes, None]:
+async def _framed(writer: AnswerWriter, deltas: Deltas, framing: Framing) -> AsyncGenerator[bytes, None]:
     frame = framing.frame
     async with aclosing(deltas):
         async for choice, delta in deltas:
-            for chunk in answer.chunks(choice, delta):
+            for chunk in writer.chunks(choice, delta):
                 yield frame(chunk)
-    for chunk in answer.last():
+    for chunk in writer.final_chunks():
         yield frame(chunk)
     if framing.end:
         yield framing.end
@@ -96,18 +108,20 @@ def _part(body: bytes, more: bool = True) -> Message:
     return {"type": "http.response.body", "body": body, "more_body": more}
 
 
-class Stream(Response):
-    """Begins with the first chunk, so that what fails before it is an error like any other; what fails later is told
-    in a chunk of its own."""
+class StreamResponse(Response):
+    """Begins with the first chunk, so that an error before it has its own HTTP status. A later error is reported in a
+    chunk."""
 
-    def __init__(self, chunks: AsyncGenerator[bytes, None], framing: Framing) -> None:
+    def __init__(self, context: RequestContext, chunks: AsyncGenerator[bytes, None], framing: Framing) -> None:
+        self._context = context
         self._chunks = chunks
         self._framing = framing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await while_connected(receive, self._send(send, scope["plain_send"]))
+        await while_connected(receive, self._send(begin=send, send=self._context.send))
 
     async def _send(self, begin: Send, send: Send) -> None:
+        """Sends the headers through the middlewares, and the chunks past them."""
         async with aclosing(self._chunks) as chunks:
             first = await anext(chunks)
             await begin({"type": "http.response.start", "status": 200, "headers": _headers(self._framing)})
@@ -116,7 +130,7 @@ class Stream(Response):
                 async for chunk in chunks:
                     await send(_part(chunk))
             except PenstockError as error:
-                await send(_part(self._framing.frame(self._framing.trouble(error))))
+                await send(_part(self._framing.frame(self._framing.error(error))))
         await send(_part(b"", more=False))
 
 

@@ -1,4 +1,4 @@
-"""POST /tokenize, /detokenize and /apply-template, in the fields of both vLLM and llama.cpp."""
+"""Serves POST /tokenize, /detokenize and /apply-template, with the fields of both vLLM and llama.cpp."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from penstock.errors import InvalidRequest
-from penstock.server.bodies import Neutral, read_body
-from penstock.server.openai.chat import MESSAGE_NEUTRAL, Message, read_messages
+from penstock.server.bodies import NoEffect, read_body
+from penstock.server.openai.chat import MESSAGE_NO_EFFECT, ChatMessage, read_messages
 from penstock.server.openapi import Operation, read_as
-from penstock.server.served_model import Served, off_loop
-from penstock.server.sse import encode
+from penstock.server.request_context import RequestContext
+from penstock.server.served_model import ServedModel, off_loop
+from penstock.server.sse import json_response
 
 
 class Tokenize(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """One of `prompt` (vLLM), `content` (llama.cpp) or `messages`."""
+    """Takes exactly one of `prompt` (vLLM), `content` (llama.cpp) or `messages`."""
 
     model: str | None = None
     prompt: str | None = None
     content: str | None = None
-    messages: list[Annotated[dict[str, Any], read_as(Message, neutral=MESSAGE_NEUTRAL)]] | None = None
-    add_special_tokens: bool = True  # of a prompt: the model's BOS, where it wants one
-    add_special: bool = False  # the same, of a content
+    messages: list[Annotated[dict[str, Any], read_as(ChatMessage, no_effect=MESSAGE_NO_EFFECT)]] | None = None
+    add_special_tokens: bool = True  # to a prompt: the model's BOS, if it wants one
+    add_special: bool = False  # to a content
     parse_special: bool = True
     add_generation_prompt: bool = True
     return_token_strs: bool = False
@@ -38,53 +39,55 @@ class Detokenize(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 class ApplyTemplate(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     model: str | None = None
-    messages: list[Annotated[dict[str, Any], read_as(Message, neutral=MESSAGE_NEUTRAL)]]
+    messages: list[Annotated[dict[str, Any], read_as(ChatMessage, no_effect=MESSAGE_NO_EFFECT)]]
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] = {}
 
 
-NEUTRAL: Neutral = {}
-TOKENIZE = Operation(Tokenize, NEUTRAL)
-DETOKENIZE = Operation(Detokenize, NEUTRAL)
-APPLY_TEMPLATE = Operation(ApplyTemplate, NEUTRAL)
+NO_EFFECT: NoEffect = {}
+TOKENIZE = Operation(Tokenize, NO_EFFECT)
+DETOKENIZE = Operation(Detokenize, NO_EFFECT)
+APPLY_TEMPLATE = Operation(ApplyTemplate, NO_EFFECT)
 
 
-async def tokenize(served: Served, http: HttpRequest) -> Response:
-    asked = await read_body(http, Tokenize, NEUTRAL)
-    check_model(served, asked.model)
-    text = only_one({"prompt": asked.prompt, "content": asked.content, "messages": asked.messages})
-    if asked.messages is not None:
-        text = served.text.render_chat(read_messages(asked.messages), add_generation_prompt=asked.add_generation_prompt)
-    bos = asked.add_special if asked.content is not None else asked.add_special_tokens
+async def tokenize(served: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
+    body = await read_body(http, context, Tokenize, NO_EFFECT)
+    check_model(served, body.model)
+    text = only_one({"prompt": body.prompt, "content": body.content, "messages": body.messages})
+    if body.messages is not None:
+        text = served.text.render_chat(
+            read_messages(context, body.messages), add_generation_prompt=body.add_generation_prompt
+        )
+    bos = body.add_special if body.content is not None else body.add_special_tokens
     tokenizer = served.text.tokenizer
-    ids = await off_loop(len(text), lambda: tokenizer.encode(text, special=asked.parse_special, bos=bos))
+    ids = await off_loop(len(text), lambda: tokenizer.encode(text, special=body.parse_special, bos=bos))
     if bos and served.encoder:
         ids += tokenizer.closing
-    pieces = [tokenizer.token_text(id) for id in ids] if asked.return_token_strs or asked.with_pieces else None
+    pieces = [tokenizer.token_text(id) for id in ids] if body.return_token_strs or body.with_pieces else None
     answer: dict[str, Any] = {"count": len(ids), "max_model_len": served.limits.max_len, "tokens": ids}
-    if pieces is not None and asked.return_token_strs:
+    if pieces is not None and body.return_token_strs:
         answer["token_strs"] = pieces
-    if pieces is not None and asked.with_pieces:
+    if pieces is not None and body.with_pieces:
         answer["tokens"] = [{"id": id, "piece": piece} for id, piece in zip(ids, pieces, strict=True)]
-    return told(answer)
+    return json_response(answer)
 
 
-async def detokenize(served: Served, http: HttpRequest) -> Response:
-    asked = await read_body(http, Detokenize, NEUTRAL)
-    check_model(served, asked.model)
-    served.check_ids(asked.tokens, "tokens")
-    text = await off_loop(len(asked.tokens), lambda: served.text.tokenizer.decode(asked.tokens, special=True))
-    return told({"prompt": text, "content": text})
+async def detokenize(served: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
+    body = await read_body(http, context, Detokenize, NO_EFFECT)
+    check_model(served, body.model)
+    served.check_ids(body.tokens, "tokens")
+    text = await off_loop(len(body.tokens), lambda: served.text.tokenizer.decode(body.tokens, special=True))
+    return json_response({"prompt": text, "content": text})
 
 
-async def apply_template(served: Served, http: HttpRequest) -> Response:
-    asked = await read_body(http, ApplyTemplate, NEUTRAL)
-    check_model(served, asked.model)
-    kwargs = {"add_generation_prompt": asked.add_generation_prompt, **asked.chat_template_kwargs}
-    return told({"prompt": served.text.render_chat(read_messages(asked.messages), **kwargs)})
+async def apply_template(served: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
+    body = await read_body(http, context, ApplyTemplate, NO_EFFECT)
+    check_model(served, body.model)
+    kwargs = {"add_generation_prompt": body.add_generation_prompt, **body.chat_template_kwargs}
+    return json_response({"prompt": served.text.render_chat(read_messages(context, body.messages), **kwargs)})
 
 
-def check_model(served: Served, name: str | None) -> None:
+def check_model(served: ServedModel, name: str | None) -> None:
     if name is not None:
         served.check_model(name)
 
@@ -93,9 +96,5 @@ def only_one(given: dict[str, Any]) -> Any:
     named = [name for name, value in given.items() if value is not None]
     if len(named) != 1:
         got = " and ".join(named) if named else "none of them"
-        raise InvalidRequest(f"exactly one of {', '.join(given)} is needed; got {got}")
+        raise InvalidRequest(f"send exactly one of {', '.join(given)}; got {got}")
     return given[named[0]]
-
-
-def told(answer: dict[str, Any]) -> Response:
-    return Response(encode(answer), media_type="application/json")

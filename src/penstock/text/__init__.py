@@ -6,7 +6,7 @@ from penstock.text.answer import Delta, read_step
 from penstock.text.chat import ChatTemplate
 from penstock.text.detok import TextStream
 from penstock.text.embedding import check_dimensions, embedding, embedding_request
-from penstock.text.request import check_answers, make_request
+from penstock.text.request import check_answers, make_request, new_seed
 from penstock.text.text import ChatPrompt, Text
 from penstock.text.tokenizer import Tokenizer
 
@@ -22,5 +22,6 @@ __all__ = [
     "embedding",
     "embedding_request",
     "make_request",
+    "new_seed",
     "read_step",
 ]

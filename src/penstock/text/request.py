@@ -1,8 +1,10 @@
-"""From a prompt's token ids to the engine's request: what cannot fit is refused here, with the numbers."""
+"""Makes the engine's request of a prompt's token ids. A prompt that cannot fit is refused here, with the numbers."""
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
+from dataclasses import replace
 
 from penstock.errors import ContextTooLong, InvalidRequest
 from penstock.text.tokenizer import Tokenizer
@@ -10,13 +12,18 @@ from penstock.types import Limits, Request, SamplingParams
 
 
 def check_answers(limits: Limits) -> None:
-    """Refuses to ask a model for text that has none to give."""
+    """Raises if the model is an encoder, which generates no text."""
     if limits.encoder:
         raise InvalidRequest(
-            "this model is an encoder, which makes embeddings and no text: send texts to /v1/embeddings or /api/embed, "
-            "or to LLM.embed",
+            "this model is an encoder, which returns embeddings and no text: send texts to /v1/embeddings or "
+            "/api/embed, or to LLM.embed",
             param="model",
         )
+
+
+def new_seed() -> int:
+    """Returns a random seed. It has 63 bits, so that the seeds derived from it by adding a choice's number have 64."""
+    return secrets.randbits(63)
 
 
 def make_request(
@@ -29,23 +36,28 @@ def make_request(
     param: str = "prompt",
     default: int | None = None,
 ) -> Request:
-    """`context` is how many tokens prompt and answer may have together; `param` is the field the prompt came in.
-    Without a max_tokens the answer has `default` tokens, or what the context has room for."""
+    """Returns the request. `context` is how many tokens prompt and answer may have together; `param` is the field that
+    the prompt came in. Without max_tokens the answer has `default` tokens, or what the context has room for.
+
+    A request without a seed gets one here, not in the engine: with it, another engine can continue the answer.
+    """
     room = context - len(prompt)
     wanted = sampling.max_tokens
     if not prompt:
-        raise InvalidRequest(f"{param} is empty: at least one token is needed", param=param)
+        raise InvalidRequest(f"{param} is empty: it must have at least one token", param=param)
     if room < (1 if wanted is None else min(wanted, 1)):
         raise ContextTooLong(
-            f"{param} has {len(prompt)} tokens and the model's context holds {context}, answer included: shorten it",
+            f"{param} has {len(prompt)} tokens; the context holds {context}, answer included: shorten it",
             param=param,
         )
     if wanted is not None and wanted > room:
         raise ContextTooLong(
             f"max_tokens is {wanted} and {param} has {len(prompt)} tokens, together {len(prompt) + wanted}; "
-            f"the model's context holds {context}: ask for at most {room} tokens",
+            f"the context holds {context}: send a max_tokens of at most {room}",
             param="max_tokens",
         )
+    if sampling.seed is None:
+        sampling = replace(sampling, seed=new_seed())
     ends = () if sampling.ignore_eos else tokenizer.eos_ids
     return Request(
         id=id,

@@ -38,7 +38,8 @@ def fill_parts(parts: list[tuple[Weight, int, NDArray[np.uint8]]], threads: int)
 class Program:
     """Phases over numbered buffers. Ops are added in the order in which they run; each writes `out`."""
 
-    def __init__(self, isa: str, threads: int, kv: str) -> None: ...
+    def __init__(self, isa: str, threads: int, kv: str, beside: Program | None = None) -> None:
+        """Makes an empty program; one `beside` another runs on its threads."""
     def buffer(self, symbol: str, width: int, prepared: bool) -> int: ...
     def prepares(self, weight: Weight) -> bool:
         """Whether what the weight is multiplied with must lie in a prepared buffer."""
@@ -179,21 +180,23 @@ class Program:
         min_p: NDArray[np.float32],
         seed: NDArray[np.uint64],
         logprobs: NDArray[np.int32],
-        edits: list[
-            tuple[
-                int,
-                NDArray[np.int32],
-                float,
-                NDArray[np.int32],
-                NDArray[np.float32],
-                NDArray[np.int32],
-                NDArray[np.int32],
-            ]
+        edits: tuple[
+            NDArray[np.int32],
+            NDArray[np.float32],
+            NDArray[np.int32],
+            NDArray[np.int32],
+            NDArray[np.int32],
+            NDArray[np.float32],
+            NDArray[np.int32],
+            NDArray[np.int32],
+            NDArray[np.int32],
         ],
+        constrained: NDArray[np.int32],
+        words: NDArray[np.int32],
     ) -> tuple[list[int], list[tuple[int, float, list[tuple[int, float]]]]]:
-        """One step, without the interpreter's lock: the token of each sampled position, and (token, logprob,
-        alternatives) of those that asked for it. An edit is (sampled position, *fields of a
-        LogitEdit), with the words of its mask, or none."""
+        """Runs one step without the interpreter's lock. Returns the token of each sampled position, and (token,
+        logprob, alternatives) of those that asked for it. `edits` are the fields of a LogitEdits; `words` [C, width]
+        are the bitmasks of the `constrained` positions."""
     def read_kept(self, first: int, out: NDArray[np.float32]) -> None:
         """The last step's rows of the buffer that is kept, from `first` on, to `out`: [rows, width]."""
     @property

@@ -1,18 +1,31 @@
-"""The backend seam over a native program."""
+"""Runs models on the CPU: each is recorded once into a native program, which one call per step runs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from penstock.backend.base import Batch, Floats, Footprint, Ints, Mask, Model, StoredAs, Ticket
+from penstock.backend.base import (
+    Batch,
+    Bitmasks,
+    BlockMemory,
+    Floats,
+    Footprint,
+    Ints,
+    LogitEdits,
+    MemoryNeeds,
+    Model,
+    StoredAs,
+)
 from penstock.backend.cpu import _native
 from penstock.backend.cpu.record import record
 from penstock.backend.cpu.weights import HeadWeights, Packing, pack_vector, stored_as
 from penstock.backend.pooling import Pools
 from penstock.backend.sample import answers
-from penstock.backend.timing import time_step
+from penstock.backend.synchronous import SynchronousBackend
 from penstock.config import available_memory, available_threads
 from penstock.errors import ConfigError
 from penstock.model.ops import ExpertWeights
@@ -22,34 +35,79 @@ from penstock.types import StepResult, TokenLogprob
 
 KV_TYPES = ("f16", "f32", "int8")
 KV_BYTES = {"f16": 2, "f32": 4, "int8": 1}  # of each value
-KV_SCALES = {"f16": 0, "f32": 0, "int8": 8}  # beside those of each head
-EVERYTHING = np.zeros(0, np.int32)  # a mask of no words
+KV_SCALES = {"f16": 0, "f32": 0, "int8": 8}  # bytes beside those of each head
+NO_WORDS = np.zeros((0, 0), np.int32)
 
 
-class CpuBackend:
+class CpuProgram:
+    """Runs one loaded model: a native program with its own KV cache, recurrent states and last sampled tokens."""
+
+    def __init__(self, native: _native.Program, model: Model) -> None:
+        self.native = native
+        self._answer, self._states = record(model, native)
+        self._pools = Pools()
+
+    def run(self, batch: Batch, masks: Bitmasks | None) -> StepResult:
+        """Runs one step and answers its rows."""
+        rows = batch.sample
+        if batch.moves:
+            self.native.move_states(list(batch.moves))
+        tokens, scored = self.native.sample(
+            *_arrays(batch),
+            rows.target,
+            rows.temperature,
+            rows.top_p,
+            rows.top_k,
+            rows.min_p,
+            rows.seed,
+            rows.logprobs,
+            _flat(rows.edits),
+            batch.constrained,
+            NO_WORDS if masks is None else np.ascontiguousarray(masks.words),
+        )
+        logprobs = [TokenLogprob(token, value, tuple(top)) for token, value, top in scored]
+        result = answers(batch, tokens, logprobs)
+        return self._pools.answer(batch, result, self._read_states) if batch.pools else result
+
+    def logits(self, batch: Batch) -> Floats:
+        """Runs the forward pass of a step; returns its answer, [S, vocab]."""
+        rows = len(batch.sampled) if self._answer.symbol == "S" else len(batch.tokens)
+        out = np.empty((rows, self._answer.width), np.float32)
+        self.native.move_states(list(batch.moves))
+        self.native.run(*_arrays(batch), out)
+        return out
+
+    def _read_states(self, first: int, last: int) -> Floats:
+        assert self._states is not None
+        out = np.empty((last - first, self._states.width), np.float32)
+        self.native.read_kept(first, out)
+        return out
+
+
+class CpuBackend(SynchronousBackend[CpuProgram]):
     """Computes a step when it is launched: one native call, on every thread, without the interpreter's lock.
 
     A row's logits depend neither on the rest of its batch nor on how its tokens were chunked nor on `threads`.
     """
 
-    depth = 0
+    device = "cpu"
 
     def __init__(self, threads: int = 0, *, isa: str = "auto", kv: str = "auto") -> None:
+        super().__init__()
         supported = _native.isas()
         if isa not in ("auto", *supported):
             raise ConfigError(f"this CPU cannot run {isa!r} kernels: use auto or one of {', '.join(supported)}")
         if kv not in ("auto", *KV_TYPES):
             raise ConfigError(f"unknown KV type {kv!r} for a CPU: use auto or one of {', '.join(KV_TYPES)}")
-        self._kv = KV_TYPES[0] if kv == "auto" else kv
-        self._program = _native.Program(isa, threads or available_threads(), self._kv)
-        self.name = f"{self._program.threads} threads of {self._program.isa}"
-        self._packing = Packing(self._program.threads)
-        self._pools = Pools()
-        self._results: dict[Ticket, StepResult] = {}
+        self._kv_type = KV_TYPES[0] if kv == "auto" else kv
+        self._first = _native.Program(isa, threads or available_threads(), self._kv_type)
+        self.name = f"{self._first.threads} threads of {self._first.isa}"
+        self.kv: BlockMemory = NativeBlocks(self._programs)
+        self._packing = Packing(self._first.threads)
 
     @property
     def isa(self) -> str:
-        return self._program.isa
+        return self._first.isa
 
     def pack_matrix(self, parts: Sequence[Tensor], bias: Sequence[Tensor | None]) -> _native.Weight:
         return self._packing.matrix(parts, bias)
@@ -63,96 +121,79 @@ class CpuBackend:
     def pack_heads(self, tensor: Tensor) -> HeadWeights:
         return self._packing.heads(tensor)
 
-    def load(self, model: Model) -> None:
-        self._packing.finish()
-        self._packing.tell()
-        self._answer, self._states = record(model, self._program)
-
     def stored_as(self, tensor: Tensor) -> StoredAs:
         return stored_as(tensor)
 
+    def load(self, model: Model, program: int = 0) -> None:
+        self._packing.finish()
+        self._packing.log_growth()
+        first = self._first
+        native = _native.Program(first.isa, first.threads, self._kv_type, first) if self._programs else first
+        self._programs[program] = CpuProgram(native, model)
+
+    def reserve_kv(self, num_blocks: int, block_size: int, states: int = 0, groups: Sequence[KvGroup] = ()) -> None:
+        for number, program in self._programs.items():
+            layers = [] if number else [list(group.layers) for group in groups]
+            program.native.reserve_kv(num_blocks, block_size, states, layers)
+
+    def logits(self, batch: Batch) -> Floats:
+        """Runs the forward pass of a step; returns its answer, [S, vocab]."""
+        return self._program_of(batch).logits(batch)
+
     def footprint(self, spec: ModelSpec, tensors: Iterable[Tensor]) -> Footprint:
         kv_token = spec.kv_layers * (
-            KV_BYTES[self._kv] * spec.attn.kv_values + KV_SCALES[self._kv] * spec.attn.kv_heads
+            KV_BYTES[self._kv_type] * spec.attn.kv_values + KV_SCALES[self._kv_type] * spec.attn.kv_heads
         )
         weights = sum(self.stored_as(tensor).bytes(tensor) for tensor in tensors)
         return Footprint.on_host(int(weights), kv_token, spec.state_bytes)
 
-    def kv_bytes_per_token(self) -> int:
-        return self._program.kv_bytes_per_token
-
-    def kv_memory(self) -> int:
-        return available_memory() // 4
-
-    def state_bytes(self) -> int:
-        return self._program.state_bytes
-
-    def reserve_kv(self, num_blocks: int, block_size: int, states: int = 0, groups: Sequence[KvGroup] = ()) -> None:
-        self._program.reserve_kv(num_blocks, block_size, states, [list(group.layers) for group in groups])
-
-    def warm_up(self) -> None: ...
-
-    def settle(self) -> bool:
-        return False
-
-    def launch(self, batch: Batch) -> Ticket:
-        rows = batch.sample
-        edits = [
-            (s, edit.seen, edit.repetition, edit.add_ids, edit.add_values, edit.ban, _words(edit.allow))
-            for s, edit in enumerate(rows.edits)
-            if edit is not None
-        ]
-        if batch.moves:
-            self._program.move_states(list(batch.moves))
-        tokens, scored = self._program.sample(
-            *_arrays(batch),
-            rows.target,
-            rows.temperature,
-            rows.top_p,
-            rows.top_k,
-            rows.min_p,
-            rows.seed,
-            rows.logprobs,
-            edits,
-        )
-        logprobs = [TokenLogprob(token, value, tuple(top)) for token, value, top in scored]
-        result = answers(batch, tokens, logprobs)
-        if batch.pools:
-            result = self._pools.answer(batch, result, self._read_states)
-        self._results[batch.step] = result
-        return batch.step
-
-    def relieve(self) -> None: ...
-
-    def wait(self, ticket: Ticket) -> StepResult:
-        return self._results.pop(ticket)
-
-    def logits(self, batch: Batch) -> Floats:
-        """Runs the forward pass of a step; returns its answer, [S, vocab]."""
-        rows = len(batch.sampled) if self._answer.symbol == "S" else len(batch.tokens)
-        out = np.empty((rows, self._answer.width), np.float32)
-        self._program.move_states(list(batch.moves))
-        self._program.run(*_arrays(batch), out)
-        return out
-
-    def _read_states(self, first: int, last: int) -> Floats:
-        assert self._states is not None
-        out = np.empty((last - first, self._states.width), np.float32)
-        self._program.read_kept(first, out)
-        return out
-
-    def time_step(self, batch: Batch, times: int) -> float:
-        return time_step(self, batch, times)
-
-    def move_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        self._program.copy_blocks(list(pairs))
+    def memory_needs(self) -> MemoryNeeds:
+        natives = [program.native for program in self._programs.values()]
+        kv, state = (sum(getattr(each, name) for each in natives) for name in ("kv_bytes_per_token", "state_bytes"))
+        return MemoryNeeds(kv, state, available_memory() // 4)
 
     def close(self) -> None:
-        del self._program
+        self._programs.clear()
+        del self._first
 
 
-def _words(allow: Mask | None) -> Ints:
-    return EVERYTHING if allow is None else allow.words()
+class NativeBlocks:
+    """Copies KV blocks of the native caches: see BlockMemory."""
+
+    def __init__(self, programs: Mapping[int, CpuProgram]) -> None:
+        self._programs = programs
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        for program in self._programs.values():
+            program.native.copy_blocks(list(pairs))
+
+    def export_blocks(self, blocks: Sequence[int]) -> bytes:
+        parts = [program.native.export_blocks(list(blocks)) for program in self._programs.values()]
+        if len(parts) == 1:
+            return parts[0]
+        return np.concatenate([_by_block(part, len(blocks)) for part in parts], axis=1).tobytes()
+
+    def import_blocks(self, blocks: Sequence[int], data: bytes) -> None:
+        natives = [program.native for program in self._programs.values()]
+        size = sum(native.block_bytes for native in natives)
+        if len(data) != size * len(blocks):
+            raise ValueError(f"{len(blocks)} KV blocks take {size * len(blocks)} bytes; got {len(data)}")
+        ends = np.cumsum([native.block_bytes for native in natives])
+        parts = np.split(_by_block(data, len(blocks)), ends[:-1], axis=1)
+        for native, part in zip(natives, parts, strict=True):
+            native.import_blocks(list(blocks), part.tobytes())
+
+    def fingerprint(self) -> str:
+        return "; ".join(["cpu 1", *(program.native.kv_layout for program in self._programs.values())])
+
+
+def _by_block(data: bytes, blocks: int) -> NDArray[np.uint8]:
+    """Returns the bytes as [blocks, bytes of one]."""
+    return np.frombuffer(data, np.uint8).reshape(blocks, -1)
+
+
+def _flat(edits: LogitEdits) -> Any:
+    return tuple(getattr(edits, name) for name in LogitEdits.__slots__)
 
 
 def _arrays(batch: Batch) -> tuple[Ints, Ints, Ints, Ints, Ints, Ints]:

@@ -1,7 +1,8 @@
-"""The CUDA backend: torch and Triton, for NVIDIA GPUs. Needs the extra `penstock[cuda]`."""
+"""Computes on NVIDIA GPUs with torch and Triton; needs the extra `penstock[cuda]`."""
 
 from __future__ import annotations
 
-from penstock.backend.cuda.backend import CudaBackend, finds_gpu
+from penstock.backend.cuda.backend import CudaBackend
+from penstock.backend.cuda.devices import gpu_count
 
-__all__ = ["CudaBackend", "finds_gpu"]
+__all__ = ["CudaBackend", "gpu_count"]

@@ -1,27 +1,42 @@
-"""The backend seam over a GPU: steps are queued on one stream and nothing waits until an answer is asked for."""
+"""Runs models on a GPU: steps are queued on one stream and nothing waits until an answer is asked for."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache, partial
-from itertools import pairwise
-from typing import Any, NamedTuple
+from itertools import chain, pairwise
+from typing import Any
 
 import numpy as np
 import torch
 
-from penstock.backend.base import Batch, Floats, Footprint, Ints, LogitEdit, Model, SampleRows, StoredAs, Ticket
+from penstock.backend.base import (
+    Batch,
+    Bitmasks,
+    BlockMemory,
+    Floats,
+    Footprint,
+    Ints,
+    MemoryNeeds,
+    Model,
+    SampleRows,
+    StoredAs,
+    Ticket,
+)
+from penstock.backend.batches import greedy_batch, greedy_rows
 from penstock.backend.cuda import inputs
+from penstock.backend.cuda.blocks import CudaBlocks
+from penstock.backend.cuda.devices import checked_device
 from penstock.backend.cuda.experts import pack_matrices
 from penstock.backend.cuda.footprint import KEPT, stored_as, weight_bytes, workspace_bytes
 from penstock.backend.cuda.graphs import Graphs, common_shapes, few_or_many, padded
 from penstock.backend.cuda.inputs import Fields, Plan, Shape
 from penstock.backend.cuda.kernels.prefill_attention import tokens_per_tile
 from penstock.backend.cuda.kernels.skinny_gemm import SplitKScratch
-from penstock.backend.cuda.kv_cache import Cache, by_index, copy_blocks, layout_of
+from penstock.backend.cuda.kv_cache import by_index, layout_of
 from penstock.backend.cuda.launchers import Memory
 from penstock.backend.cuda.pooling import PoolingSums, read
 from penstock.backend.cuda.precompile import Compiler
@@ -30,12 +45,10 @@ from penstock.backend.cuda.quantized_weights import Workspace
 from penstock.backend.cuda.recurrent_states import words
 from penstock.backend.cuda.sampler import PendingLogprobs, Sampler
 from penstock.backend.cuda.staging import Staging
-from penstock.backend.cuda.transfer import transfer
 from penstock.backend.cuda.weights import Weight, pack, stacked_values
 from penstock.backend.pooling import with_pooled
-from penstock.backend.ref.batches import greedy_batch, greedy_rows
 from penstock.backend.sample import answers
-from penstock.backend.timing import time_step
+from penstock.backend.synchronous import time_step
 from penstock.errors import ConfigError, OutOfMemory
 from penstock.model.dequantize import dequantize
 from penstock.model.ops import ExpertWeights
@@ -44,6 +57,7 @@ from penstock.model.tensor import Stack, Tensor
 from penstock.types import StepResult
 
 log = logging.getLogger(__name__)
+Sampling = tuple[Any, Fields, SampleRows, int, Any]  # logits, what is asked of them, the first position, its tokens
 IN_FLIGHT = 3  # host buffers: one is written while those of the steps before may still be read
 TABLE_WORDS = 1 << 20
 SPARE_TILES = 64  # that only pad
@@ -55,7 +69,7 @@ SAMPLING = ("sampled", "target", "sample_slots", "temperature", "top_p", "top_k"
 
 @dataclass(slots=True)
 class Flight:
-    """A launched step: where its answer will be once `done` has happened."""
+    """Remembers a launched step, and where its answer will be once `done` has happened."""
 
     batch: Batch
     tokens: Any  # [S] on the host
@@ -64,8 +78,16 @@ class Flight:
     done: Any | None
 
 
+@dataclass(slots=True)
+class Unconstrained:
+    """Remembers a step whose logits are being computed and whose bitmasks are still to come."""
+
+    batch: Batch
+    logits: Iterator[Sampling]
+
+
 class CudaBackend:
-    """Steps of at most `max_tokens` tokens and `max_rows` rows. On device "cpu" the same kernels run in Triton's
+    """Runs steps of at most `max_tokens` tokens and `max_rows` rows. On device "cpu" the same kernels run in Triton's
     interpreter: slow, and for tests alone."""
 
     depth = 1
@@ -82,23 +104,23 @@ class CudaBackend:
         kv: str = "auto",
         prefill_budget: int = 0,
     ) -> None:
-        if device == "cuda" and not finds_gpu():
-            raise ConfigError("torch finds no CUDA device: use --device cpu, or look at `nvidia-smi`")
+        self._device = checked_device(device)
+        on_gpu = self._device.type == "cuda"
         if quantize not in ("", "fp8", "int4"):
             raise ConfigError(f"weights can be quantized to fp8 or int4; got {quantize!r}")
-        if "fp8" in (quantize, kv) and device == "cuda" and torch.cuda.get_device_capability() < (8, 9):
+        if "fp8" in (quantize, kv) and on_gpu and torch.cuda.get_device_capability(self._device) < (8, 9):
             raise ConfigError(
                 "fp8 needs a GPU of compute capability 8.9 or more: use int4 for weights, int8 for the KV cache"
             )
-        self.name = torch.cuda.get_device_name() if device == "cuda" else "the interpreter"
-        self._device = torch.device(device)
+        self.name = torch.cuda.get_device_name(self._device) if on_gpu else "the interpreter"
+        self.device = device
         self._dtype = dtype
         self._quantize = quantize
-        self._kv = layout_of(kv, dtype)
+        self._kv_layout = layout_of(kv, dtype)
         rows = few_or_many(max_rows)
         self._sizes = Sizes(max(max_tokens, rows), rows)
-        self._stream = torch.cuda.Stream() if device == "cuda" else None
-        self._answering: Any = torch.cuda.Stream() if device == "cuda" else None
+        self._stream = torch.cuda.Stream(self._device) if on_gpu else None
+        self._answering: Any = torch.cuda.Stream(self._device) if on_gpu else None
         self._capture = graphs and self._stream is not None
         self._step_sizes = max_rows, max_tokens, prefill_budget
         ints = {"dtype": torch.int32, "device": self._device}
@@ -107,15 +129,18 @@ class CudaBackend:
         self._chosen = [torch.zeros(self._sizes.tokens, **ints) for _ in range(IN_FLIGHT)]
         self._sampler = Sampler(self._device, rows)
         self._pools = PoolingSums(rows)
+        self._blocks = CudaBlocks(self._memory, self._device, self._on_stream)
+        self.kv: BlockMemory = self._blocks
         self._flights: dict[Ticket, Flight] = {}
+        self._unconstrained: Unconstrained | None = None
         self._last_memory: Any | None = None
-        self._settling = self._slices()
+        self._preparing = self._prepare_shapes()
         self._groups = 1  # KV layer groups
 
     # -- loading -------------------------------------------------------------------------------------------------
 
     def pack_matrix(self, parts: Sequence[Tensor], bias: Sequence[Tensor | None]) -> Weight:
-        with shortage(f"the weight {parts[0].name}"):
+        with self._shortage(f"the weight {parts[0].name}"):
             return pack(parts, bias, self._device, self._dtype, self._workspace, self._quantize)
 
     def pack_vector(self, tensor: Tensor) -> Any:
@@ -123,20 +148,21 @@ class CudaBackend:
 
     def pack_experts(self, up: Sequence[Stack], down: Sequence[Stack], choice_bias: Tensor | None) -> Any:
         about = self._device, self._dtype, self._workspace, self._quantize
-        with shortage(f"the experts of {up[0].parts[0].name}"):
+        with self._shortage(f"the experts of {up[0].parts[0].name}"):
             bias = None if choice_bias is None else self.pack_vector(choice_bias)
             return ExpertWeights(pack_matrices(up, *about), pack_matrices(down, *about), bias)
 
     def pack_heads(self, tensor: Tensor) -> Any:
-        """Values of 16 bits (or 32, in tests) in any case: a small part of a model."""
+        """Returns values of 16 bits (or 32, in tests) in any case: they are a small part of a model."""
         heads, rows, width = tensor.shape
-        with shortage(f"the weight {tensor.name}"):
-            return stacked_values([replace(tensor, shape=(heads * rows, width))], self._device, self._dtype).view(
-                heads, rows, width
-            )
+        flat = replace(tensor, shape=(heads * rows, width))
+        with self._shortage(f"the weight {tensor.name}"):
+            return stacked_values([flat], self._device, self._dtype, self._workspace.transfer).view(heads, rows, width)
 
-    def load(self, model: Model) -> None:
-        with shortage(f"the workspace of {self._sizes}"):
+    def load(self, model: Model, program: int = 0) -> None:
+        if program:
+            raise ConfigError(f"a GPU runs one program; got program {program}: use --device cpu for several")
+        with self._on_device(), self._shortage(f"the workspace of {self._sizes}"):
             self._program = CudaProgram(model, self._memory, self._sizes, self._device, self._dtype)
             self._graphs = Graphs(self._program, self._capture)
             self._sampler.reserve(self._program.answer.width)
@@ -152,48 +178,60 @@ class CudaBackend:
         weights = weight_bytes(listed, self._quantize)
         unpacks = self._quantize == "int4" or any(tensor.format.name in KEPT for tensor in listed)
         workspace = workspace_bytes(spec, self._sizes.tokens, self._sizes.rows, unpacks)
-        costs = spec.kv_layers * self._kv.bytes_per_token(spec.attn), spec.state_bytes
+        costs = spec.kv_layers * self._kv_layout.bytes_per_token(spec.attn), spec.state_bytes
         if self._stream is None:
             return Footprint("the interpreter", 1 << 30, 1 << 30, weights, workspace, 0, *costs)
-        free, total = torch.cuda.mem_get_info()
+        free, total = torch.cuda.mem_get_info(self._device)
         return Footprint(self.name, total, free, weights, workspace, SPARE_MEMORY, *costs)
 
-    def kv_bytes_per_token(self) -> int:
-        return sum(self._kv.bytes_per_token(spec) for spec in self._program.layers.values())
+    def memory_needs(self) -> MemoryNeeds:
+        kv = sum(self._kv_layout.bytes_per_token(spec) for spec in self._program.layers.values())
+        return MemoryNeeds(kv, int(self._memory.states.bytes), self._free_for_kv())
 
-    def kv_memory(self) -> int:
-        """Bytes a cache may take: what weights and buffers have left."""
-        self._memory.caches.clear()
-        self._memory.states.reserve(0)
+    def _free_for_kv(self) -> int:
+        """Returns the bytes that weights and buffers have left, as if no cache were reserved."""
         if self._stream is None:
             return 1 << 28
-        torch.cuda.empty_cache()
-        return max(int(torch.cuda.mem_get_info()[0]) - SPARE_MEMORY, 0)
-
-    def state_bytes(self) -> int:
-        return int(self._memory.states.bytes)
+        with self._on_device():
+            torch.cuda.empty_cache()
+        own = self._blocks.nbytes + sum(int(states.nbytes) for states in self._memory.states.layers.values())
+        return max(int(torch.cuda.mem_get_info(self._device)[0]) + own - SPARE_MEMORY, 0)
 
     def reserve_kv(self, num_blocks: int, block_size: int, states: int = 0, groups: Sequence[KvGroup] = ()) -> None:
         """Reserves one block more than asked for: rows that only pad a step write there."""
-        layers, memory = self._program.layers, self._memory
+        layers = self._program.layers
         sharing = by_index(layers, groups)
         self._block_size, self._num_blocks, self._groups = block_size, num_blocks, max(len(groups), 1)
-        self._graphs.forget()
-        memory.caches.clear()
-        memory.groups = dict.fromkeys(layers, 0) | {
+        self._free_kv()
+        self._memory.groups = dict.fromkeys(layers, 0) | {
             layer: number for number, group in enumerate(groups) for layer in group.layers
         }
-        with shortage(f"a cache of {num_blocks} blocks"):
-            self._reserve_inputs(self._table_words)
-            for some in sharing:
-                cache = self._kv.reserve(layers[some[0]], num_blocks + 1, block_size, self._device)
-                memory.caches.update(dict.fromkeys(some, cache))
-            memory.reserve_arrivals(self._sizes.rows * self._groups * max(spec.kv_heads for spec in layers.values()))
-            memory.states.reserve(states)
-        self._settling = self._slices()
+        try:
+            with self._on_device(), self._shortage(f"a cache of {num_blocks} blocks"):
+                self._reserve_inputs(self._table_words)
+                self._reserve_caches(sharing)
+                self._memory.states.reserve(states)
+        except OutOfMemory:
+            self._free_kv()
+            raise
+        self._preparing = self._prepare_shapes()
         if self._stream is not None:
             self._hold_last()
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(self._device)
+
+    def _reserve_caches(self, sharing: list[list[int]]) -> None:
+        """Reserves one cache for each list of layers that share it."""
+        layers, memory = self._program.layers, self._memory
+        for some in sharing:
+            cache = self._kv_layout.reserve(layers[some[0]], self._num_blocks + 1, self._block_size, self._device)
+            memory.caches.update(dict.fromkeys(some, cache))
+        heads = max([spec.kv_heads for spec in layers.values()], default=1)
+        memory.reserve_arrivals(self._sizes.rows * self._groups * heads)
+
+    def _free_kv(self) -> None:
+        self._graphs.forget()
+        self._memory.caches.clear()
+        self._memory.states.layers.clear()
 
     # -- getting ready -------------------------------------------------------------------------------------------
 
@@ -202,26 +240,27 @@ class CudaBackend:
         if self._stream is None:
             return
         shapes = [self._pad(Shape(128, 1, 0, 0, 1)), self._pad(Shape(1, 1, 1, 1, 0))]
-        with closing(Compiler()) as compiler:
+        with self._on_device(), closing(Compiler()) as compiler:
             with compiler.watching():
                 for shape in shapes:
                     self._rehearse(shape, sampling=True)
-            transfer.close()
+            self._workspace.transfer.close()
             compiler.done()
         for shape in shapes:
             self._rehearse(shape, sampling=True)
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(self._device)
 
-    def settle(self) -> bool:
+    def prepare_in_idle(self) -> bool:
         """Gets one more of the common shapes ready: kernels first, then graphs."""
         self._hold_last()
         try:
-            return next(self._settling, False)
+            with self._on_device():
+                return next(self._preparing, False)
         except Exception:
-            log.exception("no more is made ready ahead")
+            log.exception("no more shapes are made ready ahead")
             return False
 
-    def _slices(self) -> Generator[bool, None, None]:
+    def _prepare_shapes(self) -> Generator[bool, None, None]:
         if not self._capture:
             return
         shapes = [shape for shape in common_shapes(*self._step_sizes) if shape == self._pad(shape)]
@@ -244,44 +283,61 @@ class CudaBackend:
             self._rehearse(shape, graph=True)
 
     def _rehearse(self, shape: Shape, *, graph: bool = False, sampling: bool = False) -> None:
-        """A step that only pads."""
+        """Runs a step that only pads."""
         nothing = replace(greedy_batch([]), tables=np.zeros((self._groups, 0, 0), np.int32))
         work = inputs.plan(nothing, self._tile_tokens, lambda _: shape)
         with self._on_stream():
             step = self._send(nothing, work)
             logits = self._graphs.run(shape, step) if graph else self._graphs.launch(step)
-            for rows in sampling_kinds(logits.shape[1]) if sampling else ():
-                self._sampler.sample(logits, step, rows, self._memory.last, self._chosen[0][: shape.sampled])
+            for rows, masks in sampling_kinds(logits.shape[1]) if sampling else ():
+                self._sampler.sample(logits, step, rows, self._memory.last, self._chosen[0][: shape.sampled], masks)
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
     def launch(self, batch: Batch) -> Ticket:
-        with shortage(f"a step of {len(batch.tokens)} tokens"):
-            return self._launch(batch)
+        """Queues the forward pass and, unless bitmasks are still to come, what chooses tokens."""
+        self._check_program(batch)
+        self._unconstrained = None
+        with self._shortage(f"a step of {len(batch.tokens)} tokens"), self._on_stream():
+            logits = self._forward(batch)
+            if len(batch.constrained):
+                self._unconstrained = Unconstrained(batch, chain([next(logits)], logits))
+            else:
+                self._sample(batch, logits, None)
+        return batch.step
 
-    def relieve(self) -> None:
-        """Graphs come back one by one, as shapes do."""
+    def constrain(self, ticket: Ticket, words: Ints) -> None:
+        step, self._unconstrained = self._unconstrained, None
+        if step is None or step.batch.step != ticket:
+            raise ValueError(f"step {ticket} waits for no bitmasks: constrain follows the launch of its step at once")
+        with self._shortage(f"a step of {len(step.batch.tokens)} tokens"), self._on_stream():
+            self._sample(step.batch, step.logits, Bitmasks(step.batch.constrained, words))
+
+    def free_memory(self) -> None:
+        """Drops all graphs. They come back one by one, as shapes do."""
         self._last_memory = None
         if self._stream is not None:
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(self._device)
             self._graphs.forget()
-            torch.cuda.empty_cache()
+            with self._on_device():
+                torch.cuda.empty_cache()
 
     def _hold_last(self) -> None:
-        if self._last_memory is None and self._stream is not None and torch.cuda.mem_get_info()[0] > 2 * LAST_MEMORY:
+        if self._stream is None or self._last_memory is not None:
+            return
+        if torch.cuda.mem_get_info(self._device)[0] > 2 * LAST_MEMORY:
             self._last_memory = torch.empty(LAST_MEMORY, dtype=torch.uint8, device=self._device)
 
-    def _launch(self, batch: Batch) -> Ticket:
-        with self._on_stream():
-            asked = []
-            for logits, step, rows, chosen in self._forward(batch):
-                entry = self._sampler.sample(logits, step, rows, self._memory.last, chosen)
-                asked += [entry] if entry else []
-            pooled = self._pools.take(batch, self._program.states_of(len(batch.tokens))) if batch.pools else {}
-            sampled = self._event()
-        tokens, done = self._fetch(len(batch.sampled), sampled)
+    def _sample(self, batch: Batch, computed: Iterator[Sampling], masks: Bitmasks | None) -> None:
+        """Queues what chooses tokens from logits, and puts the step in flight."""
+        asked = []
+        for logits, step, rows, first, chosen in computed:
+            some = masks.between(first, first + len(rows.target)) if masks else None
+            entry = self._sampler.sample(logits, step, rows, self._memory.last, chosen, some)
+            asked += [entry] if entry else []
+        pooled = self._pools.take(batch, self._program.states_of(len(batch.tokens))) if batch.pools else {}
+        tokens, done = self._fetch(len(batch.sampled), self._event())
         self._flights[batch.step] = Flight(batch, tokens, asked, pooled, done)
-        return batch.step
 
     def _fetch(self, count: int, sampled: Any | None) -> tuple[Any, Any | None]:
         """Queues the copy of the sampled tokens to the host beside the next step, which need not wait for it."""
@@ -302,17 +358,18 @@ class CudaBackend:
         return with_pooled(result, read(flight.pooled)) if flight.pooled else result
 
     def logits(self, batch: Batch) -> Floats:
-        """What the forward pass gives for the sampled positions: [S, vocab]."""
+        """Returns what the forward pass gives for the sampled positions: [S, vocab]."""
+        self._check_program(batch)
         with self._on_stream():
-            found = [np.array(logits[: len(rows.target)].float().cpu()) for logits, _, rows, _ in self._forward(batch)]
+            found = [np.array(logits[: len(rows.target)].float().cpu()) for logits, _, rows, *_ in self._forward(batch)]
         return np.concatenate(found)
 
     def time_step(self, batch: Batch, times: int) -> float:
-        """Where it has a graph, that alone, over and over."""
+        """Times the forward pass over and over: its graph alone, where it has one."""
         for _ in range(3):  # compiled, captured, run
             self.wait(self.launch(batch))
         if self._stream is None:
-            return time_step(self, batch, times)
+            return time_step(self.launch, self.wait, batch, times)
         work = inputs.plan(batch, self._tile_tokens, self._pad)
         with self._on_stream():
             step = self._send(batch, work)
@@ -323,40 +380,36 @@ class CudaBackend:
             marks[-1].synchronize()
         return float(min(first.elapsed_time(last) for first, last in pairwise(marks))) / 1e3
 
-    def move_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        source, target = (torch.tensor(column, device=self._device) for column in zip(*pairs, strict=True))
-        with self._on_stream():
-            copy_blocks(self._distinct_caches(), source, target)
-
-    def _distinct_caches(self) -> list[Cache]:
-        """Returns the caches, each once: layers of different groups share one."""
-        return list({id(cache.lines): cache for cache in self._memory.caches.values()}.values())
-
     def close(self) -> None:
         if self._stream is not None:
-            torch.cuda.synchronize()
-        self._settling.close()
+            torch.cuda.synchronize(self._device)
+        self._preparing.close()
         self._graphs.forget()
         self._memory.caches.clear()
         del self._program
 
     # -- one step ------------------------------------------------------------------------------------------------
 
-    def _forward(self, batch: Batch) -> Any:
+    def _forward(self, batch: Batch) -> Iterator[Sampling]:
         """Yields logits, and what is asked of them, for as many positions at a time as there is room for."""
-        transfer.arrived()
+        self._workspace.transfer.finish()
         work = inputs.plan(batch, self._tile_tokens, self._pad)
         step = self._send(batch, work)
+        chosen = self._chosen[self._staging.turn]
         room, wanted = self._sizes.rows, work.shape.sampled
         if wanted <= room:
-            yield self._graphs.run(work.shape, step), step, batch.sample, self._chosen[self._staging.turn][:wanted]
+            yield self._graphs.run(work.shape, step), step, batch.sample, 0, chosen[:wanted]
             return
         self._program.run_tokens(step)
         for first in range(0, wanted, room):
             part = slice(first, min(first + room, wanted))
             some = replace(step, **{name: getattr(step, name)[part] for name in SAMPLING})
             logits = self._program.run_sampled(some, part.stop - first)
-            yield logits, some, slice_rows(batch.sample, part), self._chosen[self._staging.turn][part]
+            yield logits, some, slice_rows(batch.sample, part), first, chosen[part]
+
+    def _check_program(self, batch: Batch) -> None:
+        if batch.program:
+            raise ValueError(f"one program is loaded on this GPU; got a batch for program {batch.program}")
 
     def _send(self, batch: Batch, work: Plan) -> Fields:
         """Queues the copy of the step's numbers to the device; returns where they will be."""
@@ -376,7 +429,7 @@ class CudaBackend:
         return self._fields(shape)
 
     def _pad(self, shape: Shape) -> Shape:
-        """To the shape of a graph, where one fits."""
+        """Returns the shape of a graph that the shape fits in, or the shape itself."""
         if shape.tiles and not self._capture:
             return shape
         larger = padded(shape)
@@ -385,7 +438,7 @@ class CudaBackend:
 
     def _reserve_inputs(self, table_words: int) -> None:
         if self._stream is not None:
-            torch.cuda.synchronize()  # steps in flight read what is given up here
+            torch.cuda.synchronize(self._device)  # steps in flight read what is given up here
         t, r = self._sizes.tokens, self._sizes.rows
         most = inputs.words(Shape(t, t, r, r + inputs.SPARE_PARTS, t + SPARE_TILES), self._groups) + table_words
         pinned = self._stream is not None
@@ -401,49 +454,40 @@ class CudaBackend:
         self._graphs.forget()
 
     def _event(self) -> Any | None:
-        """Happens when all that is queued now has."""
+        """Returns an event that happens when all that is queued now has."""
         return torch.cuda.current_stream().record_event() if self._stream is not None else None
 
     def _on_stream(self) -> AbstractContextManager[Any]:
+        """Makes the backend's stream, and with it its device, the current one."""
         return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
 
+    def _on_device(self) -> AbstractContextManager[Any]:
+        return torch.cuda.device(self._device) if self._stream is not None else nullcontext()
 
-def finds_gpu() -> bool:
-    return bool(torch.cuda.is_available())
+    @contextmanager
+    def _shortage(self, what: str) -> Iterator[None]:
+        """Raises OutOfMemory for an error that a shortage of memory explains."""
+        try:
+            yield
+        except RuntimeError as error:
+            if not isinstance(error, torch.cuda.OutOfMemoryError) and not self._is_full():
+                raise
+            raise OutOfMemory(f"the device has no memory for {what}: {str(error).splitlines()[0]}") from error
 
-
-@contextmanager
-def shortage(what: str) -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        if not isinstance(error, torch.cuda.OutOfMemoryError) and not (finds_gpu() and is_full()):
-            raise
-        raise OutOfMemory(f"the device has no memory for {what}: {str(error).splitlines()[0]}") from error
-
-
-def is_full() -> bool:
-    return bool(torch.cuda.mem_get_info()[0] < NO_MEMORY)
+    def _is_full(self) -> bool:
+        return self._stream is not None and bool(torch.cuda.mem_get_info(self._device)[0] < NO_MEMORY)
 
 
-def sampling_kinds(vocab: int) -> Iterator[SampleRows]:
-    """One row each: greedy, drawn from all, drawn from the likeliest, and of what a grammar allows."""
+def sampling_kinds(vocab: int) -> Iterator[tuple[SampleRows, Bitmasks | None]]:
+    """Yields ways to sample one row: greedy, drawn from all, drawn from the likeliest, and what a grammar allows."""
     greedy = greedy_rows(1)
     drawn = replace(greedy, temperature=np.ones(1, np.float32))
-    yield from (greedy, drawn, replace(drawn, top_p=np.full(1, 0.9, np.float32)))
-    none = np.zeros(0, np.int32)
-    yield replace(greedy, edits=(LogitEdit(none, 1.0, none, none.view(np.float32), none, Everything(vocab)),))
-
-
-class Everything(NamedTuple):
-    """A mask that allows it."""
-
-    vocab: int
-
-    def words(self) -> Ints:
-        return np.full(-(-self.vocab // 32), -1, np.int32)
+    for rows in (greedy, drawn, replace(drawn, top_p=np.full(1, 0.9, np.float32))):
+        yield rows, None
+    yield greedy, Bitmasks(np.zeros(1, np.int32), np.full((1, -(-vocab // 32)), -1, np.int32))
 
 
 def slice_rows(rows: SampleRows, part: slice) -> SampleRows:
-    cut: Callable[[str], Any] = lambda name: getattr(rows, name)[part]  # noqa: E731
-    return SampleRows(**{field.name: cut(field.name) for field in fields(SampleRows)})
+    """Returns what is asked of some of the positions."""
+    arrays = {field.name: getattr(rows, field.name)[part] for field in fields(SampleRows) if field.name != "edits"}
+    return SampleRows(**arrays, edits=rows.edits.between(part.start, part.stop))

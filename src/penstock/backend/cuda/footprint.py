@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from penstock.backend.base import StoredAs
 from penstock.backend.quantize_at_load import may_quantize
-from penstock.model.formats.rows import as_q8_0
+from penstock.model.formats.int8_rows import as_q8_0
 from penstock.model.roles import EXPERTS, MLA
 from penstock.model.spec import ModelSpec
 from penstock.model.tensor import PLAIN, Tensor

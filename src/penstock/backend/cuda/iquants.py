@@ -1,4 +1,4 @@
-"""Formats with code books and ternary ones, taken apart on the device: what model/iquants.py defines, as `Parts`."""
+"""Splits i-quants and ternary formats, as model/gguf/iquants.py defines them, into codes and scales on the device."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from functools import lru_cache
 
 import torch
 
-from penstock.backend.cuda.quant_blocks import Array, Coding, Parts, fields_of_runs, half_at, line, one_each
-from penstock.model import iquants
-from penstock.model.code_books import code_books
+from penstock.backend.cuda.quant_blocks import Array, Coding, QuantBlocks, fields_of_runs, half_at, line, one_each
+from penstock.model.gguf import iquants
+from penstock.model.gguf.code_books import code_books
 
 
 def tabled(name: str, group: int) -> Coding:
+    """Returns the coding of a format whose codes index a table."""
     table = tuple(number * iquants.FACTORS[name] for number in iquants.TABLES[name])
     return Coding(4, group, False, 0, bytes=True, table=table)
 
@@ -33,120 +34,119 @@ CODINGS = {
 
 
 @lru_cache(maxsize=32)
-def book(name: str, device: torch.device) -> Array:
+def code_book(name: str, device: torch.device) -> Array:
+    """Returns a code book on the device."""
     return torch.from_numpy(code_books()[name]).to(device)
 
 
 def levels(name: str, points: Array) -> Array:
-    return book(name, points.device)[points.int()]
+    """Looks points up in a code book."""
+    return code_book(name, points.device)[points.int()]
 
 
 def number(packed: Array) -> Array:
-    """Of two or four bytes, lowest first."""
+    """Combines two or four bytes, lowest first, into a number."""
     shifts = torch.arange(0, 8 * packed.shape[-1], 8, device=packed.device)
     return (packed.long() << shifts).sum(-1)
 
 
 def pieces(numbers: Array, shifts: tuple[int, ...], mask: int) -> Array:
-    """Parts of each number, as the last axis."""
+    """QuantBlocks of each number, as the last axis."""
     return numbers[..., None] >> torch.tensor(shifts, device=numbers.device) & mask
 
 
-def eight(signs: Array) -> Array:
-    """A bit of each of 8 values."""
+def sign_bits(signs: Array) -> Array:
+    """Returns a bit for each of 8 values."""
     return signs.to(torch.uint8)[..., None] >> torch.arange(8, dtype=torch.uint8, device=signs.device) & 1
 
 
-def sevens(signs: Array) -> Array:
-    """The same of numbers of 7 bits: of 8 values an even number is negative."""
+def even_sign_bits(signs: Array) -> Array:
+    """Returns a bit for each of 8 values from numbers of 7 bits: an even number of bits is set."""
     parity = signs ^ signs >> 4
     parity = parity ^ parity >> 2
-    return eight(signs | ((parity ^ parity >> 1) & 1) << 7)
+    return sign_bits(signs | ((parity ^ parity >> 1) & 1) << 7)
 
 
 def nibbles(scales: Array) -> Array:
+    """Splits each byte into two scales."""
     return fields_of_runs(scales, 1, 4)
 
 
-def parts(codes: Array, scales: Array, d: Array) -> Parts:
-    """Codes [rows, blocks, ...]; of the scales, what an odd number is twice of, less one."""
+def quant_blocks(codes: Array, scales: Array, d: Array) -> QuantBlocks:
+    """Returns the blocks, given codes [rows, blocks, ...], scales s that stand for 2 * s + 1, and factors of blocks."""
     odd = (2 * scales.flatten(2) + 1).to(torch.int8)
-    return Parts(line(codes.flatten(2)), one_each(odd), d)
+    return QuantBlocks(line(codes.flatten(2)), one_each(odd), d)
 
 
-def iq1_s(blocks: Array) -> Parts:
+def iq1_s(blocks: Array) -> QuantBlocks:
     high = number(blocks[..., 34:].unflatten(-1, (8, 2)))  # [rows, blocks, 8]
     points = blocks[..., 2:34] | pieces(high, (0, 3, 6, 9), 7).flatten(-2) << 8
     lower = (high >> 15).to(torch.uint8)[..., None]
-    return parts(
+    return quant_blocks(
         levels("IQ1_S", points).flatten(-2).unflatten(-1, (8, 32)) | lower << 2, high >> 12 & 7, half_at(blocks, 0)
     )
 
 
-def iq1_m(blocks: Array) -> Parts:
+def iq1_m(blocks: Array) -> QuantBlocks:
     scales = number(blocks[..., 48:].unflatten(-1, (4, 2)))  # [rows, blocks, 4]
     d = (scales >> 12 << torch.tensor([0, 4, 8, 12], device=blocks.device)).sum(-1, keepdim=True)
     high = nibbles(blocks[..., 32:48])
     codes = levels("IQ1_S", blocks[..., :32] | (high & 7).long() << 8) | (high >> 3 << 2)[..., None]
-    return parts(codes, pieces(scales, (0, 3, 6, 9), 7), d.to(torch.int16).view(torch.float16))
+    return quant_blocks(codes, pieces(scales, (0, 3, 6, 9), 7), d.to(torch.int16).view(torch.float16))
 
 
-def iq2_xxs(blocks: Array) -> Parts:
+def iq2_xxs(blocks: Array) -> QuantBlocks:
     points, signs = blocks[..., 2:].unflatten(-1, (8, 8)).split(4, -1)
     signs = number(signs)  # [rows, blocks, 8]
-    codes = levels("IQ2_XXS", points) | sevens(pieces(signs, (0, 7, 14, 21), 127)) << 2
-    return parts(codes, signs >> 28, half_at(blocks, 0))
+    codes = levels("IQ2_XXS", points) | even_sign_bits(pieces(signs, (0, 7, 14, 21), 127)) << 2
+    return quant_blocks(codes, signs >> 28, half_at(blocks, 0))
 
 
-def iq2_xs(blocks: Array) -> Parts:
+def iq2_xs(blocks: Array) -> QuantBlocks:
     both = number(blocks[..., 2:66].unflatten(-1, (32, 2)))
-    return parts(levels("IQ2_XS", both & 511) | sevens(both >> 9) << 2, nibbles(blocks[..., 66:]), half_at(blocks, 0))
+    return quant_blocks(
+        levels("IQ2_XS", both & 511) | even_sign_bits(both >> 9) << 2, nibbles(blocks[..., 66:]), half_at(blocks, 0)
+    )
 
 
-def iq2_s(blocks: Array) -> Parts:
+def iq2_s(blocks: Array) -> QuantBlocks:
     points, signs, high, scales = blocks[..., 2:].split([32, 32, 8, 8], -1)
-    codes = levels("IQ2_S", points | fields_of_runs(high, 1, 2).long() << 8) | eight(signs) << 2
-    return parts(codes, nibbles(scales), half_at(blocks, 0))
+    codes = levels("IQ2_S", points | fields_of_runs(high, 1, 2).long() << 8) | sign_bits(signs) << 2
+    return quant_blocks(codes, nibbles(scales), half_at(blocks, 0))
 
 
-def iq3_xxs(blocks: Array) -> Parts:
+def iq3_xxs(blocks: Array) -> QuantBlocks:
     signs = number(blocks[..., 66:].unflatten(-1, (8, 4)))
-    negative = sevens(pieces(signs, (0, 7, 14, 21), 127)).flatten(2)
-    return parts(levels("IQ3_XXS", blocks[..., 2:66]).flatten(2) | negative << 3, signs >> 28, half_at(blocks, 0))
+    negative = even_sign_bits(pieces(signs, (0, 7, 14, 21), 127)).flatten(2)
+    return quant_blocks(
+        levels("IQ3_XXS", blocks[..., 2:66]).flatten(2) | negative << 3, signs >> 28, half_at(blocks, 0)
+    )
 
 
-def iq3_s(blocks: Array) -> Parts:
+def iq3_s(blocks: Array) -> QuantBlocks:
     points, high, signs, scales = blocks[..., 2:].split([64, 8, 32, 4], -1)
     level = levels("IQ3_S", points | fields_of_runs(high, 1, 1).long() << 8).flatten(2)
-    codes = torch.where(eight(signs).flatten(2) > 0, 7 - level, 8 + level)
-    taken = parts(codes, nibbles(scales), half_at(blocks, 0))
+    codes = torch.where(sign_bits(signs).flatten(2) > 0, 7 - level, 8 + level)
+    taken = quant_blocks(codes, nibbles(scales), half_at(blocks, 0))
     return taken._replace(scales=2 * taken.scales)
 
 
 def digits(packed: Array, count: int) -> Array:
-    """In base 3, of bytes that are fractions of 256: all first ones, then all second ones."""
+    """Returns digits in base 3 of bytes that are fractions of 256: all first digits, then all second ones."""
     powers = torch.tensor([3**k for k in range(count)], dtype=torch.uint8, device=packed.device)[:, None]
     return ((packed[..., None, :] * powers).short() * 3 >> 8).flatten(-2).to(torch.uint8)
 
 
-def tq1_0(blocks: Array) -> Parts:
+def tq1_0(blocks: Array) -> QuantBlocks:
     first, second, third, _ = blocks.split([32, 16, 4, 2], -1)
     codes = torch.cat([digits(first, 5), digits(second, 5), digits(third, 4)], -1)
-    return parts(codes, torch.zeros_like(blocks[..., :8]), half_at(blocks, 52))
+    return quant_blocks(codes, torch.zeros_like(blocks[..., :8]), half_at(blocks, 52))
 
 
-def tq2_0(blocks: Array) -> Parts:
-    return parts(fields_of_runs(blocks[..., :64], 32, 2), torch.zeros_like(blocks[..., :8]), half_at(blocks, 64))
+def tq2_0(blocks: Array) -> QuantBlocks:
+    return quant_blocks(fields_of_runs(blocks[..., :64], 32, 2), torch.zeros_like(blocks[..., :8]), half_at(blocks, 64))
 
 
-TAKE: dict[str, Callable[[Array], Parts]] = {
-    "IQ1_S": iq1_s,
-    "IQ1_M": iq1_m,
-    "IQ2_XXS": iq2_xxs,
-    "IQ2_XS": iq2_xs,
-    "IQ2_S": iq2_s,
-    "IQ3_XXS": iq3_xxs,
-    "IQ3_S": iq3_s,
-    "TQ1_0": tq1_0,
-    "TQ2_0": tq2_0,
-}
+SPLIT: dict[str, Callable[[Array], QuantBlocks]] = dict(
+    zip(iquants.LAYOUTS, (iq1_s, iq1_m, iq2_xxs, iq2_xs, iq2_s, iq3_xxs, iq3_s, tq1_0, tq2_0), strict=True)
+)

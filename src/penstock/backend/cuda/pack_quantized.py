@@ -1,14 +1,14 @@
-"""Quantized matrices packed for the GPU: codes lie as the tensor cores read them, scales beside them.
+"""Packs quantized matrices for the GPU: codes lie in the order in which tensor cores read them, scales beside them.
 
-A matrix is cut into tiles of 16 rows and 64 columns, of four steps c of 16 columns. Of each step, lane 4 * g + t of a
-warp owns rows g and g + 8 (`half` 0, 1) at columns 2 * t + e and 2 * t + 8 + e (`side` 0, 1; e 0, 1).
-    low     4 words of a lane: 4 bits of the codes of step c in word c, those of (side, half, e) from bit
-            8 * side + 4 * half + 16 * e on, or 16 * side + 8 * half + 4 * e where a table has their values.
-            Codes of 8 bits: 8 words (c, side) of bytes (half, e), 4 of them apart.
-    high    a word of a lane with the fifth bits, or two words with the fifth and sixth, in the same order
-    scales  of each g: (group of columns, half, scale or minimum). 16 bits each, or bytes that `supers` multiply.
-    supers  of each g: (half, scale or minimum), float16 for every 256 columns
-Nothing is rounded: what a format says is what the kernels read.
+A matrix is divided into tiles of 16 rows and 64 columns, in four steps c of 16 columns. In each step, lane 4 * g + t of
+a warp owns rows g and g + 8 (`half` 0, 1) at columns 2 * t + e and 2 * t + 8 + e (`side` 0, 1; e 0, 1).
+    low     4 words for each lane: word c has 4 bits of each code of step c, those of (side, half, e) from bit
+            8 * side + 4 * half + 16 * e on, or 16 * side + 8 * half + 4 * e if a table has their values.
+            Codes of 8 bits have 8 words (c, side) of bytes (half, e), in two runs of 4.
+    high    a word for each lane with the fifth bits, or two words with the fifth and sixth bits, in the same order
+    scales  for each g: (group of columns, half, scale or minimum), 16 bits each, or bytes that `supers` multiply
+    supers  for each g: (half, scale or minimum), float16 for every 256 columns
+Nothing is rounded: kernels read exactly what a format stores.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from penstock.backend.cuda.quant_blocks import (
     ROWS,
     Array,
     Coding,
-    Parts,
+    QuantBlocks,
     fields,
     fields_of_runs,
     half_at,
     line,
     one_each,
 )
-from penstock.backend.cuda.transfer import transfer
+from penstock.backend.cuda.transfer import Transfer
 from penstock.model.dequantize import FP4_VALUES, IQ4_VALUES, NF4_VALUES
 from penstock.model.tensor import FORMATS, NF4
 
-AT_ONCE = 1 << 24  # values packed together: each takes some 20 bytes meanwhile
+CHUNK_VALUES = 1 << 24  # packed together: each takes some 20 bytes meanwhile
 
 IQ4_TABLE = tuple(IQ4_VALUES.tolist())
 FP4_TABLE = tuple(FP4_VALUES.tolist())
@@ -66,6 +66,8 @@ CODINGS = {
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
+    """Holds a packed matrix."""
+
     coding: Coding
     rows: int
     width: int
@@ -73,186 +75,200 @@ class QuantizedWeight:
     high: Array | None
     scales: Array
     supers: Array | None
-    factor: float = 1.0  # of all values: what products are multiplied with
+    factor: float = 1.0  # multiplies all values, and so all products
 
     @property
     def tiles(self) -> int:
-        """In a row of them."""
+        """Returns the number of tiles in a row of tiles."""
         return -(-self.width // COLUMNS)
 
     @property
     def bytes(self) -> int:
+        """Returns the size in bytes."""
         return sum(4 * words.numel() for words in (self.low, self.high, self.scales, self.supers) if words is not None)
 
 
 def pack(
-    data: NDArray[np.uint8], format_name: str, rows: int, width: int, device: torch.device, factor: float = 1.0
+    data: NDArray[np.uint8], format_name: str, rows: int, width: int, transfer: Transfer, factor: float = 1.0
 ) -> QuantizedWeight:
-    """A checkpoint's bytes, moved to the device and packed there some rows at a time. Scales of a wide range take the
-    power of two of the factor, so that products are as large as they will be."""
+    """Moves a checkpoint's bytes to the device and packs them there, some rows at a time. Scales in bfloat16, which
+    have the range for it, take the power of two of the factor, so that products come out in their final range."""
     coding = CODINGS[format_name]
     power = 2.0 ** round(log2(factor)) if coding.bfloat and factor > 0 else 1.0
     format = NF4 if format_name == NF4.name else FORMATS[format_name]
     lines = data.reshape(rows, width // format.values * format.bytes)
 
-    def parts(first: int, last: int) -> Parts:
-        blocks = transfer.bring(lines[first:last].reshape(-1), device)
-        taken = TAKE[format_name](blocks.view(last - first, -1, format.bytes))
-        return taken if power == 1 else taken._replace(scales=taken.scales * power)
+    def split(first: int, last: int) -> QuantBlocks:
+        blocks = transfer.fetch(lines[first:last].reshape(-1))
+        found = SPLIT[format_name](blocks.view(last - first, -1, format.bytes))
+        return found if power == 1 else found._replace(scales=found.scales * power)
 
-    return replace(pack_parts(parts, coding, rows, width), factor=factor / power)
+    return replace(pack_blocks(split, coding, rows, width), factor=factor / power)
 
 
 def quantize_int4(values: Array) -> QuantizedWeight:
-    """Values [rows, width] on the device, in groups of 64 from their lowest to their highest."""
+    """Quantizes values [rows, width] on the device to 4 bits, in groups of 64 from their lowest to their highest."""
     rows, width = values.shape
-    return pack_parts(lambda first, last: int4_parts(values[first:last]), CODINGS["INT4"], rows, width)
+    return pack_blocks(lambda first, last: int4_blocks(values[first:last]), CODINGS["INT4"], rows, width)
 
 
-def int4_parts(values: Array) -> Parts:
+def int4_blocks(values: Array) -> QuantBlocks:
+    """Quantizes some rows to 4 bits."""
     rows, width = values.shape
     groups = -(-width // CODINGS["INT4"].group)
     padded = pad(values.float(), rows, groups * CODINGS["INT4"].group).view(rows, groups, -1)
     lowest = padded.amin(-1, keepdim=True).half()
     scale = ((padded.amax(-1, keepdim=True) - lowest) / 15).half()
     codes = ((padded - lowest) / scale.float().clamp(min=1e-8)).round().clamp(0, 15)
-    return Parts(codes.to(torch.uint8).view(rows, -1)[:, :width], torch.cat([scale, lowest], -1))
+    return QuantBlocks(codes.to(torch.uint8).view(rows, -1)[:, :width], torch.cat([scale, lowest], -1))
 
 
 # ---- formats ----
 
 
-def take_4(blocks: Array, scales: int) -> Parts:
-    """Q4_0 and Q4_1: float16 numbers, then nibbles."""
+def split_q4(blocks: Array, scales: int) -> QuantBlocks:
+    """Splits Q4_0 and Q4_1: float16 numbers come before the nibbles."""
     numbers = [half_at(blocks, 2 * i) for i in range(scales)]
-    return Parts(line(fields(blocks[..., 2 * scales :], 4)), torch.cat(numbers, -1))
+    return QuantBlocks(line(fields(blocks[..., 2 * scales :], 4)), torch.cat(numbers, -1))
 
 
-def take_5(blocks: Array, scales: int) -> Parts:
-    """Q5_0 and Q5_1: the fifth bits lie before the nibbles."""
+def split_q5(blocks: Array, scales: int) -> QuantBlocks:
+    """Splits Q5_0 and Q5_1: the fifth bits come before the nibbles."""
     numbers = [half_at(blocks, 2 * i) for i in range(scales)]
     fifth, nibbles = blocks[..., 2 * scales :].split([4, 16], -1)
-    return Parts(line(fields(nibbles, 4) | fields_of_runs(fifth, 1, 1) << 4), torch.cat(numbers, -1))
+    return QuantBlocks(line(fields(nibbles, 4) | fields_of_runs(fifth, 1, 1) << 4), torch.cat(numbers, -1))
 
 
-def take_8(blocks: Array) -> Parts:
-    return Parts(line(blocks[..., 2:] ^ 128), half_at(blocks, 0))
+def split_q8(blocks: Array) -> QuantBlocks:
+    """Splits Q8_0."""
+    return QuantBlocks(line(blocks[..., 2:] ^ 128), half_at(blocks, 0))
 
 
 def six_bit_pairs(packed: Array) -> Array:
-    """8 scales and 8 minima in 12 bytes: [..., 12] -> [..., 8, 2] of int8."""
+    """Unpacks 8 scales and 8 minima from 12 bytes: [..., 12] -> [..., 8, 2] of int8."""
     first, second, nibbles = packed.split(4, -1)
     scales = torch.cat([first & 63, nibbles & 15 | first >> 6 << 4], -1)
     minima = torch.cat([second & 63, nibbles >> 4 | second >> 6 << 4], -1)
     return torch.stack([scales, minima], -1).view(torch.int8)
 
 
-def take_k(blocks: Array, fifth: bool) -> Parts:
-    """Q4_K and Q5_K. What they call a minimum is taken away: its factor changes sign."""
+def split_q4_k_or_q5_k(blocks: Array, fifth: bool) -> QuantBlocks:
+    """Splits Q4_K and Q5_K. They subtract what they call a minimum, so its factor changes sign."""
     codes = fields_of_runs(blocks[..., 48:] if fifth else blocks[..., 16:], 32, 4)
     if fifth:
         codes = codes | fields(blocks[..., 16:48], 1) << 4
     supers = torch.cat([half_at(blocks, 0), -half_at(blocks, 2)], -1)
-    return Parts(line(codes), six_bit_pairs(blocks[..., 4:16]).flatten(1, 2), supers)
+    return QuantBlocks(line(codes), six_bit_pairs(blocks[..., 4:16]).flatten(1, 2), supers)
 
 
-def take_6k(blocks: Array) -> Parts:
+def split_q6_k(blocks: Array) -> QuantBlocks:
+    """Splits Q6_K."""
     low, high, scales, _ = blocks.split([128, 64, 16, 2], -1)
     codes = fields_of_runs(low, 64, 4) | fields_of_runs(high, 32, 2) << 4
-    return Parts(line(codes), scales.contiguous().view(torch.int8).flatten(1)[..., None], half_at(blocks, 208))
+    return QuantBlocks(line(codes), scales.contiguous().view(torch.int8).flatten(1)[..., None], half_at(blocks, 208))
 
 
-def take_2k(blocks: Array) -> Parts:
+def split_q2_k(blocks: Array) -> QuantBlocks:
+    """Splits Q2_K."""
     scales, codes, _ = blocks.split([16, 64, 4], -1)
     pairs = torch.stack([scales & 15, scales >> 4], -1).view(torch.int8).flatten(1, 2)
     supers = torch.cat([half_at(blocks, 80), -half_at(blocks, 82)], -1)
-    return Parts(line(fields_of_runs(codes, 32, 2)), pairs, supers)
+    return QuantBlocks(line(fields_of_runs(codes, 32, 2)), pairs, supers)
 
 
-def take_3k(blocks: Array) -> Parts:
+def split_q3_k(blocks: Array) -> QuantBlocks:
+    """Splits Q3_K."""
     third, codes, low, high, _ = blocks.split([32, 64, 8, 4, 2], -1)
     scales = (fields(low, 4) | fields(high, 2) << 4).view(torch.int8) - 32
-    return Parts(line(fields_of_runs(codes, 32, 2) | fields(third, 1) << 2), one_each(scales), half_at(blocks, 108))
+    return QuantBlocks(
+        line(fields_of_runs(codes, 32, 2) | fields(third, 1) << 2), one_each(scales), half_at(blocks, 108)
+    )
 
 
-def take_4xs(blocks: Array) -> Parts:
+def split_iq4_xs(blocks: Array) -> QuantBlocks:
+    """Splits IQ4_XS."""
     high, low, codes = blocks[..., 2:].split([2, 4, 128], -1)
     scales = (fields_of_runs(low, 1, 4) | fields_of_runs(high, 1, 2) << 4).view(torch.int8) - 32
-    return Parts(line(fields_of_runs(codes, 16, 4)), one_each(scales), half_at(blocks, 0))
+    return QuantBlocks(line(fields_of_runs(codes, 16, 4)), one_each(scales), half_at(blocks, 0))
 
 
-def take_mxfp4(blocks: Array) -> Parts:
-    """Scales are powers of two, those of the lowest exponents subnormal; they halve the table."""
+def split_mxfp4(blocks: Array) -> QuantBlocks:
+    """Splits MXFP4. Scales are powers of two, subnormal for the lowest exponents. The table is doubled: they halve."""
     exponents = blocks[..., :1].to(torch.int16)
     words = torch.where(exponents > 1, exponents - 1 << 7, 32 << exponents)
-    return Parts(line(fields(blocks[..., 1:], 4)), words.to(torch.int16).view(torch.bfloat16))
+    return QuantBlocks(line(fields(blocks[..., 1:], 4)), words.to(torch.int16).view(torch.bfloat16))
 
 
-def take_nvfp4(blocks: Array) -> Parts:
-    """Scales have 4 bits of exponent and 3 of mantissa; they halve the table."""
+def split_nvfp4(blocks: Array) -> QuantBlocks:
+    """Splits NVFP4. Scales have 4 exponent bits and 3 mantissa bits; the table is doubled, so they halve."""
     exponents, mantissas = blocks[..., :4] >> 3 & 15, (blocks[..., :4] & 7).float()
     scales = torch.where(exponents > 0, 8 + mantissas, 2 * mantissas) * torch.exp2(exponents.float() - 11)
     scales = torch.where(blocks[..., :4] == 0x7F, 0, scales)
-    return Parts(line(fields_of_runs(blocks[..., 4:], 8, 4)), one_each(scales.bfloat16()))
+    return QuantBlocks(line(fields_of_runs(blocks[..., 4:], 8, 4)), one_each(scales.bfloat16()))
 
 
-def take_nf4(blocks: Array) -> Parts:
-    """Scales are float32."""
+def split_nf4(blocks: Array) -> QuantBlocks:
+    """Splits NF4, whose scales are float32; they are rounded to float16."""
     scales, codes = blocks.split([4, 16], -1)
-    return Parts(line(fields(codes, 4)), scales.contiguous().view(torch.float32).half())
+    return QuantBlocks(line(fields(codes, 4)), scales.contiguous().view(torch.float32).half())
 
 
-TAKE: dict[str, Callable[[Array], Parts]] = {
-    "Q4_0": lambda blocks: take_4(blocks, 1),
-    "Q4_1": lambda blocks: take_4(blocks, 2),
-    "Q5_0": lambda blocks: take_5(blocks, 1),
-    "Q5_1": lambda blocks: take_5(blocks, 2),
-    "Q8_0": take_8,
-    "Q4_K": lambda blocks: take_k(blocks, fifth=False),
-    "Q5_K": lambda blocks: take_k(blocks, fifth=True),
-    "Q6_K": take_6k,
-    "Q2_K": take_2k,
-    "Q3_K": take_3k,
-    "IQ4_NL": lambda blocks: take_4(blocks, 1),
-    "IQ4_XS": take_4xs,
-    "MXFP4": take_mxfp4,
-    "NVFP4": take_nvfp4,
-    "NF4": take_nf4,
-} | iquants.TAKE
+SPLIT: dict[str, Callable[[Array], QuantBlocks]] = {
+    "Q4_0": lambda blocks: split_q4(blocks, 1),
+    "Q4_1": lambda blocks: split_q4(blocks, 2),
+    "Q5_0": lambda blocks: split_q5(blocks, 1),
+    "Q5_1": lambda blocks: split_q5(blocks, 2),
+    "Q8_0": split_q8,
+    "Q4_K": lambda blocks: split_q4_k_or_q5_k(blocks, fifth=False),
+    "Q5_K": lambda blocks: split_q4_k_or_q5_k(blocks, fifth=True),
+    "Q6_K": split_q6_k,
+    "Q2_K": split_q2_k,
+    "Q3_K": split_q3_k,
+    "IQ4_NL": lambda blocks: split_q4(blocks, 1),
+    "IQ4_XS": split_iq4_xs,
+    "MXFP4": split_mxfp4,
+    "NVFP4": split_nvfp4,
+    "NF4": split_nf4,
+} | iquants.SPLIT
 
 
 # ---- packing ----
 
 
-def pack_parts(parts: Callable[[int, int], Parts], coding: Coding, rows: int, width: int) -> QuantizedWeight:
-    pieces = [arrange(parts(first, last), coding) for first, last in runs(rows, width)]
+def pack_blocks(split: Callable[[int, int], QuantBlocks], coding: Coding, rows: int, width: int) -> QuantizedWeight:
+    """Packs a matrix, given a function that splits some of its rows."""
+    pieces = [arrange(split(first, last), coding) for first, last in runs(rows, width)]
     low, high, scales, supers = (join([piece[i] for piece in pieces]) for i in range(4))
     return QuantizedWeight(coding, rows, width, low, high, scales, supers)
 
 
 def runs(rows: int, width: int) -> Iterator[tuple[int, int]]:
-    step = max(AT_ONCE // width // ROWS, 1) * ROWS
+    """Yields ranges of rows that are packed together."""
+    step = max(CHUNK_VALUES // width // ROWS, 1) * ROWS
     return ((first, min(first + step, rows)) for first in range(0, rows, step))
 
 
 def join(pieces: list[Array]) -> Array:
+    """Concatenates arrays, unless there are none."""
     return None if pieces[0] is None else torch.cat(pieces) if len(pieces) > 1 else pieces[0]
 
 
-def arrange(parts: Parts, coding: Coding) -> tuple[Array, Array | None, Array, Array | None]:
-    rows, width = parts.codes.shape
+def arrange(blocks: QuantBlocks, coding: Coding) -> tuple[Array, Array | None, Array, Array | None]:
+    """Returns low and high words of codes, scales and supers in the order that the module docstring describes."""
+    rows, width = blocks.codes.shape
     tiles = -(-width // COLUMNS)
     height = -(-rows // ROWS)
-    codes = pad(parts.codes, height * ROWS, tiles * COLUMNS)
+    codes = pad(blocks.codes, height * ROWS, tiles * COLUMNS)
     codes = codes.view(height, 2, 8, tiles, 4, 2, 4, 2)  # half, g, tile, c, side, t, e
     codes = codes.permute(0, 3, 2, 6, 4, 5, 1, 7)  # tile, g, t, c, side, half, e
     low, high = arrange_codes(codes, coding.bits) if not coding.table else (arrange_pairs(codes), None)
-    scales = factors(parts.scales, height, tiles * coding.groups, coding.groups)
-    supers = None if parts.supers is None else factors(parts.supers, height, parts.supers.shape[1], 1)
+    scales = factors(blocks.scales, height, tiles * coding.groups, coding.groups)
+    supers = None if blocks.supers is None else factors(blocks.supers, height, blocks.supers.shape[1], 1)
     return low, high, scales, supers
 
 
 def arrange_codes(codes: Array, bits: int) -> tuple[Array, Array | None]:
+    """Returns low and high words of codes that are numbers."""
     if bits == 8:
         words = together(codes, [0, 8, 16, 24])  # (half, e) -> [.., g, t, c, side]
         return words.unflatten(4, (2, 2)).permute(0, 1, 4, 2, 3, 5, 6).contiguous(), None
@@ -266,18 +282,20 @@ def arrange_codes(codes: Array, bits: int) -> tuple[Array, Array | None]:
 
 
 def arrange_pairs(codes: Array) -> Array:
-    """The codes of each e side by side: two that are looked up together give one word."""
+    """Returns words of codes that index a table, those of each e side by side: two that are looked up together give one
+    word of values."""
     return together(codes.flatten(5, 6), [8 * pair + 4 * e for pair in range(4) for e in range(2)])
 
 
 def together(codes: Array, places: list[int]) -> Array:
-    """Words of the last two axes, each of whose codes begins at its place."""
+    """Combines the codes of the last two axes into words; each begins at its bit in `places`."""
     shifts = torch.tensor(places, dtype=torch.int32, device=codes.device).view(codes.shape[-2:])
     return (codes.int() << shifts).sum((-1, -2), dtype=torch.int32)
 
 
 def factors(numbers: Array, height: int, columns: int, groups: int) -> Array:
-    """Words of [rows, columns, 1 or 2] numbers as each g reads them: [row of tiles, tile, g, (group, half, number)]."""
+    """Returns words of numbers [rows, columns, 1 or 2] as each g reads them: [row of tiles, tile, g, (group, half,
+    number)]."""
     rows, present, each = numbers.shape
     padded = numbers.new_zeros(height * ROWS, columns, each)
     padded[:rows, :present] = numbers
@@ -286,6 +304,7 @@ def factors(numbers: Array, height: int, columns: int, groups: int) -> Array:
 
 
 def pad(values: Array, rows: int, columns: int) -> Array:
+    """Returns the values with zeros below and to the right, up to this shape."""
     if values.shape == (rows, columns):
         return values
     padded = values.new_zeros(rows, columns)

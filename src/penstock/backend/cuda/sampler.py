@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import triton
 
-from penstock.backend.base import LogitEdit, SampleRows
+from penstock.backend.base import Bitmasks, Ints, LogitEdits, SampleRows
 from penstock.backend.cuda.inputs import Fields
 from penstock.backend.cuda.kernels.apply_bitmask import apply_bitmask
 from penstock.backend.cuda.kernels.sample_tokens import CHUNK, find_chunk_maxima, sample_tokens
@@ -50,14 +50,16 @@ class Sampler:
         self._scratch = peaks, where, masses
         self._least = torch.zeros(self.rows, device=self.device)
 
-    def sample(self, logits: Any, step: Fields, rows: SampleRows, last: Any, out: Any) -> PendingLogprobs | None:
+    def sample(
+        self, logits: Any, step: Fields, rows: SampleRows, last: Any, out: Any, masks: Bitmasks | None = None
+    ) -> PendingLogprobs | None:
         """Writes a token for each of the logits [S, vocab] to `out` [S] and for its slot to `last`. On the host, `rows`
         says the same as `step` on the device, without the padding."""
         assert self._scratch is not None
         asked = np.flatnonzero(rows.logprobs >= 0)
         edited = logits
-        if any(rows.edits):
-            edited = edit(logits.clone() if len(asked) else logits, rows.edits)
+        if len(rows.edits.rows) or masks:
+            edited = edit(logits.clone() if len(asked) else logits, rows.edits, masks)
         peaks, where, masses = (array[: len(logits)] for array in self._scratch)
         draws = bool((rows.temperature > 0).any())
         find_chunk_maxima(edited, peaks, where)
@@ -99,31 +101,29 @@ class Sampler:
         return PendingLogprobs(tops, to_host(values), to_host(torch.cat([own, others], 1)))
 
 
-def edit(logits: Any, edits: Sequence[LogitEdit | None]) -> Any:
-    """Applies every row's edits to [S, vocab], in place."""
+def edit(logits: Any, edits: LogitEdits, masks: Bitmasks | None) -> Any:
+    """Applies every row's edits and bitmask to [S, vocab], in place."""
     flat, vocab, device = logits.view(-1), logits.shape[1], logits.device
-    kept = [(s * vocab, edit) for s, edit in enumerate(edits) if edit is not None]
-    repeated = [(base, e) for base, e in kept if e.repetition != 1.0]
-    if any(len(e.seen) for _, e in repeated):
-        places = places_of([(base, e.seen) for base, e in repeated], device)
-        factor = np.concatenate([np.full(len(e.seen), e.repetition, np.float32) for _, e in repeated])
-        seen, by = flat[places], to_device(factor, device)
+    counts = np.diff(edits.seen_start)
+    repeated = np.repeat(edits.repetition, counts)
+    if (repeated != 1).any():
+        places = to_device(places_of(edits.rows, edits.seen, counts, vocab)[repeated != 1], device)
+        seen, by = flat[places], to_device(repeated[repeated != 1], device)
         flat[places] = torch.where(seen > 0, seen / by, seen * by)
-    if any(len(e.add_ids) for _, e in kept):
-        places = places_of([(base, e.add_ids) for base, e in kept], device)
-        flat[places] += to_device(np.concatenate([e.add_values for _, e in kept]), device)
-    if any(len(e.ban) for _, e in kept):
-        flat.index_fill_(0, places_of([(base, e.ban) for base, e in kept], device), -torch.inf)
-    masks = [(s, edit.allow) for s, edit in enumerate(edits) if edit is not None and edit.allow is not None]
+    if len(edits.add_ids):
+        places = to_device(places_of(edits.rows, edits.add_ids, np.diff(edits.add_start), vocab), device)
+        flat[places] += to_device(edits.add_values, device)
+    if len(edits.ban):
+        places = to_device(places_of(edits.rows, edits.ban, np.diff(edits.ban_start), vocab), device)
+        flat.index_fill_(0, places, -torch.inf)
     if masks:
-        words = np.stack([mask.words() for _, mask in masks])  # worked out while the device computes the logits
-        rows = np.array([s for s, _ in masks], np.int32)
-        apply_bitmask(logits, to_device(rows, device), to_device(words, device))
+        apply_bitmask(logits, to_device(masks.rows, device), to_device(masks.words, device))
     return logits
 
 
-def places_of(rows: Sequence[tuple[int, Any]], device: torch.device) -> Any:
-    return to_device(np.concatenate([tokens.astype(np.int64) + base for base, tokens in rows]), device)
+def places_of(rows: Ints, tokens: Ints, counts: Any, vocab: int) -> Any:
+    """Returns where in the flat logits the tokens of each row lie; row r has counts[r] of them."""
+    return np.repeat(rows.astype(np.int64) * vocab, counts) + tokens
 
 
 def to_device(array: Any, device: torch.device) -> Any:

@@ -1,4 +1,4 @@
-"""Host memory that the device reads later than the host has written it."""
+"""Hands out host memory that the device reads later than the host has written it."""
 
 from __future__ import annotations
 
@@ -7,26 +7,28 @@ from typing import Any, Protocol
 
 
 class Event(Protocol):
+    """Waits for something on the device, as torch.cuda.Event does."""
+
     def synchronize(self) -> None: ...
 
 
 class Staging:
-    """Buffers used in turn. The host may be any number of steps ahead of the device, so each buffer is handed out again
-    only when the copy that last read it has happened."""
+    """Hands out buffers in turn. The host may be any number of steps ahead of the device, so each buffer is handed out
+    again only when the copy that last read it has happened."""
 
     def __init__(self, buffers: Sequence[Any], record: Callable[[], Event | None]) -> None:
         self.turn = 0
         self._buffers = buffers
-        self._record = record  # an event that happens when all that is queued now has
+        self._record = record  # returns an event that happens when all that is queued now has
         self._read: list[Event | None] = [None] * len(buffers)
 
     def take(self) -> Any:
-        """The next buffer, to be written to and then to be queued for reading."""
+        """Returns the next buffer, to be written to and then to be queued for reading."""
         self.turn = (self.turn + 1) % len(self._buffers)
         if (event := self._read[self.turn]) is not None:
             event.synchronize()
         return self._buffers[self.turn]
 
     def queued(self) -> None:
-        """The buffer taken last is read by what has been queued until now."""
+        """Notes that the buffer taken last is read by what has been queued until now."""
         self._read[self.turn] = self._record()

@@ -1,4 +1,4 @@
-"""From mapped files to the device: threads copy pages into pinned buffers, from which the device fetches them.
+"""Copies weights from mapped files to a GPU: threads copy pages into pinned buffers, from which the GPU fetches them.
 
 One thread copies at 4 to 6 GB/s and a plain copy to the device reads every byte twice; the bus takes 50.
 """
@@ -22,14 +22,15 @@ MOST_THREADS = 12
 
 
 class Lane(threading.local):
-    """One thread's stream and its two buffers: one is filled while the other is fetched."""
+    """Gives each thread a stream and two buffers: one is filled while the GPU fetches the other."""
 
-    def __init__(self) -> None:
-        self.stream = torch.cuda.Stream()
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device)
         buffers = [torch.empty(CHUNK, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
         self.staging = Staging(buffers, self.stream.record_event)
 
-    def carry(self, data: Bytes, target: Any, allocated: Any) -> None:
+    def send(self, data: Bytes, target: Any, allocated: Any) -> None:
+        """Copies at most one chunk to the target, after the `allocated` event."""
         buffer = self.staging.take()
         buffer.numpy()[: len(data)] = data
         with torch.cuda.stream(self.stream):
@@ -39,51 +40,49 @@ class Lane(threading.local):
 
 
 class Transfer:
-    """Bytes under way to the device. Who reads a target waits for `arrived` first."""
+    """Sends bytes to one device in the background. Who reads a target waits for `finish` first."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._threads: ThreadPoolExecutor | None = None
         self._under_way: list[Future[None]] = []
 
-    def carry(self, data: Bytes, target: Any) -> None:
-        """Begins to copy bytes to a tensor of as many."""
+    def send(self, data: Bytes, target: Any) -> None:
+        """Begins to copy bytes to a tensor of as many bytes."""
         flat = target.view(-1).view(torch.uint8)
-        if not target.is_cuda:
+        if self._device.type != "cuda":
             flat.numpy()[:] = data
             return
         if self._threads is None:
-            self._lane = Lane()
+            self._lane = Lane(self._device)
             self._threads = ThreadPoolExecutor(min(available_threads(), MOST_THREADS), "penstock-weights")
-        allocated = torch.cuda.current_stream().record_event()  # what held the memory before may still be read
+        allocated = torch.cuda.current_stream(self._device).record_event()  # the memory's last user may still read it
         for first in range(0, len(data), CHUNK):
             part = slice(first, first + CHUNK)
-            self._under_way.append(self._threads.submit(self._carry, data[part], flat[part], allocated))
+            self._under_way.append(self._threads.submit(self._send, data[part], flat[part], allocated))
 
-    def bring(self, data: Bytes, device: torch.device) -> Any:
-        """The bytes as a tensor on the device."""
-        target = torch.empty(len(data), dtype=torch.uint8, device=device)
-        self.carry(data, target)
-        self.arrived()
+    def fetch(self, data: Bytes) -> Any:
+        """Returns the bytes as a tensor on the device, once they are there."""
+        target = torch.empty(len(data), dtype=torch.uint8, device=self._device)
+        self.send(data, target)
+        self.finish()
         return target
 
-    def arrived(self) -> None:
+    def finish(self) -> None:
         """Waits until nothing is under way."""
         under_way, self._under_way = self._under_way, []
         for part in under_way:
             part.result()
         if under_way:
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(self._device)
 
     def close(self) -> None:
-        """Gives the buffers back."""
-        self.arrived()
+        """Waits until nothing is under way and gives the buffers back."""
+        self.finish()
         if self._threads is not None:
             self._threads.shutdown()
             self._threads = None
             del self._lane
 
-    def _carry(self, data: Bytes, target: Any, allocated: Any) -> None:
-        self._lane.carry(data, target, allocated)
-
-
-transfer = Transfer()
+    def _send(self, data: Bytes, target: Any, allocated: Any) -> None:
+        self._lane.send(data, target, allocated)

@@ -1,4 +1,4 @@
-"""The reference: every op in plain NumPy. It is slow, and it is right by definition."""
+"""Computes every op in plain NumPy: this is the reference, slow and right by definition."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reference as a backend: weights become float32 and every step runs as soon as it is launched."""
+"""Makes a backend of the reference: weights become float32 and every step runs as soon as it is launched."""
 
 from __future__ import annotations
 
@@ -7,12 +7,24 @@ from dataclasses import replace
 
 import numpy as np
 
-from penstock.backend.base import LAST_SAMPLED, Batch, Floats, Footprint, Ints, Model, StoredAs, Ticket
+from penstock.backend.array_blocks import ArrayBlocks
+from penstock.backend.base import (
+    LAST_SAMPLED,
+    Batch,
+    Bitmasks,
+    BlockMemory,
+    Floats,
+    Footprint,
+    Ints,
+    MemoryNeeds,
+    Model,
+    StoredAs,
+)
+from penstock.backend.batches import greedy_batch
 from penstock.backend.pooling import Pools
-from penstock.backend.ref.batches import greedy_batch
 from penstock.backend.ref.ops import Cache, Matrix, RefOps
 from penstock.backend.sample import sample
-from penstock.backend.timing import time_step
+from penstock.backend.synchronous import SynchronousBackend
 from penstock.config import available_memory
 from penstock.model.dequantize import dequantize
 from penstock.model.ops import ExpertWeights
@@ -21,14 +33,54 @@ from penstock.model.tensor import Stack, Tensor
 from penstock.types import StepResult
 
 
-class RefBackend:
-    name = "NumPy"
-    depth = 0
+class RefProgram:
+    """Runs one loaded model: it has its own KV cache, recurrent states and last sampled tokens."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: Model) -> None:
+        self._model = model
         self._last: dict[int, int] = {}  # slot: the token it sampled last
         self._pools = Pools()
-        self._results: dict[Ticket, StepResult] = {}
+        self.reserve(1, 1, 1)
+        self.kv_bytes = sum(array.nbytes for array in self.cache.arrays)
+        self.state_bytes = sum(array.nbytes for layer in self.cache.recurrent.values() for array in layer)
+
+    def reserve(self, num_blocks: int, block_size: int, states: int, groups: Sequence[KvGroup] = ()) -> None:
+        """Reserves a cache by a pass over no tokens, which shows what layers keep in it, and how much."""
+        self.cache = Cache(num_blocks, block_size, states, groups)
+        nothing = greedy_batch([])
+        self.forward(replace(nothing, tables=nothing.tables.repeat(max(len(groups), 1), 0)))
+
+    def run(self, batch: Batch, masks: Bitmasks | None) -> StepResult:
+        """Runs one step and answers its rows."""
+        logits, states = self.forward(batch)
+        result = sample(logits, batch, masks)
+        if batch.pools:
+            result = self._pools.answer(batch, result, lambda first, last: states[0][first:last])
+        for slot, row in zip(batch.slots.tolist(), result.rows, strict=True):
+            if row.tokens:
+                self._last[slot] = row.tokens[-1]
+        return result
+
+    def forward(self, batch: Batch) -> tuple[Floats, list[Floats]]:
+        """Returns the logits of the sampled positions, [S, vocab], and what embeddings are pooled from."""
+        ops = RefOps(replace(batch, tokens=self._known_tokens(batch)), self.cache)
+        return self._model.forward(ops), ops.states
+
+    def _known_tokens(self, batch: Batch) -> Ints:
+        slots = np.repeat(batch.slots, np.diff(batch.row_start))  # [T]
+        last = np.array([self._last.get(slot, LAST_SAMPLED) for slot in slots.tolist()], np.int32)
+        return np.where(batch.tokens == LAST_SAMPLED, last, batch.tokens)
+
+
+class RefBackend(SynchronousBackend[RefProgram]):
+    """Computes in NumPy, exactly as ref/ops.py and sample.py define it."""
+
+    name = "NumPy"
+    device = "ref"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kv: BlockMemory = ArrayBlocks("ref", self._kv_arrays)
 
     def pack_matrix(self, parts: Sequence[Tensor], bias: Sequence[Tensor | None]) -> Matrix:
         weight = np.concatenate([dequantize(part) for part in parts])
@@ -51,73 +103,30 @@ class RefBackend:
         heads, rows, width = tensor.shape
         return dequantize(replace(tensor, shape=(heads * rows, width))).reshape(tensor.shape)
 
-    def load(self, model: Model) -> None:
-        """A pass over no tokens shows which layers keep keys and values, and how wide they are."""
-        self._model = model
-        self._cache = Cache(num_blocks=1, block_size=1, states=1)
-        self.logits(greedy_batch([]))
-        self._kv_bytes = sum(array.nbytes for layer in self._cache.layers.values() for array in layer)
-        self._state_bytes = sum(array.nbytes for layer in self._cache.recurrent.values() for array in layer)
-
     def stored_as(self, tensor: Tensor) -> StoredAs:
         return StoredAs("F32", 32)
+
+    def load(self, model: Model, program: int = 0) -> None:
+        self._programs[program] = RefProgram(model)
+
+    def reserve_kv(self, num_blocks: int, block_size: int, states: int = 0, groups: Sequence[KvGroup] = ()) -> None:
+        for number, program in self._programs.items():
+            program.reserve(num_blocks, block_size, states, () if number else groups)
+
+    def _kv_arrays(self) -> list[Floats]:
+        return [array for program in self._programs.values() for array in program.cache.arrays]
+
+    def logits(self, batch: Batch) -> Floats:
+        """Returns what the forward pass gives for the sampled positions: [S, vocab]."""
+        return self._program_of(batch).forward(batch)[0]
 
     def footprint(self, spec: ModelSpec, tensors: Iterable[Tensor]) -> Footprint:
         weights = sum(self.stored_as(tensor).bytes(tensor) for tensor in tensors)
         return Footprint.on_host(int(weights), 4 * spec.kv_layers * spec.attn.kv_values, spec.state_bytes)
 
-    def kv_bytes_per_token(self) -> int:
-        return self._kv_bytes
-
-    def kv_memory(self) -> int:
-        return available_memory() // 4
-
-    def state_bytes(self) -> int:
-        return self._state_bytes
-
-    def reserve_kv(self, num_blocks: int, block_size: int, states: int = 0, groups: Sequence[KvGroup] = ()) -> None:
-        self._cache = Cache(num_blocks, block_size, states, groups)
-
-    def warm_up(self) -> None: ...
-
-    def settle(self) -> bool:
-        return False
-
-    def launch(self, batch: Batch) -> Ticket:
-        logits, states = self._forward(batch)
-        result = sample(logits, batch)
-        if batch.pools:
-            result = self._pools.answer(batch, result, lambda first, last: states[0][first:last])
-        for slot, row in zip(batch.slots.tolist(), result.rows, strict=True):
-            if row.tokens:
-                self._last[slot] = row.tokens[-1]
-        self._results[batch.step] = result
-        return batch.step
-
-    def logits(self, batch: Batch) -> Floats:
-        """What the forward pass gives for the sampled positions: [S, vocab]."""
-        return self._forward(batch)[0]
-
-    def _forward(self, batch: Batch) -> tuple[Floats, list[Floats]]:
-        ops = RefOps(replace(batch, tokens=self._known_tokens(batch)), self._cache)
-        return self._model.forward(ops), ops.states
-
-    def relieve(self) -> None: ...
-
-    def wait(self, ticket: Ticket) -> StepResult:
-        return self._results.pop(ticket)
-
-    def time_step(self, batch: Batch, times: int) -> float:
-        return time_step(self, batch, times)
-
-    def move_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        for source, target in pairs:
-            for cache in (array for layer in self._cache.layers.values() for array in layer):
-                cache[target] = cache[source]
+    def memory_needs(self) -> MemoryNeeds:
+        programs = self._programs.values()
+        kv, state = (sum(getattr(each, name) for each in programs) for name in ("kv_bytes", "state_bytes"))
+        return MemoryNeeds(kv, state, available_memory() // 4)
 
     def close(self) -> None: ...
-
-    def _known_tokens(self, batch: Batch) -> Ints:
-        slots = np.repeat(batch.slots, np.diff(batch.row_start))  # [T]
-        last = np.array([self._last.get(slot, LAST_SAMPLED) for slot in slots.tolist()], np.int32)
-        return np.where(batch.tokens == LAST_SAMPLED, last, batch.tokens)

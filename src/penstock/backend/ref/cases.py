@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from math import prod
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from penstock.backend.base import Backend, Batch, Floats, Pool
-from penstock.backend.ref.batches import Chunk, blocks_for, greedy_batch, random_steps
+from penstock.backend.batches import Chunk, greedy_batch
+from penstock.backend.ref.random_steps import blocks_for, random_steps
 from penstock.model import rope
-from penstock.model.dequantize import layout_of
 from penstock.model.ops import Ops
+from penstock.model.random_tensor import random_tensor
 from penstock.model.spec import AttentionSpec, ExpertSpec, RopeSpec
 from penstock.model.tensor import FORMATS, Stack, Tensor
 
@@ -104,27 +104,6 @@ def pooled(backend: Backend, batch: Batch) -> Floats:
 
 def difference(got: Floats, wanted: Floats) -> float:
     return float(np.abs(got - wanted).max() / np.abs(wanted).max())
-
-
-def random_tensor(rng: Random, format: str, *shape: int) -> Tensor:
-    """Returns a tensor of random bytes, with scales that keep the values small."""
-    count = prod(shape) // FORMATS[format].values
-    blocks = np.frombuffer(rng.bytes(count * FORMATS[format].bytes), layout_of(format)).copy()
-    for field in blocks.dtype.names or ():
-        if field in ("d", "m"):
-            blocks[field] = rng.normal(0, 0.01, count)
-    if format == "MXFP4":
-        blocks["e"] = rng.integers(118, 124, count)
-    if format == "NVFP4":
-        blocks["scales"] = rng.integers(1, 24, (count, 4))
-    if format == "IQ1_M":
-        d = rng.normal(0, 0.01, count).astype(np.float16).view(np.uint16)
-        blocks["scales"] = blocks["scales"] & 0xFFF | d[:, None] >> np.arange(0, 16, 4) << 12
-    if format in ("F32", "F16"):
-        blocks["x"] = rng.normal(size=count)
-    if format == "BF16":
-        blocks["x"] = rng.normal(size=count).astype(np.float32).view(np.uint32) >> 16
-    return Tensor(f"random {format}", FORMATS[format], shape, blocks.view(np.uint8))
 
 
 def inputs(rng: Random, tokens: int, width: int) -> Stack:

@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 
 from penstock.backend.base import Batch, StateMove
-from penstock.backend.ref.batches import Chunk, greedy_batch, random_steps
-from penstock.backend.ref.cases import BLOCK_SIZE, FLOAT, Case, Random, Trial, all_at_once, inputs, random_tensor
+from penstock.backend.batches import Chunk, greedy_batch
+from penstock.backend.ref.cases import BLOCK_SIZE, FLOAT, Case, Random, Trial, all_at_once, inputs
+from penstock.backend.ref.random_steps import random_steps
 from penstock.model.ops import DeltaWeights, Ops
+from penstock.model.random_tensor import random_tensor
 from penstock.model.spec import DeltaSpec
 from penstock.model.tensor import Stack
 
@@ -50,8 +52,8 @@ def in_chunks(rng: Random, *lengths: int, longest: int) -> list[Batch]:
 
 
 def saved_and_begun() -> list[Batch]:
-    """A state is saved in the middle of a row and at its end; others go on from there in other slots, and the slot that
-    it was saved from begins anew."""
+    """Returns steps in which a state is saved in the middle of a row and at its end; others go on from there in other
+    slots, and the slot that it was saved from begins anew."""
     first = greedy_batch([Chunk(range(9), 0, [0], 0), Chunk(range(20, 22), 0, [0], 3)])
     then = greedy_batch([Chunk(range(30, 35), 5, [0], 1), Chunk(range(2), 0, [0], 0), Chunk(range(4), 2, [0], 3)], 1)
     last = greedy_batch([Chunk(range(40, 44), 8, [0], 2), Chunk(range(2, 6), 2, [0], 0), Chunk([7], 10, [0], 1)], 2)

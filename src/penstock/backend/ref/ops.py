@@ -50,6 +50,11 @@ class Cache:
             self.layers[index] = tuple(np.zeros(shape, np.float32) for _ in range(1 if spec.v_dim else 2))
         return self.layers[index]
 
+    @property
+    def arrays(self) -> list[Floats]:
+        """Returns all arrays whose first axis is the block, in a fixed order."""
+        return [array for index in sorted(self.layers) for array in self.layers[index]]
+
     def state(self, index: int, spec: DeltaSpec) -> tuple[Floats, Floats]:
         """Returns a recurrent layer's last inputs of the convolution, [states, conv_width - 1, width], and its heads'
         states, [states, v_heads, k_dim, v_dim]."""

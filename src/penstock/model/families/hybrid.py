@@ -18,15 +18,6 @@ from penstock.model.spec import DeltaSpec, ExpertSpec, ModelSpec
 from penstock.model.weights import Packer, Spans
 
 LINEAR, FULL = "linear_attention", "full_attention"
-HUGGING_FACE = {  # what tensors of mixers are called in folders
-    "q_norm": "self_attn.q_norm",
-    "k_norm": "self_attn.k_norm",
-    "conv": "linear_attn.conv1d",
-    "decay_log": "linear_attn.A_log",
-    "dt": "linear_attn.dt_bias",
-    "delta_norm": "linear_attn.norm",
-    "delta_o": "linear_attn.out_proj",
-}
 GGUF_KEYS = (
     "attention.recurrent_layers",
     "expert_shared_feed_forward_length",
@@ -120,13 +111,9 @@ def read_hf(config: ConfigReader, spec: ModelSpec) -> ModelSpec:
     config.require("output_gate_type", ("swish", "silu"), "swish")
     config.require("mamba_ssm_dtype", ("float32",), "float32")
     config.ignore("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
-    delta = DeltaSpec(
-        k_heads=config.size("linear_num_key_heads"),
-        v_heads=config.size("linear_num_value_heads"),
-        k_dim=config.size("linear_key_head_dim"),
-        v_dim=config.size("linear_value_head_dim"),
-        conv_width=config.size("linear_conv_kernel_dim"),
-    )
+    heads = config.size("linear_num_key_heads"), config.size("linear_num_value_heads")
+    dims = config.size("linear_key_head_dim"), config.size("linear_value_head_dim")
+    delta = DeltaSpec(*heads, *dims, config.size("linear_conv_kernel_dim"))
     each = config.size("full_attention_interval", 4)
     kinds = [FULL if (i + 1) % each == 0 else LINEAR for i in range(spec.layers)]
     if "layer_types" in config:
@@ -150,14 +137,8 @@ def with_experts(spec: ModelSpec, experts: ExpertSpec, shared: int) -> ModelSpec
 def read_gguf(config: ConfigReader, spec: ModelSpec, tiled: bool) -> ModelSpec:
     unused = int(config.number("nextn_predict_layers", 0, least=0))
     spec = replace(spec, layers=spec.layers - unused, unused_layers=unused)
-    delta = DeltaSpec(
-        k_heads=config.size("ssm.group_count"),
-        v_heads=config.size("ssm.time_step_rank"),
-        k_dim=config.size("ssm.state_size"),
-        v_dim=config.size("ssm.state_size"),
-        conv_width=config.size("ssm.conv_kernel"),
-        tiled=tiled,
-    )
+    heads, dim = (config.size("ssm.group_count"), config.size("ssm.time_step_rank")), config.size("ssm.state_size")
+    delta = DeltaSpec(*heads, dim, dim, config.size("ssm.conv_kernel"), tiled)
     config.require("ssm.inner_size", (delta.v_width,))
     each = config.size("full_attention_interval", 4)
     recurrent: Sequence[bool] = [(i + 1) % each != 0 for i in range(spec.layers)]

@@ -14,6 +14,10 @@ from penstock.model.spec import ModelSpec, RopeSpec
 from penstock.model.tensor import Tensor
 from penstock.model.weights import Packer
 
+PARTS = {
+    "attn.Wqkv": "qkv", "attn.out_proj": "o", "norm1": "attn_norm",
+    "mlp.fc11": "up", "mlp.fc12": "gate", "mlp.fc2": "down", "norm2": "mlp_norm",
+}  # fmt: skip
 HUGGING_FACE = names.Naming(
     top={
         "embeddings.word_embeddings": "embed",
@@ -21,15 +25,7 @@ HUGGING_FACE = names.Naming(
         "emb_ln": "embed_norm",
     },
     layer=re.compile(rf"encoder\.layers\.{names.NUMBER}\.(.+)"),
-    parts={
-        "attn.Wqkv": "qkv",
-        "attn.out_proj": "o",
-        "norm1": "attn_norm",
-        "mlp.fc11": "up",
-        "mlp.fc12": "gate",
-        "mlp.fc2": "down",
-        "norm2": "mlp_norm",
-    },
+    parts=PARTS,
     ignored=re.compile(r"(pooler|cls)\..+"),
 )
 GGUF = bert.GGUF.but(qkv="attn_qkv")
@@ -56,6 +52,8 @@ NOT_COMPUTED = (  # about training; the last one is about texts longer than thos
 )
 TRAINED = 2048  # tokens, where its first config is silent
 THETA = 1000.0
+KEYS = ("hidden_size", "num_attention_heads", "num_hidden_layers", "intermediate_size", "layer_norm_eps")
+FIRST_KEYS = ("n_embd", "n_head", "n_layer", "n_inner", "layer_norm_epsilon")
 
 
 def read_hf(config: ConfigReader) -> ModelSpec:
@@ -64,21 +62,10 @@ def read_hf(config: ConfigReader) -> ModelSpec:
     if "n_embd" in config:
         return read_first(config)
     config.require("hidden_act", tuple(ACTS), "silu")
-    dim, heads = config.size("hidden_size"), config.size("num_attention_heads")
-    attn, max_len = bert.read_attention(dim, heads), config.size("max_position_embeddings")
-    config.require("head_dim", (attn.head_dim,), attn.head_dim)
-    return ModelSpec(
-        arch="nomic_bert",
-        layers=config.size("num_hidden_layers", most=MAX_LAYERS),
-        dim=dim,
-        hidden=config.size("intermediate_size"),
-        vocab=config.size("vocab_size"),
-        max_len=max_len,
-        eps=config.number("layer_norm_eps", 1e-12),
-        attn=replace(attn, rope=config_hf.read_rope(config, attn.head_dim, max_len, THETA)),
-        act=ACTS[config.text("hidden_act", "silu")],
-        biases=BIASES,
-    )
+    spec = read_sizes(config, KEYS, config.size("max_position_embeddings"))
+    config.require("head_dim", (spec.attn.head_dim,), spec.attn.head_dim)
+    rotation = config_hf.read_rope(config, spec.attn.head_dim, spec.max_len, THETA)
+    return replace(spec, attn=replace(spec.attn, rope=rotation), act=ACTS[config.text("hidden_act", "silu")])
 
 
 def read_first(config: ConfigReader) -> ModelSpec:
@@ -86,18 +73,25 @@ def read_first(config: ConfigReader) -> ModelSpec:
     config.ignore(*NOT_COMPUTED)
     for key, value in COMPUTED.items():
         config.require(key, (value,))
-    dim, heads = config.size("n_embd"), config.size("n_head")
-    attn = bert.read_attention(dim, heads)
-    freqs = rope.plain(config.number("rotary_emb_base", THETA, least=1.001), attn.head_dim)
+    max_len = min(config.size("n_positions"), config.size("max_trained_positions", TRAINED))
+    spec = read_sizes(config, FIRST_KEYS, max_len)
+    freqs = rope.plain(config.number("rotary_emb_base", THETA, least=1.001), spec.attn.head_dim)
+    return replace(spec, attn=replace(spec.attn, rope=RopeSpec(freqs, interleaved=False)))
+
+
+def read_sizes(config: ConfigReader, keys: tuple[str, ...], max_len: int) -> ModelSpec:
+    """Reads an encoder without its RoPE from the keys of its width, heads, layers, hidden width and epsilon."""
+    width, heads, layers, hidden, eps = keys
+    dim = config.size(width)
     return ModelSpec(
         arch="nomic_bert",
-        layers=config.size("n_layer", most=MAX_LAYERS),
+        layers=config.size(layers, most=MAX_LAYERS),
         dim=dim,
-        hidden=config.size("n_inner"),
+        hidden=config.size(hidden),
         vocab=config.size("vocab_size"),
-        max_len=min(config.size("n_positions"), config.size("max_trained_positions", TRAINED)),
-        eps=config.number("layer_norm_epsilon", 1e-12),
-        attn=replace(attn, rope=RopeSpec(freqs, interleaved=False)),
+        max_len=max_len,
+        eps=config.number(eps, 1e-12),
+        attn=bert.read_attention(dim, config.size(heads)),
         biases=BIASES,
     )
 

@@ -13,12 +13,11 @@ from penstock.model.spec import ModelSpec
 from penstock.model.tensor import Tensor
 
 HUGGING_FACE = names.HUGGING_FACE.but(
-    **hybrid.HUGGING_FACE,
     delta_qkv="linear_attn.in_proj_qkv",
     delta_z="linear_attn.in_proj_z",
     delta_b="linear_attn.in_proj_b",
     delta_a="linear_attn.in_proj_a",
-    **names.EXPERTS | qwen3next.SHARED,
+    **qwen3next.HYBRID,
 )._replace(
     top=dict(names.HUGGING_FACE.top)
     | {"model.language_model.embed_tokens": "embed", "model.language_model.norm": "norm"},

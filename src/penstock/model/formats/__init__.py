@@ -1,1 +1,1 @@
-"""Quantized checkpoints of Hugging Face folders, one file for each format; checkpoint.py finds out which one it is."""
+"""Reads quantized checkpoints of Hugging Face folders: each format has a file, and checkpoint.py chooses one."""

@@ -1,5 +1,5 @@
-"""AutoRound: the tensors of GPTQ or AWQ, whichever `packing_format` names, with sizes that modules may have for
-themselves."""
+"""Reads AutoRound: the tensors are those of GPTQ or AWQ, as `packing_format` says, and modules may have sizes of their
+own."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from penstock.model.config_reader import ConfigReader
 from penstock.model.formats import awq, gptq
 from penstock.model.formats.modules import Scheme
 
-LESS = {  # than a zero point is what is stored
+ZERO_OFFSET = {  # what must be added to a stored zero point
     "auto_round:auto_gptq": 1,
     "auto_round:gptq": 1,
     "auto_round:gptqmodel": 0,
     "auto_round": 0,
 }
 AWQ = ("auto_round:auto_awq", "auto_round:awq")
-KEYS = {  # what is not read here was for whoever quantized
+KEYS = {  # those that are not read below concern only the program that quantized
     "act_bits",
     "act_data_type",
     "act_dynamic",
@@ -62,7 +62,7 @@ KEYS = {  # what is not read here was for whoever quantized
 
 
 def read_sizes(config: ConfigReader, module: str) -> tuple[int, int]:
-    """Bits and columns of a group (0: all), of the module itself or of all."""
+    """Returns a module's bits and the columns of a group (0: all of them)."""
     bits, group = config.size("bits"), config.size_or_all("group_size")
     exceptions = config.table("extra_config")
     for name in exceptions.names():
@@ -73,13 +73,17 @@ def read_sizes(config: ConfigReader, module: str) -> tuple[int, int]:
 
 
 def matches(pattern: str, module: str) -> bool:
+    """Returns whether a pattern of extra_config matches a module's whole name."""
     try:
         return re.fullmatch(pattern, module) is not None
     except re.error as error:
-        raise MalformedFile(f"extra_config in quantization_config has a pattern that is none: {pattern!r}") from error
+        raise MalformedFile(
+            f"extra_config in quantization_config has {pattern!r}, which is not a regular expression: {error}"
+        ) from error
 
 
 def read(config: ConfigReader) -> Scheme:
+    """Reads the quantization_config of AutoRound."""
     config.refuse_others(KEYS)
     packing = config.text("packing_format", config.text("backend", "auto_round:auto_gptq"))
     config.require("data_type", ("int", "int_sym"), "int")
@@ -87,7 +91,7 @@ def read(config: ConfigReader) -> Scheme:
     if packing in AWQ:
         config.require("bits", (4,))
         return awq.scheme(lambda module: read_sizes(config, module)[1])
-    if packing not in LESS:
-        raise config.unsupported("packing_format", packing, (*LESS, *AWQ))
+    if packing not in ZERO_OFFSET:
+        raise config.unsupported("packing_format", packing, (*ZERO_OFFSET, *AWQ))
     config.require("bits", gptq.BITS)
-    return gptq.scheme(lambda module: gptq.Packing(*read_sizes(config, module), LESS[packing]))
+    return gptq.scheme(lambda module: gptq.GptqPacking(*read_sizes(config, module), ZERO_OFFSET[packing]))

@@ -1,4 +1,4 @@
-"""AWQ, as its `gemm` version stores it: words of 8 columns of the output, in an order of their own."""
+"""Reads AWQ as its `gemm` version stores it: a word holds 8 columns of the output, in an order of its own."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from penstock.model.config_reader import ConfigReader
 from penstock.model.formats.gptq import group_size
-from penstock.model.formats.grouped import Factors, Grouped, floats
-from penstock.model.formats.modules import Parts, Scheme, check_shape, integers, sizes_of
+from penstock.model.formats.grouped import Factors, Grouped, plain_values
+from penstock.model.formats.modules import ModuleScheme, ModuleTensors, Scheme, check_shape, integers, matrix_shape
 from penstock.model.tensor import Tensor
 
 KEYS = {
@@ -27,29 +27,30 @@ KEYS = {
     "version",
     "zero_point",
 }
-ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column that each four bits of a word are of, lowest first
+ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column that each 4 bits of a word belong to, lowest bits first
 
 
 def scheme(group_of: Callable[[str], int]) -> Scheme:
-    """Of groups that modules may have for themselves; 0: all columns."""
-    return Scheme(
-        lambda module, parts: weight(module, parts, group_of(module)),
-        mark="qweight",
+    """Returns the scheme; `group_of` gives the group size of a module (0: all columns)."""
+    return ModuleScheme(
+        lambda module, tensors: weight(module, tensors, group_of(module)),
+        marker="qweight",
         needed=("qweight", "qzeros", "scales"),
     )
 
 
-def weight(module: str, parts: Parts, group: int) -> Tensor:
-    words, scales = parts["qweight"], parts["scales"]
-    (width, each), (groups, _) = sizes_of(words), sizes_of(scales)
+def weight(module: str, tensors: ModuleTensors, group: int) -> Tensor:
+    """Returns the weight of a module."""
+    words, scales = tensors["qweight"], tensors["scales"]
+    (width, each), (groups, _) = matrix_shape(words), matrix_shape(scales)
     rows = 8 * each
     check_shape(scales, (groups, rows))
-    check_shape(parts["qzeros"], (groups, rows // 8))
-    stored, zeros = integers(words, "I32", "U32"), integers(parts["qzeros"], "I32", "U32")
+    check_shape(tensors["qzeros"], (groups, rows // 8))
+    stored, zeros = integers(words, "I32", "U32"), integers(tensors["qzeros"], "I32", "U32")
 
     def factors(first: int, last: int) -> Factors:
-        zero = columns(zeros, first, last).astype(np.int16)
-        return Factors(floats(scales, columns=slice(first, last)).T, zero)
+        zero = unpack_outputs(zeros, first, last).astype(np.int16)
+        return Factors(plain_values(scales, columns=slice(first, last)).T, zero)
 
     return Grouped(
         words.name,
@@ -57,22 +58,23 @@ def weight(module: str, parts: Parts, group: int) -> Tensor:
         (rows, width),
         4,
         group_size(module, group, width, groups),
-        lambda first, last: columns(stored, first, last),
+        lambda first, last: unpack_outputs(stored, first, last),
         factors,
     ).tensor()
 
 
-def columns(words: NDArray[Any], first: int, last: int) -> NDArray[np.uint8]:
-    """Of the output, as rows: [n, words] -> [last - first, n]."""
+def unpack_outputs(words: NDArray[Any], first: int, last: int) -> NDArray[np.uint8]:
+    """Unpacks columns `first` to `last` of the output, each of which becomes a row: [n, words] -> [last - first, n]."""
     start, end = first // 8, -(-last // 8)
-    turned = np.ascontiguousarray(words[:, start:end].T).view(np.uint32)  # [words, n]
-    codes = np.empty((end - start, 8, turned.shape[1]), np.uint8)
+    transposed = np.ascontiguousarray(words[:, start:end].T).view(np.uint32)  # [words, n]
+    codes = np.empty((end - start, 8, transposed.shape[1]), np.uint8)
     for place, column in enumerate(ORDER):
-        codes[:, column] = turned >> np.uint32(4 * place) & 15
-    return codes.reshape(-1, turned.shape[1])[first - 8 * start : last - 8 * start]
+        codes[:, column] = transposed >> np.uint32(4 * place) & 15
+    return codes.reshape(-1, transposed.shape[1])[first - 8 * start : last - 8 * start]
 
 
 def read(config: ConfigReader) -> Scheme:
+    """Reads the quantization_config of AWQ."""
     config.refuse_others(KEYS)
     config.require("bits", (4,))
     config.require("zero_point", (True,), True)

@@ -1,4 +1,4 @@
-"""Codes of a few bits out of words."""
+"""Unpacks codes of a few bits from words."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ Words = NDArray[Any]
 Codes = NDArray[np.uint8]
 
 
-def fields(words: Words, bits: int) -> Codes:
-    """Each row of words as one stream of bits, lowest first, cut into codes: [rows, n] -> [rows, 8 * bytes / bits]."""
+def unpack(words: Words, bits: int) -> Codes:
+    """Cuts each row of words, one stream of bits with the lowest first, into codes: [rows, n] -> [rows, codes]."""
     data = np.ascontiguousarray(words).view(np.uint8)
     rows = len(data)
     if bits == 8:
@@ -26,12 +26,12 @@ def fields(words: Words, bits: int) -> Codes:
     return codes.reshape(rows, -1)
 
 
-def fields_across(words: Words, bits: int, first: int, last: int) -> Codes:
-    """The same, of codes `first` to `last` of each row alone."""
+def unpack_range(words: Words, bits: int, first: int, last: int) -> Codes:
+    """Unpacks codes `first` to `last` of each row of words, and no others."""
     start, end = first // 32, -(-last // 32)
-    return fields(words[:, start * bits : end * bits], bits)[:, first - 32 * start : last - 32 * start]
+    return unpack(words[:, start * bits : end * bits], bits)[:, first - 32 * start : last - 32 * start]
 
 
-def fields_down(words: Words, bits: int) -> Codes:
-    """The same of columns, each of which becomes a row: [n, columns] -> [columns, 8 * bytes / bits]."""
-    return fields(np.ascontiguousarray(words.T), bits)
+def unpack_columns(words: Words, bits: int) -> Codes:
+    """Unpacks each column of words, which becomes a row of codes: [n, columns] -> [columns, codes]."""
+    return unpack(np.ascontiguousarray(words.T), bits)

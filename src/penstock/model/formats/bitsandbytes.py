@@ -1,5 +1,5 @@
-"""bitsandbytes: codes of 4 bits out of a table of 16 numbers with the largest of each block as its scale, which may be
-coded in 8 bits itself; and bytes with the largest of each row."""
+"""Reads bitsandbytes. Codes of 4 bits index a table of 16 numbers; the scale of a block is its largest value, which may
+be quantized to 8 bits itself. Weights of 8 bits have a scale for each row."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import numpy as np
 from penstock.errors import MalformedFile
 from penstock.model.config_reader import MAX_NUMBER, ConfigReader
 from penstock.model.dequantize import LAYOUTS, NF4_VALUES
-from penstock.model.formats.grouped import BLOCK, Floats, floats
-from penstock.model.formats.modules import Parts, Scheme, check_shape, integers, sizes_of
+from penstock.model.formats.grouped import BLOCK, Floats, plain_values
+from penstock.model.formats.modules import ModuleScheme, ModuleTensors, Scheme, check_shape, integers, matrix_shape
 from penstock.model.open_files import parse_json
 from penstock.model.tensor import NF4, Bytes, Format, Scales, Tensor
 
-KEYS = {  # what matters of them is said again beside each weight
+KEYS = {  # those that matter are said again beside each weight
     "_load_in_4bit",
     "_load_in_8bit",
     "bnb_4bit_compute_dtype",
@@ -42,17 +42,18 @@ STATE_KEYS = {
 }
 
 
-def four_bits(module: str, parts: Parts) -> Tensor:
-    kind, state = read_state(module, parts)
+def four_bits(module: str, tensors: ModuleTensors) -> Tensor:
+    """Returns a weight of 4 bits: as NF4 blocks if its table and sizes allow it, else as values."""
+    kind, state = read_state(module, tensors)
     (rows, width), block = state.sizes("shape", 2), state.size("blocksize")
-    packed, table = parts["weight"], floats(parts["weight.quant_map"]).reshape(-1)
+    packed, table = tensors["weight"], plain_values(tensors["weight.quant_map"]).reshape(-1)
     stored = integers(packed, "U8", "I8").reshape(-1).view(np.uint8)
     if len(stored) != -(-rows * width // 2) or table.shape != (16,):
         raise MalformedFile(f"tensor {packed.name!r} does not hold {rows} x {width} codes of 4 bits")
-    scales = scales_of(parts, state, -(-rows * width // block))
+    scales = scales_of(tensors, state, -(-rows * width // block))
 
     if kind == "nf4" and np.array_equal(table, NF4_VALUES) and not (width % BLOCK or block % BLOCK):
-        return Tensor(packed.name, NF4, (rows, width), partial(blocks, stored, scales, width, block))
+        return Tensor(packed.name, NF4, (rows, width), partial(nf4_blocks, stored, scales, width, block))
 
     def values(first: int, last: int) -> Bytes:
         at = np.arange(first * width, last * width)
@@ -63,8 +64,9 @@ def four_bits(module: str, parts: Parts) -> Tensor:
     return Tensor(packed.name, Format(f"bitsandbytes {kind}", 1, 4), (rows, width), values)
 
 
-def blocks(stored: Bytes, scales: Floats, width: int, block: int, first: int, last: int) -> Bytes:
-    """A block's first value is the higher half of its first byte; in storage blocks 16 others lie between."""
+def nf4_blocks(stored: Bytes, scales: Floats, width: int, block: int, first: int, last: int) -> Bytes:
+    """Returns rows as storage blocks. bitsandbytes has neighbours in one byte, the first in its higher half; a storage
+    block has value i and value i + 16 in one byte."""
     out = np.empty((last - first) * width // BLOCK, LAYOUTS["NF4"])
     pairs = stored[first * width // 2 : last * width // 2].reshape(len(out), 2, 8)
     codes = np.stack([pairs >> 4, pairs & 15], -1).reshape(len(out), 2, 16)
@@ -73,62 +75,67 @@ def blocks(stored: Bytes, scales: Floats, width: int, block: int, first: int, la
     return out.view(np.uint8)
 
 
-def read_state(module: str, parts: Parts) -> tuple[str, ConfigReader]:
-    """What is said of a weight in JSON, in a tensor of its own."""
-    kinds = [kind for kind, name in STATES.items() if name in parts]
+def read_state(module: str, tensors: ModuleTensors) -> tuple[str, ConfigReader]:
+    """Reads what a tensor of its own says about a weight, in JSON; returns the kind of its table and the rest."""
+    kinds = [kind for kind, name in STATES.items() if name in tensors]
     if len(kinds) != 1:
-        raise MalformedFile(f"{module}.weight has {len(kinds)} states of bitsandbytes, not 1")
+        raise MalformedFile(f"{module}.weight has {len(kinds)} quant_state tensors of bitsandbytes, not 1")
     name = STATES[kinds[0]]
-    text = integers(parts[name], "U8").tobytes()
+    text = integers(tensors[name], "U8").tobytes()
     state = ConfigReader(parse_json(text, f"{module}.{name}"), f"{module}.{name}")
     state.refuse_others(STATE_KEYS)
     return kinds[0], state
 
 
-def scales_of(parts: Parts, state: ConfigReader, blocks: int) -> Floats:
-    """The largest of each block."""
-    largest = parts["weight.absmax"]
+def scales_of(tensors: ModuleTensors, state: ConfigReader, blocks: int) -> Floats:
+    """Returns the scale of each block, its largest value."""
+    largest = tensors["weight.absmax"]
     check_shape(largest, (blocks,))
-    if "weight.nested_absmax" not in parts:
-        return floats(largest).reshape(-1)
-    if "weight.nested_quant_map" not in parts:
-        raise MalformedFile(f"{largest.name!r} is coded, and nested_quant_map, which says how, is not there")
+    if "weight.nested_absmax" not in tensors:
+        return plain_values(largest).reshape(-1)
+    if "weight.nested_quant_map" not in tensors:
+        raise MalformedFile(
+            f"{largest.name!r} is quantized, but nested_quant_map, which says how, is missing; fetch it again"
+        )
     codes = integers(largest, "U8")
-    table, outer = (floats(parts[f"weight.nested_{part}"]).reshape(-1) for part in ("quant_map", "absmax"))
+    table, outer = (plain_values(tensors[f"weight.nested_{kind}"]).reshape(-1) for kind in ("quant_map", "absmax"))
     run = state.size("nested_blocksize")
     if len(table) != 256 or len(outer) != -(-blocks // run):
-        raise MalformedFile(f"{largest.name!r} has {blocks} codes; the scales of them do not fit")
+        raise MalformedFile(f"{largest.name!r} has {blocks} codes, and their scales have another number")
     values: Floats = table[codes] * outer[np.arange(blocks) // run] + np.float32(
         state.number("nested_offset", least=-MAX_NUMBER)
     )
     return values
 
 
-def eight_bits(module: str, parts: Parts) -> Tensor:
-    codes, largest = parts["weight"], parts["SCB"]
+def eight_bits(module: str, tensors: ModuleTensors) -> Tensor:
+    """Returns a weight of 8 bits, with a scale for each row."""
+    codes, largest = tensors["weight"], tensors["SCB"]
     integers(codes, "I8")
-    rows, width = sizes_of(codes)
+    rows, width = matrix_shape(codes)
     check_shape(largest, (rows,))
-    check_order(parts)
-    scales: Floats = floats(largest).reshape(-1, 1) / np.float32(127)
+    check_order(tensors)
+    scales: Floats = plain_values(largest).reshape(-1, 1) / np.float32(127)
     return Tensor(codes.name, codes.format, codes.shape, codes.data, Scales(scales, 1, width))
 
 
-def check_order(parts: Parts) -> None:
-    if "weight_format" in parts and integers(parts["weight_format"], "U8").any():
-        raise MalformedFile(f"{parts['weight_format'].name!r} is not 0: only rows one after the other are read")
+def check_order(tensors: ModuleTensors) -> None:
+    """Raises unless the rows are stored one after the other."""
+    if "weight_format" in tensors and integers(tensors["weight_format"], "U8").any():
+        raise MalformedFile(f"{tensors['weight_format'].name!r} is not 0: only the row-major order is supported")
 
 
-FOUR_BITS = Scheme(
+FOUR_BITS = ModuleScheme(
     four_bits,
-    mark="weight.absmax",
+    marker="weight.absmax",
     needed=("weight", "weight.absmax", "weight.quant_map"),
     optional=("weight.nested_absmax", "weight.nested_quant_map", *STATES.values()),
 )
-EIGHT_BITS = Scheme(eight_bits, mark="SCB", needed=("weight", "SCB"), optional=("weight_format",))
+EIGHT_BITS = ModuleScheme(eight_bits, marker="SCB", needed=("weight", "SCB"), optional=("weight_format",))
 
 
 def read(config: ConfigReader) -> Scheme:
+    """Reads the quantization_config of bitsandbytes."""
     config.refuse_others(KEYS)
     config.require("llm_int8_has_fp16_weight", (False,), False)
     config.require("bnb_4bit_quant_type", tuple(STATES), "nf4")

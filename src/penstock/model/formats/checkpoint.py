@@ -1,8 +1,8 @@
-"""Quantized checkpoints of Hugging Face folders, one file for each format.
+"""Finds out how a Hugging Face folder quantizes its weights, and reads them as one tensor each.
 
-A format says what its `quantization_config` may hold, which tensors make up a quantized weight, and how they become one
-tensor: in storage blocks that every backend has kernels for, where that loses nothing. modules.py finds the weights;
-what is not quantized stays as it is.
+A format's file says what its `quantization_config` may hold, which tensors make up a quantized weight, and how they
+become one tensor: in storage blocks that every backend has kernels for, if that loses nothing. Weights that are not
+quantized stay as they are.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from importlib import import_module
 from pathlib import Path
 from typing import Protocol, cast
 
-from penstock.errors import UnsupportedModel
+from penstock.errors import MalformedFile, UnsupportedModel
 from penstock.model.config_reader import ConfigReader
-from penstock.model.formats import fp8_checkpoint
-from penstock.model.formats.modules import Scheme, put_together
+from penstock.model.formats.modules import Scheme, Unquantized
 from penstock.model.open_files import read_json
-from penstock.model.tensor import INTEGERS, Tensor
+from penstock.model.tensor import FP8, INTEGERS, Tensor
 
 MODELOPT = "hf_quant_config.json"  # where older folders of modelopt say what a config.json says now
 METHODS = {  # what quant_method calls a format: its file
+    "fp8": "fp8_checkpoint",
     "awq": "awq",
     "gptq": "gptq",
     "auto-round": "autoround",
@@ -34,51 +34,49 @@ METHODS = {  # what quant_method calls a format: its file
 }
 
 
+class FormatFile(Protocol):
+    """Describes the module of a format."""
+
+    def read(self, config: ConfigReader) -> Scheme:
+        """Checks what quantization_config says; returns how weights are stored."""
+
+
 def weights_of(tensors: Mapping[str, Tensor], config: ConfigReader, folder: Path) -> dict[str, Tensor]:
-    """The tensors that are weights, by their names in the file."""
-    scheme = read_scheme(config, folder)
-    if scheme is None or isinstance(scheme, fp8_checkpoint.Scheme):
-        found = fp8_checkpoint.with_scales(tensors, scheme)
-    else:
-        found = put_together(tensors, scheme)
+    """Returns the weights of a checkpoint, by their names in its files."""
+    found = read_scheme(config, folder).weights(tensors)
     for tensor in found.values():
-        if tensor.format.name in INTEGERS and tensor.scales is None:
+        if tensor.scales is None and tensor.format.name in INTEGERS:
             raise UnsupportedModel(
                 f"tensor {tensor.name!r} is stored as {tensor.format.name}; config.json does not say how to read that"
             )
+        if tensor.scales is None and tensor.format.name in FP8:
+            raise MalformedFile(f"tensor {tensor.name!r} is stored as {tensor.format.name} without a scale")
     return found
 
 
-def read_scheme(config: ConfigReader, folder: Path) -> Scheme | fp8_checkpoint.Scheme | None:
-    """None: the checkpoint is not quantized."""
+def read_scheme(config: ConfigReader, folder: Path) -> Scheme:
+    """Reads how weights are stored from the first place that says it."""
     if "quantization" in config:
         return reader("mlx")(config.table("quantization"))
     key = "quantization_config" if "quantization_config" in config else "compression_config"
     if key not in config:
         return read_modelopt(folder)
-    fields = config.table(key)
-    if "quant_method" not in fields and "bits" in fields and "group_size" in fields:
-        return reader("mlx")(fields)
-    method = fields.text("quant_method", "")
-    if method == "fp8":
-        return fp8_checkpoint.read_fp8(fields)
+    quantization = config.table(key)
+    if "quant_method" not in quantization and "bits" in quantization and "group_size" in quantization:
+        return reader("mlx")(quantization)
+    method = quantization.text("quant_method", "")
     if method not in METHODS:
-        raise fields.unsupported("quant_method", method, ("fp8", *METHODS))
-    return reader(METHODS[method])(fields)
+        raise quantization.unsupported("quant_method", method, METHODS)
+    return reader(METHODS[method])(quantization)
 
 
-def read_modelopt(folder: Path) -> Scheme | fp8_checkpoint.Scheme | None:
+def read_modelopt(folder: Path) -> Scheme:
+    """Reads modelopt's own file, if the folder has one."""
     if not (folder / MODELOPT).exists():
-        return None
-    fields = ConfigReader(read_json(folder / MODELOPT), MODELOPT).table("quantization")
-    return reader("modelopt")(fields)
+        return Unquantized()
+    return reader("modelopt")(ConfigReader(read_json(folder / MODELOPT), MODELOPT).table("quantization"))
 
 
-def reader(file: str) -> Callable[[ConfigReader], Scheme | fp8_checkpoint.Scheme]:
-    return cast(Format, import_module(f"penstock.model.formats.{file}")).read
-
-
-class Format(Protocol):
-    """What a format's file holds."""
-
-    def read(self, config: ConfigReader) -> Scheme | fp8_checkpoint.Scheme: ...
+def reader(file: str) -> Callable[[ConfigReader], Scheme]:
+    """Returns the `read` function of a format's file."""
+    return cast(FormatFile, import_module(f"penstock.model.formats.{file}")).read

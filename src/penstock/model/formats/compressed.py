@@ -1,4 +1,4 @@
-"""compressed-tensors: whole numbers, packed or not, and floats of 4 bits; those of 8 bits are in fp8_checkpoint.py."""
+"""Reads compressed-tensors: whole numbers, packed or not, and floats of 4 or 8 bits."""
 
 from __future__ import annotations
 
@@ -9,108 +9,141 @@ import numpy as np
 
 from penstock.errors import UnsupportedModel
 from penstock.model.config_reader import ConfigReader
-from penstock.model.formats import fp8_checkpoint
-from penstock.model.formats.bits import fields, fields_across
+from penstock.model.formats.bits import unpack, unpack_range
 from penstock.model.formats.fp4 import mxfp4, nvfp4
+from penstock.model.formats.fp8_checkpoint import Fp8Scheme
 from penstock.model.formats.gptq import check_places, group_size, places_of
-from penstock.model.formats.grouped import Array, Factors, Grouped, floats
-from penstock.model.formats.modules import Parts, Scheme, check_shape, integers, sizes_of
+from penstock.model.formats.grouped import Array, Factors, Grouped, plain_values
+from penstock.model.formats.modules import ModuleScheme, ModuleTensors, Scheme, check_shape, integers, matrix_shape
 from penstock.model.tensor import Tensor
 
-FORMATS = ("float-quantized", "int-quantized", "pack-quantized", "mxfp4-pack-quantized", "nvfp4-pack-quantized")
+FP8 = "float-quantized"
+FORMATS = (FP8, "int-quantized", "pack-quantized", "mxfp4-pack-quantized", "nvfp4-pack-quantized")
 UNUSED = ("input_scale", "input_zero_point", "input_global_scale", "q_scale", "k_scale", "v_scale")
-STRATEGIES = ("tensor", "channel", "group")
 BITS = (2, 4, 8)
+KEYS = {
+    "config_groups",
+    "format",
+    "global_compression_ratio",
+    "ignore",
+    "kv_cache_scheme",
+    "quant_method",
+    "quantization_status",
+    "sparsity_config",
+    "transform_config",
+    "version",
+}
+GROUP_KEYS = {"format", "input_activations", "output_activations", "targets", "weights"}
+WEIGHT_KEYS = {
+    "actorder",
+    "block_structure",
+    "dynamic",
+    "group_size",
+    "num_bits",
+    "observer",
+    "observer_kwargs",
+    "scale_dtype",
+    "strategy",
+    "symmetric",
+    "type",
+    "zp_dtype",
+}
 
 
-def packed_weight(bits: int, said: int, module: str, parts: Parts) -> Tensor:
-    """Words of whole numbers, each with half their range added; the zero points too, down the rows."""
-    words, scale = parts["weight_packed"], parts["weight_scale"]
-    check_shape(parts["weight_shape"], (2,))
-    rows, width = (int(size) for size in integers(parts["weight_shape"], "I32", "I64"))
+def packed_weight(bits: int, configured: int, module: str, tensors: ModuleTensors) -> Tensor:
+    """Returns a weight whose words hold whole numbers with half their range added, as do those of its zero points,
+    which are packed along the rows. `configured`: the group size that the config says."""
+    words, scale = tensors["weight_packed"], tensors["weight_scale"]
+    check_shape(tensors["weight_shape"], (2,))
+    rows, width = (int(size) for size in integers(tensors["weight_shape"], "I32", "I64"))
     check_shape(words, (rows, -(-width * bits // 32)))
     groups = check_scale(scale, rows)
-    group = group_size(module, said, width, groups)
-    places = places_of({"g_idx": parts["weight_g_idx"]}) if "weight_g_idx" in parts else None
+    group = group_size(module, configured, width, groups)
+    places = places_of({"g_idx": tensors["weight_g_idx"]}) if "weight_g_idx" in tensors else None
     places = check_places(module, places, width, group, groups)
-    stored, zeros = integers(words, "I32"), zeros_of(parts.get("weight_zero_point"), bits, rows, groups)
-    return Grouped(
-        words.name,
-        "pack-quantized" if places is None else "pack-quantized with actorder",
-        (rows, width),
-        bits,
-        group,
-        lambda first, last: fields(stored[first:last], bits)[:, :width],
-        lambda first, last: Factors(scales_of(scale, first, last), zeros(first, last)),
-        places,
-    ).tensor()
+    stored, zeros = integers(words, "I32"), zeros_of(tensors.get("weight_zero_point"), bits, rows, groups)
+    kind = "pack-quantized" if places is None else "pack-quantized with actorder"
+
+    def codes(first: int, last: int) -> Array:
+        return unpack(stored[first:last], bits)[:, :width]
+
+    def factors(first: int, last: int) -> Factors:
+        return Factors(scales_of(scale, first, last), zeros(first, last))
+
+    return Grouped(words.name, kind, (rows, width), bits, group, codes, factors, places).tensor()
 
 
 def check_scale(scale: Tensor, rows: int) -> int:
-    """How many groups a row has."""
+    """Returns how many groups a row has, if the shape of the scales is possible."""
     groups = scale.shape[-1] if len(scale.shape) == 2 else 1
     check_shape(scale, (rows, groups), (rows,), (1,))
     return groups
 
 
 def zeros_of(packed: Tensor | None, bits: int, rows: int, groups: int) -> Callable[[int, int], Array]:
+    """Returns a function that gives the zero points of some rows, or the one that all share."""
     if packed is None:
         return lambda first, last: np.int16(1 << bits - 1)
     check_shape(packed, (-(-rows * bits // 32), groups))
     words = integers(packed, "I32").T
-    return lambda first, last: fields_across(words, bits, first, last).T.astype(np.int16)
+    return lambda first, last: unpack_range(words, bits, first, last).T.astype(np.int16)
 
 
 def scales_of(scale: Tensor, first: int, last: int) -> Array:
-    """[rows, groups], of a scale for each or one for all."""
+    """Returns the scales of rows `first` to `last`: [rows, groups]."""
     if scale.shape == (1,):
-        return np.repeat(floats(scale), last - first, axis=0)
-    return floats(scale, slice(first, last))
+        return np.repeat(plain_values(scale), last - first, axis=0)
+    return plain_values(scale, slice(first, last))
 
 
-def whole_weight(module: str, parts: Parts) -> Tensor:
-    """Bytes as they are."""
-    codes, scale, zero = parts["weight"], parts["weight_scale"], parts.get("weight_zero_point")
-    stored = integers(codes, "I8").view(np.uint8)
-    rows, width = sizes_of(codes)
+def int8_weight(module: str, tensors: ModuleTensors) -> Tensor:
+    """Returns a weight of 8-bit whole numbers."""
+    stored, scale, zero = tensors["weight"], tensors["weight_scale"], tensors.get("weight_zero_point")
+    numbers = integers(stored, "I8").view(np.uint8)
+    rows, width = matrix_shape(stored)
     groups = check_scale(scale, rows)
     zeros: Array = np.int16(128)
     if zero is not None:
         check_shape(zero, scale.shape)
         zeros = zeros + np.broadcast_to(integers(zero, "I8").reshape(-1, groups), (rows, groups))
-    return Grouped(
-        codes.name,
-        "int-quantized",
-        (rows, width),
-        8,
-        group_size(module, 0, width, groups),
-        lambda first, last: stored[first:last] ^ np.uint8(128),
-        lambda first, last: Factors(scales_of(scale, first, last), zeros[first:last] if zeros.ndim else zeros),
-    ).tensor()
+
+    def codes(first: int, last: int) -> Array:
+        return numbers[first:last] ^ np.uint8(128)
+
+    def factors(first: int, last: int) -> Factors:
+        return Factors(scales_of(scale, first, last), zeros[first:last] if zeros.ndim else zeros)
+
+    group = group_size(module, 0, width, groups)
+    return Grouped(stored.name, "int-quantized", (rows, width), 8, group, codes, factors).tensor()
 
 
-def mxfp4_weight(module: str, parts: Parts) -> Tensor:
-    return mxfp4(parts["weight_packed"], parts["weight_scale"])
+def mxfp4_weight(module: str, tensors: ModuleTensors) -> Tensor:
+    """Returns an MXFP4 weight."""
+    return mxfp4(tensors["weight_packed"], tensors["weight_scale"])
 
 
-def nvfp4_weight(module: str, parts: Parts) -> Tensor:
-    """The scale of the whole tensor divides."""
-    return nvfp4(parts["weight_packed"], parts["weight_scale"], np.float32(1) / floats(parts["weight_global_scale"]))
+def nvfp4_weight(module: str, tensors: ModuleTensors) -> Tensor:
+    """Returns an NVFP4 weight. The scale of the whole tensor divides."""
+    whole = np.float32(1) / plain_values(tensors["weight_global_scale"])
+    return nvfp4(tensors["weight_packed"], tensors["weight_scale"], whole)
 
 
 SCHEMES = {
-    "int-quantized": Scheme(
-        whole_weight, "weight_scale", ("weight", "weight_scale"), optional=("weight_zero_point",), unused=UNUSED
+    "int-quantized": ModuleScheme(
+        int8_weight, "weight_scale", ("weight", "weight_scale"), optional=("weight_zero_point",), unused=UNUSED
     ),
-    "mxfp4-pack-quantized": Scheme(mxfp4_weight, "weight_packed", ("weight_packed", "weight_scale"), unused=UNUSED),
-    "nvfp4-pack-quantized": Scheme(
+    "mxfp4-pack-quantized": ModuleScheme(
+        mxfp4_weight, "weight_packed", ("weight_packed", "weight_scale"), unused=UNUSED
+    ),
+    "nvfp4-pack-quantized": ModuleScheme(
         nvfp4_weight, "weight_packed", ("weight_packed", "weight_scale", "weight_global_scale"), unused=UNUSED
     ),
 }
 
 
-def packed(bits: int, group: int) -> Scheme:
-    return Scheme(
+def packed_scheme(bits: int, group: int) -> Scheme:
+    """Returns the scheme of packed whole numbers; a group of 0 columns means all of them."""
+    return ModuleScheme(
         partial(packed_weight, bits, group),
         "weight_packed",
         ("weight_packed", "weight_scale", "weight_shape"),
@@ -119,24 +152,32 @@ def packed(bits: int, group: int) -> Scheme:
     )
 
 
-def read(config: ConfigReader) -> Scheme | fp8_checkpoint.Scheme:
+def read(config: ConfigReader) -> Scheme:
+    """Reads the quantization_config of compressed-tensors."""
     config.require("format", FORMATS)
     format = config.text("format")
-    if format == "float-quantized":
-        return fp8_checkpoint.read_compressed(config)
-    fp8_checkpoint.read_frame(config)
+    config.refuse_others(KEYS)
+    config.require("quantization_status", ("compressed",), "compressed")
+    config.table("sparsity_config").require("format", ("dense",), "dense")
+    config.table("transform_config").refuse_others(())
     found = {read_group(group, format) for group in config.tables("config_groups")}
     if len(found) != 1:
-        raise UnsupportedModel(f"config_groups in quantization_config quantize in {len(found)} ways, not 1")
-    return SCHEMES[format] if format in SCHEMES else packed(*found.pop())
+        raise UnsupportedModel(f"config_groups in quantization_config describe {len(found)} ways to quantize, not 1")
+    sizes = found.pop()
+    if format == FP8:
+        return Fp8Scheme(sizes or None)
+    return SCHEMES[format] if format in SCHEMES else packed_scheme(*sizes)
 
 
-def read_group(group: ConfigReader, format: str) -> tuple[int, int]:
-    """Bits, and columns that share a scale: 0 for all of them."""
-    group.refuse_others(fp8_checkpoint.GROUP_KEYS)
+def read_group(group: ConfigReader, format: str) -> tuple[int, ...]:
+    """Reads what is said about the weights of a group. Returns the rows and columns that share a scale for FP8 (none: a
+    whole row or matrix does), and else the bits and the columns that share a scale (0: all of them)."""
+    group.refuse_others(GROUP_KEYS)
     group.require("format", (format,), format)
     weights = group.table("weights")
-    weights.refuse_others(fp8_checkpoint.WEIGHT_KEYS)
+    weights.refuse_others(WEIGHT_KEYS)
+    if format == FP8:
+        return read_fp8_weights(weights)
     if "fp4" in format:
         weights.require("type", ("float",))
         weights.require("num_bits", (4,))
@@ -145,6 +186,15 @@ def read_group(group: ConfigReader, format: str) -> tuple[int, int]:
         return 4, weights.size("group_size")
     weights.require("type", ("int",), "int")
     weights.require("num_bits", (8,) if format == "int-quantized" else BITS)
-    weights.require("strategy", STRATEGIES)
+    weights.require("strategy", ("tensor", "channel", "group"))
     grouped = weights.text("strategy") == "group"
     return weights.size("num_bits"), weights.size("group_size") if grouped else 0
+
+
+def read_fp8_weights(weights: ConfigReader) -> tuple[int, ...]:
+    """Reads what is said about FP8 weights; returns the rows and columns of a block, if blocks have scales."""
+    weights.require("type", ("float",))
+    weights.require("num_bits", (8,))
+    weights.require("symmetric", (True,), True)
+    weights.require("strategy", ("tensor", "channel", "block"))
+    return weights.sizes("block_structure", 2) if weights.text("strategy") == "block" else ()

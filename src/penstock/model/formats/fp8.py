@@ -1,4 +1,4 @@
-"""Values of 8 bits with an exponent of their own, as FP8 checkpoints have them."""
+"""Defines what the codes of FP8 formats mean."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Floats = NDArray[np.float32]
 
 
 def table(exponent_bits: int, mantissa_bits: int) -> Floats:
-    """What each of the 256 codes stands for, if all of them were numbers."""
+    """Returns the values of all 256 codes, as if none were reserved for infinity or NaN."""
     code = np.arange(256)
     exponent = code >> mantissa_bits & ((1 << exponent_bits) - 1)
     mantissa = code & ((1 << mantissa_bits) - 1)
@@ -22,14 +22,14 @@ def table(exponent_bits: int, mantissa_bits: int) -> Floats:
 
 
 def e4m3() -> Floats:
-    """Without infinities: of the highest exponent, only the last code is no number."""
+    """Returns the values of e4m3, which has no infinities: only the last code of each sign is NaN."""
     values = table(4, 3)
     values[[0x7F, 0xFF]] = np.nan
     return values
 
 
 def e5m2() -> Floats:
-    """As wider floats are: the highest exponent is that of infinity and of what is no number."""
+    """Returns the values of e5m2, whose highest exponent means infinity or NaN, as in wider floats."""
     values = table(5, 2)
     values[[0x7C, 0xFC]] = np.inf, -np.inf
     values[[0x7D, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF]] = np.nan
@@ -39,13 +39,14 @@ def e5m2() -> Floats:
 TABLES = {"F8_E4M3": e4m3(), "F8_E5M2": e5m2()}
 
 
-def float8_values(data: NDArray[np.uint8], format_name: str, shape: tuple[int, ...], scales: Scales | None) -> Floats:
+def fp8_values(data: NDArray[np.uint8], format_name: str, shape: tuple[int, ...], scales: Scales | None) -> Floats:
+    """Returns the values of FP8 codes, scaled."""
     values = TABLES[format_name][data].reshape(shape)
-    return values if scales is None else values * spread(scales, shape)
+    return values if scales is None else values * expand_scales(scales, shape)
 
 
-def spread(scales: Scales, shape: tuple[int, ...]) -> Floats:
-    """A scale for each value of a matrix: [rows, columns]."""
+def expand_scales(scales: Scales, shape: tuple[int, ...]) -> Floats:
+    """Returns a scale for each value of a matrix: [rows, columns]."""
     rows, columns = shape
     down, across = np.arange(rows) // scales.rows, np.arange(columns) // scales.columns
     return scales.values[down[:, None], across]

@@ -1,6 +1,6 @@
-"""GPTQ: codes of a column of words, first to last; zero points of a row of words, of which version 1 stored one less.
+"""Reads GPTQ: codes lie in columns of words, zero points in rows of words; version 1 stores zero points less 1.
 
-With `desc_act`, g_idx says which group each column is of: groups are then no runs of columns.
+With `desc_act`, g_idx says which group each column belongs to, so groups are not runs of neighbouring columns.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import numpy as np
 
 from penstock.errors import MalformedFile
 from penstock.model.config_reader import ConfigReader
-from penstock.model.formats.bits import fields_across, fields_down
-from penstock.model.formats.grouped import Array, Factors, Grouped, floats
-from penstock.model.formats.modules import Parts, Scheme, check_shape, integers, sizes_of
+from penstock.model.formats.bits import unpack_columns, unpack_range
+from penstock.model.formats.grouped import Array, Factors, Grouped, plain_values
+from penstock.model.formats.modules import ModuleScheme, ModuleTensors, Scheme, check_shape, integers, matrix_shape
 from penstock.model.tensor import Tensor
 
-KEYS = {  # what is not read here was for whoever quantized, or is said again by the tensors themselves
+KEYS = {  # those that are not read below concern the program that quantized, or are said again by the tensors
     "act_group_aware",
     "backend",
     "batch_size",
@@ -62,43 +62,48 @@ KEYS = {  # what is not read here was for whoever quantized, or is said again by
 BITS = (2, 3, 4, 8)
 
 
-class Packing(NamedTuple):
+class GptqPacking(NamedTuple):
+    """Says how the tensors of a module are packed."""
+
     bits: int
     group: int  # 0: all columns
-    less: int  # than the zero point is what is stored
-    ordered: bool = False  # by activations: g_idx is needed
+    zero_offset: int  # is added to a stored zero point
+    needs_g_idx: bool = False  # columns are ordered by activations
 
 
-def scheme(packing_of: Callable[[str], Packing]) -> Scheme:
-    """Of packings that modules may have for themselves."""
-    return Scheme(
-        lambda module, parts: weight(module, parts, packing_of(module)),
-        mark="qweight",
+def scheme(packing_of: Callable[[str], GptqPacking]) -> Scheme:
+    """Returns the scheme; `packing_of` gives the packing of a module."""
+    return ModuleScheme(
+        lambda module, tensors: weight(module, tensors, packing_of(module)),
+        marker="qweight",
         needed=("qweight", "qzeros", "scales"),
         optional=("g_idx",),
     )
 
 
-def weight(module: str, parts: Parts, packing: Packing) -> Tensor:
-    words, scales, places = parts["qweight"], parts["scales"], places_of(parts)
-    (lines, rows), (groups, _) = sizes_of(words), sizes_of(scales)
+def weight(module: str, tensors: ModuleTensors, packing: GptqPacking) -> Tensor:
+    """Returns the weight of a module."""
+    words, scales, places = tensors["qweight"], tensors["scales"], places_of(tensors)
+    (lines, rows), (groups, _) = matrix_shape(words), matrix_shape(scales)
     bits = packing.bits if places is None else 32 * lines // len(places)  # a module may have its own
     if bits not in BITS:
         raise MalformedFile(f"g_idx of {module!r} does not fit its {lines} rows of words")
     width = lines * 32 // bits
-    if places is None and packing.ordered:
-        raise MalformedFile(f"{module!r} has no g_idx, and desc_act in quantization_config says that it needs one")
+    if places is None and packing.needs_g_idx:
+        raise MalformedFile(f"{module!r} has no g_idx, but desc_act in quantization_config says that it needs one")
     if rows * bits % 32:
-        raise MalformedFile(f"{words.name!r} has {rows} columns, whose zero points of {bits} bits fill no whole words")
+        raise MalformedFile(
+            f"{words.name!r} has {rows} columns, whose zero points of {bits} bits do not fill whole words"
+        )
     check_shape(scales, (groups, rows))
-    check_shape(parts["qzeros"], (groups, rows * bits // 32))
+    check_shape(tensors["qzeros"], (groups, rows * bits // 32))
     group = group_size(module, packing.group, width, groups)
     places = check_places(module, places, width, group, groups)
-    stored, zeros = integers(words, "I32", "U32"), integers(parts["qzeros"], "I32", "U32")
+    stored, zeros = integers(words, "I32", "U32"), integers(tensors["qzeros"], "I32", "U32")
 
     def factors(first: int, last: int) -> Factors:
-        zero = fields_across(zeros, bits, first, last).T.astype(np.int16)
-        return Factors(floats(scales, columns=slice(first, last)).T, zero + packing.less & (1 << bits) - 1)
+        zero = unpack_range(zeros, bits, first, last).T.astype(np.int16)
+        return Factors(plain_values(scales, columns=slice(first, last)).T, zero + packing.zero_offset & (1 << bits) - 1)
 
     return Grouped(
         words.name,
@@ -106,18 +111,19 @@ def weight(module: str, parts: Parts, packing: Packing) -> Tensor:
         (rows, width),
         bits,
         group,
-        lambda first, last: fields_down(stored[:, first:last], bits),
+        lambda first, last: unpack_columns(stored[:, first:last], bits),
         factors,
         places,
     ).tensor()
 
 
-def places_of(parts: Parts) -> Array | None:
-    return integers(parts["g_idx"], "I32", "I64").reshape(-1) if "g_idx" in parts else None
+def places_of(tensors: ModuleTensors) -> Array | None:
+    """Returns the group of each column, if the module says it."""
+    return integers(tensors["g_idx"], "I32", "I64").reshape(-1) if "g_idx" in tensors else None
 
 
 def check_places(module: str, places: Array | None, width: int, group: int, groups: int) -> Array | None:
-    """None where each group is a run of columns."""
+    """Returns the group of each column; None if each group is a run of neighbouring columns."""
     if places is None or np.array_equal(places, np.arange(width) // group):
         return None
     if len(places) != width or places.min() < 0 or places.max() >= groups:
@@ -126,21 +132,22 @@ def check_places(module: str, places: Array | None, width: int, group: int, grou
 
 
 def group_size(module: str, said: int, width: int, groups: int) -> int:
-    """As the config says, or as a module's own scales do."""
+    """Returns the group size that the config says, or else the one that the module's scales imply."""
     for size in (said or width, width // groups):
         if size and -(-width // size) == groups:
             return size
-    raise MalformedFile(f"{module}.scales has {groups} groups; a row of {width} columns does not fall into so many")
+    raise MalformedFile(f"{module}.scales has {groups} groups; a row of {width} columns cannot be divided into so many")
 
 
 def read(config: ConfigReader) -> Scheme:
+    """Reads the quantization_config of GPTQ."""
     config.refuse_others(KEYS)
     config.require("bits", BITS)
     config.require("pack_dtype", ("int32",), "int32")
     config.require("is_marlin_format", (False,), False)
     for key in ("checkpoint_format", "format"):
         config.require(key, ("gptq", "gptq_v2"), "gptq")
-    second = "gptq_v2" in (config.text("checkpoint_format", ""), config.text("format", ""))
+    version_2 = "gptq_v2" in (config.text("checkpoint_format", ""), config.text("format", ""))
     group, ordered = config.size_or_all("group_size"), config.flag("desc_act", False)
-    packing = Packing(config.size("bits"), group, 0 if second else 1, ordered)
+    packing = GptqPacking(config.size("bits"), group, 0 if version_2 else 1, ordered)
     return scheme(lambda module: packing)

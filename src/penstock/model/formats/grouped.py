@@ -1,10 +1,9 @@
-"""Codes of a few bits with a scale for each group of columns: what most formats are, whatever order they store it in.
+"""Turns codes of a few bits with a scale for each group of columns, as most formats have them, into storage blocks.
 
     value = scale * (code - zero), or scale * code + minimum
 
-They become storage blocks of 32 values that kernels know, if nothing is lost by that: numbers fit the codes, groups are
-runs of whole blocks, and scales are float16 numbers. Else their values are computed as they are read, and a backend
-keeps those.
+They become storage blocks of 32 values that kernels know if nothing is lost: numbers fit the codes, groups are runs of
+whole blocks, and scales are exact in float16. Otherwise values are computed as they are read, and backends store those.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ from penstock.model.dequantize import LAYOUTS
 from penstock.model.tensor import FORMATS, Bytes, Format, Tensor
 
 BLOCK = 32
-AT_ONCE = 1 << 20  # values that a thread recodes together: they stay in a cache
-MOST_THREADS = 16
-NUMBERS = {"Q4_0": 8, "Q5_0": 16, "Q8_0": 128}  # hold numbers from minus this to this less one
-SHIFTED = {4: "Q4_1", 5: "Q5_1"}  # hold codes of so many bits with a minimum
+CHUNK_VALUES = 1 << 20  # that a thread repacks together: they stay in a CPU cache
+MAX_THREADS = 16
+LIMITS = {"Q4_0": 8, "Q5_0": 16, "Q8_0": 128}  # a format holds whole numbers from -limit to limit - 1
+WITH_MINIMUM = {4: "Q4_1", 5: "Q5_1"}  # bits of a code: the format that holds it with a minimum
 
 PLAIN = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 ALL = slice(None)
@@ -37,6 +36,8 @@ Array = Any
 
 
 class Factors(NamedTuple):
+    """Holds what turns the codes of some rows into values."""
+
     scales: Floats  # [rows, groups]
     zeros: Array  # [rows, groups] whole numbers, or one for all
     minima: Floats | None = None  # [rows, groups]
@@ -44,73 +45,77 @@ class Factors(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Grouped:
-    name: str  # of the tensor
-    kind: str  # of the format, in messages
+    """Describes a matrix of codes, whose rows are unpacked when they are read."""
+
+    name: str  # the tensor's
+    kind: str  # the format's name, for messages
     shape: tuple[int, ...]
     bits: int
     group: int  # columns that share a scale
-    codes: Callable[[int, int], NDArray[np.uint8]]  # of some rows: [rows, width]
+    codes: Callable[[int, int], NDArray[np.uint8]]  # unpacks rows a to b: [rows, width]
     factors: Callable[[int, int], Factors]
-    places: Array | None = None  # [width] each column's group, where groups are not runs of columns
+    places: Array | None = None  # [width] each column's group, if groups are not runs of columns
 
     def tensor(self) -> Tensor:
-        kept = self.kept_as(self.factors(0, self.shape[0]))
-        if kept is None:
+        """Returns the matrix as a tensor, in storage blocks if possible."""
+        stored = self.storage_format(self.factors(0, self.shape[0]))
+        if stored is None:
             return Tensor(self.name, Format(self.kind, 1, 4), self.shape, self.values)
-        return Tensor(self.name, FORMATS[kept], self.shape, partial(self.blocks, kept))
+        return Tensor(self.name, FORMATS[stored], self.shape, partial(self.blocks, stored))
 
-    def kept_as(self, factors: Factors) -> str | None:
-        """The first format that holds it all."""
+    def storage_format(self, factors: Factors) -> str | None:
+        """Returns the first format that holds all values exactly."""
         width = self.shape[1]
         scales, zeros, minima = factors
         runs = self.places is None and width % BLOCK == 0 and self.group % BLOCK == 0
         if not runs or not is_half(scales) or not (minima is None or is_half(minima)):
             return None
         if minima is not None:
-            return next((name for bits, name in SHIFTED.items() if self.bits <= bits), None)
+            return next((name for bits, name in WITH_MINIMUM.items() if self.bits <= bits), None)
         lowest, highest = -int(np.max(zeros)), (1 << self.bits) - 1 - int(np.min(zeros))
-        return next((name for name, limit in NUMBERS.items() if -limit <= lowest and highest < limit), None)
+        return next((name for name, limit in LIMITS.items() if -limit <= lowest and highest < limit), None)
 
     def values(self, first: int, last: int) -> Bytes:
-        """Of these rows, as float32."""
+        """Returns rows `first` to `last` as float32."""
         scales, zeros, minima = self.factors(first, last)
         place = np.arange(self.shape[1]) // self.group if self.places is None else self.places
         values = self.codes(first, last).astype(np.float32)
         if minima is None:
-            values -= spread(zeros, place)
+            values -= zeros_at(zeros, place)
         values *= scales[:, place]
         if minima is not None:
             values += minima[:, place]
         return values.reshape(-1).view(np.uint8)
 
     def blocks(self, format: str, first: int, last: int) -> Bytes:
+        """Returns rows `first` to `last` as storage blocks."""
         width = self.shape[1]
         out = np.empty((last - first, width // BLOCK), LAYOUTS[format])
-        step = max(AT_ONCE // width // BLOCK, 1) * BLOCK
+        step = max(CHUNK_VALUES // width // BLOCK, 1) * BLOCK
 
         def fill(start: int) -> None:
             end = min(start + step, last)
             self.fill(format, start, end, out[start - first : end - first])
 
-        with ThreadPoolExecutor(min(available_threads(), MOST_THREADS)) as threads:
+        with ThreadPoolExecutor(min(available_threads(), MAX_THREADS)) as threads:
             list(threads.map(fill, range(first, last, step)))
         return out.reshape(-1).view(np.uint8)
 
     def fill(self, format: str, first: int, last: int, out: Array) -> None:
-        """Blocks of these rows: [rows, blocks]."""
+        """Fills `out` [rows, blocks] with rows `first` to `last`."""
         scales, zeros, minima = self.factors(first, last)
         place = np.arange(out.shape[1]) * BLOCK // self.group
         codes: Array = self.codes(first, last).reshape(*out.shape, BLOCK)
         out["d"] = scales[:, place]
         if minima is None:
-            codes = codes + (NUMBERS[format] - spread(zeros, place)[..., None]).astype(np.uint8)
+            codes = codes + (LIMITS[format] - zeros_at(zeros, place)[..., None]).astype(np.uint8)
         else:
             out["m"] = minima[:, place]
         put_codes(codes, format, out)
 
 
 def put_codes(codes: Array, format: str, out: Array) -> None:
-    """Codes [..., 32] as the storage blocks have them."""
+    """Puts codes [..., 32] into storage blocks."""
     if format == "Q8_0":
         out["qs"] = (codes ^ 128).view(np.int8)
         return
@@ -120,23 +125,24 @@ def put_codes(codes: Array, format: str, out: Array) -> None:
     out["qs"] = codes[..., :16] | codes[..., 16:] << 4
 
 
-def spread(zeros: Array, place: Array) -> Array:
+def zeros_at(zeros: Array, place: Array) -> Array:
+    """Returns the zero points of these groups, or the one that all share."""
     zeros = np.asarray(zeros)
     return zeros[:, place] if zeros.ndim else zeros[None, None]
 
 
 def is_half(values: Floats) -> bool:
-    """Whether all are float16 numbers."""
+    """Returns whether all values are exact in float16."""
     with np.errstate(over="ignore"):
         return bool(np.array_equal(values.astype(np.float16).astype(np.float32), values))
 
 
-def floats(tensor: Tensor, rows: slice = ALL, columns: slice = ALL) -> Floats:
-    """Values of a plain part, a matrix or one that stands for each row: only these rows and columns are read."""
+def plain_values(tensor: Tensor, rows: slice = ALL, columns: slice = ALL) -> Floats:
+    """Returns values of a plain matrix or vector, whose entries count as rows; only these rows and columns are read."""
     if tensor.format.name not in PLAIN:
         raise MalformedFile(f"tensor {tensor.name!r} is stored as {tensor.format.name}; it must be {', '.join(PLAIN)}")
     stored = tensor.data.view(PLAIN[tensor.format.name]).reshape((len(tensor.shape) and tensor.shape[0]) or 1, -1)
-    some = stored[rows, columns]
+    chosen = stored[rows, columns]
     if tensor.format.name == "BF16":
-        return (some.astype(np.uint32) << 16).view(np.float32)
-    return some.astype(np.float32)
+        return (chosen.astype(np.uint32) << 16).view(np.float32)
+    return chosen.astype(np.float32)

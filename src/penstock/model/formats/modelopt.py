@@ -1,12 +1,12 @@
-"""modelopt: floats of 4 bits (`NVFP4`) and of 8 (`FP8`), from config.json or hf_quant_config.json."""
+"""Reads modelopt: floats of 4 bits (`NVFP4`) and of 8 bits (`FP8`), from config.json or hf_quant_config.json."""
 
 from __future__ import annotations
 
 from penstock.model.config_reader import ConfigReader
-from penstock.model.formats import fp8_checkpoint
 from penstock.model.formats.fp4 import NVFP4_GROUP, nvfp4
-from penstock.model.formats.grouped import floats
-from penstock.model.formats.modules import Parts, Scheme
+from penstock.model.formats.fp8_checkpoint import Fp8Scheme
+from penstock.model.formats.grouped import plain_values
+from penstock.model.formats.modules import ModuleScheme, ModuleTensors, Scheme
 from penstock.model.tensor import Tensor
 
 KEYS = {
@@ -22,21 +22,21 @@ KEYS = {
     "quant_algo",
     "quant_method",
 }
-
-
 UNUSED = ("input_scale", "k_scale", "v_scale", "q_scale", "kv_scale")
 
 
-def weight(module: str, parts: Parts) -> Tensor:
-    return nvfp4(parts["weight"], parts["weight_scale"], floats(parts["weight_scale_2"]))
+def weight(module: str, tensors: ModuleTensors) -> Tensor:
+    """Returns the NVFP4 weight of a module."""
+    return nvfp4(tensors["weight"], tensors["weight_scale"], plain_values(tensors["weight_scale_2"]))
 
 
-def read(config: ConfigReader) -> Scheme | fp8_checkpoint.Scheme:
+def read(config: ConfigReader) -> Scheme:
+    """Reads the quantization config of modelopt."""
     config.refuse_others(KEYS)
     config.require("quant_algo", ("NVFP4", "FP8"))
     config.require("has_zero_point", (False,), False)
     config.require("pre_quant_scale", (False,), False)
     if config.text("quant_algo") == "FP8":
-        return fp8_checkpoint.Scheme(None)
+        return Fp8Scheme(None)
     config.require("group_size", (NVFP4_GROUP,), NVFP4_GROUP)
-    return Scheme(weight, "weight_scale_2", needed=("weight", "weight_scale", "weight_scale_2"), unused=UNUSED)
+    return ModuleScheme(weight, "weight_scale_2", needed=("weight", "weight_scale", "weight_scale_2"), unused=UNUSED)

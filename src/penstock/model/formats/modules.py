@@ -1,69 +1,84 @@
-"""Which tensors of a checkpoint belong to which quantized weight."""
+"""Finds the tensors that make up each quantized weight of a checkpoint, and puts them together."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from numpy.typing import NDArray
 
 from penstock.errors import MalformedFile
 from penstock.model.tensor import Tensor
 
-Parts = Mapping[str, Tensor]  # of one weight, by what follows the module's name
+ModuleTensors = Mapping[str, Tensor]  # of one module, by what follows its name and a dot
 DTYPES = {"U8": "u1", "I8": "i1", "F8_E8M0": "u1", "I16": "<i2", "I32": "<i4", "U32": "<u4", "I64": "<i8"}
 
 
-class Scheme(NamedTuple):
-    """How a format stores a weight."""
+class Scheme(Protocol):
+    """Says how a checkpoint stores its weights."""
 
-    weight: Callable[[str, Parts], Tensor]  # of a module's parts
-    mark: str  # the part that only quantized weights have
+    def weights(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns one tensor for each weight, by its name in the file; what is not quantized stays as it is."""
+
+
+class ModuleScheme(NamedTuple):
+    """Is the scheme of formats that store several tensors for each quantized module."""
+
+    weight: Callable[[str, ModuleTensors], Tensor]  # makes the weight of a module from its tensors
+    marker: str  # the tensor that only quantized modules have
     needed: tuple[str, ...]
     optional: tuple[str, ...] = ()
-    named: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = dict  # so that parts follow a dot
-    unused: tuple[str, ...] = ()  # about activations or the cache, which this engine scales as they come
+    rename: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = dict  # makes each tensor's kind follow a dot
+    unused: tuple[str, ...] = ()  # scales of activations or of the cache, which this engine computes itself
+
+    def weights(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns the quantized weights as one tensor each, and all others as they are."""
+        left = self.rename(tensors)
+        drop_unused(left, self.unused)
+        found: dict[str, Tensor] = {}
+        for name in [name for name in left if name.endswith(f".{self.marker}")]:
+            module = name.removesuffix(f".{self.marker}")
+            found[f"{module}.weight"] = self.weight(module, self._take(left, module))
+        own = {*self.needed, *self.optional} - {"weight"}
+        for name in left:
+            if any(name.endswith(f".{kind}") for kind in own):
+                raise MalformedFile(f"tensor {name!r} belongs to a quantized weight that is not there")
+        if both := sorted(found.keys() & left.keys()):
+            raise MalformedFile(f"tensor {both[0]!r} is stored twice: quantized, and not")
+        return left | found
+
+    def _take(self, left: dict[str, Tensor], module: str) -> ModuleTensors:
+        """Takes a module's tensors out of those that are left."""
+        names = {kind: f"{module}.{kind}" for kind in (*self.needed, *self.optional)}
+        for kind in self.needed:
+            if names[kind] not in left:
+                raise MalformedFile(f"the quantized weight of {module!r} lacks {names[kind]!r}; fetch the model again")
+        return {kind: left.pop(name) for kind, name in names.items() if name in left}
 
 
-def put_together(tensors: Mapping[str, Tensor], scheme: Scheme) -> dict[str, Tensor]:
-    """The quantized weights as one tensor each, and all others as they are."""
-    left = scheme.named(tensors)
-    drop_unused(left, scheme.unused)
-    found: dict[str, Tensor] = {}
-    for name in [name for name in left if name.endswith(f".{scheme.mark}")]:
-        module = name.removesuffix(f".{scheme.mark}")
-        found[f"{module}.weight"] = scheme.weight(module, take_parts(left, module, scheme))
-    own = {*scheme.needed, *scheme.optional} - {"weight"}
-    for name in left:
-        if any(name.endswith(f".{part}") for part in own):
-            raise MalformedFile(f"tensor {name!r} belongs to a quantized weight that is not there")
-    if both := sorted(found.keys() & left.keys()):
-        raise MalformedFile(f"tensor {both[0]!r} is stored twice: quantized, and not")
-    return left | found
+class Unquantized:
+    """Is the scheme of checkpoints that are not quantized."""
+
+    def weights(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns the tensors as they are."""
+        return dict(tensors)
 
 
-def take_parts(left: dict[str, Tensor], module: str, scheme: Scheme) -> Parts:
-    names = {part: f"{module}.{part}" for part in (*scheme.needed, *scheme.optional)}
-    for part in scheme.needed:
-        if names[part] not in left:
-            raise MalformedFile(f"the quantized weight of {module!r} lacks {names[part]!r}; fetch the model again")
-    return {part: left.pop(name) for part, name in names.items() if name in left}
-
-
-def drop_unused(left: dict[str, Tensor], endings: Collection[str]) -> None:
-    unused = [name for name in left if name.endswith(tuple(f".{ending}" for ending in endings))]
+def drop_unused(left: dict[str, Tensor], kinds: Collection[str]) -> None:
+    """Removes tensors of these kinds, and logs how many there were."""
+    unused = [name for name in left if name.endswith(tuple(f".{kind}" for kind in kinds))]
     for name in unused:
         del left[name]
     if unused:
         import logging  # takes longer than reading most checkpoints
 
         logging.getLogger(__name__).info(
-            "%d static scales of activations are not used: rows are scaled as they come", len(unused)
+            "%d static scales of activations are not used: activations are scaled row by row", len(unused)
         )
 
 
 def integers(tensor: Tensor, *kinds: str) -> NDArray[Any]:
-    """The tensor as it lies, if it is of one of these types."""
+    """Returns the tensor's numbers in its own shape, if it is of one of these types."""
     if tensor.format.name not in kinds:
         raise MalformedFile(
             f"tensor {tensor.name!r} is stored as {tensor.format.name}; it must be {' or '.join(kinds)}"
@@ -72,14 +87,15 @@ def integers(tensor: Tensor, *kinds: str) -> NDArray[Any]:
     return values
 
 
-def sizes_of(tensor: Tensor) -> tuple[int, int]:
-    """Of a matrix."""
+def matrix_shape(tensor: Tensor) -> tuple[int, int]:
+    """Returns the rows and columns of a matrix."""
     if len(tensor.shape) != 2:
         raise MalformedFile(f"tensor {tensor.name!r} has shape {tensor.shape}; it must be a matrix")
     return tensor.shape[0], tensor.shape[1]
 
 
 def check_shape(tensor: Tensor, *shapes: tuple[int, ...]) -> None:
+    """Raises unless the tensor has one of these shapes."""
     if tensor.shape not in shapes:
         wanted = " or ".join(map(str, shapes))
         raise MalformedFile(f"tensor {tensor.name!r} has shape {tensor.shape}; its weight and config need {wanted}")

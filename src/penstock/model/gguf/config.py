@@ -1,4 +1,5 @@
-"""What a model is, from the metadata of a GGUF file; its vocabulary and its head are told by the tensors."""
+"""Reads a model's spec from the metadata of a GGUF file; its tensors tell the size of the vocabulary and whether it is
+tied."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ KEYS = {
     "vocab_size",
 }
 RMS_EPS, LAYER_EPS = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
-EXPERTS = {  # keys of those families that have some
+EXPERTS = {  # keys of MoE families
     "expert_feed_forward_length",
     "expert_gating_func",
     "expert_group_count",
@@ -47,8 +48,8 @@ EXPERTS = {  # keys of those families that have some
     "expert_weights_scale",
 }
 SCORINGS: dict[int, Literal["softmax", "sigmoid", "softmax_top_k"]] = {1: "softmax", 2: "sigmoid", 3: "softmax_top_k"}
-POOLINGS = ("mean", "mean", "cls", "last")  # what the numbers mean; 0 is none
-WINDOW = "attention.sliding_window"  # a key of those families that have one
+POOLINGS = ("mean", "mean", "cls", "last")  # what the numbers mean; 0 means none, which is taken as mean
+WINDOW = "attention.sliding_window"  # a key of families that may have one
 
 
 def read_decoder(
@@ -63,20 +64,22 @@ def read_decoder(
     hidden_key: str = "feed_forward_length",
     experts: bool = False,
 ) -> ModelSpec:
-    """What all families say in the same words. `keys`: what this one says besides; `interleaved` and `partial` (turns
-    a part of a head): its rope; `experts`: whether it may have some, which it reads itself."""
+    """Reads what all families say in the same words. `keys`: other keys of this family. `interleaved` and `partial` (a
+    part of a head is rotated) describe its RoPE. `experts`: it may have experts, whose keys it reads itself."""
     config.refuse_others(KEYS.union(keys, (eps_key,), EXPERTS if experts else ()))
     if not experts:
         config.require("expert_count", (0,), 0)
     dim, heads = config.size("embedding_length"), config.size("attention.head_count")
     head_dim = config.size("attention.key_length", dim // heads, most=rope.MAX_DIMS)
     config.require("attention.value_length", (head_dim,), head_dim)
-    turned = config.size("rope.dimension_count", head_dim, most=head_dim)
-    if turned % 2 or not partial:
+    rotated = config.size("rope.dimension_count", head_dim, most=head_dim)
+    if rotated % 2 or not partial:
         config.require("rope.dimension_count", (head_dim,), head_dim)
     max_len = config.size("context_length")
     if "token_embd.weight" not in tensors:
-        raise MalformedFile("the file has no tensor 'token_embd.weight'; it may be a part of a model, or another kind")
+        raise MalformedFile(
+            "the file has no tensor 'token_embd.weight'; it may be a part of a model, or of another kind"
+        )
     return ModelSpec(
         arch=arch,
         layers=config.size("block_count", most=MAX_LAYERS),
@@ -89,14 +92,14 @@ def read_decoder(
             heads=heads,
             kv_heads=config.size("attention.head_count_kv", heads),
             head_dim=head_dim,
-            rope=replace(read_rope(config, tensors, turned, max_len), interleaved=interleaved),
+            rope=replace(read_rope(config, tensors, rotated, max_len), interleaved=interleaved),
         ),
         tied="output.weight" not in tensors,
     )
 
 
 def read_experts(config: ConfigReader, spec: ModelSpec, *, scoring: int = 1, renormalize: bool = True) -> ExpertSpec:
-    """`scoring` and `renormalize` are what silence means."""
+    """Reads the sizes of an MoE layer and how experts are chosen; `scoring` and `renormalize` are defaults."""
     kind = config.size("expert_gating_func", scoring)
     if kind not in SCORINGS:
         raise config.unsupported("expert_gating_func", kind, SCORINGS)
@@ -114,18 +117,20 @@ def read_experts(config: ConfigReader, spec: ModelSpec, *, scoring: int = 1, ren
 
 
 def read_pooling(config: ConfigReader) -> str:
+    """Reads how embeddings are pooled."""
     config.require("pooling_type", tuple(range(len(POOLINGS))), 0)
     return POOLINGS[int(config.number("pooling_type", 0.0, least=0.0))]
 
 
 def read_window(config: ConfigReader) -> int:
+    """Reads the size of the attention window; 0: none."""
     return config.size(WINDOW) if WINDOW in config else 0
 
 
 def read_rope(
     config: ConfigReader, tensors: Mapping[str, Tensor], dims: int, max_len: int, whole: bool = True
 ) -> RopeSpec:
-    """`whole`: see rope.yarn."""
+    """Reads the rotary embedding; `whole`: see rope.yarn."""
     base = config.number("rope.freq_base", 10000.0, least=1.001)
     factor = config.number("rope.scaling.factor", config.number("rope.scale_linear", 1.0))
     freqs = rope.plain(base, dims)
@@ -145,6 +150,7 @@ def read_rope(
 def read_yarn(
     config: ConfigReader, freqs: rope.Freqs, base: float, factor: float, max_len: int, whole: bool
 ) -> RopeSpec:
+    """Reads YaRN's scaling of the frequencies."""
     stretched = rope.yarn(
         freqs,
         base=base,
@@ -159,9 +165,10 @@ def read_yarn(
 
 
 def read_factors(tensor: Tensor, count: int) -> rope.Freqs:
+    """Reads a tensor of factors that divide the frequencies."""
     if tensor.shape != (count,):
         raise MalformedFile(f"tensor {tensor.name!r} has shape {tensor.shape}; the model's config needs {(count,)}")
     factors = tuple(dequantize(tensor).tolist())
     if not all(factor > 0 for factor in factors):
-        raise MalformedFile(f"tensor {tensor.name!r} holds {min(factors)}; every factor is above 0")
+        raise MalformedFile(f"tensor {tensor.name!r} holds {min(factors)}; every factor must be above 0")
     return factors

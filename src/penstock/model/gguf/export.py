@@ -21,7 +21,7 @@ from penstock.model.gguf.shards import read_shards
 from penstock.model.gguf.tensor_order import reorder_for_gguf
 from penstock.model.gguf.writer import FORMAT_KINDS, PendingTensor, encoded, rows_at_once
 from penstock.model.load import CONFIG, METADATA, Checkpoint, load_model, open_checkpoint
-from penstock.model.quantize_choice import Choice, Encode, Precision, choose, precision_of
+from penstock.model.quantize_choice import Encode, FormatChoice, Precision, choose, precision_of
 from penstock.model.registry import family, family_of_gguf
 from penstock.model.roles import BIAS, EXPERTS, Role
 from penstock.model.spec import ModelSpec
@@ -73,7 +73,7 @@ class FileTensor(NamedTuple):
     plus: float = 0.0  # is added to every value
 
 
-class Place(NamedTuple):
+class Destination(NamedTuple):
     """Says where a tensor of the checkpoint goes."""
 
     name: str  # canonical, of the tensor of the file that holds it
@@ -113,7 +113,7 @@ def with_role(tensor: Tensor, naming: names.Naming) -> Tensor:
     )
 
 
-def chosen(tensors: Mapping[str, Tensor], to: Format, again: bool) -> Choice:
+def chosen(tensors: Mapping[str, Tensor], to: Format, again: bool) -> FormatChoice:
     """Chooses the formats of the tensors; refuses to quantize a second time unless `again`."""
     if not again:
         check_plain(tensors, to)
@@ -168,15 +168,16 @@ def file_tensors(checkpoint: Checkpoint) -> dict[str, FileTensor]:
     theirs = {ours: name for name, ours in (*naming.top.items(), *naming.parts.items())}
     fused = [name for name in FUSED if name in theirs and name not in WRITTEN_SPLIT.get(spec.arch, ())]
     whole = {part: name for name in fused for part in FUSED[name]}
-    gathered: dict[Place, dict[int, Tensor]] = {}
+    gathered: dict[Destination, dict[int, Tensor]] = {}
     for name, tensor in reorder_for_gguf(split_kv_b(checkpoint.tensors, spec), spec).items():
-        place = place_of(name, whole)
-        gathered.setdefault(place._replace(source=0), {})[place.source] = tensor
+        goes_to = destination_of(name, whole)
+        gathered.setdefault(goes_to._replace(source=0), {})[goes_to.source] = tensor
     parts = {}
-    for place, tensors in gathered.items():
+    for goes_to, tensors in gathered.items():
         sources = tuple(tensors[source] for source in sorted(tensors))
         plus = spec.gain_offset if sources[0].role is Role.NORM else 0.0
-        parts[place.name] = FileTensor(file_name(place.name, theirs, spec.arch), sources, place.stacked, plus=plus)
+        name = file_name(goes_to.name, theirs, spec.arch)
+        parts[goes_to.name] = FileTensor(name, sources, goes_to.stacked, plus=plus)
     return parts
 
 
@@ -188,14 +189,14 @@ def split_name(name: str) -> tuple[str, str, str]:
     return prefix, stem.removeprefix(prefix), suffix
 
 
-def place_of(name: str, whole: Mapping[str, str]) -> Place:
+def destination_of(name: str, whole: Mapping[str, str]) -> Destination:
     """Returns where a tensor goes; `whole` says which parts are fused into which."""
     layer, part, suffix = split_name(name)
     if match := EXPERT.fullmatch(part):
-        return Place(f"{layer}experts.{match[2]}{suffix}", int(match[1]), stacked=True)
+        return Destination(f"{layer}experts.{match[2]}{suffix}", int(match[1]), stacked=True)
     if part not in whole:
-        return Place(name, 0, stacked=False)
-    return Place(f"{layer}{whole[part]}{suffix}", FUSED[whole[part]].index(part), stacked=False)
+        return Destination(name, 0, stacked=False)
+    return Destination(f"{layer}{whole[part]}{suffix}", FUSED[whole[part]].index(part), stacked=False)
 
 
 def file_name(name: str, theirs: Mapping[str, str], arch: str) -> str:
@@ -217,7 +218,7 @@ def interleaved(name: str, part: FileTensor, spec: ModelSpec) -> FileTensor:
     return part._replace(rotated=rotated, head_dim=spec.attn.head_dim)
 
 
-def format_of(name: str, part: FileTensor, choice: Choice) -> Format:
+def format_of(name: str, part: FileTensor, choice: FormatChoice) -> Format:
     """Returns the format that was chosen. Tensors that are never quantized become F32, as readers expect, and formats
     that GGUF does not have become BF16."""
     if name in choice.formats:

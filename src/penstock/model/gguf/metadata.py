@@ -1,7 +1,7 @@
-"""A Hugging Face folder's config as the metadata of a GGUF file: the other direction of each family's `read_gguf`.
+"""Translates a Hugging Face folder's config into the metadata of a GGUF file: the inverse of each family's `read_gguf`.
 
-What is written is read back at once and compared with what the folder means: a model that GGUF has no words for is
-refused with the difference, not written wrongly.
+What will be written is read back at once and compared with what the folder says. A model that GGUF metadata cannot
+describe is refused, with the difference, instead of being written wrongly.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Keys = dict[str, Any]
 Tensors = dict[str, Tensor]
 Own = Callable[[ConfigReader, ModelSpec], Keys]
 
-UNSAID = (  # of files, or of their tensors alone
+NOT_IN_METADATA = (  # of the spec: it describes the file, or its tensors tell it
     *("arch", "biases", "gain_offset", "interleaved", "unused_layers"),
     *("first_position", "tiled"),
 )
@@ -35,32 +35,33 @@ ARCHITECTURES = {family: name for name, family in registry.GGUF.items()} | {"mix
 def config_keys(
     config: ConfigReader, spec: ModelSpec, weights: Mapping[str, Tensor]
 ) -> tuple[Keys, Tensors, ModelSpec]:
-    """Keys, tensors that belong to the config, and the spec as a reader of the file will have it. `weights`: those of
-    the file, by its names."""
+    """Returns the keys, the tensors that belong to the config, and the spec as a reader of the file will have it.
+    `weights`: the other tensors of the file, by their names there."""
     own = OWN.get(spec.arch)
     if own is None:
-        raise UnsupportedModel(f"the family {spec.arch} cannot be written as GGUF yet; {', '.join(OWN)} can")
+        raise UnsupportedModel(f"the family {spec.arch} cannot be written as GGUF yet; supported: {', '.join(OWN)}")
     arch = architecture(spec)
     if "text_config" in config:
         config = config.table("text_config")
-    turning, extra = rope_keys(config, spec)
-    keys = decoder_keys(spec) | turning | expert_keys(spec) | own(config, spec)
+    rope_values, extra = rope_keys(config, spec)
+    keys = decoder_keys(spec) | rope_values | expert_keys(spec) | own(config, spec)
     metadata = {f"{arch}.{key}": value for key, value in keys.items() if value is not None}
     reader = ConfigReader(metadata, "the GGUF metadata to be written", prefix=f"{arch}.")
     found = registry.family(registry.GGUF[arch]).read_gguf(reader, {**weights, **extra})
     if odd := difference(spec, found):
-        raise UnsupportedModel(f"a GGUF file of {spec.arch} cannot say what config.json says: {odd}")
+        raise UnsupportedModel(f"a GGUF file of {spec.arch} cannot express what config.json says: {odd}")
     return {"general.architecture": arch, **metadata}, extra, found
 
 
 def architecture(spec: ModelSpec) -> str:
-    """Some families have a second name for those of them that have experts."""
+    """Returns general.architecture; some families have a second name for models with experts."""
     name = ARCHITECTURES[spec.arch]
     return f"{name}moe" if spec.experts and registry.GGUF.get(f"{name}moe") == spec.arch else name
 
 
 def decoder_keys(spec: ModelSpec) -> Keys:
-    attn = far(spec)
+    """Returns the keys that all families have."""
+    attn = global_attention(spec)
     return {
         "block_count": spec.layers,
         "context_length": spec.max_len,
@@ -76,6 +77,7 @@ def decoder_keys(spec: ModelSpec) -> Keys:
 
 
 def expert_keys(spec: ModelSpec) -> Keys:
+    """Returns the keys of MoE models."""
     if spec.experts is None:
         return {}
     experts = spec.experts
@@ -91,18 +93,19 @@ def expert_keys(spec: ModelSpec) -> Keys:
     return keys | (groups if experts.groups > 1 else {})
 
 
-def far(spec: ModelSpec) -> AttentionSpec:
-    """Of a layer that turns its keys, and sees everything if one does."""
-    turning = [attn for attn in (spec.attn, *spec.layer_attn) if attn.rope.inv_freq] or [spec.attn]
-    return next((attn for attn in turning if not attn.window), turning[0])
+def global_attention(spec: ModelSpec) -> AttentionSpec:
+    """Returns the attention of a layer that has RoPE and, if there is one, no window."""
+    rotating = [attn for attn in (spec.attn, *spec.layer_attn) if attn.rope.inv_freq] or [spec.attn]
+    return next((attn for attn in rotating if not attn.window), rotating[0])
 
 
-def near(spec: ModelSpec) -> AttentionSpec:
+def local_attention(spec: ModelSpec) -> AttentionSpec:
+    """Returns the attention of a layer that has a window, if there is one."""
     return next((attn for attn in (spec.attn, *spec.layer_attn) if attn.window), spec.attn)
 
 
 def base_of(config: ConfigReader, freqs: rope.Freqs) -> float:
-    """What the config says, or else what the frequencies tell: a silent config has plain ones."""
+    """Returns RoPE's base as the config says it, or else as the frequencies imply it."""
     for place in (rope_table(config), config):
         if "rope_theta" in place:
             return place.number("rope_theta")
@@ -110,33 +113,37 @@ def base_of(config: ConfigReader, freqs: rope.Freqs) -> float:
 
 
 def plain_base(freqs: rope.Freqs) -> float:
+    """Returns the base of unscaled frequencies."""
     return float((freqs[0] / freqs[1]) ** len(freqs))
 
 
 def rope_table(config: ConfigReader) -> ConfigReader:
+    """Returns a reader of the table that describes the RoPE of full attention."""
     table = config_hf.rope_fields(config)
     return table.table("full_attention") if "full_attention" in table else table
 
 
 def rope_keys(config: ConfigReader, spec: ModelSpec) -> tuple[Keys, Tensors]:
-    table, turned = rope_table(config), far(spec).rope
-    if not turned.inv_freq:
+    """Returns the keys and tensors that describe RoPE."""
+    table, spec_rope = rope_table(config), global_attention(spec).rope
+    if not spec_rope.inv_freq:
         return {}, {}
     plain = {
-        "rope.dimension_count": 2 * len(turned.inv_freq),
-        "rope.freq_base": base_of(config, turned.inv_freq),
+        "rope.dimension_count": 2 * len(spec_rope.inv_freq),
+        "rope.freq_base": base_of(config, spec_rope.inv_freq),
     }
-    scaling, tensors = scaling_keys(table, plain["rope.freq_base"], turned, spec.max_len)
+    scaling, tensors = scaling_keys(table, plain["rope.freq_base"], spec_rope, spec.max_len)
     return plain | scaling, tensors
 
 
-def scaling_keys(table: ConfigReader, base: float, turned: RopeSpec, max_len: int) -> tuple[Keys, Tensors]:
+def scaling_keys(table: ConfigReader, base: float, spec: RopeSpec, max_len: int) -> tuple[Keys, Tensors]:
+    """Returns the keys and tensors that describe how RoPE is scaled."""
     match table.text("rope_type", table.text("type", "default")):
         case "linear":
-            return {"rope.scaling.type": "linear", "rope.scaling.factor": 1 / turned.inv_freq[0]}, {}
+            return {"rope.scaling.type": "linear", "rope.scaling.factor": 1 / spec.inv_freq[0]}, {}
         case "llama3":
-            plain = np.array(rope.plain(base, 2 * len(turned.inv_freq)))
-            return {}, {"rope_freqs.weight": vector("rope_freqs.weight", plain / turned.inv_freq)}
+            plain = np.array(rope.plain(base, 2 * len(spec.inv_freq)))
+            return {}, {"rope_freqs.weight": vector("rope_freqs.weight", plain / spec.inv_freq)}
         case "yarn":
             factor = table.number("factor", 1.0)
             return {
@@ -145,25 +152,26 @@ def scaling_keys(table: ConfigReader, base: float, turned: RopeSpec, max_len: in
                 "rope.scaling.original_context_length": table.size("original_max_position_embeddings", max_len),
                 "rope.scaling.yarn_beta_fast": table.number("beta_fast", 32.0),
                 "rope.scaling.yarn_beta_slow": table.number("beta_slow", 1.0),
-                "rope.scaling.attn_factor": turned.scale / rope.yarn_scale(factor),
+                "rope.scaling.attn_factor": spec.scale / rope.yarn_scale(factor),
             }, {}
         case "longrope" | "su":
             names = {f"rope_factors_{which}.weight": f"{which}_factor" for which in ("long", "short")}
-            count = len(turned.inv_freq)
+            count = len(spec.inv_freq)
             tensors = {name: vector(name, np.array(table.numbers(key, count))) for name, key in names.items()}
             return {
                 "rope.scaling.original_context_length": max_len,
-                "rope.scaling.attn_factor": turned.scale,
+                "rope.scaling.attn_factor": spec.scale,
             }, tensors
     return {}, {}
 
 
 def vector(name: str, values: Any) -> Tensor:
+    """Returns a vector of float32."""
     numbers = np.ascontiguousarray(values, "<f4")
     return Tensor(name, FORMATS["F32"], numbers.shape, numbers.view(np.uint8))
 
 
-# ---- what families say besides ----
+# ---- keys of single families ----
 
 
 def nothing(_: ConfigReader, spec: ModelSpec) -> Keys:
@@ -171,7 +179,7 @@ def nothing(_: ConfigReader, spec: ModelSpec) -> Keys:
 
 
 def window(_: ConfigReader, spec: ModelSpec) -> Keys:
-    return {gguf_config.WINDOW: near(spec).window} if near(spec).window else {}
+    return {gguf_config.WINDOW: local_attention(spec).window} if local_attention(spec).window else {}
 
 
 def granite(config: ConfigReader, spec: ModelSpec) -> Keys:
@@ -205,7 +213,7 @@ def gemma_2(config: ConfigReader, spec: ModelSpec) -> Keys:
 
 def gemma_3(config: ConfigReader, spec: ModelSpec) -> Keys:
     cap = {gemma2.LOGITS: spec.logit_cap} if spec.logit_cap else {}
-    return window(config, spec) | cap | {"rope.freq_base_swa": plain_base(near(spec).rope.inv_freq)}
+    return window(config, spec) | cap | {"rope.freq_base_swa": plain_base(local_attention(spec).rope.inv_freq)}
 
 
 def qwen_3_next(_: ConfigReader, spec: ModelSpec) -> Keys:
@@ -223,17 +231,18 @@ def qwen_3_next(_: ConfigReader, spec: ModelSpec) -> Keys:
 
 
 def qwen_3_5(config: ConfigReader, spec: ModelSpec) -> Keys:
-    """Silence about what turns by time, height and width means equal shares."""
+    """Returns the keys of Qwen 3.5. Unless the config says which pairs rotate by time, height and width, each gets a
+    third of them."""
     pairs = len(spec.attn.rope.inv_freq)
-    told = rope_table(config).counts("mrope_section") or tuple((pairs + 2 - i) // 3 for i in range(3))
-    sections = {"rope.dimension_sections": [*told, *[0] * (4 - len(told))]}
+    stated = rope_table(config).counts("mrope_section") or tuple((pairs + 2 - i) // 3 for i in range(3))
+    sections = {"rope.dimension_sections": [*stated, *[0] * (4 - len(stated))]}
     return qwen_3_next(config, spec) | sections | ({"feed_forward_length": None} if spec.experts else {})
 
 
 def encoder(config: ConfigReader, spec: ModelSpec) -> Keys:
-    unsaid = (gguf_config.RMS_EPS, "rope.dimension_count")
+    absent = (gguf_config.RMS_EPS, "rope.dimension_count")
     sizes = ("attention.head_count_kv", "attention.key_length", "attention.value_length")
-    return dict.fromkeys((*unsaid, *sizes)) | {
+    return dict.fromkeys((*absent, *sizes)) | {
         gguf_config.LAYER_EPS: spec.eps,
         "attention.causal": False,
         "pooling_type": gguf_config.POOLINGS.index(spec.pooling, 1),
@@ -241,7 +250,8 @@ def encoder(config: ConfigReader, spec: ModelSpec) -> Keys:
 
 
 def deepseek_2(config: ConfigReader, spec: ModelSpec) -> Keys:
-    """As newer converters write it: heads are those of latents, and what they come from has keys of its own."""
+    """Returns the keys of DeepSeek as newer converters write them: head sizes are those of the latents, and those
+    of keys and values have keys of their own."""
     config.require("rope_interleave", (True,), True)
     assert spec.mla is not None
     assert spec.experts is not None
@@ -298,14 +308,14 @@ OWN: dict[str, Own] = {
 
 
 def difference(wanted: Any, found: Any, name: str = "spec") -> str:
-    """The first thing in which they differ; nothing where they are alike as far as a file of float32 can say."""
+    """Describes the first difference; returns nothing if they are alike as far as float32 numbers can say."""
     if is_dataclass(wanted):
-        parts = [field.name for field in fields(wanted) if field.name not in UNSAID]
-        told = (difference(getattr(wanted, part), getattr(found, part), part) for part in parts)
-        return next((one for one in told if one), "")
+        parts = [field.name for field in fields(wanted) if field.name not in NOT_IN_METADATA]
+        differences = (difference(getattr(wanted, part), getattr(found, part), part) for part in parts)
+        return next((one for one in differences if one), "")
     if isinstance(wanted, tuple) and len(wanted) == len(found):
-        told = (difference(one, other, name) for one, other in zip(wanted, found, strict=True))
-        return next((one for one in told if one), "")
+        differences = (difference(one, other, name) for one, other in zip(wanted, found, strict=True))
+        return next((one for one in differences if one), "")
     if isinstance(wanted, float) and isclose(wanted, found, rel_tol=1e-5):
         return ""
-    return "" if wanted == found else f"{name} is {wanted!r} here, {found!r} there"
+    return "" if wanted == found else f"{name} is {wanted!r} in the folder, and would be {found!r} in the file"

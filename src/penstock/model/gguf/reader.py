@@ -1,10 +1,10 @@
-"""Reading GGUF files, versions 2 and 3.
+"""Reads GGUF files, versions 2 and 3.
 
     magic  version  tensor count  key count | key kind value ... | name dims kind offset ... | padding | tensor data
 
 The file is mapped, never read whole: a tensor is a view of its bytes, and a metadata value is decoded when it is first
-asked for, because vocabularies are long and not every reader wants them. Whatever the header claims is checked against
-the size of the file before anything is made of it.
+asked for, because vocabularies are long and not every reader wants them. Whatever the header says is checked against
+the size of the file before it is used.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ NUMBERS = {
 U32, U64 = NUMBERS[4], NUMBERS[10]
 STRING, ARRAY = 8, 9
 
-MAX_COUNT = 1 << 22  # of keys, tensors or entries of an array: above any real file, below any harm
+MAX_COUNT = 1 << 22  # keys, tensors or items of an array: above any real file, below any harm
 MAX_NAME = 1 << 16
 MAX_STRING = 1 << 24
 MAX_DIMS = 4
-SHORT_STRING = 32  # bytes, its length included, that a vocabulary's strings take at most on average
+SHORT_STRING = 32  # bytes that the strings of a vocabulary take at most on average, with their lengths
 
 
 class Cursor:
-    """A place in the file, moving forward; nothing is read past the end."""
+    """Is a position in the file that moves forward; nothing is read past the end."""
 
     def __init__(self, data: mmap.mmap, at: int = 0) -> None:
         self.data = data
@@ -68,24 +68,28 @@ class Cursor:
         """Moves past `size` bytes; returns where they begin."""
         start = self.at
         if size > len(self.data) - start:
-            raise MalformedFile(f"the file ends at byte {len(self.data)}, inside what byte {start} begins")
+            raise MalformedFile(f"the file ends at byte {len(self.data)}, inside a value that begins at byte {start}")
         self.at += size
         return start
 
     def number(self, layout: struct.Struct) -> Any:
+        """Reads one number."""
         return layout.unpack_from(self.data, self.skip(layout.size))[0]
 
     def count(self, what: str, most: int = MAX_COUNT) -> int:
+        """Reads a count; `what` names it in errors."""
         value: int = self.number(U64)
         if value > most:
             raise MalformedFile(f"{what} is {value}; at most {most} can be right")
         return value
 
     def text(self, most: int = MAX_STRING) -> str:
+        """Reads a string of at most `most` bytes."""
         start = self.skip(self.count("the length of a string", most))
         return decoded(self.data[start : self.at])
 
     def skip_value(self, kind: int) -> None:
+        """Moves past a value."""
         if kind == STRING:
             self.skip(self.count("the length of a string", MAX_STRING))
         elif kind == ARRAY:
@@ -94,6 +98,7 @@ class Cursor:
             self.skip(number_layout(kind).size)
 
     def skip_array(self) -> None:
+        """Moves past an array."""
         kind, count = self.array_head()
         if kind == STRING:
             self.skip_strings(count)
@@ -101,12 +106,15 @@ class Cursor:
             self.skip(count * number_layout(kind).size)
 
     def skip_strings(self, count: int) -> None:
+        """Moves past the strings of an array."""
         self.skip(int(string_heads(self.data, self.at, count)[-1]) - self.at)
 
     def array_head(self) -> tuple[int, int]:
+        """Reads the kind of an array's items and their number."""
         return self.number(U32), self.count("the length of an array")
 
     def value(self, kind: int) -> Any:
+        """Reads a value."""
         if kind == STRING:
             return self.text()
         if kind == ARRAY:
@@ -114,6 +122,7 @@ class Cursor:
         return self.number(NUMBERS[kind])
 
     def array(self) -> list[Any]:
+        """Reads an array."""
         kind, count = self.array_head()
         if kind == STRING:
             return self.strings(count)
@@ -122,7 +131,7 @@ class Cursor:
         return [value for (value,) in layout.iter_unpack(self.data[start : self.at])]
 
     def strings(self, count: int) -> list[str]:
-        """All at once: with zeros for every length, what lies between is one text."""
+        """Reads the strings of an array at once: if every length is overwritten with zeros, the rest is one text."""
         heads = string_heads(self.data, self.at, count)
         raw: NDArray[np.uint8] = np.frombuffer(self.data, np.uint8)[self.at : heads[-1]].copy()
         for i in range(U64.size):
@@ -134,14 +143,14 @@ class Cursor:
 
 
 def string_heads(data: mmap.mmap, at: int, count: int) -> NDArray[np.int64]:
-    """Where each string of an array begins, and where the last one ends: [count + 1]."""
+    """Returns where each string of an array begins, and where the last one ends: [count + 1]."""
     heads = short_string_heads(data, at, count)
     return step_by_step(data, at, count) if heads is None else heads
 
 
 def short_string_heads(data: mmap.mmap, at: int, count: int) -> NDArray[np.int64] | None:
-    """What a vocabulary takes at every start, without a step for each string: lengths below 256 show as a byte with
-    seven zeros after it. None where that does not lead from each string to the next."""
+    """Finds the strings of a vocabulary without a step for each, which every start would take: lengths below 256 show
+    as a byte with seven zeros after it. Returns None if that does not lead from each string to the next."""
     window: NDArray[np.uint8] = np.frombuffer(data, np.uint8)[at : at + (count + 1) * SHORT_STRING]
     two = (window[:-1] == 0) & (window[1:] == 0)
     four = two[:-2] & two[2:]
@@ -153,17 +162,19 @@ def short_string_heads(data: mmap.mmap, at: int, count: int) -> NDArray[np.int64
 
 
 def step_by_step(data: mmap.mmap, at: int, count: int) -> NDArray[np.int64]:
+    """Finds the strings of an array one after the other."""
     heads, last = [at], len(data) - U64.size
     for _ in range(count):
         if heads[-1] > last:
-            raise MalformedFile(f"the file ends inside the {count} strings that byte {at} begins")
+            raise MalformedFile(f"the file ends inside {count} strings that begin at byte {at}")
         heads.append(heads[-1] + U64.size + U64.unpack_from(data, heads[-1])[0])
     if heads[-1] > len(data):
-        raise MalformedFile(f"the file ends at byte {len(data)}, inside what byte {heads[-2]} begins")
+        raise MalformedFile(f"the file ends at byte {len(data)}, inside a string that begins at byte {heads[-2]}")
     return np.array(heads)
 
 
 def decoded(text: bytes) -> str:
+    """Decodes UTF-8."""
     try:
         return text.decode()
     except UnicodeDecodeError as error:
@@ -171,15 +182,16 @@ def decoded(text: bytes) -> str:
 
 
 def number_layout(kind: int) -> struct.Struct:
+    """Returns how a number of this kind is stored."""
     if kind == ARRAY:
-        raise MalformedFile("an array of arrays; GGUF metadata has arrays of strings and numbers only")
+        raise MalformedFile("the metadata has an array of arrays; only arrays of strings and numbers are supported")
     if kind not in NUMBERS:
-        raise MalformedFile(f"metadata of an unknown kind, {kind}")
+        raise MalformedFile(f"the metadata has a value of an unknown kind, {kind}")
     return NUMBERS[kind]
 
 
 class Metadata(Mapping[str, Any]):
-    """A file's keys and values, each decoded when it is first asked for."""
+    """Holds a file's keys and values; each value is decoded when it is first asked for."""
 
     def __init__(self, cursor: Cursor, count: int) -> None:
         self._data = cursor.data
@@ -205,15 +217,15 @@ class Metadata(Mapping[str, Any]):
         return len(self._places)
 
     def stored(self, key: str) -> bytes:
-        """Kind and value as they lie in the file."""
+        """Returns the bytes of a value in the file, with its kind before them."""
         kind, at = self._places[key]
         cursor = Cursor(self._data, at)
         cursor.skip_value(kind)
         return U32.pack(kind) + self._data[at : cursor.at]
 
 
-class Place(NamedTuple):
-    """A tensor as the header tells of it."""
+class TensorEntry(NamedTuple):
+    """Describes a tensor as the header does."""
 
     name: str
     format: Format
@@ -222,55 +234,62 @@ class Place(NamedTuple):
 
     @property
     def size(self) -> int:
+        """Returns the number of bytes."""
         return math.prod(self.shape) // self.format.values * self.format.bytes
 
 
 class GgufFile:
+    """Is an open GGUF file."""
+
     def __init__(self, metadata: Metadata, tensors: dict[str, Tensor], data: mmap.mmap) -> None:
         self.metadata = metadata
         self.tensors = tensors  # by the file's own names
         self._data = data
 
     def close(self) -> None:
-        """Lets go of the file; a tensor that someone still holds keeps it mapped."""
+        """Closes the file; a tensor that someone still holds keeps it mapped."""
         self.tensors = {}
         with suppress(BufferError):
             self._data.close()
 
 
 def read_gguf(path: Path) -> GgufFile:
+    """Opens a GGUF file, which may be a shard of a model."""
     data = map_file(path)
     try:
         cursor = Cursor(data)
         tensor_count, key_count = read_head(cursor)
         metadata = Metadata(cursor, key_count)
-        places = [read_place(cursor) for _ in range(tensor_count)]
-        tensors = cut_tensors(places, cursor, alignment(metadata))
+        entries = [read_entry(cursor) for _ in range(tensor_count)]
+        tensors = cut_tensors(entries, cursor, alignment(metadata))
     except MalformedFile as error:
-        raise MalformedFile(f"{path.name} is not a sound GGUF file: {error}; fetch it again") from error
+        raise MalformedFile(f"{path.name} is not a valid GGUF file: {error}; fetch it again") from error
     except UnsupportedModel as error:
         raise UnsupportedModel(f"{path.name} cannot be run: {error}") from error
     return GgufFile(metadata, tensors, data)
 
 
 def read_head(cursor: Cursor) -> tuple[int, int]:
+    """Reads the beginning of the file; returns the number of tensors and of keys."""
     magic = cursor.data[cursor.skip(4) : cursor.at]
     if magic != b"GGUF":
         raise MalformedFile(f"it begins with {magic!r} instead of b'GGUF' (a Hugging Face model is a folder)")
     version = cursor.number(U32)
     if version not in (2, 3):
-        raise UnsupportedModel(f"GGUF version {version}; versions 2 and 3, little-endian, can be read")
+        raise UnsupportedModel(f"its GGUF version is {version}; supported: 2 and 3, little-endian")
     return cursor.count("the number of tensors"), cursor.count("the number of keys")
 
 
 def alignment(metadata: Metadata) -> int:
+    """Returns what offsets of tensors are multiples of."""
     value = metadata.get("general.alignment", 32)
     if type(value) is not int or value <= 0 or value & (value - 1):
         raise MalformedFile(f"general.alignment is {value!r} instead of a power of two")
     return value
 
 
-def read_place(cursor: Cursor) -> Place:
+def read_entry(cursor: Cursor) -> TensorEntry:
+    """Reads the entry of one tensor."""
     name = cursor.text(MAX_NAME)
     dims = cursor.number(U32)
     if not 1 <= dims <= MAX_DIMS:
@@ -283,32 +302,34 @@ def read_place(cursor: Cursor) -> Place:
         known = ", ".join(FORMATS)
         raise UnsupportedModel(f"tensor {name!r} is stored as {KINDS.get(kind, f'type {kind}')}; supported: {known}")
     if 0 in shape or shape[-1] % format.values:
-        raise MalformedFile(f"tensor {name!r} of shape {shape} cannot be {format.name}")
-    return Place(name, format, shape, cursor.number(U64))
+        raise MalformedFile(
+            f"tensor {name!r} of shape {shape} cannot be stored as {format.name}, whose blocks hold {format.values}"
+        )
+    return TensorEntry(name, format, shape, cursor.number(U64))
 
 
-def cut_tensors(places: list[Place], cursor: Cursor, align: int) -> dict[str, Tensor]:
-    """Views of the mapped file, once every tensor is known to lie inside it, aligned and apart from the others."""
+def cut_tensors(entries: list[TensorEntry], cursor: Cursor, align: int) -> dict[str, Tensor]:
+    """Returns views of the mapped file, if every tensor lies inside it, aligned and without overlap."""
     base = -(-cursor.at // align) * align
     data: NDArray[np.uint8] = np.frombuffer(cursor.data, np.uint8)
     tensors: dict[str, Tensor] = {}
     end = 0
-    for place in sorted(places, key=lambda place: place.offset):
-        name, format, shape, offset = place
+    for entry in sorted(entries, key=lambda entry: entry.offset):
+        name, format, shape, offset = entry
         if name in tensors:
             raise MalformedFile(f"tensor {name!r} is there twice")
-        if offset % align or offset < end or base + offset + place.size > len(data):
+        if offset % align or offset < end or base + offset + entry.size > len(data):
             raise MalformedFile(
-                f"tensor {name!r} claims {place.size} bytes at offset {offset}: misaligned, over another tensor "
+                f"tensor {name!r} claims {entry.size} bytes at offset {offset}: misaligned, over another tensor "
                 f"or past the end of the file, which has {max(len(data) - base, 0)} bytes of tensor data"
             )
-        end = offset + place.size
+        end = offset + entry.size
         tensor = Tensor(name, format, shape, data[base + offset : base + end])
         tensors[name] = widened(tensor) if format.name in VECTORS_ONLY else tensor
     return tensors
 
 
 def widened(vector: Tensor) -> Tensor:
-    """Whole or long numbers as F32."""
+    """Returns a vector of whole numbers or of float64 as F32."""
     numbers = vector.data.view(f"<{vector.format.name[0].lower()}{vector.format.bytes}").astype(np.float32)
     return Tensor(vector.name, FORMATS["F32"], vector.shape, numbers.view(np.uint8))

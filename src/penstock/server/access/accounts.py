@@ -1,10 +1,9 @@
-"""What each key has used of the server, and whether it may have more."""
+"""Keeps an account for each API key: what it has used, and whether its limits allow another request."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextvars import ContextVar
 from time import monotonic
 from types import TracebackType
 from typing import Self
@@ -12,14 +11,14 @@ from typing import Self
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from penstock.errors import RateLimited
-from penstock.keys import Key
+from penstock.keys import Key, Keyring
 
 MINUTE = 60.0
 
 
 class Allowance:
-    """So many a minute, saved up for one minute at most. What is taken may be more than is left, as an answer's length
-    is known only at its end: then nothing more is given until that is made up for."""
+    """Limits a rate to `limit` per minute, saved up for one minute at most. More may be taken than is left, because an
+    answer's length is known only at its end; then nothing is given until the debt is made up."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -37,24 +36,26 @@ class Allowance:
         self._left = self.left - count
 
     def seconds_to(self, count: float) -> float:
-        """Until so many are left."""
+        """Returns the seconds until `count` are left."""
         return max(count - self.left, 0.0) * MINUTE / self.limit
 
 
 class Account:
-    """One key's. To be in it is to have a request under way."""
+    """Counts one key's usage and applies its limits. As a context manager it counts one request in flight."""
 
-    def __init__(self, key: Key) -> None:
-        self.key = key
+    def __init__(self, name: str) -> None:
+        self.name = name  # of the key
         self.used: Counter[str] = Counter()
         self.refused: Counter[str] = Counter()
         self.running = 0
+        self._key: Key | None = None  # none: no limits are known
         self._allowances: dict[str, Allowance] = {}
-        self.follow(key)
 
-    def follow(self, key: Key) -> None:
-        """The key as the file has it now. A limit that stays the same goes on where it was."""
-        self.key = key
+    def apply_limits(self, key: Key) -> None:
+        """Takes over the key's limits as the key file has them now. A limit that stays the same keeps its state."""
+        if key == self._key:
+            return
+        self._key = key
         limits = {"requests": key.requests_per_minute, "tokens": key.tokens_per_minute}
         self._allowances = {kind: self._allowance(kind, limit) for kind, limit in limits.items() if limit}
 
@@ -63,36 +64,35 @@ class Account:
         return known if known is not None and known.limit == limit else Allowance(limit)
 
     def begin(self) -> None:
-        """Takes a request from what is allowed; refuses it where nothing is left."""
-        if self.key.concurrent is not None and self.running >= self.key.concurrent:
-            raise self._refusal("concurrent", f"{self.key.concurrent} requests at once, and has as many under way", 1.0)
+        """Takes one request from what the limits allow; raises RateLimited if nothing is left."""
+        most = self._key.concurrent if self._key is not None else None
+        if most is not None and self.running >= most:
+            raise self._refusal("concurrent", f"{most} requests at once, and {self.running} are in flight", 1.0)
         for kind, allowance in self._allowances.items():
             if (wait := allowance.seconds_to(1)) > 0:
-                raise self._refusal(kind, f"{allowance.limit} {kind} a minute, and has used them", wait)
+                raise self._refusal(kind, f"{allowance.limit} {kind} a minute, and they are used up", wait)
         self.used["requests"] += 1
         if "requests" in self._allowances:
             self._allowances["requests"].take(1)
 
-    def _refusal(self, kind: str, told: str, wait: float) -> RateLimited:
+    def _refusal(self, kind: str, limit: str, wait: float) -> RateLimited:
         self.refused[kind] += 1
-        return RateLimited(
-            f"the key {self.key.name!r} is allowed {told}: try again in {wait:.3g} seconds", retry_after=wait
-        )
+        return RateLimited(f"the key {self.name!r} is allowed {limit}: retry in {wait:.3g} seconds", retry_after=wait)
 
     def charge(self, kind: str, tokens: int) -> None:
-        """For tokens of a "prompt", or "generated"."""
+        """Counts tokens; `kind` is "prompt" or "generated"."""
         self.used[kind] += tokens
         if "tokens" in self._allowances:
             self._allowances["tokens"].take(tokens)
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """What is left, by the names that OpenAI's clients know."""
-        told: dict[str, object] = {}
+        """Returns what the limits leave, as the x-ratelimit headers that OpenAI's clients read."""
+        values: dict[str, object] = {}
         for kind, allowance in self._allowances.items():
-            told[f"limit-{kind}"] = allowance.limit
-            told[f"remaining-{kind}"] = max(int(allowance.left), 0)
-            told[f"reset-{kind}"] = f"{allowance.seconds_to(allowance.limit):.3f}s"
-        return [(f"x-ratelimit-{name}".encode(), str(value).encode()) for name, value in told.items()]
+            values[f"limit-{kind}"] = allowance.limit
+            values[f"remaining-{kind}"] = max(int(allowance.left), 0)
+            values[f"reset-{kind}"] = f"{allowance.seconds_to(allowance.limit):.3f}s"
+        return [(f"x-ratelimit-{name}".encode(), str(value).encode()) for name, value in values.items()]
 
     def __enter__(self) -> Self:
         self.running += 1
@@ -102,29 +102,33 @@ class Account:
         self.running -= 1
 
 
-ACCOUNT: ContextVar[Account | None] = ContextVar("account", default=None)  # that what is computed now is charged to
-
-
 class Accounts:
-    """All of them, and what Prometheus sees of them. An account lasts as long as the server, also without its key."""
+    """Holds the accounts of all keys, and reports them to Prometheus. An account lasts as long as the server, even if
+    its key is deleted."""
 
-    def __init__(self) -> None:
-        self.strangers = 0  # requests without a good key
+    def __init__(self, keyring: Keyring) -> None:
+        self.unauthorized = 0  # requests without a valid key
+        self.keyring = keyring
         self._accounts: dict[str, Account] = {}
 
     def of(self, key: Key) -> Account:
-        account = self._accounts.get(key.name)
-        if account is None:
-            account = self._accounts[key.name] = Account(key)
-        elif account.key != key:
-            account.follow(key)
+        account = self._account(key.name)
+        account.apply_limits(key)
         return account
 
+    def named(self, name: str) -> Account:
+        """Returns the account of the key called `name`, which may have been deleted since: then it has no limits."""
+        key = self.keyring.named(name)
+        return self._account(name) if key is None else self.of(key)
+
+    def _account(self, name: str) -> Account:
+        return self._accounts.setdefault(name, Account(name))
+
     def collect(self) -> Iterator[Metric]:
-        requests = CounterMetricFamily("penstock_key_requests", "Requests that were let in, by key", labels=["key"])
+        requests = CounterMetricFamily("penstock_key_requests", "Admitted requests, by key", labels=["key"])
         tokens = CounterMetricFamily("penstock_key_tokens", "Tokens used, by key", labels=["key", "kind"])
         refused = CounterMetricFamily("penstock_key_refusals", "Refused requests, by key", labels=["key", "reason"])
-        running = GaugeMetricFamily("penstock_key_running", "Requests under way, by key", labels=["key"])
+        running = GaugeMetricFamily("penstock_key_running", "Requests in flight, by key", labels=["key"])
         for name, account in self._accounts.items():
             requests.add_metric([name], account.used["requests"])
             running.add_metric([name], account.running)
@@ -133,4 +137,4 @@ class Accounts:
             for reason, count in account.refused.items():
                 refused.add_metric([name, reason], count)
         yield from (requests, tokens, refused, running)
-        yield CounterMetricFamily("penstock_unauthorized_requests", "Requests without a good key", self.strangers)
+        yield CounterMetricFamily("penstock_unauthorized_requests", "Requests without a valid key", self.unauthorized)

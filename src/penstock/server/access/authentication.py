@@ -1,4 +1,4 @@
-"""Who may come in: a key on every route but those that hold nothing."""
+"""Authenticates requests by API key: every route needs one, except /health and the page."""
 
 from __future__ import annotations
 
@@ -6,21 +6,22 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.errors import Forbidden, PenstockError, Unauthorized
-from penstock.keys import Key, Keyring
-from penstock.server.access.accounts import ACCOUNT, Account, Accounts
-from penstock.server.errors import headers_of, status_of, told
+from penstock.keys import Key
+from penstock.server.access.accounts import Account, Accounts
+from penstock.server.errors import error_response
+from penstock.server.request_context import context_of
 
-OPEN = {"/health", "/"}  # to those who read: the second is the page, which holds no data and asks for the key
+OPEN = {"/health", "/"}  # to GET and HEAD: the page holds no data and asks for the key itself
 READING = {"GET", "HEAD"}
 CHANGING = ("/api/pull", "/api/create", "/api/copy", "/api/delete", "/api/push", "/api/blobs/")
 
 
-class Access:
-    """Costs a stream nothing while it runs: what it adds to an answer is in its headers."""
+class Authentication:
+    """Lets a request pass that has a valid key with limits to spare. It adds nothing to the cost of a stream: what it
+    adds to an answer is in the headers."""
 
-    def __init__(self, app: ASGIApp, keyring: Keyring, accounts: Accounts, model: str) -> None:
+    def __init__(self, app: ASGIApp, accounts: Accounts, model: str) -> None:
         self._app = app
-        self._keyring = keyring
         self._accounts = accounts
         self._model = model
 
@@ -29,36 +30,38 @@ class Access:
             return await self._app(scope, receive, send)
         account = None
         try:
-            account = self._accounts.of(self._key(scope))
-            self._admit(account, scope)
+            key = self._key(scope)
+            account = self._accounts.of(key)
+            self._admit(key, account, scope)
         except PenstockError as error:
-            answer = told(Request(scope), error, status_of(error), headers_of(error))
+            answer = error_response(Request(scope), error)
             return await answer(scope, receive, _with_headers(send, account))
-        ACCOUNT.set(account)
+        context_of(scope).charge_to(account)
         with account:
             await self._app(scope, receive, _with_headers(send, account))
 
     def _key(self, scope: Scope) -> Key:
         given = _given(scope)
-        key = self._keyring.find(given)
+        key = self._accounts.keyring.find(given)
         if key is not None and not key.expired():
             return key
-        self._accounts.strangers += 1
+        self._accounts.unauthorized += 1
         if key is not None:
-            raise Unauthorized(f"the key {key.name!r} expired on {key.expires}: ask for another")
+            raise Unauthorized(f"the API key {key.name!r} expired on {key.expires}: ask for another")
         if given:
             raise Unauthorized("the API key is not one of this server's: check it, or ask for one")
         raise Unauthorized("this server needs an API key: send it as `Authorization: Bearer KEY` or `x-api-key: KEY`")
 
-    def _admit(self, account: Account, scope: Scope) -> None:
-        """Reading is free: it asks nothing of the engine, and whoever watches an answer does it often."""
-        key, path = account.key, scope["path"]
+    def _admit(self, key: Key, account: Account, scope: Scope) -> None:
+        """Checks models, rights and limits. Requests that only read are not limited: they need no engine, and clients
+        that poll an answer send many."""
+        path = scope["path"]
         if key.models and self._model not in key.models:
             raise _forbidden(account, "model", f"use {self._model!r}, only {', '.join(key.models)}")
         if scope["method"] in READING:
             return
         if path.startswith(CHANGING) and not key.admin:
-            raise _forbidden(account, "admin", f"{scope['method']} {path}: it takes a key made with --admin")
+            raise _forbidden(account, "admin", f"{scope['method']} {path}: this needs a key made with --admin")
         account.begin()
 
 
@@ -72,15 +75,15 @@ def _given(scope: Scope) -> list[bytes]:
     return [each for each in found if each][:2]
 
 
-def _forbidden(account: Account, reason: str, told: str) -> Forbidden:
+def _forbidden(account: Account, reason: str, what: str) -> Forbidden:
     account.refused[reason] += 1
-    return Forbidden(f"the key {account.key.name!r} may not {told}")
+    return Forbidden(f"the key {account.name!r} may not {what}")
 
 
 def _with_headers(send: Send, account: Account | None) -> Send:
-    async def send_told(message: Message) -> None:
+    async def send_with_limits(message: Message) -> None:
         if account is not None and message["type"] == "http.response.start":
             message["headers"] = [*message["headers"], *account.headers()]
         await send(message)
 
-    return send_told
+    return send_with_limits

@@ -1,4 +1,4 @@
-"""What a request may take of the server before anything is known of it, and all that stands before the application."""
+"""Guards the application: limits the size, the speed and the number of requests."""
 
 from __future__ import annotations
 
@@ -6,133 +6,126 @@ import asyncio
 import ipaddress
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from penstock.errors import InvalidRequest, Overloaded, PenstockError
-from penstock.keys import Keyring, read
+from penstock.errors import InvalidRequest, PenstockError
+from penstock.keys import read
 from penstock.server.access.accounts import Accounts
-from penstock.server.access.authentication import READING, Access
+from penstock.server.access.authentication import READING, Authentication
+from penstock.server.access.in_flight import Admission, InFlight, requests_in_flight
 from penstock.server.access.origins import Origins, check_origins
 from penstock.server.bodies import MAX_BODY
-from penstock.server.errors import headers_of, status_of, told
-from penstock.server.served_model import Served
+from penstock.server.errors import error_response
+from penstock.server.request_context import context_of
+from penstock.server.served_model import ServedModel
 
 MAX_URL = 8192  # bytes
-BODY_SECONDS = 20.0  # that a body may take in any case; and besides, a second for every
+BODY_SECONDS = 20.0  # that any body may take, and one more second for every
 BODY_RATE = 4096  # bytes of it
-MAX_BODIES = 32 * MAX_BODY  # bytes of all requests under way, as far as they are kept in memory
+MAX_BODIES = 32 * MAX_BODY  # bytes of all bodies that are kept in memory at once
 
 
 class Rules(NamedTuple):
-    """Whom a server lets in, how many at once, and how strict it is with what they send."""
+    """Says who may use a server, how many requests it takes at once, and how strict it is about unknown fields."""
 
-    keys: Path | None = None  # a file of them; none: everyone
-    origins: tuple[str, ...] = ()  # of pages that may use it beside its own
+    keys: Path | None = None  # the key file; None: everyone may
+    origins: tuple[str, ...] = ()  # of web pages that may use it, beside its own
     max_waiting: int | None = None  # requests beyond those computed at once; None: in proportion to those
-    lenient: bool = False  # fields that are not known are ignored, and listed in the answer
+    lenient: bool = False  # unknown fields are ignored and listed in the answer
 
 
 def check(rules: Rules, address: str) -> None:
-    """Says at once what is wrong with the rules, and what is unwise about them at this address."""
+    """Raises if the rules are wrong, and warns about what is unsafe at this address."""
     check_origins(rules.origins)
     if rules.keys is None:
         if not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
             _warn(
-                f"whoever can reach {address} may use this server and change its models: `penstock keys add NAME` "
-                "makes a key, and `penstock serve --keys FILE` asks for it"
+                f"everyone who can reach {address} may use this server and change its models: make a key with "
+                "`penstock keys add NAME` and require it with `penstock serve --keys FILE`"
             )
         return
     if not read(rules.keys):
-        _warn(f"there is no key in {rules.keys}, so no one may use this server: `penstock keys add NAME` makes one")
+        _warn(f"there is no key in {rules.keys}, so nobody may use this server: `penstock keys add NAME` makes one")
     if os.name == "posix" and rules.keys.stat().st_mode & 0o077:
         _warn(f"others on this machine may read or change {rules.keys}: chmod 600 {rules.keys}")
 
 
-def _warn(told: str) -> None:
-    print(f"warning: {told}", file=sys.stderr, flush=True)
+def _warn(message: str) -> None:
+    print(f"warning: {message}", file=sys.stderr, flush=True)
 
 
-def guarded(app: ASGIApp, served: Served, rules: Rules) -> ASGIApp:
-    app = Guard(app, served)
-    if rules.keys is not None:
-        accounts = Accounts()
+def guarded(app: ASGIApp, served: ServedModel, rules: Rules, accounts: Accounts | None) -> ASGIApp:
+    """Returns the application behind the guard, authentication (if there are accounts) and the check of origins."""
+    app = Guard(app, requests_in_flight(served.client, rules.max_waiting))
+    if accounts is not None:
         served.metrics.register(accounts)
-        app = Access(app, Keyring(rules.keys), accounts, served.name)
-    return Origins(app, rules.origins, keyless=rules.keys is None)
+        app = Authentication(app, accounts, served.name)
+    return Origins(app, rules.origins, keyless=accounts is None)
 
 
 class Guard:
-    """Refuses what is too long, too slow or too much."""
+    """Refuses a request whose URL is too long or whose body is too slow, and what exceeds a limit on everything in
+    flight."""
 
-    def __init__(self, app: ASGIApp, served: Served) -> None:
+    def __init__(self, app: ASGIApp, in_flight: InFlight) -> None:
         self._app = app
-        self._served = served
-        self._running = 0
-        self._held = 0  # bytes of the bodies of those
+        self._in_flight = in_flight
+        self._body_bytes = InFlight("bytes of request bodies", lambda: MAX_BODIES)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
+        admission = context_of(scope).admission = Admission(self._in_flight)
         try:
             _check_url(scope)
-            self._check_line(scope)
+            if scope["method"] not in READING:
+                admission.open()
         except PenstockError as error:
-            return await told(Request(scope), error, status_of(error), headers_of(error))(scope, receive, send)
-        counted = scope["method"] not in READING
-        body = Body(receive, self._hold)
-        self._running += counted
+            return await error_response(Request(scope), error)(scope, receive, send)
+        body = TimedBody(receive, self._body_bytes)
         try:
             await self._app(scope, body, send)
         finally:
-            self._running -= counted
-            self._held -= body.size
-
-    def _hold(self, size: int) -> None:
-        self._held += size
-        if self._held > MAX_BODIES:
-            raise Overloaded(f"the bodies of all requests under way have {self._held} bytes: try again soon")
-
-    def _check_line(self, scope: Scope) -> None:
-        if scope["method"] not in READING and self._running >= self._served.places:
-            raise Overloaded(f"{self._running} requests are under way, as many as may be here: try again soon")
+            admission.close()
+            self._body_bytes.release(body.size)
 
 
 def _check_url(scope: Scope) -> None:
     size = len(scope["raw_path"]) + len(scope["query_string"])
     if size > MAX_URL:
-        raise InvalidRequest(f"the URL has {size} bytes; at most {MAX_URL} are taken", code="uri_too_long")
+        raise InvalidRequest(f"the URL has {size} bytes; the limit is {MAX_URL}: shorten it", code="uri_too_long")
 
 
-class Body:
-    """Receives a request's body, and gives up on one that comes too slowly."""
+class TimedBody:
+    """Receives a request's body; raises if it arrives too slowly, or if all bodies together are too large."""
 
-    def __init__(self, receive: Receive, hold: Callable[[int], None]) -> None:
-        self.size = 0
+    def __init__(self, receive: Receive, in_flight: InFlight) -> None:
+        self.size = 0  # bytes that count as in flight
         self._receive = receive
-        self._hold = hold
+        self._in_flight = in_flight
         self._deadline = asyncio.get_running_loop().time() + BODY_SECONDS
-        self._whole = False
+        self._complete = False
 
     async def __call__(self) -> Message:
-        if self._whole:
+        if self._complete:
             return await self._receive()
         try:
             async with asyncio.timeout_at(self._deadline):
                 message = await self._receive()
         except TimeoutError:
             raise InvalidRequest(
-                f"the body comes too slowly: it has {BODY_SECONDS:g} seconds and one more for every {BODY_RATE} bytes",
+                f"the body arrives too slowly: it has {BODY_SECONDS:g} seconds and one more for every {BODY_RATE} "
+                "bytes; send it faster",
                 code="request_timeout",
             ) from None
         size = len(message.get("body", b""))
-        kept = min(size, MAX_BODY - self.size)  # no one keeps more: what is longer is refused, or goes to a file
-        self.size += kept
+        kept = min(size, MAX_BODY - self.size)  # nobody keeps more: what is longer is refused, or goes to a file
         self._deadline += size / BODY_RATE
-        self._whole = not message.get("more_body")
-        self._hold(kept)
+        self._complete = not message.get("more_body")
+        self._in_flight.take(kept)
+        self.size += kept
         return message

@@ -1,9 +1,9 @@
-"""Which web pages may use the server: its own, and those it was told of.
+"""Decides which web pages may use the server: its own page, and those of the origins given with --cors.
 
-A browser sends what a page asks for to any server it can reach, a loopback one too, and only keeps the answer from the
-page unless the server allows it. A key keeps strangers out, as a page cannot guess it; without keys, what comes from a
-strange page is refused. To be called by the server's own name is not enough then: whoever owns a name can have it
-lead here, so the name must be one that no stranger can own.
+A browser sends a page's requests to every server that it can reach, on loopback too. It only hides the answer from the
+page unless the server allows it. With API keys that is enough: a page cannot guess a key. Without keys, requests from
+pages of other origins are refused. A matching Host header is not enough then: everyone can point a name of their own
+to this machine (DNS rebinding). So the host must be an address, or a name that nobody else can own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock.errors import ConfigError, Forbidden
-from penstock.server.errors import told
+from penstock.server.errors import error_response
 
 METHODS = ("GET", "POST", "DELETE", "HEAD")
 EXPOSED = (
@@ -27,7 +27,7 @@ EXPOSED = (
     "retry-after-ms",
     *(f"x-ratelimit-{what}-{kind}" for what in ("limit", "remaining", "reset") for kind in ("requests", "tokens")),
 )
-FOR_AN_HOUR = 3600  # a browser need not ask again
+PREFLIGHT_SECONDS = 3600  # that a browser remembers what is allowed
 
 
 class Origins:
@@ -35,31 +35,32 @@ class Origins:
         check_origins(allowed)
         self._allowed = set(allowed)
         self._keyless = keyless
-        self._app = _shared(app, allowed) if allowed else app
+        self._app = _with_cors(app, allowed) if allowed else app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._keyless and scope["type"] == "http" and (stranger := self._stranger(Request(scope))):
-            error = Forbidden(f"pages of {stranger} may not use this server: start it with --cors {stranger}")
-            return await told(Request(scope), error, 403)(scope, receive, send)
+        if self._keyless and scope["type"] == "http" and (origin := self._foreign(Request(scope))):
+            error = Forbidden(f"pages of {origin} may not use this server: start it with --cors {origin} to allow them")
+            return await error_response(Request(scope), error)(scope, receive, send)
         await self._app(scope, receive, send)
 
-    def _stranger(self, request: Request) -> str | None:
+    def _foreign(self, request: Request) -> str | None:
+        """Returns the request's origin if it is a page that may not use the server."""
         origin = request.headers.get("origin")
         if origin is None or self._allowed & {origin, "*"}:
             return None
         host = request.headers.get("host", "")
         own = origin in (f"http://{host}", f"https://{host}")
-        return None if own and _is_ours(re.sub(r":\d*$", "", host)) else origin
+        return None if own and _is_own(re.sub(r":\d*$", "", host)) else origin
 
 
-def _shared(app: ASGIApp, allowed: tuple[str, ...]) -> ASGIApp:
+def _with_cors(app: ASGIApp, allowed: tuple[str, ...]) -> ASGIApp:
     return CORSMiddleware(
         app,
         allow_origins=allowed,
         allow_methods=METHODS,
         allow_headers=["*"],
         expose_headers=EXPOSED,
-        max_age=FOR_AN_HOUR,
+        max_age=PREFLIGHT_SECONDS,
     )
 
 
@@ -70,11 +71,11 @@ def check_origins(given: tuple[str, ...]) -> None:
         raise ConfigError(f"{origin!r} is not an origin: write it as https://example.org or http://localhost:3000")
 
 
-def _is_ours(host: str) -> bool:
-    """An address, or a name that leads to this machine whoever is asked."""
+def _is_own(host: str) -> bool:
+    """True for an address, and for a name that always means this machine."""
     try:
         ipaddress.ip_address(host.strip("[]"))
     except ValueError:
-        named = socket.gethostname().lower()
-        return host == "localhost" or host.endswith(".localhost") or host in (named, f"{named}.local")
+        name = socket.gethostname().lower()
+        return host == "localhost" or host.endswith(".localhost") or host in (name, f"{name}.local")
     return True

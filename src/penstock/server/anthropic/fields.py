@@ -1,7 +1,4 @@
-"""What Anthropic's clients send, as a chat template takes it.
-
-A field is read and honoured, or accepted because its value asks for nothing, or refused by name.
-"""
+"""Reads the bodies that Anthropic's clients send, and renders their messages as chat templates take them."""
 
 from __future__ import annotations
 
@@ -13,45 +10,44 @@ from msgspec import Meta
 
 from penstock.errors import InvalidRequest
 from penstock.server.access.bounds import MAX_MESSAGES, MAX_PARTS, check_count
-from penstock.server.bodies import ANYTHING, Neutral, read_object, unsupported
-from penstock.server.chat.chat_turn import thinking
+from penstock.server.bodies import ANY_VALUE, NoEffect, read_object, unsupported
+from penstock.server.chat.chat_turn import thinking_fields
 from penstock.server.chat.structured import json_grammar
-from penstock.server.chat.tools import MAX_TOOLS, ToolUse, for_template, known, told_reasoning
+from penstock.server.chat.tools import MAX_TOOLS, ToolUse, for_template, known, template_call, template_reasoning
 from penstock.server.openapi import read_as
-from penstock.server.request_context import notes
-from penstock.server.served_model import Served
-from penstock.text.tools import CallArguments
+from penstock.server.request_context import RequestContext
+from penstock.server.served_model import ServedModel
 from penstock.types import Grammar
 
-NEUTRAL: Neutral = {
-    "cache_control": ANYTHING,  # every prefix is cached, asked for or not
+NO_EFFECT: NoEffect = {
+    "cache_control": ANY_VALUE,  # every prefix is cached anyway
     "container": (),
     "context_management": ({"edits": []},),
     "diagnostics": (),
     "inference_geo": (),
     "mcp_servers": ([],),
-    "metadata": ANYTHING,
+    "metadata": ANY_VALUE,
     "service_tier": ("auto", "standard_only"),
     "speed": ("standard",),
-    "user_profile_id": ANYTHING,
-    "workspace_id": ANYTHING,
+    "user_profile_id": ANY_VALUE,
+    "workspace_id": ANY_VALUE,
 }
-BLOCK_NEUTRAL: Neutral = {
-    "cache_control": ANYTHING,
+BLOCK_NO_EFFECT: NoEffect = {
+    "cache_control": ANY_VALUE,
     "caller": ({"type": "direct"},),
     "citations": ([],),
     "toolset_name": (),
 }
-TOOL_NEUTRAL: Neutral = {
+TOOL_NO_EFFECT: NoEffect = {
     "allowed_callers": (["direct"],),
-    "cache_control": ANYTHING,
+    "cache_control": ANY_VALUE,
     "defer_loading": (False,),
-    "eager_input_streaming": ANYTHING,
+    "eager_input_streaming": ANY_VALUE,
     "input_examples": ([],),
 }
 
 
-class ToolChoice(msgspec.Struct, forbid_unknown_fields=True):
+class AnthropicToolChoice(msgspec.Struct, forbid_unknown_fields=True):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
@@ -59,7 +55,7 @@ class ToolChoice(msgspec.Struct, forbid_unknown_fields=True):
 
 class ThinkingConfig(msgspec.Struct, forbid_unknown_fields=True):
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Annotated[int, Meta(ge=1)] | None = None  # after so many, thinking is ended
+    budget_tokens: Annotated[int, Meta(ge=1)] | None = None  # thinking is ended after so many
     display: Literal["summarized"] | None = None
 
 
@@ -73,60 +69,57 @@ class OutputConfig(msgspec.Struct, forbid_unknown_fields=True):
     format: OutputFormat | None = None
 
 
-class Conversation(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class MessagesConversation(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     model: str
-    messages: list[Annotated[dict[str, Any], read_as(Message)]]
-    system: str | list[Annotated[dict[str, Any], read_as(Text, neutral=BLOCK_NEUTRAL)]] | None = None
-    tools: list[Annotated[dict[str, Any], read_as(Tool, neutral=TOOL_NEUTRAL)]] | None = None
-    tool_choice: ToolChoice | None = None
+    messages: list[Annotated[dict[str, Any], read_as(AnthropicMessage)]]
+    system: str | list[Annotated[dict[str, Any], read_as(AnthropicText, no_effect=BLOCK_NO_EFFECT)]] | None = None
+    tools: list[Annotated[dict[str, Any], read_as(AnthropicTool, no_effect=TOOL_NO_EFFECT)]] | None = None
+    tool_choice: AnthropicToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
 
 
-class Ask(Conversation):
+class MessagesBody(MessagesConversation):
     max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)]
     stop_sequences: list[str] | None = None
     stream: bool | None = None
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
-    penstock: bool | None = None  # whether the answer is to explain itself
-
-    def __post_init__(self) -> None:
-        notes().explain |= bool(self.penstock)
+    penstock: bool | None = None  # asks for a report of what happened to the answer
 
 
-class Message(msgspec.Struct, forbid_unknown_fields=True):
+class AnthropicMessage(msgspec.Struct, forbid_unknown_fields=True):
     role: Literal["user", "assistant", "system"]
     content: str | list[AnyBlock]
 
 
-class Text(msgspec.Struct, forbid_unknown_fields=True):
+class AnthropicText(msgspec.Struct, forbid_unknown_fields=True):
     type: Literal["text"]
     text: str
 
 
-class Thinking(msgspec.Struct, forbid_unknown_fields=True):
+class AnthropicThinking(msgspec.Struct, forbid_unknown_fields=True):
     type: Literal["thinking"]
     thinking: str
     signature: str = ""
 
 
-class UsedTool(msgspec.Struct, forbid_unknown_fields=True):
+class AnthropicToolUse(msgspec.Struct, forbid_unknown_fields=True):
     type: Literal["tool_use"]
     id: str
     name: str
     input: dict[str, Any]
 
 
-class ToolResult(msgspec.Struct, forbid_unknown_fields=True):
+class AnthropicToolResult(msgspec.Struct, forbid_unknown_fields=True):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | list[Annotated[dict[str, Any], read_as(Text, neutral=BLOCK_NEUTRAL)]] | None = None
+    content: str | list[Annotated[dict[str, Any], read_as(AnthropicText, no_effect=BLOCK_NO_EFFECT)]] | None = None
     is_error: bool | None = None
 
 
-class Tool(msgspec.Struct, forbid_unknown_fields=True):
+class AnthropicTool(msgspec.Struct, forbid_unknown_fields=True):
     name: str
     input_schema: dict[str, Any]
     description: str | None = None
@@ -134,31 +127,36 @@ class Tool(msgspec.Struct, forbid_unknown_fields=True):
     strict: bool | None = None
 
 
-AnyBlock = Annotated[dict[str, Any], read_as(Text, Thinking, UsedTool, ToolResult, neutral=BLOCK_NEUTRAL)]
-Block = Text | Thinking | UsedTool | ToolResult
-Rendered = dict[str, Any]  # a message as templates take it
+AnyBlock = Annotated[
+    dict[str, Any],
+    read_as(AnthropicText, AnthropicThinking, AnthropicToolUse, AnthropicToolResult, no_effect=BLOCK_NO_EFFECT),
+]
+Block = AnthropicText | AnthropicThinking | AnthropicToolUse | AnthropicToolResult
+Rendered = dict[str, Any]  # a message as chat templates take it
 
-BLOCKS: dict[str, dict[str, type[Block]]] = {  # of each role
-    "system": {"text": Text},
-    "user": {"text": Text, "tool_result": ToolResult},
-    "assistant": {"text": Text, "thinking": Thinking, "tool_use": UsedTool},
+BLOCKS: dict[str, dict[str, type[Block]]] = {  # that a role may have
+    "system": {"text": AnthropicText},
+    "user": {"text": AnthropicText, "tool_result": AnthropicToolResult},
+    "assistant": {"text": AnthropicText, "thinking": AnthropicThinking, "tool_use": AnthropicToolUse},
 }
 
 
-def read_messages(asked: Conversation) -> list[Rendered]:
-    """The messages for the model's chat template."""
-    if not asked.messages:
-        raise InvalidRequest("messages is empty: at least one is needed", param="messages")
-    messages = _Renderer().messages(asked)
+def read_messages(context: RequestContext, body: MessagesConversation) -> list[Rendered]:
+    """Returns the messages as chat templates take them."""
+    if not body.messages:
+        raise InvalidRequest("messages is empty: send at least one", param="messages")
+    messages = _Renderer(context).messages(body)
     if messages[-1]["role"] == "assistant":
-        raise InvalidRequest("the last message must be the user's: an answer that was begun is not gone on with")
+        raise InvalidRequest(
+            "the last message must be the user's: continuing an answer that was begun is not supported"
+        )
     return messages
 
 
-def read_use(asked: Conversation) -> ToolUse:
-    choice = asked.tool_choice or ToolChoice("auto")
-    check_count(asked.tools or (), MAX_TOOLS, "tools")
-    given = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(asked.tools or ())]
+def read_use(context: RequestContext, body: MessagesConversation) -> ToolUse:
+    choice = body.tool_choice or AnthropicToolChoice("auto")
+    check_count(body.tools or (), MAX_TOOLS, "tools")
+    given = [_tool(context, tool, f"tools[{index}]") for index, tool in enumerate(body.tools or ())]
     tools = [for_template(tool.name, tool.description, tool.input_schema) for tool in given]
     names = tuple(tool["function"]["name"] for tool in tools)
     use = ToolUse(
@@ -171,110 +169,104 @@ def read_use(asked: Conversation) -> ToolUse:
     return use._replace(forced=known(names, (choice.name or "",))) if choice.type == "tool" else use
 
 
-def read_grammar(asked: Conversation) -> Grammar | None:
-    format = asked.output_config.format if asked.output_config else None
+def read_grammar(body: MessagesConversation) -> Grammar | None:
+    format = body.output_config.format if body.output_config else None
     return json_grammar(format.schema, "output_config.format.schema") if format else None
 
 
-def template_fields(served: Served, asked: Conversation) -> dict[str, Any]:
-    """What is asked of the template beside messages and tools: refused where it has no word for it. Without a word
-    about thinking there is none, if the model can do without."""
-    given = asked.thinking
-    fields = thinking(served, given is not None and given.type != "disabled")
+def template_fields(served: ServedModel, body: MessagesConversation) -> dict[str, Any]:
+    """Returns the template's fields beside messages and tools; raises if the template does not have them. Without
+    `thinking` in the body the model does not think, if it can be told so."""
+    given = body.thinking
+    fields = thinking_fields(served, given is not None and given.type != "disabled")
     if fields is None and given is not None:
         raise unsupported("thinking", given)
     fields = fields or {}
-    effort = asked.output_config.effort if asked.output_config else None
+    effort = body.output_config.effort if body.output_config else None
     if effort is not None and not served.text.takes("reasoning_effort"):
         raise unsupported("output_config.effort", effort)
     return fields if effort is None else fields | {"reasoning_effort": effort}
 
 
 class _Renderer:
-    def __init__(self) -> None:
-        self._tools: dict[str, str] = {}  # names of tools that were used, by the id of the use
+    def __init__(self, context: RequestContext) -> None:
+        self._context = context
+        self._tools: dict[str, str] = {}  # names of tools that were called, by the id of the call
 
-    def messages(self, asked: Conversation) -> list[Rendered]:
-        check_count(asked.messages, MAX_MESSAGES, "messages")
+    def messages(self, body: MessagesConversation) -> list[Rendered]:
+        check_count(body.messages, MAX_MESSAGES, "messages")
         rendered = []
-        if asked.system:
-            rendered.append({"role": "system", "content": _joined(_blocks(asked.system, "system", "system"))})
-        for index, given in enumerate(asked.messages):
+        if body.system:
+            rendered.append({"role": "system", "content": _joined(self._blocks(body.system, "system", "system"))})
+        for index, given in enumerate(body.messages):
             rendered += self._message(given, f"messages[{index}]")
         return rendered
 
     def _message(self, given: dict[str, Any], where: str) -> Iterator[Rendered]:
-        message = read_object(given, Message, {}, where)
-        blocks = _blocks(message.content, message.role, f"{where}.content")
+        message = read_object(self._context, given, AnthropicMessage, {}, where)
+        blocks = self._blocks(message.content, message.role, f"{where}.content")
         if message.role == "assistant":
-            yield self._said(blocks)
-        elif any(isinstance(block, ToolResult) for block in blocks):
+            yield self._assistant(blocks)
+        elif any(isinstance(block, AnthropicToolResult) for block in blocks):
             yield from self._results(blocks, where)
         else:
             yield {"role": message.role, "content": _joined(blocks)}
 
-    def _said(self, blocks: Sequence[Block]) -> Rendered:
-        said: Rendered = {"role": "assistant", "content": _joined(blocks)}
-        thoughts = [block.thinking for block in blocks if isinstance(block, Thinking)]
-        calls = [block for block in blocks if isinstance(block, UsedTool)]
+    def _assistant(self, blocks: Sequence[Block]) -> Rendered:
+        rendered: Rendered = {"role": "assistant", "content": _joined(blocks)}
+        reasoning = [block.thinking for block in blocks if isinstance(block, AnthropicThinking)]
+        calls = [block for block in blocks if isinstance(block, AnthropicToolUse)]
         self._tools |= {call.id: call.name for call in calls}
-        if thoughts:
-            said |= told_reasoning("\n".join(thoughts), said["content"])
+        if reasoning:
+            rendered |= template_reasoning("\n".join(reasoning), rendered["content"])
         if calls:
-            said["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": CallArguments(call.input)},
-                }
-                for call in calls
-            ]
-        return said
+            rendered["tool_calls"] = [template_call(call.id, call.name, call.input) for call in calls]
+        return rendered
 
     def _results(self, blocks: Sequence[Block], where: str) -> Iterator[Rendered]:
-        """Each result is a message of its own; what the user says beside them comes after them."""
+        """Yields each tool result as a message of its own, and then the user's text beside them."""
         for index, block in enumerate(blocks):
-            if isinstance(block, ToolResult):
+            if isinstance(block, AnthropicToolResult):
                 yield self._result(block, f"{where}.content[{index}]")
         if text := _joined(blocks):
             yield {"role": "user", "content": text}
 
-    def _result(self, result: ToolResult, where: str) -> Rendered:
+    def _result(self, result: AnthropicToolResult, where: str) -> Rendered:
         if result.tool_use_id not in self._tools:
-            told = f"{where}.tool_use_id: no tool_use block before it has the id {result.tool_use_id!r}"
-            raise InvalidRequest(told, param=f"{where}.tool_use_id")
-        text = _joined(_blocks(result.content or "", "system", f"{where}.content"))
+            raise InvalidRequest(
+                f"{where}.tool_use_id: no tool_use block before it has the id {result.tool_use_id!r}",
+                param=f"{where}.tool_use_id",
+            )
+        text = _joined(self._blocks(result.content or "", "system", f"{where}.content"))
         return {
             "role": "tool",
             "tool_call_id": result.tool_use_id,
             "name": self._tools[result.tool_use_id],
-            "content": f"Error: {text}" if result.is_error else text,  # templates have no other word for it
+            "content": f"Error: {text}" if result.is_error else text,  # templates cannot express an error otherwise
         }
 
+    def _blocks(self, content: str | list[dict[str, Any]], role: str, where: str) -> list[Block]:
+        if isinstance(content, str):
+            return [AnthropicText("text", content)]
+        check_count(content, MAX_PARTS, where)
+        return [self._block(block, BLOCKS[role], f"{where}[{index}]") for index, block in enumerate(content)]
 
-def _blocks(content: str | list[dict[str, Any]], role: str, where: str) -> list[Block]:
-    if isinstance(content, str):
-        return [Text("text", content)]
-    check_count(content, MAX_PARTS, where)
-    return [_block(block, BLOCKS[role], f"{where}[{index}]") for index, block in enumerate(content)]
-
-
-def _block(given: dict[str, Any], kinds: dict[str, type[Block]], where: str) -> Block:
-    kind = given.get("type")
-    if not isinstance(kind, str) or kind not in kinds:
-        raise InvalidRequest(
-            f"{where}.type: {kind!r} is not supported here; it may be {', '.join(kinds)}",
-            param=f"{where}.type",
-            code="unsupported_parameter",
-        )
-    return read_object(given, kinds[kind], BLOCK_NEUTRAL, where)
+    def _block(self, given: dict[str, Any], kinds: dict[str, type[Block]], where: str) -> Block:
+        kind = given.get("type")
+        if not isinstance(kind, str) or kind not in kinds:
+            raise InvalidRequest(
+                f"{where}.type: {kind!r} is not supported here; use {', '.join(kinds)}",
+                param=f"{where}.type",
+                code="unsupported_parameter",
+            )
+        return read_object(self._context, given, kinds[kind], BLOCK_NO_EFFECT, where)
 
 
 def _joined(blocks: Sequence[Block]) -> str:
-    return "\n".join(block.text for block in blocks if isinstance(block, Text))
+    return "\n".join(block.text for block in blocks if isinstance(block, AnthropicText))
 
 
-def _tool(given: dict[str, Any], where: str) -> Tool:
+def _tool(context: RequestContext, given: dict[str, Any], where: str) -> AnthropicTool:
     if given.get("type") not in (None, "custom"):
         raise unsupported(f"{where}.type", given["type"])
-    return read_object(given, Tool, TOOL_NEUTRAL, where)
+    return read_object(context, given, AnthropicTool, TOOL_NO_EFFECT, where)

@@ -1,7 +1,7 @@
-"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's dialect.
+"""Serves POST /v1/messages and /v1/messages/count_tokens: Anthropic's dialect.
 
-Names that begin with `claude` mean the served model, whose own name the answer carries; other names must be right.
-`max_tokens` is a limit: an answer that meets the context's end first says so in its stop_reason.
+A model name that begins with `claude` means the served model, whose own name the answer has; other names must be
+exact. `max_tokens` is a limit: the stop_reason of an answer that reaches the end of the context first says so.
 """
 
 from __future__ import annotations
@@ -18,68 +18,72 @@ from starlette.responses import Response
 from penstock.errors import PenstockError
 from penstock.server.access.bounds import check_stops
 from penstock.server.anthropic.fields import (
-    NEUTRAL,
-    Ask,
-    Conversation,
+    NO_EFFECT,
+    MessagesBody,
+    MessagesConversation,
     read_grammar,
     read_messages,
     read_use,
     template_fields,
 )
 from penstock.server.bodies import read_body
-from penstock.server.chat.chat_turn import Turn, begin, call_input, prompt_of
+from penstock.server.chat.chat_turn import ChatTurn, TurnOptions, begin_turn, call_input, render_prompt
 from penstock.server.chat.tools import ToolUse
 from penstock.server.errors import anthropic_body
-from penstock.server.explain import Explanation, Penstock
+from penstock.server.explain import AnswerReport, Explanation
 from penstock.server.openapi import Operation
-from penstock.server.served_model import Served
-from penstock.server.sse import EVENT_STREAM, Framing, Plain, encode, reply
+from penstock.server.request_context import RequestContext
+from penstock.server.served_model import ServedModel
+from penstock.server.sse import EVENT_STREAM, ChunkTemplate, Framing, encode, json_response, reply
 from penstock.text import ChatPrompt, Delta
 from penstock.text.parse import Arguments, CallBegun, CallEnded, Content, Part, Reasoning
 from penstock.types import SamplingParams
 
-STAND_INS = "claude"  # what names begin with that stand for whatever is served
+STAND_IN_PREFIX = "claude"  # of names that mean the served model
 
 
-async def messages(served: Served, http: HttpRequest) -> Response:
-    asked = await read_body(http, Ask, NEUTRAL)
-    sampling, use = _sampling(asked), read_use(asked)
-    turn = begin(served, await _prompt(served, asked, use), use, sampling, asked.max_tokens, budget=_budget(asked))
-    answer = MessageAnswer(served, turn, asked.max_tokens)
-    return await reply(http, answer, turn.running, streaming=bool(asked.stream), framing=ANTHROPIC)
+async def messages(served: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
+    body = await read_body(http, context, MessagesBody, NO_EFFECT)
+    context.explain |= bool(body.penstock)
+    sampling, use = _sampling(body), read_use(context, body)
+    prompt = await _prompt(served, context, body, use)
+    options = TurnOptions(max_tokens=body.max_tokens, thinking_budget=_budget(body))
+    turn = begin_turn(served, context, prompt, use, [sampling], options)
+    writer = MessageWriter(served, context, turn, body.max_tokens)
+    return await reply(http, context, writer, turn.deltas, streaming=bool(body.stream), framing=ANTHROPIC)
 
 
-async def count_tokens(served: Served, http: HttpRequest) -> Response:
-    asked = await read_body(http, Conversation, NEUTRAL)
-    prompt = await _prompt(served, asked, read_use(asked))
-    return Response(encode({"input_tokens": len(prompt.tokens)}), media_type="application/json")
+async def count_tokens(served: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
+    body = await read_body(http, context, MessagesConversation, NO_EFFECT)
+    prompt = await _prompt(served, context, body, read_use(context, body))
+    return json_response({"input_tokens": len(prompt.tokens)})
 
 
 # -- reading ------------------------------------------------------------------------------------------------------
 
 
-async def _prompt(served: Served, asked: Conversation, use: ToolUse) -> ChatPrompt:
-    if not asked.model.startswith(STAND_INS):
-        served.check_model(asked.model)
-    return await prompt_of(served, read_messages(asked), use, **template_fields(served, asked))
+async def _prompt(served: ServedModel, context: RequestContext, body: MessagesConversation, use: ToolUse) -> ChatPrompt:
+    if not body.model.startswith(STAND_IN_PREFIX):
+        served.check_model(body.model)
+    return await render_prompt(served, read_messages(context, body), use, **template_fields(served, body))
 
 
-def _sampling(asked: Ask) -> SamplingParams:
-    stops = check_stops(tuple(asked.stop_sequences or ()), "stop_sequences")
-    given: dict[str, Any] = {"temperature": asked.temperature, "top_p": asked.top_p, "top_k": asked.top_k}
-    given["grammar"] = read_grammar(asked)
+def _sampling(body: MessagesBody) -> SamplingParams:
+    stops = check_stops(tuple(body.stop_sequences or ()), "stop_sequences")
+    given: dict[str, Any] = {"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k}
+    given["grammar"] = read_grammar(body)
     return SamplingParams(stop=stops, **{name: value for name, value in given.items() if value is not None})
 
 
-def _budget(asked: Ask) -> int | None:
-    return asked.thinking.budget_tokens if asked.thinking else None
+def _budget(body: MessagesBody) -> int | None:
+    return body.thinking.budget_tokens if body.thinking else None
 
 
 # -- answering ----------------------------------------------------------------------------------------------------
 
 
-class Usage(msgspec.Struct):
-    input_tokens: int  # those computed: what was reused is counted apart
+class AnthropicUsage(msgspec.Struct):
+    input_tokens: int  # computed ones: reused ones are counted apart
     cache_creation_input_tokens: int
     cache_read_input_tokens: int
     output_tokens: int
@@ -92,7 +96,7 @@ class TextBlock(msgspec.Struct, tag_field="type", tag="text"):
 
 class ThinkingBlock(msgspec.Struct, tag_field="type", tag="thinking"):
     thinking: str
-    signature: str = ""  # nothing to prove: what was thought is taken back as it is
+    signature: str = ""  # reasoning is accepted back unsigned
 
 
 class ToolUseBlock(msgspec.Struct, tag_field="type", tag="tool_use"):
@@ -104,107 +108,109 @@ class ToolUseBlock(msgspec.Struct, tag_field="type", tag="tool_use"):
 Block = TextBlock | ThinkingBlock | ToolUseBlock
 
 
-class Message(msgspec.Struct, tag_field="type", tag="message"):
+class MessageResponse(msgspec.Struct, tag_field="type", tag="message"):
     id: str
     model: str
-    usage: Usage
+    usage: AnthropicUsage
     role: str = "assistant"
     content: list[Block] = []
     stop_reason: str | None = None
     stop_sequence: str | None = None
-    penstock: Penstock | UnsetType = UNSET
+    penstock: AnswerReport | UnsetType = UNSET
 
 
-class Event(msgspec.Struct, tag_field="type"):
-    """Its type is also the event's name."""
+class AnthropicEvent(msgspec.Struct, tag_field="type"):
+    """Is an event of a streamed message. Its type is also the event's name."""
 
 
-class MessageStart(Event, tag="message_start"):
-    message: Message
+class MessageStart(AnthropicEvent, tag="message_start"):
+    message: MessageResponse
 
 
-class Ping(Event, tag="ping"):
+class Ping(AnthropicEvent, tag="ping"):
     pass
 
 
-class BlockStart(Event, tag="content_block_start"):
+class BlockStart(AnthropicEvent, tag="content_block_start"):
     index: int
     content_block: Block
 
 
-class TextDelta(msgspec.Struct, tag_field="type", tag="text_delta"):
+class AnthropicTextDelta(msgspec.Struct, tag_field="type", tag="text_delta"):
     text: str
 
 
-class ThinkingDelta(msgspec.Struct, tag_field="type", tag="thinking_delta"):
+class AnthropicThinkingDelta(msgspec.Struct, tag_field="type", tag="thinking_delta"):
     thinking: str
 
 
-class InputDelta(msgspec.Struct, tag_field="type", tag="input_json_delta"):
+class AnthropicInputDelta(msgspec.Struct, tag_field="type", tag="input_json_delta"):
     partial_json: str
 
 
-class BlockDelta(Event, tag="content_block_delta"):
+class BlockDelta(AnthropicEvent, tag="content_block_delta"):
     index: int
-    delta: TextDelta | ThinkingDelta | InputDelta
+    delta: AnthropicTextDelta | AnthropicThinkingDelta | AnthropicInputDelta
 
 
-class BlockStop(Event, tag="content_block_stop"):
+class BlockStop(AnthropicEvent, tag="content_block_stop"):
     index: int
 
 
-class End(msgspec.Struct):
+class StopDelta(msgspec.Struct):
     stop_reason: str | None
     stop_sequence: str | None
 
 
-class MessageDelta(Event, tag="message_delta"):
-    delta: End
-    usage: Usage
-    penstock: Penstock | UnsetType = UNSET
+class MessageDelta(AnthropicEvent, tag="message_delta"):
+    delta: StopDelta
+    usage: AnthropicUsage
+    penstock: AnswerReport | UnsetType = UNSET
 
 
-class MessageStop(Event, tag="message_stop"):
+class MessageStop(AnthropicEvent, tag="message_stop"):
     pass
 
 
 EVENTS = MessageStart | Ping | BlockStart | BlockDelta | BlockStop | MessageDelta | MessageStop
-MESSAGES = Operation(Ask, NEUTRAL, Message, EVENTS)
-COUNT_TOKENS = Operation(Conversation, NEUTRAL)
+MESSAGES = Operation(MessagesBody, NO_EFFECT, MessageResponse, EVENTS)
+COUNT_TOKENS = Operation(MessagesConversation, NO_EFFECT)
 
 
-def _event(event: Event) -> bytes:
+def _event(event: AnthropicEvent) -> bytes:
     return _framed(type(event), encode(event))
 
 
-def _framed(kind: type[Event], data: bytes) -> bytes:
+def _framed(kind: type[AnthropicEvent], data: bytes) -> bytes:
     return b"event: " + str(kind.__struct_config__.tag).encode() + b"\ndata: " + data + b"\n\n"
 
 
-def _trouble(error: PenstockError) -> bytes:
+def _error(error: PenstockError) -> bytes:
     return b"event: error\ndata: " + anthropic_body(error) + b"\n\n"
 
 
-ANTHROPIC = Framing(EVENT_STREAM, bytes, b"", _trouble)
+ANTHROPIC = Framing(EVENT_STREAM, bytes, b"", _error)
 
 
-class MessageAnswer:
-    """Whole or streamed, the same events make it."""
+class MessageWriter:
+    """Writes a message as events; a whole message is made of the same events."""
 
-    def __init__(self, served: Served, turn: Turn, max_tokens: int) -> None:
+    def __init__(self, served: ServedModel, context: RequestContext, turn: ChatTurn, max_tokens: int) -> None:
         self._turn = turn
-        self._explanation = Explanation(served, [turn.request])
+        self._explanation = Explanation(served, context, turn.requests)
         self._prompt = len(turn.request.prompt)
-        self._message = Message(f"msg_{secrets.token_hex(12)}", served.name, Usage(self._prompt, 0, 0, 0))
+        self._message = MessageResponse(
+            f"msg_{secrets.token_hex(12)}", served.name, AnthropicUsage(self._prompt, 0, 0, 0)
+        )
         self._at_limit = "max_tokens" if turn.request.max_tokens == max_tokens else "model_context_window_exceeded"
         self._begun = False
-        self._writing: Writing | None = None
+        self._open: OpenBlock | None = None
 
-    def take(self, choice: int, delta: Delta) -> None:
+    def collect(self, choice: int, delta: Delta) -> None:
         for _ in self.chunks(choice, delta):
             pass
 
-    def whole(self) -> Message:
+    def result(self) -> MessageResponse:
         return self._message
 
     def chunks(self, _: int, delta: Delta) -> Iterator[bytes]:
@@ -214,11 +220,11 @@ class MessageAnswer:
             yield _event(MessageStart(self._message))
             yield _event(Ping())
         for part in self._turn.parts(delta):
-            yield from self._say(part)
+            yield from self._write(part)
         if delta.finish:
             yield from self._end(delta)
 
-    def last(self) -> Iterator[bytes]:
+    def final_chunks(self) -> Iterator[bytes]:
         return iter(())
 
     def _count(self, delta: Delta) -> None:
@@ -227,24 +233,24 @@ class MessageAnswer:
         usage.input_tokens = self._prompt - usage.cache_read_input_tokens
         usage.output_tokens += len(delta.tokens)
 
-    def _say(self, part: Part) -> Iterator[bytes]:
-        """A block goes on until a part of another kind comes."""
-        if self._writing is None or not self._writing.goes_on(part):
+    def _write(self, part: Part) -> Iterator[bytes]:
+        """Adds a part to the open block, or to a new one if the part is of another kind."""
+        if self._open is None or not self._open.takes(part):
             yield from self._close()
-            self._writing = Writing(len(self._message.content), part)
-            yield _event(BlockStart(self._writing.index, self._writing.block))
-            self._message.content.append(self._writing.block)
+            self._open = OpenBlock(len(self._message.content), part)
+            yield _event(BlockStart(self._open.index, self._open.block))
+            self._message.content.append(self._open.block)
         if isinstance(part, Content | Reasoning | Arguments):
-            self._writing.text += part.text
-            yield _framed(BlockDelta, self._writing.piece(part.text))
+            self._open.text += part.text
+            yield _framed(BlockDelta, self._open.chunk(part.text))
         if isinstance(part, CallEnded):
             yield from self._close()
 
     def _close(self) -> Iterator[bytes]:
-        if self._writing is not None:
-            self._writing.close()
-            yield _event(BlockStop(self._writing.index))
-        self._writing = None
+        if self._open is not None:
+            self._open.close()
+            yield _event(BlockStop(self._open.index))
+        self._open = None
 
     def _end(self, delta: Delta) -> Iterator[bytes]:
         yield from self._close()
@@ -252,8 +258,10 @@ class MessageAnswer:
         message.stop_reason = self._reason(delta)
         message.stop_sequence = delta.stop
         self._explanation.end(0, delta)
-        message.penstock = self._explanation.told()
-        yield _event(MessageDelta(End(message.stop_reason, message.stop_sequence), message.usage, message.penstock))
+        message.penstock = self._explanation.report()
+        yield _event(
+            MessageDelta(StopDelta(message.stop_reason, message.stop_sequence), message.usage, message.penstock)
+        )
         yield _event(MessageStop())
 
     def _reason(self, delta: Delta) -> str:
@@ -261,20 +269,20 @@ class MessageAnswer:
             return self._at_limit
         if delta.stop is not None:
             return "stop_sequence"
-        return "tool_use" if self._turn.calls else "end_turn"
+        return "tool_use" if self._turn.calls() else "end_turn"
 
 
-class Writing:
-    """A block that is being written."""
+class OpenBlock:
+    """Represents a block that is still being written."""
 
     def __init__(self, index: int, part: Part) -> None:
         self.index = index
-        self.block, delta = _opened(part)
-        self.piece = Plain(lambda text: BlockDelta(index, delta(text)))
+        self.block, delta = _new_block(part)
+        self.chunk = ChunkTemplate(lambda text: BlockDelta(index, delta(text)))
         self.text = ""
 
-    def goes_on(self, part: Part) -> bool:
-        return isinstance(self.block, WRITTEN_IN.get(type(part), ()))
+    def takes(self, part: Part) -> bool:
+        return isinstance(self.block, BLOCK_OF.get(type(part), ()))
 
     def close(self) -> None:
         match self.block:
@@ -287,16 +295,21 @@ class Writing:
 
 
 def _input(text: str) -> dict[str, Any]:
-    """A call's arguments. Those that cannot be read are told as they are, under the name that Anthropic proposes for
-    such: an empty object would be a call that nobody made."""
+    """Returns a call's arguments. Invalid JSON is returned as text, under the name that Anthropic proposes for it: an
+    empty object would be a call that the model did not make."""
     given = call_input(text)
     return {"INVALID_JSON": text} if given is None else given
 
 
-WRITTEN_IN = {Content: TextBlock, Reasoning: ThinkingBlock, Arguments: ToolUseBlock, CallEnded: ToolUseBlock}
+BLOCK_OF = {Content: TextBlock, Reasoning: ThinkingBlock, Arguments: ToolUseBlock, CallEnded: ToolUseBlock}
 
 
-def _opened(part: Part) -> tuple[Block, Callable[[str], TextDelta | ThinkingDelta | InputDelta]]:
-    if isinstance(part, CallBegun):
-        return ToolUseBlock(part.id, part.name), InputDelta
-    return (ThinkingBlock(""), ThinkingDelta) if isinstance(part, Reasoning) else (TextBlock(""), TextDelta)
+def _new_block(
+    part: Part,
+) -> tuple[Block, Callable[[str], AnthropicTextDelta | AnthropicThinkingDelta | AnthropicInputDelta]]:
+    match part:
+        case CallBegun():
+            return ToolUseBlock(part.id, part.name), AnthropicInputDelta
+        case Reasoning():
+            return ThinkingBlock(""), AnthropicThinkingDelta
+    return TextBlock(""), AnthropicTextDelta

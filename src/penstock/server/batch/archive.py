@@ -1,8 +1,8 @@
-"""What a server keeps between its lives, in one folder that is made when it is first used.
+"""Stores what a server keeps across restarts, in one folder that is created when it is first used.
 
 <folder>/archive.db        records, in SQLite
 <folder>/files/<id>        a file's contents, under an id made here
-<folder>/files/<id>.part   one that is being written, or what a server that was killed left
+<folder>/files/<id>.part   a file that is being written, or that a killed server left behind
 <folder>/lock              held by the one server that uses the folder
 """
 
@@ -27,8 +27,8 @@ from penstock.store.places import home, locked
 P = ParamSpec("P")
 T = TypeVar("T")
 
-VERSION = 1  # of the tables below
-PIECE = 2**20  # bytes written at a time
+VERSION = 2  # of the tables below
+WRITE_SIZE = 2**20  # bytes
 
 TABLES = """
 CREATE TABLE IF NOT EXISTS files (
@@ -45,7 +45,9 @@ CREATE TABLE IF NOT EXISTS batches (
   id TEXT UNIQUE NOT NULL,
   input TEXT NOT NULL,
   open INTEGER NOT NULL,
-  told BLOB NOT NULL
+  record BLOB NOT NULL,
+  owner TEXT,
+  payer TEXT
 );
 CREATE TABLE IF NOT EXISTS lines (
   batch TEXT NOT NULL,
@@ -59,9 +61,16 @@ CREATE TABLE IF NOT EXISTS lines (
 );
 """
 
+UPGRADES = {  # from a version to the next
+    1: (
+        "ALTER TABLE batches RENAME COLUMN told TO record;"
+        "ALTER TABLE batches ADD COLUMN owner TEXT; ALTER TABLE batches ADD COLUMN payer TEXT;"
+    ),
+}
+
 
 class Space(NamedTuple):
-    """Where files and batches are kept, and how much there may be of them."""
+    """Says where files and batches are kept, and how much there may be of them."""
 
     folder: Path | None = None  # None: the model's own, where models are kept
     file_bytes: int = 200 * 2**20
@@ -73,20 +82,20 @@ SPACE = Space()
 
 
 class Archive:
-    """Records are read and written in one thread, a transaction at a time, and contents in another: the event loop
-    never waits for a disk."""
+    """Reads and writes records in one thread, a transaction at a time, and contents in another: the event loop never
+    waits for a disk."""
 
     def __init__(self, space: Space, model: str) -> None:
         self.space = space
         self._model = model
         self._records = ThreadPoolExecutor(1, thread_name_prefix="penstock-records")
         self._contents = ThreadPoolExecutor(1, thread_name_prefix="penstock-contents")
-        self._held = ExitStack()
+        self._resources = ExitStack()
         self._db: sqlite3.Connection | None = None
 
     @property
     def used(self) -> bool:
-        """By this server or one before it."""
+        """True if this server or an earlier one has kept something here."""
         return self._path.exists()
 
     @cached_property
@@ -102,8 +111,8 @@ class Archive:
         return self._folder / "files"
 
     async def do(self, work: Callable[Concatenate[sqlite3.Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """What `work` returns; all that it writes is kept, or nothing when it raises. A caller that is cancelled
-        meanwhile does not stop it."""
+        """Runs `work` in a transaction and returns its result; nothing that it wrote is kept if it raises. A caller
+        that is cancelled meanwhile does not stop it."""
 
         def transact() -> T:
             try:
@@ -111,12 +120,14 @@ class Archive:
                 with self._db:
                     return work(self._db, *args, **kwargs)
             except sqlite3.OperationalError as error:
-                raise StorageFailed(f"the records of files and batches cannot be used: {error}") from error
+                raise StorageFailed(
+                    f"the records of files and batches in {self._path} cannot be used: {error}"
+                ) from error
 
         return await in_thread(self._records, transact)
 
     def path(self, id: str) -> Path:
-        """Of a file's contents. `id` is one of a record, never what a request calls it."""
+        """Returns where a file's contents are. `id` comes from a record, never from a request."""
         return self._files / id
 
     def draft(self) -> Draft:
@@ -129,8 +140,8 @@ class Archive:
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> T:
-        """Does `work`, which records the drafts. Contents without a record are swept away when a server starts, so
-        they are there before it, and stay where nobody waits to hear how it went."""
+        """Runs `work`, which records the drafts. A starting server deletes contents without a record, so the contents
+        are finished first. They stay if the caller is cancelled before the result is known."""
         for draft in drafts:
             await draft.finish()
             draft.kept = True
@@ -142,53 +153,55 @@ class Archive:
             raise
 
     async def remove(self, ids: list[str]) -> None:
-        """The contents of files whose records are gone."""
+        """Deletes the contents of files whose records are gone."""
         for id in ids:
             await in_thread(self._contents, partial(self.path(id).unlink, missing_ok=True))
 
     async def close(self) -> None:
-        await in_thread(self._records, self._held.close)
+        await in_thread(self._records, self._resources.close)
         self._records.shutdown()
         self._contents.shutdown()
 
     # -- in the thread -------------------------------------------------------------------------------------------
 
     def _open(self) -> sqlite3.Connection:
-        with ExitStack() as held:
+        with ExitStack() as resources:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._files.mkdir(exist_ok=True)
-            held.enter_context(locked(self._folder / "lock", self._refuse))
+            resources.enter_context(locked(self._folder / "lock", self._refuse))
             db = sqlite3.connect(self._path)
-            held.callback(db.close)
+            resources.callback(db.close)
             self._prepare(db)
             self._sweep(db)
-            self._held = held.pop_all()
+            self._resources = resources.pop_all()
         return db
 
     def _refuse(self) -> NoReturn:
         raise StorageFailed(
-            f"another server keeps its files and batches in {self._folder}: give this one its own with --data"
+            f"another server keeps its files and batches in {self._folder}: give this one its own folder with --data"
         )
 
     def _prepare(self, db: sqlite3.Connection) -> None:
-        """A killed process loses nothing that was committed; a lost power supply at most the last of it."""
+        """Creates or upgrades the tables. A killed process loses nothing that was committed; a power failure loses the
+        last transactions at most."""
         try:
             db.execute("PRAGMA auto_vacuum = INCREMENTAL")
             db.execute("PRAGMA journal_mode = WAL")
             db.execute("PRAGMA synchronous = NORMAL")
             version = db.execute("PRAGMA user_version").fetchone()[0]
-            if version not in (0, VERSION):
-                raise sqlite3.DatabaseError(f"its version is {version} and this server's {VERSION}")
-            db.executescript(f"{TABLES} PRAGMA user_version = {VERSION};")
+            if not 0 <= version <= VERSION:
+                raise sqlite3.DatabaseError(f"its version is {version}; this server knows versions up to {VERSION}")
+            upgrades = "".join(UPGRADES[each] for each in range(version, VERSION)) if version else ""
+            db.executescript(f"BEGIN; {upgrades} {TABLES} PRAGMA user_version = {VERSION}; COMMIT;")
         except sqlite3.OperationalError:
             raise
         except sqlite3.DatabaseError as error:
             raise ConfigError(
-                f"{self._path} is not this server's ({error}): move it away, or give another folder with --data"
+                f"{self._path} cannot be used ({error}): move it away, or give another folder with --data"
             ) from error
 
     def _sweep(self, db: sqlite3.Connection) -> None:
-        """Contents without a record: what was being written or deleted when a server was killed."""
+        """Deletes contents without a record, which were being written or deleted when a server was killed."""
         known = {id for (id,) in db.execute("SELECT id FROM files")}
         for path in self._files.iterdir():
             if path.name not in known:
@@ -196,7 +209,7 @@ class Archive:
 
 
 class Draft:
-    """A file that is being written. It is not there before `finish`, and gone unless `kept` when this is left."""
+    """Writes a file. It appears with `finish`, and is deleted on leaving unless `kept`."""
 
     def __init__(self, path: Path, thread: ThreadPoolExecutor) -> None:
         self.id = path.name
@@ -213,7 +226,7 @@ class Draft:
         self._waiting.append(data)
         self._waiting_size += len(data)
         self.size += len(data)
-        if self._waiting_size >= PIECE:
+        if self._waiting_size >= WRITE_SIZE:
             await self._flush()
 
     async def finish(self) -> None:
@@ -258,4 +271,4 @@ async def in_thread(thread: ThreadPoolExecutor, work: Callable[[], T]) -> T:
     try:
         return await asyncio.get_running_loop().run_in_executor(thread, work)
     except OSError as error:
-        raise StorageFailed(f"the disk that files and batches are kept on failed: {error}") from error
+        raise StorageFailed(f"the disk with the server's files and batches failed: {error}") from error

@@ -1,4 +1,4 @@
-"""The records of files. Each function is a transaction of the archive's, or part of one."""
+"""Reads and writes the records of files. Each function is a transaction of the archive, or part of one."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ COLUMNS = "id, bytes, created_at, filename, purpose, expires_at"
 Order = Literal["asc", "desc"]
 
 
-class File(msgspec.Struct, kw_only=True):
-    """As clients are told of it."""
+class FileRecord(msgspec.Struct, kw_only=True):
+    """Describes a file, in the shape that clients get."""
 
     id: str
     object: str = "file"
@@ -36,60 +36,60 @@ class ExpiresAfter(msgspec.Struct, forbid_unknown_fields=True):
     seconds: Annotated[int, Meta(ge=3600, le=30 * DAY)]
 
 
-class Page(NamedTuple):
-    after: str | None = None  # the id of the last one that was seen
+class ListPage(NamedTuple):
+    after: str | None = None  # the last id of the page before
     limit: int = 20
     order: Order = "desc"
 
 
-def add(db: Connection, file: File, space: Space | None = None) -> None:
-    """Refused where it goes beyond the bounds of `space`; what a batch wrote always has its place."""
+def add(db: Connection, file: FileRecord, space: Space | None = None) -> None:
+    """Adds a file; raises if that exceeds the limits of `space`. A batch's output has none."""
     if space is not None:
-        bytes, count = held(db)
-        refuse_beyond(space, bytes + file.bytes, count + 1)
+        bytes, count = usage(db)
+        check_space(space, bytes + file.bytes, count + 1)
     values = (file.id, file.bytes, file.created_at, file.filename, file.purpose, file.expires_at)
     db.execute(f"INSERT INTO files ({COLUMNS}) VALUES (?, ?, ?, ?, ?, ?)", values)
 
 
-def held(db: Connection) -> tuple[int, int]:
-    """Bytes and number of all files."""
+def usage(db: Connection) -> tuple[int, int]:
+    """Returns the bytes and the number of all files."""
     bytes, count = db.execute("SELECT COALESCE(SUM(bytes), 0), COUNT(*) FROM files").fetchone()
     return bytes, count
 
 
-def refuse_beyond(space: Space, bytes: int, count: int) -> None:
+def check_space(space: Space, bytes: int, count: int) -> None:
     if bytes > space.total_bytes:
         raise InvalidRequest(
-            f"all files together would have {bytes} bytes; at most {space.total_bytes} are kept: delete some",
+            f"all files together would have {bytes} bytes; the limit is {space.total_bytes}: delete some",
             code="storage_full",
         )
     if count > space.files:
         raise InvalidRequest(
-            f"there would be {count} files; at most {space.files} are kept: delete some", code="storage_full"
+            f"there would be {count} files; the limit is {space.files}: delete some", code="storage_full"
         )
 
 
-def find(db: Connection, id: str) -> File | None:
+def find(db: Connection, id: str) -> FileRecord | None:
     row = db.execute(
         f"SELECT {COLUMNS} FROM files WHERE id = ? AND (expires_at IS NULL OR expires_at > ?)", (id, time.time())
     ).fetchone()
     return None if row is None else _file(row)
 
 
-def listed(db: Connection, page: Page, purpose: str | None) -> list[File]:
-    """One more than the page's limit where there are more."""
+def listed(db: Connection, page: ListPage, purpose: str | None) -> list[FileRecord]:
+    """Returns a page, and one more than its limit if there are more."""
     where = "(expires_at IS NULL OR expires_at > ?) AND (? IS NULL OR purpose = ?)"
     return [_file(row) for row in rows_of(db, "files", COLUMNS, page, where, (time.time(), purpose, purpose))]
 
 
 def rows_of(
-    db: Connection, table: str, columns: str, page: Page, where: str = "TRUE", values: tuple[object, ...] = ()
+    db: Connection, table: str, columns: str, page: ListPage, where: str = "TRUE", values: tuple[object, ...] = ()
 ) -> list[tuple[Any, ...]]:
-    """A page of a table in the order its rows came in, and one row more where there are more."""
+    """Returns a page of a table in the order its rows were added, and one row more if there are more."""
     if page.after is not None:
         last = db.execute(f"SELECT number FROM {table} WHERE id = ?", (page.after,)).fetchone()
         if last is None:
-            raise InvalidRequest(f"after: there is no {page.after!r} to go on from", param="after")
+            raise InvalidRequest(f"after: there is no {page.after!r}: send an id of the page before", param="after")
         where += f" AND number {'<' if page.order == 'desc' else '>'} ?"
         values += last
     sql = f"SELECT {columns} FROM {table} WHERE {where} ORDER BY number {page.order} LIMIT ?"
@@ -97,7 +97,7 @@ def rows_of(
 
 
 def drop(db: Connection, id: str) -> bool:
-    """Whether there was one to drop. One that a batch still reads stays."""
+    """Deletes a file's record and returns True, or False if there is none. Raises if a batch still reads the file."""
     reader = db.execute("SELECT id FROM batches WHERE input = ? AND open", (id,)).fetchone()
     if reader is not None:
         raise InvalidRequest(
@@ -107,13 +107,15 @@ def drop(db: Connection, id: str) -> bool:
 
 
 def drop_expired(db: Connection) -> list[str]:
-    """The ids of files whose time is over and that no batch reads."""
+    """Deletes the records of files that have expired and that no batch reads; returns their ids."""
     over = "expires_at <= ? AND id NOT IN (SELECT input FROM batches WHERE open)"
     ids = [id for (id,) in db.execute(f"SELECT id FROM files WHERE {over}", (time.time(),))]
     db.executemany("DELETE FROM files WHERE id = ?", [(id,) for id in ids])
     return ids
 
 
-def _file(row: tuple[Any, ...]) -> File:
+def _file(row: tuple[Any, ...]) -> FileRecord:
     id, bytes, created_at, filename, purpose, expires_at = row
-    return File(id=id, bytes=bytes, created_at=created_at, filename=filename, purpose=purpose, expires_at=expires_at)
+    return FileRecord(
+        id=id, bytes=bytes, created_at=created_at, filename=filename, purpose=purpose, expires_at=expires_at
+    )

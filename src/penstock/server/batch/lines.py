@@ -1,4 +1,4 @@
-"""A batch's input and output: one JSON object a line, each with its caller's own id."""
+"""Reads and writes the files of a batch: JSON lines, each with an id that its client chose."""
 
 from __future__ import annotations
 
@@ -12,28 +12,29 @@ import msgspec
 from penstock.errors import InvalidRequest
 from penstock.server.access.bounds import read_json
 from penstock.server.bodies import MAX_BODY, read_object, unsupported
+from penstock.server.request_context import RequestContext
 
 MAX_LINES = 50_000
-MAX_LINE = MAX_BODY + 2**16  # bytes: a body and what is around it
+MAX_LINE = MAX_BODY + 2**16  # bytes: a body and the fields around it
 MAX_ID = 512  # characters
-MAX_TOLD = 1000  # characters of what is wrong: a line may be one long name
+MAX_MESSAGE = 1000  # characters of an error: a line may be one long name
 BOM = "\ufeff".encode()  # some editors begin a file with it
-WHOLE = ("stream", "background")  # fields of a body that ask for something else than one answer
+NOT_IN_BATCHES = ("stream", "background")  # fields of a body that ask for something else than one answer
 
 
-class Line(msgspec.Struct, forbid_unknown_fields=True):
+class BatchLine(msgspec.Struct, forbid_unknown_fields=True):
     custom_id: str
     method: str
     url: str
     body: dict[str, Any]
 
 
-class Body(msgspec.Struct):
+class LineBody(msgspec.Struct):
     body: msgspec.Raw
 
 
-class Entry(NamedTuple):
-    """A line of the input: where it stands, and what is to be told where it cannot be run."""
+class InputLine(NamedTuple):
+    """Describes a line of the input: its place, and the output line if it cannot be run."""
 
     number: int
     start: int
@@ -42,8 +43,8 @@ class Entry(NamedTuple):
     fault: bytes | None = None
 
 
-class Told(msgspec.Struct):
-    """A line of the output."""
+class OutputLine(msgspec.Struct):
+    """Is a line of the output or error file."""
 
     id: str
     custom_id: str | None
@@ -51,43 +52,43 @@ class Told(msgspec.Struct):
     error: Any = None
 
 
-class Response(msgspec.Struct):
+class LineResponse(msgspec.Struct):
     status_code: int
     request_id: str
     body: msgspec.Raw
 
 
-class Fault(msgspec.Struct):
+class LineError(msgspec.Struct):
     code: str
     message: str
     param: str | None = None
     line: int | None = None
 
 
-def entries(path: Path, endpoint: str) -> Iterator[Entry]:
-    """Every line that is not blank. One that is wrong is an entry with a fault, and the others go on."""
+def entries(path: Path, endpoint: str, *, lenient: bool = False) -> Iterator[InputLine]:
+    """Yields every line that is not blank. A line that is wrong has a fault; the others are not affected."""
     seen: dict[str, int] = {}
     with path.open("rb") as file:
         for number, start, text in _lines(file):
-            id, fault = _check(text, endpoint, seen, number)
-            yield Entry(number, start, len(text), id, None if fault is None else encode_fault(id, fault, number))
+            id, fault = _check(RequestContext(lenient=lenient), text, endpoint, seen, number)
+            yield InputLine(number, start, len(text), id, None if fault is None else encode_fault(id, fault, number))
 
 
 def body_of(path: Path, start: int, size: int) -> bytes:
-    """The request in a line, as it was written."""
+    """Returns the request body of a line, as it was written."""
     with path.open("rb") as file:
         file.seek(start)
-        return bytes(msgspec.json.decode(file.read(size), type=Body).body)
+        return bytes(msgspec.json.decode(file.read(size), type=LineBody).body)
 
 
 def encode_answer(custom_id: str | None, status: int, request_id: str, body: bytes) -> bytes:
     flat = msgspec.Raw(msgspec.json.format(body, indent=-1))
-    return msgspec.json.encode(Told(_new_id(), custom_id, response=Response(status, request_id, flat)))
+    return msgspec.json.encode(OutputLine(_new_id(), custom_id, response=LineResponse(status, request_id, flat)))
 
 
 def encode_fault(custom_id: str | None, error: InvalidRequest, line: int) -> bytes:
-    fault = Fault(error.code, error.message[:MAX_TOLD], error.param and error.param[:MAX_TOLD], line)
-    return msgspec.json.encode(Told(_new_id(), custom_id, error=fault))
+    fault = LineError(error.code, error.message[:MAX_MESSAGE], error.param and error.param[:MAX_MESSAGE], line)
+    return msgspec.json.encode(OutputLine(_new_id(), custom_id, error=fault))
 
 
 def _new_id() -> str:
@@ -95,7 +96,7 @@ def _new_id() -> str:
 
 
 def _lines(file: BinaryIO) -> Iterator[tuple[int, int, bytes]]:
-    """Number, place and text. What is longer than a line may be is read past, and comes as its beginning."""
+    """Yields number, offset and text of each line. Of a line that is too long only the beginning is kept."""
     number = 0
     start = len(BOM) if file.read(len(BOM)) == BOM else 0
     file.seek(start)
@@ -109,18 +110,20 @@ def _lines(file: BinaryIO) -> Iterator[tuple[int, int, bytes]]:
         start = file.tell()
 
 
-def _check(text: bytes, endpoint: str, seen: dict[str, int], number: int) -> tuple[str | None, InvalidRequest | None]:
-    """The line's own id as far as it can be read, and what is wrong with the line."""
+def _check(
+    context: RequestContext, text: bytes, endpoint: str, seen: dict[str, int], number: int
+) -> tuple[str | None, InvalidRequest | None]:
+    """Returns the line's custom_id, if it can be read, and what is wrong with the line."""
     id = None
     try:
         given = _object(text, number)
         id = _id(given)
-        line = read_object(given, Line, {})
+        line = read_object(context, given, BatchLine, {})
         _check_line(line, endpoint)
         first = seen.setdefault(line.custom_id, number)
         if first != number:
             raise InvalidRequest(
-                f"custom_id {line.custom_id!r} is that of line {first}: each needs its own",
+                f"custom_id {line.custom_id!r} is also that of line {first}: give each line its own",
                 param="custom_id",
                 code="duplicate_custom_id",
             )
@@ -131,7 +134,9 @@ def _check(text: bytes, endpoint: str, seen: dict[str, int], number: int) -> tup
 
 def _object(text: bytes, number: int) -> dict[str, Any]:
     if len(text) > MAX_LINE:
-        raise InvalidRequest(f"line {number} has more than {MAX_LINE} bytes", code="request_too_large")
+        raise InvalidRequest(
+            f"line {number} has more than {MAX_LINE} bytes (the limit): shorten it", code="request_too_large"
+        )
     given = read_json(text, f"line {number}", code="invalid_json_line")
     if not isinstance(given, dict):
         raise InvalidRequest(f"line {number} must be a JSON object", code="invalid_json_line")
@@ -143,10 +148,10 @@ def _id(given: dict[str, Any]) -> str | None:
     return id if isinstance(id, str) and len(id) <= MAX_ID else None
 
 
-def _check_line(line: Line, endpoint: str) -> None:
+def _check_line(line: BatchLine, endpoint: str) -> None:
     if not 0 < len(line.custom_id) <= MAX_ID:
         raise InvalidRequest(
-            f"custom_id has from 1 to {MAX_ID} characters; got {len(line.custom_id)}",
+            f"custom_id must have from 1 to {MAX_ID} characters; got {len(line.custom_id)}",
             param="custom_id",
             code="invalid_custom_id",
         )
@@ -156,6 +161,6 @@ def _check_line(line: Line, endpoint: str) -> None:
         raise InvalidRequest(
             f"url must be the batch's endpoint, {endpoint!r}; got {line.url[:100]!r}", param="url", code="invalid_url"
         )
-    for name in WHOLE:
+    for name in NOT_IN_BATCHES:
         if line.body.get(name):
             raise unsupported(f"body.{name}", line.body[name])

@@ -1,4 +1,5 @@
-"""The records of batches and their lines. Each function is a transaction of the archive's, or part of one."""
+"""Reads and writes the records of batches and their lines. Each function is a transaction of the archive, or part of
+one."""
 
 from __future__ import annotations
 
@@ -11,36 +12,37 @@ import msgspec
 
 from penstock.errors import InvalidRequest
 from penstock.server.batch import file_records
-from penstock.server.batch.file_records import ExpiresAfter, File, Page, rows_of
-from penstock.server.batch.lines import Entry
+from penstock.server.batch.file_records import ExpiresAfter, FileRecord, ListPage, rows_of
+from penstock.server.batch.lines import InputLine
+from penstock.server.request_context import RequestContext
 
-PENDING, COMPLETED, FAILED = range(3)  # what a line is
+PENDING, COMPLETED, FAILED = range(3)  # states of a line
 ENDED = ("completed", "failed", "expired", "cancelled")
 MAX_OPEN = 100
-MAX_KEPT = 10_000  # batches, of which the oldest are forgotten: their files are not
+MAX_KEPT = 10_000  # batches: older ones are deleted, but not their files
 
 
-class Counts(msgspec.Struct):
+class RequestCounts(msgspec.Struct):
     total: int = 0
     completed: int = 0
     failed: int = 0
 
 
-class InputDetails(msgspec.Struct):
+class BatchInputDetails(msgspec.Struct):
     cached_tokens: int = 0
 
 
-class OutputDetails(msgspec.Struct):
+class BatchOutputDetails(msgspec.Struct):
     reasoning_tokens: int = 0
 
 
-class Usage(msgspec.Struct):
-    """Of all lines that were answered."""
+class BatchUsage(msgspec.Struct):
+    """Sums the tokens of all lines that were answered."""
 
     input_tokens: int = 0
-    input_tokens_details: InputDetails = msgspec.field(default_factory=InputDetails)
+    input_tokens_details: BatchInputDetails = msgspec.field(default_factory=BatchInputDetails)
     output_tokens: int = 0
-    output_tokens_details: OutputDetails = msgspec.field(default_factory=OutputDetails)
+    output_tokens_details: BatchOutputDetails = msgspec.field(default_factory=BatchOutputDetails)
     total_tokens: int = 0
 
 
@@ -56,8 +58,8 @@ class BatchErrors(msgspec.Struct):
     object: str = "list"
 
 
-class Batch(msgspec.Struct, kw_only=True):
-    """As clients are told of it."""
+class BatchJob(msgspec.Struct, kw_only=True):
+    """Describes a batch, in the shape that clients get."""
 
     id: str
     object: str = "batch"
@@ -78,14 +80,14 @@ class Batch(msgspec.Struct, kw_only=True):
     expired_at: int | None = None
     cancelling_at: int | None = None
     cancelled_at: int | None = None
-    request_counts: Counts = msgspec.field(default_factory=Counts)
-    usage: Usage = msgspec.field(default_factory=Usage)
+    request_counts: RequestCounts = msgspec.field(default_factory=RequestCounts)
+    usage: BatchUsage = msgspec.field(default_factory=BatchUsage)
     metadata: dict[str, str] | None = None
     output_expires_after: ExpiresAfter | None = None
 
     @property
     def ending(self) -> str:
-        """How it ends once its files are written."""
+        """Returns the status it ends with once its files are written."""
         return "cancelled" if self.cancelling_at else "expired" if self.expired_at else "completed"
 
     def to(self, status: str) -> None:
@@ -93,8 +95,19 @@ class Batch(msgspec.Struct, kw_only=True):
         setattr(self, f"{status}_at", int(time.time()))
 
 
-class Pending(NamedTuple):
-    """A line that is still to be run: where in the input it stands."""
+class Ownership(NamedTuple):
+    """Says who made a batch: its requests belong to `owner` and are charged to the API key called `payer`."""
+
+    owner: str | None = None  # None: unknown, as in archives of older servers
+    payer: str | None = None  # None: nobody is charged
+
+    @classmethod
+    def of(cls, context: RequestContext) -> Ownership:
+        return cls(context.owner, None if context.payer is None else context.payer.name)
+
+
+class PendingLine(NamedTuple):
+    """Describes a line that is still to be run, and its place in the input."""
 
     number: int
     start: int
@@ -102,7 +115,7 @@ class Pending(NamedTuple):
     custom_id: str | None
 
 
-class Outcome(NamedTuple):
+class LineOutcome(NamedTuple):
     number: int
     state: int
     answer: bytes
@@ -111,37 +124,43 @@ class Outcome(NamedTuple):
 # -- batches ------------------------------------------------------------------------------------------------------
 
 
-def add(db: Connection, batch: Batch) -> None:
+def add(db: Connection, batch: BatchJob, ownership: Ownership = Ownership()) -> None:  # noqa: B008
     db.execute("DELETE FROM batches WHERE NOT open AND number <= (SELECT MAX(number) FROM batches) - ?", (MAX_KEPT,))
     open = db.execute("SELECT COUNT(*) FROM batches WHERE open").fetchone()[0]
     if open >= MAX_OPEN:
-        raise InvalidRequest(f"{open} batches are under way, which is the most: wait for one", code="too_many_batches")
-    values = (batch.id, batch.input_file_id, _told(batch))
-    db.execute("INSERT INTO batches (id, input, open, told) VALUES (?, ?, TRUE, ?)", values)
+        raise InvalidRequest(
+            f"{open} batches are in progress (the limit): wait for one to end, or cancel it", code="too_many_batches"
+        )
+    values = (batch.id, batch.input_file_id, _encoded(batch), *ownership)
+    db.execute("INSERT INTO batches (id, input, open, record, owner, payer) VALUES (?, ?, TRUE, ?, ?, ?)", values)
 
 
-def find(db: Connection, id: str) -> Batch | None:
-    row = db.execute("SELECT told FROM batches WHERE id = ?", (id,)).fetchone()
+def ownership(db: Connection, id: str) -> Ownership:
+    return Ownership(*db.execute("SELECT owner, payer FROM batches WHERE id = ?", (id,)).fetchone())
+
+
+def find(db: Connection, id: str) -> BatchJob | None:
+    row = db.execute("SELECT record FROM batches WHERE id = ?", (id,)).fetchone()
     return None if row is None else _batch(row)
 
 
-def get(db: Connection, id: str) -> Batch:
+def get(db: Connection, id: str) -> BatchJob:
     batch = find(db, id)
     assert batch is not None
     return batch
 
 
-def listed(db: Connection, page: Page) -> list[Batch]:
-    """One more than the page's limit where there are more."""
-    return [_batch(row) for row in rows_of(db, "batches", "told", page)]
+def listed(db: Connection, page: ListPage) -> list[BatchJob]:
+    """Returns a page, and one more than its limit if there are more."""
+    return [_batch(row) for row in rows_of(db, "batches", "record", page)]
 
 
 def open_ids(db: Connection) -> list[str]:
     return [id for (id,) in db.execute("SELECT id FROM batches WHERE open ORDER BY number")]
 
 
-def advance(db: Connection, id: str, status: str) -> Batch:
-    """Unless a cancel came between: what is being cancelled stays so."""
+def advance(db: Connection, id: str, status: str) -> BatchJob:
+    """Sets a batch's status, unless it is being cancelled."""
     batch = get(db, id)
     if batch.status != "cancelling":
         batch.to(status)
@@ -149,8 +168,8 @@ def advance(db: Connection, id: str, status: str) -> Batch:
     return batch
 
 
-def expire(db: Connection, id: str) -> Batch:
-    """Its time is over: it ends with what is done."""
+def expire(db: Connection, id: str) -> BatchJob:
+    """Ends a batch whose time is over, with the lines that are done."""
     batch = advance(db, id, "finalizing")
     if batch.status == "finalizing":
         batch.expired_at = int(time.time())
@@ -158,7 +177,7 @@ def expire(db: Connection, id: str) -> Batch:
     return batch
 
 
-def cancel(db: Connection, id: str) -> Batch | None:
+def cancel(db: Connection, id: str) -> BatchJob | None:
     batch = find(db, id)
     if batch is not None and batch.status in ("validating", "in_progress"):
         batch.to("cancelling")
@@ -166,14 +185,14 @@ def cancel(db: Connection, id: str) -> Batch | None:
     return batch
 
 
-def fail(db: Connection, id: str, error: BatchError) -> Batch:
+def fail(db: Connection, id: str, error: BatchError) -> BatchJob:
     batch = get(db, id)
     batch.errors = BatchErrors([error])
     _end(db, batch, "failed")
     return batch
 
 
-def finish(db: Connection, id: str, output: File | None, errors: File | None) -> None:
+def finish(db: Connection, id: str, output: FileRecord | None, errors: FileRecord | None) -> None:
     """Ends a batch whose files are written; its lines are in them."""
     batch = get(db, id)
     for file in (output, errors):
@@ -184,22 +203,22 @@ def finish(db: Connection, id: str, output: File | None, errors: File | None) ->
     _end(db, batch, batch.ending)
 
 
-def save(db: Connection, batch: Batch) -> None:
+def save(db: Connection, batch: BatchJob) -> None:
     open = batch.status not in ENDED
-    db.execute("UPDATE batches SET told = ?, open = ? WHERE id = ?", (_told(batch), open, batch.id))
+    db.execute("UPDATE batches SET record = ?, open = ? WHERE id = ?", (_encoded(batch), open, batch.id))
 
 
-def _end(db: Connection, batch: Batch, status: str) -> None:
+def _end(db: Connection, batch: BatchJob, status: str) -> None:
     batch.to(status)
     save(db, batch)
     db.execute("DELETE FROM lines WHERE batch = ?", (batch.id,))
 
 
-def _batch(row: tuple[bytes]) -> Batch:
-    return msgspec.json.decode(row[0], type=Batch)
+def _batch(row: tuple[bytes]) -> BatchJob:
+    return msgspec.json.decode(row[0], type=BatchJob)
 
 
-def _told(batch: Batch) -> bytes:
+def _encoded(batch: BatchJob) -> bytes:
     return msgspec.json.encode(batch)
 
 
@@ -207,14 +226,14 @@ def _told(batch: Batch) -> bytes:
 
 
 def forget_lines(db: Connection, id: str) -> None:
-    """Of a batch that was being read when a server was killed."""
+    """Deletes the lines of a batch whose input was being read when a server was killed."""
     batch = get(db, id)
-    batch.request_counts = Counts()
+    batch.request_counts = RequestCounts()
     save(db, batch)
     db.execute("DELETE FROM lines WHERE batch = ?", (id,))
 
 
-def add_lines(db: Connection, id: str, entries: Sequence[Entry]) -> None:
+def add_lines(db: Connection, id: str, entries: Sequence[InputLine]) -> None:
     batch = get(db, id)
     counts = batch.request_counts
     counts.total += len(entries)
@@ -229,18 +248,18 @@ def add_lines(db: Connection, id: str, entries: Sequence[Entry]) -> None:
     )
 
 
-def pending(db: Connection, id: str, after: int, most: int) -> list[Pending]:
+def pending(db: Connection, id: str, after: int, most: int) -> list[PendingLine]:
     sql = "SELECT number, start, size, custom_id FROM lines WHERE batch = ? AND number > ? AND state = ? "
-    return [Pending(*row) for row in db.execute(sql + "ORDER BY number LIMIT ?", (id, after, PENDING, most))]
+    return [PendingLine(*row) for row in db.execute(sql + "ORDER BY number LIMIT ?", (id, after, PENDING, most))]
 
 
-def outcomes(db: Connection, id: str, after: int, most: int) -> list[Outcome]:
+def outcomes(db: Connection, id: str, after: int, most: int) -> list[LineOutcome]:
     sql = "SELECT number, state, answer FROM lines WHERE batch = ? AND number > ? AND state != ? "
-    return [Outcome(*row) for row in db.execute(sql + "ORDER BY number LIMIT ?", (id, after, PENDING, most))]
+    return [LineOutcome(*row) for row in db.execute(sql + "ORDER BY number LIMIT ?", (id, after, PENDING, most))]
 
 
-def record(db: Connection, id: str, outcomes: Iterable[Outcome], usage: Usage | None = None) -> None:
-    """A line has one outcome: the first."""
+def record(db: Connection, id: str, outcomes: Iterable[LineOutcome], usage: BatchUsage | None = None) -> None:
+    """Records outcomes of lines. The first outcome of a line counts."""
     batch = get(db, id)
     sql = "UPDATE lines SET state = ?, answer = ? WHERE batch = ? AND number = ? AND state = ?"
     for number, state, answer in outcomes:
@@ -248,11 +267,11 @@ def record(db: Connection, id: str, outcomes: Iterable[Outcome], usage: Usage | 
             batch.request_counts.completed += state == COMPLETED
             batch.request_counts.failed += state == FAILED
     if usage is not None:
-        _sum(batch.usage, usage)
+        _add_usage(batch.usage, usage)
     save(db, batch)
 
 
-def _sum(whole: Usage, part: Usage) -> None:
+def _add_usage(whole: BatchUsage, part: BatchUsage) -> None:
     whole.input_tokens += part.input_tokens
     whole.input_tokens_details.cached_tokens += part.input_tokens_details.cached_tokens
     whole.output_tokens += part.output_tokens

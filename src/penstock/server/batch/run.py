@@ -1,14 +1,15 @@
-"""Runs batches: reads the input, asks the application for each line, writes the files.
+"""Runs batches: reads the input, calls the application for each line, and writes the files.
 
-Lines are asked for as a client would ask. At most half as many as the engine computes at once are under way; batches
-take turns, a line each. What a line came to is recorded before it counts as done: a server that is killed leaves
-nothing but lines that its successor runs again.
+Each line is a background request: the engine's policy runs it behind every client's. Batches take turns, a line each.
+The outcome of a line is recorded before it counts as done, so a server that is killed leaves only lines that the next
+one runs again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -19,17 +20,29 @@ import msgspec
 from starlette.types import ASGIApp
 
 from penstock.errors import InvalidRequest, PenstockError
+from penstock.server.access.accounts import Account, Accounts
 from penstock.server.batch import lines, records
+from penstock.server.batch.app_call import AppAnswer, call_app
 from penstock.server.batch.archive import Archive, Draft
-from penstock.server.batch.background_client import Answer, Behind, ask
-from penstock.server.batch.file_records import File
+from penstock.server.batch.file_records import FileRecord
 from penstock.server.batch.lines import MAX_LINES, encode_answer, encode_fault
-from penstock.server.batch.records import COMPLETED, ENDED, FAILED, Batch, BatchError, Outcome, Pending, Usage
-from penstock.server.served_model import Served
+from penstock.server.batch.records import (
+    COMPLETED,
+    ENDED,
+    FAILED,
+    BatchError,
+    BatchJob,
+    BatchUsage,
+    LineOutcome,
+    Ownership,
+    PendingLine,
+)
+from penstock.server.request_context import RequestContext
+from penstock.server.served_model import ServedModel
 
-CHUNK = 100  # lines looked at in one transaction
-TRIES = 3  # of a line whose engine dies
-PATIENCE = 1.0  # seconds between looks for what is not there yet: an engine, or a folder that another server holds
+CHUNK = 100  # lines per transaction
+MAX_ATTEMPTS = 3  # at a line during which the engine dies
+RETRY_SECONDS = 1.0  # until the next try, without an engine or while another server uses the folder
 
 BROKEN = InvalidRequest("the server failed while it answered this line; its log has the details", code="internal_error")
 
@@ -37,20 +50,25 @@ log = logging.getLogger(__name__)
 
 
 class BatchRunner:
-    def __init__(self, archive: Archive, served: Served) -> None:
+    """Runs all batches. `accounts` are those of API keys, if there are keys: a batch is charged to the key that made
+    it. `lenient` is whether unknown fields of lines are ignored."""
+
+    def __init__(
+        self, archive: Archive, served: ServedModel, accounts: Accounts | None = None, *, lenient: bool = False
+    ) -> None:
         self._archive = archive
         self._served = served
+        self._accounts = accounts
+        self._lenient = lenient
         self._runs: dict[str, asyncio.Task[None]] = {}  # by batch
-        self._works: dict[str, asyncio.Task[None]] = {}  # of those, what a cancel stops
+        self._works: dict[str, asyncio.Task[None]] = {}  # by batch: the part of its run that a cancel stops
 
     @asynccontextmanager
     async def running(self, app: ASGIApp) -> AsyncIterator[None]:
-        """While the application runs: first come the batches that a server before this one left."""
-        rows = max(1, self._served.limits.max_rows // 2)
+        """Runs batches while the application runs, and first those that an earlier server left."""
         self._app = app
-        self._lines = asyncio.Semaphore(rows)  # first come, first served: so batches take turns
-        self._behind = self._served._replace(client=Behind(self._served.client, rows), line=None)
-        resuming = asyncio.create_task(self._patiently(self._resume))
+        self._lines = asyncio.Semaphore(max(1, self._served.limits.max_rows // 2))  # in flight, of batches in turn
+        resuming = asyncio.create_task(self._with_retries(self._resume))
         try:
             yield
         finally:
@@ -62,27 +80,27 @@ class BatchRunner:
 
     def start(self, id: str) -> None:
         if id not in self._runs:
-            self._runs[id] = asyncio.create_task(self._patiently(lambda: self._run(id)))
+            self._runs[id] = asyncio.create_task(self._with_retries(lambda: self._run(id)))
             self._runs[id].add_done_callback(lambda _: self._runs.pop(id))
 
     def stop(self, id: str) -> None:
-        """No more of its lines are run; those under way are given up."""
+        """Stops a batch: its lines in flight are abandoned, and no more are run."""
         if id in self._works:
             self._works[id].cancel()
 
-    async def _patiently(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Again and again, until the disk or whoever else is in the way lets it be done."""
-        trouble = ""
+    async def _with_retries(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Runs `work` until it succeeds: the disk may be full, or another server may use the folder."""
+        logged = ""
         while True:
             try:
                 return await work()
             except PenstockError as error:
-                if error.message != trouble:
-                    log.warning("batches wait: %s", error.message)
-                trouble = error.message
-                await asyncio.sleep(PATIENCE)
+                if error.message != logged:
+                    log.warning("batches cannot run now and are retried: %s", error.message)
+                logged = error.message
+                await asyncio.sleep(RETRY_SECONDS)
             except Exception:
-                return log.exception("what is left of batches stands still until the server is started again")
+                return log.exception("a batch failed and stays as it is until the server is restarted")
 
     async def _resume(self) -> None:
         if self._archive.used:
@@ -97,8 +115,8 @@ class BatchRunner:
         if batch.status not in ENDED:
             await self._finish(batch)
 
-    async def _work_until_over(self, batch: Batch) -> None:
-        """Until it is done, was cancelled, or its time is over."""
+    async def _work_until_over(self, batch: BatchJob) -> None:
+        """Works on a batch until it is done, cancelled or expired."""
         work = self._works[batch.id] = asyncio.create_task(self._work(batch))
         try:
             await asyncio.wait({work}, timeout=max(0, batch.expires_at - time.time()))
@@ -112,75 +130,85 @@ class BatchRunner:
         elif not work.cancelled():
             work.result()
 
-    async def _work(self, batch: Batch) -> None:
+    async def _work(self, batch: BatchJob) -> None:
         if batch.status == "validating":
             batch = await self._read(batch)
         if batch.status == "in_progress":
             await self._run_lines(batch)
             await self._archive.do(records.advance, batch.id, "finalizing")
 
-    async def _read(self, batch: Batch) -> Batch:
+    async def _read(self, batch: BatchJob) -> BatchJob:
         await self._archive.do(records.forget_lines, batch.id)
-        entries = lines.entries(self._archive.path(batch.input_file_id), batch.endpoint)
+        entries = lines.entries(self._archive.path(batch.input_file_id), batch.endpoint, lenient=self._lenient)
         total = 0
         while chunk := await asyncio.to_thread(lambda: list(islice(entries, CHUNK))):
             total += len(chunk)
             if total > MAX_LINES:
-                error = BatchError("too_many_tasks", f"the file has more than {MAX_LINES} lines: split it")
+                error = BatchError("too_many_tasks", f"the file has more than {MAX_LINES} lines (the limit): split it")
                 return await self._archive.do(records.fail, batch.id, error)
             await self._archive.do(records.add_lines, batch.id, chunk)
         if not total:
-            error = BatchError("empty_file", "the file has no lines: each is to be a request")
+            error = BatchError("empty_file", "the file has no lines: each line must be a request")
             return await self._archive.do(records.fail, batch.id, error)
         return await self._archive.do(records.advance, batch.id, "in_progress")
 
     # -- lines ---------------------------------------------------------------------------------------------------
 
-    async def _run_lines(self, batch: Batch) -> None:
+    async def _run_lines(self, batch: BatchJob) -> None:
         try:
             async with asyncio.TaskGroup() as running:
                 await self._start_lines(batch, running)
         except ExceptionGroup as group:
             raise group.exceptions[0] from group
 
-    async def _start_lines(self, batch: Batch, running: asyncio.TaskGroup) -> None:
+    async def _start_lines(self, batch: BatchJob, running: asyncio.TaskGroup) -> None:
+        ownership = await self._archive.do(records.ownership, batch.id)
         after = 0
         while lines := await self._archive.do(records.pending, batch.id, after, CHUNK):
             for line in lines:
                 await self._lines.acquire()
-                task = running.create_task(self._run_line(batch, line))
+                task = running.create_task(self._run_line(batch, line, ownership))
                 task.add_done_callback(lambda _: self._lines.release())
             after = lines[-1].number
 
-    async def _run_line(self, batch: Batch, line: Pending) -> None:
+    async def _run_line(self, batch: BatchJob, line: PendingLine, ownership: Ownership) -> None:
         path = self._archive.path(batch.input_file_id)
         usage = None
         try:
             body = await asyncio.to_thread(lines.body_of, path, line.start, line.size)
-            answer = await self._ask(batch.endpoint, body)
+            answer = await self._answer(ownership, batch.endpoint, body)
             state = COMPLETED if answer.status < 400 else FAILED
-            told = encode_answer(line.custom_id, answer.status, answer.request_id, answer.body)
+            output = encode_answer(line.custom_id, answer.status, answer.request_id, answer.body)
             usage = usage_of(answer.body) if state == COMPLETED else None
         except Exception:
             log.exception("line %d of the batch %s failed", line.number, batch.id)
-            state, told = FAILED, encode_fault(line.custom_id, BROKEN, line.number)
-        await self._archive.do(records.record, batch.id, [Outcome(line.number, state, told)], usage)
+            state, output = FAILED, encode_fault(line.custom_id, BROKEN, line.number)
+        await self._archive.do(records.record, batch.id, [LineOutcome(line.number, state, output)], usage)
 
-    async def _ask(self, endpoint: str, body: bytes) -> Answer:
-        """An engine that dies or has no place is no fault of the line's, unless it dies of it."""
+    def _context(self, ownership: Ownership) -> RequestContext:
+        owner = ownership.owner or secrets.token_hex(8)  # unknown: nobody's
+        payer = self._payer(ownership.payer)
+        return RequestContext(owner=owner, payer=payer, lenient=self._lenient, background=True)
+
+    def _payer(self, name: str | None) -> Account | None:
+        return None if name is None or self._accounts is None else self._accounts.named(name)
+
+    async def _answer(self, ownership: Ownership, endpoint: str, body: bytes) -> AppAnswer:
+        """Returns the answer to a line. A line is retried if the engine is overloaded or dies, unless the engine dies
+        of it MAX_ATTEMPTS times."""
         deaths = 0
         while True:
-            answer = await ask(self._app, self._behind, endpoint, body)
+            answer = await call_app(self._app, self._context(ownership), endpoint, body)
             if answer.status not in (429, 503):
                 return answer
             deaths += b'"engine_died"' in answer.body
-            if deaths == TRIES:
+            if deaths == MAX_ATTEMPTS:
                 return answer
-            await asyncio.sleep(PATIENCE)
+            await asyncio.sleep(RETRY_SECONDS)
 
     # -- files ---------------------------------------------------------------------------------------------------
 
-    async def _finish(self, batch: Batch) -> None:
+    async def _finish(self, batch: BatchJob) -> None:
         archive, id = self._archive, batch.id
         while left := await archive.do(records.pending, id, 0, CHUNK):
             await archive.do(records.record, id, [_not_run(batch, line) for line in left])
@@ -198,41 +226,41 @@ class BatchRunner:
             after = found[-1].number
 
 
-def _not_run(batch: Batch, line: Pending) -> Outcome:
-    why = "its batch was cancelled" if batch.ending == "cancelled" else "its batch's time was over"
-    error = InvalidRequest(f"this request was not run: {why}", code=f"batch_{batch.ending}")
-    return Outcome(line.number, FAILED, encode_fault(line.custom_id, error, line.number))
+def _not_run(batch: BatchJob, line: PendingLine) -> LineOutcome:
+    reason = "its batch was cancelled" if batch.ending == "cancelled" else "its batch expired"
+    error = InvalidRequest(f"this request was not run: {reason}", code=f"batch_{batch.ending}")
+    return LineOutcome(line.number, FAILED, encode_fault(line.custom_id, error, line.number))
 
 
-def _file(batch: Batch, draft: Draft, kind: str) -> File | None:
+def _file(batch: BatchJob, draft: Draft, kind: str) -> FileRecord | None:
     if not draft.size:
         return None
-    kept = batch.output_expires_after
+    expires_after = batch.output_expires_after
     now = int(time.time())
-    return File(
+    return FileRecord(
         id=draft.id,
         bytes=draft.size,
         created_at=now,
         filename=f"{batch.id}_{kind}.jsonl",
         purpose="batch_output",
-        expires_at=None if kept is None else now + kept.seconds,
+        expires_at=None if expires_after is None else now + expires_after.seconds,
     )
 
 
-class Answered(msgspec.Struct):
+class AnswerUsage(msgspec.Struct):
     usage: dict[str, Any] | None = None
 
 
-def usage_of(answer: bytes) -> Usage:
-    """As chat and completions count, or as responses do."""
-    used = msgspec.json.decode(answer, type=Answered).usage or {}
-    usage = Usage(
-        input_tokens=used.get("input_tokens", used.get("prompt_tokens", 0)),
-        output_tokens=used.get("output_tokens", used.get("completion_tokens", 0)),
-        total_tokens=used.get("total_tokens", 0),
+def usage_of(answer: bytes) -> BatchUsage:
+    """Returns the usage that an answer reports, in the fields of chat and completions or of responses."""
+    fields = msgspec.json.decode(answer, type=AnswerUsage).usage or {}
+    usage = BatchUsage(
+        input_tokens=fields.get("input_tokens", fields.get("prompt_tokens", 0)),
+        output_tokens=fields.get("output_tokens", fields.get("completion_tokens", 0)),
+        total_tokens=fields.get("total_tokens", 0),
     )
-    read = used.get("input_tokens_details", used.get("prompt_tokens_details")) or {}
-    said = used.get("output_tokens_details", used.get("completion_tokens_details")) or {}
-    usage.input_tokens_details.cached_tokens = read.get("cached_tokens", 0)
-    usage.output_tokens_details.reasoning_tokens = said.get("reasoning_tokens", 0)
+    inputs = fields.get("input_tokens_details", fields.get("prompt_tokens_details")) or {}
+    outputs = fields.get("output_tokens_details", fields.get("completion_tokens_details")) or {}
+    usage.input_tokens_details.cached_tokens = inputs.get("cached_tokens", 0)
+    usage.output_tokens_details.reasoning_tokens = outputs.get("reasoning_tokens", 0)
     return usage

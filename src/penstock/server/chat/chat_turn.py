@@ -1,17 +1,17 @@
-"""One answer in a chat, for dialects in which a request has one: the same prompt, stops and parser in each."""
+"""Begins one turn of a chat, in every dialect: a request for each choice of answer, and the parsers of the answers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import msgspec
 
-from penstock.server.chat.stream import Deltas, deltas
-from penstock.server.chat.tools import ToolUse, held
-from penstock.server.request_context import notes
-from penstock.server.served_model import Served, off_loop
+from penstock.server.chat.stream import Deltas, deltas, together
+from penstock.server.chat.tools import ToolUse, constrain_to_tools
+from penstock.server.request_context import RequestContext
+from penstock.server.served_model import ServedModel, off_loop
 from penstock.text import ChatPrompt, Delta, Text
 from penstock.text.parse import AnswerParser, Content, Part
 from penstock.types import Grammar, Request, SamplingParams, Thinking
@@ -19,59 +19,86 @@ from penstock.types import Grammar, Request, SamplingParams, Thinking
 NO_TOOLS = ToolUse([])
 
 
-class Turn(NamedTuple):
-    request: Request
-    running: Deltas
-    parser: AnswerParser | None = None  # none where an answer is content alone
+class ChatTurn:
+    """Holds the choices of one turn. A parser is None if the answer is content alone."""
 
-    def parts(self, delta: Delta) -> list[Part]:
-        if self.parser is None:
-            return [Content(delta.text)] if delta.text else []
-        return self.parser.push(delta.text) + (self.parser.finish() if delta.finish else [])
+    def __init__(self, requests: Sequence[Request], deltas: Deltas, parsers: Sequence[AnswerParser | None]) -> None:
+        self.requests = requests
+        self.deltas = deltas
+        self.reasoning_tokens = 0  # of all choices, as far as `parts` has seen them
+        self._parsers = parsers
 
     @property
-    def calls(self) -> int:
-        return 0 if self.parser is None else self.parser.calls
+    def request(self) -> Request:
+        """Returns the first choice's request: the only one in most dialects."""
+        return self.requests[0]
+
+    def parts(self, delta: Delta, choice: int = 0) -> list[Part]:
+        """Returns what a delta adds to its choice."""
+        parser = self._parsers[choice]
+        if parser is None:
+            return [Content(delta.text)] if delta.text else []
+        reasoning = parser.reasoning
+        parts = parser.push(delta.text) + (parser.finish() if delta.finish else [])
+        if reasoning or parser.reasoning:
+            self.reasoning_tokens += len(delta.tokens)
+        return parts
+
+    def calls(self, choice: int = 0) -> int:
+        """Returns how many tools the choice has called so far."""
+        parser = self._parsers[choice]
+        return 0 if parser is None else parser.calls
 
 
-async def prompt_of(served: Served, messages: Sequence[dict[str, Any]], use: ToolUse, **fields: Any) -> ChatPrompt:
+class TurnOptions(NamedTuple):
+    param: str = "messages"  # the field that the prompt came in
+    max_tokens: int | None = None  # of an answer; None: as many as the context has room for
+    thinking_budget: int | None = None  # tokens
+    shown: Collection[int] = frozenset()  # special tokens that are returned as text
+
+
+async def render_prompt(
+    served: ServedModel, messages: Sequence[dict[str, Any]], use: ToolUse, **fields: Any
+) -> ChatPrompt:
     served.check_answers()
     size = sum(len(message["content"] or "") for message in messages)
     return await off_loop(size, lambda: served.text.chat_prompt(messages, tools=use.tools, **fields))
 
 
-def begin(
-    served: Served,
+def begin_turn(
+    served: ServedModel,
+    context: RequestContext,
     prompt: ChatPrompt,
     use: ToolUse,
-    sampling: SamplingParams,
-    most: int | None,
-    param: str = "messages",
-    budget: int | None = None,
-) -> Turn:
-    """`most` tokens are answered with, or what the context has room for; `budget` of them may be thought with. `param`
-    is the field the prompt came in."""
-    text = served.text
-    sampling = after_thinking(text, prompt, held(text, use, sampling), budget)
-    request = served.request(prompt.tokens, sampling, param, most)
-    shown = text.special_in(text.format.markers(use.calling))
-    return Turn(request, deltas(served, request, shown=shown), use.parser(text.format, prompt.opened))
+    sampling: Sequence[SamplingParams],
+    options: TurnOptions = TurnOptions(),  # noqa: B008
+) -> ChatTurn:
+    """Returns the turn with one choice for each of `sampling`. Nothing runs before its deltas are read."""
+    text, budget = served.text, options.thinking_budget
+    constrained = [after_thinking(text, prompt, constrain_to_tools(text, use, each), budget) for each in sampling]
+    if budget is not None and not _has_thinking(constrained[0]):
+        context.ignore("thinking.budget_tokens")
+    requests = [served.request(context, prompt.tokens, each, options.param, options.max_tokens) for each in constrained]
+    shown = text.special_in(text.format.markers(use.calling)) | frozenset(options.shown)
+    running = [deltas(served, context, request, choice, shown=shown) for choice, request in enumerate(requests)]
+    return ChatTurn(requests, together(running), [use.parser(text.format, prompt.opened) for _ in requests])
 
 
 def after_thinking(
     text: Text, prompt: ChatPrompt, sampling: SamplingParams, budget: int | None = None
 ) -> SamplingParams:
-    """A grammar holds from where the model has thought, and a budget up to there: where the prompt began that, or one
-    token of the answer can. A budget for thoughts that cannot be told from the rest is not kept, and that is told."""
+    """Returns sampling whose grammar applies from the end of the model's thinking, and whose thinking is limited to
+    `budget` tokens. That needs a prompt that opened the thinking, or one token that opens it in the answer; otherwise
+    the sampling is returned unchanged."""
     grammar = sampling.grammar or (None if budget is None else Grammar("free", ""))
-    if grammar is None:
+    thinking = None if grammar is None else _thinking(text, prompt, budget)
+    if grammar is None or thinking is None:
         return sampling
-    around = _thinking(text, prompt, budget)
-    if around is None:
-        if budget is not None:
-            notes().ignore("thinking.budget_tokens")
-        return sampling
-    return replace(sampling, grammar=grammar._replace(thinking=around))
+    return replace(sampling, grammar=grammar._replace(thinking=thinking))
+
+
+def _has_thinking(sampling: SamplingParams) -> bool:
+    return sampling.grammar is not None and sampling.grammar.thinking is not None
 
 
 def _thinking(text: Text, prompt: ChatPrompt, budget: int | None) -> Thinking | None:
@@ -83,8 +110,8 @@ def _thinking(text: Text, prompt: ChatPrompt, budget: int | None) -> Thinking | 
     return Thinking(tuple(closes), -1 if prompt.opened else opens[0], budget)
 
 
-def thinking(served: Served, wanted: bool | None) -> dict[str, Any] | None:
-    """What tells the template to think or not; None where the model cannot do as is wanted."""
+def thinking_fields(served: ServedModel, wanted: bool | None) -> dict[str, Any] | None:
+    """Returns the template's fields that turn thinking on or off; None if the model cannot do what is wanted."""
     text = served.text
     if text.takes("enable_thinking") and wanted is not None:
         return {"enable_thinking": wanted}
@@ -93,7 +120,7 @@ def thinking(served: Served, wanted: bool | None) -> dict[str, Any] | None:
 
 
 def call_input(arguments: str) -> dict[str, Any] | None:
-    """A call's arguments as an object; None for those that were cut off or are not well formed."""
+    """Returns a call's arguments as an object; None if they were cut off or are not valid JSON."""
     try:
         return msgspec.json.decode(arguments or "{}", type=dict[str, Any])
     except (msgspec.MsgspecError, RecursionError):

@@ -1,4 +1,5 @@
-"""From a request's events to text. Streamed and whole answers are made of the same deltas, so both read the same."""
+"""Turns a request's events into text. Streamed and whole answers are made of the same deltas, so their text is the
+same."""
 
 from __future__ import annotations
 
@@ -11,41 +12,48 @@ from starlette.types import Receive
 
 from penstock.errors import EngineUnavailable
 from penstock.ipc.client import EngineClient
-from penstock.server.served_model import Served
-from penstock.server.telemetry.metrics import Watch
+from penstock.server.request_context import RequestContext
+from penstock.server.served_model import ServedModel
+from penstock.server.telemetry.metrics import RequestTimer
 from penstock.text import Delta, TextStream, read_step
 from penstock.types import Aborted, Event, Finished, Report, Request
 
 T = TypeVar("T")
 
-
 Deltas = AsyncGenerator[tuple[int, Delta], None]  # (choice, what was added to it)
 
 
 async def deltas(
-    served: Served, request: Request, choice: int = 0, *, continuing: bool = False, shown: Collection[int] = ()
+    served: ServedModel,
+    context: RequestContext,
+    request: Request,
+    choice: int = 0,
+    *,
+    continuing: bool = False,
+    shown: Collection[int] = (),
 ) -> Deltas:
-    """One request's text as it comes, with the special tokens that are `shown`. Leaving early, or a stop string, aborts
-    the request in the engine."""
+    """Yields one request's text as it is generated, with the special tokens that are `shown`. Leaving early, or a stop
+    string, aborts the request in the engine."""
     text = TextStream(served.text.tokenizer, request.sampling.stop, continuing=continuing, shown=shown)
-    with served.place(), Watch(served.metrics, request) as watch:
+    with context.answer(), RequestTimer(served.metrics, context, request) as timer:
         async with aclosing(served.client.submit(request)) as steps:
             async for events in steps:
                 delta = read_step(text, events)
                 if delta.tokens:
-                    watch.tokens(len(delta.tokens), delta.cached)
+                    timer.tokens(len(delta.tokens), delta.cached)
                 if delta.finish:
-                    watch.reason = delta.finish
+                    timer.reason = delta.finish
                     if request.explain and delta.report is None:
                         delta = delta._replace(report=await _report(served.client, request.id, steps))
-                    watch.report = delta.report
+                    timer.report = delta.report
                 yield choice, delta
                 if delta.finish:
                     return
 
 
 async def _report(client: EngineClient, id: int, steps: AsyncGenerator[list[Event], None]) -> Report | None:
-    """Of a request that a stop string ended, and that the engine would go on with; none if that was lost meanwhile."""
+    """Ends a request that met a stop string, which the engine does not know of, and returns the engine's report; None
+    if the engine was lost meanwhile."""
     with suppress(EngineUnavailable):
         client.abort(id)
         async for events in steps:
@@ -55,7 +63,7 @@ async def _report(client: EngineClient, id: int, steps: AsyncGenerator[list[Even
 
 
 def together(choices: Sequence[Deltas]) -> Deltas:
-    """Several choices at once. One that fails fails all."""
+    """Merges the deltas of several choices. If one fails, all do."""
     return choices[0] if len(choices) == 1 else _merged(choices)
 
 
@@ -81,13 +89,13 @@ async def _feed(arrived: asyncio.Queue[tuple[int, Delta] | Exception], choice: D
         async with aclosing(choice) as steps:
             async for step in steps:
                 await arrived.put(step)
-                await asyncio.sleep(0)  # gives way, so that no choice runs ahead while the reader is slow
+                await asyncio.sleep(0)  # so that no choice runs ahead while the reader is slow
     except Exception as error:
         await arrived.put(error)
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
-    """What `work` returns, or None when the client left first: then it is cancelled."""
+    """Returns what `work` returns. If the client disconnects first, `work` is cancelled and the result is None."""
     working = asyncio.create_task(work)
     leaving = asyncio.create_task(_left(receive))
     try:

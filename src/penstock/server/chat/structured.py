@@ -1,4 +1,4 @@
-"""Structured output: what clients call it, and the grammar that it means."""
+"""Reads the fields that ask for structured output, in every dialect, and returns the grammar they mean."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class NamedSchema(msgspec.Struct, forbid_unknown_fields=True):
     name: str = ""
     description: str | None = None
     schema: Schema | None = None  # none: any object
-    strict: bool | None = None  # answers always follow the schema
+    strict: bool | None = None  # without effect: answers always follow the schema
 
 
 class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
@@ -32,7 +32,7 @@ class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
-    """One of these."""
+    """Exactly one field may be set."""
 
     json: Schema | str | None = None
     regex: str | None = None
@@ -42,7 +42,7 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Structured(msgspec.Struct, kw_only=True):
-    """The fields of a request that ask for it: OpenAI's, and those of servers that came before."""
+    """Declares the fields of a request that ask for structured output: OpenAI's, and vLLM's older and newer ones."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -52,19 +52,19 @@ class Structured(msgspec.Struct, kw_only=True):
     guided_grammar: str | None = None
 
 
-def grammar_of(asked: Structured) -> Grammar | None:
-    """What answers must match, in whatever way it was asked for; refuses two ways at once."""
-    named = asked.structured_outputs or StructuredOutputs()
+def grammar_of(fields: Structured) -> Grammar | None:
+    """Returns what answers must match, whichever field asks for it; raises if two do."""
+    named = fields.structured_outputs or StructuredOutputs()
     ways: list[tuple[str, Grammar | None]] = [
-        ("response_format", _response_format(asked.response_format)),
+        ("response_format", _response_format(fields.response_format)),
         *_ways("structured_outputs.", named.json, named.regex, named.choice, named.grammar),
         ("structured_outputs.json_object", json_grammar(ANY_OBJECT) if named.json_object else None),
-        *_ways("guided_", asked.guided_json, asked.guided_regex, asked.guided_choice, asked.guided_grammar),
+        *_ways("guided_", fields.guided_json, fields.guided_regex, fields.guided_choice, fields.guided_grammar),
     ]
     given = [(name, grammar) for name, grammar in ways if grammar is not None]
     if len(given) > 1:
         names = " and ".join(name for name, _ in given)
-        raise InvalidRequest(f"{names} cannot be honoured together: send one of them", param=given[1][0])
+        raise InvalidRequest(f"{names} cannot be combined: send one of them", param=given[1][0])
     return given[0][1] if given else None
 
 
@@ -72,7 +72,7 @@ def json_grammar(schema: Schema | str, param: str = "json_schema") -> Grammar:
     if isinstance(schema, str):
         schema = _parsed(schema, param)
     if schema is False:
-        raise InvalidRequest(f"{param} is false, which no answer can match", param=param)
+        raise InvalidRequest(f"{param} is false, which no answer can match: send a schema", param=param)
     text = json.dumps({} if schema is True else schema)
     _check_size(param, len(text), MAX_SCHEMA)
     return Grammar("json", text)
@@ -88,23 +88,23 @@ def choice_grammar(choices: list[str], param: str) -> Grammar:
         raise InvalidRequest(f"{param} takes 1 to {MAX_CHOICES} texts; got {len(choices)}", param=param)
     texts = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices if choice)
     if not texts:
-        raise InvalidRequest(f"{param} has only empty texts", param=param)
+        raise InvalidRequest(f"{param} has only empty texts: send one with characters", param=param)
     _check_size(param, len(texts), MAX_SCHEMA)
     return Grammar("lark", f"start: CHOICE{'?' if '' in choices else ''}\nCHOICE: {texts}")
 
 
-def _response_format(asked: ResponseFormat | None) -> Grammar | None:
-    if asked is None or asked.type == "text":
+def _response_format(fields: ResponseFormat | None) -> Grammar | None:
+    if fields is None or fields.type == "text":
         return None
-    if asked.type == "json_object":
+    if fields.type == "json_object":
         return json_grammar(ANY_OBJECT)
-    if asked.json_schema is None:
+    if fields.json_schema is None:
         raise InvalidRequest(
             "the field 'response_format.json_schema' is missing",
             param="response_format.json_schema",
             code="missing_required_parameter",
         )
-    schema = asked.json_schema.schema
+    schema = fields.json_schema.schema
     return json_grammar(ANY_OBJECT if schema is None else schema)
 
 
@@ -122,10 +122,12 @@ def _ways(
 def _parsed(schema: str, param: str) -> Schema:
     given = read_json(schema, param, param)
     if not isinstance(given, dict | bool):
-        raise InvalidRequest(f"{param} must be a JSON schema: an object, or true or false", param=param)
+        raise InvalidRequest(
+            f"{param} must be a JSON schema, which is an object, true or false; got {schema[:100]!r}", param=param
+        )
     return given
 
 
 def _check_size(param: str, size: int, most: int) -> None:
     if size > most:
-        raise InvalidRequest(f"{param} has {size} characters; at most {most} are taken", param=param)
+        raise InvalidRequest(f"{param} has {size} characters; the limit is {most}: shorten it", param=param)

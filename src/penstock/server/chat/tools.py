@@ -1,4 +1,4 @@
-"""Tools as OpenAI's clients send them, and calls as they send them back."""
+"""Reads tools and the calls of earlier turns, as OpenAI's clients send them, and constrains answers to tools."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from penstock.errors import InvalidRequest
 from penstock.server.access.bounds import check_count, read_json
 from penstock.server.bodies import read_object, unsupported
 from penstock.server.openapi import read_as
+from penstock.server.request_context import RequestContext
 from penstock.text import Text
 from penstock.text.call_grammar import call_grammar
 from penstock.text.parse import AnswerParser, schemas_of
@@ -21,62 +22,69 @@ from penstock.types import Grammar, SamplingParams
 MAX_TOOLS = 128
 
 
-class Tool(msgspec.Struct, forbid_unknown_fields=True):
+class FunctionTool(msgspec.Struct, forbid_unknown_fields=True):
+    """Describes a tool, in the shape that OpenAI's chat and Ollama share."""
+
     type: Literal["function"]
-    function: Annotated[dict[str, Any], read_as(Function)]
+    function: Annotated[dict[str, Any], read_as(FunctionDefinition)]
 
 
-class Function(msgspec.Struct, forbid_unknown_fields=True):
+class FunctionDefinition(msgspec.Struct, forbid_unknown_fields=True):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class Call(msgspec.Struct, forbid_unknown_fields=True):
+class PastCall(msgspec.Struct, forbid_unknown_fields=True):
+    """Is a tool call of an earlier turn, as the client sends it back."""
+
     id: str
-    function: Annotated[dict[str, Any], read_as(Called)]
+    function: Annotated[dict[str, Any], read_as(PastCallFunction)]
     type: Literal["function"] = "function"
 
 
-class Called(msgspec.Struct, forbid_unknown_fields=True):
+class PastCallFunction(msgspec.Struct, forbid_unknown_fields=True):
     name: str
     arguments: str
 
 
 class ToolUse(NamedTuple):
-    """The tools an answer may call, as a template takes them; none where it may call none."""
+    """Lists the tools that an answer may call, in the shape that chat templates take; none if it may call none."""
 
     tools: list[dict[str, Any]]
     parallel: bool = True
-    forced: tuple[str, ...] = ()  # one of these must be called
-    strict: bool = False  # calls are held to the tools' schemas, as forced ones always are
+    forced: tuple[str, ...] = ()  # names of tools, one of which must be called
+    strict: bool = False  # calls must match the tools' schemas, as forced ones always must
 
     @property
     def calling(self) -> bool:
         return bool(self.tools)
 
     def parser(self, format: Format, opened: bool) -> AnswerParser | None:
-        """For one answer; none where it is content alone."""
+        """Returns a parser for one answer; None if the answer is content alone."""
         if format.plain(self.calling):
             return None
         return AnswerParser(format, schemas_of(self.tools), opened=opened, parallel=self.parallel)
 
 
 def read_tools(
-    given: list[dict[str, Any]] | None, choice: str | dict[str, Any] | None, parallel: bool | None
+    context: RequestContext,
+    given: list[dict[str, Any]] | None,
+    choice: str | dict[str, Any] | None = None,
+    parallel: bool | None = None,
 ) -> ToolUse:
     check_count(given or (), MAX_TOOLS, "tools")
-    functions = [_function(tool, f"tools[{index}]") for index, tool in enumerate(given or ())]
+    functions = [_function(context, tool, f"tools[{index}]") for index, tool in enumerate(given or ())]
     tools = [for_template(each.name, each.description, each.parameters) for each in functions]
-    return chosen(tools, choice, parallel, strict=any(each.strict for each in functions))
+    return choose_tools(tools, choice, parallel, strict=any(each.strict for each in functions))
 
 
-def chosen(
+def choose_tools(
     tools: list[dict[str, Any]], choice: str | dict[str, Any] | None, parallel: bool | None, *, strict: bool
 ) -> ToolUse:
-    """What of the tools an answer may and must call. A choice is spelled as in chats or, with less nesting, as in
-    responses."""
+    """Returns which of the tools an answer may and must call. A choice is spelled as in chats or, with less nesting, as
+    in responses."""
     names = tuple(tool["function"]["name"] for tool in tools)
     use = ToolUse(tools, parallel is not False, strict=strict)
     match choice:
@@ -106,76 +114,86 @@ def _named(listed: object) -> str:
 
 
 def known(names: tuple[str, ...], chosen: tuple[str, ...]) -> tuple[str, ...]:
-    """The chosen, of which there must be some and all among the names."""
+    """Returns `chosen`; raises if it is empty or names a tool that is not among `names`."""
     for name in chosen:
         if name not in names:
-            raise InvalidRequest(f"tool_choice names {name!r}, which is not among tools", param="tool_choice")
+            raise InvalidRequest(
+                f"tool_choice names {name!r}, which is not in tools: add it, or choose another", param="tool_choice"
+            )
     if not chosen:
-        raise InvalidRequest("tool_choice asks for a call, and there are no tools", param="tool_choice")
+        raise InvalidRequest(
+            "tool_choice requires a call, but tools is empty: send tools, or leave tool_choice out", param="tool_choice"
+        )
     return chosen
 
 
-def _function(given: dict[str, Any], where: str) -> Function:
-    tool = read_object(given, Tool, {}, where)
-    return read_object(tool.function, Function, {}, f"{where}.function")
+def _function(context: RequestContext, given: dict[str, Any], where: str) -> FunctionDefinition:
+    tool = read_object(context, given, FunctionTool, {}, where)
+    return read_object(context, tool.function, FunctionDefinition, {}, f"{where}.function")
 
 
 def for_template(name: str, description: str | None, parameters: dict[str, Any] | None) -> dict[str, Any]:
-    """A tool, with a description and parameters in any case: templates count on them."""
+    """Returns a tool as templates take it: always with a description and parameters, which templates rely on."""
     given = {"type": "object", "properties": {}} | (parameters or {})
     return {"type": "function", "function": {"name": name, "description": description or "", "parameters": given}}
 
 
-def told_reasoning(reasoning: str, content: str | None) -> dict[str, str]:
-    """What an assistant thought, by the names that templates have for it."""
-    told = {"reasoning_content": reasoning, "reasoning": reasoning}
-    return told if content else told | {"thinking": reasoning}  # a template that calls it so takes one of the two
+def template_reasoning(reasoning: str, content: str | None) -> dict[str, str]:
+    """Returns an assistant's reasoning under the names that templates read it by."""
+    fields = {"reasoning_content": reasoning, "reasoning": reasoning}
+    return fields if content else fields | {"thinking": reasoning}  # templates that read this take it or the content
 
 
-def read_calls(given: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
-    """An assistant's calls as a template takes them: arguments are an object."""
-    return [_call(call, f"{where}[{index}]") for index, call in enumerate(given)]
+def template_call(id: str | None, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Returns a call of an earlier turn as templates take it: its arguments are an object."""
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": CallArguments(arguments)}}
 
 
-def _call(given: dict[str, Any], where: str) -> dict[str, Any]:
-    call = read_object(given, Call, {}, where)
-    called = read_object(call.function, Called, {}, f"{where}.function")
-    arguments = _arguments(called.arguments, f"{where}.function.arguments")
-    return {"id": call.id, "type": "function", "function": {"name": called.name, "arguments": arguments}}
+def read_calls(context: RequestContext, given: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
+    """Returns an assistant's calls as templates take them."""
+    return [_call(context, call, f"{where}[{index}]") for index, call in enumerate(given)]
 
 
-def _arguments(text: str, where: str) -> CallArguments:
+def _call(context: RequestContext, given: dict[str, Any], where: str) -> dict[str, Any]:
+    call = read_object(context, given, PastCall, {}, where)
+    called = read_object(context, call.function, PastCallFunction, {}, f"{where}.function")
+    return template_call(call.id, called.name, _arguments(called.arguments, f"{where}.function.arguments"))
+
+
+def _arguments(text: str, where: str) -> dict[str, Any]:
     given = read_json(text or "{}", where, where)
     if not isinstance(given, dict):
-        raise InvalidRequest(f"{where} must be a JSON object", param=where, code="invalid_json")
-    return CallArguments(given)
+        raise InvalidRequest(f"{where} must be a JSON object; got {text[:100]!r}", param=where, code="invalid_json")
+    return given
 
 
-# -- holding an answer to it ---------------------------------------------------------------------------------------
+# -- constraining an answer to tools ------------------------------------------------------------------------------
 
 
-def held(text: Text, use: ToolUse, sampling: SamplingParams) -> SamplingParams:
-    """With the grammar of calls where one is forced, they are strict or a schema stands beside them, and an end where
-    the family ends a call."""
-    grammar = _held_calls(text, use, sampling.grammar) if use.calling else sampling.grammar
+def constrain_to_tools(text: Text, use: ToolUse, sampling: SamplingParams) -> SamplingParams:
+    """Returns sampling with the grammar of calls (if a call is forced, calls are strict or the answer has a schema),
+    and with the tokens that end a call in the model's tool format."""
+    grammar = _tools_grammar(text, use, sampling.grammar) if use.calling else sampling.grammar
     stops = text.special_in(*text.format.family.stops) if use.calling else frozenset()
     return dataclasses.replace(sampling, grammar=grammar, stop_token_ids=(*sampling.stop_token_ids, *stops))
 
 
-def _held_calls(text: Text, use: ToolUse, format: Grammar | None) -> Grammar | None:
-    """Calls alone, calls or an answer in its format, or strict calls after any text."""
+def _tools_grammar(text: Text, use: ToolUse, format: Grammar | None) -> Grammar | None:
+    """Returns the grammar of calls alone, of calls or an answer in its format, or of strict calls after any text."""
     if use.forced:
         return _calls(text, use)
     if format is None:
         return _calls(text, use, free=True) if use.strict else None
     if format.kind != "json":
-        raise InvalidRequest(f"tools and a {format.kind} grammar cannot be honoured together", param="tools")
+        raise InvalidRequest(
+            f"tools cannot be combined with a {format.kind} grammar: send one of them, or a JSON schema", param="tools"
+        )
     return _calls(text, use, content=msgspec.json.decode(format.text))
 
 
-def _calls(text: Text, use: ToolUse, **beside: Any) -> Grammar:
+def _calls(text: Text, use: ToolUse, **others: Any) -> Grammar:
     schemas = {name: schema for name, schema in schemas_of(use.tools).items() if name in use.forced or not use.forced}
     markers = text.special_in(text.format.markers(calling=True))
     special = {text.tokenizer.token_text(id): id for id in markers}
-    rules = call_grammar(text.format.family, schemas, special, parallel=use.parallel, **beside)
+    rules = call_grammar(text.format.family, schemas, special, parallel=use.parallel, **others)
     return Grammar("lark", rules)

@@ -1,4 +1,4 @@
-"""POST /api/chat and /api/generate: Ollama's dialect, a line of JSON for every piece of an answer."""
+"""Serves POST /api/chat and /api/generate: Ollama's dialect, which streams an answer as lines of JSON."""
 
 from __future__ import annotations
 
@@ -15,220 +15,236 @@ from starlette.responses import Response
 
 from penstock.errors import InvalidRequest
 from penstock.server.bodies import read_body, unsupported
-from penstock.server.chat.chat_turn import NO_TOOLS, Turn, begin, call_input, prompt_of
+from penstock.server.chat.chat_turn import NO_TOOLS, ChatTurn, TurnOptions, begin_turn, call_input, render_prompt
+from penstock.server.chat.logprobs import TokenEntry, token_entries
 from penstock.server.chat.stream import deltas
 from penstock.server.chat.tools import ToolUse, read_tools
 from penstock.server.errors import ollama_body
-from penstock.server.explain import Explanation, Penstock
-from penstock.server.ollama.derived_settings import continued, resolve, with_options, with_template
+from penstock.server.explain import AnswerReport, Explanation
+from penstock.server.ollama.derived_settings import resolve, with_derived_messages, with_options, with_template
 from penstock.server.ollama.fields import (
-    GENERATE_NEUTRAL,
-    NEUTRAL,
-    Chat,
-    Generate,
-    Generation,
+    GENERATE_NO_EFFECT,
+    NO_EFFECT,
+    OllamaChatBody,
+    OllamaFields,
+    OllamaGenerateBody,
     check,
     read_messages,
     read_options,
     template_fields,
     unloads,
 )
-from penstock.server.openai.chat import Alternative, TokenEntry
-from penstock.server.openai.fields import told_logprob
 from penstock.server.openapi import Operation
-from penstock.server.request_context import notes
-from penstock.server.served_model import Served, off_loop
-from penstock.server.sse import Framing, Plain, encode, reply
-from penstock.text import Delta, Tokenizer
+from penstock.server.request_context import RequestContext
+from penstock.server.served_model import ServedModel, off_loop
+from penstock.server.sse import ChunkTemplate, Framing, encode, json_response, reply
+from penstock.text import Delta
 from penstock.text.infill import infill_of, infill_prompt
 from penstock.text.parse import Arguments, CallBegun, CallEnded, Content, Part, Reasoning
 
-STAYS = "the model stays loaded as long as this server runs"
+STAYS_LOADED = "the model stays loaded as long as this server runs"
 OLLAMA = Framing(b"application/x-ndjson", lambda line: line + b"\n", b"", ollama_body)
 
 
-async def chat(served: Served, http: HttpRequest) -> Response:
-    asked = await read_body(http, Chat, NEUTRAL)
-    check(asked)
-    served, made = resolve(served, asked.model)
-    use = read_tools(asked.tools, None, None)
-    if not asked.messages:
-        return _loaded(chat_line, served, asked)
-    messages = continued(made, made.system, read_messages(asked.messages))
-    turn = await _turn(served, with_options(made, asked), messages, use)
-    return await _answer(served, http, asked, turn, chat_line)
+async def chat(served: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
+    body = await read_body(http, context, OllamaChatBody, NO_EFFECT)
+    check(context, body)
+    served, derived = resolve(served, body.model)
+    use = read_tools(context, body.tools)
+    if not body.messages:
+        return _loaded(chat_line, served, context, body)
+    messages = with_derived_messages(context, derived, derived.system, read_messages(context, body.messages))
+    turn = await _turn(served, context, with_options(derived, body), messages, use)
+    return await _answer(served, http, context, body, turn, chat_line)
 
 
-async def generate(served: Served, http: HttpRequest) -> Response:
-    asked = await read_body(http, Generate, GENERATE_NEUTRAL)
-    check(asked)
-    served, made = resolve(served, asked.model)
-    if not asked.prompt and not asked.suffix:
-        return _loaded(generate_line, served, asked)
-    asked = with_options(made, asked)
-    if asked.suffix:
-        turn = await _infill_turn(served, asked)
-    elif asked.raw or (served.text.template is None and not (asked.template or made.messages)):
-        turn = await _raw_turn(served, asked, "" if asked.raw else made.system)
+async def generate(served: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
+    body = await read_body(http, context, OllamaGenerateBody, GENERATE_NO_EFFECT)
+    check(context, body)
+    served, derived = resolve(served, body.model)
+    if not body.prompt and not body.suffix:
+        return _loaded(generate_line, served, context, body)
+    body = with_options(derived, body)
+    if body.suffix:
+        turn = await _infill_turn(served, context, body)
+    elif body.raw or (served.text.template is None and not (body.template or derived.messages)):
+        turn = await _raw_turn(served, context, body, "" if body.raw else derived.system)
     else:
-        messages = continued(made, asked.system or made.system, [{"role": "user", "content": asked.prompt}])
-        turn = await _turn(with_template(served, asked.template or ""), asked, messages, NO_TOOLS)
-    return await _answer(served, http, asked, turn, generate_line)
+        prompt = [{"role": "user", "content": body.prompt}]
+        messages = with_derived_messages(context, derived, body.system or derived.system, prompt)
+        turn = await _turn(with_template(served, body.template or ""), context, body, messages, NO_TOOLS)
+    return await _answer(served, http, context, body, turn, generate_line)
 
 
-async def _turn(served: Served, asked: Generation, messages: list[dict[str, Any]], use: ToolUse) -> Turn:
-    sampling, most = read_options(served, asked)
-    prompt = await prompt_of(served, messages, use, **template_fields(served, asked))
-    return begin(served, prompt, use, sampling, most)
+async def _turn(
+    served: ServedModel, context: RequestContext, body: OllamaFields, messages: list[dict[str, Any]], use: ToolUse
+) -> ChatTurn:
+    sampling, max_tokens = read_options(served, context, body)
+    prompt = await render_prompt(served, messages, use, **template_fields(served, body))
+    return begin_turn(served, context, prompt, use, [sampling], TurnOptions(max_tokens=max_tokens))
 
 
-async def _raw_turn(served: Served, asked: Generate, system: str) -> Turn:
+async def _raw_turn(served: ServedModel, context: RequestContext, body: OllamaGenerateBody, system: str) -> ChatTurn:
     for field in ("think", "template"):
-        if getattr(asked, field):
-            raise unsupported(field, getattr(asked, field))
-    text = (asked.system or system) + (asked.prompt or "")
+        if getattr(body, field):
+            raise unsupported(field, getattr(body, field))
+    text = (body.system or system) + (body.prompt or "")
     prompt = await off_loop(len(text), lambda: served.text.encode_prompt(text))
-    return _continued(served, asked, prompt, ())
+    return _completion_turn(served, context, body, prompt, ())
 
 
-async def _infill_turn(served: Served, asked: Generate) -> Turn:
-    """The text between prompt and suffix: the model's own tokens ask for it, without a template or a system prompt."""
+async def _infill_turn(served: ServedModel, context: RequestContext, body: OllamaGenerateBody) -> ChatTurn:
+    """Returns a turn for the text between prompt and suffix. The model's own tokens ask for it, without a template or
+    a system prompt."""
     for field in ("think", "template", "system", "raw"):
-        if getattr(asked, field):
-            raise InvalidRequest(f"suffix: {field} has no place beside it: leave one out", param=field)
-    tokenizer, before, after = served.text.tokenizer, asked.prompt or "", asked.suffix or ""
+        if getattr(body, field):
+            raise InvalidRequest(f"suffix cannot be combined with {field}: leave one of them out", param=field)
+    tokenizer, before, after = served.text.tokenizer, body.prompt or "", body.suffix or ""
     infill = infill_of(tokenizer)
     if infill is None:
         raise unsupported("suffix", after)
     prompt = await off_loop(len(before) + len(after), lambda: infill_prompt(tokenizer, infill, before, after))
-    return _continued(served, asked, prompt, infill.ends)
+    return _completion_turn(served, context, body, prompt, infill.ends)
 
 
-def _continued(served: Served, asked: Generate, prompt: list[int], ends: tuple[int, ...]) -> Turn:
-    sampling, most = read_options(served, asked)
-    request = served.request(prompt, replace(sampling, stop_token_ids=ends), "prompt", most)
-    return Turn(request, deltas(served, request, continuing=True))
+def _completion_turn(
+    served: ServedModel, context: RequestContext, body: OllamaGenerateBody, prompt: list[int], ends: tuple[int, ...]
+) -> ChatTurn:
+    """Returns a turn that continues the prompt; its text has no markers to parse."""
+    sampling, max_tokens = read_options(served, context, body)
+    request = served.request(context, prompt, replace(sampling, stop_token_ids=ends), "prompt", max_tokens)
+    return ChatTurn([request], deltas(served, context, request, continuing=True), [None])
 
 
 async def _answer(
-    served: Served, http: HttpRequest, asked: Generation, turn: Turn, line: Callable[..., Line]
+    served: ServedModel,
+    http: HttpRequest,
+    context: RequestContext,
+    body: OllamaFields,
+    turn: ChatTurn,
+    line: Callable[..., OllamaLine],
 ) -> Response:
-    answer = LineAnswer(served, turn, line)
-    return await reply(http, answer, turn.running, streaming=asked.stream is not False, framing=OLLAMA)
+    writer = OllamaWriter(served, context, turn, line)
+    return await reply(http, context, writer, turn.deltas, streaming=body.stream is not False, framing=OLLAMA)
 
 
-def _loaded(line: Callable[..., Line], served: Served, asked: Generation) -> Response:
-    """What a client gets that asks for nothing but a model that is loaded, or no longer: as it stays as long as the
-    server runs, the second is told so. Wrong options are told of all the same."""
-    read_options(served, asked)
-    reason, ignored = "unload" if unloads(asked) else "load", sorted(notes().ignored)
-    told = line(Said(""), model=served.name, created_at=now(), done=True, done_reason=reason)
+def _loaded(
+    line: Callable[..., OllamaLine], served: ServedModel, context: RequestContext, body: OllamaFields
+) -> Response:
+    """Answers a request that only loads or unloads the model. The model stays as long as the server runs, and the
+    answer to an unload says so. Wrong options are errors all the same."""
+    read_options(served, context, body)
+    reason, ignored = "unload" if unloads(body) else "load", sorted(context.ignored)
+    answer = line(OllamaAssistantMessage(""), model=served.name, created_at=now(), done=True, done_reason=reason)
     if ignored or reason == "unload":
-        told.penstock = Penstock(ignored, 0, kept=STAYS if reason == "unload" else UNSET)
-    return Response(encode(told), media_type="application/json")
+        answer.penstock = AnswerReport(ignored, 0, kept=STAYS_LOADED if reason == "unload" else UNSET)
+    return json_response(answer)
 
 
 # -- answering ----------------------------------------------------------------------------------------------------
 
 
-class Line(msgspec.Struct, kw_only=True):
+class OllamaLine(msgspec.Struct, kw_only=True):
     model: str
     created_at: str
     done: bool
     done_reason: str | UnsetType = UNSET
-    total_duration: int | UnsetType = UNSET  # durations are nanoseconds
+    total_duration: int | UnsetType = UNSET  # durations are in nanoseconds
     load_duration: int | UnsetType = UNSET
     prompt_eval_count: int | UnsetType = UNSET
     prompt_eval_duration: int | UnsetType = UNSET
     eval_count: int | UnsetType = UNSET
     eval_duration: int | UnsetType = UNSET
     logprobs: list[TokenEntry] | UnsetType = UNSET
-    penstock: Penstock | UnsetType = UNSET
+    penstock: AnswerReport | UnsetType = UNSET
 
 
-class Called(msgspec.Struct):
+class OllamaCalledFunction(msgspec.Struct):
     name: str
     arguments: dict[str, Any]
 
 
-class Call(msgspec.Struct):
+class OllamaToolCall(msgspec.Struct):
     id: str
-    function: Called
+    function: OllamaCalledFunction
 
 
-class Said(msgspec.Struct):
+class OllamaAssistantMessage(msgspec.Struct):
     content: str
     role: str = "assistant"
     thinking: str | UnsetType = UNSET
-    tool_calls: list[Call] | UnsetType = UNSET
+    tool_calls: list[OllamaToolCall] | UnsetType = UNSET
 
 
-class ChatLine(Line):
-    message: Said
+class OllamaChatLine(OllamaLine):
+    message: OllamaAssistantMessage
 
 
-class GenerateLine(Line):
+class OllamaGenerateLine(OllamaLine):
     response: str
     thinking: str | UnsetType = UNSET
 
 
-CHAT = Operation(Chat, NEUTRAL, ChatLine, ChatLine)
-GENERATE = Operation(Generate, GENERATE_NEUTRAL, GenerateLine, GenerateLine)
+CHAT = Operation(OllamaChatBody, NO_EFFECT, OllamaChatLine, OllamaChatLine)
+GENERATE = Operation(OllamaGenerateBody, GENERATE_NO_EFFECT, OllamaGenerateLine, OllamaGenerateLine)
 
 
-def chat_line(said: Said, **rest: Any) -> Line:
-    return ChatLine(message=said, **rest)
+def chat_line(message: OllamaAssistantMessage, **rest: Any) -> OllamaLine:
+    return OllamaChatLine(message=message, **rest)
 
 
-def generate_line(said: Said, **rest: Any) -> Line:
-    return GenerateLine(response=said.content, thinking=said.thinking, **rest)
+def generate_line(message: OllamaAssistantMessage, **rest: Any) -> OllamaLine:
+    return OllamaGenerateLine(response=message.content, thinking=message.thinking, **rest)
 
 
 def now() -> str:
     return datetime.now(UTC).isoformat().replace("+00:00", "Z")
 
 
-class LineAnswer:
-    def __init__(self, served: Served, turn: Turn, line: Callable[..., Line]) -> None:
+class OllamaWriter:
+    def __init__(
+        self, served: ServedModel, context: RequestContext, turn: ChatTurn, line: Callable[..., OllamaLine]
+    ) -> None:
         self._tokenizer = served.text.tokenizer
         self._head = {"model": served.name, "created_at": now()}
         self._turn = turn
-        self._explanation = Explanation(served, [turn.request])
+        self._explanation = Explanation(served, context, turn.requests)
         self._line = line
-        self._plain = Plain(lambda text: line(Said(text), **self._head, done=False))
+        self._template = ChunkTemplate(lambda text: line(OllamaAssistantMessage(text), **self._head, done=False))
         self._scored = turn.request.sampling.logprobs is not None
         self._began = self._first = perf_counter_ns()
         self._generated = 0
-        self._said = Said("")
+        self._message = OllamaAssistantMessage("")
         self._logprobs: list[TokenEntry] = []
         self._calls: list[tuple[CallBegun, list[str]]] = []  # with the pieces of their arguments
         self._reason = ""
 
-    def take(self, _: int, delta: Delta) -> None:
+    def collect(self, _: int, delta: Delta) -> None:
         self._count(delta)
-        for said in self._pieces(delta):
-            self._said.content += said.content
-            if said.thinking:
-                self._said.thinking = (self._said.thinking or "") + said.thinking
-            if said.tool_calls:
-                self._said.tool_calls = [*(self._said.tool_calls or ()), *said.tool_calls]
+        message = self._message
+        for added in self._messages(delta):
+            message.content += added.content
+            if added.thinking:
+                message.thinking = (message.thinking or "") + added.thinking
+            if added.tool_calls:
+                message.tool_calls = [*(message.tool_calls or ()), *added.tool_calls]
         self._logprobs += self._entries(delta)
 
-    def whole(self) -> Line:
-        return self._end(self._said, self._logprobs)
+    def result(self) -> OllamaLine:
+        return self._last_line(self._message, self._logprobs)
 
     def chunks(self, _: int, delta: Delta) -> Iterator[bytes]:
         self._count(delta)
         entries = self._entries(delta)
-        for said in self._pieces(delta) or ([Said("")] if entries else []):
-            if entries or said.thinking or said.tool_calls:
-                yield encode(self._line(said, **self._head, done=False, logprobs=entries or UNSET))
+        for added in self._messages(delta) or ([OllamaAssistantMessage("")] if entries else []):
+            if entries or added.thinking or added.tool_calls:
+                yield encode(self._line(added, **self._head, done=False, logprobs=entries or UNSET))
             else:
-                yield self._plain(said.content)
+                yield self._template(added.content)
             entries = []
 
-    def last(self) -> Iterator[bytes]:
-        yield encode(self._end(Said(""), []))
+    def final_chunks(self) -> Iterator[bytes]:
+        yield encode(self._last_line(OllamaAssistantMessage(""), []))
 
     def _count(self, delta: Delta) -> None:
         if not self._generated:
@@ -238,28 +254,28 @@ class LineAnswer:
             self._reason = delta.finish
             self._explanation.end(0, delta)
 
-    def _pieces(self, delta: Delta) -> list[Said]:
-        """What a delta adds. A call is told when it is whole: its arguments are an object here."""
-        return [said for part in self._turn.parts(delta) if (said := self._piece(part)) is not None]
+    def _messages(self, delta: Delta) -> list[OllamaAssistantMessage]:
+        """Returns what a delta adds. A call is added when it is complete: its arguments are an object here."""
+        return [added for part in self._turn.parts(delta) if (added := self._added(part)) is not None]
 
-    def _piece(self, part: Part) -> Said | None:
+    def _added(self, part: Part) -> OllamaAssistantMessage | None:
         match part:
             case Content(text):
-                return Said(text)
+                return OllamaAssistantMessage(text)
             case Reasoning(text):
-                return Said("", thinking=text)
+                return OllamaAssistantMessage("", thinking=text)
             case CallBegun():
                 self._calls.append((part, []))
             case Arguments(_, text):
                 self._calls[-1][1].append(text)
             case CallEnded():
-                return _called(*self._calls[-1])
+                return _call_message(*self._calls[-1])
         return None
 
-    def _end(self, said: Said, entries: list[TokenEntry]) -> Line:
+    def _last_line(self, message: OllamaAssistantMessage, entries: list[TokenEntry]) -> OllamaLine:
         ended = perf_counter_ns()
         return self._line(
-            said,
+            message,
             model=self._head["model"],
             created_at=now(),
             done=True,
@@ -271,30 +287,16 @@ class LineAnswer:
             eval_count=self._generated,
             eval_duration=ended - self._first,
             logprobs=entries or UNSET,
-            penstock=self._explanation.told(),
+            penstock=self._explanation.report(),
         )
 
     def _entries(self, delta: Delta) -> list[TokenEntry]:
-        if not self._scored:
-            return []
-        told = delta.logprobs[: len(delta.logprobs) - delta.silent]
-        return [
-            TokenEntry(
-                *_spelled(self._tokenizer, each.token, each.logprob),
-                [Alternative(*_spelled(self._tokenizer, *pair)) for pair in each.top],
-            )
-            for each in told
-        ]
+        return token_entries(self._tokenizer, delta) if self._scored else []
 
 
-def _called(call: CallBegun, pieces: list[str]) -> Said:
-    """A call whose arguments were cut off is told as text: nobody should act on it."""
+def _call_message(call: CallBegun, pieces: list[str]) -> OllamaAssistantMessage:
+    """Returns a call. One whose arguments were cut off is returned as text, so that no client acts on it."""
     arguments = call_input("".join(pieces))
     if arguments is None:
-        return Said(f"{call.name}({''.join(pieces)}")
-    return Said("", tool_calls=[Call(call.id, Called(call.name, arguments))])
-
-
-def _spelled(tokenizer: Tokenizer, token: int, logprob: float) -> tuple[str, float, list[int]]:
-    spelling = tokenizer.token_bytes(token)
-    return spelling.decode("utf-8", "replace"), told_logprob(logprob), list(spelling)
+        return OllamaAssistantMessage(f"{call.name}({''.join(pieces)}")
+    return OllamaAssistantMessage("", tool_calls=[OllamaToolCall(call.id, OllamaCalledFunction(call.name, arguments))])

@@ -1,7 +1,7 @@
-"""POST /api/create, /api/copy and /api/blobs: models that Ollama's clients make.
+"""Serves POST /api/create, /api/copy and /api/blobs, which make derived models.
 
-A made model is a name for the served or a stored one, with settings of its own; or it is an uploaded file, to be
-served by its name.
+A derived model is another name for the served or a stored model, with settings of its own; or it is an uploaded file
+that can be served under that name.
 """
 
 from __future__ import annotations
@@ -18,95 +18,98 @@ from starlette.responses import Response
 from penstock import store
 from penstock.errors import InvalidRequest, ModelError
 from penstock.model.load import load_text
-from penstock.server.bodies import Neutral, read_body
+from penstock.server.bodies import NoEffect, read_body
 from penstock.server.ollama.derived_settings import serves
 from penstock.server.ollama.fields import (
-    MESSAGE_NEUTRAL,
-    OPTION_NEUTRAL,
-    Generation,
-    Message,
-    Options,
+    MESSAGE_NO_EFFECT,
+    OPTION_NO_EFFECT,
+    OllamaFields,
+    OllamaMessage,
+    OllamaOptions,
     read_messages,
     read_options,
 )
-from penstock.server.ollama.models import Known, Status, all_known, facts_of, find_known
+from penstock.server.ollama.models import KnownModel, PullStatus, all_known, facts_of, find_known
 from penstock.server.openapi import Operation, read_as
-from penstock.server.served_model import Served
-from penstock.server.sse import encode
+from penstock.server.request_context import RequestContext
+from penstock.server.served_model import ServedModel
+from penstock.server.sse import encode, json_response
 from penstock.store import Made, Upload
 from penstock.text.ollama_template import TurnTemplate
 
-CREATE_NEUTRAL: Neutral = {"adapters": ({},), "insecure": (False,), "quantize": ("",)}
-CHUNK = 2**20  # bytes of an upload that are written at a time
+CREATE_NO_EFFECT: NoEffect = {"adapters": ({},), "insecure": (False,), "quantize": ("",)}
+WRITE_SIZE = 2**20  # bytes
 
 
-class Create(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class CreateModel(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     model: str | None = None
-    name: str | None = None  # as older clients say it
+    name: str | None = None  # the name of this field in older clients
     stream: bool | None = None
     from_: str | None = msgspec.field(default=None, name="from")
     files: dict[str, str] | None = None  # digests by file name
     system: str | None = None
     template: str | None = None
-    parameters: Annotated[dict[str, Any], read_as(Options, neutral=OPTION_NEUTRAL)] | None = None
-    messages: list[Annotated[dict[str, Any], read_as(Message, neutral=MESSAGE_NEUTRAL)]] | None = None
+    parameters: Annotated[dict[str, Any], read_as(OllamaOptions, no_effect=OPTION_NO_EFFECT)] | None = None
+    messages: list[Annotated[dict[str, Any], read_as(OllamaMessage, no_effect=MESSAGE_NO_EFFECT)]] | None = None
     license: str | list[str] | None = None
 
 
-class Copy(msgspec.Struct, forbid_unknown_fields=True):
+class CopyModel(msgspec.Struct, forbid_unknown_fields=True):
     source: str
     destination: str
 
 
-CREATE = Operation(Create, CREATE_NEUTRAL, Status, Status)
-COPY = Operation(Copy, {}, None)
+CREATE = Operation(CreateModel, CREATE_NO_EFFECT, PullStatus, PullStatus)
+COPY = Operation(CopyModel, {}, None)
 UPLOAD_BLOB = Operation("application/octet-stream", answers=None)
 
 
-# -- making -------------------------------------------------------------------------------------------------------
+# -- deriving -----------------------------------------------------------------------------------------------------
 
 
-async def create(served: Served, http: HttpRequest) -> Response:
-    asked = await read_body(http, Create, CREATE_NEUTRAL)
-    steps = [await asyncio.to_thread(_create, served, asked), "writing manifest", "success"]
-    if asked.stream is False:
-        return Response(encode({"status": steps[-1]}), media_type="application/json")
+async def create(served: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
+    body = await read_body(http, context, CreateModel, CREATE_NO_EFFECT)
+    steps = [await asyncio.to_thread(_create, served, context, body), "writing manifest", "success"]
+    if body.stream is False:
+        return json_response({"status": steps[-1]})
     return Response(b"".join(encode({"status": step}) + b"\n" for step in steps), media_type="application/x-ndjson")
 
 
-async def copy(served: Served, http: HttpRequest) -> Response:
-    asked = await read_body(http, Copy, {})
-    await asyncio.to_thread(_copy, served, _plain(asked.source), _plain(asked.destination))
+async def copy(served: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
+    body = await read_body(http, context, CopyModel, {})
+    await asyncio.to_thread(_copy, served, _plain(body.source), _plain(body.destination))
     return Response()
 
 
-def _create(served: Served, asked: Create) -> str:
-    name = _plain(asked.model or asked.name or "")
-    if not asked.from_ and not asked.files:
-        raise InvalidRequest("a model is made `from` another or of `files`: send one of them", param="from")
-    root = _of_file(asked) if asked.files else _of_known(find_known(served, _plain(asked.from_ or "")))
-    _enter(served, replace(root, name=name, **_settings(served, asked, root)))
-    return "parsing GGUF" if asked.files else f"using existing model {asked.from_}"
+def _create(served: ServedModel, context: RequestContext, body: CreateModel) -> str:
+    name = _plain(body.model or body.name or "")
+    if not body.from_ and not body.files:
+        raise InvalidRequest("a model is derived from another or from a file: send `from` or `files`", param="from")
+    root = _of_file(body) if body.files else _of_known(find_known(served, _plain(body.from_ or "")))
+    _store(served, replace(root, name=name, **_settings(served, context, body, root)))
+    return "parsing GGUF" if body.files else f"using existing model {body.from_}"
 
 
-def _copy(served: Served, source: str, destination: str) -> None:
-    _enter(served, replace(_of_known(find_known(served, source)), name=destination))
+def _copy(served: ServedModel, source: str, destination: str) -> None:
+    _store(served, replace(_of_known(find_known(served, source)), name=destination))
 
 
 def _plain(name: str) -> str:
     return name.removesuffix(":latest")
 
 
-def _of_file(asked: Create) -> Made:
-    files = asked.files or {}
-    if asked.from_ or len(files) != 1:
+def _of_file(body: CreateModel) -> Made:
+    files = body.files or {}
+    if body.from_ or len(files) != 1:
         raise InvalidRequest(
-            f"files: one GGUF file makes a model, and then there is no `from`; got {len(files)} files", param="files"
+            f"files: send exactly one GGUF file, and no `from` beside it; got {len(files)} files", param="files"
         )
     digest = next(iter(files.values()))
     path = store.blob_path(digest)
     if not path.exists():
-        raise InvalidRequest(f"files: {digest} is not here: upload it to /api/blobs/{digest} first", param="files")
+        raise InvalidRequest(
+            f"files: {digest} does not exist here: upload it to /api/blobs/{digest} first", param="files"
+        )
     try:
         load_text(path)
     except ModelError as error:
@@ -114,31 +117,31 @@ def _of_file(asked: Create) -> Made:
     return Made(name="", blob=digest)
 
 
-def _of_known(known: Known) -> Made:
-    if known.made is not None:
-        return known.made
+def _of_known(known: KnownModel) -> Made:
+    if known.derived is not None:
+        return known.derived
     outside = known.path is not None and not known.stored
     return Made(name="", base=known.name, path=str(known.path) if outside else "")
 
 
-def _settings(served: Served, asked: Create, root: Made) -> dict[str, Any]:
-    """What is asked for, found to be right; the rest stays as it is in what the model is made of."""
-    if asked.parameters is not None:
-        held = {"num_ctx": None}  # how much there is depends on who serves it
-        read_options(served, Generation(model="", options=asked.parameters | held))
-    read_messages(asked.messages or [])
+def _settings(served: ServedModel, context: RequestContext, body: CreateModel, root: Made) -> dict[str, Any]:
+    """Returns the settings that the request changes, after checking them; others stay as in the base model."""
+    if body.parameters is not None:
+        unchecked = {"num_ctx": None}  # the context depends on the server that serves the model
+        read_options(served, context, OllamaFields(model="", options=body.parameters | unchecked))
+    read_messages(context, body.messages or [])
     given = {
-        "system": asked.system,
-        "template": None if asked.template is None else _template(served, asked.template, root),
-        "parameters": None if asked.parameters is None else root.parameters | asked.parameters,
-        "messages": asked.messages,
-        "license": [asked.license] if isinstance(asked.license, str) else asked.license,
+        "system": body.system,
+        "template": None if body.template is None else _template(served, body.template, root),
+        "parameters": None if body.parameters is None else root.parameters | body.parameters,
+        "messages": body.messages,
+        "license": [body.license] if isinstance(body.license, str) else body.license,
     }
     return {name: value for name, value in given.items() if value is not None}
 
 
-def _template(served: Served, template: str, root: Made) -> str:
-    """Empty where it is the model's own, which is in another notation."""
+def _template(served: ServedModel, template: str, root: Made) -> str:
+    """Returns the template, or "" if it is the model's own, which is a Jinja template."""
     own = facts_of(served.path if serves(served, root) else store.made_path(root)).template
     if template in ("", own):
         return ""
@@ -146,29 +149,31 @@ def _template(served: Served, template: str, root: Made) -> str:
     return template
 
 
-def _enter(served: Served, made: Made) -> None:
-    store.check_name(made.name)
-    if any(known.made is None and known.name == made.name for known in all_known(served)):
-        raise InvalidRequest(f"{made.name!r} is a model that was not made here: choose another name", param="model")
-    if made.name == served.name and not serves(served, made):
-        raise InvalidRequest(f"{made.name!r} is being served and stays what it is made of", param="model")
-    store.make(made)
+def _store(served: ServedModel, derived: Made) -> None:
+    store.check_name(derived.name)
+    if any(known.derived is None and known.name == derived.name for known in all_known(served)):
+        raise InvalidRequest(f"{derived.name!r} is a model that is not derived: choose another name", param="model")
+    if derived.name == served.name and not serves(served, derived):
+        raise InvalidRequest(
+            f"{derived.name!r} is being served, so its base cannot change: choose another name", param="model"
+        )
+    store.make(derived)
 
 
 # -- files --------------------------------------------------------------------------------------------------------
 
 
-async def has_blob(_: Served, http: HttpRequest) -> Response:
-    there = store.blob_path(http.path_params["digest"]).exists()
-    return Response(status_code=200 if there else 404)
+async def has_blob(_: ServedModel, http: HttpRequest, __: RequestContext) -> Response:
+    exists = store.blob_path(http.path_params["digest"]).exists()
+    return Response(status_code=200 if exists else 404)
 
 
-async def upload(_: Served, http: HttpRequest) -> Response:
-    """What is refused is read to its end, so that the client reads the refusal, but not kept."""
+async def upload(_: ServedModel, http: HttpRequest, __: RequestContext) -> Response:
+    """Stores an upload. A refused one is read to its end but not kept, so that the client reads the reason."""
     chunks = http.stream()
     try:
-        there = store.blob_path(http.path_params["digest"]).exists()
-        if not there:
+        exists = store.blob_path(http.path_params["digest"]).exists()
+        if not exists:
             await asyncio.to_thread(store.forget_unused_blobs)
             with Upload(http.path_params["digest"], int(http.headers.get("content-length", 0))) as arriving:
                 await _receive(chunks, arriving)
@@ -176,17 +181,17 @@ async def upload(_: Served, http: HttpRequest) -> Response:
         await _drain(chunks)
         raise
     await _drain(chunks)
-    return Response(status_code=200 if there else 201)
+    return Response(status_code=200 if exists else 201)
 
 
 async def _receive(chunks: AsyncIterable[bytes], arriving: Upload) -> None:
-    held = bytearray()
+    pending = bytearray()
     async for chunk in chunks:
-        held += chunk
-        if len(held) >= CHUNK:
-            await asyncio.to_thread(arriving.write, bytes(held))
-            held.clear()
-    await asyncio.to_thread(arriving.write, bytes(held))
+        pending += chunk
+        if len(pending) >= WRITE_SIZE:
+            await asyncio.to_thread(arriving.write, bytes(pending))
+            pending.clear()
+    await asyncio.to_thread(arriving.write, bytes(pending))
     await asyncio.to_thread(arriving.keep)
 
 

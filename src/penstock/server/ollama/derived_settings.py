@@ -1,5 +1,5 @@
-"""What a made model adds to a request for it: a system prompt, messages, a template and parameters to begin from. What
-the request says itself comes first."""
+"""Applies the settings of derived models, which a Modelfile makes of another model: a system prompt, messages, a
+template and parameters. What a request says itself takes precedence."""
 
 from __future__ import annotations
 
@@ -9,57 +9,59 @@ import msgspec
 
 from penstock import store
 from penstock.errors import InvalidRequest
-from penstock.server.ollama.fields import Generation, read_messages
-from penstock.server.served_model import Served
+from penstock.server.ollama.fields import OllamaFields, read_messages
+from penstock.server.request_context import RequestContext
+from penstock.server.served_model import ServedModel
 from penstock.store import Made
 from penstock.text.ollama_template import TurnTemplate
 
 Messages = list[dict[str, Any]]
-G = TypeVar("G", bound=Generation)
+G = TypeVar("G", bound=OllamaFields)
 
 
-def resolve(served: Served, name: str) -> tuple[Served, Made]:
-    """The served model as `name` means it, and the settings that come with the name."""
+def resolve(served: ServedModel, name: str) -> tuple[ServedModel, Made]:
+    """Returns the served model under this name, and the settings that come with the name."""
     name = name.removesuffix(":latest")
-    made = made_for(served, name)
-    if made is None:
+    derived = derived_for(served, name)
+    if derived is None:
         served.check_model(name)
         return served, Made(name=name)
-    if not serves(served, made):
+    if not serves(served, derived):
         raise InvalidRequest(
-            f"model {name!r} is made of {made.base or 'a file'}, and this server serves {served.name!r}: "
+            f"model {name!r} is derived from {derived.base or 'a file'}, but this server serves {served.name!r}: "
             f"run `penstock serve {name}`",
             param="model",
         )
-    return with_template(served._replace(name=name), made.template), made
+    return with_template(served._replace(name=name), derived.template), derived
 
 
-def made_for(served: Served, name: str) -> Made | None:
-    """The made model of a name. What is served comes first, unless it is that."""
-    made = store.made_called(name)
-    return None if made is None or (name == served.name and not serves(served, made)) else made
+def derived_for(served: ServedModel, name: str) -> Made | None:
+    """Returns the derived model of this name. If the served model has the name, it counts only if it is the same."""
+    derived = store.made_called(name)
+    return None if derived is None or (name == served.name and not serves(served, derived)) else derived
 
 
-def serves(served: Served, made: Made) -> bool:
-    """Whether a made model is the served one under another name."""
-    if made.base and made.base == served.name:
+def serves(served: ServedModel, derived: Made) -> bool:
+    """True if a derived model is the served one under another name."""
+    if derived.base and derived.base == served.name:
         return True
-    return served.path is not None and store.made_path(made) == served.path
+    return served.path is not None and store.made_path(derived) == served.path
 
 
-def with_template(served: Served, template: str) -> Served:
+def with_template(served: ServedModel, template: str) -> ServedModel:
     if not template:
         return served
     return served._replace(text=served.text.with_template(TurnTemplate(template)))
 
 
-def with_options(made: Made, asked: G) -> G:
-    return msgspec.structs.replace(asked, options=made.parameters | (asked.options or {}))
+def with_options(derived: Made, body: G) -> G:
+    return msgspec.structs.replace(body, options=derived.parameters | (body.options or {}))
 
 
-def continued(made: Made, system: str, said: Messages) -> Messages:
-    """The chat that a made model's messages begin, under the system prompt that `said` begins with, or `system`."""
-    begun = read_messages(made.messages)
-    if said[0]["role"] == "system":
-        return [said[0], *begun, *said[1:]]
-    return [{"role": "system", "content": system}, *begun, *said] if system else [*begun, *said]
+def with_derived_messages(context: RequestContext, derived: Made, system: str, messages: Messages) -> Messages:
+    """Returns the chat that begins with a derived model's messages, under the system prompt that `messages` begin with,
+    or else under `system`."""
+    begun = read_messages(context, derived.messages)
+    if messages[0]["role"] == "system":
+        return [messages[0], *begun, *messages[1:]]
+    return [{"role": "system", "content": system}, *begun, *messages] if system else [*begun, *messages]

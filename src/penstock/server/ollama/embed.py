@@ -1,45 +1,47 @@
-"""POST /api/embed, and /api/embeddings, which was there before it."""
+"""Serves POST /api/embed, and its predecessor /api/embeddings."""
 
 from __future__ import annotations
 
 from time import perf_counter_ns
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from penstock.server.bodies import read_body
-from penstock.server.errors import LEFT
+from penstock.server.errors import CLIENT_LEFT
 from penstock.server.ollama.derived_settings import resolve
-from penstock.server.ollama.fields import OPTION_NEUTRAL, Options, check_kept, context_of
+from penstock.server.ollama.fields import OPTION_NO_EFFECT, OllamaOptions, check_keep_alive, context_length
 from penstock.server.openai.completions import encode_prompts
 from penstock.server.openai.embeddings import check_count, check_texts, floats_of, names_of, pooled
 from penstock.server.openapi import Operation, read_as
-from penstock.server.served_model import Served
-from penstock.server.sse import encode
+from penstock.server.request_context import RequestContext
+from penstock.server.served_model import ServedModel
+from penstock.server.sse import json_response
 from penstock.text import check_dimensions, embedding, embedding_request
-from penstock.text.embedding import cut, state_of
+from penstock.text.embedding import cut as cut_prompt
+from penstock.text.embedding import state_of
 from penstock.types import Request
 
 
-class Embed(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class OllamaEmbedBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     model: str
     input: str | list[str] | None = None
     truncate: bool | None = None
     dimensions: int | None = None  # 0: all
-    options: Annotated[dict[str, Any], read_as(Options, neutral=OPTION_NEUTRAL)] | None = None
+    options: Annotated[dict[str, Any], read_as(OllamaOptions, no_effect=OPTION_NO_EFFECT)] | None = None
     keep_alive: float | str | None = None
 
 
-class OldEmbed(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class OllamaOldEmbedBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     model: str
     prompt: str | None = None
-    options: Annotated[dict[str, Any], read_as(Options, neutral=OPTION_NEUTRAL)] | None = None
+    options: Annotated[dict[str, Any], read_as(OllamaOptions, no_effect=OPTION_NO_EFFECT)] | None = None
     keep_alive: float | str | None = None
 
 
-class Embedded(msgspec.Struct, kw_only=True):
+class OllamaEmbeddings(msgspec.Struct, kw_only=True):
     model: str
     embeddings: list[msgspec.Raw]
     total_duration: int  # nanoseconds
@@ -47,57 +49,64 @@ class Embedded(msgspec.Struct, kw_only=True):
     prompt_eval_count: int
 
 
-EMBED = Operation(Embed, {}, Embedded)
-OLD_EMBED = Operation(OldEmbed, {})
+EMBED = Operation(OllamaEmbedBody, {}, OllamaEmbeddings)
+OLD_EMBED = Operation(OllamaOldEmbedBody, {})
 
 
-async def embed(served: Served, http: HttpRequest) -> Response:
+async def embed(served: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
     began = perf_counter_ns()
-    asked = await read_body(http, Embed, {})
-    check_kept(asked.keep_alive)
-    served, made = resolve(served, asked.model)
-    dimensions = asked.dimensions or None
+    body = await read_body(http, context, OllamaEmbedBody, {})
+    check_keep_alive(body.keep_alive)
+    served, derived = resolve(served, body.model)
+    dimensions = body.dimensions or None
     check_dimensions(dimensions, served.limits.dim)
-    inputs = [asked.input] if isinstance(asked.input, str) and asked.input else list(asked.input or ())
+    inputs = [body.input] if isinstance(body.input, str) and body.input else list(body.input or ())
     check_count(inputs)
-    context = context_of(served, made.parameters | (asked.options or {}))
-    requests = await _requests(served, inputs, names_of(inputs), context, asked.truncate is True)
-    vectors = await pooled(served, http, requests, lambda state: floats_of(embedding(state, dimensions)))
+    length = context_length(served, context, derived.parameters | (body.options or {}))
+    requests = await _requests(served, context, inputs, names_of(inputs), Cut(length, body.truncate is True))
+    vectors = await pooled(served, http, context, requests, lambda state: floats_of(embedding(state, dimensions)))
     if vectors is None:
-        return LEFT
-    told = Embedded(
+        return CLIENT_LEFT
+    answer = OllamaEmbeddings(
         model=served.name,
         embeddings=vectors,
         total_duration=perf_counter_ns() - began,
         prompt_eval_count=sum(len(request.prompt) for request in requests),
     )
-    return Response(encode(told), media_type="application/json")
+    return json_response(answer)
 
 
-async def embed_old(served: Served, http: HttpRequest) -> Response:
-    """One text; its vector is as long as it is, as clients of this endpoint know it."""
-    asked = await read_body(http, OldEmbed, {})
-    check_kept(asked.keep_alive)
-    served, made = resolve(served, asked.model)
-    texts = [asked.prompt] if asked.prompt else []
-    context = context_of(served, made.parameters | (asked.options or {}))
-    requests = await _requests(served, texts, ["prompt"] * len(texts), context, truncate=None)
-    vectors = await pooled(served, http, requests, lambda state: floats_of(state_of(state)))
+async def embed_old(served: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
+    """Returns the embedding of one text. Its length is not scaled to 1: clients of this endpoint expect that."""
+    body = await read_body(http, context, OllamaOldEmbedBody, {})
+    check_keep_alive(body.keep_alive)
+    served, derived = resolve(served, body.model)
+    texts = [body.prompt] if body.prompt else []
+    length = context_length(served, context, derived.parameters | (body.options or {}))
+    requests = await _requests(served, context, texts, ["prompt"] * len(texts), Cut(length, None))
+    vectors = await pooled(served, http, context, requests, lambda state: floats_of(state_of(state)))
     if vectors is None:
-        return LEFT
-    return Response(encode({"embedding": vectors[0] if vectors else []}), media_type="application/json")
+        return CLIENT_LEFT
+    return json_response({"embedding": vectors[0] if vectors else []})
+
+
+class Cut(NamedTuple):
+    """Says how many tokens an input may have, and whether a longer one is cut; None: it never is on this endpoint."""
+
+    length: int
+    wanted: bool | None
 
 
 async def _requests(
-    served: Served, texts: list[str], names: list[str], context: int, truncate: bool | None
+    served: ServedModel, context: RequestContext, texts: list[str], names: list[str], cut: Cut
 ) -> list[Request]:
-    """Of each text that is too long the end is cut off, if that was asked for. `truncate` None: it cannot be."""
     check_texts(texts, names)
     prompts = await encode_prompts(served, texts, whole=True)
     closing, pooling = served.text.tokenizer.closing, served.limits.pooling
-    kept = [cut(ids, context, closing) if truncate else ids for ids, _ in prompts]
-    advice = "shorten it" if truncate is None else "shorten it, or send truncate: true to have its end cut off"
-    return [
-        embedding_request(served.client.next_id(), ids, context, pooling, param=name, advice=advice)
+    kept = [cut_prompt(ids, cut.length, closing) if cut.wanted else ids for ids, _ in prompts]
+    advice = "shorten it" if cut.wanted is None else "shorten it, or send truncate: true to have its end cut off"
+    requests = [
+        embedding_request(served.client.next_id(), ids, cut.length, pooling, param=name, advice=advice)
         for ids, name in zip(kept, names, strict=True)
     ]
+    return [context.apply_to(request) for request in requests]

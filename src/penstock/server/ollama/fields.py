@@ -1,8 +1,8 @@
-"""What Ollama's clients send.
+"""Reads the bodies that Ollama's clients send.
 
-A field or option is read and honoured, or accepted because its value changes no answer, or refused by name. Accepted
-whatever they are: options about threads, memory and placement, which the engine decides by itself; `num_keep`,
-`truncate` and `shift`, which are about cutting a prompt, because none is ever cut here: what does not fit is refused.
+Some fields and options are accepted without effect, whatever their value: options about threads, memory and placement,
+which the engine decides by itself, and `num_keep`, `truncate` and `shift`, which are about cutting a prompt. No prompt
+is ever cut here: one that does not fit is refused.
 """
 
 from __future__ import annotations
@@ -15,57 +15,56 @@ from msgspec import Meta
 
 from penstock.errors import InvalidRequest
 from penstock.server.access.bounds import MAX_MESSAGES, check_count, check_stops
-from penstock.server.bodies import ANYTHING, Neutral, read_object, unsupported
-from penstock.server.chat.chat_turn import thinking
+from penstock.server.bodies import ANY_VALUE, NoEffect, read_object, unsupported
+from penstock.server.chat.chat_turn import thinking_fields
 from penstock.server.chat.structured import ANY_OBJECT, json_grammar
-from penstock.server.chat.tools import Tool, told_reasoning
+from penstock.server.chat.tools import FunctionTool, template_call, template_reasoning
 from penstock.server.openapi import read_as
-from penstock.server.request_context import notes
-from penstock.server.served_model import Served
-from penstock.text.tools import CallArguments
+from penstock.server.request_context import RequestContext
+from penstock.server.served_model import ServedModel
 from penstock.types import Grammar, SamplingParams
 
 DEFAULTS: dict[str, Any] = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}  # Ollama's
 
-NEUTRAL: Neutral = {
-    "shift": ANYTHING,
-    "truncate": ANYTHING,
+NO_EFFECT: NoEffect = {
+    "shift": ANY_VALUE,
+    "truncate": ANY_VALUE,
 }
-GENERATE_NEUTRAL: Neutral = NEUTRAL | {
+GENERATE_NO_EFFECT: NoEffect = NO_EFFECT | {
     "context": ([],),
     "height": (0,),
     "images": ([],),
     "steps": (0,),
     "width": (0,),
 }
-MESSAGE_NEUTRAL: Neutral = {"images": ([],)}
-OPTION_NEUTRAL: Neutral = {
-    "draft_num_predict": ANYTHING,
+MESSAGE_NO_EFFECT: NoEffect = {"images": ([],)}
+OPTION_NO_EFFECT: NoEffect = {
+    "draft_num_predict": ANY_VALUE,
     "embedding_only": (False,),
-    "f16_kv": ANYTHING,
-    "logits_all": ANYTHING,
-    "low_vram": ANYTHING,
-    "main_gpu": ANYTHING,
+    "f16_kv": ANY_VALUE,
+    "logits_all": ANY_VALUE,
+    "low_vram": ANY_VALUE,
+    "main_gpu": ANY_VALUE,
     "mirostat": (0,),
-    "mirostat_eta": ANYTHING,  # nothing without mirostat
-    "mirostat_tau": ANYTHING,
-    "num_batch": ANYTHING,
-    "num_gpu": ANYTHING,
-    "num_keep": ANYTHING,
-    "num_thread": ANYTHING,
-    "numa": ANYTHING,
+    "mirostat_eta": ANY_VALUE,  # only used with mirostat
+    "mirostat_tau": ANY_VALUE,
+    "num_batch": ANY_VALUE,
+    "num_gpu": ANY_VALUE,
+    "num_keep": ANY_VALUE,
+    "num_thread": ANY_VALUE,
+    "numa": ANY_VALUE,
     "penalize_newline": (True,),
     "tfs_z": (1,),
     "typical_p": (1,),
-    "use_mlock": ANYTHING,
-    "use_mmap": ANYTHING,
+    "use_mlock": ANY_VALUE,
+    "use_mmap": ANY_VALUE,
     "vocab_only": (False,),
 }
 
 
-class Options(msgspec.Struct, forbid_unknown_fields=True):
+class OllamaOptions(msgspec.Struct, forbid_unknown_fields=True):
     num_ctx: int | None = None
-    num_predict: int | None = None  # 0 and below: until the model ends it
+    num_predict: int | None = None  # 0 and below: until the model stops
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
@@ -78,27 +77,24 @@ class Options(msgspec.Struct, forbid_unknown_fields=True):
     frequency_penalty: float | None = None
 
 
-class Generation(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class OllamaFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     model: str
     stream: bool | None = None  # left out: true
-    options: Annotated[dict[str, Any], read_as(Options, neutral=OPTION_NEUTRAL)] | None = None
+    options: Annotated[dict[str, Any], read_as(OllamaOptions, no_effect=OPTION_NO_EFFECT)] | None = None
     keep_alive: float | str | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     think: bool | Literal["low", "medium", "high"] | None = None
     format: dict[str, Any] | Literal["", "json"] | None = None
-    penstock: bool | None = None  # whether the answer is to explain itself
-
-    def __post_init__(self) -> None:
-        notes().explain |= bool(self.penstock)
+    penstock: bool | None = None  # asks for a report of what happened to the answer
 
 
-class Chat(Generation):
-    messages: list[Annotated[dict[str, Any], read_as(Message, neutral=MESSAGE_NEUTRAL)]] | None = None
-    tools: list[Annotated[dict[str, Any], read_as(Tool)]] | None = None
+class OllamaChatBody(OllamaFields):
+    messages: list[Annotated[dict[str, Any], read_as(OllamaMessage, no_effect=MESSAGE_NO_EFFECT)]] | None = None
+    tools: list[Annotated[dict[str, Any], read_as(FunctionTool)]] | None = None
 
 
-class Generate(Generation):
+class OllamaGenerateBody(OllamaFields):
     prompt: str | None = None
     system: str | None = None
     template: str | None = None
@@ -106,50 +102,51 @@ class Generate(Generation):
     raw: bool | None = None
 
 
-class Message(msgspec.Struct, forbid_unknown_fields=True):
+class OllamaMessage(msgspec.Struct, forbid_unknown_fields=True):
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
     thinking: str | None = None
-    tool_calls: list[Annotated[dict[str, Any], read_as(Call)]] | None = None
+    tool_calls: list[Annotated[dict[str, Any], read_as(OllamaPastCall)]] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
 
 
-class Function(msgspec.Struct, forbid_unknown_fields=True):
+class OllamaPastFunction(msgspec.Struct, forbid_unknown_fields=True):
     name: str
     arguments: dict[str, Any]
     index: int | None = None
     description: str | None = None
 
 
-class Call(msgspec.Struct, forbid_unknown_fields=True):
-    function: Annotated[dict[str, Any], read_as(Function)]
+class OllamaPastCall(msgspec.Struct, forbid_unknown_fields=True):
+    function: Annotated[dict[str, Any], read_as(OllamaPastFunction)]
     id: str | None = None
     type: Literal["function"] = "function"
 
 
-def check(asked: Generation) -> None:
-    if asked.top_logprobs and not asked.logprobs:
+def check(context: RequestContext, body: OllamaFields) -> None:
+    context.explain |= bool(body.penstock)
+    if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
-    check_kept(asked.keep_alive)
+    check_keep_alive(body.keep_alive)
 
 
-def check_kept(keep_alive: float | str | None) -> None:
+def check_keep_alive(keep_alive: float | str | None) -> None:
     if keep_alive is not None:
         seconds(keep_alive)
 
 
-def unloads(asked: Generation) -> bool:
-    return asked.keep_alive is not None and seconds(asked.keep_alive) == 0
+def unloads(body: OllamaFields) -> bool:
+    return body.keep_alive is not None and seconds(body.keep_alive) == 0
 
 
-def template_fields(served: Served, asked: Generation) -> dict[str, Any]:
-    """What is asked of the template beside messages and tools: refused where it has no word for it."""
-    if isinstance(asked.think, str) and served.text.takes("reasoning_effort"):
-        return {"reasoning_effort": asked.think}
-    fields = None if isinstance(asked.think, str) else thinking(served, asked.think)
+def template_fields(served: ServedModel, body: OllamaFields) -> dict[str, Any]:
+    """Returns the template's fields beside messages and tools; raises if the template does not have them."""
+    if isinstance(body.think, str) and served.text.takes("reasoning_effort"):
+        return {"reasoning_effort": body.think}
+    fields = None if isinstance(body.think, str) else thinking_fields(served, body.think)
     if fields is None:
-        raise unsupported("think", asked.think)
+        raise unsupported("think", body.think)
     return fields
 
 
@@ -158,13 +155,15 @@ _STEP = rf"(\d+(?:\.\d+)?)({'|'.join(UNITS)})"
 
 
 def seconds(duration: float | str) -> float:
-    """A number of seconds, or what Go calls a duration, such as "1h30m"; below zero: for ever."""
+    """Returns the seconds of a number, or of a Go duration such as "1h30m". Below zero means forever."""
     if not isinstance(duration, str):
         return duration
     if re.fullmatch(r"-?\d+(\.\d+)?", duration):
         return float(duration)
     if not re.fullmatch(rf"-?(?:{_STEP})+", duration):
-        raise InvalidRequest(f"keep_alive: {duration!r} is not a duration such as 300, 5m or -1", param="keep_alive")
+        raise InvalidRequest(
+            f"keep_alive: {duration!r} is not a duration: send one such as 300, 5m or -1", param="keep_alive"
+        )
     total = sum(float(count) * UNITS[unit] for count, unit in re.findall(_STEP, duration))
     return -total if duration.startswith("-") else total
 
@@ -172,52 +171,52 @@ def seconds(duration: float | str) -> float:
 # -- options ------------------------------------------------------------------------------------------------------
 
 
-def read_options(served: Served, asked: Generation) -> tuple[SamplingParams, int | None]:
-    """How to sample, and the most tokens to answer with; None: what the context has room for."""
-    options = read_object(asked.options or {}, Options, OPTION_NEUTRAL, "options")
+def read_options(served: ServedModel, context: RequestContext, body: OllamaFields) -> tuple[SamplingParams, int | None]:
+    """Returns how to sample, and the limit on the answer's tokens; None: what the context has room for."""
+    options = read_object(context, body.options or {}, OllamaOptions, OPTION_NO_EFFECT, "options")
     _check_context(served, options)
     _check_window(options)
     named = {name: getattr(options, name) for name in _SAMPLING} | {"repetition_penalty": options.repeat_penalty}
     settings = DEFAULTS | {name: value for name, value in named.items() if value is not None}
     stops = (options.stop,) if isinstance(options.stop, str) else tuple(options.stop or ())
     check_stops(stops, "options.stop")
-    scores = (asked.top_logprobs or 0) if asked.logprobs else None
+    scores = (body.top_logprobs or 0) if body.logprobs else None
     limit = options.num_predict if options.num_predict and options.num_predict > 0 else None
-    return SamplingParams(stop=stops, logprobs=scores, grammar=_grammar(asked), **settings), limit
+    return SamplingParams(stop=stops, logprobs=scores, grammar=_grammar(body), **settings), limit
 
 
-def context_of(served: Served, given: dict[str, Any] | None) -> int:
-    """How many tokens of an input count. Options that say how to sample ask for nothing where no token is."""
-    options = read_object(given or {}, Options, OPTION_NEUTRAL, "options")
+def context_length(served: ServedModel, context: RequestContext, given: dict[str, Any] | None) -> int:
+    """Returns how many tokens an input may have. Options about sampling have no effect on an embedding."""
+    options = read_object(context, given or {}, OllamaOptions, OPTION_NO_EFFECT, "options")
     _check_context(served, options)
     return options.num_ctx if options.num_ctx and options.num_ctx > 0 else served.limits.max_len
 
 
-def _grammar(asked: Generation) -> Grammar | None:
-    if asked.format is None or asked.format == "":
+def _grammar(body: OllamaFields) -> Grammar | None:
+    if body.format is None or body.format == "":
         return None
-    return json_grammar(ANY_OBJECT if asked.format == "json" else asked.format, "format")
+    return json_grammar(ANY_OBJECT if body.format == "json" else body.format, "format")
 
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed", "presence_penalty", "frequency_penalty")
 
 
-def _check_context(served: Served, options: Options) -> None:
-    held = served.limits.max_len
-    if options.num_ctx is not None and options.num_ctx > held:
+def _check_context(served: ServedModel, options: OllamaOptions) -> None:
+    max_len = served.limits.max_len
+    if options.num_ctx is not None and options.num_ctx > max_len:
         raise InvalidRequest(
-            f"options.num_ctx is {options.num_ctx} and the context holds {held} tokens, as was decided when this "
-            "server started: ask for no more, or leave it out",
+            f"options.num_ctx is {options.num_ctx}, but this server was started with a context of {max_len} tokens: "
+            "send at most that, or leave it out",
             param="options.num_ctx",
         )
 
 
-def _check_window(options: Options) -> None:
+def _check_window(options: OllamaOptions) -> None:
     penalties = (options.repeat_penalty, options.presence_penalty, options.frequency_penalty)
     if options.repeat_last_n not in (None, -1) and any(penalty not in (None, 0, 1) for penalty in penalties):
         raise InvalidRequest(
-            f"options.repeat_last_n: penalties look at the whole text here, not at {options.repeat_last_n} tokens; "
-            "send -1 or leave it out",
+            f"options.repeat_last_n is {options.repeat_last_n}, but penalties always apply to the whole text here: "
+            "send -1, or leave it out",
             param="options.repeat_last_n",
         )
 
@@ -225,27 +224,28 @@ def _check_window(options: Options) -> None:
 # -- messages -----------------------------------------------------------------------------------------------------
 
 
-def read_messages(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """As a chat template takes them."""
+def read_messages(context: RequestContext, given: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns messages as chat templates take them."""
     check_count(given, MAX_MESSAGES, "messages")
-    return [_message(message, f"messages[{index}]") for index, message in enumerate(given)]
+    return [_message(context, message, f"messages[{index}]") for index, message in enumerate(given)]
 
 
-def _message(given: dict[str, Any], where: str) -> dict[str, Any]:
-    message = read_object(given, Message, MESSAGE_NEUTRAL, where)
-    calls = [_call(call, f"{where}.tool_calls[{index}]") for index, call in enumerate(message.tool_calls or ())]
+def _message(context: RequestContext, given: dict[str, Any], where: str) -> dict[str, Any]:
+    message = read_object(context, given, OllamaMessage, MESSAGE_NO_EFFECT, where)
+    calls = [
+        _call(context, call, f"{where}.tool_calls[{index}]") for index, call in enumerate(message.tool_calls or ())
+    ]
     named = {
         "tool_calls": calls or None,
         "name": message.tool_name,
         "tool_call_id": message.tool_call_id,
     }
-    said: dict[str, Any] = {"role": message.role, "content": message.content or ""}
-    said |= {name: value for name, value in named.items() if value is not None}
-    return said | told_reasoning(message.thinking, message.content) if message.thinking else said
+    rendered: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+    rendered |= {name: value for name, value in named.items() if value is not None}
+    return rendered | template_reasoning(message.thinking, message.content) if message.thinking else rendered
 
 
-def _call(given: dict[str, Any], where: str) -> dict[str, Any]:
-    call = read_object(given, Call, {}, where)
-    function = read_object(call.function, Function, {}, f"{where}.function")
-    arguments = CallArguments(function.arguments)
-    return {"id": call.id, "type": "function", "function": {"name": function.name, "arguments": arguments}}
+def _call(context: RequestContext, given: dict[str, Any], where: str) -> dict[str, Any]:
+    call = read_object(context, given, OllamaPastCall, {}, where)
+    function = read_object(context, call.function, OllamaPastFunction, {}, f"{where}.function")
+    return template_call(call.id, function.name, function.arguments)

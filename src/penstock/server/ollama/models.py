@@ -1,6 +1,6 @@
-"""The rest of Ollama's API: what is here, what it is, fetching and removing.
+"""Serves the rest of Ollama's API: which models are here, what they are, pulling and deleting them.
 
-Models are found by the name they are served or stored under. A name that came in a request is never taken for a path.
+Models are found by the name under which they are served or stored. A name in a request is never taken for a path.
 """
 
 from __future__ import annotations
@@ -23,29 +23,30 @@ from starlette.responses import PlainTextResponse, Response
 from penstock import __version__, store
 from penstock.errors import InvalidRequest, ModelError, ModelNotFound
 from penstock.model.load import open_checkpoint
-from penstock.server.bodies import ANYTHING, Neutral, read_body
+from penstock.server.bodies import ANY_VALUE, NoEffect, read_body
 from penstock.server.ollama.chat import OLLAMA
-from penstock.server.ollama.derived_settings import made_for, serves
+from penstock.server.ollama.derived_settings import derived_for, serves
 from penstock.server.ollama.pulls import pulling
 from penstock.server.openapi import Operation
 from penstock.server.page import page
-from penstock.server.served_model import Served
-from penstock.server.sse import Stream, encode
+from penstock.server.request_context import RequestContext
+from penstock.server.served_model import ServedModel
+from penstock.server.sse import StreamResponse, encode, json_response
 from penstock.store import Made
 from penstock.store.refs import parse
 from penstock.text.chat import ChatTemplate, templates_in_folder, templates_in_metadata
 from penstock.text.infill import infill_of
 
-API_VERSION = "0.12.0"  # of the API that is spoken: clients compare it to know what they may ask for
+API_VERSION = "0.12.0"  # of the API that is implemented: clients decide by it what they may use
 NEVER = "9999-12-31T23:59:59Z"
 HUB = ("hf.co/", "huggingface.co/")
 
-NEUTRAL: Neutral = {"insecure": (False,), "options": ANYTHING, "system": ANYTHING, "verbose": ANYTHING}
+NO_EFFECT: NoEffect = {"insecure": (False,), "options": ANY_VALUE, "system": ANY_VALUE, "verbose": ANY_VALUE}
 
 
-class Named(msgspec.Struct, forbid_unknown_fields=True):
+class NamedModel(msgspec.Struct, forbid_unknown_fields=True):
     model: str | None = None
-    name: str | None = None  # as older clients say it
+    name: str | None = None  # the name of this field in older clients
     stream: bool | None = None
 
     @property
@@ -56,110 +57,108 @@ class Named(msgspec.Struct, forbid_unknown_fields=True):
         return ref
 
 
-class Known(NamedTuple):
-    """A model that is served, stored or made."""
+class KnownModel(NamedTuple):
+    """Describes a model that is served, stored or derived."""
 
     name: str
     path: Path | None
     digest: str
     modified: str
-    stored: bool = False  # its files are the store's
-    made: Made | None = None
+    stored: bool = False  # its files belong to the store
+    derived: Made | None = None
 
 
-async def greet(served: Served, http: HttpRequest) -> Response:
-    """The page for those who ask for one, as browsers do; to others the words by which Ollama is known."""
+async def root(_: ServedModel, http: HttpRequest, __: RequestContext) -> Response:
+    """Returns the page to browsers, and to other clients the text by which they recognize Ollama."""
     if "text/html" in http.headers.get("accept", ""):
-        return await page(served, http)
+        return page()
     return PlainTextResponse("Ollama is running")
 
 
-async def version(_: Served, __: HttpRequest) -> Response:
-    return _json({"version": API_VERSION, "penstock": __version__})
+async def version(_: ServedModel, __: HttpRequest, ___: RequestContext) -> Response:
+    return json_response({"version": API_VERSION, "penstock": __version__})
 
 
-async def list_stored(served: Served, _: HttpRequest) -> Response:
+async def list_stored(served: ServedModel, _: HttpRequest, __: RequestContext) -> Response:
     def look() -> list[dict[str, Any]]:
         return [_listed(known) | {"modified_at": known.modified} for known in all_known(served)]
 
-    return _json({"models": await asyncio.to_thread(look)})
+    return json_response({"models": await asyncio.to_thread(look)})
 
 
-async def running(served: Served, _: HttpRequest) -> Response:
-    """The one model and those made of it, for as long as the server runs. How much of it is on a GPU is not known
-    here."""
+async def running(served: ServedModel, _: HttpRequest, __: RequestContext) -> Response:
+    """Lists the served model and those derived from it. They stay as long as the server runs. How much of the model is
+    on a GPU is not known here."""
     kept = {"expires_at": NEVER, "size_vram": None, "context_length": served.limits.max_len}
 
     def look() -> list[dict[str, Any]]:
         first, *others = all_known(served)
-        here = [known for known in others if known.made is not None and serves(served, known.made)]
+        here = [known for known in others if known.derived is not None and serves(served, known.derived)]
         return [_listed(known) | kept for known in [first, *here]]
 
-    return _json({"models": await asyncio.to_thread(look)})
+    return json_response({"models": await asyncio.to_thread(look)})
 
 
-async def show(served: Served, http: HttpRequest) -> Response:
-    ref = (await _named(http)).ref
-    return _json(await asyncio.to_thread(lambda: _shown(served, find_known(served, ref))))
+async def show(served: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
+    ref = (await _named(http, context)).ref
+    return json_response(await asyncio.to_thread(lambda: _shown(served, find_known(served, ref))))
 
 
-async def delete(served: Served, http: HttpRequest) -> Response:
-    ref = (await _named(http)).ref
+async def delete(served: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
+    ref = (await _named(http, context)).ref
 
     def work() -> None:
         known = find_known(served, ref)
         if known.name == served.name or (known.path == served.path and _owns_files(known)):
-            raise InvalidRequest(f"{known.name!r} is being served and is not deleted", param="model")
-        (store.unmake if known.made else store.remove)(known.name)
+            raise InvalidRequest(
+                f"{known.name!r} is being served and cannot be deleted: stop the server first", param="model"
+            )
+        (store.unmake if known.derived else store.remove)(known.name)
 
     await asyncio.to_thread(work)
     return Response()
 
 
-def _owns_files(known: Known) -> bool:
-    return known.stored if known.made is None else bool(known.made.blob)
+def _owns_files(known: KnownModel) -> bool:
+    return known.stored if known.derived is None else bool(known.derived.blob)
 
 
-async def push(_: Served, __: HttpRequest) -> Response:
-    raise InvalidRequest("models cannot be pushed from here: there is no registry to push to, the store only fetches")
+async def push(_: ServedModel, __: HttpRequest, ___: RequestContext) -> Response:
+    raise InvalidRequest("models cannot be pushed: there is no registry to push to")
 
 
-async def _named(http: HttpRequest) -> Named:
-    return await read_body(http, Named, NEUTRAL)
-
-
-def _json(value: object) -> Response:
-    return Response(encode(value), media_type="application/json")
+async def _named(http: HttpRequest, context: RequestContext) -> NamedModel:
+    return await read_body(http, context, NamedModel, NO_EFFECT)
 
 
 # -- what is here -------------------------------------------------------------------------------------------------
 
 
-def all_known(served: Served) -> list[Known]:
-    """The served one first."""
-    stored = [Known(entry.name, entry.path, entry.sha256, entry.fetched, stored=True) for entry in store.entries()]
+def all_known(served: ServedModel) -> list[KnownModel]:
+    """Returns all models, the served one first."""
+    stored = [KnownModel(entry.name, entry.path, entry.sha256, entry.fetched, stored=True) for entry in store.entries()]
     began = datetime.fromtimestamp(served.created, UTC).isoformat()
     same = next((known for known in stored if known.path == served.path), None)
     digest = same.digest if same else ""
-    first = Known(served.name, served.path, digest, began, same is not None, made_for(served, served.name))
+    first = KnownModel(served.name, served.path, digest, began, same is not None, derived_for(served, served.name))
     fetched = [first, *(known for known in stored if known is not same and known.name != served.name)]
     taken = {known.name for known in fetched}
-    return [*fetched, *(_known(served, made) for made in store.all_made() if made.name not in taken)]
+    return [*fetched, *(_known(served, derived) for derived in store.all_made() if derived.name not in taken)]
 
 
-def _known(served: Served, made: Made) -> Known:
-    path = served.path if serves(served, made) else store.made_path(made)
-    return Known(made.name, path, made.digest, made.made, bool(made.blob), made)
+def _known(served: ServedModel, derived: Made) -> KnownModel:
+    path = served.path if serves(served, derived) else store.made_path(derived)
+    return KnownModel(derived.name, path, derived.digest, derived.made, bool(derived.blob), derived)
 
 
-def find_known(served: Served, name: str) -> Known:
+def find_known(served: ServedModel, name: str) -> KnownModel:
     found = next((known for known in all_known(served) if known.name == name), None)
     if found is None:
         raise ModelNotFound(f"model {name!r} not found")
     return found
 
 
-def _listed(known: Known) -> dict[str, Any]:
+def _listed(known: KnownModel) -> dict[str, Any]:
     details = _details(known)
     size = store.size_of(known.path) if known.path else 0
     return {
@@ -171,17 +170,17 @@ def _listed(known: Known) -> dict[str, Any]:
     }
 
 
-def _details(known: Known) -> dict[str, Any]:
-    return facts_of(known.path).details | {"parent_model": known.made.base if known.made else ""}
+def _details(known: KnownModel) -> dict[str, Any]:
+    return facts_of(known.path).details | {"parent_model": known.derived.base if known.derived else ""}
 
 
-class Facts(NamedTuple):
+class ModelFacts(NamedTuple):
     details: dict[str, Any]
     info: dict[str, Any]
     template: str
 
 
-UNKNOWN = Facts(
+UNKNOWN = ModelFacts(
     {"parent_model": "", "format": "", "family": "", "families": [], "parameter_size": "", "quantization_level": ""},
     {},
     "",
@@ -189,15 +188,15 @@ UNKNOWN = Facts(
 
 
 @lru_cache(maxsize=256)
-def facts_of(path: Path | None) -> Facts:
-    """What a model's own files say; nothing about those that this engine does not understand."""
+def facts_of(path: Path | None) -> ModelFacts:
+    """Returns what a model's files say, or UNKNOWN if this engine does not support them."""
     try:
         return UNKNOWN if path is None else _read_facts(path)
     except (ModelError, OSError):
         return UNKNOWN
 
 
-def _read_facts(path: Path) -> Facts:
+def _read_facts(path: Path) -> ModelFacts:
     checkpoint = open_checkpoint(path)
     spec, tensors = checkpoint.spec, checkpoint.tensors.values()
     formats: Counter[str] = Counter()
@@ -224,49 +223,51 @@ def _read_facts(path: Path) -> Facts:
         f"{spec.arch}.feed_forward_length": spec.hidden,
         f"{spec.arch}.vocab_size": spec.vocab,
     }
-    return Facts(details, info, templates.get("default", ""))
+    return ModelFacts(details, info, templates.get("default", ""))
 
 
 def _count(parameters: int) -> str:
     return f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.2f}M"
 
 
-def _shown(served: Served, known: Known) -> dict[str, Any]:
-    facts, made = facts_of(known.path), known.made or Made(name=known.name)
+def _shown(served: ServedModel, known: KnownModel) -> dict[str, Any]:
+    facts, derived = facts_of(known.path), known.derived or Made(name=known.name)
     info = dict(facts.info)
-    here = known.name == served.name or serves(served, made)
+    here = known.name == served.name or serves(served, derived)
     if here:  # clients ask for as much context as they read here
         info[f"{facts.details['family'] or 'general'}.context_length"] = served.limits.max_len
-    told = {"system": made.system, "messages": made.messages, "license": "\n".join(made.license)}
-    return {name: value for name, value in told.items() if value} | {
-        "modelfile": modelfile(made),
-        "parameters": "\n".join(f"{name:<30} {value}" for name, value in parameter_lines(made)),
-        "template": made.template or facts.template,
+    settings = {"system": derived.system, "messages": derived.messages, "license": "\n".join(derived.license)}
+    return {name: value for name, value in settings.items() if value} | {
+        "modelfile": modelfile(derived),
+        "parameters": "\n".join(f"{name:<30} {value}" for name, value in parameter_lines(derived)),
+        "template": derived.template or facts.template,
         "details": _details(known),
         "model_info": info,
-        "capabilities": _capabilities(made.template or facts.template, served if here else None),
+        "capabilities": _capabilities(derived.template or facts.template, served if here else None),
         "modified_at": known.modified,
     }
 
 
-def parameter_lines(made: Made) -> Iterator[tuple[str, str]]:
-    for name, given in made.parameters.items():
+def parameter_lines(derived: Made) -> Iterator[tuple[str, str]]:
+    for name, given in derived.parameters.items():
         for value in given if isinstance(given, list) else [given]:
             yield name, encode(value).decode()
 
 
-def modelfile(made: Made) -> str:
-    """What the model could be made from again, as Ollama writes it."""
-    quoted = {"TEMPLATE": [made.template], "SYSTEM": [made.system], "LICENSE": made.license}
-    lines = [f"FROM {made.base or made.blob or made.name}"]
+def modelfile(derived: Made) -> str:
+    """Returns a Modelfile that makes the model again."""
+    quoted = {"TEMPLATE": [derived.template], "SYSTEM": [derived.system], "LICENSE": derived.license}
+    lines = [f"FROM {derived.base or derived.blob or derived.name}"]
     lines += [f'{word} """{text}"""' for word, texts in quoted.items() for text in texts if text]
-    lines += [f"PARAMETER {name} {value}" for name, value in parameter_lines(made)]
-    lines += [f"MESSAGE {message['role']} {encode(message.get('content') or '').decode()}" for message in made.messages]
+    lines += [f"PARAMETER {name} {value}" for name, value in parameter_lines(derived)]
+    lines += [
+        f"MESSAGE {message['role']} {encode(message.get('content') or '').decode()}" for message in derived.messages
+    ]
     return "\n".join(lines) + "\n"
 
 
-def _capabilities(template: str, served: Served | None) -> list[str]:
-    """`served` where the model is that, whose vocabulary is known."""
+def _capabilities(template: str, served: ServedModel | None) -> list[str]:
+    """Returns what the model can do. `served` is the served model, if this is it: its vocabulary is known."""
     format = ChatTemplate({"default": template}, {}).format
     named = {
         "completion": served is None or not served.encoder,
@@ -278,49 +279,49 @@ def _capabilities(template: str, served: Served | None) -> list[str]:
     return [name for name, able in named.items() if able]
 
 
-# -- fetching -----------------------------------------------------------------------------------------------------
+# -- pulling ----------------------------------------------------------------------------------------------------
 
 
-class Status(msgspec.Struct):
+class PullStatus(msgspec.Struct):
     status: str
     total: int | UnsetType = UNSET
     completed: int | UnsetType = UNSET
 
 
-BEGUN, DONE = Status("pulling manifest"), Status("success")
-NAMED = Operation(Named, NEUTRAL)
+BEGUN, DONE = PullStatus("pulling manifest"), PullStatus("success")
+NAMED = Operation(NamedModel, NO_EFFECT)
 DELETE = NAMED._replace(answers=None)
-PULL = Operation(Named, NEUTRAL, Status, Status)
+PULL = Operation(NamedModel, NO_EFFECT, PullStatus, PullStatus)
 
 
-async def pull(_: Served, http: HttpRequest) -> Response:
-    asked = await _named(http)
-    lines = _pulling(_source(asked.ref))
-    if asked.stream is not False:
-        return Stream(lines, OLLAMA)
+async def pull(_: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
+    body = await _named(http, context)
+    lines = _pulling(_source(body.ref))
+    if body.stream is not False:
+        return StreamResponse(context, lines, OLLAMA)
     async with aclosing(lines):
-        told = [line async for line in lines]
-    return Response(told[-1], media_type="application/json")
+        received = [line async for line in lines]
+    return Response(received[-1], media_type="application/json")
 
 
 def _source(ref: str) -> str:
-    """A reference that leads to the store alone."""
+    """Returns a reference that the store can pull; raises for everything else."""
     for hub in HUB:
         if ref.startswith(hub):
             ref = f"hf:{ref.removeprefix(hub)}"
     if ref in store.ALIASES or ref.startswith("hf:"):
-        parse(ref)  # refuses what is no reference
+        parse(ref)  # raises for what is no reference
         return ref
     known = ", ".join(store.ALIASES)
-    raise ModelNotFound(f"model {ref!r} cannot be pulled: it may be {known} or hf.co/owner/repo[/file.gguf]")
+    raise ModelNotFound(f"model {ref!r} cannot be pulled: use {known} or hf.co/owner/repo[/file.gguf]")
 
 
 async def _pulling(ref: str) -> AsyncGenerator[bytes, None]:
     async with aclosing(pulling(ref)) as steps:
         async for step in steps:
-            yield _line(BEGUN if step is None else Status(step.what, step.total or UNSET, step.done))
+            yield _line(BEGUN if step is None else PullStatus(step.what, step.total or UNSET, step.done))
     yield _line(DONE)
 
 
-def _line(status: Status) -> bytes:
+def _line(status: PullStatus) -> bytes:
     return encode(status) + b"\n"

@@ -1,4 +1,4 @@
-"""/v1/batches: many requests in a file, answered in one."""
+"""Serves /v1/batches, which answer a file of requests with a file of answers."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ from starlette.routing import Route
 from penstock.errors import InvalidRequest
 from penstock.server.batch import file_records, records
 from penstock.server.batch.archive import Archive, Space
-from penstock.server.batch.file_records import DAY, ExpiresAfter, Page
-from penstock.server.batch.records import Batch
+from penstock.server.batch.file_records import DAY, ExpiresAfter, ListPage
+from penstock.server.batch.records import BatchJob, Ownership
 from penstock.server.batch.run import BatchRunner
 from penstock.server.bodies import read_body
-from penstock.server.openai.files import read_query, told, told_page
+from penstock.server.openai.files import page_response, read_query
 from penstock.server.openapi import Operation
-from penstock.server.served_model import Served
+from penstock.server.request_context import RequestContext
+from penstock.server.served_model import ServedModel
+from penstock.server.sse import json_response
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 WINDOW = "24h"
@@ -44,9 +46,9 @@ class BatchesQuery(msgspec.Struct, forbid_unknown_fields=True):
     limit: Annotated[int, Meta(ge=1, le=100)] = 20
 
 
-CREATE_BATCH = Operation(CreateBatch, {}, Batch)
+CREATE_BATCH = Operation(CreateBatch, {}, BatchJob)
 LIST_BATCHES = Operation(query=BatchesQuery)
-SHOW_BATCH = Operation(answers=Batch)
+SHOW_BATCH = Operation(answers=BatchJob)
 
 
 class Batches:
@@ -54,81 +56,82 @@ class Batches:
         self._archive = archive
         self._runner = runner
 
-    async def create(self, served: Served, http: HttpRequest) -> Response:
-        asked = await read_body(http, CreateBatch, {})
-        _check(asked, [route.path for route in http.app.routes if isinstance(route, Route)])
+    async def create(self, served: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
+        body = await read_body(http, context, CreateBatch, {})
+        _check(body, [route.path for route in http.app.routes if isinstance(route, Route)])
         now = int(time.time())
-        batch = Batch(
+        batch = BatchJob(
             id=f"batch_{secrets.token_hex(12)}",
-            endpoint=asked.endpoint,
+            endpoint=body.endpoint,
             model=served.name,
-            input_file_id=asked.input_file_id,
+            input_file_id=body.input_file_id,
             completion_window=WINDOW,
             created_at=now,
             expires_at=now + WINDOW_SECONDS,
-            metadata=asked.metadata,
-            output_expires_after=asked.output_expires_after,
+            metadata=body.metadata,
+            output_expires_after=body.output_expires_after,
         )
-        await self._archive.do(_add, batch, self._archive.space)
+        await self._archive.do(_add, batch, Ownership.of(context), self._archive.space)
         self._runner.start(batch.id)
-        return told(batch)
+        return json_response(batch)
 
-    async def list_all(self, _: Served, http: HttpRequest) -> Response:
-        asked = read_query(http, BatchesQuery)
-        page = Page(asked.after, asked.limit)
-        return told_page(await self._archive.do(records.listed, page), page)
+    async def list_all(self, _: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
+        query = read_query(context, http, BatchesQuery)
+        page = ListPage(query.after, query.limit)
+        return page_response(await self._archive.do(records.listed, page), page)
 
-    async def show(self, _: Served, http: HttpRequest) -> Response:
+    async def show(self, _: ServedModel, http: HttpRequest, __: RequestContext) -> Response:
         id = http.path_params["id"]
-        return told(_present(await self._archive.do(records.find, id), id))
+        return json_response(_present(await self._archive.do(records.find, id), id))
 
-    async def cancel(self, _: Served, http: HttpRequest) -> Response:
+    async def cancel(self, _: ServedModel, http: HttpRequest, __: RequestContext) -> Response:
         id = http.path_params["id"]
         batch = _present(await self._archive.do(records.cancel, id), id)
         if batch.status not in ("cancelling", "cancelled"):
             raise InvalidRequest(f"the batch {id!r} is {batch.status} and can no longer be cancelled")
         self._runner.stop(id)
-        return told(batch)
+        return json_response(batch)
 
 
-def _check(asked: CreateBatch, routed: list[str]) -> None:
+def _check(body: CreateBatch, routed: list[str]) -> None:
     offered = [path for path in ENDPOINTS if path in routed]
-    if asked.endpoint not in offered:
+    if body.endpoint not in offered:
         raise InvalidRequest(
-            f"endpoint must be one of {', '.join(offered)}; got {asked.endpoint[:100]!r}",
+            f"endpoint must be one of {', '.join(offered)}; got {body.endpoint[:100]!r}",
             param="endpoint",
             code="invalid_endpoint",
         )
-    if asked.completion_window != WINDOW:
+    if body.completion_window != WINDOW:
         raise InvalidRequest(
-            f"completion_window must be {WINDOW!r}; got {asked.completion_window[:100]!r}",
+            f"completion_window must be {WINDOW!r}; got {body.completion_window[:100]!r}",
             param="completion_window",
             code="invalid_completion_window",
         )
-    pairs = asked.metadata or {}
+    pairs = body.metadata or {}
     if len(pairs) > MAX_PAIRS or any(len(key) > MAX_KEY or len(value) > MAX_VALUE for key, value in pairs.items()):
         raise InvalidRequest(
-            f"metadata takes {MAX_PAIRS} pairs, of at most {MAX_KEY} and {MAX_VALUE} characters", param="metadata"
+            f"metadata may have {MAX_PAIRS} pairs, keys of {MAX_KEY} and values of {MAX_VALUE} characters: send less",
+            param="metadata",
         )
 
 
-def _add(db: Connection, batch: Batch, space: Space) -> None:
+def _add(db: Connection, batch: BatchJob, ownership: Ownership, space: Space) -> None:
     id = batch.input_file_id
     file = file_records.find(db, id)
     if file is None:
         raise InvalidRequest(f"there is no file {id[:100]!r} here", param="input_file_id", code="file_not_found")
     if file.purpose != "batch":
         raise InvalidRequest(
-            f"the file {id!r} was uploaded for {file.purpose!r}; a batch reads those uploaded for 'batch'",
+            f"the file {id!r} was uploaded with purpose {file.purpose!r}: upload it with purpose 'batch'",
             param="input_file_id",
             code="invalid_purpose",
         )
-    bytes, count = file_records.held(db)
-    file_records.refuse_beyond(space, bytes, count + 1)  # of which its answers will be one
-    records.add(db, batch)
+    bytes, count = file_records.usage(db)
+    file_records.check_space(space, bytes, count + 1)  # its output will be one more
+    records.add(db, batch, ownership)
 
 
-def _present(batch: Batch | None, id: str) -> Batch:
+def _present(batch: BatchJob | None, id: str) -> BatchJob:
     if batch is None:
         raise HTTPException(404, f"there is no batch {id!r} here")
     return batch

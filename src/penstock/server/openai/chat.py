@@ -1,8 +1,8 @@
-"""POST /v1/chat/completions."""
+"""Serves POST /v1/chat/completions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -12,50 +12,49 @@ from starlette.responses import Response
 
 from penstock.errors import InvalidRequest
 from penstock.server.access.bounds import MAX_MESSAGES, MAX_PARTS, check_count
-from penstock.server.bodies import ANYTHING, Neutral, read_object, unsupported
-from penstock.server.chat.chat_turn import after_thinking
-from penstock.server.chat.stream import deltas, together
-from penstock.server.chat.tools import Call as MadeCall
-from penstock.server.chat.tools import Tool, held, read_calls, read_tools, told_reasoning
-from penstock.server.explain import Explanation, Penstock
+from penstock.server.bodies import ANY_VALUE, NoEffect, read_object, unsupported
+from penstock.server.chat.chat_turn import ChatTurn, TurnOptions, begin_turn, render_prompt
+from penstock.server.chat.logprobs import TokenEntry, token_entries
+from penstock.server.chat.tools import FunctionTool, PastCall, read_calls, read_tools, template_reasoning
+from penstock.server.explain import AnswerReport, Explanation
 from penstock.server.openai.fields import (
-    NEUTRAL,
+    NO_EFFECT,
+    CompletionHead,
     CompletionTokensDetails,
-    Fields,
-    Head,
-    Tally,
-    Usage,
+    CompletionUsage,
+    GenerationFields,
+    TokenTally,
     new_head,
     read_fields,
     sampling,
-    told_logprob,
+    shown_special,
+    truncate,
 )
-from penstock.server.openai.request import request_of, shown_special, taken
 from penstock.server.openapi import Operation, read_as
-from penstock.server.served_model import Served, off_loop
-from penstock.server.sse import Plain, encode, reply
-from penstock.text import Delta, Text, Tokenizer
-from penstock.text.parse import AnswerParser, Arguments, CallBegun, CallEnded, Content, Part, Reasoning
-from penstock.types import Request, TokenLogprob
+from penstock.server.request_context import RequestContext
+from penstock.server.served_model import ServedModel
+from penstock.server.sse import ChunkTemplate, encode, reply
+from penstock.text import Delta, Text
+from penstock.text.parse import Arguments, CallBegun, CallEnded, Content, Part, Reasoning
 
-CHAT_NEUTRAL: Neutral = NEUTRAL | {
+CHAT_NO_EFFECT: NoEffect = NO_EFFECT | {
     "audio": (),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "modalities": (["text"],),
-    "prediction": ANYTHING,  # of what the answer will be: it may make it faster, never another
+    "prediction": ANY_VALUE,  # it could make the answer faster, never another
     "web_search_options": (),
 }
-MESSAGE_NEUTRAL: Neutral = {"annotations": ([],), "audio": (), "function_call": ()}
-PART_NEUTRAL: Neutral = {"prompt_cache_breakpoint": ANYTHING}
+MESSAGE_NO_EFFECT: NoEffect = {"annotations": ([],), "audio": (), "function_call": ()}
+PART_NO_EFFECT: NoEffect = {"prompt_cache_breakpoint": ANY_VALUE}
 
 
-class Chat(Fields):
-    messages: list[Annotated[dict[str, Any], read_as(Message, neutral=MESSAGE_NEUTRAL)]]
+class ChatBody(GenerationFields):
+    messages: list[Annotated[dict[str, Any], read_as(ChatMessage, no_effect=MESSAGE_NO_EFFECT)]]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: list[Annotated[dict[str, Any], read_as(Tool)]] | None = None
+    tools: list[Annotated[dict[str, Any], read_as(FunctionTool)]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
@@ -63,59 +62,58 @@ class Chat(Fields):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class Message(msgspec.Struct, forbid_unknown_fields=True):
+class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Annotated[dict[str, Any], read_as(TextPart, RefusalPart, neutral=PART_NEUTRAL)]] | None = None
+    content: (
+        str | list[Annotated[dict[str, Any], read_as(ChatTextPart, ChatRefusalPart, no_effect=PART_NO_EFFECT)]] | None
+    ) = None
     name: str | None = None
     tool_call_id: str | None = None
-    tool_calls: list[Annotated[dict[str, Any], read_as(MadeCall)]] | None = None
+    tool_calls: list[Annotated[dict[str, Any], read_as(PastCall)]] | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
     refusal: str | None = None
 
 
-class TextPart(msgspec.Struct, forbid_unknown_fields=True):
+class ChatTextPart(msgspec.Struct, forbid_unknown_fields=True):
     type: Literal["text"]
     text: str
 
 
-class RefusalPart(msgspec.Struct, forbid_unknown_fields=True):
+class ChatRefusalPart(msgspec.Struct, forbid_unknown_fields=True):
     type: Literal["refusal"]
     refusal: str
 
 
-async def chat_completions(served: Served, http: HttpRequest) -> Response:
-    asked = await read_fields(http, Chat, CHAT_NEUTRAL)
-    served.check_model(asked.model)
+async def chat_completions(served: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
+    body = await read_fields(http, context, ChatBody, CHAT_NO_EFFECT)
+    served.check_model(body.model)
     served.check_answers()
-    params = sampling(served, asked, max_tokens=_max_tokens(asked), logprobs=_asked_logprobs(asked))
-    messages = read_messages(asked.messages)
-    use = read_tools(asked.tools, asked.tool_choice, asked.parallel_tool_calls)
-    text, size = served.text, sum(len(m["content"] or "") for m in messages)
-    fields = template_fields(text, asked.reasoning_effort, asked.chat_template_kwargs) | _verbosity(text, asked)
-    prompt = await off_loop(size, lambda: text.chat_prompt(messages, tools=use.tools, **fields))
-    params = [after_thinking(text, prompt, held(text, use, each)) for each in params]
-    tokens = taken(served, asked, prompt.tokens, params[0].max_tokens)
-    requests = [request_of(served, asked, tokens, each, "messages") for each in params]
-    answer = ChatAnswer(served, requests, asked, lambda: use.parser(text.format, prompt.opened))
-    shown = text.special_in(text.format.markers(use.calling)) | shown_special(served, asked)
-    running = together([deltas(served, request, choice, shown=shown) for choice, request in enumerate(requests)])
-    return await reply(http, answer, running, streaming=bool(asked.stream))
+    params = sampling(served, body, max_tokens=_max_tokens(body), logprobs=_wanted_logprobs(body))
+    messages = read_messages(context, body.messages)
+    use = read_tools(context, body.tools, body.tool_choice, body.parallel_tool_calls)
+    text = served.text
+    fields = template_fields(text, body.reasoning_effort, body.chat_template_kwargs) | _verbosity(text, body)
+    prompt = await render_prompt(served, messages, use, **fields)
+    prompt = prompt._replace(tokens=truncate(served, context, body, prompt.tokens, params[0].max_tokens))
+    turn = begin_turn(served, context, prompt, use, params, TurnOptions(shown=shown_special(served, body)))
+    writer = ChatWriter(served, context, turn, body)
+    return await reply(http, context, writer, turn.deltas, streaming=bool(body.stream))
 
 
 # -- reading ------------------------------------------------------------------------------------------------------
 
 
-def read_messages(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as a chat template takes them: a role and a text each, and what an assistant thought and called."""
+def read_messages(context: RequestContext, given: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns messages as chat templates take them: a role and a text each, an assistant's reasoning and calls."""
     if not given:
-        raise InvalidRequest("messages is empty: at least one is needed", param="messages")
+        raise InvalidRequest("messages is empty: send at least one", param="messages")
     check_count(given, MAX_MESSAGES, "messages")
-    return [_message(message, f"messages[{index}]") for index, message in enumerate(given)]
+    return [_message(context, message, f"messages[{index}]") for index, message in enumerate(given)]
 
 
-def _message(given: dict[str, Any], where: str) -> dict[str, Any]:
-    message = read_object(given, Message, MESSAGE_NEUTRAL, where)
+def _message(context: RequestContext, given: dict[str, Any], where: str) -> dict[str, Any]:
+    message = read_object(context, given, ChatMessage, MESSAGE_NO_EFFECT, where)
     role = "system" if message.role == "developer" else message.role
     if message.content is None and message.refusal is not None:
         message.content = message.refusal
@@ -123,22 +121,19 @@ def _message(given: dict[str, Any], where: str) -> dict[str, Any]:
         raise InvalidRequest(
             f"the field '{where}.content' is missing", param=f"{where}.content", code="missing_required_parameter"
         )
-    content = None if message.content is None else _text(message.content, f"{where}.content")
+    content = None if message.content is None else _text(context, message.content, f"{where}.content")
     reasoning = message.reasoning_content or message.reasoning
-    named = {
-        "name": message.name,
-        "tool_call_id": message.tool_call_id,
-        "tool_calls": read_calls(message.tool_calls, f"{where}.tool_calls") if message.tool_calls else None,
-    }
-    said = {"role": role, "content": content} | {name: value for name, value in named.items() if value is not None}
-    return said | told_reasoning(reasoning, content) if reasoning else said
+    calls = read_calls(context, message.tool_calls, f"{where}.tool_calls") if message.tool_calls else None
+    named = {"name": message.name, "tool_call_id": message.tool_call_id, "tool_calls": calls}
+    rendered = {"role": role, "content": content} | {name: value for name, value in named.items() if value is not None}
+    return rendered | template_reasoning(reasoning, content) if reasoning else rendered
 
 
 def template_fields(
     text: Text, effort: str | None, kwargs: dict[str, Any] | None, param: str = "reasoning_effort"
 ) -> dict[str, Any]:
-    """What is asked of the template beside messages and tools: refused where it has no word for it. `param` is the
-    field the effort came in."""
+    """Returns the template's fields beside messages and tools; raises if the template does not have them. `param` is
+    the field that the effort came in."""
     fields: dict[str, Any] = {}
     if effort == "none":
         fields = {} if text.format.plain(calling=False) else {"enable_thinking": False}
@@ -153,284 +148,254 @@ def template_fields(
     return fields
 
 
-def _verbosity(text: Text, asked: Chat) -> dict[str, Any]:
-    if asked.verbosity in (None, "medium"):
+def _verbosity(text: Text, body: ChatBody) -> dict[str, Any]:
+    if body.verbosity in (None, "medium"):
         return {}
     if not text.takes("verbosity"):
-        raise unsupported("verbosity", asked.verbosity)
-    return {"verbosity": asked.verbosity}
+        raise unsupported("verbosity", body.verbosity)
+    return {"verbosity": body.verbosity}
 
 
-def _text(content: str | list[dict[str, Any]], where: str) -> str:
+def _text(context: RequestContext, content: str | list[dict[str, Any]], where: str) -> str:
     if isinstance(content, str):
         return content
     check_count(content, MAX_PARTS, where)
-    return "\n".join(_part(part, f"{where}[{index}]") for index, part in enumerate(content))
+    return "\n".join(_part(context, part, f"{where}[{index}]") for index, part in enumerate(content))
 
 
-def _part(part: dict[str, Any], where: str) -> str:
+def _part(context: RequestContext, part: dict[str, Any], where: str) -> str:
     match part.get("type"):
         case "text":
-            return read_object(part, TextPart, PART_NEUTRAL, where).text
+            return read_object(context, part, ChatTextPart, PART_NO_EFFECT, where).text
         case "refusal":
-            return read_object(part, RefusalPart, PART_NEUTRAL, where).refusal
+            return read_object(context, part, ChatRefusalPart, PART_NO_EFFECT, where).refusal
         case other:
             raise unsupported(f"{where}.type", other)
 
 
-def _max_tokens(asked: Chat) -> int | None:
-    given = {value for value in (asked.max_tokens, asked.max_completion_tokens) if value is not None}
+def _max_tokens(body: ChatBody) -> int | None:
+    given = {value for value in (body.max_tokens, body.max_completion_tokens) if value is not None}
     if len(given) > 1:
         raise InvalidRequest(
-            "max_tokens and max_completion_tokens are two names of one limit and differ: send one", param="max_tokens"
+            "max_tokens and max_completion_tokens are two names of one limit, but their values differ: send one",
+            param="max_tokens",
         )
     if 0 in given:
         raise InvalidRequest("max_tokens must be at least 1; got 0", param="max_tokens")
     return next(iter(given), None)
 
 
-def _asked_logprobs(asked: Chat) -> int | None:
-    if asked.top_logprobs is not None and not asked.logprobs:
+def _wanted_logprobs(body: ChatBody) -> int | None:
+    if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
-    if asked.top_logprobs is not None and not 0 <= asked.top_logprobs <= 20:
-        raise InvalidRequest(f"top_logprobs must be between 0 and 20; got {asked.top_logprobs}", param="top_logprobs")
-    return (asked.top_logprobs or 0) if asked.logprobs else None
+    if body.top_logprobs is not None and not 0 <= body.top_logprobs <= 20:
+        raise InvalidRequest(f"top_logprobs must be between 0 and 20; got {body.top_logprobs}", param="top_logprobs")
+    return (body.top_logprobs or 0) if body.logprobs else None
 
 
 # -- answering ----------------------------------------------------------------------------------------------------
 
 
-class Alternative(msgspec.Struct):
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class TokenEntry(Alternative):
-    top_logprobs: list[Alternative]
-
-
-class Logprobs(msgspec.Struct):
+class ChatLogprobs(msgspec.Struct):
     content: list[TokenEntry]
     refusal: None = None
 
 
-class Function(msgspec.Struct):
+class CalledFunction(msgspec.Struct):
     name: str
     arguments: str
 
 
-class Call(msgspec.Struct):
+class ToolCall(msgspec.Struct):
     id: str
-    function: Function
+    function: CalledFunction
     type: str = "function"
 
 
-class Said(msgspec.Struct):
+class AssistantMessage(msgspec.Struct):
     content: str | None
     role: str = "assistant"
     refusal: None = None
     reasoning_content: str | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
-    tool_calls: list[Call] | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
-class Choice(msgspec.Struct):
+class ChatChoice(msgspec.Struct):
     index: int
-    message: Said
-    logprobs: Logprobs | None
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
     finish_reason: str | None = None
     token_ids: list[int] | UnsetType = UNSET
 
 
-class Completion(Head, kw_only=True):
-    choices: list[Choice]
-    usage: Usage
+class ChatCompletion(CompletionHead, kw_only=True):
+    choices: list[ChatChoice]
+    usage: CompletionUsage
     prompt_token_ids: Sequence[int] | UnsetType = UNSET
-    penstock: Penstock | UnsetType = UNSET
+    penstock: AnswerReport | UnsetType = UNSET
 
 
-class FunctionPiece(msgspec.Struct, omit_defaults=True):
+class FunctionDelta(msgspec.Struct, omit_defaults=True):
     arguments: str
     name: str | None = None
 
 
-class CallPiece(msgspec.Struct, omit_defaults=True):
+class ToolCallDelta(msgspec.Struct, omit_defaults=True):
     index: int
-    function: FunctionPiece
+    function: FunctionDelta
     id: str | None = None
     type: str | None = None
 
 
-class Added(msgspec.Struct, omit_defaults=True):
+class ChatDelta(msgspec.Struct, omit_defaults=True):
     role: str | None = None
     content: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    tool_calls: list[CallPiece] | None = None
+    tool_calls: list[ToolCallDelta] | None = None
 
 
-class ChunkChoice(msgspec.Struct):
+class ChatChunkChoice(msgspec.Struct):
     index: int
-    delta: Added
-    logprobs: Logprobs | None = None
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     token_ids: list[int] | UnsetType = UNSET
 
 
-class Chunk(Head, kw_only=True):
-    choices: list[ChunkChoice]
-    usage: Usage | UnsetType | None = UNSET
+class ChatCompletionChunk(CompletionHead, kw_only=True):
+    choices: list[ChatChunkChoice]
+    usage: CompletionUsage | UnsetType | None = UNSET
     prompt_token_ids: Sequence[int] | UnsetType = UNSET
-    penstock: Penstock | UnsetType = UNSET
+    penstock: AnswerReport | UnsetType = UNSET
 
 
-CHAT_COMPLETIONS = Operation(Chat, CHAT_NEUTRAL, Completion, Chunk)
+CHAT_COMPLETIONS = Operation(ChatBody, CHAT_NO_EFFECT, ChatCompletion, ChatCompletionChunk)
 
 
-class ChatAnswer:
-    """`new_parser` gives a parser for each choice, or none where answers are content alone."""
-
-    def __init__(
-        self,
-        served: Served,
-        requests: Sequence[Request],
-        asked: Chat,
-        new_parser: Callable[[], AnswerParser | None] = lambda: None,
-    ) -> None:
+class ChatWriter:
+    def __init__(self, served: ServedModel, context: RequestContext, turn: ChatTurn, body: ChatBody) -> None:
         self._tokenizer = served.text.tokenizer
-        self._head = new_head("chatcmpl", served.name, asked.service_tier)
-        self._prompt_ids = requests[0].prompt if asked.return_token_ids else UNSET
-        self._tally = Tally(requests, asked.choices)
-        self._explanation = Explanation(served, requests)
-        self._scored = bool(asked.logprobs)
-        self._usage = None if asked.wants_usage else UNSET
-        self._choices = [Choice(index, Said(""), self._logprobs([])) for index in range(len(requests))]
-        self._plains: dict[int, Plain] = {}  # of choices of which something was streamed
-        self._parsers = [new_parser() for _ in requests]
-        self._reasoned = 0  # tokens
+        self._head = new_head("chatcmpl", served.name, body.service_tier)
+        self._prompt_ids = turn.request.prompt if body.return_token_ids else UNSET
+        self._turn = turn
+        self._tally = TokenTally(turn.requests, body.choices)
+        self._explanation = Explanation(served, context, turn.requests)
+        self._scored = bool(body.logprobs)
+        self._usage = None if body.wants_usage else UNSET
+        self._choices = [
+            ChatChoice(index, AssistantMessage(""), self._logprobs([])) for index in range(len(turn.requests))
+        ]
+        self._templates: dict[int, ChunkTemplate] = {}  # of choices of which something was streamed
 
-    def take(self, choice: int, delta: Delta) -> None:
-        self._tally.take(choice, delta)
-        kept = self._choices[choice]
+    def collect(self, choice: int, delta: Delta) -> None:
+        self._tally.add(choice, delta)
+        answer = self._choices[choice]
         for part in self._parts(choice, delta):
-            _keep(kept.message, part)
+            _add_part(answer.message, part)
         if delta.finish:
-            kept.finish_reason = self._finish(choice, delta)
+            answer.finish_reason = self._finish(choice, delta)
             self._explanation.end(choice, delta)
-        if kept.logprobs is not None:
-            kept.logprobs.content += token_entries(self._tokenizer, delta)
+        if answer.logprobs is not None:
+            answer.logprobs.content += token_entries(self._tokenizer, delta)
         if self._prompt_ids is not UNSET:
-            kept.token_ids = [*(kept.token_ids or ()), *delta.tokens]
+            answer.token_ids = [*(answer.token_ids or ()), *delta.tokens]
 
-    def whole(self) -> Completion:
+    def result(self) -> ChatCompletion:
         for choice in self._choices:
             if choice.message.tool_calls and not choice.message.content:
                 choice.message.content = None
-        told: dict[str, Any] = {"usage": self._told_usage(), "penstock": self._explanation.told()}
-        told["prompt_token_ids"] = self._prompt_ids
-        return Completion(**self._head, object="chat.completion", choices=self._choices, **told)
+        return ChatCompletion(
+            **self._head,
+            object="chat.completion",
+            choices=self._choices,
+            usage=self._final_usage(),
+            prompt_token_ids=self._prompt_ids,
+            penstock=self._explanation.report(),
+        )
 
     def chunks(self, choice: int, delta: Delta) -> Iterator[bytes]:
-        self._tally.take(choice, delta)
-        if choice not in self._plains:
-            first = self._chunk(ChunkChoice(choice, Added("assistant", "")))
+        self._tally.add(choice, delta)
+        if choice not in self._templates:
+            first = self._chunk(ChatChunkChoice(choice, ChatDelta("assistant", "")))
             first.prompt_token_ids = self._prompt_ids
             yield encode(first)
-            self._plains[choice] = Plain(lambda text: self._chunk(ChunkChoice(choice, Added(content=text))))
+            self._templates[choice] = ChunkTemplate(
+                lambda text: self._chunk(ChatChunkChoice(choice, ChatDelta(content=text)))
+            )
         parts = self._parts(choice, delta)
         if self._scored or self._prompt_ids is not UNSET:
             yield from self._detailed_chunks(choice, delta, parts)
         else:
             for part in parts:
-                yield self._plains[choice](part.text) if type(part) is Content else self._part_chunk(choice, part)
+                yield self._templates[choice](part.text) if type(part) is Content else self._part_chunk(choice, part)
         if delta.finish:
             self._explanation.end(choice, delta)
-            chunk = self._chunk(ChunkChoice(choice, Added(), finish_reason=self._finish(choice, delta)))
+            chunk = self._chunk(ChatChunkChoice(choice, ChatDelta(), finish_reason=self._finish(choice, delta)))
             if self._usage is UNSET:
-                chunk.penstock = self._explanation.told()
+                chunk.penstock = self._explanation.report()
             yield encode(chunk)
 
+    def final_chunks(self) -> Iterator[bytes]:
+        if self._usage is None:
+            final: dict[str, Any] = {"usage": self._final_usage(), "penstock": self._explanation.report()}
+            yield encode(ChatCompletionChunk(**self._head, object="chat.completion.chunk", choices=[], **final))
+
     def _detailed_chunks(self, choice: int, delta: Delta, parts: Sequence[Part]) -> Iterator[bytes]:
-        """A delta's tokens go with the first of its parts: they may be markers, which are in none."""
+        """Yields a chunk for each part. The first one has the delta's tokens: they may be markers, which are in no
+        part."""
         entries = token_entries(self._tokenizer, delta) if self._scored else []
         ids = UNSET if self._prompt_ids is UNSET else list(delta.tokens)
-        added = [_added(part) for part in parts] or ([Added(content="")] if entries or ids else [])
+        added = [_chat_delta(part) for part in parts] or ([ChatDelta(content="")] if entries or ids else [])
         for each in added:
-            yield encode(self._chunk(ChunkChoice(choice, each, self._logprobs(entries), token_ids=ids)))
+            yield encode(self._chunk(ChatChunkChoice(choice, each, self._logprobs(entries), token_ids=ids)))
             entries, ids = [], ids and []
 
     def _part_chunk(self, choice: int, part: Part) -> bytes:
-        return encode(self._chunk(ChunkChoice(choice, _added(part))))
+        return encode(self._chunk(ChatChunkChoice(choice, _chat_delta(part))))
 
     def _parts(self, choice: int, delta: Delta) -> list[Part]:
-        """What a delta adds; that a call has ended is not told."""
-        parser = self._parsers[choice]
-        if parser is None:
-            return [Content(delta.text)] if delta.text else []
-        reasoning = parser.reasoning
-        parts = parser.push(delta.text) + (parser.finish() if delta.finish else [])
-        self._reasoned += len(delta.tokens) if reasoning or parser.reasoning else 0
-        return [part for part in parts if type(part) is not CallEnded]
+        """Returns what a delta adds; the end of a call adds nothing here."""
+        return [part for part in self._turn.parts(delta, choice) if type(part) is not CallEnded]
 
     def _finish(self, choice: int, delta: Delta) -> str | None:
-        parser = self._parsers[choice]
-        return "tool_calls" if delta.finish == "stop" and parser is not None and parser.calls else delta.finish
+        return "tool_calls" if delta.finish == "stop" and self._turn.calls(choice) else delta.finish
 
-    def _told_usage(self) -> Usage:
+    def _final_usage(self) -> CompletionUsage:
         usage = self._tally.usage()
-        if self._reasoned:
-            usage.completion_tokens_details = CompletionTokensDetails(self._reasoned)
+        if self._turn.reasoning_tokens:
+            usage.completion_tokens_details = CompletionTokensDetails(self._turn.reasoning_tokens)
         return usage
 
-    def last(self) -> Iterator[bytes]:
-        if self._usage is None:
-            told: dict[str, Any] = {"usage": self._told_usage(), "penstock": self._explanation.told()}
-            yield encode(Chunk(**self._head, object="chat.completion.chunk", choices=[], **told))
+    def _chunk(self, choice: ChatChunkChoice) -> ChatCompletionChunk:
+        return ChatCompletionChunk(**self._head, object="chat.completion.chunk", choices=[choice], usage=self._usage)
 
-    def _chunk(self, choice: ChunkChoice) -> Chunk:
-        return Chunk(**self._head, object="chat.completion.chunk", choices=[choice], usage=self._usage)
-
-    def _logprobs(self, entries: list[TokenEntry]) -> Logprobs | None:
-        return Logprobs(entries) if self._scored else None
+    def _logprobs(self, entries: list[TokenEntry]) -> ChatLogprobs | None:
+        return ChatLogprobs(entries) if self._scored else None
 
 
-def token_entries(tokenizer: Tokenizer, delta: Delta) -> list[TokenEntry]:
-    """Of the tokens that are part of the text."""
-    return [_entry(tokenizer, each) for each in delta.logprobs[: len(delta.logprobs) - delta.silent]]
-
-
-def _entry(tokenizer: Tokenizer, scored: TokenLogprob) -> TokenEntry:
-    top = [Alternative(*_spelled(tokenizer, token, logprob)) for token, logprob in scored.top]
-    return TokenEntry(*_spelled(tokenizer, scored.token, scored.logprob), top)
-
-
-def _spelled(tokenizer: Tokenizer, token: int, logprob: float) -> tuple[str, float, list[int]]:
-    spelling = tokenizer.token_bytes(token)
-    return spelling.decode("utf-8", "replace"), told_logprob(logprob), list(spelling)
-
-
-def _keep(message: Said, part: Part) -> None:
+def _add_part(message: AssistantMessage, part: Part) -> None:
     match part:
         case Content(text):
             message.content = (message.content or "") + text
         case Reasoning(text):
             message.reasoning = message.reasoning_content = (message.reasoning or "") + text
         case CallBegun(_, id, name):
-            message.tool_calls = [*(message.tool_calls or ()), Call(id, Function(name, ""))]
+            message.tool_calls = [*(message.tool_calls or ()), ToolCall(id, CalledFunction(name, ""))]
         case Arguments(index, text):
             assert message.tool_calls
             message.tool_calls[index].function.arguments += text
 
 
-def _added(part: Part) -> Added:
+def _chat_delta(part: Part) -> ChatDelta:
     match part:
         case Content(text):
-            return Added(content=text)
+            return ChatDelta(content=text)
         case Reasoning(text):
-            return Added(reasoning_content=text, reasoning=text)
+            return ChatDelta(reasoning_content=text, reasoning=text)
         case CallBegun(index, id, name):
-            return Added(tool_calls=[CallPiece(index, FunctionPiece("", name), id, "function")])
+            return ChatDelta(tool_calls=[ToolCallDelta(index, FunctionDelta("", name), id, "function")])
         case Arguments(index, text):
-            return Added(tool_calls=[CallPiece(index, FunctionPiece(text))])
+            return ChatDelta(tool_calls=[ToolCallDelta(index, FunctionDelta(text))])
     raise AssertionError(part)

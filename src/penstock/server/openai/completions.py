@@ -1,4 +1,4 @@
-"""POST /v1/completions."""
+"""Serves POST /v1/completions."""
 
 from __future__ import annotations
 
@@ -14,23 +14,25 @@ from starlette.responses import Response
 
 from penstock.errors import InvalidRequest
 from penstock.server.bodies import unsupported
+from penstock.server.chat.logprobs import finite_logprob
 from penstock.server.chat.stream import deltas, together
-from penstock.server.explain import Explanation, Penstock
+from penstock.server.explain import AnswerReport, Explanation
 from penstock.server.openai.fields import (
-    NEUTRAL,
-    Fields,
-    Head,
-    Tally,
-    Usage,
+    NO_EFFECT,
+    CompletionHead,
+    CompletionUsage,
+    GenerationFields,
+    TokenTally,
     new_head,
     read_fields,
     sampling,
-    told_logprob,
+    shown_special,
+    truncate,
 )
-from penstock.server.openai.request import request_of, shown_special, taken
 from penstock.server.openapi import Operation
-from penstock.server.served_model import Served, off_loop
-from penstock.server.sse import Plain, encode, reply
+from penstock.server.request_context import RequestContext
+from penstock.server.served_model import ServedModel, off_loop
+from penstock.server.sse import ChunkTemplate, encode, reply
 from penstock.text import Delta, Tokenizer
 from penstock.text.infill import infill_of, infill_prompt
 from penstock.types import Request, TokenLogprob
@@ -40,7 +42,7 @@ DEFAULT_TOKENS = 16  # OpenAI's
 utf8_decoder = codecs.getincrementaldecoder("utf-8")
 
 
-class Completions(Fields):
+class CompletionBody(GenerationFields):
     prompt: str | list[str | int | list[int]]
     echo: bool | None = None
     logprobs: int | None = None
@@ -49,7 +51,7 @@ class Completions(Fields):
 
     @property
     def choices(self) -> int:
-        """Of which the best n are told."""
+        """Returns how many are generated for each prompt; the best n of them are returned."""
         return self.best_of or self.n or 1
 
     @property
@@ -57,61 +59,63 @@ class Completions(Fields):
         return self.choices > (self.n or 1)
 
 
-class Prompt(NamedTuple):
+class EncodedPrompt(NamedTuple):
     ids: Sequence[int]
-    text: str | None  # as it was sent, unless token ids were
+    text: str | None  # as it was sent; None if token ids were
 
 
-async def completions(served: Served, http: HttpRequest) -> Response:
-    asked = await read_fields(http, Completions, NEUTRAL)
-    served.check_model(asked.model)
-    _check(asked)
-    scores = asked.logprobs if asked.echo else None
-    logprobs = 0 if asked.selective and asked.logprobs is None else asked.logprobs
-    params = sampling(served, asked, max_tokens=asked.max_tokens, logprobs=logprobs, prompt_logprobs=scores)
-    if asked.suffix:
-        prompts, ends = await _infill(served, asked, asked.suffix)
+async def completions(served: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
+    body = await read_fields(http, context, CompletionBody, NO_EFFECT)
+    served.check_model(body.model)
+    _check(body)
+    scores = body.logprobs if body.echo else None
+    logprobs = 0 if body.selective and body.logprobs is None else body.logprobs
+    params = sampling(served, body, max_tokens=body.max_tokens, logprobs=logprobs, prompt_logprobs=scores)
+    if body.suffix:
+        prompts, ends = await _infill(served, body, body.suffix)
         params = [replace(each, stop_token_ids=(*each.stop_token_ids, *ends)) for each in params]
     else:
-        prompts = [_cut(served, asked, prompt) for prompt in await encode_prompts(served, _prompts(asked))]
-    requests = [request_of(served, asked, ids, each, "prompt", DEFAULT_TOKENS) for ids, _ in prompts for each in params]
+        prompts = [_truncated(served, context, body, each) for each in await encode_prompts(served, _prompts(body))]
+    requests = [served.request(context, ids, each, "prompt", DEFAULT_TOKENS) for ids, _ in prompts for each in params]
     for ids, _ in prompts:
         served.check_ids(ids, "prompt")
     texts = [prompt.text for prompt in prompts for _ in params]
-    answer = CompletionAnswer(served, requests, texts, asked)
-    shown = shown_special(served, asked)
-    running = together(
-        [deltas(served, request, choice, continuing=True, shown=shown) for choice, request in enumerate(requests)]
-    )
-    return await reply(http, answer, running, streaming=bool(asked.stream))
+    writer = CompletionWriter(served, context, requests, texts, body)
+    shown = shown_special(served, body)
+    running = [
+        deltas(served, context, request, choice, continuing=True, shown=shown)
+        for choice, request in enumerate(requests)
+    ]
+    return await reply(http, context, writer, together(running), streaming=bool(body.stream))
 
 
 # -- reading ------------------------------------------------------------------------------------------------------
 
 
-def _check(asked: Completions) -> None:
-    if asked.choices < (asked.n or 1):
-        raise InvalidRequest(f"best_of must be at least n, which is {asked.n}; got {asked.best_of}", param="best_of")
-    if asked.selective and asked.stream:
+def _check(body: CompletionBody) -> None:
+    if body.choices < (body.n or 1):
+        raise InvalidRequest(f"best_of must be at least n, which is {body.n}; got {body.best_of}", param="best_of")
+    if body.selective and body.stream:
         raise InvalidRequest(
-            "best_of more than n cannot be streamed: which are best is known at the end", param="best_of"
+            "best_of above n cannot be streamed, because the best choices are known at the end: leave stream out",
+            param="best_of",
         )
-    if asked.max_tokens == 0 and not asked.echo:
+    if body.max_tokens == 0 and not body.echo:
         raise InvalidRequest("max_tokens must be at least 1 unless echo is true; got 0", param="max_tokens")
 
 
-def _prompts(asked: Completions) -> list[str | list[int]]:
-    prompts = separate(asked.prompt, "prompt")
-    if len(prompts) > 1 and len(prompts) * asked.choices > MAX_CHOICES:
+def _prompts(body: CompletionBody) -> list[str | list[int]]:
+    prompts = separate(body.prompt, "prompt")
+    if len(prompts) > 1 and len(prompts) * body.choices > MAX_CHOICES:
         raise InvalidRequest(
-            f"{len(prompts)} prompts with {asked.choices} choices each are more than {MAX_CHOICES}: send fewer at once",
+            f"{len(prompts)} prompts with {body.choices} choices each are more than {MAX_CHOICES}: send fewer at once",
             param="prompt",
         )
     return prompts
 
 
 def separate(given: str | list[str | int | list[int]], param: str) -> list[str | list[int]]:
-    """The prompts in a field: one text, several, one list of token ids, or several."""
+    """Returns the prompts of a field, which is one text, several, one list of token ids, or several."""
     if isinstance(given, str):
         return [given]
     ids = [each for each in given if isinstance(each, int)]
@@ -127,125 +131,136 @@ def separate(given: str | list[str | int | list[int]], param: str) -> list[str |
     return [*texts, *lists]
 
 
-async def _infill(served: Served, asked: Completions, after: str) -> tuple[list[Prompt], tuple[int, ...]]:
-    """Prompts that ask for the text between each and the suffix, and the tokens that end it."""
+async def _infill(served: ServedModel, body: CompletionBody, after: str) -> tuple[list[EncodedPrompt], tuple[int, ...]]:
+    """Returns prompts for the text between each prompt and the suffix, and the tokens that end that text."""
     tokenizer, infill = served.text.tokenizer, infill_of(served.text.tokenizer)
-    texts = [prompt for prompt in _prompts(asked) if isinstance(prompt, str)]
+    texts = [prompt for prompt in _prompts(body) if isinstance(prompt, str)]
     if infill is None or not texts:
         raise unsupported("suffix", after)
-    if asked.echo or asked.truncate_prompt_tokens is not None:
-        raise InvalidRequest("suffix: echo and truncate_prompt_tokens have no place beside it", param="suffix")
+    if body.echo or body.truncate_prompt_tokens is not None:
+        raise InvalidRequest(
+            "suffix cannot be combined with echo or truncate_prompt_tokens: leave them out", param="suffix"
+        )
     size = sum(map(len, texts)) + len(after) * len(texts)
     ids = await off_loop(size, lambda: [infill_prompt(tokenizer, infill, text, after) for text in texts])
-    return [Prompt(each, text) for each, text in zip(ids, texts, strict=True)], infill.ends
+    return [EncodedPrompt(each, text) for each, text in zip(ids, texts, strict=True)], infill.ends
 
 
-def _cut(served: Served, asked: Completions, prompt: Prompt) -> Prompt:
-    """A prompt that was cut is echoed as its tokens are spelled."""
-    most = DEFAULT_TOKENS if asked.max_tokens is None else asked.max_tokens
-    ids = taken(served, asked, list(prompt.ids), most)
-    return prompt if len(ids) == len(prompt.ids) else Prompt(ids, None)
+def _truncated(
+    served: ServedModel, context: RequestContext, body: CompletionBody, prompt: EncodedPrompt
+) -> EncodedPrompt:
+    """Returns the prompt as truncate_prompt_tokens leaves it. A prompt that was cut is echoed as its tokens decode."""
+    max_tokens = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
+    ids = truncate(served, context, body, list(prompt.ids), max_tokens)
+    return prompt if len(ids) == len(prompt.ids) else EncodedPrompt(ids, None)
 
 
-async def encode_prompts(served: Served, prompts: Sequence[str | list[int]], *, whole: bool = False) -> list[Prompt]:
-    """`whole`: nothing will follow them."""
+async def encode_prompts(
+    served: ServedModel, prompts: Sequence[str | list[int]], *, whole: bool = False
+) -> list[EncodedPrompt]:
+    """Returns the prompts' token ids. `whole` prompts are not continued: they get the model's closing tokens."""
     size = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
     encode = served.text.encode_whole if whole else served.text.encode_prompt
     return await off_loop(
-        size, lambda: [Prompt(encode(p), p) if isinstance(p, str) else Prompt(p, None) for p in prompts]
+        size, lambda: [EncodedPrompt(encode(p), p) if isinstance(p, str) else EncodedPrompt(p, None) for p in prompts]
     )
 
 
 # -- answering ----------------------------------------------------------------------------------------------------
 
 
-class Logprobs(msgspec.Struct):
+class CompletionLogprobs(msgspec.Struct):
     tokens: list[str] = []
     token_logprobs: list[float | None] = []
     top_logprobs: list[dict[str, float] | None] = []
     text_offset: list[int] = []
 
-    def extend(self, more: Logprobs) -> None:
+    def extend(self, more: CompletionLogprobs) -> None:
         self.tokens += more.tokens
         self.token_logprobs += more.token_logprobs
         self.top_logprobs += more.top_logprobs
         self.text_offset += more.text_offset
 
 
-class Choice(msgspec.Struct):
+class CompletionChoice(msgspec.Struct):
     index: int
     text: str = ""
-    logprobs: Logprobs | None = None
+    logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: Sequence[int] | UnsetType = UNSET  # in the first
 
 
-class Completion(Head, kw_only=True):
-    choices: list[Choice]
-    usage: Usage | UnsetType | None = UNSET
-    penstock: Penstock | UnsetType = UNSET
+class TextCompletion(CompletionHead, kw_only=True):
+    choices: list[CompletionChoice]
+    usage: CompletionUsage | UnsetType | None = UNSET
+    penstock: AnswerReport | UnsetType = UNSET
 
 
-COMPLETIONS = Operation(Completions, NEUTRAL, Completion, Completion)
+COMPLETIONS = Operation(CompletionBody, NO_EFFECT, TextCompletion, TextCompletion)
 
 
-class CompletionAnswer:
+class CompletionWriter:
     def __init__(
-        self, served: Served, requests: Sequence[Request], texts: Sequence[str | None], asked: Completions
+        self,
+        served: ServedModel,
+        context: RequestContext,
+        requests: Sequence[Request],
+        texts: Sequence[str | None],
+        body: CompletionBody,
     ) -> None:
-        self._head = new_head("cmpl", served.name, asked.service_tier)
-        self._prompts = [request.prompt if asked.return_token_ids else UNSET for request in requests]
-        self._tally = Tally(requests, asked.choices)
-        self._explanation = Explanation(served, requests)
-        self._scored = asked.logprobs is not None
-        self._usage = None if asked.wants_usage else UNSET
-        self._plains: dict[int, Plain] = {}
-        self._begun: set[int] = set()  # of choices with token ids
-        self._told = asked.n or 1  # of each prompt's choices
-        self._likely: list[list[float]] = [[] for _ in requests]  # logprobs, where the best are to be told
-        self._selective = asked.selective
-        self._choices = [Choice(index, logprobs=self._no_logprobs()) for index in range(len(requests))]
+        self._head = new_head("cmpl", served.name, body.service_tier)
+        self._prompts = [request.prompt if body.return_token_ids else UNSET for request in requests]
+        self._tally = TokenTally(requests, body.choices)
+        self._explanation = Explanation(served, context, requests)
+        self._scored = body.logprobs is not None
+        self._usage = None if body.wants_usage else UNSET
+        self._templates: dict[int, ChunkTemplate] = {}
+        self._begun: set[int] = set()  # choices of which token ids were streamed
+        self._returned = body.n or 1  # of each prompt's choices
+        self._likely: list[list[float]] = [[] for _ in requests]  # logprobs, if the best are to be chosen
+        self._selective = body.selective
+        self._choices = [CompletionChoice(index, logprobs=self._no_logprobs()) for index in range(len(requests))]
         self._transcripts = [Transcript(served.text.tokenizer) for _ in requests]
-        if asked.echo:
+        if body.echo:
             for transcript, request, text in zip(self._transcripts, requests, texts, strict=True):
                 transcript.echo(request.prompt, text)
 
-    def take(self, choice: int, delta: Delta) -> None:
-        self._tally.take(choice, delta)
+    def collect(self, choice: int, delta: Delta) -> None:
+        self._tally.add(choice, delta)
         if self._selective:
             self._likely[choice] += [scored.logprob for scored in delta.logprobs]
-        kept, added = self._choices[choice], self._choice(choice, delta)
-        kept.text += added.text
+        answer, added = self._choices[choice], self._choice(choice, delta)
+        answer.text += added.text
         if delta.finish:
-            kept.finish_reason = delta.finish
+            answer.finish_reason = delta.finish
             self._explanation.end(choice, delta)
-        if kept.logprobs is not None and added.logprobs is not None:
-            kept.logprobs.extend(added.logprobs)
+        if answer.logprobs is not None and added.logprobs is not None:
+            answer.logprobs.extend(added.logprobs)
         if added.token_ids is not UNSET:
-            kept.token_ids = [*(kept.token_ids or ()), *added.token_ids]
-            kept.prompt_token_ids = self._prompts[choice]
+            answer.token_ids = [*(answer.token_ids or ()), *added.token_ids]
+            answer.prompt_token_ids = self._prompts[choice]
 
-    def whole(self) -> Completion:
+    def result(self) -> TextCompletion:
         best = self._best() if self._selective else range(len(self._choices))
         choices = [msgspec.structs.replace(self._choices[each], index=index) for index, each in enumerate(best)]
-        return self._completion(choices, self._tally.usage(), self._explanation.told(best))
+        return self._completion(choices, self._tally.usage(), self._explanation.report(best))
 
     def _best(self) -> list[int]:
-        """Those of each prompt's choices whose tokens are likeliest on average, from the best on."""
+        """Returns those of each prompt's choices whose tokens are likeliest on average, the best first."""
 
         def likelihood(choice: int) -> float:
             return sum(self._likely[choice]) / max(len(self._likely[choice]), 1)
 
         size = self._tally.n
         prompts = [range(first, first + size) for first in range(0, len(self._choices), size)]
-        return [each for choices in prompts for each in sorted(choices, key=likelihood, reverse=True)[: self._told]]
+        return [each for choices in prompts for each in sorted(choices, key=likelihood, reverse=True)[: self._returned]]
 
     def chunks(self, choice: int, delta: Delta) -> Iterator[bytes]:
-        self._tally.take(choice, delta)
+        self._tally.add(choice, delta)
         if not (self._scored or delta.finish or self._prompts[choice]):
             if text := self._transcripts[choice].text(delta):
-                yield self._plain(choice)(text)
+                yield self._template(choice)(text)
             return
         added = self._choice(choice, delta)
         if delta.finish:
@@ -254,45 +269,51 @@ class CompletionAnswer:
             self._begun.add(choice)
             added.prompt_token_ids = self._prompts[choice]
         if added.text or added.finish_reason or added.token_ids or (added.logprobs and added.logprobs.tokens):
-            told = UNSET if self._usage is None else self._explanation.told()
-            yield encode(self._completion([added], self._usage, told))
+            report = UNSET if self._usage is None else self._explanation.report()
+            yield encode(self._completion([added], self._usage, report))
 
-    def last(self) -> Iterator[bytes]:
+    def final_chunks(self) -> Iterator[bytes]:
         if self._usage is None:
-            yield encode(self._completion([], self._tally.usage(), self._explanation.told()))
+            yield encode(self._completion([], self._tally.usage(), self._explanation.report()))
 
-    def _plain(self, choice: int) -> Plain:
-        if choice not in self._plains:
-            self._plains[choice] = Plain(lambda text: self._completion([Choice(choice, text)], self._usage))
-        return self._plains[choice]
+    def _template(self, choice: int) -> ChunkTemplate:
+        if choice not in self._templates:
+            self._templates[choice] = ChunkTemplate(
+                lambda text: self._completion([CompletionChoice(choice, text)], self._usage)
+            )
+        return self._templates[choice]
 
     def _completion(
-        self, choices: list[Choice], usage: Usage | UnsetType | None, told: Penstock | UnsetType = UNSET
-    ) -> Completion:
-        return Completion(**self._head, object="text_completion", choices=choices, usage=usage, penstock=told)
+        self,
+        choices: list[CompletionChoice],
+        usage: CompletionUsage | UnsetType | None,
+        report: AnswerReport | UnsetType = UNSET,
+    ) -> TextCompletion:
+        return TextCompletion(**self._head, object="text_completion", choices=choices, usage=usage, penstock=report)
 
-    def _choice(self, choice: int, delta: Delta) -> Choice:
+    def _choice(self, choice: int, delta: Delta) -> CompletionChoice:
         transcript = self._transcripts[choice]
         logprobs = transcript.logprobs(delta) if self._scored else None
         ids = list(delta.tokens) if self._prompts[choice] else UNSET
-        return Choice(choice, transcript.text(delta), logprobs, delta.finish, ids)
+        return CompletionChoice(choice, transcript.text(delta), logprobs, delta.finish, ids)
 
-    def _no_logprobs(self) -> Logprobs | None:
-        return Logprobs() if self._scored else None
+    def _no_logprobs(self) -> CompletionLogprobs | None:
+        return CompletionLogprobs() if self._scored else None
 
 
 class Transcript:
-    """One choice as it is told: the prompt first when it is to be echoed, and where in the text each token starts."""
+    """Builds one choice's text, after the prompt if that is echoed, and finds where in the text each token starts."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._echo = ""
-        self._first: Sequence[int] = ()  # the prompt's first token, which nothing precedes to score it by
+        self._first: Sequence[int] = ()  # the prompt's first token, which has no score because nothing precedes it
         self._decoder = utf8_decoder("replace")
         self._at = 0
 
     def echo(self, prompt: Sequence[int], text: str | None) -> None:
-        """A prompt that came as text may have got a BOS or a space in front: those start before the text does."""
+        """Echoes the prompt. One that came as text may have got a BOS or a space in front: these start before the
+        text does."""
         spelled = self._tokenizer.decode(prompt, special=True, continuing=True)
         self._echo = spelled if text is None else text
         self._at = len(self._echo) - len(spelled)
@@ -302,31 +323,31 @@ class Transcript:
         text, self._echo = self._echo + delta.text, ""
         return text
 
-    def logprobs(self, delta: Delta) -> Logprobs:
-        told = Logprobs()
+    def logprobs(self, delta: Delta) -> CompletionLogprobs:
+        entries = CompletionLogprobs()
         for token in self._first:
-            self._tell(told, token, None, None, shown=True)
+            self._append(entries, token, None, None, shown=True)
         self._first = ()
         for score in delta.scores:
-            self._tell(told, score.token, told_logprob(score.logprob), self._top(score), shown=True)
+            self._append(entries, score.token, finite_logprob(score.logprob), self._top(score), shown=True)
         for scored in delta.logprobs:
             shown = scored.token not in self._tokenizer.special_ids
-            self._tell(told, scored.token, told_logprob(scored.logprob), self._top(scored), shown)
-        return told
+            self._append(entries, scored.token, finite_logprob(scored.logprob), self._top(scored), shown)
+        return entries
 
-    def _tell(
-        self, told: Logprobs, token: int, logprob: float | None, top: dict[str, float] | None, shown: bool
+    def _append(
+        self, entries: CompletionLogprobs, token: int, logprob: float | None, top: dict[str, float] | None, shown: bool
     ) -> None:
-        told.tokens.append(self._tokenizer.token_text(token))
-        told.token_logprobs.append(logprob)
-        told.top_logprobs.append(top)
-        told.text_offset.append(max(self._at, 0))
+        entries.tokens.append(self._tokenizer.token_text(token))
+        entries.token_logprobs.append(logprob)
+        entries.top_logprobs.append(top)
+        entries.text_offset.append(max(self._at, 0))
         if shown:
             self._at += len(self._decoder.decode(self._tokenizer.token_bytes(token)))
 
     def _top(self, scored: TokenLogprob) -> dict[str, float]:
-        """The likeliest tokens and the chosen one; of two spelled alike, the likelier."""
+        """Returns the likeliest tokens and the chosen one; of two that are spelled alike, the likelier."""
         top: dict[str, float] = {}
         for token, logprob in (*scored.top, (scored.token, scored.logprob)):
-            top.setdefault(self._tokenizer.token_text(token), told_logprob(logprob))
+            top.setdefault(self._tokenizer.token_text(token), finite_logprob(logprob))
         return top

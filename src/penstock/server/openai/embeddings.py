@@ -1,4 +1,4 @@
-"""POST /v1/embeddings, and what it shares with Ollama's endpoints of that kind."""
+"""Serves POST /v1/embeddings, and contains what Ollama's embedding endpoints share with it."""
 
 from __future__ import annotations
 
@@ -13,25 +13,26 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from penstock.errors import InvalidRequest
-from penstock.server.bodies import ANYTHING, Neutral, read_body
+from penstock.server.bodies import ANY_VALUE, NoEffect, read_body
 from penstock.server.chat.stream import deltas, while_connected
-from penstock.server.errors import LEFT
+from penstock.server.errors import CLIENT_LEFT
 from penstock.server.openai.completions import encode_prompts, separate
 from penstock.server.openapi import Operation
-from penstock.server.served_model import Served
+from penstock.server.request_context import RequestContext
+from penstock.server.served_model import ServedModel
 from penstock.server.sse import encode
 from penstock.text import check_dimensions, embedding, embedding_request
 from penstock.text.embedding import Vector, pooling_of
 from penstock.types import Request
 
 MAX_INPUTS = 2048  # OpenAI's
-AT_ONCE = 32  # of one HTTP request in the engine: others' come in between
-NEUTRAL: Neutral = {"user": ANYTHING}
+CONCURRENT = 32  # inputs of one HTTP request in the engine at once, so that others get their turn
+NO_EFFECT: NoEffect = {"user": ANY_VALUE}
 
 T = TypeVar("T")
 
 
-class Embeddings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class EmbeddingsBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     model: str
     input: str | list[str | int | list[int]]
     encoding_format: Literal["float", "base64"] | None = None
@@ -45,7 +46,7 @@ class Embedding(msgspec.Struct):
     object: str = "embedding"
 
 
-class Usage(msgspec.Struct):
+class EmbeddingUsage(msgspec.Struct):
     prompt_tokens: int
     total_tokens: int
 
@@ -53,29 +54,31 @@ class Usage(msgspec.Struct):
 class EmbeddingList(msgspec.Struct):
     data: list[Embedding]
     model: str
-    usage: Usage
+    usage: EmbeddingUsage
     object: str = "list"
 
 
-EMBEDDINGS = Operation(Embeddings, NEUTRAL, EmbeddingList)
+EMBEDDINGS = Operation(EmbeddingsBody, NO_EFFECT, EmbeddingList)
 
 
-async def embeddings(served: Served, http: HttpRequest) -> Response:
-    asked = await read_body(http, Embeddings, NEUTRAL)
-    served.check_model(asked.model)
-    check_dimensions(asked.dimensions, served.limits.dim)
-    requests = await _requests(served, asked)
-    spell = base64_of if asked.encoding_format == "base64" else floats_of
-    vectors = await pooled(served, http, requests, lambda state: spell(embedding(state, asked.dimensions)))
+async def embeddings(served: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
+    body = await read_body(http, context, EmbeddingsBody, NO_EFFECT)
+    served.check_model(body.model)
+    check_dimensions(body.dimensions, served.limits.dim)
+    requests = await _requests(served, context, body)
+    spell = base64_of if body.encoding_format == "base64" else floats_of
+    vectors = await pooled(served, http, context, requests, lambda state: spell(embedding(state, body.dimensions)))
     if vectors is None:
-        return LEFT
+        return CLIENT_LEFT
     count = sum(len(request.prompt) for request in requests)
     data = [Embedding(index, vector) for index, vector in enumerate(vectors)]
-    return Response(encode(EmbeddingList(data, served.name, Usage(count, count))), media_type="application/json")
+    return Response(
+        encode(EmbeddingList(data, served.name, EmbeddingUsage(count, count))), media_type="application/json"
+    )
 
 
-async def _requests(served: Served, asked: Embeddings) -> list[Request]:
-    inputs = separate(asked.input, "input")
+async def _requests(served: ServedModel, context: RequestContext, body: EmbeddingsBody) -> list[Request]:
+    inputs = separate(body.input, "input")
     check_count(inputs)
     names = names_of(inputs)
     for given, name in zip(inputs, names, strict=True):
@@ -83,17 +86,19 @@ async def _requests(served: Served, asked: Embeddings) -> list[Request]:
             served.check_ids(given, name)
     check_texts(inputs, names)
     limits, client = served.limits, served.client
-    pooling = pooling_of(asked.pooling, limits)
+    pooling = pooling_of(body.pooling, limits)
     prompts = await encode_prompts(served, inputs, whole=True)
     return [
-        embedding_request(client.next_id(), ids, limits.max_len, pooling, param=name)
+        context.apply_to(embedding_request(client.next_id(), ids, limits.max_len, pooling, param=name))
         for (ids, _), name in zip(prompts, names, strict=True)
     ]
 
 
 def check_count(inputs: Sequence[object]) -> None:
     if len(inputs) > MAX_INPUTS:
-        raise InvalidRequest(f"input has {len(inputs)} parts; at most {MAX_INPUTS} are taken at once", param="input")
+        raise InvalidRequest(
+            f"input has {len(inputs)} texts; at most {MAX_INPUTS} are allowed: send fewer at once", param="input"
+        )
 
 
 def names_of(inputs: Sequence[object]) -> list[str]:
@@ -101,32 +106,38 @@ def names_of(inputs: Sequence[object]) -> list[str]:
 
 
 def check_texts(inputs: Sequence[str | list[int]], names: Sequence[str]) -> None:
-    """A text that is empty may have a token all the same, where a model wants a BOS."""
+    """Raises for an empty text, which has a token all the same if the model wants a BOS."""
     for given, name in zip(inputs, names, strict=True):
         if not given:
-            raise InvalidRequest(f"{name} is empty: there is nothing to embed", param=name)
+            raise InvalidRequest(f"{name} is empty: send a text", param=name)
 
 
 async def pooled(
-    served: Served, http: HttpRequest, requests: Sequence[Request], spell: Callable[[bytes], T]
+    served: ServedModel,
+    http: HttpRequest,
+    context: RequestContext,
+    requests: Sequence[Request],
+    spell: Callable[[bytes], T],
 ) -> list[T] | None:
-    """What `spell` makes of the state of each request, as it comes; None when the client left. One that fails fails
-    all."""
-    return await while_connected(http.receive, _all(served, requests, spell))
+    """Returns what `spell` makes of the pooled state of each request, or None if the client left. If one request fails,
+    all do."""
+    return await while_connected(http.receive, _all(served, context, requests, spell))
 
 
-async def _all(served: Served, requests: Sequence[Request], spell: Callable[[bytes], T]) -> list[T]:
+async def _all(
+    served: ServedModel, context: RequestContext, requests: Sequence[Request], spell: Callable[[bytes], T]
+) -> list[T]:
     if not requests:
         return []
     waiting, found = iter(enumerate(requests)), dict[int, T]()
 
     async def work() -> None:
         for index, request in waiting:
-            async with aclosing(deltas(served, request)) as steps:
+            async with aclosing(deltas(served, context, request)) as steps:
                 async for _, delta in steps:
                     found[index] = spell(delta.pooled)
 
-    tasks = [asyncio.create_task(work()) for _ in range(min(AT_ONCE, len(requests)))]
+    tasks = [asyncio.create_task(work()) for _ in range(min(CONCURRENT, len(requests)))]
     try:
         await asyncio.gather(*tasks)
     finally:
@@ -137,7 +148,7 @@ async def _all(served: Served, requests: Sequence[Request], spell: Callable[[byt
 
 
 def floats_of(vector: Vector) -> msgspec.Raw:
-    """Encoded one by one: all at once would hold up every stream."""
+    """Returns the vector as JSON. Vectors are encoded one by one: all at once would hold up every stream."""
     return msgspec.Raw(encode(vector.tolist()))
 
 

@@ -1,4 +1,4 @@
-"""What OpenAI's generating endpoints share: the fields of a request, and what every answer holds."""
+"""Contains what OpenAI's chat and completions share: the fields of a request, and the fields of every answer."""
 
 from __future__ import annotations
 
@@ -14,29 +14,30 @@ from starlette.requests import Request as HttpRequest
 from penstock import __version__
 from penstock.errors import InvalidRequest
 from penstock.server.access.bounds import check_stops
-from penstock.server.bodies import ANYTHING, Neutral, read_body, unsupported
+from penstock.server.bodies import ANY_VALUE, NoEffect, read_body, unsupported
 from penstock.server.chat.structured import Structured, grammar_of
-from penstock.server.request_context import notes
-from penstock.server.served_model import Served
-from penstock.text import Delta
+from penstock.server.request_context import RequestContext
+from penstock.server.served_model import ServedModel
+from penstock.text import Delta, new_seed
 from penstock.types import Request, SamplingParams
 
 FINGERPRINT = f"penstock-{__version__}"
-NO_CHANCE = -9999.0  # stands for minus infinity, which JSON has no word for
+ALL_THAT_FITS = -1  # a value of truncate_prompt_tokens
 
-TOLD_TIERS = {"flex": "flex", "priority": "priority", "fast": "priority"}
+ANSWERED_TIERS = {"flex": "flex", "priority": "priority", "fast": "priority"}  # others are answered as "default"
+TIER_PRIORITIES = {"auto": 0, "default": 0, "scale": 0, "flex": 1, "priority": -1, "fast": -1}  # lower runs sooner
 
-NEUTRAL: Neutral = {
-    "metadata": ANYTHING,
-    "prompt_cache_key": ANYTHING,  # every prefix is cached, asked for or not, for as long as there is room
-    "prompt_cache_options": ANYTHING,
-    "prompt_cache_retention": ANYTHING,
-    "safety_identifier": ANYTHING,
+NO_EFFECT: NoEffect = {
+    "metadata": ANY_VALUE,
+    "prompt_cache_key": ANY_VALUE,  # every prefix is cached anyway, for as long as there is room
+    "prompt_cache_options": ANY_VALUE,
+    "prompt_cache_retention": ANY_VALUE,
+    "safety_identifier": ANY_VALUE,
     "store": (False,),
-    "user": ANYTHING,
+    "user": ANY_VALUE,
 }
 
-F = TypeVar("F", bound="Fields")
+F = TypeVar("F", bound="GenerationFields")
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -44,8 +45,9 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_obfuscation: bool = False
 
 
-class Sampled(Structured, forbid_unknown_fields=True, kw_only=True):
-    """How tokens are chosen. Every field may be null, which is the same as leaving it out."""
+class SamplingFields(Structured, forbid_unknown_fields=True, kw_only=True):
+    """Declares the fields that say how tokens are sampled. Every field may be null, which is the same as leaving it
+    out."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -66,7 +68,7 @@ class Sampled(Structured, forbid_unknown_fields=True, kw_only=True):
         return 1
 
 
-class Fields(Sampled, kw_only=True):
+class GenerationFields(SamplingFields, kw_only=True):
     model: str
     max_tokens: int | None = None
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
@@ -78,10 +80,7 @@ class Fields(Sampled, kw_only=True):
     cache_salt: Annotated[str, Meta(min_length=1)] | None = None
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None  # lower is sooner
     service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
-    penstock: bool | None = None  # whether the answer is to explain itself
-
-    def __post_init__(self) -> None:
-        notes().explain |= bool(self.penstock)
+    penstock: bool | None = None  # asks for a report of what happened to the answer
 
     @property
     def choices(self) -> int:
@@ -92,13 +91,40 @@ class Fields(Sampled, kw_only=True):
         return self.stream_options is not None and self.stream_options.include_usage
 
 
-async def read_fields(http: HttpRequest, kind: type[F], neutral: Neutral) -> F:
-    fields = await read_body(http, kind, neutral)
+async def read_fields(http: HttpRequest, context: RequestContext, kind: type[F], no_effect: NoEffect) -> F:
+    """Returns the request's body, and takes over into the context what it says about the request as a whole."""
+    fields = await read_body(http, context, kind, no_effect)
     if fields.stream_options is not None and not fields.stream:
         raise InvalidRequest("stream_options needs stream: true", param="stream_options")
     if fields.stream_options is not None and fields.stream_options.include_obfuscation:
         raise unsupported("stream_options.include_obfuscation", True)
+    context.explain |= bool(fields.penstock)
+    context.salt = fields.cache_salt or ""
+    context.priority = TIER_PRIORITIES[fields.service_tier or "auto"] if fields.priority is None else fields.priority
     return fields
+
+
+def shown_special(served: ServedModel, fields: GenerationFields) -> frozenset[int]:
+    """Returns the special tokens that are returned as text although no marker contains them."""
+    return frozenset() if fields.skip_special_tokens is not False else served.text.tokenizer.special_ids
+
+
+def truncate(
+    served: ServedModel, context: RequestContext, fields: GenerationFields, prompt: list[int], max_tokens: int | None
+) -> list[int]:
+    """Returns the end of a prompt that is longer than truncate_prompt_tokens, and counts what was cut. The context must
+    have room for `max_tokens` after it."""
+    if fields.truncate_prompt_tokens is None:
+        return prompt
+    room = served.limits.max_len - (1 if max_tokens is None else max_tokens)
+    length = room if fields.truncate_prompt_tokens == ALL_THAT_FITS else fields.truncate_prompt_tokens
+    if not 0 < length <= room:
+        raise InvalidRequest(
+            f"truncate_prompt_tokens must be -1, or from 1 to {room}, for which the context has room; got {length}",
+            param="truncate_prompt_tokens",
+        )
+    context.truncated += max(len(prompt) - length, 0)
+    return prompt[-length:]
 
 
 # -- sampling -----------------------------------------------------------------------------------------------------
@@ -111,39 +137,36 @@ _SAMPLING = (
     "frequency_penalty",
     "repetition_penalty",
     "logit_bias",
-    "seed",
     "min_tokens",
     "ignore_eos",
 )
 
 
-def sampling(served: Served, fields: Sampled, **given: Any) -> list[SamplingParams]:
-    """One for each of a prompt's choices: with a seed, each choice has its own. `given` are the settings that each
+def sampling(served: ServedModel, fields: SamplingFields, **given: Any) -> list[SamplingParams]:
+    """Returns sampling for each of a prompt's choices; each choice has its own seed. `given` are the settings that each
     endpoint spells in its own way."""
     served.check_ids(fields.logit_bias or (), "logit_bias")
     served.check_ids(fields.stop_token_ids or (), "stop_token_ids")
     named = {name: getattr(fields, name) for name in _SAMPLING}
     settings = {name: value for name, value in (named | given).items() if value is not None}
-    settings["top_k"] = 0 if fields.top_k in (None, -1) else fields.top_k  # -1 is how some clients say "off"
+    settings["top_k"] = 0 if fields.top_k in (None, -1) else fields.top_k  # some clients send -1 for "off"
     settings["stop"] = check_stops((fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ()), "stop")
     settings["stop_token_ids"] = tuple(fields.stop_token_ids or ())
     settings["grammar"] = grammar_of(fields)
-    seed = settings.pop("seed", None)
-    return [
-        SamplingParams(seed=None if seed is None else seed + choice, **settings) for choice in range(fields.choices)
-    ]
+    seed = new_seed() if fields.seed is None else fields.seed
+    return [SamplingParams(seed=seed + choice, **settings) for choice in range(fields.choices)]
 
 
 # -- answering ----------------------------------------------------------------------------------------------------
 
 
-class Head(msgspec.Struct, kw_only=True):
+class CompletionHead(msgspec.Struct, kw_only=True):
     id: str
     object: str
     created: int
     model: str
     system_fingerprint: str = FINGERPRINT
-    service_tier: str | UnsetType = UNSET  # told to those who ask for one
+    service_tier: str | UnsetType = UNSET  # only if the request names one
 
 
 class PromptTokensDetails(msgspec.Struct):
@@ -154,7 +177,7 @@ class CompletionTokensDetails(msgspec.Struct):
     reasoning_tokens: int
 
 
-class Usage(msgspec.Struct):
+class CompletionUsage(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
@@ -162,7 +185,7 @@ class Usage(msgspec.Struct):
     completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
-class Tally:
+class TokenTally:
     """Counts the tokens of an answer: each prompt once, however many choices it has."""
 
     def __init__(self, requests: Sequence[Request], n: int) -> None:
@@ -171,22 +194,20 @@ class Tally:
         self._generated = 0
         self._cached = [0] * len(requests)
 
-    def take(self, choice: int, delta: Delta) -> None:
+    def add(self, choice: int, delta: Delta) -> None:
         self._generated += len(delta.tokens)
         self._cached[choice] = max(self._cached[choice], delta.cached)
 
-    def usage(self) -> Usage:
-        """A prompt's cached tokens are those reused from before; its choices reuse it from each other, too."""
+    def usage(self) -> CompletionUsage:
+        """Returns the usage. A prompt's cached tokens are those reused from earlier requests: the choice that reused
+        least counts, because choices also reuse the prompt from each other."""
         firsts = range(0, len(self._requests), self.n)
         prompt = sum(len(self._requests[first].prompt) for first in firsts)
         cached = sum(min(self._cached[first : first + self.n]) for first in firsts)
-        return Usage(prompt, self._generated, prompt + self._generated, PromptTokensDetails(cached))
+        return CompletionUsage(prompt, self._generated, prompt + self._generated, PromptTokensDetails(cached))
 
 
 def new_head(kind: str, model: str, tier: str | None = None) -> dict[str, Any]:
-    told = {} if tier is None else {"service_tier": TOLD_TIERS.get(tier, "default")}
-    return {"id": f"{kind}-{secrets.token_hex(12)}", "created": int(time.time()), "model": model, **told}
-
-
-def told_logprob(logprob: float) -> float:
-    return max(logprob, NO_CHANCE)
+    """Returns the fields that an answer and all its chunks begin with."""
+    answered = {} if tier is None else {"service_tier": ANSWERED_TIERS.get(tier, "default")}
+    return {"id": f"{kind}-{secrets.token_hex(12)}", "created": int(time.time()), "model": model, **answered}

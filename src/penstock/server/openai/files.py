@@ -1,4 +1,4 @@
-"""/v1/files: uploads, and what batches wrote."""
+"""Serves /v1/files: uploads, and the output of batches."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ from starlette.responses import FileResponse, Response
 from penstock.errors import InvalidRequest
 from penstock.server.batch import file_records
 from penstock.server.batch.archive import Archive, Draft
-from penstock.server.batch.file_records import DAY, ExpiresAfter, File, Order, Page
+from penstock.server.batch.file_records import DAY, ExpiresAfter, FileRecord, ListPage, Order
 from penstock.server.batch.form import Form
 from penstock.server.bodies import read_object
 from penstock.server.openapi import Operation
-from penstock.server.served_model import Served
-from penstock.server.sse import encode
+from penstock.server.request_context import RequestContext
+from penstock.server.served_model import ServedModel
+from penstock.server.sse import json_response
 
-BATCH_KEPT = 30 * DAY  # seconds that input for batches is kept where nothing is said
+BATCH_INPUT_SECONDS = 30 * DAY  # that a batch's input is kept by default
 MAX_FILENAME = 255
 
 S = TypeVar("S", bound=msgspec.Struct)
 
 
-class Upload(msgspec.Struct, forbid_unknown_fields=True):
+class FileUpload(msgspec.Struct, forbid_unknown_fields=True):
     purpose: Literal["assistants", "batch", "fine-tune", "vision", "user_data", "evals"]
     expires_after: ExpiresAfter | None = None
 
@@ -41,39 +42,39 @@ class FilesQuery(msgspec.Struct, forbid_unknown_fields=True):
     purpose: str | None = None
 
 
-UPLOAD = Operation("multipart/form-data", answers=File)
+UPLOAD = Operation("multipart/form-data", answers=FileRecord)
 LIST_FILES = Operation(query=FilesQuery)
-SHOW_FILE = Operation(answers=File)
+SHOW_FILE = Operation(answers=FileRecord)
 FILE_CONTENT = Operation(answers="application/octet-stream")
 
 
 class Files:
     def __init__(self, archive: Archive) -> None:
         self._archive = archive
-        self._arriving = 0  # bytes of uploads under way
+        self._uploading = 0  # bytes of uploads in progress
 
-    async def create(self, _: Served, http: HttpRequest) -> Response:
+    async def create(self, _: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
         form = Form(http.headers.get("content-type", ""))
         await self._drop_expired()
         async with self._archive.draft() as draft:
             try:
                 await self._receive(http, form, draft)
-                file = _file(draft, form)
+                file = _file(context, draft, form)
                 await self._archive.keep([draft], file_records.add, file, self._archive.space)
             finally:
-                self._arriving -= draft.size
-        return told(file)
+                self._uploading -= draft.size
+        return json_response(file)
 
-    async def list_all(self, _: Served, http: HttpRequest) -> Response:
-        asked = read_query(http, FilesQuery)
-        page = Page(asked.after, asked.limit, asked.order)
-        return told_page(await self._archive.do(file_records.listed, page, asked.purpose), page)
+    async def list_all(self, _: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
+        query = read_query(context, http, FilesQuery)
+        page = ListPage(query.after, query.limit, query.order)
+        return page_response(await self._archive.do(file_records.listed, page, query.purpose), page)
 
-    async def show(self, _: Served, http: HttpRequest) -> Response:
-        return told(await self._find(http))
+    async def show(self, _: ServedModel, http: HttpRequest, __: RequestContext) -> Response:
+        return json_response(await self._find(http))
 
-    async def content(self, _: Served, http: HttpRequest) -> Response:
-        """As plain bytes, whatever they are: no browser shows them as a page of this server's."""
+    async def content(self, _: ServedModel, http: HttpRequest, __: RequestContext) -> Response:
+        """Returns the file as plain bytes, whatever they are, so that no browser shows them as a page."""
         file = await self._find(http)
         path = self._archive.path(file.id)
         try:
@@ -83,14 +84,14 @@ class Files:
         headers = {"x-content-type-options": "nosniff"}
         return FileResponse(path, 200, headers, "application/octet-stream", stat_result=stat)
 
-    async def delete(self, _: Served, http: HttpRequest) -> Response:
+    async def delete(self, _: ServedModel, http: HttpRequest, __: RequestContext) -> Response:
         id = http.path_params["id"]
         if not await self._archive.do(file_records.drop, id):
             raise _missing(id)
         await self._archive.remove([id])
-        return told({"id": id, "object": "file", "deleted": True})
+        return json_response({"id": id, "object": "file", "deleted": True})
 
-    async def _find(self, http: HttpRequest) -> File:
+    async def _find(self, http: HttpRequest) -> FileRecord:
         id = http.path_params["id"]
         file = await self._archive.do(file_records.find, id)
         if file is None:
@@ -101,18 +102,19 @@ class Files:
         await self._archive.remove(await self._archive.do(file_records.drop_expired))
 
     async def _receive(self, http: HttpRequest, form: Form, draft: Draft) -> None:
-        """What is refused is read to its end, so that the client reads why, but not kept."""
-        stored, count = await self._archive.do(file_records.held)
-        trouble: InvalidRequest | None = None
+        """Writes the upload to the draft. A refused upload is read to its end but not kept, so that the client reads
+        the reason."""
+        stored, count = await self._archive.do(file_records.usage)
+        refusal: InvalidRequest | None = None
         async for data in http.stream():
-            if trouble is not None:
+            if refusal is not None:
                 continue
             try:
                 await self._take(form.push(data), draft, stored, count)
             except InvalidRequest as error:
-                trouble = error
-        if trouble is not None:
-            raise trouble
+                refusal = error
+        if refusal is not None:
+            raise refusal
         form.finish()
 
     async def _take(self, data: bytes, draft: Draft, stored: int, count: int) -> None:
@@ -121,32 +123,34 @@ class Files:
             raise InvalidRequest(
                 f"the file has more than {space.file_bytes} bytes: split it", param="file", code="request_too_large"
             )
-        file_records.refuse_beyond(space, stored + self._arriving + len(data), count + 1)
-        self._arriving += len(data)
+        file_records.check_space(space, stored + self._uploading + len(data), count + 1)
+        self._uploading += len(data)
         await draft.write(data)
 
 
-def _file(draft: Draft, form: Form) -> File:
+def _file(context: RequestContext, draft: Draft, form: Form) -> FileRecord:
     assert form.filename is not None
     if len(form.filename) > MAX_FILENAME:
         raise InvalidRequest(
-            f"the file's name has {len(form.filename)} characters; at most {MAX_FILENAME} are taken", param="file"
+            f"the file's name has {len(form.filename)} characters; the limit is {MAX_FILENAME}: shorten it",
+            param="file",
         )
-    asked = read_object(_nested(form.fields), Upload, {})
+    body = read_object(context, _nested(form.fields), FileUpload, {})
     now = int(time.time())
-    kept = asked.expires_after.seconds if asked.expires_after else BATCH_KEPT if asked.purpose == "batch" else None
-    return File(
+    default = BATCH_INPUT_SECONDS if body.purpose == "batch" else None
+    seconds = body.expires_after.seconds if body.expires_after else default
+    return FileRecord(
         id=draft.id,
         bytes=draft.size,
         created_at=now,
         filename=form.filename,
-        purpose=asked.purpose,
-        expires_at=None if kept is None else now + kept,
+        purpose=body.purpose,
+        expires_at=None if seconds is None else now + seconds,
     )
 
 
 def _nested(fields: dict[str, str]) -> dict[str, Any]:
-    """`expires_after[seconds]` is how a form spells a field of an object."""
+    """Returns the form's fields with `expires_after[seconds]`, a form's spelling of a nested field, as an object."""
     given: dict[str, Any] = {}
     for name, value in fields.items():
         outer, bracket, inner = name.removesuffix("]").partition("[")
@@ -161,25 +165,21 @@ def _missing(id: str) -> HTTPException:
     return HTTPException(404, f"there is no file {id!r} here")
 
 
-# -- as lists and objects are asked for and told ------------------------------------------------------------------
+# -- queries and pages, also for batches -----------------------------------------------------------------------------
 
 
-def read_query(http: HttpRequest, kind: type[S]) -> S:
+def read_query(context: RequestContext, http: HttpRequest, kind: type[S]) -> S:
     given: dict[str, Any] = dict(http.query_params)
     if "limit" in given:
         given["limit"] = _number(given["limit"])
-    return read_object(given, kind, {})
+    return read_object(context, given, kind, {})
 
 
 def _number(text: str) -> int | str:
     return int(text) if text.isdecimal() and len(text) < 20 else text
 
 
-def told_page(found: Sequence[Any], page: Page) -> Response:
+def page_response(found: Sequence[Any], page: ListPage) -> Response:
     shown = found[: page.limit]
     ends = {"first_id": shown[0].id, "last_id": shown[-1].id} if shown else {"first_id": None, "last_id": None}
-    return told({"object": "list", "data": shown, "has_more": len(found) > page.limit} | ends)
-
-
-def told(answer: object) -> Response:
-    return Response(encode(answer), media_type="application/json")
+    return json_response({"object": "list", "data": shown, "has_more": len(found) > page.limit} | ends)

@@ -1,5 +1,4 @@
-"""A response as its text comes: deltas become items, and the events that tell of them. Whole or streamed, the same
-events make it."""
+"""Writes a response: deltas become items, and events about them. A whole response is made of the same events."""
 
 from __future__ import annotations
 
@@ -9,290 +8,292 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Literal
 
 from penstock.errors import PenstockError
-from penstock.server.chat.chat_turn import Turn, call_input
+from penstock.server.chat.chat_turn import ChatTurn, call_input
+from penstock.server.chat.logprobs import TokenEntry, token_entries
 from penstock.server.errors import status_of
 from penstock.server.explain import Explanation
-from penstock.server.openai.chat import TokenEntry, token_entries
+from penstock.server.request_context import RequestContext
 from penstock.server.responses.events import (
-    LAST,
+    LIFECYCLE,
     ArgumentsDelta,
     ArgumentsDone,
-    Created,
-    Event,
-    InProgress,
     ItemAdded,
     ItemDone,
+    OutputTextDelta,
+    OutputTextDone,
     PartAdded,
     PartDone,
-    Queued,
     ReasoningDelta,
     ReasoningDone,
-    TextDelta,
-    TextDone,
+    ResponseEvent,
     framed,
 )
 from penstock.server.responses.input import seal
 from penstock.server.responses.items import (
-    FunctionCall,
-    Incomplete,
-    InputDetails,
+    FunctionCallItem,
+    IncompleteDetails,
+    InputTokensDetails,
     Item,
-    Message,
-    OutputDetails,
+    MessageItem,
     OutputText,
-    Reasoning,
+    OutputTokensDetails,
+    ReasoningItem,
     ReasoningText,
-    Response,
-    Trouble,
-    Usage,
+    ResponseError,
+    ResponseObject,
+    ResponseUsage,
     new_id,
 )
-from penstock.server.served_model import Served
+from penstock.server.served_model import ServedModel
 from penstock.server.sse import EVENT_STREAM, Framing
 from penstock.text import Delta
-from penstock.text.parse import Arguments, CallBegun, CallEnded, Content, Part
-from penstock.text.parse import Reasoning as Thought
+from penstock.text.parse import Arguments, CallBegun, CallEnded, Content, Part, Reasoning
 
 Ending = Literal["completed", "incomplete"]
 
 
-class ResponseAnswer:
-    """`sealed`: reasoning is told in `encrypted_content`, too."""
+class ResponseWriter:
+    """Writes the answer of `turn` into `response`. If `sealed`, reasoning is also in `encrypted_content`."""
 
-    ended: Callable[[], None] | None = None  # is called when the response is as it will stay, before anyone is told
+    on_end: Callable[[], None] | None = None  # called when the response is complete, before the last event is sent
 
-    def __init__(self, served: Served, response: Response, turn: Turn, *, sealed: bool = False) -> None:
+    def __init__(
+        self,
+        served: ServedModel,
+        context: RequestContext,
+        response: ResponseObject,
+        turn: ChatTurn,
+        *,
+        sealed: bool = False,
+    ) -> None:
         self.response = response
-        self._explanation = Explanation(served, [turn.request])
-        self.running = turn.running
+        self.deltas = turn.deltas
+        self._explanation = Explanation(served, context, turn.requests)
         self.framing = Framing(EVENT_STREAM, bytes, b"", lambda error: b"".join(map(framed, self.fail(error))))
         self._turn = turn
         self._tokenizer = served.text.tokenizer
         self._sealed = sealed
-        self._told = 0  # events
+        self._sent = 0  # events
         self._begun = False
-        self._writing: Writing | None = None
-        self._scores: list[TokenEntry] = []  # of tokens whose text has not come yet
+        self._open_item: OpenItem | None = None
+        self._scores: list[TokenEntry] = []  # of tokens whose text is not complete yet
 
-    # -- as endpoints take it --------------------------------------------------------------------------------------
+    # -- as an AnswerWriter ----------------------------------------------------------------------------------------
 
-    def take(self, choice: int, delta: Delta) -> None:
+    def collect(self, choice: int, delta: Delta) -> None:
         for _ in self.events(delta):
             pass
 
-    def whole(self) -> Response:
+    def result(self) -> ResponseObject:
         return self.response
 
     def chunks(self, _: int, delta: Delta) -> Iterator[bytes]:
         return map(framed, self.events(delta))
 
-    def last(self) -> Iterator[bytes]:
+    def final_chunks(self) -> Iterator[bytes]:
         return iter(())
 
     # -- events ---------------------------------------------------------------------------------------------------
 
-    def queue(self) -> Iterator[Event]:
-        """What is told of a response that waits to be worked on."""
-        return self._numbered([Created(self.response), Queued(self.response)])
+    def queue(self) -> Iterator[ResponseEvent]:
+        """Returns the events of a response that waits for its turn."""
+        return self._numbered([LIFECYCLE["created"](self.response), LIFECYCLE["queued"](self.response)])
 
-    def events(self, delta: Delta) -> Iterator[Event]:
+    def events(self, delta: Delta) -> Iterator[ResponseEvent]:
         return self._numbered(self._events(delta))
 
-    def fail(self, error: PenstockError) -> Iterator[Event]:
+    def fail(self, error: PenstockError) -> Iterator[ResponseEvent]:
         code = "server_error" if status_of(error) >= 500 else "invalid_prompt"
-        self.response.error = Trouble(code, error.message)
+        self.response.error = ResponseError(code, error.message)
         return self._numbered(self._end("failed"))
 
-    def cancel(self) -> Iterator[Event]:
+    def cancel(self) -> Iterator[ResponseEvent]:
         return self._numbered(self._end("cancelled"))
 
-    def _numbered(self, events: Iterable[Event]) -> Iterator[Event]:
+    def _numbered(self, events: Iterable[ResponseEvent]) -> Iterator[ResponseEvent]:
         for event in events:
-            event.sequence_number = self._told
-            self._told += 1
+            event.sequence_number = self._sent
+            self._sent += 1
             yield event
 
-    def _events(self, delta: Delta) -> Iterator[Event]:
+    def _events(self, delta: Delta) -> Iterator[ResponseEvent]:
         if not self._begun:
             yield from self._begin()
         for part in self._parts(delta):
-            yield from self._say(part)
+            yield from self._write(part)
         if delta.finish == "length":
-            self.response.incomplete_details = Incomplete()
+            self.response.incomplete_details = IncompleteDetails()
         if delta.finish:
             self._explanation.end(0, delta)
-            self.response.penstock = self._explanation.told()
+            self.response.penstock = self._explanation.report()
             yield from self._end("incomplete" if delta.finish == "length" else "completed")
 
-    def _begin(self) -> Iterator[Event]:
+    def _begin(self) -> Iterator[ResponseEvent]:
         self._begun = True
-        if not self._told:
-            yield Created(self.response)
+        if not self._sent:
+            yield LIFECYCLE["created"](self.response)
         self.response.status = "in_progress"
-        yield InProgress(self.response)
+        yield LIFECYCLE["in_progress"](self.response)
 
     def _parts(self, delta: Delta) -> list[Part]:
-        parser = self._turn.parser
-        reasoning = parser is not None and parser.reasoning
         parts = self._turn.parts(delta)
-        reasoning = reasoning or (parser is not None and parser.reasoning)
-        self._count(delta, len(delta.tokens) if reasoning else 0)
+        self._count(delta)
         self._scores += token_entries(self._tokenizer, delta)
         return parts
 
-    def _count(self, delta: Delta, reasoned: int) -> None:
+    def _count(self, delta: Delta) -> None:
         prompt = len(self._turn.request.prompt)
-        usage = self.response.usage or Usage(prompt, InputDetails(), 0, OutputDetails(), prompt)
+        usage = self.response.usage or ResponseUsage(prompt, InputTokensDetails(), 0, OutputTokensDetails(), prompt)
         usage.input_tokens_details.cached_tokens = max(usage.input_tokens_details.cached_tokens, delta.cached)
         usage.output_tokens += len(delta.tokens)
-        usage.output_tokens_details.reasoning_tokens += reasoned
+        usage.output_tokens_details.reasoning_tokens = self._turn.reasoning_tokens
         usage.total_tokens = prompt + usage.output_tokens
         self.response.usage = usage
 
-    def _say(self, part: Part) -> Iterator[Event]:
-        """An item goes on until a part of another kind comes."""
+    def _write(self, part: Part) -> Iterator[ResponseEvent]:
+        """Adds a part to the open item, or to a new one if the part is of another kind."""
         if not isinstance(part, Content):
-            self._scores.clear()  # only what is said has a place for them
-        if self._writing is None or not isinstance(part, self._writing.parts):
+            self._scores.clear()  # only text has logprobs
+        if self._open_item is None or not isinstance(part, self._open_item.parts):
             yield from self._close("completed")
             yield from self._open(part)
-        assert self._writing is not None
-        if isinstance(part, Content | Thought | Arguments):
+        assert self._open_item is not None
+        if isinstance(part, Content | Reasoning | Arguments):
             scores, self._scores = self._scores, []
-            yield self._writing.add(part.text, scores)
+            yield self._open_item.add(part.text, scores)
         if isinstance(part, CallEnded):
             yield from self._close("completed")
 
-    def _open(self, part: Part) -> Iterator[Event]:
+    def _open(self, part: Part) -> Iterator[ResponseEvent]:
         index = len(self.response.output)
         match part:
             case CallBegun(_, id, name):
-                self._writing = Calling(index, id, name)
-            case Thought():
-                self._writing = Thinking(index, self._sealed)
+                self._open_item = OpenCall(index, id, name)
+            case Reasoning():
+                self._open_item = OpenReasoning(index, self._sealed)
             case _:
-                self._writing = Saying(index)
-        self.response.output.append(self._writing.item)
-        yield from self._writing.open()
+                self._open_item = OpenMessage(index)
+        self.response.output.append(self._open_item.item)
+        yield from self._open_item.open()
 
-    def _close(self, status: Ending) -> Iterator[Event]:
-        if self._writing is not None:
-            yield from self._writing.close(status)
-        self._writing = None
+    def _close(self, status: Ending) -> Iterator[ResponseEvent]:
+        if self._open_item is not None:
+            yield from self._open_item.close(status)
+        self._open_item = None
 
-    def _end(self, status: str) -> Iterator[Event]:
-        """An answer without a word is a message without text."""
+    def _end(self, status: str) -> Iterator[ResponseEvent]:
+        """Closes the response. A completed answer without text is an empty message."""
         response = self.response
         if not response.output and status == "completed":
             yield from self._open(Content(""))
-        if self._scores and isinstance(self._writing, Saying):
-            yield self._writing.add("", self._scores)
+        if self._scores and isinstance(self._open_item, OpenMessage):
+            yield self._open_item.add("", self._scores)
         yield from self._close("completed" if status == "completed" else "incomplete")
         response.status = status
         response.completed_at = int(time.time()) if status == "completed" else None
-        if self.ended is not None:
-            self.ended()
-        yield LAST[status](response)
+        if self.on_end is not None:
+            self.on_end()
+        yield LIFECYCLE[status](response)
 
 
-class Writing(ABC):
-    """An item that is being written."""
+class OpenItem(ABC):
+    """Represents an item that is still being written."""
 
     item: Item
-    parts: tuple[type[Part], ...]  # what it goes on with
+    parts: tuple[type[Part], ...]  # that belong to such an item
 
     def __init__(self, index: int) -> None:
         self._index = index
         self._pieces: list[str] = []
 
-    def add(self, text: str, scores: list[TokenEntry]) -> Event:
+    def add(self, text: str, scores: list[TokenEntry]) -> ResponseEvent:
         self._pieces.append(text)
         return self._added(text, scores)
 
-    def open(self) -> Iterator[Event]:
+    def open(self) -> Iterator[ResponseEvent]:
         yield ItemAdded(self._index, self.item)
         yield from self._begin()
 
-    def close(self, status: Ending) -> Iterator[Event]:
+    def close(self, status: Ending) -> Iterator[ResponseEvent]:
         yield from self._finish("".join(self._pieces))
         self.item.status = status
         yield ItemDone(self._index, self.item)
 
     @abstractmethod
-    def _begin(self) -> Iterator[Event]: ...
+    def _begin(self) -> Iterator[ResponseEvent]: ...
 
     @abstractmethod
-    def _added(self, text: str, scores: list[TokenEntry]) -> Event: ...
+    def _added(self, text: str, scores: list[TokenEntry]) -> ResponseEvent: ...
 
     @abstractmethod
-    def _finish(self, text: str) -> Iterator[Event]: ...
+    def _finish(self, text: str) -> Iterator[ResponseEvent]: ...
 
 
-class Saying(Writing):
+class OpenMessage(OpenItem):
     parts = (Content,)
 
     def __init__(self, index: int) -> None:
         super().__init__(index)
-        self.item = self._message = Message(new_id("msg"), "assistant", [], "in_progress")
+        self.item = self._message = MessageItem(new_id("msg"), "assistant", [], "in_progress")
         self._part = OutputText("")
         self._logprobs: list[TokenEntry] = []
 
-    def _begin(self) -> Iterator[Event]:
+    def _begin(self) -> Iterator[ResponseEvent]:
         self._message.content.append(self._part)
         yield PartAdded(self.item.id, self._index, 0, self._part)
 
-    def _added(self, text: str, scores: list[TokenEntry]) -> Event:
+    def _added(self, text: str, scores: list[TokenEntry]) -> ResponseEvent:
         self._logprobs += scores
-        return TextDelta(self.item.id, self._index, 0, text, scores)
+        return OutputTextDelta(self.item.id, self._index, 0, text, scores)
 
-    def _finish(self, text: str) -> Iterator[Event]:
+    def _finish(self, text: str) -> Iterator[ResponseEvent]:
         self._part.text, self._part.logprobs = text, self._logprobs
-        yield TextDone(self.item.id, self._index, 0, text, self._logprobs)
+        yield OutputTextDone(self.item.id, self._index, 0, text, self._logprobs)
         yield PartDone(self.item.id, self._index, 0, self._part)
 
 
-class Thinking(Writing):
-    parts = (Thought,)
+class OpenReasoning(OpenItem):
+    parts = (Reasoning,)
 
     def __init__(self, index: int, sealed: bool) -> None:
         super().__init__(index)
-        self.item = self._reasoning = Reasoning(new_id("rs"), content=[], status="in_progress")
+        self.item = self._reasoning = ReasoningItem(new_id("rs"), content=[], status="in_progress")
         self._part = ReasoningText("")
         self._sealed = sealed
 
-    def _begin(self) -> Iterator[Event]:
+    def _begin(self) -> Iterator[ResponseEvent]:
         self._reasoning.content = [self._part]
         yield PartAdded(self.item.id, self._index, 0, self._part)
 
-    def _added(self, text: str, _: list[TokenEntry]) -> Event:
+    def _added(self, text: str, _: list[TokenEntry]) -> ResponseEvent:
         return ReasoningDelta(self.item.id, self._index, 0, text)
 
-    def _finish(self, text: str) -> Iterator[Event]:
+    def _finish(self, text: str) -> Iterator[ResponseEvent]:
         self._part.text = text
         self._reasoning.encrypted_content = seal(text) if self._sealed else None
         yield ReasoningDone(self.item.id, self._index, 0, text)
         yield PartDone(self.item.id, self._index, 0, self._part)
 
 
-class Calling(Writing):
+class OpenCall(OpenItem):
     parts = (Arguments, CallEnded)
 
     def __init__(self, index: int, call_id: str, name: str) -> None:
         super().__init__(index)
-        self.item = self._call = FunctionCall(new_id("fc"), call_id, name, "", "in_progress")
+        self.item = self._call = FunctionCallItem(new_id("fc"), call_id, name, "", "in_progress")
 
-    def close(self, status: Ending) -> Iterator[Event]:
-        """The parser ends a call where the text ends: what is no object by then was cut off."""
+    def close(self, status: Ending) -> Iterator[ResponseEvent]:
+        """Closes the call, as incomplete if its arguments were cut off: the parser ends a call where the text ends."""
         arguments = "".join(self._pieces)
-        whole = arguments and call_input(arguments) is not None
-        return super().close(status if whole else "incomplete")
+        complete = arguments and call_input(arguments) is not None
+        return super().close(status if complete else "incomplete")
 
-    def _begin(self) -> Iterator[Event]:
+    def _begin(self) -> Iterator[ResponseEvent]:
         return iter(())
 
-    def _added(self, text: str, _: list[TokenEntry]) -> Event:
+    def _added(self, text: str, _: list[TokenEntry]) -> ResponseEvent:
         return ArgumentsDelta(self.item.id, self._index, text)
 
-    def _finish(self, text: str) -> Iterator[Event]:
+    def _finish(self, text: str) -> Iterator[ResponseEvent]:
         self._call.arguments = text
         yield ArgumentsDone(self.item.id, self._index, text)

@@ -1,4 +1,4 @@
-"""A response made in the background: it goes on when its client leaves, and can be cancelled."""
+"""Generates a response in the background: it goes on when its client leaves, and can be cancelled."""
 
 from __future__ import annotations
 
@@ -9,69 +9,71 @@ from contextlib import aclosing
 
 from penstock.errors import PenstockError
 from penstock.server.chat.stream import Deltas
-from penstock.server.responses.answer import ResponseAnswer
-from penstock.server.responses.events import Event, framed
+from penstock.server.responses.answer import ResponseWriter
+from penstock.server.responses.events import ResponseEvent, framed
 
-NOTHING_LEFT = b": all of it was told\n\n"
+NO_MORE_EVENTS = b": there are no more events\n\n"
 
 log = logging.getLogger(__name__)
 
 
-class Job:
-    """`streamed`: its events are kept, so that they can be told to whoever asks, from any of them on. `ended` is called
-    once, at the end."""
+class BackgroundResponse:
+    """Generates one response. If `streamed`, its events are kept, so that clients can read them from any event on.
+    `on_end` is called once, at the end."""
 
-    def __init__(self, answer: ResponseAnswer, *, streamed: bool, ended: Callable[[], None]) -> None:
+    def __init__(self, writer: ResponseWriter, *, streamed: bool, on_end: Callable[[], None]) -> None:
         self.streamed = streamed
-        self.framing = answer.framing
-        self.told: list[bytes] = []  # its events, where they are kept
+        self.framing = writer.framing
+        self.events: list[bytes] = []  # only if they are kept
         self.done = False
-        self._answer = answer
-        self._ended = ended
-        self._news = asyncio.Event()
-        self._keep(answer.queue())
-        self.task = asyncio.create_task(self._run(answer.running))
+        self._writer = writer
+        self._on_end = on_end
+        self._changed = asyncio.Event()
+        self._keep(writer.queue())
+        self.task = asyncio.create_task(self._run(writer.deltas))
 
     async def cancel(self) -> None:
         self.task.cancel()
         await asyncio.wait({self.task})
         if not self.done:
-            self._finish(self._answer.cancel())
+            self._finish(self._writer.cancel())
 
     async def follow(self, after: int = -1) -> AsyncGenerator[bytes, None]:
-        """Its events, as they come, after the one with this number."""
+        """Yields its events, as they are made, after the one with this number."""
         first = at = after + 1
-        while at < len(self.told) or not self.done:
-            if at < len(self.told):
-                yield self.told[at]
+        while at < len(self.events) or not self.done:
+            if at < len(self.events):
+                yield self.events[at]
                 at += 1
             else:
-                await self._news.wait()
+                await self._changed.wait()
         if at == first:
-            yield NOTHING_LEFT
+            yield NO_MORE_EVENTS
 
-    async def _run(self, running: Deltas) -> None:
+    async def _run(self, deltas: Deltas) -> None:
         try:
-            async with aclosing(running):
-                async for _, delta in running:
-                    self._keep(self._answer.events(delta))
+            async with aclosing(deltas):
+                async for _, delta in deltas:
+                    self._keep(self._writer.events(delta))
             self._finish(())
         except PenstockError as error:
-            self._finish(self._answer.fail(error))
+            self._finish(self._writer.fail(error))
         except Exception:
             log.exception("a response in the background failed")
             self._finish(
-                self._answer.fail(PenstockError("the server failed while it answered; its log has the details"))
+                self._writer.fail(
+                    PenstockError("the server failed while it generated this response; its log has the details")
+                )
             )
 
-    def _finish(self, events: Iterable[Event]) -> None:
+    def _finish(self, events: Iterable[ResponseEvent]) -> None:
         self.done = True
         self._keep(events)
-        self._ended()
+        self._on_end()
 
-    def _keep(self, events: Iterable[Event]) -> None:
+    def _keep(self, events: Iterable[ResponseEvent]) -> None:
         for event in events:
             if self.streamed:
-                self.told.append(framed(event))
-        self._news.set()
-        self._news.clear()
+                self.events.append(framed(event))
+        self._changed.set()
+        self._changed.clear()

@@ -1,7 +1,7 @@
-"""POST /v1/responses, and what can be done with a response afterwards: OpenAI's second way to chat.
+"""Serves POST /v1/responses, and the routes of stored responses.
 
-A response is stored unless it is asked not to be, so that the next can go on with it. One made in the background is
-stored from its beginning, any other when it has ended: what a client leaves before that is gone.
+A response is stored unless the request says otherwise, so that the next one can continue it. One that is generated in
+the background is stored from its beginning, others when they have ended: if the client leaves before, nothing is kept.
 """
 
 from __future__ import annotations
@@ -12,162 +12,173 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response as HttpResponse
 
-from penstock.errors import InvalidRequest, Overloaded
+from penstock.errors import InvalidRequest
+from penstock.server.access.in_flight import InFlight
 from penstock.server.bodies import read_body
-from penstock.server.chat.chat_turn import begin, prompt_of
+from penstock.server.chat.chat_turn import TurnOptions, begin_turn, render_prompt
 from penstock.server.openai.chat import template_fields
 from penstock.server.openai.fields import sampling
 from penstock.server.openapi import Operation
-from penstock.server.responses.answer import ResponseAnswer
-from penstock.server.responses.background import Job
+from penstock.server.request_context import RequestContext
+from penstock.server.responses.answer import ResponseWriter
+from penstock.server.responses.background import BackgroundResponse
 from penstock.server.responses.events import EVENTS
 from penstock.server.responses.fields import (
-    ASK_NEUTRAL,
+    BODY_NO_EFFECT,
     LOGPROBS,
     SEALED,
-    Ask,
-    Conversation,
-    Page,
-    Retrieval,
-    Settings,
-    read_ask,
+    ItemsQuery,
+    ResponsesBody,
+    ResponsesConversation,
+    ResponseSettings,
+    RetrieveQuery,
     read_query,
+    read_response_body,
     read_settings,
 )
 from penstock.server.responses.input import messages_of, read_items
-from penstock.server.responses.items import Item, Response, new_id
-from penstock.server.responses.store import Kept, ResponseStore
-from penstock.server.served_model import Served
-from penstock.server.sse import Stream, encode, reply
+from penstock.server.responses.items import Item, ResponseObject, new_id
+from penstock.server.responses.store import ResponseStore, StoredResponse
+from penstock.server.served_model import ServedModel
+from penstock.server.sse import StreamResponse, json_response, reply
 from penstock.text import ChatPrompt
 from penstock.types import SamplingParams
 
-MOST_AT_ONCE = 256  # in the background
+MAX_BACKGROUND = 256  # responses at once
 
-RESPOND = Operation(Ask, ASK_NEUTRAL, Response, EVENTS)
-INPUT_TOKENS = Operation(Conversation, ASK_NEUTRAL)
-RETRIEVE = Operation(answers=Response, streams=EVENTS, query=Retrieval)
-CANCEL = Operation(answers=Response)
-INPUT_ITEMS = Operation(query=Page)
+RESPOND = Operation(ResponsesBody, BODY_NO_EFFECT, ResponseObject, EVENTS)
+INPUT_TOKENS = Operation(ResponsesConversation, BODY_NO_EFFECT)
+RETRIEVE = Operation(answers=ResponseObject, streams=EVENTS, query=RetrieveQuery)
+CANCEL = Operation(answers=ResponseObject)
+INPUT_ITEMS = Operation(query=ItemsQuery)
 
 
 class Responses:
-    """The endpoints, and the responses they share."""
+    """Holds the endpoints, and the responses they share."""
 
     def __init__(self, store: ResponseStore | None = None) -> None:
         self._store = store or ResponseStore()
-        self._jobs: set[Job] = set()  # under way
+        self._background = InFlight("background responses", lambda: MAX_BACKGROUND, ", or cancel one")
+        self._jobs: set[BackgroundResponse] = set()  # in progress
 
-    async def create(self, served: Served, http: HttpRequest) -> HttpResponse:
-        asked = await read_ask(http)
-        served.check_model(asked.model or "")
-        settings, items = read_settings(asked), read_items(asked.input)
-        scored = (asked.top_logprobs or 0) if asked.includes(LOGPROBS) else None
-        (params,) = sampling(served, asked, logprobs=scored)
-        prompt = await self._prompt(served, asked, settings, items)
-        turn = begin(served, prompt, settings.use, params, asked.max_output_tokens, "input")
-        kept = Kept(_response(served, asked, settings, params), items)
-        answer = ResponseAnswer(served, kept.response, turn, sealed=asked.includes(SEALED))
-        if asked.background:
-            return self._start(kept, answer, streamed=bool(asked.stream))
-        if asked.stores:
-            answer.ended = lambda: self._store.put(kept)
-        return await reply(http, answer, turn.running, streaming=bool(asked.stream), framing=answer.framing)
+    async def create(self, served: ServedModel, http: HttpRequest, context: RequestContext) -> HttpResponse:
+        body = await read_response_body(http, context)
+        served.check_model(body.model or "")
+        settings, items = read_settings(context, body), read_items(context, body.input)
+        scored = (body.top_logprobs or 0) if body.includes(LOGPROBS) else None
+        params = sampling(served, body, logprobs=scored)
+        prompt = await self._prompt(served, body, settings, items)
+        options = TurnOptions("input", body.max_output_tokens)
+        turn = begin_turn(served, context, prompt, settings.use, params, options)
+        stored = StoredResponse(_response(served, body, settings, params[0]), items)
+        writer = ResponseWriter(served, context, stored.response, turn, sealed=body.includes(SEALED))
+        if body.background:
+            return self._start(context, stored, writer, streamed=bool(body.stream))
+        if body.stores:
+            writer.on_end = lambda: self._store.put(stored)
+        return await reply(http, context, writer, turn.deltas, streaming=bool(body.stream), framing=writer.framing)
 
-    async def input_tokens(self, served: Served, http: HttpRequest) -> HttpResponse:
-        asked = await read_body(http, Conversation, ASK_NEUTRAL)
-        if asked.model is not None:
-            served.check_model(asked.model)
-        prompt = await self._prompt(served, asked, read_settings(asked), read_items(asked.input))
-        return _json({"object": "response.input_tokens", "input_tokens": len(prompt.tokens)})
+    async def input_tokens(self, served: ServedModel, http: HttpRequest, context: RequestContext) -> HttpResponse:
+        body = await read_body(http, context, ResponsesConversation, BODY_NO_EFFECT)
+        if body.model is not None:
+            served.check_model(body.model)
+        settings, items = read_settings(context, body), read_items(context, body.input)
+        prompt = await self._prompt(served, body, settings, items)
+        return json_response({"object": "response.input_tokens", "input_tokens": len(prompt.tokens)})
 
-    async def retrieve(self, _: Served, http: HttpRequest) -> HttpResponse:
-        asked, kept = read_query(http, Retrieval), self._store.get(http.path_params["id"])
-        if not asked.stream:
-            if asked.starting_after is not None:
+    async def retrieve(self, _: ServedModel, http: HttpRequest, context: RequestContext) -> HttpResponse:
+        query, stored = read_query(context, http, RetrieveQuery), self._store.get(http.path_params["id"])
+        if not query.stream:
+            if query.starting_after is not None:
                 raise InvalidRequest("starting_after needs stream=true", param="starting_after")
-            return _json(kept.response)
-        if kept.job is None or not kept.job.streamed:
+            return json_response(stored.response)
+        if stored.job is None or not stored.job.streamed:
             raise InvalidRequest(
-                "only a response made with background and stream can be streamed again", param="stream"
+                "only a response made with background and stream can be streamed again: leave stream out",
+                param="stream",
             )
-        after = -1 if asked.starting_after is None else asked.starting_after
-        return Stream(kept.job.follow(after), kept.job.framing)
+        after = -1 if query.starting_after is None else query.starting_after
+        return StreamResponse(context, stored.job.follow(after), stored.job.framing)
 
-    async def delete(self, _: Served, http: HttpRequest) -> HttpResponse:
-        kept = self._store.get(http.path_params["id"])
-        if kept.job is not None:
-            await kept.job.cancel()
-        self._store.remove(kept.response.id)
-        return _json({"id": kept.response.id, "object": "response", "deleted": True})
+    async def delete(self, _: ServedModel, http: HttpRequest, __: RequestContext) -> HttpResponse:
+        stored = self._store.get(http.path_params["id"])
+        if stored.job is not None:
+            await stored.job.cancel()
+        self._store.remove(stored.response.id)
+        return json_response({"id": stored.response.id, "object": "response", "deleted": True})
 
-    async def cancel(self, _: Served, http: HttpRequest) -> HttpResponse:
-        kept = self._store.get(http.path_params["id"])
-        if kept.job is None:
-            raise InvalidRequest("only a response made in the background can be cancelled")
-        await kept.job.cancel()
-        return _json(kept.response)
+    async def cancel(self, _: ServedModel, http: HttpRequest, __: RequestContext) -> HttpResponse:
+        stored = self._store.get(http.path_params["id"])
+        if stored.job is None:
+            raise InvalidRequest("only a response that was made with background can be cancelled")
+        await stored.job.cancel()
+        return json_response(stored.response)
 
-    async def input_items(self, _: Served, http: HttpRequest) -> HttpResponse:
-        """Everything the response was made from: what came before it in the conversation, too."""
-        page, kept = read_query(http, Page), self._store.get(http.path_params["id"])
-        items = [*self._store.conversation(kept.response.previous_response_id), *kept.input]
-        return _json(_page(items if page.order == "asc" else items[::-1], page))
+    async def input_items(self, _: ServedModel, http: HttpRequest, context: RequestContext) -> HttpResponse:
+        """Returns all items that the response was generated from, earlier ones of the conversation included."""
+        query, stored = read_query(context, http, ItemsQuery), self._store.get(http.path_params["id"])
+        items = [*self._store.conversation(stored.response.previous_response_id), *stored.input]
+        return json_response(_page(items if query.order == "asc" else items[::-1], query))
 
     async def close(self) -> None:
         for job in list(self._jobs):
             await job.cancel()
 
-    async def _prompt(self, served: Served, asked: Conversation, settings: Settings, items: list[Item]) -> ChatPrompt:
-        before = self._store.conversation(asked.previous_response_id)
-        fields = template_fields(served.text, settings.reasoning.effort, asked.chat_template_kwargs, "reasoning.effort")
-        return await prompt_of(served, messages_of(asked.instructions, [*before, *items]), settings.use, **fields)
+    async def _prompt(
+        self, served: ServedModel, body: ResponsesConversation, settings: ResponseSettings, items: list[Item]
+    ) -> ChatPrompt:
+        before = self._store.conversation(body.previous_response_id)
+        fields = template_fields(served.text, settings.reasoning.effort, body.chat_template_kwargs, "reasoning.effort")
+        return await render_prompt(served, messages_of(body.instructions, [*before, *items]), settings.use, **fields)
 
-    def _start(self, kept: Kept, answer: ResponseAnswer, *, streamed: bool) -> HttpResponse:
-        if len(self._jobs) >= MOST_AT_ONCE:
-            raise Overloaded(f"{MOST_AT_ONCE} responses are made in the background already: wait for one, or cancel it")
-        job = kept.job = Job(answer, streamed=streamed, ended=lambda: self._store.put(kept))
-        self._store.put(kept)
+    def _start(
+        self, context: RequestContext, stored: StoredResponse, writer: ResponseWriter, *, streamed: bool
+    ) -> HttpResponse:
+        self._background.take()
+        job = stored.job = BackgroundResponse(writer, streamed=streamed, on_end=lambda: self._store.put(stored))
+        self._store.put(stored)
         self._jobs.add(job)
-        job.task.add_done_callback(lambda _: self._jobs.discard(job))
-        return Stream(job.follow(), answer.framing) if streamed else _json(kept.response)
+        job.task.add_done_callback(lambda _: self._end(job))
+        return StreamResponse(context, job.follow(), writer.framing) if streamed else json_response(stored.response)
+
+    def _end(self, job: BackgroundResponse) -> None:
+        self._jobs.discard(job)
+        self._background.release()
 
 
-def _response(served: Served, asked: Ask, settings: Settings, params: SamplingParams) -> Response:
-    return Response(
+def _response(
+    served: ServedModel, body: ResponsesBody, settings: ResponseSettings, params: SamplingParams
+) -> ResponseObject:
+    return ResponseObject(
         id=new_id("resp"),
         created_at=int(time.time()),
-        status="queued" if asked.background else "in_progress",
-        background=bool(asked.background),
-        instructions=asked.instructions,
-        max_output_tokens=asked.max_output_tokens,
-        metadata=asked.metadata or {},
+        status="queued" if body.background else "in_progress",
+        background=bool(body.background),
+        instructions=body.instructions,
+        max_output_tokens=body.max_output_tokens,
+        metadata=body.metadata or {},
         model=served.name,
         parallel_tool_calls=settings.use.parallel,
-        previous_response_id=asked.previous_response_id,
-        prompt_cache_key=asked.prompt_cache_key,
+        previous_response_id=body.previous_response_id,
+        prompt_cache_key=body.prompt_cache_key,
         reasoning=settings.reasoning,
-        safety_identifier=asked.safety_identifier,
-        store=asked.stores,
+        safety_identifier=body.safety_identifier,
+        store=body.stores,
         temperature=params.temperature,
         text=settings.text,
-        tool_choice=asked.tool_choice or "auto",
+        tool_choice=body.tool_choice or "auto",
         tools=settings.functions,
-        top_logprobs=asked.top_logprobs or 0,
+        top_logprobs=body.top_logprobs or 0,
         top_p=params.top_p,
-        user=asked.user,
+        user=body.user,
     )
 
 
-def _page(items: list[Item], page: Page) -> dict[str, Any]:
+def _page(items: list[Item], query: ItemsQuery) -> dict[str, Any]:
     ids = [item.id for item in items]
-    if page.after is not None and page.after not in ids:
-        raise InvalidRequest(f"after: there is no item {page.after!r}", param="after")
-    first = 0 if page.after is None else ids.index(page.after) + 1
-    data, told = items[first : first + page.limit], ids[first : first + page.limit]
-    ends = {"first_id": told[0] if told else None, "last_id": told[-1] if told else None}
-    return {"object": "list", "data": data, "has_more": first + page.limit < len(items), **ends}
-
-
-def _json(value: object) -> HttpResponse:
-    return HttpResponse(encode(value), media_type="application/json")
+    if query.after is not None and query.after not in ids:
+        raise InvalidRequest(f"after: there is no item {query.after!r}", param="after")
+    first = 0 if query.after is None else ids.index(query.after) + 1
+    data, shown = items[first : first + query.limit], ids[first : first + query.limit]
+    ends = {"first_id": shown[0] if shown else None, "last_id": shown[-1] if shown else None}
+    return {"object": "list", "data": data, "has_more": first + query.limit < len(items), **ends}

@@ -1,114 +1,93 @@
-"""The events of a streamed response. Each is told with its type as the event's name, and numbered from 0."""
+"""Declares the events of a streamed response. Each has its type as the event's name, and a number from 0 on."""
 
 from __future__ import annotations
 
+from functools import reduce
+from operator import or_
+from typing import Any, cast
+
 import msgspec
 
-from penstock.server.openai.chat import TokenEntry
-from penstock.server.responses.items import Item, OutputText, ReasoningText, Response
+from penstock.server.chat.logprobs import TokenEntry
+from penstock.server.responses.items import Item, OutputText, ReasoningText, ResponseObject
 from penstock.server.sse import encode
 
 
-class Event(msgspec.Struct, tag_field="type", kw_only=True):
+class ResponseEvent(msgspec.Struct, tag_field="type", kw_only=True):
     sequence_number: int = 0
 
 
-class Lifecycle(Event):
-    response: Response
+class LifecycleEvent(ResponseEvent):
+    response: ResponseObject
 
 
-class Created(Lifecycle, tag="response.created"):
-    pass
+def _lifecycle(status: str) -> type[LifecycleEvent]:
+    """Returns the event that a response has reached this status."""
+    name = "Response" + status.title().replace("_", "")
+    return cast("type[LifecycleEvent]", msgspec.defstruct(name, [], bases=(LifecycleEvent,), tag=f"response.{status}"))
 
 
-class Queued(Lifecycle, tag="response.queued"):
-    pass
+STATUSES = ("created", "queued", "in_progress", "completed", "incomplete", "failed", "cancelled")
+LIFECYCLE = {status: _lifecycle(status) for status in STATUSES}
 
 
-class InProgress(Lifecycle, tag="response.in_progress"):
-    pass
-
-
-class Completed(Lifecycle, tag="response.completed"):
-    pass
-
-
-class Incomplete(Lifecycle, tag="response.incomplete"):
-    pass
-
-
-class Failed(Lifecycle, tag="response.failed"):
-    pass
-
-
-class Cancelled(Lifecycle, tag="response.cancelled"):
-    pass
-
-
-LAST: dict[str, type[Lifecycle]] = {  # by the status that a response ends with
-    "completed": Completed,
-    "incomplete": Incomplete,
-    "failed": Failed,
-    "cancelled": Cancelled,
-}
-
-
-class ItemAdded(Event, tag="response.output_item.added"):
+class ItemAdded(ResponseEvent, tag="response.output_item.added"):
     output_index: int
     item: Item
 
 
-class ItemDone(Event, tag="response.output_item.done"):
+class ItemDone(ResponseEvent, tag="response.output_item.done"):
     output_index: int
     item: Item
 
 
-class InItem(Event):
+class ItemEvent(ResponseEvent):
     item_id: str
     output_index: int
 
 
-class InPart(InItem):
+class PartEvent(ItemEvent):
     content_index: int
 
 
-class PartAdded(InPart, tag="response.content_part.added"):
+class PartAdded(PartEvent, tag="response.content_part.added"):
     part: OutputText | ReasoningText
 
 
-class PartDone(InPart, tag="response.content_part.done"):
+class PartDone(PartEvent, tag="response.content_part.done"):
     part: OutputText | ReasoningText
 
 
-class TextDelta(InPart, tag="response.output_text.delta"):
+class OutputTextDelta(PartEvent, tag="response.output_text.delta"):
     delta: str
     logprobs: list[TokenEntry]
 
 
-class TextDone(InPart, tag="response.output_text.done"):
+class OutputTextDone(PartEvent, tag="response.output_text.done"):
     text: str
     logprobs: list[TokenEntry]
 
 
-class ReasoningDelta(InPart, tag="response.reasoning_text.delta"):
+class ReasoningDelta(PartEvent, tag="response.reasoning_text.delta"):
     delta: str
 
 
-class ReasoningDone(InPart, tag="response.reasoning_text.done"):
+class ReasoningDone(PartEvent, tag="response.reasoning_text.done"):
     text: str
 
 
-class ArgumentsDelta(InItem, tag="response.function_call_arguments.delta"):
+class ArgumentsDelta(ItemEvent, tag="response.function_call_arguments.delta"):
     delta: str
 
 
-class ArgumentsDone(InItem, tag="response.function_call_arguments.done"):
+class ArgumentsDone(ItemEvent, tag="response.function_call_arguments.done"):
     arguments: str
 
 
-EVENTS = Created | Queued | InProgress | Completed | Incomplete | Failed | Cancelled | ItemAdded | ItemDone | PartAdded
-EVENTS |= PartDone | TextDelta | TextDone | ReasoningDelta | ReasoningDone | ArgumentsDelta | ArgumentsDone
+IN_PROGRESS = ItemAdded | ItemDone | PartAdded | PartDone | OutputTextDelta | OutputTextDone | ReasoningDelta
+IN_PROGRESS |= ReasoningDone | ArgumentsDelta | ArgumentsDone
+EVENTS: Any = reduce(or_, LIFECYCLE.values(), IN_PROGRESS)
 
 
-def framed(event: Event) -> bytes:
+def framed(event: ResponseEvent) -> bytes:
     return b"event: " + str(event.__struct_config__.tag).encode() + b"\ndata: " + encode(event) + b"\n\n"

@@ -1,6 +1,6 @@
-"""A conversation's items: as clients send them, and as a chat template takes them.
+"""Reads the items of a conversation, and renders them as chat templates take them.
 
-What a model thought, said and called in one go are items of their own; to a template they are one message.
+An assistant's reasoning, text and calls of one turn are separate items; to a template they are one message.
 """
 
 from __future__ import annotations
@@ -12,66 +12,66 @@ from typing import Any
 
 from penstock.errors import InvalidRequest
 from penstock.server.access.bounds import MAX_MESSAGES, MAX_PARTS, check_count
-from penstock.server.bodies import ANYTHING, Neutral, read_object, unsupported
+from penstock.server.bodies import ANY_VALUE, NoEffect, read_object, unsupported
 from penstock.server.chat.chat_turn import call_input
-from penstock.server.chat.tools import told_reasoning
+from penstock.server.chat.tools import template_call, template_reasoning
+from penstock.server.request_context import RequestContext
 from penstock.server.responses.items import (
-    FunctionCall,
-    FunctionOutput,
+    FunctionCallItem,
+    FunctionOutputItem,
     InputText,
     Item,
-    Message,
+    MessageItem,
     OutputText,
-    Reasoning,
+    ReasoningItem,
     new_id,
 )
-from penstock.text.tools import CallArguments
 
-Rendered = dict[str, Any]  # a message as templates take it
+Rendered = dict[str, Any]  # a message as chat templates take it
 
-KINDS: dict[str, tuple[type[Item], str]] = {  # by type: how ids of its own begin
-    "message": (Message, "msg"),
-    "reasoning": (Reasoning, "rs"),
-    "function_call": (FunctionCall, "fc"),
-    "function_call_output": (FunctionOutput, "fco"),
+KINDS: dict[str, tuple[type[Item], str]] = {  # by type: the struct, and the prefix of new ids
+    "message": (MessageItem, "msg"),
+    "reasoning": (ReasoningItem, "rs"),
+    "function_call": (FunctionCallItem, "fc"),
+    "function_call_output": (FunctionOutputItem, "fco"),
 }
-NEUTRAL: Neutral = {
+NO_EFFECT: NoEffect = {
     "async": (False,),
     "caller": ({"type": "direct"},),
-    "created_by": ANYTHING,
+    "created_by": ANY_VALUE,
     "namespace": (),
-    "phase": ANYTHING,
+    "phase": ANY_VALUE,
 }
 
 
 # -- reading ------------------------------------------------------------------------------------------------------
 
 
-def read_items(given: str | Sequence[dict[str, Any]] | None) -> list[Item]:
-    """Items without an id get one; a text alone is what a user says."""
+def read_items(context: RequestContext, given: str | Sequence[dict[str, Any]] | None) -> list[Item]:
+    """Returns the input's items. Those without an id get one. A string is a user's message."""
     if isinstance(given, str):
-        return [Message(new_id("msg"), "user", [InputText(given)])]
+        return [MessageItem(new_id("msg"), "user", [InputText(given)])]
     check_count(given or (), MAX_MESSAGES, "input")
-    return [_item(item, f"input[{index}]") for index, item in enumerate(given or ())]
+    return [_item(context, item, f"input[{index}]") for index, item in enumerate(given or ())]
 
 
-def _item(given: dict[str, Any], where: str) -> Item:
+def _item(context: RequestContext, given: dict[str, Any], where: str) -> Item:
     type = given.get("type") or "message"
     if not isinstance(type, str) or type not in KINDS:
         raise InvalidRequest(
-            f"{where}.type: {type!r} is not supported; it may be {', '.join(KINDS)}",
+            f"{where}.type: {type!r} is not supported; use {', '.join(KINDS)}",
             param=f"{where}.type",
             code="unsupported_parameter",
         )
     kind, prefix = KINDS[type]
     item = {name: value for name, value in given.items() if value is not None}
     item |= {"type": type, "id": item.get("id") or new_id(prefix)}
-    if kind is Message:
+    if kind is MessageItem:
         item["content"] = _parts(item.get("content"), item.get("role"), f"{where}.content")
-    if kind is FunctionOutput:
-        item.pop("name", None)  # of the function: the call says it
+    if kind is FunctionOutputItem:
+        item.pop("name", None)  # the function's: the call has it
         _check_parts(item.get("output"), ("input_text",), f"{where}.output")
-    return read_object(item, kind, NEUTRAL, where)
+    return read_object(context, item, kind, NO_EFFECT, where)
 
 
 def _parts(content: object, role: object, where: str) -> object:
@@ -82,7 +82,7 @@ def _parts(content: object, role: object, where: str) -> object:
 
 
 def _check_parts(parts: object, types: tuple[str, ...], where: str) -> None:
-    """Says which part a model of text cannot take."""
+    """Raises for a part of another type, which a text model cannot take."""
     listed = parts if isinstance(parts, list) else []
     check_count(listed, MAX_PARTS, where)
     for index, part in enumerate(listed):
@@ -90,12 +90,12 @@ def _check_parts(parts: object, types: tuple[str, ...], where: str) -> None:
             raise unsupported(f"{where}[{index}].type", part.get("type"))
 
 
-# -- reasoning that clients carry ----------------------------------------------------------------------------------
+# -- reasoning that clients send back-------------------------------------------------------------------------------
 
 
 def seal(text: str) -> str:
-    """Reasoning for clients that hand back only what is `encrypted_content`. It stands beside the same text in the
-    open: there is nothing to hide from whom it was told."""
+    """Returns reasoning for clients that send back only `encrypted_content`. It is not secret: the same text is next
+    to it."""
     return base64.b64encode(text.encode()).decode()
 
 
@@ -104,11 +104,11 @@ def _unseal(sealed: str) -> str:
         return base64.b64decode(sealed, validate=True).decode()
     except (binascii.Error, UnicodeDecodeError) as error:
         raise InvalidRequest(
-            "the encrypted_content of a reasoning item is none of this server's: leave it out", param="input"
+            "the encrypted_content of a reasoning item was not made by this server: leave it out", param="input"
         ) from error
 
 
-def _thought(item: Reasoning) -> str:
+def _reasoning(item: ReasoningItem) -> str:
     if item.content is None and item.encrypted_content is not None:
         return _unseal(item.encrypted_content)
     return "\n".join(part.text for part in item.content or item.summary)
@@ -118,52 +118,52 @@ def _thought(item: Reasoning) -> str:
 
 
 def messages_of(instructions: str | None, items: Iterable[Item]) -> list[Rendered]:
-    """System messages at the beginning become one: many templates take no more."""
+    """Returns items as messages. System messages at the beginning become one: many templates take only one."""
     renderer = _Renderer()
     if instructions:
-        renderer.add(Message("", "system", [InputText(instructions)]))
+        renderer.add(MessageItem("", "system", [InputText(instructions)]))
     for item in items:
         renderer.add(item)
     renderer.end_turn()
     if not renderer.messages:
-        raise InvalidRequest("input is empty: at least one item is needed", param="input")
+        raise InvalidRequest("input is empty: send at least one item", param="input")
     return renderer.messages
 
 
 class _Renderer:
     def __init__(self) -> None:
         self.messages: list[Rendered] = []
-        self._turn: list[Item] = []  # of the assistant: thoughts, then words, then calls
-        self._names: dict[str, str] = {}  # of functions that were called, by the id of the call
+        self._turn: list[Item] = []  # items of the assistant: reasoning, then text, then calls
+        self._names: dict[str, str] = {}  # names of functions that were called, by the id of the call
 
     def add(self, item: Item) -> None:
         rank = _rank(item)
         if self._turn and (rank is None or not _follows(rank, _rank(self._turn[-1]))):
             self.end_turn()
         match item:
-            case FunctionOutput():
+            case FunctionOutputItem():
                 self.messages.append(self._result(item))
-            case Message() if rank is None:
-                self._hear("user" if item.role == "user" else "system", _joined(item.content))
+            case MessageItem() if rank is None:
+                self._append("user" if item.role == "user" else "system", _joined(item.content))
             case _:
                 self._turn.append(item)
 
     def end_turn(self) -> None:
         if self._turn:
-            self.messages.append(_said(self._turn))
-            self._names |= {item.call_id: item.name for item in self._turn if isinstance(item, FunctionCall)}
+            self.messages.append(_assistant(self._turn))
+            self._names |= {item.call_id: item.name for item in self._turn if isinstance(item, FunctionCallItem)}
         self._turn = []
 
-    def _hear(self, role: str, text: str) -> None:
+    def _append(self, role: str, text: str) -> None:
         if role == "system" and [message["role"] for message in self.messages] == ["system"]:
             self.messages[0]["content"] += f"\n\n{text}"
         else:
             self.messages.append({"role": role, "content": text})
 
-    def _result(self, item: FunctionOutput) -> Rendered:
+    def _result(self, item: FunctionOutputItem) -> Rendered:
         if item.call_id not in self._names:
             raise InvalidRequest(
-                f"a function_call_output answers {item.call_id!r}, and no function_call before it has this call_id",
+                f"a function_call_output has the call_id {item.call_id!r}, which no function_call before it has",
                 param="input",
             )
         output = item.output if isinstance(item.output, str) else _joined(item.output)
@@ -171,13 +171,13 @@ class _Renderer:
 
 
 def _rank(item: Item) -> int | None:
-    """Where an item stands in an assistant's turn; none for what others say."""
+    """Returns an item's place in an assistant's turn; None for the items of others."""
     match item:
-        case Reasoning():
+        case ReasoningItem():
             return 0
-        case Message(role="assistant"):
+        case MessageItem(role="assistant"):
             return 1
-        case FunctionCall():
+        case FunctionCallItem():
             return 2
     return None
 
@@ -186,17 +186,17 @@ def _follows(rank: int, last: int | None) -> bool:
     return last is not None and rank >= last and not rank == last == 1
 
 
-def _said(turn: Sequence[Item]) -> Rendered:
-    thoughts = [_thought(item) for item in turn if isinstance(item, Reasoning)]
-    words = [_joined(item.content) for item in turn if isinstance(item, Message)]
-    calls = [_called(item) for item in turn if isinstance(item, FunctionCall)]
-    said: Rendered = {"role": "assistant", "content": words[0] if words else None}
-    if thoughts:
-        said |= told_reasoning("\n".join(thoughts), said["content"])
-    return said | {"tool_calls": calls} if calls else said
+def _assistant(turn: Sequence[Item]) -> Rendered:
+    reasoning = [_reasoning(item) for item in turn if isinstance(item, ReasoningItem)]
+    texts = [_joined(item.content) for item in turn if isinstance(item, MessageItem)]
+    calls = [_call(item) for item in turn if isinstance(item, FunctionCallItem)]
+    rendered: Rendered = {"role": "assistant", "content": texts[0] if texts else None}
+    if reasoning:
+        rendered |= template_reasoning("\n".join(reasoning), rendered["content"])
+    return rendered | {"tool_calls": calls} if calls else rendered
 
 
-def _called(item: FunctionCall) -> dict[str, Any]:
+def _call(item: FunctionCallItem) -> dict[str, Any]:
     arguments = call_input(item.arguments)
     if arguments is None:
         raise InvalidRequest(
@@ -204,8 +204,7 @@ def _called(item: FunctionCall) -> dict[str, Any]:
             param="input",
             code="invalid_json",
         )
-    function = {"name": item.name, "arguments": CallArguments(arguments)}
-    return {"id": item.call_id, "type": "function", "function": function}
+    return template_call(item.call_id, item.name, arguments)
 
 
 def _joined(parts: Sequence[InputText | OutputText]) -> str:

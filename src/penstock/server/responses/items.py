@@ -1,4 +1,4 @@
-"""The shapes of OpenAI's responses: the items that conversations are made of, and the response around an answer's."""
+"""Declares the items of a conversation, and the response that contains an answer's items."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from penstock.server.chat.logprobs import TokenEntry
 from penstock.server.chat.structured import Schema
-from penstock.server.explain import Penstock
-from penstock.server.openai.chat import TokenEntry
+from penstock.server.explain import AnswerReport
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
 class InputText(msgspec.Struct, tag_field="type", tag="input_text", forbid_unknown_fields=True):
     text: str
-    prompt_cache_breakpoint: dict[str, Any] | UnsetType | None = UNSET  # every prefix is cached, asked for or not
+    prompt_cache_breakpoint: dict[str, Any] | UnsetType | None = UNSET  # without effect: every prefix is cached
 
 
 class OutputText(msgspec.Struct, tag_field="type", tag="output_text", forbid_unknown_fields=True):
@@ -34,14 +34,14 @@ class SummaryText(msgspec.Struct, tag_field="type", tag="summary_text", forbid_u
     text: str
 
 
-class Message(msgspec.Struct, tag_field="type", tag="message", forbid_unknown_fields=True):
+class MessageItem(msgspec.Struct, tag_field="type", tag="message", forbid_unknown_fields=True):
     id: str
     role: Literal["user", "assistant", "system", "developer"]
     content: list[InputText | OutputText]
     status: Status = "completed"
 
 
-class Reasoning(msgspec.Struct, tag_field="type", tag="reasoning", forbid_unknown_fields=True):
+class ReasoningItem(msgspec.Struct, tag_field="type", tag="reasoning", forbid_unknown_fields=True):
     id: str
     summary: list[SummaryText] = []
     content: list[ReasoningText] | None = None
@@ -49,7 +49,7 @@ class Reasoning(msgspec.Struct, tag_field="type", tag="reasoning", forbid_unknow
     status: Status = "completed"
 
 
-class FunctionCall(msgspec.Struct, tag_field="type", tag="function_call", forbid_unknown_fields=True):
+class FunctionCallItem(msgspec.Struct, tag_field="type", tag="function_call", forbid_unknown_fields=True):
     id: str
     call_id: str
     name: str
@@ -57,14 +57,14 @@ class FunctionCall(msgspec.Struct, tag_field="type", tag="function_call", forbid
     status: Status = "completed"
 
 
-class FunctionOutput(msgspec.Struct, tag_field="type", tag="function_call_output", forbid_unknown_fields=True):
+class FunctionOutputItem(msgspec.Struct, tag_field="type", tag="function_call_output", forbid_unknown_fields=True):
     id: str
     call_id: str
     output: str | list[InputText]
     status: Status = "completed"
 
 
-Item = Message | Reasoning | FunctionCall | FunctionOutput
+Item = MessageItem | ReasoningItem | FunctionCallItem | FunctionOutputItem
 
 
 def new_id(kind: str) -> str:
@@ -74,8 +74,8 @@ def new_id(kind: str) -> str:
 # -- the response --------------------------------------------------------------------------------------------------
 
 
-class Function(msgspec.Struct, tag_field="type", tag="function", forbid_unknown_fields=True):
-    """A tool, as it was sent."""
+class ResponsesFunction(msgspec.Struct, tag_field="type", tag="function", forbid_unknown_fields=True):
+    """Describes a tool, as the client sent it."""
 
     name: str
     parameters: dict[str, Any] | None = None
@@ -101,34 +101,34 @@ class ReasoningSettings(msgspec.Struct, forbid_unknown_fields=True):
     summary: None = None
 
 
-class InputDetails(msgspec.Struct):
+class InputTokensDetails(msgspec.Struct):
     cached_tokens: int = 0
     cache_write_tokens: int = 0
 
 
-class OutputDetails(msgspec.Struct):
+class OutputTokensDetails(msgspec.Struct):
     reasoning_tokens: int = 0
 
 
-class Usage(msgspec.Struct):
+class ResponseUsage(msgspec.Struct):
     input_tokens: int
-    input_tokens_details: InputDetails
+    input_tokens_details: InputTokensDetails
     output_tokens: int
-    output_tokens_details: OutputDetails
+    output_tokens_details: OutputTokensDetails
     total_tokens: int
 
 
-class Incomplete(msgspec.Struct):
+class IncompleteDetails(msgspec.Struct):
     reason: str = "max_output_tokens"
 
 
-class Trouble(msgspec.Struct):
+class ResponseError(msgspec.Struct):
     code: str
     message: str
 
 
-class Response(msgspec.Struct, kw_only=True):
-    """What was asked for and, as it comes, what was answered."""
+class ResponseObject(msgspec.Struct, kw_only=True):
+    """Describes a response: the request's settings and, as far as it is generated, the answer."""
 
     id: str
     object: str = "response"
@@ -136,8 +136,8 @@ class Response(msgspec.Struct, kw_only=True):
     completed_at: int | None = None
     status: str
     background: bool
-    error: Trouble | None = None
-    incomplete_details: Incomplete | None = None
+    error: ResponseError | None = None
+    incomplete_details: IncompleteDetails | None = None
     instructions: str | None
     max_output_tokens: int | None
     metadata: dict[str, str]
@@ -153,10 +153,10 @@ class Response(msgspec.Struct, kw_only=True):
     temperature: float
     text: TextSettings
     tool_choice: str | dict[str, Any]
-    tools: list[Function]
+    tools: list[ResponsesFunction]
     top_logprobs: int
     top_p: float
     truncation: str = "disabled"
-    usage: Usage | None = None
+    usage: ResponseUsage | None = None
     user: str | None
-    penstock: Penstock | UnsetType = UNSET
+    penstock: AnswerReport | UnsetType = UNSET

@@ -1,7 +1,7 @@
-"""The responses that are kept: in memory, and no more than so many and so much of them.
+"""Stores responses in memory, with limits on their number and size.
 
-What was not used for longest goes first. A conversation is one response after the other; going on with it uses all of
-them. A response that is being worked on stays.
+The least recently used response is dropped first. A conversation is a chain of responses; continuing it uses all of
+them. A response that is still being generated is not dropped.
 """
 
 from __future__ import annotations
@@ -10,87 +10,91 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from penstock.errors import InvalidRequest, NotFound
-from penstock.server.responses.background import Job
-from penstock.server.responses.items import Item, Response
+from penstock.server.responses.background import BackgroundResponse
+from penstock.server.responses.items import Item, ResponseObject
 from penstock.server.sse import encode
 
-MOST = 1024
-MOST_BYTES = 64 * 2**20  # as JSON
+MAX_RESPONSES = 1024
+MAX_BYTES = 64 * 2**20  # as JSON
 
 
 @dataclass(eq=False)
-class Kept:
-    response: Response
+class StoredResponse:
+    response: ResponseObject
     input: list[Item]
-    job: Job | None = None  # of those made in the background
+    job: BackgroundResponse | None = None  # if it is generated in the background
 
     @property
-    def busy(self) -> bool:
+    def running(self) -> bool:
         return self.job is not None and not self.job.done
 
     @property
     def size(self) -> int:
-        told = self.job.told if self.job is not None else []
-        return len(encode(self.response)) + len(encode(self.input)) + sum(map(len, told))
+        events = self.job.events if self.job is not None else []
+        return len(encode(self.response)) + len(encode(self.input)) + sum(map(len, events))
 
 
 class ResponseStore:
-    def __init__(self, most: int = MOST, most_bytes: int = MOST_BYTES) -> None:
-        self._most = most
-        self._most_bytes = most_bytes
-        self._kept: OrderedDict[str, tuple[Kept, int]] = OrderedDict()  # with its size; the latest used is last
+    def __init__(self, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
+        self._max_responses = max_responses
+        self._max_bytes = max_bytes
+        self._stored: OrderedDict[str, tuple[StoredResponse, int]] = (
+            OrderedDict()
+        )  # with its size; the most recently used is last
         self._bytes = 0
 
-    def put(self, kept: Kept) -> None:
-        """Anew, or as it has become."""
-        self._drop(kept.response.id)
-        self._kept[kept.response.id] = kept, kept.size
-        self._bytes += self._kept[kept.response.id][1]
-        self._make_room(kept)
+    def put(self, stored: StoredResponse) -> None:
+        """Stores a response, or its current state if it is stored already."""
+        self._drop(stored.response.id)
+        self._stored[stored.response.id] = stored, stored.size
+        self._bytes += self._stored[stored.response.id][1]
+        self._make_room(stored)
 
-    def get(self, id: str) -> Kept:
-        if id not in self._kept:
+    def get(self, id: str) -> StoredResponse:
+        if id not in self._stored:
             raise NotFound(
-                f"there is no response {id!r} here: it was not stored, or deleted, or gave way to later ones"
+                f"there is no response {id!r} here: it was not stored, was deleted, or was dropped for newer ones"
             )
-        self._kept.move_to_end(id)
-        return self._kept[id][0]
+        self._stored.move_to_end(id)
+        return self._stored[id][0]
 
     def remove(self, id: str) -> None:
         self.get(id)
         self._drop(id)
 
     def conversation(self, id: str | None) -> list[Item]:
-        """All that was said up to and with the response."""
-        turns: list[Kept] = []
+        """Returns all items of the conversation up to and including the response."""
+        turns: list[StoredResponse] = []
         while id is not None:
             turns.append(self._ended(id))
             id = turns[-1].response.previous_response_id
         for turn in reversed(turns):
-            self._kept.move_to_end(turn.response.id)
+            self._stored.move_to_end(turn.response.id)
         return [item for turn in reversed(turns) for item in (*turn.input, *turn.response.output)]
 
-    def _ended(self, id: str) -> Kept:
+    def _ended(self, id: str) -> StoredResponse:
         try:
-            kept = self.get(id)
+            stored = self.get(id)
         except NotFound as error:
             raise InvalidRequest(
                 f"previous_response_id: {error.message}",
                 param="previous_response_id",
                 code="previous_response_not_found",
             ) from error
-        if kept.response.status not in ("completed", "incomplete"):
-            told = f"previous_response_id: the response {id!r} is {kept.response.status} and cannot be gone on with"
-            raise InvalidRequest(told, param="previous_response_id")
-        return kept
+        if stored.response.status not in ("completed", "incomplete"):
+            raise InvalidRequest(
+                f"previous_response_id: the response {id!r} is {stored.response.status} and cannot be continued",
+                param="previous_response_id",
+            )
+        return stored
 
-    def _make_room(self, newest: Kept) -> None:
-        for id, (kept, _) in list(self._kept.items()):
-            if len(self._kept) <= self._most and self._bytes <= self._most_bytes:
+    def _make_room(self, newest: StoredResponse) -> None:
+        for id, (stored, _) in list(self._stored.items()):
+            if len(self._stored) <= self._max_responses and self._bytes <= self._max_bytes:
                 return
-            if kept is not newest and not kept.busy:
+            if stored is not newest and not stored.running:
                 self._drop(id)
 
     def _drop(self, id: str) -> None:
-        if id in self._kept:
-            self._bytes -= self._kept.pop(id)[1]
+        if id in self._stored:
+            self._bytes -= self._stored.pop(id)[1]

@@ -1,4 +1,4 @@
-"""What Prometheus sees: the engine's own numbers at the moment of asking, and the timing of requests."""
+"""Exports Prometheus metrics: the engine's statistics at the moment of a scrape, and the timing of requests."""
 
 from __future__ import annotations
 
@@ -16,54 +16,60 @@ from prometheus_client.utils import floatToGoString
 
 from penstock import __version__
 from penstock.ipc.client import EngineClient
-from penstock.server.access.accounts import ACCOUNT
+from penstock.server.request_context import RequestContext
 from penstock.server.telemetry import compat_metrics
-from penstock.server.telemetry.compat_metrics import Aliases
+from penstock.server.telemetry.compat_metrics import CompatMetrics
 from penstock.types import STEP_SIZES, Report, Request
 
-# Ours, and those of the dashboards that the aliases are for.
+# Bucket bounds in seconds: our own, and those of the dashboards that compat_metrics serves.
 FAST = sorted({0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, *compat_metrics.INTER_TOKEN})
 SOON = sorted({0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0, *compat_metrics.FIRST_TOKEN})
 SLOW = sorted({0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0, *compat_metrics.REQUEST})
-BY_ITSELF = "of a request that the engine ended: no stop string did, and nobody left"
+ENGINE_ENDED = "of requests that the engine ended (not a stop string or a client that left)"
 
 
-class Ended(NamedTuple):
-    """A request that has ended, as it was seen from here. Times are of perf_counter."""
+class FinishedRequest(NamedTuple):
+    """Describes a request that has ended, as the server saw it. Times are perf_counter's."""
 
     request: Request
     reason: str  # stop, length, abort or error
     began: float
-    first: float  # token; 0: there was none
-    last: float
+    first: float  # time of the first token; 0: there was none
+    last: float  # time of the last token
     ended: float
     generated: int
     cached: int
-    report: Report | None = None  # the engine's own, where that ended it
+    report: Report | None = None  # the engine's, if the engine ended it
 
 
 class Metrics:
-    """`listeners` hear of every request that has ended."""
+    """Holds all metrics of a server. `listeners` are called with every request that has ended."""
 
     def __init__(self, client: EngineClient, model: str) -> None:
-        self.listeners: list[Callable[[Ended], None]] = []
-        self.first_token = Distribution("time_to_first_token_seconds", "From asking the engine to a first token", SOON)
-        self.inter_token = Distribution("inter_token_seconds", "Between one token of a request and the next", FAST)
+        self.listeners: list[Callable[[RequestContext, FinishedRequest], None]] = []
+        self.first_token = Distribution(
+            "time_to_first_token_seconds", "From the start of a request to its first token", SOON
+        )
+        self.inter_token = Distribution("inter_token_seconds", "Between two tokens of a request", FAST)
         self.mean_token = Distribution("request_token_seconds", "A request's mean time from token to token", FAST)
-        self.request = Distribution("request_seconds", "From asking the engine to the end of the answer", SLOW)
-        self.queued = Distribution("request_queue_seconds", f"From its coming to its first step, {BY_ITSELF}", SLOW)
-        self.prefill = Distribution("request_prefill_seconds", f"From there to its first token, {BY_ITSELF}", SLOW)
-        self.decode = Distribution("request_decode_seconds", f"From there to its end, {BY_ITSELF}", SLOW)
-        self.prompt = Distribution("request_prompt_tokens", "Tokens of a request's prompt", compat_metrics.TOKENS)
-        self.generated = Distribution("request_generated_tokens", "Tokens of a request's answer", compat_metrics.TOKENS)
+        self.request = Distribution("request_seconds", "From the start of a request to its end", SLOW)
+        self.queued = Distribution("request_queue_seconds", f"From arrival to the first step, {ENGINE_ENDED}", SLOW)
+        self.prefill = Distribution(
+            "request_prefill_seconds", f"From the first step to the first token, {ENGINE_ENDED}", SLOW
+        )
+        self.decode = Distribution("request_decode_seconds", f"From the first token to the end, {ENGINE_ENDED}", SLOW)
+        self.prompt = Distribution("request_prompt_tokens", "Prompt tokens of a request", compat_metrics.TOKENS)
+        self.generated = Distribution(
+            "request_generated_tokens", "Generated tokens of a request", compat_metrics.TOKENS
+        )
         self.most = Distribution(
-            "request_max_tokens", "Tokens that a request's answer could have", compat_metrics.TOKENS
+            "request_max_tokens", "Most tokens that a request could generate", compat_metrics.TOKENS
         )
         self.finished = Counter("penstock_requests_finished", "Requests by how they ended", ["reason"], registry=None)
-        mine = [each for each in vars(self).values() if isinstance(each, Distribution | Counter)]
-        sources: list[Collector] = [EngineNumbers(client, model), *mine]
+        own = [each for each in vars(self).values() if isinstance(each, Distribution | Counter)]
+        sources: list[Collector] = [EngineCollector(client, model), *own]
         self._registry = CollectorRegistry()
-        for source in [*sources, Aliases(sources, model)]:
+        for source in [*sources, CompatMetrics(sources, model)]:
             self._registry.register(source)
 
     def register(self, collector: Collector) -> None:
@@ -72,27 +78,27 @@ class Metrics:
     def render(self) -> bytes:
         return generate_latest(self._registry)
 
-    def end(self, ended: Ended) -> None:
-        self.request.observe(ended.ended - ended.began)
-        self.finished.labels(ended.reason).inc()
-        self.prompt.observe(len(ended.request.prompt))
-        self.most.observe(ended.request.max_tokens)
-        self.generated.observe(ended.generated)
-        if ended.generated > 1:
-            self.mean_token.observe((ended.last - ended.first) / (ended.generated - 1))
-        if ended.report is not None:
-            self.queued.observe(ended.report.queued)
-            self.prefill.observe(ended.report.prefill)
-            self.decode.observe(ended.report.decode)
-        for hear in self.listeners:
-            hear(ended)
+    def end(self, context: RequestContext, finished: FinishedRequest) -> None:
+        self.request.observe(finished.ended - finished.began)
+        self.finished.labels(finished.reason).inc()
+        self.prompt.observe(len(finished.request.prompt))
+        self.most.observe(finished.request.max_tokens)
+        self.generated.observe(finished.generated)
+        if finished.generated > 1:
+            self.mean_token.observe((finished.last - finished.first) / (finished.generated - 1))
+        if finished.report is not None:
+            self.queued.observe(finished.report.queued)
+            self.prefill.observe(finished.report.prefill)
+            self.decode.observe(finished.report.decode)
+        for listener in self.listeners:
+            listener(context, finished)
 
 
 class Distribution:
-    """A histogram for what happens with every token: a fifth of the cost of the library's, which takes a lock."""
+    """Is a histogram that is cheap enough for every token: a fifth of the cost of the library's, which takes a lock."""
 
-    def __init__(self, name: str, told: str, bounds: Sequence[float]) -> None:
-        self._name, self._told, self._bounds = f"penstock_{name}", told, bounds
+    def __init__(self, name: str, help: str, bounds: Sequence[float]) -> None:
+        self._name, self._help, self._bounds = f"penstock_{name}", help, bounds
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
 
@@ -101,24 +107,26 @@ class Distribution:
         self._sum += value
 
     def collect(self) -> Iterator[Metric]:
-        yield histogram(self._name, self._told, self._bounds, self._counts, self._sum)
+        yield histogram(self._name, self._help, self._bounds, self._counts, self._sum)
 
 
-def histogram(name: str, told: str, bounds: Sequence[float], counts: Sequence[int], total: float) -> Metric:
+def histogram(name: str, help: str, bounds: Sequence[float], counts: Sequence[int], total: float) -> Metric:
     buckets = zip([*map(floatToGoString, bounds), "+Inf"], accumulate(counts), strict=True)
-    return HistogramMetricFamily(name, told, buckets=list(buckets), sum_value=total)
+    return HistogramMetricFamily(name, help, buckets=list(buckets), sum_value=total)
 
 
-class Watch:
-    """Times one request from here to its end: a finish reason, an error, or a caller that left."""
+class RequestTimer:
+    """Times one request from its start to its end, which is a finish reason, an error or a client that left, and
+    charges its tokens to the payer."""
 
-    def __init__(self, metrics: Metrics, request: Request) -> None:
+    def __init__(self, metrics: Metrics, context: RequestContext, request: Request) -> None:
         self.reason = "abort"
         self.report: Report | None = None
         self._metrics = metrics
+        self._context = context
         self._request = request
         self._began = perf_counter()
-        self._first = self._last = 0.0  # of the first and the latest token; 0: none yet
+        self._first = self._last = 0.0  # times of the first and the latest token; 0: none yet
         self._generated = self._cached = 0
 
     def tokens(self, count: int, cached: int) -> None:
@@ -132,21 +140,21 @@ class Watch:
         self._generated += count
 
     def __enter__(self) -> Self:
-        self._account = ACCOUNT.get()
-        if self._account is not None:
-            self._account.charge("prompt", len(self._request.prompt))
+        if self._context.payer is not None:
+            self._context.payer.charge("prompt", len(self._request.prompt))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
-        if self._account is not None:
-            self._account.charge("generated", self._generated)
+        if self._context.payer is not None:
+            self._context.payer.charge("generated", self._generated)
         reason = "error" if kind is not None and issubclass(kind, Exception) else self.reason
         times = (self._began, self._first, self._last, perf_counter())
-        self._metrics.end(Ended(self._request, reason, *times, self._generated, self._cached, self.report))
+        finished = FinishedRequest(self._request, reason, *times, self._generated, self._cached, self.report)
+        self._metrics.end(self._context, finished)
 
 
-class EngineNumbers:
-    """Reads the engine's latest word on itself when it is asked for. Counters start again with a new engine."""
+class EngineCollector:
+    """Reports the engine's latest statistics. Counters start again with a new engine."""
 
     def __init__(self, client: EngineClient, model: str) -> None:
         self._client = client
@@ -164,7 +172,7 @@ class EngineNumbers:
         requests.add_metric(["waiting"], stats.waiting)
         yield requests
         yield GaugeMetricFamily("penstock_engine_up", "1 while there is an engine", self._client.hello is not None)
-        for name, told, value in (
+        for name, help, value in (
             ("engine_restarts", "Engines started after the first", self._client.restarts),
             ("engine_busy_seconds", "Time spent in steps", stats.busy_seconds),
             ("steps", "Steps of the engine", stats.steps),
@@ -178,7 +186,7 @@ class EngineNumbers:
             ("grammar_mask_seconds", "Time spent on masks", stats.mask_seconds),
             ("forced_tokens", "Generated tokens that grammars left no choice about", stats.forced_tokens),
         ):
-            yield CounterMetricFamily(f"penstock_{name}", told, value)
+            yield CounterMetricFamily(f"penstock_{name}", help, value)
         yield histogram(
             "penstock_step_tokens", "Tokens computed in a step", STEP_SIZES, stats.step_sizes, stats.computed_tokens
         )
@@ -186,7 +194,9 @@ class EngineNumbers:
 
     def _info(self) -> Metric:
         info = GaugeMetricFamily(
-            "penstock_model_info", "What is served, and by what", labels=["model", "version", "block_size", "blocks"]
+            "penstock_model_info",
+            "The model, the version and the KV cache",
+            labels=["model", "version", "block_size", "blocks"],
         )
         if (hello := self._client.hello) is not None:
             limits = hello.limits

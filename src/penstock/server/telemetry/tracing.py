@@ -1,11 +1,10 @@
-"""OpenTelemetry: a span for every request that generates, with the attributes of the GenAI conventions. Imported only
-where it is asked for: it needs penstock[otel]."""
+"""Exports an OpenTelemetry span for every request that generates, with the attributes of the GenAI conventions. This
+module is imported only if traces are exported: it needs penstock[otel]."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextvars import ContextVar
 from threading import Thread
 from typing import Any
 
@@ -20,7 +19,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock import __version__
 from penstock.errors import ConfigError
-from penstock.server.telemetry.metrics import Ended, Metrics
+from penstock.server.request_context import RequestContext, context_of
+from penstock.server.telemetry.metrics import FinishedRequest, Metrics
 
 OPERATIONS = {
     "/v1/chat/completions": "chat",
@@ -33,14 +33,15 @@ OPERATIONS = {
     "/api/embed": "embeddings",
     "/api/embeddings": "embeddings",
 }
-LAST = 2.0  # seconds that the last spans have when the server ends
-PARENT = ("traceparent", "tracestate")
+EXPORT_SECONDS = 2.0  # for the last spans when the server ends
+PARENT_HEADERS = ("traceparent", "tracestate")
 
 
 def traces_to(url: str) -> Traces:
-    """To the collector at a URL such as http://127.0.0.1:4318; the OTEL_ environment variables apply."""
+    """Returns an exporter to the collector at a URL such as http://127.0.0.1:4318; the OTEL_ environment variables
+    apply."""
     if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"traces go to a URL such as http://127.0.0.1:4318; got {url!r}")
+        raise ConfigError(f"traces are exported to a URL such as http://127.0.0.1:4318; got {url!r}")
     resource = Resource.create({"service.version": __version__})
     if str(resource.attributes["service.name"]).startswith("unknown_service"):
         resource = resource.merge(Resource({"service.name": "penstock"}))
@@ -50,16 +51,13 @@ def traces_to(url: str) -> Traces:
     return Traces(provider)
 
 
-class Answering:
-    """A request over HTTP, and the streams of the engine that were its answer."""
+class RequestSpan:
+    """Holds the span of an HTTP request, and the engine's requests that were its answer."""
 
     def __init__(self, span: Span, operation: str) -> None:
         self.span = span
         self.operation = operation
-        self.ended: list[Ended] = []
-
-
-_ANSWERING: ContextVar[Answering | None] = ContextVar("answering", default=None)
+        self.finished: list[FinishedRequest] = []
 
 
 class Traces:
@@ -71,7 +69,7 @@ class Traces:
 
     def around(self, app: ASGIApp, metrics: Metrics, model: str) -> ASGIApp:
         self._model = model
-        metrics.listeners.append(self._hear)
+        metrics.listeners.append(self._record)
 
         async def traced(scope: Scope, receive: Receive, send: Send) -> None:
             operation = OPERATIONS.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
@@ -83,42 +81,42 @@ class Traces:
         return traced
 
     def close(self) -> None:
-        """Sends the last spans, unless that takes too long: a collector may be gone."""
+        """Exports the last spans. It waits EXPORT_SECONDS at most: the collector may be gone."""
         ending = Thread(target=self._provider.shutdown, daemon=True)
         ending.start()
-        ending.join(LAST)
+        ending.join(EXPORT_SECONDS)
 
     async def _trace(self, app: ASGIApp, operation: str, scope: Scope, receive: Receive, send: Send) -> None:
         given = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        parent = self._parents.extract({name: given[name] for name in PARENT if name in given})
-        answering = Answering(self._begin(operation, SpanKind.SERVER, parent), operation)
-        span = answering.span
+        parent = self._parents.extract({name: given[name] for name in PARENT_HEADERS if name in given})
+        context = context_of(scope)
+        traced = context.span = RequestSpan(self._begin(operation, SpanKind.SERVER, parent), operation)
+        span = traced.span
         span.set_attributes({"http.request.method": "POST", "url.path": scope["path"]})
-        span.set_attribute("penstock.request_id", scope["request_id"])
+        span.set_attribute("penstock.request_id", context.id)
 
-        async def send_noting(message: Message) -> None:
+        async def send_with_status(message: Message) -> None:
             if message["type"] == "http.response.start":
-                note_status(span, message["status"])
+                set_status(span, message["status"])
             await send(message)
 
-        _ANSWERING.set(answering)
         try:
-            await app(scope, receive, send_noting)
+            await app(scope, receive, send_with_status)
         finally:
-            note_answer(span, answering.ended)
+            set_answer(span, traced.finished)
             span.end()
 
-    def _hear(self, ended: Ended) -> None:
-        """What goes on after its request was answered has a span of its own."""
-        answering = _ANSWERING.get()
-        if answering is not None and answering.span.is_recording():
-            answering.ended.append(ended)
+    def _record(self, context: RequestContext, finished: FinishedRequest) -> None:
+        """Adds the request to its HTTP request's span, or gives it its own if that has ended or there is none."""
+        traced = context.span
+        if traced is not None and traced.span.is_recording():
+            traced.finished.append(finished)
             return
-        parent = None if answering is None else set_span_in_context(answering.span)
-        ago = time.perf_counter() - ended.began
-        operation = "chat" if answering is None else answering.operation
+        parent = None if traced is None else set_span_in_context(traced.span)
+        ago = time.perf_counter() - finished.began
+        operation = "chat" if traced is None else traced.operation
         span = self._begin(operation, SpanKind.INTERNAL, parent, time.time_ns() - int(ago * 1e9))
-        note_answer(span, [ended])
+        set_answer(span, [finished])
         span.end()
 
     def _begin(self, operation: str, kind: SpanKind, parent: Context | None, began: int | None = None) -> Span:
@@ -128,7 +126,7 @@ class Traces:
         return span
 
 
-def note_status(span: Span, status: int) -> None:
+def set_status(span: Span, status: int) -> None:
     span.set_attribute("http.response.status_code", status)
     if status >= 400:
         span.set_attribute("error.type", str(status))
@@ -136,19 +134,19 @@ def note_status(span: Span, status: int) -> None:
         span.set_status(StatusCode.ERROR)
 
 
-def note_answer(span: Span, ended: Sequence[Ended]) -> None:
-    """Of all choices together: a prompt that they share counts once."""
-    if not ended:
+def set_answer(span: Span, finished: Sequence[FinishedRequest]) -> None:
+    """Sets the attributes of all choices together: a prompt that they share counts once."""
+    if not finished:
         return
-    span.set_attributes({name: value for name, value in _asked(ended).items() if value is not None})
-    span.set_attributes({name: value for name, value in _answered(ended).items() if value is not None})
-    if any(each.reason == "error" for each in ended):
+    span.set_attributes({name: value for name, value in _request_attributes(finished).items() if value is not None})
+    span.set_attributes({name: value for name, value in _answer_attributes(finished).items() if value is not None})
+    if any(each.reason == "error" for each in finished):
         span.set_attribute("error.type", "engine")
         span.set_status(StatusCode.ERROR)
 
 
-def _asked(ended: Sequence[Ended]) -> dict[str, Any]:
-    sampling = ended[0].request.sampling
+def _request_attributes(finished: Sequence[FinishedRequest]) -> dict[str, Any]:
+    sampling = finished[0].request.sampling
     return {
         "gen_ai.request.max_tokens": sampling.max_tokens,
         "gen_ai.request.temperature": sampling.temperature,
@@ -158,19 +156,19 @@ def _asked(ended: Sequence[Ended]) -> dict[str, Any]:
         "gen_ai.request.presence_penalty": sampling.presence_penalty or None,
         "gen_ai.request.seed": sampling.seed,
         "gen_ai.request.stop_sequences": sampling.stop or None,
-        "gen_ai.request.choice.count": len(ended) if len(ended) > 1 else None,
+        "gen_ai.request.choice.count": len(finished) if len(finished) > 1 else None,
     }
 
 
-def _answered(ended: Sequence[Ended]) -> dict[str, Any]:
-    prompts = {each.request.prompt: each.cached for each in reversed(ended)}
-    began, firsts = min(each.began for each in ended), [each.first for each in ended if each.first]
-    reports = [each.report for each in ended if each.report]
+def _answer_attributes(finished: Sequence[FinishedRequest]) -> dict[str, Any]:
+    prompts = {each.request.prompt: each.cached for each in reversed(finished)}
+    began, firsts = min(each.began for each in finished), [each.first for each in finished if each.first]
+    reports = [each.report for each in finished if each.report]
     return {
-        "gen_ai.response.finish_reasons": [each.reason for each in ended],
+        "gen_ai.response.finish_reasons": [each.reason for each in finished],
         "gen_ai.usage.input_tokens": sum(map(len, prompts)),
         "gen_ai.usage.cache_read.input_tokens": sum(prompts.values()),
-        "gen_ai.usage.output_tokens": sum(each.generated for each in ended),
+        "gen_ai.usage.output_tokens": sum(each.generated for each in finished),
         "gen_ai.response.time_to_first_chunk": min(firsts) - began if firsts else None,
         "gen_ai.latency.time_in_queue": max((each.queued for each in reports), default=None),
         "gen_ai.latency.time_in_model_prefill": max((each.prefill for each in reports), default=None),

@@ -1,4 +1,4 @@
-// Formats whose values, several at a time, are points of a code book; and ternary ones. model/iquants.py defines them.
+// Formats whose values, several at a time, are points of a code book; and ternary ones. model/gguf/iquants.py defines them.
 #include <bit>
 #include <vector>
 

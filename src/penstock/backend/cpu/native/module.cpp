@@ -60,7 +60,7 @@ bool quantize_values(const std::string& from, Array<const uint8_t, 1> values, co
 }
 
 using FloatArray = Array<const float, 1>;
-using EditArrays = std::tuple<size_t, IntArray, double, IntArray, FloatArray, IntArray, IntArray>;
+using FlatEdits = std::tuple<IntArray, FloatArray, IntArray, IntArray, IntArray, FloatArray, IntArray, IntArray, IntArray>;
 using Scored = std::tuple<int32_t, double, std::vector<std::pair<int32_t, double>>>;
 
 Step step(const IntArray& tokens, const IntArray& positions, const IntArray& row_start, const IntArray& slots,
@@ -80,15 +80,14 @@ void run(Program& program, IntArray tokens, IntArray positions, IntArray row_sta
 std::pair<std::vector<int32_t>, std::vector<Scored>> sample(
     Program& program, IntArray tokens, IntArray positions, IntArray row_start, IntArray slots,
     Array<const int32_t, 3> tables, IntArray sampled, IntArray target, FloatArray temperature, FloatArray top_p, IntArray top_k, FloatArray min_p,
-    Array<const uint64_t, 1> seed, IntArray logprobs, std::vector<EditArrays> edits) {
+    Array<const uint64_t, 1> seed, IntArray logprobs, const FlatEdits& edits, IntArray constrained,
+    Array<const int32_t, 2> words) {
   const Step arrays = step(tokens, positions, row_start, slots, tables, sampled);
   const Draws draws = {flat(target), flat(temperature), flat(top_p),   flat(top_k),
                        flat(min_p),  flat(seed),        flat(logprobs)};
   nb::gil_scoped_release release;
-  std::vector<Edit> changes;
-  for (const auto& [row, seen, repetition, add_ids, add_values, ban, allow] : edits)
-    changes.push_back({row, flat(seen), float(repetition), flat(add_ids), flat(add_values), flat(ban), flat(allow)});
-  Answers answers = program.sample(arrays, draws, changes);
+  const EditArrays changes = std::apply([](const auto&... array) { return EditArrays{flat(array)...}; }, edits);
+  Answers answers = program.sample(arrays, draws, edits_of(changes, {flat(constrained), flat(words), words.shape(1)}));
   std::vector<Scored> scored;
   for (auto& entry : answers.logprobs) scored.push_back({entry.token, entry.logprob, std::move(entry.top)});
   return {std::move(answers.tokens), std::move(scored)};
@@ -167,7 +166,8 @@ NB_MODULE(_native, m) {
   m.def("packed_bits", packed_bits, "format"_a);
 
   nb::class_<Program>(m, "Program")
-      .def(nb::init<const std::string&, unsigned, const std::string&>(), "isa"_a, "threads"_a, "kv"_a)
+      .def(nb::init<const std::string&, unsigned, const std::string&, const Program*>(), "isa"_a, "threads"_a, "kv"_a,
+           "beside"_a.none() = nb::none())
       .def("buffer", &Program::buffer, "symbol"_a, "width"_a, "prepared"_a)
       .def("prepares", &Program::prepares, "weight"_a)
       .def("angles",
@@ -253,7 +253,7 @@ NB_MODULE(_native, m) {
       .def("sample", sample, "tokens"_a.noconvert(), "positions"_a.noconvert(), "row_start"_a.noconvert(),
            "slots"_a.noconvert(), "tables"_a.noconvert(), "sampled"_a.noconvert(), "target"_a.noconvert(), "temperature"_a.noconvert(),
            "top_p"_a.noconvert(), "top_k"_a.noconvert(), "min_p"_a.noconvert(), "seed"_a.noconvert(),
-           "logprobs"_a.noconvert(), "edits"_a.noconvert())
+           "logprobs"_a.noconvert(), "edits"_a.noconvert(), "constrained"_a.noconvert(), "words"_a.noconvert())
       .def("read_kept",
            [](Program& program, size_t first, Array<float, 2> out) { program.read_kept(first, flat(out)); }, "first"_a,
            "out"_a.noconvert())

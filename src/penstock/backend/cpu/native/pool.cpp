@@ -33,6 +33,7 @@ Pool::~Pool() {
 }
 
 void Pool::run(const Job& job) {
+  const std::lock_guard lock(running_);
   job_ = &job;
   phase_ = size_t(-1);
   busy_.store(true, std::memory_order_release);

@@ -8,6 +8,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <mutex>
 #include <thread>
 #include <vector>
 
@@ -29,7 +30,7 @@ class Pool {
   ~Pool();
   unsigned threads() const { return unsigned(workers_.size()) + 1; }
 
-  // Runs the job to its end; the calling thread is worker 0. One call at a time.
+  // Runs the job to its end; the calling thread is worker 0. Calls from other threads wait for their turn.
   void run(const Job& job);
 
  private:
@@ -45,6 +46,7 @@ class Pool {
   alignas(64) std::atomic<bool> busy_{false};
   std::atomic<bool> stop_{false};
   std::atomic<uint32_t> epoch_{0};  // counts jobs; sleepers wait for it to change
+  std::mutex running_;
   std::vector<std::thread> workers_;
 };
 

@@ -42,9 +42,9 @@ class StepJob final : public Job {
 
 }  // namespace
 
-Program::Program(const std::string& isa, unsigned threads, const std::string& kv)
+Program::Program(const std::string& isa, unsigned threads, const std::string& kv, const Program* beside)
     : isa_(choose(isa)),
-      pool_(checked_threads(threads)),
+      pool_(beside ? beside->pool_ : std::make_shared<Pool>(checked_threads(threads))),
       cache_(kv),
       frame_{.batch = {},
              .kernels = *isa_.kernels,
@@ -56,8 +56,8 @@ Program::Program(const std::string& isa, unsigned threads, const std::string& kv
              .split = {},
              .gathered = {},
              .row_states = {},
-             .scratch = std::vector<Memory>(threads),
-             .workers = threads} {}
+             .scratch = std::vector<Memory>(pool_->threads()),
+             .workers = pool_->threads()} {}
 
 // ---- building ----
 
@@ -485,7 +485,7 @@ void Program::run(const Step& step, std::span<float> out) {
   require(out.size() == frame_.rows(answer_) * at(answer_).width, "the answer's array has another shape");
   buffers_[size_t(answer_)].data = out.data();
   sampler_.rest();
-  pool_.run(StepJob(phases_, frame_));
+  pool_->run(StepJob(phases_, frame_));
 }
 
 void Program::read_kept(size_t first, std::span<float> out) {
@@ -502,8 +502,8 @@ Answers Program::sample(const Step& step, const Draws& draws, const std::vector<
   const std::lock_guard lock(running_);
   prepare(step);
   require(at(answer_).symbol == Symbol::S, "only the logits of sampled positions can be sampled");
-  sampler_.prepare(draws, edits, step.sampled.size(), at(answer_).width, pool_.threads());
-  pool_.run(StepJob(phases_, frame_));
+  sampler_.prepare(draws, edits, step.sampled.size(), at(answer_).width, pool_->threads());
+  pool_->run(StepJob(phases_, frame_));
   Answers answers = {sampler_.tokens(), sampler_.logprobs()};
   remember_tokens(step, draws, answers.tokens);
   return answers;

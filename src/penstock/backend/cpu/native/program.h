@@ -40,7 +40,8 @@ using Gate = void (*)(const float* x, size_t hidden, float* out);
 
 class Program {
  public:
-  Program(const std::string& isa, unsigned threads, const std::string& kv);
+  // A program beside another runs on its threads, one of them at a time.
+  Program(const std::string& isa, unsigned threads, const std::string& kv, const Program* beside = nullptr);
 
   // Building. Buffers are named by number; widths and symbols are checked here, once.
   int buffer(const std::string& symbol, size_t width, bool prepared);
@@ -84,7 +85,7 @@ class Program {
   void read_kept(size_t first, std::span<float> out);  // rows of the last step, as many as `out` has room for
 
   const std::string& isa() const { return isa_.name; }
-  unsigned threads() const { return pool_.threads(); }
+  unsigned threads() const { return pool_->threads(); }
   size_t kv_bytes_per_token() const { return cache_.bytes_per_token(); }
   size_t block_bytes() const { return cache_.block_bytes(); }
   std::string kv_layout() const { return cache_.layout(); }
@@ -111,7 +112,7 @@ class Program {
   void prepare(const Step& step);
 
   Isa isa_;
-  Pool pool_;
+  std::shared_ptr<Pool> pool_;
   Cache cache_;
   States states_;
   std::vector<StateMove> moves_;

@@ -144,12 +144,57 @@ void require(bool holds, const char* otherwise) {
   if (!holds) throw std::invalid_argument(otherwise);
 }
 
+bool ascends(Ints values) {
+  return std::adjacent_find(values.begin(), values.end(), std::greater_equal()) == values.end() &&
+         (values.empty() || values.front() >= 0);
+}
+
+void check_starts(Ints start, size_t edits, size_t values) {
+  require(start.size() == edits + 1 && std::is_sorted(start.begin(), start.end()) && start.front() == 0 &&
+              size_t(start.back()) == values,
+          "every edit needs a place in each of the flat arrays");
+}
+
+template <class T>
+std::span<const T> piece(std::span<const T> values, Ints start, size_t e) {
+  return values.subspan(size_t(start[e]), size_t(start[e + 1] - start[e]));
+}
+
 template <class T>
 void grow(std::vector<T>& values, size_t size) {
   if (values.size() < size) values.resize(size);
 }
 
 }  // namespace
+
+// ---- edits ----
+
+std::vector<Edit> edits_of(const EditArrays& arrays, const Bitmasks& masks) {
+  const size_t count = arrays.rows.size();
+  require(arrays.repetition.size() == count, "every edit needs one repetition penalty");
+  require(arrays.add_ids.size() == arrays.add_values.size(), "an edit adds one value for each id");
+  check_starts(arrays.seen_start, count, arrays.seen.size());
+  check_starts(arrays.add_start, count, arrays.add_ids.size());
+  check_starts(arrays.ban_start, count, arrays.ban.size());
+  require(ascends(arrays.rows) && ascends(masks.rows), "edits and masks come in the order of their rows, each row once");
+  require(masks.words.size() == masks.rows.size() * masks.width, "every constrained row needs a mask");
+  std::vector<Edit> edits;
+  for (size_t e = 0, m = 0; e < count || m < masks.rows.size();) {
+    const bool edited = e < count && (m == masks.rows.size() || arrays.rows[e] <= masks.rows[m]);
+    const bool masked = m < masks.rows.size() && (e == count || masks.rows[m] <= arrays.rows[e]);
+    Edit& edit = edits.emplace_back();
+    edit.row = size_t(edited ? arrays.rows[e] : masks.rows[m]);
+    if (edited) {
+      edit.seen = piece(arrays.seen, arrays.seen_start, e);
+      edit.repetition = arrays.repetition[e];
+      edit.add_ids = piece(arrays.add_ids, arrays.add_start, e);
+      edit.add_values = piece(arrays.add_values, arrays.add_start, e);
+      edit.ban = piece(arrays.ban, arrays.ban_start, e++);
+    }
+    if (masked) edit.allow = masks.words.subspan(m++ * masks.width, masks.width);
+  }
+  return edits;
+}
 
 // ---- one step's draws ----
 
@@ -181,7 +226,6 @@ void Sampler::check(const Draws& draws, const std::vector<Edit>& edits) const {
     require(target < 0 || size_t(target) < vocab_, "a target is outside the vocabulary");
   for (const auto& edit : edits) {
     require(edit.row < rows_, "an edit of no sampled position");
-    require(edit.add_ids.size() == edit.add_values.size(), "an edit adds one value for each id");
     require(edit.allow.empty() || edit.allow.size() == (vocab_ + 31) / 32, "a mask has a bit for each token");
     for (Ints ids : {edit.seen, edit.add_ids, edit.ban}) check_ids(ids);
   }

@@ -23,16 +23,36 @@ struct Draws {
   Ints logprobs;  // -1: none; else how many alternatives
 };
 
+// The edits of a step as flat arrays, as LogitEdits in backend/base.py has them: edit e has seen[seen_start[e]] and so on,
+// up to seen_start[e + 1].
+struct EditArrays {
+  Ints rows;
+  Floats repetition;
+  Ints seen, seen_start, add_ids;
+  Floats add_values;
+  Ints add_start, ban, ban_start;
+};
+
+// The tokens that grammars allow at some positions: words[i] belongs to rows[i].
+struct Bitmasks {
+  Ints rows;
+  Ints words;  // [rows][width] a bit for each token, the lowest first
+  size_t width;
+};
+
 // Changes to one row of logits: `seen` divided or multiplied by `repetition`, then sums, then bans, then all but `allow`.
 struct Edit {
   size_t row;
   Ints seen;
-  float repetition;
+  float repetition = 1;
   Ints add_ids;
   Floats add_values;
   Ints ban;
   Ints allow;  // a bit for each token, the lowest first; empty: all
 };
+
+// One edit for each row that has an edit or a mask; throws std::invalid_argument where the arrays do not fit together.
+std::vector<Edit> edits_of(const EditArrays& arrays, const Bitmasks& masks);
 
 struct Logprob {
   int32_t token;

@@ -1,4 +1,4 @@
-"""The code books of GGUF's i-quants: each point of a book stands for the levels of 4 or 8 neighbouring values."""
+"""Reads the code books of GGUF's i-quants: each point of a book stands for the levels of 4 or 8 neighbouring values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BOOKS = {"IQ2_XXS": (3, 8), "IQ2_XS": (3, 8), "IQ2_S": (3, 8), "IQ1_S": (3, 8), 
 
 @lru_cache(maxsize=1)
 def code_books() -> dict[str, NDArray[np.uint8]]:
-    """The levels of each book's points, in order: [points, values]."""
+    """Returns the levels of each book's points, in order: [points, values]."""
     lines = TEXT.read_text().splitlines()
     words = [int(word, 16) for line in lines if line.startswith("0x") for word in line.replace(",", "").split()]
     bits = np.unpackbits(np.array(words, "<u8").view(np.uint8), bitorder="little")

@@ -1,8 +1,8 @@
-"""What the bytes of GGUF's formats with few levels mean: i-quants and ternary ones.
+"""Defines what the bytes of GGUF's i-quants and ternary formats mean.
 
 However they are stored, each is a table of at most 16 numbers and a small whole scale for every 16 or 32 values:
     value = d * scale * factor * table[code]
-`recode` gives the parts, and fast kernels keep those: nothing is rounded on the way.
+`split_blocks` returns d, scales and codes, and fast kernels store those: nothing is rounded.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.model.code_books import code_books
+from penstock.model.gguf.code_books import code_books
 
 Array = Any  # an ndarray; NumPy's types do not follow the fields of a structured one
 
@@ -48,47 +48,54 @@ TABLES = {
 FACTORS = dict.fromkeys(TABLES, 0.125) | {"IQ3_XXS": 0.25, "IQ3_S": 1.0, "TQ1_0": 1.0, "TQ2_0": 1.0}
 
 
-class Recoded(NamedTuple):
+class SplitBlocks(NamedTuple):
+    """Holds what the values of some storage blocks are computed from."""
+
     d: Array  # [blocks] float16
     scales: Array  # [blocks, 1, 8 or 16]
     codes: Array  # [blocks, 256]
 
 
 def values_of(name: str, blocks: Array) -> NDArray[np.float32]:
-    """[blocks, 256]"""
-    d, scales, codes = recode(name, blocks)
+    """Returns the values of storage blocks: [blocks, 256]."""
+    d, scales, codes = split_blocks(name, blocks)
     numbers = np.array(TABLES[name], np.float32)[codes].reshape(*scales.shape, -1)
     scale = d.astype(np.float32)[:, None] * (scales * np.float32(FACTORS[name]))
     values: NDArray[np.float32] = (scale[..., None] * numbers).reshape(codes.shape)
     return values
 
 
-def recode(name: str, blocks: Array) -> Recoded:
-    d, scales, codes = RECODE[name](blocks)
-    return Recoded(d, scales.reshape(len(blocks), -1).astype(np.int8), codes.reshape(len(blocks), -1).astype(np.uint8))
+def split_blocks(name: str, blocks: Array) -> SplitBlocks:
+    """Splits storage blocks into factors, scales and codes."""
+    d, scales, codes = SPLIT[name](blocks)
+    return SplitBlocks(
+        d, scales.reshape(len(blocks), -1).astype(np.int8), codes.reshape(len(blocks), -1).astype(np.uint8)
+    )
 
 
 def fields(packed: Array, shifts: tuple[int, ...], mask: int) -> Array:
-    """Parts of each number, as the last axis."""
+    """Splits each number into fields, as the last axis."""
     return packed[..., None] >> np.array(shifts, packed.dtype) & packed.dtype.type(mask)
 
 
 def odd(scales: Array) -> Array:
+    """Returns the odd numbers that scales are stored as halves of."""
     return 2 * scales + 1
 
 
 def nibbles(scales: Array) -> Array:
+    """Returns the scales that each byte holds two of."""
     return odd(fields(scales, (0, 4), 15))
 
 
-def eight(signs: Array) -> Array:
-    """A bit of each of 8 values."""
+def sign_bits(signs: Array) -> Array:
+    """Returns a bit for each of 8 values."""
     return fields(signs.astype(np.uint8), tuple(range(8)), 1)
 
 
-def sevens(signs: Array) -> Array:
-    """The same of numbers of 7 bits: of 8 values an even number is negative, which tells the last."""
-    return eight(signs | (np.bitwise_count(signs) & 1).astype(signs.dtype) << 7)
+def even_sign_bits(signs: Array) -> Array:
+    """Returns a bit for each of 8 values from numbers of 7 bits: an even number of bits is set, which gives the 8th."""
+    return sign_bits(signs | (np.bitwise_count(signs) & 1).astype(signs.dtype) << 7)
 
 
 def iq1_s(blocks: Array) -> tuple[Array, Array, Array]:
@@ -99,7 +106,7 @@ def iq1_s(blocks: Array) -> tuple[Array, Array, Array]:
 
 
 def iq1_m(blocks: Array) -> tuple[Array, Array, Array]:
-    """The fourth nibbles of the scales are those of d."""
+    """Splits IQ1_M, whose d is made of the highest nibbles of its scales."""
     scales = blocks["scales"]
     d = (fields(scales, (12,), 15)[..., 0] << np.array([0, 4, 8, 12], np.uint16)).sum(-1, dtype=np.uint16)
     qh = fields(blocks["qh"], (0, 4), 15).reshape(-1, 32).astype(np.uint16)
@@ -110,34 +117,34 @@ def iq1_m(blocks: Array) -> tuple[Array, Array, Array]:
 def iq2_xxs(blocks: Array) -> tuple[Array, Array, Array]:
     signs = blocks["runs"]["signs"]
     levels = code_books()["IQ2_XXS"][blocks["runs"]["qs"]]
-    return blocks["d"], odd(signs >> 28), levels + 4 * sevens(fields(signs, (0, 7, 14, 21), 127))
+    return blocks["d"], odd(signs >> 28), levels + 4 * even_sign_bits(fields(signs, (0, 7, 14, 21), 127))
 
 
 def iq2_xs(blocks: Array) -> tuple[Array, Array, Array]:
     levels = code_books()["IQ2_XS"][blocks["qs"] & 511]
-    return blocks["d"], nibbles(blocks["scales"]), levels + 4 * sevens(blocks["qs"] >> 9)
+    return blocks["d"], nibbles(blocks["scales"]), levels + 4 * even_sign_bits(blocks["qs"] >> 9)
 
 
 def iq2_s(blocks: Array) -> tuple[Array, Array, Array]:
     high = fields(blocks["qh"], (0, 2, 4, 6), 3).reshape(-1, 32).astype(np.uint16)
     levels = code_books()["IQ2_S"][blocks["qs"] | high << 8]
-    return blocks["d"], nibbles(blocks["scales"]), levels + 4 * eight(blocks["signs"])
+    return blocks["d"], nibbles(blocks["scales"]), levels + 4 * sign_bits(blocks["signs"])
 
 
 def iq3_xxs(blocks: Array) -> tuple[Array, Array, Array]:
-    signs = sevens(fields(blocks["signs"], (0, 7, 14, 21), 127)).reshape(-1, 64, 4)
+    signs = even_sign_bits(fields(blocks["signs"], (0, 7, 14, 21), 127)).reshape(-1, 64, 4)
     return blocks["d"], odd(blocks["signs"] >> 28), code_books()["IQ3_XXS"][blocks["qs"]] + 8 * signs
 
 
 def iq3_s(blocks: Array) -> tuple[Array, Array, Array]:
-    high = eight(blocks["qh"]).reshape(-1, 64).astype(np.uint16)
+    high = sign_bits(blocks["qh"]).reshape(-1, 64).astype(np.uint16)
     levels = code_books()["IQ3_S"][blocks["qs"] | high << 8]
-    signs = eight(blocks["signs"]).reshape(-1, 64, 4)
+    signs = sign_bits(blocks["signs"]).reshape(-1, 64, 4)
     return blocks["d"], nibbles(blocks["scales"]), np.where(signs, 7 - levels, 8 + levels)
 
 
 def digits(packed: Array, count: int) -> Array:
-    """Base 3, the first in front: a byte is a fraction of 256. All first digits, then all second ones: [b, n]."""
+    """Returns digits in base 3 of bytes that are fractions of 256: all first digits, then all second ones: [b, n]."""
     moved = packed[:, None] * (3 ** np.arange(count, dtype=np.uint8))[:, None]
     return (moved.astype(np.uint16) * 3 >> 8).reshape(len(packed), -1)
 
@@ -153,7 +160,7 @@ def tq2_0(blocks: Array) -> tuple[Array, Array, Array]:
     return blocks["d"], np.ones((len(blocks), 8)), codes
 
 
-RECODE: dict[str, Callable[[Array], tuple[Array, Array, Array]]] = {
+SPLIT: dict[str, Callable[[Array], tuple[Array, Array, Array]]] = {
     "IQ1_S": iq1_s,
     "IQ1_M": iq1_m,
     "IQ2_XXS": iq2_xxs,

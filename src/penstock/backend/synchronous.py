@@ -1,0 +1,80 @@
+"""Holds what backends that compute on the host have in common: a step is computed while it is launched."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
+
+from penstock.backend.base import Batch, Bitmasks, Ints, Ticket
+from penstock.types import StepResult
+
+Launch = Callable[[Batch], Ticket]
+Wait = Callable[[Ticket], StepResult]
+
+
+class HostProgram(Protocol):
+    """Runs one loaded model: it has its own KV cache, recurrent states and last sampled tokens."""
+
+    def run(self, batch: Batch, masks: Bitmasks | None) -> StepResult:
+        """Runs one step and answers its rows."""
+
+
+P = TypeVar("P", bound=HostProgram)
+
+
+class SynchronousBackend(Generic[P]):
+    """Computes each step in `launch` or, if it has constrained positions, in `constrain`. Nothing is ever in flight,
+    and there is nothing to prepare."""
+
+    depth = 0
+
+    def __init__(self) -> None:
+        self._programs: dict[int, P] = {}
+        self._results: dict[Ticket, StepResult] = {}
+        self._unconstrained: Batch | None = None  # launched, and waiting for its bitmasks
+
+    def launch(self, batch: Batch) -> Ticket:
+        self._unconstrained = batch if len(batch.constrained) else None
+        if self._unconstrained is None:
+            self._results[batch.step] = self._compute(batch, None)
+        return batch.step
+
+    def constrain(self, ticket: Ticket, words: Ints) -> None:
+        batch, self._unconstrained = self._unconstrained, None
+        if batch is None or batch.step != ticket:
+            raise ValueError(f"step {ticket} waits for no bitmasks: constrain follows the launch of its step at once")
+        self._results[ticket] = self._compute(batch, Bitmasks(batch.constrained, words))
+
+    def wait(self, ticket: Ticket) -> StepResult:
+        return self._results.pop(ticket)
+
+    def _compute(self, batch: Batch, masks: Bitmasks | None) -> StepResult:
+        return self._program_of(batch).run(batch, masks)
+
+    def _program_of(self, batch: Batch) -> P:
+        if batch.program not in self._programs:
+            loaded = ", ".join(map(str, self._programs)) or "none"
+            raise ValueError(f"program {batch.program} is not loaded: a batch runs one of those that are ({loaded})")
+        return self._programs[batch.program]
+
+    def warm_up(self) -> None: ...
+
+    def prepare_in_idle(self) -> bool:
+        return False
+
+    def free_memory(self) -> None: ...
+
+    def time_step(self, batch: Batch, times: int) -> float:
+        return time_step(self.launch, self.wait, batch, times)
+
+
+def time_step(launch: Launch, wait: Wait, batch: Batch, times: int) -> float:
+    """Returns the seconds of a step from launch to answer, the least of `times` runs."""
+
+    def seconds() -> float:
+        begun = time.perf_counter()
+        wait(launch(batch))
+        return time.perf_counter() - begun
+
+    return min(seconds() for _ in range(times))

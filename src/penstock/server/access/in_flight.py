@@ -1,0 +1,79 @@
+"""Counts what is in flight, and refuses what exceeds a limit: the server's admission control."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from math import inf
+
+from penstock.errors import Overloaded
+from penstock.ipc.client import EngineClient
+
+WAITING_PER_ROW = 16  # requests that may wait for each row of a step, unless --max-waiting says otherwise
+
+
+class InFlight:
+    """Counts `what` is in flight; `advice` completes the refusal of what exceeds the limit."""
+
+    def __init__(self, what: str, limit: Callable[[], float], advice: str = "") -> None:
+        self.count = 0
+        self._what = what
+        self._limit = limit
+        self._advice = advice
+
+    def take(self, count: int = 1) -> None:
+        """Counts more in flight, or raises Overloaded and counts nothing."""
+        if self.count + count > self._limit():
+            busy = f"{self.count} {self._what} in flight" if self.count else f"{count} {self._what} at once"
+            raise Overloaded(f"Server is busy: {busy} (the limit is {self._limit():g}). Retry after 1 s{self._advice}.")
+        self.count += count
+
+    def release(self, count: int = 1) -> None:
+        self.count -= count
+
+
+class Admission:
+    """Holds one request's places. The request takes one when it is admitted. Its first answer uses that place; every
+    further answer at the same time takes its own. An answer that outlives its request keeps its place."""
+
+    def __init__(self, in_flight: InFlight) -> None:
+        self._in_flight = in_flight
+        self._open = False
+        self._answers = 0
+
+    def open(self) -> None:
+        """Takes the request's place; raises Overloaded if there is none."""
+        self._in_flight.take()
+        self._open = True
+
+    def close(self) -> None:
+        """Gives the request's place back, unless an answer still uses it. Without `open` it does nothing."""
+        if self._open and not self._answers:
+            self._in_flight.release()
+        self._open = False
+
+    @contextmanager
+    def answer(self) -> Iterator[None]:
+        """Holds a place for one answer; raises Overloaded if there is none."""
+        if self._answers or not self._open:
+            self._in_flight.take()
+        self._answers += 1
+        try:
+            yield
+        finally:
+            self._answers -= 1
+            if self._answers or not self._open:
+                self._in_flight.release()
+
+
+def requests_in_flight(client: EngineClient, max_waiting: int | None) -> InFlight:
+    """Returns the counter of requests and their answers: those computed at once, and `max_waiting` that wait for them.
+    Without an engine there is no limit, because every request is refused at once anyway."""
+
+    def limit() -> float:
+        if client.hello is None:
+            return inf
+        rows = client.hello.limits.max_rows
+        return rows + (WAITING_PER_ROW * rows if max_waiting is None else max_waiting)
+
+    return InFlight("requests", limit, ", or raise --max-waiting")

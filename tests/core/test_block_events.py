@@ -1,0 +1,92 @@
+"""Tests chain hashes, the events of blocks that enter and leave the prefix cache, and copies that plans carry."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Tokens
+from hashlib import blake2b
+
+import pytest
+
+from penstock.core import Scheduler, Sequence, hashing
+from penstock.types import BlockCopy, BlockEvent, BlockRemoved, BlockStored
+from tests.core.world import limits, run, step
+
+
+def follow(events: list[BlockEvent]) -> dict[bytes, BlockStored]:
+    """Returns what is stored after these events, which their order alone decides."""
+    stored: dict[bytes, BlockStored] = {}
+    for event in events:
+        if isinstance(event, BlockStored):
+            assert event.hash not in stored
+            stored[event.hash] = event
+        else:
+            del stored[event.hash]
+    return stored
+
+
+def test_a_chain_hash_is_of_the_parent_and_the_tokens() -> None:
+    parent = blake2b(b"tenant", digest_size=16).digest()
+    tokens = (1, 2, 70000)
+    data = b"".join(token.to_bytes(4, "little") for token in tokens)
+    expected = blake2b(parent + data, digest_size=16).digest()
+    assert hashing.root("tenant") == parent
+    assert hashing.extend(parent, tokens) == expected
+    assert hashing.chain("tenant", (*tokens, 4, 5, 6, 7), 3) == [expected, hashing.extend(expected, (4, 5, 6))]
+    assert hashing.chain("", tokens, 4) == []
+
+
+def test_nothing_is_recorded_unless_asked_for() -> None:
+    scheduler = Scheduler(limits())
+    run(scheduler, Sequence(1, tuple(range(12)), 1))
+    assert scheduler.take_block_events() == []
+
+
+def test_stored_blocks_are_told_with_their_chain_and_their_tokens() -> None:
+    scheduler = Scheduler(limits(), epoch=7)
+    run(scheduler, Sequence(1, tuple(range(9)), 8, salt="a"))
+    events = scheduler.take_block_events()
+    stream = (*range(9), *[50] * 7)
+    assert [(event.number, event.epoch) for event in events] == [(0, 7), (1, 7), (2, 7), (3, 7)]
+    assert [event.hash for event in events] == hashing.chain("a", stream, 4)
+    parents = [hashing.root("a"), *hashing.chain("a", stream, 4)[:-1]]
+    assert [event.parent for event in events if isinstance(event, BlockStored)] == parents
+    assert [event.tokens for event in events if isinstance(event, BlockStored)][2:] == [(8, 50, 50, 50), (50,) * 4]
+    assert scheduler.take_block_events() == []
+    run(scheduler, Sequence(2, tuple(range(9)), 8, salt="a"))  # the same blocks again are no news
+    assert scheduler.take_block_events() == []
+
+
+@pytest.mark.parametrize("windows", [(0,), (0, 6), (6,)])
+def test_events_tell_exactly_what_the_cache_has(windows: tuple[int, ...]) -> None:
+    scheduler = Scheduler(limits(windows=windows, num_blocks=24, max_len=32), epoch=1)
+    for id in range(9):
+        scheduler.add(Sequence(id, (*range(10 * (id % 3), 12), id, 5, id), 9))
+    events: list[BlockEvent] = []
+    while scheduler.sequences:
+        step(scheduler)
+        events += scheduler.take_block_events()
+    assert any(isinstance(event, BlockRemoved) for event in events)
+    assert [event.number for event in events] == list(range(len(events)))
+    nodes = {node.hash: node for node in scheduler.cache.trie.nodes()}
+    assert follow(events).keys() == nodes.keys()
+    assert all(event.tokens == nodes[event.hash].tokens for event in follow(events).values())
+
+
+def test_another_way_to_hash_may_be_given() -> None:
+    calls = []
+
+    def chain(salt: str, tokens: Tokens[int], block_size: int) -> list[bytes]:
+        calls.append(len(tokens))
+        return hashing.chain(salt, tokens, block_size)
+
+    scheduler = Scheduler(limits(), chain=chain)
+    run(scheduler, Sequence(1, tuple(range(12)), 9))
+    assert calls == [12]  # once, and not for the answer, of which nobody asked to hear
+
+
+def test_copies_ride_in_the_next_plan_in_order() -> None:
+    scheduler = Scheduler(limits())
+    scheduler.copy_out(3, 70)
+    scheduler.copy_in(4, 70)
+    assert scheduler.plan().copies == (BlockCopy(3, 70, "out"), BlockCopy(4, 70, "in"))
+    assert scheduler.plan().copies == ()
