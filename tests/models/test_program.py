@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import penstock
 from penstock.backend.cpu import CpuBackend
 from penstock.backend.cpu.record import EMITTERS, capabilities
 from penstock.backend.ref.ops import RefOps
@@ -226,3 +227,18 @@ def test_layers_are_known_by_what_they_keep():
     assert sorted(program.recurrent_layers) == list(range(len(spec.recurrent)))
     assert {program.nodes[i].outputs[0].symbol for i in range(program.first_sampled)} == {"T"}
     assert program.nodes[program.first_sampled].op == "take_sampled"
+
+
+def test_an_attention_option_is_named_in_six_files():
+    """docs/families.md lists them. A family that uses the option and the inputs of tests are not counted."""
+    source = Path(penstock.__file__).parent
+    files = (path for path in source.rglob("*") if path.suffix in (".py", ".pyi", ".cpp", ".h"))
+    named = {str(path.relative_to(source)) for path in files if "sinks" in path.read_text()}
+    assert named - {"model/families/gptoss.py", "backend/ref/cases.py"} == {
+        "model/spec.py",
+        "backend/ref/ops.py",
+        "backend/cpu/native/attention.h",
+        "backend/cpu/native/attention.cpp",
+        "backend/cuda/kernels/decode_attention.py",
+        "backend/cuda/kernels/prefill_attention.py",
+    }

@@ -103,8 +103,8 @@ def test_a_rotation_is_a_complex_product(rng, interleaved):
     pairs = [(0, 1), (2, 3), (4, 5)] if interleaved else [(0, 3), (1, 4), (2, 5)]
     for token, position in enumerate((0, 1000)):
         for (a, b), freq in zip(pairs, spec.inv_freq, strict=True):
-            turned = complex(x[token, 0, a], x[token, 0, b]) * 1.5 * cmath.exp(1j * freq * position)
-            assert (got[token, 0, a], got[token, 0, b]) == pytest.approx((turned.real, turned.imag), rel=1e-5)
+            rotated = complex(x[token, 0, a], x[token, 0, b]) * 1.5 * cmath.exp(1j * freq * position)
+            assert (got[token, 0, a], got[token, 0, b]) == pytest.approx((rotated.real, rotated.imag), rel=1e-5)
 
 
 @pytest.mark.parametrize(("window", "multiplier", "cap"), [(0, 0, 0), (3, 0, 0), (0, 0.7, 0), (3, 0.7, 0.9)])

@@ -90,6 +90,9 @@ def bind(node: Node, context: Context) -> Callable[..., None]:
     constants: dict[str, Any] = {}
     if node.op in ("attend", "attend_mla"):
         constants["frequencies"] = context.frequencies(node.attributes["spec"])
+    if node.op == "attend":
+        constants["options"] = node.attributes["spec"].options | node.attributes["vectors"]
+        constants["causal"] = constants["options"].pop("causal")  # rows of one token see themselves either way
     if node.op == "moe":
         constants["permutation"] = context.permutation(node.attributes["spec"])
     return partial(LAUNCHERS[node.op], context, **node.attributes, **constants)
@@ -204,21 +207,22 @@ def attend(
     spec: AttentionSpec,
     vectors: Vectors,
     frequencies: Any,
+    options: dict[str, Any],
+    causal: bool,
 ) -> None:
     rope, step = spec.rope, step.of(context.memory.groups[layer])
     (cache, scales), rotation = context.memory.caches[layer], None
     if len(step.tiles):
         rope_options = frequencies, rope.scale, len(rope.inv_freq), rope.interleaved
         rope_and_store(qkv, *rope_options, step.positions, step.places, cache, scales)
-        about = spec.scale, spec.window, scales, spec.soft_cap, spec.causal
-        prefill_attention(qkv, cache, step.tiles, step.tables, step.header, out, *about, **vectors)
+        places = step.tiles, step.tables, step.header
+        prefill_attention(qkv, cache, *places, out, spec.scale, scales=scales, causal=causal, **options)
     else:
         rotation = Rotation(frequencies, step.places, rope.scale, len(rope.inv_freq), rope.interleaved)
     if len(step.splits):
-        split_kv, options = context.memory.split_kv, (spec.scale, spec.window, scales, spec.soft_cap)
-        decode_attention(
-            qkv, cache, step.splits, step.tables, step.header, out, split_kv, rotation, *options, **vectors
-        )
+        places = step.splits, step.tables, step.header
+        split_kv = context.memory.split_kv
+        decode_attention(qkv, cache, *places, out, split_kv, rotation, spec.scale, scales=scales, **options)
 
 
 def attend_mla(
