@@ -25,7 +25,8 @@ from penstock.backend.cuda.kernels import (
     sampling_threshold,
     silu_and_mul,
 )
-from penstock.backend.cuda.kernels.skinny_gemm import SplitKScratch, Tiling, skinny_gemm
+from penstock.backend.cuda.kernels.skinny_gemm import Tiling, skinny_gemm
+from penstock.backend.cuda.kernels.split_k import SplitKScratch
 from penstock.backend.cuda.weights import multiply
 from penstock.backend.ref.batches import Chunk, greedy_batch
 from penstock.model.rope import plain

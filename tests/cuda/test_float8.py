@@ -13,7 +13,7 @@ import torch
 from penstock.backend.cuda import CudaBackend
 from penstock.backend.cuda.fp8_weights import BlockFloat8
 from penstock.backend.cuda.kernels.fp8_blocks import Tiling, fp8_block_gemm
-from penstock.backend.cuda.kernels.skinny_gemm import SplitKScratch
+from penstock.backend.cuda.kernels.split_k import SplitKScratch
 from penstock.backend.cuda.quantized_weights import Float8
 from penstock.backend.cuda.transfer import transfer
 from penstock.backend.cuda.weights import Dense

@@ -20,7 +20,7 @@ from penstock.backend.cuda.footprint import KEPT, held, weight_bytes, workspace_
 from penstock.backend.cuda.graphs import Graphs, common_shapes, few_or_many, padded
 from penstock.backend.cuda.inputs import Fields, Plan, Shape
 from penstock.backend.cuda.kernels.prefill_attention import tokens_per_tile
-from penstock.backend.cuda.kernels.skinny_gemm import SplitKScratch
+from penstock.backend.cuda.kernels.split_k import SplitKScratch
 from penstock.backend.cuda.kv_cache import layout_of
 from penstock.backend.cuda.nodes import Memory
 from penstock.backend.cuda.ops import Program, Sizes

@@ -11,9 +11,8 @@ from penstock.backend.cuda.inputs import Fields
 from penstock.backend.cuda.kernels.decode_attention import Rotation, decode_attention
 from penstock.backend.cuda.kernels.delta_rule import DeltaScratch, delta_net
 from penstock.backend.cuda.kernels.fp8_activations import Fp8Activations, fp8_view
-from penstock.backend.cuda.kernels.layer_norm import add_layer_norm
 from penstock.backend.cuda.kernels.mla_attention import mla_decode, mla_prefill, store_mla_kv
-from penstock.backend.cuda.kernels.norm import add_norm
+from penstock.backend.cuda.kernels.norm import add_layer_norm, add_norm
 from penstock.backend.cuda.kernels.prefill_attention import prefill_attention
 from penstock.backend.cuda.kernels.rope import rope_and_store
 from penstock.backend.cuda.kernels.silu_and_mul import act_and_mul

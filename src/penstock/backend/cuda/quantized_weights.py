@@ -17,7 +17,7 @@ from penstock.backend.cuda.kernels.fp8 import Fp8Weight, cublas_fp8_gemm, fp8_ge
 from penstock.backend.cuda.kernels.fp8_activations import Fp8Activations, fp8_view, quantize_activations
 from penstock.backend.cuda.kernels.fp8_gemm import fp8_gemm
 from penstock.backend.cuda.kernels.silu_and_mul import act_and_mul
-from penstock.backend.cuda.kernels.skinny_gemm import SplitKScratch
+from penstock.backend.cuda.kernels.split_k import SplitKScratch
 from penstock.backend.cuda.pack_quantized import QuantizedWeight
 from penstock.backend.cuda.quant_blocks import ROWS
 from penstock.backend.cuda.tilings import hopper_gemm_tiling
