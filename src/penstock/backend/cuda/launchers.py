@@ -15,7 +15,7 @@ import torch
 
 from penstock.backend.cuda.experts import compute_experts
 from penstock.backend.cuda.inputs import DeviceInputs
-from penstock.backend.cuda.kernels import delta_rule, layer_norm, norm
+from penstock.backend.cuda.kernels import delta_rule, norm
 from penstock.backend.cuda.kernels import norm_qk as norm_qk_kernel
 from penstock.backend.cuda.kernels.decode_attention import Rotation, decode_attention
 from penstock.backend.cuda.kernels.expert_routing import ExpertPermutation
@@ -160,7 +160,7 @@ def add_layer_norm(
     consumer: Weight | None = None,
 ) -> None:
     residual, out, total = others if len(others) == 3 else (None, others[0], None)
-    layer_norm.add_layer_norm(x, residual, gain, bias, eps, out, total, fp8_rows(consumer, out))
+    norm.add_layer_norm(x, residual, gain, bias, eps, out, total, fp8_rows(consumer, out))
 
 
 def linear(context: Context, step: DeviceInputs, x: Any, out: Any, *, weight: Weight, prepared: bool = False) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from penstock.backend.cuda.kernels import quant_gemm, quant_gemm_small, quant_gemv
-from penstock.backend.cuda.kernels.skinny_gemm import MAX_PARTIALS
+from penstock.backend.cuda.kernels.split_k import MAX_PARTIALS
 from penstock.backend.cuda.quant_blocks import COLUMNS
 
 SMALL_GEMM_ROWS = 16  # rows up to which the matrix is read at the speed of memory
