@@ -224,7 +224,7 @@ class ModelSpec:
 
     @property
     def kv_group_layers(self) -> int:
-        """How many layers a KV block has room for."""
+        """Returns how many layers a KV block has room for."""
         return max(len(group.layers) for group in self.kv_groups)
 
     @property

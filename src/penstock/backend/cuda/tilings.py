@@ -1,4 +1,4 @@
-"""Which tiling is fastest for a product, found on an H200 (bench/cuda.py --cells tune)."""
+"""Chooses the tiling of a product; the tables were found on an H200 (bench/cuda.py --cells tune)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GEMM by cuBLAS, for plain values."""
+"""Calls cuBLAS for GEMMs of plain values."""
 
 from __future__ import annotations
 

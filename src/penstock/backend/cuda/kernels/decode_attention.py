@@ -54,8 +54,8 @@ class Rotation(NamedTuple):
 
 
 class DecodeConfig(NamedTuple):
-    """The constants of a launch. A split is computed by tiles of positions, or in groups of 16 of them over a cache of
-    8 bits."""
+    """Holds the constants of a launch. A split is computed by tiles of positions, or in groups of 16 over an 8-bit
+    cache."""
 
     shape: KvShape
     options: AttentionOptions

@@ -24,14 +24,14 @@ COLUMNS = 16  # of a state, in one program
 
 
 class StateRows(NamedTuple):
-    """The rows of a step, and which of them each token belongs to."""
+    """Holds the rows of a step, and which of them each token belongs to."""
 
     numbers: Any  # [R, ROW_FIELDS]
     of_tokens: Any  # [T] the row of each token, -1 for one that only pads
 
 
 class HeadSizes(NamedTuple):
-    """The constants of a delta net."""
+    """Holds the constants of a delta net."""
 
     k_heads: int
     v_heads: int
@@ -67,7 +67,7 @@ def _short_conv(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Convolves one head of q, of k or of v."""
+    """Computes the short convolution of one head of q, of k or of v."""
     let_next_start(PDL)
     wait_for_previous(PDL)
     K_HEADS: tl.constexpr = SIZES.k_heads
@@ -217,7 +217,7 @@ def _sigmoid_mul(x, gate, out, width, ONE: tl.constexpr, BLOCK: tl.constexpr, PD
 
 
 class DeltaScratch(NamedTuple):
-    """What the kernels of one step leave for each other, in float32."""
+    """Holds what the kernels of one step leave for each other, in float32."""
 
     mixed: Any  # [T, q + k + v] convolved
     raw: Any  # [T, v] read from states

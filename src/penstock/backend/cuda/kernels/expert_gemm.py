@@ -34,7 +34,8 @@ QUANT_TILES, QUANT_STAGES = 4, 3  # of a quantized one, for a block of pairs
 
 
 class ExpertRows(NamedTuple):
-    """What is multiplied. Each row of x has `each` pairs, one after the other: with several experts, or with one."""
+    """Names the rows that are multiplied. Each row of x has `each` pairs, one after the other: with several experts, or
+    with one."""
 
     x: Any  # [rows, width]
     experts: Any  # [pairs]

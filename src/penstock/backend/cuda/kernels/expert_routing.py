@@ -20,7 +20,7 @@ AT_ONCE = 1024  # choices that a program reads at a time
 
 
 class Routing(NamedTuple):
-    """The constants of how experts are chosen."""
+    """Holds the constants of how experts are chosen."""
 
     experts: int
     chosen: int

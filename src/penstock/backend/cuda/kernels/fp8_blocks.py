@@ -33,7 +33,7 @@ class Fp8BlockWeight(Fp8Weight):
 
 
 class Tiling(NamedTuple):
-    """How a product is cut up: each program takes `rows` rows of the matrix and `items` rows of x."""
+    """Says how a product is tiled: each program takes `rows` rows of the matrix and `items` rows of x."""
 
     rows: int  # of the matrix, in one program
     items: int  # rows of x

@@ -1,4 +1,4 @@
-"""GEMM of some tens of rows of FP8 with a matrix of FP8, on the tensor cores.
+"""Multiplies some tens of rows of FP8 with a matrix of FP8, on the tensor cores.
 
 cuBLAS is slow for few rows when every row has a scale. Columns are split over programs as split_k.py says.
 """
@@ -18,8 +18,8 @@ from penstock.backend.cuda.kernels.quant_gemm import Tiling
 from penstock.backend.cuda.kernels.split_k import SplitKScratch, joined, store_tile
 
 
-class Fp8Matrix(NamedTuple):
-    """A matrix of FP8 as kernels take it."""
+class Fp8Operand(NamedTuple):
+    """Holds a matrix of FP8 as kernels take it."""
 
     data: Any  # [rows, width]
     scales: Any
@@ -27,9 +27,9 @@ class Fp8Matrix(NamedTuple):
     width: int
 
 
-def matrix_of(weight: Fp8Weight) -> Fp8Matrix:
+def matrix_of(weight: Fp8Weight) -> Fp8Operand:
     """Returns a weight's arrays and sizes."""
-    return Fp8Matrix(weight.values, weight.scales, weight.rows, weight.width)
+    return Fp8Operand(weight.values, weight.scales, weight.rows, weight.width)
 
 
 @triton.jit

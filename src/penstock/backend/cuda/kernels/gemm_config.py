@@ -1,4 +1,4 @@
-"""What GEMM kernels know when they are compiled."""
+"""Defines what GEMM kernels know when they are compiled."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import Any, NamedTuple
 
 
 class Epilogue(NamedTuple):
-    """What a product does with its sums before it stores them."""
+    """Says what a product does with its sums before it stores them."""
 
     gated: bool = False  # stores silu of the first half of the rows times the second
     bias: bool = False
 
 
 class GemmConfig(NamedTuple):
-    """The constants of one GEMM kernel."""
+    """Holds the constants of one GEMM kernel."""
 
     tiling: Any  # a Tiling of the kernel's own module
     epilogue: Epilogue

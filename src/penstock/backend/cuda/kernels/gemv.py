@@ -13,7 +13,7 @@ from penstock.backend.cuda.kernels.silu_and_mul import silu
 
 
 class Tiling(NamedTuple):
-    """How a product is cut up: each program takes `rows` rows of the matrix."""
+    """Says how a product is tiled: each program takes `rows` rows of the matrix."""
 
     rows: int  # of the matrix, in one program
     width: int  # columns at a time

@@ -27,7 +27,7 @@ SHARED = 113 << 10  # bytes of shared memory, with two programs on a multiproces
 
 
 class Tiling(NamedTuple):
-    """How a product is cut up: programs take whole lines of tiles, or share one."""
+    """Says how a product is tiled: programs take whole lines of tiles, or share one."""
 
     split: int  # programs that share a line of tiles
     lines: int  # that a program takes, where it shares none

@@ -1,4 +1,4 @@
-"""What Triton's interpreter computes differently from a GPU, and products that both compute.
+"""Covers what Triton's interpreter computes differently from a GPU, with products that both compute.
 
 The interpreter multiplies float32 alone and cuts bits off where a GPU rounds. Kernels ask `INTERPRETED` when they are
 compiled, so a GPU's code has no trace of it.

@@ -1,4 +1,4 @@
-"""How attention kernels address the paged KV cache, and the running softmax that they share.
+"""Defines how attention kernels address the paged KV cache, and the running softmax that they share.
 
 A cache is [blocks, 2, kv_heads, block_size, D]. A line is what one position has in one head: D values, and one scale
 where the cache has 8 bits. Splits and tiles are planned on the host (inputs.py) and read from device memory.
@@ -15,7 +15,7 @@ LOG2E = 1.4426950408889634
 
 
 class PagedKv(NamedTuple):
-    """A layer's cache and the block tables that say where each row's positions are."""
+    """Holds a layer's cache and the block tables that say where each row's positions are."""
 
     lines: Any
     scales: Any  # read only where the cache has 8 bits
@@ -24,7 +24,7 @@ class PagedKv(NamedTuple):
 
 
 class KvShape(NamedTuple):
-    """The constants of a layer's heads and cache."""
+    """Holds the constants of a layer's heads and cache."""
 
     kv_heads: int
     group: int  # query heads that share a KV head
@@ -44,7 +44,7 @@ class KvShape(NamedTuple):
 
 
 class AttentionOptions(NamedTuple):
-    """What a layer's attention does besides the plain softmax."""
+    """Says what a layer's attention does besides the plain softmax."""
 
     window: int = 0  # 0: all positions are seen
     capped: bool = False  # scores have a soft cap
@@ -53,7 +53,7 @@ class AttentionOptions(NamedTuple):
 
 
 class SplitKV(NamedTuple):
-    """What the programs of one context leave for the one that joins them; `arrived` is all zeros between launches."""
+    """Holds what the programs of one context leave for the one that joins them; `arrived` is zero between launches."""
 
     outputs: Any  # [P * heads * D]
     stats: Any  # [P * heads * 2] the highest score, and the sum of weights

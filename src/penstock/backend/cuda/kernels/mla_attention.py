@@ -35,7 +35,7 @@ PREFILL_TILING = 64, 32, 8, 2
 
 
 class MlaShape(NamedTuple):
-    """The constants of a layer's heads and cache, and of how they are cut up."""
+    """Holds the constants of a layer's heads and cache, and of how they are cut up."""
 
     heads: int
     rope_dims: int

@@ -23,7 +23,7 @@ BASE = 0x43004300  # two 128.0 in bfloat16
 
 
 class QuantFormat(NamedTuple):
-    """What a kernel knows of a matrix's coding when it is compiled."""
+    """Says what a kernel knows of a matrix's coding when it is compiled."""
 
     high: int  # bits of a code beyond four
     groups: int  # of columns in a tile, each with a scale
@@ -36,8 +36,8 @@ class QuantFormat(NamedTuple):
 
 
 class QuantMatrix(NamedTuple):
-    """A quantized matrix as kernels take it. `base` is BASE, and no constant: one instruction masks codes and adds it
-    only while the compiler does not know it."""
+    """Holds a quantized matrix as kernels take it. `base` is BASE, and no constant: one instruction masks codes and adds
+    it only while the compiler does not know it."""
 
     low: Any
     high: Any

@@ -49,7 +49,7 @@ def load_tile(kv, tiles, tile):
 
 
 class PrefillConfig(NamedTuple):
-    """The constants of a launch."""
+    """Holds the constants of a launch."""
 
     shape: KvShape
     options: AttentionOptions

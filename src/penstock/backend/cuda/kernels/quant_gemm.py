@@ -1,4 +1,4 @@
-"""GEMM of some tens or hundreds of rows with a quantized matrix, on the tensor cores.
+"""Multiplies some tens or hundreds of rows with a quantized matrix, on the tensor cores.
 
 A program makes values of 16 * R rows of the matrix in registers and multiplies them with the rows of a block. Columns
 are split over several programs (split_k.py) where the matrix alone does not fill the device.
@@ -20,7 +20,7 @@ from penstock.backend.cuda.pack_quantized import QuantizedWeight
 
 
 class Tiling(NamedTuple):
-    """How a product is cut up: each program takes `tiles` times 16 rows of the matrix and `rows` rows of x."""
+    """Says how a product is tiled: each program takes `tiles` times 16 rows of the matrix and `rows` rows of x."""
 
     tiles: int  # of 16 rows of the matrix, in one program
     rows: int  # of x, in one program

@@ -28,7 +28,7 @@ from penstock.backend.cuda.pack_quantized import QuantizedWeight
 
 
 class Tiling(NamedTuple):
-    """How a product is cut up: each program takes `tiles` times 16 rows of the matrix."""
+    """Says how a product is tiled: each program takes `tiles` times 16 rows of the matrix."""
 
     warps: int
     steps: int  # tiles of a row that a warp takes at a time

@@ -50,7 +50,7 @@ def rotate_pair(a, b, cos, sin):
 
 
 class RopeInputs(NamedTuple):
-    """What says how tokens are rotated and where they go in the cache."""
+    """Says how tokens are rotated and where they go in the cache."""
 
     inv_freq: Any  # [pairs] float64
     positions: Any  # [T]
@@ -59,7 +59,7 @@ class RopeInputs(NamedTuple):
 
 
 class RopeConfig(NamedTuple):
-    """The constants of a launch."""
+    """Holds the constants of a launch."""
 
     q_heads: int
     kv_heads: int

@@ -17,7 +17,7 @@ CHUNK = 4096
 
 
 class ChunkScratch(NamedTuple):
-    """What the passes know of each chunk of each row: [S, chunks] each."""
+    """Holds what the passes know of each chunk of each row: [S, chunks] each."""
 
     maxima: Any  # float32
     where: Any  # int32, the token of each maximum

@@ -23,7 +23,7 @@ LEVELS = 512  # the bits of 1, the largest weight, without the last 21, and some
 
 
 class ThresholdScratch(NamedTuple):
-    """What the passes leave for each other."""
+    """Holds what the passes leave for each other."""
 
     weights: Any  # [S, vocab] float32
     counts: Any  # [S, chunks, LEVELS] int32
@@ -40,8 +40,8 @@ class ThresholdScratch(NamedTuple):
         return cls(*[torch.empty(size, dtype=kind, device=device) for size, kind in zip(sizes, kinds, strict=True)])
 
 
-class Limits(NamedTuple):
-    """The sampling parameters of each row: [S] each."""
+class RowSampling(NamedTuple):
+    """Holds the sampling parameters of each row: [S] each."""
 
     temperature: Any
     top_k: Any
@@ -50,7 +50,7 @@ class Limits(NamedTuple):
 
 
 class Levels(NamedTuple):
-    """The constants by which weights are counted."""
+    """Holds the constants by which weights are counted."""
 
     shift: int
     levels: int
@@ -232,7 +232,7 @@ def sampling_threshold(
     chunks = maxima.shape[1]
     whole = triton.next_power_of_2(chunks)
     levels = Levels(SHIFT, LEVELS, scratch.candidates.shape[1])
-    limits = Limits(temperature, top_k, top_p, min_p)
+    limits = RowSampling(temperature, top_k, top_p, min_p)
     # No two steps of `weigh` may be fused into one instruction.
     exact = {**launch_options(8), "enable_fp_fusion": False}
     _weigh_all[(rows, chunks)](

@@ -1,4 +1,4 @@
-"""Gated activations: act(left half) * right half."""
+"""Computes gated activations: act(left half) * right half."""
 
 from __future__ import annotations
 
