@@ -1,4 +1,4 @@
-"""What the scheduler costs: microseconds of plan + commit per running row.
+"""Measures what the scheduler costs: microseconds of plan + commit per running row.
 
     python bench/core.py            a table
     python bench/core.py --json     for machines
@@ -20,7 +20,7 @@ AIM = 4.0  # microseconds per row at 256 rows
 
 
 def measure(rows: int, prompt: int, steps: int) -> list[float]:
-    """Seconds of plan + commit for each of `steps` decode steps of `rows` sequences."""
+    """Returns the seconds of plan + commit for each of `steps` decode steps of `rows` sequences."""
     limits = Limits(
         max_len=prompt + 4 * steps,
         max_rows=rows,

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Protocol
 
 import penstock
-from penstock.bench import Load, Result, UrlTarget, drive
+from penstock.bench import Result, UrlTarget, Workload, run_workload
 from penstock.errors import EngineUnavailable
 
 Figures = dict[str, float]
@@ -30,8 +30,8 @@ Command = Sequence[str | Path]
 PROMPT = "The capital of France is"
 INPROCESS = Path(__file__).with_name("inprocess.py")
 HTTP = {
-    "http32": Load(concurrency=32, requests=64, input_len=128, output_len=128),
-    "prefix32": Load(concurrency=32, requests=32, input_len=1532, output_len=64, shared_prefix=1500),
+    "http32": Workload(concurrency=32, requests=64, input_len=128, output_len=128),
+    "prefix32": Workload(concurrency=32, requests=32, input_len=1532, output_len=64, shared_prefix=1500),
 }
 PATIENCE = 900  # seconds for one figure
 STARTING = 120
@@ -99,9 +99,9 @@ class LlamaCpp:
         return {"tok/s": count * 128 / test["t"]}
 
     def _serve(self, cell: str, model: Path, seed: int) -> Figures:
-        port, load = free_port(), HTTP[cell]
-        context = load.concurrency * (load.input_len + load.output_len + 16)
-        slots = ["-np", str(load.concurrency), "-c", str(context), "--port", port]
+        port, workload = free_port(), HTTP[cell]
+        context = workload.concurrency * (workload.input_len + workload.output_len + 16)
+        slots = ["-np", str(workload.concurrency), "-c", str(context), "--port", port]
         with running(self._command("llama-server", model, "on", *slots)):
             return over_http(cell, port, seed)
 
@@ -182,13 +182,13 @@ def over_http(cell: str, port: str, seed: int) -> Figures:
 async def ask(url: str, cell: str, seed: int) -> Result:
     target = UrlTarget(url)
     await ready(target)
-    return await drive(target, replace(HTTP[cell], seed=seed), lambda: None)
+    return await run_workload(target, replace(HTTP[cell], seed=seed), lambda: None)
 
 
 async def ready(target: UrlTarget) -> None:
     for _ in range(STARTING * 10):
         try:
-            return await target.meet()
+            return await target.negotiate()
         except EngineUnavailable:
             await asyncio.sleep(0.1)
     raise Unable(f"the server did not answer within {STARTING} s")

@@ -32,8 +32,8 @@ from penstock.engine.engine import Engine
 from penstock.model.load import open_checkpoint
 from penstock.model.tensor import PLAIN
 from penstock.planning.calibration import measure
-from penstock.planning.forecast import Outlook, outlook
-from penstock.planning.roofline import Machine
+from penstock.planning.forecast import Forecast, make_forecast
+from penstock.planning.roofline import MachineProfile
 from penstock.types import Request, SamplingParams, Tokens
 
 ANSWER = {1: 128, 8: 256, 32: 512}  # long enough for all to answer at once
@@ -62,10 +62,10 @@ class Rates:
     """The machine, measured as far as it was asked about."""
 
     def __init__(self) -> None:
-        self.machine: Machine | None = None
+        self.machine: MachineProfile | None = None
 
-    def __call__(self, config: Config, name: str, kinds: list[str]) -> Machine:
-        missing = [kind for kind in kinds if self.machine is None or kind not in self.machine.roofs]
+    def __call__(self, config: Config, name: str, kinds: list[str]) -> MachineProfile:
+        missing = [kind for kind in kinds if self.machine is None or kind not in self.machine.matmuls]
         if missing:
             self.machine = measure(config, missing, self.machine)
             print(f"{name}: {self.machine}", file=sys.stderr)
@@ -94,7 +94,7 @@ def compare(path: Path, quantize: str, prompt: int, rates: Rates) -> dict[str, A
     config = resolve_defaults(
         Config(model=str(path), quantize=quantize, max_len=min(4096, checkpoint.spec.max_len)), checkpoint.float8
     )
-    expected = outlook(config, checkpoint, prompt, rates)
+    expected = make_forecast(config, checkpoint, prompt, rates)
     room = 16 << 30 if config.device == "cuda" else 0  # the models before this one are in memory still
     engine = build_engine(replace(config, kv_memory=room), checkpoint)
     figures = list(rows(expected, engine, prompt))
@@ -108,7 +108,7 @@ def compare(path: Path, quantize: str, prompt: int, rates: Rates) -> dict[str, A
     return {"model": name, "figures": figures}
 
 
-def rows(expected: Outlook, engine: Engine, prompt: int) -> Iterator[tuple[str, float, float]]:
+def rows(expected: Forecast, engine: Engine, prompt: int) -> Iterator[tuple[str, float, float]]:
     assert expected.speed
     dice = random.Random(1)
     for _ in range(2):  # kernels are compiled and graphs captured

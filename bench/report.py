@@ -83,8 +83,8 @@ def neighbours(results: dict[str, Any]) -> str:
     """How far the figures can be trusted."""
     shares = [figure["others"] for figure in results["figures"]]
     return (
-        f"Medians on {results['date']}, lowest and highest in brackets. While a figure was taken, other processes had "
-        f"{statistics.median(shares):.0%} of the machine in the median and {max(shares):.0%} at most."
+        f"Medians on {results['date']}, lowest and highest in parentheses. Meanwhile other processes used "
+        f"{statistics.median(shares):.0%} of the machine (median; at most {max(shares):.0%})."
     )
 
 

@@ -1,29 +1,50 @@
-"""Writes docs/cli.md from the commands themselves; with --check, only says whether it is current."""
+"""Writes docs/cli.md from the declarations of commands and options; with --check, only says whether it is current."""
 
 from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+import textwrap
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from penstock.cli.app import COMMANDS, command
-from penstock.cli.command import Argument, Option, flag, parameters
+from penstock.cli.command import Declared, declarations
+from penstock.config import DEFAULTS, OPTIONS
 
 PAGE = Path(__file__).parents[1] / "docs" / "cli.md"
 HEAD = """\
 # The command line
 
-Written by `scripts/make_cli_docs.py` from what `--help` says; do not edit.
+This page is written by `scripts/make_cli_docs.py` from the same declarations as `--help`. Do not edit it.
 
-Answers go to stdout, everything else to stderr. Exit codes: 0 done, 1 an error, 2 wrong usage, 130 interrupted.
-`PENSTOCK_HOME` is where models are kept (by default `penstock` in the user's cache folder); `PENSTOCK_DEBUG=1` shows
-where an error comes from.
+- Answers go to stdout, everything else to stderr.
+- Exit codes: 0 success, 1 an error, 2 wrong usage, 130 interrupted.
+- `PENSTOCK_HOME` is the folder for models. By default it is `penstock` in the user's cache folder.
+- `PENSTOCK_DEBUG=1` prints the traceback of an error.
 """
+ENGINE_OPTIONS = """\
+## Engine options
+
+These options configure the engine. Each is declared once, in `src/penstock/config.py`. Commands take them as flags:
+
+```sh
+penstock serve ./model.gguf --max-len 8192 --kv int8 --step-tokens 1024
+```
+
+`LLM` takes them as keyword arguments:
+
+```python
+LLM("./model.gguf", max_len=8192, kv="int8", step_tokens=1024)
+```
+"""
+NO_DEFAULT = (inspect.Parameter.empty, None, False, "")
 
 
 def render() -> str:
-    return "\n".join([HEAD, *(_section(name, command(name)) for name in COMMANDS)])
+    """Returns the page."""
+    sections = (_section(name, command(name)) for name in COMMANDS)
+    return "\n".join([HEAD, *sections, ENGINE_OPTIONS, _engine_table(), _older_names()])
 
 
 def _section(name: str, function: Callable[..., None]) -> str:
@@ -32,16 +53,38 @@ def _section(name: str, function: Callable[..., None]) -> str:
     parts = [f"## {name}", summary, f"```sh\n{inspect.cleandoc(examples)}\n```"]
     if remarks:
         parts.append(remarks)
-    rows = [_row(parameter, given) for parameter, _, given in parameters(function)]
-    parts.append("| | default | |\n|---|---|---|\n" + "\n".join(rows))
+    declared = list(declarations(function))
+    own = [entry for entry in declared if not entry.of_engine]
+    parts.append(_table(("option", "default", "meaning"), map(_row, own)))
+    engine_flags = [f"`{entry.spelling}`" for entry in declared if entry.of_engine]
+    if engine_flags:
+        parts.append(textwrap.fill(f"[Engine options](#engine-options): {', '.join(engine_flags)}.", 120))
     return "\n\n".join(parts) + "\n"
 
 
-def _row(parameter: inspect.Parameter, given: Argument | Option) -> str:
-    named = given.metavar if isinstance(given, Argument) else flag(parameter, given)
-    silent = any(parameter.default is nothing for nothing in (inspect.Parameter.empty, None, False, ""))
-    default = "" if silent else f"`{parameter.default}`"
-    return f"| `{named}` | {default} | {given.help} |"
+def _table(heads: tuple[str, ...], rows: Iterable[str]) -> str:
+    return "\n".join([f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}", *rows])
+
+
+def _row(entry: Declared) -> str:
+    return f"| `{entry.spelling}` | {_default(entry.default)} | {entry.annotation.help} |"
+
+
+def _default(value: object) -> str:
+    return "" if any(value is nothing for nothing in NO_DEFAULT) else f"`{value}`"
+
+
+def _engine_table() -> str:
+    rows = (
+        f"| `--{name.replace('_', '-')}` | `{name}` | {_default(DEFAULTS[name])} | {option.text} |"
+        for name, option in OPTIONS.items()
+    )
+    return _table(("flag", "keyword", "default", "meaning"), rows) + "\n"
+
+
+def _older_names() -> str:
+    lines = (f"- `{older}` is now `{name}`." for name, option in OPTIONS.items() for older in option.older)
+    return "Older keywords still work, with a line on stderr:\n\n" + "\n".join(lines) + "\n"
 
 
 def main() -> None:

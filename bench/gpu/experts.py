@@ -14,7 +14,7 @@ import torch
 from products import seconds
 from random_weights import random_codes
 
-from penstock.backend.cuda.experts import CodedMatrices, DenseMatrices, Matrices, compute_experts
+from penstock.backend.cuda.experts import DenseExperts, ExpertMatrices, QuantizedExperts, compute_experts
 from penstock.backend.cuda.kernels.dequantize import dequantize_matrix
 from penstock.backend.cuda.kernels.expert_routing import ExpertPermutation
 from penstock.model.ops import ExpertWeights
@@ -26,14 +26,14 @@ LAYERS = 4
 BANDWIDTH = 4.2e12
 
 
-def matrices(kind: str, rows: int, width: int) -> Matrices:
+def matrices(kind: str, rows: int, width: int) -> ExpertMatrices:
     if kind == "bf16":
-        return DenseMatrices(torch.empty(rows, width, device=DEVICE, dtype=torch.bfloat16).normal_(0, 0.02), None)
-    return CodedMatrices(random_codes(kind, rows, width), None)
+        return DenseExperts(torch.empty(rows, width, device=DEVICE, dtype=torch.bfloat16).normal_(0, 0.02), None)
+    return QuantizedExperts(random_codes(kind, rows, width), None)
 
 
 def values_of(matrices: Any) -> Any:
-    if isinstance(matrices, DenseMatrices):
+    if isinstance(matrices, DenseExperts):
         return matrices.weight.float()
     values = torch.empty(matrices.weight.rows, matrices.weight.width, device=DEVICE, dtype=torch.bfloat16)
     dequantize_matrix(matrices.weight, values)
@@ -42,7 +42,7 @@ def values_of(matrices: Any) -> Any:
 
 def bytes_of(matrices: Any) -> int:
     weight = matrices.weight
-    return int(weight.nbytes if isinstance(matrices, DenseMatrices) else weight.bytes)
+    return int(weight.nbytes if isinstance(matrices, DenseExperts) else weight.bytes)
 
 
 class Layer:

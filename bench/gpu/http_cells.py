@@ -27,7 +27,7 @@ from typing import Any
 
 import random_model
 
-from penstock.bench import Sample, UrlTarget
+from penstock.bench import RequestTiming, UrlTarget
 
 Figures = dict[str, Any]
 SHAPES = {"llama8b": random_model.LLAMA_8B, "tiny": random_model.TINY}
@@ -138,9 +138,9 @@ def first_token(url: str, prompt: int) -> float:
     """Seconds to the first token of an answer to so many tokens."""
 
     async def ask() -> float:
-        target, sample = UrlTarget(url, "random"), Sample()
-        await target.complete([1000 + i % 7919 for i in range(prompt)], 8, sample)
-        return sample.arrivals[0] - sample.started
+        target, timing = UrlTarget(url, "random"), RequestTiming()
+        await target.complete([1000 + i % 7919 for i in range(prompt)], 8, timing)
+        return timing.arrivals[0] - timing.started
 
     return asyncio.run(ask())
 

@@ -26,8 +26,8 @@ from penstock.backend.cuda.kernels import (
     sampling_threshold,
     silu_and_mul,
 )
+from penstock.backend.cuda.kernels.cublas import cublas_gemm
 from penstock.backend.cuda.kernels.skinny_gemm import SplitKScratch, Tiling, skinny_gemm
-from penstock.backend.cuda.weights import multiply
 from penstock.model.rope import plain
 
 Figures = dict[str, Any]
@@ -146,7 +146,7 @@ def products(_: Any) -> Figures:
 
 
 def library(x: Any, weight: Any, full: Any, out: Any, gated: bool) -> None:
-    multiply(x, weight, None, full)
+    cublas_gemm(x, weight, None, full)
     if gated:
         silu_and_mul.act_and_mul(full, out)
 

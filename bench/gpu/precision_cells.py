@@ -16,8 +16,8 @@ from precision_model import Array, Values, read, shuffled, tensors, truth
 
 from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.cuda import CudaBackend
-from penstock.backend.cuda.quantized_weights import Quantized
-from penstock.backend.cuda.weights import Dense
+from penstock.backend.cuda.quantized_weights import QuantizedMatrix
+from penstock.backend.cuda.weights import DenseMatrix
 from penstock.engine.engine import Engine
 from penstock.model.families.llama import build
 from penstock.model.load import load_model, open_checkpoint
@@ -196,9 +196,9 @@ class Counted:
 
 
 def bytes_of(weight: Any) -> int:
-    if isinstance(weight, Dense):
+    if isinstance(weight, DenseMatrix):
         return int(weight.weight.nbytes)
-    parts = weight.parts if isinstance(weight, Quantized) else [weight.weight]
+    parts = weight.parts if isinstance(weight, QuantizedMatrix) else [weight.weight]
     return sum(part.bytes for part in parts)
 
 

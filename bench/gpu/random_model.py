@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from penstock.model.dequantize import layout_of
 from penstock.model.tensor import FORMATS
-from penstock.text.vocabulary import _BYTES as BYTES
+from penstock.text.tokenizer_spec import _BYTES as BYTES
 
 POOL = 1 << 26  # bytes of random values of one format
 SHARDS = 4

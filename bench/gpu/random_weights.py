@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 
+from penstock.backend.cuda.fp8_weights import RowScaledFp8
 from penstock.backend.cuda.kernels.fp8 import quantize_fp8
 from penstock.backend.cuda.pack_quantized import CODINGS, SPLIT, pack_blocks, quantize_int4
-from penstock.backend.cuda.quantized_weights import Float8, Quantized, Workspace
-from penstock.backend.cuda.weights import Dense
+from penstock.backend.cuda.quantized_weights import QuantizedMatrix, Workspace
+from penstock.backend.cuda.weights import DenseMatrix
 from penstock.model.dequantize import layout_of
 from penstock.model.tensor import FORMATS
 
@@ -55,15 +56,15 @@ class RandomWeights:
         rows = sum(rows for _, rows in parts)
         if self._kind == "bf16":
             values = torch.empty((rows, width), dtype=torch.bfloat16, device=DEVICE).normal_(0, 0.02)
-            return Dense(values, None, self._workspace)
+            return DenseMatrix(values, None, self._workspace)
         if self._kind == "fp8":
-            return Float8(random_codes("FP8", rows, width), None, self._workspace)
+            return RowScaledFp8(random_codes("FP8", rows, width), None, self._workspace)
         formats = [self._format(name) for name, _ in parts]
         if len(set(formats)) == 1:
-            return Quantized((random_codes(formats[0], rows, width),), None, self._workspace)
+            return QuantizedMatrix((random_codes(formats[0], rows, width),), None, self._workspace)
         last = parts[-1][1]  # v, below q and k
         stacked = (random_codes(formats[0], rows - last, width), random_codes(formats[-1], last, width))
-        return Quantized(stacked, None, self._workspace)
+        return QuantizedMatrix(stacked, None, self._workspace)
 
     def _format(self, name: str) -> str:
         if not self._kind.startswith("q4_k"):

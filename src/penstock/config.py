@@ -1,22 +1,31 @@
-"""One config for every tier. Read once, resolved once into `Limits`, never changed."""
+"""The one configuration of every tier: what a user may set, said once, and the `Limits` that it resolves into.
+
+Each option of the engine is one field of `Config`. Its name is the keyword of `LLM` and, with dashes, the flag of the
+command line. Flags, `--help` and docs/cli.md are generated from these declarations.
+"""
 
 from __future__ import annotations
 
 import os
+import sys
 from bisect import bisect_right
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from functools import partial
+from operator import index
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from penstock.errors import ConfigError
 from penstock.types import Limits, blocks_for
 
 SAVED_PER_ROW = 4  # states, where there is room: of its system prompt, its conversation and some others'
-
-
 DEVICES = ("auto", "cpu", "cuda", "ref")  # kinds; of several GPUs, cuda:N is the one with that index
+QUANTIZATIONS = {  # what plain weights can become at load, by device; each takes less memory
+    "cpu": ("q8_0", "q4_k", "int4"),
+    "cuda": ("q8_0", "q4_k", "fp8", "int4"),
+}
+T = TypeVar("T")
 
 
 class Device(NamedTuple):
@@ -37,20 +46,140 @@ class Device(NamedTuple):
         return f"{self.kind}:{self.index}" if self.kind == "cuda" else self.kind
 
 
+class DeviceDefaults(NamedTuple):
+    """Gives the values that stand in for 0 on each kind of device."""
+
+    cpu: int
+    cuda: int
+    cuda_fp8: int  # on a GPU, for a model with FP8 weights
+
+    def of(self, device: Device, fp8_weights: bool = False) -> int:
+        """Returns the value for a device."""
+        if device.kind != "cuda":
+            return self.cpu
+        return self.cuda_fp8 if fp8_weights else self.cuda
+
+    def __str__(self) -> str:
+        fp8 = "" if self.cuda_fp8 == self.cuda else f", with FP8 weights {self.cuda_fp8}"
+        return f"0: {self.cpu}; on a GPU {self.cuda}{fp8}."
+
+
+class ConfigOption(NamedTuple):
+    """Describes one field of `Config` to users, and checks its values."""
+
+    help: str
+    minimum: int = 0
+    maximum: int | None = None
+    defaults: DeviceDefaults | None = None  # what 0 stands for
+    older: tuple[str, ...] = ()  # names that the option had before; they are still read
+
+    @property
+    def text(self) -> str:
+        """Returns the help text with the values that 0 stands for."""
+        return f"{self.help} {self.defaults}" if self.defaults else self.help
+
+    def check(self, name: str, value: Any, kind: type) -> Any:
+        """Returns the value as a `kind` (int or str); raises ConfigError if it is not one or is out of range."""
+        if kind is str:
+            if not isinstance(value, str):
+                raise ConfigError(f"{name} takes a text; got {value!r}")
+            return value
+        try:
+            number = index(value)
+        except TypeError:
+            raise ConfigError(f"{name} takes a whole number; got {value!r}") from None
+        if number < self.minimum or (self.maximum is not None and number > self.maximum):
+            allowed = f"{self.minimum} or more" if self.maximum is None else f"from {self.minimum} to {self.maximum}"
+            raise ConfigError(f"{name} must be {allowed}; got {number}")
+        return number
+
+
+def option(default: T, help: str, **described: Any) -> T:
+    """Declares a field of `Config` that users may set."""
+    return field(default=default, metadata={"option": ConfigOption(help, **described)})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
+    """Says which model to run and how. Users' values come through `configure`, which checks them."""
+
     model: str  # a GGUF file or a Hugging Face folder
     name: str = ""  # what clients call it; empty: from the file
-    device: str = "auto"  # auto, cpu, cuda, cuda:N, ref
-    threads: int = 0  # 0: every core this process may use
-    max_len: int = 0  # 0: the model's own context length
-    max_rows: int = 0  # 0 here and in the next two: what suits the device
-    step_tokens: int = 0  # tokens per step
-    prefill_budget: int = 0  # per step while up to 64 rows answer
-    quantize: str = ""  # plain weights at load: q8_0, q4_k, int4, fp8, or empty to keep them
-    kv: str = "auto"  # what the KV cache holds; auto: the backend's own choice
-    kv_memory: int = 0  # bytes; 0: what the backend finds it may take
-    block_size: int = 16
+    device: str = option(
+        "auto", "Device that computes: auto, cpu, cuda, cuda:N (the GPU with that index) or ref (NumPy, slow)."
+    )
+    threads: int = option(0, "CPU threads to compute with. 0: one for every core that this process may use.")
+    max_len: int = option(0, "Most tokens of one sequence, prompt and answer together. 0: the model's context length.")
+    max_rows: int = option(
+        0, "Most sequences computed in one step; further requests wait.", defaults=DeviceDefaults(64, 256, 256)
+    )
+    step_tokens: int = option(
+        0,
+        "Most tokens computed in one step, of prompts and answers together.",
+        defaults=DeviceDefaults(512, 2048, 2048),
+        older=("max_tokens",),
+    )
+    prefill_budget: int = option(
+        0,
+        "Most tokens computed in one step while up to 64 sequences decode; every 64 more add half as much again. A "
+        "lower value shortens the time between two tokens, a higher one the time to the first token.",
+        defaults=DeviceDefaults(192, 384, 640),  # 640 FP8 tokens take no longer than 384 with weights of 16 bits
+        older=("mixed_tokens",),
+    )
+    quantize: str = option(
+        "", "Format that plain weights (f32, f16, bf16) are quantized to at load: q8_0, q4_k, int4 or, on a GPU, fp8."
+    )
+    kv: str = option(
+        "auto",
+        "Format of the KV cache: auto (f16, on a GPU bf16), int8, f32 (CPU only) or fp8 (GPU only). int8 and fp8 take "
+        "half the memory of auto; int8 is the more precise of the two.",
+    )
+    kv_memory: int = option(
+        0, "Bytes for the KV cache. 0: a quarter of the free memory; on a GPU all that the weights leave."
+    )
+    block_size: int = option(
+        16,
+        "Tokens in one block of the KV cache. Prefixes are shared in whole blocks, so smaller blocks share more and "
+        "cost more bookkeeping. Multiples of 16 are fastest.",
+        minimum=1,
+        maximum=1024,
+    )
+
+
+OPTIONS: dict[str, ConfigOption] = {
+    entry.name: entry.metadata["option"] for entry in fields(Config) if "option" in entry.metadata
+}
+DEFAULTS: dict[str, Any] = {entry.name: entry.default for entry in fields(Config) if entry.name in OPTIONS}
+_NEWER = {older: name for name, described in OPTIONS.items() for older in described.older}
+
+
+def log_to_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def configure(
+    model: str | Path, settings: Mapping[str, Any], *, name: str = "", log: Callable[[str], None] = log_to_stderr
+) -> Config:
+    """Returns the config of a model with the options that a user set. Options by an older name are read too, and `log`
+    gets a line about each. Raises ConfigError for unknown options and for values that cannot be."""
+    unknown = sorted(settings.keys() - OPTIONS.keys() - _NEWER.keys())
+    if unknown:
+        raise ConfigError(f"unknown options: {', '.join(unknown)}; there are {', '.join(sorted(OPTIONS))}")
+    checked: dict[str, Any] = {}
+    for given, value in settings.items():
+        key = _NEWER.get(given, given)
+        if key != given:
+            log(f"option {given} is now called {key}; the older name still works")
+        if key in checked:
+            raise ConfigError(f"option {key} was given twice, once by an older name: give it once")
+        checked[key] = OPTIONS[key].check(key, value, type(DEFAULTS[key]))
+    config = Config(model=str(model), name=name, **checked)
+    if config.step_tokens and config.prefill_budget > config.step_tokens:
+        raise ConfigError(
+            f"prefill_budget {config.prefill_budget} is more than step_tokens {config.step_tokens}: a step has no room "
+            "for it; lower the one or raise the other"
+        )
+    return config
 
 
 def resolve(
@@ -115,7 +244,7 @@ def _states(max_rows: int, size: int, memory: int) -> tuple[int, int]:
 
 
 def available_memory() -> int:
-    """Bytes that could be had without pushing others out, within this process's control group."""
+    """Returns the bytes that this process can take without making others swap, within its control group."""
     granted = [int(limit) for limit in _lines("/sys/fs/cgroup/memory.max") if limit.isdigit()]
     return min([_system_memory(), *granted])
 
@@ -136,7 +265,7 @@ def available_threads() -> int:
 
 
 def _lines(path: str) -> list[str]:
-    """Of a system file; none on systems that do not have it."""
+    """Returns the lines of a system file; none on systems without it."""
     try:
         return Path(path).read_text().splitlines()
     except OSError:

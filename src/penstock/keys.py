@@ -1,7 +1,7 @@
-"""API keys: a file that says whom a server lets in, and holds no key.
+"""Keeps API keys: a file says who may use a server, and holds only hashes of the keys.
 
-A key is 256 random bits, so its plain SHA-256 gives nothing away: there is nothing shorter to try than all of them. A
-slow hash, which protects what people choose for passwords, would protect no better and be paid with every request.
+A key is 256 random bits, so its plain SHA-256 reveals nothing: an attacker would have to try all keys. A slow hash, as
+for passwords that people choose, would not protect better and would cost time with every request.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from msgspec import Meta
 
 from penstock.errors import ConfigError
 
-PREFIX = "sk-penstock-"  # by which people and scanners know what they have found
+PREFIX = "sk-penstock-"  # by which people and secret scanners recognize a key
 
 log = logging.getLogger(__name__)
 
@@ -40,8 +40,8 @@ class Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
     requests_per_minute: Most | None = None
     tokens_per_minute: Most | None = None
     concurrent: Most | None = None  # requests at once
-    models: tuple[str, ...] = ()  # that it may use; none named: any
-    admin: bool = False  # may change which models there are
+    models: tuple[str, ...] = ()  # that it may use; empty: all
+    admin: bool = False  # may pull, create and delete models
 
     def expired(self) -> bool:
         return self.expires is not None and self.expires <= now()
@@ -67,11 +67,11 @@ def read(path: Path) -> list[Key]:
     try:
         return _checked(msgspec.json.decode(path.read_bytes(), type=KeyFile).keys)
     except FileNotFoundError:
-        raise ConfigError(f"there are no keys at {path}: `penstock keys add NAME --file {path}` makes one") from None
+        raise ConfigError(f"there is no key file {path}: `penstock keys add NAME --file {path}` makes one") from None
     except OSError as error:
-        raise ConfigError(f"the keys in {path} cannot be read: {error.strerror}") from error
+        raise ConfigError(f"the key file {path} cannot be read: {error.strerror}") from error
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not a file of keys: {error}") from error
+        raise ConfigError(f"{path} is not a key file: {error}") from error
 
 
 def _checked(keys: list[Key]) -> list[Key]:
@@ -83,8 +83,8 @@ def _checked(keys: list[Key]) -> list[Key]:
 
 @contextmanager
 def changing(path: Path) -> Iterator[list[Key]]:
-    """The file's keys, to be changed in place; written when the block ends well, whole or not at all. The draft beside
-    the file keeps others from changing it meanwhile."""
+    """Yields the file's keys, to be changed in place. They are written if the block does not raise, all or none. The
+    draft beside the file keeps others from changing it meanwhile."""
     path = path.resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f"{path.name}.draft")
@@ -104,8 +104,8 @@ def changing(path: Path) -> Iterator[list[Key]]:
 
 
 class Keyring:
-    """A file's keys as they are now: it is looked at with every request and read when it has changed. While it cannot
-    be read the keys before it are good, and the log says so."""
+    """Knows a file's keys: it checks the file with every request and reads it if it has changed. While it cannot be
+    read the keys before it are good, and the log says so."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -113,7 +113,8 @@ class Keyring:
         self._keys: Sequence[Key] = read(path)
 
     def find(self, given: Sequence[bytes]) -> Key | None:
-        """The key that one of those given is. How long it takes does not depend on which, nor on how alike they are."""
+        """Returns the key that one of those given is. How long it takes does not depend on which, nor on how alike they
+        are."""
         self._refresh()
         found = None
         for digested in map(digest, given):
@@ -134,7 +135,7 @@ class Keyring:
         try:
             self._keys = read(self._path)
         except ConfigError as error:
-            log.warning("%s; the keys that were there before stay good", error)
+            log.warning("%s; the keys it had before stay valid", error)
 
     def _look(self) -> tuple[int, ...]:
         try:

@@ -217,9 +217,14 @@ class Report(NamedTuple):
     decode: float = 0.0  # seconds from there to its end
     preemptions: int = 0
     recomputed: int = 0  # tokens whose KV was lost to preemption and computed again
-    compiling: float = 0.0  # seconds that it waited for its grammar, before it was queued
+    waited: tuple[tuple[str, float], ...] = ()  # for what, and seconds, before it was queued
     forced: int = 0  # tokens that its grammar left no choice about
     nearest: Nearest | None = None  # set if Request.explain
+
+    @property
+    def compiling(self) -> float:
+        """Returns the seconds that the request waited for its grammar."""
+        return dict(self.waited).get("grammar", 0.0)
 
 
 class Finished(NamedTuple):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from penstock.bench import Load, Sample, UrlTarget, drive
+from penstock.bench import RequestTiming, UrlTarget, Workload, run_workload
 from penstock.bench.http import Chunked
 from penstock.bench.load import prompts, summarize
 from penstock.errors import ConfigError, EngineUnavailable, InvalidRequest
@@ -159,39 +159,39 @@ def test_servers_of_other_kinds_are_met_half_way(stub: Stub) -> None:
     stub.takes_ids = False
     stub.unknown = "ignore_eos"
     target = UrlTarget(stub.url + "/")
-    sample = Sample()
+    timing = RequestTiming()
 
     async def ask() -> None:
-        await target.meet()
-        await target.complete(range(1000, 1020), 6, sample)
+        await target.negotiate()
+        await target.complete(range(1000, 1020), 6, timing)
 
     asyncio.run(ask())
-    assert len(sample.arrivals) == 3
+    assert len(timing.arrivals) == 3
     assert len(stub.bodies[-1]["prompt"].split()) == 20
     assert "ignore_eos" not in stub.bodies[-1]
-    assert (sample.prompt_tokens, sample.output_tokens) == (20, 6)
+    assert (timing.prompt_tokens, timing.output_tokens) == (20, 6)
 
 
 def test_what_a_server_refuses_is_told(stub: Stub) -> None:
     stub.unknown = "model"
-    with pytest.raises(InvalidRequest, match="answered 400: unknown field model"):
-        asyncio.run(UrlTarget(stub.url).meet())
+    with pytest.raises(InvalidRequest, match="status 400: unknown field model"):
+        asyncio.run(UrlTarget(stub.url).negotiate())
     stub.unknown = ""
-    with pytest.raises(EngineUnavailable, match="answered 401: wrong key"):
-        asyncio.run(UrlTarget(stub.url, api_key="wrong").meet())
-    with pytest.raises(EngineUnavailable, match="answered 200"):
-        asyncio.run(UrlTarget(stub.url + "/other").meet())
+    with pytest.raises(EngineUnavailable, match="status 401: wrong key"):
+        asyncio.run(UrlTarget(stub.url, api_key="wrong").negotiate())
+    with pytest.raises(EngineUnavailable, match="status 200"):
+        asyncio.run(UrlTarget(stub.url + "/other").negotiate())
 
 
 def test_answers_that_break_off_are_errors(penstock: Penstock, stub: Stub) -> None:
     target = UrlTarget(stub.url)
-    asyncio.run(target.meet())
+    asyncio.run(target.negotiate())
     stub.breaks = True
-    load = Load(concurrency=2, requests=4, input_len=5, output_len=6)
+    workload = Workload(concurrency=2, requests=4, input_len=5, output_len=6)
     done = []
-    result = asyncio.run(drive(target, load, lambda: done.append(1)))
+    result = asyncio.run(run_workload(target, workload, lambda: done.append(1)))
     assert (result.requests, result.errors, result.output_tokens, len(done)) == (4, 4, 0, 4)
-    assert "broke off" in result.first_error
+    assert "closed the connection within an answer" in result.first_error
 
 
 def test_no_server_and_no_url(penstock: Penstock) -> None:
@@ -199,15 +199,15 @@ def test_no_server_and_no_url(penstock: Penstock) -> None:
     assert code == 2
     code, out, err = penstock("bench", "--url", "http://127.0.0.1:9/v1")
     assert (code, out) == (1, "")
-    assert err.startswith("error: no server answers at http://127.0.0.1:9/v1/models")
+    assert err.startswith("error: there is no server at http://127.0.0.1:9/v1/models")
     with pytest.raises(ConfigError, match="is not a URL"):
         UrlTarget("127.0.0.1:8000")
 
 
 def test_prompts_share_what_they_should_and_no_more() -> None:
-    load = Load(concurrency=2, requests=20, input_len=30, output_len=1, shared_prefix=20, seed=3)
-    made = list(prompts(load, range(100)))
-    assert made == list(prompts(load, range(100)))
+    workload = Workload(concurrency=2, requests=20, input_len=30, output_len=1, shared_prefix=20, seed=3)
+    made = list(prompts(workload, range(100)))
+    assert made == list(prompts(workload, range(100)))
     assert {len(prompt) for prompt in made} == {30}
     assert len({tuple(prompt[:20]) for prompt in made}) == 1
     assert len({tuple(prompt[20:]) for prompt in made}) == 20
@@ -215,13 +215,13 @@ def test_prompts_share_what_they_should_and_no_more() -> None:
 
 
 def test_percentiles() -> None:
-    load = Load(concurrency=1, requests=2, input_len=1, output_len=1)
-    samples = [
-        Sample(started=1.0, arrivals=[1.1, 1.2, 1.4], prompt_tokens=5, output_tokens=3),
-        Sample(started=2.0, arrivals=[2.3], prompt_tokens=5, output_tokens=1),
-        Sample(started=3.0, error="no"),
+    workload = Workload(concurrency=1, requests=2, input_len=1, output_len=1)
+    timings = [
+        RequestTiming(started=1.0, arrivals=[1.1, 1.2, 1.4], prompt_tokens=5, output_tokens=3),
+        RequestTiming(started=2.0, arrivals=[2.3], prompt_tokens=5, output_tokens=1),
+        RequestTiming(started=3.0, error="no"),
     ]
-    result = summarize(load, samples, 2.0)
+    result = summarize(workload, timings, 2.0)
     assert result.ttft_p50 == pytest.approx(200)
     assert result.ttft_p99 == pytest.approx(298)
     assert result.itl_p50 == pytest.approx(150)

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from penstock.cli.machine_profile import COMMON
+from penstock.cli.machine_profile import COMMON_FORMATS
 from penstock.cli.terminal import readable_size
 from penstock.config import Config
-from penstock.planning.roofline import Machine, Roof
-from penstock.store import Made, make
-from penstock.store.places import Entry, Place, home, sha256_of, write_record
+from penstock.planning.roofline import MachineProfile, MatmulTimes
+from penstock.store import DerivedModel, save_derived
+from penstock.store.paths import Entry, ModelPaths, home, sha256_of, write_record
 
 RECITED = "abcdefghijklménopqrstuvwxyz"
 Penstock = Callable[..., tuple[int, str, str]]
@@ -51,7 +51,7 @@ def test_a_cut_answer_is_told_on_stderr(penstock: Penstock, reciter: Path) -> No
     assert penstock("run", reciter, "Go", "--device", "ref", "--max-tokens", 2) == (
         0,
         "ab\n",
-        "(the answer was cut after 2 tokens)\n",
+        "(the answer was cut off after 2 tokens)\n",
     )
 
 
@@ -60,13 +60,17 @@ def test_a_cut_answer_is_told_on_stderr(penstock: Penstock, reciter: Path) -> No
     [
         (["run"], "are required: [MODEL] PROMPT"),
         (["run", "why", "is", "it"], "put the prompt in quotes"),
-        (["run", "smollm2"], "is a model: give it a prompt"),
+        (["run", "smollm2"], "is a model: give a prompt"),
         (["run", "x", "--heat", "1"], "unrecognized arguments: --heat"),
-        (["run", "x", "--raw", "--system", "y"], "has no place in it"),
+        (["run", "x", "--raw", "--system", "y"], "--system cannot be used with it"),
         (["run", "x", "--max", "1"], "unrecognized arguments: --max"),
         (["run", "x", "--top-p", "2"], "--top-p: must be 1 or less; got 2"),
         (["run", "x", "--top-p", "nan"], "--top-p: must be 0 or more; got nan"),
-        (["run", "x", "--seed", "one"], "--seed: 'one' is not a number"),
+        (["run", "x", "--seed", "one"], "--seed: takes a whole number; got 'one'"),
+        (["run", "x", "--block-size", "0"], "--block-size: must be 1 or more; got 0"),
+        (["run", "x", "--max-rows", "2"], "unrecognized arguments: --max-rows"),
+        (["serve", "--step-tokens", "many"], "--step-tokens: takes a whole number; got 'many'"),
+        (["serve", "--prefill-budget", "-1"], "--prefill-budget: must be 0 or more; got -1"),
         (["rm"], "are required: MODEL"),
         (["serve", "--port", "99999"], "port"),
         (["bench", "--concurrency", "1,none"], "got '1,none'"),
@@ -86,13 +90,14 @@ def test_errors_are_one_line(penstock: Penstock, monkeypatch: pytest.MonkeyPatch
     code, out, err = penstock("run", "smolm2", "Go")
     assert (code, out) == (1, "")
     assert err == (
-        "error: no model is called 'smolm2'; did you mean smollm2? a path, hf:owner/repo[/file] or pypi:package/file"
+        "error: no model is called 'smolm2'; did you mean smollm2? Or give a path, hf:owner/repo[/file] or pypi:"
+        "package/file"
         " [model_not_found]\n"
     )
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(b"GG")
     assert penstock("run", broken, "Go")[2].endswith("[malformed_file]\n")
-    assert penstock("run", "smollm2", " ")[2] == "error: the prompt is empty [invalid_request]\n"
+    assert penstock("run", "smollm2", " ")[2] == "error: the prompt is empty: give some text [invalid_request]\n"
     monkeypatch.setenv("PENSTOCK_DEBUG", "1")
     assert "Traceback" in penstock("run", "smolm2", "Go")[2]
 
@@ -105,10 +110,17 @@ def test_the_default_model_has_one_name() -> None:
 
 def test_serve_passes_on_what_it_is_told(penstock: Penstock, reciter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rules: list[Any] = []
+    configs: list[Config] = []
+    monkeypatch.setattr("penstock.ipc.spawn.ProcessClient", configs.append)
     monkeypatch.setattr("penstock.server.serve", lambda *told: rules.append(told[-1].rules))
     penstock("serve", str(reciter))
-    penstock("serve", str(reciter), "--ignore-unknown-fields")
+    sizes = ("--step-tokens", 100, "--prefill-budget", 50, "--block-size", 8, "--kv-memory", 10**6, "--name", "it")
+    penstock("serve", str(reciter), "--ignore-unknown-fields", *sizes)
     assert [each.lenient for each in rules] == [False, True]
+    assert configs == [
+        Config(model=str(reciter), name="reciter"),
+        Config(model=str(reciter), name="it", step_tokens=100, prefill_budget=50, block_size=8, kv_memory=10**6),
+    ]
 
 
 def test_version_and_help(penstock: Penstock) -> None:
@@ -126,7 +138,7 @@ def test_version_and_help(penstock: Penstock) -> None:
 
 def keep(name: str, content: bytes) -> Entry:
     """Puts a file in the store as if it had been fetched."""
-    place = Place(home(), name)
+    place = ModelPaths(home(), name)
     path = place.folder / "model.gguf"
     place.folder.mkdir(parents=True)
     path.write_bytes(content)
@@ -173,7 +185,7 @@ def test_show(penstock: Penstock, reciter: Path) -> None:
     assert here["weights"]["as it is"] == 4 * facts["parameters"]
     out = penstock("show", reciter)[1]
     assert "F32 100.0%" in out
-    assert "on cpu with weights held as F32" in out
+    assert "on cpu with weights stored as F32" in out
     (reciter / "tokenizer.json").rename(reciter / "aside")
     assert "has no tokenizer.json" in penstock("show", reciter)[1]
     (reciter / "aside").rename(reciter / "tokenizer.json")
@@ -191,6 +203,10 @@ def test_plan(penstock: Penstock, reciter: Path) -> None:
     assert facts["cache"] == 189 * 16 * facts["kv_token"]
     assert (facts["notes"], facts["fits"], facts["speed"]) == ([], True, None)
     assert facts["quantized"] == {}
+    sizes = ("--step-tokens", 100, "--prefill-budget", 50, "--block-size", 100)
+    facts = json.loads(penstock("plan", reciter, "--device", "ref", "--max-len", "1000", *sizes, "--json")[1])
+    assert (facts["step_tokens"], facts["prefill_budget"], facts["num_blocks"]) == (100, 50, 640)
+    assert "is more than step_tokens 100" in penstock("plan", reciter, *sizes, "--prefill-budget", 101)[2]
     code, out, _ = penstock("plan", reciter, "--device", "ref", "--kv-memory", str(10**15))
     assert code == 0
     assert "KV cache" in out
@@ -200,23 +216,25 @@ def test_plan(penstock: Penstock, reciter: Path) -> None:
     assert "KV cache" in err
 
 
-ROOF = Roof((1, 64), (1e-9, 1e-8))
-MACHINE = Machine(1e-5, 1e-6, 1e9, 1e9, dict.fromkeys(("F32", "Q8_0", "Q5_0", "Q4_1"), ROOF))
+MATMUL = MatmulTimes((1, 64), (1e-9, 1e-8))
+PROFILE = MachineProfile(1e-5, 1e-6, 1e9, 1e9, dict.fromkeys(("F32", "Q8_0", "Q5_0", "Q4_1"), MATMUL))
 
 
 def test_plan_tells_speeds_from_what_was_measured_once(penstock: Penstock, reciter: Path, own_store: Path) -> None:
     measured: list[list[str]] = []
 
-    def measure(config: Config, kinds: list[str], known: Machine | None, tell: Callable[[str], None]) -> Machine:
+    def measure(
+        config: Config, kinds: list[str], known: MachineProfile | None, log: Callable[[str], None]
+    ) -> MachineProfile:
         measured.append(kinds)
-        return MACHINE._replace(roofs=dict.fromkeys([*kinds, *(known.roofs if known else ())], ROOF))
+        return PROFILE._replace(matmuls=dict.fromkeys([*kinds, *(known.matmuls if known else ())], MATMUL))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("penstock.planning.calibration.measure", measure)
         code, out, err = penstock("plan", reciter, "--prompt", "1000")
         assert code == 0
-        assert "of a prompt of 1,000 tokens" in out
-        assert "one sequence" in out
+        assert "for a prompt of 1,000 tokens" in out
+        assert "1 sequence" in out
         assert "q8_0" in out
         assert err.startswith("measuring ")
         again = json.loads(penstock("plan", reciter, "--json")[1])
@@ -229,14 +247,14 @@ def test_plan_tells_speeds_from_what_was_measured_once(penstock: Penstock, recit
         kept.write_text("{")
         penstock("plan", reciter)
         penstock("doctor", "--measure")
-        assert measured == [*once, *once, list(COMMON["cpu"])]
+        assert measured == [*once, *once, list(COMMON_FORMATS["cpu"])]
 
 
 def test_doctor_finds_a_damaged_model(penstock: Penstock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "penstock.cli.doctor.CHECKS", [check for check in doctor_checks() if "native" not in check.__name__]
     )
-    monkeypatch.setattr("penstock.planning.calibration.measure", lambda *_, **__: MACHINE)
+    monkeypatch.setattr("penstock.planning.calibration.measure", lambda *_, **__: PROFILE)
     code, out, _ = penstock("doctor")
     assert code == 0
     assert "note  default model" in out
@@ -261,7 +279,7 @@ def doctor_checks() -> list[Callable[[], tuple[str, str]]]:
 def test_doctor_reports_a_store_that_cannot_be_written(
     penstock: Penstock, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("penstock.planning.calibration.measure", lambda *_, **__: MACHINE)
+    monkeypatch.setattr("penstock.planning.calibration.measure", lambda *_, **__: PROFILE)
     (tmp_path / "file").touch()
     monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path / "file" / "home"))
     code, out, _ = penstock("doctor")
@@ -279,9 +297,9 @@ def test_sizes(size: float, text: str) -> None:
 def test_models_that_were_made_are_listed_and_come_with_a_word(
     penstock: Penstock, reciter: Path, tmp_path: Path
 ) -> None:
-    make(Made(name="mine", base="reciter", path=str(reciter), system="Be brief."))
+    save_derived(DerivedModel(name="mine", base="reciter", path=str(reciter), system="Be brief."))
     (listed,) = json.loads(penstock("list", "--json")[1])
-    assert (listed["name"], listed["source"]) == ("mine", "made of reciter")
+    assert (listed["name"], listed["source"]) == ("mine", "derived from reciter")
     code, out, err = penstock("run", "mine", "Go", "--device", "ref")
     assert (code, out) == (0, RECITED + "\n")
     assert err.startswith("mine has settings of its own")
@@ -290,16 +308,18 @@ def test_models_that_were_made_are_listed_and_come_with_a_word(
 
 
 def test_the_speed_of_an_encoder_is_that_of_embeddings(penstock: Penstock, monkeypatch: pytest.MonkeyPatch) -> None:
-    def measure(config: Config, kinds: list[str], known: Machine | None, tell: Callable[[str], None]) -> Machine:
-        return MACHINE._replace(roofs=dict.fromkeys([*kinds, *(known.roofs if known else ())], ROOF))
+    def measure(
+        config: Config, kinds: list[str], known: MachineProfile | None, log: Callable[[str], None]
+    ) -> MachineProfile:
+        return PROFILE._replace(matmuls=dict.fromkeys([*kinds, *(known.matmuls if known else ())], MATMUL))
 
     monkeypatch.setattr("penstock.planning.calibration.measure", measure)
     bert = Path(__file__).parents[1] / "models" / "encoders" / "bert"
     code, out, _ = penstock("plan", bert, "--device", "cpu")
     assert code == 0
-    assert "an embedding" in out
-    assert "of a prompt of 50 tokens" in out
-    assert "one sequence" not in out
+    assert "embedding" in out
+    assert "for a prompt of 50 tokens" in out
+    assert "1 sequence" not in out
 
 
 def test_an_encoder_is_shown_and_planned_and_asked_for_no_text(penstock: Penstock, tmp_path: Path) -> None:

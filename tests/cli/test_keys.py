@@ -25,7 +25,7 @@ def test_a_key_is_printed_once_and_opens_what_its_hash_is_kept_for(penstock: Pen
     assert key is not None
     assert (key.name, key.requests_per_minute, key.models, key.admin) == ("alice", 60, ("a", "b"), True)
     listed = penstock("keys", "list")[1]
-    assert "60 requests a minute, only a, b, change models" in listed
+    assert "60 requests per minute, only a, b, may change models" in listed
     assert out.strip() not in listed
     assert penstock("keys", "remove", "alice")[2] == f"removed alice from {settings}\n"
     assert Keyring(settings).find([out.strip().encode()]) is None
@@ -47,10 +47,10 @@ def test_as_json_and_in_a_file_of_ones_own(penstock: Penstock, tmp_path: Path, m
         (["add"], 2, "required: NAME"),
         (["add", "a b"], 2, "letters, digits"),
         (["add", "x", "--expires", "soon"], 2, "got 'soon'"),
-        (["add", "x", "--expires", "2020-01-01"], 2, "over already"),
+        (["add", "x", "--expires", "2020-01-01"], 2, "is in the past"),
         (["add", "x", "--tokens", "0"], 2, "must be 1 or more"),
-        (["add", "taken"], 1, "there is a key 'taken'"),
-        (["remove", "x"], 1, "there is no key 'x'"),
+        (["add", "taken"], 1, "has a key 'taken' already"),
+        (["remove", "x"], 1, "has no key 'x'"),
         (["list", "--file", "nowhere.json"], 1, "penstock keys add NAME --file nowhere.json"),
         (["dance"], 2, "no command 'keys dance'"),
     ],

@@ -26,9 +26,9 @@ def llm(reciter: Path) -> Iterator[LLM]:
 def nothing_left(llm: LLM) -> Iterator[None]:
     yield
     llm._engine.step()
-    assert llm._engine.idle
-    assert not llm._answers
-    assert llm._engine.stats().blocks_used == 0
+    assert llm._engine.engine.idle
+    assert not llm._pending
+    assert llm._engine.engine.stats().blocks_used == 0
 
 
 def test_a_text_is_continued(llm: LLM) -> None:
@@ -46,7 +46,7 @@ def test_token_ids_are_prompts_too(llm: LLM) -> None:
 
 def test_embeddings_have_a_length_of_one(llm: LLM) -> None:
     one = llm.embed("uvw")
-    dim = llm._engine.limits.dim
+    dim = llm._limits.dim
     assert (one.shape, one.dtype) == ((dim,), np.float32)
     assert np.linalg.norm(one) == pytest.approx(1, abs=1e-6)
     assert np.array_equal(llm.embed(llm._text.encode_prompt("uvw")), one)
@@ -74,10 +74,10 @@ def test_what_cannot_be_embedded_is_refused(llm: LLM) -> None:
 
 def test_many_prompts_answer_in_their_order(llm: LLM) -> None:
     prompts = [RECITED[: 1 + i % 12] for i in range(16)]
-    before = llm._engine.stats().steps
+    before = llm._engine.engine.stats().steps
     done = llm.generate(prompts)
     assert [prompt + one.text for prompt, one in zip(prompts, done, strict=True)] == [RECITED] * 16
-    assert llm._engine.stats().steps - before < sum(len(one.tokens) for one in done) / 4
+    assert llm._engine.engine.stats().steps - before < sum(len(one.tokens) for one in done) / 4
     assert llm.generate([]) == []
 
 
@@ -165,21 +165,34 @@ def test_the_kv_cache_can_be_kept_in_several_types(reciter: Path, kv: str) -> No
         assert llm.generate("uvw").text == "xyz"
 
 
+def test_blocks_and_steps_can_have_other_sizes(reciter: Path) -> None:
+    with LLM(reciter, device="cpu", max_rows=2, block_size=5, step_tokens=7, prefill_budget=3) as llm:
+        assert [done.text for done in llm.generate(["uvw", RECITED[:20], RECITED])] == ["xyz", RECITED[20:], ""]
+        assert llm._limits[1:4] == (2, 7, 5)
+
+
+def test_an_older_name_of_an_option_works_and_is_told(reciter: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with LLM(reciter, device="ref", max_tokens=99) as llm:
+        assert llm._limits.step_tokens == 99
+    assert capsys.readouterr().err == "option max_tokens is now called step_tokens; the older name still works\n"
+
+
 def test_unknown_settings_and_models_are_named(reciter: Path) -> None:
-    with pytest.raises(ConfigError, match="no setting max_length, speed; it has block_size, device"):
+    with pytest.raises(ConfigError, match="unknown options: max_length, speed; there are block_size, device"):
         LLM(reciter, max_length=5, speed="high")
     with pytest.raises(ModelNotFound):
         LLM("no-such-model")
 
 
 def on_next_step(llm: LLM, monkeypatch: pytest.MonkeyPatch, act: Callable[[list[Event]], list[Event]]) -> None:
-    step = llm._engine.step
+    engine = llm._engine.engine
+    step = engine.step
 
     def once() -> list[Event]:
         monkeypatch.undo()
         return act(step())
 
-    monkeypatch.setattr(llm._engine, "step", once)
+    monkeypatch.setattr(engine, "step", once)
 
 
 def test_a_failed_step_is_an_error(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,8 +48,8 @@ def test_a_chat_from_a_pipe(reciter: Path) -> None:
     lines = b"Hello\n/dance\n/system Be brief.\n/help\nmore \\\nand more\n"
     out, err = start("chat", reciter, "--device", "ref").communicate(lines)
     assert out.decode() == f"{RECITED}\n{RECITED}\n"
-    assert b"/dance is not a command" in err
-    assert b"forget the conversation" in err
+    assert b"there is no command /dance" in err
+    assert b"start a new conversation" in err
 
 
 def test_a_chat_that_grows_too_long_says_so_and_goes_on(reciter: Path) -> None:
@@ -57,7 +57,7 @@ def test_a_chat_that_grows_too_long_says_so_and_goes_on(reciter: Path) -> None:
     out, err = talking.communicate(b"Hello\nHello\n/reset\nHello\n")
     assert talking.returncode == 0
     assert out.decode() == f"{RECITED}\n{RECITED}\n"
-    assert err.count(b"[context_length_exceeded]; /reset begins anew") == 1
+    assert err.count(b"[context_length_exceeded]; /reset starts a new conversation") == 1
 
 
 class Terminal:

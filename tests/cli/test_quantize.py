@@ -65,8 +65,8 @@ def test_what_is_there_is_kept(penstock: Penstock, reciter: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("out.bin",), "ends in .gguf"),
-        (("missing/out.gguf",), "folder is missing"),
+        (("out.bin",), "must end in .gguf"),
+        (("missing/out.gguf",), "its folder does not exist"),
         (("out.gguf", "--to", "q1"), "--to takes one of"),
     ],
 )
@@ -110,11 +110,11 @@ def test_divergence(penstock: Penstock, reciter: Path, babbler: Path, book: Path
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        (("ppl", "MODEL"), 2, "--text names a file"),
-        (("kl", "MODEL", "--text", "BOOK"), 2, "--against names"),
+        (("ppl", "MODEL"), 2, "--text is missing"),
+        (("kl", "MODEL", "--text", "BOOK"), 2, "--against is missing"),
         (("ppl", "MODEL", "--text", "nowhere.txt"), 1, "nowhere.txt"),
-        (("ppl", "MODEL", "--text", "BOOK", "--context", "5000"), 1, "windows have 8 to 4096"),
-        (("ppl", "MODEL", "--text", "BOOK", "--context", "4096"), 1, "one window takes 4096"),
+        (("ppl", "MODEL", "--text", "BOOK", "--context", "5000"), 1, "--context must be from 8 to 4096"),
+        (("ppl", "MODEL", "--text", "BOOK", "--context", "4096"), 1, "one window needs 4096"),
         (("kl", "MODEL", "--text", "BOOK", "--against", "OTHER"), 1, "different tokens"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Tests chain hashes, what is told of blocks that enter and leave the prefix cache, and copies that plans carry."""
+"""Tests chain hashes, the events of blocks that enter and leave the prefix cache, and copies that plans carry."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.core.world import limits, run, step
 
 
 def follow(events: list[BlockEvent]) -> dict[bytes, BlockStored]:
-    """Returns what is stored after these events, told by their order alone."""
+    """Returns what is stored after these events, which their order alone decides."""
     stored: dict[bytes, BlockStored] = {}
     for event in events:
         if isinstance(event, BlockStored):

@@ -1,4 +1,4 @@
-"""The invariants can fail: each kind of damage is seen."""
+"""Tests that the invariants can fail: each kind of damage is seen."""
 
 from __future__ import annotations
 

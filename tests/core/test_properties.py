@@ -172,7 +172,7 @@ def alone(request: Arrival, limits: Limits) -> tuple[list[int], str]:
 
 
 def encoding(world: World) -> World:
-    """The same, where embeddings are all there is and a prompt is computed in one step."""
+    """Returns the world of an encoder: all requests want embeddings, and a prompt is computed in one step."""
     limits, depth, requests = world
     max_len = min(limits.max_len, limits.step_tokens)
     num_blocks = max(limits.num_blocks, blocks_for(max_len, limits.windows, limits.block_size, max_len))

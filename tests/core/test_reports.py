@@ -1,4 +1,4 @@
-"""What a sequence's report tells: times, preemptions, and where its prompt left the recent one nearest to it."""
+"""Tests the report of a sequence: times, preemptions, and where its prompt diverged from the nearest recent one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def nearest(scheduler: Scheduler, seq: Sequence) -> Nearest | None:
     return ends(run(scheduler, seq))[seq.id].nearest
 
 
-def test_times_are_of_the_clock_that_is_told() -> None:
+def test_times_are_of_the_clock_that_is_set() -> None:
     scheduler = Scheduler(limits(max_rows=1))
     scheduler.now = 1.0
     scheduler.add(Sequence(1, (1, 2), 2))
@@ -45,12 +45,12 @@ def test_one_that_never_ran_has_only_waited() -> None:
 
 
 def test_what_a_preemption_cost() -> None:
-    """Two that outgrow eight blocks of four: the later one goes back, and finds some of its blocks again."""
+    """Two sequences outgrow eight blocks of four: the later one is preempted and reuses some of its blocks."""
     scheduler = Scheduler(limits(max_len=24, num_blocks=8))
-    told = ends(run(scheduler, Sequence(1, tuple(range(9)), 15), Sequence(2, tuple(range(50, 59)), 15)))
-    assert (told[1].preemptions, told[1].recomputed) == (0, 0)
-    assert told[2].preemptions == scheduler.stats().preemptions > 0
-    assert 0 < told[2].recomputed < 24 * told[2].preemptions
+    reports = ends(run(scheduler, Sequence(1, tuple(range(9)), 15), Sequence(2, tuple(range(50, 59)), 15)))
+    assert (reports[1].preemptions, reports[1].recomputed) == (0, 0)
+    assert reports[2].preemptions == scheduler.stats().preemptions > 0
+    assert 0 < reports[2].recomputed < 24 * reports[2].preemptions
 
 
 def test_the_nearest_recent_stream_and_where_they_part() -> None:

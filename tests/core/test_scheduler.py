@@ -144,7 +144,7 @@ def test_a_failed_step_ends_its_own_rows_and_nobody_else() -> None:
 
 
 def test_a_plan_taken_back_is_made_again() -> None:
-    """Also while the step before it is in flight, whose tokens are not known yet."""
+    """This holds while the step before it is in flight, whose tokens are not known yet, too."""
     undisturbed, scheduler = Scheduler(limits()), Scheduler(limits())
     for each in (undisturbed, scheduler):
         each.add(Sequence(1, prompt(6), 3))
@@ -156,15 +156,15 @@ def test_a_plan_taken_back_is_made_again() -> None:
     scheduler.requeue(scheduler.plan())
     check(scheduler)
     events += run(scheduler)
-    assert said(events) == said(expected)
+    assert answers_of(events) == answers_of(expected)
 
 
-def said(events: list[object]) -> dict[int, list[int]]:
-    told: dict[int, list[int]] = {}
+def answers_of(events: list[object]) -> dict[int, list[int]]:
+    answers: dict[int, list[int]] = {}
     for event in events:
         if isinstance(event, Tokens):
-            told.setdefault(event.seq, []).extend(event.tokens)
-    return told
+            answers.setdefault(event.seq, []).extend(event.tokens)
+    return answers
 
 
 def cached(events: list[object]) -> dict[int, int]:

@@ -1,4 +1,4 @@
-"""Sequences with states: prefixes are used again where a state was saved, and states are saved where that pays."""
+"""Tests recurrent states: prefixes are reused where a state was saved, and states are saved where that pays."""
 
 from __future__ import annotations
 

@@ -25,16 +25,18 @@ def held(seq: Sequence) -> list[int]:
     return [sum(block >= 0 for block in table) for table in seq.tables]
 
 
-def evict_windows(scheduler: Scheduler, seq: Sequence, *groups: int) -> None:
-    """Takes idle blocks of windowed groups from the trie, as if they had been the least recently used."""
+def evict(scheduler: Scheduler, idle: Node | tuple[Node, int]) -> list[int]:
+    """Takes idle blocks from the trie, as if they had been the least recently used."""
     trie = scheduler.cache.trie
-    for node in scheduler.cache.match(seq):
-        for group in groups:
-            if (node, group) in trie._idle:
-                trie._idle.move_to_end((node, group), last=False)
-                for block in trie.evict():
-                    scheduler.cache.pool.give(block)
+    for queue in (trie._idle, trie._behind):
+        queue.pop(idle, None)
+    trie._behind[idle] = None
+    trie._behind.move_to_end(idle, last=False)
+    freed = trie.evict()
+    for block in freed:
+        scheduler.cache.pool.give(block)
     check(scheduler)
+    return freed
 
 
 def test_a_long_sequence_holds_all_of_full_groups_and_only_the_window_of_others() -> None:
@@ -42,7 +44,7 @@ def test_a_long_sequence_holds_all_of_full_groups_and_only_the_window_of_others(
     windows = (0, 512, 512, 512, 512, 512)
     gemma = Limits(8192, 4, 512, 16, 4096, vocab=9000, windows=windows)
     scheduler = Scheduler(gemma)
-    scheduler.add(Sequence(1, tuple(range(8000)), 192))
+    scheduler.add(Sequence(1, tuple(range(8180)), 12))
     most = 0
     while scheduler.sequences:
         step(scheduler)
@@ -84,9 +86,7 @@ def test_a_prefix_is_reused_up_to_where_its_window_is_still_there() -> None:
     nodes = scheduler.cache.match(whole)
     assert len(scheduler.cache.usable(nodes)) == 5
     for hole, usable in ((2, 5), (3, 2), (0, 0)):
-        node = nodes[hole]
-        scheduler.cache.trie._idle.move_to_end((node, 1), last=False)
-        scheduler.cache.pool.give(*scheduler.cache.trie.evict())
+        assert len(evict(scheduler, (nodes[hole], 1))) == 1
         assert len(scheduler.cache.usable(nodes)) == usable
     assert cached(scheduler, whole) == 0
 
@@ -94,7 +94,8 @@ def test_a_prefix_is_reused_up_to_where_its_window_is_still_there() -> None:
 def test_what_was_evicted_from_a_window_is_filled_in_by_the_next_who_computes_it() -> None:
     scheduler = Scheduler(limits(windows=(0, 6), num_blocks=64, step_tokens=64))
     run(scheduler, Sequence(1, prompt(24), 1))
-    evict_windows(scheduler, Sequence(9, prompt(25), 1), 1)
+    for node in scheduler.cache.match(Sequence(9, prompt(25), 1)):
+        evict(scheduler, (node, 1))
     assert cached(scheduler, Sequence(2, prompt(24), 1)) == 0
     assert cached(scheduler, Sequence(3, prompt(24), 1)) == 20
     assert scheduler.stats().blocks_cached == 12  # nobody's copy was kept twice
@@ -104,12 +105,9 @@ def test_a_window_is_evicted_in_all_groups_that_see_no_further() -> None:
     scheduler = Scheduler(limits(windows=(0, 6, 6, 9), num_blocks=64, step_tokens=64))
     run(scheduler, Sequence(1, prompt(9), 1))
     first, second = scheduler.cache.match(Sequence(9, prompt(9), 1))
-    trie = scheduler.cache.trie
-    trie._idle.move_to_end((first, 1), last=False)
-    assert len(trie.evict()) == 2
+    assert len(evict(scheduler, (first, 1))) == 2
     assert [block >= 0 for block in first.blocks] == [True, False, False, True]
-    trie._idle.move_to_end((second, 3), last=False)
-    assert len(trie.evict()) == 3
+    assert len(evict(scheduler, (second, 3))) == 3
     assert [block >= 0 for block in second.blocks] == [True, False, False, False]
 
 
@@ -118,8 +116,7 @@ def test_a_node_is_gone_with_its_blocks_of_full_groups() -> None:
     run(scheduler, Sequence(1, prompt(12), 1))
     trie = scheduler.cache.trie
     last = next(idle for idle in trie.idle() if isinstance(idle, Node))
-    trie._idle.move_to_end(last, last=False)
-    assert sorted(trie.evict()) == sorted(last.blocks)
+    assert sorted(evict(scheduler, last)) == sorted(last.blocks)
     assert len(list(trie.nodes())) == 2
 
 
@@ -188,7 +185,33 @@ def test_block_tables_of_all_groups_follow_from_plans_alone() -> None:
             tables.setdefault((grown.seq, grown.group), {}).update(enumerate(grown.blocks, grown.at))
         for row in plan.rows:
             for group, table in enumerate(scheduler.sequences[row.seq].tables):
-                told = tables[row.seq, group]
-                assert all(told[at] == block for at, block in enumerate(table) if block >= 0)
+                entries = tables[row.seq, group]
+                assert all(entries[at] == block for at, block in enumerate(table) if block >= 0)
         answer(scheduler, plan)
     assert scheduler.stats().preemptions > 0
+
+
+# -- eviction ----------------------------------------------------------------------------------------------------
+
+
+def conversation(id: int, first: int) -> Sequence:
+    return Sequence(id, prompt(40, first=first), 4)
+
+
+def test_the_middle_of_a_stream_is_evicted_before_the_ends_of_older_ones() -> None:
+    """A stream of 44 tokens leaves 10 blocks in each group; 2 windowed ones are needed to continue it."""
+    scheduler = Scheduler(limits(windows=(0, 6), num_blocks=64, step_tokens=16))
+    for id in range(4):
+        run(scheduler, conversation(id, first=50 + id))
+    continued = [Sequence(9, (*prompt(40, first=50 + id), *[50] * 4, 7), 1) for id in range(4)]
+    assert [len(scheduler.cache.usable(scheduler.cache.match(seq))) for seq in continued] == [10] * 4
+
+
+def test_where_streams_diverge_is_kept_once_it_was_seen() -> None:
+    scheduler = Scheduler(limits(windows=(0, 6), num_blocks=34, step_tokens=16))
+    system = prompt(20, first=90)
+    reused = []
+    for id in range(6):
+        reused.append(cached(scheduler, Sequence(id, (*system, *prompt(20, first=40 + id)), 1)))
+        run(scheduler, conversation(100 + id, first=id))
+    assert reused == [0, 0, 20, 20, 20, 20]

@@ -1,4 +1,4 @@
-"""A scheduler and the fake backend's answers, one step at a time."""
+"""Steps a scheduler against made-up answers, one step at a time."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ def limits(
     states: int = 0,
     windows: tuple[int, ...] = (0,),
 ) -> Limits:
+    """Returns limits that are small in everything."""
     return Limits(
         max_len,
         max_rows,
@@ -49,6 +50,7 @@ def answer(scheduler: Scheduler, plan: StepPlan, token: int = 50) -> list[Event]
 
 
 def step(scheduler: Scheduler, token: int = 50) -> tuple[StepPlan, list[Event]]:
+    """Plans and commits one step; returns the plan and its events."""
     plan = scheduler.plan()
     check(scheduler)
     return plan, answer(scheduler, plan, token)
@@ -65,5 +67,5 @@ def run(scheduler: Scheduler, *sequences: Sequence) -> list[Event]:
 
 
 def counts(plan: StepPlan) -> dict[int, int]:
-    """How many positions each sequence computes."""
+    """Returns how many positions each sequence computes."""
     return {row.seq: row.count for row in plan.rows}

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from penstock.backend.cuda import CudaBackend
-from penstock.backend.cuda.experts import CodedMatrices, DenseMatrices, pack_matrices
+from penstock.backend.cuda.experts import DenseExperts, QuantizedExperts, pack_matrices
 from penstock.backend.cuda.footprint import stored_as
+from penstock.backend.cuda.fp8_weights import RowScaledFp8
 from penstock.backend.cuda.kernels.expert_gemm import ExpertRows
 from penstock.backend.cuda.kernels.expert_routing import (
     ExpertPermutation,
@@ -21,8 +22,8 @@ from penstock.backend.cuda.kernels.expert_routing import (
     permute_pairs,
     route,
 )
-from penstock.backend.cuda.quantized_weights import Float8, Quantized
-from penstock.backend.cuda.weights import Dense
+from penstock.backend.cuda.quantized_weights import QuantizedMatrix
+from penstock.backend.cuda.weights import DenseMatrix
 from penstock.backend.ref.ops import choose
 from penstock.model.random_tensor import random_tensor
 from penstock.model.roles import Role
@@ -132,30 +133,35 @@ def test_a_pair_by_itself_and_in_a_block_give_the_same(format: str) -> None:
 
 
 def test_formats_stay_quantized_where_rows_fill_tiles(caplog: pytest.LogCaptureFixture) -> None:
-    assert isinstance(packed(stacks("Q4_0")), CodedMatrices)
+    assert isinstance(packed(stacks("Q4_0")), QuantizedExperts)
     assert not caplog.records
     with caplog.at_level(logging.WARNING):
-        assert isinstance(packed(stacks("Q4_0", rows=20)), DenseMatrices)
+        assert isinstance(packed(stacks("Q4_0", rows=20)), DenseExperts)
     assert "experts in Q4_0 become" in caplog.text
     assert "3.6 times as large" in caplog.text
 
 
 def test_plain_experts_become_four_bits_if_that_is_asked_for(caplog: pytest.LogCaptureFixture) -> None:
-    assert isinstance(packed(stacks("BF16"), "int4"), CodedMatrices)
-    assert isinstance(packed(stacks("BF16"), "fp8"), DenseMatrices)
+    assert isinstance(packed(stacks("BF16"), "int4"), QuantizedExperts)
+    assert isinstance(packed(stacks("BF16"), "fp8"), DenseExperts)
     assert "experts in BF16 do not become fp8" in caplog.text
 
 
 @pytest.mark.parametrize("quantize", ["int4", "fp8"])
 def test_routers_and_gates_of_shared_experts_are_not_quantized(quantize: str) -> None:
     plain = random_tensor(np.random.default_rng(), "BF16", 32, 64)
-    kinds = {Role.ROUTER: Dense, Role.SHARED_EXPERT_GATE: Dense, Role.POSITIONS: Dense, None: Dense}
-    kinds[Role.MLP_IN] = Quantized if quantize == "int4" else Float8
+    kinds = {
+        Role.ROUTER: DenseMatrix,
+        Role.SHARED_EXPERT_GATE: DenseMatrix,
+        Role.POSITIONS: DenseMatrix,
+        None: DenseMatrix,
+    }
+    kinds[Role.MLP_IN] = QuantizedMatrix if quantize == "int4" else RowScaledFp8
     for role, kind in kinds.items():
         tensor = replace(plain, role=role)
         weight = CudaBackend(64, 8, device=DEVICE, dtype=HALF, quantize=quantize).pack_matrix([tensor], [None])
         assert isinstance(weight, kind)
-        assert stored_as(tensor, quantize).kind == ("BF16" if kind is Dense else quantize)
+        assert stored_as(tensor, quantize).kind == ("BF16" if kind is DenseMatrix else quantize)
 
 
 def test_memory_figures_know_that_experts_are_not_float8() -> None:

@@ -12,11 +12,10 @@ import torch
 
 from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.cuda import CudaBackend
-from penstock.backend.cuda.fp8_weights import BlockFloat8
+from penstock.backend.cuda.fp8_weights import BlockScaledFp8, RowScaledFp8
 from penstock.backend.cuda.kernels.fp8_blocks import Tiling, fp8_block_gemm
 from penstock.backend.cuda.kernels.skinny_gemm import SplitKScratch
-from penstock.backend.cuda.quantized_weights import Float8
-from penstock.backend.cuda.weights import Dense
+from penstock.backend.cuda.weights import DenseMatrix
 from penstock.backend.ref import RefBackend
 from penstock.backend.ref.cases import attention
 from penstock.model.dequantize import dequantize
@@ -72,7 +71,7 @@ def product(weight: Any, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("count", [1, 7, 20])
 def test_parts_with_scales_of_their_own(block: tuple[int, int] | None, count: int) -> None:
     weight, values = packed([144, 40, 48], 256, block, bias=True)
-    assert isinstance(weight, Float8 if block is None or block[1] == 256 else BlockFloat8)
+    assert isinstance(weight, RowScaledFp8 if block is None or block[1] == 256 else BlockScaledFp8)
     wanted = items(count, 256).double() @ values.double().T + weight.bias
     assert difference(product(weight, items(count, 256)), wanted) < (EXACT if count <= 16 else ROUNDED)
 
@@ -111,7 +110,7 @@ def test_rows_can_be_gathered(block: tuple[int, int] | None) -> None:
 @pytest.mark.parametrize(("width", "block"), [(96, None), (256, (16, 64)), (256, (128, 100))])
 def test_shapes_without_a_kernel_become_plain_values(width: int, block: tuple[int, int] | None) -> None:
     weight, values = packed([32], width, block)
-    assert isinstance(weight, Dense)
+    assert isinstance(weight, DenseMatrix)
     assert difference(weight.weight, values) < 5e-3
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.cuda import CudaBackend
-from penstock.backend.cuda.quantized_weights import Quantized
-from penstock.backend.cuda.weights import Dense
+from penstock.backend.cuda.quantized_weights import QuantizedMatrix
+from penstock.backend.cuda.weights import DenseMatrix
 from penstock.backend.ref.cases import difference
 from penstock.model.load import load_model, open_checkpoint
 from tests.cuda.device import DEVICE, HALF
@@ -30,6 +30,6 @@ def test_logits_are_near_those_of_transformers(kind: str, caplog: pytest.LogCapt
         tokens, logits = file["tokens"].tolist(), file["logits"]
     got = backend.logits(greedy_batch([Chunk(tokens, 0, range(8))]))
     assert difference(got, logits) < 8e-2  # BF16 alone makes as much
-    down = model.layers[0].mlp.down
-    assert isinstance(down, Quantized if kind in KEPT else Dense)
+    down = model.layers[0].mlp.part.down
+    assert isinstance(down, QuantizedMatrix if kind in KEPT else DenseMatrix)
     assert ("2 bytes for each value" in caplog.text) == (kind in WIDENED or kind == "mlx-3-6")

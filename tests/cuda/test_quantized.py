@@ -15,7 +15,7 @@ from penstock.backend.cuda.kernels.fp8_activations import quantize_activations
 from penstock.backend.cuda.kernels.fp8_gemm import fp8_gemm
 from penstock.backend.cuda.kernels.skinny_gemm import SplitKScratch
 from penstock.backend.cuda.pack_quantized import CODINGS, QuantizedWeight, pack, quantize_int4
-from penstock.backend.cuda.quantized_weights import Quantized, Workspace
+from penstock.backend.cuda.quantized_weights import QuantizedMatrix, Workspace
 from penstock.backend.cuda.transfer import Transfer
 from penstock.model.dequantize import dequantize
 from penstock.model.random_tensor import random_tensor
@@ -183,7 +183,7 @@ def test_odd_shapes(name: str) -> None:
     weight, values = packed(name, 41, 96)
     for count in (2, 20):
         wide = empty(count, 50)
-        Quantized((weight,), None, Workspace(scratch(), 20)).product(items(count, 96), wide[:, 4:45])
+        QuantizedMatrix((weight,), None, Workspace(scratch(), 20)).product(items(count, 96), wide[:, 4:45])
         assert difference(wide[:, 4:45], items(count, 96).double() @ values.double().T) < HALF
         assert wide[:, :4].isnan().all()
         assert wide[:, 45:].isnan().all()
@@ -193,7 +193,7 @@ def test_the_library_multiplies_many_rows(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("penstock.backend.cuda.quantized_tilings.QUANT_GEMM_ROWS", 16)
     weight, values = packed("Q4_K", 64, 256)
     out = empty(40, 64).bfloat16()
-    Quantized((weight,), normal(64), Workspace(scratch(), 40)).product(items(40, 256), out)
+    QuantizedMatrix((weight,), normal(64), Workspace(scratch(), 40)).product(items(40, 256), out)
     assert difference(out, items(40, 256).double() @ values.double().T + normal(64)) < 2 * HALF
 
 

@@ -14,8 +14,9 @@ import torch
 from penstock.backend import open_backend
 from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.cuda import CudaBackend
-from penstock.backend.cuda.quantized_weights import Float8, Quantized
-from penstock.backend.cuda.weights import Dense
+from penstock.backend.cuda.fp8_weights import RowScaledFp8
+from penstock.backend.cuda.quantized_weights import QuantizedMatrix
+from penstock.backend.cuda.weights import DenseMatrix
 from penstock.backend.ref import RefBackend
 from penstock.backend.ref.cases import attention, difference
 from penstock.config import Config
@@ -92,7 +93,7 @@ def test_neighbours_of_one_format_are_one_matrix() -> None:
 
 
 def test_formats_without_a_kernel_become_plain_values(caplog: pytest.LogCaptureFixture) -> None:
-    assert isinstance(packed(["Q4_K", "F16"], [16, 16]), Dense)
+    assert isinstance(packed(["Q4_K", "F16"], [16, 16]), DenseMatrix)
     assert "F16 and Q4_K become" in caplog.text
 
 
@@ -104,11 +105,11 @@ def test_what_is_not_quantized_is_said(caplog: pytest.LogCaptureFixture) -> None
 
 
 def test_plain_values_are_quantized_when_asked_for() -> None:
-    assert isinstance(packed(["F32"], [16]), Dense)
-    assert isinstance(packed(["F16", "F32"], [16, 5], "fp8"), Float8)
-    assert isinstance(packed(["BF16"], [16], "int4"), Quantized)
-    assert isinstance(packed(["Q4_K"], [16], "fp8"), Quantized)
-    assert isinstance(packed(["F32"], [16], "fp8", width=96), Dense)
+    assert isinstance(packed(["F32"], [16]), DenseMatrix)
+    assert isinstance(packed(["F16", "F32"], [16, 5], "fp8"), RowScaledFp8)
+    assert isinstance(packed(["BF16"], [16], "int4"), QuantizedMatrix)
+    assert isinstance(packed(["Q4_K"], [16], "fp8"), QuantizedMatrix)
+    assert isinstance(packed(["F32"], [16], "fp8", width=96), DenseMatrix)
 
 
 def test_float8_rows_can_be_gathered() -> None:

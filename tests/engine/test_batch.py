@@ -11,7 +11,7 @@ from penstock.backend.base import Batch
 from penstock.backend.fake import FakeBackend, continuation
 from penstock.core import Sequence
 from penstock.engine.batch import Batcher
-from penstock.engine.sampling import Sampler
+from penstock.engine.record import RequestRecord
 from penstock.types import Grown, Limits, Request, Row, SamplingParams, StepPlan
 
 WINDOWS = (0, 5, 3)
@@ -26,7 +26,7 @@ def batch_of(*plans: StepPlan) -> Batch:
     for plan in plans:
         batcher.apply(plan)
     request = Request(1, PROMPT, SamplingParams(), 4)
-    return batcher.build(plans[-1], {1: Sequence(1, PROMPT, 4)}, {1: Sampler(request)})
+    return batcher.build(plans[-1], {1: Sequence(1, PROMPT, 4)}, {1: RequestRecord(request)})
 
 
 def grown(first: int, last: int) -> tuple[Grown, ...]:

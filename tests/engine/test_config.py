@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import pytest
 
 from penstock.backend import resolve_defaults
-from penstock.config import Config, available_memory, resolve
+from penstock.config import DEFAULTS, OPTIONS, Config, available_memory, configure, resolve
 from penstock.errors import ConfigError
 from penstock.types import Limits
 
@@ -41,7 +42,7 @@ def test_steps_suit_the_device_where_none_are_given() -> None:
     assert sizes(resolve_defaults(Config(model="m", device="cpu"))) == (64, 512, 192)
     assert sizes(resolve_defaults(Config(model="m", device="cuda", max_rows=3))) == (3, 2048, 384)
     assert sizes(resolve_defaults(Config(model="m", device="cuda", quantize="fp8"))) == (256, 2048, 640)
-    assert sizes(resolve_defaults(Config(model="m", device="cuda"), float8=True)) == (256, 2048, 640)
+    assert sizes(resolve_defaults(Config(model="m", device="cuda"), fp8=True)) == (256, 2048, 640)
     assert limits(prefill_budget=100).prefill_budget == 100
 
 
@@ -77,6 +78,40 @@ def test_refuses_what_cannot_be() -> None:
 
 def test_knows_this_machine() -> None:
     assert available_memory() > 1 << 20
+
+
+def test_every_field_that_a_user_may_set_is_described() -> None:
+    assert {field.name for field in fields(Config)} == OPTIONS.keys() | {"model", "name"}
+    for name, option in OPTIONS.items():
+        assert option.help.endswith(".")
+        assert DEFAULTS[name] == option.check(name, DEFAULTS[name], type(DEFAULTS[name]))
+
+
+def test_what_a_user_sets_is_checked() -> None:
+    found = configure("m", {"step_tokens": 128, "prefill_budget": 64, "block_size": 32, "device": "cpu"}, name="it")
+    assert found == Config(model="m", name="it", step_tokens=128, prefill_budget=64, block_size=32, device="cpu")
+    for settings, message in (
+        ({"block_size": 0}, "block_size must be from 1 to 1024; got 0"),
+        ({"block_size": 2000}, "block_size must be from 1 to 1024; got 2000"),
+        ({"step_tokens": -1}, "step_tokens must be 0 or more; got -1"),
+        ({"step_tokens": "512"}, "step_tokens takes a whole number; got '512'"),
+        ({"kv": 8}, "kv takes a text; got 8"),
+        ({"step_tokens": 64, "prefill_budget": 65}, "prefill_budget 65 is more than step_tokens 64"),
+        ({"speed": 1, "width": 2}, "unknown options: speed, width; there are block_size, device"),
+        ({"max_tokens": 1, "step_tokens": 2}, "option step_tokens was given twice"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            configure("m", settings, log=lambda _: None)
+
+
+def test_older_names_of_options_still_work_and_say_so() -> None:
+    lines: list[str] = []
+    found = configure("m", {"max_tokens": 128, "mixed_tokens": 64}, log=lines.append)
+    assert (found.step_tokens, found.prefill_budget) == (128, 64)
+    assert lines == [
+        "option max_tokens is now called step_tokens; the older name still works",
+        "option mixed_tokens is now called prefill_budget; the older name still works",
+    ]
 
 
 def windowed(memory: int = 1 << 40, **settings: Any) -> Limits:

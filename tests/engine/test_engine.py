@@ -1,12 +1,33 @@
-"""The engine over the fake backend: failures stay where they are, events come once, the loop answers messages."""
+"""Tests the engine over the fake backend: failures stay where they are, events come once, the loop answers messages,
+requests wait for what they need, and block events and copies are carried out."""
 
 from __future__ import annotations
 
+import pytest
+
 from penstock.backend.base import Batch, Ticket
 from penstock.backend.fake import FakeBackend, continuation
+from penstock.core import check
 from penstock.engine.engine import Engine
 from penstock.engine.loop import Abort, Add, Close, Message, run
-from penstock.types import Aborted, Event, Failed, Limits, Request, SamplingParams, Stats, StepResult, Tokens
+from penstock.engine.record import RequestRecord
+from penstock.engine.waiting import Need, WaitingRoom
+from penstock.errors import InvalidRequest, PenstockError, StepFailed
+from penstock.ipc import wire
+from penstock.types import (
+    Aborted,
+    BlockEvent,
+    BlockStored,
+    Event,
+    Failed,
+    Finished,
+    Limits,
+    Request,
+    SamplingParams,
+    Stats,
+    StepResult,
+    Tokens,
+)
 
 LIMITS = Limits(max_len=64, max_rows=4, step_tokens=16, block_size=4, num_blocks=64, vocab=100)
 
@@ -46,7 +67,7 @@ class Breaks(FakeBackend):
         return super().wait(ticket)
 
 
-class Settles(FakeBackend):
+class Prepares(FakeBackend):
     """Has three things to do when there is nothing to compute."""
 
     def __init__(self) -> None:
@@ -58,9 +79,9 @@ class Settles(FakeBackend):
         return self.left > 0
 
 
-def test_the_loop_settles_while_idle_and_answers_what_arrives_meanwhile() -> None:
-    backend = Settles()
-    told: list[Event] = []
+def test_the_loop_prepares_while_idle_and_answers_what_arrives_meanwhile() -> None:
+    backend = Prepares()
+    received: list[Event] = []
     waits: list[tuple[bool, int]] = []
 
     class Inbox:
@@ -73,9 +94,9 @@ def test_the_loop_settles_while_idle_and_answers_what_arrives_meanwhile() -> Non
                 return [Close()]
             return self.messages.pop(0) if self.messages else []
 
-    run(engine(backend), Inbox(), lambda events, _: told.extend(events))
+    run(engine(backend), Inbox(), lambda events, *_: received.extend(events))
     assert waits[:2] == [(False, 3), (False, 2)]  # one slice between two looks at the inbox
-    assert told[-1][:2] == (1, "length")
+    assert received[-1][:2] == (1, "length")
     assert waits[-1] == (True, 0)
 
 
@@ -105,7 +126,7 @@ def test_an_abort_is_told_by_the_next_step_even_when_nothing_runs() -> None:
 def test_the_loop_answers_in_order_and_ends_on_close() -> None:
     inbox = Script([[Add(request(1, 1, 2)), Add(request(2))], [Abort(7)], [], *[[]] * 20, [Close()]])
     sent: list[tuple[list[Event], Stats]] = []
-    run(engine(), inbox, lambda events, stats: sent.append((events, stats)))
+    run(engine(), inbox, lambda events, stats, _: sent.append((events, stats)))
     events = [event for batch, _ in sent for event in batch]
     assert [e.code for e in events if isinstance(e, Failed)] == ["invalid_request"]
     assert [t for e in events if isinstance(e, Tokens) for t in e.tokens] == continuation((1, 2), 5, LIMITS.vocab)
@@ -113,10 +134,178 @@ def test_the_loop_answers_in_order_and_ends_on_close() -> None:
 
 
 class Script:
-    """An inbox that says its lines one take at a time."""
+    """Is an inbox that hands out its lines one take at a time."""
 
     def __init__(self, lines: list[list[Message]]) -> None:
         self._lines = iter(lines)
 
     def take(self, wait: bool) -> list[Message]:
         return next(self._lines)
+
+
+def test_an_id_in_use_is_refused_and_its_request_goes_on() -> None:
+    small = engine()
+    small.add(request(1, 1, 2))
+    with pytest.raises(InvalidRequest, match="request id 1 is already in use"):
+        small.add(request(1, 3, 4))
+    received = [token for event in drain(small) if isinstance(event, Tokens) for token in event.tokens]
+    assert received == continuation((1, 2), 5, LIMITS.vocab)
+    small.add(request(1, 3, 4))  # it has ended, and so the engine knows nothing of it any more
+    assert not small._constrained
+
+
+# -- the waiting room --------------------------------------------------------------------------------------------
+
+
+class Adapter:
+    """Is something that a request may need: it is there when the test says so."""
+
+    def __init__(self) -> None:
+        self.ready = False
+        self.waits: list[float] = []
+
+    def wait(self, seconds: float) -> None:
+        self.waits.append(seconds)
+
+
+def test_requests_wait_for_what_they_need_and_leave_in_order_when_it_is_there() -> None:
+    room, adapters = WaitingRoom(), [Adapter() for _ in range(3)]
+    delivered: list[int] = []
+    for id, adapter in enumerate(adapters):
+        need = Need("adapter", adapter, lambda id=id: delivered.append(id))  # type: ignore[misc]
+        room.enter(RequestRecord(request(id, 1)), need, now=10.0 + id)
+    room.wait(0.5)
+    assert adapters[0].waits == [0.5]
+    assert list(room.take_ready(20.0)) == []
+    adapters[1].ready = adapters[2].ready = True
+    ready = list(room.take_ready(20.0))
+    assert [(record.request.id, record.waited) for record, _ in ready] == [(1, {"adapter": 9.0}), (2, {"adapter": 8.0})]
+    for _, need in ready:
+        need.deliver()
+    assert delivered == [1, 2]
+    assert len(room) == 1
+    assert 0 in room
+    room.leave(0)
+    assert not room
+
+
+def test_a_request_that_waited_says_for_what_and_how_long() -> None:
+    small, adapter = engine(), Adapter()
+    record = RequestRecord(request(1, 1, 2))
+    small._records[1] = record
+    small._waiting_room.enter(record, Need("adapter", adapter, lambda: None), now=0.0)
+    small.add(request(2, 3, 4))
+    others = drain_until(small, 2)
+    assert all(event.seq == 2 for event in others)
+    assert small.stats().waiting == 1
+    adapter.ready = True
+    (end,) = [event for event in drain(small) if isinstance(event, Finished)]
+    assert end.report is not None
+    assert [reason for reason, seconds in end.report.waited if seconds > 0] == ["adapter"]
+    assert end.report.compiling == 0.0
+
+
+def drain_until(engine: Engine, id: int) -> list[Event]:
+    """Steps until a request has ended."""
+    events: list[Event] = []
+    while not any(isinstance(event, Finished) and event.seq == id for event in events):
+        events += engine.step()
+    return events
+
+
+def test_what_cannot_be_had_fails_the_request_that_needs_it() -> None:
+    def refuse() -> None:
+        raise PenstockError("the adapter is not there")
+
+    small, adapter = engine(), Adapter()
+    adapter.ready = True
+    for id, deliver in ((1, refuse), (2, lambda: None)):
+        small._records[id] = record = RequestRecord(request(id, 1, 2))
+        small._waiting_room.enter(record, Need("adapter", adapter, deliver), now=0.0)
+    small.abort(2)
+    assert [type(event) for event in drain(small)] == [Aborted, Failed]
+    assert small.idle
+    assert not small._records
+
+
+# -- blocks ------------------------------------------------------------------------------------------------------
+
+
+def test_block_events_come_with_the_steps_that_caused_them() -> None:
+    backend = FakeBackend(LIMITS.vocab)
+    backend.reserve_kv(LIMITS.num_blocks, LIMITS.block_size)
+    received: list[BlockEvent] = []
+    inbox = Script([[Add(request(1, *range(10)))], *[[]] * 20, [Close()]])
+
+    def send(events: list[Event], stats: Stats, blocks: list[BlockEvent]) -> None:
+        step = wire.decode_answer(wire.encode_answer(wire.step(events, stats, blocks)))
+        assert isinstance(step, wire.Step)
+        assert step.block_events() == blocks
+        received.extend(blocks)
+
+    run(Engine(backend, LIMITS, block_events=True), inbox, send)
+    assert [event.number for event in received] == [0, 1, 2]
+    assert [event.tokens for event in received if isinstance(event, BlockStored)][:2] == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert len({event.epoch for event in received}) == 1
+    assert engine().block_events() == []
+
+
+def test_two_lives_of_an_engine_have_two_epochs() -> None:
+    epochs = []
+    for _ in range(2):
+        backend = FakeBackend(LIMITS.vocab)
+        backend.reserve_kv(LIMITS.num_blocks, LIMITS.block_size)
+        life = Engine(backend, LIMITS, block_events=True)
+        life.add(request(1, *range(10)))
+        drain(life)
+        epochs.append(life.block_events()[0].epoch)
+    assert epochs[0] != epochs[1]
+
+
+def test_blocks_that_were_copied_out_and_in_again_answer_as_before() -> None:
+    backend = FakeBackend(LIMITS.vocab)
+    small = engine(backend)
+    prompt = tuple(range(14))
+    small.add(request(1, *prompt))
+    drain(small)
+    seq = RequestRecord(request(2, *prompt)).sequence(prefix_cache=True)
+    blocks = [node.blocks[0] for node in small._scheduler.cache.match(seq)]
+    assert len(blocks) == 3
+    for place, block in enumerate(blocks):
+        small._scheduler.copy_out(block, 70 + place)
+    small.step()
+    backend.kv.import_blocks(blocks, bytes(len(backend.kv.export_blocks(blocks))))  # what was there is lost
+    assert answer_of(small, 3, prompt) != continuation(prompt, 5, LIMITS.vocab)
+    for place, block in enumerate(blocks):
+        small._scheduler.copy_in(block, 70 + place)
+    assert answer_of(small, 4, prompt) == continuation(prompt, 5, LIMITS.vocab)
+    check(small._scheduler)
+
+
+def answer_of(engine: Engine, id: int, prompt: tuple[int, ...]) -> list[int]:
+    """Returns the answer to a prompt of which three blocks are reused."""
+    engine.add(request(id, *prompt))
+    tokens = [event for event in drain(engine) if isinstance(event, Tokens)]
+    assert tokens[0].cached == 12
+    return [token for event in tokens for token in event.tokens]
+
+
+def test_copies_are_carried_out_in_order() -> None:
+    backend = FakeBackend(LIMITS.vocab)
+    small = engine(backend)
+    one, other = backend.kv.export_blocks([0]), bytes(range(32))
+    backend.kv.import_blocks([1], other)
+    scheduler = small._scheduler
+    scheduler.copy_out(0, 5)
+    scheduler.copy_in(1, 5)  # block 1 has what block 0 had
+    scheduler.copy_out(1, 6)
+    scheduler.copy_in(2, 6)
+    small.step()
+    assert [backend.kv.export_blocks([block]) for block in range(3)] == [one] * 3
+
+
+def test_what_was_never_copied_out_cannot_be_copied_in() -> None:
+    small = engine()
+    small._scheduler.copy_in(0, 9)
+    with pytest.raises(StepFailed, match=r"nothing was copied out to places \[9\]"):
+        small.step()

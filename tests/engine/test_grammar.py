@@ -239,7 +239,7 @@ def test_what_must_follow_the_thoughts(said: list[int], must: list[Any]) -> None
 
 def test_what_is_not_sampled_has_no_logprobs() -> None:
     asked = request(1, Grammar("free", "", Thinking((CLOSE,), budget=3)), logprobs=2)
-    with pytest.raises(InvalidRequest, match="a budget for thinking and logprobs"):
+    with pytest.raises(InvalidRequest, match="logprobs cannot be given with a thinking budget"):
         engine().add(asked)
 
 
@@ -318,10 +318,30 @@ def test_the_same_grammar_is_compiled_once() -> None:
     assert asked.stats().grammars == 1
 
 
-def test_an_engine_without_a_vocabulary_says_so() -> None:
+def test_several_tokens_of_one_step_follow_the_grammar_together() -> None:
+    class Pairs(Babble):
+        """Answers two tokens a step, as verified drafts would: a digit, and a seven after it."""
+
+        def _compute(self, batch: Batch, masks: Bitmasks | None) -> StepResult:
+            result = super()._compute(batch, masks)
+            rows = [row._replace(tokens=(*row.tokens, ord("7"))) for row in result.rows]
+            return result._replace(rows=tuple(rows))
+
+    stepping = engine(Pairs())
+    stepping.add(request(1, Grammar("regex", "[0-9]{4}-[0-9]{2}")))
+    events = drain(stepping)
+    text = bytes(t for event in events if isinstance(event, Tokens) for t in event.tokens if t != END).decode()
+    assert re.fullmatch(r"\d7\d7-\d7", text)
+    end = events[-1]
+    assert isinstance(end, Finished)
+    assert end.report is not None
+    assert end.report.forced == 2  # the dash, and the end
+
+
+def test_an_engine_without_a_tokenizer_says_so() -> None:
     backend = Babble()
     backend.reserve_kv(LIMITS.num_blocks, LIMITS.block_size)
-    with pytest.raises(Exception, match="no vocabulary"):
+    with pytest.raises(Exception, match="started without a tokenizer"):
         Engine(backend, LIMITS).add(request(1, DATE))
 
 

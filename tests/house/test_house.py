@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "engine": {"backend", "core", "model", "planning"} | WAIST,
     "ipc": {"engine"} | WAIST,
     "store": set(WAIST),
-    "llm": {"engine", "planning", "text", "model", "store"} | WAIST,
+    "llm": {"ipc", "engine", "text", "model", "store"} | WAIST,
     "server": {"ipc", "keys", "model", "store", "text"} | WAIST,
 }
 STANDARD_LIBRARY_ONLY = {"core", "types", "errors", "config"}

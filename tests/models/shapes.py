@@ -10,7 +10,7 @@ from typing import Any
 from penstock.model.load import load_model, open_checkpoint
 from penstock.model.ops import ExpertWeights
 from penstock.model.program import TAKES_OVER, Capabilities, Node, Program, Recorder
-from penstock.model.registry import Model
+from penstock.model.registry import PackedModel
 from penstock.model.spec import ModelSpec
 from penstock.model.tensor import Stack, Tensor
 
@@ -42,7 +42,7 @@ class ShapePacker:
         return ExpertWeights([self.pack_matrix(*one) for one in up], [self.pack_matrix(*one) for one in down], None)
 
 
-def shaped_model(path: Path) -> tuple[ModelSpec, Model]:
+def shaped_model(path: Path) -> tuple[ModelSpec, PackedModel]:
     """Returns what a checkpoint is, and a model of it that can be recorded."""
     checkpoint = open_checkpoint(path)
     return checkpoint.spec, load_model(checkpoint, ShapePacker())

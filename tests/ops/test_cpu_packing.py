@@ -25,7 +25,7 @@ def test_formats_that_grow_are_told(format: str, caplog: pytest.LogCaptureFixtur
     backend = CpuBackend(1)
     for _ in range(2):
         backend.pack_matrix([random_tensor(np.random.default_rng(0), format, 16, 256)], [None])
-    backend._packing.tell()
+    backend._packing.log_growth()
     assert len(caplog.messages) == (format in WIDER)
 
 
@@ -33,5 +33,5 @@ def test_what_is_told_are_megabytes(caplog: pytest.LogCaptureFixture):
     backend = CpuBackend(1)
     tensor = random_tensor(np.random.default_rng(0), "IQ2_XXS", 4096, 2048)
     backend.pack_matrix([tensor], [None])
-    backend._packing.tell()
-    assert caplog.messages == ["weights in IQ2_XXS take 3 MB as codes of 2 to 4 bits, 2 in the file"]
+    backend._packing.log_growth()
+    assert caplog.messages == ["weights in IQ2_XXS take 3 MB in memory, 2 MB in the file"]

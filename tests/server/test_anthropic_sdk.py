@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 MODEL = "toy/parrot"
-WAIT = 30.0
+WAIT = 120.0
 
 
 def sdk(server: Any, **how: Any) -> anthropic.Anthropic:
@@ -263,7 +263,7 @@ def test_a_prompt_too_long_is_refused_with_the_numbers(parrot: Any) -> None:
 
 def test_an_engine_that_dies_is_told_in_the_stream_and_after(mortal_parrot: Any) -> None:
     client = sdk(mortal_parrot)
-    with client.messages.create(**say("*abc", max_tokens=4000), stream=True) as stream:
+    with client.messages.create(**say("*abc", max_tokens=30_000), stream=True) as stream:
         for event in stream:
             if event.type == "content_block_delta":
                 break

@@ -10,8 +10,8 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import ExitStack, aclosing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,11 @@ from penstock.ipc.inprocess import InProcessClient
 from penstock.keys import Key, changing, digest, new_key, now
 from penstock.server import Space
 from penstock.server.batch import lines, records, run
-from penstock.server.batch.background_client import BEHIND, GIVE_WAY, BackgroundClient
 from penstock.server.batch.lines import entries
 from penstock.server.openai import batches as openai_batches
-from penstock.types import Event, Request, SamplingParams, Stats
+from penstock.types import Event, Request
 from tests.server import toys
+from tests.server.conftest import WAIT
 
 MODEL = "toy/parrot"
 CHAT = "/v1/chat/completions"
@@ -53,7 +53,7 @@ def ended(sdk: openai.OpenAI, id: str) -> Any:
 
 
 def watched(sdk: openai.OpenAI, id: str, met: Callable[[Any], bool]) -> Any:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + WAIT
     while not met(batch := sdk.batches.retrieve(id)):
         assert time.monotonic() < deadline, f"waited in vain: {batch}"
         time.sleep(0.03)
@@ -268,48 +268,39 @@ def test_clients_go_first_and_batches_take_turns(slow_parrot: Any) -> None:
     assert ended(sdk, greedy.id).status == "cancelled"
 
 
-class Watched:
-    """An engine that holds what it is asked, with so many clients in it."""
-
-    hello = object()
-    clients = 0
+class Recorder(InProcessClient):
+    """Keeps the requests that reach the engine, in the order in which each got its first token."""
 
     def __init__(self) -> None:
-        self.asked: list[Request] = []
-        self.over = asyncio.Event()
+        super().__init__(toys.open_slow_parrot, "parrot")
+        self.begun: list[Request] = []
 
-    @property
-    def stats(self) -> Stats:
-        return Stats(running=len(self.asked) + self.clients)
-
-    async def submit(self, request: Request) -> AsyncIterator[list[Event]]:
-        self.asked.append(request)
-        await self.over.wait()
-        yield []
+    async def submit(self, request: Request) -> AsyncGenerator[list[Event], None]:
+        async with aclosing(super().submit(request)) as steps:
+            async for events in steps:
+                if request not in self.begun:
+                    self.begun.append(request)
+                yield events
 
 
-def test_while_clients_are_served_few_rows_are_taken() -> None:
-    async def read(engine: BackgroundClient, id: int) -> None:
-        async for _ in engine.submit(Request(id, (1,), SamplingParams(), 1)):
-            pass
-
-    async def scenario() -> None:
-        watched = Watched()
-        watched.clients = 1
-        engine = BackgroundClient(watched)  # type: ignore[arg-type]
-        engine.limit(8)
-        reading = asyncio.gather(*[read(engine, id) for id in range(20)])
-        await asyncio.sleep(3 * GIVE_WAY)
-        assert len(watched.asked) == 2
-        watched.clients = 0
-        await asyncio.sleep(3 * GIVE_WAY)
-        assert len(watched.asked) == 8
-        watched.over.set()
-        await reading
-        assert {request.id for request in watched.asked} == set(range(20))
-        assert {request.priority for request in watched.asked} == {BEHIND}
-
-    asyncio.run(scenario())
+def test_answers_of_clients_do_not_wait_behind_a_batch(serve: Any, toy_text: Any) -> None:
+    """Its lines are background requests: a client's request overtakes all that wait, and none of them begins before
+    it, although half of the rows are free."""
+    client = Recorder()
+    with serve(client, toy_text, MODEL) as server:
+        sdk = server.sdk()
+        batch = begin(sdk, jsonl(*[line(f"n{number}", "*abc", n=5) for number in range(20)]))
+        half = toys.LIMITS.max_rows // 2
+        server.until(
+            lambda: client.stats.running == half and client.stats.waiting >= half and len(client.begun) == half
+        )
+        for _ in range(3):
+            answer = sdk.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "[at once]"}])
+            assert answer.choices[0].message.content == "at once"
+        assert [request.background for request in client.begun] == [True] * half + [False] * 3
+        assert client.stats.waiting >= half
+        sdk.batches.cancel(batch.id)
+        assert ended(sdk, batch.id).status == "cancelled"
 
 
 def test_lines_outlive_an_engine_that_dies(parrot_process: Any) -> None:
@@ -340,6 +331,8 @@ def test_the_async_sdk(parrot: Any) -> None:
 
 # -- from one life to the next ------------------------------------------------------------------------------------
 
+SLOW = 0.05  # seconds a step: an answer of 200 tokens takes ten seconds, so a server is killed before all are done
+
 SERVE = """
 import sys
 from pathlib import Path
@@ -348,17 +341,19 @@ from penstock.ipc.inprocess import InProcessClient
 from penstock.server import Setup, Space, serve
 from penstock.server.access.guard import Rules
 
-client, space = InProcessClient(toys.open_slow_parrot), Space(Path(sys.argv[1]))
-rules = Rules(keys=Path(sys.argv[2]) if sys.argv[2:] else None)
+pace, space = float(sys.argv[2]), Space(Path(sys.argv[1]))
+client = InProcessClient(lambda: toys.open_paced_parrot(pace))
+rules = Rules(keys=Path(sys.argv[3]) if sys.argv[3:] else None)
 serve(client, toys.ToyText, "toy/parrot", "127.0.0.1", 0, Setup(space=space, rules=rules))
 """
 
 
 @contextmanager
-def server_process(folder: Path, *keys: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def server_process(folder: Path, pace: float, *keys: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server whose steps take `pace` seconds."""
     path = os.pathsep.join([str(Path(toys.__file__).parent), *sys.path])
     process = subprocess.Popen(
-        [sys.executable, "-c", SERVE, str(folder), *map(str, keys)],
+        [sys.executable, "-c", SERVE, str(folder), str(pace), *map(str, keys)],
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": path},
@@ -384,16 +379,16 @@ def test_a_killed_server_loses_and_doubles_nothing(tmp_path: Path) -> None:
     """What was done is not run again, and what was half uploaded is swept away."""
     wanted = [f"n{number}" for number in range(60)]
     lines = [line(id, id if number < 30 else id * 60) for number, id in enumerate(wanted)]
-    with server_process(tmp_path) as (process, url):
-        sdk = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=30)
+    with server_process(tmp_path, SLOW) as (process, url):
+        sdk = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=WAIT)
         id = begin(sdk, jsonl(b"not JSON\n", *lines)).id
         told = watched(sdk, id, lambda batch: batch.request_counts.completed > 20).request_counts.completed
         process.kill()
     done = done_lines(tmp_path, id)
     assert told <= len(done) < len(wanted)
     (tmp_path / "files" / "file-cut.part").write_bytes(b"an upload that was cut")
-    with server_process(tmp_path) as (_, url):
-        sdk = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=30)
+    with server_process(tmp_path, 0.0) as (_, url):
+        sdk = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=WAIT)
         assert sdk.batches.retrieve(id).request_counts.completed >= len(done)
         batch = ended(sdk, id)
         assert batch.status == "completed"
@@ -414,18 +409,18 @@ def test_a_batch_that_a_restarted_server_resumes_is_charged_to_its_key(tmp_path:
             for name, each in (("maker", secret), ("other", other))
         ]
     said = "on and on " * 20
-    with server_process(tmp_path / "data", file) as (process, url):
-        sdk = openai.OpenAI(base_url=f"{url}/v1", api_key=secret, max_retries=0, timeout=60)
-        id = begin(sdk, jsonl(*[line(f"n{number}", said) for number in range(30)])).id
+    with server_process(tmp_path / "data", SLOW, file) as (process, url):
+        sdk = openai.OpenAI(base_url=f"{url}/v1", api_key=secret, max_retries=0, timeout=WAIT)
+        id = begin(sdk, jsonl(*[line(f"n{number}", "on" if number < 4 else said) for number in range(30)])).id
         watched(sdk, id, lambda batch: batch.request_counts.completed > 0)
         process.kill()
     done = done_lines(tmp_path / "data", id)
-    assert 0 < len(done) < 30
-    with server_process(tmp_path / "data", file) as (_, url):
-        sdk = openai.OpenAI(base_url=f"{url}/v1", api_key=other, max_retries=0, timeout=60)
+    assert done <= {f"n{number}" for number in range(4)}
+    with server_process(tmp_path / "data", 0.0, file) as (_, url):
+        sdk = openai.OpenAI(base_url=f"{url}/v1", api_key=other, max_retries=0, timeout=WAIT)
         assert counts(ended(sdk, id)) == (30, 30, 0)
         text = httpx.get(f"{url}/metrics", headers={"x-api-key": other}).text
-        generated = (30 - len(done)) * (len(said) + 1)
+        generated = 26 * (len(said) + 1) + (4 - len(done)) * 3
         assert f'penstock_key_tokens_total{{key="maker",kind="generated"}} {generated}.0' in text
         assert 'penstock_key_tokens_total{key="other",kind="generated"} 0.0' in text
 
@@ -441,7 +436,8 @@ def test_an_archive_of_an_older_server_is_upgraded(serve: Any, toy_text: Any, tm
         batch.request_counts, batch.output_file_id, batch.status = records.RequestCounts(), None, "validating"
         records.save(db, batch)
         db.executescript(
-            "ALTER TABLE batches DROP COLUMN owner; ALTER TABLE batches DROP COLUMN payer; PRAGMA user_version = 1;"
+            "ALTER TABLE batches DROP COLUMN owner; ALTER TABLE batches DROP COLUMN payer;"
+            "ALTER TABLE batches RENAME COLUMN record TO told; PRAGMA user_version = 1;"
         )
     db.close()
     with serve(InProcessClient(toys.open_parrot), toy_text, MODEL, space=Space(tmp_path)) as server:

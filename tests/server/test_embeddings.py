@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import base64
+from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import Any
 
 import httpx
@@ -12,6 +14,9 @@ import numpy as np
 import ollama
 import openai
 import pytest
+
+from penstock.types import Event, Request
+from tests.server.conftest import WAIT
 
 MODEL = "toy/parrot"
 TEXTS = ["hello", "a longer text, which takes the toy more than one step: " + "x" * 100, "漢字"]
@@ -27,7 +32,7 @@ def unit(vector: np.ndarray) -> np.ndarray:
 
 
 def client(server: Any) -> ollama.Client:
-    return ollama.Client(server.url, timeout=30.0)
+    return ollama.Client(server.url, timeout=120.0)
 
 
 # -- OpenAI -------------------------------------------------------------------------------------------------------
@@ -130,16 +135,32 @@ def test_too_long_has_its_own_code_and_a_foreign_model_is_404(parrot: Any) -> No
 
 
 def test_a_client_that_leaves_takes_its_embeddings_along(slow_parrot: Any) -> None:
+    asked = {"model": MODEL, "input": ["x" * 4000] * 200}  # a minute's work
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{slow_parrot.url}/v1/embeddings", json={"model": MODEL, "input": ["x" * 4000] * 200}, timeout=0.3)
+        httpx.post(f"{slow_parrot.url}/v1/embeddings", json=asked, timeout=httpx.Timeout(WAIT, read=0.3))
     slow_parrot.until_idle()
     steps = slow_parrot.client.stats.steps
     slow_parrot.post("/v1/embeddings", model=MODEL, input="x")
     assert slow_parrot.client.stats.steps - steps < 10
 
 
-def test_many_embeddings_leave_room_for_an_answer(slow_parrot: Any) -> None:
+def test_many_embeddings_leave_room_for_an_answer(slow_parrot: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that comes after hundreds of texts does not wait for all of them."""
+    order: list[str] = []
+    submit = slow_parrot.client.submit
+
+    async def recorded(request: Request) -> AsyncIterator[list[Event]]:
+        """Most texts wait until the answer is asked for, however slow its client is."""
+        kind = "text" if request.pooling else "answer"
+        while request.pooling and len(order) >= 64 and "answer" not in order:
+            await asyncio.sleep(0.001)
+        order.append(kind)
+        try:
+            async with aclosing(submit(request)) as steps:
+                async for events in steps:
+                    yield events
+        finally:
+            order.append(f"{kind} ended")
 
     async def ask() -> None:
         async with slow_parrot.async_sdk() as sdk:
@@ -149,10 +170,12 @@ def test_many_embeddings_leave_room_for_an_answer(slow_parrot: Any) -> None:
                 await asyncio.sleep(0.001)
             said = await sdk.completions.create(model=MODEL, prompt="[hello]", max_tokens=10)
             assert said.choices[0].text == "hello"
-            assert not many.done()
             assert len((await many).data) == 400
 
+    monkeypatch.setattr(slow_parrot.client, "submit", recorded)
     asyncio.run(ask())
+    assert order.count("text ended") == 400
+    assert "text" in order[order.index("answer ended") :]
 
 
 def test_metrics_count_embeddings_by_a_name_of_their_own(parrot: Any) -> None:
@@ -188,7 +211,7 @@ def test_ollama_embeds_one_and_several(parrot: Any) -> None:
 
 def test_ollama_async(parrot: Any) -> None:
     async def ask() -> list[Any]:
-        sdk = ollama.AsyncClient(parrot.url, timeout=30.0)
+        sdk = ollama.AsyncClient(parrot.url, timeout=120.0)
         return await asyncio.gather(sdk.embed(MODEL, TEXTS), sdk.embeddings(MODEL, TEXTS[0]))
 
     new, old = asyncio.run(ask())

@@ -13,7 +13,7 @@ import pytest
 from penstock.engine.engine import Engine
 from penstock.ipc.inprocess import InProcessClient
 from penstock.server.access.guard import Rules
-from penstock.text.tool_formats import Format, family_of
+from penstock.text.tool_formats import AnswerFormat, find_tool_format
 from tests.server import toys
 
 MODEL = "toy/parrot"
@@ -174,7 +174,7 @@ def test_an_answer_that_came_back_changed(parrot: Any) -> None:
 
 def test_reasoning_that_a_template_drops(serve: Callable[..., Any]) -> None:
     class Thinker(toys.ToyText):
-        format = Format(family_of(""), ("<think>", "</think>"))
+        format = AnswerFormat(find_tool_format(""), ("<think>", "</think>"))
 
     with serve(InProcessClient(toys.open_parrot), Thinker(), MODEL) as server:
         turn = f"fourth {LONG}[<think>let me see</think>hello, you]"

@@ -229,7 +229,7 @@ def check(answer: Any, field: str, told: str) -> None:
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
     message = error if isinstance(error, str) else error["message"]
-    if "has no vocabulary" in message:
+    if "started without a tokenizer" in message:
         return  # for a grammar that the field stands for
     assert field in message or field == error["param"].partition("[")[0]
     if told != FAILS:

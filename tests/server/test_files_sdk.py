@@ -96,8 +96,8 @@ END = b"--cut--\r\n"
     [
         (FILE + END, "'purpose' is missing"),
         (PURPOSE + END, "no part named 'file'"),
-        (PURPOSE + FILE, "cut off"),
-        (b"", "cut off"),
+        (PURPOSE + FILE, "incomplete"),
+        (b"", "incomplete"),
         (PURPOSE + FILE + FILE + END, "two parts named 'file'"),
         (PURPOSE + PURPOSE + FILE + END, "two parts named 'purpose'"),
         (DISPOSITION % (b"purpose", b"mischief") + FILE + END, "purpose"),

@@ -369,7 +369,7 @@ def test_a_file_that_goes_wrong_leaves_the_keys_as_they_were(tmp_path: Path, cap
     ring = Keyring(file)
     file.write_text("{")
     assert ring.find([secret.encode()]) == keys[0]
-    assert "not a file of keys" in caplog.text
+    assert "not a key file" in caplog.text
     file.unlink()
     assert ring.find([secret.encode()]) == keys[0]
     with pytest.raises(ConfigError, match="penstock keys add"):

@@ -38,7 +38,8 @@ from penstock.ipc.spawn import ProcessClient
 from penstock.server import app, serve
 from penstock.server.access import guard, protocol
 
-app.KEEP_ALIVE_SECONDS = protocol.HEAD_SECONDS = protocol.STALLED_SECONDS = guard.BODY_SECONDS = {WAIT}
+app.IDLE_SECONDS = protocol.IDLE_SECONDS = protocol.HEAD_SECONDS = protocol.STALLED_SECONDS = {WAIT}
+guard.BODY_SECONDS = {WAIT}
 serve(ProcessClient(Config(model="parrot"), toys.HOST), toys.ToyText, "toy/parrot", "127.0.0.1", 0)
 """
 

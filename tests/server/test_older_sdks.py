@@ -20,7 +20,7 @@ from packaging.utils import canonicalize_name
 
 from penstock.engine.engine import Engine
 from penstock.ipc.inprocess import InProcessClient
-from penstock.text.tool_formats import Format, family_of
+from penstock.text.tool_formats import AnswerFormat, find_tool_format
 from tests.server import toys
 from tests.server.conftest import Server, serving
 
@@ -32,7 +32,7 @@ LIMITS = toys.LIMITS._replace(max_len=2048, num_blocks=1024)
 
 
 class Hermes(toys.ToyText):
-    format = Format(family_of("", "hermes"), ("<think>", "</think>"))
+    format = AnswerFormat(find_tool_format("", "hermes"), ("<think>", "</think>"))
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from penstock.errors import InvalidRequest, MalformedFile
 from penstock.ipc.inprocess import InProcessClient
 from penstock.ipc.spawn import ProcessClient
 from penstock.model.load import load_text
-from penstock.store import Made, blobs, derived
+from penstock.store import DerivedModel, blobs, derived
 from tests.server import toys
 
 MODEL = "toy/parrot"
@@ -93,12 +93,12 @@ def test_uploads_are_bounded(parrot: Any, own_store: Path, monkeypatch: pytest.M
         assert (answer.status_code, "4000000 bytes" in answer.json()["error"]) == (413, True)
     assert list((own_store / "blobs").iterdir()) == []
     assert parrot.http.post(f"/api/blobs/{digest_of(b'a')}", content=b"a").status_code == 201
-    assert "which is the most" in parrot.http.post(f"/api/blobs/{digest_of(b'b')}", content=b"b").json()["error"]
+    assert "which is the limit" in parrot.http.post(f"/api/blobs/{digest_of(b'b')}", content=b"b").json()["error"]
     monkeypatch.setattr(blobs, "UNUSED", -1.0)  # seconds: what no model is made of has been here too long
     assert parrot.http.post(f"/api/blobs/{digest_of(b'b')}", content=b"b").status_code == 201
     monkeypatch.setattr(blobs, "FREE", 2**62)
     assert (
-        "the disk of the store has 0 to give"
+        "the store's disk has room for 0"
         in parrot.http.post(f"/api/blobs/{digest_of(b'c')}", content=b"c").json()["error"]
     )
 
@@ -154,7 +154,7 @@ def test_parameters_are_defaults(parrot: Any) -> None:
     client.create("shorter", from_="short", parameters={"num_predict": 2})
     assert client.chat("shorter", ask("[abcdef]")).message.content == "ab"
     assert client.chat("shorter", ask("[a,b]")).message.content == "a"
-    assert store.made_called("shorter").base == MODEL  # type: ignore[union-attr]
+    assert store.derived_model("shorter").base == MODEL  # type: ignore[union-attr]
 
 
 def test_what_was_made_is_told(parrot: Any) -> None:
@@ -234,13 +234,13 @@ def test_async_making(parrot: Any) -> None:
         ({"from": None}, "send `from` or `files`"),
         ({"quantize": "q4_K_M"}, "quantize is not supported"),
         ({"adapters": {"a": "sha256:00"}}, "adapters is not supported"),
-        ({"template": "{{ range .Messages }}{{ end }}"}, r"template: .*range .Messages.* is not understood"),
-        ({"template": "{% for m in messages %}{{ m.content }}{% endfor %}"}, "template: .*is not understood"),
+        ({"template": "{{ range .Messages }}{{ end }}"}, r"template: .*range .Messages.* is not supported"),
+        ({"template": "{% for m in messages %}{{ m.content }}{% endfor %}"}, "template: .*is not supported"),
         ({"parameters": {"heat": 1}}, "unknown field 'options.heat'"),
         ({"parameters": {"temperature": -1}}, "temperature must be between"),
         ({"messages": [{"role": "robot", "content": "x"}]}, r"messages\[0\].role"),
-        ({"system": "x" * 2**20}, "at most 1048576 are kept"),
-        ({"from": None, "files": {"a.gguf": "sha256:00"}}, "is no digest"),
+        ({"system": "x" * 2**20}, "the limit is 1048576"),
+        ({"from": None, "files": {"a.gguf": "sha256:00"}}, "is not a digest"),
         ({"from": None, "files": {"a.gguf": digest_of(b"a")}}, "upload it to /api/blobs/sha256:"),
         ({"files": {"a.gguf": digest_of(b"a")}}, "no `from` beside it"),
         ({"from": None, "files": {"a": "b", "c": "d"}}, "got 2 files"),
@@ -265,16 +265,16 @@ def test_files_that_are_no_models_are_refused(parrot: Any) -> None:
 
 
 def test_models_made_are_bounded(parrot: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(derived, "MAX_MADE", 2)
+    monkeypatch.setattr(derived, "MAX_DERIVED", 2)
     client = sdk(parrot)
     for name in ("a", "b", "a"):
         client.copy(MODEL, name)
-    with pytest.raises(ollama.ResponseError, match="which is the most"):
+    with pytest.raises(ollama.ResponseError, match="which is the limit"):
         client.copy(MODEL, "c")
 
 
 def test_a_name_whose_model_is_not_served_says_how_to_serve_it(parrot: Any) -> None:
-    store.make(Made(name="stranger", base="hf:a/b"))
+    store.save_derived(DerivedModel(name="stranger", base="hf:a/b"))
     with pytest.raises(ollama.ResponseError, match="run `penstock serve stranger`") as caught:
         sdk(parrot).chat("stranger", ask("hi"))
     assert caught.value.status_code == 400
@@ -283,11 +283,11 @@ def test_a_name_whose_model_is_not_served_says_how_to_serve_it(parrot: Any) -> N
 
 
 def test_a_damaged_record_is_told(own_store: Path) -> None:
-    store.make(Made(name="x", base=MODEL))
+    store.save_derived(DerivedModel(name="x", base=MODEL))
     (record,) = (own_store / "made").iterdir()
     record.write_text(json.dumps({"nonsense": 1}))
     with pytest.raises(MalformedFile, match="is damaged"):
-        store.made_called("x")
+        store.derived_model("x")
 
 
 def test_pushing_is_refused(parrot: Any) -> None:
@@ -379,7 +379,7 @@ def test_a_template_of_ones_own(smollm2_server: Any) -> None:
     assert client.show("other").template == TEMPLATE
     client.create("again", from_="other", template=client.show("small").template)
     assert client.show("again").template == client.show("small").template != TEMPLATE
-    with pytest.raises(ollama.ResponseError, match="no place for a system message"):
+    with pytest.raises(ollama.ResponseError, match="does not support a system message"):
         client.generate("small", "Hi", system="S", template="<{{ .Prompt }}>")
 
 

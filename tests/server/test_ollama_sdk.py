@@ -22,7 +22,7 @@ MODEL = "toy/parrot"
 
 @cache
 def opened(url: str) -> ollama.Client:
-    return ollama.Client(url, timeout=30.0)
+    return ollama.Client(url, timeout=120.0)
 
 
 def sdk(server: Any) -> ollama.Client:

@@ -44,7 +44,7 @@ def test_in_flight_requests_fail_and_new_ones_are_served(parrot_process: Any) ->
 def test_without_an_engine_the_answer_is_503(mortal_parrot: Any) -> None:
     server = mortal_parrot
     pid = kill(server)
-    server.until(lambda: "given up" in server.client.trouble)
+    server.until(lambda: "given up" in server.client.unavailable_reason)
     assert server.get("/health").status_code == 503
     health = server.get("/health").json()
     assert health["engine"] is None

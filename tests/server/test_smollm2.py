@@ -225,7 +225,7 @@ def test_a_rendered_chat_is_the_prompt_of_an_answer(server: Any) -> None:
 @pytest.mark.parametrize(
     ("path", "fields", "told"),
     [
-        ("/tokenize", {}, "exactly one of prompt, content, messages is needed; got none of them"),
+        ("/tokenize", {}, "send exactly one of prompt, content, messages; got none of them"),
         ("/tokenize", {"prompt": "a", "content": "b"}, "got prompt and content"),
         ("/tokenize", {"prompt": "a", "surprise": 1}, "surprise"),
         ("/detokenize", {"tokens": [10**6]}, "token ids are from 0 to"),

@@ -82,7 +82,7 @@ def test_other_engines_names_say_the_same(parrot: Any) -> None:
 
 
 def test_metrics_count_those_who_left(slow_parrot: Any) -> None:
-    stream = slow_parrot.sdk().completions.create(model=MODEL, prompt="[*abc]", max_tokens=4000, stream=True)
+    stream = slow_parrot.sdk().completions.create(model=MODEL, prompt="[*abc]", max_tokens=30_000, stream=True)
     next(stream)
     stream.close()
     key = ("penstock_requests_finished_total", (("reason", "abort"),))
@@ -127,14 +127,14 @@ def test_serve_drains_on_interrupt(request: pytest.FixtureRequest) -> None:
         told = process.stderr.readline()
         assert told.startswith("serving toy/parrot on http://127.0.0.1:")
         url = told.split()[3]
-        pid = httpx.get(f"{url}/health", timeout=30).json()["engine"]["pid"]
+        pid = httpx.get(f"{url}/health", timeout=120).json()["engine"]["pid"]
         asked = {"model": MODEL, "prompt": "[*abc]", "max_tokens": 100, "stream": True}
-        with httpx.stream("POST", f"{url}/v1/completions", json=asked, timeout=30) as answer:
+        with httpx.stream("POST", f"{url}/v1/completions", json=asked, timeout=120) as answer:
             lines = answer.iter_lines()
             next(lines)
             process.send_signal(signal.SIGINT)
             assert [line for line in lines if line][-1] == "data: [DONE]"
-        out, _ = process.communicate(timeout=30)
+        out, _ = process.communicate(timeout=120)
     finally:
         process.kill()
     assert out == "left in peace\n"

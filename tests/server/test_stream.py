@@ -26,7 +26,7 @@ class Script:
 
     hello = None
     restarts = 0
-    trouble = ""
+    unavailable_reason = ""
     stats = Stats()
 
     def __init__(self, steps: list[list[Event]]) -> None:

@@ -12,7 +12,7 @@ import pytest
 from penstock.engine.engine import Engine
 from penstock.ipc.inprocess import InProcessClient
 from penstock.text import ChatPrompt
-from penstock.text.tool_formats import Format, family_of
+from penstock.text.tool_formats import AnswerFormat, find_tool_format
 from tests.server import toys
 from tests.server.conftest import Server, serving
 
@@ -50,7 +50,7 @@ class Scripted(toys.ToyText):
         self.speak("hermes")
 
     def speak(self, family: str, opened: bool = False) -> None:
-        self.format = Format(family_of("", family), ("<think>", "</think>"))
+        self.format = AnswerFormat(find_tool_format("", family), ("<think>", "</think>"))
         self.opened = opened
 
     def chat_prompt(self, messages: Any, **kwargs: Any) -> ChatPrompt:

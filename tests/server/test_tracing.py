@@ -143,7 +143,7 @@ def test_what_was_refused_failed_or_left(traced: Traced) -> None:
     (refused,) = traced.spans(1)
     assert (refused.attributes or {})["error.type"] == "404"
     assert "gen_ai.usage.input_tokens" not in (refused.attributes or {})
-    stream = traced.server.sdk().completions.create(model=MODEL, prompt="[*abc]", max_tokens=4000, stream=True)
+    stream = traced.server.sdk().completions.create(model=MODEL, prompt="[*abc]", max_tokens=30_000, stream=True)
     next(stream)
     stream.close()
     (left,) = traced.spans(1)
@@ -157,7 +157,7 @@ def test_what_was_refused_failed_or_left(traced: Traced) -> None:
 def test_an_engine_that_dies_is_an_error(serve: Callable[..., Any]) -> None:
     traces, kept = open_traces()
     with serve(ProcessClient(Config(model="parrot"), toys.HOST, ()), toys.ToyText(), MODEL, traces=traces) as server:
-        stream = server.sdk().completions.create(model=MODEL, prompt="[*abc]", max_tokens=4000, stream=True)
+        stream = server.sdk().completions.create(model=MODEL, prompt="[*abc]", max_tokens=30_000, stream=True)
         next(stream)
         os.kill(server.get("/health").json()["engine"]["pid"], signal.SIGKILL)
         with pytest.raises(Exception, match="killed"):

@@ -21,10 +21,11 @@ from penstock.backend.pooling import Pools
 from penstock.engine.engine import Engine
 from penstock.ipc.host import host
 from penstock.text import ChatPrompt, ChatTemplate
-from penstock.text.tool_formats import PLAIN, Format, family_of
+from penstock.text.tool_formats import PLAIN, AnswerFormat, find_tool_format
 from penstock.types import Limits, RowResult, StepResult, TokenLogprob
 
 END = 256
+ENDLESS = 2**15  # tokens: no test waits for so many
 LIMITS = Limits(max_len=512, max_rows=16, step_tokens=64, block_size=16, num_blocks=256, vocab=257, dim=8)
 
 
@@ -51,7 +52,7 @@ class ToyTokenizer:
 class ToyText:
     tokenizer = ToyTokenizer()
     template = "a toy needs none"
-    format = Format(PLAIN)
+    format = AnswerFormat(PLAIN)
     opened = False
 
     def encode_prompt(self, text: str) -> list[int]:
@@ -84,7 +85,7 @@ class ToyText:
 class Hermes(ToyText):
     """Speaks as Hermes does, and keeps what it was given to render; its template knows these words."""
 
-    format = Format(family_of("", "hermes"), ("<think>", "</think>"))
+    format = AnswerFormat(find_tool_format("", "hermes"), ("<think>", "</think>"))
 
     def __init__(self, *words: str) -> None:
         self._words = words
@@ -163,9 +164,14 @@ def open_parrot() -> Engine:
 
 
 def open_slow_parrot() -> Engine:
-    """Takes two milliseconds a step and has a long breath, so that there is a middle of a stream."""
-    limits = LIMITS._replace(max_len=4096, num_blocks=4096)
-    return Engine(Parrot(limits, pace=0.002), limits)  # type: ignore[arg-type]
+    """Takes two milliseconds a step, and a minute for an answer without end: there is a middle of a stream."""
+    return open_paced_parrot(0.002)
+
+
+def open_paced_parrot(pace: float, **limits: int) -> Engine:
+    """Takes `pace` seconds a step."""
+    paced = LIMITS._replace(**{"max_len": ENDLESS, "num_blocks": 4 * ENDLESS // LIMITS.block_size, **limits})
+    return Engine(Parrot(paced, pace), paced)  # type: ignore[arg-type]
 
 
 HOST = (sys.executable, __file__)

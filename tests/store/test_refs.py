@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import InvalidRequest, ModelNotFound, PenstockError
-from penstock.store.places import Place, home
+from penstock.store.paths import ModelPaths, home
 from penstock.store.refs import ALIASES, HubRepo, PypiFile, name_of, parse
 
 
@@ -51,7 +51,7 @@ def test_paths_and_unknown_names(tmp_path: Path) -> None:
             parse(odd)
     with pytest.raises(ModelNotFound, match="did you mean smollm2"):
         parse("smolm2")
-    with pytest.raises(ModelNotFound, match="it may be smollm2"):
+    with pytest.raises(ModelNotFound, match="known names: smollm2"):
         parse("")
 
 
@@ -63,7 +63,7 @@ def test_no_reference_leads_out_of_the_store(rest: str) -> None:
         except PenstockError:
             continue
         assert not isinstance(source, Path)
-        place = Place(Path("/store"), name_of(source))
+        place = ModelPaths(Path("/store"), name_of(source))
         assert place.folder.resolve().parent == Path("/store/models")
 
 

@@ -11,8 +11,8 @@ import llguidance
 import pytest
 
 from penstock.text.call_grammar import call_grammar
-from penstock.text.parse import AnswerParser, Arguments, CallBegun, Content
-from penstock.text.tool_formats import FAMILIES, PLAIN, Family, Format
+from penstock.text.parse import AnswerParser, Arguments, CallStarted, Content
+from penstock.text.tool_formats import PLAIN, TOOL_FORMATS, AnswerFormat, ToolFormat
 
 CITY = {
     "type": "object",
@@ -73,16 +73,16 @@ def sampled(tokenizer: Any, grammar: str, endings: tuple[str, ...], chance: rand
 ENDING = {*b'"}</', *range(END, len(Bytes.tokens))}  # a text soon comes to its end where these are likely
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, PLAIN], ids=lambda family: family.name)
-def test_what_the_grammar_allows_is_read_as_calls(tokenizer: Any, family: Family) -> None:
+@pytest.mark.parametrize("family", [*TOOL_FORMATS, PLAIN], ids=lambda family: family.name)
+def test_what_the_grammar_allows_is_read_as_calls(tokenizer: Any, family: ToolFormat) -> None:
     for seed in range(3):
         grammar = call_grammar(family, TOOLS, IDS, parallel=seed > 0)
         endings = family.calls[0].parameter[1] if family.calls[0].parameter else ()
         text = sampled(tokenizer, grammar, endings, random.Random(seed))
-        parser = AnswerParser(Format(family), TOOLS)
+        parser = AnswerParser(AnswerFormat(family), TOOLS)
         found = parser.push(text) + parser.finish()
         assert not [part for part in found if isinstance(part, Content)], text
-        calls = [part for part in found if isinstance(part, CallBegun)]
+        calls = [part for part in found if isinstance(part, CallStarted)]
         assert len(calls) == 1 if seed == 0 else len(calls) >= 1, text
         for call in calls:
             written = "".join(p.text for p in found if isinstance(p, Arguments) and p.index == call.index)
@@ -110,14 +110,14 @@ TALK = ["", "\n\nHello, <b>you</b>.", "[1] a list, and { a brace }", "Nearly: <t
 
 CASES = [  # with special tokens and, where no channels need them, without
     pytest.param(family, special, id=f"{family.name}-{'special' if special else 'spelled'}")
-    for family in (*FAMILIES, PLAIN)
+    for family in (*TOOL_FORMATS, PLAIN)
     for special in (IDS, {})
     if special or not family.channels
 ]
 
 
 @pytest.mark.parametrize(("family", "special"), CASES)
-def test_a_free_answer_is_talk_or_calls(tokenizer: Any, family: Family, special: dict[str, int]) -> None:
+def test_a_free_answer_is_talk_or_calls(tokenizer: Any, family: ToolFormat, special: dict[str, int]) -> None:
     """Calls are held to their schemas, and nothing that is not reads as a call."""
     free = call_grammar(family, TOOLS, special, free=True)
     talk = f"<|channel|>final<|message|>{TALK[1]}" if family.channels else None
@@ -136,7 +136,7 @@ def test_a_free_answer_is_talk_or_calls(tokenizer: Any, family: Family, special:
 
 
 def test_only_the_tools_given(tokenizer: Any) -> None:
-    grammar = call_grammar(FAMILIES[-1], {"now": {}}, {}, parallel=False)
+    grammar = call_grammar(TOOL_FORMATS[-1], {"now": {}}, {}, parallel=False)
     matcher = llguidance.LLMatcher(tokenizer, llguidance.LLMatcher.grammar_from_lark(grammar), log_level=0)
     assert matcher.consume_tokens(list(b'{"name": "now", "parameters": {'))
     matcher.reset()
@@ -150,8 +150,8 @@ CONTENT: dict[str, Any] = {"type": "object", "properties": {"name": {"$ref": "#/
 CONTENT |= {"additionalProperties": False, "$defs": {"word": {"enum": ["a", "b"]}}}
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, PLAIN], ids=lambda family: family.name)
-def test_calls_or_what_a_schema_says(tokenizer: Any, family: Family) -> None:
+@pytest.mark.parametrize("family", [*TOOL_FORMATS, PLAIN], ids=lambda family: family.name)
+def test_calls_or_what_a_schema_says(tokenizer: Any, family: ToolFormat) -> None:
     grammar = call_grammar(family, COUNT, IDS, content=CONTENT)
     header = "<|channel|>final<|message|>" if family.channels else ""
     good, bad = (

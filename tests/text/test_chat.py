@@ -63,7 +63,7 @@ def test_a_template_of_its_own_for_tools():
     assert template.render(HI, tools=TOOLS) == "f"
     assert template.render(HI, tools=[]) == "plain"
     assert ChatTemplate({"default": "plain"}, {}).render(HI, tools=TOOLS) == "plain"
-    with pytest.raises(InvalidRequest, match="only tool_use"):
+    with pytest.raises(InvalidRequest, match="it has tool_use"):
         ChatTemplate({"tool_use": "x"}, {}).render(HI)
 
 
@@ -80,7 +80,7 @@ def test_tools_in_words_for_a_template_without_a_place_for_them():
     assert rendered.startswith("system: be brief\nuser: You can call functions.")
     assert '{"name": "f"}\n\nhi\nassistant: {"name": "f", "arguments": {"a": 1}}\n' in rendered
     assert rendered.endswith("user: The function returned: done\n")
-    assert ChatTemplate({"default": source}, {}).format.family.calls == PLAIN.calls * 2
+    assert ChatTemplate({"default": source}, {}).format.tool_format.calls == PLAIN.calls * 2
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_no_content_as_a_template_takes_it(source, rendered):
 
 def test_the_family_may_be_named():
     template = ChatTemplate({"default": "{{ tools }}<tool_call>"}, {}, family="glm")
-    assert template.format.family.name == "glm"
+    assert template.format.tool_format.name == "glm"
 
 
 def test_the_template_refuses_in_its_own_words():

@@ -12,19 +12,28 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import ConfigError
-from penstock.text.parse import AnswerParser, Arguments, CallBegun, CallEnded, Content, Part, Reasoning, schemas_of
-from penstock.text.tool_formats import FAMILIES, PLAIN, Format, family_of, reasoning_of
+from penstock.text.parse import (
+    AnswerParser,
+    AnswerPart,
+    Arguments,
+    CallEnded,
+    CallStarted,
+    Content,
+    Reasoning,
+    schemas_of,
+)
+from penstock.text.tool_formats import PLAIN, TOOL_FORMATS, AnswerFormat, find_tool_format, reasoning_of
 
 GOLDENS = json.loads((Path(__file__).parent / "data" / "calls.json").read_text())
 TOOLS = schemas_of(GOLDENS["tools"])
 THINK = ("<think>", "</think>")
 
 
-def format_of(family: str, reasoning: Any = THINK) -> Format:
-    return Format(family_of("", family), reasoning and tuple(reasoning))
+def format_of(family: str, reasoning: Any = THINK) -> AnswerFormat:
+    return AnswerFormat(find_tool_format("", family), reasoning and tuple(reasoning))
 
 
-def parts(format: Format, pieces: list[str], tools: Any = TOOLS, **how: Any) -> list[Part]:
+def parts(format: AnswerFormat, pieces: list[str], tools: Any = TOOLS, **how: Any) -> list[AnswerPart]:
     ids = itertools.count()
     parser = AnswerParser(format, tools, new_id=lambda: f"id{next(ids)}", **how)
     found = [part for piece in pieces for part in parser.push(piece)] + parser.finish()
@@ -32,7 +41,7 @@ def parts(format: Format, pieces: list[str], tools: Any = TOOLS, **how: Any) -> 
     return found
 
 
-def read(found: list[Part]) -> dict[str, Any]:
+def read(found: list[AnswerPart]) -> dict[str, Any]:
     """What the parts come to; and that they come in order."""
     calls: list[list[str]] = []
     whole = {"content": "", "thought": "", "calls": calls, "open": None}
@@ -42,7 +51,7 @@ def read(found: list[Part]) -> dict[str, Any]:
                 assert text
                 assert whole["open"] is None
                 whole["content" if isinstance(part, Content) else "thought"] += text
-            case CallBegun(index, id, name):
+            case CallStarted(index, id, name):
                 assert (index, whole["open"]) == (len(calls), None)
                 whole["open"] = index
                 calls.append([id, name, ""])
@@ -56,7 +65,7 @@ def read(found: list[Part]) -> dict[str, Any]:
     return whole
 
 
-def parse(format: Format, text: str, **how: Any) -> dict[str, Any]:
+def parse(format: AnswerFormat, text: str, **how: Any) -> dict[str, Any]:
     return read(parts(format, [text], **how))
 
 
@@ -73,7 +82,7 @@ def test_what_templates_render_is_read_back(turn: dict[str, Any]) -> None:
 
 def test_every_family_has_a_golden() -> None:
     named = {turn["family"] for turn in GOLDENS["turns"]}
-    assert {family.name for family in (*FAMILIES, PLAIN)} - named == {"nemotron-v2"}
+    assert {family.name for family in (*TOOL_FORMATS, PLAIN)} - named == {"nemotron-v2"}
 
 
 # -- every way of cutting -----------------------------------------------------------------------------------------
@@ -88,7 +97,7 @@ WORDS += [
 ]
 TEXTS = {
     family.name: [turn["text"] for turn in GOLDENS["turns"] if turn["family"] == family.name]
-    for family in (*FAMILIES, PLAIN)
+    for family in (*TOOL_FORMATS, PLAIN)
 }
 TEXTS["nemotron-v2"] = [
     '<TOOLCALL>[{"name": "now", "arguments": {}}, {"name": "now", "arguments": {"a": 1}}]</TOOLCALL>'
@@ -98,7 +107,7 @@ TEXTS["nemotron-v2"] = [
 @st.composite
 def said(draw: st.DrawFn) -> tuple[str, str]:
     """A family, and a text like its own: whole, cut short, with a piece missing or put in, or made of its markers."""
-    family = draw(st.sampled_from((*FAMILIES, PLAIN)))
+    family = draw(st.sampled_from((*TOOL_FORMATS, PLAIN)))
     markers = [*THINK, *WORDS, *(p for calls in family.calls for p in calls.patterns if p)]
     markers += ["<|channel|>final<|message|>", "<|channel|>analysis<|message|>", "<|end|>", "<|start|>assistant"]
     noise = st.lists(st.sampled_from(markers), max_size=8).map("".join)
@@ -138,7 +147,7 @@ def test_no_way_of_cutting_changes_what_is_read(data: st.DataObject) -> None:
 def test_what_is_no_call_is_content_to_the_letter(case: tuple[str, str]) -> None:
     name, text = case
     format = format_of(name, None)
-    if not format.family.channels:
+    if not format.tool_format.channels:
         whole = parse(format, text)
         assert whole["content"] == text or whole["calls"]
         assert parse(format, text, tools=None)["content"] == text
@@ -294,15 +303,15 @@ def test_the_prompt_tells_whether_reasoning_is_open() -> None:
     format = format_of("hermes")
     assert format.opened("<|im_start|>assistant\n<think>\n")
     assert not format.opened("<|im_start|>assistant\n<think>\n\n</think>\n\n")
-    assert not Format(PLAIN).opened("<think>")
+    assert not AnswerFormat(PLAIN).opened("<think>")
 
 
 def test_families_are_recognised_by_their_markers() -> None:
-    assert family_of("{{ '<tool_call>' }}").name == "hermes"
-    assert family_of("<tool_call><function=f><parameter=p>").name == "qwen-coder"
-    assert family_of("nothing").name == "json"
-    assert family_of("<tool_call>", "kimi").name == "kimi"
+    assert find_tool_format("{{ '<tool_call>' }}").name == "hermes"
+    assert find_tool_format("<tool_call><function=f><parameter=p>").name == "qwen-coder"
+    assert find_tool_format("nothing").name == "json"
+    assert find_tool_format("<tool_call>", "kimi").name == "kimi"
     assert reasoning_of("content.split('</think>')") == THINK
     assert reasoning_of("nothing") is None
-    with pytest.raises(ConfigError, match="there are: harmony"):
-        family_of("", "nonsense")
+    with pytest.raises(ConfigError, match="there are harmony"):
+        find_tool_format("", "nonsense")

@@ -11,7 +11,7 @@ from tokenizers import processors
 
 from penstock.errors import MalformedFile, UnsupportedModel
 from penstock.text import Text
-from penstock.text.embedding import cut
+from penstock.text.embedding import truncate_prompt
 from penstock.text.gguf_export import text_keys
 from penstock.text.wordpiece import SPECIAL, wordpiece
 
@@ -98,13 +98,13 @@ def test_metadata_that_names_no_special_tokens_has_them_by_their_text():
     named = {key: value for key, value in METADATA.items() if not key.endswith("_id")}
     assert Text.from_gguf(named).encode_whole("the") == [CLS, IDS["the"], SEP]
     tokens = [token if token != "[CLS]" else "[BOS]" for token in METADATA["tokenizer.ggml.tokens"]]
-    with pytest.raises(MalformedFile, match=r"has no '\[CLS\]', and nothing says which token is bos"):
+    with pytest.raises(MalformedFile, match=r"has no '\[CLS\]', and no key says which token is bos"):
         Text.from_gguf(named | {"tokenizer.ggml.tokens": tokens})
 
 
 def test_a_damaged_vocabulary(tmp_path: Path):
     (tmp_path / "vocab.txt").write_text("the\n")
-    with pytest.raises(MalformedFile, match=r"has no line '\[UNK\]'"):
+    with pytest.raises(MalformedFile, match=r"has no token '\[UNK\]'"):
         Text.from_folder(tmp_path)
     (tmp_path / "vocab.txt").write_bytes(b"\xff")
     with pytest.raises(MalformedFile, match="is not UTF-8"):
@@ -136,7 +136,7 @@ def test_case_that_metadata_cannot_tell_of_is_refused(tmp_path: Path):
 
 
 def test_a_text_is_cut_before_what_closes_it():
-    assert cut([1, 2, 3, 9], 4, (9,)) == [1, 2, 3, 9]
-    assert cut([1, 2, 3, 4, 9], 3, (9,)) == [1, 2, 9]
-    assert cut([1, 2, 3], 2, ()) == [1, 2]
-    assert cut([1, 2, 9], 1, (9,)) == [1]
+    assert truncate_prompt([1, 2, 3, 9], 4, (9,)) == [1, 2, 3, 9]
+    assert truncate_prompt([1, 2, 3, 4, 9], 3, (9,)) == [1, 2, 9]
+    assert truncate_prompt([1, 2, 3], 2, ()) == [1, 2]
+    assert truncate_prompt([1, 2, 9], 1, (9,)) == [1]

@@ -7,34 +7,29 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from penstock.backend.base import Backend
-from penstock.config import Config, Device, available_threads
+from penstock.config import OPTIONS, QUANTIZATIONS, Config, Device, available_threads
 from penstock.errors import ConfigError
 
 NVIDIA = Path("/dev/nvidiactl")  # exists where a driver is loaded
-QUANTIZATIONS = {  # what plain weights can become at load, to take less memory
-    "cpu": ("q8_0", "q4_k", "int4"),
-    "cuda": ("q8_0", "q4_k", "fp8", "int4"),
-}
 
 
-def resolve_defaults(config: Config, float8: bool = False, whole: int = 0) -> Config:
+def resolve_defaults(config: Config, fp8: bool = False, whole: int = 0) -> Config:
     """Returns the config with its device named and with step sizes that suit the device, where none are given.
 
-    `float8`: the checkpoint's weights are FP8. `whole`: for a model that computes each prompt in one step, the tokens
-    of its longest prompt; such a model keeps no KV between steps, so its KV is as exact as the device computes.
+    `fp8`: the checkpoint's weights are FP8. `whole`: for a model that computes each prompt in one step, the tokens of
+    its longest prompt; such a model keeps no KV between steps, so its KV is as exact as the device computes.
     """
     device = Device.parse(config.device)
     if device.kind == "auto":
         device = Device("cuda" if has_cuda() else "cpu")
         config = replace(config, device=device.kind)
-    rows, tokens, budget = (256, 2048, 384) if device.kind == "cuda" else (64, 512, 192)
-    if device.kind == "cuda" and (float8 or config.quantize == "fp8"):
-        budget = 640  # takes no longer than 384 tokens with weights of 16 bits
+    fp8_weights = fp8 or config.quantize == "fp8"
+    defaults = {name: entry.defaults.of(device, fp8_weights) for name, entry in OPTIONS.items() if entry.defaults}
     return replace(
         config,
-        max_rows=config.max_rows or rows,
-        step_tokens=config.step_tokens or max(tokens, config.max_len or whole if whole else 0),
-        prefill_budget=config.prefill_budget or budget,
+        max_rows=config.max_rows or defaults["max_rows"],
+        step_tokens=config.step_tokens or max(defaults["step_tokens"], config.max_len or whole if whole else 0),
+        prefill_budget=config.prefill_budget or defaults["prefill_budget"],
         kv="f32" if whole and (device.kind, config.kv) == ("cpu", "auto") else config.kv,
     )
 

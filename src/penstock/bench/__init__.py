@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.bench.load import Load, Result, Sample, Target, drive, run
+from penstock.bench.load import RequestTiming, Result, Target, Workload, run, run_workload
 from penstock.bench.targets import EngineTarget, UrlTarget
 
-__all__ = ["EngineTarget", "Load", "Result", "Sample", "Target", "UrlTarget", "drive", "run"]
+__all__ = ["EngineTarget", "RequestTiming", "Result", "Target", "UrlTarget", "Workload", "run", "run_workload"]

@@ -1,7 +1,7 @@
-"""Just enough of an HTTP/1.1 client to time server-sent events.
+"""A minimal HTTP/1.1 client that times server-sent events.
 
-Written by hand because none of our dependencies has a client that is always there, and because a load generator that
-shares its machine with the engine must cost little: this one takes some 15 µs an event.
+It is written by hand for two reasons: no dependency that is always installed has a client, and a load generator that
+shares its machine with the engine must cost little. This one takes about 15 µs per event.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from urllib.parse import SplitResult, urlsplit
 
 from penstock.errors import ConfigError, EngineUnavailable
 
-LINE = 1 << 20  # longest line and header taken
+LINE = 1 << 20  # bytes of the longest line and header
 
 
 class Connection:
-    """One connection for one exchange: `async with`, then `ask` once."""
+    """Connects for one request: enter it with `async with`, then call `ask` once."""
 
     def __init__(self, url: str, api_key: str = "") -> None:
         self._url = split_url(url)
@@ -34,7 +34,7 @@ class Connection:
                 url.hostname, url.port or (443 if secure else 80), ssl=secure or None, limit=LINE
             )
         except OSError as error:
-            raise EngineUnavailable(f"no server answers at {url.geturl()}: {error.strerror or error}") from error
+            raise EngineUnavailable(f"there is no server at {url.geturl()}: {error.strerror or error}") from error
         return self
 
     async def __aexit__(
@@ -42,13 +42,14 @@ class Connection:
     ) -> None:
         self._writer.close()
 
-    async def ask(self, method: str, body: Any = None) -> Answer:
+    async def ask(self, method: str, body: Any = None) -> HttpResponse:
+        """Sends the request and returns the response once its headers have come."""
         try:
             self._writer.write(self._request(method, body))
             await self._writer.drain()
             head = await self._reader.readuntil(b"\r\n\r\n")
         except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
-            raise EngineUnavailable(f"the server at {self._url.netloc} hung up: {error}") from error
+            raise EngineUnavailable(f"the server at {self._url.netloc} closed the connection: {error}") from error
         return _parse_head(head, self._reader)
 
     def _request(self, method: str, body: Any) -> bytes:
@@ -67,12 +68,15 @@ class Connection:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class HttpResponse:
+    """Reads the body of a response as it comes."""
+
     status: int
     chunked: bool
     reader: asyncio.StreamReader
 
     async def json(self) -> Any:
+        """Returns the body as JSON, or an error object with its text if it is not JSON."""
         content = b"".join([chunk async for chunk in self._chunks()])
         try:
             return json.loads(content)
@@ -80,7 +84,7 @@ class Answer:
             return {"error": {"message": content[:200].decode(errors="replace")}}
 
     async def events(self) -> AsyncIterator[Any]:
-        """The JSON of each `data:` line, up to [DONE]; an answer without that did not end well."""
+        """Yields the JSON of each `data:` line up to [DONE]; raises EngineUnavailable if that does not come."""
         rest = b""
         async for chunk in self._chunks():
             *lines, rest = (rest + chunk).split(b"\n")
@@ -90,10 +94,10 @@ class Answer:
                     return
                 if data:
                     yield json.loads(data)
-        raise EngineUnavailable("the answer broke off")
+        raise EngineUnavailable("the server closed the connection within an answer")
 
     async def _chunks(self) -> AsyncIterator[bytes]:
-        """What has come, whenever something has."""
+        """Yields pieces of the body as they come."""
         body = Chunked()
         try:
             while data := await self.reader.read(1 << 16):
@@ -101,20 +105,20 @@ class Answer:
                 if body.ended:
                     return
         except (OSError, ValueError) as error:
-            raise EngineUnavailable(f"the answer broke off: {type(error).__name__}: {error}") from error
+            raise EngineUnavailable(f"the answer was cut off: {type(error).__name__}: {error}") from error
         if self.chunked:
-            raise EngineUnavailable("the answer broke off")
+            raise EngineUnavailable("the server closed the connection within an answer")
 
 
 class Chunked:
-    """Takes the sizes of chunks out of what comes, however that is cut."""
+    """Decodes the chunked transfer encoding from pieces of any size."""
 
     def __init__(self) -> None:
         self.ended = False
         self._rest = b""
 
     def take(self, data: bytes) -> bytes:
-        """The content of the chunks that are complete now."""
+        """Returns the content of the chunks that are complete."""
         data = self._rest + data
         found, at = [], 0
         while (line := data.find(b"\r\n", at)) >= 0:
@@ -130,13 +134,14 @@ class Chunked:
 
 
 def split_url(text: str) -> SplitResult:
+    """Returns the parts of an HTTP URL; raises ConfigError if it is not one."""
     url = urlsplit(text)
     if url.scheme not in ("http", "https") or not url.hostname:
         raise ConfigError(f"{text!r} is not a URL such as http://127.0.0.1:8000/v1")
     return url
 
 
-def _parse_head(head: bytes, reader: asyncio.StreamReader) -> Answer:
+def _parse_head(head: bytes, reader: asyncio.StreamReader) -> HttpResponse:
     status, *headers = head.decode("latin-1").split("\r\n")
     chunked = any(line.lower().replace(" ", "") == "transfer-encoding:chunked" for line in headers)
-    return Answer(int(status.split(" ")[1]), chunked, reader)
+    return HttpResponse(int(status.split(" ")[1]), chunked, reader)

@@ -1,4 +1,4 @@
-"""Closed-loop load: so many clients, each asking again as soon as it is answered."""
+"""Closed-loop load: each of several clients sends its next request as soon as it is answered."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class Workload:
+    """Says how many clients send which requests."""
+
     concurrency: int
     requests: int
     input_len: int
@@ -28,8 +30,8 @@ class Load:
 
 
 @dataclass(slots=True)
-class Sample:
-    """One request as its client saw it."""
+class RequestTiming:
+    """Records the times and tokens of one request as its client sees them. Times are of `time.perf_counter`."""
 
     started: float = 0.0
     arrivals: list[float] = field(default_factory=list)  # of each piece of the answer
@@ -46,15 +48,18 @@ class Sample:
 
 
 class Target(Protocol):
-    vocab: range  # ids that prompts may be made of
+    """Is measured: an engine or a server."""
 
-    async def complete(self, prompt: Sequence[int], max_tokens: int, sample: Sample) -> None:
-        """Asks for `max_tokens` tokens after `prompt` and notes in `sample` what comes. Raises PenstockError."""
+    vocab: range  # token ids for prompts
+
+    async def complete(self, prompt: Sequence[int], max_tokens: int, timing: RequestTiming) -> None:
+        """Requests `max_tokens` tokens after `prompt` and records what comes in `timing`. Raises PenstockError."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """Times are milliseconds; inter-token latency (itl) is the time between two pieces of one answer."""
+    """Holds the measured speed of a workload. Times are in milliseconds; inter-token latency (itl) is the time between
+    two pieces of one answer."""
 
     concurrency: int
     requests: int
@@ -73,7 +78,7 @@ class Result:
 
 
 def run(measuring: Coroutine[Any, Any, T]) -> T:
-    """With uvloop where it is there: half the cost of a token."""
+    """Runs a measurement, with uvloop if it is installed: that halves the cost of a token."""
     try:
         import uvloop
     except ImportError:
@@ -82,48 +87,50 @@ def run(measuring: Coroutine[Any, Any, T]) -> T:
     return result
 
 
-async def drive(target: Target, load: Load, on_done: Callable[[], None]) -> Result:
-    todo = prompts(load, target.vocab)
-    samples: list[Sample] = []
+async def run_workload(target: Target, workload: Workload, on_done: Callable[[], None]) -> Result:
+    """Sends the requests of a workload to a target and returns the measured speed."""
+    todo = prompts(workload, target.vocab)
+    timings: list[RequestTiming] = []
 
     async def client() -> None:
         for prompt in todo:
-            sample = Sample()
-            samples.append(sample)
+            timing = RequestTiming()
+            timings.append(timing)
             try:
-                await target.complete(prompt, load.output_len, sample)
+                await target.complete(prompt, workload.output_len, timing)
             except PenstockError as error:
-                sample.error = error.message
+                timing.error = error.message
             on_done()
 
     began = time.perf_counter()
-    await asyncio.gather(*(client() for _ in range(load.concurrency)))
-    return summarize(load, samples, time.perf_counter() - began)
+    await asyncio.gather(*(client() for _ in range(workload.concurrency)))
+    return summarize(workload, timings, time.perf_counter() - began)
 
 
-def prompts(load: Load, vocab: range) -> Iterator[list[int]]:
-    """The same for the same load; beyond the shared prefix no two begin alike."""
-    dice = random.Random(f"{load.seed}")
-    prefix = dice.choices(vocab, k=load.shared_prefix)
-    dice = random.Random(f"{load.seed} {load.concurrency}")
-    for _ in range(load.requests):
-        yield prefix + dice.choices(vocab, k=load.input_len - len(prefix))
+def prompts(workload: Workload, vocab: range) -> Iterator[list[int]]:
+    """Yields the prompts of a workload, always the same ones. After the shared prefix, no two begin alike."""
+    dice = random.Random(f"{workload.seed}")
+    prefix = dice.choices(vocab, k=workload.shared_prefix)
+    dice = random.Random(f"{workload.seed} {workload.concurrency}")
+    for _ in range(workload.requests):
+        yield prefix + dice.choices(vocab, k=workload.input_len - len(prefix))
 
 
-def summarize(load: Load, samples: Sequence[Sample], seconds: float) -> Result:
-    good = [sample for sample in samples if not sample.error]
-    output = sum(sample.output_tokens for sample in good)
-    prompt = sum(sample.prompt_tokens for sample in good)
-    ttft = _percentiles([sample.arrivals[0] - sample.started for sample in good if sample.arrivals])
-    itl = _percentiles([later - earlier for sample in good for earlier, later in pairwise(sample.arrivals)])
+def summarize(workload: Workload, timings: Sequence[RequestTiming], seconds: float) -> Result:
+    """Returns the speed of all requests together."""
+    good = [timing for timing in timings if not timing.error]
+    output = sum(timing.output_tokens for timing in good)
+    prompt = sum(timing.prompt_tokens for timing in good)
+    ttft = _percentiles([timing.arrivals[0] - timing.started for timing in good if timing.arrivals])
+    itl = _percentiles([later - earlier for timing in good for earlier, later in pairwise(timing.arrivals)])
     return Result(
-        concurrency=load.concurrency,
-        requests=len(samples),
-        errors=len(samples) - len(good),
-        first_error=next((sample.error for sample in samples if sample.error), ""),
+        concurrency=workload.concurrency,
+        requests=len(timings),
+        errors=len(timings) - len(good),
+        first_error=next((timing.error for timing in timings if timing.error), ""),
         seconds=seconds,
         prompt_tokens=prompt,
-        cached_tokens=sum(sample.cached_tokens for sample in good),
+        cached_tokens=sum(timing.cached_tokens for timing in good),
         output_tokens=output,
         output_tok_s=output / seconds,
         total_tok_s=(prompt + output) / seconds,
@@ -135,6 +142,6 @@ def summarize(load: Load, samples: Sequence[Sample], seconds: float) -> Result:
 
 
 def _percentiles(seconds: list[float]) -> tuple[float, float]:
-    """The 50th and 99th percentile in milliseconds; 0 of nothing."""
+    """Returns the 50th and the 99th percentile in milliseconds; 0 if there are no values."""
     p50, p99 = np.percentile(seconds or [0.0], [50, 99]) * 1000
     return float(p50), float(p99)

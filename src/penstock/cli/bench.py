@@ -1,4 +1,4 @@
-"""How fast is it?"""
+"""`penstock bench`: the speed of an engine or a server under load."""
 
 from __future__ import annotations
 
@@ -7,31 +7,32 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 from penstock.cli import options
-from penstock.cli.command import Leave, Option, WrongUsage
+from penstock.cli.command import Exit, Option, UsageError
 from penstock.cli.terminal import note, obtain, print_json, print_table
 
 if TYPE_CHECKING:
-    from penstock.bench import Load, Result, Target
+    from penstock.bench import Result, Target, Workload
     from penstock.config import Config
 
 
 def bench(
-    model: options.Model = "",
-    url: Annotated[str, Option(help="A server, such as http://127.0.0.1:8000/v1, instead of MODEL.")] = "",
-    served: Annotated[str, Option(help="The server's name for it; by default the first listed.", name="--model")] = "",
-    concurrency: Annotated[str, Option(help="Clients at once; several with commas.")] = "1",
-    input_len: Annotated[int, Option(least=1, help="Prompt tokens.")] = 128,
-    output_len: Annotated[int, Option(least=1, help="Answer tokens.")] = 64,
-    requests: Annotated[int, Option(least=0, help="Requests for each concurrency; 0: four per client.")] = 0,
-    shared_prefix: Annotated[int, Option(least=0, help="Leading tokens that all prompts share.")] = 0,
-    seed: Annotated[int, Option(help="Decides the prompts.")] = 0,
-    api_key: Annotated[str, Option(env="OPENAI_API_KEY", help="For --url.")] = "",
-    device: options.Device = "auto",
-    threads: options.Threads = 0,
-    max_len: options.MaxLen = 0,
-    quantize: options.Quantize = "",
-    kv: options.Kv = "auto",
+    model: options.ModelRef = "",
+    url: Annotated[str, Option(help="Server to measure instead of MODEL, such as http://127.0.0.1:8000/v1.")] = "",
+    served: Annotated[
+        str, Option(help="Model of the server. By default, the first that it lists.", name="--model")
+    ] = "",
+    concurrency: Annotated[str, Option(help="Concurrent clients; several levels with commas between.")] = "1",
+    input_len: Annotated[int, Option(minimum=1, help="Tokens of each prompt.")] = 128,
+    output_len: Annotated[int, Option(minimum=1, help="Tokens of each answer.")] = 64,
+    requests: Annotated[
+        int, Option(minimum=0, help="Requests at each level of concurrency. 0: four for each client.")
+    ] = 0,
+    shared_prefix: Annotated[int, Option(minimum=0, help="Leading tokens that all prompts have in common.")] = 0,
+    seed: Annotated[int, Option(help="Seed of the random prompts.")] = 0,
+    api_key: Annotated[str, Option(env="OPENAI_API_KEY", help="API key for --url.")] = "",
     json: options.Json = False,
+    *,
+    engine: options.EngineSettings,
 ) -> None:
     """Measure the speed of an engine or a server.
 
@@ -39,20 +40,20 @@ def bench(
       penstock bench ./model.gguf --concurrency 1,8,32 --input-len 512 --output-len 128
       penstock bench --url http://127.0.0.1:8000/v1 --concurrency 8 --shared-prefix 256 --json
 
-    Prints tokens per second, the time to the first token (TTFT) and the inter-token latency (ITL: the time between
-    two pieces of one answer). Each client asks again as soon as it is answered (closed loop). MODEL runs in a process
-    of its own, without a server between. A server's own counts of tokens are taken.
+    Prints tokens per second, the time to the first token (TTFT) and the inter-token latency (ITL: the time between two
+    pieces of one answer). Each client sends its next request as soon as it is answered (closed loop). MODEL runs in an
+    engine process without a server. With --url, tokens are those that the server counts.
     """
     levels = _levels(concurrency)
     if shared_prefix > input_len:
-        raise WrongUsage(f"--shared-prefix {shared_prefix} is longer than --input-len {input_len}")
+        raise UsageError(f"--shared-prefix {shared_prefix} is longer than --input-len {input_len}")
     if url and model:
-        raise WrongUsage("MODEL would run here; what a server runs is chosen with --model")
+        raise UsageError("MODEL runs here and cannot be combined with --url: choose the server's model with --model")
 
-    from penstock.bench import Load, run
+    from penstock.bench import Workload, run
 
-    loads = [
-        Load(
+    workloads = [
+        Workload(
             concurrency=clients,
             requests=requests or 4 * clients,
             input_len=input_len,
@@ -63,71 +64,64 @@ def bench(
         for clients in levels
     ]
     if url:
-        results = run(_measure_url(url, served, api_key, loads))
+        results = run(_measure_url(url, served, api_key, workloads))
     else:
         path = obtain(model or options.DEFAULT_MODEL)
 
-        from penstock.config import Config
+        from penstock.config import configure
 
-        config = Config(
-            model=str(path),
-            device=device,
-            threads=threads,
-            max_len=max_len,
-            max_rows=max(64, *levels),
-            quantize=quantize,
-            kv=kv,
-        )
-        results = run(_measure_engine(config, loads))
+        rows = engine["max_rows"] or max(64, *levels)
+        results = run(_measure_engine(configure(path, engine | {"max_rows": rows}), workloads))
     if json:
         print_json({"target": url or model or options.DEFAULT_MODEL, "results": [asdict(result) for result in results]})
     else:
         _print(results)
-    _complain(results)
+    _report_errors(results)
 
 
-async def _measure_url(url: str, model: str, api_key: str, loads: list[Load]) -> list[Result]:
+async def _measure_url(url: str, model: str, api_key: str, workloads: list[Workload]) -> list[Result]:
     from penstock.bench import UrlTarget
 
     target = UrlTarget(url, model, api_key)
-    await target.meet()
-    return await _measure(target, loads)
+    await target.negotiate()
+    return await _measure(target, workloads)
 
 
-async def _measure_engine(config: Config, loads: list[Load]) -> list[Result]:
-    from penstock.bench import EngineTarget, Sample
+async def _measure_engine(config: Config, workloads: list[Workload]) -> list[Result]:
+    from penstock.bench import EngineTarget, RequestTiming
     from penstock.ipc.spawn import ProcessClient
 
     client = ProcessClient(config)
     try:
         hello = await client.start()
         target = EngineTarget(client, hello.limits)
-        await target.complete(target.vocab[:8], 2, Sample())
-        return await _measure(target, loads)
+        await target.complete(target.vocab[:8], 2, RequestTiming())
+        return await _measure(target, workloads)
     finally:
         await client.close()
 
 
-async def _measure(target: Target, loads: list[Load]) -> list[Result]:
+async def _measure(target: Target, workloads: list[Workload]) -> list[Result]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from penstock.bench import drive
+    from penstock.bench import run_workload
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         results = []
-        for load in loads:
-            task = bar.add_task(f"{load.concurrency} at once", total=load.requests)
-            results.append(await drive(target, load, partial(bar.advance, task)))
+        for workload in workloads:
+            task = bar.add_task(f"{workload.concurrency} clients", total=workload.requests)
+            results.append(await run_workload(target, workload, partial(bar.advance, task)))
         return results
 
 
 def _levels(text: str) -> list[int]:
+    """Reads levels of concurrency, such as "1,8,32"."""
     levels = [int(level) if level.strip().isdecimal() else 0 for level in text.split(",")]
     if not all(1 <= level <= 10_000 for level in levels):
-        raise WrongUsage(f"--concurrency takes numbers from 1 to 10000 with commas between; got {text!r}")
+        raise UsageError(f"--concurrency takes numbers from 1 to 10000, separated by commas; got {text!r}")
     return levels
 
 
@@ -148,9 +142,10 @@ def _readable(figure: float) -> str:
     return f"{figure:,.0f}" if figure >= 100 else f"{figure:.1f}"
 
 
-def _complain(results: list[Result]) -> None:
+def _report_errors(results: list[Result]) -> None:
+    """Prints the first error and exits with 1, if there were errors."""
     failed = sum(result.errors for result in results)
     if failed:
         first = next(result.first_error for result in results if result.errors)
         note(f"error: {failed} requests failed, the first with: {first} [bench_errors]")
-        raise Leave(1)
+        raise Exit(1)

@@ -1,4 +1,4 @@
-"""A conversation in the terminal."""
+"""`penstock chat`: a conversation in the terminal."""
 
 from __future__ import annotations
 
@@ -18,27 +18,26 @@ if TYPE_CHECKING:
     from penstock.types import SamplingParams
 
 HELP = """\
-/help            this page
-/reset           forget the conversation
-/system TEXT     begin anew with a system message; without TEXT, with none
-/exit            leave, as does Ctrl-D
-Ctrl-C stops an answer. A line that ends in \\ goes on in the next."""
+/help            show this page
+/reset           start a new conversation
+/system TEXT     start a new conversation with this system message; without TEXT, with none
+/exit            exit, as does Ctrl-D
+Ctrl-C stops an answer. A line that ends in \\ continues on the next."""
 
 
 def chat(
-    model: options.Model = options.DEFAULT_MODEL,
+    model: options.ModelRef = options.DEFAULT_MODEL,
     max_tokens: options.MaxTokens = None,
-    temperature: Annotated[float, Option(least=0, help="0: the likeliest token each time.")] = 0.7,
+    temperature: Annotated[
+        float, Option(minimum=0, help="Sampling temperature. 0: always the most likely token.")
+    ] = 0.7,
     top_p: options.TopP = 0.95,
     seed: options.Seed = None,
     system: options.System = "",
-    device: options.Device = "auto",
-    threads: options.Threads = 0,
-    max_len: options.MaxLen = 0,
-    quantize: options.Quantize = "",
-    kv: options.Kv = "auto",
+    *,
+    engine: options.OneSequenceSettings,
 ) -> None:
-    """Talk with a model; /help tells what can be typed.
+    """Have a conversation with a model; type /help for its commands.
 
     penstock chat
     penstock chat ./model.gguf --system "You are a patient teacher."
@@ -49,16 +48,17 @@ def chat(
     from penstock.types import SamplingParams
 
     params = SamplingParams(temperature=temperature, top_p=top_p, seed=seed, max_tokens=max_tokens)
-    settings = {"device": device, "threads": threads, "max_len": max_len, "quantize": quantize, "kv": kv}
-    with LLM(path, max_rows=1, **settings) as llm:
+    with LLM(path, max_rows=1, **engine) as llm:
         llm.check_answers()
-        note(f"{model} is listening. /help for help, Ctrl-D to leave.")
-        _keep_history()
-        _talk(Conversation(llm, params, system))
+        note(f"{model} is ready. Type /help for help, Ctrl-D to exit.")
+        _load_history()
+        _talk(ChatSession(llm, params, system))
 
 
 @dataclass
-class Conversation:
+class ChatSession:
+    """Holds the messages so far and the model that answers them."""
+
     llm: LLM
     params: SamplingParams
     system: str
@@ -68,10 +68,12 @@ class Conversation:
         self.reset()
 
     def reset(self) -> None:
+        """Starts anew, with the system message."""
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
 
     def ask(self, text: str) -> None:
-        """Prints the answer as it comes; Ctrl-C keeps what has come. A question that cannot be asked is forgotten."""
+        """Prints the answer as it comes. Ctrl-C stops it and keeps what has come. A message that is refused is
+        dropped."""
         question = {"role": "user", "content": text}
         stream = self.llm.stream([*self.messages, question], self.params)
         with suppress(KeyboardInterrupt):
@@ -82,21 +84,22 @@ class Conversation:
         self.messages += [question, {"role": "assistant", "content": stream.completion.text}]
 
 
-def _talk(conversation: Conversation) -> None:
+def _talk(session: ChatSession) -> None:
+    """Reads lines and answers them until the user exits."""
     while True:
         try:
             line = _read_line()
             if line.startswith("/"):
-                _obey(conversation, line)
+                _run_chat_command(session, line)
             elif line.strip():
-                conversation.ask(line)
+                session.ask(line)
         except EOFError:
             note("")
             return
         except KeyboardInterrupt:
             note("")
         except InvalidRequest as error:
-            note(f"error: {error} [{error.code}]; /reset begins anew")
+            note(f"error: {error} [{error.code}]; /reset starts a new conversation")
 
 
 def _read_line() -> str:
@@ -106,24 +109,24 @@ def _read_line() -> str:
     return line
 
 
-def _obey(conversation: Conversation, line: str) -> None:
-    order, _, rest = line.partition(" ")
-    match order:
+def _run_chat_command(session: ChatSession, line: str) -> None:
+    name, _, rest = line.partition(" ")
+    match name:
         case "/help":
             note(HELP)
         case "/reset":
-            conversation.reset()
+            session.reset()
         case "/system":
-            conversation.system = rest.strip()
-            conversation.reset()
+            session.system = rest.strip()
+            session.reset()
         case "/exit" | "/quit":
             raise EOFError
         case _:
-            note(f"{order} is not a command; /help lists them")
+            note(f"there is no command {name}; /help lists the commands")
 
 
-def _keep_history() -> None:
-    """Line editing, and what was typed in earlier conversations; where there is no readline, neither."""
+def _load_history() -> None:
+    """Enables line editing and the history of earlier conversations, if readline is installed."""
     try:
         import readline
     except ImportError:

@@ -1,4 +1,4 @@
-"""Commands from functions: a parameter's annotation says how it is written on the command line."""
+"""Builds a command's argument parser from its function: the annotation of each parameter says how it is written."""
 
 from __future__ import annotations
 
@@ -8,37 +8,67 @@ from collections.abc import Callable, Iterator
 from inspect import Parameter, cleandoc, signature
 from typing import Any, NamedTuple, get_args, get_type_hints
 
-WIDTH = 100  # of a page of help
+from penstock.config import DEFAULTS, OPTIONS
+
+WIDTH = 100  # characters in a line of help
+REQUIRED = Parameter.empty
 
 
-class WrongUsage(Exception):
-    """What was asked for cannot be meant."""
+class UsageError(Exception):
+    """Says that a command line makes no sense; the command ends with exit code 2."""
 
 
-class Leave(Exception):
-    """The command is over, with this exit code."""
+class Exit(Exception):
+    """Ends the command with an exit code, without a message."""
 
     def __init__(self, code: int) -> None:
         self.code = code
 
 
 class Argument(NamedTuple):
+    """Annotates a parameter that is written without a flag."""
+
     metavar: str
     help: str
 
 
 class Option(NamedTuple):
-    """`--its-name VALUE`; of a bool, `--its-name` alone; of a list, as often as there are values."""
+    """Annotates a parameter that is written `--its-name VALUE`. A bool is a flag without a value; a list is written
+    once for each of its values."""
 
     help: str
-    name: str = ""  # where the parameter's own does not do
-    least: float | None = None
-    most: float | None = None
+    name: str = ""  # the flag, where it is not the parameter's name
+    minimum: float | None = None
+    maximum: float | None = None
     env: str = ""  # the environment variable that gives the default
 
 
-class Page(argparse.HelpFormatter):
-    """A command's docstring: a line, examples that stay as they are, and remarks."""
+class EngineOptions(NamedTuple):
+    """Annotates a parameter that takes these options of the engine (`penstock.config.OPTIONS`), each with its own flag.
+    Their values come as one dictionary, for `configure`."""
+
+    names: tuple[str, ...]
+
+
+class Declared(NamedTuple):
+    """Declares an argument or an option of a command."""
+
+    name: str
+    kind: Any  # its type
+    default: Any  # REQUIRED: there is none
+    annotation: Argument | Option
+    of_engine: bool = False
+
+    @property
+    def spelling(self) -> str:
+        """Returns how it is written: the flag of an option, the placeholder of an argument."""
+        if isinstance(self.annotation, Argument):
+            return self.annotation.metavar
+        return self.annotation.name or f"--{self.name.replace('_', '-')}"
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """Prints a command's docstring: a summary, examples with their line breaks, and remarks."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=30, width=WIDTH)
@@ -46,83 +76,108 @@ class Page(argparse.HelpFormatter):
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         summary, examples, *remarks = cleandoc(text).split("\n\n")
         lines = [f"  {line}" for line in cleandoc(examples).splitlines()]
-        return "\n\n".join(
-            [summary, "\n".join(lines), *(super(Page, self)._fill_text(part, width, indent) for part in remarks)]
-        )
+        filled = [super(HelpFormatter, self)._fill_text(remark, width, indent) for remark in remarks]
+        return "\n\n".join([summary, "\n".join(lines), *filled])
 
 
-def parser_of(name: str, function: Callable[..., None]) -> argparse.ArgumentParser:
+def make_parser(name: str, function: Callable[..., None]) -> argparse.ArgumentParser:
+    """Returns the parser of a command's words."""
     parser = argparse.ArgumentParser(
-        f"penstock {name}", description=function.__doc__, formatter_class=Page, add_help=False, allow_abbrev=False
+        f"penstock {name}",
+        description=function.__doc__,
+        formatter_class=HelpFormatter,
+        add_help=False,
+        allow_abbrev=False,
     )
     arguments = parser.add_argument_group("Arguments")
     options = parser.add_argument_group("Options")
+    engine_options = parser.add_argument_group("Engine options")
     usage = [f"penstock {name} [OPTIONS]"]
-    for parameter, kind, given in parameters(function):
-        if isinstance(given, Argument):
-            usage.append(given.metavar if parameter.default is Parameter.empty else f"[{given.metavar}]")
-            _add_argument(arguments, parameter, kind, given)
+    for declared in declarations(function):
+        if isinstance(declared.annotation, Argument):
+            usage.append(declared.spelling if declared.default is REQUIRED else f"[{declared.spelling}]")
+            _add_argument(arguments, declared, declared.annotation)
         else:
-            _add_option(options, parameter, kind, given)
-    options.add_argument("-h", "--help", action="help", help="Show this page and leave.")
+            _add_option(engine_options if declared.of_engine else options, declared, declared.annotation)
+    options.add_argument("-h", "--help", action="help", help="Show this page and exit.")
     parser.usage = " ".join(usage)
     return parser
 
 
-def parameters(function: Callable[..., None]) -> Iterator[tuple[Parameter, Any, Argument | Option]]:
+def declarations(function: Callable[..., None]) -> Iterator[Declared]:
+    """Yields the arguments and options of a command in the order of its parameters."""
+    for parameter, kind, annotation in _parameters(function):
+        if not isinstance(annotation, EngineOptions):
+            yield Declared(parameter.name, kind, parameter.default, annotation)
+            continue
+        for name in annotation.names:
+            engine, default = OPTIONS[name], DEFAULTS[name]
+            option = Option(engine.text, minimum=engine.minimum, maximum=engine.maximum)
+            yield Declared(name, type(default), default, option, of_engine=True)
+
+
+def call(function: Callable[..., None], values: dict[str, Any]) -> None:
+    """Calls a command with parsed values, by their names; those of engine options are gathered in one dictionary."""
+    values = dict(values)
+    for parameter, _, annotation in _parameters(function):
+        if isinstance(annotation, EngineOptions):
+            values[parameter.name] = {name: values.pop(name) for name in annotation.names}
+    function(**values)
+
+
+def _parameters(function: Callable[..., None]) -> Iterator[tuple[Parameter, Any, Any]]:
     hints = get_type_hints(function, include_extras=True)
     for parameter in signature(function).parameters.values():
         yield parameter, *get_args(hints[parameter.name])
 
 
-def flag(parameter: Parameter, given: Option) -> str:
-    return given.name or f"--{parameter.name.replace('_', '-')}"
-
-
-def _add_argument(group: argparse._ArgumentGroup, parameter: Parameter, kind: Any, given: Argument) -> None:
-    optional = parameter.default is not Parameter.empty
+def _add_argument(group: argparse._ArgumentGroup, declared: Declared, argument: Argument) -> None:
+    optional = declared.default is not REQUIRED
     group.add_argument(
-        parameter.name,
-        metavar=given.metavar,
-        nargs="?" if optional else "+" if kind == list[str] else None,
-        default=parameter.default if optional else None,
-        help=given.help + _shown(parameter.default),
+        declared.name,
+        metavar=argument.metavar,
+        nargs="?" if optional else "+" if declared.kind == list[str] else None,
+        default=declared.default if optional else None,
+        help=argument.help + _default_text(declared.default),
     )
 
 
-def _add_option(group: argparse._ArgumentGroup, parameter: Parameter, kind: Any, given: Option) -> None:
+def _add_option(group: argparse._ArgumentGroup, declared: Declared, option: Option) -> None:
+    flag, dest, kind = declared.spelling, declared.name, declared.kind
     if kind is bool:
-        group.add_argument(flag(parameter, given), dest=parameter.name, action="store_true", help=given.help)
+        group.add_argument(flag, dest=dest, action="store_true", help=option.help)
         return
     if kind == list[str] | None:
-        name = flag(parameter, given)
-        group.add_argument(name, dest=parameter.name, metavar="TEXT", action="append", help=given.help)
+        group.add_argument(flag, dest=dest, metavar="TEXT", action="append", help=option.help)
         return
-    value = next((of for of in (int, float) if kind in (of, of | None)), str)
+    value_type = next((number for number in (int, float) if kind in (number, number | None)), str)
     group.add_argument(
-        flag(parameter, given),
-        dest=parameter.name,
-        metavar={int: "NUMBER", float: "NUMBER", str: "TEXT"}[value],
-        type=_within(value, given),
-        default=os.environ.get(given.env, parameter.default),
-        help=given.help + (f" [environment: {given.env}]" if given.env else _shown(parameter.default)),
+        flag,
+        dest=dest,
+        metavar={int: "NUMBER", float: "NUMBER", str: "TEXT"}[value_type],
+        type=str if value_type is str else _reader(float if value_type is float else int, option),
+        default=os.environ.get(option.env, declared.default),
+        help=option.help + (f" [environment: {option.env}]" if option.env else _default_text(declared.default)),
     )
 
 
-def _shown(default: Any) -> str:
-    return "" if default in (None, "", Parameter.empty) else f" [default: {default}]"
+def _default_text(default: Any) -> str:
+    return "" if default in (None, "", REQUIRED) else f" [default: {default}]"
 
 
-def _within(value: type[int] | type[float] | type[str], given: Option) -> Callable[[str], Any]:
+def _reader(number_type: type[int] | type[float], option: Option) -> Callable[[str], Any]:
+    """Returns the function that reads a number and checks its range."""
+
     def read(text: str) -> Any:
         try:
-            number: Any = value(text)
+            number = number_type(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number of the kind it takes") from None
-        if given.least is not None and not number >= given.least:
-            raise argparse.ArgumentTypeError(f"must be {given.least} or more; got {text}")
-        if given.most is not None and not number <= given.most:
-            raise argparse.ArgumentTypeError(f"must be {given.most} or less; got {text}")
+            what = "a whole number" if number_type is int else "a number"
+            raise argparse.ArgumentTypeError(f"takes {what}; got {text!r}") from None
+        if option.minimum is not None and not number >= option.minimum:
+            raise argparse.ArgumentTypeError(f"must be {option.minimum} or more; got {text}")
+        if option.maximum is not None and not number <= option.maximum:
+            raise argparse.ArgumentTypeError(f"must be {option.maximum} or less; got {text}")
         return number
 
     return read

@@ -1,4 +1,4 @@
-"""Is this machine ready?"""
+"""`penstock doctor`: checks this machine and measures its speed."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Annotated
 
 from penstock.cli import options
-from penstock.cli.command import Leave, Option
-from penstock.cli.machine_profile import COMMON, measured
+from penstock.cli.command import Exit, Option
+from penstock.cli.machine_profile import COMMON_FORMATS, machine_profile
 from penstock.cli.terminal import print_json, readable_size
 from penstock.errors import PenstockError
 
@@ -23,33 +23,37 @@ FEATURES = ("avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512_vnni", "avx512
 
 @dataclass(frozen=True, slots=True)
 class Finding:
+    """Holds the result of one check."""
+
     check: str
     state: str  # "ok", "note" or "bad"
     detail: str
 
 
 def doctor(
-    measure: Annotated[bool, Option(help="Measure its speed again.")] = False, json: options.Json = False
+    measure: Annotated[bool, Option(help="Measure the speed of this machine again.")] = False,
+    json: options.Json = False,
 ) -> None:
-    """Check this machine and measure its speed; leaves with 1 when something must be mended.
+    """Check this machine and measure its speed. The exit code is 1 if something is broken.
 
     penstock doctor
     penstock doctor --measure
     penstock doctor --json
 
-    Speed is measured the first time, which takes some 20 seconds, and kept for penstock plan.
+    The speed is measured once, which takes about 20 seconds, and kept for penstock plan.
     """
-    findings = [_examine(check) for check in (*CHECKS, partial(_speed, measure))]
+    findings = [_run_check(check) for check in (*CHECKS, partial(_speed, measure))]
     if json:
         print_json([asdict(finding) for finding in findings])
     else:
         for finding in findings:
             print(f"{finding.state:<6}{finding.check:<18}{finding.detail}")
     if any(finding.state == "bad" for finding in findings):
-        raise Leave(1)
+        raise Exit(1)
 
 
-def _examine(check: Callable[[], tuple[str, str]]) -> Finding:
+def _run_check(check: Callable[[], tuple[str, str]]) -> Finding:
+    """Runs a check, which returns a state and a detail. An error is a finding too."""
     function = check.func if isinstance(check, partial) else check
     name = function.__name__.strip("_").replace("_", " ")
     try:
@@ -60,7 +64,7 @@ def _examine(check: Callable[[], tuple[str, str]]) -> Finding:
 
 def _python() -> tuple[str, str]:
     fits = (3, 11) <= sys.version_info[:2] <= (3, 13)
-    return "ok" if fits else "bad", f"{platform.python_version()} ({sys.executable}); 3.11 to 3.13 is needed"
+    return "ok" if fits else "bad", f"{platform.python_version()} ({sys.executable}); supported: 3.11 to 3.13"
 
 
 def _cpu() -> tuple[str, str]:
@@ -79,7 +83,7 @@ def _cpu_flags() -> str:
 def _cores() -> tuple[str, str]:
     from penstock.config import available_threads
 
-    return "ok", f"{available_threads()} usable of {os.cpu_count()}"
+    return "ok", f"{available_threads()} of {os.cpu_count()} may be used"
 
 
 def _memory() -> tuple[str, str]:
@@ -94,13 +98,13 @@ def _disk() -> tuple[str, str]:
 
     place = next(folder for folder in (home(), *home().parents) if folder.exists())
     free = shutil.disk_usage(place).free
-    return "ok" if free > 1e9 else "note", f"{readable_size(free)} free at {place}"
+    return "ok" if free > 1e9 else "note", f"{readable_size(free)} free in {place}"
 
 
 def _native_backend() -> tuple[str, str]:
     from penstock.backend.cpu import CpuBackend
 
-    return "ok", f"computes with {CpuBackend(1).isa}"
+    return "ok", f"uses {CpuBackend(1).isa}"
 
 
 def _pip() -> tuple[str, str]:
@@ -109,18 +113,18 @@ def _pip() -> tuple[str, str]:
     try:
         return "ok", version("pip")
     except PackageNotFoundError:
-        return "note", "not installed here: models from packages (pypi:...) need it"
+        return "note", "not installed; needed for models from packages (pypi:...)"
 
 
 def _store() -> tuple[str, str]:
     from penstock.store import entries, home
 
     home().mkdir(parents=True, exist_ok=True)
-    probe = home() / f".probe-{os.getpid()}"
-    probe.touch()
-    probe.unlink()
-    held = entries()
-    return "ok", f"{len(held)} models, {readable_size(sum(entry.size for entry in held))} at {home()}"
+    test_file = home() / f".write-test-{os.getpid()}"
+    test_file.touch()
+    test_file.unlink()
+    models = entries()
+    return "ok", f"{len(models)} models, {readable_size(sum(entry.size for entry in models))} in {home()}"
 
 
 def _default_model() -> tuple[str, str]:
@@ -128,24 +132,24 @@ def _default_model() -> tuple[str, str]:
 
     entry = find(DEFAULT)
     if entry is None:
-        return "note", f"{DEFAULT} is not here yet: the first run fetches it, or `penstock pull {DEFAULT}`"
+        return "note", f"{DEFAULT} is not downloaded yet; the first use does it, or `penstock pull {DEFAULT}`"
     if sha256_of(entry.path) != entry.sha256:
-        return "bad", f"{entry.path} is damaged: `penstock rm {DEFAULT}`, then pull it again"
+        return "bad", f"{entry.path} is damaged: run `penstock rm {DEFAULT}` and `penstock pull {DEFAULT}`"
     return "ok", f"{DEFAULT} at {entry.path}"
 
 
 def _speed(again: bool) -> tuple[str, str]:
     from penstock.backend import open_backend, resolve_defaults
-    from penstock.config import Config, Device
+    from penstock.config import Config
 
     config = resolve_defaults(Config(model=""))
-    machine = measured(config, open_backend(config).name, COMMON[Device.parse(config.device).kind], again)
-    assert machine  # it is of a device for speed
-    roofs = [
-        f"{kind} {1e-9 / roof.seconds[0]:,.3g} and {1e-9 * roof.rows[-1] / roof.seconds[-1]:,.4g}"
-        for kind, roof in machine.roofs.items()
+    profile = machine_profile(config, open_backend(config).name, COMMON_FORMATS[config.device], again)
+    assert profile is not None  # auto never chooses a device without a profile
+    rates = [
+        f"{name} {1e-9 / times.seconds[0]:,.3g} and {1e-9 * times.rows[-1] / times.seconds[-1]:,.4g}"
+        for name, times in profile.matmuls.items()
     ]
-    return "ok", f"billions of weights a second, for one row and for all of a prompt: {', '.join(roofs)}"
+    return "ok", f"billions of weights per second in decode (1 row) and in prefill: {', '.join(rates)}"
 
 
 CHECKS = (_python, _cpu, _cores, _memory, _disk, _native_backend, _pip, _store, _default_model)

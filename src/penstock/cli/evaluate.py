@@ -1,4 +1,4 @@
-"""How good is it?"""
+"""`penstock eval`: perplexity, and the KL divergence between two models."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from penstock.cli import options
-from penstock.cli.command import Option, WrongUsage
+from penstock.cli.command import Option, UsageError
 from penstock.cli.terminal import counting, obtain, print_json
 from penstock.errors import InvalidRequest
 
@@ -15,23 +15,21 @@ if TYPE_CHECKING:
     from penstock.config import Config
     from penstock.planning.evaluation import Divergence, Perplexity
 
-TextFile = Annotated[str, Option(help="A file with the text to predict.")]
-Context = Annotated[int, Option(least=8, help="Tokens of a window; its second half is predicted.")]
-Tokens = Annotated[int, Option(least=1, help="Tokens of the text to read.")]
+TextFile = Annotated[str, Option(help="File with the text to predict.")]
+ContextLength = Annotated[int, Option(minimum=8, help="Tokens in a window; those of its second half are predicted.")]
+TokenCount = Annotated[int, Option(minimum=1, help="Most tokens of the text to use.")]
 
 
 def ppl(
-    model: options.Model,
+    model: options.ModelRef,
     text: TextFile = "",
-    context: Context = 512,
-    tokens: Tokens = 8192,
-    device: options.Device = "auto",
-    threads: options.Threads = 0,
-    quantize: options.Quantize = "",
-    kv: options.Kv = "auto",
+    context: ContextLength = 512,
+    tokens: TokenCount = 8192,
     json: options.Json = False,
+    *,
+    engine: options.ScoringSettings,
 ) -> None:
-    """Measure how well a model predicts a text: its perplexity.
+    """Measure the perplexity of a model: how well it predicts a text.
 
     penstock eval ppl smollm2 --text book.txt
     penstock eval ppl ./folder --quantize q4_k --text book.txt --tokens 32768 --json
@@ -39,48 +37,47 @@ def ppl(
     words = read_text(text)
     path = obtain(model)
 
-    from penstock.config import Config
+    from penstock.config import configure
     from penstock.planning.evaluation import Scorer, measure_perplexity, windows_of
 
     windows = windows_of(path, words, context, tokens)
-    scorer = Scorer(Config(model=str(path), device=device, threads=threads, quantize=quantize, kv=kv), context)
+    scorer = Scorer(configure(path, engine), context)
     with counting("windows", len(windows)) as advance:
         found = measure_perplexity(scorer, windows, advance)
     scorer.close()
     if json:
         print_json({"model": model, "context": context, "perplexity": asdict(found)})
     else:
-        print(f"perplexity  {shown(found)}, {found.predictions:,} predictions in {len(windows)} windows of {context}")
+        print(
+            f"perplexity  {with_error(found)}, {found.predictions:,} predictions in {len(windows)} windows of {context}"
+        )
 
 
 def kl(
-    model: options.Model,
-    against: Annotated[str, Option(help="The reference: the model as it was before.")] = "",
+    model: options.ModelRef,
+    against: Annotated[str, Option(help="Reference model, usually the one before quantization.")] = "",
     text: TextFile = "",
-    context: Context = 512,
-    tokens: Tokens = 8192,
-    device: options.Device = "auto",
-    threads: options.Threads = 0,
-    quantize: options.Quantize = "",
-    kv: options.Kv = "auto",
+    context: ContextLength = 512,
+    tokens: TokenCount = 8192,
     json: options.Json = False,
+    *,
+    engine: options.ScoringSettings,
 ) -> None:
-    """Measure how far a model's predictions are from a reference's: the KL divergence.
+    """Measure the KL divergence of a model's predictions from a reference model's.
 
       penstock eval kl ./model.q4_k.gguf --against ./folder --text book.txt
       penstock eval kl ./folder --quantize q4_k --against ./folder --text book.txt --json
 
-    --quantize is for MODEL alone; the reference is computed with as it lies there.
+    --quantize applies to MODEL only; the reference runs with the weights in its files.
     """
     words = read_text(text)
     if not against:
-        raise WrongUsage("--against names the model to compare with")
+        raise UsageError("--against is missing: give the reference model")
     path, reference = obtain(model), obtain(against)
 
-    from penstock.config import Config
+    from penstock.config import configure
 
-    config = Config(model=str(path), device=device, threads=threads, quantize=quantize, kv=kv)
-    found = diverge(config, reference, words, context, tokens)
+    found = diverge(configure(path, engine), reference, words, context, tokens)
     if json:
         print_json({"model": model, "against": against, "context": context, "kl": asdict(found)})
     else:
@@ -88,13 +85,16 @@ def kl(
 
 
 def diverge(config: Config, against: Path, words: str, context: int = 512, tokens: int = 8192) -> Divergence:
-    """Of the model that the config names from another one, which is not quantized."""
+    """Returns the KL divergence of a config's model from the model `against`, which is not quantized at load."""
     from penstock.planning.evaluation import Scorer, measure_divergence, windows_of
 
     windows = windows_of(Path(config.model), words, context, tokens)
     others = windows_of(against, words, context, tokens)
     if len(windows) != len(others) or any((one != other).any() for one, other in zip(windows, others, strict=True)):
-        raise InvalidRequest("the two models read the text as different tokens; they cannot be compared", param="text")
+        raise InvalidRequest(
+            "the two models split the text into different tokens and cannot be compared: choose another --against",
+            param="text",
+        )
     scorer = Scorer(config, context)
     reference = Scorer(replace(config, model=str(against), quantize=""), context)
     with counting("windows", len(windows)) as advance:
@@ -105,23 +105,25 @@ def diverge(config: Config, against: Path, words: str, context: int = 512, token
 
 
 def print_divergence(found: Divergence) -> None:
+    """Prints the measured divergence as a table."""
     rows = {
         "mean KL": f"{found.mean:.5f} ± {found.error:.5f} nats, {found.predictions:,} predictions",
-        "median": f"{found.median:.5f}; 90 % up to {found.p90:.4f}, 99 % to {found.p99:.4f}, all to {found.most:.3f}",
+        "median": f"{found.median:.5f}; p90 {found.p90:.4f}, p99 {found.p99:.4f}, maximum {found.most:.3f}",
         "same top token": f"{found.same_top:.2%}",
-        "perplexity": f"{shown(found.perplexity)}; the reference's {shown(found.reference)}",
+        "perplexity": f"{with_error(found.perplexity)}; the reference's {with_error(found.reference)}",
     }
     for name, value in rows.items():
         print(f"{name:<16}{value}")
 
 
-def shown(found: Perplexity) -> str:
+def with_error(found: Perplexity) -> str:
     return f"{found.value:.3f} ± {found.error:.3f}"
 
 
 def read_text(file: str) -> str:
+    """Returns the text of a file."""
     if not file:
-        raise WrongUsage("--text names a file with the text to predict")
+        raise UsageError("--text is missing: give a file with the text to predict")
     try:
         return Path(file).expanduser().read_text("utf-8")
     except UnicodeError as error:

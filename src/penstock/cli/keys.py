@@ -1,4 +1,4 @@
-"""API keys at the command line: keys add, keys list, keys remove."""
+"""`penstock keys`: adds, lists and removes API keys."""
 
 from __future__ import annotations
 
@@ -9,49 +9,56 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from penstock.cli import options
-from penstock.cli.command import Argument, Option, WrongUsage
+from penstock.cli.command import Argument, Option, UsageError
 from penstock.cli.terminal import note, print_json, print_table
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
     from penstock.keys import Key
 
-Name = Annotated[str, Argument(metavar="NAME", help="Whose it is: up to 64 letters, digits and . _ @ + -")]
-File = Annotated[
-    str, Option(help="The file of keys; by default penstock/keys.json among the user's settings.", env="PENSTOCK_KEYS")
+KeyName = Annotated[str, Argument(metavar="NAME", help="Name of the key: up to 64 letters, digits and . _ @ + -")]
+KeyFile = Annotated[
+    str,
+    Option(
+        help="File of keys. By default, penstock/keys.json in the user's configuration folder.", env="PENSTOCK_KEYS"
+    ),
 ]
-Models = Annotated[list[str] | None, Option(name="--model", help="A model it may use; repeat it for more. Else any.")]
+KeyModels = Annotated[
+    list[str] | None, Option(name="--model", help="Model that the key may use. May be repeated. By default, all.")
+]
 
 
 def add(
-    name: Name,
-    expires: Annotated[str, Option(help="When it ends: 12h, 30d, or a date such as 2027-01-31 (UTC).")] = "",
-    requests: Annotated[int | None, Option(least=1, help="Most requests a minute; reading is not counted.")] = None,
-    tokens: Annotated[int | None, Option(least=1, help="Most tokens a minute, of prompts and answers.")] = None,
-    concurrent: Annotated[int | None, Option(least=1, help="Most requests at once.")] = None,
-    models: Models = None,
-    admin: Annotated[bool, Option(help="It may also pull, make and delete models.")] = False,
-    file: File = "",
+    name: KeyName,
+    expires: Annotated[str, Option(help="When the key expires: 12h, 30d, or a date such as 2027-01-31 (UTC).")] = "",
+    requests: Annotated[
+        int | None, Option(minimum=1, help="Most requests per minute; GET requests do not count.")
+    ] = None,
+    tokens: Annotated[int | None, Option(minimum=1, help="Most tokens per minute, of prompts and answers.")] = None,
+    concurrent: Annotated[int | None, Option(minimum=1, help="Most concurrent requests.")] = None,
+    models: KeyModels = None,
+    admin: Annotated[bool, Option(help="The key may also pull, create and delete models.")] = False,
+    file: KeyFile = "",
     json: options.Json = False,
 ) -> None:
-    """Make an API key and print it, this once: the file keeps only its hash.
+    """Create an API key and print it. The file keeps only its hash, so it cannot be shown again.
 
     penstock keys add alice
     penstock keys add ci --expires 30d --requests 60 --tokens 20000 --concurrent 4
     penstock serve --keys ~/.config/penstock/keys.json
 
-    A server that runs takes it at once.
+    A running server accepts the key at once.
     """
     from penstock.keys import NAME, Key, changing, digest, new_key, now
 
     if not re.match(NAME, name):
-        raise WrongUsage(f"a key's name has up to 64 letters, digits and . _ @ + -; got {name!r}")
+        raise UsageError(f"NAME takes up to 64 letters, digits and . _ @ + -; got {name!r}")
     secret, path = new_key(), _path(file)
     key = Key(
         name=name,
         sha256=digest(secret.encode()),
         created=now(),
-        expires=_moment(expires, now()) if expires else None,
+        expires=_expiry(expires, now()) if expires else None,
         requests_per_minute=requests,
         tokens_per_minute=tokens,
         concurrent=concurrent,
@@ -60,17 +67,17 @@ def add(
     )
     with changing(path) as keys:
         if any(known.name == name for known in keys):
-            raise ConfigError(f"there is a key {name!r} in {path}: remove it first, or choose another name")
+            raise ConfigError(f"{path} has a key {name!r} already: remove it first, or choose another name")
         keys.append(key)
     if json:
         print_json({"key": secret, "file": str(path)} | _fields(key))
         return
-    note(f"added {name} to {path}; this is its key, shown this once:")
+    note(f"added {name} to {path}. The key, which cannot be shown again:")
     print(secret)
 
 
-def list_(file: File = "", json: options.Json = False) -> None:
-    """List the API keys: names and limits, as the keys themselves are not kept.
+def list_(file: KeyFile = "", json: options.Json = False) -> None:
+    """List the names and limits of API keys. The keys themselves are not stored.
 
     penstock keys list
     penstock keys list --file ./keys.json --json
@@ -83,15 +90,15 @@ def list_(file: File = "", json: options.Json = False) -> None:
         return
     from rich.table import Column, Table
 
-    table = Table("name", "created", "expires", Column("may", overflow="fold"), box=None, pad_edge=False)
+    table = Table("name", "created", "expires", Column("limits", overflow="fold"), box=None, pad_edge=False)
     for key in keys:
-        ends = "never" if key.expires is None else f"{key.expires:%Y-%m-%d %H:%M}" + " (over)" * key.expired()
-        table.add_row(key.name, f"{key.created:%Y-%m-%d}", ends, _told(key))
+        ends = "never" if key.expires is None else f"{key.expires:%Y-%m-%d %H:%M}" + " (expired)" * key.expired()
+        table.add_row(key.name, f"{key.created:%Y-%m-%d}", ends, _limits(key))
     print_table(table)
 
 
-def remove(name: Name, file: File = "") -> None:
-    """Remove an API key; a server that runs refuses it from then on.
+def remove(name: KeyName, file: KeyFile = "") -> None:
+    """Remove an API key. A running server refuses it from then on.
 
     penstock keys remove alice
     """
@@ -101,7 +108,7 @@ def remove(name: Name, file: File = "") -> None:
     with changing(path) as keys:
         kept = [key for key in keys if key.name != name]
         if len(kept) == len(keys):
-            raise ConfigError(f"there is no key {name!r} in {path}")
+            raise ConfigError(f"{path} has no key {name!r}: see penstock keys list")
         keys[:] = kept
     note(f"removed {name} from {path}")
 
@@ -113,16 +120,17 @@ def _path(file: str) -> Path:
     return Path(settings) / "penstock" / "keys.json"
 
 
-def _moment(text: str, now: datetime) -> datetime:
+def _expiry(text: str, now: datetime) -> datetime:
+    """Returns the time that a text such as "30d" or "2027-01-31" means."""
     if ahead := re.fullmatch(r"(\d{1,5})([hd])", text):
         return now + timedelta(hours=int(ahead[1]) * (24 if ahead[2] == "d" else 1))
     try:
         day = datetime.fromisoformat(text)
     except ValueError:
-        raise WrongUsage(f"--expires takes 12h, 30d or a date such as 2027-01-31; got {text!r}") from None
+        raise UsageError(f"--expires takes 12h, 30d or a date such as 2027-01-31; got {text!r}") from None
     moment = day if day.tzinfo else day.replace(tzinfo=UTC)
     if moment <= now:
-        raise WrongUsage(f"--expires {text} is over already")
+        raise UsageError(f"--expires {text} is in the past")
     return moment
 
 
@@ -134,8 +142,13 @@ def _fields(key: Key) -> dict[str, Any]:
     return fields
 
 
-def _told(key: Key) -> str:
-    limits = {"requests a minute": key.requests_per_minute, "tokens a minute": key.tokens_per_minute}
-    told = [f"{limit} {what}" for what, limit in (limits | {"at once": key.concurrent}).items() if limit is not None]
-    told += [f"only {', '.join(key.models)}"] * bool(key.models) + ["change models"] * key.admin
-    return ", ".join(told)
+def _limits(key: Key) -> str:
+    """Describes what a key may do."""
+    counts = {
+        "requests per minute": key.requests_per_minute,
+        "tokens per minute": key.tokens_per_minute,
+        "concurrent requests": key.concurrent,
+    }
+    limits = [f"{limit} {what}" for what, limit in counts.items() if limit is not None]
+    limits += [f"only {', '.join(key.models)}"] * bool(key.models) + ["may change models"] * key.admin
+    return ", ".join(limits)

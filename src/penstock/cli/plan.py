@@ -1,4 +1,4 @@
-"""Does it fit, and how fast will it be?"""
+"""`penstock plan`: whether a model fits, and how fast it will be."""
 
 from __future__ import annotations
 
@@ -7,101 +7,86 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from penstock.cli import options
 from penstock.cli.command import Option
-from penstock.cli.machine_profile import measured
+from penstock.cli.machine_profile import machine_profile
 from penstock.cli.terminal import obtain, print_json, print_table, readable_size
 
 if TYPE_CHECKING:
-    from penstock.planning.forecast import Outlook, Speed
+    from penstock.planning.forecast import Forecast, Speed
 
 
 def plan(
-    model: options.Model = options.DEFAULT_MODEL,
-    device: options.Device = "auto",
-    threads: options.Threads = 0,
-    max_len: options.MaxLen = 0,
-    max_rows: options.MaxRows = 0,
-    step_tokens: options.StepTokens = 0,
-    quantize: options.Quantize = "",
-    kv: options.Kv = "auto",
-    kv_memory: options.KvMemory = 0,
-    prompt: Annotated[int, Option(least=1, help="Tokens of the prompts to expect.")] = 512,
+    model: options.ModelRef = options.DEFAULT_MODEL,
+    prompt: Annotated[int, Option(minimum=1, help="Tokens of the prompts to plan for.")] = 512,
     json: options.Json = False,
+    *,
+    engine: options.EngineSettings,
 ) -> None:
-    """Tell whether a model fits, at which precision, and how fast it will be; nothing is loaded.
+    """Forecast whether a model fits in memory and how fast it will be, without loading it.
 
-    penstock plan ./model.gguf
-    penstock plan ./Llama-3.1-8B-Instruct --quantize fp8 --max-len 8192 --prompt 2000
-    penstock plan ./model.gguf --json
+      penstock plan ./model.gguf
+      penstock plan ./Llama-3.1-8B-Instruct --quantize fp8 --max-len 8192 --prompt 2000
+      penstock plan ./model.gguf --json
 
-    Speeds are what the machine's own rates, measured once (penstock doctor), make of the model: expect them within a
-    quarter while nothing else runs. Leaves with 1 when it would not fit, and says what is missing and what would help.
+    Speeds follow from what this machine was measured to do (see penstock doctor); expect them within 25 % while nothing
+    else runs. The exit code is 1 if the model does not fit; the error says what is missing and what helps.
     """
     path = obtain(model)
 
-    from penstock.config import Config
+    from penstock.config import configure
     from penstock.errors import ConfigError
     from penstock.model.load import open_checkpoint
-    from penstock.planning.forecast import outlooks
+    from penstock.planning.forecast import make_forecasts
 
-    config = Config(
-        model=str(path),
-        device=device,
-        threads=threads,
-        max_len=max_len,
-        max_rows=max_rows,
-        step_tokens=step_tokens,
-        quantize=quantize,
-        kv=kv,
-        kv_memory=kv_memory,
-    )
-    found, *others = outlooks(config, open_checkpoint(path), prompt, measured)
+    found, *others = make_forecasts(configure(path, engine), open_checkpoint(path), prompt, machine_profile)
     if json:
-        print_json(_fields(found) | {"quantized": {other.quantize: _fields(other) for other in others}})
+        print_json(_to_json(found) | {"quantized": {other.quantize: _to_json(other) for other in others}})
     elif found.memory:
         print("\n".join(found.memory.lines()))
-        print("\n".join(_speeds(found.speed)))
+        print("\n".join(_speed_lines(found.speed)))
     if others and not json:
-        _print_others([found, *others])
-    if found.trouble:
+        _print_table([found, *others])
+    if found.problem:
         fitting = [other.quantize for other in others if other.memory]
-        raise ConfigError(found.trouble + (f"; it would fit with --quantize {' or '.join(fitting)}" if fitting else ""))
+        advice = f"; it would fit with --quantize {' or '.join(fitting)}" if fitting else ""
+        raise ConfigError(found.problem + advice)
 
 
-def _fields(outlook: Outlook) -> dict[str, Any]:
-    memory, speed = outlook.memory, outlook.speed
+def _to_json(forecast: Forecast) -> dict[str, Any]:
+    memory, speed = forecast.memory, forecast.speed
     if memory is None:
-        return {"fits": False, "trouble": outlook.trouble}
+        return {"fits": False, "trouble": forecast.problem}
     fields = {**memory.footprint._asdict(), "cache": memory.cache, **memory.limits._asdict(), "notes": memory.notes}
     return {"fits": True} | fields | {"speed": speed and speed._asdict()}
 
 
-def _speeds(speed: Speed | None) -> list[str]:
+def _speed_lines(speed: Speed | None) -> list[str]:
     if speed is None:
         return []
-    prompt = f"of a prompt of {speed.prompt:,} tokens ({speed.prompt / speed.first_token:,.0f} tok/s)"
+    prompt = f"for a prompt of {speed.prompt:,} tokens ({speed.prompt / speed.first_token:,.0f} tok/s)"
     return [
-        "to be expected",
-        f"  {'first token' if speed.together else 'an embedding':<18}{speed.first_token:>8.3g} s   {prompt}",
+        "expected speed",
+        f"  {'first token' if speed.together else 'embedding':<18}{speed.first_token:>8.3g} s   {prompt}",
         *(
-            f"  {'one sequence' if count == 1 else f'{count} sequences':<18}{total:>8,.0f} tok/s"
+            f"  {'1 sequence' if count == 1 else f'{count} sequences':<18}{total:>8,.0f} tok/s"
             + (f"   {total / count:,.0f} each" if count > 1 else "")
             for count, total in speed.together.items()
         ),
     ]
 
 
-def _print_others(outlooks: Sequence[Outlook]) -> None:
+def _print_table(forecasts: Sequence[Forecast]) -> None:
+    """Prints one row for each way to quantize the weights."""
     from rich.table import Column, Table
 
     right = [Column(name, justify="right") for name in ("weights", "context", "sequences", "first token", "tok/s")]
     table = Table("--quantize", *right, box=None, pad_edge=False)
-    for outlook in outlooks:
-        memory, speed = outlook.memory, outlook.speed
+    for forecast in forecasts:
+        memory, speed = forecast.memory, forecast.speed
         if memory is None:
-            table.add_row(outlook.quantize or "as it is", "does not fit")
+            table.add_row(forecast.quantize or "(none)", "does not fit")
             continue
         table.add_row(
-            outlook.quantize or "as it is",
+            forecast.quantize or "(none)",
             readable_size(memory.footprint.weights),
             f"{memory.limits.max_len:,}",
             f"{memory.whole_sequences:,}",

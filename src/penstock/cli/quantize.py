@@ -1,4 +1,4 @@
-"""A model in fewer bits, as a file."""
+"""`penstock quantize`: writes a model as a quantized GGUF file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from penstock.cli import options
-from penstock.cli.command import Argument, Option, WrongUsage
+from penstock.cli.command import Argument, Option, UsageError
 from penstock.cli.evaluate import diverge, print_divergence, read_text
 from penstock.cli.terminal import DownloadBar, note, obtain, print_json, readable_size
 
@@ -20,18 +20,19 @@ if TYPE_CHECKING:
 
 
 def quantize(
-    model: options.Model,
-    out: Annotated[str, Argument(metavar="OUT.gguf", help="The file to write.")],
+    model: options.ModelRef,
+    out: Annotated[str, Argument(metavar="OUT.gguf", help="File to write.")],
     to: Annotated[
-        str, Option(help="q8_0, q6_k, q5_k, q4_k, q5_1, q5_0, q4_1, q4_0, or plain values: f32, bf16, f16.")
+        str, Option(help="Format: q8_0, q6_k, q5_k, q4_k, q5_1, q5_0, q4_1, q4_0, or plain f32, bf16, f16.")
     ] = "q4_k",
-    again: Annotated[bool, Option(help="Also what is quantized already: its errors add up.")] = False,
-    force: Annotated[bool, Option(help="Overwrite OUT.gguf.")] = False,
+    again: Annotated[bool, Option(help="Quantize weights that are quantized already, too. Errors add up.")] = False,
+    force: Annotated[bool, Option(help="Overwrite OUT.gguf if it exists.")] = False,
     report: Annotated[
-        str, Option(help="A text file: tells what quantizing cost on it, as `penstock eval kl` does.")
+        str, Option(help="Text file on which to measure the loss of quality, as `penstock eval kl` does.")
     ] = "",
-    threads: options.Threads = 0,
     json: options.Json = False,
+    *,
+    engine: options.ThreadSettings,
 ) -> None:
     """Write a model as a GGUF file with quantized weights.
 
@@ -39,20 +40,20 @@ def quantize(
       penstock quantize ./folder model.q8_0.gguf --to q8_0 --report book.txt
       penstock quantize model.bf16.gguf model.q6_k.gguf --to q6_k --json
 
-    From a Hugging Face folder or a GGUF file, with tokenizer and chat template: llama.cpp reads it too. Embeddings and
-    output head are kept finer than the rest; norms and biases stay as they are.
+    MODEL is a Hugging Face folder or a GGUF file. The new file has the tokenizer and the chat template; llama.cpp reads
+    it too. Embeddings and the output head get more bits than the rest; norms and biases are not quantized.
     """
-    words = read_text(report) if report else ""
+    text = read_text(report) if report else ""
     target = _target(out, force)
     path = obtain(model)
     began = time.perf_counter()
-    made = _export(path, to, again, threads)
-    _write(target, made)
+    exported = _export(path, to, again, engine["threads"])
+    _write(target, exported)
     took = time.perf_counter() - began
-    for remark in made.notes:
+    for remark in exported.notes:
         note(remark)
-    facts = _facts(path, target, made) | {"seconds": round(took, 2)}
-    found = _report(target, path, words, threads) if report else None
+    facts = _facts(path, target, exported) | {"seconds": round(took, 2)}
+    found = _report(target, path, text, engine) if report else None
     if json:
         print_json(facts | ({"kl": asdict(found)} if found else {}))
         return
@@ -63,13 +64,14 @@ def quantize(
 
 
 def _target(out: str, force: bool) -> Path:
+    """Returns the path to write to; raises UsageError if that cannot be."""
     target = Path(out).expanduser()
     if target.suffix != ".gguf":
-        raise WrongUsage(f"a GGUF file is written: its name ends in .gguf, not as {out} does")
+        raise UsageError(f"the name of the file to write must end in .gguf; got {out}")
     if target.is_dir() or not target.parent.is_dir():
-        raise WrongUsage(f"{out} is a folder, or its folder is missing")
+        raise UsageError(f"{out} cannot be written: it is a folder, or its folder does not exist")
     if target.exists() and not force:
-        raise WrongUsage(f"{out} is there already; --force overwrites it")
+        raise UsageError(f"{out} exists; --force overwrites it")
     return target
 
 
@@ -79,16 +81,16 @@ def _export(path: Path, to: str, again: bool, threads: int) -> Export:
     from penstock.model.gguf.export import TARGETS, export
 
     if to not in TARGETS:
-        raise WrongUsage(f"--to takes one of {', '.join(TARGETS)}; got {to}")
+        raise UsageError(f"--to takes one of {', '.join(TARGETS)}; got {to}")
     count = threads or available_threads()
     return export(path, to, lambda tensor, format: encode(tensor, format, count), again)
 
 
-def _write(target: Path, made: Export) -> None:
+def _write(target: Path, exported: Export) -> None:
     from penstock.model.gguf.writer import write_gguf
 
     bar, done = DownloadBar(), 0
-    total = sum(tensor.size for tensor in made.tensors)
+    total = sum(tensor.size for tensor in exported.tensors)
 
     def advance(_: str, size: int) -> None:
         nonlocal done
@@ -96,29 +98,29 @@ def _write(target: Path, made: Export) -> None:
         bar(f"writing {target.name}", done, total)
 
     try:
-        write_gguf(target, made.keys, made.tensors, advance)
+        write_gguf(target, exported.keys, exported.tensors, advance)
     finally:
         bar.stop()
 
 
-def _report(target: Path, path: Path, words: str, threads: int) -> Divergence:
-    from penstock.config import Config
+def _report(target: Path, path: Path, text: str, engine: dict[str, Any]) -> Divergence:
+    from penstock.config import configure
 
-    return diverge(Config(model=str(target), threads=threads), path, words)
+    return diverge(configure(target, engine), path, text)
 
 
-def _facts(path: Path, target: Path, made: Export) -> dict[str, Any]:
+def _facts(path: Path, target: Path, exported: Export) -> dict[str, Any]:
     from penstock.store import size_of
 
     counts: Counter[str] = Counter()
-    for tensor in made.tensors:
+    for tensor in exported.tensors:
         counts[tensor.format.name] += prod(tensor.shape)
     shares = {name: count / counts.total() for name, count in counts.most_common()}
     return {
         "path": str(target),
         "size": target.stat().st_size,
         "size_before": size_of(path),
-        "tensors": len(made.tensors),
+        "tensors": len(exported.tensors),
         "formats": shares,
-        "notes": list(made.notes),
+        "notes": list(exported.notes),
     }

@@ -1,4 +1,4 @@
-"""One question, one answer."""
+"""`penstock run`: answers one prompt."""
 
 from __future__ import annotations
 
@@ -7,34 +7,31 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 from penstock.cli import options
-from penstock.cli.command import Argument, Option, WrongUsage
+from penstock.cli.command import Argument, Option, UsageError
 from penstock.cli.terminal import note, obtain, print_json
 from penstock.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from penstock.llm import Stream
+    from penstock.llm import CompletionStream
 
 
 def run(
     words: Annotated[
-        list[str], Argument(metavar="[MODEL] PROMPT", help="The model, and the question; - reads it from stdin.")
+        list[str], Argument(metavar="[MODEL] PROMPT", help="The model and the prompt. - reads the prompt from stdin.")
     ],
     max_tokens: options.MaxTokens = None,
     temperature: Annotated[
-        float, Option(least=0, help="0: the likeliest token each time, so a question has one answer.")
+        float, Option(minimum=0, help="Sampling temperature. 0: always the most likely token, so that answers repeat.")
     ] = 0.0,
     top_p: options.TopP = 1.0,
     seed: options.Seed = None,
     system: options.System = "",
-    raw: Annotated[bool, Option(help="Continue the prompt as it is, without a chat template.")] = False,
-    device: options.Device = "auto",
-    threads: options.Threads = 0,
-    max_len: options.MaxLen = 0,
-    quantize: options.Quantize = "",
-    kv: options.Kv = "auto",
+    raw: Annotated[bool, Option(help="Continue the prompt as a text, without the chat template.")] = False,
     json: options.Json = False,
+    *,
+    engine: options.OneSequenceSettings,
 ) -> None:
-    """Ask one question and print the answer.
+    """Answer one prompt and print the answer.
 
       penstock run "Why is the sky blue?"
       penstock run smollm2 "Name three rivers." --max-tokens 60
@@ -44,18 +41,17 @@ def run(
 
     The answer goes to stdout, everything else to stderr.
     """
-    model, word = _split(words)
+    model, prompt = _split(words)
     if raw and system:
-        raise WrongUsage("--raw sends the prompt alone; --system has no place in it")
-    text = _read(word)
+        raise UsageError("--raw sends the prompt alone, so --system cannot be used with it")
+    text = _read(prompt)
     path = obtain(model)
 
     from penstock.llm import LLM
     from penstock.types import SamplingParams
 
     params = SamplingParams(temperature=temperature, top_p=top_p, seed=seed, max_tokens=max_tokens)
-    settings = {"device": device, "threads": threads, "max_len": max_len, "quantize": quantize, "kv": kv}
-    with LLM(path, max_rows=1, **settings) as llm:
+    with LLM(path, max_rows=1, **engine) as llm:
         stream = llm.stream(text if raw else _messages(system, text), params)
         if json:
             print_json({"model": model} | asdict(stream.rest()))
@@ -68,30 +64,32 @@ def _messages(system: str, text: str) -> list[dict[str, str]]:
     return [*begin, {"role": "user", "content": text}]
 
 
-def _print_stream(stream: Stream) -> None:
+def _print_stream(stream: CompletionStream) -> None:
     for piece in stream:
         sys.stdout.write(piece)
         sys.stdout.flush()
     print(flush=True)
     if stream.completion.finish_reason == "length":
-        note(f"(the answer was cut after {len(stream.completion.tokens)} tokens)")
+        note(f"(the answer was cut off after {len(stream.completion.tokens)} tokens)")
 
 
 def _split(words: list[str]) -> tuple[str, str]:
+    """Returns the model and the prompt."""
     if len(words) > 2:
-        raise WrongUsage(f"a model and a prompt at most; got {len(words)} words: put the prompt in quotes")
+        raise UsageError(f"takes a model and a prompt; got {len(words)} words: put the prompt in quotes")
     if len(words) == 2:
         return words[0], words[1]
     if words[0] == options.DEFAULT_MODEL or words[0].endswith(".gguf"):
-        raise WrongUsage(f"{words[0]} is a model: give it a prompt too, or talk with it in `penstock chat`")
+        raise UsageError(f"{words[0]} is a model: give a prompt too, or use `penstock chat`")
     return options.DEFAULT_MODEL, words[0]
 
 
 def _read(prompt: str) -> str:
+    """Returns the prompt's text, from stdin if it is -."""
     try:
         text = sys.stdin.buffer.read().decode() if prompt == "-" else prompt.encode().decode()
     except UnicodeError as error:
         raise InvalidRequest(f"the prompt is not valid UTF-8: {error}", param="prompt") from error
     if not text.strip():
-        raise InvalidRequest("the prompt is empty", param="prompt")
+        raise InvalidRequest("the prompt is empty: give some text", param="prompt")
     return text

@@ -1,4 +1,4 @@
-"""A server that speaks OpenAI's, Anthropic's and Ollama's APIs."""
+"""`penstock serve`: the HTTP server."""
 
 from __future__ import annotations
 
@@ -15,45 +15,49 @@ if TYPE_CHECKING:
 
 
 def serve(
-    model: options.Model = options.DEFAULT_MODEL,
-    host: Annotated[str, Option(help="Address to listen on; 0.0.0.0 lets other machines in.")] = "127.0.0.1",
-    port: Annotated[int, Option(least=0, most=65535, help="0: any that is free.")] = 8000,
-    name: Annotated[str, Option(help="What clients call the model; by default as you call it.")] = "",
-    device: options.Device = "auto",
-    threads: options.Threads = 0,
-    max_len: options.MaxLen = 0,
-    max_rows: options.MaxRows = 0,
-    step_tokens: options.StepTokens = 0,
-    quantize: options.Quantize = "",
-    kv: options.Kv = "auto",
-    kv_memory: options.KvMemory = 0,
+    model: options.ModelRef = options.DEFAULT_MODEL,
+    host: Annotated[
+        str, Option(help="Address to listen on. 0.0.0.0 accepts connections from other machines.")
+    ] = "127.0.0.1",
+    port: Annotated[int, Option(minimum=0, maximum=65535, help="Port to listen on. 0: any free port.")] = 8000,
+    name: Annotated[str, Option(help="Name of the model for clients. By default, the name given here.")] = "",
     data: Annotated[
-        str, Option(help="Folder for uploaded files and batches; by default data/NAME in PENSTOCK_HOME.")
+        str, Option(help="Folder for uploaded files and batches. By default, data/NAME in PENSTOCK_HOME.")
     ] = "",
-    max_file: Annotated[int, Option(least=1, help="Bytes of one uploaded file.")] = 209_715_200,
-    max_files: Annotated[int, Option(least=1, help="Files kept, uploaded ones and answers of batches.")] = 10_000,
+    max_file: Annotated[int, Option(minimum=1, help="Most bytes of one uploaded file.")] = 209_715_200,
+    max_files: Annotated[int, Option(minimum=1, help="Most files kept: uploads and results of batches.")] = 10_000,
     max_data: Annotated[
-        int, Option(least=1, help="Bytes of all files; uploads beyond it are refused.")
+        int, Option(minimum=1, help="Most bytes of all files together; further uploads are refused.")
     ] = 10_737_418_240,
     otlp: Annotated[
         str,
         Option(
-            help="URL of an OpenTelemetry collector, such as http://127.0.0.1:4318, to send traces to.",
+            help="URL of an OpenTelemetry collector for traces, such as http://127.0.0.1:4318.",
             env="OTEL_EXPORTER_OTLP_ENDPOINT",
         ),
     ] = "",
     keys: Annotated[
-        str, Option(help="A file of API keys (penstock keys add): no one else is let in.", env="PENSTOCK_KEYS")
+        str,
+        Option(
+            help="File of API keys (see penstock keys add). Requests without a valid key are refused.",
+            env="PENSTOCK_KEYS",
+        ),
     ] = "",
     cors: Annotated[
-        list[str] | None, Option(help="An origin whose web pages may use it, such as https://example.org; repeat it.")
+        list[str] | None,
+        Option(help="Origin whose web pages may use the server, such as https://example.org. May be repeated."),
     ] = None,
     max_waiting: Annotated[
-        int | None, Option(least=0, help="Requests that may wait; more are refused (503). By default 16 for each row.")
+        int | None,
+        Option(
+            minimum=0, help="Most requests that may wait; further ones are refused (503). By default, 16 for each row."
+        ),
     ] = None,
     ignore_unknown_fields: Annotated[
-        bool, Option(help="Ignores the fields of requests that it does not know, and lists them in the answer.")
+        bool, Option(help="Ignore unknown fields of requests and list them in the answer, instead of refusing.")
     ] = False,
+    *,
+    engine: options.EngineSettings,
 ) -> None:
     """Serve a model over HTTP: OpenAI's, Anthropic's and Ollama's APIs on one port.
 
@@ -63,36 +67,24 @@ def serve(
       curl http://127.0.0.1:8000/v1/chat/completions -H 'content-type: application/json' \\
         -d '{"model": "smollm2", "messages": [{"role": "user", "content": "Hello"}]}'
 
-    Weights of GGUF files in Q4_0 to Q8_0 and Q4_K to Q6_K, and of FP8 checkpoints (e4m3), are kept as they are on a
-    GPU; --quantize makes plain ones smaller. Formats a GPU has no kernels for are kept there as bf16, and FP8
-    checkpoints on a CPU: the log says so.
+    Quantized weights stay quantized. On a GPU these are Q4_0 to Q8_0 and Q4_K to Q6_K of GGUF files and FP8 (e4m3);
+    other formats become bf16 there, and FP8 becomes bf16 on a CPU: the log says so. --quantize quantizes plain weights.
     """
     traces = _open_traces(otlp) if otlp else None
     path = obtain(model)
 
-    from penstock.config import Config
+    from penstock.config import configure
     from penstock.ipc.spawn import ProcessClient
     from penstock.model.load import load_text
     from penstock.server import Setup, Space
     from penstock.server import serve as listen
     from penstock.server.access.guard import Rules
 
-    called = name or _short_name(model, path)
-    config = Config(
-        model=str(path),
-        name=called,
-        device=device,
-        threads=threads,
-        max_len=max_len,
-        max_rows=max_rows,
-        step_tokens=step_tokens,
-        quantize=quantize,
-        kv=kv,
-        kv_memory=kv_memory,
-    )
+    served_name = name or _short_name(model, path)
+    config = configure(path, engine, name=served_name)
     space = Space(Path(data).expanduser().absolute() if data else None, max_file, max_data, max_files)
     rules = Rules(Path(keys).expanduser() if keys else None, tuple(cors or ()), max_waiting, ignore_unknown_fields)
-    listen(ProcessClient(config), partial(load_text, path), called, host, port, Setup(path, space, rules, traces))
+    listen(ProcessClient(config), partial(load_text, path), served_name, host, port, Setup(path, space, rules, traces))
 
 
 def _open_traces(url: str) -> Traces:
@@ -102,19 +94,20 @@ def _open_traces(url: str) -> Traces:
         from penstock.server.telemetry.tracing import traces_to
     except ImportError as error:
         raise ConfigError(
-            f"traces were to go to {url}, and what sends them is not here ({error}): pip install 'penstock[otel]', or "
-            "leave out --otlp and OTEL_EXPORTER_OTLP_ENDPOINT"
+            f"traces cannot be sent to {url}: {error}. Run pip install 'penstock[otel]', or leave out --otlp and "
+            "OTEL_EXPORTER_OTLP_ENDPOINT"
         ) from error
     return traces_to(url)
 
 
 def _short_name(model: str, path: Path) -> str:
-    """What was made of another model is served by that one's name: it is the same but for Ollama's clients."""
-    from penstock.store import find, find_made
+    """Returns the name that the model is served by. A derived model is served by its base's name, because only Ollama's
+    clients can use its settings."""
+    from penstock.store import find, find_derived
 
-    made = find_made(model)
-    if made is not None and made.base:
-        return made.base
+    derived = find_derived(model)
+    if derived is not None and derived.base:
+        return derived.base
     if find(model):
         return model
     return path.stem if path.is_file() else path.resolve().name

@@ -1,4 +1,4 @@
-"""What the commands share of the terminal. stdout is for answers; everything else goes to stderr."""
+"""Output to the terminal. stdout is for answers; everything else goes to stderr."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 
 def note(text: str) -> None:
+    """Prints a line to stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -30,6 +31,7 @@ def print_table(table: Table) -> None:
 
 
 def readable_size(size: float) -> str:
+    """Returns a number of bytes in the unit that suits it, such as "98.4 MB"."""
     if size < 1000:
         return f"{size:.0f} B"
     power = min(int(log10(size)) // 3, 4)
@@ -37,7 +39,7 @@ def readable_size(size: float) -> str:
 
 
 class DownloadBar:
-    """Draws a fetch on stderr, a line a stage where that is no terminal; nothing when there is nothing to fetch."""
+    """Shows the progress of a download on stderr: a bar on a terminal, else one line for each stage."""
 
     def __init__(self) -> None:
         self.what = ""
@@ -69,7 +71,7 @@ class DownloadBar:
 
 @contextmanager
 def counting(what: str, total: int) -> Iterator[Callable[[], None]]:
-    """A bar on stderr while something is done so many times; nothing where that is no terminal."""
+    """Shows a progress bar on stderr, if that is a terminal. Yields a function that counts one more of `total`."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -81,8 +83,8 @@ def counting(what: str, total: int) -> Iterator[Callable[[], None]]:
 
 
 def obtain(ref: str) -> Path:
-    """A model's local path; says so when it had to be fetched, and where it went."""
-    from penstock.store import fetch, find_made, size_of
+    """Returns a model's local path. Downloads the model first if needed, and says where it is stored."""
+    from penstock.store import fetch, find_derived, size_of
 
     bar = DownloadBar()
     try:
@@ -91,7 +93,7 @@ def obtain(ref: str) -> Path:
         bar.stop()
     if bar.what:
         note(f"fetched {ref} ({readable_size(size_of(path))}) to {path}")
-    made = find_made(ref)
-    if made is not None and made.has_settings:
-        note(f"{ref} has settings of its own: clients of Ollama's API that ask for it get them, all others do not")
+    derived = find_derived(ref)
+    if derived is not None and derived.has_settings:
+        note(f"{ref} has settings of its own, which apply only to requests through Ollama's API")
     return path

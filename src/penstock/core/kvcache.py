@@ -40,6 +40,7 @@ class KvCache:
             for group, window in enumerate(limits.windows)
             if window
         )  # with the most blocks that a sequence holds at once
+        self._window_blocks = max(self.blocks_for(window - 1) for window in limits.windows)  # that a prefix needs
         self._full = self.groups - len(self._windowed)
 
     @property
@@ -97,9 +98,9 @@ class KvCache:
         """Returns how many blocks a running sequence will still take for the tokens that it already has."""
         return self._left_to_take(seq.end, seq.capacity // self.block_size, seq.window_starts)
 
-    def open(self, seq: Sequence, matched: list[Node]) -> list[Grown]:
+    def open(self, seq: Sequence, matched: list[Node], known: int) -> list[Grown]:
         """Starts a sequence on its matched prefix and puts the rest of its prompt in flight for those who come after.
-        Returns the entries of its block tables."""
+        More blocks may be `known`, where it diverges from another. Returns the entries of its block tables."""
         positions = len(matched) * self.block_size
         starts = seq.window_starts = self.trie.window_starts(positions)
         self.trie.hold(matched, starts)
@@ -108,6 +109,7 @@ class KvCache:
             [-1] * start + [node.blocks[group] for node in matched[start:]] for group, start in enumerate(starts)
         ]
         seq.capacity, seq.next_full = positions, positions + self.block_size
+        seq.prefix_ends = (known, (seq.prompt_len - 1) // self.block_size)
         self._hash_prompt(seq)
         for hash in seq.block_hashes[len(matched) :]:
             self.in_flight.setdefault(hash, seq.id)
@@ -160,6 +162,8 @@ class KvCache:
         for index in range(len(seq.nodes), seq.computed // self.block_size):
             mine = [table[index] for table in seq.tables]
             node = self.trie.publish(seq.nodes, seq.salt, seq.tokens, mine)
+            if self._windowed:
+                node.kept = node.kept or any(end - self._window_blocks <= index < end for end in seq.prefix_ends)
             seq.nodes.append(node)
             if index < len(seq.block_hashes):
                 self._withdraw(seq, seq.block_hashes[index])

@@ -8,6 +8,9 @@ Whoever holds a node holds its parents too, and a chain is dropped deepest first
 after its children: a node at the front of the queue is a leaf. A node that loses its blocks of full layer groups is
 removed. A node that loses a windowed block stays, since blocks after it do not need that block; a prefix that ends
 where a windowed block is missing cannot be reused.
+
+Most windowed blocks lie in the middle of a stream, where no other is likely to diverge. They are evicted before
+anything else, so that the ends of prompts and streams, and what has been reused, stay reusable for longer.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ Key = tuple[int | str, ...]  # a block's tokens; the first block's are preceded 
 class Node:
     """Stands for a full block of tokens that follows the blocks of its parents."""
 
-    __slots__ = ("blocks", "children", "hash", "holders", "key", "parent", "window_holders")
+    __slots__ = ("blocks", "children", "hash", "holders", "kept", "key", "parent", "window_holders")
 
     def __init__(self, parent: Node | None, key: Key, blocks: list[int], window_holders: list[int]) -> None:
         self.parent = parent
@@ -30,6 +33,7 @@ class Node:
         self.children: dict[Key, Node] = {}
         self.holders = 1
         self.window_holders = window_holders  # by layer group; counted for windowed groups only
+        self.kept = False  # its windowed blocks are worth keeping: streams are likely to begin after them
         self.hash = b""  # its chain hash, where block events are recorded
 
     @property
@@ -54,6 +58,7 @@ class BlockTrie:
         self._removed = removed
         self._root = Node(None, (), [], [])
         self._idle: OrderedDict[Idle, None] = OrderedDict()  # the least recently used comes first
+        self._behind: OrderedDict[Idle, None] = OrderedDict()  # idle windowed blocks that are evicted before those
 
     def match(self, salt: str, tokens: Sequence[int], blocks: int) -> list[Node]:
         """Returns the longest known chain over the first `blocks` blocks of `tokens`. Changes nothing."""
@@ -85,12 +90,13 @@ class BlockTrie:
         return idle + sum(node.window_holders[g] == 0 for g in self._windowed for node in chain[starts[g] :])
 
     def hold(self, chain: Sequence[Node], starts: Sequence[int]) -> None:
-        """Holds a chain of nodes, and of each layer group the blocks from `starts` on."""
+        """Holds a chain of nodes, and of each layer group the blocks from `starts` on, which have proved useful."""
         for node in chain:
             self._hold_node(node)
         for group in self._windowed:
             for node in chain[starts[group] :]:
                 self._hold_window(node, group)
+                node.kept = True
 
     def publish(self, chain: Sequence[Node], salt: str, tokens: Sequence[int], blocks: list[int]) -> Node:
         """Holds the node one block below `chain`. `blocks` back it if nobody had computed it before, and fill in
@@ -111,11 +117,13 @@ class BlockTrie:
         return node
 
     def drop(self, chain: Sequence[Node], starts: Sequence[int]) -> None:
-        """Lets go of a held chain, given from the root down, and of each layer group's blocks from `starts` on."""
+        """Lets go of a held chain, given from the root down, and of each layer group's blocks from `starts` on: the
+        stream is likely to be continued there."""
         for index in range(len(chain) - 1, -1, -1):
             node = chain[index]
             for group in self._windowed:
                 if index >= starts[group]:
+                    node.kept = True
                     self.drop_window(node, group)
             node.holders -= 1
             if node.holders == 0:
@@ -125,13 +133,14 @@ class BlockTrie:
         """Lets go of a node's block of one windowed layer group."""
         node.window_holders[group] -= 1
         if node.window_holders[group] == 0:
-            self._idle[node, group] = None
+            queue = self._idle if node.kept else self._behind
+            queue[node, group] = None
             self.idle_blocks += 1
 
     def evict(self) -> list[int]:
         """Forgets the least recently used idle blocks and returns them: a leaf's blocks of all groups, or of windowed
         groups alone."""
-        idle, _ = self._idle.popitem(last=False)
+        idle, _ = (self._behind or self._idle).popitem(last=False)
         if isinstance(idle, Node):
             return self._remove(idle)
         return self._evict_window(*idle)
@@ -146,7 +155,7 @@ class BlockTrie:
 
     def idle(self) -> list[Idle]:
         """Returns what is idle, from the next to be evicted on."""
-        return list(self._idle)
+        return [*self._behind, *self._idle]
 
     def _hole(self, chain: Sequence[Node], count: int) -> int:
         """Returns a block that is missing in the windows before the end of `count` blocks; -1: none is. No prefix can
@@ -166,9 +175,17 @@ class BlockTrie:
 
     def _hold_window(self, node: Node, group: int) -> None:
         if node.window_holders[group] == 0:
-            del self._idle[node, group]
+            self._unqueue(node, group)
             self.idle_blocks -= 1
         node.window_holders[group] += 1
+
+    def _unqueue(self, node: Node, group: int) -> bool:
+        """Takes a windowed block out of the queue that it is in; returns False if it is in none."""
+        for queue in (self._idle, self._behind):
+            if (node, group) in queue:
+                del queue[node, group]
+                return True
+        return False
 
     def _rest(self, node: Node) -> None:
         """Makes a node idle that nobody holds."""
@@ -185,7 +202,7 @@ class BlockTrie:
         freed = [block for block in node.blocks if block >= 0]
         self.idle_blocks -= len(freed)
         for group in self._windowed:
-            self._idle.pop((node, group), None)
+            self._unqueue(node, group)
         self._removed(node)
         return freed
 
@@ -194,9 +211,7 @@ class BlockTrie:
         needs those needs this one too, so they are of no use without it."""
         freed = []
         for other in self._windowed:
-            useless = self._windows[other] <= self._windows[group] and (node, other) in self._idle
-            if useless or other == group:
-                self._idle.pop((node, other), None)
+            if other == group or (self._windows[other] <= self._windows[group] and self._unqueue(node, other)):
                 freed.append(node.blocks[other])
                 node.blocks[other] = -1
         self.idle_blocks -= len(freed)

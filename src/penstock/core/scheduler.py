@@ -259,7 +259,7 @@ class Scheduler:
     def _start(self, seq: Sequence, known: list[Node], matched: list[Node], budget: int) -> Row:
         """Makes a waiting sequence run on its matched prefix; returns its first row."""
         cache = self.cache
-        self._grown += cache.open(seq, matched)
+        self._grown += cache.open(seq, matched, len(known))
         insort(self.running, seq, key=self._order)
         self._running_background += seq.background
         seq.computed = seq.planned = seq.capacity

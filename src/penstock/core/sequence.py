@@ -62,6 +62,7 @@ class Sequence:
         "owner",
         "planned",
         "prefix_cache",
+        "prefix_ends",
         "priority",
         "prompt_len",
         "rolling",
@@ -117,6 +118,7 @@ class Sequence:
         self.window_starts: list[int] = []  # by layer group: the table's entries before it are -1, see prefix.py
         self.capacity = 0  # positions that its block tables cover
         self.next_full = 0  # once this many positions are computed, another block is full
+        self.prefix_ends: tuple[int, ...] = ()  # blocks after which other streams are likely to diverge
         self.nodes: list[Node] = []  # the first len(nodes) blocks are shared through the prefix cache
         self.block_hashes: list[bytes] = []  # chain hashes of its full prompt blocks, see kvcache.py
         self.awaited_hash: bytes | None = None  # the block in flight that it waits to reuse

@@ -1,4 +1,4 @@
-"""Turns a plan into a batch: this is the one place where sequences and blocks become arrays."""
+"""Turns a plan into a batch: it is the one place where sequences and blocks become arrays."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import numpy as np
 
 from penstock.backend.base import LAST_SAMPLED, Batch, Ints, StateMove
 from penstock.core import Sequence
-from penstock.engine.sampling import Sampler, Wanted, constrained_positions, sample_rows
+from penstock.engine.pooling import pools
+from penstock.engine.record import RequestRecord
+from penstock.engine.sampling import Wanted, constrained_positions, sample_rows
 from penstock.types import Limits, Row, StepPlan
 
 
@@ -33,24 +35,26 @@ class Batcher:
                 slot = self._slots[grown.seq] = self._free.pop()
             self._tables[grown.group, slot, grown.at : grown.at + len(grown.blocks)] = grown.blocks
 
-    def build(self, plan: StepPlan, sequences: Mapping[int, Sequence], samplers: Mapping[int, Sampler]) -> Batch:
+    def build(self, plan: StepPlan, sequences: Mapping[int, Sequence], records: Mapping[int, RequestRecord]) -> Batch:
         """Returns the batch of a plan that has rows, after `apply`."""
         tokens: list[int] = []
         positions: list[int] = []
         sampled: list[int] = []
         wanted: list[Wanted] = []
         row_start, sample_start = [0], [0]
+        pooled = False
         for row in plan.rows:
-            seq = sequences[row.seq]
+            seq, record = sequences[row.seq], records[row.seq]
             end = row.start + row.count
             known = seq.tokens[row.start : end]
             tokens += known
             tokens += [LAST_SAMPLED] * (row.count - len(known))
             positions += range(row.start, end)
             sampled += range(len(tokens) - row.sample, len(tokens))
-            wanted += [(samplers[row.seq], seq.tokens, at) for at in range(end - row.sample, end)]
+            wanted += [(record.sampler, seq.tokens, at) for at in range(end - row.sample, end)]
             row_start.append(len(tokens))
             sample_start.append(len(sampled))
+            pooled = pooled or bool(record.request.pooling)
         slots = np.array([self._slots[row.seq] for row in plan.rows], np.int32)
         width = -(-max(row.start + row.count for row in plan.rows) // self._block_size)
         return Batch(
@@ -64,6 +68,7 @@ class Batcher:
             sample_start=np.array(sample_start, np.int32),
             sample=sample_rows(wanted),
             constrained=constrained_positions(wanted),
+            pools=pools(plan, sequences, records) if pooled else (),
             moves=tuple(self._move(at, row) for at, row in enumerate(plan.rows) if row.begin >= 0 or row.save >= 0),
         )
 
@@ -78,3 +83,9 @@ class Batcher:
         """Says where a row's recurrent state comes from and goes to. Saved states come after those of the slots."""
         begin, save = (-1 if place < 0 else self._max_rows + place for place in (row.begin, row.save))
         return StateMove(at, begin, save, row.at - row.start)
+
+
+def bitmasks(plan: StepPlan, batch: Batch, records: Mapping[int, RequestRecord]) -> Ints:
+    """Returns the bitmask of each constrained position of a plan's batch: [C, ceil(vocab / 32)]."""
+    rows = np.searchsorted(batch.sample_start, batch.constrained, side="right") - 1
+    return np.stack([records[plan.rows[row].seq].sampler.bitmask() for row in rows.tolist()])

@@ -1,26 +1,25 @@
-"""The engine: requests in, steps, events out. No threads, no text, no network."""
+"""Runs requests: they come in, steps are computed, events go out. It has no threads, no text and no network."""
 
 from __future__ import annotations
 
 import time
 from bisect import bisect_left
 from collections import deque
-from dataclasses import replace
-from typing import NamedTuple
 
 from penstock.backend.base import Backend, Ticket
-from penstock.core import Policy, Scheduler, Sequence, hashing
-from penstock.engine.batch import Batcher
-from penstock.engine.grammar import Compiling, Constraint, Grammars
-from penstock.engine.pooling import pools
-from penstock.engine.sampling import Sampler, bitmasks
+from penstock.core import Policy, Scheduler, hashing
+from penstock.engine.batch import Batcher, bitmasks
+from penstock.engine.grammar import Constraint, Grammars
+from penstock.engine.host_blocks import HostBlocks
+from penstock.engine.record import RequestRecord
+from penstock.engine.waiting import Need, WaitingRoom
 from penstock.errors import InvalidGrammar, InvalidRequest, OutOfMemory, PenstockError, StepFailed
 from penstock.types import (
     STEP_SIZES,
     Aborted,
+    BlockEvent,
     Event,
     Failed,
-    Finished,
     Limits,
     Request,
     Row,
@@ -31,17 +30,13 @@ from penstock.types import (
     Tokens,
 )
 
-PATIENCE = 0.002  # seconds between two looks at what has arrived, when there is nothing to do but wait for a grammar
-
-
-class Uncompiled(NamedTuple):
-    request: Request
-    compiling: Compiling
-    since: float
+PATIENCE = 0.002  # seconds between two looks at what has arrived, when all requests wait for something
 
 
 class Engine:
-    """Every request added ends in exactly one Finished, Aborted or Failed."""
+    """Answers requests: every one that was added ends in exactly one Finished, Aborted or Failed. `depth` steps are in
+    flight while the next one is planned, `policy` decides where there is a choice, `chain` computes chain hashes, and
+    with `block_events` it is recorded what enters and leaves the prefix cache."""
 
     def __init__(
         self,
@@ -52,135 +47,165 @@ class Engine:
         grammars: Grammars | None = None,
         policy: Policy | None = None,
         chain: hashing.Chain = hashing.chain,
+        block_events: bool = False,
     ) -> None:
         self.limits = limits
-        self._grammars = grammars
-        self._uncompiled: dict[int, Uncompiled] = {}  # requests that wait for their grammar
-        self._constraints: dict[int, Constraint] = {}
         self._backend = backend
-        self._depth = depth  # steps in flight while the next one is planned
-        self._scheduler = Scheduler(limits, policy=policy, chain=chain)
+        self._depth = depth
+        self._grammars = grammars
+        epoch = time.time_ns() if block_events else None
+        self._scheduler = Scheduler(limits, policy=policy, chain=chain, epoch=epoch)
         self._batcher = Batcher(limits)
-        self._samplers: dict[int, Sampler] = {}
-        self._pooling: dict[int, str] = {}  # how the requests that want an embedding are pooled
-        self._flight: deque[tuple[StepPlan, Ticket]] = deque()
+        self._host_blocks = HostBlocks()
+        self._records: dict[int, RequestRecord] = {}
+        self._waiting_room = WaitingRoom()
+        self._constrained = 0  # requests that run and have a constraint
+        self._in_flight: deque[tuple[StepPlan, Ticket]] = deque()
         self._events: list[Event] = []
         self._busy_seconds = 0.0
-        self._short = False  # the last step found too little memory
+        self._out_of_memory = False  # the last step found too little memory
         self._computed = 0
         self._step_sizes = [0] * (len(STEP_SIZES) + 1)
 
     @property
     def idle(self) -> bool:
-        """Nothing to compute and nothing to tell."""
-        return not (self._uncompiled or self._computing)
+        """Returns whether there is nothing to compute and no event to return."""
+        return not (self._waiting_room or self._computing)
 
     @property
     def _computing(self) -> bool:
-        return bool(self._scheduler.sequences or self._flight or self._events)
+        return bool(self._scheduler.sequences or self._in_flight or self._events)
 
     def add(self, request: Request) -> None:
-        """Raises InvalidRequest for what could never be answered. Ids are the caller's and never used twice. One with
-        a grammar starts when that is compiled: what is wrong with it is told by a step."""
+        """Takes a request in; raises InvalidRequest for one that could never be answered. Ids are the caller's and are
+        never used twice. A request with a grammar starts when that is compiled; if it cannot be, a step returns the
+        failure."""
         if self.limits.encoder and not request.pooling:
-            raise InvalidRequest("this model makes embeddings and no text: ask for one", param="model")
-        grammar = request.sampling.grammar
+            raise InvalidRequest("this model makes embeddings and no text: ask for an embedding", param="model")
+        if request.id in self._records:
+            raise InvalidRequest(f"request id {request.id} is already in use")
+        record, grammar = RequestRecord(request), request.sampling.grammar
         if grammar is not None and grammar.thinking and grammar.thinking.budget is not None:
-            _refuse_scores(request)
+            _refuse_logprobs(request)
         if grammar is None:
-            self._start(request)
+            self._start(record)
         elif grammar.kind == "free":
-            self._start_following(request, Constraint.free(grammar.thinking))
+            record.constrain(Constraint.free(grammar.thinking))
+            self._start(record)
         elif self._grammars is None:
-            raise InvalidGrammar("this engine has no vocabulary to hold answers to a grammar with")
+            raise InvalidGrammar("structured output is unavailable: this engine was started without a tokenizer")
         else:
-            compiling = self._grammars.compile(grammar)
-            self._uncompiled[request.id] = Uncompiled(request, compiling, time.perf_counter())
-
-    def _start(self, request: Request, constraint: Constraint | None = None) -> None:
-        seq = Sequence(
-            request.id,
-            request.prompt,
-            request.max_tokens,
-            stop_ids=request.stop_ids,
-            priority=request.priority,
-            salt=request.salt,
-            score=request.sampling.prompt_logprobs is not None,
-            lockstep=Sampler.needs_history(request),
-            prefix_cache=request.pooling != "mean" and not self.limits.encoder,
-            owner=request.owner,
-            explain=request.explain,
-            background=request.background,
-        )
-        self._scheduler.now = time.perf_counter()
-        self._scheduler.add(seq)
-        self._samplers[request.id] = Sampler(request, constraint)
-        if request.pooling:
-            self._pooling[request.id] = request.pooling
+            self._compile(record, self._grammars)
 
     def abort(self, id: int) -> None:
-        """Ends a request at once; the next step tells so. Unknown ids have ended already."""
+        """Ends a request at once; the next step returns the event. Unknown ids have ended already."""
         self._scheduler.now = time.perf_counter()
-        waiting = self._uncompiled.pop(id, None)
-        self._tell([Aborted(id)] if waiting else self._scheduler.abort(id))
+        if id in self._waiting_room:
+            self._waiting_room.leave(id)
+            self._emit([Aborted(id)])
+        else:
+            self._emit(self._scheduler.abort(id))
 
     def step(self) -> list[Event]:
         """Plans and launches a step, commits the oldest one in flight; returns all that happened since last time."""
-        if self._uncompiled:
-            self._start_compiled()
+        if self._waiting_room:
+            self._start_ready()
         began = self._scheduler.now = time.perf_counter()
         plan = self._scheduler.plan()
         self._batcher.apply(plan)
+        if plan.copies:
+            self._host_blocks.carry_out(plan.copies, self._backend.kv)
         if plan.rows:
             self._launch(plan)
-        if len(self._flight) > self._depth or (self._flight and not plan.rows):
-            self._commit(*self._flight.popleft())
+        if len(self._in_flight) > self._depth or (self._in_flight and not plan.rows):
+            self._commit(*self._in_flight.popleft())
         self._busy_seconds += time.perf_counter() - began
         events, self._events = self._events, []
         return events
 
-    def settle(self) -> bool:
-        """Uses a moment without requests to make later steps faster; False when nothing is left to do."""
+    def block_events(self) -> list[BlockEvent]:
+        """Returns what entered and left the prefix cache since the last call, if that is recorded."""
+        return self._scheduler.take_block_events()
+
+    def prepare_in_idle(self) -> bool:
+        """Uses a moment without requests to make later steps faster; returns False when nothing is left to do."""
         return self._backend.prepare_in_idle()
 
     def stats(self) -> Stats:
+        """Returns the engine's state and counters."""
         stats = self._scheduler.stats()
         costs = vars(self._grammars.costs) if self._grammars is not None else {}
-        waiting = stats.waiting + len(self._uncompiled)
-        sizes = tuple(self._step_sizes)
         return stats._replace(
-            busy_seconds=self._busy_seconds, waiting=waiting, computed_tokens=self._computed, step_sizes=sizes, **costs
+            busy_seconds=self._busy_seconds,
+            waiting=stats.waiting + len(self._waiting_room),
+            computed_tokens=self._computed,
+            step_sizes=tuple(self._step_sizes),
+            **costs,
         )
 
     def close(self) -> None:
+        """Gives the backend's memory back."""
         self._backend.close()
+
+    # -- starting ------------------------------------------------------------------------------------------------
+
+    def _start(self, record: RequestRecord) -> None:
+        request = record.request
+        self._scheduler.now = time.perf_counter()
+        self._scheduler.add(record.sequence(request.pooling != "mean" and not self.limits.encoder))
+        self._records[request.id] = record
+        self._constrained += record.constraint is not None
+
+    def _compile(self, record: RequestRecord, grammars: Grammars) -> None:
+        """Lets a request wait until its grammar is compiled."""
+        grammar = record.request.sampling.grammar
+        assert grammar is not None
+        compiling = grammars.compile(grammar)
+        need = Need("grammar", compiling, lambda: record.constrain(grammars.follow(compiling, grammar)))
+        self._records[record.request.id] = record
+        self._waiting_room.enter(record, need, time.perf_counter())
+
+    def _start_ready(self) -> None:
+        """Starts the requests that have what they waited for. If there is nothing to compute, it waits a little."""
+        if not self._computing:
+            self._waiting_room.wait(PATIENCE)
+        for record, need in self._waiting_room.take_ready(time.perf_counter()):
+            try:
+                need.deliver()
+                self._start(record)
+            except PenstockError as error:
+                self._emit([Failed(record.request.id, error.code, error.message)])
+
+    # -- one step ------------------------------------------------------------------------------------------------
 
     def _launch(self, plan: StepPlan) -> None:
         try:
-            batch = self._batcher.build(plan, self._scheduler.sequences, self._samplers)
-            if self._pooling:
-                batch = replace(batch, pools=pools(plan, self._scheduler.sequences, self._pooling))
-            ticket = self._backend.launch(batch)
-            if len(batch.constrained):
-                self._backend.constrain(ticket, bitmasks(plan, batch, self._samplers))
-            self._flight.append((plan, ticket))
-            self._short = False
-            self._computed += (size := len(batch.tokens))
-            self._step_sizes[bisect_left(STEP_SIZES, size)] += 1
+            self._in_flight.append((plan, self._launch_batch(plan)))
+            self._out_of_memory = False
         except OutOfMemory as error:
             self._find_memory(plan, error)
         except Exception as error:
             self._fail(plan, error)
 
+    def _launch_batch(self, plan: StepPlan) -> Ticket:
+        """Launches a plan's rows. Bitmasks follow the launch: the host works them out while a device computes."""
+        batch = self._batcher.build(plan, self._scheduler.sequences, self._records)
+        ticket = self._backend.launch(batch)
+        if len(batch.constrained):
+            self._backend.constrain(ticket, bitmasks(plan, batch, self._records))
+        self._computed += (size := len(batch.tokens))
+        self._step_sizes[bisect_left(STEP_SIZES, size)] += 1
+        return ticket
+
     def _find_memory(self, plan: StepPlan, error: OutOfMemory) -> None:
-        """What the backend can spare is given back and the step's sequences are computed again; where that was not
-        enough, they fail and no others do."""
+        """Has the backend free memory and queues the step's sequences again; if that was not enough, they fail and no
+        others do."""
         self._backend.free_memory()
-        if self._short:
+        if self._out_of_memory:
             self._fail(plan, error)
         else:
             self._scheduler.requeue(plan)
-        self._short = not self._short
+        self._out_of_memory = not self._out_of_memory
 
     def _commit(self, plan: StepPlan, ticket: Ticket) -> None:
         try:
@@ -188,77 +213,49 @@ class Engine:
         except Exception as error:
             self._fail(plan, error)
         else:
-            if self._constraints:
-                result = self._follow_grammars(plan, result)
+            if self._constrained:
+                result = self._follow_constraints(plan, result)
             self._scheduler.now = time.perf_counter()
-            self._tell(self._scheduler.commit(plan, result))
+            self._emit(self._scheduler.commit(plan, result))
 
     def _fail(self, plan: StepPlan, error: Exception) -> None:
         message = f"the step that computed this request failed: {type(error).__name__}: {error}"
         code = error.code if isinstance(error, StepFailed) else StepFailed.code
-        self._tell(self._scheduler.fail(plan, code, message))
+        self._emit(self._scheduler.fail(plan, code, message))
 
-    def _tell(self, events: list[Event]) -> None:
+    def _emit(self, events: list[Event]) -> None:
+        """Keeps events for the step's caller. A request that ends is forgotten."""
         for event in events:
-            if not isinstance(event, Tokens):
-                self._samplers.pop(event.seq, None)
-                self._pooling.pop(event.seq, None)
-                if constraint := self._constraints.pop(event.seq, None):
-                    event = _with_grammar(event, constraint)
+            if not isinstance(event, Tokens) and (record := self._records.pop(event.seq, None)):
+                self._constrained -= record.constraint is not None
+                event = record.complete(event)
             self._events.append(event)
 
-    # -- grammars ------------------------------------------------------------------------------------------------
+    # -- constraints ---------------------------------------------------------------------------------------------
 
-    def _start_compiled(self) -> None:
-        if not self._computing:
-            next(iter(self._uncompiled.values())).compiling.wait(PATIENCE)
-        for entry in [entry for entry in self._uncompiled.values() if entry.compiling.ready]:
-            del self._uncompiled[entry.request.id]
-            try:
-                self._start_constrained(entry)
-            except PenstockError as error:
-                self._tell([Failed(entry.request.id, error.code, error.message)])
-
-    def _start_constrained(self, entry: Uncompiled) -> None:
-        """It ends where its grammar does, whatever else it is told to go on for."""
-        grammars, request = self._grammars, entry.request
-        assert grammars is not None
-        assert request.sampling.grammar is not None
-        constraint = grammars.follow(entry.compiling, request.sampling.grammar)
-        constraint.waited = time.perf_counter() - entry.since
-        self._start_following(request._replace(stop_ids=request.stop_ids | constraint.ends), constraint)
-
-    def _start_following(self, request: Request, constraint: Constraint) -> None:
-        self._start(request, constraint)
-        self._constraints[request.id] = constraint
-
-    def _follow_grammars(self, plan: StepPlan, result: StepResult) -> StepResult:
-        """The result, with the tokens that grammars force after those that were sampled."""
-        rows = [self._follow_grammar(row, answer) for row, answer in zip(plan.rows, result.rows, strict=True)]
+    def _follow_constraints(self, plan: StepPlan, result: StepResult) -> StepResult:
+        """Returns the result with the tokens that constraints force after those that were sampled."""
+        rows = [self._follow_constraint(row, answer) for row, answer in zip(plan.rows, result.rows, strict=True)]
         return StepResult(result.step, tuple(rows))
 
-    def _follow_grammar(self, row: Row, answer: RowResult) -> RowResult:
-        constraint = self._constraints.get(row.seq)
-        if constraint is None or not answer.tokens:
+    def _follow_constraint(self, row: Row, answer: RowResult) -> RowResult:
+        record = self._records.get(row.seq)
+        if record is None or record.constraint is None or not answer.tokens:
             return answer
         try:
-            forced = constraint.take(*answer.tokens, force=not answer.logprobs)
+            forced = record.constraint.take(*answer.tokens, force=not answer.logprobs)
         except InvalidGrammar as error:
             self._scheduler.abort(row.seq)
-            self._tell([Failed(row.seq, error.code, error.message)])
+            self._emit([Failed(row.seq, error.code, error.message)])
             return answer
         return answer._replace(tokens=answer.tokens + forced)
 
 
-def _refuse_scores(request: Request) -> None:
-    """What ends the thoughts is not sampled, so it has no logprobs."""
+def _refuse_logprobs(request: Request) -> None:
+    """Raises InvalidRequest for logprobs with a thinking budget: what closes the thinking is not sampled."""
     if request.sampling.logprobs is not None:
-        raise InvalidRequest("a budget for thinking and logprobs cannot be honoured together", param="logprobs")
-
-
-def _with_grammar(event: Finished | Aborted | Failed, constraint: Constraint) -> Event:
-    """Told in the report, where there is one."""
-    if isinstance(event, Failed) or event.report is None:
-        return event
-    report = event.report._replace(compiling=constraint.waited, forced=constraint.forced)
-    return event._replace(report=report)
+        raise InvalidRequest(
+            "logprobs cannot be given with a thinking budget, because the tokens that end the thinking are not "
+            "sampled: send one of the two",
+            param="logprobs",
+        )

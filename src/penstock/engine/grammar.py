@@ -156,14 +156,13 @@ class Compiling:
 class Constraint:
     """Follows one answer through its thinking and its grammar, and knows which tokens may come next."""
 
-    __slots__ = ("_costs", "_matcher", "_thinking", "_width", "ends", "forced", "waited")
+    __slots__ = ("_costs", "_matcher", "_thinking", "_width", "ends", "forced")
 
     def __init__(
         self, matcher: LLMatcher | None, ends: frozenset[int], width: int, thinking: Thinking | None, costs: Costs
     ) -> None:
         self.ends = ends  # the tokens that may come when the grammar is satisfied
         self.forced = 0  # tokens
-        self.waited = 0.0  # seconds, for the grammar to be compiled
         self._matcher = matcher
         self._width = width
         self._costs = costs

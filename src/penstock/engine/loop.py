@@ -1,58 +1,70 @@
-"""The one loop: take messages, step, send what happened. The same in a thread and in a process."""
+"""Runs an engine: takes messages, steps, sends what happened. It is the same in a thread and in a process."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from penstock.engine.engine import Engine
 from penstock.errors import PenstockError
-from penstock.types import Event, Failed, Request, Stats
+from penstock.types import BlockEvent, Event, Failed, Request, Stats
 
 
 class Add(NamedTuple):
+    """Asks for a request to be answered."""
+
     request: Request
 
 
 class Abort(NamedTuple):
+    """Asks for a request to be ended."""
+
     id: int
 
 
 class Close(NamedTuple):
-    pass
+    """Asks for the loop to end."""
 
 
 Message = Add | Abort | Close
+Send = Callable[[list[Event], Stats, list[BlockEvent]], None]
 
 
 class Inbox(Protocol):
+    """Receives the messages of clients."""
+
     def take(self, wait: bool) -> list[Message]:
-        """What has arrived; with `wait`, returns only when something has."""
+        """Returns what has arrived; with `wait`, it returns only when something has."""
 
 
-def run(engine: Engine, inbox: Inbox, send: Callable[[list[Event], Stats], None]) -> None:
-    """Until a Close arrives. While the engine is idle its backend may prepare for later, a little at a time; then it
-    waits without cost."""
-    unsettled = True
+def run(engine: Engine, inbox: Inbox, send: Send) -> None:
+    """Serves until a Close arrives. While the engine is idle its backend may prepare for later, a little at a time;
+    then it waits without cost."""
+    may_prepare = True
     while True:
-        messages = inbox.take(wait=engine.idle and not unsettled)
+        messages = inbox.take(wait=engine.idle and not may_prepare)
         if engine.idle and not messages:
-            unsettled = engine.settle()
+            may_prepare = engine.prepare_in_idle()
             continue
-        unsettled = True
-        events: list[Event] = []
-        for message in messages:
-            if isinstance(message, Close):
-                return
-            events += _apply(engine, message)
-        events += engine.step()
-        if messages or events:
-            send(events, engine.stats())
+        may_prepare = True
+        if any(isinstance(message, Close) for message in messages):
+            return
+        events = advance(engine, messages)
+        blocks = engine.block_events()
+        if messages or events or blocks:
+            send(events, engine.stats(), blocks)
 
 
-def _apply(engine: Engine, message: Add | Abort) -> list[Event]:
+def advance(engine: Engine, messages: Sequence[Message]) -> list[Event]:
+    """Applies messages other than Close, runs one step and returns what happened."""
+    events = [event for message in messages for event in _apply(engine, message)]
+    return events + engine.step()
+
+
+def _apply(engine: Engine, message: Message) -> list[Event]:
     if isinstance(message, Abort):
         engine.abort(message.id)
+    if not isinstance(message, Add):
         return []
     try:
         engine.add(message.request)

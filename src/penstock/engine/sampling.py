@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import secrets
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.backend.base import Batch, Ints, LogitEdit, LogitEdits, SampleRows
+from penstock.backend.base import Ints, LogitEdit, LogitEdits, SampleRows
 from penstock.engine.grammar import Constraint
-from penstock.types import Request, SamplingParams, StepPlan
+from penstock.types import Request, SamplingParams
 
 Numbers = tuple[float, float, int, float, int]  # temperature, top_p, top_k, min_p, logprobs
 NUMBER_TYPES = (np.float32, np.float32, np.int32, np.float32, np.int32)
@@ -126,12 +126,6 @@ def constrained_positions(wanted: list[Wanted]) -> Ints:
     """Returns the indices of those wanted positions whose token is sampled and restricted by a grammar."""
     found = [s for s, (sampler, tokens, at) in enumerate(wanted) if sampler.constrained and at + 1 >= len(tokens)]
     return np.array(found, np.int32)
-
-
-def bitmasks(plan: StepPlan, batch: Batch, samplers: Mapping[int, Sampler]) -> Ints:
-    """Returns the bitmask of each constrained position of a plan's batch: [C, ceil(vocab / 32)]."""
-    rows = np.searchsorted(batch.sample_start, batch.constrained, side="right") - 1
-    return np.stack([samplers[plan.rows[row].seq].bitmask() for row in rows.tolist()])
 
 
 @lru_cache(maxsize=16)

@@ -1,4 +1,4 @@
-"""How the server and the Python API talk to an engine, wherever it runs."""
+"""Defines how the server and the Python API use an engine, wherever it runs."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from penstock.types import Event, Hello, Request, Stats
 
 
 class EngineClient(Protocol):
-    """Its twins: ipc/inprocess.py (a thread) and ipc/spawn.py (a process that is restarted when it dies)."""
+    """Implemented by ipc/inprocess.py (a thread) and ipc/spawn.py (a process that is restarted when it dies)."""
 
     @property
     def hello(self) -> Hello | None:
-        """None while there is no engine."""
+        """Returns what the engine said about itself when it started; None while there is no engine."""
 
     @property
-    def trouble(self) -> str:
-        """Why there is none, then."""
+    def unavailable_reason(self) -> str:
+        """Returns why there is no engine, while there is none."""
 
     @property
     def restarts(self) -> int: ...
 
     @property
     def stats(self) -> Stats:
-        """The engine's last word on itself; it speaks after every step and every message."""
+        """Returns the engine's latest statistics. They arrive after every step and every message."""
 
     async def start(self) -> Hello: ...
 
     def submit(self, request: Request) -> AsyncGenerator[list[Event], None]:
-        """Events of one request, a list per step, ending with Finished, Aborted or Failed. Leaving the generator
-        early aborts the request. Raises EngineUnavailable when there is no engine to ask."""
+        """Yields the events of one request, a list per step, up to Finished, Aborted or Failed. Leaving the generator
+        early aborts the request. Raises EngineUnavailable if there is no engine."""
 
     def abort(self, id: int) -> None:
-        """Asks that a request end now; its last event still comes, with a report of what happened to it."""
+        """Ends a request now; its last event still arrives, with a report of what happened to it."""
 
     def next_id(self) -> int: ...
 

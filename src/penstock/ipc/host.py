@@ -1,6 +1,6 @@
-"""The engine process: `python -m penstock.ipc.host ADDRESS`, with its config as a line of JSON on standard input.
+"""Runs the engine process: `python -m penstock.ipc.host ADDRESS`, with its config as a line of JSON on standard input.
 
-Standard input stays open for as long as the parent lives: its end is this process's end.
+Standard input stays open as long as the parent lives. When it ends, this process ends.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class SocketInbox:
 
 
 def host(open: Callable[[Config], Engine]) -> None:
-    """Serves one client until it says Close or goes away. An engine that cannot start says why and leaves."""
+    """Serves one client until it sends Close or ends. An engine that cannot start sends the reason and exits."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides when to stop
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=Config)
     address = sys.argv[1]
-    threading.Thread(target=_leave_with_parent, args=[address], daemon=True).start()
+    threading.Thread(target=_exit_with_parent, args=[address], daemon=True).start()
     with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
         socket.connect(address)
         try:
@@ -61,28 +61,28 @@ def _serve(engine: Engine, model: str, socket: zmq.Socket[bytes]) -> None:
     def send(answer: wire.Answer) -> None:
         socket.send(wire.encode_answer(answer))
 
-    gc.freeze()  # what is there now stays: looking through it again would hold up steps
+    gc.freeze()  # what exists now stays: scanning it again would delay steps
     send(wire.Ready(Hello(__version__, os.getpid(), model, engine.limits)))
     send(wire.step([], engine.stats()))
     try:
-        run(engine, SocketInbox(socket), lambda events, stats: send(wire.step(events, stats)))
+        run(engine, SocketInbox(socket), lambda *happened: send(wire.step(*happened)))
     finally:
         engine.close()
 
 
-def _leave_with_parent(address: str) -> None:
-    """A parent that was killed could not remove the socket's folder either."""
+def _exit_with_parent(address: str) -> None:
+    """Exits when the parent has ended, and removes the socket's folder: a killed parent could not."""
     while os.read(STDIN, 4096):
         pass
     shutil.rmtree(Path(address.removeprefix("ipc://")).parent, ignore_errors=True)
     os._exit(0)
 
 
-def say(line: str) -> None:
+def log_line(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
     from penstock.engine.build import open_engine
 
-    host(lambda config: open_engine(config, say))
+    host(lambda config: open_engine(config, log_line))

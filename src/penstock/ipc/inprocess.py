@@ -1,42 +1,33 @@
-"""An engine in a thread of this process, behind the same protocol as one in its own process."""
+"""Runs an engine in a thread of this process, with the same protocol as a client of an engine process."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
-import os
 import threading
-from collections.abc import AsyncGenerator, Callable
-from queue import Empty, SimpleQueue
+from collections.abc import Callable
 
-from penstock import __version__
 from penstock.engine.engine import Engine
-from penstock.engine.loop import Abort, Close, Message, run
+from penstock.engine.loop import Close, Message
 from penstock.errors import EngineUnavailable
-from penstock.ipc.streams import RequestStreams
-from penstock.types import Event, Hello, Request, Stats
+from penstock.ipc.inprocess_engine import InProcessEngine
+from penstock.ipc.streams import RequestClient
+from penstock.types import Event, Hello, Stats
 
 log = logging.getLogger(__name__)
 
 
-class InProcessClient:
-    """An engine that fails in this process is not restarted: its requests fail and `trouble` says why."""
+class InProcessClient(RequestClient):
+    """Runs the engine in a thread. An engine that fails is not restarted: its requests fail, and `unavailable_reason`
+    has the error."""
 
     def __init__(self, open: Callable[[], Engine], model: str = "") -> None:
-        self.hello: Hello | None = None
-        self.stats = Stats()
-        self.restarts = 0
-        self.trouble = "the engine has not been started"
-        self._open = open
-        self._model = model
-        self._ids = itertools.count(1)
-        self._streams = RequestStreams()
-        self._inbox = ThreadInbox()
+        super().__init__()
+        self._engine = InProcessEngine(open, model)
         self._thread: threading.Thread | None = None
 
     async def start(self) -> Hello:
-        """Opens the engine in its thread; what its opening raises is raised here. Starting twice changes nothing."""
+        """Opens the engine in its thread; raises what that raises. Starting twice changes nothing."""
         if self._thread is None:
             self._loop = asyncio.get_running_loop()
             self._opened: asyncio.Future[Hello] = self._loop.create_future()
@@ -45,44 +36,32 @@ class InProcessClient:
             self._thread.start()
         return await asyncio.shield(self._opened)
 
-    def submit(self, request: Request) -> AsyncGenerator[list[Event], None]:
-        if self.hello is None:
-            raise EngineUnavailable(self.trouble)
-        return self._streams.follow(request, self._send)
-
-    def abort(self, id: int) -> None:
-        self._send(Abort(id))
-
-    def next_id(self) -> int:
-        return next(self._ids)
-
     async def close(self) -> None:
         if self._thread is not None:
-            self._inbox.put(Close())
+            self._engine.send(Close())
             await self._ended
 
     def _send(self, message: Message) -> None:
         if self.hello is None:
-            raise EngineUnavailable(self.trouble)
-        self._inbox.put(message)
+            raise EngineUnavailable(self.unavailable_reason)
+        self._engine.send(message)
 
     # -- in the engine's thread ----------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
-            engine = self._open()
+            hello = self._engine.open()
         except Exception as error:
             return self._post(self._refuse, error)
-        hello = Hello(__version__, os.getpid(), self._model, engine.limits)
-        self._post(self._welcome, hello, engine.stats())
+        self._post(self._welcome, hello, self._engine.engine.stats())
         ending = "the engine is closed"
         try:
-            run(engine, self._inbox, lambda events, stats: self._post(self._take, events, stats))
+            self._engine.run(lambda events, stats: self._post(self._take, events, stats))
         except Exception as error:
             log.exception("the engine stopped")
             ending = f"the engine stopped: {type(error).__name__}: {error}"
         finally:
-            engine.close()
+            self._engine.close()
         self._post(self._end, ending)
 
     def _post(self, call: Callable[..., None], *args: object) -> None:
@@ -95,7 +74,7 @@ class InProcessClient:
         self._opened.set_result(hello)
 
     def _refuse(self, error: Exception) -> None:
-        self.trouble = f"the engine could not start: {error}"
+        self.unavailable_reason = f"the engine could not start: {error}"
         self._opened.set_exception(error)
         self._ended.set_result(None)
 
@@ -104,22 +83,6 @@ class InProcessClient:
         self._streams.deliver(events)
 
     def _end(self, ending: str) -> None:
-        self.hello, self.trouble = None, ending
+        self.hello, self.unavailable_reason = None, ending
         self._streams.fail("engine_died", ending)
         self._ended.set_result(None)
-
-
-class ThreadInbox:
-    def __init__(self) -> None:
-        self._queue: SimpleQueue[Message] = SimpleQueue()
-
-    def put(self, message: Message) -> None:
-        self._queue.put(message)
-
-    def take(self, wait: bool) -> list[Message]:
-        messages = [self._queue.get()] if wait else []
-        try:
-            while True:
-                messages.append(self._queue.get_nowait())
-        except Empty:
-            return messages

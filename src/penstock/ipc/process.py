@@ -1,4 +1,4 @@
-"""One engine process and the socket to it."""
+"""Starts one engine process and talks to it over a socket."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from penstock.types import Hello
 log = logging.getLogger(__name__)
 
 STDERR = 2
-LAST_WORD = 1.0  # seconds a message may still be under way when its sender is gone
+DELIVERY_SECONDS = 1.0  # that a message may still take after its sender has exited
 
 
 class EngineSocket:
-    """Our end of a socket, in a folder that this user alone can enter."""
+    """Holds the server's end of the socket, in a folder that only this user can enter."""
 
     def __init__(self) -> None:
         self._folder = tempfile.mkdtemp(prefix="penstock-")
@@ -44,7 +44,7 @@ class EngineSocket:
 
 
 class EngineProcess:
-    """Made by `launch`; whoever launched it must `end` it."""
+    """Represents one running engine process. `launch` makes it, and its caller must `end` it."""
 
     hello: Hello
 
@@ -56,8 +56,8 @@ class EngineProcess:
 
     @classmethod
     async def launch(cls, command: Sequence[str], config: Config) -> EngineProcess:
-        """Starts a process and waits for its hello. What keeps the engine from starting is raised here, by the name
-        it had there."""
+        """Starts a process and waits for its hello. An error that keeps the engine from starting is raised here, with
+        the type it had there."""
         try:
             engine = await cls._spawn(command)
         except (OSError, zmq.ZMQError) as error:
@@ -84,8 +84,8 @@ class EngineProcess:
         self._socket.send(wire.encode_message(message))
 
     async def read(self, take: Callable[[wire.Step], None]) -> str:
-        """Passes on every step until the process is gone; returns how it went."""
-        reading = asyncio.create_task(self._pass_on(take))
+        """Calls `take` with every step until the process has ended; returns how it ended."""
+        reading = asyncio.create_task(self._forward(take))
         try:
             await asyncio.shield(self._exit)
         finally:
@@ -93,7 +93,7 @@ class EngineProcess:
         return self._ending()
 
     async def end(self, grace: float) -> None:
-        """Asks the process to leave, and kills it when it has not done so in `grace` seconds."""
+        """Asks the process to exit, and kills it if it has not within `grace` seconds."""
         if not self._exit.done():
             self.send(Close())
             await asyncio.wait({self._exit}, timeout=grace)
@@ -110,28 +110,28 @@ class EngineProcess:
             raise error_of(answer.code, answer.message)
         if not isinstance(answer, wire.Ready) or answer.hello.version != __version__:
             raise EngineUnavailable(
-                f"the engine process does not speak the language of version {__version__}: {answer}"
+                f"the engine process is not of version {__version__}, as this server is; it sent {answer}"
             )
         return answer.hello
 
     async def _first_answer(self) -> wire.Answer:
         message = asyncio.ensure_future(self._socket.recv())
         await asyncio.wait({message, self._exit}, return_when=asyncio.FIRST_COMPLETED)
-        await asyncio.wait({message}, timeout=LAST_WORD)
+        await asyncio.wait({message}, timeout=DELIVERY_SECONDS)
         if not message.done():
             raise EngineUnavailable(
-                f"the engine process {self._ending()} before it was ready; its own messages say why"
+                f"the engine process {self._ending()} before it was ready; its output above has the reason"
             )
         return wire.decode_answer(message.result())
 
-    async def _pass_on(self, take: Callable[[wire.Step], None]) -> None:
+    async def _forward(self, take: Callable[[wire.Step], None]) -> None:
         try:
             while True:
                 answer = wire.decode_answer(await self._socket.recv())
                 assert isinstance(answer, wire.Step)
                 take(answer)
         except Exception:
-            log.exception("a message of the engine process could not be taken; it is ended")
+            log.exception("a message of the engine process could not be read; the process is killed")
             self._process.kill()
 
     def _ending(self) -> str:

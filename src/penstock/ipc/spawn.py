@@ -1,63 +1,48 @@
-"""An engine in a process of its own: watched, and restarted when it dies."""
+"""Runs an engine in its own process, which is watched and restarted when it dies."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import sys
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from penstock.config import Config
-from penstock.engine.loop import Abort, Message
+from penstock.engine.loop import Message
 from penstock.errors import EngineUnavailable, PenstockError
 from penstock.ipc import wire
 from penstock.ipc.process import EngineProcess
-from penstock.ipc.streams import RequestStreams
-from penstock.types import Event, Hello, Request, Stats
+from penstock.ipc.streams import RequestClient
+from penstock.types import Hello, Stats
 
 log = logging.getLogger(__name__)
 
 HOST = (sys.executable, "-m", "penstock.ipc.host")
-PAUSES = (0.05, 0.5, 1.0, 2.0, 4.0)  # seconds before each new try, while engines die young
-YOUNG = 10.0  # seconds
-GRACE = 5.0  # seconds an engine has to leave by itself
+PAUSES = (0.05, 0.5, 1.0, 2.0, 4.0)  # seconds before each restart, while engines die early
+EARLY = 10.0  # seconds: an engine that dies within them has died early
+GRACE = 5.0  # seconds that an engine has to exit by itself
 
 
-class ProcessClient:
+class ProcessClient(RequestClient):
+    """Restarts the engine process when it dies, until it has died early too often."""
+
     def __init__(self, config: Config, command: Sequence[str] = HOST, pauses: Sequence[float] = PAUSES) -> None:
-        self.hello: Hello | None = None
-        self.stats = Stats()
-        self.restarts = 0
-        self.trouble = "the engine has not been started"
+        super().__init__()
         self._config = config
         self._command = command
         self._pauses = pauses
-        self._ids = itertools.count(1)
-        self._streams = RequestStreams()
         self._engine: EngineProcess | None = None
         self._keeper: asyncio.Task[None] | None = None
 
     async def start(self) -> Hello:
-        """Starts the engine; what keeps it from starting is raised here. Starting twice changes nothing."""
+        """Starts the engine; raises what keeps it from starting. Starting twice changes nothing."""
         if self._keeper is None:
             await self._launch()
-            self._keeper = asyncio.create_task(self._keep())
+            self._keeper = asyncio.create_task(self._keep_running())
         if self.hello is None:
-            raise EngineUnavailable(self.trouble)
+            raise EngineUnavailable(self.unavailable_reason)
         return self.hello
-
-    def submit(self, request: Request) -> AsyncGenerator[list[Event], None]:
-        if self.hello is None:
-            raise EngineUnavailable(self.trouble)
-        return self._streams.follow(request, self._send)
-
-    def abort(self, id: int) -> None:
-        self._send(Abort(id))
-
-    def next_id(self) -> int:
-        return next(self._ids)
 
     async def close(self) -> None:
         if self._keeper is not None:
@@ -67,7 +52,7 @@ class ProcessClient:
 
     def _send(self, message: Message) -> None:
         if self._engine is None:
-            raise EngineUnavailable(self.trouble)
+            raise EngineUnavailable(self.unavailable_reason)
         self._engine.send(message)
 
     def _take(self, step: wire.Step) -> None:
@@ -78,38 +63,38 @@ class ProcessClient:
         self._engine = await EngineProcess.launch(self._command, self._config)
         self.hello = self._engine.hello
 
-    async def _lose(self, trouble: str) -> None:
-        """No engine from here on: every request under way ends, and new ones are refused."""
+    async def _lose(self, reason: str) -> None:
+        """Ends all requests in flight and refuses new ones for this reason: there is no engine from now on."""
         engine, self._engine, self.hello, self.stats = self._engine, None, None, Stats()
-        self.trouble = trouble
-        self._streams.fail("engine_died", trouble)
+        self.unavailable_reason = reason
+        self._streams.fail("engine_died", reason)
         if engine is not None:
             await engine.end(GRACE)
 
-    async def _keep(self) -> None:
-        """Serves from one engine process after another, until too many in a row die young."""
+    async def _keep_running(self) -> None:
+        """Runs one engine process after another, until too many in a row die early."""
         pauses = iter(self._pauses)
         while self._engine is not None:
-            born = time.monotonic()
+            started = time.monotonic()
             pid = self._engine.hello.pid
             ending = await self._engine.read(self._take)
-            if time.monotonic() - born > YOUNG or self.stats.generated_tokens:
+            if time.monotonic() - started > EARLY or self.stats.generated_tokens:
                 pauses = iter(self._pauses)
-            trouble = f"the engine process {pid} {ending}"
-            log.error("%s; a new one is started", trouble)
-            await self._lose(f"{trouble}; a new one is being started: send the request again")
-            await self._revive(trouble, pauses)
+            reason = f"the engine process {pid} {ending}"
+            log.error("%s; a new one is started", reason)
+            await self._lose(f"{reason}; a new one is being started: send the request again")
+            await self._restart(reason, pauses)
 
-    async def _revive(self, trouble: str, pauses: Iterator[float]) -> None:
+    async def _restart(self, reason: str, pauses: Iterator[float]) -> None:
         for pause in pauses:
             await asyncio.sleep(pause)
             try:
                 await self._launch()
             except PenstockError as error:
-                trouble = str(error)
-                log.error("the engine could not be restarted: %s", trouble)
+                reason = str(error)
+                log.error("the engine could not be restarted: %s", reason)
             else:
                 self.restarts += 1
                 return
-        self.trouble = f"the engine failed {len(self._pauses) + 1} times in a row and is given up: {trouble}"
-        log.error("%s", self.trouble)
+        self.unavailable_reason = f"the engine failed {len(self._pauses) + 1} times in a row and is given up: {reason}"
+        log.error("%s", self.unavailable_reason)

@@ -1,17 +1,21 @@
-"""The requests a client has under way, and who waits for the events of each. For one event loop's thread only."""
+"""Keeps the requests that a client has in flight, and delivers their events. For the thread of one event loop only."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable
 
 from penstock.engine.loop import Abort, Add, Message
-from penstock.types import Event, Failed, Request, Tokens
+from penstock.errors import EngineUnavailable
+from penstock.ipc.inprocess_engine import by_request
+from penstock.types import Event, Failed, Hello, Request, Stats, Tokens
 
 
 class EventMailbox:
-    """One reader, one writer, one thread: a third of the cost of asyncio's queue."""
+    """Queues events for one reader, from one writer, in one thread: it costs a third of asyncio's queue."""
 
     __slots__ = ("_reader", "_waiting")
 
@@ -32,12 +36,14 @@ class EventMailbox:
 
 
 class RequestStreams:
+    """Holds the mailboxes of all requests in flight, by id."""
+
     def __init__(self) -> None:
         self._boxes: dict[int, EventMailbox] = {}
 
     async def follow(self, request: Request, send: Callable[[Message], None]) -> AsyncGenerator[list[Event], None]:
-        """Asks for the request and yields its events, a list per step, to the last; leaving before that aborts it.
-        The mailbox holds what one sequence can produce and no more."""
+        """Sends the request and yields its events, a list per step, to the last. Leaving before that aborts it. The
+        mailbox is bounded by what one sequence can produce."""
         send(Add(request))
         box = self._boxes[request.id] = EventMailbox()
         try:
@@ -52,10 +58,7 @@ class RequestStreams:
 
     def deliver(self, events: Iterable[Event]) -> None:
         """Hands each request its share of a step. What belongs to a request that was left is dropped."""
-        shares: dict[int, list[Event]] = {}
-        for event in events:
-            shares.setdefault(event.seq, []).append(event)
-        for id, share in shares.items():
+        for id, share in by_request(events).items():
             box = self._boxes.get(id)
             if box is None:
                 continue
@@ -64,5 +67,32 @@ class RequestStreams:
                 del self._boxes[id]
 
     def fail(self, code: str, message: str) -> None:
-        """Ends every request under way."""
+        """Ends every request in flight."""
         self.deliver([Failed(id, code, message) for id in self._boxes])
+
+
+class RequestClient(ABC):
+    """Implements the part of an EngineClient that does not depend on where the engine runs."""
+
+    def __init__(self) -> None:
+        self.hello: Hello | None = None
+        self.stats = Stats()
+        self.restarts = 0
+        self.unavailable_reason = "the engine has not been started"
+        self._ids = itertools.count(1)
+        self._streams = RequestStreams()
+
+    def submit(self, request: Request) -> AsyncGenerator[list[Event], None]:
+        if self.hello is None:
+            raise EngineUnavailable(self.unavailable_reason)
+        return self._streams.follow(request, self._send)
+
+    def abort(self, id: int) -> None:
+        self._send(Abort(id))
+
+    def next_id(self) -> int:
+        return next(self._ids)
+
+    @abstractmethod
+    def _send(self, message: Message) -> None:
+        """Sends a message to the engine; raises EngineUnavailable if there is none."""

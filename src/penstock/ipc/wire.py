@@ -1,53 +1,72 @@
-"""The messages between a server and its engine process, as msgpack. Both ends are the same version of Penstock."""
+"""Encodes the messages between a server and its engine process as msgpack. Both ends are the same version of
+Penstock."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 
 import msgspec
 
 from penstock.engine.loop import Abort, Add, Close, Message
-from penstock.types import Aborted, Event, Failed, Finished, Hello, Request, Stats, Tokens
+from penstock.types import (
+    Aborted,
+    BlockEvent,
+    BlockRemoved,
+    BlockStored,
+    Event,
+    Failed,
+    Finished,
+    Hello,
+    Request,
+    Stats,
+    Tokens,
+)
 
 
 class ClientMessage(msgspec.Struct, frozen=True, array_like=True):
-    """A client's message; with neither, it says Close."""
+    """Carries a client's message: Add or Abort, or Close if neither field is set."""
 
     add: Request | None = None
     abort: int | None = None
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The engine's first word when it can serve."""
+    """Is the engine's first message, when it can serve."""
 
     hello: Hello
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The engine's only word when it cannot start."""
+    """Is the engine's only message, when it cannot start."""
 
     code: str
     message: str
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """What one step brought, for every request of the client at once."""
+    """Carries the events of one step, for all requests of the client."""
 
     stats: Stats
     tokens: list[Tokens] = []
     finished: list[Finished] = []
     aborted: list[Aborted] = []
     failed: list[Failed] = []
+    stored: list[BlockStored] = []  # blocks of the prefix cache, if the engine records them
+    removed: list[BlockRemoved] = []
 
     def events(self) -> Iterator[Event]:
         return chain(self.tokens, self.finished, self.aborted, self.failed)
+
+    def block_events(self) -> list[BlockEvent]:
+        """Returns what entered and left the prefix cache, in the order in which it happened."""
+        return sorted([*self.stored, *self.removed], key=lambda event: event.number)
 
 
 Answer = Ready | Refused | Step
 
 _encoder = msgspec.msgpack.Encoder()
-_asked = msgspec.msgpack.Decoder(ClientMessage)
+_messages = msgspec.msgpack.Decoder(ClientMessage)
 _answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
 
@@ -62,10 +81,10 @@ def encode_message(message: Message) -> bytes:
 
 
 def decode_message(data: bytes) -> Message:
-    asked = _asked.decode(data)
-    if asked.add is not None:
-        return Add(asked.add)
-    return Close() if asked.abort is None else Abort(asked.abort)
+    message = _messages.decode(data)
+    if message.add is not None:
+        return Add(message.add)
+    return Close() if message.abort is None else Abort(message.abort)
 
 
 def encode_answer(answer: Answer) -> bytes:
@@ -76,11 +95,13 @@ def decode_answer(data: bytes) -> Answer:
     return _answers.decode(data)
 
 
-def step(events: list[Event], stats: Stats) -> Step:
+def step(events: list[Event], stats: Stats, blocks: Sequence[BlockEvent] = ()) -> Step:
     return Step(
         stats,
         [event for event in events if isinstance(event, Tokens)],
         [event for event in events if isinstance(event, Finished)],
         [event for event in events if isinstance(event, Aborted)],
         [event for event in events if isinstance(event, Failed)],
+        [event for event in blocks if isinstance(event, BlockStored)],
+        [event for event in blocks if isinstance(event, BlockRemoved)],
     )

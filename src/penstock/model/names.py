@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import NamedTuple
 
 from penstock.errors import MalformedFile, UnsupportedModel
@@ -47,49 +46,31 @@ EXPERT = re.compile(rf"(?<=\.){NUMBER}(?=\.)")
 LAYER = re.compile(rf"layers\.{NUMBER}\.")  # begins the canonical name of a layer's part
 SUFFIXES = {"weight": "", "bias": BIAS}
 
+GGUF_PARTS = {
+    "attn_norm": "attn_norm", "attn_q": "q", "attn_k": "k", "attn_v": "v", "attn_output": "o",
+    "ffn_norm": "mlp_norm", "ffn_gate": "gate", "ffn_up": "up", "ffn_down": "down",
+    "ffn_gate_inp": "router", "exp_probs_b.bias": "choice_bias",
+    "ffn_gate_exps": "experts.gate", "ffn_up_exps": "experts.up", "ffn_down_exps": "experts.down",
+    "ffn_gate_up_exps": "experts.gate_up",
+    "ffn_gate.*": "experts.*.gate", "ffn_up.*": "experts.*.up", "ffn_down.*": "experts.*.down",  # older files
+    "ffn_gate_shexp": "shared.gate", "ffn_up_shexp": "shared.up", "ffn_down_shexp": "shared.down",
+}  # fmt: skip
 GGUF = Naming(
     top={"token_embd": "embed", "output_norm": "norm", "output": "head"},
     layer=re.compile(rf"blk\.{NUMBER}\.(.+)"),
-    parts={
-        "attn_norm": "attn_norm",
-        "attn_q": "q",
-        "attn_k": "k",
-        "attn_v": "v",
-        "attn_output": "o",
-        "ffn_norm": "mlp_norm",
-        "ffn_gate": "gate",
-        "ffn_up": "up",
-        "ffn_down": "down",
-        "ffn_gate_inp": "router",
-        "ffn_gate_exps": "experts.gate",
-        "ffn_up_exps": "experts.up",
-        "ffn_gate_up_exps": "experts.gate_up",
-        "ffn_down_exps": "experts.down",
-        "ffn_gate.*": "experts.*.gate",  # older files
-        "ffn_up.*": "experts.*.up",
-        "ffn_down.*": "experts.*.down",
-        "exp_probs_b.bias": "choice_bias",
-        "ffn_gate_shexp": "shared.gate",
-        "ffn_up_shexp": "shared.up",
-        "ffn_down_shexp": "shared.down",
-    },
+    parts=GGUF_PARTS,
     ignored=re.compile(r"rope_freqs\.weight"),  # gguf/config.py puts it in the rope spec
 )
 
+HUGGING_FACE_PARTS = {
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "mlp_norm",
+    "self_attn.q_proj": "q", "self_attn.k_proj": "k", "self_attn.v_proj": "v", "self_attn.o_proj": "o",
+    "mlp.gate_proj": "gate", "mlp.up_proj": "up", "mlp.down_proj": "down",
+}  # fmt: skip
 HUGGING_FACE = Naming(
     top={"model.embed_tokens": "embed", "model.norm": "norm", "lm_head": "head"},
     layer=re.compile(rf"model\.layers\.{NUMBER}\.(.+)"),
-    parts={
-        "input_layernorm": "attn_norm",
-        "self_attn.q_proj": "q",
-        "self_attn.k_proj": "k",
-        "self_attn.v_proj": "v",
-        "self_attn.o_proj": "o",
-        "post_attention_layernorm": "mlp_norm",
-        "mlp.gate_proj": "gate",
-        "mlp.up_proj": "up",
-        "mlp.down_proj": "down",
-    },
+    parts=HUGGING_FACE_PARTS,
     ignored=re.compile(r".+\.rotary_emb\.inv_freq"),  # computed from the config
 )
 
@@ -112,12 +93,12 @@ def canonical(tensors: Mapping[str, Tensor], naming: Naming, spec: ModelSpec) ->
     unused = range(spec.layers, spec.layers + spec.unused_layers)
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        if naming.ignored.fullmatch(name) or layer_of(name, naming) in unused:
+        if naming.ignored.fullmatch(name) or (unused and layer_of(name, naming) in unused):
             continue
         ours, part, role = identify(name, naming)
         if ours in found:
             raise MalformedFile(f"tensors {found[ours].name!r} and {name!r} are the same part of the model")
-        found[ours] = replace(transposed(tensor) if part in naming.transposed else tensor, role=role)
+        found[ours] = (transposed(tensor) if part in naming.transposed else tensor).with_role(role)
     return found
 
 
@@ -129,14 +110,16 @@ def layer_of(name: str, naming: Naming) -> int:
 
 def identify(name: str, naming: Naming) -> Identity:
     """Returns the canonical name and the role of a tensor, given its name in the file."""
-    prefix, part = "", look_up(name, naming.top)
-    expert = None
-    if match := naming.layer.fullmatch(name):
-        expert = EXPERT.search(match[2])
-        prefix, part = f"layers.{match[1]}.", look_up(EXPERT.sub("*", match[2], count=1), naming.parts)
+    match = naming.layer.fullmatch(name)
+    within = match[2] if match else name
+    expert = EXPERT.search(within) if match else None
+    if expert:
+        within = f"{within[: expert.start()]}*{within[expert.end() :]}"
+    part = look_up(within, naming.parts if match else naming.top)
     if part is None:
         raise UnsupportedModel(f"the checkpoint has a tensor named {name!r}, which this engine has no use for")
-    return Identity(prefix + (part.replace("*", expert[0]) if expert else part), part, role_of(part))
+    ours = part.replace("*", expert[0]) if expert else part
+    return Identity(f"layers.{match[1]}.{ours}" if match else ours, part, role_of(part))
 
 
 def look_up(name: str, parts: Mapping[str, str]) -> str | None:

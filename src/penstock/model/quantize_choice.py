@@ -49,7 +49,7 @@ NARROW = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}  # if the row length i
 Encode = Callable[[Tensor, Format], Tensor]
 
 
-class Choice(NamedTuple):
+class FormatChoice(NamedTuple):
     """Holds the formats that were chosen, and what the user should know about them."""
 
     formats: Mapping[str, Format]  # of the tensors that change, by canonical name
@@ -61,7 +61,7 @@ def precision_of(tensor: Tensor) -> Precision:
     return Precision.PLAIN if tensor.role is None else PRECISION[tensor.role]
 
 
-def choose(tensors: Mapping[str, Tensor], to: str, again: bool = False) -> Choice:
+def choose(tensors: Mapping[str, Tensor], to: str, again: bool = False) -> FormatChoice:
     """Chooses the format `to`, or one near to it, for every tensor that may be quantized.
 
     Unless `again`, tensors that are quantized already keep their formats.
@@ -83,7 +83,7 @@ def choose(tensors: Mapping[str, Tensor], to: str, again: bool = False) -> Choic
         if format.name != wanted:
             notes[f"weights with rows of {tensor.shape[-1]}, no multiple of 256, become {format.name}"] = None
         formats[name] = format
-    return Choice(formats, tuple(notes))
+    return FormatChoice(formats, tuple(notes))
 
 
 def fitting(name: str, width: int) -> Format | None:

@@ -85,7 +85,7 @@ class PackedModel(Protocol):
     def forward(self, ops: Ops[V]) -> V: ...
 
 
-class Family(Protocol):
+class FamilyModule(Protocol):
     """Describes the module of a family."""
 
     HUGGING_FACE: Naming
@@ -101,14 +101,14 @@ class Family(Protocol):
         """Builds the model with packed weights."""
 
 
-def family(name: str) -> Family:
+def family(name: str) -> FamilyModule:
     """Returns the module of a family."""
     if name not in {*HUGGING_FACE.values(), *GGUF.values()}:
         raise UnsupportedModel(f"the family {name!r} is not supported; supported: {', '.join(HUGGING_FACE.values())}")
-    return cast(Family, import_module(f"penstock.model.families.{name}"))
+    return cast(FamilyModule, import_module(f"penstock.model.families.{name}"))
 
 
-def family_of_hf(config: ConfigReader) -> Family:
+def family_of_hf(config: ConfigReader) -> FamilyModule:
     """Returns the family of a Hugging Face folder, given its config."""
     names = config.strings("architectures")
     if len(names) != 1 or names[0] not in HUGGING_FACE:
@@ -116,7 +116,7 @@ def family_of_hf(config: ConfigReader) -> Family:
     return family(HUGGING_FACE[names[0]])
 
 
-def family_of_gguf(metadata: ConfigReader) -> Family:
+def family_of_gguf(metadata: ConfigReader) -> FamilyModule:
     """Returns the family of a GGUF file."""
     name = metadata.text("general.architecture")
     if name not in GGUF:

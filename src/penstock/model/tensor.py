@@ -108,6 +108,10 @@ class Tensor:
         """Returns the number of bytes."""
         return prod(self.shape) // self.format.values * self.format.bytes
 
+    def with_role(self, role: Role) -> Tensor:
+        """Returns the tensor with a role; it is faster than `replace`, for models with many thousands of experts."""
+        return Tensor(self.name, self.format, self.shape, self.source, self.scales, role)
+
 
 def factor_of(tensor: Tensor) -> float | None:
     """Returns the factor that multiplies all values; None if they do not share one."""

@@ -1,1 +1,1 @@
-"""What can be told of a model before and beside serving it: memory, speed and quality."""
+"""Measures and forecasts memory, speed and quality of models, apart from serving them."""

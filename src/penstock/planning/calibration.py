@@ -1,7 +1,7 @@
-"""Measures what a machine gives (roofline.py), through the same seam that the engine computes through.
+"""Measures the speed of this machine (roofline.py) through the backend that the engine uses.
 
-Small models with random weights are loaded one after the other. What differs between two of them, or between two steps
-of one, is what a layer, a byte of weights, a multiply-add or a byte of cache costs.
+Small models with random weights are loaded one after the other. The difference between two of them, or between two
+steps of one, is the cost of a layer, a weight, a multiply-add or a byte of KV cache.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from penstock.model.load import Checkpoint, load_model
 from penstock.model.random_tensor import random_tensor
 from penstock.model.spec import AttentionSpec, ModelSpec, RopeSpec
 from penstock.model.tensor import FORMATS
-from penstock.planning.roofline import Machine, Roof
+from penstock.planning.roofline import MachineProfile, MatmulTimes
 
-Tell = Callable[[str], None]
+Log = Callable[[str], None]
 BLOCK = 16
-SHORT, LONG = 64, 1984  # contexts
-ROWS = 8  # that attend to them
-TIMES = 7  # each step is taken: the fastest is what the machine gives, others were disturbed
+SHORT, LONG = 64, 1984  # tokens of context
+ROWS = 8  # with such contexts
+TIMES = 7  # that each step runs: the fastest counts, others were disturbed
 
 
-class Shape(NamedTuple):
-    """Of a probe's layers."""
+class LayerShape(NamedTuple):
+    """Gives the shape of the layers of a calibration model."""
 
     dim: int
     hidden: int
@@ -44,41 +44,48 @@ class Shape(NamedTuple):
     head_dim: int
 
 
-class Sizes(NamedTuple):
-    """What suits a device: matrices as models for it have them, and more bytes of them than its caches hold."""
+class CalibrationSizes(NamedTuple):
+    """Gives the sizes of the models that calibrate a device: matrices like those of its usual models, and more bytes
+    than its caches have."""
 
-    large: Shape
-    small: Shape  # nothing but what every layer costs
-    bytes: int
+    large: LayerShape
+    small: LayerShape  # so small that only the fixed costs of a layer count
+    bytes: int  # of weights
     tokens: int  # of a prompt
-    rows: tuple[int, ...]  # that answer at once
+    rows: tuple[int, ...]  # sequences that decode together
 
 
 SIZES = {
-    "cpu": Sizes(Shape(1024, 2816, 16, 4, 64), Shape(64, 64, 1, 1, 64), 160 << 20, 256, (1, 8, 32)),
-    "cuda": Sizes(Shape(4096, 14336, 32, 8, 128), Shape(256, 256, 2, 1, 128), 1 << 30, 2048, (1, 8, 32, 128)),
+    "cpu": CalibrationSizes(
+        LayerShape(1024, 2816, 16, 4, 64), LayerShape(64, 64, 1, 1, 64), 160 << 20, 256, (1, 8, 32)
+    ),
+    "cuda": CalibrationSizes(
+        LayerShape(4096, 14336, 32, 8, 128), LayerShape(256, 256, 2, 1, 128), 1 << 30, 2048, (1, 8, 32, 128)
+    ),
 }
 
 
-def measure(config: Config, kinds: Iterable[str], known: Machine | None = None, tell: Tell = lambda _: None) -> Machine:
-    """Measures products with weights of these kinds (`StoredAs`), for a config with all defaults filled in, and adds
-    them to what is known already."""
+def measure(
+    config: Config, kinds: Iterable[str], known: MachineProfile | None = None, log: Log = lambda _: None
+) -> MachineProfile:
+    """Returns the machine's speed with weights of these formats (`StoredAs.kind`), added to what is `known` already.
+    The config has its defaults filled in."""
     config = replace(config, quantize="")
     sizes = SIZES[Device.parse(config.device).kind]
     if known is None:
-        tell("steps and layers")
+        log("steps and layers")
         step, layer = fixed_costs(config, sizes)
-        tell("attention")
-        known = Machine(step, layer, *attention_rates(config, sizes), roofs={})
-    roofs = dict(known.roofs)
+        log("attention")
+        known = MachineProfile(step, layer, *attention_rates(config, sizes), matmuls={})
+    matmuls = dict(known.matmuls)
     for kind in kinds:
-        tell(f"products with {kind}")
-        roofs[kind] = roof_of(config, sizes, kind, known)
-    return known._replace(roofs=roofs)
+        log(f"products with {kind}")
+        matmuls[kind] = matmul_times(config, sizes, kind, known)
+    return known._replace(matmuls=matmuls)
 
 
-def fixed_costs(config: Config, sizes: Sizes) -> tuple[float, float]:
-    """Seconds of the host for a step, and of a layer."""
+def fixed_costs(config: Config, sizes: CalibrationSizes) -> tuple[float, float]:
+    """Returns the seconds of the host for a step, and the seconds of a layer without work."""
     few, many = 2, 34
     with opened(config, sizes.small, "F16", few) as backend:
         step, short = host_time(backend), backend.time_step(one_token(1), TIMES)
@@ -86,8 +93,8 @@ def fixed_costs(config: Config, sizes: Sizes) -> tuple[float, float]:
         return step, max(backend.time_step(one_token(1), TIMES) - short, 0.0) / (many - few)
 
 
-def attention_rates(config: Config, sizes: Sizes) -> tuple[float, float]:
-    """Bytes of the cache for one row, multiply-adds for a prompt."""
+def attention_rates(config: Config, sizes: CalibrationSizes) -> tuple[float, float]:
+    """Returns per second: bytes of KV cache read in decode, and multiply-adds of attention in prefill."""
     layers, shape = 4, sizes.large._replace(dim=256, hidden=256)
     with opened(config, shape, "F16", layers) as backend:
         near, far = (backend.time_step(one_token(at, ROWS), TIMES) for at in (SHORT, LONG))
@@ -100,29 +107,32 @@ def attention_rates(config: Config, sizes: Sizes) -> tuple[float, float]:
     )
 
 
-def roof_of(config: Config, sizes: Sizes, kind: str, machine: Machine) -> Roof:
+def matmul_times(config: Config, sizes: CalibrationSizes, kind: str, profile: MachineProfile) -> MatmulTimes:
+    """Measures products with weights of one format."""
     shape, format = sizes.large, kind
     if kind not in FORMATS:
         config, format = replace(config, quantize=kind), "BF16"
     values = sum(prod(size) for size in matrices(shape).values())
     size = values * FORMATS[format].bytes / FORMATS[format].values
     layers = max(ceil(sizes.bytes / size), 2)
-    scores = sizes.tokens**2 * shape.heads * shape.head_dim * layers / machine.scores
+    scores = sizes.tokens**2 * shape.heads * shape.head_dim * layers / profile.scores
     with opened(config, shape, format, layers) as backend:
         times = [backend.time_step(one_token(1, rows), TIMES) for rows in sizes.rows]
         times.append(backend.time_step(prompt_of(sizes.tokens), 3) - scores)
-    fixed = layers * machine.layer
-    return Roof((*sizes.rows, sizes.tokens), tuple(above_zero(time - fixed) / (layers * values) for time in times))
+    fixed = layers * profile.layer
+    return MatmulTimes(
+        (*sizes.rows, sizes.tokens), tuple(above_zero(time - fixed) / (layers * values) for time in times)
+    )
 
 
 def above_zero(seconds: float) -> float:
-    """Two steps that should differ may not on a machine that others use."""
+    """Returns a difference of times, or a little more than 0: on a busy machine it may come out negative."""
     return max(seconds, 1e-9)
 
 
 @contextmanager
-def opened(config: Config, shape: Shape, format: str, layers: int) -> Iterator[Backend]:
-    """With such a model."""
+def opened(config: Config, shape: LayerShape, format: str, layers: int) -> Iterator[Backend]:
+    """Yields a backend with a random model of this shape loaded."""
     backend = open_backend(config)
     backend.load(load_model(random_model(shape, format, layers), backend))
     backend.reserve_kv(ROWS * (LONG // BLOCK + 1) + SIZES[Device.parse(config.device).kind].tokens // BLOCK, BLOCK)
@@ -133,8 +143,9 @@ def opened(config: Config, shape: Shape, format: str, layers: int) -> Iterator[B
         backend.close()
 
 
-def random_model(shape: Shape, format: str, layers: int) -> Checkpoint:
-    """All layers have the same weights: each is packed by itself, and none is read twice in a step."""
+def random_model(shape: LayerShape, format: str, layers: int) -> Checkpoint:
+    """Returns a model whose layers have equal weights. Each layer is packed separately, so no weight is read twice in a
+    step."""
     rng = np.random.default_rng(0)
     vocab, freqs = 64, rope.plain(10000.0, shape.head_dim)
     spec = ModelSpec(
@@ -153,10 +164,11 @@ def random_model(shape: Shape, format: str, layers: int) -> Checkpoint:
     tensors = {f"layers.{i}.{name}": tensor for i in range(layers) for name, tensor in layer.items()}
     tensors["embed"] = random_tensor(rng, "F16", vocab, shape.dim)
     tensors["norm"] = random_tensor(rng, "F32", shape.dim)
-    return Checkpoint(spec, tensors, name="probe", path=Path(), metadata={})
+    return Checkpoint(spec, tensors, name="calibration", path=Path(), metadata={})
 
 
-def matrices(shape: Shape) -> dict[str, tuple[int, int]]:
+def matrices(shape: LayerShape) -> dict[str, tuple[int, int]]:
+    """Returns the shape of each matrix of a layer."""
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     return {
         "q": (q, shape.dim),
@@ -170,17 +182,18 @@ def matrices(shape: Shape) -> dict[str, tuple[int, int]]:
 
 
 def one_token(at: int, rows: int = 1) -> Batch:
-    """Of each row, whose context is its own."""
+    """Returns a batch in which each row decodes one token at position `at`, after a context of its own."""
     blocks = at // BLOCK + 1
     return greedy_batch([Chunk([1], at, range(row * blocks, (row + 1) * blocks), row, 1) for row in range(rows)])
 
 
 def prompt_of(tokens: int, at: int = 0) -> Batch:
+    """Returns a batch that prefills so many tokens from position `at`."""
     return greedy_batch([Chunk([1] * tokens, at, range((at + tokens) // BLOCK + 1), sample=1)])
 
 
 def host_time(backend: Backend, count: int = 32) -> float:
-    """Seconds between steps of hardly any work, queued as the engine does."""
+    """Returns the seconds between steps with hardly any work, which are queued as the engine does."""
     backend.time_step(one_token(1), 1)
     begun = time.perf_counter()
     for step in range(count):

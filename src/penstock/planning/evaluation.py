@@ -1,7 +1,7 @@
-"""How well a model predicts a text, and how far its predictions are from another's.
+"""Measures the perplexity of a model and the KL divergence of its predictions from another model's.
 
-A text is cut into windows. In each the second half is predicted, all tokens before it known, so that every prediction
-has at least half a window to go by.
+A text is cut into windows. In each window the tokens of the second half are predicted from all tokens before them, so
+that every prediction has a context of at least half a window.
 """
 
 from __future__ import annotations
@@ -18,28 +18,31 @@ from penstock.backend import open_backend, resolve_defaults
 from penstock.backend.base import Backend, Batch, Floats, Ints
 from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.quantize_at_load import quantized
-from penstock.config import Config, Device
+from penstock.config import Config
 from penstock.errors import ConfigError, InvalidRequest, UnsupportedModel
 from penstock.model.load import load_model, open_checkpoint, text_of
 
 Doubles = NDArray[np.float64]
-Advance = Callable[[], None]
 
 CONTEXT = 512
 TOKENS = 8192
-LEAST_CONTEXT = 8
-AT_ONCE = {"cuda": 4}  # windows in a step; elsewhere one
+MIN_CONTEXT = 8
+WINDOWS_PER_STEP = {"cuda": 4}  # on other devices 1
 LONG_TOKEN = 32  # characters: tokens are shorter on average
-MOST_CHARACTERS = 1 << 22  # that tokenizers take at once
-ROWS = 32  # of logits whose probabilities are worked out together
+MAX_CHARACTERS = 1 << 22  # given to the tokenizer in one call
+ROWS = 32  # of logits whose probabilities are computed together
 
 
-class ShowsLogits(Backend, Protocol):
+class BackendWithLogits(Backend, Protocol):
+    """Is a backend that can return logits."""
+
     def logits(self, batch: Batch) -> Floats: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Perplexity:
+    """Holds the perplexity of a model on a text."""
+
     value: float
     error: float  # of the mean
     predictions: int
@@ -47,52 +50,52 @@ class Perplexity:
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """KL(reference || model) from prediction to prediction, in nats."""
+    """Describes the distribution of KL(reference || model) over predictions, in nats."""
 
     mean: float
     error: float  # of the mean
     median: float
     p90: float
     p99: float
-    most: float
-    same_top: float  # share of predictions whose likeliest token is the same
+    most: float  # the maximum
+    same_top: float  # share of predictions whose most likely token is the same
     predictions: int
     perplexity: Perplexity
-    reference: Perplexity  # its perplexity
+    reference: Perplexity  # of the reference
 
 
-class Compared(NamedTuple):
-    """Of each prediction."""
+class Comparison(NamedTuple):
+    """Compares two models; each array has one value per prediction."""
 
     divergence: Doubles
-    same: NDArray[np.bool_]
+    same: NDArray[np.bool_]  # whether the most likely token is the same
     known: Doubles  # log-probability of the token that follows
     known_to_reference: Doubles
 
 
 class Scorer:
-    """A loaded model, for windows of one length."""
+    """Runs a model on windows of one length."""
 
     def __init__(self, config: Config, context: int = CONTEXT) -> None:
         checkpoint = open_checkpoint(Path(config.model))
         config = resolve_defaults(config, checkpoint.float8, checkpoint.whole)
-        self.at_once = AT_ONCE.get(Device.parse(config.device).kind, 1)
+        self.at_once = WINDOWS_PER_STEP.get(config.device, 1)
         self.vocab = checkpoint.spec.vocab
         self._context = context
         self._block = config.block_size
         self._blocks = -(-context // self._block)
         tokens = max(config.step_tokens, self.at_once * context)
-        self._backend = cast(ShowsLogits, open_backend(replace(config, step_tokens=tokens)))
+        self._backend = cast(BackendWithLogits, open_backend(replace(config, step_tokens=tokens)))
         self._backend.load(load_model(quantized(checkpoint, config), self._backend))
         self._backend.reserve_kv(self.at_once * self._blocks, self._block)
         self._steps = 0
 
     def logits(self, windows: Sequence[Ints]) -> Floats:
-        """[predictions, vocab]"""
+        """Returns the logits of the predictions, [predictions, vocab]."""
         return self._backend.logits(self._batch(windows))
 
     def scores(self, windows: Sequence[Ints]) -> Doubles:
-        """Log-probabilities of the tokens that follow: [predictions]."""
+        """Returns the log-probabilities of the tokens that follow, [predictions]."""
         batch = self._batch(windows)
         targets = np.concatenate([followers(window) for window in windows])
         rows = replace(batch.sample, target=targets, logprobs=np.zeros(len(targets), np.int32))
@@ -113,68 +116,75 @@ class Scorer:
 
 
 def followers(window: Ints) -> Ints:
-    """What is predicted."""
+    """Returns the tokens that are predicted."""
     return window[len(window) // 2 + 1 :]
 
 
 def windows_of(path: Path, text: str, context: int = CONTEXT, tokens: int = TOKENS) -> list[Ints]:
-    """The text as this model reads it, cut into windows that each begin as texts do; `tokens` of them in all."""
+    """Returns at most `tokens` tokens of the text, cut into windows. Each window begins with BOS if the model uses
+    it."""
     checkpoint = open_checkpoint(path)
     if checkpoint.spec.encoder:
-        raise UnsupportedModel("this model is an encoder, which predicts no tokens: there is nothing to measure")
-    if not LEAST_CONTEXT <= context <= checkpoint.spec.max_len:
-        most = checkpoint.spec.max_len
-        raise ConfigError(f"windows have {LEAST_CONTEXT} to {most} tokens with this model; got {context}")
+        raise UnsupportedModel("this model is an encoder, which predicts no tokens: it has no perplexity")
+    if not MIN_CONTEXT <= context <= checkpoint.spec.max_len:
+        longest = checkpoint.spec.max_len
+        raise ConfigError(f"--context must be from {MIN_CONTEXT} to {longest} tokens with this model; got {context}")
     tokenizer = text_of(checkpoint).tokenizer
     tokens = max(tokens, context)
-    ids = tokenizer.encode(text[: min(tokens * LONG_TOKEN, MOST_CHARACTERS)], bos=True)
+    ids = tokenizer.encode(text[: min(tokens * LONG_TOKEN, MAX_CHARACTERS)], bos=True)
     begins = ids[:1] if ids[:1] == [tokenizer.bos_id] else []
     count = min(len(ids), tokens) // context
     if not count:
-        raise InvalidRequest(f"the text has {len(ids)} tokens; one window takes {context}", param="text")
+        raise InvalidRequest(
+            f"the text has {len(ids)} tokens and one window needs {context}: give more text, or lower --context",
+            param="text",
+        )
     windows = np.array(ids[: count * context], np.int32).reshape(count, context)
     windows[:, : len(begins)] = begins
     return list(windows)
 
 
-def together(windows: Sequence[Ints], size: int) -> Iterator[Sequence[Ints]]:
+def in_steps(windows: Sequence[Ints], size: int) -> Iterator[Sequence[Ints]]:
     return (windows[first : first + size] for first in range(0, len(windows), size))
 
 
-def measure_perplexity(scorer: Scorer, windows: Sequence[Ints], advance: Advance) -> Perplexity:
+def measure_perplexity(scorer: Scorer, windows: Sequence[Ints], advance: Callable[[], None]) -> Perplexity:
     scores = []
-    for some in together(windows, scorer.at_once):
+    for some in in_steps(windows, scorer.at_once):
         scores.append(scorer.scores(some))
         for _ in some:
             advance()
     return perplexity(np.concatenate(scores))
 
 
-def measure_divergence(scorer: Scorer, reference: Scorer, windows: Sequence[Ints], advance: Advance) -> Divergence:
+def measure_divergence(
+    scorer: Scorer, reference: Scorer, windows: Sequence[Ints], advance: Callable[[], None]
+) -> Divergence:
     if scorer.vocab != reference.vocab:
         raise ConfigError(f"the models differ in their vocabularies: {scorer.vocab} tokens and {reference.vocab}")
     parts = []
-    for some in together(windows, scorer.at_once):
+    for some in in_steps(windows, scorer.at_once):
         targets = np.concatenate([followers(window) for window in some])
         parts.append(compare(reference.logits(some), scorer.logits(some), targets))
         for _ in some:
             advance()
-    return summary(Compared(*(np.concatenate(column) for column in zip(*parts, strict=True))))
+    return summary(Comparison(*(np.concatenate(column) for column in zip(*parts, strict=True))))
 
 
-def compare(truth: Floats, answer: Floats, targets: Ints) -> Compared:
-    """Of logits [predictions, vocab]."""
+def compare(truth: Floats, answer: Floats, targets: Ints) -> Comparison:
+    """Compares logits [predictions, vocab] of two models."""
     found = []
     for first in range(0, len(truth), ROWS):
         part = slice(first, first + ROWS)
         wanted, given = log_softmax(truth[part]), log_softmax(answer[part])
         at = np.arange(len(wanted)), targets[part]
         same = wanted.argmax(1) == given.argmax(1)
-        found.append(Compared(divergence(wanted, given), same, given[at], wanted[at]))
-    return Compared(*(np.concatenate(column) for column in zip(*found, strict=True)))
+        found.append(Comparison(divergence(wanted, given), same, given[at], wanted[at]))
+    return Comparison(*(np.concatenate(column) for column in zip(*found, strict=True)))
 
 
 def log_softmax(logits: Floats) -> Doubles:
+    """Returns the log-probabilities of each row, in float64."""
     wide = logits.astype(np.float64)
     wide -= wide.max(axis=1, keepdims=True)
     wide -= np.log(np.exp(wide).sum(axis=1, keepdims=True))
@@ -182,7 +192,8 @@ def log_softmax(logits: Floats) -> Doubles:
 
 
 def divergence(truth: Doubles, answer: Doubles, within: float = np.inf) -> Doubles:
-    """KL(truth || answer) of each row of log-probabilities, over the tokens `within` so many nats of the likeliest."""
+    """Returns KL(truth || answer) for each row of log-probabilities, over the tokens within so many nats of the most
+    likely one."""
     with np.errstate(invalid="ignore"):
         terms = np.where(truth > -np.inf, np.exp(truth) * (truth - answer), 0.0)
     counted = truth > truth.max(axis=1, keepdims=True) - within
@@ -199,8 +210,8 @@ def standard_error(values: Doubles) -> float:
     return float(values.std(ddof=1) / len(values) ** 0.5) if len(values) > 1 else 0.0
 
 
-def summary(compared: Compared) -> Divergence:
-    kl = compared.divergence
+def summary(comparison: Comparison) -> Divergence:
+    kl = comparison.divergence
     median, p90, p99 = (float(value) for value in np.quantile(kl, (0.5, 0.9, 0.99)))
     return Divergence(
         mean=float(kl.mean()),
@@ -209,8 +220,8 @@ def summary(compared: Compared) -> Divergence:
         p90=p90,
         p99=p99,
         most=float(kl.max()),
-        same_top=float(compared.same.mean()),
+        same_top=float(comparison.same.mean()),
         predictions=len(kl),
-        perplexity=perplexity(compared.known),
-        reference=perplexity(compared.known_to_reference),
+        perplexity=perplexity(comparison.known),
+        reference=perplexity(comparison.known_to_reference),
     )

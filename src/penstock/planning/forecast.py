@@ -1,5 +1,4 @@
-"""What to expect of a model before it is loaded: the memory it would take and the speed it would have, as it is and
-quantized."""
+"""Forecasts the memory and the speed of a model before it is loaded, as it is and quantized."""
 
 from __future__ import annotations
 
@@ -7,73 +6,82 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from penstock.backend import QUANTIZATIONS, open_backend, resolve_defaults
+from penstock.backend import open_backend, resolve_defaults
 from penstock.backend.quantize_at_load import quantized
-from penstock.config import Config, Device
+from penstock.config import QUANTIZATIONS, Config, Device
 from penstock.errors import ConfigError
 from penstock.model.load import Checkpoint
 from penstock.model.tensor import PLAIN
 from penstock.planning.memory_plan import MemoryPlan, plan_memory
-from penstock.planning.roofline import Demand, Machine, decode_time, demand_of, prefill_time
+from penstock.planning.roofline import MachineProfile, ModelCosts, decode_time, model_costs, prefill_time
 
-Rates = Callable[[Config, str, Sequence[str]], Machine | None]  # of a backend, by name, with weights stored so
-ANSWER = 128  # tokens that were answered already, in the middle of what is expected
-TOGETHER = (1, 8, 32, 64, 128, 256)  # sequences
+Profiler = Callable[[Config, str, Sequence[str]], MachineProfile | None]
+"""Returns what the machine can do, given a config, the backend's name and the formats of weights; None: unknown."""
+
+ANSWER = 128  # tokens before the one whose time is forecast: the middle of an answer
+BATCH_SIZES = (1, 8, 32, 64, 128, 256)  # sequences
 
 
 class Speed(NamedTuple):
+    """Forecasts the speed of a model."""
+
     prompt: int  # tokens
-    first_token: float  # seconds, with nothing else to be done; of an encoder, to the embedding
-    together: dict[int, float]  # tokens a second of so many sequences in all; empty where there are no answers
+    first_token: float  # seconds when nothing else runs; of an encoder, to the embedding
+    together: dict[int, float]  # sequences -> tokens per second of all of them; empty for an encoder
 
     @property
     def alone(self) -> float | None:
+        """Returns the tokens per second of one sequence."""
         return self.together.get(1)
 
 
 @dataclass(frozen=True, slots=True)
-class Outlook:
-    quantize: str  # empty: as it is
+class Forecast:
+    """Says what to expect of a model: `memory` if it fits, else `problem`."""
+
+    quantize: str  # empty: weights as they are
     memory: MemoryPlan | None = None
     speed: Speed | None = None
-    trouble: str = ""  # why it does not fit
+    problem: str = ""  # why it does not fit
 
 
-def outlooks(config: Config, checkpoint: Checkpoint, prompt: int, rates: Rates) -> Iterator[Outlook]:
-    """As the config says; where it does not, plain weights as they are, and as all that they could become."""
+def make_forecasts(config: Config, checkpoint: Checkpoint, prompt: int, profiler: Profiler) -> Iterator[Forecast]:
+    """Yields the forecast for the config and, if it does not quantize plain weights, one for each way to do so."""
     config = resolve_defaults(config, checkpoint.float8, checkpoint.whole)
     plain = any(tensor.format.name in PLAIN for tensor in checkpoint.tensors.values() if len(tensor.shape) > 1)
     others = QUANTIZATIONS.get(Device.parse(config.device).kind, ()) if plain and not config.quantize else ()
     for quantize in (config.quantize, *others):
-        complete = resolve_defaults(replace(config, quantize=quantize), checkpoint.float8, checkpoint.whole)
-        yield outlook(complete, checkpoint, prompt, rates)
+        resolved = resolve_defaults(replace(config, quantize=quantize), checkpoint.float8, checkpoint.whole)
+        yield make_forecast(resolved, checkpoint, prompt, profiler)
 
 
-def outlook(config: Config, checkpoint: Checkpoint, prompt: int, rates: Rates) -> Outlook:
+def make_forecast(config: Config, checkpoint: Checkpoint, prompt: int, profiler: Profiler) -> Forecast:
+    """Returns the forecast for a config with its defaults filled in, and prompts of so many tokens."""
     backend, spec, tensors = open_backend(config), checkpoint.spec, quantized(checkpoint, config, silent).tensors
     footprint = backend.footprint(spec, tensors.values())
     try:
         memory = plan_memory(config, spec, footprint)
     except ConfigError as error:
-        return Outlook(config.quantize, trouble=str(error))
-    demand = demand_of(spec, tensors, backend.stored_as, footprint.kv_token)
-    machine = rates(config, backend.name, demand.kinds)
-    return Outlook(config.quantize, memory, machine and speed_of(machine, demand, memory, prompt))
+        return Forecast(config.quantize, problem=str(error))
+    costs = model_costs(spec, tensors, backend.stored_as, footprint.kv_token)
+    profile = profiler(config, backend.name, costs.kinds)
+    return Forecast(config.quantize, memory, profile and forecast_speed(profile, costs, memory, prompt))
 
 
 def silent(_: str) -> None: ...
 
 
-def speed_of(machine: Machine, demand: Demand, memory: MemoryPlan, prompt: int) -> Speed:
+def forecast_speed(profile: MachineProfile, costs: ModelCosts, memory: MemoryPlan, prompt: int) -> Speed:
+    """Returns the speed of a model on a machine, for prompts of so many tokens."""
     limits = memory.limits
     prompt = min(prompt, limits.max_len)
     context = min(prompt + ANSWER, limits.max_len)
     room = limits.num_blocks // memory.sequence_blocks(context)
-    counts = [count for count in TOGETHER if count == 1 or count <= min(room, limits.max_rows)]
+    counts = [count for count in BATCH_SIZES if count == 1 or count <= min(room, limits.max_rows)]
     if limits.encoder:
         counts = []
     return Speed(
         prompt,
-        prefill_time(machine, demand, prompt, limits.step_tokens),
-        {count: count / decode_time(machine, demand, count, context) for count in counts},
+        prefill_time(profile, costs, prompt, limits.step_tokens),
+        {count: count / decode_time(profile, costs, count, context) for count in counts},
     )

@@ -1,7 +1,8 @@
-"""How long steps will take: what a model asks of a machine over what that machine was measured to give (probe.py).
+"""Forecasts how long steps take, from what a model computes and what the machine was measured to do (calibration.py).
 
-A product reads its weights and multiplies them: for a few rows the reading takes its time, for many the multiplying,
-and between them kernels differ. So products are measured for some numbers of rows; others lie between them.
+A matrix product reads its weights and multiplies them. For few rows the reading takes the time, for many rows the
+multiplying, and in between kernels differ. So products are measured for several numbers of rows, and the times between
+are interpolated.
 """
 
 from __future__ import annotations
@@ -19,48 +20,48 @@ from penstock.model.spec import ModelSpec
 from penstock.model.tensor import Tensor
 
 
-class Roof(NamedTuple):
-    """Gives the speed of products with weights that are stored alike."""
+class MatmulTimes(NamedTuple):
+    """Holds the measured times of products with weights of one format."""
 
-    rows: tuple[int, ...]  # 1 and more
-    seconds: tuple[float, ...]  # of a step with so many rows, for each weight
+    rows: tuple[int, ...]  # rising, from 1
+    seconds: tuple[float, ...]  # for each of `rows`: of one step, per weight
 
     def time(self, rows: float) -> float:
-        """Beyond what was measured it grows as rows do."""
+        """Returns the seconds per weight for so many rows. Beyond what was measured they grow as rows do."""
         if rows > self.rows[-1]:
             return rows / self.rows[-1] * self.seconds[-1]
         return float(np.interp(rows, self.rows, self.seconds))
 
 
-class Machine(NamedTuple):
-    """What was measured. Rates are of a second."""
+class MachineProfile(NamedTuple):
+    """Holds the measured speed of a machine."""
 
     step: float  # seconds of the host for each step, while the device computes: no step takes less
     layer: float  # seconds that every layer takes, whatever its size
-    cache: float  # bytes of the KV cache, read for one row
-    scores: float  # multiply-adds of prompts' attention
-    roofs: Mapping[str, Roof]  # by what weights are stored as
+    cache: float  # bytes of the KV cache read per second while decoding
+    scores: float  # multiply-adds per second in the attention of prompts
+    matmuls: Mapping[str, MatmulTimes]  # by the format that weights are stored in
 
 
-class Load(NamedTuple):
-    """Counts weights that are stored and used alike."""
+class WeightGroup(NamedTuple):
+    """Counts weights that have the same format and are used by the same rows."""
 
-    kind: str
+    kind: str  # format
     weights: int
-    share: float = 1.0  # of them that one row needs: experts
-    sampled: bool = False  # for rows whose logits are wanted, not for every token
+    share: float = 1.0  # of them that one row uses; less than 1 for experts
+    sampled: bool = False  # used only for rows whose logits are needed
 
 
-class Demand(NamedTuple):
-    """What a model asks for."""
+class ModelCosts(NamedTuple):
+    """Counts what one step of a model computes and reads."""
 
-    loads: tuple[Load, ...]
-    kv_token: int
-    windows: tuple[int, ...]  # of each layer that attends; 0: none
+    weight_groups: tuple[WeightGroup, ...]
+    kv_token: int  # bytes
+    windows: tuple[int, ...]  # of each attention layer; 0: it sees the whole context
     q_width: int
     causal: bool = True
-    recurrent: int = 0  # layers that have a state instead
-    state: int = 0  # bytes, of all of them: each token of a row reads and writes it
+    recurrent: int = 0  # layers with a state instead of KV
+    state: int = 0  # bytes of all those layers; each token of a row reads and writes them
 
     @property
     def layers(self) -> int:
@@ -68,24 +69,26 @@ class Demand(NamedTuple):
 
     @property
     def kinds(self) -> list[str]:
-        return sorted({load.kind for load in self.loads})
+        """Returns the formats of its weights."""
+        return sorted({group.kind for group in self.weight_groups})
 
 
-def demand_of(
+def model_costs(
     spec: ModelSpec, tensors: Mapping[str, Tensor], stored_as: Callable[[Tensor], StoredAs], kv_token: int
-) -> Demand:
-    """`tensors` by canonical name."""
+) -> ModelCosts:
+    """Returns the costs of a model whose `tensors` are given by canonical name."""
     sums: Counter[tuple[str, float, bool]] = Counter()
-    for name, share, sampled in used(spec, tensors):
+    for name, share, sampled in used_matrices(spec, tensors):
         sums[stored_as(tensors[name]).kind, share, sampled] += prod(tensors[name].shape)
-    loads = tuple(Load(kind, count, share, sampled) for (kind, share, sampled), count in sums.items())
+    groups = tuple(WeightGroup(kind, count, share, sampled) for (kind, share, sampled), count in sums.items())
     windows = tuple(spec.attention(layer).window for layer in range(spec.layers) if layer not in spec.recurrent)
     states = len(spec.recurrent), spec.state_bytes
-    return Demand(loads, kv_token, windows, spec.attn.q_width, spec.attn.causal, *states)
+    return ModelCosts(groups, kv_token, windows, spec.attn.q_width, spec.attn.causal, *states)
 
 
-def used(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, float, bool]]:
-    """Names of the matrices that are multiplied with, the share of rows that need each, whether only sampled ones."""
+def used_matrices(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, float, bool]]:
+    """Yields the name of each matrix that steps multiply with, the share of it that a row uses, and whether only
+    sampled rows do."""
     head = "embed" if spec.tied else "head"
     needed = spec.experts.top_k / spec.experts.count if spec.experts else 1.0
     for name, tensor in tensors.items():
@@ -93,37 +96,42 @@ def used(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, 
             yield name, needed if tensor.role in EXPERTS else 1.0, name == head
 
 
-def products_time(machine: Machine, demand: Demand, tokens: int, sampled: int) -> float:
-    """Of a step with so many tokens."""
-    return sum(load_time(machine.roofs[load.kind], load, sampled if load.sampled else tokens) for load in demand.loads)
+def matmul_time(profile: MachineProfile, costs: ModelCosts, tokens: int, sampled: int) -> float:
+    """Returns the seconds of all products of a step with `tokens` tokens, of which `sampled` need logits."""
+    return sum(
+        group_time(profile.matmuls[group.kind], group, sampled if group.sampled else tokens)
+        for group in costs.weight_groups
+    )
 
 
-def load_time(roof: Roof, load: Load, rows: int) -> float:
+def group_time(times: MatmulTimes, group: WeightGroup, rows: int) -> float:
+    """Returns the seconds of the products with one group of weights."""
     if not rows:
         return 0.0
-    needed = 1 - (1 - load.share) ** rows  # of the weights: at least one of the rows needs them
-    return needed * load.weights * roof.time(rows * load.share / needed)
+    needed = 1 - (1 - group.share) ** rows  # share of the weights that at least one row uses
+    return needed * group.weights * times.time(rows * group.share / needed)
 
 
-def decode_time(machine: Machine, demand: Demand, rows: int, context: int) -> float:
-    """Of one step that gives every row a token, where each has so much before it."""
-    seen = sum(min(context, window or context) for window in demand.windows) / max(len(demand.windows), 1)
-    cache = rows * (seen * demand.kv_token + 2 * demand.state) / machine.cache
-    return max(machine.step, demand.layers * machine.layer + products_time(machine, demand, rows, rows) + cache)
+def decode_time(profile: MachineProfile, costs: ModelCosts, rows: int, context: int) -> float:
+    """Returns the seconds of a step in which every row decodes one token after `context` others."""
+    seen = sum(min(context, window or context) for window in costs.windows) / max(len(costs.windows), 1)
+    cache = rows * (seen * costs.kv_token + 2 * costs.state) / profile.cache
+    return max(profile.step, costs.layers * profile.layer + matmul_time(profile, costs, rows, rows) + cache)
 
 
-def prefill_time(machine: Machine, demand: Demand, tokens: int, longest: int) -> float:
-    """To the first token of an answer, where steps have at most `longest` tokens and nothing else is to be done."""
-    steps = [min(longest, tokens - first) for first in range(0, tokens, longest)]
-    products = sum(products_time(machine, demand, step, int(i == len(steps) - 1)) for i, step in enumerate(steps))
-    pairs = sum(pairs_seen(tokens, window) if demand.causal else tokens**2 for window in demand.windows)
-    fixed = machine.step + len(steps) * demand.layers * machine.layer
-    remembered = 3 * tokens * demand.state / 4  # each value is read for what is known, written, and read
-    return fixed + products + (2 * demand.q_width * pairs + remembered) / machine.scores
+def prefill_time(profile: MachineProfile, costs: ModelCosts, tokens: int, step_tokens: int) -> float:
+    """Returns the seconds to the first token of an answer, in steps of at most `step_tokens`, when nothing else
+    runs."""
+    steps = [min(step_tokens, tokens - first) for first in range(0, tokens, step_tokens)]
+    products = sum(matmul_time(profile, costs, step, int(i == len(steps) - 1)) for i, step in enumerate(steps))
+    pairs = sum(attention_pairs(tokens, window) if costs.causal else tokens**2 for window in costs.windows)
+    fixed = profile.step + len(steps) * costs.layers * profile.layer
+    state_values = 3 * tokens * costs.state / 4  # each value is read to predict, written, and read for the output
+    return fixed + products + (2 * costs.q_width * pairs + state_values) / profile.scores
 
 
-def pairs_seen(tokens: int, window: int) -> float:
-    """Of positions, where each sees those before it and itself."""
+def attention_pairs(tokens: int, window: int) -> float:
+    """Returns how many pairs of positions attend when each sees itself and the `window` before it; 0: all before it."""
     if not window or window >= tokens:
         return tokens * (tokens + 1) / 2
     return window * (window + 1) / 2 + (tokens - window) * window

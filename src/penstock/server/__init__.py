@@ -1,4 +1,4 @@
-"""HTTP: requests in the dialects clients speak become token requests, and events become their answers."""
+"""Serves HTTP: turns requests of several dialects into token requests, and events into their answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The application: routes, error handling, middlewares, and the engine that lives as long as they do."""
+"""Builds and runs the application: routes, error handling, middlewares, and the engine that lives as long as they
+do."""
 
 from __future__ import annotations
 
@@ -24,9 +25,8 @@ from penstock.ipc.client import EngineClient
 from penstock.keys import Keyring
 from penstock.server.access.accounts import Accounts
 from penstock.server.access.guard import Rules, check, guarded
-from penstock.server.access.protocol import BoundedProtocol
+from penstock.server.access.protocol import IDLE_SECONDS, BoundedProtocol
 from penstock.server.batch.archive import SPACE, Archive, Space
-from penstock.server.batch.background_client import BackgroundClient
 from penstock.server.batch.run import BatchRunner
 from penstock.server.errors import on_bug, on_client_left, on_error, on_http_error
 from penstock.server.openai.batches import Batches
@@ -42,11 +42,10 @@ if TYPE_CHECKING:
     from penstock.server.telemetry.tracing import Traces
 
 DRAIN_SECONDS = 30  # that answers in flight have when the server is asked to stop
-KEEP_ALIVE_SECONDS = 20  # that a connection may be idle: longer than clients keep one (httpx: 5), so that they close it
 
 
 class Setup(NamedTuple):
-    """How a model is served, beside the engine that computes it."""
+    """Says how a model is served, beside the engine that computes it."""
 
     path: Path | None = None  # of the model's files, for clients that ask what it is
     space: Space = SPACE  # for files and batches
@@ -66,7 +65,7 @@ def create_app(
     """Returns an application that serves `client`'s engine as `name`. It starts the client when it starts and closes it
     when it ends."""
     path, space, rules, traces = setup
-    served = ServedModel(client, text, name, int(time.time()), Metrics(client, name), path, BackgroundClient(client))
+    served = ServedModel(client, text, name, int(time.time()), Metrics(client, name), path)
     accounts = None if rules.keys is None else Accounts(Keyring(rules.keys))
     archive = Archive(space, name)
     runner = BatchRunner(archive, served, accounts, lenient=rules.lenient)
@@ -148,7 +147,7 @@ async def _serve(
         ws="none",
         log_config=None,
         access_log=False,
-        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_keep_alive=int(IDLE_SECONDS),
         timeout_graceful_shutdown=DRAIN_SECONDS,
     )
     host, port = listener.getsockname()[:2]

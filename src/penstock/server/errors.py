@@ -1,4 +1,4 @@
-"""Errors as HTTP responses, in the shape of the request's dialect: OpenAI's, Anthropic's or Ollama's."""
+"""Answers with errors, in the shape of the request's dialect: OpenAI's, Anthropic's or Ollama's."""
 
 from __future__ import annotations
 

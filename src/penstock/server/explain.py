@@ -1,4 +1,4 @@
-"""The `penstock` object: a report of what happened to an answer, in every dialect, for clients that ask for it."""
+"""Reports what happened to an answer in its `penstock` object, in every dialect, for clients that ask for it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.types import Nearest, Report, Request
 
 
 class CacheMiss(msgspec.Struct):
-    """Why no more of a prompt was reused."""
+    """Says why no more of a prompt was reused."""
 
     reason: str
     message: str
@@ -31,7 +31,7 @@ class CacheUse(msgspec.Struct):
 
 
 class StageSeconds(msgspec.Struct):
-    """Durations by the engine's clock."""
+    """Gives durations by the engine's clock."""
 
     queue: float
     prefill: float
@@ -47,7 +47,7 @@ class FinishCause(msgspec.Struct):
 
 
 class ChoiceExplanation(msgspec.Struct):
-    """What happened to one choice."""
+    """Says what happened to one choice."""
 
     index: int
     finish: FinishCause
@@ -59,7 +59,7 @@ class ChoiceExplanation(msgspec.Struct):
 
 
 class AnswerReport(msgspec.Struct):
-    """The `penstock` object of an answer."""
+    """Is the `penstock` object of an answer."""
 
     ignored_fields: list[str]
     truncated_tokens: int  # cut from the prompt, as the request asked

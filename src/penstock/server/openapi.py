@@ -1,4 +1,5 @@
-"""GET /openapi.json: the server's routes as an OpenAPI document, made of the structs that bodies are read into."""
+"""Serves GET /openapi.json: an OpenAPI document of the server's routes, made of the structs that bodies are read
+into."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ Schema = dict[str, Any]
 
 
 class Operation(NamedTuple):
-    """What a route reads and answers: its body, the fields accepted without effect, its answer, whole and streamed,
-    and its query. A string instead of a struct is a media type."""
+    """Says what a route reads and answers: its body, the fields accepted without effect, its answer, whole and
+    streamed, and its query. A string instead of a struct is a media type."""
 
     takes: Kind | str | None = None
     no_effect: NoEffect | None = None
@@ -40,7 +41,7 @@ class Operation(NamedTuple):
 
 
 class DocumentedRoute(Route):
-    """A route with the operation that documents it."""
+    """Is a route with the operation that documents it."""
 
     def __init__(
         self, path: str, endpoint: Callable[[Request], Awaitable[Response]], method: str, operation: Operation
@@ -66,7 +67,7 @@ def read_as(*kinds: Kind, no_effect: NoEffect | None = None) -> Meta:
 
 
 class OpenApiDocument:
-    """The endpoint. It makes the document at the first request, which takes a tenth of a second."""
+    """Serves the document. It makes the document at the first request, which takes a tenth of a second."""
 
     _text = b""
 

@@ -1,4 +1,4 @@
-"""The page at /: a chat and a view of the engine, in one file that loads nothing else."""
+"""Serves the page at /: a chat and a view of the engine, in one file that loads nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The context of one HTTP request: who sent it, who pays for it, and what its answer has to report.
+"""Creates the context of each HTTP request: who sent it, who pays for it, and what its answer has to report.
 
 The outermost middleware creates it. Authentication and tracing fill in their part. Endpoints get it as an argument and
 pass it down.
@@ -40,8 +40,9 @@ def new_request_id() -> str:
 
 @dataclass(slots=True, kw_only=True)
 class RequestContext:
-    """`send` is the HTTP server's own. The chunks of a stream go through it and skip the middlewares, which only change
-    an answer's headers: each middleware would cost a stream a microsecond per token."""
+    """Holds what is known about one HTTP request beside its body. `send` is the HTTP server's own. The chunks of a
+    stream go through it and skip the middlewares, which only change an answer's headers: each middleware would cost a
+    stream a microsecond per token."""
 
     id: str = field(default_factory=new_request_id)
     send: Send = _no_connection
@@ -76,7 +77,13 @@ class RequestContext:
 
     def apply_to(self, request: Request) -> Request:
         """Returns the engine's request with what this context says about it."""
-        return request._replace(owner=self.owner, explain=self.explain, salt=self.salt, priority=self.priority)
+        return request._replace(
+            owner=self.owner,
+            explain=self.explain,
+            salt=self.salt,
+            priority=self.priority,
+            background=self.background,
+        )
 
 
 def owner_of_key(name: str) -> str:

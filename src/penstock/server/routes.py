@@ -1,4 +1,4 @@
-"""Every route: its method and path, its endpoint, and the operation that documents it in /openapi.json."""
+"""Lists every route: its method and path, its endpoint, and the operation that documents it in /openapi.json."""
 
 from __future__ import annotations
 
@@ -143,7 +143,9 @@ async def show_model(served: ServedModel, request: Request, _: RequestContext) -
 async def health(served: ServedModel, _: Request, __: RequestContext) -> Response:
     hello = served.client.hello
     if hello is None:
-        return json_response({"status": "unavailable", "engine": None, "message": served.client.trouble}, 503)
+        return json_response(
+            {"status": "unavailable", "engine": None, "message": served.client.unavailable_reason}, 503
+        )
     return json_response({"status": "ok", "engine": {"pid": hello.pid, "model": served.name}})
 
 

@@ -1,4 +1,4 @@
-"""A model that is served: its engine, its text side, and the name clients know it by."""
+"""Describes a model that is served: its engine, its text side, and the name clients know it by."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import NamedTuple, TypeVar
 
 from penstock.errors import EngineUnavailable, InvalidRequest, ModelNotFound
 from penstock.ipc.client import EngineClient
-from penstock.server.batch.background_client import BackgroundClient
 from penstock.server.request_context import RequestContext
 from penstock.server.telemetry.metrics import Metrics
 from penstock.text import Text, check_answers, make_request
@@ -27,22 +26,17 @@ class ServedModel(NamedTuple):
     created: int  # seconds since 1970
     metrics: Metrics
     path: Path | None = None  # of the model's files, if known
-    background_client: BackgroundClient | None = None  # for requests that may wait
 
     @property
     def limits(self) -> Limits:
         if self.client.hello is None:
-            raise EngineUnavailable(self.client.trouble)
+            raise EngineUnavailable(self.client.unavailable_reason)
         return self.client.hello.limits
 
     @property
     def encoder(self) -> bool:
         """True if the model is known to be an encoder, which returns embeddings and no text."""
         return self.client.hello is not None and self.client.hello.limits.encoder
-
-    def engine(self, context: RequestContext) -> EngineClient:
-        """Returns the client that the context's requests go through."""
-        return self.background_client if context.background and self.background_client else self.client
 
     def check_model(self, name: str) -> None:
         if name != self.name:

@@ -23,7 +23,7 @@ encode = _encoder.encode
 
 
 class ChunkTemplate:
-    """A chunk that differs from the next one by its text alone: everything else is encoded once."""
+    """Encodes chunks that differ by their text alone: everything else is encoded once."""
 
     def __init__(self, make: Callable[[str], msgspec.Struct]) -> None:
         placeholder = secrets.token_hex(16)
@@ -34,7 +34,7 @@ class ChunkTemplate:
 
 
 class Framing(NamedTuple):
-    """How a dialect puts chunks on the wire."""
+    """Says how a dialect puts chunks on the wire."""
 
     media_type: bytes
     frame: Callable[[bytes], bytes]

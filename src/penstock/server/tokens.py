@@ -1,4 +1,4 @@
-"""POST /tokenize, /detokenize and /apply-template, with the fields of both vLLM and llama.cpp."""
+"""Serves POST /tokenize, /detokenize and /apply-template, with the fields of both vLLM and llama.cpp."""
 
 from __future__ import annotations
 

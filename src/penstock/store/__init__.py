@@ -1,36 +1,44 @@
-"""Where models come from and where they lie: fetch, find, list, remove, and make of others."""
+"""The models of this machine: fetch, find, list and remove them, and derive models from others."""
 
 from __future__ import annotations
 
 from penstock.store.blobs import Upload, blob_path
-from penstock.store.derived import Made, all_made, check_name, forget_unused_blobs, made_called, make, unmake
-from penstock.store.places import Entry, home, sha256_of, size_of
+from penstock.store.derived import (
+    DerivedModel,
+    check_name,
+    delete_derived,
+    delete_unused_blobs,
+    derived_model,
+    derived_models,
+    save_derived,
+)
+from penstock.store.paths import Entry, home, sha256_of, size_of
 from penstock.store.progress import Progress
 from penstock.store.refs import ALIASES, DEFAULT
-from penstock.store.store import entries, fetch, find, find_made, made_entry, made_path, remove
+from penstock.store.store import derived_entry, derived_path, entries, fetch, find, find_derived, remove
 
 __all__ = [
     "ALIASES",
     "DEFAULT",
+    "DerivedModel",
     "Entry",
-    "Made",
     "Progress",
     "Upload",
-    "all_made",
     "blob_path",
     "check_name",
+    "delete_derived",
+    "delete_unused_blobs",
+    "derived_entry",
+    "derived_model",
+    "derived_models",
+    "derived_path",
     "entries",
     "fetch",
     "find",
-    "find_made",
-    "forget_unused_blobs",
+    "find_derived",
     "home",
-    "made_called",
-    "made_entry",
-    "made_path",
-    "make",
     "remove",
+    "save_derived",
     "sha256_of",
     "size_of",
-    "unmake",
 ]

@@ -1,7 +1,7 @@
-"""Uploaded files, each called by its SHA-256.
+"""Uploaded files, each named by its SHA-256.
 
-<home>/blobs/<sha256>           a file, whole and checked
-<home>/blobs/<sha256>.<…>.part  one that is arriving, or what an interrupted upload left
+<home>/blobs/<sha256>           a file, complete and verified
+<home>/blobs/<sha256>.<…>.part  an upload in progress, or what an interrupted one left
 """
 
 from __future__ import annotations
@@ -17,23 +17,25 @@ from types import TracebackType
 from typing import Self
 
 from penstock.errors import DownloadError, InvalidRequest
-from penstock.store.places import home
+from penstock.store.paths import home
 
-MAX_BYTES = 2**38  # of a file
+MAX_BYTES = 2**38  # in a file
 MAX_FILES = 64
-FREE = 2**30  # bytes of the disk that uploads leave
-UNUSED = 24 * 3600.0  # seconds that a file is kept of which no model is made
+FREE = 2**30  # bytes that uploads leave free on the disk
+UNUSED = 24 * 3600.0  # seconds that a file is kept while no model is derived from it
 
 
 def blob_path(digest: str) -> Path:
-    """Where the file of a digest such as `sha256:<64 hex digits>` lies, or would."""
+    """Returns the path of the file with a digest such as `sha256:<64 hex digits>`, whether it exists or not."""
     if not re.fullmatch(r"sha256:[0-9a-f]{64}", digest):
-        raise InvalidRequest(f"{digest[:80]!r} is no digest: write sha256: and 64 hexadecimal digits", param="digest")
+        raise InvalidRequest(
+            f"{digest[:80]!r} is not a digest: write sha256: and 64 hexadecimal digits", param="digest"
+        )
     return _folder() / digest.removeprefix("sha256:")
 
 
-def forget_unused(used: Collection[str]) -> None:
-    """Removes old files that are not among the SHA-256 in `used`."""
+def delete_unused(used: Collection[str]) -> None:
+    """Deletes files older than UNUSED whose SHA-256 is not in `used`."""
     before = time.time() - UNUSED
     for file in _files():
         if file.name not in used and file.stat().st_mtime < before:
@@ -41,16 +43,16 @@ def forget_unused(used: Collection[str]) -> None:
 
 
 class Upload:
-    """A file on its way in. It is there once `keep` has found it to be what its digest says; of one that is not, or
-    that is left, nothing stays."""
+    """Receives one file. `keep` verifies its digest and adds it to the store; if the upload ends without that, or the
+    digest differs, the file is deleted."""
 
     def __init__(self, digest: str, size: int) -> None:
-        """`size` in bytes, where it is known beforehand, or 0."""
+        """Opens a file of `size` bytes; 0 if its size is unknown."""
         self._target = blob_path(digest)
         self._target.parent.mkdir(parents=True, exist_ok=True)
         if len(_files()) >= MAX_FILES:
             raise InvalidRequest(
-                f"{MAX_FILES} uploaded files are here, which is the most: delete models that were made of files"
+                f"the store has {MAX_FILES} uploaded files, which is the limit: delete models that use uploaded files"
             )
         self._size = 0
         self._check_room(size)
@@ -59,6 +61,7 @@ class Upload:
         self._file = self._part.open("xb", buffering=0)
 
     def write(self, chunk: bytes) -> None:
+        """Appends a piece of the file."""
         self._check_room(len(chunk))
         self._size += len(chunk)
         self._hash.update(chunk)
@@ -68,11 +71,12 @@ class Upload:
             raise DownloadError(f"the file could not be stored in {self._part.parent}: {error}") from error
 
     def keep(self) -> None:
+        """Verifies the digest and adds the file to the store."""
         got = self._hash.hexdigest()
         if got != self._target.name:
             raise InvalidRequest(
-                f"what arrived has the digest sha256:{got} ({self._size} bytes) instead of sha256:{self._target.name}: "
-                "nothing was kept; send it again",
+                f"the upload has the digest sha256:{got} ({self._size} bytes) instead of sha256:{self._target.name}: "
+                "it was deleted; send it again",
                 param="digest",
             )
         self._file.close()
@@ -87,11 +91,13 @@ class Upload:
 
     def _check_room(self, more: int) -> None:
         if self._size + more > MAX_BYTES:
-            raise InvalidRequest(f"a file may have {MAX_BYTES} bytes", code="request_too_large")
+            raise InvalidRequest(
+                f"the file is larger than {MAX_BYTES} bytes, the limit of one upload", code="request_too_large"
+            )
         free = shutil.disk_usage(self._target.parent).free
         if more > free - FREE:
             raise InvalidRequest(
-                f"{more:,} bytes would arrive, and the disk of the store has {max(free - FREE, 0):,} to give",
+                f"the upload needs {more:,} bytes, and the store's disk has room for {max(free - FREE, 0):,}",
                 code="request_too_large",
             )
 

@@ -1,6 +1,6 @@
-"""Models that were made here: an uploaded file, or another model under a name and with settings of its own.
+"""Derived models: an uploaded file, or another model, under a name and with settings of its own (Ollama's Modelfile).
 
-<home>/made/<digest of the name>.json    a made model's record. A name never becomes a path.
+<home>/made/<digest of the name>.json    the record of a derived model. A name never becomes a path.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from penstock.errors import DownloadError, InvalidRequest, MalformedFile, ModelNotFound
-from penstock.store.blobs import blob_path, forget_unused
-from penstock.store.places import home, locked, size_of
+from penstock.store.blobs import blob_path, delete_unused
+from penstock.store.paths import home, locked, size_of
 from penstock.store.refs import ALIASES
 
-MAX_MADE = 1000
+MAX_DERIVED = 1000
 MAX_RECORD = 2**20  # bytes
 MAX_NAME = 200
 
@@ -30,97 +30,105 @@ _NAME = re.compile(rf"{_PART}(?:/{_PART}){{0,3}}(?::{_PART})?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Made:
-    """It stands for `blob`, or for the model called `base`; the rest is what chats with it begin from."""
+class DerivedModel:
+    """Names the uploaded file `blob` or the model called `base`. The other fields are the defaults of its
+    chats."""
 
     name: str
     base: str = ""
-    path: str = ""  # of the base, where that is not in the store
+    path: str = ""  # of the base, if that is not in the store
     blob: str = ""  # a digest
     system: str = ""
     template: str = ""
     parameters: dict[str, Any] = field(default_factory=dict)
     messages: list[dict[str, Any]] = field(default_factory=list)
     license: list[str] = field(default_factory=list)
-    made: str = ""  # ISO 8601, UTC
+    made: str = ""  # when it was saved: ISO 8601, UTC
 
     @property
     def has_settings(self) -> bool:
+        """Returns whether chats with it differ from chats with its base."""
         return bool(self.system or self.template or self.parameters or self.messages)
 
     @property
     def digest(self) -> str:
-        return hashlib.sha256(_written(self)).hexdigest()
+        """Returns the SHA-256 of its record."""
+        return hashlib.sha256(_to_json(self)).hexdigest()
 
 
 def check_name(name: str) -> None:
-    """Refuses what cannot be the name of a made model."""
+    """Raises InvalidRequest if this cannot be the name of a derived model."""
     scheme = name.partition(":")[0]
     if len(name) > MAX_NAME or not _NAME.fullmatch(name) or scheme in ("hf", "pypi") or name in ALIASES:
         raise InvalidRequest(
-            f"{name[:MAX_NAME]!r} cannot name a model of your own: write at most {MAX_NAME} letters, digits and . _ - "
-            "with / between parts and : before a tag; names of models that can be fetched are taken",
+            f"{name[:MAX_NAME]!r} cannot name a model of your own: use at most {MAX_NAME} letters, digits and . _ - "
+            "with / between parts and : before a tag, and no name of a model that can be fetched",
             param="model",
         )
 
 
-def made_called(name: str) -> Made | None:
+def derived_model(name: str) -> DerivedModel | None:
+    """Returns the derived model of that name, or None."""
     return _read(_record(name))
 
 
-def all_made() -> list[Made]:
+def derived_models() -> list[DerivedModel]:
+    """Returns all derived models, by name."""
     found = (_read(record) for record in (home() / "made").glob("*.json"))
-    return sorted((made for made in found if made), key=lambda made: made.name)
+    return sorted((derived for derived in found if derived), key=lambda derived: derived.name)
 
 
-def make(made: Made) -> None:
-    """Enters the model; one of the same name is replaced."""
-    check_name(made.name)
-    text = _written(Made(**asdict(made) | {"made": datetime.now(UTC).isoformat(timespec="seconds")}))
+def save_derived(derived: DerivedModel) -> None:
+    """Saves a derived model; it replaces one of the same name."""
+    check_name(derived.name)
+    text = _to_json(replace(derived, made=datetime.now(UTC).isoformat(timespec="seconds")))
     if len(text) > MAX_RECORD:
-        raise InvalidRequest(f"the model's settings take {len(text)} bytes; at most {MAX_RECORD} are kept")
-    record = _record(made.name)
-    with _changing("make", made.name):
-        if not record.exists() and len(all_made()) >= MAX_MADE:
-            raise InvalidRequest(f"{MAX_MADE} models were made here, which is the most: delete some")
-        if made.blob and not blob_path(made.blob).exists():
-            raise InvalidRequest(f"the file {made.blob} is not here: upload it to /api/blobs/{made.blob} first")
+        raise InvalidRequest(f"the model's settings take {len(text)} bytes; the limit is {MAX_RECORD}: shorten them")
+    record = _record(derived.name)
+    with _exclusive("create", derived.name):
+        if not record.exists() and len(derived_models()) >= MAX_DERIVED:
+            raise InvalidRequest(f"this server has {MAX_DERIVED} derived models, which is the limit: delete some")
+        if derived.blob and not blob_path(derived.blob).exists():
+            raise InvalidRequest(
+                f"the file {derived.blob} is not in the store: upload it to /api/blobs/{derived.blob} first"
+            )
         record.parent.mkdir(parents=True, exist_ok=True)
         draft = record.with_suffix(".draft")
         draft.write_bytes(text)
         os.replace(draft, record)
 
 
-def unmake(name: str) -> int:
-    """Deletes a made model, and its file when no other is made of it; returns the bytes that this freed."""
-    with _changing("delete", name):
-        made = made_called(name)
-        if made is None:
-            raise ModelNotFound(f"no model called {name!r} was made here")
+def delete_derived(name: str) -> int:
+    """Deletes a derived model, and its file if no other is derived from it; returns the bytes that this freed."""
+    with _exclusive("delete", name):
+        derived = derived_model(name)
+        if derived is None:
+            raise ModelNotFound(f"there is no derived model called {name!r}")
         _record(name).unlink()
-        if not made.blob or any(other.blob == made.blob for other in all_made()):
+        if not derived.blob or any(other.blob == derived.blob for other in derived_models()):
             return 0
-        freed = size_of(blob_path(made.blob))
-        blob_path(made.blob).unlink(missing_ok=True)
+        freed = size_of(blob_path(derived.blob))
+        blob_path(derived.blob).unlink(missing_ok=True)
         return freed
 
 
-def forget_unused_blobs() -> None:
-    with _changing("look for", "files that no model is made of"):
-        forget_unused({made.blob.removeprefix("sha256:") for made in all_made()})
+def delete_unused_blobs() -> None:
+    """Deletes uploaded files that no model was derived from within a day."""
+    with _exclusive("delete", "unused uploaded files"):
+        delete_unused({derived.blob.removeprefix("sha256:") for derived in derived_models()})
 
 
 def _record(name: str) -> Path:
     return home() / "made" / f"{hashlib.sha256(name.encode(errors='surrogatepass')).hexdigest()}.json"
 
 
-def _written(made: Made) -> bytes:
-    return json.dumps(asdict(made), indent=1).encode() + b"\n"
+def _to_json(derived: DerivedModel) -> bytes:
+    return json.dumps(asdict(derived), indent=1).encode() + b"\n"
 
 
-def _read(record: Path) -> Made | None:
+def _read(record: Path) -> DerivedModel | None:
     try:
-        return Made(**json.loads(record.read_bytes()))
+        return DerivedModel(**json.loads(record.read_bytes()))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, TypeError) as error:
@@ -128,11 +136,11 @@ def _read(record: Path) -> Made | None:
 
 
 @contextmanager
-def _changing(doing: str, name: str) -> Iterator[None]:
-    """One process at a time."""
+def _exclusive(action: str, name: str) -> Iterator[None]:
+    """Holds the lock on derived models, so that one process at a time changes them."""
     try:
         with locked(home() / "locks" / "made"):
             yield
     except OSError as error:
         reason = error.strerror or str(error)
-        raise DownloadError(f"could not {doing} {name} in {home()}: {reason}") from error
+        raise DownloadError(f"could not {action} {name} in {home()}: {reason}") from error

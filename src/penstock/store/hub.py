@@ -1,4 +1,4 @@
-"""Models from Hugging Face, through its own client: its token, endpoint and proxy settings apply."""
+"""Downloads models from Hugging Face with its own client, whose token, endpoint and proxy settings apply."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import DownloadError, ModelNotFound, PenstockError
-from penstock.store.places import sha256_of, size_of
+from penstock.store.paths import sha256_of, size_of
 from penstock.store.progress import Progress, watching
 from penstock.store.refs import HubRepo
 
-_PART = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
+_SHARD = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
 
 NEEDED = (
     "config.json",
@@ -33,13 +33,14 @@ NEEDED = (
 
 
 def download(source: HubRepo, folder: Path, progress: Progress) -> Path:
-    """Leaves the repository's files, and nothing else, in `folder`; takes up what an earlier attempt left there."""
+    """Downloads the model's files into `folder`, which then has nothing else, and returns the model's path. It resumes
+    what an earlier attempt left there."""
     from huggingface_hub import HfApi, hf_hub_download
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
     disable_progress_bars()
     folder.mkdir(parents=True, exist_ok=True)
-    with _plain_errors(source):
+    with _download_errors(source):
         repo = HfApi().model_info(source.repo, files_metadata=True)
         files = [file for file in repo.siblings or [] if _wanted(file.rfilename, source)]
         _check_found(source, files, [file.rfilename for file in repo.siblings or []])
@@ -55,19 +56,19 @@ def download(source: HubRepo, folder: Path, progress: Progress) -> Path:
 
 def _wanted(name: str, source: HubRepo) -> bool:
     if source.file:
-        return name == source.file or are_parts(name, source.file)
+        return name == source.file or are_shards(name, source.file)
     return "/" not in name and any(fnmatchcase(name, pattern) for pattern in NEEDED)
 
 
-def are_parts(name: str, other: str) -> bool:
-    """Of one GGUF model that is split, as `model-00001-of-00003.gguf` is."""
-    one, another = _PART.fullmatch(name), _PART.fullmatch(other)
+def are_shards(name: str, other: str) -> bool:
+    """Returns whether two files are shards of one GGUF model, such as `model-00001-of-00003.gguf`."""
+    one, another = _SHARD.fullmatch(name), _SHARD.fullmatch(other)
     return one is not None and another is not None and one.groups() == another.groups()
 
 
 def _check_found(source: HubRepo, files: list[Any], names: list[str]) -> None:
     ggufs = sorted(name for name in names if name.endswith(".gguf"))
-    choice = f"; its GGUF files: {', '.join(ggufs[:12])}" if ggufs else ""
+    choice = f"; its GGUF files are {', '.join(ggufs[:12])}" if ggufs else ""
     if source.file and not files:
         raise ModelNotFound(f"{source.repo} has no file {source.file}{choice}")
     if not source.file and not any(file.rfilename.endswith(".safetensors") for file in files):
@@ -77,11 +78,12 @@ def _check_found(source: HubRepo, files: list[Any], names: list[str]) -> None:
 def _check_sum(path: Path, lfs: Any) -> None:
     if lfs is not None and sha256_of(path) != lfs.sha256:
         path.unlink()
-        raise DownloadError(f"{path.name} does not have the SHA-256 that its repository gives; pull again")
+        raise DownloadError(f"{path.name} does not have the SHA-256 that its repository states: pull again")
 
 
 @contextmanager
-def _plain_errors(source: HubRepo) -> Iterator[None]:
+def _download_errors(source: HubRepo) -> Iterator[None]:
+    """Turns the client's errors into ours."""
     from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError
 
     try:
@@ -89,8 +91,8 @@ def _plain_errors(source: HubRepo) -> Iterator[None]:
     except (PenstockError, KeyboardInterrupt):
         raise
     except (RepositoryNotFoundError, EntryNotFoundError) as error:
-        raise ModelNotFound(f"{source} is not there, or needs a token (HF_TOKEN): {_first_line(error)}") from error
-    except Exception as error:  # its HTTP library differs between versions, and so do the errors it lets through
+        raise ModelNotFound(f"{source} does not exist, or needs a token (HF_TOKEN): {_first_line(error)}") from error
+    except Exception as error:  # the client's HTTP library and its errors differ between versions
         raise DownloadError(f"{source} could not be fetched: {_first_line(error)}") from error
 
 

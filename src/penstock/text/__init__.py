@@ -1,4 +1,4 @@
-"""Text and token ids: tokenizers, chat templates, requests made of prompts and text made of answers as they stream."""
+"""Text and token ids: tokenizers, chat templates, requests from prompts, and text from answers as they stream."""
 
 from __future__ import annotations
 

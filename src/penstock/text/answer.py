@@ -1,4 +1,4 @@
-"""From a request's events to text: the same for the server, streaming or not, and for the Python API."""
+"""Turns the events of a request into text, for the server and for the Python API."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from penstock.types import Aborted, Event, Failed, Finished, Report, TokenLogpro
 
 
 class Delta(NamedTuple):
-    """What one step added to one answer. Text may lag behind its tokens: never half a character, never the beginning
-    of a stop string."""
+    """Holds what one step added to one answer. Text may lag behind its tokens: it never ends within a character or
+    within what may become a stop string."""
 
     text: str
     tokens: tuple[int, ...] = ()
@@ -20,15 +20,15 @@ class Delta(NamedTuple):
     scores: tuple[TokenLogprob, ...] = ()  # of the prompt's tokens
     cached: int = 0  # prompt tokens whose KV was reused
     finish: str | None = None  # "stop", "length" or "pooled", in the last one
-    silent: int = 0  # how many of `tokens`, at the end, are not part of the text: 1 for a stop token
+    silent: int = 0  # how many of the last `tokens` are not part of the text: 1 for a stop token
     stop: str | None = None  # the stop string that ended it
     pooled: bytes = b""  # the hidden state that was asked for in place of tokens
     report: Report | None = None  # in the last one, unless a stop string ended it before the engine did
 
 
 def read_step(stream: TextStream, events: Sequence[Event]) -> Delta:
-    """A request's share of a step: Tokens, or the event that ends it, or both. After a stop string there may be more
-    in the engine: it is the caller's to abort."""
+    """Returns what the events of one step add to an answer: Tokens, the event that ends it, or both. After a stop
+    string the engine would go on: the caller must abort the request."""
     first, last = events[0], events[-1]
     if isinstance(last, Failed):
         raise error_of(last.code, last.message)

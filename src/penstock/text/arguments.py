@@ -1,7 +1,8 @@
-"""The arguments of a call as they come, passed on as JSON: written as JSON, one by one, or in Gemma's notation.
+"""Reads the arguments of a call as they come, and emits them as JSON. They are written as JSON, one by one, or in
+Gemma's notation.
 
-Each reader says whether the arguments came to their end. Where they stop being well formed, or stop, what was passed on
-is the beginning of a JSON text, and what was not is left to be read.
+Each reader returns whether the arguments came to their end. If they stop being well formed, or stop, what was emitted
+is the beginning of a JSON text, and the rest is left in the reader.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.text.streaming_reader import Incoming, Say, Wait
-from penstock.text.tool_formats import Calls
+from penstock.text.streaming_reader import Emit, Reading, StreamingReader
+from penstock.text.tool_formats import CallSyntax
 
 MAX_DEPTH = 64
 _NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")
@@ -26,41 +27,42 @@ _WORDS = {"boolean": {"true": "true", "false": "false"}, "null": {"none": "null"
 
 
 def escaped(text: str) -> str:
+    """Returns the text as it stands within a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 # -- JSON ---------------------------------------------------------------------------------------------------------
 
 
-def json_value(source: Incoming, say: Say) -> Wait[bool]:
-    """Passes one JSON value on as it is written; raw line breaks and lone backslashes in strings are escaped."""
+def json_value(source: StreamingReader, emit: Emit) -> Reading[bool]:
+    """Emits one JSON value as it is written. Raw line breaks and lone backslashes in strings are escaped."""
     closing: list[str] = []
     expected = "v"  # v value, a value or end, k key, o key or end, : colon, "," comma or end
     while True:
-        say((yield from source.space()))
+        emit((yield from source.space()))
         character = yield from source.peek()
         if not character:
             return False
         if expected in "ao," and closing and character == closing[-1]:
-            say(source.take(1))
+            emit(source.take(1))
             closing.pop()
             expected = ","
         elif character == expected == ",":
-            say(source.take(1))
+            emit(source.take(1))
             expected = "k" if closing[-1] == "}" else "v"
         elif character == expected == ":":
-            say(source.take(1))
+            emit(source.take(1))
             expected = "v"
         elif character == '"' and expected in "vako":
-            if not (yield from json_string(source, say)):
+            if not (yield from json_string(source, emit)):
                 return False
             expected = ":" if expected in "ko" else ","
         elif character in "{[" and expected in "va" and len(closing) < MAX_DEPTH:
-            say(source.take(1))
+            emit(source.take(1))
             closing.append("}" if character == "{" else "]")
             expected = "o" if character == "{" else "a"
         elif expected in "va":
-            if not (yield from _word(source, say)):
+            if not (yield from _scalar(source, emit)):
                 return False
             expected = ","
         else:
@@ -69,104 +71,106 @@ def json_value(source: Incoming, say: Say) -> Wait[bool]:
             return True
 
 
-def json_string(source: Incoming, say: Say) -> Wait[bool]:
-    say(source.take(1))
+def json_string(source: StreamingReader, emit: Emit) -> Reading[bool]:
+    """Emits a JSON string with its quotes."""
+    emit(source.take(1))
     while character := (yield from source.peek()):
         if character == '"':
-            say(source.take(1))
+            emit(source.take(1))
             return True
         if character == "\\":
-            yield from _escape(source, say)
+            yield from _escape(source, emit)
         else:
-            say(source.come(_PLAIN) or escaped(source.take(1)))
+            emit(source.take_available(_PLAIN) or escaped(source.take(1)))
     return False
 
 
-def _escape(source: Incoming, say: Say) -> Wait[None]:
-    """A backslash is doubled where no escape follows it."""
-    say(source.take(1))
-    source.hold()
+def _escape(source: StreamingReader, emit: Emit) -> Reading[None]:
+    """Emits an escape; a backslash without one is doubled."""
+    emit(source.take(1))
+    source.mark()
     escape = source.take(1) if (yield from source.peek()) else ""
     if escape == "u":
-        escape += yield from source.run(_HEX, 4)
+        escape += yield from source.take_run(_HEX, 4)
     whole = _ESCAPE.fullmatch(escape) is not None
     if not whole and escape[:1] in ("", "u"):
         whole = not (yield from source.peek())  # the text was cut within it
     if whole:
         source.release()
-        say(escape)
+        emit(escape)
     else:
-        source.back()
-        say("\\")
+        source.rewind()
+        emit("\\")
 
 
-def _word(source: Incoming, say: Say) -> Wait[bool]:
-    """A number, true, false or null; at the end of the text, the beginning of one."""
-    source.hold()
-    word = yield from source.run(_WORD, 400)
+def _scalar(source: StreamingReader, emit: Emit) -> Reading[bool]:
+    """Emits a number, true, false or null; at the end of the text, the beginning of one."""
+    source.mark()
+    word = yield from source.take_run(_WORD, 400)
     cut = not (yield from source.peek())
-    if _is_word(word) or (cut and word and _may_be_word(word)):
+    if _is_scalar(word) or (cut and word and _may_be_scalar(word)):
         source.release()
-        say(word)
+        emit(word)
         return not cut
-    source.back()
+    source.rewind()
     return False
 
 
-def _is_word(word: str) -> bool:
+def _is_scalar(word: str) -> bool:
     return word in ("true", "false", "null") or _NUMBER.fullmatch(word) is not None
 
 
-def _may_be_word(word: str) -> bool:
+def _may_be_scalar(word: str) -> bool:
     return any(each.startswith(word) for each in ("true", "false", "null")) or bool(_BEGUN_NUMBER.fullmatch(word))
 
 
 # -- one by one ---------------------------------------------------------------------------------------------------
 
 
-def parameters(source: Incoming, calls: Calls, schema: Mapping[str, Any], say: Say) -> Wait[bool]:
-    """Parameters between markers of their own, up to and with the call's tail; `schema` tells their types."""
-    assert calls.parameter is not None
-    opening, endings = calls.parameter
+def parameters(source: StreamingReader, syntax: CallSyntax, schema: Mapping[str, Any], emit: Emit) -> Reading[bool]:
+    """Emits arguments that stand between markers of their own, and takes the tail of the call. `schema` has their
+    types."""
+    assert syntax.parameter is not None
+    opening, endings = syntax.parameter
     properties = schema.get("properties")
     before = "{"
     while (fields := (yield from source.match(f" {opening}"))) is not None:
-        say(f'{before}"{escaped(fields["key"])}": ')
+        emit(f'{before}"{escaped(fields["key"])}": ')
         before = ", "
         types = _types(properties, fields)
-        if not (yield from _parameter(source, endings, types, say)):
+        if not (yield from _parameter(source, endings, types, emit)):
             return False
-    if (yield from source.match(f" {calls.tail}")) is None:
-        say(before.strip(", "))
+    if (yield from source.match(f" {syntax.tail}")) is None:
+        emit(before.strip(", "))
         return False
-    say("{}" if before == "{" else "}")
+    emit("{}" if before == "{" else "}")
     return True
 
 
-def _parameter(source: Incoming, endings: tuple[str, ...], types: set[str], say: Say) -> Wait[bool]:
+def _parameter(source: StreamingReader, endings: tuple[str, ...], types: set[str], emit: Emit) -> Reading[bool]:
     if endings[0].startswith("\n"):
         yield from source.match_literal("\n")
     if types == {"string"}:
-        return (yield from _text(source, endings, say))
+        return (yield from _text(source, endings, emit))
     written: list[str] = []
     end = yield from source.until(endings, written.append)
     source.take(len(end))
     value = _as_json("".join(written), types)
-    say(value if end else value.removesuffix('"'))
+    emit(value if end else value.removesuffix('"'))
     return end != ""
 
 
-def _text(source: Incoming, endings: tuple[str, ...], say: Say) -> Wait[bool]:
-    say('"')
-    end = yield from source.until(endings, lambda text: say(escaped(text)))
+def _text(source: StreamingReader, endings: tuple[str, ...], emit: Emit) -> Reading[bool]:
+    emit('"')
+    end = yield from source.until(endings, lambda text: emit(escaped(text)))
     if end:
         source.take(len(end))
-        say('"')
+        emit('"')
     return end != ""
 
 
 def _types(properties: object, fields: Mapping[str, str]) -> set[str]:
-    """What a parameter may be: as the call says, or else its schema; empty where neither does."""
+    """Returns the JSON types that a parameter may have, from the call or else its schema; empty if neither says."""
     if "string" in fields:
         return {"string"} if fields["string"] == "true" else set()
     schema = properties.get(fields["key"]) if isinstance(properties, dict) else None
@@ -174,8 +178,8 @@ def _types(properties: object, fields: Mapping[str, str]) -> set[str]:
 
 
 def _types_in(schema: Mapping[str, Any]) -> set[str]:
-    told = schema.get("type")
-    types = {told} if isinstance(told, str) else set(told) if isinstance(told, list) else set()
+    declared = schema.get("type")
+    types = {declared} if isinstance(declared, str) else set(declared) if isinstance(declared, list) else set()
     for name in ("anyOf", "oneOf"):
         for each in schema.get(name) or ():
             types |= _types_in(each) if isinstance(each, dict) else set()
@@ -183,7 +187,7 @@ def _types_in(schema: Mapping[str, Any]) -> set[str]:
 
 
 def _as_json(text: str, types: set[str]) -> str:
-    """A value that is not told to be a string: JSON as it stands, a word of Python's, or else a string."""
+    """Returns a value that need not be a string as JSON: itself if it is JSON, a Python literal, or else a string."""
     word = text.strip().lower()
     for kind in types & _WORDS.keys():
         if word in _WORDS[kind]:
@@ -196,7 +200,7 @@ def _as_json(text: str, types: set[str]) -> str:
 
 
 def _python_as_json(text: str) -> str:
-    """Some templates, and so their models, put objects down as Python does."""
+    """Returns a Python literal as JSON: some templates, and so their models, write objects like Python."""
     try:
         return json.dumps(ast.literal_eval(text.strip()), ensure_ascii=False, allow_nan=False)
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
@@ -210,41 +214,41 @@ def _refuse(constant: str) -> None:
 # -- Gemma's notation ---------------------------------------------------------------------------------------------
 
 
-def noted_value(source: Incoming, quote: str, say: Say, depth: int = 0) -> Wait[bool]:
-    """Objects with bare keys, strings between `quote`s."""
+def gemma_value(source: StreamingReader, quote: str, emit: Emit, depth: int = 0) -> Reading[bool]:
+    """Emits a value in Gemma's notation: objects have bare keys, strings stand between `quote`s."""
     yield from source.space()
     if (yield from source.match_literal(quote)):
-        return (yield from _text(source, (quote,), say))
+        return (yield from _text(source, (quote,), emit))
     character = yield from source.peek()
     if character in ("{", "[") and depth < MAX_DEPTH:
-        return (yield from _noted_many(source, quote, say, depth))
-    word = yield from source.run(_WORD, 400)
-    say(word if _is_word(word) else "null" if word == "None" else f'"{escaped(word)}"' if word else "")
+        return (yield from _gemma_container(source, quote, emit, depth))
+    word = yield from source.take_run(_WORD, 400)
+    emit(word if _is_scalar(word) else "null" if word == "None" else f'"{escaped(word)}"' if word else "")
     return word != "" and (yield from source.peek()) != ""
 
 
-def _noted_many(source: Incoming, quote: str, say: Say, depth: int) -> Wait[bool]:
+def _gemma_container(source: StreamingReader, quote: str, emit: Emit, depth: int) -> Reading[bool]:
     opening = source.take(1)
-    say(opening)
+    emit(opening)
     closing, before = "}" if opening == "{" else "]", ""
     while (yield from source.match(f" {closing}")) is None:
         if before and (yield from source.match(" ,")) is None:
             return False
         if opening == "{":
-            key = yield from _noted_key(source, quote)
+            key = yield from _gemma_key(source, quote)
             if key is None:
                 return False
-            say(f'{before}"{escaped(key)}": ')
+            emit(f'{before}"{escaped(key)}": ')
         else:
-            say(before)
+            emit(before)
         before = ", "
-        if not (yield from noted_value(source, quote, say, depth + 1)):
+        if not (yield from gemma_value(source, quote, emit, depth + 1)):
             return False
-    say(closing)
+    emit(closing)
     return True
 
 
-def _noted_key(source: Incoming, quote: str) -> Wait[str | None]:
+def _gemma_key(source: StreamingReader, quote: str) -> Reading[str | None]:
     fields = yield from source.match(f" {quote}{{key}}{quote} :")
     if fields is None and (fields := (yield from source.match(" {word} :"))) is None:
         return None

@@ -1,4 +1,4 @@
-"""What an answer that calls tools may be, as a Lark grammar for llguidance: the same data as the parser's."""
+"""Writes Lark grammars (for llguidance) of answers that call tools, from the same data as the parser."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.text.parse import Schemas
-from penstock.text.tool_formats import Calls, Family, pieces
+from penstock.text.tool_formats import CallSyntax, ToolFormat, pieces
 
 ANYTHING = r"/(.|\n)*/"
-BARE = r"[ \t\r\n]*(\[[ \t\r\n]*)?\{(.|\n)*"  # how an answer begins that may be a call without a marker
-SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # as templates write JSON
+BARE = r"[ \t\r\n]*(\[[ \t\r\n]*)?\{(.|\n)*"  # an answer that may be a call without a marker
+SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # templates write JSON so
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 
 def call_grammar(
-    family: Family,
+    tool_format: ToolFormat,
     tools: Schemas,
     special: Mapping[str, int],
     *,
@@ -25,41 +25,42 @@ def call_grammar(
     free: bool = False,
     content: Mapping[str, Any] | None = None,
 ) -> str:
-    """One call of one of the tools or, in parallel, several; if `free`, also an answer without a call, or text before
-    one; with `content`, a schema, also what matches that instead of calls. `special` are the model's special tokens by
-    their text: they are not spelled but named by id. What a model thinks before it calls is not part of it, except in
-    channels."""
-    return _Rules(family, special, free, content).of(tools, parallel)
+    """Returns the grammar of an answer that calls one of the tools or, in parallel, several.
+
+    `free` also allows an answer without a call, and text before one. `content` is a schema that the answer may match
+    instead of calling. `special` are the model's special tokens by text; grammars name them by id. Reasoning before the
+    call is not part of the grammar, except in channels."""
+    return _GrammarWriter(tool_format, special, free, content).write(tools, parallel)
 
 
-class _Rules:
+class _GrammarWriter:
+    """Collects the rules of one grammar."""
+
     def __init__(
-        self, family: Family, special: Mapping[str, int], free: bool, content: Mapping[str, Any] | None
+        self, tool_format: ToolFormat, special: Mapping[str, int], free: bool, content: Mapping[str, Any] | None
     ) -> None:
-        self._family = family
-        self._shape = family.calls[0]
+        self._tool_format = tool_format
+        self._syntax = tool_format.calls[0]
         self._special = special
         self._split = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)")
         self._free = free
         self._content = content
-        opening = pieces(self._shape.section[0] or self._shape.head)[:1]
-        spelled = free and not family.channels and not self._split.match("".join(opening))
-        self._mark = (
-            "".join(opening) if spelled else ""
-        )  # of a call, in the middle of text: told apart from what follows
+        opening = pieces(self._syntax.section[0] or self._syntax.head)[:1]
+        spelled = free and not tool_format.channels and not self._split.match("".join(opening))
+        self._mark = "".join(opening) if spelled else ""  # begins a call after text; the lexer needs it apart
         self._lines: list[str] = []
 
-    def of(self, tools: Schemas, parallel: bool) -> str:
-        shape = self._shape
+    def write(self, tools: Schemas, parallel: bool) -> str:
+        syntax = self._syntax
         calls = " | ".join(f"call_{index}" for index in range(len(tools)))
         for index, (name, schema) in enumerate(tools.items()):
             self._call(index, name, schema or ANY_OBJECT)
-        several = parallel and not self._family.channels
+        several = parallel and not self._tool_format.channels
         mark = self._text(self._mark)
-        marked = self._join("" if shape.section[0] else mark, "call")
-        more = f"({self._join(self._text(shape.separator), 'WS')} {marked})*" if several else ""
-        opening, closing = self._pattern(self._unmarked(shape.section[0])), self._pattern(shape.section[1])
-        self._rule("group", opening, "WS" if shape.section[0] else "", "call", more, "WS" if closing else "", closing)
+        marked = self._join("" if syntax.section[0] else mark, "call")
+        more = f"({self._join(self._text(syntax.separator), 'WS')} {marked})*" if several else ""
+        opening, closing = self._pattern(self._unmarked(syntax.section[0])), self._pattern(syntax.section[1])
+        self._rule("group", opening, "WS" if syntax.section[0] else "", "call", more, "WS" if closing else "", closing)
         self._rule("calls", mark, "group")
         start = self._start("(WS calls)*" if several else "")
         return "\n".join([f"start: {start}", f"call: {calls}", "WS: /[ \\n]{0,2}/", *self._lines])
@@ -67,77 +68,77 @@ class _Rules:
     def _start(self, more: str) -> str:
         if self._content is not None:
             self._json("content", self._content)
-        if self._family.channels:
-            self._thought()
-            return "thought? calls" if not self._free and self._content is None else "thought? (calls | final)"
+        if self._tool_format.channels:
+            self._reasoning()
+            return "reasoning? calls" if not self._free and self._content is None else "reasoning? (calls | final)"
         if not self._free:
             return self._join("WS calls", more, "| content" if self._content is not None else "")
-        self._talk()
+        self._free_text()
         if not self._mark:
-            return f"TALK | calls {more} |" if self._shape.bare else f"TALK? (calls {more})?"
+            return f"FREE_TEXT | calls {more} |" if self._syntax.bare else f"FREE_TEXT? (calls {more})?"
         self._lines.append(f"lead[suffix={json.dumps(self._mark, ensure_ascii=False)}]: {ANYTHING}")
-        return f"TALK? | lead group {more}"
+        return f"FREE_TEXT? | lead group {more}"
 
-    def _talk(self) -> None:
-        """Text in which nothing begins like a call."""
-        markers = (re.escape(opening) for shape in self._family.calls for opening in shape.openings)
+    def _free_text(self) -> None:
+        """Adds the terminal of text in which nothing begins like a call."""
+        markers = (re.escape(opening) for syntax in self._tool_format.calls for opening in syntax.openings)
         never = [rf"(.|\n)*{marker}(.|\n)*" for marker in markers]
-        never += [BARE] if any(shape.bare for shape in self._family.calls) else []
-        self._lines.append(rf"TALK: /(.|\n)+/ & ~/{'|'.join(never)}/")
+        never += [BARE] if any(syntax.bare for syntax in self._tool_format.calls) else []
+        self._lines.append(rf"FREE_TEXT: /(.|\n)+/ & ~/{'|'.join(never)}/")
 
     def _unmarked(self, pattern: str) -> str:
         return "".join(pieces(pattern)[1:]) if self._mark else pattern
 
     def _call(self, index: int, name: str, schema: Mapping[str, Any]) -> None:
-        shape, arguments = self._shape, f"arguments_{index}"
-        if self._family.channels:
+        syntax, arguments = self._syntax, f"arguments_{index}"
+        if self._tool_format.channels:
             head = self._text(f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>")
             self._rule(f"call_{index}", head, arguments)
-        elif self._content is not None and shape.bare and not shape.section[0]:
-            self._json(f"call_{index}", _as_object(name, shape.key, schema))
+        elif self._content is not None and syntax.bare and not syntax.section[0]:
+            self._json(f"call_{index}", _as_object(name, syntax.key, schema))
             return
-        elif not shape.head:
-            opening = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{shape.key}": '
+        elif not syntax.head:
+            opening = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{syntax.key}": '
             self._rule(f"call_{index}", self._text(opening), arguments, self._text("}"))
         else:
-            head = shape.head if shape.section[0] else self._unmarked(shape.head)
+            head = syntax.head if syntax.section[0] else self._unmarked(syntax.head)
             head = self._pattern(head, name=name, id=f"functions.{name}:")
-            self._rule(f"call_{index}", head, arguments, "WS" if shape.tail else "", self._pattern(shape.tail))
-        self._arguments(arguments, shape, schema)
+            self._rule(f"call_{index}", head, arguments, "WS" if syntax.tail else "", self._pattern(syntax.tail))
+        self._arguments(arguments, syntax, schema)
 
-    def _arguments(self, rule: str, shape: Calls, schema: Mapping[str, Any]) -> None:
+    def _arguments(self, rule: str, syntax: CallSyntax, schema: Mapping[str, Any]) -> None:
         properties = schema.get("properties") or {}
         required = set(schema.get("required") or ())
-        if shape.parameter is None and not shape.quote:
+        if syntax.parameter is None and not syntax.quote:
             self._json(rule, schema)
             return
         parts = []
         for index, (key, each) in enumerate(properties.items()):
             member = f"{rule}_{index}"
-            self._member(member, shape, key, each if isinstance(each, dict) else {})
+            self._member(member, syntax, key, each if isinstance(each, dict) else {})
             parts.append((member, key in required))
-        if shape.quote:
-            self._noted(rule, parts)
+        if syntax.quote:
+            self._gemma_object(rule, parts)
         else:
             self._rule(rule, *(f"(WS {member})" + ("" if needed else "?") for member, needed in parts), "WS")
 
-    def _member(self, rule: str, shape: Calls, key: str, schema: Mapping[str, Any]) -> None:
+    def _member(self, rule: str, syntax: CallSyntax, key: str, schema: Mapping[str, Any]) -> None:
         textual = schema.get("type") == "string" and "enum" not in schema
-        if shape.quote:
+        if syntax.quote:
             self._rule(rule, self._text(f"{key}:"), f"{rule}_value")
-            self._value(f"{rule}_value", schema, shape.quote, shape.quote)
+            self._value(f"{rule}_value", schema, syntax.quote, syntax.quote)
             return
-        assert shape.parameter is not None
-        opening, endings = shape.parameter
+        assert syntax.parameter is not None
+        opening, endings = syntax.parameter
         self._rule(rule, self._pattern(opening, key=key, string=str(textual).lower()), f"{rule}_value")
         self._value(f"{rule}_value", schema, "\n" if endings[0].startswith("\n") else "", endings[0])
 
     def _value(self, rule: str, schema: Mapping[str, Any], opening: str, ending: str) -> None:
-        """A value up to and with its ending; in Gemma's notation only texts have an opening and an ending."""
+        """Adds the rule of a value and its ending. In Gemma's notation only strings have an opening and an ending."""
         around = (self._text(opening), self._text(ending))
         if schema.get("type") != "string":
             self._json(f"{rule}_json", schema)
-            self._rule(rule, f"{rule}_json" if self._shape.quote else f"{around[0]} {rule}_json {around[1]}")
+            self._rule(rule, f"{rule}_json" if self._syntax.quote else f"{around[0]} {rule}_json {around[1]}")
         elif "enum" in schema:
             words = " | ".join(self._text(str(each)) for each in schema["enum"])
             self._rule(rule, around[0], f"({words})", around[1])
@@ -147,21 +148,21 @@ class _Rules:
             self._rule(rule, around[0], f"{rule}_text")
             self._lines.append(f"{rule}_text[suffix={json.dumps(ending, ensure_ascii=False)}]: {ANYTHING}")
 
-    def _noted(self, rule: str, parts: list[tuple[str, bool]]) -> None:
-        """Members in order with commas between: after one that is there, and before one that is."""
+    def _gemma_object(self, rule: str, parts: list[tuple[str, bool]]) -> None:
+        """Adds the rule of an object: members in order, with commas between those that are present."""
         chosen = [member for member, needed in parts if needed] or [member for member, _ in parts[:1]]
         rest = [member for member, _ in parts if member not in chosen]
         members = self._join(' "," '.join(chosen), *(f'("," {member})?' for member in rest))
         optional = bool(parts) and not any(needed for _, needed in parts)
         self._rule(rule, '"{"', f"({members})?" if optional else members, '"}"')
 
-    def _thought(self) -> None:
+    def _reasoning(self) -> None:
         analysis = self._text("<|channel|>analysis<|message|>"), ANYTHING, self._text("<|end|>")
-        self._rule("thought", *analysis, self._text("<|start|>assistant"))
-        said = ANYTHING if self._content is None else "content"
-        self._rule("final", self._text("<|channel|>final<|message|>"), said)
+        self._rule("reasoning", *analysis, self._text("<|start|>assistant"))
+        answer = ANYTHING if self._content is None else "content"
+        self._rule("final", self._text("<|channel|>final<|message|>"), answer)
 
-    # -- words ----------------------------------------------------------------------------------------------------
+    # -- symbols --------------------------------------------------------------------------------------------------
 
     def _rule(self, name: str, *parts: str) -> None:
         self._lines.append(f"{name}: " + (self._join(*parts) or '""'))
@@ -184,7 +185,7 @@ class _Rules:
         return self._join(*written)
 
     def _text(self, text: str) -> str:
-        """A text with its special tokens by id."""
+        """Returns a text as grammar symbols, with special tokens by id."""
         written, done = [], 0
         for found in self._split.finditer(text):
             written += [json.dumps(text[done : found.start()], ensure_ascii=False), f"<[{self._special[found[0]]}]>"]
@@ -194,8 +195,8 @@ class _Rules:
 
 
 def _as_object(name: str, key: str, schema: Mapping[str, Any]) -> dict[str, Any]:
-    """A call as a schema. Where what stands beside it is JSON, too, the lexer tells the two apart only so: it never
-    goes back. What the parameters refer to is found from the root."""
+    """Returns the schema of a call. The lexer never goes back, so a call beside other JSON must be one schema with it.
+    References of the parameters are resolved from the root."""
     known = {place: schema[place] for place in ("$defs", "definitions") if place in schema}
     members = {"properties": {"name": {"const": name}, key: dict(schema)}, "required": ["name", key]}
     return {"type": "object", "additionalProperties": False, **members, **known}

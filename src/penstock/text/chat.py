@@ -1,4 +1,4 @@
-"""A model's chat template: messages to the prompt text it was trained on."""
+"""A model's chat template: it turns messages into the prompt text that the model was trained on."""
 
 from __future__ import annotations
 
@@ -11,43 +11,46 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from penstock.errors import InvalidRequest, MalformedFile
 from penstock.text.hf_tokenizer import read_json
-from penstock.text.tool_formats import PLAIN, Format, family_of, reasoning_of
-from penstock.text.tools import Message, describe, narrate
+from penstock.text.tool_formats import PLAIN, AnswerFormat, find_tool_format, reasoning_of
+from penstock.text.tools import MessageDict, calls_as_text, describe
 
 if TYPE_CHECKING:
     from penstock.text.template import Template
 
 
-class Renders(Protocol):
+class Renderer(Protocol):
+    """Writes a prompt from the variables of a template."""
+
     def render(self, given: Mapping[str, Any]) -> str: ...
 
 
 class ChatTemplate:
-    """`sources` are templates by name: "default", and "tool_use" where a model has one apart for tools. `tokens` are
-    the special tokens a template may name: bos_token, eos_token and so on."""
+    """Renders chats with the templates `sources`, by name: "default", and "tool_use" if a model has a separate one for
+    tools. `tokens` are the special tokens that a template may name: bos_token, eos_token and so on."""
 
     def __init__(self, sources: Mapping[str, str], tokens: Mapping[str, str], family: str | None = None) -> None:
-        """`family`: the one that tool calls are written as, where the template's own markers mislead."""
+        """Takes the name of the tool format as `family` where the markers in the template mislead."""
         self._sources = sources
         self._tokens = tokens
         self._compiled: dict[str, Template] = {}
         source = sources.get("tool_use", "") + sources.get("default", "")
-        found = family_of(source, family)
+        found = find_tool_format(source, family)
         if not self.reads("tools"):
-            found = replace(found, calls=(*found.calls, *PLAIN.calls))  # as the words say that describe them
-        self.format = Format(found, reasoning_of(source))
+            found = replace(found, calls=(*found.calls, *PLAIN.calls))  # the syntax that `describe` tells the model
+        self.format = AnswerFormat(found, reasoning_of(source))
         self._null_content = re.search(r"content\W* is (not )?none", source) is not None
 
     def render(
         self,
-        messages: Sequence[Message],
+        messages: Sequence[MessageDict],
         *,
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         **kwargs: Any,
     ) -> str:
+        """Returns the prompt; other keyword arguments become variables of the template."""
         if not self.reads("tool_calls"):
-            messages = narrate(messages)
+            messages = calls_as_text(messages)
         if tools and not self.reads("tools"):
             messages, tools = describe(tools, messages), None
         given = {"documents": None, **self._tokens, **kwargs}
@@ -59,24 +62,26 @@ class ChatTemplate:
         return template.render({**given, "messages": [_with_content(message) for message in messages]})
 
     def reads(self, name: str) -> bool:
-        """Whether a template looks at what is given by this name: one that does not would drop it in silence."""
+        """Returns whether a template uses the variable of this name. One that does not would drop its value
+        silently."""
         return any(re.search(rf"\b{re.escape(name)}\b", source) for source in self._sources.values())
 
-    def _template(self, name: str) -> Renders:
-        from penstock.text.template import Template  # Jinja is slow to import, and plain prompts need none
+    def _template(self, name: str) -> Renderer:
+        from penstock.text.template import Template  # Jinja is slow to import, and plain prompts do not need it
 
         if name not in self._sources:
-            raise InvalidRequest(f"the model has no default chat template, only {', '.join(self._sources)}")
+            raise InvalidRequest(f"the model has no default chat template; it has {', '.join(self._sources)}")
         if name not in self._compiled:
             self._compiled[name] = Template(self._sources[name])
         return self._compiled[name]
 
 
-def _with_content(message: Message) -> Message:
+def _with_content(message: MessageDict) -> MessageDict:
     return message if message["content"] is not None else {**message, "content": ""}
 
 
 def templates_in_metadata(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the templates of a GGUF file, by name."""
     key = "tokenizer.chat_template"
     sources = {other.removeprefix(f"{key}."): metadata[other] for other in metadata if other.startswith(f"{key}.")}
     if key in metadata:
@@ -85,7 +90,8 @@ def templates_in_metadata(metadata: Mapping[str, Any]) -> dict[str, str]:
 
 
 def templates_in_folder(path: Path) -> dict[str, str]:
-    """A chat_template.jinja, or else what tokenizer_config.json holds: one template, or a list of named ones."""
+    """Returns the templates of a Hugging Face folder, by name: chat_template.jinja, or else what tokenizer_config.json
+    has."""
     alone = path / "chat_template.jinja"
     if alone.exists():
         return {"default": alone.read_text("utf-8")}
@@ -95,7 +101,7 @@ def templates_in_folder(path: Path) -> dict[str, str]:
     try:
         return _checked({entry["name"]: entry["template"] for entry in given}, "tokenizer_config.json")
     except (TypeError, KeyError):
-        raise MalformedFile("a list of chat templates in tokenizer_config.json needs name and template") from None
+        raise MalformedFile("every chat template listed in tokenizer_config.json needs name and template") from None
 
 
 def _checked(sources: Mapping[str, Any], place: str) -> dict[str, str]:

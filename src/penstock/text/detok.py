@@ -1,4 +1,4 @@
-"""One answer's tokens to text, as they come."""
+"""Turns the tokens of one answer into text as they come."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _utf8_decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class TextStream:
-    """Pushes give the same text as decoding all tokens at once, however they are cut, up to the stop string that ends
-    first (of those ending together, the longest). Held back: characters whose bytes have not all come, and what may
-    be the beginning of a stop string. `continuing`: the text goes on from another, so a first space is part of it.
-    `shown` are special tokens that are part of the text all the same."""
+    """Decodes tokens to the same text as decoding all tokens at once, however they are cut into pushes, up to the stop
+    string that ends first (of those that end together, the longest). It holds back characters whose bytes have not all
+    come and what may be the beginning of a stop string. `continuing`: the text continues another, so a leading space
+    belongs to it. `shown` are special tokens that are part of the text nevertheless."""
 
     def __init__(
         self,
@@ -25,7 +25,7 @@ class TextStream:
         continuing: bool = False,
         shown: Collection[int] = (),
     ) -> None:
-        self.stopped: str | None = None  # the stop string that was met
+        self.stopped: str | None = None  # the stop string that ended the text
         self.consumed = 0  # tokens pushed, up to and with the one that completed it
         self._spell = tokenizer.token_bytes
         self._stop = tuple(stop)
@@ -35,7 +35,7 @@ class TextStream:
         self._held = ""
 
     def push(self, tokens: Sequence[int]) -> str:
-        """The new text that is safe to show."""
+        """Returns the new text that is final."""
         if not self._stop and not self._drop_space:
             self.consumed += len(tokens)
             spelled = [self._spell(token) for token in tokens if token not in self._hidden]
@@ -50,7 +50,7 @@ class TextStream:
         return shown
 
     def finish(self) -> str:
-        """What was still held back; bytes that make no character become U+FFFD."""
+        """Returns what was held back; bytes that are no character become U+FFFD."""
         if self.stopped is not None:
             return ""
         shown = self._show(self._decoder.decode(b"", final=True)) + self._held
@@ -73,13 +73,14 @@ class TextStream:
             _, cut, self.stopped = min(met)
             self._held = ""
         else:
-            cut = min(beginning(stop, text) for stop in self._stop)
+            cut = min(partial_match(stop, text) for stop in self._stop)
             self._held = text[cut:]
         return text[:cut]
 
 
-def beginning(stop: str, text: str) -> int:
-    """Where the longest end of `text` that begins `stop` starts; its own end where there is none."""
+def partial_match(stop: str, text: str) -> int:
+    """Returns where the longest suffix of `text` that is a prefix of `stop` starts; the length of `text` if there is
+    none."""
     at = max(0, len(text) - len(stop) + 1)
     while (at := text.find(stop[0], at)) >= 0 and not stop.startswith(text[at:]):
         at += 1

@@ -1,4 +1,4 @@
-"""A vocabulary from the metadata of a GGUF file."""
+"""Reads the tokenizer of a GGUF file from its metadata."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 from penstock.errors import MalformedFile, UnsupportedModel
 from penstock.text import wordpiece
 from penstock.text.pretokenize import PRETOKENIZERS, PreTokenizer
-from penstock.text.vocabulary import SPACE, Vocabulary, byte_level, end_ids, sentencepiece
+from penstock.text.tokenizer_spec import SPACE, TokenizerSpec, byte_level, end_ids, sentencepiece
 
-Metadata = Mapping[str, Any]
+GgufMetadata = Mapping[str, Any]
 T = TypeVar("T")
 
 KEY = "tokenizer.ggml."
@@ -24,24 +24,28 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # token_type
 
 
 class _Tokens(NamedTuple):
+    """Holds the vocabulary as the file lists it."""
+
     texts: list[str]
     kinds: list[int]
     ids: dict[str, int]
-    named: dict[str, int]
+    named: dict[str, int]  # "bos" -> id, and so on
 
 
 class _Encoder(NamedTuple):
+    """Holds a tokenizer of the library and what depends on its kind."""
+
     library: tokenizers.Tokenizer
     spell: Callable[[str], bytes]
-    add_bos: bool  # unless the file says otherwise
+    add_bos: bool  # if the file does not say
     prefix_space: bool
-    bos: int | None = None  # where the file names none
+    bos: int | None = None  # if the file names none
     closing: tuple[int, ...] = ()
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
-    """A vocabulary is a hundred thousand objects that stay: the collector would look through them over and over."""
+def _gc_paused() -> Iterator[None]:
+    """Pauses garbage collection: a vocabulary is a hundred thousand objects that stay, and scanning them takes time."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -51,8 +55,9 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-@_uncollected()
-def vocabulary_from_metadata(metadata: Metadata) -> Vocabulary:
+@_gc_paused()
+def spec_from_gguf(metadata: GgufMetadata) -> TokenizerSpec:
+    """Returns the tokenizer of a GGUF file; raises MalformedFile or UnsupportedModel."""
     builder = _named_entry(metadata, "model", _BUILDERS)
     tokens = _tokens(metadata)
     named = tokens.named
@@ -67,7 +72,7 @@ def vocabulary_from_metadata(metadata: Metadata) -> Vocabulary:
     encoder.library.add_tokens(
         [AddedToken(tokens.texts[id], special=id in special, normalized=False) for id in sorted(literal)]
     )
-    return Vocabulary(
+    return TokenizerSpec(
         library=encoder.library,
         size=len(tokens.texts),
         spell=encoder.spell,
@@ -82,23 +87,23 @@ def vocabulary_from_metadata(metadata: Metadata) -> Vocabulary:
     )
 
 
-def _byte_level_encoder(metadata: Metadata, tokens: _Tokens) -> _Encoder:
+def _byte_level_encoder(metadata: GgufMetadata, tokens: _Tokens) -> _Encoder:
     pre = _named_entry(metadata, "pre", PRETOKENIZERS, "default")
     merges = [tuple(merge.split(" ", 1)) for merge in _array(metadata, "merges", _strings)]
     library = tokenizers.Tokenizer(_bpe(vocab=tokens.ids, merges=merges, ignore_merges=pre.ignore_merges))
     if pre.nfc:
         library.normalizer = normalizers.NFC()
-    library.pre_tokenizer = cutting(pre)
+    library.pre_tokenizer = library_pre_tokenizer(pre)
     return _Encoder(library, byte_level, pre.add_bos, prefix_space=False)
 
 
-def cutting(pre: PreTokenizer) -> pre_tokenizers.PreTokenizer:
-    """The library's form of it."""
+def library_pre_tokenizer(pre: PreTokenizer) -> pre_tokenizers.PreTokenizer:
+    """Returns the library's pre-tokenizer for an entry of our table."""
     splits = (pre_tokenizers.Split(Regex(split), "isolated") for split in pre.splits)
     return pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
-def _sentencepiece_encoder(metadata: Metadata, tokens: _Tokens) -> _Encoder:
+def _sentencepiece_encoder(metadata: GgufMetadata, tokens: _Tokens) -> _Encoder:
     scores = _array(metadata, "scores", lambda values: list(map(float, values)))
     _check_length("scores", scores, tokens.texts)
     bpe = _bpe(
@@ -115,13 +120,14 @@ def _sentencepiece_encoder(metadata: Metadata, tokens: _Tokens) -> _Encoder:
     return _Encoder(library, sentencepiece, add_bos=True, prefix_space=prefix_space)
 
 
-def _wordpiece_encoder(metadata: Metadata, tokens: _Tokens) -> _Encoder:
-    """The file marks the pieces that begin a word, with a space, and not those inside of one."""
+def _wordpiece_encoder(metadata: GgufMetadata, tokens: _Tokens) -> _Encoder:
+    """Builds a WordPiece tokenizer. GGUF files mark pieces that begin a word with a space, and not those inside a
+    word."""
     kinds = dict(zip(tokens.texts, tokens.kinds, strict=True))
     words = [text for text, kind in kinds.items() if kind == NORMAL]
     vocab = {_piece(text) if kinds[text] == NORMAL else text: id for text, id in tokens.ids.items()}
     begins, ends, unknown = (
-        _spelled(tokens, name, text)
+        _token_id(tokens, name, text)
         for name, text in (("bos", wordpiece.BEGINS), ("sep", wordpiece.ENDS), ("unk", wordpiece.UNKNOWN))
     )
     library = wordpiece.wordpiece(vocab, tokens.texts[unknown], lowercase=not wordpiece.is_cased(words))
@@ -132,11 +138,11 @@ def _piece(text: str) -> str:
     return text.removeprefix(SPACE) if text.startswith(SPACE) else wordpiece.INSIDE + text
 
 
-def _spelled(tokens: _Tokens, name: str, text: str) -> int:
-    """The token that the file gives this name, or else the one of this text."""
+def _token_id(tokens: _Tokens, name: str, text: str) -> int:
+    """Returns the token that the file gives this name, or else the one with this text."""
     id = tokens.named.get(name, tokens.ids.get(text))
     if id is None:
-        raise MalformedFile(f"{KEY}tokens has no {text!r}, and nothing says which token is {name}")
+        raise MalformedFile(f"{KEY}tokens has no {text!r}, and no key says which token is {name}")
     return id
 
 
@@ -144,26 +150,26 @@ _BUILDERS = {"gpt2": _byte_level_encoder, "llama": _sentencepiece_encoder, "bert
 
 
 def _merges(tokens: _Tokens, scores: list[float]) -> list[tuple[str, str]]:
-    """SentencePiece merges the neighbours that form the best-scored token; so every way of making a token from two
-    others is a merge, ranked by the score of what it makes."""
+    """Returns the merges of a SentencePiece vocabulary. It merges the neighbours that form the token with the best
+    score, so every split of a token into two others is a merge, ranked by the score of the token."""
     texts = [text for text, kind in zip(tokens.texts, tokens.kinds, strict=True) if kind == NORMAL]
     mergeable = set(texts)
-    made = sorted((text for text in texts if len(text) > 1), key=lambda text: -scores[tokens.ids[text]])
+    merged = sorted((text for text in texts if len(text) > 1), key=lambda text: -scores[tokens.ids[text]])
     return [
         (left, right)
-        for text in made
+        for text in merged
         for cut in range(1, len(text))
         if (left := text[:cut]) in mergeable and (right := text[cut:]) in mergeable
     ]
 
 
 def _unknown(tokens: _Tokens) -> str:
-    """The token for characters outside the vocabulary."""
+    """Returns the token for characters outside the vocabulary."""
     if "unk" in tokens.named:
         return tokens.texts[tokens.named["unk"]]
     if UNKNOWN in tokens.kinds:
         return tokens.texts[tokens.kinds.index(UNKNOWN)]
-    raise MalformedFile(f"{KEY}unknown_token_id is missing, and no token is of the unknown kind")
+    raise MalformedFile(f"{KEY}unknown_token_id is missing, and no token has the type unknown")
 
 
 def _bpe(**arguments: Any) -> models.BPE:
@@ -173,27 +179,27 @@ def _bpe(**arguments: Any) -> models.BPE:
         raise MalformedFile(f"the tokenizer's merges do not fit its tokens: {error}") from None
 
 
-def _tokens(metadata: Metadata) -> _Tokens:
+def _tokens(metadata: GgufMetadata) -> _Tokens:
     texts = _array(metadata, "tokens", _strings)
     kinds = _array(metadata, "token_type", lambda values: list(map(int, values)))
     _check_length("token_type", kinds, texts)
     ids = dict(zip(texts, range(len(texts)), strict=True))
     ids.pop("", None)
     if len(ids) != len(texts) - texts.count(""):
-        raise MalformedFile(f"{KEY}tokens holds the same token twice: {len(texts)} tokens, {len(ids)} distinct")
+        raise MalformedFile(f"{KEY}tokens has the same token twice: {len(texts)} tokens, {len(ids)} distinct")
     return _Tokens(texts, kinds, ids, _named_ids(metadata, len(texts)))
 
 
-def _named_entry(metadata: Metadata, name: str, table: Mapping[str, T], default: str | None = None) -> T:
+def _named_entry(metadata: GgufMetadata, name: str, table: Mapping[str, T], default: str | None = None) -> T:
     key = metadata.get(f"{KEY}{name}", default)
     if not isinstance(key, str):
         raise MalformedFile(f"{KEY}{name} must name a tokenizer; got {key!r}")
     if key not in table:
-        raise UnsupportedModel(f"{KEY}{name} {key!r} is not supported; what is: {', '.join(table)}")
+        raise UnsupportedModel(f"{KEY}{name} {key!r} is not supported; supported: {', '.join(table)}")
     return table[key]
 
 
-def _array(metadata: Metadata, name: str, read: Callable[[Iterable[Any]], list[T]]) -> list[T]:
+def _array(metadata: GgufMetadata, name: str, read: Callable[[Iterable[Any]], list[T]]) -> list[T]:
     if f"{KEY}{name}" not in metadata:
         raise MalformedFile(f"{KEY}{name} is missing: the file's tokenizer is incomplete")
     try:
@@ -212,11 +218,11 @@ def _check_length(name: str, values: list[Any], tokens: list[str]) -> None:
         raise MalformedFile(f"{KEY}{name} has {len(values)} entries for {len(tokens)} tokens")
 
 
-def _named_ids(metadata: Metadata, size: int) -> dict[str, int]:
+def _named_ids(metadata: GgufMetadata, size: int) -> dict[str, int]:
     keys = {name: f"{KEY}{name}_token_id" for name in ("bos", "eos", "eot", "eom")}
     keys |= {"unk": f"{KEY}unknown_token_id", "sep": f"{KEY}seperator_token_id"}
     named = {name: metadata[key] for name, key in keys.items() if key in metadata}
     for name, id in named.items():
         if not isinstance(id, int) or not 0 <= id < size:
-            raise MalformedFile(f"{keys[name]} is {id!r}, which is no token: the vocabulary has {size}")
+            raise MalformedFile(f"{keys[name]} is {id!r}, which is not a token: the vocabulary has {size} tokens")
     return named

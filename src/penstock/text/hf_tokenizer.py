@@ -1,4 +1,4 @@
-"""A vocabulary from a Hugging Face folder: tokenizer.json and the small files beside it."""
+"""Reads the tokenizer of a Hugging Face folder: tokenizer.json and the small files beside it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import tokenizers
 
 from penstock.errors import MalformedFile, UnsupportedModel
 from penstock.text import wordpiece
-from penstock.text.vocabulary import Vocabulary, byte_level, end_ids, sentencepiece
+from penstock.text.tokenizer_spec import TokenizerSpec, byte_level, end_ids, sentencepiece
 
 
-def vocabulary_from_folder(path: Path) -> Vocabulary:
+def spec_from_folder(path: Path) -> TokenizerSpec:
+    """Returns the tokenizer of a folder; raises MalformedFile or UnsupportedModel."""
     config = read_json(path / "tokenizer_config.json")
     library = _load(path, config)
     added = library.get_added_tokens_decoder()
@@ -23,7 +24,7 @@ def vocabulary_from_folder(path: Path) -> Vocabulary:
     bos = library.token_to_id(names["bos_token"]) if "bos_token" in names else next(iter(leading), None)
     steps = _decoder_steps(library)
     ends = _declared_ends(path, library, names) | end_ids({token.content: id for id, token in added.items()})
-    return Vocabulary(
+    return TokenizerSpec(
         library=library,
         size=library.get_vocab_size(),
         spell=_spelling(steps),
@@ -41,7 +42,7 @@ def vocabulary_from_folder(path: Path) -> Vocabulary:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a file; empty when there is no such file."""
+    """Returns the JSON object in a file; an empty one if there is no such file."""
     if not path.exists():
         return {}
     try:
@@ -49,19 +50,19 @@ def read_json(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise MalformedFile(f"{path} is not valid JSON: {error}") from None
     if not isinstance(content, dict):
-        raise MalformedFile(f"{path} must hold a JSON object; got {type(content).__name__}")
+        raise MalformedFile(f"{path} must be a JSON object; got {type(content).__name__}")
     return content
 
 
 def _after(bos: int | None, library: tokenizers.Tokenizer) -> tuple[int, ...]:
-    """What the tokenizer puts between that and a text."""
+    """Returns the tokens that the tokenizer puts between BOS and a text."""
     whole = library.encode("a")
     leading = whole.ids[: [*whole.special_tokens_mask, 0].index(0)]
     return tuple(leading[1:]) if leading[:1] == [bos] else ()
 
 
 def _names(config: dict[str, Any]) -> dict[str, str]:
-    """Special tokens by name; tokenizer_config.json gives their text, or an object with the text and more."""
+    """Returns the texts of special tokens by name. tokenizer_config.json has the text, or an object with the text."""
     texts = {
         name: value.get("content") if isinstance(value, dict) else value
         for name, value in config.items()
@@ -75,9 +76,7 @@ def _load(folder: Path, config: dict[str, Any]) -> tokenizers.Tokenizer:
     if not path.exists() and (folder / "vocab.txt").exists():
         return wordpiece.from_vocab_txt(folder / "vocab.txt", config)
     if not path.exists():
-        raise UnsupportedModel(
-            f"{folder} has no tokenizer.json, and no vocab.txt in its place; other tokenizers are not read"
-        )
+        raise UnsupportedModel(f"{folder} has no tokenizer.json and no vocab.txt; other tokenizers are not supported")
     try:
         library = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception
@@ -88,7 +87,7 @@ def _load(folder: Path, config: dict[str, Any]) -> tokenizers.Tokenizer:
 
 
 def _around(library: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:
-    """What the tokenizer puts before a text (the first of it) and after one."""
+    """Returns the first token that the tokenizer puts before a text, if any, and the tokens that it puts after one."""
     whole = library.encode("a")
     special = whole.special_tokens_mask
     after = next((count for count, each in enumerate(reversed(special)) if not each), 0)
@@ -102,11 +101,11 @@ def _spelling(steps: dict[str, dict[str, Any]]) -> Callable[[str], bytes]:
 
 
 def _decoder_steps(library: tokenizers.Tokenizer) -> dict[str, dict[str, Any]]:
-    """The steps by which the library turns tokens into text: their settings by name."""
+    """Returns the settings of the library's decoding steps, by the type of the step."""
     state = json.loads(library.decoder.__getstate__()) if library.decoder else {"type": "none"}
     steps = {step["type"]: step for step in state.get("decoders", [state])}
     if not steps.keys() & {"ByteLevel", "ByteFallback", "Metaspace", "WordPiece"}:
-        raise UnsupportedModel(f"a tokenizer.json that decodes by {', '.join(steps)} is not supported")
+        raise UnsupportedModel(f"tokenizer.json has the decoder {', '.join(steps)}, which is not supported")
     return steps
 
 

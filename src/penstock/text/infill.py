@@ -1,4 +1,4 @@
-"""Text between a prefix and a suffix, for vocabularies that have tokens to ask for it."""
+"""Infill (fill in the middle): prompts for the text between a prefix and a suffix."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ENDS = ("<|fim_pad|>", "<|file_sep|>", "<|repo_name|>", "<fim_pad>", "<file_sep
 
 
 class Infill(NamedTuple):
-    """Token ids before the prefix, between it and the suffix, and after that; and those that end the answer too."""
+    """Holds the token ids that announce prefix, suffix and middle, and those that end the answer."""
 
     prefix: int
     suffix: int
@@ -27,6 +27,7 @@ class Infill(NamedTuple):
 
 @lru_cache(maxsize=8)
 def infill_of(tokenizer: Tokenizer) -> Infill | None:
+    """Returns the infill tokens of a vocabulary; None if it has none."""
     special = {tokenizer.token_text(id): id for id in tokenizer.special_ids}
     for markers in _MARKERS:
         if all(marker in special for marker in markers):
@@ -37,6 +38,6 @@ def infill_of(tokenizer: Tokenizer) -> Infill | None:
 
 
 def infill_prompt(tokenizer: Tokenizer, infill: Infill, before: str, after: str) -> list[int]:
-    """The texts are taken as they are: what spells a special token in them is text."""
+    """Returns the prompt for the text between `before` and `after`. The texts of special tokens in them stay text."""
     begin = [*tokenizer.encode("", bos=True), infill.prefix]
     return [*begin, *tokenizer.encode(before), infill.suffix, *tokenizer.encode(after), infill.middle]

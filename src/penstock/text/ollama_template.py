@@ -1,8 +1,9 @@
-"""Templates in Ollama's notation, as far as they tell of one turn: {{ .System }}, {{ .Prompt }}, {{ .Response }}, and
-{{ if }}, {{ else }}, {{ end }} around them. A chat is its turns one after the other, and the last ends where the
-response would begin.
+"""Renders the subset of Ollama's Go templates that describes one turn of a chat.
 
-A Jinja template is a program; this one costs no more than what it writes, so that a request may bring it.
+Supported are {{ .System }}, {{ .Prompt }} and {{ .Response }}, with {{ if }}, {{ else }} and {{ end }} around them. A
+chat is rendered turn by turn, and the last turn ends where the response would begin.
+
+A Jinja template is a program. A template of this kind costs no more than the text it writes, so requests may bring one.
 """
 
 from __future__ import annotations
@@ -13,115 +14,125 @@ from typing import Any, NamedTuple
 from penstock.errors import ContextTooLong, InvalidRequest
 from penstock.text.chat import ChatTemplate
 from penstock.text.tokenizer import MAX_CHARACTERS
-from penstock.text.tools import Message
+from penstock.text.tools import MessageDict
 
 MAX_SOURCE = 2**16  # characters
 MAX_ACTIONS = 64
 
-PARTS = {"system": "System", "user": "Prompt", "assistant": "Response"}  # by role, in the order of a turn
+FIELDS = {"system": "System", "user": "Prompt", "assistant": "Response"}  # role -> field, in the order of a turn
 
-Turn = dict[str, str]  # by part
+TurnFields = dict[str, str]  # field -> text
 
 
-class TurnTemplate(ChatTemplate):
+class OllamaTemplate(ChatTemplate):
+    """Renders chats with a template in Ollama's notation."""
+
     def __init__(self, source: str) -> None:
-        self._turns = Turns(source)
+        self._renderer = TurnRenderer(source)
         super().__init__({"default": source}, {})
 
-    def _template(self, _: str) -> Turns:
-        return self._turns
+    def _template(self, _: str) -> TurnRenderer:
+        return self._renderer
 
 
-class Field(NamedTuple):
-    part: str
+class Placeholder(NamedTuple):
+    """Stands for a field of the turn, such as {{ .Prompt }}."""
+
+    field: str
 
 
-class Choice(NamedTuple):
-    """`then` where the parts are there, else `other`."""
+class Conditional(NamedTuple):
+    """Represents an {{ if }} with its branches."""
 
-    how: str  # all of them (and), one of them (or), not the first (not)
-    parts: Sequence[str]
-    then: list[Node]
-    other: list[Node]
+    operator: str  # and: all fields have text; or: one of them; not: the first has none
+    fields: Sequence[str]
+    then: list[TemplateNode]
+    other: list[TemplateNode]
 
-    def taken(self, turn: Turn) -> list[Node]:
-        there = [bool(turn.get(part)) for part in self.parts]
-        holds = not there[0] if self.how == "not" else any(there) if self.how == "or" else all(there)
+    def branch(self, turn: TurnFields) -> list[TemplateNode]:
+        """Returns the branch that applies to a turn."""
+        present = [bool(turn.get(field)) for field in self.fields]
+        holds = not present[0] if self.operator == "not" else any(present) if self.operator == "or" else all(present)
         return self.then if holds else self.other
 
 
-Node = str | Field | Choice
+TemplateNode = str | Placeholder | Conditional
 
 
-class Turns:
-    """A template, read."""
+class TurnRenderer:
+    """Renders the turns of a chat with a parsed template."""
 
     def __init__(self, source: str) -> None:
-        self._nodes = read(source)
-        self._parts = set(parts_of(self._nodes))
-        if "Prompt" not in self._parts:
-            raise _wrong("what a user says has no place in it: {{ .Prompt }}")
-        if "Response" not in self._parts:
-            self._nodes.append(Field("Response"))
+        self._nodes = parse(source)
+        self._fields = set(fields_of(self._nodes))
+        if "Prompt" not in self._fields:
+            raise _invalid("it has no place for the user's message: {{ .Prompt }}")
+        if "Response" not in self._fields:
+            self._nodes.append(Placeholder("Response"))
 
     def render(self, given: Mapping[str, Any]) -> str:
-        turns = list(split(given["messages"]))
-        if "System" not in self._parts and any("System" in turn for turn in turns):
-            raise InvalidRequest("the model's template has no place for a system message", param="messages")
-        begun = given["add_generation_prompt"]
-        if begun and (not turns or "Response" in turns[-1]):
+        """Returns the text of a chat."""
+        turns = list(split_turns(given["messages"]))
+        if "System" not in self._fields and any("System" in turn for turn in turns):
+            raise InvalidRequest(
+                "the model's template does not support a system message: leave it out", param="messages"
+            )
+        open_ended = given["add_generation_prompt"]
+        if open_ended and (not turns or "Response" in turns[-1]):
             turns.append({})
         pieces: list[str] = []
         for turn in turns:
-            write(self._nodes, turn, pieces, begun=begun and turn is turns[-1])
+            write(self._nodes, turn, pieces, open_ended=open_ended and turn is turns[-1])
         if sum(map(len, pieces)) > MAX_CHARACTERS:
             raise ContextTooLong(f"the rendered chat is longer than {MAX_CHARACTERS} characters", param="messages")
         return "".join(pieces)
 
 
-# -- reading ------------------------------------------------------------------------------------------------------
+# -- parsing ------------------------------------------------------------------------------------------------------
 
 
-def read(source: str) -> list[Node]:
-    place: list[Node] = []
-    around: list[tuple[list[Node], Choice]] = []  # what stands around the place, innermost last
-    for action, text in cut(source):
+def parse(source: str) -> list[TemplateNode]:
+    """Parses a template."""
+    nodes: list[TemplateNode] = []  # of the innermost block
+    enclosing: list[tuple[list[TemplateNode], Conditional]] = []  # innermost last
+    for action, text in split_actions(source):
         match action.split():
-            case ["end"] if around:
-                place = around.pop()[0]
-            case ["else", *condition] if around and place is around[-1][1].then:
-                outside, choice = around.pop()
-                place = choice.other
+            case ["end"] if enclosing:
+                nodes = enclosing.pop()[0]
+            case ["else", *condition] if enclosing and nodes is enclosing[-1][1].then:
+                outer, conditional = enclosing.pop()
+                nodes = conditional.other
                 if condition:
-                    place.append(choice := choice_of(condition))
-                    place = choice.then
-                around.append((outside, choice))
+                    nodes.append(conditional := parse_condition(condition))
+                    nodes = conditional.then
+                enclosing.append((outer, conditional))
             case ["if", *_] as condition:
-                place.append(choice := choice_of(condition))
-                around.append((place, choice))
-                place = choice.then
+                nodes.append(conditional := parse_condition(condition))
+                enclosing.append((nodes, conditional))
+                nodes = conditional.then
             case [word]:
-                place.append(Field(part_of(word)))
+                nodes.append(Placeholder(parse_field(word)))
             case [*words] if words:
-                raise _wrong(f"{{{{ {action[:80]} }}}} is not understood here")
-        place += [text] if text else []
-    if around:
-        raise _wrong("an {{ if }} has no {{ end }}")
-    return place
+                raise _invalid(f"{{{{ {action[:80]} }}}} is not supported")
+        nodes += [text] if text else []
+    if enclosing:
+        raise _invalid("an {{ if }} has no {{ end }}")
+    return nodes
 
 
-def cut(source: str) -> Iterator[tuple[str, str]]:
-    """Actions, each with the text after it; the text before the first comes with an empty one, and so do comments."""
+def split_actions(source: str) -> Iterator[tuple[str, str]]:
+    """Yields each action with the text after it. The text before the first comes with an empty action, and so does the
+    text after a comment."""
     if len(source) > MAX_SOURCE:
-        raise _wrong(f"it has {len(source)} characters; at most {MAX_SOURCE} are taken")
+        raise _invalid(f"it has {len(source)} characters; the limit is {MAX_SOURCE}")
     text, *pieces = source.split("{{")
     if len(pieces) > MAX_ACTIONS:
-        raise _wrong(f"it has {len(pieces)} actions; at most {MAX_ACTIONS} are taken")
+        raise _invalid(f"it has {len(pieces)} actions; the limit is {MAX_ACTIONS}")
     action = ""
     for piece in pieces:
         following, closed, rest = piece.partition("}}")
         if not closed:
-            raise _wrong("a {{ has no }}")
+            raise _invalid("a {{ has no }}")
         yield action, text.rstrip() if following[:2] in ("- ", "-\n") else text
         text = rest.lstrip() if following[-2:] in (" -", "\n-") else rest
         action = following.strip("- \n")
@@ -129,70 +140,70 @@ def cut(source: str) -> Iterator[tuple[str, str]]:
     yield action, text
 
 
-def choice_of(condition: Sequence[str]) -> Choice:
+def parse_condition(condition: Sequence[str]) -> Conditional:
     match condition:
-        case ["if", "and" | "or" as how, first, *others]:
-            return Choice(how, [part_of(each) for each in (first, *others)], [], [])
+        case ["if", "and" | "or" as operator, first, *others]:
+            return Conditional(operator, [parse_field(each) for each in (first, *others)], [], [])
         case ["if", "not", one]:
-            return Choice("not", [part_of(one)], [], [])
+            return Conditional("not", [parse_field(one)], [], [])
         case ["if", one]:
-            return Choice("and", [part_of(one)], [], [])
-    raise _wrong(f"{{{{ {' '.join(condition)[:80]} }}}} is not understood here")
+            return Conditional("and", [parse_field(one)], [], [])
+    raise _invalid(f"{{{{ {' '.join(condition)[:80]} }}}} is not supported")
 
 
-def part_of(word: str) -> str:
-    part = word.removeprefix(".")
-    if part == word or part not in PARTS.values():
-        raise _wrong(f"{{{{ {word[:80]} }}}} is not understood here")
-    return part
+def parse_field(word: str) -> str:
+    field = word.removeprefix(".")
+    if field == word or field not in FIELDS.values():
+        raise _invalid(f"{{{{ {word[:80]} }}}} is not supported")
+    return field
 
 
-def parts_of(nodes: list[Node]) -> Iterator[str]:
-    """Those that are written."""
+def fields_of(nodes: list[TemplateNode]) -> Iterator[str]:
+    """Yields the fields that a template writes."""
     for node in nodes:
-        if isinstance(node, Field):
-            yield node.part
-        elif isinstance(node, Choice):
-            yield from parts_of(node.then)
-            yield from parts_of(node.other)
+        if isinstance(node, Placeholder):
+            yield node.field
+        elif isinstance(node, Conditional):
+            yield from fields_of(node.then)
+            yield from fields_of(node.other)
 
 
-def _wrong(what: str) -> InvalidRequest:
+def _invalid(problem: str) -> InvalidRequest:
     return InvalidRequest(
-        f"template: {what}; templates are of .System, .Prompt and .Response, with if, else and end", param="template"
+        f"template: {problem}; use .System, .Prompt and .Response, with if, else and end", param="template"
     )
 
 
 # -- writing ------------------------------------------------------------------------------------------------------
 
 
-def write(nodes: list[Node], turn: Turn, pieces: list[str], *, begun: bool) -> bool:
-    """Adds a turn's text; of one that has `begun`, up to its response: then it returns True."""
+def write(nodes: list[TemplateNode], turn: TurnFields, pieces: list[str], *, open_ended: bool) -> bool:
+    """Adds the text of a turn. An open-ended turn stops at its response and returns True."""
     for node in nodes:
         if isinstance(node, str):
             pieces.append(node)
-        elif isinstance(node, Field):
-            pieces.append(turn.get(node.part, ""))
-            if begun and node.part == "Response":
+        elif isinstance(node, Placeholder):
+            pieces.append(turn.get(node.field, ""))
+            if open_ended and node.field == "Response":
                 return True
-        elif write(node.taken(turn), turn, pieces, begun=begun):
+        elif write(node.branch(turn), turn, pieces, open_ended=open_ended):
             return True
     return False
 
 
-def split(messages: Sequence[Message]) -> Iterator[Turn]:
-    """The turns of a chat: each has a system message, a prompt and a response at most, in this order."""
-    said: dict[str, list[str]] = {}
-    order = list(PARTS.values())
+def split_turns(messages: Sequence[MessageDict]) -> Iterator[TurnFields]:
+    """Yields the turns of a chat: each has at most a system message, a prompt and a response, in this order."""
+    texts: dict[str, list[str]] = {}
+    order = list(FIELDS.values())
     for message in messages:
-        part = PARTS[message["role"]]
-        if any(later in said for later in order[order.index(part) + 1 :]):
-            yield _joined(said)
-            said = {}
-        said.setdefault(part, []).append(message["content"])
-    if said:
-        yield _joined(said)
+        field = FIELDS[message["role"]]
+        if any(later in texts for later in order[order.index(field) + 1 :]):
+            yield _join_texts(texts)
+            texts = {}
+        texts.setdefault(field, []).append(message["content"])
+    if texts:
+        yield _join_texts(texts)
 
 
-def _joined(said: Mapping[str, Sequence[str]]) -> Turn:
-    return {part: "\n\n".join(texts) for part, texts in said.items()}
+def _join_texts(texts: Mapping[str, Sequence[str]]) -> TurnFields:
+    return {field: "\n\n".join(several) for field, several in texts.items()}

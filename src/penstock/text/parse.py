@@ -1,8 +1,8 @@
-"""An answer's text, as it comes, to what it holds: content, reasoning and tool calls.
+"""Splits the text of an answer, as it comes, into content, reasoning and tool calls.
 
-What begins like a call and is none is content. A call has begun when its name is known and its arguments open: from
-there on they are passed on as they come. Where they stop being well formed the call ends, and the rest is content.
-White space next to a marker belongs to the marker.
+Text that begins like a call and is not one is content. A call has started when its name is known and its arguments
+begin: from there on they are passed on as they come. If they stop being well formed the call ends, and the rest is
+content. White space next to a marker belongs to the marker.
 """
 
 from __future__ import annotations
@@ -13,102 +13,113 @@ import string
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from penstock.text.arguments import json_string, json_value, noted_value, parameters
-from penstock.text.streaming_reader import Incoming, Wait
-from penstock.text.tool_formats import Calls, Format
+from penstock.text.arguments import gemma_value, json_string, json_value, parameters
+from penstock.text.streaming_reader import Reading, StreamingReader
+from penstock.text.tool_formats import AnswerFormat, CallSyntax
 
 
 class Content(NamedTuple):
+    """Carries a piece of the answer itself."""
+
     text: str
 
 
 class Reasoning(NamedTuple):
+    """Carries a piece of what the model thinks before it answers."""
+
     text: str
 
 
-class CallBegun(NamedTuple):
-    index: int  # type: ignore[assignment]  # calls are numbered: tuple.index is not missed
+class CallStarted(NamedTuple):
+    """Marks the start of a tool call."""
+
+    index: int  # type: ignore[assignment]  # hides tuple.index, which is not used
     id: str
     name: str
 
 
 class Arguments(NamedTuple):
-    """A piece of a call's arguments: together they are a JSON text."""
+    """Carries a piece of a call's arguments. Joined, the pieces are a JSON text."""
 
     index: int  # type: ignore[assignment]
     text: str
 
 
 class CallEnded(NamedTuple):
+    """Marks the end of a tool call."""
+
     index: int  # type: ignore[assignment]
 
 
-Part = Content | Reasoning | CallBegun | Arguments | CallEnded
-Schemas = Mapping[str, Mapping[str, Any]]  # of the parameters of each function, by name
+AnswerPart = Content | Reasoning | CallStarted | Arguments | CallEnded
+Schemas = Mapping[str, Mapping[str, Any]]  # function name -> JSON schema of its parameters
 
 
 def schemas_of(tools: Sequence[Mapping[str, Any]]) -> Schemas:
+    """Returns the schemas of OpenAI's tool definitions."""
     functions = [tool["function"] for tool in tools]
     return {function["name"]: function.get("parameters") or {} for function in functions}
 
 
 class AnswerParser:
-    """However the text is cut into pieces, the parts come to the same when joined. `tools` are the functions that may
-    be called; none: calls are not looked for. `opened`: the text begins within reasoning."""
+    """Reads an answer. The result does not depend on how the text is cut into pieces. `tools` are the functions that
+    may be called; without any, calls are not looked for. `opened`: the text begins within reasoning."""
 
     def __init__(
         self,
-        format: Format,
+        format: AnswerFormat,
         tools: Schemas | None = None,
         *,
         opened: bool = False,
         parallel: bool = True,
         new_id: Callable[[], str] | None = None,
     ) -> None:
-        self.calls = 0  # begun
-        self.reasoning = opened  # whether what comes next belongs to reasoning, as far as is known
+        self.calls = 0  # started
+        self.reasoning = opened  # whether the next text is reasoning, as far as is known
         self._format = format
         self._tools = tools or {}
         self._opened = opened
         self._parallel = parallel
-        self._new_id = new_id or (_short_id if format.family.short_ids else _long_id)
-        self._source = Incoming()
-        self._parts: list[Part] = []
+        self._new_id = new_id or (_short_id if format.tool_format.short_ids else _long_id)
+        self._source = StreamingReader()
+        self._parts: list[AnswerPart] = []
         self._reading = self._read()
 
-    def push(self, text: str) -> list[Part]:
+    def push(self, text: str) -> list[AnswerPart]:
+        """Adds text and returns the parts that are now known."""
         self._source.push(text)
         next(self._reading, None)
-        return self._said()
+        return self._take_parts()
 
-    def finish(self) -> list[Part]:
+    def finish(self) -> list[AnswerPart]:
+        """Ends the text and returns the remaining parts."""
         self._source.ended = True
         next(self._reading, None)
-        return self._said()
+        return self._take_parts()
 
-    def _said(self) -> list[Part]:
+    def _take_parts(self) -> list[AnswerPart]:
         parts, self._parts = list(_joined(self._parts)), []
         return parts
 
-    def _content(self, text: str) -> None:
+    def _emit_content(self, text: str) -> None:
         self._parts.append(Content(text))
 
-    def _reason(self, text: str) -> None:
+    def _emit_reasoning(self, text: str) -> None:
         self._parts.append(Reasoning(text))
 
     # -- the parts of an answer -----------------------------------------------------------------------------------
 
-    def _read(self) -> Wait[None]:
+    def _read(self) -> Reading[None]:
         try:
-            if self._format.family.channels:
+            if self._format.tool_format.channels:
                 yield from self._channels()
             else:
                 yield from self._reasoning()
                 yield from self._answer()
-        except _OneCallIsEnough:
+        except _SecondCall:
             return
 
-    def _reasoning(self) -> Wait[None]:
+    def _reasoning(self) -> Reading[None]:
         if self._format.reasoning is None:
             return
         opening, closing = self._format.reasoning
@@ -116,83 +127,83 @@ class AnswerParser:
             return
         self.reasoning = True
         yield from self._source.space()
-        if not (yield from self._source.until((closing,), self._reason, spaced=True)):
-            self._reason(self._source.rest())
+        if not (yield from self._source.until((closing,), self._emit_reasoning, spaced=True)):
+            self._emit_reasoning(self._source.rest())
         yield from self._source.match(f" {closing}")
         self.reasoning = False
         yield from self._source.space()
 
-    def _answer(self) -> Wait[None]:
-        shapes = self._format.family.calls if self._tools else ()
-        openings = tuple({opening: None for shape in shapes for opening in shape.openings})
-        for shape in shapes:
-            if shape.bare and (yield from self._section(shape)):
+    def _answer(self) -> Reading[None]:
+        syntaxes = self._format.tool_format.calls if self._tools else ()
+        openings = tuple({opening: None for syntax in syntaxes for opening in syntax.openings})
+        for syntax in syntaxes:
+            if syntax.bare and (yield from self._section(syntax)):
                 break
-        while opening := (yield from self._source.until(openings, self._content, spaced=bool(openings))):
-            for shape in shapes:
-                if opening in shape.openings and (yield from self._section(shape)):
+        while opening := (yield from self._source.until(openings, self._emit_content, spaced=bool(openings))):
+            for syntax in syntaxes:
+                if opening in syntax.openings and (yield from self._section(syntax)):
                     break
             else:
-                self._content((yield from self._source.space()) + self._source.take(len(opening)))
+                self._emit_content((yield from self._source.space()) + self._source.take(len(opening)))
         rest = self._source.rest()
         if not self.calls:
-            self._content(rest)
+            self._emit_content(rest)
 
-    def _section(self, shape: Calls) -> Wait[bool]:
-        """Calls that stand together; nothing is taken where there are none."""
-        source, (opening, closing) = self._source, shape.section
-        source.hold()
+    def _section(self, syntax: CallSyntax) -> Reading[bool]:
+        """Reads calls in a row and returns whether there were any. If not, it takes nothing."""
+        source, (opening, closing) = self._source, syntax.section
+        source.mark()
         yield from source.space()
         within = (yield from source.match(opening)) is not None
-        if not ((within or (shape.head and not shape.bare)) and (yield from self._call(shape))):
-            source.back()
+        if not ((within or (syntax.head and not syntax.bare)) and (yield from self._call(syntax))):
+            source.rewind()
             return False
         while not closing or not within or (yield from source.match(f" {closing}")) is None:
-            source.hold()
-            if (yield from source.match(f" {shape.separator} ")) is None or not (yield from self._call(shape)):
-                source.back()
+            source.mark()
+            if (yield from source.match(f" {syntax.separator} ")) is None or not (yield from self._call(syntax)):
+                source.rewind()
                 break
         return True
 
     # -- calls ----------------------------------------------------------------------------------------------------
 
-    def _call(self, shape: Calls) -> Wait[bool]:
-        """Whether a call began here. What was read before it did may still be gone back to."""
+    def _call(self, syntax: CallSyntax) -> Reading[bool]:
+        """Reads a call and returns whether one started. Until then, the caller may rewind."""
         source = self._source
         yield from source.space()
-        if not shape.head:
-            return (yield from self._object(shape.bare))
-        fields = yield from source.match(shape.head)
+        if not syntax.head:
+            return (yield from self._object(syntax.bare))
+        fields = yield from source.match(syntax.head)
         if fields is None:
             return False
-        name, id = _named(fields)
-        if shape.parameter is not None:
-            if not (yield from source.next_in(shape.parameter[0], shape.tail)):
+        name, id = _name_and_id(fields)
+        if syntax.parameter is not None:
+            if not (yield from source.next_in(syntax.parameter[0], syntax.tail)):
                 return False
             self._begin(name, id)
-            yield from parameters(source, shape, self._tools.get(name, {}), self._argue)
-        elif not (yield from self._open_braced(shape, name, id)):
+            yield from parameters(source, syntax, self._tools.get(name, {}), self._emit_arguments)
+        elif not (yield from self._open_braced(syntax, name, id)):
             return False
         self._end()
         return True
 
-    def _open_braced(self, shape: Calls, name: str, id: str | None) -> Wait[bool]:
+    def _open_braced(self, syntax: CallSyntax, name: str, id: str | None) -> Reading[bool]:
         yield from self._source.space()
         if not (yield from self._source.next_is("{")):
             return False
         self._begin(name, id)
-        if shape.quote:
-            whole = yield from noted_value(self._source, shape.quote, self._argue)
+        if syntax.quote:
+            whole = yield from gemma_value(self._source, syntax.quote, self._emit_arguments)
         else:
-            whole = yield from json_value(self._source, self._argue)
+            whole = yield from json_value(self._source, self._emit_arguments)
         if whole:
-            yield from self._source.match(f" {shape.tail}")
+            yield from self._source.match(f" {syntax.tail}")
         return True
 
-    def _object(self, bare: bool) -> Wait[bool]:
-        """A call as one JSON object. Its arguments are held back as long as its name has not come; with no marker
-        around it, only a function that exists makes it a call."""
-        name, held = "", ""
+    def _object(self, bare: bool) -> Reading[bool]:
+        """Reads a call written as one JSON object. Its arguments are held back until its name has come. Without a
+        marker around it, it is a call only if the function exists."""
+        name, pending = "", ""
         separator = "{"
         while key := (yield from self._key(separator)):
             separator = " ,"
@@ -201,13 +212,13 @@ class AnswerParser:
                 if not name or (bare and name not in self._tools):
                     return False
             elif key not in _ARGUMENTS:
-                if not (yield from json_value(self._source, _ignore)):
+                if not (yield from json_value(self._source, _drop)):
                     return False
             elif not (yield from self._source.next_is("{")):
                 return False
             elif name:
                 self._begin(name)
-                if (yield from json_value(self._source, self._argue)):
+                if (yield from json_value(self._source, self._emit_arguments)):
                     yield from self._rest_of_object()
                 self._end()
                 return True
@@ -215,33 +226,33 @@ class AnswerParser:
                 written: list[str] = []
                 if not (yield from json_value(self._source, written.append)):
                     return False
-                held = "".join(written)
-            if name and held:
+                pending = "".join(written)
+            if name and pending:
                 break
             if name and (yield from self._source.next_in("}")):
-                held = "{}"
+                pending = "{}"
                 break
-        if not (name and held):
+        if not (name and pending):
             return False
         self._begin(name)
-        self._argue(held)
+        self._emit_arguments(pending)
         yield from self._rest_of_object()
         self._end()
         return True
 
-    def _rest_of_object(self) -> Wait[None]:
-        """Takes what stands after the arguments, if it is well formed."""
-        self._source.hold()
+    def _rest_of_object(self) -> Reading[None]:
+        """Takes what follows the arguments in the object, if it is well formed."""
+        self._source.mark()
         while (yield from self._key(" ,")):
-            if not (yield from json_value(self._source, _ignore)):
+            if not (yield from json_value(self._source, _drop)):
                 break
         if (yield from self._source.match(" }")) is None:
-            self._source.back()
+            self._source.rewind()
         else:
             self._source.release()
 
-    def _key(self, separator: str) -> Wait[str]:
-        """The key of the next member that a call may have; none where there is no such."""
+    def _key(self, separator: str) -> Reading[str]:
+        """Reads the key of the next member; returns an empty text if a call cannot have such a member."""
         if (yield from self._source.match(f"{separator} ")) is None:
             return ""
         key = yield from self._quoted()
@@ -249,7 +260,7 @@ class AnswerParser:
             return ""
         return key
 
-    def _quoted(self) -> Wait[str]:
+    def _quoted(self) -> Reading[str]:
         written: list[str] = []
         if not (yield from self._source.next_is('"')) or not (yield from json_string(self._source, written.append)):
             return ""
@@ -258,12 +269,12 @@ class AnswerParser:
 
     def _begin(self, name: str, id: str | None = None) -> None:
         if self.calls and not self._parallel:
-            raise _OneCallIsEnough
+            raise _SecondCall
         self._source.commit()
-        self._parts.append(CallBegun(self.calls, id or self._new_id(), name))
+        self._parts.append(CallStarted(self.calls, id or self._new_id(), name))
         self.calls += 1
 
-    def _argue(self, text: str) -> None:
+    def _emit_arguments(self, text: str) -> None:
         self._parts.append(Arguments(self.calls - 1, text))
 
     def _end(self) -> None:
@@ -271,25 +282,25 @@ class AnswerParser:
 
     # -- channels -------------------------------------------------------------------------------------------------
 
-    def _channels(self) -> Wait[None]:
-        """Parts with headers. What has no header that can be read is content."""
+    def _channels(self) -> Reading[None]:
+        """Reads parts that have headers. A part without a readable header is content."""
         source = self._source
         while (yield from source.peek()):
-            source.hold()
+            source.mark()
             header = yield from self._header()
             if header is None:
-                source.back()
-                yield from self._body(self._content)
+                source.rewind()
+                yield from self._body(self._emit_content)
             elif header[1].startswith("functions.") and self._tools:
                 yield from self._channel_call(header[1].removeprefix("functions."))
             else:
                 source.commit()
                 self.reasoning = header[0] == "analysis"
-                yield from self._body(self._reason if self.reasoning else self._content)
+                yield from self._body(self._emit_reasoning if self.reasoning else self._emit_content)
                 self.reasoning = False
 
-    def _header(self) -> Wait[tuple[str, str] | None]:
-        """A part's channel and to whom it goes."""
+    def _header(self) -> Reading[tuple[str, str] | None]:
+        """Reads a header and returns the channel and the recipient."""
         match = self._source.match
         yield from match("<|start|>")
         yield from match("assistant")
@@ -302,20 +313,20 @@ class AnswerParser:
         yield from match(" {word}")
         return None if (yield from match(" <|message|>")) is None else (channel["word"], to["id"])
 
-    def _channel_call(self, name: str) -> Wait[None]:
-        if (yield from self._open_braced(self._format.family.calls[0], name, None)):
+    def _channel_call(self, name: str) -> Reading[None]:
+        if (yield from self._open_braced(self._format.tool_format.calls[0], name, None)):
             self._end()
         else:
-            self._source.back()
-            yield from self._body(self._content)
+            self._source.rewind()
+            yield from self._body(self._emit_content)
 
-    def _body(self, say: Callable[[str], None]) -> Wait[None]:
-        end = yield from self._source.until(_BODY_ENDS, say)
+    def _body(self, emit: Callable[[str], None]) -> Reading[None]:
+        end = yield from self._source.until(_BODY_ENDS, emit)
         self._source.take(len(end))
 
 
-class _OneCallIsEnough(Exception):
-    """The rest of the answer is not wanted."""
+class _SecondCall(Exception):
+    """Ends the reading where a second call starts and only one is allowed."""
 
 
 _ARGUMENTS = ("arguments", "parameters")
@@ -323,7 +334,7 @@ _BODY_ENDS = ("<|end|>", "<|return|>", "<|call|>")
 _LETTERS = string.ascii_letters + string.digits
 
 
-def _ignore(_: str) -> None: ...
+def _drop(_: str) -> None: ...
 
 
 def _short_id() -> str:
@@ -334,16 +345,16 @@ def _long_id() -> str:
     return f"call_{secrets.token_hex(12)}"
 
 
-def _named(fields: Mapping[str, str]) -> tuple[str, str | None]:
-    """A call's name and id; an id may have the name within: functions.name:0."""
+def _name_and_id(fields: Mapping[str, str]) -> tuple[str, str | None]:
+    """Returns the name and the id of a call. The name may be part of the id: functions.name:0."""
     id = fields.get("id")
     name = fields.get("name") or (id or "").removeprefix("functions.").rsplit(":", 1)[0]
     return name, id
 
 
-def _joined(parts: Sequence[Part]) -> Iterator[Part]:
-    """Neighbours that are pieces of one text as one; empty ones left out."""
-    last: Part | None = None
+def _joined(parts: Sequence[AnswerPart]) -> Iterator[AnswerPart]:
+    """Joins neighbouring pieces of the same kind and leaves out empty ones."""
+    last: AnswerPart | None = None
     for part in parts:
         if isinstance(part, Content | Reasoning | Arguments):
             if not part.text:

@@ -1,4 +1,4 @@
-"""How each family of byte-level vocabularies cuts text into pieces before merging: `tokenizer.ggml.pre` as a table."""
+"""Pre-tokenizers of byte-level vocabularies, by the name in `tokenizer.ggml.pre`: how text is split before merging."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from typing import NamedTuple
 
 
 class PreTokenizer(NamedTuple):
-    splits: tuple[str, ...]  # each cuts what the one before left: every match is a piece, and so is every gap
-    ignore_merges: bool = False  # a piece that is itself a token is taken whole
-    add_bos: bool = False  # when the file does not say
-    nfc: bool = False  # text is composed first
+    """Says how a family of vocabularies splits text."""
+
+    splits: tuple[str, ...]  # regular expressions, applied in turn: every match is a piece, and so is every gap
+    ignore_merges: bool = False  # a piece that is a token is not split
+    add_bos: bool = False  # if the file does not say
+    nfc: bool = False  # text is normalized to NFC first
 
 
 _ENDINGS = r"'s|'t|'re|'ve|'m|'ll|'d"

@@ -1,8 +1,8 @@
-"""Where a chat template runs: it reaches nothing but what it is given, and it ends.
+"""A Jinja environment for chat templates that limits access, time and memory.
 
-A template is a program that came with a model. Jinja's sandbox keeps it from everything around it; what is added here
-bounds its time, because one loop in another is enough for a year, and its texts, because one that is doubled in a loop
-fills any memory.
+A template is a program that came with a model. Jinja's sandbox limits what it can access. This module also limits its
+time, because nested loops could run for years, and the size of its texts, because a text that a loop doubles fills any
+memory.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-MAX_SECONDS = 5.0  # of a processor for one rendering, which mostly takes a thousandth of one
-MAX_TEXT = 2**22  # characters of one
-MAX_ITEMS = 2**17  # of one list
+MAX_SECONDS = 5.0  # CPU time of one rendering, which usually takes a millisecond
+MAX_TEXT = 2**22  # characters
+MAX_ITEMS = 2**17  # in a list
 MAX_POWER = 2**10  # bits
-WIDE = re.compile(r"%(\([^)]*\))?[^a-zA-Z%]*(\d{7}|\*)|\{[^{}]*\d{7}")  # formats that ask for very many spaces
+WIDE = re.compile(r"%(\([^)]*\))?[^a-zA-Z%]*(\d{7}|\*)|\{[^{}]*\d{7}")  # formats with a very large width
 
 
 SIZED = (str, list, tuple)
@@ -32,6 +32,8 @@ TICK, CONCATENATED = " tick", " concatenated"  # names that no template can spel
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
+    """Compiles and runs templates within limits."""
+
     intercepted_binops = frozenset(("+", "*", "**", "%"))
 
     def __init__(self, **settings: Any) -> None:
@@ -44,17 +46,17 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self.filters["replace"] = _short_replace(self.filters["replace"])
 
     def begin(self) -> None:
-        """A rendering in this thread: its time is counted from here."""
-        self._clock.turns = 0
+        """Starts the clock of a rendering in this thread."""
+        self._clock.ticks = 0
         self._clock.end = thread_time() + MAX_SECONDS
 
     @pass_context
     def _tick(self, *_: Any) -> None:
-        """Called with every turn of a loop and every call of a macro."""
+        """Is called in every iteration of a loop and every call of a macro; raises SecurityError when time is up."""
         clock = self._clock
-        clock.turns += 1
-        if clock.turns % 16 == 0 and thread_time() > clock.end:
-            raise SecurityError(f"it takes longer than {MAX_SECONDS:g} seconds")
+        clock.ticks += 1
+        if clock.ticks % 16 == 0 and thread_time() > clock.end:
+            raise SecurityError(f"it takes longer than {MAX_SECONDS:g} seconds, the limit")
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree: nodes.Template = _Ticking().visit(super()._parse(source, name, filename))
@@ -77,8 +79,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 
 class _Ticking(NodeTransformer):
-    """Puts a tick into whatever runs again and again, and makes of ~ what can be bounded. Both become filters: calling
-    those costs a fifth of other calls in a sandbox."""
+    """Adds a tick to loops and macros, and replaces ~ by an operation that can be limited. Both become filters, because
+    calling a filter costs a fifth of other calls in a sandbox."""
 
     def visit_For(self, block: Any) -> Any:
         self.generic_visit(block)
@@ -102,7 +104,7 @@ def _concatenated(*parts: Any) -> str:
     return "".join(texts)
 
 
-# -- how large what is made would be --------------------------------------------------------------------------------
+# -- checks of sizes -------------------------------------------------------------------------------------------
 
 
 def _check_text(size: int) -> None:
@@ -111,7 +113,7 @@ def _check_text(size: int) -> None:
 
 
 def _check_size(value: Any, size: int) -> None:
-    """Of what is made of the value."""
+    """Raises SecurityError if a text or list made from the value would be too large."""
     if isinstance(value, str):
         _check_text(size)
     elif size > MAX_ITEMS:

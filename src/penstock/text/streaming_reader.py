@@ -1,6 +1,6 @@
-"""Text that comes in pieces, read as if all of it were there: what reads it is a generator that yields for more.
+"""Reads text that comes in pieces as if all of it were there. Readers are generators that yield when they need more.
 
-Every question waits until what has come decides it, so that the answer never depends on how the text was cut.
+Every question waits until the text that has come decides it, so results never depend on how the text was cut.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ import re
 from collections.abc import Callable, Generator, Sequence
 from typing import TypeVar
 
-from penstock.text.detok import beginning
+from penstock.text.detok import partial_match
 from penstock.text.tool_formats import pieces
 
 T = TypeVar("T")
-Wait = Generator[None, None, T]
-Say = Callable[[str], None]
+Reading = Generator[None, None, T]
+Emit = Callable[[str], None]
 
 SPACE = " \t\r\n"
 MAX_FIELD = 256  # characters
@@ -29,14 +29,17 @@ _FIELDS = {
 }
 
 
-class Incoming:
+class StreamingReader:
+    """Holds a text of which more may come, and a position in it."""
+
     def __init__(self) -> None:
         self.ended = False
         self._text = ""
         self._at = 0
-        self._marks: list[int] = []  # places that may be gone back to
+        self._marks: list[int] = []  # positions to rewind to, innermost last
 
     def push(self, piece: str) -> None:
+        """Adds text at the end."""
         done = self._marks[0] if self._marks else self._at
         self._text = self._text[done:] + piece
         self._at -= done
@@ -44,106 +47,118 @@ class Incoming:
 
     # -- going back -----------------------------------------------------------------------------------------------
 
-    def hold(self) -> None:
+    def mark(self) -> None:
+        """Remembers this position for `rewind`."""
         self._marks.append(self._at)
 
-    def back(self) -> None:
+    def rewind(self) -> None:
+        """Returns to the last mark."""
         self._at = self._marks.pop()
 
     def release(self) -> None:
+        """Forgets the last mark."""
         self._marks.pop()
 
     def commit(self) -> None:
-        """What was read stays read."""
+        """Forgets all marks: what was read stays read."""
         self._marks.clear()
 
     # -- reading --------------------------------------------------------------------------------------------------
 
     def take(self, count: int) -> str:
-        """That many characters, which must be there."""
+        """Takes so many characters, which must have come."""
         self._at += count
         return self._text[self._at - count : self._at]
 
     def rest(self) -> str:
+        """Takes all that has come."""
         return self.take(len(self._text) - self._at)
 
-    def peek(self) -> Wait[str]:
-        """The next character; none at the end."""
+    def peek(self) -> Reading[str]:
+        """Returns the next character without taking it; an empty text at the end."""
         while self._at == len(self._text) and not self.ended:
             yield
         return self._text[self._at : self._at + 1]
 
-    def next_is(self, *literals: str) -> Wait[bool]:
+    def next_is(self, *literals: str) -> Reading[bool]:
+        """Returns whether one of the literals comes next; takes nothing."""
         while True:
             if self._text.startswith(literals, self._at):
                 return True
-            come = self._text[self._at :]
-            if self.ended or not any(literal.startswith(come) for literal in literals):
+            available = self._text[self._at :]
+            if self.ended or not any(literal.startswith(available) for literal in literals):
                 return False
             yield
 
-    def next_in(self, *patterns: str) -> Wait[bool]:
-        """Whether one of the patterns begins after white space; nothing is taken."""
-        self.hold()
+    def next_in(self, *patterns: str) -> Reading[bool]:
+        """Returns whether one of the patterns begins after white space; takes nothing."""
+        self.mark()
         yield from self.space()
         begun = yield from self.next_is(*(pieces(pattern)[0] for pattern in patterns))
-        self.back()
+        self.rewind()
         return begun
 
-    def space(self) -> Wait[str]:
-        """Takes the white space that comes next."""
-        return (yield from self.run(_SPACES))
+    def space(self) -> Reading[str]:
+        """Takes white space."""
+        return (yield from self.take_run(_SPACES))
 
-    def come(self, kind: re.Pattern[str], limit: int = MAX_RUN) -> str:
-        """Takes what has come of a run, without waiting."""
+    def take_available(self, kind: re.Pattern[str], limit: int = MAX_RUN) -> str:
+        """Takes the part of a run that has come, without waiting."""
         found = kind.match(self._text, self._at, self._at + limit)
         return self.take(found.end() - self._at) if found else ""
 
-    def run(self, kind: re.Pattern[str], limit: int = MAX_RUN) -> Wait[str]:
-        """Takes a run, to the character that ends it or to `limit` characters."""
-        taken = self.come(kind, limit)
-        while len(taken) < limit and (yield from self.peek()) and (more := self.come(kind, limit - len(taken))):
+    def take_run(self, kind: re.Pattern[str], limit: int = MAX_RUN) -> Reading[str]:
+        """Takes a run of such characters, at most `limit`."""
+        taken = self.take_available(kind, limit)
+        while (
+            len(taken) < limit and (yield from self.peek()) and (more := self.take_available(kind, limit - len(taken)))
+        ):
             taken += more
         return taken
 
-    def match(self, pattern: str) -> Wait[dict[str, str] | None]:
-        """Takes what a pattern of penstock.text.families describes and gives its fields; None, and nothing taken,
-        where something else comes."""
-        self.hold()
+    def match(self, pattern: str) -> Reading[dict[str, str] | None]:
+        """Takes what a pattern (tool_formats.py) describes and returns its fields. If something else comes, it takes
+        nothing and returns None."""
+        self.mark()
         fields = {}
         for piece in pieces(pattern):
             if piece in _FIELDS:
-                fields[piece[1:-1]] = yield from self.run(_FIELDS[piece], MAX_FIELD)
-                met = fields[piece[1:-1]] != ""
+                fields[piece[1:-1]] = yield from self.take_run(_FIELDS[piece], MAX_FIELD)
+                matched = fields[piece[1:-1]] != ""
             elif piece in SPACE:
                 yield from self.space()
-                met = True
+                matched = True
             else:
-                met = yield from self.match_literal(piece)
-            if not met:
-                self.back()
+                matched = yield from self.match_literal(piece)
+            if not matched:
+                self.rewind()
                 return None
         self.release()
         return fields
 
-    def match_literal(self, literal: str) -> Wait[bool]:
-        met = yield from self.next_is(literal)
-        if met:
+    def match_literal(self, literal: str) -> Reading[bool]:
+        """Takes a literal if it comes next and returns whether it did."""
+        matched = yield from self.next_is(literal)
+        if matched:
             self.take(len(literal))
-        return met
+        return matched
 
-    def until(self, ends: Sequence[str], say: Say, *, spaced: bool = False) -> Wait[str]:
-        """Says what comes before the first of `ends` and gives that one, not taken; none at the end of the text.
-        `spaced`: white space before it, or before the end of the text, is not taken either."""
+    def until(self, ends: Sequence[str], emit: Emit, *, spaced: bool = False) -> Reading[str]:
+        """Emits the text before the first of `ends` and returns that end without taking it; an empty text at the end.
+        With `spaced`, white space before it, or before the end of the text, is not taken either."""
         while True:
-            come = self._text[self._at :]
-            found = min(((at, end) for end in ends if (at := come.find(end)) >= 0), default=(len(come), ""))
-            held = len(come) if self.ended else min((beginning(end, come) for end in ends), default=len(come))
-            cut = min(found[0], held)
+            available = self._text[self._at :]
+            found = min(((at, end) for end in ends if (at := available.find(end)) >= 0), default=(len(available), ""))
+            safe = (
+                len(available)
+                if self.ended
+                else min((partial_match(end, available) for end in ends), default=len(available))
+            )
+            cut = min(found[0], safe)
             if spaced:
-                cut = len(come[:cut].rstrip(SPACE))
+                cut = len(available[:cut].rstrip(SPACE))
             if cut:
-                say(self.take(cut))
-            if (found[1] and found[0] <= held) or self.ended:
+                emit(self.take(cut))
+            if (found[1] and found[0] <= safe) or self.ended:
                 return found[1]
             yield

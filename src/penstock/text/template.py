@@ -1,4 +1,4 @@
-"""A chat template as a program: Jinja in a sandbox."""
+"""Renders Jinja chat templates in a sandbox."""
 
 from __future__ import annotations
 
@@ -18,19 +18,22 @@ from penstock.text.tokenizer import MAX_CHARACTERS
 
 
 class Template:
+    """Renders chats with one compiled template."""
+
     def __init__(self, source: str) -> None:
         self._environment = _environment()
         self._compiled = _compile(source, self._environment)
 
     def render(self, given: Mapping[str, Any]) -> str:
+        """Returns the rendered text; raises InvalidRequest if the template fails."""
         self._environment.begin()
         try:
             return _joined(self._compiled.generate(given))
         except jinja2.TemplateError as error:
-            raise InvalidRequest(f"the model's chat template says: {error}", param="messages") from None
+            raise InvalidRequest(f"the model's chat template refused the messages: {error}", param="messages") from None
         except InvalidRequest:
             raise
-        except Exception as error:  # the template is the model's own program: it may raise anything
+        except Exception as error:  # a template is a program and may raise anything
             raise InvalidRequest(
                 f"the model's chat template fails on these messages: {type(error).__name__}: {error}", param="messages"
             ) from None
@@ -42,7 +45,7 @@ def _compile(source: str, environment: BoundedEnvironment) -> jinja2.Template:
     except jinja2.TemplateSyntaxError as error:
         raise InvalidRequest(
             f"the model's chat template is not valid Jinja, line {error.lineno}: {error.message}; "
-            "the model still takes plain prompts: use completions"
+            "plain prompts still work: use completions"
         ) from None
 
 
@@ -54,7 +57,7 @@ def _environment() -> BoundedEnvironment:
 
 
 class _GenerationBlock(Extension):
-    """{% generation %} ... {% endgeneration %} marks what an assistant said, for training: here it is its content."""
+    """Renders the content of {% generation %} ... {% endgeneration %}, which marks assistant messages for training."""
 
     tags = {"generation"}  # noqa: RUF012
 

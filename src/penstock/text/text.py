@@ -1,4 +1,4 @@
-"""What one model makes of text: its tokenizer and its chat template."""
+"""A model's tokenizer and chat template together."""
 
 from __future__ import annotations
 
@@ -11,17 +11,21 @@ from typing import Any, NamedTuple
 from penstock.errors import InvalidRequest
 from penstock.text.chat import ChatTemplate, templates_in_folder, templates_in_metadata
 from penstock.text.tokenizer import Tokenizer
-from penstock.text.tool_formats import PLAIN, Format
-from penstock.text.tools import Message
+from penstock.text.tool_formats import PLAIN, AnswerFormat
+from penstock.text.tools import MessageDict
 
 
 class ChatPrompt(NamedTuple):
+    """Holds a rendered chat."""
+
     tokens: list[int]
-    opened: bool = False  # the answer begins within its reasoning
+    opened: bool = False  # the answer begins within reasoning
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
+    """Turns text and chats into the token ids of one model."""
+
     tokenizer: Tokenizer
     template: ChatTemplate | None
 
@@ -41,39 +45,40 @@ class Text:
         return replace(self, template=template)
 
     @property
-    def format(self) -> Format:
-        """How answers in a chat are written."""
-        return Format(PLAIN) if self.template is None else self.template.format
+    def format(self) -> AnswerFormat:
+        """Returns how the model writes answers in a chat."""
+        return AnswerFormat(PLAIN) if self.template is None else self.template.format
 
     def takes(self, name: str) -> bool:
-        """Whether the chat template asks for the variable."""
+        """Returns whether the chat template uses the variable."""
         return self.template is not None and self.template.reads(name)
 
-    def chat_prompt(self, messages: Sequence[Message], **kwargs: Any) -> ChatPrompt:
-        """The prompt for the next answer; `kwargs` go to the template."""
+    def chat_prompt(self, messages: Sequence[MessageDict], **kwargs: Any) -> ChatPrompt:
+        """Returns the prompt for the next answer; `kwargs` go to the template."""
         prompt = self.render_chat(messages, **kwargs)
         return ChatPrompt(self.encode_prompt(prompt), self.format.opened(prompt))
 
-    def encode_chat(self, messages: Sequence[Message], **kwargs: Any) -> list[int]:
+    def encode_chat(self, messages: Sequence[MessageDict], **kwargs: Any) -> list[int]:
         return self.chat_prompt(messages, **kwargs).tokens
 
-    def render_chat(self, messages: Sequence[Message], **kwargs: Any) -> str:
+    def render_chat(self, messages: Sequence[MessageDict], **kwargs: Any) -> str:
         if self.template is None:
             raise InvalidRequest(
-                "this model has no chat template; send it a plain prompt through completions instead", param="messages"
+                "this model has no chat template: send a plain prompt to completions instead", param="messages"
             )
         return self.template.render(messages, **kwargs)
 
     def special_in(self, *markers: str) -> frozenset[int]:
-        """The special tokens that spell a part of the markers."""
+        """Returns the special tokens whose text is part of one of the markers."""
         return _special_in(self.tokenizer, markers)
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Special tokens may be spelled out in the text; a BOS is put before it when the model wants one."""
+        """Returns the tokens of a prompt. The text of a special token becomes that token; BOS is added if the model
+        uses it."""
         return self.tokenizer.encode(text, special=True, bos=True)
 
     def encode_whole(self, text: str) -> list[int]:
-        """A text that nothing will follow: with what the model's tokenizer puts after one."""
+        """Returns the tokens of a complete text, with the tokens that the model expects at its end."""
         return [*self.encode_prompt(text), *self.tokenizer.closing]
 
 

@@ -1,4 +1,4 @@
-"""Text to token ids and back."""
+"""Turns text into token ids and back."""
 
 from __future__ import annotations
 
@@ -10,55 +10,56 @@ from typing import Any
 import tokenizers
 
 from penstock.errors import ContextTooLong
-from penstock.text.gguf_tokenizer import vocabulary_from_metadata
-from penstock.text.hf_tokenizer import vocabulary_from_folder
-from penstock.text.vocabulary import Vocabulary
+from penstock.text.gguf_tokenizer import spec_from_gguf
+from penstock.text.hf_tokenizer import spec_from_folder
+from penstock.text.tokenizer_spec import TokenizerSpec
 
-MAX_CHARACTERS = 2**22  # in one text; the library's regular expressions give up not far above
+MAX_CHARACTERS = 2**22  # in one text; the library's regular expressions fail not far above
 
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # texts come one by one: threads have nothing to share
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # texts are encoded one by one: threads do not help
 
 
 class Tokenizer:
-    """Never changes once built, so that several threads may use it."""
+    """Encodes and decodes. It never changes, so several threads may use it."""
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        self.vocab_size = vocabulary.size
-        self.bos_id = vocabulary.bos
-        self.eos_ids = vocabulary.ends
-        self._after_bos = vocabulary.after_bos
-        self.special_ids = vocabulary.special
-        self.names = vocabulary.names
-        self.prefix_space = vocabulary.prefix_space
-        self.closing = vocabulary.closing
-        self._add_bos = vocabulary.add_bos
-        self._parsing = vocabulary.library
-        self._literal = _without_parsing(vocabulary.library)
-        self._bytes = _TokenBytes(vocabulary)
+    def __init__(self, spec: TokenizerSpec) -> None:
+        self.vocab_size = spec.size
+        self.bos_id = spec.bos
+        self.eos_ids = spec.ends
+        self._after_bos = spec.after_bos
+        self.special_ids = spec.special
+        self.names = spec.names
+        self.prefix_space = spec.prefix_space
+        self.closing = spec.closing
+        self._add_bos = spec.add_bos
+        self._parsing = spec.library
+        self._literal = _without_parsing(spec.library)
+        self._bytes = _TokenBytes(spec)
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> Tokenizer:
-        return cls(vocabulary_from_metadata(metadata))
+        return cls(spec_from_gguf(metadata))
 
     @classmethod
     def from_folder(cls, path: Path) -> Tokenizer:
-        return cls(vocabulary_from_folder(path))
+        return cls(spec_from_folder(path))
 
     def encode(self, text: str, *, special: bool = False, bos: bool = False) -> list[int]:
-        """`special`: text that spells a special token becomes that token. `bos`: begin with the model's BOS, if it
-        wants one and it is not there already. A lone surrogate counts as U+FFFD. Other threads run meanwhile."""
+        """Returns the token ids of a text. With `special`, the text of a special token becomes that token. With `bos`,
+        the model's BOS is added if the model uses it and it is not there already. A lone surrogate counts as U+FFFD.
+        The GIL is released meanwhile."""
         if len(text) > MAX_CHARACTERS:
-            raise ContextTooLong(f"a text of {len(text)} characters is too long to encode; at most {MAX_CHARACTERS}")
+            raise ContextTooLong(f"the text has {len(text)} characters; the limit is {MAX_CHARACTERS}: shorten it")
         library = self._parsing if special else self._literal
-        batch = library.encode_batch_fast([_well_formed(text)], add_special_tokens=False)  # encode keeps the GIL
+        batch = library.encode_batch_fast([_well_formed(text)], add_special_tokens=False)  # encode would keep the GIL
         ids = list(batch[0].ids)
         if bos and self._add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             ids[:0] = self.bos_id, *self._after_bos
         return ids
 
     def decode(self, ids: Sequence[int], *, special: bool = False, continuing: bool = False) -> str:
-        """The text of whole answers and prompts; special tokens are left out unless asked for. The space that
-        encoding put before the text is taken away again, unless the ids are `continuing` another text."""
+        """Returns the text of a whole answer or prompt, without special tokens unless `special`. The space that
+        encoding put before the text is removed, unless the ids are `continuing` another text."""
         shown = ids if special else [id for id in ids if id not in self.special_ids]
         text = b"".join([self._bytes[id] for id in shown])
         if self.prefix_space and not continuing:
@@ -66,7 +67,7 @@ class Tokenizer:
         return text.decode("utf-8", "replace")
 
     def token_bytes(self, id: int) -> bytes:
-        """What the token adds to a text; nothing for an id past the vocabulary, as models with padded output have."""
+        """Returns the bytes that a token adds to a text; none for an id past the vocabulary (padded models)."""
         return self._bytes[id]
 
     def token_text(self, id: int) -> str:
@@ -74,22 +75,22 @@ class Tokenizer:
 
 
 class _TokenBytes(dict[int, bytes]):
-    """Each token's bytes, worked out when first asked for."""
+    """Caches the bytes of each token."""
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        self._vocabulary = vocabulary
+    def __init__(self, spec: TokenizerSpec) -> None:
+        self._spec = spec
 
     def __missing__(self, id: int) -> bytes:
-        token = self._vocabulary.library.id_to_token(id) if 0 <= id < 2**32 else None
+        token = self._spec.library.id_to_token(id) if 0 <= id < 2**32 else None
         if token is None:
             return b""
-        self[id] = token.encode() if id in self._vocabulary.literal else self._vocabulary.spell(token)
+        self[id] = token.encode() if id in self._spec.literal else self._spec.spell(token)
         return self[id]
 
 
 def _without_parsing(parsing: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """A twin that shares the model and takes the text of special tokens for ordinary text. The library has a switch
-    for this, but it is one per tokenizer, not per call."""
+    """Returns a tokenizer with the same model that treats the text of special tokens as ordinary text. The library's
+    switch for this is one per tokenizer, not per call."""
     literal = tokenizers.Tokenizer(parsing.model)
     literal.normalizer = parsing.normalizer
     literal.pre_tokenizer = parsing.pre_tokenizer

@@ -1,7 +1,8 @@
-"""How families of models write tool calls and reasoning: data, recognised by the markers a chat template holds.
+"""The formats in which models write tool calls and reasoning, as data. A format is recognised by markers in the
+template.
 
-In a pattern a space stands for any white space or none, {name} for a function's name, {key} for a parameter's, {id} for
-the call's own id and {string} for whether a value is a string.
+In a pattern a space stands for any white space or none, {name} for the name of a function, {key} for that of a
+parameter, {id} for the id of the call and {string} for whether a value is a string.
 """
 
 from __future__ import annotations
@@ -15,25 +16,27 @@ from penstock.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Calls:
-    """A call is `head`, arguments, `tail`; without a head it is a JSON object that holds name and arguments. Several
-    stand in one `section`, or each by itself where there is none."""
+class CallSyntax:
+    """Says how a call is written: `head`, arguments, `tail`. Without a head it is a JSON object with name and
+    arguments. A `section` surrounds several calls."""
 
     section: tuple[str, str] = ("", "")
     head: str = ""
     tail: str = ""
-    key: str = "arguments"  # that holds them, in an object; both names are read
+    key: str = "arguments"  # of the arguments in a JSON object; the parser also reads "parameters"
     separator: str = ""  # between the calls of a section
-    parameter: tuple[str, tuple[str, ...]] | None = None  # each argument by itself: its opening and its endings
-    quote: str = ""  # what a string stands between, where arguments are in Gemma's notation
-    bare: bool = False  # an answer may begin with a call that no marker announces
+    parameter: tuple[str, tuple[str, ...]] | None = None  # arguments written one by one: the opening and the endings
+    quote: str = ""  # around strings, if arguments are in Gemma's notation
+    bare: bool = False  # an answer may begin with a call that has no marker
 
     @property
     def openings(self) -> tuple[str, ...]:
+        """Returns the markers that a call or a section begins with."""
         return tuple(_beginning(pattern) for pattern in (self.section[0], self.head) if pattern and not self.bare)
 
     @property
     def patterns(self) -> Iterator[str]:
+        """Yields all patterns around names and arguments."""
         yield from (*self.section, self.head, self.tail, self.quote)
         if self.parameter is not None:
             yield self.parameter[0]
@@ -41,24 +44,26 @@ class Calls:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
+class ToolFormat:
+    """Says how a family of models writes tool calls."""
+
     name: str
-    signs: tuple[str, ...]  # all of them are in a template of this family
-    calls: tuple[Calls, ...]  # the first that fits
-    stops: tuple[str, ...] = ()  # tokens that end an answer which calls tools
-    short_ids: bool = False  # the template takes only ids of nine letters and digits
-    channels: bool = False  # every part of an answer says in a header what it is
+    template_markers: tuple[str, ...]  # all of them are in a template of this format
+    calls: tuple[CallSyntax, ...]  # the first that matches is read; the first is what grammars allow
+    stops: tuple[str, ...] = ()  # tokens that end an answer with calls
+    short_ids: bool = False  # the template accepts only ids of nine letters and digits
+    channels: bool = False  # every part of an answer has a header that says what it is
 
     def markers(self, calling: bool) -> str:
-        """Everything written around calls and parts, in a row: a special token in it is part of the text."""
+        """Returns all markers joined. Special tokens in them are part of the text."""
         channels = "".join(CHANNEL_MARKERS) if self.channels else ""
         return channels + "".join(p for each in self.calls if calling for p in each.patterns)
 
 
 CHANNEL_MARKERS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>")
 
-_OBJECT = Calls(section=("<tool_call>", "</tool_call>"))
-_XML = Calls(
+_OBJECT = CallSyntax(section=("<tool_call>", "</tool_call>"))
+_XML = CallSyntax(
     section=("<tool_call>", "</tool_call>"),
     head="<function={name}>",
     tail="</function>",
@@ -66,8 +71,8 @@ _XML = Calls(
 )
 
 
-def _dsml(section: str) -> Calls:
-    return Calls(
+def _dsml(section: str) -> CallSyntax:
+    return CallSyntax(
         section=(f"<｜DSML｜{section}>", f"</｜DSML｜{section}>"),
         head='<｜DSML｜invoke name="{name}">',
         tail="</｜DSML｜invoke>",
@@ -75,47 +80,51 @@ def _dsml(section: str) -> Calls:
     )
 
 
-def _deepseek(head: str, tail: str) -> Calls:
+def _deepseek(head: str, tail: str) -> CallSyntax:
     section = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
-    return Calls(section=section, head=f"<｜tool▁call▁begin｜>{head}", tail=f"{tail}<｜tool▁call▁end｜>")
+    return CallSyntax(section=section, head=f"<｜tool▁call▁begin｜>{head}", tail=f"{tail}<｜tool▁call▁end｜>")
 
 
-def _listed(opening: str, closing: str) -> Calls:
-    return Calls(section=(f"{opening} [", f"] {closing}"), separator=",")
+def _listed(opening: str, closing: str) -> CallSyntax:
+    return CallSyntax(section=(f"{opening} [", f"] {closing}"), separator=",")
 
 
-FAMILIES = (
-    Family(
+TOOL_FORMATS = (
+    ToolFormat(
         name="harmony",
-        signs=("<|channel|>", "<|message|>"),
-        calls=(Calls(tail="<|call|>"),),
+        template_markers=("<|channel|>", "<|message|>"),
+        calls=(CallSyntax(tail="<|call|>"),),
         stops=("<|call|>",),
         channels=True,
     ),
-    Family(name="deepseek-dsml", signs=("｜DSML｜", "function_calls>"), calls=(_dsml("function_calls"),)),
-    Family(name="deepseek-v4", signs=("｜DSML｜",), calls=(_dsml("tool_calls"),)),
-    Family(
+    ToolFormat(
+        name="deepseek-dsml", template_markers=("｜DSML｜", "function_calls>"), calls=(_dsml("function_calls"),)
+    ),
+    ToolFormat(name="deepseek-v4", template_markers=("｜DSML｜",), calls=(_dsml("tool_calls"),)),
+    ToolFormat(
         name="deepseek-r1",
-        signs=("<｜tool▁sep｜>", "```json"),
+        template_markers=("<｜tool▁sep｜>", "```json"),
         calls=(_deepseek("function<｜tool▁sep｜>{name} ```json ", " ``` "),),
     ),
-    Family(name="deepseek-v3.1", signs=("<｜tool▁sep｜>",), calls=(_deepseek("{name}<｜tool▁sep｜>", ""),)),
-    Family(
+    ToolFormat(
+        name="deepseek-v3.1", template_markers=("<｜tool▁sep｜>",), calls=(_deepseek("{name}<｜tool▁sep｜>", ""),)
+    ),
+    ToolFormat(
         name="kimi",
-        signs=("<|tool_calls_section_begin|>",),
+        template_markers=("<|tool_calls_section_begin|>",),
         calls=(
-            Calls(
+            CallSyntax(
                 section=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
                 head="<|tool_call_begin|> {id} <|tool_call_argument_begin|>",
                 tail="<|tool_call_end|>",
             ),
         ),
     ),
-    Family(
+    ToolFormat(
         name="minimax",
-        signs=("<minimax:tool_call>",),
+        template_markers=("<minimax:tool_call>",),
         calls=(
-            Calls(
+            CallSyntax(
                 section=("<minimax:tool_call>", "</minimax:tool_call>"),
                 head='<invoke name="{name}">',
                 tail="</invoke>",
@@ -123,35 +132,41 @@ FAMILIES = (
             ),
         ),
     ),
-    Family(name="minimax-m1", signs=("<tool_calls>\\n{",), calls=(Calls(section=("<tool_calls>", "</tool_calls>")),)),
-    Family(
-        name="gemma",
-        signs=("<|tool_call>call:",),
-        calls=(Calls(head="<|tool_call>call:{name}", tail="<tool_call|>", quote='<|"|>'),),
+    ToolFormat(
+        name="minimax-m1",
+        template_markers=("<tool_calls>\\n{",),
+        calls=(CallSyntax(section=("<tool_calls>", "</tool_calls>")),),
     ),
-    Family(
+    ToolFormat(
+        name="gemma",
+        template_markers=("<|tool_call>call:",),
+        calls=(CallSyntax(head="<|tool_call>call:{name}", tail="<tool_call|>", quote='<|"|>'),),
+    ),
+    ToolFormat(
         name="mistral",
-        signs=("[TOOL_CALLS]", "[ARGS]"),
-        calls=(Calls(head="[TOOL_CALLS]{name}[ARGS]"), Calls(head="[TOOL_CALLS]{name}[CALL_ID]{id}[ARGS]")),
+        template_markers=("[TOOL_CALLS]", "[ARGS]"),
+        calls=(CallSyntax(head="[TOOL_CALLS]{name}[ARGS]"), CallSyntax(head="[TOOL_CALLS]{name}[CALL_ID]{id}[ARGS]")),
         short_ids=True,
     ),
-    Family(name="mistral-list", signs=("[TOOL_CALLS]",), calls=(_listed("[TOOL_CALLS]", ""),), short_ids=True),
-    Family(
+    ToolFormat(
+        name="mistral-list", template_markers=("[TOOL_CALLS]",), calls=(_listed("[TOOL_CALLS]", ""),), short_ids=True
+    ),
+    ToolFormat(
         name="glm",
-        signs=("<arg_key>",),
+        template_markers=("<arg_key>",),
         calls=(
-            Calls(
+            CallSyntax(
                 head="<tool_call> {name} ",
                 tail="</tool_call>",
                 parameter=("<arg_key>{key}</arg_key> <arg_value>", ("</arg_value>",)),
             ),
         ),
     ),
-    Family(
+    ToolFormat(
         name="seed",
-        signs=("<seed:tool_call>",),
+        template_markers=("<seed:tool_call>",),
         calls=(
-            Calls(
+            CallSyntax(
                 section=("<seed:tool_call>", "</seed:tool_call>"),
                 head="<function={name}>",
                 tail="</function>",
@@ -159,29 +174,36 @@ FAMILIES = (
             ),
         ),
     ),
-    Family(name="apriel", signs=("<tool_calls>[",), calls=(_listed("<tool_calls>", "</tool_calls>"),)),
-    Family(name="nemotron-v2", signs=("<TOOLCALL>",), calls=(_listed("<TOOLCALL>", "</TOOLCALL>"),)),
-    Family(name="gigachat", signs=("<|function_call|>",), calls=(Calls(section=("<|function_call|>", "")),)),
-    Family(name="qwen-coder", signs=("<tool_call>", "<function=", "<parameter="), calls=(_XML,)),
-    Family(name="hermes", signs=("<tool_call>",), calls=(_OBJECT,)),
-    Family(
+    ToolFormat(name="apriel", template_markers=("<tool_calls>[",), calls=(_listed("<tool_calls>", "</tool_calls>"),)),
+    ToolFormat(name="nemotron-v2", template_markers=("<TOOLCALL>",), calls=(_listed("<TOOLCALL>", "</TOOLCALL>"),)),
+    ToolFormat(
+        name="gigachat", template_markers=("<|function_call|>",), calls=(CallSyntax(section=("<|function_call|>", "")),)
+    ),
+    ToolFormat(name="qwen-coder", template_markers=("<tool_call>", "<function=", "<parameter="), calls=(_XML,)),
+    ToolFormat(name="hermes", template_markers=("<tool_call>",), calls=(_OBJECT,)),
+    ToolFormat(
         name="functionary",
-        signs=("<function=", "</function>"),
-        calls=(Calls(head="<function={name}>", tail="</function>"),),
+        template_markers=("<function=", "</function>"),
+        calls=(CallSyntax(head="<function={name}>", tail="</function>"),),
         stops=("<|eom_id|>",),
     ),
-    Family(
+    ToolFormat(
         name="llama",
-        signs=("<|start_header_id|>", '"parameters": '),
-        calls=(Calls(bare=True, separator=";", key="parameters"), Calls(section=("<|python_tag|>", ""), separator=";")),
+        template_markers=("<|start_header_id|>", '"parameters": '),
+        calls=(
+            CallSyntax(bare=True, separator=";", key="parameters"),
+            CallSyntax(section=("<|python_tag|>", ""), separator=";"),
+        ),
         stops=("<|eom_id|>",),
     ),
 )
-PLAIN = Family(
-    name="json", signs=(), calls=(Calls(bare=True), Calls(bare=True, section=("[", "]"), separator=","), _OBJECT)
+PLAIN = ToolFormat(
+    name="json",
+    template_markers=(),
+    calls=(CallSyntax(bare=True), CallSyntax(bare=True, section=("[", "]"), separator=","), _OBJECT),
 )
 
-REASONING = (  # where a template has the end marker, an answer may begin with such a block
+REASONING = (  # if a template has the second marker, an answer may begin with such a block
     ("<think>", "</think>"),
     ("<seed:think>", "</seed:think>"),
     ("[THINK]", "[/THINK]"),
@@ -189,40 +211,45 @@ REASONING = (  # where a template has the end marker, an answer may begin with s
 )
 
 
-class Format(NamedTuple):
-    """How a model's answers are written."""
+class AnswerFormat(NamedTuple):
+    """Says how a model writes its answers."""
 
-    family: Family
-    reasoning: tuple[str, str] | None = None  # the markers around it
+    tool_format: ToolFormat
+    reasoning: tuple[str, str] | None = None  # the markers around reasoning
 
     def opened(self, prompt: str) -> bool:
-        """Whether an answer to the prompt begins within its reasoning."""
+        """Returns whether an answer to the prompt begins within reasoning."""
         return self.reasoning is not None and prompt.rstrip().endswith(self.reasoning[0])
 
     def plain(self, calling: bool) -> bool:
-        """Whether an answer holds content alone."""
-        return not (calling or self.reasoning or self.family.channels)
+        """Returns whether an answer can have nothing but content."""
+        return not (calling or self.reasoning or self.tool_format.channels)
 
     def markers(self, calling: bool) -> str:
-        return self.family.markers(calling) + "".join(self.reasoning or ())
+        """Returns all markers joined, those of calls only if `calling`."""
+        return self.tool_format.markers(calling) + "".join(self.reasoning or ())
 
 
-def family_of(template: str, override: str | None = None) -> Family:
-    """The family whose markers the template holds, or the one asked for by name; plain JSON where there are none."""
+def find_tool_format(template: str, override: str | None = None) -> ToolFormat:
+    """Returns the format whose markers are in the template, or the one named `override`; plain JSON if there is
+    none."""
     if override is None:
-        return next((each for each in FAMILIES if all(sign in template for sign in each.signs)), PLAIN)
-    known = {each.name: each for each in (*FAMILIES, PLAIN)}
+        return next(
+            (each for each in TOOL_FORMATS if all(marker in template for marker in each.template_markers)), PLAIN
+        )
+    known = {each.name: each for each in (*TOOL_FORMATS, PLAIN)}
     if override not in known:
-        raise ConfigError(f"there is no tool family {override!r}; there are: {', '.join(known)}")
+        raise ConfigError(f"there is no tool format {override!r}; there are {', '.join(known)}")
     return known[override]
 
 
 def reasoning_of(template: str) -> tuple[str, str] | None:
+    """Returns the markers around reasoning that a template uses."""
     return next((each for each in REASONING if each[1] in template), None)
 
 
 def pieces(pattern: str) -> list[str]:
-    """A pattern as literals, fields and spaces."""
+    """Splits a pattern into literals, fields and spaces."""
     return re.findall(r"\{\w+\}|\s|(?:(?!\{\w+\})\S)+", pattern)
 
 

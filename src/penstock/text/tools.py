@@ -1,4 +1,4 @@
-"""Tools in a chat's messages: arguments as templates take them, and words for templates that know no tools."""
+"""Tools in the messages of a chat: arguments as templates expect them, and text for templates without tools."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-Message = Mapping[str, Any]
+MessageDict = Mapping[str, Any]  # {"role": ..., "content": ...}
 
 
 class CallArguments(dict[str, Any]):
-    """A call's arguments. Some templates walk through them or make JSON of them, others put them down as text: where a
-    text is wanted, they are JSON."""
+    """Holds the arguments of a call. Some templates iterate over them or write them as JSON, others insert them as
+    text: as a text they are JSON."""
 
     def __str__(self) -> str:
         return json.dumps(self, ensure_ascii=False)
@@ -23,13 +23,13 @@ class CallArguments(dict[str, Any]):
         return text + str(self)
 
 
-def describe(tools: Sequence[Mapping[str, Any]], messages: Sequence[Message]) -> list[Message]:
-    """The chat with the tools told in words, for a template that has no place for them: before the first thing a user
-    says, which is where every template lets text stand."""
+def describe(tools: Sequence[Mapping[str, Any]], messages: Sequence[MessageDict]) -> list[MessageDict]:
+    """Returns the chat with the tools described as text, for a template that does not support them. The text comes
+    before the first user message, where every template allows text."""
     functions = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     first = next((at for at, message in enumerate(messages) if message["role"] == "user"), 0)
-    told = {**messages[first], "content": f"{_ABOUT_TOOLS}\n{functions}\n\n{messages[first]['content'] or ''}"}
-    return [*messages[:first], told, *messages[first + 1 :]]
+    described = {**messages[first], "content": f"{_ABOUT_TOOLS}\n{functions}\n\n{messages[first]['content'] or ''}"}
+    return [*messages[:first], described, *messages[first + 1 :]]
 
 
 _ABOUT_TOOLS = (
@@ -38,12 +38,12 @@ _ABOUT_TOOLS = (
 )
 
 
-def narrate(messages: Sequence[Message]) -> list[Message]:
-    """The chat with calls and results told as text, for a template that knows none."""
-    return [_narrated(message) for message in messages]
+def calls_as_text(messages: Sequence[MessageDict]) -> list[MessageDict]:
+    """Returns the chat with calls and results as text, for a template that does not support them."""
+    return [_as_text(message) for message in messages]
 
 
-def _narrated(message: Message) -> Message:
+def _as_text(message: MessageDict) -> MessageDict:
     if message["role"] == "tool":
         return {"role": "user", "content": f"The function returned: {message['content']}"}
     if not message.get("tool_calls"):

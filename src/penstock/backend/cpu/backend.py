@@ -126,7 +126,7 @@ class CpuBackend(SynchronousBackend[CpuProgram]):
 
     def load(self, model: Model, program: int = 0) -> None:
         self._packing.finish()
-        self._packing.tell()
+        self._packing.log_growth()
         first = self._first
         native = _native.Program(first.isa, first.threads, self._kv_type, first) if self._programs else first
         self._programs[program] = CpuProgram(native, model)

@@ -1,4 +1,4 @@
-"""From a checkpoint's tensors to native packed weights."""
+"""Packs a checkpoint's tensors as native weights."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from penstock.model.formats.int8_rows import as_q8_0
 from penstock.model.ops import ExpertWeights
 from penstock.model.tensor import FORMATS, FP8, NF4, Bytes, Format, Stack, Tensor, factor_of, some_rows
 
-BATCH_BYTES = 1 << 28  # packed in one go: an interrupt has to wait for as much
-MADE_BYTES = 1 << 23  # the same of bytes that are no view of a file: they are held meanwhile
+BATCH_BYTES = 1 << 28  # packed in one native call: an interrupt has to wait for it
+MADE_BYTES = 1 << 23  # the same for bytes that are no view of a file: they take memory until they are packed
 NATIVE = {*FORMATS, NF4.name}
-AT_ONCE = 1 << 22  # values widened together
-BLOCK = 32  # values of a row that products take together, but those of floats
-GROWN = 1.1  # times as many bytes as in the file are worth a word
+CHUNK_VALUES = 1 << 22  # widened together
+BLOCK = 32  # values of a row that kernels of all formats but F32 and F16 take together
+NOTED_GROWTH = 1.1  # times as many bytes as in the file: more is logged
 
 
 class HeadWeights(NamedTuple):
@@ -39,8 +39,8 @@ class HeadWeights(NamedTuple):
 
 
 class Packing:
-    """Weights under way. They are filled many at a time, because threads share that evenly and other Python threads
-    run meanwhile; until `finish`, some are still empty."""
+    """Collects weights to be packed. They are filled many at a time, because threads share that work evenly and other
+    Python threads run meanwhile; until `finish`, some are still empty."""
 
     def __init__(self, threads: int) -> None:
         self._threads = threads
@@ -50,6 +50,7 @@ class Packing:
         self._values: dict[Format, int] = {}  # packed so far
 
     def matrix(self, parts: Sequence[Tensor], bias: Sequence[Tensor | None]) -> Weight:
+        """Packs a matrix made of parts, one below the other."""
         parts = [self._readable(part) for part in parts]
         weight = Weight(parts[0].shape[1], [(part.format.name, part.shape[0]) for part in parts])
         if any(bias):
@@ -61,10 +62,12 @@ class Packing:
         return weight
 
     def experts(self, up: Sequence[Stack], down: Sequence[Stack], choice_bias: Tensor | None) -> ExpertWeights:
+        """Packs the matrices of all experts of a layer."""
         bias = np.zeros(0, np.float32) if choice_bias is None else pack_vector(choice_bias)
         return ExpertWeights([self.matrix(*stack) for stack in up], [self.matrix(*stack) for stack in down], bias)
 
     def heads(self, tensor: Tensor) -> HeadWeights:
+        """Packs a matrix for each head."""
         count, rows, width = tensor.shape
         whole = replace(tensor, shape=(count * rows, width))
         if width % BLOCK and whole.format.name not in ("F32", "F16"):
@@ -81,7 +84,7 @@ class Packing:
             self.finish()
 
     def _readable(self, part: Tensor) -> Tensor:
-        """What no kernel reads becomes BF16."""
+        """Returns the part in a format that kernels read: its own, Q8_0, or BF16."""
         if part.format.name in NATIVE and factor_of(part) is not None:
             return part
         if blocks := as_q8_0(part):
@@ -91,15 +94,16 @@ class Packing:
             import logging  # takes longer than packing most models
 
             logging.getLogger(__name__).warning(
-                "%s weights become BF16 on a CPU, and take as much memory as those: 2 bytes for each value", kind
+                "%s weights become BF16 on a CPU, which takes 2 bytes for each value: no kernel reads them as they are",
+                kind,
             )
             self._widened.add(kind)
         return widened(part)
 
-    def tell(self) -> None:
-        """About formats that are packed into wider codes than they have."""
+    def log_growth(self) -> None:
+        """Logs formats that take more memory than in their files."""
         grown = {format: packed_bits(format.name) / 8 for format in self._values}
-        grown = {format: size for format, size in grown.items() if size > GROWN * format.bytes / format.values}
+        grown = {format: size for format, size in grown.items() if size > NOTED_GROWTH * format.bytes / format.values}
         if grown:
             import logging
 
@@ -107,10 +111,11 @@ class Packing:
             packed = sum(self._values[format] * size for format, size in grown.items())
             names = " and ".join(sorted(format.name for format in grown))
             logging.getLogger(__name__).warning(
-                f"weights in {names} take {packed / 1e6:.0f} MB as codes of 2 to 4 bits, {stored / 1e6:.0f} in the file"
+                f"weights in {names} take {packed / 1e6:.0f} MB in memory, {stored / 1e6:.0f} MB in the file"
             )
 
     def finish(self) -> None:
+        """Fills all weights that are still empty."""
         fill_parts(self._waiting, self._threads)
         self._waiting, self._bytes = [], 0
 
@@ -120,19 +125,20 @@ def stored_as(tensor: Tensor) -> StoredAs:
     if len(tensor.shape) == 1:
         return StoredAs("F32", 32)
     name = (as_q8_0(tensor) or tensor).format.name
-    kept = name if name in NATIVE else "BF16"
-    return StoredAs(kept, packed_bits(kept))
+    stored = name if name in NATIVE else "BF16"
+    return StoredAs(stored, packed_bits(stored))
 
 
 def widened(part: Tensor) -> Tensor:
+    """Returns the part in BF16."""
     return replace(part, format=FORMATS["BF16"], source=partial(widened_rows, part), scales=None)
 
 
 def widened_rows(part: Tensor, first: int, last: int) -> Bytes:
-    """As BF16, some at a time."""
+    """Returns rows `first` to `last` in BF16."""
     width = part.shape[1]
     out = np.empty((last - first, width), np.uint16)
-    step = max(AT_ONCE // width, 1)
+    step = max(CHUNK_VALUES // width, 1)
     for start in range(first, last, step):
         end = min(start + step, last)
         out[start - first : end - first] = bf16_of(dequantize(some_rows(part, start, end)))
@@ -140,15 +146,17 @@ def widened_rows(part: Tensor, first: int, last: int) -> Bytes:
 
 
 def bf16_of(values: Floats) -> NDArray[np.uint16]:
-    """The nearest, of two equally near ones the even."""
+    """Rounds to the nearest BF16, and to the even one of two that are equally near."""
     words = values.view(np.uint32)
     nearest = (words + 0x7FFF + (words >> 16 & 1) >> 16).astype(np.uint16)
     return np.where(np.isnan(values), np.uint16(0x7FC0), nearest)
 
 
 def pack_vector(tensor: Tensor) -> Floats:
+    """Returns a vector as float32."""
     return np.ascontiguousarray(dequantize(tensor), dtype=np.float32)
 
 
 def bias_of(part: Tensor, bias: Tensor | None) -> Floats:
+    """Returns the bias of a part: zeros if it has none."""
     return np.zeros(part.shape[0], np.float32) if bias is None else pack_vector(bias)

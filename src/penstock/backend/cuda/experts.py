@@ -27,26 +27,31 @@ from penstock.backend.cuda.kernels.silu_and_mul import act_and_mul
 from penstock.backend.cuda.pack_quantized import SPLIT, QuantizedWeight, quantize_int4
 from penstock.backend.cuda.quant_blocks import ROWS
 from penstock.backend.cuda.quantized_weights import Workspace, join
-from penstock.backend.cuda.weights import PLAIN, names, packed, say, stacked_bias, stacked_values, tell_growth
+from penstock.backend.cuda.weights import PLAIN, log_growth, log_once, names, packed, stacked_bias, stacked_values
 from penstock.backend.quantize_at_load import may_quantize
 from penstock.model.formats.int8_rows import as_q8_0
 from penstock.model.ops import ExpertWeights
 from penstock.model.spec import ExpertSpec
 from penstock.model.tensor import Stack
 
-LARGEST = 128  # seats of a block
+LARGEST_BLOCK = 128  # token-expert pairs
 
 
-class Matrices(Protocol):
-    """Of every expert: `out` [pairs, rows of one] = rows of x times the matrix of each pair's expert (+ bias)."""
+class ExpertMatrices(Protocol):
+    """Holds a matrix for each expert. For each token-expert pair, `out` [pairs, rows of one matrix] gets a row of x
+    times the matrix of the pair's expert (+ bias)."""
 
-    def by_pairs(self, rows: ExpertRows, out: Any, gated: bool = False) -> None: ...
+    def by_pairs(self, rows: ExpertRows, out: Any, gated: bool = False) -> None:
+        """Computes each pair by itself."""
 
-    def by_blocks(self, rows: ExpertRows, permutation: ExpertPermutation, size: int, out: Any) -> None: ...
+    def by_blocks(self, rows: ExpertRows, permutation: ExpertPermutation, size: int, out: Any) -> None:
+        """Computes blocks of `size` pairs that have the same expert."""
 
 
 @dataclass(frozen=True, slots=True)
-class DenseMatrices:
+class DenseExperts:
+    """Holds plain values."""
+
     weight: Any  # [experts * rows, width]
     bias: Any | None  # [experts * rows] float32
 
@@ -58,7 +63,9 @@ class DenseMatrices:
 
 
 @dataclass(frozen=True, slots=True)
-class CodedMatrices:
+class QuantizedExperts:
+    """Holds matrices that stay quantized."""
+
     weight: QuantizedWeight
     bias: Any | None
 
@@ -97,7 +104,7 @@ def compute_experts(
             act_and_mul(both, hidden, act=spec.act)
         down.by_pairs(ExpertRows(hidden, selected, 1), given)
     else:
-        size = min(max(triton.next_power_of_2(pairs // spec.count), SMALLEST_BLOCK), LARGEST)
+        size = min(max(triton.next_power_of_2(pairs // spec.count), SMALLEST_BLOCK), LARGEST_BLOCK)
         permute_pairs(selected, permutation, size)
         up.by_blocks(ExpertRows(x, selected, spec.top_k), permutation, size, both)
         act_and_mul(both, hidden, act=spec.act)
@@ -107,18 +114,19 @@ def compute_experts(
 
 def pack_matrices(
     stacks: Sequence[Stack], device: torch.device, dtype: torch.dtype, workspace: Workspace, quantize: str
-) -> Matrices:
-    """Quantized formats stay as they are if all experts have one and fill tiles; others become values of `dtype`."""
+) -> ExpertMatrices:
+    """Packs the matrices of all experts. Quantized formats stay as they are if all experts have the same one and fill
+    tiles; others become values of `dtype`."""
     parts = [as_q8_0(part) or part for stack in stacks for part in stack.parts]
     formats = {part.format.name for part in parts}
     bias = stacked_bias(parts, [one for stack in stacks for one in stack.bias], device)
     tiled = dtype.itemsize == 2 and all(part.shape[0] % ROWS == 0 for part in parts)
     if tiled and len(formats) == 1 and formats <= SPLIT.keys() and all(part.scales is None for part in parts):
-        tell_growth(parts[:1], workspace)
-        return CodedMatrices(join([packed(part, workspace.transfer) for part in parts]), bias)
+        log_growth(parts[:1], workspace)
+        return QuantizedExperts(join([packed(part, workspace.transfer) for part in parts]), bias)
     if dtype.itemsize == 2 and not formats <= PLAIN.keys():
         stored = sum(part.size for part in parts) / sum(part.shape[0] * part.shape[1] for part in parts)
-        say(
+        log_once(
             workspace,
             f"experts in {names(formats)} become {dtype}, {2 / stored:.1f} times as large: no kernel reads them",
         )
@@ -126,7 +134,7 @@ def pack_matrices(
     quantizes = bool(quantize) and all(may_quantize(part, quantize, "cuda") for part in parts)
     if tiled and quantizes and formats <= PLAIN.keys():
         workspace.transfer.finish()
-        return CodedMatrices(quantize_int4(values), bias)
+        return QuantizedExperts(quantize_int4(values), bias)
     if quantize:
-        say(workspace, f"experts in {names(formats)} do not become {quantize}")
-    return DenseMatrices(values, bias)
+        log_once(workspace, f"experts in {names(formats)} do not become {quantize}: they stay as they are")
+    return DenseExperts(values, bias)

@@ -1,4 +1,4 @@
-"""Weights of FP8 checkpoints: a file's own codes and scales (weights.py has the protocol)."""
+"""Holds FP8 matrices: those of FP8 checkpoints, with the file's own codes and scales, and those quantized at load."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import torch
 
 from penstock.backend.base import Floats
 from penstock.backend.cuda import quantized_tilings as tilings
-from penstock.backend.cuda.kernels.fp8 import empty_fp8
-from penstock.backend.cuda.kernels.fp8_activations import Fp8Activations
+from penstock.backend.cuda.kernels import hopper_gemm, quant_gemm_small
+from penstock.backend.cuda.kernels.fp8 import Fp8Weight, cublas_fp8_gemm, empty_fp8, fp8_gemm_small, gather_fp8
+from penstock.backend.cuda.kernels.fp8_activations import Fp8Activations, quantize_activations
 from penstock.backend.cuda.kernels.fp8_blocks import (
     COLUMNS,
     Fp8BlockWeight,
@@ -21,31 +22,97 @@ from penstock.backend.cuda.kernels.fp8_blocks import (
     fp8_block_gemm,
     gather_fp8_blocks,
 )
+from penstock.backend.cuda.kernels.fp8_gemm import fp8_gemm
 from penstock.backend.cuda.kernels.silu_and_mul import act_and_mul
-from penstock.backend.cuda.quant_blocks import COLUMNS as TILE
-from penstock.backend.cuda.quantized_weights import Float8, Workspace
+from penstock.backend.cuda.quant_blocks import COLUMNS as TILE_COLUMNS
+from penstock.backend.cuda.quant_blocks import ROWS
+from penstock.backend.cuda.quantized_weights import Workspace
+from penstock.backend.cuda.tilings import hopper_gemm_tiling
 from penstock.backend.cuda.transfer import Transfer
 from penstock.model.tensor import Tensor
 
 
 @dataclass(slots=True)
-class BlockFloat8:
-    """Values of 8 bits with a scale for every 128 columns of a row."""
+class Fp8Matrix:
+    """Holds FP8 values with scales. Above a few rows, activations are quantized to FP8 too."""
 
-    weight: Fp8BlockWeight
+    weight: Any  # what the kernels take
     bias: Any | None  # [rows] float32
     workspace: Workspace
 
     def __post_init__(self) -> None:
-        self.workspace.reserve_float8(self.width)
+        self.workspace.reserve_activations(self.width)
 
     @property
     def rows(self) -> int:
-        return self.weight.rows
+        return int(self.weight.rows)
 
     @property
     def width(self) -> int:
-        return self.weight.width
+        return int(self.weight.width)
+
+
+@dataclass(slots=True)
+class RowScaledFp8(Fp8Matrix):
+    """Has a scale for each row (weight: Fp8Weight)."""
+
+    weight: Fp8Weight
+
+    def takes_fp8(self, count: int) -> bool:
+        return self.workspace.has_hopper_gemm or count > tilings.SMALL_GEMM_ROWS
+
+    def product(self, x: Any, out: Any) -> None:
+        if isinstance(x, Fp8Activations):
+            self._multiply(x, out)
+        elif len(x) > tilings.SMALL_GEMM_ROWS:
+            self._multiply(self.workspace.quantize(x.bfloat16()), out)
+        else:
+            fp8_gemm_small(x.bfloat16(), self.weight, self.bias, out, tiling=self._small_gemm_tiling(len(x)))
+
+    def gated(self, x: Any, out: Any, scratch: Any, fp8_out: Fp8Activations | None = None) -> None:
+        if isinstance(x, Fp8Activations) and self._uses_hopper_gemm(x):
+            rows = scratch.view(-1)[: out.numel()].view(out.shape) if fp8_out else out
+            self._hopper_gemm(x, rows, gated=True)
+            if fp8_out:
+                quantize_activations(rows, *fp8_out)
+        elif isinstance(x, Fp8Activations) or len(x) > tilings.SMALL_GEMM_ROWS or out.shape[1] % ROWS:
+            self.product(x, scratch)
+            act_and_mul(scratch, out, fp8_out)
+        else:
+            tiling = self._small_gemm_tiling(len(x), gated=True)
+            fp8_gemm_small(x.bfloat16(), self.weight, self.bias, out, gated=True, tiling=tiling)
+
+    def gather(self, tokens: Any, out: Any) -> None:
+        gather_fp8(self.weight, tokens, out)
+
+    def _multiply(self, x: Fp8Activations, out: Any) -> None:
+        count = len(x.values)
+        if self._uses_hopper_gemm(x):
+            self._hopper_gemm(x, out)
+        elif count <= tilings.FP8_GEMM_ROWS or out.dtype != torch.bfloat16:
+            tiling = tilings.fp8_gemm_tiling(count, self.rows, self.width)
+            fp8_gemm(*x, self.weight, self.bias, out, tiling, self.workspace.scratch)
+        else:
+            cublas_fp8_gemm(*x, self.weight, self.bias, out)
+
+    def _uses_hopper_gemm(self, x: Fp8Activations) -> bool:
+        return self.workspace.has_hopper_gemm and len(x.values) <= hopper_gemm.MAX_ROWS
+
+    def _hopper_gemm(self, x: Fp8Activations, out: Any, gated: bool = False) -> None:
+        weight, scratch = self.weight, self.workspace.scratch
+        tiling = hopper_gemm_tiling(len(x.values), out.shape[1], self.width, 1, gated)
+        scales = {"scales": weight.scales, "item_scales": x.scales}
+        hopper_gemm.hopper_gemm(x.values, weight.values, self.bias, out, tiling, scratch, gated=gated, **scales)
+
+    def _small_gemm_tiling(self, count: int, gated: bool = False) -> quant_gemm_small.Tiling:
+        return tilings.small_gemm_tiling("float8", count, self.rows, self.width, gated)
+
+
+@dataclass(slots=True)
+class BlockScaledFp8(Fp8Matrix):
+    """Has a scale for every 128 columns of a row (weight: Fp8BlockWeight)."""
+
+    weight: Fp8BlockWeight
 
     def takes_fp8(self, count: int) -> bool:
         return count > tilings.SMALL_GEMM_ROWS
@@ -53,7 +120,7 @@ class BlockFloat8:
     def product(self, x: Any, out: Any) -> None:
         scales = None
         if not isinstance(x, Fp8Activations) and self.takes_fp8(len(x)):
-            x = self.workspace.float8(x.bfloat16())
+            x = self.workspace.quantize(x.bfloat16())
         if isinstance(x, Fp8Activations):
             x, scales = x
         tiling = block_tiling(len(x), self.rows, self.width)
@@ -61,9 +128,9 @@ class BlockFloat8:
             x.bfloat16() if scales is None else x, scales, self.weight, self.bias, out, tiling, self.workspace.scratch
         )
 
-    def gated(self, x: Any, out: Any, scratch: Any, codes: Fp8Activations | None = None) -> None:
+    def gated(self, x: Any, out: Any, scratch: Any, fp8_out: Fp8Activations | None = None) -> None:
         self.product(x, scratch)
-        act_and_mul(scratch, out, codes)
+        act_and_mul(scratch, out, fp8_out)
 
     def gather(self, tokens: Any, out: Any) -> None:
         gather_fp8_blocks(self.weight, tokens, out)
@@ -71,31 +138,32 @@ class BlockFloat8:
 
 @lru_cache(maxsize=4096)
 def block_tiling(count: int, rows: int, width: int) -> Tiling:
-    """Not tuned yet; as the kernels beside it are."""
+    """Returns a tiling that is not tuned: it follows those of the other FP8 kernels."""
     items = 16 if count <= 16 else tilings.block_of(count)
     tall = 128 if count > 128 else 64
     split = tilings.split_of(count, rows, width, tall, items, tilings.PROGRAMS_FLOAT8)
     return Tiling(tall, items, split, 8 if tall == 128 else 4, 4)
 
 
-def pack_float8(
+def pack_fp8(
     parts: Sequence[Tensor], bias: Any | None, device: torch.device, workspace: Workspace
-) -> Float8 | BlockFloat8 | None:
-    """One weight of parts in F8_E4M3; None where no kernel takes their shape."""
+) -> RowScaledFp8 | BlockScaledFp8 | None:
+    """Packs parts in F8_E4M3 as one weight; returns None if no kernel takes their shape."""
     width = parts[0].shape[1]
     shared = [part.scales.columns for part in parts if part.scales is not None]
-    if width % TILE or any(columns < width and columns % COLUMNS for columns in shared):
+    if width % TILE_COLUMNS or any(columns < width and columns % COLUMNS for columns in shared):
         return None
     weight = empty_fp8(sum(part.shape[0] for part in parts), width, device)
     send_codes(parts, weight.values, workspace.transfer)
     if all(columns >= width for columns in shared):
         weight.scales.copy_(stacked_scales(parts, width)[:, 0])
-        return Float8(weight, bias, workspace)
+        return RowScaledFp8(weight, bias, workspace)
     scales = stacked_scales(parts, COLUMNS).T.contiguous().to(device)
-    return BlockFloat8(Fp8BlockWeight(weight.values, scales), bias, workspace)
+    return BlockScaledFp8(Fp8BlockWeight(weight.values, scales), bias, workspace)
 
 
 def send_codes(parts: Sequence[Tensor], target: Any, transfer: Transfer) -> None:
+    """Copies the codes of all parts to the device, one below the other."""
     at = 0
     for part in parts:
         transfer.send(part.data, target[at : at + part.shape[0]])
@@ -103,11 +171,12 @@ def send_codes(parts: Sequence[Tensor], target: Any, transfer: Transfer) -> None
 
 
 def stacked_scales(parts: Sequence[Tensor], columns: int) -> Any:
-    """One for each row and so many columns: [rows, width / columns]."""
+    """Returns a scale for every `columns` columns of each row of all parts: [rows, width / columns]."""
     return torch.from_numpy(np.concatenate([part_scales(part, columns) for part in parts]))
 
 
 def part_scales(part: Tensor, columns: int) -> Floats:
+    """Returns a scale for every `columns` columns of each row: [rows, width / columns]."""
     rows, width = part.shape
     first = np.arange(0, width, columns)
     if part.scales is None:

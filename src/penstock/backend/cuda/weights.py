@@ -1,6 +1,6 @@
-"""Packed weights: a matrix in the layout that its products want.
+"""Packs matrices in the layout that their kernels read.
 
-Every format is a class with the methods of `Weight`, and `pack` decides which one a tensor becomes.
+Every kind of matrix is a class with the methods of `Weight`; `pack` decides which one some tensors become.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from penstock.backend.cuda.footprint import STORED_BITS
-from penstock.backend.cuda.fp8_weights import pack_float8
+from penstock.backend.cuda.fp8_weights import RowScaledFp8, pack_fp8
 from penstock.backend.cuda.kernels.cublas import cublas_gemm
 from penstock.backend.cuda.kernels.fp8 import quantize_fp8
 from penstock.backend.cuda.kernels.fp8_activations import Fp8Activations
@@ -26,7 +26,7 @@ from penstock.backend.cuda.kernels.skinny_gemm import skinny_gemm
 from penstock.backend.cuda.pack_quantized import SPLIT, QuantizedWeight, quantize_int4
 from penstock.backend.cuda.pack_quantized import pack as pack_codes
 from penstock.backend.cuda.quant_blocks import COLUMNS
-from penstock.backend.cuda.quantized_weights import Float8, Quantized, Workspace, stack
+from penstock.backend.cuda.quantized_weights import QuantizedMatrix, Workspace, stack
 from penstock.backend.cuda.tilings import HOPPER_GEMM_ROWS, TALL, gemv_tiling, hopper_gemm_tiling, skinny_tiling
 from penstock.backend.cuda.transfer import Transfer
 from penstock.backend.quantize_at_load import may_quantize
@@ -35,12 +35,12 @@ from penstock.model.formats.int8_rows import as_q8_0
 from penstock.model.tensor import Tensor, factor_of, some_rows
 
 log = logging.getLogger(__name__)
-AT_ONCE = 1 << 26  # values dequantized together
-GROWN = 1.1  # times as many bits as in the file are worth a word
+CHUNK_VALUES = 1 << 26  # dequantized together
+NOTED_GROWTH = 1.1  # times as many bits as in the file: more is logged
 
 
 class Weight(Protocol):
-    """A matrix [rows, width]. Products write to tensors that were made before: `x` [T, width] -> `out` [T, rows]."""
+    """Is a matrix [rows, width]. Products write to tensors that exist already: `x` [T, width] -> `out` [T, rows]."""
 
     @property
     def rows(self) -> int: ...
@@ -49,22 +49,22 @@ class Weight(Protocol):
     def width(self) -> int: ...
 
     def takes_fp8(self, count: int) -> bool:
-        """Whether so many rows are to come as `Fp8Activations`, from whoever makes them if that is possible."""
+        """Returns whether, for `count` rows, activations should arrive already quantized to FP8."""
 
     def product(self, x: Any, out: Any) -> None:
-        """x @ weight.T (+ bias). `out` may be wider in type than x: logits are float32."""
+        """Computes x @ weight.T (+ bias). `out` may have a wider type than x: logits are float32."""
 
-    def gated(self, x: Any, out: Any, scratch: Any, codes: Fp8Activations | None = None) -> None:
-        """silu(left half of the product) * right half; `scratch` [T, rows] may hold the product. With `codes` there,
-        instead of to `out`."""
+    def gated(self, x: Any, out: Any, scratch: Any, fp8_out: Fp8Activations | None = None) -> None:
+        """Computes silu(left half of the product) * right half. `scratch` [T, rows] may hold the product. With
+        `fp8_out`, the result is quantized into it instead of being written to `out`."""
 
     def gather(self, tokens: Any, out: Any) -> None:
-        """out[t] = weight[tokens[t]]."""
+        """Sets out[t] to row tokens[t] of the matrix."""
 
 
 @dataclass(slots=True)
-class Dense:
-    """Values of 16 bits (or 32, in tests) as they are."""
+class DenseMatrix:
+    """Holds plain values of 16 bits (or 32, in tests)."""
 
     weight: Any  # [rows, width]
     bias: Any | None  # [rows] float32
@@ -91,16 +91,16 @@ class Dense:
         else:
             cublas_gemm(x, self.weight, self.bias, out)
 
-    def gated(self, x: Any, out: Any, scratch: Any, codes: Fp8Activations | None = None) -> None:
+    def gated(self, x: Any, out: Any, scratch: Any, fp8_out: Fp8Activations | None = None) -> None:
         if len(x) == 1:
             gemv(x, self.weight, self.bias, out, gated=True, tiling=gemv_tiling(self.rows, self.width))
-        elif not codes and self._uses_hopper_gemm(x):
+        elif not fp8_out and self._uses_hopper_gemm(x):
             self._hopper_gemm(x, out, gated=True)
-        elif not codes and (tiling := skinny_tiling(len(x), self.rows, self.width, x.element_size(), gated=True)):
+        elif not fp8_out and (tiling := skinny_tiling(len(x), self.rows, self.width, x.element_size(), gated=True)):
             skinny_gemm(x, self.weight, self.bias, out, tiling, self.workspace.scratch, gated=True)
         else:
             cublas_gemm(x, self.weight, self.bias, scratch)
-            act_and_mul(scratch, out, codes)
+            act_and_mul(scratch, out, fp8_out)
 
     def _uses_hopper_gemm(self, x: Any) -> bool:
         aligned = self.width % 8 == 0 and x.element_size() == 2
@@ -122,56 +122,65 @@ def pack(
     workspace: Workspace,
     quantize: str = "",
 ) -> Weight:
-    """Quantized formats stay as they are; plain ones become what `quantize` says: float8, 4 bits, or themselves."""
+    """Packs parts as one matrix. Quantized formats stay as they are; plain ones become what `quantize` says (FP8 or 4
+    bits), or 16 bits if it says nothing or their roles forbid it."""
     parts = [as_q8_0(part) or part for part in parts]
     formats = {part.format.name for part in parts}
     vector = stacked_bias(parts, bias, device)
     quantize = quantize if all(may_quantize(part, quantize, "cuda") for part in parts) else ""
     if quantize and not formats <= PLAIN.keys():
-        say(workspace, f"weights in {names(formats)} stay as they are: {quantize} is for plain ones")
+        log_once(workspace, f"weights in {names(formats)} stay as they are: {quantize} is for plain ones")
     if dtype.itemsize == 2 and formats <= SPLIT.keys() and None not in map(factor_of, parts):
-        tell_growth(parts, workspace)
-        return Quantized(stack([packed(part, workspace.transfer) for part in parts]), vector, workspace)
-    if dtype.itemsize == 2 and formats == {"F8_E4M3"} and (weight := pack_float8(parts, vector, device, workspace)):
+        log_growth(parts, workspace)
+        return QuantizedMatrix(stack([packed(part, workspace.transfer) for part in parts]), vector, workspace)
+    if dtype.itemsize == 2 and formats == {"F8_E4M3"} and (weight := pack_fp8(parts, vector, device, workspace)):
         return weight
     if dtype.itemsize == 2 and not formats <= PLAIN.keys():
         size = f"{dtype.itemsize} bytes for each value"
-        say(workspace, f"weights in {names(formats)} become {dtype}, {size}: no kernel reads them as they are")
+        log_once(workspace, f"weights in {names(formats)} become {dtype}, {size}: no kernel reads them as they are")
     values = stacked_values(parts, device, dtype, workspace.transfer)
     if not quantize or not formats <= PLAIN.keys():
-        return Dense(values, vector, workspace)
+        return DenseMatrix(values, vector, workspace)
     workspace.transfer.finish()
     if quantize == "int4":
-        return Quantized((quantize_int4(values),), vector, workspace)
+        return QuantizedMatrix((quantize_int4(values),), vector, workspace)
     if values.shape[1] % COLUMNS == 0:
-        return Float8(quantize_fp8(values), vector, workspace)
-    say(workspace, f"weights with rows of {values.shape[1]} stay as they are: fp8 needs multiples of {COLUMNS}")
-    return Dense(values, vector, workspace)
+        return RowScaledFp8(quantize_fp8(values), vector, workspace)
+    log_once(workspace, f"weights with rows of {values.shape[1]} stay as they are: fp8 needs multiples of {COLUMNS}")
+    return DenseMatrix(values, vector, workspace)
 
 
-def tell_growth(parts: Sequence[Tensor], workspace: Workspace) -> None:
+def log_growth(parts: Sequence[Tensor], workspace: Workspace) -> None:
+    """Logs formats that take more memory than in their files."""
     for format in {part.format for part in parts}:
-        stored, held = 8 * format.bytes / format.values, STORED_BITS[format.name]
-        if held > GROWN * stored:
-            say(workspace, f"{format.name} weights take {held:.1f} bits a value as codes of 4, {stored:.1f} in files")
+        in_file, packed_bits = 8 * format.bytes / format.values, STORED_BITS[format.name]
+        if packed_bits > NOTED_GROWTH * in_file:
+            log_once(
+                workspace,
+                f"{format.name} weights take {packed_bits:.1f} bits a value in memory, {in_file:.1f} in the file",
+            )
 
 
 def names(formats: set[str]) -> str:
+    """Lists formats for a message."""
     return " and ".join(sorted(formats))
 
 
-def say(workspace: Workspace, message: str) -> None:
-    if message not in workspace.said:
-        workspace.said.add(message)
+def log_once(workspace: Workspace, message: str) -> None:
+    """Logs a warning, unless it was logged before."""
+    if message not in workspace.logged:
+        workspace.logged.add(message)
         log.warning(message)
 
 
 def packed(part: Tensor, transfer: Transfer) -> QuantizedWeight:
+    """Packs one part that stays quantized."""
     rows, width = part.shape
     return pack_codes(part.data, part.format.name, rows, width, transfer, factor_of(part) or 0.0)
 
 
 def stacked_values(parts: Sequence[Tensor], device: torch.device, dtype: torch.dtype, transfer: Transfer) -> Any:
+    """Returns the values of all parts on the device, one below the other."""
     rows = sum(part.shape[0] for part in parts)
     values = torch.empty((rows, parts[0].shape[1]), dtype=dtype, device=device)
     at = 0
@@ -182,6 +191,7 @@ def stacked_values(parts: Sequence[Tensor], device: torch.device, dtype: torch.d
 
 
 def stacked_bias(parts: Sequence[Tensor], bias: Sequence[Tensor | None], device: torch.device) -> Any | None:
+    """Returns the biases of all parts on the device, with zeros for parts that have none; None if none has one."""
     if not any(bias):
         return None
     vectors = [
@@ -195,18 +205,18 @@ PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def copy_values(tensor: Tensor, target: Any, transfer: Transfer) -> None:
-    """The tensor's values into `target`: bytes that stay as they are, by `transfer`; others some rows at a time."""
+    """Copies the tensor's values into `target`, by `transfer` if their bytes do not change, else in chunks."""
     if PLAIN.get(tensor.format.name) == target.dtype:
         return transfer.send(tensor.data, target)
     rows, width = tensor.shape
-    step = max(AT_ONCE // width, 1)
+    step = max(CHUNK_VALUES // width, 1)
     for first in range(0, rows, step):
         last = min(first + step, rows)
         target[first:last].copy_(values_of(some_rows(tensor, first, last)))
 
 
 def values_of(tensor: Tensor) -> Any:
-    """On the host, in the file's own type where torch has it."""
+    """Returns the tensor's values on the host, in the file's own type if torch has it."""
     kind = PLAIN.get(tensor.format.name)
     if kind is None:
         return torch.from_numpy(dequantize(tensor))

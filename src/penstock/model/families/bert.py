@@ -17,6 +17,11 @@ from penstock.model.tensor import Tensor
 from penstock.model.weights import Packer
 
 WHOLE = r"(?:bert\.|roberta\.)?"  # before every name where the file is of the model with a head
+PARTS = {
+    "attention.self.query": "q", "attention.self.key": "k", "attention.self.value": "v",
+    "attention.output.dense": "o", "attention.output.LayerNorm": "attn_norm",
+    "intermediate.dense": "up", "output.dense": "down", "output.LayerNorm": "mlp_norm",
+}  # fmt: skip
 HUGGING_FACE = names.Naming(
     top={
         f"{model}embeddings.{theirs}": ours
@@ -29,16 +34,7 @@ HUGGING_FACE = names.Naming(
         }.items()
     },
     layer=re.compile(rf"{WHOLE}encoder\.layer\.{names.NUMBER}\.(.+)"),
-    parts={
-        "attention.self.query": "q",
-        "attention.self.key": "k",
-        "attention.self.value": "v",
-        "attention.output.dense": "o",
-        "attention.output.LayerNorm": "attn_norm",
-        "intermediate.dense": "up",
-        "output.dense": "down",
-        "output.LayerNorm": "mlp_norm",
-    },
+    parts=PARTS,
     ignored=re.compile(rf"{WHOLE}(embeddings\.position_ids|pooler\..+)|(cls|lm_head)\..+"),  # of its training
 )
 GGUF = names.GGUF._replace(

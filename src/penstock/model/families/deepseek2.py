@@ -17,23 +17,13 @@ from penstock.model.tensor import Tensor
 
 HUGGING_FACE = names.HUGGING_FACE.but(
     **names.EXPERTS,
-    q_a="self_attn.q_a_proj",
-    q_norm="self_attn.q_a_layernorm",
-    q_b="self_attn.q_b_proj",
-    kv_a="self_attn.kv_a_proj_with_mqa",
-    kv_norm="self_attn.kv_a_layernorm",
-    kv_b="self_attn.kv_b_proj",
-)
+    q_a="self_attn.q_a_proj", q_norm="self_attn.q_a_layernorm", q_b="self_attn.q_b_proj",
+    kv_a="self_attn.kv_a_proj_with_mqa", kv_norm="self_attn.kv_a_layernorm", kv_b="self_attn.kv_b_proj",
+)  # fmt: skip
 GGUF = names.GGUF.but(
-    q_a="attn_q_a",
-    q_norm="attn_q_a_norm",
-    q_b="attn_q_b",
-    kv_a="attn_kv_a_mqa",
-    kv_norm="attn_kv_a_norm",
-    kv_b="attn_kv_b",
-    k_b="attn_k_b",
-    v_b="attn_v_b",
-)
+    q_a="attn_q_a", q_norm="attn_q_a_norm", q_b="attn_q_b",
+    kv_a="attn_kv_a_mqa", kv_norm="attn_kv_a_norm", kv_b="attn_kv_b", k_b="attn_k_b", v_b="attn_v_b",
+)  # fmt: skip
 NEUTRAL = ("aux_loss_alpha", "seq_aux", "ep_size", "qk_head_dim")  # of training, or a sum of others
 KEY, VALUE = "attention.key_length", "attention.value_length"
 KV_HEADS = "attention.head_count_kv"

@@ -14,17 +14,14 @@ from penstock.model.spec import AttentionSpec, ModelSpec, RopeSpec
 from penstock.model.tensor import Tensor
 
 TOP = {"wte": "embed", "wpe": "positions", "ln_f": "norm"}
+PARTS = {
+    "ln_1": "attn_norm", "attn.c_attn": "qkv", "attn.c_proj": "o",
+    "ln_2": "mlp_norm", "mlp.c_fc": "up", "mlp.c_proj": "down",
+}  # fmt: skip
 HUGGING_FACE = names.Naming(  # with the prefix of the whole model, or as its inner one is saved
     top=TOP | {f"transformer.{theirs}": ours for theirs, ours in TOP.items()} | {"lm_head": "head"},
     layer=re.compile(rf"(?:transformer\.)?h\.{names.NUMBER}\.(.+)"),
-    parts={
-        "ln_1": "attn_norm",
-        "attn.c_attn": "qkv",
-        "attn.c_proj": "o",
-        "ln_2": "mlp_norm",
-        "mlp.c_fc": "up",
-        "mlp.c_proj": "down",
-    },
+    parts=PARTS,
     ignored=re.compile(r".+\.attn\.(masked_)?bias"),  # which positions are seen
     transposed=frozenset(("qkv", "o", "up", "down")),
 )

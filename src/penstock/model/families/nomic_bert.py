@@ -14,6 +14,10 @@ from penstock.model.spec import ModelSpec, RopeSpec
 from penstock.model.tensor import Tensor
 from penstock.model.weights import Packer
 
+PARTS = {
+    "attn.Wqkv": "qkv", "attn.out_proj": "o", "norm1": "attn_norm",
+    "mlp.fc11": "up", "mlp.fc12": "gate", "mlp.fc2": "down", "norm2": "mlp_norm",
+}  # fmt: skip
 HUGGING_FACE = names.Naming(
     top={
         "embeddings.word_embeddings": "embed",
@@ -21,15 +25,7 @@ HUGGING_FACE = names.Naming(
         "emb_ln": "embed_norm",
     },
     layer=re.compile(rf"encoder\.layers\.{names.NUMBER}\.(.+)"),
-    parts={
-        "attn.Wqkv": "qkv",
-        "attn.out_proj": "o",
-        "norm1": "attn_norm",
-        "mlp.fc11": "up",
-        "mlp.fc12": "gate",
-        "mlp.fc2": "down",
-        "norm2": "mlp_norm",
-    },
+    parts=PARTS,
     ignored=re.compile(r"(pooler|cls)\..+"),
 )
 GGUF = bert.GGUF.but(qkv="attn_qkv")

@@ -13,18 +13,11 @@ from penstock.model.spec import ModelSpec
 from penstock.model.tensor import Tensor
 
 HUGGING_FACE = names.HUGGING_FACE.but(
-    q_norm="self_attn.q_norm",
-    k_norm="self_attn.k_norm",
     delta_qkv="linear_attn.in_proj_qkv",
     delta_z="linear_attn.in_proj_z",
     delta_b="linear_attn.in_proj_b",
     delta_a="linear_attn.in_proj_a",
-    conv="linear_attn.conv1d",
-    decay_log="linear_attn.A_log",
-    dt="linear_attn.dt_bias",
-    delta_norm="linear_attn.norm",
-    delta_o="linear_attn.out_proj",
-    **names.EXPERTS | qwen3next.SHARED,
+    **qwen3next.HYBRID,
 )._replace(
     top=dict(names.HUGGING_FACE.top)
     | {"model.language_model.embed_tokens": "embed", "model.language_model.norm": "norm"},

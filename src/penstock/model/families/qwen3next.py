@@ -18,17 +18,19 @@ SHARED = {
     "shared.up": "mlp.shared_expert.up_proj",
     "shared.down": "mlp.shared_expert.down_proj",
 }
+HYBRID = {  # what Qwen3.5 calls the same
+    **names.EXPERTS,
+    **SHARED,
+    "q_norm": "self_attn.q_norm",
+    "k_norm": "self_attn.k_norm",
+    "conv": "linear_attn.conv1d",
+    "decay_log": "linear_attn.A_log",
+    "dt": "linear_attn.dt_bias",
+    "delta_norm": "linear_attn.norm",
+    "delta_o": "linear_attn.out_proj",
+}
 HUGGING_FACE = names.HUGGING_FACE.but(
-    q_norm="self_attn.q_norm",
-    k_norm="self_attn.k_norm",
-    delta_qkvz="linear_attn.in_proj_qkvz",
-    delta_ba="linear_attn.in_proj_ba",
-    conv="linear_attn.conv1d",
-    decay_log="linear_attn.A_log",
-    dt="linear_attn.dt_bias",
-    delta_norm="linear_attn.norm",
-    delta_o="linear_attn.out_proj",
-    **names.EXPERTS | SHARED,
+    delta_qkvz="linear_attn.in_proj_qkvz", delta_ba="linear_attn.in_proj_ba", **HYBRID
 )._replace(ignored=re.compile(r"mtp\..+"))
 GGUF = names.GGUF.but(
     mlp_norm="post_attention_norm",

@@ -21,7 +21,7 @@ from penstock.model.gguf.shards import read_shards
 from penstock.model.gguf.tensor_order import reorder_for_gguf
 from penstock.model.gguf.writer import FORMAT_KINDS, PendingTensor, encoded, rows_at_once
 from penstock.model.load import CONFIG, METADATA, Checkpoint, load_model, open_checkpoint
-from penstock.model.quantize_choice import Choice, Encode, Precision, choose, precision_of
+from penstock.model.quantize_choice import Encode, FormatChoice, Precision, choose, precision_of
 from penstock.model.registry import family, family_of_gguf
 from penstock.model.roles import BIAS, EXPERTS, Role
 from penstock.model.spec import ModelSpec
@@ -107,13 +107,11 @@ def from_gguf(path: Path, to: Format, encode: Encode, again: bool) -> Export:
 def with_role(tensor: Tensor, naming: names.Naming) -> Tensor:
     """Returns a file's tensor with its role; a tensor that is no weight has none."""
     return (
-        tensor
-        if naming.ignored.fullmatch(tensor.name)
-        else replace(tensor, role=names.identify(tensor.name, naming).role)
+        tensor if naming.ignored.fullmatch(tensor.name) else tensor.with_role(names.identify(tensor.name, naming).role)
     )
 
 
-def chosen(tensors: Mapping[str, Tensor], to: Format, again: bool) -> Choice:
+def chosen(tensors: Mapping[str, Tensor], to: Format, again: bool) -> FormatChoice:
     """Chooses the formats of the tensors; refuses to quantize a second time unless `again`."""
     if not again:
         check_plain(tensors, to)
@@ -218,7 +216,7 @@ def interleaved(name: str, part: FileTensor, spec: ModelSpec) -> FileTensor:
     return part._replace(rotated=rotated, head_dim=spec.attn.head_dim)
 
 
-def format_of(name: str, part: FileTensor, choice: Choice) -> Format:
+def format_of(name: str, part: FileTensor, choice: FormatChoice) -> Format:
     """Returns the format that was chosen. Tensors that are never quantized become F32, as readers expect, and formats
     that GGUF does not have become BF16."""
     if name in choice.formats:

@@ -1,1 +1,1 @@
-"""Who may ask, how much, and how."""
+"""Decides who may use the server, and how much of it."""

@@ -1,4 +1,4 @@
-"""Accounts of API keys: what each key has used, and whether its limits allow another request."""
+"""Keeps an account for each API key: what it has used, and whether its limits allow another request."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MINUTE = 60.0
 
 
 class Allowance:
-    """A rate limit: `limit` per minute, saved up for one minute at most. More may be taken than is left, because an
+    """Limits a rate to `limit` per minute, saved up for one minute at most. More may be taken than is left, because an
     answer's length is known only at its end; then nothing is given until the debt is made up."""
 
     def __init__(self, limit: int) -> None:
@@ -41,7 +41,7 @@ class Allowance:
 
 
 class Account:
-    """One key's usage and limits. As a context manager it counts one request in flight."""
+    """Counts one key's usage and applies its limits. As a context manager it counts one request in flight."""
 
     def __init__(self, name: str) -> None:
         self.name = name  # of the key
@@ -103,8 +103,8 @@ class Account:
 
 
 class Accounts:
-    """The accounts of all keys, as a Prometheus collector. An account lasts as long as the server, even if its key is
-    deleted."""
+    """Holds the accounts of all keys, and reports them to Prometheus. An account lasts as long as the server, even if
+    its key is deleted."""
 
     def __init__(self, keyring: Keyring) -> None:
         self.unauthorized = 0  # requests without a valid key
@@ -125,10 +125,10 @@ class Accounts:
         return self._accounts.setdefault(name, Account(name))
 
     def collect(self) -> Iterator[Metric]:
-        requests = CounterMetricFamily("penstock_key_requests", "Requests that were let in, by key", labels=["key"])
+        requests = CounterMetricFamily("penstock_key_requests", "Admitted requests, by key", labels=["key"])
         tokens = CounterMetricFamily("penstock_key_tokens", "Tokens used, by key", labels=["key", "kind"])
         refused = CounterMetricFamily("penstock_key_refusals", "Refused requests, by key", labels=["key", "reason"])
-        running = GaugeMetricFamily("penstock_key_running", "Requests under way, by key", labels=["key"])
+        running = GaugeMetricFamily("penstock_key_running", "Requests in flight, by key", labels=["key"])
         for name, account in self._accounts.items():
             requests.add_metric([name], account.used["requests"])
             running.add_metric([name], account.running)
@@ -137,4 +137,4 @@ class Accounts:
             for reason, count in account.refused.items():
                 refused.add_metric([name, reason], count)
         yield from (requests, tokens, refused, running)
-        yield CounterMetricFamily("penstock_unauthorized_requests", "Requests without a good key", self.unauthorized)
+        yield CounterMetricFamily("penstock_unauthorized_requests", "Requests without a valid key", self.unauthorized)

@@ -1,4 +1,4 @@
-"""API-key authentication: every route needs a key, except /health and the page."""
+"""Authenticates requests by API key: every route needs one, except /health and the page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The guard in front of the application: limits on the size, the speed and the number of requests."""
+"""Guards the application: limits the size, the speed and the number of requests."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MAX_BODIES = 32 * MAX_BODY  # bytes of all bodies that are kept in memory at onc
 
 
 class Rules(NamedTuple):
-    """Who may use a server, how many requests it takes at once, and how strict it is about unknown fields."""
+    """Says who may use a server, how many requests it takes at once, and how strict it is about unknown fields."""
 
     keys: Path | None = None  # the key file; None: everyone may
     origins: tuple[str, ...] = ()  # of web pages that may use it, beside its own

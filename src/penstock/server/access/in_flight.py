@@ -1,4 +1,4 @@
-"""The admission counter: how much is in flight, and the limit beyond which the server refuses more."""
+"""Counts what is in flight, and refuses what exceeds a limit: the server's admission control."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class InFlight:
 
 
 class Admission:
-    """One request's places. The request takes one when it is admitted. Its first answer uses that place; every further
-    answer at the same time takes its own. An answer that outlives its request keeps its place."""
+    """Holds one request's places. The request takes one when it is admitted. Its first answer uses that place; every
+    further answer at the same time takes its own. An answer that outlives its request keeps its place."""
 
     def __init__(self, in_flight: InFlight) -> None:
         self._in_flight = in_flight

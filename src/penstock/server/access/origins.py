@@ -1,4 +1,4 @@
-"""Which web pages may use the server: its own page, and those of the origins given with --cors.
+"""Decides which web pages may use the server: its own page, and those of the origins given with --cors.
 
 A browser sends a page's requests to every server that it can reach, on loopback too. It only hides the answer from the
 page unless the server allows it. With API keys that is enough: a page cannot guess a key. Without keys, requests from

@@ -1,1 +1,1 @@
-"""Anthropic's messages."""
+"""Implements Anthropic's messages."""

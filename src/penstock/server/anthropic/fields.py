@@ -1,4 +1,4 @@
-"""The bodies that Anthropic's clients send, and their messages as chat templates take them."""
+"""Reads the bodies that Anthropic's clients send, and renders their messages as chat templates take them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's dialect.
+"""Serves POST /v1/messages and /v1/messages/count_tokens: Anthropic's dialect.
 
 A model name that begins with `claude` means the served model, whose own name the answer has; other names must be
 exact. `max_tokens` is a limit: the stop_reason of an answer that reaches the end of the context first says so.
@@ -36,7 +36,7 @@ from penstock.server.request_context import RequestContext
 from penstock.server.served_model import ServedModel
 from penstock.server.sse import EVENT_STREAM, ChunkTemplate, Framing, encode, json_response, reply
 from penstock.text import ChatPrompt, Delta
-from penstock.text.parse import Arguments, CallBegun, CallEnded, Content, Part, Reasoning
+from penstock.text.parse import AnswerPart, Arguments, CallEnded, CallStarted, Content, Reasoning
 from penstock.types import SamplingParams
 
 STAND_IN_PREFIX = "claude"  # of names that mean the served model
@@ -120,7 +120,7 @@ class MessageResponse(msgspec.Struct, tag_field="type", tag="message"):
 
 
 class AnthropicEvent(msgspec.Struct, tag_field="type"):
-    """An event of a streamed message. Its type is also the event's name."""
+    """Is an event of a streamed message. Its type is also the event's name."""
 
 
 class MessageStart(AnthropicEvent, tag="message_start"):
@@ -233,7 +233,7 @@ class MessageWriter:
         usage.input_tokens = self._prompt - usage.cache_read_input_tokens
         usage.output_tokens += len(delta.tokens)
 
-    def _write(self, part: Part) -> Iterator[bytes]:
+    def _write(self, part: AnswerPart) -> Iterator[bytes]:
         """Adds a part to the open block, or to a new one if the part is of another kind."""
         if self._open is None or not self._open.takes(part):
             yield from self._close()
@@ -273,15 +273,15 @@ class MessageWriter:
 
 
 class OpenBlock:
-    """A block that is still being written."""
+    """Represents a block that is still being written."""
 
-    def __init__(self, index: int, part: Part) -> None:
+    def __init__(self, index: int, part: AnswerPart) -> None:
         self.index = index
         self.block, delta = _new_block(part)
         self.chunk = ChunkTemplate(lambda text: BlockDelta(index, delta(text)))
         self.text = ""
 
-    def takes(self, part: Part) -> bool:
+    def takes(self, part: AnswerPart) -> bool:
         return isinstance(self.block, BLOCK_OF.get(type(part), ()))
 
     def close(self) -> None:
@@ -305,10 +305,10 @@ BLOCK_OF = {Content: TextBlock, Reasoning: ThinkingBlock, Arguments: ToolUseBloc
 
 
 def _new_block(
-    part: Part,
+    part: AnswerPart,
 ) -> tuple[Block, Callable[[str], AnthropicTextDelta | AnthropicThinkingDelta | AnthropicInputDelta]]:
     match part:
-        case CallBegun():
+        case CallStarted():
             return ToolUseBlock(part.id, part.name), AnthropicInputDelta
         case Reasoning():
             return ThinkingBlock(""), AnthropicThinkingDelta

@@ -1,1 +1,1 @@
-"""Files and batches: what is kept of them, and how a batch's lines are run."""
+"""Stores files and batches, and runs the lines of batches."""

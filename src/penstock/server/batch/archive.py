@@ -1,4 +1,4 @@
-"""What a server keeps across restarts, in one folder that is created when it is first used.
+"""Stores what a server keeps across restarts, in one folder that is created when it is first used.
 
 <folder>/archive.db        records, in SQLite
 <folder>/files/<id>        a file's contents, under an id made here
@@ -22,7 +22,7 @@ from typing import BinaryIO, Concatenate, NamedTuple, NoReturn, ParamSpec, Self,
 from urllib.parse import quote
 
 from penstock.errors import ConfigError, StorageFailed
-from penstock.store.places import home, locked
+from penstock.store.paths import home, locked
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -45,7 +45,7 @@ CREATE TABLE IF NOT EXISTS batches (
   id TEXT UNIQUE NOT NULL,
   input TEXT NOT NULL,
   open INTEGER NOT NULL,
-  told BLOB NOT NULL,
+  record BLOB NOT NULL,
   owner TEXT,
   payer TEXT
 );
@@ -62,12 +62,15 @@ CREATE TABLE IF NOT EXISTS lines (
 """
 
 UPGRADES = {  # from a version to the next
-    1: "ALTER TABLE batches ADD COLUMN owner TEXT; ALTER TABLE batches ADD COLUMN payer TEXT;",
+    1: (
+        "ALTER TABLE batches RENAME COLUMN told TO record;"
+        "ALTER TABLE batches ADD COLUMN owner TEXT; ALTER TABLE batches ADD COLUMN payer TEXT;"
+    ),
 }
 
 
 class Space(NamedTuple):
-    """Where files and batches are kept, and how much there may be of them."""
+    """Says where files and batches are kept, and how much there may be of them."""
 
     folder: Path | None = None  # None: the model's own, where models are kept
     file_bytes: int = 200 * 2**20
@@ -206,7 +209,7 @@ class Archive:
 
 
 class Draft:
-    """A file that is being written. It appears with `finish`, and is deleted on leaving unless `kept`."""
+    """Writes a file. It appears with `finish`, and is deleted on leaving unless `kept`."""
 
     def __init__(self, path: Path, thread: ThreadPoolExecutor) -> None:
         self.id = path.name

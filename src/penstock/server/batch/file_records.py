@@ -1,4 +1,4 @@
-"""The records of files. Each function is a transaction of the archive, or part of one."""
+"""Reads and writes the records of files. Each function is a transaction of the archive, or part of one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Order = Literal["asc", "desc"]
 
 
 class FileRecord(msgspec.Struct, kw_only=True):
-    """A file, in the shape that clients get."""
+    """Describes a file, in the shape that clients get."""
 
     id: str
     object: str = "file"

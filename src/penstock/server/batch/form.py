@@ -1,4 +1,4 @@
-"""A form with a file in it, read as it arrives: fields are kept, the file is handed on."""
+"""Reads a form with a file in it as it arrives: keeps the fields, and passes the file on."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ MAX_HEADER = 4096  # bytes
 
 
 class Form:
-    """`fields` are text by name; the part named `file` is not among them."""
+    """Parses one form. `fields` are text by name; the part named `file` is not among them."""
 
     def __init__(self, content_type: str) -> None:
         kind, options = parse_options_header(content_type)
         if kind != b"multipart/form-data" or not options.get(b"boundary"):
             raise InvalidRequest(
-                f"a file is sent as a form: multipart/form-data with a boundary; got {content_type[:100]!r}",
+                f"a file must be sent as multipart/form-data with a boundary; got {content_type[:100]!r}",
                 code="invalid_content_type",
             )
         self.fields: dict[str, str] = {}
-        self.filename: str | None = None  # until there is a file
+        self.filename: str | None = None  # None: no file has arrived yet
         self.ended = False
-        self._parser = self._guarded(lambda: self._new_parser(options[b"boundary"]))
+        self._parser = self._parse(lambda: self._new_parser(options[b"boundary"]))
         self._name = ""
         self._is_file = False
         self._header = self._value = b""
@@ -40,15 +40,15 @@ class Form:
         self._arrived: list[bytes] = []
 
     def push(self, data: bytes) -> bytes:
-        """Takes a piece of the body in; returns what of the file was in it."""
-        self._guarded(lambda: self._parser.write(data))
+        """Takes the next bytes of the body; returns the file's bytes among them."""
+        self._parse(lambda: self._parser.write(data))
         arrived, self._arrived = b"".join(self._arrived), []
         return arrived
 
     def finish(self) -> None:
-        """Refuses a body that ended before the form did, or had no file."""
+        """Raises if the body ended before the form did, or if the form has no file."""
         if not self.ended:
-            raise InvalidRequest("the form is cut off: its last boundary is missing", code="invalid_form")
+            raise InvalidRequest("the form is incomplete: its last boundary is missing", code="invalid_form")
         if self.filename is None:
             raise InvalidRequest("the form has no part named 'file'", param="file", code="missing_required_parameter")
 
@@ -69,13 +69,13 @@ class Form:
             max_header_size=MAX_HEADER,
         )
 
-    def _guarded(self, work: Callable[[], T]) -> T:
+    def _parse(self, work: Callable[[], T]) -> T:
         try:
             return work()
         except FormParserError as error:
             raise InvalidRequest(f"the form is not well formed: {error}", code="invalid_form") from error
 
-    # -- what the parser meets -----------------------------------------------------------------------------------
+    # -- callbacks of the parser --------------------------------------------------------------------------------
 
     def _begin_part(self) -> None:
         self._headers = {}
@@ -96,18 +96,24 @@ class Form:
         self._name = options.get(b"name", b"").decode("utf-8", "replace")
         self._is_file = self._name == "file"
         if (self._is_file and self.filename is not None) or self._name in self.fields:
-            raise InvalidRequest(f"the form has two parts named {self._name!r}", param=self._name, code="invalid_form")
+            raise InvalidRequest(
+                f"the form has two parts named {self._name!r}: send one", param=self._name, code="invalid_form"
+            )
         if self._is_file:
             self.filename = options.get(b"filename", b"upload").decode("utf-8", "replace")
         if len(self.fields) == MAX_FIELDS:
-            raise InvalidRequest(f"the form has more than {MAX_FIELDS} fields", code="invalid_form")
+            raise InvalidRequest(
+                f"the form has more than {MAX_FIELDS} fields (the limit): send fewer", code="invalid_form"
+            )
 
     def _take_data(self, data: bytes, start: int, end: int) -> None:
         if self._is_file:
             self._arrived.append(data[start:end])
         elif len(self._field) + end - start > MAX_FIELD:
             raise InvalidRequest(
-                f"the field {self._name!r} has more than {MAX_FIELD} bytes", param=self._name, code="invalid_form"
+                f"the field {self._name!r} has more than {MAX_FIELD} bytes (the limit): shorten it",
+                param=self._name,
+                code="invalid_form",
             )
         else:
             self._field += data[start:end]

@@ -1,4 +1,4 @@
-"""The input and output files of a batch: JSON lines, each with an id that its client chose."""
+"""Reads and writes the files of a batch: JSON lines, each with an id that its client chose."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class LineBody(msgspec.Struct):
 
 
 class InputLine(NamedTuple):
-    """A line of the input: its place, and the output line if it cannot be run."""
+    """Describes a line of the input: its place, and the output line if it cannot be run."""
 
     number: int
     start: int
@@ -44,7 +44,7 @@ class InputLine(NamedTuple):
 
 
 class OutputLine(msgspec.Struct):
-    """A line of the output or error file."""
+    """Is a line of the output or error file."""
 
     id: str
     custom_id: str | None

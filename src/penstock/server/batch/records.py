@@ -1,4 +1,5 @@
-"""The records of batches and their lines. Each function is a transaction of the archive, or part of one."""
+"""Reads and writes the records of batches and their lines. Each function is a transaction of the archive, or part of
+one."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ class BatchOutputDetails(msgspec.Struct):
 
 
 class BatchUsage(msgspec.Struct):
-    """Tokens of all lines that were answered."""
+    """Sums the tokens of all lines that were answered."""
 
     input_tokens: int = 0
     input_tokens_details: BatchInputDetails = msgspec.field(default_factory=BatchInputDetails)
@@ -58,7 +59,7 @@ class BatchErrors(msgspec.Struct):
 
 
 class BatchJob(msgspec.Struct, kw_only=True):
-    """A batch, in the shape that clients get."""
+    """Describes a batch, in the shape that clients get."""
 
     id: str
     object: str = "batch"
@@ -86,7 +87,7 @@ class BatchJob(msgspec.Struct, kw_only=True):
 
     @property
     def ending(self) -> str:
-        """The status it ends with once its files are written."""
+        """Returns the status it ends with once its files are written."""
         return "cancelled" if self.cancelling_at else "expired" if self.expired_at else "completed"
 
     def to(self, status: str) -> None:
@@ -95,7 +96,7 @@ class BatchJob(msgspec.Struct, kw_only=True):
 
 
 class Ownership(NamedTuple):
-    """Who made a batch: its requests belong to `owner` and are charged to the API key called `payer`."""
+    """Says who made a batch: its requests belong to `owner` and are charged to the API key called `payer`."""
 
     owner: str | None = None  # None: unknown, as in archives of older servers
     payer: str | None = None  # None: nobody is charged
@@ -106,7 +107,7 @@ class Ownership(NamedTuple):
 
 
 class PendingLine(NamedTuple):
-    """A line that is still to be run, and its place in the input."""
+    """Describes a line that is still to be run, and its place in the input."""
 
     number: int
     start: int
@@ -131,7 +132,7 @@ def add(db: Connection, batch: BatchJob, ownership: Ownership = Ownership()) -> 
             f"{open} batches are in progress (the limit): wait for one to end, or cancel it", code="too_many_batches"
         )
     values = (batch.id, batch.input_file_id, _encoded(batch), *ownership)
-    db.execute("INSERT INTO batches (id, input, open, told, owner, payer) VALUES (?, ?, TRUE, ?, ?, ?)", values)
+    db.execute("INSERT INTO batches (id, input, open, record, owner, payer) VALUES (?, ?, TRUE, ?, ?, ?)", values)
 
 
 def ownership(db: Connection, id: str) -> Ownership:
@@ -139,7 +140,7 @@ def ownership(db: Connection, id: str) -> Ownership:
 
 
 def find(db: Connection, id: str) -> BatchJob | None:
-    row = db.execute("SELECT told FROM batches WHERE id = ?", (id,)).fetchone()
+    row = db.execute("SELECT record FROM batches WHERE id = ?", (id,)).fetchone()
     return None if row is None else _batch(row)
 
 
@@ -151,7 +152,7 @@ def get(db: Connection, id: str) -> BatchJob:
 
 def listed(db: Connection, page: ListPage) -> list[BatchJob]:
     """Returns a page, and one more than its limit if there are more."""
-    return [_batch(row) for row in rows_of(db, "batches", "told", page)]
+    return [_batch(row) for row in rows_of(db, "batches", "record", page)]
 
 
 def open_ids(db: Connection) -> list[str]:
@@ -204,7 +205,7 @@ def finish(db: Connection, id: str, output: FileRecord | None, errors: FileRecor
 
 def save(db: Connection, batch: BatchJob) -> None:
     open = batch.status not in ENDED
-    db.execute("UPDATE batches SET told = ?, open = ? WHERE id = ?", (_encoded(batch), open, batch.id))
+    db.execute("UPDATE batches SET record = ?, open = ? WHERE id = ?", (_encoded(batch), open, batch.id))
 
 
 def _end(db: Connection, batch: BatchJob, status: str) -> None:

@@ -50,8 +50,8 @@ log = logging.getLogger(__name__)
 
 
 class BatchRunner:
-    """`accounts` are those of API keys, if there are keys: a batch is charged to the key that made it. `lenient` is
-    whether unknown fields of lines are ignored."""
+    """Runs all batches. `accounts` are those of API keys, if there are keys: a batch is charged to the key that made
+    it. `lenient` is whether unknown fields of lines are ignored."""
 
     def __init__(
         self, archive: Archive, served: ServedModel, accounts: Accounts | None = None, *, lenient: bool = False
@@ -67,10 +67,7 @@ class BatchRunner:
     async def running(self, app: ASGIApp) -> AsyncIterator[None]:
         """Runs batches while the application runs, and first those that an earlier server left."""
         self._app = app
-        rows = max(1, self._served.limits.max_rows // 2)
-        self._lines = asyncio.Semaphore(rows)  # in the order of arrival
-        if self._served.background_client is not None:
-            self._served.background_client.limit(rows)
+        self._lines = asyncio.Semaphore(max(1, self._served.limits.max_rows // 2))  # in flight, of batches in turn
         resuming = asyncio.create_task(self._with_retries(self._resume))
         try:
             yield

@@ -1,1 +1,1 @@
-"""What the HTTP dialects share about chat: tools, structured output, streaming and one chat turn."""
+"""Contains what the HTTP dialects share about chat: tools, structured output, streaming and the turn itself."""

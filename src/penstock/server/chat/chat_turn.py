@@ -1,4 +1,4 @@
-"""One turn of a chat, in every dialect: a request for each choice of answer, and the parsers of the answers."""
+"""Begins one turn of a chat, in every dialect: a request for each choice of answer, and the parsers of the answers."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from penstock.server.chat.tools import ToolUse, constrain_to_tools
 from penstock.server.request_context import RequestContext
 from penstock.server.served_model import ServedModel, off_loop
 from penstock.text import ChatPrompt, Delta, Text
-from penstock.text.parse import AnswerParser, Content, Part
+from penstock.text.parse import AnswerParser, AnswerPart, Content
 from penstock.types import Grammar, Request, SamplingParams, Thinking
 
 NO_TOOLS = ToolUse([])
 
 
 class ChatTurn:
-    """The choices of one turn. A parser is None if the answer is content alone."""
+    """Holds the choices of one turn. A parser is None if the answer is content alone."""
 
     def __init__(self, requests: Sequence[Request], deltas: Deltas, parsers: Sequence[AnswerParser | None]) -> None:
         self.requests = requests
@@ -30,10 +30,10 @@ class ChatTurn:
 
     @property
     def request(self) -> Request:
-        """The first choice's request: the only one in most dialects."""
+        """Returns the first choice's request: the only one in most dialects."""
         return self.requests[0]
 
-    def parts(self, delta: Delta, choice: int = 0) -> list[Part]:
+    def parts(self, delta: Delta, choice: int = 0) -> list[AnswerPart]:
         """Returns what a delta adds to its choice."""
         parser = self._parsers[choice]
         if parser is None:

@@ -1,4 +1,4 @@
-"""Log probabilities of tokens, in the shape that OpenAI's chat and responses and Ollama's chat share."""
+"""Returns log probabilities of tokens in the shape that OpenAI's chat and responses and Ollama's chat share."""
 
 from __future__ import annotations
 

@@ -36,8 +36,7 @@ async def deltas(
     string, aborts the request in the engine."""
     text = TextStream(served.text.tokenizer, request.sampling.stop, continuing=continuing, shown=shown)
     with context.answer(), RequestTimer(served.metrics, context, request) as timer:
-        client = served.engine(context)
-        async with aclosing(client.submit(request)) as steps:
+        async with aclosing(served.client.submit(request)) as steps:
             async for events in steps:
                 delta = read_step(text, events)
                 if delta.tokens:
@@ -45,7 +44,7 @@ async def deltas(
                 if delta.finish:
                     timer.reason = delta.finish
                     if request.explain and delta.report is None:
-                        delta = delta._replace(report=await _report(client, request.id, steps))
+                        delta = delta._replace(report=await _report(served.client, request.id, steps))
                     timer.report = delta.report
                 yield choice, delta
                 if delta.finish:

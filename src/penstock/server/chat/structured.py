@@ -1,4 +1,4 @@
-"""Structured output: the fields that ask for it in every dialect, and the grammar they mean."""
+"""Reads the fields that ask for structured output, in every dialect, and returns the grammar they mean."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Structured(msgspec.Struct, kw_only=True):
-    """The fields of a request that ask for structured output: OpenAI's, and vLLM's older and newer ones."""
+    """Declares the fields of a request that ask for structured output: OpenAI's, and vLLM's older and newer ones."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None

@@ -1,4 +1,4 @@
-"""Tools as OpenAI's clients send them, the calls of earlier turns, and the grammar that constrains new calls."""
+"""Reads tools and the calls of earlier turns, as OpenAI's clients send them, and constrains answers to tools."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.server.request_context import RequestContext
 from penstock.text import Text
 from penstock.text.call_grammar import call_grammar
 from penstock.text.parse import AnswerParser, schemas_of
-from penstock.text.tool_formats import Format
+from penstock.text.tool_formats import AnswerFormat
 from penstock.text.tools import CallArguments
 from penstock.types import Grammar, SamplingParams
 
@@ -23,7 +23,7 @@ MAX_TOOLS = 128
 
 
 class FunctionTool(msgspec.Struct, forbid_unknown_fields=True):
-    """A tool, in the shape that OpenAI's chat and Ollama share."""
+    """Describes a tool, in the shape that OpenAI's chat and Ollama share."""
 
     type: Literal["function"]
     function: Annotated[dict[str, Any], read_as(FunctionDefinition)]
@@ -37,7 +37,7 @@ class FunctionDefinition(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class PastCall(msgspec.Struct, forbid_unknown_fields=True):
-    """A tool call of an earlier turn, as the client sends it back."""
+    """Is a tool call of an earlier turn, as the client sends it back."""
 
     id: str
     function: Annotated[dict[str, Any], read_as(PastCallFunction)]
@@ -50,7 +50,7 @@ class PastCallFunction(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ToolUse(NamedTuple):
-    """The tools that an answer may call, in the shape that chat templates take; empty if it may call none."""
+    """Lists the tools that an answer may call, in the shape that chat templates take; none if it may call none."""
 
     tools: list[dict[str, Any]]
     parallel: bool = True
@@ -61,7 +61,7 @@ class ToolUse(NamedTuple):
     def calling(self) -> bool:
         return bool(self.tools)
 
-    def parser(self, format: Format, opened: bool) -> AnswerParser | None:
+    def parser(self, format: AnswerFormat, opened: bool) -> AnswerParser | None:
         """Returns a parser for one answer; None if the answer is content alone."""
         if format.plain(self.calling):
             return None
@@ -174,7 +174,7 @@ def constrain_to_tools(text: Text, use: ToolUse, sampling: SamplingParams) -> Sa
     """Returns sampling with the grammar of calls (if a call is forced, calls are strict or the answer has a schema),
     and with the tokens that end a call in the model's tool format."""
     grammar = _tools_grammar(text, use, sampling.grammar) if use.calling else sampling.grammar
-    stops = text.special_in(*text.format.family.stops) if use.calling else frozenset()
+    stops = text.special_in(*text.format.tool_format.stops) if use.calling else frozenset()
     return dataclasses.replace(sampling, grammar=grammar, stop_token_ids=(*sampling.stop_token_ids, *stops))
 
 
@@ -195,5 +195,5 @@ def _calls(text: Text, use: ToolUse, **others: Any) -> Grammar:
     schemas = {name: schema for name, schema in schemas_of(use.tools).items() if name in use.forced or not use.forced}
     markers = text.special_in(text.format.markers(calling=True))
     special = {text.tokenizer.token_text(id): id for id in markers}
-    rules = call_grammar(text.format.family, schemas, special, parallel=use.parallel, **others)
+    rules = call_grammar(text.format.tool_format, schemas, special, parallel=use.parallel, **others)
     return Grammar("lark", rules)

@@ -1,1 +1,1 @@
-"""Ollama's API."""
+"""Implements Ollama's API."""

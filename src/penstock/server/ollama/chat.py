@@ -1,4 +1,4 @@
-"""POST /api/chat and /api/generate: Ollama's dialect, which streams an answer as lines of JSON."""
+"""Serves POST /api/chat and /api/generate: Ollama's dialect, which streams an answer as lines of JSON."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from penstock.server.served_model import ServedModel, off_loop
 from penstock.server.sse import ChunkTemplate, Framing, encode, json_response, reply
 from penstock.text import Delta
 from penstock.text.infill import infill_of, infill_prompt
-from penstock.text.parse import Arguments, CallBegun, CallEnded, Content, Part, Reasoning
+from penstock.text.parse import AnswerPart, Arguments, CallEnded, CallStarted, Content, Reasoning
 
 STAYS_LOADED = "the model stays loaded as long as this server runs"
 OLLAMA = Framing(b"application/x-ndjson", lambda line: line + b"\n", b"", ollama_body)
@@ -216,7 +216,7 @@ class OllamaWriter:
         self._generated = 0
         self._message = OllamaAssistantMessage("")
         self._logprobs: list[TokenEntry] = []
-        self._calls: list[tuple[CallBegun, list[str]]] = []  # with the pieces of their arguments
+        self._calls: list[tuple[CallStarted, list[str]]] = []  # with the pieces of their arguments
         self._reason = ""
 
     def collect(self, _: int, delta: Delta) -> None:
@@ -258,13 +258,13 @@ class OllamaWriter:
         """Returns what a delta adds. A call is added when it is complete: its arguments are an object here."""
         return [added for part in self._turn.parts(delta) if (added := self._added(part)) is not None]
 
-    def _added(self, part: Part) -> OllamaAssistantMessage | None:
+    def _added(self, part: AnswerPart) -> OllamaAssistantMessage | None:
         match part:
             case Content(text):
                 return OllamaAssistantMessage(text)
             case Reasoning(text):
                 return OllamaAssistantMessage("", thinking=text)
-            case CallBegun():
+            case CallStarted():
                 self._calls.append((part, []))
             case Arguments(_, text):
                 self._calls[-1][1].append(text)
@@ -294,7 +294,7 @@ class OllamaWriter:
         return token_entries(self._tokenizer, delta) if self._scored else []
 
 
-def _call_message(call: CallBegun, pieces: list[str]) -> OllamaAssistantMessage:
+def _call_message(call: CallStarted, pieces: list[str]) -> OllamaAssistantMessage:
     """Returns a call. One whose arguments were cut off is returned as text, so that no client acts on it."""
     arguments = call_input("".join(pieces))
     if arguments is None:

@@ -1,4 +1,4 @@
-"""POST /api/create, /api/copy and /api/blobs: derived models, which Ollama's clients make.
+"""Serves POST /api/create, /api/copy and /api/blobs, which make derived models.
 
 A derived model is another name for the served or a stored model, with settings of its own; or it is an uploaded file
 that can be served under that name.
@@ -34,8 +34,8 @@ from penstock.server.openapi import Operation, read_as
 from penstock.server.request_context import RequestContext
 from penstock.server.served_model import ServedModel
 from penstock.server.sse import encode, json_response
-from penstock.store import Made, Upload
-from penstock.text.ollama_template import TurnTemplate
+from penstock.store import DerivedModel, Upload
+from penstock.text.ollama_template import OllamaTemplate
 
 CREATE_NO_EFFECT: NoEffect = {"adapters": ({},), "insecure": (False,), "quantize": ("",)}
 WRITE_SIZE = 2**20  # bytes
@@ -98,7 +98,7 @@ def _plain(name: str) -> str:
     return name.removesuffix(":latest")
 
 
-def _of_file(body: CreateModel) -> Made:
+def _of_file(body: CreateModel) -> DerivedModel:
     files = body.files or {}
     if body.from_ or len(files) != 1:
         raise InvalidRequest(
@@ -114,17 +114,17 @@ def _of_file(body: CreateModel) -> Made:
         load_text(path)
     except ModelError as error:
         raise InvalidRequest(f"files: {error}", param="files") from error
-    return Made(name="", blob=digest)
+    return DerivedModel(name="", blob=digest)
 
 
-def _of_known(known: KnownModel) -> Made:
+def _of_known(known: KnownModel) -> DerivedModel:
     if known.derived is not None:
         return known.derived
     outside = known.path is not None and not known.stored
-    return Made(name="", base=known.name, path=str(known.path) if outside else "")
+    return DerivedModel(name="", base=known.name, path=str(known.path) if outside else "")
 
 
-def _settings(served: ServedModel, context: RequestContext, body: CreateModel, root: Made) -> dict[str, Any]:
+def _settings(served: ServedModel, context: RequestContext, body: CreateModel, root: DerivedModel) -> dict[str, Any]:
     """Returns the settings that the request changes, after checking them; others stay as in the base model."""
     if body.parameters is not None:
         unchecked = {"num_ctx": None}  # the context depends on the server that serves the model
@@ -140,16 +140,16 @@ def _settings(served: ServedModel, context: RequestContext, body: CreateModel, r
     return {name: value for name, value in given.items() if value is not None}
 
 
-def _template(served: ServedModel, template: str, root: Made) -> str:
+def _template(served: ServedModel, template: str, root: DerivedModel) -> str:
     """Returns the template, or "" if it is the model's own, which is a Jinja template."""
-    own = facts_of(served.path if serves(served, root) else store.made_path(root)).template
+    own = facts_of(served.path if serves(served, root) else store.derived_path(root)).template
     if template in ("", own):
         return ""
-    TurnTemplate(template)
+    OllamaTemplate(template)
     return template
 
 
-def _store(served: ServedModel, derived: Made) -> None:
+def _store(served: ServedModel, derived: DerivedModel) -> None:
     store.check_name(derived.name)
     if any(known.derived is None and known.name == derived.name for known in all_known(served)):
         raise InvalidRequest(f"{derived.name!r} is a model that is not derived: choose another name", param="model")
@@ -157,7 +157,7 @@ def _store(served: ServedModel, derived: Made) -> None:
         raise InvalidRequest(
             f"{derived.name!r} is being served, so its base cannot change: choose another name", param="model"
         )
-    store.make(derived)
+    store.save_derived(derived)
 
 
 # -- files --------------------------------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ async def upload(_: ServedModel, http: HttpRequest, __: RequestContext) -> Respo
     try:
         exists = store.blob_path(http.path_params["digest"]).exists()
         if not exists:
-            await asyncio.to_thread(store.forget_unused_blobs)
+            await asyncio.to_thread(store.delete_unused_blobs)
             with Upload(http.path_params["digest"], int(http.headers.get("content-length", 0))) as arriving:
                 await _receive(chunks, arriving)
     except InvalidRequest:

@@ -1,5 +1,5 @@
-"""Settings of derived models, which a Modelfile makes of another model: a system prompt, messages, a template and
-parameters. What a request says itself takes precedence."""
+"""Applies the settings of derived models, which a Modelfile makes of another model: a system prompt, messages, a
+template and parameters. What a request says itself takes precedence."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from penstock.errors import InvalidRequest
 from penstock.server.ollama.fields import OllamaFields, read_messages
 from penstock.server.request_context import RequestContext
 from penstock.server.served_model import ServedModel
-from penstock.store import Made
-from penstock.text.ollama_template import TurnTemplate
+from penstock.store import DerivedModel
+from penstock.text.ollama_template import OllamaTemplate
 
 Messages = list[dict[str, Any]]
 G = TypeVar("G", bound=OllamaFields)
 
 
-def resolve(served: ServedModel, name: str) -> tuple[ServedModel, Made]:
+def resolve(served: ServedModel, name: str) -> tuple[ServedModel, DerivedModel]:
     """Returns the served model under this name, and the settings that come with the name."""
     name = name.removesuffix(":latest")
     derived = derived_for(served, name)
     if derived is None:
         served.check_model(name)
-        return served, Made(name=name)
+        return served, DerivedModel(name=name)
     if not serves(served, derived):
         raise InvalidRequest(
             f"model {name!r} is derived from {derived.base or 'a file'}, but this server serves {served.name!r}: "
@@ -35,30 +35,30 @@ def resolve(served: ServedModel, name: str) -> tuple[ServedModel, Made]:
     return with_template(served._replace(name=name), derived.template), derived
 
 
-def derived_for(served: ServedModel, name: str) -> Made | None:
+def derived_for(served: ServedModel, name: str) -> DerivedModel | None:
     """Returns the derived model of this name. If the served model has the name, it counts only if it is the same."""
-    derived = store.made_called(name)
+    derived = store.derived_model(name)
     return None if derived is None or (name == served.name and not serves(served, derived)) else derived
 
 
-def serves(served: ServedModel, derived: Made) -> bool:
+def serves(served: ServedModel, derived: DerivedModel) -> bool:
     """True if a derived model is the served one under another name."""
     if derived.base and derived.base == served.name:
         return True
-    return served.path is not None and store.made_path(derived) == served.path
+    return served.path is not None and store.derived_path(derived) == served.path
 
 
 def with_template(served: ServedModel, template: str) -> ServedModel:
     if not template:
         return served
-    return served._replace(text=served.text.with_template(TurnTemplate(template)))
+    return served._replace(text=served.text.with_template(OllamaTemplate(template)))
 
 
-def with_options(derived: Made, body: G) -> G:
+def with_options(derived: DerivedModel, body: G) -> G:
     return msgspec.structs.replace(body, options=derived.parameters | (body.options or {}))
 
 
-def with_derived_messages(context: RequestContext, derived: Made, system: str, messages: Messages) -> Messages:
+def with_derived_messages(context: RequestContext, derived: DerivedModel, system: str, messages: Messages) -> Messages:
     """Returns the chat that begins with a derived model's messages, under the system prompt that `messages` begin with,
     or else under `system`."""
     begun = read_messages(context, derived.messages)

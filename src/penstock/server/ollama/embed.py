@@ -1,4 +1,4 @@
-"""POST /api/embed, and its predecessor /api/embeddings."""
+"""Serves POST /api/embed, and its predecessor /api/embeddings."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from penstock.server.request_context import RequestContext
 from penstock.server.served_model import ServedModel
 from penstock.server.sse import json_response
 from penstock.text import check_dimensions, embedding, embedding_request
-from penstock.text.embedding import cut as cut_prompt
-from penstock.text.embedding import state_of
+from penstock.text.embedding import state_of, truncate_prompt
 from penstock.types import Request
 
 
@@ -91,7 +90,7 @@ async def embed_old(served: ServedModel, http: HttpRequest, context: RequestCont
 
 
 class Cut(NamedTuple):
-    """How many tokens an input may have, and whether a longer one is cut; None: it never is on this endpoint."""
+    """Says how many tokens an input may have, and whether a longer one is cut; None: it never is on this endpoint."""
 
     length: int
     wanted: bool | None
@@ -103,7 +102,7 @@ async def _requests(
     check_texts(texts, names)
     prompts = await encode_prompts(served, texts, whole=True)
     closing, pooling = served.text.tokenizer.closing, served.limits.pooling
-    kept = [cut_prompt(ids, cut.length, closing) if cut.wanted else ids for ids, _ in prompts]
+    kept = [truncate_prompt(ids, cut.length, closing) if cut.wanted else ids for ids, _ in prompts]
     advice = "shorten it" if cut.wanted is None else "shorten it, or send truncate: true to have its end cut off"
     requests = [
         embedding_request(served.client.next_id(), ids, cut.length, pooling, param=name, advice=advice)

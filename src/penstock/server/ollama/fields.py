@@ -1,4 +1,4 @@
-"""The bodies that Ollama's clients send.
+"""Reads the bodies that Ollama's clients send.
 
 Some fields and options are accepted without effect, whatever their value: options about threads, memory and placement,
 which the engine decides by itself, and `num_keep`, `truncate` and `shift`, which are about cutting a prompt. No prompt

@@ -1,4 +1,4 @@
-"""The rest of Ollama's API: which models are here, what they are, pulling and deleting them.
+"""Serves the rest of Ollama's API: which models are here, what they are, pulling and deleting them.
 
 Models are found by the name under which they are served or stored. A name in a request is never taken for a path.
 """
@@ -32,7 +32,7 @@ from penstock.server.page import page
 from penstock.server.request_context import RequestContext
 from penstock.server.served_model import ServedModel
 from penstock.server.sse import StreamResponse, encode, json_response
-from penstock.store import Made
+from penstock.store import DerivedModel
 from penstock.store.refs import parse
 from penstock.text.chat import ChatTemplate, templates_in_folder, templates_in_metadata
 from penstock.text.infill import infill_of
@@ -58,14 +58,14 @@ class NamedModel(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class KnownModel(NamedTuple):
-    """A model that is served, stored or derived."""
+    """Describes a model that is served, stored or derived."""
 
     name: str
     path: Path | None
     digest: str
     modified: str
     stored: bool = False  # its files belong to the store
-    derived: Made | None = None
+    derived: DerivedModel | None = None
 
 
 async def root(_: ServedModel, http: HttpRequest, __: RequestContext) -> Response:
@@ -113,7 +113,7 @@ async def delete(served: ServedModel, http: HttpRequest, context: RequestContext
             raise InvalidRequest(
                 f"{known.name!r} is being served and cannot be deleted: stop the server first", param="model"
             )
-        (store.unmake if known.derived else store.remove)(known.name)
+        (store.delete_derived if known.derived else store.remove)(known.name)
 
     await asyncio.to_thread(work)
     return Response()
@@ -143,11 +143,11 @@ def all_known(served: ServedModel) -> list[KnownModel]:
     first = KnownModel(served.name, served.path, digest, began, same is not None, derived_for(served, served.name))
     fetched = [first, *(known for known in stored if known is not same and known.name != served.name)]
     taken = {known.name for known in fetched}
-    return [*fetched, *(_known(served, derived) for derived in store.all_made() if derived.name not in taken)]
+    return [*fetched, *(_known(served, derived) for derived in store.derived_models() if derived.name not in taken)]
 
 
-def _known(served: ServedModel, derived: Made) -> KnownModel:
-    path = served.path if serves(served, derived) else store.made_path(derived)
+def _known(served: ServedModel, derived: DerivedModel) -> KnownModel:
+    path = served.path if serves(served, derived) else store.derived_path(derived)
     return KnownModel(derived.name, path, derived.digest, derived.made, bool(derived.blob), derived)
 
 
@@ -231,7 +231,7 @@ def _count(parameters: int) -> str:
 
 
 def _shown(served: ServedModel, known: KnownModel) -> dict[str, Any]:
-    facts, derived = facts_of(known.path), known.derived or Made(name=known.name)
+    facts, derived = facts_of(known.path), known.derived or DerivedModel(name=known.name)
     info = dict(facts.info)
     here = known.name == served.name or serves(served, derived)
     if here:  # clients ask for as much context as they read here
@@ -248,13 +248,13 @@ def _shown(served: ServedModel, known: KnownModel) -> dict[str, Any]:
     }
 
 
-def parameter_lines(derived: Made) -> Iterator[tuple[str, str]]:
+def parameter_lines(derived: DerivedModel) -> Iterator[tuple[str, str]]:
     for name, given in derived.parameters.items():
         for value in given if isinstance(given, list) else [given]:
             yield name, encode(value).decode()
 
 
-def modelfile(derived: Made) -> str:
+def modelfile(derived: DerivedModel) -> str:
     """Returns a Modelfile that makes the model again."""
     quoted = {"TEMPLATE": [derived.template], "SYSTEM": [derived.system], "LICENSE": derived.license}
     lines = [f"FROM {derived.base or derived.blob or derived.name}"]

@@ -1,4 +1,4 @@
-"""Pulls that clients start: each model once at a time, however many clients ask, and few models at once.
+"""Pulls models for clients: each model once at a time, however many clients ask, and few models at once.
 
 A pull goes on when its clients have left: the next one finds it done.
 """

@@ -1,1 +1,1 @@
-"""OpenAI's chat, completions, embeddings, files and batches."""
+"""Implements OpenAI's chat, completions, embeddings, files and batches."""

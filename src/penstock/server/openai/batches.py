@@ -1,4 +1,4 @@
-"""/v1/batches: a file of requests in, a file of answers out."""
+"""Serves /v1/batches, which answer a file of requests with a file of answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions."""
+"""Serves POST /v1/chat/completions."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from penstock.server.request_context import RequestContext
 from penstock.server.served_model import ServedModel
 from penstock.server.sse import ChunkTemplate, encode, reply
 from penstock.text import Delta, Text
-from penstock.text.parse import Arguments, CallBegun, CallEnded, Content, Part, Reasoning
+from penstock.text.parse import AnswerPart, Arguments, CallEnded, CallStarted, Content, Reasoning
 
 CHAT_NO_EFFECT: NoEffect = NO_EFFECT | {
     "audio": (),
@@ -291,16 +291,16 @@ class ChatWriter:
 
     def collect(self, choice: int, delta: Delta) -> None:
         self._tally.add(choice, delta)
-        kept = self._choices[choice]
+        answer = self._choices[choice]
         for part in self._parts(choice, delta):
-            _keep(kept.message, part)
+            _add_part(answer.message, part)
         if delta.finish:
-            kept.finish_reason = self._finish(choice, delta)
+            answer.finish_reason = self._finish(choice, delta)
             self._explanation.end(choice, delta)
-        if kept.logprobs is not None:
-            kept.logprobs.content += token_entries(self._tokenizer, delta)
+        if answer.logprobs is not None:
+            answer.logprobs.content += token_entries(self._tokenizer, delta)
         if self._prompt_ids is not UNSET:
-            kept.token_ids = [*(kept.token_ids or ()), *delta.tokens]
+            answer.token_ids = [*(answer.token_ids or ()), *delta.tokens]
 
     def result(self) -> ChatCompletion:
         for choice in self._choices:
@@ -342,7 +342,7 @@ class ChatWriter:
             final: dict[str, Any] = {"usage": self._final_usage(), "penstock": self._explanation.report()}
             yield encode(ChatCompletionChunk(**self._head, object="chat.completion.chunk", choices=[], **final))
 
-    def _detailed_chunks(self, choice: int, delta: Delta, parts: Sequence[Part]) -> Iterator[bytes]:
+    def _detailed_chunks(self, choice: int, delta: Delta, parts: Sequence[AnswerPart]) -> Iterator[bytes]:
         """Yields a chunk for each part. The first one has the delta's tokens: they may be markers, which are in no
         part."""
         entries = token_entries(self._tokenizer, delta) if self._scored else []
@@ -352,10 +352,10 @@ class ChatWriter:
             yield encode(self._chunk(ChatChunkChoice(choice, each, self._logprobs(entries), token_ids=ids)))
             entries, ids = [], ids and []
 
-    def _part_chunk(self, choice: int, part: Part) -> bytes:
+    def _part_chunk(self, choice: int, part: AnswerPart) -> bytes:
         return encode(self._chunk(ChatChunkChoice(choice, _chat_delta(part))))
 
-    def _parts(self, choice: int, delta: Delta) -> list[Part]:
+    def _parts(self, choice: int, delta: Delta) -> list[AnswerPart]:
         """Returns what a delta adds; the end of a call adds nothing here."""
         return [part for part in self._turn.parts(delta, choice) if type(part) is not CallEnded]
 
@@ -375,26 +375,26 @@ class ChatWriter:
         return ChatLogprobs(entries) if self._scored else None
 
 
-def _keep(message: AssistantMessage, part: Part) -> None:
+def _add_part(message: AssistantMessage, part: AnswerPart) -> None:
     match part:
         case Content(text):
             message.content = (message.content or "") + text
         case Reasoning(text):
             message.reasoning = message.reasoning_content = (message.reasoning or "") + text
-        case CallBegun(_, id, name):
+        case CallStarted(_, id, name):
             message.tool_calls = [*(message.tool_calls or ()), ToolCall(id, CalledFunction(name, ""))]
         case Arguments(index, text):
             assert message.tool_calls
             message.tool_calls[index].function.arguments += text
 
 
-def _chat_delta(part: Part) -> ChatDelta:
+def _chat_delta(part: AnswerPart) -> ChatDelta:
     match part:
         case Content(text):
             return ChatDelta(content=text)
         case Reasoning(text):
             return ChatDelta(reasoning_content=text, reasoning=text)
-        case CallBegun(index, id, name):
+        case CallStarted(index, id, name):
             return ChatDelta(tool_calls=[ToolCallDelta(index, FunctionDelta("", name), id, "function")])
         case Arguments(index, text):
             return ChatDelta(tool_calls=[ToolCallDelta(index, FunctionDelta(text))])

@@ -1,4 +1,4 @@
-"""POST /v1/completions."""
+"""Serves POST /v1/completions."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class CompletionBody(GenerationFields):
 
     @property
     def choices(self) -> int:
-        """How many are generated for each prompt; the best n of them are returned."""
+        """Returns how many are generated for each prompt; the best n of them are returned."""
         return self.best_of or self.n or 1
 
     @property
@@ -230,16 +230,16 @@ class CompletionWriter:
         self._tally.add(choice, delta)
         if self._selective:
             self._likely[choice] += [scored.logprob for scored in delta.logprobs]
-        kept, added = self._choices[choice], self._choice(choice, delta)
-        kept.text += added.text
+        answer, added = self._choices[choice], self._choice(choice, delta)
+        answer.text += added.text
         if delta.finish:
-            kept.finish_reason = delta.finish
+            answer.finish_reason = delta.finish
             self._explanation.end(choice, delta)
-        if kept.logprobs is not None and added.logprobs is not None:
-            kept.logprobs.extend(added.logprobs)
+        if answer.logprobs is not None and added.logprobs is not None:
+            answer.logprobs.extend(added.logprobs)
         if added.token_ids is not UNSET:
-            kept.token_ids = [*(kept.token_ids or ()), *added.token_ids]
-            kept.prompt_token_ids = self._prompts[choice]
+            answer.token_ids = [*(answer.token_ids or ()), *added.token_ids]
+            answer.prompt_token_ids = self._prompts[choice]
 
     def result(self) -> TextCompletion:
         best = self._best() if self._selective else range(len(self._choices))
@@ -302,7 +302,7 @@ class CompletionWriter:
 
 
 class Transcript:
-    """One choice's text, after the prompt if that is echoed, and the place in the text where each token starts."""
+    """Builds one choice's text, after the prompt if that is echoed, and finds where in the text each token starts."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

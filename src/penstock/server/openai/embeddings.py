@@ -1,4 +1,4 @@
-"""POST /v1/embeddings, and what it shares with Ollama's embedding endpoints."""
+"""Serves POST /v1/embeddings, and contains what Ollama's embedding endpoints share with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What OpenAI's chat and completions share: the fields of a request, and the fields of every answer."""
+"""Contains what OpenAI's chat and completions share: the fields of a request, and the fields of every answer."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class SamplingFields(Structured, forbid_unknown_fields=True, kw_only=True):
-    """How tokens are sampled. Every field may be null, which is the same as leaving it out."""
+    """Declares the fields that say how tokens are sampled. Every field may be null, which is the same as leaving it
+    out."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -116,14 +117,14 @@ def truncate(
     if fields.truncate_prompt_tokens is None:
         return prompt
     room = served.limits.max_len - (1 if max_tokens is None else max_tokens)
-    kept = room if fields.truncate_prompt_tokens == ALL_THAT_FITS else fields.truncate_prompt_tokens
-    if not 0 < kept <= room:
+    length = room if fields.truncate_prompt_tokens == ALL_THAT_FITS else fields.truncate_prompt_tokens
+    if not 0 < length <= room:
         raise InvalidRequest(
-            f"truncate_prompt_tokens must be -1, or from 1 to {room}, for which the context has room; got {kept}",
+            f"truncate_prompt_tokens must be -1, or from 1 to {room}, for which the context has room; got {length}",
             param="truncate_prompt_tokens",
         )
-    context.truncated += max(len(prompt) - kept, 0)
-    return prompt[-kept:]
+    context.truncated += max(len(prompt) - length, 0)
+    return prompt[-length:]
 
 
 # -- sampling -----------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""/v1/files: uploads, and the output of batches."""
+"""Serves /v1/files: uploads, and the output of batches."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""OpenAI's responses: items in, events out, and a memory of what was said."""
+"""Implements OpenAI's responses."""

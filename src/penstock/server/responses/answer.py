@@ -14,7 +14,7 @@ from penstock.server.errors import status_of
 from penstock.server.explain import Explanation
 from penstock.server.request_context import RequestContext
 from penstock.server.responses.events import (
-    FINAL_EVENTS,
+    LIFECYCLE,
     ArgumentsDelta,
     ArgumentsDone,
     ItemAdded,
@@ -25,10 +25,7 @@ from penstock.server.responses.events import (
     PartDone,
     ReasoningDelta,
     ReasoningDone,
-    ResponseCreated,
     ResponseEvent,
-    ResponseInProgress,
-    ResponseQueued,
     framed,
 )
 from penstock.server.responses.input import seal
@@ -50,7 +47,7 @@ from penstock.server.responses.items import (
 from penstock.server.served_model import ServedModel
 from penstock.server.sse import EVENT_STREAM, Framing
 from penstock.text import Delta
-from penstock.text.parse import Arguments, CallBegun, CallEnded, Content, Part, Reasoning
+from penstock.text.parse import AnswerPart, Arguments, CallEnded, CallStarted, Content, Reasoning
 
 Ending = Literal["completed", "incomplete"]
 
@@ -100,7 +97,7 @@ class ResponseWriter:
 
     def queue(self) -> Iterator[ResponseEvent]:
         """Returns the events of a response that waits for its turn."""
-        return self._numbered([ResponseCreated(self.response), ResponseQueued(self.response)])
+        return self._numbered([LIFECYCLE["created"](self.response), LIFECYCLE["queued"](self.response)])
 
     def events(self, delta: Delta) -> Iterator[ResponseEvent]:
         return self._numbered(self._events(delta))
@@ -134,11 +131,11 @@ class ResponseWriter:
     def _begin(self) -> Iterator[ResponseEvent]:
         self._begun = True
         if not self._sent:
-            yield ResponseCreated(self.response)
+            yield LIFECYCLE["created"](self.response)
         self.response.status = "in_progress"
-        yield ResponseInProgress(self.response)
+        yield LIFECYCLE["in_progress"](self.response)
 
-    def _parts(self, delta: Delta) -> list[Part]:
+    def _parts(self, delta: Delta) -> list[AnswerPart]:
         parts = self._turn.parts(delta)
         self._count(delta)
         self._scores += token_entries(self._tokenizer, delta)
@@ -153,7 +150,7 @@ class ResponseWriter:
         usage.total_tokens = prompt + usage.output_tokens
         self.response.usage = usage
 
-    def _write(self, part: Part) -> Iterator[ResponseEvent]:
+    def _write(self, part: AnswerPart) -> Iterator[ResponseEvent]:
         """Adds a part to the open item, or to a new one if the part is of another kind."""
         if not isinstance(part, Content):
             self._scores.clear()  # only text has logprobs
@@ -167,10 +164,10 @@ class ResponseWriter:
         if isinstance(part, CallEnded):
             yield from self._close("completed")
 
-    def _open(self, part: Part) -> Iterator[ResponseEvent]:
+    def _open(self, part: AnswerPart) -> Iterator[ResponseEvent]:
         index = len(self.response.output)
         match part:
-            case CallBegun(_, id, name):
+            case CallStarted(_, id, name):
                 self._open_item = OpenCall(index, id, name)
             case Reasoning():
                 self._open_item = OpenReasoning(index, self._sealed)
@@ -196,14 +193,14 @@ class ResponseWriter:
         response.completed_at = int(time.time()) if status == "completed" else None
         if self.on_end is not None:
             self.on_end()
-        yield FINAL_EVENTS[status](response)
+        yield LIFECYCLE[status](response)
 
 
 class OpenItem(ABC):
-    """An item that is still being written."""
+    """Represents an item that is still being written."""
 
     item: Item
-    parts: tuple[type[Part], ...]  # that belong to such an item
+    parts: tuple[type[AnswerPart], ...]  # that belong to such an item
 
     def __init__(self, index: int) -> None:
         self._index = index

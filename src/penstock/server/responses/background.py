@@ -1,4 +1,4 @@
-"""A response that is generated in the background: it goes on when its client leaves, and can be cancelled."""
+"""Generates a response in the background: it goes on when its client leaves, and can be cancelled."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ log = logging.getLogger(__name__)
 
 
 class BackgroundResponse:
-    """If `streamed`, its events are kept, so that clients can read them from any event on. `on_end` is called once, at
-    the end."""
+    """Generates one response. If `streamed`, its events are kept, so that clients can read them from any event on.
+    `on_end` is called once, at the end."""
 
     def __init__(self, writer: ResponseWriter, *, streamed: bool, on_end: Callable[[], None]) -> None:
         self.streamed = streamed

@@ -1,4 +1,4 @@
-"""POST /v1/responses, and the endpoints for stored responses.
+"""Serves POST /v1/responses, and the routes of stored responses.
 
 A response is stored unless the request says otherwise, so that the next one can continue it. One that is generated in
 the background is stored from its beginning, others when they have ended: if the client leaves before, nothing is kept.
@@ -54,7 +54,7 @@ INPUT_ITEMS = Operation(query=ItemsQuery)
 
 
 class Responses:
-    """The endpoints, and the responses they share."""
+    """Holds the endpoints, and the responses they share."""
 
     def __init__(self, store: ResponseStore | None = None) -> None:
         self._store = store or ResponseStore()

@@ -1,6 +1,10 @@
-"""The events of a streamed response. Each has its type as the event's name, and a number from 0 on."""
+"""Declares the events of a streamed response. Each has its type as the event's name, and a number from 0 on."""
 
 from __future__ import annotations
+
+from functools import reduce
+from operator import or_
+from typing import Any, cast
 
 import msgspec
 
@@ -17,40 +21,14 @@ class LifecycleEvent(ResponseEvent):
     response: ResponseObject
 
 
-class ResponseCreated(LifecycleEvent, tag="response.created"):
-    pass
+def _lifecycle(status: str) -> type[LifecycleEvent]:
+    """Returns the event that a response has reached this status."""
+    name = "Response" + status.title().replace("_", "")
+    return cast("type[LifecycleEvent]", msgspec.defstruct(name, [], bases=(LifecycleEvent,), tag=f"response.{status}"))
 
 
-class ResponseQueued(LifecycleEvent, tag="response.queued"):
-    pass
-
-
-class ResponseInProgress(LifecycleEvent, tag="response.in_progress"):
-    pass
-
-
-class ResponseCompleted(LifecycleEvent, tag="response.completed"):
-    pass
-
-
-class ResponseIncomplete(LifecycleEvent, tag="response.incomplete"):
-    pass
-
-
-class ResponseFailed(LifecycleEvent, tag="response.failed"):
-    pass
-
-
-class ResponseCancelled(LifecycleEvent, tag="response.cancelled"):
-    pass
-
-
-FINAL_EVENTS: dict[str, type[LifecycleEvent]] = {  # by the status that a response ends with
-    "completed": ResponseCompleted,
-    "incomplete": ResponseIncomplete,
-    "failed": ResponseFailed,
-    "cancelled": ResponseCancelled,
-}
+STATUSES = ("created", "queued", "in_progress", "completed", "incomplete", "failed", "cancelled")
+LIFECYCLE = {status: _lifecycle(status) for status in STATUSES}
 
 
 class ItemAdded(ResponseEvent, tag="response.output_item.added"):
@@ -106,19 +84,9 @@ class ArgumentsDone(ItemEvent, tag="response.function_call_arguments.done"):
     arguments: str
 
 
-EVENTS = (
-    ResponseCreated
-    | ResponseQueued
-    | ResponseInProgress
-    | ResponseCompleted
-    | ResponseIncomplete
-    | ResponseFailed
-    | ResponseCancelled
-    | ItemAdded
-    | ItemDone
-    | PartAdded
-)
-EVENTS |= PartDone | OutputTextDelta | OutputTextDone | ReasoningDelta | ReasoningDone | ArgumentsDelta | ArgumentsDone
+IN_PROGRESS = ItemAdded | ItemDone | PartAdded | PartDone | OutputTextDelta | OutputTextDone | ReasoningDelta
+IN_PROGRESS |= ReasoningDone | ArgumentsDelta | ArgumentsDone
+EVENTS: Any = reduce(or_, LIFECYCLE.values(), IN_PROGRESS)
 
 
 def framed(event: ResponseEvent) -> bytes:

@@ -1,4 +1,4 @@
-"""The bodies and queries of OpenAI's responses."""
+"""Reads the bodies and queries of OpenAI's responses."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ REASONING_NO_EFFECT: NoEffect = {  # reasoning is always returned in full: nothi
 
 
 class ResponsesConversation(SamplingFields, kw_only=True):
-    """The fields that the prompt depends on. Those of sampling are accepted beside them."""
+    """Declares the fields that the prompt depends on. Those of sampling are accepted beside them."""
 
     model: str | None = None
     input: str | list[dict[str, Any]] | None = None

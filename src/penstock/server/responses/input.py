@@ -1,4 +1,4 @@
-"""The items of a conversation: as clients send them, and as chat templates take them.
+"""Reads the items of a conversation, and renders them as chat templates take them.
 
 An assistant's reasoning, text and calls of one turn are separate items; to a template they are one message.
 """

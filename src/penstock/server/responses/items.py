@@ -1,4 +1,4 @@
-"""The structs of OpenAI's responses: the items of a conversation, and the response that contains an answer's items."""
+"""Declares the items of a conversation, and the response that contains an answer's items."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def new_id(kind: str) -> str:
 
 
 class ResponsesFunction(msgspec.Struct, tag_field="type", tag="function", forbid_unknown_fields=True):
-    """A tool, as the client sent it."""
+    """Describes a tool, as the client sent it."""
 
     name: str
     parameters: dict[str, Any] | None = None
@@ -128,7 +128,7 @@ class ResponseError(msgspec.Struct):
 
 
 class ResponseObject(msgspec.Struct, kw_only=True):
-    """A response: the request's settings and, as far as it is generated, the answer."""
+    """Describes a response: the request's settings and, as far as it is generated, the answer."""
 
     id: str
     object: str = "response"

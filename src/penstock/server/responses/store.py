@@ -1,4 +1,4 @@
-"""The store of responses: in memory, with limits on their number and size.
+"""Stores responses in memory, with limits on their number and size.
 
 The least recently used response is dropped first. A conversation is a chain of responses; continuing it uses all of
 them. A response that is still being generated is not dropped.

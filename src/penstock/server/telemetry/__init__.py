@@ -1,1 +1,1 @@
-"""What can be seen of a server: metrics under three names, and traces."""
+"""Exports metrics, under three sets of names, and traces."""

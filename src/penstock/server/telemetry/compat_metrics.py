@@ -1,6 +1,6 @@
-"""Penstock's metrics once more under the names that dashboards and routers for vLLM and llama.cpp ask for.
+"""Exports Penstock's metrics again under the names that dashboards and routers for vLLM and llama.cpp read.
 
-Only where the meaning is the same: a figure that is not there is better than one that means something else.
+Only metrics with the same meaning are exported: a missing figure is better than a wrong one.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ RENAMED = {  # ours: theirs, by the name without _total
     "penstock_steps": ["llamacpp:n_decode"],
     "penstock_model_info": ["vllm:cache_config_info"],
 }
-BUCKETS = {  # of those of ours that have more
+BUCKETS = {  # only those of our buckets that theirs have
     "penstock_time_to_first_token_seconds": FIRST_TOKEN,
     "penstock_inter_token_seconds": INTER_TOKEN,
     "penstock_request_token_seconds": INTER_TOKEN,
@@ -112,7 +112,7 @@ def of_requests(metric: Metric) -> Iterator[tuple[str, float]]:
 
 
 def of_blocks(metric: Metric) -> Iterator[tuple[str, float]]:
-    """What is kept only in case it is asked for again counts as free, as it does there."""
+    """Counts cached blocks that no request uses as free, as vLLM does."""
     states = by_state(metric)
     share = states["used"] / max(sum(states.values()), 1)
     yield from (("vllm:kv_cache_usage_perc", share), ("vllm:gpu_cache_usage_perc", share))

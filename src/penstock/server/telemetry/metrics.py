@@ -1,4 +1,4 @@
-"""Prometheus metrics: the engine's statistics at the moment of a scrape, and the timing of requests."""
+"""Exports Prometheus metrics: the engine's statistics at the moment of a scrape, and the timing of requests."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from penstock.types import STEP_SIZES, Report, Request
 FAST = sorted({0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, *compat_metrics.INTER_TOKEN})
 SOON = sorted({0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0, *compat_metrics.FIRST_TOKEN})
 SLOW = sorted({0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0, *compat_metrics.REQUEST})
-BY_ITSELF = "of a request that the engine ended: no stop string did, and nobody left"
+ENGINE_ENDED = "of requests that the engine ended (not a stop string or a client that left)"
 
 
 class FinishedRequest(NamedTuple):
-    """A request that has ended, as the server saw it. Times are perf_counter's."""
+    """Describes a request that has ended, as the server saw it. Times are perf_counter's."""
 
     request: Request
     reason: str  # stop, length, abort or error
@@ -43,21 +43,27 @@ class FinishedRequest(NamedTuple):
 
 
 class Metrics:
-    """All metrics of a server. `listeners` are called with every request that has ended."""
+    """Holds all metrics of a server. `listeners` are called with every request that has ended."""
 
     def __init__(self, client: EngineClient, model: str) -> None:
         self.listeners: list[Callable[[RequestContext, FinishedRequest], None]] = []
-        self.first_token = Distribution("time_to_first_token_seconds", "From asking the engine to a first token", SOON)
-        self.inter_token = Distribution("inter_token_seconds", "Between one token of a request and the next", FAST)
+        self.first_token = Distribution(
+            "time_to_first_token_seconds", "From the start of a request to its first token", SOON
+        )
+        self.inter_token = Distribution("inter_token_seconds", "Between two tokens of a request", FAST)
         self.mean_token = Distribution("request_token_seconds", "A request's mean time from token to token", FAST)
-        self.request = Distribution("request_seconds", "From asking the engine to the end of the answer", SLOW)
-        self.queued = Distribution("request_queue_seconds", f"From its coming to its first step, {BY_ITSELF}", SLOW)
-        self.prefill = Distribution("request_prefill_seconds", f"From there to its first token, {BY_ITSELF}", SLOW)
-        self.decode = Distribution("request_decode_seconds", f"From there to its end, {BY_ITSELF}", SLOW)
-        self.prompt = Distribution("request_prompt_tokens", "Tokens of a request's prompt", compat_metrics.TOKENS)
-        self.generated = Distribution("request_generated_tokens", "Tokens of a request's answer", compat_metrics.TOKENS)
+        self.request = Distribution("request_seconds", "From the start of a request to its end", SLOW)
+        self.queued = Distribution("request_queue_seconds", f"From arrival to the first step, {ENGINE_ENDED}", SLOW)
+        self.prefill = Distribution(
+            "request_prefill_seconds", f"From the first step to the first token, {ENGINE_ENDED}", SLOW
+        )
+        self.decode = Distribution("request_decode_seconds", f"From the first token to the end, {ENGINE_ENDED}", SLOW)
+        self.prompt = Distribution("request_prompt_tokens", "Prompt tokens of a request", compat_metrics.TOKENS)
+        self.generated = Distribution(
+            "request_generated_tokens", "Generated tokens of a request", compat_metrics.TOKENS
+        )
         self.most = Distribution(
-            "request_max_tokens", "Tokens that a request's answer could have", compat_metrics.TOKENS
+            "request_max_tokens", "Most tokens that a request could generate", compat_metrics.TOKENS
         )
         self.finished = Counter("penstock_requests_finished", "Requests by how they ended", ["reason"], registry=None)
         own = [each for each in vars(self).values() if isinstance(each, Distribution | Counter)]
@@ -89,7 +95,7 @@ class Metrics:
 
 
 class Distribution:
-    """A histogram that is cheap enough for every token: a fifth of the cost of the library's, which takes a lock."""
+    """Is a histogram that is cheap enough for every token: a fifth of the cost of the library's, which takes a lock."""
 
     def __init__(self, name: str, help: str, bounds: Sequence[float]) -> None:
         self._name, self._help, self._bounds = f"penstock_{name}", help, bounds
@@ -188,7 +194,9 @@ class EngineCollector:
 
     def _info(self) -> Metric:
         info = GaugeMetricFamily(
-            "penstock_model_info", "What is served, and by what", labels=["model", "version", "block_size", "blocks"]
+            "penstock_model_info",
+            "The model, the version and the KV cache",
+            labels=["model", "version", "block_size", "blocks"],
         )
         if (hello := self._client.hello) is not None:
             limits = hello.limits

@@ -1,5 +1,5 @@
-"""OpenTelemetry: a span for every request that generates, with the attributes of the GenAI conventions. This module is
-imported only if traces are exported: it needs penstock[otel]."""
+"""Exports an OpenTelemetry span for every request that generates, with the attributes of the GenAI conventions. This
+module is imported only if traces are exported: it needs penstock[otel]."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def traces_to(url: str) -> Traces:
 
 
 class RequestSpan:
-    """The span of an HTTP request, and the engine's requests that were its answer."""
+    """Holds the span of an HTTP request, and the engine's requests that were its answer."""
 
     def __init__(self, span: Span, operation: str) -> None:
         self.span = span

@@ -1,4 +1,5 @@
-"""A vocabulary: the library's tokenizer, and what the library does not know about its tokens."""
+"""What a tokenizer is built from: the library's tokenizer, and facts about its tokens that the library does not
+know."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from dataclasses import dataclass
 
 import tokenizers
 
-SPACE = "\u2581"  # how SentencePiece writes a space
+SPACE = "\u2581"  # stands for a space in SentencePiece vocabularies
 
 _END_TOKENS = (
     "<|im_end|>",
@@ -30,25 +31,27 @@ _END_TOKENS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Vocabulary:
+class TokenizerSpec:
+    """Describes a vocabulary and how to use it."""
+
     library: tokenizers.Tokenizer
     size: int
-    spell: Callable[[str], bytes]  # the bytes an ordinary token stands for
-    literal: frozenset[int]  # tokens that stand for their own text: special ones and those a user defined
-    special: frozenset[int]  # those that carry structure, not text
-    ends: frozenset[int]
-    names: Mapping[str, str]  # what templates call some special tokens: bos_token, eos_token, ...
-    after_bos: tuple[int, ...] = ()  # what belongs to it, in families where a text begins with more than one token
+    spell: Callable[[str], bytes]  # returns the bytes of an ordinary token
+    literal: frozenset[int]  # tokens whose text is spelled as it is: special ones and those that a user defined
+    special: frozenset[int]  # tokens that are structure, not text
+    ends: frozenset[int]  # tokens that end an answer
+    names: Mapping[str, str]  # the texts of special tokens by the names that templates use: bos_token, eos_token, ...
+    after_bos: tuple[int, ...] = ()  # further tokens after BOS, if texts begin with more than one
     bos: int | None
     add_bos: bool
-    prefix_space: bool  # text is encoded as if a space came before it
-    closing: tuple[int, ...] = ()  # what comes after a text that is whole, as those are that become embeddings
+    prefix_space: bool  # a space is put before a text when it is encoded
+    closing: tuple[int, ...] = ()  # tokens at the end of a complete text, such as one to embed
 
 
 def end_ids(literal: Mapping[str, int]) -> set[int]:
-    """The tokens that are known to end an answer in some model family."""
+    """Returns the tokens that are known to end an answer in some family of models."""
     ends = {literal[text] for text in _END_TOKENS if text in literal}
-    if "<|return|>" in literal:  # where answers end with <|return|>, <|end|> only closes one of their messages
+    if "<|return|>" in literal:  # there <|end|> only ends one message of an answer
         ends.discard(literal.get("<|end|>", -1))
     return ends
 
@@ -63,6 +66,7 @@ _BYTES = _byte_alphabet()
 
 
 def byte_level(token: str) -> bytes:
+    """Returns the bytes of a token of a byte-level vocabulary."""
     try:
         return bytes([_BYTES[char] for char in token])
     except KeyError:
@@ -70,5 +74,6 @@ def byte_level(token: str) -> bytes:
 
 
 def sentencepiece(token: str) -> bytes:
+    """Returns the bytes of a SentencePiece token."""
     byte = re.fullmatch("<0x([0-9A-F]{2})>", token)
     return bytes.fromhex(byte[1]) if byte else token.replace(SPACE, " ").encode()

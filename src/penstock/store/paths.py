@@ -1,9 +1,9 @@
-"""Where models lie on this machine.
+"""Where models are stored on this machine.
 
-<home>/models/<model>/         a fetched model's files, whole
-<home>/records/<model>.json    its record, written last: a model without one is not there
-<home>/parts/<model>/          a fetch under way, or what an interrupted one left
-<home>/locks/<model>           held while a model is fetched or removed
+<home>/models/<model>/         the files of a fetched model, complete
+<home>/records/<model>.json    its record, written last: a model without one is not in the store
+<home>/parts/<model>/          a download in progress, or what an interrupted one left
+<home>/locks/<model>           locked while a model is fetched or removed
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from penstock.errors import ConfigError, MalformedFile
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A model that is in the store."""
+    """Describes a model in the store."""
 
     name: str
     source: str
@@ -34,8 +34,8 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """One model's corner of the store."""
+class ModelPaths:
+    """Names the files and folders of one model in the store."""
 
     home: Path
     name: str
@@ -62,12 +62,12 @@ class Place:
 
 
 def home() -> Path:
-    """The store's folder: PENSTOCK_HOME, or `penstock` in the user's cache."""
+    """Returns the store's folder: PENSTOCK_HOME, or `penstock` in the user's cache folder."""
     given = os.environ.get("PENSTOCK_HOME")
     try:
         return Path(given).expanduser().absolute() if given else _user_cache() / "penstock"
     except RuntimeError as error:
-        raise ConfigError(f"no home folder is known for this user ({error}); set PENSTOCK_HOME") from error
+        raise ConfigError(f"this user has no home folder ({error}): set PENSTOCK_HOME") from error
 
 
 def _user_cache() -> Path:
@@ -78,33 +78,34 @@ def _user_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 
 
-def write_record(place: Place, entry: Entry) -> None:
-    fields = asdict(entry) | {"path": entry.path.relative_to(place.home).as_posix()}
-    place.record.parent.mkdir(parents=True, exist_ok=True)
-    draft = place.record.with_suffix(".draft")
+def write_record(paths: ModelPaths, entry: Entry) -> None:
+    """Writes the record of a model, whose path is kept relative to the store."""
+    fields = asdict(entry) | {"path": entry.path.relative_to(paths.home).as_posix()}
+    paths.record.parent.mkdir(parents=True, exist_ok=True)
+    draft = paths.record.with_suffix(".draft")
     draft.write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
-    os.replace(draft, place.record)
+    os.replace(draft, paths.record)
 
 
 def read_record(record: Path) -> Entry | None:
-    """The entry of a record, or None when there is no record or its files are not what it says."""
+    """Returns the entry of a record, or None if there is no record or the model's size differs from it."""
     try:
         fields = json.loads(record.read_text(encoding="utf-8"))
         entry = Entry(**fields | {"path": record.parent.parent / fields["path"]})
     except FileNotFoundError:
         return None
     except (ValueError, TypeError, KeyError) as error:
-        raise MalformedFile(f"the store's record {record} is damaged ({error}); delete it and pull again") from error
+        raise MalformedFile(f"the store's record {record} is damaged ({error}): delete it and pull again") from error
     return entry if size_of(entry.path) == entry.size else None
 
 
 def size_of(path: Path) -> int:
-    """Bytes of a file, or of all files in a folder; 0 when it is not there."""
+    """Returns the bytes of a file, or of all files in a folder; 0 if it does not exist."""
     return sum(file_sizes(path))
 
 
 def file_sizes(path: Path) -> list[int]:
-    """Of a file, or of each in a folder; files may go while we look."""
+    """Returns the size of a file, or of each file in a folder. Files that vanish meanwhile are left out."""
     try:
         if path.is_dir():
             return [size for child in path.iterdir() for size in file_sizes(child)]
@@ -114,16 +115,17 @@ def file_sizes(path: Path) -> list[int]:
 
 
 def sha256_of(path: Path) -> str:
+    """Returns the SHA-256 of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextmanager
 def locked(path: Path, waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Held by one process at a time; the system lets go of it when its holder dies."""
+    """Holds a lock on a file, which the system releases if the holder dies. Calls `waiting` while another holds it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
-        while not _take(file.fileno()):
+        while not _try_lock(file.fileno()):
             waiting()
             time.sleep(0.1)
         yield
@@ -132,7 +134,7 @@ def locked(path: Path, waiting: Callable[[], None] = lambda: None) -> Iterator[N
 if sys.platform == "win32":
     import msvcrt
 
-    def _take(fd: int) -> bool:
+    def _try_lock(fd: int) -> bool:
         try:
             msvcrt.locking(fd, msvcrt.LK_NBLCK, 1)
         except OSError:
@@ -142,7 +144,7 @@ if sys.platform == "win32":
 else:
     import fcntl
 
-    def _take(fd: int) -> bool:
+    def _try_lock(fd: int) -> bool:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

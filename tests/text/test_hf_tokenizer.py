@@ -220,5 +220,5 @@ def test_a_way_to_cut_text_that_has_no_name_is_refused(byte_level_folder):
 
 
 def test_more_tokens_than_the_model_has_are_refused(byte_level_folder):
-    with pytest.raises(UnsupportedModel, match="the model knows 5"):
+    with pytest.raises(UnsupportedModel, match="the model has logits for 5 tokens"):
         text_keys(byte_level_folder, 5)

@@ -9,7 +9,7 @@ import pytest
 from penstock import store
 from penstock.cli.serve import _short_name
 from penstock.errors import ModelNotFound
-from penstock.store import Made, Upload
+from penstock.store import DerivedModel, Upload
 
 
 def uploaded(content: bytes, digest: str) -> None:
@@ -20,7 +20,7 @@ def uploaded(content: bytes, digest: str) -> None:
 
 def test_a_model_of_a_file_is_found_and_removed(content: bytes, digest: str, own_store: Path) -> None:
     uploaded(content, digest)
-    store.make(Made(name="me/mine:v1", blob=f"sha256:{digest}", system="Hi"))
+    store.save_derived(DerivedModel(name="me/mine:v1", blob=f"sha256:{digest}", system="Hi"))
     entry = store.find("me/mine:v1")
     assert entry is not None
     assert (entry.path, entry.size) == (store.fetch("me/mine:v1"), len(content))
@@ -35,7 +35,7 @@ def test_a_model_of_a_file_is_found_and_removed(content: bytes, digest: str, own
 def test_a_model_of_another_is_that_ones_files(tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     file.write_bytes(b"GGUF")
-    store.make(Made(name="mine", base="model", path=str(file)))
+    store.save_derived(DerivedModel(name="mine", base="model", path=str(file)))
     assert store.fetch("mine") == store.fetch("mine:latest") == file
     assert _short_name("mine", file) == "model"
     assert store.remove("mine") == 0
@@ -44,13 +44,13 @@ def test_a_model_of_another_is_that_ones_files(tmp_path: Path) -> None:
 
 def test_a_file_of_that_name_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    store.make(Made(name="mine", base="smollm2"))
+    store.save_derived(DerivedModel(name="mine", base="smollm2"))
     Path("mine").write_bytes(b"GGUF")
     assert store.fetch("mine") == Path("mine")
     assert store.find("mine") is None
 
 
 def test_what_it_is_made_of_may_be_gone() -> None:
-    store.make(Made(name="mine", base="hf:a/b"))
+    store.save_derived(DerivedModel(name="mine", base="hf:a/b"))
     assert store.find("mine") is None
-    assert [made.name for made in store.all_made()] == ["mine"]
+    assert [made.name for made in store.derived_models()] == ["mine"]

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import ContextTooLong, InvalidRequest
-from penstock.text.ollama_template import MAX_ACTIONS, TurnTemplate
+from penstock.text.ollama_template import MAX_ACTIONS, OllamaTemplate
 
 CHATML = """{{- if .System }}<s>{{ .System }}</s>
 {{ end }}{{ if .Prompt }}<u>{{ .Prompt }}</u>
@@ -36,11 +36,11 @@ def chat(*turns: str) -> list[dict[str, str]]:
     ],
 )
 def test_a_chat_is_its_turns(messages: list[dict[str, str]], rendered: str) -> None:
-    assert TurnTemplate(CHATML).render(messages) == rendered
+    assert OllamaTemplate(CHATML).render(messages) == rendered
 
 
 def test_without_a_place_to_answer() -> None:
-    template = TurnTemplate("[{{ .Prompt }}]")
+    template = OllamaTemplate("[{{ .Prompt }}]")
     assert template.render(chat("u:1", "a:2", "u:3")) == "[1]2[3]"
     assert template.render(chat("u:1", "a:2"), add_generation_prompt=False) == "[1]2"
 
@@ -59,43 +59,43 @@ def test_without_a_place_to_answer() -> None:
     ],
 )
 def test_actions(source: str, rendered: str) -> None:
-    assert TurnTemplate(source).render(chat("u:Hi")) == rendered
+    assert OllamaTemplate(source).render(chat("u:Hi")) == rendered
 
 
 @pytest.mark.parametrize(
     ("source", "told"),
     [
-        ("plain", "what a user says has no place"),
+        ("plain", "no place for the user's message"),
         ("{{ .Prompt }}{{ if .System }}", "has no {{ end }}"),
-        ("{{ .Prompt }}{{ end }}", "{{ end }} is not understood"),
-        ("{{ .Prompt }}{{ if .System }}{{ else }}{{ else }}{{ end }}", "{{ else }} is not understood"),
-        ("{{ range .Messages }}{{ .Content }}{{ end }}", "{{ range .Messages }} is not understood"),
-        ("{{ .Prompt }}{{ if eq .Prompt 1 }}{{ end }}", "is not understood"),
-        ("{{ .Prompt }}{{ if not .Prompt .System }}{{ end }}", "is not understood"),
-        ("{{ .Prompt }}" * (MAX_ACTIONS + 1), "at most 64"),
-        ("{{ .Prompt }}" + "x" * 2**16, "at most 65536"),
+        ("{{ .Prompt }}{{ end }}", "{{ end }} is not supported"),
+        ("{{ .Prompt }}{{ if .System }}{{ else }}{{ else }}{{ end }}", "{{ else }} is not supported"),
+        ("{{ range .Messages }}{{ .Content }}{{ end }}", "{{ range .Messages }} is not supported"),
+        ("{{ .Prompt }}{{ if eq .Prompt 1 }}{{ end }}", "is not supported"),
+        ("{{ .Prompt }}{{ if not .Prompt .System }}{{ end }}", "is not supported"),
+        ("{{ .Prompt }}" * (MAX_ACTIONS + 1), "the limit is 64"),
+        ("{{ .Prompt }}" + "x" * 2**16, "the limit is 65536"),
     ],
 )
 def test_what_is_not_understood_is_refused(source: str, told: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        TurnTemplate(source)
+        OllamaTemplate(source)
     assert told in caught.value.message
     assert caught.value.param == "template"
 
 
 def test_nothing_is_dropped_in_silence() -> None:
-    with pytest.raises(InvalidRequest, match="no place for a system message"):
-        TurnTemplate("{{ .Prompt }}").render(chat("s:Be", "u:Hi"))
+    with pytest.raises(InvalidRequest, match="does not support a system message"):
+        OllamaTemplate("{{ .Prompt }}").render(chat("s:Be", "u:Hi"))
 
 
 def test_long_chats_are_refused() -> None:
     with pytest.raises(ContextTooLong):
-        TurnTemplate("x" * 60_000 + "{{ .Prompt }}").render(chat(*["u:1", "a:2"] * 100))
+        OllamaTemplate("x" * 60_000 + "{{ .Prompt }}").render(chat(*["u:1", "a:2"] * 100))
 
 
 def test_tools_are_told_in_words() -> None:
     tool = {"type": "function", "function": {"name": "look", "description": "", "parameters": {}}}
-    told = TurnTemplate(CHATML).render(chat("u:Hi"), tools=[tool])
+    told = OllamaTemplate(CHATML).render(chat("u:Hi"), tools=[tool])
     assert '"look"' in told
     assert told.endswith("Hi</u>\n<a>")
 
@@ -103,4 +103,4 @@ def test_tools_are_told_in_words() -> None:
 @given(st.text(alphabet="{}-.% /*\nifelsndSPR", max_size=60))
 def test_any_text_is_read_or_refused(source: str) -> None:
     with suppress(InvalidRequest):
-        TurnTemplate(source)
+        OllamaTemplate(source)

@@ -1,0 +1,51 @@
+"""Holds what the engine knows of one request, from its arrival to its end."""
+
+from __future__ import annotations
+
+from penstock.core import Sequence
+from penstock.engine.grammar import Constraint
+from penstock.engine.sampling import Sampler
+from penstock.types import Aborted, Event, Failed, Finished, Request
+
+
+class RequestRecord:
+    """Belongs to one request: how its tokens are sampled, what constrains them, and what it had to wait for."""
+
+    __slots__ = ("constraint", "request", "sampler", "waited")
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.sampler = Sampler(request)
+        self.constraint: Constraint | None = None
+        self.waited: dict[str, float] = {}  # seconds by reason, before it was queued
+
+    def constrain(self, constraint: Constraint) -> None:
+        """Makes the answer follow a constraint. It ends where its grammar does, even if it ignores other ends."""
+        self.request = self.request._replace(stop_ids=self.request.stop_ids | constraint.ends)
+        self.constraint = constraint
+        self.sampler = Sampler(self.request, constraint)
+
+    def sequence(self, prefix_cache: bool) -> Sequence:
+        """Returns the sequence that the scheduler is to compute."""
+        request = self.request
+        return Sequence(
+            request.id,
+            request.prompt,
+            request.max_tokens,
+            stop_ids=request.stop_ids,
+            priority=request.priority,
+            salt=request.salt,
+            score=request.sampling.prompt_logprobs is not None,
+            lockstep=Sampler.needs_history(request),
+            prefix_cache=prefix_cache,
+            owner=request.owner,
+            explain=request.explain,
+            background=request.background,
+        )
+
+    def complete(self, event: Finished | Aborted | Failed) -> Event:
+        """Returns the request's last event with what the engine knows for its report, if it has one."""
+        if isinstance(event, Failed) or event.report is None:
+            return event
+        forced = self.constraint.forced if self.constraint else 0
+        return event._replace(report=event.report._replace(waited=tuple(self.waited.items()), forced=forced))

@@ -1,0 +1,69 @@
+"""Keeps requests that need something before they can run: a compiled grammar, for one. Others go on meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, Protocol
+
+from penstock.engine.record import RequestRecord
+
+
+class Pending(Protocol):
+    """Is being prepared elsewhere."""
+
+    @property
+    def ready(self) -> bool:
+        """Returns True once it can be delivered or is known to have failed."""
+
+    def wait(self, seconds: float) -> None:
+        """Returns when it is ready, or after this many seconds."""
+
+
+class Need(NamedTuple):
+    """Names what a request waits for."""
+
+    reason: str  # as the request's report calls it
+    pending: Pending
+    deliver: Callable[[], None]  # gives it to the request, once it is ready; raises PenstockError if it has failed
+
+
+class Waiting(NamedTuple):
+    """Says which request waits for what, and since when."""
+
+    record: RequestRecord
+    need: Need
+    since: float
+
+
+class WaitingRoom:
+    """Holds the requests that wait, in order of arrival."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, Waiting] = {}
+
+    def __len__(self) -> int:
+        """Returns how many requests wait."""
+        return len(self._waiting)
+
+    def __contains__(self, id: int) -> bool:
+        """Returns whether the request with this id waits."""
+        return id in self._waiting
+
+    def enter(self, record: RequestRecord, need: Need, now: float) -> None:
+        """Lets a request wait for what it needs."""
+        self._waiting[record.request.id] = Waiting(record, need, now)
+
+    def leave(self, id: int) -> None:
+        """Lets a request go that does not wait any longer."""
+        del self._waiting[id]
+
+    def wait(self, seconds: float) -> None:
+        """Returns when the first request's need is ready, or after this many seconds."""
+        next(iter(self._waiting.values())).need.pending.wait(seconds)
+
+    def take_ready(self, now: float) -> Iterator[tuple[RequestRecord, Need]]:
+        """Yields the requests whose needs are ready, and notes in their records how long they have waited."""
+        for record, need, since in [waiting for waiting in self._waiting.values() if waiting.need.pending.ready]:
+            self.leave(record.request.id)
+            record.waited[need.reason] = now - since
+            yield record, need

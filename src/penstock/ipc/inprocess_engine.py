@@ -1,0 +1,74 @@
+"""Runs an engine in this process, with an inbox for its messages.
+
+It needs neither asyncio nor a thread of its own: `LLM` steps it in the caller's thread, `InProcessClient` runs it in a
+thread that it starts.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from queue import Empty, SimpleQueue
+
+from penstock import __version__
+from penstock.engine.engine import Engine
+from penstock.engine.loop import Message, advance, run
+from penstock.types import Event, Hello, Stats
+
+
+class ThreadInbox:
+    """Takes messages from any thread."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[Message] = SimpleQueue()
+
+    def put(self, message: Message) -> None:
+        self._queue.put(message)
+
+    def take(self, wait: bool) -> list[Message]:
+        """Returns the messages that have arrived; with `wait`, blocks until there is one."""
+        messages = [self._queue.get()] if wait else []
+        try:
+            while True:
+                messages.append(self._queue.get_nowait())
+        except Empty:
+            return messages
+
+
+class InProcessEngine:
+    """Holds an engine. Messages may be sent from any thread; one thread opens, steps and closes the engine."""
+
+    engine: Engine  # once it is open
+
+    def __init__(self, open: Callable[[], Engine], model: str = "") -> None:
+        self._open = open
+        self._model = model
+        self._inbox = ThreadInbox()
+
+    def open(self) -> Hello:
+        """Opens the engine; raises what that raises."""
+        self.engine = self._open()
+        return Hello(__version__, os.getpid(), self._model, self.engine.limits)
+
+    def send(self, message: Message) -> None:
+        """Leaves a message for the next step."""
+        self._inbox.put(message)
+
+    def step(self) -> dict[int, list[Event]]:
+        """Applies the messages that have arrived, runs one step and returns the events of each request."""
+        return by_request(advance(self.engine, self._inbox.take(wait=False)))
+
+    def run(self, deliver: Callable[[list[Event], Stats], None]) -> None:
+        """Steps until a Close arrives; `deliver` gets the events of each step. While idle it waits for messages."""
+        run(self.engine, self._inbox, lambda events, stats, _: deliver(events, stats))
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+def by_request(events: Iterable[Event]) -> dict[int, list[Event]]:
+    """Returns the events of each request, by its id."""
+    shares: dict[int, list[Event]] = {}
+    for event in events:
+        shares.setdefault(event.seq, []).append(event)
+    return shares
