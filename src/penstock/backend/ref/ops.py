@@ -24,7 +24,7 @@ class Matrix:
     bias: Floats | None  # [out]
 
 
-class Cache:
+class RefCache:
     """Holds keys and values in blocks, [blocks, block_size, kv_heads, D]; keys alone for MLA. Layers that have the same
     index within their KV groups share an array: a block belongs to one group at a time."""
 
@@ -70,7 +70,7 @@ class RefOps:
     """Computes the ops of model/ops.py over one step, at once: a value is an array."""
 
     batch: Batch
-    cache: Cache
+    cache: RefCache
     states: list[Floats] = field(default_factory=list)  # what embeddings are pooled from
 
     def embed(self, table: Matrix) -> Floats:
