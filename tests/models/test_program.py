@@ -18,7 +18,7 @@ from penstock.backend.cpu.record import EMITTERS, capabilities
 from penstock.backend.ref.ops import RefOps
 from penstock.model.load import load_model, open_checkpoint
 from penstock.model.ops import Ops
-from penstock.model.program import PRODUCTS, TAKES_OVER, Buffer, Capabilities, Node, Recorder, record
+from penstock.model.program import PRODUCTS, TAKES_OVER, Buffer, Capabilities, OpNode, Recorder, record
 from tests.models.shapes import Shaped, execute, recorded, shaped_model
 
 HERE = Path(__file__).parent
@@ -39,7 +39,7 @@ def any_capabilities(seed: int) -> Capabilities:
     def draw(key: Any) -> bool:
         return kept.setdefault(key, bool(rng.random() < 0.5))
 
-    def scratch(node: Node) -> list[Buffer]:
+    def scratch(node: OpNode) -> list[Buffer]:
         value = node.outputs[0]
         own = Buffer(value.symbol, value.width, "activation" if seed % 2 else value.precision)
         return [own] * int(draw(node.op)) + [Buffer("T", 7, "float32")] * int(draw((node.op, 7)))

@@ -13,7 +13,7 @@ from penstock.backend.cpu._native import Weight
 from penstock.backend.cpu.weights import HeadWeights
 from penstock.model import program
 from penstock.model.ops import DeltaWeights, ExpertWeights, Vectors
-from penstock.model.program import TAKES_OVER, Buffer, Capabilities, Node, Value
+from penstock.model.program import TAKES_OVER, Buffer, Capabilities, OpNode, Value
 from penstock.model.spec import SHAPES, AttentionSpec, DeltaSpec, ExpertSpec, RopeSpec
 
 NO_ROTATION = -1
@@ -78,7 +78,7 @@ def matrices_of(weight: Weight | ExpertWeights | HeadWeights) -> list[Weight]:
     return [weight.weight if isinstance(weight, HeadWeights) else weight]
 
 
-def scratch(node: Node) -> tuple[Buffer, ...]:
+def scratch(node: OpNode) -> tuple[Buffer, ...]:
     """Returns the buffers that a node needs while it runs: a delta net's convolved q, k and v."""
     return (Buffer("T", node.attributes["spec"].width),) if node.op == "delta_net" else ()
 

@@ -40,7 +40,7 @@ from penstock.backend.cuda.kv_cache import by_index, layout_of
 from penstock.backend.cuda.launchers import Memory
 from penstock.backend.cuda.pooling import PoolingSums, read
 from penstock.backend.cuda.precompile import Compiler
-from penstock.backend.cuda.program import CudaProgram, Sizes
+from penstock.backend.cuda.program import CudaProgram, StepSizes
 from penstock.backend.cuda.quantized_weights import Workspace
 from penstock.backend.cuda.recurrent_states import words
 from penstock.backend.cuda.sampler import DeviceSampler, PendingLogprobs
@@ -119,7 +119,7 @@ class CudaBackend:
         self._quantize = quantize
         self._kv_layout = layout_of(kv, dtype)
         rows = bucket_mixed_rows(max_rows)
-        self._sizes = Sizes(max(max_tokens, rows), rows)
+        self._sizes = StepSizes(max(max_tokens, rows), rows)
         self._stream = torch.cuda.Stream(self._device) if on_gpu else None
         self._answering: Any = torch.cuda.Stream(self._device) if on_gpu else None
         self._capture = graphs and self._stream is not None

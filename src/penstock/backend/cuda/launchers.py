@@ -29,7 +29,7 @@ from penstock.backend.cuda.kv_cache import LayerCache
 from penstock.backend.cuda.weights import Weight
 from penstock.errors import UnsupportedModel
 from penstock.model.ops import DeltaWeights, ExpertWeights, Vectors
-from penstock.model.program import Buffer, Capabilities, Node
+from penstock.model.program import Buffer, Capabilities, OpNode
 from penstock.model.spec import AttentionSpec, DeltaSpec, ExpertSpec
 
 ACTIVATIONS: dict[str, Callable[..., Any]] = {
@@ -83,7 +83,7 @@ class Context:
         return self._permutations[key]
 
 
-def bind(node: Node, context: Context) -> Callable[..., None]:
+def bind(node: OpNode, context: Context) -> Callable[..., None]:
     """Returns the node's launch: call it with a step and the node's buffers."""
     if node.op in SUPPORTED_ACTIVATIONS:
         check_activation(node.attributes["act"], SUPPORTED_ACTIVATIONS[node.op])
@@ -104,7 +104,7 @@ def check_activation(act: str, supported: Collection[str]) -> None:
         raise UnsupportedModel(f"the activation {act!r} is not computed here; those that are: {', '.join(supported)}")
 
 
-def scratch(node: Node) -> tuple[Buffer, ...]:
+def scratch(node: OpNode) -> tuple[Buffer, ...]:
     """Returns the buffers that a node needs while it runs."""
     if node.op == "gated_linear":
         return (Buffer(node.outputs[0].symbol, node.attributes["weight"].rows),)  # the product before its gate

@@ -23,7 +23,7 @@ Launch = tuple[Callable[..., None], tuple[int, ...]]  # a launcher and the buffe
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class StepSizes:
     """Bounds the largest step."""
 
     tokens: int
@@ -33,7 +33,9 @@ class Sizes:
 class CudaProgram:
     """Holds a model's launches and the buffers of their values."""
 
-    def __init__(self, model: Model, memory: Memory, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, model: Model, memory: Memory, sizes: StepSizes, device: torch.device, dtype: torch.dtype
+    ) -> None:
         self.recorded = record(model, CAPABILITIES)
         self.answer = self.recorded.answer
         self.layers = self.recorded.attention_layers

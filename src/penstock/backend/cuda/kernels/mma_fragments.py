@@ -36,8 +36,8 @@ class QuantFormat(NamedTuple):
 
 
 class QuantMatrix(NamedTuple):
-    """Holds a quantized matrix as kernels take it. `base` is BASE, and no constant: one instruction masks codes and adds
-    it only while the compiler does not know it."""
+    """Holds a quantized matrix as kernels take it. `base` is BASE, and no constant: one instruction masks codes and
+    adds it only while the compiler does not know it."""
 
     low: Any
     high: Any
