@@ -1,4 +1,4 @@
-"""Defines what a tensor is for. A tensor gets its role together with its canonical name and keeps it until it is packed."""
+"""Defines what a tensor is for. A tensor gets its role with its canonical name and keeps it until it is packed."""
 
 from __future__ import annotations
 
