@@ -90,7 +90,7 @@ def test_texts_become_the_vectors_of_sentence_transformers(name: str, device: st
     with LLM(FILES[name], device=device, threads=2) as llm:
         vectors = llm.embed(expected["texts"].tolist())
         one_by_one = [llm.embed(text) for text in expected["texts"].tolist()]
-        assert llm._engine.stats().blocks_cached == 0
+        assert llm._engine.engine.stats().blocks_cached == 0
     assert np.abs(vectors - expected["vectors"]).max() < 1e-5
     assert np.abs(np.stack(one_by_one) - vectors).max() <= (1e-6 if device == "ref" else 0)
 
@@ -143,7 +143,7 @@ def test_it_makes_no_text():
             with pytest.raises(InvalidRequest, match="an encoder, which returns embeddings and no text"):
                 ask()
         with pytest.raises(InvalidRequest, match="makes embeddings and no text"):
-            llm._engine.add(llm._pooled("the", None).request._replace(pooling=""))
+            llm._engine.engine.add(llm._pooled("the", None).request._replace(pooling=""))
 
 
 def test_texts_beyond_the_context_are_refused_with_both_numbers():
@@ -157,7 +157,7 @@ def test_texts_beyond_the_context_are_refused_with_both_numbers():
 
 def test_the_first_token_of_a_decoder_has_seen_nothing():
     decoder = Limits(max_len=8, max_rows=1, step_tokens=8, block_size=4, num_blocks=2, vocab=10, pooling="last")
-    with pytest.raises(InvalidRequest, match="pooling cls is for encoders"):
+    with pytest.raises(InvalidRequest, match="pooling cls works only with encoders"):
         pooling_of("cls", decoder)
     assert [pooling_of(asked, decoder) for asked in (None, "mean")] == ["last", "mean"]
     assert pooling_of("cls", decoder._replace(encoder=True)) == "cls"

@@ -16,7 +16,6 @@ from penstock.backend.cuda.kernels.decode_attention_kv8 import QUERIES, attend_k
 from penstock.backend.cuda.kernels.kv8 import largest_of, quantize_kv, scale_of
 from penstock.backend.cuda.kernels.kv_tile import (
     LOG2E,
-    AttentionOptions,
     KvShape,
     PagedKv,
     SplitKV,
@@ -26,7 +25,6 @@ from penstock.backend.cuda.kernels.kv_tile import (
     load_split,
     no_scores,
     shape_of,
-    sink_of,
     soft_capped,
     soften,
     store_mix,
@@ -35,12 +33,21 @@ from penstock.backend.cuda.kernels.kv_tile import (
 from penstock.backend.cuda.kernels.pdl import launch_options, let_next_start, wait_for_previous
 from penstock.backend.cuda.kernels.rope import rotation_of
 
-__all__ = ["Rotation", "SplitKV", "decode_attention"]
+__all__ = ["AttentionOptions", "Rotation", "SplitKV", "decode_attention", "sink_of"]
 
 ALONE = 64, 4, 2  # positions at a time, warps, stages: for one row
 MORE = 64, 2, 2
 WIDE = 128  # dimensions of a head: more do not fit the registers of few warps
 KV8 = 2, 2  # warps, groups of 16 positions for each at a time: over 8 bits
+
+
+class AttentionOptions(NamedTuple):
+    """Says what a layer's attention does besides the plain softmax."""
+
+    window: int = 0  # 0: all positions are seen
+    capped: bool = False  # scores have a soft cap
+    sinks: bool = False  # each head has a logit that takes part in the softmax and gives nothing
+    causal: bool = True
 
 
 class Rotation(NamedTuple):
@@ -66,6 +73,12 @@ class DecodeConfig(NamedTuple):
     tile: int
     warps: int
     groups: int  # 0: by tiles
+
+
+@triton.jit
+def sink_of(sinks, head, there, highest):
+    """Returns what a head's sink adds to the sum of weights: once, after everything else, however that was split."""
+    return tl.exp2(tl.load(sinks + head, there, 0.0) * 1.4426950408889634 - highest)
 
 
 @triton.jit

@@ -43,15 +43,6 @@ class KvShape(NamedTuple):
         return self.kv_heads * self.block_size
 
 
-class AttentionOptions(NamedTuple):
-    """Says what a layer's attention does besides the plain softmax."""
-
-    window: int = 0  # 0: all positions are seen
-    capped: bool = False  # scores have a soft cap
-    sinks: bool = False  # each head has a logit that takes part in the softmax and gives nothing
-    causal: bool = True
-
-
 class SplitKV(NamedTuple):
     """Holds what the programs of one context leave for the one that joins them; `arrived` is zero between launches."""
 
@@ -115,12 +106,6 @@ def soften(score, highest, total):
 def soft_capped(score, cap):
     """Returns cap * tanh(score / cap), both times log2(e)."""
     return cap * (1.0 - 2.0 / (tl.exp2(score / cap * 2.8853900817779268) + 1.0))
-
-
-@triton.jit
-def sink_of(sinks, head, there, highest):
-    """Returns what a head's sink adds to the sum of weights: once, after everything else, however that was split."""
-    return tl.exp2(tl.load(sinks + head, there, 0.0) * 1.4426950408889634 - highest)
 
 
 @triton.jit

@@ -11,17 +11,16 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from penstock.backend.cuda.kernels.decode_attention import AttentionOptions, sink_of
 from penstock.backend.cuda.kernels.kv8 import largest_of
 from penstock.backend.cuda.kernels.kv_tile import (
     LOG2E,
-    AttentionOptions,
     KvShape,
     PagedKv,
     line_of,
     load_blocks,
     no_scores,
     shape_of,
-    sink_of,
     soft_capped,
     soften,
     store_mix,
