@@ -73,7 +73,7 @@ ANSWERABLE: dict[str, dict[str, Any]] = {
     "stop_token_ids": {"type": "array", "items": between(0, 200, "integer"), "maxItems": 3},
     "ignore_eos": {"type": "boolean"},
     "echo": {"type": "boolean"},
-    "options": {"$ref": "#/components/schemas/Options"},
+    "options": {"$ref": "#/components/schemas/OllamaOptions"},
 }
 
 
@@ -124,7 +124,7 @@ def requested(document: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def answerable(document: dict[str, Any]) -> dict[str, Any]:
     generating = ("completions", "chat", "messages", "responses", "generate", "embed", "embeddings", "tokenize")
     document["paths"] = {path: each for path, each in document["paths"].items() if path.endswith(generating)}
-    for fields in (*requested(document), document["components"]["schemas"]["Options"]["properties"]):
+    for fields in (*requested(document), document["components"]["schemas"]["OllamaOptions"]["properties"]):
         kept = ANSWERABLE | {"model": fields.get("model", {})}
         for name in [*fields]:
             if name in kept:

@@ -488,8 +488,8 @@ def test_no_name_in_a_request_reaches_the_file_system(
 def test_a_name_that_only_looks_like_a_path_stays_in_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path))
     for ref in ("hf:a/b", "hf:owner/repo/deep/er/file.gguf", "smollm2"):
-        place = store.places.Place(store.home(), store.refs.name_of(store.refs.parse(ref)))
-        for path in (place.folder, place.part, place.record, place.lock):
+        paths = store.paths.ModelPaths(store.home(), store.refs.name_of(store.refs.parse(ref)))
+        for path in (paths.folder, paths.part, paths.record, paths.lock):
             assert path.resolve().is_relative_to(tmp_path)
             assert path.parent.parent == tmp_path
 

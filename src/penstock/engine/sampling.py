@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections import Counter
 from collections.abc import Iterable
 from functools import lru_cache
@@ -48,7 +47,7 @@ class Sampler:
         self._counted = self._prompt_len
         self._penalizes = _penalizes(params)
         self._edits = bool(params.min_tokens or params.logit_bias or self._penalizes)
-        self.seed = secrets.randbits(64) if params.seed is None else params.seed & WORD
+        self.seed = (params.seed or 0) & WORD  # make_request draws one for a request without
         cuts = (params.temperature, params.top_p, params.top_k, params.min_p)
         self.numbers: Numbers = (*cuts, -1 if params.logprobs is None else params.logprobs)
         self.scoring: Numbers = (*cuts, -1 if params.prompt_logprobs is None else params.prompt_logprobs)

@@ -45,9 +45,10 @@ EMPTY = Operation(answers=None)
 
 
 def all_routes(served: ServedModel, files: Files, batches: Batches, responses: Responses) -> list[DocumentedRoute]:
+    """Returns the routes. They are tried in this order, so those with the most requests come first."""
     endpoints: dict[str, Endpoints] = {
-        "GET": _reading(files, batches, responses),
         "POST": _generating(responses) | _changing(files, batches, responses),
+        "GET": _reading(files, batches, responses),
         "DELETE": {
             "/api/delete": (delete, DELETE),
             "/v1/responses/{id}": (responses.delete, JSON),

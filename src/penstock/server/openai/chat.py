@@ -292,7 +292,7 @@ class ChatWriter:
     def collect(self, choice: int, delta: Delta) -> None:
         self._tally.add(choice, delta)
         answer = self._choices[choice]
-        for part in self._parts(choice, delta):
+        for part in self._turn.parts(delta, choice):
             _add_part(answer.message, part)
         if delta.finish:
             answer.finish_reason = self._finish(choice, delta)
@@ -324,12 +324,15 @@ class ChatWriter:
             self._templates[choice] = ChunkTemplate(
                 lambda text: self._chunk(ChatChunkChoice(choice, ChatDelta(content=text)))
             )
-        parts = self._parts(choice, delta)
+        parts = self._turn.parts(delta, choice)
         if self._scored or self._prompt_ids is not UNSET:
             yield from self._detailed_chunks(choice, delta, parts)
         else:
             for part in parts:
-                yield self._templates[choice](part.text) if type(part) is Content else self._part_chunk(choice, part)
+                if type(part) is Content:
+                    yield self._templates[choice](part.text)
+                elif added := _chat_delta(part):
+                    yield encode(self._chunk(ChatChunkChoice(choice, added)))
         if delta.finish:
             self._explanation.end(choice, delta)
             chunk = self._chunk(ChatChunkChoice(choice, ChatDelta(), finish_reason=self._finish(choice, delta)))
@@ -347,17 +350,10 @@ class ChatWriter:
         part."""
         entries = token_entries(self._tokenizer, delta) if self._scored else []
         ids = UNSET if self._prompt_ids is UNSET else list(delta.tokens)
-        added = [_chat_delta(part) for part in parts] or ([ChatDelta(content="")] if entries or ids else [])
-        for each in added:
+        deltas = [added for part in parts if (added := _chat_delta(part))]
+        for each in deltas or ([ChatDelta(content="")] if entries or ids else []):
             yield encode(self._chunk(ChatChunkChoice(choice, each, self._logprobs(entries), token_ids=ids)))
             entries, ids = [], ids and []
-
-    def _part_chunk(self, choice: int, part: AnswerPart) -> bytes:
-        return encode(self._chunk(ChatChunkChoice(choice, _chat_delta(part))))
-
-    def _parts(self, choice: int, delta: Delta) -> list[AnswerPart]:
-        """Returns what a delta adds; the end of a call adds nothing here."""
-        return [part for part in self._turn.parts(delta, choice) if type(part) is not CallEnded]
 
     def _finish(self, choice: int, delta: Delta) -> str | None:
         return "tool_calls" if delta.finish == "stop" and self._turn.calls(choice) else delta.finish
@@ -388,7 +384,8 @@ def _add_part(message: AssistantMessage, part: AnswerPart) -> None:
             message.tool_calls[index].function.arguments += text
 
 
-def _chat_delta(part: AnswerPart) -> ChatDelta:
+def _chat_delta(part: AnswerPart) -> ChatDelta | None:
+    """Returns what a chunk says of a part; None for the end of a call, which has no chunk."""
     match part:
         case Content(text):
             return ChatDelta(content=text)
@@ -398,4 +395,5 @@ def _chat_delta(part: AnswerPart) -> ChatDelta:
             return ChatDelta(tool_calls=[ToolCallDelta(index, FunctionDelta("", name), id, "function")])
         case Arguments(index, text):
             return ChatDelta(tool_calls=[ToolCallDelta(index, FunctionDelta(text))])
-    raise AssertionError(part)
+        case CallEnded():
+            return None
