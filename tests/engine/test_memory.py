@@ -87,7 +87,7 @@ def test_the_plan_tells_what_windows_save() -> None:
     assert plan.cache == plan.limits.num_blocks * 16 * token // 6
     assert plan.whole_sequences == 8
     assert 4 * plan.sequence_bytes(8192) <= 8192 * token
-    assert "8 x 8,192 tokens of 33.3 MB each, of 151.0 MB without windows" in "\n".join(plan.lines())
+    assert "8 x 8,192 tokens of 33.3 MB each (151.0 MB without windows)" in "\n".join(plan.lines())
 
 
 # -- steps that find no memory ------------------------------------------------------------------------------------

@@ -167,4 +167,7 @@ def _readable_here(here: dict[str, Any]) -> str:
         f"{kind} {'does not fit' if size is None else readable_size(size)}" for kind, size in here["weights"].items()
     )
     room = f"KV cache for {here['sequences']:,} x {here['context']:,} tokens, {readable_size(here['kv_sequence'])} each"
+    whole = here["context"] * here["kv_token"]
+    if here["kv_sequence"] < whole:
+        room += f" ({readable_size(whole)} without windows)"
     return f"on {here['device']} with weights stored as {', '.join(here['held_as'])} ({sizes}); {room}"

@@ -73,7 +73,7 @@ class MemoryPlan:
         if not any(limits.windows):
             return f"{limits.num_blocks * limits.block_size:,} tokens of {token / 1e3:.1f} kB: {fit}"
         held, without = self.sequence_bytes(limits.max_len), limits.max_len * token
-        return f"{fit} tokens of {held / 1e6:.1f} MB each, of {without / 1e6:.1f} MB without windows"
+        return f"{fit} tokens of {held / 1e6:.1f} MB each ({without / 1e6:.1f} MB without windows)"
 
 
 def plan_memory(config: Config, spec: ModelSpec, has: Footprint) -> MemoryPlan:

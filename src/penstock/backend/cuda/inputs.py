@@ -68,10 +68,12 @@ FLOATS = ("temperature", "top_p", "min_p")
 
 @lru_cache(maxsize=512)
 def offsets(shape: Shape, groups: int = 1) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
-    """Returns (begin, end, shape) of every field but the tables. Fields that every layer group has are stacked, each
-    group's at a multiple of ALIGNMENT."""
+    """Returns (begin, end, shape) of every field but the tables. Where there are several layer groups, fields that each
+    of them has are stacked, each group's at a multiple of ALIGNMENT."""
     t, s, _, p, q = shape
-    by_group = (groups, aligned(t)), (groups, p, 8), (groups, aligned(5 * q))
+    by_group: tuple[tuple[int, ...], ...] = (t,), (p, 8), (q, 5)
+    if groups > 1:
+        by_group = (groups, aligned(t)), (groups, p, 8), (groups, aligned(5 * q))
     sizes = ((4,), (t,), (t,), (t,), *by_group, *[(s,)] * 7, (s, 2))
     found = []
     at = 0
@@ -98,18 +100,19 @@ def device_inputs(buffer: Any, shape: Shape, as_float: Callable[[Any], Any], gro
     for name in FLOATS:
         views[name] = as_float(views[name])
     views["tables"] = buffer[words(shape, groups) :]
+    stacked = DeviceInputs(**views)
+    if groups == 1:
+        return stacked
     each = tuple(
-        DeviceInputs(
-            **views
-            | {
-                "places": views["places"][group, : shape.tokens],
-                "splits": views["splits"][group],
-                "tiles": views["tiles"][group, : 5 * shape.tiles].reshape(shape.tiles, 5),
-            }
+        replace(
+            stacked,
+            places=stacked.places[group, : shape.tokens],
+            splits=stacked.splits[group],
+            tiles=stacked.tiles[group, : 5 * shape.tiles].reshape(shape.tiles, 5),
         )
         for group in range(groups)
     )
-    return replace(each[0], groups=each if groups > 1 else ())
+    return replace(each[0], groups=each)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,10 +179,9 @@ def fill(
     put(into.tokens, batch.tokens, 0)
     put(into.positions, batch.positions, 0)
     put(into.token_slots, batch.slots[owner], scratch_slot)
-    offset = batch.positions % block_size
+    entry, offset = batch.positions // block_size, batch.positions % block_size
     for group, table in enumerate(batch.tables):
-        places = table[owner, batch.positions // block_size] * block_size + offset
-        put(into.of(group).places, places, scratch_block * block_size)
+        put(into.of(group).places, table[owner, entry] * block_size + offset, scratch_block * block_size)
         fill_attention(into.of(group), plan, group, groups)
     fill_sampling(into, batch, scratch_slot)
     begin = words(plan.shape, groups)
