@@ -27,7 +27,8 @@ from penstock.backend.cuda.kernels import (
     silu_and_mul,
 )
 from penstock.backend.cuda.kernels.cublas import cublas_gemm
-from penstock.backend.cuda.kernels.skinny_gemm import SplitKScratch, Tiling, skinny_gemm
+from penstock.backend.cuda.kernels.skinny_gemm import Tiling, skinny_gemm
+from penstock.backend.cuda.kernels.split_k import SplitKScratch
 from penstock.model.rope import plain
 
 Figures = dict[str, Any]

@@ -34,7 +34,7 @@ from penstock.backend.cuda.kernels.fp8 import (
 )
 from penstock.backend.cuda.kernels.fp8_activations import quantize_activations
 from penstock.backend.cuda.kernels.fp8_gemm import fp8_gemm
-from penstock.backend.cuda.kernels.skinny_gemm import MAX_PARTIALS, SplitKScratch
+from penstock.backend.cuda.kernels.split_k import MAX_PARTIALS, SplitKScratch
 from penstock.backend.cuda.pack_quantized import CODINGS, pack
 from penstock.backend.cuda.transfer import Transfer
 from penstock.model.dequantize import dequantize

@@ -1,4 +1,4 @@
-"""Penstock: weights on disk to tokens streamed, on a laptop, a server or a fleet."""
+"""Penstock turns weights on disk into tokens streamed to callers, on a laptop, a server or a fleet."""
 
 from __future__ import annotations
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from penstock.core import Scheduler, Sequence, check
-from penstock.core.prefix import Node
-from penstock.core.states import RecurrentStates
+from penstock.core.prefix import PrefixNode
+from penstock.core.states import SavedStates
 from tests.core.world import limits, run, step
 
 
@@ -43,7 +43,7 @@ def idle_while_held(s: Scheduler) -> None:
 
 def evict_a_parent_first(s: Scheduler) -> None:
     s.cache.trie._idle.move_to_end(
-        next(n for n in s.cache.trie.idle() if isinstance(n, Node) and n.children), last=False
+        next(n for n in s.cache.trie.idle() if isinstance(n, PrefixNode) and n.children), last=False
     )
 
 
@@ -81,14 +81,14 @@ def change_a_token(s: Scheduler) -> None:
 
 
 def lose_a_place(s: Scheduler) -> None:
-    assert isinstance(s.cache.states, RecurrentStates)
+    assert isinstance(s.cache.states, SavedStates)
     s.cache.states._free.pop()
 
 
 def keep_a_state_of_nothing(s: Scheduler) -> None:
     states = s.cache.states
-    assert isinstance(states, RecurrentStates)
-    states._saved[Node(None, (), [0], [])] = states._free.pop()
+    assert isinstance(states, SavedStates)
+    states._saved[PrefixNode(None, (), [0], [])] = states._free.pop()
 
 
 def save_the_past(s: Scheduler) -> None:
@@ -206,7 +206,7 @@ def test_a_node_without_blocks_that_nobody_needs_is_seen() -> None:
     scheduler = Scheduler(limits(windows=(6,)))
     run(scheduler, Sequence(1, tuple(range(9)), 1))
     parent = next(scheduler.cache.trie.nodes())
-    parent.children[(1,)] = child = Node(parent, (1,), [-1], [0])
+    parent.children[(1,)] = child = PrefixNode(parent, (1,), [-1], [0])
     child.holders = 0
     with pytest.raises(AssertionError, match="nobody needs has no blocks"):
         check(scheduler)

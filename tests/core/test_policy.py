@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from penstock.core import Scheduler, Sequence, StandardPolicy
 from penstock.core.check import check
-from penstock.core.policy import Load
+from penstock.core.policy import ServingLoad
 from penstock.types import Finished, Limits
 from tests.core.world import counts, limits, run, step
 
@@ -108,6 +108,6 @@ def test_those_that_end_are_not_followed_while_others_are_served() -> None:
 def test_a_quarter_of_half_of_the_rows_is_never_none() -> None:
     policy = StandardPolicy(limits(max_rows=1))
     seq = background(1)
-    assert policy.may_start(seq, 1, Load(0, 0, 5), 0.0)
-    assert not policy.may_start(seq, 1, Load(1, 1, 0), 0.0)
-    assert not policy.may_start(seq, 0, Load(0, 0, 0), 0.0)
+    assert policy.may_start(seq, 1, ServingLoad(0, 0, 5), 0.0)
+    assert not policy.may_start(seq, 1, ServingLoad(1, 1, 0), 0.0)
+    assert not policy.may_start(seq, 0, ServingLoad(0, 0, 0), 0.0)

@@ -6,7 +6,7 @@ import pytest
 
 from penstock.core import Scheduler, Sequence
 from penstock.core.check import check
-from penstock.core.prefix import Node
+from penstock.core.prefix import PrefixNode
 from penstock.errors import ConfigError
 from penstock.types import Limits, Tokens, blocks_for
 from tests.core.world import answer, counts, limits, run, step
@@ -25,7 +25,7 @@ def held(seq: Sequence) -> list[int]:
     return [sum(block >= 0 for block in table) for table in seq.tables]
 
 
-def evict(scheduler: Scheduler, idle: Node | tuple[Node, int]) -> list[int]:
+def evict(scheduler: Scheduler, idle: PrefixNode | tuple[PrefixNode, int]) -> list[int]:
     """Takes idle blocks from the trie, as if they had been the least recently used."""
     trie = scheduler.cache.trie
     for queue in (trie._idle, trie._behind):
@@ -115,7 +115,7 @@ def test_a_node_is_gone_with_its_blocks_of_full_groups() -> None:
     scheduler = Scheduler(limits(windows=(0, 6), num_blocks=64, step_tokens=64))
     run(scheduler, Sequence(1, prompt(12), 1))
     trie = scheduler.cache.trie
-    last = next(idle for idle in trie.idle() if isinstance(idle, Node))
+    last = next(idle for idle in trie.idle() if isinstance(idle, PrefixNode))
     assert sorted(evict(scheduler, last)) == sorted(last.blocks)
     assert len(list(trie.nodes())) == 2
 

@@ -123,8 +123,8 @@ def attend_with(
         positions = batch.positions[first:last]
         context = np.arange(positions[-1] + 1)
         at = batch.tables[0, row, context // block_size], context % block_size
-        counted = None if sinks is None else sinks.cpu().numpy()
-        wanted = attention(q[first:last], keys[at], values[at], positions, spec, counted)
+        vectors = {} if sinks is None else {"sinks": sinks.cpu().numpy()}
+        wanted = attention(q[first:last], keys[at], values[at], positions, spec, vectors)
         assert close(out[first:last], torch.from_numpy(wanted).reshape(last - first, -1).to(DEVICE))
 
 

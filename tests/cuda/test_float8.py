@@ -14,7 +14,7 @@ from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.cuda import CudaBackend
 from penstock.backend.cuda.fp8_weights import BlockScaledFp8, RowScaledFp8
 from penstock.backend.cuda.kernels.fp8_blocks import Tiling, fp8_block_gemm
-from penstock.backend.cuda.kernels.skinny_gemm import SplitKScratch
+from penstock.backend.cuda.kernels.split_k import SplitKScratch
 from penstock.backend.cuda.weights import DenseMatrix
 from penstock.backend.ref import RefBackend
 from penstock.backend.ref.cases import attention

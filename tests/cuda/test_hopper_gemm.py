@@ -8,7 +8,7 @@ import torch
 from penstock.backend.cuda.kernels.fp8 import quantize_fp8
 from penstock.backend.cuda.kernels.fp8_activations import fp8_view, quantize_activations
 from penstock.backend.cuda.kernels.hopper_gemm import Tiling, available, hopper_gemm
-from penstock.backend.cuda.kernels.skinny_gemm import SplitKScratch
+from penstock.backend.cuda.kernels.split_k import SplitKScratch
 from penstock.backend.cuda.tilings import hopper_gemm_tiling
 from tests.cuda.device import DEVICE, normal
 

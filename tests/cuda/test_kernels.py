@@ -9,10 +9,10 @@ from penstock.backend.cuda.kernels.fp8_activations import Fp8Activations, fp8_vi
 from penstock.backend.cuda.kernels.gather_rows import gather_rows, resolve_tokens
 from penstock.backend.cuda.kernels.gemv import Tiling as RowTiling
 from penstock.backend.cuda.kernels.gemv import gemv
-from penstock.backend.cuda.kernels.layer_norm import add_layer_norm
-from penstock.backend.cuda.kernels.norm import add_norm
+from penstock.backend.cuda.kernels.norm import add_layer_norm, add_norm
 from penstock.backend.cuda.kernels.silu_and_mul import act_and_mul
-from penstock.backend.cuda.kernels.skinny_gemm import SplitKScratch, Tiling, skinny_gemm
+from penstock.backend.cuda.kernels.skinny_gemm import Tiling, skinny_gemm
+from penstock.backend.cuda.kernels.split_k import SplitKScratch
 from tests.cuda.device import DEVICE, HALF, close, ints, normal
 
 DTYPES = [torch.float32, HALF]

@@ -137,7 +137,7 @@ def test_attention_reads_what_is_stored(name: str, window: int, dtype: torch.dty
         positions = batch.positions[first:last]
         context = np.arange(positions[-1] + 1)
         at = batch.tables[0, row, context // 16], context % 16
-        wanted = attention(q[first:last], keys[at], values[at], positions, spec, sinks.cpu().numpy())
+        wanted = attention(q[first:last], keys[at], values[at], positions, spec, {"sinks": sinks.cpu().numpy()})
         assert close(out[first:last], torch.from_numpy(wanted).reshape(last - first, -1).to(DEVICE))
 
 

@@ -13,7 +13,7 @@ from penstock.backend.cuda.kernels.dequantize import dequantize_matrix, dequanti
 from penstock.backend.cuda.kernels.fp8 import Fp8Weight, cublas_fp8_gemm, fp8_gemm_small, quantize_fp8
 from penstock.backend.cuda.kernels.fp8_activations import quantize_activations
 from penstock.backend.cuda.kernels.fp8_gemm import fp8_gemm
-from penstock.backend.cuda.kernels.skinny_gemm import SplitKScratch
+from penstock.backend.cuda.kernels.split_k import SplitKScratch
 from penstock.backend.cuda.pack_quantized import CODINGS, QuantizedWeight, pack, quantize_int4
 from penstock.backend.cuda.quantized_weights import QuantizedMatrix, Workspace
 from penstock.backend.cuda.transfer import Transfer

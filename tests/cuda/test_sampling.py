@@ -16,13 +16,13 @@ from penstock.backend import sample
 from penstock.backend.base import Bitmasks, LogitEdit, LogitEdits, SampleRows
 from penstock.backend.batches import Chunk, greedy_batch, greedy_rows
 from penstock.backend.cuda.kernels import sample_tokens, sampling_threshold
-from penstock.backend.cuda.sampler import Sampler
+from penstock.backend.cuda.sampler import DeviceSampler
 from tests.cuda.device import DEVICE, ints
 
 
 def chosen(logits: np.ndarray, rows: SampleRows, masks: Bitmasks | None = None) -> tuple[list[int], Any]:
     count, vocab = logits.shape
-    sampler = Sampler(torch.device(DEVICE), count)
+    sampler = DeviceSampler(torch.device(DEVICE), count)
     sampler.reserve(vocab)
     on_device = SimpleNamespace(
         temperature=torch.from_numpy(rows.temperature).to(DEVICE),

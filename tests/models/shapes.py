@@ -9,7 +9,7 @@ from typing import Any
 
 from penstock.model.load import load_model, open_checkpoint
 from penstock.model.ops import ExpertWeights
-from penstock.model.program import TAKES_OVER, Capabilities, Node, Program, Recorder
+from penstock.model.program import TAKES_OVER, Capabilities, OpNode, Program, Recorder
 from penstock.model.registry import PackedModel
 from penstock.model.spec import ModelSpec
 from penstock.model.tensor import Stack, Tensor
@@ -48,7 +48,7 @@ def shaped_model(path: Path) -> tuple[ModelSpec, PackedModel]:
     return checkpoint.spec, load_model(checkpoint, ShapePacker())
 
 
-def recorded(model: Any) -> list[Node]:
+def recorded(model: Any) -> list[OpNode]:
     """Returns the nodes of a forward pass as its ops were called: nothing is fused."""
     recorder = Recorder()
     model.forward(recorder)

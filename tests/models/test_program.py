@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+import penstock
 from penstock.backend.cpu import CpuBackend
 from penstock.backend.cpu.record import EMITTERS, capabilities
 from penstock.backend.ref.ops import RefOps
 from penstock.model.load import load_model, open_checkpoint
 from penstock.model.ops import Ops
-from penstock.model.program import PRODUCTS, TAKES_OVER, Buffer, Capabilities, Node, Recorder, record
+from penstock.model.program import PRODUCTS, TAKES_OVER, Buffer, Capabilities, OpNode, Recorder, record
 from tests.models.shapes import Shaped, execute, recorded, shaped_model
 
 HERE = Path(__file__).parent
@@ -38,7 +39,7 @@ def any_capabilities(seed: int) -> Capabilities:
     def draw(key: Any) -> bool:
         return kept.setdefault(key, bool(rng.random() < 0.5))
 
-    def scratch(node: Node) -> list[Buffer]:
+    def scratch(node: OpNode) -> list[Buffer]:
         value = node.outputs[0]
         own = Buffer(value.symbol, value.width, "activation" if seed % 2 else value.precision)
         return [own] * int(draw(node.op)) + [Buffer("T", 7, "float32")] * int(draw((node.op, 7)))
@@ -226,3 +227,18 @@ def test_layers_are_known_by_what_they_keep():
     assert sorted(program.recurrent_layers) == list(range(len(spec.recurrent)))
     assert {program.nodes[i].outputs[0].symbol for i in range(program.first_sampled)} == {"T"}
     assert program.nodes[program.first_sampled].op == "take_sampled"
+
+
+def test_an_attention_option_is_named_in_six_files():
+    """docs/families.md lists them. A family that uses the option and the inputs of tests are not counted."""
+    source = Path(penstock.__file__).parent
+    files = (path for path in source.rglob("*") if path.suffix in (".py", ".pyi", ".cpp", ".h"))
+    named = {str(path.relative_to(source)) for path in files if "sinks" in path.read_text()}
+    assert named - {"model/families/gptoss.py", "backend/ref/cases.py"} == {
+        "model/spec.py",
+        "backend/ref/ops.py",
+        "backend/cpu/native/attention.h",
+        "backend/cpu/native/attention.cpp",
+        "backend/cuda/kernels/decode_attention.py",
+        "backend/cuda/kernels/prefill_attention.py",
+    }

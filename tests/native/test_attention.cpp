@@ -1,4 +1,4 @@
-// One tile of the KV cache: what is stored, scores, the running softmax, and the mixture of values.
+// One tile of the KV cache: what is stored, scores, the running softmax, and the moe of values.
 #include <algorithm>
 #include <limits>
 
@@ -122,7 +122,7 @@ struct Tile {
         double want = before[i * padded + d];
         for (size_t lane = 0; lane < n; ++lane)
           want += double(weights[i * SPAN + lane]) * value_of(value(lane, d)) * scale(TILE + lane);
-        check(near(alone[d], want, 5e-6), what + "mixture");
+        check(near(alone[d], want, 5e-6), what + "moe");
       }
     }
   }

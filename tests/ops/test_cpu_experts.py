@@ -86,8 +86,8 @@ def weights(width: int, rows: int, count: int = 4, format: str = "F32") -> list[
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"top_k": 0}, "as many experts"),
-        ({"top_k": 5}, "as many experts"),
+        ({"top_k": 0}, "at least one expert and at most all"),
+        ({"top_k": 5}, "at least one expert and at most all"),
         ({"top_k": 3}, "must hold enough"),
         ({"groups": 3}, "must be equal"),
         ({"groups": 0}, "must be equal"),
@@ -96,8 +96,8 @@ def weights(width: int, rows: int, count: int = 4, format: str = "F32") -> list[
         ({"act": "tanh"}, "no activation tanh"),
         ({"bias": np.zeros(3, np.float32)}, "one value for each expert"),
         ({"scores": 5}, "wide where 4 is needed"),
-        ({"up": []}, "as many weights"),
-        ({"down": weights(6, 8, 3)}, "as many weights"),
+        ({"up": []}, "as many up weights as down"),
+        ({"down": weights(6, 8, 3)}, "as many up weights as down"),
         ({"up": weights(8, 12, 3) + weights(8, 14, 1)}, "one shape"),
         ({"down": weights(6, 9)}, "one shape"),
         ({"up": weights(32, 12, format="Q8_0"), "down": weights(6, 32)}, "8 wide where 32 is needed"),

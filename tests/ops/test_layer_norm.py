@@ -11,11 +11,11 @@ from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.cpu import CpuBackend
 from penstock.backend.cpu._native import Program, Weight
 from penstock.backend.ref import cases
-from penstock.backend.ref.ops import Cache, Matrix, RefOps
+from penstock.backend.ref.ops import Matrix, RefCache, RefOps
 
 
 def ops_at(first: int, tokens: int) -> RefOps:
-    return RefOps(greedy_batch([Chunk(range(tokens), first, [0])]), Cache(1, 64))
+    return RefOps(greedy_batch([Chunk(range(tokens), first, [0])]), RefCache(1, 64))
 
 
 def test_add_layer_norm():

@@ -15,7 +15,7 @@ import pytest
 import penstock
 from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.ref import RefBackend, cases
-from penstock.backend.ref.ops import Cache, Matrix, RefOps, rotate
+from penstock.backend.ref.ops import Matrix, RefCache, RefOps, rotate
 from penstock.backend.ref.random_steps import blocks_for, random_steps
 from penstock.model import rope
 from penstock.model.dequantize import dequantize
@@ -30,13 +30,13 @@ def rng() -> np.random.Generator:
 
 
 def ops_over(tokens: int) -> RefOps:
-    return RefOps(greedy_batch([Chunk(range(tokens), 0, [0])]), Cache(1, tokens))
+    return RefOps(greedy_batch([Chunk(range(tokens), 0, [0])]), RefCache(1, tokens))
 
 
 def test_embed_takes_rows(rng):
     table = rng.normal(size=(9, 4)).astype(np.float32)
     batch = greedy_batch([Chunk([8, 0, 8], 0, [0])])
-    assert np.array_equal(RefOps(batch, Cache(1, 16)).embed(Matrix(table, None)), table[[8, 0, 8]])
+    assert np.array_equal(RefOps(batch, RefCache(1, 16)).embed(Matrix(table, None)), table[[8, 0, 8]])
 
 
 def test_add_norm(rng):
@@ -103,8 +103,8 @@ def test_a_rotation_is_a_complex_product(rng, interleaved):
     pairs = [(0, 1), (2, 3), (4, 5)] if interleaved else [(0, 3), (1, 4), (2, 5)]
     for token, position in enumerate((0, 1000)):
         for (a, b), freq in zip(pairs, spec.inv_freq, strict=True):
-            turned = complex(x[token, 0, a], x[token, 0, b]) * 1.5 * cmath.exp(1j * freq * position)
-            assert (got[token, 0, a], got[token, 0, b]) == pytest.approx((turned.real, turned.imag), rel=1e-5)
+            rotated = complex(x[token, 0, a], x[token, 0, b]) * 1.5 * cmath.exp(1j * freq * position)
+            assert (got[token, 0, a], got[token, 0, b]) == pytest.approx((rotated.real, rotated.imag), rel=1e-5)
 
 
 @pytest.mark.parametrize(("window", "multiplier", "cap"), [(0, 0, 0), (3, 0, 0), (0, 0.7, 0), (3, 0.7, 0.9)])
@@ -180,7 +180,7 @@ def gate(left, right, act):
 
 def test_layers_do_not_share_a_cache(rng):
     spec = cases.HALVES(1, 1, 4)
-    cache = Cache(1, 16)
+    cache = RefCache(1, 16)
     first, second = (rng.normal(size=(1, 12)).astype(np.float32) for _ in range(2))
     start = RefOps(greedy_batch([Chunk([0], 0, [0])]), cache)
     start.attend(0, first, spec, {})
@@ -255,7 +255,7 @@ def test_sampled_rows_only(rng):
     assert batch.sampled.tolist() == [3, 4, 8]
     assert batch.sample_start.tolist() == [0, 2, 2, 3]
     x = rng.normal(size=(9, 2)).astype(np.float32)
-    assert np.array_equal(RefOps(replace(batch), Cache(3, 16)).take_sampled(x), x[[3, 4, 8]])
+    assert np.array_equal(RefOps(replace(batch), RefCache(3, 16)).take_sampled(x), x[[3, 4, 8]])
 
 
 def test_product_code_imports_no_generators_of_test_inputs():

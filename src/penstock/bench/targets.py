@@ -1,4 +1,4 @@
-"""The targets of a workload: an engine, or an OpenAI-compatible server."""
+"""Sends the requests of a workload to an engine or to an OpenAI-compatible server."""
 
 from __future__ import annotations
 

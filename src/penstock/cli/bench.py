@@ -1,4 +1,4 @@
-"""`penstock bench`: the speed of an engine or a server under load."""
+"""`penstock bench` measures the speed of an engine or a server under load."""
 
 from __future__ import annotations
 
@@ -15,19 +15,24 @@ if TYPE_CHECKING:
     from penstock.config import Config
 
 
+ServerUrl = Annotated[str, Option(help="Server to measure instead of MODEL, such as http://127.0.0.1:8000/v1.")]
+ServerModel = Annotated[str, Option(help="Model of the server. By default, the first that it lists.", name="--model")]
+Concurrency = Annotated[str, Option(help="Concurrent clients; several levels with commas between.")]
+InputLength = Annotated[int, Option(minimum=1, help="Tokens of each prompt.")]
+OutputLength = Annotated[int, Option(minimum=1, help="Tokens of each answer.")]
+Requests = Annotated[int, Option(minimum=0, help="Requests at each level of concurrency. 0: four for each client.")]
+SharedPrefix = Annotated[int, Option(minimum=0, help="Leading tokens that all prompts have in common.")]
+
+
 def bench(
     model: options.ModelRef = "",
-    url: Annotated[str, Option(help="Server to measure instead of MODEL, such as http://127.0.0.1:8000/v1.")] = "",
-    served: Annotated[
-        str, Option(help="Model of the server. By default, the first that it lists.", name="--model")
-    ] = "",
-    concurrency: Annotated[str, Option(help="Concurrent clients; several levels with commas between.")] = "1",
-    input_len: Annotated[int, Option(minimum=1, help="Tokens of each prompt.")] = 128,
-    output_len: Annotated[int, Option(minimum=1, help="Tokens of each answer.")] = 64,
-    requests: Annotated[
-        int, Option(minimum=0, help="Requests at each level of concurrency. 0: four for each client.")
-    ] = 0,
-    shared_prefix: Annotated[int, Option(minimum=0, help="Leading tokens that all prompts have in common.")] = 0,
+    url: ServerUrl = "",
+    served: ServerModel = "",
+    concurrency: Concurrency = "1",
+    input_len: InputLength = 128,
+    output_len: OutputLength = 64,
+    requests: Requests = 0,
+    shared_prefix: SharedPrefix = 0,
     seed: Annotated[int, Option(help="Seed of the random prompts.")] = 0,
     api_key: Annotated[str, Option(env="OPENAI_API_KEY", help="API key for --url.")] = "",
     json: options.Json = False,
@@ -52,16 +57,9 @@ def bench(
 
     from penstock.bench import Workload, run
 
+    lengths = {"input_len": input_len, "output_len": output_len, "shared_prefix": shared_prefix}
     workloads = [
-        Workload(
-            concurrency=clients,
-            requests=requests or 4 * clients,
-            input_len=input_len,
-            output_len=output_len,
-            shared_prefix=shared_prefix,
-            seed=seed,
-        )
-        for clients in levels
+        Workload(concurrency=clients, requests=requests or 4 * clients, seed=seed, **lengths) for clients in levels
     ]
     if url:
         results = run(_measure_url(url, served, api_key, workloads))

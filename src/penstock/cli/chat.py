@@ -1,4 +1,4 @@
-"""`penstock chat`: a conversation in the terminal."""
+"""`penstock chat` runs a conversation in the terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`penstock doctor`: checks this machine and measures its speed."""
+"""`penstock doctor` checks this machine and measures its speed."""
 
 from __future__ import annotations
 

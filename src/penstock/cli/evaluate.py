@@ -1,4 +1,4 @@
-"""`penstock eval`: perplexity, and the KL divergence between two models."""
+"""`penstock eval` measures perplexity, and the KL divergence between two models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`penstock keys`: adds, lists and removes API keys."""
+"""`penstock keys` adds, lists and removes API keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`penstock pull`, `list`, `show` and `rm`: the models in the store."""
+"""`penstock pull`, `list`, `show` and `rm` manage the models in the store."""
 
 from __future__ import annotations
 

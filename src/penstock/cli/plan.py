@@ -1,4 +1,4 @@
-"""`penstock plan`: whether a model fits, and how fast it will be."""
+"""`penstock plan` forecasts whether a model fits and how fast it is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`penstock quantize`: writes a model as a quantized GGUF file."""
+"""`penstock quantize` writes a model as a quantized GGUF file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`penstock run`: answers one prompt."""
+"""`penstock run` answers one prompt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`penstock serve`: the HTTP server."""
+"""`penstock serve` runs the HTTP server."""
 
 from __future__ import annotations
 
@@ -14,48 +14,55 @@ if TYPE_CHECKING:
     from penstock.server.telemetry.tracing import Traces
 
 
+Host = Annotated[str, Option(help="Address to listen on. 0.0.0.0 accepts connections from other machines.")]
+Port = Annotated[int, Option(minimum=0, maximum=65535, help="Port to listen on. 0: any free port.")]
+ServedName = Annotated[str, Option(help="Name of the model for clients. By default, the name given here.")]
+DataFolder = Annotated[
+    str, Option(help="Folder for uploaded files and batches. By default, data/NAME in PENSTOCK_HOME.")
+]
+MaxFile = Annotated[int, Option(minimum=1, help="Most bytes of one uploaded file.")]
+MaxFiles = Annotated[int, Option(minimum=1, help="Most files kept: uploads and results of batches.")]
+MaxData = Annotated[int, Option(minimum=1, help="Most bytes of all files together; further uploads are refused.")]
+Otlp = Annotated[
+    str,
+    Option(
+        help="URL of an OpenTelemetry collector for traces, such as http://127.0.0.1:4318.",
+        env="OTEL_EXPORTER_OTLP_ENDPOINT",
+    ),
+]
+KeyFile = Annotated[
+    str,
+    Option(
+        help="File of API keys (see penstock keys add). Requests without a valid key are refused.", env="PENSTOCK_KEYS"
+    ),
+]
+Origins = Annotated[
+    list[str] | None,
+    Option(help="Origin whose web pages may use the server, such as https://example.org. May be repeated."),
+]
+MaxWaiting = Annotated[
+    int | None,
+    Option(minimum=0, help="Most requests that may wait; further ones are refused (503). By default, 16 for each row."),
+]
+IgnoreUnknown = Annotated[
+    bool, Option(help="Ignore unknown fields of requests and list them in the answer, instead of refusing.")
+]
+
+
 def serve(
     model: options.ModelRef = options.DEFAULT_MODEL,
-    host: Annotated[
-        str, Option(help="Address to listen on. 0.0.0.0 accepts connections from other machines.")
-    ] = "127.0.0.1",
-    port: Annotated[int, Option(minimum=0, maximum=65535, help="Port to listen on. 0: any free port.")] = 8000,
-    name: Annotated[str, Option(help="Name of the model for clients. By default, the name given here.")] = "",
-    data: Annotated[
-        str, Option(help="Folder for uploaded files and batches. By default, data/NAME in PENSTOCK_HOME.")
-    ] = "",
-    max_file: Annotated[int, Option(minimum=1, help="Most bytes of one uploaded file.")] = 209_715_200,
-    max_files: Annotated[int, Option(minimum=1, help="Most files kept: uploads and results of batches.")] = 10_000,
-    max_data: Annotated[
-        int, Option(minimum=1, help="Most bytes of all files together; further uploads are refused.")
-    ] = 10_737_418_240,
-    otlp: Annotated[
-        str,
-        Option(
-            help="URL of an OpenTelemetry collector for traces, such as http://127.0.0.1:4318.",
-            env="OTEL_EXPORTER_OTLP_ENDPOINT",
-        ),
-    ] = "",
-    keys: Annotated[
-        str,
-        Option(
-            help="File of API keys (see penstock keys add). Requests without a valid key are refused.",
-            env="PENSTOCK_KEYS",
-        ),
-    ] = "",
-    cors: Annotated[
-        list[str] | None,
-        Option(help="Origin whose web pages may use the server, such as https://example.org. May be repeated."),
-    ] = None,
-    max_waiting: Annotated[
-        int | None,
-        Option(
-            minimum=0, help="Most requests that may wait; further ones are refused (503). By default, 16 for each row."
-        ),
-    ] = None,
-    ignore_unknown_fields: Annotated[
-        bool, Option(help="Ignore unknown fields of requests and list them in the answer, instead of refusing.")
-    ] = False,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    name: ServedName = "",
+    data: DataFolder = "",
+    max_file: MaxFile = 209_715_200,
+    max_files: MaxFiles = 10_000,
+    max_data: MaxData = 10_737_418_240,
+    otlp: Otlp = "",
+    keys: KeyFile = "",
+    cors: Origins = None,
+    max_waiting: MaxWaiting = None,
+    ignore_unknown_fields: IgnoreUnknown = False,
     *,
     engine: options.EngineSettings,
 ) -> None:

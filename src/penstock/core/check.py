@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from penstock.core.prefix import Node
+from penstock.core.prefix import PrefixNode
 from penstock.core.scheduler import Scheduler
 from penstock.core.sequence import Sequence
 
@@ -45,7 +45,7 @@ def _check_trie(scheduler: Scheduler) -> None:
         empty = not (node.holders or node.children) and max(node.blocks) < 0
         assert not empty, "a node that nobody needs has no blocks"
     queue = trie.idle()
-    idle = [node for node in queue if isinstance(node, Node)]
+    idle = [node for node in queue if isinstance(node, PrefixNode)]
     full = windows.count(0)
     expected = {node for node in trie.nodes() if full and node.holders == 0}
     assert set(idle) == expected, "idle nodes are not those without holders"
@@ -56,7 +56,7 @@ def _check_trie(scheduler: Scheduler) -> None:
         _check_children_go_first(node, place)
 
 
-def _check_children_go_first(node: Node, place: dict[Node, int]) -> None:
+def _check_children_go_first(node: PrefixNode, place: dict[PrefixNode, int]) -> None:
     for child in node.children.values():
         assert place[child] < place[node], f"block {node.blocks} would be evicted before its child {child.blocks}"
 
@@ -65,7 +65,7 @@ def _check_windows(scheduler: Scheduler) -> None:
     trie, windows = scheduler.cache.trie, scheduler.limits.windows
     for group in (group for group, window in enumerate(windows) if window):
         holders = Counter(node for seq in scheduler.running for node in seq.nodes[seq.window_starts[group] :])
-        idle = {entry[0] for entry in trie.idle() if not isinstance(entry, Node) and entry[1] == group}
+        idle = {entry[0] for entry in trie.idle() if not isinstance(entry, PrefixNode) and entry[1] == group}
         for node in trie.nodes():
             found = node.window_holders[group]
             assert found == holders[node], f"block {node.blocks}, group {group}: {found} holders, not {holders[node]}"

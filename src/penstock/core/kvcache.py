@@ -14,9 +14,9 @@ from collections.abc import Iterable, Mapping
 from penstock.core import hashing
 from penstock.core.block_events import BlockEvents
 from penstock.core.blocks import BlockPool
-from penstock.core.prefix import BlockTrie, Node
+from penstock.core.prefix import BlockTrie, PrefixNode
 from penstock.core.sequence import Sequence
-from penstock.core.states import NoStates, RecurrentStates
+from penstock.core.states import NoStates, SavedStates
 from penstock.types import Grown, Limits, Row, blocks_for
 
 
@@ -31,7 +31,7 @@ class KvCache:
         self.trie = BlockTrie(size, limits.windows, self._forget)
         self.states = NoStates()
         if limits.states:
-            self.states = RecurrentStates(limits.states, size, self.blocks_for(limits.step_tokens) * size)
+            self.states = SavedStates(limits.states, size, self.blocks_for(limits.step_tokens) * size)
         self.in_flight: dict[bytes, int] = {}  # chain hash of a block being computed -> sequence id
         self._chain = chain
         self._events = events
@@ -54,14 +54,14 @@ class KvCache:
 
     # -- reuse ---------------------------------------------------------------------------------------------------
 
-    def match(self, seq: Sequence) -> list[Node]:
+    def match(self, seq: Sequence) -> list[PrefixNode]:
         """Returns what is known of its tokens. At least the last one is always left to compute, since its logits are
         wanted. Changes nothing."""
         if not seq.reuses_prefix:
             return []
         return self.trie.match(seq.salt, seq.tokens, (len(seq.tokens) - 1) // self.block_size)
 
-    def usable(self, known: list[Node]) -> list[Node]:
+    def usable(self, known: list[PrefixNode]) -> list[PrefixNode]:
         """Returns what of a match a sequence can begin with: up to where all windows are there and, for models with
         recurrent layers, a state was saved."""
         count, usable = len(known), -1
@@ -88,7 +88,7 @@ class KvCache:
 
     # -- blocks of a sequence ------------------------------------------------------------------------------------
 
-    def needed(self, seq: Sequence, matched: list[Node]) -> tuple[int, int]:
+    def needed(self, seq: Sequence, matched: list[PrefixNode]) -> tuple[int, int]:
         """Returns how many blocks a sequence that begins with these nodes needs for its tokens, and how many idle ones
         it takes with the nodes."""
         starts = self.trie.window_starts(len(matched) * self.block_size)
@@ -98,7 +98,7 @@ class KvCache:
         """Returns how many blocks a running sequence will still take for the tokens that it already has."""
         return self._left_to_take(seq.end, seq.capacity // self.block_size, seq.window_starts)
 
-    def open(self, seq: Sequence, matched: list[Node], known: int) -> list[Grown]:
+    def open(self, seq: Sequence, matched: list[PrefixNode], known: int) -> list[Grown]:
         """Starts a sequence on its matched prefix and puts the rest of its prompt in flight for those who come after.
         More blocks may be `known`, where it diverges from another. Returns the entries of its block tables."""
         positions = len(matched) * self.block_size
@@ -173,7 +173,7 @@ class KvCache:
                 replaced += self._replace(seq, index, mine, node)
         return replaced
 
-    def _replace(self, seq: Sequence, index: int, mine: list[int], node: Node) -> list[Grown]:
+    def _replace(self, seq: Sequence, index: int, mine: list[int], node: PrefixNode) -> list[Grown]:
         """Frees a sequence's own blocks that a node already had."""
         replaced = []
         for group, (own, shared) in enumerate(zip(mine, node.blocks, strict=True)):
@@ -224,7 +224,7 @@ class KvCache:
 
     # -- block events --------------------------------------------------------------------------------------------
 
-    def _record(self, seq: Sequence, node: Node) -> None:
+    def _record(self, seq: Sequence, node: PrefixNode) -> None:
         if self._events is None:
             return
         index = len(seq.nodes) - 1
@@ -233,7 +233,7 @@ class KvCache:
         node.hash = seq.block_hashes[index] if known else hashing.extend(parent, node.tokens)
         self._events.stored(node.hash, parent, node.tokens)
 
-    def _forget(self, node: Node) -> None:
+    def _forget(self, node: PrefixNode) -> None:
         """Takes note that a node has left the trie."""
         self.states.forget(node)
         if self._events is not None:

@@ -13,7 +13,7 @@ from penstock.core.sequence import Sequence
 from penstock.types import Limits, prefill_budget
 
 
-class Load(NamedTuple):
+class ServingLoad(NamedTuple):
     """Counts who is being served when a waiting sequence asks to start."""
 
     running: int
@@ -49,7 +49,7 @@ class Policy(Protocol):
         """Returns how many of the `budget` tokens left in a step a row gets that could use `wanted`, with so many
         running rows `behind` it."""
 
-    def may_start(self, seq: Sequence, budget: int, load: Load, now: float) -> bool:
+    def may_start(self, seq: Sequence, budget: int, load: ServingLoad, now: float) -> bool:
         """Returns whether a waiting sequence may start in a step with `budget` tokens left. If not, those after it
         wait too."""
 
@@ -89,7 +89,7 @@ class StandardPolicy:
         still."""
         return min(wanted, budget - behind)
 
-    def may_start(self, seq: Sequence, budget: int, load: Load, now: float) -> bool:
+    def may_start(self, seq: Sequence, budget: int, load: ServingLoad, now: float) -> bool:
         """Returns False for an encoder's prompt that the step cannot hold whole, and for a background request while
         there are enough of those."""
         if seq.background and not self._background_may_start(load):
@@ -102,7 +102,7 @@ class StandardPolicy:
         growth = (room.running + 1) * room.groups
         return room.running == 0 or room.available >= room.needed + room.reserved + growth
 
-    def _background_may_start(self, load: Load) -> bool:
+    def _background_may_start(self, load: ServingLoad) -> bool:
         """Returns whether one more background request may run: they have at most half of the rows. While foreground
         requests are served, those that end are not followed by others until a quarter of that is left."""
         if load.background >= self._background_rows:

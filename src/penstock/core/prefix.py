@@ -21,16 +21,16 @@ from collections.abc import Callable, Iterator, Sequence
 Key = tuple[int | str, ...]  # a block's tokens; the first block's are preceded by the salt
 
 
-class Node:
+class PrefixNode:
     """Stands for a full block of tokens that follows the blocks of its parents."""
 
     __slots__ = ("blocks", "children", "hash", "holders", "kept", "key", "parent", "window_holders")
 
-    def __init__(self, parent: Node | None, key: Key, blocks: list[int], window_holders: list[int]) -> None:
+    def __init__(self, parent: PrefixNode | None, key: Key, blocks: list[int], window_holders: list[int]) -> None:
         self.parent = parent
         self.key = key
         self.blocks = blocks  # by layer group; -1: a windowed block that was evicted
-        self.children: dict[Key, Node] = {}
+        self.children: dict[Key, PrefixNode] = {}
         self.holders = 1
         self.window_holders = window_holders  # by layer group; counted for windowed groups only
         self.kept = False  # its windowed blocks are worth keeping: streams are likely to begin after them
@@ -42,13 +42,13 @@ class Node:
         return tuple(token for token in self.key if isinstance(token, int))
 
 
-Idle = Node | tuple[Node, int]  # a node's blocks of full groups, or its block of one windowed group
+Idle = PrefixNode | tuple[PrefixNode, int]  # a node's blocks of full groups, or its block of one windowed group
 
 
 class BlockTrie:
     """Finds, shares and evicts full blocks. `removed` is called with every node that leaves the trie."""
 
-    def __init__(self, block_size: int, windows: tuple[int, ...], removed: Callable[[Node], None]) -> None:
+    def __init__(self, block_size: int, windows: tuple[int, ...], removed: Callable[[PrefixNode], None]) -> None:
         self.idle_blocks = 0  # blocks that could be evicted
         self._block_size = block_size
         self._windows = windows
@@ -56,13 +56,13 @@ class BlockTrie:
         self._full = len(windows) - len(self._windowed)
         self._held_once = [1] * len(windows) if self._windowed else []
         self._removed = removed
-        self._root = Node(None, (), [], [])
+        self._root = PrefixNode(None, (), [], [])
         self._idle: OrderedDict[Idle, None] = OrderedDict()  # the least recently used comes first
         self._behind: OrderedDict[Idle, None] = OrderedDict()  # idle windowed blocks that are evicted before those
 
-    def match(self, salt: str, tokens: Sequence[int], blocks: int) -> list[Node]:
+    def match(self, salt: str, tokens: Sequence[int], blocks: int) -> list[PrefixNode]:
         """Returns the longest known chain over the first `blocks` blocks of `tokens`. Changes nothing."""
-        chain: list[Node] = []
+        chain: list[PrefixNode] = []
         children = self._root.children
         for index in range(blocks):
             node = children.get(self._key(salt, tokens, index))
@@ -72,7 +72,7 @@ class BlockTrie:
             children = node.children
         return chain
 
-    def reusable(self, chain: Sequence[Node], count: int) -> int:
+    def reusable(self, chain: Sequence[PrefixNode], count: int) -> int:
         """Returns how many of the chain's first `count` blocks a sequence can begin with: the most whose last windows
         are still there."""
         while (hole := self._hole(chain, count)) >= 0:
@@ -84,12 +84,12 @@ class BlockTrie:
         size = self._block_size
         return [max(position - window + 1, 0) // size if window else 0 for window in self._windows]
 
-    def idle_among(self, chain: Sequence[Node], starts: Sequence[int]) -> int:
+    def idle_among(self, chain: Sequence[PrefixNode], starts: Sequence[int]) -> int:
         """Returns how many idle blocks a sequence would take by holding this chain."""
         idle = self._full * sum(node.holders == 0 for node in chain)
         return idle + sum(node.window_holders[g] == 0 for g in self._windowed for node in chain[starts[g] :])
 
-    def hold(self, chain: Sequence[Node], starts: Sequence[int]) -> None:
+    def hold(self, chain: Sequence[PrefixNode], starts: Sequence[int]) -> None:
         """Holds a chain of nodes, and of each layer group the blocks from `starts` on, which have proved useful."""
         for node in chain:
             self._hold_node(node)
@@ -98,14 +98,14 @@ class BlockTrie:
                 self._hold_window(node, group)
                 node.kept = True
 
-    def publish(self, chain: Sequence[Node], salt: str, tokens: Sequence[int], blocks: list[int]) -> Node:
+    def publish(self, chain: Sequence[PrefixNode], salt: str, tokens: Sequence[int], blocks: list[int]) -> PrefixNode:
         """Holds the node one block below `chain`. `blocks` back it if nobody had computed it before, and fill in
         windowed blocks that were evicted since."""
         parent = chain[-1] if chain else self._root
         key = self._key(salt, tokens, len(chain))
         node = parent.children.get(key)
         if node is None:
-            node = parent.children[key] = Node(parent, key, blocks, self._held_once.copy())
+            node = parent.children[key] = PrefixNode(parent, key, blocks, self._held_once.copy())
             return node
         self._hold_node(node)
         for group in self._windowed:
@@ -116,7 +116,7 @@ class BlockTrie:
                 self._hold_window(node, group)
         return node
 
-    def drop(self, chain: Sequence[Node], starts: Sequence[int]) -> None:
+    def drop(self, chain: Sequence[PrefixNode], starts: Sequence[int]) -> None:
         """Lets go of a held chain, given from the root down, and of each layer group's blocks from `starts` on: the
         stream is likely to be continued there."""
         for index in range(len(chain) - 1, -1, -1):
@@ -129,7 +129,7 @@ class BlockTrie:
             if node.holders == 0:
                 self._rest(node)
 
-    def drop_window(self, node: Node, group: int) -> None:
+    def drop_window(self, node: PrefixNode, group: int) -> None:
         """Lets go of a node's block of one windowed layer group."""
         node.window_holders[group] -= 1
         if node.window_holders[group] == 0:
@@ -141,11 +141,11 @@ class BlockTrie:
         """Forgets the least recently used idle blocks and returns them: a leaf's blocks of all groups, or of windowed
         groups alone."""
         idle, _ = (self._behind or self._idle).popitem(last=False)
-        if isinstance(idle, Node):
+        if isinstance(idle, PrefixNode):
             return self._remove(idle)
         return self._evict_window(*idle)
 
-    def nodes(self) -> Iterator[Node]:
+    def nodes(self) -> Iterator[PrefixNode]:
         """Yields all nodes."""
         stack = list(self._root.children.values())
         while stack:
@@ -157,7 +157,7 @@ class BlockTrie:
         """Returns what is idle, from the next to be evicted on."""
         return [*self._behind, *self._idle]
 
-    def _hole(self, chain: Sequence[Node], count: int) -> int:
+    def _hole(self, chain: Sequence[PrefixNode], count: int) -> int:
         """Returns a block that is missing in the windows before the end of `count` blocks; -1: none is. No prefix can
         be reused that is shorter and has this block."""
         if not self._windowed:
@@ -167,19 +167,19 @@ class BlockTrie:
             (at for g in self._windowed for at in range(starts[g], count) if chain[at].blocks[g] < 0), default=-1
         )
 
-    def _hold_node(self, node: Node) -> None:
+    def _hold_node(self, node: PrefixNode) -> None:
         if node.holders == 0 and self._full:
             del self._idle[node]
             self.idle_blocks -= self._full
         node.holders += 1
 
-    def _hold_window(self, node: Node, group: int) -> None:
+    def _hold_window(self, node: PrefixNode, group: int) -> None:
         if node.window_holders[group] == 0:
             self._unqueue(node, group)
             self.idle_blocks -= 1
         node.window_holders[group] += 1
 
-    def _unqueue(self, node: Node, group: int) -> bool:
+    def _unqueue(self, node: PrefixNode, group: int) -> bool:
         """Takes a windowed block out of the queue that it is in; returns False if it is in none."""
         for queue in (self._idle, self._behind):
             if (node, group) in queue:
@@ -187,7 +187,7 @@ class BlockTrie:
                 return True
         return False
 
-    def _rest(self, node: Node) -> None:
+    def _rest(self, node: PrefixNode) -> None:
         """Makes a node idle that nobody holds."""
         if self._full:
             self._idle[node] = None
@@ -195,7 +195,7 @@ class BlockTrie:
         else:
             self._prune(node)
 
-    def _remove(self, node: Node) -> list[int]:
+    def _remove(self, node: PrefixNode) -> list[int]:
         """Takes a leaf that nobody holds out of the trie and returns its blocks."""
         assert node.parent is not None
         del node.parent.children[node.key]
@@ -206,7 +206,7 @@ class BlockTrie:
         self._removed(node)
         return freed
 
-    def _evict_window(self, node: Node, group: int) -> list[int]:
+    def _evict_window(self, node: PrefixNode, group: int) -> list[int]:
         """Frees a node's block of one group and its idle blocks of groups with no larger window: every prefix that
         needs those needs this one too, so they are of no use without it."""
         freed = []
@@ -219,7 +219,7 @@ class BlockTrie:
             self._prune(node)
         return freed
 
-    def _prune(self, node: Node | None) -> None:
+    def _prune(self, node: PrefixNode | None) -> None:
         """Removes nodes without blocks that nobody needs, from a node upwards. Where all groups are windowed, nodes
         without blocks stay as long as they lead to nodes that have some."""
         while node and node.parent and not node.holders and not node.children and max(node.blocks) < 0:

@@ -14,8 +14,8 @@ from typing import Any
 from penstock.core import hashing
 from penstock.core.block_events import BlockEvents
 from penstock.core.kvcache import KvCache
-from penstock.core.policy import Load, Policy, Room, StandardPolicy
-from penstock.core.prefix import Node
+from penstock.core.policy import Policy, Room, ServingLoad, StandardPolicy
+from penstock.core.prefix import PrefixNode
 from penstock.core.recent import RecentStreams
 from penstock.core.refusal import refuse_impossible, refuse_unworkable
 from penstock.core.sequence import Sequence
@@ -234,7 +234,7 @@ class Scheduler:
             if self._should_wait(seq):
                 index += 1
                 continue
-            load = Load(len(self.running), self._running_background, self._foreground)
+            load = ServingLoad(len(self.running), self._running_background, self._foreground)
             if not self.policy.may_start(seq, budget, load, self.now):
                 break
             known = self.cache.match(seq)
@@ -256,7 +256,7 @@ class Scheduler:
         """Returns whether a token of the sequence, or a block that it can reuse, is still in flight."""
         return seq.end > len(seq.tokens) or seq.awaited_hash in self.cache.in_flight
 
-    def _start(self, seq: Sequence, known: list[Node], matched: list[Node], budget: int) -> Row:
+    def _start(self, seq: Sequence, known: list[PrefixNode], matched: list[PrefixNode], budget: int) -> Row:
         """Makes a waiting sequence run on its matched prefix; returns its first row."""
         cache = self.cache
         self._grown += cache.open(seq, matched, len(known))

@@ -3,7 +3,7 @@ its blocks, and the states its saves."""
 
 from __future__ import annotations
 
-from penstock.core.prefix import Node
+from penstock.core.prefix import PrefixNode
 from penstock.types import Nearest, Report
 
 
@@ -119,11 +119,11 @@ class Sequence:
         self.capacity = 0  # positions that its block tables cover
         self.next_full = 0  # once this many positions are computed, another block is full
         self.prefix_ends: tuple[int, ...] = ()  # blocks after which other streams are likely to diverge
-        self.nodes: list[Node] = []  # the first len(nodes) blocks are shared through the prefix cache
+        self.nodes: list[PrefixNode] = []  # the first len(nodes) blocks are shared through the prefix cache
         self.block_hashes: list[bytes] = []  # chain hashes of its full prompt blocks, see kvcache.py
         self.awaited_hash: bytes | None = None  # the block in flight that it waits to reuse
         self.saving: list[int] = []  # positions at which its recurrent state is still to be saved, or just being
-        self.rolling: Node | None = None  # the node whose end its answer's recurrent state was saved at last
+        self.rolling: PrefixNode | None = None  # the node whose end its answer's recurrent state was saved at last
 
     @property
     def reuses_prefix(self) -> bool:

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import takewhile
 
-from penstock.core.prefix import Node
+from penstock.core.prefix import PrefixNode
 from penstock.core.sequence import Sequence as TokenSequence
 from penstock.types import Row
 
@@ -25,7 +25,7 @@ class NoStates:
     total = 0
     pending: Collection[int] = ()  # places to be written by steps that are not committed yet
 
-    def deepest(self, chain: Sequence[Node], count: int) -> int:
+    def deepest(self, chain: Sequence[PrefixNode], count: int) -> int:
         """Returns how many of a chain's first `count` blocks a sequence can begin with."""
         return count
 
@@ -36,7 +36,7 @@ class NoStates:
         `other` is computing the first of them."""
         return ahead[0]
 
-    def begin(self, seq: TokenSequence, matched: Sequence[Node], known: int, diverges: Callable[[], int]) -> int:
+    def begin(self, seq: TokenSequence, matched: Sequence[PrefixNode], known: int, diverges: Callable[[], int]) -> int:
         """Decides where the state of a sequence that starts will be saved; returns the place of the saved state that
         it begins with, or -1."""
         return -1
@@ -55,13 +55,13 @@ class NoStates:
     def give_back(self, row: Row) -> None:
         """Frees the place of a row that wrote nothing of use there."""
 
-    def forget(self, node: Node) -> None:
+    def forget(self, node: PrefixNode) -> None:
         """Frees the state saved at the end of a node that leaves the trie."""
 
     def leave(self, seq: TokenSequence) -> None:
         """Forgets what a sequence that ends or is preempted would still have saved."""
 
-    def saved(self) -> dict[Node, int]:
+    def saved(self) -> dict[PrefixNode, int]:
         """Returns the place of each saved state."""
         return {}
 
@@ -70,7 +70,7 @@ class NoStates:
         return []
 
 
-class RecurrentStates(NoStates):
+class SavedStates(NoStates):
     """Saves states in `places` places: at the ends of prompts, where prompts diverge, every `spacing` positions, and
     every few blocks of an answer, of which only the latest is kept."""
 
@@ -80,10 +80,10 @@ class RecurrentStates(NoStates):
         self._block_size = block_size
         self._spacing = spacing
         self._free = list(range(places - 1, -1, -1))
-        self._saved: OrderedDict[Node, int] = OrderedDict()  # the least recently used one comes first
+        self._saved: OrderedDict[PrefixNode, int] = OrderedDict()  # the least recently used one comes first
         self._read: set[int] = set()  # places that rows of the step being planned begin with
 
-    def deepest(self, chain: Sequence[Node], count: int) -> int:
+    def deepest(self, chain: Sequence[PrefixNode], count: int) -> int:
         return next((length for length in range(count, 0, -1) if chain[length - 1] in self._saved), 0)
 
     def awaited(
@@ -94,7 +94,7 @@ class RecurrentStates(NoStates):
         saved = [at // self._block_size - matched for at in other.saving]
         return next((ahead[count - 1] for count in reversed(saved) if 0 < count <= shared), None)
 
-    def begin(self, seq: TokenSequence, matched: Sequence[Node], known: int, diverges: Callable[[], int]) -> int:
+    def begin(self, seq: TokenSequence, matched: Sequence[PrefixNode], known: int, diverges: Callable[[], int]) -> int:
         """Blocks that are `known` beyond the matched ones show where prompts diverge, and so do prompts that wait: the
         next to come that far shall find a state there."""
         if seq.prefix_cache:
@@ -126,20 +126,20 @@ class RecurrentStates(NoStates):
         if row.save >= 0:
             self._give_back_place(row.save)
 
-    def forget(self, node: Node) -> None:
+    def forget(self, node: PrefixNode) -> None:
         if node in self._saved:
             self._free.append(self._saved.pop(node))
 
     def leave(self, seq: TokenSequence) -> None:
         seq.saving, seq.rolling = [], None
 
-    def saved(self) -> dict[Node, int]:
+    def saved(self) -> dict[PrefixNode, int]:
         return dict(self._saved)
 
     def free(self) -> list[int]:
         return list(self._free)
 
-    def _read_state(self, node: Node) -> int:
+    def _read_state(self, node: PrefixNode) -> int:
         self._saved.move_to_end(node)
         self._read.add(self._saved[node])
         return self._saved[node]
@@ -161,7 +161,7 @@ class RecurrentStates(NoStates):
         self.pending.add(place)
         return place
 
-    def _keep_at(self, place: int, node: Node) -> None:
+    def _keep_at(self, place: int, node: PrefixNode) -> None:
         if node in self._saved:
             self._give_back_place(place)
         else:

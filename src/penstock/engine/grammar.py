@@ -33,7 +33,7 @@ LONGEST_REASON = 400  # characters of the library's words that are passed on
 WHITESPACE = {"whitespace_pattern": r" |\n[ \t]{0,20}"}  # small models never stop where any run of spaces may follow
 
 
-class Vocabulary(Protocol):
+class GrammarVocabulary(Protocol):
     """Tells what a grammar must know of a model's tokens."""
 
     vocab_size: int
@@ -59,7 +59,7 @@ class Costs:
 class Grammars:
     """Compiles and keeps grammars. Nothing is loaded and no thread is started before the first one."""
 
-    def __init__(self, vocabulary: Callable[[], Vocabulary], width: int) -> None:
+    def __init__(self, vocabulary: Callable[[], GrammarVocabulary], width: int) -> None:
         self.costs = Costs()
         self._vocabulary = vocabulary
         self._width = width  # of the logits
@@ -265,7 +265,7 @@ def _reason(error: str) -> str:
     return words or "nothing may follow what was sampled"
 
 
-def _tokenizer(vocabulary: Vocabulary, width: int) -> LLTokenizer:
+def _tokenizer(vocabulary: GrammarVocabulary, width: int) -> LLTokenizer:
     try:
         from llguidance import LLTokenizer, TokenizerWrapper
     except ImportError as error:
@@ -280,7 +280,7 @@ def _tokenizer(vocabulary: Vocabulary, width: int) -> LLTokenizer:
 class _LibraryTokenizer:
     """Presents a vocabulary as the library reads it; logits past the vocabulary belong to no token."""
 
-    def __init__(self, vocabulary: Vocabulary, width: int) -> None:
+    def __init__(self, vocabulary: GrammarVocabulary, width: int) -> None:
         self._encode = vocabulary.encode
         self.eos_token_id = min(vocabulary.eos_ids)
         self.bos_token_id = vocabulary.bos_id

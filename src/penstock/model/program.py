@@ -47,7 +47,7 @@ class Value:
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class OpNode:
     """Represents one op. Attributes are specs, weights and numbers, by the names of the op's parameters."""
 
     op: str
@@ -60,7 +60,7 @@ class Node:
         """Returns the weight that a product multiplies its first input by; None for other ops."""
         return self.attributes[PRODUCTS[self.op]] if self.op in PRODUCTS else None
 
-    def having(self, **attributes: Any) -> Node:
+    def having(self, **attributes: Any) -> OpNode:
         """Returns this node with further attributes."""
         return replace(self, attributes={**self.attributes, **attributes})
 
@@ -82,7 +82,7 @@ class Capabilities:
     prepares: Callable[[Weight], bool] = lambda weight: False  # products read its rows from a prepared buffer
     produces_prepared: frozenset[str] = frozenset()  # ops that can write rows as the only product that reads them wants
     in_place: frozenset[str] = frozenset()  # ops, among those that TAKES_OVER names, that may compute in place
-    scratch: Callable[[Node], Sequence[Buffer]] = lambda node: ()  # buffers that an op needs while it runs
+    scratch: Callable[[OpNode], Sequence[Buffer]] = lambda node: ()  # buffers that an op needs while it runs
     uniform: bool = False  # activations are float32 anyway, so that precision makes no difference to buffers
 
 
@@ -90,7 +90,7 @@ class Capabilities:
 class Program:
     """Holds a recorded forward pass: nodes in the order in which they run, and the buffers that they use."""
 
-    nodes: tuple[Node, ...]
+    nodes: tuple[OpNode, ...]
     buffers: tuple[Buffer, ...]
     places: tuple[tuple[int, ...], ...]  # for each node, the buffers of its inputs, outputs and scratch, in this order
     answer: Value  # what the forward pass returns
@@ -118,7 +118,7 @@ class Program:
 class Recorder:
     """Implements the ops of model/ops.py: each call appends a node and returns the value it will compute."""
 
-    nodes: list[Node] = field(default_factory=list)
+    nodes: list[OpNode] = field(default_factory=list)
     pooled: Value | None = None
     _values: int = 0
 
@@ -193,7 +193,7 @@ class Recorder:
         if residual is None:
             return self._add(op, (x,), out, **attributes), x
         total = self._value(x.symbol, x.width)
-        self.nodes.append(Node(op, (x, residual), (out, total), attributes))
+        self.nodes.append(OpNode(op, (x, residual), (out, total), attributes))
         return out, total
 
     def _value(self, symbol: str, width: int, precision: Precision = "activation") -> Value:
@@ -204,7 +204,7 @@ class Recorder:
         return self._value(x.symbol, x.width, x.precision)
 
     def _add(self, op: str, inputs: tuple[Value, ...], out: Value, **attributes: Any) -> Value:
-        self.nodes.append(Node(op, inputs, (out,), attributes))
+        self.nodes.append(OpNode(op, inputs, (out,), attributes))
         return out
 
 
@@ -215,7 +215,7 @@ def record(model: Forward, can: Capabilities) -> Program:
     held = [value for value in (answer, recorder.pooled) if value is not None]  # read after the last node
     reads = Counter(value.id for value in [*held, *(value for node in recorder.nodes for value in node.inputs)])
     nodes = prepare_rows(fuse_gates(recorder.nodes, reads, can), reads, can)
-    layout = Layout(nodes, held, can)
+    layout = BufferLayout(nodes, held, can)
     places = tuple(layout.place(index, node) for index, node in enumerate(nodes))
     return Program(
         nodes=tuple(nodes),
@@ -228,9 +228,9 @@ def record(model: Forward, can: Capabilities) -> Program:
     )
 
 
-def fuse_gates(nodes: Iterable[Node], reads: Counter[int], can: Capabilities) -> list[Node]:
+def fuse_gates(nodes: Iterable[OpNode], reads: Counter[int], can: Capabilities) -> list[OpNode]:
     """Joins a product and the act_and_mul that alone reads it, where the backend computes both in one launch."""
-    fused: list[Node] = []
+    fused: list[OpNode] = []
     for node in nodes:
         before = fused[-1] if fused else node
         if (
@@ -238,16 +238,16 @@ def fuse_gates(nodes: Iterable[Node], reads: Counter[int], can: Capabilities) ->
             and reads_alone(before, node, reads)
             and can.fuses_gate(before.attributes["weight"], node.attributes["act"])
         ):
-            fused[-1] = Node("gated_linear", before.inputs, node.outputs, {**before.attributes, **node.attributes})
+            fused[-1] = OpNode("gated_linear", before.inputs, node.outputs, {**before.attributes, **node.attributes})
         else:
             fused.append(node)
     return fused
 
 
-def prepare_rows(nodes: Iterable[Node], reads: Counter[int], can: Capabilities) -> list[Node]:
+def prepare_rows(nodes: Iterable[OpNode], reads: Counter[int], can: Capabilities) -> list[OpNode]:
     """Tells an op whose rows only the next product reads for which weight they are (`consumer`), so that it may write
     them in the form which that product wants; the product is told that they may come so (`prepared`)."""
-    found: list[Node] = []
+    found: list[OpNode] = []
     for node in nodes:
         before = found[-1] if found else node
         if (
@@ -262,15 +262,15 @@ def prepare_rows(nodes: Iterable[Node], reads: Counter[int], can: Capabilities) 
     return found
 
 
-def reads_alone(before: Node, node: Node, reads: Counter[int]) -> bool:
+def reads_alone(before: OpNode, node: OpNode, reads: Counter[int]) -> bool:
     """Returns whether nothing but the first input of `node` reads the first output of `before`."""
     return node.inputs[:1] == before.outputs[:1] and reads[before.outputs[0].id] == 1
 
 
-class Layout:
+class BufferLayout:
     """Gives values buffers. A buffer is free again when no later node reads its value."""
 
-    def __init__(self, nodes: Sequence[Node], held: Iterable[Value], can: Capabilities) -> None:
+    def __init__(self, nodes: Sequence[OpNode], held: Iterable[Value], can: Capabilities) -> None:
         self.buffers: list[Buffer] = []
         self._can = can
         self._prepared = {n.inputs[0].id for n in nodes if n.op in PRODUCTS and can.prepares(n.weight)}
@@ -279,7 +279,7 @@ class Layout:
         self._places: dict[int, int] = {}  # by value
         self._free: dict[Buffer, list[int]] = {}
 
-    def place(self, index: int, node: Node) -> tuple[int, ...]:
+    def place(self, index: int, node: OpNode) -> tuple[int, ...]:
         """Returns the buffers of the node's inputs, outputs and scratch. Nodes are placed in their order."""
         inputs = [self._places[value.id] for value in node.inputs]
         if node.op in self._can.in_place:
@@ -301,7 +301,7 @@ class Layout:
         """Returns the buffer that holds the value now."""
         return self._places[value.id]
 
-    def _take_over(self, index: int, node: Node) -> None:
+    def _take_over(self, index: int, node: OpNode) -> None:
         """Gives an output the buffer of the input that it may overwrite, if nothing else needs that input."""
         output, source = TAKES_OVER[node.op]
         if output >= len(node.outputs) or source >= len(node.inputs):

@@ -1,8 +1,10 @@
-"""What a tensor is for. A tensor gets its role together with its canonical name, and keeps it until it is packed."""
+"""Defines what a tensor is for. A tensor gets its role with its canonical name and keeps it until it is packed."""
 
 from __future__ import annotations
 
 from enum import Enum
+
+from penstock.model.spec import ATTENTION_VECTORS
 
 
 class Role(Enum):
@@ -65,7 +67,7 @@ _PARTS = {
         *("q_norm", "k_norm", "kv_norm"),
     ),
     Role.ROUTER_BIAS: ("choice_bias",),
-    Role.HEAD_PARAMETER: ("sinks", "decay", "decay_log", "dt"),
+    Role.HEAD_PARAMETER: (*ATTENTION_VECTORS, "decay", "decay_log", "dt"),
 }
 ROLES = {part: role for role, parts in _PARTS.items() for part in parts}  # by the canonical name of a part
 BIAS = ".bias"  # what the canonical name of a bias ends with, after that of its weight

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 
@@ -15,6 +15,11 @@ class RopeSpec:
     inv_freq: tuple[float, ...]
     interleaved: bool  # pairs are (2i, 2i+1) as in GGUF llama files, or (i, i + pairs) as in Hugging Face's
     scale: float = 1.0
+
+
+ATTENTION_VECTORS = ("sinks",)  # options of attention that come with a vector of that name, one number per head
+SHAPES = ("heads", "kv_heads", "head_dim", "v_dim")
+COMPUTED_AROUND = ("rope", "multiplier", "qk_norm", "output_gate")  # kernels get the results, or other ops compute them
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +63,14 @@ class AttentionSpec:
     def vectors(self) -> dict[str, int]:
         """Returns the vectors that `attend` takes besides qkv, with their sizes. A layer's checkpoint has a tensor with
         each name."""
-        return {"sinks": self.heads} if self.sinks else {}
+        return {name: self.heads for name in ATTENTION_VECTORS if getattr(self, name)}
+
+    @property
+    def options(self) -> dict[str, float]:
+        """Returns the numbers and flags that kernels of attention take, by name: all fields but shapes, vectors and
+        what is computed around them."""
+        others = (*SHAPES, *COMPUTED_AROUND, *ATTENTION_VECTORS)
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in others}
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +224,7 @@ class ModelSpec:
 
     @property
     def kv_group_layers(self) -> int:
-        """How many layers a KV block has room for."""
+        """Returns how many layers a KV block has room for."""
         return max(len(group.layers) for group in self.kv_groups)
 
     @property

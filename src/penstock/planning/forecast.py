@@ -23,7 +23,7 @@ BATCH_SIZES = (1, 8, 32, 64, 128, 256)  # sequences
 
 
 class Speed(NamedTuple):
-    """Forecasts the speed of a model."""
+    """Holds the forecast speed of a model."""
 
     prompt: int  # tokens
     first_token: float  # seconds when nothing else runs; of an encoder, to the embedding

@@ -1,4 +1,4 @@
-"""Uploaded files, each named by its SHA-256.
+"""Stores uploaded files, each named by its SHA-256.
 
 <home>/blobs/<sha256>           a file, complete and verified
 <home>/blobs/<sha256>.<…>.part  an upload in progress, or what an interrupted one left

@@ -1,4 +1,4 @@
-"""Where models are stored on this machine.
+"""Knows where models are stored on this machine.
 
 <home>/models/<model>/         the files of a fetched model, complete
 <home>/records/<model>.json    its record, written last: a model without one is not in the store

@@ -1,4 +1,4 @@
-"""A model's tokenizer and chat template together."""
+"""Puts a model's tokenizer and chat template together."""
 
 from __future__ import annotations
 

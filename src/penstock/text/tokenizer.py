@@ -75,7 +75,7 @@ class Tokenizer:
 
 
 class _TokenBytes(dict[int, bytes]):
-    """Caches the bytes of each token."""
+    """Keeps the bytes of each token once they are known."""
 
     def __init__(self, spec: TokenizerSpec) -> None:
         self._spec = spec

@@ -1,4 +1,4 @@
-"""What a tokenizer is built from: the library's tokenizer, and facts about its tokens that the library does not
+"""Defines what a tokenizer is built from: the library's tokenizer, and facts about its tokens that the library does not
 know."""
 
 from __future__ import annotations

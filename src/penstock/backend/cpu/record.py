@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
 from typing import Any, cast
 
 import numpy as np
@@ -14,11 +13,10 @@ from penstock.backend.cpu._native import Weight
 from penstock.backend.cpu.weights import HeadWeights
 from penstock.model import program
 from penstock.model.ops import DeltaWeights, ExpertWeights, Vectors
-from penstock.model.program import TAKES_OVER, Buffer, Capabilities, Node, Value
-from penstock.model.spec import AttentionSpec, DeltaSpec, ExpertSpec, RopeSpec
+from penstock.model.program import TAKES_OVER, Buffer, Capabilities, OpNode, Value
+from penstock.model.spec import SHAPES, AttentionSpec, DeltaSpec, ExpertSpec, RopeSpec
 
 NO_ROTATION = -1
-COMPUTED_ELSEWHERE = ("rope", "multiplier", "qk_norm", "output_gate")  # options of attention, by other ops
 
 
 class Emitter:
@@ -80,7 +78,7 @@ def matrices_of(weight: Weight | ExpertWeights | HeadWeights) -> list[Weight]:
     return [weight.weight if isinstance(weight, HeadWeights) else weight]
 
 
-def scratch(node: Node) -> tuple[Buffer, ...]:
+def scratch(node: OpNode) -> tuple[Buffer, ...]:
     """Returns the buffers that a node needs while it runs: a delta net's convolved q, k and v."""
     return (Buffer("T", node.attributes["spec"].width),) if node.op == "delta_net" else ()
 
@@ -138,11 +136,13 @@ def attend_mla(
 
 
 def numbers_of(spec: AttentionSpec) -> dict[str, float]:
-    """Returns the spec's numbers and flags by name. The native side refuses those that it does not know, so what has no
-    effect, what other ops compute and flags of vectors (which are passed themselves) are left out."""
-    told = {option.name: getattr(spec, option.name) for option in fields(spec) if option.name not in COMPUTED_ELSEWHERE}
-    numbers = {name: float(value) for name, value in told.items() if value and name not in spec.vectors}
-    return numbers | {"scale": spec.scale, "interleaved": spec.rope.interleaved, "causal": spec.causal}
+    """Returns what the native attention is told by name. It refuses what it does not know."""
+    return {**picked(spec, *SHAPES, "scale"), "interleaved": spec.rope.interleaved, **spec.options}
+
+
+def picked(spec: Any, *names: str) -> dict[str, Any]:
+    """Returns these attributes by name."""
+    return {name: getattr(spec, name) for name in names}
 
 
 def act_and_mul(emit: Emitter, x: int, out: int, *, act: str) -> None:
@@ -181,14 +181,7 @@ def moe(emit: Emitter, x: int, router_logits: int, out: int, *, experts: ExpertW
         list(experts.down),
         cast(Floats, experts.choice_bias),
         out,
-        top_k=spec.top_k,
-        act=spec.act,
-        scoring=spec.scoring,
-        renormalize=spec.renormalize,
-        scale=spec.scale,
-        groups=spec.groups,
-        top_k_groups=spec.top_k_groups,
-        group_score=spec.group_score,
+        **picked(spec, "top_k", "act", "scoring", "renormalize", "scale", "groups", "top_k_groups", "group_score"),
     )
 
 
@@ -210,16 +203,9 @@ def delta_net(
         mixed,
         out,
         layer=layer,
-        k_heads=spec.k_heads,
-        v_heads=spec.v_heads,
-        k_dim=spec.k_dim,
-        v_dim=spec.v_dim,
-        conv_width=spec.conv_width,
-        tiled=spec.tiled,
+        **picked(spec, "k_heads", "v_heads", "k_dim", "v_dim", "conv_width", "tiled"),
         conv=np.ascontiguousarray(weights.conv.reshape(spec.width, spec.conv_width).T).reshape(-1),
-        decay=weights.decay,
-        dt_bias=weights.dt_bias,
-        gain=weights.gain,
+        **picked(weights, "decay", "dt_bias", "gain"),
         eps=eps,
     )
 

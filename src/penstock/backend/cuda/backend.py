@@ -35,15 +35,15 @@ from penstock.backend.cuda.footprint import STORED_BITS, stored_as, weight_bytes
 from penstock.backend.cuda.graphs import Graphs, bucket_mixed_rows, common_shapes, padded
 from penstock.backend.cuda.inputs import AttentionPlan, DeviceInputs, Shape
 from penstock.backend.cuda.kernels.prefill_attention import tokens_per_tile
-from penstock.backend.cuda.kernels.skinny_gemm import SplitKScratch
+from penstock.backend.cuda.kernels.split_k import SplitKScratch
 from penstock.backend.cuda.kv_cache import by_index, layout_of
 from penstock.backend.cuda.launchers import Memory
 from penstock.backend.cuda.pooling import PoolingSums, read
 from penstock.backend.cuda.precompile import Compiler
-from penstock.backend.cuda.program import CudaProgram, Sizes
+from penstock.backend.cuda.program import CudaProgram, StepSizes
 from penstock.backend.cuda.quantized_weights import Workspace
 from penstock.backend.cuda.recurrent_states import words
-from penstock.backend.cuda.sampler import PendingLogprobs, Sampler
+from penstock.backend.cuda.sampler import DeviceSampler, PendingLogprobs
 from penstock.backend.cuda.staging import Staging
 from penstock.backend.cuda.weights import Weight, pack, stacked_values
 from penstock.backend.pooling import with_pooled
@@ -119,7 +119,7 @@ class CudaBackend:
         self._quantize = quantize
         self._kv_layout = layout_of(kv, dtype)
         rows = bucket_mixed_rows(max_rows)
-        self._sizes = Sizes(max(max_tokens, rows), rows)
+        self._sizes = StepSizes(max(max_tokens, rows), rows)
         self._stream = torch.cuda.Stream(self._device) if on_gpu else None
         self._answering: Any = torch.cuda.Stream(self._device) if on_gpu else None
         self._capture = graphs and self._stream is not None
@@ -128,7 +128,7 @@ class CudaBackend:
         self._memory = Memory(last=torch.zeros(rows + 1, **ints), tokens=torch.zeros(self._sizes.tokens, **ints))
         self._workspace = Workspace(SplitKScratch.on(self._device), self._sizes.tokens)
         self._chosen = [torch.zeros(self._sizes.tokens, **ints) for _ in range(IN_FLIGHT)]
-        self._sampler = Sampler(self._device, rows)
+        self._sampler = DeviceSampler(self._device, rows)
         self._pools = PoolingSums(rows)
         self._blocks = CudaBlocks(self._memory, self._device, self._on_stream)
         self.kv: BlockMemory = self._blocks
@@ -141,7 +141,7 @@ class CudaBackend:
     # -- loading -------------------------------------------------------------------------------------------------
 
     def pack_matrix(self, parts: Sequence[Tensor], bias: Sequence[Tensor | None]) -> Weight:
-        with self._shortage(f"the weight {parts[0].name}"):
+        with self._on_device(), self._shortage(f"the weight {parts[0].name}"):
             return pack(parts, bias, self._device, self._dtype, self._workspace, self._quantize)
 
     def pack_vector(self, tensor: Tensor) -> Any:
@@ -149,7 +149,7 @@ class CudaBackend:
 
     def pack_experts(self, up: Sequence[Stack], down: Sequence[Stack], choice_bias: Tensor | None) -> Any:
         about = self._device, self._dtype, self._workspace, self._quantize
-        with self._shortage(f"the experts of {up[0].parts[0].name}"):
+        with self._on_device(), self._shortage(f"the experts of {up[0].parts[0].name}"):
             bias = None if choice_bias is None else self.pack_vector(choice_bias)
             return ExpertWeights(pack_matrices(up, *about), pack_matrices(down, *about), bias)
 
@@ -157,7 +157,7 @@ class CudaBackend:
         """Returns values of 16 bits (or 32, in tests) in any case: they are a small part of a model."""
         heads, rows, width = tensor.shape
         flat = replace(tensor, shape=(heads * rows, width))
-        with self._shortage(f"the weight {tensor.name}"):
+        with self._on_device(), self._shortage(f"the weight {tensor.name}"):
             return stacked_values([flat], self._device, self._dtype, self._workspace.transfer).view(heads, rows, width)
 
     def load(self, model: Model, program: int = 0) -> None:

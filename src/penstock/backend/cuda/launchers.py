@@ -15,7 +15,7 @@ import torch
 
 from penstock.backend.cuda.experts import compute_experts
 from penstock.backend.cuda.inputs import DeviceInputs
-from penstock.backend.cuda.kernels import delta_rule, layer_norm, norm
+from penstock.backend.cuda.kernels import delta_rule, norm
 from penstock.backend.cuda.kernels import norm_qk as norm_qk_kernel
 from penstock.backend.cuda.kernels.decode_attention import Rotation, decode_attention
 from penstock.backend.cuda.kernels.expert_routing import ExpertPermutation
@@ -29,7 +29,7 @@ from penstock.backend.cuda.kv_cache import LayerCache
 from penstock.backend.cuda.weights import Weight
 from penstock.errors import UnsupportedModel
 from penstock.model.ops import DeltaWeights, ExpertWeights, Vectors
-from penstock.model.program import Buffer, Capabilities, Node
+from penstock.model.program import Buffer, Capabilities, OpNode
 from penstock.model.spec import AttentionSpec, DeltaSpec, ExpertSpec
 
 ACTIVATIONS: dict[str, Callable[..., Any]] = {
@@ -83,13 +83,16 @@ class Context:
         return self._permutations[key]
 
 
-def bind(node: Node, context: Context) -> Callable[..., None]:
+def bind(node: OpNode, context: Context) -> Callable[..., None]:
     """Returns the node's launch: call it with a step and the node's buffers."""
     if node.op in SUPPORTED_ACTIVATIONS:
         check_activation(node.attributes["act"], SUPPORTED_ACTIVATIONS[node.op])
     constants: dict[str, Any] = {}
     if node.op in ("attend", "attend_mla"):
         constants["frequencies"] = context.frequencies(node.attributes["spec"])
+    if node.op == "attend":
+        constants["options"] = node.attributes["spec"].options | node.attributes["vectors"]
+        constants["causal"] = constants["options"].pop("causal")  # rows of one token see themselves either way
     if node.op == "moe":
         constants["permutation"] = context.permutation(node.attributes["spec"])
     return partial(LAUNCHERS[node.op], context, **node.attributes, **constants)
@@ -101,7 +104,7 @@ def check_activation(act: str, supported: Collection[str]) -> None:
         raise UnsupportedModel(f"the activation {act!r} is not computed here; those that are: {', '.join(supported)}")
 
 
-def scratch(node: Node) -> tuple[Buffer, ...]:
+def scratch(node: OpNode) -> tuple[Buffer, ...]:
     """Returns the buffers that a node needs while it runs."""
     if node.op == "gated_linear":
         return (Buffer(node.outputs[0].symbol, node.attributes["weight"].rows),)  # the product before its gate
@@ -157,7 +160,7 @@ def add_layer_norm(
     consumer: Weight | None = None,
 ) -> None:
     residual, out, total = others if len(others) == 3 else (None, others[0], None)
-    layer_norm.add_layer_norm(x, residual, gain, bias, eps, out, total, fp8_rows(consumer, out))
+    norm.add_layer_norm(x, residual, gain, bias, eps, out, total, fp8_rows(consumer, out))
 
 
 def linear(context: Context, step: DeviceInputs, x: Any, out: Any, *, weight: Weight, prepared: bool = False) -> None:
@@ -204,21 +207,22 @@ def attend(
     spec: AttentionSpec,
     vectors: Vectors,
     frequencies: Any,
+    options: dict[str, Any],
+    causal: bool,
 ) -> None:
     rope, step = spec.rope, step.of(context.memory.groups[layer])
     (cache, scales), rotation = context.memory.caches[layer], None
     if len(step.tiles):
         rope_options = frequencies, rope.scale, len(rope.inv_freq), rope.interleaved
         rope_and_store(qkv, *rope_options, step.positions, step.places, cache, scales)
-        about = spec.scale, spec.window, scales, spec.soft_cap, spec.causal
-        prefill_attention(qkv, cache, step.tiles, step.tables, step.header, out, *about, **vectors)
+        places = step.tiles, step.tables, step.header
+        prefill_attention(qkv, cache, *places, out, spec.scale, scales=scales, causal=causal, **options)
     else:
         rotation = Rotation(frequencies, step.places, rope.scale, len(rope.inv_freq), rope.interleaved)
     if len(step.splits):
-        split_kv, options = context.memory.split_kv, (spec.scale, spec.window, scales, spec.soft_cap)
-        decode_attention(
-            qkv, cache, step.splits, step.tables, step.header, out, split_kv, rotation, *options, **vectors
-        )
+        places = step.splits, step.tables, step.header
+        split_kv = context.memory.split_kv
+        decode_attention(qkv, cache, *places, out, split_kv, rotation, spec.scale, scales=scales, **options)
 
 
 def attend_mla(

@@ -48,7 +48,7 @@ class Compiler:
             self._under_way[key] = self._threads.submit(compiled, compile), finish
 
     def done(self, seconds: float | None = None) -> bool:
-        """Whether all that was begun is there after so many seconds at most."""
+        """Returns whether all kernels that were begun are compiled, after waiting at most so many seconds."""
         pending = wait([future for future, _ in self._under_way.values()], seconds).not_done
         if pending:
             return False

@@ -23,7 +23,7 @@ Launch = tuple[Callable[..., None], tuple[int, ...]]  # a launcher and the buffe
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class StepSizes:
     """Bounds the largest step."""
 
     tokens: int
@@ -33,11 +33,14 @@ class Sizes:
 class CudaProgram:
     """Holds a model's launches and the buffers of their values."""
 
-    def __init__(self, model: Model, memory: Memory, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, model: Model, memory: Memory, sizes: StepSizes, device: torch.device, dtype: torch.dtype
+    ) -> None:
         self.recorded = record(model, CAPABILITIES)
         self.answer = self.recorded.answer
         self.layers = self.recorded.attention_layers
         memory.states = RecurrentStates(self.recorded.recurrent_layers, sizes.rows, sizes.tokens, device)
+        self._sampling = self.recorded.first_sampled
         context = Context(memory, device)
         launches = [bind(node, context) for node in self.recorded.nodes]
         self._launches: list[Launch] = list(zip(launches, self.recorded.places, strict=True))
@@ -60,11 +63,11 @@ class CudaProgram:
 
     def run_tokens(self, step: DeviceInputs) -> None:
         """Launches everything up to the rows whose logits are wanted."""
-        self._run(self._launches[: self.recorded.first_sampled], step, 0)
+        self._run(self._launches[: self._sampling], step, 0)
 
     def run_sampled(self, step: DeviceInputs, count: int) -> Any:
         """Launches the rest, for the `count` positions that step.sampled names; returns the answer, [S, *]."""
-        self._run(self._launches[self.recorded.first_sampled :], step, count)
+        self._run(self._launches[self._sampling :], step, count)
         return self.answer_of(count)
 
     def answer_of(self, count: int) -> Any:

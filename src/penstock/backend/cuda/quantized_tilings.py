@@ -1,11 +1,13 @@
-"""Which kernel multiplies rows with a quantized matrix, and how: found on an H200 (bench/gpu/products.py --tune)."""
+"""Chooses which kernel multiplies rows with a quantized matrix, and its tiling. The tables were found on an H200
+(bench/gpu/products.py --tune).
+"""
 
 from __future__ import annotations
 
 from functools import lru_cache
 
 from penstock.backend.cuda.kernels import quant_gemm, quant_gemm_small, quant_gemv
-from penstock.backend.cuda.kernels.skinny_gemm import MAX_PARTIALS
+from penstock.backend.cuda.kernels.split_k import MAX_PARTIALS
 from penstock.backend.cuda.quant_blocks import COLUMNS
 
 SMALL_GEMM_ROWS = 16  # rows up to which the matrix is read at the speed of memory
@@ -52,7 +54,8 @@ def small_gemm_tiling(kind: str, count: int, rows: int, width: int, gated: bool 
 def quant_gemv_tiling(
     groups: int, rows: int, width: int, gated: bool = False, table: bool = False
 ) -> quant_gemv.Tiling:
-    """For one row of x and a matrix of so many groups in a tile, and a table that takes many registers or none."""
+    """Returns the tiling for one row of x and a matrix of so many groups in a tile. `table`: its values come from a
+    table, which takes many registers."""
     across = -(-width * groups // (8 * COLUMNS))  # blocks
     if gated or (rows >= TALL and groups < 4):
         warps, blocks, tiles, ahead = 2 if rows >= TALL else 8, 1, 2, 1

@@ -14,7 +14,8 @@ from penstock.model.spec import DeltaSpec
 
 
 class RecurrentStates:
-    """Of models that have any. The numbers of a step's rows are at one place, whatever its shape."""
+    """Holds the recurrent states of a model that has any. The numbers of a step's rows are at one place, whatever its
+    shape."""
 
     def __init__(self, specs: dict[int, DeltaSpec], rows: int, tokens: int, device: torch.device) -> None:
         self._specs = specs
@@ -28,7 +29,7 @@ class RecurrentStates:
 
     @property
     def bytes(self) -> int:
-        """Of one."""
+        """Returns the bytes of one sequence's state."""
         return 4 * sum(spec.state_floats for spec in self._specs.values())
 
     def reserve(self, count: int) -> None:
@@ -42,7 +43,7 @@ class RecurrentStates:
         self._numbers.copy_(staged, non_blocking=True)
 
     def rows_of(self, step: DeviceInputs) -> StateRows:
-        """As many as a step of this shape can have: each has a part or a tile of attention."""
+        """Returns as many rows as a step of this shape can have: each has a part or a tile of attention."""
         count, tokens = self._rows * ROW_FIELDS, len(step.tokens)
         most = min(tokens, len(step.splits) + len(step.tiles), self._rows)
         return StateRows(

@@ -1,4 +1,4 @@
-"""From logits to tokens and logprobs, on the device; see backend/sample.py for what that means."""
+"""Turns logits into tokens and logprobs, on the device; see backend/sample.py for what that means."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class PendingLogprobs(NamedTuple):
 
 
 @dataclass(slots=True)
-class Sampler:
+class DeviceSampler:
     device: torch.device
     rows: int  # at most, at once
     _vocab: int = 0
@@ -127,13 +127,13 @@ def places_of(rows: Ints, tokens: Ints, counts: Any, vocab: int) -> Any:
 
 
 def to_device(array: Any, device: torch.device) -> Any:
-    """Without waiting for it."""
+    """Copies an array to the device and does not wait for it."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def to_host(tensor: Any) -> Any:
-    """Without waiting: to be read after an event that comes later."""
+    """Copies a tensor to the host and does not wait for it: it may be read after an event that comes later."""
     if not tensor.is_cuda:
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

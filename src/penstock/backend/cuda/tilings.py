@@ -1,10 +1,11 @@
-"""Which tiling is fastest for a product, found on an H200 (bench/cuda.py --cells tune)."""
+"""Chooses the tiling of a product; the tables were found on an H200 (bench/cuda.py --cells tune)."""
 
 from __future__ import annotations
 
 from functools import lru_cache
 
 from penstock.backend.cuda.kernels import gemv, hopper_gemm, skinny_gemm
+from penstock.backend.cuda.kernels.split_k import MAX_SPLIT
 
 MULTIPROCESSORS = 132
 PROGRAMS = 2 * MULTIPROCESSORS
@@ -29,7 +30,7 @@ def skinny_tiling(count: int, rows: int, width: int, itemsize: int, gated: bool 
     if count > (SKINNY_GATED_ROWS if gated else SKINNY_ROWS):
         return None
     tiles = -(-rows // (128 if gated else 64))
-    split = max(min(PROGRAMS // tiles, skinny_gemm.MAX_SPLIT, width // 512), 1)
+    split = max(min(PROGRAMS // tiles, MAX_SPLIT, width // 512), 1)
     return skinny_gemm.Tiling(64, 256 // itemsize, split, 4, 4 if count > 16 or gated else 5)
 
 

@@ -22,7 +22,7 @@ from penstock.backend.base import (
 )
 from penstock.backend.batches import greedy_batch
 from penstock.backend.pooling import Pools
-from penstock.backend.ref.ops import Cache, Matrix, RefOps
+from penstock.backend.ref.ops import Matrix, RefCache, RefOps
 from penstock.backend.sample import sample
 from penstock.backend.synchronous import SynchronousBackend
 from penstock.config import available_memory
@@ -46,7 +46,7 @@ class RefProgram:
 
     def reserve(self, num_blocks: int, block_size: int, states: int, groups: Sequence[KvGroup] = ()) -> None:
         """Reserves a cache by a pass over no tokens, which shows what layers keep in it, and how much."""
-        self.cache = Cache(num_blocks, block_size, states, groups)
+        self.cache = RefCache(num_blocks, block_size, states, groups)
         nothing = greedy_batch([])
         self.forward(replace(nothing, tables=nothing.tables.repeat(max(len(groups), 1), 0)))
 

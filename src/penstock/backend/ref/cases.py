@@ -1,4 +1,4 @@
-"""Gives, for each op, inputs that matter, and how far a backend may be from the reference on them.
+"""Makes inputs that matter for each op, and says how far a backend may be from the reference on them.
 
 A case is a tiny model of one op. Values enter through `embed`, so any backend can run it through its own interface,
 given a `logits(batch)` that returns what the forward pass gave.
@@ -33,7 +33,7 @@ LINEAR_TOLERANCE = dict.fromkeys(FORMATS, BYTE) | {"F32": FLOAT, "F16": HALF, "B
 
 
 class Experts(NamedTuple):
-    """Holds the weights of experts, to be packed."""
+    """Holds the experts of a layer before they are packed."""
 
     up: Sequence[Stack]
     down: Sequence[Stack]
@@ -41,13 +41,13 @@ class Experts(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """Holds a matrix for each head, to be packed."""
+    """Holds a matrix for each head before they are packed."""
 
     tensor: Tensor
 
 
 class Trial(NamedTuple):
-    """Tries one op on concrete inputs: `forward(ops, *packed weights)`, run over the steps."""
+    """Holds one op on concrete inputs: `forward(ops, *packed weights)` is run over the steps."""
 
     forward: Callable[..., Any]
     weights: Sequence[Stack | Tensor | Experts | Heads]
@@ -70,7 +70,7 @@ class Shows(Backend, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class OneOp:
-    """Makes a packed model of a trial."""
+    """Makes a model of a trial's op and packed weights."""
 
     op: Callable[..., Any]
     weights: Sequence[Any]
@@ -80,7 +80,7 @@ class OneOp:
 
 
 def run(trial: Trial, backend: Shows) -> list[Floats]:
-    """Returns what each step of the trial gives."""
+    """Returns the answer of each step of the trial."""
     backend.load(OneOp(trial.forward, [pack(weight, backend) for weight in trial.weights]))
     backend.reserve_kv(trial.num_blocks, BLOCK_SIZE, trial.states)
     return [pooled(backend, batch) if batch.pools else backend.logits(batch) for batch in trial.steps]
@@ -122,7 +122,7 @@ def embed(rng: Random, *, format: str, tokens: int, width: int) -> Trial:
 
 
 def add_norm(rng: Random, *, tokens: int, width: int) -> Trial:
-    """Normalizes twice: without a residual, then with the one it gave."""
+    """Computes two norms: one without a residual, then one with the residual of the first."""
 
     def forward(ops: Ops[Any], table: Any, first: Any, second: Any) -> Any:
         x, residual = ops.add_norm(ops.embed(table), None, first, 1e-5)
@@ -133,7 +133,7 @@ def add_norm(rng: Random, *, tokens: int, width: int) -> Trial:
 
 
 def linear(rng: Random, *, format: str, tokens: int, width: int, parts: Sequence[int], bias: bool = False) -> Trial:
-    """Multiplies with a weight of parts with so many rows; with `bias`, all but the first have one."""
+    """Multiplies by parts with so many rows each; with `bias`, all parts but the first have one."""
     weight = Stack(
         [random_tensor(rng, format, rows, width) for rows in parts],
         [random_tensor(rng, "F32", rows) if bias and i else None for i, rows in enumerate(parts)],
@@ -146,7 +146,7 @@ def linear(rng: Random, *, format: str, tokens: int, width: int, parts: Sequence
 
 
 def attend(rng: Random, *, spec: AttentionSpec, lengths: Sequence[int], longest: int = 16) -> Trial:
-    """Attends in sequences of these lengths, in random chunks of at most `longest`, scattered over the cache."""
+    """Computes sequences of these lengths in random chunks of at most `longest`, scattered over the cache."""
     table = inputs(rng, sum(lengths), spec.q_width + 2 * spec.kv_width)
     sinks = random_tensor(rng, "F32", spec.heads)
     sinks.data.view(np.float32)[:] *= 4
@@ -170,7 +170,7 @@ def scattered(rng: Random, lengths: Sequence[int], longest: int) -> tuple[list[B
 
 
 def attend_whole(rng: Random, *, spec: AttentionSpec, lengths: Sequence[int]) -> Trial:
-    """Attends in whole sequences, all in one step; twice, as layers that share a cache."""
+    """Attends over whole sequences, all in one step, in two layers that share a cache."""
     sizes = [-(-length // BLOCK_SIZE) for length in lengths]
     tables = np.split(rng.permutation(sum(sizes)), np.cumsum(sizes)[:-1])
     ends = np.cumsum(lengths).tolist()
@@ -204,7 +204,7 @@ def norm_qk(rng: Random, *, spec: AttentionSpec, tokens: int) -> Trial:
 
 
 def by_value(rng: Random, *, op: Callable[[Ops[Any], Any], Any], width: int) -> Trial:
-    """Applies an op to each value by itself, where the values it takes are needed again after it."""
+    """Computes an op on each value by itself, where its input is needed again after it."""
 
     def forward(ops: Ops[Any], table: Any) -> Any:
         x = ops.embed(table)
@@ -216,14 +216,14 @@ def by_value(rng: Random, *, op: Callable[[Ops[Any], Any], Any], width: int) -> 
 
 
 def take_sampled(rng: Random, *, wanted: Sequence[tuple[int, int]]) -> Trial:
-    """Takes rows of (tokens, how many of the last are wanted)."""
+    """Takes rows of (tokens, how many of the last ones are wanted)."""
     chunks = [Chunk(range(tokens), 0, [row], row, sample) for row, (tokens, sample) in enumerate(wanted)]
     return Trial(lambda ops, table: ops.embed(table), [inputs(rng, 16, 32)], [greedy_batch(chunks)], len(wanted))
 
 
 def pool(rng: Random) -> Trial:
-    """Pools a mean over two steps, a mean of one and a last state beside a row of no embedding, from values that ops
-    after `pool` must leave alone."""
+    """Pools a mean over two steps, a mean of one, and a last state beside a row without an embedding, from values that
+    ops after `pool` must leave alone."""
 
     def forward(ops: Ops[Any], table: Any, gain: Any) -> Any:
         x = y = ops.embed(table)
@@ -242,7 +242,7 @@ def pool(rng: Random) -> Trial:
 
 
 def add_layer_norm(rng: Random, *, tokens: int, width: int) -> Trial:
-    """Normalizes as `add_norm` does, values far from 0."""
+    """Computes layer norms as `add_norm` does RMS norms, of values far from 0."""
 
     def forward(ops: Ops[Any], table: Any, gain: Any, bias: Any, second: Any, shift: Any) -> Any:
         x, residual = ops.add_layer_norm(ops.embed(table), None, gain, bias, 1e-5)
@@ -278,8 +278,8 @@ def moe(
     bias: bool = False,
     same: bool = False,  # experts are chosen by all tokens
 ) -> Trial:
-    """A token's logits are the first values of its input: numbers that no precision rounds, and the last two equal. The
-    first one is the lowest."""
+    """Routes each token by the first values of its input: numbers that no precision rounds. The last two are equal, and
+    the first one is the lowest."""
 
     def forward(ops: Ops[Any], table: Any, router: Any, experts: Any) -> Any:
         x = ops.embed(table)
@@ -326,7 +326,7 @@ def per_head(rng: Random, *, format: str, tokens: int, shape: tuple[int, int, in
 
 
 def attend_mla(rng: Random, *, spec: AttentionSpec, lengths: Sequence[int], longest: int = 16) -> Trial:
-    """Attends as `attend` does; queries and what keys are made of are two halves of a table."""
+    """Computes MLA as `attend` does attention. Queries and what keys are made of are two tables."""
 
     def forward(ops: Ops[Any], queries: Any, keys: Any, gain: Any) -> Any:
         return ops.attend_mla(0, ops.embed(queries), ops.embed(keys), gain, spec, 1e-5)
@@ -335,8 +335,8 @@ def attend_mla(rng: Random, *, spec: AttentionSpec, lengths: Sequence[int], long
     return Trial(forward, [*tables, random_tensor(rng, "F32", spec.v_dim)], *scattered(rng, lengths, longest))
 
 
-def latent(heads: int, turned: int, v_dim: int, *, interleaved: bool = True, **others: Any) -> Any:
-    return attention(heads, 1, turned + v_dim, interleaved=interleaved, turned=turned, v_dim=v_dim, **others)
+def mla(heads: int, rotated: int, v_dim: int, *, interleaved: bool = True, **others: Any) -> Any:
+    return attention(heads, 1, rotated + v_dim, interleaved=interleaved, rotated=rotated, v_dim=v_dim, **others)
 
 
 def attention(
@@ -346,25 +346,25 @@ def attention(
     *,
     interleaved: bool,
     scale: float = 1,
-    turned: int | None = None,  # dimensions of a head; None: all
+    rotated: int | None = None,  # dimensions of a head that RoPE rotates; None: all
     **others: Any,
 ) -> Any:
-    freqs = rope.plain(10000.0, dims if turned is None else turned)
+    freqs = rope.plain(10000.0, dims if rotated is None else rotated)
     return AttentionSpec(heads, kv_heads, dims, RopeSpec(freqs, interleaved, scale), **others)
 
 
 HALVES = partial(attention, interleaved=False)
 PAIRS = partial(attention, interleaved=True)
 SUNK = partial(HALVES, sinks=True)
-SOME_HALVES, SOME_PAIRS = (partial(kind, turned=6, scale=1.2) for kind in (HALVES, PAIRS))
+SOME_HALVES, SOME_PAIRS = (partial(kind, rotated=6, scale=1.2) for kind in (HALVES, PAIRS))
 
 TWO = ExpertSpec(8, 2, 32, renormalize=True)
 BEST_GROUPS = replace(TWO, groups=4, top_k_groups=2, scale=2.5, group_score="max")
 BIASED_GROUPS = replace(TWO, top_k=3, groups=2, scoring="sigmoid", choice_bias=True, scale=1.5)
 CLAMPED = replace(TWO, top_k=4, scoring="softmax_top_k", act="clamped")
 
-LATENT, LATENT_SHARP = latent(20, 16, 16), latent(4, 16, 32, multiplier=0.7)
-LATENT_HALVES = latent(3, 16, 32, interleaved=False, scale=1.2)
+MLA, MLA_SHARP = mla(20, 16, 16), mla(4, 16, 32, multiplier=0.7)
+MLA_HALVES = mla(3, 16, 32, interleaved=False, scale=1.2)
 
 from penstock.backend.ref.delta_cases import DELTA_CASES  # noqa: E402  # they are made of what is above
 
@@ -391,9 +391,9 @@ CASES = (
     Case("attend", "one kv head", "F32", HALF, partial(attend, spec=HALVES(3, 1, 10), lengths=(16, 31))),
     Case("attend", "window", "F32", HALF, partial(attend, spec=HALVES(4, 2, 16, window=7), lengths=(5, 64))),
     Case("attend", "scaled rope", "F32", HALF, partial(attend, spec=PAIRS(2, 1, 16, scale=1.2), lengths=(48,))),
-    Case("attend", "some turned", "F32", HALF, partial(attend, spec=SOME_HALVES(4, 2, 16), lengths=(5, 64))),
-    Case("attend", "some pairs turned", "F32", HALF, partial(attend, spec=SOME_PAIRS(4, 2, 16), lengths=(5, 64))),
-    Case("attend", "nothing turned", "F32", HALF, partial(attend, spec=HALVES(4, 2, 16, turned=0), lengths=(5, 64))),
+    Case("attend", "some rotated", "F32", HALF, partial(attend, spec=SOME_HALVES(4, 2, 16), lengths=(5, 64))),
+    Case("attend", "some pairs rotated", "F32", HALF, partial(attend, spec=SOME_PAIRS(4, 2, 16), lengths=(5, 64))),
+    Case("attend", "nothing rotated", "F32", HALF, partial(attend, spec=HALVES(4, 2, 16, rotated=0), lengths=(5, 64))),
     Case("attend", "multiplier", "F32", HALF, partial(attend, spec=PAIRS(2, 1, 16, multiplier=0.7), lengths=(5, 64))),
     Case("attend", "soft cap", "F32", HALF, partial(attend, spec=HALVES(4, 2, 16, soft_cap=0.8), lengths=(5, 64))),
     Case("attend", "sinks", "F32", HALF, partial(attend, spec=HALVES(4, 2, 16, sinks=True), lengths=(1, 64))),
@@ -441,13 +441,13 @@ CASES = (
     ),
     Case("per_head_linear", "odd, BF16", "BF16", HALF, partial(per_head, format="BF16", tokens=2, shape=(2, 7, 24))),
     Case("per_head_linear", "many", "F16", HALF, partial(per_head, format="F16", tokens=130, shape=(2, 33, 16))),
-    Case("attend_mla", "one token", "F32", HALF, partial(attend_mla, spec=latent(4, 16, 32), lengths=(1,))),
-    Case("attend_mla", "pairs", "F32", HALF, partial(attend_mla, spec=latent(6, 16, 48), lengths=(33, 1, 50))),
-    Case("attend_mla", "halves", "F32", HALF, partial(attend_mla, spec=LATENT_HALVES, lengths=(5, 40))),
-    Case("attend_mla", "multiplier", "F32", HALF, partial(attend_mla, spec=LATENT_SHARP, lengths=(5, 40))),
-    Case("attend_mla", "one by one", "F32", HALF, partial(attend_mla, spec=LATENT, lengths=(20,), longest=1)),
-    Case("attend_mla", "long", "F32", HALF, partial(attend_mla, spec=LATENT_SHARP, lengths=(600,), longest=60)),
-    Case("attend_mla", "deepseek", "F32", HALF, partial(attend_mla, spec=latent(16, 64, 512), lengths=(9,))),
+    Case("attend_mla", "one token", "F32", HALF, partial(attend_mla, spec=mla(4, 16, 32), lengths=(1,))),
+    Case("attend_mla", "pairs", "F32", HALF, partial(attend_mla, spec=mla(6, 16, 48), lengths=(33, 1, 50))),
+    Case("attend_mla", "halves", "F32", HALF, partial(attend_mla, spec=MLA_HALVES, lengths=(5, 40))),
+    Case("attend_mla", "multiplier", "F32", HALF, partial(attend_mla, spec=MLA_SHARP, lengths=(5, 40))),
+    Case("attend_mla", "one by one", "F32", HALF, partial(attend_mla, spec=MLA, lengths=(20,), longest=1)),
+    Case("attend_mla", "long", "F32", HALF, partial(attend_mla, spec=MLA_SHARP, lengths=(600,), longest=60)),
+    Case("attend_mla", "deepseek", "F32", HALF, partial(attend_mla, spec=mla(16, 64, 512), lengths=(9,))),
     Case("take_sampled", "some", "F32", EXACT, partial(take_sampled, wanted=((5, 1), (1, 0), (7, 3), (2, 2)))),
     Case("add_layer_norm", "one token", "F32", FLOAT, partial(add_layer_norm, tokens=1, width=576)),
     Case("add_layer_norm", "odd width", "F32", FLOAT, partial(add_layer_norm, tokens=5, width=33)),
@@ -459,7 +459,7 @@ CASES = (
         "not causal",
         "F32",
         HALF,
-        partial(attend_whole, spec=HALVES(4, 4, 16, turned=0, causal=False), lengths=(1, 70, 64, 2, 16, 33)),
+        partial(attend_whole, spec=HALVES(4, 4, 16, rotated=0, causal=False), lengths=(1, 70, 64, 2, 16, 33)),
     ),
     Case(
         "attend",

@@ -1,4 +1,4 @@
-"""Gives inputs of delta nets, and of gates: see cases.py."""
+"""Makes inputs of delta nets and of sigmoid_mul (see cases.py)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from penstock.model.tensor import Stack
 
 
 def sigmoid_mul(rng: Random, *, width: int, gates: int) -> Trial:
-    """Multiplies with a sigmoid gate that has `gates` values for each row."""
+    """Returns a trial whose gate has so many values in each row."""
     weight = Stack([random_tensor(rng, "F32", gates, width)], [None])
     return Trial(
         lambda ops, table, weight: ops.sigmoid_mul(ops.embed(table), ops.linear(ops.embed(table), weight)),
@@ -30,7 +30,7 @@ def sigmoid_mul(rng: Random, *, width: int, gates: int) -> Trial:
 
 
 def delta_net(rng: Random, *, spec: DeltaSpec, steps: Sequence[Batch], tokens: int) -> Trial:
-    """Runs a delta net whose memories decay slowly, so that all that was seen counts."""
+    """Returns a trial whose states decay slowly, so that all earlier tokens count."""
 
     def forward(ops: Ops[Any], table: Any, gates: Any, *vectors: Any) -> Any:
         x = ops.embed(table)

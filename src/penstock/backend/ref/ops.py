@@ -1,4 +1,4 @@
-"""Defines what every op means, in float32 NumPy: faster backends are tested against it.
+"""Defines what every op means, in float32 NumPy. Faster backends are tested against it.
 
 Symbols: T tokens in the step, S of them whose logits are wanted, C positions of context, D dimensions of a head.
 """
@@ -24,7 +24,7 @@ class Matrix:
     bias: Floats | None  # [out]
 
 
-class Cache:
+class RefCache:
     """Holds keys and values in blocks, [blocks, block_size, kv_heads, D]; keys alone for MLA. Layers that have the same
     index within their KV groups share an array: a block belongs to one group at a time."""
 
@@ -56,8 +56,8 @@ class Cache:
         return [array for index in sorted(self.layers) for array in self.layers[index]]
 
     def state(self, index: int, spec: DeltaSpec) -> tuple[Floats, Floats]:
-        """Returns the states of a recurrent layer: what was convolved last, [states, taps - 1, width], and memories,
-        [states, v_heads, k_dim, v_dim]."""
+        """Returns a recurrent layer's last inputs of the convolution, [states, conv_width - 1, width], and its heads'
+        states, [states, v_heads, k_dim, v_dim]."""
         if index not in self.recurrent:
             last = np.full((self.states, spec.conv_width - 1, spec.width), np.nan, np.float32)
             memory = np.full((self.states, spec.v_heads, spec.k_dim, spec.v_dim), np.nan, np.float32)
@@ -67,10 +67,10 @@ class Cache:
 
 @dataclass(frozen=True, slots=True)
 class RefOps:
-    """Computes the ops of model/ops.py over one step; a value is an array, computed at once."""
+    """Computes the ops of model/ops.py over one step, at once: a value is an array."""
 
     batch: Batch
-    cache: Cache
+    cache: RefCache
     states: list[Floats] = field(default_factory=list)  # what embeddings are pooled from
 
     def embed(self, table: Matrix) -> Floats:
@@ -176,15 +176,15 @@ class RefOps:
         for row, tokens in enumerate(self._row_tokens()):
             slot, move = self.batch.slots[row], moves.get(row, StateMove(row, -1, -1, 0))
             begin = slot if move.begin < 0 else move.begin
-            last, memory = (state[begin].copy() for state in states)
+            last, state = (each[begin].copy() for each in states)
             if self.batch.positions[tokens.start] == 0:
-                last, memory = np.zeros_like(last), np.zeros_like(memory)
+                last, state = np.zeros_like(last), np.zeros_like(state)
             for count, token in enumerate(range(tokens.start, tokens.stop), 1):
-                last, mixed = convolved(last, qkvz[token, : spec.width], weights.conv)
-                memory, out[token] = remembered(memory, mixed, ba[token], weights, spec)
+                last, mixed = causal_conv(last, qkvz[token, : spec.width], weights.conv)
+                state, out[token] = delta_rule(state, mixed, ba[token], weights, spec)
                 if move.save >= 0 and count == move.after:
-                    states[0][move.save], states[1][move.save] = last, memory
-            states[0][slot], states[1][slot] = last, memory
+                    states[0][move.save], states[1][move.save] = last, state
+            states[0][slot], states[1][slot] = last, state
         z = qkvz[:, spec.width :].reshape(out.shape)
         return (rms_norm(out, weights.gain, eps) * silu(z)).reshape(len(qkvz), spec.v_width)
 
@@ -217,13 +217,13 @@ def norm_runs(x: Floats, gain: Floats, eps: float) -> Floats:
 
 
 def split_heads(qkv: Floats, spec: AttentionSpec) -> tuple[Floats, Floats, Floats]:
-    """Splits [T, q + k + v] into q [T, heads, D] and k and v [T, kv_heads, D]."""
+    """Splits [T, q + k + v] into [T, heads, D] and twice [T, kv_heads, D]."""
     q, k, v = np.split(split(qkv, spec.head_dim), [spec.heads, spec.heads + spec.kv_heads], axis=1)
     return q, k, v
 
 
 def split(x: Floats, dims: int) -> Floats:
-    """Splits [T, heads * D] into [T, heads, D], also of no tokens."""
+    """Returns [T, heads * D] as [T, heads, D], also for no tokens."""
     return x.reshape(len(x), x.shape[1] // dims, dims)
 
 
@@ -253,13 +253,13 @@ def attention(
         scores = soft_capped(scores, spec.soft_cap)
     if spec.causal:
         scores[:, ~visible(positions, len(keys), spec.window)] = -np.inf
-    weights = sunk_softmax(scores, vectors.get("sinks", np.full(spec.heads, -np.inf, np.float32)))
+    weights = softmax_with_sinks(scores, vectors.get("sinks", np.full(spec.heads, -np.inf, np.float32)))
     out: Floats = np.einsum("htc,chd->thd", weights, values)
     return out
 
 
-def sunk_softmax(scores: Floats, sinks: Floats) -> Floats:
-    """Returns softmax over each row of [heads, T, C] and its head's sink, whose own weight is left out."""
+def softmax_with_sinks(scores: Floats, sinks: Floats) -> Floats:
+    """Returns the softmax of each row of [heads, T, C] and its head's sink, whose own weight is left out."""
     highest = np.maximum(scores.max(axis=-1), sinks[:, None])[..., None]
     weights = np.exp(scores - highest)
     total = weights.sum(axis=-1, keepdims=True) + np.exp(sinks[:, None, None] - highest)
@@ -268,7 +268,7 @@ def sunk_softmax(scores: Floats, sinks: Floats) -> Floats:
 
 
 def visible(positions: Ints, context: int, window: int) -> NDArray[np.bool_]:
-    """Says which positions of its context the token at each position sees: [T, C]."""
+    """Returns whether the token at each position sees each position of its context: [T, C]."""
     distance = positions[:, None] - np.arange(context)
     return (distance >= 0) & (distance < (window or context))
 
@@ -279,7 +279,7 @@ def soft_capped(x: Floats, cap: float) -> Floats:
 
 
 def choose(logits: Floats, bias: Floats | None, spec: ExpertSpec) -> tuple[NDArray[np.intp], Floats]:
-    """Returns each token's experts, the best one first, and their weights: [T, count] -> 2 * [T, chosen]."""
+    """Returns each token's experts, the best one first, and their weights: [T, count] -> 2 * [T, top_k]."""
     scores = SCORINGS[spec.scoring](logits)
     choice = scores if bias is None else scores + bias
     chosen = highest(np.where(in_best_groups(choice, spec), choice, -np.inf), spec.top_k)
@@ -292,7 +292,7 @@ def choose(logits: Floats, bias: Floats | None, spec: ExpertSpec) -> tuple[NDArr
 
 
 def in_best_groups(choice: Floats, spec: ExpertSpec) -> NDArray[np.bool_]:
-    """Says which experts may be chosen: [T, count]."""
+    """Returns whether each expert is in one of its token's best groups: [T, count]."""
     size = spec.count // spec.groups
     groups = np.sort(choice.reshape(len(choice), spec.groups, size), axis=2)
     best = groups[..., -1:] if spec.group_score == "max" else groups[..., -2:]
@@ -353,24 +353,25 @@ SCORINGS: dict[str, Callable[[Floats], Floats]] = {
 }
 
 
-def convolved(last: Floats, x: Floats, conv: Floats) -> tuple[Floats, Floats]:
-    """Returns what is convolved last from now on, and silu of the sum over taps."""
-    seen = np.concatenate([last, x[None]])  # [taps, width]
+def causal_conv(last: Floats, x: Floats, conv: Floats) -> tuple[Floats, Floats]:
+    """Returns the inputs that the next token's convolution sees, and silu of this one's."""
+    seen = np.concatenate([last, x[None]])  # [conv_width, width]
     return seen[1:], silu((seen * conv.reshape(len(x), len(seen)).T).sum(axis=0))
 
 
-def remembered(
-    memory: Floats, mixed: Floats, ba: Floats, weights: DeltaWeights, spec: DeltaSpec
+def delta_rule(
+    state: Floats, mixed: Floats, ba: Floats, weights: DeltaWeights, spec: DeltaSpec
 ) -> tuple[Floats, Floats]:
-    """Returns the memories after one token, and what it reads from them: [v_heads, k_dim, v_dim], [v_heads, v_dim]."""
+    """Returns the heads' states after one token, and what it reads from them: [v_heads, k_dim, v_dim], [v_heads,
+    v_dim]."""
     q, k, v = np.split(mixed, [spec.k_width, 2 * spec.k_width])
     q, k = (each_value_head(unit(x.reshape(spec.k_heads, spec.k_dim)), spec) for x in (q, k))  # [v_heads, k_dim]
     beta, alpha = np.split(ba, 2)
-    memory = memory * np.exp(weights.decay * np.logaddexp(np.float32(0), alpha + weights.dt_bias))[:, None, None]
-    known = np.einsum("hk,hkv->hv", k, memory)
-    learned = sigmoid(beta)[:, None] * (v.reshape(spec.v_heads, spec.v_dim) - known)
-    memory = memory + k[:, :, None] * learned[:, None, :]
-    return memory, np.einsum("hk,hkv->hv", q * np.float32(spec.k_dim**-0.5), memory)
+    state = state * np.exp(weights.decay * np.logaddexp(np.float32(0), alpha + weights.dt_bias))[:, None, None]
+    known = np.einsum("hk,hkv->hv", k, state)
+    update = sigmoid(beta)[:, None] * (v.reshape(spec.v_heads, spec.v_dim) - known)
+    state = state + k[:, :, None] * update[:, None, :]
+    return state, np.einsum("hk,hkv->hv", q * np.float32(spec.k_dim**-0.5), state)
 
 
 def each_value_head(x: Floats, spec: DeltaSpec) -> Floats:

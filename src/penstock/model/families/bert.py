@@ -1,4 +1,4 @@
-"""BERT-shaped encoders, which make embeddings: BERT, RoBERTa, XLM-RoBERTa."""
+"""Reads and builds BERT-shaped encoders, which make embeddings: BERT, RoBERTa, XLM-RoBERTa."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
 def read_encoder(
     config: ConfigReader, tensors: Mapping[str, Tensor], arch: str, keys: Collection[str] = ()
 ) -> ModelSpec:
-    """`keys`: what a family says besides."""
+    """Reads the metadata of an encoder. `keys` are those that the family has besides the common ones."""
     config.refuse_others(KEYS.union(keys))
     config.require("attention.causal", (False,), False)
     if "token_embd.weight" not in tensors:
@@ -128,7 +128,7 @@ def read_attention(dim: int, heads: int) -> AttentionSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class PostNormBlock:
     """Computes a part and norms the sum of its input and output."""
 
     part: decoder.Part
@@ -145,7 +145,7 @@ class Bert:
     embed: Weight
     positions: Weight
     norm: decoder.Norm
-    blocks: tuple[Block, ...]
+    blocks: tuple[PostNormBlock, ...]
 
     def forward(self, ops: Ops[V]) -> V:
         """Returns the hidden states of the sampled rows, [S, dim]: there are no logits."""
@@ -165,8 +165,8 @@ def build(spec: ModelSpec, pack: Packer) -> Bert:
 def assemble(spec: ModelSpec, pack: Packer, positions: Weight, mlp: decoder.MakePart) -> Bert:
     """Builds an encoder with such a table of positions and such MLPs."""
 
-    def block(layer: int, kind: str, make: decoder.MakePart) -> Block:
-        return Block(make(spec, pack, layer), decoder.layer_norm(spec, pack, f"layers.{layer}.{kind}_norm"))
+    def block(layer: int, kind: str, make: decoder.MakePart) -> PostNormBlock:
+        return PostNormBlock(make(spec, pack, layer), decoder.layer_norm(spec, pack, f"layers.{layer}.{kind}_norm"))
 
     return Bert(
         embed=pack.matrix(("embed", spec.vocab), width=spec.dim),

@@ -1,5 +1,6 @@
-"""DeepSeek V2 and V3 (R1, Kimi-K2, Moonlight, ...): MLA, experts with a shared one beside them, and MLPs alone
-in the first layers. Layers at the end that guess more than the next token are left out."""
+"""Reads DeepSeek V2 and V3 (R1, Kimi-K2, Moonlight, ...): MLA, experts with a shared one beside them, and plain MLPs in
+the first layers. Layers at the end that predict further tokens (MTP) are left out.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ GGUF = names.GGUF.but(
     q_a="attn_q_a", q_norm="attn_q_a_norm", q_b="attn_q_b",
     kv_a="attn_kv_a_mqa", kv_norm="attn_kv_a_norm", kv_b="attn_kv_b", k_b="attn_k_b", v_b="attn_v_b",
 )  # fmt: skip
-NEUTRAL = ("aux_loss_alpha", "seq_aux", "ep_size", "qk_head_dim")  # of training, or a sum of others
+NEUTRAL = ("aux_loss_alpha", "seq_aux", "ep_size", "qk_head_dim")  # they concern training, or are sums of others
 KEY, VALUE = "attention.key_length", "attention.value_length"
 KV_HEADS = "attention.head_count_kv"
 LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
@@ -49,7 +50,7 @@ def read_hf(config: ConfigReader) -> ModelSpec:
     dims = config.size("qk_rope_head_dim", most=rope.MAX_DIMS)
     spec = config_hf.read_decoder(config, "deepseek2", scaling=ConfigReader({}, ""))
     third = config.strings("architectures") == ["DeepseekV3ForCausalLM"]
-    turned = config_hf.read_rope(config, dims, spec.max_len)
+    rotation = config_hf.read_rope(config, dims, spec.max_len)
     heads = MlaSpec(
         qk_nope_head_dim=config.size("qk_nope_head_dim"),
         v_head_dim=config.size("v_head_dim"),
@@ -60,10 +61,10 @@ def read_hf(config: ConfigReader) -> ModelSpec:
     weight = scaling.number("mscale_all_dim", 0.0, least=0.0) if "factor" in scaling else 0.0
     stretch = rope.yarn_scale(scaling.number("factor"), weight) if weight else 1.0
     unused = config.count("num_nextn_predict_layers", config.count("num_mtp_layers", 0), most=MAX_LAYERS)
-    return mixed(
+    return with_mla(
         replace(spec, biases=frozenset(), unused_layers=unused),
         heads,
-        replace(turned, interleaved=interleaved),
+        replace(rotation, interleaved=interleaved),
         rank=config.size("kv_lora_rank", most=rope.MAX_DIMS),
         stretch=stretch,
         experts=read_experts(config, spec, third),
@@ -114,15 +115,15 @@ def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
         config.size(f"{VALUE}{suffix}"),
         config.size("attention.q_lora_rank") if "attention.q_lora_rank" in config else 0,
     )
-    turned = gguf_config.read_rope(config, tensors, dims, spec.max_len)
+    rotation = gguf_config.read_rope(config, tensors, dims, spec.max_len)
     stretch = 1 + config.number(LOG_MULTIPLIER, 0.0, least=0.0) * log(config.number("rope.scaling.factor", 1.0))
     unused = config.count("nextn_predict_layers", 0, most=spec.layers - 1)
     experts = gguf_config.read_experts(config, spec, renormalize=False)
     third = experts.scoring == "sigmoid"
-    return mixed(
+    return with_mla(
         replace(spec, layers=spec.layers - unused, unused_layers=unused),
         heads,
-        replace(turned, scale=1.0),
+        replace(rotation, scale=1.0),
         rank=rank,
         stretch=stretch,
         experts=replace(experts, choice_bias=has_bias(tensors), group_score="top2" if third else "max"),
@@ -135,25 +136,26 @@ def has_bias(tensors: Mapping[str, Tensor]) -> bool:
     return any(name.endswith(".exp_probs_b.bias") for name in tensors)
 
 
-def mixed(
+def with_mla(
     spec: ModelSpec,
     heads: MlaSpec,
-    turned: RopeSpec,
+    rotation: RopeSpec,
     *,
     rank: int,
-    stretch: float,  # of scores, once for queries and once for keys
+    stretch: float,  # queries and keys are both multiplied by it
     experts: ExpertSpec,
     dense: int,
     shared: int,
 ) -> ModelSpec:
-    dims = 2 * len(turned.inv_freq)
+    """Returns the spec with MLA, experts, of which one or more are shared, and plain MLPs in the first layers."""
+    dims = 2 * len(rotation.inv_freq)
     return replace(
         spec,
         attn=AttentionSpec(
             heads=spec.attn.heads,
             kv_heads=1,
             head_dim=dims + rank,
-            rope=turned,
+            rope=rotation,
             multiplier=stretch**2 * (heads.qk_nope_head_dim + dims) ** -0.5,
             v_dim=rank,
         ),

@@ -1,4 +1,6 @@
-"""Gemma 2: norms before and after attention and MLP, a window in every other layer, soft caps of scores and logits."""
+"""Reads Gemma 2: norms before and after attention and MLP, a window in every other layer, soft caps of scores and
+logits.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ HUGGING_FACE = names.HUGGING_FACE.but(
 GGUF = names.GGUF.but(after_attn_norm="post_attention_norm", after_mlp_norm="post_ffw_norm")
 SCORES, LOGITS = CAPS = "attn_logit_softcapping", "final_logit_softcapping"
 KEYS = (*CAPS, gguf_config.WINDOW)
-LARGEST = 46  # layers of the model whose GGUF files mean another scale of scores
+LARGEST = 46  # layers of the model whose scores have another scale
 build = partial(decoder.build, post_norm=True)
 
 
@@ -34,7 +36,7 @@ def read_hf(config: ConfigReader) -> ModelSpec:
 def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
     spec = scaled(gguf_config.read_decoder(config, tensors, "gemma2", interleaved=False, keys=KEYS))
     spec = capped(spec, config.number(SCORES, 50.0), config.number(LOGITS, 30.0))
-    spec = replace(spec, attn=replace(spec.attn, multiplier=told_by_layers(spec, LARGEST)))
+    spec = replace(spec, attn=replace(spec.attn, multiplier=score_scale(spec, LARGEST)))
     return spec.with_windows(all_but_each(2, spec.layers), config.size(gguf_config.WINDOW, 4096))
 
 
@@ -47,7 +49,7 @@ def capped(spec: ModelSpec, scores: float, logits: float) -> ModelSpec:
 
 
 def read_rest(config: ConfigReader, spec: ModelSpec) -> ModelSpec:
-    """What every Gemma says in its config.json, and what its tensors are: gains less one."""
+    """Reads what every Gemma's config.json says. Its checkpoints store the gains of norms less one."""
     for key in ("head_dim", "num_key_value_heads"):
         config.size(key)  # silence would not mean what it does elsewhere
     config.require("hidden_activation", ("gelu_pytorch_tanh",))
@@ -57,6 +59,6 @@ def read_rest(config: ConfigReader, spec: ModelSpec) -> ModelSpec:
     return replace(spec, attn=attn, gain_offset=1.0, biases=config_hf.read_biases(config))
 
 
-def told_by_layers(spec: ModelSpec, largest: int) -> float:
-    """What scores are scaled by; files do not say that the largest model differs."""
+def score_scale(spec: ModelSpec, largest: int) -> float:
+    """Returns what scores are multiplied by. GGUF files do not say that the largest model differs."""
     return float((spec.dim // spec.attn.heads if spec.layers == largest else spec.attn.head_dim) ** -0.5)

@@ -1,5 +1,5 @@
-"""Gemma 3 (text): Gemma 2 with norms of each head's q and k, not soft caps. Every sixth layer sees everything, and has
-a rope of its own.
+"""Reads Gemma 3 (text): Gemma 2 with norms of each head's q and k in place of soft caps. Every sixth layer sees
+everything, and has a RoPE of its own.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def read_hf(config: ConfigReader) -> ModelSpec:
 
 
 def read_ropes(config: ConfigReader) -> tuple[ConfigReader | None, float]:
-    """What is said of ropes that reach far, if not in the usual place; and the base of the others."""
+    """Returns the config of the RoPE of layers that see everything, if it is not in the usual place, and the base
+    frequency of the other layers' RoPE."""
     both = config.table("rope_parameters")
     if "full_attention" not in both:
         return None, config.number("rope_local_base_freq", LOCAL_THETA, least=1.001)
@@ -47,7 +48,7 @@ def read_ropes(config: ConfigReader) -> tuple[ConfigReader | None, float]:
 def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
     spec = gemma2.scaled(gguf_config.read_decoder(config, tensors, "gemma3", interleaved=False, keys=KEYS))
     spec = gemma2.capped(spec, 0.0, config.number_or_null(gemma2.LOGITS, 0.0))
-    spec = replace(spec, attn=replace(spec.attn, multiplier=gemma2.told_by_layers(spec, LARGEST)))
+    spec = replace(spec, attn=replace(spec.attn, multiplier=gemma2.score_scale(spec, LARGEST)))
     sliding = all_but_each(config.size("attention.sliding_window_pattern", PERIOD), spec.layers)
     base = config.number("rope.freq_base_swa", LOCAL_THETA, least=1.001)
     return in_layers(spec, sliding, config.size(gguf_config.WINDOW), base)

@@ -1,5 +1,6 @@
-"""GLM-4 as it was first: Llama with biases for q, k and v, gate and up in one tensor, and ropes that turn a part of a
-head, in neighbouring pairs."""
+"""Reads GLM-4 of 2024: Llama with biases for q, k and v, gate and up in one tensor, and a RoPE that rotates
+neighbouring pairs in a part of a head.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from penstock.model.tensor import Tensor
 
 HUGGING_FACE = names.HUGGING_FACE.but(gate_up="mlp.gate_up_proj")
 GGUF = names.GGUF.but(qkv="attn_qkv", gate_up="ffn_up")
-TURNED = "partial_rotary_factor"
+ROTATED_SHARE = "partial_rotary_factor"
 BIASES = frozenset(("q", "k", "v"))
 build = llama.build
 
@@ -28,8 +29,8 @@ def read_as(arch: str, config: ConfigReader) -> ModelSpec:
     for key in ("rms_norm_eps", "num_key_value_heads", "head_dim"):
         config.number(key)  # silence would not mean what it does elsewhere
     spec = config_hf.read_decoder(config, arch, partial=True)
-    if TURNED not in config_hf.rope_fields(config):
-        config.number(TURNED)
+    if ROTATED_SHARE not in config_hf.rope_fields(config):
+        config.number(ROTATED_SHARE)
     rope = replace(spec.attn.rope, interleaved=True)
     biases = BIASES if config.flag("attention_bias", True) else frozenset()
     return replace(spec, attn=replace(spec.attn, rope=rope), biases=biases)

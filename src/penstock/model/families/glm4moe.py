@@ -1,5 +1,6 @@
-"""GLM-4.5, 4.6 and 4.7: sigmoids choose experts, an MLP beside them computes every token, and the first layers have
-MLPs alone. Layers at the end that guess more than the next token are left out."""
+"""Reads GLM-4.5, 4.6 and 4.7: experts selected by sigmoids and a bias, a shared expert, and plain MLPs in the first
+layers. Layers at the end that predict further tokens (MTP) are left out.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def read_hf(config: ConfigReader) -> ModelSpec:
         groups=config.size("n_group", 1),
         top_k_groups=config.size("topk_group", 1),
     )
-    return mixed(
+    return with_experts(
         replace(
             spec,
             biases=frozenset(("q", "k", "v") if config.flag("attention_bias", False) else ()),
@@ -51,7 +52,7 @@ def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
         config, tensors, "glm4moe", interleaved=False, partial=True, keys=KEYS, experts=True
     )
     unused = config.count("nextn_predict_layers", 0, most=spec.layers - 1)
-    return mixed(
+    return with_experts(
         replace(spec, layers=spec.layers - unused, unused_layers=unused),
         gguf_config.read_experts(config, spec, scoring=2),
         dense=config.count("leading_dense_block_count", 0),
@@ -60,7 +61,8 @@ def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
     )
 
 
-def mixed(spec: ModelSpec, experts: ExpertSpec, *, dense: int, shared: int, normed: bool) -> ModelSpec:
+def with_experts(spec: ModelSpec, experts: ExpertSpec, *, dense: int, shared: int, normed: bool) -> ModelSpec:
+    """Returns the spec with experts, of which one is shared, and with plain MLPs in the first layers."""
     return replace(
         spec,
         attn=replace(spec.attn, qk_norm="head" if normed else ""),

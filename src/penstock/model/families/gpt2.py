@@ -1,4 +1,4 @@
-"""GPT-2: layer norms, learned positions, an MLP without a gate, and biases everywhere."""
+"""Reads GPT-2: layer norms, learned positions, an MLP without a gate, and biases everywhere."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HUGGING_FACE = names.Naming(  # with the prefix of the whole model, or as its in
     top=TOP | {f"transformer.{theirs}": ours for theirs, ours in TOP.items()} | {"lm_head": "head"},
     layer=re.compile(rf"(?:transformer\.)?h\.{names.NUMBER}\.(.+)"),
     parts=PARTS,
-    ignored=re.compile(r".+\.attn\.(masked_)?bias"),  # which positions are seen
+    ignored=re.compile(r".+\.attn\.(masked_)?bias"),  # a mask of positions
     transposed=frozenset(("qkv", "o", "up", "down")),
 )
 GGUF = names.GGUF.but(qkv="attn_qkv")._replace(top={**names.GGUF.top, "position_embd": "positions"})
@@ -31,7 +31,7 @@ ACTS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu
 NEUTRAL = (
     *("attn_pdrop", "n_ctx", "reorder_and_upcast_attn", "task_specific_params", "gradient_checkpointing"),
     *(f"summary_{what}" for what in ("activation", "first_dropout", "proj_to_labels", "type", "use_proj")),
-    *("id2label", "label2id", "_num_labels", "output_past", "predict_special_tokens"),  # of other heads
+    *("id2label", "label2id", "_num_labels", "output_past", "predict_special_tokens"),  # for classifiers
 )
 
 build_with_layer_norms = partial(decoder.build, mlp=decoder.plain_mlp, norm=decoder.layer_norm)

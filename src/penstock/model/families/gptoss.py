@@ -1,4 +1,4 @@
-"""gpt-oss: sinks, windows in every other layer, biases everywhere, and experts whose gates are clamped."""
+"""Reads gpt-oss: attention sinks, windows in every other layer, biases everywhere, and experts with clamped gates."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def read_hf(config: ConfigReader) -> ModelSpec:
     experts = config_hf.read_experts(config, spec, count="num_local_experts", hidden="intermediate_size")
     window = config_hf.read_window(config, 128)
     sliding = config_hf.read_sliding(config, all_but_each(2, spec.layers))
-    return mixed(spec, experts, sliding, window)
+    return with_experts(spec, experts, sliding, window)
 
 
 def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
@@ -48,13 +48,14 @@ def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
         config, tensors, "gptoss", interleaved=False, experts=True, keys=(gguf_config.WINDOW,)
     )
     head_dim = spec.attn.head_dim
-    turned = gguf_config.read_rope(config, tensors, head_dim, spec.max_len, whole=False)
-    spec = replace(spec, attn=replace(spec.attn, rope=replace(turned, interleaved=False)))
+    rotation = gguf_config.read_rope(config, tensors, head_dim, spec.max_len, whole=False)
+    spec = replace(spec, attn=replace(spec.attn, rope=replace(rotation, interleaved=False)))
     experts = gguf_config.read_experts(config, spec, scoring=3, renormalize=False)
-    return mixed(spec, experts, all_but_each(2, spec.layers), gguf_config.read_window(config))
+    return with_experts(spec, experts, all_but_each(2, spec.layers), gguf_config.read_window(config))
 
 
-def mixed(spec: ModelSpec, experts: ExpertSpec, sliding: Sequence[bool], window: int) -> ModelSpec:
+def with_experts(spec: ModelSpec, experts: ExpertSpec, sliding: Sequence[bool], window: int) -> ModelSpec:
+    """Returns the spec with sinks, windows and experts."""
     return replace(
         spec,
         attn=replace(spec.attn, sinks=True),

@@ -1,7 +1,7 @@
-"""Granite: Llama with multipliers of embeddings, scores, what each part adds, and logits.
+"""Reads Granite: Llama with multipliers of embeddings, scores, what each part adds, and logits.
 
-What a part adds to is normed before anything reads it, so a multiplier m of what it adds is the same as one of 1 / m of
-the embeddings, with an epsilon of eps / m^2: layers are computed as in Llama.
+The residual stream is normed before anything reads it. So a multiplier m of what each part adds equals a multiplier
+1 / m of the embeddings with an epsilon of eps / m^2, and layers are computed as in Llama.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What hybrid models are made of: most layers have a gated delta net, which gathers all that it has seen in a state of
-one size; each few layers there is attention, whose output is gated.
+"""Reads and builds hybrid models: most layers have a gated delta net, which keeps all that it has seen in a state of
+one size; every few layers there is attention, whose output is gated.
 """
 
 from __future__ import annotations
@@ -74,14 +74,14 @@ def delta_net(spec: ModelSpec, pack: Packer, layer: int) -> DeltaNet:
 
 
 def decay(d: DeltaSpec, pack: Packer, name: str) -> Weight:
-    """Some files have its logarithm."""
+    """Packs the decay of each head's state. Some files store its logarithm."""
     if pack.has(f"{name}.decay"):
         return pack.vector(f"{name}.decay", d.v_heads)
     return pack.computed(f"{name}.decay_log", d.v_heads, lambda log: -np.exp(log))
 
 
 def projections(d: DeltaSpec, name: str, pack: Packer) -> list[tuple[str, int] | tuple[str, int, Spans]]:
-    """Some files have them for one key head after the other."""
+    """Returns where q, k, v and z are. Some files store them for one key head after the other."""
     if not pack.has(f"{name}.delta_qkvz"):
         return [(f"{name}.delta_qkv", d.width), (f"{name}.delta_z", d.v_width)]
     shared = d.v_heads // d.k_heads * d.v_dim
@@ -104,20 +104,16 @@ build = partial(decoder.build, mixer=mixer)
 
 
 def read_hf(config: ConfigReader, spec: ModelSpec) -> ModelSpec:
-    """What is said of layers and heads in config.json, beside what all say."""
+    """Reads what config.json says of layers and heads, besides what all decoders say."""
     config.size("head_dim")  # silence would not mean a share of the width
     config.require("attention_bias", (False,), False)
     config.require("attn_output_gate", (True,), True)
     config.require("output_gate_type", ("swish", "silu"), "swish")
     config.require("mamba_ssm_dtype", ("float32",), "float32")
     config.ignore("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
-    delta = DeltaSpec(
-        k_heads=config.size("linear_num_key_heads"),
-        v_heads=config.size("linear_num_value_heads"),
-        k_dim=config.size("linear_key_head_dim"),
-        v_dim=config.size("linear_value_head_dim"),
-        conv_width=config.size("linear_conv_kernel_dim"),
-    )
+    heads = config.size("linear_num_key_heads"), config.size("linear_num_value_heads")
+    dims = config.size("linear_key_head_dim"), config.size("linear_value_head_dim")
+    delta = DeltaSpec(*heads, *dims, config.size("linear_conv_kernel_dim"))
     each = config.size("full_attention_interval", 4)
     kinds = [FULL if (i + 1) % each == 0 else LINEAR for i in range(spec.layers)]
     if "layer_types" in config:
@@ -141,14 +137,8 @@ def with_experts(spec: ModelSpec, experts: ExpertSpec, shared: int) -> ModelSpec
 def read_gguf(config: ConfigReader, spec: ModelSpec, tiled: bool) -> ModelSpec:
     unused = int(config.number("nextn_predict_layers", 0, least=0))
     spec = replace(spec, layers=spec.layers - unused, unused_layers=unused)
-    delta = DeltaSpec(
-        k_heads=config.size("ssm.group_count"),
-        v_heads=config.size("ssm.time_step_rank"),
-        k_dim=config.size("ssm.state_size"),
-        v_dim=config.size("ssm.state_size"),
-        conv_width=config.size("ssm.conv_kernel"),
-        tiled=tiled,
-    )
+    heads, dim = (config.size("ssm.group_count"), config.size("ssm.time_step_rank")), config.size("ssm.state_size")
+    delta = DeltaSpec(*heads, dim, dim, config.size("ssm.conv_kernel"), tiled)
     config.require("ssm.inner_size", (delta.v_width,))
     each = config.size("full_attention_interval", 4)
     recurrent: Sequence[bool] = [(i + 1) % each != 0 for i in range(spec.layers)]

@@ -1,5 +1,6 @@
-"""The Llama family: Llama 2 and 3, SmolLM2, Falcon3, Mistral, Ministral and whatever else is shaped like them. Its GGUF
-files may have experts: those are Mixtral's."""
+"""Reads the Llama family: Llama 2 and 3, SmolLM2, Falcon3, Mistral, Ministral and other models of that shape. GGUF
+files of this architecture that have experts are Mixtral's.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""MiniMax-M2: sigmoids choose experts, q and k are normed over all heads, and ropes turn a part of a head."""
+"""Reads MiniMax-M2: experts selected by sigmoids and a bias, norms of q and k over all heads, and a RoPE that rotates a
+part of a head.
+"""
 
 from __future__ import annotations
 
@@ -39,20 +41,21 @@ def read_hf(config: ConfigReader) -> ModelSpec:
     spec = config_hf.read_decoder(config, "minimaxm2", theta=5000000.0, partial=True)
     if any(kind != 1 for kind in config.counts("attn_type_list")):
         raise config.unsupported("attn_type_list", config.counts("attn_type_list"), ("1 for each layer",))
-    guessing = config.count("num_mtp_modules", 0, most=MAX_LAYERS)
+    modules = config.count("num_mtp_modules", 0, most=MAX_LAYERS)
     spec = replace(
         spec,
         biases=frozenset(),
-        unused_layers=guessing * config.count("mtp_transformer_layers", 1, most=MAX_LAYERS),
+        unused_layers=modules * config.count("mtp_transformer_layers", 1, most=MAX_LAYERS),
     )
     experts = config_hf.read_experts(config, spec, count="num_local_experts", hidden="intermediate_size")
-    return mixed(spec, replace(experts, scoring="sigmoid", renormalize=True))
+    return with_experts(spec, replace(experts, scoring="sigmoid", renormalize=True))
 
 
 def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
     spec = gguf_config.read_decoder(config, tensors, "minimaxm2", interleaved=False, partial=True, experts=True)
-    return mixed(spec, gguf_config.read_experts(config, spec, scoring=2))
+    return with_experts(spec, gguf_config.read_experts(config, spec, scoring=2))
 
 
-def mixed(spec: ModelSpec, experts: ExpertSpec) -> ModelSpec:
+def with_experts(spec: ModelSpec, experts: ExpertSpec) -> ModelSpec:
+    """Returns the spec with experts, and with norms of q and k over all heads."""
     return replace(spec, attn=replace(spec.attn, qk_norm="all"), experts=replace(experts, choice_bias=True))

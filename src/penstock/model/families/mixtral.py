@@ -1,4 +1,4 @@
-"""Mixtral: Llama with experts. In GGUF it is `llama`."""
+"""Reads Mixtral: Llama with experts. Its GGUF architecture is `llama`."""
 
 from __future__ import annotations
 

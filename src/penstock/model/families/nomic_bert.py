@@ -1,4 +1,4 @@
-"""Nomic's BERT: ropes in place of positions, gated MLPs, no biases but those of norms."""
+"""Reads and builds Nomic's BERT: RoPE in place of learned positions, gated MLPs, and no biases but those of norms."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HUGGING_FACE = names.Naming(
 )
 GGUF = bert.GGUF.but(qkv="attn_qkv")
 BIASES = frozenset(("attn_norm", "mlp_norm", "embed_norm"))
-COMPUTED = {  # of all that its first config could say
+COMPUTED = {  # the only values that are computed, of keys that could have others
     "activation_function": "swiglu",
     "causal": False,
     "mlp_fc1_bias": False,
@@ -44,7 +44,7 @@ COMPUTED = {  # of all that its first config could say
     "scale_attn_weights": True,
     "use_rms_norm": False,
 }
-NOT_COMPUTED = (  # training and how it was done; the last is for texts beyond those trained on
+NOT_COMPUTED = (  # about training; the last one is about texts longer than those trained on
     *("attn_pdrop", "dense_seq_output", "fused_bias_fc", "fused_dropout_add_ln", "pad_vocab_size_multiple"),
     *("parallel_block_tied_norm", "reorder_and_upcast_attn", "use_flash_attn", "use_xentropy"),
     *(f"summary_{what}" for what in ("activation", "first_dropout", "proj_to_labels", "type", "use_proj")),
@@ -52,6 +52,8 @@ NOT_COMPUTED = (  # training and how it was done; the last is for texts beyond t
 )
 TRAINED = 2048  # tokens, where its first config is silent
 THETA = 1000.0
+KEYS = ("hidden_size", "num_attention_heads", "num_hidden_layers", "intermediate_size", "layer_norm_eps")
+FIRST_KEYS = ("n_embd", "n_head", "n_layer", "n_inner", "layer_norm_epsilon")
 
 
 def read_hf(config: ConfigReader) -> ModelSpec:
@@ -60,40 +62,36 @@ def read_hf(config: ConfigReader) -> ModelSpec:
     if "n_embd" in config:
         return read_first(config)
     config.require("hidden_act", tuple(ACTS), "silu")
-    dim, heads = config.size("hidden_size"), config.size("num_attention_heads")
-    attn, max_len = bert.read_attention(dim, heads), config.size("max_position_embeddings")
-    config.require("head_dim", (attn.head_dim,), attn.head_dim)
-    return ModelSpec(
-        arch="nomic_bert",
-        layers=config.size("num_hidden_layers", most=MAX_LAYERS),
-        dim=dim,
-        hidden=config.size("intermediate_size"),
-        vocab=config.size("vocab_size"),
-        max_len=max_len,
-        eps=config.number("layer_norm_eps", 1e-12),
-        attn=replace(attn, rope=config_hf.read_rope(config, attn.head_dim, max_len, THETA)),
-        act=ACTS[config.text("hidden_act", "silu")],
-        biases=BIASES,
-    )
+    spec = read_sizes(config, KEYS, config.size("max_position_embeddings"))
+    config.require("head_dim", (spec.attn.head_dim,), spec.attn.head_dim)
+    rotation = config_hf.read_rope(config, spec.attn.head_dim, spec.max_len, THETA)
+    return replace(spec, attn=replace(spec.attn, rope=rotation), act=ACTS[config.text("hidden_act", "silu")])
 
 
 def read_first(config: ConfigReader) -> ModelSpec:
-    """As its published folders have it, in the words of GPT-2."""
+    """Reads the config of its published folders, whose keys are those of GPT-2."""
     config.ignore(*NOT_COMPUTED)
     for key, value in COMPUTED.items():
         config.require(key, (value,))
-    dim, heads = config.size("n_embd"), config.size("n_head")
-    attn = bert.read_attention(dim, heads)
-    freqs = rope.plain(config.number("rotary_emb_base", THETA, least=1.001), attn.head_dim)
+    max_len = min(config.size("n_positions"), config.size("max_trained_positions", TRAINED))
+    spec = read_sizes(config, FIRST_KEYS, max_len)
+    freqs = rope.plain(config.number("rotary_emb_base", THETA, least=1.001), spec.attn.head_dim)
+    return replace(spec, attn=replace(spec.attn, rope=RopeSpec(freqs, interleaved=False)))
+
+
+def read_sizes(config: ConfigReader, keys: tuple[str, ...], max_len: int) -> ModelSpec:
+    """Reads an encoder without its RoPE from the keys of its width, heads, layers, hidden width and epsilon."""
+    width, heads, layers, hidden, eps = keys
+    dim = config.size(width)
     return ModelSpec(
         arch="nomic_bert",
-        layers=config.size("n_layer", most=MAX_LAYERS),
+        layers=config.size(layers, most=MAX_LAYERS),
         dim=dim,
-        hidden=config.size("n_inner"),
+        hidden=config.size(hidden),
         vocab=config.size("vocab_size"),
-        max_len=min(config.size("n_positions"), config.size("max_trained_positions", TRAINED)),
-        eps=config.number("layer_norm_epsilon", 1e-12),
-        attn=replace(attn, rope=RopeSpec(freqs, interleaved=False)),
+        max_len=max_len,
+        eps=config.number(eps, 1e-12),
+        attn=bert.read_attention(dim, config.size(heads)),
         biases=BIASES,
     )
 

@@ -1,4 +1,4 @@
-"""OLMo2: norms after attention and MLP instead of before them, and of all queries and keys at once."""
+"""Reads OLMo2: norms after attention and MLP instead of before them, and norms over all queries and all keys."""
 
 from __future__ import annotations
 
@@ -34,4 +34,5 @@ def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
 
 
 def normed(spec: ModelSpec) -> ModelSpec:
+    """Returns the spec with norms over all q and all k."""
     return replace(spec, attn=replace(spec.attn, qk_norm="all"))

@@ -1,7 +1,8 @@
-"""Phi-3 and Phi-4: Llama with q, k and v in one tensor, gate and up in another; ropes may turn a part of a head.
+"""Reads Phi-3 and Phi-4: Llama with q, k and v in one tensor, gate and up in another, and a RoPE that may rotate a part
+of a head.
 
-With `longrope` frequencies depend on whether a sequence has grown beyond the original context, and keys that were
-turned before do not change with them: the context ends where the original one does, and the log says so.
+With `longrope`, frequencies depend on whether a sequence has grown beyond the original context, and keys that are in
+the cache already would have to be rotated again. So the context ends where the original one does, and the log says so.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def read_hf(config: ConfigReader) -> ModelSpec:
         original = fields.size(ORIGINAL, config.size(ORIGINAL, plain.max_len))
         scale = rope.longrope_scale(fields.number("factor", plain.max_len / original), original)
         short = fields.numbers("short_factor", len(plain.attn.rope.inv_freq))
-        spec = ending(plain, original, short, fields.number("attention_factor", scale))
+        spec = within_original_context(plain, original, short, fields.number("attention_factor", scale))
     else:
         spec = config_hf.read_decoder(config, "phi3", partial=True)
     return spec.with_windows([True] * spec.layers, config_hf.read_window(config, silent=0))
@@ -48,17 +49,17 @@ def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
     if SHORT in tensors:
         short = gguf_config.read_factors(tensors[SHORT], len(spec.attn.rope.inv_freq))
         original = config.size("rope.scaling.original_context_length")
-        spec = ending(spec, original, short, config.number("rope.scaling.attn_factor", 1.0))
+        spec = within_original_context(spec, original, short, config.number("rope.scaling.attn_factor", 1.0))
     return spec.with_windows([True] * spec.layers, gguf_config.read_window(config))
 
 
-def ending(spec: ModelSpec, original: int, factors: rope.Freqs, scale: float) -> ModelSpec:
-    """With the ropes that longrope has up to the original context."""
+def within_original_context(spec: ModelSpec, original: int, factors: rope.Freqs, scale: float) -> ModelSpec:
+    """Returns the spec with the RoPE that longrope has up to the original context, and with that context."""
     if original < spec.max_len:
         import logging  # takes longer than reading the rest
 
         logging.getLogger(__name__).warning(
-            "the context is %d, not %d: beyond, longrope would turn every key again", original, spec.max_len
+            "the context is %d, not %d: beyond it, longrope would rotate every cached key again", original, spec.max_len
         )
-    turned = RopeSpec(rope.divided(spec.attn.rope.inv_freq, factors), interleaved=False, scale=scale)
-    return replace(spec, max_len=min(original, spec.max_len), attn=replace(spec.attn, rope=turned))
+    rotation = RopeSpec(rope.divided(spec.attn.rope.inv_freq, factors), interleaved=False, scale=scale)
+    return replace(spec, max_len=min(original, spec.max_len), attn=replace(spec.attn, rope=rotation))

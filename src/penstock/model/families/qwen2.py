@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: Llama with biases for q, k and v."""
+"""Reads Qwen2 and Qwen2.5: Llama with biases for q, k and v."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def read_hf(config: ConfigReader) -> ModelSpec:
 
 
 def with_upper_windows(config: ConfigReader, spec: ModelSpec) -> ModelSpec:
-    """Only if a flag says so have layers from `max_window_layers` on a window."""
+    """Returns the spec with a window in the layers from `max_window_layers` on, if the flag for it is set."""
     config.require("use_mrope", (False,), False)
     used = config.flag("use_sliding_window", False)
     first = config.number("max_window_layers", 28, least=0)

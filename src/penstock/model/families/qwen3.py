@@ -1,4 +1,4 @@
-"""Qwen3: Llama with norms of each head's queries and keys."""
+"""Reads Qwen3: Llama with norms of each head's queries and keys."""
 
 from __future__ import annotations
 
@@ -29,4 +29,5 @@ def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
 
 
 def normed(spec: ModelSpec) -> ModelSpec:
+    """Returns the spec with norms of each head's q and k."""
     return replace(spec, attn=replace(spec.attn, qk_norm="head"))

@@ -1,4 +1,4 @@
-"""Qwen3.5, dense or with experts: Qwen3-Next with a tensor for each projection. What sees images is left out."""
+"""Reads Qwen3.5, dense or with experts: Qwen3-Next with a tensor for each projection. The vision tower is left out."""
 
 from __future__ import annotations
 

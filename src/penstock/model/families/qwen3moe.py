@@ -1,4 +1,4 @@
-"""Qwen3-MoE: Qwen3 with experts, in all layers or in some."""
+"""Reads Qwen3-MoE: Qwen3 with experts, in all layers or in some."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def read_hf(config: ConfigReader) -> ModelSpec:
 
 
 def read_dense(config: ConfigReader, layers: int) -> set[int]:
-    """Layers that are named, and those between the ones that have experts."""
+    """Returns the layers without experts: those that are named, and those between the layers that have them."""
     step = config.size("decoder_sparse_step", 1)
     return {*config.counts("mlp_only_layers"), *(layer for layer in range(layers) if (layer + 1) % step)}
 

@@ -1,4 +1,4 @@
-"""Qwen3-Next: delta nets, gated attention in every fourth layer, experts with a gated one beside them."""
+"""Reads Qwen3-Next: delta nets, gated attention in every fourth layer, and experts with a gated shared one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHARED = {
     "shared.up": "mlp.shared_expert.up_proj",
     "shared.down": "mlp.shared_expert.down_proj",
 }
-HYBRID = {  # what Qwen3.5 calls the same
+HYBRID = {  # names that Qwen3.5 has, too
     **names.EXPERTS,
     **SHARED,
     "q_norm": "self_attn.q_norm",

@@ -1,4 +1,4 @@
-"""SmolLM3: Llama whose every fourth layer turns nothing by its position."""
+"""Reads SmolLM3: Llama without RoPE in every fourth layer."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ build = llama.build
 def read_hf(config: ConfigReader) -> ModelSpec:
     spec = config_hf.read_decoder(config, "smollm3", tied=True, theta=2000000.0)
     config.require("use_sliding_window", (False,), False)
-    config.ignore("sliding_window", "max_window_layers")  # which would say more of windows
+    config.ignore("sliding_window", "max_window_layers")  # they only matter where windows are used
     if any(config_hf.read_sliding(config, [False] * spec.layers)):
         raise config.unsupported("layer_types", config.strings("layer_types"), (config_hf.FULL,))
-    turned: Sequence[bool] = all_but_each(config.size("no_rope_layer_interval", INTERVAL), spec.layers)
+    rotated: Sequence[bool] = all_but_each(config.size("no_rope_layer_interval", INTERVAL), spec.layers)
     if "no_rope_layers" in config:
-        turned = config.flags("no_rope_layers", spec.layers)
-    return with_ropes(replace(spec, biases=config_hf.read_biases(config)), turned)
+        rotated = config.flags("no_rope_layers", spec.layers)
+    return with_ropes(replace(spec, biases=config_hf.read_biases(config)), rotated)
 
 
 def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
@@ -35,6 +35,7 @@ def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
     return with_ropes(spec, all_but_each(INTERVAL, spec.layers))
 
 
-def with_ropes(spec: ModelSpec, turned: Sequence[bool]) -> ModelSpec:
-    still = replace(spec.attn, rope=RopeSpec((), spec.attn.rope.interleaved))
-    return spec.with_attention([spec.attn if one else still for one in turned])
+def with_ropes(spec: ModelSpec, rotated: Sequence[bool]) -> ModelSpec:
+    """Returns the spec with RoPE in the layers that are rotated."""
+    unrotated = replace(spec.attn, rope=RopeSpec((), spec.attn.rope.interleaved))
+    return spec.with_attention([spec.attn if one else unrotated for one in rotated])

@@ -1,4 +1,4 @@
-"""StarCoder2: GPT-2 with ropes for learned positions, shared heads and windows."""
+"""Reads StarCoder2: GPT-2 with RoPE in place of learned positions, grouped-query attention and windows."""
 
 from __future__ import annotations
 

@@ -12,8 +12,8 @@ namespace penstock {
 namespace {
 
 constexpr size_t STORE_TOKENS = 8;  // per chunk
-constexpr size_t HEADS_TOGETHER = 8;  // of those that share all their keys
-constexpr size_t AHEAD = 2 * TILE;  // places whose keys are on their way while others are scored
+constexpr size_t HEADS_TOGETHER = 8;  // of MLA, in one group
+constexpr size_t AHEAD = 2 * TILE;  // places whose keys are prefetched while others are scored
 
 Rotation rotation(const Frame& frame, const Attention& a, size_t token) {
   if (a.angles < 0) return {nullptr, nullptr, 0, false};
@@ -27,19 +27,19 @@ size_t row_of(const Batch& batch, size_t token) {
   return size_t(next - batch.row_start) - 1;
 }
 
-void store_latent(const Frame& frame, const Attention& a, const float* row, size_t token, float* key, std::byte* tile,
+void store_mla(const Frame& frame, const Attention& a, const float* row, size_t token, float* key, std::byte* tile,
                   size_t lane) {
   float* values = key + a.dim - a.v_dim;
   frame.kernels.rotate(row, a.dim, rotation(frame, a, token), 1.0f, key);
   frame.kernels.add_norm(values, nullptr, a.gain.data(), a.eps, a.v_dim, nullptr, values);
-  frame.cache.latent_kernels(frame.kernels).store(key, a.dim, a.v_dim, lane, tile);
+  frame.cache.mla_kernels(frame.kernels).store(key, a.dim, a.v_dim, lane, tile);
 }
 
 void store_token(const Frame& frame, const Attention& a, int qkv, size_t token, float* key) {
   const size_t place = frame.cache.place(size_t(frame.batch.positions[token]));
   const int32_t* table = frame.table(a.layer, row_of(frame.batch, token));
   const float* row = frame.buffers[size_t(qkv)].row(token);
-  if (a.v_dim) return store_latent(frame, a, row, token, key, frame.cache.tile(a.layer, 0, table, place), place % TILE);
+  if (a.v_dim) return store_mla(frame, a, row, token, key, frame.cache.tile(a.layer, 0, table, place), place % TILE);
   const float* keys = row + a.heads * a.dim;
   const float* values = keys + a.kv_heads * a.dim;
   for (size_t head = 0; head < a.kv_heads; ++head) {
@@ -50,14 +50,14 @@ void store_token(const Frame& frame, const Attention& a, int qkv, size_t token, 
   }
 }
 
-// What queries have gathered of the positions seen so far.
-struct State {
+// The softmax and the mix of values so far: what some queries have found in some of the positions.
+struct Partial {
   size_t count, padded;
   float* mixed;    // [count][padded]
   float* highest;  // [count]
   float* sums;     // [count]
 
-  State(float* memory, size_t count, size_t padded)
+  Partial(float* memory, size_t count, size_t padded)
       : count(count), padded(padded), mixed(memory), highest(mixed + count * padded), sums(highest + count) {}
 
   void clear() const {
@@ -66,8 +66,8 @@ struct State {
     std::fill(sums, sums + count, 0.0f);
   }
 
-  // Takes in what was gathered of the positions after its own.
-  void join(const Kernels& kernels, const State& next) const {
+  // Adds what was found in the positions that follow.
+  void merge(const Kernels& kernels, const Partial& next) const {
     for (size_t i = 0; i < count; ++i) {
       if (next.sums[i] == 0) continue;
       const float most = std::max(highest[i], next.highest[i]);
@@ -91,8 +91,8 @@ class Queries {
         group_(group),
         padded_(a.shape().padded()) {}
 
-  size_t count() const { return tile_.count * a_.group(); }
-  State state(float* memory) const { return {memory, count(), padded_}; }
+  size_t count() const { return tile_.count * a_.group_heads(); }
+  Partial partial(float* memory) const { return {memory, count(), padded_}; }
 
   void load(const Buffer& qkv, float* scratch) {
     queries_ = scratch;
@@ -104,29 +104,29 @@ class Queries {
 
   float* after_scores() const { return scores_ + count() * SPAN; }
 
-  void attend(size_t part, const State& state) const {
-    state.clear();
+  void attend(size_t split, const Partial& partial) const {
+    partial.clear();
     size_t first = SIZE_MAX, last = 0;
-    for (size_t i = 0; i < count(); i += a_.group()) {
+    for (size_t i = 0; i < count(); i += a_.group_heads()) {
       first = std::min(first, first_place(i) / TILE * TILE);
       last = std::max(last, last_place(i));
     }
-    last = std::min(last, (part + 1) * PART);
-    for (size_t span = std::max(first / SPAN * SPAN, part * PART); span < last; span += SPAN)
-      attend_span(span, std::max(span, first), std::min(span + SPAN, last), last - 1, state);
+    last = std::min(last, (split + 1) * SPLIT);
+    for (size_t span = std::max(first / SPAN * SPAN, split * SPLIT); span < last; span += SPAN)
+      attend_span(span, std::max(span, first), std::min(span + SPAN, last), last - 1, partial);
   }
 
-  void write(const State& state, const Buffer& out) const {
+  void write(const Partial& partial, const Buffer& out) const {
     for (size_t i = 0; i < count(); ++i) {
-      const float sink = a_.sinks.empty() ? 0.0f : std::exp(a_.sinks[head(i)] - state.highest[i]);
-      frame_.kernels.scale(state.mixed + i * padded_, padded_, 1.0f / (state.sums[i] + sink));
-      std::copy_n(state.mixed + i * padded_, a_.value_dim(), out.row(token(i)) + head(i) * a_.value_dim());
+      const float sink = a_.sinks.empty() ? 0.0f : std::exp(a_.sinks[head(i)] - partial.highest[i]);
+      frame_.kernels.scale(partial.mixed + i * padded_, padded_, 1.0f / (partial.sums[i] + sink));
+      std::copy_n(partial.mixed + i * padded_, a_.value_dim(), out.row(token(i)) + head(i) * a_.value_dim());
     }
   }
 
  private:
-  size_t token(size_t i) const { return tile_.first + i / a_.group(); }
-  size_t head(size_t i) const { return group_ * a_.group() + i % a_.group(); }
+  size_t token(size_t i) const { return tile_.first + i / a_.group_heads(); }
+  size_t head(size_t i) const { return group_ * a_.group_heads() + i % a_.group_heads(); }
   size_t position(size_t i) const { return size_t(frame_.batch.positions[token(i)]); }
   size_t first_place(size_t i) const {
     const size_t seen = position(i) + 1;
@@ -134,28 +134,28 @@ class Queries {
   }
   size_t last_place(size_t i) const { return a_.causal ? frame_.cache.place(position(i)) + 1 : tile_.end; }
 
-  // Spans and tiles stand at fixed places of the sequence, so a query adds up in the same order in any chunking.
-  void attend_span(size_t span, size_t first, size_t last, size_t end, const State& state) const {
+  // Spans and tiles begin at fixed places of the sequence, so a query adds up in the same order in any chunking.
+  void attend_span(size_t span, size_t first, size_t last, size_t end, const Partial& partial) const {
     const auto& kernels = frame_.cache.kernels(frame_.kernels);
-    const auto& latent = frame_.cache.latent_kernels(frame_.kernels);
+    const auto& mla = frame_.cache.mla_kernels(frame_.kernels);
     for (size_t place = first; place < last; place += TILE) {
       float* scores = scores_ + (place - span);
       if (a_.v_dim)
-        latent.score(queries_, count(), a_.dim, a_.v_dim, tile_at(place), scores);
+        mla.score(queries_, count(), a_.dim, a_.v_dim, tile_at(place), scores);
       else
         kernels.score(queries_, count(), a_.dim, tile_at(place), tile_at(std::min(place + AHEAD, end)), scores);
     }
-    for (size_t i = 0; i < count(); ++i) soften(i, span, first, last, state);
+    for (size_t i = 0; i < count(); ++i) softmax(i, span, first, last, partial);
     for (size_t place = first; place < last; place += TILE)
-      (a_.v_dim ? latent.mix : kernels.mix)(scores_ + (place - span), count(), tile_at(place),
-                                            std::min(TILE, last - place), a_.dim, padded_, state.mixed);
+      (a_.v_dim ? mla.mix : kernels.mix)(scores_ + (place - span), count(), tile_at(place),
+                                            std::min(TILE, last - place), a_.dim, padded_, partial.mixed);
   }
 
   std::byte* tile_at(size_t place) const {
     return frame_.cache.tile(a_.layer, a_.kv_head(group_), table_, place);
   }
 
-  void soften(size_t i, size_t span, size_t first, size_t last, const State& state) const {
+  void softmax(size_t i, size_t span, size_t first, size_t last, const Partial& partial) const {
     const size_t end = (last + TILE - 1) / TILE * TILE;
     const size_t from = std::max(first, first_place(i)), to = std::min(last, last_place(i));
     float* scores = scores_ + i * SPAN;
@@ -167,8 +167,8 @@ class Queries {
     if (frame_.cache.has_unused())
       for (size_t place = from; place < to; ++place)
         if (frame_.cache.unused(place)) scores[place - span] = HIDDEN;
-    frame_.kernels.soften(scores + (first - span), end - first, state.highest[i], state.sums[i], padded_,
-                          state.mixed + i * padded_);
+    frame_.kernels.soften(scores + (first - span), end - first, partial.highest[i], partial.sums[i], padded_,
+                          partial.mixed + i * padded_);
   }
 
   const Frame& frame_;
@@ -180,8 +180,8 @@ class Queries {
   float* scores_ = nullptr;   // [count][SPAN]
 };
 
-float* gathered(const Frame& frame, const Attention& a, size_t piece, size_t group) {
-  return frame.gathered.as<float>() + (piece * a.groups() + group) * a.state_floats();
+float* partial_of(const Frame& frame, const Attention& a, size_t item, size_t group) {
+  return frame.partials.as<float>() + (item * a.head_groups() + group) * a.partial_floats();
 }
 
 void plan_tiles(Frame& frame, bool causal) {
@@ -196,7 +196,7 @@ void plan_tiles(Frame& frame, bool causal) {
     for (size_t first = begin; first < last; first += QUERY_TILE) {
       const size_t count = std::min(QUERY_TILE, last - first);
       const size_t highest = causal ? place_of_highest(first, count) : end - 1;
-      frame.tiles.push_back({row, first, count, highest / PART + 1, end});
+      frame.tiles.push_back({row, first, count, highest / SPLIT + 1, end});
     }
   }
 }
@@ -206,32 +206,32 @@ void plan_tiles(Frame& frame, bool causal) {
 void plan_attention(Frame& frame, bool causal) {
   plan_tiles(frame, causal);
   size_t work = 0;
-  for (const auto& tile : frame.tiles) work += tile.count * tile.parts;
-  frame.pieces.clear();
-  frame.split.clear();
+  for (const auto& tile : frame.tiles) work += tile.count * tile.splits;
+  frame.work_items.clear();
+  frame.split_tiles.clear();
   for (size_t t = frame.tiles.size(); t-- > 0;) {  // the last tiles of a long row see the most and go first
     const QueryTile& tile = frame.tiles[t];
-    // A tile that is a good share of the work would keep one worker busy while the others wait.
-    if (tile.parts == 1 || tile.count * tile.parts * frame.workers * 2 < work) {
-      frame.pieces.push_back({t, 0, tile.parts});
+    // A tile that is a large share of the work would keep one worker busy while the others wait.
+    if (tile.splits == 1 || tile.count * tile.splits * frame.workers * 2 < work) {
+      frame.work_items.push_back({t, 0, tile.splits});
       continue;
     }
-    frame.split.push_back(frame.pieces.size());
-    for (size_t part = 0; part < tile.parts; ++part) frame.pieces.push_back({t, part, 1});
+    frame.split_tiles.push_back(frame.work_items.size());
+    for (size_t split = 0; split < tile.splits; ++split) frame.work_items.push_back({t, split, 1});
   }
 }
 
-// All heads of latent attention share one KV head: few enough of them go together that workers have something to share.
-size_t Attention::groups() const {
+// All heads of MLA share one KV head. They are divided into groups, so that several workers have something to do.
+size_t Attention::head_groups() const {
   if (!v_dim) return kv_heads;
   size_t together = std::min(heads, HEADS_TOGETHER);
   while (heads % together) --together;
   return heads / together;
 }
 
-size_t Attention::state_floats() const { return QUERY_TILE * group() * (shape().padded() + 2); }
+size_t Attention::partial_floats() const { return QUERY_TILE * group_heads() * (shape().padded() + 2); }
 
-size_t Attention::scratch_floats() const { return QUERY_TILE * group() * (dim + SPAN) + 2 * state_floats(); }
+size_t Attention::scratch_floats() const { return QUERY_TILE * group_heads() * (dim + SPAN) + 2 * partial_floats(); }
 
 Attention attention_of(size_t layer, int angles, Numbers numbers, Vectors vectors) {
   const auto number = [&](const char* name, double otherwise) {
@@ -278,35 +278,35 @@ Phase store_phase(const Attention& attention, int qkv) {
 }
 
 Phase attend_phase(const Attention& attention, int qkv, int out) {
-  const auto chunks = [=](const Frame& frame) { return frame.pieces.size() * attention.groups(); };
+  const auto chunks = [=](const Frame& frame) { return frame.work_items.size() * attention.head_groups(); };
   const auto run = [=](const Frame& frame, size_t chunk, unsigned worker) {
-    const size_t index = chunk / attention.groups(), group = chunk % attention.groups();
-    const Piece& piece = frame.pieces[index];
-    const QueryTile& tile = frame.tiles[piece.tile];
+    const size_t index = chunk / attention.head_groups(), group = chunk % attention.head_groups();
+    const WorkItem& item = frame.work_items[index];
+    const QueryTile& tile = frame.tiles[item.tile];
     Queries queries(frame, attention, tile, group);
     queries.load(frame.buffers[size_t(qkv)], frame.scratch[worker].as<float>());
-    const bool whole = piece.parts == tile.parts;
-    const State total = queries.state(whole ? queries.after_scores() : gathered(frame, attention, index, group));
-    const State next = queries.state(queries.after_scores() + attention.state_floats());
-    queries.attend(piece.part, total);
-    for (size_t part = 1; part < piece.parts; ++part) {
-      queries.attend(part, next);
-      total.join(frame.kernels, next);
+    const bool whole = item.splits == tile.splits;
+    const Partial total = queries.partial(whole ? queries.after_scores() : partial_of(frame, attention, index, group));
+    const Partial next = queries.partial(queries.after_scores() + attention.partial_floats());
+    queries.attend(item.split, total);
+    for (size_t split = 1; split < item.splits; ++split) {
+      queries.attend(split, next);
+      total.merge(frame.kernels, next);
     }
     if (whole) queries.write(total, frame.buffers[size_t(out)]);
   };
   return {chunks, run};
 }
 
-Phase join_phase(const Attention& attention, int out) {
-  const auto chunks = [=](const Frame& frame) { return frame.split.size() * attention.groups(); };
+Phase merge_phase(const Attention& attention, int out) {
+  const auto chunks = [=](const Frame& frame) { return frame.split_tiles.size() * attention.head_groups(); };
   const auto run = [=](const Frame& frame, size_t chunk, unsigned) {
-    const size_t first = frame.split[chunk / attention.groups()], group = chunk % attention.groups();
-    const QueryTile& tile = frame.tiles[frame.pieces[first].tile];
+    const size_t first = frame.split_tiles[chunk / attention.head_groups()], group = chunk % attention.head_groups();
+    const QueryTile& tile = frame.tiles[frame.work_items[first].tile];
     const Queries queries(frame, attention, tile, group);
-    const State total = queries.state(gathered(frame, attention, first, group));
-    for (size_t part = 1; part < tile.parts; ++part)
-      total.join(frame.kernels, queries.state(gathered(frame, attention, first + part, group)));
+    const Partial total = queries.partial(partial_of(frame, attention, first, group));
+    for (size_t split = 1; split < tile.splits; ++split)
+      total.merge(frame.kernels, queries.partial(partial_of(frame, attention, first + split, group)));
     queries.write(total, frame.buffers[size_t(out)]);
   };
   return {chunks, run};

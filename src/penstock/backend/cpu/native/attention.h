@@ -1,4 +1,4 @@
-// Attention over the paged cache.
+// Attention over the paged KV cache.
 #pragma once
 
 #include <map>
@@ -21,19 +21,19 @@ struct Attention {
   float scale;
   float soft_cap;  // of scores; 0: none
   bool causal;     // else a token sees its whole row
-  std::vector<float> sinks = {};  // of each head: a score that gives nothing; or none
-  size_t v_dim = 0;               // above 0: values are the last dimensions of keys, after a norm with a gain
+  std::vector<float> sinks = {};  // a score for each head that takes part in the softmax and has no value; or none
+  size_t v_dim = 0;               // above 0: MLA, whose values are the last dimensions of keys, after a norm
   std::vector<float> gain = {};   // [v_dim]
   float eps = 0;
 
-  size_t groups() const;  // of heads that attend together, to one KV head
-  size_t group() const { return heads / groups(); }
-  size_t kv_head(size_t group) const { return group * kv_heads / groups(); }
+  size_t head_groups() const;  // groups of heads that attend together, each to one KV head
+  size_t group_heads() const { return heads / head_groups(); }
+  size_t kv_head(size_t group) const { return group * kv_heads / head_groups(); }
   size_t value_dim() const { return v_dim ? v_dim : dim; }
   size_t width() const { return (heads + 2 * kv_heads) * dim; }
   KvShape shape() const { return {kv_heads, dim, v_dim}; }
-  size_t scratch_floats() const;  // what one worker needs
-  size_t state_floats() const;    // what a tile of queries has gathered
+  size_t scratch_floats() const;  // scratch of one worker
+  size_t partial_floats() const;    // the partial result of a tile of queries
 };
 
 // Throws for an option that it does not know: ignoring one would give wrong answers without a word.
@@ -41,15 +41,15 @@ Attention attention_of(size_t layer, int angles, Numbers numbers, Vectors vector
 
 inline constexpr size_t QUERY_TILE = 16;
 
-// Positions over which one softmax runs on; those of several parts are joined in order. Parts stand at fixed places of
-// a sequence, so the result is the same however they are shared out.
-inline constexpr size_t PART = 4 * SPAN;
+// Positions of one running softmax. The partial results of several splits are merged in order. Splits begin
+// at fixed places of a sequence, so the result does not depend on which worker computes them.
+inline constexpr size_t SPLIT = 4 * SPAN;
 
-void plan_attention(Frame& frame, bool causal);  // the step's tiles and pieces
+void plan_attention(Frame& frame, bool causal);  // makes the step's tiles and work items
 
 // Rotates keys and writes them and the values: of qkv, or the keys of MLA alone.
 Phase store_phase(const Attention& attention, int qkv);
-Phase attend_phase(const Attention& attention, int qkv, int out);  // every piece
-Phase join_phase(const Attention& attention, int out);             // tiles that were cut into pieces
+Phase attend_phase(const Attention& attention, int qkv, int out);  // runs every work item
+Phase merge_phase(const Attention& attention, int out);             // merges the partial results of split tiles
 
 }  // namespace penstock

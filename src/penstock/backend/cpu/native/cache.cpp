@@ -12,7 +12,7 @@ namespace penstock {
 
 namespace {
 
-constexpr double MOST_BYTES = 0x1p46;  // more than any machine maps
+constexpr double MAX_BYTES = 0x1p46;  // more than any machine maps
 
 }  // namespace
 
@@ -20,9 +20,9 @@ Cache::Cache(const std::string& type) : type_(type_of(type)) {}
 
 Cache::Type Cache::type_of(const std::string& name) {
   constexpr Type TYPES[] = {
-      {"f16", 2, 0, &Kernels::f16, &Kernels::latent_f16},
-      {"f32", 4, 0, &Kernels::f32, &Kernels::latent_f32},
-      {"int8", 1, KV_SCALES * sizeof(float), &Kernels::int8, &Kernels::latent_int8}};
+      {"f16", 2, 0, &Kernels::f16, &Kernels::mla_f16},
+      {"f32", 4, 0, &Kernels::f32, &Kernels::mla_f32},
+      {"int8", 1, KV_SCALES * sizeof(float), &Kernels::int8, &Kernels::mla_int8}};
   for (const Type& type : TYPES)
     if (name == type.name) return type;
   throw std::invalid_argument("a KV cache stores f16, f32 or int8; got " + name);
@@ -91,7 +91,7 @@ void Cache::reserve(size_t blocks, size_t block_size, const LayerGroups& groups)
   padded_size_ = (block_size + TILE - 1) / TILE * TILE;
   planes_ = std::move(planes);
   const double wanted = double(blocks) * double(block_bytes());
-  if (wanted > MOST_BYTES) throw std::bad_alloc();
+  if (wanted > MAX_BYTES) throw std::bad_alloc();
   memory_ = Memory(size_t(wanted));
   blocks_ = blocks;
   groups_ = groups.size();

@@ -4,9 +4,9 @@
 // group, so that one block table serves a group and one pool of blocks serves all groups. In memory: index of a layer
 // within its group -> block -> KV head -> tile.
 //
-// A tile has keys [dim][16], then values [16][padded dim]; 8-bit tiles begin with the scales of the 16 keys and of the 16
-// values. Because keys are transposed, a query is scored against 16 positions without a sum across lanes. A tile of MLA,
-// whose values are a part of its keys, has keys [16][dim], and scales for the rotated part and for the values.
+// A tile has keys [dim][16], then values [16][padded dim]. 8-bit tiles begin with the scales of keys and those of
+// values. Because keys are transposed, a query is scored against 16 positions without a sum across lanes. The values of
+// MLA are a part of its keys: a tile has keys [16][dim], and scales for the rotated part and for the values.
 //
 // A block whose size is not a multiple of 16 ends in unused places: `place` counts positions with those included.
 #pragma once
@@ -57,7 +57,7 @@ class Cache {
   bool unused(size_t place) const { return place % padded_size_ >= block_size_; }
   bool has_unused() const { return padded_size_ != block_size_; }
   const KvKernels& kernels(const Kernels& all) const { return all.*type_.kernels; }
-  const LatentKernels& latent_kernels(const Kernels& all) const { return all.*type_.latent; }
+  const MlaKernels& mla_kernels(const Kernels& all) const { return all.*type_.mla; }
 
   // The tile that holds `place` of a sequence with this block table.
   std::byte* tile(size_t layer, size_t head, const int32_t* table, size_t place) const {
@@ -73,7 +73,7 @@ class Cache {
     const char* name;
     size_t value_bytes, scale_bytes;  // of a tile
     KvKernels Kernels::* kernels;
-    LatentKernels Kernels::* latent;
+    MlaKernels Kernels::* mla;
   };
   // All blocks of the layers that have the same index within their groups.
   struct Plane {

@@ -61,7 +61,8 @@ void compress(uint64_t (&state)[8], const uint8_t* block, uint64_t count, bool l
   }
   v[12] ^= count;
   if (last) v[14] = ~v[14];
-  [&]<size_t... Round>(std::index_sequence<Round...>) { (round<Round>(v, m), ...); }(std::make_index_sequence<ROUNDS>());
+  const auto all = [&]<size_t... Round>(std::index_sequence<Round...>) { (round<Round>(v, m), ...); };
+  all(std::make_index_sequence<ROUNDS>());
   for (size_t i = 0; i < 8; ++i) state[i] ^= v[i] ^ v[i + 8];
 }
 

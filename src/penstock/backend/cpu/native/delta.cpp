@@ -20,27 +20,27 @@ class Inputs {
     const RowState& state = frame.row_states[row];
     if (state.begin != NO_STATE)
       before_ = frame.states.at(shape.layer, state.begin) + shape.v_heads * shape.memory_floats();
-    taps_ = shape.taps;
+    conv_width_ = shape.conv_width;
     width_ = shape.width();
   }
 
   // The one `index` tokens after the row's first; null: there is nothing yet.
   const float* at(ptrdiff_t index) const {
     if (index >= 0) return buffer_.row(first_ + size_t(index));
-    return before_ ? before_ + (ptrdiff_t(taps_) - 1 + index) * ptrdiff_t(width_) : nullptr;
+    return before_ ? before_ + (ptrdiff_t(conv_width_) - 1 + index) * ptrdiff_t(width_) : nullptr;
   }
 
   // What was convolved last after so many of the row's tokens.
   void copy_last(size_t tokens, float* out) const {
-    for (size_t i = 0; i + 1 < taps_; ++i, out += width_) {
-      const float* input = at(ptrdiff_t(tokens + i + 1) - ptrdiff_t(taps_));
+    for (size_t i = 0; i + 1 < conv_width_; ++i, out += width_) {
+      const float* input = at(ptrdiff_t(tokens + i + 1) - ptrdiff_t(conv_width_));
       input ? (void)std::copy_n(input, width_, out) : (void)std::fill_n(out, width_, 0.0f);
     }
   }
 
  private:
   const Buffer& buffer_;
-  size_t first_, taps_, width_;
+  size_t first_, conv_width_, width_;
   const float* before_ = nullptr;
 };
 
@@ -48,7 +48,7 @@ void keep_last(const Frame& frame, const DeltaShape& shape, int qkvz, size_t row
   const RowState& state = frame.row_states[row];
   const Inputs inputs(frame, shape, qkvz, row);
   const size_t tokens = size_t(frame.batch.row_start[row + 1] - frame.batch.row_start[row]);
-  const size_t offset = shape.v_heads * shape.memory_floats(), count = (shape.taps - 1) * shape.width();
+  const size_t offset = shape.v_heads * shape.memory_floats(), count = (shape.conv_width - 1) * shape.width();
   if (state.save != NO_STATE) inputs.copy_last(size_t(state.after), frame.states.at(shape.layer, state.save) + offset);
   inputs.copy_last(tokens, scratch);
   std::copy_n(scratch, count, frame.states.at(shape.layer, state.own) + offset);
@@ -86,30 +86,30 @@ class Head {
 
   void save() const { std::copy_n(memory_, shape_.memory_floats(), memory(state_.save)); }
 
-  void remember(size_t first, size_t count, const Buffer& mixed, const Buffer& ba, const Buffer& out,
+  void delta_rule(size_t first, size_t count, const Buffer& mixed, const Buffer& ba, const Buffer& out,
                 float* scratch) const {
-    float *q = scratch, *k = q + RUN * shape_.k_dim, *fade = k + RUN * shape_.k_dim, *learn = fade + RUN;
+    float *q = scratch, *k = q + RUN * shape_.k_dim, *decay = k + RUN * shape_.k_dim, *beta = decay + RUN;
     const float root = 1.0f / std::sqrt(float(shape_.k_dim));
     for (size_t i = 0; i < count; ++i) {
       const float* key_head = mixed.row(first + i) + shape_.key_head(head_) * shape_.k_dim;
       make_unit(key_head, shape_.k_dim, root, q + i * shape_.k_dim);
       make_unit(key_head + shape_.k_width(), shape_.k_dim, 1.0f, k + i * shape_.k_dim);
       const float* gates = ba.row(first + i) + head_;
-      learn[i] = sigmoid(gates[0]);
-      fade[i] = std::exp(vectors_.decay[head_] * softplus(gates[shape_.v_heads] + vectors_.dt[head_]));
+      beta[i] = sigmoid(gates[0]);
+      decay[i] = std::exp(vectors_.decay[head_] * softplus(gates[shape_.v_heads] + vectors_.dt[head_]));
     }
-    frame_.kernels.delta.remember({.q = q,
-                                   .k = k,
-                                   .v = mixed.row(first) + 2 * shape_.k_width() + head_ * shape_.v_dim,
-                                   .fade = fade,
-                                   .learn = learn,
-                                   .k_dim = shape_.k_dim,
-                                   .v_dim = shape_.v_dim,
-                                   .v_stride = mixed.width,
-                                   .count = count,
-                                   .memory = memory_,
-                                   .out = out.row(first) + head_ * shape_.v_dim,
-                                   .out_stride = out.width});
+    frame_.kernels.delta.delta_rule({.q = q,
+                                     .k = k,
+                                     .v = mixed.row(first) + 2 * shape_.k_width() + head_ * shape_.v_dim,
+                                     .decay = decay,
+                                     .beta = beta,
+                                     .k_dim = shape_.k_dim,
+                                     .v_dim = shape_.v_dim,
+                                     .v_stride = mixed.width,
+                                     .count = count,
+                                     .memory = memory_,
+                                     .out = out.row(first) + head_ * shape_.v_dim,
+                                     .out_stride = out.width});
   }
 
   // out = rms_norm(out) * gain * silu(z)
@@ -137,7 +137,7 @@ class Head {
 }  // namespace
 
 size_t DeltaShape::scratch_floats() const {
-  return std::max({RUN * 2 * (k_dim + 1), 2 * v_dim, (taps - 1) * width()});
+  return std::max({RUN * 2 * (k_dim + 1), 2 * v_dim, (conv_width - 1) * width()});
 }
 
 Phase convolve_phase(const DeltaShape& shape, std::shared_ptr<const DeltaVectors> vectors, int qkvz, int mixed) {
@@ -151,16 +151,16 @@ Phase convolve_phase(const DeltaShape& shape, std::shared_ptr<const DeltaVectors
     for (size_t token = chunk * CONVOLVED_AT_ONCE; token < last; ++token) {
       const size_t row = size_t(std::upper_bound(starts, starts + frame.batch.rows + 1, int32_t(token)) - starts) - 1;
       const Inputs inputs(frame, shape, qkvz, row);
-      const float* seen[MOST_TAPS];
-      for (size_t tap = 0; tap < shape.taps; ++tap)
-        seen[tap] = inputs.at(ptrdiff_t(token) - starts[row] + ptrdiff_t(tap + 1) - ptrdiff_t(shape.taps));
-      frame.kernels.delta.convolve(seen, vectors->conv.data(), shape.taps, shape.width(), out.row(token));
+      const float* seen[MAX_CONV_WIDTH];
+      for (size_t tap = 0; tap < shape.conv_width; ++tap)
+        seen[tap] = inputs.at(ptrdiff_t(token) - starts[row] + ptrdiff_t(tap + 1) - ptrdiff_t(shape.conv_width));
+      frame.kernels.delta.convolve(seen, vectors->conv.data(), shape.conv_width, shape.width(), out.row(token));
     }
   };
   return {chunks, run};
 }
 
-Phase remember_phase(const DeltaShape& shape, std::shared_ptr<const DeltaVectors> vectors, int qkvz, int mixed, int ba,
+Phase delta_rule_phase(const DeltaShape& shape, std::shared_ptr<const DeltaVectors> vectors, int qkvz, int mixed, int ba,
                      int out) {
   const size_t parts = shape.v_heads + 1;
   const auto chunks = [parts](const Frame& frame) { return frame.batch.rows * parts; };
@@ -177,7 +177,7 @@ Phase remember_phase(const DeltaShape& shape, std::shared_ptr<const DeltaVectors
     head.begin();
     for (size_t token = first; token < last;) {
       const size_t count = std::min(RUN, (token < saved ? saved : last) - token);
-      head.remember(token, count, buffer(mixed), buffer(ba), buffer(out), scratch);
+      head.delta_rule(token, count, buffer(mixed), buffer(ba), buffer(out), scratch);
       token += count;
       if (token == saved && state.save != NO_STATE) head.save();
     }

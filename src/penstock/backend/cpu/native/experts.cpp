@@ -4,31 +4,27 @@
 #include <bit>
 #include <cmath>
 #include <limits>
-#include <stdexcept>
 
 #include "linear.h"
+#include "require.h"
 
 namespace penstock {
 
 namespace {
 
 constexpr size_t CHUNK_ROWS = 8;
-constexpr float NOTHING = -std::numeric_limits<float>::infinity();
+constexpr float LOWEST = -std::numeric_limits<float>::infinity();
 
 size_t divide_up(size_t a, size_t b) { return (a + b - 1) / b; }
 
-void require(bool holds, const char* otherwise) {
-  if (!holds) throw std::invalid_argument(otherwise);
-}
-
-// Where the highest value is, of equal ones the first; it becomes nothing.
+// Returns where the highest value is, the first of equal ones, and replaces it with minus infinity.
 size_t take_highest(float* values, size_t size) {
   float* best = std::max_element(values, values + size);
-  *best = NOTHING;
+  *best = LOWEST;
   return size_t(best - values);
 }
 
-void soften(float* x, size_t size) {
+void softmax(float* x, size_t size) {
   const float highest = *std::max_element(x, x + size);
   float sum = 0;
   for (size_t i = 0; i < size; ++i) sum += x[i] = std::exp(x[i] - highest);
@@ -37,65 +33,66 @@ void soften(float* x, size_t size) {
 
 }  // namespace
 
-// ---- choosing ----
+// ---- routing ----
 
-void Choice::check() const {
-  require(chosen >= 1 && chosen <= count && count <= INT32_MAX, "as many experts are chosen as there are, at most");
-  require(groups >= 1 && count % groups == 0 && chosen_groups >= 1 && chosen_groups <= groups &&
-              chosen <= chosen_groups * (count / groups),
-          "groups of experts must be equal, and the chosen ones must hold enough");
-  require(bias.empty() || bias.size() == count, "a bias of the choice has one value for each expert");
+void Routing::check() const {
+  require(top_k >= 1 && top_k <= count && count <= INT32_MAX,
+          "a router chooses at least one expert and at most all of them");
+  require(groups >= 1 && count % groups == 0 && top_k_groups >= 1 && top_k_groups <= groups &&
+              top_k <= top_k_groups * (count / groups),
+          "groups of experts must be equally large, and the chosen groups must hold enough experts");
+  require(bias.empty() || bias.size() == count, "a router's bias has one value for each expert");
 }
 
-void Choice::score(float* logits) const {
-  if (scoring == SOFTMAX) soften(logits, count);
+void Routing::score(float* logits) const {
+  if (scoring == SOFTMAX) softmax(logits, count);
   if (scoring == SIGMOID)
     for (size_t i = 0; i < count; ++i) logits[i] = 1 / (1 + std::exp(-logits[i]));
 }
 
-void Choice::drop_other_groups(float* merits, float* scratch) const {
+void Routing::drop_other_groups(float* merits, float* scratch) const {
   const size_t size = count / groups;
   for (size_t g = 0; g < groups; ++g) {
-    float best[2] = {NOTHING, NOTHING};
+    float best[2] = {LOWEST, LOWEST};
     for (size_t i = g * size; i < (g + 1) * size; ++i) {
       best[1] = std::max(best[1], std::min(best[0], merits[i]));
       best[0] = std::max(best[0], merits[i]);
     }
     scratch[g] = by_two && size > 1 ? best[0] + best[1] : best[0];
   }
-  for (size_t i = 0; i < chosen_groups; ++i) take_highest(scratch, groups);
+  for (size_t i = 0; i < top_k_groups; ++i) take_highest(scratch, groups);
   for (size_t g = 0; g < groups; ++g)
-    if (scratch[g] != NOTHING) std::fill_n(merits + g * size, size, NOTHING);
+    if (scratch[g] != LOWEST) std::fill_n(merits + g * size, size, LOWEST);
 }
 
-void Choice::choose(const float* logits, float* scratch, uint32_t* experts, float* weights) const {
+void Routing::route(const float* logits, float* scratch, uint32_t* experts, float* weights) const {
   float *scores = scratch, *merits = scratch + count;
   std::copy_n(logits, count, scores);
   score(scores);
   for (size_t i = 0; i < count; ++i) merits[i] = bias.empty() ? scores[i] : scores[i] + bias[i];
-  if (chosen_groups < groups) drop_other_groups(merits, merits + count);
-  for (size_t i = 0; i < chosen; ++i) {
+  if (top_k_groups < groups) drop_other_groups(merits, merits + count);
+  for (size_t i = 0; i < top_k; ++i) {
     experts[i] = uint32_t(take_highest(merits, count));
     weights[i] = scores[experts[i]];
   }
-  if (scoring == SOFTMAX_CHOSEN) soften(weights, chosen);
+  if (scoring == SOFTMAX_TOP_K) softmax(weights, top_k);
   float sum = 0;
-  for (size_t i = 0; i < chosen; ++i) sum += weights[i];
+  for (size_t i = 0; i < top_k; ++i) sum += weights[i];
   const float factor = renormalize ? scale / (sum + 1e-20f) : scale;
-  for (size_t i = 0; i < chosen; ++i) weights[i] *= factor;
+  for (size_t i = 0; i < top_k; ++i) weights[i] *= factor;
 }
 
-// ---- seating ----
+// ---- permutation ----
 
-void Bank::check() const {
-  require(!up.empty() && up.size() == down.size(), "experts need as many weights up as down");
+void ExpertWeights::check() const {
+  require(!up.empty() && up.size() == down.size(), "experts need as many up weights as down weights");
   for (size_t i = 0; i < up.size(); ++i)
     require(up[i]->width() == width() && up[i]->rows() == 2 * hidden() && down[i]->width() == hidden() &&
                 down[i]->rows() == width(),
             "all experts of a layer have one shape");
 }
 
-bool Bank::gateable() const {
+bool ExpertWeights::gateable() const {
   return std::all_of(up.begin(), up.end(), [](const auto& weight) { return weight->gateable(); });
 }
 
@@ -114,33 +111,33 @@ Buffer plain_rows(size_t width) { return {.symbol = Symbol::T, .width = width, .
 
 }  // namespace
 
-Seating::Seating(const Choice& choice, const Bank& bank, const Kernels& kernels)
-    : count(choice.count),
-      chosen(choice.chosen),
-      ends(choice.count),
-      inputs(rows_for(bank.up, kernels)),
-      ungated(plain_rows(2 * bank.hidden())),
-      hidden(rows_for(bank.down, kernels)),
-      outputs(plain_rows(bank.width())) {}
+ExpertPermutation::ExpertPermutation(const Routing& routing, const ExpertWeights& experts, const Kernels& kernels)
+    : count(routing.count),
+      top_k(routing.top_k),
+      ends(routing.count),
+      inputs(rows_for(experts.up, kernels)),
+      ungated(plain_rows(2 * experts.hidden())),
+      hidden(rows_for(experts.down, kernels)),
+      outputs(plain_rows(experts.width())) {}
 
-bool Seating::same_shape(const Seating& other) const {
+bool ExpertPermutation::same_shape(const ExpertPermutation& other) const {
   const auto same = [](const Buffer& a, const Buffer& b) {
     return a.width == b.width && a.coded == b.coded && a.bfloat == b.bfloat;
   };
-  return count == other.count && chosen == other.chosen && same(inputs, other.inputs) && same(hidden, other.hidden);
+  return count == other.count && top_k == other.top_k && same(inputs, other.inputs) && same(hidden, other.hidden);
 }
 
-void Seating::grow(size_t wanted) {
-  const size_t room = std::bit_ceil(wanted) * chosen;
+void ExpertPermutation::grow(size_t wanted) {
+  const size_t room = std::bit_ceil(wanted) * top_k;
   if (room <= tokens.size()) return;
-  for (auto* numbers : {&experts, &seats, &tokens}) numbers->resize(room);
+  for (auto* numbers : {&experts, &places, &tokens}) numbers->resize(room);
   weights.resize(room);
   bands.reserve(room / BAND + std::min(room, count));
   for (Buffer* buffer : {&inputs, &ungated, &hidden, &outputs}) buffer->make_room(room);
 }
 
-void Seating::seat(size_t step_tokens) {
-  const size_t taken = step_tokens * chosen;
+void ExpertPermutation::permute(size_t step_tokens) {
+  const size_t taken = step_tokens * top_k;
   std::fill(ends.begin(), ends.end(), 0);
   for (size_t i = 0; i < taken; ++i) ++ends[experts[i]];
   bands.clear();
@@ -151,19 +148,19 @@ void Seating::seat(size_t step_tokens) {
     first = last;
   }
   for (size_t i = 0; i < taken; ++i) {
-    seats[i] = ends[experts[i]]++;
-    tokens[seats[i]] = uint32_t(i / chosen);
+    places[i] = ends[experts[i]]++;
+    tokens[places[i]] = uint32_t(i / top_k);
   }
 }
 
 // ---- computing ----
 
-void Mixture::add_up(size_t token, float* out) const {
-  const size_t width = seating->outputs.width, first = token * choice.chosen;
+void Moe::add_up(size_t token, float* out) const {
+  const size_t width = permutation->outputs.width, first = token * routing.top_k;
   std::fill_n(out, width, 0.0f);
-  for (size_t i = first; i < first + choice.chosen; ++i) {
-    const float* given = seating->outputs.row(seating->seats[i]);
-    const float weight = seating->weights[i];
+  for (size_t i = first; i < first + routing.top_k; ++i) {
+    const float* given = permutation->outputs.row(permutation->places[i]);
+    const float weight = permutation->weights[i];
     for (size_t j = 0; j < width; ++j) out[j] += weight * given[j];
   }
 }
@@ -179,25 +176,25 @@ Phase in_chunks(Count count, Each each) {
           }};
 }
 
-void take_seat(const Buffer& from, size_t token, bool codes_alone, const Buffer& to, size_t seat) {
-  if (!codes_alone) std::copy_n(from.row(token), from.width, to.row(seat));
-  if (to.coded) std::copy_n(from.code_row(token), from.width / BLOCK, to.code_row(seat));
-  if (to.bfloat) std::copy_n(from.bfloat_row(token), from.bfloat_stride(), to.bfloat_row(seat));
+void copy_row(const Buffer& from, size_t token, bool codes_alone, const Buffer& to, size_t place) {
+  if (!codes_alone) std::copy_n(from.row(token), from.width, to.row(place));
+  if (to.coded) std::copy_n(from.code_row(token), from.width / BLOCK, to.code_row(place));
+  if (to.bfloat) std::copy_n(from.bfloat_row(token), from.bfloat_stride(), to.bfloat_row(place));
 }
 
-// Each band of seats times its expert's weight.
-Phase products(std::shared_ptr<const Mixture> m, std::vector<std::shared_ptr<const Weight>> weights, bool gated,
+// Multiplies each band of pairs with its expert's weight.
+Phase products(std::shared_ptr<const Moe> m, std::vector<std::shared_ptr<const Weight>> weights, bool gated,
                const Buffer& from, const Buffer& to) {
   const size_t panels = gated ? weights.front()->panels() / 2 : weights.front()->panels();
   const auto step = [m, gated, first = weights.front()](const Frame& frame) {
-    return panels_at_once(*first, gated, m->seating->bands.size(), frame.workers);
+    return panels_at_once(*first, gated, m->permutation->bands.size(), frame.workers);
   };
   const auto chunks = [m, panels, step](const Frame& frame) {
-    return m->seating->bands.empty() ? 0 : m->seating->bands.size() * divide_up(panels, step(frame));
+    return m->permutation->bands.empty() ? 0 : m->permutation->bands.size() * divide_up(panels, step(frame));
   };
   const auto run = [=, weights = std::move(weights), &from, &to](const Frame& frame, size_t chunk, unsigned) {
     const size_t pieces = divide_up(panels, step(frame)), first = chunk % pieces * step(frame);
-    const Band& band = m->seating->bands[chunk / pieces];
+    const Band& band = m->permutation->bands[chunk / pieces];
     multiply(frame.kernels, from, band.first, band.count, *weights[band.expert], gated, first,
              std::min(first + step(frame), panels), to);
   };
@@ -206,28 +203,31 @@ Phase products(std::shared_ptr<const Mixture> m, std::vector<std::shared_ptr<con
 
 }  // namespace
 
-std::vector<Phase> expert_phases(const std::shared_ptr<const Mixture>& m) {
-  Seating& seating = *m->seating;
+std::vector<Phase> expert_phases(const std::shared_ptr<const Moe>& m) {
+  ExpertPermutation& permutation = *m->permutation;
   const auto tokens = [m](const Frame& frame) { return frame.rows(m->x); };
-  const auto seats = [m](const Frame& frame) { return frame.rows(m->x) * m->choice.chosen; };
-  const bool codes_alone = m->bank.gateable();
+  const auto pairs = [m](const Frame& frame) { return frame.rows(m->x) * m->routing.top_k; };
+  const bool codes_alone = m->weights.gateable();
   std::vector<Phase> phases;
-  phases.push_back(in_chunks(tokens, [m, &seating](const Frame& frame, size_t token, unsigned worker) {
-    const size_t first = token * seating.chosen;
-    m->choice.choose(frame.buffers[size_t(m->scores)].row(token), frame.scratch[worker].as<float>(),
-                     &seating.experts[first], &seating.weights[first]);
+  phases.push_back(in_chunks(tokens, [m, &permutation](const Frame& frame, size_t token, unsigned worker) {
+    const size_t first = token * permutation.top_k;
+    m->routing.route(frame.buffers[size_t(m->router_logits)].row(token), frame.scratch[worker].as<float>(),
+                     &permutation.experts[first], &permutation.weights[first]);
   }));
-  phases.push_back({[tokens](const Frame& frame) { return std::min<size_t>(tokens(frame), 1); },
-                    [tokens, &seating](const Frame& frame, size_t, unsigned) { seating.seat(tokens(frame)); }});
-  phases.push_back(in_chunks(seats, [m, &seating, codes_alone](const Frame& frame, size_t seat, unsigned) {
-    take_seat(frame.buffers[size_t(m->x)], seating.tokens[seat], codes_alone, seating.inputs, seat);
+  const auto permute = [tokens, &permutation](const Frame& frame, size_t, unsigned) {
+    permutation.permute(tokens(frame));
+  };
+  phases.push_back({[tokens](const Frame& frame) { return std::min<size_t>(tokens(frame), 1); }, permute});
+  phases.push_back(in_chunks(pairs, [m, &permutation, codes_alone](const Frame& frame, size_t place, unsigned) {
+    copy_row(frame.buffers[size_t(m->x)], permutation.tokens[place], codes_alone, permutation.inputs, place);
   }));
-  phases.push_back(products(m, m->bank.up, !m->gate, seating.inputs, m->gate ? seating.ungated : seating.hidden));
-  phases.push_back(in_chunks(seats, [m, &seating](const Frame& frame, size_t seat, unsigned) {
-    if (m->gate) m->gate(seating.ungated.row(seat), seating.hidden.width, seating.hidden.row(seat));
-    seating.hidden.prepare(frame.kernels, seat);
+  const Buffer& products_up = m->gate ? permutation.ungated : permutation.hidden;
+  phases.push_back(products(m, m->weights.up, !m->gate, permutation.inputs, products_up));
+  phases.push_back(in_chunks(pairs, [m, &permutation](const Frame& frame, size_t place, unsigned) {
+    if (m->gate) m->gate(permutation.ungated.row(place), permutation.hidden.width, permutation.hidden.row(place));
+    permutation.hidden.prepare(frame.kernels, place);
   }));
-  phases.push_back(products(m, m->bank.down, false, seating.hidden, seating.outputs));
+  phases.push_back(products(m, m->weights.down, false, permutation.hidden, permutation.outputs));
   return phases;
 }
 

@@ -1,4 +1,4 @@
-// What a phase sees while a step runs.
+// Defines what a phase reads while a step runs.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@
 
 namespace penstock {
 
-// One step's arrays, checked. Row r owns tokens row_start[r] to row_start[r + 1].
+// One step's arrays after they were checked. Row r owns tokens row_start[r] to row_start[r + 1].
 struct Batch {
   const int32_t* tokens;     // [T]
   const int32_t* positions;  // [T]
@@ -61,14 +61,14 @@ struct Buffer {
 // Up to 16 tokens of one row, which attend together.
 struct QueryTile {
   size_t row, first, count;
-  size_t parts;  // of the sequence that they see
-  size_t end;    // after the last place of their row, where that is seen
+  size_t splits;  // that the positions they see are divided into
+  size_t end;     // the place after the last one of their row, where attention is not causal; else 0
 };
 
-// What is attended at once: a tile over all that it sees or, where that is much, over one part of it.
-struct Piece {
+// Work for one worker: a tile over all positions that it sees or, where these are many, over one split of them.
+struct WorkItem {
   size_t tile;
-  size_t part, parts;
+  size_t split, splits;  // the first split, and how many
 };
 
 struct Frame {
@@ -78,11 +78,11 @@ struct Frame {
   const States& states;
   const std::vector<Buffer>& buffers;
   std::vector<QueryTile> tiles;
-  std::vector<Piece> pieces;
-  std::vector<size_t> split;    // first pieces of the tiles that have several
-  Memory gathered;              // [piece][group of heads] what each has gathered, where a tile has several
-  std::vector<RowState> row_states;  // where layers have any
-  std::vector<Memory> scratch;  // one for each worker
+  std::vector<WorkItem> work_items;
+  std::vector<size_t> split_tiles;   // the first work items of those tiles that have several
+  Memory partials;                   // [work item][group of heads] partial results, where a tile has several
+  std::vector<RowState> row_states;  // of models with recurrent layers
+  std::vector<Memory> scratch;       // one for each worker
   unsigned workers;
 
   // The block table of a row's sequence for the group that the layer is in.
@@ -94,7 +94,7 @@ struct Frame {
   }
 };
 
-// A part of the step that is cut into chunks, which may run in any order and on any worker.
+// One phase of a step. Its chunks may run in any order and on any worker.
 struct Phase {
   std::function<size_t(const Frame&)> chunks;
   std::function<void(const Frame&, size_t chunk, unsigned worker)> run;

@@ -51,20 +51,20 @@ struct KvKernels {
 };
 
 using Activation = void (*)(const float* x, size_t n, float* out);
-// The same of latent attention: dimensions are multiples of 16, and the last v_dim of keys are their values.
-struct LatentKernels {
+// KV of MLA, a tile of 16 positions: dimensions are multiples of 16, and the last v_dim of keys are their values.
+struct MlaKernels {
   void (*store)(const float* key, size_t dim, size_t v_dim, size_t lane, void* tile);
   void (*score)(const float* queries, size_t count, size_t dim, size_t v_dim, const void* tile, float* scores);
   void (*mix)(const float* weights, size_t count, const void* tile, size_t n, size_t dim, size_t v_dim, float* out);
 };
 
-inline constexpr size_t MOST_TAPS = 16;
+inline constexpr size_t MAX_CONV_WIDTH = 16;
 
-// Tokens that pass through one head's memory, in order: it fades, learns the token's value under its key, and is read.
-struct Remembering {
+// The delta rule for one head: for each token in order, its memory decays, learns the value under the key, and is read.
+struct DeltaRule {
   const float *q, *k;          // [count][k_dim]
   const float* v;              // rows are v_stride apart
-  const float *fade, *learn;   // [count]
+  const float *decay, *beta;   // [count]
   size_t k_dim, v_dim, v_stride, count;
   float* memory;               // [k_dim][v_dim]
   float* out;                  // rows are out_stride apart
@@ -72,9 +72,9 @@ struct Remembering {
 };
 
 struct DeltaKernels {
-  // out = silu of the sum over taps of seen[tap] * weights[tap]; a tap that is null adds nothing
-  void (*convolve)(const float* const* seen, const float* weights, size_t taps, size_t width, float* out);
-  void (*remember)(const Remembering&);
+  // out = silu of the sum over conv_width positions of seen[i] * weights[i]; one that is null adds nothing
+  void (*convolve)(const float* const* seen, const float* weights, size_t conv_width, size_t width, float* out);
+  void (*delta_rule)(const DeltaRule&);
   void (*gate_by)(const float* x, const float* gate, size_t width, float* out);  // x * sigmoid(gate)
 };
 
@@ -104,7 +104,7 @@ struct Kernels {
   void (*add_layer_norm)(const float* x, const float* residual, const float* gain, const float* bias, float eps,
                          size_t width, float* total, float* out);
   Activation silu, gelu, gelu_tanh, relu;
-  LatentKernels latent_f16, latent_f32, latent_int8;
+  MlaKernels mla_f16, mla_f32, mla_int8;
   DeltaKernels delta;
 };
 

@@ -311,7 +311,7 @@ struct Kv {
 }  // namespace
 }  // namespace penstock
 
-#include "kernels_latent.h"
+#include "kernels_mla.h"
 #include "kernels_delta.h"
 
 namespace penstock {
@@ -342,9 +342,9 @@ constexpr Kernels table(Types<Q...>) {
       activate<gelu>,
       activate<gelu_tanh>,
       activate<relu>,
-      LatentKv<uint16_t>::table(),
-      LatentKv<float>::table(),
-      LatentKv<int8_t>::table(),
+      MlaKv<uint16_t>::table(),
+      MlaKv<float>::table(),
+      MlaKv<int8_t>::table(),
       Delta::table(),
   };
 }

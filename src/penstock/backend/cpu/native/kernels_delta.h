@@ -4,10 +4,10 @@ namespace penstock {
 namespace {
 
 struct Delta {
-  static void convolve(const float* const* seen, const float* weights, size_t taps, size_t width, float* out) {
+  static void convolve(const float* const* seen, const float* weights, size_t conv_width, size_t width, float* out) {
     by_lanes(width, [&](size_t i, size_t n) {
       F total = zero();
-      for (size_t tap = 0; tap < taps; ++tap)
+      for (size_t tap = 0; tap < conv_width; ++tap)
         if (seen[tap]) total = fma(load_some(seen[tap] + i, n), load_some(weights + tap * width + i, n), total);
       store_some(out + i, silu(total), n);
     });
@@ -15,11 +15,11 @@ struct Delta {
 
   // Columns i to i + n of the memory, n up to N * 16, through all tokens.
   template <size_t N>
-  static void remember_some(const Remembering& r, size_t i, size_t n) {
+  static void delta_rule_some(const DeltaRule& r, size_t i, size_t n) {
     const auto part = [n](size_t d) { return at_most(n - d * 16, 16); };
     for (size_t token = 0; token < r.count; ++token) {
       const float *q = r.q + token * r.k_dim, *k = r.k + token * r.k_dim;
-      const F fade = all(r.fade[token]), learn = all(r.learn[token]);
+      const F decay = all(r.decay[token]), beta = all(r.beta[token]);
       F known[N], learned[N], read[N];
       UNROLL for (size_t d = 0; d < N; ++d) known[d] = read[d] = zero();
       float* memory = r.memory + i;
@@ -29,12 +29,12 @@ struct Delta {
       }
       UNROLL for (size_t d = 0; d < N; ++d) {
         const F value = load_some(r.v + token * r.v_stride + i + d * 16, part(d));
-        learned[d] = mul(learn, sub(value, mul(fade, known[d])));
+        learned[d] = mul(beta, sub(value, mul(decay, known[d])));
       }
       memory = r.memory + i;
       for (size_t j = 0; j < r.k_dim; ++j, memory += r.v_dim) {
         UNROLL for (size_t d = 0; d < N; ++d) {
-          const F now = fma(all(k[j]), learned[d], mul(load_some(memory + d * 16, part(d)), fade));
+          const F now = fma(all(k[j]), learned[d], mul(load_some(memory + d * 16, part(d)), decay));
           store_some(memory + d * 16, now, part(d));
           read[d] = fma(now, all(q[j]), read[d]);
         }
@@ -44,10 +44,10 @@ struct Delta {
     }
   }
 
-  static void remember(const Remembering& r) {
+  static void delta_rule(const DeltaRule& r) {
     size_t i = 0;
-    for (; i + WIDE * 16 <= r.v_dim; i += WIDE * 16) remember_some<WIDE>(r, i, WIDE * 16);
-    for (; i < r.v_dim; i += 16) remember_some<1>(r, i, at_most(r.v_dim - i, 16));
+    for (; i + WIDE * 16 <= r.v_dim; i += WIDE * 16) delta_rule_some<WIDE>(r, i, WIDE * 16);
+    for (; i < r.v_dim; i += 16) delta_rule_some<1>(r, i, at_most(r.v_dim - i, 16));
   }
 
   static void gate_by(const float* x, const float* gate, size_t width, float* out) {
@@ -56,7 +56,7 @@ struct Delta {
     });
   }
 
-  static constexpr DeltaKernels table() { return {convolve, remember, gate_by}; }
+  static constexpr DeltaKernels table() { return {convolve, delta_rule, gate_by}; }
 };
 
 }  // namespace

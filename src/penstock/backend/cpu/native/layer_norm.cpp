@@ -24,7 +24,7 @@ void Program::add_layer_norm(int x, std::optional<int> residual, std::vector<flo
   at(out, from.symbol, from.width);
   require(gain.size() == from.width && bias.size() == from.width, "a norm has one gain and one bias for each value");
   require(residual.has_value() == total.has_value(), "a residual is added to give a total");
-  require(out != x && (!total || (out != *total && out != *residual)), "a norm's result needs a buffer of its own");
+  require(out != x && (!total || (out != *total && out != *residual)), "a norm cannot write to a buffer that it reads");
   for (const auto& buffer : {residual, total})
     if (buffer) at(*buffer, from.symbol, from.width);
   each_row(out, [=, gain = std::move(gain), bias = std::move(bias)](const Frame& frame, size_t r) {

@@ -1,4 +1,4 @@
-// The door: what Python may call. Arrays are checked for type, shape and layout here, their contents in Program.
+// Binds what Python may call. Types, shapes and layouts of arrays are checked here, their contents in Program.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/map.h>
@@ -60,7 +60,8 @@ bool quantize_values(const std::string& from, Array<const uint8_t, 1> values, co
 }
 
 using FloatArray = Array<const float, 1>;
-using FlatEdits = std::tuple<IntArray, FloatArray, IntArray, IntArray, IntArray, FloatArray, IntArray, IntArray, IntArray>;
+using FlatEdits =
+    std::tuple<IntArray, FloatArray, IntArray, IntArray, IntArray, FloatArray, IntArray, IntArray, IntArray>;
 using Scored = std::tuple<int32_t, double, std::vector<std::pair<int32_t, double>>>;
 
 Step step(const IntArray& tokens, const IntArray& positions, const IntArray& row_start, const IntArray& slots,
@@ -79,7 +80,8 @@ void run(Program& program, IntArray tokens, IntArray positions, IntArray row_sta
 
 std::pair<std::vector<int32_t>, std::vector<Scored>> sample(
     Program& program, IntArray tokens, IntArray positions, IntArray row_start, IntArray slots,
-    Array<const int32_t, 3> tables, IntArray sampled, IntArray target, FloatArray temperature, FloatArray top_p, IntArray top_k, FloatArray min_p,
+    Array<const int32_t, 3> tables, IntArray sampled, IntArray target, FloatArray temperature, FloatArray top_p,
+    IntArray top_k, FloatArray min_p,
     Array<const uint64_t, 1> seed, IntArray logprobs, const FlatEdits& edits, IntArray constrained,
     Array<const int32_t, 2> words) {
   const Step arrays = step(tokens, positions, row_start, slots, tables, sampled);
@@ -130,15 +132,15 @@ void import_blocks(Program& program, const std::vector<int64_t>& blocks, nb::byt
   program.import_blocks(blocks, bytes);
 }
 
-Choice::Scoring scoring_of(const std::string& name) {
-  if (name == "softmax") return Choice::SOFTMAX;
-  if (name == "sigmoid") return Choice::SIGMOID;
-  if (name == "softmax_top_k") return Choice::SOFTMAX_CHOSEN;
+Routing::Scoring scoring_of(const std::string& name) {
+  if (name == "softmax") return Routing::SOFTMAX;
+  if (name == "sigmoid") return Routing::SIGMOID;
+  if (name == "softmax_top_k") return Routing::SOFTMAX_TOP_K;
   throw nb::value_error(("no scoring " + name).c_str());
 }
 
 NB_MODULE(_native, m) {
-  nb::set_leak_warnings(false);  // a process may end while it holds a model
+  nb::set_leak_warnings(false);  // a process may end while a model is loaded
 
   m.def("isas", [] {
     std::vector<std::string> names;
@@ -182,7 +184,8 @@ NB_MODULE(_native, m) {
            "x"_a, "residual"_a.none(), "gain"_a.noconvert(), "eps"_a, "out"_a, "total"_a.none())
       .def("linear", &Program::linear, "x"_a, "weight"_a, "out"_a, "gated"_a = false)
       .def("attend",
-           [](Program& program, int qkv, int out, size_t layer, int angles, Numbers numbers, const VectorArrays& vectors) {
+           [](Program& program, int qkv, int out, size_t layer, int angles, Numbers numbers,
+              const VectorArrays& vectors) {
              program.attend(qkv, attention_of(layer, angles, std::move(numbers), copied_vectors(vectors)), out);
            },
            "qkv"_a, "out"_a, nb::kw_only(), "layer"_a, "angles"_a, "numbers"_a, "vectors"_a.noconvert())
@@ -221,11 +224,12 @@ NB_MODULE(_native, m) {
               std::vector<std::shared_ptr<const Weight>> down, Array<const float, 1> choice_bias, int out, size_t top_k,
               const std::string& act, const std::string& scoring, bool renormalize, float scale, size_t groups,
               size_t top_k_groups, const std::string& group_score) {
-             const Choice choice = {up.size(),    top_k,                 scoring_of(scoring), renormalize, scale, groups,
-                                    top_k_groups, group_score == "top2", copied(choice_bias)};
-             program.moe(x, router_logits, {std::move(up), std::move(down)}, choice, act, out);
+             const Routing routing = {up.size(), top_k, scoring_of(scoring), renormalize, scale,
+                                      groups, top_k_groups, group_score == "top2", copied(choice_bias)};
+             program.moe(x, router_logits, {std::move(up), std::move(down)}, routing, act, out);
            },
-           "x"_a, "router_logits"_a, "up"_a, "down"_a, "choice_bias"_a.noconvert(), "out"_a, nb::kw_only(), "top_k"_a, "act"_a,
+           "x"_a, "router_logits"_a, "up"_a, "down"_a, "choice_bias"_a.noconvert(), "out"_a, nb::kw_only(), "top_k"_a,
+           "act"_a,
            "scoring"_a, "renormalize"_a, "scale"_a, "groups"_a, "top_k_groups"_a, "group_score"_a)
       .def("per_head_linear", &Program::per_head_linear, "x"_a, "weight"_a, "heads"_a, "passthrough"_a, "out"_a)
       .def("attend_mla",

@@ -15,12 +15,12 @@ namespace penstock {
 namespace {
 
 constexpr size_t CHUNK_ROWS = 8;
-constexpr size_t CAPPED_AT_ONCE = 8192;  // values of a row
-constexpr unsigned MOST_THREADS = 1024;
-constexpr int32_t MOST_SLOTS = 1 << 20;
+constexpr size_t SOFT_CAP_CHUNK = 8192;  // values of a row for one worker
+constexpr unsigned MAX_THREADS = 1024;
+constexpr int32_t MAX_SLOTS = 1 << 20;
 
 unsigned checked_threads(unsigned threads) {
-  require(threads >= 1 && threads <= MOST_THREADS, "threads must be between 1 and 1024; got " + std::to_string(threads));
+  require(threads >= 1 && threads <= MAX_THREADS, "threads must be between 1 and 1024; got " + std::to_string(threads));
   return threads;
 }
 
@@ -52,9 +52,9 @@ Program::Program(const std::string& isa, unsigned threads, const std::string& kv
              .states = states_,
              .buffers = buffers_,
              .tiles = {},
-             .pieces = {},
-             .split = {},
-             .gathered = {},
+             .work_items = {},
+             .split_tiles = {},
+             .partials = {},
              .row_states = {},
              .scratch = std::vector<Memory>(pool_->threads()),
              .workers = pool_->threads()} {}
@@ -79,7 +79,9 @@ const Buffer& Program::at(int buffer) const {
 
 const Buffer& Program::at(int buffer, Symbol symbol, size_t width) const {
   const Buffer& found = at(buffer);
-  require(found.symbol == symbol, "buffer " + std::to_string(buffer) + " has rows of the other kind");
+  require(found.symbol == symbol, "buffer " + std::to_string(buffer) + " has rows for " +
+                                      (symbol == Symbol::T ? "sampled positions, not for all tokens"
+                                                           : "all tokens, not for sampled positions"));
   require(found.width == width, "buffer " + std::to_string(buffer) + " is " + std::to_string(found.width) +
                                     " wide where " + std::to_string(width) + " is needed");
   return found;
@@ -131,7 +133,7 @@ void Program::add_norm(int x, std::optional<int> residual, std::vector<float> ga
   at(out, from.symbol, from.width);
   require(gain.size() == from.width, "a norm has one gain for each value");
   require(residual.has_value() == total.has_value(), "a residual is added to give a total");
-  require(out != x && (!total || (out != *total && out != *residual)), "a norm's result needs a buffer of its own");
+  require(out != x && (!total || (out != *total && out != *residual)), "a norm cannot write to a buffer that it reads");
   for (const auto& buffer : {residual, total})
     if (buffer) at(*buffer, from.symbol, from.width);
   each_row(out, [=, gain = std::move(gain)](const Frame& frame, size_t r) {
@@ -153,8 +155,9 @@ void Program::linear(int x, std::shared_ptr<const Weight> weight, int out, bool 
   const Buffer& from = at(x);
   require(from.width == weight->width(), "the weight takes rows of " + std::to_string(weight->width()) +
                                              " values; got " + std::to_string(from.width));
-  require(x != out, "a product needs a buffer of its own");
-  require(!gated || weight->gateable(), "a gate needs two equal halves of one quantized format, without a bias");
+  require(x != out, "a product cannot write to the buffer that it reads");
+  require(!gated || weight->gateable(),
+          "a gated product needs a weight of two equal halves of one quantized format, without a bias");
   at(out, from.symbol, gated ? weight->rows() / 2 : weight->rows());
   take_rows(x, *weight);
   phases_.push_back(linear_phase(x, std::move(weight), out, gated));
@@ -166,8 +169,8 @@ void Program::attend(int qkv, const Attention& attention, int out) {
   require(a.heads >= 1 && a.kv_heads >= 1 && a.heads <= 65536 && a.heads % a.kv_heads == 0,
           "attention needs a multiple of its KV heads as heads");
   require(a.dim >= 2 && a.dim <= 65536 && a.dim % 2 == 0, "a head needs an even number of values");
-  require(qkv != out, "attention needs a buffer of its own");
-  require(a.causal || a.window == 0, "windows look back: they have no place where attention is not causal");
+  require(qkv != out, "attention cannot write to a buffer that it reads");
+  require(a.causal || a.window == 0, "a window needs causal attention");
   at(qkv, Symbol::T, a.width());
   at(out, Symbol::T, a.heads * a.dim);
   require(a.angles == -1 || (at(a.angles).symbol == Symbol::T && at(a.angles).width <= a.dim),
@@ -181,38 +184,40 @@ void Program::attend_mla(int q, int kv, const Attention& attention, int out) {
   require(a.v_dim >= 1 && a.v_dim < a.dim && a.dim <= 65536 && a.dim % TILE == 0 && a.v_dim % TILE == 0,
           "MLA on a CPU takes dimensions in multiples of 16");
   require(a.gain.size() == a.v_dim, "a norm has one gain for each value");
-  require(q != out && kv != out, "attention needs a buffer of its own");
+  require(q != out && kv != out, "attention cannot write to a buffer that it reads");
   at(q, Symbol::T, a.heads * a.dim);
   at(kv, Symbol::T, a.dim);
   at(out, Symbol::T, a.heads * a.v_dim);
-  require(at(a.angles).symbol == Symbol::T && at(a.angles).width <= a.dim - a.v_dim, "the dimensions of values are not rotated");
+  require(at(a.angles).symbol == Symbol::T && at(a.angles).width <= a.dim - a.v_dim,
+          "the dimensions of values are not rotated");
   add_attention(a, q, kv, out);
 }
 
 void Program::add_attention(const Attention& a, int q, int keys, int out) {
   cache_.add_layer(a.layer, a.shape());
   scratch_floats_ = std::max(scratch_floats_, a.scratch_floats());
-  gathered_floats_ = std::max(gathered_floats_, a.groups() * a.state_floats());
+  partial_floats_ = std::max(partial_floats_, a.head_groups() * a.partial_floats());
   windows_.resize(cache_.layers(), a.window);
   windows_[a.layer] = longer_window(windows_[a.layer], a.window);
   causal_ &= a.causal;
   phases_.push_back(store_phase(a, keys));
   phases_.push_back(attend_phase(a, q, out));
-  phases_.push_back(join_phase(a, out));
+  phases_.push_back(merge_phase(a, out));
   prepare_rows(out);
 }
 
 void Program::per_head_linear(int x, std::shared_ptr<const Weight> weight, size_t heads, size_t passthrough, int out) {
   const Buffer& from = at(x);
-  require(heads >= 1 && weight->rows() % heads == 0, "every head has as many rows");
+  require(heads >= 1 && weight->rows() % heads == 0, "every head needs as many rows of the weight as the others");
   const size_t width = weight->width(), rows = weight->rows() / heads;
   at(x, from.symbol, heads * (width + passthrough));
   at(out, from.symbol, heads * (passthrough + rows));
-  require(x != out, "a product needs a buffer of its own");
+  require(x != out, "a product cannot write to the buffer that it reads");
   require(from.prepared || !prepares(*weight), "this weight needs a prepared buffer");
   require(!prepares(*weight) || (width % BLOCK == 0 && (passthrough % BLOCK == 0 || !weight->coded())),
           "heads are multiplied in whole blocks of 32 values");
-  for (size_t head = 0; head < heads; ++head) require(weight->rows(head) == rows, "every head has a part of the weight");
+  for (size_t head = 0; head < heads; ++head)
+    require(weight->rows(head) == rows, "every head needs a part of the weight");
   buffers_[size_t(x)].coded |= weight->coded();
   buffers_[size_t(x)].bfloat |= weight->bfloat() && isa_.kernels->to_bfloats;
   phases_.push_back(heads_phase(x, std::move(weight), heads, passthrough, out));
@@ -231,7 +236,7 @@ void Program::norm_qk(int x, std::vector<float> q_gain, size_t q_width, std::vec
   at(out, from.symbol, from.width);
   const auto fits = [](size_t gain, size_t width) { return gain && width % gain == 0; };
   require(fits(q_gain.size(), q_width) && fits(k_gain.size(), k_width) && q_width + k_width <= from.width,
-          "a gain of q or k must go into its width a whole number of times");
+          "the width of q or k must be a multiple of its gain's");
   each_row(out, [=, q_gain = std::move(q_gain), k_gain = std::move(k_gain)](const Frame& frame, size_t r) {
     const Buffer& to = frame.buffers[size_t(out)];
     const float* row = frame.buffers[size_t(x)].row(r);
@@ -282,17 +287,17 @@ void Program::scale(int x, float factor, int out) {
   });
 }
 
-// A few rows of logits are much work for one worker: rows are cut, too.
+// A few rows of logits are much work for one worker, so rows are divided too.
 void Program::soft_cap(int x, float cap, int out) {
   const Buffer& to = at(out);
   at(x, to.symbol, to.width);
   require(cap > 0, "a soft cap is above 0");
-  const size_t pieces = (to.width + CAPPED_AT_ONCE - 1) / CAPPED_AT_ONCE;
+  const size_t pieces = (to.width + SOFT_CAP_CHUNK - 1) / SOFT_CAP_CHUNK;
   phases_.push_back({[=](const Frame& frame) { return frame.rows(out) * pieces; },
                      [=](const Frame& frame, size_t chunk, unsigned) {
                        const Buffer& to = frame.buffers[size_t(out)];
-                       const size_t r = chunk / pieces, first = chunk % pieces * CAPPED_AT_ONCE;
-                       const size_t count = std::min(CAPPED_AT_ONCE, to.width - first);
+                       const size_t r = chunk / pieces, first = chunk % pieces * SOFT_CAP_CHUNK;
+                       const size_t count = std::min(SOFT_CAP_CHUNK, to.width - first);
                        if (x != out) std::copy_n(frame.buffers[size_t(x)].row(r) + first, count, to.row(r) + first);
                        frame.kernels.soft_cap(to.row(r) + first, count, cap);
                      }});
@@ -308,28 +313,28 @@ void Program::take_sampled(int x, int out) {
   });
 }
 
-void Program::moe(int x, int router_logits, Bank bank, Choice choice, const std::string& act, int out) {
-  bank.check();
-  choice.check();
-  require(bank.up.size() == choice.count, "every expert needs weights");
-  at(x, Symbol::T, bank.width());
-  at(router_logits, Symbol::T, choice.count);
-  at(out, Symbol::T, bank.width());
-  require(out != x && out != router_logits, "experts need a buffer of their own");
-  for (const auto& weight : bank.up) take_rows(x, *weight);
-  scratch_floats_ = std::max(scratch_floats_, choice.scratch_floats());
-  auto seating = std::make_shared<Seating>(choice, bank, *isa_.kernels);
-  const auto shared = std::find_if(seatings_.begin(), seatings_.end(),
-                                   [&](const auto& other) { return other->same_shape(*seating); });
-  if (shared == seatings_.end())
-    seatings_.push_back(seating);
+void Program::moe(int x, int router_logits, ExpertWeights weights, Routing routing, const std::string& act, int out) {
+  weights.check();
+  routing.check();
+  require(weights.up.size() == routing.count, "every expert needs weights");
+  at(x, Symbol::T, weights.width());
+  at(router_logits, Symbol::T, routing.count);
+  at(out, Symbol::T, weights.width());
+  require(out != x && out != router_logits, "experts cannot write to a buffer that they read");
+  for (const auto& weight : weights.up) take_rows(x, *weight);
+  scratch_floats_ = std::max(scratch_floats_, routing.scratch_floats());
+  auto permutation = std::make_shared<ExpertPermutation>(routing, weights, *isa_.kernels);
+  const auto shared = std::find_if(permutations_.begin(), permutations_.end(),
+                                   [&](const auto& other) { return other->same_shape(*permutation); });
+  if (shared == permutations_.end())
+    permutations_.push_back(permutation);
   else
-    seating = *shared;
-  const Gate gate = act == "silu" && bank.gateable() ? nullptr : gate_of(act);
-  const auto mixture =
-      std::make_shared<const Mixture>(Mixture{x, router_logits, std::move(choice), std::move(bank), gate, std::move(seating)});
-  for (auto& phase : expert_phases(mixture)) phases_.push_back(std::move(phase));
-  each_row(out, [mixture, out](const Frame& frame, size_t r) { mixture->add_up(r, frame.buffers[size_t(out)].row(r)); });
+    permutation = *shared;
+  const Gate gate = act == "silu" && weights.gateable() ? nullptr : gate_of(act);
+  const auto moe = std::make_shared<const Moe>(
+      Moe{x, router_logits, std::move(routing), std::move(weights), gate, std::move(permutation)});
+  for (auto& phase : expert_phases(moe)) phases_.push_back(std::move(phase));
+  each_row(out, [moe, out](const Frame& frame, size_t r) { moe->add_up(r, frame.buffers[size_t(out)].row(r)); });
 }
 
 void Program::keep(int buffer) {
@@ -341,7 +346,7 @@ void Program::keep(int buffer) {
 void Program::answer(int buffer) {
   at(buffer);
   require(answer_ < 0, "the program has an answer already");
-  require(buffer != kept_, "an answer needs a buffer of its own: it goes to memory that is not the program's");
+  require(buffer != kept_, "an answer needs a buffer of its own, because it is written to memory of the caller");
   answer_ = buffer;
   for (auto& phase : sampler_.phases(buffer)) phases_.push_back(std::move(phase));
 }
@@ -390,9 +395,10 @@ void Program::check_rows(const Step& step) const {
           "the KV cache has " + std::to_string(cache_.groups()) + " layer groups, the step has block tables for " +
               std::to_string(step.groups));
   require(step.slots.size() == starts.size() - 1, "every row needs a slot");
-  require(starts.front() == 0 && starts.back() == int32_t(step.tokens.size()), "row_start must run from 0 to the tokens");
+  require(starts.front() == 0 && starts.back() == int32_t(step.tokens.size()),
+          "row_start must begin with 0 and end with the number of tokens");
   require(std::is_sorted(starts.begin(), starts.end()), "row_start must not decrease");
-  for (int32_t slot : step.slots) require(slot >= 0 && slot < MOST_SLOTS, "a slot is a number from 0 to 2^20 - 1");
+  for (int32_t slot : step.slots) require(slot >= 0 && slot < MAX_SLOTS, "a slot is a number from 0 to 2^20 - 1");
   for (int32_t token : step.sampled)
     require(token >= 0 && size_t(token) < step.tokens.size(), "sampled must index the step's tokens");
 }
@@ -458,9 +464,9 @@ void Program::grow(size_t tokens, size_t sampled) {
   }
   for (size_t symbol : {0, 1})
     if (rows[symbol] > capacity_[symbol]) capacity_[symbol] = std::bit_ceil(rows[symbol]);
-  for (const auto& seating : seatings_) seating->grow(tokens);
-  const size_t gathered = frame_.split.empty() ? 0 : frame_.pieces.size() * gathered_floats_ * sizeof(float);
-  if (frame_.gathered.bytes() < gathered) frame_.gathered = Memory(std::bit_ceil(gathered));
+  for (const auto& permutation : permutations_) permutation->grow(tokens);
+  const size_t partials = frame_.split_tiles.empty() ? 0 : frame_.work_items.size() * partial_floats_ * sizeof(float);
+  if (frame_.partials.bytes() < partials) frame_.partials = Memory(std::bit_ceil(partials));
   for (auto& memory : frame_.scratch)
     if (memory.bytes() < scratch_floats_ * sizeof(float)) memory = Memory(scratch_floats_ * sizeof(float));
 }

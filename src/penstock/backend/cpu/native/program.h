@@ -1,4 +1,4 @@
-// A model's forward pass as a flat list of phases over buffers: built once, run once per step.
+// Holds a model's forward pass as a flat list of phases over buffers. It is built once and runs once per step.
 #pragma once
 
 #include <cstdint>
@@ -20,9 +20,9 @@
 
 namespace penstock {
 
-// One step's arrays as they come from outside.
+// One step's arrays, before they are checked.
 struct Step {
-  Ints tokens;  // LAST_SAMPLED: what the row's slot sampled last
+  Ints tokens;  // LAST_SAMPLED: the token that the row's slot sampled last
   Ints positions, row_start, slots;
   Ints tables;  // [groups][rows][table_width]
   size_t groups, table_width;
@@ -43,7 +43,7 @@ class Program {
   // A program beside another runs on its threads, one of them at a time.
   Program(const std::string& isa, unsigned threads, const std::string& kv, const Program* beside = nullptr);
 
-  // Building. Buffers are named by number; widths and symbols are checked here, once.
+  // Building. Buffers are named by numbers. Widths and symbols are checked here, once.
   int buffer(const std::string& symbol, size_t width, bool prepared);
   bool prepares(const Weight& weight) const;  // its products take rows of a prepared buffer
   int angles(std::vector<double> inv_freq, double scale);  // a buffer of cosines and sines, filled every step
@@ -52,7 +52,7 @@ class Program {
                 std::optional<int> total);
   void linear(int x, std::shared_ptr<const Weight> weight, int out, bool gated);
   void attend(int qkv, const Attention& attention, int out);
-  // RMS norms of runs of q and k, each as long as its gain; what follows them stays.
+  // Norms runs of q and k, each as long as its gain. What follows q and k stays as it is.
   void norm_qk(int x, std::vector<float> q_gain, size_t q_width, std::vector<float> k_gain, size_t k_width, float eps,
                int out);
   void act_and_mul(int x, int out, const std::string& act);
@@ -66,23 +66,23 @@ class Program {
   void embed_positions(std::shared_ptr<const Weight> table, int out);
   void sigmoid_mul(int x, int gate, int out);  // x * sigmoid(gate), one for each row or for each value
   void delta_net(int qkvz, int ba, const DeltaShape& shape, DeltaVectors vectors, int mixed, int out);
-  void moe(int x, int router_logits, Bank bank, Choice choice, const std::string& act, int out);
-  // A product of its own for each head; the weight has a part for each.
+  void moe(int x, int router_logits, ExpertWeights weights, Routing routing, const std::string& act, int out);
+  // Multiplies each head with its own part of the weight.
   void per_head_linear(int x, std::shared_ptr<const Weight> weight, size_t heads, size_t passthrough, int out);
   void attend_mla(int q, int kv, const Attention& attention, int out);
-  void keep(int buffer);    // nothing that is added after this writes to it: its rows can be read after a step
-  void answer(int buffer);  // what a step is for; nothing is added after it
+  void keep(int buffer);    // no op added later may write to it, so its rows can be read after a step
+  void answer(int buffer);  // the result of a step; no op is added after it
 
   void reserve_kv(size_t blocks, size_t block_size, size_t states, const LayerGroups& groups);
   void copy_blocks(const std::vector<std::pair<int64_t, int64_t>>& pairs);
   void export_blocks(Blocks blocks, std::span<std::byte> out);
   void import_blocks(Blocks blocks, std::span<const std::byte> data);
 
-  void move_states(std::vector<StateMove> moves);  // in the next step
-  void run(const Step& step, std::span<float> out);  // one step; `out` is [rows of the answer][its width]
-  Answers sample(const Step& step, const Draws& draws, const std::vector<Edit>& edits);  // one step and its tokens
+  void move_states(std::vector<StateMove> moves);  // takes effect in the next step
+  void run(const Step& step, std::span<float> out);  // runs one step; `out` is [rows of the answer][its width]
+  Answers sample(const Step& step, const Draws& draws, const std::vector<Edit>& edits);  // runs a step, samples tokens
 
-  void read_kept(size_t first, std::span<float> out);  // rows of the last step, as many as `out` has room for
+  void read_kept(size_t first, std::span<float> out);  // copies rows of the last step, as many as `out` has room for
 
   const std::string& isa() const { return isa_.name; }
   unsigned threads() const { return pool_->threads(); }
@@ -94,10 +94,10 @@ class Program {
  private:
   const Buffer& at(int buffer) const;
   const Buffer& at(int buffer, Symbol symbol, size_t width) const;
-  // One call of `row` for each row of `out`, which is then prepared.
+  // Adds a phase that calls `row` for each row of `out` and then prepares it.
   void each_row(int out, std::function<void(const Frame&, size_t row)> row);
   void prepare_rows(int buffer);
-  void take_rows(int x, const Weight& weight);  // in the form that products with the weight do
+  void take_rows(int x, const Weight& weight);  // has the rows of x prepared as products with the weight want them
   Gate gate_of(const std::string& act) const;
   void add_attention(const Attention& attention, int q, int keys, int out);
   void check_rows(const Step& step) const;
@@ -118,19 +118,19 @@ class Program {
   std::vector<StateMove> moves_;
   std::vector<Buffer> buffers_;
   std::vector<Phase> phases_;
-  std::vector<std::shared_ptr<Seating>> seatings_;
+  std::vector<std::shared_ptr<ExpertPermutation>> permutations_;
   Frame frame_;
   Sampler sampler_;
   std::vector<int32_t> known_;         // the step's tokens
   std::vector<int32_t> last_sampled_;  // by slot
   std::mutex running_;
   int answer_ = -1, kept_ = -1;
-  size_t vocab_ = 0;         // of the smallest embedding table
-  size_t positions_ = 0;     // the same of positions
+  size_t vocab_ = 0;      // rows of the smallest embedding table
+  size_t positions_ = 0;  // rows of the smallest table of positions
   std::vector<size_t> windows_;        // of each layer that attends; 0: sees everything before
   std::vector<size_t> group_windows_;  // the longest of each group's layers; 0: one sees everything
-  bool causal_ = true;  // all attention is
-  size_t scratch_floats_ = 0, gathered_floats_ = 0;
+  bool causal_ = true;  // for all attention
+  size_t scratch_floats_ = 0, partial_floats_ = 0;
   size_t capacity_[2] = {0, 0};  // rows of the buffers, by symbol
 };
 

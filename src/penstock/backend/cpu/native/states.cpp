@@ -9,7 +9,7 @@ namespace penstock {
 
 namespace {
 
-constexpr double MOST_BYTES = 0x1p46;  // more than any machine maps
+constexpr double MAX_BYTES = 0x1p46;  // more than any machine maps
 
 }  // namespace
 
@@ -27,7 +27,7 @@ void States::reserve(size_t count) {
   base_.clear();
   count_ = 0;
   if (!count || floats_.empty()) return;
-  if (double(count) * double(bytes()) > MOST_BYTES) throw std::bad_alloc();
+  if (double(count) * double(bytes()) > MAX_BYTES) throw std::bad_alloc();
   memory_ = Memory(count * bytes());
   float* next = memory_.as<float>();
   for (size_t floats : floats_) {

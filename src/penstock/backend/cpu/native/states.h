@@ -1,4 +1,4 @@
-// States of sequences: those of the slots and, after them, saved ones.
+// Holds the recurrent states of sequences: one for each slot and, after them, saved ones.
 #pragma once
 
 #include <cstddef>
@@ -11,12 +11,12 @@ namespace penstock {
 
 inline constexpr int32_t NO_STATE = -1;
 
-// What a row does with states.
+// Which states a row reads and writes.
 struct RowState {
-  int32_t begin;  // NO_STATE: with nothing
+  int32_t begin;  // the state that it begins with; NO_STATE: zeros
   int32_t own;
   int32_t save = NO_STATE;
-  int32_t after = 0;  // so many of its tokens
+  int32_t after = 0;  // the number of its tokens after which the state is saved
 };
 
 struct StateMove {
@@ -31,7 +31,7 @@ class States {
 
   size_t layers() const { return floats_.size(); }
   size_t count() const { return count_; }
-  size_t bytes() const;  // of one
+  size_t bytes() const;  // of one state
   float* at(size_t layer, int32_t state) const { return base_[layer] + size_t(state) * floats_[layer]; }
 
  private:

@@ -1,4 +1,4 @@
-"""Grammars' masks on logits."""
+"""Masks logits by the bitmasks of grammars."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from penstock.backend.cuda.kernels.pdl import options
+from penstock.backend.cuda.kernels.pdl import launch_options
 
 CHUNK = 4096
 
@@ -24,9 +24,9 @@ def _apply_bitmask(logits, rows, words, vocab, width, CHUNK: tl.constexpr, PDL: 
 
 
 def apply_bitmask(logits: Any, rows: Any, words: Any) -> None:
-    """logits[rows[i], t] = -inf for every token t whose bit is not set in words[i]."""
+    """Sets logits[rows[i], t] = -inf for every token t whose bit is not set in words[i]."""
     vocab = logits.shape[1]
     count, width = words.shape
     _apply_bitmask[(count, triton.cdiv(vocab, CHUNK))](
-        logits, rows, words, vocab, width, CHUNK=CHUNK, **options(8, early=False)
+        logits, rows, words, vocab, width, CHUNK=CHUNK, **launch_options(8, early=False)
     )

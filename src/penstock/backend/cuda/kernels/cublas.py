@@ -1,4 +1,4 @@
-"""The library's product with plain values."""
+"""Calls cuBLAS for GEMMs of plain values."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def cublas_gemm(x: Any, weight: Any, bias: Any | None, out: Any) -> None:
-    """out [T, rows] = x [T, width] @ weight [rows, width].T (+ bias)."""
+    """Computes out [T, rows] = x [T, width] @ weight [rows, width].T (+ bias)."""
     if out.dtype == x.dtype:
         torch.mm(x, weight.t(), out=out)
     elif x.is_cuda:

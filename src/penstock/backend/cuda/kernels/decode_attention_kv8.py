@@ -14,6 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from penstock.backend.cuda.kernels.interpreter import INTERPRETED
+from penstock.backend.cuda.kernels.kv_tile import line_of
 from penstock.backend.cuda.kernels.mma_fragments import apart, axis
 
 QUERIES = 8
@@ -21,28 +23,28 @@ QUERIES = 8
 
 @triton.jit
 def key_order(place):
-    """The dimension at each place of queries and keys: places are (h, word, t, byte)."""
+    """Returns the dimension at each place of queries and keys: places are (h, word, t, byte)."""
     return place // 64 * 64 + place // 4 % 4 * 16 + place // 16 % 4 * 4 + place % 4
 
 
 @triton.jit
 def value_order(place, DIMS: tl.constexpr):
-    """The dimension at each place of what values are mixed to: places are (byte of an eighth, g)."""
+    """Returns the dimension at each place of what values are mixed to: places are (byte of an eighth, g)."""
     return place % 8 * (DIMS // 8) + place // 8
 
 
 @triton.jit
-def pair(left, right, FIRST: tl.constexpr, SECOND: tl.constexpr, FLOAT8: tl.constexpr, INTERPRET: tl.constexpr):
-    """Byte FIRST of `left` and byte SECOND of `right` as float16: [...] -> [..., 2]."""
-    if INTERPRET:
-        if FLOAT8:
+def pair(left, right, FIRST: tl.constexpr, SECOND: tl.constexpr, FP8: tl.constexpr):
+    """Returns byte FIRST of `left` and byte SECOND of `right` as float16: [...] -> [..., 2]."""
+    if INTERPRETED:
+        if FP8:
             low = ((left >> (8 * FIRST)) & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
             high = ((right >> (8 * SECOND)) & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
         else:
             low = ((left << (24 - 8 * FIRST)) >> 24).to(tl.float16)
             high = ((right << (24 - 8 * SECOND)) >> 24).to(tl.float16)
     else:
-        if FLOAT8:
+        if FP8:
             both = tl.inline_asm_elementwise(
                 """{
                 .reg .b32 both;
@@ -77,102 +79,63 @@ def pair(left, right, FIRST: tl.constexpr, SECOND: tl.constexpr, FLOAT8: tl.cons
 
 
 @triton.jit
-def groups_of(
-    table, start, end, kv_head, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, WARPS: tl.constexpr, G: tl.constexpr
-):
-    """The first line of each group of 16 positions: [t, g, warp, G]."""
+def groups_of(table, start, end, kv_head, SHAPE: tl.constexpr, WARPS: tl.constexpr, G: tl.constexpr):
+    """Returns the first line of each group of 16 positions: [t, g, warp, G]."""
     group = start + axis(WARPS, 2, 4) * (16 * G) + axis(G, 3, 4) * 16 + axis(4, 0, 4) * 0 + axis(8, 1, 4) * 0
-    block = tl.load(table + group // BLOCK_SIZE, group < end, 0).to(tl.int64)
-    return (block * (2 * KV_HEADS) + kv_head) * BLOCK_SIZE + group % BLOCK_SIZE
+    block = tl.load(table + group // SHAPE.block_size, group < end, 0).to(tl.int64)
+    return line_of(block, group, kv_head, SHAPE)
 
 
 @triton.jit
-def load_group(
-    words,
-    scales,
-    line,
-    KV_HEADS: tl.constexpr,
-    DIMS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    WARPS: tl.constexpr,
-    G: tl.constexpr,
-):
-    """Keys [t, g, warp, G, half, h, 4], values [t, g, warp, G, side, e, words], and the scales of both as scores lie,
-    [t, g, warp, G, half]."""
+def load_group(words, scales, line, SHAPE: tl.constexpr, WARPS: tl.constexpr, G: tl.constexpr):
+    """Returns keys [t, g, warp, G, half, h, 4], values [t, g, warp, G, side, e, words], and the scales of both as
+    scores lie, [t, g, warp, G, half]."""
+    DIMS: tl.constexpr = SHAPE.dims
     WORDS: tl.constexpr = DIMS // 4
-    APART: tl.constexpr = KV_HEADS * BLOCK_SIZE  # lines from a key to its value
     base = tl.reshape(line, [4, 8, WARPS, G, 1, 1, 1])
     at = (base + axis(2, 4, 7) * 8 + axis(8, 1, 7)) * WORDS + axis(4, 0, 7) * 4
     keys = tl.load(words + at + axis(DIMS // 64, 5, 7) * 16 + axis(4, 6, 7))
-    at = (base + APART + axis(4, 0, 7) * 4 + axis(2, 4, 7) * 2 + axis(2, 5, 7)) * WORDS
+    at = (base + SHAPE.apart + axis(4, 0, 7) * 4 + axis(2, 4, 7) * 2 + axis(2, 5, 7)) * WORDS
     values = tl.load(words + at + axis(8, 1, 7) * (DIMS // 32) + axis(DIMS // 32, 6, 7))
     at = tl.reshape(line, [4, 8, WARPS, G, 1]) + axis(2, 4, 5) * 8 + axis(8, 1, 5)
     key_scales = tl.load(apart(scales, at)).to(tl.float32, bitcast=True)
-    return keys, values, key_scales, tl.load(apart(scales, at + APART)).to(tl.float32, bitcast=True)
+    return keys, values, key_scales, tl.load(apart(scales, at + SHAPE.apart)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def as_keys(
-    words,
-    DIMS: tl.constexpr,
-    WARPS: tl.constexpr,
-    G: tl.constexpr,
-    FLOAT8: tl.constexpr,
-    INTERPRET: tl.constexpr,
-):
-    """[warp, 16 * G, DIMS]."""
-    near = pair(words, words, 0, 1, FLOAT8, INTERPRET)
-    far = pair(words, words, 2, 3, FLOAT8, INTERPRET)
+def as_keys(words, DIMS: tl.constexpr, WARPS: tl.constexpr, G: tl.constexpr, FP8: tl.constexpr):
+    """Returns the keys in words as float16: [warp, 16 * G, DIMS]."""
+    near = pair(words, words, 0, 1, FP8)
+    far = pair(words, words, 2, 3, FP8)
     codes = tl.join(near, far)  # t, g, warp, G, half, h, word, byte % 2, byte // 2
     return tl.reshape(tl.permute(codes, [2, 3, 4, 1, 5, 6, 0, 8, 7]), [WARPS, 16 * G, DIMS])
 
 
 @triton.jit
-def as_values(
-    words,
-    DIMS: tl.constexpr,
-    WARPS: tl.constexpr,
-    G: tl.constexpr,
-    FLOAT8: tl.constexpr,
-    INTERPRET: tl.constexpr,
-):
-    """[warp, DIMS, 16 * G]."""
+def as_values(words, DIMS: tl.constexpr, WARPS: tl.constexpr, G: tl.constexpr, FP8: tl.constexpr):
+    """Returns the values in words as float16: [warp, DIMS, 16 * G]."""
     left, right = tl.split(tl.permute(words, [0, 1, 2, 3, 4, 6, 5]))  # t, g, warp, G, side, word
-    even = tl.join(pair(left, right, 0, 0, FLOAT8, INTERPRET), pair(left, right, 2, 2, FLOAT8, INTERPRET))
-    odd = tl.join(pair(left, right, 1, 1, FLOAT8, INTERPRET), pair(left, right, 3, 3, FLOAT8, INTERPRET))
+    even = tl.join(pair(left, right, 0, 0, FP8), pair(left, right, 2, 2, FP8))
+    odd = tl.join(pair(left, right, 1, 1, FP8), pair(left, right, 3, 3, FP8))
     codes = tl.join(even, odd)  # t, g, warp, G, side, word, e, byte // 2, byte % 2
     return tl.reshape(tl.permute(codes, [2, 5, 7, 8, 1, 3, 0, 4, 6]), [WARPS, DIMS, 16 * G])
 
 
 @triton.jit
 def as_scores(values, WARPS: tl.constexpr, G: tl.constexpr):
-    """[t, g, warp, G, half] -> [warp, 16 * G, 8]: alike for each query."""
+    """Repeats what each position has for each query: [t, g, warp, G, half] -> [warp, 16 * G, 8]."""
     both = tl.broadcast_to(tl.expand_dims(values, 5), [4, 8, WARPS, G, 2, 2])
     return tl.reshape(tl.permute(both, [2, 3, 4, 1, 0, 5]), [WARPS, 16 * G, 8])
 
 
 @triton.jit
-def mix_codes(
-    q,
-    cache,
-    scales,
-    table,
-    kv_head,
-    begin,
-    end,
-    scale,
-    KV_HEADS: tl.constexpr,
-    DIMS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    WARPS: tl.constexpr,
-    G: tl.constexpr,
-    INTERPRET: tl.constexpr,
-):
-    """What queries [8, DIMS], in the order of keys, find from `begin` to `end`: their highest score, the sum of weights
-    and the mix of values [8, DIMS], in the order of values."""
-    FLOAT8: tl.constexpr = cache.dtype.element_ty == tl.float8e4nv
+def attend_kv8(q, kv, table, kv_head, begin, end, scale, SHAPE: tl.constexpr, WARPS: tl.constexpr, G: tl.constexpr):
+    """Returns what queries [8, DIMS], in the order of keys, find from `begin` to `end`: their highest score, the sum of
+    weights and the mix of values [8, DIMS], in the order of values."""
+    DIMS: tl.constexpr = SHAPE.dims
+    FP8: tl.constexpr = kv.lines.dtype.element_ty == tl.float8e4nv
     STEP: tl.constexpr = WARPS * 16 * G
-    words = cache.to(tl.pointer_type(tl.int32), bitcast=True)
+    words = kv.lines.to(tl.pointer_type(tl.int32), bitcast=True)
     q = q.to(tl.float32)
     largest = tl.maximum(tl.max(tl.abs(q), 1), 1e-12)  # [8]
     q = tl.broadcast_to(tl.trans((q / largest[:, None]).to(tl.float16))[None, :, :], [WARPS, DIMS, 8])
@@ -182,24 +145,22 @@ def mix_codes(
     total = tl.zeros([WARPS, 8], tl.float32)
     mix = tl.zeros([WARPS, DIMS, 8], tl.float32)
     start = begin // 16 * 16
-    line = groups_of(table, start, end, kv_head, KV_HEADS, BLOCK_SIZE, WARPS, G)
-    keys, values, key_scales, value_scales = load_group(words, scales, line, KV_HEADS, DIMS, BLOCK_SIZE, WARPS, G)
-    line = groups_of(table, start + STEP, end, kv_head, KV_HEADS, BLOCK_SIZE, WARPS, G)
+    line = groups_of(table, start, end, kv_head, SHAPE, WARPS, G)
+    keys, values, key_scales, value_scales = load_group(words, kv.scales, line, SHAPE, WARPS, G)
+    line = groups_of(table, start + STEP, end, kv_head, SHAPE, WARPS, G)
     place = (tl.arange(0, WARPS) * (16 * G))[:, None, None] + tl.arange(0, 16 * G)[None, :, None]
     for at in tl.range(start, end, STEP):
-        more_keys, more_values, more_key_scales, more_value_scales = load_group(
-            words, scales, line, KV_HEADS, DIMS, BLOCK_SIZE, WARPS, G
-        )
-        line = groups_of(table, at + 2 * STEP, end, kv_head, KV_HEADS, BLOCK_SIZE, WARPS, G)
+        more_keys, more_values, more_key_scales, more_value_scales = load_group(words, kv.scales, line, SHAPE, WARPS, G)
+        line = groups_of(table, at + 2 * STEP, end, kv_head, SHAPE, WARPS, G)
         value_scales = tl.maximum(value_scales, 1e-30)
-        score = tl.dot(as_keys(keys, DIMS, WARPS, G, FLOAT8, INTERPRET), q) * scale  # [warp, 16 * G, 8]
+        score = tl.dot(as_keys(keys, DIMS, WARPS, G, FP8), q) * scale  # [warp, 16 * G, 8]
         score = score * as_scores(key_scales, WARPS, G) + as_scores(tl.log2(value_scales), WARPS, G)
         score = tl.where((at + place >= begin) & (at + place < end), score, -float("inf"))
         peak = tl.maximum(highest, tl.max(score, 1))
         weight = tl.exp2(score - peak[:, None, :])
         shrink = tl.exp2(highest - peak)
         total = total * shrink + tl.sum(weight * as_scores(1.0 / value_scales, WARPS, G), 1)
-        mixed = as_values(values, DIMS, WARPS, G, FLOAT8, INTERPRET)
+        mixed = as_values(values, DIMS, WARPS, G, FP8)
         mix = tl.dot(mixed, weight.to(tl.float16), mix * shrink[:, None, :])
         highest = peak
         keys, values, key_scales, value_scales = more_keys, more_values, more_key_scales, more_value_scales

@@ -1,8 +1,9 @@
-"""Gated delta nets: each row's tokens pass one by one through the memories of its heads, which stay in registers.
+"""Gated delta nets: each row's tokens pass one by one through the states of its heads, which stay in registers.
 
-A memory's columns depend on nothing but themselves, the keys and the queries, so a program has a few columns of one
-head. What does not depend on the token before is computed for all tokens at once, ahead of that: the convolution, and
-the length of keys and queries. Rows that only pad a step have no tokens, and touch no state.
+A head's state [k_dim, v_dim] decays by a gate and is corrected by the delta rule: state += beta * k (v - state.T k).
+Its columns depend on nothing but themselves, the keys and the queries, so a program has a few columns of one head. What
+does not depend on the token before is computed for all tokens at once, ahead of that: the short convolution, and the
+length of keys and queries. Rows that only pad a step have no tokens, and touch no state.
 """
 
 from __future__ import annotations
@@ -12,28 +13,40 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from penstock.backend.cuda.kernels.pdl import gdc_launch_dependents, gdc_wait, options
+from penstock.backend.cuda.kernels.pdl import launch_options, let_next_start, wait_for_previous
 from penstock.backend.cuda.kernels.silu_and_mul import silu
 from penstock.model.ops import DeltaWeights
 from penstock.model.spec import DeltaSpec
 
-ROW_FIELDS = (
-    8  # first token, tokens, own state, state to begin with or -1, state to save to or -1, after how many tokens
-)
-COLUMNS = 16  # of a memory, in one program
+# first token, tokens, own state, state to begin with or -1, state to save to or -1, after how many tokens
+ROW_FIELDS = 8
+COLUMNS = 16  # of a state, in one program
 
 
 class StateRows(NamedTuple):
-    """What the rows of a step are."""
+    """Holds the rows of a step, and which of them each token belongs to."""
 
     numbers: Any  # [R, ROW_FIELDS]
     of_tokens: Any  # [T] the row of each token, -1 for one that only pads
 
 
+class HeadSizes(NamedTuple):
+    """Holds the constants of a delta net."""
+
+    k_heads: int
+    v_heads: int
+    k_dim: int
+    v_dim: int
+    taps: int  # width of the convolution
+    padded_taps: int  # rounded up to a power of two
+    fields: int = ROW_FIELDS
+
+
 @triton.jit
-def _window(x, stride, before, width, exists, end, channel, inside, TAPS: tl.constexpr, HAS: tl.constexpr):
-    """Inputs of the convolution that ends before token `end` of a row: those before the row are of its state."""
-    tap = tl.arange(0, HAS)[:, None]
+def _window(x, stride, before, width, exists, end, channel, inside, TAPS: tl.constexpr, PADDED: tl.constexpr):
+    """Returns the inputs of the convolution that ends before token `end` of a row; those before the row are of its
+    state."""
+    tap = tl.arange(0, PADDED)[:, None]
     index = end - TAPS + tap
     known = inside & (tap < TAPS)
     mine = tl.load(x + index * stride + channel, known & (index >= 0), 0.0).to(tl.float32)
@@ -50,26 +63,23 @@ def _short_conv(
     mixed,
     state_stride,
     scale,
-    K_HEADS: tl.constexpr,
-    V_HEADS: tl.constexpr,
-    K_DIM: tl.constexpr,
-    V_DIM: tl.constexpr,
-    TAPS: tl.constexpr,
-    HAS: tl.constexpr,
+    SIZES: tl.constexpr,
     BLOCK: tl.constexpr,
-    FIELDS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One head of q, of k or of v."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    WIDTH: tl.constexpr = 2 * K_HEADS * K_DIM + V_HEADS * V_DIM
-    STRIDE: tl.constexpr = WIDTH + V_HEADS * V_DIM
+    """Computes the short convolution of one head of q, of k or of v."""
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    K_HEADS: tl.constexpr = SIZES.k_heads
+    K_DIM: tl.constexpr = SIZES.k_dim
+    V_DIM: tl.constexpr = SIZES.v_dim
+    TAPS: tl.constexpr = SIZES.taps
+    WIDTH: tl.constexpr = 2 * K_HEADS * K_DIM + SIZES.v_heads * V_DIM
+    STRIDE: tl.constexpr = WIDTH + SIZES.v_heads * V_DIM
     token = tl.program_id(0).to(tl.int64)
     row_index = tl.load(token_rows + token)
     if row_index >= 0:
-        row = rows + row_index * FIELDS
+        row = rows + row_index * SIZES.fields
         first = tl.load(row).to(tl.int64)
         begin = tl.load(row + 3).to(tl.int64)
         head = tl.program_id(1)
@@ -78,21 +88,11 @@ def _short_conv(
         at = tl.where(is_key, head * K_DIM, 2 * K_HEADS * K_DIM + (head - 2 * K_HEADS) * V_DIM)
         inside = d < tl.where(is_key, K_DIM, V_DIM)
         channel = (at + d)[None, :]
-        before = states + begin * state_stride + V_HEADS * K_DIM * V_DIM
-        tap = tl.arange(0, HAS)[:, None]
+        before = states + begin * state_stride + SIZES.v_heads * K_DIM * V_DIM
+        tap = tl.arange(0, SIZES.padded_taps)[:, None]
         taps = tl.load(conv + channel * TAPS + tap, inside[None, :] & (tap < TAPS), 0.0)
-        seen = _window(
-            qkvz + first * STRIDE,
-            STRIDE,
-            before,
-            WIDTH,
-            begin >= 0,
-            token - first + 1,
-            channel,
-            inside[None, :],
-            TAPS,
-            HAS,
-        )
+        x, end = qkvz + first * STRIDE, token - first + 1
+        seen = _window(x, STRIDE, before, WIDTH, begin >= 0, end, channel, inside[None, :], TAPS, SIZES.padded_taps)
         value = silu(tl.sum(seen * taps, 0))
         if is_key:
             value = value / tl.sqrt(tl.sum(value * value, 0) + 1e-6)
@@ -105,26 +105,25 @@ def _short_conv(
 def _delta_rule(
     mixed,
     ba,
-    decay,
+    log_decay,
     dt,
     states,
     rows,
     out,
     state_stride,
-    K_HEADS: tl.constexpr,
-    V_HEADS: tl.constexpr,
-    K_DIM: tl.constexpr,
-    V_DIM: tl.constexpr,
+    SIZES: tl.constexpr,
     TILED: tl.constexpr,
     KEYS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    FIELDS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    row = rows + tl.program_id(0) * FIELDS
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    K_HEADS: tl.constexpr = SIZES.k_heads
+    V_HEADS: tl.constexpr = SIZES.v_heads
+    K_DIM: tl.constexpr = SIZES.k_dim
+    V_DIM: tl.constexpr = SIZES.v_dim
+    row = rows + tl.program_id(0) * SIZES.fields
     count = tl.load(row + 1)
     if count > 0:
         first = tl.load(row).to(tl.int64)
@@ -139,8 +138,8 @@ def _delta_rule(
         column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
         inside = (i < K_DIM)[:, None] & (column < V_DIM)[None, :]
         place = head * K_DIM * V_DIM + i[:, None] * V_DIM + column[None, :]
-        memory = tl.load(states + begin * state_stride + place, inside & (begin >= 0), 0.0)
-        fades = tl.load(decay + head)
+        state = tl.load(states + begin * state_stride + place, inside & (begin >= 0), 0.0)
+        rate = tl.load(log_decay + head)
         delay = tl.load(dt + head)
         queries = mixed + first * WIDTH + key_head * K_DIM + i
         values = mixed + first * WIDTH + 2 * K_HEADS * K_DIM + head * V_DIM + column
@@ -153,34 +152,25 @@ def _delta_rule(
             beta = 1.0 / (1.0 + tl.exp(-tl.load(gates + token * 2 * V_HEADS).to(tl.float32)))
             alpha = tl.load(gates + token * 2 * V_HEADS + V_HEADS).to(tl.float32) + delay
             softplus = tl.where(alpha > 20.0, alpha, tl.log(1.0 + tl.exp(tl.minimum(alpha, 20.0))))
-            memory = memory * tl.exp(fades * softplus)
-            learned = beta * (v - tl.sum(memory * k[:, None], 0))
-            memory = memory + k[:, None] * learned[None, :]
-            tl.store(to + token * V_HEADS * V_DIM, tl.sum(memory * q[:, None], 0), column < V_DIM)
+            state = state * tl.exp(rate * softplus)
+            delta = beta * (v - tl.sum(state * k[:, None], 0))
+            state = state + k[:, None] * delta[None, :]
+            tl.store(to + token * V_HEADS * V_DIM, tl.sum(state * q[:, None], 0), column < V_DIM)
             if (token + 1 == after) & (save >= 0):
-                tl.store(states + save * state_stride + place, memory, inside)
-        tl.store(states + own * state_stride + place, memory, inside)
+                tl.store(states + save * state_stride + place, state, inside)
+        tl.store(states + own * state_stride + place, state, inside)
 
 
 @triton.jit
 def _store_conv_state(
-    qkvz,
-    states,
-    rows,
-    state_stride,
-    memories,
-    width,
-    stride,
-    TAPS: tl.constexpr,
-    HAS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    FIELDS: tl.constexpr,
-    PDL: tl.constexpr,
+    qkvz, states, rows, state_stride, offset, width, stride, SIZES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    row = rows + tl.program_id(0) * FIELDS
+    """Stores what the convolution of the next step begins with, `offset` floats from the start of a state."""
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    TAPS: tl.constexpr = SIZES.taps
+    PADDED: tl.constexpr = SIZES.padded_taps
+    row = rows + tl.program_id(0) * SIZES.fields
     count = tl.load(row + 1)
     if count > 0:
         x = qkvz + tl.load(row).to(tl.int64) * stride
@@ -188,22 +178,22 @@ def _store_conv_state(
         begin = tl.load(row + 3).to(tl.int64)
         save = tl.load(row + 4).to(tl.int64)
         channel = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
-        tap = tl.arange(0, HAS)[:, None]
+        tap = tl.arange(0, PADDED)[:, None]
         inside = (channel < width) & (tap > 0) & (tap < TAPS)
-        before = states + begin * state_stride + memories
-        saved = _window(x, stride, before, width, begin >= 0, tl.load(row + 5), channel, inside, TAPS, HAS)
-        last = _window(x, stride, before, width, begin >= 0, count, channel, inside, TAPS, HAS)
+        before = states + begin * state_stride + offset
+        saved = _window(x, stride, before, width, begin >= 0, tl.load(row + 5), channel, inside, TAPS, PADDED)
+        last = _window(x, stride, before, width, begin >= 0, count, channel, inside, TAPS, PADDED)
         tl.debug_barrier()  # a state that begins with itself is read whole before it is written
-        place = memories + (tap - 1) * width + channel
+        place = offset + (tap - 1) * width + channel
         tl.store(states + save * state_stride + place, saved, inside & (save >= 0))
         tl.store(states + own * state_stride + place, last, inside)
 
 
 @triton.jit
 def _gated_norm(raw, qkvz, gain, out, eps, width, V_DIM: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    """Norms each head of what was read from states, and gates it by silu(z)."""
+    let_next_start(PDL)
+    wait_for_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     v_width = tl.num_programs(1) * V_DIM
     d = tl.arange(0, BLOCK)
@@ -216,9 +206,8 @@ def _gated_norm(raw, qkvz, gain, out, eps, width, V_DIM: tl.constexpr, BLOCK: tl
 
 @triton.jit
 def _sigmoid_mul(x, gate, out, width, ONE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    let_next_start(PDL)
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -228,10 +217,10 @@ def _sigmoid_mul(x, gate, out, width, ONE: tl.constexpr, BLOCK: tl.constexpr, PD
 
 
 class DeltaScratch(NamedTuple):
-    """Of one step, in float32."""
+    """Holds what the kernels of one step leave for each other, in float32."""
 
     mixed: Any  # [T, q + k + v] convolved
-    raw: Any  # [T, v] read from memories
+    raw: Any  # [T, v] read from states
 
 
 def delta_net(
@@ -245,79 +234,36 @@ def delta_net(
     scratch: DeltaScratch,
     out: Any,
 ) -> None:
-    """[T, q + k + v + z], [T, b + a] -> [T, v]. `states`: [states, state_floats] float32."""
-    has = triton.next_power_of_2(spec.conv_width)
-    _short_conv[(len(out), 2 * spec.k_heads + spec.v_heads)](
-        qkvz,
-        weights.conv,
-        states,
-        rows.numbers,
-        rows.of_tokens,
-        scratch.mixed,
-        states.stride(0),
-        spec.k_dim**-0.5,
-        K_HEADS=spec.k_heads,
-        V_HEADS=spec.v_heads,
-        K_DIM=spec.k_dim,
-        V_DIM=spec.v_dim,
-        TAPS=spec.conv_width,
-        HAS=has,
-        BLOCK=triton.next_power_of_2(max(spec.k_dim, spec.v_dim)),
-        FIELDS=ROW_FIELDS,
-        **options(1),
-    )
+    """Computes a gated delta net: [T, q + k + v + z], [T, b + a] -> [T, v]; `states` is [states, state_floats]
+    float32."""
+    padded_taps = triton.next_power_of_2(spec.conv_width)
+    sizes = HeadSizes(spec.k_heads, spec.v_heads, spec.k_dim, spec.v_dim, spec.conv_width, padded_taps)
+    options, stride = launch_options(1), states.stride(0)
+    block = triton.next_power_of_2(max(spec.k_dim, spec.v_dim))
+    inputs = qkvz, weights.conv, states, rows.numbers, rows.of_tokens, scratch.mixed, stride, spec.k_dim**-0.5
+    _short_conv[(len(out), 2 * spec.k_heads + spec.v_heads)](*inputs, SIZES=sizes, BLOCK=block, **options)
     columns = min(COLUMNS, triton.next_power_of_2(spec.v_dim))
     _delta_rule[(len(rows.numbers), spec.v_heads, triton.cdiv(spec.v_dim, columns))](
-        scratch.mixed,
-        ba,
-        weights.decay,
-        weights.dt_bias,
-        states,
-        rows.numbers,
-        scratch.raw,
-        states.stride(0),
-        K_HEADS=spec.k_heads,
-        V_HEADS=spec.v_heads,
-        K_DIM=spec.k_dim,
-        V_DIM=spec.v_dim,
+        *(scratch.mixed, ba, weights.decay, weights.dt_bias, states, rows.numbers, scratch.raw, stride),
+        SIZES=sizes,
         TILED=spec.tiled,
         KEYS=triton.next_power_of_2(spec.k_dim),
         COLUMNS=columns,
-        FIELDS=ROW_FIELDS,
-        **options(1),
+        **options,
     )
     if spec.conv_width > 1:
-        _store_conv_state[(len(rows.numbers), triton.cdiv(spec.width, 256))](
-            qkvz,
-            states,
-            rows.numbers,
-            states.stride(0),
-            spec.k_dim * spec.v_width,
-            spec.width,
-            spec.width + spec.v_width,
-            TAPS=spec.conv_width,
-            HAS=has,
-            BLOCK=256,
-            FIELDS=ROW_FIELDS,
-            **options(1),
-        )
-    _gated_norm[(len(out), spec.v_heads)](
-        scratch.raw,
-        qkvz,
-        weights.gain,
-        out,
-        eps,
-        spec.width,
-        V_DIM=spec.v_dim,
-        BLOCK=triton.next_power_of_2(spec.v_dim),
-        **options(1),
-    )
+        widths = spec.k_dim * spec.v_width, spec.width, spec.width + spec.v_width
+        grid = (len(rows.numbers), triton.cdiv(spec.width, 256))
+        _store_conv_state[grid](qkvz, states, rows.numbers, stride, *widths, SIZES=sizes, BLOCK=256, **options)
+    block = triton.next_power_of_2(spec.v_dim)
+    normed = scratch.raw, qkvz, weights.gain, out, eps, spec.width
+    _gated_norm[(len(out), spec.v_heads)](*normed, V_DIM=spec.v_dim, BLOCK=block, **options)
 
 
 def sigmoid_mul(x: Any, gate: Any, out: Any) -> None:
-    """x * sigmoid(gate): [T, width] with [T, width] or [T, 1]."""
+    """Computes x * sigmoid(gate): [T, width] with [T, width] or [T, 1]."""
     count, width = x.shape
     block = min(triton.next_power_of_2(width), 2048)
-    _sigmoid_mul[(count, triton.cdiv(width, block))](
-        x, gate, out, width, ONE=gate.shape[1] == 1, BLOCK=block, **options(max(block // 512, 1))
-    )
+    options = launch_options(max(block // 512, 1))
+    grid = (count, triton.cdiv(width, block))
+    _sigmoid_mul[grid](x, gate, out, width, ONE=gate.shape[1] == 1, BLOCK=block, **options)

@@ -1,7 +1,7 @@
-"""Products with matrices of float8 (e4m3): values of a row share a scale, of a row of activations too.
+"""GEMM with FP8 (e4m3) matrices: the values of a row share a scale, and so do those of a row of activations.
 
 Up to 16 rows are multiplied in bfloat16 as they are, at the speed the matrix can be read: lane 4 * g + t of a warp has
-16 values that lie together, in rows g and g + 8, and the rows' values in the same order. The exponent of float8 moves
+16 values that lie together, in rows g and g + 8, and the rows' values in the same order. The exponent of FP8 moves
 into that of bfloat16 without its bias, which makes values 2 ** 120 times too small; the rows' values are made 2 ** 100
 times larger, and the sums 2 ** 20 times at the end. More rows are quantized first.
 """
@@ -16,13 +16,23 @@ import triton
 import triton.language as tl
 
 from penstock.backend.cuda.kernels.fp8_activations import LARGEST
+from penstock.backend.cuda.kernels.gemm_config import Epilogue, GemmConfig
+from penstock.backend.cuda.kernels.interpreter import INTERPRETED
 from penstock.backend.cuda.kernels.mma_fragments import axis, halves
-from penstock.backend.cuda.kernels.pdl import gdc_launch_dependents, gdc_wait, options
-from penstock.backend.cuda.kernels.quant_gemm_small import DEFAULT, Tiling, finish, tile_rows
+from penstock.backend.cuda.kernels.pdl import launch_options, let_next_start, wait_for_previous
+from penstock.backend.cuda.kernels.quant_gemm_small import (
+    DEFAULT,
+    Tiling,
+    finish,
+    programs_for,
+    tile_rows,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Fp8Weight:
+    """A matrix of FP8 with a scale for each row."""
+
     values: Any  # [rows, width] float8_e4m3fn
     scales: Any  # [rows] float32
 
@@ -40,14 +50,14 @@ class Fp8Weight:
 
 
 def empty_fp8(rows: int, width: int, device: Any) -> Fp8Weight:
-    """In memory for whole tiles of 16 rows: kernels read all of the last one."""
+    """Returns a weight in memory for whole tiles of 16 rows: kernels read all of the last one."""
     room = -(-rows // 16) * 16
     values = torch.empty((room, width), dtype=torch.float8_e4m3fn, device=device)
     return Fp8Weight(values[:rows], torch.empty(room, device=device)[:rows])
 
 
 def quantize_fp8(values: Any) -> Fp8Weight:
-    """Values [rows, width] on the device, some rows at a time."""
+    """Quantizes values [rows, width] on the device, some rows at a time."""
     weight = empty_fp8(len(values), values.shape[1], values.device)
     for first in range(0, len(values), 1024):
         some = values[first : first + 1024].float()
@@ -59,15 +69,18 @@ def quantize_fp8(values: Any) -> Fp8Weight:
 
 @triton.jit
 def bfloat16_of(words):
-    """The four float8 of each word, 2 ** 120 times smaller: [...] -> [..., b, e] of byte 2 * e + b."""
+    """Returns the four FP8 of each word as bfloat16, 2 ** 120 times smaller: [...] -> [..., b, e] of byte 2 * e + b."""
     even = (((words << 8) & 0x7F007F00) >> 4) | ((words << 8) & 0x80008000)
     odd = ((words & 0x7F007F00) >> 4) | (words & 0x80008000)
     return halves(tl.join(even, odd))
 
 
 @triton.jit
-def load_values(values, row, column, tiles, W: tl.constexpr, G: tl.constexpr, R: tl.constexpr, EVEN: tl.constexpr):
-    """16 bytes of each of a lane's rows: words of [t, g, W, G, (R, half), 4]."""
+def load_values(values, row, column, tiles, TILING: tl.constexpr, EVEN: tl.constexpr):
+    """Returns 16 bytes of each of a lane's rows: words of [t, g, W, G, (R, half), 4]."""
+    W: tl.constexpr = TILING.warps
+    G: tl.constexpr = TILING.steps
+    R: tl.constexpr = TILING.tiles
     row = tl.broadcast_to(tl.reshape(row, [1, 1, 1, 1, R, 1, 1]), [1, 1, 1, 1, R, 2, 1])
     row = tl.reshape(row, [1, 1, 1, 1, 2 * R, 1]) * 16 + axis(2 * R, 4) % 2 * 8 + axis(8, 1)
     at = values + column * 16 + row.to(tl.int64) * (tiles * 16) + axis(4, 0) * 4 + axis(W, 2) * (G * 16)
@@ -77,10 +90,10 @@ def load_values(values, row, column, tiles, W: tl.constexpr, G: tl.constexpr, R:
 
 
 @triton.jit
-def load_items(
-    x, stride, column, count, tiles, W: tl.constexpr, G: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr
-):
-    """16 values of each of the rows that a lane takes, 2 ** 100 times larger: words of [t, g, W, G, n, 8]."""
+def load_items(x, stride, column, count, tiles, TILING: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr):
+    """Returns 16 values of each of the rows that a lane takes, 2 ** 100 times larger: words of [t, g, W, G, n, 8]."""
+    W: tl.constexpr = TILING.warps
+    G: tl.constexpr = TILING.steps
     item = axis(COLUMNS // 8, 4) * 8 + axis(8, 1)
     at = x + column * 32 + item * stride + axis(4, 0) * 8 + axis(W, 2) * (G * 32) + axis(G, 3) * 32 + axis(4, 5)
     inside = item < count
@@ -93,80 +106,51 @@ def load_items(
 
 @triton.jit(do_not_specialize=["count"])
 def _fp8_gemm_small(
-    x,
-    values,
-    scales,
-    bias,
-    out,
-    count,
-    rows,
-    tiles,
-    x_stride,
-    out_stride,
-    GATED: tl.constexpr,
-    BIAS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    W: tl.constexpr,
-    G: tl.constexpr,
-    R: tl.constexpr,
-    EVEN: tl.constexpr,
-    PDL: tl.constexpr,
-    INTERPRET: tl.constexpr,
+    x, values, scales, bias, out, count, rows, tiles, x_stride, out_stride, CONFIG: tl.constexpr, PDL: tl.constexpr
 ):
-    if PDL:
-        gdc_launch_dependents()
-    first = tl.program_id(0)
-    row = tile_rows(first, rows, R, GATED)
+    let_next_start(PDL)
+    COLUMNS: tl.constexpr = CONFIG.columns
+    TILING: tl.constexpr = CONFIG.tiling
+    W: tl.constexpr = TILING.warps
+    R: tl.constexpr = TILING.tiles
+    G: tl.constexpr = TILING.steps
+    row = tile_rows(rows, R, CONFIG.epilogue.gated)
     total = tl.zeros([G * W, 16 * R, COLUMNS], tl.float32)
-    words = load_values(values, row, 0, tiles, W, G, R, EVEN)
-    if PDL:
-        gdc_wait()
+    words = load_values(values, row, 0, tiles, TILING, CONFIG.even)
+    wait_for_previous(PDL)
     for column in range(0, tiles, W * G):
-        items = load_items(x, x_stride, column, count, tiles, W, G, COLUMNS, EVEN)
-        next_words = load_values(values, row, column + W * G, tiles, W, G, R, False)
+        items = load_items(x, x_stride, column, count, tiles, TILING, COLUMNS, CONFIG.even)
+        next_words = load_values(values, row, column + W * G, tiles, TILING, False)
         #           [t, g, W, G, R, half, word, word, b, e] to [G, W | R, half, g | word, word, t, b, e]
         a = tl.reshape(bfloat16_of(words), [4, 8, W, G, R, 2, 2, 2, 2, 2])
         a = tl.reshape(tl.permute(a, [3, 2, 4, 5, 1, 6, 7, 0, 8, 9]), [G * W, 16 * R, 64])
         #           [t, g, W, G, n, word, word, e, b] to [G, W | word, word, t, b, e | n, g]
         b = tl.reshape(halves(items), [4, 8, W, G, COLUMNS // 8, 2, 2, 2, 2])
         b = tl.reshape(tl.permute(b, [3, 2, 5, 6, 0, 8, 7, 4, 1]), [G * W, 64, COLUMNS])
-        total = tl.dot(a.to(tl.float32), b.to(tl.float32), total) if INTERPRET else tl.dot(a, b, total)
+        total = tl.dot(a.to(tl.float32), b.to(tl.float32), total) if INTERPRETED else tl.dot(a, b, total)
         words = next_words
     line = tl.reshape(tl.broadcast_to(tl.reshape(row, [R, 1]) * 16 + tl.arange(0, 16)[None, :], [R, 16]), [16 * R, 1])
     y = tl.sum(total, 0) * (tl.load(scales + line) * 1048576.0)
-    finish(y, first, bias, out, count, rows, out_stride, R, COLUMNS, GATED, BIAS)
+    finish(y, bias, out, count, rows, out_stride, COLUMNS, CONFIG)
 
 
 def fp8_gemm_small(
     x: Any, weight: Fp8Weight, bias: Any | None, out: Any, *, gated: bool = False, tiling: Tiling = DEFAULT
 ) -> None:
-    """out [T, rows] = x [T, width] @ weight.T (+ bias) for up to 16 rows of bfloat16; gated as in few.py."""
-    _fp8_gemm_small[(triton.cdiv(out.shape[1], 16 * tiling.tiles // (2 if gated else 1)),)](
-        x.view(torch.int32),
-        weight.values.view(torch.int32),
-        weight.scales,
-        weight.scales if bias is None else bias,
-        out,
-        len(x),
-        weight.rows,
-        weight.width // 64,
-        x.stride(0) // 2,
-        out.stride(0),
-        GATED=gated,
-        BIAS=bias is not None,
-        COLUMNS=8 if len(x) <= 8 else 16,
-        W=tiling.warps,
-        G=tiling.steps,
-        R=tiling.tiles,
-        EVEN=weight.width % (64 * tiling.warps * tiling.steps) == 0,
-        INTERPRET=not x.is_cuda,
-        **options(tiling.warps, tiling.stages),
-    )
+    """Computes out [T, rows] = x [T, width] @ weight.T (+ bias) for up to 16 rows of bfloat16; gated as in
+    quant_gemm_small.py."""
+    even = weight.width % (64 * tiling.warps * tiling.steps) == 0
+    config = GemmConfig(tiling, Epilogue(gated, bias is not None), even, columns=8 if len(x) <= 8 else 16)
+    arrays = x.view(torch.int32), weight.values.view(torch.int32), weight.scales
+    sizes = len(x), weight.rows, weight.width // 64, x.stride(0) // 2, out.stride(0)
+    vector, grid = weight.scales if bias is None else bias, (programs_for(out.shape[1], tiling, gated),)
+    options = launch_options(tiling.warps, tiling.stages)
+    _fp8_gemm_small[grid](*arrays, vector, out, *sizes, CONFIG=config, **options)
 
 
 def cublas_fp8_gemm(codes: Any, scales: Any, weight: Fp8Weight, bias: Any | None, out: Any) -> None:
-    """The library's product, of rows that are quantized already, in bfloat16. The tensor cores' own sums are exact
-    enough beside the codes' rounding, and a tenth faster than sums that leave them every 128 columns."""
+    """Computes out [T, rows] in bfloat16 with cuBLAS, from rows that are quantized already. The tensor cores' own sums
+    are exact enough beside the codes' rounding, and a tenth faster than sums that leave them every 128 columns."""
     torch._scaled_mm(
         codes,
         weight.values.t(),
@@ -182,19 +166,17 @@ def cublas_fp8_gemm(codes: Any, scales: Any, weight: Fp8Weight, bias: Any | None
 
 @triton.jit
 def _gather_fp8(tokens, values, scales, out, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    if PDL:
-        gdc_launch_dependents()
+    let_next_start(PDL)
     item = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    if PDL:
-        gdc_wait()
+    wait_for_previous(PDL)
     row = tl.load(tokens + item).to(tl.int64)
     line = tl.load(values + row * width + column, column < width, 0.0).to(tl.float32) * tl.load(scales + row)
     tl.store(out + item * width + column, line.to(out.dtype.element_ty), column < width)
 
 
 def gather_fp8(weight: Fp8Weight, tokens: Any, out: Any) -> None:
-    """out[i] = weight[tokens[i]]."""
+    """Writes row tokens[i] of a matrix to out[i]."""
     block = min(triton.next_power_of_2(weight.width), 1024)
     grid = (len(tokens), triton.cdiv(weight.width, block))
-    _gather_fp8[grid](tokens, weight.values, weight.scales, out, weight.width, BLOCK=block, **options())
+    _gather_fp8[grid](tokens, weight.values, weight.scales, out, weight.width, BLOCK=block, **launch_options())

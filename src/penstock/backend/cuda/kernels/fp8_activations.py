@@ -1,4 +1,4 @@
-"""Rows of activations in float8 (e4m3), each with a scale that makes its largest value float8's largest."""
+"""Rows of activations in FP8 (e4m3), each with a scale that makes its largest value FP8's largest."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ import torch
 import triton
 import triton.language as tl
 
-from penstock.backend.cuda.kernels.pdl import gdc_launch_dependents, gdc_wait, options
+from penstock.backend.cuda.kernels.pdl import launch_options, let_next_start, wait_for_previous
 
 LARGEST = 448.0
 
 
 class Fp8Activations(NamedTuple):
+    """Rows of activations as FP8 values with a scale for each row."""
+
     values: Any  # [T, width] float8_e4m3fn
     scales: Any  # [T] float32
 
 
 def fp8_view(rows: Any) -> Fp8Activations:
-    """ThresholdScratch for the codes of rows where the rows themselves, of 16 bits, would be."""
+    """Returns FP8 activations in the memory where the rows themselves, of 16 bits, would be."""
     count, width = rows.shape
     room = rows.view(torch.uint8).view(-1)
     values = room[: count * width].view(torch.float8_e4m3fn).view(count, width)
@@ -27,28 +29,36 @@ def fp8_view(rows: Any) -> Fp8Activations:
 
 
 @triton.jit
-def store_fp8(values, codes, scale_at, inside):
-    """Of one row that a program has as a whole."""
+def store_fp8(values, to, scale_at, inside):
+    """Stores one row, which a program has as a whole, in FP8, and its scale."""
     scale = tl.maximum(tl.max(tl.abs(values), 0), 1e-12) / 448.0
     tl.store(scale_at, scale)
-    tl.store(codes, (values / scale).to(tl.float8e4nv), inside)
+    tl.store(to, (values / scale).to(tl.float8e4nv), inside)
 
 
 @triton.jit
-def _quantize_activations(x, codes, scales, width, stride, WIDTH: tl.constexpr, PDL: tl.constexpr):
-    if PDL:
-        gdc_launch_dependents()
+def store_activations(values, to, scale_at, inside, FP8: tl.constexpr):
+    """Stores one row in the type of `to`; in FP8, with its scale, if FP8 says so."""
+    if FP8:
+        store_fp8(values, to, scale_at, inside)
+    else:
+        tl.store(to, values.to(to.dtype.element_ty), inside)
+
+
+@triton.jit
+def _quantize_activations(x, values, scales, width, stride, WIDTH: tl.constexpr, PDL: tl.constexpr):
+    let_next_start(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, WIDTH)
     inside = column < width
-    if PDL:
-        gdc_wait()
-    values = tl.load(x + row * stride + column, inside, 0.0).to(tl.float32)
-    store_fp8(values, codes + row * width + column, scales + row, inside)
+    wait_for_previous(PDL)
+    loaded = tl.load(x + row * stride + column, inside, 0.0).to(tl.float32)
+    store_fp8(loaded, values + row * width + column, scales + row, inside)
 
 
-def quantize_activations(x: Any, codes: Any, scales: Any) -> None:
-    """x [T, width] to codes [T, width] in float8 and scales [T]."""
+def quantize_activations(x: Any, values: Any, scales: Any) -> None:
+    """Quantizes x [T, width] to FP8 values [T, width] and scales [T]."""
     rows, width = x.shape
     block = triton.next_power_of_2(width)
-    _quantize_activations[(rows,)](x, codes, scales, width, x.stride(0), WIDTH=block, **options(max(block // 1024, 4)))
+    options = launch_options(max(block // 1024, 4))
+    _quantize_activations[(rows,)](x, values, scales, width, x.stride(0), WIDTH=block, **options)

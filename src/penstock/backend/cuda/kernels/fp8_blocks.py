@@ -1,4 +1,4 @@
-"""Products with matrices of float8 (e4m3) whose values share a scale in every 128 columns of a row.
+"""GEMM with FP8 (e4m3) matrices whose values share a scale in every 128 columns of a row.
 
 That is what checkpoints with scales for blocks of 128 rows and 128 columns become: the same scale for 128 rows, which
 takes 3 % more memory and lets any rows lie below each other. What 128 columns add up to is scaled in float32. Up to 16
@@ -13,25 +13,19 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from penstock.backend.cuda.kernels.pdl import gdc_launch_dependents, gdc_wait, options
-from penstock.backend.cuda.kernels.quant_gemm import sum_splits
-from penstock.backend.cuda.kernels.skinny_gemm import SplitKScratch
+from penstock.backend.cuda.kernels.fp8 import Fp8Weight
+from penstock.backend.cuda.kernels.fp8_gemm import load_fp8_tiles, matrix_of
+from penstock.backend.cuda.kernels.gemm_config import Epilogue, GemmConfig
+from penstock.backend.cuda.kernels.interpreter import dot
+from penstock.backend.cuda.kernels.pdl import launch_options, let_next_start, wait_for_previous
+from penstock.backend.cuda.kernels.split_k import SplitKScratch, joined, store_tile
 
 COLUMNS = 128  # that share a scale
 
 
 @dataclass(frozen=True, slots=True)
-class Fp8BlockWeight:
-    values: Any  # [rows, width] float8_e4m3fn
-    scales: Any  # [width / 128, rows] float32
-
-    @property
-    def rows(self) -> int:
-        return int(self.values.shape[0])
-
-    @property
-    def width(self) -> int:
-        return int(self.values.shape[1])
+class Fp8BlockWeight(Fp8Weight):
+    """An FP8 weight with scales [width / 128, rows]."""
 
     @property
     def bytes(self) -> int:
@@ -39,6 +33,8 @@ class Fp8BlockWeight:
 
 
 class Tiling(NamedTuple):
+    """Says how a product is tiled: each program takes `rows` rows of the matrix and `items` rows of x."""
+
     rows: int  # of the matrix, in one program
     items: int  # rows of x
     split: int  # programs that share the columns
@@ -50,73 +46,46 @@ class Tiling(NamedTuple):
 def _fp8_block_gemm(
     x,
     item_scales,
-    values,
-    scales,
+    matrix,
     bias,
     out,
-    shares,
-    arrived,
+    scratch,
     count,
-    rows,
-    width,
-    x_stride,
-    out_stride,
-    FLOAT8: tl.constexpr,
-    BIAS: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    SPLIT: tl.constexpr,
+    strides,
+    CONFIG: tl.constexpr,
+    FP8: tl.constexpr,
     PDL: tl.constexpr,
-    INTERPRET: tl.constexpr,
 ):
-    if PDL:
-        gdc_launch_dependents()
-    block = tl.program_id(0)
-    line = block * M + tl.arange(0, M)
+    let_next_start(PDL)
+    TILING: tl.constexpr = CONFIG.tiling
+    K: tl.constexpr = CONFIG.columns
+    M: tl.constexpr = TILING.rows
+    N: tl.constexpr = TILING.items
+    rows, width = matrix.rows, matrix.width
+    line = tl.program_id(0) * M + tl.arange(0, M)
     item = tl.program_id(1) * N + tl.arange(0, N)
     split = tl.program_id(2)
     column = tl.arange(0, K)
-    share = tl.cdiv(tl.cdiv(width, K), SPLIT)
+    share = tl.cdiv(tl.cdiv(width, K), TILING.split)
     total = tl.zeros([M, N], tl.float32)
     row = tl.minimum(line, rows - 1)
-    at = values + row.to(tl.int64)[:, None] * width + column[None, :]
-    items_at = x + tl.minimum(item, count - 1).to(tl.int64)[None, :] * x_stride + column[:, None]
-    if PDL:
-        gdc_wait()
+    at = matrix.data + row.to(tl.int64)[:, None] * width + column[None, :]
+    items_at = x + tl.minimum(item, count - 1).to(tl.int64)[None, :] * strides[0] + column[:, None]
+    wait_for_previous(PDL)
     for step in tl.range(split * share, tl.minimum((split + 1) * share, tl.cdiv(width, K))):
-        inside = step * K + column < width
-        weights = tl.load(at + step * K, inside[None, :], 0.0)
-        items = tl.load(items_at + step * K, inside[:, None], 0.0)
-        scale = tl.load(scales + step * rows + row)
-        if INTERPRET:
-            product = tl.dot(weights.to(tl.float32), items.to(tl.float32))
-        elif FLOAT8:
-            product = tl.dot(weights, items)
-        else:
-            product = tl.dot(weights.to(tl.bfloat16), items)
+        weights, items = load_fp8_tiles(at, items_at, step * K, column, width)
+        scale = tl.load(matrix.scales + step * rows + row)
+        product = dot(weights if FP8 else weights.to(tl.bfloat16), items)
         total += product * scale[:, None]
 
     line = line[:, None]
     item = item[None, :].to(tl.int64)
     wanted = (line < rows) & (item < count)
-    last = True
-    if SPLIT > 1:
-        place = item * rows + line
-        stride = count.to(tl.int64) * rows
-        tl.store(shares + split * stride + place, total, wanted)
-        tl.debug_barrier()
-        mine = arrived + tl.program_id(1) * tl.num_programs(0) + block
-        last = tl.atomic_add(mine, 1, sem="acq_rel") == SPLIT - 1
-        if last:
-            tl.store(mine, 0)
-            total = sum_splits(shares, place, stride, wanted, SPLIT)
+    last, total = joined(total, line, item, wanted, rows, count, scratch, TILING.split)
     if last:
-        if FLOAT8:
+        if FP8:
             total *= tl.load(item_scales + item, item < count, 0.0)
-        if BIAS:
-            total += tl.load(bias + line, line < rows, 0.0)
-        tl.store(out + item * out_stride + line, total.to(out.dtype.element_ty), wanted)
+        store_tile(total, line, item, wanted, rows, bias, out, strides[1], CONFIG.epilogue.bias)
 
 
 def fp8_block_gemm(
@@ -128,42 +97,22 @@ def fp8_block_gemm(
     tiling: Tiling,
     scratch: SplitKScratch,
 ) -> None:
-    """out [T, rows] = x [T, width] @ weight.T (+ bias) of bfloat16; of float8 where x has scales [T]."""
+    """Computes out [T, rows] = x [T, width] @ weight.T (+ bias); x is bfloat16, or FP8 where it has scales [T]."""
     grid = (triton.cdiv(weight.rows, tiling.rows), triton.cdiv(len(x), tiling.items), tiling.split)
-    _fp8_block_gemm[grid](
-        x,
-        weight.scales if item_scales is None else item_scales,
-        weight.values,
-        weight.scales,
-        weight.scales if bias is None else bias,
-        out,
-        scratch.partials,
-        scratch.arrived,
-        len(x),
-        weight.rows,
-        weight.width,
-        x.stride(0),
-        out.stride(0),
-        FLOAT8=item_scales is not None,
-        BIAS=bias is not None,
-        M=tiling.rows,
-        N=tiling.items,
-        K=COLUMNS,
-        SPLIT=tiling.split,
-        INTERPRET=not x.is_cuda,
-        **options(tiling.warps, tiling.stages),
-    )
+    config = GemmConfig(tiling, Epilogue(bias=bias is not None), columns=COLUMNS)
+    vectors = weight.scales if item_scales is None else item_scales, weight.scales if bias is None else bias
+    inputs = x, vectors[0], matrix_of(weight), vectors[1], out, scratch, len(x), (x.stride(0), out.stride(0))
+    options = launch_options(tiling.warps, tiling.stages)
+    _fp8_block_gemm[grid](*inputs, CONFIG=config, FP8=item_scales is not None, **options)
 
 
 @triton.jit
 def _gather_fp8_blocks(tokens, values, scales, out, rows, width, K: tl.constexpr, PDL: tl.constexpr):
-    if PDL:
-        gdc_launch_dependents()
+    let_next_start(PDL)
     item = tl.program_id(0).to(tl.int64)
     step = tl.program_id(1)
     column = step * K + tl.arange(0, K)
-    if PDL:
-        gdc_wait()
+    wait_for_previous(PDL)
     row = tl.load(tokens + item).to(tl.int64)
     scale = tl.load(scales + step * rows + row)
     line = tl.load(values + row * width + column, column < width, 0.0).to(tl.float32) * scale
@@ -171,8 +120,7 @@ def _gather_fp8_blocks(tokens, values, scales, out, rows, width, K: tl.constexpr
 
 
 def gather_fp8_blocks(weight: Fp8BlockWeight, tokens: Any, out: Any) -> None:
-    """out[i] = weight[tokens[i]]."""
+    """Writes row tokens[i] of a matrix to out[i]."""
     grid = (len(tokens), len(weight.scales))
-    _gather_fp8_blocks[grid](
-        tokens, weight.values, weight.scales, out, weight.rows, weight.width, K=COLUMNS, **options()
-    )
+    sizes = weight.rows, weight.width
+    _gather_fp8_blocks[grid](tokens, weight.values, weight.scales, out, *sizes, K=COLUMNS, **launch_options())

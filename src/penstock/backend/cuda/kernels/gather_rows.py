@@ -1,4 +1,4 @@
-"""Rows picked by number: the embedding of tokens, the positions whose logits are wanted."""
+"""Gathers rows by number: the embeddings of tokens, the positions whose logits are wanted."""
 
 from __future__ import annotations
 
@@ -7,44 +7,41 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from penstock.backend.cuda.kernels.pdl import gdc_launch_dependents, gdc_wait, options
+from penstock.backend.cuda.kernels.pdl import launch_options, let_next_start, wait_for_previous
 
 
 @triton.jit(do_not_specialize=["count"])
 def _resolve_tokens(tokens, slots, last, out, count, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    if PDL:
-        gdc_launch_dependents()
+    let_next_start(PDL)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
-    if PDL:
-        gdc_wait()
+    wait_for_previous(PDL)
     token = tl.load(tokens + at, inside, 0)
     sampled = tl.load(last + tl.load(slots + at, inside, 0), inside, 0)
     tl.store(out + at, tl.where(token < 0, sampled, token), inside)
 
 
 def resolve_tokens(tokens: Any, slots: Any, last: Any, out: Any) -> None:
-    """The step's tokens; where they say LAST_SAMPLED, the one that the token's slot sampled in the step before."""
+    """Writes the step's tokens to `out`; where one is LAST_SAMPLED, the token that its slot sampled in the step
+    before."""
     count = len(tokens)
-    _resolve_tokens[(triton.cdiv(count, 256),)](tokens, slots, last, out, count, BLOCK=256, **options())
+    _resolve_tokens[(triton.cdiv(count, 256),)](tokens, slots, last, out, count, BLOCK=256, **launch_options())
 
 
 @triton.jit
 def _gather_rows(source, index, out, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    if PDL:
-        gdc_launch_dependents()
+    let_next_start(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
-    if PDL:
-        gdc_wait()
+    wait_for_previous(PDL)
     picked = tl.load(index + row).to(tl.int64)
     value = tl.load(source + picked * width + column, inside, 0.0)
     tl.store(out + row * width + column, value.to(out.dtype.element_ty), inside)
 
 
 def gather_rows(source: Any, index: Any, out: Any) -> None:
-    """out[i] = source[index[i]]."""
+    """Writes row index[i] of `source` to out[i]."""
     rows, width = out.shape
     block = min(triton.next_power_of_2(width), 1024)
-    _gather_rows[(rows, triton.cdiv(width, block))](source, index, out, width, BLOCK=block, **options())
+    _gather_rows[(rows, triton.cdiv(width, block))](source, index, out, width, BLOCK=block, **launch_options())

@@ -1,4 +1,4 @@
-"""Product of up to 128 rows with a matrix on Hopper, at the speed the matrix can be read.
+"""GEMM of up to 128 rows with a matrix on Hopper (TMA and WGMMA), at the speed the matrix can be read.
 
 The copy engine brings tiles of the matrix into shared memory several ahead of the tensor cores, and begins before the
 kernel that makes the rows has ended. A program takes whole lines of tiles, one after the other without a pause, or
@@ -16,8 +16,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from penstock.backend.cuda.kernels.pdl import gdc_launch_dependents, gdc_wait, options
-from penstock.backend.cuda.kernels.skinny_gemm import SplitKScratch
+from penstock.backend.cuda.kernels.pdl import gdc_launch_dependents, gdc_wait, launch_options
+from penstock.backend.cuda.kernels.split_k import SplitKScratch
 
 MAX_ROWS = 128  # rows
 HALF = 64  # rows of the matrix in each half of a tile
@@ -27,17 +27,21 @@ SHARED = 113 << 10  # bytes of shared memory, with two programs on a multiproces
 
 
 class Tiling(NamedTuple):
+    """Says how a product is tiled: programs take whole lines of tiles, or share one."""
+
     split: int  # programs that share a line of tiles
     lines: int  # that a program takes, where it shares none
     stages: int
 
 
 def available(device: Any) -> bool:
+    """Returns whether a device is a Hopper GPU, the only kind that has these instructions."""
     return bool(device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0))
 
 
 @gluon.jit
 def _fetch(matrix, left, right, ready, line, other, column, slot, wanted, BYTES: gl.constexpr):
+    """Begins the copy of both halves of a tile into shared memory."""
     barrier = ready.index(slot)
     mbarrier.expect(barrier, BYTES, pred=wanted)
     tma.async_copy_global_to_shared(matrix, [line, column], barrier, left.index(slot), pred=wanted)
@@ -45,7 +49,8 @@ def _fetch(matrix, left, right, ready, line, other, column, slot, wanted, BYTES:
 
 
 @gluon.jit
-def _all_shares(parts, place, first, split, SIZE: gl.constexpr):
+def _sum_splits(parts, place, first, split, SIZE: gl.constexpr):
+    """Returns the sums that all programs of a line left for both halves of a tile."""
     left = gl.load(parts + first * SIZE + place, cache_modifier=".cg")
     right = gl.load(parts + first * SIZE + SIZE // 2 + place, cache_modifier=".cg")
     for program in range(first + 1, first + split):
@@ -56,6 +61,7 @@ def _all_shares(parts, place, first, split, SIZE: gl.constexpr):
 
 @gluon.jit
 def _affine(total, line, item, rows, count, scales, item_scales, bias, SCALED: gl.constexpr, BIAS: gl.constexpr):
+    """Returns sums times the scales of both sides, plus the bias."""
     if SCALED:
         total *= gl.load(scales + line, line < rows, 0.0) * gl.load(item_scales + item, item < count, 0.0)
     if BIAS:
@@ -65,7 +71,7 @@ def _affine(total, line, item, rows, count, scales, item_scales, bias, SCALED: g
 
 @gluon.jit
 def _keep(value, out, first, rows, count, out_stride, LAYOUT: gl.constexpr):
-    """Neighbours in a row of `out` are stored together."""
+    """Stores a tile so that neighbours in a row of `out` are stored together."""
     value = gl.convert_layout(value.to(out.dtype.element_ty), LAYOUT)
     line = first + gl.arange(0, value.shape[0], gl.SliceLayout(1, LAYOUT))[:, None]
     item = gl.arange(0, value.shape[1], gl.SliceLayout(0, LAYOUT))[None, :]
@@ -166,7 +172,7 @@ def _hopper_gemm(
             done = gl.atomic_add(arrived + tile, 1, sem="acq_rel") == split - 1
             if done:
                 gl.store(arrived + tile, 0)
-                left_sum, right_sum = _all_shares(parts, place, tile * split, split, SIZE)
+                left_sum, right_sum = _sum_splits(parts, place, tile * split, split, SIZE)
         if done:
             top = tile * HEIGHT
             left_sum = _affine(left_sum, top + row, item, rows, count, scales, item_scales, bias, SCALED, BIAS)
@@ -185,11 +191,12 @@ def _hopper_gemm(
 
 
 def items_of(count: int) -> int:
-    """What so many rows are padded to."""
+    """Returns how many rows `count` rows are padded to."""
     return max(1 << (count - 1).bit_length(), 8)
 
 
 def steps_of(width: int, itemsize: int) -> int:
+    """Returns how many tiles lie side by side in a row of the matrix."""
     return -(-width * itemsize // LINE)
 
 
@@ -205,8 +212,8 @@ def hopper_gemm(
     scales: Any | None = None,
     item_scales: Any | None = None,
 ) -> None:
-    """out [count, rows] = x [count, width] @ weight [rows, width].T, for values of 16 bits, or of 8 with a scale for
-    each row of both; gated: silu of its first half times its second, so out is half as wide."""
+    """Computes out [count, rows] = x [count, width] @ weight [rows, width].T (+ bias), for values of 16 bits, or of 8
+    with a scale for each row of both; gated: silu of its first half times its second, so out is half as wide."""
     (count, width), rows = x.shape, out.shape[1]
     tiles = -(-rows // (HALF if gated else 2 * HALF))
     columns = LINE // weight.element_size()
@@ -233,10 +240,11 @@ def hopper_gemm(
         WIDTH=columns,
         STAGES=tiling.stages,
         WARPS=WARPS,
-        **options(WARPS, 1),
+        **launch_options(WARPS, 1),
     )
 
 
 def described(tensor: Any, rows: int, columns: int) -> Any:
+    """Returns what the copy engine needs to know of a tensor."""
     layout = gl.NVMMASharedLayout(swizzle_byte_width=LINE, element_bitwidth=8 * tensor.element_size(), rank=2)
     return TensorDescriptor.from_tensor(tensor, [rows, columns], layout)

@@ -15,22 +15,25 @@ import torch
 import triton
 import triton.language as tl
 
+from penstock.backend.cuda.kernels.interpreter import rounded_to_e4m3
+
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 
 
-def scaling(lines: Any, scales: Any | None) -> dict[str, Any]:
-    """What kernels need to know of a cache; they read its scales only where it has any."""
-    return {"SCALED": scales is not None, "LARGEST": LARGEST.get(lines.dtype, 1.0), "INTERPRET": not lines.is_cuda}
+def largest_of(lines: Any, scales: Any | None) -> float:
+    """Returns the largest value of a cache's type; 0 for a cache without scales."""
+    return 0.0 if scales is None else LARGEST[lines.dtype]
 
 
 @triton.jit
-def coded(values, scale, dtype: tl.constexpr, INTERPRET: tl.constexpr):
-    """values / scale as the nearest that `dtype` has. The interpreter cuts bits off: there they are rounded before."""
+def scale_of(largest, LARGEST: tl.constexpr):
+    """Returns the scale of a line whose largest absolute value is `largest`."""
+    return tl.maximum(largest, 1e-12) / LARGEST
+
+
+@triton.jit
+def quantize_kv(values, scale, dtype: tl.constexpr):
+    """Returns values / scale as the nearest that `dtype` has."""
     values = values / scale
-    if dtype == tl.int8:
-        values = tl.floor(values + 0.5)
-    elif INTERPRET:
-        bits = values.to(tl.uint32, bitcast=True)
-        normal = ((bits + 0x7FFFF + (bits >> 20 & 1)) & 0xFFF00000).to(tl.float32, bitcast=True)
-        values = tl.where(tl.abs(values) < 0.015625, (values + 24576.0) - 24576.0, normal)
+    values = tl.floor(values + 0.5) if dtype == tl.int8 else rounded_to_e4m3(values)
     return values.to(dtype)

@@ -1,26 +1,82 @@
-"""Latent attention: one KV head for all queries, whose values are the last dimensions of its keys.
+"""Multi-head latent attention (MLA): one KV head for all queries, whose values are the last dimensions of its keys.
 
-A cache is [blocks, block_size, D]: what is turned, then values. One of 8 bits has scales beside it, [blocks, 2,
-block_size], of what is turned and of values. What is read of a key serves as key and value, and heads of 576 dimensions
-leave room for few positions at a time.
+A cache is [blocks, block_size, D]: the dimensions with RoPE, then values. One of 8 bits has scales beside it, [blocks,
+2, block_size], of both parts. What is read of a key serves as key and value, and heads of 576 dimensions leave room for
+few positions at a time.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
-from penstock.backend.cuda.kernels.decode_attention import LOG2E, SplitKV, blocks_of
-from penstock.backend.cuda.kernels.kv8 import coded, scaling
-from penstock.backend.cuda.kernels.pdl import gdc_launch_dependents, gdc_wait, options
-from penstock.backend.cuda.kernels.prefill_attention import tokens_per_tile
-from penstock.backend.cuda.kernels.rope import angle_of
+from penstock.backend.cuda.kernels.kv8 import largest_of, quantize_kv, scale_of
+from penstock.backend.cuda.kernels.kv_tile import (
+    LOG2E,
+    PagedKv,
+    SplitKV,
+    leave_split,
+    load_blocks,
+    load_split,
+    no_scores,
+    soften,
+    store_mix,
+    table_of,
+)
+from penstock.backend.cuda.kernels.pdl import launch_options, let_next_start, wait_for_previous
+from penstock.backend.cuda.kernels.prefill_attention import load_tile, tokens_per_tile
+from penstock.backend.cuda.kernels.rope import RopeInputs, angle_of, rotate_pair
 
-HEADS = 16  # turned by one program
-FEW = 16, 32, 4, 2  # queries, positions at a time, warps, stages: for one token's heads
-MANY = 64, 32, 8, 2
+HEADS = 16  # rotated by one program
+DECODE_TILING = 16, 32, 4, 2  # queries, positions at a time, warps, stages: for one token's heads
+PREFILL_TILING = 64, 32, 8, 2
+
+
+class MlaShape(NamedTuple):
+    """Holds the constants of a layer's heads and cache, and of how they are cut up."""
+
+    heads: int
+    rope_dims: int
+    v_dim: int
+    block_size: int
+    queries: int
+    block_r: int  # rope_dims rounded up to a power of two
+    block_v: int
+    tile: int  # positions at a time
+
+
+@triton.jit
+def store_key(source, cache, scales, place, gain, eps, rotation, SHAPE: tl.constexpr, LARGEST: tl.constexpr):
+    """Rotates the first part of a token's key, norms its values and stores both at `place`; `rotation` is (left, right,
+    cos, sin) of pairs."""
+    PAIRS: tl.constexpr = SHAPE.rope_dims // 2
+    V_DIM: tl.constexpr = SHAPE.v_dim
+    DTYPE: tl.constexpr = cache.dtype.element_ty
+    left, right, cos, sin = rotation
+    pair = tl.arange(0, SHAPE.block_r)
+    a = tl.load(source + left, pair < PAIRS, 0.0).to(tl.float32)
+    b = tl.load(source + right, pair < PAIRS, 0.0).to(tl.float32)
+    a, b = rotate_pair(a, b, cos, sin)
+    a, b = a.to(source.dtype.element_ty), b.to(source.dtype.element_ty)
+    d = tl.arange(0, SHAPE.block_v)
+    value = tl.load(source + 2 * PAIRS + d, d < V_DIM, 0.0).to(tl.float32)
+    value *= tl.rsqrt(tl.sum(value * value, 0) / V_DIM + eps)
+    value = (value * tl.load(gain + d, d < V_DIM, 0.0)).to(source.dtype.element_ty)
+    target = cache + place * (2 * PAIRS + V_DIM)
+    if LARGEST > 0:
+        line = place // SHAPE.block_size * (2 * SHAPE.block_size) + place % SHAPE.block_size
+        a, b, value = a.to(tl.float32), b.to(tl.float32), value.to(tl.float32)
+        key_scale = scale_of(tl.max(tl.maximum(tl.abs(a), tl.abs(b)), 0), LARGEST)
+        value_scale = scale_of(tl.max(tl.abs(value), 0), LARGEST)
+        tl.store(scales + line, key_scale)
+        tl.store(scales + line + SHAPE.block_size, value_scale)
+        a, b = quantize_kv(a, key_scale, DTYPE), quantize_kv(b, key_scale, DTYPE)
+        value = quantize_kv(value, value_scale, DTYPE)
+    tl.store(target + left, a.to(DTYPE), pair < PAIRS)
+    tl.store(target + right, b.to(DTYPE), pair < PAIRS)
+    tl.store(target + 2 * PAIRS + d, value.to(DTYPE), d < V_DIM)
 
 
 @triton.jit
@@ -28,72 +84,38 @@ def _store_mla_kv(
     q,
     kv,
     gain,
-    inv_freq,
-    positions,
-    places,
+    eps,
+    rope,
     cache,
     scales,
-    rope_scale,
-    eps,
-    Q_HEADS: tl.constexpr,
-    PAIRS: tl.constexpr,
-    V_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
+    SHAPE: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-    HEADS: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    SCALED: tl.constexpr,
     LARGEST: tl.constexpr,
-    INTERPRET: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The first program of a token stores its key, the others turn queries."""
-    if PDL:
-        gdc_launch_dependents()
-    DIMS: tl.constexpr = 2 * PAIRS + V_DIM
+    """The first program of a token stores its key; the others rotate queries."""
+    let_next_start(PDL)
+    PAIRS: tl.constexpr = SHAPE.rope_dims // 2
+    DIMS: tl.constexpr = SHAPE.rope_dims + SHAPE.v_dim
     token = tl.program_id(0).to(tl.int64)
-    pair = tl.arange(0, BLOCK_P)
-    angle = angle_of(tl.load(positions + token), tl.load(inv_freq + pair, pair < PAIRS, 0.0))
-    cos, sin = tl.cos(angle) * rope_scale, tl.sin(angle) * rope_scale
+    pair = tl.arange(0, SHAPE.block_r)
+    angle = angle_of(tl.load(rope.positions + token), tl.load(rope.inv_freq + pair, pair < PAIRS, 0.0))
+    cos, sin = tl.cos(angle) * rope.scale, tl.sin(angle) * rope.scale
     left = pair * 2 if INTERLEAVED else pair
     right = pair * 2 + 1 if INTERLEAVED else pair + PAIRS
-    place = tl.load(places + token).to(tl.int64)
-    if PDL:
-        gdc_wait()
+    place = tl.load(rope.places + token).to(tl.int64)
+    wait_for_previous(PDL)
     if tl.program_id(1) == 0:
-        source = kv + token * DIMS
-        a = tl.load(source + left, pair < PAIRS, 0.0).to(tl.float32)
-        b = tl.load(source + right, pair < PAIRS, 0.0).to(tl.float32)
-        turned_a = (a * cos - b * sin).to(kv.dtype.element_ty)
-        turned_b = (b * cos + a * sin).to(kv.dtype.element_ty)
-        d = tl.arange(0, BLOCK_V)
-        value = tl.load(source + 2 * PAIRS + d, d < V_DIM, 0.0).to(tl.float32)
-        value *= tl.rsqrt(tl.sum(value * value, 0) / V_DIM + eps)
-        value = (value * tl.load(gain + d, d < V_DIM, 0.0)).to(kv.dtype.element_ty)
-        target = cache + place * DIMS
-        if SCALED:
-            line = place // BLOCK_SIZE * (2 * BLOCK_SIZE) + place % BLOCK_SIZE
-            turned_a, turned_b, value = turned_a.to(tl.float32), turned_b.to(tl.float32), value.to(tl.float32)
-            largest = tl.max(tl.maximum(tl.abs(turned_a), tl.abs(turned_b)), 0)
-            turned_scale = tl.maximum(largest, 1e-12) / LARGEST
-            value_scale = tl.maximum(tl.max(tl.abs(value), 0), 1e-12) / LARGEST
-            tl.store(scales + line, turned_scale)
-            tl.store(scales + line + BLOCK_SIZE, value_scale)
-            turned_a = coded(turned_a, turned_scale, cache.dtype.element_ty, INTERPRET)
-            turned_b = coded(turned_b, turned_scale, cache.dtype.element_ty, INTERPRET)
-            value = coded(value, value_scale, cache.dtype.element_ty, INTERPRET)
-        tl.store(target + left, turned_a.to(cache.dtype.element_ty), pair < PAIRS)
-        tl.store(target + right, turned_b.to(cache.dtype.element_ty), pair < PAIRS)
-        tl.store(target + 2 * PAIRS + d, value.to(cache.dtype.element_ty), d < V_DIM)
+        store_key(kv + token * DIMS, cache, scales, place, gain, eps, (left, right, cos, sin), SHAPE, LARGEST)
     else:
-        head = (tl.program_id(1) - 1) * HEADS + tl.arange(0, HEADS)
-        inside = (head < Q_HEADS)[:, None] & (pair < PAIRS)[None, :]
-        query = q + (token * Q_HEADS + head)[:, None] * DIMS
+        head = (tl.program_id(1) - 1) * SHAPE.queries + tl.arange(0, SHAPE.queries)
+        inside = (head < SHAPE.heads)[:, None] & (pair < PAIRS)[None, :]
+        query = q + (token * SHAPE.heads + head)[:, None] * DIMS
         one = tl.load(query + left[None, :], inside, 0.0).to(tl.float32)
         other = tl.load(query + right[None, :], inside, 0.0).to(tl.float32)
-        tl.store(query + left[None, :], (one * cos[None, :] - other * sin[None, :]).to(q.dtype.element_ty), inside)
-        tl.store(query + right[None, :], (other * cos[None, :] + one * sin[None, :]).to(q.dtype.element_ty), inside)
+        one, other = rotate_pair(one, other, cos[None, :], sin[None, :])
+        tl.store(query + left[None, :], one.to(q.dtype.element_ty), inside)
+        tl.store(query + right[None, :], other.to(q.dtype.element_ty), inside)
 
 
 def store_mla_kv(
@@ -109,277 +131,147 @@ def store_mla_kv(
     cache: Any,
     scales: Any | None = None,
 ) -> None:
-    """q [T, heads * D] is turned in place; kv [T, D], its values normed, goes to `places` [T], counted in tokens from
-    the cache's start."""
+    """Rotates q [T, heads * D] in place and stores kv [T, D], its values normed, at `places` [T], counted in tokens
+    from the cache's start."""
     heads, v_dim = q.shape[1] // kv.shape[1], len(gain)
     pairs = (kv.shape[1] - v_dim) // 2
+    blocks = triton.next_power_of_2(pairs), triton.next_power_of_2(v_dim)
+    rope = RopeInputs(inv_freq, positions, places, rope_scale)
     _store_mla_kv[(len(q), 1 + triton.cdiv(heads, HEADS))](
-        q,
-        kv,
-        gain,
-        inv_freq,
-        positions,
-        places,
-        cache,
-        inv_freq if scales is None else scales,
-        rope_scale,
-        eps,
-        Q_HEADS=heads,
-        PAIRS=pairs,
-        V_DIM=v_dim,
-        BLOCK_SIZE=cache.shape[1],
+        *(q, kv, gain, eps, rope, cache, inv_freq if scales is None else scales),
+        SHAPE=MlaShape(heads, 2 * pairs, v_dim, cache.shape[1], HEADS, *blocks, 0),
         INTERLEAVED=interleaved,
-        HEADS=HEADS,
-        BLOCK_P=triton.next_power_of_2(pairs),
-        BLOCK_V=triton.next_power_of_2(v_dim),
-        **scaling(cache, scales),
-        **options(),
+        LARGEST=largest_of(cache, scales),
+        **launch_options(),
     )
 
 
 @triton.jit
-def _gather(
-    q,
-    row,
-    own,
-    wanted,
-    cache,
-    scales,
-    table,
-    begin,
-    end,
-    scale,
-    TURNED: tl.constexpr,
-    V_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    QUERIES: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    TILE: tl.constexpr,
-    SCALED: tl.constexpr,
-):
-    """What the queries in these rows of q, at their own positions, find from `begin` to `end`: their highest score, the
-    sum of weights, and the mix of values [QUERIES, BLOCK_V]."""
-    DIMS: tl.constexpr = TURNED + V_DIM
-    r, v = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_V)
-    source = q + row[:, None] * DIMS
-    q_turned = tl.load(source + r[None, :], wanted[:, None] & (r < TURNED)[None, :], 0.0)
-    q_value = tl.load(source + TURNED + v[None, :], wanted[:, None] & (v < V_DIM)[None, :], 0.0)
-    highest = tl.full([QUERIES], -1e30, tl.float32)
-    total = tl.zeros([QUERIES], tl.float32)
-    mix = tl.zeros([QUERIES, BLOCK_V], tl.float32)
-    block = blocks_of(table, begin + tl.arange(0, TILE), end, BLOCK_SIZE)
+def attend_mla(q, row, own, wanted, kv, table, begin, end, scale, SHAPE: tl.constexpr, LARGEST: tl.constexpr):
+    """Returns what the queries in these rows of q, at their own positions, find from `begin` to `end`: their highest
+    score, the sum of weights, and the mix of values [QUERIES, BLOCK_V]."""
+    ROPE: tl.constexpr = SHAPE.rope_dims
+    V_DIM: tl.constexpr = SHAPE.v_dim
+    TILE: tl.constexpr = SHAPE.tile
+    BLOCK_SIZE: tl.constexpr = SHAPE.block_size
+    r, v = tl.arange(0, SHAPE.block_r), tl.arange(0, SHAPE.block_v)
+    source = q + row[:, None] * (ROPE + V_DIM)
+    q_rope = tl.load(source + r[None, :], wanted[:, None] & (r < ROPE)[None, :], 0.0)
+    q_value = tl.load(source + ROPE + v[None, :], wanted[:, None] & (v < V_DIM)[None, :], 0.0)
+    highest, total, mix = no_scores(SHAPE.queries, SHAPE.block_v)
+    block = load_blocks(table, begin + tl.arange(0, TILE), end, BLOCK_SIZE)
     for start in tl.range(begin, end, TILE):
         position = start + tl.arange(0, TILE)
         seen = position < end
-        at = cache + (block * BLOCK_SIZE + position % BLOCK_SIZE)[:, None] * DIMS
-        scale_at = scales + block * (2 * BLOCK_SIZE) + position % BLOCK_SIZE
-        block = blocks_of(table, position + TILE, end, BLOCK_SIZE)
-        values = tl.load(at + TURNED + v[None, :], seen[:, None] & (v < V_DIM)[None, :], 0.0).to(q.dtype.element_ty)
-        turned = tl.load(at + r[None, :], seen[:, None] & (r < TURNED)[None, :], 0.0).to(q.dtype.element_ty)
+        at = kv.lines + (block * BLOCK_SIZE + position % BLOCK_SIZE)[:, None] * (ROPE + V_DIM)
+        scale_at = kv.scales + block * (2 * BLOCK_SIZE) + position % BLOCK_SIZE
+        block = load_blocks(table, position + TILE, end, BLOCK_SIZE)
+        values = tl.load(at + ROPE + v[None, :], seen[:, None] & (v < V_DIM)[None, :], 0.0).to(q.dtype.element_ty)
+        keys = tl.load(at + r[None, :], seen[:, None] & (r < ROPE)[None, :], 0.0).to(q.dtype.element_ty)
         score = tl.dot(q_value, tl.trans(values), input_precision="ieee")
-        if SCALED:
+        if LARGEST > 0:
             value_scale = tl.load(scale_at + BLOCK_SIZE, seen, 0.0)[None, :]
             score *= value_scale
-            score += tl.dot(q_turned, tl.trans(turned), input_precision="ieee") * tl.load(scale_at, seen, 0.0)[None, :]
+            score += tl.dot(q_rope, tl.trans(keys), input_precision="ieee") * tl.load(scale_at, seen, 0.0)[None, :]
         else:
-            score = tl.dot(q_turned, tl.trans(turned), score, input_precision="ieee")
+            score = tl.dot(q_rope, tl.trans(keys), score, input_precision="ieee")
         score = tl.where(seen[None, :] & (position[None, :] <= own[:, None]), score * scale, -float("inf"))
-        peak = tl.maximum(highest, tl.max(score, 1))
-        weight = tl.exp2(score - peak[:, None])
-        shrink = tl.exp2(highest - peak)
-        total = total * shrink + tl.sum(weight, 1)
-        if SCALED:
+        highest, weight, shrink, total = soften(score, highest, total)
+        if LARGEST > 0:
             weight *= value_scale
         mix = tl.dot(weight.to(q.dtype.element_ty), values, mix * shrink[:, None], input_precision="ieee")
-        highest = peak
     return highest, total, mix
 
 
 @triton.jit
-def _mla_decode(
-    q,
-    cache,
-    scales,
-    parts,
-    tables,
-    header,
-    out,
-    mixed,
-    weighed,
-    arrived,
-    scale,
-    HEADS: tl.constexpr,
-    TURNED: tl.constexpr,
-    V_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    QUERIES: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    TILE: tl.constexpr,
-    SCALED: tl.constexpr,
-    LARGEST: tl.constexpr,
-    INTERPRET: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    if PDL:
-        gdc_launch_dependents()
-    group, part = tl.program_id(0), tl.program_id(1)
-    token = tl.load(parts + part * 8).to(tl.int64)
-    if token < 0:
-        return
-    row = tl.load(parts + part * 8 + 1)
-    table = tables + row.to(tl.int64) * tl.load(header)
-    begin = tl.load(parts + part * 8 + 2)
-    end = tl.load(parts + part * 8 + 3)
-    count = tl.load(parts + part * 8 + 5)
-    first = tl.load(parts + part * 8 + 6)
-    head = group * QUERIES + tl.arange(0, QUERIES)
-    there = head < HEADS
-    v = tl.arange(0, BLOCK_V)
-    wanted = there[:, None] & (v < V_DIM)[None, :]
-    if PDL:
-        gdc_wait()
-    highest, total, mix = _gather(
-        q,
-        token * HEADS + head,
-        head * 0 + end,
-        there,
-        cache,
-        scales,
-        table,
-        begin,
-        end,
-        scale,
-        TURNED,
-        V_DIM,
-        BLOCK_SIZE,
-        QUERIES,
-        BLOCK_R,
-        BLOCK_V,
-        TILE,
-        SCALED,
-    )
-    if count > 1:
-        mine = part.to(tl.int64) * HEADS + head
-        tl.store(mixed + mine[:, None] * V_DIM + v[None, :], mix, wanted)
-        tl.store(weighed + mine * 2, highest, there)
-        tl.store(weighed + mine * 2 + 1, total, there)
-        tl.debug_barrier()
-        arrivals = arrived + row * tl.num_programs(0) + group
-        if tl.atomic_add(arrivals, 1, sem="acq_rel") != count - 1:
-            return
-        tl.store(arrivals, 0)
-        highest = tl.full([QUERIES], -1e30, tl.float32)
-        total = tl.zeros([QUERIES], tl.float32)
-        mix = tl.zeros([QUERIES, BLOCK_V], tl.float32)
-        for index in tl.range(0, count):
-            line = (first + index).to(tl.int64) * HEADS + head
-            highest_there = tl.load(weighed + line * 2, there, -1e30, cache_modifier=".cg")
-            total_there = tl.load(weighed + line * 2 + 1, there, 0.0, cache_modifier=".cg")
-            mix_there = tl.load(mixed + line[:, None] * V_DIM + v[None, :], wanted, 0.0, cache_modifier=".cg")
-            peak = tl.maximum(highest, highest_there)
-            shrink, factor = tl.exp2(highest - peak), tl.exp2(highest_there - peak)
-            total = total * shrink + total_there * factor
-            mix = mix * shrink[:, None] + mix_there * factor[:, None]
-            highest = peak
-    target = out + (token * HEADS + head)[:, None] * V_DIM + v[None, :]
-    tl.store(target, (mix / total[:, None]).to(out.dtype.element_ty), wanted)
+def join_splits(split_kv, first, count, head, there, wanted, SHAPE: tl.constexpr):
+    """Returns the sum of weights and the mix of values of all splits of a context."""
+    V_DIM: tl.constexpr = SHAPE.v_dim
+    v = tl.arange(0, SHAPE.block_v)
+    highest, total, mix = no_scores(SHAPE.queries, SHAPE.block_v)
+    for index in tl.range(0, count):
+        line = (first + index).to(tl.int64) * SHAPE.heads + head
+        highest_there = tl.load(split_kv.stats + line * 2, there, -1e30, cache_modifier=".cg")
+        total_there = tl.load(split_kv.stats + line * 2 + 1, there, 0.0, cache_modifier=".cg")
+        at = split_kv.outputs + line[:, None] * V_DIM + v[None, :]
+        mix_there = tl.load(at, wanted, 0.0, cache_modifier=".cg")
+        peak = tl.maximum(highest, highest_there)
+        shrink, factor = tl.exp2(highest - peak), tl.exp2(highest_there - peak)
+        total = total * shrink + total_there * factor
+        mix = mix * shrink[:, None] + mix_there * factor[:, None]
+        highest = peak
+    return total, mix
 
 
 @triton.jit
-def _mla_prefill(
-    q,
-    cache,
-    scales,
-    tiles,
-    tables,
-    header,
-    out,
-    scale,
-    HEADS: tl.constexpr,
-    TURNED: tl.constexpr,
-    V_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    QUERIES: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    TILE: tl.constexpr,
-    SCALED: tl.constexpr,
-    LARGEST: tl.constexpr,
-    INTERPRET: tl.constexpr,
-    PDL: tl.constexpr,
-):
+def _mla_decode(q, kv, splits, out, split_kv, scale, SHAPE: tl.constexpr, LARGEST: tl.constexpr, PDL: tl.constexpr):
+    let_next_start(PDL)
+    HEADS: tl.constexpr = SHAPE.heads
+    V_DIM: tl.constexpr = SHAPE.v_dim
+    group, split = tl.program_id(0), tl.program_id(1)
+    token = tl.load(splits + split * 8).to(tl.int64)
+    if token < 0:
+        return
+    row, begin, end, _, count, first = load_split(splits, split)
+    table = table_of(kv, row)
+    head = group * SHAPE.queries + tl.arange(0, SHAPE.queries)
+    there = head < HEADS
+    v = tl.arange(0, SHAPE.block_v)
+    wanted = there[:, None] & (v < V_DIM)[None, :]
+    wait_for_previous(PDL)
+    highest, total, mix = attend_mla(
+        q, token * HEADS + head, head * 0 + end, there, kv, table, begin, end, scale, SHAPE, LARGEST
+    )
+    if count > 1:
+        leave_split(split_kv, split.to(tl.int64) * HEADS + head, v, mix, highest, total, there, wanted, V_DIM)
+        arrivals = split_kv.arrived + row * tl.num_programs(0) + group
+        if tl.atomic_add(arrivals, 1, sem="acq_rel") != count - 1:
+            return
+        tl.store(arrivals, 0)
+        total, mix = join_splits(split_kv, first, count, head, there, wanted, SHAPE)
+    store_mix(out, token * HEADS + head, v, mix, total, wanted, V_DIM)
+
+
+@triton.jit
+def _mla_prefill(q, kv, tiles, out, scale, SHAPE: tl.constexpr, LARGEST: tl.constexpr, PDL: tl.constexpr):
     """Rows are pairs of token and head."""
-    if PDL:
-        gdc_launch_dependents()
+    let_next_start(PDL)
+    HEADS: tl.constexpr = SHAPE.heads
+    QUERIES: tl.constexpr = SHAPE.queries
     tile = tl.program_id(1)
-    if PDL:
-        gdc_wait()
+    wait_for_previous(PDL)
     token = tl.load(tiles + tile * 5).to(tl.int64)
     if token < 0:
         return
-    table = tables + tl.load(tiles + tile * 5 + 1).to(tl.int64) * tl.load(header)
-    first = tl.load(tiles + tile * 5 + 2)
-    count = tl.load(tiles + tile * 5 + 3)
+    table, first, count = load_tile(kv, tiles, tile)
     pair = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
     if tl.program_id(0) * QUERIES >= count * HEADS:
         return
     last = tl.minimum((tl.program_id(0) * QUERIES + QUERIES - 1) // HEADS, count - 1)  # token of this program
     there = pair < count * HEADS
-    _, total, mix = _gather(
-        q,
-        token * HEADS + pair,
-        first + pair // HEADS,
-        there,
-        cache,
-        scales,
-        table,
-        0,
-        first + last + 1,
-        scale,
-        TURNED,
-        V_DIM,
-        BLOCK_SIZE,
-        QUERIES,
-        BLOCK_R,
-        BLOCK_V,
-        TILE,
-        SCALED,
-    )
-    v = tl.arange(0, BLOCK_V)
-    target = out + (token * HEADS + pair)[:, None] * V_DIM + v[None, :]
-    tl.store(target, (mix / total[:, None]).to(out.dtype.element_ty), there[:, None] & (v < V_DIM)[None, :])
+    row, own, end = token * HEADS + pair, first + pair // HEADS, first + last + 1
+    _, total, mix = attend_mla(q, row, own, there, kv, table, 0, end, scale, SHAPE, LARGEST)
+    v = tl.arange(0, SHAPE.block_v)
+    store_mix(out, row, v, mix, total, there[:, None] & (v < SHAPE.v_dim)[None, :], SHAPE.v_dim)
 
 
 def mla_decode(
     q: Any,
     cache: Any,
-    parts: Any,
+    splits: Any,
     tables: Any,
     header: Any,
     out: Any,
-    shares: SplitKV,
+    split_kv: SplitKV,
     v_dim: int,
     scale: float,
     scales: Any | None = None,
 ) -> None:
-    """As decode_attention, of queries that are turned and keys that are stored."""
-    heads = out.shape[1] // v_dim
-    shape, launch = about(FEW, cache, scales, heads, v_dim)
-    _mla_decode[(triton.cdiv(heads, FEW[0]), len(parts))](
-        q,
-        cache,
-        parts if scales is None else scales,
-        parts,
-        tables,
-        header,
-        out,
-        *shares,
-        scale * LOG2E,
-        **shape,
-        **launch,
-    )
+    """Attends as `decode_attention` does, with queries that are rotated and keys that are stored."""
+    shape, options = tiled(DECODE_TILING, cache, scales, out, v_dim)
+    kv = PagedKv(cache, splits if scales is None else scales, tables, header)
+    grid = (triton.cdiv(shape.heads, shape.queries), len(splits))
+    _mla_decode[grid](q, kv, splits, out, split_kv, scale * LOG2E, SHAPE=shape, **options)
 
 
 def mla_prefill(
@@ -393,27 +285,19 @@ def mla_prefill(
     scale: float,
     scales: Any | None = None,
 ) -> None:
-    """As prefill_attention, of tiles that hold at most tokens_per_tile(heads)."""
-    heads = out.shape[1] // v_dim
-    shape, launch = about(MANY, cache, scales, heads, v_dim)
-    _mla_prefill[(triton.cdiv(tokens_per_tile(heads) * heads, MANY[0]), len(tiles))](
-        q, cache, tiles if scales is None else scales, tiles, tables, header, out, scale * LOG2E, **shape, **launch
-    )
+    """Attends as `prefill_attention` does, with tiles that hold at most tokens_per_tile(heads)."""
+    shape, options = tiled(PREFILL_TILING, cache, scales, out, v_dim)
+    kv = PagedKv(cache, tiles if scales is None else scales, tables, header)
+    grid = (triton.cdiv(tokens_per_tile(shape.heads) * shape.heads, shape.queries), len(tiles))
+    _mla_prefill[grid](q, kv, tiles, out, scale * LOG2E, SHAPE=shape, **options)
 
 
-def about(
-    sizes: tuple[int, int, int, int], cache: Any, scales: Any | None, heads: int, v_dim: int
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    queries, tile, warps, stages = sizes
-    turned = cache.shape[2] - v_dim
-    shape = {
-        "HEADS": heads,
-        "TURNED": turned,
-        "V_DIM": v_dim,
-        "BLOCK_SIZE": cache.shape[1],
-        "QUERIES": queries,
-        "BLOCK_R": max(triton.next_power_of_2(turned), 16),
-        "BLOCK_V": max(triton.next_power_of_2(v_dim), 16),
-        "TILE": tile,
-    }
-    return shape, scaling(cache, scales) | options(warps, stages)
+def tiled(
+    tiling: tuple[int, int, int, int], cache: Any, scales: Any | None, out: Any, v_dim: int
+) -> tuple[MlaShape, dict[str, Any]]:
+    """Returns the constants of a launch, and its other keyword arguments."""
+    queries, tile, warps, stages = tiling
+    rope_dims = cache.shape[2] - v_dim
+    blocks = max(triton.next_power_of_2(rope_dims), 16), max(triton.next_power_of_2(v_dim), 16)
+    shape = MlaShape(out.shape[1] // v_dim, rope_dims, v_dim, cache.shape[1], queries, *blocks, tile)
+    return shape, {"LARGEST": largest_of(cache, scales), **launch_options(warps, stages)}

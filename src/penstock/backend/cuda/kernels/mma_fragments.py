@@ -11,7 +11,7 @@ index of tiles shaped like these tensors, `column` the first tile's.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -22,30 +22,53 @@ from penstock.backend.cuda.pack_quantized import QuantizedWeight
 BASE = 0x43004300  # two 128.0 in bfloat16
 
 
-def facts(weight: QuantizedWeight) -> dict[str, Any]:
-    """What a kernel must know of a weight's coding when it is compiled."""
+class QuantFormat(NamedTuple):
+    """Says what a kernel knows of a matrix's coding when it is compiled."""
+
+    high: int  # bits of a code beyond four
+    groups: int  # of columns in a tile, each with a scale
+    minima: bool
+    supers: bool  # scales are bytes that float16 multiply
+    bfloat: bool  # scales of 16 bits are bfloat16
+    zero: float
+    shifted: bool  # codes come 128 higher than they are
+    table: int  # see lookup.py; 0: none
+
+
+class QuantMatrix(NamedTuple):
+    """Holds a quantized matrix as kernels take it. `base` is BASE, and no constant: one instruction masks codes and
+    adds it only while the compiler does not know it."""
+
+    low: Any
+    high: Any
+    scales: Any
+    supers: Any
+    rows: int
+    tiles: int  # in a row of tiles
+    width: int
+    base: int
+
+
+def format_of(weight: QuantizedWeight) -> QuantFormat:
+    """Returns the constants of a weight's coding."""
     coding = weight.coding
-    return {
-        "HIGH": coding.bits - 4,
-        "GROUPS": coding.groups,
-        "MINIMA": coding.minima,
-        "SUPER": coding.bytes,
-        "BFLOAT": coding.bfloat,
-        "ZERO": coding.zero + 128 if coding.shifted else 0,
-        "SHIFTED": coding.shifted,
-        "TABLE": table_of(coding),
-    }
+    zero = coding.zero + 128 if coding.shifted else 0
+    layout = coding.bits - 4, coding.groups, coding.minima, coding.bytes, coding.bfloat
+    return QuantFormat(*layout, zero, coding.shifted, table_of(coding))
 
 
-def arrays(weight: QuantizedWeight) -> tuple[Any, Any, Any, Any]:
-    """Low bits, high bits, scales and supers, with another in place of what is not there."""
+def matrix_of(weight: QuantizedWeight, rows: int = 0) -> QuantMatrix:
+    """Returns a weight's arrays and sizes, with another array in place of one that its coding lacks; `rows`: of one of
+    several matrices that lie below each other."""
     high = weight.low if weight.high is None else weight.high
-    return weight.low, high, weight.scales, weight.scales if weight.supers is None else weight.supers
+    supers = weight.scales if weight.supers is None else weight.supers
+    sizes = rows or weight.rows, weight.tiles, weight.width
+    return QuantMatrix(weight.low, high, weight.scales, supers, *sizes, BASE)
 
 
 @triton.jit
 def axis(n: tl.constexpr, at: tl.constexpr, AXES: tl.constexpr = 6):
-    """0 .. n - 1 along axis `at` of [t, g, A, B, C, numbers]."""
+    """Returns 0 .. n - 1 along axis `at` of [t, g, A, B, C, numbers]."""
     i = tl.arange(0, n)
     for place in tl.static_range(AXES):
         if place != at:
@@ -55,7 +78,7 @@ def axis(n: tl.constexpr, at: tl.constexpr, AXES: tl.constexpr = 6):
 
 @triton.jit
 def apart(words, offset):
-    """Addresses whose neighbours the compiler does not see, so that it gives each to a lane of its own."""
+    """Returns addresses whose neighbours the compiler does not see, so that it gives each to a lane of its own."""
     return (words.to(tl.pointer_type(tl.int16)) + offset * 2).to(tl.pointer_type(tl.int32))
 
 
@@ -63,7 +86,7 @@ def apart(words, offset):
 def load_words(
     words, row, column, tiles, A: tl.constexpr, B: tl.constexpr, STEP: tl.constexpr, EVEN: tl.constexpr, N: tl.constexpr
 ):
-    """N words of each lane: [t, g, A, B, C, N]. 4 of them lie together at most, in one load of 16 bytes."""
+    """Returns N words of each lane: [t, g, A, B, C, N]. 4 of them lie together at most, in one load of 16 bytes."""
     TOGETHER: tl.constexpr = N if N < 4 else 4
     lane = axis(A, 2) * (STEP * 32 * N) + (axis(8, 1) * 4 + axis(4, 0)) * TOGETHER
     at = words + column * (32 * N)
@@ -82,7 +105,7 @@ def load_words(
 def load_factors(
     words, row, column, tiles, A: tl.constexpr, B: tl.constexpr, STEP: tl.constexpr, EVEN: tl.constexpr, N: tl.constexpr
 ):
-    """N words of each g: [t, g, A, B, C, N]."""
+    """Returns N words of each g: [t, g, A, B, C, N]."""
     lane = axis(A, 2) * (STEP * 8 * N) + axis(8, 1) * N + axis(4, 0) * 0
     at = words + column * (8 * N)
     at = apart(at, lane) if N == 1 else at + lane
@@ -97,7 +120,7 @@ def load_factors(
 def load_supers(
     words, row, column, tiles, A: tl.constexpr, B: tl.constexpr, STEP: tl.constexpr, EVEN: tl.constexpr, N: tl.constexpr
 ):
-    """N words of each g, which serve 4 tiles of a row: [t, g, A, B / 4, C, N]."""
+    """Returns N words of each g, which serve 4 tiles of a row: [t, g, A, B / 4, C, N]."""
     RUNS: tl.constexpr = (B + 3) // 4
     lane = (column + axis(A, 2) * STEP) // 4 * (8 * N) + axis(8, 1) * N + axis(4, 0) * 0
     at = apart(words, lane) if N == 1 else words + lane
@@ -110,7 +133,7 @@ def load_supers(
 
 @triton.jit
 def halves(words):
-    """The two bfloat16 of each word: [...] -> [..., e]."""
+    """Splits each word into its two bfloat16: [...] -> [..., e]."""
     low = (words & 0xFFFF).to(tl.uint16).to(tl.bfloat16, bitcast=True)
     high = (words >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
     return tl.join(low, high)
@@ -118,7 +141,7 @@ def halves(words):
 
 @triton.jit
 def pair(low, high, base, i: tl.constexpr, HIGH: tl.constexpr):
-    """Pair i of the four of each word, as two bfloat16 of 128 + code: [t, g, A, B, C, c]."""
+    """Returns pair i of the four of each word, as two bfloat16 of 128 + code: [t, g, A, B, C, c]."""
     codes = ((low >> (4 * i)) & 0x000F000F) ^ base
     if HIGH > 0:
         by = axis(4, 5) * 4 % (16 // HIGH) * HIGH + (i * HIGH - 4)
@@ -129,6 +152,7 @@ def pair(low, high, base, i: tl.constexpr, HIGH: tl.constexpr):
 
 @triton.jit
 def pairs_of(low, high, base, HIGH: tl.constexpr, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr):
+    """Returns 128 + code for codes of 4, 5 or 6 bits: [t, g, A, B, C, c, half, side, e] of bfloat16."""
     if HIGH > 0:
         high = tl.reshape(high, [4, 8, A, B, C, HIGH, 1])
         high = tl.reshape(tl.broadcast_to(high, [4, 8, A, B, C, HIGH, 4 // HIGH]), [4, 8, A, B, C, 4])
@@ -139,13 +163,13 @@ def pairs_of(low, high, base, HIGH: tl.constexpr, A: tl.constexpr, B: tl.constex
 
 @triton.jit
 def byte(words, i: tl.constexpr):
-    """A byte less 128, through the low bits of 2 ** 23."""
+    """Returns byte i of each word less 128 in float32, through the low bits of 2 ** 23."""
     return (((words >> (8 * i)) & 0xFF) | 0x4B000000).to(tl.float32, bitcast=True) - 8388736.0
 
 
 @triton.jit
 def bytes_of(words, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr):
-    """Codes of 8 bits less 128, in float32: [t, g, A, B, C, (c, side)] -> [t, g, A, B, C, c, half, side, e]."""
+    """Returns codes of 8 bits less 128, in float32: [t, g, A, B, C, (c, side)] -> [t, g, A, B, C, c, half, side, e]."""
     near = tl.join(byte(words, 0), byte(words, 2))
     far = tl.join(byte(words, 1), byte(words, 3))
     values = tl.reshape(tl.join(near, far), [4, 8, A, B, C, 4, 2, 2, 2])  # ..., c, side, half, e
@@ -153,23 +177,20 @@ def bytes_of(words, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def codes_of(
-    low, high, base, HIGH: tl.constexpr, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, TABLE: tl.constexpr = 0
-):
-    """128 + code of 4, 5 or 6 bits, a byte less 128, or what a table has for a code: [t, g, A, B, C, c, half, side, e],
-    exact in bfloat16. `base` is BASE: an argument, since one instruction masks and adds it only while it is no
-    constant."""
-    if TABLE:
-        return looked_up(low, TABLE)
-    elif HIGH == 4:
-        return bytes_of(low, A, B, C)
+def codes_of(words, more, base, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, FORMAT: tl.constexpr):
+    """Returns 128 + code of 4, 5 or 6 bits, a byte less 128, or what a table has for a code, each exact in bfloat16:
+    [t, g, A, B, C, c, half, side, e]."""
+    if FORMAT.table:
+        return looked_up(words, FORMAT.table)
+    elif FORMAT.high == 4:
+        return bytes_of(words, A, B, C)
     else:
-        return pairs_of(low, high, base, HIGH, A, B, C)
+        return pairs_of(words, more, base, FORMAT.high, A, B, C)
 
 
 @triton.jit
 def float16_of(words):
-    """The two float16 of each word, as float32: [...] -> [..., 2]."""
+    """Splits each word into its two float16, as float32: [...] -> [..., 2]."""
     low = (words & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
     high = (words >> 16).to(tl.uint16).to(tl.float16, bitcast=True)
     return tl.join(low.to(tl.float32), high.to(tl.float32))
@@ -177,89 +198,86 @@ def float16_of(words):
 
 @triton.jit
 def bfloat16_of(words):
-    """The same of bfloat16."""
+    """Splits each word into its two bfloat16, as float32: [...] -> [..., 2]."""
     words = words.to(tl.uint32, bitcast=True)
     return tl.join((words << 16).to(tl.float32, bitcast=True), (words & 0xFFFF0000).to(tl.float32, bitcast=True))
 
 
 @triton.jit
 def signed_byte(words, i: tl.constexpr):
+    """Returns byte i of each word, with its sign, as float32."""
     return ((words << (24 - 8 * i)) >> 24).to(tl.float32)
 
 
 @triton.jit
 def int8_of(words):
-    """The four signed bytes of each word: [...] -> [..., 2, 2]."""
+    """Splits each word into its four signed bytes, as float32: [...] -> [..., 2, 2]."""
     even = tl.join(signed_byte(words, 0), signed_byte(words, 2))
     return tl.join(even, tl.join(signed_byte(words, 1), signed_byte(words, 3)))
 
 
 @triton.jit
-def affine_of(
-    factors,
-    supers,
-    A: tl.constexpr,
-    B: tl.constexpr,
-    C: tl.constexpr,
-    GROUPS: tl.constexpr,
-    MINIMA: tl.constexpr,
-    SUPER: tl.constexpr,
-    ZERO: tl.constexpr,
-    BFLOAT: tl.constexpr = False,
-):
-    """What codes are multiplied with and what is added then, of each group of columns: [t, g, A, B, C, group, half]."""
-    EACH: tl.constexpr = 4 if MINIMA else 2
-    numbers = int8_of(factors) if SUPER else bfloat16_of(factors) if BFLOAT else float16_of(factors)
-    numbers = tl.reshape(numbers, [4, 8, A, B, C, GROUPS, EACH])
-    if SUPER:
+def numbers_of(factors, FORMAT: tl.constexpr):
+    """Returns the scales and minima that words hold, as float32, without what `supers` multiply them with."""
+    return int8_of(factors) if FORMAT.supers else bfloat16_of(factors) if FORMAT.bfloat else float16_of(factors)
+
+
+@triton.jit
+def affine_of(factors, supers, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, FORMAT: tl.constexpr):
+    """Returns what the codes of each group of columns are multiplied with and what is added then:
+    [t, g, A, B, C, group, half] each."""
+    GROUPS: tl.constexpr = FORMAT.groups
+    EACH: tl.constexpr = 4 if FORMAT.minima else 2
+    numbers = tl.reshape(numbers_of(factors, FORMAT), [4, 8, A, B, C, GROUPS, EACH])
+    if FORMAT.supers:
         RUNS: tl.constexpr = (B + 3) // 4
         outer = tl.reshape(float16_of(supers), [4, 8, A, RUNS, 1, C, EACH])
         outer = tl.broadcast_to(outer, [4, 8, A, RUNS, B // RUNS, C, EACH])
         numbers *= tl.reshape(outer, [4, 8, A, B, C, 1, EACH])
-    if MINIMA:
+    if FORMAT.minima:
         scale, minimum = tl.split(tl.reshape(numbers, [4, 8, A, B, C, GROUPS, 2, 2]))
-        return scale, minimum - ZERO * scale
+        return scale, minimum - FORMAT.zero * scale
     else:
-        return numbers, numbers * -ZERO
+        return numbers, numbers * -FORMAT.zero
+
+
+@triton.jit
+def load_codes(
+    matrix, row, column, A: tl.constexpr, B: tl.constexpr, STEP: tl.constexpr, EVEN: tl.constexpr, FORMAT: tl.constexpr
+):
+    """Returns the words of the codes' low bits, and of their high bits where they have any."""
+    words = load_words(matrix.low, row, column, matrix.tiles, A, B, STEP, EVEN, 8 if FORMAT.high == 4 else 4)
+    more = words
+    if FORMAT.high == 1 or FORMAT.high == 2:
+        more = load_words(matrix.high, row, column, matrix.tiles, A, B, STEP, EVEN, FORMAT.high)
+    return words, more
 
 
 @triton.jit
 def load_tiles(
-    low,
-    high,
-    scales,
-    supers,
-    row,
-    column,
-    tiles,
-    A: tl.constexpr,
-    B: tl.constexpr,
-    STEP: tl.constexpr,
-    EVEN: tl.constexpr,
-    HIGH: tl.constexpr,
-    GROUPS: tl.constexpr,
-    MINIMA: tl.constexpr,
-    SUPER: tl.constexpr,
+    matrix, row, column, A: tl.constexpr, B: tl.constexpr, STEP: tl.constexpr, EVEN: tl.constexpr, FORMAT: tl.constexpr
 ):
-    """Low bits, high bits, factors and theirs."""
-    words = load_words(low, row, column, tiles, A, B, STEP, EVEN, 8 if HIGH == 4 else 4)
-    more = words
-    if HIGH == 1 or HIGH == 2:
-        more = load_words(high, row, column, tiles, A, B, STEP, EVEN, HIGH)
-    EACH: tl.constexpr = 2 if MINIMA else 1  # words of float16; half as many of bytes
-    factors = load_factors(scales, row, column, tiles, A, B, STEP, EVEN, GROUPS * EACH // 2 if SUPER else GROUPS * EACH)
+    """Returns what tiles are made of: low bits, high bits, factors, and what multiplies the factors."""
+    words, more = load_codes(matrix, row, column, A, B, STEP, EVEN, FORMAT)
+    EACH: tl.constexpr = 2 if FORMAT.minima else 1  # words of float16; half as many of bytes
+    N: tl.constexpr = FORMAT.groups * EACH // 2 if FORMAT.supers else FORMAT.groups * EACH
+    factors = load_factors(matrix.scales, row, column, matrix.tiles, A, B, STEP, EVEN, N)
     outer = factors
-    if SUPER:
-        outer = load_supers(supers, row, column, tiles, A, B, STEP, EVEN, EACH)
+    if FORMAT.supers:
+        outer = load_supers(matrix.supers, row, column, matrix.tiles, A, B, STEP, EVEN, EACH)
     return words, more, factors, outer
 
 
 @triton.jit
-def values_of(codes, scale, minimum, A: tl.constexpr, B: tl.constexpr, GROUPS: tl.constexpr, SHIFTED: tl.constexpr):
-    """Values of tiles in A rows and B columns: [16 * A, 64 * B] of float32."""
+def values_of(tiles, base, A: tl.constexpr, B: tl.constexpr, FORMAT: tl.constexpr):
+    """Returns the values of tiles in A rows and B columns of tiles: [16 * A, 64 * B] of float32."""
+    GROUPS: tl.constexpr = FORMAT.groups
+    words, more, factors, outer = tiles
+    scale, minimum = affine_of(factors, outer, A, B, 1, FORMAT)
+    codes = codes_of(words, more, base, A, B, 1, FORMAT)
     scale = tl.reshape(scale, [4, 8, A, B, GROUPS, 1, 2, 1, 1])
     values = tl.reshape(codes, [4, 8, A, B, GROUPS, 4 // GROUPS, 2, 2, 2]).to(tl.float32) * scale
-    if SHIFTED:
+    if FORMAT.shifted:
         values += tl.reshape(minimum, [4, 8, A, B, GROUPS, 1, 2, 1, 1])
     values = tl.permute(values, [2, 6, 1, 3, 4, 5, 7, 0, 8])  # A, half, g, B, group, c, side, t, e
     return tl.reshape(values, [16 * A, 64 * B])

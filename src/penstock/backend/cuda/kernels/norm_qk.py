@@ -7,11 +7,12 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from penstock.backend.cuda.kernels.pdl import gdc_launch_dependents, gdc_wait, options
+from penstock.backend.cuda.kernels.pdl import launch_options, let_next_start, wait_for_previous
 
 
 @triton.jit
 def _norm_runs(x, gain, out, first, eps, WIDTH: tl.constexpr, RUN: tl.constexpr):
+    """Norms WIDTH values from `first` on, RUN at a time."""
     RUNS: tl.constexpr = WIDTH // RUN
     run = tl.arange(0, triton.next_power_of_2(RUNS))[:, None]
     d = tl.arange(0, triton.next_power_of_2(RUN))[None, :]
@@ -36,9 +37,8 @@ def _norm_qk(
     K_RUN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    let_next_start(PDL)
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64) * (Q + 2 * KV)
     part = tl.program_id(1)
     if part == 0:
@@ -52,7 +52,7 @@ def _norm_qk(
 
 
 def norm_qk(x: Any, q_gain: Any, k_gain: Any, q_width: int, kv_width: int, eps: float, out: Any) -> None:
-    """[T, q + k + v] -> the same, with v as it is."""
+    """Norms q and k in rows [T, q + k + v]; v stays as it is."""
     _norm_qk[(len(x), 3)](
         x,
         q_gain,
@@ -63,5 +63,5 @@ def norm_qk(x: Any, q_gain: Any, k_gain: Any, q_width: int, kv_width: int, eps: 
         KV=kv_width,
         Q_RUN=len(q_gain),
         K_RUN=len(k_gain),
-        **options(min(max(triton.next_power_of_2(q_width) // 512, 1), 8)),
+        **launch_options(min(max(triton.next_power_of_2(q_width) // 512, 1), 8)),
     )

@@ -6,14 +6,28 @@ so its rows are pairs of token and head.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
-from penstock.backend.cuda.kernels.decode_attention import LOG2E, blocks_of, sink_of, soft_capped
-from penstock.backend.cuda.kernels.kv8 import scaling
-from penstock.backend.cuda.kernels.pdl import gdc_launch_dependents, gdc_wait, options
+from penstock.backend.cuda.kernels.kv8 import largest_of
+from penstock.backend.cuda.kernels.kv_tile import (
+    LOG2E,
+    AttentionOptions,
+    KvShape,
+    PagedKv,
+    line_of,
+    load_blocks,
+    no_scores,
+    shape_of,
+    sink_of,
+    soft_capped,
+    soften,
+    store_mix,
+    table_of,
+)
+from penstock.backend.cuda.kernels.pdl import launch_options, let_next_start, wait_for_previous
 
 QUERIES = 128  # pairs of token and head in a tile
 TILE = 64  # positions at a time
@@ -22,179 +36,125 @@ STAGES = 3
 WIDE = 128  # dimensions of a head: beyond, shared memory holds a stage less
 
 
-def tokens_per_tile(shared: int) -> int:
-    """How many tokens a tile holds when so many query heads share a KV head."""
-    return max(QUERIES // shared, 1)
+def tokens_per_tile(group: int) -> int:
+    """Returns how many tokens a tile holds when so many query heads share a KV head."""
+    return max(QUERIES // group, 1)
 
 
 @triton.jit
-def _fold(
-    q,
-    keys,
-    values,
-    key_scales,
-    value_scales,
-    score_mask,
-    scale,
-    cap,
-    highest,
-    total,
-    mix,
-    CAPPED: tl.constexpr,
-    MASKED: tl.constexpr,
-    SCALED: tl.constexpr,
-):
-    """Takes a tile of keys and values into the running softmax."""
+def load_tile(kv, tiles, tile):
+    """Returns where the block table of a tile's row begins, the tile's first position, and how many tokens it has."""
+    table = table_of(kv, tl.load(tiles + tile * 5 + 1))
+    return table, tl.load(tiles + tile * 5 + 2), tl.load(tiles + tile * 5 + 3)
+
+
+class PrefillConfig(NamedTuple):
+    """Holds the constants of a launch."""
+
+    shape: KvShape
+    options: AttentionOptions
+    largest: float  # of the cache's type; 0: it has no scales
+    queries: int
+    tile: int
+
+
+@triton.jit
+def _fold(q, keys, values, scales, visible, scale, cap, softmax, MASKED: tl.constexpr, CONFIG: tl.constexpr):
+    """Takes a tile of keys and values into the running softmax (highest score, sum of weights, mix of values)."""
+    highest, total, mix = softmax
     score = tl.dot(q, tl.trans(keys).to(q.dtype), input_precision="ieee") * scale
-    if SCALED:
-        score *= key_scales[None, :]
-    if CAPPED:
+    if CONFIG.largest > 0:
+        score *= scales[0][None, :]
+    if CONFIG.options.capped:
         score = soft_capped(score, cap)
     if MASKED:
-        score = tl.where(score_mask, score, -float("inf"))
-    peak = tl.maximum(highest, tl.max(score, 1))
-    weight = tl.exp2(score - peak[:, None])
-    shrink = tl.exp2(highest - peak)
-    total = total * shrink + tl.sum(weight, 1)
-    if SCALED:
-        weight *= value_scales[None, :]
+        score = tl.where(visible, score, -float("inf"))
+    peak, weight, shrink, total = soften(score, highest, total)
+    if CONFIG.largest > 0:
+        weight *= scales[1][None, :]
     mix = tl.dot(weight.to(q.dtype), values.to(q.dtype), mix * shrink[:, None], input_precision="ieee")
     return peak, total, mix
 
 
 @triton.jit
-def _prefill_attention(
-    qkv,
-    cache,
-    scales,
-    tiles,
-    tables,
-    header,
-    out,
-    sinks,
-    scale,
-    cap,
-    SUNK: tl.constexpr,
-    CAPPED: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    SHARED: tl.constexpr,
-    DIMS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    QUERIES: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    TILE: tl.constexpr,
-    SCALED: tl.constexpr,
-    LARGEST: tl.constexpr,
-    INTERPRET: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    if PDL:
-        gdc_launch_dependents()
+def load_kv(kv, line, d, scale, inside, seen, SHAPE: tl.constexpr, LARGEST: tl.constexpr):
+    """Returns the keys and values of lines [TILE], and both their scales where the cache has 8 bits."""
+    at = kv.lines + line[:, None] * SHAPE.dims + d[None, :]
+    keys = tl.load(at, inside, 0.0)  # [TILE, BLOCK_D]
+    values = tl.load(at + SHAPE.apart * SHAPE.dims, inside, 0.0)
+    key_scales, value_scales = scale, scale
+    if LARGEST > 0:
+        if seen is None:
+            key_scales = tl.load(kv.scales + line)
+            value_scales = tl.load(kv.scales + line + SHAPE.apart)
+        else:
+            key_scales = tl.load(kv.scales + line, seen, 0.0)
+            value_scales = tl.load(kv.scales + line + SHAPE.apart, seen, 0.0)
+    return keys, values, (key_scales, value_scales)
+
+
+@triton.jit
+def _prefill_attention(qkv, kv, tiles, out, sinks, scale, cap, CONFIG: tl.constexpr, PDL: tl.constexpr):
+    let_next_start(PDL)
+    OPTIONS: tl.constexpr = CONFIG.options
+    SHAPE: tl.constexpr = CONFIG.shape
+    TILE: tl.constexpr = CONFIG.tile
     kv_head = tl.program_id(0)
     tile = tl.program_id(1)
-    if PDL:
-        gdc_wait()
+    wait_for_previous(PDL)
     token = tl.load(tiles + tile * 5).to(tl.int64)
     if token < 0:
         return
-    table = tables + tl.load(tiles + tile * 5 + 1).to(tl.int64) * tl.load(header)
-    first = tl.load(tiles + tile * 5 + 2)
-    count = tl.load(tiles + tile * 5 + 3)
+    table, first, count = load_tile(kv, tiles, tile)
 
-    pair = tl.arange(0, QUERIES)
-    d = tl.arange(0, BLOCK_D)
-    index = pair // SHARED
-    wanted = (index < count)[:, None] & (d < DIMS)[None, :]
+    pair = tl.arange(0, CONFIG.queries)
+    d = tl.arange(0, SHAPE.block_d)
+    index = pair // SHAPE.group
+    wanted = (index < count)[:, None] & (d < SHAPE.dims)[None, :]
     own = first + index  # position of each query
-    head = kv_head * SHARED + pair % SHARED
-    row = (token + index) * ((SHARED + 2) * KV_HEADS) + head
-    q = tl.load(qkv + row[:, None] * DIMS + d[None, :], wanted, 0.0)  # [QUERIES, BLOCK_D]
+    head = kv_head * SHAPE.group + pair % SHAPE.group
+    row = (token + index) * (SHAPE.heads + 2 * SHAPE.kv_heads) + head
+    q = tl.load(qkv + row[:, None] * SHAPE.dims + d[None, :], wanted, 0.0)  # [CONFIG.queries, BLOCK_D]
 
-    highest = tl.full([QUERIES], -1e30, tl.float32)
-    total = tl.zeros([QUERIES], tl.float32)
-    mix = tl.zeros([QUERIES, BLOCK_D], tl.float32)
+    softmax = no_scores(CONFIG.queries, SHAPE.block_d)
     begin = 0
     end = first + count
-    if not CAUSAL:
+    if not OPTIONS.causal:
         end = tl.load(tiles + tile * 5 + 4)
         whole = end // TILE * TILE
-    elif WINDOW:
-        begin = tl.maximum(first - WINDOW + 1, 0) // TILE * TILE
+    elif OPTIONS.window:
+        begin = tl.maximum(first - OPTIONS.window + 1, 0) // TILE * TILE
         whole = begin
     else:
         whole = (first + 1) // TILE * TILE  # up to here every query sees everything
-    block = blocks_of(table, begin + tl.arange(0, TILE), end, BLOCK_SIZE)
+    block = load_blocks(table, begin + tl.arange(0, TILE), end, SHAPE.block_size)
     for start in tl.range(begin, whole, TILE):
         position = start + tl.arange(0, TILE)
-        line = (block * (2 * KV_HEADS) + kv_head) * BLOCK_SIZE + position % BLOCK_SIZE
-        block = blocks_of(table, position + TILE, end, BLOCK_SIZE)
-        at = cache + line[:, None] * DIMS + d[None, :]
-        keys = tl.load(at, (d < DIMS)[None, :], 0.0)  # [TILE, BLOCK_D]
-        values = tl.load(at + KV_HEADS * BLOCK_SIZE * DIMS, (d < DIMS)[None, :], 0.0)
-        key_scales, value_scales = scale, scale
-        if SCALED:
-            key_scales = tl.load(scales + line)
-            value_scales = tl.load(scales + line + KV_HEADS * BLOCK_SIZE)
-        highest, total, mix = _fold(
-            q,
-            keys,
-            values,
-            key_scales,
-            value_scales,
-            True,
-            scale,
-            cap,
-            highest,
-            total,
-            mix,
-            CAPPED=CAPPED,
-            MASKED=False,
-            SCALED=SCALED,
-        )
+        line = line_of(block, position, kv_head, SHAPE)
+        block = load_blocks(table, position + TILE, end, SHAPE.block_size)
+        keys, values, scales = load_kv(kv, line, d, scale, (d < SHAPE.dims)[None, :], None, SHAPE, CONFIG.largest)
+        softmax = _fold(q, keys, values, scales, True, scale, cap, softmax, False, CONFIG)
     for start in tl.range(whole, end, TILE):
         position = start + tl.arange(0, TILE)
         seen = position < end
-        if WINDOW:
-            seen = seen & (position > first - WINDOW)  # tables name any block at all before that
-        line = (block * (2 * KV_HEADS) + kv_head) * BLOCK_SIZE + position % BLOCK_SIZE
-        block = blocks_of(table, position + TILE, end, BLOCK_SIZE)
-        inside = seen[:, None] & (d < DIMS)[None, :]
-        at = cache + line[:, None] * DIMS + d[None, :]
-        keys = tl.load(at, inside, 0.0)
-        values = tl.load(at + KV_HEADS * BLOCK_SIZE * DIMS, inside, 0.0)
-        key_scales, value_scales = scale, scale
-        if SCALED:
-            key_scales = tl.load(scales + line, seen, 0.0)
-            value_scales = tl.load(scales + line + KV_HEADS * BLOCK_SIZE, seen, 0.0)
+        if OPTIONS.window:
+            seen = seen & (position > first - OPTIONS.window)  # tables name any block at all before that
+        line = line_of(block, position, kv_head, SHAPE)
+        block = load_blocks(table, position + TILE, end, SHAPE.block_size)
+        inside = seen[:, None] & (d < SHAPE.dims)[None, :]
+        keys, values, scales = load_kv(kv, line, d, scale, inside, seen, SHAPE, CONFIG.largest)
         distance = own[:, None] - position[None, :]
         visible = distance >= 0
-        if not CAUSAL:
+        if not OPTIONS.causal:
             visible = seen[None, :]
-        elif WINDOW:
-            visible = visible & (distance < WINDOW)
-        highest, total, mix = _fold(
-            q,
-            keys,
-            values,
-            key_scales,
-            value_scales,
-            visible,
-            scale,
-            cap,
-            highest,
-            total,
-            mix,
-            CAPPED=CAPPED,
-            MASKED=True,
-            SCALED=SCALED,
-        )
+        elif OPTIONS.window:
+            visible = visible & (distance < OPTIONS.window)
+        softmax = _fold(q, keys, values, scales, visible, scale, cap, softmax, True, CONFIG)
 
-    if SUNK:
+    highest, total, mix = softmax
+    if OPTIONS.sinks:
         total += sink_of(sinks, head, True, highest)
-    target = out + ((token + index) * (SHARED * KV_HEADS) + head)[:, None] * DIMS + d[None, :]
-    tl.store(target, (mix / total[:, None]).to(out.dtype.element_ty), wanted)
+    store_mix(out, (token + index) * SHAPE.heads + head, d, mix, total, wanted, SHAPE.dims)
 
 
 def prefill_attention(
@@ -211,32 +171,14 @@ def prefill_attention(
     causal: bool = True,
     sinks: Any | None = None,
 ) -> None:
-    """tiles [Q, 5]: first token (-1: none), row of tables, its position, how many tokens, how many positions their row
-    has reached; header[0] is the width of tables."""
-    kv_heads, block_size, dims = cache.shape[2:]
-    shared = out.shape[1] // dims // kv_heads
-    _prefill_attention[(kv_heads, len(tiles))](
-        qkv,
-        cache,
-        tiles if scales is None else scales,
-        tiles,
-        tables,
-        header,
-        out,
-        tiles if sinks is None else sinks,
-        scale * LOG2E,
-        soft_cap * LOG2E,
-        SUNK=sinks is not None,
-        CAPPED=soft_cap > 0,
-        WINDOW=window,
-        CAUSAL=causal,
-        KV_HEADS=kv_heads,
-        SHARED=shared,
-        DIMS=dims,
-        BLOCK_SIZE=block_size,
-        QUERIES=max(QUERIES, triton.next_power_of_2(shared)),
-        BLOCK_D=max(triton.next_power_of_2(dims), 16),
-        TILE=TILE,
-        **scaling(cache, scales),
-        **options(WARPS, STAGES if dims <= WIDE else STAGES - 1),
+    """Attends with runs of tokens. tiles [Q, 5]: first token (-1: none), row of tables, its position, how many tokens,
+    how many positions their row has reached; header[0] is the width of tables."""
+    shape = shape_of(cache, out)
+    kv = PagedKv(cache, tiles if scales is None else scales, tables, header)
+    options = AttentionOptions(window, soft_cap > 0, sinks is not None, causal)
+    queries = max(QUERIES, triton.next_power_of_2(shape.group))
+    _prefill_attention[(shape.kv_heads, len(tiles))](
+        *(qkv, kv, tiles, out, tiles if sinks is None else sinks, scale * LOG2E, soft_cap * LOG2E),
+        CONFIG=PrefillConfig(shape, options, largest_of(cache, scales), queries, TILE),
+        **launch_options(WARPS, STAGES if shape.dims <= WIDE else STAGES - 1),
     )

@@ -1,9 +1,9 @@
-"""Product of one row with a quantized matrix: eight groups of columns side by side.
+"""GEMV of a quantized matrix with one row: eight groups of columns side by side.
 
 The short side of the tensor cores has room for eight rows of x. One row is put there eight times, each time without all
 but one of eight neighbouring groups of columns, so that one product gives what each group adds up to, in the lane that
-has its scale. Every lane loads a different part of the row and of the scales. Shapes are those of fragments.py, with
-blocks of eight groups along axis B.
+has its scale. Every lane loads a different part of the row and of the scales. Shapes are those of mma_fragments.py,
+with blocks of eight groups along axis B.
 """
 
 from __future__ import annotations
@@ -13,25 +13,27 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from penstock.backend.cuda.kernels.gemm_config import Epilogue, GemmConfig
+from penstock.backend.cuda.kernels.interpreter import dot
 from penstock.backend.cuda.kernels.mma_fragments import (
-    BASE,
     apart,
-    arrays,
     axis,
-    bfloat16_of,
     codes_of,
-    facts,
     float16_of,
+    format_of,
     halves,
-    int8_of,
-    load_words,
+    load_codes,
+    matrix_of,
+    numbers_of,
 )
-from penstock.backend.cuda.kernels.pdl import gdc_launch_dependents, gdc_wait, options
-from penstock.backend.cuda.kernels.quant_gemm_small import dot, finish, tile_rows
+from penstock.backend.cuda.kernels.pdl import launch_options, let_next_start, wait_for_previous
+from penstock.backend.cuda.kernels.quant_gemm_small import finish, tile_rows
 from penstock.backend.cuda.pack_quantized import QuantizedWeight
 
 
 class Tiling(NamedTuple):
+    """Says how a product is tiled: each program takes `tiles` times 16 rows of the matrix."""
+
     warps: int
     blocks: int  # of eight groups that a warp takes at a time
     tiles: int  # of 16 rows, in one program
@@ -40,7 +42,7 @@ class Tiling(NamedTuple):
 
 @triton.jit
 def load_row(x, column, width, W: tl.constexpr, S: tl.constexpr, GROUPS: tl.constexpr, EVEN: tl.constexpr):
-    """Group g of each block, for lanes of that g: words of [t, g, W, S, 1, (c, side)]."""
+    """Returns group g of each block, for lanes of that g: words of [t, g, W, S, 1, (c, side)]."""
     SIZE: tl.constexpr = 64 // GROUPS
     place = column * 64 + axis(W, 2) * (S * 8 * SIZE) + axis(S, 3) * (8 * SIZE)
     place = place + axis(8, 1) * SIZE + axis(4, 0) * 2 + axis(SIZE // 8, 5) * 8
@@ -49,79 +51,48 @@ def load_row(x, column, width, W: tl.constexpr, S: tl.constexpr, GROUPS: tl.cons
 
 
 @triton.jit
-def load_factors(
-    words,
-    row,
-    column,
-    tiles,
-    W: tl.constexpr,
-    S: tl.constexpr,
-    TILES: tl.constexpr,
-    EVEN: tl.constexpr,
-    N: tl.constexpr,
-):
-    """Of N words for each tile and g, those of groups 2 * t and 2 * t + 1 of each block: [t, g, W, S, R, words]."""
+def load_factors(matrix, row, column, SHAPE: tl.constexpr, EVEN: tl.constexpr, N: tl.constexpr):
+    """Returns, of N words for each tile and g, those of groups 2 * t and 2 * t + 1 of each block:
+    [t, g, W, S, R, words]."""
+    W: tl.constexpr = SHAPE[0]
+    S: tl.constexpr = SHAPE[1]
+    TILES: tl.constexpr = SHAPE[2]
     MINE: tl.constexpr = N * TILES // 4
     tile = column + axis(W, 2) * (S * TILES) + axis(S, 3) * TILES + axis(4, 0) * TILES // 4
     lane = axis(8, 1) * N + axis(4, 0) * MINE % N
-    at = apart(words, lane) if N == 1 else words + lane
-    at = at + row * (tiles * 8 * N) + tile * (8 * N) + axis(MINE, 5)
+    at = apart(matrix.scales, lane) if N == 1 else matrix.scales + lane
+    at = at + row * (matrix.tiles * 8 * N) + tile * (8 * N) + axis(MINE, 5)
+    return tl.load(at) if EVEN else tl.load(at, tile < matrix.tiles, 0)
+
+
+@triton.jit
+def load_supers(matrix, row, column, SHAPE: tl.constexpr, EVEN: tl.constexpr, N: tl.constexpr):
+    """Returns the N words of each g that multiply a block's factors: [t, g, W, S, R, words]."""
+    tiles = matrix.tiles
+    tile = column + axis(SHAPE[0], 2) * (SHAPE[1] * SHAPE[2]) + axis(SHAPE[1], 3) * SHAPE[2] + axis(4, 0) * 0
+    at = matrix.supers + row * (tl.cdiv(tiles, 4) * 8 * N) + tile // 4 * (8 * N) + axis(8, 1) * N + axis(N, 5)
     return tl.load(at) if EVEN else tl.load(at, tile < tiles, 0)
 
 
 @triton.jit
-def load_supers(
-    words,
-    row,
-    column,
-    tiles,
-    W: tl.constexpr,
-    S: tl.constexpr,
-    TILES: tl.constexpr,
-    EVEN: tl.constexpr,
-    N: tl.constexpr,
-):
-    tile = column + axis(W, 2) * (S * TILES) + axis(S, 3) * TILES + axis(4, 0) * 0
-    at = words + row * (tl.cdiv(tiles, 4) * 8 * N) + tile // 4 * (8 * N) + axis(8, 1) * N + axis(N, 5)
-    return tl.load(at) if EVEN else tl.load(at, tile < tiles, 0)
-
-
-@triton.jit
-def load_blocks(
-    low,
-    high,
-    scales,
-    supers,
-    row,
-    column,
-    tiles,
-    W: tl.constexpr,
-    S: tl.constexpr,
-    EVEN: tl.constexpr,
-    HIGH: tl.constexpr,
-    GROUPS: tl.constexpr,
-    MINIMA: tl.constexpr,
-    SUPER: tl.constexpr,
-):
-    """Low bits, high bits, factors and theirs."""
-    TILES: tl.constexpr = 8 // GROUPS
+def load_blocks(matrix, row, column, W: tl.constexpr, S: tl.constexpr, EVEN: tl.constexpr, FORMAT: tl.constexpr):
+    """Returns what blocks are made of: low bits, high bits, factors, and what multiplies the factors."""
+    TILES: tl.constexpr = 8 // FORMAT.groups
     G: tl.constexpr = S * TILES
-    words = load_words(low, row, column, tiles, W, G, G, EVEN, 8 if HIGH == 4 else 4)
-    more = words
-    if HIGH == 1 or HIGH == 2:
-        more = load_words(high, row, column, tiles, W, G, G, EVEN, HIGH)
-    EACH: tl.constexpr = 2 if MINIMA else 1
-    N: tl.constexpr = GROUPS * EACH // 2 if SUPER else GROUPS * EACH
-    factors = load_factors(scales, row, column, tiles, W, S, TILES, EVEN, N)
+    SHAPE: tl.constexpr = (W, S, TILES)
+    words, more = load_codes(matrix, row, column, W, G, G, EVEN, FORMAT)
+    EACH: tl.constexpr = 2 if FORMAT.minima else 1
+    N: tl.constexpr = FORMAT.groups * EACH // 2 if FORMAT.supers else FORMAT.groups * EACH
+    factors = load_factors(matrix, row, column, SHAPE, EVEN, N)
     outer = factors
-    if SUPER:
-        outer = load_supers(supers, row, column, tiles, W, S, TILES, EVEN, EACH)
+    if FORMAT.supers:
+        outer = load_supers(matrix, row, column, SHAPE, EVEN, EACH)
     return words, more, factors, outer
 
 
 @triton.jit
 def side_by_side(words, W: tl.constexpr, S: tl.constexpr, GROUPS: tl.constexpr):
-    """Each group of a block in a column of its own: [S * W, columns of x, 8]."""
+    """Returns each group of a block in a column of its own: [S * W, columns of x, 8]."""
     words = tl.where(axis(8, 1) == axis(8, 4), words, 0)  # [t, g, W, S, group, (c, side)]
     #           [t, g, W, S, pair, c, side, e] to [S, W | pair, side, t, c, e | g]
     b = tl.reshape(halves(words), [4, 8, W, S, 16 // GROUPS, 2, 2, 2])
@@ -130,7 +101,7 @@ def side_by_side(words, W: tl.constexpr, S: tl.constexpr, GROUPS: tl.constexpr):
 
 @triton.jit
 def above(words, W: tl.constexpr, S: tl.constexpr, GROUPS: tl.constexpr):
-    """Each group in its column, all of them from the top: [S * W, 32, 8]."""
+    """Returns each group in its column, all of them from the top: [S * W, 32, 8]."""
     if GROUPS == 4:
         words = tl.permute(tl.join(words, words & 0), [0, 1, 2, 3, 4, 6, 5])
     b = tl.reshape(halves(words), [4, 8, W, S, 2, 2, 2])
@@ -139,151 +110,84 @@ def above(words, W: tl.constexpr, S: tl.constexpr, GROUPS: tl.constexpr):
 
 @triton.jit
 def spread(factor, W: tl.constexpr, S: tl.constexpr, R: tl.constexpr):
-    """[t, g, W, S, R, e, half] -> [S * W, 16 * R, 8]."""
+    """Lays factors out as sums lie: [t, g, W, S, R, e, half] -> [S * W, 16 * R, 8]."""
     return tl.reshape(tl.permute(factor, [3, 2, 4, 6, 1, 0, 5]), [S * W, 16 * R, 8])
 
 
 @triton.jit
-def affine(
-    factors,
-    supers,
-    W: tl.constexpr,
-    S: tl.constexpr,
-    R: tl.constexpr,
-    MINIMA: tl.constexpr,
-    SUPER: tl.constexpr,
-    ZERO: tl.constexpr,
-    BFLOAT: tl.constexpr,
-):
-    """What a group's sum is multiplied with, and what the sum of its part of the row is: [S * W, 16 * R, 8] each."""
-    EACH: tl.constexpr = 2 if MINIMA else 1
-    numbers = int8_of(factors) if SUPER else bfloat16_of(factors) if BFLOAT else float16_of(factors)
-    numbers = tl.reshape(numbers, [4, 8, W, S, R, 2, 2, EACH])  # e, half
-    if SUPER:
+def affine(factors, supers, W: tl.constexpr, S: tl.constexpr, R: tl.constexpr, FORMAT: tl.constexpr):
+    """Returns what a group's sum is multiplied with, and what the sum of its part of the row is: [S * W, 16 * R, 8]
+    each."""
+    EACH: tl.constexpr = 2 if FORMAT.minima else 1
+    numbers = tl.reshape(numbers_of(factors, FORMAT), [4, 8, W, S, R, 2, 2, EACH])  # e, half
+    if FORMAT.supers:
         numbers *= tl.reshape(float16_of(supers), [4, 8, W, S, R, 1, 2, EACH])
-    if MINIMA:
+    if FORMAT.minima:
         scale, minimum = tl.split(numbers)
-        minimum -= ZERO * scale
+        minimum -= FORMAT.zero * scale
     else:
         scale = tl.reshape(numbers, [4, 8, W, S, R, 2, 2])
-        minimum = scale * -ZERO
+        minimum = scale * -FORMAT.zero
     return spread(scale, W, S, R), spread(minimum, W, S, R)
 
 
 @triton.jit
-def add_blocks(
-    total,
-    codes,
-    items,
-    scale,
-    minimum,
-    W: tl.constexpr,
-    S: tl.constexpr,
-    R: tl.constexpr,
-    GROUPS: tl.constexpr,
-    SHIFTED: tl.constexpr,
-    INTERPRET: tl.constexpr,
-):
-    TILES: tl.constexpr = 8 // GROUPS
+def add_blocks(total, blocks, items, base, FORMAT: tl.constexpr, TILING: tl.constexpr):
+    """Adds to `total` the products of blocks with their part of the row."""
+    W: tl.constexpr = TILING.warps
+    S: tl.constexpr = TILING.blocks
+    R: tl.constexpr = TILING.tiles
+    TILES: tl.constexpr = 8 // FORMAT.groups
+    scale, minimum = affine(blocks[2], blocks[3], W, S, R, FORMAT)
+    codes = codes_of(blocks[0], blocks[1], base, W, S * TILES, R, FORMAT)
     #           [t, g, W, S, tile, R, pair, c, half, side, e] to [S, W | R, half, g | tile, pair, side, t, c, e]
     a = tl.reshape(codes.to(tl.bfloat16), [4, 8, W, S, TILES, R, 2, 2, 2, 2, 2])
     a = tl.reshape(tl.permute(a, [3, 2, 5, 8, 1, 4, 6, 9, 0, 7, 10]), [S * W, 16 * R, 64 * TILES])
-    total += dot(a, side_by_side(items, W, S, GROUPS), INTERPRET) * scale
-    if SHIFTED:
+    total += dot(a, side_by_side(items, W, S, FORMAT.groups)) * scale
+    if FORMAT.shifted:
         ones = tl.full([S * W, 16 * R, 32], 1.0, tl.float32).to(tl.bfloat16)
-        total += dot(ones, above(items, W, S, GROUPS), INTERPRET) * minimum
+        total += dot(ones, above(items, W, S, FORMAT.groups)) * minimum
     return total
 
 
 @triton.jit
-def _quant_gemv(
-    x,
-    low,
-    high,
-    scales,
-    supers,
-    bias,
-    out,
-    rows,
-    tiles,
-    width,
-    base,
-    HIGH: tl.constexpr,
-    GROUPS: tl.constexpr,
-    MINIMA: tl.constexpr,
-    SUPER: tl.constexpr,
-    BFLOAT: tl.constexpr,
-    ZERO: tl.constexpr,
-    SHIFTED: tl.constexpr,
-    TABLE: tl.constexpr,
-    GATED: tl.constexpr,
-    BIAS: tl.constexpr,
-    W: tl.constexpr,
-    S: tl.constexpr,
-    R: tl.constexpr,
-    AHEAD: tl.constexpr,
-    EVEN: tl.constexpr,
-    PDL: tl.constexpr,
-    INTERPRET: tl.constexpr,
-):
-    if PDL:
-        gdc_launch_dependents()
-    STEP: tl.constexpr = W * S * (8 // GROUPS)
-    first = tl.program_id(0)
-    row = tile_rows(first, rows, R, GATED)
-    total = tl.zeros([S * W, 16 * R, 8], tl.float32)
-    words, more, factors, outer = load_blocks(
-        low, high, scales, supers, row, 0, tiles, W, S, EVEN, HIGH, GROUPS, MINIMA, SUPER
-    )
-    next_words, next_more, next_factors, next_outer = words, more, factors, outer
+def _quant_gemv(x, matrix, bias, out, CONFIG: tl.constexpr, PDL: tl.constexpr):
+    let_next_start(PDL)
+    TILING: tl.constexpr = CONFIG.tiling
+    FORMAT: tl.constexpr = CONFIG.format
+    W: tl.constexpr = TILING.warps
+    S: tl.constexpr = TILING.blocks
+    AHEAD: tl.constexpr = TILING.ahead
+    STEP: tl.constexpr = W * S * (8 // FORMAT.groups)
+    row = tile_rows(matrix.rows, TILING.tiles, CONFIG.epilogue.gated)
+    total = tl.zeros([S * W, 16 * TILING.tiles, 8], tl.float32)
+    blocks = load_blocks(matrix, row, 0, W, S, CONFIG.even, FORMAT)
+    next_blocks = blocks
     if AHEAD == 2:
-        next_words, next_more, next_factors, next_outer = load_blocks(
-            low, high, scales, supers, row, STEP, tiles, W, S, False, HIGH, GROUPS, MINIMA, SUPER
-        )
-    if PDL:
-        gdc_wait()
-    items = load_row(x, 0, width, W, S, GROUPS, EVEN)
-    for column in tl.range(0, tiles, STEP, loop_unroll_factor=3 if AHEAD == 2 else 1):
-        next_items = load_row(x, column + STEP, width, W, S, GROUPS, False)
-        last_words, last_more, last_factors, last_outer = load_blocks(
-            low, high, scales, supers, row, column + AHEAD * STEP, tiles, W, S, False, HIGH, GROUPS, MINIMA, SUPER
-        )
-        scale, minimum = affine(factors, outer, W, S, R, MINIMA, SUPER, ZERO, BFLOAT)
-        codes = codes_of(words, more, base, HIGH, W, S * (8 // GROUPS), R, TABLE)
-        total = add_blocks(total, codes, items, scale, minimum, W, S, R, GROUPS, SHIFTED, INTERPRET)
+        next_blocks = load_blocks(matrix, row, STEP, W, S, False, FORMAT)
+    wait_for_previous(PDL)
+    items = load_row(x, 0, matrix.width, W, S, FORMAT.groups, CONFIG.even)
+    for column in tl.range(0, matrix.tiles, STEP, loop_unroll_factor=3 if AHEAD == 2 else 1):
+        next_items = load_row(x, column + STEP, matrix.width, W, S, FORMAT.groups, False)
+        last_blocks = load_blocks(matrix, row, column + AHEAD * STEP, W, S, False, FORMAT)
+        total = add_blocks(total, blocks, items, matrix.base, FORMAT, TILING)
         if AHEAD == 2:
-            words, more, factors, outer = next_words, next_more, next_factors, next_outer
-            next_words, next_more, next_factors, next_outer = last_words, last_more, last_factors, last_outer
+            blocks, next_blocks = next_blocks, last_blocks
         else:
-            words, more, factors, outer = last_words, last_more, last_factors, last_outer
+            blocks = last_blocks
         items = next_items
     y = tl.expand_dims(tl.sum(tl.sum(total, 0), 1), 1)
-    finish(y, first, bias, out, 1, rows, 0, R, 1, GATED, BIAS)
+    finish(y, bias, out, 1, matrix.rows, 0, 1, CONFIG)
 
 
 def quant_gemv(
     x: Any, weight: QuantizedWeight, bias: Any | None, out: Any, *, gated: bool = False, tiling: Tiling
 ) -> None:
-    """out [1, rows] = x [1, width] @ weight.T (+ bias) of bfloat16, for groups of 16 or 32 columns; gated as in
-    few.py."""
+    """Computes out [1, rows] = x [1, width] @ weight.T (+ bias) of bfloat16, for groups of 16 or 32 columns; gated as
+    in quant_gemm_small.py."""
     tiles = tiling.blocks * 8 // weight.coding.groups
-    _quant_gemv[(triton.cdiv(out.shape[1], 16 * tiling.tiles // (2 if gated else 1)),)](
-        x,
-        *arrays(weight),
-        weight.scales if bias is None else bias,
-        out,
-        weight.rows,
-        weight.tiles,
-        weight.width,
-        BASE,
-        **facts(weight),
-        GATED=gated,
-        BIAS=bias is not None,
-        W=tiling.warps,
-        S=tiling.blocks,
-        R=tiling.tiles,
-        AHEAD=tiling.ahead,
-        EVEN=weight.width % (64 * tiling.warps * tiles) == 0,
-        INTERPRET=not x.is_cuda,
-        **options(tiling.warps, 1),
-    )
+    even = weight.width % (64 * tiling.warps * tiles) == 0
+    config = GemmConfig(tiling, Epilogue(gated, bias is not None), even, format_of(weight))
+    grid = (triton.cdiv(out.shape[1], 16 * tiling.tiles // (2 if gated else 1)),)
+    vector = weight.scales if bias is None else bias
+    _quant_gemv[grid](x, matrix_of(weight), vector, out, CONFIG=config, **launch_options(tiling.warps, 1))

@@ -1,4 +1,4 @@
-"""Chooses tokens from logits just as backend/sample.py defines it: bit for bit, in three passes that need no sort.
+"""Samples tokens from logits just as backend/sample.py defines it: bit for bit, in three passes that need no sort.
 
 A row of logits is read in chunks by many programs at once: first their highest values, then, where something is drawn,
 their masses; then one program for each row finds the chunk and the token in it.
@@ -6,19 +6,28 @@ their masses; then one program for each row finds the chunk and the token in it.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
-from penstock.backend.cuda.kernels.pdl import gdc_launch_dependents, gdc_wait, options
+from penstock.backend.cuda.kernels.pdl import launch_options, let_next_start, wait_for_previous
 
 CHUNK = 4096
 
 
+class ChunkScratch(NamedTuple):
+    """Holds what the passes know of each chunk of each row: [S, chunks] each."""
+
+    maxima: Any  # float32
+    where: Any  # int32, the token of each maximum
+    masses: Any  # int64
+
+
 @triton.jit
 def weigh(logits, peak, temperature):
-    """e^((logits - peak) / temperature), in the steps of sample.weigh; fusing any two of them would change the bits."""
+    """Returns e^((logits - peak) / temperature), in the steps of sample.weigh; fusing any two of them would
+    change the bits."""
     x = tl.div_rn(logits.to(tl.float32), temperature) - tl.div_rn(peak, temperature)
     bounded = tl.maximum(x, -100.0)
     n = (bounded * 1.44269504 + 12582912.0) - 12582912.0  # to the nearest whole number, halves to even
@@ -36,65 +45,57 @@ def weigh(logits, peak, temperature):
 
 @triton.jit
 def mass_of(weight):
+    """Returns a weight as a whole number of 2 ** -40, so that sums do not depend on their order."""
     return (weight * 1099511627776.0).to(tl.int64)
 
 
 @triton.jit
-def row_peak(peaks, row, chunks, CHUNKS: tl.constexpr):
+def row_maximum(maxima, row, chunks, CHUNKS: tl.constexpr):
+    """Returns the highest logit of a row from those of its chunks."""
     chunk = tl.arange(0, CHUNKS)
-    return tl.max(tl.load(peaks + row * chunks + chunk, chunk < chunks, -float("inf")), 0)
+    return tl.max(tl.load(maxima + row * chunks + chunk, chunk < chunks, -float("inf")), 0)
 
 
 @triton.jit
-def _chunk_maxima(logits, peaks, where, vocab, chunks, CHUNK: tl.constexpr, PDL: tl.constexpr):
-    if PDL:
-        gdc_launch_dependents()
+def load_chunk(logits, row, chunk, vocab, CHUNK: tl.constexpr):
+    """Returns the tokens of a chunk and their logits; beyond the vocabulary there is -inf."""
+    token = chunk * CHUNK + tl.arange(0, CHUNK)
+    return token, tl.load(logits + row * vocab + token, token < vocab, -float("inf"))
+
+
+@triton.jit
+def _chunk_maxima(logits, maxima, where, vocab, chunks, CHUNK: tl.constexpr, PDL: tl.constexpr):
+    let_next_start(PDL)
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
-    token = chunk * CHUNK + tl.arange(0, CHUNK)
-    if PDL:
-        gdc_wait()
-    values = tl.load(logits + row * vocab + token, token < vocab, -float("inf"))
-    peak, at = tl.max(values, 0, return_indices=True)
-    tl.store(peaks + row * chunks + chunk, peak)
+    wait_for_previous(PDL)
+    _, values = load_chunk(logits, row, chunk, vocab, CHUNK)
+    highest, at = tl.max(values, 0, return_indices=True)
+    tl.store(maxima + row * chunks + chunk, highest)
     tl.store(where + row * chunks + chunk, chunk * CHUNK + at)
 
 
 @triton.jit
-def _masses(
-    logits,
-    peaks,
-    temperature,
-    least,
-    masses,
-    vocab,
-    chunks,
-    CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    PDL: tl.constexpr,
+def _chunk_masses(
+    logits, scratch, temperature, least, vocab, chunks, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, PDL: tl.constexpr
 ):
-    if PDL:
-        gdc_launch_dependents()
+    let_next_start(PDL)
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
-    token = chunk * CHUNK + tl.arange(0, CHUNK)
-    if PDL:
-        gdc_wait()
+    wait_for_previous(PDL)
     heat = tl.load(temperature + row)
     if heat == 0.0:
         return
-    values = tl.load(logits + row * vocab + token, token < vocab, -float("inf"))
-    weight = weigh(values, row_peak(peaks, row, chunks, CHUNKS), heat)
+    _, values = load_chunk(logits, row, chunk, vocab, CHUNK)
+    weight = weigh(values, row_maximum(scratch.maxima, row, chunks, CHUNKS), heat)
     mass = mass_of(tl.where(weight < tl.load(least + row), 0.0, weight))
-    tl.store(masses + row * chunks + chunk, tl.sum(mass, 0))
+    tl.store(scratch.masses + row * chunks + chunk, tl.sum(mass, 0))
 
 
 @triton.jit
 def _draw(
     logits,
-    peaks,
-    where,
-    masses,
+    scratch,
     temperature,
     least,
     seeds,
@@ -108,18 +109,16 @@ def _draw(
     CHUNKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        gdc_launch_dependents()
+    let_next_start(PDL)
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.arange(0, CHUNKS)
-    if PDL:
-        gdc_wait()
-    peak = tl.load(peaks + row * chunks + chunk, chunk < chunks, -float("inf"))
-    highest, best = tl.max(peak, 0, return_indices=True)
-    token = tl.load(where + row * chunks + best)
+    wait_for_previous(PDL)
+    maxima = tl.load(scratch.maxima + row * chunks + chunk, chunk < chunks, -float("inf"))
+    highest, best = tl.max(maxima, 0, return_indices=True)
+    token = tl.load(scratch.where + row * chunks + best)
     heat = tl.load(temperature + row)
     if heat > 0.0:
-        mass = tl.load(masses + row * chunks + chunk, chunk < chunks, 0)
+        mass = tl.load(scratch.masses + row * chunks + chunk, chunk < chunks, 0)
         total = tl.sum(mass, 0)
         if total > 0:
             low = tl.load(seeds + row * 2).to(tl.uint32, bitcast=True).to(tl.uint64)
@@ -130,8 +129,7 @@ def _draw(
             upto = tl.cumsum(mass, 0)
             found = tl.min(tl.where(upto > wanted, chunk, CHUNKS - 1), 0)
             before = tl.sum(tl.where(chunk < found, mass, 0), 0)
-            index = found * CHUNK + tl.arange(0, CHUNK)
-            values = tl.load(logits + row * vocab + index, index < vocab, -float("inf"))
+            index, values = load_chunk(logits, row, found, vocab, CHUNK)
             weight = weigh(values, highest, heat)
             own = mass_of(tl.where(weight < tl.load(least + row), 0.0, weight))
             reached = before + tl.cumsum(own, 0) > wanted
@@ -155,35 +153,21 @@ def sample_tokens(
     *,
     draws: bool,
 ) -> None:
-    """out[s] is the token for logits[s], and last[slots[s]] too. `draws`: some row has a temperature; `least` [S]: the
-    smallest weight that may be drawn; scratch [S, chunks]: highest values, their tokens and masses."""
+    """Writes the token for logits[s] to out[s] and to last[slots[s]]. `draws`: some row has a temperature; `least` [S]:
+    the smallest weight that may be drawn; scratch [S, chunks]: highest logits, their tokens, and masses."""
     rows, vocab = logits.shape
-    peaks, where, masses = scratch
+    chunk = ChunkScratch(*scratch)
     chunks = triton.cdiv(vocab, CHUNK)
-    chunked = {"CHUNK": CHUNK, "CHUNKS": triton.next_power_of_2(chunks)}
-    exact = {**options(8), "enable_fp_fusion": False}
+    # No two steps of `weigh` may be fused into one instruction.
+    sizes = {"CHUNK": CHUNK, "CHUNKS": triton.next_power_of_2(chunks)}
+    exact = {**sizes, **launch_options(8), "enable_fp_fusion": False}
     if draws:
-        _masses[(rows, chunks)](logits, peaks, temperature, least, masses, vocab, chunks, **chunked, **exact)
-    _draw[(rows,)](
-        logits,
-        peaks,
-        where,
-        masses,
-        temperature,
-        least,
-        seeds,
-        target,
-        slots,
-        last,
-        out,
-        vocab,
-        chunks,
-        **chunked,
-        **exact,
-    )
+        _chunk_masses[(rows, chunks)](logits, chunk, temperature, least, vocab, chunks, **exact)
+    _draw[(rows,)](logits, chunk, temperature, least, seeds, target, slots, last, out, vocab, chunks, **exact)
 
 
-def find_chunk_maxima(logits: Any, peaks: Any, where: Any) -> None:
+def find_chunk_maxima(logits: Any, maxima: Any, where: Any) -> None:
+    """Writes the highest logit of each chunk of each row, and its token: [S, vocab] -> 2 * [S, chunks]."""
     rows, vocab = logits.shape
     chunks = triton.cdiv(vocab, CHUNK)
-    _chunk_maxima[(rows, chunks)](logits, peaks, where, vocab, chunks, CHUNK=CHUNK, **options(8))
+    _chunk_maxima[(rows, chunks)](logits, maxima, where, vocab, chunks, CHUNK=CHUNK, **launch_options(8))

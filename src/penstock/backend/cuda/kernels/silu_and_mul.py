@@ -1,4 +1,4 @@
-"""act(left half) * right half."""
+"""Computes gated activations: act(left half) * right half."""
 
 from __future__ import annotations
 
@@ -7,32 +7,29 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from penstock.backend.cuda.kernels.fp8_activations import Fp8Activations, store_fp8
-from penstock.backend.cuda.kernels.pdl import gdc_launch_dependents, gdc_wait, options
+from penstock.backend.cuda.kernels.fp8_activations import Fp8Activations, store_activations
+from penstock.backend.cuda.kernels.pdl import launch_options, let_next_start, wait_for_previous
 
 
 @triton.jit
 def silu(x):
+    """Returns x * sigmoid(x)."""
     return x / (1.0 + tl.exp(-x))
 
 
 @triton.jit
 def gelu(x):
-    """As tanh approximates it: x * (1 + tanh(z)) / 2 is x / (1 + e^-2z)."""
+    """Returns the GELU as tanh approximates it: x * (1 + tanh(z)) / 2 is x / (1 + e^-2z)."""
     return x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
 
 
 @triton.jit
-def _act_and_mul(
-    x, out, scales, hidden, ACT: tl.constexpr, CODES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
-    if PDL:
-        gdc_launch_dependents()
+def _act_and_mul(x, out, scales, hidden, ACT: tl.constexpr, FP8: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    let_next_start(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < hidden
-    if PDL:
-        gdc_wait()
+    wait_for_previous(PDL)
     left = tl.load(x + row * 2 * hidden + column, inside, 0.0).to(tl.float32)
     right = tl.load(x + row * 2 * hidden + hidden + column, inside, 0.0).to(tl.float32)
     if ACT == "clamped":
@@ -40,25 +37,16 @@ def _act_and_mul(
         gated = left / (1.0 + tl.exp(-1.702 * left)) * (1.0 + tl.minimum(tl.maximum(right, -7.0), 7.0))
     else:
         gated = (gelu(left) if ACT == "gelu_tanh" else silu(left)) * right
-    if CODES:
-        store_fp8(gated, out + row * hidden + column, scales + row, inside)
-    else:
-        tl.store(out + row * hidden + column, gated.to(out.dtype.element_ty), inside)
+    store_activations(gated, out + row * hidden + column, scales + row, inside, FP8)
 
 
-def act_and_mul(x: Any, out: Any, codes: Fp8Activations | None = None, act: str = "silu") -> None:
-    """[T, 2 * hidden] -> [T, hidden]; with `codes` there, in float8, instead of to `out`."""
+def act_and_mul(x: Any, out: Any, fp8: Fp8Activations | None = None, act: str = "silu") -> None:
+    """Computes act(left half) * right half: [T, 2 * hidden] -> [T, hidden]; with `fp8` there instead of in `out`."""
     rows, hidden = out.shape
     block = triton.next_power_of_2(hidden)
-    if codes is None:
+    if fp8 is None:
         block = min(block, 2048)
-    _act_and_mul[(rows, triton.cdiv(hidden, block))](
-        x,
-        codes.values if codes else out,
-        codes.scales if codes else out,
-        hidden,
-        ACT=act,
-        CODES=codes is not None,
-        BLOCK=block,
-        **options(min(max(block // 512, 4), 16)),
-    )
+    to, scales = fp8 or (out, out)
+    options = launch_options(min(max(block // 512, 4), 16))
+    grid = (rows, triton.cdiv(hidden, block))
+    _act_and_mul[grid](x, to, scales, hidden, ACT=act, FP8=fp8 is not None, BLOCK=block, **options)

@@ -1,17 +1,17 @@
-// Keys of latent attention, which hold their values: rows, of which whatever needs one takes a part. A part of kernels_body.h.
+// MLA over a tile of keys, whose last v_dim dimensions are the values. This file is a part of kernels_body.h.
 namespace penstock {
 namespace {
 
 template <class T>
-struct LatentKv {
+struct MlaKv {
   static constexpr size_t SIDE = QUERIES >= 8 ? 4 : 2;  // queries and positions of one pass
 
   static void store(const float* key, size_t dim, size_t v_dim, size_t lane, void* tile) {
-    const size_t turned = dim - v_dim;
+    const size_t rotated = dim - v_dim;
     T* row = Tile<T>::keys(tile) + lane * dim;
-    const Narrow<T> narrow_first(key, turned, tile, lane), narrow_values(key + turned, v_dim, tile, TILE + lane);
-    for (size_t i = 0; i < turned; i += 16) narrow_first(load(key + i), row + i);
-    for (size_t i = turned; i < dim; i += 16) narrow_values(load(key + i), row + i);
+    const Narrow<T> narrow_first(key, rotated, tile, lane), narrow_values(key + rotated, v_dim, tile, TILE + lane);
+    for (size_t i = 0; i < rotated; i += 16) narrow_first(load(key + i), row + i);
+    for (size_t i = rotated; i < dim; i += 16) narrow_values(load(key + i), row + i);
   }
 
   // Sums over the given dimensions of SIDE positions, times what their scales say.
@@ -34,7 +34,7 @@ struct LatentKv {
   }
 
   static void score(const float* queries, size_t count, size_t dim, size_t v_dim, const void* tile, float* scores) {
-    const size_t turned = dim - v_dim;
+    const size_t rotated = dim - v_dim;
     const float* scales = Tile<T>::scales(tile);
     by_queries<SIDE>(0, count, [=]<size_t N>(size_t i) {
       const float* mine = queries + i * dim;
@@ -43,8 +43,8 @@ struct LatentKv {
         float* to = scores + i * SPAN + j;
         for (size_t k = 0; k < N; ++k)
           for (size_t l = 0; l < SIDE; ++l) to[k * SPAN + l] = 0;
-        add_some<N>(mine, dim, rows, scales + j, turned, to);
-        add_some<N>(mine + turned, dim, rows + turned, scales + TILE + j, v_dim, to);
+        add_some<N>(mine, dim, rows, scales + j, rotated, to);
+        add_some<N>(mine + rotated, dim, rows + rotated, scales + TILE + j, v_dim, to);
       }
     });
   }
@@ -53,7 +53,7 @@ struct LatentKv {
     Kv<T>::mix_rows(weights, count, tile, Tile<T>::keys(tile) + dim - v_dim, dim, n, v_dim, out);
   }
 
-  static constexpr LatentKernels table() { return {store, score, mix}; }
+  static constexpr MlaKernels table() { return {store, score, mix}; }
 };
 
 }  // namespace

@@ -1,0 +1,139 @@
+"""Defines how attention kernels address the paged KV cache, and the running softmax that they share.
+
+A cache is [blocks, 2, kv_heads, block_size, D]. A line is what one position has in one head: D values, and one scale
+where the cache has 8 bits. Splits and tiles are planned on the host (inputs.py) and read from device memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+LOG2E = 1.4426950408889634
+
+
+class PagedKv(NamedTuple):
+    """Holds a layer's cache and the block tables that say where each row's positions are."""
+
+    lines: Any
+    scales: Any  # read only where the cache has 8 bits
+    tables: Any
+    header: Any  # its first number is the width of `tables`
+
+
+class KvShape(NamedTuple):
+    """Holds the constants of a layer's heads and cache."""
+
+    kv_heads: int
+    group: int  # query heads that share a KV head
+    dims: int
+    block_size: int
+    block_d: int  # dims rounded up to a power of two
+
+    @property
+    def heads(self) -> int:
+        """Returns how many query heads there are."""
+        return self.group * self.kv_heads
+
+    @property
+    def apart(self) -> int:
+        """Returns how many lines a value lies behind its key."""
+        return self.kv_heads * self.block_size
+
+
+class AttentionOptions(NamedTuple):
+    """Says what a layer's attention does besides the plain softmax."""
+
+    window: int = 0  # 0: all positions are seen
+    capped: bool = False  # scores have a soft cap
+    sinks: bool = False  # each head has a logit that takes part in the softmax and gives nothing
+    causal: bool = True
+
+
+class SplitKV(NamedTuple):
+    """Holds what the programs of one context leave for the one that joins them; `arrived` is zero between launches."""
+
+    outputs: Any  # [P * heads * D]
+    stats: Any  # [P * heads * 2] the highest score, and the sum of weights
+    arrived: Any  # [rows * kv_heads]
+
+
+def shape_of(cache: Any, out: Any) -> KvShape:
+    """Returns the constants of a cache [blocks, 2, kv_heads, block_size, D] and outputs [T, heads * D]."""
+    kv_heads, block_size, dims = cache.shape[2:]
+    group = out.shape[1] // dims // kv_heads
+    return KvShape(kv_heads, group, dims, block_size, max(triton.next_power_of_2(dims), 16))
+
+
+@triton.jit
+def table_of(kv, row):
+    """Returns where the block table of a row begins."""
+    return kv.tables + row.to(tl.int64) * tl.load(kv.header)
+
+
+@triton.jit
+def load_split(splits, split):
+    """Returns (row, begin, end, length of the whole context, how many splits it has, the first of them)."""
+    at = splits + split * 8
+    row, begin, end = tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+    return row, begin, end, tl.load(at + 4), tl.load(at + 5), tl.load(at + 6)
+
+
+@triton.jit
+def load_blocks(table, position, end, BLOCK_SIZE: tl.constexpr):
+    """Returns the blocks of positions. They are loaded a tile ahead: a load whose address comes from a load of its own
+    turn cannot be started early."""
+    return tl.load(table + position // BLOCK_SIZE, position < end, 0).to(tl.int64)
+
+
+@triton.jit
+def line_of(block, offset, kv_head, SHAPE: tl.constexpr):
+    """Returns the line of a key; its value is SHAPE.apart lines further on."""
+    return (block * (2 * SHAPE.kv_heads) + kv_head) * SHAPE.block_size + offset % SHAPE.block_size
+
+
+@triton.jit
+def no_scores(QUERIES: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Returns a running softmax over nothing: the highest score, the sum of weights, and the mix of values."""
+    highest = tl.full([QUERIES], -1e30, tl.float32)
+    return highest, tl.zeros([QUERIES], tl.float32), tl.zeros([QUERIES, BLOCK_D], tl.float32)
+
+
+@triton.jit
+def soften(score, highest, total):
+    """Takes scores into a running softmax; returns its highest score, their weights, what the mix so far shrinks by,
+    and the sum of weights."""
+    peak = tl.maximum(highest, tl.max(score, 1))
+    weight = tl.exp2(score - peak[:, None])
+    shrink = tl.exp2(highest - peak)
+    return peak, weight, shrink, total * shrink + tl.sum(weight, 1)
+
+
+@triton.jit
+def soft_capped(score, cap):
+    """Returns cap * tanh(score / cap), both times log2(e)."""
+    return cap * (1.0 - 2.0 / (tl.exp2(score / cap * 2.8853900817779268) + 1.0))
+
+
+@triton.jit
+def sink_of(sinks, head, there, highest):
+    """Returns what a head's sink adds to the sum of weights: once, after everything else, however that was split."""
+    return tl.exp2(tl.load(sinks + head, there, 0.0) * 1.4426950408889634 - highest)
+
+
+@triton.jit
+def store_mix(out, row, column, mix, total, wanted, DIMS: tl.constexpr):
+    """Stores mix / total as rows of `out` [*, DIMS]."""
+    target = out + row[:, None] * DIMS + column[None, :]
+    tl.store(target, (mix / total[:, None]).to(out.dtype.element_ty), wanted)
+
+
+@triton.jit
+def leave_split(split_kv, row, column, mix, highest, total, there, wanted, DIMS: tl.constexpr):
+    """Stores what a split has found for the program that joins all splits of its context."""
+    tl.store(split_kv.outputs + row[:, None] * DIMS + column[None, :], mix, wanted)
+    tl.store(split_kv.stats + row * 2, highest, there)
+    tl.store(split_kv.stats + row * 2 + 1, total, there)
+    tl.debug_barrier()

@@ -1,0 +1,289 @@
+"""Launches of every kernel with representative arguments: what the compile-only check compiles.
+
+Tensors hold no values and lie in host memory: a launch is compiled, never run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from penstock.backend.cuda import quantized_tilings, tilings
+from penstock.backend.cuda.fp8_weights import block_tiling
+from penstock.backend.cuda.kernels import quant_gemm, quant_gemm_small, quant_gemv
+from penstock.backend.cuda.kernels.apply_bitmask import apply_bitmask
+from penstock.backend.cuda.kernels.decode_attention import Rotation, SplitKV, decode_attention
+from penstock.backend.cuda.kernels.delta_rule import DeltaScratch, StateRows, delta_net, sigmoid_mul
+from penstock.backend.cuda.kernels.dequantize import dequantize_matrix, dequantize_rows
+from penstock.backend.cuda.kernels.expert_gemm import (
+    ExpertRows,
+    expert_gemm,
+    expert_gemv,
+    quant_expert_gemm,
+    quant_expert_gemv,
+)
+from penstock.backend.cuda.kernels.expert_routing import ExpertPermutation, combine_experts, permute_pairs, route
+from penstock.backend.cuda.kernels.fp8 import empty_fp8, fp8_gemm_small, gather_fp8
+from penstock.backend.cuda.kernels.fp8_activations import fp8_view, quantize_activations
+from penstock.backend.cuda.kernels.fp8_blocks import Fp8BlockWeight, fp8_block_gemm, gather_fp8_blocks
+from penstock.backend.cuda.kernels.fp8_gemm import fp8_gemm
+from penstock.backend.cuda.kernels.gather_rows import gather_rows, resolve_tokens
+from penstock.backend.cuda.kernels.gemv import gemv
+from penstock.backend.cuda.kernels.hopper_gemm import hopper_gemm
+from penstock.backend.cuda.kernels.mla_attention import mla_decode, mla_prefill, store_mla_kv
+from penstock.backend.cuda.kernels.norm import add_layer_norm, add_norm
+from penstock.backend.cuda.kernels.norm_qk import norm_qk
+from penstock.backend.cuda.kernels.prefill_attention import prefill_attention
+from penstock.backend.cuda.kernels.rope import rope_and_store
+from penstock.backend.cuda.kernels.sample_tokens import find_chunk_maxima, sample_tokens
+from penstock.backend.cuda.kernels.sampling_threshold import ThresholdScratch, sampling_threshold
+from penstock.backend.cuda.kernels.silu_and_mul import act_and_mul
+from penstock.backend.cuda.kernels.skinny_gemm import skinny_gemm
+from penstock.backend.cuda.kernels.split_k import SplitKScratch
+from penstock.backend.cuda.pack_quantized import CODINGS, QuantizedWeight
+from penstock.model.ops import DeltaWeights
+from penstock.model.spec import DeltaSpec, ExpertSpec
+
+HOST = torch.device("cpu")
+BF16, F32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
+DIM, HIDDEN, VOCAB = 1024, 2816, 32000
+EXPERTS = ExpertSpec(64, 8, 512)
+FORMATS = ("Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "Q2_K", "IQ4_XS", "MXFP4", "NVFP4", "INT4")
+
+Case = Callable[[], None]
+CASES: dict[str, Case] = {}  # by name
+HOPPER: set[str] = set()  # names of cases that only compute capability 9.0 runs
+NEEDS_FP8: set[str] = set()  # names of cases that need FP8 conversions: compute capability 8.9
+
+
+def case(*, hopper: bool = False, needs_fp8: bool = False, **variants: tuple[Any, ...]) -> Callable[[Any], Any]:
+    """Adds a case for every variant, or one without arguments, under the function's name."""
+
+    def add(run: Any) -> Any:
+        for name, arguments in (variants or {"": ()}).items():
+            key = f"{run.__name__}-{name}".rstrip("-")
+            CASES[key] = lambda run=run, arguments=arguments: run(*arguments)
+            if hopper:
+                HOPPER.add(key)
+            if needs_fp8 or "fp8" in name:
+                NEEDS_FP8.add(key)
+        return run
+
+    return add
+
+
+def empty(*size: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.empty(size, dtype=dtype)
+
+
+def ints(*size: int) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.int32)
+
+
+def scratch() -> SplitKScratch:
+    return SplitKScratch(empty(1 << 20, dtype=F32), ints(1 << 12))
+
+
+def quantized(name: str, rows: int, width: int) -> QuantizedWeight:
+    """A weight whose arrays have the right types, and no right sizes: a launch looks at types alone."""
+    coding = CODINGS[name]
+    high = ints(16) if coding.bits in (5, 6) else None
+    return QuantizedWeight(coding, rows, width, ints(16), high, ints(16), ints(16) if coding.bytes else None)
+
+
+@case()
+def tokens_and_rows() -> None:
+    resolve_tokens(ints(8), ints(8), ints(8), ints(8))
+    gather_rows(empty(VOCAB, DIM), ints(8), empty(8, DIM))
+
+
+@case(plain=(None,), fp8=(FP8,))
+def norms_and_activations(dtype: torch.dtype | None) -> None:
+    x, residual, out = empty(4, DIM), empty(4, DIM), empty(4, DIM)
+    gain = empty(DIM, dtype=F32)
+    fp8 = None if dtype is None else fp8_view(out)
+    add_norm(x, residual, gain, 1e-5, out, empty(4, DIM), fp8)
+    add_layer_norm(x, None, gain, gain, 1e-5, out, None, fp8)
+    act_and_mul(empty(4, 2 * DIM), out, fp8)
+    if dtype is None:
+        act_and_mul(empty(4, 2 * DIM), out, act="gelu_tanh")
+        act_and_mul(empty(4, 2 * DIM), out, act="clamped")
+        norm_qk(empty(4, 12 * 128), gain[:128], gain[:128], 8 * 128, 2 * 128, 1e-5, empty(4, 12 * 128))
+        sigmoid_mul(x, empty(4, 1), out)
+    else:
+        quantize_activations(x, *fp8_view(out))
+
+
+@case(one=(DIM, False), gated=(2 * HIDDEN, True), head=(VOCAB, False))
+def plain_gemv(rows: int, gated: bool) -> None:
+    weight, out = empty(rows, DIM), empty(1, rows // 2 if gated else rows)
+    gemv(empty(1, DIM), weight, None, out, gated=gated, tiling=tilings.gemv_tiling(out.shape[1], DIM))
+
+
+@case(few=(4, DIM, False), more=(32, DIM, False), gated=(16, 2 * HIDDEN, True))
+def plain_skinny_gemm(count: int, rows: int, gated: bool) -> None:
+    out = empty(count, rows // 2 if gated else rows)
+    tiling = tilings.skinny_tiling(count, rows, DIM, 2, gated)
+    assert tiling is not None
+    skinny_gemm(empty(count, DIM), empty(rows, DIM), empty(rows, dtype=F32), out, tiling, scratch(), gated=gated)
+
+
+@case(hopper=True, bf16=(BF16, 64, False), gated=(BF16, 64, True), fp8=(FP8, 16, False))
+def plain_hopper_gemm(dtype: torch.dtype, count: int, gated: bool) -> None:
+    out = empty(count, HIDDEN)
+    weight = empty(2 * HIDDEN if gated else HIDDEN, DIM, dtype=dtype)
+    tiling = tilings.hopper_gemm_tiling(count, HIDDEN, DIM, weight.element_size(), gated)
+    scales = {}
+    if dtype == FP8:
+        scales = {"scales": empty(HIDDEN, dtype=F32), "item_scales": empty(count, dtype=F32)}
+    hopper_gemm(empty(count, DIM, dtype=dtype), weight, None, out, tiling, scratch(), gated=gated, **scales)
+
+
+@case(**{name: (name,) for name in FORMATS})
+def one_row_of_a_quantized_matrix(name: str) -> None:
+    for rows, gated in ((DIM, False), (2 * HIDDEN, True), (VOCAB, False)):
+        weight, out = quantized(name, rows, DIM), empty(1, rows // 2 if gated else rows)
+        coding = weight.coding
+        if coding.groups > 1:
+            tiling = quantized_tilings.quant_gemv_tiling(coding.groups, rows, DIM, gated, len(coding.table) > 8)
+            quant_gemv.quant_gemv(empty(1, DIM), weight, None, out, gated=gated, tiling=tiling)
+
+
+@case(**{name: (name,) for name in FORMATS})
+def some_rows_of_a_quantized_matrix(name: str) -> None:
+    weight = quantized(name, DIM, DIM)
+    kind = "4 bits" if weight.coding.bits == 4 else "more bits"
+    for count, rows, gated in ((3, DIM, False), (16, 2 * HIDDEN, True)):
+        weight, out = quantized(name, rows, DIM), empty(count, rows // 2 if gated else rows)
+        tiling = quantized_tilings.small_gemm_tiling(kind, count, rows, DIM, gated)
+        quant_gemm_small.quant_gemm_small(empty(count, DIM), weight, None, out, gated=gated, tiling=tiling)
+
+
+@case(**{name: (name,) for name in FORMATS})
+def many_rows_of_a_quantized_matrix(name: str) -> None:
+    weight = quantized(name, DIM, DIM)
+    for count in (32, 200):
+        tiling = quantized_tilings.quant_gemm_tiling(count, DIM, DIM)
+        quant_gemm.quant_gemm(empty(count, DIM), weight, empty(DIM, dtype=F32), empty(count, DIM), tiling, scratch())
+
+
+@case(**{name: (name,) for name in FORMATS})
+def a_dequantized_matrix(name: str) -> None:
+    weight = quantized(name, DIM, DIM)
+    dequantize_matrix(weight, empty(DIM, DIM))
+    dequantize_rows(weight, ints(4), empty(4, DIM))
+
+
+@case(**{name: (name,) for name in ("BF16", *FORMATS)})
+def experts_by_pairs_and_by_blocks(name: str) -> None:
+    rows, experts = 2 * EXPERTS.hidden, ints(8, EXPERTS.chosen)
+    permutation = ExpertPermutation.on(HOST, EXPERTS, 64)
+    for gated in (False, True):
+        out = empty(64, rows // 2 if gated else rows)
+        if name == "BF16":
+            expert_gemv(ExpertRows(empty(8, DIM), experts, 8), empty(64 * rows, DIM), None, out, gated)
+        else:
+            weight = quantized(name, 64 * rows, DIM)
+            quant_expert_gemv(ExpertRows(empty(8, DIM), experts, 8), weight, None, out, gated)
+    for size in (16, 128):
+        pairs, out = ExpertRows(empty(64, DIM), ints(64, 8), 8), empty(512, rows)
+        if name == "BF16":
+            expert_gemm(pairs, permutation, size, empty(64 * rows, DIM), empty(64 * rows, dtype=F32), out)
+        else:
+            quant_expert_gemm(pairs, permutation, size, quantized(name, 64 * rows, DIM), None, out)
+
+
+@case()
+def expert_choice() -> None:
+    experts, weights = ints(8, 8), empty(8, 8, dtype=F32)
+    grouped = ExpertSpec(64, 8, 512, scoring="sigmoid", choice_bias=True, renormalize=True, groups=8, chosen_groups=4)
+    route(empty(8, 64, dtype=F32), None, EXPERTS, experts, weights)
+    route(empty(8, 64, dtype=F32), empty(64, dtype=F32), grouped, experts, weights)
+    permute_pairs(experts, ExpertPermutation.on(HOST, EXPERTS, 8), 16)
+    combine_experts(empty(64, DIM), weights, empty(8, DIM))
+
+
+@case()
+def fp8_matrices_and_few_rows() -> None:
+    weight = empty_fp8(2 * HIDDEN, DIM, HOST)
+    for count, gated in ((1, False), (16, False), (4, True)):
+        tiling = quantized_tilings.small_gemm_tiling("float8", count, weight.rows, DIM, gated)
+        out = empty(count, HIDDEN if gated else 2 * HIDDEN)
+        fp8_gemm_small(empty(count, DIM), weight, None, out, gated=gated, tiling=tiling)
+
+
+@case(needs_fp8=True)
+def fp8_matrices_and_many_rows() -> None:
+    weight = empty_fp8(DIM, DIM, HOST)
+    blocks = Fp8BlockWeight(weight.values, empty(DIM // 128, DIM, dtype=F32))
+    gather_fp8(weight, ints(4), empty(4, DIM))
+    gather_fp8_blocks(blocks, ints(4), empty(4, DIM))
+    for count in (20, 100):
+        tiling = quantized_tilings.fp8_gemm_tiling(count, DIM, DIM)
+        x, scales, out = empty(count, DIM, dtype=FP8), empty(count, dtype=F32), empty(count, DIM)
+        fp8_gemm(x, scales, weight, None, out, tiling, scratch())
+        fp8_block_gemm(x, scales, blocks, None, out, block_tiling(count, DIM, DIM), scratch())
+    fp8_block_gemm(empty(4, DIM), None, blocks, None, empty(4, DIM), block_tiling(4, DIM, DIM), scratch())
+
+
+@case(
+    bf16=(BF16, 128, 4, {}),
+    wide=(BF16, 256, 2, {"soft_cap": 50.0}),
+    sinks=(BF16, 64, 8, {"window": 128, "sinks": True}),
+    int8=(torch.int8, 128, 4, {}),
+    fp8=(FP8, 128, 4, {}),
+)
+def attention(dtype: torch.dtype, dims: int, shared: int, about: dict[str, Any]) -> None:
+    kv_heads = 2
+    heads = kv_heads * shared
+    window, cap = about.get("window", 0), about.get("soft_cap", 0.0)
+    sinks = empty(heads, dtype=F32) if "sinks" in about else None
+    qkv, cache = empty(8, (heads + 2 * kv_heads) * dims), empty(4, 2, kv_heads, 16, dims, dtype=dtype)
+    scales = None if dtype == BF16 else empty(4, 2, kv_heads, 16, dtype=F32)
+    frequencies, out = torch.empty(dims // 2, dtype=torch.float64), empty(8, heads * dims)
+    rope_and_store(qkv, frequencies, 1.0, dims // 2, False, ints(8), ints(8), cache, scales)
+    tables, header = ints(64), ints(4)
+    prefill_attention(qkv, cache, ints(4, 5), tables, header, out, 0.1, window, scales, cap, True, sinks)
+    split_kv = SplitKV(empty(1 << 16, dtype=F32), empty(1 << 12, dtype=F32), ints(64))
+    for rotation in (None, Rotation(frequencies, ints(8), 1.0, dims // 2, False)):
+        common = tables, header, out, split_kv, rotation
+        decode_attention(qkv, cache, ints(72, 8), *common, 0.1, window, scales, cap, sinks)
+    alone = tables, header, out[:1], split_kv, rotation
+    decode_attention(qkv[:1], cache, ints(65, 8), *alone, 0.1, window, scales, cap, sinks)
+
+
+@case(bf16=(BF16,), int8=(torch.int8,), fp8=(FP8,))
+def multi_head_latent_attention(dtype: torch.dtype) -> None:
+    heads, dims, v_dim = 16, 576, 512
+    q, kv, out = empty(8, heads * dims), empty(8, dims), empty(8, heads * v_dim)
+    cache, scales = empty(4, 16, dims, dtype=dtype), None if dtype == BF16 else empty(4, 2, 16, dtype=F32)
+    frequencies = torch.empty(32, dtype=torch.float64)
+    store_mla_kv(q, kv, empty(v_dim, dtype=F32), 1e-5, frequencies, 1.0, True, ints(8), ints(8), cache, scales)
+    mla_prefill(q, cache, ints(4, 5), ints(64), ints(4), out, v_dim, 0.1, scales)
+    split_kv = SplitKV(empty(1 << 16, dtype=F32), empty(1 << 12, dtype=F32), ints(64))
+    mla_decode(q, cache, ints(72, 8), ints(64), ints(4), out, split_kv, v_dim, 0.1, scales)
+
+
+@case()
+def delta_nets() -> None:
+    spec = DeltaSpec(4, 8, 128, 128, 4)
+    weights = DeltaWeights(*[empty(spec.width * 4, dtype=F32) for _ in DeltaWeights._fields])
+    qkvz, ba = empty(8, spec.width + spec.v_width), empty(8, 2 * spec.v_heads)
+    states, rows = empty(4, spec.state_floats, dtype=F32), StateRows(ints(4, 8), ints(8))
+    scratch = DeltaScratch(empty(8, spec.width, dtype=F32), empty(8, spec.v_width, dtype=F32))
+    delta_net(qkvz, ba, weights, spec, 1e-5, states, rows, scratch, empty(8, spec.v_width))
+
+
+@case()
+def sampling() -> None:
+    logits, chunks = empty(4, VOCAB, dtype=F32), -(-VOCAB // 4096)
+    maxima, where = empty(4, chunks, dtype=F32), ints(4, chunks)
+    masses, floats, whole = torch.empty(4, chunks, dtype=torch.int64), empty(4, dtype=F32), ints(4)
+    find_chunk_maxima(logits, maxima, where)
+    room = ThresholdScratch.on(HOST, 4, VOCAB)
+    sampling_threshold(logits, maxima, room, floats, whole, floats, floats, floats)
+    arrays = floats, floats, ints(4, 2), whole, whole, whole, whole, (maxima, where, masses)
+    sample_tokens(logits, *arrays, draws=True)
+    apply_bitmask(logits, whole, ints(4, -(-VOCAB // 32)))
