@@ -259,7 +259,7 @@ def test_what_cannot_be_made_is_refused_by_name(
 
 def test_files_that_are_no_models_are_refused(parrot: Any) -> None:
     parrot.http.post(f"/api/blobs/{digest_of(b'GGUF')}", content=b"GGUF")
-    with pytest.raises(ollama.ResponseError, match="is not a sound GGUF file") as caught:
+    with pytest.raises(ollama.ResponseError, match="is not a valid GGUF file") as caught:
         sdk(parrot).create("x", files={"x.gguf": digest_of(b"GGUF")})
     assert caught.value.status_code == 400
 
