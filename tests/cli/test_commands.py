@@ -9,10 +9,10 @@ import pytest
 
 from penstock.cli.machine_profile import COMMON_FORMATS
 from penstock.cli.terminal import readable_size
-from penstock.config import Config
+from penstock.config import Config, home
 from penstock.planning.roofline import MachineProfile, MatmulTimes
 from penstock.store import DerivedModel, save_derived
-from penstock.store.paths import Entry, ModelPaths, home, sha256_of, write_record
+from penstock.store.paths import Entry, ModelPaths, sha256_of, write_record
 
 RECITED = "abcdefghijklménopqrstuvwxyz"
 Penstock = Callable[..., tuple[int, str, str]]

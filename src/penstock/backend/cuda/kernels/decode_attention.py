@@ -17,9 +17,7 @@ from penstock.backend.cuda.kernels.kv8 import coded, scaling
 from penstock.backend.cuda.kernels.pdl import gdc_launch_dependents, gdc_wait, options
 from penstock.backend.cuda.kernels.rope import rotation_of
 
-ALONE = 64, 4, 2  # positions at a time, warps, stages: for one row
-MORE = 64, 2, 2
-WIDE = 128  # dimensions of a head: more do not fit the registers of few warps
+TILING = 64, 4, 2  # positions at a time, warps, stages
 CODED = 2, 2  # warps, groups of 16 positions for each at a time: over 8 bits
 LOG2E = 1.4426950408889634
 
@@ -265,13 +263,14 @@ def decode_attention(
     scales: Any | None = None,
     soft_cap: float = 0.0,
     sinks: Any | None = None,
+    tiling: tuple[int, int, int] = TILING,
 ) -> None:
     """parts [P, 8]: token (-1: none), row of tables, begin, end, length of the whole context, how many parts it has and
     the first of them; header[0] is the width of tables. Without `turn`, queries are turned and keys stored already."""
     kv_heads, block_size, dims = cache.shape[2:]
     heads = out.shape[1] // dims
     queries = max(triton.next_power_of_2(heads // kv_heads), 16)
-    tile, warps, stages = ALONE if len(out) == 1 or dims > WIDE else MORE
+    tile, warps, stages = tiling
     groups = 0
     if scales is not None and not soft_cap and _in_registers(qkv.element_size(), heads // kv_heads, dims, block_size):
         queries, (warps, groups) = QUERIES, CODED

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from penstock.backend.cuda.device_properties import INTERPRETER, DeviceProperties
 from penstock.backend.cuda.kernels.expert_routing import ExpertPermutation, most_blocks
 from penstock.backend.cuda.kernels.mma_fragments import (
     BASE,
@@ -246,11 +247,35 @@ def _expert_gemm(
     tl.store(out + place, total.to(out.dtype.element_ty), (row < rows)[:, None] & there[None, :])
 
 
-def expert_gemm(rows: ExpertRows, seats: ExpertPermutation, size: int, weight: Any, bias: Any | None, out: Any) -> None:
+class BlockTiling(NamedTuple):
+    """Says how a block of pairs is multiplied with a plain matrix."""
+
+    rows: int  # of the matrix, in one program
+    width: int  # columns at a time
+    warps: int
+    stages: int
+
+
+def block_tiling(device: DeviceProperties, size: int, itemsize: int) -> BlockTiling:
+    """Returns the tiling for blocks of `size` pairs."""
+    rows, width = 64 if size <= 32 else 128, 256 // itemsize // (2 if size >= 64 else 1)
+    stages = device.stages_that_fit(4 if itemsize == 2 else 2, (rows + size) * width * itemsize)
+    return BlockTiling(rows, width, 4 if size <= 64 else 8, stages)
+
+
+def expert_gemm(
+    rows: ExpertRows,
+    seats: ExpertPermutation,
+    size: int,
+    weight: Any,
+    bias: Any | None,
+    out: Any,
+    device: DeviceProperties = INTERPRETER,
+) -> None:
     """The same for blocks of `size` seats."""
     lines, width, count = out.shape[1], weight.shape[1], len(seats.counts) - 1
-    step = 256 // weight.element_size() // (2 if size >= 64 else 1)
-    _expert_gemm[(triton.cdiv(lines, 64 if size <= 32 else 128), most_blocks(len(out), count, size))](
+    tiling = block_tiling(device, size, weight.element_size())
+    _expert_gemm[(triton.cdiv(lines, tiling.rows), most_blocks(len(out), count, size))](
         rows.x,
         weight,
         weight if bias is None else bias,
@@ -261,11 +286,11 @@ def expert_gemm(rows: ExpertRows, seats: ExpertPermutation, size: int, weight: A
         width,
         COUNT=count,
         BIAS=bias is not None,
-        EVEN=width % step == 0,
+        EVEN=width % tiling.width == 0,
         N=size,
-        ROWS=64 if size <= 32 else 128,
-        WIDTH=step,
-        **options(4 if size <= 64 else 8, 4 if weight.element_size() == 2 else 2),
+        ROWS=tiling.rows,
+        WIDTH=tiling.width,
+        **options(tiling.warps, tiling.stages),
     )
 
 

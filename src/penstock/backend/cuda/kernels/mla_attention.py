@@ -392,10 +392,11 @@ def mla_prefill(
     v_dim: int,
     scale: float,
     scales: Any | None = None,
+    tiling: tuple[int, int, int] = MANY[1:],
 ) -> None:
     """As prefill_attention, of tiles that hold at most tokens_per_tile(heads)."""
     heads = out.shape[1] // v_dim
-    shape, launch = about(MANY, cache, scales, heads, v_dim)
+    shape, launch = about((MANY[0], *tiling), cache, scales, heads, v_dim)
     _mla_prefill[(triton.cdiv(tokens_per_tile(heads) * heads, MANY[0]), len(tiles))](
         q, cache, tiles if scales is None else scales, tiles, tables, header, out, scale * LOG2E, **shape, **launch
     )

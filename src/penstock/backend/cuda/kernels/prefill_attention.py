@@ -16,15 +16,17 @@ from penstock.backend.cuda.kernels.kv8 import scaling
 from penstock.backend.cuda.kernels.pdl import gdc_launch_dependents, gdc_wait, options
 
 QUERIES = 128  # pairs of token and head in a tile
-TILE = 64  # positions at a time
-WARPS = 8
-STAGES = 3
-WIDE = 128  # dimensions of a head: beyond, shared memory holds a stage less
+TILING = 64, 8, 3  # positions at a time, warps, stages
 
 
 def tokens_per_tile(shared: int) -> int:
     """How many tokens a tile holds when so many query heads share a KV head."""
     return max(QUERIES // shared, 1)
+
+
+def queries_per_tile(shared: int) -> int:
+    """Returns how many pairs of token and head a tile has room for when so many query heads share a KV head."""
+    return max(QUERIES, int(triton.next_power_of_2(shared)))
 
 
 @triton.jit
@@ -210,11 +212,13 @@ def prefill_attention(
     soft_cap: float = 0.0,
     causal: bool = True,
     sinks: Any | None = None,
+    tiling: tuple[int, int, int] = TILING,
 ) -> None:
     """tiles [Q, 5]: first token (-1: none), row of tables, its position, how many tokens, how many positions their row
     has reached; header[0] is the width of tables."""
     kv_heads, block_size, dims = cache.shape[2:]
     shared = out.shape[1] // dims // kv_heads
+    tile, warps, stages = tiling
     _prefill_attention[(kv_heads, len(tiles))](
         qkv,
         cache,
@@ -234,9 +238,9 @@ def prefill_attention(
         SHARED=shared,
         DIMS=dims,
         BLOCK_SIZE=block_size,
-        QUERIES=max(QUERIES, triton.next_power_of_2(shared)),
+        QUERIES=queries_per_tile(shared),
         BLOCK_D=max(triton.next_power_of_2(dims), 16),
-        TILE=TILE,
+        TILE=tile,
         **scaling(cache, scales),
-        **options(WARPS, STAGES if dims <= WIDE else STAGES - 1),
+        **options(warps, stages),
     )
