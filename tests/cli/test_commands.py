@@ -270,6 +270,14 @@ def test_doctor_finds_a_damaged_model(penstock: Penstock, monkeypatch: pytest.Mo
     assert "bad   default model" in out
 
 
+def test_doctor_tunes_only_a_gpu(penstock: Penstock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.backend.has_cuda", lambda: False)
+    code, out, error = penstock("doctor", "--tune")
+    assert code != 0
+    assert not out
+    assert "--tune measures kernels on an NVIDIA GPU" in error
+
+
 def doctor_checks() -> list[Callable[[], tuple[str, str]]]:
     from penstock.cli.doctor import CHECKS
 
