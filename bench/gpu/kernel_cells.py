@@ -14,7 +14,9 @@ import numpy as np
 import torch
 
 from penstock.backend.batches import Chunk, greedy_batch
-from penstock.backend.cuda import inputs, tilings
+from penstock.backend.cuda import inputs
+from penstock.backend.cuda.device_tilings import Tilings
+from penstock.backend.cuda.devices import device_properties
 from penstock.backend.cuda.graphs import padded
 from penstock.backend.cuda.kernels import (
     decode_attention,
@@ -155,9 +157,10 @@ def library(x: Any, weight: Any, full: Any, out: Any, gated: bool) -> None:
 def our_product(
     x: Any, out: Any, rows: int, width: int, gated: bool, scratch: SplitKScratch
 ) -> Callable[[torch.Tensor], None] | None:
+    tilings = Tilings(device_properties(x.device))
     if len(x) == 1:
-        return lambda w: gemv.gemv(x, w, None, out, gated=gated, tiling=tilings.gemv_tiling(rows, width))
-    tiling = tilings.skinny_tiling(len(x), rows, width, x.element_size(), gated)
+        return lambda w: gemv.gemv(x, w, None, out, gated=gated, tiling=tilings.gemv(rows, width))
+    tiling = tilings.skinny(len(x), rows, width, x.element_size(), gated)
     return tiling and (lambda w: skinny_gemm(x, w, None, out, tiling, scratch, gated=gated))
 
 
@@ -262,14 +265,13 @@ class Context:
             torch.zeros(len(chunks) * kv_heads, dtype=torch.int32, device="cuda"),
         )
 
-    def decode(self, cache: torch.Tensor) -> None:
-        decode_attention.decode_attention(
-            self.qkv, cache, self.splits, self.tables, self.header, self.out, self.shares, None, self.dims**-0.5, 0
-        )
+    def decode(self, cache: torch.Tensor, tiling: tuple[int, int, int] = decode_attention.TILING) -> None:
+        inputs = self.qkv, cache, self.splits, self.tables, self.header, self.out, self.shares
+        decode_attention.decode_attention(*inputs, None, self.dims**-0.5, 0, tiling=tiling)
 
-    def prefill(self, cache: torch.Tensor) -> None:
-        scale = self.dims**-0.5
-        prefill_attention.prefill_attention(self.qkv, cache, self.tiles, self.tables, self.header, self.out, scale, 0)
+    def prefill(self, cache: torch.Tensor, tiling: tuple[int, int, int] = prefill_attention.TILING) -> None:
+        inputs = self.qkv, cache, self.tiles, self.tables, self.header, self.out
+        prefill_attention.prefill_attention(*inputs, self.dims**-0.5, 0, tiling=tiling)
 
     def error(self) -> float:
         """Of what was last computed over the first cache, on the last row."""
@@ -314,9 +316,8 @@ def attention(_: Any) -> Figures:
             (128, 4, 3),
             (128, 8, 3),
         ):
-            use = settings(decode_attention, ALONE=(tile, warps, stages), MORE=(tile, warps, stages))
             name_of = f"tile {tile} warps {warps} stages {stages}"
-            trials[name_of] = [partial(use, partial(context.decode, cache)) for cache in context.caches]
+            trials[name_of] = [partial(context.decode, cache, (tile, warps, stages)) for cache in context.caches]
         found[f"decode {name}"] = fastest(f"decode {name}", trials, moved, best=7, threads=1)
     for name, chunks in {"4096": [(4096, 0)], "4 x 512": [(512, 0)] * 4, "512 after 3584": [(512, 3584)]}.items():
         context = Context(chunks)
@@ -325,9 +326,8 @@ def attention(_: Any) -> Figures:
         flops = sum(4 * 32 * 128 * (count * start + count * (count + 1) / 2) for count, start in chunks)
         trials = {}
         for tile, warps, stages in ((64, 8, 3), (64, 8, 2), (128, 8, 2), (64, 4, 2), (32, 4, 3), (32, 8, 4)):
-            use = settings(prefill_attention, TILE=tile, WARPS=warps, STAGES=stages)
             name_of = f"tile {tile} warps {warps} stages {stages}"
-            trials[name_of] = [partial(use, partial(context.prefill, cache)) for cache in context.caches[:8]]
+            trials[name_of] = [partial(context.prefill, cache, (tile, warps, stages)) for cache in context.caches[:8]]
         found[f"prefill {name}"] = times = fastest(f"prefill {name}", trials, flops, best=6, threads=1)
         good = [t for t in times.values() if isinstance(t, float)]
         say(f"prefill {name}: best {flops / min(good) / 1e6:.0f} TFLOP/s" if good else "none ran")
@@ -348,20 +348,6 @@ def library_attention() -> Figures:
             found[kind.name] = spent = attempt(partial(seconds, call))
         say(f"library prefill attention 4096, {kind.name}: {spent} s")
     return found
-
-
-def settings(module: Any, **values: Any) -> Callable[[Call], Any]:
-    """Runs a call with other settings of a kernel's module."""
-
-    def use(call: Call) -> Any:
-        before = {name: getattr(module, name) for name in values}
-        vars(module).update(values)
-        try:
-            return call()
-        finally:
-            vars(module).update(before)
-
-    return use
 
 
 def small(_: Any) -> Figures:

@@ -260,6 +260,23 @@ def total_memory() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
+def home() -> Path:
+    """Returns the store's folder: PENSTOCK_HOME, or `penstock` in the user's cache folder."""
+    given = os.environ.get("PENSTOCK_HOME")
+    try:
+        return Path(given).expanduser().absolute() if given else _user_cache() / "penstock"
+    except RuntimeError as error:
+        raise ConfigError(f"this user has no home folder ({error}): set PENSTOCK_HOME") from error
+
+
+def _user_cache() -> Path:
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+
+
 def available_threads() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 

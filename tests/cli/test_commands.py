@@ -9,10 +9,10 @@ import pytest
 
 from penstock.cli.machine_profile import COMMON_FORMATS
 from penstock.cli.terminal import readable_size
-from penstock.config import Config
+from penstock.config import Config, home
 from penstock.planning.roofline import MachineProfile, MatmulTimes
 from penstock.store import DerivedModel, save_derived
-from penstock.store.paths import Entry, ModelPaths, home, sha256_of, write_record
+from penstock.store.paths import Entry, ModelPaths, sha256_of, write_record
 
 RECITED = "abcdefghijklménopqrstuvwxyz"
 Penstock = Callable[..., tuple[int, str, str]]
@@ -268,6 +268,14 @@ def test_doctor_finds_a_damaged_model(penstock: Penstock, monkeypatch: pytest.Mo
     code, out, _ = penstock("doctor")
     assert code == 1
     assert "bad   default model" in out
+
+
+def test_doctor_tunes_only_a_gpu(penstock: Penstock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.backend.has_cuda", lambda: False)
+    code, out, error = penstock("doctor", "--tune")
+    assert code != 0
+    assert not out
+    assert "--tune measures kernels on an NVIDIA GPU" in error
 
 
 def doctor_checks() -> list[Callable[[], tuple[str, str]]]:

@@ -6,7 +6,11 @@ from typing import Any
 
 import torch
 
+from penstock.backend.cuda.device_tilings import Tilings
+from penstock.backend.cuda.devices import device_properties
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TILINGS = Tilings(device_properties(torch.device(DEVICE)))
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter's dot products do not know bfloat16
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 

@@ -7,12 +7,11 @@ import torch
 
 from penstock.backend.cuda.kernels.fp8 import quantize_fp8
 from penstock.backend.cuda.kernels.fp8_activations import fp8_view, quantize_activations
-from penstock.backend.cuda.kernels.hopper_gemm import Tiling, available, hopper_gemm
+from penstock.backend.cuda.kernels.hopper_gemm import Tiling, hopper_gemm
 from penstock.backend.cuda.kernels.split_k import SplitKScratch
-from penstock.backend.cuda.tilings import hopper_gemm_tiling
-from tests.cuda.device import DEVICE, normal
+from tests.cuda.device import DEVICE, TILINGS, normal
 
-pytestmark = pytest.mark.skipif(not available(torch.device(DEVICE)), reason="needs a Hopper GPU")
+pytestmark = pytest.mark.skipif(not TILINGS.device.has_hopper_gemm, reason="needs a Hopper GPU")
 SHAPES = [(6144, 4096, False), (1024, 14336, False), (2048, 4096, True), (1000, 320, False), (448, 576, True)]
 
 
@@ -33,7 +32,7 @@ def test_values_of_16_bits(rows: int, width: int, gated: bool, count: int) -> No
     wanted = gated_or_not(x.double() @ weight.double().t() + bias, gated)
     scratch = SplitKScratch.on(torch.device(DEVICE))
     split = 4 if -(-width // 64) % 4 == 0 else 1
-    chosen = hopper_gemm_tiling(count, int(wanted.shape[1]), width, 2, gated)
+    chosen = TILINGS.hopper_gemm(count, int(wanted.shape[1]), width, 2, gated)
     for tiling in {chosen, Tiling(1, 3, 3), Tiling(split, 1, 3)}:
         out = torch.full(wanted.shape, torch.nan, dtype=torch.bfloat16, device=DEVICE)
         hopper_gemm(x, weight, bias, out, tiling, scratch, gated=gated)
@@ -51,7 +50,7 @@ def test_values_of_8_bits(rows: int, width: int, gated: bool, count: int) -> Non
     values = weight.values.double() * weight.scales[:, None]
     wanted = gated_or_not((codes.values.double() * codes.scales[:, None]) @ values.t(), gated)
     out = torch.full(wanted.shape, torch.nan, dtype=torch.bfloat16, device=DEVICE)
-    tiling = hopper_gemm_tiling(count, out.shape[1], width, 1, gated)
+    tiling = TILINGS.hopper_gemm(count, out.shape[1], width, 1, gated)
     scales = {"scales": weight.scales, "item_scales": codes.scales}
     hopper_gemm(
         codes.values, weight.values, None, out, tiling, SplitKScratch.on(torch.device(DEVICE)), gated=gated, **scales

@@ -20,7 +20,7 @@ from penstock.backend.cuda.transfer import Transfer
 from penstock.model.dequantize import dequantize
 from penstock.model.random_tensor import random_tensor
 from penstock.model.tensor import FORMATS, Tensor
-from tests.cuda.device import DEVICE, ints, normal
+from tests.cuda.device import DEVICE, TILINGS, ints, normal
 
 FILE_FORMATS = [name for name in CODINGS if name in FORMATS]
 ROWS, WIDTH = 40, 512  # three rows of tiles, of eight each
@@ -183,17 +183,17 @@ def test_odd_shapes(name: str) -> None:
     weight, values = packed(name, 41, 96)
     for count in (2, 20):
         wide = empty(count, 50)
-        QuantizedMatrix((weight,), None, Workspace(scratch(), 20)).product(items(count, 96), wide[:, 4:45])
+        QuantizedMatrix((weight,), None, Workspace(scratch(), 20, TILINGS)).product(items(count, 96), wide[:, 4:45])
         assert difference(wide[:, 4:45], items(count, 96).double() @ values.double().T) < HALF
         assert wide[:, :4].isnan().all()
         assert wide[:, 45:].isnan().all()
 
 
 def test_the_library_multiplies_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.backend.cuda.quantized_tilings.QUANT_GEMM_ROWS", 16)
+    monkeypatch.setattr("penstock.backend.cuda.quantized_weights.QUANT_GEMM_ROWS", 16)
     weight, values = packed("Q4_K", 64, 256)
     out = empty(40, 64).bfloat16()
-    QuantizedMatrix((weight,), normal(64), Workspace(scratch(), 40)).product(items(40, 256), out)
+    QuantizedMatrix((weight,), normal(64), Workspace(scratch(), 40, TILINGS)).product(items(40, 256), out)
     assert difference(out, items(40, 256).double() @ values.double().T + normal(64)) < 2 * HALF
 
 

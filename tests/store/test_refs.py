@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.config import home
 from penstock.errors import InvalidRequest, ModelNotFound, PenstockError
-from penstock.store.paths import ModelPaths, home
+from penstock.store.paths import ModelPaths
 from penstock.store.refs import ALIASES, HubRepo, PypiFile, name_of, parse
 
 

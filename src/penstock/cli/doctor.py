@@ -15,8 +15,8 @@ from typing import Annotated
 from penstock.cli import options
 from penstock.cli.command import Exit, Option
 from penstock.cli.machine_profile import COMMON_FORMATS, machine_profile
-from penstock.cli.terminal import print_json, readable_size
-from penstock.errors import PenstockError
+from penstock.cli.terminal import note, print_json, readable_size
+from penstock.errors import ConfigError, PenstockError
 
 FEATURES = ("avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "asimddp", "i8mm")
 
@@ -32,16 +32,23 @@ class Finding:
 
 def doctor(
     measure: Annotated[bool, Option(help="Measure the speed of this machine again.")] = False,
+    tune: Annotated[bool, Option(help="Measure and keep the best tilings of kernels on this GPU.")] = False,
     json: options.Json = False,
 ) -> None:
     """Check this machine and measure its speed. The exit code is 1 if something is broken.
 
     penstock doctor
     penstock doctor --measure
+    penstock doctor --tune
     penstock doctor --json
 
     The speed is measured once, which takes about 20 seconds, and kept for penstock plan.
+
+    --tune is for GPUs other than the H100 and H200, whose tilings are known. It takes some minutes and wants the GPU
+    to itself. The tilings are kept in the store's folder, for this GPU and these versions of Penstock and Triton.
     """
+    if tune:
+        _tune_kernels()
     findings = [_run_check(check) for check in (*CHECKS, partial(_speed, measure))]
     if json:
         print_json([asdict(finding) for finding in findings])
@@ -150,6 +157,17 @@ def _speed(again: bool) -> tuple[str, str]:
         for name, times in profile.matmuls.items()
     ]
     return "ok", f"billions of weights per second in decode (1 row) and in prefill: {', '.join(rates)}"
+
+
+def _tune_kernels() -> None:
+    """Measures the tilings of the first GPU; raises ConfigError where there is none."""
+    from penstock.backend import has_cuda
+
+    if not has_cuda():
+        raise ConfigError("--tune measures kernels on an NVIDIA GPU: none that torch and triton can use is here")
+    from penstock.backend.cuda.tune import tune
+
+    note(f"tilings are kept in {tune(report=note)}")
 
 
 CHECKS = (_python, _cpu, _cores, _memory, _disk, _native_backend, _pip, _store, _default_model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from penstock.config import home
 from penstock.store.blobs import Upload, blob_path
 from penstock.store.derived import (
     DerivedModel,
@@ -12,7 +13,7 @@ from penstock.store.derived import (
     derived_models,
     save_derived,
 )
-from penstock.store.paths import Entry, home, sha256_of, size_of
+from penstock.store.paths import Entry, sha256_of, size_of
 from penstock.store.progress import Progress
 from penstock.store.refs import ALIASES, DEFAULT
 from penstock.store.store import derived_entry, derived_path, entries, fetch, find, find_derived, remove

@@ -16,8 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from penstock.config import home
 from penstock.errors import DownloadError, InvalidRequest
-from penstock.store.paths import home
 
 MAX_BYTES = 2**38  # in a file
 MAX_FILES = 64

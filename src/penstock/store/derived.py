@@ -16,9 +16,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from penstock.config import home
 from penstock.errors import DownloadError, InvalidRequest, MalformedFile, ModelNotFound
 from penstock.store.blobs import blob_path, delete_unused
-from penstock.store.paths import home, locked, size_of
+from penstock.store.paths import locked, size_of
 from penstock.store.refs import ALIASES
 
 MAX_DERIVED = 1000

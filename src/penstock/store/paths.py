@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from penstock.errors import ConfigError, MalformedFile
+from penstock.errors import MalformedFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,23 +59,6 @@ class ModelPaths:
     @property
     def _slug(self) -> str:
         return self.name.replace(":", "--").replace("/", "--")
-
-
-def home() -> Path:
-    """Returns the store's folder: PENSTOCK_HOME, or `penstock` in the user's cache folder."""
-    given = os.environ.get("PENSTOCK_HOME")
-    try:
-        return Path(given).expanduser().absolute() if given else _user_cache() / "penstock"
-    except RuntimeError as error:
-        raise ConfigError(f"this user has no home folder ({error}): set PENSTOCK_HOME") from error
-
-
-def _user_cache() -> Path:
-    if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 
 
 def write_record(paths: ModelPaths, entry: Entry) -> None:

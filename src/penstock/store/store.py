@@ -9,10 +9,11 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
+from penstock.config import home
 from penstock.errors import DownloadError, ModelNotFound
 from penstock.store.blobs import blob_path
 from penstock.store.derived import DerivedModel, delete_derived, derived_model
-from penstock.store.paths import Entry, ModelPaths, home, locked, read_record, sha256_of, size_of, write_record
+from penstock.store.paths import Entry, ModelPaths, locked, read_record, sha256_of, size_of, write_record
 from penstock.store.progress import Progress, silent
 from penstock.store.refs import HubRepo, Source, name_of, parse
 

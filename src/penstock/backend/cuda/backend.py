@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, closing, contextmanager, nullcont
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache, partial
 from itertools import chain, pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,9 @@ from penstock.backend.base import (
 from penstock.backend.batches import greedy_batch, greedy_rows
 from penstock.backend.cuda import inputs
 from penstock.backend.cuda.blocks import CudaBlocks
-from penstock.backend.cuda.devices import checked_device
+from penstock.backend.cuda.device_properties import DeviceProperties
+from penstock.backend.cuda.device_tilings import Tilings
+from penstock.backend.cuda.devices import checked_device, device_properties
 from penstock.backend.cuda.experts import pack_matrices
 from penstock.backend.cuda.footprint import STORED_BITS, stored_as, weight_bytes, workspace_bytes
 from penstock.backend.cuda.graphs import Graphs, bucket_mixed_rows, common_shapes, padded
@@ -89,7 +92,7 @@ class Unconstrained:
 
 class CudaBackend:
     """Runs steps of at most `max_tokens` tokens and `max_rows` rows. On device "cpu" the same kernels run in Triton's
-    interpreter: slow, and for tests alone."""
+    interpreter: slow, and for tests alone. `tuned`: a file of measured tilings, by default the store's."""
 
     depth = 1
 
@@ -104,16 +107,16 @@ class CudaBackend:
         quantize: str = "",
         kv: str = "auto",
         prefill_budget: int = 0,
+        properties: DeviceProperties | None = None,
+        tuned: Path | None = None,
     ) -> None:
         self._device = checked_device(device)
-        on_gpu = self._device.type == "cuda"
+        self._properties, on_gpu = properties or device_properties(self._device), self._device.type == "cuda"
         if quantize not in ("", "fp8", "int4"):
             raise ConfigError(f"weights can be quantized to fp8 or int4; got {quantize!r}")
-        if "fp8" in (quantize, kv) and on_gpu and torch.cuda.get_device_capability(self._device) < (8, 9):
-            raise ConfigError(
-                "fp8 needs a GPU of compute capability 8.9 or more: use int4 for weights, int8 for the KV cache"
-            )
-        self.name = torch.cuda.get_device_name(self._device) if on_gpu else "the interpreter"
+        if "fp8" in (quantize, kv) and not self._properties.has_fp8:
+            raise ConfigError("fp8 needs compute capability 8.9 or more: use int4 for weights, int8 for the KV cache")
+        self.name = self._properties.name
         self.device = device
         self._dtype = dtype
         self._quantize = quantize
@@ -126,7 +129,8 @@ class CudaBackend:
         self._step_sizes = max_rows, max_tokens, prefill_budget
         ints = {"dtype": torch.int32, "device": self._device}
         self._memory = Memory(last=torch.zeros(rows + 1, **ints), tokens=torch.zeros(self._sizes.tokens, **ints))
-        self._workspace = Workspace(SplitKScratch.on(self._device), self._sizes.tokens)
+        self._tilings = Tilings.of(self._properties, tuned)
+        self._workspace = Workspace(SplitKScratch.on(self._device), self._sizes.tokens, self._tilings)
         self._chosen = [torch.zeros(self._sizes.tokens, **ints) for _ in range(IN_FLIGHT)]
         self._sampler = DeviceSampler(self._device, rows)
         self._pools = PoolingSums(rows)
@@ -164,7 +168,7 @@ class CudaBackend:
         if program:
             raise ConfigError(f"a GPU runs one program; got program {program}: use --device cpu for several")
         with self._on_device(), self._shortage(f"the workspace of {self._sizes}"):
-            self._program = CudaProgram(model, self._memory, self._sizes, self._device, self._dtype)
+            self._program = CudaProgram(model, self._memory, self._sizes, self._device, self._dtype, self._tilings)
             self._graphs = Graphs(self._program, self._capture)
             self._sampler.reserve(self._program.answer.width)
             self._reserve_inputs(TABLE_WORDS)
@@ -172,11 +176,11 @@ class CudaBackend:
         self._tile_tokens = tokens_per_tile(max([spec.heads // spec.kv_heads for spec in layers], default=1))
 
     def stored_as(self, tensor: Tensor) -> StoredAs:
-        return stored_as(tensor, self._quantize)
+        return stored_as(tensor, self._quantize, self._properties.has_fp8)
 
     def footprint(self, spec: ModelSpec, tensors: Iterable[Tensor]) -> Footprint:
         listed = list(tensors)
-        weights = weight_bytes(listed, self._quantize)
+        weights = weight_bytes(listed, self._quantize, self._properties.has_fp8)
         unpacks = self._quantize == "int4" or any(tensor.format.name in STORED_BITS for tensor in listed)
         workspace = workspace_bytes(spec, self._sizes.tokens, self._sizes.rows, unpacks)
         costs = spec.kv_layers * self._kv_layout.bytes_per_token(spec.attn), spec.state_bytes

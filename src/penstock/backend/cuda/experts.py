@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 import triton
 
+from penstock.backend.cuda.device_properties import INTERPRETER, DeviceProperties
 from penstock.backend.cuda.kernels.expert_gemm import (
     ExpertRows,
     expert_gemm,
@@ -54,12 +55,13 @@ class DenseExperts:
 
     weight: Any  # [experts * rows, width]
     bias: Any | None  # [experts * rows] float32
+    device: DeviceProperties = INTERPRETER
 
     def by_pairs(self, rows: ExpertRows, out: Any, gated: bool = False) -> None:
         expert_gemv(rows, self.weight, self.bias, out, gated)
 
     def by_blocks(self, rows: ExpertRows, permutation: ExpertPermutation, size: int, out: Any) -> None:
-        expert_gemm(rows, permutation, size, self.weight, self.bias, out)
+        expert_gemm(rows, permutation, size, self.weight, self.bias, out, self.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,4 +139,4 @@ def pack_matrices(
         return QuantizedExperts(quantize_int4(values), bias)
     if quantize:
         log_once(workspace, f"experts in {names(formats)} do not become {quantize}: they stay as they are")
-    return DenseExperts(values, bias)
+    return DenseExperts(values, bias, workspace.tilings.device)

@@ -22,23 +22,25 @@ QUANTIZED_BITS = {"fp8": 8.0, "int4": 4.5}  # the same for what plain weights be
 PACKING_OVERHEAD = 1.02  # scales of rows, and matrices rounded up to whole tiles
 
 
-def weight_bytes(tensors: Iterable[Tensor], quantize: str) -> int:
+def weight_bytes(tensors: Iterable[Tensor], quantize: str, has_fp8: bool = True) -> int:
     """Returns the bytes of all packed weights."""
-    return int(sum(tensor_bytes(tensor, quantize) for tensor in tensors))
+    return int(sum(tensor_bytes(tensor, quantize, has_fp8) for tensor in tensors))
 
 
-def tensor_bytes(tensor: Tensor, quantize: str) -> float:
+def tensor_bytes(tensor: Tensor, quantize: str, has_fp8: bool = True) -> float:
     """Returns the bytes of one packed weight."""
-    return (1 if len(tensor.shape) == 1 else PACKING_OVERHEAD) * stored_as(tensor, quantize).bytes(tensor)
+    return (1 if len(tensor.shape) == 1 else PACKING_OVERHEAD) * stored_as(tensor, quantize, has_fp8).bytes(tensor)
 
 
-def stored_as(tensor: Tensor, quantize: str) -> StoredAs:
-    """Returns the format that a GPU stores the tensor in, if plain weights become `quantize`."""
+def stored_as(tensor: Tensor, quantize: str, has_fp8: bool = True) -> StoredAs:
+    """Returns the format that a GPU stores the tensor in, if plain weights become `quantize`. Without FP8 tensor cores
+    (`has_fp8`), FP8 weights become 16 bits."""
     if len(tensor.shape) == 1:
         return StoredAs("F32", 32)
     tensor = as_q8_0(tensor) or tensor
     name = tensor.format.name
-    widened = tensor.role in MLA or (tensor.role in EXPERTS and (name == "F8_E4M3" or tensor.scales is not None))
+    widened = tensor.role in MLA or (name == "F8_E4M3" and not has_fp8)
+    widened |= tensor.role in EXPERTS and (name == "F8_E4M3" or tensor.scales is not None)
     if name in STORED_BITS and not widened:
         return StoredAs(name, STORED_BITS[name])
     if quantize and name in PLAIN and may_quantize(tensor, quantize, "cuda"):

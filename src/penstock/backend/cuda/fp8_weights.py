@@ -4,30 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 
 from penstock.backend.base import Floats
-from penstock.backend.cuda import quantized_tilings as tilings
 from penstock.backend.cuda.kernels import hopper_gemm, quant_gemm_small
 from penstock.backend.cuda.kernels.fp8 import Fp8Weight, cublas_fp8_gemm, empty_fp8, fp8_gemm_small, gather_fp8
 from penstock.backend.cuda.kernels.fp8_activations import Fp8Activations, quantize_activations
-from penstock.backend.cuda.kernels.fp8_blocks import (
-    COLUMNS,
-    Fp8BlockWeight,
-    Tiling,
-    fp8_block_gemm,
-    gather_fp8_blocks,
-)
+from penstock.backend.cuda.kernels.fp8_blocks import COLUMNS, Fp8BlockWeight, fp8_block_gemm, gather_fp8_blocks
 from penstock.backend.cuda.kernels.fp8_gemm import fp8_gemm
 from penstock.backend.cuda.kernels.silu_and_mul import act_and_mul
 from penstock.backend.cuda.quant_blocks import COLUMNS as TILE_COLUMNS
 from penstock.backend.cuda.quant_blocks import ROWS
+from penstock.backend.cuda.quantized_tilings import FP8_GEMM_ROWS, SMALL_GEMM_ROWS
 from penstock.backend.cuda.quantized_weights import Workspace
-from penstock.backend.cuda.tilings import hopper_gemm_tiling
 from penstock.backend.cuda.transfer import Transfer
 from penstock.model.tensor import Tensor
 
@@ -59,12 +51,12 @@ class RowScaledFp8(Fp8Matrix):
     weight: Fp8Weight
 
     def takes_fp8(self, count: int) -> bool:
-        return self.workspace.has_hopper_gemm or count > tilings.SMALL_GEMM_ROWS
+        return self.workspace.has_hopper_gemm or count > SMALL_GEMM_ROWS
 
     def product(self, x: Any, out: Any) -> None:
         if isinstance(x, Fp8Activations):
             self._multiply(x, out)
-        elif len(x) > tilings.SMALL_GEMM_ROWS:
+        elif len(x) > SMALL_GEMM_ROWS:
             self._multiply(self.workspace.quantize(x.bfloat16()), out)
         else:
             fp8_gemm_small(x.bfloat16(), self.weight, self.bias, out, tiling=self._small_gemm_tiling(len(x)))
@@ -75,7 +67,7 @@ class RowScaledFp8(Fp8Matrix):
             self._hopper_gemm(x, rows, gated=True)
             if fp8_out:
                 quantize_activations(rows, *fp8_out)
-        elif isinstance(x, Fp8Activations) or len(x) > tilings.SMALL_GEMM_ROWS or out.shape[1] % ROWS:
+        elif isinstance(x, Fp8Activations) or len(x) > SMALL_GEMM_ROWS or out.shape[1] % ROWS:
             self.product(x, scratch)
             act_and_mul(scratch, out, fp8_out)
         else:
@@ -89,8 +81,8 @@ class RowScaledFp8(Fp8Matrix):
         count = len(x.values)
         if self._uses_hopper_gemm(x):
             self._hopper_gemm(x, out)
-        elif count <= tilings.FP8_GEMM_ROWS or out.dtype != torch.bfloat16:
-            tiling = tilings.fp8_gemm_tiling(count, self.rows, self.width)
+        elif count <= FP8_GEMM_ROWS or out.dtype != torch.bfloat16:
+            tiling = self.workspace.tilings.fp8_gemm(count, self.rows, self.width)
             fp8_gemm(*x, self.weight, self.bias, out, tiling, self.workspace.scratch)
         else:
             cublas_fp8_gemm(*x, self.weight, self.bias, out)
@@ -100,12 +92,12 @@ class RowScaledFp8(Fp8Matrix):
 
     def _hopper_gemm(self, x: Fp8Activations, out: Any, gated: bool = False) -> None:
         weight, scratch = self.weight, self.workspace.scratch
-        tiling = hopper_gemm_tiling(len(x.values), out.shape[1], self.width, 1, gated)
+        tiling = self.workspace.tilings.hopper_gemm(len(x.values), out.shape[1], self.width, 1, gated)
         scales = {"scales": weight.scales, "item_scales": x.scales}
         hopper_gemm.hopper_gemm(x.values, weight.values, self.bias, out, tiling, scratch, gated=gated, **scales)
 
     def _small_gemm_tiling(self, count: int, gated: bool = False) -> quant_gemm_small.Tiling:
-        return tilings.small_gemm_tiling("float8", count, self.rows, self.width, gated)
+        return self.workspace.tilings.small_gemm("float8", count, self.rows, self.width, gated)
 
 
 @dataclass(slots=True)
@@ -115,7 +107,7 @@ class BlockScaledFp8(Fp8Matrix):
     weight: Fp8BlockWeight
 
     def takes_fp8(self, count: int) -> bool:
-        return count > tilings.SMALL_GEMM_ROWS
+        return count > SMALL_GEMM_ROWS
 
     def product(self, x: Any, out: Any) -> None:
         scales = None
@@ -123,7 +115,7 @@ class BlockScaledFp8(Fp8Matrix):
             x = self.workspace.quantize(x.bfloat16())
         if isinstance(x, Fp8Activations):
             x, scales = x
-        tiling = block_tiling(len(x), self.rows, self.width)
+        tiling = self.workspace.tilings.fp8_block_gemm(len(x), self.rows, self.width)
         fp8_block_gemm(
             x.bfloat16() if scales is None else x, scales, self.weight, self.bias, out, tiling, self.workspace.scratch
         )
@@ -134,15 +126,6 @@ class BlockScaledFp8(Fp8Matrix):
 
     def gather(self, tokens: Any, out: Any) -> None:
         gather_fp8_blocks(self.weight, tokens, out)
-
-
-@lru_cache(maxsize=4096)
-def block_tiling(count: int, rows: int, width: int) -> Tiling:
-    """Returns a tiling that is not tuned: it follows those of the other FP8 kernels."""
-    items = 16 if count <= 16 else tilings.block_of(count)
-    tall = 128 if count > 128 else 64
-    split = tilings.split_of(count, rows, width, tall, items, tilings.PROGRAMS_FLOAT8)
-    return Tiling(tall, items, split, 8 if tall == 128 else 4, 4)
 
 
 def pack_fp8(

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from penstock.backend.cuda.device_tilings import Tilings
 from penstock.backend.cuda.experts import compute_experts
 from penstock.backend.cuda.inputs import DeviceInputs
 from penstock.backend.cuda.kernels import delta_rule, norm
@@ -21,8 +22,8 @@ from penstock.backend.cuda.kernels.decode_attention import Rotation, decode_atte
 from penstock.backend.cuda.kernels.expert_routing import ExpertPermutation
 from penstock.backend.cuda.kernels.fp8_activations import Fp8Activations, fp8_view
 from penstock.backend.cuda.kernels.gather_rows import gather_rows, resolve_tokens
-from penstock.backend.cuda.kernels.mla_attention import mla_decode, mla_prefill, store_mla_kv
-from penstock.backend.cuda.kernels.prefill_attention import prefill_attention
+from penstock.backend.cuda.kernels.mla_attention import PREFILL_TILING, mla_decode, mla_prefill, store_mla_kv
+from penstock.backend.cuda.kernels.prefill_attention import prefill_attention, queries_per_tile
 from penstock.backend.cuda.kernels.rope import rope_and_store
 from penstock.backend.cuda.kernels.silu_and_mul import act_and_mul as act_and_mul_kernel
 from penstock.backend.cuda.kv_cache import LayerCache
@@ -64,6 +65,7 @@ class Context:
 
     memory: Memory
     device: torch.device
+    tilings: Tilings
     _frequencies: dict[tuple[float, ...], Any] = field(default_factory=dict)
     _permutations: dict[tuple[int, int], ExpertPermutation] = field(default_factory=dict)  # by (experts, top_k)
 
@@ -212,17 +214,20 @@ def attend(
 ) -> None:
     rope, step = spec.rope, step.of(context.memory.groups[layer])
     (cache, scales), rotation = context.memory.caches[layer], None
+    sizes, tilings = (spec.head_dim, qkv.element_size()), context.tilings
     if len(step.tiles):
         rope_options = frequencies, rope.scale, len(rope.inv_freq), rope.interleaved
         rope_and_store(qkv, *rope_options, step.positions, step.places, cache, scales)
         places = step.tiles, step.tables, step.header
-        prefill_attention(qkv, cache, *places, out, spec.scale, scales=scales, causal=causal, **options)
+        tiling = tilings.prefill_attention(queries_per_tile(spec.heads // spec.kv_heads), *sizes)
+        how = {"scales": scales, "tiling": tiling, **options}
+        prefill_attention(qkv, cache, *places, out, spec.scale, causal=causal, **how)
     else:
         rotation = Rotation(frequencies, step.places, rope.scale, len(rope.inv_freq), rope.interleaved)
     if len(step.splits):
         places = step.splits, step.tables, step.header
-        split_kv = context.memory.split_kv
-        decode_attention(qkv, cache, *places, out, split_kv, rotation, spec.scale, scales=scales, **options)
+        how = {"scales": scales, "tiling": tilings.decode_attention(len(out), *sizes), **options}
+        decode_attention(qkv, cache, *places, out, context.memory.split_kv, rotation, spec.scale, **how)
 
 
 def attend_mla(
@@ -244,7 +249,8 @@ def attend_mla(
     store_mla_kv(q, kv, gain, eps, *rotation, step.positions, step.places, cache, scales)
     tables = step.tables, step.header, out
     if len(step.tiles):
-        mla_prefill(q, cache, step.tiles, *tables, spec.v_dim, spec.scale, scales)
+        tiling = context.tilings.mla_prefill(PREFILL_TILING[0], cache.shape[2], q.element_size())
+        mla_prefill(q, cache, step.tiles, *tables, spec.v_dim, spec.scale, scales, tiling)
     if len(step.splits):
         mla_decode(q, cache, step.splits, *tables, context.memory.split_kv, spec.v_dim, spec.scale, scales)
 

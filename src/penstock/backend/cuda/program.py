@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from penstock.backend.base import Model
+from penstock.backend.cuda.device_tilings import Tilings
 from penstock.backend.cuda.inputs import SPARE_SPLITS, DeviceInputs
 from penstock.backend.cuda.kernels.decode_attention import SplitKV
 from penstock.backend.cuda.launchers import CAPABILITIES, Context, Memory, bind
@@ -34,14 +35,20 @@ class CudaProgram:
     """Holds a model's launches and the buffers of their values."""
 
     def __init__(
-        self, model: Model, memory: Memory, sizes: StepSizes, device: torch.device, dtype: torch.dtype
+        self,
+        model: Model,
+        memory: Memory,
+        sizes: StepSizes,
+        device: torch.device,
+        dtype: torch.dtype,
+        tilings: Tilings,
     ) -> None:
         self.recorded = record(model, CAPABILITIES)
         self.answer = self.recorded.answer
         self.layers = self.recorded.attention_layers
         memory.states = RecurrentStates(self.recorded.recurrent_layers, sizes.rows, sizes.tokens, device)
         self._sampling = self.recorded.first_sampled
-        context = Context(memory, device)
+        context = Context(memory, device, tilings)
         launches = [bind(node, context) for node in self.recorded.nodes]
         self._launches: list[Launch] = list(zip(launches, self.recorded.places, strict=True))
         self._buffers = [

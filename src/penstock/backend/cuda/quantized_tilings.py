@@ -1,12 +1,11 @@
-"""Chooses which kernel multiplies rows with a quantized matrix, and its tiling. The tables were found on an H200
-(bench/gpu/products.py --tune).
+"""Chooses tilings of products with quantized matrices. They were found on an H200 (bench/gpu/products.py --tune); other
+GPUs get as many programs as they have multiprocessors for, and as many stages as fit their shared memory.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
-
-from penstock.backend.cuda.kernels import quant_gemm, quant_gemm_small, quant_gemv
+from penstock.backend.cuda.device_properties import DeviceProperties
+from penstock.backend.cuda.kernels import fp8_blocks, quant_gemm, quant_gemm_small, quant_gemv
 from penstock.backend.cuda.kernels.split_k import MAX_PARTIALS
 from penstock.backend.cuda.quant_blocks import COLUMNS
 
@@ -14,8 +13,6 @@ SMALL_GEMM_ROWS = 16  # rows up to which the matrix is read at the speed of memo
 QUANT_GEMM_ROWS = 256  # rows up to which a quantized matrix's values are not written out
 FP8_GEMM_ROWS = 128  # rows up to which the library is slower
 TALL = 16384  # rows of a matrix that fill the device by themselves
-PROGRAMS = 400  # three for each multiprocessor
-PROGRAMS_FLOAT8 = 264
 
 Tilings = dict[str, tuple[int, int, int]]  # by shape: warps, steps, tiles
 
@@ -34,6 +31,7 @@ SMALL_GEMM_TILINGS: dict[tuple[str, int], Tilings] = {
 
 
 def shape_of(rows: int, width: int) -> str:
+    """Returns the kind of shape by which tilings are listed."""
     if rows >= TALL:
         return "tall"
     if width > 2 * rows:
@@ -41,21 +39,24 @@ def shape_of(rows: int, width: int) -> str:
     return "small" if rows <= 4096 else "other"
 
 
-@lru_cache(maxsize=4096)
 def small_gemm_tiling(kind: str, count: int, rows: int, width: int, gated: bool = False) -> quant_gemm_small.Tiling:
+    """Returns the tiling for up to SMALL_GEMM_ROWS rows. Values stay in registers, so it suits every GPU."""
     most = 4 if count <= 4 else 8 if count <= 8 else 16
     warps, steps, tiles = SMALL_GEMM_TILINGS[kind, most][shape_of(rows, width)]
-    across = 1 << (-(-width // COLUMNS) - 1).bit_length()  # tiles of a narrow matrix
-    steps = min(steps, max(across // warps, 1))
-    return quant_gemm_small.Tiling(min(warps, across), steps, max(tiles, 2) if gated else tiles)
+    return narrowed(quant_gemm_small.Tiling(warps, steps, max(tiles, 2) if gated else tiles), width)
 
 
-@lru_cache(maxsize=4096)
+def narrowed(tiling: quant_gemm_small.Tiling, width: int) -> quant_gemm_small.Tiling:
+    """Returns the tiling with no more warps and steps than a narrow matrix has tiles."""
+    across = 1 << (-(-width // COLUMNS) - 1).bit_length()
+    steps = min(tiling.steps, max(across // tiling.warps, 1))
+    return tiling._replace(warps=min(tiling.warps, across), steps=steps)
+
+
 def quant_gemv_tiling(
     groups: int, rows: int, width: int, gated: bool = False, table: bool = False
 ) -> quant_gemv.Tiling:
-    """Returns the tiling for one row of x and a matrix of so many groups in a tile. `table`: its values come from a
-    table, which takes many registers."""
+    """Returns the tiling for one row and a matrix with so many groups in a tile. A `table` takes many registers."""
     across = -(-width * groups // (8 * COLUMNS))  # blocks
     if gated or (rows >= TALL and groups < 4):
         warps, blocks, tiles, ahead = 2 if rows >= TALL else 8, 1, 2, 1
@@ -69,29 +70,53 @@ def quant_gemv_tiling(
     return quant_gemv.Tiling(warps, 1 if table else blocks, tiles, ahead)
 
 
-@lru_cache(maxsize=4096)
-def quant_gemm_tiling(count: int, rows: int, width: int) -> quant_gemm.Tiling:
+def quant_gemm_tiling(device: DeviceProperties, count: int, rows: int, width: int) -> quant_gemm.Tiling:
+    """Returns a tiling with about three programs on each multiprocessor."""
     block = max(block_of(count), 64)
-    split = split_of(count, rows, width, 64, block, PROGRAMS)
+    split = split_of(count, rows, width, 64, block, -(-3 * device.sm_count // 16) * 16)
     programs = -(-rows // 64) * -(-count // block) * split
-    return quant_gemm.Tiling(4, block, 1, split, 4, 4 if programs <= 264 or block <= 64 else 3)
+    tiling = quant_gemm.Tiling(4, block, 1, split, 4, 4 if programs <= 2 * device.sm_count or block <= 64 else 3)
+    return tiling._replace(stages=device.stages_that_fit(tiling.stages, gemm_stage(tiling, 2)))
 
 
-@lru_cache(maxsize=4096)
-def fp8_gemm_tiling(count: int, rows: int, width: int) -> quant_gemm.Tiling:
+def fp8_gemm_tiling(device: DeviceProperties, count: int, rows: int, width: int) -> quant_gemm.Tiling:
+    """Returns a tiling with about two programs on each multiprocessor."""
     block = block_of(count)
     if rows >= TALL:
-        return quant_gemm.Tiling(8, block, 2, 1, 8 if block > 64 else 4, 4)
-    split = split_of(count, rows, width, 64, block, PROGRAMS_FLOAT8)
-    return quant_gemm.Tiling(4, block, 2, split, 4, 4) if block > 64 else quant_gemm.Tiling(4, block, 4, split, 4, 3)
+        tiling = quant_gemm.Tiling(8, block, 2, 1, 8 if block > 64 else 4, 4)
+    else:
+        split = split_of(count, rows, width, 64, block, 2 * device.sm_count)
+        steps, stages = (2, 4) if block > 64 else (4, 3)
+        tiling = quant_gemm.Tiling(4, block, steps, split, 4, stages)
+    return tiling._replace(stages=device.stages_that_fit(tiling.stages, gemm_stage(tiling, 1)))
+
+
+def gemm_stage(tiling: quant_gemm.Tiling, itemsize: int) -> int:
+    """Returns the bytes of one stage: a tile of the matrix and one of the rows, of so many bytes for each value."""
+    return (16 * tiling.tiles + tiling.rows) * 64 * tiling.steps * itemsize
+
+
+def fp8_block_gemm_tiling(device: DeviceProperties, count: int, rows: int, width: int) -> fp8_blocks.Tiling:
+    """Returns a tiling that is not tuned: it follows those of the other FP8 kernels."""
+    items = 16 if count <= 16 else block_of(count)
+    tall = 128 if count > 128 else 64
+    split = split_of(count, rows, width, tall, items, 2 * device.sm_count)
+    tiling = fp8_blocks.Tiling(tall, items, split, 8 if tall == 128 else 4, 4)
+    return tiling._replace(stages=device.stages_that_fit(tiling.stages, fp8_block_stage(tiling, count)))
+
+
+def fp8_block_stage(tiling: fp8_blocks.Tiling, count: int) -> int:
+    """Returns the bytes of one stage. Up to SMALL_GEMM_ROWS rows are not quantized: they have 16 bits."""
+    return (tiling.rows + tiling.items * (2 if count <= SMALL_GEMM_ROWS else 1)) * fp8_blocks.COLUMNS
 
 
 def block_of(count: int) -> int:
+    """Returns how many rows one program takes."""
     return 32 if count <= 32 else 64 if count <= 64 else 128
 
 
 def split_of(count: int, rows: int, width: int, tile: int, block: int, programs: int) -> int:
-    """A power of two: enough programs, each with enough to do, that leave each other no more than there is room for."""
+    """Returns a power of two: enough programs, each with enough to do, whose partial sums fit the scratch memory."""
     blocks = -(-rows // tile) * -(-count // block)
     most = max(min(programs // blocks, 8, width // 512, MAX_PARTIALS // (count * rows)), 1)
     return 1 << (most.bit_length() - 1)

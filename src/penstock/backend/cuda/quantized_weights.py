@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from penstock.backend.cuda import quantized_tilings as tilings
-from penstock.backend.cuda.kernels import hopper_gemm, quant_gemm, quant_gemm_small, quant_gemv
+from penstock.backend.cuda.device_tilings import Tilings
+from penstock.backend.cuda.kernels import quant_gemm, quant_gemm_small, quant_gemv
 from penstock.backend.cuda.kernels.cublas import cublas_gemm
 from penstock.backend.cuda.kernels.dequantize import dequantize_matrix, dequantize_rows
 from penstock.backend.cuda.kernels.fp8_activations import Fp8Activations, fp8_view, quantize_activations
@@ -18,6 +18,7 @@ from penstock.backend.cuda.kernels.silu_and_mul import act_and_mul
 from penstock.backend.cuda.kernels.split_k import SplitKScratch
 from penstock.backend.cuda.pack_quantized import QuantizedWeight
 from penstock.backend.cuda.quant_blocks import ROWS
+from penstock.backend.cuda.quantized_tilings import QUANT_GEMM_ROWS, SMALL_GEMM_ROWS
 from penstock.backend.cuda.transfer import Transfer
 
 
@@ -25,17 +26,18 @@ class Workspace:
     """Holds memory that products of many rows share. It is reserved while weights are packed, for steps of at most
     `tokens` rows."""
 
-    def __init__(self, scratch: SplitKScratch, tokens: int) -> None:
+    def __init__(self, scratch: SplitKScratch, tokens: int, tilings: Tilings) -> None:
         self.scratch = scratch
+        self.tilings = tilings
         self.transfer = Transfer(scratch.partials.device)  # of weights that are being packed
-        self.has_hopper_gemm = hopper_gemm.available(scratch.partials.device)
+        self.has_hopper_gemm = tilings.device.has_hopper_gemm
         self.logged: set[str] = set()  # messages about weights: each is logged once
         self._tokens = tokens
         self._bytes = torch.empty(0, dtype=torch.uint8, device=scratch.partials.device)
 
     def reserve_values(self, rows: int, width: int) -> None:
         """Reserves room for a matrix in bfloat16, if steps are long enough to need it."""
-        if self._tokens > tilings.QUANT_GEMM_ROWS:
+        if self._tokens > QUANT_GEMM_ROWS:
             self._reserve(2 * rows * width)
 
     def reserve_activations(self, width: int) -> None:
@@ -90,9 +92,9 @@ class QuantizedMatrix:
 
     def gated(self, x: Any, out: Any, scratch: Any, fp8_out: Fp8Activations | None = None) -> None:
         part = self.parts[0]
-        fits = len(self.parts) == 1 and len(x) <= tilings.SMALL_GEMM_ROWS and out.shape[1] % ROWS == 0
+        fits = len(self.parts) == 1 and len(x) <= SMALL_GEMM_ROWS and out.shape[1] % ROWS == 0
         if not fp8_out and fits and part.factor == 1:
-            quant_gemm_few_rows(x.bfloat16(), part, self.bias, out, gated=True)
+            quant_gemm_few_rows(x.bfloat16(), part, self.bias, out, self.workspace.tilings, gated=True)
         else:
             self.product(x, scratch)
             act_and_mul(scratch, out, fp8_out)
@@ -112,29 +114,29 @@ class QuantizedMatrix:
 
     def _multiply(self, x: Any, part: QuantizedWeight, bias: Any | None, out: Any) -> None:
         count, width = x.shape
-        if count <= tilings.SMALL_GEMM_ROWS:
-            quant_gemm_few_rows(x, part, bias, out)
-        elif count <= tilings.QUANT_GEMM_ROWS:
-            quant_gemm.quant_gemm(
-                x, part, bias, out, tilings.quant_gemm_tiling(count, part.rows, width), self.workspace.scratch
-            )
+        if count <= SMALL_GEMM_ROWS:
+            quant_gemm_few_rows(x, part, bias, out, self.workspace.tilings)
+        elif count <= QUANT_GEMM_ROWS:
+            tiling = self.workspace.tilings.quant_gemm(count, part.rows, width)
+            quant_gemm.quant_gemm(x, part, bias, out, tiling, self.workspace.scratch)
         else:
             values = self.workspace.values(part.rows, width)
             dequantize_matrix(part, values)
             cublas_gemm(x, values, bias, out)
 
 
-def quant_gemm_few_rows(x: Any, part: QuantizedWeight, bias: Any | None, out: Any, gated: bool = False) -> None:
+def quant_gemm_few_rows(
+    x: Any, part: QuantizedWeight, bias: Any | None, out: Any, tilings: Tilings, gated: bool = False
+) -> None:
     """Multiplies up to SMALL_GEMM_ROWS rows with a quantized matrix."""
     (count, width), coding = x.shape, part.coding
     if count == 1 and coding.groups > 1:
-        tiling = tilings.quant_gemv_tiling(coding.groups, part.rows, width, gated, len(coding.table) > 8)
+        tiling = tilings.quant_gemv(coding.groups, part.rows, width, gated, len(coding.table) > 8)
         quant_gemv.quant_gemv(x, part, bias, out, gated=gated, tiling=tiling)
     else:
         kind = "4 bits" if coding.bits == 4 else "more bits"
-        quant_gemm_small.quant_gemm_small(
-            x, part, bias, out, gated=gated, tiling=tilings.small_gemm_tiling(kind, count, part.rows, width, gated)
-        )
+        small = tilings.small_gemm(kind, count, part.rows, width, gated)
+        quant_gemm_small.quant_gemm_small(x, part, bias, out, gated=gated, tiling=small)
 
 
 def stack(parts: Sequence[QuantizedWeight]) -> tuple[QuantizedWeight, ...]:

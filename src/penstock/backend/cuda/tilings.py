@@ -1,14 +1,15 @@
-"""Chooses the tiling of a product; the tables were found on an H200 (bench/cuda.py --cells tune)."""
+"""Chooses tilings of products with plain values, and of attention. They were found on an H200 (bench/cuda.py --cells
+tune); other GPUs get as many programs as they have multiprocessors for, and as many stages as fit their shared memory.
+"""
 
 from __future__ import annotations
 
-from functools import lru_cache
+from typing import NamedTuple
 
+from penstock.backend.cuda.device_properties import DeviceProperties
 from penstock.backend.cuda.kernels import gemv, hopper_gemm, skinny_gemm
 from penstock.backend.cuda.kernels.split_k import MAX_SPLIT
 
-MULTIPROCESSORS = 132
-PROGRAMS = 2 * MULTIPROCESSORS
 SKINNY_ROWS = 32  # rows beyond which the library's product is the faster one
 SKINNY_GATED_ROWS = 64
 HOPPER_GEMM_ROWS = (
@@ -16,35 +17,90 @@ HOPPER_GEMM_ROWS = (
     64,
 )  # rows of 16 bits for which hopper_gemm.py is the fastest: where it makes the gate, or a matrix is tall
 TALL = 16384  # rows of a matrix
+WIDE_HEAD = 128  # dimensions of a head: beyond, shared memory and registers hold less
+QUERIES = 16  # of one KV head in decode attention, padded
+SHORTEST_TILE = 16  # positions: the tensor cores take no fewer
 
 
-@lru_cache(maxsize=1024)
 def gemv_tiling(rows: int, width: int) -> gemv.Tiling:
+    """Returns the tiling of a product with one row, which uses no shared memory but for its sums."""
     lines, warps = (4, 4) if rows <= 4096 else (1, 4) if rows <= 8192 else (2, 2)
     return gemv.Tiling(lines, min(1024, 1 << (width - 1).bit_length()), warps)
 
 
-@lru_cache(maxsize=4096)
-def skinny_tiling(count: int, rows: int, width: int, itemsize: int, gated: bool = False) -> skinny_gemm.Tiling | None:
-    """None: the library's product is faster. Wider values come fewer at a time: all stages share 227 kB."""
+def skinny_tiling(
+    device: DeviceProperties, count: int, rows: int, width: int, itemsize: int, gated: bool = False
+) -> skinny_gemm.Tiling | None:
+    """Returns None where cuBLAS is faster. Wider values come fewer at a time: all stages share the shared memory."""
     if count > (SKINNY_GATED_ROWS if gated else SKINNY_ROWS):
         return None
     tiles = -(-rows // (128 if gated else 64))
-    split = max(min(PROGRAMS // tiles, MAX_SPLIT, width // 512), 1)
-    return skinny_gemm.Tiling(64, 256 // itemsize, split, 4, 4 if count > 16 or gated else 5)
+    split = max(min(2 * device.sm_count // tiles, MAX_SPLIT, width // 512), 1)
+    tiling = skinny_gemm.Tiling(64, 256 // itemsize, split, 4, 4 if count > 16 or gated else 5)
+    return tiling._replace(stages=device.stages_that_fit(tiling.stages, skinny_stage(tiling, count, itemsize, gated)))
 
 
-@lru_cache(maxsize=4096)
-def hopper_gemm_tiling(count: int, rows: int, width: int, itemsize: int, gated: bool = False) -> hopper_gemm.Tiling:
-    """Several programs for each line of tiles of a small matrix; of a large one, two on each multiprocessor, or one
-    where a program needs more than half of the shared memory."""
+def skinny_stage(tiling: skinny_gemm.Tiling, count: int, itemsize: int, gated: bool = False) -> int:
+    """Returns the bytes of one stage: a tile of the matrix (two of a gated one) and the columns of all rows."""
+    items = max(1 << (count - 1).bit_length(), 16)
+    return (tiling.rows * (2 if gated else 1) + items) * tiling.width * itemsize
+
+
+def hopper_gemm_tiling(
+    device: DeviceProperties, count: int, rows: int, width: int, itemsize: int, gated: bool = False
+) -> hopper_gemm.Tiling:
+    """Returns a tiling with several programs for each line of tiles of a small matrix; for a large one, two on each
+    multiprocessor, or one where a program needs more than half of the shared memory."""
     tiles = -(-rows // (hopper_gemm.HALF if gated else 2 * hopper_gemm.HALF))
     steps = hopper_gemm.steps_of(width, itemsize)
     items = hopper_gemm.items_of(count)
     stage = (2 * hopper_gemm.HALF + items) * hopper_gemm.LINE
-    split = max(s for s in (1, 2, 4, 8) if s == 1 or (tiles * s <= MULTIPROCESSORS and steps % s == 0))
-    lines = -(-tiles // MULTIPROCESSORS) if items > 64 else 2 if tiles > 2 * PROGRAMS else 1
-    alone = -(-tiles // lines) * split <= MULTIPROCESSORS
+    split = max(s for s in (1, 2, 4, 8) if s == 1 or (tiles * s <= device.sm_count and steps % s == 0))
+    lines = -(-tiles // device.sm_count) if items > 64 else 2 if tiles > 4 * device.sm_count else 1
+    alone = -(-tiles // lines) * split <= device.sm_count
     return hopper_gemm.Tiling(
         split, lines, min(200_000 // stage, 8) if alone else (hopper_gemm.SHARED - 256 * items) // stage
     )
+
+
+class AttentionTiling(NamedTuple):
+    """Says how a program of attention goes through a context."""
+
+    tile: int  # positions at a time
+    warps: int
+    stages: int
+
+
+def prefill_attention_tiling(device: DeviceProperties, queries: int, dims: int, itemsize: int) -> AttentionTiling:
+    """Returns the tiling for `queries` pairs of token and head, and heads of `dims` dimensions."""
+    tiling = AttentionTiling(64, 8, 3 if dims <= WIDE_HEAD else 2)
+    return fitting(device, tiling, queries * padded(dims) * itemsize, 2 * padded(dims) * itemsize)
+
+
+def decode_attention_tiling(device: DeviceProperties, rows: int, dims: int, itemsize: int) -> AttentionTiling:
+    """Returns the tiling for steps of so many rows; few warps have no registers for wide heads."""
+    tiling = AttentionTiling(64, 4 if rows == 1 or dims > WIDE_HEAD else 2, 2)
+    return fitting(device, tiling, QUERIES * padded(dims) * itemsize, 2 * padded(dims) * itemsize)
+
+
+def mla_prefill_tiling(device: DeviceProperties, queries: int, dims: int, itemsize: int) -> AttentionTiling:
+    """Returns the tiling of latent attention, whose keys hold the values."""
+    return fitting(device, AttentionTiling(32, 8, 2), queries * dims * itemsize, dims * itemsize)
+
+
+def padded(dims: int) -> int:
+    """Returns how many dimensions a head has in a tile."""
+    return max(1 << (dims - 1).bit_length(), 16)
+
+
+def fitting(
+    device: DeviceProperties, tiling: AttentionTiling, query_bytes: int, position_bytes: int
+) -> AttentionTiling:
+    """Returns the tiling with fewer stages, then with fewer positions, until queries, keys and values fit. The estimate
+    is cautious (queries may be in registers), so tilings that were measured stay as they are."""
+    if device.is_tuned:
+        return tiling
+    while tiling.tile > SHORTEST_TILE and query_bytes + tiling.tile * position_bytes > device.shared_memory:
+        tiling = tiling._replace(tile=tiling.tile // 2)
+    stages = device.stages_that_fit(tiling.stages, tiling.tile * position_bytes, query_bytes)
+    return tiling._replace(stages=stages)

@@ -27,7 +27,7 @@ from penstock.backend.cuda.pack_quantized import SPLIT, QuantizedWeight, quantiz
 from penstock.backend.cuda.pack_quantized import pack as pack_codes
 from penstock.backend.cuda.quant_blocks import COLUMNS
 from penstock.backend.cuda.quantized_weights import QuantizedMatrix, Workspace, stack
-from penstock.backend.cuda.tilings import HOPPER_GEMM_ROWS, TALL, gemv_tiling, hopper_gemm_tiling, skinny_tiling
+from penstock.backend.cuda.tilings import HOPPER_GEMM_ROWS, TALL
 from penstock.backend.cuda.transfer import Transfer
 from penstock.backend.quantize_at_load import may_quantize
 from penstock.model.dequantize import dequantize
@@ -83,20 +83,22 @@ class DenseMatrix:
 
     def product(self, x: Any, out: Any) -> None:
         if len(x) == 1:
-            gemv(x, self.weight, self.bias, out, tiling=gemv_tiling(self.rows, self.width))
+            gemv(x, self.weight, self.bias, out, tiling=self.workspace.tilings.gemv(self.rows, self.width))
         elif self._uses_hopper_gemm(x) and self.rows >= TALL:
             self._hopper_gemm(x, out)
-        elif tiling := skinny_tiling(len(x), self.rows, self.width, x.element_size()):
+        elif tiling := self.workspace.tilings.skinny(len(x), self.rows, self.width, x.element_size()):
             skinny_gemm(x, self.weight, self.bias, out, tiling, self.workspace.scratch)
         else:
             cublas_gemm(x, self.weight, self.bias, out)
 
     def gated(self, x: Any, out: Any, scratch: Any, fp8_out: Fp8Activations | None = None) -> None:
         if len(x) == 1:
-            gemv(x, self.weight, self.bias, out, gated=True, tiling=gemv_tiling(self.rows, self.width))
+            gemv(x, self.weight, self.bias, out, gated=True, tiling=self.workspace.tilings.gemv(self.rows, self.width))
         elif not fp8_out and self._uses_hopper_gemm(x):
             self._hopper_gemm(x, out, gated=True)
-        elif not fp8_out and (tiling := skinny_tiling(len(x), self.rows, self.width, x.element_size(), gated=True)):
+        elif not fp8_out and (
+            tiling := self.workspace.tilings.skinny(len(x), self.rows, self.width, x.element_size(), gated=True)
+        ):
             skinny_gemm(x, self.weight, self.bias, out, tiling, self.workspace.scratch, gated=True)
         else:
             cublas_gemm(x, self.weight, self.bias, scratch)
@@ -107,7 +109,7 @@ class DenseMatrix:
         return self.workspace.has_hopper_gemm and aligned and HOPPER_GEMM_ROWS[0] <= len(x) <= HOPPER_GEMM_ROWS[1]
 
     def _hopper_gemm(self, x: Any, out: Any, gated: bool = False) -> None:
-        tiling = hopper_gemm_tiling(len(x), out.shape[1], self.width, 2, gated)
+        tiling = self.workspace.tilings.hopper_gemm(len(x), out.shape[1], self.width, 2, gated)
         hopper_gemm(x, self.weight, self.bias, out, tiling, self.workspace.scratch, gated=gated)
 
     def gather(self, tokens: Any, out: Any) -> None:
@@ -133,7 +135,8 @@ def pack(
     if dtype.itemsize == 2 and formats <= SPLIT.keys() and None not in map(factor_of, parts):
         log_growth(parts, workspace)
         return QuantizedMatrix(stack([packed(part, workspace.transfer) for part in parts]), vector, workspace)
-    if dtype.itemsize == 2 and formats == {"F8_E4M3"} and (weight := pack_fp8(parts, vector, device, workspace)):
+    reads_fp8 = dtype.itemsize == 2 and workspace.tilings.device.has_fp8
+    if reads_fp8 and formats == {"F8_E4M3"} and (weight := pack_fp8(parts, vector, device, workspace)):
         return weight
     if dtype.itemsize == 2 and not formats <= PLAIN.keys():
         size = f"{dtype.itemsize} bytes for each value"

@@ -21,8 +21,9 @@ from types import TracebackType
 from typing import BinaryIO, Concatenate, NamedTuple, NoReturn, ParamSpec, Self, TypeVar
 from urllib.parse import quote
 
+from penstock.config import home
 from penstock.errors import ConfigError, StorageFailed
-from penstock.store.paths import home, locked
+from penstock.store.paths import locked
 
 P = ParamSpec("P")
 T = TypeVar("T")

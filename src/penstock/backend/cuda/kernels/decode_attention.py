@@ -35,9 +35,7 @@ from penstock.backend.cuda.kernels.rope import rotation_of
 
 __all__ = ["AttentionOptions", "Rotation", "SplitKV", "decode_attention", "sink_of"]
 
-ALONE = 64, 4, 2  # positions at a time, warps, stages: for one row
-MORE = 64, 2, 2
-WIDE = 128  # dimensions of a head: more do not fit the registers of few warps
+TILING = 64, 4, 2  # positions at a time, warps, stages
 KV8 = 2, 2  # warps, groups of 16 positions for each at a time: over 8 bits
 
 
@@ -226,13 +224,12 @@ def _join(
     store_mix(out, token * SHAPE.heads + head, d, mix, total, (query < GROUP)[:, None] & (d < DIMS)[None, :], DIMS)
 
 
-def tiling_of(shape: KvShape, rows: int, kv8: bool) -> tuple[tuple[int, int, int, int], int]:
-    """Returns queries, tile, warps and groups for so many rows, and how many stages they take. Over 8 bits
-    decode_attention_kv8.py attends where it knows the shape."""
-    tile, warps, stages = ALONE if rows == 1 or shape.dims > WIDE else MORE
+def sizes_of(shape: KvShape, tile: int, warps: int, kv8: bool) -> tuple[int, int, int, int]:
+    """Returns queries, tile, warps and groups of a program. Over 8 bits decode_attention_kv8.py attends where it knows
+    the shape."""
     if kv8 and shape.group <= QUERIES and shape.dims in (64, 128) and shape.block_size % 16 == 0:
-        return (QUERIES, tile, *KV8), stages
-    return (max(triton.next_power_of_2(shape.group), 16), tile, warps, 0), stages
+        return (QUERIES, tile, *KV8)
+    return (max(triton.next_power_of_2(shape.group), 16), tile, warps, 0)
 
 
 def decode_attention(
@@ -249,6 +246,7 @@ def decode_attention(
     scales: Any | None = None,
     soft_cap: float = 0.0,
     sinks: Any | None = None,
+    tiling: tuple[int, int, int] = TILING,
 ) -> None:
     """Attends with single tokens. splits [P, 8]: token (-1: none), row of tables, begin, end, length of the whole
     context, how many splits it has and the first of them; header[0] is the width of tables. Without `rotation`, queries
@@ -256,9 +254,10 @@ def decode_attention(
     shape = shape_of(cache, out)
     options = AttentionOptions(window, soft_cap > 0, sinks is not None)
     # Activations of 32 bits want more than the float16 that is used over 8 bits.
-    tiling, stages = tiling_of(shape, len(out), scales is not None and not soft_cap and qkv.element_size() == 2)
+    kv8 = scales is not None and not soft_cap and qkv.element_size() == 2
+    tile, warps, stages = tiling
     rotated = rotation[3:] if rotation else (-1, False)
-    config = DecodeConfig(shape, options, largest_of(cache, scales), *rotated, *tiling)
+    config = DecodeConfig(shape, options, largest_of(cache, scales), *rotated, *sizes_of(shape, tile, warps, kv8))
     _decode_attention[(shape.kv_heads, len(splits))](
         qkv,
         PagedKv(cache, splits if scales is None else scales, tables, header),

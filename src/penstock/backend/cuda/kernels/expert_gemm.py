@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from penstock.backend.cuda.device_properties import INTERPRETER, DeviceProperties
 from penstock.backend.cuda.kernels.expert_routing import ExpertPermutation, most_blocks
 from penstock.backend.cuda.kernels.gemm_config import Epilogue, GemmConfig
 from penstock.backend.cuda.kernels.gemv import Tiling as GemvTiling
@@ -168,14 +169,34 @@ def _expert_gemm(
     store_block(total, row, expert, pair, there, rows, bias, out, CONFIG.epilogue.bias)
 
 
+class BlockTiling(NamedTuple):
+    """Says how a block of pairs is multiplied with a plain matrix."""
+
+    rows: int  # of the matrix, in one program
+    width: int  # columns at a time
+    warps: int
+    stages: int
+
+
+def block_tiling(device: DeviceProperties, size: int, itemsize: int) -> BlockTiling:
+    """Returns the tiling for blocks of `size` pairs."""
+    rows, width = 64 if size <= 32 else 128, 256 // itemsize // (2 if size >= 64 else 1)
+    stages = device.stages_that_fit(4 if itemsize == 2 else 2, (rows + size) * width * itemsize)
+    return BlockTiling(rows, width, 4 if size <= 64 else 8, stages)
+
+
 def expert_gemm(
-    rows: ExpertRows, permutation: ExpertPermutation, size: int, weight: Any, bias: Any | None, out: Any
+    rows: ExpertRows,
+    permutation: ExpertPermutation,
+    size: int,
+    weight: Any,
+    bias: Any | None,
+    out: Any,
+    device: DeviceProperties = INTERPRETER,
 ) -> None:
     """Computes out [pairs, rows of an expert] by blocks of up to `size` pairs of one expert."""
     lines, width, count = out.shape[1], weight.shape[1], len(permutation.counts) - 1
-    step = 256 // weight.element_size() // (2 if size >= 64 else 1)
-    tall = 64 if size <= 32 else 128
-    warps, stages = 4 if size <= 64 else 8, 4 if weight.element_size() == 2 else 2
+    tall, step, warps, stages = block_tiling(device, size, weight.element_size())
     epilogue = Epilogue(bias=bias is not None)
     config = GemmConfig(GemvTiling(tall, step, warps), epilogue, width % step == 0, columns=size)
     inputs = rows.x, weight, weight if bias is None else bias, out, permutation, rows.each, lines, width

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
@@ -32,11 +31,6 @@ class Tiling(NamedTuple):
     split: int  # programs that share a line of tiles
     lines: int  # that a program takes, where it shares none
     stages: int
-
-
-def available(device: Any) -> bool:
-    """Returns whether a device is a Hopper GPU, the only kind that has these instructions."""
-    return bool(device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0))
 
 
 @gluon.jit

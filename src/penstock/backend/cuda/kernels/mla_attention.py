@@ -284,9 +284,10 @@ def mla_prefill(
     v_dim: int,
     scale: float,
     scales: Any | None = None,
+    tiling: tuple[int, int, int] = PREFILL_TILING[1:],
 ) -> None:
     """Attends as `prefill_attention` does, with tiles that hold at most tokens_per_tile(heads)."""
-    shape, options = tiled(PREFILL_TILING, cache, scales, out, v_dim)
+    shape, options = tiled((PREFILL_TILING[0], *tiling), cache, scales, out, v_dim)
     kv = PagedKv(cache, tiles if scales is None else scales, tables, header)
     grid = (triton.cdiv(tokens_per_tile(shape.heads) * shape.heads, shape.queries), len(tiles))
     _mla_prefill[grid](q, kv, tiles, out, scale * LOG2E, SHAPE=shape, **options)

@@ -29,15 +29,17 @@ from penstock.backend.cuda.kernels.kv_tile import (
 from penstock.backend.cuda.kernels.pdl import launch_options, let_next_start, wait_for_previous
 
 QUERIES = 128  # pairs of token and head in a tile
-TILE = 64  # positions at a time
-WARPS = 8
-STAGES = 3
-WIDE = 128  # dimensions of a head: beyond, shared memory holds a stage less
+TILING = 64, 8, 3  # positions at a time, warps, stages
 
 
 def tokens_per_tile(group: int) -> int:
     """Returns how many tokens a tile holds when so many query heads share a KV head."""
     return max(QUERIES // group, 1)
+
+
+def queries_per_tile(shared: int) -> int:
+    """Returns how many pairs of token and head a tile has room for when so many query heads share a KV head."""
+    return max(QUERIES, int(triton.next_power_of_2(shared)))
 
 
 @triton.jit
@@ -169,15 +171,16 @@ def prefill_attention(
     soft_cap: float = 0.0,
     causal: bool = True,
     sinks: Any | None = None,
+    tiling: tuple[int, int, int] = TILING,
 ) -> None:
     """Attends with runs of tokens. tiles [Q, 5]: first token (-1: none), row of tables, its position, how many tokens,
     how many positions their row has reached; header[0] is the width of tables."""
     shape = shape_of(cache, out)
     kv = PagedKv(cache, tiles if scales is None else scales, tables, header)
     options = AttentionOptions(window, soft_cap > 0, sinks is not None, causal)
-    queries = max(QUERIES, triton.next_power_of_2(shape.group))
+    tile, warps, stages = tiling
     _prefill_attention[(shape.kv_heads, len(tiles))](
         *(qkv, kv, tiles, out, tiles if sinks is None else sinks, scale * LOG2E, soft_cap * LOG2E),
-        CONFIG=PrefillConfig(shape, options, largest_of(cache, scales), queries, TILE),
-        **launch_options(WARPS, STAGES if shape.dims <= WIDE else STAGES - 1),
+        CONFIG=PrefillConfig(shape, options, largest_of(cache, scales), queries_per_tile(shape.group), tile),
+        **launch_options(warps, stages),
     )
