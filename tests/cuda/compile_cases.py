@@ -1,4 +1,4 @@
-"""Launches of every kernel with representative arguments: what the compile-only check compiles.
+"""Launches every kernel with representative arguments: this is what the compile-only check compiles.
 
 Tensors hold no values and lie in host memory: a launch is compiled, never run.
 """
@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from penstock.backend.cuda import quantized_tilings, tilings
-from penstock.backend.cuda.fp8_weights import block_tiling
+from penstock.backend.cuda.device_tilings import Tilings
 from penstock.backend.cuda.kernels import quant_gemm, quant_gemm_small, quant_gemv
 from penstock.backend.cuda.kernels.apply_bitmask import apply_bitmask
 from penstock.backend.cuda.kernels.decode_attention import Rotation, SplitKV, decode_attention
@@ -35,7 +34,7 @@ from penstock.backend.cuda.kernels.hopper_gemm import hopper_gemm
 from penstock.backend.cuda.kernels.mla_attention import mla_decode, mla_prefill, store_mla_kv
 from penstock.backend.cuda.kernels.norm import add_layer_norm, add_norm
 from penstock.backend.cuda.kernels.norm_qk import norm_qk
-from penstock.backend.cuda.kernels.prefill_attention import prefill_attention
+from penstock.backend.cuda.kernels.prefill_attention import prefill_attention, queries_per_tile
 from penstock.backend.cuda.kernels.rope import rope_and_store
 from penstock.backend.cuda.kernels.sample_tokens import find_chunk_maxima, sample_tokens
 from penstock.backend.cuda.kernels.sampling_threshold import ThresholdScratch, sampling_threshold
@@ -52,10 +51,17 @@ DIM, HIDDEN, VOCAB = 1024, 2816, 32000
 EXPERTS = ExpertSpec(64, 8, 512)
 FORMATS = ("Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "Q2_K", "IQ4_XS", "MXFP4", "NVFP4", "INT4")
 
-Case = Callable[[], None]
+Case = Callable[[Tilings], None]
 CASES: dict[str, Case] = {}  # by name
 HOPPER: set[str] = set()  # names of cases that only compute capability 9.0 runs
 NEEDS_FP8: set[str] = set()  # names of cases that need FP8 conversions: compute capability 8.9
+LARGE = {  # names of cases that take most shared memory
+    "plain_skinny_gemm-gated",
+    "many_rows_of_a_quantized_matrix-Q8_0",
+    "experts_by_pairs_and_by_blocks-BF16",
+    "attention-wide",
+    "multi_head_latent_attention-bf16",
+}
 
 
 def case(*, hopper: bool = False, needs_fp8: bool = False, **variants: tuple[Any, ...]) -> Callable[[Any], Any]:
@@ -64,7 +70,7 @@ def case(*, hopper: bool = False, needs_fp8: bool = False, **variants: tuple[Any
     def add(run: Any) -> Any:
         for name, arguments in (variants or {"": ()}).items():
             key = f"{run.__name__}-{name}".rstrip("-")
-            CASES[key] = lambda run=run, arguments=arguments: run(*arguments)
+            CASES[key] = lambda tilings, run=run, arguments=arguments: run(tilings, *arguments)
             if hopper:
                 HOPPER.add(key)
             if needs_fp8 or "fp8" in name:
@@ -94,13 +100,13 @@ def quantized(name: str, rows: int, width: int) -> QuantizedWeight:
 
 
 @case()
-def tokens_and_rows() -> None:
+def tokens_and_rows(tilings: Tilings) -> None:
     resolve_tokens(ints(8), ints(8), ints(8), ints(8))
     gather_rows(empty(VOCAB, DIM), ints(8), empty(8, DIM))
 
 
 @case(plain=(None,), fp8=(FP8,))
-def norms_and_activations(dtype: torch.dtype | None) -> None:
+def norms_and_activations(tilings: Tilings, dtype: torch.dtype | None) -> None:
     x, residual, out = empty(4, DIM), empty(4, DIM), empty(4, DIM)
     gain = empty(DIM, dtype=F32)
     fp8 = None if dtype is None else fp8_view(out)
@@ -117,24 +123,24 @@ def norms_and_activations(dtype: torch.dtype | None) -> None:
 
 
 @case(one=(DIM, False), gated=(2 * HIDDEN, True), head=(VOCAB, False))
-def plain_gemv(rows: int, gated: bool) -> None:
+def plain_gemv(tilings: Tilings, rows: int, gated: bool) -> None:
     weight, out = empty(rows, DIM), empty(1, rows // 2 if gated else rows)
-    gemv(empty(1, DIM), weight, None, out, gated=gated, tiling=tilings.gemv_tiling(out.shape[1], DIM))
+    gemv(empty(1, DIM), weight, None, out, gated=gated, tiling=tilings.gemv(out.shape[1], DIM))
 
 
 @case(few=(4, DIM, False), more=(32, DIM, False), gated=(16, 2 * HIDDEN, True))
-def plain_skinny_gemm(count: int, rows: int, gated: bool) -> None:
+def plain_skinny_gemm(tilings: Tilings, count: int, rows: int, gated: bool) -> None:
     out = empty(count, rows // 2 if gated else rows)
-    tiling = tilings.skinny_tiling(count, rows, DIM, 2, gated)
+    tiling = tilings.skinny(count, rows, DIM, 2, gated)
     assert tiling is not None
     skinny_gemm(empty(count, DIM), empty(rows, DIM), empty(rows, dtype=F32), out, tiling, scratch(), gated=gated)
 
 
 @case(hopper=True, bf16=(BF16, 64, False), gated=(BF16, 64, True), fp8=(FP8, 16, False))
-def plain_hopper_gemm(dtype: torch.dtype, count: int, gated: bool) -> None:
+def plain_hopper_gemm(tilings: Tilings, dtype: torch.dtype, count: int, gated: bool) -> None:
     out = empty(count, HIDDEN)
     weight = empty(2 * HIDDEN if gated else HIDDEN, DIM, dtype=dtype)
-    tiling = tilings.hopper_gemm_tiling(count, HIDDEN, DIM, weight.element_size(), gated)
+    tiling = tilings.hopper_gemm(count, HIDDEN, DIM, weight.element_size(), gated)
     scales = {}
     if dtype == FP8:
         scales = {"scales": empty(HIDDEN, dtype=F32), "item_scales": empty(count, dtype=F32)}
@@ -142,43 +148,43 @@ def plain_hopper_gemm(dtype: torch.dtype, count: int, gated: bool) -> None:
 
 
 @case(**{name: (name,) for name in FORMATS})
-def one_row_of_a_quantized_matrix(name: str) -> None:
+def one_row_of_a_quantized_matrix(tilings: Tilings, name: str) -> None:
     for rows, gated in ((DIM, False), (2 * HIDDEN, True), (VOCAB, False)):
         weight, out = quantized(name, rows, DIM), empty(1, rows // 2 if gated else rows)
         coding = weight.coding
         if coding.groups > 1:
-            tiling = quantized_tilings.quant_gemv_tiling(coding.groups, rows, DIM, gated, len(coding.table) > 8)
+            tiling = tilings.quant_gemv(coding.groups, rows, DIM, gated, len(coding.table) > 8)
             quant_gemv.quant_gemv(empty(1, DIM), weight, None, out, gated=gated, tiling=tiling)
 
 
 @case(**{name: (name,) for name in FORMATS})
-def some_rows_of_a_quantized_matrix(name: str) -> None:
+def some_rows_of_a_quantized_matrix(tilings: Tilings, name: str) -> None:
     weight = quantized(name, DIM, DIM)
     kind = "4 bits" if weight.coding.bits == 4 else "more bits"
     for count, rows, gated in ((3, DIM, False), (16, 2 * HIDDEN, True)):
         weight, out = quantized(name, rows, DIM), empty(count, rows // 2 if gated else rows)
-        tiling = quantized_tilings.small_gemm_tiling(kind, count, rows, DIM, gated)
+        tiling = tilings.small_gemm(kind, count, rows, DIM, gated)
         quant_gemm_small.quant_gemm_small(empty(count, DIM), weight, None, out, gated=gated, tiling=tiling)
 
 
 @case(**{name: (name,) for name in FORMATS})
-def many_rows_of_a_quantized_matrix(name: str) -> None:
+def many_rows_of_a_quantized_matrix(tilings: Tilings, name: str) -> None:
     weight = quantized(name, DIM, DIM)
     for count in (32, 200):
-        tiling = quantized_tilings.quant_gemm_tiling(count, DIM, DIM)
+        tiling = tilings.quant_gemm(count, DIM, DIM)
         quant_gemm.quant_gemm(empty(count, DIM), weight, empty(DIM, dtype=F32), empty(count, DIM), tiling, scratch())
 
 
 @case(**{name: (name,) for name in FORMATS})
-def a_dequantized_matrix(name: str) -> None:
+def a_dequantized_matrix(tilings: Tilings, name: str) -> None:
     weight = quantized(name, DIM, DIM)
     dequantize_matrix(weight, empty(DIM, DIM))
     dequantize_rows(weight, ints(4), empty(4, DIM))
 
 
 @case(**{name: (name,) for name in ("BF16", *FORMATS)})
-def experts_by_pairs_and_by_blocks(name: str) -> None:
-    rows, experts = 2 * EXPERTS.hidden, ints(8, EXPERTS.chosen)
+def experts_by_pairs_and_by_blocks(tilings: Tilings, name: str) -> None:
+    rows, experts = 2 * EXPERTS.hidden, ints(8, EXPERTS.top_k)
     permutation = ExpertPermutation.on(HOST, EXPERTS, 64)
     for gated in (False, True):
         out = empty(64, rows // 2 if gated else rows)
@@ -190,15 +196,17 @@ def experts_by_pairs_and_by_blocks(name: str) -> None:
     for size in (16, 128):
         pairs, out = ExpertRows(empty(64, DIM), ints(64, 8), 8), empty(512, rows)
         if name == "BF16":
-            expert_gemm(pairs, permutation, size, empty(64 * rows, DIM), empty(64 * rows, dtype=F32), out)
+            expert_gemm(
+                pairs, permutation, size, empty(64 * rows, DIM), empty(64 * rows, dtype=F32), out, tilings.device
+            )
         else:
             quant_expert_gemm(pairs, permutation, size, quantized(name, 64 * rows, DIM), None, out)
 
 
 @case()
-def expert_choice() -> None:
+def expert_choice(tilings: Tilings) -> None:
     experts, weights = ints(8, 8), empty(8, 8, dtype=F32)
-    grouped = ExpertSpec(64, 8, 512, scoring="sigmoid", choice_bias=True, renormalize=True, groups=8, chosen_groups=4)
+    grouped = ExpertSpec(64, 8, 512, scoring="sigmoid", choice_bias=True, renormalize=True, groups=8, top_k_groups=4)
     route(empty(8, 64, dtype=F32), None, EXPERTS, experts, weights)
     route(empty(8, 64, dtype=F32), empty(64, dtype=F32), grouped, experts, weights)
     permute_pairs(experts, ExpertPermutation.on(HOST, EXPERTS, 8), 16)
@@ -206,26 +214,26 @@ def expert_choice() -> None:
 
 
 @case()
-def fp8_matrices_and_few_rows() -> None:
+def fp8_matrices_and_few_rows(tilings: Tilings) -> None:
     weight = empty_fp8(2 * HIDDEN, DIM, HOST)
     for count, gated in ((1, False), (16, False), (4, True)):
-        tiling = quantized_tilings.small_gemm_tiling("float8", count, weight.rows, DIM, gated)
+        tiling = tilings.small_gemm("float8", count, weight.rows, DIM, gated)
         out = empty(count, HIDDEN if gated else 2 * HIDDEN)
         fp8_gemm_small(empty(count, DIM), weight, None, out, gated=gated, tiling=tiling)
 
 
 @case(needs_fp8=True)
-def fp8_matrices_and_many_rows() -> None:
+def fp8_matrices_and_many_rows(tilings: Tilings) -> None:
     weight = empty_fp8(DIM, DIM, HOST)
     blocks = Fp8BlockWeight(weight.values, empty(DIM // 128, DIM, dtype=F32))
     gather_fp8(weight, ints(4), empty(4, DIM))
     gather_fp8_blocks(blocks, ints(4), empty(4, DIM))
     for count in (20, 100):
-        tiling = quantized_tilings.fp8_gemm_tiling(count, DIM, DIM)
+        tiling = tilings.fp8_gemm(count, DIM, DIM)
         x, scales, out = empty(count, DIM, dtype=FP8), empty(count, dtype=F32), empty(count, DIM)
         fp8_gemm(x, scales, weight, None, out, tiling, scratch())
-        fp8_block_gemm(x, scales, blocks, None, out, block_tiling(count, DIM, DIM), scratch())
-    fp8_block_gemm(empty(4, DIM), None, blocks, None, empty(4, DIM), block_tiling(4, DIM, DIM), scratch())
+        fp8_block_gemm(x, scales, blocks, None, out, tilings.fp8_block_gemm(count, DIM, DIM), scratch())
+    fp8_block_gemm(empty(4, DIM), None, blocks, None, empty(4, DIM), tilings.fp8_block_gemm(4, DIM, DIM), scratch())
 
 
 @case(
@@ -235,7 +243,7 @@ def fp8_matrices_and_many_rows() -> None:
     int8=(torch.int8, 128, 4, {}),
     fp8=(FP8, 128, 4, {}),
 )
-def attention(dtype: torch.dtype, dims: int, shared: int, about: dict[str, Any]) -> None:
+def attention(tilings: Tilings, dtype: torch.dtype, dims: int, shared: int, about: dict[str, Any]) -> None:
     kv_heads = 2
     heads = kv_heads * shared
     window, cap = about.get("window", 0), about.get("soft_cap", 0.0)
@@ -245,29 +253,35 @@ def attention(dtype: torch.dtype, dims: int, shared: int, about: dict[str, Any])
     frequencies, out = torch.empty(dims // 2, dtype=torch.float64), empty(8, heads * dims)
     rope_and_store(qkv, frequencies, 1.0, dims // 2, False, ints(8), ints(8), cache, scales)
     tables, header = ints(64), ints(4)
-    prefill_attention(qkv, cache, ints(4, 5), tables, header, out, 0.1, window, scales, cap, True, sinks)
+    tiling = tilings.prefill_attention(queries_per_tile(shared), dims, 2)
+    prefill_attention(qkv, cache, ints(4, 5), tables, header, out, 0.1, window, scales, cap, True, sinks, tiling)
     split_kv = SplitKV(empty(1 << 16, dtype=F32), empty(1 << 12, dtype=F32), ints(64))
     for rotation in (None, Rotation(frequencies, ints(8), 1.0, dims // 2, False)):
         common = tables, header, out, split_kv, rotation
-        decode_attention(qkv, cache, ints(72, 8), *common, 0.1, window, scales, cap, sinks)
+        decode_attention(
+            qkv, cache, ints(72, 8), *common, 0.1, window, scales, cap, sinks, tilings.decode_attention(8, dims, 2)
+        )
     alone = tables, header, out[:1], split_kv, rotation
-    decode_attention(qkv[:1], cache, ints(65, 8), *alone, 0.1, window, scales, cap, sinks)
+    decode_attention(
+        qkv[:1], cache, ints(65, 8), *alone, 0.1, window, scales, cap, sinks, tilings.decode_attention(1, dims, 2)
+    )
 
 
 @case(bf16=(BF16,), int8=(torch.int8,), fp8=(FP8,))
-def multi_head_latent_attention(dtype: torch.dtype) -> None:
+def multi_head_latent_attention(tilings: Tilings, dtype: torch.dtype) -> None:
     heads, dims, v_dim = 16, 576, 512
     q, kv, out = empty(8, heads * dims), empty(8, dims), empty(8, heads * v_dim)
     cache, scales = empty(4, 16, dims, dtype=dtype), None if dtype == BF16 else empty(4, 2, 16, dtype=F32)
     frequencies = torch.empty(32, dtype=torch.float64)
     store_mla_kv(q, kv, empty(v_dim, dtype=F32), 1e-5, frequencies, 1.0, True, ints(8), ints(8), cache, scales)
-    mla_prefill(q, cache, ints(4, 5), ints(64), ints(4), out, v_dim, 0.1, scales)
+    tiling = tilings.mla_prefill(dims, 2)
+    mla_prefill(q, cache, ints(4, 5), ints(64), ints(4), out, v_dim, 0.1, scales, tiling)
     split_kv = SplitKV(empty(1 << 16, dtype=F32), empty(1 << 12, dtype=F32), ints(64))
     mla_decode(q, cache, ints(72, 8), ints(64), ints(4), out, split_kv, v_dim, 0.1, scales)
 
 
 @case()
-def delta_nets() -> None:
+def delta_nets(tilings: Tilings) -> None:
     spec = DeltaSpec(4, 8, 128, 128, 4)
     weights = DeltaWeights(*[empty(spec.width * 4, dtype=F32) for _ in DeltaWeights._fields])
     qkvz, ba = empty(8, spec.width + spec.v_width), empty(8, 2 * spec.v_heads)
@@ -277,7 +291,7 @@ def delta_nets() -> None:
 
 
 @case()
-def sampling() -> None:
+def sampling(tilings: Tilings) -> None:
     logits, chunks = empty(4, VOCAB, dtype=F32), -(-VOCAB // 4096)
     maxima, where = empty(4, chunks, dtype=F32), ints(4, chunks)
     masses, floats, whole = torch.empty(4, chunks, dtype=torch.int64), empty(4, dtype=F32), ints(4)

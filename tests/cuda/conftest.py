@@ -1,15 +1,96 @@
-"""These tests run on a GPU where there is one, else in Triton's interpreter, else not at all."""
+"""These tests run on a GPU where there is one, else in Triton's interpreter, else not at all.
+
+The interpreter is slow, so there a sample of the cases is run that launches every kernel at least once; all of them run
+with PENSTOCK_CUDA_TESTS=all. On a GPU all run.
+"""
 
 from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.cuda.missing import MISSING
 
 collect_ignore_glob = ["test_[!h]*.py"] if MISSING else []
+FOLDER = Path(__file__).parent
+WHOLE = {"test_compiles.py", "test_tilings.py"}  # files that interpret no kernels, or hardly any
+COUNTS = {"test_whole_prompt": 5, "test_few_rows": 2, "test_one_row": 2}  # cases in the sample; of other tests one
+LAST = "test_every_kernel_was_launched"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def sampled() -> bool:
+    """Returns whether a sample is run instead of everything."""
+    wanted = os.environ.get("PENSTOCK_CUDA_TESTS", "")
+    if MISSING or wanted == "all":
+        return False
+    import torch
+
+    return wanted == "sample" or not torch.cuda.is_available()
+
+
+def group_of(item: pytest.Item) -> tuple[str, str, str]:
+    """Returns what has cases in the sample of its own: a test, and an op where a test's cases are cases of ops."""
+    callspec = getattr(item, "callspec", None)
+    case = callspec.params.get("case") if callspec else None
+    return str(item.path), getattr(item, "originalname", item.name), getattr(case, "op", "")
+
+
+def sample_of(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Returns the same cases of every test each time: the middle one, or several at equal distances."""
+    groups: dict[tuple[str, str, str], list[pytest.Item]] = {}
     for item in items:
-        if "cuda" in item.path.parts:
-            item.add_marker(pytest.mark.cuda)
+        groups.setdefault(group_of(item), []).append(item)
+    kept: set[int] = set()
+    for (path, name, _), cases in groups.items():
+        count = len(cases) if Path(path).name in WHOLE else min(COUNTS.get(name, 1), len(cases))
+        kept |= {id(cases[(2 * i + 1) * len(cases) // (2 * count)]) for i in range(count)}
+    return [item for item in items if id(item) in kept]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    ours = [item for item in items if FOLDER in item.path.parents]
+    for item in ours:
+        item.add_marker(pytest.mark.cuda)
+    if not sampled():
+        return
+    kept = sample_of(ours)
+    kept.sort(key=lambda item: item.name == LAST)
+    others = [item for item in items if FOLDER not in item.path.parents]
+    config.hook.pytest_deselected(items=[item for item in ours if item not in kept])
+    items[:] = [*others, *kept]
+
+
+@pytest.fixture(scope="session")
+def launched() -> set[str]:
+    """The names of the kernels that were launched in this session."""
+    return LAUNCHED
+
+
+LAUNCHED: set[str] = set()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def count_launches() -> Iterator[None]:
+    """Notes the name of every kernel that is launched, in the interpreter and on a GPU."""
+    if MISSING:
+        yield
+        return
+    from triton.runtime import JITFunction
+    from triton.runtime.interpreter import InterpretedFunction
+
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in (JITFunction, InterpretedFunction):
+            patch.setattr(kind, "run", noted(kind.run))
+        yield
+
+
+def noted(run: Any) -> Any:
+    def run_and_note(self: Any, *args: Any, **options: Any) -> Any:
+        LAUNCHED.add(self.fn.__name__)
+        return run(self, *args, **options)
+
+    return run_and_note

@@ -143,7 +143,7 @@ def test_it_makes_no_text():
             with pytest.raises(InvalidRequest, match="an encoder, which returns embeddings and no text"):
                 ask()
         with pytest.raises(InvalidRequest, match="makes embeddings and no text"):
-            llm._engine.engine.add(llm._pooled("the", None).request._replace(pooling=""))
+            llm._engine.engine.add(llm._pooling("the", None).request._replace(pooling=""))
 
 
 def test_texts_beyond_the_context_are_refused_with_both_numbers():

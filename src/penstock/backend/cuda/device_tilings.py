@@ -12,6 +12,7 @@ from penstock.backend.cuda.device_properties import INTERPRETER, DevicePropertie
 from penstock.backend.cuda.kernels.fp8_blocks import Tiling as Fp8BlockTiling
 from penstock.backend.cuda.kernels.gemv import Tiling as GemvTiling
 from penstock.backend.cuda.kernels.hopper_gemm import Tiling as HopperTiling
+from penstock.backend.cuda.kernels.mla_attention import MlaTiling
 from penstock.backend.cuda.kernels.quant_gemm import Tiling as QuantGemmTiling
 from penstock.backend.cuda.kernels.quant_gemm_small import Tiling as SmallGemmTiling
 from penstock.backend.cuda.kernels.quant_gemv import Tiling as QuantGemvTiling
@@ -116,8 +117,8 @@ class Tilings:
         return tilings.decode_attention_tiling(self.device, rows, dims, itemsize)
 
     @remembered
-    def mla_prefill(self, queries: int, dims: int, itemsize: int) -> AttentionTiling:
-        return tilings.mla_prefill_tiling(self.device, queries, dims, itemsize)
+    def mla_prefill(self, dims: int, itemsize: int) -> MlaTiling:
+        return tilings.mla_prefill_tiling(self.device, dims, itemsize)
 
 
 def bounded(tiling: QuantGemmTiling, count: int, rows: int) -> QuantGemmTiling:

@@ -22,7 +22,7 @@ from penstock.backend.cuda.kernels.decode_attention import Rotation, decode_atte
 from penstock.backend.cuda.kernels.expert_routing import ExpertPermutation
 from penstock.backend.cuda.kernels.fp8_activations import Fp8Activations, fp8_view
 from penstock.backend.cuda.kernels.gather_rows import gather_rows, resolve_tokens
-from penstock.backend.cuda.kernels.mla_attention import PREFILL_TILING, mla_decode, mla_prefill, store_mla_kv
+from penstock.backend.cuda.kernels.mla_attention import mla_decode, mla_prefill, store_mla_kv
 from penstock.backend.cuda.kernels.prefill_attention import prefill_attention, queries_per_tile
 from penstock.backend.cuda.kernels.rope import rope_and_store
 from penstock.backend.cuda.kernels.silu_and_mul import act_and_mul as act_and_mul_kernel
@@ -249,7 +249,7 @@ def attend_mla(
     store_mla_kv(q, kv, gain, eps, *rotation, step.positions, step.places, cache, scales)
     tables = step.tables, step.header, out
     if len(step.tiles):
-        tiling = context.tilings.mla_prefill(PREFILL_TILING[0], cache.shape[2], q.element_size())
+        tiling = context.tilings.mla_prefill(cache.shape[2], q.element_size())
         mla_prefill(q, cache, step.tiles, *tables, spec.v_dim, spec.scale, scales, tiling)
     if len(step.splits):
         mla_decode(q, cache, step.splits, *tables, context.memory.split_kv, spec.v_dim, spec.scale, scales)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from penstock.backend.cuda.device_properties import DeviceProperties
 from penstock.backend.cuda.kernels import gemv, hopper_gemm, skinny_gemm
+from penstock.backend.cuda.kernels.mla_attention import MlaTiling
 from penstock.backend.cuda.kernels.split_k import MAX_SPLIT
 
 SKINNY_ROWS = 32  # rows beyond which the library's product is the faster one
@@ -71,6 +72,14 @@ class AttentionTiling(NamedTuple):
     stages: int
 
 
+MLA_PREFILL_TILINGS = (  # the fastest first
+    MlaTiling(64, 32, 8, 2),
+    MlaTiling(32, 32, 8, 2),
+    MlaTiling(16, 32, 4, 2),
+    MlaTiling(16, 16, 4, 1),
+)
+
+
 def prefill_attention_tiling(device: DeviceProperties, queries: int, dims: int, itemsize: int) -> AttentionTiling:
     """Returns the tiling for `queries` pairs of token and head, and heads of `dims` dimensions."""
     tiling = AttentionTiling(64, 8, 3 if dims <= WIDE_HEAD else 2)
@@ -83,9 +92,13 @@ def decode_attention_tiling(device: DeviceProperties, rows: int, dims: int, item
     return fitting(device, tiling, QUERIES * padded(dims) * itemsize, 2 * padded(dims) * itemsize)
 
 
-def mla_prefill_tiling(device: DeviceProperties, queries: int, dims: int, itemsize: int) -> AttentionTiling:
-    """Returns the tiling of latent attention, whose keys hold the values."""
-    return fitting(device, AttentionTiling(32, 8, 2), queries * dims * itemsize, dims * itemsize)
+def mla_prefill_tiling(device: DeviceProperties, dims: int, itemsize: int) -> MlaTiling:
+    """Returns the fastest tiling of MLA whose queries and keys fit shared memory; keys hold the values."""
+    for tiling in MLA_PREFILL_TILINGS:
+        positions = max(tiling.stages - 1, 1) * tiling.positions
+        if itemsize > 2 or (tiling.queries + positions) * dims * itemsize <= device.shared_memory:
+            return tiling
+    return MLA_PREFILL_TILINGS[-1]
 
 
 def padded(dims: int) -> int:

@@ -30,8 +30,19 @@ from penstock.backend.cuda.kernels.prefill_attention import load_tile, tokens_pe
 from penstock.backend.cuda.kernels.rope import RopeInputs, angle_of, rotate_pair
 
 HEADS = 16  # rotated by one program
-DECODE_TILING = 16, 32, 4, 2  # queries, positions at a time, warps, stages: for one token's heads
-PREFILL_TILING = 64, 32, 8, 2
+
+
+class MlaTiling(NamedTuple):
+    """Says how attention is tiled: each program has `queries` pairs of token and head."""
+
+    queries: int
+    positions: int  # at a time
+    warps: int
+    stages: int
+
+
+DECODE_TILING = MlaTiling(16, 32, 4, 2)  # for one token's heads
+PREFILL_TILING = MlaTiling(64, 32, 8, 2)
 
 
 class MlaShape(NamedTuple):
@@ -284,18 +295,16 @@ def mla_prefill(
     v_dim: int,
     scale: float,
     scales: Any | None = None,
-    tiling: tuple[int, int, int] = PREFILL_TILING[1:],
+    tiling: MlaTiling = PREFILL_TILING,
 ) -> None:
     """Attends as `prefill_attention` does, with tiles that hold at most tokens_per_tile(heads)."""
-    shape, options = tiled((PREFILL_TILING[0], *tiling), cache, scales, out, v_dim)
+    shape, options = tiled(tiling, cache, scales, out, v_dim)
     kv = PagedKv(cache, tiles if scales is None else scales, tables, header)
     grid = (triton.cdiv(tokens_per_tile(shape.heads) * shape.heads, shape.queries), len(tiles))
     _mla_prefill[grid](q, kv, tiles, out, scale * LOG2E, SHAPE=shape, **options)
 
 
-def tiled(
-    tiling: tuple[int, int, int, int], cache: Any, scales: Any | None, out: Any, v_dim: int
-) -> tuple[MlaShape, dict[str, Any]]:
+def tiled(tiling: MlaTiling, cache: Any, scales: Any | None, out: Any, v_dim: int) -> tuple[MlaShape, dict[str, Any]]:
     """Returns the constants of a launch, and its other keyword arguments."""
     queries, tile, warps, stages = tiling
     rope_dims = cache.shape[2] - v_dim
