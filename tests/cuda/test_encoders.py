@@ -42,7 +42,7 @@ def test_states_are_those_of_transformers(file: str, kind: str, dtype: torch.dty
     with np.load((ENCODERS / file.split("/")[0]) / "expected.npz") as stored:
         tokens, states = stored["tokens"].tolist(), stored["states"]
     prompts = [tokens, tokens[:1], tokens[3:20], tokens[::-1], tokens[:16], tokens[10:43]]
-    backend = CudaBackend(LIMITS.max_tokens, LIMITS.max_rows, device=DEVICE, dtype=dtype)
+    backend = CudaBackend(LIMITS.step_tokens, LIMITS.max_rows, device=DEVICE, dtype=dtype)
     got = pooled(backend, ENCODERS / file, prompts, kind)
     wanted = {"mean": states.mean(0), "last": states[-1], "cls": states[0]}[kind]
     assert difference(got[0], wanted) < tolerance
