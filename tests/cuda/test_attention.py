@@ -12,12 +12,12 @@ from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.cuda import inputs
 from penstock.backend.cuda.graphs import bucket_decode_rows, padded
 from penstock.backend.cuda.kernels.decode_attention import Rotation, SplitKV, decode_attention
-from penstock.backend.cuda.kernels.prefill_attention import prefill_attention
+from penstock.backend.cuda.kernels.prefill_attention import prefill_attention, queries_per_tile
 from penstock.backend.cuda.kernels.rope import rope_and_store
 from penstock.backend.ref.ops import attention, rotate
 from penstock.model import rope
 from penstock.model.spec import AttentionSpec, RopeSpec
-from tests.cuda.device import DEVICE, HALF, close, ints, normal
+from tests.cuda.device import DEVICE, HALF, TILINGS, close, ints, normal
 
 SPECS = {
     "smollm2": (9, 3, 64),
@@ -110,11 +110,25 @@ def attend_with(
         split_kv = split_kv_of(spec, len(work.splits), len(chunks))
         splits = ints(np.concatenate([work.splits, np.full((3, 8), -1)]))
         about = spec.scale, spec.window, None, 0.0, sinks
-        decode_attention(qkv, cache, splits, tables, header, out, split_kv, None, *about)
+        tiling = TILINGS.decode_attention(len(out), dims, qkv.element_size())
+        decode_attention(qkv, cache, splits, tables, header, out, split_kv, None, *about, tiling=tiling)
         assert not split_kv.arrived.any()
     if len(work.tiles):
+        tiling = TILINGS.prefill_attention(queries_per_tile(heads // kv_heads), dims, qkv.element_size())
         prefill_attention(
-            qkv, cache, ints(work.tiles), tables, header, out, spec.scale, spec.window, None, 0.0, True, sinks
+            qkv,
+            cache,
+            ints(work.tiles),
+            tables,
+            header,
+            out,
+            spec.scale,
+            spec.window,
+            None,
+            0.0,
+            True,
+            sinks,
+            tiling=tiling,
         )
 
     keys, values = cache.float().cpu().numpy().swapaxes(2, 3).swapaxes(0, 1)  # [blocks, block_size, kv_heads, D]

@@ -14,7 +14,7 @@ from penstock.backend.cuda import CudaBackend, inputs
 from penstock.backend.cuda.graphs import padded
 from penstock.backend.cuda.kernels.decode_attention import Rotation, decode_attention
 from penstock.backend.cuda.kernels.kv8 import LARGEST
-from penstock.backend.cuda.kernels.prefill_attention import prefill_attention
+from penstock.backend.cuda.kernels.prefill_attention import prefill_attention, queries_per_tile
 from penstock.backend.cuda.kernels.rope import rope_and_store
 from penstock.backend.cuda.kv_cache import LayerCache, layout_of
 from penstock.backend.ref.ops import attention, rotate
@@ -23,7 +23,7 @@ from penstock.config import Config
 from penstock.errors import ConfigError
 from penstock.model.load import load_model, open_checkpoint
 from penstock.model.spec import AttentionSpec
-from tests.cuda.device import DEVICE, HALF, close, ints, normal
+from tests.cuda.device import DEVICE, HALF, TILINGS, close, ints, normal
 from tests.cuda.test_attention import SPECS, spec_of, split_kv_of
 
 GOLDENS = Path(__file__).parents[1] / "models" / "goldens"
@@ -128,8 +128,10 @@ def test_attention_reads_what_is_stored(name: str, window: int, dtype: torch.dty
     split_kv = split_kv_of(spec, len(work.splits), len(chunks))
     common, sinks = (tables, header, out), 4 * normal(spec.heads, seed=2)
     about = spec.scale, window, cache.scales, 0.0
-    decode_attention(qkv, cache.lines, ints(work.splits), *common, split_kv, None, *about, sinks)
-    prefill_attention(qkv, cache.lines, ints(work.tiles), *common, *about, True, sinks)
+    tiling = TILINGS.decode_attention(len(out), spec.head_dim, qkv.element_size())
+    decode_attention(qkv, cache.lines, ints(work.splits), *common, split_kv, None, *about, sinks, tiling)
+    tiling = TILINGS.prefill_attention(queries_per_tile(spec.heads // spec.kv_heads), spec.head_dim, qkv.element_size())
+    prefill_attention(qkv, cache.lines, ints(work.tiles), *common, *about, True, sinks, tiling)
 
     keys, values = values_of(cache).cpu().numpy().swapaxes(2, 3).swapaxes(0, 1)  # [blocks, block_size, kv_heads, D]
     q = qkv.float().cpu().numpy().reshape(len(qkv), -1, spec.head_dim)[:, : spec.heads]
