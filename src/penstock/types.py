@@ -24,9 +24,37 @@ class Grammar(NamedTuple):
     thinking: Thinking | None = None
 
 
+class SamplerChain(NamedTuple):
+    """Describes samplers beyond top_k, top_p and min_p, and the order in which all of them cut a row's candidates. The
+    host runs a chain, so a request has one only if it asks for something that the usual three cuts cannot say."""
+
+    order: tuple[str, ...] = ("top_n_sigma", "top_k", "typical_p", "top_p", "min_p", "xtc", "temperature")
+    top_n_sigma: float = -1.0  # keeps logits within that many standard deviations of the highest; at most 0: off
+    typical_p: float = 1.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    dynatemp_range: float = 0.0
+    dynatemp_exponent: float = 1.0
+    mirostat: int = 0  # 1 or 2: it replaces the cuts
+    mirostat_tau: float = 5.0
+    mirostat_eta: float = 0.1
+    min_keep: int = 0  # candidates that every cut leaves
+
+
+class DryPenalty(NamedTuple):
+    """Describes a penalty for tokens that would continue a repetition ("don't repeat yourself")."""
+
+    multiplier: float
+    base: float = 1.75
+    allowed_length: int = 2
+    window: int = -1  # tokens that are searched; -1: all of them
+    breakers: tuple[str, ...] = ("\n", ":", '"', "*")  # texts across which nothing counts as repeated
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """Says how to choose the next token and when to stop. `stop` is text: the layers above the engine watch for it."""
+    """Says how to choose the next token and when to stop. `stop`, `bad_words` and a DRY penalty's breakers are text:
+    the layers above the engine watch for them or turn them into token ids."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -45,6 +73,12 @@ class SamplingParams:
     logprobs: int | None = None  # how many alternatives beside the chosen token; None: no logprobs
     prompt_logprobs: int | None = None
     grammar: Grammar | None = None
+    penalty_window: int = -1  # tokens that penalties look back on; -1: all of them
+    dry: DryPenalty | None = None
+    chain: SamplerChain | None = None
+    bad_words: tuple[str, ...] = ()  # never generated
+    allowed_token_ids: tuple[int, ...] | None = None  # nothing else is generated
+    include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
         in_range = (
