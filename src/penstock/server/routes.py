@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
+from functools import wraps
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -64,6 +65,7 @@ def all_routes(served: ServedModel, files: Files, batches: Batches, responses: R
 
 
 def _route(served: ServedModel, path: str, endpoint: Endpoint, method: str, operation: Operation) -> DocumentedRoute:
+    @wraps(endpoint)
     async def call(request: Request) -> Response:
         return await endpoint(served, request, context_of(request.scope))
 
