@@ -149,12 +149,12 @@ def sampling(served: ServedModel, fields: SamplingFields, **given: Any) -> list[
     served.check_ids(fields.stop_token_ids or (), "stop_token_ids")
     named = {name: getattr(fields, name) for name in _SAMPLING}
     settings = {name: value for name, value in (named | given).items() if value is not None}
-    settings["top_k"] = 0 if fields.top_k in (None, -1) else fields.top_k  # some clients send -1 for "off"
+    settings["top_k"] = 0 if fields.top_k == -1 else fields.top_k  # some clients send -1 for "off"
     settings["stop"] = check_stops((fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ()), "stop")
     settings["stop_token_ids"] = tuple(fields.stop_token_ids or ())
     settings["grammar"] = grammar_of(fields)
     seed = new_seed() if fields.seed is None else fields.seed
-    return [SamplingParams(seed=seed + choice, **settings) for choice in range(fields.choices)]
+    return [served.text.sampling(seed=seed + choice, **settings) for choice in range(fields.choices)]
 
 
 # -- answering ----------------------------------------------------------------------------------------------------
