@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from penstock.errors import InvalidRequest
 
@@ -33,6 +34,34 @@ class Grammar(NamedTuple):
     @property
     def lazy(self) -> bool:
         return bool(self.triggers or self.trigger_patterns or self.trigger_tokens)
+
+
+class StructuredOutputsParams(NamedTuple):
+    """Asks for structured output, with vLLM's names. Exactly one field may be set."""
+
+    json: str | dict[str, Any] | None = None  # a JSON schema, or its text
+    regex: str | None = None
+    choice: Sequence[str] | None = None  # one of these texts
+    grammar: str | None = None  # in Lark's syntax
+    json_object: bool | None = None
+
+    def to_grammar(self) -> Grammar:
+        """Returns the grammar that this asks for."""
+        given = [name for name, value in zip(self._fields, self, strict=True) if value is not None]
+        if len(given) != 1:
+            raise InvalidRequest(
+                f"structured_outputs takes exactly one of {', '.join(self._fields)}; got {', '.join(given) or 'none'}",
+                param="structured_outputs",
+            )
+        if self.regex is not None:
+            return Grammar("regex", self.regex)
+        if self.grammar is not None:
+            return Grammar("lark", self.grammar)
+        if self.choice is not None:
+            choices = " | ".join(json.dumps(text, ensure_ascii=False) for text in self.choice)
+            return Grammar("lark", f"start: CHOICE\nCHOICE: {choices}")
+        schema = {"type": "object"} if self.json is None else self.json
+        return Grammar("json", schema if isinstance(schema, str) else json.dumps(schema))
 
 
 class SamplerChain(NamedTuple):
@@ -97,8 +126,19 @@ class SamplingParams:
     bad_words: tuple[str, ...] = ()  # never generated
     allowed_token_ids: tuple[int, ...] | None = None  # nothing else is generated
     include_stop_str_in_output: bool = False
+    # `LLM` and `AsyncLLM` read the rest: the engine's request is one choice, and its tokens are no text yet.
+    n: int = 1  # choices
+    best_of: int | None = None  # choices that are generated; the n most likely ones are returned
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True  # without effect: no space is ever added
+    detokenize: bool = True
+    truncate_prompt_tokens: int | None = None  # the prompt's last tokens that are used
+    output_kind: int = 0  # a RequestOutputKind, of AsyncLLM
+    structured_outputs: StructuredOutputsParams | None = None  # becomes the grammar
+    guided_decoding: StructuredOutputsParams | None = None  # its older name
 
     def __post_init__(self) -> None:
+        _normalize(self)
         for name, value, low, high in self._ranges():
             if value is not None and not low <= value <= high:  # a NaN is in no range
                 raise InvalidRequest(f"{name} must be between {low} and {high}; got {value}", param=name)
@@ -131,6 +171,9 @@ class SamplingParams:
         yield "min_tokens", self.min_tokens, 0, MOST
         yield "logprobs", self.logprobs, 0, 20
         yield "prompt_logprobs", self.prompt_logprobs, 0, 20
+        yield "n", self.n, 1, 1024
+        yield "best_of", self.best_of, self.n, 1024
+        yield "truncate_prompt_tokens", self.truncate_prompt_tokens, 1, MOST
         yield "penalty_window", self.penalty_window, -1, MOST
         if self.dry is not None:
             yield "dry_multiplier", self.dry.multiplier, 0.0, 1000.0
@@ -169,6 +212,28 @@ class SamplingParams:
             if name not in SAMPLERS:
                 known = ", ".join(sorted(SAMPLERS))
                 raise InvalidRequest(f"samplers: {name!r} is not one of {known}", param="samplers")
+
+
+def _normalize(params: SamplingParams) -> None:
+    """Writes the forms in which users may give a field as the one that the engine reads: a text or a list as a tuple,
+    vLLM's -1 of top_k as 0, and a structured output as its grammar."""
+    changed: dict[str, Any] = {
+        name: _as_tuple(getattr(params, name)) for name in ("stop", "stop_token_ids", "bad_words")
+    }
+    if params.allowed_token_ids is not None:
+        changed["allowed_token_ids"] = tuple(params.allowed_token_ids)
+    if params.logit_bias is None:
+        changed["logit_bias"] = {}
+    if params.top_k == -1:
+        changed["top_k"] = 0
+    if outputs := params.structured_outputs or params.guided_decoding:
+        changed |= {"grammar": outputs.to_grammar(), "structured_outputs": None, "guided_decoding": None}
+    for name, value in changed.items():
+        object.__setattr__(params, name, value)
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return (value,) if isinstance(value, str) else tuple(value or ())
 
 
 class Request(NamedTuple):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from penstock.cli import options
 from penstock.cli.command import Argument, Option, UsageError
@@ -13,6 +12,7 @@ from penstock.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from penstock.llm import CompletionStream
+    from penstock.llm.outputs import RequestOutput
 
 
 def run(
@@ -54,7 +54,7 @@ def run(
     with LLM(path, max_rows=1, **engine) as llm:
         stream = llm.stream(text if raw else _messages(system, text), params)
         if json:
-            print_json({"model": model} | asdict(stream.rest()))
+            print_json({"model": model} | _facts(stream.rest()))
         else:
             _print_stream(stream)
 
@@ -62,6 +62,17 @@ def run(
 def _messages(system: str, text: str) -> list[dict[str, str]]:
     begin = [{"role": "system", "content": system}] if system else []
     return [*begin, {"role": "user", "content": text}]
+
+
+def _facts(output: RequestOutput) -> dict[str, Any]:
+    """Returns what --json prints about an answer."""
+    return {
+        "text": output.text,
+        "tokens": output.tokens,
+        "finish_reason": output.finish_reason,
+        "prompt_tokens": len(output.prompt_token_ids),
+        "cached_tokens": output.num_cached_tokens,
+    }
 
 
 def _print_stream(stream: CompletionStream) -> None:

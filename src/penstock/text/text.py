@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from penstock.errors import InvalidRequest
 from penstock.text.chat import ChatTemplate, templates_in_folder, templates_in_metadata
+from penstock.text.sampling_defaults import FALLBACK, defaults_in_folder, defaults_in_metadata
 from penstock.text.tokenizer import Tokenizer
 from penstock.text.tool_formats import PLAIN, AnswerFormat
 from penstock.text.tools import MessageDict
+from penstock.types import SamplingParams
 
 
 class ChatPrompt(NamedTuple):
@@ -28,18 +30,31 @@ class Text:
 
     tokenizer: Tokenizer
     template: ChatTemplate | None
+    sampling_defaults: Mapping[str, Any] = field(default_factory=lambda: FALLBACK, compare=False)
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> Text:
-        return cls._of(Tokenizer.from_gguf(metadata), templates_in_metadata(metadata))
+        text = cls._of(Tokenizer.from_gguf(metadata), templates_in_metadata(metadata))
+        return text.with_sampling(defaults_in_metadata(metadata))
 
     @classmethod
     def from_folder(cls, path: Path) -> Text:
-        return cls._of(Tokenizer.from_folder(path), templates_in_folder(path))
+        text = cls._of(Tokenizer.from_folder(path), templates_in_folder(path))
+        return text.with_sampling(defaults_in_folder(path))
 
     @classmethod
     def _of(cls, tokenizer: Tokenizer, templates: dict[str, str]) -> Text:
         return cls(tokenizer, ChatTemplate(templates, tokenizer.names) if templates else None)
+
+    def with_sampling(self, defaults: Mapping[str, Any]) -> Text:
+        """Returns the same with other defaults for sampling; those that are not given stay."""
+        return replace(self, sampling_defaults={**self.sampling_defaults, **defaults})
+
+    def sampling(self, **given: Any) -> SamplingParams:
+        """Returns how to sample for a request: as it says in the fields that are not None, else as the model's own
+        defaults say."""
+        stated = {name: value for name, value in given.items() if value is not None}
+        return SamplingParams(**{**self.sampling_defaults, **stated})
 
     def with_template(self, template: ChatTemplate) -> Text:
         return replace(self, template=template)

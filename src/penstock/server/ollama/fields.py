@@ -24,8 +24,6 @@ from penstock.server.request_context import RequestContext
 from penstock.server.served_model import ServedModel
 from penstock.types import Grammar, SamplingParams
 
-DEFAULTS: dict[str, Any] = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}  # Ollama's
-
 NO_EFFECT: NoEffect = {
     "shift": ANY_VALUE,
     "truncate": ANY_VALUE,
@@ -174,12 +172,11 @@ def read_options(served: ServedModel, context: RequestContext, body: OllamaField
     _limit_context(served, context, options)
     _check_window(context, options)
     named = {name: getattr(options, name) for name in _SAMPLING} | {"repetition_penalty": options.repeat_penalty}
-    settings = DEFAULTS | {name: value for name, value in named.items() if value is not None}
     stops = (options.stop,) if isinstance(options.stop, str) else tuple(options.stop or ())
     check_stops(stops, "options.stop")
     scores = (body.top_logprobs or 0) if body.logprobs else None
     limit = options.num_predict if options.num_predict and options.num_predict > 0 else None
-    return SamplingParams(stop=stops, logprobs=scores, grammar=_grammar(body), **settings), limit
+    return served.text.sampling(stop=stops, logprobs=scores, grammar=_grammar(body), **named), limit
 
 
 def context_length(served: ServedModel, context: RequestContext, given: dict[str, Any] | None) -> int:
