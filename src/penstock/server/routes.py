@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
+from functools import wraps
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -64,6 +65,7 @@ def all_routes(served: ServedModel, files: Files, batches: Batches, responses: R
 
 
 def _route(served: ServedModel, path: str, endpoint: Endpoint, method: str, operation: Operation) -> DocumentedRoute:
+    @wraps(endpoint)
     async def call(request: Request) -> Response:
         return await endpoint(served, request, context_of(request.scope))
 
@@ -136,8 +138,8 @@ async def list_models(served: ServedModel, _: Request, __: RequestContext) -> Re
     return json_response({"object": "list", "data": [_model(served)]} | page)
 
 
-async def show_model(served: ServedModel, request: Request, _: RequestContext) -> Response:
-    served.check_model(request.path_params["id"])
+async def show_model(served: ServedModel, request: Request, context: RequestContext) -> Response:
+    served.check_model(request.path_params["id"], context)
     return json_response(_model(served))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -80,8 +80,16 @@ def begin_turn(
         context.ignore("thinking.budget_tokens")
     requests = [served.request(context, prompt.tokens, each, options.param, options.max_tokens) for each in constrained]
     shown = text.special_in(text.format.markers(use.calling)) | frozenset(options.shown)
-    running = [deltas(served, context, request, choice, shown=shown) for choice, request in enumerate(requests)]
-    return ChatTurn(requests, together(running), [use.parser(text.format, prompt.opened) for _ in requests])
+    parsers = [use.parser(text.format, prompt.opened) for _ in requests]
+    running = [
+        deltas(served, context, request, choice, shown=shown, ended=_ended(parser))
+        for choice, (request, parser) in enumerate(zip(requests, parsers, strict=True))
+    ]
+    return ChatTurn(requests, together(running), parsers)
+
+
+def _ended(parser: AnswerParser | None) -> Callable[[], bool] | None:
+    return None if parser is None else lambda: parser.ended
 
 
 def after_thinking(
@@ -108,15 +116,6 @@ def _thinking(text: Text, prompt: ChatPrompt, budget: int | None) -> Thinking | 
     if not prompt.opened and len(opens) > 1:
         return None
     return Thinking(tuple(closes), -1 if prompt.opened else opens[0], budget)
-
-
-def thinking_fields(served: ServedModel, wanted: bool | None) -> dict[str, Any] | None:
-    """Returns the template's fields that turn thinking on or off; None if the model cannot do what is wanted."""
-    text = served.text
-    if text.takes("enable_thinking") and wanted is not None:
-        return {"enable_thinking": wanted}
-    thinks = not text.format.plain(calling=False)
-    return {} if wanted is None or wanted == thinks else None
 
 
 def call_input(arguments: str) -> dict[str, Any] | None:
