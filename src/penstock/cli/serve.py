@@ -13,6 +13,7 @@ from penstock.cli.terminal import obtain
 
 if TYPE_CHECKING:
     from penstock.server.telemetry.tracing import Traces
+    from penstock.text import Text
 
 
 Host = Annotated[str, Option(help="Address to listen on. 0.0.0.0 accepts connections from other machines.")]
@@ -99,7 +100,6 @@ def serve(
 
     from penstock.config import configure
     from penstock.ipc.spawn import ProcessClient
-    from penstock.model.load import load_text
     from penstock.server import Setup, Space
     from penstock.server import serve as listen
     from penstock.server.access.guard import Rules
@@ -114,7 +114,18 @@ def serve(
         lenient=not strict,
         aliases=_patterns(alias or [], served_name),
     )
-    listen(ProcessClient(config), partial(load_text, path), served_name, host, port, Setup(path, space, rules, traces))
+    setup = Setup(path, space, rules, traces)
+    listen(ProcessClient(config), partial(_load_text, model, path), served_name, host, port, setup)
+
+
+def _load_text(model: str, path: Path) -> Text:
+    """Loads the tokenizer, the chat template and the sampling defaults, a derived model's own included."""
+    from penstock.model.load import load_text
+    from penstock.store import find_derived
+    from penstock.text.sampling_defaults import defaults_in_modelfile
+
+    derived = find_derived(model)
+    return load_text(path).with_sampling(defaults_in_modelfile(derived.parameters if derived else {}))
 
 
 def _note_default(strict: bool, ignore_unknown_fields: bool) -> None:
