@@ -15,7 +15,7 @@ from starlette.responses import Response
 from penstock.errors import InvalidRequest
 from penstock.server.bodies import unsupported
 from penstock.server.chat.logprobs import finite_logprob
-from penstock.server.chat.stream import deltas, together
+from penstock.server.chat.stream import all_deltas
 from penstock.server.explain import AnswerReport, Explanation
 from penstock.server.openai.fields import (
     NO_EFFECT,
@@ -82,11 +82,8 @@ async def completions(served: ServedModel, http: HttpRequest, context: RequestCo
     texts = [prompt.text for prompt in prompts for _ in params]
     writer = CompletionWriter(served, context, requests, texts, body)
     shown = shown_special(served, body)
-    running = [
-        deltas(served, context, request, choice, continuing=True, shown=shown)
-        for choice, request in enumerate(requests)
-    ]
-    return await reply(http, context, writer, together(running), streaming=bool(body.stream))
+    running = all_deltas(served, context, requests, shown)
+    return await reply(http, context, writer, running, streaming=bool(body.stream))
 
 
 # -- reading ------------------------------------------------------------------------------------------------------
