@@ -115,12 +115,26 @@ def test_serve_passes_on_what_it_is_told(penstock: Penstock, reciter: Path, monk
     monkeypatch.setattr("penstock.server.serve", lambda *told: rules.append(told[-1].rules))
     penstock("serve", str(reciter))
     sizes = ("--step-tokens", 100, "--prefill-budget", 50, "--block-size", 8, "--kv-memory", 10**6, "--name", "it")
-    penstock("serve", str(reciter), "--ignore-unknown-fields", *sizes)
-    assert [each.lenient for each in rules] == [False, True]
+    names = ("--strict", "--alias", "gpt-4o=it", "--alias", "big-*=it")
+    penstock("serve", str(reciter), *names, *sizes)
+    assert [(each.lenient, each.aliases) for each in rules] == [(True, ()), (False, ("gpt-4o", "big-*"))]
     assert configs == [
         Config(model=str(reciter), name="reciter"),
         Config(model=str(reciter), name="it", step_tokens=100, prefill_budget=50, block_size=8, kv_memory=10**6),
     ]
+
+
+def test_serve_says_what_is_the_default_and_what_makes_no_sense(
+    penstock: Penstock, reciter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.ipc.spawn.ProcessClient", lambda config: None)
+    monkeypatch.setattr("penstock.server.serve", lambda *told: None)
+    assert "the default now" in penstock("serve", str(reciter), "--ignore-unknown-fields")[2]
+    code, _, err = penstock("serve", str(reciter), "--ignore-unknown-fields", "--strict")
+    assert (code, "contradict" in err) == (2, True)
+    for alias in ("gpt-4o", "=reciter", "gpt-4o=other"):
+        code, _, err = penstock("serve", str(reciter), "--alias", alias)
+        assert (code, "--alias is written NAME=reciter" in err) == (2, True)
 
 
 def test_version_and_help(penstock: Penstock) -> None:

@@ -20,6 +20,7 @@ from penstock.config import Config
 from penstock.ipc.inprocess import InProcessClient
 from penstock.ipc.spawn import ProcessClient
 from penstock.server import Setup, Space, create_app
+from penstock.server.access.guard import Rules
 from penstock.server.access.protocol import BoundedProtocol
 from penstock.server.app import bind
 from tests.server import toys
@@ -97,6 +98,14 @@ def toy_text() -> toys.ToyText:
 def parrot() -> Iterator[Server]:
     """Served as "toy/parrot" from a thread, as fast as it can."""
     with serving(InProcessClient(toys.open_parrot, "parrot"), toys.ToyText(), "toy/parrot") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def strict_parrot() -> Iterator[Server]:
+    """Refuses what others ignore and list."""
+    client = InProcessClient(toys.open_parrot, "parrot")
+    with serving(client, toys.ToyText(), "toy/parrot", rules=Rules(lenient=False)) as server:
         yield server
 
 

@@ -228,9 +228,9 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "x"}}
         ({"extra_body": {"no_such_field": 1}}, "unknown field 'no_such_field'"),
     ],
 )
-def test_refusals_are_told_by_name(parrot: Any, fields: dict[str, Any], told: str) -> None:
+def test_refusals_are_told_by_name(strict_parrot: Any, fields: dict[str, Any], told: str) -> None:
     with pytest.raises(anthropic.BadRequestError, match=told) as caught:
-        sdk(parrot).messages.create(**say("hi", **fields))
+        sdk(strict_parrot).messages.create(**say("hi", **fields))
     body: Any = caught.value.body
     assert body["type"] == "error"
     assert body["error"]["type"] == "invalid_request_error"

@@ -131,8 +131,8 @@ REFUSED: list[tuple[Any, int, str, str | None]] = [  # line, status, code, param
 ]
 
 
-def test_wrong_lines_are_told_one_by_one_and_the_others_run(parrot: Any) -> None:
-    sdk = parrot.sdk()
+def test_wrong_lines_are_told_one_by_one_and_the_others_run(strict_parrot: Any) -> None:
+    sdk = strict_parrot.sdk()
     wrong = [each[0] for each in WRONG] + [each[0] for each in REFUSED]
     content = b"\xef\xbb\xbf" + jsonl(line("good"), b"\n", *wrong, b"  \r\n") + json.dumps(line("last")).encode()
     batch = ended(sdk, begin(sdk, content).id)
@@ -181,8 +181,8 @@ def test_completions_are_batched_too(parrot: Any) -> None:
     assert answer["response"]["body"]["choices"][0]["text"] == "hello"
 
 
-def test_what_a_batch_is_made_of_is_checked(parrot: Any) -> None:
-    sdk = parrot.sdk()
+def test_what_a_batch_is_made_of_is_checked(strict_parrot: Any) -> None:
+    sdk = strict_parrot.sdk()
     good = sdk.files.create(file=jsonl(line("x")), purpose="batch").id
     other = sdk.files.create(file=jsonl(line("x")), purpose="user_data").id
     fields = {"input_file_id": good, "endpoint": CHAT, "completion_window": "24h"}
@@ -197,7 +197,7 @@ def test_what_a_batch_is_made_of_is_checked(parrot: Any) -> None:
         ({"output_expires_after": {"anchor": "created_at", "seconds": 5}}, "output_expires_after.seconds"),
         ({"colour": "red"}, "colour"),
     ):
-        refused = parrot.post("/v1/batches", **fields | change)
+        refused = strict_parrot.post("/v1/batches", **fields | change)
         assert refused.status_code == 400, change
         assert refused.json()["error"]["param"] == param
     for ask in (sdk.batches.retrieve, sdk.batches.cancel):

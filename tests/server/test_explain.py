@@ -240,9 +240,41 @@ def test_ignored_fields_are_listed(lenient: Any) -> None:
     assert answer["penstock"]["ignored_fields"] == ignored
 
 
-def test_the_list_is_there_when_it_is_empty(lenient: Any) -> None:
-    answer = lenient.post("/v1/completions", model=MODEL, prompt="[hi]").json()
-    assert answer["penstock"] == {"ignored_fields": [], "truncated_tokens": 0}
+def test_ignored_fields_are_listed_in_a_header(lenient: Any) -> None:
+    for streamed in (False, True):
+        answer = lenient.post("/v1/chat/completions", **chat("[hi]", flavour=1, stream=streamed, store=True))
+        assert answer.headers["x-penstock-ignored"] == "flavour, store"
+    answer = lenient.post("/v1/chat/completions", **chat("[hi]", **{"a\r\nset-cookie: x": 1, "é": 2, "x" * 5000: 3}))
+    assert "set-cookie" not in answer.headers
+    assert answer.headers["x-penstock-ignored"] == f"a??set-cookie: x, {'x' * 128}, ?"
+    many = {f"{index:03}{'y' * 200}": 1 for index in range(200)}
+    assert len(lenient.post("/v1/chat/completions", **chat("[hi]", **many)).headers["x-penstock-ignored"]) < 1100
+
+
+def test_unknown_fields_are_found_at_any_depth(lenient: Any) -> None:
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", "mood": 1}
+    output = {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "x", "b": 1}]}
+    said = {"role": "user", "content": [{"type": "input_text", "text": "[hi]", "cache_control": {}}]}
+    answer = lenient.post("/v1/responses", model=MODEL, input=[call, output, said], text={"format": None, "size": 1})
+    paths = ["input[].content[].cache_control", "input[].mood", "input[].output[].b", "text.size"]
+    assert answer.json()["penstock"]["ignored_fields"] == paths
+    tool = {"type": "function", "function": {"name": "f", "colour": 1}, "cache_control": {}}
+    asked = chat("[hi]", tools=[tool], response_format={"type": "text", "json_schema": {"a": 1}})
+    ignored = lenient.post("/v1/chat/completions", **asked).json()["penstock"]["ignored_fields"]
+    assert ignored == ["response_format.json_schema.a", "tools[].cache_control", "tools[].function.colour"]
+
+
+def test_a_setting_with_an_unknown_value_is_ignored_unless_it_is_needed(lenient: Any) -> None:
+    answer = lenient.post("/v1/chat/completions", **chat("[hi]", service_tier="gold", flavour=1))
+    assert answer.json()["penstock"]["ignored_fields"] == ["flavour", "service_tier"]
+    answer = lenient.post("/v1/chat/completions", **chat("[hi]", response_format={"type": "yaml"}))
+    assert (answer.status_code, "yaml" in answer.json()["error"]["message"]) == (400, True)
+
+
+def test_nothing_is_said_where_nothing_was_ignored(lenient: Any) -> None:
+    answer = lenient.post("/v1/completions", model=MODEL, prompt="[hi]")
+    assert "penstock" not in answer.json()
+    assert "x-penstock-ignored" not in answer.headers
 
 
 def test_what_is_said_is_never_ignored(lenient: Any) -> None:
@@ -263,5 +295,5 @@ def test_what_is_ignored_is_bounded(lenient: Any) -> None:
     assert answer["penstock"]["ignored_fields"] == ["messages[].mood"]
 
 
-def test_unknown_fields_are_refused_unless_it_was_asked_otherwise(parrot: Any) -> None:
-    assert parrot.post("/v1/chat/completions", **chat("[hi]", flavour=1)).json()["error"]["param"] == "flavour"
+def test_a_strict_server_refuses_what_others_ignore(strict_parrot: Any) -> None:
+    assert strict_parrot.post("/v1/chat/completions", **chat("[hi]", flavour=1)).json()["error"]["param"] == "flavour"

@@ -1,5 +1,6 @@
-"""Every field that clients are known to send, one by one: honoured, taken because it asks for nothing, or refused by
-name. What each is honoured by is tested beside its part; here is that none is missing and none is dropped."""
+"""Every field that clients are known to send, one by one: honoured, taken because it asks for nothing, ignored and
+listed, or refused by name. What each is honoured by is tested beside its part; here is that none is missing and none
+is dropped silently."""
 
 from __future__ import annotations
 
@@ -12,6 +13,8 @@ from tests.server import toys
 MODEL = "toy/parrot"
 HONOURED = "honoured"
 NO_EFFECT = "no_effect"  # changes no answer
+IGNORED = "ignored"  # and listed in the answer; refused by a strict server
+IGNORED_CODES = ("unsupported_parameter", "unknown_parameter", "invalid_value")
 SAID = [{"role": "user", "content": "[hi]"}]
 PREDICTED = {"type": "content", "content": "hi"}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -39,7 +42,7 @@ OPENAI: list[Row] = [
     ("service_tier", "scale", HONOURED),
     ("service_tier", "priority", HONOURED),
     ("service_tier", "fast", HONOURED),
-    ("service_tier", "gold", "invalid_type"),
+    ("service_tier", "gold", IGNORED),
     ("prompt_cache_key", "k", NO_EFFECT),
     ("prompt_cache_retention", "24h", NO_EFFECT),
     ("prompt_cache_options", {"mode": "explicit"}, NO_EFFECT),
@@ -47,7 +50,7 @@ OPENAI: list[Row] = [
     ("user", "u", NO_EFFECT),
     ("metadata", {"a": "b"}, NO_EFFECT),
     ("store", False, NO_EFFECT),
-    ("store", True, UNSUPPORTED),
+    ("store", True, IGNORED),
     ("top_k", 5, HONOURED),
     ("min_p", 0.1, HONOURED),
     ("repetition_penalty", 1.1, HONOURED),
@@ -75,7 +78,7 @@ OPENAI: list[Row] = [
     ("truncate_prompt_tokens", 4, HONOURED),
     ("truncate_prompt_tokens", 0, "invalid_request"),
     ("penstock", True, HONOURED),
-    ("no_such_field", 1, "unknown_parameter"),
+    ("no_such_field", 1, IGNORED),
 ]
 CHAT: list[Row] = [
     *OPENAI,
@@ -83,24 +86,24 @@ CHAT: list[Row] = [
     ("logprobs", True, HONOURED),
     ("tools", [TOOL], HONOURED),
     ("tools", [{"type": "function", "function": TOOL["function"] | {"strict": True}}], UNABLE),
-    ("tools", [{"type": "custom", "custom": {"name": "x"}}], "invalid_type"),
+    ("tools", [{"type": "custom", "custom": {"name": "x"}}], "invalid_value"),
     ("tool_choice", "none", HONOURED),
     ("tool_choice", "auto", HONOURED),
     ("tool_choice", "required", "invalid_request"),  # without tools
     ("parallel_tool_calls", False, HONOURED),
     ("reasoning_effort", "none", HONOURED),
-    ("reasoning_effort", "high", UNSUPPORTED),  # by a template that knows no efforts
+    ("reasoning_effort", "high", IGNORED),  # by a template that knows no efforts
     ("verbosity", "medium", NO_EFFECT),
-    ("verbosity", "low", UNSUPPORTED),
+    ("verbosity", "low", IGNORED),
     ("prediction", PREDICTED, NO_EFFECT),
     ("modalities", ["text"], NO_EFFECT),
-    ("modalities", ["text", "audio"], UNSUPPORTED),
-    ("audio", {"voice": "alloy", "format": "wav"}, UNSUPPORTED),
-    ("web_search_options", {}, UNSUPPORTED),
-    ("functions", [{"name": "f"}], UNSUPPORTED),
+    ("modalities", ["text", "audio"], IGNORED),
+    ("audio", {"voice": "alloy", "format": "wav"}, IGNORED),
+    ("web_search_options", {}, IGNORED),
+    ("functions", [{"name": "f"}], IGNORED),
     ("function_call", "auto", NO_EFFECT),
     ("chat_template_kwargs", {}, HONOURED),
-    ("chat_template_kwargs", {"mood": 1}, UNSUPPORTED),
+    ("chat_template_kwargs", {"mood": 1}, IGNORED),
     ("messages", [{"role": "developer", "content": "x"}, *SAID], HONOURED),
     ("messages", [{"role": "user", "content": [{"type": "text", "text": "[hi]"}]}], HONOURED),
     ("messages", [{"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}, *SAID], HONOURED),
@@ -136,8 +139,8 @@ ANTHROPIC: list[Row] = [
     ("tool_choice", {"type": "none"}, HONOURED),
     ("tool_choice", {"type": "any"}, FAILS),  # without tools
     ("thinking", {"type": "disabled"}, HONOURED),
-    ("thinking", {"type": "enabled", "budget_tokens": 1024}, FAILS),  # the toy does not think
-    ("thinking", {"type": "adaptive"}, FAILS),
+    ("thinking", {"type": "enabled", "budget_tokens": 1024}, IGNORED),  # the toy does not think
+    ("thinking", {"type": "adaptive"}, IGNORED),
     ("thinking", {"type": "between_tools"}, FAILS),
     ("stop_sequences", ["x"], HONOURED),
     ("stream", True, HONOURED),
@@ -148,19 +151,19 @@ ANTHROPIC: list[Row] = [
     ("cache_control", {"type": "ephemeral"}, NO_EFFECT),
     ("service_tier", "auto", NO_EFFECT),
     ("service_tier", "standard_only", NO_EFFECT),
-    ("service_tier", "gold", FAILS),
+    ("service_tier", "gold", IGNORED),
     ("speed", "standard", NO_EFFECT),
-    ("speed", "fast", FAILS),
-    ("container", "c", FAILS),
-    ("mcp_servers", [{"type": "url"}], FAILS),
-    ("output_config", {"effort": "low"}, FAILS),
+    ("speed", "fast", IGNORED),
+    ("container", "c", IGNORED),
+    ("mcp_servers", [{"type": "url"}], IGNORED),
+    ("output_config", {"effort": "low"}, IGNORED),
     ("output_config", {"format": {"type": "json_schema", "schema": {}}}, FAILS),
     ("penstock", True, HONOURED),
-    ("no_such_field", 1, FAILS),
+    ("no_such_field", 1, IGNORED),
 ]
 OPTIONS: list[Row] = [
     ("num_ctx", 256, HONOURED),
-    ("num_ctx", 10**6, FAILS),
+    ("num_ctx", 10**6, IGNORED),
     ("num_predict", 5, HONOURED),
     ("seed", 1, HONOURED),
     ("temperature", 0.5, HONOURED),
@@ -168,17 +171,17 @@ OPTIONS: list[Row] = [
     ("top_p", 0.5, HONOURED),
     ("min_p", 0.1, HONOURED),
     ("typical_p", 1, NO_EFFECT),
-    ("typical_p", 0.5, FAILS),
+    ("typical_p", 0.5, IGNORED),
     ("repeat_last_n", 64, NO_EFFECT),  # without a penalty
     ("repeat_penalty", 1.1, HONOURED),
     ("presence_penalty", 0.5, HONOURED),
     ("frequency_penalty", 0.5, HONOURED),
     ("stop", ["x"], HONOURED),
-    ("mirostat", 1, FAILS),
+    ("mirostat", 1, IGNORED),
     *((name, 1, NO_EFFECT) for name in ("num_keep", "num_gpu", "num_thread", "num_batch", "main_gpu")),
     ("use_mmap", True, NO_EFFECT),
     ("draft_num_predict", 4, NO_EFFECT),
-    ("no_such_option", 1, FAILS),
+    ("no_such_option", 1, IGNORED),
 ]
 OLLAMA: list[Row] = [
     *((f"options.{name}", value, told) for name, value, told in OPTIONS),
@@ -186,15 +189,15 @@ OLLAMA: list[Row] = [
     ("format", "json", FAILS),  # the toy has no grammars
     ("format", {"type": "object"}, FAILS),
     ("think", False, HONOURED),
-    ("think", True, FAILS),  # the toy does not think
-    ("think", "low", FAILS),
+    ("think", True, IGNORED),  # the toy does not think
+    ("think", "low", IGNORED),
     ("logprobs", True, HONOURED),
     ("truncate", True, NO_EFFECT),
     ("shift", True, NO_EFFECT),
     ("keep_alive", "5m", NO_EFFECT),
     ("keep_alive", -1, NO_EFFECT),
     ("penstock", True, HONOURED),
-    ("no_such_field", 1, FAILS),
+    ("no_such_field", 1, IGNORED),
 ]
 OLLAMA_CHAT: list[Row] = [
     *OLLAMA,
@@ -223,34 +226,51 @@ def ids(rows: list[Row]) -> list[str]:
 
 def check(answer: Any, field: str, told: str) -> None:
     """What is refused says which field it is about; what is not refused is answered."""
-    if told in (HONOURED, NO_EFFECT):
+    ignored = answer.headers.get("x-penstock-ignored", "")
+    if told in (HONOURED, NO_EFFECT, IGNORED):
         assert answer.status_code == 200, answer.text
+        assert (field in ignored) == (told == IGNORED), ignored
+        assert (f'"ignored_fields":["{field}' in answer.text) == (told == IGNORED)
         return
+    check_refused(answer, field, told)
+
+
+def check_refused(answer: Any, field: str, told: str) -> None:
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
     message = error if isinstance(error, str) else error["message"]
     if "started without a tokenizer" in message:
         return  # for a grammar that the field stands for
     assert field in message or field == error["param"].partition("[")[0]
-    if told != FAILS:
+    if told == IGNORED and "code" in error:
+        assert error["code"] in IGNORED_CODES
+    elif told not in (FAILS, IGNORED):
         assert error["code"] == told
 
 
+def check_both(parrot: Any, strict_parrot: Any, asked: tuple[str, dict[str, Any]], field: str, told: str) -> None:
+    """A strict server answers the same, but refuses what others ignore."""
+    path, body = asked
+    check(parrot.post(path, **body), field, told)
+    (check_refused if told == IGNORED else check)(strict_parrot.post(path, **body), field, told)
+
+
 @pytest.mark.parametrize(("field", "value", "told"), CHAT, ids=ids(CHAT))
-def test_chat_completions(parrot: Any, field: str, value: Any, told: str) -> None:
+def test_chat_completions(parrot: Any, strict_parrot: Any, field: str, value: Any, told: str) -> None:
     asked = {"model": MODEL, "messages": SAID, "max_tokens": None if "max" in field else 5} | {field: value}
-    check(parrot.post("/v1/chat/completions", **asked), field, told)
+    check_both(parrot, strict_parrot, ("/v1/chat/completions", asked), field, told)
 
 
 @pytest.mark.parametrize(("field", "value", "told"), COMPLETIONS, ids=ids(COMPLETIONS))
-def test_completions(parrot: Any, field: str, value: Any, told: str) -> None:
-    check(parrot.post("/v1/completions", **{"model": MODEL, "prompt": "[hi]", field: value}), field, told)
+def test_completions(parrot: Any, strict_parrot: Any, field: str, value: Any, told: str) -> None:
+    asked = {"model": MODEL, "prompt": "[hi]", field: value}
+    check_both(parrot, strict_parrot, ("/v1/completions", asked), field, told)
 
 
 @pytest.mark.parametrize(("field", "value", "told"), ANTHROPIC, ids=ids(ANTHROPIC))
-def test_messages(parrot: Any, field: str, value: Any, told: str) -> None:
+def test_messages(parrot: Any, strict_parrot: Any, field: str, value: Any, told: str) -> None:
     asked = {"model": MODEL, "messages": SAID, "max_tokens": 5} | {field: value}
-    check(parrot.post("/v1/messages", **asked), field, told)
+    check_both(parrot, strict_parrot, ("/v1/messages", asked), field, told)
 
 
 @pytest.mark.parametrize(
@@ -258,11 +278,11 @@ def test_messages(parrot: Any, field: str, value: Any, told: str) -> None:
     [("/api/chat", *row) for row in OLLAMA_CHAT] + [("/api/generate", *row) for row in OLLAMA_GENERATE],
     ids=ids(OLLAMA_CHAT) + ids(OLLAMA_GENERATE),
 )
-def test_ollama(parrot: Any, path: str, field: str, value: Any, told: str) -> None:
+def test_ollama(parrot: Any, strict_parrot: Any, path: str, field: str, value: Any, told: str) -> None:
     outer, _, option = field.partition(".")
     asked = {"model": MODEL, "messages": SAID} if path == "/api/chat" else {"model": MODEL, "prompt": "[hi]"}
     asked |= {outer: {option: value} if option else value, "stream": False}
-    check(parrot.post(path, **asked), outer, told)
+    check_both(parrot, strict_parrot, (path, asked), outer, told)
 
 
 # -- what the newer ones do ---------------------------------------------------------------------------------------

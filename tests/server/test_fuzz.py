@@ -23,10 +23,12 @@ from penstock.config import Config
 from penstock.ipc.inprocess import InProcessClient
 from penstock.ipc.spawn import ProcessClient
 from penstock.model.load import load_text
+from penstock.server.access.guard import Rules
 from tests.server import toys
 
 EXAMPLES = int(os.environ.get("PENSTOCK_FUZZ", "0"))  # of every route; 0: as many as a usual run has time for
 WAIT = 120  # seconds for an answer
+STRICT = Rules(lenient=False)  # so that it can be seen whether the document names every field
 
 CHECKS = ("not_a_server_error", "status_code_conformance", "content_type_conformance", "response_schema_conformance")
 
@@ -79,14 +81,14 @@ ANSWERABLE: dict[str, dict[str, Any]] = {
 
 @contextmanager
 def toy_model(serve: Callable[..., Any], _: Any) -> Iterator[Any]:
-    with serve(InProcessClient(toys.open_parrot, "parrot"), toys.ToyText(), "toy/parrot") as server:
+    with serve(InProcessClient(toys.open_parrot, "parrot"), toys.ToyText(), "toy/parrot", rules=STRICT) as server:
         yield server
 
 
 @contextmanager
 def default_model(serve: Callable[..., Any], path: Path) -> Iterator[Any]:
     client = ProcessClient(Config(model=str(path), name="smollm2", max_len=96, max_rows=8))
-    with serve(client, load_text(path), "smollm2", path) as server:
+    with serve(client, load_text(path), "smollm2", path, rules=STRICT) as server:
         yield server
 
 

@@ -36,11 +36,13 @@ import toys
 from penstock.config import Config
 from penstock.ipc.spawn import ProcessClient
 from penstock.server import app, serve
+from penstock.server import Setup
 from penstock.server.access import guard, protocol
 
 app.IDLE_SECONDS = protocol.IDLE_SECONDS = protocol.HEAD_SECONDS = protocol.STALLED_SECONDS = {WAIT}
 guard.BODY_SECONDS = {WAIT}
-serve(ProcessClient(Config(model="parrot"), toys.HOST), toys.ToyText, "toy/parrot", "127.0.0.1", 0)
+serve(ProcessClient(Config(model="parrot"), toys.HOST), toys.ToyText, "toy/parrot", "127.0.0.1", 0,
+      Setup(rules=guard.Rules(lenient=False)))
 """
 
 

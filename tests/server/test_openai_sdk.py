@@ -288,8 +288,8 @@ def test_request_ids_differ_and_reach_the_sdk(parrot: Any) -> None:
     assert caught.value.request_id.startswith("req-")
 
 
-def test_errors_become_the_sdks_exceptions(parrot: Any) -> None:
-    sdk = parrot.sdk()
+def test_errors_become_the_sdks_exceptions(strict_parrot: Any) -> None:
+    sdk = strict_parrot.sdk()
     with pytest.raises(openai.NotFoundError, match="serves 'toy/parrot'") as missing:
         sdk.chat.completions.create(**say("a") | {"model": "gpt"})
     assert missing.value.code == "model_not_found"

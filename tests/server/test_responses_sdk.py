@@ -549,26 +549,26 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("fields", "told"), REFUSED, ids=[told for _, told in REFUSED])
-def test_refusals_say_what_is_wrong(parrot: Any, fields: dict[str, Any], told: str) -> None:
+def test_refusals_say_what_is_wrong(strict_parrot: Any, fields: dict[str, Any], told: str) -> None:
     kind = openai.NotFoundError if "model" in fields else openai.BadRequestError
     with pytest.raises(kind, match=told):
-        parrot.sdk().responses.create(**{"model": MODEL, "input": "[a]"}, extra_body=fields)
-    assert parrot.client.stats.running == 0
+        strict_parrot.sdk().responses.create(**{"model": MODEL, "input": "[a]"}, extra_body=fields)
+    assert strict_parrot.client.stats.running == 0
 
 
-def test_refusals_of_what_is_in_the_address(parrot: Any) -> None:
-    id = parrot.sdk().responses.create(**say("a")).id
+def test_refusals_of_what_is_in_the_address(strict_parrot: Any) -> None:
+    id = strict_parrot.sdk().responses.create(**say("a")).id
     for query, told in {
         "stream=true": "background",
         "starting_after=2": "needs stream",
         "starting_after=-1": ">= 0",
         "foo=1": "foo",
     }.items():
-        answer = parrot.get(f"/v1/responses/{id}?{query}")
+        answer = strict_parrot.get(f"/v1/responses/{id}?{query}")
         assert answer.status_code == 400
         assert told in answer.json()["error"]["message"]
     with pytest.raises(openai.BadRequestError, match="unknown field 'stream'"):
-        parrot.sdk().responses.input_tokens.count(**say("a"), extra_body={"stream": True})
+        strict_parrot.sdk().responses.input_tokens.count(**say("a"), extra_body={"stream": True})
 
 
 # -- the default model ---------------------------------------------------------------------------------------------

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from penstock.cli import options
-from penstock.cli.command import Option
+from penstock.cli.command import Option, UsageError
 from penstock.cli.terminal import obtain
 
 if TYPE_CHECKING:
@@ -44,8 +45,21 @@ MaxWaiting = Annotated[
     int | None,
     Option(minimum=0, help="Most requests that may wait; further ones are refused (503). By default, 16 for each row."),
 ]
-IgnoreUnknown = Annotated[
-    bool, Option(help="Ignore unknown fields of requests and list them in the answer, instead of refusing.")
+Strict = Annotated[
+    bool,
+    Option(
+        help="Refuse unknown fields, unsupported settings and other models' names. By default, they are ignored and "
+        "listed in the answer."
+    ),
+]
+IgnoreUnknown = Annotated[bool, Option(help="The default, kept for older scripts: see --strict.")]
+ModelAliases = Annotated[
+    list[str] | None,
+    Option(
+        name="--alias",
+        help="Further name of the model, such as 'gpt-4o=smollm2' or '*=smollm2': NAME may have wildcards. May be "
+        "repeated. Without --strict, claude*, gpt-*, chatgpt*, codex* and o[0-9]* are names of it anyway.",
+    ),
 ]
 
 
@@ -62,6 +76,8 @@ def serve(
     keys: KeyFile = "",
     cors: Origins = None,
     max_waiting: MaxWaiting = None,
+    alias: ModelAliases = None,
+    strict: Strict = False,
     ignore_unknown_fields: IgnoreUnknown = False,
     *,
     engine: options.EngineSettings,
@@ -77,6 +93,7 @@ def serve(
     Quantized weights stay quantized. On a GPU these are Q4_0 to Q8_0 and Q4_K to Q6_K of GGUF files and FP8 (e4m3);
     other formats become bf16 there, and FP8 becomes bf16 on a CPU: the log says so. --quantize quantizes plain weights.
     """
+    _note_default(strict, ignore_unknown_fields)
     traces = _open_traces(otlp) if otlp else None
     path = obtain(model)
 
@@ -90,8 +107,32 @@ def serve(
     served_name = name or _short_name(model, path)
     config = configure(path, engine, name=served_name)
     space = Space(Path(data).expanduser().absolute() if data else None, max_file, max_data, max_files)
-    rules = Rules(Path(keys).expanduser() if keys else None, tuple(cors or ()), max_waiting, ignore_unknown_fields)
+    rules = Rules(
+        Path(keys).expanduser() if keys else None,
+        tuple(cors or ()),
+        max_waiting,
+        lenient=not strict,
+        aliases=_patterns(alias or [], served_name),
+    )
     listen(ProcessClient(config), partial(load_text, path), served_name, host, port, Setup(path, space, rules, traces))
+
+
+def _note_default(strict: bool, ignore_unknown_fields: bool) -> None:
+    if strict and ignore_unknown_fields:
+        raise UsageError("--strict and --ignore-unknown-fields contradict each other: leave one out")
+    if ignore_unknown_fields:
+        print("note: --ignore-unknown-fields is the default now: leave it out", file=sys.stderr, flush=True)
+
+
+def _patterns(aliases: list[str], served_name: str) -> tuple[str, ...]:
+    """Returns the names of aliases; raises if one is not for the served model."""
+    patterns = []
+    for alias in aliases:
+        name, _, model = alias.rpartition("=")
+        if not name or model != served_name:
+            raise UsageError(f"--alias is written NAME={served_name}, for the model that is served; got {alias!r}")
+        patterns.append(name)
+    return tuple(patterns)
 
 
 def _open_traces(url: str) -> Traces:

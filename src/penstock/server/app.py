@@ -34,7 +34,7 @@ from penstock.server.openai.files import Files
 from penstock.server.request_context import ContextMiddleware
 from penstock.server.responses.endpoints import Responses
 from penstock.server.routes import all_routes
-from penstock.server.served_model import ServedModel
+from penstock.server.served_model import CLIENTS_NAMES, ServedModel
 from penstock.server.telemetry.metrics import Metrics
 from penstock.text import Text
 
@@ -65,7 +65,8 @@ def create_app(
     """Returns an application that serves `client`'s engine as `name`. It starts the client when it starts and closes it
     when it ends."""
     path, space, rules, traces = setup
-    served = ServedModel(client, text, name, int(time.time()), Metrics(client, name), path)
+    aliases = (*rules.aliases, *(CLIENTS_NAMES if rules.lenient else ()))
+    served = ServedModel(client, text, name, int(time.time()), Metrics(client, name), path, aliases)
     accounts = None if rules.keys is None else Accounts(Keyring(rules.keys))
     archive = Archive(space, name)
     runner = BatchRunner(archive, served, accounts, lenient=rules.lenient)

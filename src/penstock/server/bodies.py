@@ -1,16 +1,18 @@
 """Reads request bodies into structs, for every dialect.
 
-Each field is read, or dropped because its value has no effect, or refused by name. A lenient server ignores unknown
-fields instead and lists them in the answer.
+Each field is read, or dropped because its value has no effect, or ignored and listed in the answer. A strict server
+refuses by name what it would ignore. Content of a conversation is never ignored: what cannot be read is refused.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec import inspect
 from starlette.requests import Request as HttpRequest
 
 from penstock.errors import InvalidRequest
@@ -19,10 +21,19 @@ from penstock.server.request_context import RequestContext
 
 MAX_BODY = 16 * 2**20  # bytes
 READ_ON = 4 * MAX_BODY  # bytes of a body that is too large, before its connection is given up
-IGNORABLE = ("", "options")  # objects whose fields may be ignored: nothing in a conversation ever is
+
+UNKNOWN_VALUE = "invalid_value"  # the code of a setting that has other values than the one given
 
 ANY_VALUE = object()  # in a NoEffect table: every value is accepted
 NoEffect = dict[str, Any]  # field -> ANY_VALUE, or the values that are accepted without effect; null always is
+
+
+class ContentValues(tuple[Any, ...]):
+    """Lists the accepted values of a field that holds content, in a NoEffect table. Other values are refused, even by a
+    lenient server: an answer to a conversation without them would be an answer to something else."""
+
+    __slots__ = ()
+
 
 S = TypeVar("S", bound=msgspec.Struct)
 
@@ -43,23 +54,64 @@ def read_object(
     """Returns the object as a struct. `where` is its place in the body, which errors name. Unless `strict`, numbers may
     be spelled as text, as in a query."""
     _drop_without_effect(context, given, no_effect, where)
-    if context.lenient:
-        for name in [name for name in given if name not in kind.__struct_encode_fields__]:
-            del given[name]
-            context.ignore(_path(where, name))
+    dropped: dict[str, InvalidRequest] = {}  # by the field that was dropped: why it could not be read
     while True:
         try:
             return msgspec.convert(given, kind, str_keys=True, strict=strict)
         except msgspec.ValidationError as error:
             refusal = _refusal(str(error), where)
-            unknown = context.lenient and refusal.code == "unknown_parameter" and refusal.param is not None
-            if not (unknown and _drop_nested(given, str(refusal.param), where)):
-                raise refusal from error
-            context.ignore(str(refusal.param))
+            param = str(refusal.param)
+            if param in dropped or not (context.lenient and _drop(context, given, kind, refusal, where)):
+                raise dropped.get(param, refusal) from error
+            dropped[param] = refusal
 
 
-def _drop_nested(given: dict[str, Any], param: str, where: str) -> bool:
-    """Removes an unknown field of a nested object; returns False if the path to it leads through a list."""
+def _drop(context: RequestContext, given: dict[str, Any], kind: type[S], refusal: InvalidRequest, where: str) -> bool:
+    """Removes what was refused and lists it as ignored: all unknown fields, or one setting with an unknown value. It
+    returns False if it can remove nothing."""
+    param = str(refusal.param)
+    if refusal.code == "unknown_parameter":
+        _drop_unknown(context, given, _type_of(kind), where)
+        return True
+    if refusal.code != UNKNOWN_VALUE or not _drop_setting(given, param, where):
+        return False
+    context.ignore(param)
+    return True
+
+
+_type_of = cache(inspect.type_info)
+
+
+def _drop_unknown(context: RequestContext, value: Any, kind: inspect.Type, where: str) -> None:
+    """Removes every field that its struct does not have, at any depth, and lists it as ignored."""
+    match kind:
+        case inspect.Metadata():
+            _drop_unknown(context, value, kind.type, where)
+        case inspect.UnionType():
+            for each in kind.types:
+                if _may_be(value, each):
+                    _drop_unknown(context, value, each, where)
+        case inspect.ListType() if isinstance(value, list):
+            for index, item in enumerate(value):
+                _drop_unknown(context, item, kind.item_type, f"{where}[{index}]")
+        case inspect.StructType() if isinstance(value, dict):
+            known = {field.encode_name: field.type for field in kind.fields}
+            for name in [name for name in value if name not in known and name != kind.tag_field]:
+                del value[name]
+                context.ignore(_path(where, name))
+            for name in value.keys() & known.keys():
+                _drop_unknown(context, value[name], known[name], _path(where, name))
+
+
+def _may_be(value: Any, kind: inspect.Type) -> bool:
+    """Returns whether a value can be read as this member of a union: as a struct only if it has the struct's tag."""
+    if isinstance(kind, inspect.StructType) and kind.tag_field is not None:
+        return isinstance(value, dict) and value.get(kind.tag_field) == kind.tag
+    return True
+
+
+def _drop_setting(given: dict[str, Any], param: str, where: str) -> bool:
+    """Removes the field at the path `param`; returns False if the path leads through a list or is not there."""
     *path, name = param.removeprefix(f"{where}.").split(".")
     holder: Any = given
     for step in path:
@@ -98,14 +150,21 @@ def _drop_without_effect(context: RequestContext, given: dict[str, Any], no_effe
         value, accepted = given.pop(name), no_effect[name]
         if value is None or accepted is ANY_VALUE or _among(value, accepted):
             continue
-        if not (context.lenient and where in IGNORABLE):
+        if isinstance(accepted, ContentValues):
             raise unsupported(_path(where, name), value)
-        context.ignore(_path(where, name))
+        ignore_unsupported(context, _path(where, name), value)
 
 
 def _among(value: object, accepted: Sequence[Any]) -> bool:
     """Compares as JSON does: Python takes false for 0."""
     return any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in accepted)
+
+
+def ignore_unsupported(context: RequestContext, param: str, value: object) -> None:
+    """Lists a setting as ignored because its value is not supported; raises if the server is strict."""
+    if not context.lenient:
+        raise unsupported(param, value)
+    context.ignore(param)
 
 
 def unsupported(param: str, value: object) -> InvalidRequest:
@@ -127,7 +186,8 @@ def _refusal(message: str, within: str) -> InvalidRequest:
     where = _path(within, place["where"] or "")
     named = _NAMED.match(place["what"])
     if named is None:
-        return InvalidRequest(f"{where}: {place['what'].replace('`', '')}", param=where, code="invalid_type")
+        code = UNKNOWN_VALUE if place["what"].startswith("Invalid enum value") else "invalid_type"
+        return InvalidRequest(f"{where}: {place['what'].replace('`', '')}", param=where, code=code)
     param = _path(where, named["name"])
     if named["problem"] == "contains unknown":
         return InvalidRequest(f"unknown field {param!r}: remove it", param=param, code="unknown_parameter")

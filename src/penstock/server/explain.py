@@ -88,7 +88,7 @@ class Explanation:
         """Returns the report once every choice has ended, unless there is nothing that it must contain. `order` names
         the choices to report, if not all of them or not in their order."""
         context = self._context
-        if self._running or not (context.explain or context.lenient or context.ignored or context.truncated):
+        if self._running or not (context.explain or context.ignored or context.truncated):
             return UNSET
         choices = self._ordered(order) if context.explain else UNSET
         return AnswerReport(sorted(context.ignored), context.truncated, choices)

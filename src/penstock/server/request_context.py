@@ -25,8 +25,12 @@ if TYPE_CHECKING:
     from penstock.server.telemetry.tracing import RequestSpan
 
 EXPLAIN = "x-penstock-explain"
+IGNORED = b"x-penstock-ignored"  # lists the ignored fields of a request
+MODEL = b"x-penstock-model"  # names the served model, in answers to requests that call it by another name
+MAX_HEADER = 1024  # characters of a list of ignored fields
 CREDENTIALS = ("authorization", "x-api-key")
 MAX_IGNORED = 256  # fields
+MAX_NAME = 128  # characters of one
 NO = ("", "0", "false", "no")
 
 
@@ -50,12 +54,13 @@ class RequestContext:
     payer: Account | None = None  # the API key's account that is charged
     admission: Admission | None = None  # its places among the requests in flight; None: it needs none
     span: RequestSpan | None = None  # the request's span, if traces are exported
-    lenient: bool = False  # unknown fields are ignored and listed in the answer
+    lenient: bool = True  # unknown fields and unsupported settings are ignored and listed; False: refused
     explain: bool = False  # the answer reports what happened to it
     background: bool = False  # its answers may wait behind those of every foreground request
     priority: int = 0  # lower runs sooner
     salt: str = ""  # prompts share cached blocks only under the same salt
     ignored: set[str] = field(default_factory=set)  # names of ignored fields
+    stood_in: str = ""  # the served model's name, if the request calls it by another
     truncated: int = 0  # tokens that were cut from the prompt, as the request asked
 
     def charge_to(self, account: Account) -> None:
@@ -69,11 +74,21 @@ class RequestContext:
 
     def ignore(self, name: str) -> None:
         """Lists a field as ignored: once, in however many messages or tools it occurs."""
-        self.ignored.add(re.sub(r"\[\d+\]", "[]", name))
+        self.ignored.add(re.sub(r"\[\d+\]", "[]", name[:MAX_NAME]))
         if len(self.ignored) > MAX_IGNORED:
             raise InvalidRequest(
-                f"the request has more than {MAX_IGNORED} unknown fields; {name!r} is one: remove them", param=name
+                f"the request has more than {MAX_IGNORED} unknown fields; {name[:MAX_NAME]!r} is one: remove them",
+                param=name,
             )
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """Returns the headers of this request's answer. Anthropic's clients expect the id as request-id."""
+        headers = [(b"x-request-id", self.id.encode()), (b"request-id", self.id.encode())]
+        if self.ignored:
+            headers.append((IGNORED, _header_text(", ".join(sorted(self.ignored)))))
+        if self.stood_in:
+            headers.append((MODEL, _header_text(self.stood_in)))
+        return headers
 
     def apply_to(self, request: Request) -> Request:
         """Returns the engine's request with what this context says about it."""
@@ -98,8 +113,8 @@ def context_of(scope: Scope) -> RequestContext:
 
 
 class ContextMiddleware:
-    """Creates each HTTP request's context, and sends its id as x-request-id; Anthropic's clients expect request-id.
-    It is the outermost middleware: `send` is the HTTP server's own here."""
+    """Creates each HTTP request's context, and adds the context's headers to the answer. It is the outermost
+    middleware: `send` is the HTTP server's own here."""
 
     def __init__(self, app: ASGIApp, *, lenient: bool) -> None:
         self._app = app
@@ -112,14 +127,19 @@ class ContextMiddleware:
         explain = http.headers.get(EXPLAIN, "").lower() not in NO
         context = RequestContext(send=send, owner=_owner(http), lenient=self._lenient, explain=explain)
         scope.setdefault("state", {})["context"] = context
-        id = context.id.encode()
 
-        async def send_with_id(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], (b"x-request-id", id), (b"request-id", id)]
+                message["headers"] = [*message["headers"], *context.headers()]
             await send(message)
 
-        await self._app(scope, receive, send_with_id)
+        await self._app(scope, receive, send_with_headers)
+
+
+def _header_text(text: str) -> bytes:
+    """Returns text that may be in a header: what is no printable ASCII character becomes a question mark."""
+    kept = text if len(text) <= MAX_HEADER else f"{text[:MAX_HEADER]}..."
+    return re.sub(r"[^ -~]", "?", kept).encode()
 
 
 def _owner(http: HttpRequest) -> str:

@@ -200,8 +200,8 @@ async def list_models(served: ServedModel, _: Request, __: RequestContext) -> Re
     return json_response({"object": "list", "data": [_model(served)]} | page)
 
 
-async def show_model(served: ServedModel, request: Request, _: RequestContext) -> Response:
-    served.check_model(request.path_params["id"])
+async def show_model(served: ServedModel, request: Request, context: RequestContext) -> Response:
+    served.check_model(request.path_params["id"], context)
     return json_response(_model(served))
 
 

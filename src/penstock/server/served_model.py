@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from penstock.errors import EngineUnavailable, InvalidRequest, ModelNotFound
 from penstock.ipc.client import EngineClient
-from penstock.server.request_context import RequestContext
+from penstock.server.request_context import MAX_NAME, RequestContext
 from penstock.server.telemetry.metrics import Metrics
 from penstock.text import Text, check_answers, make_request
 from penstock.types import Limits, Request, SamplingParams
 
 T = TypeVar("T")
 
+CLIENTS_NAMES = ("claude*", "gpt-*", "chatgpt*", "codex*", "o[0-9]*")  # patterns of names that clients insist on
 OFF_LOOP = 4096  # characters: encoding more than this would hold up every other stream
 
 
@@ -26,6 +28,7 @@ class ServedModel(NamedTuple):
     created: int  # seconds since 1970
     metrics: Metrics
     path: Path | None = None  # of the model's files, if known
+    aliases: tuple[str, ...] = ()  # patterns of further names
 
     @property
     def limits(self) -> Limits:
@@ -38,9 +41,18 @@ class ServedModel(NamedTuple):
         """True if the model is known to be an encoder, which returns embeddings and no text."""
         return self.client.hello is not None and self.client.hello.limits.encoder
 
-    def check_model(self, name: str) -> None:
-        if name != self.name:
-            raise ModelNotFound(f"the model {name!r} does not exist here; this server serves {self.name!r}")
+    def check_model(self, name: str | None, context: RequestContext | None = None) -> None:
+        """Raises if no model has the name. No name means the served model. Of a name that only stands for it, the
+        answer's headers take note."""
+        if name is None or name == self.name:
+            return
+        if not any(fnmatchcase(name, pattern) for pattern in self.aliases):
+            raise ModelNotFound(
+                f"the model {name[:MAX_NAME]!r} does not exist here; this server serves {self.name!r}: ask for that, "
+                "or start the server with --alias"
+            )
+        if context is not None:
+            context.stood_in = self.name
 
     def check_answers(self) -> None:
         check_answers(self.limits)

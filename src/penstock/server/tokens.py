@@ -52,7 +52,7 @@ APPLY_TEMPLATE = Operation(ApplyTemplate, NO_EFFECT)
 
 async def tokenize(served: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
     body = await read_body(http, context, Tokenize, NO_EFFECT)
-    check_model(served, body.model)
+    served.check_model(body.model, context)
     text = only_one({"prompt": body.prompt, "content": body.content, "messages": body.messages})
     if body.messages is not None:
         text = served.text.render_chat(
@@ -74,7 +74,7 @@ async def tokenize(served: ServedModel, http: HttpRequest, context: RequestConte
 
 async def detokenize(served: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
     body = await read_body(http, context, Detokenize, NO_EFFECT)
-    check_model(served, body.model)
+    served.check_model(body.model, context)
     served.check_ids(body.tokens, "tokens")
     text = await off_loop(len(body.tokens), lambda: served.text.tokenizer.decode(body.tokens, special=True))
     return json_response({"prompt": text, "content": text})
@@ -82,14 +82,9 @@ async def detokenize(served: ServedModel, http: HttpRequest, context: RequestCon
 
 async def apply_template(served: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
     body = await read_body(http, context, ApplyTemplate, NO_EFFECT)
-    check_model(served, body.model)
+    served.check_model(body.model, context)
     kwargs = {"add_generation_prompt": body.add_generation_prompt, **body.chat_template_kwargs}
     return json_response({"prompt": served.text.render_chat(read_messages(context, body.messages), **kwargs)})
-
-
-def check_model(served: ServedModel, name: str | None) -> None:
-    if name is not None:
-        served.check_model(name)
 
 
 def only_one(given: dict[str, Any]) -> Any:

@@ -35,7 +35,8 @@ class Rules(NamedTuple):
     keys: Path | None = None  # the key file; None: everyone may
     origins: tuple[str, ...] = ()  # of web pages that may use it, beside its own
     max_waiting: int | None = None  # requests beyond those computed at once; None: in proportion to those
-    lenient: bool = False  # unknown fields are ignored and listed in the answer
+    lenient: bool = True  # unknown fields and unsupported settings are ignored and listed; False: refused
+    aliases: tuple[str, ...] = ()  # patterns of further names of the model
 
 
 def check(rules: Rules, address: str) -> None:

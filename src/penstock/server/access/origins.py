@@ -25,6 +25,8 @@ EXPOSED = (
     "request-id",
     "retry-after",
     "retry-after-ms",
+    "x-penstock-ignored",
+    "x-penstock-model",
     *(f"x-ratelimit-{what}-{kind}" for what in ("limit", "remaining", "reset") for kind in ("requests", "tokens")),
 )
 PREFLIGHT_SECONDS = 3600  # that a browser remembers what is allowed

@@ -10,9 +10,9 @@ from msgspec import Meta
 
 from penstock.errors import InvalidRequest
 from penstock.server.access.bounds import MAX_MESSAGES, MAX_PARTS, check_count
-from penstock.server.bodies import ANY_VALUE, NoEffect, read_object, unsupported
-from penstock.server.chat.chat_turn import thinking_fields
+from penstock.server.bodies import ANY_VALUE, NoEffect, ignore_unsupported, read_object, unsupported
 from penstock.server.chat.structured import json_grammar
+from penstock.server.chat.thinking import switch_thinking
 from penstock.server.chat.tools import MAX_TOOLS, ToolUse, for_template, known, template_call, template_reasoning
 from penstock.server.openapi import read_as
 from penstock.server.request_context import RequestContext
@@ -174,18 +174,21 @@ def read_grammar(body: MessagesConversation) -> Grammar | None:
     return json_grammar(format.schema, "output_config.format.schema") if format else None
 
 
-def template_fields(served: ServedModel, body: MessagesConversation) -> dict[str, Any]:
-    """Returns the template's fields beside messages and tools; raises if the template does not have them. Without
-    `thinking` in the body the model does not think, if it can be told so."""
-    given = body.thinking
-    fields = thinking_fields(served, given is not None and given.type != "disabled")
-    if fields is None and given is not None:
-        raise unsupported("thinking", given)
-    fields = fields or {}
+def template_fields(served: ServedModel, context: RequestContext, body: MessagesConversation) -> dict[str, Any]:
+    """Returns the template's fields beside messages and tools. Without `thinking` in the body the model does not think,
+    if it can be told so."""
+    text, given = served.text, body.thinking
+    if given is not None:
+        fields = switch_thinking(context, text, given.type != "disabled", "thinking", given)
+    else:
+        fields = {"enable_thinking": False} if text.takes("enable_thinking") else {}
     effort = body.output_config.effort if body.output_config else None
-    if effort is not None and not served.text.takes("reasoning_effort"):
-        raise unsupported("output_config.effort", effort)
-    return fields if effort is None else fields | {"reasoning_effort": effort}
+    if effort is None:
+        return fields
+    if text.takes("reasoning_effort"):
+        return fields | {"reasoning_effort": effort}
+    ignore_unsupported(context, "output_config.effort", effort)
+    return fields
 
 
 class _Renderer:

@@ -1,7 +1,7 @@
 """Serves POST /v1/messages and /v1/messages/count_tokens: Anthropic's dialect.
 
-A model name that begins with `claude` means the served model, whose own name the answer has; other names must be
-exact. `max_tokens` is a limit: the stop_reason of an answer that reaches the end of the context first says so.
+The answer has the served model's own name, also where a request calls it by another. `max_tokens` is a limit: the
+stop_reason of an answer that reaches the end of the context first says so.
 """
 
 from __future__ import annotations
@@ -39,8 +39,6 @@ from penstock.text import ChatPrompt, Delta
 from penstock.text.parse import AnswerPart, Arguments, CallEnded, CallStarted, Content, Reasoning
 from penstock.types import SamplingParams
 
-STAND_IN_PREFIX = "claude"  # of names that mean the served model
-
 
 async def messages(served: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
     body = await read_body(http, context, MessagesBody, NO_EFFECT)
@@ -63,9 +61,8 @@ async def count_tokens(served: ServedModel, http: HttpRequest, context: RequestC
 
 
 async def _prompt(served: ServedModel, context: RequestContext, body: MessagesConversation, use: ToolUse) -> ChatPrompt:
-    if not body.model.startswith(STAND_IN_PREFIX):
-        served.check_model(body.model)
-    return await render_prompt(served, read_messages(context, body), use, **template_fields(served, body))
+    served.check_model(body.model, context)
+    return await render_prompt(served, read_messages(context, body), use, **template_fields(served, context, body))
 
 
 def _sampling(body: MessagesBody) -> SamplingParams:

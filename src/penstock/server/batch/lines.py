@@ -65,7 +65,7 @@ class LineError(msgspec.Struct):
     line: int | None = None
 
 
-def entries(path: Path, endpoint: str, *, lenient: bool = False) -> Iterator[InputLine]:
+def entries(path: Path, endpoint: str, *, lenient: bool = True) -> Iterator[InputLine]:
     """Yields every line that is not blank. A line that is wrong has a fault; the others are not affected."""
     seen: dict[str, int] = {}
     with path.open("rb") as file:

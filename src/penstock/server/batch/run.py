@@ -54,7 +54,7 @@ class BatchRunner:
     it. `lenient` is whether unknown fields of lines are ignored."""
 
     def __init__(
-        self, archive: Archive, served: ServedModel, accounts: Accounts | None = None, *, lenient: bool = False
+        self, archive: Archive, served: ServedModel, accounts: Accounts | None = None, *, lenient: bool = True
     ) -> None:
         self._archive = archive
         self._served = served

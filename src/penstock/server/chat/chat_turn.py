@@ -110,15 +110,6 @@ def _thinking(text: Text, prompt: ChatPrompt, budget: int | None) -> Thinking | 
     return Thinking(tuple(closes), -1 if prompt.opened else opens[0], budget)
 
 
-def thinking_fields(served: ServedModel, wanted: bool | None) -> dict[str, Any] | None:
-    """Returns the template's fields that turn thinking on or off; None if the model cannot do what is wanted."""
-    text = served.text
-    if text.takes("enable_thinking") and wanted is not None:
-        return {"enable_thinking": wanted}
-    thinks = not text.format.plain(calling=False)
-    return {} if wanted is None or wanted == thinks else None
-
-
 def call_input(arguments: str) -> dict[str, Any] | None:
     """Returns a call's arguments as an object; None if they were cut off or are not valid JSON."""
     try:

@@ -49,7 +49,7 @@ OLLAMA = Framing(b"application/x-ndjson", lambda line: line + b"\n", b"", ollama
 async def chat(served: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
     body = await read_body(http, context, OllamaChatBody, NO_EFFECT)
     check(context, body)
-    served, derived = resolve(served, body.model)
+    served, derived = resolve(served, context, body.model)
     use = read_tools(context, body.tools)
     if not body.messages:
         return _loaded(chat_line, served, context, body)
@@ -61,7 +61,7 @@ async def chat(served: ServedModel, http: HttpRequest, context: RequestContext) 
 async def generate(served: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
     body = await read_body(http, context, OllamaGenerateBody, GENERATE_NO_EFFECT)
     check(context, body)
-    served, derived = resolve(served, body.model)
+    served, derived = resolve(served, context, body.model)
     if not body.prompt and not body.suffix:
         return _loaded(generate_line, served, context, body)
     body = with_options(derived, body)
@@ -80,7 +80,7 @@ async def _turn(
     served: ServedModel, context: RequestContext, body: OllamaFields, messages: list[dict[str, Any]], use: ToolUse
 ) -> ChatTurn:
     sampling, max_tokens = read_options(served, context, body)
-    prompt = await render_prompt(served, messages, use, **template_fields(served, body))
+    prompt = await render_prompt(served, messages, use, **template_fields(served, context, body))
     return begin_turn(served, context, prompt, use, [sampling], TurnOptions(max_tokens=max_tokens))
 
 

@@ -18,7 +18,7 @@ from starlette.responses import Response
 from penstock import store
 from penstock.errors import InvalidRequest, ModelError
 from penstock.model.load import load_text
-from penstock.server.bodies import NoEffect, read_body
+from penstock.server.bodies import ContentValues, NoEffect, read_body
 from penstock.server.ollama.derived_settings import serves
 from penstock.server.ollama.fields import (
     MESSAGE_NO_EFFECT,
@@ -37,7 +37,12 @@ from penstock.server.sse import encode, json_response
 from penstock.store import DerivedModel, Upload
 from penstock.text.ollama_template import OllamaTemplate
 
-CREATE_NO_EFFECT: NoEffect = {"adapters": ({},), "insecure": (False,), "quantize": ("",)}
+CREATE_NO_EFFECT: NoEffect = {
+    "adapters": ContentValues([{}]),
+    "insecure": (False,),
+    "modelfile": ContentValues(),
+    "quantize": ContentValues([""]),
+}
 WRITE_SIZE = 2**20  # bytes
 
 

@@ -19,12 +19,12 @@ Messages = list[dict[str, Any]]
 G = TypeVar("G", bound=OllamaFields)
 
 
-def resolve(served: ServedModel, name: str) -> tuple[ServedModel, DerivedModel]:
+def resolve(served: ServedModel, context: RequestContext, name: str) -> tuple[ServedModel, DerivedModel]:
     """Returns the served model under this name, and the settings that come with the name."""
     name = name.removesuffix(":latest")
     derived = derived_for(served, name)
     if derived is None:
-        served.check_model(name)
+        served.check_model(name, context)
         return served, DerivedModel(name=name)
     if not serves(served, derived):
         raise InvalidRequest(

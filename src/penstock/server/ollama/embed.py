@@ -56,7 +56,7 @@ async def embed(served: ServedModel, http: HttpRequest, context: RequestContext)
     began = perf_counter_ns()
     body = await read_body(http, context, OllamaEmbedBody, {})
     check_keep_alive(body.keep_alive)
-    served, derived = resolve(served, body.model)
+    served, derived = resolve(served, context, body.model)
     dimensions = body.dimensions or None
     check_dimensions(dimensions, served.limits.dim)
     inputs = [body.input] if isinstance(body.input, str) and body.input else list(body.input or ())
@@ -79,7 +79,7 @@ async def embed_old(served: ServedModel, http: HttpRequest, context: RequestCont
     """Returns the embedding of one text. Its length is not scaled to 1: clients of this endpoint expect that."""
     body = await read_body(http, context, OllamaOldEmbedBody, {})
     check_keep_alive(body.keep_alive)
-    served, derived = resolve(served, body.model)
+    served, derived = resolve(served, context, body.model)
     texts = [body.prompt] if body.prompt else []
     length = context_length(served, context, derived.parameters | (body.options or {}))
     requests = await _requests(served, context, texts, ["prompt"] * len(texts), Cut(length, None))

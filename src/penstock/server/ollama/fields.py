@@ -15,9 +15,9 @@ from msgspec import Meta
 
 from penstock.errors import InvalidRequest
 from penstock.server.access.bounds import MAX_MESSAGES, check_count, check_stops
-from penstock.server.bodies import ANY_VALUE, NoEffect, read_object, unsupported
-from penstock.server.chat.chat_turn import thinking_fields
+from penstock.server.bodies import ANY_VALUE, ContentValues, NoEffect, ignore_unsupported, read_object
 from penstock.server.chat.structured import ANY_OBJECT, json_grammar
+from penstock.server.chat.thinking import switch_thinking, think_with_effort
 from penstock.server.chat.tools import FunctionTool, template_call, template_reasoning
 from penstock.server.openapi import read_as
 from penstock.server.request_context import RequestContext
@@ -31,13 +31,13 @@ NO_EFFECT: NoEffect = {
     "truncate": ANY_VALUE,
 }
 GENERATE_NO_EFFECT: NoEffect = NO_EFFECT | {
-    "context": ([],),
+    "context": ContentValues([[]]),  # an earlier conversation, as tokens
     "height": (0,),
-    "images": ([],),
+    "images": ContentValues([[]]),
     "steps": (0,),
     "width": (0,),
 }
-MESSAGE_NO_EFFECT: NoEffect = {"images": ([],)}
+MESSAGE_NO_EFFECT: NoEffect = {"images": ContentValues([[]])}
 OPTION_NO_EFFECT: NoEffect = {
     "draft_num_predict": ANY_VALUE,
     "embedding_only": (False,),
@@ -140,14 +140,11 @@ def unloads(body: OllamaFields) -> bool:
     return body.keep_alive is not None and seconds(body.keep_alive) == 0
 
 
-def template_fields(served: ServedModel, body: OllamaFields) -> dict[str, Any]:
-    """Returns the template's fields beside messages and tools; raises if the template does not have them."""
-    if isinstance(body.think, str) and served.text.takes("reasoning_effort"):
-        return {"reasoning_effort": body.think}
-    fields = None if isinstance(body.think, str) else thinking_fields(served, body.think)
-    if fields is None:
-        raise unsupported("think", body.think)
-    return fields
+def template_fields(served: ServedModel, context: RequestContext, body: OllamaFields) -> dict[str, Any]:
+    """Returns the template's fields beside messages and tools."""
+    if body.think is None or isinstance(body.think, str):
+        return think_with_effort(context, served.text, body.think, "think")
+    return switch_thinking(context, served.text, body.think, "think", body.think)
 
 
 UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -174,8 +171,8 @@ def seconds(duration: float | str) -> float:
 def read_options(served: ServedModel, context: RequestContext, body: OllamaFields) -> tuple[SamplingParams, int | None]:
     """Returns how to sample, and the limit on the answer's tokens; None: what the context has room for."""
     options = read_object(context, body.options or {}, OllamaOptions, OPTION_NO_EFFECT, "options")
-    _check_context(served, options)
-    _check_window(options)
+    _limit_context(served, context, options)
+    _check_window(context, options)
     named = {name: getattr(options, name) for name in _SAMPLING} | {"repetition_penalty": options.repeat_penalty}
     settings = DEFAULTS | {name: value for name, value in named.items() if value is not None}
     stops = (options.stop,) if isinstance(options.stop, str) else tuple(options.stop or ())
@@ -188,7 +185,7 @@ def read_options(served: ServedModel, context: RequestContext, body: OllamaField
 def context_length(served: ServedModel, context: RequestContext, given: dict[str, Any] | None) -> int:
     """Returns how many tokens an input may have. Options about sampling have no effect on an embedding."""
     options = read_object(context, given or {}, OllamaOptions, OPTION_NO_EFFECT, "options")
-    _check_context(served, options)
+    _limit_context(served, context, options)
     return options.num_ctx if options.num_ctx and options.num_ctx > 0 else served.limits.max_len
 
 
@@ -201,24 +198,18 @@ def _grammar(body: OllamaFields) -> Grammar | None:
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed", "presence_penalty", "frequency_penalty")
 
 
-def _check_context(served: ServedModel, options: OllamaOptions) -> None:
+def _limit_context(served: ServedModel, context: RequestContext, options: OllamaOptions) -> None:
+    """Cuts num_ctx to what the server was started with, and lists it as ignored."""
     max_len = served.limits.max_len
     if options.num_ctx is not None and options.num_ctx > max_len:
-        raise InvalidRequest(
-            f"options.num_ctx is {options.num_ctx}, but this server was started with a context of {max_len} tokens: "
-            "send at most that, or leave it out",
-            param="options.num_ctx",
-        )
+        ignore_unsupported(context, "options.num_ctx", options.num_ctx)
+        options.num_ctx = max_len
 
 
-def _check_window(options: OllamaOptions) -> None:
+def _check_window(context: RequestContext, options: OllamaOptions) -> None:
     penalties = (options.repeat_penalty, options.presence_penalty, options.frequency_penalty)
     if options.repeat_last_n not in (None, -1) and any(penalty not in (None, 0, 1) for penalty in penalties):
-        raise InvalidRequest(
-            f"options.repeat_last_n is {options.repeat_last_n}, but penalties always apply to the whole text here: "
-            "send -1, or leave it out",
-            param="options.repeat_last_n",
-        )
+        ignore_unsupported(context, "options.repeat_last_n", options.repeat_last_n)
 
 
 # -- messages -----------------------------------------------------------------------------------------------------

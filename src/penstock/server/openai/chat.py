@@ -12,9 +12,10 @@ from starlette.responses import Response
 
 from penstock.errors import InvalidRequest
 from penstock.server.access.bounds import MAX_MESSAGES, MAX_PARTS, check_count
-from penstock.server.bodies import ANY_VALUE, NoEffect, read_object, unsupported
+from penstock.server.bodies import ANY_VALUE, ContentValues, NoEffect, ignore_unsupported, read_object, unsupported
 from penstock.server.chat.chat_turn import ChatTurn, TurnOptions, begin_turn, render_prompt
 from penstock.server.chat.logprobs import TokenEntry, token_entries
+from penstock.server.chat.thinking import think_with_effort
 from penstock.server.chat.tools import FunctionTool, PastCall, read_calls, read_tools, template_reasoning
 from penstock.server.explain import AnswerReport, Explanation
 from penstock.server.openai.fields import (
@@ -45,7 +46,7 @@ CHAT_NO_EFFECT: NoEffect = NO_EFFECT | {
     "prediction": ANY_VALUE,  # it could make the answer faster, never another
     "web_search_options": (),
 }
-MESSAGE_NO_EFFECT: NoEffect = {"annotations": ([],), "audio": (), "function_call": ()}
+MESSAGE_NO_EFFECT: NoEffect = {"annotations": ([],), "audio": ContentValues(), "function_call": ContentValues()}
 PART_NO_EFFECT: NoEffect = {"prompt_cache_breakpoint": ANY_VALUE}
 
 
@@ -87,14 +88,12 @@ class ChatRefusalPart(msgspec.Struct, forbid_unknown_fields=True):
 
 async def chat_completions(served: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
     body = await read_fields(http, context, ChatBody, CHAT_NO_EFFECT)
-    served.check_model(body.model)
+    served.check_model(body.model, context)
     served.check_answers()
     params = sampling(served, body, max_tokens=_max_tokens(body), logprobs=_wanted_logprobs(body))
     messages = read_messages(context, body.messages)
     use = read_tools(context, body.tools, body.tool_choice, body.parallel_tool_calls)
-    text = served.text
-    fields = template_fields(text, body.reasoning_effort, body.chat_template_kwargs) | _verbosity(text, body)
-    prompt = await render_prompt(served, messages, use, **fields)
+    prompt = await render_prompt(served, messages, use, **_template_fields(served.text, context, body))
     prompt = prompt._replace(tokens=truncate(served, context, body, prompt.tokens, params[0].max_tokens))
     turn = begin_turn(served, context, prompt, use, params, TurnOptions(shown=shown_special(served, body)))
     writer = ChatWriter(served, context, turn, body)
@@ -129,31 +128,33 @@ def _message(context: RequestContext, given: dict[str, Any], where: str) -> dict
     return rendered | template_reasoning(reasoning, content) if reasoning else rendered
 
 
-def template_fields(
-    text: Text, effort: str | None, kwargs: dict[str, Any] | None, param: str = "reasoning_effort"
-) -> dict[str, Any]:
-    """Returns the template's fields beside messages and tools; raises if the template does not have them. `param` is
-    the field that the effort came in."""
+def read_template_kwargs(context: RequestContext, text: Text, kwargs: dict[str, Any] | None) -> dict[str, Any]:
+    """Returns the variables that the template uses; others are listed as ignored."""
     fields: dict[str, Any] = {}
-    if effort == "none":
-        fields = {} if text.format.plain(calling=False) else {"enable_thinking": False}
-    elif effort is not None:
-        fields = {"reasoning_effort": effort}
-    if not all(text.takes(name) for name in fields):
-        raise unsupported(param, effort)
     for name, value in (kwargs or {}).items():
         if name in ("messages", "tools", "add_generation_prompt") or not text.takes(name):
-            raise unsupported(f"chat_template_kwargs.{name}", value)
-        fields[name] = value
+            ignore_unsupported(context, f"chat_template_kwargs.{name}", value)
+        else:
+            fields[name] = value
     return fields
 
 
-def _verbosity(text: Text, body: ChatBody) -> dict[str, Any]:
-    if body.verbosity in (None, "medium"):
+def _template_fields(text: Text, context: RequestContext, body: ChatBody) -> dict[str, Any]:
+    """Returns the template's fields beside messages and tools."""
+    return (
+        think_with_effort(context, text, body.reasoning_effort, "reasoning_effort")
+        | read_verbosity(context, text, body.verbosity, "verbosity")
+        | read_template_kwargs(context, text, body.chat_template_kwargs)
+    )
+
+
+def read_verbosity(context: RequestContext, text: Text, verbosity: str | None, param: str) -> dict[str, Any]:
+    if verbosity in (None, "medium"):
         return {}
-    if not text.takes("verbosity"):
-        raise unsupported("verbosity", body.verbosity)
-    return {"verbosity": body.verbosity}
+    if text.takes("verbosity"):
+        return {"verbosity": verbosity}
+    ignore_unsupported(context, param, verbosity)
+    return {}
 
 
 def _text(context: RequestContext, content: str | list[dict[str, Any]], where: str) -> str:

@@ -66,7 +66,7 @@ class EncodedPrompt(NamedTuple):
 
 async def completions(served: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
     body = await read_fields(http, context, CompletionBody, NO_EFFECT)
-    served.check_model(body.model)
+    served.check_model(body.model, context)
     _check(body)
     scores = body.logprobs if body.echo else None
     logprobs = 0 if body.selective and body.logprobs is None else body.logprobs

@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 class EmbeddingsBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    model: str
+    model: str | None = None  # left out: the served model
     input: str | list[str | int | list[int]]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
@@ -63,7 +63,7 @@ EMBEDDINGS = Operation(EmbeddingsBody, NO_EFFECT, EmbeddingList)
 
 async def embeddings(served: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
     body = await read_body(http, context, EmbeddingsBody, NO_EFFECT)
-    served.check_model(body.model)
+    served.check_model(body.model, context)
     check_dimensions(body.dimensions, served.limits.dim)
     requests = await embedding_requests(served, context, body)
     spell = base64_of if body.encoding_format == "base64" else floats_of

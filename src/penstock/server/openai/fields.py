@@ -14,7 +14,7 @@ from starlette.requests import Request as HttpRequest
 from penstock import __version__
 from penstock.errors import InvalidRequest
 from penstock.server.access.bounds import check_stops
-from penstock.server.bodies import ANY_VALUE, NoEffect, read_body, unsupported
+from penstock.server.bodies import ANY_VALUE, NoEffect, ignore_unsupported, read_body
 from penstock.server.chat.structured import Structured, grammar_of
 from penstock.server.request_context import RequestContext
 from penstock.server.served_model import ServedModel
@@ -69,7 +69,7 @@ class SamplingFields(Structured, forbid_unknown_fields=True, kw_only=True):
 
 
 class GenerationFields(SamplingFields, kw_only=True):
-    model: str
+    model: str | None = None  # left out: the served model
     max_tokens: int | None = None
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
     stream: bool | None = None
@@ -95,9 +95,11 @@ async def read_fields(http: HttpRequest, context: RequestContext, kind: type[F],
     """Returns the request's body, and takes over into the context what it says about the request as a whole."""
     fields = await read_body(http, context, kind, no_effect)
     if fields.stream_options is not None and not fields.stream:
-        raise InvalidRequest("stream_options needs stream: true", param="stream_options")
+        if not context.lenient:
+            raise InvalidRequest("stream_options needs stream: true", param="stream_options")
+        context.ignore("stream_options")
     if fields.stream_options is not None and fields.stream_options.include_obfuscation:
-        raise unsupported("stream_options.include_obfuscation", True)
+        ignore_unsupported(context, "stream_options.include_obfuscation", True)
     context.explain |= bool(fields.penstock)
     context.salt = fields.cache_salt or ""
     context.priority = TIER_PRIORITIES[fields.service_tier or "auto"] if fields.priority is None else fields.priority

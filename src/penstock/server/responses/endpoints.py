@@ -16,7 +16,8 @@ from penstock.errors import InvalidRequest
 from penstock.server.access.in_flight import InFlight
 from penstock.server.bodies import read_body
 from penstock.server.chat.chat_turn import TurnOptions, begin_turn, render_prompt
-from penstock.server.openai.chat import template_fields
+from penstock.server.chat.thinking import think_with_effort
+from penstock.server.openai.chat import read_template_kwargs, read_verbosity
 from penstock.server.openai.fields import sampling
 from penstock.server.openapi import Operation
 from penstock.server.request_context import RequestContext
@@ -63,11 +64,11 @@ class Responses:
 
     async def create(self, served: ServedModel, http: HttpRequest, context: RequestContext) -> HttpResponse:
         body = await read_response_body(http, context)
-        served.check_model(body.model or "")
+        served.check_model(body.model, context)
         settings, items = read_settings(context, body), read_items(context, body.input)
         scored = (body.top_logprobs or 0) if body.includes(LOGPROBS) else None
         params = sampling(served, body, logprobs=scored)
-        prompt = await self._prompt(served, body, settings, items)
+        prompt = await self._prompt(served, context, body, settings, items)
         options = TurnOptions("input", body.max_output_tokens)
         turn = begin_turn(served, context, prompt, settings.use, params, options)
         stored = StoredResponse(_response(served, body, settings, params[0]), items)
@@ -80,10 +81,9 @@ class Responses:
 
     async def input_tokens(self, served: ServedModel, http: HttpRequest, context: RequestContext) -> HttpResponse:
         body = await read_body(http, context, ResponsesConversation, BODY_NO_EFFECT)
-        if body.model is not None:
-            served.check_model(body.model)
+        served.check_model(body.model, context)
         settings, items = read_settings(context, body), read_items(context, body.input)
-        prompt = await self._prompt(served, body, settings, items)
+        prompt = await self._prompt(served, context, body, settings, items)
         return json_response({"object": "response.input_tokens", "input_tokens": len(prompt.tokens)})
 
     async def retrieve(self, _: ServedModel, http: HttpRequest, context: RequestContext) -> HttpResponse:
@@ -125,10 +125,19 @@ class Responses:
             await job.cancel()
 
     async def _prompt(
-        self, served: ServedModel, body: ResponsesConversation, settings: ResponseSettings, items: list[Item]
+        self,
+        served: ServedModel,
+        context: RequestContext,
+        body: ResponsesConversation,
+        settings: ResponseSettings,
+        items: list[Item],
     ) -> ChatPrompt:
         before = self._store.conversation(body.previous_response_id)
-        fields = template_fields(served.text, settings.reasoning.effort, body.chat_template_kwargs, "reasoning.effort")
+        fields = (
+            think_with_effort(context, served.text, settings.reasoning.effort, "reasoning.effort")
+            | read_verbosity(context, served.text, settings.text.verbosity, "text.verbosity")
+            | read_template_kwargs(context, served.text, body.chat_template_kwargs)
+        )
         return await render_prompt(served, messages_of(body.instructions, [*before, *items]), settings.use, **fields)
 
     def _start(

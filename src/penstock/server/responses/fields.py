@@ -10,7 +10,15 @@ from starlette.requests import Request as HttpRequest
 
 from penstock.errors import InvalidRequest
 from penstock.server.access.bounds import check_count
-from penstock.server.bodies import ANY_VALUE, NoEffect, read_body, read_object, unsupported
+from penstock.server.bodies import (
+    ANY_VALUE,
+    ContentValues,
+    NoEffect,
+    ignore_unsupported,
+    read_body,
+    read_object,
+    unsupported,
+)
 from penstock.server.chat.structured import NamedSchema, ResponseFormat
 from penstock.server.chat.tools import MAX_TOOLS, ToolUse, choose_tools, for_template
 from penstock.server.openai.fields import SamplingFields
@@ -35,11 +43,11 @@ INCLUDABLE = (
 BODY_NO_EFFECT: NoEffect = {
     "access_programs": (),
     "context_management": ([],),
-    "conversation": (),
+    "conversation": ContentValues(),
     "image": (),
     "max_tool_calls": ANY_VALUE,  # limits built-in tools, of which there are none
     "moderation": (),
-    "prompt": (),
+    "prompt": ContentValues(),
     "prompt_cache_options": ({}, {"mode": "implicit"}, {"mode": "explicit"}),
     "prompt_cache_retention": ANY_VALUE,
     "service_tier": ("auto", "default"),
@@ -52,7 +60,7 @@ TOOL_NO_EFFECT: NoEffect = {
     "defer_loading": (False,),
     "output_schema": (),
 }
-TEXT_NO_EFFECT: NoEffect = {"verbosity": ("medium",)}
+TEXT_NO_EFFECT: NoEffect = {}
 REASONING_NO_EFFECT: NoEffect = {  # reasoning is always returned in full: nothing here could summarize it
     "context": ("auto",),
     "generate_summary": ("auto",),
@@ -112,24 +120,25 @@ class ResponseSettings(NamedTuple):
 async def read_response_body(http: HttpRequest, context: RequestContext) -> ResponsesBody:
     body = await read_body(http, context, ResponsesBody, BODY_NO_EFFECT)
     context.explain |= bool(body.penstock)
-    for name, value in (("model", body.model), ("input", body.input)):
-        if value is None:
-            raise InvalidRequest(f"the field {name!r} is missing", param=name, code="missing_required_parameter")
+    if body.input is None:
+        raise InvalidRequest("the field 'input' is missing", param="input", code="missing_required_parameter")
     if body.background and not body.stores:
         raise InvalidRequest("background needs store: true, because the answer is retrieved later", param="store")
     if body.stream_options is not None and not body.stream:
-        raise InvalidRequest("stream_options needs stream: true", param="stream_options")
+        if not context.lenient:
+            raise InvalidRequest("stream_options needs stream: true", param="stream_options")
+        context.ignore("stream_options")
     if body.top_logprobs and not body.includes(LOGPROBS):
         raise InvalidRequest(f"top_logprobs needs {LOGPROBS!r} in include", param="top_logprobs")
-    check_include(body.include or [])
+    check_include(context, body.include or [])
     _check_metadata(body.metadata or {})
     return body
 
 
-def check_include(names: list[str]) -> None:
+def check_include(context: RequestContext, names: list[str]) -> None:
     for name in names:
         if name not in INCLUDABLE:
-            raise unsupported("include", name)
+            ignore_unsupported(context, "include", name)
 
 
 def _check_metadata(given: dict[str, str]) -> None:
@@ -210,5 +219,5 @@ def read_query(context: RequestContext, http: HttpRequest, kind: type[Q]) -> Q:
         else:
             given[key] = value
     query = read_object(context, given, kind, {}, strict=False)
-    check_include(query.include)
+    check_include(context, query.include)
     return query

@@ -1,0 +1,31 @@
+"""Maps what a request says about thinking, in every dialect, to what the model's chat template has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from penstock.server.bodies import ignore_unsupported
+from penstock.server.request_context import RequestContext
+from penstock.text import Text
+
+NO_EFFORT = "none"  # the effort that turns thinking off
+
+
+def switch_thinking(context: RequestContext, text: Text, wanted: bool, param: str, value: object) -> dict[str, Any]:
+    """Returns the template's fields that turn thinking on or off. `param` and its `value` asked for it; they are listed
+    as ignored if the model cannot do what is wanted."""
+    if text.takes("enable_thinking"):
+        return {"enable_thinking": wanted}
+    thinks = not text.format.plain(calling=False)
+    if wanted != thinks:
+        ignore_unsupported(context, param, value)
+    return {}
+
+
+def think_with_effort(context: RequestContext, text: Text, effort: str | None, param: str) -> dict[str, Any]:
+    """Returns the template's fields for an effort: its setting of that name, or else whether the model thinks."""
+    if effort is None:
+        return {}
+    if effort != NO_EFFORT and text.takes("reasoning_effort"):
+        return {"reasoning_effort": effort}
+    return switch_thinking(context, text, effort != NO_EFFORT, param, effort)
