@@ -112,7 +112,7 @@ async def tokenizer_info(served: ServedModel, _: HttpRequest, __: RequestContext
             "model_max_length": served.limits.max_len,
             "vocab_size": text.tokenizer.vocab_size,
             "clean_up_tokenization_spaces": False,
-            "chat_template": None if text.template is None else text.template.source,
+            "chat_template": (text.template.source or None) if text.template else None,
         }
     )
 
