@@ -1,4 +1,5 @@
-"""Answers with errors, in the shape of the request's dialect: OpenAI's, Anthropic's or Ollama's."""
+"""Answers with errors, in the shape of the request's dialect: OpenAI's, Anthropic's, Ollama's, KServe's or that of Text
+Generation Inference."""
 
 from __future__ import annotations
 
@@ -28,6 +29,9 @@ ANTHROPIC_OVERLOADED = 529  # what Anthropic's clients expect for 503
 STATUSES = {"request_timeout": 408, "request_too_large": 413, "uri_too_long": 414}  # of codes of InvalidRequest
 
 OPENAI_TYPES = {403: "permission_error", 429: "rate_limit_error"}
+TGI_TYPES = {429: "overloaded", 503: "overloaded"}
+TGI_PATHS = ("/", "/generate_stream")
+TGI_INVALID = 422  # what Text Generation Inference answers for 400
 ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -63,6 +67,15 @@ class AnthropicErrorBody(msgspec.Struct, tag_field="type", tag="error"):
 
 class OllamaErrorBody(msgspec.Struct):
     error: str
+
+
+class KserveErrorBody(msgspec.Struct):
+    error: str
+
+
+class TgiErrorBody(msgspec.Struct):
+    error: str
+    error_type: str
 
 
 def status_of(error: PenstockError) -> int:
@@ -110,6 +123,15 @@ def ollama_body(error: PenstockError) -> bytes:
     return msgspec.json.encode(OllamaErrorBody(error.message))
 
 
+def kserve_body(error: PenstockError) -> bytes:
+    return msgspec.json.encode(KserveErrorBody(error.message))
+
+
+def tgi_body(error: PenstockError) -> bytes:
+    kind = TGI_TYPES.get(status_of(error), "validation" if status_of(error) < 500 else "generation")
+    return msgspec.json.encode(TgiErrorBody(error.message, kind))
+
+
 def _anthropic_status(status: int) -> int:
     return ANTHROPIC_OVERLOADED if status == 503 else status
 
@@ -118,6 +140,10 @@ def error_shape(path: str) -> type[msgspec.Struct]:
     """Returns the error struct of the dialect that a path belongs to."""
     if path.startswith("/api/"):
         return OllamaErrorBody
+    if path.startswith("/v2/models"):
+        return KserveErrorBody
+    if path in TGI_PATHS:
+        return TgiErrorBody
     return AnthropicErrorBody if path.startswith("/v1/messages") else OpenAiErrorBody
 
 
@@ -131,6 +157,10 @@ def respond(request: Request, error: PenstockError, status: int, headers: dict[s
     shape = error_shape(request.url.path)
     if shape is OllamaErrorBody:
         return _json(ollama_body(error), status, headers)
+    if shape is KserveErrorBody:
+        return _json(kserve_body(error), status, headers)
+    if shape is TgiErrorBody:
+        return _json(tgi_body(error), TGI_INVALID if status == 400 else status, headers)
     if shape is AnthropicErrorBody or "anthropic-version" in request.headers:
         body = anthropic_body(error, status, context_of(request.scope).id)
         return _json(body, _anthropic_status(status), headers)
