@@ -12,7 +12,7 @@ import re
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -35,6 +35,7 @@ class ToyTokenizer:
     special_ids = frozenset({END})
     prefix_space = False
     closing = ()
+    names: ClassVar[dict[str, str]] = {"eos_token": "<end>"}
 
     def token_bytes(self, id: int) -> bytes:
         return b"<end>" if id == END else bytes([id])
@@ -52,6 +53,7 @@ class ToyTokenizer:
 class ToyText:
     tokenizer = ToyTokenizer()
     template = "a toy needs none"
+    chat_template = ChatTemplate({"default": "a toy needs none"}, {})
     format = AnswerFormat(PLAIN)
     opened = False
 

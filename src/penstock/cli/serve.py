@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,6 +13,7 @@ from penstock.cli.terminal import obtain
 
 if TYPE_CHECKING:
     from penstock.server.telemetry.tracing import Traces
+    from penstock.text import Text
 
 
 Host = Annotated[str, Option(help="Address to listen on. 0.0.0.0 accepts connections from other machines.")]
@@ -47,6 +49,11 @@ MaxWaiting = Annotated[
 IgnoreUnknown = Annotated[
     bool, Option(help="Ignore unknown fields of requests and list them in the answer, instead of refusing.")
 ]
+ChatTemplateText = Annotated[
+    str,
+    Option(help="Chat template in place of the model's own: Jinja text, a file, or a name such as chatml or llama3."),
+]
+ChatTemplateFile = Annotated[str, Option(help="File with the chat template, in Jinja.")]
 
 
 def serve(
@@ -63,6 +70,8 @@ def serve(
     cors: Origins = None,
     max_waiting: MaxWaiting = None,
     ignore_unknown_fields: IgnoreUnknown = False,
+    chat_template: ChatTemplateText = "",
+    chat_template_file: ChatTemplateFile = "",
     *,
     engine: options.EngineSettings,
 ) -> None:
@@ -82,7 +91,6 @@ def serve(
 
     from penstock.config import configure
     from penstock.ipc.spawn import ProcessClient
-    from penstock.model.load import load_text
     from penstock.server import Setup, Space
     from penstock.server import serve as listen
     from penstock.server.access.guard import Rules
@@ -91,7 +99,30 @@ def serve(
     config = configure(path, engine, name=served_name)
     space = Space(Path(data).expanduser().absolute() if data else None, max_file, max_data, max_files)
     rules = Rules(Path(keys).expanduser() if keys else None, tuple(cors or ()), max_waiting, ignore_unknown_fields)
-    listen(ProcessClient(config), partial(load_text, path), served_name, host, port, Setup(path, space, rules, traces))
+    load = partial(_load_text, path, _template(chat_template, chat_template_file))
+    listen(ProcessClient(config), load, served_name, host, port, Setup(path, space, rules, traces))
+
+
+def _template(given: str, file: str) -> str:
+    """Returns the chat template that the options name; empty: the model's own."""
+    from penstock.errors import ConfigError
+    from penstock.text.named_templates import template_in, template_text
+
+    if given and file:
+        raise ConfigError("--chat-template and --chat-template-file name two templates: give one of them")
+    return template_in(Path(file)) if file else template_text(given)
+
+
+def _load_text(path: Path, template: str) -> Text:
+    """Loads the tokenizer and the chat template, and warns about a model that comes without one."""
+    from penstock.model.load import load_text
+
+    text = load_text(path)
+    if template:
+        return text.with_template_text(template)
+    if text.template is None and not text.tokenizer.closing:  # an encoder has tokens that close a text, and no chats
+        print("the model has no chat template: chats are rendered as ChatML (see --chat-template)", file=sys.stderr)
+    return text
 
 
 def _open_traces(url: str) -> Traces:

@@ -42,12 +42,12 @@ class Framing(NamedTuple):
     error: Callable[[PenstockError], bytes]  # the chunk that reports an error in the middle of a stream
 
 
-def _event(data: bytes) -> bytes:
+def event(data: bytes) -> bytes:
     return b"data: " + data + b"\n\n"
 
 
 EVENT_STREAM = b"text/event-stream; charset=utf-8"
-OPENAI = Framing(EVENT_STREAM, _event, _event(b"[DONE]"), body_of)
+OPENAI = Framing(EVENT_STREAM, event, event(b"[DONE]"), body_of)
 
 
 class AnswerWriter(Protocol):
