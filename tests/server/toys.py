@@ -55,6 +55,7 @@ class ToyTokenizer:
 class ToyText:
     tokenizer = ToyTokenizer()
     template = SimpleNamespace(source="{{ messages }}")
+    chat_template = ChatTemplate({"default": "a toy needs none"}, {})
     format = AnswerFormat(PLAIN)
     opened = False
     sampling_defaults: Mapping[str, Any] = FALLBACK

@@ -13,6 +13,20 @@ from penstock.server.anthropic.messages import COUNT_TOKENS, MESSAGES, count_tok
 from penstock.server.generate import GENERATE as GENERATE_TEXT
 from penstock.server.generate import generate as generate_text
 from penstock.server.kserve import endpoints as kserve
+from penstock.server.llamacpp.completion import COMPLETION, completion
+from penstock.server.llamacpp.embedding import EMBEDDING, embedding
+from penstock.server.llamacpp.infill import INFILL, infill
+from penstock.server.llamacpp.server_state import (
+    CHANGE_PROPS,
+    PROPS,
+    SLOT_ACTION,
+    SLOTS,
+    change_props,
+    change_slot,
+    list_adapters,
+    props,
+    slots,
+)
 from penstock.server.ollama.chat import CHAT, GENERATE, chat, generate
 from penstock.server.ollama.create import COPY, CREATE, UPLOAD_BLOB, copy, create, has_blob, upload
 from penstock.server.ollama.embed import EMBED, OLD_EMBED, embed, embed_old
@@ -49,7 +63,15 @@ from penstock.server.sglang.endpoints import (
 from penstock.server.sse import json_response
 from penstock.server.tgi.generate import GENERATE_COMPAT, GENERATE_STREAM, generate_compat, generate_stream
 from penstock.server.tgi.info import info
-from penstock.server.tokens import APPLY_TEMPLATE, DETOKENIZE, TOKENIZE, apply_template, detokenize, tokenize
+from penstock.server.tokens import (
+    APPLY_TEMPLATE,
+    DETOKENIZE,
+    TOKENIZE,
+    apply_template,
+    count_chat_tokens,
+    detokenize,
+    tokenize,
+)
 from penstock.server.vllm.endpoints import POOLING, load, model_fields, ping, pooling, tokenizer_info
 from penstock.server.vllm.endpoints import version as vllm_version
 
@@ -63,8 +85,8 @@ EMPTY = Operation(answers=None)
 def all_routes(served: ServedModel, files: Files, batches: Batches, responses: Responses) -> list[DocumentedRoute]:
     """Returns the routes. They are tried in this order, so those with the most requests come first."""
     endpoints: dict[str, Endpoints] = {
-        "POST": _generating(responses) | _changing(files, batches, responses),
-        "GET": _reading(files, batches, responses),
+        "POST": _generating(responses) | _changing(files, batches, responses) | _llamacpp(responses),
+        "GET": _reading(files, batches, responses) | _llamacpp_reading(),
         "DELETE": {
             "/api/delete": (delete, DELETE),
             "/v1/responses/{id}": (responses.delete, JSON),
@@ -190,6 +212,34 @@ def other_engines_reading() -> Endpoints:
         versions: (kserve.model_metadata, JSON),
         "/v2/models/{model:path}/ready": (kserve.model_ready, EMPTY),
         "/v2/models/{model:path}": (kserve.model_metadata, JSON),
+    }
+
+
+def _llamacpp(responses: Responses) -> Endpoints:
+    """Returns the POST routes of llama.cpp's server: its own ones, and unversioned names of others."""
+    return {
+        "/completion": (completion, COMPLETION),
+        "/completions": (completion, COMPLETION),
+        "/infill": (infill, INFILL),
+        "/embedding": (embedding, EMBEDDING),
+        "/embeddings": (embedding, EMBEDDING),
+        "/chat/completions": (chat_completions, CHAT_COMPLETIONS),
+        "/chat/completions/input_tokens": (count_chat_tokens, APPLY_TEMPLATE),
+        "/v1/chat/completions/input_tokens": (count_chat_tokens, APPLY_TEMPLATE),
+        "/responses": (responses.create, RESPOND),
+        "/responses/input_tokens": (responses.input_tokens, INPUT_TOKENS),
+        "/props": (change_props, CHANGE_PROPS),
+        "/slots/{id}": (change_slot, SLOT_ACTION),
+    }
+
+
+def _llamacpp_reading() -> Endpoints:
+    return {
+        "/v1/health": (health, JSON),
+        "/models": (list_models, JSON),
+        "/props": (props, PROPS),
+        "/slots": (slots, SLOTS),
+        "/lora-adapters": (list_adapters, JSON),
     }
 
 

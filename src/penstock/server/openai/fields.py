@@ -22,7 +22,7 @@ from penstock.server.served_model import ServedModel
 from penstock.text import Delta, new_seed
 from penstock.types import Request, SamplingParams
 
-FINGERPRINT = f"penstock-{__version__}"
+FINGERPRINT = f"b0-penstock-{__version__}"  # clients of llama.cpp expect b and a build number
 ALL_THAT_FITS = -1  # a value of truncate_prompt_tokens
 
 ANSWERED_TIERS = {"flex": "flex", "priority": "priority", "fast": "priority"}  # others are answered as "default"
