@@ -124,6 +124,12 @@ class SampleRows:
     edits: LogitEdits = NO_EDITS  # penalties, biases and bans, for the positions that have any
     chains: tuple[ChainRow, ...] = ()  # for the positions that have one, ascending; what is above is greedy for these
 
+    def between(self, first: int, last: int) -> SampleRows:
+        """Returns what is asked of positions first:last, counted from `first`."""
+        each = (self.target, self.temperature, self.top_p, self.top_k, self.min_p, self.seed, self.logprobs)
+        chains = [chain._replace(row=chain.row - first) for chain in self.chains if first <= chain.row < last]
+        return SampleRows(*(array[first:last] for array in each), self.edits.between(first, last), tuple(chains))
+
 
 class Bitmasks(NamedTuple):
     """Says which tokens grammars allow at C of a step's S positions; logits of all others become -inf, after edits."""

@@ -69,7 +69,6 @@ SPARE_TILES = 64  # that only pad
 SPARE_MEMORY = 3 << 29  # for graphs, kernels and the library's own buffers
 LAST_MEMORY = 128 << 20  # of it, held until a step finds none: kernels that are loaded then need some
 NO_MEMORY = 32 << 20  # with less than this free, whatever goes wrong in the driver is a shortage
-SAMPLE_ARRAYS = ("target", "temperature", "top_p", "top_k", "min_p", "seed", "logprobs")
 SAMPLING = ("sampled", "target", "sample_slots", "temperature", "top_p", "top_k", "min_p", "seeds")
 
 
@@ -419,7 +418,7 @@ class CudaBackend:
             part = slice(first, min(first + room, wanted))
             some = replace(step, **{name: getattr(step, name)[part] for name in SAMPLING})
             logits = self._program.run_sampled(some, part.stop - first)
-            yield logits, some, slice_rows(batch.sample, part), first, chosen[part]
+            yield logits, some, batch.sample.between(part.start, part.stop), first, chosen[part]
 
     def _check_program(self, batch: Batch) -> None:
         if batch.program:
@@ -501,12 +500,3 @@ def sampling_kinds(vocab: int) -> Iterator[tuple[SampleRows, Bitmasks | None]]:
     for rows in (greedy, drawn, replace(drawn, top_p=np.full(1, 0.9, np.float32))):
         yield rows, None
     yield greedy, Bitmasks(np.zeros(1, np.int32), np.full((1, -(-vocab // 32)), -1, np.int32))
-
-
-def slice_rows(rows: SampleRows, part: slice) -> SampleRows:
-    """Returns what is asked of some of the positions."""
-    arrays = {name: getattr(rows, name)[part] for name in SAMPLE_ARRAYS}
-    chains = tuple(
-        chain._replace(row=chain.row - part.start) for chain in rows.chains if part.start <= chain.row < part.stop
-    )
-    return SampleRows(**arrays, edits=rows.edits.between(part.start, part.stop), chains=chains)
