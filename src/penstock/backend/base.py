@@ -126,9 +126,18 @@ class SampleRows:
 
     def between(self, first: int, last: int) -> SampleRows:
         """Returns what is asked of positions first:last, counted from `first`."""
-        each = (self.target, self.temperature, self.top_p, self.top_k, self.min_p, self.seed, self.logprobs)
-        chains = [chain._replace(row=chain.row - first) for chain in self.chains if first <= chain.row < last]
-        return SampleRows(*(array[first:last] for array in each), self.edits.between(first, last), tuple(chains))
+        part = slice(first, last)
+        return SampleRows(
+            self.target[part],
+            self.temperature[part],
+            self.top_p[part],
+            self.top_k[part],
+            self.min_p[part],
+            self.seed[part],
+            self.logprobs[part],
+            self.edits.between(first, last),
+            tuple(chain._replace(row=chain.row - first) for chain in self.chains if first <= chain.row < last),
+        )
 
 
 class Bitmasks(NamedTuple):

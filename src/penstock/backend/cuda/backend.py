@@ -27,7 +27,7 @@ from penstock.backend.base import (
     StoredAs,
     Ticket,
 )
-from penstock.backend.batches import greedy_batch, greedy_rows
+from penstock.backend.batches import greedy_batch
 from penstock.backend.cuda import inputs
 from penstock.backend.cuda.blocks import CudaBlocks
 from penstock.backend.cuda.device_properties import DeviceProperties
@@ -46,7 +46,7 @@ from penstock.backend.cuda.precompile import Compiler
 from penstock.backend.cuda.program import CudaProgram, StepSizes
 from penstock.backend.cuda.quantized_weights import Workspace
 from penstock.backend.cuda.recurrent_states import words
-from penstock.backend.cuda.sampler import DeviceSampler, PendingLogprobs
+from penstock.backend.cuda.sampler import DeviceSampler, PendingLogprobs, sampling_kinds
 from penstock.backend.cuda.staging import Staging
 from penstock.backend.cuda.weights import Weight, pack, stacked_values
 from penstock.backend.pooling import with_pooled
@@ -491,12 +491,3 @@ class CudaBackend:
 
     def _is_full(self) -> bool:
         return self._stream is not None and bool(torch.cuda.mem_get_info(self._device)[0] < NO_MEMORY)
-
-
-def sampling_kinds(vocab: int) -> Iterator[tuple[SampleRows, Bitmasks | None]]:
-    """Yields ways to sample one row: greedy, drawn from all, drawn from the likeliest, and what a grammar allows."""
-    greedy = greedy_rows(1)
-    drawn = replace(greedy, temperature=np.ones(1, np.float32))
-    for rows in (greedy, drawn, replace(drawn, top_p=np.full(1, 0.9, np.float32))):
-        yield rows, None
-    yield greedy, Bitmasks(np.zeros(1, np.int32), np.full((1, -(-vocab // 32)), -1, np.int32))
