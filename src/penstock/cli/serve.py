@@ -68,6 +68,21 @@ ChatTemplateText = Annotated[
 ]
 ChatTemplateFile = Annotated[str, Option(help="File with the chat template, in Jinja.")]
 
+TrustTemplates = Annotated[
+    bool,
+    Option(
+        help="Render chat templates that come in requests (vLLM's chat_template). They are programs: one could use up "
+        "the server's memory."
+    ),
+]
+MetricsCompat = Annotated[
+    str,
+    Option(
+        help="Other engines whose metric names /metrics has beside Penstock's own: any of vllm, llamacpp, sglang, tgi "
+        "and nv (Triton), with commas between them, or none."
+    ),
+]
+
 
 def serve(
     model: options.ModelRef = options.DEFAULT_MODEL,
@@ -87,6 +102,8 @@ def serve(
     ignore_unknown_fields: IgnoreUnknown = False,
     chat_template: ChatTemplateText = "",
     chat_template_file: ChatTemplateFile = "",
+    trust_request_chat_template: TrustTemplates = False,
+    metrics_compat: MetricsCompat = "vllm,llamacpp",
     *,
     engine: options.EngineSettings,
 ) -> None:
@@ -120,9 +137,11 @@ def serve(
         max_waiting,
         lenient=not strict,
         aliases=_patterns(alias or [], served_name),
+        trust_templates=trust_request_chat_template,
     )
     load = partial(_load_text, model, path, _template(chat_template, chat_template_file))
-    listen(ProcessClient(config), load, served_name, host, port, Setup(path, space, rules, traces))
+    setup = Setup(path, space, rules, traces, _metric_sets(metrics_compat))
+    listen(ProcessClient(config), load, served_name, host, port, setup)
 
 
 def _template(given: str, file: str) -> str:
@@ -167,6 +186,16 @@ def _patterns(aliases: list[str], served_name: str) -> tuple[str, ...]:
             raise UsageError(f"--alias is written NAME={served_name}, for the model that is served; got {alias!r}")
         patterns.append(name)
     return tuple(patterns)
+
+
+def _metric_sets(given: str) -> tuple[str, ...]:
+    """Returns the engines whose metric names are exported; raises if one is not known."""
+    from penstock.server.telemetry.compat_metrics import SETS
+
+    names = tuple(name.strip() for name in given.split(",") if name.strip() not in ("", "none"))
+    if unknown := [name for name in names if name not in SETS]:
+        raise UsageError(f"--metrics-compat takes {', '.join(SETS)}, or none; got {unknown[0]!r}")
+    return names
 
 
 def _open_traces(url: str) -> Traces:
