@@ -1,7 +1,8 @@
 """Samples by llama.cpp's ordered chain of samplers, in NumPy on the host: every backend uses this one implementation.
 
 A row's candidates begin as the whole vocabulary, edits and bitmask applied. Each sampler of the order takes candidates
-away or changes their logits; what is left is drawn from as backend/sample.py does. Mirostat takes the place of the
+away or changes their logits; what is left is drawn from as backend/sample.py does, or in the order of likelihood if the
+request's seed is to give what it gives in llama.cpp. Mirostat takes the place of the
 cuts. Where llama.cpp leaves the choice among equal candidates to its sort, the lowest token id stays here.
 """
 
@@ -34,6 +35,11 @@ class Candidates(NamedTuple):
     def keep_best(self, count: int) -> Candidates:
         """Returns the `count` most likely."""
         return self if count >= len(self.logits) else self.keep(best(self.logits, count))
+
+    def by_likelihood(self) -> Candidates:
+        """Returns them with the most likely first, as llama.cpp draws from them."""
+        order = np.argsort(-self.logits, kind="stable")
+        return Candidates(self.tokens[order], self.logits[order])
 
     def probabilities(self) -> NDArray[np.float64]:
         weights: NDArray[np.float64] = np.exp(self.logits - self.logits.max()).astype(np.float64)
@@ -83,6 +89,8 @@ def choose_by_chain(logits: Floats, row: ChainRow, seed: int) -> ChainChoice:
     left = candidates(logits, row, seed)
     if row.temperature == 0:
         left = left.keep_best(1)
+    if row.chain.mersenne:
+        left = left.by_likelihood()
     at = draw(weigh(left.logits, np.float32(1)), seed)
     surprise = -math.log2(left.probabilities()[at]) if row.chain.mirostat else None
     return ChainChoice(int(left.tokens[at]), surprise)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from penstock.cli import options
 from penstock.cli.command import Option, UsageError
@@ -67,7 +67,13 @@ ChatTemplateText = Annotated[
     Option(help="Chat template in place of the model's own: Jinja text, a file, or a name such as chatml or llama3."),
 ]
 ChatTemplateFile = Annotated[str, Option(help="File with the chat template, in Jinja.")]
-
+OverrideSampling = Annotated[
+    str,
+    Option(
+        help="Sampling of requests that do not say, in place of the model's own, as JSON: "
+        """'{"temperature": 0.8, "top_k": 40, "seed": 42, "max_tokens": 256}'."""
+    ),
+]
 TrustTemplates = Annotated[
     bool,
     Option(
@@ -102,6 +108,7 @@ def serve(
     ignore_unknown_fields: IgnoreUnknown = False,
     chat_template: ChatTemplateText = "",
     chat_template_file: ChatTemplateFile = "",
+    override_generation_config: OverrideSampling = "",
     trust_request_chat_template: TrustTemplates = False,
     metrics_compat: MetricsCompat = "vllm,llamacpp",
     *,
@@ -139,7 +146,8 @@ def serve(
         aliases=_patterns(alias or [], served_name),
         trust_templates=trust_request_chat_template,
     )
-    load = partial(_load_text, model, path, _template(chat_template, chat_template_file))
+    replaced = _template(chat_template, chat_template_file), _sampling(override_generation_config)
+    load = partial(_load_text, model, path, *replaced)
     setup = Setup(path, space, rules, traces, _metric_sets(metrics_compat))
     listen(ProcessClient(config), load, served_name, host, port, setup)
 
@@ -154,15 +162,22 @@ def _template(given: str, file: str) -> str:
     return template_in(Path(file)) if file else template_text(given)
 
 
-def _load_text(model: str, path: Path, template: str) -> Text:
-    """Loads the tokenizer, the chat template and the sampling defaults, a derived model's own included. Warns about a
-    model that comes without a template."""
+def _sampling(given: str) -> dict[str, Any]:
+    from penstock.text.sampling_defaults import defaults_in_option
+
+    return defaults_in_option(given)
+
+
+def _load_text(model: str, path: Path, template: str, sampling: dict[str, Any]) -> Text:
+    """Loads the tokenizer, the chat template and the sampling defaults, a derived model's own included. `template` and
+    `sampling` replace the model's own. Warns about a model that comes without a template."""
     from penstock.model.load import load_text
     from penstock.store import find_derived
     from penstock.text.sampling_defaults import defaults_in_modelfile
 
     derived = find_derived(model)
-    text = load_text(path).with_sampling(defaults_in_modelfile(derived.parameters if derived else {}))
+    derived_sampling = defaults_in_modelfile(derived.parameters if derived else {})
+    text = load_text(path).with_sampling(derived_sampling | sampling)
     if template:
         return text.with_template_text(template)
     if text.template is None and not text.tokenizer.closing:  # an encoder has tokens that close a text, and no chats

@@ -19,6 +19,7 @@ from penstock.server.chat.stop_reason import stop_reason
 from penstock.server.chat.thinking import think_with_effort
 from penstock.server.chat.tools import FunctionTool, PastCall, ToolUse, read_calls, read_tools, template_reasoning
 from penstock.server.explain import AnswerReport, Explanation
+from penstock.server.llamacpp.fields import drawn_as_there
 from penstock.server.llamacpp.timings import Stopwatch, Timings, from_llamacpp
 from penstock.server.openai.fields import (
     NO_EFFECT,
@@ -101,11 +102,13 @@ class ChatRefusalPart(msgspec.Struct, forbid_unknown_fields=True):
 
 async def chat_completions(served: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
     body = await read_fields(http, context, ChatBody, CHAT_NO_EFFECT)
-    served.check_model(body.model, context)
+    if not from_llamacpp(http):  # that serves one model, under whatever name
+        served.check_model(body.model, context)
     served.check_answers()
     check_prompt_logprobs(body)
     scored = {"logprobs": _wanted_logprobs(body), "prompt_logprobs": body.prompt_logprobs}
     params = sampling(served, body, max_tokens=_max_tokens(body), **scored)
+    params = drawn_as_there(served, body, params) if from_llamacpp(http) else params
     messages = read_messages(context, body.messages)
     use = read_tools(context, body.tools, body.tool_choice, body.parallel_tool_calls)
     prompt = await _prompt(served, context, body, messages, use)

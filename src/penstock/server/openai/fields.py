@@ -36,6 +36,9 @@ NO_EFFECT: NoEffect = {
     "safety_identifier": ANY_VALUE,
     "store": (False,),
     "user": ANY_VALUE,
+    # llama.cpp's
+    "cache_prompt": (True,),
+    "id_slot": ANY_VALUE,  # a request finds the cached prefixes of all others
     # vLLM's
     "kv_transfer_params": ({},),
     "logits_processors": ([],),
@@ -199,7 +202,8 @@ def sampling(served: ServedModel, fields: SamplingFields, **given: Any) -> list[
     settings["stop"] = check_stops((fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ()), "stop")
     settings["stop_token_ids"] = tuple(fields.stop_token_ids or ())
     settings["grammar"] = grammar_of(fields)
-    seed = new_seed() if fields.seed is None else fields.seed
+    seed = served.text.sampling_defaults.get("seed") if fields.seed is None else fields.seed
+    seed = new_seed() if seed is None else seed
     return [served.text.sampling(seed=seed + choice, **settings) for choice in range(fields.choices)]
 
 
