@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Annotated
 
 import msgspec
@@ -12,7 +11,7 @@ from msgspec import Meta
 from penstock.server.bodies import ANY_VALUE, NoEffect
 from penstock.server.llamacpp.prompts import Prompts
 from penstock.server.openai.fields import NO_EFFECT as OPENAI_NO_EFFECT
-from penstock.server.openai.fields import SamplingFields, sampling
+from penstock.server.openai.fields import SamplingFields, drawn_as_llamacpp, sampling
 from penstock.server.request_context import RequestContext, new_request_id
 from penstock.server.samplers import sampler_order
 from penstock.server.served_model import ServedModel
@@ -90,7 +89,8 @@ def sampling_of(
     shown = min(body.n_probs or 0, MAX_LOGPROBS)
     logprobs = (MAX_LOGPROBS if body.post_sampling_probs else shown) if shown else None
     limit = None if wanted is None or wanted < 0 else wanted
-    return drawn_as_there(served, body, sampling(served, body, max_tokens=limit, logprobs=logprobs))
+    params = sampling(served, body, max_tokens=limit, logprobs=logprobs)
+    return params if body.seed is None else drawn_as_llamacpp(params)
 
 
 def _known_samplers(context: RequestContext, given: list[str] | str) -> list[str]:
@@ -100,15 +100,6 @@ def _known_samplers(context: RequestContext, given: list[str] | str) -> list[str
     if len(known) < len(order):
         context.ignore("samplers")
     return known
-
-
-def drawn_as_there(served: ServedModel, body: SamplingFields, params: Sequence[SamplingParams]) -> list[SamplingParams]:
-    """Returns sampling that draws as llama.cpp does if the request or the server names a seed, so that the seed gives
-    the text that it gives there. The host does that, so requests with a random seed do not ask for it."""
-    seed = body.seed if body.seed is not None else served.text.sampling_defaults.get("seed")
-    if seed is None or seed < 0:
-        return list(params)
-    return [replace(each, chain=(each.chain or SamplerChain())._replace(mersenne=True)) for each in params]
 
 
 # -- answering ----------------------------------------------------------------------------------------------------

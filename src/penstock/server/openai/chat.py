@@ -19,7 +19,6 @@ from penstock.server.chat.stop_reason import stop_reason
 from penstock.server.chat.thinking import think_with_effort
 from penstock.server.chat.tools import FunctionTool, PastCall, ToolUse, read_calls, read_tools, template_reasoning
 from penstock.server.explain import AnswerReport, Explanation
-from penstock.server.llamacpp.fields import drawn_as_there
 from penstock.server.llamacpp.timings import Stopwatch, Timings, from_llamacpp
 from penstock.server.openai.fields import (
     NO_EFFECT,
@@ -29,6 +28,7 @@ from penstock.server.openai.fields import (
     GenerationFields,
     TokenTally,
     check_prompt_logprobs,
+    drawn_as_llamacpp,
     new_head,
     read_fields,
     sampling,
@@ -75,6 +75,7 @@ class ChatBody(GenerationFields):
     echo: bool | None = None  # the answer begins with the last message, if that is an assistant's
     include_reasoning: bool | None = None  # left out: true
     timings_per_token: bool | None = None  # asks for llama.cpp's timings
+    verbose: bool | None = None  # asks for the rendered prompt, in llama.cpp's __verbose
 
 
 class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
@@ -108,7 +109,7 @@ async def chat_completions(served: ServedModel, http: HttpRequest, context: Requ
     check_prompt_logprobs(body)
     scored = {"logprobs": _wanted_logprobs(body), "prompt_logprobs": body.prompt_logprobs}
     params = sampling(served, body, max_tokens=_max_tokens(body), **scored)
-    params = drawn_as_there(served, body, params) if from_llamacpp(http) else params
+    params = drawn_as_llamacpp(params) if from_llamacpp(http) and body.seed is not None else params
     messages = read_messages(context, body.messages)
     use = read_tools(context, body.tools, body.tool_choice, body.parallel_tool_calls)
     prompt = await _prompt(served, context, body, messages, use)
@@ -269,12 +270,17 @@ class ChatChoice(msgspec.Struct):
     token_ids: list[int] | UnsetType = UNSET
 
 
+class VerboseReport(msgspec.Struct):
+    prompt: str
+
+
 class ChatCompletion(CompletionHead, kw_only=True):
     choices: list[ChatChoice]
     usage: CompletionUsage
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     prompt_token_ids: Sequence[int] | UnsetType = UNSET
     timings: Timings | UnsetType = UNSET
+    verbose: VerboseReport | UnsetType = msgspec.field(default=UNSET, name="__verbose")
     penstock: AnswerReport | UnsetType = UNSET
 
 
@@ -328,6 +334,7 @@ class ChatWriter:
         self._stopwatches = [Stopwatch(each) for each in turn.requests] if llamacpp or body.timings_per_token else []
         self._timed_chunks = bool(body.timings_per_token)
         self._tokenizer = served.text.tokenizer
+        self._verbose = VerboseReport(self._spell_prompt(turn)) if body.verbose else UNSET
         self._head = new_head("chatcmpl", served.name, body.service_tier, body.request_id)
         self._as_ids = bool(body.return_tokens_as_token_ids)
         self._reasons = body.include_reasoning is not False
@@ -372,6 +379,7 @@ class ChatWriter:
             prompt_logprobs=self._prompt_logprobs,
             prompt_token_ids=self._prompt_ids,
             timings=self._timings(0),
+            verbose=self._verbose,
             penstock=self._explanation.report(),
         )
 
@@ -429,6 +437,9 @@ class ChatWriter:
         self._tally.add(choice, delta)
         if self._stopwatches:
             self._stopwatches[choice].add(delta)
+
+    def _spell_prompt(self, turn: ChatTurn) -> str:
+        return self._tokenizer.decode(turn.request.prompt, special=True, continuing=True)
 
     def _timings(self, choice: int) -> Timings | UnsetType:
         return self._stopwatches[choice].timings() if self._stopwatches else UNSET

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -20,7 +21,7 @@ from penstock.server.request_context import RequestContext
 from penstock.server.samplers import LogitBias, logit_biases, sampler_settings
 from penstock.server.served_model import ServedModel
 from penstock.text import Delta, new_seed
-from penstock.types import Request, SamplingParams
+from penstock.types import Request, SamplerChain, SamplingParams
 
 FINGERPRINT = f"b0-penstock-{__version__}"  # clients of llama.cpp expect b and a build number
 ALL_THAT_FITS = -1  # a value of truncate_prompt_tokens
@@ -202,9 +203,16 @@ def sampling(served: ServedModel, fields: SamplingFields, **given: Any) -> list[
     settings["stop"] = check_stops((fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ()), "stop")
     settings["stop_token_ids"] = tuple(fields.stop_token_ids or ())
     settings["grammar"] = grammar_of(fields)
-    seed = served.text.sampling_defaults.get("seed") if fields.seed is None else fields.seed
-    seed = new_seed() if seed is None else seed
-    return [served.text.sampling(seed=seed + choice, **settings) for choice in range(fields.choices)]
+    usual = served.text.sampling_defaults.get("seed")
+    seed = fields.seed if fields.seed is not None else new_seed() if usual is None else usual
+    params = [served.text.sampling(seed=seed + choice, **settings) for choice in range(fields.choices)]
+    return params if usual is None else drawn_as_llamacpp(params)
+
+
+def drawn_as_llamacpp(params: Sequence[SamplingParams]) -> list[SamplingParams]:
+    """Returns sampling whose seed gives the text that it gives in llama.cpp. The host draws, which takes longer than on
+    a GPU: so does a server with a seed of its own, and llama.cpp's routes if the request has one."""
+    return [replace(each, chain=(each.chain or SamplerChain())._replace(mersenne=True)) for each in params]
 
 
 # -- answering ----------------------------------------------------------------------------------------------------
