@@ -135,17 +135,21 @@ class LLM:
 
     def _generation(self, prompt: Any, params: SamplingParams | None) -> PendingCompletion:
         request = self._request(self._encode(prompt, self._text.encode_prompt), params or SamplingParams())
-        return PendingCompletion(request, TextStream(self._text.tokenizer, request.sampling.stop, continuing=True))
+        return PendingCompletion(request, self._text_stream(request.sampling, continuing=True))
 
     def _chat_generation(self, messages: Any, params: SamplingParams | None) -> PendingCompletion:
         self.check_answers()
         request = self._request(self._text.encode_chat(messages), params or SamplingParams())
-        return PendingCompletion(request, TextStream(self._text.tokenizer, request.sampling.stop))
+        return PendingCompletion(request, self._text_stream(request.sampling))
 
     def _pooling(self, prompt: Any, pooling: str | None) -> PendingCompletion:
         kind, ids = pooling_of(pooling, self._limits), self._encode(prompt, self._text.encode_whole)
         request = embedding_request(next(self._ids), ids, self._limits.max_len, kind, param="prompt")
         return PendingCompletion(request, TextStream(self._text.tokenizer, ()))
+
+    def _text_stream(self, params: SamplingParams, *, continuing: bool = False) -> TextStream:
+        include = params.include_stop_str_in_output
+        return TextStream(self._text.tokenizer, params.stop, continuing=continuing, include_stop=include)
 
     def _encode(self, prompt: Any, encode: Callable[[str], list[int]]) -> list[int]:
         try:

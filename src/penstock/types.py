@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -35,10 +36,13 @@ class SamplerChain(NamedTuple):
     xtc_threshold: float = 0.1
     dynatemp_range: float = 0.0
     dynatemp_exponent: float = 1.0
-    mirostat: int = 0  # 1 or 2: it replaces the cuts
+    mirostat: int = 0  # 1 or 2: it replaces the cuts, and `order` does not count
     mirostat_tau: float = 5.0
     mirostat_eta: float = 0.1
     min_keep: int = 0  # candidates that every cut leaves
+
+
+SAMPLERS = frozenset(SamplerChain().order)  # the names that an order may have
 
 
 class DryPenalty(NamedTuple):
@@ -49,6 +53,10 @@ class DryPenalty(NamedTuple):
     allowed_length: int = 2
     window: int = -1  # tokens that are searched; -1: all of them
     breakers: tuple[str, ...] = ("\n", ":", '"', "*")  # texts across which nothing counts as repeated
+
+
+MOST = 2**31 - 1
+BANNED = float("-inf")  # a logit bias that rules a token out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +81,7 @@ class SamplingParams:
     logprobs: int | None = None  # how many alternatives beside the chosen token; None: no logprobs
     prompt_logprobs: int | None = None
     grammar: Grammar | None = None
-    penalty_window: int = -1  # tokens that penalties look back on; -1: all of them
+    penalty_window: int = -1  # -1: presence and frequency count the answer; n: all penalties count the last n tokens
     dry: DryPenalty | None = None
     chain: SamplerChain | None = None
     bad_words: tuple[str, ...] = ()  # never generated
@@ -81,20 +89,8 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
-        in_range = (
-            ("temperature", self.temperature, 0.0, 100.0),
-            ("top_p", self.top_p, 0.0, 1.0),
-            ("top_k", self.top_k, 0, 2**31 - 1),
-            ("min_p", self.min_p, 0.0, 1.0),
-            ("presence_penalty", self.presence_penalty, -2.0, 2.0),
-            ("frequency_penalty", self.frequency_penalty, -2.0, 2.0),
-            ("max_tokens", self.max_tokens, 0, 2**31 - 1),
-            ("min_tokens", self.min_tokens, 0, 2**31 - 1),
-            ("logprobs", self.logprobs, 0, 20),
-            ("prompt_logprobs", self.prompt_logprobs, 0, 20),
-        )
-        for name, value, low, high in in_range:
-            if value is not None and not low <= value <= high:
+        for name, value, low, high in self._ranges():
+            if value is not None and not low <= value <= high:  # a NaN is in no range
                 raise InvalidRequest(f"{name} must be between {low} and {high}; got {value}", param=name)
         if not 0.0 < self.repetition_penalty <= 100.0:
             raise InvalidRequest(
@@ -102,12 +98,67 @@ class SamplingParams:
                 param="repetition_penalty",
             )
         for token, bias in self.logit_bias.items():
-            if not -100.0 <= bias <= 100.0:
+            if not (-100.0 <= bias <= 100.0 or bias == BANNED):
                 raise InvalidRequest(
-                    f"logit_bias must be between -100 and 100; got {bias} for token {token}", param="logit_bias"
+                    f"logit_bias must be between -100 and 100, or -inf for a ban; got {bias} for token {token}",
+                    param="logit_bias",
                 )
-        if any(not text for text in self.stop):
-            raise InvalidRequest("stop strings must not be empty", param="stop")
+        for name, texts in (("stop", self.stop), ("bad_words", self.bad_words)):
+            if any(not text for text in texts):
+                raise InvalidRequest(f"{name} strings must not be empty", param=name)
+        self._check_allowed()
+        self._check_order()
+
+    def _ranges(self) -> Iterator[tuple[str, float | None, float, float]]:
+        """Yields the name, value, lowest and highest value of every number that has a range."""
+        yield "temperature", self.temperature, 0.0, 100.0
+        yield "top_p", self.top_p, 0.0, 1.0
+        yield "top_k", self.top_k, 0, MOST
+        yield "min_p", self.min_p, 0.0, 1.0
+        yield "presence_penalty", self.presence_penalty, -2.0, 2.0
+        yield "frequency_penalty", self.frequency_penalty, -2.0, 2.0
+        yield "max_tokens", self.max_tokens, 0, MOST
+        yield "min_tokens", self.min_tokens, 0, MOST
+        yield "logprobs", self.logprobs, 0, 20
+        yield "prompt_logprobs", self.prompt_logprobs, 0, 20
+        yield "penalty_window", self.penalty_window, -1, MOST
+        if self.dry is not None:
+            yield "dry_multiplier", self.dry.multiplier, 0.0, 1000.0
+            yield "dry_base", self.dry.base, 1.0, 1000.0
+            yield "dry_allowed_length", self.dry.allowed_length, 0, MOST
+            yield "dry_penalty_last_n", self.dry.window, -1, MOST
+        if self.chain is not None:
+            yield "top_n_sigma", self.chain.top_n_sigma, -1.0, 1000.0
+            yield "typical_p", self.chain.typical_p, 0.0, 1.0
+            yield "xtc_probability", self.chain.xtc_probability, 0.0, 1.0
+            yield "xtc_threshold", self.chain.xtc_threshold, 0.0, 1.0
+            yield "dynatemp_range", self.chain.dynatemp_range, 0.0, 100.0
+            yield "dynatemp_exponent", self.chain.dynatemp_exponent, 0.0, 100.0
+            yield "mirostat", self.chain.mirostat, 0, 2
+            yield "mirostat_tau", self.chain.mirostat_tau, 0.0, 100.0
+            yield "mirostat_eta", self.chain.mirostat_eta, 0.0, 100.0
+            yield "min_keep", self.chain.min_keep, 0, MOST
+
+    def _check_allowed(self) -> None:
+        if self.allowed_token_ids is None:
+            return
+        if not self.allowed_token_ids:
+            raise InvalidRequest(
+                "allowed_token_ids is empty, which allows no answer: name at least one token, or leave it out",
+                param="allowed_token_ids",
+            )
+        if self.grammar is not None:
+            raise InvalidRequest(
+                "allowed_token_ids cannot be combined with structured output, forced tools or a thinking budget: "
+                "send one of them",
+                param="allowed_token_ids",
+            )
+
+    def _check_order(self) -> None:
+        for name in self.chain.order if self.chain is not None else ():
+            if name not in SAMPLERS:
+                known = ", ".join(sorted(SAMPLERS))
+                raise InvalidRequest(f"samplers: {name!r} is not one of {known}", param="samplers")
 
 
 class Request(NamedTuple):
@@ -124,6 +175,8 @@ class Request(NamedTuple):
     owner: str = ""  # who sent it: a report tells nobody about another owner's prompts
     explain: bool = False  # its report is to say which recent prompt it was nearest to
     background: bool = False  # may wait: runs behind every foreground request and never crowds them out
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that the answer never completes
+    dry_breakers: tuple[tuple[int, ...], ...] = ()  # token sequences that spell a breaker of the DRY penalty
 
 
 class Limits(NamedTuple):
@@ -211,6 +264,7 @@ class RowResult(NamedTuple):
     logprobs: tuple[TokenLogprob, ...] = ()  # one for each of `tokens`, when asked for
     scores: tuple[TokenLogprob, ...] = ()  # known prompt tokens that were scored, in order
     pooled: bytes = b""  # the hidden state that was asked for, in float32, little-endian
+    surprise: float | None = None  # bits, of the sampled token among mirostat's candidates
 
 
 class StepResult(NamedTuple):

@@ -13,12 +13,14 @@ from numpy.typing import NDArray
 from penstock.config import available_memory, total_memory
 from penstock.model.spec import KvGroup, ModelSpec
 from penstock.model.tensor import Stack, Tensor
-from penstock.types import StepResult
+from penstock.types import SamplerChain, StepResult
 
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]
 
-LAST_SAMPLED = -1  # in Batch.tokens: the token this row's slot sampled in the step before, still on the device
+# In Batch.tokens: the token this row's slot sampled in the step before, still on the device. It never stands for one
+# that a chain chose, because chains run on the host.
+LAST_SAMPLED = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +98,18 @@ def _no_edits() -> LogitEdits:
 NO_EDITS = _no_edits()
 
 
+class ChainRow(NamedTuple):
+    """Asks for one of a step's S positions to be sampled on the host, by a chain of samplers (sampler_chain.py)."""
+
+    row: int  # index into S
+    chain: SamplerChain
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    mu: float = 0.0  # bits: what mirostat takes for the largest surprise now
+
+
 @dataclass(frozen=True, slots=True)
 class SampleRows:
     """Says how to answer each of the S positions whose logits are wanted."""
@@ -108,6 +122,7 @@ class SampleRows:
     seed: NDArray[np.uint64]  # [S] already mixed with the position: one number decides one draw
     logprobs: Ints  # [S] -1: none; else how many alternatives
     edits: LogitEdits = NO_EDITS  # penalties, biases and bans, for the positions that have any
+    chains: tuple[ChainRow, ...] = ()  # for the positions that have one, ascending; what is above is greedy for these
 
 
 class Bitmasks(NamedTuple):

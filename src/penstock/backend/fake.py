@@ -25,6 +25,7 @@ from penstock.backend.base import (
     StoredAs,
 )
 from penstock.backend.pooling import Pools
+from penstock.backend.sampler_chain import chained_positions, with_chains
 from penstock.backend.synchronous import SynchronousBackend
 from penstock.model.spec import KvGroup, ModelSpec
 from penstock.model.tensor import Stack, Tensor
@@ -112,9 +113,18 @@ class FakeProgram:
         allowed = dict(zip(masks.rows.tolist(), masks.words, strict=True)) if masks else {}
         rows = tuple(self._run_row(batch, row, moves.get(row), allowed) for row in range(len(batch.slots)))
         result = StepResult(batch.step, rows)
+        if batch.sample.chains:
+            result = self._with_chains(result, batch, masks)
         if batch.pools:
             result = self._pools.answer(batch, result, lambda first, last: self._hidden(batch, first, last))
         return result
+
+    def _with_chains(self, result: StepResult, batch: Batch, masks: Bitmasks | None) -> StepResult:
+        """Returns the result with what chains choose from logits that fall off around the checksum's token."""
+        rows = np.searchsorted(batch.sample_start, chained_positions(batch), side="right") - 1
+        distances = [np.arange(self._vocab) - result.rows[row].tokens[-1] for row in rows]
+        logits = np.array([-np.abs(distance) / 8 for distance in distances], np.float32)
+        return with_chains(result, batch, logits, masks)
 
     def _run_row(self, batch: Batch, row: int, move: StateMove | None, allowed: Mapping[int, Ints]) -> RowResult:
         first, last = batch.row_start[row], batch.row_start[row + 1]

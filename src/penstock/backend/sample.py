@@ -4,7 +4,7 @@ A sampled row: its logits are edited and divided by the temperature, and every t
 likely. Three thresholds cut it (the k-th largest weight; the smallest set of most likely tokens whose mass reaches
 top_p, counted among those top_k and min_p left; min_p itself). What is left is drawn from in vocabulary order with one
 uniform number, which the seed alone decides. Ties at a threshold all stay. Logprobs are the model's own: before edits,
-temperature and cuts.
+temperature and cuts. What a chain of samplers chooses instead is defined in sampler_chain.py.
 
 Every sampler must choose the same token, so nothing depends on the order of a sum or on a library's exponential:
 weights follow from single-precision operations named here one by one, and masses are integers.
@@ -28,7 +28,9 @@ MASS_OF_ONE = np.float32(2.0**40)  # the mass of the most likely token
 def sample(logits: Floats, batch: Batch, masks: Bitmasks | None = None) -> StepResult:
     """Answers every row of the batch from its logits [S, vocab]; `masks` are those of its constrained positions."""
     tokens = choose(logits, batch.sample, masks).tolist()
-    logprobs = [_logprob(logits[s], tokens[s], top) for s, top in enumerate(batch.sample.logprobs.tolist()) if top >= 0]
+    logprobs = [
+        token_logprob(logits[s], tokens[s], top) for s, top in enumerate(batch.sample.logprobs.tolist()) if top >= 0
+    ]
     return answers(batch, tokens, logprobs)
 
 
@@ -83,10 +85,15 @@ def _choose_one(logits: Floats, rows: SampleRows, s: int) -> int:
         return int(logits.argmax())
     weights = weigh(logits, rows.temperature[s])
     weights[weights < _threshold(weights, int(rows.top_k[s]), float(rows.top_p[s]), float(rows.min_p[s]))] = 0
-    mass = _mass(weights).cumsum()
-    if mass[-1] == 0:  # nothing but infinities
+    if not weights.any():  # nothing but infinities
         return int(logits.argmax())
-    uniform = int(rows.seed[s]) >> 11  # of 53 bits
+    return draw(weights, int(rows.seed[s]))
+
+
+def draw(weights: Floats, seed: int) -> int:
+    """Returns the index that a seed of 64 bits draws in proportion to the weights."""
+    mass = _mass(weights).cumsum()
+    uniform = seed >> 11  # of 53 bits
     return int(np.searchsorted(mass, uniform * int(mass[-1]) >> 53, side="right"))
 
 
@@ -121,7 +128,8 @@ def _threshold(weights: Floats, top_k: int, top_p: float, min_p: float) -> float
     return least
 
 
-def _logprob(logits: Floats, token: int, top: int) -> TokenLogprob:
+def token_logprob(logits: Floats, token: int, top: int) -> TokenLogprob:
+    """Returns a token's logprob and those of the `top` most likely ones."""
     highest = float(logits.max())
     norm = highest + float(np.log(np.exp(logits - highest).sum(dtype=np.float64)))
     best = np.argsort(-logits, kind="stable")[:top]

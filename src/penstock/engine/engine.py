@@ -60,6 +60,7 @@ class Engine:
         self._records: dict[int, RequestRecord] = {}
         self._waiting_room = WaitingRoom()
         self._constrained = 0  # requests that run and have a constraint
+        self._mirostats = 0  # requests that run and learn from their tokens' surprise
         self._in_flight: deque[tuple[StepPlan, Ticket]] = deque()
         self._events: list[Event] = []
         self._busy_seconds = 0.0
@@ -84,7 +85,8 @@ class Engine:
             raise InvalidRequest("this model makes embeddings and no text: ask for an embedding", param="model")
         if request.id in self._records:
             raise InvalidRequest(f"request id {request.id} is already in use")
-        record, grammar = RequestRecord(request), request.sampling.grammar
+        _check_ids(request, self.limits.vocab)
+        record, grammar = RequestRecord(request, self.limits.vocab), request.sampling.grammar
         if grammar is not None and grammar.thinking and grammar.thinking.budget is not None:
             _refuse_logprobs(request)
         if grammar is None:
@@ -155,6 +157,7 @@ class Engine:
         self._scheduler.add(record.sequence(request.pooling != "mean" and not self.limits.encoder))
         self._records[request.id] = record
         self._constrained += record.constraint is not None
+        self._mirostats += record.mirostat
 
     def _compile(self, record: RequestRecord, grammars: Grammars) -> None:
         """Lets a request wait until its grammar is compiled."""
@@ -213,10 +216,18 @@ class Engine:
         except Exception as error:
             self._fail(plan, error)
         else:
+            if self._mirostats:
+                self._observe(plan, result)
             if self._constrained:
                 result = self._follow_constraints(plan, result)
             self._scheduler.now = time.perf_counter()
             self._emit(self._scheduler.commit(plan, result))
+
+    def _observe(self, plan: StepPlan, result: StepResult) -> None:
+        """Tells samplers how surprising the tokens were that they chose."""
+        for row, answer in zip(plan.rows, result.rows, strict=True):
+            if answer.surprise is not None and row.seq in self._records:
+                self._records[row.seq].sampler.observe(answer.surprise)
 
     def _fail(self, plan: StepPlan, error: Exception) -> None:
         message = f"the step that computed this request failed: {type(error).__name__}: {error}"
@@ -228,6 +239,7 @@ class Engine:
         for event in events:
             if not isinstance(event, Tokens) and (record := self._records.pop(event.seq, None)):
                 self._constrained -= record.constraint is not None
+                self._mirostats -= record.mirostat
                 event = record.complete(event)
             self._events.append(event)
 
@@ -249,6 +261,17 @@ class Engine:
             self._emit([Failed(row.seq, error.code, error.message)])
             return answer
         return answer._replace(tokens=answer.tokens + forced)
+
+
+def _check_ids(request: Request, vocab: int) -> None:
+    """Raises InvalidRequest for token ids that have no logit."""
+    params = request.sampling
+    banned = (id for word in request.bad_words for id in word)
+    allowed = params.allowed_token_ids or ()
+    for name, ids in (("logit_bias", params.logit_bias), ("allowed_token_ids", allowed), ("bad_words", banned)):
+        for id in ids:
+            if not 0 <= id < vocab:
+                raise InvalidRequest(f"{name}: token ids are from 0 to {vocab - 1}; got {id}", param=name)
 
 
 def _refuse_logprobs(request: Request) -> None:

@@ -13,11 +13,17 @@ class RequestRecord:
 
     __slots__ = ("constraint", "request", "sampler", "waited")
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, vocab: int = 0) -> None:
         self.request = request
-        self.sampler = Sampler(request)
+        self.sampler = Sampler(request, vocab=vocab)
         self.constraint: Constraint | None = None
         self.waited: dict[str, float] = {}  # seconds by reason, before it was queued
+
+    @property
+    def mirostat(self) -> bool:
+        """Returns whether the sampler learns from the surprise of each token."""
+        chain = self.request.sampling.chain
+        return chain is not None and chain.mirostat > 0
 
     def constrain(self, constraint: Constraint) -> None:
         """Makes the answer follow a constraint. It ends where its grammar does, even if it ignores other ends."""

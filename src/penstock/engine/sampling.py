@@ -3,98 +3,167 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.backend.base import Ints, LogitEdit, LogitEdits, SampleRows
+from penstock.backend.base import ChainRow, Ints, LogitEdit, LogitEdits, SampleRows
+from penstock.engine.dry import DryHistory
 from penstock.engine.grammar import Constraint
-from penstock.types import Request, SamplingParams
+from penstock.types import DryPenalty, Request, SamplingParams
 
 Numbers = tuple[float, float, int, float, int]  # temperature, top_p, top_k, min_p, logprobs
+GREEDY = 0.0, 1.0, 0, 0.0  # what a device does where a chain chooses
 NUMBER_TYPES = (np.float32, np.float32, np.int32, np.float32, np.int32)
 WORD = 2**64 - 1
 Wanted = tuple["Sampler", list[int], int]  # its sampler, its tokens so far, the position whose logits are wanted
 
 
 class Sampler:
-    """Chooses the tokens of one sequence."""
+    """Chooses the tokens of one sequence. `vocab` is the number of logits, for the bitmask of allowed tokens."""
 
     __slots__ = (
+        "_allowed",
         "_constraint",
-        "_counted",
-        "_counts",
-        "_edits",
-        "_penalizes",
-        "_prompt",
+        "_dry",
+        "_mu",
+        "_penalties",
         "_prompt_len",
         "_request",
+        "edits",
         "numbers",
         "scoring",
         "seed",
+        "steers",
     )
 
-    def __init__(self, request: Request, constraint: Constraint | None = None) -> None:
+    def __init__(self, request: Request, constraint: Constraint | None = None, vocab: int = 0) -> None:
         params = request.sampling
         self._request = request
         self._constraint = constraint
+        self._allowed = None if params.allowed_token_ids is None else bits_of(params.allowed_token_ids, vocab)
         self._prompt_len = len(request.prompt)
-        self._prompt = set(request.prompt) if params.repetition_penalty != 1.0 else set()
-        self._counts: Counter[int] = Counter()  # of the answer's tokens
-        self._counted = self._prompt_len
-        self._penalizes = _penalizes(params)
-        self._edits = bool(params.min_tokens or params.logit_bias or self._penalizes)
+        self._penalties = PenaltyCounts(request) if _penalizes(params) else None
+        self._dry = DryHistory(params.dry, request.dry_breakers) if params.dry and _repeats(params.dry) else None
+        self._mu = 2 * params.chain.mirostat_tau if params.chain is not None else 0.0
+        self.edits = bool(params.min_tokens or params.logit_bias or request.bad_words or self._penalties or self._dry)
+        self.steers = self.edits or params.chain is not None  # it may have more to say than `numbers`
         self.seed = (params.seed or 0) & WORD  # make_request draws one for a request without
         cuts = (params.temperature, params.top_p, params.top_k, params.min_p)
+        if params.chain is not None:
+            cuts = GREEDY
         self.numbers: Numbers = (*cuts, -1 if params.logprobs is None else params.logprobs)
         self.scoring: Numbers = (*cuts, -1 if params.prompt_logprobs is None else params.prompt_logprobs)
 
     @staticmethod
     def needs_history(request: Request) -> bool:
         """Returns True if the next token cannot be chosen before the host knows the last one."""
-        return _penalizes(request.sampling) or request.sampling.grammar is not None
+        params = request.sampling
+        steered = params.grammar is not None or params.chain is not None
+        penalized = _penalizes(params) or (params.dry is not None and _repeats(params.dry))
+        return steered or penalized or bool(request.bad_words)
 
     @property
     def constrained(self) -> bool:
-        """Returns True if a grammar restricts the next token: the step needs `bitmask` then."""
-        return self._constraint is not None and self._constraint.active
+        """Returns True if only some tokens may come next: the step needs `bitmask` then."""
+        return self._allowed is not None or (self._constraint is not None and self._constraint.active)
 
     def bitmask(self) -> Ints:
-        """Returns the tokens that the grammar allows next, a bit for each: [ceil(vocab / 32)]."""
+        """Returns the tokens that may come next, a bit for each: [ceil(vocab / 32)]."""
+        if self._allowed is not None:
+            return self._allowed
         assert self._constraint is not None
         return self._constraint.bitmask()
 
     def edit(self, tokens: list[int], position: int) -> LogitEdit | None:
         """Returns the changes to the logits at `position`, which choose the token after it; None if there are none."""
-        if not self._edits:
+        if not self.edits:
             return None
-        request, params = self._request, self._request.sampling
-        ban = request.stop_ids if position + 1 - self._prompt_len < params.min_tokens else frozenset[int]()
-        if not (ban or params.logit_bias or self._penalizes):
+        params, end = self._request.sampling, position + 1
+        ban = self._banned(tokens, end)
+        if not (ban or params.logit_bias or self._penalties or self._dry):
             return None
-        if self._penalizes:
-            self._count(tokens, position + 1)
-        added = {t: -params.presence_penalty - params.frequency_penalty * n for t, n in self._counts.items()}
+        seen, added = self._penalties.after(tokens, end) if self._penalties else (set[int](), {})
         for token, bias in params.logit_bias.items():
             added[token] = added.get(token, 0.0) + bias
+        for token, penalty in self._dry.penalties(tokens, end).items() if self._dry else ():
+            added[token] = added.get(token, 0.0) - penalty
         return LogitEdit(
-            seen=_ints(self._prompt | self._counts.keys()),
+            seen=_ints(seen),
             repetition=params.repetition_penalty,
             add_ids=_ints(added),
             add_values=np.fromiter(added.values(), np.float32, len(added)),
             ban=_ints(ban),
         )
 
-    def _count(self, tokens: list[int], end: int) -> None:
-        self._counts.update(tokens[self._counted : end])
-        self._counted = max(self._counted, end)
+    def _banned(self, tokens: list[int], end: int) -> Collection[int]:
+        """Returns the tokens that would end the answer too soon or complete a bad word."""
+        request, answered = self._request, end - self._prompt_len
+        ban = request.stop_ids if answered < request.sampling.min_tokens else frozenset[int]()
+        if not request.bad_words:
+            return ban
+        return ban | {
+            word[-1]
+            for word in request.bad_words
+            if len(word) <= answered + 1 and tuple(tokens[end + 1 - len(word) : end]) == word[:-1]
+        }
+
+    def chain_row(self, row: int) -> ChainRow | None:
+        """Returns how the host samples position `row` of a step; None if the device does."""
+        params = self._request.sampling
+        if params.chain is None:
+            return None
+        return ChainRow(row, params.chain, params.temperature, params.top_p, params.top_k, params.min_p, self._mu)
+
+    def observe(self, surprise: float) -> None:
+        """Takes over the surprise of a committed token, in bits: mirostat steers towards its target with it."""
+        chain = self._request.sampling.chain
+        assert chain is not None
+        self._mu -= chain.mirostat_eta * (surprise - chain.mirostat_tau)
+
+
+class PenaltyCounts:
+    """Counts tokens for presence, frequency and repetition penalties: those of the answer, or those of a window over
+    prompt and answer. Without a window, repetition counts the prompt's tokens too."""
+
+    def __init__(self, request: Request) -> None:
+        params = request.sampling
+        self._presence, self._frequency = params.presence_penalty, params.frequency_penalty
+        self._window = params.penalty_window
+        whole = self._window < 0
+        self._prompt = set(request.prompt) if whole and params.repetition_penalty != 1.0 else set[int]()
+        self._counts: Counter[int] = Counter()  # of tokens[_first:_last]
+        self._first = self._last = len(request.prompt) if whole else 0
+
+    def after(self, tokens: list[int], end: int) -> tuple[set[int], dict[int, float]]:
+        """Returns the tokens that were seen before `end`, and what is added to logits for them."""
+        self._counts.update(tokens[self._last : end])
+        self._last = max(self._last, end)
+        if self._window >= 0 and (first := max(end - self._window, 0)) > self._first:
+            self._counts.subtract(tokens[self._first : first])
+            self._counts = +self._counts
+            self._first = first
+        added = {token: -self._presence - self._frequency * count for token, count in self._counts.items()}
+        return self._prompt | self._counts.keys(), added
 
 
 def _penalizes(params: SamplingParams) -> bool:
-    return bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0)
+    asked = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0
+    return bool(asked) and params.penalty_window != 0
+
+
+def _repeats(dry: DryPenalty) -> bool:
+    return dry.multiplier > 0 and dry.window != 0
+
+
+def bits_of(tokens: Iterable[int], vocab: int) -> Ints:
+    """Returns a bitmask of a vocabulary in which the tokens are set: [ceil(vocab / 32)]."""
+    bits = np.zeros(-(-vocab // 32) * 32, np.uint8)
+    bits[np.fromiter(tokens, np.int64)] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)
 
 
 def sample_rows(wanted: list[Wanted]) -> SampleRows:
@@ -103,6 +172,11 @@ def sample_rows(wanted: list[Wanted]) -> SampleRows:
     samplers = [sampler for sampler, _, _ in wanted]
     numbers = [s.numbers if known < 0 else s.scoring for s, known in zip(samplers, target, strict=True)]
     temperature, top_p, top_k, min_p, logprobs = _columns(tuple(numbers))
+    steered = [
+        s for s, (sampler, known) in enumerate(zip(samplers, target, strict=True)) if sampler.steers and known < 0
+    ]
+    edits = [(s, edit) for s in steered if (edit := samplers[s].edit(*wanted[s][1:])) is not None]
+    chains = [chain for s in steered if (chain := samplers[s].chain_row(s)) is not None]
     return SampleRows(
         target=np.array(target, np.int32),
         temperature=temperature,
@@ -111,18 +185,13 @@ def sample_rows(wanted: list[Wanted]) -> SampleRows:
         min_p=min_p,
         seed=np.array([_draw(sampler.seed, at) for sampler, _, at in wanted], np.uint64),
         logprobs=logprobs,
-        edits=LogitEdits.of(
-            [
-                (s, edit)
-                for s, ((sampler, tokens, at), known) in enumerate(zip(wanted, target, strict=True))
-                if known < 0 and (edit := sampler.edit(tokens, at)) is not None
-            ]
-        ),
+        edits=LogitEdits.of(edits),
+        chains=tuple(chains),
     )
 
 
 def constrained_positions(wanted: list[Wanted]) -> Ints:
-    """Returns the indices of those wanted positions whose token is sampled and restricted by a grammar."""
+    """Returns the indices of those wanted positions whose token is sampled from some tokens only."""
     found = [s for s, (sampler, tokens, at) in enumerate(wanted) if sampler.constrained and at + 1 >= len(tokens)]
     return np.array(found, np.int32)
 

@@ -20,7 +20,7 @@ class Delta(NamedTuple):
     scores: tuple[TokenLogprob, ...] = ()  # of the prompt's tokens
     cached: int = 0  # prompt tokens whose KV was reused
     finish: str | None = None  # "stop", "length" or "pooled", in the last one
-    silent: int = 0  # how many of the last `tokens` are not part of the text: 1 for a stop token
+    silent: int = 0  # how many of the last `tokens` are not part of the text: 1 for a stop token that is not included
     stop: str | None = None  # the stop string that ended it
     pooled: bytes = b""  # the hidden state that was asked for in place of tokens
     report: Report | None = None  # in the last one, unless a stop string ended it before the engine did
@@ -36,7 +36,7 @@ def read_step(stream: TextStream, events: Sequence[Event]) -> Delta:
         raise EngineUnavailable("the engine aborted the request: send it again")
     _, tokens, logprobs, scores, cached = first if isinstance(first, Tokens) else Tokens(first.seq, ())
     ended = last if isinstance(last, Finished) else None
-    silent = int(ended is not None and ended.stop_token is not None)
+    silent = int(ended is not None and ended.stop_token is not None and not stream.include_stop)
     before = stream.consumed
     text = stream.push(tokens[: len(tokens) - silent])
     if stream.stopped is not None:

@@ -14,7 +14,8 @@ class TextStream:
     """Decodes tokens to the same text as decoding all tokens at once, however they are cut into pushes, up to the stop
     string that ends first (of those that end together, the longest). It holds back characters whose bytes have not all
     come and what may be the beginning of a stop string. `continuing`: the text continues another, so a leading space
-    belongs to it. `shown` are special tokens that are part of the text nevertheless."""
+    belongs to it. `shown` are special tokens that are part of the text nevertheless. `include_stop`: the text includes
+    the stop string or the stop token that ends it."""
 
     def __init__(
         self,
@@ -24,9 +25,11 @@ class TextStream:
         keep_special: bool = False,
         continuing: bool = False,
         shown: Collection[int] = (),
+        include_stop: bool = False,
     ) -> None:
         self.stopped: str | None = None  # the stop string that ended the text
         self.consumed = 0  # tokens pushed, up to and with the one that completed it
+        self.include_stop = include_stop
         self._spell = tokenizer.token_bytes
         self._stop = tuple(stop)
         self._hidden = frozenset() if keep_special else tokenizer.special_ids.difference(shown)
@@ -70,7 +73,8 @@ class TextStream:
         text = self._held + text
         met = [(at + len(stop), at, stop) for stop in self._stop if (at := text.find(stop)) >= 0]
         if met:
-            _, cut, self.stopped = min(met)
+            end, cut, self.stopped = min(met)
+            cut = end if self.include_stop else cut
             self._held = ""
         else:
             cut = min(partial_match(stop, text) for stop in self._stop)

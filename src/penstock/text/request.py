@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from penstock.errors import ContextTooLong, InvalidRequest
+from penstock.text.token_sequences import bad_word_tokens, breaker_tokens
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import Limits, Request, SamplingParams
 
@@ -65,4 +66,6 @@ def make_request(
         sampling=sampling,
         max_tokens=min(room, default or room) if wanted is None else wanted,
         stop_ids=frozenset((*ends, *sampling.stop_token_ids)),
+        bad_words=bad_word_tokens(tokenizer, sampling.bad_words),
+        dry_breakers=breaker_tokens(tokenizer, sampling.dry.breakers) if sampling.dry else (),
     )

@@ -199,6 +199,8 @@ class Program:
         are the bitmasks of the `constrained` positions."""
     def read_kept(self, first: int, out: NDArray[np.float32]) -> None:
         """The last step's rows of the buffer that is kept, from `first` on, to `out`: [rows, width]."""
+    def read_answers(self, rows: NDArray[np.int32], out: NDArray[np.float32]) -> None:
+        """Copies rows of the last step's answer, before any edit, to `out`: [rows, width]."""
     @property
     def isa(self) -> str: ...
     @property

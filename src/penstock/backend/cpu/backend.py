@@ -25,6 +25,7 @@ from penstock.backend.cpu.record import record
 from penstock.backend.cpu.weights import HeadWeights, Packing, pack_vector, stored_as
 from penstock.backend.pooling import Pools
 from penstock.backend.sample import answers
+from penstock.backend.sampler_chain import chained_positions, with_chains
 from penstock.backend.synchronous import SynchronousBackend
 from penstock.config import available_memory, available_threads
 from penstock.errors import ConfigError
@@ -67,6 +68,8 @@ class CpuProgram:
         )
         logprobs = [TokenLogprob(token, value, tuple(top)) for token, value, top in scored]
         result = answers(batch, tokens, logprobs)
+        if rows.chains:
+            result = with_chains(result, batch, self._read_answers(chained_positions(batch)), masks)
         return self._pools.answer(batch, result, self._read_states) if batch.pools else result
 
     def logits(self, batch: Batch) -> Floats:
@@ -75,6 +78,12 @@ class CpuProgram:
         out = np.empty((rows, self._answer.width), np.float32)
         self.native.move_states(list(batch.moves))
         self.native.run(*_arrays(batch), out)
+        return out
+
+    def _read_answers(self, rows: NDArray[np.int64]) -> Floats:
+        """Returns some of the logits that the last step computed: [rows, vocab]."""
+        out = np.empty((len(rows), self._answer.width), np.float32)
+        self.native.read_answers(rows.astype(np.int32), out)
         return out
 
     def _read_states(self, first: int, last: int) -> Floats:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import chain, pairwise
 from pathlib import Path
@@ -51,6 +51,7 @@ from penstock.backend.cuda.staging import Staging
 from penstock.backend.cuda.weights import Weight, pack, stacked_values
 from penstock.backend.pooling import with_pooled
 from penstock.backend.sample import answers
+from penstock.backend.sampler_chain import with_chains
 from penstock.backend.synchronous import time_step
 from penstock.errors import ConfigError, OutOfMemory
 from penstock.model.dequantize import dequantize
@@ -68,6 +69,7 @@ SPARE_TILES = 64  # that only pad
 SPARE_MEMORY = 3 << 29  # for graphs, kernels and the library's own buffers
 LAST_MEMORY = 128 << 20  # of it, held until a step finds none: kernels that are loaded then need some
 NO_MEMORY = 32 << 20  # with less than this free, whatever goes wrong in the driver is a shortage
+SAMPLE_ARRAYS = ("target", "temperature", "top_p", "top_k", "min_p", "seed", "logprobs")
 SAMPLING = ("sampled", "target", "sample_slots", "temperature", "top_p", "top_k", "min_p", "seeds")
 
 
@@ -80,6 +82,8 @@ class Flight:
     asked: list[PendingLogprobs]
     pooled: dict[int, Any]  # [dim] on the host, by row
     done: Any | None
+    chained: list[Any]  # [n, vocab] on the host: the logits of the positions that have a chain
+    masks: Bitmasks | None
 
 
 @dataclass(slots=True)
@@ -335,14 +339,16 @@ class CudaBackend:
 
     def _sample(self, batch: Batch, computed: Iterator[Sampling], masks: Bitmasks | None) -> None:
         """Queues what chooses tokens from logits, and puts the step in flight."""
-        asked = []
+        asked, chained = [], []
         for logits, step, rows, first, chosen in computed:
+            if rows.chains:  # before these are edited in place
+                chained.append(self._sampler.copy_chained(logits, rows))
             some = masks.between(first, first + len(rows.target)) if masks else None
             entry = self._sampler.sample(logits, step, rows, self._memory.last, chosen, some)
             asked += [entry] if entry else []
         pooled = self._pools.take(batch, self._program.states_of(len(batch.tokens))) if batch.pools else {}
         tokens, done = self._fetch(len(batch.sampled), self._event())
-        self._flights[batch.step] = Flight(batch, tokens, asked, pooled, done)
+        self._flights[batch.step] = Flight(batch, tokens, asked, pooled, done, chained, masks)
 
     def _fetch(self, count: int, sampled: Any | None) -> tuple[Any, Any | None]:
         """Queues the copy of the sampled tokens to the host beside the next step, which need not wait for it."""
@@ -360,6 +366,9 @@ class CudaBackend:
             flight.done.synchronize()
         logprobs = [entry for asked in flight.asked for entry in asked.read()]
         result = answers(flight.batch, flight.tokens.tolist(), logprobs)
+        if flight.chained:
+            logits = np.concatenate([rows.numpy() for rows in flight.chained])
+            result = with_chains(result, flight.batch, logits, flight.masks)
         return with_pooled(result, read(flight.pooled)) if flight.pooled else result
 
     def logits(self, batch: Batch) -> Floats:
@@ -496,5 +505,8 @@ def sampling_kinds(vocab: int) -> Iterator[tuple[SampleRows, Bitmasks | None]]:
 
 def slice_rows(rows: SampleRows, part: slice) -> SampleRows:
     """Returns what is asked of some of the positions."""
-    arrays = {field.name: getattr(rows, field.name)[part] for field in fields(SampleRows) if field.name != "edits"}
-    return SampleRows(**arrays, edits=rows.edits.between(part.start, part.stop))
+    arrays = {name: getattr(rows, name)[part] for name in SAMPLE_ARRAYS}
+    chains = tuple(
+        chain._replace(row=chain.row - part.start) for chain in rows.chains if part.start <= chain.row < part.stop
+    )
+    return SampleRows(**arrays, edits=rows.edits.between(part.start, part.stop), chains=chains)

@@ -78,6 +78,12 @@ class DeviceSampler:
         )
         return self._logprobs(logits, out, asked, rows) if len(asked) else None
 
+    def copy_chained(self, logits: Any, rows: SampleRows) -> Any:
+        """Queues the copy of the logits at positions that have a chain to the host: [n, vocab]. They are the model's
+        own; the host edits them."""
+        index = to_device(np.array([chain.row for chain in rows.chains], np.int64), self.device)
+        return to_host(logits[index].float())
+
     def _threshold(self, logits: Any, peaks: Any, step: DeviceInputs, rows: SampleRows) -> Any:
         least = self._least[: len(logits)]
         if not ((rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0)).any():

@@ -24,6 +24,7 @@ from penstock.backend.batches import greedy_batch
 from penstock.backend.pooling import Pools
 from penstock.backend.ref.ops import Matrix, RefCache, RefOps
 from penstock.backend.sample import sample
+from penstock.backend.sampler_chain import chained_positions, with_chains
 from penstock.backend.synchronous import SynchronousBackend
 from penstock.config import available_memory
 from penstock.model.dequantize import dequantize
@@ -54,6 +55,8 @@ class RefProgram:
         """Runs one step and answers its rows."""
         logits, states = self.forward(batch)
         result = sample(logits, batch, masks)
+        if batch.sample.chains:
+            result = with_chains(result, batch, logits[chained_positions(batch)], masks)
         if batch.pools:
             result = self._pools.answer(batch, result, lambda first, last: states[0][first:last])
         for slot, row in zip(batch.slots.tolist(), result.rows, strict=True):

@@ -34,7 +34,13 @@ async def deltas(
 ) -> Deltas:
     """Yields one request's text as it is generated, with the special tokens that are `shown`. Leaving early, or a stop
     string, aborts the request in the engine."""
-    text = TextStream(served.text.tokenizer, request.sampling.stop, continuing=continuing, shown=shown)
+    text = TextStream(
+        served.text.tokenizer,
+        request.sampling.stop,
+        continuing=continuing,
+        shown=shown,
+        include_stop=request.sampling.include_stop_str_in_output,
+    )
     with context.answer(), RequestTimer(served.metrics, context, request) as timer:
         async with aclosing(served.client.submit(request)) as steps:
             async for events in steps:

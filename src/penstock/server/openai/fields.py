@@ -13,10 +13,11 @@ from starlette.requests import Request as HttpRequest
 
 from penstock import __version__
 from penstock.errors import InvalidRequest
-from penstock.server.access.bounds import check_stops
+from penstock.server.access.bounds import check_count, check_stops
 from penstock.server.bodies import ANY_VALUE, NoEffect, ignore_unsupported, read_body
 from penstock.server.chat.structured import Structured, grammar_of
 from penstock.server.request_context import RequestContext
+from penstock.server.samplers import LogitBias, logit_biases, sampler_settings
 from penstock.server.served_model import ServedModel
 from penstock.text import Delta, new_seed
 from penstock.types import Request, SamplingParams
@@ -56,12 +57,33 @@ class SamplingFields(Structured, forbid_unknown_fields=True, kw_only=True):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
+    logit_bias: LogitBias | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    repeat_penalty: float | None = None  # llama.cpp's name of repetition_penalty
+    repeat_last_n: int | None = None
+    typical_p: float | None = None
+    top_n_sigma: float | None = None
+    xtc_probability: float | None = None
+    xtc_threshold: float | None = None
+    dynatemp_range: float | None = None
+    dynatemp_exponent: float | None = None
+    mirostat: int | None = None
+    mirostat_tau: float | None = None
+    mirostat_eta: float | None = None
+    dry_multiplier: float | None = None
+    dry_base: float | None = None
+    dry_allowed_length: int | None = None
+    dry_penalty_last_n: int | None = None
+    dry_sequence_breakers: list[str] | None = None
+    min_keep: int | None = None
+    samplers: str | list[str] | None = None
 
     @property
     def choices(self) -> int:
@@ -138,19 +160,24 @@ _SAMPLING = (
     "presence_penalty",
     "frequency_penalty",
     "repetition_penalty",
-    "logit_bias",
     "min_tokens",
     "ignore_eos",
+    "include_stop_str_in_output",
 )
+MAX_BAD_WORDS = 1024
 
 
 def sampling(served: ServedModel, fields: SamplingFields, **given: Any) -> list[SamplingParams]:
     """Returns sampling for each of a prompt's choices; each choice has its own seed. `given` are the settings that each
     endpoint spells in its own way."""
-    served.check_ids(fields.logit_bias or (), "logit_bias")
     served.check_ids(fields.stop_token_ids or (), "stop_token_ids")
+    served.check_ids(fields.allowed_token_ids or (), "allowed_token_ids")
+    check_count(fields.bad_words or (), MAX_BAD_WORDS, "bad_words")
     named = {name: getattr(fields, name) for name in _SAMPLING}
-    settings = {name: value for name, value in (named | given).items() if value is not None}
+    settings = {name: value for name, value in (named | given).items() if value is not None} | sampler_settings(fields)
+    settings["logit_bias"] = logit_biases(served, fields.logit_bias)
+    settings["bad_words"] = tuple(fields.bad_words or ())
+    settings["allowed_token_ids"] = None if fields.allowed_token_ids is None else tuple(fields.allowed_token_ids)
     settings["top_k"] = 0 if fields.top_k in (None, -1) else fields.top_k  # some clients send -1 for "off"
     settings["stop"] = check_stops((fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ()), "stop")
     settings["stop_token_ids"] = tuple(fields.stop_token_ids or ())

@@ -258,6 +258,9 @@ NB_MODULE(_native, m) {
            "slots"_a.noconvert(), "tables"_a.noconvert(), "sampled"_a.noconvert(), "target"_a.noconvert(), "temperature"_a.noconvert(),
            "top_p"_a.noconvert(), "top_k"_a.noconvert(), "min_p"_a.noconvert(), "seed"_a.noconvert(),
            "logprobs"_a.noconvert(), "edits"_a.noconvert(), "constrained"_a.noconvert(), "words"_a.noconvert())
+      .def("read_answers",
+           [](Program& program, IntArray rows, Array<float, 2> out) { program.read_answers(flat(rows), flat(out)); },
+           "rows"_a.noconvert(), "out"_a.noconvert())
       .def("read_kept",
            [](Program& program, size_t first, Array<float, 2> out) { program.read_kept(first, flat(out)); }, "first"_a,
            "out"_a.noconvert())

@@ -492,6 +492,7 @@ void Program::run(const Step& step, std::span<float> out) {
   buffers_[size_t(answer_)].data = out.data();
   sampler_.rest();
   pool_->run(StepJob(phases_, frame_));
+  buffers_[size_t(answer_)].data = at(answer_).floats.as<float>();  // the caller may free its array
 }
 
 void Program::read_kept(size_t first, std::span<float> out) {
@@ -502,6 +503,16 @@ void Program::read_kept(size_t first, std::span<float> out) {
   require(rows * from.width == out.size() && first <= computed && rows <= computed - first,
           "the last step has no such rows");
   if (rows) std::copy_n(from.row(first), out.size(), out.begin());
+}
+
+void Program::read_answers(Ints rows, std::span<float> out) {
+  const std::lock_guard lock(running_);
+  const Buffer& from = at(answer_);
+  require(out.size() == rows.size() * from.width, "the answer's array has another shape");
+  for (size_t i = 0; i < rows.size(); ++i) {
+    require(rows[i] >= 0 && size_t(rows[i]) < frame_.rows(answer_), "the last step has no such row");
+    std::copy_n(from.row(size_t(rows[i])), from.width, out.data() + i * from.width);
+  }
 }
 
 Answers Program::sample(const Step& step, const Draws& draws, const std::vector<Edit>& edits) {

@@ -82,6 +82,7 @@ class Program {
   void run(const Step& step, std::span<float> out);  // runs one step; `out` is [rows of the answer][its width]
   Answers sample(const Step& step, const Draws& draws, const std::vector<Edit>& edits);  // runs a step, samples tokens
 
+  void read_answers(Ints rows, std::span<float> out);  // copies rows of the answer that the last `sample` computed
   void read_kept(size_t first, std::span<float> out);  // copies rows of the last step, as many as `out` has room for
 
   const std::string& isa() const { return isa_.name; }
