@@ -112,7 +112,13 @@ class RequestMaker:
 
     def _stream(self, params: SamplingParams, *, continuing: bool) -> TextStream:
         shown = () if params.skip_special_tokens else self.text.tokenizer.special_ids
-        return TextStream(self.text.tokenizer, params.stop, continuing=continuing, shown=shown)
+        return TextStream(
+            self.text.tokenizer,
+            params.stop,
+            continuing=continuing,
+            shown=shown,
+            include_stop=params.include_stop_str_in_output,
+        )
 
 
 def prompt_list(prompts: Any) -> Sequence[Any]:
