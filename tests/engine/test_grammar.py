@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -343,11 +342,3 @@ def test_an_engine_without_a_tokenizer_says_so() -> None:
     backend.reserve_kv(LIMITS.num_blocks, LIMITS.block_size)
     with pytest.raises(Exception, match="started without a tokenizer"):
         Engine(backend, LIMITS).add(request(1, DATE))
-
-
-def test_an_install_without_the_library_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "llguidance", None)
-    stepping = engine(Babble())
-    stepping.add(request(1, JSON))
-    (failed,) = [event for event in drain(stepping) if isinstance(event, Failed)]
-    assert "pip install 'penstock[server]'" in failed.message

@@ -12,7 +12,8 @@ import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -36,6 +37,7 @@ class ToyTokenizer:
     special_ids = frozenset({END})
     prefix_space = False
     closing = ()
+    names: ClassVar[dict[str, str]] = {"eos_token": "<end>"}
 
     def token_bytes(self, id: int) -> bytes:
         return b"<end>" if id == END else bytes([id])
@@ -52,7 +54,8 @@ class ToyTokenizer:
 
 class ToyText:
     tokenizer = ToyTokenizer()
-    template = "a toy needs none"
+    template = SimpleNamespace(source="{{ messages }}")
+    chat_template = ChatTemplate({"default": "a toy needs none"}, {})
     format = AnswerFormat(PLAIN)
     opened = False
     sampling_defaults: Mapping[str, Any] = FALLBACK

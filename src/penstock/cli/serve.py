@@ -62,7 +62,11 @@ ModelAliases = Annotated[
         "repeated. Without --strict, claude*, gpt-*, chatgpt*, codex* and o[0-9]* are names of it anyway.",
     ),
 ]
-
+ChatTemplateText = Annotated[
+    str,
+    Option(help="Chat template in place of the model's own: Jinja text, a file, or a name such as chatml or llama3."),
+]
+ChatTemplateFile = Annotated[str, Option(help="File with the chat template, in Jinja.")]
 LogLevel = Annotated[str, Option(help="What is logged to stderr: debug, info (every request), warning or error.")]
 LogFormat = Annotated[str, Option(help="Form of the log: text, or json for one object per line.")]
 
@@ -85,6 +89,8 @@ def serve(
     ignore_unknown_fields: IgnoreUnknown = False,
     log_level: LogLevel = "info",
     log_format: LogFormat = "text",
+    chat_template: ChatTemplateText = "",
+    chat_template_file: ChatTemplateFile = "",
     *,
     engine: options.EngineSettings,
 ) -> None:
@@ -121,18 +127,34 @@ def serve(
         lenient=not strict,
         aliases=_patterns(alias or [], served_name),
     )
-    setup = Setup(path, space, rules, traces)
-    listen(ProcessClient(config), partial(_load_text, model, path), served_name, host, port, setup)
+    load = partial(_load_text, model, path, _template(chat_template, chat_template_file))
+    listen(ProcessClient(config), load, served_name, host, port, Setup(path, space, rules, traces))
 
 
-def _load_text(model: str, path: Path) -> Text:
-    """Loads the tokenizer, the chat template and the sampling defaults, a derived model's own included."""
+def _template(given: str, file: str) -> str:
+    """Returns the chat template that the options name; empty: the model's own."""
+    from penstock.errors import ConfigError
+    from penstock.text.named_templates import template_in, template_text
+
+    if given and file:
+        raise ConfigError("--chat-template and --chat-template-file name two templates: give one of them")
+    return template_in(Path(file)) if file else template_text(given)
+
+
+def _load_text(model: str, path: Path, template: str) -> Text:
+    """Loads the tokenizer, the chat template and the sampling defaults, a derived model's own included. Warns about a
+    model that comes without a template."""
     from penstock.model.load import load_text
     from penstock.store import find_derived
     from penstock.text.sampling_defaults import defaults_in_modelfile
 
     derived = find_derived(model)
-    return load_text(path).with_sampling(defaults_in_modelfile(derived.parameters if derived else {}))
+    text = load_text(path).with_sampling(defaults_in_modelfile(derived.parameters if derived else {}))
+    if template:
+        return text.with_template_text(template)
+    if text.template is None and not text.tokenizer.closing:  # an encoder has tokens that close a text, and no chats
+        print("the model has no chat template: chats are rendered as ChatML (see --chat-template)", file=sys.stderr)
+    return text
 
 
 def _note_default(strict: bool, ignore_unknown_fields: bool) -> None:

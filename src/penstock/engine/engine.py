@@ -108,6 +108,10 @@ class Engine:
         else:
             self._emit(self._scheduler.abort(id))
 
+    def flush_cache(self) -> None:
+        """Empties the prefix cache. Blocks that a running request holds stay until it ends."""
+        self._scheduler.cache.flush()
+
     def step(self) -> list[Event]:
         """Plans and launches a step, commits the oldest one in flight; returns all that happened since last time."""
         if self._waiting_room:

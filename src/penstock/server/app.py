@@ -67,7 +67,8 @@ def create_app(
     when it ends."""
     path, space, rules, traces = setup
     aliases = (*rules.aliases, *(CLIENTS_NAMES if rules.lenient else ()))
-    served = ServedModel(client, text, name, int(time.time()), Metrics(client, name), path, aliases)
+    metrics = Metrics(client, name)
+    served = ServedModel(client, text, name, int(time.time()), metrics, path, aliases, rules.trust_templates)
     accounts = None if rules.keys is None else Accounts(Keyring(rules.keys))
     archive = Archive(space, name)
     runner = BatchRunner(archive, served, accounts, lenient=rules.lenient)

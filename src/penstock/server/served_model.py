@@ -29,6 +29,7 @@ class ServedModel(NamedTuple):
     metrics: Metrics
     path: Path | None = None  # of the model's files, if known
     aliases: tuple[str, ...] = ()  # patterns of further names
+    trust_templates: bool = False  # chat templates in requests are rendered
 
     @property
     def limits(self) -> Limits:

@@ -50,12 +50,16 @@ def make_request(
         raise ContextTooLong(
             f"{param} has {len(prompt)} tokens; the context holds {context}, answer included: shorten it",
             param=param,
+            prompt_tokens=len(prompt),
+            context=context,
         )
     if wanted is not None and wanted > room:
         raise ContextTooLong(
             f"max_tokens is {wanted} and {param} has {len(prompt)} tokens, together {len(prompt) + wanted}; "
             f"the context holds {context}: send a max_tokens of at most {room}",
             param="max_tokens",
+            prompt_tokens=len(prompt),
+            context=context,
         )
     if sampling.seed is None:
         sampling = replace(sampling, seed=new_seed())

@@ -8,11 +8,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from penstock.errors import InvalidRequest
 from penstock.text.chat import ChatTemplate, templates_in_folder, templates_in_metadata
+from penstock.text.named_templates import CHATML
 from penstock.text.sampling_defaults import FALLBACK, defaults_in_folder, defaults_in_metadata
 from penstock.text.tokenizer import Tokenizer
-from penstock.text.tool_formats import PLAIN, AnswerFormat
+from penstock.text.tool_formats import AnswerFormat
 from penstock.text.tools import MessageDict
 from penstock.types import SamplingParams
 
@@ -29,7 +29,7 @@ class Text:
     """Turns text and chats into the token ids of one model."""
 
     tokenizer: Tokenizer
-    template: ChatTemplate | None
+    template: ChatTemplate | None  # None: the model comes without one, and its chats are rendered as ChatML
     sampling_defaults: Mapping[str, Any] = field(default_factory=lambda: FALLBACK, compare=False)
 
     @classmethod
@@ -59,14 +59,23 @@ class Text:
     def with_template(self, template: ChatTemplate) -> Text:
         return replace(self, template=template)
 
+    def with_template_text(self, source: str) -> Text:
+        """Returns the model's text side with this Jinja template in place of its own."""
+        return self.with_template(ChatTemplate({"default": source}, self.tokenizer.names))
+
+    @property
+    def chat_template(self) -> ChatTemplate:
+        """Returns the template that renders chats."""
+        return _chatml(self.tokenizer) if self.template is None else self.template
+
     @property
     def format(self) -> AnswerFormat:
         """Returns how the model writes answers in a chat."""
-        return AnswerFormat(PLAIN) if self.template is None else self.template.format
+        return self.chat_template.format
 
     def takes(self, name: str) -> bool:
         """Returns whether the chat template uses the variable."""
-        return self.template is not None and self.template.reads(name)
+        return self.chat_template.reads(name)
 
     def chat_prompt(self, messages: Sequence[MessageDict], **kwargs: Any) -> ChatPrompt:
         """Returns the prompt for the next answer; `kwargs` go to the template."""
@@ -77,11 +86,7 @@ class Text:
         return self.chat_prompt(messages, **kwargs).tokens
 
     def render_chat(self, messages: Sequence[MessageDict], **kwargs: Any) -> str:
-        if self.template is None:
-            raise InvalidRequest(
-                "this model has no chat template: send a plain prompt to completions instead", param="messages"
-            )
-        return self.template.render(messages, **kwargs)
+        return self.chat_template.render(messages, **kwargs)
 
     def special_in(self, *markers: str) -> frozenset[int]:
         """Returns the special tokens whose text is part of one of the markers."""
@@ -95,6 +100,12 @@ class Text:
     def encode_whole(self, text: str) -> list[int]:
         """Returns the tokens of a complete text, with the tokens that the model expects at its end."""
         return [*self.encode_prompt(text), *self.tokenizer.closing]
+
+
+@lru_cache(maxsize=8)
+def _chatml(tokenizer: Tokenizer) -> ChatTemplate:
+    """Returns the template of models without one. It is what llama.cpp's server uses for them."""
+    return ChatTemplate({"default": CHATML}, tokenizer.names)
 
 
 @lru_cache(maxsize=64)

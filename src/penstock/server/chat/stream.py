@@ -71,6 +71,19 @@ async def _report(client: EngineClient, id: int, steps: AsyncGenerator[list[Even
     return None
 
 
+def all_deltas(
+    served: ServedModel, context: RequestContext, requests: Sequence[Request], shown: Collection[int] = ()
+) -> Deltas:
+    """Returns the merged deltas of requests whose answers continue their prompts. The choices are the requests' places
+    in the list."""
+    return together(
+        [
+            deltas(served, context, request, choice, continuing=True, shown=shown)
+            for choice, request in enumerate(requests)
+        ]
+    )
+
+
 def together(choices: Sequence[Deltas]) -> Deltas:
     """Merges the deltas of several choices. If one fails, all do."""
     return choices[0] if len(choices) == 1 else _merged(choices)

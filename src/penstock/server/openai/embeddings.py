@@ -65,7 +65,7 @@ async def embeddings(served: ServedModel, http: HttpRequest, context: RequestCon
     body = await read_body(http, context, EmbeddingsBody, NO_EFFECT)
     served.check_model(body.model, context)
     check_dimensions(body.dimensions, served.limits.dim)
-    requests = await _requests(served, context, body)
+    requests = await embedding_requests(served, context, body)
     spell = base64_of if body.encoding_format == "base64" else floats_of
     vectors = await pooled(served, http, context, requests, lambda state: spell(embedding(state, body.dimensions)))
     if vectors is None:
@@ -77,7 +77,8 @@ async def embeddings(served: ServedModel, http: HttpRequest, context: RequestCon
     )
 
 
-async def _requests(served: ServedModel, context: RequestContext, body: EmbeddingsBody) -> list[Request]:
+async def embedding_requests(served: ServedModel, context: RequestContext, body: EmbeddingsBody) -> list[Request]:
+    """Returns a request for each input; raises for inputs that are empty or too many."""
     inputs = separate(body.input, "input")
     check_count(inputs)
     names = names_of(inputs)

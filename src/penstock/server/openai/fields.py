@@ -22,7 +22,7 @@ from penstock.server.served_model import ServedModel
 from penstock.text import Delta, new_seed
 from penstock.types import Request, SamplingParams
 
-FINGERPRINT = f"penstock-{__version__}"
+FINGERPRINT = f"b0-penstock-{__version__}"  # clients of llama.cpp expect b and a build number
 ALL_THAT_FITS = -1  # a value of truncate_prompt_tokens
 
 ANSWERED_TIERS = {"flex": "flex", "priority": "priority", "fast": "priority"}  # others are answered as "default"
@@ -36,6 +36,12 @@ NO_EFFECT: NoEffect = {
     "safety_identifier": ANY_VALUE,
     "store": (False,),
     "user": ANY_VALUE,
+    # vLLM's
+    "kv_transfer_params": ({},),
+    "logits_processors": ([],),
+    "mm_processor_kwargs": ({},),
+    "spaces_between_special_tokens": ANY_VALUE,  # only slow tokenizers of another library put spaces there
+    "vllm_xargs": ({},),
 }
 
 F = TypeVar("F", bound="GenerationFields")
@@ -98,6 +104,12 @@ class GenerationFields(SamplingFields, kw_only=True):
     stream_options: StreamOptions | None = None
     skip_special_tokens: bool | None = None  # left out: true
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None  # tokens of logprobs are spelled token_id:N
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    request_id: Annotated[str, Meta(min_length=1, max_length=256)] | None = None  # part of the answer's id
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None  # of beam search
+    add_special_tokens: bool | None = None  # false: no BOS is added to the prompt
     truncate_prompt_tokens: int | None = None  # -1: to what the context has room for
     cache_salt: Annotated[str, Meta(min_length=1)] | None = None
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None  # lower is sooner
@@ -126,6 +138,11 @@ async def read_fields(http: HttpRequest, context: RequestContext, kind: type[F],
     context.salt = fields.cache_salt or ""
     context.priority = TIER_PRIORITIES[fields.service_tier or "auto"] if fields.priority is None else fields.priority
     return fields
+
+
+def check_prompt_logprobs(fields: GenerationFields) -> None:
+    if fields.prompt_logprobs is not None and fields.stream:
+        raise InvalidRequest("prompt_logprobs cannot be streamed: leave stream out", param="prompt_logprobs")
 
 
 def shown_special(served: ServedModel, fields: GenerationFields) -> frozenset[int]:
@@ -236,7 +253,7 @@ class TokenTally:
         return CompletionUsage(prompt, self._generated, prompt + self._generated, PromptTokensDetails(cached))
 
 
-def new_head(kind: str, model: str, tier: str | None = None) -> dict[str, Any]:
-    """Returns the fields that an answer and all its chunks begin with."""
+def new_head(kind: str, model: str, tier: str | None = None, id: str | None = None) -> dict[str, Any]:
+    """Returns the fields that an answer and all its chunks begin with. `id` is the request's own, if it has one."""
     answered = {} if tier is None else {"service_tier": ANSWERED_TIERS.get(tier, "default")}
-    return {"id": f"{kind}-{secrets.token_hex(12)}", "created": int(time.time()), "model": model, **answered}
+    return {"id": f"{kind}-{id or secrets.token_hex(12)}", "created": int(time.time()), "model": model, **answered}

@@ -1,0 +1,20 @@
+"""Cuts a rendered chat so that the model continues the last message instead of beginning another."""
+
+from __future__ import annotations
+
+from penstock.errors import InvalidRequest
+
+
+def continue_last(rendered: str, content: str) -> str:
+    """Returns the rendered chat up to the end of its last message's content: what the template puts after it would end
+    the message. Templates may strip the content; one that drops or rewrites it cannot be continued."""
+    stripped = content.strip()
+    at = rendered.rfind(stripped)
+    if not stripped or at < 0:
+        raise InvalidRequest(
+            "the last message cannot be continued: it is empty, or the chat template does not write its content as "
+            "it is; send it without continue_final_message",
+            param="continue_final_message",
+        )
+    kept = content.lstrip()
+    return rendered[: at + len(kept if rendered.startswith(kept, at) else stripped)]
