@@ -42,8 +42,9 @@ class StructuredOutputsParams(NamedTuple):
     json: str | dict[str, Any] | None = None  # a JSON schema, or its text
     regex: str | None = None
     choice: Sequence[str] | None = None  # one of these texts
-    grammar: str | None = None  # in Lark's syntax
+    grammar: str | None = None  # in Lark's syntax, or GBNF
     json_object: bool | None = None
+    structural_tag: str | dict[str, Any] | None = None
 
     def to_grammar(self) -> Grammar:
         """Returns the grammar that this asks for."""
@@ -56,12 +57,13 @@ class StructuredOutputsParams(NamedTuple):
         if self.regex is not None:
             return Grammar("regex", self.regex)
         if self.grammar is not None:
-            return Grammar("lark", self.grammar)
+            return Grammar("gbnf" if "::=" in self.grammar else "lark", self.grammar)
         if self.choice is not None:
             choices = " | ".join(json.dumps(text, ensure_ascii=False) for text in self.choice)
             return Grammar("lark", f"start: CHOICE\nCHOICE: {choices}")
-        schema = {"type": "object"} if self.json is None else self.json
-        return Grammar("json", schema if isinstance(schema, str) else json.dumps(schema))
+        if self.structural_tag is not None:
+            return Grammar("structural_tag", _as_json(self.structural_tag))
+        return Grammar("json", _as_json({"type": "object"} if self.json is None else self.json))
 
 
 class SamplerChain(NamedTuple):
@@ -230,6 +232,10 @@ def _normalize(params: SamplingParams) -> None:
         changed |= {"grammar": outputs.to_grammar(), "structured_outputs": None, "guided_decoding": None}
     for name, value in changed.items():
         object.__setattr__(params, name, value)
+
+
+def _as_json(value: str | dict[str, Any]) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:

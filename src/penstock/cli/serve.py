@@ -67,6 +67,8 @@ ChatTemplateText = Annotated[
     Option(help="Chat template in place of the model's own: Jinja text, a file, or a name such as chatml or llama3."),
 ]
 ChatTemplateFile = Annotated[str, Option(help="File with the chat template, in Jinja.")]
+LogLevel = Annotated[str, Option(help="What is logged to stderr: debug, info (every request), warning or error.")]
+LogFormat = Annotated[str, Option(help="Form of the log: text, or json for one object per line.")]
 
 TrustTemplates = Annotated[
     bool,
@@ -100,6 +102,8 @@ def serve(
     alias: ModelAliases = None,
     strict: Strict = False,
     ignore_unknown_fields: IgnoreUnknown = False,
+    log_level: LogLevel = "info",
+    log_format: LogFormat = "text",
     chat_template: ChatTemplateText = "",
     chat_template_file: ChatTemplateFile = "",
     trust_request_chat_template: TrustTemplates = False,
@@ -127,7 +131,9 @@ def serve(
     from penstock.server import Setup, Space
     from penstock.server import serve as listen
     from penstock.server.access.guard import Rules
+    from penstock.server.telemetry.access_log import set_up_logging
 
+    set_up_logging(log_level, log_format)
     served_name = name or _short_name(model, path)
     config = configure(path, engine, name=served_name)
     space = Space(Path(data).expanduser().absolute() if data else None, max_file, max_data, max_files)
