@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from penstock.errors import InvalidRequest
 from penstock.text.chat import ChatTemplate, templates_in_folder, templates_in_metadata
+from penstock.text.pairs import PairTemplate, pair_template
 from penstock.text.tokenizer import Tokenizer
 from penstock.text.tool_formats import PLAIN, AnswerFormat
 from penstock.text.tools import MessageDict
@@ -28,6 +29,7 @@ class Text:
 
     tokenizer: Tokenizer
     template: ChatTemplate | None
+    pair_template: PairTemplate | None = None  # of a generative reranker
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> Text:
@@ -35,11 +37,12 @@ class Text:
 
     @classmethod
     def from_folder(cls, path: Path) -> Text:
-        return cls._of(Tokenizer.from_folder(path), templates_in_folder(path))
+        return cls._of(Tokenizer.from_folder(path), templates_in_folder(path), path)
 
     @classmethod
-    def _of(cls, tokenizer: Tokenizer, templates: dict[str, str]) -> Text:
-        return cls(tokenizer, ChatTemplate(templates, tokenizer.names) if templates else None)
+    def _of(cls, tokenizer: Tokenizer, templates: dict[str, str], path: Path | None = None) -> Text:
+        chat = ChatTemplate(templates, tokenizer.names) if templates else None
+        return cls(tokenizer, chat, pair_template(templates, tokenizer.names, path))
 
     def with_template(self, template: ChatTemplate) -> Text:
         return replace(self, template=template)
