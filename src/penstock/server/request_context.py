@@ -56,6 +56,7 @@ class RequestContext:
     priority: int = 0  # lower runs sooner
     salt: str = ""  # prompts share cached blocks only under the same salt
     ignored: set[str] = field(default_factory=set)  # names of ignored fields
+    streaming: bool = True  # what is sent as it comes cannot be tried again
     truncated: int = 0  # tokens that were cut from the prompt, as the request asked
 
     def charge_to(self, account: Account) -> None:
