@@ -19,6 +19,7 @@ from penstock.text.schema_objects import with_counts, with_names
 from penstock.text.schema_validator import is_valid, usable
 
 FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown")
+THOROUGH, PLAIN, LOOSE = 2, 1, 0  # efforts
 CONTAINS_WITHIN = 6  # items, one of which is the contained one: others may follow
 MAX_PARTS = 4000  # schemas that a rewritten one may have
 
@@ -38,11 +39,11 @@ class RewrittenSchema(NamedTuple):
 @lru_cache(maxsize=128)
 def rewrite(text: str) -> RewrittenSchema:
     """Returns the rewritten form of a JSON schema's text. It raises InvalidGrammar for a schema that is none, or that
-    no value matches. The more thorough of two ways is taken that the library accepts."""
+    no value matches. The most thorough way is taken that the library accepts."""
     normal = normalize(json.loads(text))
     problem = ""
-    for thorough in (True, False):
-        rewriting = _Rewriting(normal, thorough)
+    for effort in (THOROUGH, PLAIN, LOOSE):
+        rewriting = _Rewriting(normal, effort)
         schema = rewriting.whole()
         unenforced = tuple(dict.fromkeys((*normal.unresolved, *rewriting.unenforced)))
         if schema is False:
@@ -81,14 +82,16 @@ def library_problem(schema: Schema) -> str:
 
 
 class _Rewriting:
-    """Rewrites one schema. Unless it is `thorough`, it looks for no equivalents that make a schema larger."""
+    """Rewrites one schema. A THOROUGH effort looks for equivalents, which make a schema larger. A LOOSE one also leaves
+    out what the library may not be able to intersect."""
 
-    def __init__(self, normal: NormalSchema, thorough: bool) -> None:
+    def __init__(self, normal: NormalSchema, effort: int) -> None:
         self.unenforced: list[str] = []
         self.unchecked: list[str] = []
         self._root = normal.schema
         self._places = normal.places
-        self._thorough = thorough
+        self._thorough = effort == THOROUGH
+        self._loose = effort == LOOSE
         self._parts = 0
         root = normal.schema
         self._definitions: dict[str, Schema] = root.get("$defs", {}) if isinstance(root, dict) else {}
@@ -110,7 +113,10 @@ class _Rewriting:
         if "enum" in schema or "const" in schema:
             return self._values(schema)
         plain: dict[str, Any] = {name: schema[name] for name in _KEPT if name in schema}
-        parts: list[Schema] = [plain]
+        if self._loose and "$ref" in plain and len(schema) > 1:
+            del plain["$ref"]
+            self._leave_out(path, "$ref")
+        parts: list[Schema] = []
         self._copy_texts(schema, plain, path)
         self._copy_nested(schema, plain, path)
         for name, rewriting in self._rewritings().items():
@@ -123,16 +129,16 @@ class _Rewriting:
             parts.append(with_counts(schema, plain))
         except NotExpressible:
             self._leave_out(path, *(name for name in ("minProperties", "maxProperties") if name in schema))
-        return _merged(parts)
+        return _merged(plain, parts)
 
     # -- keywords that are kept -----------------------------------------------------------------------------------
 
     def _copy_texts(self, schema: dict[str, Any], plain: dict[str, Any], path: str) -> None:
         if "pattern" in schema:
-            if usable(schema["pattern"]):
+            if usable(schema["pattern"]) and not self._loose:
                 plain["pattern"] = schema["pattern"]
             else:
-                self._leave_out(path, "pattern", checked=False)
+                self._leave_out(path, "pattern", checked=usable(schema["pattern"]))
         if "format" in schema:
             if schema["format"] in FORMATS:
                 plain["format"] = schema["format"]
@@ -143,6 +149,8 @@ class _Rewriting:
         for name in ("properties", "prefixItems", "anyOf", "allOf"):
             if isinstance(nested := schema.get(name), dict):
                 plain[name] = {key: self.of(each, f"{path}.{name}.{key}") for key, each in nested.items()}
+            elif name == "allOf" and nested is not None and self._loose:
+                self._leave_out(path, name)
             elif isinstance(nested, list):
                 plain[name] = [self.of(each, f"{path}.{name}.{at}") for at, each in enumerate(nested)]
         for name in ("items", "additionalProperties"):
@@ -155,7 +163,7 @@ class _Rewriting:
 
     def _copy_patterns(self, schema: dict[str, Any], plain: dict[str, Any], path: str) -> None:
         patterns = schema["patternProperties"]
-        if all(usable(pattern) for pattern in patterns) and (self._thorough or len(patterns) == 1):
+        if all(map(usable, patterns)) and (self._thorough or (len(patterns) == 1 and not self._loose)):
             plain["patternProperties"] = {
                 pattern: self.of(each, f"{path}.patternProperties.{pattern}") for pattern, each in patterns.items()
             }
@@ -236,13 +244,14 @@ def _in_place(schema: dict[str, Any]) -> bool:
     return any(name in schema for name in ("allOf", "anyOf", "oneOf", "$ref", "if", "dependentSchemas", "not"))
 
 
-def _merged(parts: list[Schema]) -> Schema:
+def _merged(plain: dict[str, Any], others: list[Schema]) -> Schema:
     """Returns one schema of several that all apply."""
-    merged = all_of(parts)
-    if isinstance(merged, dict) and set(merged) == {"allOf"} and isinstance(parts[0], dict):
-        plain, others = parts[0], [part for part in merged["allOf"] if part is not parts[0]]
-        return {**plain, "allOf": [*plain.get("allOf", ()), *others]}
-    return merged
+    kept = [other for other in others if other is not True and other != {}]
+    if any(other is False for other in kept):
+        return False
+    if not plain and len(kept) == 1:
+        return kept[0]
+    return {**plain, "allOf": [*plain.get("allOf", ()), *kept]} if kept else plain
 
 
 def _contains(schema: dict[str, Any]) -> Schema:

@@ -174,10 +174,9 @@ class _Normalizer:
         uri, fragment = urldefrag(_joined(base, reference))
         if fragment and not fragment.startswith("/"):
             return self._known.get(f"{uri}#{fragment}")
-        document = self._known.get(uri) or (self._known.get("") if uri == urldefrag(base)[0] else None)
-        if document is None and reference.startswith("#"):
-            document = self._known[""]
-        return _pointed(*document, unquote(fragment)) if document else None
+        documents = [self._known.get(uri), self._known[""] if reference.startswith("#") else None]
+        found = (_pointed(*document, unquote(fragment)) for document in documents if document is not None)
+        return next((each for each in found if each is not None), None)
 
 
 def _pointed(document: Any, path: str, pointer: str) -> tuple[Any, str] | None:
