@@ -18,11 +18,21 @@ class Thinking(NamedTuple):
 
 
 class Grammar(NamedTuple):
-    """Describes what an answer must match. Thinking, where the model may think, comes before it and is free."""
+    """Describes what an answer must match. Thinking, where the model may think, comes before it and is free. A grammar
+    with triggers is lazy: the answer is free text until one of them was generated, and matches from there on."""
 
-    kind: str  # json (a schema), regex, lark, or free for any text at all
+    kind: str  # json (a schema), regex, lark, gbnf, ebnf, structural_tag, or free for any text at all
     text: str
     thinking: Thinking | None = None
+    triggers: tuple[str, ...] = ()  # texts, each of which begins what must match
+    trigger_patterns: tuple[str, ...] = ()  # regular expressions: what must match begins with their first group
+    trigger_tokens: tuple[int, ...] = ()
+    strict: bool = False  # a keyword of a schema that cannot be guaranteed is an error
+    param: str = ""  # the request's field that it came in, which errors and reports name
+
+    @property
+    def lazy(self) -> bool:
+        return bool(self.triggers or self.trigger_patterns or self.trigger_tokens)
 
 
 class SamplerChain(NamedTuple):

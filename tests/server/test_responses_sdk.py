@@ -221,7 +221,7 @@ def test_extras_of_other_servers(parrot: Any) -> None:
 
 
 def test_thoughts_words_and_calls_are_items(hermes: Server) -> None:
-    answer = THOUGHT + "Well.\n" + CALL + "\n" + CALL
+    answer = THOUGHT + "Well.\n" + CALL + "\n" + CALL.replace("Zürich", "Bern")
     response = both_ways(hermes, answer, tools=[TOOL])
     thought, said, call, second = response.output
     assert [item.type for item in response.output] == ["reasoning", "message", "function_call", "function_call"]

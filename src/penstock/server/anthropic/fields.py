@@ -166,7 +166,9 @@ def read_use(context: RequestContext, body: MessagesConversation) -> ToolUse:
     )
     if choice.type == "any":
         return use._replace(forced=known(names, names))
-    return use._replace(forced=known(names, (choice.name or "",))) if choice.type == "tool" else use
+    if choice.type == "tool":
+        return use._replace(forced=known(names, (choice.name or "",)), parallel=False)
+    return use
 
 
 def read_grammar(body: MessagesConversation) -> Grammar | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -80,8 +80,16 @@ def begin_turn(
         context.ignore("thinking.budget_tokens")
     requests = [served.request(context, prompt.tokens, each, options.param, options.max_tokens) for each in constrained]
     shown = text.special_in(text.format.markers(use.calling)) | frozenset(options.shown)
-    running = [deltas(served, context, request, choice, shown=shown) for choice, request in enumerate(requests)]
-    return ChatTurn(requests, together(running), [use.parser(text.format, prompt.opened) for _ in requests])
+    parsers = [use.parser(text.format, prompt.opened) for _ in requests]
+    running = [
+        deltas(served, context, request, choice, shown=shown, ended=_ended(parser))
+        for choice, (request, parser) in enumerate(zip(requests, parsers, strict=True))
+    ]
+    return ChatTurn(requests, together(running), parsers)
+
+
+def _ended(parser: AnswerParser | None) -> Callable[[], bool] | None:
+    return None if parser is None else lambda: parser.ended
 
 
 def after_thinking(

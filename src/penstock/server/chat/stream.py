@@ -4,7 +4,7 @@ same."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Collection, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Sequence
 from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
@@ -31,9 +31,10 @@ async def deltas(
     *,
     continuing: bool = False,
     shown: Collection[int] = (),
+    ended: Callable[[], bool] | None = None,
 ) -> Deltas:
-    """Yields one request's text as it is generated, with the special tokens that are `shown`. Leaving early, or a stop
-    string, aborts the request in the engine."""
+    """Yields one request's text as it is generated, with the special tokens that are `shown`. Leaving early, a stop
+    string, or the reader of the text having `ended` it aborts the request in the engine."""
     text = TextStream(
         served.text.tokenizer,
         request.sampling.stop,
@@ -45,6 +46,8 @@ async def deltas(
         async with aclosing(served.client.submit(request)) as steps:
             async for events in steps:
                 delta = read_step(text, events)
+                if ended is not None and ended() and not delta.finish:
+                    delta = delta._replace(text="", finish="stop")
                 if delta.tokens:
                     timer.tokens(len(delta.tokens), delta.cached)
                 if delta.finish:

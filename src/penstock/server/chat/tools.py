@@ -14,6 +14,7 @@ from penstock.server.openapi import read_as
 from penstock.server.request_context import RequestContext
 from penstock.text import Text
 from penstock.text.call_grammar import call_grammar
+from penstock.text.closed_schema import close_objects
 from penstock.text.parse import AnswerParser, schemas_of
 from penstock.text.tool_formats import AnswerFormat
 from penstock.text.tools import CallArguments
@@ -65,7 +66,9 @@ class ToolUse(NamedTuple):
         """Returns a parser for one answer; None if the answer is content alone."""
         if format.plain(self.calling):
             return None
-        return AnswerParser(format, schemas_of(self.tools), opened=opened, parallel=self.parallel)
+        return AnswerParser(
+            format, schemas_of(self.tools), opened=opened, parallel=self.parallel, forced=bool(self.forced)
+        )
 
 
 def read_tools(
@@ -95,7 +98,7 @@ def choose_tools(
         case "required":
             return use._replace(forced=known(names, names))
         case {"type": "function", "function": {"name": str(name)}} | {"type": "function", "name": str(name)}:
-            return use._replace(forced=known(names, (name,)))
+            return use._replace(forced=known(names, (name,)), parallel=False)
         case {
             "type": "allowed_tools",
             "allowed_tools": {"mode": "auto" | "required" as mode, "tools": list(listed)},
@@ -192,7 +195,8 @@ def _tools_grammar(text: Text, use: ToolUse, format: Grammar | None) -> Grammar 
 
 
 def _calls(text: Text, use: ToolUse, **others: Any) -> Grammar:
-    schemas = {name: schema for name, schema in schemas_of(use.tools).items() if name in use.forced or not use.forced}
+    given = schemas_of(use.tools)
+    schemas = {name: close_objects(dict(given[name])) for name in use.forced or given}
     markers = text.special_in(text.format.markers(calling=True))
     special = {text.tokenizer.token_text(id): id for id in markers}
     rules = call_grammar(text.format.tool_format, schemas, special, parallel=use.parallel, **others)
