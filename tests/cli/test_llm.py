@@ -4,16 +4,26 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from penstock import LLM, Completion, SamplingParams
+from penstock import LLM, RequestOutput, SamplingParams
 from penstock.errors import ConfigError, ContextTooLong, InvalidRequest, ModelNotFound, StepFailed
 from penstock.types import Event, Failed
 
 RECITED = "abcdefghijklménopqrstuvwxyz"
 CHAT = [{"role": "user", "content": "go"}]
+
+
+def texts(outputs: list[RequestOutput]) -> list[str]:
+    return [output.outputs[0].text for output in outputs]
+
+
+def vector(llm: LLM, prompt: Any, **options: Any) -> np.ndarray:
+    (output,) = llm.embed(prompt, **options)
+    return output.outputs.vector
 
 
 @pytest.fixture(scope="module")
@@ -25,38 +35,59 @@ def llm(reciter: Path) -> Iterator[LLM]:
 @pytest.fixture(autouse=True)
 def nothing_left(llm: LLM) -> Iterator[None]:
     yield
-    llm._engine.step()
-    assert llm._engine.engine.idle
-    assert not llm._pending
-    assert llm._engine.engine.stats().blocks_used == 0
+    llm._engine.inner.step()
+    assert llm._engine.inner.engine.idle
+    assert not llm._engine.pending
+    assert llm._engine.inner.engine.stats().blocks_used == 0
 
 
 def test_a_text_is_continued(llm: LLM) -> None:
-    done = llm.generate("uvw")
-    assert done.text == "xyz"
-    assert done.finish_reason == "stop"
-    assert (done.prompt_tokens, len(done.tokens)) == (3, 4)  # the end's own token is one of them
+    (done,) = llm.generate("uvw")
+    (answer,) = done.outputs
+    assert (answer.index, answer.text, answer.finish_reason, answer.stop_reason) == (0, "xyz", "stop", None)
+    assert (answer.logprobs, answer.cumulative_logprob, answer.finished()) == (None, None, True)
+    assert (done.prompt, done.prompt_token_ids) == ("uvw", llm._maker.text.encode_prompt("uvw"))
+    assert len(answer.token_ids) == 4  # the end's own token is one of them
+    assert (done.text, done.tokens, done.finish_reason) == (answer.text, answer.token_ids, answer.finish_reason)
+    assert (done.finished, done.prompt_logprobs) == (True, None)
 
 
 def test_token_ids_are_prompts_too(llm: LLM) -> None:
-    ids = llm._text.encode_prompt("uvw")
-    assert llm.generate(ids).text == llm.generate(np.array(ids)).text == "xyz"
-    assert [done.text for done in llm.generate([ids, ids[:2]])] == ["xyz", "wxyz"]
+    ids = llm._maker.text.encode_prompt("uvw")
+    assert texts(llm.generate(ids)) == texts(llm.generate(np.array(ids))) == ["xyz"]
+    assert texts(llm.generate([ids, ids[:2]])) == ["xyz", "wxyz"]
+    mixed = ["uvw", {"prompt": "uv"}, {"prompt_token_ids": ids}, ids[:2]]
+    assert texts(llm.generate(mixed)) == ["xyz", "wxyz", "xyz", "wxyz"]
+    assert texts(llm.generate(mixed[1])) == ["wxyz"]
+    assert [done.prompt for done in llm.generate(mixed)] == ["uvw", "uv", None, None]
 
 
 def test_embeddings_have_a_length_of_one(llm: LLM) -> None:
-    one = llm.embed("uvw")
-    dim = llm._limits.dim
+    one = vector(llm, "uvw")
+    dim = llm._maker.limits.dim
     assert (one.shape, one.dtype) == ((dim,), np.float32)
     assert np.linalg.norm(one) == pytest.approx(1, abs=1e-6)
-    assert np.array_equal(llm.embed(llm._text.encode_prompt("uvw")), one)
+    assert np.array_equal(vector(llm, llm._maker.text.encode_prompt("uvw")), one)
     many = llm.embed(["abc", "uvw"])
-    assert many.shape == (2, dim)
-    assert np.allclose(many[1], one, atol=1e-6)
-    assert not np.allclose(llm.embed("uvw", pooling="last"), one)
+    assert many[1].outputs.embedding == pytest.approx(one.tolist(), abs=1e-6)
+    assert (many[1].outputs.hidden_size, many[1].prompt_token_ids) == (dim, llm._maker.text.encode_prompt("uvw"))
+    assert not np.allclose(vector(llm, "uvw", pooling="last"), one)
+    assert np.array_equal(vector(llm, "uvwabc", truncate_prompt_tokens=3), one)
     most = one[: dim - 9]
-    assert llm.embed("uvw", dimensions=dim - 9) == pytest.approx(most / np.linalg.norm(most), abs=1e-6)
-    assert llm.embed([]).shape == (0, dim)
+    assert vector(llm, "uvw", dimensions=dim - 9) == pytest.approx(most / np.linalg.norm(most), abs=1e-6)
+    assert llm.embed([]) == []
+    (raw,) = llm.encode("uvw")
+    assert raw.outputs.data / np.linalg.norm(raw.outputs.data) == pytest.approx(one, abs=1e-6)
+
+
+def test_scores_are_cosines(llm: LLM) -> None:
+    one, same, other = (vector(llm, text) for text in ("abc", "abc", "xyz"))
+    scores = [output.outputs.score for output in llm.score("abc", ["abc", "xyz"])]
+    assert scores == pytest.approx([one @ same, one @ other], abs=1e-5)
+    assert scores[0] > scores[1]
+    assert [output.outputs.score for output in llm.score(["abc", "xyz"], ["abc", "xyz"])] == pytest.approx([1, 1])
+    with pytest.raises(InvalidRequest, match="data_1 has 2 texts and data_2 3"):
+        llm.score(["a", "b"], ["a", "b", "c"])
 
 
 def test_what_cannot_be_embedded_is_refused(llm: LLM) -> None:
@@ -64,7 +95,7 @@ def test_what_cannot_be_embedded_is_refused(llm: LLM) -> None:
         (lambda: llm.embed([[]]), "prompt is empty"),
         (lambda: llm.embed("a", pooling="max"), "pooling must be mean, last or cls; got 'max'"),
         (lambda: llm.embed("a", dimensions=0), "dimensions must be from 1 to"),
-        (lambda: llm.embed([1.5]), "a prompt is a text or a list of token ids"),
+        (lambda: llm.embed([1.5]), "a prompt is a text, a list of token ids"),
         (lambda: llm.embed([0] * 5000), "5000 tokens and the context holds"),
         (lambda: llm.embed([10**6]), "prompt token ids must be"),
     ):
@@ -74,54 +105,69 @@ def test_what_cannot_be_embedded_is_refused(llm: LLM) -> None:
 
 def test_many_prompts_answer_in_their_order(llm: LLM) -> None:
     prompts = [RECITED[: 1 + i % 12] for i in range(16)]
-    before = llm._engine.engine.stats().steps
+    before = llm._engine.inner.engine.stats().steps
     done = llm.generate(prompts)
-    assert [prompt + one.text for prompt, one in zip(prompts, done, strict=True)] == [RECITED] * 16
-    assert llm._engine.engine.stats().steps - before < sum(len(one.tokens) for one in done) / 4
+    assert [prompt + text for prompt, text in zip(prompts, texts(done), strict=True)] == [RECITED] * 16
+    assert llm._engine.inner.engine.stats().steps - before < sum(len(one.tokens) for one in done) / 4
     assert llm.generate([]) == []
 
 
 def test_chat_and_its_stream_say_the_same(llm: LLM) -> None:
-    whole = llm.chat(CHAT)
+    (whole,) = llm.chat(CHAT)
     assert whole.text == RECITED
+    assert whole.prompt == "<|im_start|>user\ngo<|im_end|>\n<|im_start|>assistant\n"
     stream = llm.stream(CHAT)
     pieces = list(stream)
     assert "".join(pieces) == RECITED
     assert len(pieces) > 20
     assert "é" in pieces
-    assert stream.completion == Completion(**{**_fields(whole), "cached_tokens": stream.completion.cached_tokens})
+    assert stream.completion.outputs == whole.outputs
+    assert texts(llm.chat([CHAT, CHAT])) == [RECITED, RECITED]
 
 
 def test_a_second_turn_reuses_the_first(llm: LLM) -> None:
-    first = llm.chat(CHAT)
+    (first,) = llm.chat(CHAT)
     turns = [*CHAT, {"role": "assistant", "content": first.text}, {"role": "user", "content": "again"}]
-    assert llm.chat(turns).cached_tokens >= 32
+    assert llm.chat(turns)[0].num_cached_tokens >= 32
 
 
 @pytest.mark.parametrize(("stop", "kept"), [(("def",), "abc"), (("é",), "abcdefghijklm"), (("zz", "bcd"), "a")])
 def test_a_stop_string_ends_an_answer(llm: LLM, stop: tuple[str, ...], kept: str) -> None:
     params = SamplingParams(stop=stop, logprobs=0)
-    done = llm.chat(CHAT, params)
-    assert (done.text, done.finish_reason) == (kept, "stop")
-    assert len(done.tokens) == len(done.logprobs) == len(kept.encode()) + len(stop[-1].encode())
+    (done,) = llm.chat(CHAT, params)[0].outputs
+    assert (done.text, done.finish_reason, done.stop_reason) == (kept, "stop", stop[-1])
+    assert len(done.token_ids) == len(done.logprobs or ()) == len(kept.encode()) + len(stop[-1].encode())
     assert "".join(llm.stream(CHAT, params)) == kept
 
 
 def test_a_stop_token_is_no_text(llm: LLM) -> None:
-    (d,) = llm._text.tokenizer.encode("d")
-    done = llm.chat(CHAT, SamplingParams(stop_token_ids=(d,)))
-    assert (done.text, done.tokens[-1], done.finish_reason) == ("abc", d, "stop")
+    (d,) = llm._maker.text.tokenizer.encode("d")
+    (done,) = llm.chat(CHAT, SamplingParams(stop_token_ids=[d]))[0].outputs
+    assert (done.text, done.token_ids[-1], done.finish_reason, done.stop_reason) == ("abc", d, "stop", d)
 
 
 def test_length_and_what_half_a_character_becomes(llm: LLM) -> None:
-    done = llm.chat(CHAT, SamplingParams(max_tokens=14))
+    (done,) = llm.chat(CHAT, SamplingParams(max_tokens=14))
     assert (done.text, done.finish_reason) == ("abcdefghijklm\ufffd", "length")
 
 
 def test_prompts_can_be_scored(llm: LLM) -> None:
-    done = llm.generate("abc", SamplingParams(prompt_logprobs=1, max_tokens=1))
-    assert [score.token for score in done.prompt_logprobs] == llm._text.encode_prompt("bc")
-    assert all(score.logprob > -0.1 for score in done.prompt_logprobs)
+    (done,) = llm.generate("abc", SamplingParams(prompt_logprobs=1, max_tokens=1))
+    first, *rest = done.prompt_logprobs or ()
+    assert first is None
+    for token, scores in zip(llm._maker.text.encode_prompt("bc"), rest, strict=True):
+        assert scores is not None
+        assert scores[token].logprob > -0.1
+        assert (scores[token].rank, scores[token].decoded_token) == (1, llm._maker.text.tokenizer.token_text(token))
+
+
+def test_logprobs_have_the_chosen_token_and_the_alternatives(llm: LLM) -> None:
+    (answer,) = llm.generate("uvw", SamplingParams(temperature=0, logprobs=2, max_tokens=1))[0].outputs
+    (position,) = answer.logprobs or ()
+    (chosen,) = answer.token_ids
+    assert (position[chosen].decoded_token, position[chosen].rank) == ("x", 1)
+    assert sorted(entry.rank or 0 for entry in position.values()) == [1, 2]
+    assert answer.cumulative_logprob == pytest.approx(position[chosen].logprob)
 
 
 def test_streams_take_turns(llm: LLM) -> None:
@@ -162,18 +208,18 @@ def test_what_cannot_be_answered_is_refused_at_once(llm: LLM) -> None:
 @pytest.mark.parametrize("kv", ["f16", "f32", "int8"])
 def test_the_kv_cache_can_be_kept_in_several_types(reciter: Path, kv: str) -> None:
     with LLM(reciter, device="cpu", kv=kv, max_rows=1) as llm:
-        assert llm.generate("uvw").text == "xyz"
+        assert texts(llm.generate("uvw")) == ["xyz"]
 
 
 def test_blocks_and_steps_can_have_other_sizes(reciter: Path) -> None:
     with LLM(reciter, device="cpu", max_rows=2, block_size=5, step_tokens=7, prefill_budget=3) as llm:
-        assert [done.text for done in llm.generate(["uvw", RECITED[:20], RECITED])] == ["xyz", RECITED[20:], ""]
-        assert llm._limits[1:4] == (2, 7, 5)
+        assert texts(llm.generate(["uvw", RECITED[:20], RECITED])) == ["xyz", RECITED[20:], ""]
+        assert llm._maker.limits[1:4] == (2, 7, 5)
 
 
 def test_an_older_name_of_an_option_works_and_is_told(reciter: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with LLM(reciter, device="ref", max_tokens=99) as llm:
-        assert llm._limits.step_tokens == 99
+        assert llm._maker.limits.step_tokens == 99
     assert capsys.readouterr().err == "option max_tokens is now called step_tokens; the older name still works\n"
 
 
@@ -185,7 +231,7 @@ def test_unknown_settings_and_models_are_named(reciter: Path) -> None:
 
 
 def on_next_step(llm: LLM, monkeypatch: pytest.MonkeyPatch, act: Callable[[list[Event]], list[Event]]) -> None:
-    engine = llm._engine.engine
+    engine = llm._engine.inner.engine
     step = engine.step
 
     def once() -> list[Event]:
@@ -221,8 +267,4 @@ def test_an_interrupt_waits_for_the_step_and_leaves_the_engine_sound(llm: LLM, m
             ask(CHAT)
         assert len(reached) == 1000
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        assert llm.chat(CHAT).text == RECITED
-
-
-def _fields(done: Completion) -> dict[str, object]:
-    return {name: getattr(done, name) for name in Completion.__dataclass_fields__}
+        assert texts(llm.chat(CHAT)) == [RECITED]

@@ -6,10 +6,9 @@ import atexit
 import sys
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 from penstock.cli import options
-from penstock.cli.command import Option
 from penstock.cli.terminal import note, obtain
 from penstock.errors import InvalidRequest
 
@@ -28,10 +27,8 @@ Ctrl-C stops an answer. A line that ends in \\ continues on the next."""
 def chat(
     model: options.ModelRef = options.DEFAULT_MODEL,
     max_tokens: options.MaxTokens = None,
-    temperature: Annotated[
-        float, Option(minimum=0, help="Sampling temperature. 0: always the most likely token.")
-    ] = 0.7,
-    top_p: options.TopP = 0.95,
+    temperature: options.Temperature = None,
+    top_p: options.TopP = None,
     seed: options.Seed = None,
     system: options.System = "",
     *,
@@ -42,14 +39,13 @@ def chat(
     penstock chat
     penstock chat ./model.gguf --system "You are a patient teacher."
     """
-    path = obtain(model)
+    obtain(model)
 
     from penstock.llm import LLM
-    from penstock.types import SamplingParams
 
-    params = SamplingParams(temperature=temperature, top_p=top_p, seed=seed, max_tokens=max_tokens)
-    with LLM(path, max_rows=1, **engine) as llm:
+    with LLM(model, max_rows=1, **engine) as llm:
         llm.check_answers()
+        params = options.sampling(llm, temperature=temperature, top_p=top_p, seed=seed, max_tokens=max_tokens)
         note(f"{model} is ready. Type /help for help, Ctrl-D to exit.")
         _load_history()
         _talk(ChatSession(llm, params, system))

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from penstock.config import Config
     from penstock.planning.evaluation import Divergence, Perplexity
 
+QUANTIZED_KV = ("int8", "fp8")
 TextFile = Annotated[str, Option(help="File with the text to predict.")]
 ContextLength = Annotated[int, Option(minimum=8, help="Tokens in a window; those of its second half are predicted.")]
 TokenCount = Annotated[int, Option(minimum=1, help="Most tokens of the text to use.")]
@@ -67,8 +68,10 @@ def kl(
 
       penstock eval kl ./model.q4_k.gguf --against ./folder --text book.txt
       penstock eval kl ./folder --quantize q4_k --against ./folder --text book.txt --json
+      penstock eval kl ./folder --kv int8 --against ./folder --text book.txt
 
-    --quantize applies to MODEL only; the reference runs with the weights in its files.
+    --quantize and a --kv of 8 bits apply to MODEL only: the reference runs with the weights in its files and with a KV
+    cache that is not quantized (--kv auto).
     """
     words = read_text(text)
     if not against:
@@ -85,7 +88,8 @@ def kl(
 
 
 def diverge(config: Config, against: Path, words: str, context: int = 512, tokens: int = 8192) -> Divergence:
-    """Returns the KL divergence of a config's model from the model `against`, which is not quantized at load."""
+    """Returns the KL divergence of a config's model from the model `against`. Neither the weights of the latter nor its
+    KV cache are quantized at load."""
     from penstock.planning.evaluation import Scorer, measure_divergence, windows_of
 
     windows = windows_of(Path(config.model), words, context, tokens)
@@ -96,12 +100,18 @@ def diverge(config: Config, against: Path, words: str, context: int = 512, token
             param="text",
         )
     scorer = Scorer(config, context)
-    reference = Scorer(replace(config, model=str(against), quantize=""), context)
+    reference = Scorer(unquantized(config, against), context)
     with counting("windows", len(windows)) as advance:
         found = measure_divergence(scorer, reference, windows, advance)
     scorer.close()
     reference.close()
     return found
+
+
+def unquantized(config: Config, model: Path) -> Config:
+    """Returns the config of a reference model: as that of the evaluated one, but nothing is quantized at load."""
+    kv = "auto" if config.kv in QUANTIZED_KV else config.kv
+    return replace(config, model=str(model), quantize="", kv=kv)
 
 
 def print_divergence(found: Divergence) -> None:

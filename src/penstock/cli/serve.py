@@ -13,6 +13,7 @@ from penstock.cli.terminal import obtain
 
 if TYPE_CHECKING:
     from penstock.server.telemetry.tracing import Traces
+    from penstock.text import Text
 
 
 Host = Annotated[str, Option(help="Address to listen on. 0.0.0.0 accepts connections from other machines.")]
@@ -61,6 +62,13 @@ ModelAliases = Annotated[
         "repeated. Without --strict, claude*, gpt-*, chatgpt*, codex* and o[0-9]* are names of it anyway.",
     ),
 ]
+ChatTemplateText = Annotated[
+    str,
+    Option(help="Chat template in place of the model's own: Jinja text, a file, or a name such as chatml or llama3."),
+]
+ChatTemplateFile = Annotated[str, Option(help="File with the chat template, in Jinja.")]
+LogLevel = Annotated[str, Option(help="What is logged to stderr: debug, info (every request), warning or error.")]
+LogFormat = Annotated[str, Option(help="Form of the log: text, or json for one object per line.")]
 
 TrustTemplates = Annotated[
     bool,
@@ -94,6 +102,10 @@ def serve(
     alias: ModelAliases = None,
     strict: Strict = False,
     ignore_unknown_fields: IgnoreUnknown = False,
+    log_level: LogLevel = "info",
+    log_format: LogFormat = "text",
+    chat_template: ChatTemplateText = "",
+    chat_template_file: ChatTemplateFile = "",
     trust_request_chat_template: TrustTemplates = False,
     metrics_compat: MetricsCompat = "vllm,llamacpp",
     *,
@@ -116,11 +128,12 @@ def serve(
 
     from penstock.config import configure
     from penstock.ipc.spawn import ProcessClient
-    from penstock.model.load import load_text
     from penstock.server import Setup, Space
     from penstock.server import serve as listen
     from penstock.server.access.guard import Rules
+    from penstock.server.telemetry.access_log import set_up_logging
 
+    set_up_logging(log_level, log_format)
     served_name = name or _short_name(model, path)
     config = configure(path, engine, name=served_name)
     space = Space(Path(data).expanduser().absolute() if data else None, max_file, max_data, max_files)
@@ -132,8 +145,35 @@ def serve(
         aliases=_patterns(alias or [], served_name),
         trust_templates=trust_request_chat_template,
     )
+    load = partial(_load_text, model, path, _template(chat_template, chat_template_file))
     setup = Setup(path, space, rules, traces, _metric_sets(metrics_compat))
-    listen(ProcessClient(config), partial(load_text, path), served_name, host, port, setup)
+    listen(ProcessClient(config), load, served_name, host, port, setup)
+
+
+def _template(given: str, file: str) -> str:
+    """Returns the chat template that the options name; empty: the model's own."""
+    from penstock.errors import ConfigError
+    from penstock.text.named_templates import template_in, template_text
+
+    if given and file:
+        raise ConfigError("--chat-template and --chat-template-file name two templates: give one of them")
+    return template_in(Path(file)) if file else template_text(given)
+
+
+def _load_text(model: str, path: Path, template: str) -> Text:
+    """Loads the tokenizer, the chat template and the sampling defaults, a derived model's own included. Warns about a
+    model that comes without a template."""
+    from penstock.model.load import load_text
+    from penstock.store import find_derived
+    from penstock.text.sampling_defaults import defaults_in_modelfile
+
+    derived = find_derived(model)
+    text = load_text(path).with_sampling(defaults_in_modelfile(derived.parameters if derived else {}))
+    if template:
+        return text.with_template_text(template)
+    if text.template is None and not text.tokenizer.closing:  # an encoder has tokens that close a text, and no chats
+        print("the model has no chat template: chats are rendered as ChatML (see --chat-template)", file=sys.stderr)
+    return text
 
 
 def _note_default(strict: bool, ignore_unknown_fields: bool) -> None:

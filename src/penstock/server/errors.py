@@ -1,5 +1,5 @@
-"""Answers with errors, in the shape of the request's dialect: OpenAI's, Anthropic's, Ollama's, KServe's or that of Text
-Generation Inference."""
+"""Answers with errors, in the shape of the request's dialect: OpenAI's, Anthropic's, Ollama's, llama.cpp's, KServe's or
+that of Text Generation Inference."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ from http import HTTPStatus
 from math import ceil
 
 import msgspec
+from msgspec import UNSET, UnsetType
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.errors import (
+    ContextTooLong,
     EngineUnavailable,
     Forbidden,
     InvalidRequest,
     NotFound,
+    NotSupported,
     Overloaded,
     PenstockError,
     RateLimited,
@@ -42,6 +45,26 @@ ANTHROPIC_TYPES = {
     500: "api_error",
     ANTHROPIC_OVERLOADED: "overloaded_error",
 }
+LLAMACPP_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    500: "server_error",
+    501: "not_supported_error",
+    503: "unavailable_error",
+}
+LLAMACPP_PATHS = (  # those that have no dialect beside llama.cpp's
+    "/apply-template",
+    "/chat/",
+    "/completion",
+    "/embedding",
+    "/infill",
+    "/lora-adapters",
+    "/models",
+    "/props",
+    "/responses",
+    "/slots",
+)
 
 
 class OpenAiErrorDetail(msgspec.Struct):
@@ -78,6 +101,18 @@ class TgiErrorBody(msgspec.Struct):
     error_type: str
 
 
+class LlamaCppErrorDetail(msgspec.Struct):
+    code: int
+    message: str
+    type: str
+    n_prompt_tokens: int | UnsetType = UNSET
+    n_ctx: int | UnsetType = UNSET
+
+
+class LlamaCppErrorBody(msgspec.Struct):
+    error: LlamaCppErrorDetail
+
+
 def status_of(error: PenstockError) -> int:
     match error:
         case InvalidRequest():
@@ -88,6 +123,8 @@ def status_of(error: PenstockError) -> int:
             return 403
         case NotFound():
             return 404
+        case NotSupported():
+            return 501
         case RateLimited():
             return 429
         case EngineUnavailable() | Overloaded():
@@ -132,6 +169,17 @@ def tgi_body(error: PenstockError) -> bytes:
     return msgspec.json.encode(TgiErrorBody(error.message, kind))
 
 
+def llamacpp_body(error: PenstockError, status: int = 0) -> bytes:
+    status = status or status_of(error)
+    detail = LlamaCppErrorDetail(status, error.message, LLAMACPP_TYPES.get(status, "invalid_request_error"))
+    if isinstance(error, ContextTooLong):
+        detail.type = "exceed_context_size_error"
+        detail.message = f"the request exceeds the available context size: {error.message}"
+        detail.n_prompt_tokens = UNSET if error.prompt_tokens is None else error.prompt_tokens
+        detail.n_ctx = UNSET if error.context is None else error.context
+    return msgspec.json.encode(LlamaCppErrorBody(detail))
+
+
 def _anthropic_status(status: int) -> int:
     return ANTHROPIC_OVERLOADED if status == 503 else status
 
@@ -144,6 +192,8 @@ def error_shape(path: str) -> type[msgspec.Struct]:
         return KserveErrorBody
     if path in TGI_PATHS:
         return TgiErrorBody
+    if path.startswith(LLAMACPP_PATHS):
+        return LlamaCppErrorBody
     return AnthropicErrorBody if path.startswith("/v1/messages") else OpenAiErrorBody
 
 
@@ -155,12 +205,15 @@ def respond(request: Request, error: PenstockError, status: int, headers: dict[s
     """Returns the error in the request's dialect. The path decides; where two dialects share one, the header that
     Anthropic's clients always send does."""
     shape = error_shape(request.url.path)
+    context_of(request.scope).outcome.error = error.code
     if shape is OllamaErrorBody:
         return _json(ollama_body(error), status, headers)
     if shape is KserveErrorBody:
         return _json(kserve_body(error), status, headers)
     if shape is TgiErrorBody:
         return _json(tgi_body(error), TGI_INVALID if status == 400 else status, headers)
+    if shape is LlamaCppErrorBody:
+        return _json(llamacpp_body(error, status), status, headers)
     if shape is AnthropicErrorBody or "anthropic-version" in request.headers:
         body = anthropic_body(error, status, context_of(request.scope).id)
         return _json(body, _anthropic_status(status), headers)

@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from penstock.errors import InvalidRequest
 from penstock.server.bodies import NoEffect, read_body
+from penstock.server.chat.tools import FunctionTool, read_tools
 from penstock.server.openai.chat import MESSAGE_NO_EFFECT, ChatMessage, read_messages
 from penstock.server.openapi import Operation, read_as
 from penstock.server.request_context import RequestContext
@@ -40,6 +41,7 @@ class Detokenize(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 class ApplyTemplate(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     model: str | None = None
     messages: list[Annotated[dict[str, Any], read_as(ChatMessage, no_effect=MESSAGE_NO_EFFECT)]]
+    tools: list[Annotated[dict[str, Any], read_as(FunctionTool)]] | None = None
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] = {}
 
@@ -83,8 +85,20 @@ async def detokenize(served: ServedModel, http: HttpRequest, context: RequestCon
 async def apply_template(served: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
     body = await read_body(http, context, ApplyTemplate, NO_EFFECT)
     served.check_model(body.model, context)
+    tools = read_tools(context, body.tools).tools
     kwargs = {"add_generation_prompt": body.add_generation_prompt, **body.chat_template_kwargs}
-    return json_response({"prompt": served.text.render_chat(read_messages(context, body.messages), **kwargs)})
+    messages = read_messages(context, body.messages)
+    return json_response({"prompt": served.text.render_chat(messages, tools=tools or None, **kwargs)})
+
+
+async def count_chat_tokens(served: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
+    """Answers llama.cpp's /chat/completions/input_tokens."""
+    body = await read_body(http, context, ApplyTemplate, NO_EFFECT)
+    tools = read_tools(context, body.tools).tools
+    messages = read_messages(context, body.messages)
+    size = sum(len(message["content"] or "") for message in messages)
+    ids = await off_loop(size, lambda: served.text.encode_chat(messages, tools=tools or None))
+    return json_response({"object": "response.input_tokens", "input_tokens": len(ids)})
 
 
 def only_one(given: dict[str, Any]) -> Any:

@@ -43,7 +43,7 @@ from penstock.types import SamplingParams
 async def messages(served: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
     body = await read_body(http, context, MessagesBody, NO_EFFECT)
     context.explain |= bool(body.penstock)
-    sampling, use = _sampling(body), read_use(context, body)
+    sampling, use = _sampling(served, body), read_use(context, body)
     prompt = await _prompt(served, context, body, use)
     options = TurnOptions(max_tokens=body.max_tokens, thinking_budget=_budget(body))
     turn = begin_turn(served, context, prompt, use, [sampling], options)
@@ -65,11 +65,11 @@ async def _prompt(served: ServedModel, context: RequestContext, body: MessagesCo
     return await render_prompt(served, read_messages(context, body), use, **template_fields(served, context, body))
 
 
-def _sampling(body: MessagesBody) -> SamplingParams:
+def _sampling(served: ServedModel, body: MessagesBody) -> SamplingParams:
     stops = check_stops(tuple(body.stop_sequences or ()), "stop_sequences")
     given: dict[str, Any] = {"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k}
     given["grammar"] = read_grammar(body)
-    return SamplingParams(stop=stops, **{name: value for name, value in given.items() if value is not None})
+    return served.text.sampling(stop=stops, **given)
 
 
 def _budget(body: MessagesBody) -> int | None:

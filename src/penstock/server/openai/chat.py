@@ -19,6 +19,7 @@ from penstock.server.chat.stop_reason import stop_reason
 from penstock.server.chat.thinking import think_with_effort
 from penstock.server.chat.tools import FunctionTool, PastCall, ToolUse, read_calls, read_tools, template_reasoning
 from penstock.server.explain import AnswerReport, Explanation
+from penstock.server.llamacpp.timings import Stopwatch, Timings, from_llamacpp
 from penstock.server.openai.fields import (
     NO_EFFECT,
     CompletionHead,
@@ -72,6 +73,7 @@ class ChatBody(GenerationFields):
     continue_final_message: bool | None = None
     echo: bool | None = None  # the answer begins with the last message, if that is an assistant's
     include_reasoning: bool | None = None  # left out: true
+    timings_per_token: bool | None = None  # asks for llama.cpp's timings
 
 
 class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
@@ -113,7 +115,7 @@ async def chat_completions(served: ServedModel, http: HttpRequest, context: Requ
     if body.use_beam_search:
         check_beams(context, body, turn.request.sampling)
         turn.deltas = beam_deltas(served, context, turn.requests, body, shown=shown)
-    writer = ChatWriter(served, context, turn, body)
+    writer = ChatWriter(served, context, turn, body, llamacpp=from_llamacpp(http))
     return await reply(http, context, writer, turn.deltas, streaming=bool(body.stream))
 
 
@@ -269,6 +271,7 @@ class ChatCompletion(CompletionHead, kw_only=True):
     usage: CompletionUsage
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     prompt_token_ids: Sequence[int] | UnsetType = UNSET
+    timings: Timings | UnsetType = UNSET
     penstock: AnswerReport | UnsetType = UNSET
 
 
@@ -286,7 +289,7 @@ class ToolCallDelta(msgspec.Struct, omit_defaults=True):
 
 class ChatDelta(msgspec.Struct, omit_defaults=True):
     role: str | None = None
-    content: str | None = None
+    content: str | UnsetType | None = UNSET
     reasoning_content: str | None = None
     reasoning: str | None = None
     tool_calls: list[ToolCallDelta] | None = None
@@ -305,6 +308,7 @@ class ChatCompletionChunk(CompletionHead, kw_only=True):
     choices: list[ChatChunkChoice]
     usage: CompletionUsage | UnsetType | None = UNSET
     prompt_token_ids: Sequence[int] | UnsetType = UNSET
+    timings: Timings | UnsetType = UNSET
     penstock: AnswerReport | UnsetType = UNSET
 
 
@@ -312,7 +316,14 @@ CHAT_COMPLETIONS = Operation(ChatBody, CHAT_NO_EFFECT, ChatCompletion, ChatCompl
 
 
 class ChatWriter:
-    def __init__(self, served: ServedModel, context: RequestContext, turn: ChatTurn, body: ChatBody) -> None:
+    def __init__(
+        self, served: ServedModel, context: RequestContext, turn: ChatTurn, body: ChatBody, *, llamacpp: bool = False
+    ) -> None:
+        """Takes whether the request came to llama.cpp's route: its first chunk has a null for content, and its answers
+        have timings."""
+        self._opening = None if llamacpp else ""
+        self._stopwatches = [Stopwatch(each) for each in turn.requests] if llamacpp or body.timings_per_token else []
+        self._timed_chunks = bool(body.timings_per_token)
         self._tokenizer = served.text.tokenizer
         self._head = new_head("chatcmpl", served.name, body.service_tier, body.request_id)
         self._as_ids = bool(body.return_tokens_as_token_ids)
@@ -331,7 +342,7 @@ class ChatWriter:
         self._templates: dict[int, ChunkTemplate] = {}  # of choices of which something was streamed
 
     def collect(self, choice: int, delta: Delta) -> None:
-        self._tally.add(choice, delta)
+        self._count(choice, delta)
         answer = self._choices[choice]
         for part in self._parts(choice, delta):
             _add_part(answer.message, part)
@@ -357,20 +368,21 @@ class ChatWriter:
             usage=self._final_usage(),
             prompt_logprobs=self._prompt_logprobs,
             prompt_token_ids=self._prompt_ids,
+            timings=self._timings(0),
             penstock=self._explanation.report(),
         )
 
     def chunks(self, choice: int, delta: Delta) -> Iterator[bytes]:
-        self._tally.add(choice, delta)
+        self._count(choice, delta)
         if choice not in self._templates:
-            first = self._chunk(ChatChunkChoice(choice, ChatDelta("assistant", self._echo)))
+            first = self._chunk(ChatChunkChoice(choice, ChatDelta("assistant", self._echo or self._opening)))
             first.prompt_token_ids = self._prompt_ids
             yield encode(first)
             self._templates[choice] = ChunkTemplate(
                 lambda text: self._chunk(ChatChunkChoice(choice, ChatDelta(content=text)))
             )
         parts = self._parts(choice, delta)
-        if self._scored or self._prompt_ids is not UNSET:
+        if self._scored or self._prompt_ids is not UNSET or self._timed_chunks:
             yield from self._detailed_chunks(choice, delta, parts)
         else:
             for part in parts:
@@ -384,11 +396,13 @@ class ChatWriter:
             chunk = self._chunk(ChatChunkChoice(choice, ChatDelta(), None, self._finish(choice, delta), ending))
             if self._usage is UNSET:
                 chunk.penstock = self._explanation.report()
+                chunk.timings = self._timings(choice)
             yield encode(chunk)
 
     def final_chunks(self) -> Iterator[bytes]:
         if self._usage is None:
             final: dict[str, Any] = {"usage": self._final_usage(), "penstock": self._explanation.report()}
+            final["timings"] = self._timings(0)
             yield encode(ChatCompletionChunk(**self._head, object="chat.completion.chunk", choices=[], **final))
 
     def _detailed_chunks(self, choice: int, delta: Delta, parts: Sequence[AnswerPart]) -> Iterator[bytes]:
@@ -398,13 +412,23 @@ class ChatWriter:
         ids = UNSET if self._prompt_ids is UNSET else list(delta.tokens)
         deltas = [added for part in parts if (added := _chat_delta(part))]
         for each in deltas or ([ChatDelta(content="")] if entries or ids else []):
-            yield encode(self._chunk(ChatChunkChoice(choice, each, self._logprobs(entries), token_ids=ids)))
+            chunk = self._chunk(ChatChunkChoice(choice, each, self._logprobs(entries), token_ids=ids))
+            chunk.timings = self._timings(choice) if self._timed_chunks else UNSET
+            yield encode(chunk)
             entries, ids = [], ids and []
 
     def _parts(self, choice: int, delta: Delta) -> list[AnswerPart]:
         """Returns what a delta adds to its choice, without reasoning that is not wanted."""
         parts = self._turn.parts(delta, choice)
         return parts if self._reasons else [part for part in parts if not isinstance(part, Reasoning)]
+
+    def _count(self, choice: int, delta: Delta) -> None:
+        self._tally.add(choice, delta)
+        if self._stopwatches:
+            self._stopwatches[choice].add(delta)
+
+    def _timings(self, choice: int) -> Timings | UnsetType:
+        return self._stopwatches[choice].timings() if self._stopwatches else UNSET
 
     def _finish(self, choice: int, delta: Delta) -> str | None:
         return "tool_calls" if delta.finish == "stop" and self._turn.calls(choice) else delta.finish

@@ -22,7 +22,7 @@ from penstock.server.served_model import ServedModel
 from penstock.text import Delta, new_seed
 from penstock.types import Request, SamplingParams
 
-FINGERPRINT = f"penstock-{__version__}"
+FINGERPRINT = f"b0-penstock-{__version__}"  # clients of llama.cpp expect b and a build number
 ALL_THAT_FITS = -1  # a value of truncate_prompt_tokens
 
 ANSWERED_TIERS = {"flex": "flex", "priority": "priority", "fast": "priority"}  # others are answered as "default"
@@ -195,12 +195,12 @@ def sampling(served: ServedModel, fields: SamplingFields, **given: Any) -> list[
     settings["logit_bias"] = logit_biases(served, fields.logit_bias)
     settings["bad_words"] = tuple(fields.bad_words or ())
     settings["allowed_token_ids"] = None if fields.allowed_token_ids is None else tuple(fields.allowed_token_ids)
-    settings["top_k"] = 0 if fields.top_k in (None, -1) else fields.top_k  # some clients send -1 for "off"
+    settings["top_k"] = 0 if fields.top_k == -1 else fields.top_k  # some clients send -1 for "off"
     settings["stop"] = check_stops((fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ()), "stop")
     settings["stop_token_ids"] = tuple(fields.stop_token_ids or ())
     settings["grammar"] = grammar_of(fields)
     seed = new_seed() if fields.seed is None else fields.seed
-    return [SamplingParams(seed=seed + choice, **settings) for choice in range(fields.choices)]
+    return [served.text.sampling(seed=seed + choice, **settings) for choice in range(fields.choices)]
 
 
 # -- answering ----------------------------------------------------------------------------------------------------
