@@ -146,6 +146,34 @@ def test_a_prompt_is_cut_to_its_end(parrot: Any) -> None:
     assert bytes(cut["prompt_token_ids"]) == b"[hello]"
 
 
+def test_tokenize_has_the_chats_fields(templated: Any) -> None:
+    """The tokens of a chat are those that the chat's own route has as its prompt."""
+
+    def tokens(*messages: Any, **fields: Any) -> list[int]:
+        answer = templated.post("/tokenize", messages=list(messages), **fields)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["count"] == len(answer.json()["tokens"])
+        assert answer.json()["max_model_len"] == toys.LIMITS.max_len
+        return list(answer.json()["tokens"])
+
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    for fields in (
+        {},
+        {"continue_final_message": True},
+        {"add_generation_prompt": False},
+        {"chat_template": "{{ messages[0].content }}"},
+        {"chat_template_kwargs": {"documents": [{"text": "fact"}]}},
+        {"add_special_tokens": False},
+        {"tools": tools},
+    ):
+        chatted = chat(templated, *BEGUN, return_token_ids=True, **fields)["prompt_token_ids"]
+        assert tokens(*BEGUN, **fields) == chatted, fields
+    ignored = templated.post(
+        "/tokenize", messages=[USER], chat_template_kwargs={"odd": 1}, mm_processor_kwargs={"a": 1}
+    )
+    assert ignored.headers["x-penstock-ignored"] == "chat_template_kwargs.odd, mm_processor_kwargs"
+
+
 # -- logprobs -----------------------------------------------------------------------------------------------------
 
 
