@@ -93,6 +93,10 @@ class RequestContext:
                 param=name,
             )
 
+    def ignore_kind(self, where: str, kind: str) -> None:
+        """Lists an entry of a list as ignored, by its kind in place of its index: tools[web_search]."""
+        self.ignore(f"{where[: where.rindex('[')]}[{kind[:MAX_NAME]}]")
+
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Returns the headers of this request's answer. Anthropic's clients expect the id as request-id."""
         headers = [(b"x-request-id", self.id.encode()), (b"request-id", self.id.encode())]
