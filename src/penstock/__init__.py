@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from penstock.errors import PenstockError
     from penstock.llm import LLM
-    from penstock.llm.beams import BeamSearchParams
     from penstock.llm.async_llm import AsyncEngineArgs, AsyncLLM
+    from penstock.llm.beams import BeamSearchParams
     from penstock.llm.outputs import CompletionOutput, Logprob, PoolingRequestOutput, RequestOutput, RequestOutputKind
     from penstock.types import Grammar, SamplingParams, StructuredOutputsParams
 
