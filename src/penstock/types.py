@@ -252,7 +252,7 @@ class Request(NamedTuple):
     stop_ids: frozenset[int] = frozenset()  # end-of-text ids and the caller's own, resolved
     priority: int = 0  # lower runs sooner
     salt: str = ""  # prompts share cached blocks only under the same salt
-    pooling: str = ""  # mean, cls or last: an embedding of the prompt is wanted, and no tokens
+    pooling: str = ""  # mean, cls or last: an embedding is wanted; classify: the logits of the model's labels
     owner: str = ""  # who sent it: a report tells nobody about another owner's prompts
     explain: bool = False  # its report is to say which recent prompt it was nearest to
     background: bool = False  # may wait: runs behind every foreground request and never crowds them out
@@ -274,6 +274,10 @@ class Limits(NamedTuple):
     pooling: str = "mean"  # how the model pools hidden states into an embedding
     encoder: bool = False  # the model makes embeddings only, each in one step
     states: int = 0  # places for saved recurrent states; 0: the model has none, its KV is all there is
+    generates: bool = True  # else the model has embeddings and labels, and no text
+    labels: tuple[str, ...] = ()  # what the model classifies prompts into; empty: it has no classification head
+    activation: str = ""  # what turns the logits of labels into scores: sigmoid, softmax or identity
+    second_text: int = 0  # is added to the token ids of a pair's second text
     windows: tuple[int, ...] = (0,)  # per KV layer group: how many positions its layers see; 0: all of them
 
 
@@ -344,7 +348,7 @@ class RowResult(NamedTuple):
     tokens: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()  # one for each of `tokens`, when asked for
     scores: tuple[TokenLogprob, ...] = ()  # known prompt tokens that were scored, in order
-    pooled: bytes = b""  # the hidden state that was asked for, in float32, little-endian
+    pooled: bytes = b""  # the hidden state or the logits that were asked for, in float32, little-endian
     surprise: float | None = None  # bits, of the sampled token among mirostat's candidates
 
 

@@ -10,14 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.backend.base import Batch, Bitmasks, Ints, LogitEdit, LogitEdits
+from penstock.backend.base import Batch, Bitmasks, ChainRow, Ints, LogitEdit, LogitEdits
 from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.codec import decode_batch, encode_batch
 from penstock.backend.cuda import CudaBackend, devices
 from penstock.backend.sample import sample
+from penstock.backend.sampler_chain import with_chains
 from penstock.errors import ConfigError
 from penstock.model.load import load_model, open_checkpoint
-from penstock.types import StepResult
+from penstock.types import SamplerChain, StepResult
 from tests.cuda.device import DEVICE
 
 CHECKPOINT = open_checkpoint(Path(__file__).parents[1] / "models" / "goldens" / "llama3")
@@ -70,6 +71,31 @@ def test_tokens_are_those_of_the_definition_under_edits_and_masks() -> None:
     backend, batch, words = loaded(), one_step(), random_words(2)
     wanted = sample(backend.logits(batch), batch, Bitmasks(batch.constrained, words))
     assert [row.tokens for row in answer(backend, batch, words).rows] == [row.tokens for row in wanted.rows]
+
+
+def test_chains_are_those_of_the_definition_under_edits_and_masks() -> None:
+    backend, batch, words = loaded(), one_step(), random_words(2)
+    chains = tuple(ChainRow(s, SamplerChain(typical_p=0.9, mirostat=s - 1), 1.0, 0.9, 0, 0.0, 5.0) for s in (1, 2))
+    batch = replace(batch, sample=replace(batch.sample, chains=chains, temperature=np.zeros(3, np.float32)))
+    logits, masks = backend.logits(batch), Bitmasks(batch.constrained, words)
+    wanted = with_chains(sample(logits, batch, masks), batch, logits[1:], masks)
+    got = answer(backend, batch, words)
+    assert [(row.tokens, row.surprise) for row in got.rows] == [(row.tokens, row.surprise) for row in wanted.rows]
+    assert got.rows[0].logprobs == wanted.rows[0].logprobs
+    assert got.rows[1].surprise is not None
+
+
+def test_chains_find_their_rows_where_positions_are_sampled_some_at_a_time() -> None:
+    backend = loaded(max_rows=8)
+    chunks = [Chunk(range(1, 20), 0, range(5), 0), Chunk([3], 0, [5], 1)]
+    batch = greedy_batch(chunks)
+    excluding = SamplerChain(("xtc",), xtc_probability=1.0, xtc_threshold=1e-6)
+    chains = tuple(ChainRow(s, excluding, 1.0, 1.0, 0, 0.0) for s in (18, 19))
+    batch = replace(batch, sample=replace(batch.sample, chains=chains, seed=np.arange(20, dtype=np.uint64) << 59))
+    logits = backend.logits(batch)
+    wanted = with_chains(sample(logits, batch), batch, logits[18:], None)
+    assert [row.tokens for row in backend.wait(backend.launch(batch)).rows] == [row.tokens for row in wanted.rows]
+    assert wanted.rows[1].tokens != (int(logits[19].argmax()),)
 
 
 def test_masks_find_their_rows_where_positions_are_sampled_some_at_a_time() -> None:

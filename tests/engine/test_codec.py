@@ -11,13 +11,14 @@ import msgspec
 import numpy as np
 import pytest
 
-from penstock.backend.base import Batch, Ints, LogitEdit, LogitEdits, Pool, StateMove
+from penstock.backend.base import Batch, ChainRow, Ints, LogitEdit, LogitEdits, Pool, StateMove
 from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.codec import decode_batch, encode_batch
 from penstock.backend.cpu import CpuBackend
 from penstock.backend.fake import FakeBackend
 from penstock.backend.ref import RefBackend
 from penstock.model.load import load_model, open_checkpoint
+from penstock.types import SamplerChain
 
 GOLDENS = Path(__file__).parents[1] / "models" / "goldens"
 HYBRID = open_checkpoint(GOLDENS / "qwen3next")  # has KV and recurrent states
@@ -48,7 +49,9 @@ def steps() -> Iterator[Batch]:
     )
     yield replace(prompts, sample=rows, constrained=ints(2), pools=(Pool(1, 5, 8, True, 3),))
     answers = greedy_batch([Chunk([-1], 5, [2, 0], 0, 1), Chunk([-1], 3, [1], 1, 1)], 1)
-    yield replace(answers, constrained=ints(0, 1), moves=(StateMove(0, -1, 2, 1),))
+    chain = ChainRow(1, SamplerChain(("typical_p", "top_k"), typical_p=0.9), 0.7, 0.9, 5, 0.1, 2.5)
+    rows = replace(answers.sample, chains=(chain,))
+    yield replace(answers, sample=rows, constrained=ints(0, 1), moves=(StateMove(0, -1, 2, 1),))
 
 
 def masks_of(batch: Batch) -> Ints:

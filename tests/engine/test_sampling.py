@@ -116,6 +116,19 @@ def test_repetition_counts_prompt_and_answer() -> None:
     assert edited(row, [1, 2, 3, 4], repetition_penalty=2.0).tolist() == [2.0, 1.0, -4.0, 1.0, 1.0]
 
 
+def test_a_window_counts_its_tokens_of_prompt_and_answer() -> None:
+    row = np.full(VOCAB, 4.0, np.float32)
+    params = {"presence_penalty": 0.5, "frequency_penalty": 0.25, "repetition_penalty": 2.0}
+    who = sampler(penalty_window=3, **params)
+    tokens = [*PROMPT, 9, 3, 3]
+    for end, counts in ((3, {1: 1, 2: 1, 3: 1}), (5, {9: 1, 3: 2}), (6, {9: 1, 3: 2}), (6, {9: 1, 3: 2})):
+        change = after(row, who.edit(tokens, end - 1))
+        assert {token: (float(value) - 2.0) for token, value in enumerate(change) if value != 4.0} == {
+            token: -0.5 - 0.25 * count for token, count in counts.items()
+        }
+    assert sampler(penalty_window=0, **params).edit(tokens, 5) is None
+
+
 def test_penalties_grow_with_the_answer() -> None:
     who = sampler(frequency_penalty=1.0)
     tokens = list(PROMPT)

@@ -73,9 +73,9 @@ class DryHistory:
     def _extend(self, end: int) -> None:
         """Takes over one more token: matches that it continues get longer, all others end."""
         same = self._tokens[: end - 1] == self._tokens[end - 1]
-        longer = np.zeros(end - 1, np.int32)
-        longer[1:] = self._matches[: end - 2]
-        self._matches[: end - 1] = np.where(same, longer + 1, 0)
+        before = np.zeros(end, np.int32)
+        before[1:] = self._matches[: end - 1]
+        self._matches[: end - 1] = np.where(same, before[:-1] + 1, 0)
 
     def _watch_breakers(self, tokens: list[int], at: int) -> None:
         """Remembers a breaker that ends at `at`, unless one that begins later is known."""

@@ -36,6 +36,7 @@ from penstock.server.responses.endpoints import Responses
 from penstock.server.routes import all_routes
 from penstock.server.served_model import CLIENTS_NAMES, ServedModel
 from penstock.server.telemetry.access_log import AccessLog
+from penstock.server.telemetry.compat_metrics import DEFAULT_SETS
 from penstock.server.telemetry.metrics import Metrics
 from penstock.text import Text
 
@@ -52,6 +53,7 @@ class Setup(NamedTuple):
     space: Space = SPACE  # for files and batches
     rules: Rules = Rules()
     traces: Traces | None = None
+    metric_sets: tuple[str, ...] = DEFAULT_SETS  # other engines whose metric names are exported
 
 
 DEFAULT_SETUP = Setup()
@@ -65,9 +67,9 @@ def create_app(
 ) -> ASGIApp:
     """Returns an application that serves `client`'s engine as `name`. It starts the client when it starts and closes it
     when it ends."""
-    path, space, rules, traces = setup
+    path, space, rules, traces, metric_sets = setup
     aliases = (*rules.aliases, *(CLIENTS_NAMES if rules.lenient else ()))
-    metrics = Metrics(client, name)
+    metrics = Metrics(client, name, metric_sets)
     served = ServedModel(client, text, name, int(time.time()), metrics, path, aliases, rules.trust_templates)
     accounts = None if rules.keys is None else Accounts(Keyring(rules.keys))
     archive = Archive(space, name)

@@ -60,7 +60,13 @@ def _render(
     own: Text, text: Text, messages: list[dict[str, Any]], given: PromptFields, kwargs: dict[str, Any], begins: bool
 ) -> ChatPrompt:
     """Returns the prompt that `text`'s template makes. How the model writes its answers is known from its own one."""
-    prompt = text.render_chat(messages, add_generation_prompt=begins, **kwargs)
+    try:
+        prompt = text.render_chat(messages, add_generation_prompt=begins, **kwargs)
+    except InvalidRequest as error:
+        if given.template is None:
+            raise
+        message = error.message.replace("the model's chat template", "chat_template")
+        raise InvalidRequest(message, param="chat_template") from error
     if given.continue_final_message:
         prompt = continue_last(prompt, messages[-1]["content"] or "")
     tokens = own.tokenizer.encode(prompt, special=True, bos=given.add_special_tokens is not False)
