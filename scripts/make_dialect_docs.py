@@ -58,15 +58,18 @@ def _dialect(route: DocumentedRoute) -> str:
 def _section(dialect: str, routes: list[DocumentedRoute], schemas: dict[str, Any]) -> str:
     about = import_module(f"{PACKAGE}.{dialect}" if dialect else PACKAGE).__doc__ or ""
     title, text = (dialect, " ".join(about.split())) if dialect else ("server", "These routes belong to no dialect.")
-    parts = [f"## {title}", textwrap.fill(text, WIDTH)]
+    parts = [f"## {title}", _filled(text)]
     seen: set[str] = set()
     bare = [route for route in routes if _body(route, schemas) is None]
     for body, sharing in _by_body([route for route in routes if route not in bare], schemas):
-        paths = ", ".join(f"`{route.method} {route.path_format}`" for route in sharing)
-        parts += [f"### {paths}", "\n".join(_fields(body, schemas["components"]["schemas"], seen))]
+        first, *others = (f"`{route.method} {route.path_format}`" for route in sharing)
+        parts.append(f"### {first}")
+        if others:
+            parts.append(_filled(f"Also {', '.join(others)}."))
+        parts.append("\n".join(_fields(body, schemas["components"]["schemas"], seen)))
     if bare:
         listed = ", ".join(f"`{route.method} {route.path_format}`" for route in bare)
-        parts.append(textwrap.fill(f"Without a JSON body: {listed}.", WIDTH, break_on_hyphens=False))
+        parts.append(_filled(f"Without a JSON body: {listed}."))
     return "\n\n".join(parts) + "\n"
 
 
@@ -109,7 +112,11 @@ def _item(where: str, honoured: Iterable[str], properties: Mapping[str, Any]) ->
     text = f"- **{where}**: {shown}"
     if quiet:
         text += "; without effect: " + ", ".join(f"`{field}`{values}" for field, values in quiet)
-    return textwrap.fill(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False)
+    return _filled(text, "  ")
+
+
+def _filled(text: str, indent: str = "") -> str:
+    return textwrap.fill(text, WIDTH, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False)
 
 
 def _without_effect(schema: Mapping[str, Any]) -> bool:

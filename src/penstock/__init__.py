@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from penstock.errors import PenstockError
     from penstock.llm import LLM
     from penstock.llm.async_llm import AsyncEngineArgs, AsyncLLM
+    from penstock.llm.beams import BeamSearchParams
     from penstock.llm.outputs import CompletionOutput, Logprob, PoolingRequestOutput, RequestOutput, RequestOutputKind
     from penstock.types import Grammar, SamplingParams, StructuredOutputsParams
 
@@ -17,6 +18,7 @@ __all__ = [
     "LLM",
     "AsyncEngineArgs",
     "AsyncLLM",
+    "BeamSearchParams",
     "CompletionOutput",
     "Grammar",
     "Logprob",
@@ -33,6 +35,7 @@ _HOMES = {  # modules that are imported when a name of theirs is first used
     "penstock.errors": ("PenstockError",),
     "penstock.llm": ("LLM",),
     "penstock.llm.async_llm": ("AsyncEngineArgs", "AsyncLLM"),
+    "penstock.llm.beams": ("BeamSearchParams",),
     "penstock.llm.outputs": (
         "CompletionOutput",
         "Logprob",

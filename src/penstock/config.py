@@ -226,6 +226,7 @@ def resolve(
         vocab=vocab,
         prefill_budget=config.prefill_budget,
         encoder=encoder,
+        generates=not encoder,
         states=saved,
         windows=windows,
     )

@@ -42,8 +42,9 @@ class StructuredOutputsParams(NamedTuple):
     json: str | dict[str, Any] | None = None  # a JSON schema, or its text
     regex: str | None = None
     choice: Sequence[str] | None = None  # one of these texts
-    grammar: str | None = None  # in Lark's syntax
+    grammar: str | None = None  # in Lark's syntax, or GBNF
     json_object: bool | None = None
+    structural_tag: str | dict[str, Any] | None = None
 
     def to_grammar(self) -> Grammar:
         """Returns the grammar that this asks for."""
@@ -56,12 +57,13 @@ class StructuredOutputsParams(NamedTuple):
         if self.regex is not None:
             return Grammar("regex", self.regex)
         if self.grammar is not None:
-            return Grammar("lark", self.grammar)
+            return Grammar("gbnf" if "::=" in self.grammar else "lark", self.grammar)
         if self.choice is not None:
             choices = " | ".join(json.dumps(text, ensure_ascii=False) for text in self.choice)
             return Grammar("lark", f"start: CHOICE\nCHOICE: {choices}")
-        schema = {"type": "object"} if self.json is None else self.json
-        return Grammar("json", schema if isinstance(schema, str) else json.dumps(schema))
+        if self.structural_tag is not None:
+            return Grammar("structural_tag", _as_json(self.structural_tag))
+        return Grammar("json", _as_json({"type": "object"} if self.json is None else self.json))
 
 
 class SamplerChain(NamedTuple):
@@ -233,6 +235,10 @@ def _normalize(params: SamplingParams) -> None:
         object.__setattr__(params, name, value)
 
 
+def _as_json(value: str | dict[str, Any]) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
 def _as_tuple(value: Any) -> tuple[Any, ...]:
     return (value,) if isinstance(value, str) else tuple(value or ())
 
@@ -247,7 +253,7 @@ class Request(NamedTuple):
     stop_ids: frozenset[int] = frozenset()  # end-of-text ids and the caller's own, resolved
     priority: int = 0  # lower runs sooner
     salt: str = ""  # prompts share cached blocks only under the same salt
-    pooling: str = ""  # mean, cls or last: an embedding of the prompt is wanted, and no tokens
+    pooling: str = ""  # mean, cls or last: an embedding is wanted; classify: the logits of the model's labels
     owner: str = ""  # who sent it: a report tells nobody about another owner's prompts
     explain: bool = False  # its report is to say which recent prompt it was nearest to
     background: bool = False  # may wait: runs behind every foreground request and never crowds them out
@@ -269,6 +275,10 @@ class Limits(NamedTuple):
     pooling: str = "mean"  # how the model pools hidden states into an embedding
     encoder: bool = False  # the model makes embeddings only, each in one step
     states: int = 0  # places for saved recurrent states; 0: the model has none, its KV is all there is
+    generates: bool = True  # else the model has embeddings and labels, and no text
+    labels: tuple[str, ...] = ()  # what the model classifies prompts into; empty: it has no classification head
+    activation: str = ""  # what turns the logits of labels into scores: sigmoid, softmax or identity
+    second_text: int = 0  # is added to the token ids of a pair's second text
     windows: tuple[int, ...] = (0,)  # per KV layer group: how many positions its layers see; 0: all of them
 
 
@@ -339,7 +349,7 @@ class RowResult(NamedTuple):
     tokens: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()  # one for each of `tokens`, when asked for
     scores: tuple[TokenLogprob, ...] = ()  # known prompt tokens that were scored, in order
-    pooled: bytes = b""  # the hidden state that was asked for, in float32, little-endian
+    pooled: bytes = b""  # the hidden state or the logits that were asked for, in float32, little-endian
     surprise: float | None = None  # bits, of the sampled token among mirostat's candidates
 
 

@@ -1,16 +1,21 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from penstock import LLM, RequestOutput, SamplingParams
-from penstock.errors import ConfigError, ContextTooLong, InvalidRequest, ModelNotFound, StepFailed
+import penstock
+from penstock import LLM, BeamSearchParams, Grammar, RequestOutput, SamplingParams, StructuredOutputsParams
+from penstock.errors import ConfigError, ContextTooLong, InvalidRequest, ModelNotFound, PenstockError, StepFailed
+from penstock.llm.engine_options import read_options
 from penstock.types import Event, Failed
 
 RECITED = "abcdefghijklménopqrstuvwxyz"
@@ -268,3 +273,218 @@ def test_an_interrupt_waits_for_the_step_and_leaves_the_engine_sound(llm: LLM, m
         assert len(reached) == 1000
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         assert texts(llm.chat(CHAT)) == [RECITED]
+
+
+def test_threads_share_an_llm_and_its_steps(llm: LLM) -> None:
+    prompts = [RECITED[: 1 + i % 20] for i in range(24)]
+    answers: dict[int, str] = {}
+
+    def ask(number: int) -> None:
+        if number % 3:
+            answers[number] = texts(llm.generate(prompts[number], use_tqdm=False))[0]
+        else:
+            answers[number] = "".join(llm.stream(prompts[number]))
+
+    before = llm._engine.inner.engine.stats().steps
+    threads = [threading.Thread(target=ask, args=[number]) for number in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert {number: prompts[number] + answer for number, answer in answers.items()} == dict.fromkeys(range(24), RECITED)
+    alone = sum(len(answer.encode()) + 1 for answer in answers.values())
+    assert llm._engine.inner.engine.stats().steps - before < alone * 0.8
+
+
+def test_one_threads_failure_is_its_own(llm: LLM) -> None:
+    failures: list[Exception] = []
+
+    def fail() -> None:
+        try:
+            llm.generate([[1], [999]])
+        except InvalidRequest as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=fail)
+    thread.start()
+    assert texts(llm.chat(CHAT)) == [RECITED]
+    thread.join()
+    assert len(failures) == 1
+
+
+def test_a_closed_llm_says_so(reciter: Path) -> None:
+    llm = LLM(reciter, device="ref", max_rows=1)
+    stream = llm.stream(CHAT)
+    next(stream)
+    llm.close()
+    llm.close()
+    for use in (lambda: llm.generate("a"), lambda: llm.embed("a"), lambda: llm.stream("a"), lambda: next(stream)):
+        with pytest.raises(PenstockError, match="this LLM is closed"):
+            use()
+
+
+def test_choices(llm: LLM) -> None:
+    params = SamplingParams(n=3, temperature=100.0, max_tokens=4, seed=5)
+    (done,) = llm.generate("abc", params)
+    assert [answer.index for answer in done.outputs] == [0, 1, 2]
+    assert len({answer.text for answer in done.outputs}) == 3
+    alone = [llm.generate("abc", replace(params, n=1, seed=5 + choice))[0].outputs[0] for choice in range(3)]
+    assert [answer.token_ids for answer in done.outputs] == [answer.token_ids for answer in alone]
+    scored = llm.generate("abc", replace(params, logprobs=0))[0].outputs
+    (best,) = llm.generate("abc", replace(params, n=1, best_of=3))[0].outputs
+    likeliest = max(scored, key=lambda answer: answer.cumulative_logprob or 0)
+    assert (best.text, best.index, best.logprobs) == (likeliest.text, 0, None)
+    with pytest.raises(InvalidRequest, match="a stream has one answer"):
+        llm.stream("abc", params)
+
+
+def test_each_prompt_may_have_its_own_sampling(llm: LLM) -> None:
+    each = [SamplingParams(max_tokens=1), SamplingParams(max_tokens=2)]
+    assert texts(llm.generate(["a", "a"], each)) == ["b", "bc"]
+    assert texts(llm.chat([CHAT, CHAT], each)) == ["a", "ab"]
+    with pytest.raises(InvalidRequest, match="there are 3 prompts and 2 sampling parameters"):
+        llm.generate(["a", "b", "c"], each)
+
+
+def test_what_sampling_takes(llm: LLM) -> None:
+    assert SamplingParams(stop="is a").stop == ("is a",)
+    assert SamplingParams(stop=["a", "b"], stop_token_ids=[1], bad_words=["c"], top_k=-1, logit_bias=None) == (
+        SamplingParams(stop=("a", "b"), stop_token_ids=(1,), bad_words=("c",))
+    )
+    with pytest.raises(TypeError, match="'speed'"):
+        SamplingParams(speed=1)  # type: ignore[call-arg]
+    with pytest.raises(InvalidRequest, match="best_of must be between 2 and"):
+        SamplingParams(n=2, best_of=1)
+    (answer,) = llm.chat(CHAT, SamplingParams(stop="def", include_stop_str_in_output=True))
+    assert answer.text == "abcdef"
+    (answer,) = llm.chat(CHAT, SamplingParams(max_tokens=3, detokenize=False))
+    assert (answer.text, len(answer.tokens)) == ("", 3)
+    end = "<|im_end|>"
+    assert texts(llm.generate("xy", SamplingParams(skip_special_tokens=False, ignore_eos=True, max_tokens=2))) == [
+        f"z{end}"
+    ]
+    (cut,) = llm.generate("abcxy", SamplingParams(truncate_prompt_tokens=2))
+    assert (cut.prompt_token_ids, cut.text) == (llm._maker.text.encode_prompt("xy"), "z")
+
+
+@pytest.mark.parametrize(
+    ("given", "grammar"),
+    [
+        ({"json": {"type": "null"}}, Grammar("json", '{"type": "null"}')),
+        ({"json": "{}"}, Grammar("json", "{}")),
+        ({"json_object": True}, Grammar("json", '{"type": "object"}')),
+        ({"regex": "a+"}, Grammar("regex", "a+")),
+        ({"choice": ["a", 'b"']}, Grammar("lark", 'start: CHOICE\nCHOICE: "a" | "b\\""')),
+        ({"grammar": 'start: "a"'}, Grammar("lark", 'start: "a"')),
+        ({"grammar": 'root ::= "a"'}, Grammar("gbnf", 'root ::= "a"')),
+        ({"structural_tag": {"a": 1}}, Grammar("structural_tag", '{"a": 1}')),
+    ],
+)
+def test_structured_outputs_become_grammars(given: dict[str, Any], grammar: Grammar) -> None:
+    outputs = StructuredOutputsParams(**given)
+    assert SamplingParams(structured_outputs=outputs) == SamplingParams(grammar=grammar)
+    assert SamplingParams(guided_decoding=outputs).grammar == grammar
+    with pytest.raises(InvalidRequest, match="takes exactly one of"):
+        SamplingParams(structured_outputs=StructuredOutputsParams(regex="a", choice=["b"]))
+
+
+def test_chat_options(llm: LLM) -> None:
+    (done,) = llm.chat(CHAT, SamplingParams(max_tokens=1), chat_template="{{ messages[0].content }} {{ tone }}:")
+    assert done.prompt == "go :"
+    (done,) = llm.chat(
+        CHAT, SamplingParams(max_tokens=1), chat_template="{{ tone }}:", chat_template_kwargs={"tone": "low"}
+    )
+    assert done.prompt == "low:"
+    begun = [*CHAT, {"role": "assistant", "content": "abc"}]
+    (done,) = llm.chat(begun, add_generation_prompt=False, continue_final_message=True)
+    assert done.text == RECITED[3:]
+    with pytest.raises(InvalidRequest, match="needs add_generation_prompt=False"):
+        llm.chat(begun, continue_final_message=True)
+    parts = [{"role": "user", "content": [{"type": "text", "text": "g"}, {"type": "text", "text": "o"}]}]
+    assert llm.chat(parts)[0].prompt == llm.chat(CHAT)[0].prompt
+    with pytest.raises(InvalidRequest, match="content can be text only"):
+        llm.chat([{"role": "user", "content": [{"type": "image_url"}]}])
+
+
+def test_beams_find_what_is_likeliest(llm: LLM) -> None:
+    params = BeamSearchParams(beam_width=2, max_tokens=3)
+    found = llm.beam_search(["abc", {"prompt": "wx"}], params)
+    assert [output.sequences[0].text for output in found] == ["abcdef", "wxyz"]
+    assert [(output.sequences[0].finish_reason) for output in found] == ["length", "stop"]
+    first, second = found[0].sequences
+    assert 0 > first.cum_logprob > second.cum_logprob
+    assert first.tokens == llm._maker.text.encode_prompt("abcdef")
+    assert found[1].sequences[0].stop_reason in llm._maker.text.tokenizer.eos_ids
+    assert "yz" in llm.beam_search("wx", replace(params, ignore_eos=True))[0].sequences[0].text
+    with pytest.raises(InvalidRequest, match="beam width must be between 1 and 10"):
+        llm.beam_search("abc", BeamSearchParams(beam_width=11, max_tokens=3))
+
+
+def test_a_bar_counts_the_prompts(llm: LLM) -> None:
+    counts: list[int] = []
+
+    class Bar:
+        def __init__(self, **given: Any) -> None:
+            counts.append(given["total"])
+
+        def __enter__(self) -> Bar:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def update(self, count: int) -> None:
+            counts.append(count)
+
+    llm.generate(["uvw", "a"], use_tqdm=Bar)
+    assert (counts[0], sum(counts[1:])) == (2, 2)
+
+
+def test_the_tokenizer_has_the_methods_that_scripts_use(llm: LLM) -> None:
+    tokenizer = llm.get_tokenizer()
+    ids = tokenizer.encode("abc")
+    assert (tokenizer.decode(ids), tokenizer.decode(ids[0]), tokenizer("abc")) == ("abc", "a", {"input_ids": ids})
+    assert tokenizer.encode("abc", add_special_tokens=False) == ids
+    assert len(tokenizer) == tokenizer.vocab_size == 258
+    assert tokenizer.decode([tokenizer.eos_token_id or 0]) == "<|im_end|>"
+    assert tokenizer.decode([tokenizer.eos_token_id or 0], skip_special_tokens=True) == ""
+    assert tokenizer.bos_token_id is None
+    prompt = tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
+    assert prompt == llm.chat(CHAT)[0].prompt
+    assert tokenizer.apply_chat_template(CHAT) == llm.chat(CHAT)[0].prompt_token_ids
+
+
+def test_options_of_vllm(reciter: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = {"tensor_parallel_size": 1, "trust_remote_code": True, "enforce_eager": True, "quantization": None}
+    sizes = {"max_model_len": 64, "max_num_seqs": 3, "max_num_batched_tokens": 32}
+    with LLM(model=str(reciter), device="ref", **options, **sizes) as llm:
+        assert llm._maker.limits[:3] == (64, 3, 32)
+    assert capsys.readouterr().err == ""
+    own = {"temperature": 0.125, "top_k": 3}
+    with LLM(reciter, device="ref", dtype="half", gpu_memory_utilization=0.9, override_generation_config=own) as llm:
+        assert llm.get_default_sampling_params() == SamplingParams(**own)
+    assert capsys.readouterr().err == ("warning: options of vLLM without effect here: dtype, gpu_memory_utilization\n")
+    read = read_options({"quantization": "fp8", "kv_cache_dtype": "fp8_e4m3", "max_length": 3})
+    assert read.engine == {"quantize": "fp8", "kv": "fp8", "max_length": 3}
+
+
+def test_a_seed_repeats_calls_in_their_order(reciter: Path) -> None:
+    hot = SamplingParams(temperature=100.0, max_tokens=5)
+    runs = []
+    for seed in (1, 1, 2):
+        with LLM(reciter, device="ref", seed=seed) as llm:
+            runs.append([llm.generate("a", hot)[0].tokens for _ in range(2)])
+    assert runs[0] == runs[1] != runs[2]
+    assert runs[0][0] != runs[0][1]
+
+
+def test_a_folders_own_sampling_is_the_default(reciter: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(reciter, tmp_path / "copy")
+    (folder / "generation_config.json").write_text('{"temperature": 0.5, "top_k": 9}')
+    with LLM(folder, device="ref") as llm:
+        assert llm.get_default_sampling_params() == SamplingParams(temperature=0.5, top_k=9)
+        assert llm._maker.generation(llm._maker.prompt("a"), None).params.top_k == 9
+        assert llm._maker.generation(llm._maker.prompt("a"), SamplingParams()).params.temperature == 1.0
+
+
+def test_the_public_names_are_listed() -> None:
+    assert {"LLM", "AsyncLLM", "SamplingParams", "Grammar", "RequestOutput"} <= set(dir(penstock))

@@ -233,10 +233,10 @@ def test_ignored_fields_are_listed(lenient: Any) -> None:
     assert chunks[-1]["penstock"] == {"ignored_fields": fields, "truncated_tokens": 0}
     answer = lenient.post("/v1/messages", **asked, thinking={"type": "disabled", "depth": 3}).json()
     assert answer["penstock"]["ignored_fields"] == ["flavour", "messages[].mood", "thinking.depth"]
-    options = {"num_predict": 9, "mirostat": 2, "sparkle": True}
+    options = {"num_predict": 9, "tfs_z": 0.5, "sparkle": True}
     del asked["max_tokens"]
     answer = lenient.post("/api/chat", **asked, options=options, stream=False).json()
-    ignored = ["flavour", "messages[].mood", "options.mirostat", "options.sparkle"]
+    ignored = ["flavour", "messages[].mood", "options.sparkle", "options.tfs_z"]
     assert answer["penstock"]["ignored_fields"] == ignored
 
 

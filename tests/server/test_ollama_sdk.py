@@ -86,7 +86,7 @@ def test_async_whole_and_streamed(parrot: Any) -> None:
         assert (await client.generate(MODEL, "[three]")).response == "three"
         stream = await client.generate(MODEL, "[four]", stream=True)
         assert "".join([part.response or "" async for part in stream]) == "four"
-        assert (await client.list()).models[0].model == MODEL
+        assert (await client.list()).models[0].model == f"{MODEL}:latest"
         with pytest.raises(ollama.ResponseError):
             await client.chat(**say("x", model="other"))
 
@@ -127,6 +127,30 @@ def test_limits_and_stops(parrot: Any) -> None:
     assert client.chat(**say("*abc", options={"num_predict": 9999})).eval_count == endless.eval_count
 
 
+def test_sampler_options_reach_the_engine(parrot: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    submit = parrot.client.submit
+    monkeypatch.setattr(parrot.client, "submit", lambda request: seen.append(request.sampling) or submit(request))
+    for options in (
+        {"mirostat": 2, "mirostat_tau": 4.0, "mirostat_eta": 0.2},
+        {"typical_p": 0.7},
+        {"repeat_penalty": 1.2},
+        {"repeat_penalty": 1.2, "repeat_last_n": -1},
+        {},
+    ):
+        sdk(parrot).chat(**say("hi", options=options))
+    first, typical, window, everything, none = seen
+    assert (first.chain.mirostat, first.chain.mirostat_tau, first.chain.mirostat_eta) == (2, 4.0, 0.2)
+    assert (typical.chain.typical_p, none.chain) == (0.7, None)
+    assert [each.penalty_window for each in (window, everything, none)] == [64, -1, -1]
+
+
+def test_a_context_above_the_servers_is_limited_and_that_is_told(parrot: Any) -> None:
+    answer = parrot.post("/api/chat", **say("hi", options={"num_ctx": 32768}), stream=False)
+    assert answer.json()["penstock"]["ignored_fields"] == ["options.num_ctx"]
+    assert answer.headers["x-penstock-ignored"] == "options.num_ctx"
+
+
 def test_names_with_latest_and_options_that_change_nothing(parrot: Any) -> None:
     options = {"num_ctx": 512, "num_thread": 4, "num_gpu": 99, "use_mmap": True, "num_keep": 5, "typical_p": 1.0}
     options |= {"temperature": 0.1, "top_k": 5, "top_p": 0.5, "min_p": 0.1, "seed": 3, "repeat_penalty": 1.1}
@@ -163,8 +187,9 @@ TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": 
     [
         ({"options": {"num_ctx": 4096}}, "options.num_ctx is not supported with this value: 4096"),
         ({"options": {"temperature": -1}}, "temperature must be between"),
-        ({"options": {"mirostat": 1}}, "options.mirostat is not supported"),
-        ({"options": {"repeat_penalty": 1.2, "repeat_last_n": 64}}, "options.repeat_last_n"),
+        ({"options": {"mirostat": 3}}, "mirostat"),
+        ({"options": {"tfs_z": 0.5}}, "options.tfs_z is not supported"),
+        ({"options": {"repeat_penalty": 1.2, "repeat_last_n": -2}}, "options.repeat_last_n"),
         ({"options": {"no_such_option": 1}}, "unknown field 'options.no_such_option'"),
         ({"keep_alive": "soon"}, "'soon' is not a duration"),
         ({"think": True}, "think is not supported"),
@@ -241,13 +266,13 @@ def test_root_and_version(parrot: Any) -> None:
 def test_list_show_and_ps(parrot: Any, shelf: Path) -> None:
     client = sdk(parrot)
     first, second = client.list().models
-    assert (first.model, second.model) == (MODEL, "hf:a/b/c.gguf")
+    assert (first.model, second.model) == (f"{MODEL}:latest", "hf:a/b/c.gguf:latest")
     assert (second.size, second.digest) == (10, "ab")
     shown = client.show(MODEL)
     assert shown.capabilities == ["completion", "embedding"]
     assert shown.modelinfo == {"general.context_length": 512}
     (here,) = client.ps().models
-    assert (here.model, here.context_length) == (MODEL, 512)
+    assert (here.model, here.context_length) == (f"{MODEL}:latest", 512)
 
 
 def test_deleting(parrot: Any, shelf: Path) -> None:

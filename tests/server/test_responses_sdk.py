@@ -297,8 +297,9 @@ def test_reasoning_that_clients_carry(hermes: Server) -> None:
     item: Any = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": sealed}
     sdk.responses.create(model=MODEL, input=[{"role": "user", "content": "a"}, item])
     assert text.given["messages"][1]["reasoning"] == "Ask the sky."
-    with pytest.raises(openai.BadRequestError, match="not made by this server"):
-        sdk.responses.create(model=MODEL, input=[item | {"encrypted_content": "gAAA*"}])
+    foreign = [{"role": "user", "content": "a"}, item | {"encrypted_content": "gAAA*"}]
+    told: Any = sdk.responses.create(model=MODEL, input=foreign)
+    assert told.penstock["ignored_fields"] == ["input[].encrypted_content"]
 
 
 def test_reasoning_effort_reaches_the_template(hermes: Server) -> None:

@@ -157,6 +157,6 @@ def test_costs_are_counted(server: Any) -> None:
 def test_in_a_script(smollm2: Path) -> None:
     params = SamplingParams(temperature=0, max_tokens=12, grammar=Grammar("regex", r"[A-Z][a-z]{3}: \d\d"))
     with LLM(smollm2, max_len=128, max_rows=2) as llm:
-        answer = llm.generate("The year was", params)
+        (answer,) = llm.generate("The year was", params)
     assert re.fullmatch(r"[A-Z][a-z]{3}: \d\d", answer.text)
     assert answer.finish_reason == "stop"

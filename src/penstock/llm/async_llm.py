@@ -133,10 +133,12 @@ class AsyncLLM:
         self._running[pending.id] = RunningRequest(pending, tasks, news)
         kind, returned = pending.params.output_kind, [0] * len(tasks)
         try:
-            while not pending.ended():
+            ended = False
+            while not ended:
                 await news.wait()
                 news.clear()
-                if kind == RequestOutputKind.FINAL_ONLY and not pending.ended():
+                ended = pending.ended()
+                if kind == RequestOutputKind.FINAL_ONLY and not ended:
                     continue
                 output = pending.output(returned)
                 if kind == RequestOutputKind.DELTA:

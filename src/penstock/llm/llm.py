@@ -14,6 +14,7 @@ from penstock.config import configure
 from penstock.engine.build import build_engine
 from penstock.errors import InvalidRequest
 from penstock.ipc.inprocess_engine import InProcessEngine
+from penstock.llm.beams import BeamSearchOutput, BeamSearchParams, search_beams
 from penstock.llm.engine_options import read_options
 from penstock.llm.outputs import EmbeddingOutput, PoolingOutput, PoolingRequestOutput, RequestOutput, ScoringOutput
 from penstock.llm.pending import PendingOutput
@@ -160,6 +161,10 @@ class LLM:
             for one, other in zip(left * len(right) if len(left) == 1 else left, right, strict=True)
         ]
 
+    def beam_search(self, prompts: Prompts, params: BeamSearchParams) -> list[BeamSearchOutput]:
+        """Returns the likeliest continuations of each prompt that beams find, the best first."""
+        return search_beams(self._maker, self._engine, prompt_list(prompts), params)
+
     def get_tokenizer(self) -> ModelTokenizer:
         """Returns the model's tokenizer, with the methods that scripts use most."""
         return ModelTokenizer(self._maker.text)
@@ -191,18 +196,16 @@ class LLM:
 
     def _complete(self, pending: Sequence[PendingOutput], use_tqdm: ShowProgress) -> None:
         """Runs requests to their end; the first failure ends all of them."""
-        choices = [choice for each in pending for choice in each.choices]
-        try:
-            with progress_bar(use_tqdm, len(pending)) as advance:
-                self._engine.submit(choices)
-                waiting = list(pending)
-                while waiting:
-                    self._engine.advance()
-                    left = [each for each in waiting if not each.ended()]
-                    advance(len(waiting) - len(left))
-                    waiting = left
-        finally:
-            self._engine.abandon(choices)
+        with (
+            progress_bar(use_tqdm, len(pending)) as advance,
+            self._engine.running([choice for each in pending for choice in each.choices]),
+        ):
+            waiting = list(pending)
+            while waiting:
+                self._engine.advance()
+                left = [each for each in waiting if not each.ended()]
+                advance(len(waiting) - len(left))
+                waiting = left
 
     def _pieces(self, pending: PendingOutput) -> Generator[str]:
         (choice,) = pending.choices

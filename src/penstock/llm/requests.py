@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from penstock.errors import InvalidRequest
 from penstock.llm.pending import PendingChoice, PendingOutput
 from penstock.text import ChatTemplate, Text, TextStream, check_answers, embedding_request, make_request, new_seed
+from penstock.text.continuation import continue_last
 from penstock.text.embedding import pooling_of
 from penstock.text.tools import MessageDict
 from penstock.types import Limits, SamplingParams
@@ -44,7 +45,7 @@ class RequestMaker:
     def __init__(self, text: Text, limits: Limits, next_id: Callable[[], int], seed: int | None = None) -> None:
         self.text = text
         self.limits = limits
-        self._next_id = next_id
+        self.next_id = next_id
         self._new_seed = new_seed if seed is None else partial(random.Random(seed).getrandbits, 63)
 
     def prompt(self, given: Any, encode: Callable[[str], list[int]] | None = None) -> Prompt:
@@ -80,7 +81,7 @@ class RequestMaker:
             **options.variables,
         )
         if continues:
-            rendered = up_to_last_message(rendered, messages)
+            rendered = continue_last(rendered, str(with_plain_content(messages[-1])["content"] or ""))
         return Prompt(text.encode_prompt(rendered), rendered, continuing=continues)
 
     def generation(self, prompt: Prompt, params: SamplingParams | None, id: str = "") -> PendingOutput:
@@ -94,7 +95,7 @@ class RequestMaker:
         choices = []
         for choice in range(count):
             sampling = replace(params, seed=seed + choice, logprobs=scored)
-            request = make_request(self._next_id(), tokens, sampling, self.text.tokenizer, self.limits.max_len)
+            request = make_request(self.next_id(), tokens, sampling, self.text.tokenizer, self.limits.max_len)
             choices.append(PendingChoice(request, self._stream(params, continuing=prompt.continuing)))
         return PendingOutput(id or str(choices[0].request.id), prompt.text, params, self.text.tokenizer, choices)
 
@@ -102,7 +103,7 @@ class RequestMaker:
         """Returns the request for the pooled hidden states of a prompt."""
         kind, prompt = pooling_of(pooling, self.limits), self.prompt(given, self.text.encode_whole)
         tokens = prompt.tokens[:truncate]
-        request = embedding_request(self._next_id(), tokens, self.limits.max_len, kind, param="prompt")
+        request = embedding_request(self.next_id(), tokens, self.limits.max_len, kind, param="prompt")
         choice = PendingChoice(request, TextStream(self.text.tokenizer))
         return PendingOutput(str(request.id), prompt.text, request.sampling, self.text.tokenizer, [choice])
 
@@ -155,15 +156,3 @@ def with_plain_content(message: MessageDict) -> MessageDict:
         if not isinstance(part, Mapping) or part.get("type") != "text":
             raise InvalidRequest(f"a message's content can be text only; got {part!r:.100}", param="messages")
     return {**message, "content": "".join(str(part["text"]) for part in content)}
-
-
-def up_to_last_message(rendered: str, messages: Sequence[MessageDict]) -> str:
-    """Returns a rendered chat up to the end of the last message's text, so that the answer continues it."""
-    final = str(with_plain_content(messages[-1])["content"] or "").strip()
-    at = rendered.rfind(final)
-    if at < 0 or not final:
-        raise InvalidRequest(
-            "continue_final_message needs a last message whose text the chat template repeats",
-            param="continue_final_message",
-        )
-    return rendered[: at + len(final)]

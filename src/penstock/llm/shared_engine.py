@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
@@ -31,6 +31,15 @@ class SharedEngine:
             self._check_open()
             self.pending[choice.request.id] = choice
             self.inner.send(Add(choice.request))
+
+    @contextmanager
+    def running(self, choices: Sequence[PendingChoice]) -> Iterator[None]:
+        """Sends requests to the engine, and aborts what is left of them at the end of the block."""
+        try:
+            self.submit(choices)
+            yield
+        finally:
+            self.abandon(choices)
 
     def advance(self) -> None:
         """Returns after one step, of this thread or of another."""

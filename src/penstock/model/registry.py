@@ -52,6 +52,13 @@ HUGGING_FACE = {  # the architecture in config.json: the family's file
     "Qwen3_5MoeForCausalLM": "qwen35",
     "Qwen3_5MoeForConditionalGeneration": "qwen35",
 }
+CLASSIFIERS = {  # architectures with a classification head: what they are without it
+    "BertForSequenceClassification": "BertModel",
+    "RobertaForSequenceClassification": "RobertaModel",
+    "XLMRobertaForSequenceClassification": "XLMRobertaModel",
+    "GPT2ForSequenceClassification": "GPT2LMHeadModel",
+    "Gemma3TextForSequenceClassification": "Gemma3ForCausalLM",
+} | {name.replace("CausalLM", "SequenceClassification"): name for name in HUGGING_FACE if name.endswith("CausalLM")}
 GGUF = {  # general.architecture in a GGUF file: the family's file
     "llama": "llama",
     "qwen2": "qwen2",

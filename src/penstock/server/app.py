@@ -35,6 +35,7 @@ from penstock.server.request_context import ContextMiddleware
 from penstock.server.responses.endpoints import Responses
 from penstock.server.routes import all_routes
 from penstock.server.served_model import CLIENTS_NAMES, ServedModel
+from penstock.server.telemetry.access_log import AccessLog
 from penstock.server.telemetry.compat_metrics import DEFAULT_SETS
 from penstock.server.telemetry.metrics import Metrics
 from penstock.text import Text
@@ -99,7 +100,8 @@ def create_app(
         lifespan=lifespan,
     )
     inner: ASGIApp = app if traces is None else traces.around(app, served.metrics, name)
-    return ContextMiddleware(guarded(inner, served, rules, accounts), lenient=rules.lenient)
+    logged = AccessLog(guarded(inner, served, rules, accounts), served.metrics)
+    return ContextMiddleware(logged, lenient=rules.lenient)
 
 
 def serve(

@@ -205,6 +205,7 @@ def respond(request: Request, error: PenstockError, status: int, headers: dict[s
     """Returns the error in the request's dialect. The path decides; where two dialects share one, the header that
     Anthropic's clients always send does."""
     shape = error_shape(request.url.path)
+    context_of(request.scope).outcome.error = error.code
     if shape is OllamaErrorBody:
         return _json(ollama_body(error), status, headers)
     if shape is KserveErrorBody:

@@ -50,6 +50,11 @@ from penstock.server.openai.embeddings import EMBEDDINGS, embeddings
 from penstock.server.openai.files import FILE_CONTENT, LIST_FILES, SHOW_FILE, UPLOAD, Files
 from penstock.server.openapi import DocumentedRoute, OpenApiDocument, Operation
 from penstock.server.request_context import RequestContext, context_of
+from penstock.server.rerank.classify import CLASSIFY, classify
+from penstock.server.rerank.rerank import RERANK, rerank
+from penstock.server.rerank.score import SCORE, score
+from penstock.server.rerank.tei import SIMILARITY, TEI_EMBED, similarity
+from penstock.server.rerank.tei import embed as tei_embed
 from penstock.server.responses.endpoints import CANCEL, INPUT_ITEMS, INPUT_TOKENS, RESPOND, RETRIEVE, Responses
 from penstock.server.served_model import ServedModel
 from penstock.server.sglang.endpoints import (
@@ -111,7 +116,7 @@ def _route(served: ServedModel, path: str, endpoint: Endpoint, method: str, oper
 
 def _generating(responses: Responses) -> Endpoints:
     """Returns the POST routes that need the engine or the tokenizer."""
-    return {
+    generating: Endpoints = {
         "/v1/chat/completions": (chat_completions, CHAT_COMPLETIONS),
         "/v1/completions": (completions, COMPLETIONS),
         "/v1/embeddings": (embeddings, EMBEDDINGS),
@@ -127,6 +132,21 @@ def _generating(responses: Responses) -> Endpoints:
         "/detokenize": (detokenize, DETOKENIZE),
         "/apply-template": (apply_template, APPLY_TEMPLATE),
         **other_engines_generating(),
+    }
+    return generating | _scoring()
+
+
+def _scoring() -> Endpoints:
+    """Returns the POST routes that score pairs, classify and embed, in the shapes of other engines."""
+    reranking = ("/rerank", "/v1/rerank", "/v2/rerank", "/reranking", "/v1/reranking")
+    return {
+        "/score": (score, SCORE),
+        "/v1/score": (score, SCORE),
+        "/classify": (classify, CLASSIFY),
+        "/predict": (classify, CLASSIFY),
+        "/embed": (tei_embed, TEI_EMBED),
+        "/similarity": (similarity, SIMILARITY),
+        **dict.fromkeys(reranking, (rerank, RERANK)),
     }
 
 
@@ -151,6 +171,7 @@ def _reading(files: Files, batches: Batches, responses: Responses) -> Endpoints:
         **other_engines_reading(),
         "/": (root, TEXT),
         "/health": (health, JSON),
+        "/api/hello": (hello, JSON),
         "/metrics": (show_metrics, TEXT),
         "/openapi.json": (OpenApiDocument(), JSON),
         "/v1/models": (list_models, JSON),
@@ -255,6 +276,11 @@ async def list_models(served: ServedModel, _: Request, __: RequestContext) -> Re
 async def show_model(served: ServedModel, request: Request, context: RequestContext) -> Response:
     served.check_model(request.path_params["id"], context)
     return json_response(_model(served))
+
+
+async def hello(_: ServedModel, __: Request, ___: RequestContext) -> Response:
+    """Answers the request by which Claude Code finds out whether it can reach a server."""
+    return json_response({"message": "hello"})
 
 
 async def health(served: ServedModel, _: Request, __: RequestContext) -> Response:

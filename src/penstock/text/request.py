@@ -13,7 +13,12 @@ from penstock.types import Limits, Request, SamplingParams
 
 
 def check_answers(limits: Limits) -> None:
-    """Raises if the model is an encoder, which generates no text."""
+    """Raises if the model generates no text: an encoder, or a decoder that has a classification head in place of its
+    output head."""
+    if not limits.generates and not limits.encoder:
+        raise InvalidRequest(
+            "this model classifies texts and generates none: send texts to /classify, /score or /rerank", param="model"
+        )
     if limits.encoder:
         raise InvalidRequest(
             "this model is an encoder, which returns embeddings and no text: send texts to /v1/embeddings or "

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from penstock.text.chat import ChatTemplate, templates_in_folder, templates_in_metadata
 from penstock.text.named_templates import CHATML
+from penstock.text.pairs import PairTemplate, pair_template
 from penstock.text.sampling_defaults import FALLBACK, defaults_in_folder, defaults_in_metadata
 from penstock.text.tokenizer import Tokenizer
 from penstock.text.tool_formats import AnswerFormat
@@ -31,6 +32,7 @@ class Text:
     tokenizer: Tokenizer
     template: ChatTemplate | None  # None: the model comes without one, and its chats are rendered as ChatML
     sampling_defaults: Mapping[str, Any] = field(default_factory=lambda: FALLBACK, compare=False)
+    pair_template: PairTemplate | None = None  # of a generative reranker
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> Text:
@@ -39,12 +41,13 @@ class Text:
 
     @classmethod
     def from_folder(cls, path: Path) -> Text:
-        text = cls._of(Tokenizer.from_folder(path), templates_in_folder(path))
+        text = cls._of(Tokenizer.from_folder(path), templates_in_folder(path), path)
         return text.with_sampling(defaults_in_folder(path))
 
     @classmethod
-    def _of(cls, tokenizer: Tokenizer, templates: dict[str, str]) -> Text:
-        return cls(tokenizer, ChatTemplate(templates, tokenizer.names) if templates else None)
+    def _of(cls, tokenizer: Tokenizer, templates: dict[str, str], path: Path | None = None) -> Text:
+        chat = ChatTemplate(templates, tokenizer.names) if templates else None
+        return cls(tokenizer, chat, pair_template=pair_template(templates, tokenizer.names, path))
 
     def with_sampling(self, defaults: Mapping[str, Any]) -> Text:
         """Returns the same with other defaults for sampling; those that are not given stay."""

@@ -21,8 +21,11 @@ from penstock.server.chat.thinking import switch_thinking, think_with_effort
 from penstock.server.chat.tools import FunctionTool, template_call, template_reasoning
 from penstock.server.openapi import read_as
 from penstock.server.request_context import RequestContext
+from penstock.server.samplers import sampler_settings
 from penstock.server.served_model import ServedModel
 from penstock.types import Grammar, SamplingParams
+
+PENALTY_WINDOW = 64  # tokens, by default: Ollama's
 
 NO_EFFECT: NoEffect = {
     "shift": ANY_VALUE,
@@ -43,9 +46,6 @@ OPTION_NO_EFFECT: NoEffect = {
     "logits_all": ANY_VALUE,
     "low_vram": ANY_VALUE,
     "main_gpu": ANY_VALUE,
-    "mirostat": (0,),
-    "mirostat_eta": ANY_VALUE,  # only used with mirostat
-    "mirostat_tau": ANY_VALUE,
     "num_batch": ANY_VALUE,
     "num_gpu": ANY_VALUE,
     "num_keep": ANY_VALUE,
@@ -53,7 +53,6 @@ OPTION_NO_EFFECT: NoEffect = {
     "numa": ANY_VALUE,
     "penalize_newline": (True,),
     "tfs_z": (1,),
-    "typical_p": (1,),
     "use_mlock": ANY_VALUE,
     "use_mmap": ANY_VALUE,
     "vocab_only": (False,),
@@ -70,9 +69,13 @@ class OllamaOptions(msgspec.Struct, forbid_unknown_fields=True):
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: str | list[str] | None = None
     repeat_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
-    repeat_last_n: int | None = None
+    repeat_last_n: Annotated[int, Meta(ge=-1)] | None = None  # tokens that penalties look at; -1: all
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
+    typical_p: float | None = None
+    mirostat: int | None = None
+    mirostat_tau: float | None = None
+    mirostat_eta: float | None = None
 
 
 class OllamaFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -170,13 +173,15 @@ def read_options(served: ServedModel, context: RequestContext, body: OllamaField
     """Returns how to sample, and the limit on the answer's tokens; None: what the context has room for."""
     options = read_object(context, body.options or {}, OllamaOptions, OPTION_NO_EFFECT, "options")
     _limit_context(served, context, options)
-    _check_window(context, options)
-    named = {name: getattr(options, name) for name in _SAMPLING} | {"repetition_penalty": options.repeat_penalty}
+    named = {name: getattr(options, name) for name in _SAMPLING}
+    settings = {name: value for name, value in named.items() if value is not None} | sampler_settings(options)
+    if settings.keys() & PENALTIES:
+        settings.setdefault("penalty_window", PENALTY_WINDOW)
     stops = (options.stop,) if isinstance(options.stop, str) else tuple(options.stop or ())
     check_stops(stops, "options.stop")
     scores = (body.top_logprobs or 0) if body.logprobs else None
     limit = options.num_predict if options.num_predict and options.num_predict > 0 else None
-    return served.text.sampling(stop=stops, logprobs=scores, grammar=_grammar(body), **named), limit
+    return served.text.sampling(stop=stops, logprobs=scores, grammar=_grammar(body), **settings), limit
 
 
 def context_length(served: ServedModel, context: RequestContext, given: dict[str, Any] | None) -> int:
@@ -192,6 +197,7 @@ def _grammar(body: OllamaFields) -> Grammar | None:
     return json_grammar(ANY_OBJECT if body.format == "json" else body.format, "format")
 
 
+PENALTIES = {"presence_penalty", "frequency_penalty", "repetition_penalty"}
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed", "presence_penalty", "frequency_penalty")
 
 
@@ -201,12 +207,6 @@ def _limit_context(served: ServedModel, context: RequestContext, options: Ollama
     if options.num_ctx is not None and options.num_ctx > max_len:
         ignore_unsupported(context, "options.num_ctx", options.num_ctx)
         options.num_ctx = max_len
-
-
-def _check_window(context: RequestContext, options: OllamaOptions) -> None:
-    penalties = (options.repeat_penalty, options.presence_penalty, options.frequency_penalty)
-    if options.repeat_last_n not in (None, -1) and any(penalty not in (None, 0, 1) for penalty in penalties):
-        ignore_unsupported(context, "options.repeat_last_n", options.repeat_last_n)
 
 
 # -- messages -----------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from penstock.server.openapi import Operation
 from penstock.server.request_context import RequestContext
 from penstock.server.served_model import ServedModel
 from penstock.server.sse import encode
-from penstock.text import check_dimensions, embedding, embedding_request
+from penstock.text import Delta, check_dimensions, embedding, embedding_request
 from penstock.text.embedding import Vector, pooling_of
 from penstock.types import Request
 
@@ -122,11 +122,23 @@ async def pooled(
 ) -> list[T] | None:
     """Returns what `spell` makes of the pooled state of each request, or None if the client left. If one request fails,
     all do."""
-    return await while_connected(http.receive, _all(served, context, requests, spell))
+    return await last_deltas(served, http, context, requests, lambda delta: spell(delta.pooled))
+
+
+async def last_deltas(
+    served: ServedModel,
+    http: HttpRequest,
+    context: RequestContext,
+    requests: Sequence[Request],
+    read: Callable[[Delta], T],
+) -> list[T] | None:
+    """Returns what `read` makes of the last delta of each request, or None if the client left. If one request fails,
+    all do."""
+    return await while_connected(http.receive, _all(served, context, requests, read))
 
 
 async def _all(
-    served: ServedModel, context: RequestContext, requests: Sequence[Request], spell: Callable[[bytes], T]
+    served: ServedModel, context: RequestContext, requests: Sequence[Request], read: Callable[[Delta], T]
 ) -> list[T]:
     if not requests:
         return []
@@ -136,7 +148,7 @@ async def _all(
         for index, request in waiting:
             async with aclosing(deltas(served, context, request)) as steps:
                 async for _, delta in steps:
-                    found[index] = spell(delta.pooled)
+                    found[index] = read(delta)
 
     tasks = [asyncio.create_task(work()) for _ in range(min(CONCURRENT, len(requests)))]
     try:

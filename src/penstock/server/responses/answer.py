@@ -7,6 +7,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from typing import Literal
 
+import msgspec
+from msgspec import UNSET
+
 from penstock.errors import PenstockError
 from penstock.server.chat.chat_turn import ChatTurn, call_input
 from penstock.server.chat.logprobs import TokenEntry, token_entries
@@ -17,6 +20,8 @@ from penstock.server.responses.events import (
     LIFECYCLE,
     ArgumentsDelta,
     ArgumentsDone,
+    CustomInputDelta,
+    CustomInputDone,
     ItemAdded,
     ItemDone,
     OutputTextDelta,
@@ -30,10 +35,12 @@ from penstock.server.responses.events import (
 )
 from penstock.server.responses.input import seal
 from penstock.server.responses.items import (
+    CustomCallItem,
     FunctionCallItem,
     IncompleteDetails,
     InputTokensDetails,
     Item,
+    LocalShellItem,
     MessageItem,
     OutputText,
     OutputTokensDetails,
@@ -42,8 +49,10 @@ from penstock.server.responses.items import (
     ResponseError,
     ResponseObject,
     ResponseUsage,
+    ShellAction,
     new_id,
 )
+from penstock.server.responses.tools import CalledTool, ResponseTools
 from penstock.server.served_model import ServedModel
 from penstock.server.sse import EVENT_STREAM, Framing
 from penstock.text import Delta
@@ -63,6 +72,7 @@ class ResponseWriter:
         context: RequestContext,
         response: ResponseObject,
         turn: ChatTurn,
+        tools: ResponseTools,
         *,
         sealed: bool = False,
     ) -> None:
@@ -71,6 +81,7 @@ class ResponseWriter:
         self._explanation = Explanation(served, context, turn.requests)
         self.framing = Framing(EVENT_STREAM, bytes, b"", lambda error: b"".join(map(framed, self.fail(error))))
         self._turn = turn
+        self._tools = tools
         self._tokenizer = served.text.tokenizer
         self._sealed = sealed
         self._sent = 0  # events
@@ -160,7 +171,7 @@ class ResponseWriter:
         assert self._open_item is not None
         if isinstance(part, Content | Reasoning | Arguments):
             scores, self._scores = self._scores, []
-            yield self._open_item.add(part.text, scores)
+            yield from self._open_item.add(part.text, scores)
         if isinstance(part, CallEnded):
             yield from self._close("completed")
 
@@ -168,7 +179,8 @@ class ResponseWriter:
         index = len(self.response.output)
         match part:
             case CallStarted(_, id, name):
-                self._open_item = OpenCall(index, id, name)
+                tool = self._tools.of_call(name)
+                self._open_item = OPEN_CALLS[tool.kind](index, id, tool)
             case Reasoning():
                 self._open_item = OpenReasoning(index, self._sealed)
             case _:
@@ -187,7 +199,7 @@ class ResponseWriter:
         if not response.output and status == "completed":
             yield from self._open(Content(""))
         if self._scores and isinstance(self._open_item, OpenMessage):
-            yield self._open_item.add("", self._scores)
+            yield from self._open_item.add("", self._scores)
         yield from self._close("completed" if status == "completed" else "incomplete")
         response.status = status
         response.completed_at = int(time.time()) if status == "completed" else None
@@ -206,7 +218,7 @@ class OpenItem(ABC):
         self._index = index
         self._pieces: list[str] = []
 
-    def add(self, text: str, scores: list[TokenEntry]) -> ResponseEvent:
+    def add(self, text: str, scores: list[TokenEntry]) -> Iterator[ResponseEvent]:
         self._pieces.append(text)
         return self._added(text, scores)
 
@@ -223,7 +235,7 @@ class OpenItem(ABC):
     def _begin(self) -> Iterator[ResponseEvent]: ...
 
     @abstractmethod
-    def _added(self, text: str, scores: list[TokenEntry]) -> ResponseEvent: ...
+    def _added(self, text: str, scores: list[TokenEntry]) -> Iterator[ResponseEvent]: ...
 
     @abstractmethod
     def _finish(self, text: str) -> Iterator[ResponseEvent]: ...
@@ -242,9 +254,9 @@ class OpenMessage(OpenItem):
         self._message.content.append(self._part)
         yield PartAdded(self.item.id, self._index, 0, self._part)
 
-    def _added(self, text: str, scores: list[TokenEntry]) -> ResponseEvent:
+    def _added(self, text: str, scores: list[TokenEntry]) -> Iterator[ResponseEvent]:
         self._logprobs += scores
-        return OutputTextDelta(self.item.id, self._index, 0, text, scores)
+        yield OutputTextDelta(self.item.id, self._index, 0, text, scores)
 
     def _finish(self, text: str) -> Iterator[ResponseEvent]:
         self._part.text, self._part.logprobs = text, self._logprobs
@@ -265,8 +277,8 @@ class OpenReasoning(OpenItem):
         self._reasoning.content = [self._part]
         yield PartAdded(self.item.id, self._index, 0, self._part)
 
-    def _added(self, text: str, _: list[TokenEntry]) -> ResponseEvent:
-        return ReasoningDelta(self.item.id, self._index, 0, text)
+    def _added(self, text: str, _: list[TokenEntry]) -> Iterator[ResponseEvent]:
+        yield ReasoningDelta(self.item.id, self._index, 0, text)
 
     def _finish(self, text: str) -> Iterator[ResponseEvent]:
         self._part.text = text
@@ -278,9 +290,11 @@ class OpenReasoning(OpenItem):
 class OpenCall(OpenItem):
     parts = (Arguments, CallEnded)
 
-    def __init__(self, index: int, call_id: str, name: str) -> None:
+    def __init__(self, index: int, call_id: str, tool: CalledTool) -> None:
         super().__init__(index)
-        self.item = self._call = FunctionCallItem(new_id("fc"), call_id, name, "", "in_progress")
+        self.item = self._call = FunctionCallItem(
+            new_id("fc"), call_id, tool.name, "", "in_progress", tool.namespace or UNSET
+        )
 
     def close(self, status: Ending) -> Iterator[ResponseEvent]:
         """Closes the call, as incomplete if its arguments were cut off: the parser ends a call where the text ends."""
@@ -291,9 +305,63 @@ class OpenCall(OpenItem):
     def _begin(self) -> Iterator[ResponseEvent]:
         return iter(())
 
-    def _added(self, text: str, _: list[TokenEntry]) -> ResponseEvent:
-        return ArgumentsDelta(self.item.id, self._index, text)
+    def _added(self, text: str, _: list[TokenEntry]) -> Iterator[ResponseEvent]:
+        yield ArgumentsDelta(self.item.id, self._index, text)
 
     def _finish(self, text: str) -> Iterator[ResponseEvent]:
         self._call.arguments = text
         yield ArgumentsDone(self.item.id, self._index, text)
+
+
+class OpenCustomCall(OpenItem):
+    """Writes a call whose input is text: the one argument of the function that the model knows."""
+
+    parts = (Arguments, CallEnded)
+
+    def __init__(self, index: int, call_id: str, tool: CalledTool) -> None:
+        super().__init__(index)
+        self.item = self._call = CustomCallItem(
+            new_id("ctc"), call_id, tool.name, "", "in_progress", tool.namespace or UNSET
+        )
+
+    def _begin(self) -> Iterator[ResponseEvent]:
+        return iter(())
+
+    def _added(self, text: str, _: list[TokenEntry]) -> Iterator[ResponseEvent]:
+        return iter(())
+
+    def _finish(self, text: str) -> Iterator[ResponseEvent]:
+        written = (call_input(text) or {}).get("input", text)
+        self._call.input = written if isinstance(written, str) else text
+        yield CustomInputDelta(self.item.id, self._index, self._call.input)
+        yield CustomInputDone(self.item.id, self._index, self._call.input)
+
+
+class OpenShellCall(OpenItem):
+    """Writes a call of the client's shell, which has no events of its own."""
+
+    parts = (Arguments, CallEnded)
+
+    def __init__(self, index: int, call_id: str, _: CalledTool) -> None:
+        super().__init__(index)
+        self.item = self._call = LocalShellItem(new_id("lsh"), call_id, ShellAction([]), "in_progress")
+
+    def _begin(self) -> Iterator[ResponseEvent]:
+        return iter(())
+
+    def _added(self, text: str, _: list[TokenEntry]) -> Iterator[ResponseEvent]:
+        return iter(())
+
+    def _finish(self, text: str) -> Iterator[ResponseEvent]:
+        try:
+            self._call.action = msgspec.convert(call_input(text) or {}, ShellAction)
+        except msgspec.ValidationError:
+            self._call.action = ShellAction([text])  # the client's shell says what is wrong with it
+        return iter(())
+
+
+OPEN_CALLS: dict[str, type[OpenCall | OpenCustomCall | OpenShellCall]] = {
+    "function": OpenCall,
+    "custom": OpenCustomCall,
+    "local_shell": OpenShellCall,
+}

@@ -70,9 +70,9 @@ class Responses:
         params = sampling(served, body, logprobs=scored)
         prompt = await self._prompt(served, context, body, settings, items)
         options = TurnOptions("input", body.max_output_tokens)
-        turn = begin_turn(served, context, prompt, settings.use, params, options)
+        turn = begin_turn(served, context, prompt, settings.tools.use, params, options)
         stored = StoredResponse(_response(served, body, settings, params[0]), items)
-        writer = ResponseWriter(served, context, stored.response, turn, sealed=body.includes(SEALED))
+        writer = ResponseWriter(served, context, stored.response, turn, settings.tools, sealed=body.includes(SEALED))
         if body.background:
             return self._start(context, stored, writer, streamed=bool(body.stream))
         if body.stores:
@@ -138,7 +138,9 @@ class Responses:
             | read_verbosity(context, served.text, settings.text.verbosity, "text.verbosity")
             | read_template_kwargs(context, served.text, body.chat_template_kwargs)
         )
-        return await render_prompt(served, messages_of(body.instructions, [*before, *items]), settings.use, **fields)
+        return await render_prompt(
+            served, messages_of(body.instructions, [*before, *items]), settings.tools.use, **fields
+        )
 
     def _start(
         self, context: RequestContext, stored: StoredResponse, writer: ResponseWriter, *, streamed: bool
@@ -167,7 +169,7 @@ def _response(
         max_output_tokens=body.max_output_tokens,
         metadata=body.metadata or {},
         model=served.name,
-        parallel_tool_calls=settings.use.parallel,
+        parallel_tool_calls=settings.tools.use.parallel,
         previous_response_id=body.previous_response_id,
         prompt_cache_key=body.prompt_cache_key,
         reasoning=settings.reasoning,
@@ -176,7 +178,7 @@ def _response(
         temperature=params.temperature,
         text=settings.text,
         tool_choice=body.tool_choice or "auto",
-        tools=settings.functions,
+        tools=settings.given_tools,
         top_logprobs=body.top_logprobs or 0,
         top_p=params.top_p,
         user=body.user,

@@ -84,8 +84,16 @@ class ArgumentsDone(ItemEvent, tag="response.function_call_arguments.done"):
     arguments: str
 
 
+class CustomInputDelta(ItemEvent, tag="response.custom_tool_call_input.delta"):
+    delta: str
+
+
+class CustomInputDone(ItemEvent, tag="response.custom_tool_call_input.done"):
+    input: str
+
+
 IN_PROGRESS = ItemAdded | ItemDone | PartAdded | PartDone | OutputTextDelta | OutputTextDone | ReasoningDelta
-IN_PROGRESS |= ReasoningDone | ArgumentsDelta | ArgumentsDone
+IN_PROGRESS |= ReasoningDone | ArgumentsDelta | ArgumentsDone | CustomInputDelta | CustomInputDone
 EVENTS: Any = reduce(or_, LIFECYCLE.values(), IN_PROGRESS)
 
 

@@ -9,7 +9,6 @@ from msgspec import Meta
 from starlette.requests import Request as HttpRequest
 
 from penstock.errors import InvalidRequest
-from penstock.server.access.bounds import check_count
 from penstock.server.bodies import (
     ANY_VALUE,
     ContentValues,
@@ -17,14 +16,14 @@ from penstock.server.bodies import (
     ignore_unsupported,
     read_body,
     read_object,
-    unsupported,
 )
 from penstock.server.chat.structured import NamedSchema, ResponseFormat
-from penstock.server.chat.tools import MAX_TOOLS, ToolUse, choose_tools, for_template
 from penstock.server.openai.fields import SamplingFields
 from penstock.server.openapi import read_as
 from penstock.server.request_context import RequestContext
-from penstock.server.responses.items import ReasoningSettings, ResponsesFunction, TextFormat, TextSettings
+from penstock.server.responses.input import tools_in
+from penstock.server.responses.items import ReasoningSettings, TextFormat, TextSettings
+from penstock.server.responses.tools import AnyTool, ResponseTools, read_response_tools
 
 MAX_METADATA = (16, 64, 512)  # pairs, characters of a key, characters of a value
 LOGPROBS = "message.output_text.logprobs"
@@ -42,6 +41,7 @@ INCLUDABLE = (
 
 BODY_NO_EFFECT: NoEffect = {
     "access_programs": (),
+    "client_metadata": ANY_VALUE,
     "context_management": ([],),
     "conversation": ContentValues(),
     "image": (),
@@ -53,12 +53,6 @@ BODY_NO_EFFECT: NoEffect = {
     "service_tier": ("auto", "default"),
     "skip_special_tokens": (True,),
     "truncation": ("disabled",),
-}
-TOOL_NO_EFFECT: NoEffect = {
-    "allowed_callers": (["direct"],),
-    "async": (False,),
-    "defer_loading": (False,),
-    "output_schema": (),
 }
 TEXT_NO_EFFECT: NoEffect = {}
 REASONING_NO_EFFECT: NoEffect = {  # reasoning is always returned in full: nothing here could summarize it
@@ -76,7 +70,7 @@ class ResponsesConversation(SamplingFields, kw_only=True):
     input: str | list[dict[str, Any]] | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
-    tools: list[Annotated[dict[str, Any], read_as(ResponsesFunction, no_effect=TOOL_NO_EFFECT)]] | None = None
+    tools: list[AnyTool] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Annotated[dict[str, Any], read_as(ReasoningSettings, no_effect=REASONING_NO_EFFECT)] | None = None
@@ -111,8 +105,8 @@ class ResponsesBody(ResponsesConversation, kw_only=True):
 
 
 class ResponseSettings(NamedTuple):
-    functions: list[ResponsesFunction]
-    use: ToolUse
+    given_tools: list[dict[str, Any]]
+    tools: ResponseTools
     text: TextSettings
     reasoning: ReasoningSettings
 
@@ -163,8 +157,9 @@ def read_settings(context: RequestContext, body: ResponsesConversation) -> Respo
     text.format = text.format or TextFormat("text")
     body.response_format = _response_format(text.format)
     reasoning = read_object(context, body.reasoning or {}, ReasoningSettings, REASONING_NO_EFFECT, "reasoning")
-    functions, use = _read_tools(context, body)
-    return ResponseSettings(functions, use, text, reasoning)
+    given = [*(body.tools or ()), *tools_in(body.input)]
+    tools = read_response_tools(context, given, body.tool_choice, body.parallel_tool_calls)
+    return ResponseSettings(given, tools, text, reasoning)
 
 
 def _response_format(format: TextFormat) -> ResponseFormat | None:
@@ -174,21 +169,6 @@ def _response_format(format: TextFormat) -> ResponseFormat | None:
             raise InvalidRequest(f"the field {param!r} is missing", param=param, code="missing_required_parameter")
         return ResponseFormat("json_schema", NamedSchema(schema=format.schema, strict=format.strict))
     return ResponseFormat("json_object") if format.type == "json_object" else None
-
-
-def _read_tools(context: RequestContext, body: ResponsesConversation) -> tuple[list[ResponsesFunction], ToolUse]:
-    given = body.tools or []
-    check_count(given, MAX_TOOLS, "tools")
-    functions = [_function(context, tool, f"tools[{index}]") for index, tool in enumerate(given)]
-    tools = [for_template(each.name, each.description, each.parameters) for each in functions]
-    strict = any(each.strict for each in functions)
-    return functions, choose_tools(tools, body.tool_choice, body.parallel_tool_calls, strict=strict)
-
-
-def _function(context: RequestContext, given: dict[str, Any], where: str) -> ResponsesFunction:
-    if given.get("type") != "function":
-        raise unsupported(f"{where}.type", given.get("type"))
-    return read_object(context, given, ResponsesFunction, TOOL_NO_EFFECT, where)
 
 
 # -- queries -----------------------------------------------------------------------------------------------------

@@ -55,16 +55,60 @@ class FunctionCallItem(msgspec.Struct, tag_field="type", tag="function_call", fo
     name: str
     arguments: str
     status: Status = "completed"
+    namespace: str | UnsetType = UNSET  # of the tool, if it is in one
 
 
-class FunctionOutputItem(msgspec.Struct, tag_field="type", tag="function_call_output", forbid_unknown_fields=True):
+class CustomCallItem(msgspec.Struct, tag_field="type", tag="custom_tool_call", forbid_unknown_fields=True):
+    """Is a call of a tool whose input is text."""
+
+    id: str
+    call_id: str
+    name: str
+    input: str
+    status: Status = "completed"
+    namespace: str | UnsetType = UNSET
+
+
+class ShellAction(msgspec.Struct, forbid_unknown_fields=True):
+    command: list[str]
+    env: dict[str, str] = {}
+    type: Literal["exec"] = "exec"
+    timeout_ms: int | None = None
+    user: str | None = None
+    working_directory: str | None = None
+
+
+class LocalShellItem(msgspec.Struct, tag_field="type", tag="local_shell_call", forbid_unknown_fields=True):
+    id: str
+    call_id: str
+    action: ShellAction
+    status: Status = "completed"
+
+
+class CallOutput(msgspec.Struct, forbid_unknown_fields=True):
+    """Is what a tool returned for a call."""
+
     id: str
     call_id: str
     output: str | list[InputText]
     status: Status = "completed"
 
 
-Item = MessageItem | ReasoningItem | FunctionCallItem | FunctionOutputItem
+class FunctionOutputItem(CallOutput, tag_field="type", tag="function_call_output"):
+    pass
+
+
+class CustomOutputItem(CallOutput, tag_field="type", tag="custom_tool_call_output"):
+    pass
+
+
+class LocalShellOutputItem(CallOutput, tag_field="type", tag="local_shell_call_output"):
+    pass
+
+
+CallItem = FunctionCallItem | CustomCallItem | LocalShellItem
+OutputItem = FunctionOutputItem | CustomOutputItem | LocalShellOutputItem
+Item = MessageItem | ReasoningItem | CallItem | OutputItem
 
 
 def new_id(kind: str) -> str:
@@ -72,15 +116,6 @@ def new_id(kind: str) -> str:
 
 
 # -- the response --------------------------------------------------------------------------------------------------
-
-
-class ResponsesFunction(msgspec.Struct, tag_field="type", tag="function", forbid_unknown_fields=True):
-    """Describes a tool, as the client sent it."""
-
-    name: str
-    parameters: dict[str, Any] | None = None
-    description: str | None = None
-    strict: bool | None = None
 
 
 class TextFormat(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -153,7 +188,7 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     temperature: float
     text: TextSettings
     tool_choice: str | dict[str, Any]
-    tools: list[ResponsesFunction]
+    tools: list[dict[str, Any]]  # as the client sent them
     top_logprobs: int
     top_p: float
     truncation: str = "disabled"
