@@ -2,8 +2,8 @@
 
 A row's candidates begin as the whole vocabulary, edits and bitmask applied. Each sampler of the order takes candidates
 away or changes their logits; what is left is drawn from in vocabulary order with one uniform number, which the seed
-alone decides, or, if the seed is to give what it gives in llama.cpp, with the most likely first. Mirostat takes the place of the cuts. Where llama.cpp leaves the choice among equal candidates to its
-sort, the lowest token id stays here.
+alone decides, or, if the seed is to give what it gives in llama.cpp, with the most likely first. Mirostat takes the
+place of the cuts. Where llama.cpp leaves the choice among equal candidates to its sort, the lowest token id stays here.
 """
 
 from __future__ import annotations
