@@ -17,7 +17,7 @@ from penstock.errors import InvalidRequest
 from penstock.server.access.bounds import check_count, check_stops
 from penstock.server.bodies import ANY_VALUE, NoEffect, ignore_unsupported, read_body
 from penstock.server.chat.structured import Structured, grammar_of
-from penstock.server.request_context import RequestContext
+from penstock.server.request_context import RequestContext, new_request_id
 from penstock.server.samplers import LogitBias, logit_biases, sampler_settings
 from penstock.server.served_model import ServedModel
 from penstock.text import Delta, new_seed
@@ -38,7 +38,6 @@ NO_EFFECT: NoEffect = {
     "store": (False,),
     "user": ANY_VALUE,
     # llama.cpp's
-    "cache_prompt": (True,),
     "id_slot": ANY_VALUE,  # a request finds the cached prefixes of all others
     # vLLM's
     "kv_transfer_params": ({},),
@@ -116,6 +115,7 @@ class GenerationFields(SamplingFields, kw_only=True):
     add_special_tokens: bool | None = None  # false: no BOS is added to the prompt
     truncate_prompt_tokens: int | None = None  # -1: to what the context has room for
     cache_salt: Annotated[str, Meta(min_length=1)] | None = None
+    cache_prompt: bool | None = None  # llama.cpp's; false: no block is shared with other requests
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None  # lower is sooner
     service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
     penstock: bool | None = None  # asks for a report of what happened to the answer
@@ -139,7 +139,7 @@ async def read_fields(http: HttpRequest, context: RequestContext, kind: type[F],
     if fields.stream_options is not None and fields.stream_options.include_obfuscation:
         ignore_unsupported(context, "stream_options.include_obfuscation", True)
     context.explain |= bool(fields.penstock)
-    context.salt = fields.cache_salt or ""
+    context.salt = fields.cache_salt or (new_request_id() if fields.cache_prompt is False else "")
     context.priority = TIER_PRIORITIES[fields.service_tier or "auto"] if fields.priority is None else fields.priority
     return fields
 
