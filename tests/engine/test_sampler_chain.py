@@ -9,12 +9,24 @@ import numpy as np
 import pytest
 
 from penstock.backend.base import ChainRow
+from penstock.backend.sample import apply_edit
 from penstock.backend.sampler_chain import Candidates, candidates, choose_by_chain
 from penstock.engine.dry import DryHistory
-from penstock.types import DryPenalty, SamplerChain
+from penstock.engine.sampling import Sampler
+from penstock.types import DryPenalty, Request, SamplerChain, SamplingParams
 from tests.engine.llama_cpp_samplers import GOLDENS, Golden, logits_of, row_of
 
 RECORDED: dict[str, list[Golden]] = json.loads(GOLDENS.read_text())
+
+
+@pytest.mark.parametrize("case", RECORDED["penalties"])
+def test_penalties_over_a_window_are_those_of_llama_cpp(case: Golden) -> None:
+    history, row = case["history"], np.arange(-3, 4, dtype=np.float32)
+    sampler = Sampler(Request(0, tuple(history[:5]), SamplingParams(**case["settings"]), 100))
+    for end in range(1, len(history) + 1):
+        edit = sampler.edit(history, end - 1)
+    found = row if edit is None else apply_edit(row, edit)
+    assert found.tolist() == pytest.approx(case["logits"], abs=1e-4)
 
 
 def chances_of(left: Candidates) -> dict[int, float]:
