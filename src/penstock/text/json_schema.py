@@ -16,7 +16,7 @@ from penstock.text.schema_disjoint import are_disjoint
 from penstock.text.schema_negation import NotExpressible, all_of, any_of, negate
 from penstock.text.schema_normal import NormalSchema, Schema, children, normalize
 from penstock.text.schema_objects import with_counts, with_names
-from penstock.text.schema_validator import is_valid, usable
+from penstock.text.schema_validator import is_valid, mended, usable
 
 FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown")
 THOROUGH, PLAIN, LOOSE = 2, 1, 0  # efforts
@@ -148,7 +148,7 @@ class _Rewriting:
     def _copy_texts(self, schema: dict[str, Any], plain: dict[str, Any], path: str) -> None:
         if "pattern" in schema:
             if usable(schema["pattern"]) and not self._loose:
-                plain["pattern"] = schema["pattern"]
+                plain["pattern"] = mended(schema["pattern"])
             else:
                 self._leave_out(path, "pattern", checked=usable(schema["pattern"]))
         if "format" in schema:
@@ -177,7 +177,8 @@ class _Rewriting:
         patterns = schema["patternProperties"]
         if all(map(usable, patterns)) and (self._thorough or (len(patterns) == 1 and not self._loose)):
             plain["patternProperties"] = {
-                pattern: self.of(each, f"{path}.patternProperties.{pattern}") for pattern, each in patterns.items()
+                mended(pattern): self.of(each, f"{path}.patternProperties.{pattern}")
+                for pattern, each in patterns.items()
             }
             return
         self._leave_out(path, "patternProperties", checked=all(map(usable, patterns)))
