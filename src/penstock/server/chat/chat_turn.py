@@ -125,7 +125,9 @@ def begin_turn(
 ) -> ChatTurn:
     """Returns the turn with one choice for each of `sampling`. Nothing runs before its deltas are read."""
     text, budget = served.text, options.thinking_budget
-    constrained = [after_thinking(text, prompt, constrain_to_tools(text, use, each), budget) for each in sampling]
+    constrained = [
+        after_thinking(text, prompt, constrain_to_tools(context, text, use, each), budget) for each in sampling
+    ]
     if budget is not None and not _has_thinking(constrained[0]):
         context.ignore("thinking.budget_tokens")
     requests = [served.request(context, prompt.tokens, each, options.param, options.max_tokens) for each in constrained]
