@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Meta, UnsetType
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
@@ -15,7 +15,7 @@ from penstock.server.access.bounds import MAX_MESSAGES, MAX_PARTS, check_count
 from penstock.server.bodies import ANY_VALUE, ContentValues, NoEffect, ignore_unsupported, read_object, unsupported
 from penstock.server.chat.chat_turn import ChatTurn, TurnOptions, begin_turn, render_prompt
 from penstock.server.chat.logprobs import TokenEntry, token_entries
-from penstock.server.chat.thinking import think_with_effort
+from penstock.server.chat.thinking import ThinkingWish, read_wish, switch_thinking, think_with_effort
 from penstock.server.chat.tools import FunctionTool, PastCall, read_calls, read_tools, template_reasoning
 from penstock.server.explain import AnswerReport, Explanation
 from penstock.server.openai.fields import (
@@ -61,6 +61,10 @@ class ChatBody(GenerationFields):
     reasoning_effort: str | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
+    thinking_budget: Annotated[int, Meta(ge=1)] | None = None  # tokens
+    thinking: ThinkingWish | None = None
+    reasoning: ThinkingWish | None = None
 
 
 class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
@@ -95,7 +99,9 @@ async def chat_completions(served: ServedModel, http: HttpRequest, context: Requ
     use = read_tools(context, body.tools, body.tool_choice, body.parallel_tool_calls)
     prompt = await render_prompt(served, messages, use, **_template_fields(served.text, context, body))
     prompt = prompt._replace(tokens=truncate(served, context, body, prompt.tokens, params[0].max_tokens))
-    turn = begin_turn(served, context, prompt, use, params, TurnOptions(shown=shown_special(served, body)))
+    param, budget = _budget(body)
+    options = TurnOptions(thinking_budget=budget, budget_param=param, shown=shown_special(served, body))
+    turn = begin_turn(served, context, prompt, use, params, options)
     writer = ChatWriter(served, context, turn, body)
     return await reply(http, context, writer, turn.deltas, streaming=bool(body.stream))
 
@@ -139,10 +145,23 @@ def read_template_kwargs(context: RequestContext, text: Text, kwargs: dict[str, 
     return fields
 
 
+def _budget(body: ChatBody) -> tuple[str, int | None]:
+    """Returns the limit on tokens of thinking, and the field that it came in."""
+    for param, wish in (("thinking.budget_tokens", body.thinking), ("reasoning.max_tokens", body.reasoning)):
+        if wish is not None and wish.budget:
+            return param, wish.budget
+    return "thinking_budget", body.thinking_budget
+
+
 def _template_fields(text: Text, context: RequestContext, body: ChatBody) -> dict[str, Any]:
     """Returns the template's fields beside messages and tools."""
+    fields = think_with_effort(context, text, body.reasoning_effort, "reasoning_effort")
+    if body.enable_thinking is not None:
+        fields |= switch_thinking(context, text, body.enable_thinking, "enable_thinking", body.enable_thinking)
+    for param, wish in (("thinking", body.thinking), ("reasoning", body.reasoning)):
+        fields |= {} if wish is None else read_wish(context, text, wish, param)
     return (
-        think_with_effort(context, text, body.reasoning_effort, "reasoning_effort")
+        fields
         | read_verbosity(context, text, body.verbosity, "verbosity")
         | read_template_kwargs(context, text, body.chat_template_kwargs)
     )
