@@ -1,4 +1,4 @@
-"""Chains of samplers leave what llama.cpp's leave, and the DRY penalty is llama.cpp's, whose library wrote the goldens."""
+"""Chains of samplers leave what llama.cpp leaves, and the DRY penalty is its own: its library wrote the goldens."""
 
 from __future__ import annotations
 

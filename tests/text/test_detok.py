@@ -63,6 +63,9 @@ def test_stop_strings_cut_the_same_however_tokens_come(tokenizer, answer, text, 
     assert stream.stopped == met
     assert pushed(one_by_one, ids, range(1, len(ids))) == shown
     assert stream.consumed == one_by_one.consumed
+    including = TextStream(tokenizer, stops, include_stop=True)
+    assert pushed(including, ids, cuts) == shown + (met or "")
+    assert including.stopped == met
 
 
 HALF_SURROGATES = {bytes([0xED, second]) for second in range(0xA0, 0xC0)}

@@ -124,6 +124,21 @@ class SampleRows:
     edits: LogitEdits = NO_EDITS  # penalties, biases and bans, for the positions that have any
     chains: tuple[ChainRow, ...] = ()  # for the positions that have one, ascending; what is above is greedy for these
 
+    def between(self, first: int, last: int) -> SampleRows:
+        """Returns what is asked of positions first:last, counted from `first`."""
+        part = slice(first, last)
+        return SampleRows(
+            self.target[part],
+            self.temperature[part],
+            self.top_p[part],
+            self.top_k[part],
+            self.min_p[part],
+            self.seed[part],
+            self.logprobs[part],
+            self.edits.between(first, last),
+            tuple(chain._replace(row=chain.row - first) for chain in self.chains if first <= chain.row < last),
+        )
+
 
 class Bitmasks(NamedTuple):
     """Says which tokens grammars allow at C of a step's S positions; logits of all others become -inf, after edits."""

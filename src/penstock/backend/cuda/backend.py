@@ -27,7 +27,7 @@ from penstock.backend.base import (
     StoredAs,
     Ticket,
 )
-from penstock.backend.batches import greedy_batch, greedy_rows
+from penstock.backend.batches import greedy_batch
 from penstock.backend.cuda import inputs
 from penstock.backend.cuda.blocks import CudaBlocks
 from penstock.backend.cuda.device_properties import DeviceProperties
@@ -46,7 +46,7 @@ from penstock.backend.cuda.precompile import Compiler
 from penstock.backend.cuda.program import CudaProgram, StepSizes
 from penstock.backend.cuda.quantized_weights import Workspace
 from penstock.backend.cuda.recurrent_states import words
-from penstock.backend.cuda.sampler import DeviceSampler, PendingLogprobs
+from penstock.backend.cuda.sampler import DeviceSampler, PendingLogprobs, sampling_kinds
 from penstock.backend.cuda.staging import Staging
 from penstock.backend.cuda.weights import Weight, pack, stacked_values
 from penstock.backend.pooling import with_pooled
@@ -69,7 +69,6 @@ SPARE_TILES = 64  # that only pad
 SPARE_MEMORY = 3 << 29  # for graphs, kernels and the library's own buffers
 LAST_MEMORY = 128 << 20  # of it, held until a step finds none: kernels that are loaded then need some
 NO_MEMORY = 32 << 20  # with less than this free, whatever goes wrong in the driver is a shortage
-SAMPLE_ARRAYS = ("target", "temperature", "top_p", "top_k", "min_p", "seed", "logprobs")
 SAMPLING = ("sampled", "target", "sample_slots", "temperature", "top_p", "top_k", "min_p", "seeds")
 
 
@@ -419,7 +418,7 @@ class CudaBackend:
             part = slice(first, min(first + room, wanted))
             some = replace(step, **{name: getattr(step, name)[part] for name in SAMPLING})
             logits = self._program.run_sampled(some, part.stop - first)
-            yield logits, some, slice_rows(batch.sample, part), first, chosen[part]
+            yield logits, some, batch.sample.between(part.start, part.stop), first, chosen[part]
 
     def _check_program(self, batch: Batch) -> None:
         if batch.program:
@@ -492,21 +491,3 @@ class CudaBackend:
 
     def _is_full(self) -> bool:
         return self._stream is not None and bool(torch.cuda.mem_get_info(self._device)[0] < NO_MEMORY)
-
-
-def sampling_kinds(vocab: int) -> Iterator[tuple[SampleRows, Bitmasks | None]]:
-    """Yields ways to sample one row: greedy, drawn from all, drawn from the likeliest, and what a grammar allows."""
-    greedy = greedy_rows(1)
-    drawn = replace(greedy, temperature=np.ones(1, np.float32))
-    for rows in (greedy, drawn, replace(drawn, top_p=np.full(1, 0.9, np.float32))):
-        yield rows, None
-    yield greedy, Bitmasks(np.zeros(1, np.int32), np.full((1, -(-vocab // 32)), -1, np.int32))
-
-
-def slice_rows(rows: SampleRows, part: slice) -> SampleRows:
-    """Returns what is asked of some of the positions."""
-    arrays = {name: getattr(rows, name)[part] for name in SAMPLE_ARRAYS}
-    chains = tuple(
-        chain._replace(row=chain.row - part.start) for chain in rows.chains if part.start <= chain.row < part.stop
-    )
-    return SampleRows(**arrays, edits=rows.edits.between(part.start, part.stop), chains=chains)

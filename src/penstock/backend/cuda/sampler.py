@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,6 +11,7 @@ import torch
 import triton
 
 from penstock.backend.base import Bitmasks, Ints, LogitEdits, SampleRows
+from penstock.backend.batches import greedy_rows
 from penstock.backend.cuda.inputs import DeviceInputs
 from penstock.backend.cuda.kernels.apply_bitmask import apply_bitmask
 from penstock.backend.cuda.kernels.sample_tokens import CHUNK, find_chunk_maxima, sample_tokens
@@ -143,3 +144,12 @@ def to_host(tensor: Any) -> Any:
     if not tensor.is_cuda:
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+def sampling_kinds(vocab: int) -> Iterator[tuple[SampleRows, Bitmasks | None]]:
+    """Yields ways to sample one row: greedy, drawn from all, drawn from the likeliest, and what a grammar allows."""
+    greedy = greedy_rows(1)
+    drawn = replace(greedy, temperature=np.ones(1, np.float32))
+    for rows in (greedy, drawn, replace(drawn, top_p=np.full(1, 0.9, np.float32))):
+        yield rows, None
+    yield greedy, Bitmasks(np.zeros(1, np.int32), np.full((1, -(-vocab // 32)), -1, np.int32))
