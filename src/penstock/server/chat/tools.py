@@ -9,7 +9,7 @@ import msgspec
 
 from penstock.errors import InvalidGrammar, InvalidRequest
 from penstock.server.access.bounds import check_count, read_json
-from penstock.server.bodies import read_object, unsupported
+from penstock.server.bodies import leave_out, read_object, unsupported
 from penstock.server.openapi import read_as
 from penstock.server.request_context import RequestContext
 from penstock.text import Text
@@ -79,7 +79,8 @@ def read_tools(
     parallel: bool | None = None,
 ) -> ToolUse:
     check_count(given or (), MAX_TOOLS, "tools")
-    functions = [_function(context, tool, f"tools[{index}]") for index, tool in enumerate(given or ())]
+    read = (_function(context, tool, f"tools[{index}]") for index, tool in enumerate(given or ()))
+    functions = [function for function in read if function is not None]
     tools = [for_template(each.name, each.description, each.parameters) for each in functions]
     return choose_tools(tools, choice, parallel, strict=any(each.strict for each in functions))
 
@@ -131,7 +132,11 @@ def known(names: tuple[str, ...], chosen: tuple[str, ...]) -> tuple[str, ...]:
     return chosen
 
 
-def _function(context: RequestContext, given: dict[str, Any], where: str) -> FunctionDefinition:
+def _function(context: RequestContext, given: dict[str, Any], where: str) -> FunctionDefinition | None:
+    """Returns a tool that is a function; None for one of another kind, which is left out and listed as ignored."""
+    if given.get("type", "function") != "function":
+        leave_out(context, where, given["type"])
+        return None
     tool = read_object(context, given, FunctionTool, {}, where)
     return read_object(context, tool.function, FunctionDefinition, {}, f"{where}.function")
 
