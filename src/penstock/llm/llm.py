@@ -12,6 +12,7 @@ import numpy as np
 
 from penstock.config import configure
 from penstock.engine.build import build_engine
+from penstock.engine.loop import FlushCache
 from penstock.errors import InvalidRequest
 from penstock.ipc.inprocess_engine import InProcessEngine
 from penstock.llm.beams import BeamSearchOutput, BeamSearchParams, search_beams
@@ -164,6 +165,11 @@ class LLM:
     def beam_search(self, prompts: Prompts, params: BeamSearchParams) -> list[BeamSearchOutput]:
         """Returns the likeliest continuations of each prompt that beams find, the best first."""
         return search_beams(self._maker, self._engine, prompt_list(prompts), params)
+
+    def reset_prefix_cache(self) -> bool:
+        """Empties the prefix cache before the next step: later prompts are computed anew. It always succeeds."""
+        self._engine.inner.send(FlushCache())
+        return True
 
     def get_tokenizer(self) -> ModelTokenizer:
         """Returns the model's tokenizer, with the methods that scripts use most."""

@@ -85,16 +85,19 @@ class RequestMaker:
         return Prompt(text.encode_prompt(rendered), rendered, continuing=continues)
 
     def generation(self, prompt: Prompt, params: SamplingParams | None, id: str = "") -> PendingOutput:
-        """Returns the choices to generate for a prompt, each with its own seed."""
+        """Returns the choices to generate for a prompt, each with its own seed. As in vLLM, an answer ends where the
+        context does, whatever its max_tokens."""
         self.check_answers()
         params = self.text.sampling() if params is None else params
         tokens = prompt.tokens[-(params.truncate_prompt_tokens or 0) :]
+        room = max(self.limits.max_len - len(tokens), 1)
+        most = None if params.max_tokens is None else min(params.max_tokens, room)
         seed = self._new_seed() if params.seed is None else params.seed
         count = params.best_of or params.n
         scored = 0 if params.logprobs is None and count > params.n else params.logprobs
         choices = []
         for choice in range(count):
-            sampling = replace(params, seed=seed + choice, logprobs=scored)
+            sampling = replace(params, seed=seed + choice, logprobs=scored, max_tokens=most)
             request = make_request(self.next_id(), tokens, sampling, self.text.tokenizer, self.limits.max_len)
             choices.append(PendingChoice(request, self._stream(params, continuing=prompt.continuing)))
         return PendingOutput(id or str(choices[0].request.id), prompt.text, params, self.text.tokenizer, choices)
