@@ -91,7 +91,7 @@ def test_the_order_of_events(parrot: Any) -> None:
     assert told[2][1] == {
         "type": "content_block_start",
         "index": 0,
-        "content_block": {"type": "text", "text": "", "citations": None},
+        "content_block": {"type": "text", "text": ""},
     }
     assert told[3][1] == {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "a"}}
     assert end["delta"] == {"stop_reason": "end_turn", "stop_sequence": None}
@@ -216,7 +216,7 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "x"}}
         ({"messages": []}, "messages is empty"),
         ({"messages": [{"role": "robot", "content": "x"}]}, r"messages\[0\].role"),
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, r"messages\[0\].content\[0\].type: 'image'"),
-        ({"messages": [{"role": "assistant", "content": "x"}]}, "the last message must be the user's"),
+        ({"messages": [{"role": "assistant", "content": " "}]}, "no text that could be continued"),
         ({"messages": [USED[2]]}, "no tool_use block before it has the id 'toolu_1'"),
         ({"system": [{"type": "tool_result"}]}, r"system\[0\].type"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking is not supported"),

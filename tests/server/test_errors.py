@@ -54,7 +54,7 @@ def refused(answer: httpx.Response, status: int = 400) -> dict[str, Any]:
         ({"stop": ["x"] * 33}, "stop", "at most 32"),
         ({"stop_token_ids": [257]}, "stop_token_ids", "from 0 to 256; got 257"),
         ({"logit_bias": {"999": 1}}, "logit_bias", "got 999"),
-        ({"logit_bias": {"a": 1}}, "logit_bias", "Expected int, got str"),
+        ({"logit_bias": {"a": "b"}}, "logit_bias[...]", "got str"),
         ({"logit_bias": {"1": 101}}, "logit_bias", "between -100 and 100"),
         ({"logprobs": 3}, "logprobs", "Expected bool | null, got int"),
         ({"top_logprobs": 3}, "top_logprobs", "needs logprobs"),

@@ -179,7 +179,7 @@ ANTHROPIC: list[Row] = [
     ("thinking", {"type": "disabled"}, HONOURED),
     ("thinking", {"type": "enabled", "budget_tokens": 1024}, IGNORED),  # the toy does not think
     ("thinking", {"type": "adaptive"}, IGNORED),
-    ("thinking", {"type": "between_tools"}, FAILS),
+    ("thinking", {"type": "between_tools"}, IGNORED),
     ("stop_sequences", ["x"], HONOURED),
     ("stream", True, HONOURED),
     ("temperature", 0.5, HONOURED),

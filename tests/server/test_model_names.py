@@ -67,5 +67,9 @@ def test_a_strict_server_has_the_aliases_that_it_was_given(renamed: Any, path: s
 
 
 def test_models_are_found_by_their_other_names(parrot: Any) -> None:
+    own = parrot.post("/api/show", model=MODEL).json()
+    assert parrot.post("/api/show", model="gpt-4o").json() == own
+    assert parrot.post("/api/show", model="other").status_code == 404
+    assert parrot.http.request("DELETE", "/api/delete", json={"model": "gpt-4o"}).status_code == 404
     answer = parrot.get("/v1/models/claude-sonnet-4-5")
     assert (answer.json()["id"], answer.headers["x-penstock-model"]) == (MODEL, MODEL)

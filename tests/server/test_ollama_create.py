@@ -164,8 +164,8 @@ def test_what_was_made_is_told(parrot: Any) -> None:
         messages=shots, license=["MIT", "and mine"],
     )  # fmt: skip
     client.copy("ns/mario:v1", "luigi")
-    assert [each.model for each in client.list().models] == [MODEL, "luigi", "ns/mario:v1"]
-    assert [each.model for each in client.ps().models] == [MODEL, "luigi", "ns/mario:v1"]
+    assert [each.model for each in client.list().models] == [f"{MODEL}:latest", "luigi:latest", "ns/mario:v1"]
+    assert [each.model for each in client.ps().models] == [f"{MODEL}:latest", "luigi:latest", "ns/mario:v1"]
     for each in client.list().models[1:]:
         assert len(each.digest or "") == 64
         assert each.details is not None
@@ -192,7 +192,7 @@ def test_copies_and_deleting(parrot: Any) -> None:
     client.delete("twin")
     assert client.chat("luigi", ask("hi")).message.content == "Me"
     client.delete("luigi")
-    assert [each.model for each in client.list().models] == [MODEL]
+    assert [each.model for each in client.list().models] == [f"{MODEL}:latest"]
     for call in (
         lambda: client.delete("luigi"),
         lambda: client.chat("luigi", ask("hi")),
@@ -214,7 +214,7 @@ def test_async_making(parrot: Any) -> None:
         await client.copy("mario", "luigi")
         assert (await client.chat("luigi", ask("hi"))).message.content == "You"
         await client.delete("luigi")
-        assert [each.model for each in (await client.list()).models] == [MODEL, "mario"]
+        assert [each.model for each in (await client.list()).models] == [f"{MODEL}:latest", "mario:latest"]
 
     asyncio.run(scenario())
 
@@ -276,8 +276,8 @@ def test_a_name_whose_model_is_not_served_says_how_to_serve_it(parrot: Any) -> N
     with pytest.raises(ollama.ResponseError, match="run `penstock serve stranger`") as caught:
         sdk(parrot).chat("stranger", ask("hi"))
     assert caught.value.status_code == 400
-    assert [each.model for each in sdk(parrot).ps().models] == [MODEL]
-    assert [each.model for each in sdk(parrot).list().models] == [MODEL, "stranger"]
+    assert [each.model for each in sdk(parrot).ps().models] == [f"{MODEL}:latest"]
+    assert [each.model for each in sdk(parrot).list().models] == [f"{MODEL}:latest", "stranger:latest"]
 
 
 def test_a_damaged_record_is_told(own_store: Path) -> None:
@@ -307,7 +307,7 @@ def test_unloading_is_answered_and_the_model_stays(parrot: Any, keep_alive: Any)
     raw = parrot.post("/api/generate", model=MODEL, keep_alive=keep_alive).json()
     stays = "the model stays loaded as long as this server runs"
     assert raw["penstock"] == {"ignored_fields": [], "truncated_tokens": 0, "kept": stays}
-    assert [each.model for each in client.ps().models] == [MODEL]
+    assert [each.model for each in client.ps().models] == [f"{MODEL}:latest"]
     assert client.chat(MODEL, ask("[hi]"), keep_alive=keep_alive).message.content == "hi"
     with pytest.raises(ollama.ResponseError, match="temperature must be between"):
         client.generate(MODEL, keep_alive=keep_alive, options={"temperature": -1})
@@ -388,7 +388,7 @@ def test_a_model_of_an_uploaded_file(
     digest = client.create_blob(smollm2)
     told = client.create("mine", files={"model.gguf": digest}, system="Answer in French.", stream=True)
     assert [line.status for line in told] == ["parsing GGUF", "writing manifest", "success"]
-    listed = next(each for each in client.list().models if each.model == "mine")
+    listed = next(each for each in client.list().models if each.model == "mine:latest")
     assert listed.size == smollm2.stat().st_size
     with pytest.raises(ollama.ResponseError, match="run `penstock serve mine`"):
         client.chat("mine", ask("hi"))

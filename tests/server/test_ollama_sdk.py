@@ -86,7 +86,7 @@ def test_async_whole_and_streamed(parrot: Any) -> None:
         assert (await client.generate(MODEL, "[three]")).response == "three"
         stream = await client.generate(MODEL, "[four]", stream=True)
         assert "".join([part.response or "" async for part in stream]) == "four"
-        assert (await client.list()).models[0].model == MODEL
+        assert (await client.list()).models[0].model == f"{MODEL}:latest"
         with pytest.raises(ollama.ResponseError):
             await client.chat(**say("x", model="other"))
 
@@ -266,13 +266,13 @@ def test_root_and_version(parrot: Any) -> None:
 def test_list_show_and_ps(parrot: Any, shelf: Path) -> None:
     client = sdk(parrot)
     first, second = client.list().models
-    assert (first.model, second.model) == (MODEL, "hf:a/b/c.gguf")
+    assert (first.model, second.model) == (f"{MODEL}:latest", "hf:a/b/c.gguf:latest")
     assert (second.size, second.digest) == (10, "ab")
     shown = client.show(MODEL)
     assert shown.capabilities == ["completion", "embedding"]
     assert shown.modelinfo == {"general.context_length": 512}
     (here,) = client.ps().models
-    assert (here.model, here.context_length) == (MODEL, 512)
+    assert (here.model, here.context_length) == (f"{MODEL}:latest", 512)
 
 
 def test_deleting(parrot: Any, shelf: Path) -> None:

@@ -149,7 +149,7 @@ def test_an_image_that_a_tool_returned_is_named_and_one_that_a_user_sent_is_refu
     output = {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "Here"}, image]}
     said = {"role": "user", "content": spelled("hi")}
     answer = ask(server, "", input=[said, called, output])
-    assert answer["penstock"]["ignored_fields"] == ["input[].output[].type"]
+    assert answer["penstock"]["ignored_fields"] == ["input[].output[input_image]"]
     assert text.given["messages"][-1]["content"].startswith("Here\n[The tool returned a part of type input_image")
     refused = server.post("/v1/responses", model=MODEL, input=[{"role": "user", "content": [image]}])
     assert refused.json()["error"]["param"] == "input[0].content[0].type"

@@ -85,15 +85,10 @@ def _choose_one(logits: Floats, rows: SampleRows, s: int) -> int:
         return int(logits.argmax())
     weights = weigh(logits, rows.temperature[s])
     weights[weights < _threshold(weights, int(rows.top_k[s]), float(rows.top_p[s]), float(rows.min_p[s]))] = 0
-    if not weights.any():  # nothing but infinities
-        return int(logits.argmax())
-    return draw(weights, int(rows.seed[s]))
-
-
-def draw(weights: Floats, seed: int) -> int:
-    """Returns the index that a seed of 64 bits draws in proportion to the weights."""
     mass = _mass(weights).cumsum()
-    uniform = seed >> 11  # of 53 bits
+    if mass[-1] == 0:  # nothing but infinities
+        return int(logits.argmax())
+    uniform = int(rows.seed[s]) >> 11  # of 53 bits
     return int(np.searchsorted(mass, uniform * int(mass[-1]) >> 53, side="right"))
 
 

@@ -1,24 +1,27 @@
 """Samples by llama.cpp's ordered chain of samplers, in NumPy on the host: every backend uses this one implementation.
 
 A row's candidates begin as the whole vocabulary, edits and bitmask applied. Each sampler of the order takes candidates
-away or changes their logits; what is left is drawn from as backend/sample.py does. Mirostat takes the place of the
-cuts. Where llama.cpp leaves the choice among equal candidates to its sort, the lowest token id stays here.
+away or changes their logits; what is left is drawn from in vocabulary order with one uniform number, which the seed
+alone decides. Mirostat takes the place of the cuts. Where llama.cpp leaves the choice among equal candidates to its
+sort, the lowest token id stays here.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.backend.base import Batch, Bitmasks, ChainRow, Floats
-from penstock.backend.sample import apply_bitmask, apply_edit, draw, token_logprob, weigh
+from penstock.backend.sample import apply_bitmask, apply_edit, token_logprob
 from penstock.types import RowResult, StepResult
 
 MIROSTAT_TOKENS = 100  # the most likely tokens that mirostat 1 estimates Zipf's exponent from
+FEW = 1024  # candidates that are sorted at first
+IMPOSSIBLE = 1e-300  # stands for a probability of 0 where its logarithm is wanted
 XTC_DRAW = 0xA0761D6478BD642F  # xor of a row's seed: the number that decides whether XTC acts is not the one that draws
 
 
@@ -83,8 +86,11 @@ def choose_by_chain(logits: Floats, row: ChainRow, seed: int) -> ChainChoice:
     left = candidates(logits, row, seed)
     if row.temperature == 0:
         left = left.keep_best(1)
-    at = draw(weigh(left.logits, np.float32(1)), seed)
-    surprise = -math.log2(left.probabilities()[at]) if row.chain.mirostat else None
+    chances = left.probabilities()
+    mass = chances.cumsum()
+    drawn = np.searchsorted(mass, (seed >> 11) / 2**53 * mass[-1], side="right")
+    at = int(min(drawn, np.searchsorted(mass, mass[-1])))  # the last one, should rounding reach the whole mass
+    surprise = -math.log2(chances[at]) if row.chain.mirostat else None
     return ChainChoice(int(left.tokens[at]), surprise)
 
 
@@ -100,19 +106,26 @@ def candidates(logits: Floats, row: ChainRow, seed: int) -> Candidates:
 
 
 def best(scores: NDArray[np.floating], count: int) -> NDArray[np.bool_]:
-    """Returns a mask of the `count` highest scores; of equal ones, the first."""
-    if count <= 0:
-        return np.zeros(len(scores), np.bool_)
-    least = np.partition(scores, -count)[-count]
+    """Returns a mask of the `count` highest scores, at least one; of equal ones, the first."""
+    possible = scores[scores > -np.inf]  # a partition is slow where many are equal
+    least = np.partition(possible, -count)[-count] if count <= len(possible) else -np.inf
     mask: NDArray[np.bool_] = scores > least
     equal = np.flatnonzero(scores == least)
     mask[equal[: count - int(np.count_nonzero(mask))]] = True
     return mask
 
 
-def count_reaching(probabilities: NDArray[np.float64], mass: float, *, exceed: bool) -> int:
-    """Returns how many of the probabilities, in their order, have this mass together, or exceed it."""
-    return int(np.searchsorted(probabilities.cumsum(), mass, side="right" if exceed else "left")) + 1
+def count_reaching(scores: Floats, chances: NDArray[np.float64], mass: float, side: Literal["left", "right"]) -> int:
+    """Returns how many of the candidates with the highest scores have this mass together, or exceed it (side "right").
+    Mostly these are few, so at first only some are sorted."""
+    for count in (FEW, len(scores)):
+        if count > len(scores):
+            continue
+        top = np.argpartition(scores, -count)[-count:] if count < len(scores) else np.arange(count)
+        reached = chances[top[np.argsort(-scores[top])]].cumsum()
+        if (found := int(np.searchsorted(reached, mass, side=side))) < count:
+            return found + 1
+    return len(scores)
 
 
 # -- samplers -----------------------------------------------------------------------------------------------------
@@ -122,9 +135,10 @@ def top_n_sigma(left: Candidates, row: ChainRow, seed: int) -> Candidates:
     """Rules out logits further below the highest than n standard deviations. They stay in the count of candidates."""
     if row.chain.top_n_sigma <= 0 or len(left.logits) <= 1:
         return left
-    possible = left.logits[np.isfinite(left.logits)].astype(np.float64)
-    least = possible.max() - row.chain.top_n_sigma * possible.std()
-    return left._replace(logits=np.where(left.logits < least, np.float32(-np.inf), left.logits))
+    possible = left.logits[np.isfinite(left.logits)]
+    spread = math.sqrt(np.square(possible - possible.mean(dtype=np.float64), dtype=np.float64).mean())
+    kept = left.logits >= possible.max() - np.float32(row.chain.top_n_sigma * spread)
+    return left._replace(logits=np.where(kept, left.logits, np.float32(-np.inf)))
 
 
 def top_k(left: Candidates, row: ChainRow, seed: int) -> Candidates:
@@ -136,18 +150,17 @@ def typical_p(left: Candidates, row: ChainRow, seed: int) -> Candidates:
     if row.chain.typical_p >= 1:
         return left
     chances = left.probabilities()
-    surprises = -np.log(np.where(chances > 0, chances, 1e-300))
-    distances = np.abs(surprises - (chances * surprises).sum())
-    order = np.argsort(distances, kind="stable")
-    count = count_reaching(chances[order], row.chain.typical_p, exceed=True)
-    return left.keep(best(-distances, min(max(count, row.chain.min_keep), len(distances))))
+    surprises = -np.log(np.maximum(chances, IMPOSSIBLE))
+    nearness = -np.abs(surprises - (chances * surprises).sum()).astype(np.float32)
+    count = count_reaching(nearness, chances, row.chain.typical_p, "right")
+    return left.keep(best(nearness, min(max(count, row.chain.min_keep), len(nearness))))
 
 
 def top_p(left: Candidates, row: ChainRow, seed: int) -> Candidates:
     if row.top_p >= 1:
         return left
-    ordered = np.sort(left.probabilities())[::-1]
-    return left.keep_best(max(count_reaching(ordered, row.top_p, exceed=False), row.chain.min_keep, 1))
+    count = count_reaching(left.logits, left.probabilities(), row.top_p, "left")
+    return left.keep_best(max(count, row.chain.min_keep))
 
 
 def min_p(left: Candidates, row: ChainRow, seed: int) -> Candidates:
@@ -170,7 +183,7 @@ def xtc(left: Candidates, row: ChainRow, seed: int) -> Candidates:
     excluded = int(np.count_nonzero(chances >= chain.xtc_threshold)) - 1
     if excluded <= 0 or len(chances) - excluded < chain.min_keep:
         return left
-    return left.keep(~best(chances, excluded))
+    return left.keep(~best(left.logits, excluded))
 
 
 def temperature(left: Candidates, row: ChainRow, seed: int) -> Candidates:
@@ -211,7 +224,8 @@ def uniform(seed: int) -> float:
 
 def mirostat_1(left: Candidates, row: ChainRow, vocab: int) -> Candidates:
     """Keeps the k most likely. If the tokens follow Zipf's law, these have the surprise that is aimed at."""
-    ordered = np.sort(left.logits[np.isfinite(left.logits)])[::-1][:MIROSTAT_TOKENS].astype(np.float64)
+    top = left.keep_best(MIROSTAT_TOKENS).logits
+    ordered = np.sort(top[np.isfinite(top)].astype(np.float64))[::-1]
     if len(ordered) < 2:
         return left.keep_best(1)
     ranks = np.log(np.arange(2, len(ordered) + 1) / np.arange(1, len(ordered)))

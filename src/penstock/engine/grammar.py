@@ -22,6 +22,7 @@ from penstock.engine.thinking_budget import ThinkingBudget
 from penstock.engine.trigger import PatternTrigger, TriggerWatch, compile_patterns
 from penstock.errors import InvalidGrammar, InvalidRequest, PenstockError, UnsupportedModel
 from penstock.text import gbnf, structural_tag
+from penstock.text.json_schema import guaranteed
 from penstock.types import Grammar, Thinking
 
 if TYPE_CHECKING:
@@ -279,7 +280,8 @@ def _in_library_form(grammar: Grammar, special: Mapping[str, int]) -> str:
 
     match grammar.kind:
         case "json":
-            return LLMatcher.grammar_from_json_schema(grammar.text, defaults=WHITESPACE)  # type: ignore[arg-type]
+            schema = json.dumps(guaranteed(grammar.text))
+            return LLMatcher.grammar_from_json_schema(schema, defaults=WHITESPACE)  # type: ignore[arg-type]
         case "regex":
             return LLMatcher.grammar_from_regex(grammar.text)
         case "lark":
@@ -288,7 +290,9 @@ def _in_library_form(grammar: Grammar, special: Mapping[str, int]) -> str:
             return LLMatcher.grammar_from_lark(gbnf.to_lark(grammar.text, special))
         case "structural_tag":
             tag = json.loads(grammar.text)
-            return LLMatcher.grammar_from_lark(structural_tag.to_lark(tag, special, lambda schema: schema))
+            return LLMatcher.grammar_from_lark(
+                structural_tag.to_lark(tag, special, lambda schema: guaranteed(json.dumps(schema)))
+            )
         case kind:
             raise InvalidRequest(f"a grammar is one of {', '.join(_NAMES)}; got {kind!r}")
 

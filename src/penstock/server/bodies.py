@@ -167,6 +167,13 @@ def ignore_unsupported(context: RequestContext, param: str, value: object) -> No
     context.ignore(param)
 
 
+def leave_out(context: RequestContext, where: str, kind: object) -> None:
+    """Lists an entry of a list as ignored because its kind is not supported; raises if the server is strict."""
+    if not context.lenient or not isinstance(kind, str):
+        raise unsupported(f"{where}.type", kind)
+    context.ignore_kind(where, kind)
+
+
 def unsupported(param: str, value: object) -> InvalidRequest:
     text = msgspec.json.encode(value).decode()
     shown = text if len(text) <= 100 else f"{text[:100]}..."

@@ -71,6 +71,7 @@ class RequestContext:
     salt: str = ""  # prompts share cached blocks only under the same salt
     ignored: set[str] = field(default_factory=set)  # names of ignored fields
     stood_in: str = ""  # the served model's name, if the request calls it by another
+    streaming: bool = True  # what is sent as it comes cannot be tried again
     truncated: int = 0  # tokens that were cut from the prompt, as the request asked
     outcome: Outcome = field(default_factory=Outcome)
 
@@ -91,6 +92,10 @@ class RequestContext:
                 f"the request has more than {MAX_IGNORED} unknown fields; {name[:MAX_NAME]!r} is one: remove them",
                 param=name,
             )
+
+    def ignore_kind(self, where: str, kind: str) -> None:
+        """Lists an entry of a list as ignored, by its kind in place of its index: tools[web_search]."""
+        self.ignore(f"{where[: where.rindex('[')]}[{kind[:MAX_NAME]}]")
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Returns the headers of this request's answer. Anthropic's clients expect the id as request-id."""

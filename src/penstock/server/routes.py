@@ -171,6 +171,7 @@ def _reading(files: Files, batches: Batches, responses: Responses) -> Endpoints:
         **other_engines_reading(),
         "/": (root, TEXT),
         "/health": (health, JSON),
+        "/api/hello": (hello, JSON),
         "/metrics": (show_metrics, TEXT),
         "/openapi.json": (OpenApiDocument(), JSON),
         "/v1/models": (list_models, JSON),
@@ -275,6 +276,11 @@ async def list_models(served: ServedModel, _: Request, __: RequestContext) -> Re
 async def show_model(served: ServedModel, request: Request, context: RequestContext) -> Response:
     served.check_model(request.path_params["id"], context)
     return json_response(_model(served))
+
+
+async def hello(_: ServedModel, __: Request, ___: RequestContext) -> Response:
+    """Answers the request by which Claude Code finds out whether it can reach a server."""
+    return json_response({"message": "hello"})
 
 
 async def health(served: ServedModel, _: Request, __: RequestContext) -> Response:

@@ -42,12 +42,16 @@ class ServedModel(NamedTuple):
         """True if the model is known to be an encoder, which returns embeddings and no text."""
         return self.client.hello is not None and self.client.hello.limits.encoder
 
+    def stands_for_it(self, name: str) -> bool:
+        """Returns whether a name that is not its own means the served model."""
+        return any(fnmatchcase(name, pattern) for pattern in self.aliases)
+
     def check_model(self, name: str | None, context: RequestContext | None = None) -> None:
         """Raises if no model has the name. No name means the served model. Of a name that only stands for it, the
         answer's headers take note."""
         if name is None or name == self.name:
             return
-        if not any(fnmatchcase(name, pattern) for pattern in self.aliases):
+        if not self.stands_for_it(name):
             raise ModelNotFound(
                 f"the model {name[:MAX_NAME]!r} does not exist here; this server serves {self.name!r}: ask for that, "
                 "or start the server with --alias"

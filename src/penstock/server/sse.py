@@ -75,6 +75,7 @@ async def reply(
     streaming: bool,
     framing: Framing = OPENAI,
 ) -> Response:
+    context.streaming = streaming
     if streaming:
         return StreamResponse(context, _framed(writer, deltas, framing), framing)
     body = await while_connected(http.receive, _body(writer, deltas))

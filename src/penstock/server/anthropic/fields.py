@@ -9,11 +9,22 @@ import msgspec
 from msgspec import Meta
 
 from penstock.errors import InvalidRequest
-from penstock.server.access.bounds import MAX_MESSAGES, MAX_PARTS, check_count
-from penstock.server.bodies import ANY_VALUE, NoEffect, ignore_unsupported, read_object, unsupported
+from penstock.server.access.bounds import MAX_MESSAGES, check_count
+from penstock.server.anthropic.blocks import (
+    BLOCK_NO_EFFECT,
+    AnthropicText,
+    AnthropicThinking,
+    AnthropicToolResult,
+    AnthropicToolUse,
+    AnyBlock,
+    Block,
+    BlockReader,
+)
+from penstock.server.anthropic.tools import TOOL_NO_EFFECT, AnthropicTool, AnthropicToolChoice, ClientTool
+from penstock.server.bodies import ANY_VALUE, NoEffect, ignore_unsupported, read_object
 from penstock.server.chat.structured import json_grammar
 from penstock.server.chat.thinking import switch_thinking
-from penstock.server.chat.tools import MAX_TOOLS, ToolUse, for_template, known, template_call, template_reasoning
+from penstock.server.chat.tools import template_call, template_reasoning
 from penstock.server.openapi import read_as
 from penstock.server.request_context import RequestContext
 from penstock.server.served_model import ServedModel
@@ -32,29 +43,10 @@ NO_EFFECT: NoEffect = {
     "user_profile_id": ANY_VALUE,
     "workspace_id": ANY_VALUE,
 }
-BLOCK_NO_EFFECT: NoEffect = {
-    "cache_control": ANY_VALUE,
-    "caller": ({"type": "direct"},),
-    "citations": ([],),
-    "toolset_name": (),
-}
-TOOL_NO_EFFECT: NoEffect = {
-    "allowed_callers": (["direct"],),
-    "cache_control": ANY_VALUE,
-    "defer_loading": (False,),
-    "eager_input_streaming": ANY_VALUE,
-    "input_examples": ([],),
-}
-
-
-class AnthropicToolChoice(msgspec.Struct, forbid_unknown_fields=True):
-    type: Literal["auto", "any", "tool", "none"]
-    name: str | None = None
-    disable_parallel_tool_use: bool | None = None
 
 
 class ThinkingConfig(msgspec.Struct, forbid_unknown_fields=True):
-    type: Literal["enabled", "disabled", "adaptive"]
+    type: str  # enabled, disabled or adaptive
     budget_tokens: Annotated[int, Meta(ge=1)] | None = None  # thinking is ended after so many
     display: Literal["summarized"] | None = None
 
@@ -73,10 +65,11 @@ class MessagesConversation(msgspec.Struct, forbid_unknown_fields=True, kw_only=T
     model: str
     messages: list[Annotated[dict[str, Any], read_as(AnthropicMessage)]]
     system: str | list[Annotated[dict[str, Any], read_as(AnthropicText, no_effect=BLOCK_NO_EFFECT)]] | None = None
-    tools: list[Annotated[dict[str, Any], read_as(AnthropicTool, no_effect=TOOL_NO_EFFECT)]] | None = None
+    tools: list[Annotated[dict[str, Any], read_as(AnthropicTool, ClientTool, no_effect=TOOL_NO_EFFECT)]] | None = None
     tool_choice: AnthropicToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None  # the older name of output_config.format
 
 
 class MessagesBody(MessagesConversation):
@@ -94,92 +87,30 @@ class AnthropicMessage(msgspec.Struct, forbid_unknown_fields=True):
     content: str | list[AnyBlock]
 
 
-class AnthropicText(msgspec.Struct, forbid_unknown_fields=True):
-    type: Literal["text"]
-    text: str
-
-
-class AnthropicThinking(msgspec.Struct, forbid_unknown_fields=True):
-    type: Literal["thinking"]
-    thinking: str
-    signature: str = ""
-
-
-class AnthropicToolUse(msgspec.Struct, forbid_unknown_fields=True):
-    type: Literal["tool_use"]
-    id: str
-    name: str
-    input: dict[str, Any]
-
-
-class AnthropicToolResult(msgspec.Struct, forbid_unknown_fields=True):
-    type: Literal["tool_result"]
-    tool_use_id: str
-    content: str | list[Annotated[dict[str, Any], read_as(AnthropicText, no_effect=BLOCK_NO_EFFECT)]] | None = None
-    is_error: bool | None = None
-
-
-class AnthropicTool(msgspec.Struct, forbid_unknown_fields=True):
-    name: str
-    input_schema: dict[str, Any]
-    description: str | None = None
-    type: Literal["custom"] | None = None
-    strict: bool | None = None
-
-
-AnyBlock = Annotated[
-    dict[str, Any],
-    read_as(AnthropicText, AnthropicThinking, AnthropicToolUse, AnthropicToolResult, no_effect=BLOCK_NO_EFFECT),
-]
-Block = AnthropicText | AnthropicThinking | AnthropicToolUse | AnthropicToolResult
+THINKING = ("enabled", "disabled", "adaptive")
 Rendered = dict[str, Any]  # a message as chat templates take it
-
-BLOCKS: dict[str, dict[str, type[Block]]] = {  # that a role may have
-    "system": {"text": AnthropicText},
-    "user": {"text": AnthropicText, "tool_result": AnthropicToolResult},
-    "assistant": {"text": AnthropicText, "thinking": AnthropicThinking, "tool_use": AnthropicToolUse},
-}
 
 
 def read_messages(context: RequestContext, body: MessagesConversation) -> list[Rendered]:
     """Returns the messages as chat templates take them."""
     if not body.messages:
         raise InvalidRequest("messages is empty: send at least one", param="messages")
-    messages = _Renderer(context).messages(body)
-    if messages[-1]["role"] == "assistant":
-        raise InvalidRequest(
-            "the last message must be the user's: continuing an answer that was begun is not supported"
-        )
-    return messages
-
-
-def read_use(context: RequestContext, body: MessagesConversation) -> ToolUse:
-    choice = body.tool_choice or AnthropicToolChoice("auto")
-    check_count(body.tools or (), MAX_TOOLS, "tools")
-    given = [_tool(context, tool, f"tools[{index}]") for index, tool in enumerate(body.tools or ())]
-    tools = [for_template(tool.name, tool.description, tool.input_schema) for tool in given]
-    names = tuple(tool["function"]["name"] for tool in tools)
-    use = ToolUse(
-        [] if choice.type == "none" else tools,
-        parallel=not choice.disable_parallel_tool_use,
-        strict=any(tool.strict for tool in given),
-    )
-    if choice.type == "any":
-        return use._replace(forced=known(names, names))
-    if choice.type == "tool":
-        return use._replace(forced=known(names, (choice.name or "",)), parallel=False)
-    return use
+    return _Renderer(context).messages(body)
 
 
 def read_grammar(body: MessagesConversation) -> Grammar | None:
-    format = body.output_config.format if body.output_config else None
-    return json_grammar(format.schema, "output_config.format.schema") if format else None
+    if body.output_config is not None and body.output_config.format is not None:
+        return json_grammar(body.output_config.format.schema, "output_config.format.schema")
+    return json_grammar(body.output_format.schema, "output_format.schema") if body.output_format else None
 
 
 def template_fields(served: ServedModel, context: RequestContext, body: MessagesConversation) -> dict[str, Any]:
     """Returns the template's fields beside messages and tools. Without `thinking` in the body the model does not think,
     if it can be told so."""
     text, given = served.text, body.thinking
+    if given is not None and given.type not in THINKING:
+        ignore_unsupported(context, "thinking", given)
+        given = None
     if given is not None:
         fields = switch_thinking(context, text, given.type != "disabled", "thinking", given)
     else:
@@ -196,6 +127,7 @@ def template_fields(served: ServedModel, context: RequestContext, body: Messages
 class _Renderer:
     def __init__(self, context: RequestContext) -> None:
         self._context = context
+        self._blocks = BlockReader(context).read
         self._tools: dict[str, str] = {}  # names of tools that were called, by the id of the call
 
     def messages(self, body: MessagesConversation) -> list[Rendered]:
@@ -242,7 +174,7 @@ class _Renderer:
                 f"{where}.tool_use_id: no tool_use block before it has the id {result.tool_use_id!r}",
                 param=f"{where}.tool_use_id",
             )
-        text = _joined(self._blocks(result.content or "", "system", f"{where}.content"))
+        text = _joined(self._blocks(result.content or "", "tool", f"{where}.content"))
         return {
             "role": "tool",
             "tool_call_id": result.tool_use_id,
@@ -250,28 +182,6 @@ class _Renderer:
             "content": f"Error: {text}" if result.is_error else text,  # templates cannot express an error otherwise
         }
 
-    def _blocks(self, content: str | list[dict[str, Any]], role: str, where: str) -> list[Block]:
-        if isinstance(content, str):
-            return [AnthropicText("text", content)]
-        check_count(content, MAX_PARTS, where)
-        return [self._block(block, BLOCKS[role], f"{where}[{index}]") for index, block in enumerate(content)]
-
-    def _block(self, given: dict[str, Any], kinds: dict[str, type[Block]], where: str) -> Block:
-        kind = given.get("type")
-        if not isinstance(kind, str) or kind not in kinds:
-            raise InvalidRequest(
-                f"{where}.type: {kind!r} is not supported here; use {', '.join(kinds)}",
-                param=f"{where}.type",
-                code="unsupported_parameter",
-            )
-        return read_object(self._context, given, kinds[kind], BLOCK_NO_EFFECT, where)
-
 
 def _joined(blocks: Sequence[Block]) -> str:
     return "\n".join(block.text for block in blocks if isinstance(block, AnthropicText))
-
-
-def _tool(context: RequestContext, given: dict[str, Any], where: str) -> AnthropicTool:
-    if given.get("type") not in (None, "custom"):
-        raise unsupported(f"{where}.type", given["type"])
-    return read_object(context, given, AnthropicTool, TOOL_NO_EFFECT, where)

@@ -23,11 +23,18 @@ from penstock.server.anthropic.fields import (
     MessagesConversation,
     read_grammar,
     read_messages,
-    read_use,
     template_fields,
 )
+from penstock.server.anthropic.tools import read_use
 from penstock.server.bodies import read_body
-from penstock.server.chat.chat_turn import ChatTurn, TurnOptions, begin_turn, call_input, render_prompt
+from penstock.server.chat.chat_turn import (
+    ChatTurn,
+    TurnOptions,
+    begin_turn,
+    call_input,
+    render_continued,
+    render_prompt,
+)
 from penstock.server.chat.tools import ToolUse
 from penstock.server.errors import anthropic_body
 from penstock.server.explain import AnswerReport, Explanation
@@ -43,9 +50,10 @@ from penstock.types import SamplingParams
 async def messages(served: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
     body = await read_body(http, context, MessagesBody, NO_EFFECT)
     context.explain |= bool(body.penstock)
-    sampling, use = _sampling(served, body), read_use(context, body)
-    prompt = await _prompt(served, context, body, use)
-    options = TurnOptions(max_tokens=body.max_tokens, thinking_budget=_budget(body))
+    sampling, use = _sampling(served, body), read_use(context, body.tools or [], body.tool_choice)
+    messages, prompt = await _prompt(served, context, body, use)
+    continuing = messages[-1]["role"] == "assistant"
+    options = TurnOptions(max_tokens=body.max_tokens, thinking_budget=_budget(body), continuing=continuing)
     turn = begin_turn(served, context, prompt, use, [sampling], options)
     writer = MessageWriter(served, context, turn, body.max_tokens)
     return await reply(http, context, writer, turn.deltas, streaming=bool(body.stream), framing=ANTHROPIC)
@@ -53,16 +61,22 @@ async def messages(served: ServedModel, http: HttpRequest, context: RequestConte
 
 async def count_tokens(served: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
     body = await read_body(http, context, MessagesConversation, NO_EFFECT)
-    prompt = await _prompt(served, context, body, read_use(context, body))
+    _, prompt = await _prompt(served, context, body, read_use(context, body.tools or [], body.tool_choice))
     return json_response({"input_tokens": len(prompt.tokens)})
 
 
 # -- reading ------------------------------------------------------------------------------------------------------
 
 
-async def _prompt(served: ServedModel, context: RequestContext, body: MessagesConversation, use: ToolUse) -> ChatPrompt:
+async def _prompt(
+    served: ServedModel, context: RequestContext, body: MessagesConversation, use: ToolUse
+) -> tuple[list[dict[str, Any]], ChatPrompt]:
+    """Returns the messages as templates take them, and their prompt. An answer that was begun is continued."""
     served.check_model(body.model, context)
-    return await render_prompt(served, read_messages(context, body), use, **template_fields(served, context, body))
+    messages, fields = read_messages(context, body), template_fields(served, context, body)
+    if messages[-1]["role"] == "assistant":
+        return messages, await render_continued(served, messages, use, **fields)
+    return messages, await render_prompt(served, messages, use, **fields)
 
 
 def _sampling(served: ServedModel, body: MessagesBody) -> SamplingParams:
@@ -88,7 +102,6 @@ class AnthropicUsage(msgspec.Struct):
 
 class TextBlock(msgspec.Struct, tag_field="type", tag="text"):
     text: str
-    citations: None = None
 
 
 class ThinkingBlock(msgspec.Struct, tag_field="type", tag="thinking"):

@@ -8,11 +8,13 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from penstock.errors import InvalidRequest
 from penstock.server.chat.stream import Deltas, deltas, together
 from penstock.server.chat.tools import ToolUse, constrain_to_tools
 from penstock.server.request_context import RequestContext
 from penstock.server.served_model import ServedModel, off_loop
 from penstock.text import ChatPrompt, Delta, Text
+from penstock.text.continuation import continue_last
 from penstock.text.parse import AnswerParser, AnswerPart, Content
 from penstock.types import Grammar, Request, SamplingParams, Thinking
 
@@ -55,14 +57,62 @@ class TurnOptions(NamedTuple):
     max_tokens: int | None = None  # of an answer; None: as many as the context has room for
     thinking_budget: int | None = None  # tokens
     shown: Collection[int] = frozenset()  # special tokens that are returned as text
+    continuing: bool = False  # the answer continues a message that was begun
 
 
 async def render_prompt(
     served: ServedModel, messages: Sequence[dict[str, Any]], use: ToolUse, **fields: Any
 ) -> ChatPrompt:
+    """Returns the prompt for the next answer. If the template takes system messages only at the beginning, later ones
+    become the user's."""
     served.check_answers()
     size = sum(len(message["content"] or "") for message in messages)
-    return await off_loop(size, lambda: served.text.chat_prompt(messages, tools=use.tools, **fields))
+
+    def render() -> ChatPrompt:
+        try:
+            return served.text.chat_prompt(messages, tools=use.tools, **fields)
+        except InvalidRequest:
+            if all(message["role"] != "system" for message in messages[1:]):
+                raise
+            return served.text.chat_prompt(late_system_as_user(messages), tools=use.tools, **fields)
+
+    return await off_loop(size, render)
+
+
+async def render_continued(
+    served: ServedModel, messages: Sequence[dict[str, Any]], use: ToolUse, **fields: Any
+) -> ChatPrompt:
+    """Returns the prompt up to the end of the last message, which the answer continues."""
+    served.check_answers()
+    text, content = served.text, messages[-1]["content"] or ""
+    if messages[-1].get("tool_calls") or not content.strip():
+        raise InvalidRequest(
+            "the last message is the assistant's, but it has no text that could be continued: send text in it, or a "
+            "message of the user after it",
+            param="messages",
+        )
+    size = sum(len(message["content"] or "") for message in messages)
+
+    def render() -> ChatPrompt:
+        whole = text.render_chat(messages, tools=use.tools, add_generation_prompt=False, **fields)
+        prompt = continue_last(whole, content)
+        return ChatPrompt(text.encode_prompt(prompt), text.format.opened(prompt))
+
+    return await off_loop(size, render)
+
+
+def late_system_as_user(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the messages with system messages after the first as the user's. Neighbouring messages of the user become
+    one, because many templates want users and assistants to take turns."""
+    changed: list[dict[str, Any]] = []
+    for index, message in enumerate(messages):
+        late = index > 0 and message["role"] == "system"
+        own = message | {"role": "user"} if late else message
+        if own["role"] == "user" and changed and changed[-1]["role"] == "user":
+            changed[-1] = changed[-1] | {"content": f"{changed[-1]['content']}\n\n{own['content']}"}
+        else:
+            changed.append(own)
+    return changed
 
 
 def begin_turn(
@@ -82,7 +132,7 @@ def begin_turn(
     shown = text.special_in(text.format.markers(use.calling)) | frozenset(options.shown)
     parsers = [use.parser(text.format, prompt.opened) for _ in requests]
     running = [
-        deltas(served, context, request, choice, shown=shown, ended=_ended(parser))
+        deltas(served, context, request, choice, continuing=options.continuing, shown=shown, ended=_ended(parser))
         for choice, (request, parser) in enumerate(zip(requests, parsers, strict=True))
     ]
     return ChatTurn(requests, together(running), parsers)

@@ -12,6 +12,8 @@ from starlette.types import Receive
 
 from penstock.errors import EngineUnavailable
 from penstock.ipc.client import EngineClient
+from penstock.server.chat.schema_check import Deltas as Deltas
+from penstock.server.chat.schema_check import checked
 from penstock.server.request_context import RequestContext
 from penstock.server.served_model import ServedModel
 from penstock.server.telemetry.metrics import RequestTimer
@@ -20,10 +22,8 @@ from penstock.types import Aborted, Event, Finished, Report, Request
 
 T = TypeVar("T")
 
-Deltas = AsyncGenerator[tuple[int, Delta], None]  # (choice, what was added to it)
 
-
-async def deltas(
+def deltas(
     served: ServedModel,
     context: RequestContext,
     request: Request,
@@ -34,7 +34,27 @@ async def deltas(
     ended: Callable[[], bool] | None = None,
 ) -> Deltas:
     """Yields one request's text as it is generated, with the special tokens that are `shown`. Leaving early, a stop
-    string, or the reader of the text having `ended` it aborts the request in the engine."""
+    string, or the reader of the text having `ended` it aborts the request in the engine. An answer with a JSON schema
+    is checked against what its grammar does not enforce."""
+
+    def run(request: Request) -> Deltas:
+        return _run(served, context, request, choice, continuing, shown, ended)
+
+    grammar = request.sampling.grammar
+    if grammar is None or grammar.kind != "json":
+        return run(request)
+    return checked(context, request, run, served.client.next_id, served.text.format.reasoning)
+
+
+async def _run(
+    served: ServedModel,
+    context: RequestContext,
+    request: Request,
+    choice: int,
+    continuing: bool,
+    shown: Collection[int],
+    ended: Callable[[], bool] | None,
+) -> Deltas:
     text = TextStream(
         served.text.tokenizer,
         request.sampling.stop,

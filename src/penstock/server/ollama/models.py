@@ -101,6 +101,9 @@ async def running(served: ServedModel, _: HttpRequest, __: RequestContext) -> Re
 
 async def show(served: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
     ref = (await _named(http, context)).ref
+    known = {each.name for each in all_known(served)}
+    if ref not in known and served.stands_for_it(ref):
+        ref = served.name
     return json_response(await asyncio.to_thread(lambda: _shown(served, find_known(served, ref))))
 
 
@@ -162,12 +165,17 @@ def _listed(known: KnownModel) -> dict[str, Any]:
     details = _details(known)
     size = store.size_of(known.path) if known.path else 0
     return {
-        "name": known.name,
-        "model": known.name,
+        "name": tagged(known.name),
+        "model": tagged(known.name),
         "size": size,
         "digest": known.digest,
         "details": details,
     }
+
+
+def tagged(name: str) -> str:
+    """Returns a name as Ollama lists it: with a tag."""
+    return name if ":" in name.rpartition("/")[2] else f"{name}:latest"
 
 
 def _details(known: KnownModel) -> dict[str, Any]:

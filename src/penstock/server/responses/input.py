@@ -11,7 +11,7 @@ from typing import Any
 
 from penstock.errors import InvalidRequest
 from penstock.server.access.bounds import MAX_MESSAGES, MAX_PARTS, check_count
-from penstock.server.bodies import ANY_VALUE, NoEffect, ignore_unsupported, read_object, unsupported
+from penstock.server.bodies import ANY_VALUE, NoEffect, leave_out, read_object, unsupported
 from penstock.server.chat.chat_turn import call_input
 from penstock.server.chat.tools import template_call, template_reasoning
 from penstock.server.request_context import RequestContext
@@ -99,7 +99,7 @@ def _item(context: RequestContext, given: dict[str, Any], where: str) -> Item | 
 
 def _leave_out(context: RequestContext, type: object, where: str) -> None:
     if context.lenient and isinstance(type, str) and type not in NEEDED:
-        context.ignore(f"input[{type}]")
+        context.ignore_kind(where, type)
         return
     raise InvalidRequest(
         f"{where}.type: {str(type)[:100]!r} is not supported; use {', '.join(KINDS)}",
@@ -138,7 +138,7 @@ def _output_part(context: RequestContext, part: object, where: str) -> object:
     if not isinstance(part, dict) or part.get("type") == "input_text":
         return part
     kind = part.get("type")
-    ignore_unsupported(context, f"{where}.type", kind)
+    leave_out(context, where, kind)
     return {"type": "input_text", "text": LEFT_OUT.format(what=f"a part of type {kind!s:.40}")}
 
 

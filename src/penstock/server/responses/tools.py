@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgspec
 
 from penstock.server.access.bounds import check_count
-from penstock.server.bodies import NoEffect, ignore_unsupported, read_object
+from penstock.server.bodies import NoEffect, ignore_unsupported, leave_out, read_object
 from penstock.server.chat.tools import MAX_TOOLS, ToolUse, choose_tools, for_template
 from penstock.server.openapi import read_as
 from penstock.server.request_context import RequestContext
@@ -136,7 +136,7 @@ class _ToolReader:
                 for index, tool in enumerate(group.tools):
                     self.add(tool, f"{where}.tools[{index}]", group.name)
             case kind:
-                ignore_unsupported(self._context, f"tools[{kind}]" if self._context.lenient else f"{where}.type", kind)
+                leave_out(self._context, where, kind)
 
     def _read(self, given: dict[str, Any], kind: type[Any], where: str) -> Any:
         return read_object(self._context, {**given}, kind, TOOL_NO_EFFECT, where)

@@ -70,7 +70,13 @@ async def beam_deltas(
                 search.advance(await _next_tokens(served, request, search))
             timer.reason = "stop"
         for choice, beam in enumerate(search.best(width), first):
-            stream = TextStream(served.text.tokenizer, request.sampling.stop, continuing=continuing, shown=shown)
+            stream = TextStream(
+                served.text.tokenizer,
+                request.sampling.stop,
+                continuing=continuing,
+                shown=shown,
+                include_stop=request.sampling.include_stop_str_in_output,
+            )
             yield choice, _delta(stream, request, beam)
 
 
