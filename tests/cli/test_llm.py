@@ -18,6 +18,7 @@ from penstock.errors import ConfigError, ContextTooLong, InvalidRequest, ModelNo
 from penstock.llm.engine_options import read_options
 from penstock.types import Event, Failed
 
+MODELS = Path(__file__).parents[1] / "models"
 RECITED = "abcdefghijklménopqrstuvwxyz"
 CHAT = [{"role": "user", "content": "go"}]
 
@@ -85,14 +86,24 @@ def test_embeddings_have_a_length_of_one(llm: LLM) -> None:
     assert raw.outputs.data / np.linalg.norm(raw.outputs.data) == pytest.approx(one, abs=1e-6)
 
 
-def test_scores_are_cosines(llm: LLM) -> None:
-    one, same, other = (vector(llm, text) for text in ("abc", "abc", "xyz"))
-    scores = [output.outputs.score for output in llm.score("abc", ["abc", "xyz"])]
-    assert scores == pytest.approx([one @ same, one @ other], abs=1e-5)
-    assert scores[0] > scores[1]
-    assert [output.outputs.score for output in llm.score(["abc", "xyz"], ["abc", "xyz"])] == pytest.approx([1, 1])
-    with pytest.raises(InvalidRequest, match="data_1 has 2 texts and data_2 3"):
-        llm.score(["a", "b"], ["a", "b", "c"])
+def test_scores_of_an_embedding_model_are_cosines() -> None:
+    with LLM(MODELS / "encoders" / "bert", device="ref") as bert:
+        one, other = vector(bert, "the river"), vector(bert, "a stone")
+        found = [output.outputs.score for output in bert.score("the river", ["the river", "a stone"])]
+        assert found == pytest.approx([1, one @ other], abs=1e-5)
+        pairs = bert.score(["the river", "a stone"], ["a stone", "a stone"])
+        assert [output.outputs.score for output in pairs] == pytest.approx([one @ other, 1], abs=1e-5)
+        with pytest.raises(InvalidRequest, match="data_1 has 2 texts and data_2 3"):
+            bert.score(["a", "b"], ["a", "b", "c"])
+        with pytest.raises(InvalidRequest, match="it has no classification head"):
+            bert.classify("a")
+
+
+def test_a_model_without_a_head_neither_scores_nor_classifies(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest, match="this model cannot score"):
+        llm.score("a", "b")
+    with pytest.raises(InvalidRequest, match="this model cannot classify"):
+        llm.classify("a")
 
 
 def test_what_cannot_be_embedded_is_refused(llm: LLM) -> None:

@@ -14,6 +14,7 @@ from penstock.llm.pending import PendingChoice, PendingOutput
 from penstock.text import ChatTemplate, Text, TextStream, check_answers, embedding_request, make_request, new_seed
 from penstock.text.continuation import continue_last
 from penstock.text.embedding import pooling_of
+from penstock.text.pairs import PairPrompts, classify_request
 from penstock.text.tools import MessageDict
 from penstock.types import Limits, SamplingParams
 
@@ -109,6 +110,19 @@ class RequestMaker:
         request = embedding_request(self.next_id(), tokens, self.limits.max_len, kind, param="prompt")
         choice = PendingChoice(request, TextStream(self.text.tokenizer))
         return PendingOutput(str(request.id), prompt.text, request.sampling, self.text.tokenizer, [choice])
+
+    def classification(self, tokens: list[int], text: str | None = None) -> PendingOutput:
+        """Returns the request for the logits of a prompt's labels."""
+        request = classify_request(self.next_id(), tokens, self.limits, "prompt")
+        choice = PendingChoice(request, TextStream(self.text.tokenizer))
+        return PendingOutput(str(request.id), text, request.sampling, self.text.tokenizer, [choice])
+
+    def pair_prompts(self) -> PairPrompts:
+        """Returns what encodes pairs of texts for this model."""
+        template = self.text.pair_template
+        if template is None and self.limits.generates:
+            raise InvalidRequest("this reranker comes without a template for pairs: it cannot score", param="model")
+        return PairPrompts(self.text.tokenizer, template, self.limits)
 
     def check_answers(self) -> None:
         """Raises InvalidRequest if the model makes embeddings only."""
