@@ -2,8 +2,8 @@
 
 A row's candidates begin as the whole vocabulary, edits and bitmask applied. Each sampler of the order takes candidates
 away or changes their logits; what is left is drawn from in vocabulary order with one uniform number, which the seed
-alone decides. Mirostat takes the place of the cuts. Where llama.cpp leaves the choice among equal candidates to its
-sort, the lowest token id stays here.
+alone decides, or, if the seed is to give what it gives in llama.cpp, with the most likely first. Mirostat takes the
+place of the cuts. Where llama.cpp leaves the choice among equal candidates to its sort, the lowest token id stays here.
 """
 
 from __future__ import annotations
@@ -38,6 +38,11 @@ class Candidates(NamedTuple):
     def keep_best(self, count: int) -> Candidates:
         """Returns the `count` most likely."""
         return self if count >= len(self.logits) else self.keep(best(self.logits, count))
+
+    def by_likelihood(self) -> Candidates:
+        """Returns them with the most likely first."""
+        order = np.argsort(-self.logits, kind="stable")
+        return Candidates(self.tokens[order], self.logits[order])
 
     def probabilities(self) -> NDArray[np.float64]:
         with np.errstate(over="ignore"):
@@ -88,6 +93,8 @@ def choose_by_chain(logits: Floats, row: ChainRow, seed: int) -> ChainChoice:
     left = candidates(logits, row, seed)
     if row.temperature == 0:
         left = left.keep_best(1)
+    if row.chain.mersenne:
+        left = left.by_likelihood()
     chances = left.probabilities()
     mass = chances.cumsum()
     drawn = np.searchsorted(mass, (seed >> 11) / 2**53 * mass[-1], side="right")

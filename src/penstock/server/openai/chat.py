@@ -28,6 +28,7 @@ from penstock.server.openai.fields import (
     GenerationFields,
     TokenTally,
     check_prompt_logprobs,
+    drawn_as_llamacpp,
     new_head,
     read_fields,
     sampling,
@@ -78,6 +79,7 @@ class ChatBody(GenerationFields):
     thinking_budget: Annotated[int, Meta(ge=1)] | None = None  # tokens
     thinking: ThinkingWish | None = None
     reasoning: ThinkingWish | None = None
+    verbose: bool | None = None  # asks for the rendered prompt, in llama.cpp's __verbose
 
 
 class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
@@ -105,11 +107,13 @@ class ChatRefusalPart(msgspec.Struct, forbid_unknown_fields=True):
 
 async def chat_completions(served: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
     body = await read_fields(http, context, ChatBody, CHAT_NO_EFFECT)
-    served.check_model(body.model, context)
+    if not from_llamacpp(http):  # that serves one model, under whatever name
+        served.check_model(body.model, context)
     served.check_answers()
     check_prompt_logprobs(body)
     scored = {"logprobs": _wanted_logprobs(body), "prompt_logprobs": body.prompt_logprobs}
     params = sampling(served, body, max_tokens=_max_tokens(body), **scored)
+    params = drawn_as_llamacpp(params) if from_llamacpp(http) and body.seed is not None else params
     messages = read_messages(context, body.messages)
     use = read_tools(context, body.tools, body.tool_choice, body.parallel_tool_calls)
     prompt = await _prompt(served, context, body, messages, use)
@@ -285,12 +289,17 @@ class ChatChoice(msgspec.Struct):
     token_ids: list[int] | UnsetType = UNSET
 
 
+class VerboseReport(msgspec.Struct):
+    prompt: str
+
+
 class ChatCompletion(CompletionHead, kw_only=True):
     choices: list[ChatChoice]
     usage: CompletionUsage
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     prompt_token_ids: Sequence[int] | UnsetType = UNSET
     timings: Timings | UnsetType = UNSET
+    verbose: VerboseReport | UnsetType = msgspec.field(default=UNSET, name="__verbose")
     penstock: AnswerReport | UnsetType = UNSET
 
 
@@ -344,6 +353,7 @@ class ChatWriter:
         self._stopwatches = [Stopwatch(each) for each in turn.requests] if llamacpp or body.timings_per_token else []
         self._timed_chunks = bool(body.timings_per_token)
         self._tokenizer = served.text.tokenizer
+        self._verbose = VerboseReport(self._spell_prompt(turn)) if body.verbose else UNSET
         self._head = new_head("chatcmpl", served.name, body.service_tier, body.request_id)
         self._as_ids = bool(body.return_tokens_as_token_ids)
         self._reasons = body.include_reasoning is not False
@@ -388,6 +398,7 @@ class ChatWriter:
             prompt_logprobs=self._prompt_logprobs,
             prompt_token_ids=self._prompt_ids,
             timings=self._timings(0),
+            verbose=self._verbose,
             penstock=self._explanation.report(),
         )
 
@@ -445,6 +456,9 @@ class ChatWriter:
         self._tally.add(choice, delta)
         if self._stopwatches:
             self._stopwatches[choice].add(delta)
+
+    def _spell_prompt(self, turn: ChatTurn) -> str:
+        return self._tokenizer.decode(turn.request.prompt, special=True, continuing=True)
 
     def _timings(self, choice: int) -> Timings | UnsetType:
         return self._stopwatches[choice].timings() if self._stopwatches else UNSET
