@@ -117,7 +117,7 @@ class SamplingParams:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
-    max_tokens: int | None = None  # None: to the end of the context
+    max_tokens: int | None = 16  # as in vLLM, whose scripts count on it; None: to the end of the context
     min_tokens: int = 0
     ignore_eos: bool = False
     logprobs: int | None = None  # how many alternatives beside the chosen token; None: no logprobs

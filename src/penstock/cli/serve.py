@@ -209,13 +209,13 @@ def serve(
     from penstock import server
     from penstock.config import configure
     from penstock.ipc.spawn import ProcessClient
-    from penstock.server.telemetry.access_log import set_up_logging
+    from penstock.server.telemetry.access_log import LogSettings
 
-    set_up_logging(telemetry.log_level, telemetry.log_format)
     name = listen.name or _short_name(model, path)
     config = configure(path, engine, name=name)
     rules = access.rules(_patterns(listen.alias or [], name), trust_templates=template.trust_request_chat_template)
-    setup = server.Setup(path, storage.space(), rules, traces, telemetry.metric_sets())
+    log = LogSettings(telemetry.log_level, telemetry.log_format)
+    setup = server.Setup(path, storage.space(), rules, traces, telemetry.metric_sets(), log)
     load = partial(_load_text, model, path, template.source(), template.sampling())
     server.serve(ProcessClient(config), load, name, listen.host, listen.port, setup)
 

@@ -20,6 +20,7 @@ Numbers = tuple[float, float, int, float, int]  # temperature, top_p, top_k, min
 GREEDY = 0.0, 1.0, 0, 0.0  # what a device does where a chain chooses
 NUMBER_TYPES = (np.float32, np.float32, np.int32, np.float32, np.int32)
 WORD = 2**64 - 1
+NOTHING: frozenset[int] = frozenset()
 Wanted = tuple["Sampler", list[int], int]  # its sampler, its tokens so far, the position whose logits are wanted
 
 
@@ -28,6 +29,7 @@ class Sampler:
 
     __slots__ = (
         "_allowed",
+        "_bans",
         "_constraint",
         "_draws",
         "_dry",
@@ -52,7 +54,8 @@ class Sampler:
         self._dry = DryHistory(params.dry, request.dry_breakers) if params.dry and _repeats(params.dry) else None
         self._draws = MersenneDraws(params.seed or 0) if params.chain is not None and params.chain.mersenne else None
         self._mu = 2 * params.chain.mirostat_tau if params.chain is not None else 0.0
-        self.edits = bool(params.min_tokens or params.logit_bias or request.bad_words or self._penalties or self._dry)
+        self._bans = bool(params.min_tokens or request.bad_words)
+        self.edits = bool(self._bans or params.logit_bias or self._penalties or self._dry)
         self.steers = self.edits or params.chain is not None  # it may have more to say than `numbers`
         self.seed = (params.seed or 0) & WORD  # make_request draws one for a request without
         cuts = (params.temperature, params.top_p, params.top_k, params.min_p)
@@ -86,14 +89,15 @@ class Sampler:
         if not self.edits:
             return None
         params, end = self._request.sampling, position + 1
-        ban = self._banned(tokens, end)
+        ban = self._banned(tokens, end) if self._bans else NOTHING
         if not (ban or params.logit_bias or self._penalties or self._dry):
             return None
-        seen, added = self._penalties.after(tokens, end) if self._penalties else (set[int](), {})
+        seen, added = self._penalties.after(tokens, end) if self._penalties else (NOTHING, {})
         for token, bias in params.logit_bias.items():
             added[token] = added.get(token, 0.0) + bias
-        for token, penalty in self._dry.penalties(tokens, end).items() if self._dry else ():
-            added[token] = added.get(token, 0.0) - penalty
+        if self._dry:
+            for token, penalty in self._dry.penalties(tokens, end).items():
+                added[token] = added.get(token, 0.0) - penalty
         return LogitEdit(
             seen=_ints(seen),
             repetition=params.repetition_penalty,
@@ -105,7 +109,7 @@ class Sampler:
     def _banned(self, tokens: list[int], end: int) -> Collection[int]:
         """Returns the tokens that would end the answer too soon or complete a bad word."""
         request, answered = self._request, end - self._prompt_len
-        ban = request.stop_ids if answered < request.sampling.min_tokens else frozenset[int]()
+        ban = request.stop_ids if answered < request.sampling.min_tokens else NOTHING
         if not request.bad_words:
             return ban
         return ban | {
@@ -147,7 +151,7 @@ class PenaltyCounts:
         self._counts: Counter[int] = Counter()  # of tokens[_first:_last]
         self._first = self._last = len(request.prompt) if whole else 0
 
-    def after(self, tokens: list[int], end: int) -> tuple[set[int], dict[int, float]]:
+    def after(self, tokens: list[int], end: int) -> tuple[Collection[int], dict[int, float]]:
         """Returns the tokens that were seen before `end`, and what is added to logits for them."""
         self._counts.update(tokens[self._last : end])
         self._last = max(self._last, end)

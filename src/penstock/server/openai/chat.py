@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Meta, UnsetType
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
@@ -16,7 +16,7 @@ from penstock.server.bodies import ANY_VALUE, ContentValues, NoEffect, ignore_un
 from penstock.server.chat.chat_turn import ChatTurn, TurnOptions, begin_turn, render_prompt
 from penstock.server.chat.logprobs import PromptLogprobs, TokenEntry, prompt_entries, token_entries
 from penstock.server.chat.stop_reason import stop_reason
-from penstock.server.chat.thinking import think_with_effort
+from penstock.server.chat.thinking import ThinkingWish, read_wish, switch_thinking, think_with_effort
 from penstock.server.chat.tools import FunctionTool, PastCall, ToolUse, read_calls, read_tools, template_reasoning
 from penstock.server.explain import AnswerReport, Explanation
 from penstock.server.llamacpp.timings import Stopwatch, Timings, from_llamacpp
@@ -75,6 +75,10 @@ class ChatBody(GenerationFields):
     echo: bool | None = None  # the answer begins with the last message, if that is an assistant's
     include_reasoning: bool | None = None  # left out: true
     timings_per_token: bool | None = None  # asks for llama.cpp's timings
+    enable_thinking: bool | None = None
+    thinking_budget: Annotated[int, Meta(ge=1)] | None = None  # tokens
+    thinking: ThinkingWish | None = None
+    reasoning: ThinkingWish | None = None
     verbose: bool | None = None  # asks for the rendered prompt, in llama.cpp's __verbose
 
 
@@ -115,7 +119,9 @@ async def chat_completions(served: ServedModel, http: HttpRequest, context: Requ
     prompt = await _prompt(served, context, body, messages, use)
     prompt = prompt._replace(tokens=truncate(served, context, body, prompt.tokens, params[0].max_tokens))
     shown = shown_special(served, body)
-    turn = begin_turn(served, context, prompt, use, params, TurnOptions(shown=shown))
+    param, budget = _budget(body)
+    options = TurnOptions(thinking_budget=budget, budget_param=param, shown=shown)
+    turn = begin_turn(served, context, prompt, use, params, options)
     if body.use_beam_search:
         check_beams(context, body, turn.request.sampling)
         turn.deltas = beam_deltas(served, context, turn.requests, body, shown=shown)
@@ -178,10 +184,23 @@ def read_template_kwargs(context: RequestContext, text: Text, kwargs: dict[str, 
     return fields
 
 
+def _budget(body: ChatBody) -> tuple[str, int | None]:
+    """Returns the limit on tokens of thinking, and the field that it came in."""
+    for param, wish in (("thinking.budget_tokens", body.thinking), ("reasoning.max_tokens", body.reasoning)):
+        if wish is not None and wish.budget:
+            return param, wish.budget
+    return "thinking_budget", body.thinking_budget
+
+
 def _template_fields(text: Text, context: RequestContext, body: ChatBody) -> dict[str, Any]:
     """Returns the template's fields beside messages and tools."""
+    fields = think_with_effort(context, text, body.reasoning_effort, "reasoning_effort")
+    if body.enable_thinking is not None:
+        fields |= switch_thinking(context, text, body.enable_thinking, "enable_thinking", body.enable_thinking)
+    for param, wish in (("thinking", body.thinking), ("reasoning", body.reasoning)):
+        fields |= {} if wish is None else read_wish(context, text, wish, param)
     return (
-        think_with_effort(context, text, body.reasoning_effort, "reasoning_effort")
+        fields
         | read_verbosity(context, text, body.verbosity, "verbosity")
         | read_template_kwargs(context, text, body.chat_template_kwargs)
     )
