@@ -19,6 +19,7 @@ from penstock.server.chat.stop_reason import stop_reason
 from penstock.server.chat.thinking import ThinkingWish, read_wish, switch_thinking, think_with_effort
 from penstock.server.chat.tools import FunctionTool, PastCall, ToolUse, read_calls, read_tools, template_reasoning
 from penstock.server.explain import AnswerReport, Explanation
+from penstock.server.llamacpp.fields import fitting
 from penstock.server.llamacpp.timings import Stopwatch, Timings, from_llamacpp
 from penstock.server.openai.fields import (
     NO_EFFECT,
