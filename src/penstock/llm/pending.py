@@ -71,7 +71,8 @@ class PendingOutput:
 
     def ended(self) -> bool:
         """Returns whether all choices have ended; raises the error that ended one, if one did."""
-        return all(choice.ended() for choice in self.choices)
+        ended = [choice.ended() for choice in self.choices]  # of all of them, since any may have failed
+        return all(ended)
 
     def output(self, since: Sequence[int] | None = None) -> RequestOutput:
         """Returns what came so far; raises the error that ended a choice, if one did. `since` has the number of each
