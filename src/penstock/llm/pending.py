@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.errors import PenstockError
@@ -18,6 +18,7 @@ class PendingChoice:
         self.request = request
         self.finish_reason = ""  # empty while it goes on
         self.deltas: list[Delta] = []
+        self.on_end: Callable[[], object] = lambda: None
         self._failure: PenstockError | None = None
         self._text = text
         self._taken = 0  # deltas whose text was taken
