@@ -81,6 +81,7 @@ class SamplerChain(NamedTuple):
     mirostat_tau: float = 5.0
     mirostat_eta: float = 0.1
     min_keep: int = 0  # candidates that every cut leaves
+    mersenne: bool = False  # draws with llama.cpp's generator: a seed gives the text that it gives there
 
 
 SAMPLERS = frozenset(SamplerChain().order)  # the names that an order may have
