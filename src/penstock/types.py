@@ -81,6 +81,7 @@ class SamplerChain(NamedTuple):
     mirostat_tau: float = 5.0
     mirostat_eta: float = 0.1
     min_keep: int = 0  # candidates that every cut leaves
+    mersenne: bool = False  # draws with llama.cpp's generator: a seed gives the text that it gives there
 
 
 SAMPLERS = frozenset(SamplerChain().order)  # the names that an order may have
@@ -116,7 +117,7 @@ class SamplingParams:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
-    max_tokens: int | None = None  # None: to the end of the context
+    max_tokens: int | None = 16  # as in vLLM, whose scripts count on it; None: to the end of the context
     min_tokens: int = 0
     ignore_eos: bool = False
     logprobs: int | None = None  # how many alternatives beside the chosen token; None: no logprobs

@@ -26,7 +26,7 @@ def with_llm(path: Path, use: Callable[[AsyncLLM], Awaitable[None]]) -> None:
 
 
 async def outputs(llm: AsyncLLM, prompt: Any, **params: Any) -> list[RequestOutput]:
-    return [output async for output in llm.generate(prompt, SamplingParams(**params))]
+    return [output async for output in llm.generate(prompt, SamplingParams(max_tokens=None, **params))]
 
 
 def test_answers_grow(reciter: Path) -> None:
@@ -57,10 +57,10 @@ def test_answers_grow(reciter: Path) -> None:
 
 def test_requests_can_be_aborted_and_left(babbler: Path) -> None:
     async def use(llm: AsyncLLM) -> None:
-        async with aclosing(llm.generate("abc", SamplingParams(), "mine")) as stream:
+        async with aclosing(llm.generate("abc", SamplingParams(max_tokens=None), "mine")) as stream:
             await anext(stream)
             with pytest.raises(InvalidRequest, match="a request with the id 'mine'"):
-                await anext(llm.generate("abc", SamplingParams(), "mine"))
+                await anext(llm.generate("abc", SamplingParams(max_tokens=None), "mine"))
             await llm.abort("mine")
             rest = [output async for output in stream]
         assert (rest[-1].finish_reason, rest[-1].finished) == ("abort", True)

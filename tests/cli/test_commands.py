@@ -158,11 +158,13 @@ def test_serve_passes_on_what_it_is_told(penstock: Penstock, reciter: Path, monk
     rules: list[Any] = []
     configs: list[Config] = []
     monkeypatch.setattr("penstock.ipc.spawn.ProcessClient", configs.append)
-    monkeypatch.setattr("penstock.server.serve", lambda *told: rules.append(told[-1].rules))
+    setups: list[Any] = []
+    monkeypatch.setattr("penstock.server.serve", lambda *told: rules.append(told[-1].rules) or setups.append(told[-1]))
     penstock("serve", str(reciter))
     sizes = ("--step-tokens", 100, "--prefill-budget", 50, "--block-size", 8, "--kv-memory", 10**6, "--name", "it")
     names = ("--strict", "--alias", "gpt-4o=it", "--alias", "big-*=it")
-    penstock("serve", str(reciter), *names, *sizes)
+    penstock("serve", str(reciter), *names, *sizes, "--log-level", "debug", "--log-format", "json")
+    assert [each.log for each in setups] == [("info", "text"), ("debug", "json")]
     assert [(each.lenient, each.aliases) for each in rules] == [(True, ()), (False, ("gpt-4o", "big-*"))]
     assert configs == [
         Config(model=str(reciter), name="reciter"),

@@ -18,6 +18,7 @@ from penstock.errors import ConfigError, ContextTooLong, InvalidRequest, ModelNo
 from penstock.llm.engine_options import read_options
 from penstock.types import Event, Failed
 
+MODELS = Path(__file__).parents[1] / "models"
 RECITED = "abcdefghijklménopqrstuvwxyz"
 CHAT = [{"role": "user", "content": "go"}]
 
@@ -85,14 +86,24 @@ def test_embeddings_have_a_length_of_one(llm: LLM) -> None:
     assert raw.outputs.data / np.linalg.norm(raw.outputs.data) == pytest.approx(one, abs=1e-6)
 
 
-def test_scores_are_cosines(llm: LLM) -> None:
-    one, same, other = (vector(llm, text) for text in ("abc", "abc", "xyz"))
-    scores = [output.outputs.score for output in llm.score("abc", ["abc", "xyz"])]
-    assert scores == pytest.approx([one @ same, one @ other], abs=1e-5)
-    assert scores[0] > scores[1]
-    assert [output.outputs.score for output in llm.score(["abc", "xyz"], ["abc", "xyz"])] == pytest.approx([1, 1])
-    with pytest.raises(InvalidRequest, match="data_1 has 2 texts and data_2 3"):
-        llm.score(["a", "b"], ["a", "b", "c"])
+def test_scores_of_an_embedding_model_are_cosines() -> None:
+    with LLM(MODELS / "encoders" / "bert", device="ref") as bert:
+        one, other = vector(bert, "the river"), vector(bert, "a stone")
+        found = [output.outputs.score for output in bert.score("the river", ["the river", "a stone"])]
+        assert found == pytest.approx([1, one @ other], abs=1e-5)
+        pairs = bert.score(["the river", "a stone"], ["a stone", "a stone"])
+        assert [output.outputs.score for output in pairs] == pytest.approx([one @ other, 1], abs=1e-5)
+        with pytest.raises(InvalidRequest, match="data_1 has 2 texts and data_2 3"):
+            bert.score(["a", "b"], ["a", "b", "c"])
+        with pytest.raises(InvalidRequest, match="it has no classification head"):
+            bert.classify("a")
+
+
+def test_a_model_without_a_head_neither_scores_nor_classifies(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest, match="this model cannot score"):
+        llm.score("a", "b")
+    with pytest.raises(InvalidRequest, match="this model cannot classify"):
+        llm.classify("a")
 
 
 def test_what_cannot_be_embedded_is_refused(llm: LLM) -> None:
@@ -138,7 +149,7 @@ def test_a_second_turn_reuses_the_first(llm: LLM) -> None:
 
 @pytest.mark.parametrize(("stop", "kept"), [(("def",), "abc"), (("é",), "abcdefghijklm"), (("zz", "bcd"), "a")])
 def test_a_stop_string_ends_an_answer(llm: LLM, stop: tuple[str, ...], kept: str) -> None:
-    params = SamplingParams(stop=stop, logprobs=0)
+    params = SamplingParams(stop=stop, logprobs=0, max_tokens=30)
     (done,) = llm.chat(CHAT, params)[0].outputs
     assert (done.text, done.finish_reason, done.stop_reason) == (kept, "stop", stop[-1])
     assert len(done.token_ids) == len(done.logprobs or ()) == len(kept.encode()) + len(stop[-1].encode())
@@ -154,6 +165,24 @@ def test_a_stop_token_is_no_text(llm: LLM) -> None:
 def test_length_and_what_half_a_character_becomes(llm: LLM) -> None:
     (done,) = llm.chat(CHAT, SamplingParams(max_tokens=14))
     assert (done.text, done.finish_reason) == ("abcdefghijklm\ufffd", "length")
+
+
+def test_an_answer_ends_where_the_context_does(reciter: Path) -> None:
+    with LLM(reciter, device="ref", max_len=8) as llm:
+        for most in (6, 4096, None):
+            (done,) = llm.generate("abc", SamplingParams(max_tokens=most))
+            assert (done.text, done.finish_reason) == ("defgh", "length")
+        assert llm.generate("abc")[0].text == "defgh"
+        assert len(llm.generate("a" * 7, SamplingParams(max_tokens=3))[0].tokens) == 1
+        with pytest.raises(ContextTooLong, match="the context holds 8"):
+            llm.generate("a" * 8, SamplingParams(max_tokens=3))
+
+
+def test_an_emptied_cache_is_empty(llm: LLM) -> None:
+    llm.generate(RECITED)
+    assert llm.generate(RECITED)[0].num_cached_tokens == 16
+    assert llm.reset_prefix_cache()
+    assert llm.generate(RECITED)[0].num_cached_tokens == 0
 
 
 def test_prompts_can_be_scored(llm: LLM) -> None:
@@ -200,8 +229,6 @@ def test_leaving_a_stream_aborts_it(llm: LLM) -> None:
 def test_what_cannot_be_answered_is_refused_at_once(llm: LLM) -> None:
     with pytest.raises(ContextTooLong, match="4096"):
         llm.generate([1] * 5000)
-    with pytest.raises(ContextTooLong):
-        llm.stream("a", SamplingParams(max_tokens=4096))
     with pytest.raises(InvalidRequest, match="token ids"):
         llm.generate([[1, "x"]])  # type: ignore[list-item]
     with pytest.raises(InvalidRequest):
@@ -461,7 +488,7 @@ def test_options_of_vllm(reciter: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().err == ""
     own = {"temperature": 0.125, "top_k": 3}
     with LLM(reciter, device="ref", dtype="half", gpu_memory_utilization=0.9, override_generation_config=own) as llm:
-        assert llm.get_default_sampling_params() == SamplingParams(**own)
+        assert llm.get_default_sampling_params() == SamplingParams(**own, max_tokens=None)
     assert capsys.readouterr().err == ("warning: options of vLLM without effect here: dtype, gpu_memory_utilization\n")
     read = read_options({"quantization": "fp8", "kv_cache_dtype": "fp8_e4m3", "max_length": 3})
     assert read.engine == {"quantize": "fp8", "kv": "fp8", "max_length": 3}
@@ -481,7 +508,7 @@ def test_a_folders_own_sampling_is_the_default(reciter: Path, tmp_path: Path) ->
     folder = shutil.copytree(reciter, tmp_path / "copy")
     (folder / "generation_config.json").write_text('{"temperature": 0.5, "top_k": 9}')
     with LLM(folder, device="ref") as llm:
-        assert llm.get_default_sampling_params() == SamplingParams(temperature=0.5, top_k=9)
+        assert llm.get_default_sampling_params() == SamplingParams(temperature=0.5, top_k=9, max_tokens=None)
         assert llm._maker.generation(llm._maker.prompt("a"), None).params.top_k == 9
         assert llm._maker.generation(llm._maker.prompt("a"), SamplingParams()).params.temperature == 1.0
 

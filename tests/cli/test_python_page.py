@@ -15,7 +15,7 @@ ABOUT = {
     "Generate": r"The capital of France is -> .*\nOne, two, three, -> ",
     "Chat, and text as it comes": r"\S",
     "Structured output": r'\{\s*"year":\s*-?\d+.*\d\d\d\d-\d\d\n$',
-    "Embeddings and scores": r"576 float32\n0\.\d+\n0\.\d+\n",
+    "Embeddings, scores and labels": r"576\nTrue\n",
     "Beam search": r"\[\('The capital of France is Paris.*', -\d+\.\d+\), \('The capital of France is",
     "asyncio": r"\S",
 }

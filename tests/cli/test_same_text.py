@@ -33,8 +33,10 @@ def served(*words: object) -> Iterator[str]:
         yield address[0]
     finally:
         serving.send_signal(signal.SIGINT)
-        serving.communicate()
+        _, logged = serving.communicate()
     assert serving.returncode == 0
+    assert " info POST /v1/chat/completions status=200 seconds=" in logged
+    assert RECITED not in logged
 
 
 def wait_for(url: str) -> None:

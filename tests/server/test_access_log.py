@@ -14,7 +14,7 @@ from penstock.errors import ConfigError
 from penstock.ipc.inprocess import InProcessClient
 from penstock.keys import Key, changing, digest, new_key, now
 from penstock.server.access.guard import Rules
-from penstock.server.telemetry.access_log import JsonFormatter, TextFormatter, set_up_logging
+from penstock.server.telemetry.access_log import JsonFormatter, LogSettings, TextFormatter, set_up_logging
 from tests.server import toys
 from tests.server.conftest import Server, serving
 
@@ -136,7 +136,7 @@ def loggers() -> Iterator[None]:
 )
 @pytest.mark.usefixtures("loggers")
 def test_a_level_is_the_least_that_is_logged(capsys: pytest.CaptureFixture[str], level: str, logged: str) -> None:
-    set_up_logging(level, "json")
+    set_up_logging(LogSettings(level, "json"))
     ours = logging.getLogger("penstock.ipc")
     ours.debug("d")
     ours.warning("w")
@@ -148,4 +148,4 @@ def test_a_level_is_the_least_that_is_logged(capsys: pytest.CaptureFixture[str],
 @pytest.mark.parametrize(("level", "format"), [("loud", "text"), ("info", "xml")])
 def test_what_cannot_be_logged_is_refused(level: str, format: str) -> None:
     with pytest.raises(ConfigError, match="unknown log"):
-        set_up_logging(level, format)
+        set_up_logging(LogSettings(level, format))

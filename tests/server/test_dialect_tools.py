@@ -190,6 +190,24 @@ def test_ollama_thinking_is_told_apart(llama: ollama.Client) -> None:
     assert text.given["enable_thinking"] is True
 
 
+@pytest.mark.parametrize(
+    ("fields", "thinks"),
+    [
+        ({"enable_thinking": False}, False),
+        ({"reasoning_effort": "none"}, False),
+        ({"reasoning_effort": "high"}, True),
+        ({"thinking": {"type": "disabled"}}, False),
+        ({"thinking": {"type": "enabled", "budget_tokens": 9}}, True),
+        ({"reasoning": {"enabled": False}}, False),
+        ({"reasoning": {"effort": "low"}}, True),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, False),
+    ],
+)
+def test_chats_say_in_many_ways_whether_to_think(hermes: Server, fields: dict[str, Any], thinks: bool) -> None:
+    answer = hermes.post("/v1/chat/completions", model=MODEL, messages=asked("Blue."), **fields)
+    assert (answer.status_code, text.given["enable_thinking"]) == (200, thinks)
+
+
 def test_ollama_calls_and_results_go_back(llama: ollama.Client) -> None:
     said = reply(llama, CALL)
     result = {"role": "tool", "tool_name": "weather", "content": "sun"}

@@ -124,7 +124,16 @@ CHAT: list[Row] = [
     ("logprobs", True, HONOURED),
     ("tools", [TOOL], HONOURED),
     ("tools", [{"type": "function", "function": TOOL["function"] | {"strict": True}}], UNABLE),
-    ("tools", [{"type": "custom", "custom": {"name": "x"}}], "invalid_value"),
+    ("tools", [{"type": "custom", "custom": {"name": "x"}}], IGNORED),
+    ("enable_thinking", False, HONOURED),
+    ("enable_thinking", True, IGNORED),  # by a model that does not think
+    ("thinking_budget", 5, IGNORED),
+    ("thinking_budget", 0, "invalid_type"),
+    ("thinking", {"type": "disabled"}, HONOURED),
+    ("thinking", {"type": "enabled"}, IGNORED),
+    ("reasoning", {"enabled": False}, HONOURED),
+    ("reasoning", {"effort": "high"}, IGNORED),
+    ("model", None, HONOURED),
     ("tool_choice", "none", HONOURED),
     ("tool_choice", "auto", HONOURED),
     ("tool_choice", "required", "invalid_request"),  # without tools

@@ -180,6 +180,9 @@ def test_parallel_calls_and_one_alone(scripted: Server) -> None:
     assert alone.finish_reason == "tool_calls"
     repeated = both_ways(scripted, f"{answer}\n{SAID['hermes']}\nand so on")
     assert (len(repeated.message.tool_calls), repeated.finish_reason) == (2, "tool_calls")
+    asked = say(f"{SAID['hermes']}\n{SAID['hermes']}\nand so on", extra_body={"penstock": True})
+    report = scripted.sdk().chat.completions.create(**asked).model_dump()["penstock"]
+    assert report["choices"][0]["finish"] == {"reason": "stop", "by": "repeated_call"}
     scripted.until_idle()
 
 

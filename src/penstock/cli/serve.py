@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from penstock.cli import options
 from penstock.cli.command import Option, OptionGroup, UsageError
@@ -111,6 +111,19 @@ class TemplateOptions(NamedTuple):
             "up the server's memory."
         ),
     ] = False
+    override_generation_config: Annotated[
+        str,
+        Option(
+            help="Sampling of requests that do not say, in place of the model's own, as JSON: "
+            """'{"temperature": 0.8, "top_k": 40, "seed": 42, "max_tokens": 256}'."""
+        ),
+    ] = ""
+
+    def sampling(self) -> dict[str, Any]:
+        """Returns the sampling defaults that the option names."""
+        from penstock.text.sampling_defaults import defaults_in_option
+
+        return defaults_in_option(self.override_generation_config)
 
     def source(self) -> str:
         """Returns the chat template that the options name; empty: the model's own."""
@@ -196,26 +209,27 @@ def serve(
     from penstock import server
     from penstock.config import configure
     from penstock.ipc.spawn import ProcessClient
-    from penstock.server.telemetry.access_log import set_up_logging
+    from penstock.server.telemetry.access_log import LogSettings
 
-    set_up_logging(telemetry.log_level, telemetry.log_format)
     name = listen.name or _short_name(model, path)
     config = configure(path, engine, name=name)
     rules = access.rules(_patterns(listen.alias or [], name), trust_templates=template.trust_request_chat_template)
-    setup = server.Setup(path, storage.space(), rules, traces, telemetry.metric_sets())
-    load = partial(_load_text, model, path, template.source())
+    log = LogSettings(telemetry.log_level, telemetry.log_format)
+    setup = server.Setup(path, storage.space(), rules, traces, telemetry.metric_sets(), log)
+    load = partial(_load_text, model, path, template.source(), template.sampling())
     server.serve(ProcessClient(config), load, name, listen.host, listen.port, setup)
 
 
-def _load_text(model: str, path: Path, template: str) -> Text:
-    """Loads the tokenizer, the chat template and the sampling defaults, a derived model's own included. Warns about a
-    model that comes without a template."""
+def _load_text(model: str, path: Path, template: str, sampling: dict[str, Any]) -> Text:
+    """Loads the tokenizer, the chat template and the sampling defaults, a derived model's own included. `template` and
+    `sampling` replace the model's own. Warns about a model that comes without a template."""
     from penstock.model.load import load_text
     from penstock.store import find_derived
     from penstock.text.sampling_defaults import defaults_in_modelfile
 
     derived = find_derived(model)
-    text = load_text(path).with_sampling(defaults_in_modelfile(derived.parameters if derived else {}))
+    derived_sampling = defaults_in_modelfile(derived.parameters if derived else {})
+    text = load_text(path).with_sampling(derived_sampling | sampling)
     if template:
         return text.with_template_text(template)
     if text.template is None and not text.tokenizer.closing:  # an encoder has tokens that close a text, and no chats

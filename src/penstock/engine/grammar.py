@@ -32,6 +32,7 @@ WORKERS = 2
 MOST_GRAMMARS = 256  # compiled ones that are kept
 COMPILE_SECONDS = 10.0  # after which a grammar is given up
 SLOWEST_MASK = 0.25  # seconds for one bitmask: a thousand times what is usual
+MARK = "\x02"  # a character that is a token of its own in vocabularies that put a space before texts
 STACK_BYTES = 2**30  # of addresses: the library calls itself for every rule in a chain of them
 LONGEST_REASON = 400  # characters of the library's words that are passed on
 WHITESPACE = {"whitespace_pattern": r" |\n[ \t]{0,20}"}  # small models never stop where any run of spaces may follow
@@ -350,6 +351,12 @@ class _LibraryTokenizer:
         self.bos_token_id = vocabulary.bos_id
         self.tokens = [vocabulary.token_bytes(id) for id in range(width)]
         self.special_token_ids = sorted(vocabulary.special_ids)
+        marked = vocabulary.encode(MARK)
+        self._marked = len(marked) if marked and self.tokens[marked[0]].startswith(b" ") else 0
 
     def __call__(self, text: bytes) -> list[int]:
+        """Returns the tokens of a text within an answer. A vocabulary that puts a space before every text gets a mark
+        before it, whose tokens are left out."""
+        if self._marked:
+            return self._encode(MARK + text.decode())[self._marked :]
         return self._encode(text.decode())

@@ -13,12 +13,14 @@ from numpy.typing import NDArray
 from penstock.backend.base import ChainRow, Ints, LogitEdit, LogitEdits, SampleRows
 from penstock.engine.dry import DryHistory
 from penstock.engine.grammar import Constraint
+from penstock.engine.mersenne import MersenneDraws
 from penstock.types import DryPenalty, Request, SamplingParams
 
 Numbers = tuple[float, float, int, float, int]  # temperature, top_p, top_k, min_p, logprobs
 GREEDY = 0.0, 1.0, 0, 0.0  # what a device does where a chain chooses
 NUMBER_TYPES = (np.float32, np.float32, np.int32, np.float32, np.int32)
 WORD = 2**64 - 1
+NOTHING: frozenset[int] = frozenset()
 Wanted = tuple["Sampler", list[int], int]  # its sampler, its tokens so far, the position whose logits are wanted
 
 
@@ -27,7 +29,9 @@ class Sampler:
 
     __slots__ = (
         "_allowed",
+        "_bans",
         "_constraint",
+        "_draws",
         "_dry",
         "_mu",
         "_penalties",
@@ -48,8 +52,10 @@ class Sampler:
         self._prompt_len = len(request.prompt)
         self._penalties = PenaltyCounts(request) if _penalizes(params) else None
         self._dry = DryHistory(params.dry, request.dry_breakers) if params.dry and _repeats(params.dry) else None
+        self._draws = MersenneDraws(params.seed or 0) if params.chain is not None and params.chain.mersenne else None
         self._mu = 2 * params.chain.mirostat_tau if params.chain is not None else 0.0
-        self.edits = bool(params.min_tokens or params.logit_bias or request.bad_words or self._penalties or self._dry)
+        self._bans = bool(params.min_tokens or request.bad_words)
+        self.edits = bool(self._bans or params.logit_bias or self._penalties or self._dry)
         self.steers = self.edits or params.chain is not None  # it may have more to say than `numbers`
         self.seed = (params.seed or 0) & WORD  # make_request draws one for a request without
         cuts = (params.temperature, params.top_p, params.top_k, params.min_p)
@@ -83,14 +89,15 @@ class Sampler:
         if not self.edits:
             return None
         params, end = self._request.sampling, position + 1
-        ban = self._banned(tokens, end)
+        ban = self._banned(tokens, end) if self._bans else NOTHING
         if not (ban or params.logit_bias or self._penalties or self._dry):
             return None
-        seen, added = self._penalties.after(tokens, end) if self._penalties else (set[int](), {})
+        seen, added = self._penalties.after(tokens, end) if self._penalties else (NOTHING, {})
         for token, bias in params.logit_bias.items():
             added[token] = added.get(token, 0.0) + bias
-        for token, penalty in self._dry.penalties(tokens, end).items() if self._dry else ():
-            added[token] = added.get(token, 0.0) - penalty
+        if self._dry:
+            for token, penalty in self._dry.penalties(tokens, end).items():
+                added[token] = added.get(token, 0.0) - penalty
         return LogitEdit(
             seen=_ints(seen),
             repetition=params.repetition_penalty,
@@ -102,7 +109,7 @@ class Sampler:
     def _banned(self, tokens: list[int], end: int) -> Collection[int]:
         """Returns the tokens that would end the answer too soon or complete a bad word."""
         request, answered = self._request, end - self._prompt_len
-        ban = request.stop_ids if answered < request.sampling.min_tokens else frozenset[int]()
+        ban = request.stop_ids if answered < request.sampling.min_tokens else NOTHING
         if not request.bad_words:
             return ban
         return ban | {
@@ -117,6 +124,12 @@ class Sampler:
         if params.chain is None:
             return None
         return ChainRow(row, params.chain, params.temperature, params.top_p, params.top_k, params.min_p, self._mu)
+
+    def draw(self, position: int) -> int:
+        """Returns the 64 random bits that decide the token after `position`."""
+        if self._draws is not None:
+            return self._draws.at(position + 1 - self._prompt_len)
+        return _draw(self.seed, position)
 
     def observe(self, surprise: float) -> None:
         """Takes over the surprise of a committed token, in bits: mirostat steers towards its target with it."""
@@ -138,7 +151,7 @@ class PenaltyCounts:
         self._counts: Counter[int] = Counter()  # of tokens[_first:_last]
         self._first = self._last = len(request.prompt) if whole else 0
 
-    def after(self, tokens: list[int], end: int) -> tuple[set[int], dict[int, float]]:
+    def after(self, tokens: list[int], end: int) -> tuple[Collection[int], dict[int, float]]:
         """Returns the tokens that were seen before `end`, and what is added to logits for them."""
         self._counts.update(tokens[self._last : end])
         self._last = max(self._last, end)
@@ -183,7 +196,7 @@ def sample_rows(wanted: list[Wanted]) -> SampleRows:
         top_p=top_p,
         top_k=top_k,
         min_p=min_p,
-        seed=np.array([_draw(sampler.seed, at) for sampler, _, at in wanted], np.uint64),
+        seed=np.array([sampler.draw(at) for sampler, _, at in wanted], np.uint64),
         logprobs=logprobs,
         edits=LogitEdits.of(edits),
         chains=tuple(chains),

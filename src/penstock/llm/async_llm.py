@@ -48,6 +48,7 @@ class AsyncLLM:
         self._path = fetch(self._model)
         self._client = ProcessClient(configure(self._path, self._options.engine))
         self._starting: asyncio.Task[RequestMaker] | None = None
+        self._closing: asyncio.Task[None] | None = None
         self._running: dict[str, RunningRequest] = {}
 
     @classmethod
@@ -99,6 +100,10 @@ class AsyncLLM:
     async def get_tokenizer(self) -> ModelTokenizer:
         """Returns the model's tokenizer, with the methods that scripts use most."""
         return ModelTokenizer((await self._started()).text)
+
+    def shutdown(self) -> None:
+        """Begins to end the engine process, from a coroutine that does not wait for it."""
+        self._closing = asyncio.get_running_loop().create_task(self.close())
 
     async def close(self) -> None:
         """Ends the engine process; requests that are being answered fail. Closing twice changes nothing."""

@@ -35,12 +35,16 @@ NO_EFFECT: dict[str, tuple[object, ...]] = {
     "enable_lora": (False,),
 }
 IGNORED = """
-    additional_config allowed_local_media_path async_scheduling attention_backend calculate_kv_scales code_revision
-    compilation_config cpu_offload_gb disable_sliding_window distributed_executor_backend download_dir
-    gpu_memory_utilization guided_decoding_backend hf_overrides hf_token kv_transfer_config limit_mm_per_prompt
-    logits_processors max_logprobs max_lora_rank max_loras max_seq_len_to_capture mm_processor_kwargs
-    num_gpu_blocks_override pooler_config quantization reasoning_parser revision scheduling_policy skip_tokenizer_init
-    speculative_config structured_outputs_config swap_space tokenizer tokenizer_revision
+    additional_config allowed_local_media_path async_scheduling attention_backend attention_config calculate_kv_scales
+    code_revision compilation_config config_format cpu_offload_gb cuda_graph_sizes disable_cascade_attn
+    disable_sliding_window distributed_executor_backend download_dir enable_prompt_embeds enable_sleep_mode
+    gpu_memory_utilization guided_decoding_backend hf_config_path hf_overrides hf_token ignore_patterns
+    kv_cache_memory_bytes kv_transfer_config limit_mm_per_prompt logits_processors logprobs_mode max_cpu_loras
+    max_logprobs max_lora_rank max_loras max_num_partial_prefills max_seq_len_to_capture mm_processor_cache_gb
+    mm_processor_kwargs model_impl num_gpu_blocks_override num_lookahead_slots num_scheduler_steps pooler_config
+    preemption_mode prefix_caching_hash_algo quantization reasoning_parser revision rope_scaling rope_theta
+    scheduling_policy skip_tokenizer_init speculative_config speculative_model structured_outputs_config swap_space
+    tokenizer tokenizer_revision use_tqdm_on_load worker_cls
 """.split()  # noqa: SIM905
 
 

@@ -8,15 +8,21 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-import numpy as np
-
 from penstock.config import configure
 from penstock.engine.build import build_engine
+from penstock.engine.loop import FlushCache
 from penstock.errors import InvalidRequest
 from penstock.ipc.inprocess_engine import InProcessEngine
 from penstock.llm.beams import BeamSearchOutput, BeamSearchParams, search_beams
 from penstock.llm.engine_options import read_options
-from penstock.llm.outputs import EmbeddingOutput, PoolingOutput, PoolingRequestOutput, RequestOutput, ScoringOutput
+from penstock.llm.outputs import (
+    ClassificationOutput,
+    EmbeddingOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    RequestOutput,
+    ScoringOutput,
+)
 from penstock.llm.pending import PendingOutput
 from penstock.llm.progress import ShowProgress, progress_bar
 from penstock.llm.requests import (
@@ -33,6 +39,7 @@ from penstock.model.load import open_checkpoint, text_of
 from penstock.store import DEFAULT, fetch, find_derived
 from penstock.text import check_dimensions, embedding
 from penstock.text.embedding import state_of
+from penstock.text.pairs import check_labels, check_scores, cosine, scores
 from penstock.text.sampling_defaults import defaults_in_modelfile
 from penstock.text.tools import MessageDict
 from penstock.types import SamplingParams
@@ -143,27 +150,36 @@ class LLM:
     def score(
         self, data_1: str | Sequence[str], data_2: str | Sequence[str], *, use_tqdm: ShowProgress = True
     ) -> list[PoolingRequestOutput[ScoringOutput]]:
-        """Returns how similar each text of `data_2` is to the text of `data_1`, or to the one at the same place: the
-        cosine of their embeddings, as `.outputs.score`."""
-        ones, others = _texts(data_1), _texts(data_2)
-        if len(ones) not in (1, len(others)):
-            raise InvalidRequest(
-                f"data_1 has {len(ones)} texts and data_2 {len(others)}: give one, or as many", param="data_1"
-            )
-        embedded = self.embed([*ones, *others], use_tqdm=use_tqdm)
-        left, right = embedded[: len(ones)], embedded[len(ones) :]
-        return [
-            PoolingRequestOutput(
-                other.request_id,
-                ScoringOutput(float(np.dot(one.outputs.vector, other.outputs.vector))),
-                [*one.prompt_token_ids, *other.prompt_token_ids],
-            )
-            for one, other in zip(left * len(right) if len(left) == 1 else left, right, strict=True)
-        ]
+        """Returns how well each text of `data_2` fits the text of `data_1`, or the one at the same place, as
+        `.outputs.score`. A reranker scores each pair; an embedding model gives the cosine of two embeddings."""
+        make, pairs = self._maker, text_pairs(data_1, data_2)
+        check_scores(make.limits)
+        if not make.limits.labels:
+            texts = {text: place for place, text in enumerate(dict.fromkeys(text for pair in pairs for text in pair))}
+            embedded = self.embed(list(texts), use_tqdm=use_tqdm)
+            return [cosine_score(*(embedded[texts[text]] for text in pair)) for pair in pairs]
+        prompts = make.pair_prompts()
+        pending = [make.classification(prompts.encode(*pair, "data_2")) for pair in pairs]
+        return [_pooled(each, ScoringOutput(probs[0])) for each, probs in self._classify(pending, use_tqdm)]
+
+    def classify(
+        self, prompts: Prompts, *, use_tqdm: ShowProgress = True
+    ) -> list[PoolingRequestOutput[ClassificationOutput]]:
+        """Returns the score of each label that the model classifies a prompt into, as `.outputs.probs`."""
+        make = self._maker
+        check_labels(make.limits)
+        read = [make.prompt(each, make.text.encode_whole) for each in prompt_list(prompts)]
+        pending = [make.classification(each.tokens, each.text) for each in read]
+        return [_pooled(each, ClassificationOutput(probs)) for each, probs in self._classify(pending, use_tqdm)]
 
     def beam_search(self, prompts: Prompts, params: BeamSearchParams) -> list[BeamSearchOutput]:
         """Returns the likeliest continuations of each prompt that beams find, the best first."""
         return search_beams(self._maker, self._engine, prompt_list(prompts), params)
+
+    def reset_prefix_cache(self) -> bool:
+        """Empties the prefix cache before the next step: later prompts are computed anew. It always succeeds."""
+        self._engine.inner.send(FlushCache())
+        return True
 
     def get_tokenizer(self) -> ModelTokenizer:
         """Returns the model's tokenizer, with the methods that scripts use most."""
@@ -193,6 +209,14 @@ class LLM:
         pending = [self._maker.pooling(each, pooling, truncate) for each in prompt_list(prompts)]
         self._complete(pending, use_tqdm)
         return pending
+
+    def _classify(
+        self, pending: Sequence[PendingOutput], use_tqdm: ShowProgress
+    ) -> list[tuple[PendingOutput, list[float]]]:
+        """Runs requests for the logits of labels; returns each with its scores."""
+        self._complete(pending, use_tqdm)
+        activation = self._maker.limits.activation
+        return [(each, scores(state_of(each.choices[0].pooled), activation)) for each in pending]
 
     def _complete(self, pending: Sequence[PendingOutput], use_tqdm: ShowProgress) -> None:
         """Runs requests to their end; the first failure ends all of them."""
@@ -259,8 +283,22 @@ def _pooled(pending: PendingOutput, output: T) -> PoolingRequestOutput[T]:
     return PoolingRequestOutput(pending.id, output, list(pending.choices[0].request.prompt))
 
 
-def _texts(given: str | Sequence[str]) -> list[str]:
-    return [given] if isinstance(given, str) else list(given)
+def text_pairs(data_1: str | Sequence[str], data_2: str | Sequence[str]) -> list[tuple[str, str]]:
+    """Returns the pairs to score: one text with each of several, or the texts at the same places."""
+    ones, others = ([data] if isinstance(data, str) else list(data) for data in (data_1, data_2))
+    if len(ones) not in (1, len(others)):
+        raise InvalidRequest(
+            f"data_1 has {len(ones)} texts and data_2 {len(others)}: give one, or as many", param="data_1"
+        )
+    return list(zip(ones * len(others) if len(ones) == 1 else ones, others, strict=True))
+
+
+def cosine_score(
+    one: PoolingRequestOutput[EmbeddingOutput], other: PoolingRequestOutput[EmbeddingOutput]
+) -> PoolingRequestOutput[ScoringOutput]:
+    """Returns the cosine of two embeddings as the score of the second."""
+    output = ScoringOutput(cosine(one.outputs.vector, other.outputs.vector))
+    return PoolingRequestOutput(other.request_id, output, [*one.prompt_token_ids, *other.prompt_token_ids])
 
 
 def _start(work: Callable[[], T]) -> Callable[[], T]:

@@ -106,6 +106,17 @@ class EmbeddingOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class ClassificationOutput:
+    """Holds the score of each of the model's labels."""
+
+    probs: list[float]
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.probs)
+
+
+@dataclass(frozen=True, slots=True)
 class ScoringOutput:
     """Holds how well two texts go together."""
 

@@ -14,6 +14,7 @@ from penstock.llm.pending import PendingChoice, PendingOutput
 from penstock.text import ChatTemplate, Text, TextStream, check_answers, embedding_request, make_request, new_seed
 from penstock.text.continuation import continue_last
 from penstock.text.embedding import pooling_of
+from penstock.text.pairs import PairPrompts, classify_request
 from penstock.text.tools import MessageDict
 from penstock.types import Limits, SamplingParams
 
@@ -85,16 +86,19 @@ class RequestMaker:
         return Prompt(text.encode_prompt(rendered), rendered, continuing=continues)
 
     def generation(self, prompt: Prompt, params: SamplingParams | None, id: str = "") -> PendingOutput:
-        """Returns the choices to generate for a prompt, each with its own seed."""
+        """Returns the choices to generate for a prompt, each with its own seed. As in vLLM, an answer ends where the
+        context does, whatever its max_tokens."""
         self.check_answers()
         params = self.text.sampling() if params is None else params
         tokens = prompt.tokens[-(params.truncate_prompt_tokens or 0) :]
+        room = max(self.limits.max_len - len(tokens), 1)
+        most = None if params.max_tokens is None else min(params.max_tokens, room)
         seed = self._new_seed() if params.seed is None else params.seed
         count = params.best_of or params.n
         scored = 0 if params.logprobs is None and count > params.n else params.logprobs
         choices = []
         for choice in range(count):
-            sampling = replace(params, seed=seed + choice, logprobs=scored)
+            sampling = replace(params, seed=seed + choice, logprobs=scored, max_tokens=most)
             request = make_request(self.next_id(), tokens, sampling, self.text.tokenizer, self.limits.max_len)
             choices.append(PendingChoice(request, self._stream(params, continuing=prompt.continuing)))
         return PendingOutput(id or str(choices[0].request.id), prompt.text, params, self.text.tokenizer, choices)
@@ -106,6 +110,19 @@ class RequestMaker:
         request = embedding_request(self.next_id(), tokens, self.limits.max_len, kind, param="prompt")
         choice = PendingChoice(request, TextStream(self.text.tokenizer))
         return PendingOutput(str(request.id), prompt.text, request.sampling, self.text.tokenizer, [choice])
+
+    def classification(self, tokens: list[int], text: str | None = None) -> PendingOutput:
+        """Returns the request for the logits of a prompt's labels."""
+        request = classify_request(self.next_id(), tokens, self.limits, "prompt")
+        choice = PendingChoice(request, TextStream(self.text.tokenizer))
+        return PendingOutput(str(request.id), text, request.sampling, self.text.tokenizer, [choice])
+
+    def pair_prompts(self) -> PairPrompts:
+        """Returns what encodes pairs of texts for this model."""
+        template = self.text.pair_template
+        if template is None and self.limits.generates:
+            raise InvalidRequest("this reranker comes without a template for pairs: it cannot score", param="model")
+        return PairPrompts(self.text.tokenizer, template, self.limits)
 
     def check_answers(self) -> None:
         """Raises InvalidRequest if the model makes embeddings only."""

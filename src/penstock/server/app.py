@@ -35,7 +35,7 @@ from penstock.server.request_context import ContextMiddleware
 from penstock.server.responses.endpoints import Responses
 from penstock.server.routes import all_routes
 from penstock.server.served_model import CLIENTS_NAMES, ServedModel
-from penstock.server.telemetry.access_log import AccessLog
+from penstock.server.telemetry.access_log import AccessLog, LogSettings, set_up_logging
 from penstock.server.telemetry.compat_metrics import DEFAULT_SETS
 from penstock.server.telemetry.metrics import Metrics
 from penstock.text import Text
@@ -54,6 +54,7 @@ class Setup(NamedTuple):
     rules: Rules = Rules()
     traces: Traces | None = None
     metric_sets: tuple[str, ...] = DEFAULT_SETS  # other engines whose metric names are exported
+    log: LogSettings = LogSettings()
 
 
 DEFAULT_SETUP = Setup()
@@ -67,7 +68,7 @@ def create_app(
 ) -> ASGIApp:
     """Returns an application that serves `client`'s engine as `name`. It starts the client when it starts and closes it
     when it ends."""
-    path, space, rules, traces, metric_sets = setup
+    path, space, rules, traces, metric_sets, _ = setup
     aliases = (*rules.aliases, *(CLIENTS_NAMES if rules.lenient else ()))
     metrics = Metrics(client, name, metric_sets)
     served = ServedModel(client, text, name, int(time.time()), metrics, path, aliases, rules.trust_templates)
@@ -114,6 +115,7 @@ def serve(
 ) -> None:
     """Serves until interrupted. It binds the port first and starts the engine next, so that an error of either is
     reported at once; the tokenizer is loaded meanwhile. Answers in flight are finished before the engine is closed."""
+    set_up_logging(setup.log)
     with suppress(KeyboardInterrupt):
         listener = bind(host, port)
         check(setup.rules, listener.getsockname()[0])

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 from penstock.errors import InvalidGrammar
 from penstock.text.schema_disjoint import are_disjoint
 from penstock.text.schema_negation import NotExpressible, all_of, any_of, negate
-from penstock.text.schema_normal import NormalSchema, Schema, normalize
+from penstock.text.schema_normal import NormalSchema, Schema, children, normalize
 from penstock.text.schema_objects import with_counts, with_names
-from penstock.text.schema_validator import is_valid, usable
+from penstock.text.schema_validator import is_valid, mended, usable
 
 FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown")
 THOROUGH, PLAIN, LOOSE = 2, 1, 0  # efforts
@@ -24,6 +24,9 @@ CONTAINS_WITHIN = 6  # items, one of which is the contained one: others may foll
 MAX_PARTS = 4000  # schemas that a rewritten one may have
 
 _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_NOTES = ("title", "description", "default", "examples", "$schema", "$comment", "deprecated")
+_PLAIN = {"type", "enum", "properties", "required", "additionalProperties", "items", "anyOf", "minimum", "maximum"}
+_PLAIN |= {"minItems", "maxItems", "minLength", "maxLength", *_NOTES}
 _KEPT = ("type", "minLength", "maxLength", *_NUMBERS, "minItems", "maxItems", "required", "$ref")
 
 
@@ -37,22 +40,28 @@ class RewrittenSchema(NamedTuple):
 
 
 @lru_cache(maxsize=128)
-def rewrite(text: str) -> RewrittenSchema:
+def rewrite(text: str, verified: bool = True) -> RewrittenSchema:
     """Returns the rewritten form of a JSON schema's text. It raises InvalidGrammar for a schema that is none, or that
-    no value matches. The most thorough way is taken that the library accepts."""
-    normal = normalize(json.loads(text))
-    problem = ""
-    for effort in (THOROUGH, PLAIN, LOOSE):
-        rewriting = _Rewriting(normal, effort)
-        schema = rewriting.whole()
-        unenforced = tuple(dict.fromkeys((*normal.unresolved, *rewriting.unenforced)))
-        if schema is False:
-            raise InvalidGrammar("the JSON schema cannot be used: no value matches it")
-        problem = library_problem(schema)
-        if not problem:
-            unchecked = tuple(dict.fromkeys((*normal.unresolved, *rewriting.unchecked)))
-            return RewrittenSchema(schema, unenforced, unchecked, normal.schema)
+    no value matches. The most thorough way is taken that the library accepts. Unless that is to be `verified`, the
+    library is not asked: it needs a large stack."""
+    try:
+        normal = normalize(json.loads(text))
+        problem = ""
+        for effort in (THOROUGH, PLAIN, LOOSE):
+            rewritten = _Rewriting(normal, effort).whole()
+            problem = library_problem(rewritten.schema) if verified else ""
+            if not problem:
+                return rewritten
+    except RecursionError as error:
+        raise InvalidGrammar("the JSON schema cannot be used: it is nested too deep") from error
     raise InvalidGrammar(f"the JSON schema cannot be used: {problem}")
+
+
+def is_plain(schema: Any) -> bool:
+    """Returns whether a schema has nothing that would be rewritten."""
+    if not isinstance(schema, dict):
+        return isinstance(schema, bool)
+    return schema.keys() <= _PLAIN and all(is_plain(each) for _, each in children(schema))
 
 
 def guaranteed(text: str) -> dict[str, Any]:
@@ -86,8 +95,8 @@ class _Rewriting:
     out what the library may not be able to intersect."""
 
     def __init__(self, normal: NormalSchema, effort: int) -> None:
-        self.unenforced: list[str] = []
-        self.unchecked: list[str] = []
+        self.unenforced = list(normal.unresolved)
+        self.unchecked = list(normal.unresolved)
         self._root = normal.schema
         self._places = normal.places
         self._thorough = effort == THOROUGH
@@ -96,13 +105,16 @@ class _Rewriting:
         root = normal.schema
         self._definitions: dict[str, Schema] = root.get("$defs", {}) if isinstance(root, dict) else {}
 
-    def whole(self) -> Schema:
+    def whole(self) -> RewrittenSchema:
         schema = self.of(self._root, "")
         definitions = {name: self.of(each, self._places[name]) for name, each in self._definitions.items()}
-        if not isinstance(self._root, dict) or not isinstance(schema, dict):
-            return schema
-        spacing = {"x-guidance": self._root["x-guidance"]} if "x-guidance" in self._root else {}
-        return {**schema, **({"$defs": definitions} if definitions else {}), **spacing}
+        if schema is False:
+            raise InvalidGrammar("the JSON schema cannot be used: no value matches it")
+        if isinstance(self._root, dict) and isinstance(schema, dict):
+            spacing = {"x-guidance": self._root["x-guidance"]} if "x-guidance" in self._root else {}
+            schema = {**schema, **({"$defs": definitions} if definitions else {}), **spacing}
+        unenforced, unchecked = (tuple(dict.fromkeys(paths)) for paths in (self.unenforced, self.unchecked))
+        return RewrittenSchema(schema, unenforced, unchecked, self._root)
 
     def of(self, schema: Schema, path: str) -> Schema:
         self._parts += 1
@@ -136,7 +148,7 @@ class _Rewriting:
     def _copy_texts(self, schema: dict[str, Any], plain: dict[str, Any], path: str) -> None:
         if "pattern" in schema:
             if usable(schema["pattern"]) and not self._loose:
-                plain["pattern"] = schema["pattern"]
+                plain["pattern"] = mended(schema["pattern"])
             else:
                 self._leave_out(path, "pattern", checked=usable(schema["pattern"]))
         if "format" in schema:
@@ -165,7 +177,8 @@ class _Rewriting:
         patterns = schema["patternProperties"]
         if all(map(usable, patterns)) and (self._thorough or (len(patterns) == 1 and not self._loose)):
             plain["patternProperties"] = {
-                pattern: self.of(each, f"{path}.patternProperties.{pattern}") for pattern, each in patterns.items()
+                mended(pattern): self.of(each, f"{path}.patternProperties.{pattern}")
+                for pattern, each in patterns.items()
             }
             return
         self._leave_out(path, "patternProperties", checked=all(map(usable, patterns)))

@@ -126,6 +126,28 @@ class PairPrompts:
             )
 
 
+def check_scores(limits: Limits) -> None:
+    """Raises InvalidRequest if a model cannot score pairs: it needs one label, or embeddings to compare."""
+    if len(limits.labels) > 1:
+        raise InvalidRequest(
+            f"this model has {len(limits.labels)} labels ({', '.join(limits.labels[:3])}...) and a score needs a model "
+            "with one: send texts to /classify, or to LLM.classify",
+            param="model",
+        )
+    if not limits.labels and not limits.encoder:
+        raise InvalidRequest(
+            "this model cannot score: it has no classification head, and no template for reranking; take a reranker or "
+            "an embedding model",
+            param="model",
+        )
+
+
+def check_labels(limits: Limits) -> None:
+    """Raises InvalidRequest if a model has no labels to classify into."""
+    if not limits.labels:
+        raise InvalidRequest("this model cannot classify: it has no classification head", param="model")
+
+
 def classify_request(id: int, prompt: list[int], limits: Limits, param: str) -> Request:
     """Returns the request for the logits of a prompt's labels."""
     if not prompt:

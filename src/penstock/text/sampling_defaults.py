@@ -6,11 +6,12 @@ wherever it is asked."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import InvalidRequest
+from penstock.errors import ConfigError, InvalidRequest
 from penstock.text.hf_tokenizer import read_json
 from penstock.types import SamplingParams
 
@@ -44,6 +45,18 @@ def defaults_in_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
 def defaults_in_modelfile(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the sampling that the parameters of an Ollama Modelfile ask for."""
     return _valid({name: parameters.get(key) for key, name in MODELFILE_KEYS.items()})
+
+
+def defaults_in_option(text: str) -> dict[str, Any]:
+    """Returns the sampling that a JSON object asks for, with the names of SamplingParams; raises if it is not valid."""
+    try:
+        values = json.loads(text) if text else {}
+        SamplingParams(**values)
+    except (InvalidRequest, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"the sampling {text!r} is not a JSON object of settings such as temperature and top_p: {error}"
+        ) from error
+    return dict(values)
 
 
 def _valid(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -88,11 +88,11 @@ class _Normalizer:
             raise InvalidGrammar(f"the JSON schema cannot be used: {path or 'it'} must be an object, true or false")
         base = self._bases.get(id(schema), base)
         normal: dict[str, Any] = {}
-        for keyword in ("$ref", "$dynamicRef", "$recursiveRef"):
-            if isinstance(reference := schema.get(keyword), str):
-                self._refer(normal, reference, base, _path(path, keyword))
-                if self._old:
-                    return normal
+        self.unresolved += [_path(path, keyword) for keyword in ("$dynamicRef", "$recursiveRef") if keyword in schema]
+        if isinstance(reference := schema.get("$ref"), str):
+            self._refer(normal, reference, base, _path(path, "$ref"))
+            if self._old:
+                return normal
         self._copy_values(schema, normal, path)
         self._copy_schemas(schema, normal, base, path, depth)
         return normal
@@ -211,8 +211,10 @@ def _path(path: str, *names: str) -> str:
 
 
 def _joined(base: str, reference: str) -> str:
+    if reference.startswith("#"):
+        return urldefrag(base)[0] + reference
     try:
-        return urljoin(base, reference) if base else reference
+        return urljoin(base, reference)
     except ValueError:
         return reference
 

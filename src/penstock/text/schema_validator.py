@@ -7,6 +7,8 @@ pattern could take forever.
 from __future__ import annotations
 
 import json
+import re
+import warnings
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -38,6 +40,26 @@ def matches(pattern: str, text: str) -> bool:
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
 
+_NEGATED_SET = re.compile(r"(?<!\\)((?:\\\\)*)(\[\^(?:[^\]\\]|\\.)+\])", re.DOTALL)
+
+
+@lru_cache(maxsize=1024)
+def mended(pattern: str) -> str:
+    """Returns a pattern whose sets that exclude a quotation mark or a backslash exclude control characters, too.
+    Without that the library lets both through where they are escaped, as JSON strings must."""
+    return _NEGATED_SET.sub(lambda found: found[1] + _without_controls(found[2]), pattern)
+
+
+def _without_controls(negated: str) -> str:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            kept = all(re.fullmatch(negated, character) for character in '"\\')
+    except re.error:
+        return negated
+    return negated if kept else f"[^\\x00-\\x1f{negated[2:]}"
+
+
 @lru_cache(maxsize=1024)
 def usable(pattern: str) -> bool:
     """Returns whether a pattern can be enforced."""
@@ -49,7 +71,7 @@ def _search(pattern: str) -> LLMatcher | None:
     """Returns a matcher of JSON strings that contain the pattern; None if the library cannot use it."""
     from llguidance import LLMatcher, LLTokenizer
 
-    grammar = LLMatcher.grammar_from_json_schema({"type": "string", "pattern": pattern})
+    grammar = LLMatcher.grammar_from_json_schema({"type": "string", "pattern": mended(pattern)})
     matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0)
     return None if matcher.is_error() else matcher
 

@@ -55,9 +55,9 @@ class Text:
 
     def sampling(self, **given: Any) -> SamplingParams:
         """Returns how to sample for a request: as it says in the fields that are not None, else as the model's own
-        defaults say."""
+        defaults say. Without max_tokens, an answer may fill the context."""
         stated = {name: value for name, value in given.items() if value is not None}
-        return SamplingParams(**{**self.sampling_defaults, **stated})
+        return SamplingParams(**{"max_tokens": None, **self.sampling_defaults, **stated})
 
     def with_template(self, template: ChatTemplate) -> Text:
         return replace(self, template=template)

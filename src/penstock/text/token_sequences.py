@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
 from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
 
 from penstock.text.tokenizer import Tokenizer
 
@@ -30,25 +33,47 @@ def bad_word_tokens(tokenizer: Tokenizer, words: tuple[str, ...]) -> tuple[Token
 def breaker_tokens(tokenizer: Tokenizer, breakers: tuple[str, ...]) -> tuple[TokenSequence, ...]:
     """Returns the token sequences that contain one of the breakers, as llama.cpp does: each token that has a breaker in
     its text, and each that ends with the beginning of one, followed by the tokens of the rest."""
-    spelled = [breaker.encode("utf-8", "replace")[:BREAKER_BYTES] for breaker in breakers if breaker]
+    vocabulary = _vocabulary_bytes(tokenizer)
     found: dict[TokenSequence, None] = {}
-    for token in range(tokenizer.vocab_size):
-        piece = tokenizer.token_bytes(token)
-        for breaker in spelled:
-            if breaker in piece:
-                found[token,] = None
-            elif len(breaker) > 1:
-                found.update({(token, *tail): None for tail in _tails(tokenizer, piece, breaker)})
+    for breaker in breakers:
+        spelled = breaker.encode("utf-8", "replace")[:BREAKER_BYTES]
+        whole = vocabulary.containing(spelled)
+        found |= dict.fromkeys((token,) for token in sorted(whole))
+        for length in range(1, len(spelled)):
+            if heads := [token for token in vocabulary.ending_with(spelled[:length]) if token not in whole]:
+                tail = tokenizer.encode(spelled[length:].decode("utf-8", "replace"))[:BREAKER_TAIL]
+                found |= dict.fromkeys((head, *tail) for head in heads)
     return tuple(found)
 
 
-def _tails(tokenizer: Tokenizer, piece: bytes, breaker: bytes) -> Iterator[TokenSequence]:
-    """Yields the tokens of what follows, for each beginning of the breaker that the piece ends with."""
-    for length in range(1, min(len(piece), len(breaker) - 1) + 1):
-        if piece.endswith(breaker[:length]):
-            yield _tail(tokenizer, breaker[length:])
+class VocabularyBytes:
+    """Holds the bytes of all tokens one after the other, to search all of them at once."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        pieces = [tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)]
+        self._bytes = b"".join(pieces)
+        self._values = np.frombuffer(self._bytes, np.uint8)
+        self._lengths = np.fromiter(map(len, pieces), np.int64, len(pieces))
+        self._ends = self._lengths.cumsum()
+
+    def containing(self, text: bytes) -> set[int]:
+        """Returns the tokens that have `text` in them."""
+        if not text:
+            return set()
+        matches = re.finditer(b"(?=" + re.escape(text) + b")", self._bytes)  # also those that overlap
+        starts = np.fromiter((match.start() for match in matches), np.int64)
+        tokens = np.searchsorted(self._ends, starts, side="right")
+        return set(tokens[starts + len(text) <= self._ends[tokens]].tolist())
+
+    def ending_with(self, text: bytes) -> list[int]:
+        """Returns the tokens that end with `text`."""
+        tokens: NDArray[np.int64] = np.flatnonzero(self._lengths >= len(text))
+        for back, value in enumerate(reversed(text), 1):
+            tokens = tokens[self._values[self._ends[tokens] - back] == value]
+        found: list[int] = tokens.tolist()
+        return found
 
 
-@lru_cache(maxsize=4096)
-def _tail(tokenizer: Tokenizer, rest: bytes) -> TokenSequence:
-    return tuple(tokenizer.encode(rest.decode("utf-8", "replace"))[:BREAKER_TAIL])
+@lru_cache(maxsize=8)
+def _vocabulary_bytes(tokenizer: Tokenizer) -> VocabularyBytes:
+    return VocabularyBytes(tokenizer)

@@ -250,7 +250,7 @@ def attend_mla(
     tables = step.tables, step.header, out
     if len(step.tiles):
         tiling = context.tilings.mla_prefill(cache.shape[2], q.element_size())
-        mla_prefill(q, cache, step.tiles, *tables, spec.v_dim, spec.scale, scales, tiling)
+        mla_prefill(q, cache, step.tiles, *tables, spec.v_dim, spec.scale, scales, tiling=tiling)
     if len(step.splits):
         mla_decode(q, cache, step.splits, *tables, context.memory.split_kv, spec.v_dim, spec.scale, scales)
 

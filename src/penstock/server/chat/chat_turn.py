@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from penstock.errors import InvalidRequest
+from penstock.server.bodies import ignore_unsupported
 from penstock.server.chat.stream import Deltas, deltas, together
 from penstock.server.chat.tools import ToolUse, constrain_to_tools
 from penstock.server.request_context import RequestContext
@@ -56,6 +57,7 @@ class TurnOptions(NamedTuple):
     param: str = "messages"  # the field that the prompt came in
     max_tokens: int | None = None  # of an answer; None: as many as the context has room for
     thinking_budget: int | None = None  # tokens
+    budget_param: str = "thinking.budget_tokens"  # the field that the budget came in
     shown: Collection[int] = frozenset()  # special tokens that are returned as text
     continuing: bool = False  # the answer continues a message that was begun
 
@@ -125,9 +127,11 @@ def begin_turn(
 ) -> ChatTurn:
     """Returns the turn with one choice for each of `sampling`. Nothing runs before its deltas are read."""
     text, budget = served.text, options.thinking_budget
-    constrained = [after_thinking(text, prompt, constrain_to_tools(text, use, each), budget) for each in sampling]
+    constrained = [
+        after_thinking(text, prompt, constrain_to_tools(context, text, use, each), budget) for each in sampling
+    ]
     if budget is not None and not _has_thinking(constrained[0]):
-        context.ignore("thinking.budget_tokens")
+        ignore_unsupported(context, options.budget_param, budget)
     requests = [served.request(context, prompt.tokens, each, options.param, options.max_tokens) for each in constrained]
     shown = text.special_in(text.format.markers(use.calling)) | frozenset(options.shown)
     parsers = [use.parser(text.format, prompt.opened) for _ in requests]

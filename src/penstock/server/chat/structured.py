@@ -187,7 +187,7 @@ def lazy_grammar(grammar: Grammar, triggers: Sequence[GrammarTrigger], param: st
             case 2 | "pattern":
                 patterns.append(trigger.value)
             case 3 | "pattern_full":
-                patterns.append(f"^(?:{trigger.value})$" if not _anchored(trigger.value) else trigger.value)
+                patterns.append(f"^{trigger.value.removeprefix('^').removesuffix('$')}$")
             case other:
                 raise InvalidRequest(
                     f"{param}: a type is token, word, pattern or pattern_full, or 0 to 3; got {other!r}", param=param
@@ -201,10 +201,6 @@ def _token(trigger: GrammarTrigger, param: str) -> int:
     if trigger.token is None or trigger.token < 0:
         raise InvalidRequest(f"{param}: a trigger of type token needs a token id in 'token'", param=param)
     return trigger.token
-
-
-def _anchored(pattern: str) -> bool:
-    return pattern.startswith("^") and pattern.endswith("$")
 
 
 def _lazy(grammar: Grammar, fields: Structured) -> Grammar:

@@ -4,11 +4,38 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from penstock.server.bodies import ignore_unsupported
 from penstock.server.request_context import RequestContext
 from penstock.text import Text
 
 NO_EFFORT = "none"  # the effort that turns thinking off
+
+
+class ThinkingWish(msgspec.Struct, forbid_unknown_fields=True):
+    """Is an object that asks for thinking, as OpenRouter's, DeepSeek's and Anthropic's clients spell it."""
+
+    type: str | None = None  # disabled; others turn thinking on
+    enabled: bool | None = None
+    effort: str | None = None
+    max_tokens: int | None = None
+    budget_tokens: int | None = None
+
+    @property
+    def wanted(self) -> bool:
+        return self.enabled is not False and self.type != "disabled"
+
+    @property
+    def budget(self) -> int | None:
+        return self.budget_tokens or self.max_tokens
+
+
+def read_wish(context: RequestContext, text: Text, wish: ThinkingWish, param: str) -> dict[str, Any]:
+    """Returns the template's fields for an object that asks for thinking."""
+    if wish.effort is not None and wish.wanted:
+        return think_with_effort(context, text, wish.effort, f"{param}.effort")
+    return switch_thinking(context, text, wish.wanted, param, wish)
 
 
 def switch_thinking(context: RequestContext, text: Text, wanted: bool, param: str, value: object) -> dict[str, Any]:

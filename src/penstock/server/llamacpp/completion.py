@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import msgspec
@@ -31,7 +32,7 @@ from penstock.server.request_context import RequestContext
 from penstock.server.served_model import ServedModel
 from penstock.server.sse import EVENT_STREAM, Framing, encode, event, reply
 from penstock.text import Delta
-from penstock.types import Request
+from penstock.types import Request, SamplingParams
 
 LLAMACPP = Framing(EVENT_STREAM, event, b"", llamacpp_body)  # a stream ends with its last chunk, without [DONE]
 NO_SLOT = -1  # as llama.cpp says that any slot may be taken
@@ -92,19 +93,21 @@ async def answer(
     ends: Sequence[int] = (),
 ) -> Response:
     """Answers prompts; `ends` are tokens that end an answer beside the model's own."""
-    settings = settings_of(context, served, body)
-    requests = []
-    for prompt in prompts:
-        room = max(served.limits.max_len - len(prompt), 1)  # without room, making the request fails
-        for params in sampling_of(context, body, settings, room, ends):
-            requests.append(served.request(context, prompt, params, "prompt"))
-    writer = NativeWriter(served, context, requests, settings, body)
+    sampling = sampling_of(served, context, body, ends)
+    params = [_fitting(served, prompt, each) for prompt in prompts for each in sampling]
+    asked = zip([prompt for prompt in prompts for _ in sampling], params, strict=True)
+    requests = [served.request(context, prompt, each, "prompt") for prompt, each in asked]
+    writer = NativeWriter(served, context, requests, sampling, body)
     running = [deltas(served, context, request, choice, continuing=True) for choice, request in enumerate(requests)]
-    if body.t_max_predict_ms and body.t_max_predict_ms > 0:
-        running = [
-            until_late(each, body.t_max_predict_ms, request) for each, request in zip(running, requests, strict=True)
-        ]
-    return await reply(http, context, writer, together(running), streaming=settings.stream, framing=LLAMACPP)
+    if (limit := body.t_max_predict_ms or -1) > 0:
+        running = [until_late(each, limit, request) for each, request in zip(running, requests, strict=True)]
+    return await reply(http, context, writer, together(running), streaming=bool(body.stream), framing=LLAMACPP)
+
+
+def _fitting(served: ServedModel, prompt: Sequence[int], params: SamplingParams) -> SamplingParams:
+    """Returns sampling that ends where the context is full. Without any room, making the request fails."""
+    room = max(served.limits.max_len - len(prompt), 1)
+    return replace(params, max_tokens=room if params.max_tokens is None else min(params.max_tokens, room))
 
 
 async def until_late(choice: Deltas, limit: int, request: Request) -> Deltas:
@@ -135,12 +138,15 @@ class NativeWriter:
         served: ServedModel,
         context: RequestContext,
         requests: Sequence[Request],
-        settings: GenerationSettings,
+        sampling: Sequence[SamplingParams],
         body: NativeFields,
     ) -> None:
+        """Takes the sampling of each choice as it was asked for: limits are not those of the context."""
         self._served = served
         self._requests = requests
-        self._settings = settings
+        self._sampling = sampling
+        self._body = body
+        self._count = body.n_probs or 0
         self._fields = body.response_fields or []
         self._return_tokens = bool(body.return_tokens)
         self._explanation = Explanation(served, context, requests)
@@ -174,7 +180,7 @@ class NativeWriter:
                     tokens=spoken,
                     tokens_predicted=progress.stopwatch.generated,
                     tokens_evaluated=len(self._requests[choice].prompt),
-                    timings=progress.stopwatch.timings() if self._settings.timings_per_token else UNSET,
+                    timings=progress.stopwatch.timings() if self._body.timings_per_token else UNSET,
                     completion_probabilities=self._probabilities(delta) or UNSET,
                 )
             )
@@ -195,13 +201,15 @@ class NativeWriter:
         return progress
 
     def _probabilities(self, delta: Delta) -> list[TokenProbability]:
-        return probabilities(self._served.text.tokenizer, delta, self._settings) if self._settings.n_probs else []
+        if not self._count:
+            return []
+        after = self._sampling[0] if self._body.post_sampling_probs else None
+        return probabilities(self._served.text.tokenizer, delta, self._count, after)
 
     def _answer(self, choice: int, delta: Delta) -> NativeAnswer:
         request, progress = self._requests[choice], self._progress[choice]
         prompt, generated = len(request.prompt), progress.stopwatch.generated
         text = "".join(progress.text)
-        settings = msgspec.structs.replace(self._settings, seed=(request.sampling.seed or 0) & 0xFFFFFFFF)
         return NativeAnswer(
             index=choice,
             content=text,
@@ -209,7 +217,7 @@ class NativeWriter:
             model=self._served.name,
             tokens_predicted=generated,
             tokens_evaluated=prompt,
-            generation_settings=settings,
+            generation_settings=self._settings(choice),
             prompt=self._served.text.tokenizer.decode(request.prompt, special=True, continuing=True),
             has_new_line="\n" in text,
             truncated=delta.finish == "length" and prompt + generated >= self._served.limits.max_len,
@@ -219,6 +227,13 @@ class NativeWriter:
             timings=progress.stopwatch.timings(),
             completion_probabilities=progress.probabilities or UNSET,
         )
+
+    def _settings(self, choice: int) -> GenerationSettings:
+        settings = settings_of(self._served, self._sampling[choice % len(self._sampling)])
+        settings.stream, settings.n_probs = bool(self._body.stream), self._count
+        settings.timings_per_token = bool(self._body.timings_per_token)
+        settings.post_sampling_probs = bool(self._body.post_sampling_probs)
+        return settings
 
     def _stop_type(self, delta: Delta) -> str:
         if delta.stop is not None:

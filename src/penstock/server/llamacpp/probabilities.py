@@ -10,9 +10,8 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from penstock.server.chat.logprobs import finite_logprob
-from penstock.server.llamacpp.fields import GenerationSettings
 from penstock.text import Delta, Tokenizer
-from penstock.types import TokenLogprob
+from penstock.types import SamplerChain, SamplingParams, TokenLogprob
 
 
 class TokenCandidate(msgspec.Struct):
@@ -31,12 +30,15 @@ class TokenProbability(TokenCandidate):
     top_probs: list[TokenCandidate] | UnsetType = UNSET
 
 
-def probabilities(tokenizer: Tokenizer, delta: Delta, settings: GenerationSettings) -> list[TokenProbability]:
-    """Returns an entry for each of the delta's tokens that is part of the text."""
+def probabilities(
+    tokenizer: Tokenizer, delta: Delta, count: int, after: SamplingParams | None = None
+) -> list[TokenProbability]:
+    """Returns an entry for each of the delta's tokens that is part of the text, with the `count` most likely tokens.
+    Probabilities are the model's own, or those `after` sampling."""
     scored = delta.logprobs[: len(delta.logprobs) - delta.silent]
-    if settings.post_sampling_probs:
-        return [_after_sampling(tokenizer, each, settings) for each in scored]
-    return [_of_the_model(tokenizer, each, settings.n_probs) for each in scored]
+    if after is not None:
+        return [_after_sampling(tokenizer, each, count, after) for each in scored]
+    return [_of_the_model(tokenizer, each, count) for each in scored]
 
 
 def _of_the_model(tokenizer: Tokenizer, scored: TokenLogprob, count: int) -> TokenProbability:
@@ -46,29 +48,29 @@ def _of_the_model(tokenizer: Tokenizer, scored: TokenLogprob, count: int) -> Tok
     return entry
 
 
-def _after_sampling(tokenizer: Tokenizer, scored: TokenLogprob, settings: GenerationSettings) -> TokenProbability:
+def _after_sampling(tokenizer: Tokenizer, scored: TokenLogprob, count: int, params: SamplingParams) -> TokenProbability:
     """Returns the entry with probabilities among the candidates that top_k, top_p, min_p and the temperature leave of
     the most likely tokens, which are all that the engine returns."""
-    left = _left(scored.top, settings)
+    left = _left(scored.top, params)
     entry = _spelled(TokenProbability, tokenizer, scored.token, prob=left.get(scored.token, 0.0))
-    likeliest = list(left.items())[: settings.n_probs]
+    likeliest = list(left.items())[:count]
     entry.top_probs = [_spelled(TokenCandidate, tokenizer, id, prob=value) for id, value in likeliest]
     return entry
 
 
-def _left(top: Sequence[tuple[int, float]], settings: GenerationSettings) -> dict[int, float]:
+def _left(top: Sequence[tuple[int, float]], params: SamplingParams) -> dict[int, float]:
     """Returns the probabilities of the candidates that are left, the most likely first."""
     left = [(id, value) for id, value in top if math.isfinite(value)]
-    for sampler in settings.samplers:
+    for sampler in (params.chain or SamplerChain()).order:
         match sampler:
-            case "top_k" if settings.top_k > 0:
-                left = left[: settings.top_k]
-            case "top_p" if settings.top_p < 1:
-                left = left[: _reaching([value for _, value in left], settings.top_p)]
-            case "min_p" if settings.min_p > 0:
-                left = [(id, value) for id, value in left if value >= left[0][1] + math.log(settings.min_p)]
+            case "top_k" if params.top_k > 0:
+                left = left[: params.top_k]
+            case "top_p" if params.top_p < 1:
+                left = left[: _reaching([value for _, value in left], params.top_p)]
+            case "min_p" if params.min_p > 0:
+                left = [(id, value) for id, value in left if value >= left[0][1] + math.log(params.min_p)]
             case "temperature":
-                heat = settings.temperature
+                heat = params.temperature
                 left = [(id, value / heat) for id, value in left] if heat > 0 else left[:1]
     return dict(zip((id for id, _ in left), _normalized([value for _, value in left]), strict=True))
 

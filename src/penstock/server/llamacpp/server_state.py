@@ -11,7 +11,7 @@ from starlette.responses import Response
 from penstock import __version__
 from penstock.errors import EngineUnavailable, NotFound, NotSupported
 from penstock.server.bodies import read_body, read_object
-from penstock.server.llamacpp.fields import GenerationSettings
+from penstock.server.llamacpp.fields import settings_of
 from penstock.server.openapi import Operation
 from penstock.server.request_context import RequestContext
 from penstock.server.served_model import ServedModel
@@ -42,7 +42,7 @@ SLOT_ACTION = Operation(query=SlotAction)
 async def props(served: ServedModel, _: HttpRequest, __: RequestContext) -> Response:
     limits, text = served.limits, served.text
     names = text.tokenizer.names
-    settings = msgspec.to_builtins(GenerationSettings())
+    settings = msgspec.to_builtins(settings_of(served, text.sampling()))
     return json_response(
         {
             "default_generation_settings": {"params": settings, "n_ctx": limits.max_len},

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Meta, UnsetType
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
@@ -16,7 +16,7 @@ from penstock.server.bodies import ANY_VALUE, ContentValues, NoEffect, ignore_un
 from penstock.server.chat.chat_turn import ChatTurn, TurnOptions, begin_turn, render_prompt
 from penstock.server.chat.logprobs import PromptLogprobs, TokenEntry, prompt_entries, token_entries
 from penstock.server.chat.stop_reason import stop_reason
-from penstock.server.chat.thinking import think_with_effort
+from penstock.server.chat.thinking import ThinkingWish, read_wish, switch_thinking, think_with_effort
 from penstock.server.chat.tools import FunctionTool, PastCall, ToolUse, read_calls, read_tools, template_reasoning
 from penstock.server.explain import AnswerReport, Explanation
 from penstock.server.llamacpp.timings import Stopwatch, Timings, from_llamacpp
@@ -28,6 +28,7 @@ from penstock.server.openai.fields import (
     GenerationFields,
     TokenTally,
     check_prompt_logprobs,
+    drawn_as_llamacpp,
     new_head,
     read_fields,
     sampling,
@@ -74,6 +75,11 @@ class ChatBody(GenerationFields):
     echo: bool | None = None  # the answer begins with the last message, if that is an assistant's
     include_reasoning: bool | None = None  # left out: true
     timings_per_token: bool | None = None  # asks for llama.cpp's timings
+    enable_thinking: bool | None = None
+    thinking_budget: Annotated[int, Meta(ge=1)] | None = None  # tokens
+    thinking: ThinkingWish | None = None
+    reasoning: ThinkingWish | None = None
+    verbose: bool | None = None  # asks for the rendered prompt, in llama.cpp's __verbose
 
 
 class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
@@ -101,17 +107,21 @@ class ChatRefusalPart(msgspec.Struct, forbid_unknown_fields=True):
 
 async def chat_completions(served: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
     body = await read_fields(http, context, ChatBody, CHAT_NO_EFFECT)
-    served.check_model(body.model, context)
+    if not from_llamacpp(http):  # that serves one model, under whatever name
+        served.check_model(body.model, context)
     served.check_answers()
     check_prompt_logprobs(body)
     scored = {"logprobs": _wanted_logprobs(body), "prompt_logprobs": body.prompt_logprobs}
     params = sampling(served, body, max_tokens=_max_tokens(body), **scored)
+    params = drawn_as_llamacpp(params) if from_llamacpp(http) and body.seed is not None else params
     messages = read_messages(context, body.messages)
     use = read_tools(context, body.tools, body.tool_choice, body.parallel_tool_calls)
     prompt = await _prompt(served, context, body, messages, use)
     prompt = prompt._replace(tokens=truncate(served, context, body, prompt.tokens, params[0].max_tokens))
     shown = shown_special(served, body)
-    turn = begin_turn(served, context, prompt, use, params, TurnOptions(shown=shown))
+    param, budget = _budget(body)
+    options = TurnOptions(thinking_budget=budget, budget_param=param, shown=shown)
+    turn = begin_turn(served, context, prompt, use, params, options)
     if body.use_beam_search:
         check_beams(context, body, turn.request.sampling)
         turn.deltas = beam_deltas(served, context, turn.requests, body, shown=shown)
@@ -174,10 +184,23 @@ def read_template_kwargs(context: RequestContext, text: Text, kwargs: dict[str, 
     return fields
 
 
+def _budget(body: ChatBody) -> tuple[str, int | None]:
+    """Returns the limit on tokens of thinking, and the field that it came in."""
+    for param, wish in (("thinking.budget_tokens", body.thinking), ("reasoning.max_tokens", body.reasoning)):
+        if wish is not None and wish.budget:
+            return param, wish.budget
+    return "thinking_budget", body.thinking_budget
+
+
 def _template_fields(text: Text, context: RequestContext, body: ChatBody) -> dict[str, Any]:
     """Returns the template's fields beside messages and tools."""
+    fields = think_with_effort(context, text, body.reasoning_effort, "reasoning_effort")
+    if body.enable_thinking is not None:
+        fields |= switch_thinking(context, text, body.enable_thinking, "enable_thinking", body.enable_thinking)
+    for param, wish in (("thinking", body.thinking), ("reasoning", body.reasoning)):
+        fields |= {} if wish is None else read_wish(context, text, wish, param)
     return (
-        think_with_effort(context, text, body.reasoning_effort, "reasoning_effort")
+        fields
         | read_verbosity(context, text, body.verbosity, "verbosity")
         | read_template_kwargs(context, text, body.chat_template_kwargs)
     )
@@ -266,12 +289,17 @@ class ChatChoice(msgspec.Struct):
     token_ids: list[int] | UnsetType = UNSET
 
 
+class VerboseReport(msgspec.Struct):
+    prompt: str
+
+
 class ChatCompletion(CompletionHead, kw_only=True):
     choices: list[ChatChoice]
     usage: CompletionUsage
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     prompt_token_ids: Sequence[int] | UnsetType = UNSET
     timings: Timings | UnsetType = UNSET
+    verbose: VerboseReport | UnsetType = msgspec.field(default=UNSET, name="__verbose")
     penstock: AnswerReport | UnsetType = UNSET
 
 
@@ -325,6 +353,7 @@ class ChatWriter:
         self._stopwatches = [Stopwatch(each) for each in turn.requests] if llamacpp or body.timings_per_token else []
         self._timed_chunks = bool(body.timings_per_token)
         self._tokenizer = served.text.tokenizer
+        self._verbose = VerboseReport(self._spell_prompt(turn)) if body.verbose else UNSET
         self._head = new_head("chatcmpl", served.name, body.service_tier, body.request_id)
         self._as_ids = bool(body.return_tokens_as_token_ids)
         self._reasons = body.include_reasoning is not False
@@ -369,6 +398,7 @@ class ChatWriter:
             prompt_logprobs=self._prompt_logprobs,
             prompt_token_ids=self._prompt_ids,
             timings=self._timings(0),
+            verbose=self._verbose,
             penstock=self._explanation.report(),
         )
 
@@ -426,6 +456,9 @@ class ChatWriter:
         self._tally.add(choice, delta)
         if self._stopwatches:
             self._stopwatches[choice].add(delta)
+
+    def _spell_prompt(self, turn: ChatTurn) -> str:
+        return self._tokenizer.decode(turn.request.prompt, special=True, continuing=True)
 
     def _timings(self, choice: int) -> Timings | UnsetType:
         return self._stopwatches[choice].timings() if self._stopwatches else UNSET

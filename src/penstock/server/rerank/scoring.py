@@ -15,7 +15,7 @@ from penstock.server.request_context import RequestContext
 from penstock.server.served_model import ServedModel, off_loop
 from penstock.text import Delta, embedding_request
 from penstock.text.embedding import Vector, shortened, state_of, truncate_prompt
-from penstock.text.pairs import PairPrompts, classify_request, cosine
+from penstock.text.pairs import PairPrompts, check_labels, check_scores, classify_request, cosine
 from penstock.types import Limits, Request
 
 MAX_PAIRS = 2048  # of one HTTP request
@@ -82,24 +82,13 @@ async def score_pairs(
     their cosine similarity; any other one without a head is refused."""
     _check_count(len(pairs), pairs[0].param.partition("[")[0] if pairs else "documents")
     limits = served.limits
-    if len(limits.labels) > 1:
-        raise InvalidRequest(
-            f"this model has {len(limits.labels)} labels ({', '.join(limits.labels[:3])}...) and a score needs a model "
-            "with one: send texts to /classify",
-            param="model",
-        )
+    check_scores(limits)
     if limits.labels:
         prompts = await _encode_pairs(served, pairs, cutting, instruction)
         return await _logits(served, http, context, prompts, [pair.param for pair in pairs])
     if instruction:
         raise InvalidRequest("this model takes no instruction: leave it out", param="instruction")
-    if limits.encoder:
-        return await _cosines(served, http, context, pairs, cutting)
-    raise InvalidRequest(
-        "this model cannot score: it has no classification head, and no template for reranking; serve a reranker or "
-        "an embedding model",
-        param="model",
-    )
+    return await _cosines(served, http, context, pairs, cutting)
 
 
 async def classify(
@@ -112,8 +101,7 @@ async def classify(
     """Returns the logits of the labels of each text or pair, or None if the client left."""
     params = [each.param for each in inputs]
     _check_count(len(inputs), "input" if not inputs else params[0].partition("[")[0])
-    if not served.limits.labels:
-        raise InvalidRequest("this model cannot classify: it has no classification head", param="model")
+    check_labels(served.limits)
     prompts: list[list[int]] = []
     for each in inputs:
         if isinstance(each, Pair):

@@ -11,7 +11,7 @@ import sys
 from datetime import UTC, datetime
 from http import HTTPStatus
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -28,9 +28,17 @@ PROBES = ("/health", "/metrics", "/ping")  # asked every few seconds: logged at 
 access = logging.getLogger("penstock.access")
 
 
-def set_up_logging(level: str, format: str) -> None:
+class LogSettings(NamedTuple):
+    """Says what a server logs, and how."""
+
+    level: str = "info"  # the least severe that is logged, one of LEVELS
+    format: str = "text"  # one of FORMATS
+
+
+def set_up_logging(settings: LogSettings) -> None:
     """Makes the process log to stderr, from this level on, as text or as one JSON object per line. Other libraries
     log warnings and errors only."""
+    level, format = settings
     if level not in LEVELS:
         raise ConfigError(f"unknown log level {level!r}: use one of {', '.join(LEVELS)}")
     if format not in FORMATS:

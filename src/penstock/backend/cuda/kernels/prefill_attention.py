@@ -29,7 +29,6 @@ from penstock.backend.cuda.kernels.kv_tile import (
 from penstock.backend.cuda.kernels.pdl import launch_options, let_next_start, wait_for_previous
 
 QUERIES = 128  # pairs of token and head in a tile
-TILING = 64, 8, 3  # positions at a time, warps, stages
 
 
 def tokens_per_tile(group: int) -> int:
@@ -171,7 +170,8 @@ def prefill_attention(
     soft_cap: float = 0.0,
     causal: bool = True,
     sinks: Any | None = None,
-    tiling: tuple[int, int, int] = TILING,
+    *,
+    tiling: tuple[int, int, int],  # positions at a time, warps, stages
 ) -> None:
     """Attends with runs of tokens. tiles [Q, 5]: first token (-1: none), row of tables, its position, how many tokens,
     how many positions their row has reached; header[0] is the width of tables."""

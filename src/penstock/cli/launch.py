@@ -1,0 +1,221 @@
+"""`penstock launch` starts a program that uses an LLM, such as a coding agent, with this engine as its server."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+from penstock.cli import options
+from penstock.cli.command import Argument, Exit, Option, Rest, UsageError
+from penstock.cli.terminal import note
+from penstock.config import DEFAULTS
+from penstock.errors import ConfigError
+
+DEFAULT_URL = "http://127.0.0.1:8000"  # of `penstock serve`
+KEY = "PENSTOCK_API_KEY"  # the environment variable with the key for a server that needs one
+NO_KEY = "penstock"  # what programs send that insist on a key, to a server that needs none
+STARTING_SECONDS = 600.0  # a large model takes minutes to load
+LOOKING_SECONDS = 5.0
+
+
+class Target(NamedTuple):
+    """Describes the server that a program is to use."""
+
+    url: str
+    model: str
+    context: int  # tokens
+    key: str
+
+
+class Launch(NamedTuple):
+    """Says how a program is started: with these arguments before the user's, and these environment variables."""
+
+    arguments: list[str]
+    environment: dict[str, str]
+
+
+class Program(NamedTuple):
+    command: str
+    install: str
+    configure: Callable[[Target], Launch]
+
+
+def _claude(target: Target) -> Launch:
+    models = ("ANTHROPIC_MODEL", "ANTHROPIC_SMALL_FAST_MODEL", "ANTHROPIC_DEFAULT_HAIKU_MODEL")
+    environment = {"ANTHROPIC_BASE_URL": target.url, "ANTHROPIC_AUTH_TOKEN": target.key}
+    environment |= dict.fromkeys(models, target.model) | {"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1"}
+    return Launch([], environment)
+
+
+def _codex(target: Target) -> Launch:
+    provider = {"name": "Penstock", "base_url": f"{target.url}/v1", "wire_api": "responses", "env_key": KEY}
+    table = ", ".join(f"{name} = {json.dumps(value)}" for name, value in provider.items())
+    settings = [
+        f"model={json.dumps(target.model)}",  # as a setting, so that the user's own -m has precedence
+        f"model_context_window={target.context}",
+        "model_provider=penstock",
+        f"model_providers.penstock={{{table}}}",
+    ]
+    return Launch([word for setting in settings for word in ("-c", setting)], {KEY: target.key})
+
+
+def _opencode(target: Target) -> Launch:
+    limits = {"context": target.context, "output": target.context // 2}
+    provider = {
+        "npm": "@ai-sdk/openai-compatible",
+        "name": "Penstock",
+        "options": {"baseURL": f"{target.url}/v1", "apiKey": target.key},
+        "models": {target.model: {"name": target.model, "limit": limits}},
+    }
+    name = f"penstock/{target.model}"
+    config = {"provider": {"penstock": provider}, "model": name, "small_model": name}
+    return Launch([], {"OPENCODE_CONFIG_CONTENT": json.dumps(config)})
+
+
+def _aider(target: Target) -> Launch:
+    environment = {"OPENAI_API_BASE": f"{target.url}/v1", "OPENAI_API_KEY": target.key}
+    return Launch(["--model", f"openai/{target.model}"], environment)
+
+
+PROGRAMS = {
+    "claude": Program("claude", "npm install -g @anthropic-ai/claude-code", _claude),
+    "codex": Program("codex", "npm install -g @openai/codex", _codex),
+    "opencode": Program("opencode", "npm install -g opencode-ai", _opencode),
+    "aider": Program("aider", "pip install aider-chat", _aider),
+}
+
+ProgramName = Annotated[str, Argument(metavar="PROGRAM", help=f"One of {', '.join(PROGRAMS)}.")]
+Arguments = Annotated[list[str], Rest(metavar="ARGUMENT ...", help="Arguments for the program.")]
+ModelOption = Annotated[str, Option(help="Model to serve, if no server runs.")]
+Url = Annotated[str, Option(help="Server to use. By default, the one on port 8000, or else one that is started.")]
+PrintOnly = Annotated[bool, Option(name="--print", help="Print the environment and the command; start nothing.")]
+
+
+def launch(
+    program: ProgramName,
+    model: ModelOption = options.DEFAULT_MODEL,
+    url: Url = "",
+    print_only: PrintOnly = False,
+    arguments: Arguments = [],  # noqa: B006
+    *,
+    engine: options.EngineSettings,
+) -> None:
+    """Start a coding agent that uses this engine: claude, codex, opencode or aider.
+
+      penstock launch claude
+      penstock launch codex --model ./model.gguf --max-len 32768 -- exec "Explain this repository."
+      penstock launch aider --url http://192.168.1.5:8000 -- notes.txt
+      penstock launch claude --print
+
+    A running server on port 8000 is used, or else one is started with --model and the engine options and ends with the
+    program. PENSTOCK_API_KEY is the key for a server that needs one. Agents send long prompts: 30,000 tokens is common.
+    """
+    if program not in PROGRAMS:
+        raise UsageError(f"PROGRAM is one of {', '.join(PROGRAMS)}; got {program!r}")
+    known = PROGRAMS[program]
+    if not print_only and shutil.which(known.command) is None:
+        raise ConfigError(f"{known.command} is not installed: run `{known.install}`, then this again")
+    address = url.rstrip("/") or DEFAULT_URL
+    if (target := _find(address)) is None and (url or print_only):
+        raise ConfigError(f"no server answers at {address}: start one with `penstock serve`, or give another --url")
+    if target is not None:
+        _replace_process(known, known.configure(target), arguments, print_only)
+        return
+    with _serving(model, engine) as started:
+        raise Exit(_run(known, known.configure(started), arguments))
+
+
+def _find(url: str) -> Target | None:
+    """Returns what a server at this address serves; None if there is no server."""
+    try:
+        models = _get(url, "/v1/models")
+        running = _get(url, "/api/ps")["models"][0]
+        return Target(url, models["data"][0]["id"], running["context_length"], os.environ.get(KEY) or NO_KEY)
+    except urllib.error.HTTPError as error:
+        if error.code == 401:
+            raise ConfigError(f"the server at {url} needs an API key: set {KEY} to it") from error
+        raise ConfigError(f"the server at {url} is not Penstock's: it answers {error}") from error
+    except (urllib.error.URLError, OSError):
+        return None
+    except (ValueError, LookupError, TypeError) as error:
+        raise ConfigError(f"the server at {url} is not Penstock's: its list of models cannot be read") from error
+
+
+def _get(url: str, path: str) -> Any:
+    headers = {"authorization": f"Bearer {os.environ[KEY]}"} if os.environ.get(KEY) else {}
+    request = urllib.request.Request(f"{url}{path}", headers=headers)
+    with urllib.request.urlopen(request, timeout=LOOKING_SECONDS) as answer:
+        return json.load(answer)
+
+
+# -- starting the program -------------------------------------------------------------------------------------------
+
+
+def _replace_process(program: Program, launch: Launch, arguments: list[str], print_only: bool) -> None:
+    """Becomes the program; or prints how to start it."""
+    command = [program.command, *launch.arguments, *arguments]
+    if print_only:
+        lines = [f"export {name}={shlex.quote(value)}" for name, value in launch.environment.items()]
+        print("\n".join([*lines, shlex.join(command)]))
+        return
+    os.execvpe(command[0], command, os.environ | launch.environment)
+
+
+def _run(program: Program, launch: Launch, arguments: list[str]) -> int:
+    """Runs the program and returns its exit code. An interrupt is the program's own business."""
+    command = [program.command, *launch.arguments, *arguments]
+    process = subprocess.Popen(command, env=os.environ | launch.environment)
+    while True:
+        try:
+            return process.wait()
+        except KeyboardInterrupt:
+            continue
+
+
+# -- starting a server ----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _serving(model: str, engine: dict[str, Any]) -> Iterator[Target]:
+    """Runs a server on a free port. It keeps its output from the terminal, which the program needs."""
+    given = {f"--{name.replace('_', '-')}": value for name, value in engine.items() if value != DEFAULTS[name]}
+    flags = [flag if value is True else f"{flag}={value}" for flag, value in given.items()]
+    command = [sys.executable, "-m", "penstock", "serve", model, "--port", "0", *flags]
+    note(f"starting {shlex.join(['penstock', *command[3:]])}")
+    with tempfile.NamedTemporaryFile(prefix="penstock-", suffix=".log") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+        try:
+            target = _find(_address(process, Path(log.name)))
+            if target is None:
+                raise ConfigError("the server that was started does not answer")
+            yield target
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def _address(process: subprocess.Popen[bytes], log: Path) -> str:
+    """Returns the server's address once it has printed that it serves."""
+    deadline = time.monotonic() + STARTING_SECONDS
+    while time.monotonic() < deadline:
+        ended = process.poll() is not None
+        text = log.read_text("utf-8", "replace")
+        if found := re.search(r"^serving .* on (http://\S+)", text, re.MULTILINE):
+            return found[1]
+        if ended:
+            raise ConfigError(f"the server did not start: {text.strip()[-2000:]}")
+        time.sleep(0.05)
+    raise ConfigError(f"the server did not start within {STARTING_SECONDS:g} seconds")
