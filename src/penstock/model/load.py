@@ -157,9 +157,16 @@ def read_config(values: Mapping[str, Any]) -> ModelSpec:
     named = config.strings("architectures")
     if len(named) == 1 and named[0] in CLASSIFIERS:
         spec = read_model(config.without(*LABEL_KEYS).having(architectures=[CLASSIFIERS[named[0]]]))
-        classifier = read_labels(config, *(("cls", "tanh") if spec.encoder else ("last", "")))
+        classifier = read_labels(config, *head_of_family(spec))
         return replace(spec, classifier=classifier, tied=not spec.encoder, generates=False)
     return read_model(config)
+
+
+def head_of_family(spec: ModelSpec) -> tuple[str, str]:
+    """Returns the pooling and the activation that a family's classification head has."""
+    if not spec.encoder:
+        return "last", ""
+    return "cls", "gelu" if spec.arch == "modernbert" else "tanh"
 
 
 def read_model(config: ConfigReader) -> ModelSpec:

@@ -38,6 +38,11 @@ class ServedModel(NamedTuple):
         """True if the model is known to be an encoder, which returns embeddings and no text."""
         return self.client.hello is not None and self.client.hello.limits.encoder
 
+    @property
+    def generates(self) -> bool:
+        """True unless the model is known to return embeddings or labels and no text."""
+        return self.client.hello is None or self.client.hello.limits.generates
+
     def check_model(self, name: str) -> None:
         if name != self.name:
             raise ModelNotFound(f"the model {name!r} does not exist here; this server serves {self.name!r}")
