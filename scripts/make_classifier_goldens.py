@@ -1,7 +1,7 @@
 """Makes tests/models/classifiers: tiny random models with a classification head, and one generative reranker, with the
 logits that transformers computes for some texts and pairs in float32.
 
-Each is a Hugging Face folder (BF16) with a tokenizer; in that of BERT lies the same model as a GGUF file (F16). Needs
+Each is a Hugging Face folder (BF16) with a tokenizer; two of them have the same model as a GGUF file (F16). Needs
 torch, transformers and gguf, as make_goldens.py does:
 
     python scripts/make_classifier_goldens.py
@@ -17,7 +17,7 @@ from zlib import crc32
 import gguf
 import numpy as np
 import torch
-from make_bert_goldens import SIZES, SPECIAL, VOCAB, fused, gguf_name, token_text, wordpiece, write_json
+from make_bert_goldens import SIZES, SPECIAL, VOCAB, gguf_name, token_text, wordpiece, write_json
 from tokenizers import Tokenizer, processors
 from transformers import (
     BertConfig,
@@ -112,6 +112,7 @@ def main() -> None:
         np.savez_compressed(folder / "expected.npz", **expected)
         if name == "yes_no":
             write_reranker(folder)
+            write_reranker_gguf(folder / "model.gguf", model.float())
         if name == "bert":
             write_gguf(folder / "model.gguf", model.float())
         print(f"{name:12} {sum(file.stat().st_size for file in folder.rglob('*')):8} bytes")
@@ -197,29 +198,62 @@ def write_reranker(folder: Path) -> None:
 
 def write_gguf(path: Path, model: PreTrainedModel) -> None:
     """Writes a BERT that ranks, with llama.cpp's names."""
-    config, writer = model.config, gguf.GGUFWriter(path, "bert")
+    writer = begun(path, model, "bert")
+    writer.add_layer_norm_eps(model.config.layer_norm_eps)
+    writer.add_causal_attention(False)
+    heads = {"bert.pooler.dense": "cls", "classifier": "cls.output"}
+    tensors = {}
+    for name, weight in model.state_dict().items():
+        stem, _, role = name.rpartition(".")
+        theirs = f"{heads[stem]}.{role}" if stem in heads else gguf_name(name.removeprefix("bert."))
+        tensors[theirs] = weight
+    finish(writer, tensors)
+
+
+def write_reranker_gguf(path: Path, model: PreTrainedModel) -> None:
+    """Writes the generative reranker as llama.cpp does: the rows of its answers are the output of a head."""
+    config, writer = model.config, begun(path, model, "qwen3")
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_classifier_output_labels(["yes", "no"])
+    writer.add_chat_template([{"name": "rerank", "template": "find . the {query} : {document} ?"}])
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, config.num_hidden_layers)
+    state = model.state_dict()
+    rows = state["model.embed_tokens.weight"][[YES, NO]]
+    tensors = {
+        names.get_name(name, try_suffixes=(".weight",)): weight
+        for name, weight in state.items()
+        if name != "lm_head.weight"
+    }
+    finish(writer, tensors | {"cls.output.weight": rows})
+
+
+def begun(path: Path, model: PreTrainedModel, arch: str) -> gguf.GGUFWriter:
+    """Returns a writer that has the sizes, the pooling and the tokenizer of a model."""
+    config, writer = model.config, gguf.GGUFWriter(path, arch)
     writer.add_name("tiny ranker")
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_layer_norm_eps(config.layer_norm_eps)
-    writer.add_causal_attention(False)
     writer.add_pooling_type(gguf.PoolingType.RANK)
     writer.add_tokenizer_model("bert")
     writer.add_tokenizer_pre("default")
-    writer.add_token_type_count(config.type_vocab_size)
     writer.add_token_list([token_text(token) for token in VOCAB])
     writer.add_token_types([3 if token in SPECIAL else 1 for token in VOCAB])
     for key, token in (("pad", "[PAD]"), ("unk", "[UNK]"), ("sep", "[SEP]"), ("mask", "[MASK]")):
         getattr(writer, f"add_{key}_token_id")(VOCAB.index(token))
-    heads = {"bert.pooler.dense": "cls", "classifier": "cls.output"}
-    for name, weight in fused(model.state_dict()).items():
-        stem, _, role = name.rpartition(".")
-        theirs = f"{heads[stem]}.{role}" if stem in heads else gguf_name(name.removeprefix("bert."))
-        wide = weight.ndim == 1 or theirs in ("position_embd.weight", "token_types.weight")
-        writer.add_tensor(theirs, weight.numpy().astype(np.float32 if wide else np.float16))
+    return writer
+
+
+def finish(writer: gguf.GGUFWriter, tensors: dict[str, torch.Tensor]) -> None:
+    for name, weight in tensors.items():
+        wide = weight.ndim == 1 or name in ("position_embd.weight", "token_types.weight")
+        writer.add_tensor(name, weight.numpy().astype(np.float32 if wide else np.float16))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

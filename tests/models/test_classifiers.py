@@ -20,7 +20,8 @@ from penstock.text.tokenizer import PairTokens
 
 CLASSIFIERS = Path(__file__).parent / "classifiers"
 NAMES = sorted(folder.name for folder in CLASSIFIERS.iterdir())
-FILES = {name: CLASSIFIERS / name for name in NAMES} | {"bert gguf": CLASSIFIERS / "bert" / "model.gguf"}
+FILES = {name: CLASSIFIERS / name for name in NAMES}
+FILES |= {f"{name} gguf": CLASSIFIERS / name / "model.gguf" for name in ("bert", "yes_no")}
 
 
 def golden(name: str) -> dict[str, np.ndarray]:

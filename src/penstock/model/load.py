@@ -17,9 +17,9 @@ from penstock.model.classifier import (
     build_head,
     is_ranker,
     read_labels,
-    read_ranker,
     split_head,
     token_head,
+    with_ranker,
 )
 from penstock.model.config_hf import NEUTRAL
 from penstock.model.config_reader import ConfigReader
@@ -105,12 +105,13 @@ def open_gguf(path: Path) -> Checkpoint:
     config = ConfigReader(file.metadata, METADATA, prefix=f"{file.metadata['general.architecture']}.")
     tensors, head = split_head(file.tensors) if is_ranker(config) else (file.tensors, {})
     spec = kind.read_gguf(config.without(*RANKER_KEYS) if head else config, tensors)
+    classifier = None
     if head:
-        spec = replace(spec, classifier=read_ranker(config, spec, head), generates=False)
+        spec, classifier = with_ranker(config, spec, head)
     return Checkpoint(
         spec=spec,
         tensors=split_fused(names.canonical(tensors, kind.GGUF, spec), spec),
-        classifier=build_head(spec, head) if head else None,
+        classifier=classifier,
         name=str(file.metadata.get("general.name", path.stem)),
         path=path,
         metadata=file.metadata,
