@@ -15,7 +15,7 @@ import pytest
 from penstock import LLM
 from penstock.errors import InvalidRequest, MalformedFile, UnsupportedModel
 from penstock.model.load import load_text, open_checkpoint, read_config
-from penstock.text.pairs import PairPrompts, PairTemplate, classify_request, pair_template, scores
+from penstock.text.pairs import PairPrompts, PairTemplate, pair_template, scores
 from penstock.text.tokenizer import PairTokens
 
 CLASSIFIERS = Path(__file__).parent / "classifiers"
