@@ -107,7 +107,6 @@ def test_routes(parrot: Any) -> None:
     [
         ({}, "temperature", 0.0),
         ({"temperature": 1.0}, "temperature", 0.0),  # the default there, where only do_sample turns sampling on
-        ({"do_sample": True}, "temperature", 1.0),
         ({"temperature": 0.5}, "temperature", 0.5),
         ({"top_k": 3}, "top_k", 3),
         ({"top_p": 0.5}, "top_p", 0.5),
@@ -122,11 +121,18 @@ def test_parameters_reach_the_engine(watched_parrot: Any, given: dict[str, Any],
     assert getattr(watched_parrot.requests[-1].sampling, name) == value
 
 
+def test_sampling_has_the_servers_own_temperature(watched_parrot: Any) -> None:
+    watched_parrot.post("/generate", inputs="[a]", parameters={"do_sample": True})
+    watched_parrot.post("/v1/completions", prompt="[a]")
+    ours, openai = (request.sampling.temperature for request in watched_parrot.requests[-2:])
+    assert ours == openai > 0
+
+
 def test_typical_p_and_truncate(watched_parrot: Any) -> None:
     answer = watched_parrot.post("/generate", inputs="abc[a]", parameters={"typical_p": 0.5, "truncate": 3})
     request = watched_parrot.requests[-1]
     assert request.sampling.chain.typical_p == 0.5
-    assert request.sampling.temperature == 1.0
+    assert request.sampling.temperature > 0
     assert request.prompt == (*b"[a]",)
     assert answer.json()["penstock"]["truncated_tokens"] == 3
 

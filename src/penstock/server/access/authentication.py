@@ -1,4 +1,4 @@
-"""Authenticates requests by API key: every route needs one, except /health, /v1/health and the page."""
+"""Authenticates requests by API key: every route needs one, except the health probes and the page."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from penstock.server.access.accounts import Account, Accounts
 from penstock.server.errors import error_response
 from penstock.server.request_context import context_of
 
-OPEN = {"/health", "/v1/health", "/"}  # to GET and HEAD: the page holds no data and asks for the key itself
+PROBES = ("/health", "/v1/health", "/ping", "/v2/health/live", "/v2/health/ready")  # for those who watch servers
+OPEN = {*PROBES, "/"}  # to GET and HEAD: the page holds no data and asks for the key itself
 READING = {"GET", "HEAD"}
 CHANGING = ("/api/pull", "/api/create", "/api/copy", "/api/delete", "/api/push", "/api/blobs/")
 FLUSH = "/flush_cache"  # it changes what every request finds, with GET too

@@ -86,7 +86,7 @@ async def generate_stream(served: ServedModel, http: HttpRequest, context: Reque
 
 async def _generate(served: ServedModel, http: HttpRequest, context: RequestContext, streaming: bool) -> Response:
     body = await read_body(http, context, KserveBody, NO_EFFECT)
-    _check_path(served, http)
+    _check_path(served, http, context)
     fields = _fields(context, body)
     params = _sampling(served, fields)
     ids = (await encode_prompts(served, [body.text_input]))[0].ids
@@ -167,8 +167,8 @@ async def server_metadata(_: ServedModel, __: HttpRequest, ___: RequestContext) 
     return json_response({"name": "penstock", "version": __version__, "extensions": ["generate"]})
 
 
-async def model_metadata(served: ServedModel, http: HttpRequest, _: RequestContext) -> Response:
-    _check_path(served, http)
+async def model_metadata(served: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
+    _check_path(served, http, context)
     return json_response(
         {
             "name": served.name,
@@ -181,13 +181,13 @@ async def model_metadata(served: ServedModel, http: HttpRequest, _: RequestConte
 
 
 async def model_ready(served: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
-    _check_path(served, http)
+    _check_path(served, http, context)
     return await ready(served, http, context)
 
 
-def _check_path(served: ServedModel, http: HttpRequest) -> None:
+def _check_path(served: ServedModel, http: HttpRequest, context: RequestContext) -> None:
     """Raises if the path names another model, or a version of it that does not exist."""
-    served.check_model(http.path_params["model"])
+    served.check_model(http.path_params["model"], context)
     version = http.path_params.get("version", VERSION)
     if version != VERSION:
         raise NotFound(f"the model {served.name!r} has no version {version!r}; it has {VERSION!r}")

@@ -19,7 +19,6 @@ from penstock.errors import InvalidRequest
 from penstock.server.bodies import NoEffect, read_body, read_object
 from penstock.server.chat.logprobs import finite_logprob
 from penstock.server.chat.stream import all_deltas
-from penstock.server.chat.structured import json_grammar
 from penstock.server.errors import TGI_ERRORS
 from penstock.server.explain import AnswerReport, Explanation
 from penstock.server.openai.completions import encode_prompts
@@ -29,7 +28,7 @@ from penstock.server.request_context import RequestContext
 from penstock.server.served_model import ServedModel
 from penstock.server.sse import EVENT_STREAM, Framing, encode, event, reply
 from penstock.text import Delta, Tokenizer
-from penstock.types import Grammar, Request, SamplerChain, SamplingParams, TokenLogprob
+from penstock.types import Request, SamplerChain, SamplingParams, TokenLogprob
 
 DEFAULT_TOKENS = 100  # of Text Generation Inference
 FINISH_REASONS = {"length": "length", "stop": "eos_token"}
@@ -146,6 +145,7 @@ def _sampling(served: ServedModel, given: TgiParameters, scored: bool) -> list[S
         frequency_penalty=given.frequency_penalty,
         seed=given.seed,
         stop=given.stop,
+        **_structured(given.grammar),
     )
     (params,) = sampling(
         served,
@@ -155,20 +155,21 @@ def _sampling(served: ServedModel, given: TgiParameters, scored: bool) -> list[S
         prompt_logprobs=0 if given.decoder_input_details and given.details else None,
     )
     chain = SamplerChain(typical_p=given.typical_p) if given.typical_p is not None and given.typical_p < 1 else None
-    params = replace(params, chain=chain, grammar=_grammar(given.grammar), include_stop_str_in_output=True)
+    params = replace(params, chain=chain, include_stop_str_in_output=True)
     return [replace(params, seed=(params.seed or 0) + choice) for choice in range(given.best_of or 1)]
 
 
-def _grammar(given: TgiGrammar | None) -> Grammar | None:
+def _structured(given: TgiGrammar | None) -> dict[str, Any]:
+    """Returns the field that asks for a grammar. The value of a json_schema may have the schema's name beside it."""
     if given is None:
-        return None
+        return {}
     where, value = "parameters.grammar.value", given.value
     if given.type == "regex" and isinstance(value, str):
-        return Grammar("regex", value)
+        return {"regex": value}
     if given.type == "json_schema" and isinstance(value, dict) and "schema" in value:
         value = value["schema"]
     if given.type != "regex" and isinstance(value, dict | bool | str):
-        return json_grammar(value, where)
+        return {"json_schema": value}
     raise InvalidRequest(f"{where} must be a text for a regex, or a JSON schema; got {value!r:.100}", param=where)
 
 

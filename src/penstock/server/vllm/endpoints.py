@@ -62,7 +62,7 @@ POOLING = Operation(PoolingBody, POOLING_NO_EFFECT, PoolingList)
 
 async def pooling(served: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
     body = await read_body(http, context, PoolingBody, POOLING_NO_EFFECT)
-    served.check_model(body.model)
+    served.check_model(body.model, context)
     check_dimensions(body.dimensions, served.limits.dim)
     requests = await embedding_requests(served, context, body)
     spell = base64_of if body.encoding_format == "base64" else floats_of
