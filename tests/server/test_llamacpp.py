@@ -425,9 +425,9 @@ def test_unversioned_names(parrot: Any) -> None:
 @pytest.mark.parametrize(
     ("path", "limit", "answered"),
     [
-        ("/chat/completions", {"max_tokens": 10**6}, 490),
-        ("/chat/completions", {"max_tokens": -1}, 490),
-        ("/v1/chat/completions", {"max_tokens": -1}, 490),
+        ("/chat/completions", {"max_tokens": 10**6}, 491),
+        ("/chat/completions", {"max_tokens": -1}, 491),
+        ("/v1/chat/completions", {"max_tokens": -1}, 491),
         ("/v1/chat/completions", {"n_predict": 3}, 3),
         ("/v1/completions", {"n_predict": 20}, 20),
         ("/v1/completions", {"n_predict": -1}, 507),
