@@ -444,3 +444,16 @@ def test_structural_tags_hold_what_a_trigger_begins() -> None:
     grammar = Grammar("structural_tag", json.dumps(TAG | {"triggers": ["<n>"]}))
     assert said("seven", grammar)[0] == "seven"
     assert said("it is <n>8</n>!", grammar)[0].startswith("it is <n>7</n>")
+
+
+class Spaced(Bytes):
+    """Puts a space before every text, as SentencePiece does."""
+
+    def encode(self, text: str) -> list[int]:
+        return super().encode(f" {text}")
+
+
+def test_forced_tokens_have_no_space_that_a_vocabulary_puts_before_texts() -> None:
+    tokenizer = grammar_module._LibraryTokenizer(Spaced(), 300)
+    assert tokenizer(b"abc") == Bytes().encode("abc")
+    assert grammar_module._LibraryTokenizer(Bytes(), 300)(b"abc") == Bytes().encode("abc")

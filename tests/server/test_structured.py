@@ -120,7 +120,7 @@ def test_any_object(server: Any) -> None:
         ({"guided_json": PAIR, "guided_whitespace_pattern": "~"}, r"\[~?[12]~?,~?[12]~?\]"),
         ({"guided_grammar": 'root ::= "up" | "down"'}, "up|down"),
         ({"regex": "[xy]{4}"}, "[xy]{4}"),
-        ({"ebnf": "root ::= 'e' [0-9]+ \"!\""}, "e[0-9]+!"),
+        ({"ebnf": "root ::= 'e' [0-9]{1,3} \"!\""}, "e[0-9]{1,3}!"),
         ({"json_schema": '{"enum": [5, 6]}'}, "5|6"),
         ({"json_schema": {"enum": [5, 6]}}, "5|6"),
         ({"structural_tag": json.dumps(TAGGED)}, "<n>[78]</n>"),
@@ -247,12 +247,20 @@ def held_to(schema: dict[str, Any], strict: bool = False) -> dict[str, Any]:
 
 
 def test_an_answer_that_fails_a_check_is_tried_again(lenient: Any) -> None:
-    """With the first two items equal in half of all answers, eight of eight would hardly pass at once."""
-    for seed in range(8):
+    """What is returned passes, or its keyword is named; some answers of several seeds need another attempt."""
+    before = requests_of(lenient)
+    for seed in range(6):
         answer = lenient.post("/v1/chat/completions", **(held_to(FIVE) | {"seed": seed, "temperature": 1.0})).json()
         values = json.loads(answer["choices"][0]["message"]["content"])
         failed = answer["penstock"]["ignored_fields"]
         assert failed == ([] if len(set(values)) == 2 else ["response_format.json_schema.schema.uniqueItems"])
+    assert requests_of(lenient) > before + 6
+
+
+def requests_of(server: Any) -> float:
+    """How many requests the engine has finished."""
+    told = dict(line.rsplit(" ", 1) for line in server.get("/metrics").text.splitlines() if line[0] != "#")
+    return sum(float(count) for name, count in told.items() if name.startswith("penstock_requests_finished_total"))
 
 
 @pytest.mark.parametrize("stream", [False, True])

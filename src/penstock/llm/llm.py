@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -219,17 +221,26 @@ class LLM:
         return [(each, scores(state_of(each.choices[0].pooled), activation)) for each in pending]
 
     def _complete(self, pending: Sequence[PendingOutput], use_tqdm: ShowProgress) -> None:
-        """Runs requests to their end; the first failure ends all of them."""
+        """Runs requests to their end; the first failure ends all of them. Choices announce their ends: to look at
+        thousands of prompts after every step would take longer than the step."""
+        ends: deque[PendingOutput] = deque()
+        unfinished = {each.id: len(each.choices) for each in pending}
+        for each in pending:
+            for choice in each.choices:
+                choice.on_end = partial(ends.append, each)
         with (
             progress_bar(use_tqdm, len(pending)) as advance,
             self._engine.running([choice for each in pending for choice in each.choices]),
         ):
-            waiting = list(pending)
-            while waiting:
+            while unfinished:
                 self._engine.advance()
-                left = [each for each in waiting if not each.ended()]
-                advance(len(waiting) - len(left))
-                waiting = left
+                while ends:
+                    each = ends.popleft()
+                    each.ended()  # raises the error that ended it, if one did
+                    unfinished[each.id] -= 1
+                    if not unfinished[each.id]:
+                        del unfinished[each.id]
+                        advance(1)
 
     def _pieces(self, pending: PendingOutput) -> Generator[str]:
         (choice,) = pending.choices

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.errors import PenstockError
@@ -18,6 +18,7 @@ class PendingChoice:
         self.request = request
         self.finish_reason = ""  # empty while it goes on
         self.deltas: list[Delta] = []
+        self.on_end: Callable[[], object] = lambda: None
         self._failure: PenstockError | None = None
         self._text = text
         self._taken = 0  # deltas whose text was taken
@@ -71,7 +72,8 @@ class PendingOutput:
 
     def ended(self) -> bool:
         """Returns whether all choices have ended; raises the error that ended one, if one did."""
-        return all(choice.ended() for choice in self.choices)
+        ended = [choice.ended() for choice in self.choices]  # of all of them, since any may have failed
+        return all(ended)
 
     def output(self, since: Sequence[int] | None = None) -> RequestOutput:
         """Returns what came so far; raises the error that ended a choice, if one did. `since` has the number of each

@@ -86,6 +86,7 @@ class SharedEngine:
                 if choice.finish_reason:
                     self.pending.pop(id, None)  # its own thread may have left it meanwhile
                     self.inner.send(Abort(id))  # after a stop string the engine would go on
+                    choice.on_end()
 
 
 @contextmanager

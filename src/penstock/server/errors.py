@@ -3,8 +3,10 @@ that of Text Generation Inference."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from math import ceil
+from typing import NamedTuple
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -28,13 +30,12 @@ from penstock.server.request_context import context_of
 
 RETRY_AFTER = "1"  # seconds: about as long as an engine takes to restart
 CLIENT_LEFT = Response(status_code=499)  # nobody reads it
-ANTHROPIC_OVERLOADED = 529  # what Anthropic's clients expect for 503
+ANTHROPIC_OVERLOADED = 529
+ANTHROPIC_STATUSES = {503: ANTHROPIC_OVERLOADED}
 STATUSES = {"request_timeout": 408, "request_too_large": 413, "uri_too_long": 414}  # of codes of InvalidRequest
 
 OPENAI_TYPES = {403: "permission_error", 429: "rate_limit_error"}
 TGI_TYPES = {429: "overloaded", 503: "overloaded"}
-TGI_PATHS = ("/", "/generate_stream")
-TGI_INVALID = 422  # what Text Generation Inference answers for 400
 ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -145,56 +146,83 @@ def headers_of(error: PenstockError) -> dict[str, str]:
     return {}
 
 
-def body_of(error: PenstockError) -> bytes:
-    kind = OPENAI_TYPES.get(status_of(error), "invalid_request_error" if status_of(error) < 500 else "server_error")
+class Refusal(NamedTuple):
+    """Holds what an error's body is made of: the error, its HTTP status and the id of the request."""
+
+    error: PenstockError
+    status: int
+    request_id: str
+
+
+class ErrorShape(NamedTuple):
+    """Says how a dialect writes errors."""
+
+    body: type[msgspec.Struct]
+    make: Callable[[Refusal], msgspec.Struct]
+    statuses: Mapping[int, int] = {}  # those that the dialect's clients expect in place of ours
+
+    def encode(self, error: PenstockError, status: int = 0, request_id: str = "") -> bytes:
+        """Returns the error as JSON. `status` is the error's own unless it is given."""
+        return msgspec.json.encode(self.make(Refusal(error, status or status_of(error), request_id)))
+
+
+def _openai(refusal: Refusal) -> OpenAiErrorBody:
+    error, status = refusal.error, status_of(refusal.error)
+    kind = OPENAI_TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     param = error.param if isinstance(error, InvalidRequest) else None
-    return msgspec.json.encode(OpenAiErrorBody(OpenAiErrorDetail(error.message, kind, param, error.code)))
+    return OpenAiErrorBody(OpenAiErrorDetail(error.message, kind, param, error.code))
 
 
-def anthropic_body(error: PenstockError, status: int = 0, request_id: str | None = None) -> bytes:
-    kind = ANTHROPIC_TYPES.get(_anthropic_status(status or status_of(error)), "invalid_request_error")
-    return msgspec.json.encode(AnthropicErrorBody(AnthropicErrorDetail(kind, error.message), request_id))
+def _anthropic(refusal: Refusal) -> AnthropicErrorBody:
+    status = ANTHROPIC_STATUSES.get(refusal.status, refusal.status)
+    detail = AnthropicErrorDetail(ANTHROPIC_TYPES.get(status, "invalid_request_error"), refusal.error.message)
+    return AnthropicErrorBody(detail, refusal.request_id or None)
 
 
-def ollama_body(error: PenstockError) -> bytes:
-    return msgspec.json.encode(OllamaErrorBody(error.message))
+def _ollama(refusal: Refusal) -> OllamaErrorBody:
+    return OllamaErrorBody(refusal.error.message)
 
 
-def kserve_body(error: PenstockError) -> bytes:
-    return msgspec.json.encode(KserveErrorBody(error.message))
+def _kserve(refusal: Refusal) -> KserveErrorBody:
+    return KserveErrorBody(refusal.error.message)
 
 
-def tgi_body(error: PenstockError) -> bytes:
-    kind = TGI_TYPES.get(status_of(error), "validation" if status_of(error) < 500 else "generation")
-    return msgspec.json.encode(TgiErrorBody(error.message, kind))
+def _tgi(refusal: Refusal) -> TgiErrorBody:
+    kind = TGI_TYPES.get(refusal.status, "validation" if refusal.status < 500 else "generation")
+    return TgiErrorBody(refusal.error.message, kind)
 
 
-def llamacpp_body(error: PenstockError, status: int = 0) -> bytes:
-    status = status or status_of(error)
-    detail = LlamaCppErrorDetail(status, error.message, LLAMACPP_TYPES.get(status, "invalid_request_error"))
+def _llamacpp(refusal: Refusal) -> LlamaCppErrorBody:
+    error, kind = refusal.error, LLAMACPP_TYPES.get(refusal.status, "invalid_request_error")
+    detail = LlamaCppErrorDetail(refusal.status, error.message, kind)
     if isinstance(error, ContextTooLong):
         detail.type = "exceed_context_size_error"
         detail.message = f"the request exceeds the available context size: {error.message}"
         detail.n_prompt_tokens = UNSET if error.prompt_tokens is None else error.prompt_tokens
         detail.n_ctx = UNSET if error.context is None else error.context
-    return msgspec.json.encode(LlamaCppErrorBody(detail))
+    return LlamaCppErrorBody(detail)
 
 
-def _anthropic_status(status: int) -> int:
-    return ANTHROPIC_OVERLOADED if status == 503 else status
+OPENAI_ERRORS = ErrorShape(OpenAiErrorBody, _openai)
+ANTHROPIC_ERRORS = ErrorShape(AnthropicErrorBody, _anthropic, ANTHROPIC_STATUSES)
+OLLAMA_ERRORS = ErrorShape(OllamaErrorBody, _ollama)
+KSERVE_ERRORS = ErrorShape(KserveErrorBody, _kserve)
+TGI_ERRORS = ErrorShape(TgiErrorBody, _tgi, {400: 422})
+LLAMACPP_ERRORS = ErrorShape(LlamaCppErrorBody, _llamacpp)
+SHAPES = (  # by the beginning of a path; the first that fits counts
+    ("/api/", OLLAMA_ERRORS),
+    ("/v1/messages", ANTHROPIC_ERRORS),
+    ("/v2/models", KSERVE_ERRORS),
+    ("/generate_stream", TGI_ERRORS),
+    *((path, LLAMACPP_ERRORS) for path in LLAMACPP_PATHS),
+)
 
 
-def error_shape(path: str) -> type[msgspec.Struct]:
-    """Returns the error struct of the dialect that a path belongs to."""
-    if path.startswith("/api/"):
-        return OllamaErrorBody
-    if path.startswith("/v2/models"):
-        return KserveErrorBody
-    if path in TGI_PATHS:
-        return TgiErrorBody
-    if path.startswith(LLAMACPP_PATHS):
-        return LlamaCppErrorBody
-    return AnthropicErrorBody if path.startswith("/v1/messages") else OpenAiErrorBody
+def error_shape(path: str) -> ErrorShape:
+    """Returns how errors are written in the dialect that a path belongs to."""
+    if path == "/":
+        return TGI_ERRORS
+    return next((shape for beginning, shape in SHAPES if path.startswith(beginning)), OPENAI_ERRORS)
 
 
 def error_response(request: Request, error: PenstockError) -> Response:
@@ -204,24 +232,13 @@ def error_response(request: Request, error: PenstockError) -> Response:
 def respond(request: Request, error: PenstockError, status: int, headers: dict[str, str] | None = None) -> Response:
     """Returns the error in the request's dialect. The path decides; where two dialects share one, the header that
     Anthropic's clients always send does."""
+    context = context_of(request.scope)
+    context.outcome.error = error.code
     shape = error_shape(request.url.path)
-    context_of(request.scope).outcome.error = error.code
-    if shape is OllamaErrorBody:
-        return _json(ollama_body(error), status, headers)
-    if shape is KserveErrorBody:
-        return _json(kserve_body(error), status, headers)
-    if shape is TgiErrorBody:
-        return _json(tgi_body(error), TGI_INVALID if status == 400 else status, headers)
-    if shape is LlamaCppErrorBody:
-        return _json(llamacpp_body(error, status), status, headers)
-    if shape is AnthropicErrorBody or "anthropic-version" in request.headers:
-        body = anthropic_body(error, status, context_of(request.scope).id)
-        return _json(body, _anthropic_status(status), headers)
-    return _json(body_of(error), status, headers)
-
-
-def _json(body: bytes, status: int, headers: dict[str, str] | None) -> Response:
-    return Response(body, status, headers, "application/json")
+    if shape is OPENAI_ERRORS and "anthropic-version" in request.headers:
+        shape = ANTHROPIC_ERRORS
+    body = shape.encode(error, status, context.id)
+    return Response(body, shape.statuses.get(status, status), headers, "application/json")
 
 
 async def on_error(request: Request, error: Exception) -> Response:

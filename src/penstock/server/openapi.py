@@ -95,7 +95,7 @@ def _kinds_of(routes: Sequence[DocumentedRoute]) -> dict[Kind, NoEffect]:
     kinds: dict[Kind, NoEffect] = {}
     for route in routes:
         operation = route.operation
-        answers = (*_options(operation.answers), *_options(operation.streams), error_shape(route.path))
+        answers = (*_options(operation.answers), *_options(operation.streams), error_shape(route.path).body)
         kinds |= {kind: {} for kind in answers if not isinstance(kind, str | None)}
     for takes, no_effect, *_ in (route.operation for route in routes):
         kinds |= {} if isinstance(takes, str | None) else {takes: no_effect or {}}
@@ -129,7 +129,7 @@ def _objects(tree: object) -> Iterator[Schema]:
 
 
 def _operation(route: DocumentedRoute, refs: dict[Kind, Schema]) -> Schema:
-    operation, error = route.operation, error_shape(route.path)
+    operation, error = route.operation, error_shape(route.path).body
     answered = _content(operation.answers, refs)
     if operation.streams is not None:
         chunk = {"anyOf": [*(refs[kind] for kind in _options(operation.streams)), refs[error]]}

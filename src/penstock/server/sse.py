@@ -14,7 +14,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from penstock.errors import PenstockError
 from penstock.server.chat.stream import Deltas, while_connected
-from penstock.server.errors import CLIENT_LEFT, body_of
+from penstock.server.errors import CLIENT_LEFT, OPENAI_ERRORS
 from penstock.server.request_context import RequestContext
 from penstock.text import Delta
 
@@ -47,7 +47,7 @@ def event(data: bytes) -> bytes:
 
 
 EVENT_STREAM = b"text/event-stream; charset=utf-8"
-OPENAI = Framing(EVENT_STREAM, event, event(b"[DONE]"), body_of)
+OPENAI = Framing(EVENT_STREAM, event, event(b"[DONE]"), OPENAI_ERRORS.encode)
 
 
 class AnswerWriter(Protocol):

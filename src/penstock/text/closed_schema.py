@@ -57,7 +57,7 @@ class _Closing:
 def stands_alone(schema: Schema, key: str) -> bool:
     """Returns whether the schemas under a keyword are not merged with anything beside it."""
     others = any(other in schema for other in (*_MAPS, *_MERGED, *_BRANCHES, *_OPENNESS) if other != key)
-    return not others and (key != "allOf" or len(schema["allOf"]) == 1)
+    return not others and (key != "allOf" or (isinstance(schema["allOf"], list) and len(schema["allOf"]) == 1))
 
 
 def _merged_references(schema: Any, whole: bool) -> Iterator[str]:

@@ -54,6 +54,8 @@ def rewrite(text: str, verified: bool = True) -> RewrittenSchema:
                 return rewritten
     except RecursionError as error:
         raise InvalidGrammar("the JSON schema cannot be used: it is nested too deep") from error
+    except (ArithmeticError, ValueError) as error:  # numbers that are too large, for a check or for the library
+        raise InvalidGrammar(f"the JSON schema cannot be used: {error}") from error
     raise InvalidGrammar(f"the JSON schema cannot be used: {problem}")
 
 

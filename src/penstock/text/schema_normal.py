@@ -105,13 +105,16 @@ class _Normalizer:
                 if kind not in TYPES:
                     raise InvalidGrammar(f"the JSON schema cannot be used: {_path(path, 'type')} has {kind!r}")
             normal["type"] = kinds
-        for name in ("enum", "required"):
-            if isinstance(schema.get(name), list):
-                normal[name] = schema[name]
+        if isinstance(schema.get("enum"), list):
+            normal["enum"] = schema["enum"]
+        if isinstance(schema.get("required"), list):
+            normal["required"] = _texts(schema["required"])
         normal |= {name: schema[name] for name in ("const",) if name in schema}
         normal |= {name: schema[name] for name in ("pattern", "format") if isinstance(schema.get(name), str)}
         normal |= {name: schema[name] for name in _NUMBERS if _is_number(schema.get(name))}
         normal |= {name: int(schema[name]) for name in _COUNTS if _is_number(schema.get(name))}
+        if normal.get("multipleOf", 1) <= 0:
+            raise InvalidGrammar(f"the JSON schema cannot be used: {_path(path, 'multipleOf')} must be above 0")
         if schema.get("uniqueItems") is True:
             normal["uniqueItems"] = True
         for exclusive, inclusive in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
@@ -135,11 +138,13 @@ class _Normalizer:
         for name in _ONE:
             if name in schema and name != "additionalItems" and isinstance(schema[name], dict | bool):
                 normal[name] = each(schema[name], name)
-        if isinstance(schema.get("dependentRequired"), dict):
-            normal["dependentRequired"] = schema["dependentRequired"]
-        for key, value in (schema.get("dependencies") or {}).items():
+        given = schema.get("dependentRequired")
+        if isinstance(given, dict):
+            normal["dependentRequired"] = {key: _texts(names) for key, names in given.items()}
+        dependencies = schema.get("dependencies")
+        for key, value in dependencies.items() if isinstance(dependencies, dict) else ():
             if isinstance(value, list):
-                normal["dependentRequired"] = normal.get("dependentRequired", {}) | {key: value}
+                normal["dependentRequired"] = normal.get("dependentRequired", {}) | {key: _texts(value)}
             else:
                 schemas = normal.get("dependentSchemas", {})
                 normal["dependentSchemas"] = schemas | {key: each(value, "dependencies", key)}
@@ -219,5 +224,9 @@ def _joined(base: str, reference: str) -> str:
         return reference
 
 
+def _texts(values: Any) -> list[str]:
+    return [each for each in values if isinstance(each, str)] if isinstance(values, list) else []
+
+
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")

@@ -36,7 +36,7 @@ from penstock.server.chat.chat_turn import (
     render_prompt,
 )
 from penstock.server.chat.tools import ToolUse
-from penstock.server.errors import anthropic_body
+from penstock.server.errors import ANTHROPIC_ERRORS
 from penstock.server.explain import AnswerReport, Explanation
 from penstock.server.openapi import Operation
 from penstock.server.request_context import RequestContext
@@ -196,7 +196,7 @@ def _framed(kind: type[AnthropicEvent], data: bytes) -> bytes:
 
 
 def _error(error: PenstockError) -> bytes:
-    return b"event: error\ndata: " + anthropic_body(error) + b"\n\n"
+    return b"event: error\ndata: " + ANTHROPIC_ERRORS.encode(error) + b"\n\n"
 
 
 ANTHROPIC = Framing(EVENT_STREAM, bytes, b"", _error)

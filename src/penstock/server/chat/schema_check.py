@@ -21,6 +21,7 @@ from penstock.types import Grammar, Request
 Deltas = AsyncGenerator[tuple[int, Delta], None]  # (choice, what was added to it)
 
 ATTEMPTS = 3
+MAX_REPORTED = 64  # keywords
 REWRITE_SECONDS = 10.0
 STACK_BYTES = 2**30  # of addresses
 RETRY_TEMPERATURE = 0.7  # at least: a greedy answer would be the same again
@@ -119,11 +120,11 @@ def _passes(text: str, rewritten: RewrittenSchema, reasoning: tuple[str, str] | 
         text = text.rpartition(reasoning[1])[2]
     try:
         value: Any = json.loads(text)
-    except (ValueError, RecursionError):
+        return first_problem(value, rewritten.normal) is None
+    except (ValueError, ArithmeticError, RecursionError):
         return True
-    return first_problem(value, rewritten.normal) is None
 
 
 def _report(context: RequestContext, request: Request, paths: tuple[str, ...]) -> None:
-    for path in paths:
+    for path in paths[:MAX_REPORTED]:
         context.ignore(f"{_grammar(request).param}.{path}".removeprefix("."))

@@ -22,6 +22,7 @@ from penstock.text.tools import CallArguments
 from penstock.types import Grammar, SamplingParams
 
 MAX_TOOLS = 128
+MAX_REPORTED = 64  # keywords of a schema
 
 
 class FunctionTool(msgspec.Struct, forbid_unknown_fields=True):
@@ -225,6 +226,6 @@ def _enforced(context: RequestContext, schema: dict[str, Any], where: str, stric
             check_enforced(rewritten)
     except InvalidGrammar as error:
         raise InvalidGrammar(str(error), param=where) from error
-    for path in rewritten.unenforced:
+    for path in rewritten.unenforced[:MAX_REPORTED]:
         context.ignore(f"{where}.{path}")
     return rewritten.schema if isinstance(rewritten.schema, dict) else {}

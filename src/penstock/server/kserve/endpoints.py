@@ -19,7 +19,7 @@ from penstock.errors import EngineUnavailable, InvalidRequest, NotFound
 from penstock.server.access.bounds import read_json
 from penstock.server.bodies import ANY_VALUE, NoEffect, read_body, read_object
 from penstock.server.chat.stream import all_deltas
-from penstock.server.errors import kserve_body
+from penstock.server.errors import KSERVE_ERRORS
 from penstock.server.explain import AnswerReport, Explanation
 from penstock.server.openai.completions import encode_prompts
 from penstock.server.openai.fields import SamplingFields, sampling
@@ -32,7 +32,7 @@ from penstock.types import SamplingParams
 
 VERSION = "1"  # of the one model
 DEFAULT_TOKENS = 16  # of Triton's vLLM backend
-KSERVE = Framing(EVENT_STREAM, event, b"", kserve_body)
+KSERVE = Framing(EVENT_STREAM, event, b"", KSERVE_ERRORS.encode)
 
 NO_EFFECT: NoEffect = {
     "return_context_logits": (False,),

@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from penstock.server.bodies import read_body
 from penstock.server.chat.stream import Deltas, deltas, together
-from penstock.server.errors import llamacpp_body
+from penstock.server.errors import LLAMACPP_ERRORS
 from penstock.server.explain import AnswerReport, Explanation
 from penstock.server.llamacpp.fields import (
     NO_EFFECT,
@@ -34,7 +34,9 @@ from penstock.server.sse import EVENT_STREAM, Framing, encode, event, reply
 from penstock.text import Delta
 from penstock.types import Request, SamplingParams
 
-LLAMACPP = Framing(EVENT_STREAM, event, b"", llamacpp_body)  # a stream ends with its last chunk, without [DONE]
+LLAMACPP = Framing(
+    EVENT_STREAM, event, b"", LLAMACPP_ERRORS.encode
+)  # a stream ends with its last chunk, without [DONE]
 NO_SLOT = -1  # as llama.cpp says that any slot may be taken
 
 

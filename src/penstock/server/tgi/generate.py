@@ -19,7 +19,7 @@ from penstock.errors import InvalidRequest
 from penstock.server.bodies import NoEffect, read_body, read_object
 from penstock.server.chat.logprobs import finite_logprob
 from penstock.server.chat.stream import all_deltas
-from penstock.server.errors import tgi_body
+from penstock.server.errors import TGI_ERRORS
 from penstock.server.explain import AnswerReport, Explanation
 from penstock.server.openai.completions import encode_prompts
 from penstock.server.openai.fields import SamplingFields, sampling
@@ -33,7 +33,7 @@ from penstock.types import Request, SamplerChain, SamplingParams, TokenLogprob
 DEFAULT_TOKENS = 100  # of Text Generation Inference
 FINISH_REASONS = {"length": "length", "stop": "eos_token"}
 
-TGI = Framing(EVENT_STREAM, event, b"", tgi_body)
+TGI = Framing(EVENT_STREAM, event, b"", TGI_ERRORS.encode)
 NO_EFFECT: NoEffect = {}
 PARAMETERS_NO_EFFECT: NoEffect = {"adapter_id": (), "watermark": (False,)}
 
