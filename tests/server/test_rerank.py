@@ -17,6 +17,7 @@ from penstock.config import Config
 from penstock.engine.build import open_engine
 from penstock.ipc.inprocess import InProcessClient
 from penstock.model.load import load_text
+from tests.server.test_fuzz import document, fuzz, nothing_is_left, requested
 
 MODELS = Path(__file__).parents[1] / "models"
 FOLDERS = {
@@ -302,3 +303,30 @@ def test_another_model_is_not_found(ranker: Any) -> None:
     for path, body in (("/score", {"text_1": "a", "text_2": "b"}), ("/classify", {"input": "a"})):
         assert ranker.post(path, model="gone", **body).status_code == 404
     assert isinstance(ranker.post("/rerank", model="gone", query="a", documents=["b"]), httpx.Response)
+
+
+# -- fuzzing ------------------------------------------------------------------------------------------------------
+
+SHORT = {"type": "string", "minLength": 1, "maxLength": 12}
+SCORABLE = {  # what a request may have in it and still be answered
+    "query": SHORT,
+    "text_1": SHORT,
+    "text_2": {"type": "array", "items": SHORT, "minItems": 1, "maxItems": 3},
+    "documents": {"type": "array", "items": SHORT, "minItems": 1, "maxItems": 3},
+    "input": SHORT,
+    "inputs": SHORT,
+}
+
+
+def test_random_requests_are_answered_or_refused(ranker: Any, tmp_path: Path) -> None:
+    """The toy that all routes are fuzzed with has no head: here the same routes reach one."""
+    paths = ("/score", "/rerank", "/classify", "/embed")
+    told = document(ranker)
+    told["paths"] = {path: told["paths"][path] for path in paths}
+    for fields in requested(told):
+        for name in {*fields} & {*SCORABLE} - ({"inputs"} if "input" in fields else set()):
+            fields[name] = SCORABLE[name]
+    checks = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
+    how = ("--phases", "fuzzing", "--mode", "positive", "--max-examples", "25", "--checks", checks)
+    assert fuzz(ranker, told, tmp_path, *how) >= 50
+    nothing_is_left(ranker)

@@ -11,8 +11,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,7 +29,7 @@ STARTING_SECONDS = 600.0  # a large model takes minutes to load
 LOOKING_SECONDS = 5.0
 
 
-class Target(NamedTuple):
+class AgentServer(NamedTuple):
     """Describes the server that a program is to use."""
 
     url: str
@@ -40,27 +38,27 @@ class Target(NamedTuple):
     key: str
 
 
-class Launch(NamedTuple):
+class AgentStart(NamedTuple):
     """Says how a program is started: with these arguments before the user's, and these environment variables."""
 
     arguments: list[str]
     environment: dict[str, str]
 
 
-class Program(NamedTuple):
+class AgentProgram(NamedTuple):
     command: str
     install: str
-    configure: Callable[[Target], Launch]
+    configure: Callable[[AgentServer], AgentStart]
 
 
-def _claude(target: Target) -> Launch:
+def _claude(target: AgentServer) -> AgentStart:
     models = ("ANTHROPIC_MODEL", "ANTHROPIC_SMALL_FAST_MODEL", "ANTHROPIC_DEFAULT_HAIKU_MODEL")
     environment = {"ANTHROPIC_BASE_URL": target.url, "ANTHROPIC_AUTH_TOKEN": target.key}
     environment |= dict.fromkeys(models, target.model) | {"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1"}
-    return Launch([], environment)
+    return AgentStart([], environment)
 
 
-def _codex(target: Target) -> Launch:
+def _codex(target: AgentServer) -> AgentStart:
     provider = {"name": "Penstock", "base_url": f"{target.url}/v1", "wire_api": "responses", "env_key": KEY}
     table = ", ".join(f"{name} = {json.dumps(value)}" for name, value in provider.items())
     settings = [
@@ -69,10 +67,10 @@ def _codex(target: Target) -> Launch:
         "model_provider=penstock",
         f"model_providers.penstock={{{table}}}",
     ]
-    return Launch([word for setting in settings for word in ("-c", setting)], {KEY: target.key})
+    return AgentStart([word for setting in settings for word in ("-c", setting)], {KEY: target.key})
 
 
-def _opencode(target: Target) -> Launch:
+def _opencode(target: AgentServer) -> AgentStart:
     limits = {"context": target.context, "output": target.context // 2}
     provider = {
         "npm": "@ai-sdk/openai-compatible",
@@ -82,19 +80,19 @@ def _opencode(target: Target) -> Launch:
     }
     name = f"penstock/{target.model}"
     config = {"provider": {"penstock": provider}, "model": name, "small_model": name}
-    return Launch([], {"OPENCODE_CONFIG_CONTENT": json.dumps(config)})
+    return AgentStart([], {"OPENCODE_CONFIG_CONTENT": json.dumps(config)})
 
 
-def _aider(target: Target) -> Launch:
+def _aider(target: AgentServer) -> AgentStart:
     environment = {"OPENAI_API_BASE": f"{target.url}/v1", "OPENAI_API_KEY": target.key}
-    return Launch(["--model", f"openai/{target.model}"], environment)
+    return AgentStart(["--model", f"openai/{target.model}"], environment)
 
 
 PROGRAMS = {
-    "claude": Program("claude", "npm install -g @anthropic-ai/claude-code", _claude),
-    "codex": Program("codex", "npm install -g @openai/codex", _codex),
-    "opencode": Program("opencode", "npm install -g opencode-ai", _opencode),
-    "aider": Program("aider", "pip install aider-chat", _aider),
+    "claude": AgentProgram("claude", "npm install -g @anthropic-ai/claude-code", _claude),
+    "codex": AgentProgram("codex", "npm install -g @openai/codex", _codex),
+    "opencode": AgentProgram("opencode", "npm install -g opencode-ai", _opencode),
+    "aider": AgentProgram("aider", "pip install aider-chat", _aider),
 }
 
 ProgramName = Annotated[str, Argument(metavar="PROGRAM", help=f"One of {', '.join(PROGRAMS)}.")]
@@ -138,12 +136,14 @@ def launch(
         raise Exit(_run(known, known.configure(started), arguments))
 
 
-def _find(url: str) -> Target | None:
+def _find(url: str) -> AgentServer | None:
     """Returns what a server at this address serves; None if there is no server."""
+    import urllib.error  # slow to import, and --help does not need it
+
     try:
         models = _get(url, "/v1/models")
         running = _get(url, "/api/ps")["models"][0]
-        return Target(url, models["data"][0]["id"], running["context_length"], os.environ.get(KEY) or NO_KEY)
+        return AgentServer(url, models["data"][0]["id"], running["context_length"], os.environ.get(KEY) or NO_KEY)
     except urllib.error.HTTPError as error:
         if error.code == 401:
             raise ConfigError(f"the server at {url} needs an API key: set {KEY} to it") from error
@@ -155,6 +155,8 @@ def _find(url: str) -> Target | None:
 
 
 def _get(url: str, path: str) -> Any:
+    import urllib.request
+
     headers = {"authorization": f"Bearer {os.environ[KEY]}"} if os.environ.get(KEY) else {}
     request = urllib.request.Request(f"{url}{path}", headers=headers)
     with urllib.request.urlopen(request, timeout=LOOKING_SECONDS) as answer:
@@ -164,7 +166,7 @@ def _get(url: str, path: str) -> Any:
 # -- starting the program -------------------------------------------------------------------------------------------
 
 
-def _replace_process(program: Program, launch: Launch, arguments: list[str], print_only: bool) -> None:
+def _replace_process(program: AgentProgram, launch: AgentStart, arguments: list[str], print_only: bool) -> None:
     """Becomes the program; or prints how to start it."""
     command = [program.command, *launch.arguments, *arguments]
     if print_only:
@@ -174,7 +176,7 @@ def _replace_process(program: Program, launch: Launch, arguments: list[str], pri
     os.execvpe(command[0], command, os.environ | launch.environment)
 
 
-def _run(program: Program, launch: Launch, arguments: list[str]) -> int:
+def _run(program: AgentProgram, launch: AgentStart, arguments: list[str]) -> int:
     """Runs the program and returns its exit code. An interrupt is the program's own business."""
     command = [program.command, *launch.arguments, *arguments]
     process = subprocess.Popen(command, env=os.environ | launch.environment)
@@ -189,7 +191,7 @@ def _run(program: Program, launch: Launch, arguments: list[str]) -> int:
 
 
 @contextmanager
-def _serving(model: str, engine: dict[str, Any]) -> Iterator[Target]:
+def _serving(model: str, engine: dict[str, Any]) -> Iterator[AgentServer]:
     """Runs a server on a free port. It keeps its output from the terminal, which the program needs."""
     given = {f"--{name.replace('_', '-')}": value for name, value in engine.items() if value != DEFAULTS[name]}
     flags = [flag if value is True else f"{flag}={value}" for flag, value in given.items()]
@@ -216,6 +218,7 @@ def _address(process: subprocess.Popen[bytes], log: Path) -> str:
         if found := re.search(r"^serving .* on (http://\S+)", text, re.MULTILINE):
             return found[1]
         if ended:
-            raise ConfigError(f"the server did not start: {text.strip()[-2000:]}")
+            errors = re.findall(r"^error: (.*)", text, re.MULTILINE) or [text.strip()[-2000:]]
+            raise ConfigError(f"the server did not start: {errors[-1]}")
         time.sleep(0.05)
     raise ConfigError(f"the server did not start within {STARTING_SECONDS:g} seconds")

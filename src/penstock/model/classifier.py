@@ -6,7 +6,7 @@ The head is small and sees one state for each prompt, so the engine computes it 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import erf
 from typing import Any, NamedTuple
 
@@ -143,14 +143,23 @@ def is_ranker(config: ConfigReader) -> bool:
     return "pooling_type" in config and config.count("pooling_type", 0) == RANK
 
 
-def read_ranker(config: ConfigReader, spec: ModelSpec, head: Mapping[str, Tensor]) -> ClassifierSpec:
-    """Reads what a GGUF file says about its labels, whose number is that of the output's rows."""
+def with_ranker(config: ConfigReader, spec: ModelSpec, head: Mapping[str, Tensor]) -> tuple[ModelSpec, ClassifierHead]:
+    """Returns the spec with what a GGUF file says about its labels, whose number is that of the output's rows, and the
+    head. Of a head with the labels yes and no, the score is the logarithm of the odds of yes."""
     shape = head["out.weight"].shape if "out.weight" in head else (0,)
-    count = shape[0] if len(shape) == 2 else 0
     named = config.strings("classifier.output_labels") if "classifier.output_labels" in config else []
-    labels = tuple(named) or tuple(f"LABEL_{at}" for at in range(count))
+    labels = tuple(named) or tuple(f"LABEL_{at}" for at in range(shape[0] if len(shape) == 2 else 0))
     act = "" if "dense.weight" not in head else "gelu" if "norm.weight" in head else "tanh"
-    return ClassifierSpec(labels, "sigmoid" if len(labels) == 1 else "softmax", "cls" if spec.encoder else "last", act)
+    told = ClassifierSpec(labels, "sigmoid" if len(labels) == 1 else "softmax", "cls" if spec.encoder else "last", act)
+    spec = replace(spec, classifier=told, generates=False)
+    built = build_head(spec, head)
+    if sorted(labels) != ["no", "yes"]:
+        return spec, built
+    yes, no = labels.index("yes"), labels.index("no")
+    weight, bias = (None if each is None else each[[yes]] - each[[no]] for each in built.out)
+    assert weight is not None
+    odds = replace(told, labels=("LABEL_0",), activation="sigmoid")
+    return replace(spec, classifier=odds), replace(built, out=Affine(weight, bias))
 
 
 def split_head(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

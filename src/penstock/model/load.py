@@ -17,9 +17,9 @@ from penstock.model.classifier import (
     build_head,
     is_ranker,
     read_labels,
-    read_ranker,
     split_head,
     token_head,
+    with_ranker,
 )
 from penstock.model.config_hf import NEUTRAL
 from penstock.model.config_reader import ConfigReader
@@ -105,12 +105,13 @@ def open_gguf(path: Path) -> Checkpoint:
     config = ConfigReader(file.metadata, METADATA, prefix=f"{file.metadata['general.architecture']}.")
     tensors, head = split_head(file.tensors) if is_ranker(config) else (file.tensors, {})
     spec = kind.read_gguf(config.without(*RANKER_KEYS) if head else config, tensors)
+    classifier = None
     if head:
-        spec = replace(spec, classifier=read_ranker(config, spec, head), generates=False)
+        spec, classifier = with_ranker(config, spec, head)
     return Checkpoint(
         spec=spec,
         tensors=split_fused(names.canonical(tensors, kind.GGUF, spec), spec),
-        classifier=build_head(spec, head) if head else None,
+        classifier=classifier,
         name=str(file.metadata.get("general.name", path.stem)),
         path=path,
         metadata=file.metadata,
@@ -157,9 +158,16 @@ def read_config(values: Mapping[str, Any]) -> ModelSpec:
     named = config.strings("architectures")
     if len(named) == 1 and named[0] in CLASSIFIERS:
         spec = read_model(config.without(*LABEL_KEYS).having(architectures=[CLASSIFIERS[named[0]]]))
-        classifier = read_labels(config, *(("cls", "tanh") if spec.encoder else ("last", "")))
+        classifier = read_labels(config, *head_of_family(spec))
         return replace(spec, classifier=classifier, tied=not spec.encoder, generates=False)
     return read_model(config)
+
+
+def head_of_family(spec: ModelSpec) -> tuple[str, str]:
+    """Returns the pooling and the activation that a family's classification head has."""
+    if not spec.encoder:
+        return "last", ""
+    return "cls", "gelu" if spec.arch == "modernbert" else "tanh"
 
 
 def read_model(config: ConfigReader) -> ModelSpec:

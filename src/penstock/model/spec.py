@@ -30,11 +30,11 @@ class AttentionSpec:
     kv_heads: int
     head_dim: int
     rope: RopeSpec
-    window: int = 0  # 0: sees everything before; else the last `window` positions, itself included
+    window: int = 0  # 0: sees everything; else the last `window` positions, itself included, and as many after it
     multiplier: float = 0.0  # scores are multiplied by it; 0: one over the root of head_dim
     soft_cap: float = 0.0  # scores are capped at it; 0: no cap
     qk_norm: Literal["", "head", "all"] = ""  # q and k are normed not at all, per head, or over all heads at once
-    causal: bool = True  # else a token sees all of its row, which is then the whole of its sequence
+    causal: bool = True  # sees nothing after it; else its row is the whole of its sequence
     sinks: bool = False  # each head has a logit that takes part in the softmax and contributes no value
     v_dim: int = 0  # above 0: MLA, where values are the last so many dimensions of keys
     output_gate: bool = False  # q projects to a gate, too: the output is multiplied by its sigmoid
@@ -238,7 +238,10 @@ class ModelSpec:
 
     @property
     def kv_groups(self) -> tuple[KvGroup, ...]:
-        """The groups that its KV cache has: one, unless layers have different windows."""
+        """The groups that its KV cache has: one, unless layers have different windows. An encoder has one, for the
+        whole of a sequence."""
+        if self.encoder:
+            return (KvGroup(0, (0,)),)
         layers = [layer for layer in range(self.layers) if layer not in self.recurrent][: self.kv_layers]
         return group_by_window([self.attention(layer).window for layer in layers])
 

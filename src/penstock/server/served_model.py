@@ -44,6 +44,11 @@ class ServedModel(NamedTuple):
         """True if the model is known to be an encoder, which returns embeddings and no text."""
         return self.client.hello is not None and self.client.hello.limits.encoder
 
+    @property
+    def generates(self) -> bool:
+        """True unless the model is known to return embeddings or labels and no text."""
+        return self.client.hello is None or self.client.hello.limits.generates
+
     def stands_for_it(self, name: str) -> bool:
         """Returns whether a name that is not its own means the served model."""
         return any(fnmatchcase(name, pattern) for pattern in self.aliases)

@@ -39,7 +39,10 @@ ACTIVATIONS: dict[str, Callable[..., Any]] = {
     "gelu_tanh": partial(torch.ops.aten.gelu.out, approximate="tanh"),
     "relu": partial(torch.ops.aten.clamp_min.out, min=0),
 }
-SUPPORTED_ACTIVATIONS: dict[str, Collection[str]] = {"act_and_mul": ("silu", "gelu_tanh"), "activate": ACTIVATIONS}
+SUPPORTED_ACTIVATIONS: dict[str, Collection[str]] = {
+    "act_and_mul": ("silu", "gelu", "gelu_tanh"),
+    "activate": ACTIVATIONS,
+}
 
 
 @dataclass(slots=True)

@@ -122,6 +122,10 @@ def _prefill_attention(qkv, kv, tiles, out, sinks, scale, cap, CONFIG: tl.conste
     if not OPTIONS.causal:
         end = tl.load(tiles + tile * 5 + 4)
         whole = end // TILE * TILE
+        if OPTIONS.window:
+            begin = tl.maximum(first - OPTIONS.window + 1, 0) // TILE * TILE
+            end = tl.minimum(end, first + count + OPTIONS.window - 1)
+            whole = begin
     elif OPTIONS.window:
         begin = tl.maximum(first - OPTIONS.window + 1, 0) // TILE * TILE
         whole = begin
@@ -147,7 +151,9 @@ def _prefill_attention(qkv, kv, tiles, out, sinks, scale, cap, CONFIG: tl.conste
         visible = distance >= 0
         if not OPTIONS.causal:
             visible = seen[None, :]
-        elif OPTIONS.window:
+            if OPTIONS.window:
+                visible = visible & (distance > -OPTIONS.window)
+        if OPTIONS.window:
             visible = visible & (distance < OPTIONS.window)
         softmax = _fold(q, keys, values, scales, visible, scale, cap, softmax, True, CONFIG)
 
