@@ -19,6 +19,7 @@ from penstock.server.chat.stop_reason import stop_reason
 from penstock.server.chat.thinking import ThinkingWish, read_wish, switch_thinking, think_with_effort
 from penstock.server.chat.tools import FunctionTool, PastCall, ToolUse, read_calls, read_tools, template_reasoning
 from penstock.server.explain import Explanation
+from penstock.server.llamacpp.fields import fitting
 from penstock.server.llamacpp.timings import Stopwatch, Timings, from_llamacpp
 from penstock.server.openai.chat_answer import (
     AssistantMessage,
@@ -129,6 +130,7 @@ async def chat_completions(served: ServedModel, http: HttpRequest, context: Requ
     use = read_tools(context, body.tools, body.tool_choice, body.parallel_tool_calls)
     prompt = await _prompt(served, context, body, messages, use)
     prompt = prompt._replace(tokens=truncate(served, context, body, prompt.tokens, params[0].max_tokens))
+    params = [fitting(served, prompt.tokens, each) for each in params] if from_llamacpp(http) else params
     shown = shown_special(served, body)
     param, budget = _budget(body)
     options = TurnOptions(thinking_budget=budget, budget_param=param, shown=shown)

@@ -83,7 +83,8 @@ async def completions(served: ServedModel, http: HttpRequest, context: RequestCo
     else:
         encoded = await encode_prompts(served, _prompts(body), bos=body.add_special_tokens is not False)
         prompts = [_truncated(served, context, body, each) for each in encoded]
-    requests = [served.request(context, ids, each, "prompt", DEFAULT_TOKENS) for ids, _ in prompts for each in params]
+    usual = None if body.unlimited else DEFAULT_TOKENS
+    requests = [served.request(context, ids, each, "prompt", usual) for ids, _ in prompts for each in params]
     for ids, _ in prompts:
         served.check_ids(ids, "prompt")
     texts = [prompt.text for prompt in prompts for _ in params]
@@ -159,7 +160,8 @@ def _truncated(
     served: ServedModel, context: RequestContext, body: CompletionBody, prompt: EncodedPrompt
 ) -> EncodedPrompt:
     """Returns the prompt as truncate_prompt_tokens leaves it. A prompt that was cut is echoed as its tokens decode."""
-    max_tokens = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
+    usual = 1 if body.unlimited else DEFAULT_TOKENS
+    max_tokens = usual if body.max_tokens is None else body.max_tokens
     ids = truncate(served, context, body, list(prompt.ids), max_tokens)
     return prompt if len(ids) == len(prompt.ids) else EncodedPrompt(ids, None)
 
