@@ -208,6 +208,18 @@ def test_many_at_once_that_are_answered(server: Any, tmp_path: Path, tell: Calla
     assert finished(server) - before > made / 4
 
 
+def test_a_server_that_ignores_what_it_does_not_know(
+    serve: Callable[..., Any], tmp_path: Path, tell: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path / "home"))
+    with serve(InProcessClient(toys.open_parrot, "parrot"), toys.ToyText(), "toy/parrot") as server:
+        told = document(server)
+        if not EXAMPLES:
+            told["paths"] = {path: told["paths"][path] for path in ("/v1/messages",)}
+        tell(fuzz(server, told, tmp_path, "--phases", "coverage", "--checks", ",".join(CHECKS)))
+        nothing_is_left(server)
+
+
 @LONG
 def test_whatever_the_document_allows_or_not(server: Any, tmp_path: Path, tell: Callable[[int], None]) -> None:
     checks = ",".join((*CHECKS, "negative_data_rejection"))

@@ -6,7 +6,7 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
-from penstock.errors import InvalidRequest, MalformedFile, UnsupportedModel
+from penstock.errors import MalformedFile, UnsupportedModel
 from penstock.text import Text, Tokenizer
 from penstock.text.gguf_export import text_keys
 
@@ -137,9 +137,11 @@ def test_template_in_a_file_of_its_own(byte_level_folder):
     assert text.tokenizer.decode(text.encode_chat([])) == "this one"
 
 
-def test_without_a_template_chat_points_to_completions(byte_level_folder):
-    with pytest.raises(InvalidRequest, match="completions"):
-        Text.from_folder(byte_level_folder).encode_chat([{"role": "user", "content": "hi"}])
+def test_without_a_template_chats_are_chatml(byte_level_folder):
+    text = Text.from_folder(byte_level_folder)
+    assert text.template is None
+    rendered = text.render_chat([{"role": "user", "content": "hi"}], add_generation_prompt=True)
+    assert rendered == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_no_tokenizer_in_the_folder(tmp_path):

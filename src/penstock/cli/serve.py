@@ -28,7 +28,8 @@ class ListenOptions(NamedTuple):
         list[str] | None,
         Option(
             help="Further name of the model, such as 'gpt-4o=smollm2' or '*=smollm2': NAME may have wildcards. May be "
-            "repeated. Without --strict, claude*, gpt-*, chatgpt*, codex* and o[0-9]* are names of it anyway.",
+            "repeated. Without --strict, claude*, gpt-*, chatgpt*, codex*, o[0-9]*, tgi, dummy and default are names "
+            "of it anyway.",
         ),
     ] = None
 

@@ -67,6 +67,11 @@ class AnswerReport(msgspec.Struct):
     kept: str | UnsetType = UNSET  # why a model that was to be unloaded stays
 
 
+def report_of(context: RequestContext) -> AnswerReport | UnsetType:
+    """Returns the report of an answer that nothing is explained about; UNSET if nothing was ignored."""
+    return AnswerReport(sorted(context.ignored), context.truncated) if context.ignored else UNSET
+
+
 class Explanation:
     """Collects the report of an answer. It costs nothing before the end, and nothing at all if no report is wanted."""
 

@@ -14,7 +14,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from penstock.errors import InvalidRequest
-from penstock.server.bodies import read_body, unsupported
+from penstock.server.bodies import ignore_unsupported, read_body, unsupported
 from penstock.server.chat.chat_turn import NO_TOOLS, ChatTurn, TurnOptions, begin_turn, call_input, render_prompt
 from penstock.server.chat.logprobs import TokenEntry, token_entries
 from penstock.server.chat.stream import deltas
@@ -85,9 +85,10 @@ async def _turn(
 
 
 async def _raw_turn(served: ServedModel, context: RequestContext, body: OllamaGenerateBody, system: str) -> ChatTurn:
-    for field in ("think", "template"):
-        if getattr(body, field):
-            raise unsupported(field, getattr(body, field))
+    if body.template:
+        raise unsupported("template", body.template)
+    if body.think:
+        ignore_unsupported(context, "think", body.think)
     text = (body.system or system) + (body.prompt or "")
     prompt = await off_loop(len(text), lambda: served.text.encode_prompt(text))
     return _completion_turn(served, context, body, prompt, ())
@@ -96,9 +97,11 @@ async def _raw_turn(served: ServedModel, context: RequestContext, body: OllamaGe
 async def _infill_turn(served: ServedModel, context: RequestContext, body: OllamaGenerateBody) -> ChatTurn:
     """Returns a turn for the text between prompt and suffix. The model's own tokens ask for it, without a template or
     a system prompt."""
-    for field in ("think", "template", "system", "raw"):
+    for field in ("template", "system"):
         if getattr(body, field):
             raise InvalidRequest(f"suffix cannot be combined with {field}: leave one of them out", param=field)
+    if body.think:
+        ignore_unsupported(context, "think", body.think)
     tokenizer, before, after = served.text.tokenizer, body.prompt or "", body.suffix or ""
     infill = infill_of(tokenizer)
     if infill is None:

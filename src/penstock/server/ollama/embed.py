@@ -6,11 +6,13 @@ from time import perf_counter_ns
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
+from msgspec import UNSET, UnsetType
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from penstock.server.bodies import read_body
 from penstock.server.errors import CLIENT_LEFT
+from penstock.server.explain import AnswerReport, report_of
 from penstock.server.ollama.derived_settings import resolve
 from penstock.server.ollama.fields import OPTION_NO_EFFECT, OllamaOptions, check_keep_alive, context_length
 from penstock.server.openai.completions import encode_prompts
@@ -46,6 +48,7 @@ class OllamaEmbeddings(msgspec.Struct, kw_only=True):
     total_duration: int  # nanoseconds
     load_duration: int = 0
     prompt_eval_count: int
+    penstock: AnswerReport | UnsetType = UNSET
 
 
 EMBED = Operation(OllamaEmbedBody, {}, OllamaEmbeddings)
@@ -71,6 +74,7 @@ async def embed(served: ServedModel, http: HttpRequest, context: RequestContext)
         embeddings=vectors,
         total_duration=perf_counter_ns() - began,
         prompt_eval_count=sum(len(request.prompt) for request in requests),
+        penstock=report_of(context),
     )
     return json_response(answer)
 

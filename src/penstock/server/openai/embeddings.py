@@ -9,6 +9,7 @@ from contextlib import aclosing
 from typing import Literal, TypeVar
 
 import msgspec
+from msgspec import UNSET, UnsetType
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
@@ -16,6 +17,7 @@ from penstock.errors import InvalidRequest
 from penstock.server.bodies import ANY_VALUE, NoEffect, read_body
 from penstock.server.chat.stream import deltas, while_connected
 from penstock.server.errors import CLIENT_LEFT
+from penstock.server.explain import AnswerReport, report_of
 from penstock.server.openai.completions import encode_prompts, separate
 from penstock.server.openapi import Operation
 from penstock.server.request_context import RequestContext
@@ -56,6 +58,7 @@ class EmbeddingList(msgspec.Struct):
     model: str
     usage: EmbeddingUsage
     object: str = "list"
+    penstock: AnswerReport | UnsetType = UNSET
 
 
 EMBEDDINGS = Operation(EmbeddingsBody, NO_EFFECT, EmbeddingList)
@@ -73,7 +76,8 @@ async def embeddings(served: ServedModel, http: HttpRequest, context: RequestCon
     count = sum(len(request.prompt) for request in requests)
     data = [Embedding(index, vector) for index, vector in enumerate(vectors)]
     return Response(
-        encode(EmbeddingList(data, served.name, EmbeddingUsage(count, count))), media_type="application/json"
+        encode(EmbeddingList(data, served.name, EmbeddingUsage(count, count), penstock=report_of(context))),
+        media_type="application/json",
     )
 
 
