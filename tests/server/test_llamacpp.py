@@ -390,7 +390,8 @@ def test_props(parrot: Any) -> None:
 def test_slots(slow_parrot: Any) -> None:
     assert [slot["is_processing"] for slot in slow_parrot.get("/slots").json()] == [False] * 16
     with slow_parrot.http.stream("POST", "/completion", json={"prompt": "[*a]", "stream": True}) as answer:
-        next(answer.iter_lines())
+        lines = answer.iter_lines()  # the connection is closed as soon as nobody refers to it
+        next(lines)
         slow_parrot.until(lambda: slow_parrot.get("/slots").json()[0]["is_processing"])
         assert not slow_parrot.get("/slots").json()[1]["is_processing"]
         assert slow_parrot.get("/slots?fail_on_no_slot=1").status_code == 200
