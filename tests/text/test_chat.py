@@ -184,3 +184,11 @@ def test_without_a_template_chats_are_chatml(byte_level_vectors):
     assert text.render_chat(HI) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert text.encode_chat(HI) == text.encode_prompt(text.render_chat(HI))
     assert text.with_template_text("{{ messages[0].content }}!").render_chat(HI) == "hi!"
+
+
+def test_thinking_is_on_in_a_template_that_is_given(byte_level_vectors):
+    text = Text.from_gguf(byte_level_vectors["metadata"]).with_template_text(
+        "{% if not enable_thinking %}off{% endif %}"
+    )
+    assert text.render_chat(HI) == ""
+    assert text.render_chat(HI, enable_thinking=False) == "off"

@@ -293,7 +293,8 @@ async def health(served: ServedModel, _: Request, __: RequestContext) -> Respons
 
 
 async def show_metrics(served: ServedModel, _: Request, __: RequestContext) -> Response:
-    return Response(served.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    started = {"process-start-time-unix": str(served.created)}  # as llama.cpp's server says it
+    return Response(served.metrics.render(), headers=started, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 def _model(served: ServedModel) -> dict[str, object]:

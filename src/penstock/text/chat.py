@@ -26,9 +26,10 @@ class Renderer(Protocol):
 
 class ChatTemplate:
     """Renders chats with the templates `sources`, by name: "default", and "tool_use" if a model has a separate one for
-    tools. `tokens` are the special tokens that a template may name: bos_token, eos_token and so on."""
+    tools. `tokens` are the special tokens that a template may name (bos_token, eos_token and so on) and other variables
+    that it takes for given."""
 
-    def __init__(self, sources: Mapping[str, str], tokens: Mapping[str, str], family: str | None = None) -> None:
+    def __init__(self, sources: Mapping[str, str], tokens: Mapping[str, Any], family: str | None = None) -> None:
         """Takes the name of the tool format as `family` where the markers in the template mislead."""
         self._sources = sources
         self._tokens = tokens

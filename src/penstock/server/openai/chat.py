@@ -130,7 +130,9 @@ async def chat_completions(served: ServedModel, http: HttpRequest, context: Requ
     use = read_tools(context, body.tools, body.tool_choice, body.parallel_tool_calls)
     prompt = await _prompt(served, context, body, messages, use)
     prompt = prompt._replace(tokens=truncate(served, context, body, prompt.tokens, params[0].max_tokens))
-    params = [fitting(served, prompt.tokens, each) for each in params] if from_llamacpp(http) else params
+    params = (
+        [fitting(served, prompt.tokens, each) for each in params] if from_llamacpp(http) or body.n_predict else params
+    )
     shown = shown_special(served, body)
     param, budget = _budget(body)
     options = TurnOptions(thinking_budget=budget, budget_param=param, shown=shown)

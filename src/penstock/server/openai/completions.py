@@ -19,6 +19,7 @@ from penstock.server.chat.logprobs import PromptLogprobs, finite_logprob, prompt
 from penstock.server.chat.stop_reason import stop_reason
 from penstock.server.chat.stream import all_deltas
 from penstock.server.explain import AnswerReport, Explanation
+from penstock.server.llamacpp.fields import fitting
 from penstock.server.openai.fields import (
     NO_EFFECT,
     CompletionHead,
@@ -84,7 +85,8 @@ async def completions(served: ServedModel, http: HttpRequest, context: RequestCo
         encoded = await encode_prompts(served, _prompts(body), bos=body.add_special_tokens is not False)
         prompts = [_truncated(served, context, body, each) for each in encoded]
     usual = None if body.unlimited else DEFAULT_TOKENS
-    requests = [served.request(context, ids, each, "prompt", usual) for ids, _ in prompts for each in params]
+    asked = [(ids, fitting(served, ids, each) if body.n_predict else each) for ids, _ in prompts for each in params]
+    requests = [served.request(context, ids, each, "prompt", usual) for ids, each in asked]
     for ids, _ in prompts:
         served.check_ids(ids, "prompt")
     texts = [prompt.text for prompt in prompts for _ in params]
