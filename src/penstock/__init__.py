@@ -6,16 +6,53 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.llm import LLM, Completion
-    from penstock.types import SamplingParams
+    from penstock.errors import PenstockError
+    from penstock.llm import LLM
+    from penstock.llm.async_llm import AsyncEngineArgs, AsyncLLM
+    from penstock.llm.beams import BeamSearchParams
+    from penstock.llm.outputs import CompletionOutput, Logprob, PoolingRequestOutput, RequestOutput, RequestOutputKind
+    from penstock.types import Grammar, SamplingParams, StructuredOutputsParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "Completion", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "AsyncEngineArgs",
+    "AsyncLLM",
+    "BeamSearchParams",
+    "CompletionOutput",
+    "Grammar",
+    "Logprob",
+    "PenstockError",
+    "PoolingRequestOutput",
+    "RequestOutput",
+    "RequestOutputKind",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "__version__",
+]
 
-_HOMES = {"LLM": "penstock.llm", "Completion": "penstock.llm", "SamplingParams": "penstock.types"}
+_HOMES = {  # modules that are imported when a name of theirs is first used
+    "penstock.errors": ("PenstockError",),
+    "penstock.llm": ("LLM",),
+    "penstock.llm.async_llm": ("AsyncEngineArgs", "AsyncLLM"),
+    "penstock.llm.beams": ("BeamSearchParams",),
+    "penstock.llm.outputs": (
+        "CompletionOutput",
+        "Logprob",
+        "PoolingRequestOutput",
+        "RequestOutput",
+        "RequestOutputKind",
+    ),
+    "penstock.types": ("Grammar", "SamplingParams", "StructuredOutputsParams"),
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'penstock' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    for module, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(module), name)
+    raise AttributeError(f"module 'penstock' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

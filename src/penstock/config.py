@@ -210,8 +210,9 @@ def resolve(
         wanted = 2 * (needed(step_tokens) + rows)
     else:
         wanted = (rows - 1) * needed(max_len) + needed(max_len, chunk=step_tokens)
-    num_blocks = min(wanted, (budget - (rows + saved) * state_bytes) // block_bytes)
-    if num_blocks < 2 * len(windows) or not rows:
+    fewest = 2 * len(windows)
+    num_blocks = min(max(wanted, fewest), (budget - (rows + saved) * state_bytes) // block_bytes)
+    if num_blocks < fewest or not rows:
         least = 2 * max(len(windows) * block_bytes, 2 * state_bytes)
         raise ConfigError(
             f"the KV cache needs at least {least} bytes; got {budget}: raise kv_memory or free some memory"
@@ -225,6 +226,7 @@ def resolve(
         vocab=vocab,
         prefill_budget=config.prefill_budget,
         encoder=encoder,
+        generates=not encoder,
         states=saved,
         windows=windows,
     )

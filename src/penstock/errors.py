@@ -4,6 +4,7 @@ PenstockError                 code, message; one line, no traceback at the comma
 ├── InvalidRequest            the caller sent something that cannot be done       HTTP 400
 │   ├── ContextTooLong        prompt and answer do not fit in the context
 │   └── InvalidGrammar        a schema, regex or grammar that answers cannot be held to
+├── NotSupported              a route of another server that this one does not have  HTTP 501
 ├── Unauthorized              a key is needed, and none or a wrong one was sent    HTTP 401
 ├── Forbidden                 the key is good, but not for this                   HTTP 403
 ├── RateLimited               the key's limit is met for now                      HTTP 429
@@ -50,9 +51,21 @@ class InvalidRequest(PenstockError):
 class ContextTooLong(InvalidRequest):
     code = "context_length_exceeded"
 
+    def __init__(
+        self, message: str, *, param: str | None = None, prompt_tokens: int | None = None, context: int | None = None
+    ) -> None:
+        """Takes the numbers too, where they are known: some clients read them."""
+        super().__init__(message, param=param)
+        self.prompt_tokens = prompt_tokens
+        self.context = context
+
 
 class InvalidGrammar(InvalidRequest):
     code = "invalid_grammar"
+
+
+class NotSupported(PenstockError):
+    code = "not_supported"
 
 
 class Unauthorized(PenstockError):

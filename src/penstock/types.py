@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from penstock.errors import InvalidRequest
 
@@ -18,11 +19,51 @@ class Thinking(NamedTuple):
 
 
 class Grammar(NamedTuple):
-    """Describes what an answer must match. Thinking, where the model may think, comes before it and is free."""
+    """Describes what an answer must match. Thinking, where the model may think, comes before it and is free. A grammar
+    with triggers is lazy: the answer is free text until one of them was generated, and matches from there on."""
 
-    kind: str  # json (a schema), regex, lark, or free for any text at all
+    kind: str  # json (a schema), regex, lark, gbnf, ebnf, structural_tag, or free for any text at all
     text: str
     thinking: Thinking | None = None
+    triggers: tuple[str, ...] = ()  # texts, each of which begins what must match
+    trigger_patterns: tuple[str, ...] = ()  # regular expressions: what must match begins with their first group
+    trigger_tokens: tuple[int, ...] = ()
+    strict: bool = False  # a keyword of a schema that cannot be guaranteed is an error
+    param: str = ""  # the request's field that it came in, which errors and reports name
+
+    @property
+    def lazy(self) -> bool:
+        return bool(self.triggers or self.trigger_patterns or self.trigger_tokens)
+
+
+class StructuredOutputsParams(NamedTuple):
+    """Asks for structured output, with vLLM's names. Exactly one field may be set."""
+
+    json: str | dict[str, Any] | None = None  # a JSON schema, or its text
+    regex: str | None = None
+    choice: Sequence[str] | None = None  # one of these texts
+    grammar: str | None = None  # in Lark's syntax, or GBNF
+    json_object: bool | None = None
+    structural_tag: str | dict[str, Any] | None = None
+
+    def to_grammar(self) -> Grammar:
+        """Returns the grammar that this asks for."""
+        given = [name for name, value in zip(self._fields, self, strict=True) if value is not None]
+        if len(given) != 1:
+            raise InvalidRequest(
+                f"structured_outputs takes exactly one of {', '.join(self._fields)}; got {', '.join(given) or 'none'}",
+                param="structured_outputs",
+            )
+        if self.regex is not None:
+            return Grammar("regex", self.regex)
+        if self.grammar is not None:
+            return Grammar("gbnf" if "::=" in self.grammar else "lark", self.grammar)
+        if self.choice is not None:
+            choices = " | ".join(json.dumps(text, ensure_ascii=False) for text in self.choice)
+            return Grammar("lark", f"start: CHOICE\nCHOICE: {choices}")
+        if self.structural_tag is not None:
+            return Grammar("structural_tag", _as_json(self.structural_tag))
+        return Grammar("json", _as_json({"type": "object"} if self.json is None else self.json))
 
 
 class SamplerChain(NamedTuple):
@@ -40,6 +81,7 @@ class SamplerChain(NamedTuple):
     mirostat_tau: float = 5.0
     mirostat_eta: float = 0.1
     min_keep: int = 0  # candidates that every cut leaves
+    mersenne: bool = False  # draws with llama.cpp's generator: a seed gives the text that it gives there
 
 
 SAMPLERS = frozenset(SamplerChain().order)  # the names that an order may have
@@ -75,7 +117,7 @@ class SamplingParams:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
-    max_tokens: int | None = None  # None: to the end of the context
+    max_tokens: int | None = 16  # as in vLLM, whose scripts count on it; None: to the end of the context
     min_tokens: int = 0
     ignore_eos: bool = False
     logprobs: int | None = None  # how many alternatives beside the chosen token; None: no logprobs
@@ -87,8 +129,19 @@ class SamplingParams:
     bad_words: tuple[str, ...] = ()  # never generated
     allowed_token_ids: tuple[int, ...] | None = None  # nothing else is generated
     include_stop_str_in_output: bool = False
+    # `LLM` and `AsyncLLM` read the rest: the engine's request is one choice, and its tokens are no text yet.
+    n: int = 1  # choices
+    best_of: int | None = None  # choices that are generated; the n most likely ones are returned
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True  # without effect: no space is ever added
+    detokenize: bool = True
+    truncate_prompt_tokens: int | None = None  # the prompt's last tokens that are used
+    output_kind: int = 0  # a RequestOutputKind, of AsyncLLM
+    structured_outputs: StructuredOutputsParams | None = None  # becomes the grammar
+    guided_decoding: StructuredOutputsParams | None = None  # its older name
 
     def __post_init__(self) -> None:
+        _normalize(self)
         for name, value, low, high in self._ranges():
             if value is not None and not low <= value <= high:  # a NaN is in no range
                 raise InvalidRequest(f"{name} must be between {low} and {high}; got {value}", param=name)
@@ -121,6 +174,9 @@ class SamplingParams:
         yield "min_tokens", self.min_tokens, 0, MOST
         yield "logprobs", self.logprobs, 0, 20
         yield "prompt_logprobs", self.prompt_logprobs, 0, 20
+        yield "n", self.n, 1, 1024
+        yield "best_of", self.best_of, self.n, 1024
+        yield "truncate_prompt_tokens", self.truncate_prompt_tokens, 1, MOST
         yield "penalty_window", self.penalty_window, -1, MOST
         if self.dry is not None:
             yield "dry_multiplier", self.dry.multiplier, 0.0, 1000.0
@@ -161,6 +217,32 @@ class SamplingParams:
                 raise InvalidRequest(f"samplers: {name!r} is not one of {known}", param="samplers")
 
 
+def _normalize(params: SamplingParams) -> None:
+    """Writes the forms in which users may give a field as the one that the engine reads: a text or a list as a tuple,
+    vLLM's -1 of top_k as 0, and a structured output as its grammar."""
+    changed: dict[str, Any] = {
+        name: _as_tuple(getattr(params, name)) for name in ("stop", "stop_token_ids", "bad_words")
+    }
+    if params.allowed_token_ids is not None:
+        changed["allowed_token_ids"] = tuple(params.allowed_token_ids)
+    if params.logit_bias is None:
+        changed["logit_bias"] = {}
+    if params.top_k == -1:
+        changed["top_k"] = 0
+    if outputs := params.structured_outputs or params.guided_decoding:
+        changed |= {"grammar": outputs.to_grammar(), "structured_outputs": None, "guided_decoding": None}
+    for name, value in changed.items():
+        object.__setattr__(params, name, value)
+
+
+def _as_json(value: str | dict[str, Any]) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return (value,) if isinstance(value, str) else tuple(value or ())
+
+
 class Request(NamedTuple):
     """Asks for one token stream: it is what a user sent, once text has become token ids."""
 
@@ -171,7 +253,7 @@ class Request(NamedTuple):
     stop_ids: frozenset[int] = frozenset()  # end-of-text ids and the caller's own, resolved
     priority: int = 0  # lower runs sooner
     salt: str = ""  # prompts share cached blocks only under the same salt
-    pooling: str = ""  # mean, cls or last: an embedding of the prompt is wanted, and no tokens
+    pooling: str = ""  # mean, cls or last: an embedding is wanted; classify: the logits of the model's labels
     owner: str = ""  # who sent it: a report tells nobody about another owner's prompts
     explain: bool = False  # its report is to say which recent prompt it was nearest to
     background: bool = False  # may wait: runs behind every foreground request and never crowds them out
@@ -193,6 +275,10 @@ class Limits(NamedTuple):
     pooling: str = "mean"  # how the model pools hidden states into an embedding
     encoder: bool = False  # the model makes embeddings only, each in one step
     states: int = 0  # places for saved recurrent states; 0: the model has none, its KV is all there is
+    generates: bool = True  # else the model has embeddings and labels, and no text
+    labels: tuple[str, ...] = ()  # what the model classifies prompts into; empty: it has no classification head
+    activation: str = ""  # what turns the logits of labels into scores: sigmoid, softmax or identity
+    second_text: int = 0  # is added to the token ids of a pair's second text
     windows: tuple[int, ...] = (0,)  # per KV layer group: how many positions its layers see; 0: all of them
 
 
@@ -263,7 +349,7 @@ class RowResult(NamedTuple):
     tokens: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()  # one for each of `tokens`, when asked for
     scores: tuple[TokenLogprob, ...] = ()  # known prompt tokens that were scored, in order
-    pooled: bytes = b""  # the hidden state that was asked for, in float32, little-endian
+    pooled: bytes = b""  # the hidden state or the logits that were asked for, in float32, little-endian
     surprise: float | None = None  # bits, of the sampled token among mirostat's candidates
 
 

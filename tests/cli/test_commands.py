@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 
+from penstock import LLM
 from penstock.cli.machine_profile import COMMON_FORMATS
 from penstock.cli.terminal import readable_size
 from penstock.config import Config, home
 from penstock.planning.roofline import MachineProfile, MatmulTimes
-from penstock.store import DerivedModel, save_derived
+from penstock.store import DerivedModel, looks_like_model, save_derived
 from penstock.store.paths import Entry, ModelPaths, sha256_of, write_record
+from penstock.types import SamplingParams
 
 RECITED = "abcdefghijklménopqrstuvwxyz"
 Penstock = Callable[..., tuple[int, str, str]]
@@ -53,6 +55,50 @@ def test_a_cut_answer_is_told_on_stderr(penstock: Penstock, reciter: Path) -> No
         "ab\n",
         "(the answer was cut off after 2 tokens)\n",
     )
+
+
+@pytest.mark.parametrize("word", ["llama3.2:1b", "mistral", "Qwen2.5-7B", "./m", "m.gguf", "smolm2", "~/models/m"])
+def test_what_looks_like_a_model_is_never_a_prompt(penstock: Penstock, word: str) -> None:
+    keep("hf:some/model", b"")
+    code, out, err = penstock("run", word)
+    assert (code, out) == (1, "")
+    assert word in err
+    assert "Models stored here: hf:some/model; if it is a prompt: penstock run smollm2 " in err
+    assert err.endswith("[model_not_found]\n")
+
+
+def test_a_model_without_a_prompt_is_told_what_to_do(penstock: Penstock, reciter: Path) -> None:
+    save_derived(DerivedModel(name="mine", base="reciter", path=str(reciter)))
+    for word in ("smollm2", "mine", str(reciter), "owner/repo", "hf:owner/repo"):
+        code, out, err = penstock("run", word)
+        assert (code, out) == (2, "")
+        assert f"{word} is a model: give a prompt too, or use `penstock chat {word}`" in err
+
+
+@pytest.mark.parametrize("prompt", ["hi", "Hello!", "Why is the sky blue?", "smile", "what is mistral?", "a/b or c/d"])
+def test_what_does_not_look_like_a_model_is_a_prompt(prompt: str) -> None:
+    assert not looks_like_model(prompt)
+
+
+def test_a_short_context_is_told_truly(penstock: Penstock, reciter: Path) -> None:
+    assert penstock("run", reciter, "uvw", "--raw", "--device", "ref", "--max-len", 10)[:2] == (0, "xyz\n")
+    code, out, err = penstock("run", reciter, "uvw", "--device", "ref", "--max-len", 10)
+    assert (code, out) == (1, "")
+    assert "the context holds 10" in err
+
+
+def test_sampling_is_the_models_own_unless_it_is_given(
+    penstock: Penstock, reciter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[SamplingParams] = []
+    monkeypatch.setattr(LLM, "stream", lambda self, prompt, params: asked.append(params) or iter(()))
+    monkeypatch.setattr("penstock.cli.run._print_stream", list)
+    own = {"temperature": 0.25, "top_k": 5, "num_predict": 3}
+    save_derived(DerivedModel(name="mine", base="reciter", path=str(reciter), parameters=own))
+    penstock("run", reciter, "Go", "--device", "ref")
+    penstock("run", "mine", "Go", "--device", "ref")
+    penstock("run", "mine", "Go", "--device", "ref", "--temperature", 0, "--top-p", 0.5)
+    assert [(each.temperature, each.top_k, each.top_p) for each in asked] == [(0.7, 0, 1), (0.25, 5, 1), (0, 5, 0.5)]
 
 
 @pytest.mark.parametrize(
@@ -112,11 +158,13 @@ def test_serve_passes_on_what_it_is_told(penstock: Penstock, reciter: Path, monk
     rules: list[Any] = []
     configs: list[Config] = []
     monkeypatch.setattr("penstock.ipc.spawn.ProcessClient", configs.append)
-    monkeypatch.setattr("penstock.server.serve", lambda *told: rules.append(told[-1].rules))
+    setups: list[Any] = []
+    monkeypatch.setattr("penstock.server.serve", lambda *told: rules.append(told[-1].rules) or setups.append(told[-1]))
     penstock("serve", str(reciter))
     sizes = ("--step-tokens", 100, "--prefill-budget", 50, "--block-size", 8, "--kv-memory", 10**6, "--name", "it")
     names = ("--strict", "--alias", "gpt-4o=it", "--alias", "big-*=it")
-    penstock("serve", str(reciter), *names, *sizes)
+    penstock("serve", str(reciter), *names, *sizes, "--log-level", "debug", "--log-format", "json")
+    assert [each.log for each in setups] == [("info", "text"), ("debug", "json")]
     assert [(each.lenient, each.aliases) for each in rules] == [(True, ()), (False, ("gpt-4o", "big-*"))]
     assert configs == [
         Config(model=str(reciter), name="reciter"),
@@ -324,7 +372,7 @@ def test_models_that_were_made_are_listed_and_come_with_a_word(
     assert (listed["name"], listed["source"]) == ("mine", "derived from reciter")
     code, out, err = penstock("run", "mine", "Go", "--device", "ref")
     assert (code, out) == (0, RECITED + "\n")
-    assert err.startswith("mine has settings of its own")
+    assert err.startswith("mine has a system message, messages or a template of its own")
     assert penstock("rm", "mine") == (0, "", "removed mine, freed 0 B\n")
     assert json.loads(penstock("list", "--json")[1]) == []
 

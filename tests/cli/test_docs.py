@@ -4,8 +4,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_page_about_the_command_line_is_current() -> None:
-    subprocess.run([sys.executable, ROOT / "scripts" / "make_cli_docs.py", "--check"], check=True)
+@pytest.mark.parametrize("script", ["make_cli_docs.py", "make_dialect_docs.py"])
+def test_a_page_that_is_written_from_the_code_is_current(script: str) -> None:
+    subprocess.run([sys.executable, ROOT / "scripts" / script, "--check"], check=True)

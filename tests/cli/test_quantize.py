@@ -107,6 +107,15 @@ def test_divergence(penstock: Penstock, reciter: Path, babbler: Path, book: Path
     assert [line.split("  ")[0] for line in out.splitlines()] == ["mean KL", "median", "same top token", "perplexity"]
 
 
+def test_a_quantized_cache_is_compared_with_one_that_is_not(penstock: Penstock, smollm2: Path, book: Path) -> None:
+    words = ("eval", "kl", smollm2, "--against", smollm2, "--text", book, "--context", 32, "--tokens", 64, "--json")
+    found = {kv: json.loads(penstock(*words, "--kv", kv)[1])["kl"] for kv in ("int8", "auto", "f32")}
+    assert 0 < found["int8"]["mean"] < 0.1
+    assert found["int8"]["perplexity"]["value"] != found["int8"]["reference"]["value"]
+    assert found["int8"]["reference"] == found["auto"]["reference"]
+    assert found["auto"]["most"] == found["f32"]["most"] == 0
+
+
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [

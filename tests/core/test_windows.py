@@ -215,3 +215,17 @@ def test_where_streams_diverge_is_kept_once_it_was_seen() -> None:
         reused.append(cached(scheduler, Sequence(id, (*system, *prompt(20, first=40 + id)), 1)))
         run(scheduler, conversation(100 + id, first=id))
     assert reused == [0, 0, 20, 20, 20, 20]
+
+
+def test_a_flushed_cache_has_nothing_but_what_sequences_hold() -> None:
+    """Blocks of a finished answer go; those of a running one stay, and it goes on to its end."""
+    scheduler = Scheduler(limits(windows=(0, 6), num_blocks=64, step_tokens=64))
+    run(scheduler, Sequence(1, prompt(24), 1))
+    scheduler.add(Sequence(2, prompt(20, first=7), 9))
+    step(scheduler)
+    scheduler.cache.flush()
+    check(scheduler)
+    assert scheduler.stats().blocks_cached == 0
+    assert scheduler.stats().blocks_used == sum(held(scheduler.running[0]))
+    assert cached(scheduler, Sequence(3, prompt(24), 1)) == 0
+    assert not scheduler.sequences

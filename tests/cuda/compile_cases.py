@@ -254,17 +254,15 @@ def attention(tilings: Tilings, dtype: torch.dtype, dims: int, shared: int, abou
     rope_and_store(qkv, frequencies, 1.0, dims // 2, False, ints(8), ints(8), cache, scales)
     tables, header = ints(64), ints(4)
     tiling = tilings.prefill_attention(queries_per_tile(shared), dims, 2)
-    prefill_attention(qkv, cache, ints(4, 5), tables, header, out, 0.1, window, scales, cap, True, sinks, tiling)
+    prefill_attention(qkv, cache, ints(4, 5), tables, header, out, 0.1, window, scales, cap, True, sinks, tiling=tiling)
     split_kv = SplitKV(empty(1 << 16, dtype=F32), empty(1 << 12, dtype=F32), ints(64))
+    about = 0.1, window, scales, cap, sinks
+    many, one = (tilings.decode_attention(rows, dims, 2) for rows in (8, 1))
     for rotation in (None, Rotation(frequencies, ints(8), 1.0, dims // 2, False)):
         common = tables, header, out, split_kv, rotation
-        decode_attention(
-            qkv, cache, ints(72, 8), *common, 0.1, window, scales, cap, sinks, tilings.decode_attention(8, dims, 2)
-        )
+        decode_attention(qkv, cache, ints(72, 8), *common, *about, tiling=many)
     alone = tables, header, out[:1], split_kv, rotation
-    decode_attention(
-        qkv[:1], cache, ints(65, 8), *alone, 0.1, window, scales, cap, sinks, tilings.decode_attention(1, dims, 2)
-    )
+    decode_attention(qkv[:1], cache, ints(65, 8), *alone, *about, tiling=one)
 
 
 @case(bf16=(BF16,), int8=(torch.int8,), fp8=(FP8,))
@@ -275,7 +273,7 @@ def multi_head_latent_attention(tilings: Tilings, dtype: torch.dtype) -> None:
     frequencies = torch.empty(32, dtype=torch.float64)
     store_mla_kv(q, kv, empty(v_dim, dtype=F32), 1e-5, frequencies, 1.0, True, ints(8), ints(8), cache, scales)
     tiling = tilings.mla_prefill(dims, 2)
-    mla_prefill(q, cache, ints(4, 5), ints(64), ints(4), out, v_dim, 0.1, scales, tiling)
+    mla_prefill(q, cache, ints(4, 5), ints(64), ints(4), out, v_dim, 0.1, scales, tiling=tiling)
     split_kv = SplitKV(empty(1 << 16, dtype=F32), empty(1 << 12, dtype=F32), ints(64))
     mla_decode(q, cache, ints(72, 8), ints(64), ints(4), out, split_kv, v_dim, 0.1, scales)
 

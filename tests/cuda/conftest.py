@@ -19,7 +19,13 @@ FOLDER = Path(__file__).parent
 WITHOUT_TRITON = "test_here.py"  # says why the others do not run
 collect_ignore = [path.name for path in FOLDER.glob("test_*.py") if MISSING and path.name != WITHOUT_TRITON]
 WHOLE = {"test_compiles.py", "test_tilings.py"}  # files that interpret no kernels, or hardly any
-COUNTS = {"test_whole_prompt": 5, "test_few_rows": 2, "test_one_row": 2}  # cases in the sample; of other tests one
+COUNTS = {  # cases in the sample, of a test or of an op; of all others one
+    "attend_mla": 5,
+    "test_a_pair_by_itself_and_in_a_block_give_the_same": 3,
+    "test_few_rows": 2,
+    "test_one_row": 2,
+    "test_whole_prompt": 5,
+}
 LAST = "test_every_kernel_was_launched"
 
 
@@ -46,8 +52,8 @@ def sample_of(items: list[pytest.Item]) -> list[pytest.Item]:
     for item in items:
         groups.setdefault(group_of(item), []).append(item)
     kept: set[int] = set()
-    for (path, name, _), cases in groups.items():
-        count = len(cases) if Path(path).name in WHOLE else min(COUNTS.get(name, 1), len(cases))
+    for (path, name, op), cases in groups.items():
+        count = len(cases) if Path(path).name in WHOLE else min(COUNTS.get(op or name, 1), len(cases))
         kept |= {id(cases[(2 * i + 1) * len(cases) // (2 * count)]) for i in range(count)}
     return [item for item in items if id(item) in kept]
 

@@ -87,7 +87,9 @@ def test_rope_within_attention(name: str, interleaved: bool, dtype: torch.dtype)
                 qkv, frequencies, spec.rope.scale, len(frequencies), interleaved, ints(batch.positions), places, cache
             )
         split_kv = split_kv_of(spec, len(work.splits), 3)
-        decode_attention(qkv, cache, ints(work.splits), tables, header, out, split_kv, rotation, spec.scale, 0)
+        tiling = TILINGS.decode_attention(3, spec.head_dim, qkv.element_size())
+        about = split_kv, rotation, spec.scale, 0
+        decode_attention(qkv, cache, ints(work.splits), tables, header, out, *about, tiling=tiling)
         found.append((out, cache))
     assert close(found[1][0], found[0][0].double())
     assert close(found[1][1], found[0][1].double())

@@ -98,9 +98,9 @@ def test_rope_within_attention_writes_the_same(name: str, kind: str) -> None:
                 qkv, frequencies, spec.rope.scale, len(frequencies), False, ints(batch.positions), places, *cache
             )
         split_kv = split_kv_of(spec, len(work.splits), 3)
-        decode_attention(
-            qkv, cache.lines, ints(work.splits), tables, header, out, split_kv, rotation, spec.scale, 0, cache.scales
-        )
+        about = split_kv, rotation, spec.scale, 0, cache.scales
+        tiling = TILINGS.decode_attention(3, spec.head_dim, qkv.element_size())
+        decode_attention(qkv, cache.lines, ints(work.splits), tables, header, out, *about, tiling=tiling)
         found.append((out, values_of(cache)))
     assert close(found[1][0], found[0][0].double())
     different = (found[1][1] - found[0][1]).abs() > 1e-6 * found[0][1].abs()  # rounding may tip a value over
@@ -129,9 +129,9 @@ def test_attention_reads_what_is_stored(name: str, window: int, dtype: torch.dty
     common, sinks = (tables, header, out), 4 * normal(spec.heads, seed=2)
     about = spec.scale, window, cache.scales, 0.0
     tiling = TILINGS.decode_attention(len(out), spec.head_dim, qkv.element_size())
-    decode_attention(qkv, cache.lines, ints(work.splits), *common, split_kv, None, *about, sinks, tiling)
+    decode_attention(qkv, cache.lines, ints(work.splits), *common, split_kv, None, *about, sinks, tiling=tiling)
     tiling = TILINGS.prefill_attention(queries_per_tile(spec.heads // spec.kv_heads), spec.head_dim, qkv.element_size())
-    prefill_attention(qkv, cache.lines, ints(work.tiles), *common, *about, True, sinks, tiling)
+    prefill_attention(qkv, cache.lines, ints(work.tiles), *common, *about, True, sinks, tiling=tiling)
 
     keys, values = values_of(cache).cpu().numpy().swapaxes(2, 3).swapaxes(0, 1)  # [blocks, block_size, kv_heads, D]
     q = qkv.float().cpu().numpy().reshape(len(qkv), -1, spec.head_dim)[:, : spec.heads]

@@ -2,7 +2,8 @@
 
     python -m tests.engine.llama_cpp_samplers path/to/libllama.so
 
-Any build of the library will do that exports `llama_sampler_init_dry_testing`; node-llama-cpp's packages contain one.
+The goldens come from llama.cpp v0.5.0, as node-llama-cpp packages it. Another build must export
+`llama_sampler_init_dry_testing`, and its penalties must take the size of the vocabulary first.
 """
 
 from __future__ import annotations
@@ -202,11 +203,30 @@ def dry_golden(library: Library, random: random.Random) -> Golden:
     return {"dry": dry[:4], "breakers": breakers, "history": history, "penalties": penalties}
 
 
+def penalties_golden(library: Library, random: random.Random) -> Golden:
+    """Returns the logits that penalties over a window leave of logits from -3 to 3."""
+    window, numbers = (
+        random.choice((1, 4, 64)),
+        (random.choice((1.0, 1.3)), random.choice((0.0, 0.4)), random.choice((0.0, 0.7))),
+    )
+    history = [random.randrange(7) for _ in range(random.randrange(1, 30))]
+    sampler = library.make(
+        "llama_sampler_init_penalties", ctypes.c_int32(7), ctypes.c_int32(window), *map(ctypes.c_float, numbers)
+    )
+    for token in history:
+        library.accept(sampler, token)
+    left, _ = library.apply(np.arange(-3, 4, dtype=np.float32), sampler)
+    names = ("repetition_penalty", "frequency_penalty", "presence_penalty")
+    settings = dict(zip(names, numbers, strict=True)) | {"penalty_window": window}
+    return {"settings": settings, "history": history, "logits": [round(left[token], 5) for token in range(7)]}
+
+
 def goldens(library: Library) -> Iterator[tuple[str, list[Golden]]]:
     chance = random.Random(13)
     yield "chains", [chain_golden(library, random_case(chance, 60)) for _ in range(80)]
     yield "mirostat", [mirostat_golden(library, version, seed) for version in (1, 2) for seed in range(1, 4)]
     yield "dry", [dry_golden(library, chance) for _ in range(60)]
+    yield "penalties", [penalties_golden(library, chance) for _ in range(20)]
 
 
 def main() -> None:

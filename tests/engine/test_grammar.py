@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -345,9 +344,116 @@ def test_an_engine_without_a_tokenizer_says_so() -> None:
         Engine(backend, LIMITS).add(request(1, DATE))
 
 
-def test_an_install_without_the_library_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "llguidance", None)
-    stepping = engine(Babble())
-    stepping.add(request(1, JSON))
-    (failed,) = [event for event in drain(stepping) if isinstance(event, Failed)]
-    assert "pip install 'penstock[server]'" in failed.message
+# -- other notations, and grammars that wait for a trigger --------------------------------------------------------
+
+GBNF = Grammar("gbnf", 'root ::= "<call>" [0-9]{2} "</call>"')
+TAG = {"type": "structural_tag", "structures": [{"begin": "<n>", "schema": {"enum": [7]}, "end": "</n>"}]}
+LAZY = GBNF._replace(triggers=("<call>", "<other>"))
+
+
+@pytest.mark.parametrize("kind", ["gbnf", "ebnf"])
+def test_rules_in_other_notations(kind: str) -> None:
+    text, reason = ask(engine(), request(1, GBNF._replace(kind=kind)))[0]
+    assert re.fullmatch(r"<call>\d\d</call>", text)
+    assert reason == "stop"
+
+
+class Speaker(Babble):
+    """Says a text by heart, as far as its grammar lets it."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self._said = text.encode()
+
+    def _compute(self, batch: Batch, masks: Bitmasks | None) -> StepResult:
+        places = batch.positions[batch.sampled].tolist()
+        logits = np.random.default_rng(0).normal(0, 1, (len(places), LIMITS.vocab))
+        for row, place in zip(logits, places, strict=True):
+            row[self._said[place - 1] if place - 1 < len(self._said) else END] += 50
+        return sample(logits.astype(np.float32), batch, masks)
+
+
+def said(text: str, grammar: Grammar, **settings: Any) -> tuple[str, str]:
+    """What becomes of a text that a model would say. The prompt has two tokens, so the text begins at place one."""
+    return ask(engine(Speaker(text)), request(1, grammar, temperature=0, **settings))[0]
+
+
+def test_text_is_free_until_a_trigger_was_generated() -> None:
+    assert said("free text", LAZY) == ("free text", "stop")
+    text, reason = said("free <call>not a number", LAZY)
+    assert re.fullmatch(r"free <call>\d\d</call>", text)
+    assert reason == "stop"
+    assert re.fullmatch(r"<call>\d\d</call>", said("<call>x", LAZY)[0])
+    assert re.fullmatch(r"a <call>1\d</call>", said("a <call>1", LAZY, logprobs=1)[0])
+
+
+def test_what_triggers_a_grammar_must_match_it() -> None:
+    asked = engine(Speaker("a <other>"))
+    asked.add(request(1, LAZY, temperature=0))
+    (failed,) = [event for event in drain(asked) if isinstance(event, Failed)]
+    assert failed.code == "invalid_grammar"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text", "expected"),
+    [
+        ("<c[a-z]+>", "a <call>no", r"a <call>\d\d</call>"),
+        ("(?:now|then): (<call>)", "then: <call>no", r"then: <call>\d\d</call>"),
+        (r"^[\s\S]*?(<call>)[\s\S]*$", "a\n<call>no", r"a\n<call>\d\d</call>"),
+        ("^(<call>)$", "<call>no", r"<call>\d\d</call>"),
+        ("^(<call>)$", "a <call>no", "a <call>no"),
+        ("(<call>|<other>)x", "a <call>no", "a <call>no"),
+    ],
+)
+def test_patterns_trigger_a_grammar_from_their_first_group_on(pattern: str, text: str, expected: str) -> None:
+    assert re.fullmatch(expected, said(text, GBNF._replace(trigger_patterns=(pattern,)))[0])
+
+
+def test_tokens_trigger_a_grammar() -> None:
+    """The letter x begins what must match."""
+    lazy = Grammar("gbnf", 'root ::= "x" [0-9]', trigger_tokens=(ord("x"),))
+    assert re.fullmatch(r"mix\d", said("mix it", lazy)[0])
+
+
+def test_a_trigger_within_a_token() -> None:
+    class Syllables(Bytes):
+        """One token spells the end of a word and the beginning of a call."""
+
+        def token_bytes(self, id: int) -> bytes:
+            return b"k <ca" if id == 1 else super().token_bytes(id)
+
+    for first in ([1, *b"ll>"], [*b"ok <call>"]):
+        speaker = Speaker("")
+        speaker._said = bytes(first)
+        asked = engine(speaker, vocabulary=Syllables)
+        asked.add(request(1, LAZY, temperature=0))
+        tokens = [token for event in drain(asked) if isinstance(event, Tokens) for token in event.tokens]
+        assert re.fullmatch(rb"o?k <call>\d\d</call><end>", b"".join(map(Syllables().token_bytes, tokens)))
+
+
+@pytest.mark.parametrize("pattern", ["(?=a)b", "(", "["])
+def test_a_pattern_that_cannot_be_watched_for_is_refused(pattern: str) -> None:
+    asked = engine()
+    asked.add(request(1, GBNF._replace(trigger_patterns=(pattern,))))
+    (failed,) = drain(asked)
+    assert isinstance(failed, Failed)
+    assert "trigger" in failed.message
+
+
+def test_structural_tags_hold_what_a_trigger_begins() -> None:
+    grammar = Grammar("structural_tag", json.dumps(TAG | {"triggers": ["<n>"]}))
+    assert said("seven", grammar)[0] == "seven"
+    assert said("it is <n>8</n>!", grammar)[0].startswith("it is <n>7</n>")
+
+
+class Spaced(Bytes):
+    """Puts a space before every text, as SentencePiece does."""
+
+    def encode(self, text: str) -> list[int]:
+        return super().encode(f" {text}")
+
+
+def test_forced_tokens_have_no_space_that_a_vocabulary_puts_before_texts() -> None:
+    tokenizer = grammar_module._LibraryTokenizer(Spaced(), 300)
+    assert tokenizer(b"abc") == Bytes().encode("abc")
+    assert grammar_module._LibraryTokenizer(Bytes(), 300)(b"abc") == Bytes().encode("abc")

@@ -18,7 +18,7 @@ from penstock import __version__
 from penstock.backend.fake import FakeBackend, continuation
 from penstock.config import Config
 from penstock.engine.engine import Engine
-from penstock.engine.loop import Abort, Add, Close
+from penstock.engine.loop import Abort, Add, Close, FlushCache, Message
 from penstock.errors import ConfigError, EngineUnavailable, MalformedFile, PenstockError, error_of
 from penstock.ipc import wire
 from penstock.ipc.inprocess import InProcessClient
@@ -408,10 +408,11 @@ EVENTS: list[Event] = [
         ),
         Abort(0),
         Abort(7),
+        FlushCache(),
         Close(),
     ],
 )
-def test_messages_survive_the_wire(message: Add | Abort | Close) -> None:
+def test_messages_survive_the_wire(message: Message) -> None:
     assert wire.decode_message(wire.encode_message(message)) == message
 
 

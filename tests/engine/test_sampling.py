@@ -187,7 +187,7 @@ def test_a_step_that_samples_nothing_answers_empty_rows() -> None:
         {"temperature": -1},
         {"temperature": float("nan")},
         {"top_p": 1.1},
-        {"top_k": -1},
+        {"top_k": -2},
         {"min_p": 2},
         {"presence_penalty": 3},
         {"repetition_penalty": 0},

@@ -16,7 +16,17 @@ from penstock.backend.ref import RefBackend
 from penstock.engine.engine import Engine
 from penstock.errors import InvalidRequest
 from penstock.model.load import load_model, open_checkpoint
-from penstock.types import BANNED, DryPenalty, Finished, Limits, Request, SamplerChain, SamplingParams, Tokens
+from penstock.types import (
+    BANNED,
+    DryPenalty,
+    Finished,
+    Limits,
+    Request,
+    SamplerChain,
+    SamplingParams,
+    TokenLogprob,
+    Tokens,
+)
 
 CHECKPOINT = open_checkpoint(Path(__file__).parents[1] / "models" / "goldens" / "llama3")
 VOCAB = CHECKPOINT.spec.vocab
@@ -175,6 +185,23 @@ def test_neither_preemption_nor_steps_in_flight_disturb_mirostat(depth: int) -> 
     assert found[0] == found[1]
     assert lost[0] == 0 < lost[1]
     assert len(set(found[0][0])) > 5
+
+
+def test_a_scored_prompt_is_computed_whole_though_it_is_cached() -> None:
+    prompt = tuple(range(1, 21))
+    params = SamplingParams(temperature=0.0, prompt_logprobs=1)
+    scores: list[list[TokenLogprob]] = []
+    for settings in (SamplingParams(temperature=0.0), params, params):
+        engine("cpu").add(Request(next(IDS), prompt, settings, 1))
+        events = []
+        while not engine("cpu").idle:
+            events += engine("cpu").step()
+        told = [event for event in events if isinstance(event, Tokens)]
+        scores.append([entry for event in told for entry in event.scores])
+        assert settings is not params or {event.cached for event in told} == {0}
+    assert scores[0] == []
+    assert [entry.token for entry in scores[1]] == list(prompt[1:])
+    assert scores[1] == scores[2]
 
 
 # -- bans and penalties -------------------------------------------------------------------------------------------

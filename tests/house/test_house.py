@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "model": {"text"} | WAIST,
     "backend": {"model"} | WAIST,
     "planning": {"backend", "model"} | WAIST,
-    "engine": {"backend", "core", "model", "planning"} | WAIST,
+    "engine": {"backend", "core", "model", "planning", "text"} | WAIST,
     "ipc": {"engine"} | WAIST,
     "store": set(WAIST),
     "llm": {"ipc", "engine", "text", "model", "store"} | WAIST,

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.backend.base import NO_EDITS, Batch, Bitmasks, Floats, LogitEdit, LogitEdits, SampleRows
+from penstock.backend.base import NO_EDITS, Batch, Bitmasks, ChainRow, Floats, LogitEdit, LogitEdits, SampleRows
 from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.cpu import CpuBackend
 from penstock.backend.cpu._native import isas
 from penstock.backend.sample import sample
 from penstock.model.tensor import FORMATS, Tensor
-from penstock.types import StepResult
+from penstock.types import SamplerChain, StepResult
 
 
 class Table:
@@ -176,6 +176,31 @@ def test_malformed_draws_are_refused_and_harm_nothing(name: str):
     backend.load(Table(backend, logits))
     with pytest.raises((ValueError, TypeError)):
         backend.launch(replace(batch_of(greedy()), sample=BAD[name]))
+    assert backend.wait(backend.launch(batch_of(greedy()))).rows[0].tokens == (49,)
+
+
+CHAIN = ChainRow(0, SamplerChain(("xtc",), xtc_probability=1.0, xtc_threshold=1e-6), 1.0, 1.0, 0, 0.0)
+
+
+def test_a_chain_reads_the_logits_of_its_row() -> None:
+    """Edits and masks change what it chooses from: it excludes all but the least likely that they leave."""
+    logits = np.tile(np.linspace(0, 5, 50, dtype=np.float32), (3, 1))
+    edits = LogitEdits.of([(2, LogitEdit(ints(), 1.0, ints(), np.zeros(0, np.float32), ints(0)))])
+    rows = replace(random_rows(np.random.default_rng(0), 3, 50), target=ints(-1, -1, -1), edits=edits)
+    rows = replace(rows, temperature=np.zeros(3, np.float32), logprobs=ints(-1, -1, 1))
+    batch = batch_of(replace(rows, chains=(CHAIN._replace(row=1), CHAIN._replace(row=2))))
+    masks = Bitmasks(ints(2), np.array([[~2, -1]], np.int32))
+    plain, chained, masked = natively(logits, batch, masks).rows
+    assert (plain.tokens, chained.tokens, masked.tokens) == ((49,), (0,), (2,))
+    assert [entry.token for entry in masked.logprobs] == [2]
+
+
+@pytest.mark.parametrize("row", [-1, 1])
+def test_a_chain_of_no_row_is_refused_and_harms_nothing(row: int) -> None:
+    backend = CpuBackend(2)
+    backend.load(Table(backend, np.arange(50, dtype=np.float32)[None]))
+    with pytest.raises(ValueError, match="the last step has no such row"):
+        backend.launch(batch_of(replace(greedy(), chains=(CHAIN._replace(row=row),))))
     assert backend.wait(backend.launch(batch_of(greedy()))).rows[0].tokens == (49,)
 
 

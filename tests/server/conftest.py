@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -32,6 +32,7 @@ WAIT = 120.0  # seconds after which something hangs: much longer than a busy mac
 class Server:
     url: str
     client: Any
+    requests: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.http = httpx.Client(base_url=self.url, timeout=WAIT)
@@ -106,6 +107,22 @@ def strict_parrot() -> Iterator[Server]:
     """Refuses what others ignore and list."""
     client = InProcessClient(toys.open_parrot, "parrot")
     with serving(client, toys.ToyText(), "toy/parrot", rules=Rules(lenient=False)) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def watched_parrot() -> Iterator[Server]:
+    """The same, lenient; `requests` are those that its engine got."""
+    client = InProcessClient(toys.open_parrot, "parrot")
+    submit, requests = client.submit, []
+
+    def keep(request: Any) -> Any:
+        requests.append(request)
+        return submit(request)
+
+    client.submit = keep  # type: ignore[method-assign]
+    with serving(client, toys.ToyText(), "toy/parrot", rules=Rules(lenient=True)) as server:
+        server.requests = requests
         yield server
 
 

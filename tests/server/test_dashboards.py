@@ -12,6 +12,9 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from penstock.ipc.inprocess import InProcessClient
+from tests.server import toys
+
 ROOT = Path(__file__).parents[2]
 MODEL = "toy/parrot"
 
@@ -141,3 +144,86 @@ def test_what_they_say(used: Any) -> None:
     assert all["llamacpp:tokens_predicted_seconds_total", None].value == parts[2]
     config = all["vllm:cache_config_info", None].labels
     assert (config["block_size"], config["num_gpu_blocks"]) == ("16", "256")
+
+
+# -- names of other engines ---------------------------------------------------------------------------------------
+
+PREFIXES = {"vllm": "vllm:", "llamacpp": "llamacpp:", "sglang": "sglang:", "tgi": "tgi_", "nv": "nv_"}
+
+
+@pytest.fixture(scope="module")
+def renamed(serve: Any) -> Any:
+    """Exports the names of SGLang, TGI and Triton only, after an answer, an error and a client that left."""
+    client = InProcessClient(toys.open_slow_parrot, "parrot")
+    with serve(client, toys.ToyText(), MODEL, metric_sets=("sglang", "tgi", "nv")) as server:
+        server.post("/v1/completions", model=MODEL, prompt="[hello there]", max_tokens=9)
+        with server.http.stream("POST", "/v1/completions", json={"prompt": "[*ab]", "stream": True}) as answer:
+            next(answer.iter_lines())
+        server.until_idle()
+        yield server
+
+
+def values(server: Any) -> dict[str, float]:
+    """Of every sample without labels of its own but its set's."""
+    return {
+        sample.name: sample.value
+        for family in families(server).values()
+        for sample in family.samples
+        if not {"le", "reason", "err"} & sample.labels.keys()
+    }
+
+
+def test_sets_of_names_are_exported_where_they_are_asked_for(used: Any, renamed: Any) -> None:
+    for server, wanted in ((used, {"vllm", "llamacpp"}), (renamed, {"sglang", "tgi", "nv"})):
+        names = families(server)
+        assert {each for each, prefix in PREFIXES.items() if any(name.startswith(prefix) for name in names)} == wanted
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "value"),
+    [
+        ("sglang:num_running_reqs", "gauge", 0),
+        ("sglang:num_queue_reqs", "gauge", 0),
+        ("sglang:token_usage", "gauge", 0),
+        ("sglang:prompt_tokens_total", "counter", 18),
+        ("sglang:num_requests_total", "counter", 1),
+        ("sglang:time_to_first_token_seconds_count", "histogram", 2),
+        ("sglang:e2e_request_latency_seconds_count", "histogram", 2),
+        ("sglang:cached_tokens_total", "counter", 0),
+        ("tgi_request_count", "unknown", 2),
+        ("tgi_request_success", "unknown", 1),
+        ("tgi_queue_size", "gauge", 0),
+        ("tgi_batch_current_size", "gauge", 0),
+        ("tgi_request_generated_tokens_count", "histogram", 2),
+        ("tgi_request_input_length_sum", "histogram", 18),
+        ("tgi_request_duration_count", "histogram", 2),
+        ("nv_inference_request_success", "unknown", 1),
+        ("nv_inference_count", "unknown", 1),
+        ("nv_inference_pending_request_count", "gauge", 0),
+    ],
+)
+def test_names_of_sglang_tgi_and_triton(renamed: Any, name: str, kind: str, value: float) -> None:
+    assert values(renamed)[name] == value
+    family = re.sub("_(total|count|sum)$", "", name) if kind in ("counter", "histogram") else name
+    assert families(renamed)[family].type == kind
+
+
+def test_their_labels_and_what_they_derive(renamed: Any) -> None:
+    told = families(renamed)
+    (running,) = told["sglang:num_running_reqs"].samples
+    assert running.labels == {"model_name": MODEL}
+    failures = {sample.labels["reason"]: sample for sample in told["nv_inference_request_failure"].samples}
+    assert {reason: sample.value for reason, sample in failures.items()} == {"BACKEND": 0, "CANCELED": 1}
+    assert failures["CANCELED"].labels == {"model": MODEL, "version": "1", "reason": "CANCELED"}
+    seconds = values(renamed)["tgi_request_duration_sum"]
+    assert values(renamed)["nv_inference_request_duration_us"] == pytest.approx(seconds * 1e6)
+    assert values(renamed)["nv_inference_queue_duration_us"] > 0
+    assert values(renamed)["nv_inference_exec_count"] == values(renamed)["penstock_steps_total"]
+
+
+def test_throughput_is_what_was_generated_since_the_last_scrape(renamed: Any) -> None:
+    values(renamed)
+    renamed.post("/v1/completions", model=MODEL, prompt="[hello there]", max_tokens=9)
+    renamed.until_idle()
+    assert values(renamed)["sglang:gen_throughput"] > 0
+    assert values(renamed)["sglang:gen_throughput"] == 0

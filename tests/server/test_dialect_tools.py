@@ -71,7 +71,7 @@ def test_a_call_is_a_block_of_its_own(claude: Any) -> None:
 
 
 def test_thinking_and_two_calls(claude: Any) -> None:
-    told = message(claude, THOUGHT + CALL + "\n" + CALL, thinking={"type": "adaptive"})
+    told = message(claude, THOUGHT + CALL + "\n" + CALL.replace("Zürich", "Bern"), thinking={"type": "adaptive"})
     assert [block.type for block in told.content] == ["thinking", "tool_use", "tool_use"]
     assert told.content[0].thinking == "Ask the sky."
     assert told.content[1].id != told.content[2].id
@@ -162,11 +162,12 @@ def reply(llama: ollama.Client, answer: str, **fields: Any) -> ollama.Message:
 
 
 def test_ollama_calls_have_objects_for_arguments(llama: ollama.Client) -> None:
-    said = reply(llama, "Let me see.\n" + CALL + "\n" + CALL)
+    said = reply(llama, "Let me see.\n" + CALL + "\n" + CALL.replace("Zürich", "Bern") + "\n" + CALL)
     assert said.content == "Let me see."
     assert [(call.function.name, call.function.arguments) for call in said.tool_calls or ()] == [
-        ("weather", {"city": "Zürich"})
-    ] * 2
+        ("weather", {"city": "Zürich"}),
+        ("weather", {"city": "Bern"}),
+    ]
 
 
 def test_ollama_calls_that_are_cut_off_are_text(llama: ollama.Client) -> None:

@@ -104,3 +104,80 @@ def test_a_forced_use_in_anthropics_words(server: Any, choice: Any) -> None:
     assert (use.type, message.stop_reason) == ("tool_use", "tool_use")
     assert use.name == choice.get("name", use.name)
     jsonschema.validate(use.input, SCHEMAS[use.name])
+
+
+REPEATED = {"role": "user", "content": "What time is it, and how is the weather? Call the tools again and again."}
+OPEN = {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}}, "required": ["name"]}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_named_choice_is_one_call_and_required_ones_do_not_repeat(server: Any, stream: bool) -> None:
+    """The default allows calls in parallel, and small models never end."""
+    for choice in (NAMED, "required"):
+        asked: Any = {"model": MODEL, "messages": [REPEATED], "tools": TOOLS, "tool_choice": choice, "temperature": 0}
+        answer = server.post("/v1/chat/completions", **asked, max_tokens=300, stream=stream)
+        message, reason = joined(answer.text) if stream else whole(answer.json())
+        calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message["tool_calls"]]
+        assert not message["content"]
+        assert len(set(calls)) == len(calls)
+        assert reason == "tool_calls"
+        if choice is NAMED:
+            assert len(calls) == 1
+    server.until_idle()
+
+
+def whole(answer: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    return answer["choices"][0]["message"], answer["choices"][0]["finish_reason"]
+
+
+def joined(events: str) -> tuple[dict[str, Any], str]:
+    """The message that a stream comes to, and how it ended."""
+    message: dict[str, Any] = {"content": "", "tool_calls": []}
+    reason = None
+    for line in events.splitlines():
+        if not line.startswith("data: {"):
+            continue
+        for choice in json.loads(line[6:])["choices"]:
+            message["content"] += choice["delta"].get("content") or ""
+            for call in choice["delta"].get("tool_calls", ()):
+                if "id" in call:
+                    message["tool_calls"].append(call)
+                else:
+                    message["tool_calls"][-1]["function"]["arguments"] += call["function"]["arguments"]
+            reason = choice["finish_reason"] or reason
+    return message, str(reason)
+
+
+def test_a_forced_call_that_is_cut_off_leaves_no_content(server: Any) -> None:
+    asked: Any = {"model": MODEL, "messages": [REPEATED], "tools": TOOLS, "tool_choice": NAMED}
+    message, reason = whole(server.post("/v1/chat/completions", **asked, max_tokens=4).json())
+    assert (message["content"], message.get("tool_calls"), reason) == ("", None, "length")
+
+
+def test_what_instructor_sends(server: Any) -> None:
+    """Its default mode names one function whose schema is open; small models never end an open object."""
+    function = {"name": "Person", "description": "Correctly extracted `Person`", "parameters": OPEN}
+    asked: Any = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "Extract: Ann is 30 years old."}],
+        "tools": [{"type": "function", "function": function}],
+        "tool_choice": {"type": "function", "function": {"name": "Person"}},
+    }
+    message, reason = whole(server.post("/v1/chat/completions", **asked, max_tokens=200).json())
+    (call,) = message["tool_calls"]
+    assert (call["function"]["name"], reason) == ("Person", "tool_calls")
+    jsonschema.validate(json.loads(call["function"]["arguments"]), OPEN | {"additionalProperties": False})
+
+
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "get_time"}], ids=["any", "tool"])
+def test_uses_do_not_repeat_in_anthropics_words(server: Any, choice: Any) -> None:
+    sdk = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
+    tools: Any = [{"name": name, "input_schema": schema} for name, schema in SCHEMAS.items()]
+    asked: Any = {"model": MODEL, "messages": [REPEATED], "max_tokens": 300, "tools": tools, "tool_choice": choice}
+    message = sdk.messages.create(**asked, extra_body={"temperature": 0})
+    assert {use.type for use in message.content} == {"tool_use"}
+    uses = [(use.name, json.dumps(use.input)) for use in message.content if use.type == "tool_use"]
+    assert len(set(uses)) == len(uses)
+    assert message.stop_reason == "tool_use"
+    if choice["type"] == "tool":
+        assert len(uses) == 1

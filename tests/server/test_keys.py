@@ -24,6 +24,7 @@ from penstock.keys import Key, Keyring, changing, digest, new_key, now, read
 from penstock.server import create_app
 from penstock.server.access import accounts
 from penstock.server.access.accounts import Account, Allowance
+from penstock.server.access.authentication import OPEN, PROBES
 from penstock.server.access.guard import Rules, check
 from tests.server import toys
 from tests.server.conftest import WAIT, Server, serving
@@ -119,7 +120,7 @@ ALL = {*routes(), ("HEAD", "/v1/models"), ("OPTIONS", "/v1/chat/completions"), (
 ASIDE = [("POST", "/"), ("POST", "/health"), ("GET", "//health"), ("GET", "/health/"), ("GET", "/x/%2e%2e/health")]
 
 
-@pytest.mark.parametrize(("method", "path"), [*sorted(ALL - {("GET", "/"), ("GET", "/health")}), *ASIDE])
+@pytest.mark.parametrize(("method", "path"), [*sorted(ALL - {("GET", path) for path in OPEN}), *ASIDE])
 def test_no_route_answers_without_a_key(locked: Locked, method: str, path: str) -> None:
     answer = locked.server.http.request(method, httpx.URL(locked.server.url).copy_with(raw_path=path.encode()))
     assert answer.status_code == 401
@@ -130,6 +131,7 @@ def test_no_route_answers_without_a_key(locked: Locked, method: str, path: str) 
 def test_health_and_the_page_need_none(locked: Locked) -> None:
     http = locked.server.http
     assert http.get("/health").json()["status"] == "ok"
+    assert {http.get(probe).status_code for probe in PROBES} == {200}
     assert http.get("/").text == "Ollama is running"
     assert http.head("/").status_code == 200
     page = http.get("/", headers={"accept": "text/html"}).text
@@ -237,6 +239,10 @@ def test_only_an_admin_changes_what_there_is(locked: Locked) -> None:
         with pytest.raises(ollama.ResponseError, match="--admin") as caught:
             call(locked.ollama(plain))
         assert caught.value.status_code == 403
+    for method in ("GET", "POST"):
+        for key, status in ((plain, 403), (admin, 200)):
+            flushed = locked.server.http.request(method, "/flush_cache", headers={"x-api-key": key})
+            assert flushed.status_code == status
     with pytest.raises(ollama.ResponseError) as reached:
         locked.ollama(admin).delete("no-such-model")
     assert reached.value.status_code == 404

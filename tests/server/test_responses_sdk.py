@@ -130,7 +130,7 @@ def test_whole_and_streamed_read_the_same(parrot: Any, said: str) -> None:
     assert (message.type, message.role, message.status) == ("message", "assistant", "completed")
     assert (response.error, response.incomplete_details, response.previous_response_id) == (None, None, None)
     assert (response.metadata, response.user, response.tools, response.tool_choice) == ({"a": "b"}, "me", [], "auto")
-    assert (response.temperature, response.top_p, response.truncation) == (1.0, 1.0, "disabled")
+    assert (response.temperature, response.top_p, response.truncation) == (0.7, 1.0, "disabled")
 
 
 def test_the_events_are_in_order(parrot: Any) -> None:
@@ -221,7 +221,7 @@ def test_extras_of_other_servers(parrot: Any) -> None:
 
 
 def test_thoughts_words_and_calls_are_items(hermes: Server) -> None:
-    answer = THOUGHT + "Well.\n" + CALL + "\n" + CALL
+    answer = THOUGHT + "Well.\n" + CALL + "\n" + CALL.replace("Zürich", "Bern")
     response = both_ways(hermes, answer, tools=[TOOL])
     thought, said, call, second = response.output
     assert [item.type for item in response.output] == ["reasoning", "message", "function_call", "function_call"]

@@ -74,7 +74,7 @@ def test_choices_have_seeds_derived_from_one(recorded: Server, path: str) -> Non
 
 def test_a_seed_that_is_given_stays() -> None:
     tokenizer: Any = toys.ToyTokenizer()
-    made = [make_request(1, [1], SamplingParams(seed=seed), tokenizer, 10) for seed in (-5, None, None)]
+    made = [make_request(1, [1], SamplingParams(seed=seed, max_tokens=1), tokenizer, 10) for seed in (-5, None, None)]
     given, first, second = [request.sampling.seed for request in made]
     assert given == -5
     assert first is not None

@@ -173,11 +173,17 @@ def test_what_is_no_call_is_content(scripted: Server) -> None:
 
 def test_parallel_calls_and_one_alone(scripted: Server) -> None:
     text.speak("hermes")
-    answer = SAID["hermes"] + "\n" + SAID["hermes"]
+    answer = SAID["hermes"] + "\n" + SAID["hermes"].replace("2", "3")
     assert len(both_ways(scripted, answer).message.tool_calls) == 2
     alone = both_ways(scripted, answer, parallel_tool_calls=False)
     assert len(alone.message.tool_calls) == 1
     assert alone.finish_reason == "tool_calls"
+    repeated = both_ways(scripted, f"{answer}\n{SAID['hermes']}\nand so on")
+    assert (len(repeated.message.tool_calls), repeated.finish_reason) == (2, "tool_calls")
+    asked = say(f"{SAID['hermes']}\n{SAID['hermes']}\nand so on", extra_body={"penstock": True})
+    report = scripted.sdk().chat.completions.create(**asked).model_dump()["penstock"]
+    assert report["choices"][0]["finish"] == {"reason": "stop", "by": "repeated_call"}
+    scripted.until_idle()
 
 
 def test_several_choices_have_calls_of_their_own(scripted: Server) -> None:

@@ -21,7 +21,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
-from penstock.cli.serve import _open_traces
+from penstock.cli.serve import TelemetryOptions
 from penstock.config import Config
 from penstock.errors import ConfigError
 from penstock.ipc.inprocess import InProcessClient
@@ -234,11 +234,11 @@ def test_spans_arrive_at_a_collector(
 
 def test_urls_that_are_none_and_an_extra_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="a URL such as"):
-        _open_traces("localhost:4318")
+        TelemetryOptions(otlp="localhost:4318").traces()
     monkeypatch.delitem(sys.modules, "penstock.server.telemetry.tracing")
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     with pytest.raises(ConfigError, match=r"pip install 'penstock\[otel\]'"):
-        _open_traces("http://127.0.0.1:4318")
+        TelemetryOptions(otlp="http://127.0.0.1:4318").traces()
 
 
 def test_nothing_is_imported_without_it() -> None:

@@ -11,8 +11,9 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -20,7 +21,8 @@ from penstock.backend.base import Batch, Ints
 from penstock.backend.pooling import Pools
 from penstock.engine.engine import Engine
 from penstock.ipc.host import host
-from penstock.text import ChatPrompt, ChatTemplate
+from penstock.text import ChatPrompt, ChatTemplate, Text
+from penstock.text.sampling_defaults import FALLBACK
 from penstock.text.tool_formats import PLAIN, AnswerFormat, find_tool_format
 from penstock.types import Limits, RowResult, StepResult, TokenLogprob
 
@@ -35,6 +37,7 @@ class ToyTokenizer:
     special_ids = frozenset({END})
     prefix_space = False
     closing = ()
+    names: ClassVar[dict[str, str]] = {"eos_token": "<end>"}
 
     def token_bytes(self, id: int) -> bytes:
         return b"<end>" if id == END else bytes([id])
@@ -51,9 +54,12 @@ class ToyTokenizer:
 
 class ToyText:
     tokenizer = ToyTokenizer()
-    template = "a toy needs none"
+    template = SimpleNamespace(source="{{ messages }}")
+    chat_template = ChatTemplate({"default": "a toy needs none"}, {})
     format = AnswerFormat(PLAIN)
     opened = False
+    sampling_defaults: Mapping[str, Any] = FALLBACK
+    sampling = Text.sampling
 
     def encode_prompt(self, text: str) -> list[int]:
         return list(text.encode())

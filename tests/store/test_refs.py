@@ -50,6 +50,7 @@ def test_paths_and_unknown_names(tmp_path: Path) -> None:
     for odd in ("~nobody/m.gguf", "\0/", "x/" * 5000):
         with pytest.raises(ModelNotFound, match="no file or folder"):
             parse(odd)
+    assert parse("owner/repo-1.5") == HubRepo("owner/repo-1.5")
     with pytest.raises(ModelNotFound, match="did you mean smollm2"):
         parse("smolm2")
     with pytest.raises(ModelNotFound, match="known names: smollm2"):

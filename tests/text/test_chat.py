@@ -178,6 +178,9 @@ def test_templates_in_metadata(byte_level_vectors):
         Text.from_gguf(metadata | {"tokenizer.chat_template": 7})
 
 
-def test_without_a_template_chat_points_to_completions(byte_level_vectors):
-    with pytest.raises(InvalidRequest, match="completions"):
-        Text.from_gguf(byte_level_vectors["metadata"]).encode_chat(HI)
+def test_without_a_template_chats_are_chatml(byte_level_vectors):
+    text = Text.from_gguf(byte_level_vectors["metadata"])
+    assert text.template is None
+    assert text.render_chat(HI) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert text.encode_chat(HI) == text.encode_prompt(text.render_chat(HI))
+    assert text.with_template_text("{{ messages[0].content }}!").render_chat(HI) == "hi!"

@@ -149,7 +149,9 @@ def test_what_is_no_call_is_content_to_the_letter(case: tuple[str, str]) -> None
     format = format_of(name, None)
     if not format.tool_format.channels:
         whole = parse(format, text)
-        assert whole["content"] == text or whole["calls"]
+        openings = tuple(each for syntax in format.tool_format.calls for each in syntax.openings)
+        torso = text.startswith(whole["content"]) and text[len(whole["content"]) :].lstrip().startswith(openings)
+        assert whole["content"] == text or whole["calls"] or torso
         assert parse(format, text, tools=None)["content"] == text
 
 
@@ -259,6 +261,33 @@ def test_one_call_where_one_is_wanted() -> None:
     call = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
     got = parse(format_of("hermes"), f"a{call}b{call}c", parallel=False)
     assert (len(got["calls"]), got["content"]) == (1, "ab")
+
+
+CALLS = ['{"name": "now", "arguments": {"a": %d}}' % number for number in range(3)]  # noqa: UP031
+MARKED = [f"<tool_call>{call}</tool_call>" for call in CALLS]
+
+
+@pytest.mark.parametrize(("family", "calls"), [("hermes", MARKED), ("json", CALLS)])
+@pytest.mark.parametrize("end", [None, -3, 12])
+def test_a_call_that_repeats_another_ends_the_answer(family: str, calls: list[str], end: int | None) -> None:
+    """Whether it came whole or was cut off; and nothing of it is streamed before it differs."""
+    one, two, _ = calls
+    text = "\n".join([one, two, one[:end]])
+    for pieces in ([text], list(text)):
+        got = read(parts(format_of(family), pieces))
+        assert [json.loads(arguments) for _, _, arguments in got["calls"]] == [{"a": 0}, {"a": 1}]
+        assert got["content"] == ""
+    parser = AnswerParser(format_of(family), TOOLS)
+    parser.push("\n".join([one, one, two]))
+    assert parser.ended
+    assert parser.calls == 1
+
+
+def test_a_call_that_was_cut_off_is_no_content() -> None:
+    assert parse(format_of("hermes"), 'Well.\n<tool_call>{"name": "no')["content"] == "Well."
+    assert parse(format_of("glm"), "<tool_call>no")["content"] == ""
+    assert parse(format_of("json"), '{"name": "no', forced=True)["content"] == ""
+    assert parse(format_of("json"), '{"name": "no')["content"] == '{"name": "no'
 
 
 def test_ids() -> None:

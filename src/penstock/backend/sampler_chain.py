@@ -2,8 +2,8 @@
 
 A row's candidates begin as the whole vocabulary, edits and bitmask applied. Each sampler of the order takes candidates
 away or changes their logits; what is left is drawn from in vocabulary order with one uniform number, which the seed
-alone decides. Mirostat takes the place of the cuts. Where llama.cpp leaves the choice among equal candidates to its
-sort, the lowest token id stays here.
+alone decides, or, if the seed is to give what it gives in llama.cpp, with the most likely first. Mirostat takes the
+place of the cuts. Where llama.cpp leaves the choice among equal candidates to its sort, the lowest token id stays here.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from penstock.types import RowResult, StepResult
 
 MIROSTAT_TOKENS = 100  # the most likely tokens that mirostat 1 estimates Zipf's exponent from
 FEW = 1024  # candidates that are sorted at first
+SMALLEST = 1e-30  # temperature that is not 0
 IMPOSSIBLE = 1e-300  # stands for a probability of 0 where its logarithm is wanted
 XTC_DRAW = 0xA0761D6478BD642F  # xor of a row's seed: the number that decides whether XTC acts is not the one that draws
 
@@ -38,8 +39,14 @@ class Candidates(NamedTuple):
         """Returns the `count` most likely."""
         return self if count >= len(self.logits) else self.keep(best(self.logits, count))
 
+    def by_likelihood(self) -> Candidates:
+        """Returns them with the most likely first."""
+        order = np.argsort(-self.logits, kind="stable")
+        return Candidates(self.tokens[order], self.logits[order])
+
     def probabilities(self) -> NDArray[np.float64]:
-        weights: NDArray[np.float64] = np.exp(self.logits - self.logits.max()).astype(np.float64)
+        with np.errstate(over="ignore"):
+            weights: NDArray[np.float64] = np.exp(self.logits - self.logits.max()).astype(np.float64)
         weights /= weights.sum()
         return weights
 
@@ -86,6 +93,8 @@ def choose_by_chain(logits: Floats, row: ChainRow, seed: int) -> ChainChoice:
     left = candidates(logits, row, seed)
     if row.temperature == 0:
         left = left.keep_best(1)
+    if row.chain.mersenne:
+        left = left.by_likelihood()
     chances = left.probabilities()
     mass = chances.cumsum()
     drawn = np.searchsorted(mass, (seed >> 11) / 2**53 * mass[-1], side="right")
@@ -180,7 +189,7 @@ def xtc(left: Candidates, row: ChainRow, seed: int) -> Candidates:
     if uniform(seed ^ XTC_DRAW) >= chain.xtc_probability:
         return left
     chances = left.probabilities()
-    excluded = int(np.count_nonzero(chances >= chain.xtc_threshold)) - 1
+    excluded = int(np.count_nonzero((chances >= chain.xtc_threshold) & (chances > 0))) - 1
     if excluded <= 0 or len(chances) - excluded < chain.min_keep:
         return left
     return left.keep(~best(left.logits, excluded))
@@ -201,8 +210,12 @@ def temperature(left: Candidates, row: ChainRow, seed: int) -> Candidates:
 
 
 def divide(left: Candidates, by: float) -> Candidates:
-    """Divides the logits; by 0 it keeps the most likely candidate alone."""
-    return left._replace(logits=left.logits / np.float32(by)) if by > 0 else left.keep_best(1)
+    """Divides the logits, counted from the highest, so that a small divisor leaves that one finite. Division by less
+    than SMALLEST keeps the most likely candidate alone."""
+    if by < SMALLEST:
+        return left.keep_best(1)
+    with np.errstate(over="ignore"):
+        return left._replace(logits=(left.logits - left.logits.max()) / np.float32(by))
 
 
 Cut = Callable[[Candidates, ChainRow, int], Candidates]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated
 
 from penstock.cli import options
-from penstock.cli.command import Option
+from penstock.cli.command import OptionGroup
 from penstock.cli.terminal import note, obtain
 from penstock.errors import InvalidRequest
 
@@ -27,14 +27,8 @@ Ctrl-C stops an answer. A line that ends in \\ continues on the next."""
 
 def chat(
     model: options.ModelRef = options.DEFAULT_MODEL,
-    max_tokens: options.MaxTokens = None,
-    temperature: Annotated[
-        float, Option(minimum=0, help="Sampling temperature. 0: always the most likely token.")
-    ] = 0.7,
-    top_p: options.TopP = 0.95,
-    seed: options.Seed = None,
-    system: options.System = "",
     *,
+    answer: Annotated[options.AnswerOptions, OptionGroup()],
     engine: options.OneSequenceSettings,
 ) -> None:
     """Have a conversation with a model; type /help for its commands.
@@ -42,17 +36,15 @@ def chat(
     penstock chat
     penstock chat ./model.gguf --system "You are a patient teacher."
     """
-    path = obtain(model)
+    obtain(model)
 
     from penstock.llm import LLM
-    from penstock.types import SamplingParams
 
-    params = SamplingParams(temperature=temperature, top_p=top_p, seed=seed, max_tokens=max_tokens)
-    with LLM(path, max_rows=1, **engine) as llm:
+    with LLM(model, max_rows=1, **engine) as llm:
         llm.check_answers()
         note(f"{model} is ready. Type /help for help, Ctrl-D to exit.")
         _load_history()
-        _talk(ChatSession(llm, params, system))
+        _talk(ChatSession(llm, answer.sampling(llm), answer.system))
 
 
 @dataclass

@@ -57,6 +57,11 @@ class EngineOptions(NamedTuple):
     names: tuple[str, ...]
 
 
+class OptionGroup(NamedTuple):
+    """Annotates a parameter whose type is a named tuple of options. Each field has its own flag; their values come as
+    one tuple."""
+
+
 class Declared(NamedTuple):
     """Declares an argument or an option of a command."""
 
@@ -118,13 +123,24 @@ def make_parser(name: str, function: Callable[..., None]) -> argparse.ArgumentPa
 def declarations(function: Callable[..., None]) -> Iterator[Declared]:
     """Yields the arguments and options of a command in the order of its parameters."""
     for parameter, kind, annotation in _parameters(function):
-        if not isinstance(annotation, EngineOptions):
+        if isinstance(annotation, OptionGroup):
+            yield from _grouped(kind)
+        elif isinstance(annotation, EngineOptions):
+            yield from _engine_options(annotation)
+        else:
             yield Declared(parameter.name, kind, parameter.default, annotation)
-            continue
-        for name in annotation.names:
-            engine, default = OPTIONS[name], DEFAULTS[name]
-            option = Option(engine.text, minimum=engine.minimum, maximum=engine.maximum)
-            yield Declared(name, type(default), default, option, of_engine=True)
+
+
+def _grouped(group: Any) -> Iterator[Declared]:
+    for name, hint in get_type_hints(group, include_extras=True).items():
+        yield Declared(name, get_args(hint)[0], group._field_defaults[name], get_args(hint)[1])
+
+
+def _engine_options(annotation: EngineOptions) -> Iterator[Declared]:
+    for name in annotation.names:
+        engine, default = OPTIONS[name], DEFAULTS[name]
+        option = Option(engine.text, minimum=engine.minimum, maximum=engine.maximum)
+        yield Declared(name, type(default), default, option, of_engine=True)
 
 
 def split_rest(function: Callable[..., None], words: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
@@ -137,11 +153,14 @@ def split_rest(function: Callable[..., None], words: Sequence[str]) -> tuple[lis
 
 
 def call(function: Callable[..., None], values: dict[str, Any]) -> None:
-    """Calls a command with parsed values, by their names; those of engine options are gathered in one dictionary."""
+    """Calls a command with parsed values, by their names. Those of engine options are gathered in one dictionary, those
+    of a group in its tuple."""
     values = dict(values)
-    for parameter, _, annotation in _parameters(function):
+    for parameter, kind, annotation in _parameters(function):
         if isinstance(annotation, EngineOptions):
             values[parameter.name] = {name: values.pop(name) for name in annotation.names}
+        elif isinstance(annotation, OptionGroup):
+            values[parameter.name] = kind(**{name: values.pop(name) for name in kind._fields})
     function(**values)
 
 

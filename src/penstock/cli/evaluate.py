@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from penstock.cli import options
-from penstock.cli.command import Option, UsageError
+from penstock.cli.command import Option, OptionGroup, UsageError
 from penstock.cli.terminal import counting, obtain, print_json
 from penstock.errors import InvalidRequest
 
@@ -15,18 +15,22 @@ if TYPE_CHECKING:
     from penstock.config import Config
     from penstock.planning.evaluation import Divergence, Perplexity
 
-TextFile = Annotated[str, Option(help="File with the text to predict.")]
-ContextLength = Annotated[int, Option(minimum=8, help="Tokens in a window; those of its second half are predicted.")]
-TokenCount = Annotated[int, Option(minimum=1, help="Most tokens of the text to use.")]
+QUANTIZED_KV = ("int8", "fp8")
+
+
+class TextOptions(NamedTuple):
+    """Declares the options that say what is predicted."""
+
+    text: Annotated[str, Option(help="File with the text to predict.")] = ""
+    context: Annotated[int, Option(minimum=8, help="Tokens in a window; those of its second half are predicted.")] = 512
+    tokens: Annotated[int, Option(minimum=1, help="Most tokens of the text to use.")] = 8192
+    json: options.Json = False
 
 
 def ppl(
     model: options.ModelRef,
-    text: TextFile = "",
-    context: ContextLength = 512,
-    tokens: TokenCount = 8192,
-    json: options.Json = False,
     *,
+    given: Annotated[TextOptions, OptionGroup()],
     engine: options.ScoringSettings,
 ) -> None:
     """Measure the perplexity of a model: how well it predicts a text.
@@ -34,58 +38,57 @@ def ppl(
     penstock eval ppl smollm2 --text book.txt
     penstock eval ppl ./folder --quantize q4_k --text book.txt --tokens 32768 --json
     """
-    words = read_text(text)
+    words = read_text(given.text)
     path = obtain(model)
 
     from penstock.config import configure
     from penstock.planning.evaluation import Scorer, measure_perplexity, windows_of
 
-    windows = windows_of(path, words, context, tokens)
-    scorer = Scorer(configure(path, engine), context)
+    windows = windows_of(path, words, given.context, given.tokens)
+    scorer = Scorer(configure(path, engine), given.context)
     with counting("windows", len(windows)) as advance:
         found = measure_perplexity(scorer, windows, advance)
     scorer.close()
-    if json:
-        print_json({"model": model, "context": context, "perplexity": asdict(found)})
+    if given.json:
+        print_json({"model": model, "context": given.context, "perplexity": asdict(found)})
     else:
-        print(
-            f"perplexity  {with_error(found)}, {found.predictions:,} predictions in {len(windows)} windows of {context}"
-        )
+        windows_used = f"{len(windows)} windows of {given.context}"
+        print(f"perplexity  {with_error(found)}, {found.predictions:,} predictions in {windows_used}")
 
 
 def kl(
     model: options.ModelRef,
     against: Annotated[str, Option(help="Reference model, usually the one before quantization.")] = "",
-    text: TextFile = "",
-    context: ContextLength = 512,
-    tokens: TokenCount = 8192,
-    json: options.Json = False,
     *,
+    given: Annotated[TextOptions, OptionGroup()],
     engine: options.ScoringSettings,
 ) -> None:
     """Measure the KL divergence of a model's predictions from a reference model's.
 
       penstock eval kl ./model.q4_k.gguf --against ./folder --text book.txt
       penstock eval kl ./folder --quantize q4_k --against ./folder --text book.txt --json
+      penstock eval kl ./folder --kv int8 --against ./folder --text book.txt
 
-    --quantize applies to MODEL only; the reference runs with the weights in its files.
+    --quantize and a --kv of 8 bits apply to MODEL only: the reference runs with the weights in its files and with a KV
+    cache that is not quantized (--kv auto).
     """
-    words = read_text(text)
+    words = read_text(given.text)
     if not against:
         raise UsageError("--against is missing: give the reference model")
     path, reference = obtain(model), obtain(against)
 
     from penstock.config import configure
 
-    found = diverge(configure(path, engine), reference, words, context, tokens)
-    if json:
-        print_json({"model": model, "against": against, "context": context, "kl": asdict(found)})
+    found = diverge(configure(path, engine), reference, words, given.context, given.tokens)
+    if given.json:
+        print_json({"model": model, "against": against, "context": given.context, "kl": asdict(found)})
     else:
         print_divergence(found)
 
 
 def diverge(config: Config, against: Path, words: str, context: int = 512, tokens: int = 8192) -> Divergence:
-    """Returns the KL divergence of a config's model from the model `against`, which is not quantized at load."""
+    """Returns the KL divergence of a config's model from the model `against`. Neither the weights of the latter nor its
+    KV cache are quantized at load."""
     from penstock.planning.evaluation import Scorer, measure_divergence, windows_of
 
     windows = windows_of(Path(config.model), words, context, tokens)
@@ -96,12 +99,18 @@ def diverge(config: Config, against: Path, words: str, context: int = 512, token
             param="text",
         )
     scorer = Scorer(config, context)
-    reference = Scorer(replace(config, model=str(against), quantize=""), context)
+    reference = Scorer(unquantized(config, against), context)
     with counting("windows", len(windows)) as advance:
         found = measure_divergence(scorer, reference, windows, advance)
     scorer.close()
     reference.close()
     return found
+
+
+def unquantized(config: Config, model: Path) -> Config:
+    """Returns the config of a reference model: as that of the evaluated one, but nothing is quantized at load."""
+    kv = "auto" if config.kv in QUANTIZED_KV else config.kv
+    return replace(config, model=str(model), quantize="", kv=kv)
 
 
 def print_divergence(found: Divergence) -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from penstock.cli.command import Argument, EngineOptions, Option
 from penstock.config import OPTIONS
+
+if TYPE_CHECKING:
+    from penstock.llm import LLM
+    from penstock.types import SamplingParams
 
 DEFAULT_MODEL = "smollm2"  # as in penstock.store, which is too slow to import for --help
 
@@ -18,12 +23,37 @@ ScoringSettings = Annotated[  # for commands that compute logits without a sched
     dict[str, Any], EngineOptions(("device", "threads", "quantize", "kv", "block_size"))
 ]
 ThreadSettings = Annotated[dict[str, Any], EngineOptions(("threads",))]
-MaxTokens = Annotated[
-    int | None, Option(minimum=1, help="Most tokens of the answer. By default it may fill the context.")
-]
-TopP = Annotated[
-    float, Option(minimum=0, maximum=1, help="Sample from the most likely tokens whose probabilities add up to this.")
-]
-Seed = Annotated[int | None, Option(help="Seed that makes sampling repeatable.")]
-System = Annotated[str, Option(help="System message to begin with.")]
 Json = Annotated[bool, Option(help="Print JSON.")]
+
+
+class AnswerOptions(NamedTuple):
+    """Declares the options of commands that answer."""
+
+    max_tokens: Annotated[
+        int | None, Option(minimum=1, help="Most tokens of the answer. By default it may fill the context.")
+    ] = None
+    temperature: Annotated[
+        float | None,
+        Option(
+            minimum=0,
+            help="Sampling temperature. 0: always the most likely token, so that answers repeat. By default, the "
+            "model's own (generation_config.json, GGUF metadata or Modelfile), else 0.7.",
+        ),
+    ] = None
+    top_p: Annotated[
+        float | None,
+        Option(
+            minimum=0,
+            maximum=1,
+            help="Sample from the most likely tokens whose probabilities add up to this. By default, the model's own, "
+            "else 1.",
+        ),
+    ] = None
+    seed: Annotated[int | None, Option(help="Seed that makes sampling repeatable.")] = None
+    system: Annotated[str, Option(help="System message to begin with.")] = ""
+
+    def sampling(self, llm: LLM) -> SamplingParams:
+        """Returns how to answer: as the options that were given say, else as the model's own defaults do."""
+        given = {name: getattr(self, name) for name in ("max_tokens", "temperature", "top_p", "seed")}
+        stated = {name: value for name, value in given.items() if value is not None}
+        return replace(llm.get_default_sampling_params(), **stated)

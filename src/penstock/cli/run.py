@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from penstock.cli import options
-from penstock.cli.command import Argument, Option, UsageError
+from penstock.cli.command import Argument, Option, OptionGroup, UsageError
 from penstock.cli.terminal import note, obtain, print_json
-from penstock.errors import InvalidRequest
+from penstock.errors import InvalidRequest, ModelNotFound
 
 if TYPE_CHECKING:
     from penstock.llm import CompletionStream
+    from penstock.llm.outputs import RequestOutput
 
 
 def run(
     words: Annotated[
         list[str], Argument(metavar="[MODEL] PROMPT", help="The model and the prompt. - reads the prompt from stdin.")
     ],
-    max_tokens: options.MaxTokens = None,
-    temperature: Annotated[
-        float, Option(minimum=0, help="Sampling temperature. 0: always the most likely token, so that answers repeat.")
-    ] = 0.0,
-    top_p: options.TopP = 1.0,
-    seed: options.Seed = None,
-    system: options.System = "",
     raw: Annotated[bool, Option(help="Continue the prompt as a text, without the chat template.")] = False,
     json: options.Json = False,
     *,
+    answer: Annotated[options.AnswerOptions, OptionGroup()],
     engine: options.OneSequenceSettings,
 ) -> None:
     """Answer one prompt and print the answer.
@@ -42,19 +37,17 @@ def run(
     The answer goes to stdout, everything else to stderr.
     """
     model, prompt = _split(words)
-    if raw and system:
+    if raw and answer.system:
         raise UsageError("--raw sends the prompt alone, so --system cannot be used with it")
     text = _read(prompt)
-    path = obtain(model)
+    obtain(model)
 
     from penstock.llm import LLM
-    from penstock.types import SamplingParams
 
-    params = SamplingParams(temperature=temperature, top_p=top_p, seed=seed, max_tokens=max_tokens)
-    with LLM(path, max_rows=1, **engine) as llm:
-        stream = llm.stream(text if raw else _messages(system, text), params)
+    with LLM(model, max_rows=1, **engine) as llm:
+        stream = llm.stream(text if raw else _messages(answer.system, text), answer.sampling(llm))
         if json:
-            print_json({"model": model} | asdict(stream.rest()))
+            print_json({"model": model} | _facts(stream.rest()))
         else:
             _print_stream(stream)
 
@@ -62,6 +55,17 @@ def run(
 def _messages(system: str, text: str) -> list[dict[str, str]]:
     begin = [{"role": "system", "content": system}] if system else []
     return [*begin, {"role": "user", "content": text}]
+
+
+def _facts(output: RequestOutput) -> dict[str, Any]:
+    """Returns what --json prints about an answer."""
+    return {
+        "text": output.text,
+        "tokens": output.tokens,
+        "finish_reason": output.finish_reason,
+        "prompt_tokens": len(output.prompt_token_ids),
+        "cached_tokens": output.num_cached_tokens,
+    }
 
 
 def _print_stream(stream: CompletionStream) -> None:
@@ -79,9 +83,18 @@ def _split(words: list[str]) -> tuple[str, str]:
         raise UsageError(f"takes a model and a prompt; got {len(words)} words: put the prompt in quotes")
     if len(words) == 2:
         return words[0], words[1]
-    if words[0] == options.DEFAULT_MODEL or words[0].endswith(".gguf"):
-        raise UsageError(f"{words[0]} is a model: give a prompt too, or use `penstock chat`")
-    return options.DEFAULT_MODEL, words[0]
+    from penstock.store import find, looks_like_model, stored_names
+
+    (word,) = words
+    if not looks_like_model(word):
+        return options.DEFAULT_MODEL, word
+    as_prompt = f"if it is a prompt: penstock run {options.DEFAULT_MODEL} {shlex.quote(word)}"
+    try:
+        find(word)
+    except ModelNotFound as error:
+        stored = ", ".join(stored_names()) or "none"
+        raise ModelNotFound(f"{error}. Models stored here: {stored}; {as_prompt}") from None
+    raise UsageError(f"{word} is a model: give a prompt too, or use `penstock chat {word}`; {as_prompt}")
 
 
 def _read(prompt: str) -> str:

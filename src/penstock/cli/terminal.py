@@ -94,6 +94,6 @@ def obtain(ref: str) -> Path:
     if bar.what:
         note(f"fetched {ref} ({readable_size(size_of(path))}) to {path}")
     derived = find_derived(ref)
-    if derived is not None and derived.has_settings:
-        note(f"{ref} has settings of its own, which apply only to requests through Ollama's API")
+    if derived is not None and (derived.system or derived.template or derived.messages):
+        note(f"{ref} has a system message, messages or a template of its own: these apply only through Ollama's API")
     return path

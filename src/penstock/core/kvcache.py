@@ -148,6 +148,12 @@ class KvCache:
         self.states.leave(seq)
         seq.nodes, seq.tables, seq.window_starts, seq.capacity = [], [], [], 0
 
+    def flush(self) -> None:
+        """Empties the prefix cache: gives back every block that no sequence holds."""
+        while self.trie.idle_blocks:
+            for block in self.trie.evict():
+                self.pool.give(block)
+
     def _left_to_take(self, end: int, entries: int, starts: list[int]) -> int:
         """Returns how many blocks it takes to reach `end` positions with so many entries in each block table. Within a
         window, blocks behind it are let go meanwhile."""

@@ -15,6 +15,7 @@ from penstock.core import hashing
 from penstock.engine.engine import Engine
 from penstock.engine.grammar import Grammars
 from penstock.errors import OutOfMemory
+from penstock.model.classifier import limits_of_labels
 from penstock.model.load import Checkpoint, load_model, open_checkpoint, text_of
 from penstock.planning.memory_plan import all_states, gigabytes, plan_memory
 from penstock.types import Limits, blocks_for
@@ -69,7 +70,14 @@ def build_engine(config: Config, checkpoint: Checkpoint, tell: Tell = silent) ->
     timer.stop("kernels")
     tell(f"engine ready: {timer}; {described_cache(limits, group_token)}")
     grammars = Grammars(lambda: text_of(open_checkpoint(Path(config.model))).tokenizer, limits.vocab)
-    return Engine(backend, limits, depth=backend.depth, grammars=grammars, chain=chain_hash())
+    return Engine(
+        backend,
+        limits,
+        depth=backend.depth,
+        grammars=grammars,
+        chain=chain_hash(),
+        classifier=checkpoint.classifier,
+    )
 
 
 def described_cache(limits: Limits, group_token: int) -> str:
@@ -103,13 +111,13 @@ def _reserve(config: Config, checkpoint: Checkpoint, backend: Backend) -> tuple[
         limits = resolve(
             config,
             context=spec.max_len,
-            vocab=spec.vocab,
+            vocab=spec.token_ids,
             kv_bytes=group_token,
             memory=needs.kv_memory,
             windows=spec.windows,
             encoder=spec.encoder,
             state_bytes=needs.state_bytes,
-        )._replace(dim=spec.dim, pooling=spec.pooling)
+        )._replace(dim=spec.dim, pooling=spec.pooling, **limits_of_labels(spec))
         try:
             backend.reserve_kv(limits.num_blocks, limits.block_size, all_states(limits), spec.kv_groups)
         except OutOfMemory:

@@ -14,6 +14,7 @@ from penstock.engine.host_blocks import HostBlocks
 from penstock.engine.record import RequestRecord
 from penstock.engine.waiting import Need, WaitingRoom
 from penstock.errors import InvalidGrammar, InvalidRequest, OutOfMemory, PenstockError, StepFailed
+from penstock.model.classifier import ClassifierHead
 from penstock.types import (
     STEP_SIZES,
     Aborted,
@@ -35,8 +36,9 @@ PATIENCE = 0.002  # seconds between two looks at what has arrived, when all requ
 
 class Engine:
     """Answers requests: every one that was added ends in exactly one Finished, Aborted or Failed. `depth` steps are in
-    flight while the next one is planned, `policy` decides where there is a choice, `chain` computes chain hashes, and
-    with `block_events` it is recorded what enters and leaves the prefix cache."""
+    flight while the next one is planned, `policy` decides where there is a choice, `chain` computes chain hashes,
+    `classifier` is the model's classification head, and with `block_events` it is recorded what enters and leaves the
+    prefix cache."""
 
     def __init__(
         self,
@@ -48,11 +50,13 @@ class Engine:
         policy: Policy | None = None,
         chain: hashing.Chain = hashing.chain,
         block_events: bool = False,
+        classifier: ClassifierHead | None = None,
     ) -> None:
         self.limits = limits
         self._backend = backend
         self._depth = depth
         self._grammars = grammars
+        self._classifier = classifier
         epoch = time.time_ns() if block_events else None
         self._scheduler = Scheduler(limits, policy=policy, chain=chain, epoch=epoch)
         self._batcher = Batcher(limits)
@@ -81,12 +85,14 @@ class Engine:
         """Takes a request in; raises InvalidRequest for one that could never be answered. Ids are the caller's and are
         never used twice. A request with a grammar starts when that is compiled; if it cannot be, a step returns the
         failure."""
-        if self.limits.encoder and not request.pooling:
+        if not (self.limits.generates or request.pooling):
             raise InvalidRequest("this model makes embeddings and no text: ask for an embedding", param="model")
+        if request.pooling == "classify" and self._classifier is None:
+            raise InvalidRequest("this model has no classification head: ask for an embedding", param="model")
         if request.id in self._records:
             raise InvalidRequest(f"request id {request.id} is already in use")
         _check_ids(request, self.limits.vocab)
-        record, grammar = RequestRecord(request, self.limits.vocab), request.sampling.grammar
+        record, grammar = RequestRecord(request, self.limits.vocab, self._classifier), request.sampling.grammar
         if grammar is not None and grammar.thinking and grammar.thinking.budget is not None:
             _refuse_logprobs(request)
         if grammar is None:
@@ -107,6 +113,10 @@ class Engine:
             self._emit([Aborted(id)])
         else:
             self._emit(self._scheduler.abort(id))
+
+    def flush_cache(self) -> None:
+        """Empties the prefix cache. Blocks that a running request holds stay until it ends."""
+        self._scheduler.cache.flush()
 
     def step(self) -> list[Event]:
         """Plans and launches a step, commits the oldest one in flight; returns all that happened since last time."""
@@ -154,7 +164,7 @@ class Engine:
     def _start(self, record: RequestRecord) -> None:
         request = record.request
         self._scheduler.now = time.perf_counter()
-        self._scheduler.add(record.sequence(request.pooling != "mean" and not self.limits.encoder))
+        self._scheduler.add(record.sequence(record.pooling != "mean" and not self.limits.encoder))
         self._records[request.id] = record
         self._constrained += record.constraint is not None
         self._mirostats += record.mirostat

@@ -6,19 +6,23 @@ what may come next and, where only one text can, what must.
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
 from penstock.backend.base import Ints
 from penstock.engine.thinking_budget import ThinkingBudget
+from penstock.engine.trigger import PatternTrigger, TriggerWatch, compile_patterns
 from penstock.errors import InvalidGrammar, InvalidRequest, PenstockError, UnsupportedModel
+from penstock.text import gbnf, structural_tag
+from penstock.text.json_schema import guaranteed
 from penstock.types import Grammar, Thinking
 
 if TYPE_CHECKING:
@@ -28,6 +32,7 @@ WORKERS = 2
 MOST_GRAMMARS = 256  # compiled ones that are kept
 COMPILE_SECONDS = 10.0  # after which a grammar is given up
 SLOWEST_MASK = 0.25  # seconds for one bitmask: a thousand times what is usual
+MARK = "\x02"  # a character that is a token of its own in vocabularies that put a space before texts
 STACK_BYTES = 2**30  # of addresses: the library calls itself for every rule in a chain of them
 LONGEST_REASON = 400  # characters of the library's words that are passed on
 WHITESPACE = {"whitespace_pattern": r" |\n[ \t]{0,20}"}  # small models never stop where any run of spaces may follow
@@ -63,7 +68,7 @@ class Grammars:
         self.costs = Costs()
         self._vocabulary = vocabulary
         self._width = width  # of the logits
-        self._compiled: OrderedDict[tuple[str, str], Compiling] = OrderedDict()
+        self._compiled: OrderedDict[tuple[object, ...], Compiling] = OrderedDict()
         self._queue: SimpleQueue[Compiling] = SimpleQueue()
         self._workers: list[threading.Thread] = []
         self._lock = threading.Lock()
@@ -73,7 +78,7 @@ class Grammars:
         """Begins to compile a grammar, or returns the one that was begun before for the same text."""
         if not self._workers:
             self._start_workers()
-        key = grammar.kind, grammar.text
+        key = grammar.kind, grammar.text, grammar.trigger_patterns
         if key not in self._compiled:
             self._compiled[key] = Compiling(grammar)
             self._queue.put(self._compiled[key])
@@ -84,8 +89,16 @@ class Grammars:
 
     def follow(self, compiling: Compiling, grammar: Grammar) -> Constraint:
         """Returns the constraint of one request, once its grammar is ready; raises InvalidGrammar if it was refused."""
-        matcher = compiling.matcher()
-        return Constraint(matcher, self._ends, self._width, grammar.thinking, self.costs)
+        compiled = compiling.result()
+        matcher = compiled.matcher.deep_copy()
+        constraint = Constraint(matcher, self._ends, self._width, grammar.thinking, self.costs)
+        if grammar.lazy:
+            constraint.await_trigger(self._watch(grammar, compiled.patterns))
+        return constraint
+
+    def _watch(self, grammar: Grammar, patterns: tuple[PatternTrigger, ...]) -> TriggerWatch:
+        assert self._tokenizer is not None
+        return TriggerWatch(grammar, patterns, self._spell, self._tokenizer.tokenize_bytes)
 
     def _start_workers(self) -> None:
         usual = threading.stack_size(STACK_BYTES)
@@ -101,7 +114,7 @@ class Grammars:
             compiling = self._queue.get()
             began = time.perf_counter()
             try:
-                compiling.finish(_matcher(self._load(), compiling.grammar))
+                compiling.finish(self._compile(compiling.grammar))
             except PenstockError as error:
                 compiling.fail(error)
             except BaseException as error:  # the library's panics are no Exceptions
@@ -109,13 +122,26 @@ class Grammars:
             self.costs.grammars += 1
             self.costs.grammar_seconds += time.perf_counter() - began
 
+    def _compile(self, grammar: Grammar) -> Compiled:
+        tokenizer = self._load()
+        return Compiled(_matcher(tokenizer, grammar, self._special), compile_patterns(grammar.trigger_patterns))
+
     def _load(self) -> LLTokenizer:
         with self._lock:
             if self._tokenizer is None:
                 vocabulary = self._vocabulary()
                 self._ends = vocabulary.eos_ids
+                self._spell = vocabulary.token_bytes
+                self._special = _special_tokens(vocabulary)
                 self._tokenizer = _tokenizer(vocabulary, self._width)
             return self._tokenizer
+
+
+class Compiled(NamedTuple):
+    """Holds a compiled grammar, which stands at its beginning, and the patterns that trigger it."""
+
+    matcher: LLMatcher
+    patterns: tuple[PatternTrigger, ...] = ()
 
 
 class Compiling:
@@ -125,7 +151,7 @@ class Compiling:
         self.grammar = grammar
         self._deadline = time.monotonic() + COMPILE_SECONDS
         self._done = threading.Event()
-        self._matcher: LLMatcher | None = None
+        self._compiled: Compiled | None = None
         self._error: PenstockError | None = None
 
     def wait(self, seconds: float) -> None:
@@ -136,16 +162,16 @@ class Compiling:
         """Returns True once the grammar is compiled, refused or given up."""
         return self._done.is_set() or time.monotonic() > self._deadline
 
-    def matcher(self) -> LLMatcher:
-        """Returns a copy of the compiled grammar that stands at its beginning; raises why there is none."""
+    def result(self) -> Compiled:
+        """Returns the compiled grammar; raises why there is none."""
         if self._error is not None:
             raise self._error
-        if self._matcher is None:
+        if self._compiled is None:
             raise InvalidGrammar(f"the grammar took more than {COMPILE_SECONDS:.0f} s to compile: simplify it")
-        return self._matcher.deep_copy()
+        return self._compiled
 
-    def finish(self, matcher: LLMatcher) -> None:
-        self._matcher = matcher
+    def finish(self, compiled: Compiled) -> None:
+        self._compiled = compiled
         self._done.set()
 
     def fail(self, error: PenstockError) -> None:
@@ -154,9 +180,10 @@ class Compiling:
 
 
 class Constraint:
-    """Follows one answer through its thinking and its grammar, and knows which tokens may come next."""
+    """Follows one answer through its thinking, the free text before a trigger and its grammar, and knows which tokens
+    may come next."""
 
-    __slots__ = ("_costs", "_matcher", "_thinking", "_width", "ends", "forced")
+    __slots__ = ("_costs", "_matcher", "_thinking", "_trigger", "_width", "ends", "forced")
 
     def __init__(
         self, matcher: LLMatcher | None, ends: frozenset[int], width: int, thinking: Thinking | None, costs: Costs
@@ -167,16 +194,21 @@ class Constraint:
         self._width = width
         self._costs = costs
         self._thinking = ThinkingBudget(thinking)
+        self._trigger: TriggerWatch | None = None
 
     @classmethod
     def free(cls, thinking: Thinking | None) -> Constraint:
         """Returns the constraint of an answer that may be any text, after thinking that may be limited."""
         return cls(None, frozenset(), 0, thinking, Costs())
 
+    def await_trigger(self, trigger: TriggerWatch) -> None:
+        """Allows everything until the trigger was generated."""
+        self._trigger = trigger
+
     @property
     def active(self) -> bool:
         """Returns False while everything is allowed: there is no bitmask then."""
-        return self._matcher is not None and not self._thinking.active
+        return self._matcher is not None and self._trigger is None and not self._thinking.active
 
     def bitmask(self) -> Ints:
         """Returns the tokens that may come next, a bit for each: [ceil(vocab / 32)]. An error of the matcher allows
@@ -206,9 +238,19 @@ class Constraint:
             return ending
         if self._matcher is None:
             return ()
-        if not self._matcher.consume_token(token):
+        begun = self._begun(token)
+        if not all(self._matcher.consume_token(each) for each in begun):
             raise InvalidGrammar(f"the grammar could not be followed further: {_reason(self._matcher.get_error())}")
-        return self._forced(self._matcher) if force else ()
+        return self._forced(self._matcher) if force and begun else ()
+
+    def _begun(self, token: int) -> list[int]:
+        """Returns the tokens that the grammar is to follow: none while it waits for its trigger."""
+        if self._trigger is None:
+            return [token]
+        begun = None if token in self.ends else self._trigger.take(token)
+        if begun is not None:
+            self._trigger = None
+        return begun or []
 
     def _forced(self, matcher: LLMatcher) -> tuple[int, ...]:
         forced = matcher.compute_ff_tokens()
@@ -224,23 +266,36 @@ class Constraint:
 # -- the library --------------------------------------------------------------------------------------------------
 
 
-def _matcher(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
+def _matcher(tokenizer: LLTokenizer, grammar: Grammar, special: Mapping[str, int]) -> LLMatcher:
     from llguidance import LLMatcher
 
-    match grammar.kind:
-        case "json":
-            text = LLMatcher.grammar_from_json_schema(grammar.text, overrides=WHITESPACE)  # type: ignore[arg-type]
-        case "regex":
-            text = LLMatcher.grammar_from_regex(grammar.text)
-        case "lark":
-            text = LLMatcher.grammar_from_lark(grammar.text)
-        case kind:
-            raise InvalidRequest(f"a grammar is json, regex or lark; got {kind!r}")
-    matcher = LLMatcher(tokenizer, text, log_level=0)
+    matcher = LLMatcher(tokenizer, _in_library_form(grammar, special), log_level=0)
     if matcher.is_error():
         raise InvalidGrammar(f"the {_NAMES[grammar.kind]} cannot be used: {_reason(matcher.get_error())}")
     _check_speed(matcher.deep_copy())
     return matcher
+
+
+def _in_library_form(grammar: Grammar, special: Mapping[str, int]) -> str:
+    from llguidance import LLMatcher
+
+    match grammar.kind:
+        case "json":
+            schema = json.dumps(guaranteed(grammar.text))
+            return LLMatcher.grammar_from_json_schema(schema, defaults=WHITESPACE)  # type: ignore[arg-type]
+        case "regex":
+            return LLMatcher.grammar_from_regex(grammar.text)
+        case "lark":
+            return LLMatcher.grammar_from_lark(grammar.text)
+        case "gbnf" | "ebnf":
+            return LLMatcher.grammar_from_lark(gbnf.to_lark(grammar.text, special))
+        case "structural_tag":
+            tag = json.loads(grammar.text)
+            return LLMatcher.grammar_from_lark(
+                structural_tag.to_lark(tag, special, lambda schema: guaranteed(json.dumps(schema)))
+            )
+        case kind:
+            raise InvalidRequest(f"a grammar is one of {', '.join(_NAMES)}; got {kind!r}")
 
 
 def _check_speed(matcher: LLMatcher) -> None:
@@ -254,7 +309,14 @@ def _check_speed(matcher: LLMatcher) -> None:
         )
 
 
-_NAMES = {"json": "JSON schema", "regex": "regular expression", "lark": "Lark grammar"}
+_NAMES = {
+    "json": "JSON schema",
+    "regex": "regular expression",
+    "lark": "Lark grammar",
+    "gbnf": "GBNF grammar",
+    "ebnf": "EBNF grammar",
+    "structural_tag": "structural tag",
+}
 
 
 def _reason(error: str) -> str:
@@ -266,15 +328,18 @@ def _reason(error: str) -> str:
 
 
 def _tokenizer(vocabulary: GrammarVocabulary, width: int) -> LLTokenizer:
-    try:
-        from llguidance import LLTokenizer, TokenizerWrapper
-    except ImportError as error:
-        message = "structured output needs llguidance, which is not installed: pip install 'penstock[server]'"
-        raise InvalidRequest(message, code="unsupported_parameter") from error
+    from llguidance import LLTokenizer, TokenizerWrapper
+
     if not vocabulary.eos_ids:
         raise UnsupportedModel("grammars need an end-of-text token, and this model's vocabulary has none")
     tokenizer = TokenizerWrapper(_LibraryTokenizer(vocabulary, width))
     return LLTokenizer(tokenizer, n_vocab=width, eos_token=sorted(vocabulary.eos_ids))
+
+
+def _special_tokens(vocabulary: GrammarVocabulary) -> dict[str, int]:
+    """Returns the special tokens that carry structure, by text."""
+    ids = vocabulary.special_ids - vocabulary.eos_ids
+    return {text: id for id in ids if (text := vocabulary.token_bytes(id).decode("utf-8", "ignore"))}
 
 
 class _LibraryTokenizer:
@@ -286,6 +351,12 @@ class _LibraryTokenizer:
         self.bos_token_id = vocabulary.bos_id
         self.tokens = [vocabulary.token_bytes(id) for id in range(width)]
         self.special_token_ids = sorted(vocabulary.special_ids)
+        marked = vocabulary.encode(MARK)
+        self._marked = len(marked) if marked and self.tokens[marked[0]].startswith(b" ") else 0
 
     def __call__(self, text: bytes) -> list[int]:
+        """Returns the tokens of a text within an answer. A vocabulary that puts a space before every text gets a mark
+        before it, whose tokens are left out."""
+        if self._marked:
+            return self._encode(MARK + text.decode())[self._marked :]
         return self._encode(text.decode())

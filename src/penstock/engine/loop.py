@@ -22,11 +22,15 @@ class Abort(NamedTuple):
     id: int
 
 
+class FlushCache(NamedTuple):
+    """Asks for the prefix cache to be emptied."""
+
+
 class Close(NamedTuple):
     """Asks for the loop to end."""
 
 
-Message = Add | Abort | Close
+Message = Add | Abort | FlushCache | Close
 Send = Callable[[list[Event], Stats, list[BlockEvent]], None]
 
 
@@ -64,6 +68,8 @@ def advance(engine: Engine, messages: Sequence[Message]) -> list[Event]:
 def _apply(engine: Engine, message: Message) -> list[Event]:
     if isinstance(message, Abort):
         engine.abort(message.id)
+    if isinstance(message, FlushCache):
+        engine.flush_cache()
     if not isinstance(message, Add):
         return []
     try:

@@ -17,7 +17,7 @@ def pools(plan: StepPlan, sequences: Mapping[int, Sequence], records: Mapping[in
     last = 0
     for index, row in enumerate(plan.rows):
         first, last = last, last + row.count
-        kind = records[row.seq].request.pooling
+        kind = records[row.seq].pooling
         computed = row.start + row.count
         ends = computed == sequences[row.seq].prompt_len
         if kind == "mean":

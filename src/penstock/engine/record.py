@@ -5,16 +5,18 @@ from __future__ import annotations
 from penstock.core import Sequence
 from penstock.engine.grammar import Constraint
 from penstock.engine.sampling import Sampler
+from penstock.model.classifier import ClassifierHead
 from penstock.types import Aborted, Event, Failed, Finished, Request
 
 
 class RequestRecord:
     """Belongs to one request: how its tokens are sampled, what constrains them, and what it had to wait for."""
 
-    __slots__ = ("constraint", "request", "sampler", "waited")
+    __slots__ = ("classifier", "constraint", "request", "sampler", "waited")
 
-    def __init__(self, request: Request, vocab: int = 0) -> None:
+    def __init__(self, request: Request, vocab: int = 0, classifier: ClassifierHead | None = None) -> None:
         self.request = request
+        self.classifier = classifier if request.pooling == "classify" else None
         self.sampler = Sampler(request, vocab=vocab)
         self.constraint: Constraint | None = None
         self.waited: dict[str, float] = {}  # seconds by reason, before it was queued
@@ -30,6 +32,11 @@ class RequestRecord:
         self.request = self.request._replace(stop_ids=self.request.stop_ids | constraint.ends)
         self.constraint = constraint
         self.sampler = Sampler(self.request, constraint)
+
+    @property
+    def pooling(self) -> str:
+        """Returns which hidden states are pooled; "" if none are."""
+        return self.classifier.pooling if self.classifier else self.request.pooling
 
     def sequence(self, prefix_cache: bool) -> Sequence:
         """Returns the sequence that the scheduler is to compute."""
@@ -50,7 +57,10 @@ class RequestRecord:
         )
 
     def complete(self, event: Finished | Aborted | Failed) -> Event:
-        """Returns the request's last event with what the engine knows for its report, if it has one."""
+        """Returns the request's last event with the logits of its labels and with what the engine knows for its
+        report, if it has them."""
+        if self.classifier and isinstance(event, Finished):
+            event = event._replace(pooled=self.classifier.answer(event.pooled))
         if isinstance(event, Failed) or event.report is None:
             return event
         forced = self.constraint.forced if self.constraint else 0

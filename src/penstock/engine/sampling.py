@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from penstock.backend.base import ChainRow, Ints, LogitEdit, LogitEdits, SampleRows
 from penstock.engine.dry import DryHistory
 from penstock.engine.grammar import Constraint
+from penstock.engine.mersenne import MersenneDraws
 from penstock.types import DryPenalty, Request, SamplingParams
 
 Numbers = tuple[float, float, int, float, int]  # temperature, top_p, top_k, min_p, logprobs
@@ -30,6 +31,7 @@ class Sampler:
         "_allowed",
         "_bans",
         "_constraint",
+        "_draws",
         "_dry",
         "_mu",
         "_penalties",
@@ -50,6 +52,7 @@ class Sampler:
         self._prompt_len = len(request.prompt)
         self._penalties = PenaltyCounts(request) if _penalizes(params) else None
         self._dry = DryHistory(params.dry, request.dry_breakers) if params.dry and _repeats(params.dry) else None
+        self._draws = MersenneDraws(params.seed or 0) if params.chain is not None and params.chain.mersenne else None
         self._mu = 2 * params.chain.mirostat_tau if params.chain is not None else 0.0
         self._bans = bool(params.min_tokens or request.bad_words)
         self.edits = bool(self._bans or params.logit_bias or self._penalties or self._dry)
@@ -122,6 +125,12 @@ class Sampler:
             return None
         return ChainRow(row, params.chain, params.temperature, params.top_p, params.top_k, params.min_p, self._mu)
 
+    def draw(self, position: int) -> int:
+        """Returns the 64 random bits that decide the token after `position`."""
+        if self._draws is not None:
+            return self._draws.at(position + 1 - self._prompt_len)
+        return _draw(self.seed, position)
+
     def observe(self, surprise: float) -> None:
         """Takes over the surprise of a committed token, in bits: mirostat steers towards its target with it."""
         chain = self._request.sampling.chain
@@ -187,7 +196,7 @@ def sample_rows(wanted: list[Wanted]) -> SampleRows:
         top_p=top_p,
         top_k=top_k,
         min_p=min_p,
-        seed=np.array([_draw(sampler.seed, at) for sampler, _, at in wanted], np.uint64),
+        seed=np.array([sampler.draw(at) for sampler, _, at in wanted], np.uint64),
         logprobs=logprobs,
         edits=LogitEdits.of(edits),
         chains=tuple(chains),

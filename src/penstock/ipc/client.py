@@ -35,6 +35,9 @@ class EngineClient(Protocol):
     def abort(self, id: int) -> None:
         """Ends a request now; its last event still arrives, with a report of what happened to it."""
 
+    def flush_cache(self) -> None:
+        """Empties the prefix cache; running requests keep the blocks they hold."""
+
     def next_id(self) -> int: ...
 
     async def close(self) -> None: ...

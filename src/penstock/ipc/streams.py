@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable
 
-from penstock.engine.loop import Abort, Add, Message
+from penstock.engine.loop import Abort, Add, FlushCache, Message
 from penstock.errors import EngineUnavailable
 from penstock.ipc.inprocess_engine import by_request
 from penstock.types import Event, Failed, Hello, Request, Stats, Tokens
@@ -89,6 +89,9 @@ class RequestClient(ABC):
 
     def abort(self, id: int) -> None:
         self._send(Abort(id))
+
+    def flush_cache(self) -> None:
+        self._send(FlushCache())
 
     def next_id(self) -> int:
         return next(self._ids)

@@ -8,7 +8,7 @@ from itertools import chain
 
 import msgspec
 
-from penstock.engine.loop import Abort, Add, Close, Message
+from penstock.engine.loop import Abort, Add, Close, FlushCache, Message
 from penstock.types import (
     Aborted,
     BlockEvent,
@@ -25,10 +25,11 @@ from penstock.types import (
 
 
 class ClientMessage(msgspec.Struct, frozen=True, array_like=True):
-    """Carries a client's message: Add or Abort, or Close if neither field is set."""
+    """Carries a client's message: Add, Abort or FlushCache, or Close if no field is set."""
 
     add: Request | None = None
     abort: int | None = None
+    flush: bool = False
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -76,6 +77,8 @@ def encode_message(message: Message) -> bytes:
             return _encoder.encode(ClientMessage(add=request))
         case Abort(id):
             return _encoder.encode(ClientMessage(abort=id))
+        case FlushCache():
+            return _encoder.encode(ClientMessage(flush=True))
         case Close():
             return _encoder.encode(ClientMessage())
 
@@ -84,6 +87,8 @@ def decode_message(data: bytes) -> Message:
     message = _messages.decode(data)
     if message.add is not None:
         return Add(message.add)
+    if message.flush:
+        return FlushCache()
     return Close() if message.abort is None else Abort(message.abort)
 
 

@@ -133,6 +133,10 @@ class ConfigReader:
         """Returns all keys."""
         return list(self._values)
 
+    def having(self, **values: Any) -> ConfigReader:
+        """Returns a reader that sees other values of these keys."""
+        return ConfigReader({**self._values, **values}, self._source, self._prefix)
+
     def without(self, *keys: str) -> ConfigReader:
         """Returns a reader that does not see these keys."""
         left = {key: value for key, value in self._values.items() if key.removeprefix(self._prefix) not in keys}

@@ -4,22 +4,33 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import MalformedFile, ModelNotFound, UnsupportedModel
 from penstock.model import names
+from penstock.model.classifier import KEYS as LABEL_KEYS
+from penstock.model.classifier import (
+    RANKER_KEYS,
+    ClassifierHead,
+    build_head,
+    is_ranker,
+    read_labels,
+    split_head,
+    token_head,
+    with_ranker,
+)
 from penstock.model.config_hf import NEUTRAL
 from penstock.model.config_reader import ConfigReader
 from penstock.model.formats.checkpoint import weights_of
 from penstock.model.gguf.shards import read_shards
 from penstock.model.open_files import read_json
-from penstock.model.registry import PackedModel, family, family_of_gguf, family_of_hf
+from penstock.model.registry import CLASSIFIERS, PackedModel, family, family_of_gguf, family_of_hf
 from penstock.model.roles import BIAS, Role
 from penstock.model.safetensors import read_safetensors
 from penstock.model.sentence_transformers import with_sentence
-from penstock.model.spec import ModelSpec
+from penstock.model.spec import ClassifierSpec, ModelSpec
 from penstock.model.split_fused import split_fused
 from penstock.model.tensor import Tensor
 from penstock.model.weights import Packer, Packs
@@ -43,6 +54,7 @@ class Checkpoint:
     name: str
     path: Path
     metadata: Mapping[str, Any]  # the file's own: GGUF metadata or config.json
+    classifier: ClassifierHead | None = None
 
     @property
     def float8(self) -> bool:
@@ -91,10 +103,15 @@ def open_gguf(path: Path) -> Checkpoint:
     file = read_shards(path)
     kind = family_of_gguf(ConfigReader(file.metadata, METADATA))
     config = ConfigReader(file.metadata, METADATA, prefix=f"{file.metadata['general.architecture']}.")
-    spec = kind.read_gguf(config, file.tensors)
+    tensors, head = split_head(file.tensors) if is_ranker(config) else (file.tensors, {})
+    spec = kind.read_gguf(config.without(*RANKER_KEYS) if head else config, tensors)
+    classifier = None
+    if head:
+        spec, classifier = with_ranker(config, spec, head)
     return Checkpoint(
         spec=spec,
-        tensors=split_fused(names.canonical(file.tensors, kind.GGUF, spec), spec),
+        tensors=split_fused(names.canonical(tensors, kind.GGUF, spec), spec),
+        classifier=classifier,
         name=str(file.metadata.get("general.name", path.stem)),
         path=path,
         metadata=file.metadata,
@@ -104,21 +121,57 @@ def open_gguf(path: Path) -> Checkpoint:
 def open_folder(path: Path) -> Checkpoint:
     """Opens a Hugging Face folder."""
     values = read_json(path / CONFIG)
-    spec = with_sentence(read_config(values), path)
+    spec = with_known_reranker(with_sentence(read_config(values), path), path)
     naming = family(spec.arch).HUGGING_FACE
-    stored = {
-        name: tensor for name, tensor in read_safetensors_shards(path).items() if not naming.ignored.fullmatch(name)
-    }
+    files, head = read_safetensors_shards(path), dict[str, Tensor]()
+    if spec.classifier and not spec.classifier.tokens:
+        files, head = split_head(files)
+    stored = {name: tensor for name, tensor in files.items() if not naming.ignored.fullmatch(name)}
     weights = weights_of(stored, ConfigReader(values, CONFIG), path)
     tensors = split_fused(names.canonical(weights, naming, spec), spec)
     if spec.tied:
         tensors.pop("head", None)  # some checkpoints store the embedding a second time
-    return Checkpoint(spec, tensors, name=path.resolve().name, path=path, metadata=values)
+    return Checkpoint(spec, tensors, path.resolve().name, path, values, head_of(spec, tensors, head))
+
+
+def head_of(spec: ModelSpec, tensors: Mapping[str, Tensor], head: Mapping[str, Tensor]) -> ClassifierHead | None:
+    """Builds the classification head of a Hugging Face folder, if it has one."""
+    if spec.classifier is None:
+        return None
+    return token_head(spec, tensors) if spec.classifier.tokens else build_head(spec, head)
+
+
+def with_known_reranker(spec: ModelSpec, path: Path) -> ModelSpec:
+    """Returns the spec with the tokens that Qwen3-Reranker answers with, if the folder's model card says it is one."""
+    from penstock.text.pairs import is_qwen3_reranker
+
+    if spec.classifier or spec.arch != "qwen3" or not is_qwen3_reranker(path):
+        return spec
+    vocab = ConfigReader(read_json(path / "tokenizer.json"), "tokenizer.json").table("model").table("vocab")
+    tokens = tuple(vocab.count(word, 0) for word in ("yes", "no"))
+    return replace(spec, classifier=ClassifierSpec(("LABEL_0",), "sigmoid", "last", tokens=tokens))
 
 
 def read_config(values: Mapping[str, Any]) -> ModelSpec:
     """Reads the spec from the config.json of a Hugging Face folder."""
     config = ConfigReader(values, CONFIG)
+    named = config.strings("architectures")
+    if len(named) == 1 and named[0] in CLASSIFIERS:
+        spec = read_model(config.without(*LABEL_KEYS).having(architectures=[CLASSIFIERS[named[0]]]))
+        classifier = read_labels(config, *head_of_family(spec))
+        return replace(spec, classifier=classifier, tied=not spec.encoder, generates=False)
+    return read_model(config)
+
+
+def head_of_family(spec: ModelSpec) -> tuple[str, str]:
+    """Returns the pooling and the activation that a family's classification head has."""
+    if not spec.encoder:
+        return "last", ""
+    return "cls", "gelu" if spec.arch == "modernbert" else "tanh"
+
+
+def read_model(config: ConfigReader) -> ModelSpec:
+    """Reads the spec of a model without a classification head."""
     spec = family_of_hf(config).read_hf(config)
     config.refuse_unread(NEUTRAL)
     return spec

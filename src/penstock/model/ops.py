@@ -73,7 +73,7 @@ class Ops(Protocol[V]):
         `layer`, then attends causally: [T, heads * head_dim], [T, head_dim] -> [T, heads * v_dim]."""
 
     def act_and_mul(self, x: V, act: str) -> V:
-        """Returns act(left half) * right half: [T, 2 * hidden] -> [T, hidden]. `act` is "silu" or "gelu_tanh"."""
+        """Returns act(left half) * right half: [T, 2 * hidden] -> [T, hidden]; act is "silu", "gelu" or "gelu_tanh"."""
 
     def activate(self, x: V, act: str) -> V:
         """Returns act of each value: "silu", "gelu", "gelu_tanh" (its approximation) or "relu"."""

@@ -43,6 +43,8 @@ HUGGING_FACE = {  # the architecture in config.json: the family's file
     "RobertaForMaskedLM": "bert",
     "XLMRobertaModel": "bert",
     "NomicBertModel": "nomic_bert",
+    "ModernBertModel": "modernbert",
+    "ModernBertForMaskedLM": "modernbert",
     "DeepseekV2ForCausalLM": "deepseek2",
     "DeepseekV3ForCausalLM": "deepseek2",
     "GptOssForCausalLM": "gptoss",
@@ -52,6 +54,14 @@ HUGGING_FACE = {  # the architecture in config.json: the family's file
     "Qwen3_5MoeForCausalLM": "qwen35",
     "Qwen3_5MoeForConditionalGeneration": "qwen35",
 }
+CLASSIFIERS = {  # architectures with a classification head: what they are without it
+    "BertForSequenceClassification": "BertModel",
+    "RobertaForSequenceClassification": "RobertaModel",
+    "XLMRobertaForSequenceClassification": "XLMRobertaModel",
+    "ModernBertForSequenceClassification": "ModernBertModel",
+    "GPT2ForSequenceClassification": "GPT2LMHeadModel",
+    "Gemma3TextForSequenceClassification": "Gemma3ForCausalLM",
+} | {name.replace("CausalLM", "SequenceClassification"): name for name in HUGGING_FACE if name.endswith("CausalLM")}
 GGUF = {  # general.architecture in a GGUF file: the family's file
     "llama": "llama",
     "qwen2": "qwen2",
@@ -71,6 +81,7 @@ GGUF = {  # general.architecture in a GGUF file: the family's file
     "minimax-m2": "minimaxm2",
     "bert": "bert",
     "nomic-bert": "nomic_bert",
+    "modern-bert": "modernbert",
     "deepseek2": "deepseek2",
     "gpt-oss": "gptoss",
     "qwen3next": "qwen3next",

@@ -6,9 +6,10 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from penstock.errors import MalformedFile, UnsupportedModel
+from penstock.model.classifier import read_activation
 from penstock.model.config_reader import ConfigReader
 from penstock.model.open_files import read_json, read_list
-from penstock.model.spec import ModelSpec
+from penstock.model.spec import ClassifierSpec, ModelSpec
 
 MODULES = "modules.json"
 LIMITS = "sentence_bert_config.json"
@@ -32,9 +33,13 @@ def with_sentence(spec: ModelSpec, folder: Path) -> ModelSpec:
     for kind, path in read_modules(folder):
         if kind == "Pooling":
             spec = replace(spec, pooling=read_pooling(ConfigReader(read_json(folder / path / "config.json"), path)))
+        elif kind == "LogitScore":
+            spec = replace(spec, classifier=read_token_score(folder, path))
         elif kind not in ("Transformer", "Normalize"):
-            raise UnsupportedModel(f"{MODULES} lists a module {kind!r} after the model; supported: Pooling, Normalize")
-    return replace(spec, max_len=min(spec.max_len, read_length(folder, spec.max_len)))
+            raise UnsupportedModel(
+                f"{MODULES} lists a module {kind!r} after the model; supported: Pooling, Normalize, LogitScore"
+            )
+    return replace(spec, max_len=min(spec.max_len, read_length(folder, spec)))
 
 
 def read_modules(folder: Path) -> list[tuple[str, str]]:
@@ -60,12 +65,25 @@ def read_pooling(config: ConfigReader) -> str:
     return kind
 
 
-def read_length(folder: Path, otherwise: int) -> int:
-    """Reads how many tokens a prompt has at most."""
+def read_token_score(folder: Path, path: str) -> ClassifierSpec:
+    """Reads which tokens a generative reranker answers with."""
+    config = ConfigReader(read_json(folder / path / "config.json"), path)
+    config.require("module_input_name", ("causal_logits",), "causal_logits")
+    tokens = [config.count(key, 0) for key in ("true_token_id", "false_token_id") if key in config]
+    config.refuse_unread(())
+    if not tokens:
+        raise MalformedFile(f"{path}/config.json names no true_token_id")
+    told = ConfigReader(read_json(folder / PROMPTS) if (folder / PROMPTS).exists() else {}, PROMPTS)
+    return ClassifierSpec(("LABEL_0",), read_activation(told) or "sigmoid", "last", tokens=tuple(tokens))
+
+
+def read_length(folder: Path, spec: ModelSpec) -> int:
+    """Reads how many tokens a prompt has at most. A prompt before every text is refused, unless the model is a
+    generative reranker, whose template has a place for it."""
     limits, prompts = (
         ConfigReader(read_json(folder / file) if (folder / file).exists() else {}, file) for file in (LIMITS, PROMPTS)
     )
     limits.require("do_lower_case", (False,), False)
-    if "default_prompt_name" in prompts:
+    if "default_prompt_name" in prompts and (spec.classifier is None or spec.encoder):
         raise prompts.unsupported("default_prompt_name", prompts.text("default_prompt_name"), ("null",))
-    return limits.size("max_seq_length", otherwise)
+    return limits.size("max_seq_length", spec.max_len)

@@ -30,11 +30,11 @@ class AttentionSpec:
     kv_heads: int
     head_dim: int
     rope: RopeSpec
-    window: int = 0  # 0: sees everything before; else the last `window` positions, itself included
+    window: int = 0  # 0: sees everything; else the last `window` positions, itself included, and as many after it
     multiplier: float = 0.0  # scores are multiplied by it; 0: one over the root of head_dim
     soft_cap: float = 0.0  # scores are capped at it; 0: no cap
     qk_norm: Literal["", "head", "all"] = ""  # q and k are normed not at all, per head, or over all heads at once
-    causal: bool = True  # else a token sees all of its row, which is then the whole of its sequence
+    causal: bool = True  # sees nothing after it; else its row is the whole of its sequence
     sinks: bool = False  # each head has a logit that takes part in the softmax and contributes no value
     v_dim: int = 0  # above 0: MLA, where values are the last so many dimensions of keys
     output_gate: bool = False  # q projects to a gate, too: the output is multiplied by its sigmoid
@@ -138,6 +138,17 @@ class ExpertSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class ClassifierSpec:
+    """Describes what a model classifies sequences into, and the head that does it (model/classifier.py)."""
+
+    labels: tuple[str, ...]
+    activation: str  # what turns logits into scores: sigmoid, softmax or identity
+    pooling: str  # the state that the head sees: cls, last or mean
+    act: str = ""  # after the head's dense layer: tanh or gelu; "": it has none
+    tokens: tuple[int, ...] = ()  # instead of a head: the tokens for yes and, if there is one, for no
+
+
+@dataclass(frozen=True, slots=True)
 class KvGroup:
     """Layers that share their KV blocks: a block holds some tokens of all of them, and one block table serves them."""
 
@@ -195,12 +206,21 @@ class ModelSpec:
     delta: DeltaSpec | None = None
     recurrent: frozenset[int] = frozenset()  # layers that have a delta net in place of attention
     shared_gated: bool = False  # the MLP beside the experts has a gate of its own
+    classifier: ClassifierSpec | None = None
+    segments: int = 1  # kinds of tokens that a pair of texts has: of the first and of the second
+    generates: bool = True  # the checkpoint has an output head, or ties it to its embeddings
 
     @property
     def encoder(self) -> bool:
         """Returns whether it makes embeddings and no text: a prompt is computed in one step and nothing of it is
         kept."""
         return not self.attn.causal
+
+    @property
+    def token_ids(self) -> int:
+        """Returns how many token ids it knows. A classifier of pairs has those of the first text and, `vocab` further,
+        those of the second one where the two differ."""
+        return self.vocab * (2 if self.classifier and self.segments > 1 else 1)
 
     @property
     def kv_layers(self) -> int:
@@ -218,7 +238,10 @@ class ModelSpec:
 
     @property
     def kv_groups(self) -> tuple[KvGroup, ...]:
-        """The groups that its KV cache has: one, unless layers have different windows."""
+        """The groups that its KV cache has: one, unless layers have different windows. An encoder has one, for the
+        whole of a sequence."""
+        if self.encoder:
+            return (KvGroup(0, (0,)),)
         layers = [layer for layer in range(self.layers) if layer not in self.recurrent][: self.kv_layers]
         return group_by_window([self.attention(layer).window for layer in layers])
 

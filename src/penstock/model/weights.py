@@ -77,6 +77,14 @@ class Packer:
         table = self._take_rows(name, 1, width)
         return self._pack_values(table, np.repeat(dequantize(table)[:1], count, axis=0))
 
+    def twice(self, name: str, count: int, width: int, types: str) -> Any:
+        """Packs a table of `count` rows and, below it, the same rows with the difference between the second and the
+        first row of table `types` added."""
+        table = self._take(name, (count, width))
+        first, second = dequantize(self._take_rows(types, 2, width))[:2]
+        values = dequantize(table)
+        return self._pack_values(table, np.concatenate([values, values + (second - first)]))
+
     def heads(self, name: str, heads: int, rows: int, width: int) -> Any:
         """Packs a matrix for each head."""
         return self._backend.pack_heads(self._take(name, (heads, rows, width)))

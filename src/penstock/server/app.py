@@ -35,6 +35,8 @@ from penstock.server.request_context import ContextMiddleware
 from penstock.server.responses.endpoints import Responses
 from penstock.server.routes import all_routes
 from penstock.server.served_model import CLIENTS_NAMES, ServedModel
+from penstock.server.telemetry.access_log import AccessLog, LogSettings, set_up_logging
+from penstock.server.telemetry.compat_metrics import DEFAULT_SETS
 from penstock.server.telemetry.metrics import Metrics
 from penstock.text import Text
 
@@ -51,6 +53,8 @@ class Setup(NamedTuple):
     space: Space = SPACE  # for files and batches
     rules: Rules = Rules()
     traces: Traces | None = None
+    metric_sets: tuple[str, ...] = DEFAULT_SETS  # other engines whose metric names are exported
+    log: LogSettings = LogSettings()
 
 
 DEFAULT_SETUP = Setup()
@@ -64,9 +68,10 @@ def create_app(
 ) -> ASGIApp:
     """Returns an application that serves `client`'s engine as `name`. It starts the client when it starts and closes it
     when it ends."""
-    path, space, rules, traces = setup
+    path, space, rules, traces, metric_sets, _ = setup
     aliases = (*rules.aliases, *(CLIENTS_NAMES if rules.lenient else ()))
-    served = ServedModel(client, text, name, int(time.time()), Metrics(client, name), path, aliases)
+    metrics = Metrics(client, name, metric_sets)
+    served = ServedModel(client, text, name, int(time.time()), metrics, path, aliases, rules.trust_templates)
     accounts = None if rules.keys is None else Accounts(Keyring(rules.keys))
     archive = Archive(space, name)
     runner = BatchRunner(archive, served, accounts, lenient=rules.lenient)
@@ -96,7 +101,8 @@ def create_app(
         lifespan=lifespan,
     )
     inner: ASGIApp = app if traces is None else traces.around(app, served.metrics, name)
-    return ContextMiddleware(guarded(inner, served, rules, accounts), lenient=rules.lenient)
+    logged = AccessLog(guarded(inner, served, rules, accounts), served.metrics)
+    return ContextMiddleware(logged, lenient=rules.lenient)
 
 
 def serve(
@@ -109,6 +115,7 @@ def serve(
 ) -> None:
     """Serves until interrupted. It binds the port first and starts the engine next, so that an error of either is
     reported at once; the tokenizer is loaded meanwhile. Answers in flight are finished before the engine is closed."""
+    set_up_logging(setup.log)
     with suppress(KeyboardInterrupt):
         listener = bind(host, port)
         check(setup.rules, listener.getsockname()[0])

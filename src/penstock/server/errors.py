@@ -1,20 +1,26 @@
-"""Answers with errors, in the shape of the request's dialect: OpenAI's, Anthropic's or Ollama's."""
+"""Answers with errors, in the shape of the request's dialect: OpenAI's, Anthropic's, Ollama's, llama.cpp's, KServe's or
+that of Text Generation Inference."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from math import ceil
+from typing import NamedTuple
 
 import msgspec
+from msgspec import UNSET, UnsetType
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.errors import (
+    ContextTooLong,
     EngineUnavailable,
     Forbidden,
     InvalidRequest,
     NotFound,
+    NotSupported,
     Overloaded,
     PenstockError,
     RateLimited,
@@ -24,10 +30,12 @@ from penstock.server.request_context import context_of
 
 RETRY_AFTER = "1"  # seconds: about as long as an engine takes to restart
 CLIENT_LEFT = Response(status_code=499)  # nobody reads it
-ANTHROPIC_OVERLOADED = 529  # what Anthropic's clients expect for 503
+ANTHROPIC_OVERLOADED = 529
+ANTHROPIC_STATUSES = {503: ANTHROPIC_OVERLOADED}
 STATUSES = {"request_timeout": 408, "request_too_large": 413, "uri_too_long": 414}  # of codes of InvalidRequest
 
 OPENAI_TYPES = {403: "permission_error", 429: "rate_limit_error"}
+TGI_TYPES = {429: "overloaded", 503: "overloaded"}
 ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -38,6 +46,26 @@ ANTHROPIC_TYPES = {
     500: "api_error",
     ANTHROPIC_OVERLOADED: "overloaded_error",
 }
+LLAMACPP_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    500: "server_error",
+    501: "not_supported_error",
+    503: "unavailable_error",
+}
+LLAMACPP_PATHS = (  # those that have no dialect beside llama.cpp's
+    "/apply-template",
+    "/chat/",
+    "/completion",
+    "/embedding",
+    "/infill",
+    "/lora-adapters",
+    "/models",
+    "/props",
+    "/responses",
+    "/slots",
+)
 
 
 class OpenAiErrorDetail(msgspec.Struct):
@@ -65,6 +93,27 @@ class OllamaErrorBody(msgspec.Struct):
     error: str
 
 
+class KserveErrorBody(msgspec.Struct):
+    error: str
+
+
+class TgiErrorBody(msgspec.Struct):
+    error: str
+    error_type: str
+
+
+class LlamaCppErrorDetail(msgspec.Struct):
+    code: int
+    message: str
+    type: str
+    n_prompt_tokens: int | UnsetType = UNSET
+    n_ctx: int | UnsetType = UNSET
+
+
+class LlamaCppErrorBody(msgspec.Struct):
+    error: LlamaCppErrorDetail
+
+
 def status_of(error: PenstockError) -> int:
     match error:
         case InvalidRequest():
@@ -75,6 +124,8 @@ def status_of(error: PenstockError) -> int:
             return 403
         case NotFound():
             return 404
+        case NotSupported():
+            return 501
         case RateLimited():
             return 429
         case EngineUnavailable() | Overloaded():
@@ -95,30 +146,83 @@ def headers_of(error: PenstockError) -> dict[str, str]:
     return {}
 
 
-def body_of(error: PenstockError) -> bytes:
-    kind = OPENAI_TYPES.get(status_of(error), "invalid_request_error" if status_of(error) < 500 else "server_error")
+class Refusal(NamedTuple):
+    """Holds what an error's body is made of: the error, its HTTP status and the id of the request."""
+
+    error: PenstockError
+    status: int
+    request_id: str
+
+
+class ErrorShape(NamedTuple):
+    """Says how a dialect writes errors."""
+
+    body: type[msgspec.Struct]
+    make: Callable[[Refusal], msgspec.Struct]
+    statuses: Mapping[int, int] = {}  # those that the dialect's clients expect in place of ours
+
+    def encode(self, error: PenstockError, status: int = 0, request_id: str = "") -> bytes:
+        """Returns the error as JSON. `status` is the error's own unless it is given."""
+        return msgspec.json.encode(self.make(Refusal(error, status or status_of(error), request_id)))
+
+
+def _openai(refusal: Refusal) -> OpenAiErrorBody:
+    error, status = refusal.error, status_of(refusal.error)
+    kind = OPENAI_TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     param = error.param if isinstance(error, InvalidRequest) else None
-    return msgspec.json.encode(OpenAiErrorBody(OpenAiErrorDetail(error.message, kind, param, error.code)))
+    return OpenAiErrorBody(OpenAiErrorDetail(error.message, kind, param, error.code))
 
 
-def anthropic_body(error: PenstockError, status: int = 0, request_id: str | None = None) -> bytes:
-    kind = ANTHROPIC_TYPES.get(_anthropic_status(status or status_of(error)), "invalid_request_error")
-    return msgspec.json.encode(AnthropicErrorBody(AnthropicErrorDetail(kind, error.message), request_id))
+def _anthropic(refusal: Refusal) -> AnthropicErrorBody:
+    status = ANTHROPIC_STATUSES.get(refusal.status, refusal.status)
+    detail = AnthropicErrorDetail(ANTHROPIC_TYPES.get(status, "invalid_request_error"), refusal.error.message)
+    return AnthropicErrorBody(detail, refusal.request_id or None)
 
 
-def ollama_body(error: PenstockError) -> bytes:
-    return msgspec.json.encode(OllamaErrorBody(error.message))
+def _ollama(refusal: Refusal) -> OllamaErrorBody:
+    return OllamaErrorBody(refusal.error.message)
 
 
-def _anthropic_status(status: int) -> int:
-    return ANTHROPIC_OVERLOADED if status == 503 else status
+def _kserve(refusal: Refusal) -> KserveErrorBody:
+    return KserveErrorBody(refusal.error.message)
 
 
-def error_shape(path: str) -> type[msgspec.Struct]:
-    """Returns the error struct of the dialect that a path belongs to."""
-    if path.startswith("/api/"):
-        return OllamaErrorBody
-    return AnthropicErrorBody if path.startswith("/v1/messages") else OpenAiErrorBody
+def _tgi(refusal: Refusal) -> TgiErrorBody:
+    kind = TGI_TYPES.get(refusal.status, "validation" if refusal.status < 500 else "generation")
+    return TgiErrorBody(refusal.error.message, kind)
+
+
+def _llamacpp(refusal: Refusal) -> LlamaCppErrorBody:
+    error, kind = refusal.error, LLAMACPP_TYPES.get(refusal.status, "invalid_request_error")
+    detail = LlamaCppErrorDetail(refusal.status, error.message, kind)
+    if isinstance(error, ContextTooLong):
+        detail.type = "exceed_context_size_error"
+        detail.message = f"the request exceeds the available context size: {error.message}"
+        detail.n_prompt_tokens = UNSET if error.prompt_tokens is None else error.prompt_tokens
+        detail.n_ctx = UNSET if error.context is None else error.context
+    return LlamaCppErrorBody(detail)
+
+
+OPENAI_ERRORS = ErrorShape(OpenAiErrorBody, _openai)
+ANTHROPIC_ERRORS = ErrorShape(AnthropicErrorBody, _anthropic, ANTHROPIC_STATUSES)
+OLLAMA_ERRORS = ErrorShape(OllamaErrorBody, _ollama)
+KSERVE_ERRORS = ErrorShape(KserveErrorBody, _kserve)
+TGI_ERRORS = ErrorShape(TgiErrorBody, _tgi, {400: 422})
+LLAMACPP_ERRORS = ErrorShape(LlamaCppErrorBody, _llamacpp)
+SHAPES = (  # by the beginning of a path; the first that fits counts
+    ("/api/", OLLAMA_ERRORS),
+    ("/v1/messages", ANTHROPIC_ERRORS),
+    ("/v2/models", KSERVE_ERRORS),
+    ("/generate_stream", TGI_ERRORS),
+    *((path, LLAMACPP_ERRORS) for path in LLAMACPP_PATHS),
+)
+
+
+def error_shape(path: str) -> ErrorShape:
+    """Returns how errors are written in the dialect that a path belongs to."""
+    if path == "/":
+        return TGI_ERRORS
+    return next((shape for beginning, shape in SHAPES if path.startswith(beginning)), OPENAI_ERRORS)
 
 
 def error_response(request: Request, error: PenstockError) -> Response:
@@ -128,17 +232,13 @@ def error_response(request: Request, error: PenstockError) -> Response:
 def respond(request: Request, error: PenstockError, status: int, headers: dict[str, str] | None = None) -> Response:
     """Returns the error in the request's dialect. The path decides; where two dialects share one, the header that
     Anthropic's clients always send does."""
+    context = context_of(request.scope)
+    context.outcome.error = error.code
     shape = error_shape(request.url.path)
-    if shape is OllamaErrorBody:
-        return _json(ollama_body(error), status, headers)
-    if shape is AnthropicErrorBody or "anthropic-version" in request.headers:
-        body = anthropic_body(error, status, context_of(request.scope).id)
-        return _json(body, _anthropic_status(status), headers)
-    return _json(body_of(error), status, headers)
-
-
-def _json(body: bytes, status: int, headers: dict[str, str] | None) -> Response:
-    return Response(body, status, headers, "application/json")
+    if shape is OPENAI_ERRORS and "anthropic-version" in request.headers:
+        shape = ANTHROPIC_ERRORS
+    body = shape.encode(error, status, context.id)
+    return Response(body, shape.statuses.get(status, status), headers, "application/json")
 
 
 async def on_error(request: Request, error: Exception) -> Response:

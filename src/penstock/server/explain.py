@@ -41,7 +41,7 @@ class StageSeconds(msgspec.Struct):
 
 class FinishCause(msgspec.Struct):
     reason: str
-    by: str  # end_of_text, stop_token, stop_string, max_tokens or context
+    by: str  # end_of_text, stop_token, stop_string, repeated_call, max_tokens or context
     token: int | UnsetType = UNSET
     text: str | UnsetType = UNSET
 
@@ -120,6 +120,8 @@ class Explanation:
         if delta.finish == "length":
             full = len(request.prompt) + request.max_tokens >= self._limits.max_len
             return FinishCause("length", "context" if full else "max_tokens")
+        if not delta.silent:
+            return FinishCause("stop", "repeated_call")
         token, tokenizer = delta.tokens[-1], self._text.tokenizer
         by = "end_of_text" if token in tokenizer.eos_ids else "stop_token"
         return FinishCause("stop", by, token, tokenizer.token_text(token))

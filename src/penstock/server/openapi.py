@@ -31,7 +31,8 @@ Schema = dict[str, Any]
 
 class Operation(NamedTuple):
     """Says what a route reads and answers: its body, the fields accepted without effect, its answer, whole and
-    streamed, and its query. A string instead of a struct is a media type."""
+    streamed, and its query. A string instead of a struct is a media type; a tuple lists the kinds of answer that there
+    are."""
 
     takes: Kind | str | None = None
     no_effect: NoEffect | None = None
@@ -94,7 +95,7 @@ def _kinds_of(routes: Sequence[DocumentedRoute]) -> dict[Kind, NoEffect]:
     kinds: dict[Kind, NoEffect] = {}
     for route in routes:
         operation = route.operation
-        answers = (operation.answers, operation.streams, error_shape(route.path))
+        answers = (*_options(operation.answers), *_options(operation.streams), error_shape(route.path).body)
         kinds |= {kind: {} for kind in answers if not isinstance(kind, str | None)}
     for takes, no_effect, *_ in (route.operation for route in routes):
         kinds |= {} if isinstance(takes, str | None) else {takes: no_effect or {}}
@@ -128,10 +129,10 @@ def _objects(tree: object) -> Iterator[Schema]:
 
 
 def _operation(route: DocumentedRoute, refs: dict[Kind, Schema]) -> Schema:
-    operation, error = route.operation, error_shape(route.path)
+    operation, error = route.operation, error_shape(route.path).body
     answered = _content(operation.answers, refs)
     if operation.streams is not None:
-        chunk = {"anyOf": [refs[operation.streams], refs[error]]}
+        chunk = {"anyOf": [*(refs[kind] for kind in _options(operation.streams)), refs[error]]}
         answered |= _lines(chunk) if error is OllamaErrorBody else _events(chunk)
     done = "2XX" if operation.answers is None else "200"
     body = {} if route.method == "HEAD" else {"content": _content(error, refs)}
@@ -164,7 +165,14 @@ def _query_parameters(kind: Kind | None) -> list[Schema]:
 def _content(kind: Kind | str | None, refs: dict[Kind, Schema]) -> Schema:
     if kind is None:
         return {}
-    return {kind: {}} if isinstance(kind, str) else {JSON: {"schema": refs[kind]}}
+    if isinstance(kind, str):
+        return {kind: {}}
+    options = [refs[each] for each in _options(kind)]
+    return {JSON: {"schema": {"anyOf": options} if len(options) > 1 else options[0]}}
+
+
+def _options(kind: Kind | None) -> tuple[Kind, ...]:
+    return kind if isinstance(kind, tuple) else (kind,)
 
 
 def _lines(chunk: Schema) -> Schema:

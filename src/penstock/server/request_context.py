@@ -42,6 +42,16 @@ def new_request_id() -> str:
     return f"req-{secrets.token_hex(12)}"
 
 
+@dataclass(slots=True)
+class Outcome:
+    """Adds up what became of a request, for the log."""
+
+    prompts: dict[int, int] = field(default_factory=dict)  # tokens of each prompt, by its hash: choices share theirs
+    generated: int = 0  # tokens
+    finish_reason: str = ""  # of the answer that ended last
+    error: str = ""  # code of the error that was the answer
+
+
 @dataclass(slots=True, kw_only=True)
 class RequestContext:
     """Holds what is known about one HTTP request beside its body. `send` is the HTTP server's own. The chunks of a
@@ -61,7 +71,9 @@ class RequestContext:
     salt: str = ""  # prompts share cached blocks only under the same salt
     ignored: set[str] = field(default_factory=set)  # names of ignored fields
     stood_in: str = ""  # the served model's name, if the request calls it by another
+    streaming: bool = True  # what is sent as it comes cannot be tried again
     truncated: int = 0  # tokens that were cut from the prompt, as the request asked
+    outcome: Outcome = field(default_factory=Outcome)
 
     def charge_to(self, account: Account) -> None:
         """Makes the account pay for this request and own it."""

@@ -4,11 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
+from functools import wraps
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.server.anthropic.messages import COUNT_TOKENS, MESSAGES, count_tokens, messages
+from penstock.server.generate import GENERATE as GENERATE_TEXT
+from penstock.server.generate import generate as generate_text
+from penstock.server.kserve import endpoints as kserve
+from penstock.server.llamacpp.completion import COMPLETION, completion
+from penstock.server.llamacpp.embedding import EMBEDDING, embedding
+from penstock.server.llamacpp.infill import INFILL, infill
+from penstock.server.llamacpp.server_state import (
+    CHANGE_PROPS,
+    PROPS,
+    SLOT_ACTION,
+    SLOTS,
+    change_props,
+    change_slot,
+    list_adapters,
+    props,
+    slots,
+)
 from penstock.server.ollama.chat import CHAT, GENERATE, chat, generate
 from penstock.server.ollama.create import COPY, CREATE, UPLOAD_BLOB, copy, create, has_blob, upload
 from penstock.server.ollama.embed import EMBED, OLD_EMBED, embed, embed_old
@@ -32,10 +50,35 @@ from penstock.server.openai.embeddings import EMBEDDINGS, embeddings
 from penstock.server.openai.files import FILE_CONTENT, LIST_FILES, SHOW_FILE, UPLOAD, Files
 from penstock.server.openapi import DocumentedRoute, OpenApiDocument, Operation
 from penstock.server.request_context import RequestContext, context_of
+from penstock.server.rerank.classify import CLASSIFY, classify
+from penstock.server.rerank.rerank import RERANK, rerank
+from penstock.server.rerank.score import SCORE, score
+from penstock.server.rerank.tei import SIMILARITY, TEI_EMBED, similarity
+from penstock.server.rerank.tei import embed as tei_embed
 from penstock.server.responses.endpoints import CANCEL, INPUT_ITEMS, INPUT_TOKENS, RESPOND, RETRIEVE, Responses
 from penstock.server.served_model import ServedModel
+from penstock.server.sglang.endpoints import (
+    ENCODE,
+    encode_texts,
+    flush_cache,
+    health_generate,
+    model_info,
+    server_info,
+)
 from penstock.server.sse import json_response
-from penstock.server.tokens import APPLY_TEMPLATE, DETOKENIZE, TOKENIZE, apply_template, detokenize, tokenize
+from penstock.server.tgi.generate import GENERATE_COMPAT, GENERATE_STREAM, generate_compat, generate_stream
+from penstock.server.tgi.info import info
+from penstock.server.tokens import (
+    APPLY_TEMPLATE,
+    DETOKENIZE,
+    TOKENIZE,
+    apply_template,
+    count_chat_tokens,
+    detokenize,
+    tokenize,
+)
+from penstock.server.vllm.endpoints import POOLING, load, model_fields, ping, pooling, tokenizer_info
+from penstock.server.vllm.endpoints import version as vllm_version
 
 Endpoint = Callable[[ServedModel, Request, RequestContext], Awaitable[Response]]
 Endpoints = dict[str, tuple[Endpoint, Operation]]  # by path
@@ -47,8 +90,8 @@ EMPTY = Operation(answers=None)
 def all_routes(served: ServedModel, files: Files, batches: Batches, responses: Responses) -> list[DocumentedRoute]:
     """Returns the routes. They are tried in this order, so those with the most requests come first."""
     endpoints: dict[str, Endpoints] = {
-        "POST": _generating(responses) | _changing(files, batches, responses),
-        "GET": _reading(files, batches, responses),
+        "POST": _generating(responses) | _changing(files, batches, responses) | _llamacpp(responses),
+        "GET": _reading(files, batches, responses) | _llamacpp_reading(),
         "DELETE": {
             "/api/delete": (delete, DELETE),
             "/v1/responses/{id}": (responses.delete, JSON),
@@ -64,6 +107,7 @@ def all_routes(served: ServedModel, files: Files, batches: Batches, responses: R
 
 
 def _route(served: ServedModel, path: str, endpoint: Endpoint, method: str, operation: Operation) -> DocumentedRoute:
+    @wraps(endpoint)
     async def call(request: Request) -> Response:
         return await endpoint(served, request, context_of(request.scope))
 
@@ -72,7 +116,7 @@ def _route(served: ServedModel, path: str, endpoint: Endpoint, method: str, oper
 
 def _generating(responses: Responses) -> Endpoints:
     """Returns the POST routes that need the engine or the tokenizer."""
-    return {
+    generating: Endpoints = {
         "/v1/chat/completions": (chat_completions, CHAT_COMPLETIONS),
         "/v1/completions": (completions, COMPLETIONS),
         "/v1/embeddings": (embeddings, EMBEDDINGS),
@@ -87,6 +131,22 @@ def _generating(responses: Responses) -> Endpoints:
         "/tokenize": (tokenize, TOKENIZE),
         "/detokenize": (detokenize, DETOKENIZE),
         "/apply-template": (apply_template, APPLY_TEMPLATE),
+        **other_engines_generating(),
+    }
+    return generating | _scoring()
+
+
+def _scoring() -> Endpoints:
+    """Returns the POST routes that score pairs, classify and embed, in the shapes of other engines."""
+    reranking = ("/rerank", "/v1/rerank", "/v2/rerank", "/reranking", "/v1/reranking")
+    return {
+        "/score": (score, SCORE),
+        "/v1/score": (score, SCORE),
+        "/classify": (classify, CLASSIFY),
+        "/predict": (classify, CLASSIFY),
+        "/embed": (tei_embed, TEI_EMBED),
+        "/similarity": (similarity, SIMILARITY),
+        **dict.fromkeys(reranking, (rerank, RERANK)),
     }
 
 
@@ -108,6 +168,7 @@ def _changing(files: Files, batches: Batches, responses: Responses) -> Endpoints
 
 def _reading(files: Files, batches: Batches, responses: Responses) -> Endpoints:
     return {
+        **other_engines_reading(),
         "/": (root, TEXT),
         "/health": (health, JSON),
         "/api/hello": (hello, JSON),
@@ -128,13 +189,91 @@ def _reading(files: Files, batches: Batches, responses: Responses) -> Endpoints:
     }
 
 
+# -- vLLM, SGLang, Text Generation Inference and KServe -------------------------------------------------------------
+
+
+def other_engines_generating() -> Endpoints:
+    """Returns the POST routes of other engines that no dialect above has."""
+    versions = "/v2/models/{model:path}/versions/{version}"
+    return {
+        "/pooling": (pooling, POOLING),
+        "/ping": (ping, EMPTY),
+        "/generate": (generate_text, GENERATE_TEXT),
+        "/encode": (encode_texts, ENCODE),
+        "/flush_cache": (flush_cache, TEXT),
+        "/": (generate_compat, GENERATE_COMPAT),
+        "/generate_stream": (generate_stream, GENERATE_STREAM),
+        f"{versions}/generate": (kserve.generate, kserve.GENERATE),
+        f"{versions}/generate_stream": (kserve.generate_stream, kserve.GENERATE_STREAM),
+        "/v2/models/{model:path}/generate": (kserve.generate, kserve.GENERATE),
+        "/v2/models/{model:path}/generate_stream": (kserve.generate_stream, kserve.GENERATE_STREAM),
+    }
+
+
+def other_engines_reading() -> Endpoints:
+    """Returns the GET routes of other engines. A route that ends in a model's name, which may have slashes, comes after
+    those that are longer."""
+    versions = "/v2/models/{model:path}/versions/{version}"
+    return {
+        "/version": (vllm_version, JSON),
+        "/ping": (ping, EMPTY),
+        "/load": (load, JSON),
+        "/tokenizer_info": (tokenizer_info, JSON),
+        "/flush_cache": (flush_cache, TEXT),
+        "/health_generate": (health_generate, EMPTY),
+        "/get_model_info": (model_info, JSON),
+        "/model_info": (model_info, JSON),
+        "/get_server_info": (server_info, JSON),
+        "/server_info": (server_info, JSON),
+        "/info": (info, JSON),
+        "/v2": (kserve.server_metadata, JSON),
+        "/v2/health/live": (kserve.live, EMPTY),
+        "/v2/health/ready": (kserve.ready, EMPTY),
+        f"{versions}/ready": (kserve.model_ready, EMPTY),
+        versions: (kserve.model_metadata, JSON),
+        "/v2/models/{model:path}/ready": (kserve.model_ready, EMPTY),
+        "/v2/models/{model:path}": (kserve.model_metadata, JSON),
+    }
+
+
+def _llamacpp(responses: Responses) -> Endpoints:
+    """Returns the POST routes of llama.cpp's server: its own ones, and unversioned names of others."""
+    return {
+        "/completion": (completion, COMPLETION),
+        "/completions": (completion, COMPLETION),
+        "/infill": (infill, INFILL),
+        "/embedding": (embedding, EMBEDDING),
+        "/embeddings": (embedding, EMBEDDING),
+        "/chat/completions": (chat_completions, CHAT_COMPLETIONS),
+        "/chat/completions/input_tokens": (count_chat_tokens, APPLY_TEMPLATE),
+        "/v1/chat/completions/input_tokens": (count_chat_tokens, APPLY_TEMPLATE),
+        "/responses": (responses.create, RESPOND),
+        "/responses/input_tokens": (responses.input_tokens, INPUT_TOKENS),
+        "/props": (change_props, CHANGE_PROPS),
+        "/slots/{id}": (change_slot, SLOT_ACTION),
+    }
+
+
+def _llamacpp_reading() -> Endpoints:
+    return {
+        "/v1/health": (health, JSON),
+        "/models": (list_models, JSON),
+        "/props": (props, PROPS),
+        "/slots": (slots, SLOTS),
+        "/lora-adapters": (list_adapters, JSON),
+    }
+
+
 # -- the server itself --------------------------------------------------------------------------------------------
 
 
 async def list_models(served: ServedModel, _: Request, __: RequestContext) -> Response:
-    """Returns one object for both SDKs that read this route: OpenAI's and Anthropic's read the fields they know."""
-    page = {"has_more": False, "first_id": served.name, "last_id": served.name}
-    return json_response({"object": "list", "data": [_model(served)]} | page)
+    """Returns one object for both SDKs that read this route: OpenAI's and Anthropic's read the fields they know.
+    Aliases without wildcards are listed beside the model's own name."""
+    aliases = [alias for alias in served.aliases if not set(alias) & set("*?[")]
+    data = [_model(served), *(_model(served) | {"id": alias, "display_name": alias} for alias in aliases)]
+    page = {"has_more": False, "first_id": data[0]["id"], "last_id": data[-1]["id"]}
+    return json_response({"object": "list", "data": data} | page)
 
 
 async def show_model(served: ServedModel, request: Request, context: RequestContext) -> Response:
@@ -162,5 +301,6 @@ async def show_metrics(served: ServedModel, _: Request, __: RequestContext) -> R
 
 def _model(served: ServedModel) -> dict[str, object]:
     openai = {"id": served.name, "object": "model", "created": served.created, "owned_by": "penstock"}
+    openai |= model_fields(served)
     created = datetime.fromtimestamp(served.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     return openai | {"type": "model", "display_name": served.name, "created_at": created, "lifecycle": "active"}

@@ -55,7 +55,7 @@ def sampler_settings(fields: object) -> dict[str, Any]:
     is left out. What is there replaces settings of the same name: an order without penalties turns these off."""
     named = ((name, getattr(fields, name, None)) for name in SAMPLER_FIELDS)
     given = {name: value for name, value in named if value is not None}
-    order = _order(given["samplers"]) if "samplers" in given else None
+    order = sampler_order(given["samplers"]) if "samplers" in given else None
     settings: dict[str, Any] = {}
     if "repeat_penalty" in given:
         settings["repetition_penalty"] = _repeat_penalty(fields, given["repeat_penalty"])
@@ -117,7 +117,7 @@ def _dry(given: Mapping[str, Any]) -> DryPenalty | None:
     return DryPenalty(**settings)
 
 
-def _order(samplers: str | Sequence[str]) -> tuple[str, ...]:
+def sampler_order(samplers: str | Sequence[str]) -> tuple[str, ...]:
     """Returns the names of samplers given as a list, as names with semicolons between, or as llama.cpp's letters."""
     names = _spelled(samplers) if isinstance(samplers, str) else [_name(name) for name in samplers]
     check_count(names, 2 * len(LETTERS), "samplers")

@@ -29,6 +29,7 @@ class ServedModel(NamedTuple):
     metrics: Metrics
     path: Path | None = None  # of the model's files, if known
     aliases: tuple[str, ...] = ()  # patterns of further names
+    trust_templates: bool = False  # chat templates in requests are rendered
 
     @property
     def limits(self) -> Limits:
@@ -40,6 +41,11 @@ class ServedModel(NamedTuple):
     def encoder(self) -> bool:
         """True if the model is known to be an encoder, which returns embeddings and no text."""
         return self.client.hello is not None and self.client.hello.limits.encoder
+
+    @property
+    def generates(self) -> bool:
+        """True unless the model is known to return embeddings or labels and no text."""
+        return self.client.hello is None or self.client.hello.limits.generates
 
     def stands_for_it(self, name: str) -> bool:
         """Returns whether a name that is not its own means the served model."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 from starlette.requests import Request as HttpRequest
@@ -14,7 +14,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from penstock.errors import PenstockError
 from penstock.server.chat.stream import Deltas, while_connected
-from penstock.server.errors import CLIENT_LEFT, body_of
+from penstock.server.errors import CLIENT_LEFT, OPENAI_ERRORS
 from penstock.server.request_context import RequestContext
 from penstock.text import Delta
 
@@ -42,12 +42,12 @@ class Framing(NamedTuple):
     error: Callable[[PenstockError], bytes]  # the chunk that reports an error in the middle of a stream
 
 
-def _event(data: bytes) -> bytes:
+def event(data: bytes) -> bytes:
     return b"data: " + data + b"\n\n"
 
 
 EVENT_STREAM = b"text/event-stream; charset=utf-8"
-OPENAI = Framing(EVENT_STREAM, _event, _event(b"[DONE]"), body_of)
+OPENAI = Framing(EVENT_STREAM, event, event(b"[DONE]"), OPENAI_ERRORS.encode)
 
 
 class AnswerWriter(Protocol):
@@ -62,7 +62,7 @@ class AnswerWriter(Protocol):
     def collect(self, choice: int, delta: Delta) -> None:
         """Keeps a delta for `result`."""
 
-    def result(self) -> msgspec.Struct:
+    def result(self) -> msgspec.Struct | list[Any]:
         """Returns the whole answer."""
 
 
@@ -75,6 +75,7 @@ async def reply(
     streaming: bool,
     framing: Framing = OPENAI,
 ) -> Response:
+    context.streaming = streaming
     if streaming:
         return StreamResponse(context, _framed(writer, deltas, framing), framing)
     body = await while_connected(http.receive, _body(writer, deltas))

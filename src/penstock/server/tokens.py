@@ -10,11 +10,14 @@ from starlette.responses import Response
 
 from penstock.errors import InvalidRequest
 from penstock.server.bodies import NoEffect, read_body
+from penstock.server.chat.template_fields import read_template_kwargs
+from penstock.server.chat.tools import FunctionTool, read_tools
 from penstock.server.openai.chat import MESSAGE_NO_EFFECT, ChatMessage, read_messages
 from penstock.server.openapi import Operation, read_as
 from penstock.server.request_context import RequestContext
 from penstock.server.served_model import ServedModel, off_loop
 from penstock.server.sse import json_response
+from penstock.server.vllm.chat_prompt import PromptFields, render_chat
 
 
 class Tokenize(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -27,7 +30,11 @@ class Tokenize(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     add_special_tokens: bool = True  # to a prompt: the model's BOS, if it wants one
     add_special: bool = False  # to a content
     parse_special: bool = True
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None  # to messages; left out: true, unless the last one is continued
+    continue_final_message: bool = False
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Annotated[dict[str, Any], read_as(FunctionTool)]] | None = None
     return_token_strs: bool = False
     with_pieces: bool = False
 
@@ -40,6 +47,7 @@ class Detokenize(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 class ApplyTemplate(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     model: str | None = None
     messages: list[Annotated[dict[str, Any], read_as(ChatMessage, no_effect=MESSAGE_NO_EFFECT)]]
+    tools: list[Annotated[dict[str, Any], read_as(FunctionTool)]] | None = None
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] = {}
 
@@ -54,15 +62,13 @@ async def tokenize(served: ServedModel, http: HttpRequest, context: RequestConte
     body = await read_body(http, context, Tokenize, NO_EFFECT)
     served.check_model(body.model, context)
     text = only_one({"prompt": body.prompt, "content": body.content, "messages": body.messages})
-    if body.messages is not None:
-        text = served.text.render_chat(
-            read_messages(context, body.messages), add_generation_prompt=body.add_generation_prompt
-        )
-    bos = body.add_special if body.content is not None else body.add_special_tokens
     tokenizer = served.text.tokenizer
-    ids = await off_loop(len(text), lambda: tokenizer.encode(text, special=body.parse_special, bos=bos))
-    if bos and served.encoder:
-        ids += tokenizer.closing
+    if body.messages is not None:
+        ids = await _chat_tokens(served, context, body, read_messages(context, body.messages))
+    else:
+        bos = body.add_special if body.content is not None else body.add_special_tokens
+        ids = await off_loop(len(text), lambda: tokenizer.encode(text, special=body.parse_special, bos=bos))
+        ids += tokenizer.closing if bos and served.encoder else ()
     pieces = [tokenizer.token_text(id) for id in ids] if body.return_token_strs or body.with_pieces else None
     answer: dict[str, Any] = {"count": len(ids), "max_model_len": served.limits.max_len, "tokens": ids}
     if pieces is not None and body.return_token_strs:
@@ -70,6 +76,21 @@ async def tokenize(served: ServedModel, http: HttpRequest, context: RequestConte
     if pieces is not None and body.with_pieces:
         answer["tokens"] = [{"id": id, "piece": piece} for id, piece in zip(ids, pieces, strict=True)]
     return json_response(answer)
+
+
+async def _chat_tokens(
+    served: ServedModel, context: RequestContext, body: Tokenize, messages: list[dict[str, Any]]
+) -> list[int]:
+    """Returns the tokens of a chat: the same as the chat's own route computes."""
+    given = PromptFields(
+        template=body.chat_template,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        add_special_tokens=body.add_special_tokens,
+    )
+    kwargs = read_template_kwargs(context, served.text, body.chat_template_kwargs)
+    tools = read_tools(context, body.tools).tools or None
+    return (await render_chat(served, context, messages, given, kwargs | {"tools": tools})).tokens
 
 
 async def detokenize(served: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
@@ -83,8 +104,20 @@ async def detokenize(served: ServedModel, http: HttpRequest, context: RequestCon
 async def apply_template(served: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
     body = await read_body(http, context, ApplyTemplate, NO_EFFECT)
     served.check_model(body.model, context)
+    tools = read_tools(context, body.tools).tools
     kwargs = {"add_generation_prompt": body.add_generation_prompt, **body.chat_template_kwargs}
-    return json_response({"prompt": served.text.render_chat(read_messages(context, body.messages), **kwargs)})
+    messages = read_messages(context, body.messages)
+    return json_response({"prompt": served.text.render_chat(messages, tools=tools or None, **kwargs)})
+
+
+async def count_chat_tokens(served: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
+    """Answers llama.cpp's /chat/completions/input_tokens."""
+    body = await read_body(http, context, ApplyTemplate, NO_EFFECT)
+    tools = read_tools(context, body.tools).tools
+    messages = read_messages(context, body.messages)
+    size = sum(len(message["content"] or "") for message in messages)
+    ids = await off_loop(size, lambda: served.text.encode_chat(messages, tools=tools or None))
+    return json_response({"object": "response.input_tokens", "input_tokens": len(ids)})
 
 
 def only_one(given: dict[str, Any]) -> Any:

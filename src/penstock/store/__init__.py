@@ -16,7 +16,17 @@ from penstock.store.derived import (
 from penstock.store.paths import Entry, sha256_of, size_of
 from penstock.store.progress import Progress
 from penstock.store.refs import ALIASES, DEFAULT
-from penstock.store.store import derived_entry, derived_path, entries, fetch, find, find_derived, remove
+from penstock.store.store import (
+    derived_entry,
+    derived_path,
+    entries,
+    fetch,
+    find,
+    find_derived,
+    looks_like_model,
+    remove,
+    stored_names,
+)
 
 __all__ = [
     "ALIASES",
@@ -38,8 +48,10 @@ __all__ = [
     "find",
     "find_derived",
     "home",
+    "looks_like_model",
     "remove",
     "save_derived",
     "sha256_of",
     "size_of",
+    "stored_names",
 ]

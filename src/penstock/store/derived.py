@@ -47,11 +47,6 @@ class DerivedModel:
     made: str = ""  # when it was saved: ISO 8601, UTC
 
     @property
-    def has_settings(self) -> bool:
-        """Returns whether chats with it differ from chats with its base."""
-        return bool(self.system or self.template or self.parameters or self.messages)
-
-    @property
     def digest(self) -> str:
         """Returns the SHA-256 of its record."""
         return hashlib.sha256(_to_json(self)).hexdigest()

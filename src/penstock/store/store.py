@@ -12,10 +12,10 @@ from pathlib import Path
 from penstock.config import home
 from penstock.errors import DownloadError, ModelNotFound
 from penstock.store.blobs import blob_path
-from penstock.store.derived import DerivedModel, delete_derived, derived_model
+from penstock.store.derived import DerivedModel, delete_derived, derived_model, derived_models
 from penstock.store.paths import Entry, ModelPaths, locked, read_record, sha256_of, size_of, write_record
 from penstock.store.progress import Progress, silent
-from penstock.store.refs import HubRepo, Source, name_of, parse
+from penstock.store.refs import HubRepo, Source, is_spelled_like_model, name_of, parse
 
 
 def fetch(ref: str, *, progress: Progress | None = None) -> Path:
@@ -39,6 +39,18 @@ def find(ref: str) -> Entry | None:
         return derived_entry(derived)
     source = parse(ref)
     return None if isinstance(source, Path) else read_record(ModelPaths(home(), name_of(source)).record)
+
+
+def looks_like_model(word: str) -> bool:
+    """Returns whether a word on a command line is meant as a model and not as a prompt."""
+    if is_spelled_like_model(word) or find_derived(word) is not None:
+        return True
+    return os.path.exists(os.path.join(os.path.expanduser(word), "config.json"))
+
+
+def stored_names() -> list[str]:
+    """Returns the names of all models that were fetched or derived here."""
+    return sorted([*(entry.name for entry in entries()), *(model.name for model in derived_models())])
 
 
 def entries() -> list[Entry]:

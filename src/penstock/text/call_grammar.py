@@ -13,6 +13,7 @@ from penstock.text.tool_formats import CallSyntax, ToolFormat, pieces
 ANYTHING = r"/(.|\n)*/"
 BARE = r"[ \t\r\n]*(\[[ \t\r\n]*)?\{(.|\n)*"  # an answer that may be a call without a marker
 SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # templates write JSON so
+DEFINITIONS = ("$defs", "definitions")
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 
@@ -113,9 +114,10 @@ class _GrammarWriter:
             self._json(rule, schema)
             return
         parts = []
+        known = {place: schema[place] for place in DEFINITIONS if place in schema}
         for index, (key, each) in enumerate(properties.items()):
             member = f"{rule}_{index}"
-            self._member(member, syntax, key, each if isinstance(each, dict) else {})
+            self._member(member, syntax, key, {**known, **each} if isinstance(each, dict) else {})
             parts.append((member, key in required))
         if syntax.quote:
             self._gemma_object(rule, parts)
@@ -197,6 +199,6 @@ class _GrammarWriter:
 def _as_object(name: str, key: str, schema: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the schema of a call. The lexer never goes back, so a call beside other JSON must be one schema with it.
     References of the parameters are resolved from the root."""
-    known = {place: schema[place] for place in ("$defs", "definitions") if place in schema}
+    known = {place: schema[place] for place in DEFINITIONS if place in schema}
     members = {"properties": {"name": {"const": name}, key: dict(schema)}, "required": ["name", key]}
     return {"type": "object", "additionalProperties": False, **members, **known}

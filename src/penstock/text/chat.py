@@ -61,6 +61,11 @@ class ChatTemplate:
                 return template.render({**given, "messages": messages})
         return template.render({**given, "messages": [_with_content(message) for message in messages]})
 
+    @property
+    def source(self) -> str:
+        """Returns the Jinja text that renders chats without tools."""
+        return self._sources.get("default", "")
+
     def reads(self, name: str) -> bool:
         """Returns whether a template uses the variable of this name. One that does not would drop its value
         silently."""

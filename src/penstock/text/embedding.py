@@ -56,7 +56,12 @@ def check_dimensions(dimensions: int | None, dim: int) -> None:
 
 def embedding(pooled: bytes, dimensions: int | None = None) -> Vector:
     """Returns the first `dimensions` values of a pooled hidden state, scaled to a length of 1."""
-    vector = state_of(pooled)[:dimensions].astype(np.float64)
+    return shortened(state_of(pooled), dimensions)
+
+
+def shortened(state: Vector, dimensions: int | None = None) -> Vector:
+    """Returns the first `dimensions` values of a vector, scaled to a length of 1."""
+    vector = state[:dimensions].astype(np.float64)
     return (vector / (np.linalg.norm(vector) or 1.0)).astype("<f4")
 
 

@@ -2,7 +2,8 @@
 
 Text that begins like a call and is not one is content. A call has started when its name is known and its arguments
 begin: from there on they are passed on as they come. If they stop being well formed the call ends, and the rest is
-content. White space next to a marker belongs to the marker.
+content. White space next to a marker belongs to the marker. A call that repeats an earlier one ends the answer and is
+left out, so it is held back until it differs. A call that the end of the text cut off before its arguments is left out.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ def schemas_of(tools: Sequence[Mapping[str, Any]]) -> Schemas:
 
 class AnswerParser:
     """Reads an answer. The result does not depend on how the text is cut into pieces. `tools` are the functions that
-    may be called; without any, calls are not looked for. `opened`: the text begins within reasoning."""
+    may be called; without any, calls are not looked for. `opened`: the text begins within reasoning. `forced`: the
+    answer is calls, so that what was cut off is no content."""
 
     def __init__(
         self,
@@ -72,14 +74,18 @@ class AnswerParser:
         *,
         opened: bool = False,
         parallel: bool = True,
+        forced: bool = False,
         new_id: Callable[[], str] | None = None,
     ) -> None:
         self.calls = 0  # started
+        self.ended = False  # no text that follows can add anything
         self.reasoning = opened  # whether the next text is reasoning, as far as is known
         self._format = format
         self._tools = tools or {}
         self._opened = opened
         self._parallel = parallel
+        self._forced = forced
+        self._repeats = _Repeats()
         self._new_id = new_id or (_short_id if format.tool_format.short_ids else _long_id)
         self._source = StreamingReader()
         self._parts: list[AnswerPart] = []
@@ -116,8 +122,8 @@ class AnswerParser:
             else:
                 yield from self._reasoning()
                 yield from self._answer()
-        except _SecondCall:
-            return
+        except _LastCall:
+            self.ended = True
 
     def _reasoning(self) -> Reading[None]:
         if self._format.reasoning is None:
@@ -152,18 +158,28 @@ class AnswerParser:
     def _section(self, syntax: CallSyntax) -> Reading[bool]:
         """Reads calls in a row and returns whether there were any. If not, it takes nothing."""
         source, (opening, closing) = self._source, syntax.section
+        source.cut = False
         source.mark()
         yield from source.space()
         within = (yield from source.match(opening)) is not None
+        marked = bool((within and opening) or (syntax.head and not syntax.bare))
         if not ((within or (syntax.head and not syntax.bare)) and (yield from self._call(syntax))):
+            self._check_cut(marked)
             source.rewind()
             return False
         while not closing or not within or (yield from source.match(f" {closing}")) is None:
             source.mark()
             if (yield from source.match(f" {syntax.separator} ")) is None or not (yield from self._call(syntax)):
+                self._check_cut(marked)
                 source.rewind()
                 break
         return True
+
+    def _check_cut(self, marked: bool) -> None:
+        """Ends the answer if the end of the text cut off a call: one after a marker, one that was forced, or one after
+        another."""
+        if self._source.cut and (marked or self._forced or self.calls):
+            raise _LastCall
 
     # -- calls ----------------------------------------------------------------------------------------------------
 
@@ -269,16 +285,19 @@ class AnswerParser:
 
     def _begin(self, name: str, id: str | None = None) -> None:
         if self.calls and not self._parallel:
-            raise _SecondCall
+            raise _LastCall
         self._source.commit()
-        self._parts.append(CallStarted(self.calls, id or self._new_id(), name))
-        self.calls += 1
+        self._add_parts(self._repeats.begin(CallStarted(self.calls, id or self._new_id(), name)))
 
     def _emit_arguments(self, text: str) -> None:
-        self._parts.append(Arguments(self.calls - 1, text))
+        self._add_parts(self._repeats.add(text))
 
     def _end(self) -> None:
-        self._parts.append(CallEnded(self.calls - 1))
+        self._add_parts(self._repeats.end())
+
+    def _add_parts(self, parts: Sequence[AnswerPart]) -> None:
+        self.calls += sum(type(part) is CallStarted for part in parts)
+        self._parts += parts
 
     # -- channels -------------------------------------------------------------------------------------------------
 
@@ -325,8 +344,45 @@ class AnswerParser:
         self._source.take(len(end))
 
 
-class _SecondCall(Exception):
-    """Ends the reading where a second call starts and only one is allowed."""
+class _LastCall(Exception):
+    """Ends the reading where a call starts that may not, repeats an earlier one, or was cut off."""
+
+
+class _Repeats:
+    """Holds back a call for as long as it is the beginning of an earlier one with the same name."""
+
+    def __init__(self) -> None:
+        self._earlier: list[tuple[str, str]] = []  # names and arguments
+        self._started: CallStarted | None = None
+        self._written = ""
+        self._held = False
+
+    def begin(self, started: CallStarted) -> list[AnswerPart]:
+        self._started, self._written = started, ""
+        self._held = self._repeats()
+        return [] if self._held else [started]
+
+    def add(self, text: str) -> list[AnswerPart]:
+        assert self._started is not None
+        self._written += text
+        index = self._started.index
+        if not self._held:
+            return [Arguments(index, text)]
+        self._held = self._repeats()
+        return [] if self._held else [self._started, Arguments(index, self._written)]
+
+    def end(self) -> list[AnswerPart]:
+        """Returns the end of the call; raises if it repeats an earlier one, as far as it goes."""
+        assert self._started is not None
+        if self._held:
+            raise _LastCall
+        self._earlier.append((self._started.name, self._written))
+        return [CallEnded(self._started.index)]
+
+    def _repeats(self) -> bool:
+        assert self._started is not None
+        name, written = self._started.name, self._written
+        return any(each == name and arguments.startswith(written) for each, arguments in self._earlier)
 
 
 _ARGUMENTS = ("arguments", "parameters")

@@ -13,7 +13,12 @@ from penstock.types import Limits, Request, SamplingParams
 
 
 def check_answers(limits: Limits) -> None:
-    """Raises if the model is an encoder, which generates no text."""
+    """Raises if the model generates no text: an encoder, or a decoder that has a classification head in place of its
+    output head."""
+    if not limits.generates and not limits.encoder:
+        raise InvalidRequest(
+            "this model classifies texts and generates none: send texts to /classify, /score or /rerank", param="model"
+        )
     if limits.encoder:
         raise InvalidRequest(
             "this model is an encoder, which returns embeddings and no text: send texts to /v1/embeddings or "
@@ -50,12 +55,16 @@ def make_request(
         raise ContextTooLong(
             f"{param} has {len(prompt)} tokens; the context holds {context}, answer included: shorten it",
             param=param,
+            prompt_tokens=len(prompt),
+            context=context,
         )
     if wanted is not None and wanted > room:
         raise ContextTooLong(
             f"max_tokens is {wanted} and {param} has {len(prompt)} tokens, together {len(prompt) + wanted}; "
             f"the context holds {context}: send a max_tokens of at most {room}",
             param="max_tokens",
+            prompt_tokens=len(prompt),
+            context=context,
         )
     if sampling.seed is None:
         sampling = replace(sampling, seed=new_seed())

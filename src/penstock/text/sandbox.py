@@ -42,6 +42,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         for name in ("center", "indent", "wordwrap", "batch", "slice"):
             self.filters[name] = _with_small_numbers(self.filters[name])
         self.filters |= {TICK: self._tick, CONCATENATED: _concatenated}
+        self.filters["format"] = _narrow_format(self.filters["format"])
         self.filters["join"] = _short_join(self.filters["join"])
         self.filters["replace"] = _short_replace(self.filters["replace"])
 
@@ -178,6 +179,15 @@ def _with_small_numbers(filter: Callable[..., Any]) -> Callable[..., Any]:
     def checked(*args: Any, **kwargs: Any) -> Any:
         _check_numbers((*args, *kwargs.values()))
         return filter(*args, **kwargs)
+
+    return checked
+
+
+def _narrow_format(format: Callable[..., str]) -> Callable[..., str]:
+    @wraps(format)
+    def checked(value: Any, *args: Any, **kwargs: Any) -> str:
+        _check_format(str(value))
+        return format(value, *args, **kwargs)
 
     return checked
 

@@ -34,6 +34,7 @@ class StreamingReader:
 
     def __init__(self) -> None:
         self.ended = False
+        self.cut = False  # whether the end of the text decided a question: more text could have decided otherwise
         self._text = ""
         self._at = 0
         self._marks: list[int] = []  # positions to rewind to, innermost last
@@ -78,6 +79,7 @@ class StreamingReader:
         """Returns the next character without taking it; an empty text at the end."""
         while self._at == len(self._text) and not self.ended:
             yield
+        self.cut |= self._at == len(self._text)
         return self._text[self._at : self._at + 1]
 
     def next_is(self, *literals: str) -> Reading[bool]:
@@ -86,7 +88,9 @@ class StreamingReader:
             if self._text.startswith(literals, self._at):
                 return True
             available = self._text[self._at :]
-            if self.ended or not any(literal.startswith(available) for literal in literals):
+            begun = any(literal.startswith(available) for literal in literals)
+            self.cut |= self.ended and begun
+            if self.ended or not begun:
                 return False
             yield
 

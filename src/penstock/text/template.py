@@ -16,6 +16,8 @@ from penstock.errors import ContextTooLong, InvalidRequest
 from penstock.text.sandbox import BoundedEnvironment
 from penstock.text.tokenizer import MAX_CHARACTERS
 
+MAX_INDENT = 64  # of JSON: a larger one could fill any memory
+
 
 class Template:
     """Renders chats with one compiled template."""
@@ -47,6 +49,8 @@ def _compile(source: str, environment: BoundedEnvironment) -> jinja2.Template:
             f"the model's chat template is not valid Jinja, line {error.lineno}: {error.message}; "
             "plain prompts still work: use completions"
         ) from None
+    except Exception as error:  # deep nesting overflows the stacks of Jinja and of Python's compiler
+        raise InvalidRequest(f"the model's chat template cannot be compiled: {type(error).__name__}: {error}") from None
 
 
 def _environment() -> BoundedEnvironment:
@@ -73,6 +77,8 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
+    if indent is not None and indent > MAX_INDENT:
+        raise jinja2.TemplateError(f"tojson can indent by at most {MAX_INDENT}; got {indent}")
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

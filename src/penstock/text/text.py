@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from penstock.errors import InvalidRequest
 from penstock.text.chat import ChatTemplate, templates_in_folder, templates_in_metadata
+from penstock.text.named_templates import CHATML
+from penstock.text.pairs import PairTemplate, pair_template
+from penstock.text.sampling_defaults import FALLBACK, defaults_in_folder, defaults_in_metadata
 from penstock.text.tokenizer import Tokenizer
-from penstock.text.tool_formats import PLAIN, AnswerFormat
+from penstock.text.tool_formats import AnswerFormat
 from penstock.text.tools import MessageDict
+from penstock.types import SamplingParams
 
 
 class ChatPrompt(NamedTuple):
@@ -27,31 +30,55 @@ class Text:
     """Turns text and chats into the token ids of one model."""
 
     tokenizer: Tokenizer
-    template: ChatTemplate | None
+    template: ChatTemplate | None  # None: the model comes without one, and its chats are rendered as ChatML
+    sampling_defaults: Mapping[str, Any] = field(default_factory=lambda: FALLBACK, compare=False)
+    pair_template: PairTemplate | None = None  # of a generative reranker
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> Text:
-        return cls._of(Tokenizer.from_gguf(metadata), templates_in_metadata(metadata))
+        text = cls._of(Tokenizer.from_gguf(metadata), templates_in_metadata(metadata))
+        return text.with_sampling(defaults_in_metadata(metadata))
 
     @classmethod
     def from_folder(cls, path: Path) -> Text:
-        return cls._of(Tokenizer.from_folder(path), templates_in_folder(path))
+        text = cls._of(Tokenizer.from_folder(path), templates_in_folder(path), path)
+        return text.with_sampling(defaults_in_folder(path))
 
     @classmethod
-    def _of(cls, tokenizer: Tokenizer, templates: dict[str, str]) -> Text:
-        return cls(tokenizer, ChatTemplate(templates, tokenizer.names) if templates else None)
+    def _of(cls, tokenizer: Tokenizer, templates: dict[str, str], path: Path | None = None) -> Text:
+        chat = ChatTemplate(templates, tokenizer.names) if templates else None
+        return cls(tokenizer, chat, pair_template=pair_template(templates, tokenizer.names, path))
+
+    def with_sampling(self, defaults: Mapping[str, Any]) -> Text:
+        """Returns the same with other defaults for sampling; those that are not given stay."""
+        return replace(self, sampling_defaults={**self.sampling_defaults, **defaults})
+
+    def sampling(self, **given: Any) -> SamplingParams:
+        """Returns how to sample for a request: as it says in the fields that are not None, else as the model's own
+        defaults say. Without max_tokens, an answer may fill the context."""
+        stated = {name: value for name, value in given.items() if value is not None}
+        return SamplingParams(**{"max_tokens": None, **self.sampling_defaults, **stated})
 
     def with_template(self, template: ChatTemplate) -> Text:
         return replace(self, template=template)
 
+    def with_template_text(self, source: str) -> Text:
+        """Returns the model's text side with this Jinja template in place of its own."""
+        return self.with_template(ChatTemplate({"default": source}, self.tokenizer.names))
+
+    @property
+    def chat_template(self) -> ChatTemplate:
+        """Returns the template that renders chats."""
+        return _chatml(self.tokenizer) if self.template is None else self.template
+
     @property
     def format(self) -> AnswerFormat:
         """Returns how the model writes answers in a chat."""
-        return AnswerFormat(PLAIN) if self.template is None else self.template.format
+        return self.chat_template.format
 
     def takes(self, name: str) -> bool:
         """Returns whether the chat template uses the variable."""
-        return self.template is not None and self.template.reads(name)
+        return self.chat_template.reads(name)
 
     def chat_prompt(self, messages: Sequence[MessageDict], **kwargs: Any) -> ChatPrompt:
         """Returns the prompt for the next answer; `kwargs` go to the template."""
@@ -62,11 +89,7 @@ class Text:
         return self.chat_prompt(messages, **kwargs).tokens
 
     def render_chat(self, messages: Sequence[MessageDict], **kwargs: Any) -> str:
-        if self.template is None:
-            raise InvalidRequest(
-                "this model has no chat template: send a plain prompt to completions instead", param="messages"
-            )
-        return self.template.render(messages, **kwargs)
+        return self.chat_template.render(messages, **kwargs)
 
     def special_in(self, *markers: str) -> frozenset[int]:
         """Returns the special tokens whose text is part of one of the markers."""
@@ -80,6 +103,12 @@ class Text:
     def encode_whole(self, text: str) -> list[int]:
         """Returns the tokens of a complete text, with the tokens that the model expects at its end."""
         return [*self.encode_prompt(text), *self.tokenizer.closing]
+
+
+@lru_cache(maxsize=8)
+def _chatml(tokenizer: Tokenizer) -> ChatTemplate:
+    """Returns the template of models without one. It is what llama.cpp's server uses for them."""
+    return ChatTemplate({"default": CHATML}, tokenizer.names)
 
 
 @lru_cache(maxsize=64)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tokenizers
 
@@ -17,6 +17,23 @@ from penstock.text.tokenizer_spec import TokenizerSpec
 MAX_CHARACTERS = 2**22  # in one text; the library's regular expressions fail not far above
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # texts are encoded one by one: threads do not help
+
+
+class PairTokens(NamedTuple):
+    """Holds the tokens of a pair of texts as a model sees it, with the separators between them."""
+
+    ids: list[int]
+    types: list[int]  # of each token: 1 if the tokenizer counts it to the second text
+    texts: list[int | None]  # of each token: the text that it is part of, 0 or 1; None for a separator
+
+    def cut_to(self, longest: int) -> PairTokens:
+        """Returns at most so many tokens: the last ones of the second text are left out, then those of the first."""
+        excess = max(len(self.ids) - longest, 0)
+        within = [at for text in (0, 1) for at, each in enumerate(self.texts) if each == text]
+        dropped = set(within[len(within) - min(excess, len(within)) :])
+        kept = [at for at in range(len(self.ids)) if at not in dropped][:longest]
+        ids, types = ([each[at] for at in kept] for each in (self.ids, self.types))
+        return PairTokens(ids, types, [self.texts[at] for at in kept])
 
 
 class Tokenizer:
@@ -48,14 +65,31 @@ class Tokenizer:
         """Returns the token ids of a text. With `special`, the text of a special token becomes that token. With `bos`,
         the model's BOS is added if the model uses it and it is not there already. A lone surrogate counts as U+FFFD.
         The GIL is released meanwhile."""
-        if len(text) > MAX_CHARACTERS:
-            raise ContextTooLong(f"the text has {len(text)} characters; the limit is {MAX_CHARACTERS}: shorten it")
+        _check_length(text)
         library = self._parsing if special else self._literal
         batch = library.encode_batch_fast([_well_formed(text)], add_special_tokens=False)  # encode would keep the GIL
         ids = list(batch[0].ids)
         if bos and self._add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             ids[:0] = self.bos_id, *self._after_bos
         return ids
+
+    def encode_pair(self, first: str, second: str) -> PairTokens:
+        """Returns the tokens of two texts, joined as the tokenizer's own post-processor does. The text of a special
+        token is ordinary text. Without a post-processor, BOS comes first and each text ends as a whole text does."""
+        for text in (first, second):
+            _check_length(text)
+        if self._literal.post_processor is not None:
+            pairs = [(_well_formed(first), _well_formed(second))]
+            [found] = self._literal.encode_batch_fast(pairs, add_special_tokens=True)
+            return PairTokens(found.ids, found.type_ids, found.sequence_ids)
+        left, right, closing = self.encode(first, bos=True), self.encode(second), list(self.closing)
+        before = len(left) - len(self.encode(first))
+        return PairTokens(
+            [*left, *closing, *right, *closing],
+            [0] * (len(left) + len(closing)) + [1] * (len(right) + len(closing)),
+            [None] * before + [0] * (len(left) - before) + [None] * len(closing) + [1] * len(right)
+            + [None] * len(closing),
+        )  # fmt: skip
 
     def decode(self, ids: Sequence[int], *, special: bool = False, continuing: bool = False) -> str:
         """Returns the text of a whole answer or prompt, without special tokens unless `special`. The space that
@@ -97,7 +131,13 @@ def _without_parsing(parsing: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
     added = parsing.get_added_tokens_decoder()
     literal.add_tokens([added[id] for id in sorted(added)])
     literal.encode_special_tokens = True
+    literal.post_processor = parsing.post_processor
     return literal
+
+
+def _check_length(text: str) -> None:
+    if len(text) > MAX_CHARACTERS:
+        raise ContextTooLong(f"the text has {len(text)} characters; the limit is {MAX_CHARACTERS}: shorten it")
 
 
 def _well_formed(text: str) -> str:

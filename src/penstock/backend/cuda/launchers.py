@@ -39,7 +39,10 @@ ACTIVATIONS: dict[str, Callable[..., Any]] = {
     "gelu_tanh": partial(torch.ops.aten.gelu.out, approximate="tanh"),
     "relu": partial(torch.ops.aten.clamp_min.out, min=0),
 }
-SUPPORTED_ACTIVATIONS: dict[str, Collection[str]] = {"act_and_mul": ("silu", "gelu_tanh"), "activate": ACTIVATIONS}
+SUPPORTED_ACTIVATIONS: dict[str, Collection[str]] = {
+    "act_and_mul": ("silu", "gelu", "gelu_tanh"),
+    "activate": ACTIVATIONS,
+}
 
 
 @dataclass(slots=True)
@@ -250,7 +253,7 @@ def attend_mla(
     tables = step.tables, step.header, out
     if len(step.tiles):
         tiling = context.tilings.mla_prefill(cache.shape[2], q.element_size())
-        mla_prefill(q, cache, step.tiles, *tables, spec.v_dim, spec.scale, scales, tiling)
+        mla_prefill(q, cache, step.tiles, *tables, spec.v_dim, spec.scale, scales, tiling=tiling)
     if len(step.splits):
         mla_decode(q, cache, step.splits, *tables, context.memory.split_kv, spec.v_dim, spec.scale, scales)
 

@@ -405,7 +405,8 @@ CASES = (
     Case("add", "twice", "F32", FLOAT, partial(by_value, op=lambda ops, x: ops.add(x, x), width=33)),
     Case("scale", "some", "F32", FLOAT, partial(by_value, op=lambda ops, x: ops.scale(x, 0.3), width=33)),
     Case("soft_cap", "some", "F32", FLOAT, partial(by_value, op=lambda ops, x: ops.soft_cap(x, 2.5), width=33)),
-    Case("act_and_mul", "gelu", "F32", FLOAT, partial(act_and_mul, tokens=5, hidden=33, act="gelu_tanh")),
+    Case("act_and_mul", "gelu", "F32", FLOAT, partial(act_and_mul, tokens=5, hidden=33, act="gelu")),
+    Case("act_and_mul", "gelu_tanh", "F32", FLOAT, partial(act_and_mul, tokens=5, hidden=33, act="gelu_tanh")),
     Case("act_and_mul", "one token", "F32", FLOAT, partial(act_and_mul, tokens=1, hidden=1536)),
     Case("act_and_mul", "odd width", "F32", FLOAT, partial(act_and_mul, tokens=5, hidden=33)),
     Case("pool", "two steps", "F32", FLOAT, pool),
@@ -467,6 +468,16 @@ CASES = (
         "F32",
         HALF,
         partial(attend_whole, spec=HALVES(2, 1, 16, causal=False), lengths=(5, 1100)),
+    ),
+    *(
+        Case(
+            "attend",
+            f"not causal, window of {window}",
+            "F32",
+            HALF,
+            partial(attend_whole, spec=HALVES(2, 2, 16, causal=False, window=window), lengths=lengths),
+        )
+        for window, lengths in ((5, (1, 3, 70, 33)), (65, (40, 300)), (20, (1100,)))
     ),
     *DELTA_CASES,
 )

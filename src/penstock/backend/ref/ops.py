@@ -99,7 +99,7 @@ class RefOps:
             places = self._places(layer, row, positions)
             keys[places] = k[tokens]
             values[places] = v[tokens]
-            first = max(int(positions[0]) - spec.window + 1, 0) if spec.window else 0
+            first = max(int(positions[0]) - spec.window + 1, 0) if spec.window and spec.causal else 0
             places = self._places(layer, row, np.arange(first, positions[-1] + 1))
             out[tokens] = attention(q[tokens], keys[places], values[places], positions - first, spec, vectors)
         return out.reshape(len(qkv), spec.q_width)
@@ -251,8 +251,8 @@ def attention(
     scores = np.einsum("thd,chd->htc", q, keys) * np.float32(spec.scale)
     if spec.soft_cap:
         scores = soft_capped(scores, spec.soft_cap)
-    if spec.causal:
-        scores[:, ~visible(positions, len(keys), spec.window)] = -np.inf
+    if spec.causal or spec.window:
+        scores[:, ~visible(positions, len(keys), spec.window, spec.causal)] = -np.inf
     weights = softmax_with_sinks(scores, vectors.get("sinks", np.full(spec.heads, -np.inf, np.float32)))
     out: Floats = np.einsum("htc,chd->thd", weights, values)
     return out
@@ -267,10 +267,10 @@ def softmax_with_sinks(scores: Floats, sinks: Floats) -> Floats:
     return softened
 
 
-def visible(positions: Ints, context: int, window: int) -> NDArray[np.bool_]:
+def visible(positions: Ints, context: int, window: int, causal: bool) -> NDArray[np.bool_]:
     """Returns whether the token at each position sees each position of its context: [T, C]."""
     distance = positions[:, None] - np.arange(context)
-    return (distance >= 0) & (distance < (window or context))
+    return ((distance >= 0) if causal else (distance > -window)) & (distance < (window or context))
 
 
 def soft_capped(x: Floats, cap: float) -> Floats:

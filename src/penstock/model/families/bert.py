@@ -77,7 +77,6 @@ def read_hf(config: ConfigReader) -> ModelSpec:
         config.require(key, (False,), False)
     config.require("position_embedding_type", ("absolute",), "absolute")
     config.require("hidden_act", tuple(ACTS), "gelu")
-    config.size("type_vocab_size", 2)
     skipped = 0 if config.strings("architectures")[0].startswith("Bert") else config.size("pad_token_id", 1) + 1
     return ModelSpec(
         arch="bert",
@@ -91,6 +90,7 @@ def read_hf(config: ConfigReader) -> ModelSpec:
         act=ACTS[config.text("hidden_act", "gelu")],
         biases=BIASES,
         first_position=skipped,
+        segments=config.size("type_vocab_size", 2),
     )
 
 
@@ -118,6 +118,7 @@ def read_encoder(
         act="gelu",
         biases=BIASES,
         pooling=gguf_config.read_pooling(config),
+        segments=tensors["token_types.weight"].shape[0] if "token_types.weight" in tensors else 1,
     )
 
 
@@ -157,9 +158,17 @@ class Bert:
 
 
 def build(spec: ModelSpec, pack: Packer) -> Bert:
-    """Builds an encoder with learned positions. A prompt holds one text, so its tokens are of the first type."""
+    """Builds an encoder with learned positions, to which the embedding of the first token type is added."""
     positions = pack.table("positions", spec.first_position, spec.max_len, spec.dim, plus="types")
     return assemble(spec, pack, positions, decoder.plain_mlp)
+
+
+def embeddings(spec: ModelSpec, pack: Packer) -> Weight:
+    """Builds the table of token embeddings. That of a pair's second text comes after that of the first, and differs by
+    the embedding of its token type: so a token id says which text it is of, and backends need not know."""
+    if spec.token_ids == spec.vocab:
+        return pack.matrix(("embed", spec.vocab), width=spec.dim)
+    return pack.twice("embed", spec.vocab, spec.dim, types="types")
 
 
 def assemble(spec: ModelSpec, pack: Packer, positions: Weight, mlp: decoder.MakePart) -> Bert:
@@ -169,7 +178,7 @@ def assemble(spec: ModelSpec, pack: Packer, positions: Weight, mlp: decoder.Make
         return PostNormBlock(make(spec, pack, layer), decoder.layer_norm(spec, pack, f"layers.{layer}.{kind}_norm"))
 
     return Bert(
-        embed=pack.matrix(("embed", spec.vocab), width=spec.dim),
+        embed=embeddings(spec, pack),
         positions=positions,
         norm=decoder.layer_norm(spec, pack, "embed_norm"),
         blocks=tuple(

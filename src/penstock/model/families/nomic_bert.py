@@ -58,7 +58,6 @@ FIRST_KEYS = ("n_embd", "n_head", "n_layer", "n_inner", "layer_norm_epsilon")
 
 def read_hf(config: ConfigReader) -> ModelSpec:
     config.ignore(*bert.NOT_COMPUTED)
-    config.size("type_vocab_size", 2)
     if "n_embd" in config:
         return read_first(config)
     config.require("hidden_act", tuple(ACTS), "silu")
@@ -93,6 +92,7 @@ def read_sizes(config: ConfigReader, keys: tuple[str, ...], max_len: int) -> Mod
         eps=config.number(eps, 1e-12),
         attn=bert.read_attention(dim, config.size(heads)),
         biases=BIASES,
+        segments=config.size("type_vocab_size", 2),
     )
 
 

@@ -138,6 +138,8 @@ def from_folder(checkpoint: Checkpoint, to: Format, encode: Encode, again: bool)
     """Plans a GGUF file of a Hugging Face folder, with its tokenizer and chat template."""
     from penstock.text.gguf_export import text_keys  # slow to import, and GGUF files need none of it
 
+    if checkpoint.classifier and not checkpoint.spec.generates:
+        raise UnsupportedModel("a model with a classification head cannot be written as GGUF yet: it would be lost")
     spec, config = checkpoint.spec, ConfigReader(checkpoint.metadata, CONFIG)
     load_model(checkpoint, Unpacked())
     parts = file_tensors(checkpoint)

@@ -249,6 +249,10 @@ def encoder(config: ConfigReader, spec: ModelSpec) -> Keys:
     }
 
 
+def modern_bert(config: ConfigReader, spec: ModelSpec) -> Keys:
+    raise UnsupportedModel("ModernBERT cannot be written as GGUF yet: use its folder")
+
+
 def deepseek_2(config: ConfigReader, spec: ModelSpec) -> Keys:
     """Returns the keys of DeepSeek as newer converters write them: head sizes are those of the latents, and those
     of keys and values have keys of their own."""
@@ -299,6 +303,7 @@ OWN: dict[str, Own] = {
     "qwen35": qwen_3_5,
     "bert": encoder,
     "nomic_bert": encoder,
+    "modernbert": modern_bert,
     "deepseek2": deepseek_2,
     "gptoss": gpt_oss,
 }

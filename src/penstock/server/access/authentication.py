@@ -1,4 +1,4 @@
-"""Authenticates requests by API key: every route needs one, except /health and the page."""
+"""Authenticates requests by API key: every route needs one, except the health probes and the page."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from penstock.server.access.accounts import Account, Accounts
 from penstock.server.errors import error_response
 from penstock.server.request_context import context_of
 
-OPEN = {"/health", "/"}  # to GET and HEAD: the page holds no data and asks for the key itself
+PROBES = ("/health", "/v1/health", "/ping", "/v2/health/live", "/v2/health/ready")  # for those who watch servers
+OPEN = {*PROBES, "/"}  # to GET and HEAD: the page holds no data and asks for the key itself
 READING = {"GET", "HEAD"}
 CHANGING = ("/api/pull", "/api/create", "/api/copy", "/api/delete", "/api/push", "/api/blobs/")
+FLUSH = "/flush_cache"  # it changes what every request finds, with GET too
 
 
 class Authentication:
@@ -58,9 +60,9 @@ class Authentication:
         path = scope["path"]
         if key.models and self._model not in key.models:
             raise _forbidden(account, "model", f"use {self._model!r}, only {', '.join(key.models)}")
-        if scope["method"] in READING:
+        if scope["method"] in READING and path != FLUSH:
             return
-        if path.startswith(CHANGING) and not key.admin:
+        if path.startswith((*CHANGING, FLUSH)) and not key.admin:
             raise _forbidden(account, "admin", f"{scope['method']} {path}: this needs a key made with --admin")
         account.begin()
 

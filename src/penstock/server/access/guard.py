@@ -37,6 +37,7 @@ class Rules(NamedTuple):
     max_waiting: int | None = None  # requests beyond those computed at once; None: in proportion to those
     lenient: bool = True  # unknown fields and unsupported settings are ignored and listed; False: refused
     aliases: tuple[str, ...] = ()  # patterns of further names of the model
+    trust_templates: bool = False  # chat templates in requests are rendered
 
 
 def check(rules: Rules, address: str) -> None:

@@ -9,7 +9,7 @@ from http import HTTPStatus
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from penstock.errors import InvalidRequest
-from penstock.server.errors import body_of
+from penstock.server.errors import OPENAI_ERRORS
 
 MAX_HEAD = 64 * 2**10  # bytes of the request line and the headers
 MAX_HEADERS = 256
@@ -103,7 +103,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.cycle is not None and not self.cycle.response_complete:
             return self.transport.abort()  # another answer is being sent
         phrase = HTTPStatus(status).phrase
-        body = body_of(InvalidRequest(message, code=phrase.lower().replace(" ", "_")))
+        body = OPENAI_ERRORS.encode(InvalidRequest(message, code=phrase.lower().replace(" ", "_")))
         head = f"HTTP/1.1 {status} {phrase}\r\ncontent-type: application/json\r\nconnection: close\r\n"
         self.transport.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
         self.transport.close()

@@ -36,7 +36,7 @@ from penstock.server.chat.chat_turn import (
     render_prompt,
 )
 from penstock.server.chat.tools import ToolUse
-from penstock.server.errors import anthropic_body
+from penstock.server.errors import ANTHROPIC_ERRORS
 from penstock.server.explain import AnswerReport, Explanation
 from penstock.server.openapi import Operation
 from penstock.server.request_context import RequestContext
@@ -50,7 +50,7 @@ from penstock.types import SamplingParams
 async def messages(served: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
     body = await read_body(http, context, MessagesBody, NO_EFFECT)
     context.explain |= bool(body.penstock)
-    sampling, use = _sampling(body), read_use(context, body.tools or [], body.tool_choice)
+    sampling, use = _sampling(served, body), read_use(context, body.tools or [], body.tool_choice)
     messages, prompt = await _prompt(served, context, body, use)
     continuing = messages[-1]["role"] == "assistant"
     options = TurnOptions(max_tokens=body.max_tokens, thinking_budget=_budget(body), continuing=continuing)
@@ -79,11 +79,11 @@ async def _prompt(
     return messages, await render_prompt(served, messages, use, **fields)
 
 
-def _sampling(body: MessagesBody) -> SamplingParams:
+def _sampling(served: ServedModel, body: MessagesBody) -> SamplingParams:
     stops = check_stops(tuple(body.stop_sequences or ()), "stop_sequences")
     given: dict[str, Any] = {"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k}
     given["grammar"] = read_grammar(body)
-    return SamplingParams(stop=stops, **{name: value for name, value in given.items() if value is not None})
+    return served.text.sampling(stop=stops, **given)
 
 
 def _budget(body: MessagesBody) -> int | None:
@@ -196,7 +196,7 @@ def _framed(kind: type[AnthropicEvent], data: bytes) -> bytes:
 
 
 def _error(error: PenstockError) -> bytes:
-    return b"event: error\ndata: " + anthropic_body(error) + b"\n\n"
+    return b"event: error\ndata: " + ANTHROPIC_ERRORS.encode(error) + b"\n\n"
 
 
 ANTHROPIC = Framing(EVENT_STREAM, bytes, b"", _error)

@@ -87,7 +87,9 @@ def read_use(context: RequestContext, given: list[dict[str, Any]], choice: Anthr
     )
     if choice.type == "any":
         return use._replace(forced=known(names, names))
-    return use._replace(forced=known(names, (choice.name or "",))) if choice.type == "tool" else use
+    if choice.type == "tool":
+        return use._replace(forced=known(names, (choice.name or "",)), parallel=False)
+    return use
 
 
 def _tool(context: RequestContext, given: dict[str, Any], where: str) -> AnthropicTool | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -127,16 +127,23 @@ def begin_turn(
 ) -> ChatTurn:
     """Returns the turn with one choice for each of `sampling`. Nothing runs before its deltas are read."""
     text, budget = served.text, options.thinking_budget
-    constrained = [after_thinking(text, prompt, constrain_to_tools(text, use, each), budget) for each in sampling]
+    constrained = [
+        after_thinking(text, prompt, constrain_to_tools(context, text, use, each), budget) for each in sampling
+    ]
     if budget is not None and not _has_thinking(constrained[0]):
         ignore_unsupported(context, options.budget_param, budget)
     requests = [served.request(context, prompt.tokens, each, options.param, options.max_tokens) for each in constrained]
     shown = text.special_in(text.format.markers(use.calling)) | frozenset(options.shown)
+    parsers = [use.parser(text.format, prompt.opened) for _ in requests]
     running = [
-        deltas(served, context, request, choice, continuing=options.continuing, shown=shown)
-        for choice, request in enumerate(requests)
+        deltas(served, context, request, choice, continuing=options.continuing, shown=shown, ended=_ended(parser))
+        for choice, (request, parser) in enumerate(zip(requests, parsers, strict=True))
     ]
-    return ChatTurn(requests, together(running), [use.parser(text.format, prompt.opened) for _ in requests])
+    return ChatTurn(requests, together(running), parsers)
+
+
+def _ended(parser: AnswerParser | None) -> Callable[[], bool] | None:
+    return None if parser is None else lambda: parser.ended
 
 
 def after_thinking(

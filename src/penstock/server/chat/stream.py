@@ -4,7 +4,7 @@ same."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Collection, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Sequence
 from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
@@ -12,6 +12,8 @@ from starlette.types import Receive
 
 from penstock.errors import EngineUnavailable
 from penstock.ipc.client import EngineClient
+from penstock.server.chat.schema_check import Deltas as Deltas
+from penstock.server.chat.schema_check import checked
 from penstock.server.request_context import RequestContext
 from penstock.server.served_model import ServedModel
 from penstock.server.telemetry.metrics import RequestTimer
@@ -20,10 +22,8 @@ from penstock.types import Aborted, Event, Finished, Report, Request
 
 T = TypeVar("T")
 
-Deltas = AsyncGenerator[tuple[int, Delta], None]  # (choice, what was added to it)
 
-
-async def deltas(
+def deltas(
     served: ServedModel,
     context: RequestContext,
     request: Request,
@@ -31,9 +31,30 @@ async def deltas(
     *,
     continuing: bool = False,
     shown: Collection[int] = (),
+    ended: Callable[[], bool] | None = None,
 ) -> Deltas:
-    """Yields one request's text as it is generated, with the special tokens that are `shown`. Leaving early, or a stop
-    string, aborts the request in the engine."""
+    """Yields one request's text as it is generated, with the special tokens that are `shown`. Leaving early, a stop
+    string, or the reader of the text having `ended` it aborts the request in the engine. An answer with a JSON schema
+    is checked against what its grammar does not enforce."""
+
+    def run(request: Request) -> Deltas:
+        return _run(served, context, request, choice, continuing, shown, ended)
+
+    grammar = request.sampling.grammar
+    if grammar is None or grammar.kind != "json":
+        return run(request)
+    return checked(context, request, run, served.client.next_id, served.text.format.reasoning)
+
+
+async def _run(
+    served: ServedModel,
+    context: RequestContext,
+    request: Request,
+    choice: int,
+    continuing: bool,
+    shown: Collection[int],
+    ended: Callable[[], bool] | None,
+) -> Deltas:
     text = TextStream(
         served.text.tokenizer,
         request.sampling.stop,
@@ -45,6 +66,8 @@ async def deltas(
         async with aclosing(served.client.submit(request)) as steps:
             async for events in steps:
                 delta = read_step(text, events)
+                if ended is not None and ended() and not delta.finish:
+                    delta = delta._replace(text="", finish="stop")
                 if delta.tokens:
                     timer.tokens(len(delta.tokens), delta.cached)
                 if delta.finish:
@@ -66,6 +89,19 @@ async def _report(client: EngineClient, id: int, steps: AsyncGenerator[list[Even
             if isinstance(last := events[-1], Finished | Aborted):
                 return last.report
     return None
+
+
+def all_deltas(
+    served: ServedModel, context: RequestContext, requests: Sequence[Request], shown: Collection[int] = ()
+) -> Deltas:
+    """Returns the merged deltas of requests whose answers continue their prompts. The choices are the requests' places
+    in the list."""
+    return together(
+        [
+            deltas(served, context, request, choice, continuing=True, shown=shown)
+            for choice, request in enumerate(requests)
+        ]
+    )
 
 
 def together(choices: Sequence[Deltas]) -> Deltas:

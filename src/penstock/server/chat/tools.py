@@ -7,19 +7,22 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
-from penstock.errors import InvalidRequest
+from penstock.errors import InvalidGrammar, InvalidRequest
 from penstock.server.access.bounds import check_count, read_json
 from penstock.server.bodies import leave_out, read_object, unsupported
 from penstock.server.openapi import read_as
 from penstock.server.request_context import RequestContext
 from penstock.text import Text
 from penstock.text.call_grammar import call_grammar
+from penstock.text.closed_schema import close_objects
+from penstock.text.json_schema import check_enforced, is_plain, rewrite
 from penstock.text.parse import AnswerParser, schemas_of
 from penstock.text.tool_formats import AnswerFormat
 from penstock.text.tools import CallArguments
 from penstock.types import Grammar, SamplingParams
 
 MAX_TOOLS = 128
+MAX_REPORTED = 64  # keywords of a schema
 
 
 class FunctionTool(msgspec.Struct, forbid_unknown_fields=True):
@@ -65,7 +68,9 @@ class ToolUse(NamedTuple):
         """Returns a parser for one answer; None if the answer is content alone."""
         if format.plain(self.calling):
             return None
-        return AnswerParser(format, schemas_of(self.tools), opened=opened, parallel=self.parallel)
+        return AnswerParser(
+            format, schemas_of(self.tools), opened=opened, parallel=self.parallel, forced=bool(self.forced)
+        )
 
 
 def read_tools(
@@ -96,7 +101,7 @@ def choose_tools(
         case "required":
             return use._replace(forced=known(names, names))
         case {"type": "function", "function": {"name": str(name)}} | {"type": "function", "name": str(name)}:
-            return use._replace(forced=known(names, (name,)))
+            return use._replace(forced=known(names, (name,)), parallel=False)
         case {
             "type": "allowed_tools",
             "allowed_tools": {"mode": "auto" | "required" as mode, "tools": list(listed)},
@@ -175,30 +180,52 @@ def _arguments(text: str, where: str) -> dict[str, Any]:
 # -- constraining an answer to tools ------------------------------------------------------------------------------
 
 
-def constrain_to_tools(text: Text, use: ToolUse, sampling: SamplingParams) -> SamplingParams:
+def constrain_to_tools(context: RequestContext, text: Text, use: ToolUse, sampling: SamplingParams) -> SamplingParams:
     """Returns sampling with the grammar of calls (if a call is forced, calls are strict or the answer has a schema),
     and with the tokens that end a call in the model's tool format."""
-    grammar = _tools_grammar(text, use, sampling.grammar) if use.calling else sampling.grammar
+    grammar = _tools_grammar(context, text, use, sampling.grammar) if use.calling else sampling.grammar
     stops = text.special_in(*text.format.tool_format.stops) if use.calling else frozenset()
     return dataclasses.replace(sampling, grammar=grammar, stop_token_ids=(*sampling.stop_token_ids, *stops))
 
 
-def _tools_grammar(text: Text, use: ToolUse, format: Grammar | None) -> Grammar | None:
+def _tools_grammar(context: RequestContext, text: Text, use: ToolUse, format: Grammar | None) -> Grammar | None:
     """Returns the grammar of calls alone, of calls or an answer in its format, or of strict calls after any text."""
     if use.forced:
-        return _calls(text, use)
+        return _calls(context, text, use)
     if format is None:
-        return _calls(text, use, free=True) if use.strict else None
+        return _calls(context, text, use, free=True) if use.strict else None
     if format.kind != "json":
         raise InvalidRequest(
             f"tools cannot be combined with a {format.kind} grammar: send one of them, or a JSON schema", param="tools"
         )
-    return _calls(text, use, content=msgspec.json.decode(format.text))
+    content = _enforced(context, msgspec.json.decode(format.text), format.param, format.strict)
+    return _calls(context, text, use, content=content)
 
 
-def _calls(text: Text, use: ToolUse, **others: Any) -> Grammar:
-    schemas = {name: schema for name, schema in schemas_of(use.tools).items() if name in use.forced or not use.forced}
+def _calls(context: RequestContext, text: Text, use: ToolUse, **others: Any) -> Grammar:
+    """Returns the grammar of calls, whose objects have no properties but those that their schemas list."""
+    given = schemas_of(use.tools)
+    schemas = {
+        name: _enforced(context, close_objects(dict(given[name])), "tools[].parameters", use.strict)
+        for name in use.forced or given
+    }
     markers = text.special_in(text.format.markers(calling=True))
     special = {text.tokenizer.token_text(id): id for id in markers}
     rules = call_grammar(text.format.tool_format, schemas, special, parallel=use.parallel, **others)
-    return Grammar("lark", rules)
+    return Grammar("lark", rules, param="tools")
+
+
+def _enforced(context: RequestContext, schema: dict[str, Any], where: str, strict: bool) -> dict[str, Any]:
+    """Returns a schema in keywords that a grammar enforces. What it does not is refused if the schema or the server is
+    strict, and listed as ignored otherwise."""
+    if is_plain(schema):
+        return schema
+    try:
+        rewritten = rewrite(msgspec.json.encode(schema).decode(), verified=False)
+        if strict or not context.lenient:
+            check_enforced(rewritten)
+    except InvalidGrammar as error:
+        raise InvalidGrammar(str(error), param=where) from error
+    for path in rewritten.unenforced[:MAX_REPORTED]:
+        context.ignore(f"{where}.{path}")
+    return rewritten.schema if isinstance(rewritten.schema, dict) else {}

@@ -19,7 +19,7 @@ from penstock.server.chat.chat_turn import NO_TOOLS, ChatTurn, TurnOptions, begi
 from penstock.server.chat.logprobs import TokenEntry, token_entries
 from penstock.server.chat.stream import deltas
 from penstock.server.chat.tools import ToolUse, read_tools
-from penstock.server.errors import ollama_body
+from penstock.server.errors import OLLAMA_ERRORS
 from penstock.server.explain import AnswerReport, Explanation
 from penstock.server.ollama.derived_settings import resolve, with_derived_messages, with_options, with_template
 from penstock.server.ollama.fields import (
@@ -43,7 +43,7 @@ from penstock.text.infill import infill_of, infill_prompt
 from penstock.text.parse import AnswerPart, Arguments, CallEnded, CallStarted, Content, Reasoning
 
 STAYS_LOADED = "the model stays loaded as long as this server runs"
-OLLAMA = Framing(b"application/x-ndjson", lambda line: line + b"\n", b"", ollama_body)
+OLLAMA = Framing(b"application/x-ndjson", lambda line: line + b"\n", b"", OLLAMA_ERRORS.encode)
 
 
 async def chat(served: ServedModel, http: HttpRequest, context: RequestContext) -> Response:

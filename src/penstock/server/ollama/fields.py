@@ -17,7 +17,7 @@ from penstock.errors import InvalidRequest
 from penstock.server.access.bounds import MAX_MESSAGES, check_count, check_stops
 from penstock.server.bodies import ANY_VALUE, ContentValues, NoEffect, ignore_unsupported, read_object
 from penstock.server.chat.structured import ANY_OBJECT, json_grammar
-from penstock.server.chat.thinking import switch_thinking, think_with_effort
+from penstock.server.chat.template_fields import switch_thinking, think_with_effort
 from penstock.server.chat.tools import FunctionTool, template_call, template_reasoning
 from penstock.server.openapi import read_as
 from penstock.server.request_context import RequestContext
@@ -25,7 +25,6 @@ from penstock.server.samplers import sampler_settings
 from penstock.server.served_model import ServedModel
 from penstock.types import Grammar, SamplingParams
 
-DEFAULTS: dict[str, Any] = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}  # Ollama's
 PENALTY_WINDOW = 64  # tokens, by default: Ollama's
 
 NO_EFFECT: NoEffect = {
@@ -175,15 +174,14 @@ def read_options(served: ServedModel, context: RequestContext, body: OllamaField
     options = read_object(context, body.options or {}, OllamaOptions, OPTION_NO_EFFECT, "options")
     _limit_context(served, context, options)
     named = {name: getattr(options, name) for name in _SAMPLING}
-    settings = DEFAULTS | {name: value for name, value in named.items() if value is not None}
-    settings |= sampler_settings(options)
+    settings = {name: value for name, value in named.items() if value is not None} | sampler_settings(options)
     if settings.keys() & PENALTIES:
         settings.setdefault("penalty_window", PENALTY_WINDOW)
     stops = (options.stop,) if isinstance(options.stop, str) else tuple(options.stop or ())
     check_stops(stops, "options.stop")
     scores = (body.top_logprobs or 0) if body.logprobs else None
     limit = options.num_predict if options.num_predict and options.num_predict > 0 else None
-    return SamplingParams(stop=stops, logprobs=scores, grammar=_grammar(body), **settings), limit
+    return served.text.sampling(stop=stops, logprobs=scores, grammar=_grammar(body), **settings), limit
 
 
 def context_length(served: ServedModel, context: RequestContext, given: dict[str, Any] | None) -> int:

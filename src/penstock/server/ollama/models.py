@@ -278,7 +278,7 @@ def _capabilities(template: str, served: ServedModel | None) -> list[str]:
     """Returns what the model can do. `served` is the served model, if this is it: its vocabulary is known."""
     format = ChatTemplate({"default": template}, {}).format
     named = {
-        "completion": served is None or not served.encoder,
+        "completion": served is None or served.generates,
         "tools": "tools" in template,
         "thinking": not format.plain(calling=False),
         "insert": served is not None and infill_of(served.text.tokenizer) is not None,

@@ -12,12 +12,21 @@ from starlette.responses import Response
 
 from penstock.errors import InvalidRequest
 from penstock.server.access.bounds import MAX_MESSAGES, MAX_PARTS, check_count
-from penstock.server.bodies import ANY_VALUE, ContentValues, NoEffect, ignore_unsupported, read_object, unsupported
+from penstock.server.bodies import ANY_VALUE, ContentValues, NoEffect, read_object, unsupported
 from penstock.server.chat.chat_turn import ChatTurn, TurnOptions, begin_turn, render_prompt
-from penstock.server.chat.logprobs import TokenEntry, token_entries
-from penstock.server.chat.thinking import ThinkingWish, read_wish, switch_thinking, think_with_effort
-from penstock.server.chat.tools import FunctionTool, PastCall, read_calls, read_tools, template_reasoning
+from penstock.server.chat.logprobs import PromptLogprobs, TokenEntry, prompt_entries, token_entries
+from penstock.server.chat.stop_reason import stop_reason
+from penstock.server.chat.template_fields import (
+    ThinkingWish,
+    read_template_kwargs,
+    read_verbosity,
+    read_wish,
+    switch_thinking,
+    think_with_effort,
+)
+from penstock.server.chat.tools import FunctionTool, PastCall, ToolUse, read_calls, read_tools, template_reasoning
 from penstock.server.explain import AnswerReport, Explanation
+from penstock.server.llamacpp.timings import Stopwatch, Timings, from_llamacpp
 from penstock.server.openai.fields import (
     NO_EFFECT,
     CompletionHead,
@@ -25,6 +34,8 @@ from penstock.server.openai.fields import (
     CompletionUsage,
     GenerationFields,
     TokenTally,
+    check_prompt_logprobs,
+    drawn_as_llamacpp,
     new_head,
     read_fields,
     sampling,
@@ -35,11 +46,14 @@ from penstock.server.openapi import Operation, read_as
 from penstock.server.request_context import RequestContext
 from penstock.server.served_model import ServedModel
 from penstock.server.sse import ChunkTemplate, encode, reply
-from penstock.text import Delta, Text
+from penstock.server.vllm.beams import beam_deltas, check_beams
+from penstock.server.vllm.chat_prompt import PromptFields, render_chat
+from penstock.text import ChatPrompt, Delta, Text
 from penstock.text.parse import AnswerPart, Arguments, CallEnded, CallStarted, Content, Reasoning
 
 CHAT_NO_EFFECT: NoEffect = NO_EFFECT | {
     "audio": (),
+    "best_of": (1,),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "modalities": (["text"],),
@@ -61,10 +75,18 @@ class ChatBody(GenerationFields):
     reasoning_effort: str | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    chat_template: str | None = None
+    documents: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    echo: bool | None = None  # the answer begins with the last message, if that is an assistant's
+    include_reasoning: bool | None = None  # left out: true
+    timings_per_token: bool | None = None  # asks for llama.cpp's timings
     enable_thinking: bool | None = None
     thinking_budget: Annotated[int, Meta(ge=1)] | None = None  # tokens
     thinking: ThinkingWish | None = None
     reasoning: ThinkingWish | None = None
+    verbose: bool | None = None  # asks for the rendered prompt, in llama.cpp's __verbose
 
 
 class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
@@ -92,18 +114,42 @@ class ChatRefusalPart(msgspec.Struct, forbid_unknown_fields=True):
 
 async def chat_completions(served: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
     body = await read_fields(http, context, ChatBody, CHAT_NO_EFFECT)
-    served.check_model(body.model, context)
+    if not from_llamacpp(http):  # that serves one model, under whatever name
+        served.check_model(body.model, context)
     served.check_answers()
-    params = sampling(served, body, max_tokens=_max_tokens(body), logprobs=_wanted_logprobs(body))
+    check_prompt_logprobs(body)
+    scored = {"logprobs": _wanted_logprobs(body), "prompt_logprobs": body.prompt_logprobs}
+    params = sampling(served, body, max_tokens=_max_tokens(body), **scored)
+    params = drawn_as_llamacpp(params) if from_llamacpp(http) and body.seed is not None else params
     messages = read_messages(context, body.messages)
     use = read_tools(context, body.tools, body.tool_choice, body.parallel_tool_calls)
-    prompt = await render_prompt(served, messages, use, **_template_fields(served.text, context, body))
+    prompt = await _prompt(served, context, body, messages, use)
     prompt = prompt._replace(tokens=truncate(served, context, body, prompt.tokens, params[0].max_tokens))
+    shown = shown_special(served, body)
     param, budget = _budget(body)
-    options = TurnOptions(thinking_budget=budget, budget_param=param, shown=shown_special(served, body))
+    options = TurnOptions(thinking_budget=budget, budget_param=param, shown=shown)
     turn = begin_turn(served, context, prompt, use, params, options)
-    writer = ChatWriter(served, context, turn, body)
+    if body.use_beam_search:
+        check_beams(context, body, turn.request.sampling)
+        turn.deltas = beam_deltas(served, context, turn.requests, body, shown=shown)
+    writer = ChatWriter(served, context, turn, body, llamacpp=from_llamacpp(http))
     return await reply(http, context, writer, turn.deltas, streaming=bool(body.stream))
+
+
+async def _prompt(
+    served: ServedModel, context: RequestContext, body: ChatBody, messages: list[dict[str, Any]], use: ToolUse
+) -> ChatPrompt:
+    kwargs = _template_fields(served.text, context, body)
+    given = PromptFields(
+        template=body.chat_template,
+        documents=body.documents,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=bool(body.continue_final_message),
+        add_special_tokens=body.add_special_tokens,
+    )
+    if given.usual:
+        return await render_prompt(served, messages, use, **kwargs)
+    return await render_chat(served, context, messages, given, kwargs | {"tools": use.tools})
 
 
 # -- reading ------------------------------------------------------------------------------------------------------
@@ -134,17 +180,6 @@ def _message(context: RequestContext, given: dict[str, Any], where: str) -> dict
     return rendered | template_reasoning(reasoning, content) if reasoning else rendered
 
 
-def read_template_kwargs(context: RequestContext, text: Text, kwargs: dict[str, Any] | None) -> dict[str, Any]:
-    """Returns the variables that the template uses; others are listed as ignored."""
-    fields: dict[str, Any] = {}
-    for name, value in (kwargs or {}).items():
-        if name in ("messages", "tools", "add_generation_prompt") or not text.takes(name):
-            ignore_unsupported(context, f"chat_template_kwargs.{name}", value)
-        else:
-            fields[name] = value
-    return fields
-
-
 def _budget(body: ChatBody) -> tuple[str, int | None]:
     """Returns the limit on tokens of thinking, and the field that it came in."""
     for param, wish in (("thinking.budget_tokens", body.thinking), ("reasoning.max_tokens", body.reasoning)):
@@ -165,15 +200,6 @@ def _template_fields(text: Text, context: RequestContext, body: ChatBody) -> dic
         | read_verbosity(context, text, body.verbosity, "verbosity")
         | read_template_kwargs(context, text, body.chat_template_kwargs)
     )
-
-
-def read_verbosity(context: RequestContext, text: Text, verbosity: str | None, param: str) -> dict[str, Any]:
-    if verbosity in (None, "medium"):
-        return {}
-    if text.takes("verbosity"):
-        return {"verbosity": verbosity}
-    ignore_unsupported(context, param, verbosity)
-    return {}
 
 
 def _text(context: RequestContext, content: str | list[dict[str, Any]], where: str) -> str:
@@ -246,13 +272,21 @@ class ChatChoice(msgspec.Struct):
     message: AssistantMessage
     logprobs: ChatLogprobs | None
     finish_reason: str | None = None
+    stop_reason: int | str | None = None
     token_ids: list[int] | UnsetType = UNSET
+
+
+class VerboseReport(msgspec.Struct):
+    prompt: str
 
 
 class ChatCompletion(CompletionHead, kw_only=True):
     choices: list[ChatChoice]
     usage: CompletionUsage
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     prompt_token_ids: Sequence[int] | UnsetType = UNSET
+    timings: Timings | UnsetType = UNSET
+    verbose: VerboseReport | UnsetType = msgspec.field(default=UNSET, name="__verbose")
     penstock: AnswerReport | UnsetType = UNSET
 
 
@@ -270,7 +304,7 @@ class ToolCallDelta(msgspec.Struct, omit_defaults=True):
 
 class ChatDelta(msgspec.Struct, omit_defaults=True):
     role: str | None = None
-    content: str | None = None
+    content: str | UnsetType | None = UNSET
     reasoning_content: str | None = None
     reasoning: str | None = None
     tool_calls: list[ToolCallDelta] | None = None
@@ -281,6 +315,7 @@ class ChatChunkChoice(msgspec.Struct):
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
+    stop_reason: int | str | UnsetType | None = UNSET  # in the last
     token_ids: list[int] | UnsetType = UNSET
 
 
@@ -288,6 +323,7 @@ class ChatCompletionChunk(CompletionHead, kw_only=True):
     choices: list[ChatChunkChoice]
     usage: CompletionUsage | UnsetType | None = UNSET
     prompt_token_ids: Sequence[int] | UnsetType = UNSET
+    timings: Timings | UnsetType = UNSET
     penstock: AnswerReport | UnsetType = UNSET
 
 
@@ -295,9 +331,21 @@ CHAT_COMPLETIONS = Operation(ChatBody, CHAT_NO_EFFECT, ChatCompletion, ChatCompl
 
 
 class ChatWriter:
-    def __init__(self, served: ServedModel, context: RequestContext, turn: ChatTurn, body: ChatBody) -> None:
+    def __init__(
+        self, served: ServedModel, context: RequestContext, turn: ChatTurn, body: ChatBody, *, llamacpp: bool = False
+    ) -> None:
+        """Takes whether the request came to llama.cpp's route: its first chunk has a null for content, and its answers
+        have timings."""
+        self._opening = None if llamacpp else ""
+        self._stopwatches = [Stopwatch(each) for each in turn.requests] if llamacpp or body.timings_per_token else []
+        self._timed_chunks = bool(body.timings_per_token)
         self._tokenizer = served.text.tokenizer
-        self._head = new_head("chatcmpl", served.name, body.service_tier)
+        self._verbose = VerboseReport(self._spell_prompt(turn)) if body.verbose else UNSET
+        self._head = new_head("chatcmpl", served.name, body.service_tier, body.request_id)
+        self._as_ids = bool(body.return_tokens_as_token_ids)
+        self._reasons = body.include_reasoning is not False
+        self._prompt_logprobs: PromptLogprobs | UnsetType = UNSET if body.prompt_logprobs is None else [None]
+        self._echo = _last_answer(body) if body.echo else ""
         self._prompt_ids = turn.request.prompt if body.return_token_ids else UNSET
         self._turn = turn
         self._tally = TokenTally(turn.requests, body.choices)
@@ -305,20 +353,23 @@ class ChatWriter:
         self._scored = bool(body.logprobs)
         self._usage = None if body.wants_usage else UNSET
         self._choices = [
-            ChatChoice(index, AssistantMessage(""), self._logprobs([])) for index in range(len(turn.requests))
+            ChatChoice(index, AssistantMessage(self._echo), self._logprobs([])) for index in range(len(turn.requests))
         ]
         self._templates: dict[int, ChunkTemplate] = {}  # of choices of which something was streamed
 
     def collect(self, choice: int, delta: Delta) -> None:
-        self._tally.add(choice, delta)
+        self._count(choice, delta)
         answer = self._choices[choice]
-        for part in self._turn.parts(delta, choice):
+        for part in self._parts(choice, delta):
             _add_part(answer.message, part)
+        if self._prompt_logprobs is not UNSET and choice == 0:
+            self._prompt_logprobs += prompt_entries(self._tokenizer, delta.scores)
         if delta.finish:
             answer.finish_reason = self._finish(choice, delta)
+            answer.stop_reason = stop_reason(self._turn.requests[choice], delta)
             self._explanation.end(choice, delta)
         if answer.logprobs is not None:
-            answer.logprobs.content += token_entries(self._tokenizer, delta)
+            answer.logprobs.content += token_entries(self._tokenizer, delta, as_ids=self._as_ids)
         if self._prompt_ids is not UNSET:
             answer.token_ids = [*(answer.token_ids or ()), *delta.tokens]
 
@@ -331,21 +382,24 @@ class ChatWriter:
             object="chat.completion",
             choices=self._choices,
             usage=self._final_usage(),
+            prompt_logprobs=self._prompt_logprobs,
             prompt_token_ids=self._prompt_ids,
+            timings=self._timings(0),
+            verbose=self._verbose,
             penstock=self._explanation.report(),
         )
 
     def chunks(self, choice: int, delta: Delta) -> Iterator[bytes]:
-        self._tally.add(choice, delta)
+        self._count(choice, delta)
         if choice not in self._templates:
-            first = self._chunk(ChatChunkChoice(choice, ChatDelta("assistant", "")))
+            first = self._chunk(ChatChunkChoice(choice, ChatDelta("assistant", self._echo or self._opening)))
             first.prompt_token_ids = self._prompt_ids
             yield encode(first)
             self._templates[choice] = ChunkTemplate(
                 lambda text: self._chunk(ChatChunkChoice(choice, ChatDelta(content=text)))
             )
-        parts = self._turn.parts(delta, choice)
-        if self._scored or self._prompt_ids is not UNSET:
+        parts = self._parts(choice, delta)
+        if self._scored or self._prompt_ids is not UNSET or self._timed_chunks:
             yield from self._detailed_chunks(choice, delta, parts)
         else:
             for part in parts:
@@ -355,25 +409,46 @@ class ChatWriter:
                     yield encode(self._chunk(ChatChunkChoice(choice, added)))
         if delta.finish:
             self._explanation.end(choice, delta)
-            chunk = self._chunk(ChatChunkChoice(choice, ChatDelta(), finish_reason=self._finish(choice, delta)))
+            ending = stop_reason(self._turn.requests[choice], delta)
+            chunk = self._chunk(ChatChunkChoice(choice, ChatDelta(), None, self._finish(choice, delta), ending))
             if self._usage is UNSET:
                 chunk.penstock = self._explanation.report()
+                chunk.timings = self._timings(choice)
             yield encode(chunk)
 
     def final_chunks(self) -> Iterator[bytes]:
         if self._usage is None:
             final: dict[str, Any] = {"usage": self._final_usage(), "penstock": self._explanation.report()}
+            final["timings"] = self._timings(0)
             yield encode(ChatCompletionChunk(**self._head, object="chat.completion.chunk", choices=[], **final))
 
     def _detailed_chunks(self, choice: int, delta: Delta, parts: Sequence[AnswerPart]) -> Iterator[bytes]:
         """Yields a chunk for each part. The first one has the delta's tokens: they may be markers, which are in no
         part."""
-        entries = token_entries(self._tokenizer, delta) if self._scored else []
+        entries = token_entries(self._tokenizer, delta, as_ids=self._as_ids) if self._scored else []
         ids = UNSET if self._prompt_ids is UNSET else list(delta.tokens)
         deltas = [added for part in parts if (added := _chat_delta(part))]
         for each in deltas or ([ChatDelta(content="")] if entries or ids else []):
-            yield encode(self._chunk(ChatChunkChoice(choice, each, self._logprobs(entries), token_ids=ids)))
+            chunk = self._chunk(ChatChunkChoice(choice, each, self._logprobs(entries), token_ids=ids))
+            chunk.timings = self._timings(choice) if self._timed_chunks else UNSET
+            yield encode(chunk)
             entries, ids = [], ids and []
+
+    def _parts(self, choice: int, delta: Delta) -> list[AnswerPart]:
+        """Returns what a delta adds to its choice, without reasoning that is not wanted."""
+        parts = self._turn.parts(delta, choice)
+        return parts if self._reasons else [part for part in parts if not isinstance(part, Reasoning)]
+
+    def _count(self, choice: int, delta: Delta) -> None:
+        self._tally.add(choice, delta)
+        if self._stopwatches:
+            self._stopwatches[choice].add(delta)
+
+    def _spell_prompt(self, turn: ChatTurn) -> str:
+        return self._tokenizer.decode(turn.request.prompt, special=True, continuing=True)
+
+    def _timings(self, choice: int) -> Timings | UnsetType:
+        return self._stopwatches[choice].timings() if self._stopwatches else UNSET
 
     def _finish(self, choice: int, delta: Delta) -> str | None:
         return "tool_calls" if delta.finish == "stop" and self._turn.calls(choice) else delta.finish
@@ -389,6 +464,12 @@ class ChatWriter:
 
     def _logprobs(self, entries: list[TokenEntry]) -> ChatLogprobs | None:
         return ChatLogprobs(entries) if self._scored else None
+
+
+def _last_answer(body: ChatBody) -> str:
+    """Returns the text of the last message, if that is an assistant's."""
+    content = body.messages[-1].get("content") if body.messages[-1].get("role") == "assistant" else None
+    return content if isinstance(content, str) else ""
 
 
 def _add_part(message: AssistantMessage, part: AnswerPart) -> None:

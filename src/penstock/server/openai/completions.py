@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -14,8 +15,9 @@ from starlette.responses import Response
 
 from penstock.errors import InvalidRequest
 from penstock.server.bodies import unsupported
-from penstock.server.chat.logprobs import finite_logprob
-from penstock.server.chat.stream import deltas, together
+from penstock.server.chat.logprobs import PromptLogprobs, finite_logprob, prompt_entries, spelled_id
+from penstock.server.chat.stop_reason import stop_reason
+from penstock.server.chat.stream import all_deltas
 from penstock.server.explain import AnswerReport, Explanation
 from penstock.server.openai.fields import (
     NO_EFFECT,
@@ -23,6 +25,7 @@ from penstock.server.openai.fields import (
     CompletionUsage,
     GenerationFields,
     TokenTally,
+    check_prompt_logprobs,
     new_head,
     read_fields,
     sampling,
@@ -33,6 +36,7 @@ from penstock.server.openapi import Operation
 from penstock.server.request_context import RequestContext
 from penstock.server.served_model import ServedModel, off_loop
 from penstock.server.sse import ChunkTemplate, encode, reply
+from penstock.server.vllm.beams import beam_deltas, check_beams
 from penstock.text import Delta, Tokenizer
 from penstock.text.infill import infill_of, infill_prompt
 from penstock.types import Request, TokenLogprob
@@ -69,30 +73,35 @@ async def completions(served: ServedModel, http: HttpRequest, context: RequestCo
     served.check_model(body.model, context)
     _check(body)
     scores = body.logprobs if body.echo else None
+    if body.prompt_logprobs is not None:
+        scores = max(scores or 0, body.prompt_logprobs)
     logprobs = 0 if body.selective and body.logprobs is None else body.logprobs
     params = sampling(served, body, max_tokens=body.max_tokens, logprobs=logprobs, prompt_logprobs=scores)
     if body.suffix:
         prompts, ends = await _infill(served, body, body.suffix)
         params = [replace(each, stop_token_ids=(*each.stop_token_ids, *ends)) for each in params]
     else:
-        prompts = [_truncated(served, context, body, each) for each in await encode_prompts(served, _prompts(body))]
+        encoded = await encode_prompts(served, _prompts(body), bos=body.add_special_tokens is not False)
+        prompts = [_truncated(served, context, body, each) for each in encoded]
     requests = [served.request(context, ids, each, "prompt", DEFAULT_TOKENS) for ids, _ in prompts for each in params]
     for ids, _ in prompts:
         served.check_ids(ids, "prompt")
     texts = [prompt.text for prompt in prompts for _ in params]
     writer = CompletionWriter(served, context, requests, texts, body)
     shown = shown_special(served, body)
-    running = [
-        deltas(served, context, request, choice, continuing=True, shown=shown)
-        for choice, request in enumerate(requests)
-    ]
-    return await reply(http, context, writer, together(running), streaming=bool(body.stream))
+    if body.use_beam_search:
+        check_beams(context, body, params[0])
+        running = beam_deltas(served, context, requests, body, continuing=True, shown=shown)
+    else:
+        running = all_deltas(served, context, requests, shown)
+    return await reply(http, context, writer, running, streaming=bool(body.stream))
 
 
 # -- reading ------------------------------------------------------------------------------------------------------
 
 
 def _check(body: CompletionBody) -> None:
+    check_prompt_logprobs(body)
     if body.choices < (body.n or 1):
         raise InvalidRequest(f"best_of must be at least n, which is {body.n}; got {body.best_of}", param="best_of")
     if body.selective and body.stream:
@@ -156,11 +165,14 @@ def _truncated(
 
 
 async def encode_prompts(
-    served: ServedModel, prompts: Sequence[str | list[int]], *, whole: bool = False
+    served: ServedModel, prompts: Sequence[str | list[int]], *, whole: bool = False, bos: bool = True
 ) -> list[EncodedPrompt]:
-    """Returns the prompts' token ids. `whole` prompts are not continued: they get the model's closing tokens."""
+    """Returns the prompts' token ids, after the model's BOS unless `bos` is False. `whole` prompts are not continued:
+    they get the model's closing tokens."""
     size = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
     encode = served.text.encode_whole if whole else served.text.encode_prompt
+    if not bos:
+        encode = partial(served.text.tokenizer.encode, special=True)
     return await off_loop(
         size, lambda: [EncodedPrompt(encode(p), p) if isinstance(p, str) else EncodedPrompt(p, None) for p in prompts]
     )
@@ -187,6 +199,8 @@ class CompletionChoice(msgspec.Struct):
     text: str = ""
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
+    stop_reason: int | str | UnsetType | None = UNSET  # at the end
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: Sequence[int] | UnsetType = UNSET  # in the first
 
@@ -209,7 +223,10 @@ class CompletionWriter:
         texts: Sequence[str | None],
         body: CompletionBody,
     ) -> None:
-        self._head = new_head("cmpl", served.name, body.service_tier)
+        self._head = new_head("cmpl", served.name, body.service_tier, body.request_id)
+        self._requests = requests
+        self._tokenizer = served.text.tokenizer
+        self._prompt_logprobs = body.prompt_logprobs
         self._prompts = [request.prompt if body.return_token_ids else UNSET for request in requests]
         self._tally = TokenTally(requests, body.choices)
         self._explanation = Explanation(served, context, requests)
@@ -220,8 +237,11 @@ class CompletionWriter:
         self._returned = body.n or 1  # of each prompt's choices
         self._likely: list[list[float]] = [[] for _ in requests]  # logprobs, if the best are to be chosen
         self._selective = body.selective
+        self._beams = bool(body.use_beam_search)  # they come in the order of their scores
         self._choices = [CompletionChoice(index, logprobs=self._no_logprobs()) for index in range(len(requests))]
-        self._transcripts = [Transcript(served.text.tokenizer) for _ in requests]
+        self._transcripts = [
+            Transcript(served.text.tokenizer, as_ids=bool(body.return_tokens_as_token_ids)) for _ in requests
+        ]
         if body.echo:
             for transcript, request, text in zip(self._transcripts, requests, texts, strict=True):
                 transcript.echo(request.prompt, text)
@@ -233,8 +253,10 @@ class CompletionWriter:
         answer, added = self._choices[choice], self._choice(choice, delta)
         answer.text += added.text
         if delta.finish:
-            answer.finish_reason = delta.finish
+            answer.finish_reason, answer.stop_reason = delta.finish, added.stop_reason
             self._explanation.end(choice, delta)
+        if self._prompt_logprobs is not None:
+            self._add_scores(answer, delta)
         if answer.logprobs is not None and added.logprobs is not None:
             answer.logprobs.extend(added.logprobs)
         if added.token_ids is not UNSET:
@@ -250,6 +272,8 @@ class CompletionWriter:
         """Returns those of each prompt's choices whose tokens are likeliest on average, the best first."""
 
         def likelihood(choice: int) -> float:
+            if self._beams:
+                return -choice
             return sum(self._likely[choice]) / max(len(self._likely[choice]), 1)
 
         size = self._tally.n
@@ -295,7 +319,15 @@ class CompletionWriter:
         transcript = self._transcripts[choice]
         logprobs = transcript.logprobs(delta) if self._scored else None
         ids = list(delta.tokens) if self._prompts[choice] else UNSET
-        return CompletionChoice(choice, transcript.text(delta), logprobs, delta.finish, ids)
+        added = CompletionChoice(choice, transcript.text(delta), logprobs, delta.finish, token_ids=ids)
+        if delta.finish:
+            added.stop_reason = stop_reason(self._requests[choice], delta)
+        return added
+
+    def _add_scores(self, answer: CompletionChoice, delta: Delta) -> None:
+        """Adds the scores of the prompt's tokens, with as many alternatives as were asked for."""
+        scores = [each._replace(top=each.top[: self._prompt_logprobs]) for each in delta.scores]
+        answer.prompt_logprobs = [*(answer.prompt_logprobs or [None]), *prompt_entries(self._tokenizer, scores)]
 
     def _no_logprobs(self) -> CompletionLogprobs | None:
         return CompletionLogprobs() if self._scored else None
@@ -304,8 +336,10 @@ class CompletionWriter:
 class Transcript:
     """Builds one choice's text, after the prompt if that is echoed, and finds where in the text each token starts."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, as_ids: bool = False) -> None:
+        """Takes whether tokens of logprobs are spelled by their ids."""
         self._tokenizer = tokenizer
+        self._spell = spelled_id if as_ids else tokenizer.token_text
         self._echo = ""
         self._first: Sequence[int] = ()  # the prompt's first token, which has no score because nothing precedes it
         self._decoder = utf8_decoder("replace")
@@ -338,7 +372,7 @@ class Transcript:
     def _append(
         self, entries: CompletionLogprobs, token: int, logprob: float | None, top: dict[str, float] | None, shown: bool
     ) -> None:
-        entries.tokens.append(self._tokenizer.token_text(token))
+        entries.tokens.append(self._spell(token))
         entries.token_logprobs.append(logprob)
         entries.top_logprobs.append(top)
         entries.text_offset.append(max(self._at, 0))
@@ -349,5 +383,5 @@ class Transcript:
         """Returns the likeliest tokens and the chosen one; of two that are spelled alike, the likelier."""
         top: dict[str, float] = {}
         for token, logprob in (*scored.top, (scored.token, scored.logprob)):
-            top.setdefault(self._tokenizer.token_text(token), finite_logprob(logprob))
+            top.setdefault(self._spell(token), finite_logprob(logprob))
         return top

@@ -23,7 +23,7 @@ from penstock.server.openapi import Operation
 from penstock.server.request_context import RequestContext
 from penstock.server.served_model import ServedModel
 from penstock.server.sse import encode
-from penstock.text import check_dimensions, embedding, embedding_request
+from penstock.text import Delta, check_dimensions, embedding, embedding_request
 from penstock.text.embedding import Vector, pooling_of
 from penstock.types import Request
 
@@ -68,7 +68,7 @@ async def embeddings(served: ServedModel, http: HttpRequest, context: RequestCon
     body = await read_body(http, context, EmbeddingsBody, NO_EFFECT)
     served.check_model(body.model, context)
     check_dimensions(body.dimensions, served.limits.dim)
-    requests = await _requests(served, context, body)
+    requests = await embedding_requests(served, context, body)
     spell = base64_of if body.encoding_format == "base64" else floats_of
     vectors = await pooled(served, http, context, requests, lambda state: spell(embedding(state, body.dimensions)))
     if vectors is None:
@@ -81,7 +81,8 @@ async def embeddings(served: ServedModel, http: HttpRequest, context: RequestCon
     )
 
 
-async def _requests(served: ServedModel, context: RequestContext, body: EmbeddingsBody) -> list[Request]:
+async def embedding_requests(served: ServedModel, context: RequestContext, body: EmbeddingsBody) -> list[Request]:
+    """Returns a request for each input; raises for inputs that are empty or too many."""
     inputs = separate(body.input, "input")
     check_count(inputs)
     names = names_of(inputs)
@@ -125,11 +126,23 @@ async def pooled(
 ) -> list[T] | None:
     """Returns what `spell` makes of the pooled state of each request, or None if the client left. If one request fails,
     all do."""
-    return await while_connected(http.receive, _all(served, context, requests, spell))
+    return await last_deltas(served, http, context, requests, lambda delta: spell(delta.pooled))
+
+
+async def last_deltas(
+    served: ServedModel,
+    http: HttpRequest,
+    context: RequestContext,
+    requests: Sequence[Request],
+    read: Callable[[Delta], T],
+) -> list[T] | None:
+    """Returns what `read` makes of the last delta of each request, or None if the client left. If one request fails,
+    all do."""
+    return await while_connected(http.receive, _all(served, context, requests, read))
 
 
 async def _all(
-    served: ServedModel, context: RequestContext, requests: Sequence[Request], spell: Callable[[bytes], T]
+    served: ServedModel, context: RequestContext, requests: Sequence[Request], read: Callable[[Delta], T]
 ) -> list[T]:
     if not requests:
         return []
@@ -139,7 +152,7 @@ async def _all(
         for index, request in waiting:
             async with aclosing(deltas(served, context, request)) as steps:
                 async for _, delta in steps:
-                    found[index] = spell(delta.pooled)
+                    found[index] = read(delta)
 
     tasks = [asyncio.create_task(work()) for _ in range(min(CONCURRENT, len(requests)))]
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -16,13 +17,13 @@ from penstock.errors import InvalidRequest
 from penstock.server.access.bounds import check_count, check_stops
 from penstock.server.bodies import ANY_VALUE, NoEffect, ignore_unsupported, read_body
 from penstock.server.chat.structured import Structured, grammar_of
-from penstock.server.request_context import RequestContext
+from penstock.server.request_context import RequestContext, new_request_id
 from penstock.server.samplers import LogitBias, logit_biases, sampler_settings
 from penstock.server.served_model import ServedModel
 from penstock.text import Delta, new_seed
-from penstock.types import Request, SamplingParams
+from penstock.types import Request, SamplerChain, SamplingParams
 
-FINGERPRINT = f"penstock-{__version__}"
+FINGERPRINT = f"b0-penstock-{__version__}"  # clients of llama.cpp expect b and a build number
 ALL_THAT_FITS = -1  # a value of truncate_prompt_tokens
 
 ANSWERED_TIERS = {"flex": "flex", "priority": "priority", "fast": "priority"}  # others are answered as "default"
@@ -36,6 +37,14 @@ NO_EFFECT: NoEffect = {
     "safety_identifier": ANY_VALUE,
     "store": (False,),
     "user": ANY_VALUE,
+    # llama.cpp's
+    "id_slot": ANY_VALUE,  # a request finds the cached prefixes of all others
+    # vLLM's
+    "kv_transfer_params": ({},),
+    "logits_processors": ([],),
+    "mm_processor_kwargs": ({},),
+    "spaces_between_special_tokens": ANY_VALUE,  # only slow tokenizers of another library put spaces there
+    "vllm_xargs": ({},),
 }
 
 F = TypeVar("F", bound="GenerationFields")
@@ -98,8 +107,15 @@ class GenerationFields(SamplingFields, kw_only=True):
     stream_options: StreamOptions | None = None
     skip_special_tokens: bool | None = None  # left out: true
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None  # tokens of logprobs are spelled token_id:N
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    request_id: Annotated[str, Meta(min_length=1, max_length=256)] | None = None  # part of the answer's id
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None  # of beam search
+    add_special_tokens: bool | None = None  # false: no BOS is added to the prompt
     truncate_prompt_tokens: int | None = None  # -1: to what the context has room for
     cache_salt: Annotated[str, Meta(min_length=1)] | None = None
+    cache_prompt: bool | None = None  # llama.cpp's; false: no block is shared with other requests
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None  # lower is sooner
     service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
     penstock: bool | None = None  # asks for a report of what happened to the answer
@@ -123,9 +139,14 @@ async def read_fields(http: HttpRequest, context: RequestContext, kind: type[F],
     if fields.stream_options is not None and fields.stream_options.include_obfuscation:
         ignore_unsupported(context, "stream_options.include_obfuscation", True)
     context.explain |= bool(fields.penstock)
-    context.salt = fields.cache_salt or ""
+    context.salt = fields.cache_salt or (new_request_id() if fields.cache_prompt is False else "")
     context.priority = TIER_PRIORITIES[fields.service_tier or "auto"] if fields.priority is None else fields.priority
     return fields
+
+
+def check_prompt_logprobs(fields: GenerationFields) -> None:
+    if fields.prompt_logprobs is not None and fields.stream:
+        raise InvalidRequest("prompt_logprobs cannot be streamed: leave stream out", param="prompt_logprobs")
 
 
 def shown_special(served: ServedModel, fields: GenerationFields) -> frozenset[int]:
@@ -178,12 +199,20 @@ def sampling(served: ServedModel, fields: SamplingFields, **given: Any) -> list[
     settings["logit_bias"] = logit_biases(served, fields.logit_bias)
     settings["bad_words"] = tuple(fields.bad_words or ())
     settings["allowed_token_ids"] = None if fields.allowed_token_ids is None else tuple(fields.allowed_token_ids)
-    settings["top_k"] = 0 if fields.top_k in (None, -1) else fields.top_k  # some clients send -1 for "off"
+    settings["top_k"] = 0 if fields.top_k == -1 else fields.top_k  # some clients send -1 for "off"
     settings["stop"] = check_stops((fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ()), "stop")
     settings["stop_token_ids"] = tuple(fields.stop_token_ids or ())
     settings["grammar"] = grammar_of(fields)
-    seed = new_seed() if fields.seed is None else fields.seed
-    return [SamplingParams(seed=seed + choice, **settings) for choice in range(fields.choices)]
+    usual = served.text.sampling_defaults.get("seed")
+    seed = fields.seed if fields.seed is not None else new_seed() if usual is None else usual
+    params = [served.text.sampling(seed=seed + choice, **settings) for choice in range(fields.choices)]
+    return params if usual is None else drawn_as_llamacpp(params)
+
+
+def drawn_as_llamacpp(params: Sequence[SamplingParams]) -> list[SamplingParams]:
+    """Returns sampling whose seed gives the text that it gives in llama.cpp. The host draws, which takes longer than on
+    a GPU: so does a server with a seed of its own, and llama.cpp's routes if the request has one."""
+    return [replace(each, chain=(each.chain or SamplerChain())._replace(mersenne=True)) for each in params]
 
 
 # -- answering ----------------------------------------------------------------------------------------------------
@@ -236,7 +265,7 @@ class TokenTally:
         return CompletionUsage(prompt, self._generated, prompt + self._generated, PromptTokensDetails(cached))
 
 
-def new_head(kind: str, model: str, tier: str | None = None) -> dict[str, Any]:
-    """Returns the fields that an answer and all its chunks begin with."""
+def new_head(kind: str, model: str, tier: str | None = None, id: str | None = None) -> dict[str, Any]:
+    """Returns the fields that an answer and all its chunks begin with. `id` is the request's own, if it has one."""
     answered = {} if tier is None else {"service_tier": ANSWERED_TIERS.get(tier, "default")}
-    return {"id": f"{kind}-{secrets.token_hex(12)}", "created": int(time.time()), "model": model, **answered}
+    return {"id": f"{kind}-{id or secrets.token_hex(12)}", "created": int(time.time()), "model": model, **answered}

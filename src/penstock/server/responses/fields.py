@@ -167,7 +167,7 @@ def _response_format(format: TextFormat) -> ResponseFormat | None:
         if format.schema is None:
             param = "text.format.schema"
             raise InvalidRequest(f"the field {param!r} is missing", param=param, code="missing_required_parameter")
-        return ResponseFormat("json_schema", NamedSchema(schema=format.schema))
+        return ResponseFormat("json_schema", NamedSchema(schema=format.schema, strict=format.strict))
     return ResponseFormat("json_object") if format.type == "json_object" else None
 
 

@@ -1,1 +1,1 @@
-"""Exports metrics, under three sets of names, and traces."""
+"""Exports metrics, under the names of several engines, and traces."""

@@ -1,12 +1,15 @@
-"""Exports Penstock's metrics again under the names that dashboards and routers for vLLM and llama.cpp read.
+"""Exports Penstock's metrics again under the names that dashboards and routers of other engines read.
 
-Only metrics with the same meaning are exported: a missing figure is better than a wrong one.
+Each engine's names are a set of their own, which can be left out. Only metrics with the same meaning are exported: a
+missing figure is better than a wrong one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from math import inf
+from time import monotonic
+from typing import NamedTuple
 
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -25,26 +28,55 @@ REQUEST = (
 )  # fmt: skip
 TOKENS = (*(digit * 10**power for power in range(6) for digit in (1, 2, 5)), 10**6)
 
+SETS = {"vllm": "vllm:", "llamacpp": "llamacpp:", "sglang": "sglang:", "tgi": "tgi_", "nv": "nv_"}  # and their prefixes
+DEFAULT_SETS = ("vllm", "llamacpp")
+
 RENAMED = {  # ours: theirs, by the name without _total
-    "penstock_time_to_first_token_seconds": ["vllm:time_to_first_token_seconds"],
-    "penstock_inter_token_seconds": ["vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds"],
-    "penstock_request_token_seconds": ["vllm:request_time_per_output_token_seconds"],
-    "penstock_request_seconds": ["vllm:e2e_request_latency_seconds"],
-    "penstock_request_queue_seconds": ["vllm:request_queue_time_seconds"],
+    "penstock_time_to_first_token_seconds": ["vllm:time_to_first_token_seconds", "sglang:time_to_first_token_seconds"],
+    "penstock_inter_token_seconds": [
+        "vllm:inter_token_latency_seconds",
+        "vllm:time_per_output_token_seconds",
+        "sglang:inter_token_latency_seconds",
+        "sglang:time_per_output_token_seconds",
+    ],
+    "penstock_request_token_seconds": [
+        "vllm:request_time_per_output_token_seconds",
+        "tgi_request_mean_time_per_token_duration",
+    ],
+    "penstock_request_seconds": [
+        "vllm:e2e_request_latency_seconds",
+        "sglang:e2e_request_latency_seconds",
+        "tgi_request_duration",
+    ],
+    "penstock_request_queue_seconds": [
+        "vllm:request_queue_time_seconds",
+        "sglang:queue_time_seconds",
+        "tgi_request_queue_duration",
+    ],
     "penstock_request_prefill_seconds": ["vllm:request_prefill_time_seconds"],
     "penstock_request_decode_seconds": ["vllm:request_decode_time_seconds"],
-    "penstock_request_prompt_tokens": ["vllm:request_prompt_tokens"],
-    "penstock_request_generated_tokens": ["vllm:request_generation_tokens"],
-    "penstock_request_max_tokens": ["vllm:request_max_num_generation_tokens", "vllm:request_params_max_tokens"],
+    "penstock_request_prompt_tokens": ["vllm:request_prompt_tokens", "tgi_request_input_length"],
+    "penstock_request_generated_tokens": ["vllm:request_generation_tokens", "tgi_request_generated_tokens"],
+    "penstock_request_max_tokens": [
+        "vllm:request_max_num_generation_tokens",
+        "vllm:request_params_max_tokens",
+        "tgi_request_max_new_tokens",
+    ],
     "penstock_step_tokens": ["vllm:iteration_tokens_total"],
     "penstock_prompt_tokens": [
         "vllm:prompt_tokens",
         "vllm:prefix_cache_queries",
         "vllm:gpu_prefix_cache_queries",
         "llamacpp:prompt_tokens",
+        "sglang:prompt_tokens",
     ],
-    "penstock_cached_tokens": ["vllm:prefix_cache_hits", "vllm:gpu_prefix_cache_hits", "vllm:prompt_tokens_cached"],
-    "penstock_generated_tokens": ["vllm:generation_tokens", "llamacpp:tokens_predicted"],
+    "penstock_cached_tokens": [
+        "vllm:prefix_cache_hits",
+        "vllm:gpu_prefix_cache_hits",
+        "vllm:prompt_tokens_cached",
+        "sglang:cached_tokens",
+    ],
+    "penstock_generated_tokens": ["vllm:generation_tokens", "llamacpp:tokens_predicted", "sglang:generation_tokens"],
     "penstock_preemptions": ["vllm:num_preemptions"],
     "penstock_requests_finished": ["vllm:request_success"],
     "penstock_steps": ["llamacpp:n_decode"],
@@ -62,18 +94,34 @@ BUCKETS = {  # only those of our buckets that theirs have
 LABELS = {"reason": "finished_reason", "blocks": "num_gpu_blocks"}
 
 
+class DerivedSample(NamedTuple):
+    """Is a figure of another engine that is computed from one of our metrics."""
+
+    name: str
+    value: float
+    kind: str = "gauge"  # unknown: a counter whose name does not end in _total
+    label: tuple[str, str] | None = None  # of its own, beside its set's
+
+
 class CompatMetrics:
-    def __init__(self, sources: Iterable[Collector], model: str) -> None:
+    """Collects the chosen `sets` of names from the collectors of our own metrics."""
+
+    def __init__(self, sources: Iterable[Collector], model: str, sets: Collection[str] = DEFAULT_SETS) -> None:
         self._sources = list(sources)
-        self._labels = {"model_name": model, "engine": "0"}
+        self._prefixes = tuple(SETS[name] for name in sets)
+        self._labels = {
+            "vllm:": {"model_name": model, "engine": "0"},
+            "sglang:": {"model_name": model},
+            "nv_": {"model": model, "version": "1"},
+        }
+        self._throughput = Throughput()
 
     def collect(self) -> Iterator[Metric]:
-        for source in self._sources:
-            for metric in source.collect():
-                for name in RENAMED.get(metric.name, ()):
+        for metric in (metric for source in self._sources for metric in source.collect()):
+            for name in RENAMED.get(metric.name, ()):
+                if name.startswith(self._prefixes):
                     yield self._renamed(metric, name)
-                if derive := DERIVED.get(metric.name):
-                    yield from (self._derived(name, metric, value) for name, value in derive(metric))
+            yield from self._derived(metric)
 
     def _renamed(self, metric: Metric, name: str) -> Metric:
         copy = Metric(name, metric.documentation, metric.type)
@@ -84,15 +132,38 @@ class CompatMetrics:
         ]
         return copy
 
-    def _derived(self, name: str, metric: Metric, value: float) -> Metric:
-        kind = "counter" if name.endswith("_total") else "gauge"
-        derived = Metric(name.removesuffix("_total"), metric.documentation, kind)
-        derived.add_sample(name, self._labels if name.startswith("vllm:") else {}, value)
-        return derived
+    def _derived(self, metric: Metric) -> Iterable[Metric]:
+        found: dict[str, Metric] = {}
+        derive = DERIVED.get(metric.name)
+        samples = [*derive(metric)] if derive else []
+        if metric.name == "penstock_generated_tokens":
+            rate = self._throughput.since_last(metric.samples[0].value)
+            samples.append(DerivedSample("sglang:gen_throughput", rate))
+        for name, value, kind, label in samples:
+            if name.startswith(self._prefixes):
+                made = found.setdefault(name, Metric(name.removesuffix("_total"), metric.documentation, kind))
+                own = {} if label is None else {label[0]: label[1]}
+                made.add_sample(name, self._shared_labels(name) | own, value)
+        return found.values()
 
     def _labelled(self, sample: Sample, name: str) -> dict[str, str]:
         own = {LABELS.get(label, label): value for label, value in sample.labels.items()}
-        return self._labels | own if name.startswith("vllm:") else own
+        return self._shared_labels(name) | own
+
+    def _shared_labels(self, name: str) -> dict[str, str]:
+        return next((labels for prefix, labels in self._labels.items() if name.startswith(prefix)), {})
+
+
+class Throughput:
+    """Measures tokens per second from one scrape to the next."""
+
+    def __init__(self) -> None:
+        self._at, self._count = monotonic(), 0.0
+
+    def since_last(self, count: float) -> float:
+        now, made = monotonic(), max(count - self._count, 0.0)  # a restarted engine counts from 0
+        seconds, self._at, self._count = now - self._at, now, count
+        return made / seconds if seconds > 0 else 0.0
 
 
 def _kept(sample: Sample, bounds: Collection[float] | None) -> bool:
@@ -104,35 +175,73 @@ def by_state(metric: Metric) -> dict[str, float]:
     return {sample.labels["state"]: sample.value for sample in metric.samples}
 
 
-def of_requests(metric: Metric) -> Iterator[tuple[str, float]]:
+def of_requests(metric: Metric) -> Iterator[DerivedSample]:
     states = by_state(metric)
-    yield from (("vllm:num_requests_running", states["running"]), ("vllm:num_requests_waiting", states["waiting"]))
-    yield "vllm:num_requests_swapped", 0
-    yield from (("llamacpp:requests_processing", states["running"]), ("llamacpp:requests_deferred", states["waiting"]))
+    for name in ("vllm:num_requests_running", "llamacpp:requests_processing", "sglang:num_running_reqs"):
+        yield DerivedSample(name, states["running"])
+    for name in ("vllm:num_requests_waiting", "llamacpp:requests_deferred", "sglang:num_queue_reqs"):
+        yield DerivedSample(name, states["waiting"])
+    yield DerivedSample("vllm:num_requests_swapped", 0)
+    yield DerivedSample("tgi_batch_current_size", states["running"])
+    yield DerivedSample("tgi_queue_size", states["waiting"])
+    yield DerivedSample("nv_inference_pending_request_count", states["waiting"])
 
 
-def of_blocks(metric: Metric) -> Iterator[tuple[str, float]]:
-    """Counts cached blocks that no request uses as free, as vLLM does."""
+def of_blocks(metric: Metric) -> Iterator[DerivedSample]:
+    """Counts cached blocks that no request uses as free, as vLLM and SGLang do."""
     states = by_state(metric)
     share = states["used"] / max(sum(states.values()), 1)
-    yield from (("vllm:kv_cache_usage_perc", share), ("vllm:gpu_cache_usage_perc", share))
+    for name in ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "sglang:token_usage"):
+        yield DerivedSample(name, share)
 
 
-def of_prefill(metric: Metric) -> Iterator[tuple[str, float]]:
-    yield "llamacpp:prompt_seconds_total", total(metric)
+def of_prefill(metric: Metric) -> Iterator[DerivedSample]:
+    yield DerivedSample("llamacpp:prompt_seconds_total", total(metric), "counter")
 
 
-def of_decode(metric: Metric) -> Iterator[tuple[str, float]]:
-    yield "llamacpp:tokens_predicted_seconds_total", total(metric)
+def of_decode(metric: Metric) -> Iterator[DerivedSample]:
+    yield DerivedSample("llamacpp:tokens_predicted_seconds_total", total(metric), "counter")
+
+
+def of_finished(metric: Metric) -> Iterator[DerivedSample]:
+    """Counts a request as failed if it ended in an error or its client left."""
+    ends = {sample.labels["reason"]: sample.value for sample in metric.samples if sample.name.endswith("_total")}
+    failed = {reason: ends.pop(reason, 0.0) for reason in FAILURES}
+    done = sum(ends.values())
+    yield DerivedSample("sglang:num_requests_total", done, "counter")
+    yield DerivedSample("tgi_request_count", done + sum(failed.values()), "unknown")
+    yield DerivedSample("tgi_request_success", done, "unknown")
+    yield DerivedSample("tgi_request_failure", failed["error"], "unknown", ("err", "generation"))
+    yield DerivedSample("nv_inference_request_success", done, "unknown")
+    yield DerivedSample("nv_inference_count", done, "unknown")
+    for reason, label in FAILURES.items():
+        yield DerivedSample("nv_inference_request_failure", failed[reason], "unknown", ("reason", label))
+
+
+def of_duration(metric: Metric) -> Iterator[DerivedSample]:
+    yield DerivedSample("nv_inference_request_duration_us", total(metric) * 1e6, "unknown")
+
+
+def of_queue(metric: Metric) -> Iterator[DerivedSample]:
+    yield DerivedSample("nv_inference_queue_duration_us", total(metric) * 1e6, "unknown")
+
+
+def of_steps(metric: Metric) -> Iterator[DerivedSample]:
+    yield DerivedSample("nv_inference_exec_count", metric.samples[0].value, "unknown")
 
 
 def total(metric: Metric) -> float:
     return next(sample.value for sample in metric.samples if sample.name.endswith("_sum"))
 
 
-DERIVED: dict[str, Callable[[Metric], Iterator[tuple[str, float]]]] = {
+FAILURES = {"error": "BACKEND", "abort": "CANCELED"}  # and Triton's reasons
+DERIVED: dict[str, Callable[[Metric], Iterator[DerivedSample]]] = {
     "penstock_requests": of_requests,
     "penstock_kv_blocks": of_blocks,
     "penstock_request_prefill_seconds": of_prefill,
     "penstock_request_decode_seconds": of_decode,
+    "penstock_requests_finished": of_finished,
+    "penstock_request_seconds": of_duration,
+    "penstock_request_queue_seconds": of_queue,
+    "penstock_steps": of_steps,
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import accumulate
 from time import perf_counter
 from types import TracebackType
@@ -45,7 +45,8 @@ class FinishedRequest(NamedTuple):
 class Metrics:
     """Holds all metrics of a server. `listeners` are called with every request that has ended."""
 
-    def __init__(self, client: EngineClient, model: str) -> None:
+    def __init__(self, client: EngineClient, model: str, sets: Collection[str] = compat_metrics.DEFAULT_SETS) -> None:
+        """Takes the other engines whose metric names are exported beside our own."""
         self.listeners: list[Callable[[RequestContext, FinishedRequest], None]] = []
         self.first_token = Distribution(
             "time_to_first_token_seconds", "From the start of a request to its first token", SOON
@@ -69,7 +70,7 @@ class Metrics:
         own = [each for each in vars(self).values() if isinstance(each, Distribution | Counter)]
         sources: list[Collector] = [EngineCollector(client, model), *own]
         self._registry = CollectorRegistry()
-        for source in [*sources, CompatMetrics(sources, model)]:
+        for source in [*sources, CompatMetrics(sources, model, sets)]:
             self._registry.register(source)
 
     def register(self, collector: Collector) -> None:

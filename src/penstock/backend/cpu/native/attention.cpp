@@ -132,7 +132,10 @@ class Queries {
     const size_t seen = position(i) + 1;
     return frame_.cache.place(a_.window && seen > a_.window ? seen - a_.window : 0);
   }
-  size_t last_place(size_t i) const { return a_.causal ? frame_.cache.place(position(i)) + 1 : tile_.end; }
+  size_t last_place(size_t i) const {
+    if (a_.causal) return frame_.cache.place(position(i)) + 1;
+    return a_.window ? std::min(tile_.end, frame_.cache.place(position(i) + a_.window - 1) + 1) : tile_.end;
+  }
 
   // Spans and tiles begin at fixed places of the sequence, so a query adds up in the same order in any chunking.
   void attend_span(size_t span, size_t first, size_t last, size_t end, const Partial& partial) const {

@@ -88,7 +88,8 @@ struct Kernels {
   void (*add_norm)(const float* x, const float* residual, const float* gain, float eps, size_t width, float* total,
                    float* out);
   void (*gate)(const float* x, size_t hidden, float* out);       // silu(x[:hidden]) * x[hidden:]
-  void (*gelu_gate)(const float* x, size_t hidden, float* out);  // the same with gelu, as tanh approximates it
+  void (*gelu_gate)(const float* x, size_t hidden, float* out);  // the same with gelu
+  void (*gelu_tanh_gate)(const float* x, size_t hidden, float* out);  // and as tanh approximates it
   // min(x[:hidden], 7) * sigmoid(1.702 * that) * (1 + x[hidden:], between -7 and 7)
   void (*clamped_gate)(const float* x, size_t hidden, float* out);
   void (*rotate)(const float* x, size_t dim, const Rotation& rotation, float scale, float* out);

@@ -326,6 +326,7 @@ constexpr Kernels table(Types<Q...>) {
       quantize,
       add_norm,
       gate<gated<silu>>,
+      gate<gated<gelu>>,
       gate<gated<gelu_tanh>>,
       gate<clamped>,
       rotate,

@@ -170,7 +170,6 @@ void Program::attend(int qkv, const Attention& attention, int out) {
           "attention needs a multiple of its KV heads as heads");
   require(a.dim >= 2 && a.dim <= 65536 && a.dim % 2 == 0, "a head needs an even number of values");
   require(qkv != out, "attention cannot write to a buffer that it reads");
-  require(a.causal || a.window == 0, "a window needs causal attention");
   at(qkv, Symbol::T, a.width());
   at(out, Symbol::T, a.heads * a.dim);
   require(a.angles == -1 || (at(a.angles).symbol == Symbol::T && at(a.angles).width <= a.dim),
@@ -251,7 +250,10 @@ void Program::norm_qk(int x, std::vector<float> q_gain, size_t q_width, std::vec
 
 Gate Program::gate_of(const std::string& act) const {
   const std::pair<const char*, Gate> gates[] = {
-      {"silu", isa_.kernels->gate}, {"gelu_tanh", isa_.kernels->gelu_gate}, {"clamped", isa_.kernels->clamped_gate}};
+      {"silu", isa_.kernels->gate},
+      {"gelu", isa_.kernels->gelu_gate},
+      {"gelu_tanh", isa_.kernels->gelu_tanh_gate},
+      {"clamped", isa_.kernels->clamped_gate}};
   for (const auto& [name, gate] : gates)
     if (act == name) return gate;
   throw std::invalid_argument("no activation " + act);

@@ -35,7 +35,6 @@ from penstock.backend.cuda.kernels.rope import rotation_of
 
 __all__ = ["AttentionOptions", "Rotation", "SplitKV", "decode_attention", "sink_of"]
 
-TILING = 64, 4, 2  # positions at a time, warps, stages
 KV8 = 2, 2  # warps, groups of 16 positions for each at a time: over 8 bits
 
 
@@ -246,7 +245,8 @@ def decode_attention(
     scales: Any | None = None,
     soft_cap: float = 0.0,
     sinks: Any | None = None,
-    tiling: tuple[int, int, int] = TILING,
+    *,
+    tiling: tuple[int, int, int],  # positions at a time, warps, stages
 ) -> None:
     """Attends with single tokens. splits [P, 8]: token (-1: none), row of tables, begin, end, length of the whole
     context, how many splits it has and the first of them; header[0] is the width of tables. Without `rotation`, queries

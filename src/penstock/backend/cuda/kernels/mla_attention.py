@@ -42,7 +42,6 @@ class MlaTiling(NamedTuple):
 
 
 DECODE_TILING = MlaTiling(16, 32, 4, 2)  # for one token's heads
-PREFILL_TILING = MlaTiling(64, 32, 8, 2)
 
 
 class MlaShape(NamedTuple):
@@ -295,7 +294,8 @@ def mla_prefill(
     v_dim: int,
     scale: float,
     scales: Any | None = None,
-    tiling: MlaTiling = PREFILL_TILING,
+    *,
+    tiling: MlaTiling,
 ) -> None:
     """Attends as `prefill_attention` does, with tiles that hold at most tokens_per_tile(heads)."""
     shape, options = tiled(tiling, cache, scales, out, v_dim)

@@ -29,7 +29,6 @@ from penstock.backend.cuda.kernels.kv_tile import (
 from penstock.backend.cuda.kernels.pdl import launch_options, let_next_start, wait_for_previous
 
 QUERIES = 128  # pairs of token and head in a tile
-TILING = 64, 8, 3  # positions at a time, warps, stages
 
 
 def tokens_per_tile(group: int) -> int:
@@ -123,6 +122,10 @@ def _prefill_attention(qkv, kv, tiles, out, sinks, scale, cap, CONFIG: tl.conste
     if not OPTIONS.causal:
         end = tl.load(tiles + tile * 5 + 4)
         whole = end // TILE * TILE
+        if OPTIONS.window:
+            begin = tl.maximum(first - OPTIONS.window + 1, 0) // TILE * TILE
+            end = tl.minimum(end, first + count + OPTIONS.window - 1)
+            whole = begin
     elif OPTIONS.window:
         begin = tl.maximum(first - OPTIONS.window + 1, 0) // TILE * TILE
         whole = begin
@@ -148,7 +151,9 @@ def _prefill_attention(qkv, kv, tiles, out, sinks, scale, cap, CONFIG: tl.conste
         visible = distance >= 0
         if not OPTIONS.causal:
             visible = seen[None, :]
-        elif OPTIONS.window:
+            if OPTIONS.window:
+                visible = visible & (distance > -OPTIONS.window)
+        if OPTIONS.window:
             visible = visible & (distance < OPTIONS.window)
         softmax = _fold(q, keys, values, scales, visible, scale, cap, softmax, True, CONFIG)
 
@@ -171,7 +176,8 @@ def prefill_attention(
     soft_cap: float = 0.0,
     causal: bool = True,
     sinks: Any | None = None,
-    tiling: tuple[int, int, int] = TILING,
+    *,
+    tiling: tuple[int, int, int],  # positions at a time, warps, stages
 ) -> None:
     """Attends with runs of tokens. tiles [Q, 5]: first token (-1: none), row of tables, its position, how many tokens,
     how many positions their row has reached; header[0] is the width of tables."""

@@ -19,6 +19,12 @@ def silu(x):
 
 @triton.jit
 def gelu(x):
+    """Returns x times the part of a normal distribution below x."""
+    return x * 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+
+
+@triton.jit
+def gelu_tanh(x):
     """Returns the GELU as tanh approximates it: x * (1 + tanh(z)) / 2 is x / (1 + e^-2z)."""
     return x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
 
@@ -35,8 +41,10 @@ def _act_and_mul(x, out, scales, hidden, ACT: tl.constexpr, FP8: tl.constexpr, B
     if ACT == "clamped":
         left = tl.minimum(left, 7.0)
         gated = left / (1.0 + tl.exp(-1.702 * left)) * (1.0 + tl.minimum(tl.maximum(right, -7.0), 7.0))
+    elif ACT == "gelu":
+        gated = gelu(left) * right
     else:
-        gated = (gelu(left) if ACT == "gelu_tanh" else silu(left)) * right
+        gated = (gelu_tanh(left) if ACT == "gelu_tanh" else silu(left)) * right
     store_activations(gated, out + row * hidden + column, scales + row, inside, FP8)
 
 

@@ -1,0 +1,169 @@
+"""Runs one model in a process of its own, for the coroutines of one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+from penstock.config import configure
+from penstock.errors import InvalidRequest, PenstockError
+from penstock.ipc.spawn import ProcessClient
+from penstock.llm.engine_options import read_options
+from penstock.llm.llm import modelfile_sampling
+from penstock.llm.outputs import EmbeddingOutput, PoolingRequestOutput, RequestOutput, RequestOutputKind
+from penstock.llm.pending import PendingChoice, PendingOutput
+from penstock.llm.requests import PromptLike, RequestMaker
+from penstock.llm.tokenizer import ModelTokenizer
+from penstock.model.load import load_text
+from penstock.store import DEFAULT, fetch
+from penstock.text import check_dimensions, embedding
+from penstock.types import SamplingParams
+
+
+class AsyncEngineArgs:
+    """Holds the arguments of an `AsyncLLM`, for `AsyncLLM.from_engine_args`."""
+
+    def __init__(self, model: str | Path = DEFAULT, **options: Any) -> None:
+        self.model = model
+        self.options = options
+
+
+class RunningRequest(NamedTuple):
+    """Holds a request that is being answered, the tasks that read its answers, and the event that announces news."""
+
+    pending: PendingOutput
+    tasks: list[asyncio.Task[None]]
+    news: asyncio.Event
+
+
+class AsyncLLM:
+    """Runs one model, with the options of `LLM`. The engine process starts with the first request, or with `start`."""
+
+    def __init__(self, model: str | Path = DEFAULT, **options: Any) -> None:
+        self._options = read_options(options)
+        self._model = str(model)
+        self._path = fetch(self._model)
+        self._client = ProcessClient(configure(self._path, self._options.engine))
+        self._starting: asyncio.Task[RequestMaker] | None = None
+        self._closing: asyncio.Task[None] | None = None
+        self._running: dict[str, RunningRequest] = {}
+
+    @classmethod
+    def from_engine_args(cls, engine_args: AsyncEngineArgs) -> Self:
+        """Returns the engine that the arguments describe."""
+        return cls(engine_args.model, **engine_args.options)
+
+    async def start(self) -> None:
+        """Starts the engine and loads the tokenizer; raises what keeps them from it. Starting twice changes nothing."""
+        await self._started()
+
+    async def generate(
+        self, prompt: PromptLike, sampling_params: SamplingParams | None = None, request_id: str | None = None
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Yields the answer as it grows: all of it so far each time, or what `sampling_params.output_kind` asks for.
+        Leaving the generator early, or cancelling its task, aborts the request."""
+        make = await self._started()
+        pending = make.generation(make.prompt(prompt), sampling_params, request_id or "")
+        async with aclosing(self._outputs(pending)) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def embed(
+        self, prompt: PromptLike, *, pooling: str | None = None, dimensions: int | None = None
+    ) -> PoolingRequestOutput[EmbeddingOutput]:
+        """Returns the embedding of a prompt: see `LLM.embed`."""
+        make = await self._started()
+        check_dimensions(dimensions, make.limits.dim)
+        pending = make.pooling(prompt, pooling)
+        async with aclosing(self._outputs(pending)) as outputs:
+            async for _ in outputs:
+                pass
+        (choice,) = pending.choices
+        return PoolingRequestOutput(
+            pending.id, EmbeddingOutput(embedding(choice.pooled, dimensions)), list(choice.request.prompt)
+        )
+
+    async def abort(self, request_id: str) -> None:
+        """Ends a request: its last output has the finish reason abort. One that has ended is left alone."""
+        running = self._running.get(request_id)
+        if running is None:
+            return
+        for choice, task in zip(running.pending.choices, running.tasks, strict=True):
+            if not choice.finish_reason:
+                choice.finish_reason = "abort"
+                task.cancel()
+        running.news.set()
+
+    async def get_tokenizer(self) -> ModelTokenizer:
+        """Returns the model's tokenizer, with the methods that scripts use most."""
+        return ModelTokenizer((await self._started()).text)
+
+    def shutdown(self) -> None:
+        """Begins to end the engine process, from a coroutine that does not wait for it."""
+        self._closing = asyncio.get_running_loop().create_task(self.close())
+
+    async def close(self) -> None:
+        """Ends the engine process; requests that are being answered fail. Closing twice changes nothing."""
+        await self._client.close()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def _started(self) -> RequestMaker:
+        if self._starting is None:
+            self._starting = asyncio.create_task(self._start())
+        make = await asyncio.shield(self._starting)
+        await self._client.start()  # raises if the engine is closed, or was given up
+        return make
+
+    async def _start(self) -> RequestMaker:
+        loading = asyncio.create_task(asyncio.to_thread(load_text, self._path))
+        hello = await self._client.start()
+        sampling = {**modelfile_sampling(self._model), **self._options.sampling}
+        text = (await loading).with_sampling(sampling)
+        return RequestMaker(text, hello.limits, self._client.next_id, self._options.seed)
+
+    async def _outputs(self, pending: PendingOutput) -> AsyncGenerator[RequestOutput, None]:
+        if pending.id in self._running:
+            raise InvalidRequest(f"a request with the id {pending.id!r} is being answered", param="request_id")
+        news = asyncio.Event()
+        tasks = [asyncio.create_task(self._collect(choice, news)) for choice in pending.choices]
+        self._running[pending.id] = RunningRequest(pending, tasks, news)
+        kind, returned = pending.params.output_kind, [0] * len(tasks)
+        try:
+            ended = False
+            while not ended:
+                await news.wait()
+                news.clear()
+                ended = pending.ended()
+                if kind == RequestOutputKind.FINAL_ONLY and not ended:
+                    continue
+                output = pending.output(returned)
+                if kind == RequestOutputKind.DELTA:
+                    returned = [len(choice.deltas) for choice in pending.choices]
+                yield output
+        finally:
+            del self._running[pending.id]
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+
+    async def _collect(self, choice: PendingChoice, news: asyncio.Event) -> None:
+        """Reads one answer to its end. Leaving before that aborts its request."""
+        try:
+            async with aclosing(self._client.submit(choice.request)) as steps:
+                async for events in steps:
+                    choice.add(events)
+                    news.set()
+                    if choice.finish_reason:
+                        return
+        except PenstockError as error:
+            choice.fail(error)
+            news.set()

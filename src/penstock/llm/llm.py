@@ -1,0 +1,334 @@
+"""Runs one model in this process, for blocking calls from any number of threads."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+from penstock.config import configure
+from penstock.engine.build import build_engine
+from penstock.engine.loop import FlushCache
+from penstock.errors import InvalidRequest
+from penstock.ipc.inprocess_engine import InProcessEngine
+from penstock.llm.beams import BeamSearchOutput, BeamSearchParams, search_beams
+from penstock.llm.engine_options import read_options
+from penstock.llm.outputs import (
+    ClassificationOutput,
+    EmbeddingOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    RequestOutput,
+    ScoringOutput,
+)
+from penstock.llm.pending import PendingOutput
+from penstock.llm.progress import ShowProgress, progress_bar
+from penstock.llm.requests import (
+    ChatOptions,
+    PromptLike,
+    RequestMaker,
+    conversation_list,
+    params_list,
+    prompt_list,
+)
+from penstock.llm.shared_engine import SharedEngine
+from penstock.llm.tokenizer import ModelTokenizer
+from penstock.model.load import open_checkpoint, text_of
+from penstock.store import DEFAULT, fetch, find_derived
+from penstock.text import check_dimensions, embedding
+from penstock.text.embedding import state_of
+from penstock.text.pairs import check_labels, check_scores, cosine, scores
+from penstock.text.sampling_defaults import defaults_in_modelfile
+from penstock.text.tools import MessageDict
+from penstock.types import SamplingParams
+
+T = TypeVar("T")
+Params = SamplingParams | Sequence[SamplingParams] | None
+Prompts = PromptLike | Sequence[PromptLike]
+Conversation = Sequence[MessageDict]
+
+
+class LLM:
+    """Runs one model. Keyword arguments are the engine's options (`penstock.config`) or vLLM's names for them; those
+    of vLLM's that have no meaning here are listed in a warning. Threads may share it: their requests are computed
+    together."""
+
+    def __init__(self, model: str | Path = DEFAULT, **options: Any) -> None:
+        read = read_options(options)
+        path = fetch(str(model))
+        config = configure(path, read.engine)
+        checkpoint = open_checkpoint(path)
+        text = _start(lambda: text_of(checkpoint))  # the tokenizer is read while native code packs weights
+        engine = InProcessEngine(lambda: build_engine(config, checkpoint), config.name)
+        limits = engine.open().limits
+        self._engine = SharedEngine(engine)
+        try:
+            sampling = {**modelfile_sampling(str(model)), **read.sampling}
+            self._maker = RequestMaker(text().with_sampling(sampling), limits, itertools.count(1).__next__, read.seed)
+        except BaseException:
+            self._engine.close()
+            raise
+
+    def generate(
+        self, prompts: Prompts, sampling_params: Params = None, *, use_tqdm: ShowProgress = True
+    ) -> list[RequestOutput]:
+        """Continues each prompt: a text, a list of token ids, or a dictionary with `prompt` or `prompt_token_ids`; one
+        of them, or a list of any. Without `sampling_params`, the model's own defaults apply."""
+        given = prompt_list(prompts)
+        params = params_list(sampling_params, len(given))
+        make = self._maker
+        pending = [make.generation(make.prompt(each), how) for each, how in zip(given, params, strict=True)]
+        self._complete(pending, use_tqdm)
+        return [each.output() for each in pending]
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: Params = None,
+        use_tqdm: ShowProgress = True,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Returns the assistant's next message in each conversation: one list of messages, or a list of such lists.
+        `tools` and `chat_template_kwargs` go to the chat template."""
+        given = conversation_list(messages)
+        params = params_list(sampling_params, len(given))
+        options = ChatOptions(
+            chat_template, add_generation_prompt, continue_final_message, tools, chat_template_kwargs or {}
+        )
+        make = self._maker
+        pending = [
+            make.generation(make.chat_prompt(each, options), how) for each, how in zip(given, params, strict=True)
+        ]
+        self._complete(pending, use_tqdm)
+        return [each.output() for each in pending]
+
+    def stream(
+        self, prompt: PromptLike | Conversation, sampling_params: SamplingParams | None = None
+    ) -> CompletionStream:
+        """Does what `generate` does, or `chat` when given messages, and returns the text as it comes."""
+        make = self._maker
+        is_chat = not isinstance(prompt, str | Mapping) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+        read = make.chat_prompt(prompt, ChatOptions()) if is_chat else make.prompt(prompt)  # type: ignore[arg-type]
+        pending = make.generation(read, sampling_params)
+        if len(pending.choices) > 1:
+            raise InvalidRequest("a stream has one answer: leave out n and best_of, or use generate", param="n")
+        self._engine.submit(pending.choices)
+        return CompletionStream(pending, self._pieces(pending))
+
+    def embed(
+        self,
+        prompts: Prompts,
+        *,
+        use_tqdm: ShowProgress = True,
+        truncate_prompt_tokens: int | None = None,
+        pooling: str | None = None,
+        dimensions: int | None = None,
+    ) -> list[PoolingRequestOutput[EmbeddingOutput]]:
+        """Returns the embedding of each prompt, as `.outputs.embedding` (a list) and `.outputs.vector` (an array).
+
+        An embedding is made of the hidden states after the last norm, pooled and scaled to a length of 1. `pooling` is
+        "mean" (of all tokens), "last" (token) or "cls" (the first token); None takes the model's own. `dimensions`
+        keeps that many leading values."""
+        check_dimensions(dimensions, self._maker.limits.dim)
+        pending = self._pool(prompts, pooling, truncate_prompt_tokens, use_tqdm)
+        return [_pooled(each, EmbeddingOutput(embedding(each.choices[0].pooled, dimensions))) for each in pending]
+
+    def encode(
+        self, prompts: Prompts, *, use_tqdm: ShowProgress = True, pooling: str | None = None
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """Returns the pooled hidden states of each prompt as `.outputs.data`: an embedding before it is scaled."""
+        pending = self._pool(prompts, pooling, None, use_tqdm)
+        return [_pooled(each, PoolingOutput(state_of(each.choices[0].pooled))) for each in pending]
+
+    def score(
+        self, data_1: str | Sequence[str], data_2: str | Sequence[str], *, use_tqdm: ShowProgress = True
+    ) -> list[PoolingRequestOutput[ScoringOutput]]:
+        """Returns how well each text of `data_2` fits the text of `data_1`, or the one at the same place, as
+        `.outputs.score`. A reranker scores each pair; an embedding model gives the cosine of two embeddings."""
+        make, pairs = self._maker, text_pairs(data_1, data_2)
+        check_scores(make.limits)
+        if not make.limits.labels:
+            texts = {text: place for place, text in enumerate(dict.fromkeys(text for pair in pairs for text in pair))}
+            embedded = self.embed(list(texts), use_tqdm=use_tqdm)
+            return [cosine_score(*(embedded[texts[text]] for text in pair)) for pair in pairs]
+        prompts = make.pair_prompts()
+        pending = [make.classification(prompts.encode(*pair, "data_2")) for pair in pairs]
+        return [_pooled(each, ScoringOutput(probs[0])) for each, probs in self._classify(pending, use_tqdm)]
+
+    def classify(
+        self, prompts: Prompts, *, use_tqdm: ShowProgress = True
+    ) -> list[PoolingRequestOutput[ClassificationOutput]]:
+        """Returns the score of each label that the model classifies a prompt into, as `.outputs.probs`."""
+        make = self._maker
+        check_labels(make.limits)
+        read = [make.prompt(each, make.text.encode_whole) for each in prompt_list(prompts)]
+        pending = [make.classification(each.tokens, each.text) for each in read]
+        return [_pooled(each, ClassificationOutput(probs)) for each, probs in self._classify(pending, use_tqdm)]
+
+    def beam_search(self, prompts: Prompts, params: BeamSearchParams) -> list[BeamSearchOutput]:
+        """Returns the likeliest continuations of each prompt that beams find, the best first."""
+        return search_beams(self._maker, self._engine, prompt_list(prompts), params)
+
+    def reset_prefix_cache(self) -> bool:
+        """Empties the prefix cache before the next step: later prompts are computed anew. It always succeeds."""
+        self._engine.inner.send(FlushCache())
+        return True
+
+    def get_tokenizer(self) -> ModelTokenizer:
+        """Returns the model's tokenizer, with the methods that scripts use most."""
+        return ModelTokenizer(self._maker.text)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Returns the sampling that applies where a call gives none: the model's own."""
+        return self._maker.text.sampling()
+
+    def check_answers(self) -> None:
+        """Raises InvalidRequest if the model makes embeddings only."""
+        self._maker.check_answers()
+
+    def close(self) -> None:
+        """Frees the model. Calls that other threads wait for fail. Closing twice changes nothing."""
+        self._engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _pool(
+        self, prompts: Prompts, pooling: str | None, truncate: int | None, use_tqdm: ShowProgress
+    ) -> list[PendingOutput]:
+        pending = [self._maker.pooling(each, pooling, truncate) for each in prompt_list(prompts)]
+        self._complete(pending, use_tqdm)
+        return pending
+
+    def _classify(
+        self, pending: Sequence[PendingOutput], use_tqdm: ShowProgress
+    ) -> list[tuple[PendingOutput, list[float]]]:
+        """Runs requests for the logits of labels; returns each with its scores."""
+        self._complete(pending, use_tqdm)
+        activation = self._maker.limits.activation
+        return [(each, scores(state_of(each.choices[0].pooled), activation)) for each in pending]
+
+    def _complete(self, pending: Sequence[PendingOutput], use_tqdm: ShowProgress) -> None:
+        """Runs requests to their end; the first failure ends all of them. Choices announce their ends: to look at
+        thousands of prompts after every step would take longer than the step."""
+        ends: deque[PendingOutput] = deque()
+        unfinished = {each.id: len(each.choices) for each in pending}
+        for each in pending:
+            for choice in each.choices:
+                choice.on_end = partial(ends.append, each)
+        with (
+            progress_bar(use_tqdm, len(pending)) as advance,
+            self._engine.running([choice for each in pending for choice in each.choices]),
+        ):
+            while unfinished:
+                self._engine.advance()
+                while ends:
+                    each = ends.popleft()
+                    each.ended()  # raises the error that ended it, if one did
+                    unfinished[each.id] -= 1
+                    if not unfinished[each.id]:
+                        del unfinished[each.id]
+                        advance(1)
+
+    def _pieces(self, pending: PendingOutput) -> Generator[str]:
+        (choice,) = pending.choices
+        try:
+            yield ""  # started: from here on, dropping the generator aborts the request even if nothing was read
+            while True:
+                ended = choice.ended()  # before the text is taken: another thread may add the last of it now
+                if text := choice.take_text():
+                    yield text
+                elif ended:
+                    return
+                else:
+                    self._engine.advance()
+        finally:
+            self._engine.abandon([choice])
+
+
+class CompletionStream(Iterator[str]):
+    """Yields the text of one answer as it comes. Dropping or closing it early aborts the request."""
+
+    def __init__(self, pending: PendingOutput, pieces: Generator[str]) -> None:
+        self._pending = pending
+        self._pieces = pieces
+        next(pieces)
+
+    def __next__(self) -> str:
+        return next(self._pieces)
+
+    def rest(self) -> RequestOutput:
+        """Reads to the end and returns the whole answer."""
+        for _ in self:
+            pass
+        return self.completion
+
+    def close(self) -> None:
+        self._pieces.close()
+
+    @property
+    def completion(self) -> RequestOutput:
+        """Returns the answer so far; all of it once the stream has ended."""
+        return self._pending.output()
+
+
+def modelfile_sampling(model: str) -> dict[str, Any]:
+    """Returns the sampling that a derived model's Modelfile asks for; nothing for other models."""
+    derived = find_derived(model)
+    return {} if derived is None else defaults_in_modelfile(derived.parameters)
+
+
+def _pooled(pending: PendingOutput, output: T) -> PoolingRequestOutput[T]:
+    return PoolingRequestOutput(pending.id, output, list(pending.choices[0].request.prompt))
+
+
+def text_pairs(data_1: str | Sequence[str], data_2: str | Sequence[str]) -> list[tuple[str, str]]:
+    """Returns the pairs to score: one text with each of several, or the texts at the same places."""
+    ones, others = ([data] if isinstance(data, str) else list(data) for data in (data_1, data_2))
+    if len(ones) not in (1, len(others)):
+        raise InvalidRequest(
+            f"data_1 has {len(ones)} texts and data_2 {len(others)}: give one, or as many", param="data_1"
+        )
+    return list(zip(ones * len(others) if len(ones) == 1 else ones, others, strict=True))
+
+
+def cosine_score(
+    one: PoolingRequestOutput[EmbeddingOutput], other: PoolingRequestOutput[EmbeddingOutput]
+) -> PoolingRequestOutput[ScoringOutput]:
+    """Returns the cosine of two embeddings as the score of the second."""
+    output = ScoringOutput(cosine(one.outputs.vector, other.outputs.vector))
+    return PoolingRequestOutput(other.request_id, output, [*one.prompt_token_ids, *other.prompt_token_ids])
+
+
+def _start(work: Callable[[], T]) -> Callable[[], T]:
+    """Starts the work in a thread. Returns a function that waits for its result, or raises what it raised."""
+    results: list[T] = []
+    failures: list[Exception] = []
+
+    def run() -> None:
+        try:
+            results.append(work())
+        except Exception as error:
+            failures.append(error)
+
+    def result() -> T:
+        thread.join()
+        for error in failures:
+            raise error
+        return results[0]
+
+    thread = threading.Thread(target=run, name="penstock-text")
+    thread.start()
+    return result

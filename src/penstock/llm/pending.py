@@ -1,0 +1,132 @@
+"""Collects the events of requests until they are outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from penstock.errors import PenstockError
+from penstock.llm.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
+from penstock.text import Delta, TextStream, Tokenizer, read_step
+from penstock.types import Event, Request, SamplingParams, TokenLogprob
+
+
+class PendingChoice:
+    """Collects the events of one request of the engine. One thread may add events while another reads."""
+
+    def __init__(self, request: Request, text: TextStream) -> None:
+        self.request = request
+        self.finish_reason = ""  # empty while it goes on
+        self.deltas: list[Delta] = []
+        self.on_end: Callable[[], object] = lambda: None
+        self._failure: PenstockError | None = None
+        self._text = text
+        self._taken = 0  # deltas whose text was taken
+
+    def add(self, events: Sequence[Event]) -> None:
+        """Adds this request's events of one step."""
+        try:
+            delta = read_step(self._text, events)
+        except PenstockError as error:
+            self.fail(error)
+        else:
+            self.deltas.append(delta)
+            self.finish_reason = delta.finish or ""
+
+    def fail(self, error: PenstockError) -> None:
+        """Ends the request with an error."""
+        self._failure, self.finish_reason = error, "failed"
+
+    def ended(self) -> bool:
+        """Returns whether the request has ended; raises the error that ended it, if one did."""
+        if self._failure is not None:
+            raise self._failure
+        return bool(self.finish_reason)
+
+    @property
+    def pooled(self) -> bytes:
+        """Returns the pooled hidden state, once the request has ended."""
+        return self.deltas[-1].pooled
+
+    @property
+    def likelihood(self) -> float:
+        """Returns the sum of the answer's log-probabilities, if these were asked for."""
+        return sum(entry.logprob for delta in self.deltas for entry in delta.logprobs)
+
+    def take_text(self) -> str:
+        """Returns the text that came since the last call."""
+        new = self.deltas[self._taken :]
+        self._taken += len(new)
+        return "".join(delta.text for delta in new)
+
+
+@dataclass(slots=True)
+class PendingOutput:
+    """Holds one prompt and the choices that are generated for it."""
+
+    id: str
+    prompt: str | None
+    params: SamplingParams
+    tokenizer: Tokenizer
+    choices: list[PendingChoice]
+
+    def ended(self) -> bool:
+        """Returns whether all choices have ended; raises the error that ended one, if one did."""
+        ended = [choice.ended() for choice in self.choices]  # of all of them, since any may have failed
+        return all(ended)
+
+    def output(self, since: Sequence[int] | None = None) -> RequestOutput:
+        """Returns what came so far; raises the error that ended a choice, if one did. `since` has the number of each
+        choice's deltas that were returned before and are left out."""
+        finished = self.ended()
+        first = self.choices[0]
+        scores = [score for delta in first.deltas for score in delta.scores]
+        wants_scores = self.params.prompt_logprobs is not None
+        begins = [0] * len(self.choices) if since is None else since
+        outputs = [self._completion(choice, begin) for choice, begin in zip(self.choices, begins, strict=True)]
+        return RequestOutput(
+            request_id=self.id,
+            prompt=self.prompt,
+            prompt_token_ids=list(first.request.prompt),
+            outputs=_numbered(self._best(outputs) if finished else outputs),
+            finished=finished,
+            prompt_logprobs=[None, *map(self._logprobs, scores)] if wants_scores else None,
+            num_cached_tokens=max((delta.cached for delta in first.deltas), default=0),
+        )
+
+    def _best(self, outputs: list[CompletionOutput]) -> list[CompletionOutput]:
+        """Returns the n most likely of the choices, if more were generated."""
+        if len(outputs) <= self.params.n:
+            return outputs
+        order = sorted(range(len(outputs)), key=lambda at: -self.choices[at].likelihood)
+        return [outputs[at] for at in order[: self.params.n]]
+
+    def _completion(self, choice: PendingChoice, begin: int) -> CompletionOutput:
+        deltas = choice.deltas[begin:]
+        logprobs = [entry for delta in deltas for entry in delta.logprobs]
+        wanted = self.params.logprobs is not None
+        return CompletionOutput(
+            index=0,
+            text="".join(delta.text for delta in deltas) if self.params.detokenize else "",
+            token_ids=[token for delta in deltas for token in delta.tokens],
+            cumulative_logprob=choice.likelihood if wanted else None,
+            logprobs=[self._logprobs(entry) for entry in logprobs] if wanted else None,
+            finish_reason=choice.finish_reason or None,
+            stop_reason=self._stop_reason(deltas[-1]) if deltas else None,
+        )
+
+    def _stop_reason(self, last: Delta) -> int | str | None:
+        if last.silent and last.tokens[-1] in self.params.stop_token_ids:
+            return last.tokens[-1]
+        return last.stop
+
+    def _logprobs(self, entry: TokenLogprob) -> PositionLogprobs:
+        """Returns the log-probabilities at one position: of the token that stands there, and of the alternatives."""
+        found = {entry.token: Logprob(entry.logprob, None, self.tokenizer.token_text(entry.token))}
+        for rank, (token, logprob) in enumerate(entry.top, 1):
+            found[token] = Logprob(logprob, rank, self.tokenizer.token_text(token))
+        return found
+
+
+def _numbered(outputs: list[CompletionOutput]) -> list[CompletionOutput]:
+    return [replace(output, index=index) for index, output in enumerate(outputs)]

@@ -1,0 +1,175 @@
+"""Makes the engine's requests of what users pass to `LLM` and `AsyncLLM`."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from operator import index
+from typing import Any, NamedTuple
+
+from penstock.errors import InvalidRequest
+from penstock.llm.pending import PendingChoice, PendingOutput
+from penstock.text import ChatTemplate, Text, TextStream, check_answers, embedding_request, make_request, new_seed
+from penstock.text.continuation import continue_last
+from penstock.text.embedding import pooling_of
+from penstock.text.pairs import PairPrompts, classify_request
+from penstock.text.tools import MessageDict
+from penstock.types import Limits, SamplingParams
+
+PromptLike = str | Sequence[int] | Mapping[str, Any]
+
+
+class Prompt(NamedTuple):
+    """Holds a prompt's tokens, and its text if it was given as one."""
+
+    tokens: list[int]
+    text: str | None = None
+    continuing: bool = True  # the answer continues a text, so a leading space belongs to it
+
+
+class ChatOptions(NamedTuple):
+    """Says how a chat becomes a prompt."""
+
+    template: str | None = None  # in place of the model's own
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    tools: Sequence[Mapping[str, Any]] | None = None
+    variables: Mapping[str, Any] = {}  # of the template
+
+
+class RequestMaker:
+    """Makes requests for one model. `next_id` numbers them; with a `seed`, requests without one of their own get
+    theirs from it, in the order in which they are made."""
+
+    def __init__(self, text: Text, limits: Limits, next_id: Callable[[], int], seed: int | None = None) -> None:
+        self.text = text
+        self.limits = limits
+        self.next_id = next_id
+        self._new_seed = new_seed if seed is None else partial(random.Random(seed).getrandbits, 63)
+
+    def prompt(self, given: Any, encode: Callable[[str], list[int]] | None = None) -> Prompt:
+        """Reads a text, a list of token ids, or a dictionary that has one of them as vLLM's prompts do."""
+        if isinstance(given, Mapping):
+            given = given.get("prompt_token_ids", given.get("prompt"))
+        try:
+            if isinstance(given, str):
+                return Prompt((encode or self.text.encode_prompt)(given), given)
+            return Prompt([index(token) for token in given])
+        except TypeError as error:
+            raise InvalidRequest(
+                f"a prompt is a text, a list of token ids, or a dictionary with one of them as prompt or "
+                f"prompt_token_ids: {error}",
+                param="prompt",
+            ) from error
+
+    def chat_prompt(self, messages: Sequence[MessageDict], options: ChatOptions) -> Prompt:
+        """Renders a conversation with the chat template."""
+        self.check_answers()
+        text = self.text
+        if options.template is not None:
+            text = text.with_template(ChatTemplate({"default": options.template}, text.tokenizer.names))
+        continues = options.continue_final_message
+        if continues and options.add_generation_prompt:
+            raise InvalidRequest(
+                "continue_final_message needs add_generation_prompt=False", param="continue_final_message"
+            )
+        rendered = text.render_chat(
+            [with_plain_content(message) for message in messages],
+            add_generation_prompt=options.add_generation_prompt,
+            tools=options.tools,
+            **options.variables,
+        )
+        if continues:
+            rendered = continue_last(rendered, str(with_plain_content(messages[-1])["content"] or ""))
+        return Prompt(text.encode_prompt(rendered), rendered, continuing=continues)
+
+    def generation(self, prompt: Prompt, params: SamplingParams | None, id: str = "") -> PendingOutput:
+        """Returns the choices to generate for a prompt, each with its own seed. As in vLLM, an answer ends where the
+        context does, whatever its max_tokens."""
+        self.check_answers()
+        params = self.text.sampling() if params is None else params
+        tokens = prompt.tokens[-(params.truncate_prompt_tokens or 0) :]
+        room = max(self.limits.max_len - len(tokens), 1)
+        most = None if params.max_tokens is None else min(params.max_tokens, room)
+        seed = self._new_seed() if params.seed is None else params.seed
+        count = params.best_of or params.n
+        scored = 0 if params.logprobs is None and count > params.n else params.logprobs
+        choices = []
+        for choice in range(count):
+            sampling = replace(params, seed=seed + choice, logprobs=scored, max_tokens=most)
+            request = make_request(self.next_id(), tokens, sampling, self.text.tokenizer, self.limits.max_len)
+            choices.append(PendingChoice(request, self._stream(params, continuing=prompt.continuing)))
+        return PendingOutput(id or str(choices[0].request.id), prompt.text, params, self.text.tokenizer, choices)
+
+    def pooling(self, given: Any, pooling: str | None, truncate: int | None = None) -> PendingOutput:
+        """Returns the request for the pooled hidden states of a prompt."""
+        kind, prompt = pooling_of(pooling, self.limits), self.prompt(given, self.text.encode_whole)
+        tokens = prompt.tokens[:truncate]
+        request = embedding_request(self.next_id(), tokens, self.limits.max_len, kind, param="prompt")
+        choice = PendingChoice(request, TextStream(self.text.tokenizer))
+        return PendingOutput(str(request.id), prompt.text, request.sampling, self.text.tokenizer, [choice])
+
+    def classification(self, tokens: list[int], text: str | None = None) -> PendingOutput:
+        """Returns the request for the logits of a prompt's labels."""
+        request = classify_request(self.next_id(), tokens, self.limits, "prompt")
+        choice = PendingChoice(request, TextStream(self.text.tokenizer))
+        return PendingOutput(str(request.id), text, request.sampling, self.text.tokenizer, [choice])
+
+    def pair_prompts(self) -> PairPrompts:
+        """Returns what encodes pairs of texts for this model."""
+        template = self.text.pair_template
+        if template is None and self.limits.generates:
+            raise InvalidRequest("this reranker comes without a template for pairs: it cannot score", param="model")
+        return PairPrompts(self.text.tokenizer, template, self.limits)
+
+    def check_answers(self) -> None:
+        """Raises InvalidRequest if the model makes embeddings only."""
+        check_answers(self.limits)
+
+    def _stream(self, params: SamplingParams, *, continuing: bool) -> TextStream:
+        shown = () if params.skip_special_tokens else self.text.tokenizer.special_ids
+        return TextStream(
+            self.text.tokenizer,
+            params.stop,
+            continuing=continuing,
+            shown=shown,
+            include_stop=params.include_stop_str_in_output,
+        )
+
+
+def prompt_list(prompts: Any) -> Sequence[Any]:
+    """Returns the prompts of an argument that may be one prompt or several."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    one = len(prompts) > 0 and not isinstance(prompts[0], str | Mapping | Sequence)
+    return [prompts] if one else prompts
+
+
+def conversation_list(messages: Any) -> Sequence[Sequence[MessageDict]]:
+    """Returns the conversations of an argument that may be one conversation or several."""
+    return [messages] if not messages or isinstance(messages[0], Mapping) else messages
+
+
+def params_list(params: Any, count: int) -> Sequence[SamplingParams | None]:
+    """Returns the sampling of each of `count` prompts, given as one for all or as one for each."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params] * count
+    if len(params) != count:
+        raise InvalidRequest(
+            f"there are {count} prompts and {len(params)} sampling parameters: give one for all, or one for each",
+            param="sampling_params",
+        )
+    return list(params)
+
+
+def with_plain_content(message: MessageDict) -> MessageDict:
+    """Returns a message whose content is a text, which clients may also send in parts."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return {"content": None, **message}
+    for part in content:
+        if not isinstance(part, Mapping) or part.get("type") != "text":
+            raise InvalidRequest(f"a message's content can be text only; got {part!r:.100}", param="messages")
+    return {**message, "content": "".join(str(part["text"]) for part in content)}

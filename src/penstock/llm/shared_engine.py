@@ -1,0 +1,106 @@
+"""Lets the threads of a process share one engine that has no thread of its own."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+
+from penstock.engine.loop import Abort, Add
+from penstock.errors import EngineUnavailable
+from penstock.ipc.inprocess_engine import InProcessEngine
+from penstock.llm.pending import PendingChoice
+
+
+class SharedEngine:
+    """Runs requests of any thread together. A thread that waits for its answer runs the next step for all of them, or
+    waits for the step that another thread runs."""
+
+    def __init__(self, engine: InProcessEngine) -> None:
+        self.inner = engine
+        self.pending: dict[int, PendingChoice] = {}
+        self._turn = threading.Condition()
+        self._stepping = False
+        self._closed = False
+
+    def submit(self, choices: Iterable[PendingChoice]) -> None:
+        """Sends requests to the engine; the next step takes them up."""
+        for choice in choices:
+            self._check_open()
+            self.pending[choice.request.id] = choice
+            self.inner.send(Add(choice.request))
+
+    @contextmanager
+    def running(self, choices: Sequence[PendingChoice]) -> Iterator[None]:
+        """Sends requests to the engine, and aborts what is left of them at the end of the block."""
+        try:
+            self.submit(choices)
+            yield
+        finally:
+            self.abandon(choices)
+
+    def advance(self) -> None:
+        """Returns after one step, of this thread or of another."""
+        mine = False
+        try:
+            with self._turn:
+                self._check_open()
+                if self._stepping:
+                    self._turn.wait()
+                    return
+                mine = self._stepping = True
+            with _interrupts_deferred():
+                self._step()
+        finally:
+            if mine:
+                with self._turn:
+                    self._stepping = False
+                    self._turn.notify_all()
+
+    def abandon(self, choices: Iterable[PendingChoice]) -> None:
+        """Aborts those that have not ended."""
+        for choice in choices:
+            if self.pending.pop(choice.request.id, None):
+                choice.finish_reason = "abort"
+                self.inner.send(Abort(choice.request.id))
+
+    def close(self) -> None:
+        """Frees the engine once the step that runs has ended. Closing twice changes nothing."""
+        with self._turn:
+            while self._stepping:
+                self._turn.wait()
+            if not self._closed:
+                self._closed = True
+                self.inner.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineUnavailable("this LLM is closed: create another one")
+
+    def _step(self) -> None:
+        for id, events in self.inner.step().items():
+            if choice := self.pending.get(id):
+                choice.add(events)
+                if choice.finish_reason:
+                    self.pending.pop(id, None)  # its own thread may have left it meanwhile
+                    self.inner.send(Abort(id))  # after a stop string the engine would go on
+                    choice.on_end()
+
+
+@contextmanager
+def _interrupts_deferred() -> Iterator[None]:
+    """Delays Ctrl-C to the end of the block: an engine that was left in the middle of a step could not go on."""
+    previous = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(previous):
+        yield
+        return
+    interrupts: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda number, frame: interrupts.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    if interrupts:
+        previous(*interrupts[0])

@@ -1,0 +1,130 @@
+"""Checks answers against the keywords of a JSON schema that a grammar cannot enforce, and tries again if they fail."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import threading
+from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from typing import Any
+
+from penstock.errors import InvalidGrammar
+from penstock.server.request_context import RequestContext
+from penstock.text import Delta
+from penstock.text.json_schema import RewrittenSchema, check_enforced, rewrite
+from penstock.text.schema_validator import first_problem
+from penstock.types import Grammar, Request
+
+Deltas = AsyncGenerator[tuple[int, Delta], None]  # (choice, what was added to it)
+
+ATTEMPTS = 3
+MAX_REPORTED = 64  # keywords
+REWRITE_SECONDS = 10.0
+STACK_BYTES = 2**30  # of addresses
+RETRY_TEMPERATURE = 0.7  # at least: a greedy answer would be the same again
+
+_workers = ThreadPoolExecutor(4, "schemas")
+
+
+async def checked(
+    context: RequestContext,
+    request: Request,
+    run: Callable[[Request], Deltas],
+    new_id: Callable[[], int],
+    reasoning: tuple[str, str] | None,
+) -> Deltas:
+    """Yields the deltas of a request whose answer has a JSON schema. What the grammar does not enforce is refused if
+    the schema or the server is strict. Otherwise the answer is checked at its end. One that fails is tried again,
+    unless it is streamed; what it failed in the end is listed as ignored."""
+    rewritten = await _rewritten(context, request)
+    request = _with_grammar(request, rewritten)
+    if not rewritten.unenforced:
+        async with aclosing(run(request)) as deltas:
+            async for each in deltas:
+                yield each
+        return
+    attempts = 1 if context.streaming else ATTEMPTS
+    for attempt in range(attempts):
+        kept: list[tuple[int, Delta]] = []
+        text, failed = "", False
+        async with aclosing(run(request)) as deltas:
+            async for choice, delta in deltas:
+                text += delta.text
+                failed = delta.finish == "stop" and not _passes(text, rewritten, reasoning)
+                if failed and attempt + 1 == attempts:
+                    _report(context, request, rewritten.unenforced)
+                if attempts == 1:
+                    yield choice, delta
+                else:
+                    kept.append((choice, delta))
+        if not failed or attempt + 1 == attempts:
+            for each in kept:
+                yield each
+            return
+        request = _again(request, new_id())
+
+
+async def _rewritten(context: RequestContext, request: Request) -> RewrittenSchema:
+    grammar = _grammar(request)
+    try:
+        rewritten = await _off_loop(grammar.text)
+        if grammar.strict or not context.lenient:
+            check_enforced(rewritten)
+    except InvalidGrammar as error:
+        raise InvalidGrammar(str(error), param=grammar.param or None) from error
+    _report(context, request, rewritten.unchecked)
+    return rewritten
+
+
+async def _off_loop(text: str) -> RewrittenSchema:
+    """Rewrites a schema in a thread whose stack is large enough for the library, which calls itself for every schema in
+    a chain of them."""
+    usual = threading.stack_size(STACK_BYTES)
+    try:
+        rewriting = asyncio.get_running_loop().run_in_executor(_workers, rewrite, text)
+    finally:
+        threading.stack_size(usual)
+    try:
+        return await asyncio.wait_for(rewriting, REWRITE_SECONDS)
+    except TimeoutError as error:
+        raise InvalidGrammar(f"the JSON schema took more than {REWRITE_SECONDS:.0f} s to read: simplify it") from error
+
+
+def _grammar(request: Request) -> Grammar:
+    grammar = request.sampling.grammar
+    assert grammar is not None
+    return grammar
+
+
+def _with_grammar(request: Request, rewritten: RewrittenSchema) -> Request:
+    text = json.dumps({} if rewritten.schema is True else rewritten.schema)
+    grammar = _grammar(request)._replace(text=text)
+    return request._replace(sampling=dataclasses.replace(request.sampling, grammar=grammar))
+
+
+def _again(request: Request, id: int) -> Request:
+    """Returns the request for another answer: with another seed, and not greedy."""
+    sampling = request.sampling
+    temperature = max(sampling.temperature, RETRY_TEMPERATURE)
+    seed = None if sampling.seed is None else (sampling.seed + 0x9E3779B9) % 2**63
+    return request._replace(id=id, sampling=dataclasses.replace(sampling, seed=seed, temperature=temperature))
+
+
+def _passes(text: str, rewritten: RewrittenSchema, reasoning: tuple[str, str] | None) -> bool:
+    """Returns whether an answer, without the reasoning before it, matches its schema. One that a stop string cut is no
+    JSON, and there is nothing to check."""
+    if reasoning is not None:
+        text = text.rpartition(reasoning[1])[2]
+    try:
+        value: Any = json.loads(text)
+        return first_problem(value, rewritten.normal) is None
+    except (ValueError, ArithmeticError, RecursionError):
+        return True
+
+
+def _report(context: RequestContext, request: Request, paths: tuple[str, ...]) -> None:
+    for path in paths[:MAX_REPORTED]:
+        context.ignore(f"{_grammar(request).param}.{path}".removeprefix("."))

@@ -1,0 +1,19 @@
+"""Says what ended an answer, for the dialects that report more than a finish reason."""
+
+from __future__ import annotations
+
+from penstock.text import Delta
+from penstock.types import Request
+
+
+def stop_token(delta: Delta) -> int | None:
+    """Returns the token that ended the answer; None if none did."""
+    return delta.tokens[-1] if delta.silent else None
+
+
+def stop_reason(request: Request, delta: Delta) -> int | str | None:
+    """Returns the stop string, or the caller's own stop token, that ended the answer; None for all other endings."""
+    if delta.stop is not None:
+        return delta.stop
+    token = stop_token(delta)
+    return token if token in request.sampling.stop_token_ids else None

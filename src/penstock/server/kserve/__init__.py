@@ -1,0 +1,1 @@
+"""Serves the KServe v2 protocol, with Triton's generate extension."""

@@ -1,0 +1,1 @@
+"""Serves the routes of llama.cpp's server."""

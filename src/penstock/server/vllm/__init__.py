@@ -1,0 +1,1 @@
+"""Serves the routes that clients of vLLM use beside OpenAI's."""

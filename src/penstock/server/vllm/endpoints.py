@@ -1,0 +1,143 @@
+"""Serves vLLM's routes that OpenAI does not have: what the server is, how busy it is, its tokenizer, and pooling."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from typing import Any
+
+import msgspec
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from penstock import __version__
+from penstock.errors import EngineUnavailable
+from penstock.server.bodies import NoEffect, read_body
+from penstock.server.errors import CLIENT_LEFT
+from penstock.server.openai.embeddings import (
+    NO_EFFECT,
+    EmbeddingsBody,
+    EmbeddingUsage,
+    base64_of,
+    embedding_requests,
+    floats_of,
+    pooled,
+)
+from penstock.server.openapi import Operation
+from penstock.server.request_context import RequestContext
+from penstock.server.served_model import ServedModel
+from penstock.server.sse import encode, json_response
+from penstock.text import check_dimensions, embedding
+from penstock.text.embedding import state_of
+
+POOLING_NO_EFFECT: NoEffect = NO_EFFECT | {
+    "activation": (False,),
+    "add_special_tokens": (True,),
+    "softmax": (False,),
+    "task": ("embed",),
+}
+
+
+class PoolingBody(EmbeddingsBody, kw_only=True):
+    normalize: bool | None = None  # left out: true; false: the hidden state as it is
+
+
+class PoolingResult(msgspec.Struct):
+    index: int
+    data: msgspec.Raw
+    object: str = "pooling"
+
+
+class PoolingList(msgspec.Struct):
+    id: str
+    created: int
+    model: str
+    data: list[PoolingResult]
+    usage: EmbeddingUsage
+    object: str = "list"
+
+
+POOLING = Operation(PoolingBody, POOLING_NO_EFFECT, PoolingList)
+
+
+async def pooling(served: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
+    body = await read_body(http, context, PoolingBody, POOLING_NO_EFFECT)
+    served.check_model(body.model, context)
+    check_dimensions(body.dimensions, served.limits.dim)
+    requests = await embedding_requests(served, context, body)
+    spell = base64_of if body.encoding_format == "base64" else floats_of
+
+    def vector(state: bytes) -> msgspec.Raw:
+        return spell(
+            state_of(state)[: body.dimensions] if body.normalize is False else embedding(state, body.dimensions)
+        )
+
+    vectors = await pooled(served, http, context, requests, vector)
+    if vectors is None:
+        return CLIENT_LEFT
+    count = sum(len(request.prompt) for request in requests)
+    results = [PoolingResult(index, data) for index, data in enumerate(vectors)]
+    id = f"pool-{secrets.token_hex(12)}"
+    answer = PoolingList(id, int(time.time()), served.name, results, EmbeddingUsage(count, count))
+    return Response(encode(answer), media_type="application/json")
+
+
+async def version(_: ServedModel, __: HttpRequest, ___: RequestContext) -> Response:
+    return json_response({"version": __version__})
+
+
+async def ping(served: ServedModel, _: HttpRequest, __: RequestContext) -> Response:
+    if served.client.hello is None:
+        raise EngineUnavailable(served.client.unavailable_reason)
+    return Response()
+
+
+async def load(served: ServedModel, _: HttpRequest, __: RequestContext) -> Response:
+    """Answers with the number of requests in the engine."""
+    stats = served.client.stats
+    return json_response({"server_load": stats.running + stats.waiting})
+
+
+async def tokenizer_info(served: ServedModel, _: HttpRequest, __: RequestContext) -> Response:
+    """Answers with what a client needs to count tokens and render chats as the server does: lm-eval asks for it."""
+    text = served.text
+    special: dict[str, str | None] = {f"{kind}_token": None for kind in ("bos", "eos", "pad", "unk")}
+    if text.tokenizer.eos_ids:
+        special["eos_token"] = text.tokenizer.token_text(min(text.tokenizer.eos_ids))
+    return json_response(
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            **special,
+            **text.tokenizer.names,
+            "model_max_length": served.limits.max_len,
+            "vocab_size": text.tokenizer.vocab_size,
+            "clean_up_tokenization_spaces": False,
+            "chat_template": (text.template.source or None) if text.template else None,
+        }
+    )
+
+
+def model_fields(served: ServedModel) -> dict[str, Any]:
+    """Returns what vLLM adds to an entry of /v1/models. The length is null while there is no engine to ask."""
+    hello = served.client.hello
+    return {
+        "root": served.name,
+        "parent": None,
+        "max_model_len": None if hello is None else hello.limits.max_len,
+        "permission": [
+            {
+                "id": f"modelperm-{served.name}",
+                "object": "model_permission",
+                "created": served.created,
+                "allow_create_engine": False,
+                "allow_sampling": True,
+                "allow_logprobs": True,
+                "allow_search_indices": False,
+                "allow_view": True,
+                "allow_fine_tuning": False,
+                "organization": "*",
+                "group": None,
+                "is_blocking": False,
+            }
+        ],
+    }

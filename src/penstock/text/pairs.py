@@ -1,0 +1,186 @@
+"""Makes prompts of pairs of texts, such as a query and a document, and scores of a classifier's logits."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from penstock.errors import ContextTooLong, InvalidRequest
+from penstock.text.chat import ChatTemplate
+from penstock.text.embedding import Vector
+from penstock.text.hf_tokenizer import read_json
+from penstock.text.tokenizer import PairTokens, Tokenizer
+from penstock.types import Limits, Request, SamplingParams
+
+NAMES = ("rerank", "reranker")  # of templates beside a chat template
+SLOTS = re.compile(r"\{(query|document|instruction)\}")
+ROLES = re.compile(r"""["']query["'].*["']document["']""", re.DOTALL)  # what a template asks of its messages
+QWEN3 = (  # Qwen's, for the rerankers of its third generation, whose folders have none
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
+    'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n<Instruct>: {instruction}\n'
+    "<Query>: {query}\n<Document>: {document}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+)
+QWEN3_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+PROMPTS = "config_sentence_transformers.json"
+QWEN3_HEADING = "# Qwen3-Reranker"  # in the model card of those folders
+
+
+class PairTemplate(NamedTuple):
+    """Writes the prompt in which a generative reranker judges a document."""
+
+    source: str  # with {query}, {document} and possibly {instruction}
+    chat: ChatTemplate | None = None  # in place of it: a template that has roles for them
+    instruction: str = ""  # if a request has none
+
+    @property
+    def instructed(self) -> bool:
+        """Returns whether an instruction has a place in the prompt."""
+        return self.chat is not None or "{instruction}" in self.source
+
+    def render(self, query: str, document: str, instruction: str = "") -> str:
+        """Returns the prompt."""
+        told = instruction or self.instruction
+        if self.chat is None:
+            parts = {"query": query, "document": document, "instruction": told}
+            return SLOTS.sub(lambda slot: parts[slot[1]], self.source)
+        messages = [*([("system", told)] if told else []), ("query", query), ("document", document)]
+        return self.chat.render([{"role": role, "content": text} for role, text in messages])
+
+
+def pair_template(templates: Mapping[str, str], tokens: Mapping[str, str], path: Path | None) -> PairTemplate | None:
+    """Returns the template for pairs that a model comes with; None if it has none. `path` is its folder."""
+    for name in NAMES:
+        if name in templates:
+            return _template(templates[name], tokens, path)
+    if ROLES.search(templates.get("default", "")):
+        return _template(templates["default"], tokens, path)
+    return PairTemplate(QWEN3, instruction=QWEN3_INSTRUCTION) if path and is_qwen3_reranker(path) else None
+
+
+def is_qwen3_reranker(folder: Path) -> bool:
+    """Returns whether the model card of a folder says that it is a reranker of Qwen's, which its config does not."""
+    card = folder / "README.md"
+    return card.is_file() and QWEN3_HEADING in card.read_text("utf-8", "replace")
+
+
+def _template(source: str, tokens: Mapping[str, str], path: Path | None) -> PairTemplate:
+    told = read_json(path / PROMPTS) if path else {}
+    prompts, name = told.get("prompts"), told.get("default_prompt_name")
+    instruction = prompts.get(name) if isinstance(prompts, dict) else None
+    chat = None if "{query}" in source else ChatTemplate({"default": source}, tokens)
+    return PairTemplate("" if chat else source, chat, instruction if isinstance(instruction, str) else "")
+
+
+class PairPrompts:
+    """Encodes pairs for one model, each in at most `longest` tokens: a document that is too long is cut if `cut`, and
+    refused otherwise. A generative reranker is given an `instruction`, or its own."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: PairTemplate | None,
+        limits: Limits,
+        *,
+        longest: int | None = None,
+        cut: bool = False,
+        instruction: str = "",
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._template = template
+        self._second_text = limits.second_text
+        self._longest = min(longest or limits.max_len, limits.max_len)
+        self._cut = cut
+        self._instruction = instruction
+
+    def encode(self, first: str, second: str, param: str) -> list[int]:
+        """Returns the token ids of a pair. `param` is the field that the second text came in."""
+        if self._template is None:
+            found = self._tokenizer.encode_pair(first, second)
+            self._check(len(found.ids), param)
+            return self._marked(found.cut_to(self._longest))
+        ids = self._rendered(self._template, first, second)
+        if len(ids) > self._longest and self._cut:
+            kept = self._tokenizer.encode(second)[: self._longest - len(ids)]  # as many fewer as there are too many
+            ids = self._rendered(self._template, first, self._tokenizer.decode(kept))
+        self._check(len(ids), param)
+        return ids
+
+    def _rendered(self, template: PairTemplate, first: str, second: str) -> list[int]:
+        prompt = template.render(first, second, self._instruction)
+        return self._tokenizer.encode(prompt, special=True, bos=True)
+
+    def _marked(self, found: PairTokens) -> list[int]:
+        """Returns the ids, those of tokens of the second type moved to where the model's table has them."""
+        return [id + kind * self._second_text for id, kind in zip(found.ids, found.types, strict=True)]
+
+    def _check(self, count: int, param: str) -> None:
+        if count > self._longest and not (self._cut and self._template is None):
+            raise ContextTooLong(
+                f"{param} and the query have {count} tokens and the context holds {self._longest}: shorten them, or "
+                "ask for truncation",
+                param=param,
+            )
+
+
+def check_scores(limits: Limits) -> None:
+    """Raises InvalidRequest if a model cannot score pairs: it needs one label, or embeddings to compare."""
+    if len(limits.labels) > 1:
+        raise InvalidRequest(
+            f"this model has {len(limits.labels)} labels ({', '.join(limits.labels[:3])}...) and a score needs a model "
+            "with one: send texts to /classify, or to LLM.classify",
+            param="model",
+        )
+    if not limits.labels and not limits.encoder:
+        raise InvalidRequest(
+            "this model cannot score: it has no classification head, and no template for reranking; take a reranker or "
+            "an embedding model",
+            param="model",
+        )
+
+
+def check_labels(limits: Limits) -> None:
+    """Raises InvalidRequest if a model has no labels to classify into."""
+    if not limits.labels:
+        raise InvalidRequest("this model cannot classify: it has no classification head", param="model")
+
+
+def classify_request(id: int, prompt: list[int], limits: Limits, param: str) -> Request:
+    """Returns the request for the logits of a prompt's labels."""
+    if not prompt:
+        raise InvalidRequest(f"{param} is empty: at least one token is needed", param=param)
+    if len(prompt) > limits.max_len:
+        raise ContextTooLong(
+            f"{param} has {len(prompt)} tokens and the context holds {limits.max_len}: shorten it", param=param
+        )
+    return Request(id, tuple(prompt), SamplingParams(), 0, pooling="classify")
+
+
+def scores(logits: Vector, activation: str) -> list[float]:
+    """Returns the score of each label, given their logits and the model's activation."""
+    found: list[float] = ACTIVATIONS[activation](logits.astype(np.float64)).tolist()
+    return found
+
+
+def _softmax(x: np.ndarray) -> np.ndarray:
+    powers = np.exp(x - x.max())
+    return np.asarray(powers / powers.sum())
+
+
+def _sigmoid(x: np.ndarray) -> np.ndarray:
+    return np.asarray(np.exp(-np.logaddexp(0, -x)))
+
+
+ACTIVATIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "sigmoid": _sigmoid,
+    "softmax": _softmax,
+    "identity": lambda x: x,
+}
+
+
+def cosine(first: Vector, second: Vector) -> float:
+    """Returns the cosine similarity of two embeddings, whose length is 1."""
+    return float(first.astype(np.float64) @ second.astype(np.float64))
