@@ -12,11 +12,18 @@ from starlette.responses import Response
 
 from penstock.errors import InvalidRequest
 from penstock.server.access.bounds import MAX_MESSAGES, MAX_PARTS, check_count
-from penstock.server.bodies import ANY_VALUE, ContentValues, NoEffect, ignore_unsupported, read_object, unsupported
+from penstock.server.bodies import ANY_VALUE, ContentValues, NoEffect, read_object, unsupported
 from penstock.server.chat.chat_turn import ChatTurn, TurnOptions, begin_turn, render_prompt
 from penstock.server.chat.logprobs import PromptLogprobs, TokenEntry, prompt_entries, token_entries
 from penstock.server.chat.stop_reason import stop_reason
-from penstock.server.chat.thinking import ThinkingWish, read_wish, switch_thinking, think_with_effort
+from penstock.server.chat.template_fields import (
+    ThinkingWish,
+    read_template_kwargs,
+    read_verbosity,
+    read_wish,
+    switch_thinking,
+    think_with_effort,
+)
 from penstock.server.chat.tools import FunctionTool, PastCall, ToolUse, read_calls, read_tools, template_reasoning
 from penstock.server.explain import Explanation
 from penstock.server.llamacpp.fields import fitting
@@ -188,17 +195,6 @@ def _message(context: RequestContext, given: dict[str, Any], where: str) -> dict
     return rendered | template_reasoning(reasoning, content) if reasoning else rendered
 
 
-def read_template_kwargs(context: RequestContext, text: Text, kwargs: dict[str, Any] | None) -> dict[str, Any]:
-    """Returns the variables that the template uses; others are listed as ignored."""
-    fields: dict[str, Any] = {}
-    for name, value in (kwargs or {}).items():
-        if name in ("messages", "tools", "add_generation_prompt") or not text.takes(name):
-            ignore_unsupported(context, f"chat_template_kwargs.{name}", value)
-        else:
-            fields[name] = value
-    return fields
-
-
 def _budget(body: ChatBody) -> tuple[str, int | None]:
     """Returns the limit on tokens of thinking, and the field that it came in."""
     for param, wish in (("thinking.budget_tokens", body.thinking), ("reasoning.max_tokens", body.reasoning)):
@@ -219,15 +215,6 @@ def _template_fields(text: Text, context: RequestContext, body: ChatBody) -> dic
         | read_verbosity(context, text, body.verbosity, "verbosity")
         | read_template_kwargs(context, text, body.chat_template_kwargs)
     )
-
-
-def read_verbosity(context: RequestContext, text: Text, verbosity: str | None, param: str) -> dict[str, Any]:
-    if verbosity in (None, "medium"):
-        return {}
-    if text.takes("verbosity"):
-        return {"verbosity": verbosity}
-    ignore_unsupported(context, param, verbosity)
-    return {}
 
 
 def _text(context: RequestContext, content: str | list[dict[str, Any]], where: str) -> str:

@@ -1,4 +1,4 @@
-"""Maps what a request says about thinking, in every dialect, to what the model's chat template has."""
+"""Maps what a request says about thinking and verbosity, in every dialect, to what the model's chat template has."""
 
 from __future__ import annotations
 
@@ -56,3 +56,23 @@ def think_with_effort(context: RequestContext, text: Text, effort: str | None, p
     if effort != NO_EFFORT and text.takes("reasoning_effort"):
         return {"reasoning_effort": effort}
     return switch_thinking(context, text, effort != NO_EFFORT, param, effort)
+
+
+def read_template_kwargs(context: RequestContext, text: Text, kwargs: dict[str, Any] | None) -> dict[str, Any]:
+    """Returns the variables that the template uses; others are listed as ignored."""
+    fields: dict[str, Any] = {}
+    for name, value in (kwargs or {}).items():
+        if name in ("messages", "tools", "add_generation_prompt") or not text.takes(name):
+            ignore_unsupported(context, f"chat_template_kwargs.{name}", value)
+        else:
+            fields[name] = value
+    return fields
+
+
+def read_verbosity(context: RequestContext, text: Text, verbosity: str | None, param: str) -> dict[str, Any]:
+    if verbosity in (None, "medium"):
+        return {}
+    if text.takes("verbosity"):
+        return {"verbosity": verbosity}
+    ignore_unsupported(context, param, verbosity)
+    return {}
