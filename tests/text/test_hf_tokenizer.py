@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import random
 
 import pytest
 import tokenizers
@@ -8,7 +9,9 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from penstock.errors import InvalidRequest, MalformedFile, UnsupportedModel
 from penstock.text import Text, Tokenizer
-from penstock.text.gguf_export import text_keys
+from penstock.text.gguf_export import text_keys, token_keys
+from penstock.text.gguf_tokenizer import USER_DEFINED
+from penstock.text.hf_tokenizer import spec_from_folder
 
 CHAT = "{% for m in messages %}{{ bos_token }}{{ m.role }}:{{ m.content }}<|im_end|>{% endfor %}"
 
@@ -51,6 +54,35 @@ def sentencepiece_folder(tmp_path, sentencepiece_vectors):
     library.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     library.save(str(tmp_path / "tokenizer.json"))
     return tmp_path
+
+
+@pytest.fixture
+def folder_with_added_spaces(sentencepiece_folder):
+    """As Gemma 2 and 3 are published: runs of spaces are added tokens that are not special."""
+    library = tokenizers.Tokenizer.from_file(str(sentencepiece_folder / "tokenizer.json"))
+    library.add_tokens([AddedToken("▁" * count, normalized=False) for count in (2, 4)])
+    library.add_tokens([AddedToken("<start▁of>", normalized=False)])
+    library.save(str(sentencepiece_folder / "tokenizer.json"))
+    return sentencepiece_folder
+
+
+def test_tokens_decode_as_the_library_decodes_them(folder_with_added_spaces):
+    tokenizer = Tokenizer.from_folder(folder_with_added_spaces)
+    library = tokenizers.Tokenizer.from_file(str(folder_with_added_spaces / "tokenizer.json"))
+    ids = range(library.get_vocab_size())
+    whole = [id for id in ids if not library.id_to_token(id).startswith("<0x")]  # bytes of half a character differ
+    draw = random.Random(0)
+    runs = [[id] for id in ids] + [draw.choices(whole, k=draw.randint(2, 12)) for _ in range(500)]
+    for run in runs:
+        assert tokenizer.decode(run, special=True) == library.decode(run, skip_special_tokens=False)
+
+
+def test_added_spaces_are_written_as_spaces(folder_with_added_spaces):
+    spec = spec_from_folder(folder_with_added_spaces)
+    keys = token_keys(spec, spec.size, "<unk>")
+    id = spec.library.token_to_id("▁▁")
+    assert (keys["tokens"][id], keys["token_type"][id]) == ("  ", USER_DEFINED)
+    assert "<start of>" in keys["tokens"]
 
 
 def write(folder, name, content):

@@ -87,7 +87,8 @@ class Scorer:
         tokens = max(config.step_tokens, self.at_once * context)
         self._backend = cast(BackendWithLogits, open_backend(replace(config, step_tokens=tokens)))
         self._backend.load(load_model(quantized(checkpoint, config), self._backend))
-        self._backend.reserve_kv(self.at_once * self._blocks, self._block)
+        states = self.at_once if checkpoint.spec.recurrent else 0
+        self._backend.reserve_kv(self.at_once * self._blocks, self._block, states)
         self._steps = 0
 
     def logits(self, windows: Sequence[Ints]) -> Floats:

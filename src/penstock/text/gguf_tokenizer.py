@@ -77,6 +77,7 @@ def spec_from_gguf(metadata: GgufMetadata) -> TokenizerSpec:
         size=len(tokens.texts),
         spell=encoder.spell,
         literal=frozenset(literal),
+        added=frozenset(literal),
         special=frozenset(special),
         ends=frozenset(ends),
         names={f"{name}_token": tokens.texts[id] for name, id in named.items()},

@@ -23,12 +23,14 @@ def spec_from_folder(path: Path) -> TokenizerSpec:
     leading, closing = _around(library)
     bos = library.token_to_id(names["bos_token"]) if "bos_token" in names else next(iter(leading), None)
     steps = _decoder_steps(library)
+    spell = _spelling(steps)
     ends = _declared_ends(path, library, names) | end_ids({token.content: id for id, token in added.items()})
     return TokenizerSpec(
         library=library,
         size=library.get_vocab_size(),
-        spell=_spelling(steps),
-        literal=frozenset(added),
+        spell=spell,
+        literal=frozenset() if spell is sentencepiece else frozenset(added),
+        added=frozenset(added),
         special=frozenset({id for id, token in added.items() if token.special} | ends),
         ends=frozenset(ends),
         after_bos=_after(bos, library),
