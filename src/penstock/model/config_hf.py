@@ -193,10 +193,9 @@ def read_yarn(fields: ConfigReader, freqs: rope.Freqs, base: float, original: in
     """Reads YaRN's scaling of the frequencies."""
     factor = fields.number("factor", max_len / original)
     scale = rope.yarn_scale(factor)
-    if "mscale" in fields and "mscale_all_dim" in fields:
-        scale = rope.yarn_scale(factor, fields.number("mscale")) / rope.yarn_scale(
-            factor, fields.number("mscale_all_dim")
-        )
+    mscales = [fields.number(key, 0.0, least=0.0) for key in ("mscale", "mscale_all_dim")]
+    if all(mscales):  # 0 is as good as silence
+        scale = rope.yarn_scale(factor, mscales[0]) / rope.yarn_scale(factor, mscales[1])
     stretched = rope.yarn(
         freqs,
         base=base,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from reprlib import repr as short
+from reprlib import Repr
 from typing import Any
 
 from penstock.errors import MalformedFile, UnsupportedModel
@@ -11,7 +11,12 @@ from penstock.errors import MalformedFile, UnsupportedModel
 MAX_SIZE = 2**31 - 1  # sizes and positions are int32 beyond the loader
 MAX_LAYERS = 10_000  # some things are made for each, before any is found in the file
 MAX_EXPERTS = 10_000
+MAX_SHOWN = 200  # characters of a value in an error: names are shorter, and values of a damaged file may be long
 MIN_NUMBER, MAX_NUMBER = 1e-30, 1e30  # all that a model needs, and computing with them stays finite
+
+_shortened = Repr()
+_shortened.maxstring = _shortened.maxother = MAX_SHOWN
+short = _shortened.repr
 
 
 class ConfigReader:

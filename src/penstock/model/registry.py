@@ -77,6 +77,11 @@ GGUF = {  # general.architecture in a GGUF file: the family's file
     "qwen35": "qwen35",
     "qwen35moe": "qwen35",
 }
+NO_MODELS = {  # what general.type calls files that are no model by themselves
+    "adapter": "a LoRA adapter, which changes a model's weights; adapters are not supported: merge it into its model",
+    "imatrix": "an importance matrix, which llama.cpp quantizes with; give the model itself",
+    "mmproj": "the image encoder (mmproj) of a multimodal model; give the file of its text model",
+}
 
 
 class PackedModel(Protocol):
@@ -118,7 +123,12 @@ def family_of_hf(config: ConfigReader) -> FamilyModule:
 
 def family_of_gguf(metadata: ConfigReader) -> FamilyModule:
     """Returns the family of a GGUF file."""
+    kind = metadata.text("general.type", "model")
+    if kind in NO_MODELS:
+        raise UnsupportedModel(f"this GGUF file is {NO_MODELS[kind]}: general.type is {kind!r}")
     name = metadata.text("general.architecture")
+    if name == "clip":
+        raise UnsupportedModel(f"this GGUF file is {NO_MODELS['mmproj']}: general.architecture is 'clip'")
     if name not in GGUF:
         raise metadata.unsupported("general.architecture", name, GGUF)
     return family(GGUF[name])
