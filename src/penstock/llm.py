@@ -20,11 +20,11 @@ from typing import Any, Self, TypeVar, overload
 import numpy as np
 
 from penstock.config import configure
-from penstock.engine.build import build_engine
+from penstock.engine.build import build_engine, open_configured
 from penstock.engine.loop import Abort, Add
 from penstock.errors import InvalidRequest, PenstockError
 from penstock.ipc.inprocess_engine import InProcessEngine
-from penstock.model.load import open_checkpoint, text_of
+from penstock.model.load import text_of
 from penstock.store import DEFAULT, fetch
 from penstock.text import (
     Delta,
@@ -63,7 +63,7 @@ class LLM:
     def __init__(self, model: str | Path = DEFAULT, **options: Any) -> None:
         path = fetch(str(model))
         config = configure(path, options)
-        checkpoint = open_checkpoint(path)
+        checkpoint = open_configured(config)
         text = _start(lambda: text_of(checkpoint))  # the tokenizer is read while native code packs weights
         self._engine = InProcessEngine(lambda: build_engine(config, checkpoint), config.name)
         self._limits = self._engine.open().limits

@@ -40,8 +40,9 @@ def ppl(
     from penstock.config import configure
     from penstock.planning.evaluation import Scorer, measure_perplexity, windows_of
 
-    windows = windows_of(path, words, context, tokens)
-    scorer = Scorer(configure(path, engine), context)
+    config = configure(path, engine)
+    windows = windows_of(path, words, context, tokens, config.config)
+    scorer = Scorer(config, context)
     with counting("windows", len(windows)) as advance:
         found = measure_perplexity(scorer, windows, advance)
     scorer.close()
@@ -88,15 +89,19 @@ def diverge(config: Config, against: Path, words: str, context: int = 512, token
     """Returns the KL divergence of a config's model from the model `against`, which is not quantized at load."""
     from penstock.planning.evaluation import Scorer, measure_divergence, windows_of
 
-    windows = windows_of(Path(config.model), words, context, tokens)
-    others = windows_of(against, words, context, tokens)
+    model, reference_config = Path(config.model), replace(config, model=str(against), quantize="")
+    if model.is_dir() != against.is_dir():  # --config is about the folder of the two
+        config = config if model.is_dir() else replace(config, config=())
+        reference_config = reference_config if against.is_dir() else replace(reference_config, config=())
+    windows = windows_of(model, words, context, tokens, config.config)
+    others = windows_of(against, words, context, tokens, reference_config.config)
     if len(windows) != len(others) or any((one != other).any() for one, other in zip(windows, others, strict=True)):
         raise InvalidRequest(
             "the two models split the text into different tokens and cannot be compared: choose another --against",
             param="text",
         )
     scorer = Scorer(config, context)
-    reference = Scorer(replace(config, model=str(against), quantize=""), context)
+    reference = Scorer(reference_config, context)
     with counting("windows", len(windows)) as advance:
         found = measure_divergence(scorer, reference, windows, advance)
     scorer.close()

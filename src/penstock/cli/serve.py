@@ -91,7 +91,14 @@ def serve(
     config = configure(path, engine, name=served_name)
     space = Space(Path(data).expanduser().absolute() if data else None, max_file, max_data, max_files)
     rules = Rules(Path(keys).expanduser() if keys else None, tuple(cors or ()), max_waiting, ignore_unknown_fields)
-    listen(ProcessClient(config), partial(load_text, path), served_name, host, port, Setup(path, space, rules, traces))
+    listen(
+        ProcessClient(config),
+        partial(load_text, path, config.config),
+        served_name,
+        host,
+        port,
+        Setup(path, space, rules, traces),
+    )
 
 
 def _open_traces(url: str) -> Traces:

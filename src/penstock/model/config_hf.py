@@ -13,36 +13,6 @@ from penstock.model import rope
 from penstock.model.config_reader import MAX_EXPERTS, MAX_LAYERS, ConfigReader
 from penstock.model.spec import AttentionSpec, ExpertSpec, ModelSpec, RopeSpec
 
-NEUTRAL = {  # keys that are read elsewhere, that only training uses, or that describe the checkpoint
-    "_attn_implementation_autoset",
-    "_model_name_or_path",
-    "_name_or_path",
-    "attention_dropout",
-    "auto_map",
-    "bos_token_id",
-    "cache_implementation",
-    "compression_config",
-    "dtype",
-    "embd_pdrop",
-    "eos_token_id",
-    "hidden_dropout",
-    "initializer_range",
-    "is_llama_config",
-    "model_type",
-    "pad_token_id",
-    "pretraining_tp",
-    "quantization",
-    "quantization_config",
-    "resid_pdrop",
-    "tokenizer_class",
-    "torch_dtype",
-    "transformers.js_config",
-    "transformers_version",
-    "unk_token_id",
-    "unsloth_fixed",
-    "unsloth_version",
-    "use_cache",
-}
 SLIDING, FULL = "sliding_attention", "full_attention"
 ACTS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")

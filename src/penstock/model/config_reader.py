@@ -27,6 +27,7 @@ class ConfigReader:
         self._source = source
         self._prefix = prefix
         self._read: set[str] = set()
+        self.unknown: list[str] = []  # keys that nothing reads, those of its tables included
 
     def __contains__(self, key: str) -> bool:
         self._read.add(self._prefix + key)
@@ -127,7 +128,9 @@ class ConfigReader:
         value = self._get(key, {})
         if type(value) is not dict:
             raise self._wrong(key, value, "an object")
-        return ConfigReader(value, f"{key} in {self._source}")
+        inner = ConfigReader(value, f"{key} in {self._source}")
+        inner.unknown = self.unknown
+        return inner
 
     def tables(self, key: str) -> list[ConfigReader]:
         """Returns a reader of each object that is a value of a nested object."""
@@ -167,6 +170,22 @@ class ConfigReader:
             if key.startswith(self._prefix) and name not in known and self._values[key] is not None:
                 raise UnsupportedModel(
                     f"{key} = {short(self._values[key])} in {self._source} is not known to this engine"
+                )
+
+    def note_unread(self, neutral: Collection[str], changing: Mapping[str, Collection[Any]]) -> None:
+        """Adds the keys that were not read so far and are not `neutral` to `unknown`. Raises if one of them is known to
+        change what is computed: `changing` has the values that do not."""
+        for key, value in self._values.items():
+            if value is None or key in self._read or key in neutral:
+                continue
+            if key not in changing:
+                self.unknown.append(key)
+                continue
+            same = changing[key]
+            if value not in same and not (type(value) is list and all(one in same for one in value)):
+                raise UnsupportedModel(
+                    f"{key} = {short(value)} in {self._source} changes what the model computes and is not supported "
+                    f"for this architecture; --config {key}=null runs the model without it"
                 )
 
     def refuse_unread(self, neutral: Collection[str]) -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.errors import MalformedFile, ModelNotFound, UnsupportedModel
+from penstock.errors import ConfigError, MalformedFile, ModelNotFound, UnsupportedModel
 from penstock.model import names
-from penstock.model.config_hf import NEUTRAL
+from penstock.model.config_fields import CHANGING, NEUTRAL
 from penstock.model.config_reader import ConfigReader
 from penstock.model.formats.checkpoint import weights_of
 from penstock.model.gguf.shards import read_shards
@@ -42,7 +43,8 @@ class Checkpoint:
     tensors: Mapping[str, Tensor]  # by canonical name
     name: str
     path: Path
-    metadata: Mapping[str, Any]  # the file's own: GGUF metadata or config.json
+    metadata: Mapping[str, Any]  # the file's own: GGUF metadata or config.json, as it was changed
+    unknown: tuple[str, ...] = ()  # fields of config.json that nothing is known of
 
     @property
     def float8(self) -> bool:
@@ -55,9 +57,12 @@ class Checkpoint:
         return self.spec.max_len if self.spec.encoder else 0
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
-    """Opens a GGUF file, or a folder with config.json and safetensors."""
-    checkpoint = open_folder(path) if path.is_dir() else open_gguf(path)
+def open_checkpoint(path: Path, changes: Sequence[str] = (), strict: bool = False) -> Checkpoint:
+    """Opens a GGUF file, or a folder with config.json and safetensors. `changes` are KEY=VALUE that replace fields of
+    config.json; `strict` refuses fields that nothing is known of."""
+    if changes and not path.is_dir():
+        raise ConfigError(f"--config changes the config.json of a folder; {path.name} is a file, which has none")
+    checkpoint = open_folder(path, changes, strict) if path.is_dir() else open_gguf(path)
     check_heads(checkpoint.spec)
     check_experts(checkpoint.spec)
     check_delta(checkpoint.spec)
@@ -73,9 +78,9 @@ def load_model(checkpoint: Checkpoint, backend: Packs) -> PackedModel:
     return model
 
 
-def load_text(path: Path) -> Text:
+def load_text(path: Path, changes: Sequence[str] = ()) -> Text:
     """Opens a checkpoint and loads its tokenizer and chat template."""
-    return text_of(open_checkpoint(path))
+    return text_of(open_checkpoint(path, changes))
 
 
 def text_of(checkpoint: Checkpoint) -> Text:
@@ -101,10 +106,13 @@ def open_gguf(path: Path) -> Checkpoint:
     )
 
 
-def open_folder(path: Path) -> Checkpoint:
+def open_folder(path: Path, changes: Sequence[str] = (), strict: bool = False) -> Checkpoint:
     """Opens a Hugging Face folder."""
-    values = read_json(path / CONFIG)
-    spec = with_sentence(read_config(values), path)
+    values = changed(read_json(path / CONFIG), changes)
+    config = ConfigReader(values, CONFIG)
+    spec = with_sentence(read_fields(config), path)
+    if strict and config.unknown:
+        raise UnsupportedModel(unknown_line(config.unknown))
     naming = family(spec.arch).HUGGING_FACE
     stored = {
         name: tensor for name, tensor in read_safetensors_shards(path).items() if not naming.ignored.fullmatch(name)
@@ -113,14 +121,46 @@ def open_folder(path: Path) -> Checkpoint:
     tensors = split_fused(names.canonical(weights, naming, spec), spec)
     if spec.tied:
         tensors.pop("head", None)  # some checkpoints store the embedding a second time
-    return Checkpoint(spec, tensors, name=path.resolve().name, path=path, metadata=values)
+    unknown = tuple(config.unknown)
+    return Checkpoint(spec, tensors, name=path.resolve().name, path=path, metadata=values, unknown=unknown)
+
+
+def unknown_line(unknown: Sequence[str]) -> str:
+    """Returns a line that names the fields of config.json that nothing is known of."""
+    return f"{CONFIG} has fields that this engine does not know: {', '.join(unknown)}"
+
+
+def changed(values: dict[str, Any], changes: Sequence[str]) -> dict[str, Any]:
+    """Returns the values with changes, each KEY=VALUE: VALUE is JSON, or else a text, and dots in KEY lead into
+    tables."""
+    for change in changes:
+        key, equals, text = change.partition("=")
+        if not (key and equals):
+            raise ConfigError(f"--config takes KEY=VALUE; got {change!r}")
+        try:
+            value = json.loads(text)
+        except ValueError:
+            value = text
+        values = with_value(values, key.split("."), value)
+    return values
+
+
+def with_value(values: dict[str, Any], path: Sequence[str], value: Any) -> dict[str, Any]:
+    """Returns the nested values with another one at a path."""
+    key, *rest = path
+    inner = values.get(key)
+    return values | {key: with_value(inner if isinstance(inner, dict) else {}, rest, value) if rest else value}
 
 
 def read_config(values: Mapping[str, Any]) -> ModelSpec:
     """Reads the spec from the config.json of a Hugging Face folder."""
-    config = ConfigReader(values, CONFIG)
+    return read_fields(ConfigReader(values, CONFIG))
+
+
+def read_fields(config: ConfigReader) -> ModelSpec:
+    """Reads the spec; fields that nothing is known of are in `config.unknown` then."""
     spec = family_of_hf(config).read_hf(config)
-    config.refuse_unread(NEUTRAL)
+    config.note_unread(NEUTRAL, CHANGING)
     return spec
 
 
