@@ -158,6 +158,7 @@ CHANGING: Mapping[str, tuple[Any, ...]] = {  # with other values, or lists of ot
     "logit_scale": (1,),
     "logits_scaling": (1,),
     "mlp_bias": (False,),
+    "moe_every_n_layers": (0,),
     "n_routed_experts": (0, 1),
     "no_rope_layer_interval": (0,),
     "no_rope_layers": (1,),  # of each layer: 1 says that it has RoPE
@@ -174,6 +175,8 @@ CHANGING: Mapping[str, tuple[Any, ...]] = {  # with other values, or lists of ot
     "residual_multiplier": (1,),
     "rope_interleaved": (False,),
     "rotary_dim": (),
+    "rotary_emb_base": (),
+    "rotary_emb_scale_base": (),
     "rotary_pct": (1,),
     "scale_depth": (),
     "scale_emb": (1,),
