@@ -146,6 +146,12 @@ class ConfigReader:
         left = {key: value for key, value in self._values.items() if key.removeprefix(self._prefix) not in keys}
         return ConfigReader(left, self._source, self._prefix)
 
+    def with_defaults(self, values: Mapping[str, Any]) -> ConfigReader:
+        """Returns a reader that finds these values where the config is silent."""
+        made = ConfigReader({**values, **self._values}, self._source, self._prefix)
+        made.unknown = self.unknown
+        return made
+
     def require(self, key: str, supported: Collection[Any], default: Any = None) -> None:
         """Raises unless the value is one of those that this engine supports."""
         value = self._get(key, default)
