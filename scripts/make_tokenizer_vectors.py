@@ -13,6 +13,7 @@ from __future__ import annotations
 import io
 import json
 import random
+import re
 import sys
 import tempfile
 import unicodedata
@@ -123,6 +124,18 @@ LLAMA_CPP_FAMILIES = [
     "deepseek-llm",
     "deepseek-coder",
     "deepseek-v3",
+    "tiny_aya",
+    "kimi-k2",
+    "youtu",
+    "minicpm5",
+    "jais-2",
+    "laguna",
+    "exaone-moe",
+    "superbpe",
+    "bloom",
+    "viking",
+    "chameleon",
+    "afmoe",
 ]
 
 
@@ -225,8 +238,11 @@ def family_ids(metadata: dict[str, Any], name: str) -> list[list[int] | None]:
 
 def llama_cpp_is_exact(text: str, name: str) -> bool:
     """Whether llama.cpp cuts this text as the family's own tokenizer does: it composes no characters, takes marks for
-    symbols in two families, and takes all white space for one character in others."""
-    if name in ("tekken", "gpt-4o"):
+    symbols in some families, does not cut before a capital in others, and takes all white space for one character
+    elsewhere."""
+    if name in ("tiny_aya", "youtu", "kimi-k2") and re.search("[a-z][A-Z]", text):
+        return False
+    if name in ("tekken", "gpt-4o", "kimi-k2"):
         return not any(unicodedata.category(char).startswith("M") for char in text)
     if name.startswith("deepseek"):
         return not any(char.isspace() and not char.isascii() for char in text)
