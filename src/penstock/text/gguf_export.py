@@ -147,7 +147,9 @@ def pre_tokenizer_name(library: tokenizers.Tokenizer, state: Any) -> str:
     """Returns the name in `tokenizer.ggml.pre` of the way in which this tokenizer splits text."""
     pieces = library.pre_tokenizer.pre_tokenize_str(SAMPLE) if library.pre_tokenizer else None
     candidates = [
-        name for name, pre in PRETOKENIZERS.items() if library_pre_tokenizer(pre).pre_tokenize_str(SAMPLE) == pieces
+        name
+        for name, pre in PRETOKENIZERS.items()
+        if pre.written and library_pre_tokenizer(pre).pre_tokenize_str(SAMPLE) == pieces
     ]
     if not candidates:
         raise UnsupportedModel("the tokenizer splits text in a way that GGUF files have no name for")

@@ -12,6 +12,7 @@ class PreTokenizer(NamedTuple):
     ignore_merges: bool = False  # a piece that is a token is not split
     add_bos: bool = False  # if the file does not say
     nfc: bool = False  # text is normalized to NFC first
+    written: bool = True  # files are written with its name; not if few programs know it
 
 
 _ENDINGS = r"'s|'t|'re|'ve|'m|'ll|'d"
@@ -113,7 +114,7 @@ _TABLE = (
     (("qwen35",), PreTokenizer((_MARKS,), nfc=True)),
     (("tekken",), PreTokenizer((_TEKKEN,), ignore_merges=True, add_bos=True)),
     (("gpt-4o", "llama4", "minimax-m2", "kanana2", "talkie"), PreTokenizer((_GPT4O,))),
-    (("granite-embed-multi-97m",), PreTokenizer((_GPT4O,), ignore_merges=True)),
+    (("granite-embed-multi-97m",), PreTokenizer((_GPT4O,), ignore_merges=True, written=False)),
     (("tiny_aya", "cohere2moe"), PreTokenizer((r"\d{1,3}(?=(?:\d{3})*\b)", _GPT4O))),
     (("kimi-k2",), PreTokenizer((_KIMI,))),
     (("youtu",), PreTokenizer((_YOUTU_ASIAN, _YOUTU), ignore_merges=True)),
