@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import random
+from base64 import b64encode
 
 import pytest
 import tokenizers
@@ -12,6 +13,7 @@ from penstock.text import Text, Tokenizer
 from penstock.text.gguf_export import text_keys, token_keys
 from penstock.text.gguf_tokenizer import USER_DEFINED
 from penstock.text.hf_tokenizer import spec_from_folder
+from penstock.text.tokenizer_spec import byte_level
 
 CHAT = "{% for m in messages %}{{ bos_token }}{{ m.role }}:{{ m.content }}<|im_end|>{% endfor %}"
 
@@ -254,3 +256,30 @@ def test_a_way_to_cut_text_that_has_no_name_is_refused(byte_level_folder):
 def test_more_tokens_than_the_model_has_are_refused(byte_level_folder):
     with pytest.raises(UnsupportedModel, match="the model has logits for 5 tokens"):
         text_keys(byte_level_folder, 5)
+
+
+def test_a_folder_with_a_tiktoken_model(tmp_path, byte_level_vectors):
+    """As Kimi-K2 has it: ids are those of llama.cpp."""
+    *ordinary, _, _ = byte_level_vectors["metadata"]["tokenizer.ggml.tokens"]
+    lines = [f"{b64encode(byte_level(token)).decode()} {rank}" for rank, token in enumerate(ordinary)]
+    (tmp_path / "tiktoken.model").write_text("\n".join(lines) + "\n")
+    added = {str(len(ordinary) + at): {"content": text, "special": True} for at, text in ((0, "[BOS]"), (3, "[EOS]"))}
+    config = {"tokenizer_class": "TikTokenTokenizer", "eos_token": "[EOS]", "added_tokens_decoder": added}
+    write(tmp_path, "tokenizer_config.json", config)
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    for text, ids in zip(byte_level_vectors["texts"], byte_level_vectors["families"]["kimi-k2"], strict=True):
+        if ids is not None:
+            assert tokenizer.encode(text) == ids
+            assert tokenizer.decode(ids) == text
+    assert tokenizer.encode("[EOS]", special=True) == [len(ordinary) + 3]
+    assert len(ordinary) + 3 in tokenizer.eos_ids
+    assert tokenizer.vocab_size == len(ordinary) + 256
+    (tmp_path / "tiktoken.model").write_text("\n".join(lines[1:]))
+    with pytest.raises(MalformedFile, match="one token for each rank from 0"):
+        Tokenizer.from_folder(tmp_path)
+    (tmp_path / "tiktoken.model").write_text("A 0 1")
+    with pytest.raises(MalformedFile, match="line 1 of"):
+        Tokenizer.from_folder(tmp_path)
+    write(tmp_path, "tokenizer_config.json", {"tokenizer_class": "OtherTokenizer"})
+    with pytest.raises(UnsupportedModel, match="class 'OtherTokenizer'"):
+        Tokenizer.from_folder(tmp_path)

@@ -10,7 +10,7 @@ from typing import Any
 import tokenizers
 
 from penstock.errors import MalformedFile, UnsupportedModel
-from penstock.text import wordpiece
+from penstock.text import tiktoken_model, wordpiece
 from penstock.text.tokenizer_spec import TokenizerSpec, byte_level, end_ids, sentencepiece
 
 
@@ -77,8 +77,12 @@ def _load(folder: Path, config: dict[str, Any]) -> tokenizers.Tokenizer:
     path = folder / "tokenizer.json"
     if not path.exists() and (folder / "vocab.txt").exists():
         return wordpiece.from_vocab_txt(folder / "vocab.txt", config)
+    if not path.exists() and (folder / tiktoken_model.FILE).exists():
+        return tiktoken_model.from_tiktoken(folder / tiktoken_model.FILE, config)
     if not path.exists():
-        raise UnsupportedModel(f"{folder} has no tokenizer.json and no vocab.txt; other tokenizers are not supported")
+        raise UnsupportedModel(
+            f"{folder} has no tokenizer.json, vocab.txt or {tiktoken_model.FILE}; other tokenizers are not supported"
+        )
     try:
         library = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception

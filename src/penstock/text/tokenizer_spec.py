@@ -64,6 +64,7 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 _BYTES = _byte_alphabet()
+BYTE_NAMES = {byte: char for char, byte in _BYTES.items()}  # what byte-level vocabularies write for each byte
 
 
 def byte_level(token: str) -> bytes:
