@@ -266,6 +266,15 @@ def test_windows_that_change_nothing_are_written(
     assert open_checkpoint(path).spec.attn.window == (window or 0)
 
 
+def test_a_folder_can_be_changed_before(tmp_path: Path) -> None:
+    changes = ["sliding_window=null", "colour=red"]
+    made = export(GOLDENS / "mistral", "f32", encode, changes=changes)
+    assert open_checkpoint(written(tmp_path / "model.gguf", made)).spec.attn.window == 0
+    assert made.notes == ("config.json has fields that this engine does not know: colour",)
+    with pytest.raises(UnsupportedModel, match="colour"):
+        export(GOLDENS / "mistral", "f32", encode, changes=changes, strict=True)
+
+
 def test_nothing_is_left_of_a_file_that_failed(tmp_path: Path) -> None:
     def fail(tensor: Tensor, format: Format) -> Tensor:
         raise KeyboardInterrupt
