@@ -38,6 +38,16 @@ def read_wish(context: RequestContext, text: Text, wish: ThinkingWish, param: st
     return switch_thinking(context, text, wish.wanted, param, wish)
 
 
+def thinking_budget(
+    thinking: ThinkingWish | None, reasoning: ThinkingWish | None, tokens: int | None
+) -> tuple[str, int | None]:
+    """Returns the field that limits the tokens of thinking, and the limit."""
+    for param, wish in (("thinking.budget_tokens", thinking), ("reasoning.max_tokens", reasoning)):
+        if wish is not None and wish.budget:
+            return param, wish.budget
+    return "thinking_budget", tokens
+
+
 def switch_thinking(context: RequestContext, text: Text, wanted: bool, param: str, value: object) -> dict[str, Any]:
     """Returns the template's fields that turn thinking on or off. `param` and its `value` asked for it; they are listed
     as ignored if the model cannot do what is wanted."""
