@@ -23,7 +23,6 @@ import numpy as np
 from quiet import Clock, others_since
 
 from penstock import LLM
-from penstock.text.pairs import classify_request
 
 QUERY, DOCUMENTS = 16, 100  # tokens of the query, documents
 WAYS = {"one by one": (1, True), "16, sorted": (16, True), "32, unsorted": (32, False)}
@@ -90,12 +89,9 @@ def ours(args: argparse.Namespace, prompts: Sequence[list[int]]) -> dict[str, Ru
         llm = LLM(args.folder, device="cpu", threads=args.threads, quantize=quantize)
 
         def run() -> np.ndarray:
-            pending = [llm._pooling(prompt, "cls") for prompt in prompts]
-            for entry in pending:
-                prompt = second_marked(llm, entry.request.prompt)
-                entry.request = classify_request(entry.request.id, prompt, llm._limits, "documents")
-            llm._complete(pending)
-            return np.stack([np.frombuffer(entry.pooled, "<f4") for entry in pending])[:, 0]
+            pending = [llm._maker.classification(second_marked(llm, prompt)) for prompt in prompts]
+            llm._complete(pending, False)
+            return np.stack([np.frombuffer(each.choices[0].pooled, "<f4") for each in pending])[:, 0]
 
         return run
 
@@ -105,7 +101,7 @@ def ours(args: argparse.Namespace, prompts: Sequence[list[int]]) -> dict[str, Ru
 def second_marked(llm: LLM, prompt: Sequence[int]) -> list[int]:
     """Returns the prompt with the token ids of the second text."""
     begins = QUERY + 2
-    return [*prompt[:begins], *(token + llm._limits.second_text for token in prompt[begins:])]
+    return [*prompt[:begins], *(token + llm._maker.limits.second_text for token in prompt[begins:])]
 
 
 def theirs(args: argparse.Namespace, prompts: Sequence[list[int]]) -> dict[str, Run]:

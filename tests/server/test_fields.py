@@ -156,6 +156,7 @@ CHAT: list[Row] = [
     ("messages", [{"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}, *SAID], HONOURED),
     ("messages", [{"role": "assistant", "refusal": "no"}, *SAID], HONOURED),
     ("messages", [{"role": "user", "content": [IMAGE]}], UNSUPPORTED),
+    ("messages", [*SAID, {"role": "tool", "tool_call_id": "c", "content": [IMAGE]}], IGNORED),
     ("messages", [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}], UNSUPPORTED),
     ("messages", [{"role": "user", "content": [{"type": "file", "file": {}}]}], UNSUPPORTED),
 ]

@@ -73,3 +73,8 @@ def test_models_are_found_by_their_other_names(parrot: Any) -> None:
     assert parrot.http.request("DELETE", "/api/delete", json={"model": "gpt-4o"}).status_code == 404
     answer = parrot.get("/v1/models/claude-sonnet-4-5")
     assert (answer.json()["id"], answer.headers["x-penstock-model"]) == (MODEL, MODEL)
+
+
+def test_aliases_without_wildcards_are_listed(renamed: Any, parrot: Any) -> None:
+    assert [model["id"] for model in renamed.get("/v1/models").json()["data"]] == [MODEL, "text-embedding-3-small"]
+    assert [model["id"] for model in parrot.get("/v1/models").json()["data"]] == [MODEL]

@@ -268,9 +268,12 @@ def _llamacpp_reading() -> Endpoints:
 
 
 async def list_models(served: ServedModel, _: Request, __: RequestContext) -> Response:
-    """Returns one object for both SDKs that read this route: OpenAI's and Anthropic's read the fields they know."""
-    page = {"has_more": False, "first_id": served.name, "last_id": served.name}
-    return json_response({"object": "list", "data": [_model(served)]} | page)
+    """Returns one object for both SDKs that read this route: OpenAI's and Anthropic's read the fields they know.
+    Aliases without wildcards are listed beside the model's own name."""
+    aliases = [alias for alias in served.aliases if not set(alias) & set("*?[")]
+    data = [_model(served), *(_model(served) | {"id": alias, "display_name": alias} for alias in aliases)]
+    page = {"has_more": False, "first_id": data[0]["id"], "last_id": data[-1]["id"]}
+    return json_response({"object": "list", "data": data} | page)
 
 
 async def show_model(served: ServedModel, request: Request, context: RequestContext) -> Response:

@@ -10,8 +10,9 @@ from starlette.responses import Response
 
 from penstock.errors import InvalidRequest
 from penstock.server.bodies import NoEffect, read_body
+from penstock.server.chat.template_fields import read_template_kwargs
 from penstock.server.chat.tools import FunctionTool, read_tools
-from penstock.server.openai.chat import MESSAGE_NO_EFFECT, ChatMessage, read_messages, read_template_kwargs
+from penstock.server.openai.chat import MESSAGE_NO_EFFECT, ChatMessage, read_messages
 from penstock.server.openapi import Operation, read_as
 from penstock.server.request_context import RequestContext
 from penstock.server.served_model import ServedModel, off_loop

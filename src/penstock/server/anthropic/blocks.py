@@ -13,6 +13,7 @@ import msgspec
 from penstock.errors import InvalidRequest
 from penstock.server.access.bounds import MAX_PARTS, check_count
 from penstock.server.bodies import ANY_VALUE, NoEffect, read_object
+from penstock.server.chat.tools import left_out_text
 from penstock.server.openapi import read_as
 from penstock.server.request_context import RequestContext
 
@@ -22,7 +23,6 @@ BLOCK_NO_EFFECT: NoEffect = {
     "citations": ([], {"enabled": False}),
     "toolset_name": (),
 }
-LEFT_OUT = "[The tool returned a block of type {kind}, which this text model cannot read. It was left out.]"
 
 
 class AnthropicText(msgspec.Struct, forbid_unknown_fields=True):
@@ -141,7 +141,7 @@ class BlockReader:
         such blocks tell what a service did by itself. Elsewhere the block is refused."""
         if self._context.lenient and isinstance(kind, str) and role in ("assistant", "tool"):
             self._context.ignore_kind(where, kind)
-            return AnthropicText("text", LEFT_OUT.format(kind=kind[:40])) if role == "tool" else None
+            return AnthropicText("text", left_out_text(kind)) if role == "tool" else None
         raise InvalidRequest(
             f"{where}.type: {str(kind)[:100]!r} is not supported here; use {', '.join(BLOCKS[role])}",
             param=f"{where}.type",

@@ -23,7 +23,7 @@ from penstock.server.anthropic.blocks import (
 from penstock.server.anthropic.tools import TOOL_NO_EFFECT, AnthropicTool, AnthropicToolChoice, ClientTool
 from penstock.server.bodies import ANY_VALUE, NoEffect, ignore_unsupported, read_object
 from penstock.server.chat.structured import json_grammar
-from penstock.server.chat.thinking import switch_thinking
+from penstock.server.chat.template_fields import switch_thinking
 from penstock.server.chat.tools import template_call, template_reasoning
 from penstock.server.openapi import read_as
 from penstock.server.request_context import RequestContext

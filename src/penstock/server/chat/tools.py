@@ -148,6 +148,11 @@ def for_template(name: str, description: str | None, parameters: dict[str, Any] 
     return {"type": "function", "function": {"name": name, "description": description or "", "parameters": given}}
 
 
+def left_out_text(kind: str) -> str:
+    """Returns what stands in a tool's result for a part that a text model cannot read."""
+    return f"[The tool returned a part of type {kind[:40]}, which this text model cannot read. It was left out.]"
+
+
 def template_reasoning(reasoning: str, content: str | None) -> dict[str, str]:
     """Returns an assistant's reasoning under the names that templates read it by."""
     fields = {"reasoning_content": reasoning, "reasoning": reasoning}

@@ -17,7 +17,7 @@ from penstock.errors import InvalidRequest
 from penstock.server.access.bounds import MAX_MESSAGES, check_count, check_stops
 from penstock.server.bodies import ANY_VALUE, ContentValues, NoEffect, ignore_unsupported, read_object
 from penstock.server.chat.structured import ANY_OBJECT, json_grammar
-from penstock.server.chat.thinking import switch_thinking, think_with_effort
+from penstock.server.chat.template_fields import switch_thinking, think_with_effort
 from penstock.server.chat.tools import FunctionTool, template_call, template_reasoning
 from penstock.server.openapi import read_as
 from penstock.server.request_context import RequestContext

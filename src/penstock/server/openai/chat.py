@@ -11,13 +11,28 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from penstock.errors import InvalidRequest
-from penstock.server.access.bounds import MAX_MESSAGES, MAX_PARTS, check_count
-from penstock.server.bodies import ANY_VALUE, ContentValues, NoEffect, ignore_unsupported, read_object, unsupported
+from penstock.server.access.bounds import MAX_MESSAGES, check_count
+from penstock.server.bodies import ANY_VALUE, ContentValues, NoEffect, read_object
 from penstock.server.chat.chat_turn import ChatTurn, TurnOptions, begin_turn, render_prompt
 from penstock.server.chat.logprobs import PromptLogprobs, TokenEntry, prompt_entries, token_entries
 from penstock.server.chat.stop_reason import stop_reason
-from penstock.server.chat.thinking import ThinkingWish, read_wish, switch_thinking, think_with_effort
-from penstock.server.chat.tools import FunctionTool, PastCall, ToolUse, read_calls, read_tools, template_reasoning
+from penstock.server.chat.template_fields import (
+    ThinkingWish,
+    read_template_kwargs,
+    read_verbosity,
+    read_wish,
+    switch_thinking,
+    think_with_effort,
+    thinking_budget,
+)
+from penstock.server.chat.tools import (
+    FunctionTool,
+    PastCall,
+    ToolUse,
+    read_calls,
+    read_tools,
+    template_reasoning,
+)
 from penstock.server.explain import Explanation
 from penstock.server.llamacpp.fields import fitting
 from penstock.server.llamacpp.timings import Stopwatch, Timings, from_llamacpp
@@ -33,6 +48,7 @@ from penstock.server.openai.chat_answer import (
     add_part,
     chat_delta,
 )
+from penstock.server.openai.content import PART_NO_EFFECT, ChatRefusalPart, ChatTextPart, read_content
 from penstock.server.openai.fields import (
     NO_EFFECT,
     CompletionTokensDetails,
@@ -66,7 +82,6 @@ CHAT_NO_EFFECT: NoEffect = NO_EFFECT | {
     "web_search_options": (),
 }
 MESSAGE_NO_EFFECT: NoEffect = {"annotations": ([],), "audio": ContentValues(), "function_call": ContentValues()}
-PART_NO_EFFECT: NoEffect = {"prompt_cache_breakpoint": ANY_VALUE}
 
 
 class ChatBody(GenerationFields):
@@ -107,16 +122,6 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
     refusal: str | None = None
 
 
-class ChatTextPart(msgspec.Struct, forbid_unknown_fields=True):
-    type: Literal["text"]
-    text: str
-
-
-class ChatRefusalPart(msgspec.Struct, forbid_unknown_fields=True):
-    type: Literal["refusal"]
-    refusal: str
-
-
 async def chat_completions(served: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
     body = await read_fields(http, context, ChatBody, CHAT_NO_EFFECT)
     if not from_llamacpp(http):  # that serves one model, under whatever name
@@ -134,7 +139,7 @@ async def chat_completions(served: ServedModel, http: HttpRequest, context: Requ
         [fitting(served, prompt.tokens, each) for each in params] if from_llamacpp(http) or body.n_predict else params
     )
     shown = shown_special(served, body)
-    param, budget = _budget(body)
+    param, budget = thinking_budget(body.thinking, body.reasoning, body.thinking_budget)
     options = TurnOptions(thinking_budget=budget, budget_param=param, shown=shown)
     turn = begin_turn(served, context, prompt, use, params, options)
     if body.use_beam_search:
@@ -180,31 +185,12 @@ def _message(context: RequestContext, given: dict[str, Any], where: str) -> dict
         raise InvalidRequest(
             f"the field '{where}.content' is missing", param=f"{where}.content", code="missing_required_parameter"
         )
-    content = None if message.content is None else _text(context, message.content, f"{where}.content")
+    content = read_content(context, message.content, message.role, f"{where}.content")
     reasoning = message.reasoning_content or message.reasoning
     calls = read_calls(context, message.tool_calls, f"{where}.tool_calls") if message.tool_calls else None
     named = {"name": message.name, "tool_call_id": message.tool_call_id, "tool_calls": calls}
     rendered = {"role": role, "content": content} | {name: value for name, value in named.items() if value is not None}
     return rendered | template_reasoning(reasoning, content) if reasoning else rendered
-
-
-def read_template_kwargs(context: RequestContext, text: Text, kwargs: dict[str, Any] | None) -> dict[str, Any]:
-    """Returns the variables that the template uses; others are listed as ignored."""
-    fields: dict[str, Any] = {}
-    for name, value in (kwargs or {}).items():
-        if name in ("messages", "tools", "add_generation_prompt") or not text.takes(name):
-            ignore_unsupported(context, f"chat_template_kwargs.{name}", value)
-        else:
-            fields[name] = value
-    return fields
-
-
-def _budget(body: ChatBody) -> tuple[str, int | None]:
-    """Returns the limit on tokens of thinking, and the field that it came in."""
-    for param, wish in (("thinking.budget_tokens", body.thinking), ("reasoning.max_tokens", body.reasoning)):
-        if wish is not None and wish.budget:
-            return param, wish.budget
-    return "thinking_budget", body.thinking_budget
 
 
 def _template_fields(text: Text, context: RequestContext, body: ChatBody) -> dict[str, Any]:
@@ -219,32 +205,6 @@ def _template_fields(text: Text, context: RequestContext, body: ChatBody) -> dic
         | read_verbosity(context, text, body.verbosity, "verbosity")
         | read_template_kwargs(context, text, body.chat_template_kwargs)
     )
-
-
-def read_verbosity(context: RequestContext, text: Text, verbosity: str | None, param: str) -> dict[str, Any]:
-    if verbosity in (None, "medium"):
-        return {}
-    if text.takes("verbosity"):
-        return {"verbosity": verbosity}
-    ignore_unsupported(context, param, verbosity)
-    return {}
-
-
-def _text(context: RequestContext, content: str | list[dict[str, Any]], where: str) -> str:
-    if isinstance(content, str):
-        return content
-    check_count(content, MAX_PARTS, where)
-    return "\n".join(_part(context, part, f"{where}[{index}]") for index, part in enumerate(content))
-
-
-def _part(context: RequestContext, part: dict[str, Any], where: str) -> str:
-    match part.get("type"):
-        case "text":
-            return read_object(context, part, ChatTextPart, PART_NO_EFFECT, where).text
-        case "refusal":
-            return read_object(context, part, ChatRefusalPart, PART_NO_EFFECT, where).refusal
-        case other:
-            raise unsupported(f"{where}.type", other)
 
 
 def _max_tokens(body: ChatBody) -> int | None:

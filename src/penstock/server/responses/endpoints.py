@@ -16,8 +16,7 @@ from penstock.errors import InvalidRequest
 from penstock.server.access.in_flight import InFlight
 from penstock.server.bodies import read_body
 from penstock.server.chat.chat_turn import TurnOptions, begin_turn, render_prompt
-from penstock.server.chat.thinking import think_with_effort
-from penstock.server.openai.chat import read_template_kwargs, read_verbosity
+from penstock.server.chat.template_fields import read_template_kwargs, read_verbosity, think_with_effort
 from penstock.server.openai.fields import sampling
 from penstock.server.openapi import Operation
 from penstock.server.request_context import RequestContext

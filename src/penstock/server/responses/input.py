@@ -13,7 +13,7 @@ from penstock.errors import InvalidRequest
 from penstock.server.access.bounds import MAX_MESSAGES, MAX_PARTS, check_count
 from penstock.server.bodies import ANY_VALUE, NoEffect, leave_out, read_object, unsupported
 from penstock.server.chat.chat_turn import call_input
-from penstock.server.chat.tools import template_call, template_reasoning
+from penstock.server.chat.tools import left_out_text, template_call, template_reasoning
 from penstock.server.request_context import RequestContext
 from penstock.server.responses.items import (
     CallItem,
@@ -53,7 +53,6 @@ NO_EFFECT: NoEffect = {
     "created_by": ANY_VALUE,
     "phase": ANY_VALUE,
 }
-LEFT_OUT = "[The tool returned {what}, which this text model cannot read. It was left out.]"
 
 
 # -- reading ------------------------------------------------------------------------------------------------------
@@ -139,7 +138,7 @@ def _output_part(context: RequestContext, part: object, where: str) -> object:
         return part
     kind = part.get("type")
     leave_out(context, where, kind)
-    return {"type": "input_text", "text": LEFT_OUT.format(what=f"a part of type {kind!s:.40}")}
+    return {"type": "input_text", "text": left_out_text(str(kind))}
 
 
 # -- reasoning that clients send back-------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Maps what a request says about thinking, in every dialect, to what the model's chat template has."""
+"""Maps what a request says about thinking and verbosity, in every dialect, to what the model's chat template has."""
 
 from __future__ import annotations
 
@@ -38,6 +38,16 @@ def read_wish(context: RequestContext, text: Text, wish: ThinkingWish, param: st
     return switch_thinking(context, text, wish.wanted, param, wish)
 
 
+def thinking_budget(
+    thinking: ThinkingWish | None, reasoning: ThinkingWish | None, tokens: int | None
+) -> tuple[str, int | None]:
+    """Returns the field that limits the tokens of thinking, and the limit."""
+    for param, wish in (("thinking.budget_tokens", thinking), ("reasoning.max_tokens", reasoning)):
+        if wish is not None and wish.budget:
+            return param, wish.budget
+    return "thinking_budget", tokens
+
+
 def switch_thinking(context: RequestContext, text: Text, wanted: bool, param: str, value: object) -> dict[str, Any]:
     """Returns the template's fields that turn thinking on or off. `param` and its `value` asked for it; they are listed
     as ignored if the model cannot do what is wanted."""
@@ -56,3 +66,23 @@ def think_with_effort(context: RequestContext, text: Text, effort: str | None, p
     if effort != NO_EFFORT and text.takes("reasoning_effort"):
         return {"reasoning_effort": effort}
     return switch_thinking(context, text, effort != NO_EFFORT, param, effort)
+
+
+def read_template_kwargs(context: RequestContext, text: Text, kwargs: dict[str, Any] | None) -> dict[str, Any]:
+    """Returns the variables that the template uses; others are listed as ignored."""
+    fields: dict[str, Any] = {}
+    for name, value in (kwargs or {}).items():
+        if name in ("messages", "tools", "add_generation_prompt") or not text.takes(name):
+            ignore_unsupported(context, f"chat_template_kwargs.{name}", value)
+        else:
+            fields[name] = value
+    return fields
+
+
+def read_verbosity(context: RequestContext, text: Text, verbosity: str | None, param: str) -> dict[str, Any]:
+    if verbosity in (None, "medium"):
+        return {}
+    if text.takes("verbosity"):
+        return {"verbosity": verbosity}
+    ignore_unsupported(context, param, verbosity)
+    return {}
