@@ -50,8 +50,9 @@ def _of_the_model(tokenizer: Tokenizer, scored: TokenLogprob, count: int) -> Tok
 
 def _after_sampling(tokenizer: Tokenizer, scored: TokenLogprob, count: int, params: SamplingParams) -> TokenProbability:
     """Returns the entry with probabilities among the candidates that top_k, top_p, min_p and the temperature leave of
-    the most likely tokens, which are all that the engine returns."""
-    left = _left(scored.top, params)
+    the most likely tokens, which are all that the engine returns, and of the chosen one."""
+    seen = scored.top if scored.token in dict(scored.top) else (*scored.top, (scored.token, scored.logprob))
+    left = _left(seen, params)
     entry = _spelled(TokenProbability, tokenizer, scored.token, prob=left.get(scored.token, 0.0))
     likeliest = list(left.items())[:count]
     entry.top_probs = [_spelled(TokenCandidate, tokenizer, id, prob=value) for id, value in likeliest]
