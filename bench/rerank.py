@@ -6,7 +6,7 @@
 Both sides get token ids and give logits. Ours go through the engine, as they are and quantized at load (`q8_0`).
 onnxruntime runs one document at a time, which needs no padding, batches of 16 sorted by length, and batches of 32 as
 the documents come; in float32, and with weights in int8 (dynamic). Sides take turns. The best of all rounds counts:
-neighbours only ever add time.
+neighbours only ever add time. On a busy machine, processor time with one thread says more (`--threads 1`).
 """
 
 from __future__ import annotations
@@ -17,18 +17,23 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from quiet import Clock, others_since
 
 from penstock import LLM
-from penstock.text.pairs import classify_request
 
 QUERY, DOCUMENTS = 16, 100  # tokens of the query, documents
 WAYS = {"one by one": (1, True), "16, sorted": (16, True), "32, unsorted": (32, False)}
 Run = Callable[[], np.ndarray]
+
+
+class Spent(NamedTuple):
+    """Holds the seconds that a run took."""
+
+    wall: float
+    processor: float  # of all threads
 
 
 def main() -> None:
@@ -39,24 +44,27 @@ def main() -> None:
     sides = ours(args, prompts) | theirs(args, prompts)
     print(f"{processor()}, {args.threads} threads, {sum(map(len, prompts))} tokens in {len(prompts)} documents")
     check({name: run() for name, run in sides.items()})
-    times: dict[str, list[float]] = {name: [] for name in sides}
+    times: dict[str, list[Spent]] = {name: [] for name in sides}
     start = Clock.now()
     for _ in range(args.rounds):
         for name, run in sides.items():
-            began = time.perf_counter()
+            began = Spent(time.perf_counter(), time.process_time())
             run()
-            times[name].append(time.perf_counter() - began)
+            times[name].append(Spent(time.perf_counter() - began.wall, time.process_time() - began.processor))
     tell(times)
     print(f"others used {others_since(start):.0%} of the machine meanwhile")
 
 
-def tell(times: dict[str, list[float]]) -> None:
-    """Prints the seconds of each side, and how many times faster ours are than each of theirs."""
+def tell(times: dict[str, list[Spent]]) -> None:
+    """Prints the best seconds of each side, their spread, and how many times faster ours are than each of theirs."""
     own = [name for name in times if name.startswith("penstock")]
-    print(f"{'side':34} {'best':>7} {'median':>7} {'worst':>7} " + " ".join(f"{name:>15}" for name in own))
-    for name, seconds in times.items():
-        ratios = " ".join(f"{min(seconds) / min(times[each]):14.2f}x" for each in own)
-        print(f"{name:34} {min(seconds):7.3f} {median(seconds):7.3f} {max(seconds):7.3f} {ratios}")
+    for kind in Spent._fields:
+        best = {name: min(getattr(each, kind) for each in spent) for name, spent in times.items()}
+        most = {name: max(getattr(each, kind) for each in spent) for name, spent in times.items()}
+        print(f"\n{kind + ' seconds':34} {'best':>7} {'worst':>7} " + " ".join(f"{name:>17}" for name in own))
+        for name in times:
+            ratios = " ".join(f"{best[name] / best[each]:16.2f}x" for each in own)
+            print(f"{name:34} {best[name]:7.3f} {most[name]:7.3f} {ratios}", flush=True)
 
 
 def check(logits: dict[str, np.ndarray]) -> None:
@@ -81,12 +89,9 @@ def ours(args: argparse.Namespace, prompts: Sequence[list[int]]) -> dict[str, Ru
         llm = LLM(args.folder, device="cpu", threads=args.threads, quantize=quantize)
 
         def run() -> np.ndarray:
-            pending = [llm._pooling(prompt, "cls") for prompt in prompts]
-            for entry in pending:
-                prompt = second_marked(llm, entry.request.prompt)
-                entry.request = classify_request(entry.request.id, prompt, llm._limits, "documents")
-            llm._complete(pending)
-            return np.stack([np.frombuffer(entry.pooled, "<f4") for entry in pending])[:, 0]
+            pending = [llm._maker.classification(second_marked(llm, prompt)) for prompt in prompts]
+            llm._complete(pending, False)
+            return np.stack([np.frombuffer(each.choices[0].pooled, "<f4") for each in pending])[:, 0]
 
         return run
 
@@ -96,7 +101,7 @@ def ours(args: argparse.Namespace, prompts: Sequence[list[int]]) -> dict[str, Ru
 def second_marked(llm: LLM, prompt: Sequence[int]) -> list[int]:
     """Returns the prompt with the token ids of the second text."""
     begins = QUERY + 2
-    return [*prompt[:begins], *(token + llm._limits.second_text for token in prompt[begins:])]
+    return [*prompt[:begins], *(token + llm._maker.limits.second_text for token in prompt[begins:])]
 
 
 def theirs(args: argparse.Namespace, prompts: Sequence[list[int]]) -> dict[str, Run]:

@@ -38,7 +38,7 @@ penstock serve ./model.gguf --max-len 8192 --kv int8 --step-tokens 1024
 LLM("./model.gguf", max_len=8192, kv="int8", step_tokens=1024)
 ```
 """
-NO_DEFAULT = (inspect.Parameter.empty, None, False, "")
+NO_DEFAULT = (inspect.Parameter.empty, None, False, "", ())
 
 
 def render() -> str:

@@ -79,7 +79,15 @@ class ConfigOption(NamedTuple):
         return f"{self.help} {self.defaults}" if self.defaults else self.help
 
     def check(self, name: str, value: Any, kind: type) -> Any:
-        """Returns the value as a `kind` (int or str); raises ConfigError if it is not one or is out of range."""
+        """Returns the value as a `kind` (int, bool, str, or tuple of texts); raises ConfigError if it is not one or is
+        out of range."""
+        if kind is tuple:
+            texts = (value,) if isinstance(value, str) else tuple(value or ())
+            return tuple(self.check(name, text, str) for text in texts)
+        if kind is bool:
+            if not isinstance(value, bool):
+                raise ConfigError(f"{name} takes True or False; got {value!r}")
+            return value
         if kind is str:
             if not isinstance(value, str):
                 raise ConfigError(f"{name} takes a text; got {value!r}")
@@ -144,6 +152,10 @@ class Config:
         minimum=1,
         maximum=1024,
     )
+    config: tuple[str, ...] = option(
+        (), "KEY=VALUE that replaces a field of the folder's config.json; VALUE is JSON. May be repeated."
+    )
+    strict_config: bool = option(False, "Refuse a config.json with fields that nothing is known of.")
 
 
 OPTIONS: dict[str, ConfigOption] = {

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -254,6 +255,32 @@ def test_show(penstock: Penstock, reciter: Path) -> None:
     code, _, err = penstock("show", "smollm2")
     assert code == 1
     assert "penstock pull smollm2" in err
+
+
+def test_fields_of_a_config(penstock: Penstock, reciter: Path, tmp_path: Path) -> None:
+    """Those that nothing is known of are shown and logged, or refused; those that are known can be changed."""
+    folder = tmp_path / "reciter"
+    shutil.copytree(reciter, folder)
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(values | {"colour": "red", "max_length": 20}))
+    assert json.loads(penstock("show", folder, "--json")[1])["unknown_fields"] == ["colour"]
+    assert "unknown fields  colour (of config.json" in penstock("show", folder)[1]
+    code, _, err = penstock("show", folder, "--strict-config")
+    assert (code, "fields that this engine does not know: colour" in err) == (1, True)
+    assert "unknown fields" not in penstock("show", folder, "--strict-config", "--config", "colour=null")[1]
+    words = ("run", folder, "Go", "--threads", 1, "--config", "max_position_embeddings=32", "--max-len", 64)
+    assert "32" in penstock(*words)[2]
+
+
+def test_unknown_fields_are_logged(reciter: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = tmp_path / "reciter"
+    shutil.copytree(reciter, folder)
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(values | {"colour": "red"}))
+    LLM(folder, threads=1, config=["max_length=7"]).close()
+    assert [record.message for record in caplog.records] == [
+        "config.json has fields that this engine does not know: colour"
+    ]
 
 
 def test_plan(penstock: Penstock, reciter: Path) -> None:

@@ -96,8 +96,10 @@ def test_what_a_user_sets_is_checked() -> None:
         ({"step_tokens": -1}, "step_tokens must be 0 or more; got -1"),
         ({"step_tokens": "512"}, "step_tokens takes a whole number; got '512'"),
         ({"kv": 8}, "kv takes a text; got 8"),
+        ({"config": [8]}, "config takes a text; got 8"),
+        ({"strict_config": 1}, "strict_config takes True or False; got 1"),
         ({"step_tokens": 64, "prefill_budget": 65}, "prefill_budget 65 is more than step_tokens 64"),
-        ({"speed": 1, "width": 2}, "unknown options: speed, width; there are block_size, device"),
+        ({"speed": 1, "width": 2}, "unknown options: speed, width; there are block_size, config, device"),
         ({"max_tokens": 1, "step_tokens": 2}, "option step_tokens was given twice"),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import re
 import threading
@@ -18,9 +19,9 @@ from penstock.backend.sample import sample
 from penstock.core import check
 from penstock.engine import grammar as grammar_module
 from penstock.engine.engine import Engine
-from penstock.engine.grammar import Grammars
+from penstock.engine.grammar import Constraint, Costs, Grammars
 from penstock.engine.thinking_budget import ThinkingBudget
-from penstock.errors import InvalidRequest
+from penstock.errors import InvalidGrammar, InvalidRequest
 from penstock.types import (
     Aborted,
     Event,
@@ -342,6 +343,32 @@ def test_an_engine_without_a_tokenizer_says_so() -> None:
     backend.reserve_kv(LIMITS.num_blocks, LIMITS.block_size)
     with pytest.raises(Exception, match="started without a tokenizer"):
         Engine(backend, LIMITS).add(request(1, DATE))
+
+
+def test_a_grammar_that_becomes_too_complex_fails_instead_of_ending_the_answer() -> None:
+    class Broken:
+        """Allows the end, as the library does after an error."""
+
+        def is_error(self) -> bool:
+            return bool(self.failed)
+
+        def get_error(self) -> str:
+            return "lexer error: too many expressions"
+
+        def unsafe_compute_mask_ptr(self, pointer: int, size: int) -> None:
+            self.failed = True
+            ctypes.memset(pointer, 255, size)
+
+        def consume_token(self, token: int) -> bool:
+            return True
+
+        failed = False
+
+    broken: Any = Broken()
+    constraint = Constraint(broken, frozenset({END}), LIMITS.vocab, None, Costs())
+    assert not constraint.bitmask().any()
+    with pytest.raises(InvalidGrammar, match="too many expressions"):
+        constraint.take(END, force=True)
 
 
 # -- other notations, and grammars that wait for a trigger --------------------------------------------------------

@@ -196,10 +196,10 @@ def test_scores():
 
 def test_an_engine_without_a_head_refuses():
     with LLM(CLASSIFIERS.parent / "encoders" / "bert", device="ref") as llm:
-        request = llm._pooling("the", None).request._replace(pooling="classify")
+        [choice] = llm._maker.pooling("the", None).choices
         with pytest.raises(InvalidRequest, match="no classification head"):
-            llm._engine.engine.add(request)
+            llm._engine.inner.engine.add(choice.request._replace(pooling="classify"))
     with LLM(CLASSIFIERS / "llama", device="ref") as llm:
         with pytest.raises(InvalidRequest, match="classifies texts and generates none"):
             llm.generate("the")
-        assert llm.embed("the").shape == (32,)
+        assert llm.embed("the")[0].outputs.vector.shape == (32,)

@@ -235,6 +235,7 @@ def test_published_configs():
         (BGE_SMALL, (12, 384, 12, 32, 512, 0)),
         (LABSE, (12, 768, 12, 64, 512, 0)),
         (BGE_M3, (24, 1024, 16, 64, 8192, 2)),
+        (BGE_M3 | {"pad_token_id": 0}, (24, 1024, 16, 64, 8193, 1)),
     ):
         spec = read_config(config)
         a = spec.attn

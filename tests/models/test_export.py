@@ -50,7 +50,9 @@ def no_text(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_the_file_says_what_the_folder_says(name: str, tmp_path: Path) -> None:
+def test_the_file_says_what_the_folder_says(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even where that is refused, because llama.cpp does not compute what its own converter wrote."""
+    monkeypatch.setattr("penstock.model.gguf.metadata.check_read_alike", lambda spec: None)
     check_alike(written(tmp_path / "model.gguf", export(GOLDENS / name, "f32", encode)), GOLDENS / name / "model.gguf")
 
 
@@ -219,6 +221,14 @@ def test_windows_that_a_file_cannot_tell_of_are_refused(folder_with: Callable[..
         ("deepseek_v3", "rope_interleave", False, "rope_interleave = False"),
         ("deepseek_v3", "rope_parameters.mscale", 2.0, "deepseek2 cannot express what config.json says: scale is 1.1"),
         ("gpt_oss", "layer_types", ["sliding_attention"] * 2, "layer_types .* every other layer"),
+        ("mistral", "sliding_window", 9, "llama cannot express sliding_window = 9: .* --config sliding_window=null"),
+        ("mixtral", "sliding_window", 9, "mixtral cannot express sliding_window = 9"),
+        ("phi3", "sliding_window", 9, "phi3 cannot express sliding_window = 9"),
+        ("starcoder2", "sliding_window", 9, "starcoder2 cannot express sliding_window = 9"),
+        ("qwen3_moe", "norm_topk_prob", False, "qwen3moe cannot express norm_topk_prob = false"),
+        ("qwen3next", "norm_topk_prob", False, "qwen3next cannot express norm_topk_prob = false"),
+        ("deepseek_v2", "topk_method", "greedy", "deepseek2 cannot express q_lora_rank = null in a model of 2 layers"),
+        ("deepseek_v2", "n_group", 2, "deepseek2 cannot express topk_method = group_limited_greedy"),
     ],
 )
 def test_what_files_have_no_words_for_is_refused(
@@ -232,6 +242,37 @@ def test_what_files_have_no_words_for_is_refused(
 
     with pytest.raises(UnsupportedModel, match=words):
         export(folder_with(golden, change), "q8_0", encode)
+
+
+def test_biases_that_files_have_no_tensors_for_are_refused(
+    folder_with: Callable[..., Path], floats: Callable[..., Tensor]
+) -> None:
+    def add(tensors: dict[str, Tensor]) -> None:
+        for name in [*tensors]:
+            if name.endswith("_proj.weight") and ".self_attn." in name:
+                tensors[name.removesuffix("weight") + "bias"] = floats(tensors[name].shape[0])
+
+    folder = folder_with("qwen3", lambda config: config.update(attention_bias=True), add)
+    with pytest.raises(UnsupportedModel, match=r"qwen3 cannot express attention_bias = true: .* biases of o"):
+        export(folder, "q8_0", encode)
+
+
+@pytest.mark.parametrize(("golden", "window"), [("mistral", None), ("mistral", 64), ("phi3", None)])
+def test_windows_that_change_nothing_are_written(
+    folder_with: Callable[..., Path], tmp_path: Path, golden: str, window: int | None
+) -> None:
+    folder = folder_with(golden, lambda config: config.update(sliding_window=window))
+    path = written(tmp_path / "model.gguf", export(folder, "f32", encode))
+    assert open_checkpoint(path).spec.attn.window == (window or 0)
+
+
+def test_a_folder_can_be_changed_before(tmp_path: Path) -> None:
+    changes = ["sliding_window=null", "colour=red"]
+    made = export(GOLDENS / "mistral", "f32", encode, changes=changes)
+    assert open_checkpoint(written(tmp_path / "model.gguf", made)).spec.attn.window == 0
+    assert made.notes == ("config.json has fields that this engine does not know: colour",)
+    with pytest.raises(UnsupportedModel, match="colour"):
+        export(GOLDENS / "mistral", "f32", encode, changes=changes, strict=True)
 
 
 def test_nothing_is_left_of_a_file_that_failed(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ import pytest
 
 from penstock.backend.ref import RefBackend
 from penstock.errors import MalformedFile, UnsupportedModel
-from penstock.model.load import load_model, open_checkpoint, read_config
+from penstock.model.config_reader import ConfigReader
+from penstock.model.load import load_model, open_checkpoint, read_config, read_fields
 from penstock.model.spec import ModelSpec
 
 GOLDENS = Path(__file__).parent / "goldens"
@@ -150,6 +151,35 @@ PHI3 = ALL | {
     "rope_scaling": None,
     "sliding_window": 2047,
 }
+
+
+PHI4_MINI = PHI3 | {
+    "bos_token_id": 199999,
+    "full_attn_mod": 1,
+    "hidden_size": 3072,
+    "interpolate_factor": 1,
+    "intermediate_size": 8192,
+    "lm_head_bias": False,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "num_attention_heads": 24,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "original_max_position_embeddings": 4096,
+    "partial_rotary_factor": 0.75,
+    "rope_scaling": {"long_factor": [2.0] * 48, "short_factor": [1.0] * 48, "type": "longrope"},
+    "sliding_window": 262144,
+    "tie_word_embeddings": True,
+    "vocab_size": 200064,
+}
+
+
+def test_phi4_mini():
+    spec = read_config(PHI4_MINI)
+    assert (len(spec.attn.rope.inv_freq), spec.tied, spec.attn.head_dim) == (48, True, 128)
+    for change in ({"full_attn_mod": 2}, {"interpolate_factor": 4}):
+        with pytest.raises(UnsupportedModel, match=next(iter(change))):
+            read_config(PHI4_MINI | change)
 
 
 def test_phi3_turns_what_it_says():
@@ -299,9 +329,103 @@ def test_the_largest_gemma_scales_by_its_width(gguf_with, golden, layers):
 @pytest.mark.parametrize("golden", sorted(folder.name for folder in GOLDENS.iterdir() if folder.name != "untied"))
 def test_a_field_that_nobody_reads(folder_with, golden):
     folder = folder_with(golden, config=lambda config: config.update(mystery_noise=0.1))
-    with pytest.raises(UnsupportedModel, match=r"mystery_noise = 0\.1 in config\.json is not known"):
-        open_checkpoint(folder)
+    assert open_checkpoint(folder).unknown == ("mystery_noise",)
+    with pytest.raises(UnsupportedModel, match="does not know: mystery_noise"):
+        open_checkpoint(folder, strict=True)
     folder = Path(folder)
     values = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(values | {"mystery_noise": None}))
-    load_model(open_checkpoint(folder), RefBackend())
+    load_model(open_checkpoint(folder, strict=True), RefBackend())
+
+
+SEES = {
+    "boi_token_index": 255999,
+    "eoi_token_index": 256000,
+    "image_token_index": 262144,
+    "mm_tokens_per_image": 256,
+    "vision_config": {"hidden_size": 1152},
+}
+GEMMA3_4B = {  # as it is published: most is left to defaults
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "eos_token_id": [1, 106],
+    "initializer_range": 0.02,
+    "model_type": "gemma3",
+    "text_config": {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.50.0.dev0",
+    **SEES,
+}
+MISTRAL_SMALL = {
+    "architectures": ["Mistral3ForConditionalGeneration"],
+    "image_token_index": 10,
+    "model_type": "mistral3",
+    "multimodal_projector_bias": False,
+    "projector_hidden_act": "gelu",
+    "spatial_merge_size": 2,
+    "text_config": {
+        "attention_dropout": 0.0,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 5120,
+        "initializer_range": 0.02,
+        "intermediate_size": 32768,
+        "max_position_embeddings": 131072,
+        "model_type": "mistral",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 1000000000.0,
+        "sliding_window": None,
+        "use_cache": True,
+        "vocab_size": 131072,
+    },
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.50.0.dev0",
+    "vision_config": {"hidden_size": 1024},
+    "vision_feature_layer": -1,
+}
+
+
+def test_text_parts_of_models_that_see():
+    for config, wanted in (
+        (GEMMA3_4B, ("gemma3", 34, 2560, 8, 4, 256, 1024, True, 262208)),
+        (MISTRAL_SMALL, ("llama", 40, 5120, 32, 8, 128, 0, False, 131072)),
+    ):
+        reader = ConfigReader(config, "config.json")
+        spec = read_fields(reader)
+        a = spec.attn
+        found = (spec.arch, spec.layers, spec.dim, a.heads, a.kv_heads, a.head_dim, a.window, spec.tied, spec.vocab)
+        assert (found, reader.unknown) == (wanted, [])
+
+
+@pytest.mark.parametrize("names", [("language_model.", ""), ("", "language_model.")])
+@pytest.mark.parametrize(
+    ("golden", "architecture"),
+    [("gemma3", "Gemma3ForConditionalGeneration"), ("mistral", "Mistral3ForConditionalGeneration")],
+)
+def test_a_model_that_sees_answers_as_its_text_part(folder_with, floats, golden, architecture, names):
+    """As older and newer versions of transformers name its tensors."""
+
+    def whole(config):
+        text = {key: config.pop(key) for key in [*config] if key != "architectures"}
+        config.update(SEES | {"architectures": [architecture], "text_config": text})
+
+    def within(tensors):
+        outer, inner = names
+        for name in [*tensors]:
+            tensors[outer + name.replace("model.", f"model.{inner}", 1)] = tensors.pop(name)
+        tensors["vision_tower.vision_model.encoder.layers.0.mlp.fc1.weight"] = floats(4, 4)
+        tensors["multi_modal_projector.linear.weight"] = floats(4, 4)
+
+    alone, found = open_checkpoint(GOLDENS / golden), open_checkpoint(folder_with(golden, whole, within))
+    assert found.spec == alone.spec
+    assert found.tensors.keys() == alone.tensors.keys()
+    load_model(found, RefBackend())

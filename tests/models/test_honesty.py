@@ -1,5 +1,5 @@
 """Every field and every tensor of every golden matters, or is known not to: whatever is changed, dropped or added is
-named in an error."""
+named in an error, or, if it is a field that nothing is known of, among the unknown ones."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from penstock.backend.ref import RefBackend
-from penstock.errors import MalformedFile, PenstockError, UnsupportedModel
-from penstock.model.config_hf import NEUTRAL
+from penstock.errors import ConfigError, MalformedFile, PenstockError, UnsupportedModel
+from penstock.model.config_fields import CHANGING, NEUTRAL
 from penstock.model.config_reader import ConfigReader
 from penstock.model.gguf.reader import read_gguf
-from penstock.model.load import METADATA, load_model, open_checkpoint, read_config
+from penstock.model.load import METADATA, load_model, open_checkpoint, read_config, read_fields
 from penstock.model.names import Naming, identify
 from penstock.model.registry import family_of_gguf, family_of_hf
 from penstock.model.safetensors import read_safetensors
@@ -66,7 +66,7 @@ def neutral(monkeypatch) -> set[str]:
 @pytest.mark.parametrize("golden", NAMES)
 def test_every_field_is_read_or_said_to_be_neutral(golden, neutral):
     config = config_of(golden)
-    read_config(config)
+    assert unknown_in(config) == []
     for key in config.keys() - neutral:
         assert all(refused(config | {key: value}, key) for value in UNKNOWN), key
     for key in config.keys() & neutral:
@@ -78,7 +78,55 @@ def test_every_field_is_read_or_said_to_be_neutral(golden, neutral):
 def test_a_field_of_another_name_is_unknown(golden):
     config = config_of(golden)
     for key in config:
-        assert refused(config | {f"{key}_v2": 1}, f"{key}_v2"), key
+        assert unknown_in(config | {f"{key}_v2": 1}) == [f"{key}_v2"]
+
+
+def unknown_in(config: dict[str, Any]) -> list[str]:
+    reader = ConfigReader(config, "config.json")
+    read_fields(reader)
+    return reader.unknown
+
+
+@pytest.mark.parametrize("key", CHANGING)
+def test_what_is_known_to_change_the_numbers_is_read_or_refused_with_a_way_round(key):
+    """In the family that reads fewest fields."""
+    config = config_of("tied")
+    if key in config:
+        return
+    for value in CHANGING[key]:
+        assert unknown_in(config | {key: value}) == []
+    for value in UNKNOWN:
+        assert refused(config | {key: value}, key), value
+    assert unknown_in(config | {key: None}) == []
+
+
+def test_a_field_is_neutral_or_changes_the_numbers():
+    assert not NEUTRAL & CHANGING.keys()
+
+
+def test_fields_that_nothing_is_known_of(folder_with, monkeypatch):
+    folder = folder_with("tied", config=lambda config: config.update(temperature=0.6, colour="red", mood=None))
+    assert open_checkpoint(folder).unknown == ("colour",)
+    with pytest.raises(UnsupportedModel, match="does not know: colour"):
+        open_checkpoint(folder, strict=True)
+    assert open_checkpoint(folder, ["colour=null"], strict=True).unknown == ()
+
+
+def test_fields_can_be_changed(folder_with, goldens):
+    folder = folder_with("mistral", config=lambda config: config.update(clip_qkv=8.0))
+    with pytest.raises(UnsupportedModel, match=r"clip_qkv = 8\.0 in config\.json .* --config clip_qkv=null"):
+        open_checkpoint(folder)
+    found = open_checkpoint(folder, ["clip_qkv=null", "sliding_window=5", "rope_parameters.rope_theta=77.5"])
+    assert (found.spec.attn.window, found.metadata["rope_parameters"]["rope_theta"]) == (5, 77.5)
+    assert found.spec.attn.rope.inv_freq[1] == pytest.approx(77.5 ** (-2 / found.spec.attn.head_dim))
+    for change, message in (
+        ("clip_qkv", "takes KEY=VALUE; got 'clip_qkv'"),
+        ("hidden_act=gelu", "hidden_act = 'gelu'"),
+    ):
+        with pytest.raises(PenstockError, match=message):
+            open_checkpoint(folder, [change])
+    with pytest.raises(ConfigError, match=r"model\.gguf is a file, which has none"):
+        open_checkpoint(goldens / "tied" / "model.gguf", ["a=1"])
 
 
 def tables(config: dict[str, Any], *path: str) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:

@@ -15,7 +15,8 @@ from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.cpu import CpuBackend
 from penstock.backend.ref import RefBackend
 from penstock.errors import MalformedFile, UnsupportedModel
-from penstock.model.load import load_model, open_checkpoint, read_config
+from penstock.model.config_reader import ConfigReader
+from penstock.model.load import load_model, open_checkpoint, read_config, read_fields
 
 GOLDENS = Path(__file__).parent / "goldens"
 NAMES = ("qwen35", "qwen35moe", "qwen3next")
@@ -157,12 +158,18 @@ def test_qwen3_5_is_read_where_it_speaks_of_text():
         {"layer_types": ["full_attention"]},
         {"layer_types": ["sliding_attention"] * 40},
         {"tie_word_embeddings": True},
-        {"mystery_noise": 0.1},
+        {"final_logit_softcapping": 30.0},
     ],
 )
 def test_what_qwen3_5_does_not_do(change):
     with pytest.raises(UnsupportedModel, match=next(iter(change))):
         read_config(qwen3_5("Qwen3_5ForConditionalGeneration", DENSE | change))
+
+
+def test_unknown_fields_of_the_text_part_are_named():
+    config = ConfigReader(qwen3_5("Qwen3_5ForConditionalGeneration", DENSE | {"mystery_noise": 0.1}), "config.json")
+    read_fields(config)
+    assert config.unknown == ["mystery_noise"]
 
 
 @pytest.mark.parametrize("change", [{"decoder_sparse_step": 2}, {"mlp_only_layers": [3]}, {"use_sliding_window": True}])

@@ -150,6 +150,11 @@ def test_damaged_rope_factors(gguf_with, floats, shape, value):
     ("change", "error", "message"),
     [
         ({"architectures": ["RwkvForCausalLM"]}, UnsupportedModel, "RwkvForCausalLM.*supported: LlamaForCausalLM"),
+        (
+            {"architectures": ["AnArchitectureWhoseNameIsLongerThanMostForConditionalGeneration"]},
+            UnsupportedModel,
+            r"\['AnArchitectureWhoseNameIsLongerThanMostForConditionalGeneration'\]",
+        ),
         ({"architectures": None}, MalformedFile, "config.json has no architectures"),
         ({"architectures": "LlamaForCausalLM"}, MalformedFile, "must be a list of strings"),
         (
@@ -184,6 +189,10 @@ def test_refused_configs(folder_with, change, error, message):
     ("change", "error", "message"),
     [
         ({"general.architecture": "rwkv"}, UnsupportedModel, "general.architecture = 'rwkv'.*supported: llama"),
+        ({"general.type": "adapter"}, UnsupportedModel, "is a LoRA adapter"),
+        ({"general.type": "imatrix"}, UnsupportedModel, "is an importance matrix"),
+        ({"general.type": "mmproj"}, UnsupportedModel, r"is the image encoder \(mmproj\)"),
+        ({"general.architecture": "clip"}, UnsupportedModel, r"is the image encoder \(mmproj\)"),
         ({"llama.attention.clamp_kqv": 8.0}, UnsupportedModel, "llama.attention.clamp_kqv = 8.0"),
         ({"llama.expert_count": 8}, MalformedFile, "no llama.expert_used_count"),
         ({"llama.rope.scaling.type": "longrope"}, UnsupportedModel, "llama.rope.scaling.type = 'longrope'"),

@@ -36,7 +36,7 @@ PLAIN_NAMES = re.compile(
     r"|.*(wpe|position_embeddings|position_embd|token_type_embeddings|token_types)\.weight"
 )
 FINER_NAMES = re.compile(
-    r".*(embed_tokens|wte|word_embeddings|token_embd|lm_head)\.weight|output\.weight"
+    r".*(embed_tokens|tok_embeddings|wte|word_embeddings|token_embd|lm_head)\.weight|output\.weight"
     r"|.*(in_proj_ba|in_proj_a|in_proj_b|ssm_ba|ssm_alpha|ssm_beta)\.weight"
 )
 HEAD_NAMES = re.compile(r".*(kv_b_proj|attn_kv_b|attn_k_b|attn_v_b)\.weight")

@@ -40,7 +40,7 @@ def refused(answer: httpx.Response, status: int = 400) -> dict[str, Any]:
         ({"repetition_penalty": 0}, "repetition_penalty", "above 0"),
         ({"max_tokens": 1.5}, "max_tokens", "got float"),
         ({"max_tokens": True}, "max_tokens", "got bool"),
-        ({"max_tokens": -1}, "max_tokens", "-1"),
+        ({"max_tokens": -2}, "max_tokens", "-2"),
         ({"max_tokens": 0}, "max_tokens", "at least 1"),
         ({"max_completion_tokens": 0}, "max_tokens", "at least 1"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "differ"),

@@ -422,6 +422,28 @@ def test_unversioned_names(parrot: Any) -> None:
     assert parrot.post("/chat/completions/input_tokens", **said).json()["input_tokens"] == len("user:[hi]\nassistant:")
 
 
+@pytest.mark.parametrize(
+    ("path", "limit", "answered"),
+    [
+        ("/chat/completions", {"max_tokens": 10**6}, 491),
+        ("/chat/completions", {"max_tokens": -1}, 491),
+        ("/v1/chat/completions", {"max_tokens": -1}, 491),
+        ("/v1/chat/completions", {"n_predict": 3}, 3),
+        ("/v1/chat/completions", {"n_predict": 10**6}, 491),
+        ("/v1/completions", {"n_predict": 20}, 20),
+        ("/v1/completions", {"n_predict": 10**6}, 507),
+        ("/v1/completions", {"n_predict": -1}, 507),
+        ("/v1/completions", {"max_tokens": -1}, 507),
+        ("/v1/completions", {}, 16),
+    ],
+)
+def test_limits_as_llamacpps_clients_write_them(parrot: Any, path: str, limit: dict[str, int], answered: int) -> None:
+    said = {"messages": [{"role": "user", "content": "[*ab]"}]} if "chat" in path else {"prompt": "[*ab]"}
+    answer = parrot.post(path, **said, **limit).json()
+    assert answer["usage"]["completion_tokens"] == answered
+    assert answer["choices"][0]["finish_reason"] == "length"
+
+
 def test_chat_streams_as_llamacpp_does(parrot: Any) -> None:
     fields: dict[str, Any] = {
         "messages": [{"role": "user", "content": "[hi]"}],

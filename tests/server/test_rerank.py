@@ -157,12 +157,17 @@ def test_a_document_that_is_too_long_is_refused_or_cut(ranker: Any) -> None:
     assert refused.status_code == 400
     assert "documents[1] and the query have 85 tokens and the context holds 64" in refused.json()["error"]["message"]
     fits = relevance(ranker, QUERY, ["a " * 59])
-    for how in ({"truncate": True}, {"truncation": True}, {"max_tokens_per_doc": 64}, {"truncate_prompt_tokens": -1}):
+    for how in ({"truncate": True}, {"truncation": True}, {"max_tokens_per_doc": 70}, {"truncate_prompt_tokens": -1}):
         [entry] = ranker.post("/rerank", query=QUERY, documents=[long], **how).json()["results"]
         assert entry["relevance_score"] == fits[0]
     [entry] = ranker.post("/rerank", query=QUERY, documents=[long], truncate_prompt_tokens=20).json()["results"]
     assert entry["relevance_score"] == relevance(ranker, QUERY, ["a " * 15])[0]
     assert len(ranker.post("/rerank", query=QUERY, texts=[long], truncate=True).json()) == 1
+    [entry] = ranker.post("/rerank", query=QUERY, documents=[long], max_tokens_per_doc=15).json()["results"]
+    assert entry["relevance_score"] == relevance(ranker, QUERY, ["a " * 15])[0]
+    [entry] = ranker.post("/v2/rerank", query=QUERY, documents=[long]).json()["results"]
+    assert entry["relevance_score"] == fits[0]
+    assert ranker.post("/v2/rerank", query=QUERY, documents=[long], truncate=False).status_code == 400
 
 
 # -- generative rerankers -----------------------------------------------------------------------------------------

@@ -82,6 +82,14 @@ def test_errors(client: InferenceClient) -> None:
         list(client.text_generation("[hi]", stream=True, best_of=2, do_sample=True))
 
 
+def test_chats_whose_model_the_client_calls_by_a_name_of_its_own(watched_parrot: Any) -> None:
+    client = InferenceClient(watched_parrot.url)
+    asked = [{"role": "user", "content": "[hello]"}]
+    assert client.chat_completion(asked).choices[0].message.content == "hello"
+    chunks = client.chat_completion(asked, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "hello"
+
+
 # -- the routes themselves ----------------------------------------------------------------------------------------
 
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 
 from penstock.ipc.inprocess import InProcessClient
@@ -289,6 +290,18 @@ def test_what_beam_search_cannot_do(watched_parrot: Any) -> None:
     assert refused(watched_parrot, use_beam_search=True, guided_regex="a")["param"] == "use_beam_search"
     told = complete(watched_parrot, use_beam_search=True, temperature=0.5, top_k=3, seed=1, max_tokens=2)
     assert told["penstock"]["ignored_fields"] == ["seed", "temperature", "top_k"]
+
+
+def test_a_client_that_leaves_ends_its_beams(slow_parrot: Any) -> None:
+    asked = {"prompt": "[*ab]", "use_beam_search": True, "n": 4, "max_tokens": 9999}
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{slow_parrot.url}/v1/completions", json=asked, timeout=0.5)
+    slow_parrot.until_idle()
+    steps = slow_parrot.client.stats.steps
+    assert steps > 2
+    assert slow_parrot.client.stats.blocks_used == 0
+    assert complete(slow_parrot, max_tokens=1)["choices"][0]["text"] == "h"
+    assert slow_parrot.client.stats.steps <= steps + 2
 
 
 # -- what is ignored ----------------------------------------------------------------------------------------------

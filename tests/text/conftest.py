@@ -28,6 +28,11 @@ def sentencepiece_vectors() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="session")
+def unigram_vectors() -> dict[str, Any]:
+    return load("unigram")
+
+
+@pytest.fixture(scope="session")
 def smollm2_vectors() -> dict[str, Any]:
     return load("smollm2")
 

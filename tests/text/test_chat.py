@@ -35,6 +35,41 @@ def test_a_conversation():
     assert render(source, messages, add_generation_prompt=False) == "<s>\nQ: hi\nA: hello\nQ: bye\n"
 
 
+SMOLLM3 = (
+    "{% if xml_tools or python_tools %}{% for tool in xml_tools[:] %}{{ tool | string }}{% endfor %} Call them within "
+    "<tool_call></tool_call>.{{ python_tools }}{% endif %}"
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+)
+
+
+def test_functions_under_the_name_that_smollm3_reads():
+    chat = ChatTemplate({"default": SMOLLM3}, {})
+    call = {"id": "1", "function": {"name": "f", "arguments": CallArguments({"x": 1})}}
+    messages = [*HI, {"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "5"}]
+    assert chat.format.tool_format.name == "hermes"
+    assert chat.format.tool_format.calls[0].section[0] == "<tool_call>"
+    assert len(chat.format.tool_format.calls) == 1
+    assert chat.render(messages, tools=TOOLS) == (
+        "{'name': 'f'} Call them within <tool_call></tool_call>.[user]hi"
+        '[assistant]<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>[tool]5'
+    )
+    assert ".P[user]hi" in chat.render(HI, xml_tools=[], python_tools="P")
+
+
+DEEPSEEK = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ m.tool_calls }}{% endfor %}{# <｜tool▁sep｜> #}"
+
+
+def test_deepseek_is_told_of_tools_in_the_words_of_its_training():
+    chat = ChatTemplate({"default": DEEPSEEK}, {})
+    tool = {"function": {"name": "f", "description": "Does it.", "parameters": {"type": "object"}}}
+    said = chat.render([{"role": "system", "content": "Be brief."}, *HI], tools=[tool])
+    assert said.startswith("[system]Be brief.[system]## Tools\n")
+    assert '### f\nDescription: Does it.\n\nParameters: {"type": "object"}\n' in said
+    assert "<｜tool▁call▁begin｜>tool_call_name<｜tool▁sep｜>tool_call_arguments<｜tool▁call▁end｜>" in said
+    assert said.endswith("[user]hi")
+    assert [call.bare for call in chat.format.tool_format.calls] == [False]
+
+
 @pytest.mark.parametrize(
     ("source", "rendered"),
     [
@@ -184,3 +219,11 @@ def test_without_a_template_chats_are_chatml(byte_level_vectors):
     assert text.render_chat(HI) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert text.encode_chat(HI) == text.encode_prompt(text.render_chat(HI))
     assert text.with_template_text("{{ messages[0].content }}!").render_chat(HI) == "hi!"
+
+
+def test_thinking_is_on_in_a_template_that_is_given(byte_level_vectors):
+    text = Text.from_gguf(byte_level_vectors["metadata"]).with_template_text(
+        "{% if not enable_thinking %}off{% endif %}"
+    )
+    assert text.render_chat(HI) == ""
+    assert text.render_chat(HI, enable_thinking=False) == "off"

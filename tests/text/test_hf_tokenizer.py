@@ -1,14 +1,19 @@
 from __future__ import annotations
 
 import json
+import random
+from base64 import b64encode
 
 import pytest
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
-from penstock.errors import InvalidRequest, MalformedFile, UnsupportedModel
+from penstock.errors import MalformedFile, UnsupportedModel
 from penstock.text import Text, Tokenizer
-from penstock.text.gguf_export import text_keys
+from penstock.text.gguf_export import text_keys, token_keys
+from penstock.text.gguf_tokenizer import USER_DEFINED
+from penstock.text.hf_tokenizer import spec_from_folder
+from penstock.text.tokenizer_spec import byte_level
 
 CHAT = "{% for m in messages %}{{ bos_token }}{{ m.role }}:{{ m.content }}<|im_end|>{% endfor %}"
 
@@ -51,6 +56,35 @@ def sentencepiece_folder(tmp_path, sentencepiece_vectors):
     library.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     library.save(str(tmp_path / "tokenizer.json"))
     return tmp_path
+
+
+@pytest.fixture
+def folder_with_added_spaces(sentencepiece_folder):
+    """As Gemma 2 and 3 are published: runs of spaces are added tokens that are not special."""
+    library = tokenizers.Tokenizer.from_file(str(sentencepiece_folder / "tokenizer.json"))
+    library.add_tokens([AddedToken("▁" * count, normalized=False) for count in (2, 4)])
+    library.add_tokens([AddedToken("<start▁of>", normalized=False)])
+    library.save(str(sentencepiece_folder / "tokenizer.json"))
+    return sentencepiece_folder
+
+
+def test_tokens_decode_as_the_library_decodes_them(folder_with_added_spaces):
+    tokenizer = Tokenizer.from_folder(folder_with_added_spaces)
+    library = tokenizers.Tokenizer.from_file(str(folder_with_added_spaces / "tokenizer.json"))
+    ids = range(library.get_vocab_size())
+    whole = [id for id in ids if not library.id_to_token(id).startswith("<0x")]  # bytes of half a character differ
+    draw = random.Random(0)
+    runs = [[id] for id in ids] + [draw.choices(whole, k=draw.randint(2, 12)) for _ in range(500)]
+    for run in runs:
+        assert tokenizer.decode(run, special=True) == library.decode(run, skip_special_tokens=False)
+
+
+def test_added_spaces_are_written_as_spaces(folder_with_added_spaces):
+    spec = spec_from_folder(folder_with_added_spaces)
+    keys = token_keys(spec, spec.size, "<unk>")
+    id = spec.library.token_to_id("▁▁")
+    assert (keys["tokens"][id], keys["token_type"][id]) == ("  ", USER_DEFINED)
+    assert "<start of>" in keys["tokens"]
 
 
 def write(folder, name, content):
@@ -137,9 +171,11 @@ def test_template_in_a_file_of_its_own(byte_level_folder):
     assert text.tokenizer.decode(text.encode_chat([])) == "this one"
 
 
-def test_without_a_template_chat_points_to_completions(byte_level_folder):
-    with pytest.raises(InvalidRequest, match="completions"):
-        Text.from_folder(byte_level_folder).encode_chat([{"role": "user", "content": "hi"}])
+def test_without_a_template_chats_are_chatml(byte_level_folder):
+    text = Text.from_folder(byte_level_folder)
+    assert text.template is None
+    rendered = text.render_chat([{"role": "user", "content": "hi"}], add_generation_prompt=True)
+    assert rendered == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_no_tokenizer_in_the_folder(tmp_path):
@@ -222,3 +258,30 @@ def test_a_way_to_cut_text_that_has_no_name_is_refused(byte_level_folder):
 def test_more_tokens_than_the_model_has_are_refused(byte_level_folder):
     with pytest.raises(UnsupportedModel, match="the model has logits for 5 tokens"):
         text_keys(byte_level_folder, 5)
+
+
+def test_a_folder_with_a_tiktoken_model(tmp_path, byte_level_vectors):
+    """As Kimi-K2 has it: ids are those of llama.cpp."""
+    *ordinary, _, _ = byte_level_vectors["metadata"]["tokenizer.ggml.tokens"]
+    lines = [f"{b64encode(byte_level(token)).decode()} {rank}" for rank, token in enumerate(ordinary)]
+    (tmp_path / "tiktoken.model").write_text("\n".join(lines) + "\n")
+    added = {str(len(ordinary) + at): {"content": text, "special": True} for at, text in ((0, "[BOS]"), (3, "[EOS]"))}
+    config = {"tokenizer_class": "TikTokenTokenizer", "eos_token": "[EOS]", "added_tokens_decoder": added}
+    write(tmp_path, "tokenizer_config.json", config)
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    for text, ids in zip(byte_level_vectors["texts"], byte_level_vectors["families"]["kimi-k2"], strict=True):
+        if ids is not None:
+            assert tokenizer.encode(text) == ids
+            assert tokenizer.decode(ids) == text
+    assert tokenizer.encode("[EOS]", special=True) == [len(ordinary) + 3]
+    assert len(ordinary) + 3 in tokenizer.eos_ids
+    assert tokenizer.vocab_size == len(ordinary) + 256
+    (tmp_path / "tiktoken.model").write_text("\n".join(lines[1:]))
+    with pytest.raises(MalformedFile, match="one token for each rank from 0"):
+        Tokenizer.from_folder(tmp_path)
+    (tmp_path / "tiktoken.model").write_text("A 0 1")
+    with pytest.raises(MalformedFile, match="line 1 of"):
+        Tokenizer.from_folder(tmp_path)
+    write(tmp_path, "tokenizer_config.json", {"tokenizer_class": "OtherTokenizer"})
+    with pytest.raises(UnsupportedModel, match="class 'OtherTokenizer'"):
+        Tokenizer.from_folder(tmp_path)

@@ -6,7 +6,13 @@ from typing import Any
 
 import pytest
 
-from penstock.text.sampling_defaults import defaults_in_folder, defaults_in_metadata, defaults_in_modelfile
+from penstock.errors import ConfigError
+from penstock.text.sampling_defaults import (
+    defaults_in_folder,
+    defaults_in_metadata,
+    defaults_in_modelfile,
+    defaults_in_option,
+)
 
 
 @pytest.mark.parametrize(
@@ -47,3 +53,15 @@ def test_a_modelfile_says_how_to_sample() -> None:
         "stop": ["a", "b"],
         "seed": 4,
     }
+
+
+def test_an_option_names_defaults_as_json() -> None:
+    given = '{"temperature": 0.8, "top_k": 40, "seed": 42, "max_tokens": 64}'
+    assert defaults_in_option(given) == {"temperature": 0.8, "top_k": 40, "seed": 42, "max_tokens": 64}
+    assert defaults_in_option("") == {}
+
+
+@pytest.mark.parametrize("given", ["{", "[1]", '{"temperatur": 1}', '{"top_p": 2}', "0.8"])
+def test_an_option_that_is_no_sampling_is_refused(given: str) -> None:
+    with pytest.raises(ConfigError, match="is not a JSON object of settings"):
+        defaults_in_option(given)

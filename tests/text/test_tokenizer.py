@@ -85,6 +85,18 @@ def test_arrays_of_other_kinds_do(byte_level, byte_level_vectors):
     assert encoded(tokenizer, cases) == encoded(byte_level, cases)
 
 
+def test_unigram_ids_are_those_of_sentencepiece_and_llama_cpp(unigram_vectors):
+    """But for the text of a special token, which the library takes for the token."""
+    tokenizer = Tokenizer.from_gguf(unigram_vectors["metadata"])
+    cases = [case for case in unigram_vectors["cases"] if "<unk>" not in case["text"]]
+    assert len(cases) > 50
+    assert encoded(tokenizer, cases) == expected(cases, "literal")
+    assert tokenizer.decode(tokenizer.encode("the water stands above")) == "the water stands above"
+    assert tokenizer.encode("ＷＡＴＥＲ  x") == tokenizer.encode("WATER x")
+    with pytest.raises(MalformedFile, match="precompiled_charsmap cannot be read"):
+        Tokenizer.from_gguf(unigram_vectors["metadata"] | {"tokenizer.ggml.precompiled_charsmap": [1, 2, 3]})
+
+
 def test_ids_of_every_family_are_those_of_llama_cpp(byte_level_vectors):
     cut = set()
     for name, answers in byte_level_vectors["families"].items():

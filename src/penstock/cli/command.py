@@ -186,7 +186,7 @@ def _add_option(group: argparse._ArgumentGroup, declared: Declared, option: Opti
     if kind is bool:
         group.add_argument(flag, dest=dest, action="store_true", help=option.help)
         return
-    if kind == list[str] | None:
+    if kind in (list[str] | None, tuple):
         group.add_argument(flag, dest=dest, metavar="TEXT", action="append", help=option.help)
         return
     value_type = next((number for number in (int, float) if kind in (number, number | None)), str)

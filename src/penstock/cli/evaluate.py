@@ -44,8 +44,9 @@ def ppl(
     from penstock.config import configure
     from penstock.planning.evaluation import Scorer, measure_perplexity, windows_of
 
-    windows = windows_of(path, words, given.context, given.tokens)
-    scorer = Scorer(configure(path, engine), given.context)
+    config = configure(path, engine)
+    windows = windows_of(path, words, given.context, given.tokens, config.config)
+    scorer = Scorer(config, given.context)
     with counting("windows", len(windows)) as advance:
         found = measure_perplexity(scorer, windows, advance)
     scorer.close()
@@ -91,15 +92,19 @@ def diverge(config: Config, against: Path, words: str, context: int = 512, token
     KV cache are quantized at load."""
     from penstock.planning.evaluation import Scorer, measure_divergence, windows_of
 
-    windows = windows_of(Path(config.model), words, context, tokens)
-    others = windows_of(against, words, context, tokens)
+    model, reference_config = Path(config.model), unquantized(config, against)
+    if model.is_dir() != against.is_dir():  # --config is about the folder of the two
+        config = config if model.is_dir() else replace(config, config=())
+        reference_config = reference_config if against.is_dir() else replace(reference_config, config=())
+    windows = windows_of(model, words, context, tokens, config.config)
+    others = windows_of(against, words, context, tokens, reference_config.config)
     if len(windows) != len(others) or any((one != other).any() for one, other in zip(windows, others, strict=True)):
         raise InvalidRequest(
             "the two models split the text into different tokens and cannot be compared: choose another --against",
             param="text",
         )
     scorer = Scorer(config, context)
-    reference = Scorer(unquantized(config, against), context)
+    reference = Scorer(reference_config, context)
     with counting("windows", len(windows)) as advance:
         found = measure_divergence(scorer, reference, windows, advance)
     scorer.close()

@@ -52,7 +52,9 @@ def list_(json: options.Json = False) -> None:
     print_table(table)
 
 
-def show(ref: options.ModelRef = options.DEFAULT_MODEL, json: options.Json = False) -> None:
+def show(
+    ref: options.ModelRef = options.DEFAULT_MODEL, json: options.Json = False, *, engine: options.ReadingSettings
+) -> None:
     """Show what a model is and what it needs on this machine, without downloading or loading it.
 
     penstock show smollm2
@@ -65,7 +67,7 @@ def show(ref: options.ModelRef = options.DEFAULT_MODEL, json: options.Json = Fal
     path = entry.path if entry else Path(os.path.expanduser(ref))
     if not path.exists():
         raise ModelNotFound(f"{ref} is not in the store: run `penstock pull {ref}`")
-    facts = _describe(path) | (_fields(entry) if entry else {})
+    facts = _describe(path, engine) | (_fields(entry) if entry else {})
     if json:
         print_json(facts)
         return
@@ -87,11 +89,13 @@ def _fields(entry: Entry) -> dict[str, Any]:
     return asdict(entry) | {"path": str(entry.path)}
 
 
-def _describe(path: Path) -> dict[str, Any]:
+def _describe(path: Path, engine: dict[str, Any]) -> dict[str, Any]:
+    from penstock.config import configure
     from penstock.model.load import open_checkpoint
     from penstock.store import size_of
 
-    checkpoint = open_checkpoint(path)
+    config = configure(path, engine)
+    checkpoint = open_checkpoint(path, config.config, config.strict_config)
     spec = checkpoint.spec
     formats: Counter[str] = Counter()
     for tensor in checkpoint.tensors.values():
@@ -108,6 +112,7 @@ def _describe(path: Path) -> dict[str, Any]:
         "chat_template": _template(checkpoint),
         "size": size_of(path),
         "path": str(path),
+        **({"unknown_fields": list(checkpoint.unknown)} if checkpoint.unknown else {}),
         "here": _here(checkpoint),
     }
 
@@ -155,6 +160,8 @@ def _readable(name: str, value: Any) -> str:
         return _readable_here(value)
     if name == "formats":
         return ", ".join(f"{format} {count / sum(value.values()):.1%}" for format, count in value.items())
+    if name == "unknown_fields":
+        return f"{', '.join(value)} (of config.json; they may change what the model computes)"
     if isinstance(value, bool):
         return "yes" if value else "no"
     return f"{value:,}" if isinstance(value, int) else str(value)

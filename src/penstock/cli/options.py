@@ -20,9 +20,10 @@ OneSequenceSettings = Annotated[  # for commands that run one sequence at a time
     dict[str, Any], EngineOptions(tuple(name for name in OPTIONS if name not in ("max_rows", "prefill_budget")))
 ]
 ScoringSettings = Annotated[  # for commands that compute logits without a scheduler
-    dict[str, Any], EngineOptions(("device", "threads", "quantize", "kv", "block_size"))
+    dict[str, Any], EngineOptions(("device", "threads", "quantize", "kv", "block_size", "config", "strict_config"))
 ]
-ThreadSettings = Annotated[dict[str, Any], EngineOptions(("threads",))]
+ExportSettings = Annotated[dict[str, Any], EngineOptions(("threads", "config", "strict_config"))]
+ReadingSettings = Annotated[dict[str, Any], EngineOptions(("config", "strict_config"))]
 Json = Annotated[bool, Option(help="Print JSON.")]
 
 

@@ -37,7 +37,9 @@ def plan(
     from penstock.model.load import open_checkpoint
     from penstock.planning.forecast import make_forecasts
 
-    found, *others = make_forecasts(configure(path, engine), open_checkpoint(path), prompt, machine_profile)
+    config = configure(path, engine)
+    checkpoint = open_checkpoint(path, config.config, config.strict_config)
+    found, *others = make_forecasts(config, checkpoint, prompt, machine_profile)
     if json:
         print_json(_to_json(found) | {"quantized": {other.quantize: _to_json(other) for other in others}})
     elif found.memory:

@@ -32,7 +32,7 @@ def quantize(
     ] = "",
     json: options.Json = False,
     *,
-    engine: options.ThreadSettings,
+    engine: options.ExportSettings,
 ) -> None:
     """Write a model as a GGUF file with quantized weights.
 
@@ -47,7 +47,7 @@ def quantize(
     target = _target(out, force)
     path = obtain(model)
     began = time.perf_counter()
-    exported = _export(path, to, again, engine["threads"])
+    exported = _export(path, to, again, engine)
     _write(target, exported)
     took = time.perf_counter() - began
     for remark in exported.notes:
@@ -75,15 +75,23 @@ def _target(out: str, force: bool) -> Path:
     return target
 
 
-def _export(path: Path, to: str, again: bool, threads: int) -> Export:
+def _export(path: Path, to: str, again: bool, engine: dict[str, Any]) -> Export:
     from penstock.backend.cpu.quantize import quantize as encode
-    from penstock.config import available_threads
+    from penstock.config import available_threads, configure
     from penstock.model.gguf.export import TARGETS, export
 
     if to not in TARGETS:
         raise UsageError(f"--to takes one of {', '.join(TARGETS)}; got {to}")
-    count = threads or available_threads()
-    return export(path, to, lambda tensor, format: encode(tensor, format, count), again)
+    config = configure(path, engine)
+    count = config.threads or available_threads()
+    return export(
+        path,
+        to,
+        lambda tensor, format: encode(tensor, format, count),
+        again=again,
+        changes=config.config,
+        strict=config.strict_config,
+    )
 
 
 def _write(target: Path, exported: Export) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -28,7 +29,8 @@ class ListenOptions(NamedTuple):
         list[str] | None,
         Option(
             help="Further name of the model, such as 'gpt-4o=smollm2' or '*=smollm2': NAME may have wildcards. May be "
-            "repeated. Without --strict, claude*, gpt-*, chatgpt*, codex* and o[0-9]* are names of it anyway.",
+            "repeated. Without --strict, claude*, gpt-*, chatgpt*, codex*, o[0-9]*, tgi, dummy and default are names "
+            "of it anyway.",
         ),
     ] = None
 
@@ -216,11 +218,11 @@ def serve(
     rules = access.rules(_patterns(listen.alias or [], name), trust_templates=template.trust_request_chat_template)
     log = LogSettings(telemetry.log_level, telemetry.log_format)
     setup = server.Setup(path, storage.space(), rules, traces, telemetry.metric_sets(), log)
-    load = partial(_load_text, model, path, template.source(), template.sampling())
+    load = partial(_load_text, model, path, config.config, template.source(), template.sampling())
     server.serve(ProcessClient(config), load, name, listen.host, listen.port, setup)
 
 
-def _load_text(model: str, path: Path, template: str, sampling: dict[str, Any]) -> Text:
+def _load_text(model: str, path: Path, changes: Sequence[str], template: str, sampling: dict[str, Any]) -> Text:
     """Loads the tokenizer, the chat template and the sampling defaults, a derived model's own included. `template` and
     `sampling` replace the model's own. Warns about a model that comes without a template."""
     from penstock.model.load import load_text
@@ -229,7 +231,7 @@ def _load_text(model: str, path: Path, template: str, sampling: dict[str, Any]) 
 
     derived = find_derived(model)
     derived_sampling = defaults_in_modelfile(derived.parameters if derived else {})
-    text = load_text(path).with_sampling(derived_sampling | sampling)
+    text = load_text(path, changes).with_sampling(derived_sampling | sampling)
     if template:
         return text.with_template_text(template)
     if text.template is None and not text.tokenizer.closing:  # an encoder has tokens that close a text, and no chats

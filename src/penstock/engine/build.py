@@ -16,7 +16,7 @@ from penstock.engine.engine import Engine
 from penstock.engine.grammar import Grammars
 from penstock.errors import OutOfMemory
 from penstock.model.classifier import limits_of_labels
-from penstock.model.load import Checkpoint, load_model, open_checkpoint, text_of
+from penstock.model.load import Checkpoint, load_model, load_text, open_checkpoint, unknown_line
 from penstock.planning.memory_plan import all_states, gigabytes, plan_memory
 from penstock.types import Limits, blocks_for
 
@@ -46,7 +46,17 @@ def silent(_: str) -> None: ...
 
 def open_engine(config: Config, tell: Tell = silent) -> Engine:
     """Returns an engine for the model file or folder that the config names: see `build_engine`."""
-    return build_engine(config, open_checkpoint(Path(config.model)), tell)
+    return build_engine(config, open_configured(config), tell)
+
+
+def open_configured(config: Config) -> Checkpoint:
+    """Opens the model of a config. Fields of its config.json that nothing is known of are logged."""
+    checkpoint = open_checkpoint(Path(config.model), config.config, config.strict_config)
+    if checkpoint.unknown:
+        import logging  # takes longer than reading the rest
+
+        logging.getLogger(__name__).warning(unknown_line(checkpoint.unknown))
+    return checkpoint
 
 
 def build_engine(config: Config, checkpoint: Checkpoint, tell: Tell = silent) -> Engine:
@@ -69,7 +79,7 @@ def build_engine(config: Config, checkpoint: Checkpoint, tell: Tell = silent) ->
     backend.warm_up()
     timer.stop("kernels")
     tell(f"engine ready: {timer}; {described_cache(limits, group_token)}")
-    grammars = Grammars(lambda: text_of(open_checkpoint(Path(config.model))).tokenizer, limits.vocab)
+    grammars = Grammars(lambda: load_text(Path(config.model), config.config).tokenizer, limits.vocab)
     return Engine(
         backend,
         limits,

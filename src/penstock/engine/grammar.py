@@ -219,6 +219,8 @@ class Constraint:
         assert self._matcher is not None
         if not self._matcher.is_error():
             self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        if self._matcher.is_error():
+            words[:] = 0  # the library would let the answer end here
         if opens >= 0:
             words[opens // 32] |= np.uint32(1 << opens % 32).view(np.int32)
         self._costs.masks += 1
@@ -239,7 +241,7 @@ class Constraint:
         if self._matcher is None:
             return ()
         begun = self._begun(token)
-        if not all(self._matcher.consume_token(each) for each in begun):
+        if self._matcher.is_error() or not all(self._matcher.consume_token(each) for each in begun):
             raise InvalidGrammar(f"the grammar could not be followed further: {_reason(self._matcher.get_error())}")
         return self._forced(self._matcher) if force and begun else ()
 
@@ -254,7 +256,7 @@ class Constraint:
 
     def _forced(self, matcher: LLMatcher) -> tuple[int, ...]:
         forced = matcher.compute_ff_tokens()
-        if forced and not matcher.consume_tokens(forced):
+        if matcher.is_error() or (forced and not matcher.consume_tokens(forced)):
             raise InvalidGrammar(f"the grammar could not be followed further: {_reason(matcher.get_error())}")
         if matcher.is_stopped():
             forced.append(min(self.ends))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from penstock.config import configure
-from penstock.engine.build import build_engine
+from penstock.engine.build import build_engine, open_configured
 from penstock.engine.loop import FlushCache
 from penstock.errors import InvalidRequest
 from penstock.ipc.inprocess_engine import InProcessEngine
@@ -37,7 +37,7 @@ from penstock.llm.requests import (
 )
 from penstock.llm.shared_engine import SharedEngine
 from penstock.llm.tokenizer import ModelTokenizer
-from penstock.model.load import open_checkpoint, text_of
+from penstock.model.load import text_of
 from penstock.store import DEFAULT, fetch, find_derived
 from penstock.text import check_dimensions, embedding
 from penstock.text.embedding import state_of
@@ -61,7 +61,7 @@ class LLM:
         read = read_options(options)
         path = fetch(str(model))
         config = configure(path, read.engine)
-        checkpoint = open_checkpoint(path)
+        checkpoint = open_configured(config)
         text = _start(lambda: text_of(checkpoint))  # the tokenizer is read while native code packs weights
         engine = InProcessEngine(lambda: build_engine(config, checkpoint), config.name)
         limits = engine.open().limits

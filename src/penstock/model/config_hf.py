@@ -6,45 +6,23 @@ and `rope_scaling`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from penstock.errors import MalformedFile
 from penstock.model import rope
+from penstock.model.config_fields import CHANGING, NEUTRAL
 from penstock.model.config_reader import MAX_EXPERTS, MAX_LAYERS, ConfigReader
 from penstock.model.spec import AttentionSpec, ExpertSpec, ModelSpec, RopeSpec
 
-NEUTRAL = {  # keys that are read elsewhere, that only training uses, or that describe the checkpoint
-    "_attn_implementation_autoset",
-    "_model_name_or_path",
-    "_name_or_path",
-    "attention_dropout",
-    "auto_map",
-    "bos_token_id",
-    "cache_implementation",
-    "compression_config",
-    "dtype",
-    "embd_pdrop",
-    "eos_token_id",
-    "hidden_dropout",
-    "initializer_range",
-    "is_llama_config",
-    "model_type",
-    "pad_token_id",
-    "pretraining_tp",
-    "quantization",
-    "quantization_config",
-    "resid_pdrop",
-    "tokenizer_class",
-    "torch_dtype",
-    "transformers.js_config",
-    "transformers_version",
-    "unk_token_id",
-    "unsloth_fixed",
-    "unsloth_version",
-    "use_cache",
-}
 SLIDING, FULL = "sliding_attention", "full_attention"
 ACTS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+TIED = "tie_word_embeddings"
+VISION = (
+    *("vision_config", "vision_feature_layer", "vision_feature_select_strategy", "mm_tokens_per_image"),
+    *("image_token_id", "image_token_index", "boi_token_index", "eoi_token_index", "image_seq_length"),
+    *("multimodal_projector_bias", "projector_hidden_act", "spatial_merge_size"),
+)
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 ROPE_KEYS = {
     "attention_factor",
@@ -98,8 +76,21 @@ def read_decoder(
             rope=read_rope(config, head_dim, max_len, theta, partial, scaling),
         ),
         act=ACTS[config.text(act_key, "silu")],
-        tied=config.flag("tie_word_embeddings", tied),
+        tied=config.flag(TIED, tied),
     )
+
+
+def read_text_part(
+    config: ConfigReader, read: Callable[[ConfigReader], ModelSpec], silent: Mapping[str, Any] | None = None
+) -> ModelSpec:
+    """Reads a config whose `text_config` describes the model that answers; the rest is about images, which are not
+    supported yet. `silent`: what the text part means where it says nothing."""
+    config.ignore(*VISION)
+    tied = {TIED: config.flag(TIED, False)} if TIED in config else {}
+    text = config.table("text_config").with_defaults({**(silent or {}), **tied})
+    spec = read(text)
+    text.note_unread(NEUTRAL, CHANGING)
+    return spec
 
 
 def read_biases(config: ConfigReader) -> frozenset[str]:
@@ -193,10 +184,9 @@ def read_yarn(fields: ConfigReader, freqs: rope.Freqs, base: float, original: in
     """Reads YaRN's scaling of the frequencies."""
     factor = fields.number("factor", max_len / original)
     scale = rope.yarn_scale(factor)
-    if "mscale" in fields and "mscale_all_dim" in fields:
-        scale = rope.yarn_scale(factor, fields.number("mscale")) / rope.yarn_scale(
-            factor, fields.number("mscale_all_dim")
-        )
+    mscales = [fields.number(key, 0.0, least=0.0) for key in ("mscale", "mscale_all_dim")]
+    if all(mscales):  # 0 is as good as silence
+        scale = rope.yarn_scale(factor, mscales[0]) / rope.yarn_scale(factor, mscales[1])
     stretched = rope.yarn(
         freqs,
         base=base,

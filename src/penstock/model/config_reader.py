@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from reprlib import repr as short
+from reprlib import Repr
 from typing import Any
 
 from penstock.errors import MalformedFile, UnsupportedModel
@@ -11,7 +11,12 @@ from penstock.errors import MalformedFile, UnsupportedModel
 MAX_SIZE = 2**31 - 1  # sizes and positions are int32 beyond the loader
 MAX_LAYERS = 10_000  # some things are made for each, before any is found in the file
 MAX_EXPERTS = 10_000
+MAX_SHOWN = 200  # characters of a value in an error: names are shorter, and values of a damaged file may be long
 MIN_NUMBER, MAX_NUMBER = 1e-30, 1e30  # all that a model needs, and computing with them stays finite
+
+_shortened = Repr()
+_shortened.maxstring = _shortened.maxother = MAX_SHOWN
+short = _shortened.repr
 
 
 class ConfigReader:
@@ -22,6 +27,7 @@ class ConfigReader:
         self._source = source
         self._prefix = prefix
         self._read: set[str] = set()
+        self.unknown: list[str] = []  # keys that nothing reads, those of its tables included
 
     def __contains__(self, key: str) -> bool:
         self._read.add(self._prefix + key)
@@ -122,7 +128,9 @@ class ConfigReader:
         value = self._get(key, {})
         if type(value) is not dict:
             raise self._wrong(key, value, "an object")
-        return ConfigReader(value, f"{key} in {self._source}")
+        inner = ConfigReader(value, f"{key} in {self._source}")
+        inner.unknown = self.unknown
+        return inner
 
     def tables(self, key: str) -> list[ConfigReader]:
         """Returns a reader of each object that is a value of a nested object."""
@@ -135,12 +143,21 @@ class ConfigReader:
 
     def having(self, **values: Any) -> ConfigReader:
         """Returns a reader that sees other values of these keys."""
-        return ConfigReader({**self._values, **values}, self._source, self._prefix)
+        return self._derived({**self._values, **values})
 
     def without(self, *keys: str) -> ConfigReader:
         """Returns a reader that does not see these keys."""
         left = {key: value for key, value in self._values.items() if key.removeprefix(self._prefix) not in keys}
-        return ConfigReader(left, self._source, self._prefix)
+        return self._derived(left)
+
+    def with_defaults(self, values: Mapping[str, Any]) -> ConfigReader:
+        """Returns a reader that finds these values where the config is silent."""
+        return self._derived({**values, **self._values})
+
+    def _derived(self, values: Mapping[str, Any]) -> ConfigReader:
+        made = ConfigReader(values, self._source, self._prefix)
+        made.unknown = self.unknown
+        return made
 
     def require(self, key: str, supported: Collection[Any], default: Any = None) -> None:
         """Raises unless the value is one of those that this engine supports."""
@@ -166,6 +183,22 @@ class ConfigReader:
             if key.startswith(self._prefix) and name not in known and self._values[key] is not None:
                 raise UnsupportedModel(
                     f"{key} = {short(self._values[key])} in {self._source} is not known to this engine"
+                )
+
+    def note_unread(self, neutral: Collection[str], changing: Mapping[str, Collection[Any]]) -> None:
+        """Adds the keys that were not read so far and are not `neutral` to `unknown`. Raises if one of them is known to
+        change what is computed: `changing` has the values that do not."""
+        for key, value in self._values.items():
+            if value is None or key in self._read or key in neutral:
+                continue
+            if key not in changing:
+                self.unknown.append(key)
+                continue
+            same = changing[key]
+            if value not in same and not (type(value) is list and all(one in same for one in value)):
+                raise UnsupportedModel(
+                    f"{key} = {short(value)} in {self._source} changes what the model computes and is not supported "
+                    f"for this architecture; --config {key}=null runs the model without it"
                 )
 
     def refuse_unread(self, neutral: Collection[str]) -> None:

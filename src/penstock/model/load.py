@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.errors import MalformedFile, ModelNotFound, UnsupportedModel
+from penstock.errors import ConfigError, MalformedFile, ModelNotFound, UnsupportedModel
 from penstock.model import names
 from penstock.model.classifier import KEYS as LABEL_KEYS
 from penstock.model.classifier import (
@@ -21,7 +22,7 @@ from penstock.model.classifier import (
     token_head,
     with_ranker,
 )
-from penstock.model.config_hf import NEUTRAL
+from penstock.model.config_fields import CHANGING, NEUTRAL
 from penstock.model.config_reader import ConfigReader
 from penstock.model.formats.checkpoint import weights_of
 from penstock.model.gguf.shards import read_shards
@@ -53,8 +54,9 @@ class Checkpoint:
     tensors: Mapping[str, Tensor]  # by canonical name
     name: str
     path: Path
-    metadata: Mapping[str, Any]  # the file's own: GGUF metadata or config.json
+    metadata: Mapping[str, Any]  # the file's own: GGUF metadata or config.json, as it was changed
     classifier: ClassifierHead | None = None
+    unknown: tuple[str, ...] = ()  # fields of config.json that nothing is known of
 
     @property
     def float8(self) -> bool:
@@ -67,9 +69,12 @@ class Checkpoint:
         return self.spec.max_len if self.spec.encoder else 0
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
-    """Opens a GGUF file, or a folder with config.json and safetensors."""
-    checkpoint = open_folder(path) if path.is_dir() else open_gguf(path)
+def open_checkpoint(path: Path, changes: Sequence[str] = (), strict: bool = False) -> Checkpoint:
+    """Opens a GGUF file, or a folder with config.json and safetensors. `changes` are KEY=VALUE that replace fields of
+    config.json; `strict` refuses fields that nothing is known of."""
+    if changes and not path.is_dir():
+        raise ConfigError(f"--config changes the config.json of a folder; {path.name} is a file, which has none")
+    checkpoint = open_folder(path, changes, strict) if path.is_dir() else open_gguf(path)
     check_heads(checkpoint.spec)
     check_experts(checkpoint.spec)
     check_delta(checkpoint.spec)
@@ -85,9 +90,9 @@ def load_model(checkpoint: Checkpoint, backend: Packs) -> PackedModel:
     return model
 
 
-def load_text(path: Path) -> Text:
+def load_text(path: Path, changes: Sequence[str] = ()) -> Text:
     """Opens a checkpoint and loads its tokenizer and chat template."""
-    return text_of(open_checkpoint(path))
+    return text_of(open_checkpoint(path, changes))
 
 
 def text_of(checkpoint: Checkpoint) -> Text:
@@ -118,10 +123,13 @@ def open_gguf(path: Path) -> Checkpoint:
     )
 
 
-def open_folder(path: Path) -> Checkpoint:
+def open_folder(path: Path, changes: Sequence[str] = (), strict: bool = False) -> Checkpoint:
     """Opens a Hugging Face folder."""
-    values = read_json(path / CONFIG)
-    spec = with_known_reranker(with_sentence(read_config(values), path), path)
+    values = changed(read_json(path / CONFIG), changes)
+    config = ConfigReader(values, CONFIG)
+    spec = with_known_reranker(with_sentence(read_fields(config), path), path)
+    if strict and config.unknown:
+        raise UnsupportedModel(unknown_line(config.unknown))
     naming = family(spec.arch).HUGGING_FACE
     files, head = read_safetensors_shards(path), dict[str, Tensor]()
     if spec.classifier and not spec.classifier.tokens:
@@ -131,7 +139,8 @@ def open_folder(path: Path) -> Checkpoint:
     tensors = split_fused(names.canonical(weights, naming, spec), spec)
     if spec.tied:
         tensors.pop("head", None)  # some checkpoints store the embedding a second time
-    return Checkpoint(spec, tensors, path.resolve().name, path, values, head_of(spec, tensors, head))
+    classifier = head_of(spec, tensors, head)
+    return Checkpoint(spec, tensors, path.resolve().name, path, values, classifier, tuple(config.unknown))
 
 
 def head_of(spec: ModelSpec, tensors: Mapping[str, Tensor], head: Mapping[str, Tensor]) -> ClassifierHead | None:
@@ -152,9 +161,40 @@ def with_known_reranker(spec: ModelSpec, path: Path) -> ModelSpec:
     return replace(spec, classifier=ClassifierSpec(("LABEL_0",), "sigmoid", "last", tokens=tokens))
 
 
+def unknown_line(unknown: Sequence[str]) -> str:
+    """Returns a line that names the fields of config.json that nothing is known of."""
+    return f"{CONFIG} has fields that this engine does not know: {', '.join(unknown)}"
+
+
+def changed(values: dict[str, Any], changes: Sequence[str]) -> dict[str, Any]:
+    """Returns the values with changes, each KEY=VALUE: VALUE is JSON, or else a text, and dots in KEY lead into
+    tables."""
+    for change in changes:
+        key, equals, text = change.partition("=")
+        if not (key and equals):
+            raise ConfigError(f"--config takes KEY=VALUE; got {change!r}")
+        try:
+            value = json.loads(text)
+        except ValueError:
+            value = text
+        values = with_value(values, key.split("."), value)
+    return values
+
+
+def with_value(values: dict[str, Any], path: Sequence[str], value: Any) -> dict[str, Any]:
+    """Returns the nested values with another one at a path."""
+    key, *rest = path
+    inner = values.get(key)
+    return values | {key: with_value(inner if isinstance(inner, dict) else {}, rest, value) if rest else value}
+
+
 def read_config(values: Mapping[str, Any]) -> ModelSpec:
     """Reads the spec from the config.json of a Hugging Face folder."""
-    config = ConfigReader(values, CONFIG)
+    return read_fields(ConfigReader(values, CONFIG))
+
+
+def read_fields(config: ConfigReader) -> ModelSpec:
+    """Reads the spec; fields that nothing is known of are in `config.unknown` then."""
     named = config.strings("architectures")
     if len(named) == 1 and named[0] in CLASSIFIERS:
         spec = read_model(config.without(*LABEL_KEYS).having(architectures=[CLASSIFIERS[named[0]]]))
@@ -173,7 +213,7 @@ def head_of_family(spec: ModelSpec) -> tuple[str, str]:
 def read_model(config: ConfigReader) -> ModelSpec:
     """Reads the spec of a model without a classification head."""
     spec = family_of_hf(config).read_hf(config)
-    config.refuse_unread(NEUTRAL)
+    config.note_unread(NEUTRAL, CHANGING)
     return spec
 
 

@@ -74,6 +74,19 @@ HUGGING_FACE = Naming(
     ignored=re.compile(r".+\.rotary_emb\.inv_freq"),  # computed from the config
 )
 
+
+def beside_vision(naming: Naming) -> Naming:
+    """Returns a naming of Hugging Face folders that also finds the text part of a model that sees. Its other parts are
+    ignored."""
+    whole = {f"language_model.{theirs}": ours for theirs, ours in naming.top.items()}
+    inner = {theirs.replace("model.", "model.language_model."): ours for theirs, ours in naming.top.items()}
+    return naming._replace(
+        top={**naming.top, **whole, **inner},
+        layer=re.compile(rf"(?:language_model\.model|model\.language_model|model)\.layers\.{NUMBER}\.(.+)"),
+        ignored=re.compile(rf"{naming.ignored.pattern}|(?:model\.)?(?:vision_tower|multi_modal_projector)\..+"),
+    )
+
+
 EXPERTS = {  # in the Hugging Face checkpoints of most MoE families
     "router": "mlp.gate",
     "choice_bias": "mlp.gate.e_score_correction_bias",

@@ -21,6 +21,7 @@ HUGGING_FACE = {  # the architecture in config.json: the family's file
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "llama",
     "MinistralForCausalLM": "llama",
+    "Mistral3ForConditionalGeneration": "llama",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
     "GraniteForCausalLM": "granite",
@@ -29,6 +30,7 @@ HUGGING_FACE = {  # the architecture in config.json: the family's file
     "Olmo2ForCausalLM": "olmo2",
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3",
+    "Gemma3ForConditionalGeneration": "gemma3",
     "GPT2LMHeadModel": "gpt2",
     "Starcoder2ForCausalLM": "starcoder2",
     "GlmForCausalLM": "glm",
@@ -88,6 +90,11 @@ GGUF = {  # general.architecture in a GGUF file: the family's file
     "qwen35": "qwen35",
     "qwen35moe": "qwen35",
 }
+NO_MODELS = {  # what general.type calls files that are no model by themselves
+    "adapter": "a LoRA adapter, which changes a model's weights; adapters are not supported: merge it into its model",
+    "imatrix": "an importance matrix, which llama.cpp quantizes with; give the model itself",
+    "mmproj": "the image encoder (mmproj) of a multimodal model; give the file of its text model",
+}
 
 
 class PackedModel(Protocol):
@@ -129,7 +136,12 @@ def family_of_hf(config: ConfigReader) -> FamilyModule:
 
 def family_of_gguf(metadata: ConfigReader) -> FamilyModule:
     """Returns the family of a GGUF file."""
+    kind = metadata.text("general.type", "model")
+    if kind in NO_MODELS:
+        raise UnsupportedModel(f"this GGUF file is {NO_MODELS[kind]}: general.type is {kind!r}")
     name = metadata.text("general.architecture")
+    if name == "clip":
+        raise UnsupportedModel(f"this GGUF file is {NO_MODELS['mmproj']}: general.architecture is 'clip'")
     if name not in GGUF:
         raise metadata.unsupported("general.architecture", name, GGUF)
     return family(GGUF[name])

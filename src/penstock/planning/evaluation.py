@@ -77,7 +77,7 @@ class Scorer:
     """Runs a model on windows of one length."""
 
     def __init__(self, config: Config, context: int = CONTEXT) -> None:
-        checkpoint = open_checkpoint(Path(config.model))
+        checkpoint = open_checkpoint(Path(config.model), config.config, config.strict_config)
         config = resolve_defaults(config, checkpoint.float8, checkpoint.whole)
         self.at_once = WINDOWS_PER_STEP.get(config.device, 1)
         self.vocab = checkpoint.spec.vocab
@@ -87,7 +87,8 @@ class Scorer:
         tokens = max(config.step_tokens, self.at_once * context)
         self._backend = cast(BackendWithLogits, open_backend(replace(config, step_tokens=tokens)))
         self._backend.load(load_model(quantized(checkpoint, config), self._backend))
-        self._backend.reserve_kv(self.at_once * self._blocks, self._block)
+        states = self.at_once if checkpoint.spec.recurrent else 0
+        self._backend.reserve_kv(self.at_once * self._blocks, self._block, states)
         self._steps = 0
 
     def logits(self, windows: Sequence[Ints]) -> Floats:
@@ -120,10 +121,12 @@ def followers(window: Ints) -> Ints:
     return window[len(window) // 2 + 1 :]
 
 
-def windows_of(path: Path, text: str, context: int = CONTEXT, tokens: int = TOKENS) -> list[Ints]:
+def windows_of(
+    path: Path, text: str, context: int = CONTEXT, tokens: int = TOKENS, changes: Sequence[str] = ()
+) -> list[Ints]:
     """Returns at most `tokens` tokens of the text, cut into windows. Each window begins with BOS if the model uses
-    it."""
-    checkpoint = open_checkpoint(path)
+    it. `changes`: see `open_checkpoint`."""
+    checkpoint = open_checkpoint(path, changes)
     if checkpoint.spec.encoder:
         raise UnsupportedModel("this model is an encoder, which predicts no tokens: it has no perplexity")
     if not checkpoint.spec.generates:

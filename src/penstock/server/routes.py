@@ -56,7 +56,7 @@ from penstock.server.rerank.score import SCORE, score
 from penstock.server.rerank.tei import SIMILARITY, TEI_EMBED, similarity
 from penstock.server.rerank.tei import embed as tei_embed
 from penstock.server.responses.endpoints import CANCEL, INPUT_ITEMS, INPUT_TOKENS, RESPOND, RETRIEVE, Responses
-from penstock.server.served_model import ServedModel
+from penstock.server.served_model import CLIENTS_NAMES, ServedModel
 from penstock.server.sglang.endpoints import (
     ENCODE,
     encode_texts,
@@ -269,8 +269,8 @@ def _llamacpp_reading() -> Endpoints:
 
 async def list_models(served: ServedModel, _: Request, __: RequestContext) -> Response:
     """Returns one object for both SDKs that read this route: OpenAI's and Anthropic's read the fields they know.
-    Aliases without wildcards are listed beside the model's own name."""
-    aliases = [alias for alias in served.aliases if not set(alias) & set("*?[")]
+    The operator's aliases without wildcards are listed beside the model's own name."""
+    aliases = [alias for alias in served.aliases if alias not in CLIENTS_NAMES and not set(alias) & set("*?[")]
     data = [_model(served), *(_model(served) | {"id": alias, "display_name": alias} for alias in aliases)]
     page = {"has_more": False, "first_id": data[0]["id"], "last_id": data[-1]["id"]}
     return json_response({"object": "list", "data": data} | page)
@@ -296,7 +296,8 @@ async def health(served: ServedModel, _: Request, __: RequestContext) -> Respons
 
 
 async def show_metrics(served: ServedModel, _: Request, __: RequestContext) -> Response:
-    return Response(served.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    started = {"process-start-time-unix": str(served.created)}  # as llama.cpp's server says it
+    return Response(served.metrics.render(), headers=started, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 def _model(served: ServedModel) -> dict[str, object]:

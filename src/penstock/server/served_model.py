@@ -17,7 +17,9 @@ from penstock.types import Limits, Request, SamplingParams
 
 T = TypeVar("T")
 
-CLIENTS_NAMES = ("claude*", "gpt-*", "chatgpt*", "codex*", "o[0-9]*")  # patterns of names that clients insist on
+CLIENTS_NAMES = (  # patterns of names that clients insist on; the last three are those of TGI's and SGLang's clients
+    "claude*", "gpt-*", "chatgpt*", "codex*", "o[0-9]*", "tgi", "dummy", "default",
+)  # fmt: skip
 OFF_LOOP = 4096  # characters: encoding more than this would hold up every other stream
 
 

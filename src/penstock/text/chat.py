@@ -17,6 +17,8 @@ from penstock.text.tools import MessageDict, calls_as_text, describe
 if TYPE_CHECKING:
     from penstock.text.template import Template
 
+XML_TOOLS = "xml_tools"  # SmolLM3's name for functions that are called in XML
+
 
 class Renderer(Protocol):
     """Writes a prompt from the variables of a template."""
@@ -26,16 +28,17 @@ class Renderer(Protocol):
 
 class ChatTemplate:
     """Renders chats with the templates `sources`, by name: "default", and "tool_use" if a model has a separate one for
-    tools. `tokens` are the special tokens that a template may name: bos_token, eos_token and so on."""
+    tools. `tokens` are the special tokens that a template may name (bos_token, eos_token and so on) and other variables
+    that it takes for given."""
 
-    def __init__(self, sources: Mapping[str, str], tokens: Mapping[str, str], family: str | None = None) -> None:
+    def __init__(self, sources: Mapping[str, str], tokens: Mapping[str, Any], family: str | None = None) -> None:
         """Takes the name of the tool format as `family` where the markers in the template mislead."""
         self._sources = sources
         self._tokens = tokens
         self._compiled: dict[str, Template] = {}
         source = sources.get("tool_use", "") + sources.get("default", "")
         found = find_tool_format(source, family)
-        if not self.reads("tools"):
+        if not (self.reads("tools") or self.reads(XML_TOOLS) or found.prompt):
             found = replace(found, calls=(*found.calls, *PLAIN.calls))  # the syntax that `describe` tells the model
         self.format = AnswerFormat(found, reasoning_of(source))
         self._null_content = re.search(r"content\W* is (not )?none", source) is not None
@@ -50,9 +53,13 @@ class ChatTemplate:
     ) -> str:
         """Returns the prompt; other keyword arguments become variables of the template."""
         if not self.reads("tool_calls"):
-            messages = calls_as_text(messages)
+            messages = self._calls_as_text(messages)
         if tools and not self.reads("tools"):
-            messages, tools = describe(tools, messages), None
+            if self.reads(XML_TOOLS):
+                kwargs = {XML_TOOLS: [tool["function"] for tool in tools], **kwargs}
+            else:
+                messages = describe(tools, messages, self.format.tool_format.prompt)
+            tools = None
         given = {"documents": None, **self._tokens, **kwargs}
         given |= {"add_generation_prompt": add_generation_prompt, "tools": tools or None}
         template = self._template("tool_use" if tools and "tool_use" in self._sources else "default")
@@ -65,6 +72,12 @@ class ChatTemplate:
     def source(self) -> str:
         """Returns the Jinja text that renders chats without tools."""
         return self._sources.get("default", "")
+
+    def _calls_as_text(self, messages: Sequence[MessageDict]) -> list[MessageDict]:
+        if not self.reads(XML_TOOLS):
+            return calls_as_text(messages)
+        opening, closing = self.format.tool_format.calls[0].section
+        return calls_as_text(messages, (f"{opening}\n", f"\n{closing}"), results=False)
 
     def reads(self, name: str) -> bool:
         """Returns whether a template uses the variable of this name. One that does not would drop its value

@@ -72,7 +72,8 @@ def token_keys(spec: TokenizerSpec, size: int, unknown: str | None) -> MetadataK
         )
     tokens, kinds = [f"[PAD{id}]" for id in range(size)], [UNUSED] * size
     for text, id in texts.items():
-        tokens[id], kinds[id] = text, kind_of(spec, text, id, unknown)
+        kinds[id] = kind_of(spec, text, id, unknown)
+        tokens[id] = text if kinds[id] != USER_DEFINED or id in spec.literal else text.replace(SPACE, " ")
     ids = named_ids(spec, texts, unknown)
     return ids | {
         "tokens": tokens,
@@ -108,7 +109,7 @@ def kind_of(spec: TokenizerSpec, text: str, id: int, unknown: str | None) -> int
         return UNKNOWN
     if id in spec.special:
         return CONTROL
-    if id in spec.literal:
+    if id in spec.added:
         return USER_DEFINED
     return BYTE if pieces and re.fullmatch("<0x[0-9A-F]{2}>", text) else NORMAL
 
@@ -146,7 +147,9 @@ def pre_tokenizer_name(library: tokenizers.Tokenizer, state: Any) -> str:
     """Returns the name in `tokenizer.ggml.pre` of the way in which this tokenizer splits text."""
     pieces = library.pre_tokenizer.pre_tokenize_str(SAMPLE) if library.pre_tokenizer else None
     candidates = [
-        name for name, pre in PRETOKENIZERS.items() if library_pre_tokenizer(pre).pre_tokenize_str(SAMPLE) == pieces
+        name
+        for name, pre in PRETOKENIZERS.items()
+        if pre.written and library_pre_tokenizer(pre).pre_tokenize_str(SAMPLE) == pieces
     ]
     if not candidates:
         raise UnsupportedModel("the tokenizer splits text in a way that GGUF files have no name for")

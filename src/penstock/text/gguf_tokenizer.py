@@ -77,6 +77,7 @@ def spec_from_gguf(metadata: GgufMetadata) -> TokenizerSpec:
         size=len(tokens.texts),
         spell=encoder.spell,
         literal=frozenset(literal),
+        added=frozenset(literal),
         special=frozenset(special),
         ends=frozenset(ends),
         names={f"{name}_token": tokens.texts[id] for name, id in named.items()},
@@ -120,6 +121,32 @@ def _sentencepiece_encoder(metadata: GgufMetadata, tokens: _Tokens) -> _Encoder:
     return _Encoder(library, sentencepiece, add_bos=True, prefix_space=prefix_space)
 
 
+def _unigram_encoder(metadata: GgufMetadata, tokens: _Tokens) -> _Encoder:
+    """Builds a Unigram tokenizer of SentencePiece: of all ways to split a text, it takes the one whose tokens have the
+    highest sum of scores."""
+    scores = _array(metadata, "scores", lambda values: list(map(float, values)))
+    _check_length("scores", scores, tokens.texts)
+    unknown = tokens.ids[_unknown(tokens)]
+    library = tokenizers.Tokenizer(models.Unigram(list(zip(tokens.texts, scores, strict=True)), unknown, False))
+    steps: list[normalizers.Normalizer] = []
+    if charsmap := metadata.get(f"{KEY}precompiled_charsmap"):
+        steps.append(_charsmap(charsmap))
+    if metadata.get(f"{KEY}remove_extra_whitespaces", False):
+        steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+    library.normalizer = normalizers.Sequence(steps)
+    prefix_space = bool(metadata.get(f"{KEY}add_space_prefix", True))
+    library.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, "always" if prefix_space else "never")
+    return _Encoder(library, sentencepiece, add_bos=False, prefix_space=prefix_space)
+
+
+def _charsmap(values: Iterable[int]) -> normalizers.Normalizer:
+    """Returns SentencePiece's own normalization, which a file holds as bytes; some readers take them as signed."""
+    try:
+        return normalizers.Precompiled(bytes(value % 256 for value in values))
+    except Exception as error:  # the library raises bare Exception
+        raise MalformedFile(f"{KEY}precompiled_charsmap cannot be read: {error}") from None
+
+
 def _wordpiece_encoder(metadata: GgufMetadata, tokens: _Tokens) -> _Encoder:
     """Builds a WordPiece tokenizer. GGUF files mark pieces that begin a word with a space, and not those inside a
     word."""
@@ -146,7 +173,12 @@ def _token_id(tokens: _Tokens, name: str, text: str) -> int:
     return id
 
 
-_BUILDERS = {"gpt2": _byte_level_encoder, "llama": _sentencepiece_encoder, "bert": _wordpiece_encoder}
+_BUILDERS = {
+    "gpt2": _byte_level_encoder,
+    "llama": _sentencepiece_encoder,
+    "bert": _wordpiece_encoder,
+    "t5": _unigram_encoder,
+}
 
 
 def _merges(tokens: _Tokens, scores: list[float]) -> list[tuple[str, str]]:

@@ -10,7 +10,7 @@ from typing import Any
 import tokenizers
 
 from penstock.errors import MalformedFile, UnsupportedModel
-from penstock.text import wordpiece
+from penstock.text import tiktoken_model, wordpiece
 from penstock.text.tokenizer_spec import TokenizerSpec, byte_level, end_ids, sentencepiece
 
 
@@ -23,12 +23,14 @@ def spec_from_folder(path: Path) -> TokenizerSpec:
     leading, closing = _around(library)
     bos = library.token_to_id(names["bos_token"]) if "bos_token" in names else next(iter(leading), None)
     steps = _decoder_steps(library)
+    spell = _spelling(steps)
     ends = _declared_ends(path, library, names) | end_ids({token.content: id for id, token in added.items()})
     return TokenizerSpec(
         library=library,
         size=library.get_vocab_size(),
-        spell=_spelling(steps),
-        literal=frozenset(added),
+        spell=spell,
+        literal=frozenset() if spell is sentencepiece else frozenset(added),
+        added=frozenset(added),
         special=frozenset({id for id, token in added.items() if token.special} | ends),
         ends=frozenset(ends),
         after_bos=_after(bos, library),
@@ -75,8 +77,12 @@ def _load(folder: Path, config: dict[str, Any]) -> tokenizers.Tokenizer:
     path = folder / "tokenizer.json"
     if not path.exists() and (folder / "vocab.txt").exists():
         return wordpiece.from_vocab_txt(folder / "vocab.txt", config)
+    if not path.exists() and (folder / tiktoken_model.FILE).exists():
+        return tiktoken_model.from_tiktoken(folder / tiktoken_model.FILE, config)
     if not path.exists():
-        raise UnsupportedModel(f"{folder} has no tokenizer.json and no vocab.txt; other tokenizers are not supported")
+        raise UnsupportedModel(
+            f"{folder} has no tokenizer.json, vocab.txt or {tiktoken_model.FILE}; other tokenizers are not supported"
+        )
     try:
         library = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception

@@ -7,7 +7,7 @@ of an `enum` only those values are left that the rest of the schema allows. What
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -109,7 +109,7 @@ class _Rewriting:
 
     def whole(self) -> RewrittenSchema:
         schema = self.of(self._root, "")
-        definitions = {name: self.of(each, self._places[name]) for name, each in self._definitions.items()}
+        definitions = self._used_by(schema)
         if schema is False:
             raise InvalidGrammar("the JSON schema cannot be used: no value matches it")
         if isinstance(self._root, dict) and isinstance(schema, dict):
@@ -117,6 +117,17 @@ class _Rewriting:
             schema = {**schema, **({"$defs": definitions} if definitions else {}), **spacing}
         unenforced, unchecked = (tuple(dict.fromkeys(paths)) for paths in (self.unenforced, self.unchecked))
         return RewrittenSchema(schema, unenforced, unchecked, self._root)
+
+    def _used_by(self, schema: Schema) -> dict[str, Schema]:
+        """Returns the rewritten definitions that a rewritten schema refers to, and those that these refer to."""
+        used: dict[str, Schema] = {}
+        pending = [schema]
+        while pending:
+            for name in _references(pending.pop()):
+                if name not in used:
+                    used[name] = self.of(self._definitions[name], self._places[name])
+                    pending.append(used[name])
+        return used
 
     def of(self, schema: Schema, path: str) -> Schema:
         self._parts += 1
@@ -253,6 +264,15 @@ class _Rewriting:
         paths = [f"{path}.{name}".removeprefix(".") for name in names]
         self.unenforced += paths
         self.unchecked += [] if checked else paths
+
+
+def _references(schema: Schema) -> Iterator[str]:
+    """Yields the names of the definitions that a schema refers to."""
+    if isinstance(schema, dict):
+        if "$ref" in schema:
+            yield schema["$ref"].removeprefix("#/$defs/")
+        for _, each in children(schema):
+            yield from _references(each)
 
 
 def _in_place(schema: dict[str, Any]) -> bool:

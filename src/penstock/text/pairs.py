@@ -77,7 +77,8 @@ def _template(source: str, tokens: Mapping[str, str], path: Path | None) -> Pair
 
 class PairPrompts:
     """Encodes pairs for one model, each in at most `longest` tokens: a document that is too long is cut if `cut`, and
-    refused otherwise. A generative reranker is given an `instruction`, or its own."""
+    refused otherwise. Only the first `document_tokens` of a document are used. A generative reranker is given an
+    `instruction`, or its own."""
 
     def __init__(
         self,
@@ -87,6 +88,7 @@ class PairPrompts:
         *,
         longest: int | None = None,
         cut: bool = False,
+        document_tokens: int | None = None,
         instruction: str = "",
     ) -> None:
         self._tokenizer = tokenizer
@@ -94,20 +96,29 @@ class PairPrompts:
         self._second_text = limits.second_text
         self._longest = min(longest or limits.max_len, limits.max_len)
         self._cut = cut
+        self._document_tokens = document_tokens
         self._instruction = instruction
 
     def encode(self, first: str, second: str, param: str) -> list[int]:
         """Returns the token ids of a pair. `param` is the field that the second text came in."""
+        if self._document_tokens is not None:
+            second = self._beginning(second, self._document_tokens)
         if self._template is None:
             found = self._tokenizer.encode_pair(first, second)
             self._check(len(found.ids), param)
             return self._marked(found.cut_to(self._longest))
         ids = self._rendered(self._template, first, second)
         if len(ids) > self._longest and self._cut:
-            kept = self._tokenizer.encode(second)[: self._longest - len(ids)]  # as many fewer as there are too many
-            ids = self._rendered(self._template, first, self._tokenizer.decode(kept))
+            excess = len(ids) - self._longest
+            shorter = self._beginning(second, max(len(self._tokenizer.encode(second)) - excess, 0))
+            ids = self._rendered(self._template, first, shorter)
         self._check(len(ids), param)
         return ids
+
+    def _beginning(self, text: str, count: int) -> str:
+        """Returns the text of the first `count` tokens."""
+        ids = self._tokenizer.encode(text)
+        return text if len(ids) <= count else self._tokenizer.decode(ids[:count])
 
     def _rendered(self, template: PairTemplate, first: str, second: str) -> list[int]:
         prompt = template.render(first, second, self._instruction)

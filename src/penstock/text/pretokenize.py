@@ -12,6 +12,7 @@ class PreTokenizer(NamedTuple):
     ignore_merges: bool = False  # a piece that is a token is not split
     add_bos: bool = False  # if the file does not say
     nfc: bool = False  # text is normalized to NFC first
+    written: bool = True  # files are written with its name; not if few programs know it
 
 
 _ENDINGS = r"'s|'t|'re|'ve|'m|'ll|'d"
@@ -42,6 +43,34 @@ _DEEPSEEK_V3 = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
     rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}"
 )
+_LONG_NUMBERS = rf"(?i:{_ENDINGS})|{_LETTERS}|\p{{N}}+|{_SYMBOLS}|{_SPACES}"
+_COUNTED_SPACES = (  # runs of spaces are cut into powers of two
+    rf"(?i:{_ENDINGS})|{_LETTERS}|\p{{N}}{{1,3}}|{_SYMBOLS}|\s*[\r\n]+"
+    + "".join(rf"|\s{{{2**power}}}(?!\S)" for power in range(9, 1, -1))
+    + r"|\s{1,2}(?!\S)|\s{1}"
+)
+_PHRASES = (  # letters with single spaces between them stay together
+    rf"(?i:{_ENDINGS})|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
+)
+_YOUTU_ASIAN = (
+    "[\uac00-\ud7a3\u3131-\u318e]+|[\uff01\u2026\u201c\u201d\u2018\u2019\u2014\uff1a\uff1b\uff0c\u3001-\u303f\ufe30-\ufe4f]+"
+    "|[\u3105-\u312f]+|[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
+)
+_YOUTU = _GPT4O.replace(r"\p{N}{1,3}", r"\p{N}")
+_NOT_HAN_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+_NOT_HAN_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+_KIMI = (
+    rf"\p{{Han}}+|[^\r\n\p{{L}}\p{{N}}]?{_NOT_HAN_UPPER}*{_NOT_HAN_LOWER}+(?i:{_ENDINGS})?"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{_NOT_HAN_UPPER}+{_NOT_HAN_LOWER}*(?i:{_ENDINGS})?"
+    rf"|\p{{N}}{{1,3}}|{_SYMBOLS}|{_SPACES}"
+)
+_THREES_FROM_THE_RIGHT = r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"
+_AFMOE_ASIAN = (
+    "[\u4e00-\u9fff\u3400-\u4dbf\uf900-\ufaff\u3040-\u309f\u30a0-\u30ff\uff65-\uff9f\u2f00-\u2fdf\u0e40-\u0e7f"
+    "\u0e80-\u0eff\u1780-\u17ff\u1000-\u109f\uaa60-\uaa7f\ua9e0-\ua9ff\uac00-\ud7af\u1100-\u11ff]+"
+)
+_BLOOM = r" ?[^(\s|.,!?" "\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
 _DEEPSEEK_LETTERS = (
     r"\s?[A-Za-z"
     "\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af\u0370-\u0373\u0376"
@@ -62,22 +91,51 @@ _DEEPSEEK_V3_ASIAN = "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
 
 _TABLE = (
     (("default",), PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"))),
-    (("gpt-2", "phi-2", "jais", "trillion", "exaone4", "mellum", "gigachat", "a.x-4.0"), PreTokenizer((_GPT2,))),
+    (
+        (
+            *("gpt-2", "phi-2", "jais", "trillion", "exaone4", "mellum", "gigachat", "a.x-4.0", "granite-docling"),
+            *("jina-es", "jina-de", "jina-v1-en", "jina-v2-es", "jina-v2-de", "jina-v2-code", "roberta-bpe"),
+            "modern-bert",
+        ),
+        PreTokenizer((_GPT2,)),
+    ),
     (("mpt", "olmo"), PreTokenizer((_GPT2,), nfc=True)),
     (
         ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2"),
         PreTokenizer((r"\p{N}", _GPT2)),
     ),
     (
-        ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"),
+        ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano"),
         PreTokenizer((_THREE_DIGITS,), ignore_merges=True, add_bos=True),
     ),
     (("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), PreTokenizer((_THREE_DIGITS,))),
-    (("qwen2", "deepseek-r1-qwen", "megrez"), PreTokenizer((_ONE_DIGIT,), nfc=True)),
+    (("qwen2", "deepseek-r1-qwen", "megrez", "kormo", "f2llmv2"), PreTokenizer((_ONE_DIGIT,), nfc=True)),
     (("stablelm2", "hunyuan", "grok-2", "solar-open"), PreTokenizer((_ONE_DIGIT,))),
     (("qwen35",), PreTokenizer((_MARKS,), nfc=True)),
     (("tekken",), PreTokenizer((_TEKKEN,), ignore_merges=True, add_bos=True)),
-    (("gpt-4o", "llama4", "minimax-m2"), PreTokenizer((_GPT4O,))),
+    (("gpt-4o", "llama4", "minimax-m2", "kanana2", "talkie"), PreTokenizer((_GPT4O,))),
+    (("granite-embed-multi-97m",), PreTokenizer((_GPT4O,), ignore_merges=True, written=False)),
+    (("tiny_aya", "cohere2moe"), PreTokenizer((r"\d{1,3}(?=(?:\d{3})*\b)", _GPT4O))),
+    (("kimi-k2",), PreTokenizer((_KIMI,))),
+    (("youtu",), PreTokenizer((_YOUTU_ASIAN, _YOUTU), ignore_merges=True)),
+    (("minicpm5",), PreTokenizer((r"\p{N}{1,3}", _LONG_NUMBERS), ignore_merges=True)),
+    (("jais-2",), PreTokenizer((_COUNTED_SPACES,))),
+    (("laguna",), PreTokenizer((r"[^\n]+|[\n]+", _ONE_DIGIT))),
+    (("exaone-moe",), PreTokenizer((_PHRASES,))),
+    (("superbpe",), PreTokenizer((r"\p{N}+", r"\d{1,3}(?=(?:\d{3})*(?!\d))"))),
+    (("poro-chat", "bloom", "gpt3-finnish"), PreTokenizer((_BLOOM,))),
+    (("viking",), PreTokenizer((_BLOOM, r"\p{N}"))),
+    (
+        ("chameleon",),
+        PreTokenizer(
+            (
+                *("<sentinel:[0-9]+>", "(IMGIMG)((A|B|C|D|E|F|G|H|I){1,4})Z", "([\\t\\n]|    |  )", r"\p{N}"),
+                *(r"[\p{P}!-/:-@\[-`{-~]", _GPT2),
+            ),
+            add_bos=True,
+        ),
+    ),
+    (("afmoe",), PreTokenizer((_THREES_FROM_THE_RIGHT, _AFMOE_ASIAN, _DEEPSEEK_V3))),
     (("seed-coder",), PreTokenizer((_SEED,))),
     (("bailingmoe", "bailingmoe2", "llada-moe"), PreTokenizer((_BAILING,))),
     (("falcon",), PreTokenizer((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]"))),

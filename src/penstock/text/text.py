@@ -63,8 +63,9 @@ class Text:
         return replace(self, template=template)
 
     def with_template_text(self, source: str) -> Text:
-        """Returns the model's text side with this Jinja template in place of its own."""
-        return self.with_template(ChatTemplate({"default": source}, self.tokenizer.names))
+        """Returns the model's text side with this Jinja template in place of its own. As with llama.cpp, for which such
+        templates are written, thinking is on unless a request turns it off."""
+        return self.with_template(ChatTemplate({"default": source}, {**self.tokenizer.names, "enable_thinking": True}))
 
     @property
     def chat_template(self) -> ChatTemplate:

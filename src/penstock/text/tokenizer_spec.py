@@ -36,8 +36,9 @@ class TokenizerSpec:
 
     library: tokenizers.Tokenizer
     size: int
-    spell: Callable[[str], bytes]  # returns the bytes of an ordinary token
-    literal: frozenset[int]  # tokens whose text is spelled as it is: special ones and those that a user defined
+    spell: Callable[[str], bytes]  # returns the bytes of a token
+    literal: frozenset[int]  # tokens that are their text as it is, which `spell` would change
+    added: frozenset[int]  # tokens that are found in a text before it is split: special ones and those of a user
     special: frozenset[int]  # tokens that are structure, not text
     ends: frozenset[int]  # tokens that end an answer
     names: Mapping[str, str]  # the texts of special tokens by the names that templates use: bos_token, eos_token, ...
@@ -63,6 +64,7 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 _BYTES = _byte_alphabet()
+BYTE_NAMES = {byte: char for char, byte in _BYTES.items()}  # what byte-level vocabularies write for each byte
 
 
 def byte_level(token: str) -> bytes:

@@ -43,6 +43,14 @@ class CallSyntax:
             yield from self.parameter[1]
 
 
+class ToolPrompt(NamedTuple):
+    """Holds the words in which a model was trained to be told of tools, where its template has no place for them."""
+
+    before: str
+    each: str  # {name}, {description} and {parameters} of one tool
+    after: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFormat:
     """Says how a family of models writes tool calls."""
@@ -53,6 +61,7 @@ class ToolFormat:
     stops: tuple[str, ...] = ()  # tokens that end an answer with calls
     short_ids: bool = False  # the template accepts only ids of nine letters and digits
     channels: bool = False  # every part of an answer has a header that says what it is
+    prompt: ToolPrompt | None = None
 
     def markers(self, calling: bool) -> str:
         """Returns all markers joined. Special tokens in them are part of the text."""
@@ -85,6 +94,21 @@ def _deepseek(head: str, tail: str) -> CallSyntax:
     return CallSyntax(section=section, head=f"<｜tool▁call▁begin｜>{head}", tail=f"{tail}<｜tool▁call▁end｜>")
 
 
+_DEEPSEEK_PROMPT = ToolPrompt(  # as the model card of V3.1 has it
+    before="## Tools\nYou have access to the following tools:\n\n",
+    each="### {name}\nDescription: {description}\n\nParameters: {parameters}\n\n",
+    after=(
+        "IMPORTANT: ALWAYS adhere to this exact format for tool use:\n"
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>tool_call_name<｜tool▁sep｜>tool_call_arguments<｜tool▁call▁end｜>"
+        "{additional_tool_calls}<｜tool▁calls▁end｜>\n\n"
+        "Where:\n\n"
+        "- `tool_call_name` must be an exact match to one of the available tools\n"
+        "- `tool_call_arguments` must be valid JSON that strictly follows the tool's Parameters Schema\n"
+        "- For multiple tool calls, chain them directly without separators or spaces"
+    ),
+)
+
+
 def _listed(opening: str, closing: str) -> CallSyntax:
     return CallSyntax(section=(f"{opening} [", f"] {closing}"), separator=",")
 
@@ -107,7 +131,10 @@ TOOL_FORMATS = (
         calls=(_deepseek("function<｜tool▁sep｜>{name} ```json ", " ``` "),),
     ),
     ToolFormat(
-        name="deepseek-v3.1", template_markers=("<｜tool▁sep｜>",), calls=(_deepseek("{name}<｜tool▁sep｜>", ""),)
+        name="deepseek-v3.1",
+        template_markers=("<｜tool▁sep｜>",),
+        calls=(_deepseek("{name}<｜tool▁sep｜>", ""),),
+        prompt=_DEEPSEEK_PROMPT,
     ),
     ToolFormat(
         name="kimi",

@@ -11,12 +11,14 @@ from penstock.backend.base import Floats, Model
 from penstock.backend.cpu._native import Program as NativeProgram
 from penstock.backend.cpu._native import Weight
 from penstock.backend.cpu.weights import HeadWeights
+from penstock.errors import UnsupportedModel
 from penstock.model import program
 from penstock.model.ops import DeltaWeights, ExpertWeights, Vectors
 from penstock.model.program import TAKES_OVER, Buffer, Capabilities, OpNode, Value
 from penstock.model.spec import SHAPES, AttentionSpec, DeltaSpec, ExpertSpec, RopeSpec
 
 NO_ROTATION = -1
+MLA_TILE = 16  # dimensions that the native MLA takes together
 
 
 class Emitter:
@@ -129,6 +131,11 @@ def attend(emit: Emitter, qkv: int, out: int, *, layer: int, spec: AttentionSpec
 def attend_mla(
     emit: Emitter, q: int, kv: int, out: int, *, layer: int, gain: Floats, spec: AttentionSpec, eps: float
 ) -> None:
+    if spec.head_dim % MLA_TILE or spec.v_dim % MLA_TILE:
+        raise UnsupportedModel(
+            f"MLA on a CPU takes sizes in multiples of {MLA_TILE}; this model has kv_lora_rank = {spec.v_dim} and "
+            f"qk_rope_head_dim = {spec.head_dim - spec.v_dim}: use --device cuda, or --device ref for a test"
+        )
     numbers = numbers_of(spec) | {"eps": eps}
     emit.native.attend_mla(
         q, kv, out, layer=layer, angles=emit.angles(spec.rope), numbers=numbers, vectors={"gain": gain}

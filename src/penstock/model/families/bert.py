@@ -77,7 +77,7 @@ def read_hf(config: ConfigReader) -> ModelSpec:
         config.require(key, (False,), False)
     config.require("position_embedding_type", ("absolute",), "absolute")
     config.require("hidden_act", tuple(ACTS), "gelu")
-    skipped = 0 if config.strings("architectures")[0].startswith("Bert") else config.size("pad_token_id", 1) + 1
+    skipped = 0 if config.strings("architectures")[0].startswith("Bert") else config.count("pad_token_id", 1) + 1
     return ModelSpec(
         arch="bert",
         layers=config.size("num_hidden_layers", most=MAX_LAYERS),

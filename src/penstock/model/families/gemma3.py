@@ -7,22 +7,36 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from penstock.model import config_hf, rope
+from penstock.model import config_hf, names, rope
 from penstock.model.config_reader import ConfigReader
 from penstock.model.families import gemma2
 from penstock.model.gguf import config as gguf_config
 from penstock.model.spec import ModelSpec, RopeSpec, all_but_each
 from penstock.model.tensor import Tensor
 
-HUGGING_FACE = gemma2.HUGGING_FACE.but(q_norm="self_attn.q_norm", k_norm="self_attn.k_norm")
+HUGGING_FACE = names.beside_vision(gemma2.HUGGING_FACE.but(q_norm="self_attn.q_norm", k_norm="self_attn.k_norm"))
 GGUF = gemma2.GGUF.but(q_norm="attn_q_norm", k_norm="attn_k_norm")
 KEYS = (gguf_config.WINDOW, "attention.sliding_window_pattern", "rope.freq_base_swa", gemma2.LOGITS)
 PERIOD, THETA, LOCAL_THETA = 6, 1000000.0, 10000.0
 LARGEST = 62
+SILENT = {  # what published configs of models that see leave out
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 262208,
+}
 build = gemma2.build
 
 
 def read_hf(config: ConfigReader) -> ModelSpec:
+    if "text_config" in config:
+        return config_hf.read_text_part(config, read_text, SILENT)
+    return read_text(config)
+
+
+def read_text(config: ConfigReader) -> ModelSpec:
     far, near = read_ropes(config)
     spec = config_hf.read_decoder(config, "gemma3", tied=True, theta=THETA, act_key="hidden_activation", scaling=far)
     spec = gemma2.read_rest(config, gemma2.scaled(spec))

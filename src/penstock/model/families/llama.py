@@ -13,17 +13,25 @@ from penstock.model.gguf import config as gguf_config
 from penstock.model.spec import ModelSpec
 from penstock.model.tensor import Tensor
 
-HUGGING_FACE = names.HUGGING_FACE
+HUGGING_FACE = names.beside_vision(names.HUGGING_FACE)
 GGUF = names.GGUF
 MISTRAL_WINDOW = 4096  # when the config is silent; null says that there is none
 build = decoder.build
 
 
 def read_hf(config: ConfigReader) -> ModelSpec:
+    if "text_config" in config:
+        return config_hf.read_text_part(config, read_mistral)
+    return read_llama(config) if config.strings("architectures") == ["LlamaForCausalLM"] else read_mistral(config)
+
+
+def read_llama(config: ConfigReader) -> ModelSpec:
     config.require("rope_interleaved", (False,), False)
-    spec = replace(config_hf.read_decoder(config, "llama"), biases=config_hf.read_biases(config))
-    if config.strings("architectures") == ["LlamaForCausalLM"]:
-        return spec
+    return replace(config_hf.read_decoder(config, "llama"), biases=config_hf.read_biases(config))
+
+
+def read_mistral(config: ConfigReader) -> ModelSpec:
+    spec = read_llama(config)
     window = config_hf.read_window(config, MISTRAL_WINDOW)
     return spec.with_windows(config_hf.read_sliding(config, [window > 0] * spec.layers), window)
 

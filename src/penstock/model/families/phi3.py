@@ -31,6 +31,8 @@ build = llama.build
 def read_hf(config: ConfigReader) -> ModelSpec:
     for bias in ("attention_bias", "lm_head_bias", "mlp_bias"):
         config.require(bias, (False,), False)
+    for other in ("full_attn_mod", "interpolate_factor"):
+        config.require(other, (1,), 1)
     fields = config_hf.rope_fields(config)
     if fields.text("rope_type", fields.text("type", "default")) in ("longrope", "su"):
         plain = config_hf.read_decoder(config, "phi3", partial=True, scaling=fields.without(*LONGROPE))

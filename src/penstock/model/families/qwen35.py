@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from penstock.model import config_hf, names
+from penstock.model import config_fields, config_hf, names
 from penstock.model.config_reader import ConfigReader
 from penstock.model.families import hybrid, qwen3next
 from penstock.model.gguf import config as gguf_config
@@ -36,7 +36,7 @@ def read_hf(config: ConfigReader) -> ModelSpec:
         text = config.table("text_config")
         text.require("tie_word_embeddings", (tied,), tied)
         spec = read_text(text, tied)
-        text.refuse_unread(config_hf.NEUTRAL)
+        text.note_unread(config_fields.NEUTRAL, config_fields.CHANGING)
         return spec
     return read_text(config, False)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from penstock.model.gguf.metadata import config_keys
 from penstock.model.gguf.shards import read_shards
 from penstock.model.gguf.tensor_order import reorder_for_gguf
 from penstock.model.gguf.writer import FORMAT_KINDS, PendingTensor, encoded, rows_at_once
-from penstock.model.load import CONFIG, METADATA, Checkpoint, load_model, open_checkpoint
+from penstock.model.load import CONFIG, METADATA, Checkpoint, load_model, open_checkpoint, unknown_line
 from penstock.model.quantize_choice import Encode, FormatChoice, Precision, choose, precision_of
 from penstock.model.registry import family, family_of_gguf
 from penstock.model.roles import BIAS, EXPERTS, Role
@@ -81,11 +81,14 @@ class Destination(NamedTuple):
     stacked: bool
 
 
-def export(path: Path, to: str, encode: Encode, again: bool = False) -> Export:
-    """Plans a GGUF file in format `to`, one of TARGETS. `again` also quantizes what is quantized already."""
+def export(
+    path: Path, to: str, encode: Encode, *, again: bool = False, changes: Sequence[str] = (), strict: bool = False
+) -> Export:
+    """Plans a GGUF file in format `to`, one of TARGETS. `again` also quantizes what is quantized already; `changes` and
+    `strict`: see `open_checkpoint`."""
     target = FORMATS[to.upper()]
-    if path.is_dir():
-        return from_folder(open_checkpoint(path), target, encode, again)
+    if path.is_dir() or changes:
+        return from_folder(open_checkpoint(path, changes, strict), target, encode, again)
     return from_gguf(path, target, encode, again)
 
 
@@ -158,7 +161,8 @@ def from_folder(checkpoint: Checkpoint, to: Format, encode: Encode, again: bool)
     choice = chosen({name: part.sources[0] for name, part in parts.items()}, to, again)
     pending = [pending_tensor(FileTensor(name, (tensor,)), tensor.format, encode) for name, tensor in extra.items()]
     pending += [pending_tensor(part, format_of(name, part, choice), encode) for name, part in parts.items()]
-    return Export({key: encoded(value) for key, value in values.items()}, tuple(pending), choice.notes)
+    notes = (*choice.notes, *((unknown_line(checkpoint.unknown),) if checkpoint.unknown else ()))
+    return Export({key: encoded(value) for key, value in values.items()}, tuple(pending), notes)
 
 
 def file_tensors(checkpoint: Checkpoint) -> dict[str, FileTensor]:

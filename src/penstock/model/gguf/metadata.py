@@ -29,6 +29,18 @@ NOT_IN_METADATA = (  # of the spec: it describes the file, or its tensors tell i
     *("arch", "biases", "gain_offset", "interleaved", "unused_layers"),
     *("first_position", "tiled"),
 )
+WINDOWED = ("gemma2", "gemma3", "gptoss")  # families whose windows llama.cpp computes; elsewhere it sees everything
+ALL_BIASED = (
+    "llama",
+    "granite",
+    "gpt2",
+    "starcoder2",
+    "gptoss",
+    "bert",
+    "nomic_bert",
+)  # it reads biases of all products
+RENORMALIZED = ("qwen3moe", "qwen3next")  # it always divides the selected experts' scores by their sum
+LITE_LAYERS = (26, 27)  # it knows a DeepSeek that projects queries from x by how many layers it has
 ARCHITECTURES = {family: name for name, family in registry.GGUF.items()} | {"mixtral": "llama", "qwen35": "qwen35"}
 
 
@@ -40,6 +52,7 @@ def config_keys(
     own = OWN.get(spec.arch)
     if own is None:
         raise UnsupportedModel(f"the family {spec.arch} cannot be written as GGUF yet; supported: {', '.join(OWN)}")
+    check_read_alike(spec)
     arch = architecture(spec)
     if "text_config" in config:
         config = config.table("text_config")
@@ -51,6 +64,38 @@ def config_keys(
     if odd := difference(spec, found):
         raise UnsupportedModel(f"a GGUF file of {spec.arch} cannot express what config.json says: {odd}")
     return {"general.architecture": arch, **metadata}, extra, found
+
+
+def check_read_alike(spec: ModelSpec) -> None:
+    """Raises if llama.cpp would read the file as another model: files of this family have no words for a part of it
+    that llama.cpp knows. bench/export.py has llama.cpp judge these rules."""
+    window = local_attention(spec).window
+    if spec.arch not in WINDOWED and 0 < window < spec.max_len:
+        raise UnsupportedModel(
+            f"a GGUF file of {spec.arch} cannot express sliding_window = {window}: llama.cpp computes full attention. "
+            "--config sliding_window=null writes the model without a window; it then answers long prompts differently"
+        )
+    if spec.arch in RENORMALIZED and spec.experts is not None and not spec.experts.renormalize:
+        raise UnsupportedModel(
+            f"a GGUF file of {spec.arch} cannot express norm_topk_prob = false: llama.cpp always renormalizes"
+        )
+    if spec.experts is not None and spec.experts.groups > 1 and spec.experts.group_score == "max":
+        raise UnsupportedModel(
+            f"a GGUF file of {spec.arch} cannot express topk_method = group_limited_greedy: llama.cpp ranks groups of "
+            "experts by their two best, not by the best one"
+        )
+    odd = sorted((spec.biases or frozenset()) & {"o", "gate", "up", "down"})
+    if odd and spec.arch not in ALL_BIASED:
+        said = "attention_bias" if "o" in odd else "mlp_bias"
+        raise UnsupportedModel(
+            f"a GGUF file of {spec.arch} cannot express {said} = true: llama.cpp has no tensors for the biases of "
+            f"{', '.join(odd)} and refuses the file"
+        )
+    if spec.mla is not None and not spec.mla.q_lora_rank and spec.layers not in LITE_LAYERS:
+        raise UnsupportedModel(
+            f"a GGUF file of {spec.arch} cannot express q_lora_rank = null in a model of {spec.layers} layers: "
+            f"llama.cpp expects that of models with {' or '.join(map(str, LITE_LAYERS))}"
+        )
 
 
 def architecture(spec: ModelSpec) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import msgspec
@@ -21,6 +20,7 @@ from penstock.server.llamacpp.fields import (
     CompletionFields,
     GenerationSettings,
     NativeFields,
+    fitting,
     sampling_of,
     settings_of,
 )
@@ -96,7 +96,7 @@ async def answer(
 ) -> Response:
     """Answers prompts; `ends` are tokens that end an answer beside the model's own."""
     sampling = sampling_of(served, context, body, ends)
-    params = [_fitting(served, prompt, each) for prompt in prompts for each in sampling]
+    params = [fitting(served, prompt, each) for prompt in prompts for each in sampling]
     asked = zip([prompt for prompt in prompts for _ in sampling], params, strict=True)
     requests = [served.request(context, prompt, each, "prompt") for prompt, each in asked]
     writer = NativeWriter(served, context, requests, sampling, body)
@@ -104,12 +104,6 @@ async def answer(
     if (limit := body.t_max_predict_ms or -1) > 0:
         running = [until_late(each, limit, request) for each, request in zip(running, requests, strict=True)]
     return await reply(http, context, writer, together(running), streaming=bool(body.stream), framing=LLAMACPP)
-
-
-def _fitting(served: ServedModel, prompt: Sequence[int], params: SamplingParams) -> SamplingParams:
-    """Returns sampling that ends where the context is full. Without any room, making the request fails."""
-    room = max(served.limits.max_len - len(prompt), 1)
-    return replace(params, max_tokens=room if params.max_tokens is None else min(params.max_tokens, room))
 
 
 async def until_late(choice: Deltas, limit: int, request: Request) -> Deltas:

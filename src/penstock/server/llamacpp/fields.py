@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated
 
 import msgspec
@@ -100,6 +101,12 @@ def _known_samplers(context: RequestContext, given: list[str] | str) -> list[str
     if len(known) < len(order):
         context.ignore("samplers")
     return known
+
+
+def fitting(served: ServedModel, prompt: Sequence[int], params: SamplingParams) -> SamplingParams:
+    """Returns sampling that ends where the context is full. Without any room, making the request fails."""
+    room = max(served.limits.max_len - len(prompt), 1)
+    return replace(params, max_tokens=room if params.max_tokens is None else min(params.max_tokens, room))
 
 
 # -- answering ----------------------------------------------------------------------------------------------------

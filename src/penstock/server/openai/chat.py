@@ -33,12 +33,24 @@ from penstock.server.chat.tools import (
     read_tools,
     template_reasoning,
 )
-from penstock.server.explain import AnswerReport, Explanation
+from penstock.server.explain import Explanation
+from penstock.server.llamacpp.fields import fitting
 from penstock.server.llamacpp.timings import Stopwatch, Timings, from_llamacpp
+from penstock.server.openai.chat_answer import (
+    AssistantMessage,
+    ChatChoice,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatDelta,
+    ChatLogprobs,
+    VerboseReport,
+    add_part,
+    chat_delta,
+)
 from penstock.server.openai.content import PART_NO_EFFECT, ChatRefusalPart, ChatTextPart, read_content
 from penstock.server.openai.fields import (
     NO_EFFECT,
-    CompletionHead,
     CompletionTokensDetails,
     CompletionUsage,
     GenerationFields,
@@ -58,7 +70,7 @@ from penstock.server.sse import ChunkTemplate, encode, reply
 from penstock.server.vllm.beams import beam_deltas, check_beams
 from penstock.server.vllm.chat_prompt import PromptFields, render_chat
 from penstock.text import ChatPrompt, Delta, Text
-from penstock.text.parse import AnswerPart, Arguments, CallEnded, CallStarted, Content, Reasoning
+from penstock.text.parse import AnswerPart, Content, Reasoning
 
 CHAT_NO_EFFECT: NoEffect = NO_EFFECT | {
     "audio": (),
@@ -123,6 +135,9 @@ async def chat_completions(served: ServedModel, http: HttpRequest, context: Requ
     use = read_tools(context, body.tools, body.tool_choice, body.parallel_tool_calls)
     prompt = await _prompt(served, context, body, messages, use)
     prompt = prompt._replace(tokens=truncate(served, context, body, prompt.tokens, params[0].max_tokens))
+    params = (
+        [fitting(served, prompt.tokens, each) for each in params] if from_llamacpp(http) or body.n_predict else params
+    )
     shown = shown_special(served, body)
     param, budget = thinking_budget(body.thinking, body.reasoning, body.thinking_budget)
     options = TurnOptions(thinking_budget=budget, budget_param=param, shown=shown)
@@ -215,91 +230,6 @@ def _wanted_logprobs(body: ChatBody) -> int | None:
 # -- answering ----------------------------------------------------------------------------------------------------
 
 
-class ChatLogprobs(msgspec.Struct):
-    content: list[TokenEntry]
-    refusal: None = None
-
-
-class CalledFunction(msgspec.Struct):
-    name: str
-    arguments: str
-
-
-class ToolCall(msgspec.Struct):
-    id: str
-    function: CalledFunction
-    type: str = "function"
-
-
-class AssistantMessage(msgspec.Struct):
-    content: str | None
-    role: str = "assistant"
-    refusal: None = None
-    reasoning_content: str | UnsetType = UNSET
-    reasoning: str | UnsetType = UNSET
-    tool_calls: list[ToolCall] | UnsetType = UNSET
-
-
-class ChatChoice(msgspec.Struct):
-    index: int
-    message: AssistantMessage
-    logprobs: ChatLogprobs | None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    token_ids: list[int] | UnsetType = UNSET
-
-
-class VerboseReport(msgspec.Struct):
-    prompt: str
-
-
-class ChatCompletion(CompletionHead, kw_only=True):
-    choices: list[ChatChoice]
-    usage: CompletionUsage
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
-    prompt_token_ids: Sequence[int] | UnsetType = UNSET
-    timings: Timings | UnsetType = UNSET
-    verbose: VerboseReport | UnsetType = msgspec.field(default=UNSET, name="__verbose")
-    penstock: AnswerReport | UnsetType = UNSET
-
-
-class FunctionDelta(msgspec.Struct, omit_defaults=True):
-    arguments: str
-    name: str | None = None
-
-
-class ToolCallDelta(msgspec.Struct, omit_defaults=True):
-    index: int
-    function: FunctionDelta
-    id: str | None = None
-    type: str | None = None
-
-
-class ChatDelta(msgspec.Struct, omit_defaults=True):
-    role: str | None = None
-    content: str | UnsetType | None = UNSET
-    reasoning_content: str | None = None
-    reasoning: str | None = None
-    tool_calls: list[ToolCallDelta] | None = None
-
-
-class ChatChunkChoice(msgspec.Struct):
-    index: int
-    delta: ChatDelta
-    logprobs: ChatLogprobs | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | UnsetType | None = UNSET  # in the last
-    token_ids: list[int] | UnsetType = UNSET
-
-
-class ChatCompletionChunk(CompletionHead, kw_only=True):
-    choices: list[ChatChunkChoice]
-    usage: CompletionUsage | UnsetType | None = UNSET
-    prompt_token_ids: Sequence[int] | UnsetType = UNSET
-    timings: Timings | UnsetType = UNSET
-    penstock: AnswerReport | UnsetType = UNSET
-
-
 CHAT_COMPLETIONS = Operation(ChatBody, CHAT_NO_EFFECT, ChatCompletion, ChatCompletionChunk)
 
 
@@ -334,7 +264,7 @@ class ChatWriter:
         self._count(choice, delta)
         answer = self._choices[choice]
         for part in self._parts(choice, delta):
-            _add_part(answer.message, part)
+            add_part(answer.message, part)
         if self._prompt_logprobs is not UNSET and choice == 0:
             self._prompt_logprobs += prompt_entries(self._tokenizer, delta.scores)
         if delta.finish:
@@ -378,7 +308,7 @@ class ChatWriter:
             for part in parts:
                 if type(part) is Content:
                     yield self._templates[choice](part.text)
-                elif added := _chat_delta(part):
+                elif added := chat_delta(part):
                     yield encode(self._chunk(ChatChunkChoice(choice, added)))
         if delta.finish:
             self._explanation.end(choice, delta)
@@ -400,7 +330,7 @@ class ChatWriter:
         part."""
         entries = token_entries(self._tokenizer, delta, as_ids=self._as_ids) if self._scored else []
         ids = UNSET if self._prompt_ids is UNSET else list(delta.tokens)
-        deltas = [added for part in parts if (added := _chat_delta(part))]
+        deltas = [added for part in parts if (added := chat_delta(part))]
         for each in deltas or ([ChatDelta(content="")] if entries or ids else []):
             chunk = self._chunk(ChatChunkChoice(choice, each, self._logprobs(entries), token_ids=ids))
             chunk.timings = self._timings(choice) if self._timed_chunks else UNSET
@@ -443,31 +373,3 @@ def _last_answer(body: ChatBody) -> str:
     """Returns the text of the last message, if that is an assistant's."""
     content = body.messages[-1].get("content") if body.messages[-1].get("role") == "assistant" else None
     return content if isinstance(content, str) else ""
-
-
-def _add_part(message: AssistantMessage, part: AnswerPart) -> None:
-    match part:
-        case Content(text):
-            message.content = (message.content or "") + text
-        case Reasoning(text):
-            message.reasoning = message.reasoning_content = (message.reasoning or "") + text
-        case CallStarted(_, id, name):
-            message.tool_calls = [*(message.tool_calls or ()), ToolCall(id, CalledFunction(name, ""))]
-        case Arguments(index, text):
-            assert message.tool_calls
-            message.tool_calls[index].function.arguments += text
-
-
-def _chat_delta(part: AnswerPart) -> ChatDelta | None:
-    """Returns what a chunk says of a part; None for the end of a call, which has no chunk."""
-    match part:
-        case Content(text):
-            return ChatDelta(content=text)
-        case Reasoning(text):
-            return ChatDelta(reasoning_content=text, reasoning=text)
-        case CallStarted(index, id, name):
-            return ChatDelta(tool_calls=[ToolCallDelta(index, FunctionDelta("", name), id, "function")])
-        case Arguments(index, text):
-            return ChatDelta(tool_calls=[ToolCallDelta(index, FunctionDelta(text))])
-        case CallEnded():
-            return None

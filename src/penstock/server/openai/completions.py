@@ -19,6 +19,7 @@ from penstock.server.chat.logprobs import PromptLogprobs, finite_logprob, prompt
 from penstock.server.chat.stop_reason import stop_reason
 from penstock.server.chat.stream import all_deltas
 from penstock.server.explain import AnswerReport, Explanation
+from penstock.server.llamacpp.fields import fitting
 from penstock.server.openai.fields import (
     NO_EFFECT,
     CompletionHead,
@@ -83,7 +84,9 @@ async def completions(served: ServedModel, http: HttpRequest, context: RequestCo
     else:
         encoded = await encode_prompts(served, _prompts(body), bos=body.add_special_tokens is not False)
         prompts = [_truncated(served, context, body, each) for each in encoded]
-    requests = [served.request(context, ids, each, "prompt", DEFAULT_TOKENS) for ids, _ in prompts for each in params]
+    usual = None if body.unlimited else DEFAULT_TOKENS
+    asked = [(ids, fitting(served, ids, each) if body.n_predict else each) for ids, _ in prompts for each in params]
+    requests = [served.request(context, ids, each, "prompt", usual) for ids, each in asked]
     for ids, _ in prompts:
         served.check_ids(ids, "prompt")
     texts = [prompt.text for prompt in prompts for _ in params]
@@ -159,7 +162,8 @@ def _truncated(
     served: ServedModel, context: RequestContext, body: CompletionBody, prompt: EncodedPrompt
 ) -> EncodedPrompt:
     """Returns the prompt as truncate_prompt_tokens leaves it. A prompt that was cut is echoed as its tokens decode."""
-    max_tokens = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
+    usual = 1 if body.unlimited else DEFAULT_TOKENS
+    max_tokens = usual if body.max_tokens is None else body.max_tokens
     ids = truncate(served, context, body, list(prompt.ids), max_tokens)
     return prompt if len(ids) == len(prompt.ids) else EncodedPrompt(ids, None)
 

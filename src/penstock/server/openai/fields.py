@@ -25,6 +25,7 @@ from penstock.types import Request, SamplerChain, SamplingParams
 
 FINGERPRINT = f"b0-penstock-{__version__}"  # clients of llama.cpp expect b and a build number
 ALL_THAT_FITS = -1  # a value of truncate_prompt_tokens
+NO_LIMIT = -1  # a value of max_tokens and n_predict
 
 ANSWERED_TIERS = {"flex": "flex", "priority": "priority", "fast": "priority"}  # others are answered as "default"
 TIER_PRIORITIES = {"auto": 0, "default": 0, "scale": 0, "flex": 1, "priority": -1, "fast": -1}  # lower runs sooner
@@ -102,6 +103,7 @@ class SamplingFields(Structured, forbid_unknown_fields=True, kw_only=True):
 class GenerationFields(SamplingFields, kw_only=True):
     model: str | None = None  # left out: the served model
     max_tokens: int | None = None
+    n_predict: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None  # llama.cpp's max_tokens; -1: no limit
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -125,6 +127,11 @@ class GenerationFields(SamplingFields, kw_only=True):
         return self.n or 1
 
     @property
+    def unlimited(self) -> bool:
+        """True if the request says that only the context limits an answer, as llama.cpp's clients do."""
+        return self.n_predict == NO_LIMIT
+
+    @property
     def wants_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
@@ -138,10 +145,19 @@ async def read_fields(http: HttpRequest, context: RequestContext, kind: type[F],
         context.ignore("stream_options")
     if fields.stream_options is not None and fields.stream_options.include_obfuscation:
         ignore_unsupported(context, "stream_options.include_obfuscation", True)
+    _unify_limits(fields)
     context.explain |= bool(fields.penstock)
     context.salt = fields.cache_salt or (new_request_id() if fields.cache_prompt is False else "")
     context.priority = TIER_PRIORITIES[fields.service_tier or "auto"] if fields.priority is None else fields.priority
     return fields
+
+
+def _unify_limits(fields: GenerationFields) -> None:
+    """Makes max_tokens the limit, and n_predict the note that there is none, whichever of them the request has."""
+    if NO_LIMIT in (fields.max_tokens, fields.n_predict):
+        fields.max_tokens, fields.n_predict = None, NO_LIMIT
+    elif fields.max_tokens is None:
+        fields.max_tokens = fields.n_predict
 
 
 def check_prompt_logprobs(fields: GenerationFields) -> None:

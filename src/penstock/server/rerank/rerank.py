@@ -112,12 +112,12 @@ async def rerank(served: ServedModel, http: HttpRequest, context: RequestContext
     texts = _texts(body, context)
     name = "texts" if body.documents is None else "documents"
     pairs = [Pair(body.query, text, f"{name}[{at}]") for at, text in enumerate(texts)]
-    scored = await score_pairs(served, http, context, pairs, _cutting(body), body.instruction or "")
+    cohere = http.url.path.startswith("/v2/")
+    scored = await score_pairs(served, http, context, pairs, _cutting(body, cohere), body.instruction or "")
     if scored is None:
         return CLIENT_LEFT
     if body.documents is None:
         return json_response(_tei(body, served, scored, texts))
-    cohere = http.url.path.startswith("/v2/")
     shown = body.return_documents if body.return_documents is not None else not cohere
     activation = "identity" if body.use_activation is False else activation_of(served.limits)
     ranked = _ranked(scored, texts, activation)[: body.top_n or None]
@@ -146,15 +146,13 @@ def _texts(body: RerankBody, context: RequestContext) -> list[str]:
     return [each if isinstance(each, str) else each.text for each in given or ()]
 
 
-def _cutting(body: RerankBody) -> Cutting:
-    """Returns what is cut. Cohere, Jina and Voyage cut documents that are too long unless they are told not to; TEI and
-    vLLM refuse them unless they are told to."""
+def _cutting(body: RerankBody, cohere: bool) -> Cutting:
+    """Returns what is cut. Cohere cuts documents that are too long; others refuse them unless a request asks for it."""
     if body.truncate_prompt_tokens is not None:
         return cutting_of(body.truncate_prompt_tokens)
     asked = body.truncate if body.truncate is not None else body.truncation
-    if asked is None:
-        asked = body.max_tokens_per_doc is not None
-    return Cutting(body.max_tokens_per_doc, asked)
+    cut = cohere or body.max_tokens_per_doc is not None if asked is None else asked
+    return Cutting(None, cut, body.max_tokens_per_doc)
 
 
 def _ranked(scored: Scored, texts: list[str], activation: str) -> list[Ranked]:

@@ -41,6 +41,7 @@ class Cutting(NamedTuple):
 
     longest: int | None = None  # tokens of a pair or a text; None: as many as the model's context holds
     cut: bool = False  # else they are refused
+    document: int | None = None  # tokens of a pair's second text; None: as many as there is room for
 
 
 class Scored(NamedTuple):
@@ -152,7 +153,13 @@ async def _encode_pairs(
     if template is None and limits.generates:
         raise InvalidRequest("this reranker comes without a template for pairs: it cannot score", param="model")
     prompts = PairPrompts(
-        served.text.tokenizer, template, limits, longest=cutting.longest, cut=cutting.cut, instruction=instruction
+        served.text.tokenizer,
+        template,
+        limits,
+        longest=cutting.longest,
+        cut=cutting.cut,
+        document_tokens=cutting.document,
+        instruction=instruction,
     )
     size = sum(len(pair.first) + len(pair.second) for pair in pairs)
     return await off_loop(size, lambda: [prompts.encode(*pair) for pair in pairs])

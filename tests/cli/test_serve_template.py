@@ -1,0 +1,30 @@
+"""Options of `penstock serve` that replace what a model's files say about chats and sampling."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from penstock.cli.serve import TemplateOptions
+from penstock.errors import ConfigError
+from penstock.text.named_templates import TEMPLATES
+
+
+def test_the_template_of_the_options(tmp_path: Path) -> None:
+    file = tmp_path / "mine.jinja"
+    file.write_text("{{ messages[0].content }}")
+    assert TemplateOptions().source() == ""
+    assert TemplateOptions(chat_template="llama3").source() == TEMPLATES["llama3"]
+    assert TemplateOptions(chat_template="one {{ 1 }}").source() == "one {{ 1 }}"
+    assert TemplateOptions(chat_template=str(file)).source() == "{{ messages[0].content }}"
+    assert TemplateOptions(chat_template_file=str(file)).source() == "{{ messages[0].content }}"
+    with pytest.raises(ConfigError, match="name two templates"):
+        TemplateOptions(chat_template="llama3", chat_template_file=str(file)).source()
+    with pytest.raises(ConfigError, match="neither a file"):
+        TemplateOptions(chat_template_file=str(tmp_path / "none.jinja")).source()
+
+
+def test_the_sampling_of_the_options() -> None:
+    assert TemplateOptions(override_generation_config='{"seed": 42}').sampling() == {"seed": 42}
+    assert TemplateOptions().sampling() == {}
