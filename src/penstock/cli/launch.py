@@ -193,8 +193,7 @@ def _run(program: AgentProgram, launch: AgentStart, arguments: list[str]) -> int
 @contextmanager
 def _serving(model: str, engine: dict[str, Any]) -> Iterator[AgentServer]:
     """Runs a server on a free port. It keeps its output from the terminal, which the program needs."""
-    given = {f"--{name.replace('_', '-')}": value for name, value in engine.items() if value != DEFAULTS[name]}
-    flags = [flag if value is True else f"{flag}={value}" for flag, value in given.items()]
+    flags = [flag for name, value in engine.items() if value != DEFAULTS[name] for flag in _flags(name, value)]
     command = [sys.executable, "-m", "penstock", "serve", model, "--port", "0", *flags]
     note(f"starting {shlex.join(['penstock', *command[3:]])}")
     with tempfile.NamedTemporaryFile(prefix="penstock-", suffix=".log") as log:
@@ -207,6 +206,15 @@ def _serving(model: str, engine: dict[str, Any]) -> Iterator[AgentServer]:
         finally:
             process.terminate()
             process.wait()
+
+
+def _flags(name: str, value: Any) -> list[str]:
+    """Returns an engine option as it is written on the command line: once for each value of a list."""
+    flag = f"--{name.replace('_', '-')}"
+    if value is True:
+        return [flag]
+    values = value if isinstance(value, list | tuple) else [] if value is None else [value]
+    return [f"{flag}={each}" for each in values]
 
 
 def _address(process: subprocess.Popen[bytes], log: Path) -> str:
