@@ -1,5 +1,5 @@
-"""What programs send that are too large to install for a test, as recorded from them: each is answered, and what has
-no effect is listed."""
+"""Requests in the shape of programs that are too large to install for a test: each is answered, and what has no effect
+is listed. Those of aider and LlamaIndex were recorded; the others are written from what the programs document."""
 
 from __future__ import annotations
 

@@ -269,13 +269,8 @@ def _llamacpp_reading() -> Endpoints:
 
 async def list_models(served: ServedModel, _: Request, __: RequestContext) -> Response:
     """Returns one object for both SDKs that read this route: OpenAI's and Anthropic's read the fields they know.
-<<<<<<< HEAD
     Aliases that the server was started with are listed beside the model's own name, unless they have wildcards."""
     aliases = [name for name in served.aliases if name not in CLIENTS_NAMES and not set(name) & set("*?[")]
-=======
-    The operator's aliases without wildcards are listed beside the model's own name."""
-    aliases = [alias for alias in served.aliases if alias not in CLIENTS_NAMES and not set(alias) & set("*?[")]
->>>>>>> wip-agents
     data = [_model(served), *(_model(served) | {"id": alias, "display_name": alias} for alias in aliases)]
     page = {"has_more": False, "first_id": data[0]["id"], "last_id": data[-1]["id"]}
     return json_response({"object": "list", "data": data} | page)
