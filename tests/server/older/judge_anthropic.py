@@ -65,7 +65,7 @@ def errors() -> None:
         sdk.messages.create(**say("x", max_tokens=0))
     assert refused.value.body["error"]["type"] == "invalid_request_error"
     with pytest.raises(anthropic.NotFoundError) as absent:
-        sdk.messages.create(**say("x", model="gpt-9", stream=True))
+        sdk.messages.create(**say("x", model="nobody", stream=True))
     assert absent.value.body["error"]["type"] == "not_found_error"
 
 

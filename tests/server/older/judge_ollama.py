@@ -49,8 +49,8 @@ def tools() -> None:
 
 
 def models() -> None:
-    assert [model.model for model in sdk.list().models][:1] == [MODEL]
-    assert [model.model for model in sdk.ps().models] == [MODEL]
+    assert [model.model for model in sdk.list().models][:1] == [f"{MODEL}:latest"]
+    assert [model.model for model in sdk.ps().models] == [f"{MODEL}:latest"]
     assert sdk.show(MODEL).modelinfo is not None
 
 

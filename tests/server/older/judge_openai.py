@@ -79,7 +79,7 @@ def errors() -> None:
     assert (refused.value.param, refused.value.type) == ("temperature", "invalid_request_error")
     assert refused.value.request_id
     with pytest.raises(openai.NotFoundError) as absent:
-        sdk.chat.completions.create(model="gpt-9", messages=said("x"), stream=True)
+        sdk.chat.completions.create(model="nobody", messages=said("x"), stream=True)
     assert absent.value.code == "model_not_found"
 
 
