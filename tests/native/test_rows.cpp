@@ -121,10 +121,16 @@ void test_gate(const Isa& isa, size_t hidden) {
   }
   isa.kernels->gelu_gate(x.data(), hidden, out.data());
   for (size_t i = 0; i < hidden; ++i) {
+    const double want = x[i] * std::erfc(-double(x[i]) / std::sqrt(2.0)) / 2 * x[hidden + i];
+    const double allowed = 1e-6 * std::fabs(want) + 1e-6 * std::fabs(x[hidden + i]);
+    check(near(out[i], want, allowed), isa.name + " gelu gate of " + std::to_string(hidden));
+  }
+  isa.kernels->gelu_tanh_gate(x.data(), hidden, out.data());
+  for (size_t i = 0; i < hidden; ++i) {
     const double left = x[i], z = std::sqrt(2 / std::acos(-1.0)) * (left + 0.044715 * left * left * left);
     const double want = left / (1 + std::exp(-2 * z)) * x[hidden + i];
     const double allowed = 1e-5 * std::fabs(want) + 1e-30;  // exp makes its argument's error one of its result
-    check(near(out[i], want, allowed), isa.name + " gelu gate of " + std::to_string(hidden));
+    check(near(out[i], want, allowed), isa.name + " tanh's gelu gate of " + std::to_string(hidden));
   }
   isa.kernels->clamped_gate(x.data(), hidden, out.data());
   for (size_t i = 0; i < hidden; ++i) {
