@@ -1,8 +1,9 @@
 """Makes tests/models/formats: tiny checkpoints in each quantized format of safetensors, the logits that transformers
 computes in float32 from the values that they stand for, and a checksum of every weight's values.
 
-Values are those of the format's own package where one can be had (compressed-tensors, mlx, bitsandbytes), and else of
-the definition written here. Needs torch, transformers, safetensors and gguf, as make_goldens.py does, and these three:
+Values are those of the format's own package where one can be had (compressed-tensors, mlx, bitsandbytes, torchao), and
+else of the definition written here. Needs torch, transformers, safetensors and gguf, as make_goldens.py does, and these
+four:
 
     python scripts/make_formats_goldens.py [NAME ...]
 """
@@ -25,6 +26,8 @@ from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from make_goldens import PLAIN, logits, random_model
 from safetensors.torch import save_file
+from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
+from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, IntxWeightOnlyConfig, PerGroup, quantize_
 
 FOLDER = Path(__file__).parents[1] / "tests" / "models" / "formats"
 PROMPT = 24
@@ -124,7 +127,7 @@ def compressed(weight: Weight, format: str, **args: Any) -> Made:
             state["weight_global_scale"] = whole.reshape(1)
             state["weight_scale"] = (largest / 6 * whole).to(torch.float8_e4m3fn).float()
         else:
-            state["weight_scale"] = torch.exp2(torch.floor(torch.log2(largest)) - 2)
+            state["weight_scale"] = torch.exp2(torch.floor(torch.log2(largest)) - (8 if said.num_bits == 8 else 2))
     elif said.symmetric:
         state["weight_scale"] = (parts.abs().amax(-1) / top).bfloat16()
     else:
@@ -134,21 +137,24 @@ def compressed(weight: Weight, format: str, **args: Any) -> Made:
     compressor = BaseCompressor.load_from_registry(format)
     stored = compressor.compress(state, scheme)
     if said.type == "float":
-        return stored, values_of_fp4(stored, compressor, scheme)
+        return stored, values_of_floats(stored, compressor, scheme)
     wide = stored | {"weight_scale": stored["weight_scale"].float()}
     return stored, compressor.decompress(wide, scheme)["weight"].float()
 
 
-def values_of_fp4(stored: Stored, compressor: Any, scheme: QuantizationScheme) -> torch.Tensor:
+def values_of_floats(stored: Stored, compressor: Any, scheme: QuantizationScheme) -> torch.Tensor:
     """The package's are bfloat16; the nearest to ours."""
     whole = stored.get("weight_global_scale")
-    exact = fp4(stored["weight_packed"], scales_of_fp4(stored), None if whole is None else 1 / whole)
+    if "weight" in stored:
+        exact = stored["weight"].float() * scales_of_floats(stored).repeat_interleave(32, 1)
+    else:
+        exact = fp4(stored["weight_packed"], scales_of_floats(stored), None if whole is None else 1 / whole)
     told = compressor.decompress(dict(stored), scheme)["weight"].float()
     assert torch.allclose(exact, told, rtol=2**-7, atol=0)
     return exact
 
 
-def scales_of_fp4(stored: Stored) -> torch.Tensor:
+def scales_of_floats(stored: Stored) -> torch.Tensor:
     scale = stored["weight_scale"]
     return torch.exp2(scale.float() - 127) if scale.dtype == torch.uint8 else scale.float()
 
@@ -177,6 +183,34 @@ def mlx(weight: Weight, bits: int) -> Made:
     told = torch.from_numpy(np.array(mx.dequantize(*wide, group_size=GROUP, bits=bits)))
     codes, *factors = (torch.from_numpy(np.array(part).copy()) for part in wide)
     return {"weight": codes, "scales": factors[0].bfloat16(), "biases": factors[1].bfloat16()}, told
+
+
+def mlx_floats(weight: Weight, mode: str, bits: int, group: int) -> Made:
+    parts = mx.quantize(mx.array(weight.numpy()), group_size=group, bits=bits, mode=mode)
+    told = mx.dequantize(*parts, group_size=group, bits=bits, mode=mode, dtype=mx.float32)
+    codes, scales = (torch.from_numpy(np.array(part).copy()) for part in parts)
+    return {"weight": codes, "scales": scales}, torch.from_numpy(np.array(told))
+
+
+def torchao(weight: Weight, recipe: Any) -> Made:
+    module = torch.nn.Linear(*weight.shape[::-1], bias=False)
+    module.weight.data = weight.clone()
+    quantize_(module, recipe)
+    stored, _ = flatten_tensor_state_dict({"m.weight": module.weight})
+    return {name.removeprefix("m."): tensor for name, tensor in stored.items()}, module.weight.dequantize().float()
+
+
+def torchao_int4(weight: Weight) -> Made:
+    """As its kernels for a GPU read it, which this machine need not have."""
+    parts = groups_of(weight, GROUP)
+    low, high = parts.amin(-1), parts.amax(-1)
+    scale = ((high - low) / 15).bfloat16().float()
+    zero = (low + 8 * scale).bfloat16().float()
+    codes = ((parts - zero[..., None]) / scale[..., None]).round().clamp(-8, 7)
+    numbers = codes.flatten(1).to(torch.int8)
+    stored = {"_weight_qdata": numbers[:, ::2] & 15 | numbers[:, 1::2] << 4}
+    stored |= {"_weight_scale": scale.T.bfloat16(), "_weight_zero_point": zero.T.bfloat16()}
+    return stored, (scale[..., None] * codes + zero[..., None]).flatten(1)
 
 
 def four_bits(weight: Weight, kind: str, nested: bool) -> Made:
@@ -233,6 +267,7 @@ def exl3_number(state: int, kind: str) -> float:
 
 EXL3_FACTORS = {"3inst": 89226354, "mcg": 0xCBAC1FED, "mul1": 0x83DCD12D}
 
+FP8 = {"num_bits": 8, "type": "float", "symmetric": True, "scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
 FP4 = {"num_bits": 4, "type": "float", "symmetric": True}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "damp_percent": 0.01, "sym": True, "desc_act": False}
 ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": GROUP, "sym": True, "data_type": "int", "iters": 200}
@@ -254,6 +289,7 @@ def of_compressed(format: str, **weights: Any) -> tuple[dict[str, Any], Callable
 
 
 INT = {"type": "int", "strategy": "group", "group_size": GROUP}
+BYTES, FOUR_BITS = Int8WeightOnlyConfig(), IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(GROUP))
 Q, K = "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj"
 FORMATS: dict[str, tuple[dict[str, Any], Callable[[str, Weight], Made | None]]] = {
     "awq": (
@@ -282,6 +318,8 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[str, Weight], Made | None]]] 
     "int8-packed": of_compressed("pack-quantized", num_bits=8, symmetric=True, type="int", strategy="channel"),
     "int8": of_compressed("int-quantized", num_bits=8, symmetric=True, type="int", strategy="channel"),
     "mxfp4": of_compressed("mxfp4-pack-quantized", **FP4, strategy="group", group_size=32),
+    "mxfp8": of_compressed("mxfp8-quantized", **FP8, strategy="group", group_size=32),
+    "w4afp8": of_compressed("int-quantized", num_bits=4, symmetric=True, **INT),
     "nvfp4": of_compressed("nvfp4-pack-quantized", **FP4, strategy="tensor_group", group_size=16),
     "modelopt": (
         {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"], "producer": {"name": "modelopt"}},
@@ -294,6 +332,21 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[str, Weight], Made | None]]] 
     "mlx-3-6": (
         {"group_size": GROUP, "bits": 3, "mode": "affine", Q: {"group_size": GROUP, "bits": 6}},
         lambda name, weight: mlx(weight, 6 if name == Q else 3),
+    ),
+    "mlx-floats": (
+        {"group_size": 32, "bits": 4, "mode": "mxfp4"}
+        | {Q: {"group_size": 32, "bits": 8, "mode": "mxfp8"}, K: {"group_size": 16, "bits": 4, "mode": "nvfp4"}},
+        lambda name, weight: mlx_floats(
+            weight, *{Q: ("mxfp8", 8, 32), K: ("nvfp4", 4, 16)}.get(name, ("mxfp4", 4, 32))
+        ),
+    ),
+    "torchao": (
+        {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_data": {}}}},
+        lambda name, weight: torchao(weight, {Q: Float8WeightOnlyConfig(), K: FOUR_BITS}.get(name, BYTES)),
+    ),
+    "torchao-int4": (
+        {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int4WeightOnlyConfig", "_data": {}}}},
+        lambda name, weight: torchao_int4(weight),
     ),
     "nf4": (
         {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
@@ -313,7 +366,7 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[str, Weight], Made | None]]] 
     ),
 }
 WIDER = {"hidden_size": 128, "intermediate_size": 128, "num_key_value_heads": 4}  # EXL3 turns 128 at a time
-MLX = ("mlx", "mlx-3-6")  # quantize embeddings too
+MLX = ("mlx", "mlx-3-6", "mlx-floats")  # quantize embeddings too
 
 
 def without(made: Made, part: str) -> Made:

@@ -208,6 +208,8 @@ def main() -> None:
         check_it_matters(name, seed, tokens, expected)
         shards = {"max_shard_size": "20KB"} if name == SHARDED else {}
         write_gguf(folder / "model.gguf", model)
+        if name == "longrope":
+            write_long_side(folder / "long.npz", model, seed)
         model.bfloat16().save_pretrained(folder, **shards)
         (folder / "generation_config.json").unlink(missing_ok=True)
         np.savez_compressed(folder / "expected.npz", tokens=tokens.astype(np.int32), logits=expected)
@@ -233,6 +235,16 @@ def random_model(name: str, seed: int, **changes: Any) -> PreTrainedModel:
 def logits(model: PreTrainedModel, tokens: np.ndarray) -> np.ndarray:
     with torch.no_grad():
         return model(torch.tensor(tokens)[None]).logits[0].numpy()
+
+
+def write_long_side(path: Path, model: PreTrainedModel, seed: int) -> None:
+    """Writes what transformers computes beyond the original context, where it takes the other factors: the logits of a
+    prompt, and what `generate` makes of its beginning, which crosses the boundary."""
+    tokens = np.random.default_rng(seed + 1).integers(model.config.vocab_size, size=2 * PROMPT)
+    begin = torch.tensor(tokens[None, : PROMPT - 4])
+    made = model.generate(begin, attention_mask=torch.ones_like(begin), max_new_tokens=20, do_sample=False)
+    answer = made[0, PROMPT - 4 :].numpy()
+    np.savez_compressed(path, tokens=tokens.astype(np.int32), logits=logits(model, tokens), answer=answer)
 
 
 def check_it_matters(name: str, seed: int, tokens: np.ndarray, expected: np.ndarray) -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from itertools import product
 from pathlib import Path
 
 import pytest
 
 from penstock.backend.ref import RefBackend
+from penstock.config import configure
+from penstock.engine.build import open_configured
 from penstock.errors import MalformedFile, UnsupportedModel
 from penstock.model.config_reader import ConfigReader
 from penstock.model.load import load_model, open_checkpoint, read_config, read_fields
@@ -193,16 +196,21 @@ def test_phi3_turns_what_it_says():
             read_config(PHI3 | {"partial_rotary_factor": wrong})
 
 
-def test_longrope_ends_where_the_original_context_does(caplog):
+def test_longrope_follows_the_length_that_is_asked_for():
     stretched = {"type": "longrope", "long_factor": [9.0] * 64, "short_factor": [2.0] * 64}
-    spec = read_config(PHI3 | {"rope_scaling": stretched})
-    assert spec.max_len == 4096
-    assert spec.attn.rope.inv_freq[:1] == (0.5,)
-    assert spec.attn.rope.scale == pytest.approx((1 + math.log(8) / math.log(4096)) ** 0.5)
-    assert "the context is 4096, not 32768" in caplog.text
-    for wrong in ([2.0] * 63, [0.0] * 64, ["2"] * 64, 2.0):
-        with pytest.raises(MalformedFile, match="short_factor"):
-            read_config(PHI3 | {"rope_scaling": stretched | {"short_factor": wrong}})
+    original = read_config(PHI3 | {"rope_scaling": stretched})
+    long = original.with_room_for(4097)
+    assert original.with_room_for(4096) is original
+    assert (original.max_len, long.max_len, long.with_room_for(30000)) == (4096, 32768, long)
+    assert (original.attn.rope.inv_freq[0], long.attn.rope.inv_freq[0]) == (1 / 2, 1 / 9)
+    scale = (1 + math.log(8) / math.log(4096)) ** 0.5
+    assert original.attn.rope.scale == long.attn.rope.scale == pytest.approx(scale)
+    assert long.attn.window == original.attn.window == 2047
+    same = read_config(PHI3 | {"rope_scaling": stretched, "max_position_embeddings": 4096})
+    assert (same.long, same.max_len, same.attn.rope.scale) == (None, 4096, 1.0)
+    for key, wrong in product(("short_factor", "long_factor"), ([2.0] * 63, [0.0] * 64, ["2"] * 64, 2.0)):
+        with pytest.raises(MalformedFile, match=key):
+            read_config(PHI3 | {"rope_scaling": stretched | {key: wrong}})
     for change in ({"rope_scaling": stretched | {"attention_scale": 2.0}}, {"rope_scaling": {"type": "dynamic"}}):
         with pytest.raises(UnsupportedModel, match=r"attention_scale|dynamic"):
             read_config(PHI3 | change)
@@ -429,3 +437,10 @@ def test_a_model_that_sees_answers_as_its_text_part(folder_with, floats, golden,
     assert found.spec == alone.spec
     assert found.tensors.keys() == alone.tensors.keys()
     load_model(found, RefBackend())
+
+
+def test_the_log_says_which_factors_longrope_has(goldens, caplog):
+    for max_len, said in ((0, "original one, 48 tokens, with the short factors"), (300, "have the long factors")):
+        caplog.clear()
+        spec = open_configured(configure(goldens / "longrope", {"max_len": max_len})).spec
+        assert (spec.max_len, said in caplog.text) == (512 if max_len else 48, True)

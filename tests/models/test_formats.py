@@ -100,6 +100,11 @@ KEPT = {  # their matrices, in storage blocks that kernels know
     "mxfp4": {"MXFP4"},
     "mlx": {"Q4_1", "MLX of 8 bits", "BF16"},
     "mlx-3-6": {"Q4_1", "MLX of 6 bits"},
+    "mlx-floats": {"MXFP4", "F8_E4M3", "NVFP4"},
+    "mxfp8": {"F8_E4M3"},
+    "w4afp8": {"Q4_0"},
+    "torchao": {"I8", "torchao's int8", "F8_E4M3"},
+    "torchao-int4": {"Q4_1"},
     "nvfp4": {"NVFP4"},
     "modelopt": {"NVFP4"},
     "nf4": {"NF4"},
@@ -215,7 +220,13 @@ def weights(**change: Any) -> Change:
         ("mxfp4", weights(type="float", group_size=64), UnsupportedModel, "group_size = 64"),
         ("modelopt", {"quant_algo": "W4A8_AWQ"}, UnsupportedModel, "quant_algo = 'W4A8_AWQ'.*supported: NVFP4, FP8"),
         ("modelopt", {"group_size": 32}, UnsupportedModel, "group_size = 32"),
-        ("mlx", {"mode": "mxfp4"}, UnsupportedModel, "mode = 'mxfp4'.*supported: affine"),
+        ("mlx", {"mode": "nf4"}, UnsupportedModel, "mode = 'nf4'.*supported: affine, mxfp4"),
+        ("mlx", {"mode": "mxfp4"}, MalformedFile, "must not have biases"),
+        ("mlx-floats", {"mode": "affine"}, MalformedFile, "lacks biases"),
+        ("mlx-floats", {"bits": 8}, UnsupportedModel, "bits = 8"),
+        ("mlx-floats", {"group_size": 64}, UnsupportedModel, "group_size = 64"),
+        ("mxfp8", weights(type="float", num_bits=4), UnsupportedModel, "num_bits = 4"),
+        ("torchao", {"smooth": 1}, UnsupportedModel, "smooth = 1"),
         ("mlx", {"bits": 7}, UnsupportedModel, "bits = 7"),
         ("nf4", {"llm_int8_has_fp16_weight": True}, UnsupportedModel, "has_fp16_weight"),
         ("nf4", {"bnb_4bit_quant_storage": "bfloat16"}, UnsupportedModel, "quant_storage = 'bfloat16'"),
@@ -224,6 +235,12 @@ def weights(**change: Any) -> Change:
 def test_refused_configs(changed: Any, kind: str, change: Change, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         open_checkpoint(changed(kind, change))
+
+
+def test_numbers_in_bytes_have_the_bits_that_the_config_says(changed: Any) -> None:
+    tensor = open_checkpoint(changed("w4afp8", weights(num_bits=2))).tensors["layers.0.q"]
+    with pytest.raises(MalformedFile, match="need more than 2 bits"):
+        dequantize(tensor)
 
 
 Q = "model.layers.0.self_attn.q_proj"
@@ -258,6 +275,9 @@ def shaped(name: str, *shape: int) -> Callable[[dict[str, Tensor]], Any]:
         ("nf4", without("weight.nested_quant_map"), "nested_quant_map, which says how, is missing"),
         ("nf4", shaped("weight.absmax", 8, 8), "absmax' has shape"),
         ("bytes", without("SCB", "weight_format"), "stored as I8; config.json does not say"),
+        ("torchao", without("_weight_scale"), "lacks .*_weight_scale"),
+        ("torchao-int4", shaped("_weight_scale", 64, 2), "_weight_scale' has shape"),
+        ("torchao-int4", shaped("_weight_qdata", 4, 4, 8, 16), "of shape .*packed for one kind of GPU"),
         ("bytes", shaped("SCB", 8, 8), "SCB' has shape"),
     ],
 )

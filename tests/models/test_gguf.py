@@ -11,8 +11,9 @@ from gguf import GGMLQuantizationType, GGUFValueType
 
 from penstock.model.dequantize import LAYOUTS, VALUES, dequantize, layout_of
 from penstock.model.gguf import iquants
+from penstock.model.gguf.few_levels import as_q4_0
 from penstock.model.gguf.reader import read_gguf
-from penstock.model.tensor import FORMATS, INTEGERS, Tensor
+from penstock.model.tensor import FEW_LEVELS, FORMATS, INTEGERS, Format, Tensor
 
 ARRAYS = {
     "words": ["a", "", "Grüße", "日本", "long" * 100, ""],
@@ -92,6 +93,29 @@ def test_dequantized_as_the_gguf_package_does(format):
     got = dequantize(Tensor("x", FORMATS[format], shape, data.reshape(-1)))
     assert got.dtype == np.float32
     assert np.array_equal(got.view(np.uint32), wanted.view(np.uint32))
+
+
+def random_few_levels(format: Format, rows: int) -> np.ndarray:
+    """Random codes with scales that are numbers: [rows, 2 blocks, bytes]."""
+    rng = np.random.default_rng(format.values)
+    blocks = rng.integers(256, size=(rows, 2, format.bytes), dtype=np.uint8)
+    blocks[..., :2] = rng.normal(size=(rows, 2, 1)).astype("<f2").view(np.uint8)
+    return blocks
+
+
+@pytest.mark.parametrize("name", FEW_LEVELS)
+@pytest.mark.parametrize("shape", [(6,), (2, 3)], ids=["matrix", "experts"])
+def test_one_and_two_bits_become_q4_0(name, shape):
+    """The values are those of llama.cpp's definition: code j lies at the lowest free bits of byte j * bits // 8."""
+    format = FEW_LEVELS[name]
+    blocks, bits = random_few_levels(format, rows=6), format.bytes * 8 // format.values
+    tensor = as_q4_0(Tensor("x", format, (*shape, 2 * format.values), blocks.reshape(-1)))
+    scale = blocks[..., :2].copy().view("<f2").astype(np.float32)
+    place = np.arange(format.values) * bits
+    codes = blocks[..., 2 + place // 8] >> (place % 8).astype(np.uint8) & (1 << bits) - 1
+    wanted = scale * (codes.astype(np.float32) - 1 if bits == 2 else 2 * codes.astype(np.float32) - 1)
+    assert tensor.format == FORMATS["Q4_0"]
+    assert np.array_equal(dequantize(tensor), wanted.reshape(tensor.shape))
 
 
 def test_every_format_has_its_layout():

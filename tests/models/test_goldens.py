@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from penstock.backend.batches import Chunk, greedy_batch
+from penstock.backend.cpu import CpuBackend
 from penstock.backend.ref import RefBackend
 from penstock.backend.ref.random_steps import blocks_for, random_steps
 from penstock.model.load import load_model, open_checkpoint
@@ -124,3 +126,20 @@ def test_bytes_are_those_of_the_cache(backend, folder):
     spec = open_checkpoint(folder).spec
     assert backend.memory_needs().kv_bytes_per_token == 4 * spec.kv_layers * spec.attn.kv_values
     assert backend.memory_needs().state_bytes == spec.state_bytes
+
+
+@pytest.mark.parametrize("path", ["longrope", "longrope/model.gguf"])
+@pytest.mark.parametrize("make", [RefBackend, partial(CpuBackend, 2, kv="f32")], ids=["ref", "cpu"])
+def test_beyond_the_original_context_all_positions_have_the_long_factors(path, make):
+    """The prompt in chunks, and an answer that crosses the boundary, where transformers computes its cache again."""
+    with np.load(GOLDENS / "longrope" / "long.npz") as file:
+        tokens, logits, answer = file["tokens"].tolist(), file["logits"], file["answer"]
+    backend = make()
+    backend.load(load_model(open_checkpoint(GOLDENS / path, max_len=len(tokens)), backend))
+    backend.reserve_kv(2 * len(tokens), BLOCK_SIZE, SLOTS)
+    for chunks in random_steps(np.random.default_rng(1), [tokens], BLOCK_SIZE):
+        wanted = np.concatenate([logits[chunk.start : chunk.start + len(chunk.tokens)] for chunk in chunks])
+        assert np.abs(backend.logits(greedy_batch(chunks)) - wanted).max() < TOLERANCE
+    known = [*tokens[: 48 - 4], *answer.tolist()]
+    got = backend.logits(greedy_batch([Chunk(known, 0, range(30))])).argmax(-1)
+    assert got[48:-1].tolist() == answer[5:].tolist()

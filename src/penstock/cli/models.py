@@ -95,7 +95,7 @@ def _describe(path: Path, engine: dict[str, Any]) -> dict[str, Any]:
     from penstock.store import size_of
 
     config = configure(path, engine)
-    checkpoint = open_checkpoint(path, config.config, config.strict_config)
+    checkpoint = open_checkpoint(path, config.config, config.strict_config, config.max_len)
     spec = checkpoint.spec
     formats: Counter[str] = Counter()
     for tensor in checkpoint.tensors.values():
@@ -106,6 +106,7 @@ def _describe(path: Path, engine: dict[str, Any]) -> dict[str, Any]:
         "parameters": formats.total(),
         "formats": dict(formats.most_common()),
         "context_length": spec.max_len,
+        **({"long_context_length": spec.long.max_len} if spec.long else {}),
         "vocabulary": spec.vocab,
         "layers": spec.layers,
         "width": spec.dim,

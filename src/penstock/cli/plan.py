@@ -38,7 +38,7 @@ def plan(
     from penstock.planning.forecast import make_forecasts
 
     config = configure(path, engine)
-    checkpoint = open_checkpoint(path, config.config, config.strict_config)
+    checkpoint = open_checkpoint(path, config.config, config.strict_config, config.max_len)
     found, *others = make_forecasts(config, checkpoint, prompt, machine_profile)
     if json:
         print_json(_to_json(found) | {"quantized": {other.quantize: _to_json(other) for other in others}})

@@ -17,6 +17,7 @@ from penstock.engine.grammar import Grammars
 from penstock.errors import OutOfMemory
 from penstock.model.classifier import limits_of_labels
 from penstock.model.load import Checkpoint, load_model, load_text, open_checkpoint, unknown_line
+from penstock.model.spec import ModelSpec
 from penstock.planning.memory_plan import all_states, gigabytes, plan_memory
 from penstock.types import Limits, blocks_for
 
@@ -50,13 +51,28 @@ def open_engine(config: Config, tell: Tell = silent) -> Engine:
 
 
 def open_configured(config: Config) -> Checkpoint:
-    """Opens the model of a config. Fields of its config.json that nothing is known of are logged."""
-    checkpoint = open_checkpoint(Path(config.model), config.config, config.strict_config)
-    if checkpoint.unknown:
+    """Opens the model of a config. Fields of its config.json that nothing is known of are logged, and which of its two
+    RoPEs a model with LongRoPE gets."""
+    checkpoint = open_checkpoint(Path(config.model), config.config, config.strict_config, config.max_len)
+    lines = [unknown_line(checkpoint.unknown)] if checkpoint.unknown else []
+    if checkpoint.spec.long:
+        lines.append(long_context_line(checkpoint.spec, checkpoint.spec.long.max_len))
+    if lines:
         import logging  # takes longer than reading the rest
 
-        logging.getLogger(__name__).warning(unknown_line(checkpoint.unknown))
+        for line in lines:
+            logging.getLogger(__name__).warning(line)
     return checkpoint
+
+
+def long_context_line(spec: ModelSpec, longest: int) -> str:
+    """Returns a line that says which factors a model with LongRoPE is computed with, and what would change that."""
+    if spec.max_len == longest:
+        return "longrope: all positions have the long factors, because max_len is beyond the model's original context"
+    return (
+        f"longrope: the context is the original one, {spec.max_len} tokens, with the short factors; "
+        f"a larger --max-len, up to {longest}, gives all positions the long ones"
+    )
 
 
 def build_engine(config: Config, checkpoint: Checkpoint, tell: Tell = silent) -> Engine:

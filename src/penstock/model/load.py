@@ -69,12 +69,14 @@ class Checkpoint:
         return self.spec.max_len if self.spec.encoder else 0
 
 
-def open_checkpoint(path: Path, changes: Sequence[str] = (), strict: bool = False) -> Checkpoint:
+def open_checkpoint(path: Path, changes: Sequence[str] = (), strict: bool = False, max_len: int = 0) -> Checkpoint:
     """Opens a GGUF file, or a folder with config.json and safetensors. `changes` are KEY=VALUE that replace fields of
-    config.json; `strict` refuses fields that nothing is known of."""
+    config.json; `strict` refuses fields that nothing is known of. `max_len` is how long sequences may be, if the caller
+    says so: some models have another RoPE for a longer context."""
     if changes and not path.is_dir():
         raise ConfigError(f"--config changes the config.json of a folder; {path.name} is a file, which has none")
     checkpoint = open_folder(path, changes, strict) if path.is_dir() else open_gguf(path)
+    checkpoint = replace(checkpoint, spec=checkpoint.spec.with_room_for(max_len))
     check_heads(checkpoint.spec)
     check_experts(checkpoint.spec)
     check_delta(checkpoint.spec)

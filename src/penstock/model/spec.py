@@ -17,6 +17,15 @@ class RopeSpec:
     scale: float = 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class LongContext:
+    """Describes a context beyond the original one (LongRoPE): how long it is, and the RoPE that all positions of it
+    have."""
+
+    max_len: int
+    rope: RopeSpec
+
+
 ATTENTION_VECTORS = ("sinks",)  # options of attention that come with a vector of that name, one number per head
 SHAPES = ("heads", "kv_heads", "head_dim", "v_dim")
 COMPUTED_AROUND = ("rope", "multiplier", "qk_norm", "output_gate")  # kernels get the results, or other ops compute them
@@ -209,6 +218,7 @@ class ModelSpec:
     classifier: ClassifierSpec | None = None
     segments: int = 1  # kinds of tokens that a pair of texts has: of the first and of the second
     generates: bool = True  # the checkpoint has an output head, or ties it to its embeddings
+    long: LongContext | None = None  # what the model becomes if sequences may be longer than `max_len`
 
     @property
     def encoder(self) -> bool:
@@ -263,6 +273,13 @@ class ModelSpec:
     def attention(self, layer: int) -> AttentionSpec:
         """Returns the attention of a layer."""
         return self.layer_attn[layer] if self.layer_attn else self.attn
+
+    def with_room_for(self, max_len: int) -> ModelSpec:
+        """Returns this spec, or that of its long context if sequences of `max_len` tokens need it."""
+        if self.long is None or max_len <= self.max_len:
+            return self
+        layers = [replace(self.attention(layer), rope=self.long.rope) for layer in range(self.layers)]
+        return replace(self, max_len=self.long.max_len).with_attention(layers)
 
     def with_attention(self, layers: Sequence[AttentionSpec]) -> ModelSpec:
         """Returns this spec with the given attention in each layer."""

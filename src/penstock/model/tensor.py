@@ -56,6 +56,9 @@ FORMATS = {
 }
 
 
+# formats that are read as Q4_0, which holds the same values: gguf/few_levels.py
+FEW_LEVELS = {name: Format(name, values, 18) for name, values in (("Q1_0", 128), ("Q2_0", 64))}
+
 # formats that only short vectors of GGUF files have; they are read as F32
 VECTORS_ONLY = {
     name: Format(name, 1, size) for name, size in (("F64", 8), ("I8", 1), ("I16", 2), ("I32", 4), ("I64", 8))

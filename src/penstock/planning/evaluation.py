@@ -77,7 +77,8 @@ class Scorer:
     """Runs a model on windows of one length."""
 
     def __init__(self, config: Config, context: int = CONTEXT) -> None:
-        checkpoint = open_checkpoint(Path(config.model), config.config, config.strict_config)
+        longest = max(config.max_len, context)
+        checkpoint = open_checkpoint(Path(config.model), config.config, config.strict_config, longest)
         config = resolve_defaults(config, checkpoint.float8, checkpoint.whole)
         self.at_once = WINDOWS_PER_STEP.get(config.device, 1)
         self.vocab = checkpoint.spec.vocab
@@ -126,7 +127,7 @@ def windows_of(
 ) -> list[Ints]:
     """Returns at most `tokens` tokens of the text, cut into windows. Each window begins with BOS if the model uses
     it. `changes`: see `open_checkpoint`."""
-    checkpoint = open_checkpoint(path, changes)
+    checkpoint = open_checkpoint(path, changes, max_len=context)
     if checkpoint.spec.encoder:
         raise UnsupportedModel("this model is an encoder, which predicts no tokens: it has no perplexity")
     if not checkpoint.spec.generates:

@@ -19,6 +19,7 @@ STORED_BITS = {
     "IQ3_S": 4.3125, "TQ1_0": 4.3125, "TQ2_0": 4.3125, "F8_E4M3": 8.0,
 }  # fmt: skip
 QUANTIZED_BITS = {"fp8": 8.0, "int4": 4.5}  # the same for what plain weights become at load
+FP8_COLUMNS = 128  # that share a scale, in kernels that read FP8
 PACKING_OVERHEAD = 1.02  # scales of rows, and matrices rounded up to whole tiles
 
 
@@ -40,6 +41,9 @@ def stored_as(tensor: Tensor, quantize: str, has_fp8: bool = True) -> StoredAs:
     tensor = as_q8_0(tensor) or tensor
     name = tensor.format.name
     widened = tensor.role in MLA or (name == "F8_E4M3" and not has_fp8)
+    if tensor.scales is not None and name == "F8_E4M3":
+        columns = tensor.scales.columns
+        widened |= columns < tensor.shape[1] and columns % FP8_COLUMNS != 0
     widened |= tensor.role in EXPERTS and (name == "F8_E4M3" or tensor.scales is not None)
     if name in STORED_BITS and not widened:
         return StoredAs(name, STORED_BITS[name])

@@ -1,4 +1,6 @@
-"""Reads and builds BERT-shaped encoders, which make embeddings: BERT, RoBERTa, XLM-RoBERTa."""
+"""Reads and builds BERT, RoBERTa and XLM-RoBERTa, which make embeddings (MiniLM, BGE, E5, LaBSE): attention that is not
+causal, layer norms after attention and MLP, and learned positions.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Reads GLM-4 of 2024: Llama with biases for q, k and v, gate and up in one tensor, and a RoPE that rotates
-neighbouring pairs in a part of a head.
+"""Reads GLM-4 (9B of 2024) and GLM-Edge: Llama with biases for q, k and v, gate and up in one tensor, and a RoPE that
+rotates neighbouring pairs in a part of a head.
 """
 
 from __future__ import annotations

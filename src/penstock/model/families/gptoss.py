@@ -1,4 +1,6 @@
-"""Reads gpt-oss: attention sinks, windows in every other layer, biases everywhere, and experts with clamped gates."""
+"""Reads gpt-oss: attention sinks, windows in every other layer, biases everywhere, and experts with clamped gates,
+which stay in MXFP4.
+"""
 
 from __future__ import annotations
 

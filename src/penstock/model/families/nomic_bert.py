@@ -1,4 +1,6 @@
-"""Reads and builds Nomic's BERT: RoPE in place of learned positions, gated MLPs, and no biases but those of norms."""
+"""Reads and builds Nomic's BERT, which makes embeddings (nomic-embed-text v1 and v1.5): RoPE in place of learned
+positions, gated MLPs, and no biases but those of norms.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Reads Qwen3.5, dense or with experts: Qwen3-Next with a tensor for each projection. The vision tower is left out."""
+"""Reads Qwen3.5 and Qwen3.6, dense or with experts: Qwen3-Next with a tensor for each projection. The vision tower and
+layers that predict further tokens (MTP) are left out.
+"""
 
 from __future__ import annotations
 

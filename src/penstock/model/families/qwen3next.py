@@ -1,4 +1,6 @@
-"""Reads Qwen3-Next: delta nets, gated attention in every fourth layer, and experts with a gated shared one."""
+"""Reads Qwen3-Next: gated delta nets, whose state has one size whatever the context, gated attention in every fourth
+layer, and experts with a gated shared one. Layers that predict further tokens (MTP) are left out.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Reads StarCoder2: GPT-2 with RoPE in place of learned positions, grouped-query attention and windows."""
+"""Reads StarCoder2: GPT-2 with RoPE in place of learned positions, grouped-query attention and windows, which GGUF
+files do not mention.
+"""
 
 from __future__ import annotations
 

@@ -31,6 +31,7 @@ METHODS = {  # what quant_method calls a format: its file
     "modelopt_fp4": "modelopt",
     "exl3": "exl3",
     "mxfp4": "mxfp4",
+    "torchao": "torchao",
 }
 
 

@@ -7,10 +7,10 @@ from functools import partial
 
 import numpy as np
 
-from penstock.errors import UnsupportedModel
+from penstock.errors import MalformedFile, UnsupportedModel
 from penstock.model.config_reader import ConfigReader
 from penstock.model.formats.bits import unpack, unpack_range
-from penstock.model.formats.fp4 import mxfp4, nvfp4
+from penstock.model.formats.fp4 import mxfp4, mxfp8, nvfp4
 from penstock.model.formats.fp8_checkpoint import Fp8Scheme
 from penstock.model.formats.gptq import check_places, group_size, places_of
 from penstock.model.formats.grouped import Array, Factors, Grouped, plain_values
@@ -18,7 +18,8 @@ from penstock.model.formats.modules import ModuleScheme, ModuleTensors, Scheme, 
 from penstock.model.tensor import Tensor
 
 FP8 = "float-quantized"
-FORMATS = (FP8, "int-quantized", "pack-quantized", "mxfp4-pack-quantized", "nvfp4-pack-quantized")
+MXFP8 = "mxfp8-quantized"
+FORMATS = (FP8, "int-quantized", "pack-quantized", "mxfp4-pack-quantized", MXFP8, "nvfp4-pack-quantized")
 UNUSED = ("input_scale", "input_zero_point", "input_global_scale", "q_scale", "k_scale", "v_scale")
 BITS = (2, 4, 8)
 KEYS = {
@@ -96,30 +97,39 @@ def scales_of(scale: Tensor, first: int, last: int) -> Array:
     return plain_values(scale, slice(first, last))
 
 
-def int8_weight(module: str, tensors: ModuleTensors) -> Tensor:
-    """Returns a weight of 8-bit whole numbers."""
+def int_weight(bits: int, configured: int, module: str, tensors: ModuleTensors) -> Tensor:
+    """Returns a weight of whole numbers that take a byte each, however few bits they have. `configured`: the group size
+    that the config says."""
     stored, scale, zero = tensors["weight"], tensors["weight_scale"], tensors.get("weight_zero_point")
-    numbers = integers(stored, "I8").view(np.uint8)
+    numbers, half = integers(stored, "I8").view(np.uint8), 1 << bits - 1
     rows, width = matrix_shape(stored)
     groups = check_scale(scale, rows)
-    zeros: Array = np.int16(128)
+    zeros: Array = np.int16(half)
     if zero is not None:
         check_shape(zero, scale.shape)
         zeros = zeros + np.broadcast_to(integers(zero, "I8").reshape(-1, groups), (rows, groups))
 
     def codes(first: int, last: int) -> Array:
-        return numbers[first:last] ^ np.uint8(128)
+        found = numbers[first:last] + np.uint8(half)
+        if found.size and found.max() >= 2 * half:
+            raise MalformedFile(f"tensor {stored.name!r} holds numbers that need more than {bits} bits")
+        return found
 
     def factors(first: int, last: int) -> Factors:
         return Factors(scales_of(scale, first, last), zeros[first:last] if zeros.ndim else zeros)
 
-    group = group_size(module, 0, width, groups)
-    return Grouped(stored.name, "int-quantized", (rows, width), 8, group, codes, factors).tensor()
+    group = group_size(module, configured, width, groups)
+    return Grouped(stored.name, "int-quantized", (rows, width), bits, group, codes, factors).tensor()
 
 
 def mxfp4_weight(module: str, tensors: ModuleTensors) -> Tensor:
     """Returns an MXFP4 weight."""
     return mxfp4(tensors["weight_packed"], tensors["weight_scale"])
+
+
+def mxfp8_weight(module: str, tensors: ModuleTensors) -> Tensor:
+    """Returns an MXFP8 weight."""
+    return mxfp8(tensors["weight"], tensors["weight_scale"])
 
 
 def nvfp4_weight(module: str, tensors: ModuleTensors) -> Tensor:
@@ -129,9 +139,7 @@ def nvfp4_weight(module: str, tensors: ModuleTensors) -> Tensor:
 
 
 SCHEMES = {
-    "int-quantized": ModuleScheme(
-        int8_weight, "weight_scale", ("weight", "weight_scale"), optional=("weight_zero_point",), unused=UNUSED
-    ),
+    MXFP8: ModuleScheme(mxfp8_weight, "weight_scale", ("weight", "weight_scale"), unused=UNUSED),
     "mxfp4-pack-quantized": ModuleScheme(
         mxfp4_weight, "weight_packed", ("weight_packed", "weight_scale"), unused=UNUSED
     ),
@@ -152,6 +160,17 @@ def packed_scheme(bits: int, group: int) -> Scheme:
     )
 
 
+def int_scheme(bits: int, group: int) -> Scheme:
+    """Returns the scheme of whole numbers that take a byte each; a group of 0 columns means all of them."""
+    return ModuleScheme(
+        partial(int_weight, bits, group),
+        "weight_scale",
+        ("weight", "weight_scale"),
+        optional=("weight_zero_point",),
+        unused=UNUSED,
+    )
+
+
 def read(config: ConfigReader) -> Scheme:
     """Reads the quantization_config of compressed-tensors."""
     config.require("format", FORMATS)
@@ -166,7 +185,9 @@ def read(config: ConfigReader) -> Scheme:
     sizes = found.pop()
     if format == FP8:
         return Fp8Scheme(sizes or None)
-    return SCHEMES[format] if format in SCHEMES else packed_scheme(*sizes)
+    if format in SCHEMES:
+        return SCHEMES[format]
+    return int_scheme(*sizes) if format == "int-quantized" else packed_scheme(*sizes)
 
 
 def read_group(group: ConfigReader, format: str) -> tuple[int, ...]:
@@ -178,14 +199,14 @@ def read_group(group: ConfigReader, format: str) -> tuple[int, ...]:
     weights.refuse_others(WEIGHT_KEYS)
     if format == FP8:
         return read_fp8_weights(weights)
-    if "fp4" in format:
+    if "fp" in format:
         weights.require("type", ("float",))
-        weights.require("num_bits", (4,))
+        weights.require("num_bits", (8,) if format == MXFP8 else (4,))
         weights.require("group_size", (32,) if format.startswith("mx") else (16,))
         weights.require("symmetric", (True,), True)
-        return 4, weights.size("group_size")
+        return weights.size("num_bits"), weights.size("group_size")
     weights.require("type", ("int",), "int")
-    weights.require("num_bits", (8,) if format == "int-quantized" else BITS)
+    weights.require("num_bits", BITS)
     weights.require("strategy", ("tensor", "channel", "group"))
     grouped = weights.text("strategy") == "group"
     return weights.size("num_bits"), weights.size("group_size") if grouped else 0

@@ -1,7 +1,9 @@
-"""Turns floats of 4 bits, two in a byte, with a scale for 32 or 16 of them, into storage blocks."""
+"""Turns floats of 4 bits, two in a byte, with a scale for 32 or 16 of them, into storage blocks. Floats of 8 bits keep
+their codes."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +20,7 @@ from penstock.model.tensor import FORMATS, Bytes, Format, Scales, Tensor
 
 NVFP4_GROUP, NVFP4_BLOCK = 16, 64
 NAN = 0x7F  # in e4m3; greater codes have a sign
+E8M0_BIAS = 127  # the code above twice the bias is NaN
 
 
 def mxfp4(packed: Tensor, scale: Tensor) -> Tensor:
@@ -35,6 +38,17 @@ def mxfp4(packed: Tensor, scale: Tensor) -> Tensor:
         return out.reshape(-1).view(np.uint8)
 
     return Tensor(packed.name, FORMATS["MXFP4"], (rows, width), make)
+
+
+def mxfp8(codes: Tensor, scale: Tensor) -> Tensor:
+    """Returns an MXFP8 weight: F8_E4M3 with a power of two for each run of 32 columns."""
+    rows, width = matrix_shape(codes)
+    check_shape(scale, (rows, width // BLOCK))
+    if codes.format.name != "F8_E4M3" or width % BLOCK:
+        raise MalformedFile(f"tensor {codes.name!r} must be F8_E4M3, with rows of whole runs of {BLOCK} values")
+    powers = integers(scale, "U8", "F8_E8M0").astype(np.int32) - E8M0_BIAS
+    factors = np.where(powers > E8M0_BIAS, np.float32(np.nan), np.ldexp(np.float32(1), powers))
+    return replace(codes, scales=Scales(factors.astype(np.float32), 1, BLOCK))
 
 
 def nvfp4(packed: Tensor, scale: Tensor, whole: Floats) -> Tensor:

@@ -1,25 +1,63 @@
-"""Reads MLX: the codes of a row are one stream of bits, and each group has a scale and a minimum (`biases`)."""
+"""Reads MLX: the codes of a row are one stream of bits, and each group has a scale and a minimum (`biases`), or, in the
+modes with floats of 4 or 8 bits, a scale of 8 bits alone."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
 from penstock.errors import MalformedFile
 from penstock.model.config_reader import ConfigReader
 from penstock.model.formats.bits import unpack
+from penstock.model.formats.fp4 import mxfp4, mxfp8, nvfp4
 from penstock.model.formats.grouped import Factors, Grouped, plain_values
 from penstock.model.formats.modules import ModuleScheme, ModuleTensors, Scheme, check_shape, integers, matrix_shape
-from penstock.model.tensor import Tensor
+from penstock.model.tensor import FP8, INTEGERS, Tensor
 
 BITS = (2, 3, 4, 5, 6, 8)
+AFFINE = "affine"
+
+
+class MlxModule(NamedTuple):
+    """Says how the weight of a module is stored."""
+
+    mode: str
+    bits: int
+    group: int  # columns that share a scale
+
+
+FLOATS = {mode: MlxModule(mode, *sizes) for mode, sizes in (("mxfp4", (4, 32)), ("mxfp8", (8, 32)), ("nvfp4", (4, 16)))}
 
 
 def weight(config: ConfigReader, module: str, tensors: ModuleTensors) -> Tensor:
     """Returns the weight of a module."""
+    own = read_module(config, module)
+    biased = own.mode == AFFINE
+    if biased != ("biases" in tensors):
+        raise MalformedFile(f"module {module!r} of mode {own.mode} {'lacks' if biased else 'must not have'} biases")
+    return affine(own, tensors) if biased else floats(own, tensors["weight"], tensors["scales"])
+
+
+def floats(own: MlxModule, words: Tensor, scales: Tensor) -> Tensor:
+    """Returns a weight of floats, whose codes lie in the words as bytes, two in each for 4 bits."""
+    rows, each = matrix_shape(words)
+    integers(words, "U32")
+    integers(scales, "U8")
+    codes = replace(words, format=INTEGERS["U8"], shape=(rows, 4 * each))
+    if own.mode == "mxfp4":
+        return mxfp4(codes, scales)
+    if own.mode == "mxfp8":
+        return mxfp8(replace(codes, format=FP8["F8_E4M3"]), scales)
+    return nvfp4(codes, replace(scales, format=FP8["F8_E4M3"]), np.ones(1, np.float32))
+
+
+def affine(own: MlxModule, tensors: ModuleTensors) -> Tensor:
+    """Returns a weight of whole numbers with minima."""
     words, scales, minima = tensors["weight"], tensors["scales"], tensors["biases"]
-    bits, group = read_sizes(config, module)
+    bits, group = own.bits, own.group
     rows, each = matrix_shape(words)
     width = each * 32 // bits
     if each * 32 % bits or width % group:
@@ -45,12 +83,15 @@ def weight(config: ConfigReader, module: str, tensors: ModuleTensors) -> Tensor:
     ).tensor()
 
 
-def read_sizes(config: ConfigReader, module: str) -> tuple[int, int]:
-    """Returns the bits and the group size of a module: its own, or those of all."""
+def read_module(config: ConfigReader, module: str) -> MlxModule:
+    """Returns how a module is stored: as its own table says, or as all are."""
     own = config.table(module) if module in config else config
-    own.require("bits", BITS)
-    own.require("mode", ("affine",), "affine")
-    return own.size("bits"), own.size("group_size")
+    own.require("mode", (AFFINE, *FLOATS), AFFINE)
+    mode = own.text("mode", AFFINE)
+    own.require("bits", (FLOATS[mode].bits,) if mode in FLOATS else BITS)
+    if mode in FLOATS:
+        own.require("group_size", (FLOATS[mode].group,))
+    return MlxModule(mode, own.size("bits"), own.size("group_size"))
 
 
 def is_module(name: str) -> bool:
@@ -60,6 +101,6 @@ def is_module(name: str) -> bool:
 
 def read(config: ConfigReader) -> Scheme:
     """Reads the quantization config of MLX."""
-    read_sizes(config, "")
+    read_module(config, "")
     config.refuse_others({"bits", "group_size", "mode", *(name for name in config.names() if is_module(name))})
-    return ModuleScheme(partial(weight, config), marker="scales", needed=("weight", "scales", "biases"))
+    return ModuleScheme(partial(weight, config), marker="scales", needed=("weight", "scales"), optional=("biases",))

@@ -109,7 +109,7 @@ def decoder_keys(spec: ModelSpec) -> Keys:
     attn = global_attention(spec)
     return {
         "block_count": spec.layers,
-        "context_length": spec.max_len,
+        "context_length": spec.long.max_len if spec.long else spec.max_len,
         "embedding_length": spec.dim,
         "feed_forward_length": spec.hidden,
         "vocab_size": spec.vocab,

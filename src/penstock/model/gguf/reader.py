@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from penstock.errors import MalformedFile, UnsupportedModel
 from penstock.model.open_files import map_file
-from penstock.model.tensor import FORMATS, VECTORS_ONLY, Format, Tensor
+from penstock.model.tensor import FEW_LEVELS, FORMATS, VECTORS_ONLY, Format, Tensor
 
 # the formats' numbers in the file; those that FORMATS does not list are known by name only
 KINDS = {
@@ -31,7 +31,7 @@ KINDS = {
     12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
     20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",
     29: "IQ1_M", 30: "BF16", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4",
-    41: "Q1_0",
+    41: "Q1_0", 42: "Q2_0",
 }  # fmt: skip
 
 NUMBERS = {
@@ -297,9 +297,10 @@ def read_entry(cursor: Cursor) -> TensorEntry:
     shape = tuple(cursor.number(U64) for _ in range(dims))[::-1]
     kind = cursor.number(U32)
     stored_as = KINDS.get(kind, "")
-    format = FORMATS.get(stored_as) or (VECTORS_ONLY.get(stored_as) if dims == 1 else None)
+    matrices = FORMATS | FEW_LEVELS
+    format = matrices.get(stored_as) or (VECTORS_ONLY.get(stored_as) if dims == 1 else None)
     if format is None:
-        known = ", ".join(FORMATS)
+        known = ", ".join(matrices)
         raise UnsupportedModel(f"tensor {name!r} is stored as {KINDS.get(kind, f'type {kind}')}; supported: {known}")
     if 0 in shape or shape[-1] % format.values:
         raise MalformedFile(
@@ -325,8 +326,17 @@ def cut_tensors(entries: list[TensorEntry], cursor: Cursor, align: int) -> dict[
             )
         end = offset + entry.size
         tensor = Tensor(name, format, shape, data[base + offset : base + end])
-        tensors[name] = widened(tensor) if format.name in VECTORS_ONLY else tensor
+        tensors[name] = readable(tensor)
     return tensors
+
+
+def readable(tensor: Tensor) -> Tensor:
+    """Returns a tensor in a format that the rest of the engine knows."""
+    if tensor.format.name in FEW_LEVELS:
+        from penstock.model.gguf.few_levels import as_q4_0  # few files need it
+
+        return as_q4_0(tensor)
+    return widened(tensor) if tensor.format.name in VECTORS_ONLY else tensor
 
 
 def widened(vector: Tensor) -> Tensor:
