@@ -37,26 +37,14 @@ def read_hf(config: ConfigReader) -> ModelSpec:
 
 
 def read_text(config: ConfigReader) -> ModelSpec:
-    far, near = read_ropes(config)
+    both = config_hf.read_two_ropes(config, LOCAL_THETA)
+    far, near = both or (None, config.number("rope_local_base_freq", LOCAL_THETA, least=1.001))
     spec = config_hf.read_decoder(config, "gemma3", tied=True, theta=THETA, act_key="hidden_activation", scaling=far)
     spec = gemma2.read_rest(config, gemma2.scaled(spec))
     caps = (config.number_or_null(key, 0.0) for key in gemma2.CAPS)
     period = config.size("sliding_window_pattern", config.size("_sliding_window_pattern", PERIOD))
     sliding = config_hf.read_sliding(config, all_but_each(period, spec.layers))
     return in_layers(gemma2.capped(spec, *caps), sliding, config.size("sliding_window", 4096), near)
-
-
-def read_ropes(config: ConfigReader) -> tuple[ConfigReader | None, float]:
-    """Returns the config of the RoPE of layers that see everything, if it is not in the usual place, and the base
-    frequency of the other layers' RoPE."""
-    both = config.table("rope_parameters")
-    if "full_attention" not in both:
-        return None, config.number("rope_local_base_freq", LOCAL_THETA, least=1.001)
-    both.refuse_others(("full_attention", "sliding_attention"))
-    near = both.table("sliding_attention")
-    near.refuse_others(("rope_theta", "rope_type"))
-    near.require("rope_type", ("default",), "default")
-    return both.table("full_attention"), near.number("rope_theta", LOCAL_THETA, least=1.001)
 
 
 def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
