@@ -27,7 +27,7 @@ from penstock.model.config_reader import ConfigReader
 from penstock.model.formats.checkpoint import weights_of
 from penstock.model.gguf.shards import read_shards
 from penstock.model.open_files import read_json
-from penstock.model.registry import CLASSIFIERS, PackedModel, family, family_of_gguf, family_of_hf
+from penstock.model.registry import CLASSIFIERS, WITHOUT_HEAD, PackedModel, family, family_of_gguf, family_of_hf
 from penstock.model.roles import BIAS, Role
 from penstock.model.safetensors import read_safetensors
 from penstock.model.sentence_transformers import with_sentence
@@ -136,6 +136,9 @@ def open_folder(path: Path, changes: Sequence[str] = (), strict: bool = False) -
         files, head = split_head(files)
     stored = {name: tensor for name, tensor in files.items() if not naming.ignored.fullmatch(name)}
     weights = weights_of(stored, ConfigReader(values, CONFIG), path)
+    if names.is_bare(weights):
+        weights = names.within_model(weights)
+        spec = spec if spec.tied or spec.classifier else without_head(spec)
     tensors = split_fused(names.canonical(weights, naming, spec), spec)
     if spec.tied:
         tensors.pop("head", None)  # some checkpoints store the embedding a second time
@@ -200,7 +203,14 @@ def read_fields(config: ConfigReader) -> ModelSpec:
         spec = read_model(config.without(*LABEL_KEYS).having(architectures=[CLASSIFIERS[named[0]]]))
         classifier = read_labels(config, *head_of_family(spec))
         return replace(spec, classifier=classifier, tied=not spec.encoder, generates=False)
+    if len(named) == 1 and named[0] in WITHOUT_HEAD:
+        return without_head(read_model(config.having(architectures=[WITHOUT_HEAD[named[0]]])))
     return read_model(config)
+
+
+def without_head(spec: ModelSpec) -> ModelSpec:
+    """Returns the spec of a decoder without an output head, which makes embeddings only."""
+    return replace(spec, tied=True, generates=False)
 
 
 def head_of_family(spec: ModelSpec) -> tuple[str, str]:

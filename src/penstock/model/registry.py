@@ -73,6 +73,10 @@ CLASSIFIERS = {  # architectures with a classification head: what they are witho
     "GPT2ForSequenceClassification": "GPT2LMHeadModel",
     "Gemma3TextForSequenceClassification": "Gemma3ForCausalLM",
 } | {name.replace("CausalLM", "SequenceClassification"): name for name in HUGGING_FACE if name.endswith("CausalLM")}
+WITHOUT_HEAD = {  # decoders that make embeddings only: what they are with an output head
+    "GPT2Model": "GPT2LMHeadModel",
+    "Gemma3TextModel": "Gemma3ForCausalLM",
+} | {name.replace("ForCausalLM", "Model"): name for name in HUGGING_FACE if name.endswith("ForCausalLM")}
 GGUF = {  # general.architecture in a GGUF file: the family's file
     "llama": "llama",
     "qwen2": "qwen2",

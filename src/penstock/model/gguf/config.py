@@ -25,6 +25,7 @@ KEYS = {
     "expert_count",
     "expert_used_count",
     "feed_forward_length",
+    "pooling_type",
     "rope.dimension_count",
     "rope.freq_base",
     "rope.scale_linear",
@@ -96,6 +97,7 @@ def read_decoder(
             rope=replace(read_rope(config, tensors, rotated, max_len), interleaved=interleaved),
         ),
         tied="output.weight" not in tensors,
+        pooling=read_pooling(config),
     )
 
 

@@ -27,7 +27,7 @@ Own = Callable[[ConfigReader, ModelSpec], Keys]
 
 NOT_IN_METADATA = (  # of the spec: it describes the file, or its tensors tell it
     *("arch", "biases", "gain_offset", "interleaved", "unused_layers"),
-    *("first_position", "tiled"),
+    *("first_position", "tiled", "generates"),
 )
 WINDOWED = ("gemma2", "gemma3", "gptoss", "olmo2", "cohere2")  # whose windows llama.cpp computes
 EXAONE_LAYERS = 64  # those of EXAONE 4 only in models of so many layers
@@ -109,7 +109,9 @@ def architecture(spec: ModelSpec) -> str:
 def decoder_keys(spec: ModelSpec) -> Keys:
     """Returns the keys that all families have."""
     attn = global_attention(spec)
-    return {
+    embeds = not spec.generates or spec.pooling != "mean"
+    pooling = {"pooling_type": gguf_config.POOLINGS.index(spec.pooling, 1)} if embeds else {}
+    return pooling | {
         "block_count": spec.layers,
         "context_length": spec.max_len,
         "embedding_length": spec.dim,
