@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,8 @@ from penstock.backend.cpu import CpuBackend
 from penstock.backend.cpu.quantize import quantize
 from penstock.backend.ref import RefBackend
 from penstock.engine.engine import Engine
-from penstock.errors import InvalidRequest, UnsupportedModel
+from penstock.errors import InvalidRequest, MalformedFile, UnsupportedModel
+from penstock.model.classifier import Affine, DenseHead
 from penstock.model.gguf.export import export
 from penstock.model.gguf.writer import write_gguf
 from penstock.model.load import load_model, open_checkpoint
@@ -22,6 +24,8 @@ from penstock.types import Finished, Limits, Request, SamplingParams
 
 POOLED = Path(__file__).parent / "pooled.npz"
 ARCHITECTURES = {"llama3": "LlamaModel", "mistral": "MistralModel", "qwen3": "Qwen3Model", "gemma2": "Gemma2Model"}
+EMBEDDINGGEMMA = Path(__file__).parent / "folders" / "embeddinggemma"
+BACKENDS = {"ref": RefBackend, "cpu": lambda: CpuBackend(2, kv="f32")}
 LIMITS = Limits(max_len=64, max_rows=2, step_tokens=16, block_size=4, num_blocks=32, vocab=48, pooling="last")
 
 
@@ -51,9 +55,11 @@ def with_last_pooling(folder: Path) -> Path:
 
 
 def state(path: Path, tokens: list[int], kind: str, backend) -> np.ndarray:
-    backend.load(load_model(open_checkpoint(path), backend))
+    checkpoint = open_checkpoint(path)
+    backend.load(load_model(checkpoint, backend))
     backend.reserve_kv(LIMITS.num_blocks, LIMITS.block_size, 4)
-    engine = Engine(backend, LIMITS._replace(generates=False, vocab=64))
+    limits = LIMITS._replace(generates=False, vocab=64, encoder=checkpoint.spec.encoder, step_tokens=64)
+    engine = Engine(backend, limits, dense=checkpoint.dense)
     engine.add(Request(1, tuple(tokens), SamplingParams(), 0, pooling=kind))
     while True:
         for event in engine.step():
@@ -61,7 +67,7 @@ def state(path: Path, tokens: list[int], kind: str, backend) -> np.ndarray:
                 return np.frombuffer(event.pooled, "<f4")
 
 
-@pytest.mark.parametrize("backend", [RefBackend, lambda: CpuBackend(2, kv="f32")], ids=["ref", "cpu"])
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("golden", ARCHITECTURES)
 def test_states_are_those_of_transformers(golden, backend, bare, goldens):
     folder = bare(golden, ARCHITECTURES[golden])
@@ -71,7 +77,7 @@ def test_states_are_those_of_transformers(golden, backend, bare, goldens):
         tokens = file["tokens"].tolist()
     with np.load(POOLED) as file:
         for kind in ("mean", "last"):
-            assert np.abs(state(folder, tokens, kind, backend()) - file[f"{golden}.{kind}"]).max() < 1e-4
+            assert np.abs(state(folder, tokens, kind, BACKENDS[backend]()) - file[f"{golden}.{kind}"]).max() < 1e-4
 
 
 def test_the_architecture_may_be_that_of_a_model_with_a_head(bare, goldens):
@@ -108,3 +114,46 @@ def test_it_makes_embeddings_that_can_be_compared_and_no_text():
     check_scores(limits)
     with pytest.raises(InvalidRequest, match="cannot score"):
         check_scores(LIMITS)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("file", ["", "model.gguf"], ids=["folder", "gguf"])
+def test_embeddinggemma_sees_to_both_sides_and_has_dense_layers(file, backend):
+    checkpoint = open_checkpoint(EMBEDDINGGEMMA / file)
+    assert (checkpoint.spec.encoder, checkpoint.spec.pooling, checkpoint.embedding_width) == (True, "mean", 24)
+    assert {checkpoint.spec.attention(layer).window for layer in range(6)} == {6, 0}
+    with np.load(EMBEDDINGGEMMA / "expected.npz") as wanted:
+        found = state(EMBEDDINGGEMMA / file, wanted["tokens"].tolist(), "mean", BACKENDS[backend]())
+        assert np.abs(found - wanted["embedding"]).max() < 5e-4
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"activation_function": "torch.nn.modules.activation.ReLU"}, UnsupportedModel, "activation_function"),
+        ({"in_features": 33}, UnsupportedModel, "in_features = 33"),
+        ({"out_features": 41}, MalformedFile, "2_Dense/model.safetensors must hold"),
+        ({"bias": True}, MalformedFile, "linear.bias"),
+        ({"unknown": 1}, UnsupportedModel, "unknown = 1"),
+    ],
+)
+def test_other_dense_layers_are_refused(tmp_path, changes, error, message):
+    folder = tmp_path / "model"
+    shutil.copytree(EMBEDDINGGEMMA, folder)
+    config = folder / "2_Dense" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | changes))
+    with pytest.raises(error, match=message):
+        open_checkpoint(folder)
+
+
+def test_dense_layers_are_not_lost_in_a_file():
+    with pytest.raises(UnsupportedModel, match="dense layers after its pooling cannot be written as GGUF"):
+        export(EMBEDDINGGEMMA, "f32", lambda tensor, format: tensor)
+
+
+def test_dense_layers_may_have_a_bias_and_tanh():
+    weight, bias = np.array([[2, 0], [0, -1], [1, 1]], np.float32), np.array([0, 1, 0], np.float32)
+    head = DenseHead(((Affine(weight, bias), "tanh"),))
+    found = np.frombuffer(head.answer(np.array([0.5, 2], "<f4").tobytes()), "<f4")
+    assert head.width == 3
+    assert found == pytest.approx(np.tanh([1, -1, 2.5]))

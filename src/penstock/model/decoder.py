@@ -144,9 +144,11 @@ class Ends:
         return x if self.positions is None else ops.add(x, ops.embed_positions(self.positions))
 
     def leave(self, ops: Ops[V], x: V, residual: V | None) -> V:
-        """Returns the logits of the sampled rows: [S, vocab]."""
+        """Returns the logits of the sampled rows, [S, vocab]; of an encoder, which has none, their hidden states."""
         x, _ = self.norm(ops, x, residual)
         ops.pool(x)
+        if self.spec.encoder:
+            return ops.take_sampled(x)
         rows = scaled(ops, ops.take_sampled(x), self.spec.logit_scale)
         logits = ops.linear(rows, self.head, precision="float32")
         return ops.soft_cap(logits, self.spec.logit_cap) if self.spec.logit_cap else logits

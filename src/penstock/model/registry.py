@@ -87,6 +87,7 @@ GGUF = {  # general.architecture in a GGUF file: the family's file
     "olmo2": "olmo2",
     "gemma2": "gemma2",
     "gemma3": "gemma3",
+    "gemma-embedding": "gemma_embedding",
     "gpt2": "gpt2",
     "starcoder2": "starcoder2",
     "chatglm": "glm",

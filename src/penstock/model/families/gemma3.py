@@ -1,5 +1,5 @@
 """Reads Gemma 3 (text): Gemma 2 with norms of each head's q and k in place of soft caps. Every sixth layer sees
-everything, and has a RoPE of its own.
+everything, and has a RoPE of its own. EmbeddingGemma sees to both sides.
 """
 
 from __future__ import annotations
@@ -44,16 +44,29 @@ def read_text(config: ConfigReader) -> ModelSpec:
     caps = (config.number_or_null(key, 0.0) for key in gemma2.CAPS)
     period = config.size("sliding_window_pattern", config.size("_sliding_window_pattern", PERIOD))
     sliding = config_hf.read_sliding(config, all_but_each(period, spec.layers))
-    return in_layers(gemma2.capped(spec, *caps), sliding, config.size("sliding_window", 4096), near)
+    spec, window = gemma2.capped(spec, *caps), config.size("sliding_window", 4096)
+    if config.flag("use_bidirectional_attention", False):
+        spec, window = to_both_sides(spec, window)
+    return in_layers(spec, sliding, window, near)
 
 
-def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
-    spec = gemma2.scaled(gguf_config.read_decoder(config, tensors, "gemma3", interleaved=False, keys=KEYS))
+def to_both_sides(spec: ModelSpec, window: int) -> tuple[ModelSpec, int]:
+    """Returns the spec of an encoder, and the window with half of its positions on each side."""
+    return replace(spec, attn=replace(spec.attn, causal=False)), window // 2 + 1
+
+
+def read_gguf(
+    config: ConfigReader, tensors: Mapping[str, Tensor], *, keys: Sequence[str] = KEYS, encoder: bool = False
+) -> ModelSpec:
+    spec = gemma2.scaled(gguf_config.read_decoder(config, tensors, "gemma3", interleaved=False, keys=keys))
     spec = gemma2.capped(spec, 0.0, config.number_or_null(gemma2.LOGITS, 0.0))
     spec = replace(spec, attn=replace(spec.attn, multiplier=gemma2.score_scale(spec, LARGEST)))
     sliding = all_but_each(config.size("attention.sliding_window_pattern", PERIOD), spec.layers)
     base = config.number("rope.freq_base_swa", LOCAL_THETA, least=1.001)
-    return in_layers(spec, sliding, config.size(gguf_config.WINDOW), base)
+    window = config.size(gguf_config.WINDOW)
+    if encoder:
+        spec, window = to_both_sides(spec, window)
+    return in_layers(spec, sliding, window, base)
 
 
 def in_layers(spec: ModelSpec, sliding: Sequence[bool], window: int, base: float) -> ModelSpec:
