@@ -25,25 +25,29 @@ def read_hf(config: ConfigReader) -> ModelSpec:
     place = config if "partial_rotary_factor" in config else config_hf.rope_fields(config)
     place.number("partial_rotary_factor")  # silence would mean a half
     spec = config_hf.read_decoder(config, "glm4moe", partial=True)
-    experts = config_hf.read_experts(config, spec, count="n_routed_experts", hidden="moe_intermediate_size")
-    experts = replace(
-        experts,
-        scoring="sigmoid",
-        renormalize=config.flag("norm_topk_prob", True),
-        scale=config.number("routed_scaling_factor", 1.0),
-        groups=config.size("n_group", 1),
-        top_k_groups=config.size("topk_group", 1),
-    )
     return with_experts(
         replace(
             spec,
             biases=frozenset(("q", "k", "v") if config.flag("attention_bias", False) else ()),
             unused_layers=config.count("num_nextn_predict_layers", 0, most=MAX_LAYERS),
         ),
-        experts,
+        read_experts(config, spec, renormalize=True),
         dense=config.count("first_k_dense_replace", 1),
         shared=config.size("n_shared_experts", 1),
         normed=config.flag("use_qk_norm", False),
+    )
+
+
+def read_experts(config: ConfigReader, spec: ModelSpec, *, renormalize: bool) -> ExpertSpec:
+    """Reads experts that are selected by sigmoids and groups; `renormalize` is a default."""
+    experts = config_hf.read_experts(config, spec, count="n_routed_experts", hidden="moe_intermediate_size")
+    return replace(
+        experts,
+        scoring="sigmoid",
+        renormalize=config.flag("norm_topk_prob", renormalize),
+        scale=config.number("routed_scaling_factor", 1.0),
+        groups=config.size("n_group", 1),
+        top_k_groups=config.size("topk_group", 1),
     )
 
 
