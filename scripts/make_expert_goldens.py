@@ -15,7 +15,7 @@ import gguf
 import make_goldens
 import numpy as np
 import torch
-from make_goldens import FOLDER, PLAIN, PROMPT, SMALLER, add_keys, gguf_name, head_dim_of, interleaved, logits
+from make_goldens import FOLDER, ORIGINAL, PLAIN, PROMPT, SMALLER, add_keys, gguf_name, head_dim_of, interleaved, logits
 from transformers import PreTrainedConfig, PreTrainedModel
 
 EIGHT = SMALLER | {"head_dim": 8, "rope_parameters": PLAIN}
@@ -107,6 +107,27 @@ GOLDENS: dict[str, dict[str, Any]] = {
         "rope_parameters": PLAIN,
         "tie_word_embeddings": True,
     },
+    "solar_open": EIGHT
+    | {
+        "head_dim": 12,
+        "intermediate_size": 16,
+        "moe_intermediate_size": 12,
+        "n_group": 2,
+        "n_routed_experts": 6,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 3,
+        "num_key_value_heads": 1,
+        "rope_parameters": PLAIN
+        | {
+            "rope_type": "yarn",
+            "rope_theta": 100.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": ORIGINAL,
+            "beta_fast": 4.0,
+        },
+        "routed_scaling_factor": 1.5,
+        "topk_group": 1,
+    },
     "dots1": EIGHT
     | {
         "first_k_dense_replace": 1,
@@ -135,6 +156,7 @@ WITHOUT: dict[str, dict[str, Any]] = {  # what makes a difference: see check_it_
     "ernie4_5": {"rope_parameters": PLAIN},
     "ernie4_5_moe": {"moe_k": 1},
     "dots1": {"n_group": 1},
+    "solar_open": {"rope_parameters": PLAIN | {"rope_theta": 100.0}},
 }
 ARCHITECTURES = {
     "mixtral": "llama",
@@ -148,6 +170,7 @@ ARCHITECTURES = {
     "ernie4_5": "ernie4_5",
     "ernie4_5_moe": "ernie4_5-moe",
     "dots1": "dots1",
+    "solar_open": "glm4moe",
 }
 SILENT = ("llama", "olmoe", "granitemoe")  # those whose files say nothing of the width of an expert
 INTERLEAVED = ("llama", "granitemoe")  # architectures whose files have q and k turned
@@ -217,7 +240,7 @@ def write_gguf(path: Path, model: PreTrainedModel) -> None:
         for own, part in parts_of(name, values, writer.arch):
             plain = part.ndim == 1 or "ffn_gate_inp" in own
             writer.add_tensor(own, part.astype(np.float32 if plain else np.float16))
-    if writer.arch == "glm4moe":
+    if config.model_type == "glm4_moe":
         layer = f"blk.{config.num_hidden_layers}"  # what guesses the token after the next
         writer.add_tensor(f"{layer}.nextn.eh_proj.weight", np.zeros((2, 4), np.float16))
         writer.add_tensor(f"{layer}.attn_norm.weight", np.zeros(2, np.float32))
@@ -259,6 +282,10 @@ def add_expert_keys(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
         writer.add_expert_weights_norm(config.norm_topk_prob)
         writer.add_expert_group_count(config.n_group)
         writer.add_expert_group_used_count(config.topk_group)
+    if config.model_type == "glm4_moe":
+        writer.add_uint32("glm4moe.block_count", config.num_hidden_layers + config.num_nextn_predict_layers)
+        writer.add_nextn_predict_layers(config.num_nextn_predict_layers)
+        writer.add_leading_dense_block_count(config.first_k_dense_replace)
     if writer.arch == "ernie4_5-moe":
         writer.add_interleave_moe_layer_step(config.moe_layer_interval)
         writer.add_leading_dense_block_count(config.moe_layer_start_index)
@@ -271,10 +298,7 @@ def add_expert_keys(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
     if writer.arch in ("glm4moe", "minimax-m2"):
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if writer.arch == "glm4moe":
-        writer.add_uint32("glm4moe.block_count", config.num_hidden_layers + config.num_nextn_predict_layers)
-        writer.add_nextn_predict_layers(config.num_nextn_predict_layers)
         writer.add_expert_shared_count(config.n_shared_experts)
-        writer.add_leading_dense_block_count(config.first_k_dense_replace)
         writer.add_expert_weights_scale(config.routed_scaling_factor)
         writer.add_expert_weights_norm(config.norm_topk_prob)
         writer.add_expert_group_count(config.n_group)

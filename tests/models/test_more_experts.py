@@ -9,7 +9,7 @@ import pytest
 from penstock.errors import MalformedFile, UnsupportedModel
 from penstock.model.config_reader import ConfigReader
 from penstock.model.load import open_checkpoint, read_config, read_fields
-from penstock.model.spec import ExpertSpec
+from penstock.model.spec import ExpertSpec, MlaSpec
 
 ALL = {
     "attention_dropout": 0.0,
@@ -168,7 +168,72 @@ DOTS = ALL | {
     "use_sliding_window": False,
     "vocab_size": 152064,
 }
-PUBLISHED = [QWEN1_5, OLMOE, GRANITE_3B, ERNIE_0_3B, ERNIE_21B, DOTS]
+SOLAR = ALL | {
+    "architectures": ["SolarOpenForCausalLM"],
+    "attention_bias": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "first_k_dense_replace": 0,
+    "head_dim": 128,
+    "hidden_size": 4096,
+    "intermediate_size": 10240,
+    "max_position_embeddings": 131072,
+    "model_type": "solar_open",
+    "moe_intermediate_size": 1280,
+    "n_group": 1,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 8,
+    "partial_rotary_factor": 1.0,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {"factor": 2.0, "original_max_position_embeddings": 65536, "type": "yarn"},
+    "rope_theta": 1000000,
+    "routed_scaling_factor": 1.0,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "use_qk_norm": False,
+    "vocab_size": 196608,
+}
+GLM_FLASH = ALL | {
+    "architectures": ["Glm4MoeLiteForCausalLM"],
+    "attention_bias": False,
+    "eos_token_id": [154820, 154827, 154829],
+    "first_k_dense_replace": 1,
+    "hidden_size": 2048,
+    "intermediate_size": 10240,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 202752,
+    "model_type": "glm4_moe_lite",
+    "moe_intermediate_size": 1536,
+    "n_group": 1,
+    "n_routed_experts": 64,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 20,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 47,
+    "num_key_value_heads": 20,
+    "num_nextn_predict_layers": 1,
+    "pad_token_id": 154820,
+    "partial_rotary_factor": 1.0,
+    "q_lora_rank": 768,
+    "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "routed_scaling_factor": 1.8,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "v_head_dim": 256,
+    "vocab_size": 154880,
+}
+PUBLISHED = [QWEN1_5, OLMOE, GRANITE_3B, ERNIE_0_3B, ERNIE_21B, DOTS, SOLAR, GLM_FLASH]
 
 
 @pytest.mark.parametrize("config", PUBLISHED, ids=[config["model_type"] for config in PUBLISHED])
@@ -230,6 +295,23 @@ def test_dots():
     assert [spec.attention(layer).window for layer in (59, 60, 61)] == [0, 512, 512]
 
 
+def test_solar_open():
+    spec = read_config(SOLAR)
+    assert spec.experts == ExpertSpec(128, 8, 1280, scoring="sigmoid", renormalize=True, choice_bias=True)
+    assert (spec.attn.qk_norm, spec.dense, spec.shared_hidden, spec.biases) == ("", frozenset(), 1280, frozenset())
+    silent = {key: value for key, value in SOLAR.items() if key not in ("intermediate_size", "partial_rotary_factor")}
+    assert read_config(silent).attn == spec.attn
+
+
+def test_glm_4_7_flash():
+    spec = read_config(GLM_FLASH)
+    assert spec.experts == ExpertSpec(64, 4, 1536, scoring="sigmoid", renormalize=True, scale=1.8, choice_bias=True)
+    assert (spec.mla, spec.attn.head_dim, spec.attn.v_dim) == (MlaSpec(192, 256, 768), 576, 512)
+    assert (spec.attn.rope.interleaved, spec.dense, spec.unused_layers) == (True, {0}, 1)
+    newer = GLM_FLASH | {"num_hidden_layers": 3, "mlp_layer_types": ["sparse", "dense", "sparse"]}
+    assert read_config(newer).dense == {1}
+
+
 @pytest.mark.parametrize(
     ("config", "change", "error"),
     [
@@ -245,6 +327,11 @@ def test_dots():
         (DOTS, {"scoring_func": "softmax"}, UnsupportedModel),
         (DOTS, {"moe_layer_freq": 2}, UnsupportedModel),
         (DOTS, {"n_shared_experts": None}, MalformedFile),
+        (SOLAR, {"first_k_dense_replace": 1}, UnsupportedModel),
+        (SOLAR, {"use_qk_norm": True}, UnsupportedModel),
+        (GLM_FLASH, {"mlp_layer_types": ["dense"]}, UnsupportedModel),
+        (GLM_FLASH, {"routed_scaling_factor": None}, MalformedFile),
+        (GLM_FLASH, {"scoring_func": "softmax"}, UnsupportedModel),
     ],
 )
 def test_what_is_not_computed(config: dict[str, Any], change: dict[str, Any], error: type[Exception]):

@@ -46,6 +46,8 @@ HUGGING_FACE = {  # the architecture in config.json: the family's file
     "Ernie4_5ForCausalLM": "ernie45",
     "Ernie4_5_MoeForCausalLM": "ernie45",
     "Dots1ForCausalLM": "dots1",
+    "SolarOpenForCausalLM": "glm4moe",
+    "Glm4MoeLiteForCausalLM": "deepseek2",
     "BertModel": "bert",
     "BertForMaskedLM": "bert",
     "RobertaModel": "bert",
