@@ -15,10 +15,17 @@ import gguf
 import make_goldens
 import numpy as np
 import torch
-from make_goldens import FOLDER, PLAIN, PROMPT, SMALLER, add_keys, gguf_name, interleaved, logits
+from make_goldens import FOLDER, ORIGINAL, PLAIN, PROMPT, SMALLER, add_keys, gguf_name, head_dim_of, interleaved, logits
 from transformers import PreTrainedConfig, PreTrainedModel
 
 EIGHT = SMALLER | {"head_dim": 8, "rope_parameters": PLAIN}
+MULTIPLIED = SMALLER | {
+    "attention_multiplier": 0.2,
+    "embedding_multiplier": 6.0,
+    "logits_scaling": 3.0,
+    "residual_multiplier": 0.4,
+    "rope_parameters": PLAIN,
+}
 GOLDENS: dict[str, dict[str, Any]] = {
     "mixtral": EIGHT | {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 16},
     "qwen3_moe": EIGHT
@@ -54,19 +61,130 @@ GOLDENS: dict[str, dict[str, Any]] = {
         "num_local_experts": 6,
         "rope_parameters": PLAIN | {"partial_rotary_factor": 0.5},
     },
+    "qwen2_moe": SMALLER
+    | {
+        "intermediate_size": 20,
+        "moe_intermediate_size": 12,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "num_key_value_heads": 1,
+        "rope_parameters": PLAIN | {"rope_theta": 1000000.0},
+        "shared_expert_intermediate_size": 20,
+    },
+    "olmoe": SMALLER
+    | {
+        "intermediate_size": 12,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "rope_parameters": PLAIN,
+    },
+    "granitemoe": MULTIPLIED | {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 12},
+    "granitemoeshared": MULTIPLIED
+    | {
+        "intermediate_size": 8,
+        "num_experts_per_tok": 3,
+        "num_local_experts": 4,
+        "shared_intermediate_size": 20,
+        "tie_word_embeddings": True,
+    },
+    "ernie4_5": EIGHT
+    | {
+        "head_dim": 12,
+        "num_key_value_heads": 1,
+        "rope_parameters": PLAIN | {"rope_theta": 500.0},
+        "tie_word_embeddings": False,
+    },
+    "ernie4_5_moe": SMALLER
+    | {
+        "intermediate_size": 32,
+        "moe_intermediate_size": 8,
+        "moe_k": 2,
+        "moe_layer_interval": 2,
+        "moe_layer_start_index": 1,
+        "moe_num_experts": 6,
+        "moe_num_shared_experts": 2,
+        "num_hidden_layers": 3,
+        "rope_parameters": PLAIN,
+        "tie_word_embeddings": True,
+    },
+    "solar_open": EIGHT
+    | {
+        "head_dim": 12,
+        "intermediate_size": 16,
+        "moe_intermediate_size": 12,
+        "n_group": 2,
+        "n_routed_experts": 6,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 3,
+        "num_key_value_heads": 1,
+        "rope_parameters": PLAIN
+        | {
+            "rope_type": "yarn",
+            "rope_theta": 100.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": ORIGINAL,
+            "beta_fast": 4.0,
+        },
+        "routed_scaling_factor": 1.5,
+        "topk_group": 1,
+    },
+    "dots1": EIGHT
+    | {
+        "first_k_dense_replace": 1,
+        "head_dim": 12,
+        "intermediate_size": 16,
+        "moe_intermediate_size": 8,
+        "n_group": 2,
+        "n_routed_experts": 6,
+        "n_shared_experts": 2,
+        "norm_topk_prob": True,
+        "num_experts_per_tok": 2,
+        "routed_scaling_factor": 1.5,
+        "sliding_window": None,
+        "topk_group": 1,
+    },
 }
 WITHOUT: dict[str, dict[str, Any]] = {  # what makes a difference: see check_it_matters of make_goldens.py
     "mixtral": {"num_experts_per_tok": 1},
     "qwen3_moe": {"norm_topk_prob": False},
     "glm4_moe": {"n_group": 1},
     "minimax_m2": {"rope_parameters": PLAIN},
+    "qwen2_moe": {"norm_topk_prob": True},
+    "olmoe": {"norm_topk_prob": True},
+    "granitemoe": {"residual_multiplier": 0.5},
+    "granitemoeshared": {"attention_multiplier": 0.35},
+    "ernie4_5": {"rope_parameters": PLAIN},
+    "ernie4_5_moe": {"moe_k": 1},
+    "dots1": {"n_group": 1},
+    "solar_open": {"rope_parameters": PLAIN | {"rope_theta": 100.0}},
 }
-ARCHITECTURES = {"mixtral": "llama", "qwen3_moe": "qwen3moe", "glm4_moe": "glm4moe", "minimax_m2": "minimax-m2"}
+ARCHITECTURES = {
+    "mixtral": "llama",
+    "qwen3_moe": "qwen3moe",
+    "glm4_moe": "glm4moe",
+    "minimax_m2": "minimax-m2",
+    "qwen2_moe": "qwen2moe",
+    "olmoe": "olmoe",
+    "granitemoe": "granitemoe",
+    "granitemoeshared": "granitemoe",
+    "ernie4_5": "ernie4_5",
+    "ernie4_5_moe": "ernie4_5-moe",
+    "dots1": "dots1",
+    "solar_open": "glm4moe",
+}
+SILENT = ("llama", "olmoe", "granitemoe")  # those whose files say nothing of the width of an expert
+INTERLEAVED = ("llama", "granitemoe")  # architectures whose files have q and k turned
 GGUF_NAMES = {
     "mlp.gate": "ffn_gate_inp",
     "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
     "mlp.shared_experts.up_proj": "ffn_up_shexp",
     "mlp.shared_experts.down_proj": "ffn_down_shexp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "block_sparse_moe.router": "ffn_gate_inp",
+    "shared_mlp.output_linear": "ffn_down_shexp",
 }
 OTHER_NAMES = {"glm4moe": {"post_attention_layernorm": "post_attention_norm"}}
 
@@ -117,12 +235,12 @@ def write_gguf(path: Path, model: PreTrainedModel) -> None:
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         values = weight.numpy()
-        if writer.arch == "llama" and ("q_proj" in name or "k_proj" in name):
-            values = interleaved(values, config.head_dim)
+        if writer.arch in INTERLEAVED and ("q_proj" in name or "k_proj" in name):
+            values = interleaved(values, head_dim_of(config))
         for own, part in parts_of(name, values, writer.arch):
             plain = part.ndim == 1 or "ffn_gate_inp" in own
             writer.add_tensor(own, part.astype(np.float32 if plain else np.float16))
-    if writer.arch == "glm4moe":
+    if config.model_type == "glm4_moe":
         layer = f"blk.{config.num_hidden_layers}"  # what guesses the token after the next
         writer.add_tensor(f"{layer}.nextn.eh_proj.weight", np.zeros((2, 4), np.float16))
         writer.add_tensor(f"{layer}.attn_norm.weight", np.zeros(2, np.float32))
@@ -135,10 +253,11 @@ def write_gguf(path: Path, model: PreTrainedModel) -> None:
 def parts_of(name: str, values: np.ndarray, arch: str) -> list[tuple[str, np.ndarray]]:
     """One for each tensor that a GGUF file has for it."""
     layer = f"blk.{name.split('.')[2]}" if ".layers." in name else ""
-    if name.endswith("mlp.experts.gate_up_proj"):
-        gate, up = np.split(values, 2, axis=1)
-        return [(f"{layer}.ffn_gate_exps.weight", gate), (f"{layer}.ffn_up_exps.weight", up)]
-    if name.endswith("mlp.experts.down_proj"):
+    if name.endswith((".experts.gate_up_proj", "shared_mlp.input_linear.weight")):
+        gate, up = np.split(values, 2, axis=-2)
+        kind = "exps" if ".experts." in name else "shexp"
+        return [(f"{layer}.ffn_gate_{kind}.weight", gate), (f"{layer}.ffn_up_{kind}.weight", up)]
+    if name.endswith(".experts.down_proj"):
         return [(f"{layer}.ffn_down_exps.weight", values)]
     if name.endswith("e_score_correction_bias"):
         return [(f"{layer}.exp_probs_b.bias", values)]
@@ -146,22 +265,52 @@ def parts_of(name: str, values: np.ndarray, arch: str) -> list[tuple[str, np.nda
 
 
 def add_expert_keys(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
-    writer.add_expert_count(config.num_local_experts)
+    if writer.arch == "ernie4_5":
+        return
+    writer.add_expert_count(getattr(config, "num_local_experts", None) or config.num_experts)
     writer.add_expert_used_count(config.num_experts_per_tok)
-    if writer.arch != "llama":
+    if writer.arch not in SILENT:
         hidden = config.intermediate_size if writer.arch == "minimax-m2" else config.moe_intermediate_size
         writer.add_expert_feed_forward_length(hidden)
-    if writer.arch in ("glm4moe", "minimax-m2"):
+    if shared := shared_size(config):
+        writer.add_expert_shared_feed_forward_length(shared)
+    if writer.arch == "dots1":
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
-    if writer.arch == "glm4moe":
-        writer.add_uint32("glm4moe.block_count", config.num_hidden_layers + config.num_nextn_predict_layers)
-        writer.add_nextn_predict_layers(config.num_nextn_predict_layers)
-        writer.add_expert_shared_count(config.n_shared_experts)
         writer.add_leading_dense_block_count(config.first_k_dense_replace)
+        writer.add_expert_shared_count(config.n_shared_experts)
         writer.add_expert_weights_scale(config.routed_scaling_factor)
         writer.add_expert_weights_norm(config.norm_topk_prob)
         writer.add_expert_group_count(config.n_group)
         writer.add_expert_group_used_count(config.topk_group)
+    if config.model_type == "glm4_moe":
+        writer.add_uint32("glm4moe.block_count", config.num_hidden_layers + config.num_nextn_predict_layers)
+        writer.add_nextn_predict_layers(config.num_nextn_predict_layers)
+        writer.add_leading_dense_block_count(config.first_k_dense_replace)
+    if writer.arch == "ernie4_5-moe":
+        writer.add_interleave_moe_layer_step(config.moe_layer_interval)
+        writer.add_leading_dense_block_count(config.moe_layer_start_index)
+        writer.add_expert_shared_count(config.moe_num_shared_experts)
+    if writer.arch == "granitemoe":
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
+    if writer.arch in ("glm4moe", "minimax-m2"):
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if writer.arch == "glm4moe":
+        writer.add_expert_shared_count(config.n_shared_experts)
+        writer.add_expert_weights_scale(config.routed_scaling_factor)
+        writer.add_expert_weights_norm(config.norm_topk_prob)
+        writer.add_expert_group_count(config.n_group)
+        writer.add_expert_group_used_count(config.topk_group)
+
+
+def shared_size(config: PreTrainedConfig) -> int:
+    """The width of the shared expert, where its files say it; ERNIE's converter computes it in this way."""
+    if config.model_type == "ernie4_5_moe":
+        return config.intermediate_size // config.num_key_value_heads
+    keys = ("shared_expert_intermediate_size", "shared_intermediate_size")
+    return next((size for key in keys if (size := getattr(config, key, 0))), 0)
 
 
 if __name__ == "__main__":

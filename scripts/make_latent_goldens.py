@@ -54,6 +54,15 @@ DEEPSEEK = SMALLER | {
 GOLDENS: dict[str, dict[str, Any]] = {
     "deepseek_v2": DEEPSEEK | {"q_lora_rank": None, "rope_parameters": PLAIN, "topk_method": "group_limited_greedy"},
     "deepseek_v3": DEEPSEEK | {"num_mtp_layers": 0},
+    "glm4_moe_lite": DEEPSEEK
+    | {
+        "kv_lora_rank": 48,
+        "mlp_layer_types": ["dense", "sparse"],
+        "n_shared_experts": 2,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": PLAIN,
+        "routed_scaling_factor": 1.8,
+    },
     "gpt_oss": SMALLER
     | {
         "head_dim": 8,
@@ -67,9 +76,16 @@ GOLDENS: dict[str, dict[str, Any]] = {
 WITHOUT: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"topk_method": "greedy"},
     "deepseek_v3": {"rope_parameters": YARN},
+    "glm4_moe_lite": {"n_group": 1},
     "gpt_oss": {"sliding_window": 64},
 }
-ARCHITECTURES = {"deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2", "gpt_oss": "gpt-oss"}
+ARCHITECTURES = {
+    "deepseek_v2": "deepseek2",
+    "deepseek_v3": "deepseek2",
+    "glm4_moe_lite": "deepseek2",
+    "gpt_oss": "gpt-oss",
+}
+SPLIT = ("deepseek_v3", "glm4_moe_lite")  # their files have keys and values of heads apart
 GGUF_NAMES = {
     "self_attn.q_a_proj": "attn_q_a",
     "self_attn.q_a_layernorm": "attn_q_a_norm",
@@ -165,7 +181,7 @@ def parts_of(name: str, values: np.ndarray, config: PreTrainedConfig) -> list[tu
         return [(f"{layer}.attn_sinks.weight", values)]
     if config.model_type == "gpt_oss" and ".experts." in name:
         return expert_parts(name, values, layer)
-    if config.model_type == "deepseek_v3" and "kv_b_proj" in name:
+    if config.model_type in SPLIT and "kv_b_proj" in name:
         heads = values.reshape(config.num_attention_heads, -1, values.shape[1])
         keys, found = np.split(heads, [config.qk_nope_head_dim], axis=1)
         return [(f"{layer}.attn_k_b.weight", keys.swapaxes(1, 2)), (f"{layer}.attn_v_b.weight", found)]
@@ -187,13 +203,14 @@ def add_keys(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
     if writer.arch == "gpt-oss":
         writer.add_expert_feed_forward_length(config.intermediate_size)
         return
-    split = config.model_type == "deepseek_v3"
+    split = config.model_type in SPLIT
     head = config.qk_nope_head_dim + config.qk_rope_head_dim
     if split:
         writer.add_key_length_mla(head)
         writer.add_value_length_mla(config.v_head_dim)
         writer.add_head_count_kv(1)
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if "mscale_all_dim" in config.rope_parameters:
         writer.add_rope_scaling_yarn_log_mul(0.1 * config.rope_parameters["mscale_all_dim"])
     writer.add_key_length(config.kv_lora_rank + config.qk_rope_head_dim if split else head)
     writer.add_value_length(config.kv_lora_rank if split else config.v_head_dim)

@@ -31,7 +31,7 @@ CASES = [(device, quantize) for device, kinds in QUANTIZATIONS.items() for quant
 PLAIN_NAMES = re.compile(
     r".*(norm|layernorm|LayerNorm|ln_\d|ln_f|emb_ln|norm\d)(\.weight)?"
     r"|.*bias.*|.*exp_probs_b.*|.*sinks.*|.*conv1d.*|.*(A_log|ssm_a|ssm_dt)\b.*"
-    r"|.*(mlp|block_sparse_moe)\.(gate|router)\.weight|.*ffn_gate_inp\.weight"
+    r"|.*(mlp|block_sparse_moe)\.(gate|router)(\.layer)?\.weight|.*ffn_gate_inp\.weight"
     r"|.*shared_expert_gate\.weight|.*ffn_gate_inp_shexp\.weight"
     r"|.*(wpe|position_embeddings|position_embd|token_type_embeddings|token_types)\.weight"
 )
@@ -40,7 +40,9 @@ FINER_NAMES = re.compile(
     r"|.*(in_proj_ba|in_proj_a|in_proj_b|ssm_ba|ssm_alpha|ssm_beta)\.weight"
 )
 HEAD_NAMES = re.compile(r".*(kv_b_proj|attn_kv_b|attn_k_b|attn_v_b)\.weight")
-EXPERT_NAMES = re.compile(r".*\bexperts\b.*|.*_exps\..*|.*ffn_(gate|up|down)\.0\..*")
+EXPERT_NAMES = re.compile(
+    r".*\bexperts\b.*|.*block_sparse_moe\.(in|out)put_linear\..*|.*_exps\..*|.*ffn_(gate|up|down)\.0\..*"
+)
 
 
 def file_names(naming: Naming) -> list[str]:

@@ -99,12 +99,14 @@ def read_biases(config: ConfigReader) -> frozenset[str]:
     return frozenset((*attention, *(("gate", "up", "down") if config.flag("mlp_bias", False) else ())))
 
 
-def read_experts(config: ConfigReader, spec: ModelSpec, *, count: str, hidden: str) -> ExpertSpec:
-    """Reads the sizes of an MoE layer; `count` and `hidden` are this family's keys for them."""
+def read_experts(
+    config: ConfigReader, spec: ModelSpec, *, count: str, hidden: str, top_k: str = "num_experts_per_tok"
+) -> ExpertSpec:
+    """Reads the sizes of an MoE layer; `count`, `hidden` and `top_k` are this family's keys for them."""
     config.ignore("output_router_logits", "router_aux_loss_coef", "router_jitter_noise")  # only training uses them
     return ExpertSpec(
         count=config.size(count, most=MAX_EXPERTS),
-        top_k=config.size("num_experts_per_tok", most=MAX_EXPERTS),
+        top_k=config.size(top_k, most=MAX_EXPERTS),
         hidden=config.size(hidden),
         act=spec.act,
     )

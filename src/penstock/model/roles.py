@@ -48,7 +48,7 @@ _PARTS = {
     Role.ATTENTION_OUT: ("o",),
     Role.MLA_KV_B: ("kv_b",),
     Role.MLA_HEADS: ("k_b", "v_b"),
-    Role.MLP_IN: ("gate", "up", "gate_up", "shared.gate", "shared.up"),
+    Role.MLP_IN: ("gate", "up", "gate_up", "shared.gate", "shared.up", "shared.gate_up"),
     Role.MLP_OUT: ("down", "shared.down"),
     Role.EXPERT_IN: (
         *("experts.gate", "experts.up", "experts.gate_up", "experts.*.gate", "experts.*.up"),

@@ -13,7 +13,7 @@ from penstock.model.roles import Role
 from penstock.model.spec import ModelSpec
 from penstock.model.tensor import Tensor, every_other_row, some_rows, transposed
 
-FUSED = re.compile(r"(layers\.\d+\.(?:experts\.\d+\.)?)(qkv|gate_up|kv_a)(\.bias)?")
+FUSED = re.compile(r"(layers\.\d+\.(?:experts\.\d+\.|shared\.)?)(qkv|gate_up|kv_a)(\.bias)?")
 ALL_EXPERTS = re.compile(r"(layers\.\d+\.experts\.)((gate|up|gate_up|down|interleaved)(?:_transposed)?(?:\.bias)?)")
 
 
@@ -25,14 +25,15 @@ def split_fused(tensors: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Ten
         "kv_a": {"latent": spec.attn.v_dim, "k_rope": spec.attn.head_dim - spec.attn.v_dim},
     }
     expert_parts = dict.fromkeys(("gate", "up"), spec.experts.hidden if spec.experts else 0)
+    shared_parts = dict.fromkeys(("gate", "up"), spec.shared_hidden)
     found: dict[str, Tensor] = {}
     for name, tensor in split_experts(tensors, spec):
         if match := FUSED.fullmatch(name):
             suffix = match[3] or ""
-            wanted = expert_parts if ".experts." in name else parts[match[2]]
+            wanted = shared_parts if ".shared." in name else expert_parts if ".experts." in name else parts[match[2]]
             pieces = split(tensor, wanted, dims=1 if suffix else 2)
             found |= {match[1] + part + suffix: piece for part, piece in pieces}
-        elif tensor.role is Role.CONV:  # files differ in its shape, and in that of the gate below
+        elif tensor.role in (Role.CONV, Role.ROUTER_BIAS):  # files differ in its shape, and in that of the gate below
             found[name] = replace(tensor, shape=(prod(tensor.shape),))
         elif tensor.role is Role.SHARED_EXPERT_GATE:
             found[name] = replace(tensor, shape=(1, prod(tensor.shape)))

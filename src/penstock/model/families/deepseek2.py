@@ -1,6 +1,6 @@
-"""Reads DeepSeek V2 and V3 (R1, Kimi-K2, Moonlight): MLA, which keeps 576 numbers of a token per layer (V3), groups of
-experts with a shared one beside them, and plain MLPs in the first layers. Layers at the end that predict further tokens
-(MTP) are left out.
+"""Reads DeepSeek V2 and V3 (R1, Kimi-K2, Moonlight) and GLM-4.7-Flash: MLA, which keeps 576 numbers of a token per
+layer (V3), groups of experts with a shared one beside them, and plain MLPs in the first layers. Layers at the end that
+predict further tokens (MTP) are left out.
 """
 
 from __future__ import annotations
@@ -40,6 +40,14 @@ KEYS = (
     "nextn_predict_layers",
     LOG_MULTIPLIER,
 )
+SECOND, THIRD, GLM = "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"
+DENSE = {SECOND: 0, THIRD: 3, GLM: 1}  # how many layers have no experts, where the config is silent
+GLM_SAYS = (
+    "n_group",
+    "rms_norm_eps",
+    "routed_scaling_factor",
+    "topk_group",
+)  # silence would not mean DeepSeek's values
 build = partial(decoder.build, mixer=mla.attention)
 
 
@@ -50,7 +58,11 @@ def read_hf(config: ConfigReader) -> ModelSpec:
     config.ignore(*NEUTRAL)
     dims = config.size("qk_rope_head_dim", most=rope.MAX_DIMS)
     spec = config_hf.read_decoder(config, "deepseek2", scaling=ConfigReader({}, ""))
-    third = config.strings("architectures") == ["DeepseekV3ForCausalLM"]
+    architecture = config.strings("architectures")[0]
+    third = architecture != SECOND
+    if architecture == GLM:
+        for key in GLM_SAYS:
+            config.number(key)
     rotation = config_hf.read_rope(config, dims, spec.max_len)
     heads = MlaSpec(
         qk_nope_head_dim=config.size("qk_nope_head_dim"),
@@ -69,9 +81,20 @@ def read_hf(config: ConfigReader) -> ModelSpec:
         rank=config.size("kv_lora_rank", most=rope.MAX_DIMS),
         stretch=stretch,
         experts=read_experts(config, spec, third),
-        dense=config.count("first_k_dense_replace", 3 if third else 0),
+        dense=read_dense(config, spec.layers, DENSE[architecture]),
         shared=config.size("n_shared_experts", 1 if third else 2),
     )
+
+
+def read_dense(config: ConfigReader, layers: int, silent: int) -> frozenset[int]:
+    """Reads which layers have no experts: the first ones, or those that `mlp_layer_types` names."""
+    first = min(config.count("first_k_dense_replace", silent), layers)
+    if "mlp_layer_types" not in config:
+        return frozenset(range(first))
+    kinds = config.strings("mlp_layer_types")
+    if len(kinds) != layers or not {"dense", "sparse"}.issuperset(kinds):
+        raise config.unsupported("mlp_layer_types", kinds, ("dense or sparse for each layer",))
+    return frozenset(layer for layer, kind in enumerate(kinds) if kind == "dense")
 
 
 def read_experts(config: ConfigReader, spec: ModelSpec, third: bool) -> ExpertSpec:
@@ -128,7 +151,7 @@ def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
         rank=rank,
         stretch=stretch,
         experts=replace(experts, choice_bias=has_bias(tensors), group_score="top2" if third else "max"),
-        dense=config.count("leading_dense_block_count", 0),
+        dense=frozenset(range(min(config.count("leading_dense_block_count", 0), spec.layers - unused))),
         shared=config.size("expert_shared_count"),
     )
 
@@ -145,10 +168,10 @@ def with_mla(
     rank: int,
     stretch: float,  # queries and keys are both multiplied by it
     experts: ExpertSpec,
-    dense: int,
+    dense: frozenset[int],
     shared: int,
 ) -> ModelSpec:
-    """Returns the spec with MLA, experts, of which one or more are shared, and plain MLPs in the first layers."""
+    """Returns the spec with MLA, experts, of which one or more are shared, and plain MLPs in some layers."""
     dims = 2 * len(rotation.inv_freq)
     return replace(
         spec,
@@ -162,6 +185,6 @@ def with_mla(
         ),
         mla=heads,
         experts=experts,
-        dense=frozenset(range(min(dense, spec.layers))),
+        dense=dense,
         shared_hidden=shared * experts.hidden,
     )

@@ -1,5 +1,5 @@
-"""Reads GLM-4.5, 4.6 and 4.7: experts selected by sigmoids and a bias, a shared expert, and plain MLPs in the first
-layers. Layers at the end that predict further tokens (MTP) are left out.
+"""Reads GLM-4.5, 4.6, 4.7 and Solar-Open: experts selected by sigmoids and a bias, a shared expert, and plain MLPs in
+the first layers. Layers at the end that predict further tokens (MTP) are left out.
 """
 
 from __future__ import annotations
@@ -22,28 +22,57 @@ build = llama.build
 
 
 def read_hf(config: ConfigReader) -> ModelSpec:
+    return read_solar(config) if config.strings("architectures") == ["SolarOpenForCausalLM"] else read_glm(config)
+
+
+def read_solar(config: ConfigReader) -> ModelSpec:
+    """Reads Solar-Open, which has experts in all layers."""
+    config.size("head_dim")  # silence would not mean what it does elsewhere
+    config.number("rms_norm_eps")
+    config.require("first_k_dense_replace", (0,), 0)
+    config.require("use_qk_norm", (False,), False)
+    hidden = "intermediate_size" if "intermediate_size" in config else "moe_intermediate_size"
+    spec = config_hf.read_decoder(config, "glm4moe", partial=True, theta=1000000.0, hidden_key=hidden)
+    return with_experts(
+        replace(spec, biases=read_biases(config)),
+        read_experts(config, spec, renormalize=True),
+        dense=0,
+        shared=config.size("n_shared_experts", 1),
+        normed=False,
+    )
+
+
+def read_biases(config: ConfigReader) -> frozenset[str]:
+    return frozenset(("q", "k", "v") if config.flag("attention_bias", False) else ())
+
+
+def read_glm(config: ConfigReader) -> ModelSpec:
     place = config if "partial_rotary_factor" in config else config_hf.rope_fields(config)
     place.number("partial_rotary_factor")  # silence would mean a half
     spec = config_hf.read_decoder(config, "glm4moe", partial=True)
-    experts = config_hf.read_experts(config, spec, count="n_routed_experts", hidden="moe_intermediate_size")
-    experts = replace(
-        experts,
-        scoring="sigmoid",
-        renormalize=config.flag("norm_topk_prob", True),
-        scale=config.number("routed_scaling_factor", 1.0),
-        groups=config.size("n_group", 1),
-        top_k_groups=config.size("topk_group", 1),
-    )
     return with_experts(
         replace(
             spec,
-            biases=frozenset(("q", "k", "v") if config.flag("attention_bias", False) else ()),
+            biases=read_biases(config),
             unused_layers=config.count("num_nextn_predict_layers", 0, most=MAX_LAYERS),
         ),
-        experts,
+        read_experts(config, spec, renormalize=True),
         dense=config.count("first_k_dense_replace", 1),
         shared=config.size("n_shared_experts", 1),
         normed=config.flag("use_qk_norm", False),
+    )
+
+
+def read_experts(config: ConfigReader, spec: ModelSpec, *, renormalize: bool) -> ExpertSpec:
+    """Reads experts that are selected by sigmoids and groups; `renormalize` is a default."""
+    experts = config_hf.read_experts(config, spec, count="n_routed_experts", hidden="moe_intermediate_size")
+    return replace(
+        experts,
+        scoring="sigmoid",
+        renormalize=config.flag("norm_topk_prob", renormalize),
+        scale=config.number("routed_scaling_factor", 1.0),
+        groups=config.size("n_group", 1),
+        top_k_groups=config.size("topk_group", 1),
     )
 
 

@@ -34,6 +34,11 @@ def read_hf(config: ConfigReader) -> ModelSpec:
 
 def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
     spec = gguf_config.read_decoder(config, tensors, "granite", interleaved=True, keys=KEYS)
+    return read_scales(config, spec)
+
+
+def read_scales(config: ConfigReader, spec: ModelSpec) -> ModelSpec:
+    """Reads the multipliers from GGUF metadata."""
     return multiplied(
         spec,
         embedding=config.number("embedding_scale", 1.0),
