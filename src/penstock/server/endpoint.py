@@ -1,0 +1,28 @@
+"""Defines what a dialect lists of its routes."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import NamedTuple
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from penstock.server.openapi import Operation
+from penstock.server.request_context import RequestContext
+from penstock.server.served_model import ServedModel
+
+Endpoint = Callable[[ServedModel, Request, RequestContext], Awaitable[Response]]
+
+JSON = Operation()
+TEXT = Operation(answers="text/plain")
+EMPTY = Operation(answers=None)
+
+
+class RouteEntry(NamedTuple):
+    """Lists a route: its method and path, its endpoint, and the operation that documents it in /openapi.json."""
+
+    method: str
+    path: str
+    endpoint: Endpoint
+    operation: Operation = JSON

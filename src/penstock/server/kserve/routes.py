@@ -1,0 +1,33 @@
+"""Lists the routes of KServe's protocol and of Triton's generate extension."""
+
+from __future__ import annotations
+
+from penstock.server.endpoint import EMPTY, RouteEntry
+from penstock.server.kserve.endpoints import (
+    GENERATE,
+    GENERATE_STREAM,
+    generate,
+    generate_stream,
+    live,
+    model_metadata,
+    model_ready,
+    ready,
+    server_metadata,
+)
+
+MODEL = "/v2/models/{model:path}"
+VERSION = MODEL + "/versions/{version}"
+
+ROUTES = (  # a model's name may have slashes, so a path that ends in it comes after those that are longer
+    RouteEntry("POST", f"{VERSION}/generate", generate, GENERATE),
+    RouteEntry("POST", f"{VERSION}/generate_stream", generate_stream, GENERATE_STREAM),
+    RouteEntry("POST", f"{MODEL}/generate", generate, GENERATE),
+    RouteEntry("POST", f"{MODEL}/generate_stream", generate_stream, GENERATE_STREAM),
+    RouteEntry("GET", "/v2", server_metadata),
+    RouteEntry("GET", "/v2/health/live", live, EMPTY),
+    RouteEntry("GET", "/v2/health/ready", ready, EMPTY),
+    RouteEntry("GET", f"{VERSION}/ready", model_ready, EMPTY),
+    RouteEntry("GET", VERSION, model_metadata),
+    RouteEntry("GET", f"{MODEL}/ready", model_ready, EMPTY),
+    RouteEntry("GET", MODEL, model_metadata),
+)

@@ -1,0 +1,40 @@
+"""Lists the routes of llama.cpp's server: its own ones, and unversioned names of OpenAI's."""
+
+from __future__ import annotations
+
+from penstock.server.endpoint import RouteEntry
+from penstock.server.llamacpp.completion import COMPLETION, completion
+from penstock.server.llamacpp.embedding import EMBEDDING, embedding
+from penstock.server.llamacpp.infill import INFILL, infill
+from penstock.server.llamacpp.server_state import (
+    CHANGE_PROPS,
+    PROPS,
+    SLOT_ACTION,
+    SLOTS,
+    change_props,
+    change_slot,
+    list_adapters,
+    props,
+    slots,
+)
+from penstock.server.openai.chat import CHAT_COMPLETIONS, chat_completions
+from penstock.server.status import health, list_models
+from penstock.server.tokens import APPLY_TEMPLATE, count_chat_tokens
+
+ROUTES = (
+    RouteEntry("POST", "/completion", completion, COMPLETION),
+    RouteEntry("POST", "/completions", completion, COMPLETION),
+    RouteEntry("POST", "/infill", infill, INFILL),
+    RouteEntry("POST", "/embedding", embedding, EMBEDDING),
+    RouteEntry("POST", "/embeddings", embedding, EMBEDDING),
+    RouteEntry("POST", "/chat/completions", chat_completions, CHAT_COMPLETIONS),
+    RouteEntry("POST", "/chat/completions/input_tokens", count_chat_tokens, APPLY_TEMPLATE),
+    RouteEntry("POST", "/v1/chat/completions/input_tokens", count_chat_tokens, APPLY_TEMPLATE),
+    RouteEntry("POST", "/props", change_props, CHANGE_PROPS),
+    RouteEntry("GET", "/props", props, PROPS),
+    RouteEntry("GET", "/slots", slots, SLOTS),
+    RouteEntry("POST", "/slots/{id}", change_slot, SLOT_ACTION),
+    RouteEntry("GET", "/lora-adapters", list_adapters),
+    RouteEntry("GET", "/v1/health", health),
+    RouteEntry("GET", "/models", list_models),
+)
