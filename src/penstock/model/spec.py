@@ -274,6 +274,11 @@ class ModelSpec:
         """Returns the attention of a layer."""
         return self.layer_attn[layer] if self.layer_attn else self.attn
 
+    @property
+    def longest(self) -> int:
+        """Returns how many positions it has at most, with its long context."""
+        return self.long.max_len if self.long else self.max_len
+
     def with_room_for(self, max_len: int) -> ModelSpec:
         """Returns this spec, or that of its long context if sequences of `max_len` tokens need it."""
         if self.long is None or max_len <= self.max_len:

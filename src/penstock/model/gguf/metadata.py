@@ -70,7 +70,7 @@ def check_read_alike(spec: ModelSpec) -> None:
     """Raises if llama.cpp would read the file as another model: files of this family have no words for a part of it
     that llama.cpp knows. bench/export.py has llama.cpp judge these rules."""
     window = local_attention(spec).window
-    if spec.arch not in WINDOWED and 0 < window < spec.max_len:
+    if spec.arch not in WINDOWED and 0 < window < spec.longest:
         raise UnsupportedModel(
             f"a GGUF file of {spec.arch} cannot express sliding_window = {window}: llama.cpp computes full attention. "
             "--config sliding_window=null writes the model without a window; it then answers long prompts differently"
@@ -109,7 +109,7 @@ def decoder_keys(spec: ModelSpec) -> Keys:
     attn = global_attention(spec)
     return {
         "block_count": spec.layers,
-        "context_length": spec.long.max_len if spec.long else spec.max_len,
+        "context_length": spec.longest,
         "embedding_length": spec.dim,
         "feed_forward_length": spec.hidden,
         "vocab_size": spec.vocab,
