@@ -131,7 +131,7 @@ def test_16_bit_kv_moves_logits_little(name: str):
     blocks = blocks_for([tokens], BLOCK_SIZE)
     backend.reserve_kv(blocks, BLOCK_SIZE, 1)
     moved = np.abs(backend.logits(greedy_batch([Chunk(tokens, 0, range(blocks))])) - wanted).max(axis=1)
-    assert 0 < np.median(moved) < 0.01 * wanted.std()
+    assert np.median(moved) < 0.01 * wanted.std()
 
 
 def test_default_model_stays_close_to_the_reference(smollm2: Path):
