@@ -1,6 +1,5 @@
-"""Reads DeepSeek V2 and V3 (R1, Kimi-K2, Moonlight): MLA, which keeps 576 numbers of a token per layer (V3), groups of
-experts with a shared one beside them, and plain MLPs in the first layers. Layers at the end that predict further tokens
-(MTP) are left out.
+"""Reads DeepSeek V2 and V3 (R1, Kimi-K2, Moonlight, ...): MLA, experts with a shared one beside them, and plain MLPs in
+the first layers. Layers at the end that predict further tokens (MTP) are left out.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Reads Gemma 3 (without vision): Gemma 2 with norms of each head's q and k in place of soft caps. Every sixth layer
-sees everything, and has a RoPE of its own.
+"""Reads Gemma 3 (text): Gemma 2 with norms of each head's q and k in place of soft caps. Every sixth layer sees
+everything, and has a RoPE of its own.
 """
 
 from __future__ import annotations

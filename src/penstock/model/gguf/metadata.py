@@ -70,7 +70,7 @@ def check_read_alike(spec: ModelSpec) -> None:
     """Raises if llama.cpp would read the file as another model: files of this family have no words for a part of it
     that llama.cpp knows. bench/export.py has llama.cpp judge these rules."""
     window = local_attention(spec).window
-    if spec.arch not in WINDOWED and 0 < window < spec.longest:
+    if spec.arch not in WINDOWED and 0 < window < spec.max_len:
         raise UnsupportedModel(
             f"a GGUF file of {spec.arch} cannot express sliding_window = {window}: llama.cpp computes full attention. "
             "--config sliding_window=null writes the model without a window; it then answers long prompts differently"
@@ -109,7 +109,7 @@ def decoder_keys(spec: ModelSpec) -> Keys:
     attn = global_attention(spec)
     return {
         "block_count": spec.layers,
-        "context_length": spec.longest,
+        "context_length": spec.max_len,
         "embedding_length": spec.dim,
         "feed_forward_length": spec.hidden,
         "vocab_size": spec.vocab,
@@ -178,7 +178,8 @@ def rope_keys(config: ConfigReader, spec: ModelSpec) -> tuple[Keys, Tensors]:
         "rope.freq_base": base_of(config, spec_rope.inv_freq),
     }
     scaling, tensors = scaling_keys(table, plain["rope.freq_base"], spec_rope, spec.max_len)
-    return plain | scaling, tensors
+    longest = {"context_length": spec.longest} if spec.long else {}
+    return plain | scaling | longest, tensors
 
 
 def scaling_keys(table: ConfigReader, base: float, spec: RopeSpec, max_len: int) -> tuple[Keys, Tensors]:
