@@ -198,6 +198,7 @@ class ModelSpec:
     eps: float
     attn: AttentionSpec
     act: str = "silu"
+    long: LongContext | None = None  # what the model becomes if sequences may be longer than `max_len`
     tied: bool = False  # the output head is the embedding table
     embed_scale: float = 1.0
     logit_scale: float = 1.0
@@ -218,7 +219,6 @@ class ModelSpec:
     classifier: ClassifierSpec | None = None
     segments: int = 1  # kinds of tokens that a pair of texts has: of the first and of the second
     generates: bool = True  # the checkpoint has an output head, or ties it to its embeddings
-    long: LongContext | None = None  # what the model becomes if sequences may be longer than `max_len`
 
     @property
     def encoder(self) -> bool:
