@@ -17,15 +17,6 @@ class RopeSpec:
     scale: float = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class LongContext:
-    """Describes a context beyond the original one (LongRoPE): how long it is, and the RoPE that all positions of it
-    have."""
-
-    max_len: int
-    rope: RopeSpec
-
-
 ATTENTION_VECTORS = ("sinks",)  # options of attention that come with a vector of that name, one number per head
 SHAPES = ("heads", "kv_heads", "head_dim", "v_dim")
 COMPUTED_AROUND = ("rope", "multiplier", "qk_norm", "output_gate")  # kernels get the results, or other ops compute them
@@ -155,6 +146,15 @@ class ClassifierSpec:
     pooling: str  # the state that the head sees: cls, last or mean
     act: str = ""  # after the head's dense layer: tanh or gelu; "": it has none
     tokens: tuple[int, ...] = ()  # instead of a head: the tokens for yes and, if there is one, for no
+
+
+@dataclass(frozen=True, slots=True)
+class LongContext:
+    """Describes a context beyond the original one (LongRoPE): how long it is, and the RoPE that all positions of it
+    have."""
+
+    max_len: int
+    rope: RopeSpec
 
 
 @dataclass(frozen=True, slots=True)
