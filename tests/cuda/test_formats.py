@@ -16,11 +16,12 @@ from penstock.model.load import load_model, open_checkpoint
 from tests.cuda.device import DEVICE, HALF
 
 FOLDER = Path(__file__).parents[1] / "models" / "formats"
-KEPT = ("awq", "gptq", "gptq-3-8", "int8", "mlx-3-6", "bytes", "mxfp4", "nvfp4", "nf4")
-WIDENED = ("gptq-ordered",)
+KEPT = ("awq", "gptq", "gptq-3-8", "int8", "bytes", "mxfp4", "nvfp4", "nf4", "w4afp8", "torchao-int4")
+MIXED = ("mlx-3-6", "mlx-floats", "torchao")  # q, k and v differ, and are widened to become one matrix
+WIDENED = ("gptq-ordered", "mxfp8")
 
 
-@pytest.mark.parametrize("kind", [*KEPT, *WIDENED])
+@pytest.mark.parametrize("kind", [*KEPT, *MIXED, *WIDENED])
 def test_logits_are_near_those_of_transformers(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     backend = CudaBackend(64, 8, device=DEVICE, dtype=HALF)
     model = load_model(open_checkpoint(FOLDER / kind), backend)
@@ -31,5 +32,5 @@ def test_logits_are_near_those_of_transformers(kind: str, caplog: pytest.LogCapt
     got = backend.logits(greedy_batch([Chunk(tokens, 0, range(8))]))
     assert difference(got, logits) < 8e-2  # BF16 alone makes as much
     down = model.layers[0].mlp.part.down
-    assert isinstance(down, QuantizedMatrix if kind in KEPT else DenseMatrix)
-    assert ("2 bytes for each value" in caplog.text) == (kind in WIDENED or kind == "mlx-3-6")
+    assert isinstance(down, DenseMatrix if kind in WIDENED else QuantizedMatrix)
+    assert ("2 bytes for each value" in caplog.text) == (kind in WIDENED + MIXED)

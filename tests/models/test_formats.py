@@ -25,7 +25,7 @@ from penstock.errors import MalformedFile, ModelError, UnsupportedModel
 from penstock.model.config_reader import ConfigReader
 from penstock.model.dequantize import dequantize
 from penstock.model.formats.checkpoint import weights_of
-from penstock.model.formats.int8_rows import as_q8_0
+from penstock.model.formats.near_blocks import as_near_blocks
 from penstock.model.load import load_model, open_checkpoint, read_safetensors_shards
 from penstock.model.open_files import read_json
 from penstock.model.safetensors import read_safetensors
@@ -151,15 +151,35 @@ def test_a_cpu_says_what_it_widens(caplog: pytest.LogCaptureFixture) -> None:
 def test_scales_of_rows_are_rounded_for_kernels(caplog: pytest.LogCaptureFixture) -> None:
     """The reference keeps float32 ones."""
     tensor = open_checkpoint(FOLDER / "bytes").tensors["layers.0.q"]
-    blocks = as_q8_0(tensor)
+    blocks = as_near_blocks(tensor)
     assert blocks is not None
     exact, near = dequantize(tensor), dequantize(blocks)
     assert 0 < np.abs(near - exact).max() <= 2**-11 * np.abs(exact).max()
     assert stored_as(tensor).bytes(tensor) == blocks.size == len(blocks.data) == 64 * 64 * 34 // 32
     tiny = replace(tensor, scales=tensor.scales._replace(values=tensor.scales.values * np.float32(1e-4)))
-    assert as_q8_0(tiny) is None
+    assert as_near_blocks(tiny) is None
     backend = CpuBackend(1)
     backend.load(load_model(open_checkpoint(FOLDER / "bytes"), backend))
+    assert "BF16" not in caplog.text
+
+
+def test_minima_are_rounded_for_kernels(changed: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """The reference keeps float32 ones."""
+
+    def edit(stored: dict[str, Tensor]) -> None:
+        zero = stored[f"{Q}._weight_zero_point"]
+        values = np.full(prod(zero.shape), 0x3C01, "<u2")  # 0.00787, whose sum with a scale needs more bits
+        stored[f"{Q}._weight_zero_point"] = replace(zero, source=values.view(np.uint8))
+
+    tensor = open_checkpoint(folder := changed("torchao-int4", {}, edit)).tensors["layers.0.q"]
+    blocks = as_near_blocks(tensor)
+    assert blocks is not None
+    assert (tensor.format.name, blocks.format.name) == ("torchao's int4", "Q4_1")
+    exact, near = dequantize(tensor), dequantize(blocks)
+    assert 0 < np.abs(near - exact).max() <= 2**-10 * np.abs(exact).max()
+    assert stored_as(tensor).bytes(tensor) == blocks.size == len(blocks.data)
+    backend = CpuBackend(1)
+    backend.load(load_model(open_checkpoint(folder), backend))
     assert "BF16" not in caplog.text
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 
 import gguf
@@ -116,6 +117,27 @@ def test_one_and_two_bits_become_q4_0(name, shape):
     wanted = scale * (codes.astype(np.float32) - 1 if bits == 2 else 2 * codes.astype(np.float32) - 1)
     assert tensor.format == FORMATS["Q4_0"]
     assert np.array_equal(dequantize(tensor), wanted.reshape(tensor.shape))
+
+
+@pytest.mark.parametrize(("name", "kind"), [("Q1_0", 41), ("Q2_0", 42)])
+def test_files_with_one_and_two_bits_are_read(name, kind, tmp_path):
+    """The gguf package cannot write Q2_0 yet: the header of a tensor with blocks of as many bytes is changed."""
+    format = FEW_LEVELS[name]
+    blocks = random_few_levels(format, rows=3)
+    writer = gguf.GGUFWriter(tmp_path / "few.gguf", "llama")
+    writer.add_tensor("x", blocks.reshape(3, -1), raw_dtype=GGMLQuantizationType.Q1_0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    written, wanted = (struct.pack("<QQI", 2 * values, 3, of) for values, of in ((128, 41), (format.values, kind)))
+    data = (tmp_path / "few.gguf").read_bytes()
+    assert data.count(written) == 1
+    (tmp_path / "few.gguf").write_bytes(data.replace(written, wanted))
+    found = read_gguf(tmp_path / "few.gguf").tensors["x"]
+    same = as_q4_0(Tensor("x", format, (3, 2 * format.values), blocks.reshape(-1)))
+    assert (found.format, found.shape) == (same.format, same.shape)
+    assert np.array_equal(found.data, same.data)
 
 
 def test_every_format_has_its_layout():

@@ -106,7 +106,7 @@ def _describe(path: Path, engine: dict[str, Any]) -> dict[str, Any]:
         "parameters": formats.total(),
         "formats": dict(formats.most_common()),
         "context_length": spec.max_len,
-        **({"long_context_length": spec.long.max_len} if spec.long else {}),
+        **({"longest_context": spec.longest} if spec.long else {}),
         "vocabulary": spec.vocab,
         "layers": spec.layers,
         "width": spec.dim,

@@ -56,7 +56,7 @@ def open_configured(config: Config) -> Checkpoint:
     checkpoint = open_checkpoint(Path(config.model), config.config, config.strict_config, config.max_len)
     lines = [unknown_line(checkpoint.unknown)] if checkpoint.unknown else []
     if checkpoint.spec.long:
-        lines.append(long_context_line(checkpoint.spec, checkpoint.spec.long.max_len))
+        lines.append(long_context_line(checkpoint.spec))
     if lines:
         import logging  # takes longer than reading the rest
 
@@ -65,13 +65,13 @@ def open_configured(config: Config) -> Checkpoint:
     return checkpoint
 
 
-def long_context_line(spec: ModelSpec, longest: int) -> str:
+def long_context_line(spec: ModelSpec) -> str:
     """Returns a line that says which factors a model with LongRoPE is computed with, and what would change that."""
-    if spec.max_len == longest:
+    if spec.max_len == spec.longest:
         return "longrope: all positions have the long factors, because max_len is beyond the model's original context"
     return (
         f"longrope: the context is the original one, {spec.max_len} tokens, with the short factors; "
-        f"a larger --max-len, up to {longest}, gives all positions the long ones"
+        f"a larger --max-len, up to {spec.longest}, gives all positions the long ones"
     )
 
 

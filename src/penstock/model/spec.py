@@ -17,15 +17,6 @@ class RopeSpec:
     scale: float = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class LongContext:
-    """Describes a context beyond the original one (LongRoPE): how long it is, and the RoPE that all positions of it
-    have."""
-
-    max_len: int
-    rope: RopeSpec
-
-
 ATTENTION_VECTORS = ("sinks",)  # options of attention that come with a vector of that name, one number per head
 SHAPES = ("heads", "kv_heads", "head_dim", "v_dim")
 COMPUTED_AROUND = ("rope", "multiplier", "qk_norm", "output_gate")  # kernels get the results, or other ops compute them
@@ -158,6 +149,15 @@ class ClassifierSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class LongContext:
+    """Describes a context beyond the original one (LongRoPE): how long it is, and the RoPE that all positions of it
+    have."""
+
+    max_len: int
+    rope: RopeSpec
+
+
+@dataclass(frozen=True, slots=True)
 class KvGroup:
     """Layers that share their KV blocks: a block holds some tokens of all of them, and one block table serves them."""
 
@@ -198,6 +198,7 @@ class ModelSpec:
     eps: float
     attn: AttentionSpec
     act: str = "silu"
+    long: LongContext | None = None  # what the model becomes if sequences may be longer than `max_len`
     tied: bool = False  # the output head is the embedding table
     embed_scale: float = 1.0
     logit_scale: float = 1.0
@@ -219,7 +220,6 @@ class ModelSpec:
     segments: int = 1  # kinds of tokens that a pair of texts has: of the first and of the second
     parallel: bool = False  # attention and MLP see the rows of one norm, and both are added to the residual stream
     generates: bool = True  # the checkpoint has an output head, or ties it to its embeddings
-    long: LongContext | None = None  # what the model becomes if sequences may be longer than `max_len`
 
     @property
     def encoder(self) -> bool:
@@ -274,6 +274,11 @@ class ModelSpec:
     def attention(self, layer: int) -> AttentionSpec:
         """Returns the attention of a layer."""
         return self.layer_attn[layer] if self.layer_attn else self.attn
+
+    @property
+    def longest(self) -> int:
+        """Returns how many positions it has at most, with its long context."""
+        return self.long.max_len if self.long else self.max_len
 
     def with_room_for(self, max_len: int) -> ModelSpec:
         """Returns this spec, or that of its long context if sequences of `max_len` tokens need it."""

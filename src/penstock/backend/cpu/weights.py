@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from penstock.backend.base import Floats, StoredAs
 from penstock.backend.cpu._native import Weight, fill_parts, packed_bits
 from penstock.model.dequantize import dequantize
-from penstock.model.formats.int8_rows import as_q8_0
+from penstock.model.formats.near_blocks import as_near_blocks
 from penstock.model.ops import ExpertWeights
 from penstock.model.tensor import FORMATS, FP8, NF4, Bytes, Format, Stack, Tensor, factor_of, some_rows
 
@@ -87,7 +87,7 @@ class Packing:
         """Returns the part in a format that kernels read: its own, Q8_0, or BF16."""
         if part.format.name in NATIVE and factor_of(part) is not None:
             return part
-        if blocks := as_q8_0(part):
+        if blocks := as_near_blocks(part):
             return blocks
         kind = "FP8" if part.format.name in FP8 else part.format.name
         if kind not in self._widened:
@@ -124,7 +124,7 @@ def stored_as(tensor: Tensor) -> StoredAs:
     """Returns the format that `Packing` stores the tensor in."""
     if len(tensor.shape) == 1:
         return StoredAs("F32", 32)
-    name = (as_q8_0(tensor) or tensor).format.name
+    name = (as_near_blocks(tensor) or tensor).format.name
     stored = name if name in NATIVE else "BF16"
     return StoredAs(stored, packed_bits(stored))
 

@@ -30,7 +30,7 @@ from penstock.backend.cuda.quant_blocks import ROWS
 from penstock.backend.cuda.quantized_weights import Workspace, join
 from penstock.backend.cuda.weights import PLAIN, log_growth, log_once, names, packed, stacked_bias, stacked_values
 from penstock.backend.quantize_at_load import may_quantize
-from penstock.model.formats.int8_rows import as_q8_0
+from penstock.model.formats.near_blocks import as_near_blocks
 from penstock.model.ops import ExpertWeights
 from penstock.model.spec import ExpertSpec
 from penstock.model.tensor import Stack
@@ -119,7 +119,7 @@ def pack_matrices(
 ) -> ExpertMatrices:
     """Packs the matrices of all experts. Quantized formats stay as they are if all experts have the same one and fill
     tiles; others become values of `dtype`."""
-    parts = [as_q8_0(part) or part for stack in stacks for part in stack.parts]
+    parts = [as_near_blocks(part) or part for stack in stacks for part in stack.parts]
     formats = {part.format.name for part in parts}
     bias = stacked_bias(parts, [one for stack in stacks for one in stack.bias], device)
     tiled = dtype.itemsize == 2 and all(part.shape[0] % ROWS == 0 for part in parts)

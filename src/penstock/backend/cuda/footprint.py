@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from penstock.backend.base import StoredAs
 from penstock.backend.quantize_at_load import may_quantize
-from penstock.model.formats.int8_rows import as_q8_0
+from penstock.model.formats.near_blocks import as_near_blocks
 from penstock.model.roles import EXPERTS, MLA
 from penstock.model.spec import ModelSpec
 from penstock.model.tensor import PLAIN, Tensor
@@ -38,7 +38,7 @@ def stored_as(tensor: Tensor, quantize: str, has_fp8: bool = True) -> StoredAs:
     (`has_fp8`), FP8 weights become 16 bits."""
     if len(tensor.shape) == 1:
         return StoredAs("F32", 32)
-    tensor = as_q8_0(tensor) or tensor
+    tensor = as_near_blocks(tensor) or tensor
     name = tensor.format.name
     widened = tensor.role in MLA or (name == "F8_E4M3" and not has_fp8)
     if tensor.scales is not None and name == "F8_E4M3":

@@ -31,7 +31,7 @@ from penstock.backend.cuda.tilings import HOPPER_GEMM_ROWS, TALL
 from penstock.backend.cuda.transfer import Transfer
 from penstock.backend.quantize_at_load import may_quantize
 from penstock.model.dequantize import dequantize
-from penstock.model.formats.int8_rows import as_q8_0
+from penstock.model.formats.near_blocks import as_near_blocks
 from penstock.model.tensor import Tensor, factor_of, some_rows
 
 log = logging.getLogger(__name__)
@@ -126,7 +126,7 @@ def pack(
 ) -> Weight:
     """Packs parts as one matrix. Quantized formats stay as they are; plain ones become what `quantize` says (FP8 or 4
     bits), or 16 bits if it says nothing or their roles forbid it."""
-    parts = [as_q8_0(part) or part for part in parts]
+    parts = [as_near_blocks(part) or part for part in parts]
     formats = {part.format.name for part in parts}
     vector = stacked_bias(parts, bias, device)
     quantize = quantize if all(may_quantize(part, quantize, "cuda") for part in parts) else ""

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from penstock.config import available_threads
 from penstock.errors import MalformedFile
 from penstock.model.dequantize import LAYOUTS
+from penstock.model.formats.near_blocks import NearBlocks
 from penstock.model.tensor import FORMATS, Bytes, Format, Tensor
 
 BLOCK = 32
@@ -27,6 +28,8 @@ CHUNK_VALUES = 1 << 20  # that a thread repacks together: they stay in a CPU cac
 MAX_THREADS = 16
 LIMITS = {"Q4_0": 8, "Q5_0": 16, "Q8_0": 128}  # a format holds whole numbers from -limit to limit - 1
 WITH_MINIMUM = {4: "Q4_1", 5: "Q5_1"}  # bits of a code: the format that holds it with a minimum
+
+MAX_STEP = 2**-7  # of a scale, that rounding a minimum may move values by
 
 PLAIN = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 ALL = slice(None)
@@ -60,8 +63,21 @@ class Grouped:
         """Returns the matrix as a tensor, in storage blocks if possible."""
         stored = self.storage_format(self.factors(0, self.shape[0]))
         if stored is None:
-            return Tensor(self.name, Format(self.kind, 1, 4), self.shape, self.values)
+            return Tensor(self.name, Format(self.kind, 1, 4), self.shape, self.near_rows())
         return Tensor(self.name, FORMATS[stored], self.shape, partial(self.blocks, stored))
+
+    def near_rows(self) -> Callable[[int, int], Bytes]:
+        """Returns what makes rows as float32, and as storage blocks if rounding the minima to float16 is all that it
+        takes and moves values less than 16 bits would."""
+        scales, zeros, minima = self.factors(0, self.shape[0])
+        if minima is None:
+            return self.values
+        stored = self.storage_format(Factors(scales, zeros, np.zeros_like(minima)))
+        with np.errstate(over="ignore", invalid="ignore"):
+            off = np.abs(minima.astype(np.float16) - minima)
+        if stored is None or not (off <= MAX_STEP * np.abs(scales)).all():
+            return self.values
+        return NearBlocks(self.values, partial(self.blocks, stored), stored)
 
     def storage_format(self, factors: Factors) -> str | None:
         """Returns the first format that holds all values exactly."""

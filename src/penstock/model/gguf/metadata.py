@@ -113,7 +113,7 @@ def decoder_keys(spec: ModelSpec) -> Keys:
     pooling = {"pooling_type": gguf_config.POOLINGS.index(spec.pooling, 1)} if embeds else {}
     return pooling | {
         "block_count": spec.layers,
-        "context_length": spec.long.max_len if spec.long else spec.max_len,
+        "context_length": spec.max_len,
         "embedding_length": spec.dim,
         "feed_forward_length": spec.hidden,
         "vocab_size": spec.vocab,
@@ -182,7 +182,8 @@ def rope_keys(config: ConfigReader, spec: ModelSpec) -> tuple[Keys, Tensors]:
         "rope.freq_base": base_of(config, spec_rope.inv_freq),
     }
     scaling, tensors = scaling_keys(table, plain["rope.freq_base"], spec_rope, spec.max_len)
-    return plain | scaling, tensors
+    longest = {"context_length": spec.longest} if spec.long else {}
+    return plain | scaling | longest, tensors
 
 
 def scaling_keys(table: ConfigReader, base: float, spec: RopeSpec, max_len: int) -> tuple[Keys, Tensors]:

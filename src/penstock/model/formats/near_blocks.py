@@ -1,0 +1,52 @@
+"""Turns matrices whose factors float16 does not hold exactly into storage blocks that kernels know, where that is more
+exact than values of 16 bits would be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+
+from penstock.model.dequantize import LAYOUTS
+from penstock.model.tensor import FORMATS, Bytes, Tensor
+
+BLOCK = 32
+MAX_ERROR = 2**-11  # relative, of a scale in float16
+
+
+@dataclass(frozen=True, slots=True)
+class NearBlocks:
+    """Makes the rows of a tensor exactly, or as storage blocks with factors rounded to float16."""
+
+    values: Callable[[int, int], Bytes]
+    blocks: Callable[[int, int], Bytes]
+    format: str  # of the blocks
+
+    def __call__(self, first: int, last: int) -> Bytes:
+        """Returns the exact values of rows `first` to `last`."""
+        return self.values(first, last)
+
+
+def as_near_blocks(tensor: Tensor) -> Tensor | None:
+    """Returns the tensor in storage blocks with factors rounded to float16, which is more exact than values of 16 bits
+    would be. Returns None if there are no such blocks, or if float16 cannot hold its factors that exactly."""
+    if isinstance(tensor.source, NearBlocks):
+        return replace(tensor, format=FORMATS[tensor.source.format], source=tensor.source.blocks)
+    if tensor.format.name != "I8" or tensor.scales is None or tensor.shape[-1] % BLOCK:
+        return None
+    with np.errstate(over="ignore"):
+        off = np.abs(tensor.scales.values.astype(np.float16) - tensor.scales.values)
+    if not (off <= MAX_ERROR * np.abs(tensor.scales.values)).all():
+        return None
+    return replace(tensor, format=FORMATS["Q8_0"], source=partial(q8_0_blocks, tensor), scales=None)
+
+
+def q8_0_blocks(tensor: Tensor, first: int, last: int) -> Bytes:
+    """Returns rows `first` to `last` as Q8_0 blocks."""
+    assert tensor.scales is not None
+    out = np.empty((last - first, tensor.shape[1] // BLOCK), LAYOUTS["Q8_0"])
+    out["d"] = tensor.scales.values[np.arange(first, last) // tensor.scales.rows]
+    out["qs"] = tensor.data.view(np.int8).reshape(tensor.shape)[first:last].reshape(*out.shape, BLOCK)
+    return out.reshape(-1).view(np.uint8)
