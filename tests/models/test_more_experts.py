@@ -262,7 +262,7 @@ def test_olmoe():
 
 def test_granite_moe():
     spec = read_config(GRANITE_3B)
-    assert spec.experts == ExpertSpec(40, 8, 512, scoring="softmax_top_k")
+    assert spec.experts == ExpertSpec(40, 8, 512, renormalize=True)
     assert (spec.logit_scale, spec.attn.scale, spec.shared_hidden) == (1 / 6, 0.015625, 0)
     shared = GRANITE_3B | {"architectures": ["GraniteMoeSharedForCausalLM"], "shared_intermediate_size": 1024}
     assert read_config(shared).shared_hidden == 1024

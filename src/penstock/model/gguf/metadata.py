@@ -41,7 +41,7 @@ ALL_BIASED = (
 )  # it reads biases of all products
 RENORMALIZED = ("qwen3moe", "qwen3next")  # it always divides the selected experts' scores by their sum
 LITE_LAYERS = (26, 27)  # it knows a DeepSeek that projects queries from x by how many layers it has
-ARCHITECTURES = {family: name for name, family in registry.GGUF.items()} | {"mixtral": "llama", "qwen35": "qwen35"}
+ARCHITECTURES = {family: name for name, family in reversed(registry.GGUF.items())} | {"mixtral": "llama"}
 
 
 def config_keys(
