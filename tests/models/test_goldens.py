@@ -55,6 +55,7 @@ def test_every_kind_of_golden_is_there():
         "gpt2",
         "gpt_oss",
         "granite",
+        "hunyuan",
         "linear",
         "llama3",
         "longrope",

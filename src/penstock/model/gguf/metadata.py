@@ -278,6 +278,10 @@ def olmo(config: ConfigReader, spec: ModelSpec) -> Keys:
     return windowed(config, spec) | base
 
 
+def hunyuan(_: ConfigReader, spec: ModelSpec) -> Keys:
+    return {"rope.freq_base": plain_base(spec.attn.rope.inv_freq)}
+
+
 def cohere(_: ConfigReader, spec: ModelSpec) -> Keys:
     norms = {gguf_config.RMS_EPS: None, gguf_config.LAYER_EPS: spec.eps}
     return norms | {"logit_scale": spec.logit_scale, "rope.scaling.type": "none"}
@@ -370,6 +374,7 @@ OWN: dict[str, Own] = {
     "cohere2": cohere_2,
     "stablelm": stablelm,
     "exaone4": windowed,
+    "hunyuan": hunyuan,
     "gemma2": gemma_2,
     "gemma3": gemma_3,
     "gpt2": layer_normed,
