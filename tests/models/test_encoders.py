@@ -371,7 +371,11 @@ def test_other_poolings_are_refused(folder: Path, file: str, changes: dict[str, 
 @pytest.mark.parametrize(
     ("modules", "error", "message"),
     [
-        ([{"path": "2_Dense", "type": "sentence_transformers.models.Dense"}], UnsupportedModel, "module 'Dense'"),
+        (
+            [{"path": "2_LayerNorm", "type": "sentence_transformers.models.LayerNorm"}],
+            UnsupportedModel,
+            "module 'LayerNorm'",
+        ),
         ([{"path": "../up", "type": "sentence_transformers.models.Pooling"}], MalformedFile, "a path below it"),
         ([{"path": "/etc", "type": "sentence_transformers.models.Pooling"}], MalformedFile, "a path below it"),
         ([3], MalformedFile, "got 3"),

@@ -87,6 +87,7 @@ def build_engine(config: Config, checkpoint: Checkpoint, tell: Tell = silent) ->
         grammars=grammars,
         chain=chain_hash(),
         classifier=checkpoint.classifier,
+        dense=checkpoint.dense,
     )
 
 
@@ -127,7 +128,7 @@ def _reserve(config: Config, checkpoint: Checkpoint, backend: Backend) -> tuple[
             windows=spec.windows,
             encoder=spec.encoder,
             state_bytes=needs.state_bytes,
-        )._replace(dim=spec.dim, pooling=spec.pooling, **limits_of_labels(spec))
+        )._replace(dim=checkpoint.embedding_width, pooling=spec.pooling, **limits_of_labels(spec))
         try:
             backend.reserve_kv(limits.num_blocks, limits.block_size, all_states(limits), spec.kv_groups)
         except OutOfMemory:

@@ -14,7 +14,7 @@ from penstock.engine.host_blocks import HostBlocks
 from penstock.engine.record import RequestRecord
 from penstock.engine.waiting import Need, WaitingRoom
 from penstock.errors import InvalidGrammar, InvalidRequest, OutOfMemory, PenstockError, StepFailed
-from penstock.model.classifier import ClassifierHead
+from penstock.model.classifier import ClassifierHead, DenseHead
 from penstock.types import (
     STEP_SIZES,
     Aborted,
@@ -37,8 +37,8 @@ PATIENCE = 0.002  # seconds between two looks at what has arrived, when all requ
 class Engine:
     """Answers requests: every one that was added ends in exactly one Finished, Aborted or Failed. `depth` steps are in
     flight while the next one is planned, `policy` decides where there is a choice, `chain` computes chain hashes,
-    `classifier` is the model's classification head, and with `block_events` it is recorded what enters and leaves the
-    prefix cache."""
+    `classifier` is the model's classification head, `dense` turns its pooled states into embeddings, and with
+    `block_events` it is recorded what enters and leaves the prefix cache."""
 
     def __init__(
         self,
@@ -51,12 +51,14 @@ class Engine:
         chain: hashing.Chain = hashing.chain,
         block_events: bool = False,
         classifier: ClassifierHead | None = None,
+        dense: DenseHead | None = None,
     ) -> None:
         self.limits = limits
         self._backend = backend
         self._depth = depth
         self._grammars = grammars
         self._classifier = classifier
+        self._dense = dense
         epoch = time.time_ns() if block_events else None
         self._scheduler = Scheduler(limits, policy=policy, chain=chain, epoch=epoch)
         self._batcher = Batcher(limits)
@@ -92,7 +94,8 @@ class Engine:
         if request.id in self._records:
             raise InvalidRequest(f"request id {request.id} is already in use")
         _check_ids(request, self.limits.vocab)
-        record, grammar = RequestRecord(request, self.limits.vocab, self._classifier), request.sampling.grammar
+        record = RequestRecord(request, self.limits.vocab, self._classifier, self._dense)
+        grammar = request.sampling.grammar
         if grammar is not None and grammar.thinking and grammar.thinking.budget is not None:
             _refuse_logprobs(request)
         if grammar is None:

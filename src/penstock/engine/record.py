@@ -5,17 +5,24 @@ from __future__ import annotations
 from penstock.core import Sequence
 from penstock.engine.grammar import Constraint
 from penstock.engine.sampling import Sampler
-from penstock.model.classifier import ClassifierHead
+from penstock.model.classifier import ClassifierHead, DenseHead
 from penstock.types import Aborted, Event, Failed, Finished, Request
 
 
 class RequestRecord:
     """Belongs to one request: how its tokens are sampled, what constrains them, and what it had to wait for."""
 
-    __slots__ = ("classifier", "constraint", "request", "sampler", "waited")
+    __slots__ = ("classifier", "constraint", "dense", "request", "sampler", "waited")
 
-    def __init__(self, request: Request, vocab: int = 0, classifier: ClassifierHead | None = None) -> None:
+    def __init__(
+        self,
+        request: Request,
+        vocab: int = 0,
+        classifier: ClassifierHead | None = None,
+        dense: DenseHead | None = None,
+    ) -> None:
         self.request = request
+        self.dense = dense if request.pooling else None
         self.classifier = classifier if request.pooling == "classify" else None
         self.sampler = Sampler(request, vocab=vocab)
         self.constraint: Constraint | None = None
@@ -57,10 +64,11 @@ class RequestRecord:
         )
 
     def complete(self, event: Finished | Aborted | Failed) -> Event:
-        """Returns the request's last event with the logits of its labels and with what the engine knows for its
-        report, if it has them."""
-        if self.classifier and isinstance(event, Finished):
-            event = event._replace(pooled=self.classifier.answer(event.pooled))
+        """Returns the request's last event with the logits of its labels, or its embedding, and with what the engine
+        knows for its report, if it has them."""
+        head = self.classifier or self.dense
+        if head and isinstance(event, Finished):
+            event = event._replace(pooled=head.answer(event.pooled))
         if isinstance(event, Failed) or event.report is None:
             return event
         forced = self.constraint.forced if self.constraint else 0

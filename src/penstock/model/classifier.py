@@ -97,6 +97,25 @@ class ClassifierHead:
         return self(np.frombuffer(pooled, "<f4")).astype("<f4").tobytes()
 
 
+@dataclass(frozen=True, slots=True)
+class DenseHead:
+    """Turns a pooled hidden state into an embedding: the layers that sentence-transformers has after its pooling."""
+
+    layers: tuple[tuple[Affine, str], ...]  # each with its activation; "": none
+
+    @property
+    def width(self) -> int:
+        """Returns the size of the embedding."""
+        return len(self.layers[-1][0].weight)
+
+    def answer(self, pooled: bytes) -> bytes:
+        """Returns the embedding of a pooled state; both are little-endian float32."""
+        state = np.frombuffer(pooled, "<f4")
+        for affine, act in self.layers:
+            state = ACTS[act](affine(state)) if act else affine(state)
+        return state.astype("<f4").tobytes()
+
+
 def _gelu(x: Floats) -> Floats:
     return np.array([one * (1 + erf(one / 2**0.5)) / 2 for one in x.tolist()], np.float32)
 

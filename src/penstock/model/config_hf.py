@@ -143,6 +143,19 @@ def rope_fields(config: ConfigReader) -> ConfigReader:
     return config.table("rope_scaling" if "rope_scaling" in config else "rope_parameters")
 
 
+def read_two_ropes(config: ConfigReader, theta: float) -> tuple[ConfigReader, float] | None:
+    """Returns the fields of the RoPE of layers that see everything, and the base of the RoPE of layers with a window,
+    if the config describes both. `theta` is the default of a silent one."""
+    both = config.table("rope_parameters")
+    if FULL not in both:
+        return None
+    both.refuse_others((FULL, SLIDING))
+    near = both.table(SLIDING)
+    near.refuse_others(("rope_theta", "rope_type"))
+    near.require("rope_type", ("default",), "default")
+    return both.table(FULL), near.number("rope_theta", theta, least=1.001)
+
+
 def read_rope(
     config: ConfigReader,
     head_dim: int,

@@ -37,6 +37,10 @@ class ConfigReader:
         """Returns whether the key is there with null, which differs from its being absent."""
         return self._prefix + key in self._values and key not in self
 
+    def is_list(self, key: str) -> bool:
+        """Returns whether the value is a list, where it may be a single one."""
+        return key in self and type(self._values[self._prefix + key]) is list
+
     def size(self, key: str, default: int | None = None, most: int = MAX_SIZE) -> int:
         """Reads a whole number above 0."""
         value = self._get(key, default)
@@ -118,7 +122,7 @@ class ConfigReader:
         if (
             type(value) is not list
             or len(value) != count
-            or not all(type(one) is int and one in (0, 1) for one in value)
+            or not all(type(one) in (int, bool) and one in (0, 1) for one in value)
         ):
             raise self._wrong(key, value, f"a list of {count} zeros and ones")
         return tuple(map(bool, value))

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
 from penstock.model.ops import ExpertWeights, Ops, V, Vectors, Weight
 from penstock.model.spec import AttentionSpec, ExpertSpec, ModelSpec
 from penstock.model.weights import Packer
@@ -142,9 +144,11 @@ class Ends:
         return x if self.positions is None else ops.add(x, ops.embed_positions(self.positions))
 
     def leave(self, ops: Ops[V], x: V, residual: V | None) -> V:
-        """Returns the logits of the sampled rows: [S, vocab]."""
+        """Returns the logits of the sampled rows, [S, vocab]; of an encoder, which has none, their hidden states."""
         x, _ = self.norm(ops, x, residual)
         ops.pool(x)
+        if self.spec.encoder:
+            return ops.take_sampled(x)
         rows = scaled(ops, ops.take_sampled(x), self.spec.logit_scale)
         logits = ops.linear(rows, self.head, precision="float32")
         return ops.soft_cap(logits, self.spec.logit_cap) if self.spec.logit_cap else logits
@@ -152,17 +156,35 @@ class Ends:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Holds a mixer and the MLP that follows it."""
+    """Computes a mixer and the MLP that follows it."""
 
     mixer: Block
     mlp: Block
+
+    def __call__(self, ops: Ops[V], x: V, residual: V | None) -> tuple[V, V | None]:
+        """Takes and returns (x, residual), whose sum is the residual stream."""
+        return self.mlp(ops, *self.mixer(ops, x, residual))
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelLayer:
+    """Computes a mixer and an MLP of the same rows, those of one norm, and adds both to the residual stream."""
+
+    norm: Norm
+    mixer: Part
+    mlp: Part
+
+    def __call__(self, ops: Ops[V], x: V, residual: V | None) -> tuple[V, V | None]:
+        """Takes and returns (x, residual), whose sum is the residual stream."""
+        x, residual = self.norm(ops, x, residual)
+        return ops.add(self.mixer(ops, x), self.mlp(ops, x)), residual
 
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
     """Computes logits with layers of a mixer and an MLP. Most families are one of these."""
 
-    layers: tuple[Layer, ...]
+    layers: tuple[Layer | ParallelLayer, ...]
     ends: Ends
 
     def forward(self, ops: Ops[V]) -> V:
@@ -170,8 +192,7 @@ class Decoder:
         x: V = self.ends.enter(ops)
         residual: V | None = None
         for layer in self.layers:
-            x, residual = layer.mixer(ops, x, residual)
-            x, residual = layer.mlp(ops, x, residual)
+            x, residual = layer(ops, x, residual)
         return self.ends.leave(ops, x, residual)
 
 
@@ -260,6 +281,11 @@ def layer_norm(spec: ModelSpec, pack: Packer, name: str) -> Norm:
     return Norm(pack.vector(name, spec.dim), spec.eps, pack.vector(f"{name}.bias", spec.dim))
 
 
+def unbiased_layer_norm(spec: ModelSpec, pack: Packer, name: str) -> Norm:
+    """Builds a layer norm without a bias."""
+    return Norm(pack.vector(name, spec.dim), spec.eps, pack.computed(name, spec.dim, np.zeros_like))
+
+
 def build(
     spec: ModelSpec,
     pack: Packer,
@@ -278,7 +304,13 @@ def build(
         part = make(spec, pack, layer)
         return Block(part, before, norm(spec, pack, f"layers.{layer}.after_{kind}_norm") if post_norm else None)
 
-    layers = tuple(Layer(block(i, "attn", mixer), block(i, "mlp", mlp)) for i in range(spec.layers))
+    def layer(i: int) -> Layer | ParallelLayer:
+        if spec.parallel:
+            shared = norm(spec, pack, f"layers.{i}.attn_norm")
+            return ParallelLayer(shared, mixer(spec, pack, i), mlp(spec, pack, i))
+        return Layer(block(i, "attn", mixer), block(i, "mlp", mlp))
+
+    layers = tuple(layer(i) for i in range(spec.layers))
     embed = pack.matrix(("embed", spec.vocab), width=spec.dim)
     positions = pack.matrix(("positions", spec.max_len), width=spec.dim) if learned_positions else None
     head = embed if spec.tied else pack.matrix(("head", spec.vocab), width=spec.dim)

@@ -15,6 +15,7 @@ from penstock.model.classifier import KEYS as LABEL_KEYS
 from penstock.model.classifier import (
     RANKER_KEYS,
     ClassifierHead,
+    DenseHead,
     build_head,
     is_ranker,
     read_labels,
@@ -27,10 +28,10 @@ from penstock.model.config_reader import ConfigReader
 from penstock.model.formats.checkpoint import weights_of
 from penstock.model.gguf.shards import read_shards
 from penstock.model.open_files import read_json
-from penstock.model.registry import CLASSIFIERS, PackedModel, family, family_of_gguf, family_of_hf
+from penstock.model.registry import CLASSIFIERS, WITHOUT_HEAD, PackedModel, family, family_of_gguf, family_of_hf
 from penstock.model.roles import BIAS, Role
 from penstock.model.safetensors import read_safetensors
-from penstock.model.sentence_transformers import with_sentence
+from penstock.model.sentence_transformers import dense_of_folder, split_dense, with_sentence
 from penstock.model.spec import ClassifierSpec, ModelSpec
 from penstock.model.split_fused import split_fused
 from penstock.model.tensor import Tensor
@@ -57,11 +58,17 @@ class Checkpoint:
     metadata: Mapping[str, Any]  # the file's own: GGUF metadata or config.json, as it was changed
     classifier: ClassifierHead | None = None
     unknown: tuple[str, ...] = ()  # fields of config.json that nothing is known of
+    dense: DenseHead | None = None  # what turns its pooled states into embeddings
 
     @property
     def float8(self) -> bool:
         """Returns whether some weights are FP8."""
         return any(tensor.format.name == "F8_E4M3" for tensor in self.tensors.values())
+
+    @property
+    def embedding_width(self) -> int:
+        """Returns the size of its embeddings."""
+        return self.dense.width if self.dense else self.spec.dim
 
     @property
     def whole(self) -> int:
@@ -109,6 +116,7 @@ def open_gguf(path: Path) -> Checkpoint:
     kind = family_of_gguf(ConfigReader(file.metadata, METADATA))
     config = ConfigReader(file.metadata, METADATA, prefix=f"{file.metadata['general.architecture']}.")
     tensors, head = split_head(file.tensors) if is_ranker(config) else (file.tensors, {})
+    tensors, dense = split_dense(config, tensors)
     spec = kind.read_gguf(config.without(*RANKER_KEYS) if head else config, tensors)
     classifier = None
     if head:
@@ -120,6 +128,7 @@ def open_gguf(path: Path) -> Checkpoint:
         name=str(file.metadata.get("general.name", path.stem)),
         path=path,
         metadata=file.metadata,
+        dense=dense,
     )
 
 
@@ -136,11 +145,15 @@ def open_folder(path: Path, changes: Sequence[str] = (), strict: bool = False) -
         files, head = split_head(files)
     stored = {name: tensor for name, tensor in files.items() if not naming.ignored.fullmatch(name)}
     weights = weights_of(stored, ConfigReader(values, CONFIG), path)
+    if names.is_bare(weights):
+        weights = names.within_model(weights)
+        spec = spec if spec.tied or spec.classifier else without_head(spec)
     tensors = split_fused(names.canonical(weights, naming, spec), spec)
     if spec.tied:
         tensors.pop("head", None)  # some checkpoints store the embedding a second time
     classifier = head_of(spec, tensors, head)
-    return Checkpoint(spec, tensors, path.resolve().name, path, values, classifier, tuple(config.unknown))
+    dense = dense_of_folder(path, spec.dim)
+    return Checkpoint(spec, tensors, path.resolve().name, path, values, classifier, tuple(config.unknown), dense)
 
 
 def head_of(spec: ModelSpec, tensors: Mapping[str, Tensor], head: Mapping[str, Tensor]) -> ClassifierHead | None:
@@ -200,7 +213,14 @@ def read_fields(config: ConfigReader) -> ModelSpec:
         spec = read_model(config.without(*LABEL_KEYS).having(architectures=[CLASSIFIERS[named[0]]]))
         classifier = read_labels(config, *head_of_family(spec))
         return replace(spec, classifier=classifier, tied=not spec.encoder, generates=False)
+    if len(named) == 1 and named[0] in WITHOUT_HEAD:
+        return without_head(read_model(config.having(architectures=[WITHOUT_HEAD[named[0]]])))
     return read_model(config)
+
+
+def without_head(spec: ModelSpec) -> ModelSpec:
+    """Returns the spec of a decoder without an output head, which makes embeddings only."""
+    return replace(spec, tied=True, generates=False)
 
 
 def head_of_family(spec: ModelSpec) -> tuple[str, str]:

@@ -89,6 +89,17 @@ def beside_vision(naming: Naming) -> Naming:
     )
 
 
+def is_bare(tensors: Mapping[str, Tensor]) -> bool:
+    """Returns whether a Hugging Face folder has a decoder without the model around it, which would hold its output
+    head."""
+    return "embed_tokens.weight" in tensors
+
+
+def within_model(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the tensors of a bare decoder by the names that they have within a model."""
+    return {f"model.{name}": tensor for name, tensor in tensors.items()}
+
+
 EXPERTS = {  # in the Hugging Face checkpoints of most MoE families
     "router": "mlp.gate",
     "choice_bias": "mlp.gate.e_score_correction_bias",

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from penstock.errors import MalformedFile, UnsupportedModel
-from penstock.model.classifier import read_activation
+from penstock.model.classifier import Affine, DenseHead, read_activation
 from penstock.model.config_reader import ConfigReader
+from penstock.model.dequantize import dequantize
 from penstock.model.open_files import read_json, read_list
+from penstock.model.safetensors import read_safetensors
 from penstock.model.spec import ClassifierSpec, ModelSpec
+from penstock.model.tensor import Tensor
 
 MODULES = "modules.json"
 LIMITS = "sentence_bert_config.json"
@@ -22,6 +26,9 @@ POOLINGS = {
     "pooling_mode_mean_sqrt_len_tokens": "",
     "pooling_mode_weightedmean_tokens": "",
 }
+DENSE_ACTS = {"Identity": "", "Tanh": "tanh"}
+DENSE = ("dense_2", "dense_3")  # what GGUF files call the dense layers
+DENSE_KEYS = tuple(f"{name}_feat_{side}" for name in DENSE for side in ("in", "out"))
 NEUTRAL = ("word_embedding_dimension", "embedding_dimension", "include_prompt")
 
 
@@ -35,11 +42,51 @@ def with_sentence(spec: ModelSpec, folder: Path) -> ModelSpec:
             spec = replace(spec, pooling=read_pooling(ConfigReader(read_json(folder / path / "config.json"), path)))
         elif kind == "LogitScore":
             spec = replace(spec, classifier=read_token_score(folder, path))
-        elif kind not in ("Transformer", "Normalize"):
+        elif kind not in ("Transformer", "Dense", "Normalize"):
             raise UnsupportedModel(
-                f"{MODULES} lists a module {kind!r} after the model; supported: Pooling, Normalize, LogitScore"
+                f"{MODULES} lists a module {kind!r} after the model; supported: Pooling, Dense, Normalize, LogitScore"
             )
     return replace(spec, max_len=min(spec.max_len, read_length(folder, spec)))
+
+
+def dense_of_folder(folder: Path, width: int) -> DenseHead | None:
+    """Reads the dense layers that follow the pooling of states of this width, if there are any."""
+    layers = []
+    for kind, path in read_modules(folder) if (folder / MODULES).exists() else ():
+        if kind == "Dense":
+            layers.append(read_dense(folder / path, width))
+            width = len(layers[-1][0].weight)
+    return DenseHead(tuple(layers)) if layers else None
+
+
+def read_dense(folder: Path, width: int) -> tuple[Affine, str]:
+    """Reads a dense layer and its activation."""
+    config = ConfigReader(read_json(folder / "config.json"), f"{folder.name}/config.json")
+    config.require("in_features", (width,))
+    shape = (config.size("out_features"), width)
+    act = config.text("activation_function", "torch.nn.modules.activation.Tanh").rpartition(".")[2]
+    if act not in DENSE_ACTS:
+        raise config.unsupported("activation_function", config.text("activation_function"), DENSE_ACTS)
+    stored = read_safetensors(folder / "model.safetensors")
+    wanted = {"linear.weight": shape} | ({"linear.bias": shape[:1]} if config.flag("bias", True) else {})
+    config.ignore("module_input_name", "module_output_name")
+    config.refuse_unread(())
+    if {name: tensor.shape for name, tensor in stored.items()} != wanted:
+        raise MalformedFile(f"{folder.name}/model.safetensors must hold the tensors {wanted}; it holds others")
+    values = {name: dequantize(tensor) for name, tensor in stored.items()}
+    return Affine(values["linear.weight"], values.get("linear.bias")), DENSE_ACTS[act]
+
+
+def split_dense(config: ConfigReader, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], DenseHead | None]:
+    """Returns the tensors of a GGUF file without those of dense layers after the pooling, and these layers."""
+    found = {name: tensors[f"{name}.weight"] for name in DENSE if f"{name}.weight" in tensors}
+    for name, tensor in found.items():
+        rows, width = tensor.shape if len(tensor.shape) == 2 else (0, 0)
+        config.require(f"{name}_feat_in", (width,), width)
+        config.require(f"{name}_feat_out", (rows,), rows)
+    rest = {name: tensor for name, tensor in tensors.items() if name.removesuffix(".weight") not in found}
+    layers = tuple((Affine(dequantize(tensor), None), "") for tensor in found.values())
+    return rest, DenseHead(layers) if layers else None
 
 
 def read_modules(folder: Path) -> list[tuple[str, str]]:

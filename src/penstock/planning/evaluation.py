@@ -130,7 +130,7 @@ def windows_of(
     if checkpoint.spec.encoder:
         raise UnsupportedModel("this model is an encoder, which predicts no tokens: it has no perplexity")
     if not checkpoint.spec.generates:
-        raise UnsupportedModel("this model is a classifier, which predicts no tokens: it has no perplexity")
+        raise UnsupportedModel("this model has no output head and predicts no tokens: it has no perplexity")
     if not MIN_CONTEXT <= context <= checkpoint.spec.max_len:
         longest = checkpoint.spec.max_len
         raise ConfigError(f"--context must be from {MIN_CONTEXT} to {longest} tokens with this model; got {context}")

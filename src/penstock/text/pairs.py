@@ -145,7 +145,7 @@ def check_scores(limits: Limits) -> None:
             "with one: send texts to /classify, or to LLM.classify",
             param="model",
         )
-    if not limits.labels and not limits.encoder:
+    if not limits.labels and limits.generates:
         raise InvalidRequest(
             "this model cannot score: it has no classification head, and no template for reranking; take a reranker or "
             "an embedding model",

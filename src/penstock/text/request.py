@@ -13,15 +13,16 @@ from penstock.types import Limits, Request, SamplingParams
 
 
 def check_answers(limits: Limits) -> None:
-    """Raises if the model generates no text: an encoder, or a decoder that has a classification head in place of its
-    output head."""
-    if not limits.generates and not limits.encoder:
+    """Raises if the model generates no text: an encoder, or a decoder that has a classification head, or nothing, in
+    place of its output head."""
+    if not limits.generates and limits.labels and not limits.encoder:
         raise InvalidRequest(
             "this model classifies texts and generates none: send texts to /classify, /score or /rerank", param="model"
         )
-    if limits.encoder:
+    if not limits.generates:
+        kind = "an encoder" if limits.encoder else "a decoder without an output head"
         raise InvalidRequest(
-            "this model is an encoder, which returns embeddings and no text: send texts to /v1/embeddings or "
+            f"this model is {kind}, which returns embeddings and no text: send texts to /v1/embeddings or "
             "/api/embed, or to LLM.embed",
             param="model",
         )

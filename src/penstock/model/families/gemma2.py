@@ -29,6 +29,7 @@ build = partial(decoder.build, post_norm=True)
 def read_hf(config: ConfigReader) -> ModelSpec:
     spec = scaled(config_hf.read_decoder(config, "gemma2", tied=True, act_key="hidden_activation"))
     spec = capped(spec, config.number_or_null(SCORES, 50.0), config.number_or_null(LOGITS, 30.0))
+    config.require("use_bidirectional_attention", (False,), False)
     window = config.size("sliding_window", config.size("sliding_window_size", 4096))
     return read_rest(config, spec).with_windows(config_hf.read_sliding(config, all_but_each(2, spec.layers)), window)
 
@@ -54,7 +55,6 @@ def read_rest(config: ConfigReader, spec: ModelSpec) -> ModelSpec:
         config.size(key)  # silence would not mean what it does elsewhere
     config.require("hidden_activation", ("gelu_pytorch_tanh",))
     config.ignore("hidden_act")  # older configs say both
-    config.require("use_bidirectional_attention", (False,), False)
     attn = replace(spec.attn, multiplier=config.number("query_pre_attn_scalar", 256.0) ** -0.5)
     return replace(spec, attn=attn, gain_offset=1.0, biases=config_hf.read_biases(config))
 

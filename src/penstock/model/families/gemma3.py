@@ -1,5 +1,5 @@
 """Reads Gemma 3 (text): Gemma 2 with norms of each head's q and k in place of soft caps. Every sixth layer sees
-everything, and has a RoPE of its own.
+everything, and has a RoPE of its own. EmbeddingGemma sees to both sides.
 """
 
 from __future__ import annotations
@@ -37,35 +37,36 @@ def read_hf(config: ConfigReader) -> ModelSpec:
 
 
 def read_text(config: ConfigReader) -> ModelSpec:
-    far, near = read_ropes(config)
+    both = config_hf.read_two_ropes(config, LOCAL_THETA)
+    far, near = both or (None, config.number("rope_local_base_freq", LOCAL_THETA, least=1.001))
     spec = config_hf.read_decoder(config, "gemma3", tied=True, theta=THETA, act_key="hidden_activation", scaling=far)
     spec = gemma2.read_rest(config, gemma2.scaled(spec))
     caps = (config.number_or_null(key, 0.0) for key in gemma2.CAPS)
     period = config.size("sliding_window_pattern", config.size("_sliding_window_pattern", PERIOD))
     sliding = config_hf.read_sliding(config, all_but_each(period, spec.layers))
-    return in_layers(gemma2.capped(spec, *caps), sliding, config.size("sliding_window", 4096), near)
+    spec, window = gemma2.capped(spec, *caps), config.size("sliding_window", 4096)
+    if config.flag("use_bidirectional_attention", False):
+        spec, window = to_both_sides(spec, window)
+    return in_layers(spec, sliding, window, near)
 
 
-def read_ropes(config: ConfigReader) -> tuple[ConfigReader | None, float]:
-    """Returns the config of the RoPE of layers that see everything, if it is not in the usual place, and the base
-    frequency of the other layers' RoPE."""
-    both = config.table("rope_parameters")
-    if "full_attention" not in both:
-        return None, config.number("rope_local_base_freq", LOCAL_THETA, least=1.001)
-    both.refuse_others(("full_attention", "sliding_attention"))
-    near = both.table("sliding_attention")
-    near.refuse_others(("rope_theta", "rope_type"))
-    near.require("rope_type", ("default",), "default")
-    return both.table("full_attention"), near.number("rope_theta", LOCAL_THETA, least=1.001)
+def to_both_sides(spec: ModelSpec, window: int) -> tuple[ModelSpec, int]:
+    """Returns the spec of an encoder, and the window with half of its positions on each side."""
+    return replace(spec, attn=replace(spec.attn, causal=False)), window // 2 + 1
 
 
-def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
-    spec = gemma2.scaled(gguf_config.read_decoder(config, tensors, "gemma3", interleaved=False, keys=KEYS))
+def read_gguf(
+    config: ConfigReader, tensors: Mapping[str, Tensor], *, keys: Sequence[str] = KEYS, encoder: bool = False
+) -> ModelSpec:
+    spec = gemma2.scaled(gguf_config.read_decoder(config, tensors, "gemma3", interleaved=False, keys=keys))
     spec = gemma2.capped(spec, 0.0, config.number_or_null(gemma2.LOGITS, 0.0))
     spec = replace(spec, attn=replace(spec.attn, multiplier=gemma2.score_scale(spec, LARGEST)))
     sliding = all_but_each(config.size("attention.sliding_window_pattern", PERIOD), spec.layers)
     base = config.number("rope.freq_base_swa", LOCAL_THETA, least=1.001)
-    return in_layers(spec, sliding, config.size(gguf_config.WINDOW), base)
+    window = config.size(gguf_config.WINDOW)
+    if encoder:
+        spec, window = to_both_sides(spec, window)
+    return in_layers(spec, sliding, window, base)
 
 
 def in_layers(spec: ModelSpec, sliding: Sequence[bool], window: int, base: float) -> ModelSpec:

@@ -1,4 +1,4 @@
-"""Reads the Llama family: Llama 2 and 3, SmolLM2, Falcon3, Mistral, Ministral and other models of that shape. GGUF
+"""Reads the Llama family: Llama 2 and 3, SmolLM2, Falcon3, Mistral, Ministral, CWM and other models of that shape. GGUF
 files of this architecture that have experts are Mixtral's.
 """
 
@@ -22,7 +22,12 @@ build = decoder.build
 def read_hf(config: ConfigReader) -> ModelSpec:
     if "text_config" in config:
         return config_hf.read_text_part(config, read_mistral)
-    return read_llama(config) if config.strings("architectures") == ["LlamaForCausalLM"] else read_mistral(config)
+    match config.strings("architectures"):
+        case ["LlamaForCausalLM"]:
+            return read_llama(config)
+        case ["CwmForCausalLM"]:
+            return read_cwm(config)
+    return read_mistral(config)
 
 
 def read_llama(config: ConfigReader) -> ModelSpec:
@@ -34,6 +39,15 @@ def read_mistral(config: ConfigReader) -> ModelSpec:
     spec = read_llama(config)
     window = config_hf.read_window(config, MISTRAL_WINDOW)
     return spec.with_windows(config_hf.read_sliding(config, [window > 0] * spec.layers), window)
+
+
+def read_cwm(config: ConfigReader) -> ModelSpec:
+    """Reads CWM: Llama with windows in some layers."""
+    config_hf.rope_fields(config).text("rope_type")  # silence would not mean what it does elsewhere
+    config.require("attention_bias", (False,), False)
+    spec = read_llama(config)
+    every_fourth = [layer % 4 != 0 for layer in range(spec.layers)]  # sees everything, from the first on
+    return spec.with_windows(config_hf.read_sliding(config, every_fourth), config.size("sliding_window", 8192))
 
 
 def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:

@@ -7,8 +7,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from penstock.errors import UnsupportedModel
 from penstock.model import config_hf, decoder, names, rope
 from penstock.model.config_reader import MAX_LAYERS, ConfigReader
@@ -136,8 +134,7 @@ class ModernBert:
         y = first.mixer.part(ops, x)
         x, residual = first.mlp(ops, y, x)
         for layer in others:
-            x, residual = layer.mixer(ops, x, residual)
-            x, residual = layer.mlp(ops, x, residual)
+            x, residual = layer(ops, x, residual)
         x, _ = self.norm(ops, x, residual)
         ops.pool(x)
         return ops.take_sampled(x)
@@ -147,8 +144,7 @@ def build(spec: ModelSpec, pack: Packer) -> ModernBert:
     """Builds an encoder with norms before attention and MLP."""
 
     def norm(name: str) -> decoder.Norm:
-        gain, none = pack.vector(name, spec.dim), pack.computed(name, spec.dim, np.zeros_like)
-        return decoder.Norm(gain, spec.eps, none)
+        return decoder.unbiased_layer_norm(spec, pack, name)
 
     def block(layer: int, kind: str, make: decoder.MakePart) -> decoder.Block:
         before = None if (layer, kind) == (0, "attn") else norm(f"layers.{layer}.{kind}_norm")

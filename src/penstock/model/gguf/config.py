@@ -3,7 +3,7 @@ tied."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -11,7 +11,7 @@ from penstock.errors import MalformedFile
 from penstock.model import rope
 from penstock.model.config_reader import MAX_EXPERTS, MAX_LAYERS, ConfigReader
 from penstock.model.dequantize import dequantize
-from penstock.model.spec import AttentionSpec, ExpertSpec, ModelSpec, RopeSpec
+from penstock.model.spec import AttentionSpec, ExpertSpec, ModelSpec, RopeSpec, all_but_each
 from penstock.model.tensor import Tensor
 
 KEYS = {
@@ -25,6 +25,7 @@ KEYS = {
     "expert_count",
     "expert_used_count",
     "feed_forward_length",
+    "pooling_type",
     "rope.dimension_count",
     "rope.freq_base",
     "rope.scale_linear",
@@ -51,6 +52,7 @@ SCORINGS: dict[int, Literal["softmax", "sigmoid", "softmax_top_k"]] = {1: "softm
 POOLINGS = ("mean", "mean", "cls", "last")  # what the numbers mean; 0 means none, which is taken as mean
 SECTIONS = "rope.dimension_sections"  # pairs that rotate by time, height and width: one position in a text
 WINDOW = "attention.sliding_window"  # a key of families that may have one
+PATTERN = "attention.sliding_window_pattern"  # which layers have it
 
 
 def read_decoder(
@@ -97,6 +99,7 @@ def read_decoder(
             rope=replace(read_rope(config, tensors, rotated, max_len), interleaved=interleaved),
         ),
         tied="output.weight" not in tensors,
+        pooling=read_pooling(config),
     )
 
 
@@ -127,6 +130,13 @@ def read_pooling(config: ConfigReader) -> str:
 def read_window(config: ConfigReader) -> int:
     """Reads the size of the attention window; 0: none."""
     return config.size(WINDOW) if WINDOW in config else 0
+
+
+def read_sliding(config: ConfigReader, layers: int, period: int) -> Sequence[bool]:
+    """Reads which layers have a window: a flag for each, or all but each nth."""
+    if config.is_list(PATTERN):
+        return config.flags(PATTERN, layers)
+    return all_but_each(config.size(PATTERN, period), layers)
 
 
 def read_rope(

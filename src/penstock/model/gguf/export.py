@@ -143,6 +143,10 @@ def from_folder(checkpoint: Checkpoint, to: Format, encode: Encode, again: bool)
 
     if checkpoint.classifier and not checkpoint.spec.generates:
         raise UnsupportedModel("a model with a classification head cannot be written as GGUF yet: it would be lost")
+    if checkpoint.dense:
+        raise UnsupportedModel(
+            "a model with dense layers after its pooling cannot be written as GGUF yet: use its folder"
+        )
     spec, config = checkpoint.spec, ConfigReader(checkpoint.metadata, CONFIG)
     load_model(checkpoint, Unpacked())
     parts = file_tensors(checkpoint)

@@ -27,9 +27,10 @@ Own = Callable[[ConfigReader, ModelSpec], Keys]
 
 NOT_IN_METADATA = (  # of the spec: it describes the file, or its tensors tell it
     *("arch", "biases", "gain_offset", "interleaved", "unused_layers"),
-    *("first_position", "tiled"),
+    *("first_position", "tiled", "generates"),
 )
-WINDOWED = ("gemma2", "gemma3", "gptoss")  # families whose windows llama.cpp computes; elsewhere it sees everything
+WINDOWED = ("gemma2", "gemma3", "gptoss", "olmo2", "cohere2")  # whose windows llama.cpp computes
+EXAONE_LAYERS = 64  # those of EXAONE 4 only in models of so many layers
 ALL_BIASED = (
     "llama",
     "granite",
@@ -70,7 +71,8 @@ def check_read_alike(spec: ModelSpec) -> None:
     """Raises if llama.cpp would read the file as another model: files of this family have no words for a part of it
     that llama.cpp knows. bench/export.py has llama.cpp judge these rules."""
     window = local_attention(spec).window
-    if spec.arch not in WINDOWED and 0 < window < spec.max_len:
+    computed = spec.arch in WINDOWED or (spec.arch == "exaone4" and spec.layers == EXAONE_LAYERS)
+    if not computed and 0 < window < spec.max_len:
         raise UnsupportedModel(
             f"a GGUF file of {spec.arch} cannot express sliding_window = {window}: llama.cpp computes full attention. "
             "--config sliding_window=null writes the model without a window; it then answers long prompts differently"
@@ -107,7 +109,9 @@ def architecture(spec: ModelSpec) -> str:
 def decoder_keys(spec: ModelSpec) -> Keys:
     """Returns the keys that all families have."""
     attn = global_attention(spec)
-    return {
+    embeds = not spec.generates or spec.pooling != "mean"
+    pooling = {"pooling_type": gguf_config.POOLINGS.index(spec.pooling, 1)} if embeds else {}
+    return pooling | {
         "block_count": spec.layers,
         "context_length": spec.max_len,
         "embedding_length": spec.dim,
@@ -261,6 +265,36 @@ def gemma_3(config: ConfigReader, spec: ModelSpec) -> Keys:
     return window(config, spec) | cap | {"rope.freq_base_swa": plain_base(local_attention(spec).rope.inv_freq)}
 
 
+def windowed(_: ConfigReader, spec: ModelSpec) -> Keys:
+    """Returns the keys of a family whose files say of each layer whether it has a window."""
+    window = local_attention(spec).window
+    flags = [spec.attention(layer).window > 0 for layer in range(spec.layers)]
+    return {gguf_config.WINDOW: window, gguf_config.PATTERN: flags} if window else {}
+
+
+def olmo(config: ConfigReader, spec: ModelSpec) -> Keys:
+    near = local_attention(spec)
+    base = {"rope.freq_base_swa": plain_base(near.rope.inv_freq)} if near.window else {}
+    return windowed(config, spec) | base
+
+
+def hunyuan(_: ConfigReader, spec: ModelSpec) -> Keys:
+    return {"rope.freq_base": plain_base(spec.attn.rope.inv_freq)}
+
+
+def cohere(_: ConfigReader, spec: ModelSpec) -> Keys:
+    norms = {gguf_config.RMS_EPS: None, gguf_config.LAYER_EPS: spec.eps}
+    return norms | {"logit_scale": spec.logit_scale, "rope.scaling.type": "none"}
+
+
+def cohere_2(config: ConfigReader, spec: ModelSpec) -> Keys:
+    return cohere(config, spec) | windowed(config, spec)
+
+
+def stablelm(config: ConfigReader, spec: ModelSpec) -> Keys:
+    return layer_normed(config, spec) | {"use_parallel_residual": spec.parallel}
+
+
 def qwen_3_next(_: ConfigReader, spec: ModelSpec) -> Keys:
     d = spec.delta
     assert d is not None
@@ -333,7 +367,14 @@ OWN: dict[str, Own] = {
     "granite": granite,
     "smollm3": nothing,
     "phi3": phi_3,
-    "olmo2": nothing,
+    "olmo2": olmo,
+    "seedoss": nothing,
+    "gemma": nothing,
+    "cohere": cohere,
+    "cohere2": cohere_2,
+    "stablelm": stablelm,
+    "exaone4": windowed,
+    "hunyuan": hunyuan,
     "gemma2": gemma_2,
     "gemma3": gemma_3,
     "gpt2": layer_normed,

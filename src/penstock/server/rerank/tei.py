@@ -64,7 +64,7 @@ async def embed(served: ServedModel, http: HttpRequest, context: RequestContext)
 
 async def similarity(served: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
     body = await read_body(http, context, SimilarityBody, NO_EFFECT)
-    if not served.limits.encoder or served.limits.labels:
+    if served.limits.generates or served.limits.labels:
         raise InvalidRequest("similarity needs an embedding model: this one has another use", param="model")
     given = body.inputs
     pairs = [Pair(given.source_sentence, text, f"inputs.sentences[{at}]") for at, text in enumerate(given.sentences)]

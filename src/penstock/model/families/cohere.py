@@ -1,0 +1,53 @@
+"""Reads Cohere's Command R and Aya: attention and MLP in parallel after one layer norm, which has no bias, RoPE on
+neighbouring pairs, and scaled logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+
+from penstock.model import config_hf, decoder, names
+from penstock.model.config_reader import ConfigReader
+from penstock.model.gguf import config as gguf_config
+from penstock.model.spec import ModelSpec
+from penstock.model.tensor import Tensor
+
+HUGGING_FACE = names.HUGGING_FACE
+GGUF = names.GGUF
+LOGITS = "logit_scale"
+CONTEXT = "model_max_length"
+build = partial(decoder.build, norm=decoder.unbiased_layer_norm)
+
+
+def read_hf(config: ConfigReader) -> ModelSpec:
+    config.require("use_qk_norm", (False,), False)
+    spec = read_as("cohere", config, theta=500000.0)
+    # Published configs say 8192, which is what the model was trained with first.
+    return replace(spec, max_len=max(spec.max_len, config.size(CONTEXT, spec.max_len)))
+
+
+def read_as(arch: str, config: ConfigReader, theta: float) -> ModelSpec:
+    """Reads what both generations say in the same words."""
+    config.number("layer_norm_eps")  # silence would not mean what it does elsewhere
+    spec = config_hf.read_decoder(config, arch, eps_key="layer_norm_eps", tied=True, theta=theta)
+    spec = replace(spec, biases=config_hf.read_biases(config), logit_scale=config.number(LOGITS, 0.0625))
+    return in_parallel(spec)
+
+
+def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
+    return read_file("cohere", config, tensors)
+
+
+def read_file(arch: str, config: ConfigReader, tensors: Mapping[str, Tensor], *keys: str) -> ModelSpec:
+    """Reads what the GGUF files of both generations say in the same words."""
+    spec = gguf_config.read_decoder(
+        config, tensors, arch, interleaved=True, eps_key=gguf_config.LAYER_EPS, keys=(LOGITS, *keys)
+    )
+    return in_parallel(replace(spec, logit_scale=config.number(LOGITS)))
+
+
+def in_parallel(spec: ModelSpec) -> ModelSpec:
+    rope = replace(spec.attn.rope, interleaved=True)
+    return replace(spec, attn=replace(spec.attn, rope=rope), parallel=True)
