@@ -62,6 +62,7 @@ def test_every_kind_of_golden_is_there():
         "granitemoe",
         "granitemoeshared",
         "hunyuan",
+        "hunyuan_v1_moe",
         "linear",
         "llama3",
         "longrope",

@@ -114,8 +114,8 @@ def read_experts(
     """Reads the sizes of an MoE layer; `count`, `hidden` and `top_k` are this family's keys for them."""
     config.ignore("output_router_logits", "router_aux_loss_coef", "router_jitter_noise")  # only training uses them
     return ExpertSpec(
-        count=config.size(count, most=MAX_EXPERTS),
-        top_k=config.size(top_k, most=MAX_EXPERTS),
+        count=config.size_in_each(count, most=MAX_EXPERTS),
+        top_k=config.size_in_each(top_k, most=MAX_EXPERTS),
         hidden=config.size(hidden),
         act=spec.act,
     )
