@@ -60,6 +60,12 @@ GOLDENS: dict[str, dict[str, Any]] = {
         },
     },
     "cwm": FOUR_LAYERS | {"head_dim": 12, "sliding_window": 9, "rope_parameters": LLAMA3},
+    "hunyuan": SMALLER
+    | {
+        "head_dim": 12,
+        "num_key_value_heads": 1,
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "alpha": 5.0, "factor": 1.0},
+    },
     "embeddinggemma": GEMMA
     | {
         "num_hidden_layers": 6,
@@ -82,6 +88,7 @@ GOLDENS: dict[str, dict[str, Any]] = {
 }
 WITHOUT: dict[str, dict[str, Any]] = {  # what makes a difference: see check_it_matters of make_goldens.py
     "cohere": {"logit_scale": 0.2},
+    "hunyuan": {"rope_parameters": PLAIN | {"rope_theta": 100.0}},
     "cohere2": {"layer_types": ["sliding_attention"] * 4},
     "stablelm": {"rope_parameters": PLAIN | {"partial_rotary_factor": 1.0}},
     "exaone4": {"layer_types": ["sliding_attention"] * 4},
@@ -93,11 +100,16 @@ FOLDERS = ("cwm", "vaultgemma")
 RMS = ("stablelm", "cohere")  # beginnings of the names of goldens without an RMS norm
 make_goldens.GOLDENS |= GOLDENS
 make_goldens.FAMILIES += tuple(GOLDENS)
-make_goldens.MODEL_TYPES |= {"stablelm_parallel": "stablelm", "embeddinggemma": "gemma3_text"}
+make_goldens.MODEL_TYPES |= {
+    "stablelm_parallel": "stablelm",
+    "embeddinggemma": "gemma3_text",
+    "hunyuan": "hunyuan_v1_dense",
+}
 make_goldens.UNSAID |= {name: {"rms_norm_eps"} for name in GOLDENS if name.startswith(RMS)}
-make_goldens.ARCHITECTURES |= {"cohere": "command-r", "olmo3": "olmo2"}
+make_goldens.ARCHITECTURES |= {"cohere": "command-r", "olmo3": "olmo2", "hunyuan_v1_dense": "hunyuan-dense"}
 make_goldens.SILENT |= {"stablelm"}
 make_goldens.OTHER_NAMES |= {
+    "hunyuan-dense": {"self_attn.query_layernorm": "attn_q_norm", "self_attn.key_layernorm": "attn_k_norm"},
     "seed_oss": {"post_attention_layernorm": "post_attention_norm"},
     "exaone4": AFTER,
     "gemma-embedding": make_goldens.OTHER_NAMES["gemma3"] | {"dense_2": "dense_2", "dense_3": "dense_3"},
@@ -180,7 +192,8 @@ def add_keys(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_rope_freq_base(rope["rope_theta"])
+    dims = head_dim_of(config)
+    writer.add_rope_freq_base(rope["rope_theta"] * rope.get("alpha", 1.0) ** (dims / (dims - 2)))
     add_norms(writer, config)
     if writer.arch not in make_goldens.SILENT:
         writer.add_key_length(head_dim_of(config))

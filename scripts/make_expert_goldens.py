@@ -128,6 +128,14 @@ GOLDENS: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 1.5,
         "topk_group": 1,
     },
+    "hunyuan_v1_moe": EIGHT
+    | {
+        "head_dim": 12,
+        "intermediate_size": 16,
+        "moe_topk": 2,
+        "num_experts": 5,
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "alpha": 5.0, "factor": 1.0},
+    },
     "dots1": EIGHT
     | {
         "first_k_dense_replace": 1,
@@ -156,6 +164,7 @@ WITHOUT: dict[str, dict[str, Any]] = {  # what makes a difference: see check_it_
     "ernie4_5": {"rope_parameters": PLAIN},
     "ernie4_5_moe": {"moe_k": 1},
     "dots1": {"n_group": 1},
+    "hunyuan_v1_moe": {"rope_parameters": PLAIN | {"rope_theta": 100.0}},
     "solar_open": {"rope_parameters": PLAIN | {"rope_theta": 100.0}},
 }
 ARCHITECTURES = {
@@ -170,12 +179,19 @@ ARCHITECTURES = {
     "ernie4_5": "ernie4_5",
     "ernie4_5_moe": "ernie4_5-moe",
     "dots1": "dots1",
+    "hunyuan_v1_moe": "hunyuan-moe",
     "solar_open": "glm4moe",
 }
 SILENT = ("llama", "olmoe", "granitemoe")  # those whose files say nothing of the width of an expert
 INTERLEAVED = ("llama", "granitemoe")  # architectures whose files have q and k turned
 GGUF_NAMES = {
     "mlp.gate": "ffn_gate_inp",
+    "mlp.gate.wg": "ffn_gate_inp",
+    "mlp.shared_mlp.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_mlp.up_proj": "ffn_up_shexp",
+    "mlp.shared_mlp.down_proj": "ffn_down_shexp",
+    "self_attn.query_layernorm": "attn_q_norm",
+    "self_attn.key_layernorm": "attn_k_norm",
     "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
     "mlp.shared_experts.up_proj": "ffn_up_shexp",
     "mlp.shared_experts.down_proj": "ffn_down_shexp",
@@ -270,7 +286,7 @@ def add_expert_keys(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
     writer.add_expert_count(getattr(config, "num_local_experts", None) or config.num_experts)
     writer.add_expert_used_count(config.num_experts_per_tok)
     if writer.arch not in SILENT:
-        hidden = config.intermediate_size if writer.arch == "minimax-m2" else config.moe_intermediate_size
+        hidden = getattr(config, "moe_intermediate_size", config.intermediate_size)
         writer.add_expert_feed_forward_length(hidden)
     if shared := shared_size(config):
         writer.add_expert_shared_feed_forward_length(shared)
@@ -290,6 +306,12 @@ def add_expert_keys(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
         writer.add_interleave_moe_layer_step(config.moe_layer_interval)
         writer.add_leading_dense_block_count(config.moe_layer_start_index)
         writer.add_expert_shared_count(config.moe_num_shared_experts)
+    if writer.arch == "hunyuan-moe":
+        alpha, dims = config.rope_parameters["alpha"], config.head_dim
+        writer.add_rope_freq_base(config.rope_parameters["rope_theta"] * alpha ** (dims / (dims - 2)))
+        writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
+        writer.add_rope_scaling_factor(1)
+        writer.add_expert_shared_count(1)
     if writer.arch == "granitemoe":
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_residual_scale(config.residual_multiplier)
@@ -309,6 +331,8 @@ def shared_size(config: PreTrainedConfig) -> int:
     """The width of the shared expert, where its files say it; ERNIE's converter computes it in this way."""
     if config.model_type == "ernie4_5_moe":
         return config.intermediate_size // config.num_key_value_heads
+    if config.model_type == "hunyuan_v1_moe":
+        return config.intermediate_size
     keys = ("shared_expert_intermediate_size", "shared_intermediate_size")
     return next((size for key in keys if (size := getattr(config, key, 0))), 0)
 

@@ -240,6 +240,7 @@ def fp8_matrices_and_many_rows(tilings: Tilings) -> None:
     bf16=(BF16, 128, 4, {}),
     wide=(BF16, 256, 2, {"soft_cap": 50.0}),
     sinks=(BF16, 64, 8, {"window": 128, "sinks": True}),
+    gain=(BF16, 128, 4, {"q_gain": True}),
     int8=(torch.int8, 128, 4, {}),
     fp8=(FP8, 128, 4, {}),
 )
@@ -248,15 +249,17 @@ def attention(tilings: Tilings, dtype: torch.dtype, dims: int, shared: int, abou
     heads = kv_heads * shared
     window, cap = about.get("window", 0), about.get("soft_cap", 0.0)
     sinks = empty(heads, dtype=F32) if "sinks" in about else None
+    q_gain = empty(dims, dtype=F32) if "q_gain" in about else None
     qkv, cache = empty(8, (heads + 2 * kv_heads) * dims), empty(4, 2, kv_heads, 16, dims, dtype=dtype)
     scales = None if dtype == BF16 else empty(4, 2, kv_heads, 16, dtype=F32)
     frequencies, out = torch.empty(dims // 2, dtype=torch.float64), empty(8, heads * dims)
     rope_and_store(qkv, frequencies, 1.0, dims // 2, False, ints(8), ints(8), cache, scales)
     tables, header = ints(64), ints(4)
     tiling = tilings.prefill_attention(queries_per_tile(shared), dims, 2)
-    prefill_attention(qkv, cache, ints(4, 5), tables, header, out, 0.1, window, scales, cap, True, sinks, tiling=tiling)
+    how = 0.1, window, scales, cap, True, sinks, q_gain
+    prefill_attention(qkv, cache, ints(4, 5), tables, header, out, *how, tiling=tiling)
     split_kv = SplitKV(empty(1 << 16, dtype=F32), empty(1 << 12, dtype=F32), ints(64))
-    about = 0.1, window, scales, cap, sinks
+    about = 0.1, window, scales, cap, sinks, q_gain
     many, one = (tilings.decode_attention(rows, dims, 2) for rows in (8, 1))
     for rotation in (None, Rotation(frequencies, ints(8), 1.0, dims // 2, False)):
         common = tables, header, out, split_kv, rotation

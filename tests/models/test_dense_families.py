@@ -136,6 +136,28 @@ OLMO_3 = ALL | {
     "sliding_window": 4096,
     "tie_word_embeddings": False,
 }
+HUNYUAN = ALL | {
+    "architectures": ["HunYuanDenseV1ForCausalLM"],
+    "attention_bias": False,
+    "eod_token_id": 127967,
+    "head_dim": 128,
+    "mlp_bias": False,
+    "model_type": "hunyuan_v1_dense",
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "alpha": 1000.0,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "type": "dynamic",
+    },
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "use_cla": False,
+    "use_qk_norm": True,
+}
 CWM = ALL | {
     "architectures": ["CwmForCausalLM"],
     "head_dim": 128,
@@ -223,6 +245,16 @@ def test_cwm_has_windows_in_all_layers_but_the_first_and_every_fourth_after_it()
         read_config({key: value for key, value in CWM.items() if key != "rope_scaling"})
 
 
+def test_hunyuan_stretches_the_base_of_its_rope():
+    spec = known(HUNYUAN)
+    assert spec.attn.rope.inv_freq[1] == pytest.approx((10000 * 1000 ** (128 / 126)) ** (-2 / 128))
+    assert (spec.attn.qk_norm, spec.attn.q_gain, spec.attn.rope.scale) == ("head", True, 1)
+    with pytest.raises(MalformedFile, match="no alpha"):
+        read_config(HUNYUAN | {"rope_scaling": {"type": "dynamic", "factor": 1.0}})
+    with pytest.raises(UnsupportedModel, match="factor = 2"):
+        read_config(HUNYUAN | {"rope_scaling": HUNYUAN["rope_scaling"] | {"factor": 2.0}})
+
+
 @pytest.mark.parametrize(
     ("config", "change"),
     [
@@ -232,6 +264,8 @@ def test_cwm_has_windows_in_all_layers_but_the_first_and_every_fourth_after_it()
         (COMMAND_R7B, {"rotary_pct": 0.5}),
         (STABLELM_2, {"qk_layernorm": True}),
         (CWM, {"attention_bias": True}),
+        (HUNYUAN, {"use_qk_norm": False}),
+        (HUNYUAN, {"use_cla": True}),
     ],
 )
 def test_what_is_refused(config, change):

@@ -63,6 +63,8 @@ def test_every_kind_of_golden_is_there():
         "granite",
         "granitemoe",
         "granitemoeshared",
+        "hunyuan",
+        "hunyuan_v1_moe",
         "linear",
         "llama3",
         "longrope",

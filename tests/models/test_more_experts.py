@@ -233,7 +233,60 @@ GLM_FLASH = ALL | {
     "v_head_dim": 256,
     "vocab_size": 154880,
 }
-PUBLISHED = [QWEN1_5, OLMOE, GRANITE_3B, ERNIE_0_3B, ERNIE_21B, DOTS, SOLAR, GLM_FLASH]
+HUNYUAN_A13B = ALL | {
+    "add_classification_head": False,
+    "architectures": ["HunYuanMoEV1ForCausalLM"],
+    "attention_bias": False,
+    "attention_head_dim": 128,
+    "bos_token_id": 1,
+    "cla_share_factor": 2,
+    "class_num": 0,
+    "eod_token_id": 127967,
+    "eos_token_id": 127960,
+    "group_limited_greedy": False,
+    "hidden_size": 4096,
+    "intermediate_size": 3072,
+    "mask_init_id": 12,
+    "max_position_embeddings": 32768,
+    "mlp_bias": False,
+    "model_type": "hunyuan_v1_moe",
+    "moe_drop_tokens": False,
+    "moe_intermediate_size": [3072] * 32,
+    "moe_layer_num_skipped": 0,
+    "moe_random_routing_dropped_token": False,
+    "moe_topk": [8] * 32,
+    "norm_topk_prob": True,
+    "norm_type": "rms",
+    "num_attention_heads": 32,
+    "num_experts": 64,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "num_shared_expert": [1] * 32,
+    "org_vocab_size": 128167,
+    "pad_token_id": 127961,
+    "pool_type": "last",
+    "position_embedding_xdrope": False,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "alpha": 1000.0,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "type": "dynamic",
+    },
+    "rope_theta": 10000.0,
+    "sep_token_id": 127962,
+    "tie_word_embeddings": True,
+    "use_cla": False,
+    "use_mixed_mlp_moe": True,
+    "use_mla": False,
+    "use_qk_norm": True,
+    "vocab_size": 128167,
+}
+PUBLISHED = [QWEN1_5, OLMOE, GRANITE_3B, ERNIE_0_3B, ERNIE_21B, DOTS, SOLAR, GLM_FLASH, HUNYUAN_A13B]
 
 
 @pytest.mark.parametrize("config", PUBLISHED, ids=[config["model_type"] for config in PUBLISHED])
@@ -262,7 +315,7 @@ def test_olmoe():
 
 def test_granite_moe():
     spec = read_config(GRANITE_3B)
-    assert spec.experts == ExpertSpec(40, 8, 512, scoring="softmax_top_k")
+    assert spec.experts == ExpertSpec(40, 8, 512, renormalize=True)
     assert (spec.logit_scale, spec.attn.scale, spec.shared_hidden) == (1 / 6, 0.015625, 0)
     shared = GRANITE_3B | {"architectures": ["GraniteMoeSharedForCausalLM"], "shared_intermediate_size": 1024}
     assert read_config(shared).shared_hidden == 1024
@@ -293,6 +346,14 @@ def test_dots():
     assert (spec.attn.qk_norm, spec.dense, spec.shared_hidden) == ("head", {0}, 2816)
     spec = read_config(DOTS | {"sliding_window": 512, "max_window_layers": 60})
     assert [spec.attention(layer).window for layer in (59, 60, 61)] == [0, 512, 512]
+
+
+def test_hunyuan_with_experts():
+    spec = read_config(HUNYUAN_A13B)
+    assert spec.experts == ExpertSpec(64, 8, 3072, renormalize=True)
+    assert (spec.shared_hidden, spec.attn.qk_norm, spec.attn.q_gain, spec.tied) == (3072, "head", True, True)
+    two = HUNYUAN_A13B | {"num_shared_expert": 2, "moe_topk": 4}
+    assert (read_config(two).shared_hidden, read_config(two).experts.top_k) == (6144, 4)
 
 
 def test_solar_open():
@@ -327,6 +388,9 @@ def test_glm_4_7_flash():
         (DOTS, {"scoring_func": "softmax"}, UnsupportedModel),
         (DOTS, {"moe_layer_freq": 2}, UnsupportedModel),
         (DOTS, {"n_shared_experts": None}, MalformedFile),
+        (HUNYUAN_A13B, {"moe_topk": [8] * 31 + [4]}, MalformedFile),
+        (HUNYUAN_A13B, {"use_mla": True}, UnsupportedModel),
+        (HUNYUAN_A13B, {"norm_topk_prob": False}, UnsupportedModel),
         (SOLAR, {"first_k_dense_replace": 1}, UnsupportedModel),
         (SOLAR, {"use_qk_norm": True}, UnsupportedModel),
         (GLM_FLASH, {"mlp_layer_types": ["dense"]}, UnsupportedModel),

@@ -31,7 +31,7 @@ CASES = [(device, quantize) for device, kinds in QUANTIZATIONS.items() for quant
 PLAIN_NAMES = re.compile(
     r".*(norm|layernorm|LayerNorm|ln_\d|ln_f|emb_ln|norm\d)(\.weight)?"
     r"|.*bias.*|.*exp_probs_b.*|.*sinks.*|.*conv1d.*|.*(A_log|ssm_a|ssm_dt)\b.*"
-    r"|.*(mlp|block_sparse_moe)\.(gate|router)(\.layer)?\.weight|.*ffn_gate_inp\.weight"
+    r"|.*(mlp|block_sparse_moe)\.(gate|router)(\.layer|\.wg)?\.weight|.*ffn_gate_inp\.weight"
     r"|.*shared_expert_gate\.weight|.*ffn_gate_inp_shexp\.weight"
     r"|.*(wpe|position_embeddings|position_embd|token_type_embeddings|token_types)\.weight"
 )

@@ -22,8 +22,9 @@ VISION = (
     *("vision_config", "vision_feature_layer", "vision_feature_select_strategy", "mm_tokens_per_image"),
     *("image_token_id", "image_token_index", "boi_token_index", "eoi_token_index", "image_seq_length"),
     *("multimodal_projector_bias", "projector_hidden_act", "spatial_merge_size"),
+    *("video_token_id", "vision_start_token_id", "vision_end_token_id", "vision_token_id"),
 )
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+ROPE_TYPES = ("default", "linear", "llama3", "mrope", "yarn")
 ROPE_KEYS = {
     "attention_factor",
     "beta_fast",
@@ -32,6 +33,8 @@ ROPE_KEYS = {
     "finetuned",
     "high_freq_factor",
     "low_freq_factor",
+    "mrope_interleaved",
+    "mrope_section",
     "mscale",
     "mscale_all_dim",
     "original_max_position_embeddings",
@@ -81,13 +84,19 @@ def read_decoder(
 
 
 def read_text_part(
-    config: ConfigReader, read: Callable[[ConfigReader], ModelSpec], silent: Mapping[str, Any] | None = None
+    config: ConfigReader,
+    read: Callable[[ConfigReader], ModelSpec],
+    silent: Mapping[str, Any] | None = None,
+    key: str = "text_config",
 ) -> ModelSpec:
-    """Reads a config whose `text_config` describes the model that answers; the rest is about images, which are not
-    supported yet. `silent`: what the text part means where it says nothing."""
+    """Reads a config whose `text_config` (or `key`) describes the model that answers; the rest is about images, which
+    are not supported yet. `silent`: what the text part means where it says nothing."""
     config.ignore(*VISION)
-    tied = {TIED: config.flag(TIED, False)} if TIED in config else {}
-    text = config.table("text_config").with_defaults({**(silent or {}), **tied})
+    text = config.table(key).with_defaults(silent or {})
+    if TIED in config:  # then it does not matter what the text part says
+        text.flag(TIED, False)
+        text = text.having(**{TIED: config.flag(TIED, False)})
+    text.ignore("architectures")
     spec = read(text)
     text.note_unread(NEUTRAL, CHANGING)
     return spec
@@ -105,8 +114,8 @@ def read_experts(
     """Reads the sizes of an MoE layer; `count`, `hidden` and `top_k` are this family's keys for them."""
     config.ignore("output_router_logits", "router_aux_loss_coef", "router_jitter_noise")  # only training uses them
     return ExpertSpec(
-        count=config.size(count, most=MAX_EXPERTS),
-        top_k=config.size(top_k, most=MAX_EXPERTS),
+        count=config.size_in_each(count, most=MAX_EXPERTS),
+        top_k=config.size_in_each(top_k, most=MAX_EXPERTS),
         hidden=config.size(hidden),
         act=spec.act,
     )
@@ -161,6 +170,8 @@ def read_rope(
     if kind not in ROPE_TYPES:
         raise fields.unsupported("rope_type", kind, ROPE_TYPES)
     fields.refuse_others(ROPE_KEYS)
+    fields.counts("mrope_section")  # pairs that rotate by time, height and width, which are one position in a text
+    fields.flag("mrope_interleaved", False)
     dims = min(read_rotated(place, head_dim, partial) for place in (config, fields))
     base = fields.number("rope_theta", config.number("rope_theta", theta), least=1.001)
     original = config.size("original_max_position_embeddings", fields.size("original_max_position_embeddings", max_len))

@@ -48,6 +48,15 @@ class ConfigReader:
             raise self._wrong(key, value, f"a whole number from 1 to {most}")
         return value
 
+    def size_in_each(self, key: str, default: int | None = None, most: int = MAX_SIZE) -> int:
+        """Reads a whole number above 0, or a list that has the same one for each layer."""
+        value = self._get(key, default)
+        if type(value) is list and value and all(one == value[0] for one in value):
+            value = value[0]
+        if type(value) is not int or not 0 < value <= most:
+            raise self._wrong(key, value, f"a whole number from 1 to {most}, the same for all layers")
+        return value
+
     def count(self, key: str, default: int, most: int = MAX_SIZE) -> int:
         """Reads a whole number that may be 0."""
         value = self._get(key, default)

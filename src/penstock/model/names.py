@@ -83,7 +83,9 @@ def beside_vision(naming: Naming) -> Naming:
     return naming._replace(
         top={**naming.top, **whole, **inner},
         layer=re.compile(rf"(?:language_model\.model|model\.language_model|model)\.layers\.{NUMBER}\.(.+)"),
-        ignored=re.compile(rf"{naming.ignored.pattern}|(?:model\.)?(?:vision_tower|multi_modal_projector)\..+"),
+        ignored=re.compile(
+            rf"{naming.ignored.pattern}|(?:model\.)?(?:vision_tower|vision_model|visual|multi_modal_projector|mlp1)\..+"
+        ),
     )
 
 

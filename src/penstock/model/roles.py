@@ -52,9 +52,9 @@ _PARTS = {
     Role.MLP_OUT: ("down", "shared.down"),
     Role.EXPERT_IN: (
         *("experts.gate", "experts.up", "experts.gate_up", "experts.*.gate", "experts.*.up"),
-        *("experts.interleaved", "experts.interleaved_transposed"),
+        *("experts.interleaved", "experts.interleaved_transposed", "experts.gate_up_either"),
     ),
-    Role.EXPERT_OUT: ("experts.down", "experts.*.down", "experts.down_transposed"),
+    Role.EXPERT_OUT: ("experts.down", "experts.*.down", "experts.down_transposed", "experts.down_either"),
     Role.ROUTER: ("router",),
     Role.SHARED_EXPERT_GATE: ("shared.router",),
     Role.DELTA_IN: ("delta_qkvz", "delta_qkv", "delta_z"),

@@ -17,7 +17,7 @@ class RopeSpec:
     scale: float = 1.0
 
 
-ATTENTION_VECTORS = ("sinks",)  # options of attention that come with a vector of that name, one number per head
+ATTENTION_VECTORS = ("sinks", "q_gain")  # options of attention that come with a vector of that name
 SHAPES = ("heads", "kv_heads", "head_dim", "v_dim")
 COMPUTED_AROUND = ("rope", "multiplier", "qk_norm", "output_gate")  # kernels get the results, or other ops compute them
 
@@ -36,6 +36,7 @@ class AttentionSpec:
     qk_norm: Literal["", "head", "all"] = ""  # q and k are normed not at all, per head, or over all heads at once
     causal: bool = True  # sees nothing after it; else its row is the whole of its sequence
     sinks: bool = False  # each head has a logit that takes part in the softmax and contributes no value
+    q_gain: bool = False  # rotated queries are multiplied by a vector as wide as a head
     v_dim: int = 0  # above 0: MLA, where values are the last so many dimensions of keys
     output_gate: bool = False  # q projects to a gate, too: the output is multiplied by its sigmoid
 
@@ -63,7 +64,8 @@ class AttentionSpec:
     def vectors(self) -> dict[str, int]:
         """Returns the vectors that `attend` takes besides qkv, with their sizes. A layer's checkpoint has a tensor with
         each name."""
-        return {name: self.heads for name in ATTENTION_VECTORS if getattr(self, name)}
+        sizes = {"sinks": self.heads, "q_gain": self.head_dim}
+        return {name: sizes[name] for name in ATTENTION_VECTORS if getattr(self, name)}
 
     @property
     def options(self) -> dict[str, float]:

@@ -14,7 +14,9 @@ from penstock.model.spec import ModelSpec
 from penstock.model.tensor import Tensor, every_other_row, some_rows, transposed
 
 FUSED = re.compile(r"(layers\.\d+\.(?:experts\.\d+\.|shared\.)?)(qkv|gate_up|kv_a)(\.bias)?")
-ALL_EXPERTS = re.compile(r"(layers\.\d+\.experts\.)((gate|up|gate_up|down|interleaved)(?:_transposed)?(?:\.bias)?)")
+ALL_EXPERTS = re.compile(
+    r"(layers\.\d+\.experts\.)((gate|up|gate_up|down|interleaved)(?:_transposed|_either)?(?:\.bias)?)"
+)
 
 
 def split_fused(tensors: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Tensor]:
@@ -47,17 +49,19 @@ def split_experts(tensors: Mapping[str, Tensor], spec: ModelSpec) -> Iterator[tu
     for name, tensor in tensors.items():
         if match := ALL_EXPERTS.fullmatch(name):
             for i, one in enumerate(each_expert(tensor, spec)):
-                yield from parts_of(f"{match[1]}{i}.", match[2], one)
+                yield from parts_of(f"{match[1]}{i}.", match[2], one, spec)
         else:
             yield name, tensor
 
 
-def parts_of(expert: str, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+def parts_of(expert: str, name: str, tensor: Tensor, spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
     """Yields the weights of one expert's tensor, which may be stored as (in, out) or hold gate and up interleaved."""
-    part, _, suffix = name.partition(".")
-    if part.endswith("_transposed"):
+    whole, _, suffix = name.partition(".")
+    part = whole.removesuffix("_transposed").removesuffix("_either")
+    inputs = spec.experts.hidden if spec.experts and part == "down" else spec.dim
+    if whole.endswith("_transposed") or (whole.endswith("_either") and tensor.shape[-1] != inputs):
         tensor = transposed(tensor)
-    part, suffix = part.removesuffix("_transposed"), suffix and f".{suffix}"
+    suffix = suffix and f".{suffix}"
     if part != "interleaved":
         yield f"{expert}{part}{suffix}", tensor
     else:

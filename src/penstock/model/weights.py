@@ -53,6 +53,11 @@ class Packer:
         values = made(dequantize(tensor)).astype(np.float32)
         return self._backend.pack_vector(replace(tensor, format=FORMATS["F32"], source=values.view(np.uint8)))
 
+    def product(self, name: str, other: str, size: int) -> Any:
+        """Packs the product of two vectors."""
+        factors = dequantize(self._take(other, (size,)))
+        return self.computed(name, size, lambda values: values * factors)
+
     def matrix(self, *parts: tuple[str, int] | tuple[str, int, Spans], width: int) -> Any:
         """Packs one weight made of named parts (name, rows), stacked. If a part lists spans, only those of its rows are
         taken. A part's bias has its name + ".bias"."""

@@ -148,15 +148,16 @@ def linear(rng: Random, *, format: str, tokens: int, width: int, parts: Sequence
 def attend(rng: Random, *, spec: AttentionSpec, lengths: Sequence[int], longest: int = 16) -> Trial:
     """Computes sequences of these lengths in random chunks of at most `longest`, scattered over the cache."""
     table = inputs(rng, sum(lengths), spec.q_width + 2 * spec.kv_width)
-    sinks = random_tensor(rng, "F32", spec.heads)
-    sinks.data.view(np.float32)[:] *= 4
+    vectors = {name: random_tensor(rng, "F32", size) for name, size in spec.vectors.items()}
+    for vector in vectors.values():
+        vector.data.view(np.float32)[:] *= 4
 
     def forward(ops: Ops[Any], table: Any, *vectors: Any) -> Any:
         return ops.attend(0, ops.embed(table), spec, dict(zip(spec.vectors, vectors, strict=True)))
 
     return Trial(
         forward,
-        [table, sinks] if spec.sinks else [table],
+        [table, *vectors.values()],
         *scattered(rng, lengths, longest),
     )
 
@@ -356,6 +357,7 @@ def attention(
 HALVES = partial(attention, interleaved=False)
 PAIRS = partial(attention, interleaved=True)
 SUNK = partial(HALVES, sinks=True)
+GAINED = partial(HALVES, q_gain=True)
 SOME_HALVES, SOME_PAIRS = (partial(kind, rotated=6, scale=1.2) for kind in (HALVES, PAIRS))
 
 TWO = ExpertSpec(8, 2, 32, renormalize=True)
@@ -400,6 +402,10 @@ CASES = (
     Case("attend", "sinks and window", "F32", HALF, partial(attend, spec=SUNK(4, 2, 16, window=7), lengths=(5, 64))),
     Case("attend", "sinks, one by one", "F32", HALF, partial(attend, spec=SUNK(2, 1, 16), lengths=(20,), longest=1)),
     Case("attend", "sinks far behind", "F32", HALF, partial(attend, spec=SUNK(2, 1, 16), lengths=(600,), longest=60)),
+    Case(
+        "attend", "gain of queries", "F32", HALF, partial(attend, spec=HALVES(4, 2, 16, q_gain=True), lengths=(1, 64))
+    ),
+    Case("attend", "gain, one by one", "F32", HALF, partial(attend, spec=GAINED(2, 1, 12), lengths=(20,), longest=1)),
     Case("norm_qk", "head", "F32", FLOAT, partial(norm_qk, spec=HALVES(4, 2, 10, qk_norm="head"), tokens=5)),
     Case("norm_qk", "all", "F32", FLOAT, partial(norm_qk, spec=HALVES(4, 2, 16, qk_norm="all"), tokens=9)),
     Case("add", "twice", "F32", FLOAT, partial(by_value, op=lambda ops, x: ops.add(x, x), width=33)),

@@ -92,6 +92,8 @@ class RefOps:
     def attend(self, layer: int, qkv: Floats, spec: AttentionSpec, vectors: Vectors) -> Floats:
         q, k, v = split_heads(qkv, spec)
         q, k = (rotate(x, self.batch.positions, spec.rope) for x in (q, k))
+        if spec.q_gain:
+            q = q * vectors["q_gain"]
         keys, values = self.cache.layer(layer, spec)
         out = np.zeros_like(q)
         for row, tokens in enumerate(self._row_tokens()):

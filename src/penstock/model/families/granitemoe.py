@@ -30,7 +30,7 @@ def read_hf(config: ConfigReader) -> ModelSpec:
     spec = replace(granite.read_hf(config), arch="granitemoe")
     experts = config_hf.read_experts(config, spec, count="num_local_experts", hidden="intermediate_size")
     shared = config.count("shared_intermediate_size", 0)
-    return replace(spec, experts=replace(experts, scoring="softmax_top_k"), shared_hidden=shared)
+    return replace(spec, experts=replace(experts, renormalize=True), shared_hidden=shared)
 
 
 def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:

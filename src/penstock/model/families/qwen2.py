@@ -1,4 +1,4 @@
-"""Reads Qwen2 and Qwen2.5: Llama with biases for q, k and v."""
+"""Reads Qwen2, Qwen2.5 and the text part of Qwen2-VL and Qwen2.5-VL: Llama with biases for q, k and v."""
 
 from __future__ import annotations
 
@@ -12,13 +12,21 @@ from penstock.model.gguf import config as gguf_config
 from penstock.model.spec import ModelSpec
 from penstock.model.tensor import Tensor
 
-HUGGING_FACE = names.HUGGING_FACE
+HUGGING_FACE = names.beside_vision(names.HUGGING_FACE)
 GGUF = names.GGUF
 BIASES = frozenset(("q", "k", "v"))
 build = llama.build
 
 
 def read_hf(config: ConfigReader) -> ModelSpec:
+    if "text_config" in config:
+        return config_hf.read_text_part(config, read_text)
+    if "vision_config" in config:  # older configs: all in one
+        config.ignore(*config_hf.VISION)
+    return read_text(config)
+
+
+def read_text(config: ConfigReader) -> ModelSpec:
     return with_upper_windows(config, replace(config_hf.read_decoder(config, "qwen2"), biases=BIASES))
 
 
@@ -33,4 +41,5 @@ def with_upper_windows(config: ConfigReader, spec: ModelSpec) -> ModelSpec:
 
 
 def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
-    return replace(gguf_config.read_decoder(config, tensors, "qwen2", interleaved=False), biases=BIASES)
+    spec = gguf_config.read_decoder(config, tensors, "qwen2", interleaved=False, keys=(gguf_config.SECTIONS,))
+    return replace(spec, biases=BIASES)

@@ -1,4 +1,4 @@
-"""Reads Qwen3: Llama with norms of each head's queries and keys."""
+"""Reads Qwen3 and the text part of Qwen3-VL: Llama with norms of each head's queries and keys."""
 
 from __future__ import annotations
 
@@ -13,19 +13,25 @@ from penstock.model.gguf import config as gguf_config
 from penstock.model.spec import ModelSpec
 from penstock.model.tensor import Tensor
 
-HUGGING_FACE = names.HUGGING_FACE.but(q_norm="self_attn.q_norm", k_norm="self_attn.k_norm")
+HUGGING_FACE = names.beside_vision(names.HUGGING_FACE.but(q_norm="self_attn.q_norm", k_norm="self_attn.k_norm"))
 GGUF = names.GGUF.but(q_norm="attn_q_norm", k_norm="attn_k_norm")
+VISION_KEYS = (gguf_config.SECTIONS, "n_deepstack_layers")  # of files whose images are in another one
 build = llama.build
 
 
 def read_hf(config: ConfigReader) -> ModelSpec:
+    return config_hf.read_text_part(config, read_text) if "text_config" in config else read_text(config)
+
+
+def read_text(config: ConfigReader) -> ModelSpec:
     config.size("head_dim")  # silence would mean 128, not a share of the width
     spec = replace(config_hf.read_decoder(config, "qwen3"), biases=config_hf.read_biases(config))
     return with_upper_windows(config, normed(spec))
 
 
 def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
-    return normed(gguf_config.read_decoder(config, tensors, "qwen3", interleaved=False))
+    config.count("n_deepstack_layers", 0)  # layers to which images are added
+    return normed(gguf_config.read_decoder(config, tensors, "qwen3", interleaved=False, keys=VISION_KEYS))
 
 
 def normed(spec: ModelSpec) -> ModelSpec:

@@ -45,14 +45,11 @@ def read_hf(config: ConfigReader) -> ModelSpec:
 
 def read_text(config: ConfigReader, tied: bool) -> ModelSpec:
     experts = "num_experts" in config
-    rope = config_hf.rope_fields(config)
-    rope.ignore("mrope_interleaved", "mrope_section")  # of what is no text
     spec = config_hf.read_decoder(
         config,
         "qwen35",
         tied=tied,
         partial=True,
-        scaling=rope.without("mrope_interleaved", "mrope_section"),
         hidden_key="moe_intermediate_size" if experts else "intermediate_size",
     )
     spec = hybrid.read_hf(config, spec)
@@ -61,14 +58,13 @@ def read_text(config: ConfigReader, tied: bool) -> ModelSpec:
 
 def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
     experts = "expert_count" in config
-    config.counts("rope.dimension_sections")  # of what is no text
     spec = gguf_config.read_decoder(
         config,
         tensors,
         "qwen35",
         interleaved=False,
         partial=True,
-        keys=(*hybrid.GGUF_KEYS, "rope.dimension_sections"),
+        keys=(*hybrid.GGUF_KEYS, gguf_config.SECTIONS),
         experts=experts,
         hidden_key="expert_feed_forward_length" if experts else "feed_forward_length",
     )

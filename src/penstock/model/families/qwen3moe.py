@@ -18,7 +18,11 @@ build = llama.build
 
 
 def read_hf(config: ConfigReader) -> ModelSpec:
-    spec = replace(qwen3.read_hf(config), arch="qwen3moe")
+    return config_hf.read_text_part(config, read_text) if "text_config" in config else read_text(config)
+
+
+def read_text(config: ConfigReader) -> ModelSpec:
+    spec = replace(qwen3.read_text(config), arch="qwen3moe")
     count = "num_experts" if "num_experts" in config else "num_local_experts"
     experts = config_hf.read_experts(config, spec, count=count, hidden="moe_intermediate_size")
     return replace(
@@ -35,5 +39,8 @@ def read_dense(config: ConfigReader, layers: int) -> set[int]:
 
 
 def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
-    spec = qwen3.normed(gguf_config.read_decoder(config, tensors, "qwen3moe", interleaved=False, experts=True))
+    config.count("n_deepstack_layers", 0)
+    spec = qwen3.normed(
+        gguf_config.read_decoder(config, tensors, "qwen3moe", interleaved=False, keys=qwen3.VISION_KEYS, experts=True)
+    )
     return replace(spec, experts=gguf_config.read_experts(config, spec))

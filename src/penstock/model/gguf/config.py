@@ -50,6 +50,7 @@ EXPERTS = {  # keys of MoE families
 }
 SCORINGS: dict[int, Literal["softmax", "sigmoid", "softmax_top_k"]] = {1: "softmax", 2: "sigmoid", 3: "softmax_top_k"}
 POOLINGS = ("mean", "mean", "cls", "last")  # what the numbers mean; 0 means none, which is taken as mean
+SECTIONS = "rope.dimension_sections"  # pairs that rotate by time, height and width: one position in a text
 WINDOW = "attention.sliding_window"  # a key of families that may have one
 PATTERN = "attention.sliding_window_pattern"  # which layers have it
 
@@ -74,6 +75,7 @@ def read_decoder(
     dim, heads = config.size("embedding_length"), config.size("attention.head_count")
     head_dim = config.size("attention.key_length", dim // heads, most=rope.MAX_DIMS)
     config.require("attention.value_length", (head_dim,), head_dim)
+    config.counts(SECTIONS)
     rotated = config.size("rope.dimension_count", head_dim, most=head_dim)
     if rotated % 2 or not partial:
         config.require("rope.dimension_count", (head_dim,), head_dim)

@@ -42,7 +42,7 @@ ALL_BIASED = (
 )  # it reads biases of all products
 RENORMALIZED = ("qwen3moe", "qwen3next")  # it always divides the selected experts' scores by their sum
 LITE_LAYERS = (26, 27)  # it knows a DeepSeek that projects queries from x by how many layers it has
-ARCHITECTURES = {family: name for name, family in registry.GGUF.items()} | {"mixtral": "llama", "qwen35": "qwen35"}
+ARCHITECTURES = {family: name for name, family in reversed(registry.GGUF.items())} | {"mixtral": "llama"}
 
 
 def config_keys(
@@ -279,6 +279,10 @@ def olmo(config: ConfigReader, spec: ModelSpec) -> Keys:
     return windowed(config, spec) | base
 
 
+def hunyuan(_: ConfigReader, spec: ModelSpec) -> Keys:
+    return {"rope.freq_base": plain_base(spec.attn.rope.inv_freq)}
+
+
 def cohere(_: ConfigReader, spec: ModelSpec) -> Keys:
     norms = {gguf_config.RMS_EPS: None, gguf_config.LAYER_EPS: spec.eps}
     return norms | {"logit_scale": spec.logit_scale, "rope.scaling.type": "none"}
@@ -371,6 +375,7 @@ OWN: dict[str, Own] = {
     "cohere2": cohere_2,
     "stablelm": stablelm,
     "exaone4": windowed,
+    "hunyuan": hunyuan,
     "gemma2": gemma_2,
     "gemma3": gemma_3,
     "gpt2": layer_normed,

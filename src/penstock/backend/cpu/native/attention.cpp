@@ -97,9 +97,12 @@ class Queries {
   void load(const Buffer& qkv, float* scratch) {
     queries_ = scratch;
     scores_ = queries_ + count() * a_.dim;
-    for (size_t i = 0; i < count(); ++i)
+    for (size_t i = 0; i < count(); ++i) {
+      float* query = queries_ + i * a_.dim;
       frame_.kernels.rotate(qkv.row(token(i)) + head(i) * a_.dim, a_.dim, rotation(frame_, a_, token(i)), a_.scale,
-                            queries_ + i * a_.dim);
+                            query);
+      for (size_t d = 0; d < a_.q_gain.size(); ++d) query[d] *= a_.q_gain[d];
+    }
   }
 
   float* after_scores() const { return scores_ + count() * SPAN; }
@@ -260,12 +263,14 @@ Attention attention_of(size_t layer, int angles, Numbers numbers, Vectors vector
                        .scale = float(number("scale", 1)),
                        .soft_cap = float(number("soft_cap", 0)),
                        .causal = number("causal", 1) != 0,
+                       .q_gain = vector("q_gain"),
                        .sinks = vector("sinks"),
                        .v_dim = count("v_dim", 0),
                        .gain = vector("gain"),
                        .eps = float(number("eps", 0))};
   require(numbers.empty(), "this attention has no option " + (numbers.empty() ? "" : numbers.begin()->first));
   require(vectors.empty(), "this attention has no vector " + (vectors.empty() ? "" : vectors.begin()->first));
+  require(a.q_gain.empty() || a.q_gain.size() == a.dim, "the gain of queries is as wide as a head");
   require(a.sinks.empty() || a.sinks.size() == a.heads, "attention has one sink for each head");
   return a;
 }

@@ -21,9 +21,10 @@ struct Attention {
   float scale;
   float soft_cap;  // of scores; 0: none
   bool causal;     // else a token sees its whole row
-  std::vector<float> sinks = {};  // a score for each head that takes part in the softmax and has no value; or none
-  size_t v_dim = 0;               // above 0: MLA, whose values are the last dimensions of keys, after a norm
-  std::vector<float> gain = {};   // [v_dim]
+  std::vector<float> q_gain = {};  // [dim], what rotated queries are multiplied by; or none
+  std::vector<float> sinks = {};   // a score for each head that takes part in the softmax and has no value; or none
+  size_t v_dim = 0;                // above 0: MLA, whose values are the last dimensions of keys, after a norm
+  std::vector<float> gain = {};    // [v_dim]
   float eps = 0;
 
   size_t head_groups() const;  // groups of heads that attend together, each to one KV head

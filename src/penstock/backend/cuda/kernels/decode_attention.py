@@ -45,6 +45,7 @@ class AttentionOptions(NamedTuple):
     capped: bool = False  # scores have a soft cap
     sinks: bool = False  # each head has a logit that takes part in the softmax and gives nothing
     causal: bool = True
+    q_gain: bool = False  # rotated queries are multiplied by a vector as wide as a head
 
 
 class Rotation(NamedTuple):
@@ -70,6 +71,12 @@ class DecodeConfig(NamedTuple):
     tile: int
     warps: int
     groups: int  # 0: by tiles
+
+
+@triton.jit
+def with_gain(q, q_gain, d, DIMS: tl.constexpr):
+    """Returns rotated queries [QUERIES, BLOCK_D] times the gain of each dimension."""
+    return (q.to(tl.float32) * tl.load(q_gain + d, d < DIMS, 0.0)[None, :]).to(q.dtype)
 
 
 @triton.jit
@@ -136,7 +143,7 @@ def attend_split(q, kv, table, kv_head, begin, end, scale, cap, CONFIG: tl.const
 
 @triton.jit
 def _decode_attention(
-    qkv, kv, splits, out, split_kv, rotation, sinks, scale, cap, CONFIG: tl.constexpr, PDL: tl.constexpr
+    qkv, kv, splits, out, split_kv, rotation, sinks, q_gain, scale, cap, CONFIG: tl.constexpr, PDL: tl.constexpr
 ):
     let_next_start(PDL)
     SHAPE: tl.constexpr = CONFIG.shape
@@ -172,6 +179,8 @@ def _decode_attention(
             newest = qkv + (token * (SHAPE.heads + 2 * SHAPE.kv_heads) + SHAPE.heads + kv_head) * DIMS
             store_newest(newest, kv, rotation[1] + token, kv_head, d, (cos, sin, other), SHAPE, CONFIG.largest)
         tl.debug_barrier()
+    if OPTIONS.q_gain:
+        q = with_gain(q, q_gain, d, DIMS)
 
     if CONFIG.groups:
         highest, total, mix = attend_kv8(q, kv, table, kv_head, begin, end, scale, SHAPE, CONFIG.warps, CONFIG.groups)
@@ -245,6 +254,7 @@ def decode_attention(
     scales: Any | None = None,
     soft_cap: float = 0.0,
     sinks: Any | None = None,
+    q_gain: Any | None = None,
     *,
     tiling: tuple[int, int, int],  # positions at a time, warps, stages
 ) -> None:
@@ -252,7 +262,7 @@ def decode_attention(
     context, how many splits it has and the first of them; header[0] is the width of tables. Without `rotation`, queries
     are rotated and keys stored already."""
     shape = shape_of(cache, out)
-    options = AttentionOptions(window, soft_cap > 0, sinks is not None)
+    options = AttentionOptions(window, soft_cap > 0, sinks is not None, q_gain=q_gain is not None)
     # Activations of 32 bits want more than the float16 that is used over 8 bits.
     kv8 = scales is not None and not soft_cap and qkv.element_size() == 2
     tile, warps, stages = tiling
@@ -266,6 +276,7 @@ def decode_attention(
         split_kv,
         rotation[:3] if rotation else (splits, splits, 1.0),
         splits if sinks is None else sinks,
+        splits if q_gain is None else q_gain,
         scale * LOG2E,
         soft_cap * LOG2E,
         CONFIG=config,

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from penstock.backend.cuda.kernels.decode_attention import AttentionOptions, sink_of
+from penstock.backend.cuda.kernels.decode_attention import AttentionOptions, sink_of, with_gain
 from penstock.backend.cuda.kernels.kv8 import largest_of
 from penstock.backend.cuda.kernels.kv_tile import (
     LOG2E,
@@ -94,7 +94,7 @@ def load_kv(kv, line, d, scale, inside, seen, SHAPE: tl.constexpr, LARGEST: tl.c
 
 
 @triton.jit
-def _prefill_attention(qkv, kv, tiles, out, sinks, scale, cap, CONFIG: tl.constexpr, PDL: tl.constexpr):
+def _prefill_attention(qkv, kv, tiles, out, sinks, q_gain, scale, cap, CONFIG: tl.constexpr, PDL: tl.constexpr):
     let_next_start(PDL)
     OPTIONS: tl.constexpr = CONFIG.options
     SHAPE: tl.constexpr = CONFIG.shape
@@ -115,6 +115,8 @@ def _prefill_attention(qkv, kv, tiles, out, sinks, scale, cap, CONFIG: tl.conste
     head = kv_head * SHAPE.group + pair % SHAPE.group
     row = (token + index) * (SHAPE.heads + 2 * SHAPE.kv_heads) + head
     q = tl.load(qkv + row[:, None] * SHAPE.dims + d[None, :], wanted, 0.0)  # [CONFIG.queries, BLOCK_D]
+    if OPTIONS.q_gain:
+        q = with_gain(q, q_gain, d, SHAPE.dims)
 
     softmax = no_scores(CONFIG.queries, SHAPE.block_d)
     begin = 0
@@ -176,6 +178,7 @@ def prefill_attention(
     soft_cap: float = 0.0,
     causal: bool = True,
     sinks: Any | None = None,
+    q_gain: Any | None = None,
     *,
     tiling: tuple[int, int, int],  # positions at a time, warps, stages
 ) -> None:
@@ -183,10 +186,11 @@ def prefill_attention(
     how many positions their row has reached; header[0] is the width of tables."""
     shape = shape_of(cache, out)
     kv = PagedKv(cache, tiles if scales is None else scales, tables, header)
-    options = AttentionOptions(window, soft_cap > 0, sinks is not None, causal)
+    options = AttentionOptions(window, soft_cap > 0, sinks is not None, causal, q_gain is not None)
     tile, warps, stages = tiling
     _prefill_attention[(shape.kv_heads, len(tiles))](
-        *(qkv, kv, tiles, out, tiles if sinks is None else sinks, scale * LOG2E, soft_cap * LOG2E),
+        *(qkv, kv, tiles, out, tiles if sinks is None else sinks, tiles if q_gain is None else q_gain),
+        *(scale * LOG2E, soft_cap * LOG2E),
         CONFIG=PrefillConfig(shape, options, largest_of(cache, scales), queries_per_tile(shape.group), tile),
         **launch_options(warps, stages),
     )

@@ -1,0 +1,69 @@
+"""Reads Hunyuan (dense): Llama with norms of each head's queries and keys after RoPE.
+
+A rotation changes no length, so both are normed before it. Scores only see the product of the two gains, and rotated
+queries are multiplied by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+
+from penstock.model import config_hf, decoder, names
+from penstock.model.config_reader import ConfigReader
+from penstock.model.gguf import config as gguf_config
+from penstock.model.spec import ModelSpec
+from penstock.model.tensor import Tensor
+from penstock.model.weights import Packer
+
+HUGGING_FACE = names.HUGGING_FACE.but(q_norm="self_attn.query_layernorm", k_norm="self_attn.key_layernorm")
+GGUF = names.GGUF.but(q_norm="attn_q_norm", k_norm="attn_k_norm")
+
+
+def read_hf(config: ConfigReader) -> ModelSpec:
+    config.number("rms_norm_eps")  # silence would mean another than elsewhere
+    config.ignore("eod_token_id")
+    config.require("use_qk_norm", (True,), True)
+    for key in ("mlp_bias", "use_cla"):
+        config.require(key, (False,), False)
+    spec = config_hf.read_decoder(config, "hunyuan", scaling=read_scaling(config))
+    return normed(replace(spec, biases=config_hf.read_biases(config)))
+
+
+def read_scaling(config: ConfigReader) -> ConfigReader | None:
+    """Returns the fields of a RoPE whose base `alpha` stretches, with the stretched base; None if there is none."""
+    fields = config_hf.rope_fields(config)
+    if fields.text("rope_type", fields.text("type", "default")) != "dynamic":
+        return None
+    dims = config.size("head_dim", config.size("hidden_size") // config.size("num_attention_heads"))
+    fields.require("factor", (1,), 1)
+    base = fields.number("rope_theta", config.number("rope_theta", 10000.0), least=1.001)
+    stretched = base * fields.number("alpha") ** (dims / (dims - 2))
+    return fields.without("alpha", "type").having(rope_type="default", rope_theta=stretched)
+
+
+def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
+    return normed(gguf_config.read_decoder(config, tensors, "hunyuan", interleaved=False))
+
+
+def normed(spec: ModelSpec) -> ModelSpec:
+    return replace(spec, attn=replace(spec.attn, qk_norm="head", q_gain=True))
+
+
+def attention(spec: ModelSpec, pack: Packer, layer: int) -> decoder.Attention:
+    """Builds a layer's attention, with norms that have no gains, and with their product as a gain of queries."""
+    plain = replace(spec, attn=replace(spec.attn, qk_norm="", q_gain=False))
+    q, k = (f"layers.{layer}.{which}_norm" for which in "qk")
+    size = spec.attn.head_dim
+    return replace(
+        decoder.attention(plain, pack, layer),
+        spec=spec.attn,
+        qk_norms=(pack.computed(q, size, np.ones_like), pack.computed(k, size, np.ones_like)),
+        vectors={"q_gain": pack.product(q, k, size)},
+    )
+
+
+build = partial(decoder.build, mixer=attention)
