@@ -8,16 +8,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
+from penstock import LLM
 from penstock.backend.cpu import CpuBackend
 from penstock.backend.cpu.quantize import quantize
 from penstock.backend.ref import RefBackend
 from penstock.engine.engine import Engine
 from penstock.errors import InvalidRequest, MalformedFile, UnsupportedModel
 from penstock.model.classifier import Affine, DenseHead
+from penstock.model.config_reader import ConfigReader
 from penstock.model.gguf.export import export
 from penstock.model.gguf.writer import write_gguf
-from penstock.model.load import load_model, open_checkpoint
+from penstock.model.load import load_model, open_checkpoint, read_fields
 from penstock.text import check_answers
 from penstock.text.pairs import check_scores
 from penstock.types import Finished, Limits, Request, SamplingParams
@@ -144,6 +147,71 @@ def test_other_dense_layers_are_refused(tmp_path, changes, error, message):
     config.write_text(json.dumps(json.loads(config.read_text()) | changes))
     with pytest.raises(error, match=message):
         open_checkpoint(folder)
+
+
+def test_texts_pass_through_dense_layers(tmp_path):
+    """As LaBSE is published."""
+    folder, rng = tmp_path / "bert", np.random.default_rng(0)
+    shutil.copytree(Path(__file__).parent / "encoders" / "bert", folder)
+    weight, bias = rng.standard_normal((20, 32)).astype(np.float32), rng.standard_normal(20).astype(np.float32)
+    (folder / "2_Dense").mkdir()
+    said = {"in_features": 32, "out_features": 20, "activation_function": "torch.nn.modules.activation.Tanh"}
+    (folder / "2_Dense" / "config.json").write_text(json.dumps(said | {"bias": True}))
+    save_file({"linear.weight": weight, "linear.bias": bias}, folder / "2_Dense" / "model.safetensors")
+    modules = json.loads((folder / "modules.json").read_text())
+    modules.insert(2, {"path": "2_Dense", "type": "sentence_transformers.models.Dense"})
+    (folder / "modules.json").write_text(json.dumps(modules))
+    with np.load(folder / "expected.npz") as file:
+        tokens, states = file["tokens"].tolist(), file["states"]
+    wanted = np.tanh(weight @ states.mean(0) + bias)
+    with LLM(folder, device="cpu", threads=1) as llm:
+        found = llm.embed(tokens)[0].outputs
+        assert found.hidden_size == 20
+        assert np.abs(found.vector - wanted / np.linalg.norm(wanted)).max() < 1e-5
+        with pytest.raises(InvalidRequest, match="dimensions"):
+            llm.embed(tokens, dimensions=21)
+
+
+EMBEDDINGGEMMA_300M = {
+    "_sliding_window_pattern": 6,
+    "architectures": ["Gemma3TextModel"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "attn_logit_softcapping": None,
+    "bos_token_id": 2,
+    "dtype": "float32",
+    "eos_token_id": 1,
+    "final_logit_softcapping": None,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 768,
+    "initializer_range": 0.02,
+    "intermediate_size": 1152,
+    "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 4,
+    "max_position_embeddings": 2048,
+    "model_type": "gemma3_text",
+    "num_attention_heads": 3,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 1,
+    "pad_token_id": 0,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06,
+    "rope_local_base_freq": 10000.0,
+    "rope_scaling": None,
+    "rope_theta": 1000000.0,
+    "sliding_window": 512,
+    "transformers_version": "4.57.0.dev0",
+    "use_bidirectional_attention": True,
+    "use_cache": True,
+    "vocab_size": 262144,
+}
+
+
+def test_embeddinggemma_as_it_is_published():
+    reader = ConfigReader(EMBEDDINGGEMMA_300M, "config.json")
+    spec = read_fields(reader)
+    assert (spec.encoder, spec.generates, reader.unknown) == (True, False, [])
+    assert [spec.attention(layer).window for layer in range(6)] == [257] * 5 + [0]
 
 
 def test_dense_layers_are_not_lost_in_a_file():
