@@ -27,6 +27,8 @@ ONE_FILE = [name for name in NAMES if (GOLDENS / name / "model.safetensors").exi
 UNKNOWN = ({"unknown": 1}, -1, "unknown", [["unknown"]])
 FIRST = {  # what is lacking first where one of these is
     "qkv": "q",
+    "grouped_qkv": "q",
+    "grouped_qkv.bias": "k.bias",
     "gate_up": "gate",
     "qkv.bias": "k.bias",
     "delta_qkvz": "delta_qkv",  # in other files

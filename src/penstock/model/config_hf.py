@@ -57,13 +57,15 @@ def read_decoder(
     partial: bool = False,
     scaling: ConfigReader | None = None,
     hidden_key: str = "intermediate_size",
+    acts: Mapping[str, str] = ACTS,
 ) -> ModelSpec:
     """Reads what most families say in the same words. `tied` and `theta` are the defaults of a silent config. With
-    `partial`, RoPE may rotate a part of each head; `scaling` describes RoPE, if the usual place does not."""
+    `partial`, RoPE may rotate a part of each head; `scaling` describes RoPE, if the usual place does not. `acts` are
+    the activations that the family may have."""
     dim, heads = config.size("hidden_size"), config.size("num_attention_heads")
     head_dim = config.size("head_dim", dim // heads, most=rope.MAX_DIMS)
     max_len = config.size("max_position_embeddings")
-    config.require(act_key, tuple(ACTS), "silu")
+    config.require(act_key, tuple(acts), "silu")
     return ModelSpec(
         arch=arch,
         layers=config.size("num_hidden_layers", most=MAX_LAYERS),
@@ -78,7 +80,7 @@ def read_decoder(
             head_dim=head_dim,
             rope=read_rope(config, head_dim, max_len, theta, partial, scaling),
         ),
-        act=ACTS[config.text(act_key, "silu")],
+        act=acts[config.text(act_key, "silu")],
         tied=config.flag(TIED, tied),
     )
 

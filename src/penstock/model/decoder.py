@@ -168,16 +168,21 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class ParallelLayer:
-    """Computes a mixer and an MLP of the same rows, those of one norm, and adds both to the residual stream."""
+    """Computes a mixer and an MLP of the same residual stream and adds both to it. They share a norm, unless the MLP
+    has one of its own."""
 
     norm: Norm
     mixer: Part
     mlp: Part
+    mlp_norm: Norm | None = None
 
     def __call__(self, ops: Ops[V], x: V, residual: V | None) -> tuple[V, V | None]:
         """Takes and returns (x, residual), whose sum is the residual stream."""
         x, residual = self.norm(ops, x, residual)
-        return ops.add(self.mixer(ops, x), self.mlp(ops, x)), residual
+        mixed = self.mixer(ops, x)
+        if self.mlp_norm is not None:
+            x, _ = self.mlp_norm(ops, residual)
+        return ops.add(mixed, self.mlp(ops, x)), residual
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,6 +291,12 @@ def unbiased_layer_norm(spec: ModelSpec, pack: Packer, name: str) -> Norm:
     return Norm(pack.vector(name, spec.dim), spec.eps, pack.computed(name, spec.dim, np.zeros_like))
 
 
+def position_table(spec: ModelSpec, pack: Packer) -> Weight:
+    """Builds the table of learned positions, without the rows before the first position."""
+    rows = spec.first_position + spec.max_len
+    return pack.matrix(("positions", rows, [(spec.first_position, rows)]), width=spec.dim)
+
+
 def build(
     spec: ModelSpec,
     pack: Packer,
@@ -306,12 +317,13 @@ def build(
 
     def layer(i: int) -> Layer | ParallelLayer:
         if spec.parallel:
-            shared = norm(spec, pack, f"layers.{i}.attn_norm")
-            return ParallelLayer(shared, mixer(spec, pack, i), mlp(spec, pack, i))
+            first, own = f"layers.{i}.attn_norm", f"layers.{i}.mlp_norm"
+            second = norm(spec, pack, own) if pack.has(own) else None
+            return ParallelLayer(norm(spec, pack, first), mixer(spec, pack, i), mlp(spec, pack, i), second)
         return Layer(block(i, "attn", mixer), block(i, "mlp", mlp))
 
     layers = tuple(layer(i) for i in range(spec.layers))
     embed = pack.matrix(("embed", spec.vocab), width=spec.dim)
-    positions = pack.matrix(("positions", spec.max_len), width=spec.dim) if learned_positions else None
+    positions = position_table(spec, pack) if learned_positions else None
     head = embed if spec.tied else pack.matrix(("head", spec.vocab), width=spec.dim)
     return Decoder(layers, Ends(spec, embed, positions, norm(spec, pack, "norm"), head))

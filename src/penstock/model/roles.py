@@ -44,7 +44,7 @@ _PARTS = {
     Role.EMBEDDING: ("embed",),
     Role.POSITIONS: ("positions", "types"),
     Role.HEAD: ("head",),
-    Role.ATTENTION_IN: ("q", "k", "v", "qkv", "q_a", "q_b", "kv_a", "latent", "k_rope"),
+    Role.ATTENTION_IN: ("q", "k", "v", "qkv", "grouped_qkv", "q_a", "q_b", "kv_a", "latent", "k_rope"),
     Role.ATTENTION_OUT: ("o",),
     Role.MLA_KV_B: ("kv_b",),
     Role.MLA_HEADS: ("k_b", "v_b"),

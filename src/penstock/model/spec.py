@@ -220,7 +220,7 @@ class ModelSpec:
     shared_gated: bool = False  # the MLP beside the experts has a gate of its own
     classifier: ClassifierSpec | None = None
     segments: int = 1  # kinds of tokens that a pair of texts has: of the first and of the second
-    parallel: bool = False  # attention and MLP see the rows of one norm, and both are added to the residual stream
+    parallel: bool = False  # attention and MLP both see the residual stream before the layer, and are added to it
     generates: bool = True  # the checkpoint has an output head, or ties it to its embeddings
 
     @property

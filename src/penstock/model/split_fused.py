@@ -11,9 +11,9 @@ from math import prod
 from penstock.errors import MalformedFile, UnsupportedModel
 from penstock.model.roles import Role
 from penstock.model.spec import ModelSpec
-from penstock.model.tensor import Tensor, every_other_row, some_rows, transposed
+from penstock.model.tensor import Tensor, every_other_row, rows_of_groups, some_rows, transposed
 
-FUSED = re.compile(r"(layers\.\d+\.(?:experts\.\d+\.|shared\.)?)(qkv|gate_up|kv_a)(\.bias)?")
+FUSED = re.compile(r"(layers\.\d+\.(?:experts\.\d+\.|shared\.)?)(qkv|grouped_qkv|gate_up|kv_a)(\.bias)?")
 ALL_EXPERTS = re.compile(
     r"(layers\.\d+\.experts\.)((gate|up|gate_up|down|interleaved)(?:_transposed|_either)?(?:\.bias)?)"
 )
@@ -21,8 +21,10 @@ ALL_EXPERTS = re.compile(
 
 def split_fused(tensors: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Tensor]:
     """Returns the tensors, by canonical name, with each weight as a tensor of its own."""
+    qkv = {"q": spec.attn.q_width, "k": spec.attn.kv_width, "v": spec.attn.kv_width}
     parts = {
-        "qkv": {"q": spec.attn.q_width, "k": spec.attn.kv_width, "v": spec.attn.kv_width},
+        "qkv": qkv,
+        "grouped_qkv": qkv,  # those of a KV head stand together, after the queries that share it
         "gate_up": {"gate": spec.hidden, "up": spec.hidden},
         "kv_a": {"latent": spec.attn.v_dim, "k_rope": spec.attn.head_dim - spec.attn.v_dim},
     }
@@ -33,7 +35,8 @@ def split_fused(tensors: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Ten
         if match := FUSED.fullmatch(name):
             suffix = match[3] or ""
             wanted = shared_parts if ".shared." in name else expert_parts if ".experts." in name else parts[match[2]]
-            pieces = split(tensor, wanted, dims=1 if suffix else 2)
+            groups = spec.attn.kv_heads if match[2] == "grouped_qkv" else 1
+            pieces = split(tensor, wanted, 1 if suffix else 2, groups)
             found |= {match[1] + part + suffix: piece for part, piece in pieces}
         elif tensor.role in (Role.CONV, Role.ROUTER_BIAS):  # files differ in its shape, and in that of the gate below
             found[name] = replace(tensor, shape=(prod(tensor.shape),))
@@ -83,10 +86,12 @@ def each_expert(stacked: Tensor, spec: ModelSpec) -> Iterator[Tensor]:
         yield some_rows(flat, i * rows, (i + 1) * rows)
 
 
-def split(tensor: Tensor, parts: Mapping[str, int], dims: int) -> Iterator[tuple[str, Tensor]]:
-    """Yields the named parts of a tensor of `dims` dimensions; `parts` says how many rows each has."""
+def split(tensor: Tensor, parts: Mapping[str, int], dims: int, groups: int = 1) -> Iterator[tuple[str, Tensor]]:
+    """Yields the named parts of a tensor of `dims` dimensions; `parts` says how many rows each has. With several
+    groups, each group of rows holds its share of every part."""
     total = sum(parts.values())
     if len(tensor.shape) != dims or tensor.shape[0] != total or prod(tensor.shape[1:]) % tensor.format.values:
         raise MalformedFile(f"tensor {tensor.name!r} has shape {tensor.shape}; the model's config needs {total} rows")
-    ends = pairwise(accumulate(parts.values(), initial=0))
-    return ((part, some_rows(tensor, first, last)) for part, (first, last) in zip(parts, ends, strict=True))
+    ends = pairwise(accumulate((size // groups for size in parts.values()), initial=0))
+    for part, (first, last) in zip(parts, ends, strict=True):
+        yield part, some_rows(tensor, first, last) if groups == 1 else rows_of_groups(tensor, groups, first, last)

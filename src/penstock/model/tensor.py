@@ -166,6 +166,26 @@ def every_other_row(tensor: Tensor, start: int) -> Tensor:
     return replace(tensor, shape=(rows // 2, *width), source=make if width else make(0, rows // 2), scales=None)
 
 
+def rows_of_groups(tensor: Tensor, groups: int, first: int, last: int) -> Tensor:
+    """Returns rows of a matrix, or values of a vector, that come in equal groups: of each those from `first` to
+    `last`."""
+    rows, *width = tensor.shape
+    each, size = rows // groups, last - first
+
+    def make(start: int, end: int) -> Bytes:
+        begin, stop = start // size, -(-end // size)
+        whole = some_rows(tensor, begin * each, stop * each).data.reshape(stop - begin, each, -1)
+        taken = whole[:, first:last].reshape((stop - begin) * size, -1)
+        return taken[start - begin * size : end - begin * size].reshape(-1)
+
+    scales = tensor.scales
+    if scales is not None:
+        taken = np.arange(groups * each).reshape(groups, each)[:, first:last].reshape(-1)
+        scales = Scales(scales.values[taken // scales.rows], 1, scales.columns)
+    source = make if width else make(0, groups * size)
+    return replace(tensor, shape=(groups * size, *width), source=source, scales=scales)
+
+
 def transposed(tensor: Tensor) -> Tensor:
     """Returns a matrix that is stored as (in, out) in the usual order, (out, in)."""
     if tensor.format.name not in PLAIN or len(tensor.shape) != 2:

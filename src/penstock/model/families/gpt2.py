@@ -27,7 +27,10 @@ HUGGING_FACE = names.Naming(  # with the prefix of the whole model, or as its in
 )
 GGUF = names.GGUF.but(qkv="attn_qkv")._replace(top={**names.GGUF.top, "position_embd": "positions"})
 BIASES = frozenset(("q", "k", "v", "o", "up", "down", "attn_norm", "mlp_norm", "norm"))
-ACTS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu": "relu", "silu": "silu"}
+ACTS = {
+    **dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh"), "gelu_tanh"),
+    **{"gelu": "gelu", "relu": "relu", "silu": "silu"},
+}
 NEUTRAL = (
     *("attn_pdrop", "n_ctx", "reorder_and_upcast_attn", "task_specific_params", "gradient_checkpointing"),
     *(f"summary_{what}" for what in ("activation", "first_dropout", "proj_to_labels", "type", "use_proj")),

@@ -1,0 +1,178 @@
+"""Makes the goldens of older families in tests/models/goldens, in the way and with the needs of make_goldens.py, and
+those that GGUF files cannot express in tests/models/folders:
+
+python scripts/make_older_goldens.py [NAME ...]
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import gguf
+import make_goldens
+import numpy as np
+import torch
+from make_goldens import FOLDER, PLAIN, PROMPT, SMALLER, head_dim_of, logits, write_gguf
+from transformers import PreTrainedConfig, PreTrainedModel
+
+TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+NEOX = SMALLER | TOKENS | {"hidden_size": 36, "num_attention_heads": 3, "layer_norm_eps": 1e-5, "hidden_act": "gelu"}
+FALCON = SMALLER | TOKENS | {"layer_norm_epsilon": 1e-5, "ffn_hidden_size": 56, "rope_parameters": PLAIN}
+GOLDENS: dict[str, dict[str, Any]] = {
+    "gpt_neox": NEOX | {"rope_parameters": PLAIN | {"partial_rotary_factor": 0.5}},
+    "gpt_neox_serial": NEOX
+    | {
+        "use_parallel_residual": False,
+        "attention_bias": False,
+        "hidden_act": "gelu_fast",
+        "tie_word_embeddings": True,
+        "rope_parameters": PLAIN | {"partial_rotary_factor": 1.0},
+    },
+    "phi": SMALLER
+    | TOKENS
+    | {"layer_norm_eps": 1e-5, "hidden_act": "gelu_new", "rope_parameters": PLAIN | {"partial_rotary_factor": 0.25}},
+    "falcon": FALCON,
+    "falcon_grouped": FALCON
+    | {
+        "new_decoder_architecture": True,
+        "num_kv_heads": 2,
+        "bias": True,
+        "tie_word_embeddings": False,
+        "ffn_hidden_size": 48,
+    },
+    "minicpm": SMALLER
+    | {
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 1.4 / 2**0.5,
+        "attention_multiplier": 8**-0.5,
+        "logits_scaling": 32 / 12,
+        "tie_word_embeddings": True,
+        "rope_parameters": PLAIN,
+    },
+    "opt": SMALLER | TOKENS | {"ffn_dim": 40},
+}
+WITHOUT: dict[str, dict[str, Any]] = {  # what makes a difference: see check_it_matters of make_goldens.py
+    "gpt_neox": {"use_parallel_residual": False},
+    "gpt_neox_serial": {"use_parallel_residual": True},
+    "phi": {"rope_parameters": PLAIN | {"partial_rotary_factor": 1.0}},
+    "falcon": {"rope_parameters": PLAIN | {"rope_theta": 100.0}},
+    "minicpm": {"residual_multiplier": 1.4},
+    "opt": {"activation_function": "silu"},
+}
+FOLDERS = ("opt", "gpt_neox_serial", "falcon_grouped")  # without a GGUF file
+MINICPM = {"scale_emb": 12.0, "scale_depth": 1.4, "dim_model_base": 12}
+NEOX_NAMES = {
+    "gpt_neox.embed_in": "token_embd",
+    "gpt_neox.final_layer_norm": "output_norm",
+    "embed_out": "output",
+    "attention.query_key_value": "attn_qkv",
+    "attention.dense": "attn_output",
+    "mlp.dense_h_to_4h": "ffn_up",
+    "mlp.dense_4h_to_h": "ffn_down",
+}
+make_goldens.GOLDENS |= GOLDENS
+make_goldens.FAMILIES += tuple(GOLDENS)
+make_goldens.MODEL_TYPES |= {"gpt_neox_serial": "gpt_neox", "falcon_grouped": "falcon", "minicpm": "granite"}
+make_goldens.UNSAID |= {name: {"rms_norm_eps"} for name in GOLDENS if name != "minicpm"}
+for name in GOLDENS:
+    if not name.startswith(("phi", "minicpm")):
+        make_goldens.UNSAID[name] |= {"num_key_value_heads"}
+    if name.startswith(("falcon", "opt")):
+        make_goldens.UNSAID[name] |= {"intermediate_size"}
+make_goldens.ARCHITECTURES |= {"gpt_neox": "gptneox", "phi": "phi2", "granite": "minicpm"}
+make_goldens.INTERLEAVED |= {"minicpm"}
+make_goldens.OTHER_NAMES |= {
+    "gptneox": NEOX_NAMES,
+    "falcon": NEOX_NAMES
+    | {
+        "transformer.word_embeddings": "token_embd",
+        "transformer.ln_f": "output_norm",
+        "self_attention.query_key_value": "attn_qkv",
+        "self_attention.dense": "attn_output",
+    },
+    "phi2": {
+        "model.final_layernorm": "output_norm",
+        "self_attn.dense": "attn_output",
+        "mlp.fc1": "ffn_up",
+        "mlp.fc2": "ffn_down",
+    },
+}
+
+
+def main() -> None:
+    make_goldens.add_keys, make_goldens.weights_of = add_keys, weights_of
+    for name in sys.argv[1:] or GOLDENS:
+        seed = crc32(name.encode())
+        folder = (FOLDER.parent / "folders" if name in FOLDERS else FOLDER) / name
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        model = make_goldens.random_model(name, seed)
+        tokens = np.random.default_rng(seed).integers(model.config.vocab_size, size=PROMPT)
+        expected = logits(model, tokens)
+        if name in WITHOUT:
+            difference = np.abs(logits(make_goldens.random_model(name, seed, **WITHOUT[name]), tokens) - expected).max()
+            assert difference > 0.3, f"{name}: {difference}"
+        if name not in FOLDERS:
+            write_gguf(folder / "model.gguf", model)
+        model.bfloat16().save_pretrained(folder)
+        if name == "minicpm":
+            call_it_minicpm(folder / "config.json")
+        (folder / "generation_config.json").unlink(missing_ok=True)
+        np.savez_compressed(folder / "expected.npz", tokens=tokens.astype(np.int32), logits=expected)
+        print(f"{name:18} {sum(file.stat().st_size for file in folder.iterdir()):8} bytes")
+
+
+def call_it_minicpm(path: Path) -> None:
+    """Transformers has no MiniCPM. Granite computes the same with multipliers that MiniCPM's config implies."""
+    config = json.loads(path.read_text()) | MINICPM
+    for key in ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"):
+        del config[key]
+    config |= {"architectures": ["MiniCPMForCausalLM"], "model_type": "minicpm"}
+    path.write_text(json.dumps(config, indent=2) + "\n")
+
+
+def weights_of(model: PreTrainedModel, arch: str) -> dict[str, torch.Tensor]:
+    """Returns the weights as files have them: all queries, then all keys, then all values."""
+    weights = {name: weight for name, weight in model.state_dict().items() if not name.endswith("inv_freq")}
+    if arch != "gptneox":
+        return weights
+    heads = model.config.num_attention_heads
+    for name in [name for name in weights if ".query_key_value." in name]:
+        whole = weights[name]
+        weights[name] = whole.reshape(heads, 3, -1, *whole.shape[1:]).transpose(0, 1).reshape(whole.shape).contiguous()
+    return weights
+
+
+def add_keys(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
+    rope = make_goldens.rope_of(config)
+    writer.add_name(f"tiny {writer.arch}")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_feed_forward_length(getattr(config, "ffn_hidden_size", None) or config.intermediate_size)
+    if writer.arch == "gptneox":
+        writer.add_parallel_residual(config.use_parallel_residual)
+    elif writer.arch == "falcon":
+        writer.add_tensor_data_layout("jploski")
+        writer.add_head_count_kv(1)
+    else:
+        writer.add_head_count_kv(config.num_key_value_heads)
+    if writer.arch in ("gptneox", "phi2"):
+        writer.add_rope_dimension_count(int(head_dim_of(config) * rope["partial_rotary_factor"]))
+    if writer.arch == "minicpm":
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
+    else:
+        writer.add_layer_norm_eps(getattr(config, "layer_norm_eps", None) or config.layer_norm_epsilon)
+
+
+if __name__ == "__main__":
+    main()
