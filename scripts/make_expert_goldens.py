@@ -276,7 +276,7 @@ def parts_of(name: str, values: np.ndarray, arch: str) -> list[tuple[str, np.nda
     if name.endswith(".experts.down_proj"):
         return [(f"{layer}.ffn_down_exps.weight", values)]
     if name.endswith("e_score_correction_bias"):
-        return [(f"{layer}.exp_probs_b.bias", values)]
+        return [(f"{layer}.exp_probs_b.bias", values.reshape(-1))]
     return [(gguf_name(name, arch), values)]
 
 
