@@ -1,10 +1,10 @@
 """Makes tests/models/encoders: tiny random encoders, and the hidden states that transformers computes from them in
 float32, and the vectors that sentence-transformers defines as their embeddings of some texts.
 
-Each is a Hugging Face folder (BF16) with a tokenizer and with the files that say how to pool; in that of BERT lies the
+Each is a Hugging Face folder (BF16) with a tokenizer and with the files that say how to pool; in some lies the
 same model as a GGUF file (F16). Needs torch, transformers and gguf, as make_goldens.py does:
 
-    python scripts/make_bert_goldens.py
+    python scripts/make_bert_goldens.py [NAME ...]
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 from string import ascii_lowercase
 from typing import Any
@@ -24,6 +25,8 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import (
     BertConfig,
     BertModel,
+    DistilBertConfig,
+    DistilBertModel,
     NomicBertConfig,
     NomicBertModel,
     PreTrainedModel,
@@ -46,8 +49,8 @@ SIZES = {
     "max_position_embeddings": 64,
     "pad_token_id": SPECIAL.index("[PAD]"),
 }
-POOLING = {"bert": "mean", "roberta": "cls", "nomic": "mean"}
-ARCHITECTURES = {"bert": "bert", "nomic": "nomic-bert"}
+POOLING = {"bert": "mean", "roberta": "cls", "nomic": "mean", "distilbert": "mean"}
+ARCHITECTURES = {"bert": "bert", "nomic": "nomic-bert", "distilbert": "bert"}
 MODES = {"mean": "pooling_mode_mean_tokens", "cls": "pooling_mode_cls_token"}
 
 GGUF_NAMES = {
@@ -70,14 +73,22 @@ GGUF_NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
     "post_mlp_layernorm": "layer_output_norm",
+    "attention.q_lin": "attn_q",
+    "attention.k_lin": "attn_k",
+    "attention.v_lin": "attn_v",
+    "attention.out_lin": "attn_output",
+    "sa_layer_norm": "attn_output_norm",
+    "ffn.lin1": "ffn_up",
+    "ffn.lin2": "ffn_down",
+    "output_layer_norm": "layer_output_norm",
 }
 TABLES = ("position_embd.weight", "token_types.weight")  # in 32 bits, as vectors are
 
 
 def main() -> None:
-    shutil.rmtree(FOLDER, ignore_errors=True)
-    for name in POOLING:
+    for name in sys.argv[1:] or POOLING:
         folder = FOLDER / name
+        shutil.rmtree(folder, ignore_errors=True)
         model = random_model(name)
         tokens = np.random.default_rng(crc32(name.encode())).integers(len(SPECIAL), len(VOCAB), size=PROMPT)
         expected = states(model, tokens)
@@ -106,6 +117,10 @@ def random_model(name: str, **changes: Any) -> PreTrainedModel:
     elif name == "nomic":
         small = {"num_hidden_layers": 1, "rope_parameters": {"rope_type": "default", "rope_theta": 50.0}}
         model = NomicBertModel(NomicBertConfig(**SIZES | small | changes, **eager))
+    elif name == "distilbert":
+        own = {"dim": 36, "n_heads": 3, "n_layers": 2, "hidden_dim": 40, "max_position_embeddings": 64}
+        tokens = {key: SIZES[key] for key in ("vocab_size", "pad_token_id")}
+        model = DistilBertModel(DistilBertConfig(**own, **tokens, **eager))
     else:
         model = RobertaForMaskedLM(RobertaConfig(**SIZES | {"num_hidden_layers": 1, "type_vocab_size": 1}, **eager))
     with torch.no_grad():
@@ -162,7 +177,7 @@ def write_folder(folder: Path, name: str, model: PreTrainedModel, tokenizer: Tok
     ]
     modes = {mode: kind == POOLING[name] for kind, mode in MODES.items()}
     write_json(folder / "modules.json", modules)
-    write_json(folder / "1_Pooling" / "config.json", {"word_embedding_dimension": SIZES["hidden_size"], **modes})
+    write_json(folder / "1_Pooling" / "config.json", {"word_embedding_dimension": model.config.hidden_size, **modes})
     write_json(folder / "sentence_bert_config.json", {"max_seq_length": 50, "do_lower_case": False})
 
 
@@ -179,14 +194,14 @@ def write_gguf(path: Path, model: PreTrainedModel, arch: str) -> None:
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_feed_forward_length(getattr(config, "hidden_dim", None) or config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_layer_norm_eps(config.layer_norm_eps)
+    writer.add_layer_norm_eps(getattr(config, "layer_norm_eps", 1e-12))
     writer.add_causal_attention(False)
     writer.add_pooling_type(gguf.PoolingType.MEAN)
     writer.add_tokenizer_model("bert")
     writer.add_tokenizer_pre("default")
-    writer.add_token_type_count(config.type_vocab_size)
+    writer.add_token_type_count(getattr(config, "type_vocab_size", 1))
     writer.add_token_list([token_text(token) for token in VOCAB])
     writer.add_token_types([3 if token in SPECIAL else 1 for token in VOCAB])
     for add, token in (

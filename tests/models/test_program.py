@@ -22,8 +22,13 @@ from tests.models.shapes import Shaped, execute, recorded, shaped_model
 
 HERE = Path(__file__).parent
 MODELS = sorted([*HERE.glob("goldens/*"), *HERE.glob("encoders/*")])
-NO_GATE = {"gpt2", "starcoder2", "bert", "gptneox", "phi2", "falcon"}  # families whose MLP has no gate
-READ_TWICE = {"bert", "phi2", "falcon"}  # those whose norms are read by residuals, too, or by attention and MLP
+NO_GATE = {"gpt2", "starcoder2", "bert", "distilbert", "gptneox", "phi2", "falcon"}  # families whose MLP has no gate
+READ_TWICE = {
+    "bert",
+    "distilbert",
+    "phi2",
+    "falcon",
+}  # those whose norms are read by residuals, too, or by attention and MLP
 NOTHING = Capabilities(fuses_gate=lambda weight, act: False)
 GATES = replace(NOTHING, fuses_gate=lambda weight, act: act == "silu")
 

@@ -24,13 +24,8 @@ GOLDENS = Path(__file__).parent / "goldens"
 NAMES = sorted(folder.name for folder in GOLDENS.iterdir())
 FAMILIES = sorted({*registry.HUGGING_FACE.values(), *registry.GGUF.values()})
 LAYERS = (
-    "model.layers.0.",
-    "blk.0.",
-    "h.0.",
-    "encoder.layer.0.",
-    "encoder.layers.0.",
-    "layers.0.",
-    "decoder.layers.0.",
+    *("model.layers.0.", "blk.0.", "h.0.", "encoder.layer.0.", "encoder.layers.0."),
+    *("layers.0.", "decoder.layers.0.", "transformer.layer.0."),
 )
 SUFFIXES = (".weight", ".bias")
 CASES = [(device, quantize) for device, kinds in QUANTIZATIONS.items() for quantize in kinds]

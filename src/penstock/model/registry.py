@@ -75,6 +75,8 @@ HUGGING_FACE = {  # the architecture in config.json: the family's file
     "RobertaModel": "bert",
     "RobertaForMaskedLM": "bert",
     "XLMRobertaModel": "bert",
+    "DistilBertModel": "distilbert",
+    "DistilBertForMaskedLM": "distilbert",
     "NomicBertModel": "nomic_bert",
     "ModernBertModel": "modernbert",
     "ModernBertForMaskedLM": "modernbert",

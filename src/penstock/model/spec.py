@@ -219,7 +219,7 @@ class ModelSpec:
     recurrent: frozenset[int] = frozenset()  # layers that have a delta net in place of attention
     shared_gated: bool = False  # the MLP beside the experts has a gate of its own
     classifier: ClassifierSpec | None = None
-    segments: int = 1  # kinds of tokens that a pair of texts has: of the first and of the second
+    segments: int = 1  # kinds of tokens that a pair of texts has: of the first and of the second; 0: no table of them
     parallel: bool = False  # attention and MLP both see the residual stream before the layer, and are added to it
     generates: bool = True  # the checkpoint has an output head, or ties it to its embeddings
 

@@ -71,11 +71,11 @@ class Packer:
         choice_bias = self._take(f"{layer}.choice_bias", (spec.count,)) if spec.choice_bias else None
         return self._backend.pack_experts(up, down, choice_bias)
 
-    def table(self, name: str, first: int, count: int, width: int, plus: str) -> Any:
-        """Packs `count` rows of a table; to each the first row of table `plus` is added."""
+    def table(self, name: str, first: int, count: int, width: int, plus: str = "") -> Any:
+        """Packs `count` rows of a table; to each the first row of table `plus`, if one is named, is added."""
         table = self._take_rows(name, first + count, width)
-        added = dequantize(self._take_rows(plus, 1, width))[0]
-        return self._pack_values(table, dequantize(table)[first : first + count] + added)
+        values = dequantize(table)[first : first + count]
+        return self._pack_values(table, values + dequantize(self._take_rows(plus, 1, width))[0] if plus else values)
 
     def repeated(self, name: str, count: int, width: int) -> Any:
         """Packs a table of `count` rows that are all the first row of the named one."""

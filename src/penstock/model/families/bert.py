@@ -120,7 +120,7 @@ def read_encoder(
         act="gelu",
         biases=BIASES,
         pooling=gguf_config.read_pooling(config),
-        segments=tensors["token_types.weight"].shape[0] if "token_types.weight" in tensors else 1,
+        segments=tensors["token_types.weight"].shape[0] if "token_types.weight" in tensors else 0,
     )
 
 
@@ -160,8 +160,10 @@ class Bert:
 
 
 def build(spec: ModelSpec, pack: Packer) -> Bert:
-    """Builds an encoder with learned positions, to which the embedding of the first token type is added."""
-    positions = pack.table("positions", spec.first_position, spec.max_len, spec.dim, plus="types")
+    """Builds an encoder with learned positions, to which the embedding of the first token type is added if it has token
+    types."""
+    types = "types" if spec.segments else ""
+    positions = pack.table("positions", spec.first_position, spec.max_len, spec.dim, plus=types)
     return assemble(spec, pack, positions, decoder.plain_mlp)
 
 
