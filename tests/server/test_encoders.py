@@ -89,4 +89,6 @@ def test_it_says_what_it_can(server: Any) -> None:
         *("[CLS]", " the", " river", "s", "[SEP]")
     ]
     assert server.post("/tokenize", prompt="the", add_special_tokens=False).json()["count"] == 1
+    assert server.post("/tokenize", content="the").json()["count"] == 1
+    assert server.post("/tokenize", content="the", add_special=True).json()["count"] == 3
     assert server.get("/health").json()["status"] == "ok"
