@@ -66,13 +66,11 @@ def pip_install(folder: Path, *requirements: str) -> Path:
     """Returns a Python that has these packages, in an environment of its own."""
     python, known = folder / "bin" / "python", folder / "requirements.txt"
     wanted = "\n".join(requirements)
-    if known.exists() and known.read_text() == wanted:
+    if python.exists() and known.exists() and known.read_text() == wanted:
         return python
     _install(requirements[0], [sys.executable, "-m", "venv", "--clear", "--without-pip", str(folder)])
-    options = ("--disable-pip-version-check", "--no-compile")
-    _install(
-        requirements[0], [sys.executable, "-m", "pip", "--python", str(python), "install", *options, *requirements]
-    )
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(python)]
+    _install(requirements[0], [*pip, "install", "--no-compile", *requirements])
     known.write_text(wanted)
     return python
 
