@@ -1,6 +1,6 @@
-"""Agents as npm installs them, and a server whose model is played: see scripted.py.
+"""Agents and client libraries as npm and pip install them, and a server whose model is played: see scripted.py.
 
-They run with `pytest -m agents`. PENSTOCK_AGENTS is a folder that keeps the packages (800 MB) between runs; without it
+They run with `pytest -m agents`. PENSTOCK_AGENTS is a folder that keeps the packages (1.4 GB) between runs; without it
 they are installed into a temporary one.
 """
 
@@ -33,27 +33,49 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if "agents" not in str(config.getoption("-m")):
         for item in items:
             if item.get_closest_marker("agents"):
-                item.add_marker(pytest.mark.skip(reason="fetches 800 MB: runs with -m agents"))
+                item.add_marker(pytest.mark.skip(reason="fetches 1.4 GB: runs with -m agents"))
 
 
 @pytest.fixture(scope="session")
-def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if shutil.which("npm") is None:
-        pytest.skip("npm is not here")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of all that is installed."""
+    folder = os.environ.get("PENSTOCK_AGENTS")
+    return Path(folder).resolve() if folder else tmp_path_factory.mktemp("agents")
+
+
+@pytest.fixture(scope="session")
+def packages(kept: Path) -> Path:
     if (sys.platform, platform.machine()) != ("linux", "x86_64"):
         pytest.skip("the packages are for Linux on x86-64")
-    kept = os.environ.get("PENSTOCK_AGENTS")
-    folder = Path(kept) if kept else tmp_path_factory.mktemp("agents")
     for package, version in ((CLAUDE, CLAUDE_VERSION), (CODEX, CODEX_VERSION)):
-        _install(folder, package, version)
-    return folder / "node_modules"
+        npm_install(kept, package, version)
+    return kept / "node_modules"
 
 
-def _install(folder: Path, package: str, version: str) -> None:
+def npm_install(folder: Path, package: str, version: str) -> None:
+    if shutil.which("npm") is None:
+        pytest.skip("npm is not here")
     known = folder / "node_modules" / package / "package.json"
     if known.exists() and f'"version": "{version}"' in known.read_text():
         return
-    command = ["npm", "install", "--no-audit", "--no-fund", "--prefix", str(folder), f"{package}@{version}"]
+    options = ("--no-audit", "--no-fund", "--prefix", str(folder))
+    _install(package, ["npm", "install", *options, f"{package}@{version}"])
+
+
+def pip_install(folder: Path, *requirements: str) -> Path:
+    """Returns a Python that has these packages, in an environment of its own."""
+    python, known = folder / "bin" / "python", folder / "requirements.txt"
+    wanted = "\n".join(requirements)
+    if python.exists() and known.exists() and known.read_text() == wanted:
+        return python
+    _install(requirements[0], [sys.executable, "-m", "venv", "--clear", "--without-pip", str(folder)])
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(python)]
+    _install(requirements[0], [*pip, "install", "--no-compile", *requirements])
+    known.write_text(wanted)
+    return python
+
+
+def _install(package: str, command: list[str]) -> None:
     try:
         subprocess.run(command, check=True, capture_output=True, timeout=INSTALL_SECONDS)
     except subprocess.TimeoutExpired:

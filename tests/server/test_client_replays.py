@@ -1,5 +1,6 @@
-"""Requests in the shape of programs that are too large to install for a test: each is answered, and what has no effect
-is listed. Those of aider and LlamaIndex were recorded; the others are written from what the programs document."""
+"""Requests in the shape of programs that are too large to install for every run: each is answered, and what has no
+effect is listed. Those of aider and LlamaIndex were recorded; the others are written from what the programs
+document."""
 
 from __future__ import annotations
 
