@@ -14,6 +14,7 @@ from penstock.backend.cuda import kernels
 from tests.cuda.conftest import FOLDER
 from tests.cuda.device import DEVICE
 
+COMPILING = "test_compiles.py"  # launches nothing
 GLUON = {"_hopper_gemm"}  # the interpreter does not know its language
 
 
@@ -35,7 +36,8 @@ def test_kernels_are_found() -> None:
 
 def test_every_kernel_was_launched(launched: set[str], request: pytest.FixtureRequest) -> None:
     collected = {Path(item.path).name for item in request.session.items if FOLDER in item.path.parents}
-    if collected < {path.name for path in FOLDER.glob("test_*.py")} or request.config.option.keyword:
+    launching = {path.name for path in FOLDER.glob("test_*.py")} - {COMPILING}
+    if not launching <= collected or request.config.option.keyword:
         pytest.skip("only some of the tests are run")
     never = entries() - launched - (GLUON if DEVICE == "cpu" else set())
     assert not never, f"no test launches {', '.join(sorted(never))}"
