@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -31,6 +32,20 @@ class Grammar(NamedTuple):
     strict: bool = False  # a keyword of a schema that cannot be guaranteed is an error
     param: str = ""  # the request's field that it came in, which errors and reports name
 
+    @classmethod
+    def of_rules(cls, text: str, param: str = "") -> Grammar:
+        """Returns a grammar whose own notation tells GBNF from Lark."""
+        return cls("gbnf" if re.search(r"(?m)^\s*[\w-]+\s*::=", text) else "lark", text, param=param)
+
+    @classmethod
+    def of_choices(cls, choices: Sequence[str], param: str = "") -> Grammar:
+        """Returns a grammar that one of the texts matches; raises if none of them has a character."""
+        texts = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices if choice)
+        if not texts:
+            where = param or "choice"
+            raise InvalidRequest(f"{where} has only empty texts: send one with characters", param=where)
+        return cls("lark", f"start: CHOICE{'?' if '' in choices else ''}\nCHOICE: {texts}", param=param)
+
     @property
     def lazy(self) -> bool:
         return bool(self.triggers or self.trigger_patterns or self.trigger_tokens)
@@ -57,10 +72,9 @@ class StructuredOutputsParams(NamedTuple):
         if self.regex is not None:
             return Grammar("regex", self.regex)
         if self.grammar is not None:
-            return Grammar("gbnf" if "::=" in self.grammar else "lark", self.grammar)
+            return Grammar.of_rules(self.grammar)
         if self.choice is not None:
-            choices = " | ".join(json.dumps(text, ensure_ascii=False) for text in self.choice)
-            return Grammar("lark", f"start: CHOICE\nCHOICE: {choices}")
+            return Grammar.of_choices(self.choice)
         if self.structural_tag is not None:
             return Grammar("structural_tag", _as_json(self.structural_tag))
         return Grammar("json", _as_json({"type": "object"} if self.json is None else self.json))

@@ -63,7 +63,7 @@ def test_codex_reads_and_edits_a_file(workplace: Workplace, play: Play) -> None:
 
 
 def test_codex_calls_custom_tools_and_those_of_a_namespace(workplace: Workplace, play: Play) -> None:
-    """With a name that it knows, Codex sends its newest tools, among the input."""
+    """Codex sends its newest tools, among the input, to a model whose name it knows."""
     path = shlex.quote(str(workplace.file))
     code = "const done = await tools.exec_command({{cmd: `{}`}}); text(done.output)"
     calls = [

@@ -112,7 +112,7 @@ def strict_parrot() -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def watched_parrot() -> Iterator[Server]:
-    """The same, lenient; `requests` are those that its engine got."""
+    """Serves the parrot leniently and keeps the requests that its engine got in `requests`."""
     client = InProcessClient(toys.open_parrot, "parrot")
     submit, requests = client.submit, []
 

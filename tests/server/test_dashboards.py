@@ -164,7 +164,7 @@ def renamed(serve: Any) -> Any:
 
 
 def values(server: Any) -> dict[str, float]:
-    """Of every sample without labels of its own but its set's."""
+    """Returns every sample that has no labels but those of its set."""
     return {
         sample.name: sample.value
         for family in families(server).values()

@@ -60,7 +60,7 @@ def test_beams_that_hold_every_prefix_find_the_best_of_everything(seed: int, pen
 
 
 def unhurried(model: Model, width: int, max_tokens: int, penalty: float) -> list[tuple[int, ...]]:
-    """The same search written down anew, to the last token always."""
+    """Runs the same search, written anew and without an early end."""
     running: list[tuple[tuple[int, ...], float]] = [((), 0.0)]
     finished: list[tuple[tuple[int, ...], float]] = []
     for _ in range(max_tokens):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -149,17 +148,15 @@ def json_grammar(
 def rules_grammar(kind: str, text: str, param: str) -> Grammar:
     """Returns a grammar of rules. Without a kind, the text's own notation tells Lark from GBNF."""
     _check_size(param, len(text), MAX_RULES)
-    return Grammar(kind or ("gbnf" if re.search(r"(?m)^\s*[\w-]+\s*::=", text) else "lark"), text, param=param)
+    return Grammar(kind, text, param=param) if kind else Grammar.of_rules(text, param)
 
 
 def choice_grammar(choices: list[str], param: str) -> Grammar:
     if not 0 < len(choices) <= MAX_CHOICES:
         raise InvalidRequest(f"{param} takes 1 to {MAX_CHOICES} texts; got {len(choices)}", param=param)
-    texts = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices if choice)
-    if not texts:
-        raise InvalidRequest(f"{param} has only empty texts: send one with characters", param=param)
-    _check_size(param, len(texts), MAX_SCHEMA)
-    return Grammar("lark", f"start: CHOICE{'?' if '' in choices else ''}\nCHOICE: {texts}", param=param)
+    grammar = Grammar.of_choices(choices, param)
+    _check_size(param, len(grammar.text), MAX_SCHEMA)
+    return grammar
 
 
 def tags_grammar(tags: dict[str, Any] | str, param: str) -> Grammar:

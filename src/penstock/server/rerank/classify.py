@@ -72,8 +72,7 @@ CLASSIFY = Operation(ClassifyBody, NO_EFFECT, ClassifyList | list[TeiLabel | lis
 
 async def classify(served: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
     body = await read_body(http, context, ClassifyBody, NO_EFFECT)
-    if body.model is not None:
-        served.check_model(body.model)
+    served.check_model(body.model, context)
     if (body.input is None) == (body.inputs is None):
         raise InvalidRequest(
             "send the texts in input (vLLM) or in inputs (TEI), one of the two",

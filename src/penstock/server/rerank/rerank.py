@@ -107,8 +107,7 @@ class Ranked(NamedTuple):
 
 async def rerank(served: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
     body = await read_body(http, context, RerankBody, NO_EFFECT)
-    if body.model is not None:
-        served.check_model(body.model)
+    served.check_model(body.model, context)
     texts = _texts(body, context)
     name = "texts" if body.documents is None else "documents"
     pairs = [Pair(body.query, text, f"{name}[{at}]") for at, text in enumerate(texts)]

@@ -63,8 +63,7 @@ SCORE = Operation(ScoreBody, NO_EFFECT, ScoreList)
 
 async def score(served: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
     body = await read_body(http, context, ScoreBody, NO_EFFECT)
-    if body.model is not None:
-        served.check_model(body.model)
+    served.check_model(body.model, context)
     pairs = _pairs(body)
     cutting = cutting_of(body.truncate_prompt_tokens)
     scored = await score_pairs(served, http, context, pairs, cutting, body.instruction or "")
