@@ -43,7 +43,8 @@ from penstock.backend.cuda.kernels.skinny_gemm import skinny_gemm
 from penstock.backend.cuda.kernels.split_k import SplitKScratch
 from penstock.backend.cuda.pack_quantized import CODINGS, QuantizedWeight
 from penstock.model.ops import DeltaWeights
-from penstock.model.spec import DeltaSpec, ExpertSpec
+from penstock.model.recurrence import DeltaSpec
+from penstock.model.spec import ExpertSpec
 
 HOST = torch.device("cpu")
 BF16, F32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn

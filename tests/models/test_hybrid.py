@@ -128,7 +128,7 @@ def test_qwen3_next_has_three_delta_nets_for_each_attention():
     assert (spec.kv_layers, sorted(spec.recurrent)[:4], spec.attn.qk_norm) == (12, [0, 1, 2, 4], "head")
     assert (len(spec.attn.rope.inv_freq), spec.gain_offset, spec.experts.renormalize) == (32, 1, True)
     assert (spec.experts.count, spec.experts.top_k, spec.shared_hidden, spec.shared_gated) == (512, 10, 512, True)
-    assert spec.delta.width == 8192
+    assert spec.recurrence.width == 8192
     assert spec.state_bytes == 36 * 4 * (32 * 128 * 128 + 3 * 8192)  # 79 MB
 
 

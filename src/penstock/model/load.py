@@ -44,7 +44,6 @@ CONFIG = "config.json"
 METADATA = "the GGUF metadata"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-MAX_CONV_WIDTH = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +85,8 @@ def open_checkpoint(path: Path, changes: Sequence[str] = (), strict: bool = Fals
     checkpoint = replace(checkpoint, spec=checkpoint.spec.with_room_for(max_len))
     check_heads(checkpoint.spec)
     check_experts(checkpoint.spec)
-    check_delta(checkpoint.spec)
+    if checkpoint.spec.recurrence:
+        checkpoint.spec.recurrence.check()
     check_biases(checkpoint.spec, checkpoint.tensors)
     return checkpoint
 
@@ -280,15 +280,6 @@ def check_experts(spec: ModelSpec) -> None:
         raise MalformedFile(
             f"{e.top_k} of {e.count} experts cannot be chosen from {e.top_k_groups} of {e.groups} equal groups"
         )
-
-
-def check_delta(spec: ModelSpec) -> None:
-    """Raises if the sizes of a delta net are not supported."""
-    d = spec.delta
-    if d is not None and d.v_heads % d.k_heads:
-        raise MalformedFile(f"{d.v_heads} value heads of a delta net cannot share {d.k_heads} key heads evenly")
-    if d is not None and d.conv_width > MAX_CONV_WIDTH:
-        raise UnsupportedModel(f"the convolution covers {d.conv_width} positions; supported: at most {MAX_CONV_WIDTH}")
 
 
 def check_biases(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> None:

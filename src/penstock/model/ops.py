@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
-from penstock.model.spec import AttentionSpec, DeltaSpec, ExpertSpec
+from penstock.model.recurrence import DeltaSpec
+from penstock.model.spec import AttentionSpec, ExpertSpec
 
 Weight = Any  # whatever this backend's packer returned; a model only carries it
 Vectors = Mapping[str, Weight]  # by the names that a spec gives them

@@ -13,10 +13,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 from penstock.model.ops import DeltaWeights, ExpertWeights, Ops, Precision, V, Vectors, Weight
-from penstock.model.spec import AttentionSpec, DeltaSpec, ExpertSpec
+from penstock.model.recurrence import DeltaSpec, RecurrentSpec
+from penstock.model.spec import AttentionSpec, ExpertSpec
 
 # Ops that multiply the rows of their first input by a weight, and the attribute that holds it.
 PRODUCTS = {"linear": "weight", "gated_linear": "weight", "per_head_linear": "weight", "moe": "experts"}
+
+RECURRENT = ("delta_net",)  # ops that keep a state of each sequence
 
 # Ops whose launcher may write an output over an input: (number of the output, number of the input).
 TAKES_OVER = {
@@ -104,9 +107,9 @@ class Program:
         return {n.attributes["layer"]: n.attributes["spec"] for n in self.nodes if n.op in ("attend", "attend_mla")}
 
     @property
-    def recurrent_layers(self) -> dict[int, DeltaSpec]:
+    def recurrent_layers(self) -> dict[int, RecurrentSpec]:
         """Maps each layer that has a recurrent state to its spec."""
-        return {n.attributes["layer"]: n.attributes["spec"] for n in self.nodes if n.op == "delta_net"}
+        return {n.attributes["layer"]: n.attributes["spec"] for n in self.nodes if n.op in RECURRENT}
 
     @property
     def first_sampled(self) -> int:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
+from penstock.model.recurrence import RecurrentSpec
+
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
@@ -82,40 +84,6 @@ class MlaSpec:
     qk_nope_head_dim: int  # dimensions of a head's query and key that are not rotated
     v_head_dim: int
     q_lora_rank: int = 0  # width of what queries are projected from; 0: they are projected from x
-
-
-@dataclass(frozen=True, slots=True)
-class DeltaSpec:
-    """Describes a gated delta net. Each value head has a state [k_dim, v_dim] that keys write values to and queries
-    read."""
-
-    k_heads: int  # heads of queries and keys
-    v_heads: int
-    k_dim: int
-    v_dim: int
-    conv_width: int  # positions that the convolution before it sees, its own included
-    tiled: bool = False  # value head h has key head h % k_heads; else neighbours share one
-
-    @property
-    def k_width(self) -> int:
-        """Returns the width of the keys of all heads."""
-        return self.k_heads * self.k_dim
-
-    @property
-    def v_width(self) -> int:
-        """Returns the width of the values of all heads."""
-        return self.v_heads * self.v_dim
-
-    @property
-    def width(self) -> int:
-        """Returns the width of what is convolved: q, k and v."""
-        return 2 * self.k_width + self.v_width
-
-    @property
-    def state_floats(self) -> int:
-        """Returns the size of a sequence's state in a layer: the heads' states and the last inputs of the
-        convolution."""
-        return self.k_dim * self.v_width + (self.conv_width - 1) * self.width
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,8 +183,9 @@ class ModelSpec:
     unused_layers: int = 0  # further layers of the checkpoint, which predict more than one token (MTP)
     pooling: str = "mean"  # how the checkpoint makes embeddings: mean, cls or last
     first_position: int = 0  # the first row of its table of positions that is used
-    delta: DeltaSpec | None = None
-    recurrent: frozenset[int] = frozenset()  # layers that have a delta net in place of attention
+    recurrence: RecurrentSpec | None = None  # what recurrent layers compute
+    recurrent: frozenset[int] = frozenset()  # layers that have a state
+    attentive: frozenset[int] | None = None  # layers that have attention; None: those without a state
     shared_gated: bool = False  # the MLP beside the experts has a gate of its own
     classifier: ClassifierSpec | None = None
     segments: int = 1  # kinds of tokens that a pair of texts has: of the first and of the second; 0: no table of them
@@ -236,14 +205,20 @@ class ModelSpec:
         return self.vocab * (2 if self.classifier and self.segments > 1 else 1)
 
     @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """Returns the layers that have attention, in their order."""
+        attentive = set(range(self.layers)) - self.recurrent if self.attentive is None else self.attentive
+        return tuple(sorted(attentive))
+
+    @property
     def kv_layers(self) -> int:
         """Returns how many layers the KV cache has. The layers of an encoder write over each other's keys and
         values."""
-        return 1 if self.encoder else self.layers - len(self.recurrent)
+        return 1 if self.encoder else len(self.attention_layers)
 
     def kv_layer(self, layer: int) -> int:
         """Returns which layer of the KV cache an attention layer writes."""
-        return 0 if self.encoder else layer - self.state_layer(layer)
+        return 0 if self.encoder else self.attention_layers.index(layer)
 
     def state_layer(self, layer: int) -> int:
         """Returns how many recurrent layers come before a layer: the number of its state, where it has one."""
@@ -255,8 +230,7 @@ class ModelSpec:
         whole of a sequence."""
         if self.encoder:
             return (KvGroup(0, (0,)),)
-        layers = [layer for layer in range(self.layers) if layer not in self.recurrent][: self.kv_layers]
-        return group_by_window([self.attention(layer).window for layer in layers])
+        return group_by_window([self.attention(layer).window for layer in self.attention_layers])
 
     @property
     def kv_group_layers(self) -> int:
@@ -271,7 +245,7 @@ class ModelSpec:
     @property
     def state_bytes(self) -> int:
         """Returns the bytes of a sequence's recurrent state."""
-        return 4 * self.delta.state_floats * len(self.recurrent) if self.delta else 0
+        return 4 * self.recurrence.state_floats * len(self.recurrent) if self.recurrence else 0
 
     def attention(self, layer: int) -> AttentionSpec:
         """Returns the attention of a layer."""

@@ -81,7 +81,7 @@ def model_costs(
     for name, share, sampled in used_matrices(spec, tensors):
         sums[stored_as(tensors[name]).kind, share, sampled] += prod(tensors[name].shape)
     groups = tuple(WeightGroup(kind, count, share, sampled) for (kind, share, sampled), count in sums.items())
-    windows = tuple(spec.attention(layer).window for layer in range(spec.layers) if layer not in spec.recurrent)
+    windows = tuple(spec.attention(layer).window for layer in spec.attention_layers)
     states = len(spec.recurrent), spec.state_bytes
     return ModelCosts(groups, kv_token, windows, spec.attn.q_width, spec.attn.causal, *states)
 

@@ -15,7 +15,8 @@ from penstock.errors import UnsupportedModel
 from penstock.model import program
 from penstock.model.ops import DeltaWeights, ExpertWeights, Vectors
 from penstock.model.program import TAKES_OVER, Buffer, Capabilities, OpNode, Value
-from penstock.model.spec import SHAPES, AttentionSpec, DeltaSpec, ExpertSpec, RopeSpec
+from penstock.model.recurrence import DeltaSpec
+from penstock.model.spec import SHAPES, AttentionSpec, ExpertSpec, RopeSpec
 
 NO_ROTATION = -1
 MLA_TILE = 16  # dimensions that the native MLA takes together

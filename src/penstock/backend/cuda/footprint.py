@@ -60,7 +60,7 @@ def workspace_bytes(spec: ModelSpec, tokens: int, rows: int, unpacks: bool) -> i
     if spec.experts is not None:
         e = spec.experts
         widths += e.top_k * (3 * e.hidden + spec.dim + 4) + 2 * e.count + 3 * spec.shared_hidden
-    if spec.delta:
-        widths += 3 * spec.delta.width + 4 * spec.delta.v_width  # some of it in 32 bits
+    if spec.recurrence:
+        widths += spec.recurrence.workspace
     scratch = 2 * spec.dim * max(2 * spec.hidden, spec.vocab) if unpacks else 0
     return 2 * tokens * widths + tokens * spec.hidden + rows * (3 * spec.vocab * 4 + 2 * spec.dim) + scratch

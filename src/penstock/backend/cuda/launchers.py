@@ -31,7 +31,8 @@ from penstock.backend.cuda.weights import Weight
 from penstock.errors import UnsupportedModel
 from penstock.model.ops import DeltaWeights, ExpertWeights, Vectors
 from penstock.model.program import Buffer, Capabilities, OpNode
-from penstock.model.spec import AttentionSpec, DeltaSpec, ExpertSpec
+from penstock.model.recurrence import DeltaSpec
+from penstock.model.spec import AttentionSpec, ExpertSpec
 
 ACTIVATIONS: dict[str, Callable[..., Any]] = {
     "silu": torch.ops.aten.silu.out,

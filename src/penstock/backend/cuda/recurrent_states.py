@@ -10,14 +10,14 @@ import torch
 from penstock.backend.base import Batch, Ints
 from penstock.backend.cuda.inputs import DeviceInputs
 from penstock.backend.cuda.kernels.delta_rule import ROW_FIELDS, StateRows
-from penstock.model.spec import DeltaSpec
+from penstock.model.recurrence import RecurrentSpec
 
 
 class RecurrentStates:
     """Holds the recurrent states of a model that has any. The numbers of a step's rows are at one place, whatever its
     shape."""
 
-    def __init__(self, specs: dict[int, DeltaSpec], rows: int, tokens: int, device: torch.device) -> None:
+    def __init__(self, specs: dict[int, RecurrentSpec], rows: int, tokens: int, device: torch.device) -> None:
         self._specs = specs
         self._device = device
         self._rows = rows

@@ -15,7 +15,7 @@ from penstock.backend.ref.cases import BLOCK_SIZE, FLOAT, Case, Random, Trial, a
 from penstock.backend.ref.random_steps import random_steps
 from penstock.model.ops import DeltaWeights, Ops
 from penstock.model.random_tensor import random_tensor
-from penstock.model.spec import DeltaSpec
+from penstock.model.recurrence import DeltaSpec
 from penstock.model.tensor import Stack
 
 

@@ -15,7 +15,10 @@ from numpy.typing import NDArray
 
 from penstock.backend.base import Batch, Floats, Ints, StateMove
 from penstock.model.ops import DeltaWeights, ExpertWeights, Precision, Vectors
-from penstock.model.spec import AttentionSpec, DeltaSpec, ExpertSpec, KvGroup, RopeSpec
+from penstock.model.recurrence import DeltaSpec
+from penstock.model.spec import AttentionSpec, ExpertSpec, KvGroup, RopeSpec
+
+State = tuple[Floats, ...]  # of a recurrent layer: what its spec says it keeps
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +36,7 @@ class RefCache:
         self.block_size = block_size
         self.layers: dict[int, tuple[Floats, ...]] = {}  # by index within a group
         self.states = states
-        self.recurrent: dict[int, tuple[Floats, Floats]] = {}
+        self.recurrent: dict[int, tuple[Floats, ...]] = {}
         self._places = {
             layer: (number, index) for number, group in enumerate(groups) for index, layer in enumerate(group.layers)
         }
@@ -55,13 +58,10 @@ class RefCache:
         """Returns all arrays whose first axis is the block, in a fixed order."""
         return [array for index in sorted(self.layers) for array in self.layers[index]]
 
-    def state(self, index: int, spec: DeltaSpec) -> tuple[Floats, Floats]:
-        """Returns a recurrent layer's last inputs of the convolution, [states, conv_width - 1, width], and its heads'
-        states, [states, v_heads, k_dim, v_dim]."""
+    def state(self, index: int, shapes: Sequence[tuple[int, ...]]) -> tuple[Floats, ...]:
+        """Returns the arrays of a recurrent layer's states, [states, *shape] for each shape."""
         if index not in self.recurrent:
-            last = np.full((self.states, spec.conv_width - 1, spec.width), np.nan, np.float32)
-            memory = np.full((self.states, spec.v_heads, spec.k_dim, spec.v_dim), np.nan, np.float32)
-            self.recurrent[index] = (last, memory)
+            self.recurrent[index] = tuple(np.full((self.states, *shape), np.nan, np.float32) for shape in shapes)
         return self.recurrent[index]
 
 
@@ -172,23 +172,33 @@ class RefOps:
     def delta_net(
         self, layer: int, qkvz: Floats, ba: Floats, weights: DeltaWeights, spec: DeltaSpec, eps: float
     ) -> Floats:
-        states = self.cache.state(layer, spec)
-        moves = {move.row: move for move in self.batch.moves}
         out = np.zeros((len(qkvz), spec.v_heads, spec.v_dim), np.float32)
-        for row, tokens in enumerate(self._row_tokens()):
-            slot, move = self.batch.slots[row], moves.get(row, StateMove(row, -1, -1, 0))
-            begin = slot if move.begin < 0 else move.begin
-            last, state = (each[begin].copy() for each in states)
-            if self.batch.positions[tokens.start] == 0:
-                last, state = np.zeros_like(last), np.zeros_like(state)
-            for count, token in enumerate(range(tokens.start, tokens.stop), 1):
-                last, mixed = causal_conv(last, qkvz[token, : spec.width], weights.conv)
-                state, out[token] = delta_rule(state, mixed, ba[token], weights, spec)
-                if move.save >= 0 and count == move.after:
-                    states[0][move.save], states[1][move.save] = last, state
-            states[0][slot], states[1][slot] = last, state
+
+        def step(state: State, token: int) -> State:
+            last, memory = state
+            last, mixed = causal_conv(last, qkvz[token, : spec.width], weights.conv)
+            memory, out[token] = delta_rule(memory, mixed, ba[token], weights, spec)
+            return last, memory
+
+        self._recur(layer, [(spec.conv_width - 1, spec.width), (spec.v_heads, spec.k_dim, spec.v_dim)], step)
         z = qkvz[:, spec.width :].reshape(out.shape)
         return (rms_norm(out, weights.gain, eps) * silu(z)).reshape(len(qkvz), spec.v_width)
+
+    def _recur(self, layer: int, shapes: Sequence[tuple[int, ...]], step: Callable[[State, int], State]) -> None:
+        """Takes the state of each row of a recurrent layer through its tokens: `step` returns the state after a
+        token."""
+        states = self.cache.state(layer, shapes)
+        moves = {move.row: move for move in self.batch.moves}
+        for row, tokens in enumerate(self._row_tokens()):
+            slot, move = self.batch.slots[row], moves.get(row, StateMove(row, -1, -1, 0))
+            state = tuple(each[slot if move.begin < 0 else move.begin].copy() for each in states)
+            if self.batch.positions[tokens.start] == 0:
+                state = tuple(np.zeros_like(each) for each in state)
+            for count, token in enumerate(range(tokens.start, tokens.stop), 1):
+                state = step(state, token)
+                if move.save >= 0 and count == move.after:
+                    write(states, move.save, state)
+            write(states, slot, state)
 
     def _row_tokens(self) -> list[slice]:
         starts = self.batch.row_start.tolist()
@@ -198,6 +208,12 @@ class RefOps:
         """Returns where a layer keeps positions of a row's sequence: block ids and offsets in them."""
         table = self.batch.tables[self.cache.group(layer), row]
         return table[positions // self.cache.block_size], positions % self.cache.block_size
+
+
+def write(states: State, index: int, state: State) -> None:
+    """Writes one state into the arrays of all."""
+    for each, one in zip(states, state, strict=True):
+        each[index] = one
 
 
 def rms_norm(x: Floats, gain: Floats, eps: float) -> Floats:

@@ -14,7 +14,8 @@ from penstock.model import config_hf, decoder
 from penstock.model.config_reader import ConfigReader
 from penstock.model.gguf import config as gguf_config
 from penstock.model.ops import DeltaWeights, Ops, V, Weight
-from penstock.model.spec import DeltaSpec, ExpertSpec, ModelSpec
+from penstock.model.recurrence import DeltaSpec
+from penstock.model.spec import ExpertSpec, ModelSpec
 from penstock.model.weights import Packer, Spans
 
 LINEAR, FULL = "linear_attention", "full_attention"
@@ -54,8 +55,8 @@ def mixer(spec: ModelSpec, pack: Packer, layer: int) -> decoder.Part:
 
 
 def delta_net(spec: ModelSpec, pack: Packer, layer: int) -> DeltaNet:
-    d, name = spec.delta, f"layers.{layer}"
-    assert d is not None
+    d, name = spec.recurrence, f"layers.{layer}"
+    assert isinstance(d, DeltaSpec)
     weights = DeltaWeights(
         conv=pack.vector(f"{name}.conv", d.width * d.conv_width),
         decay=decay(d, pack, name),
@@ -157,7 +158,7 @@ def in_layers(spec: ModelSpec, delta: DeltaSpec, recurrent: Collection[bool]) ->
     return replace(
         spec,
         attn=attn,
-        delta=delta,
+        recurrence=delta,
         recurrent=frozenset(i for i, one in enumerate(recurrent) if one),
         biases=frozenset(),
     )

@@ -18,6 +18,7 @@ from penstock.model import config_hf, registry, rope
 from penstock.model.config_reader import ConfigReader
 from penstock.model.families import deepseek2, gemma2
 from penstock.model.gguf import config as gguf_config
+from penstock.model.recurrence import DeltaSpec
 from penstock.model.spec import AttentionSpec, ModelSpec, RopeSpec, all_but_each
 from penstock.model.tensor import FORMATS, Tensor
 
@@ -297,8 +298,8 @@ def stablelm(config: ConfigReader, spec: ModelSpec) -> Keys:
 
 
 def qwen_3_next(_: ConfigReader, spec: ModelSpec) -> Keys:
-    d = spec.delta
-    assert d is not None
+    d = spec.recurrence
+    assert isinstance(d, DeltaSpec)
     shared = {"expert_shared_feed_forward_length": spec.shared_hidden} if spec.experts else {}
     return shared | {
         "full_attention_interval": min(set(range(spec.layers)) - spec.recurrent, default=spec.layers) + 1,

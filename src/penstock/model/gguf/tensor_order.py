@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 
 from penstock.model import decoder
 from penstock.model.dequantize import dequantize
+from penstock.model.recurrence import DeltaSpec
 from penstock.model.roles import Role
-from penstock.model.spec import DeltaSpec, ModelSpec
+from penstock.model.spec import ModelSpec
 from penstock.model.tensor import FORMATS, Bytes, Scales, Tensor, some_rows
 
 Order = NDArray[np.intp]
@@ -56,8 +57,8 @@ def columns_in(tensor: Tensor, order: Order) -> Tensor:
 def hybrid_layout(name: str, tensor: Tensor, spec: ModelSpec, tiled: bool) -> Iterator[tuple[str, Tensor]]:
     """Yields the tensors of a hybrid model. `tiled`: value head h belongs to key head h % k_heads in the file, not to
     its neighbours' key head."""
-    d = spec.delta
-    assert d is not None
+    d = spec.recurrence
+    assert isinstance(d, DeltaSpec)
     layer, _, part = name.rpartition(".")
     if part == "delta_qkvz":
         qkv, z = fused_rows(d)

@@ -16,7 +16,7 @@ import triton.language as tl
 from penstock.backend.cuda.kernels.pdl import launch_options, let_next_start, wait_for_previous
 from penstock.backend.cuda.kernels.silu_and_mul import silu
 from penstock.model.ops import DeltaWeights
-from penstock.model.spec import DeltaSpec
+from penstock.model.recurrence import DeltaSpec
 
 # first token, tokens, own state, state to begin with or -1, state to save to or -1, after how many tokens
 ROW_FIELDS = 8

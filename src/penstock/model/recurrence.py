@@ -1,0 +1,78 @@
+"""Describes recurrent layers: those that keep what they have seen of a sequence in a state of one size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from penstock.errors import MalformedFile, UnsupportedModel
+
+MAX_CONV_WIDTH = 16  # positions that a convolution sees at most, its own included
+
+
+class RecurrentSpec(Protocol):
+    """Describes a recurrent layer of any kind to those that only make room for it."""
+
+    @property
+    def state_floats(self) -> int:
+        """Returns the size of a sequence's state in a layer."""
+
+    @property
+    def workspace(self) -> int:
+        """Returns how many activations of 16 bits a token takes on a GPU while the layer computes."""
+
+    def check(self) -> None:
+        """Raises if no backend computes such sizes."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaSpec:
+    """Describes a gated delta net. Each value head has a state [k_dim, v_dim] that keys write values to and queries
+    read."""
+
+    k_heads: int  # heads of queries and keys
+    v_heads: int
+    k_dim: int
+    v_dim: int
+    conv_width: int  # positions that the convolution before it sees, its own included
+    tiled: bool = False  # value head h has key head h % k_heads; else neighbours share one
+
+    @property
+    def k_width(self) -> int:
+        """Returns the width of the keys of all heads."""
+        return self.k_heads * self.k_dim
+
+    @property
+    def v_width(self) -> int:
+        """Returns the width of the values of all heads."""
+        return self.v_heads * self.v_dim
+
+    @property
+    def width(self) -> int:
+        """Returns the width of what is convolved: q, k and v."""
+        return 2 * self.k_width + self.v_width
+
+    @property
+    def state_floats(self) -> int:
+        """Returns the size of a sequence's state in a layer: the heads' states and the last inputs of the
+        convolution."""
+        return self.k_dim * self.v_width + (self.conv_width - 1) * self.width
+
+    @property
+    def workspace(self) -> int:
+        """Returns how many activations a token takes on a GPU while the delta net computes; some are of 32 bits."""
+        return 3 * self.width + 4 * self.v_width
+
+    def check(self) -> None:
+        """Raises if no backend computes such sizes."""
+        if self.v_heads % self.k_heads:
+            raise MalformedFile(
+                f"{self.v_heads} value heads of a delta net cannot share {self.k_heads} key heads evenly"
+            )
+        check_convolution(self.conv_width)
+
+
+def check_convolution(width: int) -> None:
+    """Raises if a convolution over time covers more positions than backends compute."""
+    if width > MAX_CONV_WIDTH:
+        raise UnsupportedModel(f"the convolution covers {width} positions; supported: at most {MAX_CONV_WIDTH}")
