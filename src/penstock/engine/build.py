@@ -104,6 +104,7 @@ def build_engine(config: Config, checkpoint: Checkpoint, tell: Tell = silent) ->
         chain=chain_hash(),
         classifier=checkpoint.classifier,
         dense=checkpoint.dense,
+        unknown_fields=checkpoint.unknown,
     )
 
 

@@ -37,8 +37,9 @@ PATIENCE = 0.002  # seconds between two looks at what has arrived, when all requ
 class Engine:
     """Answers requests: every one that was added ends in exactly one Finished, Aborted or Failed. `depth` steps are in
     flight while the next one is planned, `policy` decides where there is a choice, `chain` computes chain hashes,
-    `classifier` is the model's classification head, `dense` turns its pooled states into embeddings, and with
-    `block_events` it is recorded what enters and leaves the prefix cache."""
+    `classifier` is the model's classification head, `dense` turns its pooled states into embeddings,
+    `unknown_fields` are those of its config that nothing is known of, and with `block_events` it is recorded what
+    enters and leaves the prefix cache."""
 
     def __init__(
         self,
@@ -52,8 +53,10 @@ class Engine:
         block_events: bool = False,
         classifier: ClassifierHead | None = None,
         dense: DenseHead | None = None,
+        unknown_fields: tuple[str, ...] = (),
     ) -> None:
         self.limits = limits
+        self.unknown_fields = unknown_fields
         self._backend = backend
         self._depth = depth
         self._grammars = grammars

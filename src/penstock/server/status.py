@@ -38,7 +38,8 @@ async def health(served: ServedModel, _: Request, __: RequestContext) -> Respons
         return json_response(
             {"status": "unavailable", "engine": None, "message": served.client.unavailable_reason}, 503
         )
-    return json_response({"status": "ok", "engine": {"pid": hello.pid, "model": served.name}})
+    unknown = {"unknown_fields": hello.unknown_fields} if hello.unknown_fields else {}
+    return json_response({"status": "ok", "engine": {"pid": hello.pid, "model": served.name, **unknown}})
 
 
 async def show_metrics(served: ServedModel, _: Request, __: RequestContext) -> Response:

@@ -16,7 +16,7 @@ from penstock.errors import ConfigError, UnsupportedModel
 from penstock.model import names
 from penstock.model.config_reader import ConfigReader
 from penstock.model.dequantize import dequantize
-from penstock.model.gguf.metadata import config_keys
+from penstock.model.gguf.metadata import check_written, config_keys
 from penstock.model.gguf.shards import read_shards
 from penstock.model.gguf.tensor_order import reorder_for_gguf
 from penstock.model.gguf.writer import FORMAT_KINDS, PendingTensor, encoded, rows_at_once
@@ -34,7 +34,10 @@ FILE_TYPES = {  # what general.file_type calls a file most of whose weights are 
 }  # fmt: skip
 TARGETS = tuple(name.lower() for name in FILE_TYPES)
 FUSED = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up"), "kv_a": ("latent", "k_rope")}
-WRITTEN_SPLIT = {"glm4": ("qkv",)}  # what a family's files may have in one tensor, and are written without
+WRITTEN_SPLIT = {
+    "glm4": ("qkv",),
+    "phi2": ("qkv",),
+}  # what a family's files may have in one tensor, and are written without
 PUBLISHED = ("MXFP4",)  # formats that experts are published in: they stay so while other weights change
 DROPPED = ("general.alignment", "split.")  # keys about the file itself
 WITHOUT_SUFFIX = ("ssm_a",)  # tensors whose names in a file end in neither .weight nor .bias
@@ -148,6 +151,7 @@ def from_folder(checkpoint: Checkpoint, to: Format, encode: Encode, again: bool)
             "a model with dense layers after its pooling cannot be written as GGUF yet: use its folder"
         )
     spec, config = checkpoint.spec, ConfigReader(checkpoint.metadata, CONFIG)
+    check_written(spec.arch)
     load_model(checkpoint, Unpacked())
     parts = file_tensors(checkpoint)
     config_values, extra, found = config_keys(config, spec, {part.name: part.sources[0] for part in parts.values()})
@@ -158,8 +162,8 @@ def from_folder(checkpoint: Checkpoint, to: Format, encode: Encode, again: bool)
         "general.quantization_version": 2,
         **text_keys(checkpoint.path, spec.vocab),
     }
-    if "types" in parts:
-        values["tokenizer.ggml.token_type_count"] = parts["types"].sources[0].shape[0]
+    if spec.encoder:
+        values["tokenizer.ggml.token_type_count"] = parts["types"].sources[0].shape[0] if "types" in parts else 1
     if found.attn.rope.interleaved and not spec.attn.rope.interleaved:
         parts = {name: interleaved(name, part, spec) for name, part in parts.items()}
     choice = chosen({name: part.sources[0] for name, part in parts.items()}, to, again)

@@ -18,6 +18,7 @@ from penstock.model import config_hf, registry, rope
 from penstock.model.config_reader import ConfigReader
 from penstock.model.families import deepseek2, gemma2
 from penstock.model.gguf import config as gguf_config
+from penstock.model.gguf.read_alike import check_read_alike
 from penstock.model.recurrence import DeltaSpec
 from penstock.model.spec import AttentionSpec, ModelSpec, RopeSpec, all_but_each
 from penstock.model.tensor import FORMATS, Tensor
@@ -30,20 +31,12 @@ NOT_IN_METADATA = (  # of the spec: it describes the file, or its tensors tell i
     *("arch", "biases", "gain_offset", "interleaved", "unused_layers"),
     *("first_position", "tiled", "generates"),
 )
-WINDOWED = ("gemma2", "gemma3", "gptoss", "olmo2", "cohere2")  # whose windows llama.cpp computes
-EXAONE_LAYERS = 64  # those of EXAONE 4 only in models of so many layers
-ALL_BIASED = (
-    "llama",
-    "granite",
-    "gpt2",
-    "starcoder2",
-    "gptoss",
-    "bert",
-    "nomic_bert",
-)  # it reads biases of all products
-RENORMALIZED = ("qwen3moe", "qwen3next")  # it always divides the selected experts' scores by their sum
-LITE_LAYERS = (26, 27)  # it knows a DeepSeek that projects queries from x by how many layers it has
-ARCHITECTURES = {family: name for name, family in reversed(registry.GGUF.items())} | {"mixtral": "llama"}
+SCALED_BY_TENSOR = ("llama", "mixtral", "granite", "granitemoe", "minicpm", "exaone4")  # it reads rope_freqs.weight
+ARCHITECTURES = {family: name for name, family in reversed(registry.GGUF.items())} | {
+    "distilbert": "bert",
+    "mixtral": "llama",
+    "qwen3vlmoe": "qwen3moe",
+}
 
 
 def config_keys(
@@ -51,15 +44,13 @@ def config_keys(
 ) -> tuple[Keys, Tensors, ModelSpec]:
     """Returns the keys, the tensors that belong to the config, and the spec as a reader of the file will have it.
     `weights`: the other tensors of the file, by their names there."""
-    own = OWN.get(spec.arch)
-    if own is None:
-        raise UnsupportedModel(f"the family {spec.arch} cannot be written as GGUF yet; supported: {', '.join(OWN)}")
+    check_written(spec.arch)
     check_read_alike(spec)
     arch = architecture(spec)
     if "text_config" in config:
         config = config.table("text_config")
     rope_values, extra = rope_keys(config, spec)
-    keys = decoder_keys(spec) | rope_values | expert_keys(spec) | own(config, spec)
+    keys = decoder_keys(spec) | rope_values | expert_keys(spec) | OWN[spec.arch](config, spec)
     metadata = {f"{arch}.{key}": value for key, value in keys.items() if value is not None}
     reader = ConfigReader(metadata, "the GGUF metadata to be written", prefix=f"{arch}.")
     found = registry.family(registry.GGUF[arch]).read_gguf(reader, {**weights, **extra})
@@ -68,43 +59,21 @@ def config_keys(
     return {"general.architecture": arch, **metadata}, extra, found
 
 
-def check_read_alike(spec: ModelSpec) -> None:
-    """Raises if llama.cpp would read the file as another model: files of this family have no words for a part of it
-    that llama.cpp knows. bench/export.py has llama.cpp judge these rules."""
-    window = local_attention(spec).window
-    computed = spec.arch in WINDOWED or (spec.arch == "exaone4" and spec.layers == EXAONE_LAYERS)
-    if not computed and 0 < window < spec.max_len:
+def check_written(arch: str) -> None:
+    """Raises if models of this family are not written as GGUF at all."""
+    if arch not in ARCHITECTURES:
         raise UnsupportedModel(
-            f"a GGUF file of {spec.arch} cannot express sliding_window = {window}: llama.cpp computes full attention. "
-            "--config sliding_window=null writes the model without a window; it then answers long prompts differently"
+            f"llama.cpp has no architecture for {arch}, so there are no GGUF files of it: use the folder"
         )
-    if spec.arch in RENORMALIZED and spec.experts is not None and not spec.experts.renormalize:
-        raise UnsupportedModel(
-            f"a GGUF file of {spec.arch} cannot express norm_topk_prob = false: llama.cpp always renormalizes"
-        )
-    if spec.experts is not None and spec.experts.groups > 1 and spec.experts.group_score == "max":
-        raise UnsupportedModel(
-            f"a GGUF file of {spec.arch} cannot express topk_method = group_limited_greedy: llama.cpp ranks groups of "
-            "experts by their two best, not by the best one"
-        )
-    odd = sorted((spec.biases or frozenset()) & {"o", "gate", "up", "down"})
-    if odd and spec.arch not in ALL_BIASED:
-        said = "attention_bias" if "o" in odd else "mlp_bias"
-        raise UnsupportedModel(
-            f"a GGUF file of {spec.arch} cannot express {said} = true: llama.cpp has no tensors for the biases of "
-            f"{', '.join(odd)} and refuses the file"
-        )
-    if spec.mla is not None and not spec.mla.q_lora_rank and spec.layers not in LITE_LAYERS:
-        raise UnsupportedModel(
-            f"a GGUF file of {spec.arch} cannot express q_lora_rank = null in a model of {spec.layers} layers: "
-            f"llama.cpp expects that of models with {' or '.join(map(str, LITE_LAYERS))}"
-        )
+    if arch not in OWN:
+        raise UnsupportedModel(f"the family {arch} cannot be written as GGUF yet; supported: {', '.join(OWN)}")
 
 
 def architecture(spec: ModelSpec) -> str:
     """Returns general.architecture; some families have a second name for models with experts."""
     name = ARCHITECTURES[spec.arch]
-    return f"{name}moe" if spec.experts and registry.GGUF.get(f"{name}moe") == spec.arch else name
+    routed = (f"{name}{moe}" for moe in ("moe", "-moe") if spec.experts)
+    return next((one for one in routed if registry.GGUF.get(one) == spec.arch), name)
 
 
 def decoder_keys(spec: ModelSpec) -> Keys:
@@ -182,6 +151,10 @@ def rope_keys(config: ConfigReader, spec: ModelSpec) -> tuple[Keys, Tensors]:
         "rope.dimension_count": 2 * len(spec_rope.inv_freq),
         "rope.freq_base": base_of(config, spec_rope.inv_freq),
     }
+    if table.text("rope_type", table.text("type", "default")) == "llama3" and spec.arch not in SCALED_BY_TENSOR:
+        raise UnsupportedModel(
+            f"a GGUF file of {spec.arch} cannot express rope_type = llama3: llama.cpp has no tensor for its factors"
+        )
     scaling, tensors = scaling_keys(table, plain["rope.freq_base"], spec_rope, spec.max_len)
     longest = {"context_length": spec.longest} if spec.long else {}
     return plain | scaling | longest, tensors
@@ -297,6 +270,50 @@ def stablelm(config: ConfigReader, spec: ModelSpec) -> Keys:
     return layer_normed(config, spec) | {"use_parallel_residual": spec.parallel}
 
 
+def shared_size(spec: ModelSpec) -> Keys:
+    return {"expert_shared_feed_forward_length": spec.shared_hidden} if spec.shared_hidden else {}
+
+
+def qwen_2_moe(_: ConfigReader, spec: ModelSpec) -> Keys:
+    return shared_size(spec)
+
+
+def granite_moe(config: ConfigReader, spec: ModelSpec) -> Keys:
+    return granite(config, spec) | shared_size(spec)
+
+
+def ernie(config: ConfigReader, spec: ModelSpec) -> Keys:
+    if spec.experts is None:
+        return {}
+    return shared_size(spec) | {
+        "expert_shared_count": spec.shared_hidden // spec.experts.hidden,
+        "interleave_moe_layer_step": config.size("moe_layer_interval", 1),
+        "leading_dense_block_count": config.count("moe_layer_start_index", 1),
+    }
+
+
+def hunyuan_moe(config: ConfigReader, spec: ModelSpec) -> Keys:
+    assert spec.experts is not None
+    unscaled = {"rope.scaling.type": "none", "rope.scaling.factor": 1.0}
+    return hunyuan(config, spec) | shared_size(spec) | unscaled | {"expert_shared_count": 1}
+
+
+def minicpm(config: ConfigReader, spec: ModelSpec) -> Keys:
+    return {
+        gguf_config.RMS_EPS: config.number("rms_norm_eps", 1e-6),
+        "embedding_scale": config.number("scale_emb", 1.0),
+        "residual_scale": config.number("scale_depth", 1.0) / spec.layers**0.5,
+        "logit_scale": spec.dim / config.number("dim_model_base", 1.0),
+    }
+
+
+def falcon(config: ConfigReader, spec: ModelSpec) -> Keys:
+    norms = config.size("num_ln_in_parallel_attn", 2 if config.flag("new_decoder_architecture", False) else 1)
+    if norms > 1:
+        raise UnsupportedModel("a Falcon with two norms in each layer cannot be written as GGUF yet: use its folder")
+    return layer_normed(config, spec) | {"tensor_data_layout": "jploski"}
+
+
 def qwen_3_next(_: ConfigReader, spec: ModelSpec) -> Keys:
     d = spec.recurrence
     assert isinstance(d, DeltaSpec)
@@ -375,6 +392,10 @@ OWN: dict[str, Own] = {
     "cohere": cohere,
     "cohere2": cohere_2,
     "stablelm": stablelm,
+    "gptneox": stablelm,
+    "phi2": layer_normed,
+    "falcon": falcon,
+    "minicpm": minicpm,
     "exaone4": windowed,
     "hunyuan": hunyuan,
     "gemma2": gemma_2,
@@ -387,9 +408,17 @@ OWN: dict[str, Own] = {
     "qwen3moe": nothing,
     "glm4moe": glm_4_moe,
     "minimaxm2": nothing,
+    "qwen2moe": qwen_2_moe,
+    "qwen3vlmoe": nothing,
+    "olmoe": nothing,
+    "granitemoe": granite_moe,
+    "ernie45": ernie,
+    "dots1": glm_4_moe,
+    "hunyuanmoe": hunyuan_moe,
     "qwen3next": qwen_3_next,
     "qwen35": qwen_3_5,
     "bert": encoder,
+    "distilbert": encoder,
     "nomic_bert": encoder,
     "modernbert": modern_bert,
     "deepseek2": deepseek_2,
