@@ -328,6 +328,27 @@ def test_channels() -> None:
     assert parse(format_of("harmony"), "no header")["content"] == "no header"
 
 
+SOLAR = AnswerFormat(find_tool_format("", "solar"), find_tool_format("", "solar").reasoning)
+
+
+@pytest.mark.parametrize(
+    ("text", "thought", "content"),
+    [
+        ("<|think|>Hm.<|end|><|begin|>assistant<|content|>Yes.<|end|>", "Hm.", "Yes."),
+        ("<|think|>Hm.<|end|><|begin|>assistant<|content|> {1}\n<|end|><|begin|>user", "Hm.", " {1}"),
+        ("<|content|>Yes.", "", "Yes."),
+        ("<|think|><|end|><|begin|>assistant<|content|>Yes.", "", "Yes."),
+        ("<|think|>Hm.<|end|>", "Hm.<|end|>", ""),
+        ('{"a": 1}', "", '{"a": 1}'),
+    ],
+)
+@pytest.mark.parametrize("tools", [None, TOOLS], ids=["plain", "tools"])
+def test_content_between_markers(text: str, thought: str, content: str, tools: Any) -> None:
+    for cut in ([text], list(text)):
+        got = read(parts(SOLAR, cut, tools))
+        assert (got["thought"], got["content"].strip(), got["calls"]) == (thought, content.strip(), [])
+
+
 def test_the_prompt_tells_whether_reasoning_is_open() -> None:
     format = format_of("hermes")
     assert format.opened("<|im_start|>assistant\n<think>\n")
