@@ -78,7 +78,7 @@ def long_context_line(spec: ModelSpec) -> str:
 def build_engine(config: Config, checkpoint: Checkpoint, tell: Tell = silent) -> Engine:
     """Loads the checkpoint and reserves its KV cache. On a GPU, `tell` is told what memory is for before any is taken,
     and where the time went."""
-    config, timer = resolve_defaults(config, checkpoint.float8, checkpoint.whole), StartupTimer()
+    config, timer = resolve_defaults(config, checkpoint.fp8, checkpoint.whole), StartupTimer()
     on_gpu = Device.parse(config.device).kind == "cuda"
     if not on_gpu:
         tell = silent
