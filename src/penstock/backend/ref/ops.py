@@ -371,10 +371,13 @@ SCORINGS: dict[str, Callable[[Floats], Floats]] = {
 }
 
 
-def causal_conv(last: Floats, x: Floats, conv: Floats) -> tuple[Floats, Floats]:
-    """Returns the inputs that the next token's convolution sees, and silu of this one's."""
+def causal_conv(
+    last: Floats, x: Floats, taps: Floats, bias: Floats | None = None, act: Callable[[Floats], Floats] = silu
+) -> tuple[Floats, Floats]:
+    """Returns the inputs that the next token's convolution sees, and act of this one's."""
     seen = np.concatenate([last, x[None]])  # [conv_width, width]
-    return seen[1:], silu((seen * conv.reshape(len(x), len(seen)).T).sum(axis=0))
+    y: Floats = (seen * taps.reshape(len(x), len(seen)).T).sum(axis=0)
+    return seen[1:], act(y if bias is None else y + bias)
 
 
 def delta_rule(
