@@ -16,6 +16,7 @@ from penstock.backend.cpu import CpuBackend
 from penstock.backend.ref import RefBackend
 from penstock.errors import MalformedFile, UnsupportedModel
 from penstock.model.config_reader import ConfigReader
+from penstock.model.gguf.export import export
 from penstock.model.load import load_model, open_checkpoint, read_config, read_fields
 from penstock.model.recurrence import ConvSpec, MambaSpec, ScanSpec
 
@@ -305,6 +306,52 @@ def test_biases_of_convolutions(folder_with, floats):
     assert np.abs(got[0] - got[1]).max() < 1e-4
     with pytest.raises(MalformedFile, match="not expected"):
         open_checkpoint(folder_with("lfm2", tensors=biased))
+
+
+def test_the_text_part_of_lfm2_vl_computes_as_lfm2_does(folder_with, floats):
+    def within(config: dict[str, Any]) -> None:
+        text = dict(config)
+        config.clear()
+        config.update(LFM2_VL, text_config=text)
+
+    def other_names(tensors: dict[str, Any]) -> None:
+        for name in list(tensors):
+            tensors[name.replace("model.", "model.language_model.")] = tensors.pop(name)
+        tensors["model.vision_tower.encoder.layers.0.mlp.fc1.weight"] = floats(4, 4)
+        tensors["model.multi_modal_projector.linear_1.weight"] = floats(4, 4)
+
+    backend = RefBackend()
+    backend.load(load_model(open_checkpoint(folder_with("lfm2", config=within, tensors=other_names)), backend))
+    backend.reserve_kv(12, 4, 5)
+    with np.load(GOLDENS / "lfm2" / "expected.npz") as file:
+        tokens, logits = file["tokens"].tolist(), file["logits"]
+    got = backend.logits(greedy_batch([Chunk(tokens, 0, range(12), 0)]))
+    assert np.abs(got - logits).max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("lfm2moe", {"norm_topk_prob": False}, "norm_topk_prob = false: llama.cpp always renormalizes"),
+        ("lfm2moe", {"routed_scaling_factor": 2.0}, "routed_scaling_factor = 2.0"),
+        ("lfm2moe", {"use_expert_bias": False}, "no place in this architecture"),
+    ],
+)
+def test_what_files_have_no_words_for_is_refused(folder_with, name, change, message):
+    folder = folder_with(name, config=lambda config: config.update(change))
+    with pytest.raises((UnsupportedModel, MalformedFile), match=message):
+        export(folder, "q8_0", lambda tensor, format: tensor)
+
+
+def test_a_file_cannot_have_biases_of_convolutions(folder_with, floats):
+    def biased(tensors: dict[str, Any]) -> None:
+        for part, width in (("in_proj", 64), ("conv", 32), ("out_proj", 32)):
+            for layer in (1, 2):
+                tensors[f"model.layers.{layer}.conv.{part}.bias"] = floats(width + 32 * (part == "in_proj"))
+
+    folder = folder_with("lfm2moe", tensors=biased, config=lambda config: config.update(conv_bias=True))
+    with pytest.raises(UnsupportedModel, match="conv_bias = true: llama.cpp reads other biases"):
+        export(folder, "q8_0", lambda tensor, format: tensor)
 
 
 BACKENDS: dict[str, Callable[[], Any]] = {"ref": RefBackend, "cpu": lambda: CpuBackend(2, kv="f32")}

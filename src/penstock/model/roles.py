@@ -32,9 +32,9 @@ class Role(Enum):
     DELTA_NORM = "norm of a delta net's output"
     CONV_IN = "gated convolution in"
     CONV_OUT = "gated convolution out"
-    MAMBA_IN = "Mamba layer in"
-    MAMBA_OUT = "Mamba layer out"
-    MAMBA_STEP = "Mamba's projections to time steps, b and c"
+    SSM_IN = "state space layer in"
+    SSM_OUT = "state space layer out"
+    SSM_STEP = "Mamba's projections to time steps, b and c"
     CONV = "convolution"
     NORM = "norm"
     BIAS = "bias"
@@ -68,9 +68,9 @@ _PARTS = {
     Role.DELTA_NORM: ("delta_norm",),
     Role.CONV_IN: ("conv_in",),
     Role.CONV_OUT: ("conv_o",),
-    Role.MAMBA_IN: ("mamba_in",),
-    Role.MAMBA_OUT: ("mamba_o",),
-    Role.MAMBA_STEP: ("mamba_x", "mamba_dt"),
+    Role.SSM_IN: ("ssm_in",),
+    Role.SSM_OUT: ("ssm_out",),
+    Role.SSM_STEP: ("ssm_x", "ssm_dt"),
     Role.CONV: ("conv",),
     Role.NORM: (
         *("norm", "embed_norm", "attn_norm", "mlp_norm", "after_attn_norm", "after_mlp_norm"),

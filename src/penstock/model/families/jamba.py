@@ -56,8 +56,8 @@ def read_hf(config: ConfigReader) -> ModelSpec:
     attentive = every(config, "attn_layer", 8, 4, spec.layers)
     sparse = every(config, "expert_layer", 2, 1, spec.layers)
     conv = ("conv",) if config.flag("mamba_conv_bias", True) else ()
-    projections = ("mamba_in", "mamba_o") if config.flag("mamba_proj_bias", False) else ()
-    spec = replace(spec, biases=frozenset(("mamba_dt", *conv, *projections)))
+    projections = ("ssm_in", "ssm_out") if config.flag("mamba_proj_bias", False) else ()
+    spec = replace(spec, biases=frozenset(("ssm_dt", *conv, *projections)))
     return in_layers(spec, mamba, attentive, experts, sparse)
 
 
@@ -75,19 +75,19 @@ def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
     kv_heads, attentive = gguf_config.read_attentive(config, spec.layers)
     sizes = ("ssm.inner_size", "ssm.conv_kernel", "ssm.state_size", "ssm.time_step_rank")
     mamba = mamba_layer.mamba_spec(*(config.size(key) for key in sizes))
-    spec = replace(spec, attn=replace(spec.attn, kv_heads=kv_heads), biases=frozenset(("mamba_dt", "conv")))
-    experts = gguf_config.read_experts(config, spec, renormalize=False)
+    spec = replace(spec, attn=replace(spec.attn, kv_heads=kv_heads), biases=frozenset(("ssm_dt", "conv")))
     sparse = [f"blk.{layer}.ffn_gate_inp.weight" in tensors for layer in range(spec.layers)]
+    experts = gguf_config.read_experts(config, spec, renormalize=False) if any(sparse) else None
     return in_layers(spec, mamba, attentive, experts, sparse)
 
 
 def in_layers(
-    spec: ModelSpec, mamba: MambaSpec, attentive: Sequence[bool], experts: ExpertSpec, sparse: Sequence[bool]
+    spec: ModelSpec, mamba: MambaSpec, attentive: Sequence[bool], experts: ExpertSpec | None, sparse: Sequence[bool]
 ) -> ModelSpec:
     """Returns the spec with attention and experts in these layers. One expert is an MLP."""
     if not any(attentive):
         raise UnsupportedModel("no layer of this model has attention; a model needs one layer that has it")
-    several = experts.count > 1 and any(sparse)
+    several = experts is not None and experts.count > 1 and any(sparse)
     return replace(
         spec,
         attn=replace(spec.attn, rope=RopeSpec((), interleaved=False)),

@@ -15,22 +15,22 @@ from penstock.model.weights import Packer
 
 GGUF_KEYS = ("ssm.conv_kernel", "ssm.inner_size", "ssm.state_size", "ssm.time_step_rank")
 HUGGING_FACE_PARTS = {  # after the name of the mixer
-    "mamba_in": "in_proj",
+    "ssm_in": "in_proj",
     "conv": "conv1d",
-    "mamba_x": "x_proj",
-    "mamba_dt": "dt_proj",
+    "ssm_x": "x_proj",
+    "ssm_dt": "dt_proj",
     "decay_log": "A_log",
     "skip": "D",
-    "mamba_o": "out_proj",
+    "ssm_out": "out_proj",
 }
 GGUF_PARTS = {
-    "mamba_in": "ssm_in",
+    "ssm_in": "ssm_in",
     "conv": "ssm_conv1d",
-    "mamba_x": "ssm_x",
-    "mamba_dt": "ssm_dt",
+    "ssm_x": "ssm_x",
+    "ssm_dt": "ssm_dt",
     "decay": "ssm_a",
     "skip": "ssm_d",
-    "mamba_o": "ssm_out",
+    "ssm_out": "ssm_out",
 }
 
 
@@ -79,13 +79,13 @@ def mamba_layer(spec: ModelSpec, pack: Packer, layer: int) -> MambaLayer:
         layer=spec.state_layer(layer),
         spec=m,
         eps=spec.eps,
-        xz=pack.matrix((f"{name}.mamba_in", 2 * width), width=spec.dim),
+        xz=pack.matrix((f"{name}.ssm_in", 2 * width), width=spec.dim),
         conv=conv_weights(m.conv, pack, name),
-        projections=tuple(pack.matrix((f"{name}.mamba_x", ends[-1], [span]), width=width) for span in spans),
+        projections=tuple(pack.matrix((f"{name}.ssm_x", ends[-1], [span]), width=width) for span in spans),
         norms=tuple(pack.vector(norm, count) for norm, count in norms.items()) if pack.has(next(iter(norms))) else (),
-        dt=pack.matrix((f"{name}.mamba_dt", width), width=m.dt_rank),
+        dt=pack.matrix((f"{name}.ssm_dt", width), width=m.dt_rank),
         scan=ScanWeights(decay(m.scan, pack, name), pack.vector(f"{name}.skip", width)),
-        o=pack.matrix((f"{name}.mamba_o", spec.dim), width=width),
+        o=pack.matrix((f"{name}.ssm_out", spec.dim), width=width),
     )
 
 
