@@ -288,24 +288,27 @@ def test_each_layer_of_a_file_has_its_kv_heads(gguf_with):
             open_checkpoint(path)
 
 
-def test_biases_of_convolutions(folder_with, floats):
-    """A bias counts where the config says so, and one that it does not mention is refused."""
+def test_a_bias_that_the_config_does_not_mention_is_refused(folder_with, floats):
+    def biased(tensors: dict[str, Any]) -> None:
+        tensors["model.layers.0.conv.conv.bias"] = floats(40)
 
+    with pytest.raises(MalformedFile, match="not expected"):
+        open_checkpoint(folder_with("lfm2", tensors=biased))
+
+
+def test_biases_of_convolutions(folder_with, floats):
     def biased(tensors: dict[str, Any]) -> None:
         for layer in (0, 2):
             for part, width in (("in_proj", 120), ("conv", 40), ("out_proj", 40)):
                 tensors[f"model.layers.{layer}.conv.{part}.bias"] = floats(width)
 
     folder = folder_with("lfm2", tensors=biased, config=lambda config: config.update(conv_bias=True))
-    one, other = (RefBackend(), CpuBackend(2, kv="f32"))
     got = []
-    for backend in (one, other):
+    for backend in (RefBackend(), CpuBackend(2, kv="f32")):
         backend.load(load_model(open_checkpoint(folder), backend))
         backend.reserve_kv(12, 4, 5)
         got.append(backend.logits(greedy_batch([Chunk(range(9), 0, range(3), 0)])))
     assert np.abs(got[0] - got[1]).max() < 1e-4
-    with pytest.raises(MalformedFile, match="not expected"):
-        open_checkpoint(folder_with("lfm2", tensors=biased))
 
 
 def test_the_text_part_of_lfm2_vl_computes_as_lfm2_does(folder_with, floats):
