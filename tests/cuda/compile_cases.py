@@ -13,8 +13,9 @@ import torch
 from penstock.backend.cuda.device_tilings import Tilings
 from penstock.backend.cuda.kernels import quant_gemm, quant_gemm_small, quant_gemv
 from penstock.backend.cuda.kernels.apply_bitmask import apply_bitmask
+from penstock.backend.cuda.kernels.causal_conv import ConvSizes, StateRows, causal_conv
 from penstock.backend.cuda.kernels.decode_attention import Rotation, SplitKV, decode_attention
-from penstock.backend.cuda.kernels.delta_rule import DeltaScratch, StateRows, delta_net, sigmoid_mul
+from penstock.backend.cuda.kernels.delta_rule import DeltaScratch, delta_net, sigmoid_mul
 from penstock.backend.cuda.kernels.dequantize import dequantize_matrix, dequantize_rows
 from penstock.backend.cuda.kernels.expert_gemm import (
     ExpertRows,
@@ -290,6 +291,14 @@ def delta_nets(tilings: Tilings) -> None:
     states, rows = empty(4, spec.state_floats, dtype=F32), StateRows(ints(4, 8), ints(8))
     scratch = DeltaScratch(empty(8, spec.width, dtype=F32), empty(8, spec.v_width, dtype=F32))
     delta_net(qkvz, ba, weights, spec, 1e-5, states, rows, scratch, empty(8, spec.v_width))
+
+
+@case(biased=(True, True), plain=(False, False))
+def convolution_over_time(tilings: Tilings, biased: bool, silu: bool) -> None:
+    sizes, width = ConvSizes.of(4, 640, stride=1024, offset=64, column=128), 640
+    states, rows = empty(4, 64 + 3 * width, dtype=F32), StateRows(ints(4, 8), ints(8))
+    taps, bias = empty(width * 4, dtype=F32), empty(width, dtype=F32) if biased else None
+    causal_conv(empty(8, 1024), taps, bias, sizes, states, rows, empty(8, width, dtype=F32), silu)
 
 
 @case()

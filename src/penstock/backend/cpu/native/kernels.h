@@ -71,9 +71,18 @@ struct DeltaRule {
   size_t out_stride;
 };
 
+// out = bias + the sum over conv_width positions of seen[i] * taps[i], or silu of that, for each of `width` channels.
+struct Convolution {
+  const float* const* seen;  // [conv_width] inputs; one that is null adds nothing
+  const float* taps;         // [conv_width][width]
+  const float* bias;         // [width], or null
+  size_t conv_width, width;
+  bool silu;
+  float* out;
+};
+
 struct DeltaKernels {
-  // out = silu of the sum over conv_width positions of seen[i] * weights[i]; one that is null adds nothing
-  void (*convolve)(const float* const* seen, const float* weights, size_t conv_width, size_t width, float* out);
+  void (*convolve)(const Convolution&);
   void (*delta_rule)(const DeltaRule&);
   void (*gate_by)(const float* x, const float* gate, size_t width, float* out);  // x * sigmoid(gate)
 };

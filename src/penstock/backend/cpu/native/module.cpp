@@ -214,7 +214,7 @@ NB_MODULE(_native, m) {
               size_t k_dim, size_t v_dim, size_t conv_width, bool tiled, Array<const float, 1> conv,
               Array<const float, 1> decay, Array<const float, 1> dt_bias, Array<const float, 1> gain, float eps) {
              program.delta_net(qkvz, ba, {layer, k_heads, v_heads, k_dim, v_dim, conv_width, tiled},
-                               {copied(conv), copied(decay), copied(dt_bias), copied(gain), eps}, mixed, out);
+                               {copied(conv), {}}, {copied(decay), copied(dt_bias), copied(gain), eps}, mixed, out);
            },
            "qkvz"_a, "ba"_a, "mixed"_a, "out"_a, nb::kw_only(), "layer"_a, "k_heads"_a, "v_heads"_a, "k_dim"_a,
            "v_dim"_a, "conv_width"_a, "tiled"_a, "conv"_a.noconvert(), "decay"_a.noconvert(), "dt_bias"_a.noconvert(),
