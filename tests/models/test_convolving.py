@@ -353,7 +353,7 @@ def test_a_file_cannot_have_biases_of_convolutions(folder_with, floats):
                 tensors[f"model.layers.{layer}.conv.{part}.bias"] = floats(width + 32 * (part == "in_proj"))
 
     folder = folder_with("lfm2moe", tensors=biased, config=lambda config: config.update(conv_bias=True))
-    with pytest.raises(UnsupportedModel, match="conv_bias = true: llama.cpp reads other biases"):
+    with pytest.raises(UnsupportedModel, match=r"conv_bias = true: llama\.cpp reads other biases"):
         export(folder, "q8_0", lambda tensor, format: tensor)
 
 
