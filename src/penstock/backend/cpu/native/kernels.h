@@ -87,6 +87,25 @@ struct DeltaKernels {
   void (*gate_by)(const float* x, const float* gate, size_t width, float* out);  // x * sigmoid(gate)
 };
 
+// The selective scan of Mamba for some channels: for each token in order, the state of each channel decays, takes in b
+// times the input, and is read by c. What is read, and the input times skip, are multiplied by silu(gate).
+struct ChannelScan {
+  const float *x, *dt;  // rows are `stride` apart
+  const float* gate;    // rows are gate_stride apart
+  size_t gate_stride;
+  const float *b, *c;  // [count][state_size]
+  const float* decay;  // [state_size][channels]
+  const float* skip;   // [channels]
+  size_t stride, channels, state_size, count;
+  float* state;  // [state_size][channels]
+  float* out;    // rows are `stride` apart
+};
+
+struct MambaKernels {
+  void (*scan)(const ChannelScan&);
+  void (*multiply)(const float* x, const float* y, size_t width, float* out);
+};
+
 struct Kernels {
   void (*product[FORMATS])(const PanelProduct&);
   // Where products with BF16 weights take rows of BF16: makes such a row, of whole blocks. Else null.
@@ -116,6 +135,7 @@ struct Kernels {
   Activation silu, gelu, gelu_tanh, relu;
   MlaKernels mla_f16, mla_f32, mla_int8;
   DeltaKernels delta;
+  MambaKernels mamba;
 };
 
 }  // namespace penstock

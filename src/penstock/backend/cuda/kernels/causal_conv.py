@@ -32,22 +32,39 @@ class ConvSizes(NamedTuple):
     stride: int  # from one row of inputs to the next
     column: int  # where the channels begin in a row of inputs
     offset: int  # floats of a state before the last inputs of the convolution
+    gated: bool = False  # inputs are [b, c, u]: it sees b * u, and is multiplied by c
     fields: int = ROW_FIELDS
 
     @classmethod
-    def of(cls, conv_width: int, width: int, stride: int, offset: int, column: int = 0) -> ConvSizes:
+    def of(
+        cls, conv_width: int, width: int, stride: int, offset: int, column: int = 0, gated: bool = False
+    ) -> ConvSizes:
         """Returns the constants of a convolution that sees so many positions."""
-        return cls(conv_width, triton.next_power_of_2(conv_width), width, stride, column, offset)
+        return cls(conv_width, triton.next_power_of_2(conv_width), width, stride, column, offset, gated)
 
 
 @triton.jit
-def window(x, stride, before, width, exists, end, channel, inside, TAPS: tl.constexpr, PADDED: tl.constexpr):
+def window(
+    x,
+    stride,
+    before,
+    width,
+    exists,
+    end,
+    channel,
+    inside,
+    TAPS: tl.constexpr,
+    PADDED: tl.constexpr,
+    GATED: tl.constexpr = False,
+):
     """Returns the inputs of the convolution that ends before token `end` of a row; those before the row are of its
     state."""
     tap = tl.arange(0, PADDED)[:, None]
     index = end - TAPS + tap
     known = inside & (tap < TAPS)
     mine = tl.load(x + index * stride + channel, known & (index >= 0), 0.0).to(tl.float32)
+    if GATED:
+        mine *= tl.load(x + index * stride + 2 * width + channel, known & (index >= 0), 0.0).to(tl.float32)
     return mine + tl.load(before + (index + TAPS - 1) * width + channel, known & (index < 0) & exists, 0.0)
 
 
@@ -67,7 +84,7 @@ def _causal_conv(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Convolves some channels of one token."""
+    """Computes the convolution of some channels of one token."""
     let_next_start(PDL)
     wait_for_previous(PDL)
     TAPS: tl.constexpr = SIZES.taps
@@ -84,10 +101,14 @@ def _causal_conv(
         tap = tl.arange(0, PADDED)[:, None]
         factors = tl.load(taps + channel * TAPS + tap, inside & (tap < TAPS), 0.0)
         source, end = x + first * SIZES.stride + SIZES.column, token - first + 1
-        seen = window(source, SIZES.stride, before, SIZES.width, begin >= 0, end, channel, inside, TAPS, PADDED)
+        WIDTH: tl.constexpr = SIZES.width
+        GATED: tl.constexpr = SIZES.gated
+        seen = window(source, SIZES.stride, before, WIDTH, begin >= 0, end, channel, inside, TAPS, PADDED, GATED)
         value = tl.sum(seen * factors, 0)
         if BIAS:
             value += tl.load(bias + d, d < SIZES.width, 0.0)
+        if SIZES.gated:
+            value *= tl.load(x + token * SIZES.stride + SIZES.width + d, d < SIZES.width, 0.0).to(tl.float32)
         tl.store(out + token * SIZES.width + d, silu(value) if SILU else value, d < SIZES.width)
 
 
@@ -111,8 +132,9 @@ def _store_conv_state(x, states, rows, state_stride, SIZES: tl.constexpr, BLOCK:
         inside = (channel < WIDTH) & (tap > 0) & (tap < TAPS)
         before = states + begin * state_stride + SIZES.offset
         after = tl.load(row + 5)
-        saved = window(source, SIZES.stride, before, WIDTH, begin >= 0, after, channel, inside, TAPS, PADDED)
-        last = window(source, SIZES.stride, before, WIDTH, begin >= 0, count, channel, inside, TAPS, PADDED)
+        GATED: tl.constexpr = SIZES.gated
+        saved = window(source, SIZES.stride, before, WIDTH, begin >= 0, after, channel, inside, TAPS, PADDED, GATED)
+        last = window(source, SIZES.stride, before, WIDTH, begin >= 0, count, channel, inside, TAPS, PADDED, GATED)
         tl.debug_barrier()  # a state that begins with itself is read whole before it is written
         place = SIZES.offset + (tap - 1) * WIDTH + channel
         tl.store(states + save * state_stride + place, saved, inside & (save >= 0))
