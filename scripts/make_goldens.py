@@ -305,9 +305,8 @@ def write_gguf(path: Path, model: PreTrainedModel) -> None:
             values = weight.numpy() + (1 if "norm" in name and "gemma" in writer.arch else 0)
             if writer.arch in INTERLEAVED and ("q_proj" in name or "k_proj" in name):
                 values = interleaved(values, head_dim_of(model.config))
-            writer.add_tensor(
-                gguf_name(name, writer.arch), values.astype(np.float32 if values.ndim == 1 else np.float16)
-            )
+            plain = values.ndim == 1 or "norm" in name
+            writer.add_tensor(gguf_name(name, writer.arch), values.astype(np.float32 if plain else np.float16))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -90,6 +90,13 @@ class ConfigReader:
             raise self._wrong(key, value, "true or false")
         return value
 
+    def flag_or_count(self, key: str, default: bool) -> bool:
+        """Reads true or false, or a whole number that says the same: 0 is false."""
+        value = self._get(key, default)
+        if type(value) not in (bool, int) or value < 0:
+            raise self._wrong(key, value, "true, false or a whole number")
+        return bool(value)
+
     def text(self, key: str, default: str | None = None) -> str:
         """Reads a string."""
         value = self._get(key, default)

@@ -75,7 +75,8 @@ class Ops(Protocol[V]):
         the output is [passthrough, b]: the last values pass through and move to the front."""
 
     def norm_qk(self, qkv: V, q_gain: Weight, k_gain: Weight, spec: AttentionSpec, eps: float) -> V:
-        """Applies rms_norm to q and to k in runs as long as their gains (one head, or all heads at once); v stays as it
+        """Applies rms_norm to q and to k in runs as long as their gains (one head, or all heads at once) or, if
+        spec.qk_norm is "layer", layer_norm to each head, whose gains are all heads' one after the other; v stays as it
         is: [T, q + k + v] -> [T, q + k + v]."""
 
     def attend(self, layer: int, qkv: V, spec: AttentionSpec, vectors: Vectors) -> V:

@@ -23,6 +23,7 @@ PRECISION = {  # what may be quantized: the only table, for `--quantize` on all 
     Role.EMBEDDING: Precision.FINER,
     Role.POSITIONS: Precision.PLAIN,
     Role.HEAD: Precision.FINER,
+    Role.EMBEDDING_PROJECTION: Precision.QUANTIZED,
     Role.ATTENTION_IN: Precision.QUANTIZED,
     Role.ATTENTION_OUT: Precision.QUANTIZED,
     Role.MLA_KV_B: Precision.QUANTIZED,

@@ -16,6 +16,7 @@ class Role(Enum):
     EMBEDDING = "token embedding"
     POSITIONS = "table of positions or token types"
     HEAD = "output head"
+    EMBEDDING_PROJECTION = "projection of embeddings, or back"
     ATTENTION_IN = "attention projection in"
     ATTENTION_OUT = "attention projection out"
     MLA_KV_B = "MLA kv_b, keys and values of all heads"
@@ -49,6 +50,7 @@ _PARTS = {
     Role.EMBEDDING: ("embed",),
     Role.POSITIONS: ("positions", "types"),
     Role.HEAD: ("head",),
+    Role.EMBEDDING_PROJECTION: ("project_in", "project_out"),
     Role.ATTENTION_IN: ("q", "k", "v", "qkv", "grouped_qkv", "q_a", "q_b", "kv_a", "latent", "k_rope"),
     Role.ATTENTION_OUT: ("o",),
     Role.MLA_KV_B: ("kv_b",),
@@ -58,6 +60,7 @@ _PARTS = {
     Role.EXPERT_IN: (
         *("experts.gate", "experts.up", "experts.gate_up", "experts.*.gate", "experts.*.up"),
         *("experts.interleaved", "experts.interleaved_transposed", "experts.gate_up_either"),
+        "experts.gate_up_transposed",
     ),
     Role.EXPERT_OUT: ("experts.down", "experts.*.down", "experts.down_transposed", "experts.down_either"),
     Role.ROUTER: ("router",),
@@ -74,7 +77,7 @@ _PARTS = {
     Role.CONV: ("conv",),
     Role.NORM: (
         *("norm", "embed_norm", "attn_norm", "mlp_norm", "after_attn_norm", "after_mlp_norm"),
-        *("q_norm", "k_norm", "kv_norm", "dt_norm", "b_norm", "c_norm"),
+        *("q_norm", "k_norm", "kv_norm", "q_norm.*", "k_norm.*", "dt_norm", "b_norm", "c_norm"),
     ),
     Role.ROUTER_BIAS: ("choice_bias",),
     Role.HEAD_PARAMETER: (*ATTENTION_VECTORS, "decay", "decay_log", "dt", "skip"),

@@ -69,7 +69,9 @@ class Program:
         k_width: int,
         eps: float,
         out: int,
-    ) -> None: ...
+        layer_dim: int = 0,
+    ) -> None:
+        """Computes RMS norms of runs as long as the gains or, with a `layer_dim`, layer norms of so many values."""
     def act_and_mul(self, x: int, out: int, act: str) -> None: ...
     def add(self, x: int, y: int, out: int) -> None: ...
     def scale(self, x: int, factor: float, out: int) -> None: ...
@@ -156,6 +158,7 @@ class Program:
         groups: int,
         top_k_groups: int,
         group_score: str,
+        weigh_inputs: bool = False,
     ) -> None:
         """`choice_bias` has no values where there is none."""
     def per_head_linear(self, x: int, weight: Weight, heads: int, passthrough: int, out: int) -> None:

@@ -122,7 +122,8 @@ def per_head_linear(emit: Emitter, x: int, out: int, *, weight: HeadWeights, pas
 def norm_qk(
     emit: Emitter, x: int, out: int, *, q_gain: Floats, k_gain: Floats, spec: AttentionSpec, eps: float
 ) -> None:
-    emit.native.norm_qk(x, q_gain, spec.q_width, k_gain, spec.kv_width, eps, out)
+    layer_dim = spec.head_dim if spec.qk_norm == "layer" else 0
+    emit.native.norm_qk(x, q_gain, spec.q_width, k_gain, spec.kv_width, eps, out, layer_dim)
 
 
 def attend(emit: Emitter, qkv: int, out: int, *, layer: int, spec: AttentionSpec, vectors: Vectors) -> None:
@@ -192,6 +193,7 @@ def moe(emit: Emitter, x: int, router_logits: int, out: int, *, experts: ExpertW
         cast(Floats, experts.choice_bias),
         out,
         **picked(spec, "top_k", "act", "scoring", "renormalize", "scale", "groups", "top_k_groups", "group_score"),
+        weigh_inputs=spec.weigh_inputs,
     )
 
 

@@ -203,7 +203,8 @@ def per_head_linear(context: Context, step: DeviceInputs, x: Any, out: Any, *, w
 def norm_qk(
     context: Context, step: DeviceInputs, x: Any, out: Any, *, q_gain: Any, k_gain: Any, spec: AttentionSpec, eps: float
 ) -> None:
-    norm_qk_kernel.norm_qk(x, q_gain, k_gain, spec.q_width, spec.kv_width, eps, out)
+    layer_dim = spec.head_dim if spec.qk_norm == "layer" else 0
+    norm_qk_kernel.norm_qk(x, q_gain, k_gain, spec.q_width, spec.kv_width, eps, out, layer_dim)
 
 
 def attend(

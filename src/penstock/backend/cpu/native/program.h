@@ -54,8 +54,9 @@ class Program {
   void linear(int x, std::shared_ptr<const Weight> weight, int out, bool gated);
   void attend(int qkv, const Attention& attention, int out);
   // Norms runs of q and k, each as long as its gain. What follows q and k stays as it is.
+  // RMS norms of runs as long as their gains or, with a `layer_dim`, layer norms of so many values at a time.
   void norm_qk(int x, std::vector<float> q_gain, size_t q_width, std::vector<float> k_gain, size_t k_width, float eps,
-               int out);
+               int out, size_t layer_dim);
   void act_and_mul(int x, int out, const std::string& act);
   void add(int x, int y, int out);
   void scale(int x, float factor, int out);
@@ -104,6 +105,8 @@ class Program {
   void prepare_rows(int buffer);
   void take_rows(int x, const Weight& weight);  // has the rows of x prepared as products with the weight want them
   Gate gate_of(const std::string& act) const;
+  void layer_norm_heads(int x, std::vector<float> q_gain, const std::vector<float>& k_gain, size_t dim, float eps,
+                        int out);
   void add_attention(const Attention& attention, int q, int keys, int out);
   void check_rows(const Step& step) const;
   void check_tokens() const;
