@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
-from penstock.model.ops import DeltaWeights, ExpertWeights, Ops, Precision, V, Vectors, Weight
-from penstock.model.recurrence import DeltaSpec, RecurrentSpec
+from penstock.model.ops import DeltaWeights, ExpertWeights, Mamba2Weights, Ops, Precision, V, Vectors, Weight
+from penstock.model.recurrence import DeltaSpec, Mamba2Spec, RecurrentSpec
 from penstock.model.spec import AttentionSpec, ExpertSpec
 
 # Ops that multiply the rows of their first input by a weight, and the attribute that holds it.
 PRODUCTS = {"linear": "weight", "gated_linear": "weight", "per_head_linear": "weight", "moe": "experts"}
 
-RECURRENT = ("delta_net",)  # ops that keep a state of each sequence
+RECURRENT = ("delta_net", "mamba2")  # ops that keep a state of each sequence
 
 # Ops whose launcher may write an output over an input: (number of the output, number of the input).
 TAKES_OVER = {
@@ -190,6 +190,10 @@ class Recorder:
     ) -> Value:
         out = self._value("T", spec.v_width)
         return self._add("delta_net", (qkvz, ba), out, layer=layer, weights=weights, spec=spec, eps=eps)
+
+    def mamba2(self, layer: int, zxbcdt: Value, weights: Mamba2Weights, spec: Mamba2Spec) -> Value:
+        out = self._value("T", spec.inner)
+        return self._add("mamba2", (zxbcdt,), out, layer=layer, weights=weights, spec=spec)
 
     def _norm(self, op: str, x: Value, residual: Value | None, **attributes: Any) -> tuple[Value, Value]:
         out = self._value(x.symbol, x.width)

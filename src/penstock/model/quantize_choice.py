@@ -37,6 +37,9 @@ PRECISION = {  # what may be quantized: the only table, for `--quantize` on all 
     Role.DELTA_OUT: Precision.QUANTIZED,
     Role.DELTA_GATES: Precision.FINER,  # they decide what a state keeps
     Role.DELTA_NORM: Precision.PLAIN,
+    Role.SSM_IN: Precision.QUANTIZED,
+    Role.SSM_OUT: Precision.QUANTIZED,
+    Role.SSM_NORM: Precision.PLAIN,
     Role.CONV: Precision.PLAIN,
     Role.NORM: Precision.PLAIN,
     Role.BIAS: Precision.PLAIN,

@@ -30,6 +30,9 @@ class Role(Enum):
     DELTA_OUT = "delta net out"
     DELTA_GATES = "delta net gates"
     DELTA_NORM = "norm of a delta net's output"
+    SSM_IN = "state space layer in"
+    SSM_OUT = "state space layer out"
+    SSM_NORM = "norm of a state space layer's output"
     CONV = "convolution"
     NORM = "norm"
     BIAS = "bias"
@@ -48,8 +51,8 @@ _PARTS = {
     Role.ATTENTION_OUT: ("o",),
     Role.MLA_KV_B: ("kv_b",),
     Role.MLA_HEADS: ("k_b", "v_b"),
-    Role.MLP_IN: ("gate", "up", "gate_up", "shared.gate", "shared.up", "shared.gate_up"),
-    Role.MLP_OUT: ("down", "shared.down"),
+    Role.MLP_IN: ("gate", "up", "gate_up", "shared.gate", "shared.up", "shared.gate_up", "latent_in"),
+    Role.MLP_OUT: ("down", "shared.down", "latent_out"),
     Role.EXPERT_IN: (
         *("experts.gate", "experts.up", "experts.gate_up", "experts.*.gate", "experts.*.up"),
         *("experts.interleaved", "experts.interleaved_transposed", "experts.gate_up_either"),
@@ -61,13 +64,16 @@ _PARTS = {
     Role.DELTA_OUT: ("delta_o",),
     Role.DELTA_GATES: ("delta_ba", "delta_b", "delta_a"),
     Role.DELTA_NORM: ("delta_norm",),
+    Role.SSM_IN: ("ssm_in",),
+    Role.SSM_OUT: ("ssm_out",),
+    Role.SSM_NORM: ("ssm_norm",),
     Role.CONV: ("conv",),
     Role.NORM: (
         *("norm", "embed_norm", "attn_norm", "mlp_norm", "after_attn_norm", "after_mlp_norm"),
         *("q_norm", "k_norm", "kv_norm"),
     ),
     Role.ROUTER_BIAS: ("choice_bias",),
-    Role.HEAD_PARAMETER: (*ATTENTION_VECTORS, "decay", "decay_log", "dt"),
+    Role.HEAD_PARAMETER: (*ATTENTION_VECTORS, "decay", "decay_log", "dt", "skip"),
 }
 ROLES = {part: role for role, parts in _PARTS.items() for part in parts}  # by the canonical name of a part
 BIAS = ".bias"  # what the canonical name of a bias ends with, after that of its weight

@@ -18,6 +18,8 @@ ALL_EXPERTS = re.compile(
     r"(layers\.\d+\.experts\.)((gate|up|gate_up|down|interleaved)(?:_transposed|_either)?(?:\.bias)?)"
 )
 
+VECTORS = (Role.CONV, Role.ROUTER_BIAS, Role.SSM_NORM, Role.HEAD_PARAMETER)  # files differ in their shapes
+
 
 def split_fused(tensors: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Tensor]:
     """Returns the tensors, by canonical name, with each weight as a tensor of its own."""
@@ -38,9 +40,9 @@ def split_fused(tensors: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Ten
             groups = spec.attn.kv_heads if match[2] == "grouped_qkv" else 1
             pieces = split(tensor, wanted, 1 if suffix else 2, groups)
             found |= {match[1] + part + suffix: piece for part, piece in pieces}
-        elif tensor.role in (Role.CONV, Role.ROUTER_BIAS):  # files differ in its shape, and in that of the gate below
+        elif tensor.role in VECTORS:
             found[name] = replace(tensor, shape=(prod(tensor.shape),))
-        elif tensor.role is Role.SHARED_EXPERT_GATE:
+        elif tensor.role is Role.SHARED_EXPERT_GATE:  # files differ in its shape
             found[name] = replace(tensor, shape=(1, prod(tensor.shape)))
         else:
             found[name] = tensor

@@ -13,9 +13,9 @@ from penstock.backend.cpu._native import Weight
 from penstock.backend.cpu.weights import HeadWeights
 from penstock.errors import UnsupportedModel
 from penstock.model import program
-from penstock.model.ops import DeltaWeights, ExpertWeights, Vectors
+from penstock.model.ops import DeltaWeights, ExpertWeights, Mamba2Weights, Vectors
 from penstock.model.program import TAKES_OVER, Buffer, Capabilities, OpNode, Value
-from penstock.model.recurrence import DeltaSpec
+from penstock.model.recurrence import DeltaSpec, Mamba2Spec
 from penstock.model.spec import SHAPES, AttentionSpec, ExpertSpec, RopeSpec
 
 NO_ROTATION = -1
@@ -82,8 +82,8 @@ def matrices_of(weight: Weight | ExpertWeights | HeadWeights) -> list[Weight]:
 
 
 def scratch(node: OpNode) -> tuple[Buffer, ...]:
-    """Returns the buffers that a node needs while it runs: a delta net's convolved q, k and v."""
-    return (Buffer("T", node.attributes["spec"].width),) if node.op == "delta_net" else ()
+    """Returns the buffers that a node needs while it runs: what a delta net or Mamba2 has convolved."""
+    return (Buffer("T", node.attributes["spec"].width),) if node.op in ("delta_net", "mamba2") else ()
 
 
 def embed(emit: Emitter, out: int, *, table: Weight) -> None:
@@ -212,10 +212,45 @@ def delta_net(
         out,
         layer=layer,
         **picked(spec, "k_heads", "v_heads", "k_dim", "v_dim", "conv_width", "tiled"),
-        conv=np.ascontiguousarray(weights.conv.reshape(spec.width, spec.conv_width).T).reshape(-1),
+        conv=taps_of(weights.conv, spec.conv_width),
         **picked(weights, "decay", "dt_bias", "gain"),
         eps=eps,
     )
+
+
+def mamba2(
+    emit: Emitter,
+    zxbcdt: int,
+    out: int,
+    mixed: int,
+    *,
+    layer: int,
+    weights: Mamba2Weights,
+    spec: Mamba2Spec,
+) -> None:
+    emit.native.mamba2(
+        zxbcdt,
+        mixed,
+        out,
+        layer=layer,
+        **picked(spec, "heads", "head_dim", "state_dim", "groups", "conv_width"),
+        **picked(spec, "eps", "z_scale", "dt_scale", "dt_min", "dt_max"),
+        norm_groups=spec.norm_groups or 1,
+        conv=taps_of(weights.conv, spec.conv_width),
+        conv_bias=or_none(weights.conv_bias),
+        **picked(weights, "decay", "dt_bias", "skip"),
+        gain=or_none(weights.gain),
+    )
+
+
+def taps_of(conv: Floats, conv_width: int) -> Floats:
+    """Returns the factors of a convolution position by position: [width, conv_width] -> [conv_width, width]."""
+    return np.ascontiguousarray(conv.reshape(-1, conv_width).T).reshape(-1)
+
+
+def or_none(vector: Floats | None) -> Floats:
+    """Returns a vector, or an empty one in place of none."""
+    return np.zeros(0, np.float32) if vector is None else vector
 
 
 EMITTERS: dict[str, Callable[..., Any]] = {
@@ -223,6 +258,6 @@ EMITTERS: dict[str, Callable[..., Any]] = {
     for emitter in (
         *(embed, embed_positions, add_norm, add_layer_norm, norm_qk),
         *(linear, gated_linear, per_head_linear, attend, attend_mla),
-        *(act_and_mul, activate, sigmoid_mul, add, scale, soft_cap, take_sampled, moe, delta_net),
+        *(act_and_mul, activate, sigmoid_mul, add, scale, soft_cap, take_sampled, moe, delta_net, mamba2),
     )
 }

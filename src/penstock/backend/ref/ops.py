@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.backend.base import Batch, Floats, Ints, StateMove
-from penstock.model.ops import DeltaWeights, ExpertWeights, Precision, Vectors
-from penstock.model.recurrence import DeltaSpec
+from penstock.backend.ref.mamba2 import selective_scan, time_steps
+from penstock.model.ops import DeltaWeights, ExpertWeights, Mamba2Weights, Precision, Vectors
+from penstock.model.recurrence import DeltaSpec, Mamba2Spec
 from penstock.model.spec import AttentionSpec, ExpertSpec, KvGroup, RopeSpec
 
 State = tuple[Floats, ...]  # of a recurrent layer: what its spec says it keeps
@@ -143,7 +144,8 @@ class RefOps:
         out = np.zeros_like(x)
         for expert, (up, down) in enumerate(zip(experts.up, experts.down, strict=True)):
             rows, ranks = np.nonzero(chosen == expert)
-            y = self.linear(self.act_and_mul(self.linear(x[rows], up), spec.act), down)
+            act = self.act_and_mul if spec.gated else self.activate
+            y = self.linear(act(self.linear(x[rows], up), spec.act), down)
             out[rows] += weights[rows, ranks, None] * y
         return out
 
@@ -183,6 +185,24 @@ class RefOps:
         self._recur(layer, [(spec.conv_width - 1, spec.width), (spec.v_heads, spec.k_dim, spec.v_dim)], step)
         z = qkvz[:, spec.width :].reshape(out.shape)
         return (rms_norm(out, weights.gain, eps) * silu(z)).reshape(len(qkvz), spec.v_width)
+
+    def mamba2(self, layer: int, zxbcdt: Floats, weights: Mamba2Weights, spec: Mamba2Spec) -> Floats:
+        z, xbc, dt = np.split(zxbcdt, [spec.inner, spec.inner + spec.width], axis=1)
+        steps = time_steps(dt, weights, spec)
+        out = np.zeros((len(zxbcdt), spec.heads, spec.head_dim), np.float32)
+
+        def step(state: State, token: int) -> State:
+            last, memory = state
+            last, mixed = causal_conv(last, xbc[token], weights.conv, weights.conv_bias)
+            memory, out[token] = selective_scan(memory, mixed, steps[token], weights, spec)
+            return last, memory
+
+        self._recur(layer, [(spec.conv_width - 1, spec.width), (spec.heads, spec.state_dim, spec.head_dim)], step)
+        gated = out.reshape(z.shape) * silu(z * np.float32(spec.z_scale))
+        if weights.gain is None:
+            return gated
+        groups = len(z), spec.norm_groups, spec.inner // spec.norm_groups
+        return rms_norm(gated.reshape(groups), weights.gain.reshape(groups[1:]), spec.eps).reshape(z.shape)
 
     def _recur(self, layer: int, shapes: Sequence[tuple[int, ...]], step: Callable[[State, int], State]) -> None:
         """Takes the state of each row of a recurrent layer through its tokens: `step` returns the state after a
@@ -363,7 +383,11 @@ def relu(x: Floats) -> Floats:
     return np.maximum(x, 0)
 
 
-ACTS = {"silu": silu, "gelu": gelu, "gelu_tanh": gelu_tanh, "relu": relu}
+def relu2(x: Floats) -> Floats:
+    return np.square(relu(x))
+
+
+ACTS = {"silu": silu, "gelu": gelu, "gelu_tanh": gelu_tanh, "relu": relu, "relu2": relu2}
 SCORINGS: dict[str, Callable[[Floats], Floats]] = {
     "softmax": softmax,
     "sigmoid": sigmoid,

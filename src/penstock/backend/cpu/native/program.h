@@ -14,6 +14,7 @@
 #include "dispatch.h"
 #include "experts.h"
 #include "frame.h"
+#include "mamba2.h"
 #include "pool.h"
 #include "sample.h"
 #include "weights.h"
@@ -66,6 +67,7 @@ class Program {
   void embed_positions(std::shared_ptr<const Weight> table, int out);
   void sigmoid_mul(int x, int gate, int out);  // x * sigmoid(gate), one for each row or for each value
   void delta_net(int qkvz, int ba, const DeltaShape& shape, ConvVectors conv, DeltaVectors vectors, int mixed, int out);
+  void mamba2(int zxbcdt, const Mamba2Shape& shape, ConvVectors conv, Mamba2Vectors vectors, int mixed, int out);
   void moe(int x, int router_logits, ExpertWeights weights, Routing routing, const std::string& act, int out);
   // Multiplies each head with its own part of the weight.
   void per_head_linear(int x, std::shared_ptr<const Weight> weight, size_t heads, size_t passthrough, int out);
@@ -100,6 +102,7 @@ class Program {
   void prepare_rows(int buffer);
   void take_rows(int x, const Weight& weight);  // has the rows of x prepared as products with the weight want them
   Gate gate_of(const std::string& act) const;
+  Activation activation_of(const std::string& act) const;  // of values that are not gated
   void add_attention(const Attention& attention, int q, int keys, int out);
   void check_rows(const Step& step) const;
   void check_tokens() const;

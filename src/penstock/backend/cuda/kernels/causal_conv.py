@@ -67,7 +67,7 @@ def _causal_conv(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Convolves some channels of one token."""
+    """Computes the convolution of some channels of one token."""
     let_next_start(PDL)
     wait_for_previous(PDL)
     TAPS: tl.constexpr = SIZES.taps
