@@ -119,6 +119,13 @@ class ExpertSpec:
     groups: int = 1  # equally many neighbouring experts form a group
     top_k_groups: int = 1
     group_score: Literal["max", "top2"] = "top2"  # a group is as good as its best, or as the sum of its two best
+    gated: bool = True  # act(gate) is multiplied by up; else act(up) alone goes into down
+    width: int = 0  # of what experts compute with, which the token is projected to and from; 0: that of the model
+
+    @property
+    def up_rows(self) -> int:
+        """Returns the rows of an expert's first matrix: gate and up, or up alone."""
+        return self.hidden * (2 if self.gated else 1)
 
 
 @dataclass(frozen=True, slots=True)
