@@ -32,9 +32,9 @@ CASES = [(device, quantize) for device, kinds in QUANTIZATIONS.items() for quant
 
 # what docs/quantize.md says of file names: these stay plain, and those are finer than 4 bits on a CPU and in files
 PLAIN_NAMES = re.compile(
-    r".*(norm|layernorm|LayerNorm|ln_\d|ln_f|ln_attn|ln_mlp|emb_ln|norm\d)(\.weight)?"
+    r".*(norm|layernorm|LayerNorm|ln_\d|ln_f|ln_attn|ln_mlp|emb_ln|norm\d|norms\.\d+)(\.weight)?"
     r"|.*bias.*|.*exp_probs_b.*|.*sinks.*|.*conv1d.*|.*(A_log|ssm_a|ssm_dt)\b.*"
-    r"|.*(mlp|block_sparse_moe)\.(gate|router)(\.layer|\.wg)?\.weight|.*ffn_gate_inp\.weight"
+    r"|.*(mlp|block_sparse_moe|feed_forward)\.(gate|router)(\.layer|\.wg)?\.weight|.*ffn_gate_inp\.weight"
     r"|.*shared_expert_gate\.weight|.*ffn_gate_inp_shexp\.weight"
     r"|.*(wpe|embed_positions|position_embeddings|position_embd|token_type_embeddings|token_types)\.weight"
 )
