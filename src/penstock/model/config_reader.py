@@ -68,6 +68,10 @@ class ConfigReader:
         """Reads a whole number above 0; returns 0 if the file says -1, which means all there is."""
         return 0 if self._get(key, default) == -1 else self.size(key, default)
 
+    def size_or_auto(self, key: str, auto: int) -> int:
+        """Reads a whole number above 0; returns `auto` if the file says "auto" or nothing."""
+        return auto if self._get(key, "auto") == "auto" else self.size(key)
+
     def number(self, key: str, default: float | None = None, least: float = MIN_NUMBER) -> float:
         """Reads a number that is at least `least`."""
         value = self._get(key, default)

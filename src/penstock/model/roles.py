@@ -31,6 +31,11 @@ class Role(Enum):
     DELTA_OUT = "delta net out"
     DELTA_GATES = "delta net gates"
     DELTA_NORM = "norm of a delta net's output"
+    CONV_IN = "gated convolution in"
+    CONV_OUT = "gated convolution out"
+    SSM_IN = "state space layer in"
+    SSM_OUT = "state space layer out"
+    SSM_STEP = "Mamba's projections to time steps, b and c"
     CONV = "convolution"
     NORM = "norm"
     BIAS = "bias"
@@ -64,13 +69,18 @@ _PARTS = {
     Role.DELTA_OUT: ("delta_o",),
     Role.DELTA_GATES: ("delta_ba", "delta_b", "delta_a"),
     Role.DELTA_NORM: ("delta_norm",),
+    Role.CONV_IN: ("conv_in",),
+    Role.CONV_OUT: ("conv_o",),
+    Role.SSM_IN: ("ssm_in",),
+    Role.SSM_OUT: ("ssm_out",),
+    Role.SSM_STEP: ("ssm_x", "ssm_dt"),
     Role.CONV: ("conv",),
     Role.NORM: (
         *("norm", "embed_norm", "attn_norm", "mlp_norm", "after_attn_norm", "after_mlp_norm"),
-        *("q_norm", "k_norm", "kv_norm", "q_norm.*", "k_norm.*"),
+        *("q_norm", "k_norm", "kv_norm", "q_norm.*", "k_norm.*", "dt_norm", "b_norm", "c_norm"),
     ),
     Role.ROUTER_BIAS: ("choice_bias",),
-    Role.HEAD_PARAMETER: (*ATTENTION_VECTORS, "decay", "decay_log", "dt"),
+    Role.HEAD_PARAMETER: (*ATTENTION_VECTORS, "decay", "decay_log", "dt", "skip"),
 }
 ROLES = {part: role for role, parts in _PARTS.items() for part in parts}  # by the canonical name of a part
 BIAS = ".bias"  # what the canonical name of a bias ends with, after that of its weight

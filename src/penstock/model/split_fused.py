@@ -17,7 +17,7 @@ from penstock.model.tensor import Tensor, every_other_row, rows_of_groups, some_
 
 FUSED = re.compile(r"(layers\.\d+\.(?:experts\.\d+\.|shared\.)?)(qkv|grouped_qkv|gate_up|kv_a)(\.bias)?")
 HEAD_NORM = re.compile(r"(layers\.\d+\.[qk]_norm)\.\d+")
-RESHAPED = (Role.CONV, Role.ROUTER_BIAS, Role.NORM)
+RESHAPED = (Role.CONV, Role.ROUTER_BIAS, Role.HEAD_PARAMETER, Role.NORM)
 ALL_EXPERTS = re.compile(
     r"(layers\.\d+\.experts\.)((gate|up|gate_up|down|interleaved)(?:_transposed|_either)?(?:\.bias)?)"
 )

@@ -111,6 +111,36 @@ class Program:
         eps: float,
     ) -> None:
         """`conv` is [conv_width, q + k + v], flat. `mixed` is a buffer as wide as that for what is convolved."""
+    def causal_conv(
+        self,
+        x: int,
+        product: int | None,
+        out: int,
+        *,
+        layer: int,
+        width: int,
+        conv_width: int,
+        conv: NDArray[np.float32],
+        bias: NDArray[np.float32],
+    ) -> None:
+        """`conv` is [conv_width, width], flat; an empty `bias` stands for none. `product` is a buffer for what a gated
+        convolution sees."""
+
+    def selective_scan(
+        self,
+        x: int,
+        dt: int,
+        b: int,
+        c: int,
+        gate: int,
+        out: int,
+        *,
+        layer: int,
+        width: int,
+        state_size: int,
+        decay: NDArray[np.float32],
+        skip: NDArray[np.float32],
+    ) -> None: ...
     def moe(
         self,
         x: int,

@@ -370,6 +370,7 @@ MLA_HALVES = mla(3, 16, 32, interleaved=False, scale=1.2)
 
 from penstock.backend.ref.delta_cases import DELTA_CASES  # noqa: E402  # they are made of what is above
 from penstock.backend.ref.llama4_cases import LLAMA4_CASES  # noqa: E402
+from penstock.backend.ref.scan_cases import SCAN_CASES  # noqa: E402
 
 CASES = (
     *(Case("embed", f, f, EXACT, partial(embed, format=f, tokens=7, width=256)) for f in FORMATS),
@@ -487,5 +488,6 @@ CASES = (
         for window, lengths in ((5, (1, 3, 70, 33)), (65, (40, 300)), (20, (1100,)))
     ),
     *DELTA_CASES,
+    *SCAN_CASES,
     *LLAMA4_CASES,
 )

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.backend.base import Batch, Floats, Ints, StateMove
-from penstock.model.ops import DeltaWeights, ExpertWeights, Precision, Vectors
-from penstock.model.recurrence import DeltaSpec
+from penstock.model.ops import ConvWeights, DeltaWeights, ExpertWeights, Precision, ScanWeights, Vectors
+from penstock.model.recurrence import ConvSpec, DeltaSpec, ScanSpec
 from penstock.model.spec import AttentionSpec, ExpertSpec, KvGroup, RopeSpec
 
 State = tuple[Floats, ...]  # of a recurrent layer: what its spec says it keeps
@@ -191,6 +191,43 @@ class RefOps:
         self._recur(layer, [(spec.conv_width - 1, spec.width), (spec.v_heads, spec.k_dim, spec.v_dim)], step)
         z = qkvz[:, spec.width :].reshape(out.shape)
         return (rms_norm(out, weights.gain, eps) * silu(z)).reshape(len(qkvz), spec.v_width)
+
+    def causal_conv(self, layer: int, x: Floats, weights: ConvWeights, spec: ConvSpec) -> Floats:
+        out = np.zeros((len(x), spec.width), np.float32)
+        b, c, u = np.split(x, 3, axis=1) if spec.gated else (None, None, x[:, : spec.width])
+        inputs, act = (u, silu) if b is None else (b * u, identity)
+
+        def step(state: State, token: int) -> State:
+            last, out[token] = causal_conv(state[0], inputs[token], weights.conv, weights.bias, act)
+            return (last,)
+
+        self._recur(layer, [(spec.conv_width - 1, spec.width)], step)
+        return out if c is None else c * out
+
+    def selective_scan(
+        self,
+        layer: int,
+        x: Floats,
+        dt: Floats,
+        b: Floats,
+        c: Floats,
+        gate: Floats,
+        weights: ScanWeights,
+        spec: ScanSpec,
+    ) -> Floats:
+        out = np.zeros_like(x)
+        decay = weights.decay.reshape(spec.width, spec.state_size)
+        steps = np.logaddexp(np.float32(0), dt)
+
+        def step(state: State, token: int) -> State:
+            h, now = state[0], steps[token][:, None]
+            h = h * np.exp(decay * now) + now * x[token][:, None] * b[token]
+            out[token] = h @ c[token]
+            return (h,)
+
+        self._recur(layer, [(spec.width, spec.state_size)], step)
+        gated: Floats = (out + weights.skip * x) * silu(gate[:, -spec.width :])
+        return gated
 
     def _recur(self, layer: int, shapes: Sequence[tuple[int, ...]], step: Callable[[State, int], State]) -> None:
         """Takes the state of each row of a recurrent layer through its tokens: `step` returns the state after a
@@ -388,6 +425,10 @@ def relu(x: Floats) -> Floats:
     return np.maximum(x, 0)
 
 
+def identity(x: Floats) -> Floats:
+    return x
+
+
 ACTS = {"silu": silu, "gelu": gelu, "gelu_tanh": gelu_tanh, "relu": relu}
 SCORINGS: dict[str, Callable[[Floats], Floats]] = {
     "softmax": softmax,
@@ -396,10 +437,13 @@ SCORINGS: dict[str, Callable[[Floats], Floats]] = {
 }
 
 
-def causal_conv(last: Floats, x: Floats, conv: Floats) -> tuple[Floats, Floats]:
-    """Returns the inputs that the next token's convolution sees, and silu of this one's."""
+def causal_conv(
+    last: Floats, x: Floats, taps: Floats, bias: Floats | None = None, act: Callable[[Floats], Floats] = silu
+) -> tuple[Floats, Floats]:
+    """Returns the inputs that the next token's convolution sees, and act of this one's."""
     seen = np.concatenate([last, x[None]])  # [conv_width, width]
-    return seen[1:], silu((seen * conv.reshape(len(x), len(seen)).T).sum(axis=0))
+    y: Floats = (seen * taps.reshape(len(x), len(seen)).T).sum(axis=0)
+    return seen[1:], act(y if bias is None else y + bias)
 
 
 def delta_rule(

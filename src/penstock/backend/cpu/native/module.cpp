@@ -215,11 +215,27 @@ NB_MODULE(_native, m) {
               size_t k_dim, size_t v_dim, size_t conv_width, bool tiled, Array<const float, 1> conv,
               Array<const float, 1> decay, Array<const float, 1> dt_bias, Array<const float, 1> gain, float eps) {
              program.delta_net(qkvz, ba, {layer, k_heads, v_heads, k_dim, v_dim, conv_width, tiled},
-                               {copied(conv), copied(decay), copied(dt_bias), copied(gain), eps}, mixed, out);
+                               {copied(conv), {}}, {copied(decay), copied(dt_bias), copied(gain), eps}, mixed, out);
            },
            "qkvz"_a, "ba"_a, "mixed"_a, "out"_a, nb::kw_only(), "layer"_a, "k_heads"_a, "v_heads"_a, "k_dim"_a,
            "v_dim"_a, "conv_width"_a, "tiled"_a, "conv"_a.noconvert(), "decay"_a.noconvert(), "dt_bias"_a.noconvert(),
            "gain"_a.noconvert(), "eps"_a)
+      .def("causal_conv",
+           [](Program& program, int x, std::optional<int> product, int out, size_t layer, size_t width,
+              size_t conv_width, Array<const float, 1> conv, Array<const float, 1> bias) {
+             const ConvShape shape = {.layer = layer, .width = width, .conv_width = conv_width, .offset = 0,
+                                      .silu = !product};
+             program.causal_conv(x, shape, {copied(conv), copied(bias)}, product, out);
+           },
+           "x"_a, "product"_a.none(), "out"_a, nb::kw_only(), "layer"_a, "width"_a, "conv_width"_a,
+           "conv"_a.noconvert(), "bias"_a.noconvert())
+      .def("selective_scan",
+           [](Program& program, int x, int dt, int b, int c, int gate, int out, size_t layer, size_t width,
+              size_t state_size, Array<const float, 1> decay, Array<const float, 1> skip) {
+             program.selective_scan({x, dt, b, c, gate, out}, {layer, width, state_size}, {copied(decay), copied(skip)});
+           },
+           "x"_a, "dt"_a, "b"_a, "c"_a, "gate"_a, "out"_a, nb::kw_only(), "layer"_a, "width"_a, "state_size"_a,
+           "decay"_a.noconvert(), "skip"_a.noconvert())
       .def("moe",
            [](Program& program, int x, int router_logits, std::vector<std::shared_ptr<const Weight>> up,
               std::vector<std::shared_ptr<const Weight>> down, Array<const float, 1> choice_bias, int out, size_t top_k,

@@ -16,6 +16,7 @@
 #include "frame.h"
 #include "pool.h"
 #include "sample.h"
+#include "scan.h"
 #include "weights.h"
 
 namespace penstock {
@@ -66,7 +67,10 @@ class Program {
   void activate(int x, int out, const std::string& act);
   void embed_positions(std::shared_ptr<const Weight> table, int out);
   void sigmoid_mul(int x, int gate, int out);  // x * sigmoid(gate), one for each row or for each value
-  void delta_net(int qkvz, int ba, const DeltaShape& shape, DeltaVectors vectors, int mixed, int out);
+  void delta_net(int qkvz, int ba, const DeltaShape& shape, ConvVectors conv, DeltaVectors vectors, int mixed, int out);
+  // Of the first columns of x or, given a buffer for them, of b * u for rows [b, c, u] of x: then out is c * that.
+  void causal_conv(int x, const ConvShape& shape, ConvVectors vectors, std::optional<int> product, int out);
+  void selective_scan(const ScanBuffers& buffers, const ScanShape& shape, ScanVectors vectors);
   void moe(int x, int router_logits, ExpertWeights weights, Routing routing, const std::string& act, int out);
   // Multiplies each head with its own part of the weight.
   void per_head_linear(int x, std::shared_ptr<const Weight> weight, size_t heads, size_t passthrough, int out);
