@@ -108,7 +108,7 @@ def test_every_client_raises_its_own_error_without(locked: Locked, key: str) -> 
 
 
 def routes() -> Iterator[tuple[str, str]]:
-    app: Any = create_app(InProcessClient(toys.open_parrot, "parrot"), toys.ToyText(), MODEL)
+    app: Any = create_app(toys.pool_of(InProcessClient(toys.open_parrot, "parrot"), toys.ToyText(), MODEL))
     while not isinstance(app, Starlette):
         app = app._app
     for route in app.routes:

@@ -12,6 +12,7 @@ import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -21,6 +22,8 @@ from penstock.backend.base import Batch, Ints
 from penstock.backend.pooling import Pools
 from penstock.engine.engine import Engine
 from penstock.ipc.host import host
+from penstock.server.models import Alias, ModelPool, ModelSource, PoolSettings, client_aliases
+from penstock.server.telemetry.compat_metrics import DEFAULT_SETS
 from penstock.text import ChatPrompt, ChatTemplate, Text
 from penstock.text.sampling_defaults import FALLBACK
 from penstock.text.tool_formats import PLAIN, AnswerFormat, find_tool_format
@@ -29,6 +32,22 @@ from penstock.types import Limits, RowResult, StepResult, TokenLogprob
 END = 256
 ENDLESS = 2**15  # tokens: no test waits for so many
 LIMITS = Limits(max_len=512, max_rows=16, step_tokens=64, block_size=16, num_blocks=256, vocab=257, dim=8)
+
+
+def pool_of(
+    client: Any,
+    text: Any,
+    name: str,
+    path: Path | None = None,
+    aliases: Sequence[str] = (),
+    lenient: bool = True,
+    **settings: Any,
+) -> ModelPool:
+    """Returns a pool of one model, whose engine is the client's."""
+    sets = settings.pop("metric_sets", DEFAULT_SETS)
+    names = (*(Alias(pattern, name) for pattern in aliases), *(client_aliases(name) if lenient else ()))
+    source = ModelSource(name, lambda: client, lambda: text, path)
+    return ModelPool([source], PoolSettings(aliases=names, **settings), sets)
 
 
 class ToyTokenizer:

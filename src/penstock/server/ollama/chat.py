@@ -42,7 +42,6 @@ from penstock.text import Delta
 from penstock.text.infill import infill_of, infill_prompt
 from penstock.text.parse import AnswerPart, Arguments, CallEnded, CallStarted, Content, Reasoning
 
-STAYS_LOADED = "the model stays loaded as long as this server runs"
 OLLAMA = Framing(b"application/x-ndjson", lambda line: line + b"\n", b"", OLLAMA_ERRORS.encode)
 
 
@@ -134,13 +133,13 @@ async def _answer(
 def _loaded(
     line: Callable[..., OllamaLine], served: ServedModel, context: RequestContext, body: OllamaFields
 ) -> Response:
-    """Answers a request that only loads or unloads the model. The model stays as long as the server runs, and the
-    answer to an unload says so. Wrong options are errors all the same."""
+    """Answers a request that only loads or unloads the model: that happens when the request ends. Wrong options are
+    errors all the same."""
     read_options(served, context, body)
     reason, ignored = "unload" if unloads(body) else "load", sorted(context.ignored)
     answer = line(OllamaAssistantMessage(""), model=served.name, created_at=now(), done=True, done_reason=reason)
-    if ignored or reason == "unload":
-        answer.penstock = AnswerReport(ignored, 0, kept=STAYS_LOADED if reason == "unload" else UNSET)
+    if ignored:
+        answer.penstock = AnswerReport(ignored, 0)
     return json_response(answer)
 
 

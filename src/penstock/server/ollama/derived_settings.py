@@ -9,6 +9,7 @@ import msgspec
 
 from penstock import store
 from penstock.errors import InvalidRequest
+from penstock.server.models.derived import serves
 from penstock.server.ollama.fields import OllamaFields, read_messages
 from penstock.server.request_context import RequestContext
 from penstock.server.served_model import ServedModel
@@ -26,9 +27,9 @@ def resolve(served: ServedModel, context: RequestContext, name: str) -> tuple[Se
     if derived is None:
         served.check_model(name, context)
         return served, DerivedModel(name=name)
-    if not serves(served, derived):
+    if not serves(served.name, served.path, derived):
         raise InvalidRequest(
-            f"model {name!r} is derived from {derived.base or 'a file'}, but this server serves {served.name!r}: "
+            f"model {name!r} is derived from {derived.base or 'a file'}, which this server does not serve: "
             f"run `penstock serve {name}`",
             param="model",
         )
@@ -38,14 +39,9 @@ def resolve(served: ServedModel, context: RequestContext, name: str) -> tuple[Se
 def derived_for(served: ServedModel, name: str) -> DerivedModel | None:
     """Returns the derived model of this name. If the served model has the name, it counts only if it is the same."""
     derived = store.derived_model(name)
-    return None if derived is None or (name == served.name and not serves(served, derived)) else derived
-
-
-def serves(served: ServedModel, derived: DerivedModel) -> bool:
-    """True if a derived model is the served one under another name."""
-    if derived.base and derived.base == served.name:
-        return True
-    return served.path is not None and store.derived_path(derived) == served.path
+    if derived is None or (name == served.name and not serves(served.name, served.path, derived)):
+        return None
+    return derived
 
 
 def with_template(served: ServedModel, template: str) -> ServedModel:
