@@ -158,7 +158,7 @@ def test_the_default_model_has_one_name() -> None:
 def test_serve_passes_on_what_it_is_told(penstock: Penstock, reciter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rules: list[Any] = []
     configs: list[Config] = []
-    monkeypatch.setattr("penstock.ipc.spawn.ProcessClient", configs.append)
+    monkeypatch.setattr("penstock.ipc.spawn.ProcessClient", lambda config, _: configs.append(config))
     setups: list[Any] = []
     pools: list[Any] = []
 

@@ -222,8 +222,11 @@ def test_requests_at_once(locked: Locked) -> None:
 
 
 def test_models_a_key_is_not_for(locked: Locked) -> None:
+    other = locked.key("else", models=("another",))
+    assert locked.openai(other).models.list().data == []
     with pytest.raises(openai.PermissionDeniedError, match="only another"):
-        locked.openai(locked.key("else", models=("another",))).models.list()
+        locked.openai(other).models.retrieve(MODEL)
+    assert locked.ask(other).status_code == 403
     assert locked.ask(locked.key("this", models=("another", MODEL))).status_code == 200
 
 

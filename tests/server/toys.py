@@ -22,6 +22,7 @@ from penstock.backend.base import Batch, Ints
 from penstock.backend.pooling import Pools
 from penstock.engine.engine import Engine
 from penstock.ipc.host import host
+from penstock.ipc.launchers import SpawnLauncher
 from penstock.server.models import Alias, ModelPool, ModelSource, PoolSettings, client_aliases
 from penstock.server.telemetry.compat_metrics import DEFAULT_SETS
 from penstock.text import ChatPrompt, ChatTemplate, Text
@@ -199,7 +200,7 @@ def open_paced_parrot(pace: float, **limits: int) -> Engine:
     return Engine(Parrot(paced, pace), paced)  # type: ignore[arg-type]
 
 
-HOST = (sys.executable, __file__)
+HOST = SpawnLauncher((sys.executable, __file__))
 
 if __name__ == "__main__":
     host(lambda _: open_slow_parrot())

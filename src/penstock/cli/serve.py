@@ -11,6 +11,7 @@ from penstock.cli.command import Argument, Option, OptionGroup, UsageError
 from penstock.cli.served_models import FoundModel, TextChanges, served_models, source_of
 
 if TYPE_CHECKING:
+    from penstock.ipc.launchers import Launcher
     from penstock.server import Space
     from penstock.server.access.guard import Rules
     from penstock.server.models import Alias
@@ -258,8 +259,8 @@ def serve(
         template.trust_request_chat_template,
     )
     text = TextChanges(template.source(), template.sampling())
-    kv_memory = _kv_memory(budget, len(found))
-    sources = [source_of(each, engine, text, kv_memory) for each in found]
+    kv_memory, launcher = _kv_memory(budget, len(found)), _launcher(len(found))
+    sources = [source_of(each, engine, text, launcher, kv_memory) for each in found]
     log = LogSettings(telemetry.log_level, telemetry.log_format)
     setup = server.Setup(_data_name(found), storage.space(), rules, traces, log)
     server.serve(ModelPool(sources, settings, telemetry.metric_sets()), listen.host, listen.port, setup)
@@ -268,6 +269,17 @@ def serve(
 def _data_name(found: list[FoundModel]) -> str:
     """Returns the name of the folder for uploaded files: the model's, or that of all servers with several models."""
     return found[0].name if len(found) == 1 else "models"
+
+
+def _launcher(models: int) -> Launcher:
+    """Returns what starts engine processes. Several models are loaded again and again: their processes are forked."""
+    from penstock.ipc.launchers import ForkLauncher, SpawnLauncher
+
+    if models == 1:
+        return SpawnLauncher()
+    forking = ForkLauncher()
+    forking.warm_up()
+    return forking
 
 
 def _kv_memory(budget: Budget, models: int) -> int:

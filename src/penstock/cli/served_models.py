@@ -12,6 +12,7 @@ from penstock.cli import options
 from penstock.cli.terminal import obtain
 
 if TYPE_CHECKING:
+    from penstock.ipc.launchers import Launcher
     from penstock.server.models import ModelSource
     from penstock.text import Text
 
@@ -68,7 +69,9 @@ def in_folder(folder: Path) -> list[FoundModel]:
     return [FoundModel(path.stem if path.is_file() else path.name, str(path), path) for path in (*files, *folders)]
 
 
-def source_of(found: FoundModel, engine: dict[str, Any], text: TextChanges, kv_memory: int) -> ModelSource:
+def source_of(
+    found: FoundModel, engine: dict[str, Any], text: TextChanges, launcher: Launcher, kv_memory: int
+) -> ModelSource:
     """Returns how a model is loaded. `kv_memory` is what its KV cache takes if no option says otherwise."""
     from penstock.config import configure
     from penstock.ipc.spawn import ProcessClient
@@ -78,7 +81,7 @@ def source_of(found: FoundModel, engine: dict[str, Any], text: TextChanges, kv_m
     config = configure(found.path, ({"kv_memory": kv_memory} if kv_memory else {}) | engine, name=found.name)
     load = partial(_load_text, found, config.config, text)
     expected = int(size_of(found.path) * OVERHEAD) + config.kv_memory
-    return ModelSource(found.name, partial(ProcessClient, config), load, found.path, expected)
+    return ModelSource(found.name, partial(ProcessClient, config, launcher), load, found.path, expected)
 
 
 def _load_text(found: FoundModel, fields: Sequence[str], changes: TextChanges) -> Text:
