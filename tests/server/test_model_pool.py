@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from penstock import store
 from penstock.cli.app import run_command
 from penstock.errors import EngineUnavailable, ModelError, ModelNotFound
 from penstock.ipc.inprocess import InProcessClient
@@ -25,7 +26,7 @@ GB = 10**9
 
 
 def source(name: str, size: int = 1, open: Callable[[], Any] = toys.open_parrot) -> ModelSource:
-    return ModelSource(name, lambda: InProcessClient(open, name), toys.ToyText, None, size)  # type: ignore[arg-type]
+    return ModelSource(name, lambda: InProcessClient(open, name), toys.ToyText, None, None, size)  # type: ignore[arg-type]
 
 
 # -- the ledger -----------------------------------------------------------------------------------------------------
@@ -328,3 +329,25 @@ def test_commands_show_and_change_what_a_server_has_loaded(zoo: Any, capsys: pyt
     assert "does not exist here" in capsys.readouterr().err
     assert run_command("ps", ["--url", "http://127.0.0.1:9"]) == 1
     assert "penstock serve" in capsys.readouterr().err
+
+
+# -- derived models -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses", "/api/chat"])
+def test_a_derived_model_begins_every_chat_in_every_dialect(
+    zoo: Any, path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path))
+    store.save_derived(store.DerivedModel(name="pirate", base="jack", system="[arr]"))
+    asked: dict[str, Any] = {"messages": [{"role": "user", "content": "who?"}], "max_tokens": 9, "stream": False}
+    if path == "/v1/responses":
+        asked = {"input": "who?"}
+    answer = zoo.post(path, model="pirate", **asked)
+    assert answer.status_code == 200, answer.text
+    assert "arr" in answer.text
+    assert answer.json()["model"] == "pirate"
+    own = {"role": "system", "content": "[no]"}
+    if path == "/v1/chat/completions":
+        chat = zoo.post(path, model="pirate", messages=[own, *asked["messages"]]).json()
+        assert chat["choices"][0]["message"]["content"] == "no"

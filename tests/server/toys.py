@@ -12,6 +12,7 @@ import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from copy import copy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -80,6 +81,9 @@ class ToyText:
     opened = False
     sampling_defaults: Mapping[str, Any] = FALLBACK
     sampling = Text.sampling
+    preamble: tuple[Any, ...] = ()
+    other_template: ChatTemplate | None = None
+    _after_preamble = Text._after_preamble
 
     def encode_prompt(self, text: str) -> list[int]:
         return list(text.encode())
@@ -88,7 +92,10 @@ class ToyText:
         return self.encode_prompt(text)
 
     def render_chat(self, messages: Sequence[dict[str, Any]], **_: Any) -> str:
-        return "".join(f"{message['role']}:{message['content']}\n" for message in messages) + "assistant:"
+        chat = self._after_preamble(messages)
+        if self.other_template is not None:
+            return self.other_template.render(chat)
+        return "".join(f"{message['role']}:{message['content']}\n" for message in chat) + "assistant:"
 
     def encode_chat(self, messages: Sequence[dict[str, Any]], **_: Any) -> list[int]:
         return self.encode_prompt(self.render_chat(messages))
@@ -97,8 +104,17 @@ class ToyText:
         return ChatPrompt(self.encode_chat(messages, **kwargs), self.opened)
 
     def with_template(self, template: ChatTemplate) -> ToyText:
-        twin = ToyText()
-        twin.encode_chat = lambda messages, **_: self.encode_prompt(template.render(messages))  # type: ignore[method-assign]
+        return self._with(other_template=template)
+
+    def with_preamble(self, messages: Sequence[dict[str, Any]]) -> ToyText:
+        return self._with(preamble=tuple(messages))
+
+    def with_sampling(self, defaults: Mapping[str, Any]) -> ToyText:
+        return self._with(sampling_defaults={**self.sampling_defaults, **defaults})
+
+    def _with(self, **changed: Any) -> ToyText:
+        twin = copy(self)
+        vars(twin).update(changed)
         return twin
 
     def takes(self, name: str) -> bool:
@@ -119,6 +135,12 @@ class Hermes(ToyText):
     def chat_prompt(self, messages: Any, **kwargs: Any) -> ChatPrompt:
         self.given = {"messages": messages, **kwargs}
         return super().chat_prompt(messages)
+
+    def with_preamble(self, messages: Sequence[dict[str, Any]]) -> ToyText:
+        return self
+
+    def with_sampling(self, _: Mapping[str, Any]) -> ToyText:
+        return self
 
     def takes(self, name: str) -> bool:
         return name in self._words

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,6 +15,7 @@ from penstock.cli.terminal import obtain
 if TYPE_CHECKING:
     from penstock.ipc.launchers import Launcher
     from penstock.server.models import ModelSource
+    from penstock.store import DerivedModel
     from penstock.text import Text
 
 OVERHEAD = 1.1  # times the size of the files that weights take in memory, at most
@@ -81,19 +83,24 @@ def source_of(
     config = configure(found.path, ({"kv_memory": kv_memory} if kv_memory else {}) | engine, name=found.name)
     load = partial(_load_text, found, config.config, text)
     expected = int(size_of(found.path) * OVERHEAD) + config.kv_memory
-    return ModelSource(found.name, partial(ProcessClient, config, launcher), load, found.path, expected)
+    client = partial(ProcessClient, config, launcher)
+    return ModelSource(found.name, client, load, found.path, _derived(found), expected)
+
+
+def _derived(found: FoundModel) -> DerivedModel | None:
+    """Returns the settings of a model that is derived, by the name that it is served by."""
+    from penstock.store import find_derived
+
+    derived = find_derived(found.ref)
+    return None if derived is None else replace(derived, name=found.name)
 
 
 def _load_text(found: FoundModel, fields: Sequence[str], changes: TextChanges) -> Text:
-    """Loads the tokenizer, the chat template and the sampling defaults, a derived model's own included. The options
-    replace the model's own. Warns about a model that comes without a template."""
+    """Loads the tokenizer, the chat template and the sampling defaults. The options replace the model's own. Warns
+    about a model that comes without a template."""
     from penstock.model.load import load_text
-    from penstock.store import find_derived
-    from penstock.text.sampling_defaults import defaults_in_modelfile
 
-    derived = find_derived(found.ref)
-    derived_sampling = defaults_in_modelfile(derived.parameters if derived else {})
-    text = load_text(found.path, fields).with_sampling(derived_sampling | changes.sampling)
+    text = load_text(found.path, fields).with_sampling(changes.sampling)
     if changes.template:
         return text.with_template_text(changes.template)
     if text.template is None and not text.tokenizer.closing:  # an encoder has tokens that close a text, and no chats
@@ -102,13 +109,9 @@ def _load_text(found: FoundModel, fields: Sequence[str], changes: TextChanges) -
 
 
 def short_name(model: str, path: Path) -> str:
-    """Returns the name that the model is served by. A derived model is served by its base's name, because only Ollama's
-    clients can use its settings."""
+    """Returns the name that the model is served by."""
     from penstock.store import find, find_derived
 
-    derived = find_derived(model)
-    if derived is not None and derived.base:
-        return derived.base
-    if find(model):
-        return model
+    if find_derived(model) or find(model):
+        return model.removesuffix(":latest")
     return path.stem if path.is_file() else path.resolve().name

@@ -7,7 +7,7 @@ import asyncio
 import re
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -18,8 +18,10 @@ from starlette.routing import Route
 from penstock import __version__
 from penstock.server.bodies import ANY_VALUE, NoEffect
 from penstock.server.errors import OllamaErrorBody, error_shape
-from penstock.server.models import ModelPool
 from penstock.server.request_context import RequestContext
+
+if TYPE_CHECKING:
+    from penstock.server.models import ModelPool
 
 JSON = "application/json"
 REF = "#/components/schemas/{name}"

@@ -32,6 +32,8 @@ def listed(pool: ModelPool, context: RequestContext) -> list[tuple[ModelEntry, d
 async def show_model(pool: ModelPool, request: Request, context: RequestContext) -> Response:
     entry = pool.get(request.path_params["id"])
     context.check_allowed(entry.name)
+    if request.path_params["id"] != entry.name:
+        context.stood_in = entry.name
     return json_response(_model(pool, entry, entry.name))
 
 

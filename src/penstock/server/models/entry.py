@@ -36,6 +36,7 @@ class ModelEntry:
     expires: float = FOR_EVER  # when it is unloaded if nobody uses it, by the monotonic clock
     pinned: bool = False  # a request asked for it to stay for ever
     loading: asyncio.Task[ServedModel] | None = None
+    variants: dict[str, ServedModel] = field(default_factory=dict)  # those derived from it, by digest, while loaded
 
     @property
     def name(self) -> str:

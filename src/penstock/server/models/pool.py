@@ -15,14 +15,14 @@ from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from penstock import store
-from penstock.errors import EngineUnavailable, ModelNotFound
+from penstock.errors import EngineUnavailable
 from penstock.ipc.client import EngineClient
-from penstock.server.models.derived import base_of
+from penstock.server.models.derived import base_of, derive, serves
 from penstock.server.models.entry import FOR_EVER, ModelEntry, ModelState
 from penstock.server.models.ledger import Budget, Refuse, Unload, make_room
 from penstock.server.models.source import ModelSource
-from penstock.server.request_context import MAX_NAME, RequestContext
-from penstock.server.served_model import CLIENTS_NAMES, ServedModel
+from penstock.server.request_context import RequestContext
+from penstock.server.served_model import CLIENTS_NAMES, ServedModel, unknown_model
 from penstock.server.telemetry.compat_metrics import DEFAULT_SETS
 from penstock.server.telemetry.metrics import Metrics
 from penstock.text import Text
@@ -125,11 +125,7 @@ class ModelPool:
         entry = self.find(name)
         if entry is not None:
             return entry
-        near = get_close_matches(name, self._entries, n=3) or list(self._entries)[:3]
-        raise ModelNotFound(
-            f"the model {name[:MAX_NAME]!r} does not exist here; this server serves {', '.join(map(repr, near))}: ask "
-            "for that, or start the server with --alias"
-        )
+        raise unknown_model(name, get_close_matches(name, self._entries, n=3) or list(self._entries)[:3])
 
     # -- using -------------------------------------------------------------------------------------------------------
 
@@ -143,13 +139,25 @@ class ModelPool:
         context.model = entry.name
         entry.users += 1
         context.on_end(lambda: self._release(entry, context.keep_alive))
-        if entry.awake is not None:
+        if entry.awake is None:
+            began = time.monotonic()
+            try:
+                await self._awake(entry)
+            finally:
+                context.loading_seconds = time.monotonic() - began
+        return self._variant(entry, name)
+
+    def _variant(self, entry: ModelEntry, name: str | None) -> ServedModel:
+        """Returns the loaded model as this name means it: with the settings of a derived model, if it is one's."""
+        assert entry.awake is not None
+        derived = store.derived_model((name or entry.name).removesuffix(":latest"))
+        if derived is None or not serves(entry.name, entry.source.path, derived):
+            derived = entry.source.derived
+        if derived is None:
             return entry.awake
-        began = time.monotonic()
-        try:
-            return await self._awake(entry)
-        finally:
-            context.loading_seconds = time.monotonic() - began
+        if derived.digest not in entry.variants:
+            entry.variants[derived.digest] = derive(entry.awake, derived)
+        return entry.variants[derived.digest]
 
     def _release(self, entry: ModelEntry, keep_alive: float | None) -> None:
         entry.users -= 1
@@ -250,6 +258,7 @@ class ModelPool:
 
     async def _unload(self, entry: ModelEntry) -> None:
         served, entry.served, entry.state = entry.served, None, ModelState.UNLOADING
+        entry.variants.clear()
         try:
             if served is not None:
                 await served.client.close()

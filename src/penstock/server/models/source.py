@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.ipc.client import EngineClient
+from penstock.store import DerivedModel
 from penstock.text import Text
 
 
@@ -18,4 +19,5 @@ class ModelSource:
     make_client: Callable[[], EngineClient]  # of an engine that is not started yet
     load_text: Callable[[], Text]
     path: Path | None = None  # of the model's files, if known
+    derived: DerivedModel | None = None  # whose settings it has
     bytes: int = 0  # that its weights and its KV cache are expected to take

@@ -21,7 +21,7 @@ from penstock.server.chat.stream import deltas
 from penstock.server.chat.tools import ToolUse, read_tools
 from penstock.server.errors import OLLAMA_ERRORS
 from penstock.server.explain import AnswerReport, Explanation
-from penstock.server.ollama.derived_settings import resolve, with_derived_messages, with_options, with_template
+from penstock.server.ollama.derived_settings import settings_of, with_options, with_template
 from penstock.server.ollama.fields import (
     GENERATE_NO_EFFECT,
     NO_EFFECT,
@@ -48,11 +48,11 @@ OLLAMA = Framing(b"application/x-ndjson", lambda line: line + b"\n", b"", OLLAMA
 async def chat(served: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
     body = await read_body(http, context, OllamaChatBody, NO_EFFECT)
     check(context, body)
-    served, derived = resolve(served, context, body.model)
+    derived = settings_of(served, context, body.model)
     use = read_tools(context, body.tools)
     if not body.messages:
         return _loaded(chat_line, served, context, body)
-    messages = with_derived_messages(context, derived, derived.system, read_messages(context, body.messages))
+    messages = read_messages(context, body.messages)
     turn = await _turn(served, context, with_options(derived, body), messages, use)
     return await _answer(served, http, context, body, turn, chat_line)
 
@@ -60,7 +60,7 @@ async def chat(served: ServedModel, http: HttpRequest, context: RequestContext) 
 async def generate(served: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
     body = await read_body(http, context, OllamaGenerateBody, GENERATE_NO_EFFECT)
     check(context, body)
-    served, derived = resolve(served, context, body.model)
+    derived = settings_of(served, context, body.model)
     if not body.prompt and not body.suffix:
         return _loaded(generate_line, served, context, body)
     body = with_options(derived, body)
@@ -69,8 +69,8 @@ async def generate(served: ServedModel, http: HttpRequest, context: RequestConte
     elif body.raw or (served.text.template is None and not (body.template or derived.messages)):
         turn = await _raw_turn(served, context, body, "" if body.raw else derived.system)
     else:
-        prompt = [{"role": "user", "content": body.prompt}]
-        messages = with_derived_messages(context, derived, body.system or derived.system, prompt)
+        messages: list[dict[str, Any]] = [{"role": "system", "content": body.system}] if body.system else []
+        messages.append({"role": "user", "content": body.prompt})
         turn = await _turn(with_template(served, body.template or ""), context, body, messages, NO_TOOLS)
     return await _answer(served, http, context, body, turn, generate_line)
 

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from penstock.server.bodies import read_body
 from penstock.server.errors import CLIENT_LEFT
 from penstock.server.explain import AnswerReport, report_of
-from penstock.server.ollama.derived_settings import resolve
+from penstock.server.ollama.derived_settings import settings_of
 from penstock.server.ollama.fields import OPTION_NO_EFFECT, OllamaOptions, context_length, note_keep_alive
 from penstock.server.openai.completions import encode_prompts
 from penstock.server.openai.embeddings import check_count, check_texts, floats_of, names_of, pooled
@@ -59,7 +59,7 @@ async def embed(served: ServedModel, http: HttpRequest, context: RequestContext)
     began = perf_counter_ns()
     body = await read_body(http, context, OllamaEmbedBody, {})
     note_keep_alive(context, body.keep_alive)
-    served, derived = resolve(served, context, body.model)
+    derived = settings_of(served, context, body.model)
     dimensions = body.dimensions or None
     check_dimensions(dimensions, served.limits.dim)
     inputs = [body.input] if isinstance(body.input, str) and body.input else list(body.input or ())
@@ -83,7 +83,7 @@ async def embed_old(served: ServedModel, http: HttpRequest, context: RequestCont
     """Returns the embedding of one text. Its length is not scaled to 1: clients of this endpoint expect that."""
     body = await read_body(http, context, OllamaOldEmbedBody, {})
     note_keep_alive(context, body.keep_alive)
-    served, derived = resolve(served, context, body.model)
+    derived = settings_of(served, context, body.model)
     texts = [body.prompt] if body.prompt else []
     length = context_length(served, context, derived.parameters | (body.options or {}))
     requests = await _requests(served, context, texts, ["prompt"] * len(texts), Cut(length, None))

@@ -176,9 +176,15 @@ def seconds(duration: float | str) -> float:
 def check_options(context: RequestContext, given: dict[str, Any]) -> OllamaOptions:
     """Returns the options of a request or of a Modelfile; raises for wrong ones."""
     options = read_object(context, given, OllamaOptions, OPTION_NO_EFFECT, "options")
-    sampler_settings(options)
     check_stops(_stops(options), "options.stop")
+    SamplingParams(**_sampling_of(options))
     return options
+
+
+def _sampling_of(options: OllamaOptions) -> dict[str, Any]:
+    """Returns what the options say about sampling."""
+    named = {name: getattr(options, name) for name in _SAMPLING}
+    return {name: value for name, value in named.items() if value is not None} | sampler_settings(options)
 
 
 def _stops(options: OllamaOptions) -> tuple[str, ...]:
@@ -189,8 +195,7 @@ def read_options(served: ServedModel, context: RequestContext, body: OllamaField
     """Returns how to sample, and the limit on the answer's tokens; None: what the context has room for."""
     options = check_options(context, body.options or {})
     _limit_context(served, context, options)
-    named = {name: getattr(options, name) for name in _SAMPLING}
-    settings = {name: value for name, value in named.items() if value is not None} | sampler_settings(options)
+    settings = _sampling_of(options)
     if settings.keys() & PENALTIES:
         settings.setdefault("penalty_window", PENALTY_WINDOW)
     scores = (body.top_logprobs or 0) if body.logprobs else None
