@@ -81,6 +81,7 @@ ODD: dict[str, tuple[str, dict[str, Any]]] = {  # name: the golden that it is ma
     "exaone4 without a window": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 4}),
     "olmo3 without a window": ("olmo3", {"sliding_window": None, "layer_types": ["full_attention"] * 4}),
     "cohere2, windows elsewhere": ("cohere2", {"layer_types": ["full_attention", "sliding_attention"] * 2}),
+    "cohere_plus, 64 layers": ("cohere_plus", {"num_hidden_layers": 64}),
     "deepseek_v2, lite": ("deepseek_v2", LITE),
     "deepseek_v2, lite with groups of experts": ("deepseek_v2", LITE | {"topk_method": "group_limited_greedy"}),
 }

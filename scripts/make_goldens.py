@@ -241,7 +241,7 @@ def make(name: str, recipe: Recipe) -> Path:
         other = recipe.random_model(name, seed, **recipe.without[name])
         difference = np.abs(logits(other, tokens) - expected).max()
         assert difference > 0.3, f"{name}: {difference}"
-    if name not in recipe.folders:
+    if name not in recipe.folders or name in recipe.files:
         recipe.write_gguf(folder / "model.gguf", model)
     save(model, folder, tokens, expected, **({"max_shard_size": "20KB"} if name == SHARDED else {}))
     print(f"{name:18} {sum(file.stat().st_size for file in folder.iterdir()):8} bytes")
@@ -305,9 +305,8 @@ def write_gguf(path: Path, model: PreTrainedModel) -> None:
             values = weight.numpy() + (1 if "norm" in name and "gemma" in writer.arch else 0)
             if writer.arch in INTERLEAVED and ("q_proj" in name or "k_proj" in name):
                 values = interleaved(values, head_dim_of(model.config))
-            writer.add_tensor(
-                gguf_name(name, writer.arch), values.astype(np.float32 if values.ndim == 1 else np.float16)
-            )
+            plain = values.ndim == 1 or "norm" in name
+            writer.add_tensor(gguf_name(name, writer.arch), values.astype(np.float32 if plain else np.float16))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -410,6 +409,7 @@ class Recipe:
 
     without: Mapping[str, dict[str, Any]]  # changes that move logits: without its feature, a golden would show nothing
     folders: Collection[str] = ()  # goldens that GGUF files cannot express
+    files: Collection[str] = ()  # those of `folders` that have a GGUF file beside them
     random_model: Callable[..., PreTrainedModel] = random_model
     write_gguf: Callable[[Path, PreTrainedModel], None] = write_gguf
 

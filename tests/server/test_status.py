@@ -33,7 +33,9 @@ def samples(server: Any) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]
 def test_health(parrot: Any) -> None:
     answer = parrot.get("/health")
     assert answer.status_code == 200
-    assert answer.json() == {"status": "ok", "engine": {"pid": os.getpid(), "model": MODEL}}
+    told = answer.json()
+    assert (told["status"], told["engine"]) == ("ok", {"pid": os.getpid(), "model": MODEL})
+    assert [model["name"] for model in told["models"]] == [MODEL]
 
 
 def test_health_names_config_fields_that_nothing_is_known_of(serve: Any) -> None:

@@ -147,7 +147,7 @@ def test_no_way_of_cutting_changes_what_is_read(data: st.DataObject) -> None:
 def test_what_is_no_call_is_content_to_the_letter(case: tuple[str, str]) -> None:
     name, text = case
     format = format_of(name, None)
-    if not format.tool_format.channels:
+    if not (format.tool_format.channels or format.tool_format.content[0]):
         whole = parse(format, text)
         openings = tuple(each for syntax in format.tool_format.calls for each in syntax.openings)
         torso = text.startswith(whole["content"]) and text[len(whole["content"]) :].lstrip().startswith(openings)

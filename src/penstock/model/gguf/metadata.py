@@ -6,32 +6,36 @@ describe is refused, with the difference, instead of being written wrongly.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields, is_dataclass
 from math import isclose
 from typing import Any
 
-import numpy as np
-
 from penstock.errors import UnsupportedModel
-from penstock.model import config_hf, registry, rope
+from penstock.model import config_hf, registry
 from penstock.model.config_reader import ConfigReader
-from penstock.model.families import deepseek2, gemma2
+from penstock.model.families import deepseek2, gemma2, llama4
 from penstock.model.gguf import config as gguf_config
 from penstock.model.gguf.read_alike import check_read_alike
-from penstock.model.recurrence import DeltaSpec
-from penstock.model.spec import AttentionSpec, ModelSpec, RopeSpec, all_but_each
-from penstock.model.tensor import FORMATS, Tensor
+from penstock.model.gguf.rope_keys import (
+    Keys,
+    Tensors,
+    global_attention,
+    local_attention,
+    plain_base,
+    rope_keys,
+    rope_table,
+)
+from penstock.model.recurrence import ConvSpec, DeltaSpec, MambaSpec
+from penstock.model.spec import ModelSpec, all_but_each
+from penstock.model.tensor import Tensor
 
-Keys = dict[str, Any]
-Tensors = dict[str, Tensor]
 Own = Callable[[ConfigReader, ModelSpec], Keys]
 
 NOT_IN_METADATA = (  # of the spec: it describes the file, or its tensors tell it
     *("arch", "biases", "gain_offset", "interleaved", "unused_layers"),
     *("first_position", "tiled", "generates"),
 )
-SCALED_BY_TENSOR = ("llama", "mixtral", "granite", "granitemoe", "minicpm", "exaone4")  # it reads rope_freqs.weight
 ARCHITECTURES = {family: name for name, family in reversed(registry.GGUF.items())} | {
     "distilbert": "bert",
     "mixtral": "llama",
@@ -110,89 +114,6 @@ def expert_keys(spec: ModelSpec) -> Keys:
     }
     groups = {"expert_group_count": experts.groups, "expert_group_used_count": experts.top_k_groups}
     return keys | (groups if experts.groups > 1 else {})
-
-
-def global_attention(spec: ModelSpec) -> AttentionSpec:
-    """Returns the attention of a layer that has RoPE and, if there is one, no window."""
-    rotating = [attn for attn in (spec.attn, *spec.layer_attn) if attn.rope.inv_freq] or [spec.attn]
-    return next((attn for attn in rotating if not attn.window), rotating[0])
-
-
-def local_attention(spec: ModelSpec) -> AttentionSpec:
-    """Returns the attention of a layer that has a window, if there is one."""
-    return next((attn for attn in (spec.attn, *spec.layer_attn) if attn.window), spec.attn)
-
-
-def base_of(config: ConfigReader, freqs: rope.Freqs) -> float:
-    """Returns RoPE's base as the config says it, or else as the frequencies imply it."""
-    for place in (rope_table(config), config):
-        if "rope_theta" in place:
-            return place.number("rope_theta")
-    return plain_base(freqs)
-
-
-def plain_base(freqs: rope.Freqs) -> float:
-    """Returns the base of unscaled frequencies."""
-    return float((freqs[0] / freqs[1]) ** len(freqs))
-
-
-def rope_table(config: ConfigReader) -> ConfigReader:
-    """Returns a reader of the table that describes the RoPE of full attention."""
-    table = config_hf.rope_fields(config)
-    return table.table("full_attention") if "full_attention" in table else table
-
-
-def rope_keys(config: ConfigReader, spec: ModelSpec) -> tuple[Keys, Tensors]:
-    """Returns the keys and tensors that describe RoPE."""
-    table, spec_rope = rope_table(config), global_attention(spec).rope
-    if not spec_rope.inv_freq:
-        return {}, {}
-    plain = {
-        "rope.dimension_count": 2 * len(spec_rope.inv_freq),
-        "rope.freq_base": base_of(config, spec_rope.inv_freq),
-    }
-    if table.text("rope_type", table.text("type", "default")) == "llama3" and spec.arch not in SCALED_BY_TENSOR:
-        raise UnsupportedModel(
-            f"a GGUF file of {spec.arch} cannot express rope_type = llama3: llama.cpp has no tensor for its factors"
-        )
-    scaling, tensors = scaling_keys(table, plain["rope.freq_base"], spec_rope, spec.max_len)
-    longest = {"context_length": spec.longest} if spec.long else {}
-    return plain | scaling | longest, tensors
-
-
-def scaling_keys(table: ConfigReader, base: float, spec: RopeSpec, max_len: int) -> tuple[Keys, Tensors]:
-    """Returns the keys and tensors that describe how RoPE is scaled."""
-    match table.text("rope_type", table.text("type", "default")):
-        case "linear":
-            return {"rope.scaling.type": "linear", "rope.scaling.factor": 1 / spec.inv_freq[0]}, {}
-        case "llama3":
-            plain = np.array(rope.plain(base, 2 * len(spec.inv_freq)))
-            return {}, {"rope_freqs.weight": vector("rope_freqs.weight", plain / spec.inv_freq)}
-        case "yarn":
-            factor = table.number("factor", 1.0)
-            return {
-                "rope.scaling.type": "yarn",
-                "rope.scaling.factor": factor,
-                "rope.scaling.original_context_length": table.size("original_max_position_embeddings", max_len),
-                "rope.scaling.yarn_beta_fast": table.number("beta_fast", 32.0),
-                "rope.scaling.yarn_beta_slow": table.number("beta_slow", 1.0),
-                "rope.scaling.attn_factor": spec.scale / rope.yarn_scale(factor),
-            }, {}
-        case "longrope" | "su":
-            names = {f"rope_factors_{which}.weight": f"{which}_factor" for which in ("long", "short")}
-            count = len(spec.inv_freq)
-            tensors = {name: vector(name, np.array(table.numbers(key, count))) for name, key in names.items()}
-            return {
-                "rope.scaling.original_context_length": max_len,
-                "rope.scaling.attn_factor": spec.scale,
-            }, tensors
-    return {}, {}
-
-
-def vector(name: str, values: Any) -> Tensor:
-    """Returns a vector of float32."""
-    numbers = np.ascontiguousarray(values, "<f4")
-    return Tensor(name, FORMATS["F32"], numbers.shape, numbers.view(np.uint8))
 
 
 # ---- keys of single families ----
@@ -348,7 +269,15 @@ def encoder(config: ConfigReader, spec: ModelSpec) -> Keys:
 
 
 def modern_bert(config: ConfigReader, spec: ModelSpec) -> Keys:
-    raise UnsupportedModel("ModernBERT cannot be written as GGUF yet: use its folder")
+    """Returns the keys of ModernBERT, whose windows have as many positions on each side."""
+    near, far = local_attention(spec), global_attention(spec)
+    sliding = [spec.attention(layer).window > 0 for layer in range(spec.layers)]
+    return encoder(config, spec) | {
+        gguf_config.WINDOW: 2 * (near.window - 1) or None,
+        gguf_config.PATTERN: next((at for at, one in enumerate(sliding) if at and not one), 3),
+        "rope.freq_base": plain_base(far.rope.inv_freq),
+        "rope.freq_base_swa": plain_base(near.rope.inv_freq),
+    }
 
 
 def deepseek_2(config: ConfigReader, spec: ModelSpec) -> Keys:
@@ -377,6 +306,48 @@ def gpt_oss(config: ConfigReader, spec: ModelSpec) -> Keys:
     if list(config_hf.read_sliding(config, usual)) != usual:
         raise config.unsupported("layer_types", config.strings("layer_types"), ("a window in every other layer",))
     return window(config, spec)
+
+
+def llama_4(_: ConfigReader, spec: ModelSpec) -> Keys:
+    return {llama4.STEP: 1 + min(set(range(spec.layers)) - spec.dense, default=0)}
+
+
+def layer_kv_heads(spec: ModelSpec) -> Keys:
+    """Returns the number of KV heads of each layer, 0 for those without attention."""
+    attentive = spec.attention_layers
+    return {gguf_config.KV_HEADS: [spec.attn.kv_heads if i in attentive else 0 for i in range(spec.layers)]}
+
+
+def check_biases(spec: ModelSpec, readable: Collection[str], said: str) -> None:
+    """Raises if layers have biases that llama.cpp has no tensors for; `said`: the field that says so."""
+    if odd := sorted((spec.biases or frozenset()) ^ frozenset(readable)):
+        raise UnsupportedModel(
+            f"a GGUF file of {spec.arch} cannot express {said}: llama.cpp reads other biases of {', '.join(odd)}"
+        )
+
+
+def lfm_2(config: ConfigReader, spec: ModelSpec) -> Keys:
+    assert isinstance(spec.recurrence, ConvSpec)
+    check_biases(spec, (), "conv_bias = true")
+    if spec.experts is None:
+        return layer_kv_heads(spec) | {"shortconv.l_cache": spec.recurrence.conv_width}
+    if spec.experts.scale != 1:
+        raise config.unsupported("routed_scaling_factor", spec.experts.scale, ("1 in a GGUF file of lfm2",))
+    dense = {"leading_dense_block_count": len(spec.dense)}
+    return layer_kv_heads(spec) | {"shortconv.l_cache": spec.recurrence.conv_width} | dense
+
+
+def jamba(_: ConfigReader, spec: ModelSpec) -> Keys:
+    assert isinstance(spec.recurrence, MambaSpec)
+    check_biases(spec, ("conv", "ssm_dt"), "mamba_conv_bias = false or mamba_proj_bias = true")
+    conv, scan = spec.recurrence.conv, spec.recurrence.scan
+    return layer_kv_heads(spec) | {
+        "expert_feed_forward_length": None,
+        "ssm.conv_kernel": conv.conv_width,
+        "ssm.inner_size": conv.width,
+        "ssm.state_size": scan.state_size,
+        "ssm.time_step_rank": spec.recurrence.dt_rank,
+    }
 
 
 OWN: dict[str, Own] = {
@@ -415,6 +386,8 @@ OWN: dict[str, Own] = {
     "ernie45": ernie,
     "dots1": glm_4_moe,
     "hunyuanmoe": hunyuan_moe,
+    "jamba": jamba,
+    "lfm2": lfm_2,
     "qwen3next": qwen_3_next,
     "qwen35": qwen_3_5,
     "bert": encoder,
@@ -423,6 +396,7 @@ OWN: dict[str, Own] = {
     "modernbert": modern_bert,
     "deepseek2": deepseek_2,
     "gptoss": gpt_oss,
+    "llama4": llama_4,
 }
 
 

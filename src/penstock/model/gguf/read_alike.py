@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from penstock.errors import UnsupportedModel
 from penstock.model.spec import ModelSpec
 
-WINDOWED = ("gemma2", "gemma3", "gptoss", "olmo2", "cohere2")  # whose windows llama.cpp computes
+WINDOWED = ("gemma2", "gemma3", "gptoss", "olmo2", "cohere2", "modernbert")  # whose windows llama.cpp computes
 EXAONE_LAYERS = 64  # those of EXAONE 4 only in models of so many layers
+COHERE_LAYERS = 64  # it expects norms of queries and keys in a Command R of so many layers or more
 ALL_BIASED = (
     "llama",
     "granite",
@@ -21,7 +22,7 @@ ALL_BIASED = (
     "gptneox",
     "phi2",
 )  # it reads biases of all products
-RENORMALIZED = ("qwen3moe", "qwen3next")  # it always divides the selected experts' scores by their sum
+RENORMALIZED = ("qwen3moe", "qwen3next", "lfm2")  # it always divides the selected experts' scores by their sum
 NEVER_RENORMALIZED = ("qwen2moe", "olmoe")  # it never does
 EACH_KV = ("dots1", "olmoe")  # it expects a KV head for each head
 SQUARE = ("glm", "qwen2")  # it expects heads that share the width
@@ -52,6 +53,11 @@ def unsaid_attention(spec: ModelSpec) -> Iterator[str]:
         )
     if spec.arch in SQUARE and attn.q_width != spec.dim:
         yield f"head_dim = {attn.head_dim}: llama.cpp expects the width, {spec.dim}, over {attn.heads} heads"
+    if spec.arch == "cohere" and (attn.qk_norm == "layer") != (spec.layers >= COHERE_LAYERS):
+        yield (
+            f"use_qk_norm = {str(bool(attn.qk_norm)).lower()} in a model of {spec.layers} layers: llama.cpp expects "
+            f"such norms of {COHERE_LAYERS} layers or more, and of no others"
+        )
     if spec.mla is not None and not spec.mla.q_lora_rank and spec.layers not in LITE_LAYERS:
         yield (
             f"q_lora_rank = null in a model of {spec.layers} layers: "
