@@ -32,6 +32,7 @@ from penstock.backend.cuda.kernels.fp8_gemm import fp8_gemm
 from penstock.backend.cuda.kernels.gather_rows import gather_rows, resolve_tokens
 from penstock.backend.cuda.kernels.gemv import gemv
 from penstock.backend.cuda.kernels.hopper_gemm import hopper_gemm
+from penstock.backend.cuda.kernels.mamba2 import Mamba2Scratch, mamba2
 from penstock.backend.cuda.kernels.mla_attention import mla_decode, mla_prefill, store_mla_kv
 from penstock.backend.cuda.kernels.norm import add_layer_norm, add_norm
 from penstock.backend.cuda.kernels.norm_qk import norm_qk
@@ -44,8 +45,8 @@ from penstock.backend.cuda.kernels.silu_and_mul import act_and_mul
 from penstock.backend.cuda.kernels.skinny_gemm import skinny_gemm
 from penstock.backend.cuda.kernels.split_k import SplitKScratch
 from penstock.backend.cuda.pack_quantized import CODINGS, QuantizedWeight
-from penstock.model.ops import DeltaWeights, ScanWeights
-from penstock.model.recurrence import DeltaSpec, ScanSpec
+from penstock.model.ops import DeltaWeights, Mamba2Weights, ScanWeights
+from penstock.model.recurrence import DeltaSpec, Mamba2Spec, ScanSpec
 from penstock.model.spec import ExpertSpec
 
 HOST = torch.device("cpu")
@@ -304,6 +305,17 @@ def convolution_over_time(tilings: Tilings, biased: bool, silu: bool) -> None:
     states, rows = empty(4, 64 + 3 * width, dtype=F32), StateRows(ints(4, 8), ints(8))
     taps, bias = empty(width * 4, dtype=F32), empty(width, dtype=F32) if biased else None
     causal_conv(empty(8, 1024), taps, bias, sizes, states, rows, empty(8, width, dtype=F32), silu)
+
+
+@case(normed=(8,), plain=(0,))
+def mamba2_layers(tilings: Tilings, norm_groups: int) -> None:
+    spec = Mamba2Spec(32, 64, 128, 8, 4, norm_groups=norm_groups)
+    sizes = spec.width * 4, spec.width, spec.heads, spec.heads, spec.heads
+    gain = empty(spec.inner, dtype=F32) if norm_groups else None
+    weights = Mamba2Weights(*(empty(size, dtype=F32) for size in sizes), gain)
+    states, rows = empty(4, spec.state_floats, dtype=F32), StateRows(ints(4, 8), ints(8))
+    scratch = Mamba2Scratch(empty(8, spec.width, dtype=F32), empty(8, spec.inner, dtype=F32))
+    mamba2(empty(8, spec.in_width), weights, spec, states, rows, scratch, empty(8, spec.inner))
 
 
 @case()
