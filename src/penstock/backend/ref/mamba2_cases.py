@@ -62,9 +62,9 @@ MAMBA2_CASES = (
     Case("mamba2", "whole prompt", "F32", FLOAT, partial(chunked, spec=LONG, lengths=(70,), longest=999)),
     Case("mamba2", "large heads", "F32", FLOAT, partial(chunked, spec=LARGE, lengths=(5,), longest=3)),
     Case("mamba2", "token by token", "F32", FLOAT, partial(chunked, spec=MAMBA2, lengths=(6, 3), longest=1)),
+    Case("mamba2", "states of prompts", "F32", FLOAT, partial(mamba2, spec=MAMBA2, steps=saved_far(), tokens=70)),
     Case("mamba2", "no norm", "F32", FLOAT, partial(chunked, spec=PLAIN, lengths=(9, 1, 14), longest=6)),
     Case("mamba2", "odd widths", "F32", FLOAT, partial(chunked, spec=ODD, lengths=(5, 9), longest=4, biased=False)),
-    Case("mamba2", "states of prompts", "F32", FLOAT, partial(mamba2, spec=MAMBA2, steps=saved_far(), tokens=70)),
     Case("mamba2", "odd prompts", "F32", FLOAT, partial(chunked, spec=ODD, lengths=(45, 3), longest=40)),
     Case("mamba2", "states", "F32", FLOAT, partial(mamba2, spec=MAMBA2, steps=saved_and_begun(), tokens=50)),
 )

@@ -23,6 +23,7 @@ from penstock.model.recurrence import Mamba2Spec
 COLUMNS = 16  # of a state, in one program
 CHUNK = 32  # tokens
 CHUNK_COLUMNS = 32
+LARGE_STATE = 128
 LEAST_CHUNKED = 16  # tokens of a row that is computed in chunks
 MAX_TOKENS = 2**31 - 1
 
@@ -245,8 +246,9 @@ def mamba2(
     )
     if prompts:
         grid = (len(rows.numbers), spec.heads, triton.cdiv(spec.head_dim, CHUNK_COLUMNS))
-        tiles = {"STATE": max(padded, 16), "COLUMNS": CHUNK_COLUMNS, "CHUNK": CHUNK, "LEAST": LEAST_CHUNKED}
-        _chunked_scan[grid](*inputs, SIZES=sizes, **tiles, **launch_options(4))
+        chunk = CHUNK if padded <= LARGE_STATE else CHUNK // 2  # B and C of a chunk must fit into shared memory
+        tiles = {"STATE": max(padded, 16), "COLUMNS": CHUNK_COLUMNS, "CHUNK": chunk, "LEAST": LEAST_CHUNKED}
+        _chunked_scan[grid](*inputs, SIZES=sizes, **tiles, **launch_options(4, num_stages=1))
     store_conv_state(zxbcdt, conv, states, rows)
     gate_and_norm(zxbcdt, weights, spec, scratch.raw, out)
 
