@@ -307,9 +307,9 @@ def convolution_over_time(tilings: Tilings, biased: bool, silu: bool) -> None:
     causal_conv(empty(8, 1024), taps, bias, sizes, states, rows, empty(8, width, dtype=F32), silu)
 
 
-@case(normed=(8,), plain=(0,))
-def mamba2_layers(tilings: Tilings, norm_groups: int) -> None:
-    spec = Mamba2Spec(32, 64, 128, 8, 4, norm_groups=norm_groups)
+@case(normed=(8, 128), plain=(0, 256))
+def mamba2_layers(tilings: Tilings, norm_groups: int, state_dim: int) -> None:
+    spec = Mamba2Spec(32, 64, state_dim, 8, 4, norm_groups=norm_groups)
     sizes = spec.width * 4, spec.width, spec.heads, spec.heads, spec.heads
     gain = empty(spec.inner, dtype=F32) if norm_groups else None
     weights = Mamba2Weights(*(empty(size, dtype=F32) for size in sizes), gain)

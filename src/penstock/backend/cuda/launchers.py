@@ -359,7 +359,8 @@ def mamba2(
 ) -> None:
     states = context.memory.states
     rows, buffers = states.rows_of(step), mamba2_kernel.Mamba2Scratch(*scratch)
-    mamba2_kernel.mamba2(zxbcdt, weights, spec, states.layers[layer], rows, buffers, out)
+    prompts = len(step.tiles) > 0
+    mamba2_kernel.mamba2(zxbcdt, weights, spec, states.layers[layer], rows, buffers, out, prompts)
 
 
 LAUNCHERS: dict[str, Callable[..., None]] = {
