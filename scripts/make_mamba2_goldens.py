@@ -52,6 +52,23 @@ NEMOTRON = {
     "ssm_state_size": 10,
     "time_step_min": 1e-9,  # below it, transformers clamps time steps of prompts, and llama.cpp does not
 }
+FALCON = MAMBA | {
+    "attention_in_multiplier": 0.9,
+    "attention_out_multiplier": 0.7,
+    "embedding_multiplier": 3.0,
+    "head_dim": 12,
+    "intermediate_size": 24,
+    "key_multiplier": 0.6,
+    "lm_head_multiplier": 0.4,
+    "mamba_d_ssm": 48,
+    "mamba_n_heads": 3,
+    "mlp_multipliers": [0.8, 0.5],
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": PLAIN | {"rope_theta": 1000.0},
+    "ssm_in_multiplier": 1.3,
+    "ssm_multipliers": [0.9, 0.7, 1.2, 0.8, 1.1],
+    "ssm_out_multiplier": 0.6,
+}
 GOLDENS: dict[str, tuple[str, dict[str, Any]]] = {  # the model type, and its sizes
     "granitemoehybrid": (
         "granitemoehybrid",
@@ -93,14 +110,48 @@ GOLDENS: dict[str, tuple[str, dict[str, Any]]] = {  # the model type, and its si
             "moe_latent_size": 24,
             "moe_shared_expert_intermediate_size": 20,
             "n_groups": 1,
-            "n_routed_experts": 5,
+            "n_routed_experts": 4,
             "norm_topk_prob": True,
             "num_experts_per_tok": 2,
             "routed_scaling_factor": 1.5,
         },
     ),
+    "falcon_h1": ("falcon_h1", FALCON | {"num_hidden_layers": 2}),
+    "falcon_h1_norm": (
+        "falcon_h1",
+        FALCON
+        | {
+            "mamba_d_head": 8,
+            "mamba_n_groups": 2,
+            "mamba_n_heads": 6,
+            "mamba_norm_before_gate": False,
+            "mamba_rms_norm": True,
+            "num_hidden_layers": 2,
+            "num_key_value_heads": 2,
+            "tie_word_embeddings": True,
+            "lm_head_multiplier": 1.0,  # files that are tied can have no multipliers of these two
+            "embedding_multiplier": 1.0,
+        },
+    ),
+    "bamba": (
+        "bamba",
+        MAMBA
+        | {
+            "attn_layer_indices": [1],
+            "head_dim": 8,
+            "intermediate_size": 24,
+            "num_hidden_layers": 3,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": PLAIN | {"rope_theta": 100.0},
+        },
+    ),
 }
-ARCHITECTURES = {"granitemoehybrid": "granitehybrid", "nemotron_h": "nemotron_h"}
+ARCHITECTURES = {
+    "bamba": "granitehybrid",
+    "falcon_h1": "falcon-h1",
+    "granitemoehybrid": "granitehybrid",
+    "nemotron_h": "nemotron_h",
+}
 PLAIN_PARTS = {"ssm_conv1d", "ssm_a", "ssm_d", "ssm_norm", "ffn_gate_inp"}  # what stays float32
 INTERLEAVED = ("granitehybrid",)  # architectures whose files have q and k turned
 
@@ -123,6 +174,11 @@ GGUF_NAMES = {
     "mamba.norm.weight": "ssm_norm.weight",
     "mamba.out_proj.weight": "ssm_out.weight",
     "block_sparse_moe.router.weight": "ffn_gate_inp.weight",
+    "model.final_layernorm.weight": "output_norm.weight",
+    "pre_ff_layernorm.weight": "ffn_norm.weight",
+    "feed_forward.gate_proj.weight": "ffn_gate.weight",
+    "feed_forward.up_proj.weight": "ffn_up.weight",
+    "feed_forward.down_proj.weight": "ffn_down.weight",
     "model.embeddings.weight": "token_embd.weight",
     "model.norm_f.weight": "output_norm.weight",
     "norm.weight": "attn_norm.weight",
@@ -189,7 +245,7 @@ def write_gguf(path: Path, model: PreTrainedModel) -> None:
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         for own, values in converted(name, weight.numpy(), writer.arch, config):
-            plain = values.ndim == 1 or PLAIN_PARTS.intersection(own.split("."))
+            plain = values.ndim == 1 or writer.arch == "falcon-h1" or PLAIN_PARTS.intersection(own.split("."))
             writer.add_tensor(own, values.astype(np.float32 if plain else np.float16))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -207,7 +263,9 @@ def converted(name: str, values: np.ndarray, arch: str, config: PreTrainedConfig
     elif name.endswith(("mamba.norm.weight", "mixer.norm.weight")):
         values = values.reshape(getattr(config, "mamba_n_groups", None) or config.n_groups, -1)
     elif arch in INTERLEAVED and ("q_proj" in name or "k_proj" in name):
-        values = interleaved(values, config.hidden_size // config.num_attention_heads)
+        values = turned(values, config)
+    if config.model_type == "falcon_h1":
+        values = values * multiplier(name, config)
     if name.endswith(("experts.gate_up_proj", "shared_mlp.input_linear.weight")):
         gate, up = np.split(values, 2, axis=-2)
         kind = "_exps" if ".experts." in name else "_shexp" if config.num_local_experts else ""
@@ -215,8 +273,40 @@ def converted(name: str, values: np.ndarray, arch: str, config: PreTrainedConfig
         yield f"{layer}.ffn_up{kind}.weight", up
     elif name.endswith("shared_mlp.output_linear.weight"):
         yield f"{layer}.ffn_down{'_shexp' if config.num_local_experts else ''}.weight", values
+    elif arch == "falcon-h1" and name.endswith("pre_ff_layernorm.weight"):
+        yield f"{layer}.ffn_norm", values  # llama.cpp reads it by this name
     else:
         yield gguf_name(name), values
+
+
+def turned(values: np.ndarray, config: PreTrainedConfig) -> np.ndarray:
+    """Returns q or k with those dimensions of each head interleaved that RoPE rotates."""
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    rotated = int(head_dim * config.rope_parameters.get("partial_rotary_factor", 1))
+    heads = values.reshape(-1, head_dim, values.shape[1])
+    both = [interleaved(heads[:, :rotated].reshape(-1, values.shape[1]), rotated), heads[:, rotated:]]
+    return np.concatenate([part.reshape(len(heads), -1, values.shape[1]) for part in both], axis=1).reshape(
+        values.shape
+    )
+
+
+def multiplier(name: str, config: PreTrainedConfig) -> Any:
+    """Returns what llama.cpp's converter multiplies a tensor of Falcon-H1 by."""
+    inner, bc = config.mamba_d_ssm, config.mamba_n_groups * config.mamba_d_state
+    ssm = np.repeat(config.ssm_multipliers, (inner, inner, bc, bc, config.mamba_n_heads))[:, None]
+    factors = {
+        "down_proj": config.mlp_multipliers[1],
+        "gate_proj": config.mlp_multipliers[0],
+        "k_proj": config.key_multiplier * config.attention_in_multiplier,
+        "q_proj": config.attention_in_multiplier,
+        "v_proj": config.attention_in_multiplier,
+        "o_proj": config.attention_out_multiplier,
+        "out_proj": config.ssm_out_multiplier,
+        "in_proj": config.ssm_in_multiplier * ssm,
+        "lm_head": config.lm_head_multiplier,
+        "embed_tokens": config.embedding_multiplier,
+    }
+    return next((factor for part, factor in factors.items() if f".{part}." in f".{name}"), 1.0)
 
 
 def gguf_name(name: str) -> str:
@@ -233,19 +323,37 @@ def add_keys(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
     writer.add_head_count(config.num_attention_heads)
     if writer.arch == "granitehybrid":
         add_granite_keys(writer, config)
+    elif writer.arch == "falcon-h1":
+        add_falcon_keys(writer, config)
     else:
         add_nemotron_keys(writer, config)
 
 
-def add_granite_keys(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
-    rope = getattr(config, "position_embedding_type", "rope") == "rope"
+def add_falcon_keys(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
     writer.add_context_length(config.max_position_embeddings)
     writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count_kv([config.num_key_value_heads * (kind == FULL) for kind in config.layer_types])
-    writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    add_ssm_keys(writer, config)
+
+
+def add_granite_keys(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
+    rope = getattr(config, "position_embedding_type", "rope") == "rope"
+    kinds = config.layers_block_type
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count_kv([config.num_key_value_heads * (kind == FULL) for kind in kinds])
+    head_dim = config.hidden_size // config.num_attention_heads
+    writer.add_rope_dimension_count(int(head_dim * config.rope_parameters.get("partial_rotary_factor", 1)))
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_rope_scaling_finetuned(rope)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    add_ssm_keys(writer, config)
+    if config.model_type == "bamba":
+        return
     writer.add_embedding_scale(config.embedding_multiplier)
     writer.add_residual_scale(config.residual_multiplier)
     writer.add_attention_scale(config.attention_multiplier)
@@ -254,7 +362,6 @@ def add_granite_keys(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
     if config.num_local_experts:
         writer.add_expert_count(config.num_local_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
-    add_ssm_keys(writer, config)
 
 
 def add_nemotron_keys(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:

@@ -121,6 +121,7 @@ def norms_and_activations(tilings: Tilings, dtype: torch.dtype | None) -> None:
         act_and_mul(empty(4, 2 * DIM), out, act="gelu_tanh")
         act_and_mul(empty(4, 2 * DIM), out, act="clamped")
         norm_qk(empty(4, 12 * 128), gain[:128], gain[:128], 8 * 128, 2 * 128, 1e-5, empty(4, 12 * 128))
+        norm_qk(empty(4, 384), gain[:256], gain[:64], 256, 64, 1e-5, empty(4, 384), layer_dim=64)
         sigmoid_mul(x, empty(4, 1), out)
     else:
         quantize_activations(x, *fp8_view(out))
@@ -245,6 +246,8 @@ def fp8_matrices_and_many_rows(tilings: Tilings) -> None:
     wide=(BF16, 256, 2, {"soft_cap": 50.0}),
     sinks=(BF16, 64, 8, {"window": 128, "sinks": True}),
     gain=(BF16, 128, 4, {"q_gain": True}),
+    chunks=(BF16, 128, 5, {"chunk": 8192}),
+    temperature=(BF16, 128, 5, {"temperature": 0.1, "temperature_span": 8192}),
     int8=(torch.int8, 128, 4, {}),
     fp8=(FP8, 128, 4, {}),
 )
@@ -260,16 +263,17 @@ def attention(tilings: Tilings, dtype: torch.dtype, dims: int, shared: int, abou
     rope_and_store(qkv, frequencies, 1.0, dims // 2, False, ints(8), ints(8), cache, scales)
     tables, header = ints(64), ints(4)
     tiling = tilings.prefill_attention(queries_per_tile(shared), dims, 2)
+    others = {key: about[key] for key in ("chunk", "temperature", "temperature_span") if key in about}
     how = 0.1, window, scales, cap, True, sinks, q_gain
-    prefill_attention(qkv, cache, ints(4, 5), tables, header, out, *how, tiling=tiling)
+    prefill_attention(qkv, cache, ints(4, 5), tables, header, out, *how, **others, tiling=tiling)
     split_kv = SplitKV(empty(1 << 16, dtype=F32), empty(1 << 12, dtype=F32), ints(64))
     about = 0.1, window, scales, cap, sinks, q_gain
     many, one = (tilings.decode_attention(rows, dims, 2) for rows in (8, 1))
     for rotation in (None, Rotation(frequencies, ints(8), 1.0, dims // 2, False)):
         common = tables, header, out, split_kv, rotation
-        decode_attention(qkv, cache, ints(72, 8), *common, *about, tiling=many)
+        decode_attention(qkv, cache, ints(72, 8), *common, *about, **others, tiling=many)
     alone = tables, header, out[:1], split_kv, rotation
-    decode_attention(qkv[:1], cache, ints(65, 8), *alone, *about, tiling=one)
+    decode_attention(qkv[:1], cache, ints(65, 8), *alone, *about, **others, tiling=one)
 
 
 @case(bf16=(BF16,), int8=(torch.int8,), fp8=(FP8,))

@@ -42,6 +42,7 @@ def expected(folder: Path) -> tuple[list[int], np.ndarray]:
 
 def test_every_kind_of_golden_is_there():
     assert NAMES == [
+        "bamba",
         "bias",
         "cohere",
         "cohere2",
@@ -53,6 +54,8 @@ def test_every_kind_of_golden_is_there():
         "ernie4_5_moe",
         "exaone4",
         "falcon",
+        "falcon_h1",
+        "falcon_h1_norm",
         "gemma",
         "gemma2",
         "gemma3",

@@ -326,7 +326,7 @@ def build(
 ) -> Decoder:
     """Builds a decoder with such mixers, MLPs and norms; the defaults are Llama's."""
 
-    two_norms = any(pack.has(f"layers.{i}.mlp_norm") for i in range(spec.layers))
+    two_norms = spec.parallel and any(pack.has(f"layers.{i}.mlp_norm") for i in range(spec.layers))
 
     def block(layer: int, kind: str, make: MakePart) -> Block:
         before = norm(spec, pack, f"layers.{layer}.{kind}_norm") if pre_norm else None

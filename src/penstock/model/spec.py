@@ -129,6 +129,19 @@ class ExpertSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class BranchScales:
+    """Holds multipliers of layers that have attention and Mamba2 beside each other."""
+
+    attention_in: float = 1.0
+    attention_out: float = 1.0
+    ssm_in: float = 1.0
+    ssm_out: float = 1.0
+    convolved: tuple[float, ...] = (1.0, 1.0, 1.0)  # of x, B and C
+    gate: float = 1.0  # of the MLP's gate, before its activation
+    down: float = 1.0  # of the MLP's output
+
+
+@dataclass(frozen=True, slots=True)
 class ClassifierSpec:
     """Describes what a model classifies sequences into, and the head that does it (model/classifier.py)."""
 
@@ -207,6 +220,7 @@ class ModelSpec:
     recurrence: RecurrentSpec | None = None  # what recurrent layers compute
     recurrent: frozenset[int] = frozenset()  # layers that have a state
     attentive: frozenset[int] | None = None  # layers that have attention; None: those without a state
+    branch_scales: BranchScales | None = None
     shared_gated: bool = False  # the MLP beside the experts has a gate of its own
     classifier: ClassifierSpec | None = None
     segments: int = 1  # kinds of tokens that a pair of texts has: of the first and of the second; 0: no table of them

@@ -65,7 +65,9 @@ def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
     if len(kv_heads) != layers or len({*kv_heads} - {0}) != 1:
         raise config.unsupported(mamba2_mixer.KV_HEADS, list(kv_heads), (f"0 or the same number for {layers} layers",))
     scalar = config.with_value(mamba2_mixer.KV_HEADS, max(kv_heads))
-    spec = gguf_config.read_decoder(scalar, tensors, "granitehybrid", interleaved=True, keys=KEYS, experts=True)
+    spec = gguf_config.read_decoder(
+        scalar, tensors, "granitehybrid", interleaved=True, partial=True, keys=KEYS, experts=True
+    )
     mamba = mamba2_mixer.read_gguf(config, spec.eps)
     spec = granite.read_scales(config, spec)
     if not config.flag("rope.scaling.finetuned", True):

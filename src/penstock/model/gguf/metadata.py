@@ -16,7 +16,7 @@ import numpy as np
 from penstock.errors import UnsupportedModel
 from penstock.model import config_hf, registry, rope
 from penstock.model.config_reader import ConfigReader
-from penstock.model.families import deepseek2, gemma2
+from penstock.model.families import deepseek2, gemma2, llama4
 from penstock.model.gguf import config as gguf_config
 from penstock.model.recurrence import ConvSpec, DeltaSpec, MambaSpec
 from penstock.model.spec import AttentionSpec, ModelSpec, RopeSpec, all_but_each
@@ -32,6 +32,7 @@ NOT_IN_METADATA = (  # of the spec: it describes the file, or its tensors tell i
 )
 WINDOWED = ("gemma2", "gemma3", "gptoss", "olmo2", "cohere2")  # whose windows llama.cpp computes
 EXAONE_LAYERS = 64  # those of EXAONE 4 only in models of so many layers
+COHERE_LAYERS = 64  # it expects norms of queries and keys in a Command R of so many layers or more
 ALL_BIASED = (
     "llama",
     "granite",
@@ -93,6 +94,11 @@ def check_read_alike(spec: ModelSpec) -> None:
         raise UnsupportedModel(
             f"a GGUF file of {spec.arch} cannot express {said} = true: llama.cpp has no tensors for the biases of "
             f"{', '.join(odd)} and refuses the file"
+        )
+    if spec.arch == "cohere" and (spec.attn.qk_norm == "layer") != (spec.layers >= COHERE_LAYERS):
+        raise UnsupportedModel(
+            f"a GGUF file of cohere cannot express use_qk_norm = {str(bool(spec.attn.qk_norm)).lower()} in a model of "
+            f"{spec.layers} layers: llama.cpp expects such norms of {COHERE_LAYERS} layers or more, and of no others"
         )
     if spec.mla is not None and not spec.mla.q_lora_rank and spec.layers not in LITE_LAYERS:
         raise UnsupportedModel(
@@ -362,6 +368,10 @@ def gpt_oss(config: ConfigReader, spec: ModelSpec) -> Keys:
     return window(config, spec)
 
 
+def llama_4(_: ConfigReader, spec: ModelSpec) -> Keys:
+    return {llama4.STEP: 1 + min(set(range(spec.layers)) - spec.dense, default=0)}
+
+
 def layer_kv_heads(spec: ModelSpec) -> Keys:
     """Returns the number of KV heads of each layer, 0 for those without attention."""
     attentive = spec.attention_layers
@@ -434,6 +444,7 @@ OWN: dict[str, Own] = {
     "modernbert": modern_bert,
     "deepseek2": deepseek_2,
     "gptoss": gpt_oss,
+    "llama4": llama_4,
 }
 
 
