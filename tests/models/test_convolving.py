@@ -272,6 +272,11 @@ def test_what_jamba_does_not_do(change):
         read_config(JAMBA | change)
 
 
+def test_a_convolution_without_a_state_is_refused(folder_with):
+    with pytest.raises(UnsupportedModel, match="the convolution covers 1 position"):
+        open_checkpoint(folder_with("lfm2", config=lambda config: config.update(conv_L_cache=1)))
+
+
 def test_states_that_no_backend_computes_are_refused(folder_with, gguf_with):
     with pytest.raises(UnsupportedModel, match="the convolution covers 17 positions"):
         open_checkpoint(folder_with("lfm2", config=lambda config: config.update(conv_L_cache=17)))
