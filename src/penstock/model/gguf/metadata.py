@@ -130,7 +130,7 @@ def decoder_keys(spec: ModelSpec) -> Keys:
         "feed_forward_length": spec.hidden,
         "vocab_size": spec.vocab,
         "attention.head_count": attn.heads,
-        "attention.head_count_kv": attn.kv_heads,
+        gguf_config.KV_HEADS: attn.kv_heads,
         "attention.key_length": attn.head_dim,
         "attention.value_length": attn.head_dim,
         gguf_config.RMS_EPS: spec.eps,
