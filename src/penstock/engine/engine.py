@@ -21,6 +21,7 @@ from penstock.types import (
     BlockEvent,
     Event,
     Failed,
+    Finished,
     Limits,
     Request,
     Row,
@@ -28,7 +29,6 @@ from penstock.types import (
     Stats,
     StepPlan,
     StepResult,
-    Tokens,
 )
 
 PATIENCE = 0.002  # seconds between two looks at what has arrived, when all requests wait for something
@@ -250,7 +250,7 @@ class Engine:
     def _emit(self, events: list[Event]) -> None:
         """Keeps events for the step's caller. A request that ends is forgotten."""
         for event in events:
-            if not isinstance(event, Tokens) and (record := self._records.pop(event.seq, None)):
+            if isinstance(event, Finished | Aborted | Failed) and (record := self._records.pop(event.seq, None)):
                 self._constrained -= record.constraint is not None
                 self._mirostats -= record.mirostat
                 event = record.complete(event)

@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.backend.adapters import NoAdapters
 from penstock.backend.base import (
+    AdapterSlots,
     Batch,
     Bitmasks,
     BlockMemory,
@@ -112,6 +114,7 @@ class CpuBackend(SynchronousBackend[CpuProgram]):
         self._first = _native.Program(isa, threads or available_threads(), self._kv_type)
         self.name = f"{self._first.threads} threads of {self._first.isa}"
         self.kv: BlockMemory = NativeBlocks(self._programs)
+        self.adapters: AdapterSlots = NoAdapters("cpu")
         self._packing = Packing(self._first.threads)
 
     @property
