@@ -496,3 +496,4 @@ class Hello(NamedTuple):
     pid: int
     model: str
     limits: Limits
+    adapters: tuple[AdapterInfo, ...] = ()  # that were registered when it started

@@ -139,6 +139,14 @@ class TemplateOptions(NamedTuple):
         )
 
 
+class LoraOptions(NamedTuple):
+    lora_modules: Annotated[
+        list[str] | None,
+        Option(help="The same as --adapter, by vLLM's name: NAME=PATH, or JSON with name and path. May be repeated."),
+    ] = None
+    enable_lora: Annotated[bool, Option(help="Has no effect: adapters are always enabled.")] = False
+
+
 class TelemetryOptions(NamedTuple):
     log_level: Annotated[
         str, Option(help="What is logged to stderr: debug, info (every request), warning or error.")
@@ -192,6 +200,7 @@ def serve(
     access: Annotated[AccessOptions, OptionGroup()],
     template: Annotated[TemplateOptions, OptionGroup()],
     telemetry: Annotated[TelemetryOptions, OptionGroup()],
+    lora: Annotated[LoraOptions, OptionGroup()],
     engine: options.EngineSettings,
 ) -> None:
     """Serve a model over HTTP: OpenAI's, Anthropic's and Ollama's APIs on one port.
@@ -214,7 +223,8 @@ def serve(
     from penstock.server.telemetry.access_log import LogSettings
 
     name = listen.name or _short_name(model, path)
-    config = configure(path, engine, name=name)
+    adapters = (*(engine["adapter"] or ()), *(lora.lora_modules or ()))
+    config = configure(path, engine | {"adapter": adapters}, name=name)
     rules = access.rules(_patterns(listen.alias or [], name), trust_templates=template.trust_request_chat_template)
     log = LogSettings(telemetry.log_level, telemetry.log_format)
     setup = server.Setup(path, storage.space(), rules, traces, telemetry.metric_sets(), log)

@@ -24,10 +24,13 @@ class RefAdapter:
         """Returns the bytes of all its matrices."""
         return sum(part.a.nbytes + part.b.nbytes for update in self._updates.values() for part in update.parts)
 
+    def changes(self, weight: Any) -> bool:
+        """Returns whether the adapter changes products with the weight."""
+        return id(weight) in self._updates
+
     def add(self, x: Floats, y: Floats, weight: Any) -> None:
         """Adds to y, which is the product of x and the weight, what the adapter changes about it."""
-        update = self._updates.get(id(weight))
-        for part in update.parts if update else ():
+        for part in self._updates[id(weight)].parts:
             y[:, part.first : part.first + len(part.b)] += x @ part.a.T @ part.b.T
 
 
@@ -51,11 +54,14 @@ class RefAdapters:
 
 def adapted(x: Floats, y: Floats, weight: Any, batch: Batch, adapters: LoadedAdapters) -> Floats:
     """Returns y, the products of all tokens or of the sampled ones, with the updates of the rows' adapters."""
+    changing = [slot for slot in np.unique(batch.adapters).tolist() if slot >= 0 and adapters[slot].changes(weight)]
+    if not changing:
+        return y
     slots = batch.adapter_rows
     if len(x) != len(slots):
         slots = slots[batch.sampled]
     y = y.copy()
-    for slot in np.unique(slots[slots >= 0]).tolist():
+    for slot in changing:
         rows = np.flatnonzero(slots == slot)
         changed = y[rows]
         adapters[slot].add(x[rows], changed, weight)
