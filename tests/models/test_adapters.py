@@ -17,7 +17,9 @@ from safetensors.numpy import load_file, save_file
 from penstock.backend.base import Batch
 from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.cpu import CpuBackend, _native
+from penstock.backend.quantize_at_load import quantized
 from penstock.backend.ref import RefBackend
+from penstock.config import configure
 from penstock.errors import AdapterError
 from penstock.model.adapters import AdapterBase, LoraAdapter, read_adapter, updates_of
 from penstock.model.load import load_placed, open_checkpoint
@@ -50,9 +52,10 @@ def rows_of(tokens: list[int], slots: Sequence[int]) -> Batch:
     return replace(greedy_batch(chunks), adapters=adapters)
 
 
-def load(name: str, backend: Any, path: Path, gguf: bool = False) -> Adapted:
+def load(name: str, backend: Any, path: Path, gguf: bool = False, to: str = "") -> Adapted:
     golden = MODELS / "goldens" / name
     checkpoint = open_checkpoint(golden / "model.gguf" if gguf else golden)
+    checkpoint = quantized(checkpoint, configure(golden, {"quantize": to, "device": "cpu"}))
     model, placements = load_placed(checkpoint, backend)
     backend.load(model)
     backend.reserve_kv(8 * BLOCKS, 4, 8)
@@ -111,6 +114,18 @@ def test_rows_alone_and_mixed_are_equal_to_the_bit(name: str, isa: str):
     adapted.backend.adapters.drop(3)
     with pytest.raises(ValueError, match="no adapter in slot 3"):
         adapted.logits([3])
+
+
+@pytest.mark.parametrize("isa", _native.isas())
+def test_quantized_bases_have_adapters_too(isa: str):
+    """The base is quantized on both sides; the CPU's activations and its matrices A are, too."""
+    exact, fast = (load("tied", backend, ADAPTERS / "tied", to="q8_0") for backend in (RefBackend(), cpu(isa)))
+    slots = [0, -1, 0]
+    rows = fast.logits(slots)
+    for row, wanted, slot in zip(rows, exact.logits(slots), slots, strict=True):
+        np.testing.assert_array_equal(row, fast.logits([slot])[0])
+        assert np.abs(row - wanted).mean() < 0.1
+    assert np.abs(rows[0] - rows[1]).max() > 1
 
 
 def test_several_adapters_add_up():

@@ -28,6 +28,7 @@ COMMANDS = {  # module and function of each; only the one that runs is imported
     "rm": "models.rm",
     "plan": "plan.plan",
     "quantize": "quantize.quantize",
+    "merge": "merge.merge",
     "eval ppl": "evaluate.ppl",
     "eval kl": "evaluate.kl",
     "bench": "bench.bench",

@@ -29,11 +29,14 @@ class Weight:
     def gateable(self) -> bool:
         """Whether a product with it can be gated at once: two equal halves of one quantized format, without a bias."""
     @property
+    def coded(self) -> bool:
+        """Whether some part is multiplied with quantized activations."""
+    @property
     def precise(self) -> bool:
         """Whether all its parts are F32."""
 
 class Adapter:
-    """Thin matrices, F32 or F16, that change weights."""
+    """Thin matrices that change weights: F32 or F16, or quantized where x is anyway."""
 
     def __init__(self) -> None: ...
     def add(self, weight: Weight, a: Weight, parts: list[tuple[int, Weight]]) -> None:

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "frame.h"
+#include "linear.h"
 #include "require.h"
 
 namespace penstock {
@@ -21,8 +22,8 @@ size_t chunks_of(const Weight& weight) { return divide_up(weight.panels(), panel
 
 // Rows that a thin matrix is multiplied with, and where the products go.
 struct ThinRows {
-  const float* x;
-  size_t x_stride;  // floats
+  Rows x;
+  bool middles;
   float* y;
   size_t y_stride, count;
 };
@@ -35,16 +36,16 @@ void multiply_thin(const Kernels& kernels, const Weight& weight, size_t chunk, c
       .partners = nullptr,
       .panel_bytes = run.part->panel_bytes,
       .width = weight.width(),
-      .x = reinterpret_cast<const std::byte*>(rows.x),
-      .x_stride = rows.x_stride * sizeof(float),
+      .x = static_cast<const std::byte*>(rows.x.data),
+      .x_stride = rows.x.stride,
       .rows = rows.count,
-      .middles = false,
+      .middles = rows.middles,
       .bias = nullptr,
       .y = rows.y + run.column,
       .y_stride = rows.y_stride,
       .columns = run.columns,
-      .table = nullptr,
-      .factor = 1.0f,
+      .table = run.part->table,
+      .factor = run.part->factor,
       .add = add,
   });
 }
@@ -76,8 +77,9 @@ struct RankProducts {
 
   void multiply(const Frame& frame, const AdapterRun& run, const LowRank& change, size_t chunk) const {
     const Buffer& from = frame.buffers[size_t(x)];
+    const Rows rows = rows_for(frame.kernels, from, change.a->panels(0, 1).part->format, run.first);
     multiply_thin(frame.kernels, *change.a, chunk,
-                  {from.row(run.first), from.width, frame.rank_row(run.first), frame.rank_stride, run.count}, false);
+                  {rows, from.middles(), frame.rank_row(run.first), frame.rank_stride, run.count}, false);
   }
 };
 
@@ -107,10 +109,9 @@ struct AddedProducts {
 
   void add(const Frame& frame, const AdapterRun& run, const LowRankPart& part, size_t chunk) const {
     const Buffer& to = frame.buffers[size_t(out)];
+    const Rows ranks = {frame.rank_row(run.first) + part.rank, frame.rank_stride * sizeof(float)};
     multiply_thin(frame.kernels, *part.b, chunk,
-                  {frame.rank_row(run.first) + part.rank, frame.rank_stride, to.row(run.first) + part.column, to.width,
-                   run.count},
-                  true);
+                  {ranks, false, to.row(run.first) + part.column, to.width, run.count}, true);
   }
 };
 
@@ -118,12 +119,13 @@ struct AddedProducts {
 
 void Adapter::add(std::shared_ptr<const Weight> weight, std::shared_ptr<const Weight> a, const Parts& parts) {
   require(weight && a && a->width() == weight->width(), "a thin matrix takes rows as wide as its weight does");
-  require(!a->coded() && !a->bfloat(), "thin matrices are F32 or F16");
+  require(!a->bfloat() && (weight->coded() || !a->coded()),
+          "a thin matrix is F32 or F16; beside a quantized weight the first of two may be quantized, too");
   require(!updates_.contains(weight.get()), "a weight is changed once by an adapter");
   LowRank change = {weight, a, {}};
   size_t rank = 0;
   for (const auto& [column, b] : parts) {
-    require(b && !b->coded() && !b->bfloat(), "thin matrices are F32 or F16");
+    require(b && !b->coded() && !b->bfloat(), "the second of two thin matrices is F32 or F16");
     require(column <= weight->rows() && b->rows() <= weight->rows() - column, "a part lies outside its weight");
     change.parts.push_back({column, rank, b});
     rank += b->width();

@@ -163,6 +163,7 @@ NB_MODULE(_native, m) {
       .def_prop_ro("rows", [](const Weight& weight) { return weight.rows(); })
       .def_prop_ro("nbytes", &Weight::bytes)
       .def_prop_ro("gateable", &Weight::gateable)
+      .def_prop_ro("coded", &Weight::coded)
       .def_prop_ro("precise", &Weight::precise);
 
   nb::class_<Adapter>(m, "Adapter")
