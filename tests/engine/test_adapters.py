@@ -18,8 +18,10 @@ from penstock.engine.adapter_messages import ListAdapters, RegisterAdapter, Unre
 from penstock.engine.adapters import Adapters
 from penstock.engine.engine import Engine
 from penstock.engine.loop import advance
-from penstock.errors import AdapterError, AdapterNotFound, ConfigError
+from penstock.errors import AdapterError, AdapterNotFound, ConfigError, InvalidRequest
 from penstock.ipc import wire
+from penstock.llm.engine_options import read_options
+from penstock.llm.lora import LoRARequest, lora_list, use_of
 from penstock.model.low_rank import LowRankPart, LowRankUpdate
 from penstock.types import (
     AdapterInfo,
@@ -354,3 +356,29 @@ def test_adapters_are_written_as_name_and_path(text: str, parsed: tuple[str, str
 def test_what_names_no_adapter_is_refused(text: str):
     with pytest.raises(ConfigError):
         parse_adapter(text)
+
+
+def test_calls_name_adapters_as_vllm_does():
+    lora = LoRARequest("one", 1, "/x")
+    assert lora_list(None, 2) == [(), ()]
+    assert lora_list(lora, 2) == [(lora,), (lora,)]
+    assert lora_list((lora, "two"), 1) == [(lora, "two")]
+    assert lora_list([lora, None, ("two", AdapterUse("three", 0.5))], 3) == [
+        (lora,),
+        (),
+        ("two", AdapterUse("three", 0.5)),
+    ]
+    assert [use_of(one) for one in (lora, "two", AdapterUse("three", 0.5))] == [
+        AdapterUse("one"),
+        AdapterUse("two"),
+        AdapterUse("three", 0.5),
+    ]
+    with pytest.raises(InvalidRequest, match="3 prompts and 2 LoRA requests"):
+        lora_list([lora, None], 3)
+
+
+def test_options_of_vllm_about_adapters_are_read():
+    adapters = {"a": "/x", "b": ("/y", 2)}
+    read = read_options({"enable_lora": True, "max_loras": 4, "max_lora_rank": 64, "adapters": adapters})
+    assert read.engine == {"max_adapters": 4, "adapter": ("a=/x:1.0", "b=/y:2")}
+    assert [parse_adapter(text) for text in read.engine["adapter"]] == [("a", "/x", 1.0), ("b", "/y", 2.0)]

@@ -22,7 +22,8 @@ def merge(
       penstock merge ./Llama-3.2-1B-Instruct ./my-adapter ./merged
       penstock merge model.gguf adapter.gguf merged.gguf --scale 0.5
 
-    Weights keep their formats. Quantized ones are quantized again, so merging into the original model is more precise.
+    Plain weights keep their formats. Quantized ones that the adapter changes become Q8_0, because fewer bits would lose
+    what was merged; `penstock quantize --again` makes them smaller.
     """
     path, target = obtain(model), Path(out).expanduser()
     check_target(path, target, force)

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from penstock.errors import AdapterError, ConfigError
+from penstock.errors import AdapterError
 from penstock.model import names
 from penstock.model.adapters import AdapterBase, LoraAdapter, merged, read_adapter
 from penstock.model.dequantize import dequantize
-from penstock.model.gguf.export import DROPPED, TARGETS, Export, FileTensor, Unpacked, pending_tensor
+from penstock.model.gguf.export import DROPPED, Export, FileTensor, Unpacked, pending_tensor
 from penstock.model.gguf.shards import read_shards
 from penstock.model.gguf.writer import replacing
 from penstock.model.load import INDEX, SINGLE, load_placed, open_checkpoint, read_safetensors_shards
@@ -46,23 +46,19 @@ def open_merge(model: Path, adapter: Path, scale: float) -> Merge:
 
 
 def merge_gguf(path: Path, merge: Merge, encode: Encode) -> Export:
-    """Plans a copy of a GGUF file with merged weights. They keep their formats, so quantized ones are quantized
-    again."""
+    """Plans a copy of a GGUF file with merged weights. Those that were quantized become Q8_0: an update is mostly
+    smaller than a step between two numbers of fewer bits, and would be lost."""
     file = read_shards(path)
     keys = {key: file.metadata.stored(key) for key in file.metadata if not key.startswith(DROPPED)}
-    pending, again = [], set()
+    pending, were = [], set()
     for name, tensor, changed in merged_tensors(file.tensors, merge):
-        own = file.tensors[name].format
-        if changed and own.name.lower() not in TARGETS:
-            raise ConfigError(
-                f"tensor {name!r} is in {own.name}, which cannot be written; merge into a file in one of "
-                f"{', '.join(TARGETS)}"
-            )
-        if changed and own.name not in PLAIN:
-            again.add(own.name)
-        pending.append(pending_tensor(FileTensor(name, (tensor,)), own, encode))
-    line = f"merged weights were quantized again, to {', '.join(sorted(again))}: rounding errors add up"
-    return Export(keys, tuple(pending), (line,) if again else ())
+        format = file.tensors[name].format
+        if changed and format.name not in PLAIN:
+            were.add(format.name)
+            format = FORMATS["Q8_0"]
+        pending.append(pending_tensor(FileTensor(name, (tensor,)), format, encode))
+    line = f"merged weights are Q8_0 now, and were {', '.join(sorted(were))}: fewer bits would lose what was merged"
+    return Export(keys, tuple(pending), (line,) if were else ())
 
 
 def merge_folder(path: Path, merge: Merge, encode: Encode, out: Path) -> None:
