@@ -21,7 +21,14 @@ from penstock.backend.quantize_at_load import quantized
 from penstock.backend.ref import RefBackend
 from penstock.config import configure
 from penstock.errors import AdapterError
-from penstock.model.adapters import AdapterBase, LoraAdapter, read_adapter, updates_of
+from penstock.model.adapters import (
+    REORDERED_PAIRS,
+    SAME_PAIRS,
+    AdapterBase,
+    LoraAdapter,
+    read_adapter,
+    updates_of,
+)
 from penstock.model.load import load_placed, open_checkpoint
 
 MODELS = Path(__file__).parent
@@ -133,6 +140,15 @@ def test_several_adapters_add_up():
     both = updates_of([(adapted.adapter, 0.25), (adapted.adapter, 0.75)], adapted.base.placements)
     adapted.backend.adapters.load(1, adapted.backend.adapters.pack(both))
     np.testing.assert_allclose(adapted.logits([1]), adapted.logits([0]), atol=1e-4)
+
+
+@pytest.mark.parametrize("golden", sorted((MODELS / "goldens").iterdir()), ids=lambda folder: folder.name)
+def test_it_is_known_which_families_reorder_q_and_k(golden: Path):
+    folder, gguf = (open_checkpoint(golden / file).spec for file in ("", "model.gguf"))
+    if gguf.attn.rope.interleaved and not gguf.attn.v_dim:
+        assert gguf.arch in (SAME_PAIRS if folder.attn.rope.interleaved else REORDERED_PAIRS)
+    else:
+        assert gguf.arch not in REORDERED_PAIRS
 
 
 # ---- what is refused ----

@@ -40,7 +40,7 @@ class Source(NamedTuple):
     scale: float
 
 
-class Loaded(NamedTuple):
+class ReadAdapter(NamedTuple):
     """Holds what a thread has made of an adapter's files."""
 
     packed: Any  # see PackedAdapter
@@ -86,7 +86,7 @@ class Reading(Generic[T]):
 class AdapterLease:
     """Is held by requests that are computed with the same adapters, from their arrival to their end."""
 
-    def __init__(self, sources: tuple[Source, ...], load: Callable[[Sequence[Source]], Loaded]) -> None:
+    def __init__(self, sources: tuple[Source, ...], load: Callable[[Sequence[Source]], ReadAdapter]) -> None:
         self.sources = sources
         self.reading = Reading(lambda: load(sources))
         self.holders = 0
@@ -249,7 +249,7 @@ class Adapters:
         """Ends the thread that reads adapters."""
         self._reader.close()
 
-    def _put(self, lease: AdapterLease, loaded: Loaded) -> None:
+    def _put(self, lease: AdapterLease, loaded: ReadAdapter) -> None:
         """Puts an adapter that was read into its slot."""
         lease.nbytes, lease.digests = loaded.packed.nbytes, loaded.digests
         if lease.nbytes > self._memory:
@@ -294,10 +294,10 @@ class Adapters:
 
     # -- in the reader's thread ----------------------------------------------------------------------------------
 
-    def _load(self, sources: Sequence[Source]) -> Loaded:
+    def _load(self, sources: Sequence[Source]) -> ReadAdapter:
         adapters = [(read_adapter(source.registered.path, self._base), source.scale) for source in sources]
         packed = self._slots.pack(updates_of(adapters, self._base.placements))
-        return Loaded(packed, tuple(adapter.digest() for adapter, _ in adapters))
+        return ReadAdapter(packed, tuple(adapter.digest() for adapter, _ in adapters))
 
 
 class Reader:

@@ -45,10 +45,11 @@ REFUSED_TENSORS = {  # by a part of their names
     "base_layer.": "it is a weight of the base model itself: save the adapter with save_embedding_layers=False",
     "modules_to_save": "whole modules (modules_to_save) are not supported: train the adapter without them",
 }
+IN_ORDER = ("q", "k", "v", "o", "gate", "up", "down")  # parts that are in order where others are not (REORDER)
 # Families whose GGUF files have the rows of q and k in another order than Hugging Face folders, and those with
 # interleaved pairs in both.
-REORDERED_PAIRS = frozenset(("llama", "mixtral", "granite", "granitemoe", "minicpm", "smollm3"))
-SAME_PAIRS = frozenset(("cohere", "cohere2", "deepseek2", "ernie45", "glm", "glm4"))
+REORDERED_PAIRS = frozenset(("llama", "mixtral", "granite", "granitehybrid", "granitemoe", "minicpm", "smollm3"))
+SAME_PAIRS = frozenset(("cohere", "cohere2", "deepseek2", "ernie45", "glm", "glm4", "llama4"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,7 +284,7 @@ def in_order(name: str, b: Tensor, base: AdapterBase, in_gguf: bool) -> Tensor:
     if base.gguf == in_gguf:
         return b
     arch, part = base.spec.arch, name.rpartition(".")[2]
-    if arch in REORDER and part.startswith("delta"):
+    if arch in REORDER and part not in IN_ORDER:
         raise AdapterError(f"the rows of {name!r} have another order in GGUF files of {arch}: use the folder as base")
     if part not in ("q", "k") or arch in SAME_PAIRS:
         return b
