@@ -168,7 +168,7 @@ GGUF = {  # general.architecture in a GGUF file: the family's file
     "qwen35moe": "qwen35",
 }
 NO_MODELS = {  # what general.type calls files that are no model by themselves
-    "adapter": "a LoRA adapter, which changes a model's weights; adapters are not supported: merge it into its model",
+    "adapter": "a LoRA adapter, which changes a model's weights; give the model, and this file with --adapter",
     "imatrix": "an importance matrix, which llama.cpp quantizes with; give the model itself",
     "mmproj": "the image encoder (mmproj) of a multimodal model; give the file of its text model",
 }

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.backend.base import Batch, Floats, Ints, StateMove
+from penstock.backend.ref.adapters import LoadedAdapters, adapted
 from penstock.backend.ref.mamba2 import selective_scan, time_steps
 from penstock.model.ops import ConvWeights, DeltaWeights, ExpertWeights, Mamba2Weights, Precision, ScanWeights, Vectors
 from penstock.model.recurrence import ConvSpec, DeltaSpec, Mamba2Spec, ScanSpec
@@ -73,6 +74,7 @@ class RefOps:
     batch: Batch
     cache: RefCache
     states: list[Floats] = field(default_factory=list)  # what embeddings are pooled from
+    adapters: LoadedAdapters = field(default_factory=dict)
 
     def embed(self, table: Matrix) -> Floats:
         return table.weight[self.batch.tokens]
@@ -84,7 +86,9 @@ class RefOps:
 
     def linear(self, x: Floats, weight: Matrix, precision: Precision = "activation") -> Floats:
         y = x @ weight.weight.T
-        return y if weight.bias is None else y + weight.bias
+        if weight.bias is not None:
+            y = y + weight.bias
+        return adapted(x, y, weight, self.batch, self.adapters) if len(self.batch.adapters) else y
 
     def norm_qk(self, qkv: Floats, q_gain: Floats, k_gain: Floats, spec: AttentionSpec, eps: float) -> Floats:
         q, k, v = np.split(qkv, [spec.q_width, spec.q_width + spec.kv_width], axis=1)

@@ -162,7 +162,14 @@ NB_MODULE(_native, m) {
       .def_prop_ro("width", &Weight::width)
       .def_prop_ro("rows", [](const Weight& weight) { return weight.rows(); })
       .def_prop_ro("nbytes", &Weight::bytes)
-      .def_prop_ro("gateable", &Weight::gateable);
+      .def_prop_ro("gateable", &Weight::gateable)
+      .def_prop_ro("coded", &Weight::coded)
+      .def_prop_ro("precise", &Weight::precise);
+
+  nb::class_<Adapter>(m, "Adapter")
+      .def(nb::init<>())
+      .def("add", &Adapter::add, "weight"_a, "a"_a, "parts"_a)
+      .def_prop_ro("nbytes", &Adapter::bytes);
 
   m.def("fill_parts", fill_all, "parts"_a, "threads"_a);
   m.def("packed_bits", packed_bits, "format"_a);
@@ -282,6 +289,10 @@ NB_MODULE(_native, m) {
              program.move_states(std::move(moves));
            },
            "moves"_a)
+      .def("load_adapter", &Program::load_adapter, "slot"_a, "adapter"_a)
+      .def("drop_adapter", &Program::drop_adapter, "slot"_a)
+      .def("choose_adapters",
+           [](Program& program, IntArray slots) { program.choose_adapters(copied(slots)); }, "slots"_a.noconvert())
       .def("copy_blocks", &Program::copy_blocks, "pairs"_a)
       .def("export_blocks", export_blocks, "blocks"_a)
       .def("import_blocks", import_blocks, "blocks"_a, "data"_a)

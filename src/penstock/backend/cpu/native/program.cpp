@@ -160,7 +160,11 @@ void Program::linear(int x, std::shared_ptr<const Weight> weight, int out, bool 
           "a gated product needs a weight of two equal halves of one quantized format, without a bias");
   at(out, from.symbol, gated ? weight->rows() / 2 : weight->rows());
   take_rows(x, *weight);
-  phases_.push_back(linear_phase(x, std::move(weight), out, gated));
+  adaptable_.push_back(weight.get());
+  if (gated) return gated_linear(x, std::move(weight), out);
+  const Weight* key = weight.get();
+  phases_.push_back(linear_phase(x, std::move(weight), out, false));
+  add_updates(x, key, out);
   prepare_rows(out);
 }
 
@@ -486,6 +490,7 @@ void Program::prepare(const Step& step) {
                   step.sampled.size()};
   if (cache_.layers()) plan_attention(frame_, causal_);
   find_states(step);
+  find_adapters(step);
   grow(step.tokens.size(), step.sampled.size());
 }
 
