@@ -67,6 +67,7 @@ def test_every_kind_of_golden_is_there():
         "granitemoeshared",
         "hunyuan",
         "hunyuan_v1_moe",
+        "kimi_linear",
         "linear",
         "llama3",
         "longrope",

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
-from penstock.model.ops import DeltaWeights, ExpertWeights, Ops, Precision, V, Vectors, Weight
+from penstock.model.ops import DeltaInputs, DeltaWeights, ExpertWeights, Ops, Precision, V, Vectors, Weight
 from penstock.model.recurrence import DeltaSpec, RecurrentSpec
 from penstock.model.spec import AttentionSpec, ExpertSpec
 
@@ -185,11 +185,9 @@ class Recorder:
     def moe(self, x: Value, router_logits: Value, experts: ExpertWeights, spec: ExpertSpec) -> Value:
         return self._add("moe", (x, router_logits), self._value("T", x.width), experts=experts, spec=spec)
 
-    def delta_net(
-        self, layer: int, qkvz: Value, ba: Value, weights: DeltaWeights, spec: DeltaSpec, eps: float
-    ) -> Value:
+    def delta_net(self, layer: int, x: DeltaInputs[Value], weights: DeltaWeights, spec: DeltaSpec, eps: float) -> Value:
         out = self._value("T", spec.v_width)
-        return self._add("delta_net", (qkvz, ba), out, layer=layer, weights=weights, spec=spec, eps=eps)
+        return self._add("delta_net", tuple(x), out, layer=layer, weights=weights, spec=spec, eps=eps)
 
     def _norm(self, op: str, x: Value, residual: Value | None, **attributes: Any) -> tuple[Value, Value]:
         out = self._value(x.symbol, x.width)

@@ -18,6 +18,8 @@ ALL_EXPERTS = re.compile(
     r"(layers\.\d+\.experts\.)((gate|up|gate_up|down|interleaved)(?:_transposed|_either)?(?:\.bias)?)"
 )
 
+FLAT = (Role.CONV, Role.ROUTER_BIAS, Role.HEAD_PARAMETER)
+
 
 def split_fused(tensors: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Tensor]:
     """Returns the tensors, by canonical name, with each weight as a tensor of its own."""
@@ -38,7 +40,7 @@ def split_fused(tensors: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Ten
             groups = spec.attn.kv_heads if match[2] == "grouped_qkv" else 1
             pieces = split(tensor, wanted, 1 if suffix else 2, groups)
             found |= {match[1] + part + suffix: piece for part, piece in pieces}
-        elif tensor.role in (Role.CONV, Role.ROUTER_BIAS):  # files differ in its shape, and in that of the gate below
+        elif tensor.role in FLAT:  # files differ in its shape, and in that of the gate below
             found[name] = replace(tensor, shape=(prod(tensor.shape),))
         elif tensor.role is Role.SHARED_EXPERT_GATE:
             found[name] = replace(tensor, shape=(1, prod(tensor.shape)))

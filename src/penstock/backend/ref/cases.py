@@ -173,20 +173,20 @@ def scattered(rng: Random, lengths: Sequence[int], longest: int) -> tuple[list[B
 def attend_whole(rng: Random, *, spec: AttentionSpec, lengths: Sequence[int]) -> Trial:
     """Attends over whole sequences, all in one step, in two layers that share a cache."""
     sizes = [-(-length // BLOCK_SIZE) for length in lengths]
-    tables = np.split(rng.permutation(sum(sizes)), np.cumsum(sizes)[:-1])
+    blocks = np.split(rng.permutation(sum(sizes)), np.cumsum(sizes)[:-1])
     ends = np.cumsum(lengths).tolist()
     chunks = [
         Chunk(range(end - length, end), 0, table.tolist(), slot)
-        for slot, (length, end, table) in enumerate(zip(lengths, ends, tables, strict=True))
+        for slot, (length, end, table) in enumerate(zip(lengths, ends, blocks, strict=True))
     ]
 
-    def forward(ops: Ops[Any], table: Any, other: Any) -> Any:
-        return ops.add(ops.attend(0, ops.embed(table), spec, {}), ops.attend(0, ops.embed(other), spec, {}))
+    def forward(ops: Ops[Any], table: Any, other: Any, *given: Any) -> Any:
+        vectors = dict(zip(spec.vectors, given, strict=True))
+        return ops.add(ops.attend(0, ops.embed(table), spec, vectors), ops.attend(0, ops.embed(other), spec, vectors))
 
-    width = spec.q_width + 2 * spec.kv_width
-    return Trial(
-        forward, [inputs(rng, sum(lengths), width) for _ in range(2)], [greedy_batch(chunks)], num_blocks=sum(sizes)
-    )
+    tables = [inputs(rng, sum(lengths), spec.q_width + 2 * spec.kv_width) for _ in range(2)]
+    vectors = [random_tensor(rng, "F32", size) for size in spec.vectors.values()]
+    return Trial(forward, [*tables, *vectors], [greedy_batch(chunks)], num_blocks=sum(sizes))
 
 
 def act_and_mul(rng: Random, *, tokens: int, hidden: int, act: str = "silu") -> Trial:
@@ -357,6 +357,7 @@ def attention(
 HALVES = partial(attention, interleaved=False)
 PAIRS = partial(attention, interleaved=True)
 SUNK = partial(HALVES, sinks=True)
+BIASED = partial(HALVES, rotated=0, causal=False)
 GAINED = partial(HALVES, q_gain=True)
 SOME_HALVES, SOME_PAIRS = (partial(kind, rotated=6, scale=1.2) for kind in (HALVES, PAIRS))
 
@@ -366,6 +367,7 @@ BIASED_GROUPS = replace(TWO, top_k=3, groups=2, scoring="sigmoid", choice_bias=T
 CLAMPED = replace(TWO, top_k=4, scoring="softmax_top_k", act="clamped")
 
 MLA, MLA_SHARP = mla(20, 16, 16), mla(4, 16, 32, multiplier=0.7)
+MLA_PLAIN = replace(MLA_SHARP, rope=RopeSpec((), interleaved=False))
 MLA_HALVES = mla(3, 16, 32, interleaved=False, scale=1.2)
 
 from penstock.backend.ref.delta_cases import DELTA_CASES  # noqa: E402  # they are made of what is above
@@ -454,6 +456,7 @@ CASES = (
     Case("attend_mla", "multiplier", "F32", HALF, partial(attend_mla, spec=MLA_SHARP, lengths=(5, 40))),
     Case("attend_mla", "one by one", "F32", HALF, partial(attend_mla, spec=MLA, lengths=(20,), longest=1)),
     Case("attend_mla", "long", "F32", HALF, partial(attend_mla, spec=MLA_SHARP, lengths=(600,), longest=60)),
+    Case("attend_mla", "nothing rotated", "F32", HALF, partial(attend_mla, spec=MLA_PLAIN, lengths=(1, 40))),
     Case("attend_mla", "deepseek", "F32", HALF, partial(attend_mla, spec=mla(16, 64, 512), lengths=(9,))),
     Case("take_sampled", "some", "F32", EXACT, partial(take_sampled, wanted=((5, 1), (1, 0), (7, 3), (2, 2)))),
     Case("add_layer_norm", "one token", "F32", FLOAT, partial(add_layer_norm, tokens=1, width=576)),
@@ -484,6 +487,13 @@ CASES = (
             partial(attend_whole, spec=HALVES(2, 2, 16, causal=False, window=window), lengths=lengths),
         )
         for window, lengths in ((5, (1, 3, 70, 33)), (65, (40, 300)), (20, (1100,)))
+    ),
+    *(
+        Case(
+            *("attend", f"bias within {reach}", "F32", HALF),
+            partial(attend_whole, spec=BIASED(4, kv, 16, distance_bias=reach), lengths=lengths),
+        )
+        for reach, kv, lengths in ((3, 4, (1, 40, 7)), (20, 2, (33, 150)), (200, 1, (330,)))
     ),
     *DELTA_CASES,
 )

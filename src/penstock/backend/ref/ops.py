@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.backend.base import Batch, Floats, Ints, StateMove
-from penstock.model.ops import DeltaWeights, ExpertWeights, Precision, Vectors
+from penstock.model.ops import DeltaInputs, DeltaWeights, ExpertWeights, Precision, Vectors
 from penstock.model.recurrence import DeltaSpec
 from penstock.model.spec import AttentionSpec, ExpertSpec, KvGroup, RopeSpec
 
@@ -170,19 +170,20 @@ class RefOps:
         return x * sigmoid(gate)
 
     def delta_net(
-        self, layer: int, qkvz: Floats, ba: Floats, weights: DeltaWeights, spec: DeltaSpec, eps: float
+        self, layer: int, x: DeltaInputs[Floats], weights: DeltaWeights, spec: DeltaSpec, eps: float
     ) -> Floats:
-        out = np.zeros((len(qkvz), spec.v_heads, spec.v_dim), np.float32)
+        out = np.zeros((len(x.qkv), spec.v_heads, spec.v_dim), np.float32)
+        beta, alpha = x.beta[:, : spec.v_heads], x.alpha[:, -spec.decay_width :]
 
         def step(state: State, token: int) -> State:
             last, memory = state
-            last, mixed = causal_conv(last, qkvz[token, : spec.width], weights.conv)
-            memory, out[token] = delta_rule(memory, mixed, ba[token], weights, spec)
+            last, mixed = causal_conv(last, x.qkv[token, : spec.width], weights.conv)
+            memory, out[token] = delta_rule(memory, mixed, beta[token], alpha[token], weights, spec)
             return last, memory
 
         self._recur(layer, [(spec.conv_width - 1, spec.width), (spec.v_heads, spec.k_dim, spec.v_dim)], step)
-        z = qkvz[:, spec.width :].reshape(out.shape)
-        return (rms_norm(out, weights.gain, eps) * silu(z)).reshape(len(qkvz), spec.v_width)
+        z = x.z[:, -spec.v_width :].reshape(out.shape)
+        return (rms_norm(out, weights.gain, eps) * GATES[spec.gate](z)).reshape(-1, spec.v_width)
 
     def _recur(self, layer: int, shapes: Sequence[tuple[int, ...]], step: Callable[[State, int], State]) -> None:
         """Takes the state of each row of a recurrent layer through its tokens: `step` returns the state after a
@@ -269,11 +270,21 @@ def attention(
     scores = np.einsum("thd,chd->htc", q, keys) * np.float32(spec.scale)
     if spec.soft_cap:
         scores = soft_capped(scores, spec.soft_cap)
+    if spec.distance_bias:
+        scores += bias_of(positions, len(keys), spec, vectors["distance_bias"])
     if spec.causal or spec.window:
         scores[:, ~visible(positions, len(keys), spec.window, spec.causal)] = -np.inf
     weights = softmax_with_sinks(scores, vectors.get("sinks", np.full(spec.heads, -np.inf, np.float32)))
     out: Floats = np.einsum("htc,chd->thd", weights, values)
     return out
+
+
+def bias_of(positions: Ints, context: int, spec: AttentionSpec, biases: Floats) -> Floats:
+    """Returns what each score gets for how far the key is from the query: [heads, T, C]."""
+    reach = spec.distance_bias
+    distances = np.clip(np.arange(context) - positions[:, None], -reach, reach)
+    found: Floats = biases.reshape(spec.heads, -1)[:, distances + reach]
+    return found
 
 
 def softmax_with_sinks(scores: Floats, sinks: Floats) -> Floats:
@@ -363,6 +374,7 @@ def relu(x: Floats) -> Floats:
     return np.maximum(x, 0)
 
 
+GATES: dict[str, Callable[[Floats], Floats]] = {"silu": silu, "sigmoid": sigmoid}
 ACTS = {"silu": silu, "gelu": gelu, "gelu_tanh": gelu_tanh, "relu": relu}
 SCORINGS: dict[str, Callable[[Floats], Floats]] = {
     "softmax": softmax,
@@ -378,14 +390,14 @@ def causal_conv(last: Floats, x: Floats, conv: Floats) -> tuple[Floats, Floats]:
 
 
 def delta_rule(
-    state: Floats, mixed: Floats, ba: Floats, weights: DeltaWeights, spec: DeltaSpec
+    state: Floats, mixed: Floats, beta: Floats, alpha: Floats, weights: DeltaWeights, spec: DeltaSpec
 ) -> tuple[Floats, Floats]:
     """Returns the heads' states after one token, and what it reads from them: [v_heads, k_dim, v_dim], [v_heads,
     v_dim]."""
     q, k, v = np.split(mixed, [spec.k_width, 2 * spec.k_width])
     q, k = (each_value_head(unit(x.reshape(spec.k_heads, spec.k_dim)), spec) for x in (q, k))  # [v_heads, k_dim]
-    beta, alpha = np.split(ba, 2)
-    state = state * np.exp(weights.decay * np.logaddexp(np.float32(0), alpha + weights.dt_bias))[:, None, None]
+    gates = np.logaddexp(np.float32(0), alpha + weights.dt_bias).reshape(spec.v_heads, -1)  # one, or one for each row
+    state = state * np.exp(weights.decay[:, None] * gates)[:, :, None]
     known = np.einsum("hk,hkv->hv", k, state)
     update = sigmoid(beta)[:, None] * (v.reshape(spec.v_heads, spec.v_dim) - known)
     state = state + k[:, :, None] * update[:, None, :]

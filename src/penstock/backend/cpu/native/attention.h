@@ -23,10 +23,15 @@ struct Attention {
   bool causal;     // else a token sees its whole row
   std::vector<float> q_gain = {};  // [dim], what rotated queries are multiplied by; or none
   std::vector<float> sinks = {};   // a score for each head that takes part in the softmax and has no value; or none
+  std::vector<float> distance_bias = {};  // [heads][distances], what scores get for how far a key is; or none
   size_t v_dim = 0;                // above 0: MLA, whose values are the last dimensions of keys, after a norm
   std::vector<float> gain = {};    // [v_dim]
   float eps = 0;
 
+  // A head's biases are those of distances from -reach - TILE + 1 to reach + TILE - 1: beyond `reach` they are equal, and
+  // a tile of keys finds its own in a row.
+  size_t distances() const { return distance_bias.size() / heads; }
+  ptrdiff_t reach() const { return (ptrdiff_t(distances()) + 1) / 2 - ptrdiff_t(TILE); }
   size_t head_groups() const;  // groups of heads that attend together, each to one KV head
   size_t group_heads() const { return heads / head_groups(); }
   size_t kv_head(size_t group) const { return group * kv_heads / head_groups(); }

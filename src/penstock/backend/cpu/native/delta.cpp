@@ -15,8 +15,8 @@ constexpr float LEAST_SQUARE = 1e-6f;
 // Inputs of one row's convolution: those of its tokens and, before them, of the state that it begins with.
 class Inputs {
  public:
-  Inputs(const Frame& frame, const DeltaShape& shape, int qkvz, size_t row)
-      : buffer_(frame.buffers[size_t(qkvz)]), first_(size_t(frame.batch.row_start[row])) {
+  Inputs(const Frame& frame, const DeltaShape& shape, Columns qkv, size_t row)
+      : frame_(frame), qkv_(qkv), first_(size_t(frame.batch.row_start[row])) {
     const RowState& state = frame.row_states[row];
     if (state.begin != NO_STATE)
       before_ = frame.states.at(shape.layer, state.begin) + shape.v_heads * shape.memory_floats();
@@ -26,7 +26,7 @@ class Inputs {
 
   // The one `index` tokens after the row's first; null: there is nothing yet.
   const float* at(ptrdiff_t index) const {
-    if (index >= 0) return buffer_.row(first_ + size_t(index));
+    if (index >= 0) return qkv_.row(frame_, first_ + size_t(index));
     return before_ ? before_ + (ptrdiff_t(conv_width_) - 1 + index) * ptrdiff_t(width_) : nullptr;
   }
 
@@ -39,14 +39,15 @@ class Inputs {
   }
 
  private:
-  const Buffer& buffer_;
+  const Frame& frame_;
+  Columns qkv_;
   size_t first_, conv_width_, width_;
   const float* before_ = nullptr;
 };
 
-void keep_last(const Frame& frame, const DeltaShape& shape, int qkvz, size_t row, float* scratch) {
+void keep_last(const Frame& frame, const DeltaShape& shape, Columns qkv, size_t row, float* scratch) {
   const RowState& state = frame.row_states[row];
-  const Inputs inputs(frame, shape, qkvz, row);
+  const Inputs inputs(frame, shape, qkv, row);
   const size_t tokens = size_t(frame.batch.row_start[row + 1] - frame.batch.row_start[row]);
   const size_t offset = shape.v_heads * shape.memory_floats(), count = (shape.conv_width - 1) * shape.width();
   if (state.save != NO_STATE) inputs.copy_last(size_t(state.after), frame.states.at(shape.layer, state.save) + offset);
@@ -55,8 +56,6 @@ void keep_last(const Frame& frame, const DeltaShape& shape, int qkvz, size_t row
 }
 
 float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
-
-float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
 
 void make_unit(const float* x, size_t dim, float factor, float* out) {
   float squares = 0;
@@ -68,10 +67,12 @@ void make_unit(const float* x, size_t dim, float factor, float* out) {
 // One value head of one row.
 class Head {
  public:
-  Head(const Frame& frame, const DeltaShape& shape, const DeltaVectors& vectors, size_t row, size_t head)
+  Head(const Frame& frame, const DeltaShape& shape, const DeltaVectors& vectors, const DeltaInputs& inputs, size_t row,
+       size_t head)
       : frame_(frame),
         shape_(shape),
         vectors_(vectors),
+        inputs_(inputs),
         state_(frame.row_states[row]),
         head_(head),
         memory_(memory(state_.own)) {}
@@ -86,24 +87,29 @@ class Head {
 
   void save() const { std::copy_n(memory_, shape_.memory_floats(), memory(state_.save)); }
 
-  void delta_rule(size_t first, size_t count, const Buffer& mixed, const Buffer& ba, const Buffer& out,
-                float* scratch) const {
-    float *q = scratch, *k = q + RUN * shape_.k_dim, *decay = k + RUN * shape_.k_dim, *beta = decay + RUN;
-    const float root = 1.0f / std::sqrt(float(shape_.k_dim));
+  void delta_rule(size_t first, size_t count, const Buffer& mixed, const Buffer& out, float* scratch) const {
+    const size_t k_dim = shape_.k_dim, decays = shape_.decays();
+    float *q = scratch, *k = q + RUN * k_dim, *faded = k + RUN * k_dim, *decay = faded + RUN * k_dim;
+    float* beta = decay + RUN * decays;
+    const float root = 1.0f / std::sqrt(float(k_dim));
     for (size_t i = 0; i < count; ++i) {
-      const float* key_head = mixed.row(first + i) + shape_.key_head(head_) * shape_.k_dim;
-      make_unit(key_head, shape_.k_dim, root, q + i * shape_.k_dim);
-      make_unit(key_head + shape_.k_width(), shape_.k_dim, 1.0f, k + i * shape_.k_dim);
-      const float* gates = ba.row(first + i) + head_;
-      beta[i] = sigmoid(gates[0]);
-      decay[i] = std::exp(vectors_.decay[head_] * softplus(gates[shape_.v_heads] + vectors_.dt[head_]));
+      const float* key_head = mixed.row(first + i) + shape_.key_head(head_) * k_dim;
+      make_unit(key_head, k_dim, root, q + i * k_dim);
+      make_unit(key_head + shape_.k_width(), k_dim, 1.0f, k + i * k_dim);
+      beta[i] = sigmoid(inputs_.beta.row(frame_, first + i)[head_]);
+      frame_.kernels.delta.decay(inputs_.alpha.row(frame_, first + i) + head_ * decays, &vectors_.dt[head_ * decays],
+                                 vectors_.decay[head_], decays, decay + i * decays);
+      for (size_t j = 0; j < k_dim; ++j)
+        faded[i * k_dim + j] = k[i * k_dim + j] * decay[i * decays + (shape_.channel_decay ? j : 0)];
     }
     frame_.kernels.delta.delta_rule({.q = q,
                                      .k = k,
+                                     .faded = faded,
                                      .v = mixed.row(first) + 2 * shape_.k_width() + head_ * shape_.v_dim,
                                      .decay = decay,
                                      .beta = beta,
-                                     .k_dim = shape_.k_dim,
+                                     .channels = shape_.channel_decay,
+                                     .k_dim = k_dim,
                                      .v_dim = shape_.v_dim,
                                      .v_stride = mixed.width,
                                      .count = count,
@@ -112,12 +118,13 @@ class Head {
                                      .out_stride = out.width});
   }
 
-  // out = rms_norm(out) * gain * silu(z)
-  void finish(size_t token, const Buffer& qkvz, const Buffer& out, float* scratch) const {
-    float* values = out.row(token) + head_ * shape_.v_dim;
-    std::copy_n(qkvz.row(token) + shape_.width() + head_ * shape_.v_dim, shape_.v_dim, scratch);
-    frame_.kernels.add_norm(values, nullptr, vectors_.gain.data(), vectors_.eps, shape_.v_dim, nullptr,
-                            scratch + shape_.v_dim);
+  // out = rms_norm(out) * gain * silu(z), or sigmoid(z)
+  void finish(size_t token, const Buffer& out, float* scratch) const {
+    const float* z = inputs_.z.row(frame_, token) + head_ * shape_.v_dim;
+    float *values = out.row(token) + head_ * shape_.v_dim, *normed = scratch + shape_.v_dim;
+    frame_.kernels.add_norm(values, nullptr, vectors_.gain.data(), vectors_.eps, shape_.v_dim, nullptr, normed);
+    if (shape_.sigmoid_gate) return frame_.kernels.delta.gate_by(normed, z, shape_.v_dim, values);
+    std::copy_n(z, shape_.v_dim, scratch);
     frame_.kernels.gate(scratch, shape_.v_dim, values);
   }
 
@@ -129,6 +136,7 @@ class Head {
   const Frame& frame_;
   const DeltaShape& shape_;
   const DeltaVectors& vectors_;
+  const DeltaInputs& inputs_;
   const RowState& state_;
   size_t head_;
   float* memory_;
@@ -137,10 +145,10 @@ class Head {
 }  // namespace
 
 size_t DeltaShape::scratch_floats() const {
-  return std::max({RUN * 2 * (k_dim + 1), 2 * v_dim, (conv_width - 1) * width()});
+  return std::max({RUN * (3 * k_dim + decays() + 1), 2 * v_dim, (conv_width - 1) * width()});
 }
 
-Phase convolve_phase(const DeltaShape& shape, std::shared_ptr<const DeltaVectors> vectors, int qkvz, int mixed) {
+Phase convolve_phase(const DeltaShape& shape, std::shared_ptr<const DeltaVectors> vectors, Columns qkv, int mixed) {
   const auto chunks = [](const Frame& frame) {
     return (frame.batch.tokens_count + CONVOLVED_AT_ONCE - 1) / CONVOLVED_AT_ONCE;
   };
@@ -150,7 +158,7 @@ Phase convolve_phase(const DeltaShape& shape, std::shared_ptr<const DeltaVectors
     const size_t last = std::min((chunk + 1) * CONVOLVED_AT_ONCE, frame.batch.tokens_count);
     for (size_t token = chunk * CONVOLVED_AT_ONCE; token < last; ++token) {
       const size_t row = size_t(std::upper_bound(starts, starts + frame.batch.rows + 1, int32_t(token)) - starts) - 1;
-      const Inputs inputs(frame, shape, qkvz, row);
+      const Inputs inputs(frame, shape, qkv, row);
       const float* seen[MAX_CONV_WIDTH];
       for (size_t tap = 0; tap < shape.conv_width; ++tap)
         seen[tap] = inputs.at(ptrdiff_t(token) - starts[row] + ptrdiff_t(tap + 1) - ptrdiff_t(shape.conv_width));
@@ -160,8 +168,8 @@ Phase convolve_phase(const DeltaShape& shape, std::shared_ptr<const DeltaVectors
   return {chunks, run};
 }
 
-Phase delta_rule_phase(const DeltaShape& shape, std::shared_ptr<const DeltaVectors> vectors, int qkvz, int mixed, int ba,
-                     int out) {
+Phase delta_rule_phase(const DeltaShape& shape, std::shared_ptr<const DeltaVectors> vectors, const DeltaInputs& inputs,
+                       int mixed, int out) {
   const size_t parts = shape.v_heads + 1;
   const auto chunks = [parts](const Frame& frame) { return frame.batch.rows * parts; };
   const auto run = [=](const Frame& frame, size_t chunk, unsigned worker) {
@@ -170,18 +178,18 @@ Phase delta_rule_phase(const DeltaShape& shape, std::shared_ptr<const DeltaVecto
     const size_t row = chunk / parts, part = chunk % parts;
     const auto first = size_t(frame.batch.row_start[row]), last = size_t(frame.batch.row_start[row + 1]);
     if (first == last) return;
-    if (part == shape.v_heads) return keep_last(frame, shape, qkvz, row, scratch);
-    const Head head(frame, shape, *vectors, row, part);
+    if (part == shape.v_heads) return keep_last(frame, shape, inputs.qkv, row, scratch);
+    const Head head(frame, shape, *vectors, inputs, row, part);
     const RowState& state = frame.row_states[row];
     const size_t saved = state.save == NO_STATE ? last : first + size_t(state.after);
     head.begin();
     for (size_t token = first; token < last;) {
       const size_t count = std::min(RUN, (token < saved ? saved : last) - token);
-      head.delta_rule(token, count, buffer(mixed), buffer(ba), buffer(out), scratch);
+      head.delta_rule(token, count, buffer(mixed), buffer(out), scratch);
       token += count;
       if (token == saved && state.save != NO_STATE) head.save();
     }
-    for (size_t token = first; token < last; ++token) head.finish(token, buffer(qkvz), buffer(out), scratch);
+    for (size_t token = first; token < last; ++token) head.finish(token, buffer(out), scratch);
   };
   return {chunks, run};
 }

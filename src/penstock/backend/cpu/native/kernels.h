@@ -62,9 +62,10 @@ inline constexpr size_t MAX_CONV_WIDTH = 16;
 
 // The delta rule for one head: for each token in order, its memory decays, learns the value under the key, and is read.
 struct DeltaRule {
-  const float *q, *k;          // [count][k_dim]
+  const float *q, *k, *faded;  // [count][k_dim]; `faded` is k times the decay
   const float* v;              // rows are v_stride apart
-  const float *decay, *beta;   // [count]
+  const float *decay, *beta;   // [count], and decay [count][k_dim] with `channels`
+  bool channels;               // each row of the memory has a decay of its own
   size_t k_dim, v_dim, v_stride, count;
   float* memory;               // [k_dim][v_dim]
   float* out;                  // rows are out_stride apart
@@ -76,6 +77,8 @@ struct DeltaKernels {
   void (*convolve)(const float* const* seen, const float* weights, size_t conv_width, size_t width, float* out);
   void (*delta_rule)(const DeltaRule&);
   void (*gate_by)(const float* x, const float* gate, size_t width, float* out);  // x * sigmoid(gate)
+  // out = e^(rate * softplus(x + bias))
+  void (*decay)(const float* x, const float* bias, float rate, size_t width, float* out);
 };
 
 struct Kernels {

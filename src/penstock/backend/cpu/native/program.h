@@ -65,7 +65,8 @@ class Program {
   void activate(int x, int out, const std::string& act);
   void embed_positions(std::shared_ptr<const Weight> table, int out);
   void sigmoid_mul(int x, int gate, int out);  // x * sigmoid(gate), one for each row or for each value
-  void delta_net(int qkvz, int ba, const DeltaShape& shape, DeltaVectors vectors, int mixed, int out);
+  // Reads the first columns of `qkv` and `beta` and the last ones of `z` and `alpha`; two may be the same buffer.
+  void delta_net(const DeltaBuffers& given, const DeltaShape& shape, DeltaVectors vectors, int mixed, int out);
   void moe(int x, int router_logits, ExpertWeights weights, Routing routing, const std::string& act, int out);
   // Multiplies each head with its own part of the weight.
   void per_head_linear(int x, std::shared_ptr<const Weight> weight, size_t heads, size_t passthrough, int out);
