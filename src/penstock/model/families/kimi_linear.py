@@ -208,9 +208,11 @@ def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
     rank = config.size("attention.kv_lora_rank", most=rope.MAX_DIMS)
     dims = config.size("rope.dimension_count", most=rope.MAX_DIMS)
     config.require(deepseek2.KEY, (rank + dims,))
+    config.size(deepseek2.VALUE, rank)  # files say here what they like; that of MLA counts
     config.refuse_others(gguf_config.KEYS.union(gguf_config.EXPERTS, KEYS, (gguf_config.RMS_EPS,)))
     plain = config.without(deepseek2.KEY, deepseek2.VALUE, KV_HEADS, "rope.dimension_count")
     spec = gguf_config.read_decoder(plain, tensors, "kimi_linear", interleaved=False, experts=True, keys=KEYS)
+    config.require("vocab_size", (spec.vocab,), spec.vocab)
     heads = MlaSpec(
         qk_nope_head_dim=config.size(f"{deepseek2.KEY}_mla", most=rope.MAX_DIMS) - dims,
         v_head_dim=config.size(f"{deepseek2.VALUE}_mla"),
