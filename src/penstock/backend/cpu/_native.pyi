@@ -69,7 +69,9 @@ class Program:
         k_width: int,
         eps: float,
         out: int,
-    ) -> None: ...
+        layer_dim: int = 0,
+    ) -> None:
+        """Computes RMS norms of runs as long as the gains or, with a `layer_dim`, layer norms of so many values."""
     def act_and_mul(self, x: int, out: int, act: str) -> None: ...
     def add(self, x: int, y: int, out: int) -> None: ...
     def scale(self, x: int, factor: float, out: int) -> None: ...
@@ -113,6 +115,64 @@ class Program:
         eps: float,
     ) -> None:
         """`conv` is [conv_width, q + k + v], flat. `mixed` is a buffer as wide as that for what is convolved."""
+    def causal_conv(
+        self,
+        x: int,
+        product: int | None,
+        out: int,
+        *,
+        layer: int,
+        width: int,
+        conv_width: int,
+        conv: NDArray[np.float32],
+        bias: NDArray[np.float32],
+    ) -> None:
+        """`conv` is [conv_width, width], flat; an empty `bias` stands for none. `product` is a buffer for what a gated
+        convolution sees."""
+
+    def selective_scan(
+        self,
+        x: int,
+        dt: int,
+        b: int,
+        c: int,
+        gate: int,
+        out: int,
+        *,
+        layer: int,
+        width: int,
+        state_size: int,
+        decay: NDArray[np.float32],
+        skip: NDArray[np.float32],
+    ) -> None: ...
+    def mamba2(
+        self,
+        zxbcdt: int,
+        mixed: int,
+        out: int,
+        *,
+        layer: int,
+        heads: int,
+        head_dim: int,
+        state_dim: int,
+        groups: int,
+        conv_width: int,
+        norm_groups: int,
+        z_scale: float,
+        dt_scale: float,
+        dt_min: float,
+        dt_max: float,
+        eps: float,
+        conv: NDArray[np.float32],
+        conv_bias: NDArray[np.float32],
+        decay: NDArray[np.float32],
+        dt_bias: NDArray[np.float32],
+        skip: NDArray[np.float32],
+        gain: NDArray[np.float32],
+    ) -> None:
+        """`conv` is [conv_width, x + B + C], flat; an empty `conv_bias` or `gain` stands for none. `mixed` is a buffer
+        as wide as what is convolved."""
+
     def moe(
         self,
         x: int,
@@ -130,6 +190,7 @@ class Program:
         groups: int,
         top_k_groups: int,
         group_score: str,
+        weigh_inputs: bool = False,
     ) -> None:
         """`choice_bias` has no values where there is none."""
     def per_head_linear(self, x: int, weight: Weight, heads: int, passthrough: int, out: int) -> None:

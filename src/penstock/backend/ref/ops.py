@@ -14,8 +14,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.backend.base import Batch, Floats, Ints, StateMove
-from penstock.model.ops import DeltaInputs, DeltaWeights, ExpertWeights, Precision, Vectors
-from penstock.model.recurrence import DeltaSpec
+from penstock.backend.ref.delta import delta_rule
+from penstock.backend.ref.mamba2 import selective_scan, time_steps
+from penstock.model.ops import (
+    ConvWeights,
+    DeltaInputs,
+    DeltaWeights,
+    ExpertWeights,
+    Mamba2Weights,
+    Precision,
+    ScanWeights,
+    Vectors,
+)
+from penstock.model.recurrence import ConvSpec, DeltaSpec, Mamba2Spec, ScanSpec
 from penstock.model.spec import AttentionSpec, ExpertSpec, KvGroup, RopeSpec
 
 State = tuple[Floats, ...]  # of a recurrent layer: what its spec says it keeps
@@ -87,13 +98,19 @@ class RefOps:
 
     def norm_qk(self, qkv: Floats, q_gain: Floats, k_gain: Floats, spec: AttentionSpec, eps: float) -> Floats:
         q, k, v = np.split(qkv, [spec.q_width, spec.q_width + spec.kv_width], axis=1)
-        return np.concatenate([norm_runs(q, q_gain, eps), norm_runs(k, k_gain, eps), v], axis=1)
+        if spec.qk_norm == "layer":
+            q, k = (norm_heads(x, gain, spec.head_dim, eps) for x, gain in ((q, q_gain), (k, k_gain)))
+        else:
+            q, k = norm_runs(q, q_gain, eps), norm_runs(k, k_gain, eps)
+        return np.concatenate([q, k, v], axis=1)
 
     def attend(self, layer: int, qkv: Floats, spec: AttentionSpec, vectors: Vectors) -> Floats:
         q, k, v = split_heads(qkv, spec)
         q, k = (rotate(x, self.batch.positions, spec.rope) for x in (q, k))
         if spec.q_gain:
             q = q * vectors["q_gain"]
+        if spec.temperature:
+            q = q * query_scales(self.batch.positions, spec)[:, None, None]
         keys, values = self.cache.layer(layer, spec)
         out = np.zeros_like(q)
         for row, tokens in enumerate(self._row_tokens()):
@@ -101,9 +118,9 @@ class RefOps:
             places = self._places(layer, row, positions)
             keys[places] = k[tokens]
             values[places] = v[tokens]
-            first = max(int(positions[0]) - spec.window + 1, 0) if spec.window and spec.causal else 0
+            first = max(int(positions[0]) - spec.reach + 1, 0) if spec.reach and spec.causal else 0
             places = self._places(layer, row, np.arange(first, positions[-1] + 1))
-            out[tokens] = attention(q[tokens], keys[places], values[places], positions - first, spec, vectors)
+            out[tokens] = attention(q[tokens], keys[places], values[places], (positions, first), spec, vectors)
         return out.reshape(len(qkv), spec.q_width)
 
     def act_and_mul(self, x: Floats, act: str) -> Floats:
@@ -143,8 +160,11 @@ class RefOps:
         out = np.zeros_like(x)
         for expert, (up, down) in enumerate(zip(experts.up, experts.down, strict=True)):
             rows, ranks = np.nonzero(chosen == expert)
-            y = self.linear(self.act_and_mul(self.linear(x[rows], up), spec.act), down)
-            out[rows] += weights[rows, ranks, None] * y
+            weight = weights[rows, ranks, None]
+            given = x[rows] * weight if spec.weigh_inputs else x[rows]
+            act = self.act_and_mul if spec.gated else self.activate
+            y = self.linear(act(self.linear(given, up), spec.act), down)
+            out[rows] += y if spec.weigh_inputs else weight * y
         return out
 
     def per_head_linear(self, x: Floats, weight: Floats, passthrough: int = 0) -> Floats:
@@ -163,7 +183,7 @@ class RefOps:
             positions = self.batch.positions[tokens]
             keys[self._places(layer, row, positions)] = k[tokens]
             seen = keys[self._places(layer, row, np.arange(positions[-1] + 1))]
-            out[tokens] = attention(q[tokens], seen, seen[..., rotated:], positions, spec, {})
+            out[tokens] = attention(q[tokens], seen, seen[..., rotated:], (positions, 0), spec, {})
         return out.reshape(len(q), spec.heads * spec.v_dim)
 
     def sigmoid_mul(self, x: Floats, gate: Floats) -> Floats:
@@ -173,17 +193,72 @@ class RefOps:
         self, layer: int, x: DeltaInputs[Floats], weights: DeltaWeights, spec: DeltaSpec, eps: float
     ) -> Floats:
         out = np.zeros((len(x.qkv), spec.v_heads, spec.v_dim), np.float32)
-        beta, alpha = x.beta[:, : spec.v_heads], x.alpha[:, -spec.decay_width :]
+        learned, alpha = sigmoid(x.beta[:, : spec.v_heads]), x.alpha[:, -spec.decay_width :]
 
         def step(state: State, token: int) -> State:
             last, memory = state
             last, mixed = causal_conv(last, x.qkv[token, : spec.width], weights.conv)
-            memory, out[token] = delta_rule(memory, mixed, beta[token], alpha[token], weights, spec)
+            memory, out[token] = delta_rule(memory, mixed, learned[token], alpha[token], weights, spec)
             return last, memory
 
         self._recur(layer, [(spec.conv_width - 1, spec.width), (spec.v_heads, spec.k_dim, spec.v_dim)], step)
         z = x.z[:, -spec.v_width :].reshape(out.shape)
         return (rms_norm(out, weights.gain, eps) * GATES[spec.gate](z)).reshape(-1, spec.v_width)
+
+    def causal_conv(self, layer: int, x: Floats, weights: ConvWeights, spec: ConvSpec) -> Floats:
+        out = np.zeros((len(x), spec.width), np.float32)
+        b, c, u = np.split(x, 3, axis=1) if spec.gated else (None, None, x[:, : spec.width])
+        inputs, act = (u, silu) if b is None else (b * u, identity)
+
+        def step(state: State, token: int) -> State:
+            last, out[token] = causal_conv(state[0], inputs[token], weights.conv, weights.bias, act)
+            return (last,)
+
+        self._recur(layer, [(spec.conv_width - 1, spec.width)], step)
+        return out if c is None else c * out
+
+    def selective_scan(
+        self,
+        layer: int,
+        x: Floats,
+        dt: Floats,
+        b: Floats,
+        c: Floats,
+        gate: Floats,
+        weights: ScanWeights,
+        spec: ScanSpec,
+    ) -> Floats:
+        out = np.zeros_like(x)
+        decay = weights.decay.reshape(spec.width, spec.state_size)
+        steps = np.logaddexp(np.float32(0), dt)
+
+        def step(state: State, token: int) -> State:
+            h, now = state[0], steps[token][:, None]
+            h = h * np.exp(decay * now) + now * x[token][:, None] * b[token]
+            out[token] = h @ c[token]
+            return (h,)
+
+        self._recur(layer, [(spec.width, spec.state_size)], step)
+        gated: Floats = (out + weights.skip * x) * silu(gate[:, -spec.width :])
+        return gated
+
+    def mamba2(self, layer: int, zxbcdt: Floats, weights: Mamba2Weights, spec: Mamba2Spec) -> Floats:
+        z, xbc, dt = np.split(zxbcdt, [spec.inner, spec.inner + spec.width], axis=1)
+        steps = time_steps(dt, weights, spec)
+        out = np.zeros((len(zxbcdt), spec.heads, spec.head_dim), np.float32)
+
+        def step(state: State, token: int) -> State:
+            last, memory = state
+            last, mixed = causal_conv(last, xbc[token], weights.conv, weights.conv_bias)
+            memory, out[token] = selective_scan(memory, mixed, steps[token], weights, spec)
+            return last, memory
+
+        self._recur(layer, [(spec.conv_width - 1, spec.width), (spec.heads, spec.state_dim, spec.head_dim)], step)
+        gated = out.reshape(z.shape) * silu(z * np.float32(spec.z_scale))
+        if weights.gain is None:
+            return gated
+        groups = len(z), spec.norm_groups, spec.inner // spec.norm_groups
+        return rms_norm(gated.reshape(groups), weights.gain.reshape(groups[1:]), spec.eps).reshape(z.shape)
 
     def _recur(self, layer: int, shapes: Sequence[tuple[int, ...]], step: Callable[[State, int], State]) -> None:
         """Takes the state of each row of a recurrent layer through its tokens: `step` returns the state after a
@@ -235,6 +310,12 @@ def norm_runs(x: Floats, gain: Floats, eps: float) -> Floats:
     return rms_norm(runs, gain, eps).reshape(x.shape)
 
 
+def norm_heads(x: Floats, gain: Floats, head_dim: int, eps: float) -> Floats:
+    heads = split(x, head_dim)
+    normed = layer_norm(heads, gain.reshape(heads.shape[1:]), np.zeros(1, np.float32), eps)
+    return normed.reshape(x.shape)
+
+
 def split_heads(qkv: Floats, spec: AttentionSpec) -> tuple[Floats, Floats, Floats]:
     """Splits [T, q + k + v] into [T, heads, D] and twice [T, kv_heads, D]."""
     q, k, v = np.split(split(qkv, spec.head_dim), [spec.heads, spec.heads + spec.kv_heads], axis=1)
@@ -261,28 +342,28 @@ def rotate(x: Floats, positions: Ints, rope: RopeSpec) -> Floats:
 
 
 def attention(
-    q: Floats, keys: Floats, values: Floats, positions: Ints, spec: AttentionSpec, vectors: Vectors
+    q: Floats, keys: Floats, values: Floats, places: tuple[Ints, int], spec: AttentionSpec, vectors: Vectors
 ) -> Floats:
-    """Attends from tokens at `positions` to C positions of their sequence, both counted from the first of those:
-    [T, heads, D], 2 * [C, kv_heads, D] -> [T, heads, D]."""
+    """Attends from tokens to C positions of their sequence: [T, heads, D], 2 * [C, kv_heads, D] -> [T, heads, D].
+    `places` are the tokens' positions and the first of those C."""
     shared = spec.heads // spec.kv_heads
     keys, values = np.repeat(keys, shared, axis=1), np.repeat(values, shared, axis=1)  # [C, heads, D]
     scores = np.einsum("thd,chd->htc", q, keys) * np.float32(spec.scale)
     if spec.soft_cap:
         scores = soft_capped(scores, spec.soft_cap)
     if spec.distance_bias:
-        scores += bias_of(positions, len(keys), spec, vectors["distance_bias"])
+        scores += bias_of(*places, len(keys), spec, vectors["distance_bias"])
     if spec.causal or spec.window:
-        scores[:, ~visible(positions, len(keys), spec.window, spec.causal)] = -np.inf
+        scores[:, ~visible(*places, len(keys), spec)] = -np.inf
     weights = softmax_with_sinks(scores, vectors.get("sinks", np.full(spec.heads, -np.inf, np.float32)))
     out: Floats = np.einsum("htc,chd->thd", weights, values)
     return out
 
 
-def bias_of(positions: Ints, context: int, spec: AttentionSpec, biases: Floats) -> Floats:
+def bias_of(positions: Ints, first: int, context: int, spec: AttentionSpec, biases: Floats) -> Floats:
     """Returns what each score gets for how far the key is from the query: [heads, T, C]."""
     reach = spec.distance_bias
-    distances = np.clip(np.arange(context) - positions[:, None], -reach, reach)
+    distances = np.clip(first + np.arange(context) - positions[:, None], -reach, reach)
     found: Floats = biases.reshape(spec.heads, -1)[:, distances + reach]
     return found
 
@@ -296,10 +377,21 @@ def softmax_with_sinks(scores: Floats, sinks: Floats) -> Floats:
     return softened
 
 
-def visible(positions: Ints, context: int, window: int, causal: bool) -> NDArray[np.bool_]:
-    """Returns whether the token at each position sees each position of its context: [T, C]."""
-    distance = positions[:, None] - np.arange(context)
-    return ((distance >= 0) if causal else (distance > -window)) & (distance < (window or context))
+def visible(positions: Ints, first: int, context: int, spec: AttentionSpec) -> NDArray[np.bool_]:
+    """Returns whether the token at each position sees each of the positions from `first` on: [T, C]."""
+    others = first + np.arange(context)
+    distance = positions[:, None] - others
+    seen: NDArray[np.bool_] = distance >= 0 if spec.causal else distance > -spec.window
+    if spec.window:
+        seen &= distance < spec.window
+    if spec.chunk:
+        seen &= others >= (positions // spec.chunk * spec.chunk)[:, None]
+    return seen
+
+
+def query_scales(positions: Ints, spec: AttentionSpec) -> Floats:
+    """Returns what the temperature of attention multiplies each token's queries by: [T]."""
+    return (1 + spec.temperature * np.log1p((positions + 1) // spec.temperature_span)).astype(np.float32)
 
 
 def soft_capped(x: Floats, cap: float) -> Floats:
@@ -374,8 +466,16 @@ def relu(x: Floats) -> Floats:
     return np.maximum(x, 0)
 
 
+def identity(x: Floats) -> Floats:
+    return x
+
+
+def relu2(x: Floats) -> Floats:
+    return np.square(relu(x))
+
+
 GATES: dict[str, Callable[[Floats], Floats]] = {"silu": silu, "sigmoid": sigmoid}
-ACTS = {"silu": silu, "gelu": gelu, "gelu_tanh": gelu_tanh, "relu": relu}
+ACTS = {"silu": silu, "gelu": gelu, "gelu_tanh": gelu_tanh, "relu": relu, "relu2": relu2}
 SCORINGS: dict[str, Callable[[Floats], Floats]] = {
     "softmax": softmax,
     "sigmoid": sigmoid,
@@ -383,33 +483,10 @@ SCORINGS: dict[str, Callable[[Floats], Floats]] = {
 }
 
 
-def causal_conv(last: Floats, x: Floats, conv: Floats) -> tuple[Floats, Floats]:
-    """Returns the inputs that the next token's convolution sees, and silu of this one's."""
-    seen = np.concatenate([last, x[None]])  # [conv_width, width]
-    return seen[1:], silu((seen * conv.reshape(len(x), len(seen)).T).sum(axis=0))
-
-
-def delta_rule(
-    state: Floats, mixed: Floats, beta: Floats, alpha: Floats, weights: DeltaWeights, spec: DeltaSpec
+def causal_conv(
+    last: Floats, x: Floats, taps: Floats, bias: Floats | None = None, act: Callable[[Floats], Floats] = silu
 ) -> tuple[Floats, Floats]:
-    """Returns the heads' states after one token, and what it reads from them: [v_heads, k_dim, v_dim], [v_heads,
-    v_dim]."""
-    q, k, v = np.split(mixed, [spec.k_width, 2 * spec.k_width])
-    q, k = (each_value_head(unit(x.reshape(spec.k_heads, spec.k_dim)), spec) for x in (q, k))  # [v_heads, k_dim]
-    gates = np.logaddexp(np.float32(0), alpha + weights.dt_bias).reshape(spec.v_heads, -1)  # one, or one for each row
-    state = state * np.exp(weights.decay[:, None] * gates)[:, :, None]
-    known = np.einsum("hk,hkv->hv", k, state)
-    update = sigmoid(beta)[:, None] * (v.reshape(spec.v_heads, spec.v_dim) - known)
-    state = state + k[:, :, None] * update[:, None, :]
-    return state, np.einsum("hk,hkv->hv", q * np.float32(spec.k_dim**-0.5), state)
-
-
-def each_value_head(x: Floats, spec: DeltaSpec) -> Floats:
-    """Returns the key head of each value head: [k_heads, k_dim] -> [v_heads, k_dim]."""
-    shared = spec.v_heads // spec.k_heads
-    return np.tile(x, (shared, 1)) if spec.tiled else np.repeat(x, shared, axis=0)
-
-
-def unit(x: Floats) -> Floats:
-    y: Floats = x / np.sqrt((x * x).sum(axis=-1, keepdims=True) + np.float32(1e-6))
-    return y
+    """Returns the inputs that the next token's convolution sees, and act of this one's."""
+    seen = np.concatenate([last, x[None]])  # [conv_width, width]
+    y: Floats = (seen * taps.reshape(len(x), len(seen)).T).sum(axis=0)
+    return seen[1:], act(y if bias is None else y + bias)

@@ -3,6 +3,7 @@
 
 #include <memory>
 
+#include "conv.h"
 #include "frame.h"
 
 namespace penstock {
@@ -20,15 +21,15 @@ struct DeltaShape {
   size_t decays() const { return channel_decay ? k_dim : 1; }  // of one value head
   // A state: the memory of each value head [k_dim][v_dim], then what was convolved last [conv_width - 1][width].
   size_t state_floats() const { return v_heads * memory_floats() + (conv_width - 1) * width(); }
+  ConvShape conv() const { return {layer, width(), conv_width, v_heads * memory_floats()}; }  // of q, k and v
   size_t key_head(size_t v_head) const { return tiled ? v_head % k_heads : v_head / (v_heads / k_heads); }
   size_t scratch_floats() const;  // what one worker needs
 };
 
 struct DeltaVectors {
-  std::vector<float> conv;  // [conv_width][width], the tap of the token itself last
-  std::vector<float> decay;      // [v_heads]
-  std::vector<float> dt;         // [v_heads][decays]
-  std::vector<float> gain;       // [v_dim]
+  std::vector<float> decay;  // [v_heads]
+  std::vector<float> dt;     // [v_heads][decays]
+  std::vector<float> gain;   // [v_dim]
   float eps;
 };
 
@@ -44,15 +45,14 @@ struct DeltaBuffers {
   int qkv, z, beta, alpha;
 };
 
-// What products made of each token: q, k and v; the gate of the output; and for each value head how much it learns and
-// how fast it forgets.
+// What products made of each token: q, k and v, which are the first columns of a buffer; the gate of the output; and for
+// each value head how much it learns and how fast it forgets.
 struct DeltaInputs {
-  Columns qkv, z, beta, alpha;
+  int qkv;
+  Columns z, beta, alpha;
 };
 
-// mixed = silu of q, k and v convolved.
-Phase convolve_phase(const DeltaShape& shape, std::shared_ptr<const DeltaVectors> vectors, Columns qkv, int mixed);
-// Each value head of each row, and what the row convolved last.
+// Each value head of each row, and what the row convolved last. `mixed` is silu of q, k and v convolved.
 Phase delta_rule_phase(const DeltaShape& shape, std::shared_ptr<const DeltaVectors> vectors, const DeltaInputs& inputs,
                        int mixed, int out);
 

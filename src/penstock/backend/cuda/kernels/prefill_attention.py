@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from penstock.backend.cuda.kernels.decode_attention import AttentionOptions, sink_of, with_gain
+from penstock.backend.cuda.kernels.decode_attention import AttentionOptions, sink_of, temperature_of, with_gain
 from penstock.backend.cuda.kernels.kv8 import largest_of
 from penstock.backend.cuda.kernels.kv_tile import (
     LOG2E,
@@ -123,11 +123,12 @@ def _prefill_attention(qkv, kv, tiles, out, sinks, q_gain, biases, scale, cap, C
     wanted = (index < count)[:, None] & (d < SHAPE.dims)[None, :]
     own = first + index  # position of each query
     head = kv_head * SHAPE.group + pair % SHAPE.group
-    bias = scale  # of no score
     row = (token + index) * (SHAPE.heads + 2 * SHAPE.kv_heads) + head
     q = tl.load(qkv + row[:, None] * SHAPE.dims + d[None, :], wanted, 0.0)  # [CONFIG.queries, BLOCK_D]
     if OPTIONS.q_gain:
         q = with_gain(q, q_gain, d, SHAPE.dims)
+    if OPTIONS.temperature > 0:
+        scale = (scale * temperature_of(own + 1, OPTIONS))[:, None]
 
     softmax = no_scores(CONFIG.queries, SHAPE.block_d)
     begin = 0
@@ -142,6 +143,9 @@ def _prefill_attention(qkv, kv, tiles, out, sinks, q_gain, biases, scale, cap, C
     elif OPTIONS.window:
         begin = tl.maximum(first - OPTIONS.window + 1, 0) // TILE * TILE
         whole = begin
+    elif OPTIONS.chunk:
+        begin = first // OPTIONS.chunk * OPTIONS.chunk // TILE * TILE
+        whole = begin
     else:
         whole = (first + 1) // TILE * TILE  # up to here every query sees everything
     block = load_blocks(table, begin + tl.arange(0, TILE), end, SHAPE.block_size)
@@ -150,14 +154,15 @@ def _prefill_attention(qkv, kv, tiles, out, sinks, q_gain, biases, scale, cap, C
         line = line_of(block, position, kv_head, SHAPE)
         block = load_blocks(table, position + TILE, end, SHAPE.block_size)
         keys, values, scales = load_kv(kv, line, d, scale, (d < SHAPE.dims)[None, :], None, SHAPE, CONFIG.largest)
-        if CONFIG.reach:
-            bias = bias_of(biases, head, position[None, :] - own[:, None], CONFIG.reach)
+        bias = bias_of(biases, head, position[None, :] - own[:, None], CONFIG.reach) if CONFIG.reach else scale
         softmax = _fold(q, keys, values, scales, True, bias, scale, cap, softmax, False, CONFIG)
     for start in tl.range(whole, end, TILE):
         position = start + tl.arange(0, TILE)
         seen = position < end
         if OPTIONS.window:
             seen = seen & (position > first - OPTIONS.window)  # tables name any block at all before that
+        if OPTIONS.chunk:
+            seen = seen & (position >= first // OPTIONS.chunk * OPTIONS.chunk)
         line = line_of(block, position, kv_head, SHAPE)
         block = load_blocks(table, position + TILE, end, SHAPE.block_size)
         inside = seen[:, None] & (d < SHAPE.dims)[None, :]
@@ -170,8 +175,9 @@ def _prefill_attention(qkv, kv, tiles, out, sinks, q_gain, biases, scale, cap, C
                 visible = visible & (distance > -OPTIONS.window)
         if OPTIONS.window:
             visible = visible & (distance < OPTIONS.window)
-        if CONFIG.reach:
-            bias = bias_of(biases, head, -distance, CONFIG.reach)
+        if OPTIONS.chunk:
+            visible = visible & (position[None, :] >= (own // OPTIONS.chunk * OPTIONS.chunk)[:, None])
+        bias = bias_of(biases, head, -distance, CONFIG.reach) if CONFIG.reach else scale
         softmax = _fold(q, keys, values, scales, visible, bias, scale, cap, softmax, True, CONFIG)
 
     highest, total, mix = softmax
@@ -196,6 +202,9 @@ def prefill_attention(
     q_gain: Any | None = None,
     distance_bias: Any | None = None,
     *,
+    chunk: int = 0,
+    temperature: float = 0.0,
+    temperature_span: int = 1,
     tiling: tuple[int, int, int],  # positions at a time, warps, stages
 ) -> None:
     """Attends with runs of tokens. tiles [Q, 5]: first token (-1: none), row of tables, its position, how many tokens,
@@ -203,7 +212,8 @@ def prefill_attention(
     1]."""
     shape = shape_of(cache, out)
     kv = PagedKv(cache, tiles if scales is None else scales, tables, header)
-    options = AttentionOptions(window, soft_cap > 0, sinks is not None, causal, q_gain is not None)
+    others = chunk, temperature, temperature_span
+    options = AttentionOptions(window, soft_cap > 0, sinks is not None, causal, q_gain is not None, *others)
     tile, warps, stages = tiling
     reach = 0 if distance_bias is None else len(distance_bias) // shape.heads // 2
     _prefill_attention[(shape.kv_heads, len(tiles))](
