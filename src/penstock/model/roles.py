@@ -20,6 +20,7 @@ class Role(Enum):
     ATTENTION_OUT = "attention projection out"
     MLA_KV_B = "MLA kv_b, keys and values of all heads"
     MLA_HEADS = "MLA matrix for each head"
+    INDEX = "index of sparse attention"
     MLP_IN = "MLP in"
     MLP_OUT = "MLP out"
     EXPERT_IN = "expert in"
@@ -45,6 +46,7 @@ _PARTS = {
     Role.POSITIONS: ("positions", "types"),
     Role.HEAD: ("head",),
     Role.ATTENTION_IN: ("q", "k", "v", "qkv", "grouped_qkv", "q_a", "q_b", "kv_a", "latent", "k_rope"),
+    Role.INDEX: ("index_q", "index_k", "index_weights"),
     Role.ATTENTION_OUT: ("o",),
     Role.MLA_KV_B: ("kv_b",),
     Role.MLA_HEADS: ("k_b", "v_b"),
@@ -64,7 +66,7 @@ _PARTS = {
     Role.CONV: ("conv",),
     Role.NORM: (
         *("norm", "embed_norm", "attn_norm", "mlp_norm", "after_attn_norm", "after_mlp_norm"),
-        *("q_norm", "k_norm", "kv_norm"),
+        *("q_norm", "k_norm", "kv_norm", "index_norm"),
     ),
     Role.ROUTER_BIAS: ("choice_bias",),
     Role.HEAD_PARAMETER: (*ATTENTION_VECTORS, "decay", "decay_log", "dt"),

@@ -28,8 +28,9 @@ class Matrix:
 
 
 class RefCache:
-    """Holds keys and values in blocks, [blocks, block_size, kv_heads, D]; keys alone for MLA. Layers that have the same
-    index within their KV groups share an array: a block belongs to one group at a time."""
+    """Holds keys and values in blocks, [blocks, block_size, kv_heads, D]; for MLA keys alone and, where positions are
+    selected, index keys. Layers that have the same index within their KV groups share an array: a block belongs to one
+    group at a time."""
 
     def __init__(self, num_blocks: int, block_size: int, states: int = 0, groups: Sequence[KvGroup] = ()) -> None:
         self.num_blocks = num_blocks
@@ -49,8 +50,10 @@ class RefCache:
         """Returns the arrays that a layer's keys and values are in."""
         _, index = self._places.get(layer, (0, layer))
         if index not in self.layers:
-            shape = (self.num_blocks, self.block_size, spec.kv_heads, spec.head_dim)
-            self.layers[index] = tuple(np.zeros(shape, np.float32) for _ in range(1 if spec.v_dim else 2))
+            dims = [spec.head_dim] if spec.v_dim else [spec.head_dim] * 2
+            dims += [spec.index_dim] if spec.index_dim else []
+            shape = (self.num_blocks, self.block_size, spec.kv_heads)
+            self.layers[index] = tuple(np.zeros((*shape, each), np.float32) for each in dims)
         return self.layers[index]
 
     @property
@@ -153,18 +156,49 @@ class RefOps:
         products = np.einsum("tha,hba->thb", heads[..., :width], weight)
         return np.concatenate([heads[..., width:], products], axis=2).reshape(len(x), count * (passthrough + rows))
 
-    def attend_mla(self, layer: int, q: Floats, kv: Floats, gain: Floats, spec: AttentionSpec, eps: float) -> Floats:
+    def attend_mla(
+        self,
+        layer: int,
+        q: Floats,
+        kv: Floats,
+        gain: Floats,
+        spec: AttentionSpec,
+        eps: float,
+        selected: Floats | None = None,
+    ) -> Floats:
         rotated = spec.head_dim - spec.v_dim
         kv = np.concatenate([kv[:, :rotated], rms_norm(kv[:, rotated:], gain, eps)], axis=1)
         q, k = (rotate(split(x, spec.head_dim), self.batch.positions, spec.rope) for x in (q, kv))
-        (keys,) = self.cache.layer(layer, spec)
+        keys = self.cache.layer(layer, spec)[0]
         out = np.zeros((len(q), spec.heads, spec.v_dim), np.float32)
         for row, tokens in enumerate(self._row_tokens()):
             positions = self.batch.positions[tokens]
             keys[self._places(layer, row, positions)] = k[tokens]
             seen = keys[self._places(layer, row, np.arange(positions[-1] + 1))]
             out[tokens] = attention(q[tokens], seen, seen[..., rotated:], positions, spec, {})
+            if selected is None:
+                continue
+            last = selected.shape[1] - 1
+            for token in tokens.start + np.flatnonzero(positions > last):
+                some = seen[selected[token].astype(np.intp)]
+                out[token] = attention(q[[token]], some, some[..., rotated:], np.array([last]), spec, {})
         return out.reshape(len(q), spec.heads * spec.v_dim)
+
+    def select_positions(self, layer: int, q: Floats, k: Floats, weights: Floats, spec: AttentionSpec) -> Floats:
+        index = spec.index
+        assert index is not None
+        q, k = (rotate(split(x, index.head_dim), self.batch.positions, index.rope) for x in (q, k))
+        keys = self.cache.layer(layer, spec)[-1]
+        out = np.zeros((len(q), index.top_k), np.float32)
+        for row, tokens in enumerate(self._row_tokens()):
+            positions = self.batch.positions[tokens]
+            keys[self._places(layer, row, positions)] = k[tokens]
+            seen = keys[self._places(layer, row, np.arange(positions[-1] + 1))][:, 0]  # [C, D]
+            scores = np.einsum("th,thc->tc", weights[tokens], relu(np.einsum("thd,cd->thc", q[tokens], seen)))
+            scores[~visible(positions, len(seen), 0, True)] = -np.inf
+            selected = np.sort(highest(scores, index.top_k), axis=1)
+            out[tokens, : selected.shape[1]] = selected
+        return out
 
     def sigmoid_mul(self, x: Floats, gate: Floats) -> Floats:
         return x * sigmoid(gate)
