@@ -97,8 +97,8 @@ def check_read_alike(spec: ModelSpec) -> None:
     rotated = 2 * len(spec.attn.rope.inv_freq)
     if spec.attn.index is not None and spec.attn.index.head_dim != 2 * rotated:
         raise UnsupportedModel(
-            f"a GGUF file of {spec.arch} cannot express index_head_dim = {spec.attn.index.head_dim}: llama.cpp takes it "
-            f"as twice qk_rope_head_dim, which is {rotated}"
+            f"a GGUF file of {spec.arch} cannot express index_head_dim = {spec.attn.index.head_dim}: llama.cpp takes "
+            f"it as twice qk_rope_head_dim, which is {rotated}"
         )
     if spec.mla is not None and not spec.mla.q_lora_rank and spec.layers not in LITE_LAYERS:
         raise UnsupportedModel(
