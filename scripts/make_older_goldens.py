@@ -7,17 +7,13 @@ python scripts/make_older_goldens.py [NAME ...]
 from __future__ import annotations
 
 import json
-import shutil
-import sys
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 import gguf
 import make_goldens
-import numpy as np
 import torch
-from make_goldens import FOLDER, PLAIN, PROMPT, SMALLER, head_dim_of, logits, write_gguf
+from make_goldens import PLAIN, SMALLER, Recipe, chosen, head_dim_of, make
 from transformers import PreTrainedConfig, PreTrainedModel
 
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -56,7 +52,7 @@ GOLDENS: dict[str, dict[str, Any]] = {
     },
     "opt": SMALLER | TOKENS | {"ffn_dim": 40},
 }
-WITHOUT: dict[str, dict[str, Any]] = {  # what makes a difference: see check_it_matters of make_goldens.py
+WITHOUT: dict[str, dict[str, Any]] = {  # see Recipe
     "gpt_neox": {"use_parallel_residual": False},
     "gpt_neox_serial": {"use_parallel_residual": True},
     "phi": {"rope_parameters": PLAIN | {"partial_rotary_factor": 1.0}},
@@ -106,25 +102,10 @@ make_goldens.OTHER_NAMES |= {
 
 def main() -> None:
     make_goldens.add_keys, make_goldens.weights_of = add_keys, weights_of
-    for name in sys.argv[1:] or GOLDENS:
-        seed = crc32(name.encode())
-        folder = (FOLDER.parent / "folders" if name in FOLDERS else FOLDER) / name
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        model = make_goldens.random_model(name, seed)
-        tokens = np.random.default_rng(seed).integers(model.config.vocab_size, size=PROMPT)
-        expected = logits(model, tokens)
-        if name in WITHOUT:
-            difference = np.abs(logits(make_goldens.random_model(name, seed, **WITHOUT[name]), tokens) - expected).max()
-            assert difference > 0.3, f"{name}: {difference}"
-        if name not in FOLDERS:
-            write_gguf(folder / "model.gguf", model)
-        model.bfloat16().save_pretrained(folder)
+    for name in chosen(GOLDENS):
+        folder = make(name, Recipe(WITHOUT, FOLDERS))
         if name == "minicpm":
             call_it_minicpm(folder / "config.json")
-        (folder / "generation_config.json").unlink(missing_ok=True)
-        np.savez_compressed(folder / "expected.npz", tokens=tokens.astype(np.int32), logits=expected)
-        print(f"{name:18} {sum(file.stat().st_size for file in folder.iterdir()):8} bytes")
 
 
 def call_it_minicpm(path: Path) -> None:

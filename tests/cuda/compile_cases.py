@@ -14,8 +14,9 @@ import torch
 from penstock.backend.cuda.device_tilings import Tilings
 from penstock.backend.cuda.kernels import quant_gemm, quant_gemm_small, quant_gemv
 from penstock.backend.cuda.kernels.apply_bitmask import apply_bitmask
+from penstock.backend.cuda.kernels.causal_conv import ConvSizes, StateRows, causal_conv, store_conv_state
 from penstock.backend.cuda.kernels.decode_attention import Rotation, SplitKV, decode_attention
-from penstock.backend.cuda.kernels.delta_rule import DeltaScratch, StateRows, delta_net, sigmoid_mul
+from penstock.backend.cuda.kernels.delta_rule import DeltaScratch, delta_net, sigmoid_mul
 from penstock.backend.cuda.kernels.dequantize import dequantize_matrix, dequantize_rows
 from penstock.backend.cuda.kernels.expert_gemm import (
     ExpertRows,
@@ -40,12 +41,13 @@ from penstock.backend.cuda.kernels.rope import rope_and_store
 from penstock.backend.cuda.kernels.sample_tokens import find_chunk_maxima, sample_tokens
 from penstock.backend.cuda.kernels.sampling_threshold import ThresholdScratch, sampling_threshold
 from penstock.backend.cuda.kernels.select_positions import select_positions, store_index
+from penstock.backend.cuda.kernels.selective_scan import selective_scan
 from penstock.backend.cuda.kernels.silu_and_mul import act_and_mul
 from penstock.backend.cuda.kernels.skinny_gemm import skinny_gemm
 from penstock.backend.cuda.kernels.split_k import SplitKScratch
 from penstock.backend.cuda.pack_quantized import CODINGS, QuantizedWeight
-from penstock.model.ops import DeltaWeights
-from penstock.model.recurrence import DeltaSpec
+from penstock.model.ops import DeltaWeights, ScanWeights
+from penstock.model.recurrence import DeltaSpec, ScanSpec
 from penstock.model.spec import ExpertSpec
 
 HOST = torch.device("cpu")
@@ -305,6 +307,32 @@ def delta_nets(tilings: Tilings) -> None:
     states, rows = empty(4, spec.state_floats, dtype=F32), StateRows(ints(4, 8), ints(8))
     scratch = DeltaScratch(empty(8, spec.width, dtype=F32), empty(8, spec.v_width, dtype=F32))
     delta_net(qkvz, ba, weights, spec, 1e-5, states, rows, scratch, empty(8, spec.v_width))
+
+
+@case(biased=(True, True), plain=(False, False))
+def convolution_over_time(tilings: Tilings, biased: bool, silu: bool) -> None:
+    sizes, width = ConvSizes.of(4, 640, stride=1024, offset=64, column=128), 640
+    states, rows = empty(4, 64 + 3 * width, dtype=F32), StateRows(ints(4, 8), ints(8))
+    taps, bias = empty(width * 4, dtype=F32), empty(width, dtype=F32) if biased else None
+    causal_conv(empty(8, 1024), taps, bias, sizes, states, rows, empty(8, width, dtype=F32), silu)
+
+
+@case()
+def gated_convolution(tilings: Tilings) -> None:
+    sizes = ConvSizes.of(3, 640, stride=1920, offset=0, gated=True)
+    states, rows = empty(4, 2 * 640, dtype=F32), StateRows(ints(4, 8), ints(8))
+    x, taps = empty(8, 1920), empty(640 * 3, dtype=F32)
+    causal_conv(x, taps, None, sizes, states, rows, empty(8, 640), silu=False)
+    store_conv_state(x, sizes, states, rows)
+
+
+@case()
+def selective_scans(tilings: Tilings) -> None:
+    spec = ScanSpec(512, 16)
+    x, dt, b, c, gate = empty(8, 512), empty(8, 512), empty(8, 16), empty(8, 16), empty(8, 1024)
+    weights = ScanWeights(empty(spec.state_floats, dtype=F32), empty(512, dtype=F32))
+    states, rows = empty(4, spec.state_floats, dtype=F32), StateRows(ints(4, 8), ints(8))
+    selective_scan(x, dt, b, c, gate, weights, spec, states, rows, empty(8, 512))
 
 
 @case()

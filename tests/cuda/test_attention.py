@@ -140,7 +140,7 @@ def attend_with(
         context = np.arange(positions[-1] + 1)
         at = batch.tables[0, row, context // block_size], context % block_size
         vectors = {} if sinks is None else {"sinks": sinks.cpu().numpy()}
-        wanted = attention(q[first:last], keys[at], values[at], positions, spec, vectors)
+        wanted = attention(q[first:last], keys[at], values[at], (positions, 0), spec, vectors)
         assert close(out[first:last], torch.from_numpy(wanted).reshape(last - first, -1).to(DEVICE))
 
 

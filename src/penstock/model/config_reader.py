@@ -68,6 +68,10 @@ class ConfigReader:
         """Reads a whole number above 0; returns 0 if the file says -1, which means all there is."""
         return 0 if self._get(key, default) == -1 else self.size(key, default)
 
+    def size_or_auto(self, key: str, auto: int) -> int:
+        """Reads a whole number above 0; returns `auto` if the file says "auto" or nothing."""
+        return auto if self._get(key, "auto") == "auto" else self.size(key)
+
     def number(self, key: str, default: float | None = None, least: float = MIN_NUMBER) -> float:
         """Reads a number that is at least `least`."""
         value = self._get(key, default)
@@ -85,6 +89,13 @@ class ConfigReader:
         if type(value) is not bool:
             raise self._wrong(key, value, "true or false")
         return value
+
+    def flag_or_count(self, key: str, default: bool) -> bool:
+        """Reads true or false, or a whole number that says the same: 0 is false."""
+        value = self._get(key, default)
+        if type(value) not in (bool, int) or value < 0:
+            raise self._wrong(key, value, "true, false or a whole number")
+        return bool(value)
 
     def text(self, key: str, default: str | None = None) -> str:
         """Reads a string."""

@@ -230,6 +230,8 @@ def qk_norms(spec: ModelSpec, pack: Packer, layer: int) -> tuple[Weight, Weight]
     a = spec.attention(layer)
     if not a.qk_norm:
         return None
+    if a.qk_norm == "unit":
+        return pack.ones(a.head_dim), pack.ones(a.head_dim)
     q_size, k_size = (a.head_dim, a.head_dim) if a.qk_norm == "head" else (a.q_width, a.kv_width)
     return (
         pack.vector(f"layers.{layer}.q_norm", q_size, spec.gain_offset),
@@ -310,6 +312,8 @@ def build(
 ) -> Decoder:
     """Builds a decoder with such mixers, MLPs and norms; the defaults are Llama's."""
 
+    two_norms = any(pack.has(f"layers.{i}.mlp_norm") for i in range(spec.layers))
+
     def block(layer: int, kind: str, make: MakePart) -> Block:
         before = norm(spec, pack, f"layers.{layer}.{kind}_norm") if pre_norm else None
         part = make(spec, pack, layer)
@@ -318,7 +322,7 @@ def build(
     def layer(i: int) -> Layer | ParallelLayer:
         if spec.parallel:
             first, own = f"layers.{i}.attn_norm", f"layers.{i}.mlp_norm"
-            second = norm(spec, pack, own) if pack.has(own) else None
+            second = norm(spec, pack, own) if two_norms else None
             return ParallelLayer(norm(spec, pack, first), mixer(spec, pack, i), mlp(spec, pack, i), second)
         return Layer(block(i, "attn", mixer), block(i, "mlp", mlp))
 

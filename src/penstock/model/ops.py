@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
-from penstock.model.recurrence import DeltaSpec
+from penstock.model.recurrence import ConvSpec, DeltaSpec, ScanSpec
 from penstock.model.spec import AttentionSpec, ExpertSpec
 
 Weight = Any  # whatever this backend's packer returned; a model only carries it
@@ -26,6 +26,20 @@ class DeltaWeights(NamedTuple):
     decay: Weight  # [v_heads], below 0
     dt_bias: Weight  # [v_heads]
     gain: Weight  # [v_dim]
+
+
+class ConvWeights(NamedTuple):
+    """Holds the vectors of a causal convolution."""
+
+    conv: Weight  # [width, conv_width], the factor of the token itself last
+    bias: Weight | None  # [width]
+
+
+class ScanWeights(NamedTuple):
+    """Holds the vectors of a selective scan."""
+
+    decay: Weight  # [width, state_size], below 0
+    skip: Weight  # [width], what inputs are multiplied by on their way past the state
 
 
 class ExpertWeights(NamedTuple):
@@ -61,7 +75,8 @@ class Ops(Protocol[V]):
         the output is [passthrough, b]: the last values pass through and move to the front."""
 
     def norm_qk(self, qkv: V, q_gain: Weight, k_gain: Weight, spec: AttentionSpec, eps: float) -> V:
-        """Applies rms_norm to q and to k in runs as long as their gains (one head, or all heads at once); v stays as it
+        """Applies rms_norm to q and to k in runs as long as their gains (one head, or all heads at once) or, if
+        spec.qk_norm is "layer", layer_norm to each head, whose gains are all heads' one after the other; v stays as it
         is: [T, q + k + v] -> [T, q + k + v]."""
 
     def attend(self, layer: int, qkv: V, spec: AttentionSpec, vectors: Vectors) -> V:
@@ -119,3 +134,17 @@ class Ops(Protocol[V]):
         dt_bias)); M += k (sigmoid(b) * (v - k M)); o = q M. The result is rms_norm(o) * gain * silu(z), normed in each
         head. M and the last inputs of the convolution are the state of the sequence's slot, which is zero at position 0
         (Batch.moves describes the other cases)."""
+
+    def causal_conv(self, layer: int, x: V, weights: ConvWeights, spec: ConvSpec) -> V:
+        """Convolves each channel with the last tokens of its sequence, and adds the bias: [T, *] -> [T, width].
+
+        Without a gate it takes the first `width` columns of x, and silu follows. With one, x is [T, b + c + u] and the
+        result is c * conv(b * u). What was convolved last is the state of the sequence's slot (see delta_net)."""
+
+    def selective_scan(self, layer: int, x: V, dt: V, b: V, c: V, gate: V, weights: ScanWeights, spec: ScanSpec) -> V:
+        """Applies Mamba's selective scan: [T, width] -> [T, width]. `dt` is [T, width], `b` and `c` are
+        [T, state_size], and the last `width` columns of `gate` are taken.
+
+        Token by token, each channel updates its state h: h = h * e^(decay * step) + step * x * b for step =
+        softplus(dt); the result is (h . c + skip * x) * silu(gate). h is the state of the sequence's slot (see
+        delta_net)."""

@@ -38,6 +38,11 @@ class IndexSpec:
     shared: bool = False  # nothing is scored: the layer attends to what the last layer before it selected
 
 
+# How q and k are normed: not at all; by an RMS norm per head, per head without a gain, or over all heads at once; by a
+# layer norm per head, with a gain of its own for each head.
+QkNorm = Literal["", "head", "unit", "all", "layer"]
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
     """Describes the attention of a layer, with every option that the `attend` op has."""
@@ -49,8 +54,11 @@ class AttentionSpec:
     window: int = 0  # 0: sees everything; else the last `window` positions, itself included, and as many after it
     multiplier: float = 0.0  # scores are multiplied by it; 0: one over the root of head_dim
     soft_cap: float = 0.0  # scores are capped at it; 0: no cap
-    qk_norm: Literal["", "head", "all"] = ""  # q and k are normed not at all, per head, or over all heads at once
+    qk_norm: QkNorm = ""
     causal: bool = True  # sees nothing after it; else its row is the whole of its sequence
+    chunk: int = 0  # above 0: sees nothing before the chunk of so many positions that it is in
+    temperature: float = 0.0  # queries are multiplied by 1 + temperature * log(1 + floor((position + 1) / span))
+    temperature_span: int = 1
     sinks: bool = False  # each head has a logit that takes part in the softmax and contributes no value
     q_gain: bool = False  # rotated queries are multiplied by a vector as wide as a head
     v_dim: int = 0  # above 0: MLA, where values are the last so many dimensions of keys
@@ -61,6 +69,11 @@ class AttentionSpec:
     def scale(self) -> float:
         """Returns what scores are multiplied by."""
         return self.multiplier or float(self.head_dim**-0.5)
+
+    @property
+    def reach(self) -> int:
+        """Returns how many positions it sees at most, itself included; 0: no limit."""
+        return min(self.window, self.chunk) if self.window and self.chunk else self.window or self.chunk
 
     @property
     def q_width(self) -> int:
@@ -120,6 +133,7 @@ class ExpertSpec:
     act: str = "silu"
     scoring: Literal["softmax", "sigmoid", "softmax_top_k"] = "softmax"
     renormalize: bool = False  # the selected scores are divided by their sum
+    weigh_inputs: bool = False  # a score multiplies what its expert is given, not what it returns
     scale: float = 1.0  # the sum of the experts' outputs is multiplied by it
     choice_bias: bool = False
     groups: int = 1  # equally many neighbouring experts form a group
@@ -210,6 +224,8 @@ class ModelSpec:
     classifier: ClassifierSpec | None = None
     segments: int = 1  # kinds of tokens that a pair of texts has: of the first and of the second; 0: no table of them
     parallel: bool = False  # attention and MLP both see the residual stream before the layer, and are added to it
+    embed_dim: int = 0  # width of its embeddings, which are projected to `dim` and back; 0: it is `dim`
+    norm_last: bool = False  # each part's output is added to its input before they are normed, and no norm follows
     generates: bool = True  # the checkpoint has an output head, or ties it to its embeddings
 
     @property
@@ -255,7 +271,7 @@ class ModelSpec:
         whole of a sequence."""
         if self.encoder:
             return (KvGroup(0, (0,)),)
-        return group_by_window([self.attention(layer).window for layer in self.attention_layers])
+        return group_by_window([self.attention(layer).reach for layer in self.attention_layers])
 
     @property
     def kv_group_layers(self) -> int:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from penstock.errors import MalformedFile
 from penstock.model.dequantize import dequantize
+from penstock.model.roles import Role
 from penstock.model.spec import ExpertSpec
 from penstock.model.split_heads import split_heads
 from penstock.model.tensor import FORMATS, PLAIN, Stack, Tensor, some_rows
@@ -52,6 +53,12 @@ class Packer:
         tensor = self._take(name, (size,))
         values = made(dequantize(tensor)).astype(np.float32)
         return self._backend.pack_vector(replace(tensor, format=FORMATS["F32"], source=values.view(np.uint8)))
+
+    def ones(self, size: int) -> Any:
+        """Packs a vector of ones, which no tensor of the checkpoint holds."""
+        return self._backend.pack_vector(
+            Tensor("ones", FORMATS["F32"], (size,), np.ones(size, np.float32).view(np.uint8), role=Role.NORM)
+        )
 
     def product(self, name: str, other: str, size: int) -> Any:
         """Packs the product of two vectors."""

@@ -69,7 +69,9 @@ class Program:
         k_width: int,
         eps: float,
         out: int,
-    ) -> None: ...
+        layer_dim: int = 0,
+    ) -> None:
+        """Computes RMS norms of runs as long as the gains or, with a `layer_dim`, layer norms of so many values."""
     def act_and_mul(self, x: int, out: int, act: str) -> None: ...
     def add(self, x: int, y: int, out: int) -> None: ...
     def scale(self, x: int, factor: float, out: int) -> None: ...
@@ -109,6 +111,36 @@ class Program:
         eps: float,
     ) -> None:
         """`conv` is [conv_width, q + k + v], flat. `mixed` is a buffer as wide as that for what is convolved."""
+    def causal_conv(
+        self,
+        x: int,
+        product: int | None,
+        out: int,
+        *,
+        layer: int,
+        width: int,
+        conv_width: int,
+        conv: NDArray[np.float32],
+        bias: NDArray[np.float32],
+    ) -> None:
+        """`conv` is [conv_width, width], flat; an empty `bias` stands for none. `product` is a buffer for what a gated
+        convolution sees."""
+
+    def selective_scan(
+        self,
+        x: int,
+        dt: int,
+        b: int,
+        c: int,
+        gate: int,
+        out: int,
+        *,
+        layer: int,
+        width: int,
+        state_size: int,
+        decay: NDArray[np.float32],
+        skip: NDArray[np.float32],
+    ) -> None: ...
     def moe(
         self,
         x: int,
@@ -126,6 +158,7 @@ class Program:
         groups: int,
         top_k_groups: int,
         group_score: str,
+        weigh_inputs: bool = False,
     ) -> None:
         """`choice_bias` has no values where there is none."""
     def per_head_linear(self, x: int, weight: Weight, heads: int, passthrough: int, out: int) -> None:

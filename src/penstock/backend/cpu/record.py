@@ -12,9 +12,9 @@ from penstock.backend.cpu._native import Program as NativeProgram
 from penstock.backend.cpu._native import Weight
 from penstock.backend.cpu.weights import HeadWeights
 from penstock.model import program
-from penstock.model.ops import DeltaWeights, ExpertWeights, Vectors
+from penstock.model.ops import ConvWeights, DeltaWeights, ExpertWeights, ScanWeights, Vectors
 from penstock.model.program import TAKES_OVER, Buffer, Capabilities, OpNode, Value
-from penstock.model.recurrence import DeltaSpec
+from penstock.model.recurrence import ConvSpec, DeltaSpec, ScanSpec
 from penstock.model.spec import SHAPES, AttentionSpec, ExpertSpec, RopeSpec
 
 NO_ROTATION = -1
@@ -82,8 +82,10 @@ def matrices_of(weight: Weight | ExpertWeights | HeadWeights) -> list[Weight]:
 
 
 def scratch(node: OpNode) -> tuple[Buffer, ...]:
-    """Returns the buffers that a node needs while it runs: a delta net's convolved q, k and v."""
-    return (Buffer("T", node.attributes["spec"].width),) if node.op == "delta_net" else ()
+    """Returns the buffers that a node needs while it runs: what a delta net has convolved, or what a gated convolution
+    sees."""
+    needs = node.op == "delta_net" or (node.op == "causal_conv" and node.attributes["spec"].gated)
+    return (Buffer("T", node.attributes["spec"].width),) if needs else ()
 
 
 def embed(emit: Emitter, out: int, *, table: Weight) -> None:
@@ -120,7 +122,8 @@ def per_head_linear(emit: Emitter, x: int, out: int, *, weight: HeadWeights, pas
 def norm_qk(
     emit: Emitter, x: int, out: int, *, q_gain: Floats, k_gain: Floats, spec: AttentionSpec, eps: float
 ) -> None:
-    emit.native.norm_qk(x, q_gain, spec.q_width, k_gain, spec.kv_width, eps, out)
+    layer_dim = spec.head_dim if spec.qk_norm == "layer" else 0
+    emit.native.norm_qk(x, q_gain, spec.q_width, k_gain, spec.kv_width, eps, out, layer_dim)
 
 
 def attend(emit: Emitter, qkv: int, out: int, *, layer: int, spec: AttentionSpec, vectors: Vectors) -> None:
@@ -202,6 +205,7 @@ def moe(emit: Emitter, x: int, router_logits: int, out: int, *, experts: ExpertW
         cast(Floats, experts.choice_bias),
         out,
         **picked(spec, "top_k", "act", "scoring", "renormalize", "scale", "groups", "top_k_groups", "group_score"),
+        weigh_inputs=spec.weigh_inputs,
     )
 
 
@@ -224,10 +228,60 @@ def delta_net(
         out,
         layer=layer,
         **picked(spec, "k_heads", "v_heads", "k_dim", "v_dim", "conv_width", "tiled"),
-        conv=np.ascontiguousarray(weights.conv.reshape(spec.width, spec.conv_width).T).reshape(-1),
+        conv=taps_of(weights.conv, spec.conv_width),
         **picked(weights, "decay", "dt_bias", "gain"),
         eps=eps,
     )
+
+
+def causal_conv(
+    emit: Emitter, x: int, out: int, product: int | None = None, *, layer: int, weights: ConvWeights, spec: ConvSpec
+) -> None:
+    emit.native.causal_conv(
+        x,
+        product,
+        out,
+        layer=layer,
+        **picked(spec, "width", "conv_width"),
+        conv=taps_of(weights.conv, spec.conv_width),
+        bias=or_none(weights.bias),
+    )
+
+
+def selective_scan(
+    emit: Emitter,
+    x: int,
+    dt: int,
+    b: int,
+    c: int,
+    gate: int,
+    out: int,
+    *,
+    layer: int,
+    weights: ScanWeights,
+    spec: ScanSpec,
+) -> None:
+    emit.native.selective_scan(
+        x,
+        dt,
+        b,
+        c,
+        gate,
+        out,
+        layer=layer,
+        **picked(spec, "width", "state_size"),
+        **picked(weights, "decay", "skip"),
+    )
+
+
+def taps_of(conv: Floats, conv_width: int) -> Floats:
+    """Returns the factors of a convolution position by position: [width, conv_width] -> [conv_width, width]."""
+    return np.ascontiguousarray(conv.reshape(-1, conv_width).T).reshape(-1)
+
+
+def or_none(vector: Floats | None) -> Floats:
+    """Returns a vector, or an empty one in place of none."""
+    return np.zeros(0, np.float32) if vector is None else vector
 
 
 EMITTERS: dict[str, Callable[..., Any]] = {
@@ -236,5 +290,6 @@ EMITTERS: dict[str, Callable[..., Any]] = {
         *(embed, embed_positions, add_norm, add_layer_norm, norm_qk),
         *(linear, gated_linear, per_head_linear, attend, attend_mla, select_positions),
         *(act_and_mul, activate, sigmoid_mul, add, scale, soft_cap, take_sampled, moe, delta_net),
+        *(causal_conv, selective_scan),
     )
 }

@@ -19,6 +19,8 @@ from penstock.backend.cuda.inputs import DeviceInputs
 from penstock.backend.cuda.kernels import delta_rule, norm
 from penstock.backend.cuda.kernels import norm_qk as norm_qk_kernel
 from penstock.backend.cuda.kernels import select_positions as select
+from penstock.backend.cuda.kernels.causal_conv import ConvSizes, store_conv_state
+from penstock.backend.cuda.kernels.causal_conv import causal_conv as convolve
 from penstock.backend.cuda.kernels.decode_attention import Rotation, decode_attention
 from penstock.backend.cuda.kernels.expert_routing import ExpertPermutation
 from penstock.backend.cuda.kernels.fp8_activations import Fp8Activations, fp8_view
@@ -26,13 +28,14 @@ from penstock.backend.cuda.kernels.gather_rows import gather_rows, resolve_token
 from penstock.backend.cuda.kernels.mla_attention import ALL, mla_decode, mla_prefill, mla_selected, store_mla_kv
 from penstock.backend.cuda.kernels.prefill_attention import prefill_attention, queries_per_tile, tokens_per_tile
 from penstock.backend.cuda.kernels.rope import rope_and_store
+from penstock.backend.cuda.kernels.selective_scan import selective_scan as scan
 from penstock.backend.cuda.kernels.silu_and_mul import act_and_mul as act_and_mul_kernel
 from penstock.backend.cuda.kv_cache import LayerCache
 from penstock.backend.cuda.weights import Weight
 from penstock.errors import UnsupportedModel
-from penstock.model.ops import DeltaWeights, ExpertWeights, Vectors
+from penstock.model.ops import ConvWeights, DeltaWeights, ExpertWeights, ScanWeights, Vectors
 from penstock.model.program import Buffer, Capabilities, OpNode
-from penstock.model.recurrence import DeltaSpec
+from penstock.model.recurrence import ConvSpec, DeltaSpec, ScanSpec
 from penstock.model.spec import AttentionSpec, ExpertSpec, RopeSpec
 
 ACTIVATIONS: dict[str, Callable[..., Any]] = {
@@ -204,7 +207,8 @@ def per_head_linear(context: Context, step: DeviceInputs, x: Any, out: Any, *, w
 def norm_qk(
     context: Context, step: DeviceInputs, x: Any, out: Any, *, q_gain: Any, k_gain: Any, spec: AttentionSpec, eps: float
 ) -> None:
-    norm_qk_kernel.norm_qk(x, q_gain, k_gain, spec.q_width, spec.kv_width, eps, out)
+    layer_dim = spec.head_dim if spec.qk_norm == "layer" else 0
+    norm_qk_kernel.norm_qk(x, q_gain, k_gain, spec.q_width, spec.kv_width, eps, out, layer_dim)
 
 
 def attend(
@@ -349,11 +353,39 @@ def delta_net(
     delta_rule.delta_net(qkvz, ba, weights, spec, eps, states.layers[layer], rows, buffers, out)
 
 
+def causal_conv(
+    context: Context, step: DeviceInputs, x: Any, out: Any, *, layer: int, weights: ConvWeights, spec: ConvSpec
+) -> None:
+    states, rows = context.memory.states.layers[layer], context.memory.states.rows_of(step)
+    sizes = ConvSizes.of(spec.conv_width, spec.width, stride=x.stride(0), offset=0, gated=spec.gated)
+    convolve(x, weights.conv, weights.bias, sizes, states, rows, out, silu=not spec.gated)
+    store_conv_state(x, sizes, states, rows)
+
+
+def selective_scan(
+    context: Context,
+    step: DeviceInputs,
+    x: Any,
+    dt: Any,
+    b: Any,
+    c: Any,
+    gate: Any,
+    out: Any,
+    *,
+    layer: int,
+    weights: ScanWeights,
+    spec: ScanSpec,
+) -> None:
+    states, rows = context.memory.states.layers[layer], context.memory.states.rows_of(step)
+    scan(x, dt, b, c, gate, weights, spec, states, rows, out)
+
+
 LAUNCHERS: dict[str, Callable[..., None]] = {
     launcher.__name__: launcher
     for launcher in (
         *(embed, embed_positions, add_norm, add_layer_norm, norm_qk),
         *(linear, gated_linear, per_head_linear, attend, attend_mla, select_positions),
         *(act_and_mul, activate, sigmoid_mul, add, scale, soft_cap, take_sampled, moe, delta_net),
+        *(causal_conv, selective_scan),
     )
 }

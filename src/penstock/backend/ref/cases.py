@@ -369,6 +369,8 @@ MLA, MLA_SHARP = mla(20, 16, 16), mla(4, 16, 32, multiplier=0.7)
 MLA_HALVES = mla(3, 16, 32, interleaved=False, scale=1.2)
 
 from penstock.backend.ref.delta_cases import DELTA_CASES  # noqa: E402  # they are made of what is above
+from penstock.backend.ref.llama4_cases import LLAMA4_CASES  # noqa: E402
+from penstock.backend.ref.scan_cases import SCAN_CASES  # noqa: E402
 from penstock.backend.ref.sparse_cases import SPARSE_CASES  # noqa: E402
 
 CASES = (
@@ -487,5 +489,7 @@ CASES = (
         for window, lengths in ((5, (1, 3, 70, 33)), (65, (40, 300)), (20, (1100,)))
     ),
     *DELTA_CASES,
+    *SCAN_CASES,
+    *LLAMA4_CASES,
     *SPARSE_CASES,
 )

@@ -6,7 +6,7 @@ describe is refused, with the difference, instead of being written wrongly.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields, is_dataclass
 from math import isclose
 from typing import Any
@@ -18,7 +18,7 @@ from penstock.model import config_hf, registry, rope
 from penstock.model.config_reader import ConfigReader
 from penstock.model.families import deepseek2, deepseek32, gemma2, glmdsa
 from penstock.model.gguf import config as gguf_config
-from penstock.model.recurrence import DeltaSpec
+from penstock.model.recurrence import ConvSpec, DeltaSpec, MambaSpec
 from penstock.model.spec import AttentionSpec, ModelSpec, RopeSpec, all_but_each
 from penstock.model.tensor import FORMATS, Tensor
 
@@ -41,7 +41,7 @@ ALL_BIASED = (
     "bert",
     "nomic_bert",
 )  # it reads biases of all products
-RENORMALIZED = ("qwen3moe", "qwen3next")  # it always divides the selected experts' scores by their sum
+RENORMALIZED = ("qwen3moe", "qwen3next", "lfm2")  # it always divides the selected experts' scores by their sum
 LITE_LAYERS = (26, 27)  # it knows a DeepSeek that projects queries from x by how many layers it has
 ARCHITECTURES = {family: name for name, family in reversed(registry.GGUF.items())} | {"mixtral": "llama"}
 
@@ -380,6 +380,44 @@ def gpt_oss(config: ConfigReader, spec: ModelSpec) -> Keys:
     return window(config, spec)
 
 
+def layer_kv_heads(spec: ModelSpec) -> Keys:
+    """Returns the number of KV heads of each layer, 0 for those without attention."""
+    attentive = spec.attention_layers
+    return {gguf_config.KV_HEADS: [spec.attn.kv_heads if i in attentive else 0 for i in range(spec.layers)]}
+
+
+def check_biases(spec: ModelSpec, readable: Collection[str], said: str) -> None:
+    """Raises if layers have biases that llama.cpp has no tensors for; `said`: the field that says so."""
+    if odd := sorted((spec.biases or frozenset()) ^ frozenset(readable)):
+        raise UnsupportedModel(
+            f"a GGUF file of {spec.arch} cannot express {said}: llama.cpp reads other biases of {', '.join(odd)}"
+        )
+
+
+def lfm_2(config: ConfigReader, spec: ModelSpec) -> Keys:
+    assert isinstance(spec.recurrence, ConvSpec)
+    check_biases(spec, (), "conv_bias = true")
+    if spec.experts is None:
+        return layer_kv_heads(spec) | {"shortconv.l_cache": spec.recurrence.conv_width}
+    if spec.experts.scale != 1:
+        raise config.unsupported("routed_scaling_factor", spec.experts.scale, ("1 in a GGUF file of lfm2",))
+    dense = {"leading_dense_block_count": len(spec.dense)}
+    return layer_kv_heads(spec) | {"shortconv.l_cache": spec.recurrence.conv_width} | dense
+
+
+def jamba(_: ConfigReader, spec: ModelSpec) -> Keys:
+    assert isinstance(spec.recurrence, MambaSpec)
+    check_biases(spec, ("conv", "ssm_dt"), "mamba_conv_bias = false or mamba_proj_bias = true")
+    conv, scan = spec.recurrence.conv, spec.recurrence.scan
+    return layer_kv_heads(spec) | {
+        "expert_feed_forward_length": None,
+        "ssm.conv_kernel": conv.conv_width,
+        "ssm.inner_size": conv.width,
+        "ssm.state_size": scan.state_size,
+        "ssm.time_step_rank": spec.recurrence.dt_rank,
+    }
+
+
 OWN: dict[str, Own] = {
     "llama": window,
     "qwen2": nothing,
@@ -405,6 +443,8 @@ OWN: dict[str, Own] = {
     "qwen3moe": nothing,
     "glm4moe": glm_4_moe,
     "minimaxm2": nothing,
+    "jamba": jamba,
+    "lfm2": lfm_2,
     "qwen3next": qwen_3_next,
     "qwen35": qwen_3_5,
     "bert": encoder,

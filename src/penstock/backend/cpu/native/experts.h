@@ -24,6 +24,7 @@ struct Routing {
   size_t groups, top_k_groups;
   bool by_two;              // a group's score is the sum of its two best, not its best one
   std::vector<float> bias;  // [count], or empty
+  bool weigh_inputs = false;  // a weight multiplies what its expert is given, not what it returns
 
   void check() const;  // throws std::invalid_argument if the numbers do not fit each other
   size_t scratch_floats() const { return 2 * count + groups; }
@@ -60,7 +61,6 @@ struct ExpertPermutation {
   size_t count, top_k;
   std::vector<float> weights;             // [T][top_k]
   std::vector<uint32_t> experts, places;  // [T][top_k]
-  std::vector<uint32_t> tokens;           // of the pair at each place
   std::vector<uint32_t> ends;             // the place after the last pair of each expert
   std::vector<Band> bands;
   Buffer inputs, ungated, hidden, outputs;  // a row for each place

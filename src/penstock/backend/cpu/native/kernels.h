@@ -74,11 +74,39 @@ struct DeltaRule {
   size_t out_stride;
 };
 
+// out = bias + the sum over conv_width positions of seen[i] * taps[i], or silu of that, for each of `width` channels.
+struct Convolution {
+  const float* const* seen;  // [conv_width] inputs; one that is null adds nothing
+  const float* taps;         // [conv_width][width]
+  const float* bias;         // [width], or null
+  size_t conv_width, width;
+  bool silu;
+  float* out;
+};
+
 struct DeltaKernels {
-  // out = silu of the sum over conv_width positions of seen[i] * weights[i]; one that is null adds nothing
-  void (*convolve)(const float* const* seen, const float* weights, size_t conv_width, size_t width, float* out);
+  void (*convolve)(const Convolution&);
   void (*delta_rule)(const DeltaRule&);
   void (*gate_by)(const float* x, const float* gate, size_t width, float* out);  // x * sigmoid(gate)
+};
+
+// The selective scan of Mamba for some channels: for each token in order, the state of each channel decays, takes in b
+// times the input, and is read by c. What is read, and the input times skip, are multiplied by silu(gate).
+struct ChannelScan {
+  const float *x, *dt;  // rows are `stride` apart
+  const float* gate;    // rows are gate_stride apart
+  size_t gate_stride;
+  const float *b, *c;  // [count][state_size]
+  const float* decay;  // [state_size][channels]
+  const float* skip;   // [channels]
+  size_t stride, channels, state_size, count;
+  float* state;  // [state_size][channels]
+  float* out;    // rows are `stride` apart
+};
+
+struct MambaKernels {
+  void (*scan)(const ChannelScan&);
+  void (*multiply)(const float* x, const float* y, size_t width, float* out);
 };
 
 struct Kernels {
@@ -110,6 +138,7 @@ struct Kernels {
   Activation silu, gelu, gelu_tanh, relu;
   MlaKernels mla_f16, mla_f32, mla_int8;
   DeltaKernels delta;
+  MambaKernels mamba;
   // out[i] = sum over heads of weights[head] * relu(scores[head][i]); rows of scores are SPAN apart, n is whole tiles
   void (*index_scores)(const float* scores, const float* weights, size_t heads, size_t n, float* out);
 };

@@ -318,6 +318,7 @@ struct Kv {
 
 #include "kernels_mla.h"
 #include "kernels_delta.h"
+#include "kernels_mamba.h"
 
 namespace penstock {
 namespace {
@@ -352,6 +353,7 @@ constexpr Kernels table(Types<Q...>) {
       MlaKv<float>::table(),
       MlaKv<int8_t>::table(),
       Delta::table(),
+      Mamba::table(),
       index_scores,
   };
 }

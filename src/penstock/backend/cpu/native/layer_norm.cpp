@@ -35,6 +35,21 @@ void Program::add_layer_norm(int x, std::optional<int> residual, std::vector<flo
   if (total) prepare_rows(*total);
 }
 
+void Program::layer_norm_heads(int x, std::vector<float> q_gain, const std::vector<float>& k_gain, size_t dim, float eps,
+                               int out) {
+  const Buffer& from = at(x);
+  std::vector<float> gain = std::move(q_gain);
+  gain.insert(gain.end(), k_gain.begin(), k_gain.end());
+  require(gain.size() % dim == 0 && gain.size() <= from.width, "q and k have a gain for each value of each head");
+  each_row(out, [=, gain = std::move(gain), bias = std::vector<float>(dim)](const Frame& frame, size_t r) {
+    const Buffer& to = frame.buffers[size_t(out)];
+    const float* row = frame.buffers[size_t(x)].row(r);
+    for (size_t i = 0; i < gain.size(); i += dim)
+      frame.kernels.add_layer_norm(row + i, nullptr, gain.data() + i, bias.data(), eps, dim, nullptr, to.row(r) + i);
+    if (x != out) std::copy(row + gain.size(), row + to.width, to.row(r) + gain.size());
+  });
+}
+
 void Program::activate(int x, int out, const std::string& act) {
   const Buffer& to = at(out);
   at(x, to.symbol, to.width);

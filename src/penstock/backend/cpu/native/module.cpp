@@ -191,10 +191,11 @@ NB_MODULE(_native, m) {
            "qkv"_a, "out"_a, nb::kw_only(), "layer"_a, "angles"_a, "numbers"_a, "vectors"_a.noconvert())
       .def("norm_qk",
            [](Program& program, int x, Array<const float, 1> q_gain, size_t q_width, Array<const float, 1> k_gain,
-              size_t k_width, float eps, int out) {
-             program.norm_qk(x, copied(q_gain), q_width, copied(k_gain), k_width, eps, out);
+              size_t k_width, float eps, int out, size_t layer_dim) {
+             program.norm_qk(x, copied(q_gain), q_width, copied(k_gain), k_width, eps, out, layer_dim);
            },
-           "x"_a, "q_gain"_a.noconvert(), "q_width"_a, "k_gain"_a.noconvert(), "k_width"_a, "eps"_a, "out"_a)
+           "x"_a, "q_gain"_a.noconvert(), "q_width"_a, "k_gain"_a.noconvert(), "k_width"_a, "eps"_a, "out"_a,
+           "layer_dim"_a = 0)
       .def("act_and_mul", &Program::act_and_mul, "x"_a, "out"_a, "act"_a)
       .def("add", &Program::add, "x"_a, "y"_a, "out"_a)
       .def("scale", &Program::scale, "x"_a, "factor"_a, "out"_a)
@@ -214,23 +215,40 @@ NB_MODULE(_native, m) {
               size_t k_dim, size_t v_dim, size_t conv_width, bool tiled, Array<const float, 1> conv,
               Array<const float, 1> decay, Array<const float, 1> dt_bias, Array<const float, 1> gain, float eps) {
              program.delta_net(qkvz, ba, {layer, k_heads, v_heads, k_dim, v_dim, conv_width, tiled},
-                               {copied(conv), copied(decay), copied(dt_bias), copied(gain), eps}, mixed, out);
+                               {copied(conv), {}}, {copied(decay), copied(dt_bias), copied(gain), eps}, mixed, out);
            },
            "qkvz"_a, "ba"_a, "mixed"_a, "out"_a, nb::kw_only(), "layer"_a, "k_heads"_a, "v_heads"_a, "k_dim"_a,
            "v_dim"_a, "conv_width"_a, "tiled"_a, "conv"_a.noconvert(), "decay"_a.noconvert(), "dt_bias"_a.noconvert(),
            "gain"_a.noconvert(), "eps"_a)
+      .def("causal_conv",
+           [](Program& program, int x, std::optional<int> product, int out, size_t layer, size_t width,
+              size_t conv_width, Array<const float, 1> conv, Array<const float, 1> bias) {
+             const ConvShape shape = {.layer = layer, .width = width, .conv_width = conv_width, .offset = 0,
+                                      .silu = !product};
+             program.causal_conv(x, shape, {copied(conv), copied(bias)}, product, out);
+           },
+           "x"_a, "product"_a.none(), "out"_a, nb::kw_only(), "layer"_a, "width"_a, "conv_width"_a,
+           "conv"_a.noconvert(), "bias"_a.noconvert())
+      .def("selective_scan",
+           [](Program& program, int x, int dt, int b, int c, int gate, int out, size_t layer, size_t width,
+              size_t state_size, Array<const float, 1> decay, Array<const float, 1> skip) {
+             program.selective_scan({x, dt, b, c, gate, out}, {layer, width, state_size}, {copied(decay), copied(skip)});
+           },
+           "x"_a, "dt"_a, "b"_a, "c"_a, "gate"_a, "out"_a, nb::kw_only(), "layer"_a, "width"_a, "state_size"_a,
+           "decay"_a.noconvert(), "skip"_a.noconvert())
       .def("moe",
            [](Program& program, int x, int router_logits, std::vector<std::shared_ptr<const Weight>> up,
               std::vector<std::shared_ptr<const Weight>> down, Array<const float, 1> choice_bias, int out, size_t top_k,
               const std::string& act, const std::string& scoring, bool renormalize, float scale, size_t groups,
-              size_t top_k_groups, const std::string& group_score) {
-             const Routing routing = {up.size(), top_k, scoring_of(scoring), renormalize, scale,
-                                      groups, top_k_groups, group_score == "top2", copied(choice_bias)};
+              size_t top_k_groups, const std::string& group_score, bool weigh_inputs) {
+             const Routing routing = {up.size(), top_k, scoring_of(scoring), renormalize, scale, groups, top_k_groups,
+                                      group_score == "top2", copied(choice_bias), weigh_inputs};
              program.moe(x, router_logits, {std::move(up), std::move(down)}, routing, act, out);
            },
            "x"_a, "router_logits"_a, "up"_a, "down"_a, "choice_bias"_a.noconvert(), "out"_a, nb::kw_only(), "top_k"_a,
            "act"_a,
-           "scoring"_a, "renormalize"_a, "scale"_a, "groups"_a, "top_k_groups"_a, "group_score"_a)
+           "scoring"_a, "renormalize"_a, "scale"_a, "groups"_a, "top_k_groups"_a, "group_score"_a,
+           "weigh_inputs"_a = false)
       .def("per_head_linear", &Program::per_head_linear, "x"_a, "weight"_a, "heads"_a, "passthrough"_a, "out"_a)
       .def("attend_mla",
            [](Program& program, int q, int kv, std::optional<int> selected, int out, size_t layer, int angles,

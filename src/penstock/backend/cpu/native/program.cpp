@@ -220,8 +220,8 @@ void Program::add_attention(const Attention& a, int q, int keys, int out) {
   cache_.add_layer(a.layer, a.shape());
   scratch_floats_ = std::max(scratch_floats_, a.scratch_floats());
   partial_floats_ = std::max(partial_floats_, a.head_groups() * a.partial_floats());
-  windows_.resize(cache_.layers(), a.window);
-  windows_[a.layer] = longer_window(windows_[a.layer], a.window);
+  windows_.resize(cache_.layers(), a.reach());
+  windows_[a.layer] = longer_window(windows_[a.layer], a.reach());
   causal_ &= a.causal;
   phases_.push_back(store_phase(a, keys));
   phases_.push_back(attend_phase(a, q, out));
@@ -254,9 +254,10 @@ void Program::per_head_linear(int x, std::shared_ptr<const Weight> weight, size_
 }
 
 void Program::norm_qk(int x, std::vector<float> q_gain, size_t q_width, std::vector<float> k_gain, size_t k_width,
-                      float eps, int out) {
+                      float eps, int out, size_t layer_dim) {
   const Buffer& from = at(x);
   at(out, from.symbol, from.width);
+  if (layer_dim) return layer_norm_heads(x, std::move(q_gain), k_gain, layer_dim, eps, out);
   const auto fits = [](size_t gain, size_t width) { return gain && width % gain == 0; };
   require(fits(q_gain.size(), q_width) && fits(k_gain.size(), k_width) && q_width + k_width <= from.width,
           "the width of q or k must be a multiple of its gain's");

@@ -16,6 +16,7 @@
 #include "frame.h"
 #include "pool.h"
 #include "sample.h"
+#include "scan.h"
 #include "select.h"
 #include "weights.h"
 
@@ -54,8 +55,9 @@ class Program {
   void linear(int x, std::shared_ptr<const Weight> weight, int out, bool gated);
   void attend(int qkv, const Attention& attention, int out);
   // Norms runs of q and k, each as long as its gain. What follows q and k stays as it is.
+  // RMS norms of runs as long as their gains or, with a `layer_dim`, layer norms of so many values at a time.
   void norm_qk(int x, std::vector<float> q_gain, size_t q_width, std::vector<float> k_gain, size_t k_width, float eps,
-               int out);
+               int out, size_t layer_dim);
   void act_and_mul(int x, int out, const std::string& act);
   void add(int x, int y, int out);
   void scale(int x, float factor, int out);
@@ -66,7 +68,10 @@ class Program {
   void activate(int x, int out, const std::string& act);
   void embed_positions(std::shared_ptr<const Weight> table, int out);
   void sigmoid_mul(int x, int gate, int out);  // x * sigmoid(gate), one for each row or for each value
-  void delta_net(int qkvz, int ba, const DeltaShape& shape, DeltaVectors vectors, int mixed, int out);
+  void delta_net(int qkvz, int ba, const DeltaShape& shape, ConvVectors conv, DeltaVectors vectors, int mixed, int out);
+  // Of the first columns of x or, given a buffer for them, of b * u for rows [b, c, u] of x: then out is c * that.
+  void causal_conv(int x, const ConvShape& shape, ConvVectors vectors, std::optional<int> product, int out);
+  void selective_scan(const ScanBuffers& buffers, const ScanShape& shape, ScanVectors vectors);
   void moe(int x, int router_logits, ExpertWeights weights, Routing routing, const std::string& act, int out);
   // Multiplies each head with its own part of the weight.
   void per_head_linear(int x, std::shared_ptr<const Weight> weight, size_t heads, size_t passthrough, int out);
@@ -103,6 +108,8 @@ class Program {
   void prepare_rows(int buffer);
   void take_rows(int x, const Weight& weight);  // has the rows of x prepared as products with the weight want them
   Gate gate_of(const std::string& act) const;
+  void layer_norm_heads(int x, std::vector<float> q_gain, const std::vector<float>& k_gain, size_t dim, float eps,
+                        int out);
   void add_attention(const Attention& attention, int q, int keys, int out);
   void check_rows(const Step& step) const;
   void check_tokens() const;

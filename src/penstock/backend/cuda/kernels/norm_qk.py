@@ -1,4 +1,6 @@
-"""RMS norms of queries and keys, in runs as long as their gains: each head, or all of them."""
+"""Norms of queries and keys: RMS norms in runs as long as their gains (each head, or all of them), or layer norms of
+each head.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +13,20 @@ from penstock.backend.cuda.kernels.pdl import launch_options, let_next_start, wa
 
 
 @triton.jit
-def _norm_runs(x, gain, out, first, eps, WIDTH: tl.constexpr, RUN: tl.constexpr):
-    """Norms WIDTH values from `first` on, RUN at a time."""
+def _norm_runs(x, gain, out, first, eps, WIDTH: tl.constexpr, RUN: tl.constexpr, LAYER: tl.constexpr):
+    """Norms WIDTH values from `first` on, RUN at a time. Layer norms have a gain for each of all values."""
     RUNS: tl.constexpr = WIDTH // RUN
     run = tl.arange(0, triton.next_power_of_2(RUNS))[:, None]
     d = tl.arange(0, triton.next_power_of_2(RUN))[None, :]
     inside = (run < RUNS) & (d < RUN)
     place = first + run * RUN + d
     value = tl.load(x + place, inside, 0.0).to(tl.float32)
+    factor = tl.load(gain + d, d < RUN, 0.0)
+    if LAYER:
+        factor = tl.load(gain + run * RUN + d, inside, 0.0)
+        value = tl.where(inside, value - (tl.sum(value, 1) / RUN)[:, None], 0.0)
     mean_square = tl.sum(value * value, 1) / RUN
-    normed = value * (1.0 / tl.sqrt(mean_square + eps))[:, None] * tl.load(gain + d, d < RUN, 0.0)
+    normed = value * (1.0 / tl.sqrt(mean_square + eps))[:, None] * factor
     tl.store(out + place, normed.to(out.dtype.element_ty), inside)
 
 
@@ -35,6 +41,7 @@ def _norm_qk(
     KV: tl.constexpr,
     Q_RUN: tl.constexpr,
     K_RUN: tl.constexpr,
+    LAYER: tl.constexpr,
     PDL: tl.constexpr,
 ):
     let_next_start(PDL)
@@ -42,17 +49,20 @@ def _norm_qk(
     row = tl.program_id(0).to(tl.int64) * (Q + 2 * KV)
     part = tl.program_id(1)
     if part == 0:
-        _norm_runs(x, q_gain, out, row, eps, Q, Q_RUN)
+        _norm_runs(x, q_gain, out, row, eps, Q, Q_RUN, LAYER)
     elif part == 1:
-        _norm_runs(x, k_gain, out, row + Q, eps, KV, K_RUN)
+        _norm_runs(x, k_gain, out, row + Q, eps, KV, K_RUN, LAYER)
     else:
         column = tl.arange(0, triton.next_power_of_2(KV))
         value = tl.load(x + row + Q + KV + column, column < KV, 0.0)
         tl.store(out + row + Q + KV + column, value, column < KV)
 
 
-def norm_qk(x: Any, q_gain: Any, k_gain: Any, q_width: int, kv_width: int, eps: float, out: Any) -> None:
-    """Norms q and k in rows [T, q + k + v]; v stays as it is."""
+def norm_qk(
+    x: Any, q_gain: Any, k_gain: Any, q_width: int, kv_width: int, eps: float, out: Any, layer_dim: int = 0
+) -> None:
+    """Norms q and k in rows [T, q + k + v]; v stays as it is. With a `layer_dim`, the norms are layer norms of so many
+    values at a time."""
     _norm_qk[(len(x), 3)](
         x,
         q_gain,
@@ -61,7 +71,8 @@ def norm_qk(x: Any, q_gain: Any, k_gain: Any, q_width: int, kv_width: int, eps: 
         eps,
         Q=q_width,
         KV=kv_width,
-        Q_RUN=len(q_gain),
-        K_RUN=len(k_gain),
+        Q_RUN=layer_dim or len(q_gain),
+        K_RUN=layer_dim or len(k_gain),
+        LAYER=layer_dim > 0,
         **launch_options(min(max(triton.next_power_of_2(q_width) // 512, 1), 8)),
     )
