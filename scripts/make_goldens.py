@@ -241,7 +241,7 @@ def make(name: str, recipe: Recipe) -> Path:
         other = recipe.random_model(name, seed, **recipe.without[name])
         difference = np.abs(logits(other, tokens) - expected).max()
         assert difference > 0.3, f"{name}: {difference}"
-    if name not in recipe.folders:
+    if name not in recipe.folders or name in recipe.files:
         recipe.write_gguf(folder / "model.gguf", model)
     save(model, folder, tokens, expected, **({"max_shard_size": "20KB"} if name == SHARDED else {}))
     print(f"{name:18} {sum(file.stat().st_size for file in folder.iterdir()):8} bytes")
@@ -409,6 +409,7 @@ class Recipe:
 
     without: Mapping[str, dict[str, Any]]  # changes that move logits: without its feature, a golden would show nothing
     folders: Collection[str] = ()  # goldens that GGUF files cannot express
+    files: Collection[str] = ()  # those of `folders` that have a GGUF file beside them
     random_model: Callable[..., PreTrainedModel] = random_model
     write_gguf: Callable[[Path, PreTrainedModel], None] = write_gguf
 

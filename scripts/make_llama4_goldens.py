@@ -6,16 +6,12 @@ python scripts/make_llama4_goldens.py [NAME ...]
 
 from __future__ import annotations
 
-import shutil
-import sys
 from typing import Any
-from zlib import crc32
 
 import gguf
 import make_goldens
-import numpy as np
 import torch
-from make_goldens import FOLDER, ORIGINAL, PLAIN, PROMPT, SMALLER, head_dim_of, logits, write_gguf
+from make_goldens import ORIGINAL, PLAIN, SMALLER, Recipe, chosen, head_dim_of, make
 from transformers import PreTrainedConfig, PreTrainedModel
 
 LAYER_NORMS = {"layer_norm_eps": 1e-5, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -98,23 +94,9 @@ make_goldens.OTHER_NAMES |= {
 
 def main() -> None:
     make_goldens.add_keys, make_goldens.weights_of = add_keys, weights_of
-    for name in sys.argv[1:] or GOLDENS:
-        seed = crc32(name.encode())
-        folder = (FOLDER.parent / "folders" if name in FOLDERS else FOLDER) / name
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        model = make_goldens.random_model(name, seed)
-        tokens = np.random.default_rng(seed).integers(model.config.vocab_size, size=PROMPT)
-        expected = logits(model, tokens)
+    for name in chosen(GOLDENS):
         for change in WITHOUT[name]:
-            difference = np.abs(logits(make_goldens.random_model(name, seed, **change), tokens) - expected).max()
-            assert difference > 0.3, f"{name}: {difference} without {change}"
-        if name not in FOLDERS:
-            write_gguf(folder / "model.gguf", model)
-        model.bfloat16().save_pretrained(folder)
-        (folder / "generation_config.json").unlink(missing_ok=True)
-        np.savez_compressed(folder / "expected.npz", tokens=tokens.astype(np.int32), logits=expected)
-        print(f"{name:18} {sum(file.stat().st_size for file in folder.iterdir()):8} bytes")
+            make(name, Recipe({name: change}, FOLDERS))
 
 
 def weights_of(model: PreTrainedModel, arch: str) -> dict[str, torch.Tensor]:

@@ -42,6 +42,7 @@ def expected(folder: Path) -> tuple[list[int], np.ndarray]:
 
 def test_every_kind_of_golden_is_there():
     assert NAMES == [
+        "bamba",
         "bias",
         "cohere",
         "cohere2",
@@ -54,6 +55,8 @@ def test_every_kind_of_golden_is_there():
         "ernie4_5_moe",
         "exaone4",
         "falcon",
+        "falcon_h1",
+        "falcon_h1_norm",
         "gemma",
         "gemma2",
         "gemma3",
@@ -66,7 +69,9 @@ def test_every_kind_of_golden_is_there():
         "gpt_neox",
         "gpt_oss",
         "granite",
+        "granitehybrid_dense",
         "granitemoe",
+        "granitemoehybrid",
         "granitemoeshared",
         "hunyuan",
         "hunyuan_v1_moe",
@@ -82,6 +87,8 @@ def test_every_kind_of_golden_is_there():
         "ministral",
         "mistral",
         "mixtral",
+        "nemotron_h",
+        "nemotron_h_moe",
         "olmo2",
         "olmo3",
         "olmoe",

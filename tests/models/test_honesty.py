@@ -38,6 +38,7 @@ FIRST = {  # what is lacking first where one of these is
     "kv_b": "k_b",
     "interleaved_transposed": "gate",
     "down_transposed": "down",
+    "gate_up_transposed": "gate",
     "interleaved.bias": "gate.bias",
 }
 LEGAL = {("moe_layer_end_index", -1)}  # of UNKNOWN: it means the last layer

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
-from penstock.model.recurrence import ConvSpec, DeltaSpec, ScanSpec
+from penstock.model.recurrence import ConvSpec, DeltaSpec, Mamba2Spec, ScanSpec
 from penstock.model.spec import AttentionSpec, ExpertSpec
 
 Weight = Any  # whatever this backend's packer returned; a model only carries it
@@ -40,6 +40,17 @@ class ScanWeights(NamedTuple):
 
     decay: Weight  # [width, state_size], below 0
     skip: Weight  # [width], what inputs are multiplied by on their way past the state
+
+
+class Mamba2Weights(NamedTuple):
+    """Holds the vectors of Mamba2."""
+
+    conv: Weight  # [x + B + C, conv_width], the factor of the token itself last
+    conv_bias: Weight | None  # [x + B + C]
+    decay: Weight  # [heads], below 0
+    dt_bias: Weight  # [heads]
+    skip: Weight  # [heads]
+    gain: Weight | None  # [heads * head_dim]; None: its output is not normed
 
 
 class ExpertWeights(NamedTuple):
@@ -101,7 +112,7 @@ class Ops(Protocol[V]):
         """Returns act(left half) * right half: [T, 2 * hidden] -> [T, hidden]; act is "silu", "gelu" or "gelu_tanh"."""
 
     def activate(self, x: V, act: str) -> V:
-        """Returns act of each value: "silu", "gelu", "gelu_tanh" (its approximation) or "relu"."""
+        """Returns act of each value: "silu", "gelu", "gelu_tanh" (its approximation), "relu" or "relu2", its square."""
 
     def sigmoid_mul(self, x: V, gate: V) -> V:
         """Returns x * sigmoid(gate), where gate is as wide as x or has one value for each row."""
@@ -124,7 +135,8 @@ class Ops(Protocol[V]):
     def moe(self, x: V, router_logits: V, experts: ExpertWeights, spec: ExpertSpec) -> V:
         """Computes each token with the experts that its router logits select, and adds their outputs up, weighted:
         [T, dim], [T, count] -> [T, dim]. `spec.act` is as in `act_and_mul`, or "clamped": min(left, 7) * sigmoid(1.702
-        * min(left, 7)) * (1 + right, clamped to between -7 and 7)."""
+        * min(left, 7)) * (1 + right, clamped to between -7 and 7). Experts that are not gated have the acts of
+        `activate`."""
 
     def delta_net(self, layer: int, qkvz: V, ba: V, weights: DeltaWeights, spec: DeltaSpec, eps: float) -> V:
         """Applies the gated delta rule: [T, q + k + v + z], [T, b + a] -> [T, v].
@@ -148,3 +160,11 @@ class Ops(Protocol[V]):
         Token by token, each channel updates its state h: h = h * e^(decay * step) + step * x * b for step =
         softplus(dt); the result is (h . c + skip * x) * silu(gate). h is the state of the sequence's slot (see
         delta_net)."""
+
+    def mamba2(self, layer: int, zxbcdt: V, weights: Mamba2Weights, spec: Mamba2Spec) -> V:
+        """Applies the selective scan of Mamba2: [T, z + x + B + C + dt] -> [T, x].
+
+        x, B and C pass a causal convolution and silu. Then, token by token, each head updates its state M: dt =
+        softplus(dt * dt_scale + dt_bias), clamped; M *= e^(decay * dt); M += B (dt * x); y = C M + skip * x. The result
+        is rms_norm(y * silu(z * z_scale)) * gain, normed in each of norm_groups parts; without a gain it is not normed.
+        M and the last inputs of the convolution are the state of the sequence's slot, as in `delta_net`."""

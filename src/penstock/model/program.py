@@ -16,6 +16,7 @@ from penstock.model.ops import (
     ConvWeights,
     DeltaWeights,
     ExpertWeights,
+    Mamba2Weights,
     Ops,
     Precision,
     ScanWeights,
@@ -23,13 +24,13 @@ from penstock.model.ops import (
     Vectors,
     Weight,
 )
-from penstock.model.recurrence import ConvSpec, DeltaSpec, RecurrentSpec, ScanSpec
+from penstock.model.recurrence import ConvSpec, DeltaSpec, Mamba2Spec, RecurrentSpec, ScanSpec
 from penstock.model.spec import AttentionSpec, ExpertSpec
 
 # Ops that multiply the rows of their first input by a weight, and the attribute that holds it.
 PRODUCTS = {"linear": "weight", "gated_linear": "weight", "per_head_linear": "weight", "moe": "experts"}
 
-RECURRENT = ("delta_net", "causal_conv", "selective_scan")  # ops that keep a state of each sequence
+RECURRENT = ("delta_net", "mamba2", "causal_conv", "selective_scan")  # ops that keep a state of each sequence
 
 # Ops whose launcher may write an output over an input: (number of the output, number of the input).
 TAKES_OVER = {
@@ -224,6 +225,10 @@ class Recorder:
     ) -> Value:
         inputs, out = (x, dt, b, c, gate), self._value("T", spec.width)
         return self._add("selective_scan", inputs, out, layer=layer, weights=weights, spec=spec)
+
+    def mamba2(self, layer: int, zxbcdt: Value, weights: Mamba2Weights, spec: Mamba2Spec) -> Value:
+        out = self._value("T", spec.inner)
+        return self._add("mamba2", (zxbcdt,), out, layer=layer, weights=weights, spec=spec)
 
     def _norm(self, op: str, x: Value, residual: Value | None, **attributes: Any) -> tuple[Value, Value]:
         out = self._value(x.symbol, x.width)

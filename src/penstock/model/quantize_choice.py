@@ -44,6 +44,7 @@ PRECISION = {  # what may be quantized: the only table, for `--quantize` on all 
     Role.SSM_IN: Precision.QUANTIZED,
     Role.SSM_OUT: Precision.QUANTIZED,
     Role.SSM_STEP: Precision.FINER,  # they decide what a state keeps
+    Role.SSM_NORM: Precision.PLAIN,
     Role.CONV: Precision.PLAIN,
     Role.NORM: Precision.PLAIN,
     Role.BIAS: Precision.PLAIN,

@@ -37,6 +37,7 @@ class Role(Enum):
     SSM_IN = "state space layer in"
     SSM_OUT = "state space layer out"
     SSM_STEP = "Mamba's projections to time steps, b and c"
+    SSM_NORM = "norm of a state space layer's output"
     CONV = "convolution"
     NORM = "norm"
     BIAS = "bias"
@@ -57,8 +58,8 @@ _PARTS = {
     Role.ATTENTION_OUT: ("o",),
     Role.MLA_KV_B: ("kv_b",),
     Role.MLA_HEADS: ("k_b", "v_b"),
-    Role.MLP_IN: ("gate", "up", "gate_up", "shared.gate", "shared.up", "shared.gate_up"),
-    Role.MLP_OUT: ("down", "shared.down"),
+    Role.MLP_IN: ("gate", "up", "gate_up", "shared.gate", "shared.up", "shared.gate_up", "latent_in"),
+    Role.MLP_OUT: ("down", "shared.down", "latent_out"),
     Role.EXPERT_IN: (
         *("experts.gate", "experts.up", "experts.gate_up", "experts.*.gate", "experts.*.up"),
         *("experts.interleaved", "experts.interleaved_transposed", "experts.gate_up_either"),
@@ -76,6 +77,7 @@ _PARTS = {
     Role.SSM_IN: ("ssm_in",),
     Role.SSM_OUT: ("ssm_out",),
     Role.SSM_STEP: ("ssm_x", "ssm_dt"),
+    Role.SSM_NORM: ("ssm_norm",),
     Role.CONV: ("conv",),
     Role.NORM: (
         *("norm", "embed_norm", "attn_norm", "mlp_norm", "after_attn_norm", "after_mlp_norm"),

@@ -139,6 +139,26 @@ class ExpertSpec:
     groups: int = 1  # equally many neighbouring experts form a group
     top_k_groups: int = 1
     group_score: Literal["max", "top2"] = "top2"  # a group is as good as its best, or as the sum of its two best
+    gated: bool = True  # act(gate) is multiplied by up; else act(up) alone goes into down
+    width: int = 0  # of what experts compute with, which the token is projected to and from; 0: that of the model
+
+    @property
+    def up_rows(self) -> int:
+        """Returns the rows of an expert's first matrix: gate and up, or up alone."""
+        return self.hidden * (2 if self.gated else 1)
+
+
+@dataclass(frozen=True, slots=True)
+class BranchScales:
+    """Holds multipliers of layers that have attention and Mamba2 beside each other."""
+
+    attention_in: float = 1.0
+    attention_out: float = 1.0
+    ssm_in: float = 1.0
+    ssm_out: float = 1.0
+    convolved: tuple[float, ...] = (1.0, 1.0, 1.0)  # of x, B and C
+    gate: float = 1.0  # of the MLP's gate, before its activation
+    down: float = 1.0  # of the MLP's output
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +240,7 @@ class ModelSpec:
     recurrence: RecurrentSpec | None = None  # what recurrent layers compute
     recurrent: frozenset[int] = frozenset()  # layers that have a state
     attentive: frozenset[int] | None = None  # layers that have attention; None: those without a state
+    branch_scales: BranchScales | None = None
     shared_gated: bool = False  # the MLP beside the experts has a gate of its own
     classifier: ClassifierSpec | None = None
     segments: int = 1  # kinds of tokens that a pair of texts has: of the first and of the second; 0: no table of them

@@ -17,10 +17,10 @@ from penstock.model.tensor import Tensor, every_other_row, rows_of_groups, some_
 
 FUSED = re.compile(r"(layers\.\d+\.(?:experts\.\d+\.|shared\.)?)(qkv|grouped_qkv|gate_up|kv_a)(\.bias)?")
 HEAD_NORM = re.compile(r"(layers\.\d+\.[qk]_norm)\.\d+")
-RESHAPED = (Role.CONV, Role.ROUTER_BIAS, Role.HEAD_PARAMETER, Role.NORM)
 ALL_EXPERTS = re.compile(
     r"(layers\.\d+\.experts\.)((gate|up|gate_up|down|interleaved)(?:_transposed|_either)?(?:\.bias)?)"
 )
+VECTORS = (Role.CONV, Role.ROUTER_BIAS, Role.NORM, Role.SSM_NORM, Role.HEAD_PARAMETER)  # files differ in their shapes
 
 
 def split_fused(tensors: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Tensor]:
@@ -42,9 +42,9 @@ def split_fused(tensors: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Ten
             groups = spec.attn.kv_heads if match[2] == "grouped_qkv" else 1
             pieces = split(tensor, wanted, 1 if suffix else 2, groups)
             found |= {match[1] + part + suffix: piece for part, piece in pieces}
-        elif tensor.role in RESHAPED:  # files differ in their shapes, and in that of the gate below
+        elif tensor.role in VECTORS:
             found[name] = replace(tensor, shape=(prod(tensor.shape),))
-        elif tensor.role is Role.SHARED_EXPERT_GATE:
+        elif tensor.role is Role.SHARED_EXPERT_GATE:  # files differ in its shape
             found[name] = replace(tensor, shape=(1, prod(tensor.shape)))
         else:
             found[name] = tensor

@@ -73,7 +73,8 @@ class Packer:
     def experts(self, layer: str, spec: ExpertSpec, width: int) -> Any:
         """Packs all experts of a layer, and the bias that helps to choose among them."""
         names = [f"{layer}.experts.{expert}" for expert in range(spec.count)]
-        up = [self._stack((f"{name}.gate", spec.hidden), (f"{name}.up", spec.hidden), width=width) for name in names]
+        parts = ("gate", "up") if spec.gated else ("up",)
+        up = [self._stack(*((f"{name}.{part}", spec.hidden) for part in parts), width=width) for name in names]
         down = [self._stack((f"{name}.down", width), width=spec.hidden) for name in names]
         choice_bias = self._take(f"{layer}.choice_bias", (spec.count,)) if spec.choice_bias else None
         return self._backend.pack_experts(up, down, choice_bias)

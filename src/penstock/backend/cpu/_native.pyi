@@ -141,6 +141,34 @@ class Program:
         decay: NDArray[np.float32],
         skip: NDArray[np.float32],
     ) -> None: ...
+    def mamba2(
+        self,
+        zxbcdt: int,
+        mixed: int,
+        out: int,
+        *,
+        layer: int,
+        heads: int,
+        head_dim: int,
+        state_dim: int,
+        groups: int,
+        conv_width: int,
+        norm_groups: int,
+        z_scale: float,
+        dt_scale: float,
+        dt_min: float,
+        dt_max: float,
+        eps: float,
+        conv: NDArray[np.float32],
+        conv_bias: NDArray[np.float32],
+        decay: NDArray[np.float32],
+        dt_bias: NDArray[np.float32],
+        skip: NDArray[np.float32],
+        gain: NDArray[np.float32],
+    ) -> None:
+        """`conv` is [conv_width, x + B + C], flat; an empty `conv_bias` or `gain` stands for none. `mixed` is a buffer
+        as wide as what is convolved."""
+
     def moe(
         self,
         x: int,

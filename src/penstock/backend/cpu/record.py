@@ -12,9 +12,9 @@ from penstock.backend.cpu._native import Program as NativeProgram
 from penstock.backend.cpu._native import Weight
 from penstock.backend.cpu.weights import HeadWeights
 from penstock.model import program
-from penstock.model.ops import ConvWeights, DeltaWeights, ExpertWeights, ScanWeights, Vectors
+from penstock.model.ops import ConvWeights, DeltaWeights, ExpertWeights, Mamba2Weights, ScanWeights, Vectors
 from penstock.model.program import TAKES_OVER, Buffer, Capabilities, OpNode, Value
-from penstock.model.recurrence import ConvSpec, DeltaSpec, ScanSpec
+from penstock.model.recurrence import ConvSpec, DeltaSpec, Mamba2Spec, ScanSpec
 from penstock.model.spec import SHAPES, AttentionSpec, ExpertSpec, RopeSpec
 
 NO_ROTATION = -1
@@ -82,9 +82,9 @@ def matrices_of(weight: Weight | ExpertWeights | HeadWeights) -> list[Weight]:
 
 
 def scratch(node: OpNode) -> tuple[Buffer, ...]:
-    """Returns the buffers that a node needs while it runs: what a delta net has convolved, or what a gated convolution
-    sees."""
-    needs = node.op == "delta_net" or (node.op == "causal_conv" and node.attributes["spec"].gated)
+    """Returns the buffers that a node needs while it runs: what a delta net or Mamba2 has convolved, or what a gated
+    convolution sees."""
+    needs = node.op in ("delta_net", "mamba2") or (node.op == "causal_conv" and node.attributes["spec"].gated)
     return (Buffer("T", node.attributes["spec"].width),) if needs else ()
 
 
@@ -274,6 +274,31 @@ def selective_scan(
     )
 
 
+def mamba2(
+    emit: Emitter,
+    zxbcdt: int,
+    out: int,
+    mixed: int,
+    *,
+    layer: int,
+    weights: Mamba2Weights,
+    spec: Mamba2Spec,
+) -> None:
+    emit.native.mamba2(
+        zxbcdt,
+        mixed,
+        out,
+        layer=layer,
+        **picked(spec, "heads", "head_dim", "state_dim", "groups", "conv_width"),
+        **picked(spec, "eps", "z_scale", "dt_scale", "dt_min", "dt_max"),
+        norm_groups=spec.norm_groups or 1,
+        conv=taps_of(weights.conv, spec.conv_width),
+        conv_bias=or_none(weights.conv_bias),
+        **picked(weights, "decay", "dt_bias", "skip"),
+        gain=or_none(weights.gain),
+    )
+
+
 def taps_of(conv: Floats, conv_width: int) -> Floats:
     """Returns the factors of a convolution position by position: [width, conv_width] -> [conv_width, width]."""
     return np.ascontiguousarray(conv.reshape(-1, conv_width).T).reshape(-1)
@@ -289,7 +314,7 @@ EMITTERS: dict[str, Callable[..., Any]] = {
     for emitter in (
         *(embed, embed_positions, add_norm, add_layer_norm, norm_qk),
         *(linear, gated_linear, per_head_linear, attend, attend_mla, select_positions),
-        *(act_and_mul, activate, sigmoid_mul, add, scale, soft_cap, take_sampled, moe, delta_net),
+        *(act_and_mul, activate, sigmoid_mul, add, scale, soft_cap, take_sampled, moe, delta_net, mamba2),
         *(causal_conv, selective_scan),
     )
 }

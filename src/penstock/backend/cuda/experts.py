@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 import triton
 
+from penstock.backend.cuda.activations import ACTIVATIONS
 from penstock.backend.cuda.device_properties import INTERPRETER, DeviceProperties
 from penstock.backend.cuda.kernels.expert_gemm import (
     ExpertRows,
@@ -103,16 +104,16 @@ def compute_experts(
     if spec.weigh_inputs:
         rows = weighted_rows(x, selected, weights, given)
     if pairs <= max(spec.count // 2, spec.top_k):
-        gated = spec.act == "silu"
-        up.by_pairs(rows, hidden if gated else both, gated)
-        if not gated:
-            act_and_mul(both, hidden, act=spec.act)
+        fused = spec.gated and spec.act == "silu"
+        up.by_pairs(rows, hidden if fused else both, fused)
+        if not fused:
+            activate(both, hidden, spec)
         down.by_pairs(ExpertRows(hidden, selected, 1), given)
     else:
         size = min(max(triton.next_power_of_2(pairs // spec.count), SMALLEST_BLOCK), LARGEST_BLOCK)
         permute_pairs(selected, permutation, size)
         up.by_blocks(rows, permutation, size, both)
-        act_and_mul(both, hidden, act=spec.act)
+        activate(both, hidden, spec)
         down.by_blocks(ExpertRows(hidden, selected, 1), permutation, size, given)
     combine_experts(given, weights, out)
 
@@ -123,6 +124,14 @@ def weighted_rows(x: Any, selected: Any, weights: Any, scratch: Any) -> ExpertRo
     torch.mul(x[:, None, :], weights[:, :, None], out=scratch.view(*weights.shape, x.shape[1]))
     weights.fill_(1)
     return ExpertRows(scratch, selected, 1)
+
+
+def activate(both: Any, hidden: Any, spec: ExpertSpec) -> None:
+    """Computes what goes into the second matrices of experts."""
+    if spec.gated:
+        act_and_mul(both, hidden, act=spec.act)
+    else:
+        ACTIVATIONS[spec.act](both, out=hidden)
 
 
 def pack_matrices(

@@ -13,10 +13,12 @@ from typing import Any
 
 import torch
 
+from penstock.backend.cuda.activations import ACTIVATIONS
 from penstock.backend.cuda.device_tilings import Tilings
 from penstock.backend.cuda.experts import compute_experts
 from penstock.backend.cuda.inputs import DeviceInputs
 from penstock.backend.cuda.kernels import delta_rule, norm
+from penstock.backend.cuda.kernels import mamba2 as mamba2_kernel
 from penstock.backend.cuda.kernels import norm_qk as norm_qk_kernel
 from penstock.backend.cuda.kernels import select_positions as select
 from penstock.backend.cuda.kernels.causal_conv import ConvSizes, store_conv_state
@@ -33,17 +35,11 @@ from penstock.backend.cuda.kernels.silu_and_mul import act_and_mul as act_and_mu
 from penstock.backend.cuda.kv_cache import LayerCache
 from penstock.backend.cuda.weights import Weight
 from penstock.errors import UnsupportedModel
-from penstock.model.ops import ConvWeights, DeltaWeights, ExpertWeights, ScanWeights, Vectors
+from penstock.model.ops import ConvWeights, DeltaWeights, ExpertWeights, Mamba2Weights, ScanWeights, Vectors
 from penstock.model.program import Buffer, Capabilities, OpNode
-from penstock.model.recurrence import ConvSpec, DeltaSpec, ScanSpec
+from penstock.model.recurrence import ConvSpec, DeltaSpec, Mamba2Spec, ScanSpec
 from penstock.model.spec import AttentionSpec, ExpertSpec, RopeSpec
 
-ACTIVATIONS: dict[str, Callable[..., Any]] = {
-    "silu": torch.ops.aten.silu.out,
-    "gelu": torch.ops.aten.gelu.out,
-    "gelu_tanh": partial(torch.ops.aten.gelu.out, approximate="tanh"),
-    "relu": partial(torch.ops.aten.clamp_min.out, min=0),
-}
 SUPPORTED_ACTIVATIONS: dict[str, Collection[str]] = {
     "act_and_mul": ("silu", "gelu", "gelu_tanh"),
     "activate": ACTIVATIONS,
@@ -123,12 +119,12 @@ def scratch(node: OpNode) -> tuple[Buffer, ...]:
         return (Buffer(node.outputs[0].symbol, node.attributes["weight"].rows),)  # the product before its gate
     if node.op == "moe":
         spec = node.attributes["spec"]
-        widths = 2 * spec.hidden, spec.hidden, node.inputs[0].width
+        widths = spec.up_rows, spec.hidden, node.inputs[0].width
         choice = Buffer("T", spec.top_k, "float32")  # the numbers of each token's experts, and their weights
         return (choice, choice, *(Buffer("T", spec.top_k * width) for width in widths))
-    if node.op == "delta_net":
-        spec = node.attributes["spec"]
-        return Buffer("T", spec.width, "float32"), Buffer("T", spec.v_width, "float32")
+    if node.op in ("delta_net", "mamba2"):
+        convolved, read = node.attributes["spec"].width, node.outputs[0].width
+        return Buffer("T", convolved, "float32"), Buffer("T", read, "float32")  # and what is read from states
     return ()
 
 
@@ -380,12 +376,27 @@ def selective_scan(
     scan(x, dt, b, c, gate, weights, spec, states, rows, out)
 
 
+def mamba2(
+    context: Context,
+    step: DeviceInputs,
+    zxbcdt: Any,
+    out: Any,
+    *scratch: Any,
+    layer: int,
+    weights: Mamba2Weights,
+    spec: Mamba2Spec,
+) -> None:
+    states = context.memory.states
+    rows, buffers = states.rows_of(step), mamba2_kernel.Mamba2Scratch(*scratch)
+    mamba2_kernel.mamba2(zxbcdt, weights, spec, states.layers[layer], rows, buffers, out)
+
+
 LAUNCHERS: dict[str, Callable[..., None]] = {
     launcher.__name__: launcher
     for launcher in (
         *(embed, embed_positions, add_norm, add_layer_norm, norm_qk),
         *(linear, gated_linear, per_head_linear, attend, attend_mla, select_positions),
-        *(act_and_mul, activate, sigmoid_mul, add, scale, soft_cap, take_sampled, moe, delta_net),
+        *(act_and_mul, activate, sigmoid_mul, add, scale, soft_cap, take_sampled, moe, delta_net, mamba2),
         *(causal_conv, selective_scan),
     )
 }

@@ -46,4 +46,8 @@ def identity(x: Floats) -> Floats:
     return x
 
 
-ACTS = {"silu": silu, "gelu": gelu, "gelu_tanh": gelu_tanh, "relu": relu}
+def relu2(x: Floats) -> Floats:
+    return np.square(relu(x))
+
+
+ACTS = {"silu": silu, "gelu": gelu, "gelu_tanh": gelu_tanh, "relu": relu, "relu2": relu2}

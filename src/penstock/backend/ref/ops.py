@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 
 from penstock.backend.base import Batch, Floats, Ints, StateMove
 from penstock.backend.ref.activations import ACTS, clamped, identity, relu, sigmoid, silu
-from penstock.model.ops import ConvWeights, DeltaWeights, ExpertWeights, Precision, ScanWeights, Vectors
-from penstock.model.recurrence import ConvSpec, DeltaSpec, ScanSpec
+from penstock.backend.ref.mamba2 import selective_scan, time_steps
+from penstock.model.ops import ConvWeights, DeltaWeights, ExpertWeights, Mamba2Weights, Precision, ScanWeights, Vectors
+from penstock.model.recurrence import ConvSpec, DeltaSpec, Mamba2Spec, ScanSpec
 from penstock.model.spec import AttentionSpec, ExpertSpec, KvGroup, RopeSpec
 
 State = tuple[Floats, ...]  # of a recurrent layer: what its spec says it keeps
@@ -154,7 +155,8 @@ class RefOps:
             rows, ranks = np.nonzero(chosen == expert)
             weight = weights[rows, ranks, None]
             given = x[rows] * weight if spec.weigh_inputs else x[rows]
-            y = self.linear(self.act_and_mul(self.linear(given, up), spec.act), down)
+            act = self.act_and_mul if spec.gated else self.activate
+            y = self.linear(act(self.linear(given, up), spec.act), down)
             out[rows] += y if spec.weigh_inputs else weight * y
         return out
 
@@ -262,6 +264,24 @@ class RefOps:
         self._recur(layer, [(spec.width, spec.state_size)], step)
         gated: Floats = (out + weights.skip * x) * silu(gate[:, -spec.width :])
         return gated
+
+    def mamba2(self, layer: int, zxbcdt: Floats, weights: Mamba2Weights, spec: Mamba2Spec) -> Floats:
+        z, xbc, dt = np.split(zxbcdt, [spec.inner, spec.inner + spec.width], axis=1)
+        steps = time_steps(dt, weights, spec)
+        out = np.zeros((len(zxbcdt), spec.heads, spec.head_dim), np.float32)
+
+        def step(state: State, token: int) -> State:
+            last, memory = state
+            last, mixed = causal_conv(last, xbc[token], weights.conv, weights.conv_bias)
+            memory, out[token] = selective_scan(memory, mixed, steps[token], weights, spec)
+            return last, memory
+
+        self._recur(layer, [(spec.conv_width - 1, spec.width), (spec.heads, spec.state_dim, spec.head_dim)], step)
+        gated = out.reshape(z.shape) * silu(z * np.float32(spec.z_scale))
+        if weights.gain is None:
+            return gated
+        groups = len(z), spec.norm_groups, spec.inner // spec.norm_groups
+        return rms_norm(gated.reshape(groups), weights.gain.reshape(groups[1:]), spec.eps).reshape(z.shape)
 
     def _recur(self, layer: int, shapes: Sequence[tuple[int, ...]], step: Callable[[State, int], State]) -> None:
         """Takes the state of each row of a recurrent layer through its tokens: `step` returns the state after a

@@ -16,7 +16,7 @@ import numpy as np
 from penstock.errors import UnsupportedModel
 from penstock.model import config_hf, registry, rope
 from penstock.model.config_reader import ConfigReader
-from penstock.model.families import deepseek2, deepseek32, gemma2, glmdsa
+from penstock.model.families import deepseek2, deepseek32, gemma2, glmdsa, llama4
 from penstock.model.gguf import config as gguf_config
 from penstock.model.recurrence import ConvSpec, DeltaSpec, MambaSpec
 from penstock.model.spec import AttentionSpec, ModelSpec, RopeSpec, all_but_each
@@ -32,6 +32,7 @@ NOT_IN_METADATA = (  # of the spec: it describes the file, or its tensors tell i
 )
 WINDOWED = ("gemma2", "gemma3", "gptoss", "olmo2", "cohere2")  # whose windows llama.cpp computes
 EXAONE_LAYERS = 64  # those of EXAONE 4 only in models of so many layers
+COHERE_LAYERS = 64  # it expects norms of queries and keys in a Command R of so many layers or more
 ALL_BIASED = (
     "llama",
     "granite",
@@ -99,6 +100,11 @@ def check_read_alike(spec: ModelSpec) -> None:
         raise UnsupportedModel(
             f"a GGUF file of {spec.arch} cannot express index_head_dim = {spec.attn.index.head_dim}: llama.cpp takes "
             f"it as twice qk_rope_head_dim, which is {rotated}"
+        )
+    if spec.arch == "cohere" and (spec.attn.qk_norm == "layer") != (spec.layers >= COHERE_LAYERS):
+        raise UnsupportedModel(
+            f"a GGUF file of cohere cannot express use_qk_norm = {str(bool(spec.attn.qk_norm)).lower()} in a model of "
+            f"{spec.layers} layers: llama.cpp expects such norms of {COHERE_LAYERS} layers or more, and of no others"
         )
     if spec.mla is not None and not spec.mla.q_lora_rank and spec.layers not in LITE_LAYERS:
         raise UnsupportedModel(
@@ -380,6 +386,10 @@ def gpt_oss(config: ConfigReader, spec: ModelSpec) -> Keys:
     return window(config, spec)
 
 
+def llama_4(_: ConfigReader, spec: ModelSpec) -> Keys:
+    return {llama4.STEP: 1 + min(set(range(spec.layers)) - spec.dense, default=0)}
+
+
 def layer_kv_heads(spec: ModelSpec) -> Keys:
     """Returns the number of KV heads of each layer, 0 for those without attention."""
     attentive = spec.attention_layers
@@ -454,6 +464,7 @@ OWN: dict[str, Own] = {
     "deepseek32": deepseek_32,
     "glmdsa": glm_dsa,
     "gptoss": gpt_oss,
+    "llama4": llama_4,
 }
 
 

@@ -131,10 +131,24 @@ def encoder_layout(name: str, tensor: Tensor, spec: ModelSpec) -> Iterator[tuple
     yield name, tensor
 
 
+# ---- norms of each head ----
+
+
+def norms_of_heads(name: str, tensor: Tensor, spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
+    """Yields the tensors of a model whose files have the gains of queries and keys as a row for each head."""
+    by_head = name.endswith((".q_norm", ".k_norm"))
+    yield (
+        name,
+        replace(tensor, shape=(tensor.shape[0] // spec.attn.head_dim, spec.attn.head_dim)) if by_head else tensor,
+    )
+
+
 REORDER: dict[str, Callable[[str, Tensor, ModelSpec], Iterator[tuple[str, Tensor]]]] = {
     "qwen3next": partial(hybrid_layout, tiled=False),
     "qwen35": partial(hybrid_layout, tiled=True),
     "bert": encoder_layout,
+    "cohere": norms_of_heads,
+    "stablelm": norms_of_heads,
     "jamba": convolving_layout,
     "lfm2": convolving_layout,
 }

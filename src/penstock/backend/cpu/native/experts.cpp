@@ -87,8 +87,8 @@ void Routing::route(const float* logits, float* scratch, uint32_t* experts, floa
 void ExpertWeights::check() const {
   require(!up.empty() && up.size() == down.size(), "experts need as many up weights as down weights");
   for (size_t i = 0; i < up.size(); ++i)
-    require(up[i]->width() == width() && up[i]->rows() == 2 * hidden() && down[i]->width() == hidden() &&
-                down[i]->rows() == width(),
+    require(up[i]->width() == width() && up[i]->rows() == (gated() ? 2 : 1) * hidden() &&
+                down[i]->width() == hidden() && down[i]->rows() == width(),
             "all experts of a layer have one shape");
 }
 
@@ -116,7 +116,7 @@ ExpertPermutation::ExpertPermutation(const Routing& routing, const ExpertWeights
       top_k(routing.top_k),
       ends(routing.count),
       inputs(rows_for(experts.up, kernels)),
-      ungated(plain_rows(2 * experts.hidden())),
+      ungated(plain_rows(experts.up.front()->rows())),
       hidden(rows_for(experts.down, kernels)),
       outputs(plain_rows(experts.width())) {}
 
@@ -124,7 +124,8 @@ bool ExpertPermutation::same_shape(const ExpertPermutation& other) const {
   const auto same = [](const Buffer& a, const Buffer& b) {
     return a.width == b.width && a.coded == b.coded && a.bfloat == b.bfloat;
   };
-  return count == other.count && top_k == other.top_k && same(inputs, other.inputs) && same(hidden, other.hidden);
+  return count == other.count && top_k == other.top_k && same(inputs, other.inputs) && same(hidden, other.hidden) &&
+         same(ungated, other.ungated);
 }
 
 void ExpertPermutation::grow(size_t wanted) {

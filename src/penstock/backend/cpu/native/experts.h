@@ -37,11 +37,12 @@ struct Routing {
 };
 
 struct ExpertWeights {
-  std::vector<std::shared_ptr<const Weight>> up, down;  // one for each expert
+  std::vector<std::shared_ptr<const Weight>> up, down;  // one for each expert; `up` has gate and up, or up alone
 
   void check() const;  // throws std::invalid_argument unless all experts have one shape
   size_t width() const { return up.front()->width(); }
   size_t hidden() const { return down.front()->width(); }
+  bool gated() const { return up.front()->rows() != hidden(); }
   bool gateable() const;
 };
 
@@ -70,7 +71,7 @@ struct Moe {
   int x, router_logits;
   Routing routing;
   ExpertWeights weights;
-  void (*gate)(const float* x, size_t hidden, float* out);  // null: products with `up` come out gated
+  Activation gate;  // or what stands in its place; null: products with `up` come out gated
   std::shared_ptr<ExpertPermutation> permutation;
 
   void add_up(size_t token, float* out) const;

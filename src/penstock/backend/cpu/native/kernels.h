@@ -109,6 +109,24 @@ struct MambaKernels {
   void (*multiply)(const float* x, const float* y, size_t width, float* out);
 };
 
+// The selective scan of Mamba2 for one head: for each token in order, its memory decays, takes in the outer product of B
+// and x * dt, and is read by C. To what is read x * skip is added.
+struct SelectiveScan {
+  const float *x, *b, *c;  // rows are `stride` apart
+  size_t stride;
+  const float *dt, *decay;  // [count]
+  float skip;
+  size_t state_dim, head_dim, count;
+  float* memory;  // [state_dim][head_dim]
+  float* out;     // rows are out_stride apart
+  size_t out_stride;
+};
+
+struct Mamba2Kernels {
+  void (*scan)(const SelectiveScan&);
+  void (*gate)(const float* x, const float* z, float scale, size_t width, float* out);  // x * silu(z * scale)
+};
+
 struct Kernels {
   void (*product[FORMATS])(const PanelProduct&);
   // Where products with BF16 weights take rows of BF16: makes such a row, of whole blocks. Else null.
@@ -139,6 +157,8 @@ struct Kernels {
   MlaKernels mla_f16, mla_f32, mla_int8;
   DeltaKernels delta;
   MambaKernels mamba;
+  Mamba2Kernels mamba2;
+  Activation relu2;  // the square of relu
   // out[i] = sum over heads of weights[head] * relu(scores[head][i]); rows of scores are SPAN apart, n is whole tiles
   void (*index_scores)(const float* scores, const float* weights, size_t heads, size_t n, float* out);
 };

@@ -319,6 +319,7 @@ struct Kv {
 #include "kernels_mla.h"
 #include "kernels_delta.h"
 #include "kernels_mamba.h"
+#include "kernels_mamba2.h"
 
 namespace penstock {
 namespace {
@@ -354,6 +355,8 @@ constexpr Kernels table(Types<Q...>) {
       MlaKv<int8_t>::table(),
       Delta::table(),
       Mamba::table(),
+      Mamba2::table(),
+      activate<relu2>,
       index_scores,
   };
 }

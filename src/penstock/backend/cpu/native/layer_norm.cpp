@@ -6,17 +6,17 @@
 
 namespace penstock {
 
-namespace {
-
-Activation activation(const Kernels& kernels, const std::string& act) {
-  if (act == "silu") return kernels.silu;
-  if (act == "gelu") return kernels.gelu;
-  if (act == "gelu_tanh") return kernels.gelu_tanh;
-  require(act == "relu", "no activation " + act);
-  return kernels.relu;
+Activation Program::activation_of(const std::string& act) const {
+  const std::pair<const char*, Activation> activations[] = {
+      {"silu", isa_.kernels->silu},
+      {"gelu", isa_.kernels->gelu},
+      {"gelu_tanh", isa_.kernels->gelu_tanh},
+      {"relu", isa_.kernels->relu},
+      {"relu2", isa_.kernels->relu2}};
+  for (const auto& [name, activation] : activations)
+    if (act == name) return activation;
+  throw std::invalid_argument("no activation " + act);
 }
-
-}  // namespace
 
 void Program::add_layer_norm(int x, std::optional<int> residual, std::vector<float> gain, std::vector<float> bias,
                              float eps, int out, std::optional<int> total) {
@@ -53,7 +53,7 @@ void Program::layer_norm_heads(int x, std::vector<float> q_gain, const std::vect
 void Program::activate(int x, int out, const std::string& act) {
   const Buffer& to = at(out);
   at(x, to.symbol, to.width);
-  each_row(out, [x, out, activate = activation(*isa_.kernels, act)](const Frame& frame, size_t r) {
+  each_row(out, [x, out, activate = activation_of(act)](const Frame& frame, size_t r) {
     const Buffer& to = frame.buffers[size_t(out)];
     activate(frame.buffers[size_t(x)].row(r), to.width, to.row(r));
   });

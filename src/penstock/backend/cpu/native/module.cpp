@@ -236,6 +236,21 @@ NB_MODULE(_native, m) {
            },
            "x"_a, "dt"_a, "b"_a, "c"_a, "gate"_a, "out"_a, nb::kw_only(), "layer"_a, "width"_a, "state_size"_a,
            "decay"_a.noconvert(), "skip"_a.noconvert())
+      .def("mamba2",
+           [](Program& program, int zxbcdt, int mixed, int out, size_t layer, size_t heads, size_t head_dim,
+              size_t state_dim, size_t groups, size_t conv_width, size_t norm_groups, float z_scale, float dt_scale,
+              float dt_min, float dt_max, float eps, Array<const float, 1> conv, Array<const float, 1> conv_bias,
+              Array<const float, 1> decay, Array<const float, 1> dt_bias, Array<const float, 1> skip,
+              Array<const float, 1> gain) {
+             Mamba2Vectors vectors{copied(decay), copied(dt_bias), copied(skip), copied(gain), norm_groups,
+                                   eps, z_scale, dt_scale, dt_min, dt_max};
+             program.mamba2(zxbcdt, {layer, heads, head_dim, state_dim, groups, conv_width},
+                            {copied(conv), copied(conv_bias)}, std::move(vectors), mixed, out);
+           },
+           "zxbcdt"_a, "mixed"_a, "out"_a, nb::kw_only(), "layer"_a, "heads"_a, "head_dim"_a, "state_dim"_a, "groups"_a,
+           "conv_width"_a, "norm_groups"_a, "z_scale"_a, "dt_scale"_a, "dt_min"_a, "dt_max"_a, "eps"_a,
+           "conv"_a.noconvert(), "conv_bias"_a.noconvert(), "decay"_a.noconvert(), "dt_bias"_a.noconvert(),
+           "skip"_a.noconvert(), "gain"_a.noconvert())
       .def("moe",
            [](Program& program, int x, int router_logits, std::vector<std::shared_ptr<const Weight>> up,
               std::vector<std::shared_ptr<const Weight>> down, Array<const float, 1> choice_bias, int out, size_t top_k,

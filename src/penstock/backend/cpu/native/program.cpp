@@ -357,7 +357,8 @@ void Program::moe(int x, int router_logits, ExpertWeights weights, Routing routi
     permutations_.push_back(permutation);
   else
     permutation = *shared;
-  const Gate gate = act == "silu" && weights.gateable() ? nullptr : gate_of(act);
+  const bool fused = act == "silu" && weights.gated() && weights.gateable();
+  const Activation gate = fused ? nullptr : weights.gated() ? gate_of(act) : activation_of(act);
   const auto moe = std::make_shared<const Moe>(
       Moe{x, router_logits, std::move(routing), std::move(weights), gate, std::move(permutation)});
   for (auto& phase : expert_phases(moe)) phases_.push_back(std::move(phase));

@@ -14,6 +14,7 @@
 #include "dispatch.h"
 #include "experts.h"
 #include "frame.h"
+#include "mamba2.h"
 #include "pool.h"
 #include "sample.h"
 #include "scan.h"
@@ -72,6 +73,7 @@ class Program {
   // Of the first columns of x or, given a buffer for them, of b * u for rows [b, c, u] of x: then out is c * that.
   void causal_conv(int x, const ConvShape& shape, ConvVectors vectors, std::optional<int> product, int out);
   void selective_scan(const ScanBuffers& buffers, const ScanShape& shape, ScanVectors vectors);
+  void mamba2(int zxbcdt, const Mamba2Shape& shape, ConvVectors conv, Mamba2Vectors vectors, int mixed, int out);
   void moe(int x, int router_logits, ExpertWeights weights, Routing routing, const std::string& act, int out);
   // Multiplies each head with its own part of the weight.
   void per_head_linear(int x, std::shared_ptr<const Weight> weight, size_t heads, size_t passthrough, int out);
@@ -110,6 +112,7 @@ class Program {
   Gate gate_of(const std::string& act) const;
   void layer_norm_heads(int x, std::vector<float> q_gain, const std::vector<float>& k_gain, size_t dim, float eps,
                         int out);
+  Activation activation_of(const std::string& act) const;  // of values that are not gated
   void add_attention(const Attention& attention, int q, int keys, int out);
   void check_rows(const Step& step) const;
   void check_tokens() const;

@@ -22,7 +22,7 @@ NUMBERS = 512  # of states, in one program
 
 
 @triton.jit
-def _selective_scan(
+def _channel_scan(
     x,
     dt,
     b,
@@ -92,7 +92,7 @@ def selective_scan(
     [states, state_floats] float32."""
     padded = triton.next_power_of_2(spec.state_size)
     channels = min(max(NUMBERS // padded, 1), triton.next_power_of_2(spec.width))
-    _selective_scan[(len(rows.numbers), triton.cdiv(spec.width, channels))](
+    _channel_scan[(len(rows.numbers), triton.cdiv(spec.width, channels))](
         *(x, dt, b, c, gate[:, -spec.width :], weights.decay, weights.skip, states, rows.numbers, out),
         *(states.stride(0), gate.stride(0), spec.width),
         STATE=spec.state_size,
