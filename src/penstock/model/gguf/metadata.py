@@ -14,7 +14,7 @@ from typing import Any
 from penstock.errors import UnsupportedModel
 from penstock.model import config_hf, registry
 from penstock.model.config_reader import ConfigReader
-from penstock.model.families import deepseek2, gemma2, llama4
+from penstock.model.families import deepseek2, deepseek32, gemma2, glmdsa, llama4
 from penstock.model.gguf import config as gguf_config
 from penstock.model.gguf.read_alike import check_read_alike
 from penstock.model.gguf.rope_keys import (
@@ -48,7 +48,7 @@ def config_keys(
 ) -> tuple[Keys, Tensors, ModelSpec]:
     """Returns the keys, the tensors that belong to the config, and the spec as a reader of the file will have it.
     `weights`: the other tensors of the file, by their names there."""
-    check_written(spec.arch)
+    check_family(spec)
     check_read_alike(spec)
     arch = architecture(spec)
     if "text_config" in config:
@@ -63,14 +63,14 @@ def config_keys(
     return {"general.architecture": arch, **metadata}, extra, found
 
 
-def check_written(arch: str) -> None:
+def check_family(spec: ModelSpec) -> None:
     """Raises if models of this family are not written as GGUF at all."""
-    if arch not in ARCHITECTURES:
+    if spec.arch not in ARCHITECTURES:
         raise UnsupportedModel(
-            f"llama.cpp has no architecture for {arch}, so there are no GGUF files of it: use the folder"
+            f"llama.cpp has no architecture for {spec.arch}, so there are no GGUF files of it: use the folder"
         )
-    if arch not in OWN:
-        raise UnsupportedModel(f"the family {arch} cannot be written as GGUF yet; supported: {', '.join(OWN)}")
+    if spec.arch not in OWN:
+        raise UnsupportedModel(f"the family {spec.arch} cannot be written as GGUF yet; supported: {', '.join(OWN)}")
 
 
 def architecture(spec: ModelSpec) -> str:
@@ -92,7 +92,7 @@ def decoder_keys(spec: ModelSpec) -> Keys:
         "feed_forward_length": spec.hidden,
         "vocab_size": spec.vocab,
         "attention.head_count": attn.heads,
-        "attention.head_count_kv": attn.kv_heads,
+        gguf_config.KV_HEADS: attn.kv_heads,
         "attention.key_length": attn.head_dim,
         "attention.value_length": attn.head_dim,
         gguf_config.RMS_EPS: spec.eps,
@@ -301,6 +301,18 @@ def deepseek_2(config: ConfigReader, spec: ModelSpec) -> Keys:
     }
 
 
+def deepseek_32(config: ConfigReader, spec: ModelSpec) -> Keys:
+    index = spec.attn.index
+    assert index is not None
+    numbers = index.heads, index.head_dim, index.top_k
+    return deepseek_2(config, spec) | dict(zip(deepseek32.KEYS, numbers, strict=True))
+
+
+def glm_dsa(config: ConfigReader, spec: ModelSpec) -> Keys:
+    full = [int(attn.index_dim > 0) for attn in spec.cached_attention]
+    return deepseek_32(config, spec) | {glmdsa.TYPES: full}
+
+
 def gpt_oss(config: ConfigReader, spec: ModelSpec) -> Keys:
     usual = all_but_each(2, spec.layers)
     if list(config_hf.read_sliding(config, usual)) != usual:
@@ -395,6 +407,8 @@ OWN: dict[str, Own] = {
     "nomic_bert": encoder,
     "modernbert": modern_bert,
     "deepseek2": deepseek_2,
+    "deepseek32": deepseek_32,
+    "glmdsa": glm_dsa,
     "gptoss": gpt_oss,
     "llama4": llama_4,
 }

@@ -53,6 +53,11 @@ def unsaid_attention(spec: ModelSpec) -> Iterator[str]:
         )
     if spec.arch in SQUARE and attn.q_width != spec.dim:
         yield f"head_dim = {attn.head_dim}: llama.cpp expects the width, {spec.dim}, over {attn.heads} heads"
+    rotated = 2 * len(attn.rope.inv_freq)
+    if attn.index is not None and attn.index.head_dim != 2 * rotated:
+        yield (
+            f"index_head_dim = {attn.index.head_dim}: llama.cpp takes it as twice qk_rope_head_dim, which is {rotated}"
+        )
     if spec.arch == "cohere" and (attn.qk_norm == "layer") != (spec.layers >= COHERE_LAYERS):
         yield (
             f"use_qk_norm = {str(bool(attn.qk_norm)).lower()} in a model of {spec.layers} layers: llama.cpp expects "
