@@ -101,6 +101,8 @@ class ConvSpec:
 
     def check(self) -> None:
         """Raises if no backend computes such sizes."""
+        if self.conv_width < 2:
+            raise UnsupportedModel("the convolution covers 1 position, so it has no state; supported: 2 or more")
         check_convolution(self.conv_width)
 
 

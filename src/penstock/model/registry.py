@@ -90,6 +90,8 @@ HUGGING_FACE = {  # the architecture in config.json: the family's file
     "ModernBertForMaskedLM": "modernbert",
     "DeepseekV2ForCausalLM": "deepseek2",
     "DeepseekV3ForCausalLM": "deepseek2",
+    "DeepseekV32ForCausalLM": "deepseek32",
+    "GlmMoeDsaForCausalLM": "glmdsa",
     "GptOssForCausalLM": "gptoss",
     "JambaForCausalLM": "jamba",
     "Lfm2ForCausalLM": "lfm2",
@@ -162,6 +164,8 @@ GGUF = {  # general.architecture in a GGUF file: the family's file
     "nomic-bert": "nomic_bert",
     "modern-bert": "modernbert",
     "deepseek2": "deepseek2",
+    "deepseek32": "deepseek32",
+    "glm-dsa": "glmdsa",
     "gpt-oss": "gptoss",
     "jamba": "jamba",
     "lfm2": "lfm2",
@@ -172,7 +176,7 @@ GGUF = {  # general.architecture in a GGUF file: the family's file
     "qwen35moe": "qwen35",
 }
 NO_MODELS = {  # what general.type calls files that are no model by themselves
-    "adapter": "a LoRA adapter, which changes a model's weights; adapters are not supported: merge it into its model",
+    "adapter": "a LoRA adapter, which changes a model's weights; give the model, and this file with --adapter",
     "imatrix": "an importance matrix, which llama.cpp quantizes with; give the model itself",
     "mmproj": "the image encoder (mmproj) of a multimodal model; give the file of its text model",
 }

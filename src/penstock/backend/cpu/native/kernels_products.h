@@ -177,8 +177,10 @@ INLINE void add_block(const Ready<Q>* const (&ready)[P], const CodeBlock* const 
 
 inline void finish(const PanelProduct& p, size_t panel, size_t row, F sums) {
   const size_t column = panel * LANES, lanes = at_most(p.columns - column, LANES);
+  float* y = p.y + row * p.y_stride + column;
   if (p.bias) sums = add(sums, load_some(p.bias + column, lanes));
-  store_some(p.y + row * p.y_stride + column, sums, lanes);
+  if (p.add) sums = add(load_some(y, lanes), sums);
+  store_some(y, sums, lanes);
 }
 
 // Asks for memory that will be read soon. Panels follow each other, so what follows a block is the next to be read.

@@ -163,7 +163,14 @@ NB_MODULE(_native, m) {
       .def_prop_ro("width", &Weight::width)
       .def_prop_ro("rows", [](const Weight& weight) { return weight.rows(); })
       .def_prop_ro("nbytes", &Weight::bytes)
-      .def_prop_ro("gateable", &Weight::gateable);
+      .def_prop_ro("gateable", &Weight::gateable)
+      .def_prop_ro("coded", &Weight::coded)
+      .def_prop_ro("precise", &Weight::precise);
+
+  nb::class_<Adapter>(m, "Adapter")
+      .def(nb::init<>())
+      .def("add", &Adapter::add, "weight"_a, "a"_a, "parts"_a)
+      .def_prop_ro("nbytes", &Adapter::bytes);
 
   m.def("fill_parts", fill_all, "parts"_a, "threads"_a);
   m.def("packed_bits", packed_bits, "format"_a);
@@ -271,11 +278,22 @@ NB_MODULE(_native, m) {
            "weigh_inputs"_a = false)
       .def("per_head_linear", &Program::per_head_linear, "x"_a, "weight"_a, "heads"_a, "passthrough"_a, "out"_a)
       .def("attend_mla",
-           [](Program& program, int q, int kv, int out, size_t layer, int angles, Numbers numbers,
-              const VectorArrays& vectors) {
-             program.attend_mla(q, kv, attention_of(layer, angles, std::move(numbers), copied_vectors(vectors)), out);
+           [](Program& program, int q, int kv, std::optional<int> selected, int out, size_t layer, int angles,
+              Numbers numbers, const VectorArrays& vectors) {
+             const Attention attention = attention_of(layer, angles, std::move(numbers), copied_vectors(vectors));
+             program.attend_mla(q, kv, selected, attention, out);
            },
-           "q"_a, "kv"_a, "out"_a, nb::kw_only(), "layer"_a, "angles"_a, "numbers"_a, "vectors"_a.noconvert())
+           "q"_a, "kv"_a, "selected"_a.none(), "out"_a, nb::kw_only(), "layer"_a, "angles"_a, "numbers"_a,
+           "vectors"_a.noconvert())
+      .def("select_positions",
+           [](Program& program, int q, int k, int weights, int out, size_t layer, int angles, bool interleaved,
+              size_t heads, size_t head_dim, size_t top_k, Numbers numbers) {
+             const Attention attention = attention_of(layer, angles, std::move(numbers), {});
+             const Index index = {layer, heads, head_dim, top_k, angles, interleaved};
+             program.select_positions(q, k, weights, index, attention.shape(), out);
+           },
+           "q"_a, "k"_a, "weights"_a, "out"_a, nb::kw_only(), "layer"_a, "angles"_a, "interleaved"_a, "heads"_a,
+           "head_dim"_a, "top_k"_a, "numbers"_a)
       .def("keep", &Program::keep, "buffer"_a)
       .def("answer", &Program::answer, "buffer"_a)
       .def("reserve_kv", &Program::reserve_kv, "blocks"_a, "block_size"_a, "states"_a = 0,
@@ -287,6 +305,10 @@ NB_MODULE(_native, m) {
              program.move_states(std::move(moves));
            },
            "moves"_a)
+      .def("load_adapter", &Program::load_adapter, "slot"_a, "adapter"_a)
+      .def("drop_adapter", &Program::drop_adapter, "slot"_a)
+      .def("choose_adapters",
+           [](Program& program, IntArray slots) { program.choose_adapters(copied(slots)); }, "slots"_a.noconvert())
       .def("copy_blocks", &Program::copy_blocks, "pairs"_a)
       .def("export_blocks", export_blocks, "blocks"_a)
       .def("import_blocks", import_blocks, "blocks"_a, "data"_a)
