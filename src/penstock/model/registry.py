@@ -83,6 +83,8 @@ HUGGING_FACE = {  # the architecture in config.json: the family's file
     "XLMRobertaModel": "bert",
     "DistilBertModel": "distilbert",
     "DistilBertForMaskedLM": "distilbert",
+    "MPNetModel": "mpnet",
+    "MPNetForMaskedLM": "mpnet",
     "NomicBertModel": "nomic_bert",
     "ModernBertModel": "modernbert",
     "ModernBertForMaskedLM": "modernbert",
@@ -96,6 +98,7 @@ HUGGING_FACE = {  # the architecture in config.json: the family's file
     "Lfm2MoeForCausalLM": "lfm2",
     "Lfm2VlForConditionalGeneration": "lfm2",
     "Qwen3NextForCausalLM": "qwen3next",
+    "KimiLinearForCausalLM": "kimi_linear",
     "Qwen3_5ForCausalLM": "qwen35",
     "Qwen3_5ForConditionalGeneration": "qwen35",
     "Qwen3_5MoeForCausalLM": "qwen35",
@@ -168,11 +171,12 @@ GGUF = {  # general.architecture in a GGUF file: the family's file
     "lfm2": "lfm2",
     "lfm2moe": "lfm2",
     "qwen3next": "qwen3next",
+    "kimi-linear": "kimi_linear",
     "qwen35": "qwen35",
     "qwen35moe": "qwen35",
 }
 NO_MODELS = {  # what general.type calls files that are no model by themselves
-    "adapter": "a LoRA adapter, which changes a model's weights; adapters are not supported: merge it into its model",
+    "adapter": "a LoRA adapter, which changes a model's weights; give the model, and this file with --adapter",
     "imatrix": "an importance matrix, which llama.cpp quantizes with; give the model itself",
     "mmproj": "the image encoder (mmproj) of a multimodal model; give the file of its text model",
 }

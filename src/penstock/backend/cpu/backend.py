@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.backend.base import (
+    AdapterSlots,
     Batch,
     Bitmasks,
     BlockMemory,
@@ -21,6 +22,7 @@ from penstock.backend.base import (
     StoredAs,
 )
 from penstock.backend.cpu import _native
+from penstock.backend.cpu.adapters import NativeAdapters
 from penstock.backend.cpu.record import record
 from penstock.backend.cpu.weights import HeadWeights, Packing, pack_vector, stored_as
 from penstock.backend.pooling import Pools
@@ -53,6 +55,8 @@ class CpuProgram:
         rows = batch.sample
         if batch.moves:
             self.native.move_states(list(batch.moves))
+        if len(batch.adapters):
+            self.native.choose_adapters(batch.adapters)
         tokens, scored = self.native.sample(
             *_arrays(batch),
             rows.target,
@@ -77,6 +81,7 @@ class CpuProgram:
         rows = len(batch.sampled) if self._answer.symbol == "S" else len(batch.tokens)
         out = np.empty((rows, self._answer.width), np.float32)
         self.native.move_states(list(batch.moves))
+        self.native.choose_adapters(batch.adapters)
         self.native.run(*_arrays(batch), out)
         return out
 
@@ -112,6 +117,7 @@ class CpuBackend(SynchronousBackend[CpuProgram]):
         self._first = _native.Program(isa, threads or available_threads(), self._kv_type)
         self.name = f"{self._first.threads} threads of {self._first.isa}"
         self.kv: BlockMemory = NativeBlocks(self._programs)
+        self.adapters: AdapterSlots = NativeAdapters(self._first)
         self._packing = Packing(self._first.threads)
 
     @property

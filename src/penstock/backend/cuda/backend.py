@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from penstock.backend.adapters import NoAdapters
 from penstock.backend.base import (
+    AdapterSlots,
     Batch,
     Bitmasks,
     BlockMemory,
@@ -140,6 +142,7 @@ class CudaBackend:
         self._pools = PoolingSums(rows)
         self._blocks = CudaBlocks(self._memory, self._device, self._on_stream)
         self.kv: BlockMemory = self._blocks
+        self.adapters: AdapterSlots = NoAdapters("cuda")
         self._flights: dict[Ticket, Flight] = {}
         self._unconstrained: Unconstrained | None = None
         self._last_memory: Any | None = None

@@ -5,6 +5,7 @@
 #include <functional>
 #include <vector>
 
+#include "adapters.h"
 #include "cache.h"
 #include "formats.h"
 #include "kernels.h"
@@ -93,6 +94,11 @@ struct Frame {
   std::vector<RowState> row_states;  // of models with recurrent layers
   std::vector<Memory> scratch;       // one for each worker
   unsigned workers;
+  std::vector<AdapterRun> adapter_runs[2] = {};  // of all tokens, and of those whose logits are wanted
+  Memory ranks = {};                             // [rows][rank_stride]: what the thin matrices `a` make of rows
+  size_t rank_stride = 0;
+
+  float* rank_row(size_t row) const { return ranks.as<float>() + row * rank_stride; }
 
   // The block table of a row's sequence for the group that the layer is in.
   const int32_t* table(size_t layer, size_t row) const {

@@ -161,7 +161,11 @@ void Program::linear(int x, std::shared_ptr<const Weight> weight, int out, bool 
           "a gated product needs a weight of two equal halves of one quantized format, without a bias");
   at(out, from.symbol, gated ? weight->rows() / 2 : weight->rows());
   take_rows(x, *weight);
-  phases_.push_back(linear_phase(x, std::move(weight), out, gated));
+  adaptable_.push_back(weight.get());
+  if (gated) return gated_linear(x, std::move(weight), out);
+  const Weight* key = weight.get();
+  phases_.push_back(linear_phase(x, std::move(weight), out, false));
+  add_updates(x, key, out);
   prepare_rows(out);
 }
 
@@ -187,7 +191,7 @@ void Program::attend_mla(int q, int kv, std::optional<int> selected, const Atten
   at(q, Symbol::T, a.heads * a.dim);
   at(kv, Symbol::T, a.dim);
   at(out, Symbol::T, a.heads * a.v_dim);
-  require(at(a.angles).symbol == Symbol::T && at(a.angles).width <= a.dim - a.v_dim,
+  require(a.angles == -1 || (at(a.angles).symbol == Symbol::T && at(a.angles).width <= a.dim - a.v_dim),
           "the dimensions of values are not rotated");
   require(selected.has_value() == (a.top_k > 0), "attention to some positions needs a selection of them");
   if (selected) at(*selected, Symbol::T, a.top_k);
@@ -511,6 +515,7 @@ void Program::prepare(const Step& step) {
   if (cache_.layers()) plan_attention(frame_, causal_);
   if (selects_) plan_index(frame_);
   find_states(step);
+  find_adapters(step);
   grow(step.tokens.size(), step.sampled.size());
 }
 

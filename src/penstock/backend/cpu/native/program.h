@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "adapters.h"
 #include "attention.h"
 #include "delta.h"
 #include "dispatch.h"
@@ -69,7 +70,9 @@ class Program {
   void activate(int x, int out, const std::string& act);
   void embed_positions(std::shared_ptr<const Weight> table, int out);
   void sigmoid_mul(int x, int gate, int out);  // x * sigmoid(gate), one for each row or for each value
-  void delta_net(int qkvz, int ba, const DeltaShape& shape, ConvVectors conv, DeltaVectors vectors, int mixed, int out);
+  // Reads the first columns of `qkv` and `beta` and the last ones of `z` and `alpha`; two may be the same buffer.
+  void delta_net(const DeltaBuffers& given, const DeltaShape& shape, ConvVectors conv, DeltaVectors vectors, int mixed,
+                 int out);
   // Of the first columns of x or, given a buffer for them, of b * u for rows [b, c, u] of x: then out is c * that.
   void causal_conv(int x, const ConvShape& shape, ConvVectors vectors, std::optional<int> product, int out);
   void selective_scan(const ScanBuffers& buffers, const ScanShape& shape, ScanVectors vectors);
@@ -89,6 +92,9 @@ class Program {
   void import_blocks(Blocks blocks, std::span<const std::byte> data);
 
   void move_states(std::vector<StateMove> moves);  // takes effect in the next step
+  void load_adapter(size_t slot, std::shared_ptr<const Adapter> adapter);
+  void drop_adapter(size_t slot);
+  void choose_adapters(std::vector<int32_t> slots);  // of each row of the next step, -1: none
   void run(const Step& step, std::span<float> out);  // runs one step; `out` is [rows of the answer][its width]
   Answers sample(const Step& step, const Draws& draws, const std::vector<Edit>& edits);  // runs a step, samples tokens
 
@@ -122,6 +128,11 @@ class Program {
   void know_tokens(const Step& step);
   void remember_tokens(const Step& step, const Draws& draws, const std::vector<int32_t>& tokens);
   void find_states(const Step& step);
+  void add_updates(int x, const Weight* weight, int out);
+  void gated_linear(int x, std::shared_ptr<const Weight> weight, int out);
+  int wide_buffer(Symbol symbol, size_t width);
+  void find_adapters(const Step& step);
+  static void add_run(std::vector<AdapterRun>& runs, const Adapter* adapter, size_t first, size_t last);
   void grow(size_t tokens, size_t sampled);
   void prepare(const Step& step);
 
@@ -130,6 +141,10 @@ class Program {
   Cache cache_;
   States states_;
   std::vector<StateMove> moves_;
+  std::vector<std::shared_ptr<const Adapter>> adapters_;  // by slot
+  std::vector<const Weight*> adaptable_;                  // weights that products have
+  std::vector<int> wide_;  // buffers of gated products that adapters change
+  std::vector<int32_t> chosen_;
   std::vector<Buffer> buffers_;
   std::vector<Phase> phases_;
   std::vector<std::shared_ptr<ExpertPermutation>> permutations_;
