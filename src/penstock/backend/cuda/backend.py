@@ -246,6 +246,7 @@ class CudaBackend:
     def _free_kv(self) -> None:
         self._graphs.forget()
         self._memory.caches.clear()
+        self._memory.index_scores = None
         self._memory.states.layers.clear()
 
     # -- getting ready -------------------------------------------------------------------------------------------
