@@ -478,6 +478,46 @@ GOLDENS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_5_moe_text",
         DELTA | ONE_KV | TIED | {"layer_types": FIRST_FULL, "linear_conv_kernel_dim": 5} | HALF,
     ),
+    "lfm2_biases": (
+        "lfm2",
+        ONE_KV
+        | UNTIED
+        | {"layer_types": ["conv", "full_attention", "conv"], "conv_bias": True, "conv_L_cache": 5}
+        | {"num_attention_heads": 5, "block_auto_adjust_ff_dim": False}
+        | rope(),
+    ),
+    "lfm2_rounded_width": (
+        "lfm2",
+        TIED
+        | {"full_attn_idxs": [0], "conv_L_cache": 2, "block_multiple_of": 9, "block_ffn_dim_multiplier": 1.3}
+        | LLAMA3,
+    ),
+    "lfm2_moe_scaled": (
+        "lfm2_moe",
+        UNTIED
+        | {"layer_types": ["conv", "full_attention", "conv"], "conv_bias": True, "num_dense_layers": 0}
+        | {"norm_topk_prob": False, "routed_scaling_factor": 1.7, "moe_intermediate_size": 12}
+        | rope(),
+    ),
+    "lfm2_moe_unbiased": (
+        "lfm2_moe",
+        TIED
+        | {"layer_types": ["full_attention", "conv", "conv"], "use_expert_bias": False, "num_dense_layers": 2}
+        | {"moe_intermediate_size": 12}
+        | rope(),
+    ),
+    "jamba_biases": (
+        "jamba",
+        ONE_KV
+        | TIED
+        | {"num_hidden_layers": 5, "attn_layer_period": 2, "attn_layer_offset": 1, "num_attention_heads": 5}
+        | {"expert_layer_period": 3, "expert_layer_offset": 0, "mamba_expand": 3, "mamba_d_state": 5}
+        | {"mamba_d_conv": 3, "mamba_dt_rank": 7, "mamba_conv_bias": False, "mamba_proj_bias": True},
+    ),
+    "jamba_dense": (
+        "jamba",
+        UNTIED | {"num_experts": 1, "num_experts_per_tok": 1, "attn_layer_period": 3, "attn_layer_offset": 2},
+    ),
     "bert_five_heads": ("bert", {"num_attention_heads": 5}),
     "roberta_relu": (
         "roberta",

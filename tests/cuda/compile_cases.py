@@ -45,7 +45,7 @@ from penstock.backend.cuda.kernels.silu_and_mul import act_and_mul
 from penstock.backend.cuda.kernels.skinny_gemm import skinny_gemm
 from penstock.backend.cuda.kernels.split_k import SplitKScratch
 from penstock.backend.cuda.pack_quantized import CODINGS, QuantizedWeight
-from penstock.model.ops import DeltaWeights, Mamba2Weights, ScanWeights
+from penstock.model.ops import DeltaInputs, DeltaWeights, Mamba2Weights, ScanWeights
 from penstock.model.recurrence import DeltaSpec, Mamba2Spec, ScanSpec
 from penstock.model.spec import ExpertSpec
 
@@ -246,6 +246,7 @@ def fp8_matrices_and_many_rows(tilings: Tilings) -> None:
     wide=(BF16, 256, 2, {"soft_cap": 50.0}),
     sinks=(BF16, 64, 8, {"window": 128, "sinks": True}),
     gain=(BF16, 128, 4, {"q_gain": True}),
+    bias=(BF16, 64, 1, {"causal": False, "distance_bias": 128}),
     chunks=(BF16, 128, 5, {"chunk": 8192}),
     temperature=(BF16, 128, 5, {"temperature": 0.1, "temperature_span": 8192}),
     int8=(torch.int8, 128, 4, {}),
@@ -264,7 +265,8 @@ def attention(tilings: Tilings, dtype: torch.dtype, dims: int, shared: int, abou
     tables, header = ints(64), ints(4)
     tiling = tilings.prefill_attention(queries_per_tile(shared), dims, 2)
     others = {key: about[key] for key in ("chunk", "temperature", "temperature_span") if key in about}
-    how = 0.1, window, scales, cap, True, sinks, q_gain
+    bias = empty(heads * 257, dtype=F32) if "distance_bias" in about else None
+    how = 0.1, window, scales, cap, about.get("causal", True), sinks, q_gain, bias
     prefill_attention(qkv, cache, ints(4, 5), tables, header, out, *how, **others, tiling=tiling)
     split_kv = SplitKV(empty(1 << 16, dtype=F32), empty(1 << 12, dtype=F32), ints(64))
     about = 0.1, window, scales, cap, sinks, q_gain
@@ -289,14 +291,17 @@ def multi_head_latent_attention(tilings: Tilings, dtype: torch.dtype) -> None:
     mla_decode(q, cache, ints(72, 8), ints(64), ints(4), out, split_kv, v_dim, 0.1, scales)
 
 
-@case()
-def delta_nets(tilings: Tilings) -> None:
-    spec = DeltaSpec(4, 8, 128, 128, 4)
+@case(
+    qwen3_next=(DeltaSpec(4, 8, 128, 128, 4),),
+    kimi_linear=(DeltaSpec(8, 8, 128, 128, 4, channel_decay=True, gate="sigmoid"),),
+)
+def delta_nets(tilings: Tilings, spec: DeltaSpec) -> None:
     weights = DeltaWeights(*[empty(spec.width * 4, dtype=F32) for _ in DeltaWeights._fields])
-    qkvz, ba = empty(8, spec.width + spec.v_width), empty(8, 2 * spec.v_heads)
+    qkvz, ba = empty(8, spec.width + spec.v_width), empty(8, spec.v_heads + spec.decay_width)
     states, rows = empty(4, spec.state_floats, dtype=F32), StateRows(ints(4, 8), ints(8))
     scratch = DeltaScratch(empty(8, spec.width, dtype=F32), empty(8, spec.v_width, dtype=F32))
-    delta_net(qkvz, ba, weights, spec, 1e-5, states, rows, scratch, empty(8, spec.v_width))
+    inputs = DeltaInputs(qkvz, qkvz, ba, ba)
+    delta_net(inputs, weights, spec, 1e-5, states, rows, scratch, empty(8, spec.v_width))
 
 
 @case(biased=(True, True), plain=(False, False))
@@ -307,9 +312,9 @@ def convolution_over_time(tilings: Tilings, biased: bool, silu: bool) -> None:
     causal_conv(empty(8, 1024), taps, bias, sizes, states, rows, empty(8, width, dtype=F32), silu)
 
 
-@case(normed=(8,), plain=(0,))
-def mamba2_layers(tilings: Tilings, norm_groups: int) -> None:
-    spec = Mamba2Spec(32, 64, 128, 8, 4, norm_groups=norm_groups)
+@case(normed=(8, 128), plain=(0, 256))
+def mamba2_layers(tilings: Tilings, norm_groups: int, state_dim: int) -> None:
+    spec = Mamba2Spec(32, 64, state_dim, 8, 4, norm_groups=norm_groups)
     sizes = spec.width * 4, spec.width, spec.heads, spec.heads, spec.heads
     gain = empty(spec.inner, dtype=F32) if norm_groups else None
     weights = Mamba2Weights(*(empty(size, dtype=F32) for size in sizes), gain)

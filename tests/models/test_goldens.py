@@ -74,6 +74,7 @@ def test_every_kind_of_golden_is_there():
         "hunyuan",
         "hunyuan_v1_moe",
         "jamba",
+        "kimi_linear",
         "lfm2",
         "lfm2moe",
         "linear",

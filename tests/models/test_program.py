@@ -22,10 +22,20 @@ from tests.models.shapes import Shaped, execute, recorded, shaped_model
 
 HERE = Path(__file__).parent
 MODELS = sorted([*HERE.glob("goldens/*"), *HERE.glob("encoders/*")])
-NO_GATE = {"gpt2", "starcoder2", "bert", "distilbert", "gptneox", "phi2", "falcon"}  # families whose MLP has no gate
+NO_GATE = {
+    "gpt2",
+    "starcoder2",
+    "bert",
+    "distilbert",
+    "mpnet",
+    "gptneox",
+    "phi2",
+    "falcon",
+}  # families whose MLP has no gate
 READ_TWICE = {
     "bert",
     "distilbert",
+    "mpnet",
     "phi2",
     "falcon",
 }  # those whose norms are read by residuals, too, or by attention and MLP

@@ -41,6 +41,7 @@ PLAIN_NAMES = re.compile(
 FINER_NAMES = re.compile(
     r".*(embed_tokens|(backbone|model)\.embeddings|embed_in|embed_out|tok_embeddings|wte|word_embeddings|token_embd|lm_head)\.weight|output\.weight"
     r"|.*(in_proj_ba|in_proj_a|in_proj_b|ssm_ba|ssm_alpha|ssm_beta|x_proj|dt_proj|ssm_x|ssm_dt)\.weight"
+    r"|.*(self_attn\.b_proj|f_a_proj|f_b_proj|ssm_f_a|ssm_f_b)\.weight"
 )
 HEAD_NAMES = re.compile(r".*(kv_b_proj|attn_kv_b|attn_k_b|attn_v_b)\.weight")
 EXPERT_NAMES = re.compile(

@@ -9,7 +9,7 @@ Symbols: T tokens in the step, S of them whose logits are wanted.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 from penstock.model.recurrence import ConvSpec, DeltaSpec, Mamba2Spec, ScanSpec
 from penstock.model.spec import AttentionSpec, ExpertSpec
@@ -19,12 +19,25 @@ Vectors = Mapping[str, Weight]  # by the names that a spec gives them
 Precision = Literal["activation", "float32"]  # the type that a backend keeps activations in, or float32
 
 
+V = TypeVar("V")
+
+
+class DeltaInputs(NamedTuple, Generic[V]):
+    """Holds what a gated delta net takes of each token. A value may be wider: q, k, v and beta are its first columns, z
+    and alpha its last, so that one product can make two of them."""
+
+    qkv: V  # [T, q + k + v]
+    z: V  # [T, v], gates the output
+    beta: V  # [T, v_heads], how much a value is learned
+    alpha: V  # [T, decay_width], how fast a state decays
+
+
 class DeltaWeights(NamedTuple):
     """Holds the vectors of a gated delta net."""
 
     conv: Weight  # [q + k + v, conv_width], the factor of the token itself last
     decay: Weight  # [v_heads], below 0
-    dt_bias: Weight  # [v_heads]
+    dt_bias: Weight  # [decay_width]
     gain: Weight  # [v_dim]
 
 
@@ -59,9 +72,6 @@ class ExpertWeights(NamedTuple):
     up: Weight  # gate and up of each expert, one below the other
     down: Weight
     choice_bias: Weight | None  # [count], added to the scores that select experts
-
-
-V = TypeVar("V")
 
 
 class Ops(Protocol[V]):
@@ -129,14 +139,15 @@ class Ops(Protocol[V]):
         * min(left, 7)) * (1 + right, clamped to between -7 and 7). Experts that are not gated have the acts of
         `activate`."""
 
-    def delta_net(self, layer: int, qkvz: V, ba: V, weights: DeltaWeights, spec: DeltaSpec, eps: float) -> V:
-        """Applies the gated delta rule: [T, q + k + v + z], [T, b + a] -> [T, v].
+    def delta_net(self, layer: int, x: DeltaInputs[V], weights: DeltaWeights, spec: DeltaSpec, eps: float) -> V:
+        """Applies the gated delta rule to each token: -> [T, v].
 
         q, k and v pass a causal convolution and silu. Each head's q and k are scaled to length 1, and q is divided by
-        the root of k_dim. Then, token by token, each value head updates its state M: M *= e^(decay * softplus(a +
-        dt_bias)); M += k (sigmoid(b) * (v - k M)); o = q M. The result is rms_norm(o) * gain * silu(z), normed in each
-        head. M and the last inputs of the convolution are the state of the sequence's slot, which is zero at position 0
-        (Batch.moves describes the other cases)."""
+        the root of k_dim. Then, token by token, each value head updates its state M [k_dim, v_dim]: M *= e^(decay *
+        softplus(alpha + dt_bias)), with one alpha for a head or for each row of M; M += k (sigmoid(beta) * (v - k M));
+        o = q M. The result is rms_norm(o) * gain * gate(z), normed in each head. M and the last inputs of the
+        convolution are the state of the sequence's slot, which is zero at position 0 (Batch.moves describes the other
+        cases)."""
 
     def causal_conv(self, layer: int, x: V, weights: ConvWeights, spec: ConvSpec) -> V:
         """Convolves each channel with the last tokens of its sequence, and adds the bias: [T, *] -> [T, width].

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 from penstock.model.ops import (
     ConvWeights,
+    DeltaInputs,
     DeltaWeights,
     ExpertWeights,
     Mamba2Weights,
@@ -196,11 +197,9 @@ class Recorder:
     def moe(self, x: Value, router_logits: Value, experts: ExpertWeights, spec: ExpertSpec) -> Value:
         return self._add("moe", (x, router_logits), self._value("T", x.width), experts=experts, spec=spec)
 
-    def delta_net(
-        self, layer: int, qkvz: Value, ba: Value, weights: DeltaWeights, spec: DeltaSpec, eps: float
-    ) -> Value:
+    def delta_net(self, layer: int, x: DeltaInputs[Value], weights: DeltaWeights, spec: DeltaSpec, eps: float) -> Value:
         out = self._value("T", spec.v_width)
-        return self._add("delta_net", (qkvz, ba), out, layer=layer, weights=weights, spec=spec, eps=eps)
+        return self._add("delta_net", tuple(x), out, layer=layer, weights=weights, spec=spec, eps=eps)
 
     def causal_conv(self, layer: int, x: Value, weights: ConvWeights, spec: ConvSpec) -> Value:
         return self._add("causal_conv", (x,), self._value("T", spec.width), layer=layer, weights=weights, spec=spec)

@@ -41,7 +41,7 @@ class Role(Enum):
     NORM = "norm"
     BIAS = "bias"
     ROUTER_BIAS = "bias of the choice of experts"
-    HEAD_PARAMETER = "one number for each head"
+    HEAD_PARAMETER = "a few numbers for each head"
 
 
 EXPERTS = frozenset((Role.EXPERT_IN, Role.EXPERT_OUT))
@@ -66,9 +66,9 @@ _PARTS = {
     Role.EXPERT_OUT: ("experts.down", "experts.*.down", "experts.down_transposed", "experts.down_either"),
     Role.ROUTER: ("router",),
     Role.SHARED_EXPERT_GATE: ("shared.router",),
-    Role.DELTA_IN: ("delta_qkvz", "delta_qkv", "delta_z"),
+    Role.DELTA_IN: ("delta_qkvz", "delta_qkv", "delta_z", "delta_z_in", "delta_z_out"),
     Role.DELTA_OUT: ("delta_o",),
-    Role.DELTA_GATES: ("delta_ba", "delta_b", "delta_a"),
+    Role.DELTA_GATES: ("delta_ba", "delta_b", "delta_a", "delta_a_in", "delta_a_out"),
     Role.DELTA_NORM: ("delta_norm",),
     Role.CONV_IN: ("conv_in",),
     Role.CONV_OUT: ("conv_o",),
@@ -76,7 +76,7 @@ _PARTS = {
     Role.SSM_OUT: ("ssm_out",),
     Role.SSM_STEP: ("ssm_x", "ssm_dt"),
     Role.SSM_NORM: ("ssm_norm",),
-    Role.CONV: ("conv",),
+    Role.CONV: ("conv", "conv_q", "conv_k", "conv_v"),
     Role.NORM: (
         *("norm", "embed_norm", "attn_norm", "mlp_norm", "after_attn_norm", "after_mlp_norm"),
         *("q_norm", "k_norm", "kv_norm", "q_norm.*", "k_norm.*", "dt_norm", "b_norm", "c_norm"),

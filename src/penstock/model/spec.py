@@ -19,7 +19,7 @@ class RopeSpec:
     scale: float = 1.0
 
 
-ATTENTION_VECTORS = ("sinks", "q_gain")  # options of attention that come with a vector of that name
+ATTENTION_VECTORS = ("sinks", "q_gain", "distance_bias")  # options of attention that come with a vector of that name
 SHAPES = ("heads", "kv_heads", "head_dim", "v_dim")
 COMPUTED_AROUND = ("rope", "multiplier", "qk_norm", "output_gate")  # kernels get the results, or other ops compute them
 
@@ -48,6 +48,7 @@ class AttentionSpec:
     sinks: bool = False  # each head has a logit that takes part in the softmax and contributes no value
     q_gain: bool = False  # rotated queries are multiplied by a vector as wide as a head
     v_dim: int = 0  # above 0: MLA, where values are the last so many dimensions of keys
+    distance_bias: int = 0  # above 0: a head's scores get a bias by distance, the same for all beyond so many positions
     output_gate: bool = False  # q projects to a gate, too: the output is multiplied by its sigmoid
 
     @property
@@ -79,7 +80,8 @@ class AttentionSpec:
     def vectors(self) -> dict[str, int]:
         """Returns the vectors that `attend` takes besides qkv, with their sizes. A layer's checkpoint has a tensor with
         each name."""
-        sizes = {"sinks": self.heads, "q_gain": self.head_dim}
+        biases = self.heads * (2 * self.distance_bias + 1)  # of keys so far before a query to those so far after it
+        sizes = {"sinks": self.heads, "q_gain": self.head_dim, "distance_bias": biases}
         return {name: sizes[name] for name in ATTENTION_VECTORS if getattr(self, name)}
 
     @property

@@ -54,7 +54,12 @@ class Packer:
         """Packs a vector that `made` computes from the named one."""
         tensor = self._take(name, (size,))
         values = made(dequantize(tensor)).astype(np.float32)
-        return self._backend.pack_vector(replace(tensor, format=FORMATS["F32"], source=values.view(np.uint8)))
+        return self._pack_computed(tensor, values)
+
+    def joined(self, *parts: tuple[str, int]) -> Any:
+        """Packs one vector made of named parts (name, size), one behind the other."""
+        tensors = [self._take(name, (size,)) for name, size in parts]
+        return self._pack_computed(tensors[0], np.concatenate([dequantize(tensor) for tensor in tensors]))
 
     def ones(self, size: int) -> Any:
         """Packs a vector of ones, which no tensor of the checkpoint holds."""
@@ -143,6 +148,11 @@ class Packer:
             tensors += taken
             biases += [self._take(f"{name}.bias", (rows,)) if f"{name}.bias" in self._tensors else None] * len(taken)
         return Stack(tensors, biases)
+
+    def _pack_computed(self, tensor: Tensor, values: Floats) -> Any:
+        """Packs a vector that was computed from a tensor."""
+        made = replace(tensor, format=FORMATS["F32"], shape=values.shape, source=values.view(np.uint8))
+        return self._backend.pack_vector(made)
 
     def _pack_values(self, table: Tensor, values: Floats) -> Any:
         """Packs values that were computed from a table."""

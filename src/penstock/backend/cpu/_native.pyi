@@ -108,8 +108,10 @@ class Program:
     def sigmoid_mul(self, x: int, gate: int, out: int) -> None: ...
     def delta_net(
         self,
-        qkvz: int,
-        ba: int,
+        qkv: int,
+        z: int,
+        beta: int,
+        alpha: int,
         mixed: int,
         out: int,
         *,
@@ -120,6 +122,8 @@ class Program:
         v_dim: int,
         conv_width: int,
         tiled: bool,
+        channel_decay: bool,
+        gate: str,
         conv: NDArray[np.float32],
         decay: NDArray[np.float32],
         dt_bias: NDArray[np.float32],

@@ -199,8 +199,10 @@ def moe(emit: Emitter, x: int, router_logits: int, out: int, *, experts: ExpertW
 
 def delta_net(
     emit: Emitter,
-    qkvz: int,
-    ba: int,
+    qkv: int,
+    z: int,
+    beta: int,
+    alpha: int,
     out: int,
     mixed: int,
     *,
@@ -210,12 +212,14 @@ def delta_net(
     eps: float,
 ) -> None:
     emit.native.delta_net(
-        qkvz,
-        ba,
+        qkv,
+        z,
+        beta,
+        alpha,
         mixed,
         out,
         layer=layer,
-        **picked(spec, "k_heads", "v_heads", "k_dim", "v_dim", "conv_width", "tiled"),
+        **picked(spec, "k_heads", "v_heads", "k_dim", "v_dim", "conv_width", "tiled", "channel_decay", "gate"),
         conv=taps_of(weights.conv, spec.conv_width),
         **picked(weights, "decay", "dt_bias", "gain"),
         eps=eps,

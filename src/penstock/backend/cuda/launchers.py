@@ -34,7 +34,15 @@ from penstock.backend.cuda.kernels.silu_and_mul import act_and_mul as act_and_mu
 from penstock.backend.cuda.kv_cache import LayerCache
 from penstock.backend.cuda.weights import Weight
 from penstock.errors import UnsupportedModel
-from penstock.model.ops import ConvWeights, DeltaWeights, ExpertWeights, Mamba2Weights, ScanWeights, Vectors
+from penstock.model.ops import (
+    ConvWeights,
+    DeltaInputs,
+    DeltaWeights,
+    ExpertWeights,
+    Mamba2Weights,
+    ScanWeights,
+    Vectors,
+)
 from penstock.model.program import Buffer, Capabilities, OpNode
 from penstock.model.recurrence import ConvSpec, DeltaSpec, Mamba2Spec, ScanSpec
 from penstock.model.spec import AttentionSpec, ExpertSpec
@@ -74,10 +82,9 @@ class Context:
 
     def frequencies(self, spec: AttentionSpec) -> Any:
         """Returns the frequencies of RoPE on the device."""
-        key = spec.rope.inv_freq
+        key = spec.rope.inv_freq or (0.0,) * (spec.head_dim // 2)  # where nothing is rotated: MLA rotates by 0
         if key not in self._frequencies:
-            numbers = key or (0.0,)  # kernels are given an address even where nothing is rotated
-            self._frequencies[key] = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+            self._frequencies[key] = torch.tensor(key, dtype=torch.float64, device=self.device)
         return self._frequencies[key]
 
     def permutation(self, spec: ExpertSpec) -> ExpertPermutation:
@@ -96,8 +103,10 @@ def bind(node: OpNode, context: Context) -> Callable[..., None]:
     if node.op in ("attend", "attend_mla"):
         constants["frequencies"] = context.frequencies(node.attributes["spec"])
     if node.op == "attend":
-        constants["options"] = node.attributes["spec"].options | node.attributes["vectors"]
-        constants["causal"] = constants["options"].pop("causal")  # rows of one token see themselves either way
+        options = node.attributes["spec"].options | node.attributes["vectors"]
+        whole_rows = {"causal", "distance_bias"}  # a row of one token sees itself alone, whatever these are
+        constants["whole_rows"] = {name: options.pop(name) for name in whole_rows.intersection(options)}
+        constants["options"] = options
     if node.op == "moe":
         constants["permutation"] = context.permutation(node.attributes["spec"])
     return partial(LAUNCHERS[node.op], context, **node.attributes, **constants)
@@ -214,7 +223,7 @@ def attend(
     vectors: Vectors,
     frequencies: Any,
     options: dict[str, Any],
-    causal: bool,
+    whole_rows: dict[str, Any],
 ) -> None:
     rope, step = spec.rope, step.of(context.memory.groups[layer])
     (cache, scales), rotation = context.memory.caches[layer], None
@@ -224,8 +233,8 @@ def attend(
         rope_and_store(qkv, *rope_options, step.positions, step.places, cache, scales)
         places = step.tiles, step.tables, step.header
         tiling = tilings.prefill_attention(queries_per_tile(spec.heads // spec.kv_heads), *sizes)
-        how = {"scales": scales, "tiling": tiling, **options}
-        prefill_attention(qkv, cache, *places, out, spec.scale, causal=causal, **how)
+        how = {"scales": scales, "tiling": tiling, **options, **whole_rows}
+        prefill_attention(qkv, cache, *places, out, spec.scale, **how)
     else:
         rotation = Rotation(frequencies, step.places, rope.scale, len(rope.inv_freq), rope.interleaved)
     if len(step.splits):
@@ -306,8 +315,10 @@ def moe(
 def delta_net(
     context: Context,
     step: DeviceInputs,
-    qkvz: Any,
-    ba: Any,
+    qkv: Any,
+    z: Any,
+    beta: Any,
+    alpha: Any,
     out: Any,
     *scratch: Any,
     layer: int,
@@ -317,7 +328,8 @@ def delta_net(
 ) -> None:
     states = context.memory.states
     rows, buffers = states.rows_of(step), delta_rule.DeltaScratch(*scratch)
-    delta_rule.delta_net(qkvz, ba, weights, spec, eps, states.layers[layer], rows, buffers, out)
+    inputs = DeltaInputs(qkv, z, beta, alpha)
+    delta_rule.delta_net(inputs, weights, spec, eps, states.layers[layer], rows, buffers, out)
 
 
 def causal_conv(
@@ -359,7 +371,8 @@ def mamba2(
 ) -> None:
     states = context.memory.states
     rows, buffers = states.rows_of(step), mamba2_kernel.Mamba2Scratch(*scratch)
-    mamba2_kernel.mamba2(zxbcdt, weights, spec, states.layers[layer], rows, buffers, out)
+    prompts = len(step.tiles) > 0
+    mamba2_kernel.mamba2(zxbcdt, weights, spec, states.layers[layer], rows, buffers, out, prompts)
 
 
 LAUNCHERS: dict[str, Callable[..., None]] = {

@@ -156,11 +156,7 @@ def attend(rng: Random, *, spec: AttentionSpec, lengths: Sequence[int], longest:
     def forward(ops: Ops[Any], table: Any, *vectors: Any) -> Any:
         return ops.attend(0, ops.embed(table), spec, dict(zip(spec.vectors, vectors, strict=True)))
 
-    return Trial(
-        forward,
-        [table, *vectors.values()],
-        *scattered(rng, lengths, longest),
-    )
+    return Trial(forward, [table, *vectors.values()], *scattered(rng, lengths, longest))
 
 
 def scattered(rng: Random, lengths: Sequence[int], longest: int) -> tuple[list[Batch], int]:
@@ -174,20 +170,20 @@ def scattered(rng: Random, lengths: Sequence[int], longest: int) -> tuple[list[B
 def attend_whole(rng: Random, *, spec: AttentionSpec, lengths: Sequence[int]) -> Trial:
     """Attends over whole sequences, all in one step, in two layers that share a cache."""
     sizes = [-(-length // BLOCK_SIZE) for length in lengths]
-    tables = np.split(rng.permutation(sum(sizes)), np.cumsum(sizes)[:-1])
+    blocks = np.split(rng.permutation(sum(sizes)), np.cumsum(sizes)[:-1])
     ends = np.cumsum(lengths).tolist()
     chunks = [
         Chunk(range(end - length, end), 0, table.tolist(), slot)
-        for slot, (length, end, table) in enumerate(zip(lengths, ends, tables, strict=True))
+        for slot, (length, end, table) in enumerate(zip(lengths, ends, blocks, strict=True))
     ]
 
-    def forward(ops: Ops[Any], table: Any, other: Any) -> Any:
-        return ops.add(ops.attend(0, ops.embed(table), spec, {}), ops.attend(0, ops.embed(other), spec, {}))
+    def forward(ops: Ops[Any], table: Any, other: Any, *given: Any) -> Any:
+        vectors = dict(zip(spec.vectors, given, strict=True))
+        return ops.add(*(ops.attend(0, ops.embed(each), spec, vectors) for each in (table, other)))
 
-    width = spec.q_width + 2 * spec.kv_width
-    return Trial(
-        forward, [inputs(rng, sum(lengths), width) for _ in range(2)], [greedy_batch(chunks)], num_blocks=sum(sizes)
-    )
+    tables = [inputs(rng, sum(lengths), spec.q_width + 2 * spec.kv_width) for _ in range(2)]
+    vectors = [random_tensor(rng, "F32", size) for size in spec.vectors.values()]
+    return Trial(forward, [*tables, *vectors], [greedy_batch(chunks)], num_blocks=sum(sizes))
 
 
 def act_and_mul(rng: Random, *, tokens: int, hidden: int, act: str = "silu") -> Trial:
@@ -371,6 +367,7 @@ MLA, MLA_SHARP = mla(20, 16, 16), mla(4, 16, 32, multiplier=0.7)
 MLA_HALVES = mla(3, 16, 32, interleaved=False, scale=1.2)
 
 from penstock.backend.ref.delta_cases import DELTA_CASES  # noqa: E402  # they are made of what is above
+from penstock.backend.ref.distance_cases import DISTANCE_CASES  # noqa: E402
 from penstock.backend.ref.llama4_cases import LLAMA4_CASES  # noqa: E402
 from penstock.backend.ref.mamba2_cases import MAMBA2_CASES  # noqa: E402
 from penstock.backend.ref.scan_cases import SCAN_CASES  # noqa: E402
@@ -493,6 +490,7 @@ CASES = (
         for window, lengths in ((5, (1, 3, 70, 33)), (65, (40, 300)), (20, (1100,)))
     ),
     *DELTA_CASES,
+    *DISTANCE_CASES,
     *SCAN_CASES,
     *LLAMA4_CASES,
     *MAMBA2_CASES,

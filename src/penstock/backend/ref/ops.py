@@ -15,8 +15,18 @@ from numpy.typing import NDArray
 
 from penstock.backend.base import Batch, Floats, Ints, StateMove
 from penstock.backend.ref.adapters import LoadedAdapters, adapted
+from penstock.backend.ref.delta import delta_rule
 from penstock.backend.ref.mamba2 import selective_scan, time_steps
-from penstock.model.ops import ConvWeights, DeltaWeights, ExpertWeights, Mamba2Weights, Precision, ScanWeights, Vectors
+from penstock.model.ops import (
+    ConvWeights,
+    DeltaInputs,
+    DeltaWeights,
+    ExpertWeights,
+    Mamba2Weights,
+    Precision,
+    ScanWeights,
+    Vectors,
+)
 from penstock.model.recurrence import ConvSpec, DeltaSpec, Mamba2Spec, ScanSpec
 from penstock.model.spec import AttentionSpec, ExpertSpec, KvGroup, RopeSpec
 
@@ -184,19 +194,20 @@ class RefOps:
         return x * sigmoid(gate)
 
     def delta_net(
-        self, layer: int, qkvz: Floats, ba: Floats, weights: DeltaWeights, spec: DeltaSpec, eps: float
+        self, layer: int, x: DeltaInputs[Floats], weights: DeltaWeights, spec: DeltaSpec, eps: float
     ) -> Floats:
-        out = np.zeros((len(qkvz), spec.v_heads, spec.v_dim), np.float32)
+        out = np.zeros((len(x.qkv), spec.v_heads, spec.v_dim), np.float32)
+        learned, alpha = sigmoid(x.beta[:, : spec.v_heads]), x.alpha[:, -spec.decay_width :]
 
         def step(state: State, token: int) -> State:
             last, memory = state
-            last, mixed = causal_conv(last, qkvz[token, : spec.width], weights.conv)
-            memory, out[token] = delta_rule(memory, mixed, ba[token], weights, spec)
+            last, mixed = causal_conv(last, x.qkv[token, : spec.width], weights.conv)
+            memory, out[token] = delta_rule(memory, mixed, learned[token], alpha[token], weights, spec)
             return last, memory
 
         self._recur(layer, [(spec.conv_width - 1, spec.width), (spec.v_heads, spec.k_dim, spec.v_dim)], step)
-        z = qkvz[:, spec.width :].reshape(out.shape)
-        return (rms_norm(out, weights.gain, eps) * silu(z)).reshape(len(qkvz), spec.v_width)
+        z = x.z[:, -spec.v_width :].reshape(out.shape)
+        return (rms_norm(out, weights.gain, eps) * GATES[spec.gate](z)).reshape(-1, spec.v_width)
 
     def causal_conv(self, layer: int, x: Floats, weights: ConvWeights, spec: ConvSpec) -> Floats:
         out = np.zeros((len(x), spec.width), np.float32)
@@ -344,11 +355,21 @@ def attention(
     scores = np.einsum("thd,chd->htc", q, keys) * np.float32(spec.scale)
     if spec.soft_cap:
         scores = soft_capped(scores, spec.soft_cap)
+    if spec.distance_bias:
+        scores += bias_of(*places, len(keys), spec, vectors["distance_bias"])
     if spec.causal or spec.window:
         scores[:, ~visible(*places, len(keys), spec)] = -np.inf
     weights = softmax_with_sinks(scores, vectors.get("sinks", np.full(spec.heads, -np.inf, np.float32)))
     out: Floats = np.einsum("htc,chd->thd", weights, values)
     return out
+
+
+def bias_of(positions: Ints, first: int, context: int, spec: AttentionSpec, biases: Floats) -> Floats:
+    """Returns what each score gets for how far the key is from the query: [heads, T, C]."""
+    reach = spec.distance_bias
+    distances = np.clip(first + np.arange(context) - positions[:, None], -reach, reach)
+    found: Floats = biases.reshape(spec.heads, -1)[:, distances + reach]
+    return found
 
 
 def softmax_with_sinks(scores: Floats, sinks: Floats) -> Floats:
@@ -457,6 +478,7 @@ def relu2(x: Floats) -> Floats:
     return np.square(relu(x))
 
 
+GATES: dict[str, Callable[[Floats], Floats]] = {"silu": silu, "sigmoid": sigmoid}
 ACTS = {"silu": silu, "gelu": gelu, "gelu_tanh": gelu_tanh, "relu": relu, "relu2": relu2}
 SCORINGS: dict[str, Callable[[Floats], Floats]] = {
     "softmax": softmax,
@@ -472,29 +494,3 @@ def causal_conv(
     seen = np.concatenate([last, x[None]])  # [conv_width, width]
     y: Floats = (seen * taps.reshape(len(x), len(seen)).T).sum(axis=0)
     return seen[1:], act(y if bias is None else y + bias)
-
-
-def delta_rule(
-    state: Floats, mixed: Floats, ba: Floats, weights: DeltaWeights, spec: DeltaSpec
-) -> tuple[Floats, Floats]:
-    """Returns the heads' states after one token, and what it reads from them: [v_heads, k_dim, v_dim], [v_heads,
-    v_dim]."""
-    q, k, v = np.split(mixed, [spec.k_width, 2 * spec.k_width])
-    q, k = (each_value_head(unit(x.reshape(spec.k_heads, spec.k_dim)), spec) for x in (q, k))  # [v_heads, k_dim]
-    beta, alpha = np.split(ba, 2)
-    state = state * np.exp(weights.decay * np.logaddexp(np.float32(0), alpha + weights.dt_bias))[:, None, None]
-    known = np.einsum("hk,hkv->hv", k, state)
-    update = sigmoid(beta)[:, None] * (v.reshape(spec.v_heads, spec.v_dim) - known)
-    state = state + k[:, :, None] * update[:, None, :]
-    return state, np.einsum("hk,hkv->hv", q * np.float32(spec.k_dim**-0.5), state)
-
-
-def each_value_head(x: Floats, spec: DeltaSpec) -> Floats:
-    """Returns the key head of each value head: [k_heads, k_dim] -> [v_heads, k_dim]."""
-    shared = spec.v_heads // spec.k_heads
-    return np.tile(x, (shared, 1)) if spec.tiled else np.repeat(x, shared, axis=0)
-
-
-def unit(x: Floats) -> Floats:
-    y: Floats = x / np.sqrt((x * x).sum(axis=-1, keepdims=True) + np.float32(1e-6))
-    return y

@@ -52,9 +52,8 @@ def config_keys(
 ) -> tuple[Keys, Tensors, ModelSpec]:
     """Returns the keys, the tensors that belong to the config, and the spec as a reader of the file will have it.
     `weights`: the other tensors of the file, by their names there."""
-    own = OWN.get(spec.arch)
-    if own is None:
-        raise UnsupportedModel(f"the family {spec.arch} cannot be written as GGUF yet; supported: {', '.join(OWN)}")
+    check_family(spec)
+    own = OWN[spec.arch]
     check_read_alike(spec)
     arch = architecture(spec)
     if "text_config" in config:
@@ -67,6 +66,12 @@ def config_keys(
     if odd := difference(spec, found):
         raise UnsupportedModel(f"a GGUF file of {spec.arch} cannot express what config.json says: {odd}")
     return {"general.architecture": arch, **metadata}, extra, found
+
+
+def check_family(spec: ModelSpec) -> None:
+    """Raises if files of the family cannot be written."""
+    if spec.arch not in OWN:
+        raise UnsupportedModel(f"the family {spec.arch} cannot be written as GGUF yet; supported: {', '.join(OWN)}")
 
 
 def check_read_alike(spec: ModelSpec) -> None:
@@ -125,7 +130,7 @@ def decoder_keys(spec: ModelSpec) -> Keys:
         "feed_forward_length": spec.hidden,
         "vocab_size": spec.vocab,
         "attention.head_count": attn.heads,
-        "attention.head_count_kv": attn.kv_heads,
+        gguf_config.KV_HEADS: attn.kv_heads,
         "attention.key_length": attn.head_dim,
         "attention.value_length": attn.head_dim,
         gguf_config.RMS_EPS: spec.eps,

@@ -169,6 +169,8 @@ class Queries {
     float* scores = scores_ + i * SPAN;
     if (from >= to) return std::fill(scores + (first - span), scores + (end - span), 0.0f);
     if (a_.soft_cap > 0) frame_.kernels.soft_cap(scores + (first - span), end - first, a_.soft_cap);
+    if (!a_.distance_bias.empty())
+      for (size_t place = first; place < end; place += TILE) add_bias(i, place, scores + (place - span));
     constexpr float HIDDEN = -std::numeric_limits<float>::infinity();
     std::fill(scores + (first - span), scores + (from - span), HIDDEN);
     std::fill(scores + (to - span), scores + (end - span), HIDDEN);
@@ -177,6 +179,14 @@ class Queries {
         if (frame_.cache.unused(place)) scores[place - span] = HIDDEN;
     frame_.kernels.soften(scores + (first - span), end - first, partial.highest[i], partial.sums[i], padded_,
                           partial.mixed + i * padded_);
+  }
+
+  // Adds what a query's head gives to a tile of keys for their distances.
+  void add_bias(size_t i, size_t place, float* scores) const {
+    const ptrdiff_t most = a_.farthest(), least = 1 - ptrdiff_t(TILE) - most;
+    const ptrdiff_t distance = ptrdiff_t(frame_.cache.position(place)) - ptrdiff_t(position(i));
+    const float* bias = &a_.distance_bias[head(i) * a_.distances()] + (std::clamp(distance, least, most) - least);
+    for (size_t lane = 0; lane < TILE; ++lane) scores[lane] += bias[lane];
   }
 
   const Frame& frame_;
@@ -207,6 +217,19 @@ void plan_tiles(Frame& frame, bool causal) {
       frame.tiles.push_back({row, first, count, highest / SPLIT + 1, end});
     }
   }
+}
+
+// Repeats the first and the last bias of each head, so that any tile of keys finds its own in a row.
+std::vector<float> with_edges(const std::vector<float>& bias, size_t heads) {
+  const size_t distances = bias.size() / std::max<size_t>(heads, 1);
+  require(distances * heads == bias.size() && (bias.empty() || distances % 2), "each head has an odd number of biases");
+  std::vector<float> out;
+  for (size_t first = 0; first < bias.size(); first += distances) {
+    out.insert(out.end(), TILE - 1, bias[first]);
+    out.insert(out.end(), &bias[first], &bias[first] + distances);
+    out.insert(out.end(), TILE - 1, bias[first + distances - 1]);
+  }
+  return out;
 }
 
 }  // namespace
@@ -260,8 +283,9 @@ Attention attention_of(size_t layer, int angles, Numbers numbers, Vectors vector
     const auto found = vectors.extract(name);
     return found ? found.mapped() : std::vector<float>();
   };
+  const size_t heads = count("heads", 0);
   const Attention a = {.layer = layer,
-                       .heads = count("heads", 0),
+                       .heads = heads,
                        .kv_heads = count("kv_heads", 0),
                        .dim = count("head_dim", 0),
                        .window = count("window", 0),
@@ -275,6 +299,7 @@ Attention attention_of(size_t layer, int angles, Numbers numbers, Vectors vector
                        .temperature_span = count("temperature_span", 1),
                        .q_gain = vector("q_gain"),
                        .sinks = vector("sinks"),
+                       .distance_bias = with_edges(vector("distance_bias"), heads),
                        .v_dim = count("v_dim", 0),
                        .gain = vector("gain"),
                        .eps = float(number("eps", 0))};
@@ -284,6 +309,7 @@ Attention attention_of(size_t layer, int angles, Numbers numbers, Vectors vector
   require(a.temperature_span > 0, "the temperature changes after some positions");
   require(a.q_gain.empty() || a.q_gain.size() == a.dim, "the gain of queries is as wide as a head");
   require(a.sinks.empty() || a.sinks.size() == a.heads, "attention has one sink for each head");
+  require(a.distance_bias.empty() || !a.causal, "causal attention has no bias by distance");
   return a;
 }
 

@@ -27,12 +27,17 @@ struct Attention {
   size_t temperature_span = 1;
   std::vector<float> q_gain = {};  // [dim], what rotated queries are multiplied by; or none
   std::vector<float> sinks = {};   // a score for each head that takes part in the softmax and has no value; or none
+  std::vector<float> distance_bias = {};  // [heads][distances], what scores get for how far a key is; or none
   size_t v_dim = 0;                // above 0: MLA, whose values are the last dimensions of keys, after a norm
   std::vector<float> gain = {};    // [v_dim]
   float eps = 0;
 
   // The positions that a token sees at most, itself included; 0: no limit.
   size_t reach() const { return window && chunk ? std::min(window, chunk) : window + chunk; }
+  // A head's biases are those of distances from 1 - TILE - farthest to farthest + TILE - 1: beyond the farthest they are
+  // equal, and a tile of keys finds its own in a row.
+  size_t distances() const { return distance_bias.size() / heads; }
+  ptrdiff_t farthest() const { return (ptrdiff_t(distances()) + 1) / 2 - ptrdiff_t(TILE); }
   float query_scale(size_t position) const;  // what the scores of a query are multiplied by
   size_t head_groups() const;  // groups of heads that attend together, each to one KV head
   size_t group_heads() const { return heads / head_groups(); }

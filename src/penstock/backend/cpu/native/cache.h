@@ -54,6 +54,7 @@ class Cache {
   size_t blocks() const { return blocks_; }
   size_t block_size() const { return block_size_; }
   size_t place(size_t position) const { return position / block_size_ * padded_size_ + position % block_size_; }
+  size_t position(size_t place) const { return place / padded_size_ * block_size_ + place % padded_size_; }
   bool unused(size_t place) const { return place % padded_size_ >= block_size_; }
   bool has_unused() const { return padded_size_ != block_size_; }
   const KvKernels& kernels(const Kernels& all) const { return all.*type_.kernels; }

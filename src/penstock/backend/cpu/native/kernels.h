@@ -63,9 +63,10 @@ inline constexpr size_t MAX_CONV_WIDTH = 16;
 
 // The delta rule for one head: for each token in order, its memory decays, learns the value under the key, and is read.
 struct DeltaRule {
-  const float *q, *k;          // [count][k_dim]
+  const float *q, *k, *faded;  // [count][k_dim]; `faded` is k times the decay
   const float* v;              // rows are v_stride apart
-  const float *decay, *beta;   // [count]
+  const float *decay, *beta;   // [count], and decay [count][k_dim] with `channels`
+  bool channels;               // each row of the memory has a decay of its own
   size_t k_dim, v_dim, v_stride, count;
   float* memory;               // [k_dim][v_dim]
   float* out;                  // rows are out_stride apart
@@ -86,6 +87,8 @@ struct DeltaKernels {
   void (*convolve)(const Convolution&);
   void (*delta_rule)(const DeltaRule&);
   void (*gate_by)(const float* x, const float* gate, size_t width, float* out);  // x * sigmoid(gate)
+  // out = e^(rate * softplus(x + bias))
+  void (*decay)(const float* x, const float* bias, float rate, size_t width, float* out);
 };
 
 // The selective scan of Mamba for some channels: for each token in order, the state of each channel decays, takes in b

@@ -13,6 +13,7 @@
 #include "dispatch.h"
 #include "program.h"
 #include "quantize.h"
+#include "require.h"
 #include "weights.h"
 
 namespace nb = nanobind;
@@ -218,15 +219,19 @@ NB_MODULE(_native, m) {
       .def("embed_positions", &Program::embed_positions, "table"_a, "out"_a)
       .def("sigmoid_mul", &Program::sigmoid_mul, "x"_a, "gate"_a, "out"_a)
       .def("delta_net",
-           [](Program& program, int qkvz, int ba, int mixed, int out, size_t layer, size_t k_heads, size_t v_heads,
-              size_t k_dim, size_t v_dim, size_t conv_width, bool tiled, Array<const float, 1> conv,
-              Array<const float, 1> decay, Array<const float, 1> dt_bias, Array<const float, 1> gain, float eps) {
-             program.delta_net(qkvz, ba, {layer, k_heads, v_heads, k_dim, v_dim, conv_width, tiled},
+           [](Program& program, int qkv, int z, int beta, int alpha, int mixed, int out, size_t layer, size_t k_heads,
+              size_t v_heads, size_t k_dim, size_t v_dim, size_t conv_width, bool tiled, bool channel_decay,
+              const std::string& gate, Array<const float, 1> conv, Array<const float, 1> decay,
+              Array<const float, 1> dt_bias, Array<const float, 1> gain, float eps) {
+             require(gate == "silu" || gate == "sigmoid", "the output of a delta net is gated by silu or sigmoid");
+             program.delta_net({qkv, z, beta, alpha},
+                               {layer, k_heads, v_heads, k_dim, v_dim, conv_width, tiled, channel_decay,
+                                gate == "sigmoid"},
                                {copied(conv), {}}, {copied(decay), copied(dt_bias), copied(gain), eps}, mixed, out);
            },
-           "qkvz"_a, "ba"_a, "mixed"_a, "out"_a, nb::kw_only(), "layer"_a, "k_heads"_a, "v_heads"_a, "k_dim"_a,
-           "v_dim"_a, "conv_width"_a, "tiled"_a, "conv"_a.noconvert(), "decay"_a.noconvert(), "dt_bias"_a.noconvert(),
-           "gain"_a.noconvert(), "eps"_a)
+           "qkv"_a, "z"_a, "beta"_a, "alpha"_a, "mixed"_a, "out"_a, nb::kw_only(), "layer"_a, "k_heads"_a, "v_heads"_a,
+           "k_dim"_a, "v_dim"_a, "conv_width"_a, "tiled"_a, "channel_decay"_a, "gate"_a, "conv"_a.noconvert(),
+           "decay"_a.noconvert(), "dt_bias"_a.noconvert(), "gain"_a.noconvert(), "eps"_a)
       .def("causal_conv",
            [](Program& program, int x, std::optional<int> product, int out, size_t layer, size_t width,
               size_t conv_width, Array<const float, 1> conv, Array<const float, 1> bias) {

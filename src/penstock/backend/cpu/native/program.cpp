@@ -191,7 +191,7 @@ void Program::attend_mla(int q, int kv, const Attention& attention, int out) {
   at(q, Symbol::T, a.heads * a.dim);
   at(kv, Symbol::T, a.dim);
   at(out, Symbol::T, a.heads * a.v_dim);
-  require(at(a.angles).symbol == Symbol::T && at(a.angles).width <= a.dim - a.v_dim,
+  require(a.angles == -1 || (at(a.angles).symbol == Symbol::T && at(a.angles).width <= a.dim - a.v_dim),
           "the dimensions of values are not rotated");
   add_attention(a, q, kv, out);
 }

@@ -69,7 +69,9 @@ class Program {
   void activate(int x, int out, const std::string& act);
   void embed_positions(std::shared_ptr<const Weight> table, int out);
   void sigmoid_mul(int x, int gate, int out);  // x * sigmoid(gate), one for each row or for each value
-  void delta_net(int qkvz, int ba, const DeltaShape& shape, ConvVectors conv, DeltaVectors vectors, int mixed, int out);
+  // Reads the first columns of `qkv` and `beta` and the last ones of `z` and `alpha`; two may be the same buffer.
+  void delta_net(const DeltaBuffers& given, const DeltaShape& shape, ConvVectors conv, DeltaVectors vectors, int mixed,
+                 int out);
   // Of the first columns of x or, given a buffer for them, of b * u for rows [b, c, u] of x: then out is c * that.
   void causal_conv(int x, const ConvShape& shape, ConvVectors vectors, std::optional<int> product, int out);
   void selective_scan(const ScanBuffers& buffers, const ScanShape& shape, ScanVectors vectors);
