@@ -120,7 +120,7 @@ def open_adapters(config: Config, backend: Backend, base: AdapterBase) -> Adapte
     )
     for text in config.adapter:
         name, path, scale = parse_adapter(text)
-        adapters.register(name, Path(path), scale)
+        adapters.register(name, Path(path).expanduser(), scale)
     return adapters
 
 

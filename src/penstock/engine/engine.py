@@ -252,8 +252,9 @@ class Engine:
         adapters = self._with_adapters
         match message:
             case RegisterAdapter():
-                reading = adapters.begin_registration(message.name, Path(message.path), message.scale)
-                self._registering.append((message, reading))
+                path = Path(message.path).expanduser()
+                reading = adapters.begin_registration(message.name, path, message.scale)
+                self._registering.append((message._replace(path=str(path)), reading))
             case UnregisterAdapter(id, name):
                 self._emit([AdapterList(id, (adapters.unregister(name),))])
             case ListAdapters(id):
