@@ -55,6 +55,8 @@ def test_every_kind_of_golden_is_there():
         "gemma",
         "gemma2",
         "gemma3",
+        "gemma3n",
+        "gemma3n_three",
         "glm",
         "glm4",
         "glm4_moe",

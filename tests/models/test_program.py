@@ -126,18 +126,20 @@ def test_products_and_silu_gates_are_fused(path: Path):
     gates = dense + (with_experts if spec.shared_hidden else 0)
     ops = [node.op for node in record(model, GATES).nodes]
     assert ops.count("gated_linear") == (gates if spec.act == "silu" else 0)
-    assert ops.count("act_and_mul") == (0 if spec.act == "silu" else gates)
+    gated = ops.count("act_and_mul") + ops.count("sparse_act_and_mul")
+    assert gated == (0 if spec.act == "silu" else gates)
     assert "gated_linear" not in [node.op for node in record(model, NOTHING).nodes]
 
 
 @every_model
-def test_only_logits_of_routers_and_heads_are_float32(path: Path):
+def test_only_logits_of_routers_and_heads_and_coefficients_are_float32(path: Path):
     spec, model = shaped_model(path)
     nodes = recorded(model)
     router_logits = {node.inputs[1] for node in nodes if node.op == "moe"}
+    coefficients = {node.inputs[-1] for node in nodes if node.op in ("mix_streams", "correct_streams")}
     for node in nodes:
         for value in node.outputs:
-            logits = value in router_logits or (value.symbol == "S" and value.width == spec.vocab)
+            logits = value in router_logits | coefficients or (value.symbol == "S" and value.width == spec.vocab)
             assert value.precision == ("float32" if logits else "activation")
     assert len(router_logits) == (0 if spec.experts is None else spec.layers - len(spec.dense))
     if not spec.encoder:

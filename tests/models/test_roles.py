@@ -36,10 +36,12 @@ PLAIN_NAMES = re.compile(
     r"|.*bias.*|.*exp_probs_b.*|.*sinks.*|.*conv1d.*|.*(A_log|ssm_a|ssm_dt)\b.*"
     r"|.*(mlp|block_sparse_moe)\.(gate|router)(\.layer|\.wg)?\.weight|.*ffn_gate_inp\.weight"
     r"|.*shared_expert_gate\.weight|.*ffn_gate_inp_shexp\.weight"
+    r"|.*altup\.(modality_router|prediction_coefs|correction_coefs|correct_output_scale)(\.weight)?"
+    r"|.*altup_(router|predict_coef|correct_coef|correct_scale)\.weight"
     r"|.*(wpe|embed_positions|position_embeddings|position_embd|token_type_embeddings|token_types)\.weight"
 )
 FINER_NAMES = re.compile(
-    r".*(embed_tokens|embed_in|embed_out|tok_embeddings|wte|word_embeddings|token_embd|lm_head)\.weight|output\.weight"
+    r".*(embed_tokens|embed_tokens_per_layer|per_layer_token_embd|embed_in|embed_out|tok_embeddings|wte|word_embeddings|token_embd|lm_head)\.weight|output\.weight"
     r"|.*(in_proj_ba|in_proj_a|in_proj_b|ssm_ba|ssm_alpha|ssm_beta)\.weight"
 )
 HEAD_NAMES = re.compile(r".*(kv_b_proj|attn_kv_b|attn_k_b|attn_v_b)\.weight")

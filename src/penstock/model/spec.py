@@ -21,7 +21,9 @@ class RopeSpec:
 
 ATTENTION_VECTORS = ("sinks", "q_gain")  # options of attention that come with a vector of that name
 SHAPES = ("heads", "kv_heads", "head_dim", "v_dim")
-COMPUTED_AROUND = ("rope", "multiplier", "qk_norm", "output_gate")  # kernels get the results, or other ops compute them
+COMPUTED_AROUND = (  # kernels get the results, or other ops compute them
+    *("rope", "multiplier", "qk_norm", "v_norm", "v_is_k", "output_gate"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,9 @@ class AttentionSpec:
     q_gain: bool = False  # rotated queries are multiplied by a vector as wide as a head
     v_dim: int = 0  # above 0: MLA, where values are the last so many dimensions of keys
     output_gate: bool = False  # q projects to a gate, too: the output is multiplied by its sigmoid
+    v_norm: bool = False  # each head's values are normed, without a gain; only where q and k are normed per head
+    v_is_k: bool = False  # values are projected as keys are; they differ after norms and RoPE
+    shares_kv: bool = False  # the layer has queries alone, and reads the keys and values that another layer wrote
 
     @property
     def scale(self) -> float:
@@ -56,6 +61,11 @@ class AttentionSpec:
     def kv_width(self) -> int:
         """Returns the width of the keys of all KV heads."""
         return self.kv_heads * self.head_dim
+
+    @property
+    def qkv_width(self) -> int:
+        """Returns the width of what `attend` takes: queries, and keys and values unless another layer wrote them."""
+        return self.q_width if self.shares_kv else self.q_width + 2 * self.kv_width
 
     @property
     def kv_values(self) -> int:
@@ -84,6 +94,25 @@ class MlaSpec:
     qk_nope_head_dim: int  # dimensions of a head's query and key that are not rotated
     v_head_dim: int
     q_lora_rank: int = 0  # width of what queries are projected from; 0: they are projected from x
+
+
+@dataclass(frozen=True, slots=True)
+class PerLayerSpec:
+    """Describes per-layer embeddings: a second table has a slice of each token's row for each layer."""
+
+    width: int  # of a slice
+    vocab: int  # rows of the table; tokens beyond take the first one
+
+
+@dataclass(frozen=True, slots=True)
+class AltUpSpec:
+    """Describes residual streams that are predicted and corrected by each layer, which computes one of them (AltUp),
+    and what else Gemma 3n's layers have."""
+
+    streams: int
+    active: int  # the stream that layers compute
+    laurel_rank: int  # width inside the low-rank product beside attention (Laurel)
+    cutoffs: tuple[float, ...]  # of each layer's MLP, in deviations above the mean; -inf: nothing is cut off
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +220,9 @@ class ModelSpec:
     segments: int = 1  # kinds of tokens that a pair of texts has: of the first and of the second; 0: no table of them
     parallel: bool = False  # attention and MLP both see the residual stream before the layer, and are added to it
     generates: bool = True  # the checkpoint has an output head, or ties it to its embeddings
+    layer_hidden: tuple[int, ...] = ()  # of each layer's MLP, where they differ; `hidden` is the widest
+    per_layer: PerLayerSpec | None = None
+    altup: AltUpSpec | None = None
 
     @property
     def encoder(self) -> bool:
@@ -211,14 +243,27 @@ class ModelSpec:
         return tuple(sorted(attentive))
 
     @property
+    def kv_writers(self) -> tuple[int, ...]:
+        """Returns the layers that write keys and values, in their order."""
+        return tuple(layer for layer in self.attention_layers if not self.attention(layer).shares_kv)
+
+    @property
     def kv_layers(self) -> int:
         """Returns how many layers the KV cache has. The layers of an encoder write over each other's keys and
         values."""
-        return 1 if self.encoder else len(self.attention_layers)
+        return 1 if self.encoder else len(self.kv_writers)
 
     def kv_layer(self, layer: int) -> int:
-        """Returns which layer of the KV cache an attention layer writes."""
-        return 0 if self.encoder else self.attention_layers.index(layer)
+        """Returns which layer of the KV cache an attention layer writes. One that shares KV reads that of the last
+        layer before it that writes and has the same window."""
+        if self.encoder:
+            return 0
+        same = [
+            index
+            for index, writer in enumerate(self.kv_writers)
+            if writer <= layer and self.attention(writer).window == self.attention(layer).window
+        ]
+        return same[-1]
 
     def state_layer(self, layer: int) -> int:
         """Returns how many recurrent layers come before a layer: the number of its state, where it has one."""
@@ -230,7 +275,7 @@ class ModelSpec:
         whole of a sequence."""
         if self.encoder:
             return (KvGroup(0, (0,)),)
-        return group_by_window([self.attention(layer).window for layer in self.attention_layers])
+        return group_by_window([self.attention(layer).window for layer in self.kv_writers])
 
     @property
     def kv_group_layers(self) -> int:
@@ -250,6 +295,10 @@ class ModelSpec:
     def attention(self, layer: int) -> AttentionSpec:
         """Returns the attention of a layer."""
         return self.layer_attn[layer] if self.layer_attn else self.attn
+
+    def mlp_hidden(self, layer: int) -> int:
+        """Returns the width inside a layer's MLP."""
+        return self.layer_hidden[layer] if self.layer_hidden else self.hidden
 
     @property
     def longest(self) -> int:

@@ -11,7 +11,7 @@ from math import prod
 from penstock.errors import MalformedFile, UnsupportedModel
 from penstock.model.roles import Role
 from penstock.model.spec import ModelSpec
-from penstock.model.tensor import Tensor, every_other_row, rows_of_groups, some_rows, transposed
+from penstock.model.tensor import Tensor, every_other_row, flat, rows_of_groups, some_rows, transposed
 
 FUSED = re.compile(r"(layers\.\d+\.(?:experts\.\d+\.|shared\.)?)(qkv|grouped_qkv|gate_up|kv_a)(\.bias)?")
 ALL_EXPERTS = re.compile(
@@ -42,9 +42,18 @@ def split_fused(tensors: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Ten
             found[name] = replace(tensor, shape=(prod(tensor.shape),))
         elif tensor.role is Role.SHARED_EXPERT_GATE:
             found[name] = replace(tensor, shape=(1, prod(tensor.shape)))
+        elif tensor.role is Role.STREAM_PROJECTION and len(tensor.shape) == 3:
+            found |= {f"{name}.{i}": one for i, one in enumerate(matrices_of(tensor))}
         else:
             found[name] = tensor
     return found
+
+
+def matrices_of(stacked: Tensor) -> Iterator[Tensor]:
+    """Yields the matrices of a tensor that holds several, one after the other."""
+    count, rows, _ = stacked.shape
+    for i in range(count):
+        yield some_rows(flat(stacked), i * rows, (i + 1) * rows)
 
 
 def split_experts(tensors: Mapping[str, Tensor], spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:

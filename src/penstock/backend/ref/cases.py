@@ -369,6 +369,7 @@ MLA, MLA_SHARP = mla(20, 16, 16), mla(4, 16, 32, multiplier=0.7)
 MLA_HALVES = mla(3, 16, 32, interleaved=False, scale=1.2)
 
 from penstock.backend.ref.delta_cases import DELTA_CASES  # noqa: E402  # they are made of what is above
+from penstock.backend.ref.stream_cases import STREAM_CASES  # noqa: E402
 
 CASES = (
     *(Case("embed", f, f, EXACT, partial(embed, format=f, tokens=7, width=256)) for f in FORMATS),
@@ -486,4 +487,5 @@ CASES = (
         for window, lengths in ((5, (1, 3, 70, 33)), (65, (40, 300)), (20, (1100,)))
     ),
     *DELTA_CASES,
+    *STREAM_CASES,
 )

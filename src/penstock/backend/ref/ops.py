@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.backend.base import Batch, Floats, Ints, StateMove
+from penstock.backend.ref.stream_ops import RefStreamOps, split
 from penstock.model.ops import DeltaWeights, ExpertWeights, Precision, Vectors
 from penstock.model.recurrence import DeltaSpec
 from penstock.model.spec import AttentionSpec, ExpertSpec, KvGroup, RopeSpec
@@ -66,15 +67,16 @@ class RefCache:
 
 
 @dataclass(frozen=True, slots=True)
-class RefOps:
+class RefOps(RefStreamOps):
     """Computes the ops of model/ops.py over one step, at once: a value is an array."""
 
     batch: Batch
     cache: RefCache
     states: list[Floats] = field(default_factory=list)  # what embeddings are pooled from
 
-    def embed(self, table: Matrix) -> Floats:
-        return table.weight[self.batch.tokens]
+    def embed(self, table: Matrix, partial: bool = False) -> Floats:
+        tokens = self.batch.tokens
+        return table.weight[np.where(tokens < len(table.weight), tokens, 0) if partial else tokens]
 
     def add_norm(self, x: Floats, residual: Floats | None, gain: Floats, eps: float) -> tuple[Floats, Floats]:
         if residual is not None:
@@ -87,10 +89,15 @@ class RefOps:
 
     def norm_qk(self, qkv: Floats, q_gain: Floats, k_gain: Floats, spec: AttentionSpec, eps: float) -> Floats:
         q, k, v = np.split(qkv, [spec.q_width, spec.q_width + spec.kv_width], axis=1)
+        if spec.v_norm:
+            v = norm_runs(v, np.ones(spec.head_dim, np.float32), eps)
         return np.concatenate([norm_runs(q, q_gain, eps), norm_runs(k, k_gain, eps), v], axis=1)
 
+    def norm_runs(self, x: Floats, gain: Floats, eps: float) -> Floats:
+        return norm_runs(x, gain, eps)
+
     def attend(self, layer: int, qkv: Floats, spec: AttentionSpec, vectors: Vectors) -> Floats:
-        q, k, v = split_heads(qkv, spec)
+        q, k, v = split_heads(qkv, spec)  # k and v have no heads where another layer wrote them
         q, k = (rotate(x, self.batch.positions, spec.rope) for x in (q, k))
         if spec.q_gain:
             q = q * vectors["q_gain"]
@@ -98,9 +105,10 @@ class RefOps:
         out = np.zeros_like(q)
         for row, tokens in enumerate(self._row_tokens()):
             positions = self.batch.positions[tokens]
-            places = self._places(layer, row, positions)
-            keys[places] = k[tokens]
-            values[places] = v[tokens]
+            if not spec.shares_kv:
+                places = self._places(layer, row, positions)
+                keys[places] = k[tokens]
+                values[places] = v[tokens]
             first = max(int(positions[0]) - spec.window + 1, 0) if spec.window and spec.causal else 0
             places = self._places(layer, row, np.arange(first, positions[-1] + 1))
             out[tokens] = attention(q[tokens], keys[places], values[places], positions - first, spec, vectors)
@@ -109,6 +117,14 @@ class RefOps:
     def act_and_mul(self, x: Floats, act: str) -> Floats:
         left, right = np.split(x, 2, axis=-1)
         return clamped(left, right) if act == "clamped" else ACTS[act](left) * right
+
+    def sparse_act_and_mul(self, x: Floats, act: str, cutoff: float) -> Floats:
+        left, right = np.split(x, 2, axis=-1)
+        lowest = left.mean(axis=1, keepdims=True) + np.float32(cutoff) * left.std(axis=1, keepdims=True)
+        return ACTS[act](np.maximum(left - lowest, 0)) * right
+
+    def gate_columns(self, x: Floats, y: Floats, first: int, act: str) -> Floats:
+        return ACTS[act](x) * y[:, first : first + x.shape[1]]
 
     def add(self, x: Floats, y: Floats) -> Floats:
         return x + y
@@ -238,11 +254,6 @@ def split_heads(qkv: Floats, spec: AttentionSpec) -> tuple[Floats, Floats, Float
     """Splits [T, q + k + v] into [T, heads, D] and twice [T, kv_heads, D]."""
     q, k, v = np.split(split(qkv, spec.head_dim), [spec.heads, spec.heads + spec.kv_heads], axis=1)
     return q, k, v
-
-
-def split(x: Floats, dims: int) -> Floats:
-    """Returns [T, heads * D] as [T, heads, D], also for no tokens."""
-    return x.reshape(len(x), x.shape[1] // dims, dims)
 
 
 def rotate(x: Floats, positions: Ints, rope: RopeSpec) -> Floats:

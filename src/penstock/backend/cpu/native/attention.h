@@ -21,6 +21,7 @@ struct Attention {
   float scale;
   float soft_cap;  // of scores; 0: none
   bool causal;     // else a token sees its whole row
+  bool shares_kv;  // its rows are queries alone: another attention writes the keys and values of its layer
   std::vector<float> q_gain = {};  // [dim], what rotated queries are multiplied by; or none
   std::vector<float> sinks = {};   // a score for each head that takes part in the softmax and has no value; or none
   size_t v_dim = 0;                // above 0: MLA, whose values are the last dimensions of keys, after a norm
@@ -31,7 +32,7 @@ struct Attention {
   size_t group_heads() const { return heads / head_groups(); }
   size_t kv_head(size_t group) const { return group * kv_heads / head_groups(); }
   size_t value_dim() const { return v_dim ? v_dim : dim; }
-  size_t width() const { return (heads + 2 * kv_heads) * dim; }
+  size_t width() const { return (heads + (shares_kv ? 0 : 2 * kv_heads)) * dim; }
   KvShape shape() const { return {kv_heads, dim, v_dim}; }
   size_t scratch_floats() const;  // scratch of one worker
   size_t partial_floats() const;    // the partial result of a tile of queries

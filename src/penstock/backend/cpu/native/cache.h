@@ -1,8 +1,9 @@
 // The paged KV cache: blocks of positions, in tiles of 16.
 //
 // Layers are divided into groups. A block belongs to one group at a time and holds its positions for all layers of that
-// group, so that one block table serves a group and one pool of blocks serves all groups. In memory: index of a layer
-// within its group -> block -> KV head -> tile.
+// group, so that one block table serves a group and one pool of blocks serves all groups. In memory: plane -> block ->
+// layer -> KV head -> tile. A plane has room for the largest layer, or for as many smaller ones as fit beside each other,
+// and each group fills planes from the first one on.
 //
 // A tile has keys [dim][16], then values [16][padded dim]. 8-bit tiles begin with the scales of keys and those of
 // values. Because keys are transposed, a query is scored against 16 positions without a sum across lanes. The values of
@@ -49,7 +50,7 @@ class Cache {
   size_t groups() const { return groups_; }
   size_t group(size_t layer) const { return group_of_[layer]; }
   size_t bytes_per_token() const;  // in all layers
-  size_t block_bytes() const;      // in the layers of one group
+  size_t block_bytes() const { return planes_ * plane_bytes_; }  // in the layers of one group
   std::string layout() const;      // two caches with equal layouts can exchange blocks
   size_t blocks() const { return blocks_; }
   size_t block_size() const { return block_size_; }
@@ -64,8 +65,8 @@ class Cache {
     const KvShape& shape = shapes_[layer];
     const size_t tiles = padded_size_ / TILE;
     const size_t block = size_t(table[place / padded_size_]);
-    const size_t index = (block * shape.heads + head) * tiles + place % padded_size_ / TILE;
-    return base_[layer] + index * tile_bytes(shape);
+    const size_t index = head * tiles + place % padded_size_ / TILE;
+    return base_[layer] + block * plane_bytes_ + index * tile_bytes(shape);
   }
 
  private:
@@ -75,25 +76,28 @@ class Cache {
     KvKernels Kernels::* kernels;
     MlaKernels Kernels::* mla;
   };
-  // All blocks of the layers that have the same index within their groups.
-  struct Plane {
-    KvShape shape;
-    std::byte* base = nullptr;
+  // Where a layer lies within each block.
+  struct Place {
+    size_t plane;
+    size_t offset;  // bytes for each tile of the block
   };
   static Type type_of(const std::string& name);
 
-  std::vector<Plane> planes_of(const LayerGroups& groups) const;
+  std::vector<Place> places_of(const LayerGroups& groups) const;
   void check_blocks(Blocks blocks) const;
+  std::byte* at(size_t plane, int64_t block) const {
+    return memory_.as() + (plane * blocks_ + size_t(block)) * plane_bytes_;
+  }
   size_t tile_bytes(const KvShape& shape) const {
     return type_.scale_bytes + shape.tile_values() * type_.value_bytes;
   }
-  size_t block_bytes(const KvShape& shape) const { return shape.heads * (padded_size_ / TILE) * tile_bytes(shape); }
+  size_t layer_bytes(const KvShape& shape) const { return shape.heads * tile_bytes(shape); }  // of 16 positions
 
   Type type_;
   std::vector<KvShape> shapes_;   // of each layer
   std::vector<size_t> group_of_;  // of each layer
-  std::vector<std::byte*> base_;  // of each layer: that of its plane
-  std::vector<Plane> planes_;
+  std::vector<std::byte*> base_;  // of each layer: where it lies in the first block
+  size_t planes_ = 0, plane_bytes_ = 0;  // bytes of one block in one plane
   size_t groups_ = 1, blocks_ = 0, block_size_ = 1, padded_size_ = TILE;
   Memory memory_;
 };

@@ -78,6 +78,15 @@ struct DeltaKernels {
   void (*gate_by)(const float* x, const float* gate, size_t width, float* out);  // x * sigmoid(gate)
 };
 
+// Parts of rows, and streams that are parts of rows.
+struct StreamKernels {
+  void (*multiply)(const float* x, const float* y, size_t n, float* out);
+  void (*add_scaled)(const float* x, size_t n, float factor, float* out);  // out += x * factor
+  float (*mean_square)(const float* x, size_t n);
+  // out = max(x - c, 0), where c lies so many standard deviations above the mean
+  void (*cut_off)(const float* x, size_t n, float deviations, float* out);
+};
+
 struct Kernels {
   void (*product[FORMATS])(const PanelProduct&);
   // Where products with BF16 weights take rows of BF16: makes such a row, of whole blocks. Else null.
@@ -107,6 +116,7 @@ struct Kernels {
   Activation silu, gelu, gelu_tanh, relu;
   MlaKernels mla_f16, mla_f32, mla_int8;
   DeltaKernels delta;
+  StreamKernels streams;
 };
 
 }  // namespace penstock

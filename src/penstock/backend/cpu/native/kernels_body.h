@@ -313,6 +313,7 @@ struct Kv {
 
 #include "kernels_mla.h"
 #include "kernels_delta.h"
+#include "kernels_streams.h"
 
 namespace penstock {
 namespace {
@@ -347,6 +348,7 @@ constexpr Kernels table(Types<Q...>) {
       MlaKv<float>::table(),
       MlaKv<int8_t>::table(),
       Delta::table(),
+      Streams::table(),
   };
 }
 

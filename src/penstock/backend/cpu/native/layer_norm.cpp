@@ -6,17 +6,14 @@
 
 namespace penstock {
 
-namespace {
-
-Activation activation(const Kernels& kernels, const std::string& act) {
+Activation Program::activation_of(const std::string& act) const {
+  const Kernels& kernels = *isa_.kernels;
   if (act == "silu") return kernels.silu;
   if (act == "gelu") return kernels.gelu;
   if (act == "gelu_tanh") return kernels.gelu_tanh;
   require(act == "relu", "no activation " + act);
   return kernels.relu;
 }
-
-}  // namespace
 
 void Program::add_layer_norm(int x, std::optional<int> residual, std::vector<float> gain, std::vector<float> bias,
                              float eps, int out, std::optional<int> total) {
@@ -38,7 +35,7 @@ void Program::add_layer_norm(int x, std::optional<int> residual, std::vector<flo
 void Program::activate(int x, int out, const std::string& act) {
   const Buffer& to = at(out);
   at(x, to.symbol, to.width);
-  each_row(out, [x, out, activate = activation(*isa_.kernels, act)](const Frame& frame, size_t r) {
+  each_row(out, [x, out, activate = activation_of(act)](const Frame& frame, size_t r) {
     const Buffer& to = frame.buffers[size_t(out)];
     activate(frame.buffers[size_t(x)].row(r), to.width, to.row(r));
   });

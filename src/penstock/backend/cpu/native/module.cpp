@@ -177,7 +177,7 @@ NB_MODULE(_native, m) {
              return program.angles(copied(inv_freq), scale);
            },
            "inv_freq"_a.noconvert(), "scale"_a)
-      .def("embed", &Program::embed, "table"_a, "out"_a)
+      .def("embed", &Program::embed, "table"_a, "out"_a, "partial"_a = false)
       .def("add_norm",
            [](Program& program, int x, std::optional<int> residual, Array<const float, 1> gain, float eps, int out,
               std::optional<int> total) { program.add_norm(x, residual, copied(gain), eps, out, total); },
@@ -189,12 +189,26 @@ NB_MODULE(_native, m) {
              program.attend(qkv, attention_of(layer, angles, std::move(numbers), copied_vectors(vectors)), out);
            },
            "qkv"_a, "out"_a, nb::kw_only(), "layer"_a, "angles"_a, "numbers"_a, "vectors"_a.noconvert())
-      .def("norm_qk",
-           [](Program& program, int x, Array<const float, 1> q_gain, size_t q_width, Array<const float, 1> k_gain,
-              size_t k_width, float eps, int out) {
-             program.norm_qk(x, copied(q_gain), q_width, copied(k_gain), k_width, eps, out);
+      .def("norm_runs",
+           [](Program& program, int x, const std::vector<std::pair<Array<const float, 1>, size_t>>& parts, float eps,
+              int out) {
+             std::vector<NormedRuns> runs;
+             for (const auto& [gain, width] : parts) runs.push_back({copied(gain), width});
+             program.norm_runs(x, std::move(runs), eps, out);
            },
-           "x"_a, "q_gain"_a.noconvert(), "q_width"_a, "k_gain"_a.noconvert(), "k_width"_a, "eps"_a, "out"_a)
+           "x"_a, "parts"_a.noconvert(), "eps"_a, "out"_a)
+      .def("sparse_act_and_mul", &Program::sparse_act_and_mul, "x"_a, "out"_a, "act"_a, "cutoff"_a)
+      .def("gate_columns", &Program::gate_columns, "x"_a, "y"_a, "first"_a, "out"_a, "act"_a)
+      .def("take_columns",
+           [](Program& program, int x, size_t first, Array<const float, 1> gain, int out) {
+             program.take_columns(x, first, copied(gain), out);
+           },
+           "x"_a, "first"_a, "gain"_a.noconvert(), "out"_a)
+      .def("concat", &Program::concat, "x"_a, "y"_a, "out"_a)
+      .def("match_rms", &Program::match_rms, "x"_a, "like"_a, "out"_a)
+      .def("mix_streams", &Program::mix_streams, "x"_a, "coefficients"_a, "out"_a)
+      .def("correct_streams", &Program::correct_streams, "x"_a, "new"_a, "coefficients"_a, "active"_a, "out"_a)
+      .def("add_to_streams", &Program::add_to_streams, "x"_a, "y"_a, "out"_a)
       .def("act_and_mul", &Program::act_and_mul, "x"_a, "out"_a, "act"_a)
       .def("add", &Program::add, "x"_a, "y"_a, "out"_a)
       .def("scale", &Program::scale, "x"_a, "factor"_a, "out"_a)

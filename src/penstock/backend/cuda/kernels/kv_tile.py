@@ -31,6 +31,7 @@ class KvShape(NamedTuple):
     dims: int
     block_size: int
     block_d: int  # dims rounded up to a power of two
+    row_heads: int  # in a row of qkv: of queries, and of keys and values unless another layer wrote them
 
     @property
     def heads(self) -> int:
@@ -51,11 +52,11 @@ class SplitKV(NamedTuple):
     arrived: Any  # [rows * kv_heads]
 
 
-def shape_of(cache: Any, out: Any) -> KvShape:
-    """Returns the constants of a cache [blocks, 2, kv_heads, block_size, D] and outputs [T, heads * D]."""
+def shape_of(cache: Any, qkv: Any, out: Any) -> KvShape:
+    """Returns the constants of a cache [blocks, 2, kv_heads, block_size, D], rows of qkv and outputs [T, heads * D]."""
     kv_heads, block_size, dims = cache.shape[2:]
     group = out.shape[1] // dims // kv_heads
-    return KvShape(kv_heads, group, dims, block_size, max(triton.next_power_of_2(dims), 16))
+    return KvShape(kv_heads, group, dims, block_size, max(triton.next_power_of_2(dims), 16), qkv.shape[1] // dims)
 
 
 @triton.jit

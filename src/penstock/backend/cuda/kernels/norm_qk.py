@@ -1,4 +1,4 @@
-"""RMS norms of queries and keys, in runs as long as their gains: each head, or all of them."""
+"""RMS norms of queries, keys and values, in runs as long as their gains: each head, or all of them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from penstock.backend.cuda.kernels.pdl import launch_options, let_next_start, wa
 
 
 @triton.jit
-def _norm_runs(x, gain, out, first, eps, WIDTH: tl.constexpr, RUN: tl.constexpr):
-    """Norms WIDTH values from `first` on, RUN at a time."""
+def norm_part(x, gain, out, first, eps, WIDTH: tl.constexpr, RUN: tl.constexpr, GAINED: tl.constexpr):
+    """Norms WIDTH values from `first` on, RUN at a time; unless GAINED, without a gain."""
     RUNS: tl.constexpr = WIDTH // RUN
     run = tl.arange(0, triton.next_power_of_2(RUNS))[:, None]
     d = tl.arange(0, triton.next_power_of_2(RUN))[None, :]
@@ -20,7 +20,9 @@ def _norm_runs(x, gain, out, first, eps, WIDTH: tl.constexpr, RUN: tl.constexpr)
     place = first + run * RUN + d
     value = tl.load(x + place, inside, 0.0).to(tl.float32)
     mean_square = tl.sum(value * value, 1) / RUN
-    normed = value * (1.0 / tl.sqrt(mean_square + eps))[:, None] * tl.load(gain + d, d < RUN, 0.0)
+    normed = value * (1.0 / tl.sqrt(mean_square + eps))[:, None]
+    if GAINED:
+        normed *= tl.load(gain + d, d < RUN, 0.0)
     tl.store(out + place, normed.to(out.dtype.element_ty), inside)
 
 
@@ -35,6 +37,7 @@ def _norm_qk(
     KV: tl.constexpr,
     Q_RUN: tl.constexpr,
     K_RUN: tl.constexpr,
+    V_RUN: tl.constexpr,
     PDL: tl.constexpr,
 ):
     let_next_start(PDL)
@@ -42,17 +45,21 @@ def _norm_qk(
     row = tl.program_id(0).to(tl.int64) * (Q + 2 * KV)
     part = tl.program_id(1)
     if part == 0:
-        _norm_runs(x, q_gain, out, row, eps, Q, Q_RUN)
+        norm_part(x, q_gain, out, row, eps, Q, Q_RUN, True)
     elif part == 1:
-        _norm_runs(x, k_gain, out, row + Q, eps, KV, K_RUN)
+        norm_part(x, k_gain, out, row + Q, eps, KV, K_RUN, True)
+    elif V_RUN > 0:
+        norm_part(x, k_gain, out, row + Q + KV, eps, KV, V_RUN, False)
     else:
         column = tl.arange(0, triton.next_power_of_2(KV))
         value = tl.load(x + row + Q + KV + column, column < KV, 0.0)
         tl.store(out + row + Q + KV + column, value, column < KV)
 
 
-def norm_qk(x: Any, q_gain: Any, k_gain: Any, q_width: int, kv_width: int, eps: float, out: Any) -> None:
-    """Norms q and k in rows [T, q + k + v]; v stays as it is."""
+def norm_qk(
+    x: Any, q_gain: Any, k_gain: Any, q_width: int, kv_width: int, eps: float, out: Any, v_run: int = 0
+) -> None:
+    """Norms q and k in rows [T, q + k + v]; v is normed in runs of `v_run` without a gain, or stays as it is."""
     _norm_qk[(len(x), 3)](
         x,
         q_gain,
@@ -63,5 +70,21 @@ def norm_qk(x: Any, q_gain: Any, k_gain: Any, q_width: int, kv_width: int, eps: 
         KV=kv_width,
         Q_RUN=len(q_gain),
         K_RUN=len(k_gain),
+        V_RUN=v_run,
         **launch_options(min(max(triton.next_power_of_2(q_width) // 512, 1), 8)),
     )
+
+
+@triton.jit
+def _norm_runs(x, gain, out, eps, RUN: tl.constexpr, PDL: tl.constexpr):
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    run = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    norm_part(x, gain, out, run * RUN, eps, RUN, RUN, True)
+
+
+def norm_runs(x: Any, gain: Any, eps: float, out: Any) -> None:
+    """Norms runs of rows [T, n * run] that are as long as the gain."""
+    run = len(gain)
+    options = launch_options(min(max(triton.next_power_of_2(run) // 256, 1), 8))
+    _norm_runs[(len(x), x.shape[1] // run)](x, gain, out, eps, RUN=run, **options)

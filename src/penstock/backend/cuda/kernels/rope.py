@@ -130,10 +130,12 @@ def rope_and_store(
     places: Any,
     cache: Any,
     scales: Any | None = None,
+    stores: bool = True,
 ) -> None:
     """Rotates q in place in qkv [T, q + k + v], the first `rotated` pairs of each head, and stores k and v at `places`
-    [T], counted in tokens from the cache's start."""
+    [T], counted in tokens from the cache's start. Unless it `stores`, qkv is q alone."""
     kv_heads, block_size, dims = cache.shape[2:]
+    kv_heads = kv_heads if stores else 0
     tokens, width = qkv.shape
     heads = width // dims
     layout = rotated, block_size, interleaved, HEADS, triton.next_power_of_2(dims // 2)
