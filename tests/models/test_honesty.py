@@ -39,6 +39,8 @@ FIRST = {  # what is lacking first where one of these is
     "interleaved_transposed": "gate",
     "down_transposed": "down",
     "interleaved.bias": "gate.bias",
+    "stream_in": "stream_in.0",
+    "stream_out": "stream_out.0",
 }
 LEGAL = {("moe_layer_end_index", -1)}  # of UNKNOWN: it means the last layer
 

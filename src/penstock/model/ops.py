@@ -34,6 +34,7 @@ class ExpertWeights(NamedTuple):
     up: Weight  # gate and up of each expert, one below the other
     down: Weight
     choice_bias: Weight | None  # [count], added to the scores that select experts
+    scale: Weight | None = None  # [count], what the weight of each expert is multiplied by
 
 
 V = TypeVar("V")

@@ -167,20 +167,24 @@ class KvGroup:
 PADDING = 0.1  # room that groups may leave unused, as a share of the layers of one window
 
 
-def group_by_window(windows: Sequence[int]) -> tuple[KvGroup, ...]:
-    """Divides layers, each given by its window, into groups that all take the same room, full attention first.
+def group_by_window(windows: Sequence[int], values: Sequence[int] = ()) -> tuple[KvGroup, ...]:
+    """Divides layers, each given by its window, into groups that all take the same room, full attention first. `values`
+    says how many values a token takes in each layer, where they differ.
 
-    A block must cost the same in every group, so all groups have room for equally many layers; the last group of a
-    window may have fewer. Of the sizes that leave at most a tenth of each window's room unused, the one with the fewest
-    groups is taken, because every group needs a block table, and of those the smallest."""
+    A block must cost the same in every group, so all groups have room for equally many layers of the largest kind; the
+    last group of a window may have fewer. Smaller layers share the room of a large one where several fit into it. Of
+    the sizes that leave at most a tenth of each window's room unused, the one with the fewest groups is taken, because
+    every group needs a block table, and of those the smallest."""
+    values = values or [1] * len(windows)
     kinds = {window: [layer for layer, one in enumerate(windows) if one == window] for window in sorted(set(windows))}
-    counts = [len(layers) for layers in kinds.values()]
+    together = {window: max(values) // max(values[layer] for layer in layers) for window, layers in kinds.items()}
+    counts = [-(-len(layers) // together[window]) for window, layers in kinds.items()]
     sizes = [size for size in range(1, max(counts) + 1) if all(-count % size <= PADDING * count for count in counts)]
     size = min(sizes, key=lambda size: (sum(-(-count // size) for count in counts), size))
     return tuple(
-        KvGroup(window, tuple(layers[first : first + size]))
+        KvGroup(window, tuple(layers[first : first + size * together[window]]))
         for window, layers in kinds.items()
-        for first in range(0, len(layers), size)
+        for first in range(0, len(layers), size * together[window])
     )
 
 
@@ -248,10 +252,15 @@ class ModelSpec:
         return tuple(layer for layer in self.attention_layers if not self.attention(layer).shares_kv)
 
     @property
+    def kv_attention(self) -> tuple[AttentionSpec, ...]:
+        """Returns the attention of each layer of the KV cache. The layers of an encoder write over each other's keys
+        and values, so it has one."""
+        return (self.attn,) if self.encoder else tuple(map(self.attention, self.kv_writers))
+
+    @property
     def kv_layers(self) -> int:
-        """Returns how many layers the KV cache has. The layers of an encoder write over each other's keys and
-        values."""
-        return 1 if self.encoder else len(self.kv_writers)
+        """Returns how many layers the KV cache has."""
+        return len(self.kv_attention)
 
     def kv_layer(self, layer: int) -> int:
         """Returns which layer of the KV cache an attention layer writes. One that shares KV reads that of the last
@@ -275,12 +284,23 @@ class ModelSpec:
         whole of a sequence."""
         if self.encoder:
             return (KvGroup(0, (0,)),)
-        return group_by_window([self.attention(layer).window for layer in self.kv_writers])
+        layers = self.kv_attention
+        return group_by_window([attn.window for attn in layers], [attn.kv_values for attn in layers])
 
     @property
     def kv_group_layers(self) -> int:
-        """Returns how many layers a KV block has room for."""
-        return max(len(group.layers) for group in self.kv_groups)
+        """Returns how many layers of the largest size a KV block has room for."""
+        values = [attn.kv_values for attn in self.kv_attention]
+        needed = [
+            -(-len(group.layers) // (max(values) // max(values[layer] for layer in group.layers)))
+            for group in self.kv_groups
+        ]
+        return max(needed)
+
+    def kv_group_bytes(self, token: int) -> int:
+        """Returns the bytes of a token in a KV block, given those of a token in all layers."""
+        values = [attn.kv_values for attn in self.kv_attention]
+        return token * self.kv_group_layers * max(values, default=0) // max(sum(values), 1)
 
     @property
     def windows(self) -> tuple[int, ...]:

@@ -53,6 +53,10 @@ class Packer:
         values = made(dequantize(tensor)).astype(np.float32)
         return self._backend.pack_vector(replace(tensor, format=FORMATS["F32"], source=values.view(np.uint8)))
 
+    def number(self, name: str) -> float:
+        """Returns the one value of a tensor."""
+        return float(dequantize(self._take(name, (1,)))[0])
+
     def product(self, name: str, other: str, size: int) -> Any:
         """Packs the product of two vectors."""
         factors = dequantize(self._take(other, (size,)))

@@ -118,6 +118,7 @@ class Program:
         up: list[Weight],
         down: list[Weight],
         choice_bias: NDArray[np.float32],
+        expert_scale: NDArray[np.float32],
         out: int,
         *,
         top_k: int,
@@ -129,7 +130,7 @@ class Program:
         top_k_groups: int,
         group_score: str,
     ) -> None:
-        """`choice_bias` has no values where there is none."""
+        """`choice_bias` and `expert_scale` have no values where there are none."""
     def per_head_linear(self, x: int, weight: Weight, heads: int, passthrough: int, out: int) -> None:
         """Multiplies each head by a part of the weight."""
     def attend_mla(

@@ -150,9 +150,8 @@ class CpuBackend(SynchronousBackend[CpuProgram]):
         return self._program_of(batch).logits(batch)
 
     def footprint(self, spec: ModelSpec, tensors: Iterable[Tensor]) -> Footprint:
-        kv_token = spec.kv_layers * (
-            KV_BYTES[self._kv_type] * spec.attn.kv_values + KV_SCALES[self._kv_type] * spec.attn.kv_heads
-        )
+        value_bytes, scale_bytes = KV_BYTES[self._kv_type], KV_SCALES[self._kv_type]
+        kv_token = sum(value_bytes * attn.kv_values + scale_bytes * attn.kv_heads for attn in spec.kv_attention)
         weights = sum(self.stored_as(tensor).bytes(tensor) for tensor in tensors)
         return Footprint.on_host(int(weights), kv_token, spec.state_bytes)
 

@@ -186,7 +186,7 @@ class CudaBackend:
         weights = weight_bytes(listed, self._quantize, self._properties.has_fp8)
         unpacks = self._quantize == "int4" or any(tensor.format.name in STORED_BITS for tensor in listed)
         workspace = workspace_bytes(spec, self._sizes.tokens, self._sizes.rows, unpacks)
-        costs = spec.kv_layers * self._kv_layout.bytes_per_token(spec.attn), spec.state_bytes
+        costs = sum(map(self._kv_layout.bytes_per_token, spec.kv_attention)), spec.state_bytes
         if self._stream is None:
             return Footprint("the interpreter", 1 << 30, 1 << 30, weights, workspace, 0, *costs)
         free, total = torch.cuda.mem_get_info(self._device)

@@ -125,7 +125,8 @@ class RefBackend(SynchronousBackend[RefProgram]):
 
     def footprint(self, spec: ModelSpec, tensors: Iterable[Tensor]) -> Footprint:
         weights = sum(self.stored_as(tensor).bytes(tensor) for tensor in tensors)
-        return Footprint.on_host(int(weights), 4 * spec.kv_layers * spec.attn.kv_values, spec.state_bytes)
+        kv_token = 4 * sum(attn.kv_values for attn in spec.kv_attention)
+        return Footprint.on_host(int(weights), kv_token, spec.state_bytes)
 
     def memory_needs(self) -> MemoryNeeds:
         programs = self._programs.values()

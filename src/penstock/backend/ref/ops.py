@@ -29,13 +29,13 @@ class Matrix:
 
 
 class RefCache:
-    """Holds keys and values in blocks, [blocks, block_size, kv_heads, D]; keys alone for MLA. Layers that have the same
-    index within their KV groups share an array: a block belongs to one group at a time."""
+    """Holds keys and values in blocks, [blocks, block_size, kv_heads, D]; keys alone for MLA. Layers of the same shape
+    that have the same index within their KV groups share an array: a block belongs to one group at a time."""
 
     def __init__(self, num_blocks: int, block_size: int, states: int = 0, groups: Sequence[KvGroup] = ()) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.layers: dict[int, tuple[Floats, ...]] = {}  # by index within a group
+        self.layers: dict[tuple[int, int, int], tuple[Floats, ...]] = {}  # by index within a group, and by shape
         self.states = states
         self.recurrent: dict[int, tuple[Floats, ...]] = {}
         self._places = {
@@ -48,11 +48,11 @@ class RefCache:
 
     def layer(self, layer: int, spec: AttentionSpec) -> tuple[Floats, ...]:
         """Returns the arrays that a layer's keys and values are in."""
-        _, index = self._places.get(layer, (0, layer))
-        if index not in self.layers:
+        key = self._places.get(layer, (0, layer))[1], spec.kv_heads, spec.head_dim
+        if key not in self.layers:
             shape = (self.num_blocks, self.block_size, spec.kv_heads, spec.head_dim)
-            self.layers[index] = tuple(np.zeros(shape, np.float32) for _ in range(1 if spec.v_dim else 2))
-        return self.layers[index]
+            self.layers[key] = tuple(np.zeros(shape, np.float32) for _ in range(1 if spec.v_dim else 2))
+        return self.layers[key]
 
     @property
     def arrays(self) -> list[Floats]:
@@ -156,6 +156,8 @@ class RefOps(RefStreamOps):
 
     def moe(self, x: Floats, router_logits: Floats, experts: ExpertWeights, spec: ExpertSpec) -> Floats:
         chosen, weights = choose(router_logits, experts.choice_bias, spec)
+        if experts.scale is not None:
+            weights = weights * experts.scale[chosen]
         out = np.zeros_like(x)
         for expert, (up, down) in enumerate(zip(experts.up, experts.down, strict=True)):
             rows, ranks = np.nonzero(chosen == expert)

@@ -335,11 +335,11 @@ def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
     spec = replace(
         with_hidden(gemma2.scaled(spec), config.sizes_in_each("feed_forward_length", spec.layers)),
         logit_cap=config.number_or_null(gemma2.LOGITS, LOGIT_CAP),
-        per_layer=PerLayerSpec(config.size(WIDTH), rows_of(tensors, "per_layer_token_embd.weight")),
+        per_layer=PerLayerSpec(config.size(WIDTH), rows_of(tensors, "per_layer_token_embd")),
         altup=AltUpSpec(
             streams=streams,
             active=config.count(ACTIVE, 0, most=streams - 1),
-            laurel_rank=rows_of(tensors, "blk.0.laurel_l.weight"),
+            laurel_rank=rows_of(tensors, "blk.0.laurel_l"),
             cutoffs=tuple(cutoffs),
         ),
     )
@@ -351,9 +351,11 @@ def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
 
 def rows_of(tensors: Mapping[str, Tensor], name: str) -> int:
     """Returns how many rows a matrix of the file has."""
-    if name not in tensors:
-        raise MalformedFile(f"the file has no tensor {name!r}; it may be a part of a model, or of another kind")
-    return tensors[name].shape[0]
+    found = tensors.get(f"{name}.weight")
+    if found is None:
+        ours = names.identify(f"{name}.weight", GGUF).name
+        raise MalformedFile(f"the checkpoint has no tensor for {ours!r}; it may be truncated or of another kind")
+    return found.shape[0]
 
 
 def in_layers(spec: ModelSpec, sliding: Sequence[bool], window: int, base: float) -> ModelSpec:
