@@ -40,6 +40,7 @@ ROPES = {
     FULL: {"rope_type": "default", "rope_theta": 1000.0},
     WINDOWED: {"rope_type": "default", "rope_theta": 100.0},
 }
+PROPORTIONAL = ROPES | {FULL: {"rope_type": "proportional", "rope_theta": 100.0, "partial_rotary_factor": 0.5}}
 GOLDENS: dict[str, dict[str, Any]] = {
     "gemma3n": {
         "num_hidden_layers": 6,
@@ -64,10 +65,37 @@ GOLDENS: dict[str, dict[str, Any]] = {
         "hidden_size": 36,
         "rope_parameters": ROPES,
     },
+    "gemma4": {
+        "num_hidden_layers": 6,
+        "intermediate_size": 16,
+        "use_double_wide_mlp": True,
+        "layer_types": [WINDOWED, FULL, WINDOWED, WINDOWED, WINDOWED, FULL],
+        "num_kv_shared_layers": 3,
+        "global_head_dim": 16,
+        "rope_parameters": PROPORTIONAL,
+    },
+    "gemma4_moe": {
+        "num_hidden_layers": 4,
+        "intermediate_size": 24,
+        "layer_types": [FULL, WINDOWED, WINDOWED, FULL],
+        "num_key_value_heads": 2,
+        "num_global_key_value_heads": 1,
+        "global_head_dim": 12,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+        "enable_moe_block": True,
+        "num_experts": 5,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 12,
+        "tie_word_embeddings": False,
+        "rope_parameters": PROPORTIONAL,
+    },
 }
 WITHOUT: dict[str, dict[str, Any]] = {  # what makes a difference
     "gemma3n": {"activation_sparsity_pattern": [0.0] * 6},
     "gemma3n_three": {"altup_active_idx": 0},
+    "gemma4": {"rope_parameters": ROPES},
+    "gemma4_moe": {"layer_types": [WINDOWED, WINDOWED, WINDOWED, FULL], "attention_k_eq_v": False},
 }
 NAMES = GGUF_NAMES | {
     "self_attn.q_norm": "attn_q_norm",
@@ -91,6 +119,13 @@ NAMES = GGUF_NAMES | {
     "laurel.linear_left": "laurel_l",
     "laurel.linear_right": "laurel_r",
     "laurel.post_laurel_norm": "laurel_post_norm",
+    "layer_scalar": "layer_output_scale",
+    "router.proj": "ffn_gate_inp",
+    "experts.gate_up_proj": "ffn_gate_up_exps",
+    "experts.down_proj": "ffn_down_exps",
+    "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+    "post_feedforward_layernorm_1": "post_ffw_norm_1",
+    "post_feedforward_layernorm_2": "post_ffw_norm_2",
 }
 
 
@@ -125,6 +160,8 @@ def random_model(name: str, seed: int, **changes: Any) -> PreTrainedModel:
             if key == "lm_head.weight" and config.tie_word_embeddings:
                 continue
             middle = 1 if "norm" in key or weight.ndim == 1 else 0
+            if "q_norm" in key:
+                middle = 0.4  # scores are not divided by anything: sharper ones would make noise of rounding errors
             weight.copy_(torch.randn_like(weight) * (0.2 if weight.ndim == 1 else 0.4) + middle)
             weight.copy_(weight.bfloat16().half())
     return model.float().eval()
@@ -158,6 +195,9 @@ def gguf_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def gguf_name(name: str) -> str:
+    for theirs, ours in (("router.scale", "ffn_gate_inp.scale"), ("router.per_expert_scale", "ffn_down_exps.scale")):
+        if name.endswith(theirs):
+            return f"blk.{name.split('.')[2]}.{ours}"
     stem = name.removesuffix(".weight")
     if stem in NAMES:
         return f"{NAMES[stem]}.weight"
@@ -179,7 +219,9 @@ def add_keys(writer: gguf.GGUFWriter, config: PretrainedConfig) -> None:
     writer.add_sliding_window_pattern([kind == WINDOWED for kind in config.layer_types])
     writer.add_shared_kv_layers(config.num_kv_shared_layers)
     writer.add_embedding_length_per_layer_input(config.hidden_size_per_layer_input)
-    if writer.arch == "gemma3n":
+    if writer.arch == "gemma4":
+        add_gemma4(writer, config)
+    else:
         writer.add_feed_forward_length(config.intermediate_size)
         writer.add_head_count_kv(config.num_key_value_heads)
         writer.add_key_length(config.head_dim)
@@ -188,6 +230,28 @@ def add_keys(writer: gguf.GGUFWriter, config: PretrainedConfig) -> None:
         writer.add_altup_num_inputs(config.altup_num_inputs)
         cutoffs = [NormalDist().inv_cdf(one) if one else -np.inf for one in config.activation_sparsity_pattern]
         writer.add_activation_sparsity_scale(cutoffs)
+
+
+def add_gemma4(writer: gguf.GGUFWriter, config: PretrainedConfig) -> None:
+    near, far = (config.per_layer_config[config.layer_types.index(kind)] for kind in (WINDOWED, FULL))
+    shared = config.num_kv_shared_layers if config.use_double_wide_mlp else 0
+    hidden = config.intermediate_size
+    writer.add_feed_forward_length([hidden] * (config.num_hidden_layers - shared) + [2 * hidden] * shared)
+    heads = {WINDOWED: near.num_key_value_heads, FULL: far.num_key_value_heads}
+    writer.add_head_count_kv([heads[kind] for kind in config.layer_types])
+    writer.add_key_length(far.head_dim)
+    writer.add_value_length(far.head_dim)
+    writer.add_key_length_swa(near.head_dim)
+    writer.add_value_length_swa(near.head_dim)
+    writer.add_rope_dimension_count(far.head_dim)
+    writer.add_rope_dimension_count_swa(near.head_dim)
+    if config.enable_moe_block:
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.top_k_experts)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    rotated = int(config.rope_parameters[FULL]["partial_rotary_factor"] * far.head_dim // 2)
+    factors = np.where(np.arange(far.head_dim // 2) < rotated, 1.0, 1e30)
+    writer.add_tensor("rope_freqs.weight", factors.astype(np.float32))
 
 
 if __name__ == "__main__":

@@ -57,6 +57,8 @@ def test_every_kind_of_golden_is_there():
         "gemma3",
         "gemma3n",
         "gemma3n_three",
+        "gemma4",
+        "gemma4_moe",
         "glm",
         "glm4",
         "glm4_moe",
@@ -149,7 +151,7 @@ def test_moved_blocks_are_read_where_they_are_now(backend, expected):
 
 def test_bytes_are_those_of_the_cache(backend, folder):
     spec = open_checkpoint(folder).spec
-    assert backend.memory_needs().kv_bytes_per_token == 4 * spec.kv_layers * spec.attn.kv_values
+    assert backend.memory_needs().kv_bytes_per_token == 4 * sum(attn.kv_values for attn in spec.kv_attention)
     assert backend.memory_needs().state_bytes == spec.state_bytes
 
 

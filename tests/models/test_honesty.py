@@ -174,7 +174,7 @@ def lacking(name: str, naming: Naming) -> str:
     beside it have no place now, where it decides on them."""
     wanted = identify(name, naming).name
     for whole, first in FIRST.items():
-        if wanted.endswith(f".{whole}"):
+        if f".{wanted}".endswith(f".{whole}"):
             wanted = wanted.removesuffix(whole) + first
     return "'" + re.escape(wanted).replace(r"experts\.", r"experts\.(0\.)?") + "'|have no place"
 

@@ -75,6 +75,7 @@ _PARTS = {
         *("norm", "embed_norm", "attn_norm", "mlp_norm", "after_attn_norm", "after_mlp_norm"),
         *("q_norm", "k_norm", "kv_norm"),
         *("per_layer_norm", "after_per_layer_norm", "laurel_norm", "stream_router_norm"),
+        *("experts_norm", "after_dense_norm", "after_experts_norm"),
     ),
     Role.PER_LAYER_EMBEDDING: ("per_layer_embed",),
     Role.PER_LAYER_IN: ("per_layer_in", "per_layer_gate"),
@@ -82,7 +83,7 @@ _PARTS = {
     Role.STREAM_PROJECTION: tuple(f"{end}{i}" for end in ("stream_in", "stream_out") for i in ("", *STREAMS)),
     Role.STREAM_COEFFICIENTS: ("stream_router", "stream_predict", "stream_correct"),
     Role.LAUREL: ("laurel_in", "laurel_out"),
-    Role.SCALE: ("stream_scale",),
+    Role.SCALE: ("stream_scale", "layer_scale", "router_scale", "expert_scale"),
     Role.ROUTER_BIAS: ("choice_bias",),
     Role.HEAD_PARAMETER: (*ATTENTION_VECTORS, "decay", "decay_log", "dt"),
 }

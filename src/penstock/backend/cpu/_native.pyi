@@ -118,7 +118,6 @@ class Program:
         up: list[Weight],
         down: list[Weight],
         choice_bias: NDArray[np.float32],
-        expert_scale: NDArray[np.float32],
         out: int,
         *,
         top_k: int,
@@ -129,8 +128,9 @@ class Program:
         groups: int,
         top_k_groups: int,
         group_score: str,
+        expert_scale: NDArray[np.float32] | None = None,
     ) -> None:
-        """`choice_bias` and `expert_scale` have no values where there are none."""
+        """`choice_bias` has no values where there is none."""
     def per_head_linear(self, x: int, weight: Weight, heads: int, passthrough: int, out: int) -> None:
         """Multiplies each head by a part of the weight."""
     def attend_mla(

@@ -227,8 +227,8 @@ def moe(emit: Emitter, x: int, router_logits: int, out: int, *, experts: ExpertW
         list(experts.up),
         list(experts.down),
         cast(Floats, experts.choice_bias),
-        np.zeros(0, np.float32) if experts.scale is None else experts.scale,
         out,
+        expert_scale=experts.scale,
         **picked(spec, "top_k", "act", "scoring", "renormalize", "scale", "groups", "top_k_groups", "group_score"),
     )
 

@@ -56,6 +56,7 @@ class Memory:
     tokens: Any  # [T] the step's tokens, all known
     split_kv: Any = None  # partial results of decode attention over long contexts
     caches: dict[int, LayerCache] = field(default_factory=dict)  # by layer
+    planes: list[LayerCache] = field(default_factory=list)  # what blocks consist of: caches are views of them
     groups: dict[int, int] = field(default_factory=dict)  # the KV group of each layer
     states: Any = None  # see recurrent_states
 

@@ -8,7 +8,18 @@ from functools import partial
 from typing import Any
 
 from penstock.backend.batches import Chunk, greedy_batch
-from penstock.backend.ref.cases import EXACT, FLOAT, HALF, HALVES, Case, Random, Trial, all_at_once, inputs, scattered
+from penstock.backend.ref.cases import (
+    EXACT,
+    FLOAT,
+    HALF,
+    Case,
+    Random,
+    Trial,
+    all_at_once,
+    attention,
+    inputs,
+    scattered,
+)
 from penstock.model.ops import Ops
 from penstock.model.random_tensor import random_tensor
 from penstock.model.spec import AttentionSpec
@@ -51,7 +62,7 @@ def attend_shared(rng: Random, *, spec: AttentionSpec, lengths: Sequence[int], l
 
 
 def norm_values(rng: Random) -> Trial:
-    spec = HALVES(4, 2, 12, qk_norm="head", v_norm=True)
+    spec = attention(4, 2, 12, interleaved=False, qk_norm="head", v_norm=True)
     gains = [random_tensor(rng, "F32", 12) for _ in range(2)]
     return Trial(
         lambda ops, table, q, k: ops.norm_qk(ops.embed(table), q, k, spec, 1e-5),
@@ -64,7 +75,7 @@ def case(op: str, name: str, widths: Sequence[int], compute: Callable[..., Any],
     return Case(op, name, "F32", FLOAT, partial(of_tables, op=compute, widths=widths, gain=gain))
 
 
-SHARED, NEAR = HALVES(6, 2, 16), HALVES(6, 2, 16, window=7)
+SHARED, NEAR = (attention(6, 2, 16, interleaved=False, window=window) for window in (0, 7))
 STREAM_CASES = (
     Case("embed", "partial", "F32", EXACT, partial_embed),
     Case("norm_qk", "values too", "F32", FLOAT, norm_values),

@@ -235,19 +235,19 @@ NB_MODULE(_native, m) {
            "gain"_a.noconvert(), "eps"_a)
       .def("moe",
            [](Program& program, int x, int router_logits, std::vector<std::shared_ptr<const Weight>> up,
-              std::vector<std::shared_ptr<const Weight>> down, Array<const float, 1> choice_bias,
-              Array<const float, 1> expert_scale, int out, size_t top_k,
+              std::vector<std::shared_ptr<const Weight>> down, Array<const float, 1> choice_bias, int out, size_t top_k,
               const std::string& act, const std::string& scoring, bool renormalize, float scale, size_t groups,
-              size_t top_k_groups, const std::string& group_score) {
+              size_t top_k_groups, const std::string& group_score,
+              const std::optional<Array<const float, 1>>& expert_scale) {
              const Routing routing = {up.size(), top_k, scoring_of(scoring), renormalize, scale,
                                       groups, top_k_groups, group_score == "top2", copied(choice_bias),
-                                      copied(expert_scale)};
+                                      expert_scale ? copied(*expert_scale) : std::vector<float>()};
              program.moe(x, router_logits, {std::move(up), std::move(down)}, routing, act, out);
            },
-           "x"_a, "router_logits"_a, "up"_a, "down"_a, "choice_bias"_a.noconvert(),
-           "expert_scale"_a.noconvert(), "out"_a, nb::kw_only(), "top_k"_a,
+           "x"_a, "router_logits"_a, "up"_a, "down"_a, "choice_bias"_a.noconvert(), "out"_a, nb::kw_only(), "top_k"_a,
            "act"_a,
-           "scoring"_a, "renormalize"_a, "scale"_a, "groups"_a, "top_k_groups"_a, "group_score"_a)
+           "scoring"_a, "renormalize"_a, "scale"_a, "groups"_a, "top_k_groups"_a, "group_score"_a,
+           "expert_scale"_a.none() = nb::none())
       .def("per_head_linear", &Program::per_head_linear, "x"_a, "weight"_a, "heads"_a, "passthrough"_a, "out"_a)
       .def("attend_mla",
            [](Program& program, int q, int kv, int out, size_t layer, int angles, Numbers numbers,
