@@ -18,6 +18,7 @@ import sys
 import tempfile
 import urllib.request
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,6 +66,7 @@ ODD: dict[str, tuple[str, dict[str, Any]]] = {  # name: the golden that it is ma
     "exaone4 without a window": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 4}),
     "olmo3 without a window": ("olmo3", {"sliding_window": None, "layer_types": ["full_attention"] * 4}),
     "cohere2, windows elsewhere": ("cohere2", {"layer_types": ["full_attention", "sliding_attention"] * 2}),
+    "cohere_plus, 64 layers": ("cohere_plus", {"num_hidden_layers": 64}),
     "deepseek_v2, lite": ("deepseek_v2", LITE),
     "deepseek_v2, lite with groups of experts": ("deepseek_v2", LITE | {"topk_method": "group_limited_greedy"}),
 }
@@ -155,7 +157,7 @@ def make_folder(folder: Path, golden: str, changes: dict[str, Any]) -> list[int]
     if changes == BIASED:
         edit_tensors(folder / "model.safetensors", biased)
     if "num_hidden_layers" in changes:
-        edit_tensors(folder / "model.safetensors", repeated)
+        edit_tensors(folder / "model.safetensors", partial(repeated, changes["num_hidden_layers"]))
     write_tokenizer(folder / "tokenizer.json", config["vocab_size"])
     tokens: list[int] = np.load(folder / "expected.npz")["tokens"][:CONTEXT].tolist()
     return tokens
@@ -194,9 +196,9 @@ def biased(name: str, words: Any) -> Iterator[tuple[str, Any]]:
         yield name.removesuffix("weight") + "bias", (0.3 * noise).astype(np.float32)
 
 
-def repeated(name: str, words: Any) -> Iterator[tuple[str, Any]]:
-    """Yields a tensor, and those of the second layer for all layers up to the 27th."""
-    for layer in range(1, 27) if ".layers.1." in name else (1,):
+def repeated(layers: int, name: str, words: Any) -> Iterator[tuple[str, Any]]:
+    """Yields a tensor, and those of the second layer for all layers after it, of which there are to be so many."""
+    for layer in range(1, layers) if ".layers.1." in name else (1,):
         yield name.replace(".layers.1.", f".layers.{layer}."), words
 
 

@@ -5,17 +5,14 @@ python scripts/make_expert_goldens.py [NAME ...]
 
 from __future__ import annotations
 
-import shutil
-import sys
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 import gguf
 import make_goldens
 import numpy as np
 import torch
-from make_goldens import FOLDER, ORIGINAL, PLAIN, PROMPT, SMALLER, add_keys, gguf_name, head_dim_of, interleaved, logits
+from make_goldens import ORIGINAL, PLAIN, SMALLER, Recipe, add_keys, chosen, gguf_name, head_dim_of, interleaved, make
 from transformers import PreTrainedConfig, PreTrainedModel
 
 EIGHT = SMALLER | {"head_dim": 8, "rope_parameters": PLAIN}
@@ -152,7 +149,7 @@ GOLDENS: dict[str, dict[str, Any]] = {
         "topk_group": 1,
     },
 }
-WITHOUT: dict[str, dict[str, Any]] = {  # what makes a difference: see check_it_matters of make_goldens.py
+WITHOUT: dict[str, dict[str, Any]] = {  # see Recipe
     "mixtral": {"num_experts_per_tok": 1},
     "qwen3_moe": {"norm_topk_prob": False},
     "glm4_moe": {"n_group": 1},
@@ -211,25 +208,8 @@ def main() -> None:
     make_goldens.ARCHITECTURES |= ARCHITECTURES
     make_goldens.GGUF_NAMES |= GGUF_NAMES
     make_goldens.OTHER_NAMES |= OTHER_NAMES
-    for name in sys.argv[1:] or GOLDENS:
-        make(name, FOLDER / name, crc32(name.encode()))
-
-
-def make(name: str, folder: Path, seed: int) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    model = random_model(name, seed)
-    tokens = np.random.default_rng(seed).integers(model.config.vocab_size, size=PROMPT)
-    expected = logits(model, tokens)
-    difference = np.abs(logits(random_model(name, seed, **WITHOUT[name]), tokens) - expected).max()
-    assert difference > 0.5, f"{name}: {difference}"
-    write_gguf(folder / "model.gguf", model)
-    for key, value in model.named_buffers():
-        if key.endswith("e_score_correction_bias"):
-            value.data = value.data.float()
-    model.bfloat16().save_pretrained(folder)
-    (folder / "generation_config.json").unlink(missing_ok=True)
-    np.savez_compressed(folder / "expected.npz", tokens=tokens.astype(np.int32), logits=expected)
-    print(f"{name:10} {sum(file.stat().st_size for file in folder.iterdir()):8} bytes")
+    for name in chosen(GOLDENS):
+        make(name, Recipe(WITHOUT, random_model=random_model, write_gguf=write_gguf))
 
 
 def random_model(name: str, seed: int, **changes: Any) -> PreTrainedModel:

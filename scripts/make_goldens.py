@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import shutil
 import sys
+from collections.abc import Callable, Collection, Iterable, Mapping
 from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -145,6 +147,23 @@ FAMILIES = ("mistral", "ministral", "qwen2", "qwen3", "granite", "smollm3", "phi
 FAMILIES += ("gpt2", "starcoder2", "glm", "glm4")
 UNSAID = {"gpt2": {"intermediate_size", "num_key_value_heads", "rms_norm_eps"}, "starcoder2": {"rms_norm_eps"}}
 SHARDED = "untied"
+WITHOUT: dict[str, dict[str, Any]] = {
+    "llama3": {"rope_parameters": PLAIN | {"rope_theta": 1000.0}},
+    "linear": {"rope_parameters": PLAIN},
+    "yarn": {"rope_parameters": PLAIN | {"rope_theta": 100.0}},
+    "mistral": {"sliding_window": None},
+    "ministral": {"sliding_window": 64},
+    "granite": {"residual_multiplier": 0.5},
+    "smollm3": {"no_rope_layers": [1] * 4},
+    "phi3": {"rope_parameters": PLAIN},
+    "longrope": {"rope_parameters": PLAIN},
+    "gemma2": {"attn_logit_softcapping": None},
+    "gemma3": {"layer_types": ["sliding_attention"] * 6},
+    "gpt2": {"scale_attn_weights": False},
+    "starcoder2": {"sliding_window": None},
+    "glm": {"rope_parameters": PLAIN | {"partial_rotary_factor": 1.0}},
+    "glm4": {"rope_parameters": PLAIN | {"partial_rotary_factor": 0.5}},
+}
 
 GGUF_NAMES = {
     "model.embed_tokens": "token_embd",
@@ -198,22 +217,41 @@ INTERLEAVED = {"llama", "granite", "smollm3"}  # architectures whose files have 
 
 
 def main() -> None:
-    for name in sys.argv[1:] or GOLDENS:
-        seed = crc32(name.encode())  # its own: a new golden changes no other
-        folder = FOLDER / name
-        shutil.rmtree(folder, ignore_errors=True)
-        model = random_model(name, seed)
-        tokens = np.random.default_rng(seed).integers(model.config.vocab_size, size=PROMPT)
-        expected = logits(model, tokens)
-        check_it_matters(name, seed, tokens, expected)
-        shards = {"max_shard_size": "20KB"} if name == SHARDED else {}
-        write_gguf(folder / "model.gguf", model)
+    for name in chosen(GOLDENS):
+        make(name, Recipe(WITHOUT))
         if name == "longrope":
-            write_long_side(folder / "long.npz", model, seed)
-        model.bfloat16().save_pretrained(folder, **shards)
-        (folder / "generation_config.json").unlink(missing_ok=True)
-        np.savez_compressed(folder / "expected.npz", tokens=tokens.astype(np.int32), logits=expected)
-        print(f"{name:8} {sum(file.stat().st_size for file in folder.iterdir()):8} bytes")
+            write_long_side(FOLDER / name / "long.npz", name)
+
+
+def chosen(goldens: Iterable[str]) -> Iterable[str]:
+    """Returns the names that the command line gives, or all."""
+    return sys.argv[1:] or goldens
+
+
+def make(name: str, recipe: Recipe) -> Path:
+    """Makes a golden and returns its folder."""
+    seed = crc32(name.encode())  # its own: a new golden changes no other
+    folder = (FOLDER.parent / "folders" if name in recipe.folders else FOLDER) / name
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    model = recipe.random_model(name, seed)
+    tokens = np.random.default_rng(seed).integers(model.config.vocab_size, size=PROMPT)
+    expected = logits(model, tokens)
+    if name in recipe.without:
+        other = recipe.random_model(name, seed, **recipe.without[name])
+        difference = np.abs(logits(other, tokens) - expected).max()
+        assert difference > 0.3, f"{name}: {difference}"
+    if name not in recipe.folders or name in recipe.files:
+        recipe.write_gguf(folder / "model.gguf", model)
+    save(model, folder, tokens, expected, **({"max_shard_size": "20KB"} if name == SHARDED else {}))
+    print(f"{name:18} {sum(file.stat().st_size for file in folder.iterdir()):8} bytes")
+    return folder
+
+
+def save(model: PreTrainedModel, folder: Path, tokens: np.ndarray, expected: np.ndarray, **shards: str) -> None:
+    model.bfloat16().save_pretrained(folder, **shards)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    np.savez_compressed(folder / "expected.npz", tokens=tokens.astype(np.int32), logits=expected)
 
 
 def random_model(name: str, seed: int, **changes: Any) -> PreTrainedModel:
@@ -237,38 +275,16 @@ def logits(model: PreTrainedModel, tokens: np.ndarray) -> np.ndarray:
         return model(torch.tensor(tokens)[None]).logits[0].numpy()
 
 
-def write_long_side(path: Path, model: PreTrainedModel, seed: int) -> None:
+def write_long_side(path: Path, name: str) -> None:
     """Writes what transformers computes beyond the original context, where it takes the other factors: the logits of a
     prompt, and what `generate` makes of its beginning, which crosses the boundary."""
+    seed = crc32(name.encode())
+    model = random_model(name, seed)
     tokens = np.random.default_rng(seed + 1).integers(model.config.vocab_size, size=2 * PROMPT)
     begin = torch.tensor(tokens[None, : PROMPT - 4])
     made = model.generate(begin, attention_mask=torch.ones_like(begin), max_new_tokens=20, do_sample=False)
     answer = made[0, PROMPT - 4 :].numpy()
     np.savez_compressed(path, tokens=tokens.astype(np.int32), logits=logits(model, tokens), answer=answer)
-
-
-def check_it_matters(name: str, seed: int, tokens: np.ndarray, expected: np.ndarray) -> None:
-    """A golden that comes out the same without its feature would show nothing."""
-    without = {
-        "llama3": {"rope_parameters": PLAIN | {"rope_theta": 1000.0}},
-        "linear": {"rope_parameters": PLAIN},
-        "yarn": {"rope_parameters": PLAIN | {"rope_theta": 100.0}},
-        "mistral": {"sliding_window": None},
-        "ministral": {"sliding_window": 64},
-        "granite": {"residual_multiplier": 0.5},
-        "smollm3": {"no_rope_layers": [1] * 4},
-        "phi3": {"rope_parameters": PLAIN},
-        "longrope": {"rope_parameters": PLAIN},
-        "gemma2": {"attn_logit_softcapping": None},
-        "gemma3": {"layer_types": ["sliding_attention"] * 6},
-        "gpt2": {"scale_attn_weights": False},
-        "starcoder2": {"sliding_window": None},
-        "glm": {"rope_parameters": PLAIN | {"partial_rotary_factor": 1.0}},
-        "glm4": {"rope_parameters": PLAIN | {"partial_rotary_factor": 0.5}},
-    }
-    if name in without:
-        difference = np.abs(logits(random_model(name, seed, **without[name]), tokens) - expected).max()
-        assert difference > 0.5, f"{name}: {difference}"
 
 
 def write_gguf(path: Path, model: PreTrainedModel) -> None:
@@ -289,9 +305,8 @@ def write_gguf(path: Path, model: PreTrainedModel) -> None:
             values = weight.numpy() + (1 if "norm" in name and "gemma" in writer.arch else 0)
             if writer.arch in INTERLEAVED and ("q_proj" in name or "k_proj" in name):
                 values = interleaved(values, head_dim_of(model.config))
-            writer.add_tensor(
-                gguf_name(name, writer.arch), values.astype(np.float32 if values.ndim == 1 else np.float16)
-            )
+            plain = values.ndim == 1 or "norm" in name
+            writer.add_tensor(gguf_name(name, writer.arch), values.astype(np.float32 if plain else np.float16))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -386,6 +401,17 @@ def gguf_name(name: str, arch: str) -> str:
         return f"{names[stem]}.{role}"
     _, _, layer, part = stem.split(".", 3)
     return f"blk.{layer}.{names[part]}.{role}"
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """Says how a script makes its goldens."""
+
+    without: Mapping[str, dict[str, Any]]  # changes that move logits: without its feature, a golden would show nothing
+    folders: Collection[str] = ()  # goldens that GGUF files cannot express
+    files: Collection[str] = ()  # those of `folders` that have a GGUF file beside them
+    random_model: Callable[..., PreTrainedModel] = random_model
+    write_gguf: Callable[[Path, PreTrainedModel], None] = write_gguf
 
 
 if __name__ == "__main__":

@@ -5,17 +5,15 @@ python scripts/make_hybrid_goldens.py [NAME ...]
 
 from __future__ import annotations
 
-import shutil
-import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 import gguf
 import numpy as np
 import torch
-from make_goldens import FOLDER, PLAIN, PROMPT, logits
+from make_goldens import PLAIN, Recipe, chosen, make
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 
@@ -86,19 +84,8 @@ GGUF_NAMES = {
 
 
 def main() -> None:
-    for name in sys.argv[1:] or GOLDENS:
-        seed = crc32(name.encode())
-        folder = FOLDER / name
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        model = random_model(name, seed)
-        tokens = np.random.default_rng(seed).integers(model.config.vocab_size, size=PROMPT)
-        expected = logits(model, tokens)
-        write_gguf(folder / "model.gguf", name, model)
-        model.bfloat16().save_pretrained(folder)
-        (folder / "generation_config.json").unlink(missing_ok=True)
-        np.savez_compressed(folder / "expected.npz", tokens=tokens.astype(np.int32), logits=expected)
-        print(f"{name:10} {sum(file.stat().st_size for file in folder.iterdir()):8} bytes")
+    for name in chosen(GOLDENS):
+        make(name, Recipe({}, random_model=random_model, write_gguf=partial(write_gguf, name)))
 
 
 def random_model(name: str, seed: int) -> PreTrainedModel:
@@ -115,7 +102,7 @@ def random_model(name: str, seed: int) -> PreTrainedModel:
     return model.float().eval()
 
 
-def write_gguf(path: Path, arch: str, model: PreTrainedModel) -> None:
+def write_gguf(arch: str, path: Path, model: PreTrainedModel) -> None:
     writer = gguf.GGUFWriter(path, arch)
     add_keys(writer, model.config)
     for name, weight in model.state_dict().items():

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -19,7 +18,7 @@ import make_goldens
 import numpy as np
 import torch
 from make_expert_goldens import random_model
-from make_goldens import FOLDER, ORIGINAL, PLAIN, PROMPT, SMALLER, logits
+from make_goldens import FOLDER, ORIGINAL, PLAIN, PROMPT, SMALLER, Recipe, chosen, logits, make, save
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -104,28 +103,10 @@ def main() -> None:
     make_goldens.MODEL_TYPES |= {name: name for name in GOLDENS}
     make_goldens.GGUF_NAMES |= GGUF_NAMES
     make_goldens.OTHER_NAMES |= OTHER_NAMES
-    for name in sys.argv[1:] or GOLDENS:
-        make(name, FOLDER / name, crc32(name.encode()))
-    if "gpt_oss" in (sys.argv[1:] or GOLDENS):
-        make_mxfp4("gpt_oss", crc32(b"gpt_oss in MXFP4"))
-
-
-def make(name: str, folder: Path, seed: int) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    model = random_model(name, seed)
-    tokens = np.random.default_rng(seed).integers(model.config.vocab_size, size=PROMPT)
-    expected = logits(model, tokens)
-    difference = np.abs(logits(random_model(name, seed, **WITHOUT[name]), tokens) - expected).max()
-    assert difference > 0.5, f"{name}: {difference}"
-    write_gguf(folder / "model.gguf", model)
-    save(model, folder, tokens, expected)
-    print(f"{name:10} {sum(file.stat().st_size for file in folder.iterdir()):8} bytes")
-
-
-def save(model: PreTrainedModel, folder: Path, tokens: np.ndarray, expected: np.ndarray) -> None:
-    model.bfloat16().save_pretrained(folder)
-    (folder / "generation_config.json").unlink(missing_ok=True)
-    np.savez_compressed(folder / "expected.npz", tokens=tokens.astype(np.int32), logits=expected)
+    for name in chosen(GOLDENS):
+        make(name, Recipe(WITHOUT, random_model=random_model, write_gguf=write_gguf))
+        if name == "gpt_oss":
+            make_mxfp4(name, crc32(b"gpt_oss in MXFP4"))
 
 
 def make_mxfp4(name: str, seed: int) -> None:

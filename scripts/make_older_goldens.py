@@ -7,17 +7,13 @@ python scripts/make_older_goldens.py [NAME ...]
 from __future__ import annotations
 
 import json
-import shutil
-import sys
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 import gguf
 import make_goldens
-import numpy as np
 import torch
-from make_goldens import FOLDER, PLAIN, PROMPT, SMALLER, head_dim_of, logits, write_gguf
+from make_goldens import PLAIN, SMALLER, Recipe, chosen, head_dim_of, make
 from transformers import PreTrainedConfig, PreTrainedModel
 
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -56,7 +52,7 @@ GOLDENS: dict[str, dict[str, Any]] = {
     },
     "opt": SMALLER | TOKENS | {"ffn_dim": 40},
 }
-WITHOUT: dict[str, dict[str, Any]] = {  # what makes a difference: see check_it_matters of make_goldens.py
+WITHOUT: dict[str, dict[str, Any]] = {  # see Recipe
     "gpt_neox": {"use_parallel_residual": False},
     "gpt_neox_serial": {"use_parallel_residual": True},
     "phi": {"rope_parameters": PLAIN | {"partial_rotary_factor": 1.0}},
@@ -64,7 +60,7 @@ WITHOUT: dict[str, dict[str, Any]] = {  # what makes a difference: see check_it_
     "minicpm": {"residual_multiplier": 1.4},
     "opt": {"activation_function": "silu"},
 }
-FOLDERS = ("opt", "gpt_neox_serial", "falcon_grouped")  # without a GGUF file
+FOLDERS = ("opt", "gpt_neox_serial", "falcon_grouped")  # in tests/models/folders
 MINICPM = {"scale_emb": 12.0, "scale_depth": 1.4, "dim_model_base": 12}
 NEOX_NAMES = {
     "gpt_neox.embed_in": "token_embd",
@@ -94,6 +90,8 @@ make_goldens.OTHER_NAMES |= {
         "transformer.ln_f": "output_norm",
         "self_attention.query_key_value": "attn_qkv",
         "self_attention.dense": "attn_output",
+        "ln_attn": "attn_norm_2",
+        "ln_mlp": "attn_norm",
     },
     "phi2": {
         "model.final_layernorm": "output_norm",
@@ -106,25 +104,10 @@ make_goldens.OTHER_NAMES |= {
 
 def main() -> None:
     make_goldens.add_keys, make_goldens.weights_of = add_keys, weights_of
-    for name in sys.argv[1:] or GOLDENS:
-        seed = crc32(name.encode())
-        folder = (FOLDER.parent / "folders" if name in FOLDERS else FOLDER) / name
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        model = make_goldens.random_model(name, seed)
-        tokens = np.random.default_rng(seed).integers(model.config.vocab_size, size=PROMPT)
-        expected = logits(model, tokens)
-        if name in WITHOUT:
-            difference = np.abs(logits(make_goldens.random_model(name, seed, **WITHOUT[name]), tokens) - expected).max()
-            assert difference > 0.3, f"{name}: {difference}"
-        if name not in FOLDERS:
-            write_gguf(folder / "model.gguf", model)
-        model.bfloat16().save_pretrained(folder)
+    for name in chosen(GOLDENS):
+        folder = make(name, Recipe(WITHOUT, FOLDERS, ("falcon_grouped",)))
         if name == "minicpm":
             call_it_minicpm(folder / "config.json")
-        (folder / "generation_config.json").unlink(missing_ok=True)
-        np.savez_compressed(folder / "expected.npz", tokens=tokens.astype(np.int32), logits=expected)
-        print(f"{name:18} {sum(file.stat().st_size for file in folder.iterdir()):8} bytes")
 
 
 def call_it_minicpm(path: Path) -> None:
@@ -139,6 +122,11 @@ def call_it_minicpm(path: Path) -> None:
 def weights_of(model: PreTrainedModel, arch: str) -> dict[str, torch.Tensor]:
     """Returns the weights as files have them: all queries, then all keys, then all values."""
     weights = {name: weight for name, weight in model.state_dict().items() if not name.endswith("inv_freq")}
+    if arch == "falcon" and model.config.new_decoder_architecture:
+        return {
+            name: in_order(weight, model.config) if ".query_key_value." in name else weight
+            for name, weight in weights.items()
+        }
     if arch != "gptneox":
         return weights
     heads = model.config.num_attention_heads
@@ -146,6 +134,14 @@ def weights_of(model: PreTrainedModel, arch: str) -> dict[str, torch.Tensor]:
         whole = weights[name]
         weights[name] = whole.reshape(heads, 3, -1, *whole.shape[1:]).transpose(0, 1).reshape(whole.shape).contiguous()
     return weights
+
+
+def in_order(whole: torch.Tensor, config: PreTrainedConfig) -> torch.Tensor:
+    """Returns q, k and v of groups, each of which has a KV head's queries and then its key and value, one after the
+    other."""
+    groups = whole.reshape(config.num_kv_heads, -1, head_dim_of(config), *whole.shape[1:])
+    parts = groups[:, :-2], groups[:, -2:-1], groups[:, -1:]
+    return torch.cat([part.reshape(-1, *whole.shape[1:]) for part in parts]).contiguous()
 
 
 def add_keys(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
@@ -160,7 +156,7 @@ def add_keys(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
         writer.add_parallel_residual(config.use_parallel_residual)
     elif writer.arch == "falcon":
         writer.add_tensor_data_layout("jploski")
-        writer.add_head_count_kv(1)
+        writer.add_head_count_kv(config.num_kv_heads if config.new_decoder_architecture else 1)
     else:
         writer.add_head_count_kv(config.num_key_value_heads)
     if writer.arch in ("gptneox", "phi2"):

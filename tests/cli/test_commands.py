@@ -158,15 +158,25 @@ def test_the_default_model_has_one_name() -> None:
 def test_serve_passes_on_what_it_is_told(penstock: Penstock, reciter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rules: list[Any] = []
     configs: list[Config] = []
-    monkeypatch.setattr("penstock.ipc.spawn.ProcessClient", configs.append)
+    monkeypatch.setattr("penstock.ipc.spawn.ProcessClient", lambda config, _: configs.append(config))
     setups: list[Any] = []
-    monkeypatch.setattr("penstock.server.serve", lambda *told: rules.append(told[-1].rules) or setups.append(told[-1]))
+    pools: list[Any] = []
+
+    def serve(pool: Any, host: str, port: int, setup: Any) -> None:
+        setups.append(setup)
+        pools.append(pool)
+        rules.append(setup.rules)
+        pool.default.source.make_client()
+
+    monkeypatch.setattr("penstock.server.serve", serve)
     penstock("serve", str(reciter))
     sizes = ("--step-tokens", 100, "--prefill-budget", 50, "--block-size", 8, "--kv-memory", 10**6, "--name", "it")
     names = ("--strict", "--alias", "gpt-4o=it", "--alias", "big-*=it")
     penstock("serve", str(reciter), *names, *sizes, "--log-level", "debug", "--log-format", "json")
     assert [each.log for each in setups] == [("info", "text"), ("debug", "json")]
-    assert [(each.lenient, each.aliases) for each in rules] == [(True, ()), (False, ("gpt-4o", "big-*"))]
+    assert [each.lenient for each in rules] == [True, False]
+    assert ("claude*", "reciter") in pools[0].settings.aliases
+    assert pools[1].settings.aliases == (("gpt-4o", "it"), ("big-*", "it"))
     assert configs == [
         Config(model=str(reciter), name="reciter"),
         Config(model=str(reciter), name="it", step_tokens=100, prefill_budget=50, block_size=8, kv_memory=10**6),

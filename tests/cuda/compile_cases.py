@@ -13,8 +13,9 @@ import torch
 from penstock.backend.cuda.device_tilings import Tilings
 from penstock.backend.cuda.kernels import quant_gemm, quant_gemm_small, quant_gemv, streams
 from penstock.backend.cuda.kernels.apply_bitmask import apply_bitmask
+from penstock.backend.cuda.kernels.causal_conv import ConvSizes, StateRows, causal_conv, store_conv_state
 from penstock.backend.cuda.kernels.decode_attention import Rotation, SplitKV, decode_attention
-from penstock.backend.cuda.kernels.delta_rule import DeltaScratch, StateRows, delta_net, sigmoid_mul
+from penstock.backend.cuda.kernels.delta_rule import DeltaScratch, delta_net, sigmoid_mul
 from penstock.backend.cuda.kernels.dequantize import dequantize_matrix, dequantize_rows
 from penstock.backend.cuda.kernels.expert_gemm import (
     ExpertRows,
@@ -31,6 +32,7 @@ from penstock.backend.cuda.kernels.fp8_gemm import fp8_gemm
 from penstock.backend.cuda.kernels.gather_rows import gather_rows, resolve_tokens
 from penstock.backend.cuda.kernels.gemv import gemv
 from penstock.backend.cuda.kernels.hopper_gemm import hopper_gemm
+from penstock.backend.cuda.kernels.mamba2 import Mamba2Scratch, mamba2
 from penstock.backend.cuda.kernels.mla_attention import mla_decode, mla_prefill, store_mla_kv
 from penstock.backend.cuda.kernels.norm import add_layer_norm, add_norm
 from penstock.backend.cuda.kernels.norm_qk import norm_qk, norm_runs
@@ -38,12 +40,13 @@ from penstock.backend.cuda.kernels.prefill_attention import prefill_attention, q
 from penstock.backend.cuda.kernels.rope import rope_and_store
 from penstock.backend.cuda.kernels.sample_tokens import find_chunk_maxima, sample_tokens
 from penstock.backend.cuda.kernels.sampling_threshold import ThresholdScratch, sampling_threshold
+from penstock.backend.cuda.kernels.selective_scan import selective_scan
 from penstock.backend.cuda.kernels.silu_and_mul import act_and_mul
 from penstock.backend.cuda.kernels.skinny_gemm import skinny_gemm
 from penstock.backend.cuda.kernels.split_k import SplitKScratch
 from penstock.backend.cuda.pack_quantized import CODINGS, QuantizedWeight
-from penstock.model.ops import DeltaWeights
-from penstock.model.recurrence import DeltaSpec
+from penstock.model.ops import DeltaWeights, Mamba2Weights, ScanWeights
+from penstock.model.recurrence import DeltaSpec, Mamba2Spec, ScanSpec
 from penstock.model.spec import ExpertSpec
 
 HOST = torch.device("cpu")
@@ -118,8 +121,9 @@ def norms_and_activations(tilings: Tilings, dtype: torch.dtype | None) -> None:
         act_and_mul(empty(4, 2 * DIM), out, act="gelu_tanh")
         act_and_mul(empty(4, 2 * DIM), out, act="clamped")
         norm_qk(empty(4, 12 * 128), gain[:128], gain[:128], 8 * 128, 2 * 128, 1e-5, empty(4, 12 * 128))
-        norm_qk(empty(4, 12 * 128), gain[:128], gain[:128], 8 * 128, 2 * 128, 1e-5, empty(4, 12 * 128), 128)
+        norm_qk(empty(4, 12 * 128), gain[:128], gain[:128], 8 * 128, 2 * 128, 1e-5, empty(4, 12 * 128), v_run=128)
         norm_runs(x, gain[:128], 1e-5, out)
+        norm_qk(empty(4, 384), gain[:256], gain[:64], 256, 64, 1e-5, empty(4, 384), layer_dim=64)
         sigmoid_mul(x, empty(4, 1), out)
     else:
         quantize_activations(x, *fp8_view(out))
@@ -255,6 +259,8 @@ def fp8_matrices_and_many_rows(tilings: Tilings) -> None:
     wide=(BF16, 256, 2, {"soft_cap": 50.0}),
     sinks=(BF16, 64, 8, {"window": 128, "sinks": True}),
     gain=(BF16, 128, 4, {"q_gain": True}),
+    chunks=(BF16, 128, 5, {"chunk": 8192}),
+    temperature=(BF16, 128, 5, {"temperature": 0.1, "temperature_span": 8192}),
     int8=(torch.int8, 128, 4, {}),
     fp8=(FP8, 128, 4, {}),
 )
@@ -270,16 +276,17 @@ def attention(tilings: Tilings, dtype: torch.dtype, dims: int, shared: int, abou
     rope_and_store(qkv, frequencies, 1.0, dims // 2, False, ints(8), ints(8), cache, scales)
     tables, header = ints(64), ints(4)
     tiling = tilings.prefill_attention(queries_per_tile(shared), dims, 2)
+    others = {key: about[key] for key in ("chunk", "temperature", "temperature_span") if key in about}
     how = 0.1, window, scales, cap, True, sinks, q_gain
-    prefill_attention(qkv, cache, ints(4, 5), tables, header, out, *how, tiling=tiling)
+    prefill_attention(qkv, cache, ints(4, 5), tables, header, out, *how, **others, tiling=tiling)
     split_kv = SplitKV(empty(1 << 16, dtype=F32), empty(1 << 12, dtype=F32), ints(64))
     about = 0.1, window, scales, cap, sinks, q_gain
     many, one = (tilings.decode_attention(rows, dims, 2) for rows in (8, 1))
     for rotation in (None, Rotation(frequencies, ints(8), 1.0, dims // 2, False)):
         common = tables, header, out, split_kv, rotation
-        decode_attention(qkv, cache, ints(72, 8), *common, *about, tiling=many)
+        decode_attention(qkv, cache, ints(72, 8), *common, *about, **others, tiling=many)
     alone = tables, header, out[:1], split_kv, rotation
-    decode_attention(qkv[:1], cache, ints(65, 8), *alone, *about, tiling=one)
+    decode_attention(qkv[:1], cache, ints(65, 8), *alone, *about, **others, tiling=one)
 
 
 @case(bf16=(BF16,), int8=(torch.int8,), fp8=(FP8,))
@@ -303,6 +310,43 @@ def delta_nets(tilings: Tilings) -> None:
     states, rows = empty(4, spec.state_floats, dtype=F32), StateRows(ints(4, 8), ints(8))
     scratch = DeltaScratch(empty(8, spec.width, dtype=F32), empty(8, spec.v_width, dtype=F32))
     delta_net(qkvz, ba, weights, spec, 1e-5, states, rows, scratch, empty(8, spec.v_width))
+
+
+@case(biased=(True, True), plain=(False, False))
+def convolution_over_time(tilings: Tilings, biased: bool, silu: bool) -> None:
+    sizes, width = ConvSizes.of(4, 640, stride=1024, offset=64, column=128), 640
+    states, rows = empty(4, 64 + 3 * width, dtype=F32), StateRows(ints(4, 8), ints(8))
+    taps, bias = empty(width * 4, dtype=F32), empty(width, dtype=F32) if biased else None
+    causal_conv(empty(8, 1024), taps, bias, sizes, states, rows, empty(8, width, dtype=F32), silu)
+
+
+@case(normed=(8,), plain=(0,))
+def mamba2_layers(tilings: Tilings, norm_groups: int) -> None:
+    spec = Mamba2Spec(32, 64, 128, 8, 4, norm_groups=norm_groups)
+    sizes = spec.width * 4, spec.width, spec.heads, spec.heads, spec.heads
+    gain = empty(spec.inner, dtype=F32) if norm_groups else None
+    weights = Mamba2Weights(*(empty(size, dtype=F32) for size in sizes), gain)
+    states, rows = empty(4, spec.state_floats, dtype=F32), StateRows(ints(4, 8), ints(8))
+    scratch = Mamba2Scratch(empty(8, spec.width, dtype=F32), empty(8, spec.inner, dtype=F32))
+    mamba2(empty(8, spec.in_width), weights, spec, states, rows, scratch, empty(8, spec.inner))
+
+
+@case()
+def gated_convolution(tilings: Tilings) -> None:
+    sizes = ConvSizes.of(3, 640, stride=1920, offset=0, gated=True)
+    states, rows = empty(4, 2 * 640, dtype=F32), StateRows(ints(4, 8), ints(8))
+    x, taps = empty(8, 1920), empty(640 * 3, dtype=F32)
+    causal_conv(x, taps, None, sizes, states, rows, empty(8, 640), silu=False)
+    store_conv_state(x, sizes, states, rows)
+
+
+@case()
+def selective_scans(tilings: Tilings) -> None:
+    spec = ScanSpec(512, 16)
+    x, dt, b, c, gate = empty(8, 512), empty(8, 512), empty(8, 16), empty(8, 16), empty(8, 1024)
+    weights = ScanWeights(empty(spec.state_floats, dtype=F32), empty(512, dtype=F32))
+    states, rows = empty(4, spec.state_floats, dtype=F32), StateRows(ints(4, 8), ints(8))
+    selective_scan(x, dt, b, c, gate, weights, spec, states, rows, empty(8, 512))
 
 
 @case()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -14,7 +16,7 @@ from penstock.backend.cuda.graphs import bucket_decode_rows, padded
 from penstock.backend.cuda.kernels.decode_attention import Rotation, SplitKV, decode_attention
 from penstock.backend.cuda.kernels.prefill_attention import prefill_attention, queries_per_tile
 from penstock.backend.cuda.kernels.rope import rope_and_store
-from penstock.backend.ref.ops import attention, rotate
+from penstock.backend.ref.ops import attention, query_scales, rotate
 from penstock.model import rope
 from penstock.model.spec import AttentionSpec, RopeSpec
 from tests.cuda.device import DEVICE, HALF, TILINGS, close, ints, normal
@@ -108,12 +110,13 @@ def attend_with(
     out = torch.full((len(batch.tokens), heads * dims), torch.nan, dtype=dtype, device=DEVICE)
     tables, header = ints(batch.tables.ravel()), ints([batch.tables.shape[2]])
     sinks = 4 * normal(heads, seed=2) if sunk else None
+    others = {name: getattr(spec, name) for name in ("chunk", "temperature", "temperature_span")}
     if len(work.splits):
         split_kv = split_kv_of(spec, len(work.splits), len(chunks))
         splits = ints(np.concatenate([work.splits, np.full((3, 8), -1)]))
         about = spec.scale, spec.window, None, 0.0, sinks
         tiling = TILINGS.decode_attention(len(out), dims, qkv.element_size())
-        decode_attention(qkv, cache, splits, tables, header, out, split_kv, None, *about, tiling=tiling)
+        decode_attention(qkv, cache, splits, tables, header, out, split_kv, None, *about, **others, tiling=tiling)
         assert not split_kv.arrived.any()
     if len(work.tiles):
         tiling = TILINGS.prefill_attention(queries_per_tile(heads // kv_heads), dims, qkv.element_size())
@@ -130,6 +133,7 @@ def attend_with(
             0.0,
             True,
             sinks,
+            **others,
             tiling=tiling,
         )
 
@@ -140,7 +144,10 @@ def attend_with(
         context = np.arange(positions[-1] + 1)
         at = batch.tables[0, row, context // block_size], context % block_size
         vectors = {} if sinks is None else {"sinks": sinks.cpu().numpy()}
-        wanted = attention(q[first:last], keys[at], values[at], positions, spec, vectors)
+        queries = q[first:last]
+        if spec.temperature:
+            queries = queries * query_scales(positions, spec)[:, None, None]
+        wanted = attention(queries, keys[at], values[at], (positions, 0), spec, vectors)
         assert close(out[first:last], torch.from_numpy(wanted).reshape(last - first, -1).to(DEVICE))
 
 
@@ -162,6 +169,15 @@ def test_rows_of_every_kind(name: str, window: int, dtype: torch.dtype) -> None:
         Chunk([0], 64, blocks[39:44].tolist()),
     ]
     attend_with(spec_of(name, window), chunks, dtype, 16, sunk=name == "odd")
+
+
+@pytest.mark.parametrize("chunk", [7, 90, 0])
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_chunks_and_temperature(chunk: int, temperature: float) -> None:
+    table = list(range(20))
+    spec = replace(spec_of("odd"), chunk=chunk, temperature=temperature, temperature_span=9)
+    rows = [Chunk([0], 299, table), Chunk([0] * 40, 77, table), Chunk([0], 91, table), Chunk([0] * 9, 0, table)]
+    attend_with(spec, rows, torch.float32, 16)
 
 
 @pytest.mark.parametrize("block_size", [4, 16, 48])

@@ -19,6 +19,7 @@ from penstock.planning.memory_plan import all_states
 from penstock.types import Finished, Limits, Request, SamplingParams, TokenLogprob, Tokens, blocks_for
 
 GOLDENS = Path(__file__).parents[1] / "models" / "goldens"
+CHUNKED = GOLDENS.parent / "folders" / "llama4_chunks"  # chunks leave blocks behind, as windows do
 BACKENDS: dict[str, Callable[[], Any]] = {"ref": RefBackend, "cpu": lambda: CpuBackend(2, kv="f32")}
 LIMITS = Limits(max_len=64, max_rows=4, step_tokens=24, block_size=4, num_blocks=0, vocab=48)
 PARAMS = SamplingParams(temperature=0, logprobs=20, ignore_eos=True)
@@ -27,9 +28,10 @@ NEAR = 1e-3
 Make = Callable[..., Engine]
 
 
-@pytest.fixture(params=sorted(folder.name for folder in GOLDENS.iterdir()))
+@pytest.fixture(params=[*sorted(GOLDENS.iterdir()), CHUNKED], ids=lambda folder: folder.name)
 def folder(request: pytest.FixtureRequest) -> Path:
-    return GOLDENS / request.param
+    found: Path = request.param
+    return found
 
 
 @pytest.fixture(params=BACKENDS)

@@ -22,6 +22,7 @@ from penstock.engine.loop import Abort, Add, Close, FlushCache, Message
 from penstock.errors import ConfigError, EngineUnavailable, MalformedFile, PenstockError, error_of
 from penstock.ipc import wire
 from penstock.ipc.inprocess import InProcessClient
+from penstock.ipc.launchers import SpawnLauncher
 from penstock.ipc.spawn import ProcessClient
 from penstock.types import (
     Aborted,
@@ -90,7 +91,7 @@ def in_process() -> InProcessClient:
 
 
 def in_its_own(model: str = "fake", pauses: tuple[float, ...] = (0.01, 0.01)) -> ProcessClient:
-    return ProcessClient(Config(model=model), (sys.executable, "-c", FAKE_HOST), pauses)
+    return ProcessClient(Config(model=model), SpawnLauncher((sys.executable, "-c", FAKE_HOST)), pauses)
 
 
 @asynccontextmanager
@@ -257,7 +258,7 @@ def test_start_up_errors_keep_their_name_and_text() -> None:
             await in_its_own("crash").start()
         with pytest.raises(EngineUnavailable, match=f"is not of version {__version__}"):
             await in_its_own("old").start()
-        missing = ProcessClient(Config(model="x"), ("/nonexistent/python",))
+        missing = ProcessClient(Config(model="x"), SpawnLauncher(("/nonexistent/python",)))
         with pytest.raises(EngineUnavailable, match="could not be started"):
             await missing.start()
 
@@ -325,10 +326,11 @@ def test_the_engine_leaves_with_its_parent(tmp_path: Path) -> None:
     parent = f"""
 import asyncio, sys
 from penstock.config import Config
+from penstock.ipc.launchers import SpawnLauncher
 from penstock.ipc.spawn import ProcessClient
 
 async def main():
-    client = ProcessClient(Config(model="fake"), (sys.executable, "-c", {FAKE_HOST!r}))
+    client = ProcessClient(Config(model="fake"), SpawnLauncher((sys.executable, "-c", {FAKE_HOST!r})))
     print((await client.start()).pid, flush=True)
     await asyncio.sleep(600)
 

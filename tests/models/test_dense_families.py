@@ -259,10 +259,8 @@ def test_hunyuan_stretches_the_base_of_its_rope():
     ("config", "change"),
     [
         (GEMMA, {"hidden_act": "silu"}),
-        (COMMAND_R, {"use_qk_norm": True}),
         (COMMAND_R7B, {"use_parallel_block": False}),
         (COMMAND_R7B, {"rotary_pct": 0.5}),
-        (STABLELM_2, {"qk_layernorm": True}),
         (CWM, {"attention_bias": True}),
         (HUNYUAN, {"use_qk_norm": False}),
         (HUNYUAN, {"use_cla": True}),
@@ -271,6 +269,13 @@ def test_hunyuan_stretches_the_base_of_its_rope():
 def test_what_is_refused(config, change):
     with pytest.raises(UnsupportedModel, match=next(iter(change))):
         read_config(config | change)
+
+
+def test_command_r_plus_and_stablelm_2_12b_norm_each_head(goldens):
+    assert read_config(COMMAND_R | {"use_qk_norm": True}).attn.qk_norm == "layer"
+    assert read_config(STABLELM_2 | {"qk_layernorm": True}).attn.qk_norm == "layer"
+    for name in ("cohere_plus", "stablelm_12b"):
+        assert open_checkpoint(goldens / name / "model.gguf").spec.attn.qk_norm == "layer"
 
 
 def test_a_file_may_call_stablelm_parallel_that_is_not(gguf_with, goldens):

@@ -225,6 +225,8 @@ def test_windows_that_a_file_cannot_tell_of_are_refused(folder_with: Callable[..
         ("mixtral", "sliding_window", 9, "mixtral cannot express sliding_window = 9"),
         ("phi3", "sliding_window", 9, "phi3 cannot express sliding_window = 9"),
         ("starcoder2", "sliding_window", 9, "starcoder2 cannot express sliding_window = 9"),
+        ("llama4", "no_rope_layers", [1] * 4, "llama4 cannot express what config.json says"),
+        ("cohere_plus", "use_qk_norm", True, "cohere cannot express use_qk_norm = true in a model of 2 layers"),
         ("qwen3_moe", "norm_topk_prob", False, "qwen3moe cannot express norm_topk_prob = false"),
         ("qwen3next", "norm_topk_prob", False, "qwen3next cannot express norm_topk_prob = false"),
         ("deepseek_v2", "topk_method", "greedy", "deepseek2 cannot express q_lora_rank = null in a model of 2 layers"),

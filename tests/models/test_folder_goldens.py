@@ -1,5 +1,5 @@
 """Models that GGUF files cannot express, against logits that transformers computed (scripts/make_dense_goldens.py,
-scripts/make_older_goldens.py)."""
+scripts/make_older_goldens.py, scripts/make_llama4_goldens.py)."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from penstock.model.load import load_model, open_checkpoint
 
 FOLDERS = Path(__file__).parent / "folders"
 BLOCK_SIZE = 16
-WINDOWED = ("cwm", "vaultgemma")
-NAMES = (*WINDOWED, "falcon_grouped", "gpt_neox_serial", "opt")
+WINDOWED = ("cwm", "llama4_chunks", "vaultgemma")
+NAMES = (*WINDOWED, "falcon_grouped", "gpt_neox_serial", "opt", "opt_350m")
 
 
 @pytest.mark.parametrize("make", [partial(CpuBackend, 2, kv="f32"), RefBackend], ids=["cpu", "ref"])

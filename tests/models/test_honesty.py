@@ -38,6 +38,7 @@ FIRST = {  # what is lacking first where one of these is
     "kv_b": "k_b",
     "interleaved_transposed": "gate",
     "down_transposed": "down",
+    "gate_up_transposed": "gate",
     "interleaved.bias": "gate.bias",
     "stream_in": "stream_in.0",
     "stream_out": "stream_out.0",

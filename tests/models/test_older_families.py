@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from penstock.errors import MalformedFile, ModelError, UnsupportedModel
+from penstock.backend.batches import Chunk, greedy_batch
+from penstock.backend.cpu import CpuBackend
+from penstock.backend.ref import RefBackend
+from penstock.errors import MalformedFile, ModelError
 from penstock.model.config_reader import ConfigReader
 from penstock.model.dequantize import dequantize
-from penstock.model.load import open_checkpoint, read_config, read_fields
+from penstock.model.load import load_model, open_checkpoint, read_config, read_fields
 from penstock.model.spec import ModelSpec
 from penstock.model.tensor import FORMATS, Scales, Tensor, rows_of_groups, some_rows
 
+FOLDERS = Path(__file__).parent / "folders"
 PYTHIA = {  # as EleutherAI/pythia-2.8b has it
     "architectures": ["GPTNeoXForCausalLM"],
     "bos_token_id": 0,
@@ -168,6 +174,9 @@ def test_opt():
     spec = known(OPT)
     assert (spec.first_position, spec.max_len, spec.act, rotated(spec), spec.tied) == (2, 2048, "relu", 0, True)
     assert "q" not in (known(OPT | {"enable_bias": False}).biases or ())
+    assert not spec.norm_last
+    small = known(OPT | {"do_layer_norm_before": False, "hidden_size": 1024, "word_embed_proj_dim": 512})
+    assert (small.norm_last, small.dim, small.embed_dim) == (True, 1024, 512)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +191,6 @@ def test_opt():
         (FALCON_7B, {"apply_residual_connection_post_layernorm": True}),
         (FALCON_40B, {"parallel_attn": False}),
         (MINICPM, {"num_experts": 8}),
-        (OPT, {"do_layer_norm_before": False}),
         (OPT, {"word_embed_proj_dim": 512}),
         (OPT, {"layer_norm_elementwise_affine": False}),
     ],
@@ -199,12 +207,24 @@ def test_a_minicpm_file_states_its_multipliers(gguf_with, key: str):
         open_checkpoint(gguf_with("minicpm", lambda metadata: metadata.pop(f"minicpm.{key}")))
 
 
-def test_a_falcon_file_with_two_norms_is_refused(gguf_with):
-    def second(tensors: dict[str, Tensor]) -> None:
-        tensors["blk.0.attn_norm_2.weight"] = tensors["blk.0.attn_norm.weight"]
+@pytest.mark.parametrize("make", [partial(CpuBackend, 2, kv="f32"), RefBackend], ids=["cpu", "ref"])
+def test_a_falcon_file_with_two_norms(make):
+    """It gives the name of the only norm to that of the MLP."""
+    folder, backend = FOLDERS / "falcon_grouped", make()
+    with np.load(folder / "expected.npz") as file:
+        tokens, wanted = file["tokens"].tolist(), file["logits"]
+    backend.load(load_model(open_checkpoint(folder / "model.gguf"), backend))
+    backend.reserve_kv(3, 16)
+    assert np.abs(backend.logits(greedy_batch([Chunk(tokens, 0, range(3))])) - wanted).max() < 1e-4
 
-    with pytest.raises(UnsupportedModel, match="attn_norm_2"):
-        open_checkpoint(gguf_with("falcon", tensors=second))
+
+def test_a_falcon_file_has_two_norms_in_all_layers_or_in_none(gguf_with):
+    def second(tensors: dict[str, Tensor]) -> None:
+        for kind in ("weight", "bias"):
+            tensors[f"blk.0.attn_norm_2.{kind}"] = tensors[f"blk.0.attn_norm.{kind}"]
+
+    with pytest.raises(MalformedFile, match=r"layers\.1\.attn_norm"):
+        load_model(open_checkpoint(gguf_with("falcon", tensors=second)), RefBackend())
 
 
 def test_rows_of_groups_are_found_with_their_scales():

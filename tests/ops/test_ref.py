@@ -259,7 +259,8 @@ def test_sampled_rows_only(rng):
 
 
 def test_product_code_imports_no_generators_of_test_inputs():
-    generators = {f"penstock.backend.ref.{name}" for name in ("cases", "delta_cases", "random_steps")}
+    names = ("cases", "delta_cases", "llama4_cases", "mamba2_cases", "scan_cases", "random_steps")
+    generators = {f"penstock.backend.ref.{name}" for name in names}
     source = Path(penstock.__file__).parent
     own = {source / f"{name.removeprefix('penstock.').replace('.', '/')}.py" for name in generators}
     assert all(path.exists() for path in own)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +25,7 @@ from penstock.server.access.protocol import BoundedProtocol
 from penstock.server.app import bind
 from tests.server import toys
 
+NOTHING: Mapping[str, Any] = {}
 WAIT = 120.0  # seconds after which something hangs: much longer than a busy machine takes
 
 
@@ -62,10 +63,19 @@ class Server:
 
 @contextmanager
 def serving(
-    client: Any, text: Any, name: str, path: Path | None = None, space: Space | None = None, **settings: Any
+    client: Any,
+    text: Any,
+    name: str,
+    path: Path | None = None,
+    space: Space | None = None,
+    pool: Mapping[str, Any] = NOTHING,
+    **settings: Any,
 ) -> Iterator[Server]:
+    """Serves a client's engine. `pool` are settings of the pool, the others those of the server."""
+    lenient = settings.get("rules", Rules()).lenient
+    models = toys.pool_of(client, text, name, path, lenient=lenient, **pool)
     with TemporaryDirectory() as folder:
-        app = create_app(client, text, name, Setup(path, space or Space(Path(folder) / "data"), **settings))
+        app = create_app(models, Setup(space=space or Space(Path(folder) / "data"), **settings))
         yield from _serving(client, app)
 
 

@@ -344,7 +344,7 @@ from penstock.server.access.guard import Rules
 pace, space = float(sys.argv[2]), Space(Path(sys.argv[1]))
 client = InProcessClient(lambda: toys.open_paced_parrot(pace))
 rules = Rules(keys=Path(sys.argv[3]) if sys.argv[3:] else None)
-serve(client, toys.ToyText, "toy/parrot", "127.0.0.1", 0, Setup(space=space, rules=rules))
+serve(toys.pool_of(client, toys.ToyText(), "toy/parrot"), "127.0.0.1", 0, Setup(space=space, rules=rules))
 """
 
 

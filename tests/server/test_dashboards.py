@@ -155,7 +155,7 @@ PREFIXES = {"vllm": "vllm:", "llamacpp": "llamacpp:", "sglang": "sglang:", "tgi"
 def renamed(serve: Any) -> Any:
     """Exports the names of SGLang, TGI and Triton only, after an answer, an error and a client that left."""
     client = InProcessClient(toys.open_slow_parrot, "parrot")
-    with serve(client, toys.ToyText(), MODEL, metric_sets=("sglang", "tgi", "nv")) as server:
+    with serve(client, toys.ToyText(), MODEL, pool={"metric_sets": ("sglang", "tgi", "nv")}) as server:
         server.post("/v1/completions", model=MODEL, prompt="[hello there]", max_tokens=9)
         with server.http.stream("POST", "/v1/completions", json={"prompt": "[*ab]", "stream": True}) as answer:
             next(answer.iter_lines())

@@ -173,7 +173,9 @@ def tell(capsys: pytest.CaptureFixture[str]) -> Callable[[int], None]:
 
 
 def nothing_is_left(server: Any) -> None:
+    """Checks an engine that has nothing to do. A keep_alive of 0 may have unloaded the model."""
     server.until_idle()
+    assert server.http.post("/wake_up").status_code == 200
     stats = server.client.stats
     assert stats.blocks_used == 0
     assert stats.blocks_free + stats.blocks_cached == server.client.hello.limits.num_blocks

@@ -108,7 +108,7 @@ def test_every_client_raises_its_own_error_without(locked: Locked, key: str) -> 
 
 
 def routes() -> Iterator[tuple[str, str]]:
-    app: Any = create_app(InProcessClient(toys.open_parrot, "parrot"), toys.ToyText(), MODEL)
+    app: Any = create_app(toys.pool_of(InProcessClient(toys.open_parrot, "parrot"), toys.ToyText(), MODEL))
     while not isinstance(app, Starlette):
         app = app._app
     for route in app.routes:
@@ -222,8 +222,11 @@ def test_requests_at_once(locked: Locked) -> None:
 
 
 def test_models_a_key_is_not_for(locked: Locked) -> None:
+    other = locked.key("else", models=("another",))
+    assert locked.openai(other).models.list().data == []
     with pytest.raises(openai.PermissionDeniedError, match="only another"):
-        locked.openai(locked.key("else", models=("another",))).models.list()
+        locked.openai(other).models.retrieve(MODEL)
+    assert locked.ask(other).status_code == 403
     assert locked.ask(locked.key("this", models=("another", MODEL))).status_code == 200
 
 

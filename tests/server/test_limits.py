@@ -297,7 +297,7 @@ def test_every_choice_takes_a_place(narrow: Server) -> None:
 
 
 def test_an_answer_uses_its_requests_place_and_others_take_their_own(parrot: Server) -> None:
-    in_flight = requests_in_flight(parrot.client, 0)
+    in_flight = requests_in_flight(lambda: toys.LIMITS.max_rows, 0)
     admissions = [Admission(in_flight) for _ in range(toys.LIMITS.max_rows)]
     for admission in admissions[1:]:
         admission.open()

@@ -41,7 +41,8 @@ from penstock.server.access import guard, protocol
 
 app.IDLE_SECONDS = protocol.IDLE_SECONDS = protocol.HEAD_SECONDS = protocol.STALLED_SECONDS = {WAIT}
 guard.BODY_SECONDS = {WAIT}
-serve(ProcessClient(Config(model="parrot"), toys.HOST), toys.ToyText, "toy/parrot", "127.0.0.1", 0,
+client = ProcessClient(Config(model="parrot"), toys.HOST)
+serve(toys.pool_of(client, toys.ToyText(), "toy/parrot", lenient=False), "127.0.0.1", 0,
       Setup(rules=guard.Rules(lenient=False)))
 """
 

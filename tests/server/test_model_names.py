@@ -31,8 +31,8 @@ NAME_NEEDED = ("/v1/messages", "/api/")
 
 @pytest.fixture(scope="module")
 def renamed(serve: Callable[..., Any]) -> Iterator[Any]:
-    rules = Rules(lenient=False, aliases=("big-*", "text-embedding-3-small"))
-    with serve(InProcessClient(toys.open_parrot, "parrot"), toys.ToyText(), MODEL, rules=rules) as server:
+    rules, pool = Rules(lenient=False), {"aliases": ("big-*", "text-embedding-3-small")}
+    with serve(InProcessClient(toys.open_parrot, "parrot"), toys.ToyText(), MODEL, rules=rules, pool=pool) as server:
         yield server
 
 

@@ -15,6 +15,7 @@ from penstock.server.llamacpp import server_state
 from penstock.server.openai import files
 from penstock.server.openapi import DocumentedRoute
 from penstock.server.responses import fields as responses_fields
+from tests.server import toys
 
 
 @pytest.fixture
@@ -27,7 +28,7 @@ def routes(monkeypatch: pytest.MonkeyPatch, toy_text: Any) -> list[DocumentedRou
         return Starlette(routes=routes, **rest)
 
     monkeypatch.setattr(app, "Starlette", starlette)
-    app.create_app(None, toy_text, "toy")  # type: ignore[arg-type]
+    app.create_app(toys.pool_of(None, toy_text, "toy"))
     return found
 
 

@@ -44,7 +44,7 @@ class Script:
 
 
 def served(client: Any) -> ServedModel:
-    return ServedModel(client, toys.ToyText(), "toy", 0, Metrics(client, "toy"))  # type: ignore[arg-type]
+    return ServedModel(client, toys.ToyText(), "toy", 0, Metrics(lambda: [("toy", client)], "toy"))  # type: ignore[arg-type]
 
 
 def said(steps: list[list[Event]], **sampling: Any) -> tuple[list[Delta], Script]:

@@ -11,7 +11,6 @@ import httpx
 import pytest
 
 from penstock.ipc.inprocess import InProcessClient
-from penstock.server.access.guard import Rules
 from penstock.text import ChatTemplate, Text
 from tests.server import toys
 from tests.server.conftest import Server, serving
@@ -39,8 +38,8 @@ def open_text() -> Any:
 @pytest.fixture(scope="module")
 def templated() -> Iterator[Server]:
     """Renders chats with a template of its own, and with those that requests bring."""
-    rules = Rules(lenient=True, trust_templates=True)
-    with serving(InProcessClient(toys.open_parrot, "parrot"), open_text(), MODEL, rules=rules) as server:
+    pool = {"trust_templates": True}
+    with serving(InProcessClient(toys.open_parrot, "parrot"), open_text(), MODEL, pool=pool) as server:
         yield server
 
 

@@ -12,6 +12,8 @@ import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from copy import copy
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -21,6 +23,9 @@ from penstock.backend.base import Batch, Ints
 from penstock.backend.pooling import Pools
 from penstock.engine.engine import Engine
 from penstock.ipc.host import host
+from penstock.ipc.launchers import SpawnLauncher
+from penstock.server.models import Alias, ModelPool, ModelSource, PoolSettings, client_aliases
+from penstock.server.telemetry.compat_metrics import DEFAULT_SETS
 from penstock.text import ChatPrompt, ChatTemplate, Text
 from penstock.text.sampling_defaults import FALLBACK
 from penstock.text.tool_formats import PLAIN, AnswerFormat, find_tool_format
@@ -29,6 +34,22 @@ from penstock.types import Limits, RowResult, StepResult, TokenLogprob
 END = 256
 ENDLESS = 2**15  # tokens: no test waits for so many
 LIMITS = Limits(max_len=512, max_rows=16, step_tokens=64, block_size=16, num_blocks=256, vocab=257, dim=8)
+
+
+def pool_of(
+    client: Any,
+    text: Any,
+    name: str,
+    path: Path | None = None,
+    aliases: Sequence[str] = (),
+    lenient: bool = True,
+    **settings: Any,
+) -> ModelPool:
+    """Returns a pool of one model, whose engine is the client's."""
+    sets = settings.pop("metric_sets", DEFAULT_SETS)
+    names = (*(Alias(pattern, name) for pattern in aliases), *(client_aliases(name) if lenient else ()))
+    source = ModelSource(name, lambda: client, lambda: text, path)
+    return ModelPool([source], PoolSettings(aliases=names, **settings), sets)
 
 
 class ToyTokenizer:
@@ -60,6 +81,9 @@ class ToyText:
     opened = False
     sampling_defaults: Mapping[str, Any] = FALLBACK
     sampling = Text.sampling
+    preamble: tuple[Any, ...] = ()
+    other_template: ChatTemplate | None = None
+    _after_preamble = Text._after_preamble
 
     def encode_prompt(self, text: str) -> list[int]:
         return list(text.encode())
@@ -68,7 +92,10 @@ class ToyText:
         return self.encode_prompt(text)
 
     def render_chat(self, messages: Sequence[dict[str, Any]], **_: Any) -> str:
-        return "".join(f"{message['role']}:{message['content']}\n" for message in messages) + "assistant:"
+        chat = self._after_preamble(messages)
+        if self.other_template is not None:
+            return self.other_template.render(chat)
+        return "".join(f"{message['role']}:{message['content']}\n" for message in chat) + "assistant:"
 
     def encode_chat(self, messages: Sequence[dict[str, Any]], **_: Any) -> list[int]:
         return self.encode_prompt(self.render_chat(messages))
@@ -77,8 +104,17 @@ class ToyText:
         return ChatPrompt(self.encode_chat(messages, **kwargs), self.opened)
 
     def with_template(self, template: ChatTemplate) -> ToyText:
-        twin = ToyText()
-        twin.encode_chat = lambda messages, **_: self.encode_prompt(template.render(messages))  # type: ignore[method-assign]
+        return self._with(other_template=template)
+
+    def with_preamble(self, messages: Sequence[dict[str, Any]]) -> ToyText:
+        return self._with(preamble=tuple(messages))
+
+    def with_sampling(self, defaults: Mapping[str, Any]) -> ToyText:
+        return self._with(sampling_defaults={**self.sampling_defaults, **defaults})
+
+    def _with(self, **changed: Any) -> ToyText:
+        twin = copy(self)
+        vars(twin).update(changed)
         return twin
 
     def takes(self, name: str) -> bool:
@@ -99,6 +135,12 @@ class Hermes(ToyText):
     def chat_prompt(self, messages: Any, **kwargs: Any) -> ChatPrompt:
         self.given = {"messages": messages, **kwargs}
         return super().chat_prompt(messages)
+
+    def with_preamble(self, messages: Sequence[dict[str, Any]]) -> ToyText:
+        return self
+
+    def with_sampling(self, _: Mapping[str, Any]) -> ToyText:
+        return self
 
     def takes(self, name: str) -> bool:
         return name in self._words
@@ -180,7 +222,7 @@ def open_paced_parrot(pace: float, **limits: int) -> Engine:
     return Engine(Parrot(paced, pace), paced)  # type: ignore[arg-type]
 
 
-HOST = (sys.executable, __file__)
+HOST = SpawnLauncher((sys.executable, __file__))
 
 if __name__ == "__main__":
     host(lambda _: open_slow_parrot())

@@ -48,6 +48,7 @@ class Option(NamedTuple):
     minimum: float | None = None
     maximum: float | None = None
     env: str = ""  # the environment variable that gives the default
+    short: str = ""  # a second flag of one letter
 
 
 class EngineOptions(NamedTuple):
@@ -170,12 +171,15 @@ def _parameters(function: Callable[..., None]) -> Iterator[tuple[Parameter, Any,
         yield parameter, *get_args(hints[parameter.name])
 
 
+NUMBERS = {(False, True): "?", (True, True): "*", (True, False): "+"}  # by (is a list, may be left out)
+
+
 def _add_argument(group: argparse._ArgumentGroup, declared: Declared, argument: Argument) -> None:
     optional = declared.default is not REQUIRED
     group.add_argument(
         declared.name,
         metavar=argument.metavar,
-        nargs="?" if optional else "+" if declared.kind == list[str] else None,
+        nargs=NUMBERS.get((declared.kind == list[str], optional)),
         default=declared.default if optional else None,
         help=argument.help + _default_text(declared.default),
     )
@@ -191,6 +195,7 @@ def _add_option(group: argparse._ArgumentGroup, declared: Declared, option: Opti
         return
     value_type = next((number for number in (int, float) if kind in (number, number | None)), str)
     group.add_argument(
+        *([option.short] if option.short else []),
         flag,
         dest=dest,
         metavar={int: "NUMBER", float: "NUMBER", str: "TEXT"}[value_type],

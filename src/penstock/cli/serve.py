@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from penstock.cli import options
-from penstock.cli.command import Option, OptionGroup, UsageError
-from penstock.cli.terminal import obtain
+from penstock.cli.command import Argument, Option, OptionGroup, UsageError
+from penstock.cli.served_models import FoundModel, TextChanges, served_models, source_of
 
 if TYPE_CHECKING:
+    from penstock.ipc.launchers import Launcher
     from penstock.server import Space
     from penstock.server.access.guard import Rules
+    from penstock.server.models import Alias
+    from penstock.server.models.ledger import Budget
     from penstock.server.telemetry.tracing import Traces
-    from penstock.text import Text
+
+SHARE_OF_MEMORY = 0.8  # of what is free, for models
+LIKELY_LOADED = 4  # models at once, where no option limits them
 
 
 class ListenOptions(NamedTuple):
@@ -24,15 +27,42 @@ class ListenOptions(NamedTuple):
         "127.0.0.1"
     )
     port: Annotated[int, Option(minimum=0, maximum=65535, help="Port to listen on. 0: any free port.")] = 8000
-    name: Annotated[str, Option(help="Name of the model for clients. By default, the name given here.")] = ""
+    name: Annotated[str, Option(help="Name of the first model for clients. By default, the name given here.")] = ""
     alias: Annotated[
         list[str] | None,
         Option(
-            help="Further name of the model, such as 'gpt-4o=smollm2' or '*=smollm2': NAME may have wildcards. May be "
+            help="Further name of a model, such as 'gpt-4o=smollm2' or '*=smollm2': NAME may have wildcards. May be "
             "repeated. Without --strict, claude*, gpt-*, chatgpt*, codex*, o[0-9]*, tgi, dummy and default are names "
-            "of it anyway.",
+            "of the first model anyway.",
         ),
     ] = None
+
+
+class PoolOptions(NamedTuple):
+    models_dir: Annotated[str, Option(help="Folder whose GGUF files and model folders are served, too.")] = ""
+    memory: Annotated[
+        int, Option(minimum=0, help="Most bytes of all loaded models together. 0: four fifths of what is free now.")
+    ] = 0
+    max_loaded: Annotated[int, Option(minimum=0, help="Most models loaded at once. 0: as many as fit.")] = 0
+    idle_unload: Annotated[
+        float,
+        Option(
+            minimum=0,
+            help="Seconds after which a model that nobody uses is unloaded, unless a request's keep_alive says "
+            "otherwise. 0: it stays while there is room.",
+        ),
+    ] = 0
+
+    def budget(self) -> Budget:
+        """Returns how much all models may take."""
+        from penstock.config import available_memory
+        from penstock.server.models.ledger import Budget
+
+        return Budget(self.memory or int(available_memory() * SHARE_OF_MEMORY), self.max_loaded)
+
+    def keep_alive(self) -> float:
+        """Returns how many seconds a model stays loaded that nobody uses."""
+        return self.idle_unload or float("inf")
 
 
 class StorageOptions(NamedTuple):
@@ -80,7 +110,7 @@ class AccessOptions(NamedTuple):
     ] = False
     ignore_unknown_fields: Annotated[bool, Option(help="The default, kept for older scripts: see --strict.")] = False
 
-    def rules(self, aliases: tuple[str, ...], *, trust_templates: bool) -> Rules:
+    def rules(self) -> Rules:
         """Returns who may send what to the server."""
         from penstock.server.access.guard import Rules
 
@@ -93,8 +123,6 @@ class AccessOptions(NamedTuple):
             tuple(self.cors or ()),
             self.max_waiting,
             lenient=not self.strict,
-            aliases=aliases,
-            trust_templates=trust_templates,
         )
 
 
@@ -185,79 +213,89 @@ class TelemetryOptions(NamedTuple):
 
 
 def serve(
-    model: options.ModelRef = options.DEFAULT_MODEL,
+    models: Annotated[
+        list[str],
+        Argument(
+            metavar="MODEL",
+            help="Names, paths, hf:owner/repo[/file] or pypi:package/file. Without any, every model in the store.",
+        ),
+    ] = [],  # noqa: B006  it is only read
     *,
     listen: Annotated[ListenOptions, OptionGroup()],
+    pool: Annotated[PoolOptions, OptionGroup()],
     storage: Annotated[StorageOptions, OptionGroup()],
     access: Annotated[AccessOptions, OptionGroup()],
     template: Annotated[TemplateOptions, OptionGroup()],
     telemetry: Annotated[TelemetryOptions, OptionGroup()],
     engine: options.EngineSettings,
 ) -> None:
-    """Serve a model over HTTP: OpenAI's, Anthropic's and Ollama's APIs on one port.
+    """Serve models over HTTP: OpenAI's, Anthropic's and Ollama's APIs on one port.
 
       penstock serve
-      penstock serve ./model.gguf --port 9000 --max-len 4096
+      penstock serve smollm2 ./model.gguf --port 9000 --max-len 4096
       penstock serve --host 0.0.0.0 --keys ~/.config/penstock/keys.json
       curl http://127.0.0.1:8000/v1/chat/completions -H 'content-type: application/json' \\
         -d '{"model": "smollm2", "messages": [{"role": "user", "content": "Hello"}]}'
+
+    One model is loaded at once. Of several, each is loaded when it is first asked for, and those that were not used for
+    the longest time make room.
 
     Quantized weights stay quantized. On a GPU these are Q4_0 to Q8_0 and Q4_K to Q6_K of GGUF files and FP8 (e4m3);
     other formats become bf16 there, and FP8 becomes bf16 on a CPU: the log says so. --quantize quantizes plain weights.
     """
     traces = telemetry.traces()
-    path = obtain(model)
+    found = served_models(models, pool.models_dir, listen.name)
 
     from penstock import server
-    from penstock.config import configure
-    from penstock.ipc.spawn import ProcessClient
+    from penstock.server.models import ModelPool, PoolSettings, client_aliases
     from penstock.server.telemetry.access_log import LogSettings
 
-    name = listen.name or _short_name(model, path)
-    config = configure(path, engine, name=name)
-    rules = access.rules(_patterns(listen.alias or [], name), trust_templates=template.trust_request_chat_template)
+    rules, budget = access.rules(), pool.budget()
+    aliases = _aliases(listen.alias or [], [each.name for each in found])
+    settings = PoolSettings(
+        budget,
+        pool.keep_alive(),
+        aliases + (client_aliases(found[0].name) if rules.lenient else ()),
+        template.trust_request_chat_template,
+    )
+    text = TextChanges(template.source(), template.sampling())
+    kv_memory, launcher = _kv_memory(budget, len(found)), _launcher(len(found))
+    sources = [source_of(each, engine, text, launcher, kv_memory) for each in found]
     log = LogSettings(telemetry.log_level, telemetry.log_format)
-    setup = server.Setup(path, storage.space(), rules, traces, telemetry.metric_sets(), log)
-    load = partial(_load_text, model, path, config.config, template.source(), template.sampling())
-    server.serve(ProcessClient(config), load, name, listen.host, listen.port, setup)
+    setup = server.Setup(_data_name(found), storage.space(), rules, traces, log)
+    server.serve(ModelPool(sources, settings, telemetry.metric_sets()), listen.host, listen.port, setup)
 
 
-def _load_text(model: str, path: Path, changes: Sequence[str], template: str, sampling: dict[str, Any]) -> Text:
-    """Loads the tokenizer, the chat template and the sampling defaults, a derived model's own included. `template` and
-    `sampling` replace the model's own. Warns about a model that comes without a template."""
-    from penstock.model.load import load_text
-    from penstock.store import find_derived
-    from penstock.text.sampling_defaults import defaults_in_modelfile
-
-    derived = find_derived(model)
-    derived_sampling = defaults_in_modelfile(derived.parameters if derived else {})
-    text = load_text(path, changes).with_sampling(derived_sampling | sampling)
-    if template:
-        return text.with_template_text(template)
-    if text.template is None and not text.tokenizer.closing:  # an encoder has tokens that close a text, and no chats
-        print("the model has no chat template: chats are rendered as ChatML (see --chat-template)", file=sys.stderr)
-    return text
+def _data_name(found: list[FoundModel]) -> str:
+    """Returns the name of the folder for uploaded files: the model's, or that of all servers with several models."""
+    return found[0].name if len(found) == 1 else "models"
 
 
-def _patterns(aliases: list[str], served_name: str) -> tuple[str, ...]:
-    """Returns the names of aliases; raises if one is not for the served model."""
-    patterns = []
-    for alias in aliases:
-        name, _, model = alias.rpartition("=")
-        if not name or model != served_name:
-            raise UsageError(f"--alias is written NAME={served_name}, for the model that is served; got {alias!r}")
-        patterns.append(name)
-    return tuple(patterns)
+def _launcher(models: int) -> Launcher:
+    """Returns what starts engine processes. Several models are loaded again and again: their processes are forked."""
+    from penstock.ipc.launchers import ForkLauncher, SpawnLauncher
+
+    if models == 1:
+        return SpawnLauncher()
+    forking = ForkLauncher()
+    forking.warm_up()
+    return forking
 
 
-def _short_name(model: str, path: Path) -> str:
-    """Returns the name that the model is served by. A derived model is served by its base's name, because only Ollama's
-    clients can use its settings."""
-    from penstock.store import find, find_derived
+def _kv_memory(budget: Budget, models: int) -> int:
+    """Returns the bytes for the KV cache of each of several models, where no option says how many; 0: one model takes
+    what it wants. Half of the budget is for caches, of as many models as are likely to be loaded at once."""
+    return 0 if models == 1 else budget.bytes // 2 // min(models, budget.models or LIKELY_LOADED)
 
-    derived = find_derived(model)
-    if derived is not None and derived.base:
-        return derived.base
-    if find(model):
-        return model
-    return path.stem if path.is_file() else path.resolve().name
+
+def _aliases(given: list[str], names: list[str]) -> tuple[Alias, ...]:
+    """Returns the aliases; raises if one is not for a model that is served."""
+    from penstock.server.models import Alias
+
+    aliases = []
+    for alias in given:
+        pattern, _, model = alias.rpartition("=")
+        if not pattern or model not in names:
+            raise UsageError(f"--alias is written NAME={names[0]}, for a model that is served; got {alias!r}")
+        aliases.append(Alias(pattern, model))
+    return tuple(aliases)

@@ -23,6 +23,10 @@ class EngineClient(Protocol):
     def restarts(self) -> int: ...
 
     @property
+    def in_flight(self) -> int:
+        """Returns how many requests have not had their last event."""
+
+    @property
     def stats(self) -> Stats:
         """Returns the engine's latest statistics. They arrive after every step and every message."""
 

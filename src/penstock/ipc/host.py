@@ -6,6 +6,7 @@ Standard input stays open as long as the parent lives. When it ends, this proces
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import shutil
 import signal
@@ -25,7 +26,9 @@ from penstock.errors import PenstockError
 from penstock.ipc import wire
 from penstock.types import Hello
 
-STDIN = 0
+OpenEngine = Callable[[Config], Engine]
+
+STDIN, STDOUT, STDERR = 0, 1, 2
 
 
 class SocketInbox:
@@ -41,12 +44,25 @@ class SocketInbox:
             return messages
 
 
-def host(open: Callable[[Config], Engine]) -> None:
+def host(open: OpenEngine) -> None:
     """Serves one client until it sends Close or ends. An engine that cannot start sends the reason and exits."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides when to stop
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=Config)
-    address = sys.argv[1]
-    threading.Thread(target=_exit_with_parent, args=[address], daemon=True).start()
+    _host(open, sys.argv[1], config, _until_stdin_ends)
+
+
+def serve_forked(address: str, config: bytes) -> None:
+    """Serves one client in a forked process, as `host` does in a program of its own."""
+    from penstock.engine.build import open_engine
+
+    os.setsid()  # an interrupt of the terminal is the server's
+    os.dup2(STDERR, STDOUT)
+    given = msgspec.json.decode(config, type=Config)
+    _host(lambda config: open_engine(config, log_line), address, given, _until_parent_ends)
+
+
+def _host(open: OpenEngine, address: str, config: Config, until_parent_ends: Callable[[], None]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides when to stop
+    threading.Thread(target=_exit_with_parent, args=[address, until_parent_ends], daemon=True).start()
     with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
         socket.connect(address)
         try:
@@ -70,10 +86,20 @@ def _serve(engine: Engine, model: str, socket: zmq.Socket[bytes]) -> None:
         engine.close()
 
 
-def _exit_with_parent(address: str) -> None:
-    """Exits when the parent has ended, and removes the socket's folder: a killed parent could not."""
+def _until_stdin_ends() -> None:
     while os.read(STDIN, 4096):
         pass
+
+
+def _until_parent_ends() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+
+
+def _exit_with_parent(address: str, until_parent_ends: Callable[[], None]) -> None:
+    """Exits when the parent has ended, and removes the socket's folder: a killed parent could not."""
+    until_parent_ends()
     shutil.rmtree(Path(address.removeprefix("ipc://")).parent, ignore_errors=True)
     os._exit(0)
 

@@ -27,7 +27,8 @@ class InProcessClient(RequestClient):
         self._thread: threading.Thread | None = None
 
     async def start(self) -> Hello:
-        """Opens the engine in its thread; raises what that raises. Starting twice changes nothing."""
+        """Opens the engine in its thread; raises what that raises. Starting twice changes nothing, and starting after
+        `close` opens it again."""
         if self._thread is None:
             self._loop = asyncio.get_running_loop()
             self._opened: asyncio.Future[Hello] = self._loop.create_future()
@@ -40,6 +41,7 @@ class InProcessClient(RequestClient):
         if self._thread is not None:
             self._engine.send(Close())
             await self._ended
+            self._thread = None
 
     def _send(self, message: Message) -> None:
         if self.hello is None:

@@ -7,11 +7,9 @@ import logging
 import shutil
 import signal
 import tempfile
-from asyncio.subprocess import PIPE, Process
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 
-import msgspec
 import zmq
 import zmq.asyncio
 
@@ -20,11 +18,11 @@ from penstock.config import Config
 from penstock.engine.loop import Close, Message
 from penstock.errors import EngineUnavailable, error_of
 from penstock.ipc import wire
+from penstock.ipc.launchers import EngineChild, Launcher
 from penstock.types import Hello
 
 log = logging.getLogger(__name__)
 
-STDERR = 2
 DELIVERY_SECONDS = 1.0  # that a message may still take after its sender has exited
 
 
@@ -48,35 +46,33 @@ class EngineProcess:
 
     hello: Hello
 
-    def __init__(self, process: Process, link: EngineSocket) -> None:
+    def __init__(self, process: EngineChild, link: EngineSocket) -> None:
         self._process = process
         self._link = link
         self._socket = link.socket
         self._exit = asyncio.create_task(process.wait())
 
     @classmethod
-    async def launch(cls, command: Sequence[str], config: Config) -> EngineProcess:
+    async def launch(cls, launcher: Launcher, config: Config) -> EngineProcess:
         """Starts a process and waits for its hello. An error that keeps the engine from starting is raised here, with
         the type it had there."""
         try:
-            engine = await cls._spawn(command)
+            engine = await cls._spawn(launcher, config)
         except (OSError, zmq.ZMQError) as error:
             raise EngineUnavailable(f"the engine process could not be started: {error}") from error
         try:
-            engine.hello = await engine._greet(config)
+            engine.hello = await engine._greet()
         except BaseException:
             await engine.end(grace=0)
             raise
         return engine
 
     @classmethod
-    async def _spawn(cls, command: Sequence[str]) -> EngineProcess:
+    async def _spawn(cls, launcher: Launcher, config: Config) -> EngineProcess:
         with ExitStack() as undo:
             link = EngineSocket()
             undo.callback(link.close)
-            process = await asyncio.create_subprocess_exec(
-                *command, link.address, stdin=PIPE, stdout=STDERR, start_new_session=True
-            )
+            process = await launcher.launch(link.address, config)
             undo.pop_all()
             return cls(process, link)
 
@@ -102,9 +98,7 @@ class EngineProcess:
             await self._exit
         self._link.close()
 
-    async def _greet(self, config: Config) -> Hello:
-        assert self._process.stdin is not None
-        self._process.stdin.write(msgspec.json.encode(config) + b"\n")
+    async def _greet(self) -> Hello:
         answer = await self._first_answer()
         if isinstance(answer, wire.Refused):
             raise error_of(answer.code, answer.message)

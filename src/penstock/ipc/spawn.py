@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sys
 import time
 from collections.abc import Iterator, Sequence
 
@@ -12,25 +11,26 @@ from penstock.config import Config
 from penstock.engine.loop import Message
 from penstock.errors import EngineUnavailable, PenstockError
 from penstock.ipc import wire
+from penstock.ipc.launchers import Launcher, SpawnLauncher
 from penstock.ipc.process import EngineProcess
 from penstock.ipc.streams import RequestClient
 from penstock.types import Hello, Stats
 
 log = logging.getLogger(__name__)
 
-HOST = (sys.executable, "-m", "penstock.ipc.host")
 PAUSES = (0.05, 0.5, 1.0, 2.0, 4.0)  # seconds before each restart, while engines die early
 EARLY = 10.0  # seconds: an engine that dies within them has died early
+SPAWNING = SpawnLauncher()
 GRACE = 5.0  # seconds that an engine has to exit by itself
 
 
 class ProcessClient(RequestClient):
     """Restarts the engine process when it dies, until it has died early too often."""
 
-    def __init__(self, config: Config, command: Sequence[str] = HOST, pauses: Sequence[float] = PAUSES) -> None:
+    def __init__(self, config: Config, launcher: Launcher = SPAWNING, pauses: Sequence[float] = PAUSES) -> None:
         super().__init__()
         self._config = config
-        self._command = command
+        self._launcher = launcher
         self._pauses = pauses
         self._engine: EngineProcess | None = None
         self._keeper: asyncio.Task[None] | None = None
@@ -60,7 +60,7 @@ class ProcessClient(RequestClient):
         self._streams.deliver(step.events())
 
     async def _launch(self) -> None:
-        self._engine = await EngineProcess.launch(self._command, self._config)
+        self._engine = await EngineProcess.launch(self._launcher, self._config)
         self.hello = self._engine.hello
 
     async def _lose(self, reason: str) -> None:

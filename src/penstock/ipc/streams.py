@@ -41,6 +41,9 @@ class RequestStreams:
     def __init__(self) -> None:
         self._boxes: dict[int, EventMailbox] = {}
 
+    def __len__(self) -> int:
+        return len(self._boxes)
+
     async def follow(self, request: Request, send: Callable[[Message], None]) -> AsyncGenerator[list[Event], None]:
         """Sends the request and yields its events, a list per step, to the last. Leaving before that aborts it. The
         mailbox is bounded by what one sequence can produce."""
@@ -81,6 +84,10 @@ class RequestClient(ABC):
         self.unavailable_reason = "the engine has not been started"
         self._ids = itertools.count(1)
         self._streams = RequestStreams()
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._streams)
 
     def submit(self, request: Request) -> AsyncGenerator[list[Event], None]:
         if self.hello is None:

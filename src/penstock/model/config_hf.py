@@ -203,8 +203,8 @@ def read_rotated(place: ConfigReader, head_dim: int, partial: bool) -> int:
 def read_llama3(fields: ConfigReader, freqs: rope.Freqs, original: int) -> rope.Freqs:
     """Reads llama3's scaling of the frequencies."""
     low, high = fields.number("low_freq_factor"), fields.number("high_freq_factor")
-    if low >= high:
-        raise MalformedFile(f"low_freq_factor {low} must be below high_freq_factor {high} in config.json")
+    if low > high:
+        raise MalformedFile(f"low_freq_factor {low} must not be above high_freq_factor {high} in config.json")
     return rope.llama3(freqs, fields.number("factor"), low, high, original)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from math import inf
 from reprlib import Repr
 from typing import Any
 
@@ -11,6 +12,7 @@ from penstock.errors import MalformedFile, UnsupportedModel
 MAX_SIZE = 2**31 - 1  # sizes and positions are int32 beyond the loader
 MAX_LAYERS = 10_000  # some things are made for each, before any is found in the file
 MAX_EXPERTS = 10_000
+INFINITY = {"__float__": "Infinity"}  # as transformers writes it in JSON
 MAX_SHOWN = 200  # characters of a value in an error: names are shorter, and values of a damaged file may be long
 MIN_NUMBER, MAX_NUMBER = 1e-30, 1e30  # all that a model needs, and computing with them stays finite
 
@@ -40,6 +42,10 @@ class ConfigReader:
     def is_list(self, key: str) -> bool:
         """Returns whether the value is a list, where it may be a single one."""
         return key in self and type(self._values[self._prefix + key]) is list
+
+    def is_text(self, key: str) -> bool:
+        """Returns whether the value is a string, where it may be a number."""
+        return key in self and type(self._values[self._prefix + key]) is str
 
     def size(self, key: str, default: int | None = None, most: int = MAX_SIZE) -> int:
         """Reads a whole number above 0."""
@@ -72,6 +78,10 @@ class ConfigReader:
         """Reads a whole number above 0; returns 0 if the file says -1, which means all there is."""
         return 0 if self._get(key, default) == -1 else self.size(key, default)
 
+    def size_or_auto(self, key: str, auto: int) -> int:
+        """Reads a whole number above 0; returns `auto` if the file says "auto" or nothing."""
+        return auto if self._get(key, "auto") == "auto" else self.size(key)
+
     def number(self, key: str, default: float | None = None, least: float = MIN_NUMBER) -> float:
         """Reads a number that is at least `least`."""
         value = self._get(key, default)
@@ -89,6 +99,13 @@ class ConfigReader:
         if type(value) is not bool:
             raise self._wrong(key, value, "true or false")
         return value
+
+    def flag_or_count(self, key: str, default: bool) -> bool:
+        """Reads true or false, or a whole number that says the same: 0 is false."""
+        value = self._get(key, default)
+        if type(value) not in (bool, int) or value < 0:
+            raise self._wrong(key, value, "true, false or a whole number")
+        return bool(value)
 
     def text(self, key: str, default: str | None = None) -> str:
         """Reads a string."""
@@ -151,6 +168,14 @@ class ConfigReader:
             raise self._wrong(key, value, f"a list of {count} numbers")
         return tuple(map(float, value))
 
+    def bounds(self, key: str) -> tuple[float, float]:
+        """Reads the least and the greatest that a value may be; 0 and infinity if the key is absent."""
+        value = self._get(key, [0.0, inf])
+        found = [inf if one == INFINITY else one for one in value] if type(value) is list else []
+        if len(found) != 2 or not all(type(one) in (int, float) for one in found) or not 0 <= found[0] <= found[1]:
+            raise self._wrong(key, value, "two numbers, the least and the greatest")
+        return float(found[0]), float(found[1])
+
     def flags(self, key: str, count: int) -> tuple[bool, ...]:
         """Reads `count` zeros and ones."""
         value = self._get(key, None)
@@ -183,6 +208,10 @@ class ConfigReader:
     def having(self, **values: Any) -> ConfigReader:
         """Returns a reader that sees other values of these keys."""
         return self._derived({**self._values, **values})
+
+    def with_value(self, key: str, value: Any) -> ConfigReader:
+        """Returns a reader that sees another value of a key, which may have a prefix in the file."""
+        return self._derived({**self._values, self._prefix + key: value})
 
     def without(self, *keys: str) -> ConfigReader:
         """Returns a reader that does not see these keys."""

@@ -98,10 +98,14 @@ class MoE:
     router: Weight
     experts: ExpertWeights
     shared: SharedExpert | None
+    latent: tuple[Weight, Weight] | None = None  # projects to what experts compute with, and from there
 
     def __call__(self, ops: Ops[V], x: V) -> V:
         router_logits = ops.linear(x, self.router, precision="float32")
-        y = ops.moe(x, router_logits, self.experts, self.spec)
+        inner = x if self.latent is None else ops.linear(x, self.latent[0])
+        y = ops.moe(inner, router_logits, self.experts, self.spec)
+        if self.latent is not None:
+            y = ops.linear(y, self.latent[1])
         return ops.add(self.shared(ops, x), y) if self.shared else y
 
 
@@ -191,7 +195,7 @@ class ParallelLayer:
 class Decoder:
     """Computes logits with layers of a mixer and an MLP. Most families are one of these."""
 
-    layers: tuple[Layer | ParallelLayer, ...]
+    layers: tuple[Layer | ParallelLayer | Block, ...]
     ends: Ends
 
     def forward(self, ops: Ops[V]) -> V:
@@ -232,6 +236,8 @@ def qk_norms(spec: ModelSpec, pack: Packer, layer: int) -> tuple[Weight, ...]:
     a = spec.attention(layer)
     if not a.qk_norm:
         return ()
+    if a.qk_norm == "unit":
+        return pack.ones(a.head_dim), pack.ones(a.head_dim)
     sizes = {"q": a.head_dim, "k": a.head_dim} if a.qk_norm == "head" else {"q": a.q_width, "k": a.kv_width}
     return tuple(
         pack.vector(f"layers.{layer}.{part}_norm", size, spec.gain_offset)
@@ -255,15 +261,20 @@ def mlp_or_experts(spec: ModelSpec, pack: Packer, layer: int) -> Mlp | MoE:
     if spec.experts is None or layer in spec.dense:
         return mlp(spec, pack, name, spec.hidden)
     router = pack.matrix((f"{name}.router", spec.experts.count), width=spec.dim)
-    experts = pack.experts(name, spec.experts, spec.dim)
-    return MoE(spec.experts, router, experts, shared_expert(spec, pack, f"{name}.shared"))
+    width = spec.experts.width or spec.dim
+    experts, latent = pack.experts(name, spec.experts, width), None
+    if spec.experts.width:
+        outer = pack.matrix((f"{name}.latent_out", spec.dim), width=width)
+        latent = pack.matrix((f"{name}.latent_in", width), width=spec.dim), outer
+    return MoE(spec.experts, router, experts, shared_expert(spec, pack, f"{name}.shared"), latent)
 
 
 def shared_expert(spec: ModelSpec, pack: Packer, name: str) -> SharedExpert | None:
     """Builds the MLP beside the experts where the model has one."""
     if not spec.shared_hidden:
         return None
-    made = mlp(spec, pack, name, spec.shared_hidden)
+    make = mlp if spec.experts is None or spec.experts.gated else ungated_mlp
+    made = make(spec, pack, name, spec.shared_hidden)
     return SharedExpert(made, pack.matrix((f"{name}.router", 1), width=spec.dim) if spec.shared_gated else None)
 
 
@@ -274,9 +285,14 @@ def mlp(spec: ModelSpec, pack: Packer, name: str, hidden: int) -> Mlp:
 
 
 def plain_mlp(spec: ModelSpec, pack: Packer, layer: int) -> Mlp:
+    """Builds a layer's MLP without a gate."""
+    return ungated_mlp(spec, pack, f"layers.{layer}", spec.hidden)
+
+
+def ungated_mlp(spec: ModelSpec, pack: Packer, name: str, hidden: int) -> Mlp:
     """Builds an MLP without a gate."""
-    up = pack.matrix((f"layers.{layer}.up", spec.hidden), width=spec.dim)
-    return Mlp(spec.act, up, pack.matrix((f"layers.{layer}.down", spec.dim), width=spec.hidden), gated=False)
+    up = pack.matrix((f"{name}.up", hidden), width=spec.dim)
+    return Mlp(spec.act, up, pack.matrix((f"{name}.down", spec.dim), width=hidden), gated=False)
 
 
 def rms_norm(spec: ModelSpec, pack: Packer, name: str) -> Norm:
@@ -313,6 +329,8 @@ def build(
 ) -> Decoder:
     """Builds a decoder with such mixers, MLPs and norms; the defaults are Llama's."""
 
+    two_norms = spec.parallel and any(pack.has(f"layers.{i}.mlp_norm") for i in range(spec.layers))
+
     def block(layer: int, kind: str, make: MakePart) -> Block:
         before = norm(spec, pack, f"layers.{layer}.{kind}_norm") if pre_norm else None
         part = make(spec, pack, layer)
@@ -321,12 +339,16 @@ def build(
     def layer(i: int) -> Layer | ParallelLayer:
         if spec.parallel:
             first, own = f"layers.{i}.attn_norm", f"layers.{i}.mlp_norm"
-            second = norm(spec, pack, own) if pack.has(own) else None
+            second = norm(spec, pack, own) if two_norms else None
             return ParallelLayer(norm(spec, pack, first), mixer(spec, pack, i), mlp(spec, pack, i), second)
         return Layer(block(i, "attn", mixer), block(i, "mlp", mlp))
 
     layers = tuple(layer(i) for i in range(spec.layers))
+    return Decoder(layers, ends(spec, pack, norm, position_table(spec, pack) if learned_positions else None))
+
+
+def ends(spec: ModelSpec, pack: Packer, norm: MakeNorm = rms_norm, positions: Weight | None = None) -> Ends:
+    """Builds what comes before the layers and after them."""
     embed = pack.matrix(("embed", spec.vocab), width=spec.dim)
-    positions = position_table(spec, pack) if learned_positions else None
     head = embed if spec.tied else pack.matrix(("head", spec.vocab), width=spec.dim)
-    return Decoder(layers, Ends(spec, embed, positions, norm(spec, pack, "norm"), head))
+    return Ends(spec, embed, positions, norm(spec, pack, "norm"), head)

@@ -67,7 +67,7 @@ class Checkpoint:
     @property
     def embedding_width(self) -> int:
         """Returns the size of its embeddings."""
-        return self.dense.width if self.dense else self.spec.dim
+        return self.dense.width if self.dense else self.spec.embed_dim or self.spec.dim
 
     @property
     def whole(self) -> int:

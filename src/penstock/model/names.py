@@ -24,6 +24,7 @@ class Naming(NamedTuple):
     parts: Mapping[str, str]  # "*" stands for an expert's number; a name may include ".weight" or ".bias"
     ignored: re.Pattern[str]  # tensors that are no weights
     transposed: frozenset[str] = frozenset()  # parts that are stored as (in, out)
+    renamed: Mapping[str, Mapping[str, str]] = {}  # other `parts` of files that have the part named here
 
     def but(self, **parts: str) -> Naming:
         """Returns this naming with other parts, given as canonical_name="name in the file"."""
@@ -31,6 +32,14 @@ class Naming(NamedTuple):
             theirs: ours for theirs, ours in self.parts.items() if ours not in parts and theirs not in parts.values()
         }
         return self._replace(parts=kept | {theirs: ours for ours, theirs in parts.items()})
+
+    def of_file(self, tensors: Mapping[str, Tensor]) -> Naming:
+        """Returns this naming as it is for a file with these tensors."""
+        found = {match[2].rpartition(".")[0] for name in tensors if (match := self.layer.fullmatch(name))}
+        others = {
+            theirs: ours for part, parts in self.renamed.items() if part in found for theirs, ours in parts.items()
+        }
+        return self._replace(parts={**self.parts, **others}) if others else self
 
 
 class Identity(NamedTuple):
@@ -118,7 +127,7 @@ EXPERTS = {  # in the Hugging Face checkpoints of most MoE families
 
 def canonical(tensors: Mapping[str, Tensor], naming: Naming, spec: ModelSpec) -> dict[str, Tensor]:
     """Returns the model's tensors, each with its role, by canonical name."""
-    unused = range(spec.layers, spec.layers + spec.unused_layers)
+    unused, naming = range(spec.layers, spec.layers + spec.unused_layers), naming.of_file(tensors)
     sharing = {layer for layer in range(spec.layers) if spec.attention(layer).shares_kv}
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
-from penstock.model.recurrence import DeltaSpec
+from penstock.model.recurrence import ConvSpec, DeltaSpec, Mamba2Spec, ScanSpec
 from penstock.model.spec import AttentionSpec, ExpertSpec
 
 Weight = Any  # whatever this backend's packer returned; a model only carries it
@@ -26,6 +26,31 @@ class DeltaWeights(NamedTuple):
     decay: Weight  # [v_heads], below 0
     dt_bias: Weight  # [v_heads]
     gain: Weight  # [v_dim]
+
+
+class ConvWeights(NamedTuple):
+    """Holds the vectors of a causal convolution."""
+
+    conv: Weight  # [width, conv_width], the factor of the token itself last
+    bias: Weight | None  # [width]
+
+
+class ScanWeights(NamedTuple):
+    """Holds the vectors of a selective scan."""
+
+    decay: Weight  # [width, state_size], below 0
+    skip: Weight  # [width], what inputs are multiplied by on their way past the state
+
+
+class Mamba2Weights(NamedTuple):
+    """Holds the vectors of Mamba2."""
+
+    conv: Weight  # [x + B + C, conv_width], the factor of the token itself last
+    conv_bias: Weight | None  # [x + B + C]
+    decay: Weight  # [heads], below 0
+    dt_bias: Weight  # [heads]
+    skip: Weight  # [heads]
+    gain: Weight | None  # [heads * head_dim]; None: its output is not normed
 
 
 class ExpertWeights(NamedTuple):
@@ -63,7 +88,8 @@ class Ops(Protocol[V]):
         the output is [passthrough, b]: the last values pass through and move to the front."""
 
     def norm_qk(self, qkv: V, q_gain: Weight, k_gain: Weight, spec: AttentionSpec, eps: float) -> V:
-        """Applies rms_norm to q and to k in runs as long as their gains (one head, or all heads at once). With
+        """Applies rms_norm to q and to k in runs as long as their gains (one head, or all heads at once) or, if
+        spec.qk_norm is "layer", layer_norm to each head, whose gains are all heads' one after the other. With
         `spec.v_norm` each head of v is normed without a gain, else v stays as it is: [T, q + k + v] -> the same."""
 
     def norm_runs(self, x: V, gain: Weight, eps: float) -> V:
@@ -91,7 +117,7 @@ class Ops(Protocol[V]):
         `act_and_mul`."""
 
     def activate(self, x: V, act: str) -> V:
-        """Returns act of each value: "silu", "gelu", "gelu_tanh" (its approximation) or "relu"."""
+        """Returns act of each value: "silu", "gelu", "gelu_tanh" (its approximation), "relu" or "relu2", its square."""
 
     def sigmoid_mul(self, x: V, gate: V) -> V:
         """Returns x * sigmoid(gate), where gate is as wide as x or has one value for each row."""
@@ -135,7 +161,8 @@ class Ops(Protocol[V]):
     def moe(self, x: V, router_logits: V, experts: ExpertWeights, spec: ExpertSpec) -> V:
         """Computes each token with the experts that its router logits select, and adds their outputs up, weighted:
         [T, dim], [T, count] -> [T, dim]. `spec.act` is as in `act_and_mul`, or "clamped": min(left, 7) * sigmoid(1.702
-        * min(left, 7)) * (1 + right, clamped to between -7 and 7)."""
+        * min(left, 7)) * (1 + right, clamped to between -7 and 7). Experts that are not gated have the acts of
+        `activate`."""
 
     def delta_net(self, layer: int, qkvz: V, ba: V, weights: DeltaWeights, spec: DeltaSpec, eps: float) -> V:
         """Applies the gated delta rule: [T, q + k + v + z], [T, b + a] -> [T, v].
@@ -145,3 +172,25 @@ class Ops(Protocol[V]):
         dt_bias)); M += k (sigmoid(b) * (v - k M)); o = q M. The result is rms_norm(o) * gain * silu(z), normed in each
         head. M and the last inputs of the convolution are the state of the sequence's slot, which is zero at position 0
         (Batch.moves describes the other cases)."""
+
+    def causal_conv(self, layer: int, x: V, weights: ConvWeights, spec: ConvSpec) -> V:
+        """Convolves each channel with the last tokens of its sequence, and adds the bias: [T, *] -> [T, width].
+
+        Without a gate it takes the first `width` columns of x, and silu follows. With one, x is [T, b + c + u] and the
+        result is c * conv(b * u). What was convolved last is the state of the sequence's slot (see delta_net)."""
+
+    def selective_scan(self, layer: int, x: V, dt: V, b: V, c: V, gate: V, weights: ScanWeights, spec: ScanSpec) -> V:
+        """Applies Mamba's selective scan: [T, width] -> [T, width]. `dt` is [T, width], `b` and `c` are
+        [T, state_size], and the last `width` columns of `gate` are taken.
+
+        Token by token, each channel updates its state h: h = h * e^(decay * step) + step * x * b for step =
+        softplus(dt); the result is (h . c + skip * x) * silu(gate). h is the state of the sequence's slot (see
+        delta_net)."""
+
+    def mamba2(self, layer: int, zxbcdt: V, weights: Mamba2Weights, spec: Mamba2Spec) -> V:
+        """Applies the selective scan of Mamba2: [T, z + x + B + C + dt] -> [T, x].
+
+        x, B and C pass a causal convolution and silu. Then, token by token, each head updates its state M: dt =
+        softplus(dt * dt_scale + dt_bias), clamped; M *= e^(decay * dt); M += B (dt * x); y = C M + skip * x. The result
+        is rms_norm(y * silu(z * z_scale)) * gain, normed in each of norm_groups parts; without a gain it is not normed.
+        M and the last inputs of the convolution are the state of the sequence's slot, as in `delta_net`."""

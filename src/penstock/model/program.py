@@ -12,14 +12,25 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
-from penstock.model.ops import DeltaWeights, ExpertWeights, Ops, Precision, V, Vectors, Weight
-from penstock.model.recurrence import DeltaSpec, RecurrentSpec
+from penstock.model.ops import (
+    ConvWeights,
+    DeltaWeights,
+    ExpertWeights,
+    Mamba2Weights,
+    Ops,
+    Precision,
+    ScanWeights,
+    V,
+    Vectors,
+    Weight,
+)
+from penstock.model.recurrence import ConvSpec, DeltaSpec, Mamba2Spec, RecurrentSpec, ScanSpec
 from penstock.model.spec import AttentionSpec, ExpertSpec
 
 # Ops that multiply the rows of their first input by a weight, and the attribute that holds it.
 PRODUCTS = {"linear": "weight", "gated_linear": "weight", "per_head_linear": "weight", "moe": "experts"}
 
-RECURRENT = ("delta_net",)  # ops that keep a state of each sequence
+RECURRENT = ("delta_net", "mamba2", "causal_conv", "selective_scan")  # ops that keep a state of each sequence
 
 # Ops whose launcher may write an output over an input: (number of the output, number of the input).
 TAKES_OVER = {
@@ -221,6 +232,19 @@ class Recorder:
     ) -> Value:
         out = self._value("T", spec.v_width)
         return self._add("delta_net", (qkvz, ba), out, layer=layer, weights=weights, spec=spec, eps=eps)
+
+    def causal_conv(self, layer: int, x: Value, weights: ConvWeights, spec: ConvSpec) -> Value:
+        return self._add("causal_conv", (x,), self._value("T", spec.width), layer=layer, weights=weights, spec=spec)
+
+    def selective_scan(
+        self, layer: int, x: Value, dt: Value, b: Value, c: Value, gate: Value, weights: ScanWeights, spec: ScanSpec
+    ) -> Value:
+        inputs, out = (x, dt, b, c, gate), self._value("T", spec.width)
+        return self._add("selective_scan", inputs, out, layer=layer, weights=weights, spec=spec)
+
+    def mamba2(self, layer: int, zxbcdt: Value, weights: Mamba2Weights, spec: Mamba2Spec) -> Value:
+        out = self._value("T", spec.inner)
+        return self._add("mamba2", (zxbcdt,), out, layer=layer, weights=weights, spec=spec)
 
     def _norm(self, op: str, x: Value, residual: Value | None, **attributes: Any) -> tuple[Value, Value]:
         out = self._value(x.symbol, x.width)

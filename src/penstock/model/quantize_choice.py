@@ -23,6 +23,7 @@ PRECISION = {  # what may be quantized: the only table, for `--quantize` on all 
     Role.EMBEDDING: Precision.FINER,
     Role.POSITIONS: Precision.PLAIN,
     Role.HEAD: Precision.FINER,
+    Role.EMBEDDING_PROJECTION: Precision.QUANTIZED,
     Role.ATTENTION_IN: Precision.QUANTIZED,
     Role.ATTENTION_OUT: Precision.QUANTIZED,
     Role.MLA_KV_B: Precision.QUANTIZED,
@@ -37,6 +38,12 @@ PRECISION = {  # what may be quantized: the only table, for `--quantize` on all 
     Role.DELTA_OUT: Precision.QUANTIZED,
     Role.DELTA_GATES: Precision.FINER,  # they decide what a state keeps
     Role.DELTA_NORM: Precision.PLAIN,
+    Role.CONV_IN: Precision.QUANTIZED,
+    Role.CONV_OUT: Precision.QUANTIZED,
+    Role.SSM_IN: Precision.QUANTIZED,
+    Role.SSM_OUT: Precision.QUANTIZED,
+    Role.SSM_STEP: Precision.FINER,  # they decide what a state keeps
+    Role.SSM_NORM: Precision.PLAIN,
     Role.CONV: Precision.PLAIN,
     Role.NORM: Precision.PLAIN,
     Role.BIAS: Precision.PLAIN,

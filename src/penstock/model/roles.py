@@ -16,6 +16,7 @@ class Role(Enum):
     EMBEDDING = "token embedding"
     POSITIONS = "table of positions or token types"
     HEAD = "output head"
+    EMBEDDING_PROJECTION = "projection of embeddings, or back"
     ATTENTION_IN = "attention projection in"
     ATTENTION_OUT = "attention projection out"
     MLA_KV_B = "MLA kv_b, keys and values of all heads"
@@ -30,6 +31,12 @@ class Role(Enum):
     DELTA_OUT = "delta net out"
     DELTA_GATES = "delta net gates"
     DELTA_NORM = "norm of a delta net's output"
+    CONV_IN = "gated convolution in"
+    CONV_OUT = "gated convolution out"
+    SSM_IN = "state space layer in"
+    SSM_OUT = "state space layer out"
+    SSM_STEP = "Mamba's projections to time steps, b and c"
+    SSM_NORM = "norm of a state space layer's output"
     CONV = "convolution"
     NORM = "norm"
     BIAS = "bias"
@@ -53,15 +60,17 @@ _PARTS = {
     Role.EMBEDDING: ("embed",),
     Role.POSITIONS: ("positions", "types"),
     Role.HEAD: ("head",),
+    Role.EMBEDDING_PROJECTION: ("project_in", "project_out"),
     Role.ATTENTION_IN: ("q", "k", "v", "qkv", "grouped_qkv", "q_a", "q_b", "kv_a", "latent", "k_rope"),
     Role.ATTENTION_OUT: ("o",),
     Role.MLA_KV_B: ("kv_b",),
     Role.MLA_HEADS: ("k_b", "v_b"),
-    Role.MLP_IN: ("gate", "up", "gate_up", "shared.gate", "shared.up", "shared.gate_up"),
-    Role.MLP_OUT: ("down", "shared.down"),
+    Role.MLP_IN: ("gate", "up", "gate_up", "shared.gate", "shared.up", "shared.gate_up", "latent_in"),
+    Role.MLP_OUT: ("down", "shared.down", "latent_out"),
     Role.EXPERT_IN: (
         *("experts.gate", "experts.up", "experts.gate_up", "experts.*.gate", "experts.*.up"),
         *("experts.interleaved", "experts.interleaved_transposed", "experts.gate_up_either"),
+        "experts.gate_up_transposed",
     ),
     Role.EXPERT_OUT: ("experts.down", "experts.*.down", "experts.down_transposed", "experts.down_either"),
     Role.ROUTER: ("router",),
@@ -70,10 +79,16 @@ _PARTS = {
     Role.DELTA_OUT: ("delta_o",),
     Role.DELTA_GATES: ("delta_ba", "delta_b", "delta_a"),
     Role.DELTA_NORM: ("delta_norm",),
+    Role.CONV_IN: ("conv_in",),
+    Role.CONV_OUT: ("conv_o",),
+    Role.SSM_IN: ("ssm_in",),
+    Role.SSM_OUT: ("ssm_out",),
+    Role.SSM_STEP: ("ssm_x", "ssm_dt"),
+    Role.SSM_NORM: ("ssm_norm",),
     Role.CONV: ("conv",),
     Role.NORM: (
         *("norm", "embed_norm", "attn_norm", "mlp_norm", "after_attn_norm", "after_mlp_norm"),
-        *("q_norm", "k_norm", "kv_norm"),
+        *("q_norm", "k_norm", "kv_norm", "q_norm.*", "k_norm.*", "dt_norm", "b_norm", "c_norm"),
         *("per_layer_norm", "after_per_layer_norm", "laurel_norm", "stream_router_norm"),
         *("experts_norm", "after_dense_norm", "after_experts_norm"),
     ),
@@ -85,7 +100,7 @@ _PARTS = {
     Role.LAUREL: ("laurel_in", "laurel_out"),
     Role.SCALE: ("stream_scale", "layer_scale", "router_scale", "expert_scale"),
     Role.ROUTER_BIAS: ("choice_bias",),
-    Role.HEAD_PARAMETER: (*ATTENTION_VECTORS, "decay", "decay_log", "dt"),
+    Role.HEAD_PARAMETER: (*ATTENTION_VECTORS, "decay", "decay_log", "dt", "skip"),
 }
 ROLES = {part: role for role, parts in _PARTS.items() for part in parts}  # by the canonical name of a part
 BIAS = ".bias"  # what the canonical name of a bias ends with, after that of its weight

@@ -27,7 +27,8 @@ def linear(freqs: Freqs, factor: float) -> Freqs:
 def llama3(freqs: Freqs, factor: float, low: float, high: float, original: int) -> Freqs:
     """Scales as Llama 3 does: a pair that rotates at least `high` times within the original context stays as it is,
     one that rotates at most `low` times has it divided by `factor`, and those between are blended."""
-    return tuple(blend(freq, factor, keep=(freq * original / (2 * pi) - low) / (high - low)) for freq in freqs)
+    width = high - low or 1e-30  # where the two are equal, nothing is between them
+    return tuple(blend(freq, factor, keep=(freq * original / (2 * pi) - low) / width) for freq in freqs)
 
 
 def yarn(freqs: Freqs, base: float, factor: float, original: int, fast: float, slow: float, whole: bool) -> Freqs:

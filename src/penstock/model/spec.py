@@ -26,6 +26,11 @@ COMPUTED_AROUND = (  # kernels get the results, or other ops compute them
 )
 
 
+# How q and k are normed: not at all; by an RMS norm per head, per head without a gain, or over all heads at once; by a
+# layer norm per head, with a gain of its own for each head.
+QkNorm = Literal["", "head", "unit", "all", "layer"]
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
     """Describes the attention of a layer, with every option that the `attend` op has."""
@@ -37,8 +42,11 @@ class AttentionSpec:
     window: int = 0  # 0: sees everything; else the last `window` positions, itself included, and as many after it
     multiplier: float = 0.0  # scores are multiplied by it; 0: one over the root of head_dim
     soft_cap: float = 0.0  # scores are capped at it; 0: no cap
-    qk_norm: Literal["", "head", "all"] = ""  # q and k are normed not at all, per head, or over all heads at once
+    qk_norm: QkNorm = ""
     causal: bool = True  # sees nothing after it; else its row is the whole of its sequence
+    chunk: int = 0  # above 0: sees nothing before the chunk of so many positions that it is in
+    temperature: float = 0.0  # queries are multiplied by 1 + temperature * log(1 + floor((position + 1) / span))
+    temperature_span: int = 1
     sinks: bool = False  # each head has a logit that takes part in the softmax and contributes no value
     q_gain: bool = False  # rotated queries are multiplied by a vector as wide as a head
     v_dim: int = 0  # above 0: MLA, where values are the last so many dimensions of keys
@@ -51,6 +59,11 @@ class AttentionSpec:
     def scale(self) -> float:
         """Returns what scores are multiplied by."""
         return self.multiplier or float(self.head_dim**-0.5)
+
+    @property
+    def reach(self) -> int:
+        """Returns how many positions it sees at most, itself included; 0: no limit."""
+        return min(self.window, self.chunk) if self.window and self.chunk else self.window or self.chunk
 
     @property
     def q_width(self) -> int:
@@ -129,11 +142,32 @@ class ExpertSpec:
     act: str = "silu"
     scoring: Literal["softmax", "sigmoid", "softmax_top_k"] = "softmax"
     renormalize: bool = False  # the selected scores are divided by their sum
+    weigh_inputs: bool = False  # a score multiplies what its expert is given, not what it returns
     scale: float = 1.0  # the sum of the experts' outputs is multiplied by it
     choice_bias: bool = False
     groups: int = 1  # equally many neighbouring experts form a group
     top_k_groups: int = 1
     group_score: Literal["max", "top2"] = "top2"  # a group is as good as its best, or as the sum of its two best
+    gated: bool = True  # act(gate) is multiplied by up; else act(up) alone goes into down
+    width: int = 0  # of what experts compute with, which the token is projected to and from; 0: that of the model
+
+    @property
+    def up_rows(self) -> int:
+        """Returns the rows of an expert's first matrix: gate and up, or up alone."""
+        return self.hidden * (2 if self.gated else 1)
+
+
+@dataclass(frozen=True, slots=True)
+class BranchScales:
+    """Holds multipliers of layers that have attention and Mamba2 beside each other."""
+
+    attention_in: float = 1.0
+    attention_out: float = 1.0
+    ssm_in: float = 1.0
+    ssm_out: float = 1.0
+    convolved: tuple[float, ...] = (1.0, 1.0, 1.0)  # of x, B and C
+    gate: float = 1.0  # of the MLP's gate, before its activation
+    down: float = 1.0  # of the MLP's output
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,10 +253,13 @@ class ModelSpec:
     recurrence: RecurrentSpec | None = None  # what recurrent layers compute
     recurrent: frozenset[int] = frozenset()  # layers that have a state
     attentive: frozenset[int] | None = None  # layers that have attention; None: those without a state
+    branch_scales: BranchScales | None = None
     shared_gated: bool = False  # the MLP beside the experts has a gate of its own
     classifier: ClassifierSpec | None = None
     segments: int = 1  # kinds of tokens that a pair of texts has: of the first and of the second; 0: no table of them
     parallel: bool = False  # attention and MLP both see the residual stream before the layer, and are added to it
+    embed_dim: int = 0  # width of its embeddings, which are projected to `dim` and back; 0: it is `dim`
+    norm_last: bool = False  # each part's output is added to its input before they are normed, and no norm follows
     generates: bool = True  # the checkpoint has an output head, or ties it to its embeddings
     layer_hidden: tuple[int, ...] = ()  # of each layer's MLP, where they differ; `hidden` is the widest
     per_layer: PerLayerSpec | None = None
@@ -264,13 +301,13 @@ class ModelSpec:
 
     def kv_layer(self, layer: int) -> int:
         """Returns which layer of the KV cache an attention layer writes. One that shares KV reads that of the last
-        layer before it that writes and has the same window."""
+        layer before it that writes and sees as far."""
         if self.encoder:
             return 0
         same = [
             index
             for index, writer in enumerate(self.kv_writers)
-            if writer <= layer and self.attention(writer).window == self.attention(layer).window
+            if writer <= layer and self.attention(writer).reach == self.attention(layer).reach
         ]
         return same[-1]
 
@@ -285,7 +322,7 @@ class ModelSpec:
         if self.encoder:
             return (KvGroup(0, (0,)),)
         layers = self.kv_attention
-        return group_by_window([attn.window for attn in layers], [attn.kv_values for attn in layers])
+        return group_by_window([attn.reach for attn in layers], [attn.kv_values for attn in layers])
 
     @property
     def kv_group_layers(self) -> int:

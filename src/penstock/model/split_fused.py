@@ -8,15 +8,19 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 from math import prod
 
+import numpy as np
+
 from penstock.errors import MalformedFile, UnsupportedModel
 from penstock.model.roles import Role
 from penstock.model.spec import ModelSpec
 from penstock.model.tensor import Tensor, every_other_row, flat, rows_of_groups, some_rows, transposed
 
 FUSED = re.compile(r"(layers\.\d+\.(?:experts\.\d+\.|shared\.)?)(qkv|grouped_qkv|gate_up|kv_a)(\.bias)?")
+HEAD_NORM = re.compile(r"(layers\.\d+\.[qk]_norm)\.\d+")
 ALL_EXPERTS = re.compile(
     r"(layers\.\d+\.experts\.)((gate|up|gate_up|down|interleaved)(?:_transposed|_either)?(?:\.bias)?)"
 )
+VECTORS = (Role.CONV, Role.ROUTER_BIAS, Role.NORM, Role.SSM_NORM, Role.HEAD_PARAMETER)  # files differ in their shapes
 
 
 def split_fused(tensors: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Tensor]:
@@ -38,14 +42,31 @@ def split_fused(tensors: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Ten
             groups = spec.attn.kv_heads if match[2] == "grouped_qkv" else 1
             pieces = split(tensor, wanted, 1 if suffix else 2, groups)
             found |= {match[1] + part + suffix: piece for part, piece in pieces}
-        elif tensor.role in (Role.CONV, Role.ROUTER_BIAS):  # files differ in its shape, and in that of the gate below
+        elif tensor.role in VECTORS:
             found[name] = replace(tensor, shape=(prod(tensor.shape),))
-        elif tensor.role is Role.SHARED_EXPERT_GATE:
+        elif tensor.role is Role.SHARED_EXPERT_GATE:  # files differ in its shape
             found[name] = replace(tensor, shape=(1, prod(tensor.shape)))
         elif tensor.role is Role.STREAM_PROJECTION and len(tensor.shape) == 3:
             found |= {f"{name}.{i}": one for i, one in enumerate(matrices_of(tensor))}
         else:
             found[name] = tensor
+    return joined_norms(found, spec)
+
+
+def joined_norms(tensors: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Tensor]:
+    """Returns the tensors with the norms of queries and keys, of which some files have one for each head, as one vector
+    for all heads."""
+    found = {name: tensor for name, tensor in tensors.items() if not HEAD_NORM.fullmatch(name)}
+    heads = {"q_norm": spec.attn.heads, "k_norm": spec.attn.kv_heads}
+    for joined in dict.fromkeys(match[1] for name in tensors if (match := HEAD_NORM.fullmatch(name))):
+        parts = [f"{joined}.{head}" for head in range(heads[joined.rpartition(".")[2]])]
+        if missing := [part for part in parts if part not in tensors]:
+            raise MalformedFile(f"the checkpoint has no tensor for {missing[0]!r}; it may be truncated")
+        first = tensors[parts[0]]
+        if {tensors[part].format for part in parts} != {first.format}:
+            raise UnsupportedModel(f"tensor {first.name!r} has another format than the norms of other heads")
+        data = np.concatenate([tensors[part].data for part in parts])
+        found[joined] = replace(first, shape=(sum(prod(tensors[part].shape) for part in parts),), source=data)
     return found
 
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from penstock.errors import MalformedFile
 from penstock.model.dequantize import dequantize
+from penstock.model.roles import Role
 from penstock.model.spec import ExpertSpec
 from penstock.model.split_heads import split_heads
 from penstock.model.tensor import FORMATS, PLAIN, Stack, Tensor, some_rows
@@ -57,6 +58,12 @@ class Packer:
         """Returns the one value of a tensor."""
         return float(dequantize(self._take(name, (1,)))[0])
 
+    def ones(self, size: int) -> Any:
+        """Packs a vector of ones, which no tensor of the checkpoint holds."""
+        return self._backend.pack_vector(
+            Tensor("ones", FORMATS["F32"], (size,), np.ones(size, np.float32).view(np.uint8), role=Role.NORM)
+        )
+
     def product(self, name: str, other: str, size: int) -> Any:
         """Packs the product of two vectors."""
         factors = dequantize(self._take(other, (size,)))
@@ -70,7 +77,8 @@ class Packer:
     def experts(self, layer: str, spec: ExpertSpec, width: int) -> Any:
         """Packs all experts of a layer, and the bias that helps to choose among them."""
         names = [f"{layer}.experts.{expert}" for expert in range(spec.count)]
-        up = [self._stack((f"{name}.gate", spec.hidden), (f"{name}.up", spec.hidden), width=width) for name in names]
+        parts = ("gate", "up") if spec.gated else ("up",)
+        up = [self._stack(*((f"{name}.{part}", spec.hidden) for part in parts), width=width) for name in names]
         down = [self._stack((f"{name}.down", width), width=spec.hidden) for name in names]
         choice_bias = self._take(f"{layer}.choice_bias", (spec.count,)) if spec.choice_bias else None
         return self._backend.pack_experts(up, down, choice_bias)

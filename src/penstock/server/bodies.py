@@ -39,7 +39,7 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 
 async def read_body(http: HttpRequest, context: RequestContext, kind: type[S], no_effect: NoEffect) -> S:
-    return read_object(context, _json_object(await _body(http)), kind, no_effect)
+    return read_object(context, _json_object(await body_of(http, context)), kind, no_effect)
 
 
 def read_object(
@@ -120,6 +120,29 @@ def _drop_setting(given: dict[str, Any], param: str, where: str) -> bool:
         return False
     del holder[name]
     return True
+
+
+async def body_of(http: HttpRequest, context: RequestContext) -> bytes:
+    """Returns the body. It is read once, however often it is asked for."""
+    if context.body is None:
+        context.body = await _body(http)
+    return context.body
+
+
+class _Naming(msgspec.Struct):
+    """Reads no more of a body than which model it names."""
+
+    model: Any = None
+
+
+async def model_named_in(http: HttpRequest, context: RequestContext) -> str | None:
+    """Returns the model that a body names; None if it names none, or cannot be read: its endpoint says what is
+    wrong."""
+    try:
+        named = msgspec.json.decode(await body_of(http, context), type=_Naming).model
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    return named if isinstance(named, str) else None
 
 
 async def _body(http: HttpRequest) -> bytes:

@@ -8,11 +8,13 @@ from typing import NamedTuple
 from starlette.requests import Request
 from starlette.responses import Response
 
+from penstock.server.models import ModelPool
 from penstock.server.openapi import Operation
 from penstock.server.request_context import RequestContext
 from penstock.server.served_model import ServedModel
 
 Endpoint = Callable[[ServedModel, Request, RequestContext], Awaitable[Response]]
+ServerEndpoint = Callable[[ModelPool, Request, RequestContext], Awaitable[Response]]
 
 JSON = Operation()
 TEXT = Operation(answers="text/plain")
@@ -20,9 +22,22 @@ EMPTY = Operation(answers=None)
 
 
 class RouteEntry(NamedTuple):
-    """Lists a route: its method and path, its endpoint, and the operation that documents it in /openapi.json."""
+    """Lists a route that needs a model, which the request names: its method and path, its endpoint, and the operation
+    that documents it in /openapi.json."""
 
     method: str
     path: str
     endpoint: Endpoint
     operation: Operation = JSON
+
+
+class ServerRouteEntry(NamedTuple):
+    """Lists a route that is about the server, and works while no model is loaded."""
+
+    method: str
+    path: str
+    endpoint: ServerEndpoint
+    operation: Operation = JSON
+
+
+AnyRouteEntry = RouteEntry | ServerRouteEntry

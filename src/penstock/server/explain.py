@@ -64,7 +64,7 @@ class AnswerReport(msgspec.Struct):
     ignored_fields: list[str]
     truncated_tokens: int  # cut from the prompt, as the request asked
     choices: list[ChoiceExplanation] | UnsetType = UNSET
-    kept: str | UnsetType = UNSET  # why a model that was to be unloaded stays
+    loading_seconds: float | UnsetType = UNSET  # that the request waited for its model to be loaded
 
 
 def report_of(context: RequestContext) -> AnswerReport | UnsetType:
@@ -96,7 +96,8 @@ class Explanation:
         if self._running or not (context.explain or context.ignored or context.truncated):
             return UNSET
         choices = self._ordered(order) if context.explain else UNSET
-        return AnswerReport(sorted(context.ignored), context.truncated, choices)
+        loading = round(context.loading_seconds, 6) if context.explain and context.loading_seconds else UNSET
+        return AnswerReport(sorted(context.ignored), context.truncated, choices, loading)
 
     def _ordered(self, order: Iterable[int] | None) -> list[ChoiceExplanation]:
         chosen = sorted(self._choices) if order is None else order

@@ -7,7 +7,7 @@ import asyncio
 import re
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -19,7 +19,9 @@ from penstock import __version__
 from penstock.server.bodies import ANY_VALUE, NoEffect
 from penstock.server.errors import OllamaErrorBody, error_shape
 from penstock.server.request_context import RequestContext
-from penstock.server.served_model import ServedModel
+
+if TYPE_CHECKING:
+    from penstock.server.models import ModelPool
 
 JSON = "application/json"
 REF = "#/components/schemas/{name}"
@@ -72,7 +74,7 @@ class OpenApiDocument:
 
     _text = b""
 
-    async def __call__(self, _: ServedModel, http: Request, __: RequestContext) -> Response:
+    async def __call__(self, _: ModelPool, http: Request, __: RequestContext) -> Response:
         if not self._text:
             self._text = await asyncio.to_thread(_encoded, http.app.routes)
         return Response(self._text, media_type=JSON)

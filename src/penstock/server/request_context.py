@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import secrets
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -74,6 +75,25 @@ class RequestContext:
     streaming: bool = True  # what is sent as it comes cannot be tried again
     truncated: int = 0  # tokens that were cut from the prompt, as the request asked
     outcome: Outcome = field(default_factory=Outcome)
+    body: bytes | None = None  # of the request, once it is read
+    keep_alive: float | None = None  # seconds that the model stays loaded after this request; None: as the server says
+    model: str = ""  # that the request uses
+    loading_seconds: float = 0.0  # that the request waited for its model to be loaded
+    _endings: list[Callable[[], None]] = field(default_factory=list)
+
+    def on_end(self, call: Callable[[], None]) -> None:
+        """Has something called when the request has ended."""
+        self._endings.append(call)
+
+    def end(self) -> None:
+        """Calls what was to be called at the end."""
+        while self._endings:
+            self._endings.pop()()
+
+    def check_allowed(self, model: str) -> None:
+        """Raises if the request's key may not use the model."""
+        if self.payer is not None and not self.payer.may_use(model):
+            raise self.payer.forbidden("model", f"use {model!r}, only {', '.join(self.payer.models)}")
 
     def charge_to(self, account: Account) -> None:
         """Makes the account pay for this request and own it."""
@@ -149,7 +169,10 @@ class ContextMiddleware:
                 message["headers"] = [*message["headers"], *context.headers()]
             await send(message)
 
-        await self._app(scope, receive, send_with_headers)
+        try:
+            await self._app(scope, receive, send_with_headers)
+        finally:
+            context.end()
 
 
 def _header_text(text: str) -> bytes:

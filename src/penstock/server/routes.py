@@ -7,20 +7,23 @@ from functools import wraps
 from starlette.requests import Request
 from starlette.responses import Response
 
+from penstock.server.access.authentication import READING
 from penstock.server.anthropic.routes import ROUTES as ANTHROPIC
-from penstock.server.endpoint import TEXT, RouteEntry
+from penstock.server.bodies import model_named_in
+from penstock.server.endpoint import TEXT, AnyRouteEntry, RouteEntry, ServerRouteEntry
 from penstock.server.kserve.routes import ROUTES as KSERVE
 from penstock.server.llamacpp.routes import ROUTES as LLAMACPP
+from penstock.server.llamaswap.routes import ROUTES as LLAMASWAP
+from penstock.server.models import ModelPool
 from penstock.server.ollama.routes import ROUTES as OLLAMA
 from penstock.server.openai.batches import Batches
 from penstock.server.openai.files import Files
 from penstock.server.openai.routes import GENERATING, storing
 from penstock.server.openapi import DocumentedRoute, OpenApiDocument
-from penstock.server.request_context import context_of
+from penstock.server.request_context import RequestContext, context_of
 from penstock.server.rerank.routes import ROUTES as RERANK
 from penstock.server.responses.endpoints import Responses
 from penstock.server.responses.routes import responding
-from penstock.server.served_model import ServedModel
 from penstock.server.sglang.routes import ROUTES as SGLANG
 from penstock.server.status import health, hello, list_models, show_metrics, show_model
 from penstock.server.tgi.routes import ROUTES as TGI
@@ -38,17 +41,17 @@ OWN = (
     RouteEntry("POST", "/tokenize", tokenize, TOKENIZE),
     RouteEntry("POST", "/detokenize", detokenize, DETOKENIZE),
     RouteEntry("POST", "/apply-template", apply_template, APPLY_TEMPLATE),
-    RouteEntry("GET", "/health", health),
-    RouteEntry("GET", "/metrics", show_metrics, TEXT),
-    RouteEntry("GET", "/v1/models", list_models),
-    RouteEntry("GET", "/v1/models/{id:path}", show_model),
-    RouteEntry("GET", "/api/hello", hello),
+    ServerRouteEntry("GET", "/health", health),
+    ServerRouteEntry("GET", "/metrics", show_metrics, TEXT),
+    ServerRouteEntry("GET", "/v1/models", list_models),
+    ServerRouteEntry("GET", "/v1/models/{id:path}", show_model),
+    ServerRouteEntry("GET", "/api/hello", hello),
 )
 
 
-def all_routes(served: ServedModel, files: Files, batches: Batches, responses: Responses) -> list[DocumentedRoute]:
+def all_routes(pool: ModelPool, files: Files, batches: Batches, responses: Responses) -> list[DocumentedRoute]:
     """Returns the routes. They are tried in this order, so those with the most requests come first."""
-    entries = (
+    entries: tuple[AnyRouteEntry, ...] = (
         *GENERATING,
         *ANTHROPIC,
         *responding(responses),
@@ -60,15 +63,29 @@ def all_routes(served: ServedModel, files: Files, batches: Batches, responses: R
         *TGI,
         *KSERVE,
         *RERANK,
+        *LLAMASWAP,
         *storing(files, batches),
-        RouteEntry("GET", "/openapi.json", OpenApiDocument()),
+        ServerRouteEntry("GET", "/openapi.json", OpenApiDocument()),
     )
-    return [_route(served, entry) for entry in entries]
+    return [_route(pool, entry) for entry in entries]
 
 
-def _route(served: ServedModel, entry: RouteEntry) -> DocumentedRoute:
+def _route(pool: ModelPool, entry: AnyRouteEntry) -> DocumentedRoute:
     @wraps(entry.endpoint)
     async def call(request: Request) -> Response:
-        return await entry.endpoint(served, request, context_of(request.scope))
+        context = context_of(request.scope)
+        if isinstance(entry, ServerRouteEntry):
+            return await entry.endpoint(pool, request, context)
+        served = await pool.use(await named_model(request, context), context)
+        return await entry.endpoint(served, request, context)
 
     return DocumentedRoute(entry.path, call, entry.method, entry.operation)
+
+
+async def named_model(request: Request, context: RequestContext) -> str | None:
+    """Returns the model that a request names in its path, its query or its body; None: it names none."""
+    if "model" in request.path_params:
+        return str(request.path_params["model"])
+    if request.method in READING:
+        return request.query_params.get("model")
+    return await model_named_in(request, context)

@@ -8,10 +8,12 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+from penstock import store
 from penstock.errors import EngineUnavailable, InvalidRequest, ModelNotFound
 from penstock.ipc.client import EngineClient
 from penstock.server.request_context import MAX_NAME, RequestContext
 from penstock.server.telemetry.metrics import Metrics
+from penstock.store import DerivedModel
 from penstock.text import Text, check_answers, make_request
 from penstock.types import Limits, Request, SamplingParams
 
@@ -32,6 +34,7 @@ class ServedModel(NamedTuple):
     path: Path | None = None  # of the model's files, if known
     aliases: tuple[str, ...] = ()  # patterns of further names
     trust_templates: bool = False  # chat templates in requests are rendered
+    derived: DerivedModel | None = None  # whose settings it has, if that is another name for it
 
     @property
     def limits(self) -> Limits:
@@ -59,10 +62,7 @@ class ServedModel(NamedTuple):
         if name is None or name == self.name:
             return
         if not self.stands_for_it(name):
-            raise ModelNotFound(
-                f"the model {name[:MAX_NAME]!r} does not exist here; this server serves {self.name!r}: ask for that, "
-                "or start the server with --alias"
-            )
+            raise unknown_model(name, [self.name])
         if context is not None:
             context.stood_in = self.name
 
@@ -96,6 +96,17 @@ class ServedModel(NamedTuple):
             default=default,
         )
         return context.apply_to(request)
+
+
+def unknown_model(name: str, served: Sequence[str]) -> ModelNotFound:
+    """Returns the error for a name that no model of the server has."""
+    here = f"this server serves {', '.join(map(repr, served))}"
+    plain = name.removesuffix(":latest")
+    if plain in store.stored_names():
+        return ModelNotFound(f"the model {plain!r} is in the store, but {here}: run `penstock serve {plain}`")
+    return ModelNotFound(
+        f"the model {name[:MAX_NAME]!r} does not exist here; {here}: ask for that, or start the server with --alias"
+    )
 
 
 async def off_loop(size: int, work: Callable[[], T]) -> T:

@@ -3,51 +3,76 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from penstock.errors import EngineUnavailable
+from penstock.server.models import ModelPool
+from penstock.server.models.entry import ModelEntry
 from penstock.server.request_context import RequestContext
-from penstock.server.served_model import CLIENTS_NAMES, ServedModel
 from penstock.server.sse import json_response
 from penstock.server.vllm.endpoints import model_fields
 
 
-async def list_models(served: ServedModel, _: Request, __: RequestContext) -> Response:
+async def list_models(pool: ModelPool, _: Request, context: RequestContext) -> Response:
     """Returns one object for both SDKs that read this route: OpenAI's and Anthropic's read the fields they know.
-    Aliases that the server was started with are listed beside the model's own name, unless they have wildcards."""
-    aliases = [name for name in served.aliases if name not in CLIENTS_NAMES and not set(name) & set("*?[")]
-    data = [_model(served), *(_model(served) | {"id": alias, "display_name": alias} for alias in aliases)]
-    page = {"has_more": False, "first_id": data[0]["id"], "last_id": data[-1]["id"]}
+    Aliases that the server was started with are listed beside the models' own names, unless they have wildcards."""
+    data = [model for _, model in listed(pool, context)]
+    page = {"has_more": False, "first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"has_more": False}
     return json_response({"object": "list", "data": data} | page)
 
 
-async def show_model(served: ServedModel, request: Request, context: RequestContext) -> Response:
-    served.check_model(request.path_params["id"], context)
-    return json_response(_model(served))
+def listed(pool: ModelPool, context: RequestContext) -> list[tuple[ModelEntry, dict[str, Any]]]:
+    """Returns every model that the request's key may use, by each of its names."""
+    return [(entry, _model(pool, entry, name)) for name, entry in pool.listed() if _may_see(context, entry)]
 
 
-async def hello(_: ServedModel, __: Request, ___: RequestContext) -> Response:
+async def show_model(pool: ModelPool, request: Request, context: RequestContext) -> Response:
+    entry = pool.get(request.path_params["id"])
+    context.check_allowed(entry.name)
+    if request.path_params["id"] != entry.name:
+        context.stood_in = entry.name
+    return json_response(_model(pool, entry, entry.name))
+
+
+async def hello(_: ModelPool, __: Request, ___: RequestContext) -> Response:
     """Answers the request by which Claude Code finds out whether it can reach a server."""
     return json_response({"message": "hello"})
 
 
-async def health(served: ServedModel, _: Request, __: RequestContext) -> Response:
-    hello = served.client.hello
-    if hello is None:
-        return json_response(
-            {"status": "unavailable", "engine": None, "message": served.client.unavailable_reason}, 503
-        )
-    return json_response({"status": "ok", "engine": {"pid": hello.pid, "model": served.name}})
+async def health(pool: ModelPool, _: Request, __: RequestContext) -> Response:
+    """Tells of the default model's engine, and of all models in `models`."""
+    models = [_state(entry) for entry in pool.entries]
+    try:
+        pool.check_health()
+    except EngineUnavailable as error:
+        return json_response({"status": "unavailable", "engine": None, "message": error.message, "models": models}, 503)
+    first = next(pool.clients(), None)
+    engine = None
+    if first is not None and first[1].hello is not None:
+        engine = {"pid": first[1].hello.pid, "model": first[0]}
+    return json_response({"status": "ok", "engine": engine, "models": models})
 
 
-async def show_metrics(served: ServedModel, _: Request, __: RequestContext) -> Response:
-    started = {"process-start-time-unix": str(served.created)}  # as llama.cpp's server says it
-    return Response(served.metrics.render(), headers=started, media_type="text/plain; version=0.0.4; charset=utf-8")
+async def show_metrics(pool: ModelPool, _: Request, __: RequestContext) -> Response:
+    started = {"process-start-time-unix": str(pool.created)}  # as llama.cpp's server says it
+    return Response(pool.metrics.render(), headers=started, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-def _model(served: ServedModel) -> dict[str, object]:
-    openai = {"id": served.name, "object": "model", "created": served.created, "owned_by": "penstock"}
-    openai |= model_fields(served)
-    created = datetime.fromtimestamp(served.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    return openai | {"type": "model", "display_name": served.name, "created_at": created, "lifecycle": "active"}
+def _may_see(context: RequestContext, entry: ModelEntry) -> bool:
+    return context.payer is None or context.payer.may_use(entry.name)
+
+
+def _state(entry: ModelEntry) -> dict[str, Any]:
+    hello = entry.served.client.hello if entry.served else None
+    told = {"name": entry.name, "state": str(entry.state), "pid": hello.pid if hello else None, "bytes": entry.bytes}
+    return told | ({"error": entry.error} if entry.error else {})
+
+
+def _model(pool: ModelPool, entry: ModelEntry, name: str) -> dict[str, Any]:
+    openai = {"id": name, "object": "model", "created": pool.created, "owned_by": "penstock"}
+    openai |= model_fields(entry, pool.created)
+    created = datetime.fromtimestamp(pool.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return openai | {"type": "model", "display_name": name, "created_at": created, "lifecycle": "active"}

@@ -13,6 +13,7 @@ from penstock.store.derived import (
     derived_models,
     save_derived,
 )
+from penstock.store.modelfile import Modelfile, read_modelfile
 from penstock.store.paths import Entry, sha256_of, size_of
 from penstock.store.progress import Progress
 from penstock.store.refs import ALIASES, DEFAULT
@@ -33,6 +34,7 @@ __all__ = [
     "DEFAULT",
     "DerivedModel",
     "Entry",
+    "Modelfile",
     "Progress",
     "Upload",
     "blob_path",
@@ -49,6 +51,7 @@ __all__ = [
     "find_derived",
     "home",
     "looks_like_model",
+    "read_modelfile",
     "remove",
     "save_derived",
     "sha256_of",

@@ -44,6 +44,7 @@ class DerivedModel:
     parameters: dict[str, Any] = field(default_factory=dict)
     messages: list[dict[str, Any]] = field(default_factory=list)
     license: list[str] = field(default_factory=list)
+    adapters: list[str] = field(default_factory=list)  # paths
     made: str = ""  # when it was saved: ISO 8601, UTC
 
     @property

@@ -33,6 +33,7 @@ class Text:
     template: ChatTemplate | None  # None: the model comes without one, and its chats are rendered as ChatML
     sampling_defaults: Mapping[str, Any] = field(default_factory=lambda: FALLBACK, compare=False)
     pair_template: PairTemplate | None = None  # of a generative reranker
+    preamble: tuple[MessageDict, ...] = ()  # messages that every chat begins with
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> Text:
@@ -58,6 +59,10 @@ class Text:
         defaults say. Without max_tokens, an answer may fill the context."""
         stated = {name: value for name, value in given.items() if value is not None}
         return SamplingParams(**{"max_tokens": None, **self.sampling_defaults, **stated})
+
+    def with_preamble(self, messages: Sequence[MessageDict]) -> Text:
+        """Returns the same with messages that every chat begins with."""
+        return replace(self, preamble=tuple(messages))
 
     def with_template(self, template: ChatTemplate) -> Text:
         return replace(self, template=template)
@@ -90,7 +95,16 @@ class Text:
         return self.chat_prompt(messages, **kwargs).tokens
 
     def render_chat(self, messages: Sequence[MessageDict], **kwargs: Any) -> str:
-        return self.chat_template.render(messages, **kwargs)
+        return self.chat_template.render(self._after_preamble(messages), **kwargs)
+
+    def _after_preamble(self, messages: Sequence[MessageDict]) -> Sequence[MessageDict]:
+        """Returns the whole chat. A system message that it begins with stands in place of the preamble's."""
+        if not self.preamble or not messages:
+            return messages
+        if messages[0]["role"] != "system":
+            return [*self.preamble, *messages]
+        begun = [message for message in self.preamble if message["role"] != "system"]
+        return [messages[0], *begun, *messages[1:]]
 
     def special_in(self, *markers: str) -> frozenset[int]:
         """Returns the special tokens whose text is part of one of the markers."""

@@ -63,6 +63,10 @@ class Program:
     def norm_runs(self, x: int, parts: list[tuple[NDArray[np.float32], int]], eps: float, out: int) -> None:
         """Norms parts of each row, (gain, width) of each, in runs as long as the gain; a width of 0 means the rest of
         the row. What follows stays as it is."""
+    def layer_norm_heads(
+        self, x: int, q_gain: NDArray[np.float32], k_gain: NDArray[np.float32], dim: int, eps: float, out: int
+    ) -> None:
+        """Computes layer norms of q and k, of `dim` values at a time. Gains have a value for each of theirs."""
     def sparse_act_and_mul(self, x: int, out: int, act: str, cutoff: float) -> None: ...
     def gate_columns(self, x: int, y: int, first: int, out: int, act: str) -> None: ...
     def take_columns(self, x: int, first: int, gain: NDArray[np.float32], out: int) -> None:
@@ -111,6 +115,64 @@ class Program:
         eps: float,
     ) -> None:
         """`conv` is [conv_width, q + k + v], flat. `mixed` is a buffer as wide as that for what is convolved."""
+    def causal_conv(
+        self,
+        x: int,
+        product: int | None,
+        out: int,
+        *,
+        layer: int,
+        width: int,
+        conv_width: int,
+        conv: NDArray[np.float32],
+        bias: NDArray[np.float32],
+    ) -> None:
+        """`conv` is [conv_width, width], flat; an empty `bias` stands for none. `product` is a buffer for what a gated
+        convolution sees."""
+
+    def selective_scan(
+        self,
+        x: int,
+        dt: int,
+        b: int,
+        c: int,
+        gate: int,
+        out: int,
+        *,
+        layer: int,
+        width: int,
+        state_size: int,
+        decay: NDArray[np.float32],
+        skip: NDArray[np.float32],
+    ) -> None: ...
+    def mamba2(
+        self,
+        zxbcdt: int,
+        mixed: int,
+        out: int,
+        *,
+        layer: int,
+        heads: int,
+        head_dim: int,
+        state_dim: int,
+        groups: int,
+        conv_width: int,
+        norm_groups: int,
+        z_scale: float,
+        dt_scale: float,
+        dt_min: float,
+        dt_max: float,
+        eps: float,
+        conv: NDArray[np.float32],
+        conv_bias: NDArray[np.float32],
+        decay: NDArray[np.float32],
+        dt_bias: NDArray[np.float32],
+        skip: NDArray[np.float32],
+        gain: NDArray[np.float32],
+    ) -> None:
+        """`conv` is [conv_width, x + B + C], flat; an empty `conv_bias` or `gain` stands for none. `mixed` is a buffer
+        as wide as what is convolved."""
+
     def moe(
         self,
         x: int,
@@ -128,6 +190,7 @@ class Program:
         groups: int,
         top_k_groups: int,
         group_score: str,
+        weigh_inputs: bool = False,
         expert_scale: NDArray[np.float32] | None = None,
     ) -> None:
         """`choice_bias` has no values where there is none."""

@@ -13,9 +13,9 @@ from penstock.backend.cpu._native import Weight
 from penstock.backend.cpu.weights import HeadWeights
 from penstock.errors import UnsupportedModel
 from penstock.model import program
-from penstock.model.ops import DeltaWeights, ExpertWeights, Vectors
+from penstock.model.ops import ConvWeights, DeltaWeights, ExpertWeights, Mamba2Weights, ScanWeights, Vectors
 from penstock.model.program import TAKES_OVER, Buffer, Capabilities, OpNode, Value
-from penstock.model.recurrence import DeltaSpec
+from penstock.model.recurrence import ConvSpec, DeltaSpec, Mamba2Spec, ScanSpec
 from penstock.model.spec import SHAPES, AttentionSpec, ExpertSpec, RopeSpec
 
 NO_ROTATION = -1
@@ -82,8 +82,10 @@ def matrices_of(weight: Weight | ExpertWeights | HeadWeights) -> list[Weight]:
 
 
 def scratch(node: OpNode) -> tuple[Buffer, ...]:
-    """Returns the buffers that a node needs while it runs: a delta net's convolved q, k and v."""
-    return (Buffer("T", node.attributes["spec"].width),) if node.op == "delta_net" else ()
+    """Returns the buffers that a node needs while it runs: what a delta net or Mamba2 has convolved, or what a gated
+    convolution sees."""
+    needs = node.op in ("delta_net", "mamba2") or (node.op == "causal_conv" and node.attributes["spec"].gated)
+    return (Buffer("T", node.attributes["spec"].width),) if needs else ()
 
 
 def embed(emit: Emitter, out: int, *, table: Weight, partial: bool) -> None:
@@ -120,6 +122,8 @@ def per_head_linear(emit: Emitter, x: int, out: int, *, weight: HeadWeights, pas
 def norm_qk(
     emit: Emitter, x: int, out: int, *, q_gain: Floats, k_gain: Floats, spec: AttentionSpec, eps: float
 ) -> None:
+    if spec.qk_norm == "layer":
+        return emit.native.layer_norm_heads(x, q_gain, k_gain, spec.head_dim, eps, out)
     parts = [(q_gain, spec.q_width), (k_gain, spec.kv_width)]
     if spec.v_norm:
         parts.append((np.ones(spec.head_dim, np.float32), spec.kv_width))
@@ -230,6 +234,7 @@ def moe(emit: Emitter, x: int, router_logits: int, out: int, *, experts: ExpertW
         out,
         expert_scale=experts.scale,
         **picked(spec, "top_k", "act", "scoring", "renormalize", "scale", "groups", "top_k_groups", "group_score"),
+        weigh_inputs=spec.weigh_inputs,
     )
 
 
@@ -252,10 +257,85 @@ def delta_net(
         out,
         layer=layer,
         **picked(spec, "k_heads", "v_heads", "k_dim", "v_dim", "conv_width", "tiled"),
-        conv=np.ascontiguousarray(weights.conv.reshape(spec.width, spec.conv_width).T).reshape(-1),
+        conv=taps_of(weights.conv, spec.conv_width),
         **picked(weights, "decay", "dt_bias", "gain"),
         eps=eps,
     )
+
+
+def causal_conv(
+    emit: Emitter, x: int, out: int, product: int | None = None, *, layer: int, weights: ConvWeights, spec: ConvSpec
+) -> None:
+    emit.native.causal_conv(
+        x,
+        product,
+        out,
+        layer=layer,
+        **picked(spec, "width", "conv_width"),
+        conv=taps_of(weights.conv, spec.conv_width),
+        bias=or_none(weights.bias),
+    )
+
+
+def selective_scan(
+    emit: Emitter,
+    x: int,
+    dt: int,
+    b: int,
+    c: int,
+    gate: int,
+    out: int,
+    *,
+    layer: int,
+    weights: ScanWeights,
+    spec: ScanSpec,
+) -> None:
+    emit.native.selective_scan(
+        x,
+        dt,
+        b,
+        c,
+        gate,
+        out,
+        layer=layer,
+        **picked(spec, "width", "state_size"),
+        **picked(weights, "decay", "skip"),
+    )
+
+
+def mamba2(
+    emit: Emitter,
+    zxbcdt: int,
+    out: int,
+    mixed: int,
+    *,
+    layer: int,
+    weights: Mamba2Weights,
+    spec: Mamba2Spec,
+) -> None:
+    emit.native.mamba2(
+        zxbcdt,
+        mixed,
+        out,
+        layer=layer,
+        **picked(spec, "heads", "head_dim", "state_dim", "groups", "conv_width"),
+        **picked(spec, "eps", "z_scale", "dt_scale", "dt_min", "dt_max"),
+        norm_groups=spec.norm_groups or 1,
+        conv=taps_of(weights.conv, spec.conv_width),
+        conv_bias=or_none(weights.conv_bias),
+        **picked(weights, "decay", "dt_bias", "skip"),
+        gain=or_none(weights.gain),
+    )
+
+
+def taps_of(conv: Floats, conv_width: int) -> Floats:
+    """Returns the factors of a convolution position by position: [width, conv_width] -> [conv_width, width]."""
+    return np.ascontiguousarray(conv.reshape(-1, conv_width).T).reshape(-1)
+
+
+def or_none(vector: Floats | None) -> Floats:
+    """Returns a vector, or an empty one in place of none."""
+    return np.zeros(0, np.float32) if vector is None else vector
 
 
 EMITTERS: dict[str, Callable[..., Any]] = {
@@ -265,6 +345,7 @@ EMITTERS: dict[str, Callable[..., Any]] = {
         *(sparse_act_and_mul, gate_columns, take_columns, concat),
         *(match_rms, mix_streams, correct_streams, add_to_streams),
         *(linear, gated_linear, per_head_linear, attend, attend_mla),
-        *(act_and_mul, activate, sigmoid_mul, add, scale, soft_cap, take_sampled, moe, delta_net),
+        *(act_and_mul, activate, sigmoid_mul, add, scale, soft_cap, take_sampled, moe, delta_net, mamba2),
+        *(causal_conv, selective_scan),
     )
 }

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 import triton
 
+from penstock.backend.cuda.activations import ACTIVATIONS
 from penstock.backend.cuda.device_properties import INTERPRETER, DeviceProperties
 from penstock.backend.cuda.kernels.expert_gemm import (
     ExpertRows,
@@ -99,19 +100,38 @@ def compute_experts(
     pairs = selected.numel()
     both, hidden, given = (rows.view(pairs, rows.numel() // pairs) for rows in (both, hidden, given))
     route(router_logits, choice_bias, spec, selected, weights, expert_scale)
+    rows = ExpertRows(x, selected, spec.top_k)
+    if spec.weigh_inputs:
+        rows = weighted_rows(x, selected, weights, given)
     if pairs <= max(spec.count // 2, spec.top_k):
-        gated = spec.act == "silu"
-        up.by_pairs(ExpertRows(x, selected, spec.top_k), hidden if gated else both, gated)
-        if not gated:
-            act_and_mul(both, hidden, act=spec.act)
+        fused = spec.gated and spec.act == "silu"
+        up.by_pairs(rows, hidden if fused else both, fused)
+        if not fused:
+            activate(both, hidden, spec)
         down.by_pairs(ExpertRows(hidden, selected, 1), given)
     else:
         size = min(max(triton.next_power_of_2(pairs // spec.count), SMALLEST_BLOCK), LARGEST_BLOCK)
         permute_pairs(selected, permutation, size)
-        up.by_blocks(ExpertRows(x, selected, spec.top_k), permutation, size, both)
-        act_and_mul(both, hidden, act=spec.act)
+        up.by_blocks(rows, permutation, size, both)
+        activate(both, hidden, spec)
         down.by_blocks(ExpertRows(hidden, selected, 1), permutation, size, given)
     combine_experts(given, weights, out)
+
+
+def weighted_rows(x: Any, selected: Any, weights: Any, scratch: Any) -> ExpertRows:
+    """Returns each token once for each of its experts, multiplied by the expert's weight, which becomes 1. The rows are
+    in `scratch` until the experts' outputs are written there."""
+    torch.mul(x[:, None, :], weights[:, :, None], out=scratch.view(*weights.shape, x.shape[1]))
+    weights.fill_(1)
+    return ExpertRows(scratch, selected, 1)
+
+
+def activate(both: Any, hidden: Any, spec: ExpertSpec) -> None:
+    """Computes what goes into the second matrices of experts."""
+    if spec.gated:
+        act_and_mul(both, hidden, act=spec.act)
+    else:
+        ACTIVATIONS[spec.act](both, out=hidden)
 
 
 def pack_matrices(

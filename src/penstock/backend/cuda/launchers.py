@@ -13,11 +13,15 @@ from typing import Any
 
 import torch
 
+from penstock.backend.cuda.activations import ACTIVATIONS
 from penstock.backend.cuda.device_tilings import Tilings
 from penstock.backend.cuda.experts import compute_experts
 from penstock.backend.cuda.inputs import DeviceInputs
 from penstock.backend.cuda.kernels import delta_rule, norm, streams
+from penstock.backend.cuda.kernels import mamba2 as mamba2_kernel
 from penstock.backend.cuda.kernels import norm_qk as norm_qk_kernel
+from penstock.backend.cuda.kernels.causal_conv import ConvSizes, store_conv_state
+from penstock.backend.cuda.kernels.causal_conv import causal_conv as convolve
 from penstock.backend.cuda.kernels.decode_attention import Rotation, decode_attention
 from penstock.backend.cuda.kernels.expert_routing import ExpertPermutation
 from penstock.backend.cuda.kernels.fp8_activations import Fp8Activations, fp8_view
@@ -25,21 +29,16 @@ from penstock.backend.cuda.kernels.gather_rows import MAX_TOKEN, gather_rows, re
 from penstock.backend.cuda.kernels.mla_attention import mla_decode, mla_prefill, store_mla_kv
 from penstock.backend.cuda.kernels.prefill_attention import prefill_attention, queries_per_tile
 from penstock.backend.cuda.kernels.rope import rope_and_store
+from penstock.backend.cuda.kernels.selective_scan import selective_scan as scan
 from penstock.backend.cuda.kernels.silu_and_mul import act_and_mul as act_and_mul_kernel
 from penstock.backend.cuda.kv_cache import LayerCache
 from penstock.backend.cuda.weights import Weight
 from penstock.errors import UnsupportedModel
-from penstock.model.ops import DeltaWeights, ExpertWeights, Vectors
+from penstock.model.ops import ConvWeights, DeltaWeights, ExpertWeights, Mamba2Weights, ScanWeights, Vectors
 from penstock.model.program import Buffer, Capabilities, OpNode
-from penstock.model.recurrence import DeltaSpec
+from penstock.model.recurrence import ConvSpec, DeltaSpec, Mamba2Spec, ScanSpec
 from penstock.model.spec import AttentionSpec, ExpertSpec
 
-ACTIVATIONS: dict[str, Callable[..., Any]] = {
-    "silu": torch.ops.aten.silu.out,
-    "gelu": torch.ops.aten.gelu.out,
-    "gelu_tanh": partial(torch.ops.aten.gelu.out, approximate="tanh"),
-    "relu": partial(torch.ops.aten.clamp_min.out, min=0),
-}
 SUPPORTED_ACTIVATIONS: dict[str, Collection[str]] = {
     "act_and_mul": ("silu", "gelu", "gelu_tanh"),
     "sparse_act_and_mul": ("silu", "gelu", "gelu_tanh"),
@@ -120,12 +119,12 @@ def scratch(node: OpNode) -> tuple[Buffer, ...]:
         return (Buffer(node.outputs[0].symbol, node.attributes["weight"].rows),)  # the product before its gate
     if node.op == "moe":
         spec = node.attributes["spec"]
-        widths = 2 * spec.hidden, spec.hidden, node.inputs[0].width
+        widths = spec.up_rows, spec.hidden, node.inputs[0].width
         choice = Buffer("T", spec.top_k, "float32")  # the numbers of each token's experts, and their weights
         return (choice, choice, *(Buffer("T", spec.top_k * width) for width in widths))
-    if node.op == "delta_net":
-        spec = node.attributes["spec"]
-        return Buffer("T", spec.width, "float32"), Buffer("T", spec.v_width, "float32")
+    if node.op in ("delta_net", "mamba2"):
+        convolved, read = node.attributes["spec"].width, node.outputs[0].width
+        return Buffer("T", convolved, "float32"), Buffer("T", read, "float32")  # and what is read from states
     return ()
 
 
@@ -204,8 +203,9 @@ def per_head_linear(context: Context, step: DeviceInputs, x: Any, out: Any, *, w
 def norm_qk(
     context: Context, step: DeviceInputs, x: Any, out: Any, *, q_gain: Any, k_gain: Any, spec: AttentionSpec, eps: float
 ) -> None:
+    layer_dim = spec.head_dim if spec.qk_norm == "layer" else 0
     v_run = spec.head_dim if spec.v_norm else 0
-    norm_qk_kernel.norm_qk(x, q_gain, k_gain, spec.q_width, spec.kv_width, eps, out, v_run)
+    norm_qk_kernel.norm_qk(x, q_gain, k_gain, spec.q_width, spec.kv_width, eps, out, layer_dim, v_run)
 
 
 def norm_runs(context: Context, step: DeviceInputs, x: Any, out: Any, *, gain: Any, eps: float) -> None:
@@ -364,6 +364,48 @@ def delta_net(
     delta_rule.delta_net(qkvz, ba, weights, spec, eps, states.layers[layer], rows, buffers, out)
 
 
+def causal_conv(
+    context: Context, step: DeviceInputs, x: Any, out: Any, *, layer: int, weights: ConvWeights, spec: ConvSpec
+) -> None:
+    states, rows = context.memory.states.layers[layer], context.memory.states.rows_of(step)
+    sizes = ConvSizes.of(spec.conv_width, spec.width, stride=x.stride(0), offset=0, gated=spec.gated)
+    convolve(x, weights.conv, weights.bias, sizes, states, rows, out, silu=not spec.gated)
+    store_conv_state(x, sizes, states, rows)
+
+
+def selective_scan(
+    context: Context,
+    step: DeviceInputs,
+    x: Any,
+    dt: Any,
+    b: Any,
+    c: Any,
+    gate: Any,
+    out: Any,
+    *,
+    layer: int,
+    weights: ScanWeights,
+    spec: ScanSpec,
+) -> None:
+    states, rows = context.memory.states.layers[layer], context.memory.states.rows_of(step)
+    scan(x, dt, b, c, gate, weights, spec, states, rows, out)
+
+
+def mamba2(
+    context: Context,
+    step: DeviceInputs,
+    zxbcdt: Any,
+    out: Any,
+    *scratch: Any,
+    layer: int,
+    weights: Mamba2Weights,
+    spec: Mamba2Spec,
+) -> None:
+    states = context.memory.states
+    rows, buffers = states.rows_of(step), mamba2_kernel.Mamba2Scratch(*scratch)
+    mamba2_kernel.mamba2(zxbcdt, weights, spec, states.layers[layer], rows, buffers, out)
+
+
 LAUNCHERS: dict[str, Callable[..., None]] = {
     launcher.__name__: launcher
     for launcher in (
@@ -371,6 +413,7 @@ LAUNCHERS: dict[str, Callable[..., None]] = {
         *(sparse_act_and_mul, gate_columns, take_columns, concat),
         *(match_rms, mix_streams, correct_streams, add_to_streams),
         *(linear, gated_linear, per_head_linear, attend, attend_mla),
-        *(act_and_mul, activate, sigmoid_mul, add, scale, soft_cap, take_sampled, moe, delta_net),
+        *(act_and_mul, activate, sigmoid_mul, add, scale, soft_cap, take_sampled, moe, delta_net, mamba2),
+        *(causal_conv, selective_scan),
     )
 }

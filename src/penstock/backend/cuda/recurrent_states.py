@@ -9,7 +9,7 @@ import torch
 
 from penstock.backend.base import Batch, Ints
 from penstock.backend.cuda.inputs import DeviceInputs
-from penstock.backend.cuda.kernels.delta_rule import ROW_FIELDS, StateRows
+from penstock.backend.cuda.kernels.causal_conv import ROW_FIELDS, StateRows
 from penstock.model.recurrence import RecurrentSpec
 
 

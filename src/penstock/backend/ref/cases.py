@@ -15,6 +15,7 @@ import numpy as np
 
 from penstock.backend.base import Backend, Batch, Floats, Pool
 from penstock.backend.batches import Chunk, greedy_batch
+from penstock.backend.ref.activations import ACTS
 from penstock.backend.ref.random_steps import blocks_for, random_steps
 from penstock.model import rope
 from penstock.model.ops import Ops
@@ -299,7 +300,7 @@ def moe(
         return Stack([random_tensor(rng, format, rows, width) for _ in range(parts)], biases)
 
     bank = Experts(
-        [stack(2, spec.hidden, width) for _ in range(spec.count)],
+        [stack(2 if spec.gated else 1, spec.hidden, width) for _ in range(spec.count)],
         [stack(1, width, spec.hidden) for _ in range(spec.count)],
         random_tensor(rng, "F32", spec.count) if spec.choice_bias else None,
     )
@@ -363,12 +364,16 @@ SOME_HALVES, SOME_PAIRS = (partial(kind, rotated=6, scale=1.2) for kind in (HALV
 TWO = ExpertSpec(8, 2, 32, renormalize=True)
 BEST_GROUPS = replace(TWO, groups=4, top_k_groups=2, scale=2.5, group_score="max")
 BIASED_GROUPS = replace(TWO, top_k=3, groups=2, scoring="sigmoid", choice_bias=True, scale=1.5)
+UNGATED = replace(TWO, act="relu2", gated=False)
 CLAMPED = replace(TWO, top_k=4, scoring="softmax_top_k", act="clamped")
 
 MLA, MLA_SHARP = mla(20, 16, 16), mla(4, 16, 32, multiplier=0.7)
 MLA_HALVES = mla(3, 16, 32, interleaved=False, scale=1.2)
 
 from penstock.backend.ref.delta_cases import DELTA_CASES  # noqa: E402  # they are made of what is above
+from penstock.backend.ref.llama4_cases import LLAMA4_CASES  # noqa: E402
+from penstock.backend.ref.mamba2_cases import MAMBA2_CASES  # noqa: E402
+from penstock.backend.ref.scan_cases import SCAN_CASES  # noqa: E402
 from penstock.backend.ref.stream_cases import STREAM_CASES  # noqa: E402
 
 CASES = (
@@ -427,6 +432,8 @@ CASES = (
     Case("moe", "best groups", "F32", FLOAT, partial(moe, spec=BEST_GROUPS, tokens=9)),
     Case("moe", "biased groups", "F32", FLOAT, partial(moe, spec=BIASED_GROUPS, tokens=9)),
     Case("moe", "clamped, biases", "F32", FLOAT, partial(moe, spec=CLAMPED, tokens=9, bias=True)),
+    Case("moe", "not gated", "F32", FLOAT, partial(moe, spec=UNGATED, tokens=9)),
+    Case("moe", "Q8_0, not gated", "Q8_0", 3 * BYTE, partial(moe, spec=UNGATED, format="Q8_0", tokens=3)),
     Case("moe", "gelu", "F32", FLOAT, partial(moe, spec=replace(TWO, act="gelu_tanh"), tokens=3)),
     *(
         Case("moe", f"{f}, {tokens} tokens", f, 3 * LINEAR_TOLERANCE[f], partial(some_experts, f, width, tokens))
@@ -459,7 +466,7 @@ CASES = (
     Case("take_sampled", "some", "F32", EXACT, partial(take_sampled, wanted=((5, 1), (1, 0), (7, 3), (2, 2)))),
     Case("add_layer_norm", "one token", "F32", FLOAT, partial(add_layer_norm, tokens=1, width=576)),
     Case("add_layer_norm", "odd width", "F32", FLOAT, partial(add_layer_norm, tokens=5, width=33)),
-    *(Case("activate", a, "F32", FLOAT, partial(activate, act=a)) for a in ("silu", "gelu", "gelu_tanh", "relu")),
+    *(Case("activate", act, "F32", FLOAT, partial(activate, act=act)) for act in ACTS),
     Case("embed_positions", "two rows", "F16", EXACT, partial(embed_positions, format="F16", width=33)),
     Case("embed_positions", "quantized", "Q8_0", EXACT, partial(embed_positions, format="Q8_0", width=64)),
     Case(
@@ -487,5 +494,5 @@ CASES = (
         for window, lengths in ((5, (1, 3, 70, 33)), (65, (40, 300)), (20, (1100,)))
     ),
     *DELTA_CASES,
-    *STREAM_CASES,
+    *(*SCAN_CASES, *LLAMA4_CASES, *MAMBA2_CASES, *STREAM_CASES),
 )

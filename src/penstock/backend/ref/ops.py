@@ -8,15 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from math import erfc
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.backend.base import Batch, Floats, Ints, StateMove
+from penstock.backend.ref.activations import ACTS, sigmoid, silu
+from penstock.backend.ref.mamba2 import selective_scan, time_steps
 from penstock.backend.ref.stream_ops import RefStreamOps, split
-from penstock.model.ops import DeltaWeights, ExpertWeights, Precision, Vectors
-from penstock.model.recurrence import DeltaSpec
+from penstock.model.ops import ConvWeights, DeltaWeights, ExpertWeights, Mamba2Weights, Precision, ScanWeights, Vectors
+from penstock.model.recurrence import ConvSpec, DeltaSpec, Mamba2Spec, ScanSpec
 from penstock.model.spec import AttentionSpec, ExpertSpec, KvGroup, RopeSpec
 
 State = tuple[Floats, ...]  # of a recurrent layer: what its spec says it keeps
@@ -89,9 +90,13 @@ class RefOps(RefStreamOps):
 
     def norm_qk(self, qkv: Floats, q_gain: Floats, k_gain: Floats, spec: AttentionSpec, eps: float) -> Floats:
         q, k, v = np.split(qkv, [spec.q_width, spec.q_width + spec.kv_width], axis=1)
+        if spec.qk_norm == "layer":
+            q, k = (norm_heads(x, gain, spec.head_dim, eps) for x, gain in ((q, q_gain), (k, k_gain)))
+        else:
+            q, k = norm_runs(q, q_gain, eps), norm_runs(k, k_gain, eps)
         if spec.v_norm:
             v = norm_runs(v, np.ones(spec.head_dim, np.float32), eps)
-        return np.concatenate([norm_runs(q, q_gain, eps), norm_runs(k, k_gain, eps), v], axis=1)
+        return np.concatenate([q, k, v], axis=1)
 
     def norm_runs(self, x: Floats, gain: Floats, eps: float) -> Floats:
         return norm_runs(x, gain, eps)
@@ -101,6 +106,8 @@ class RefOps(RefStreamOps):
         q, k = (rotate(x, self.batch.positions, spec.rope) for x in (q, k))
         if spec.q_gain:
             q = q * vectors["q_gain"]
+        if spec.temperature:
+            q = q * query_scales(self.batch.positions, spec)[:, None, None]
         keys, values = self.cache.layer(layer, spec)
         out = np.zeros_like(q)
         for row, tokens in enumerate(self._row_tokens()):
@@ -109,22 +116,14 @@ class RefOps(RefStreamOps):
                 places = self._places(layer, row, positions)
                 keys[places] = k[tokens]
                 values[places] = v[tokens]
-            first = max(int(positions[0]) - spec.window + 1, 0) if spec.window and spec.causal else 0
+            first = max(int(positions[0]) - spec.reach + 1, 0) if spec.reach and spec.causal else 0
             places = self._places(layer, row, np.arange(first, positions[-1] + 1))
-            out[tokens] = attention(q[tokens], keys[places], values[places], positions - first, spec, vectors)
+            out[tokens] = attention(q[tokens], keys[places], values[places], (positions, first), spec, vectors)
         return out.reshape(len(qkv), spec.q_width)
 
     def act_and_mul(self, x: Floats, act: str) -> Floats:
         left, right = np.split(x, 2, axis=-1)
         return clamped(left, right) if act == "clamped" else ACTS[act](left) * right
-
-    def sparse_act_and_mul(self, x: Floats, act: str, cutoff: float) -> Floats:
-        left, right = np.split(x, 2, axis=-1)
-        lowest = left.mean(axis=1, keepdims=True) + np.float32(cutoff) * left.std(axis=1, keepdims=True)
-        return ACTS[act](np.maximum(left - lowest, 0)) * right
-
-    def gate_columns(self, x: Floats, y: Floats, first: int, act: str) -> Floats:
-        return ACTS[act](x) * y[:, first : first + x.shape[1]]
 
     def add(self, x: Floats, y: Floats) -> Floats:
         return x + y
@@ -161,8 +160,11 @@ class RefOps(RefStreamOps):
         out = np.zeros_like(x)
         for expert, (up, down) in enumerate(zip(experts.up, experts.down, strict=True)):
             rows, ranks = np.nonzero(chosen == expert)
-            y = self.linear(self.act_and_mul(self.linear(x[rows], up), spec.act), down)
-            out[rows] += weights[rows, ranks, None] * y
+            weight = weights[rows, ranks, None]
+            given = x[rows] * weight if spec.weigh_inputs else x[rows]
+            act = self.act_and_mul if spec.gated else self.activate
+            y = self.linear(act(self.linear(given, up), spec.act), down)
+            out[rows] += y if spec.weigh_inputs else weight * y
         return out
 
     def per_head_linear(self, x: Floats, weight: Floats, passthrough: int = 0) -> Floats:
@@ -181,7 +183,7 @@ class RefOps(RefStreamOps):
             positions = self.batch.positions[tokens]
             keys[self._places(layer, row, positions)] = k[tokens]
             seen = keys[self._places(layer, row, np.arange(positions[-1] + 1))]
-            out[tokens] = attention(q[tokens], seen, seen[..., rotated:], positions, spec, {})
+            out[tokens] = attention(q[tokens], seen, seen[..., rotated:], (positions, 0), spec, {})
         return out.reshape(len(q), spec.heads * spec.v_dim)
 
     def sigmoid_mul(self, x: Floats, gate: Floats) -> Floats:
@@ -201,6 +203,61 @@ class RefOps(RefStreamOps):
         self._recur(layer, [(spec.conv_width - 1, spec.width), (spec.v_heads, spec.k_dim, spec.v_dim)], step)
         z = qkvz[:, spec.width :].reshape(out.shape)
         return (rms_norm(out, weights.gain, eps) * silu(z)).reshape(len(qkvz), spec.v_width)
+
+    def causal_conv(self, layer: int, x: Floats, weights: ConvWeights, spec: ConvSpec) -> Floats:
+        out = np.zeros((len(x), spec.width), np.float32)
+        b, c, u = np.split(x, 3, axis=1) if spec.gated else (None, None, x[:, : spec.width])
+        inputs, act = (u, silu) if b is None else (b * u, identity)
+
+        def step(state: State, token: int) -> State:
+            last, out[token] = causal_conv(state[0], inputs[token], weights.conv, weights.bias, act)
+            return (last,)
+
+        self._recur(layer, [(spec.conv_width - 1, spec.width)], step)
+        return out if c is None else c * out
+
+    def selective_scan(
+        self,
+        layer: int,
+        x: Floats,
+        dt: Floats,
+        b: Floats,
+        c: Floats,
+        gate: Floats,
+        weights: ScanWeights,
+        spec: ScanSpec,
+    ) -> Floats:
+        out = np.zeros_like(x)
+        decay = weights.decay.reshape(spec.width, spec.state_size)
+        steps = np.logaddexp(np.float32(0), dt)
+
+        def step(state: State, token: int) -> State:
+            h, now = state[0], steps[token][:, None]
+            h = h * np.exp(decay * now) + now * x[token][:, None] * b[token]
+            out[token] = h @ c[token]
+            return (h,)
+
+        self._recur(layer, [(spec.width, spec.state_size)], step)
+        gated: Floats = (out + weights.skip * x) * silu(gate[:, -spec.width :])
+        return gated
+
+    def mamba2(self, layer: int, zxbcdt: Floats, weights: Mamba2Weights, spec: Mamba2Spec) -> Floats:
+        z, xbc, dt = np.split(zxbcdt, [spec.inner, spec.inner + spec.width], axis=1)
+        steps = time_steps(dt, weights, spec)
+        out = np.zeros((len(zxbcdt), spec.heads, spec.head_dim), np.float32)
+
+        def step(state: State, token: int) -> State:
+            last, memory = state
+            last, mixed = causal_conv(last, xbc[token], weights.conv, weights.conv_bias)
+            memory, out[token] = selective_scan(memory, mixed, steps[token], weights, spec)
+            return last, memory
+
+        self._recur(layer, [(spec.conv_width - 1, spec.width), (spec.heads, spec.state_dim, spec.head_dim)], step)
+        gated = out.reshape(z.shape) * silu(z * np.float32(spec.z_scale))
+        if weights.gain is None:
+            return gated
+        groups = len(z), spec.norm_groups, spec.inner // spec.norm_groups
+        return rms_norm(gated.reshape(groups), weights.gain.reshape(groups[1:]), spec.eps).reshape(z.shape)
 
     def _recur(self, layer: int, shapes: Sequence[tuple[int, ...]], step: Callable[[State, int], State]) -> None:
         """Takes the state of each row of a recurrent layer through its tokens: `step` returns the state after a
@@ -252,6 +309,12 @@ def norm_runs(x: Floats, gain: Floats, eps: float) -> Floats:
     return rms_norm(runs, gain, eps).reshape(x.shape)
 
 
+def norm_heads(x: Floats, gain: Floats, head_dim: int, eps: float) -> Floats:
+    heads = split(x, head_dim)
+    normed = layer_norm(heads, gain.reshape(heads.shape[1:]), np.zeros(1, np.float32), eps)
+    return normed.reshape(x.shape)
+
+
 def split_heads(qkv: Floats, spec: AttentionSpec) -> tuple[Floats, Floats, Floats]:
     """Splits [T, q + k + v] into [T, heads, D] and twice [T, kv_heads, D]."""
     q, k, v = np.split(split(qkv, spec.head_dim), [spec.heads, spec.heads + spec.kv_heads], axis=1)
@@ -273,17 +336,17 @@ def rotate(x: Floats, positions: Ints, rope: RopeSpec) -> Floats:
 
 
 def attention(
-    q: Floats, keys: Floats, values: Floats, positions: Ints, spec: AttentionSpec, vectors: Vectors
+    q: Floats, keys: Floats, values: Floats, places: tuple[Ints, int], spec: AttentionSpec, vectors: Vectors
 ) -> Floats:
-    """Attends from tokens at `positions` to C positions of their sequence, both counted from the first of those:
-    [T, heads, D], 2 * [C, kv_heads, D] -> [T, heads, D]."""
+    """Attends from tokens to C positions of their sequence: [T, heads, D], 2 * [C, kv_heads, D] -> [T, heads, D].
+    `places` are the tokens' positions and the first of those C."""
     shared = spec.heads // spec.kv_heads
     keys, values = np.repeat(keys, shared, axis=1), np.repeat(values, shared, axis=1)  # [C, heads, D]
     scores = np.einsum("thd,chd->htc", q, keys) * np.float32(spec.scale)
     if spec.soft_cap:
         scores = soft_capped(scores, spec.soft_cap)
     if spec.causal or spec.window:
-        scores[:, ~visible(positions, len(keys), spec.window, spec.causal)] = -np.inf
+        scores[:, ~visible(*places, len(keys), spec)] = -np.inf
     weights = softmax_with_sinks(scores, vectors.get("sinks", np.full(spec.heads, -np.inf, np.float32)))
     out: Floats = np.einsum("htc,chd->thd", weights, values)
     return out
@@ -298,10 +361,21 @@ def softmax_with_sinks(scores: Floats, sinks: Floats) -> Floats:
     return softened
 
 
-def visible(positions: Ints, context: int, window: int, causal: bool) -> NDArray[np.bool_]:
-    """Returns whether the token at each position sees each position of its context: [T, C]."""
-    distance = positions[:, None] - np.arange(context)
-    return ((distance >= 0) if causal else (distance > -window)) & (distance < (window or context))
+def visible(positions: Ints, first: int, context: int, spec: AttentionSpec) -> NDArray[np.bool_]:
+    """Returns whether the token at each position sees each of the positions from `first` on: [T, C]."""
+    others = first + np.arange(context)
+    distance = positions[:, None] - others
+    seen: NDArray[np.bool_] = distance >= 0 if spec.causal else distance > -spec.window
+    if spec.window:
+        seen &= distance < spec.window
+    if spec.chunk:
+        seen &= others >= (positions // spec.chunk * spec.chunk)[:, None]
+    return seen
+
+
+def query_scales(positions: Ints, spec: AttentionSpec) -> Floats:
+    """Returns what the temperature of attention multiplies each token's queries by: [T]."""
+    return (1 + spec.temperature * np.log1p((positions + 1) // spec.temperature_span)).astype(np.float32)
 
 
 def soft_capped(x: Floats, cap: float) -> Floats:
@@ -343,40 +417,16 @@ def softmax(x: Floats) -> Floats:
     return y
 
 
-def sigmoid(x: Floats) -> Floats:
-    with np.errstate(over="ignore"):
-        y: Floats = np.reciprocal(1 + np.exp(-x))
-    return y
-
-
 def clamped(left: Floats, right: Floats) -> Floats:
     low = np.minimum(left, np.float32(7))
     y: Floats = low * sigmoid(np.float32(1.702) * low) * (1 + np.clip(right, np.float32(-7), np.float32(7)))
     return y
 
 
-def silu(x: Floats) -> Floats:
-    with np.errstate(over="ignore"):  # of exp, where the answer is 0 anyway
-        y: Floats = x / (1 + np.exp(-x))
-    return y
+def identity(x: Floats) -> Floats:
+    return x
 
 
-def gelu_tanh(x: Floats) -> Floats:
-    y: Floats = x / 2 * (1 + np.tanh(np.float32((2 / np.pi) ** 0.5) * (x + np.float32(0.044715) * x**3)))
-    return y
-
-
-def gelu(x: Floats) -> Floats:
-    below = np.array([erfc(-one / 2**0.5) / 2 for one in x.ravel().tolist()])  # how much of a normal distribution is
-    y: Floats = x * below.reshape(x.shape).astype(np.float32)
-    return y
-
-
-def relu(x: Floats) -> Floats:
-    return np.maximum(x, 0)
-
-
-ACTS = {"silu": silu, "gelu": gelu, "gelu_tanh": gelu_tanh, "relu": relu}
 SCORINGS: dict[str, Callable[[Floats], Floats]] = {
     "softmax": softmax,
     "sigmoid": sigmoid,
@@ -384,10 +434,13 @@ SCORINGS: dict[str, Callable[[Floats], Floats]] = {
 }
 
 
-def causal_conv(last: Floats, x: Floats, conv: Floats) -> tuple[Floats, Floats]:
-    """Returns the inputs that the next token's convolution sees, and silu of this one's."""
+def causal_conv(
+    last: Floats, x: Floats, taps: Floats, bias: Floats | None = None, act: Callable[[Floats], Floats] = silu
+) -> tuple[Floats, Floats]:
+    """Returns the inputs that the next token's convolution sees, and act of this one's."""
     seen = np.concatenate([last, x[None]])  # [conv_width, width]
-    return seen[1:], silu((seen * conv.reshape(len(x), len(seen)).T).sum(axis=0))
+    y: Floats = (seen * taps.reshape(len(x), len(seen)).T).sum(axis=0)
+    return seen[1:], act(y if bias is None else y + bias)
 
 
 def delta_rule(

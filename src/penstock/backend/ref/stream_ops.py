@@ -7,6 +7,7 @@ from math import isqrt
 import numpy as np
 
 from penstock.backend.base import Floats
+from penstock.backend.ref.activations import ACTS
 
 LEAST_SQUARE = np.float32(1e-5)  # of a stream that is scaled
 
@@ -49,3 +50,11 @@ class RefStreamOps:
     def add_to_streams(self, x: Floats, y: Floats) -> Floats:
         first, others = np.split(x, [y.shape[1]], axis=1)
         return np.concatenate([first, others + np.tile(y, others.shape[1] // y.shape[1])], axis=1)
+
+    def sparse_act_and_mul(self, x: Floats, act: str, cutoff: float) -> Floats:
+        left, right = np.split(x, 2, axis=-1)
+        lowest = left.mean(axis=1, keepdims=True) + np.float32(cutoff) * left.std(axis=1, keepdims=True)
+        return ACTS[act](np.maximum(left - lowest, 0)) * right
+
+    def gate_columns(self, x: Floats, y: Floats, first: int, act: str) -> Floats:
+        return ACTS[act](x) * y[:, first : first + x.shape[1]]

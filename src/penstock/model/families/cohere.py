@@ -1,5 +1,5 @@
-"""Reads Cohere's Command R and Aya: attention and MLP in parallel after one layer norm, which has no bias, RoPE on
-neighbouring pairs, and scaled logits.
+"""Reads Cohere's Command R, Command R+ and Aya: attention and MLP in parallel after one layer norm, which has no bias,
+RoPE on neighbouring pairs, and scaled logits. Command R+ norms the queries and keys of each head.
 """
 
 from __future__ import annotations
@@ -14,16 +14,15 @@ from penstock.model.gguf import config as gguf_config
 from penstock.model.spec import ModelSpec
 from penstock.model.tensor import Tensor
 
-HUGGING_FACE = names.HUGGING_FACE
-GGUF = names.GGUF
+HUGGING_FACE = names.HUGGING_FACE.but(q_norm="self_attn.q_norm", k_norm="self_attn.k_norm")
+GGUF = names.GGUF.but(q_norm="attn_q_norm", k_norm="attn_k_norm")
 LOGITS = "logit_scale"
 CONTEXT = "model_max_length"
 build = partial(decoder.build, norm=decoder.unbiased_layer_norm)
 
 
 def read_hf(config: ConfigReader) -> ModelSpec:
-    config.require("use_qk_norm", (False,), False)
-    spec = read_as("cohere", config, theta=500000.0)
+    spec = with_qk_norm(read_as("cohere", config, theta=500000.0), config.flag("use_qk_norm", False))
     # Published configs say 8192, which is what the model was trained with first.
     return replace(spec, max_len=max(spec.max_len, config.size(CONTEXT, spec.max_len)))
 
@@ -37,7 +36,7 @@ def read_as(arch: str, config: ConfigReader, theta: float) -> ModelSpec:
 
 
 def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
-    return read_file("cohere", config, tensors)
+    return with_qk_norm(read_file("cohere", config, tensors), "blk.0.attn_q_norm.weight" in tensors)
 
 
 def read_file(arch: str, config: ConfigReader, tensors: Mapping[str, Tensor], *keys: str) -> ModelSpec:
@@ -46,6 +45,11 @@ def read_file(arch: str, config: ConfigReader, tensors: Mapping[str, Tensor], *k
         config, tensors, arch, interleaved=True, eps_key=gguf_config.LAYER_EPS, keys=(LOGITS, *keys)
     )
     return in_parallel(replace(spec, logit_scale=config.number(LOGITS)))
+
+
+def with_qk_norm(spec: ModelSpec, normed: bool) -> ModelSpec:
+    """Returns the spec with a layer norm of each head's queries and keys, if they are normed."""
+    return replace(spec, attn=replace(spec.attn, qk_norm="layer")) if normed else spec
 
 
 def in_parallel(spec: ModelSpec) -> ModelSpec:

@@ -25,13 +25,14 @@ def read_hf(config: ConfigReader) -> ModelSpec:
     spec = replace(spec, biases=config_hf.read_biases(config))
     window, first = config_hf.read_window(config, 4096), config.number("max_window_layers", 62, least=0)
     sliding = config_hf.read_sliding(config, [window > 0 and layer >= first for layer in range(spec.layers)])
-    return glm4moe.with_experts(
-        spec.with_windows(sliding, window),
+    spec = glm4moe.with_experts(
+        spec,
         glm4moe.read_experts(config, spec, renormalize=False),
         dense=config.count("first_k_dense_replace", 0),
         shared=config.size("n_shared_experts"),
         normed=True,
     )
+    return spec.with_windows(sliding, window)
 
 
 def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:

@@ -1,8 +1,7 @@
 """Reads Falcon and Falcon 2: attention and MLP in parallel after one layer norm (7B, 11B) or one each (40B, 180B),
 multi-query or grouped-query attention, RoPE, and an MLP without a gate.
 
-Models with ALiBi (Falcon RW) are refused. Of those with two norms only folders are read, because GGUF files give the
-name of the first norm to the second one.
+Models with ALiBi (Falcon RW) are refused.
 """
 
 from __future__ import annotations
@@ -29,7 +28,9 @@ HUGGING_FACE = names.Naming(  # with the prefix of the whole model, or as its in
     },
     ignored=re.compile(r".+\.inv_freq"),  # computed from the config
 )  # fmt: skip
-GGUF = names.GGUF.but(qkv="attn_qkv")
+GGUF = names.GGUF.but(qkv="attn_qkv")._replace(  # the norm of two that the MLP has is called as the only one is
+    renamed={"attn_norm_2": {"attn_norm": "mlp_norm", "attn_norm_2": "attn_norm"}}
+)
 NORMS = frozenset(("attn_norm", "mlp_norm", "norm"))
 build = gpt2.build_with_layer_norms
 

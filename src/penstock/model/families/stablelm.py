@@ -1,4 +1,6 @@
-"""Reads StableLM 3B and StableLM 2: Llama with layer norms, and RoPE on a part of a head."""
+"""Reads StableLM 3B and StableLM 2: Llama with layer norms, and RoPE on a part of a head. StableLM 2 12B norms the
+queries and keys of each head.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +10,15 @@ from functools import partial
 
 from penstock.model import config_hf, decoder, names
 from penstock.model.config_reader import ConfigReader
+from penstock.model.families import cohere
 from penstock.model.gguf import config as gguf_config
 from penstock.model.spec import ModelSpec
 from penstock.model.tensor import Tensor
 
-HUGGING_FACE = names.HUGGING_FACE
-GGUF = names.GGUF
+HUGGING_FACE = names.HUGGING_FACE.but(
+    **{f"{x}_norm.*": f"self_attn.{x}_layernorm.norms.*" for x in "qk"}  # one for each head
+)
+GGUF = names.GGUF.but(q_norm="attn_q_norm", k_norm="attn_k_norm")
 NORMS = frozenset(("attn_norm", "mlp_norm", "norm"))
 ROTATED_SHARE = "partial_rotary_factor"
 PARALLEL = "use_parallel_residual"
@@ -22,8 +27,8 @@ build = partial(decoder.build, norm=decoder.layer_norm)
 
 def read_hf(config: ConfigReader) -> ModelSpec:
     config.number("layer_norm_eps")  # silence would not mean what it does elsewhere
-    config.require("qk_layernorm", (False,), False)
     spec = config_hf.read_decoder(config, "stablelm", eps_key="layer_norm_eps", partial=True)
+    spec = cohere.with_qk_norm(spec, config.flag("qk_layernorm", False))
     if ROTATED_SHARE not in config_hf.rope_fields(config):
         config.number(ROTATED_SHARE)
     biases = frozenset(("q", "k", "v")) if config.flag("use_qkv_bias", False) else frozenset()
@@ -42,4 +47,4 @@ def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
     )
     # Files of models that are not parallel may say that they are: a second norm tells.
     parallel = config.flag(PARALLEL, True) and "blk.0.ffn_norm.weight" not in tensors
-    return replace(spec, parallel=parallel)
+    return cohere.with_qk_norm(replace(spec, parallel=parallel), "blk.0.attn_q_norm.weight" in tensors)

@@ -39,6 +39,7 @@ KEYS = {
     "tensor_data_layout",
     "vocab_size",
 }
+KV_HEADS = "attention.head_count_kv"
 RMS_EPS, LAYER_EPS = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
 EXPERTS = {  # keys of MoE families
     "expert_feed_forward_length",
@@ -119,6 +120,14 @@ def read_experts(config: ConfigReader, spec: ModelSpec, *, scoring: int = 1, ren
         groups=config.size("expert_group_count", 1),
         top_k_groups=config.size("expert_group_used_count", 1),
     )
+
+
+def read_attentive(config: ConfigReader, layers: int) -> tuple[int, list[bool]]:
+    """Reads how many KV heads layers with attention have, and which layers those are: the list has 0 for others."""
+    counts = config.counts(KV_HEADS)
+    if len(counts) != layers or len({*counts} - {0}) != 1:
+        raise config.unsupported(KV_HEADS, counts, (f"0 or one number of KV heads for each of {layers} layers",))
+    return max(counts), [count > 0 for count in counts]
 
 
 def read_pooling(config: ConfigReader) -> str:

@@ -37,7 +37,7 @@ FUSED = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up"), "kv_a": ("latent", "
 WRITTEN_SPLIT = {"glm4": ("qkv",)}  # what a family's files may have in one tensor, and are written without
 PUBLISHED = ("MXFP4",)  # formats that experts are published in: they stay so while other weights change
 DROPPED = ("general.alignment", "split.")  # keys about the file itself
-WITHOUT_SUFFIX = ("ssm_a",)  # tensors whose names in a file end in neither .weight nor .bias
+WITHOUT_SUFFIX = ("ssm_a", "ssm_d")  # tensors whose names in a file end in neither .weight nor .bias
 EXPERT = re.compile(r"experts\.(\d+)\.(.+)")
 
 

@@ -6,7 +6,7 @@ describe is refused, with the difference, instead of being written wrongly.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields, is_dataclass
 from math import isclose
 from typing import Any
@@ -16,9 +16,9 @@ import numpy as np
 from penstock.errors import UnsupportedModel
 from penstock.model import config_hf, registry, rope
 from penstock.model.config_reader import ConfigReader
-from penstock.model.families import deepseek2, gemma2
+from penstock.model.families import deepseek2, gemma2, llama4
 from penstock.model.gguf import config as gguf_config
-from penstock.model.recurrence import DeltaSpec
+from penstock.model.recurrence import ConvSpec, DeltaSpec, MambaSpec
 from penstock.model.spec import AttentionSpec, ModelSpec, RopeSpec, all_but_each
 from penstock.model.tensor import FORMATS, Tensor
 
@@ -32,6 +32,7 @@ NOT_IN_METADATA = (  # of the spec: it describes the file, or its tensors tell i
 )
 WINDOWED = ("gemma2", "gemma3", "gptoss", "olmo2", "cohere2")  # whose windows llama.cpp computes
 EXAONE_LAYERS = 64  # those of EXAONE 4 only in models of so many layers
+COHERE_LAYERS = 64  # it expects norms of queries and keys in a Command R of so many layers or more
 ALL_BIASED = (
     "llama",
     "granite",
@@ -41,7 +42,7 @@ ALL_BIASED = (
     "bert",
     "nomic_bert",
 )  # it reads biases of all products
-RENORMALIZED = ("qwen3moe", "qwen3next")  # it always divides the selected experts' scores by their sum
+RENORMALIZED = ("qwen3moe", "qwen3next", "lfm2")  # it always divides the selected experts' scores by their sum
 LITE_LAYERS = (26, 27)  # it knows a DeepSeek that projects queries from x by how many layers it has
 ARCHITECTURES = {family: name for name, family in reversed(registry.GGUF.items())} | {"mixtral": "llama"}
 
@@ -93,6 +94,11 @@ def check_read_alike(spec: ModelSpec) -> None:
         raise UnsupportedModel(
             f"a GGUF file of {spec.arch} cannot express {said} = true: llama.cpp has no tensors for the biases of "
             f"{', '.join(odd)} and refuses the file"
+        )
+    if spec.arch == "cohere" and (spec.attn.qk_norm == "layer") != (spec.layers >= COHERE_LAYERS):
+        raise UnsupportedModel(
+            f"a GGUF file of cohere cannot express use_qk_norm = {str(bool(spec.attn.qk_norm)).lower()} in a model of "
+            f"{spec.layers} layers: llama.cpp expects such norms of {COHERE_LAYERS} layers or more, and of no others"
         )
     if spec.mla is not None and not spec.mla.q_lora_rank and spec.layers not in LITE_LAYERS:
         raise UnsupportedModel(
@@ -362,6 +368,48 @@ def gpt_oss(config: ConfigReader, spec: ModelSpec) -> Keys:
     return window(config, spec)
 
 
+def llama_4(_: ConfigReader, spec: ModelSpec) -> Keys:
+    return {llama4.STEP: 1 + min(set(range(spec.layers)) - spec.dense, default=0)}
+
+
+def layer_kv_heads(spec: ModelSpec) -> Keys:
+    """Returns the number of KV heads of each layer, 0 for those without attention."""
+    attentive = spec.attention_layers
+    return {gguf_config.KV_HEADS: [spec.attn.kv_heads if i in attentive else 0 for i in range(spec.layers)]}
+
+
+def check_biases(spec: ModelSpec, readable: Collection[str], said: str) -> None:
+    """Raises if layers have biases that llama.cpp has no tensors for; `said`: the field that says so."""
+    if odd := sorted((spec.biases or frozenset()) ^ frozenset(readable)):
+        raise UnsupportedModel(
+            f"a GGUF file of {spec.arch} cannot express {said}: llama.cpp reads other biases of {', '.join(odd)}"
+        )
+
+
+def lfm_2(config: ConfigReader, spec: ModelSpec) -> Keys:
+    assert isinstance(spec.recurrence, ConvSpec)
+    check_biases(spec, (), "conv_bias = true")
+    if spec.experts is None:
+        return layer_kv_heads(spec) | {"shortconv.l_cache": spec.recurrence.conv_width}
+    if spec.experts.scale != 1:
+        raise config.unsupported("routed_scaling_factor", spec.experts.scale, ("1 in a GGUF file of lfm2",))
+    dense = {"leading_dense_block_count": len(spec.dense)}
+    return layer_kv_heads(spec) | {"shortconv.l_cache": spec.recurrence.conv_width} | dense
+
+
+def jamba(_: ConfigReader, spec: ModelSpec) -> Keys:
+    assert isinstance(spec.recurrence, MambaSpec)
+    check_biases(spec, ("conv", "ssm_dt"), "mamba_conv_bias = false or mamba_proj_bias = true")
+    conv, scan = spec.recurrence.conv, spec.recurrence.scan
+    return layer_kv_heads(spec) | {
+        "expert_feed_forward_length": None,
+        "ssm.conv_kernel": conv.conv_width,
+        "ssm.inner_size": conv.width,
+        "ssm.state_size": scan.state_size,
+        "ssm.time_step_rank": spec.recurrence.dt_rank,
+    }
+
+
 OWN: dict[str, Own] = {
     "llama": window,
     "qwen2": nothing,
@@ -387,6 +435,8 @@ OWN: dict[str, Own] = {
     "qwen3moe": nothing,
     "glm4moe": glm_4_moe,
     "minimaxm2": nothing,
+    "jamba": jamba,
+    "lfm2": lfm_2,
     "qwen3next": qwen_3_next,
     "qwen35": qwen_3_5,
     "bert": encoder,
@@ -394,6 +444,7 @@ OWN: dict[str, Own] = {
     "modernbert": modern_bert,
     "deepseek2": deepseek_2,
     "gptoss": gpt_oss,
+    "llama4": llama_4,
 }
 
 

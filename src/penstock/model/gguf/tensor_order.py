@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from penstock.model import decoder
 from penstock.model.dequantize import dequantize
-from penstock.model.recurrence import DeltaSpec
+from penstock.model.recurrence import ConvSpec, DeltaSpec, MambaSpec
 from penstock.model.roles import Role
 from penstock.model.spec import ModelSpec
 from penstock.model.tensor import FORMATS, Bytes, Scales, Tensor, some_rows
@@ -101,6 +101,26 @@ def tiled_heads(part: str, tensor: Tensor, d: DeltaSpec) -> Tensor:
     return tensor
 
 
+# ---- convolutions and selective scans ----
+
+
+def convolving_layout(name: str, tensor: Tensor, spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
+    """Yields the tensors of LFM2 and Jamba: convolutions and decays are matrices in the file, which has decays
+    themselves, not their logarithms."""
+    layer, _, part = name.rpartition(".")
+    width = spec.recurrence.width if isinstance(spec.recurrence, ConvSpec) else 0
+    if isinstance(spec.recurrence, MambaSpec):
+        width = spec.recurrence.scan.width
+    if tensor.role is Role.CONV:
+        yield name, replace(tensor, shape=(width, tensor.shape[0] // width))
+    elif part == "decay_log":
+        values = (-np.exp(dequantize(tensor))).astype("<f4").view(np.uint8)
+        shape = (width, tensor.shape[0] // width)
+        yield f"{layer}.decay", replace(tensor, format=FORMATS["F32"], shape=shape, source=values)
+    else:
+        yield name, tensor
+
+
 # ---- encoders ----
 
 
@@ -111,8 +131,24 @@ def encoder_layout(name: str, tensor: Tensor, spec: ModelSpec) -> Iterator[tuple
     yield name, tensor
 
 
+# ---- norms of each head ----
+
+
+def norms_of_heads(name: str, tensor: Tensor, spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
+    """Yields the tensors of a model whose files have the gains of queries and keys as a row for each head."""
+    by_head = name.endswith((".q_norm", ".k_norm"))
+    yield (
+        name,
+        replace(tensor, shape=(tensor.shape[0] // spec.attn.head_dim, spec.attn.head_dim)) if by_head else tensor,
+    )
+
+
 REORDER: dict[str, Callable[[str, Tensor, ModelSpec], Iterator[tuple[str, Tensor]]]] = {
     "qwen3next": partial(hybrid_layout, tiled=False),
     "qwen35": partial(hybrid_layout, tiled=True),
     "bert": encoder_layout,
+    "cohere": norms_of_heads,
+    "stablelm": norms_of_heads,
+    "jamba": convolving_layout,
+    "lfm2": convolving_layout,
 }

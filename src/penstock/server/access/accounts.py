@@ -10,7 +10,7 @@ from typing import Self
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from penstock.errors import RateLimited
+from penstock.errors import Forbidden, RateLimited
 from penstock.keys import Key, Keyring
 
 MINUTE = 60.0
@@ -62,6 +62,20 @@ class Account:
     def _allowance(self, kind: str, limit: int) -> Allowance:
         known = self._allowances.get(kind)
         return known if known is not None and known.limit == limit else Allowance(limit)
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Returns the models that the key may use; none: all of them."""
+        return () if self._key is None else tuple(self._key.models)
+
+    def may_use(self, model: str) -> bool:
+        """Returns whether the key may use a model."""
+        return not self.models or model in self.models
+
+    def forbidden(self, reason: str, what: str) -> Forbidden:
+        """Counts a refusal, and returns it."""
+        self.refused[reason] += 1
+        return Forbidden(f"the key {self.name!r} may not {what}")
 
     def begin(self) -> None:
         """Takes one request from what the limits allow; raises RateLimited if nothing is left."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from penstock.errors import Forbidden, PenstockError, Unauthorized
+from penstock.errors import PenstockError, Unauthorized
 from penstock.keys import Key
 from penstock.server.access.accounts import Account, Accounts
 from penstock.server.errors import error_response
@@ -14,18 +14,20 @@ from penstock.server.request_context import context_of
 PROBES = ("/health", "/v1/health", "/ping", "/v2/health/live", "/v2/health/ready")  # for those who watch servers
 OPEN = {*PROBES, "/"}  # to GET and HEAD: the page holds no data and asks for the key itself
 READING = {"GET", "HEAD"}
-CHANGING = ("/api/pull", "/api/create", "/api/copy", "/api/delete", "/api/push", "/api/blobs/")
-FLUSH = "/flush_cache"  # it changes what every request finds, with GET too
+CHANGING = (
+    *("/api/pull", "/api/create", "/api/copy", "/api/delete", "/api/push", "/api/blobs/"),
+    *("/models/", "/api/models/", "/sleep", "/wake_up"),
+)
+CHANGING_WITH_GET = ("/flush_cache", "/unload")  # they change what every request finds
 
 
 class Authentication:
     """Lets a request pass that has a valid key with limits to spare. It adds nothing to the cost of a stream: what it
     adds to an answer is in the headers."""
 
-    def __init__(self, app: ASGIApp, accounts: Accounts, model: str) -> None:
+    def __init__(self, app: ASGIApp, accounts: Accounts) -> None:
         self._app = app
         self._accounts = accounts
-        self._model = model
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or (scope["path"] in OPEN and scope["method"] in READING):
@@ -55,15 +57,13 @@ class Authentication:
         raise Unauthorized("this server needs an API key: send it as `Authorization: Bearer KEY` or `x-api-key: KEY`")
 
     def _admit(self, key: Key, account: Account, scope: Scope) -> None:
-        """Checks models, rights and limits. Requests that only read are not limited: they need no engine, and clients
+        """Checks rights and limits. Requests that only read are not limited: they need no engine, and clients
         that poll an answer send many."""
         path = scope["path"]
-        if key.models and self._model not in key.models:
-            raise _forbidden(account, "model", f"use {self._model!r}, only {', '.join(key.models)}")
-        if scope["method"] in READING and path != FLUSH:
+        if scope["method"] in READING and path not in CHANGING_WITH_GET:
             return
-        if path.startswith((*CHANGING, FLUSH)) and not key.admin:
-            raise _forbidden(account, "admin", f"{scope['method']} {path}: this needs a key made with --admin")
+        if path.startswith((*CHANGING, *CHANGING_WITH_GET)) and not key.admin:
+            raise account.forbidden("admin", f"{scope['method']} {path}: this needs a key made with --admin")
         account.begin()
 
 
@@ -75,11 +75,6 @@ def _given(scope: Scope) -> list[bytes]:
         elif name == b"authorization" and value[:7].lower() == b"bearer ":
             found.append(value[7:].strip())
     return [each for each in found if each][:2]
-
-
-def _forbidden(account: Account, reason: str, what: str) -> Forbidden:
-    account.refused[reason] += 1
-    return Forbidden(f"the key {account.name!r} may not {what}")
 
 
 def _with_headers(send: Send, account: Account | None) -> Send:

@@ -20,8 +20,8 @@ from penstock.server.access.in_flight import Admission, InFlight, requests_in_fl
 from penstock.server.access.origins import Origins, check_origins
 from penstock.server.bodies import MAX_BODY
 from penstock.server.errors import error_response
+from penstock.server.models import ModelPool
 from penstock.server.request_context import context_of
-from penstock.server.served_model import ServedModel
 
 MAX_URL = 8192  # bytes
 BODY_SECONDS = 20.0  # that any body may take, and one more second for every
@@ -36,8 +36,6 @@ class Rules(NamedTuple):
     origins: tuple[str, ...] = ()  # of web pages that may use it, beside its own
     max_waiting: int | None = None  # requests beyond those computed at once; None: in proportion to those
     lenient: bool = True  # unknown fields and unsupported settings are ignored and listed; False: refused
-    aliases: tuple[str, ...] = ()  # patterns of further names of the model
-    trust_templates: bool = False  # chat templates in requests are rendered
 
 
 def check(rules: Rules, address: str) -> None:
@@ -60,12 +58,12 @@ def _warn(message: str) -> None:
     print(f"warning: {message}", file=sys.stderr, flush=True)
 
 
-def guarded(app: ASGIApp, served: ServedModel, rules: Rules, accounts: Accounts | None) -> ASGIApp:
+def guarded(app: ASGIApp, pool: ModelPool, rules: Rules, accounts: Accounts | None) -> ASGIApp:
     """Returns the application behind the guard, authentication (if there are accounts) and the check of origins."""
-    app = Guard(app, requests_in_flight(served.client, rules.max_waiting))
+    app = Guard(app, requests_in_flight(lambda: pool.rows, rules.max_waiting))
     if accounts is not None:
-        served.metrics.register(accounts)
-        app = Authentication(app, accounts, served.name)
+        pool.metrics.register(accounts)
+        app = Authentication(app, accounts)
     return Origins(app, rules.origins, keyless=accounts is None)
 
 

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from math import inf
 
 from penstock.errors import Overloaded
-from penstock.ipc.client import EngineClient
 
 WAITING_PER_ROW = 16  # requests that may wait for each row of a step, unless --max-waiting says otherwise
 
@@ -66,14 +65,14 @@ class Admission:
                 self._in_flight.release()
 
 
-def requests_in_flight(client: EngineClient, max_waiting: int | None) -> InFlight:
-    """Returns the counter of requests and their answers: those computed at once, and `max_waiting` that wait for them.
-    Without an engine there is no limit, because every request is refused at once anyway."""
+def requests_in_flight(rows_of: Callable[[], int], max_waiting: int | None) -> InFlight:
+    """Returns the counter of requests and their answers: those computed at once, which `rows_of` tells, and
+    `max_waiting` that wait for them. Without rows there is no limit: no engine runs."""
 
     def limit() -> float:
-        if client.hello is None:
+        rows = rows_of()
+        if not rows:
             return inf
-        rows = client.hello.limits.max_rows
         return rows + (WAITING_PER_ROW * rows if max_waiting is None else max_waiting)
 
     return InFlight("requests", limit, ", or raise --max-waiting")

@@ -54,5 +54,7 @@ async def call_app(app: ASGIApp, context: RequestContext, path: str, body: bytes
         if not sent:
             raise
         log.exception("request %s, made by the server itself, failed", context.id)  # its answer says so, too
+    finally:
+        context.end()
     begun, *parts = sent
     return AppAnswer(begun["status"], context.id, b"".join(part.get("body", b"") for part in parts))

@@ -37,11 +37,12 @@ from penstock.server.batch.records import (
     Ownership,
     PendingLine,
 )
+from penstock.server.models import ModelPool
 from penstock.server.request_context import RequestContext
-from penstock.server.served_model import ServedModel
 
 CHUNK = 100  # lines per transaction
 MAX_ATTEMPTS = 3  # at a line during which the engine dies
+LINES_WITHOUT_ENGINE = 8  # in flight at least: how many rows a model computes is only known once it is loaded
 RETRY_SECONDS = 1.0  # until the next try, without an engine or while another server uses the folder
 
 BROKEN = InvalidRequest("the server failed while it answered this line; its log has the details", code="internal_error")
@@ -54,10 +55,10 @@ class BatchRunner:
     it. `lenient` is whether unknown fields of lines are ignored."""
 
     def __init__(
-        self, archive: Archive, served: ServedModel, accounts: Accounts | None = None, *, lenient: bool = True
+        self, archive: Archive, pool: ModelPool, accounts: Accounts | None = None, *, lenient: bool = True
     ) -> None:
         self._archive = archive
-        self._served = served
+        self._pool = pool
         self._accounts = accounts
         self._lenient = lenient
         self._runs: dict[str, asyncio.Task[None]] = {}  # by batch
@@ -67,7 +68,8 @@ class BatchRunner:
     async def running(self, app: ASGIApp) -> AsyncIterator[None]:
         """Runs batches while the application runs, and first those that an earlier server left."""
         self._app = app
-        self._lines = asyncio.Semaphore(max(1, self._served.limits.max_rows // 2))  # in flight, of batches in turn
+        in_flight = max(LINES_WITHOUT_ENGINE, self._pool.rows // 2)
+        self._lines = asyncio.Semaphore(in_flight)  # of batches in turn
         resuming = asyncio.create_task(self._with_retries(self._resume))
         try:
             yield

@@ -21,6 +21,7 @@ from penstock.server.bodies import ANY_VALUE, NoEffect, read_body, read_object
 from penstock.server.chat.stream import all_deltas
 from penstock.server.errors import KSERVE_ERRORS
 from penstock.server.explain import AnswerReport, Explanation
+from penstock.server.models import ModelPool
 from penstock.server.openai.completions import encode_prompts
 from penstock.server.openai.fields import SamplingFields, sampling
 from penstock.server.openapi import Operation, read_as
@@ -153,17 +154,16 @@ class KserveWriter:
 # -- health and metadata ------------------------------------------------------------------------------------------
 
 
-async def live(_: ServedModel, __: HttpRequest, ___: RequestContext) -> Response:
+async def live(_: ModelPool, __: HttpRequest, ___: RequestContext) -> Response:
     return Response()
 
 
-async def ready(served: ServedModel, _: HttpRequest, __: RequestContext) -> Response:
-    if served.client.hello is None:
-        raise EngineUnavailable(served.client.unavailable_reason)
+async def ready(pool: ModelPool, _: HttpRequest, __: RequestContext) -> Response:
+    pool.check_health()
     return Response()
 
 
-async def server_metadata(_: ServedModel, __: HttpRequest, ___: RequestContext) -> Response:
+async def server_metadata(_: ModelPool, __: HttpRequest, ___: RequestContext) -> Response:
     return json_response({"name": "penstock", "version": __version__, "extensions": ["generate"]})
 
 
@@ -182,7 +182,9 @@ async def model_metadata(served: ServedModel, http: HttpRequest, context: Reques
 
 async def model_ready(served: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
     _check_path(served, http, context)
-    return await ready(served, http, context)
+    if served.client.hello is None:
+        raise EngineUnavailable(served.client.unavailable_reason)
+    return Response()
 
 
 def _check_path(served: ServedModel, http: HttpRequest, context: RequestContext) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from penstock.server.endpoint import RouteEntry
+from penstock.server.endpoint import RouteEntry, ServerRouteEntry
 from penstock.server.llamacpp.completion import COMPLETION, completion
 from penstock.server.llamacpp.embedding import EMBEDDING, embedding
 from penstock.server.llamacpp.infill import INFILL, infill
+from penstock.server.llamacpp.models import NAMED, list_with_status, load, unload
 from penstock.server.llamacpp.server_state import (
     CHANGE_PROPS,
     PROPS,
@@ -18,7 +19,7 @@ from penstock.server.llamacpp.server_state import (
     slots,
 )
 from penstock.server.openai.chat import CHAT_COMPLETIONS, chat_completions
-from penstock.server.status import health, list_models
+from penstock.server.status import health
 from penstock.server.tokens import APPLY_TEMPLATE, count_chat_tokens
 
 ROUTES = (
@@ -30,11 +31,13 @@ ROUTES = (
     RouteEntry("POST", "/chat/completions", chat_completions, CHAT_COMPLETIONS),
     RouteEntry("POST", "/chat/completions/input_tokens", count_chat_tokens, APPLY_TEMPLATE),
     RouteEntry("POST", "/v1/chat/completions/input_tokens", count_chat_tokens, APPLY_TEMPLATE),
-    RouteEntry("POST", "/props", change_props, CHANGE_PROPS),
+    ServerRouteEntry("POST", "/props", change_props, CHANGE_PROPS),
     RouteEntry("GET", "/props", props, PROPS),
     RouteEntry("GET", "/slots", slots, SLOTS),
     RouteEntry("POST", "/slots/{id}", change_slot, SLOT_ACTION),
     RouteEntry("GET", "/lora-adapters", list_adapters),
-    RouteEntry("GET", "/v1/health", health),
-    RouteEntry("GET", "/models", list_models),
+    ServerRouteEntry("GET", "/v1/health", health),
+    ServerRouteEntry("GET", "/models", list_with_status),
+    ServerRouteEntry("POST", "/models/load", load, NAMED),
+    ServerRouteEntry("POST", "/models/unload", unload, NAMED),
 )

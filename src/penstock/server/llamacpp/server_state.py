@@ -12,6 +12,7 @@ from penstock import __version__
 from penstock.errors import EngineUnavailable, NotFound, NotSupported
 from penstock.server.bodies import read_body, read_object
 from penstock.server.llamacpp.fields import settings_of
+from penstock.server.models import ModelPool
 from penstock.server.openapi import Operation
 from penstock.server.request_context import RequestContext
 from penstock.server.served_model import ServedModel
@@ -63,7 +64,7 @@ async def props(served: ServedModel, _: HttpRequest, __: RequestContext) -> Resp
     )
 
 
-async def change_props(_: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
+async def change_props(_: ModelPool, http: HttpRequest, context: RequestContext) -> Response:
     await read_body(http, context, ChangedProps, {})
     return json_response({"success": True})
 

@@ -21,7 +21,7 @@ from penstock.server.chat.stream import deltas
 from penstock.server.chat.tools import ToolUse, read_tools
 from penstock.server.errors import OLLAMA_ERRORS
 from penstock.server.explain import AnswerReport, Explanation
-from penstock.server.ollama.derived_settings import resolve, with_derived_messages, with_options, with_template
+from penstock.server.ollama.derived_settings import settings_of, with_options, with_template
 from penstock.server.ollama.fields import (
     GENERATE_NO_EFFECT,
     NO_EFFECT,
@@ -42,18 +42,17 @@ from penstock.text import Delta
 from penstock.text.infill import infill_of, infill_prompt
 from penstock.text.parse import AnswerPart, Arguments, CallEnded, CallStarted, Content, Reasoning
 
-STAYS_LOADED = "the model stays loaded as long as this server runs"
 OLLAMA = Framing(b"application/x-ndjson", lambda line: line + b"\n", b"", OLLAMA_ERRORS.encode)
 
 
 async def chat(served: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
     body = await read_body(http, context, OllamaChatBody, NO_EFFECT)
     check(context, body)
-    served, derived = resolve(served, context, body.model)
+    derived = settings_of(served, context, body.model)
     use = read_tools(context, body.tools)
     if not body.messages:
         return _loaded(chat_line, served, context, body)
-    messages = with_derived_messages(context, derived, derived.system, read_messages(context, body.messages))
+    messages = read_messages(context, body.messages)
     turn = await _turn(served, context, with_options(derived, body), messages, use)
     return await _answer(served, http, context, body, turn, chat_line)
 
@@ -61,7 +60,7 @@ async def chat(served: ServedModel, http: HttpRequest, context: RequestContext) 
 async def generate(served: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
     body = await read_body(http, context, OllamaGenerateBody, GENERATE_NO_EFFECT)
     check(context, body)
-    served, derived = resolve(served, context, body.model)
+    derived = settings_of(served, context, body.model)
     if not body.prompt and not body.suffix:
         return _loaded(generate_line, served, context, body)
     body = with_options(derived, body)
@@ -70,8 +69,8 @@ async def generate(served: ServedModel, http: HttpRequest, context: RequestConte
     elif body.raw or (served.text.template is None and not (body.template or derived.messages)):
         turn = await _raw_turn(served, context, body, "" if body.raw else derived.system)
     else:
-        prompt = [{"role": "user", "content": body.prompt}]
-        messages = with_derived_messages(context, derived, body.system or derived.system, prompt)
+        messages: list[dict[str, Any]] = [{"role": "system", "content": body.system}] if body.system else []
+        messages.append({"role": "user", "content": body.prompt})
         turn = await _turn(with_template(served, body.template or ""), context, body, messages, NO_TOOLS)
     return await _answer(served, http, context, body, turn, generate_line)
 
@@ -134,13 +133,13 @@ async def _answer(
 def _loaded(
     line: Callable[..., OllamaLine], served: ServedModel, context: RequestContext, body: OllamaFields
 ) -> Response:
-    """Answers a request that only loads or unloads the model. The model stays as long as the server runs, and the
-    answer to an unload says so. Wrong options are errors all the same."""
+    """Answers a request that only loads or unloads the model: that happens when the request ends. Wrong options are
+    errors all the same."""
     read_options(served, context, body)
     reason, ignored = "unload" if unloads(body) else "load", sorted(context.ignored)
     answer = line(OllamaAssistantMessage(""), model=served.name, created_at=now(), done=True, done_reason=reason)
-    if ignored or reason == "unload":
-        answer.penstock = AnswerReport(ignored, 0, kept=STAYS_LOADED if reason == "unload" else UNSET)
+    if ignored:
+        answer.penstock = AnswerReport(ignored, 0)
     return json_response(answer)
 
 

@@ -19,20 +19,19 @@ from penstock import store
 from penstock.errors import InvalidRequest, ModelError
 from penstock.model.load import load_text
 from penstock.server.bodies import ContentValues, NoEffect, read_body
-from penstock.server.ollama.derived_settings import serves
+from penstock.server.models import ModelPool
+from penstock.server.models.derived import base_of, serves
 from penstock.server.ollama.fields import (
     MESSAGE_NO_EFFECT,
     OPTION_NO_EFFECT,
-    OllamaFields,
     OllamaMessage,
     OllamaOptions,
+    check_options,
     read_messages,
-    read_options,
 )
 from penstock.server.ollama.models import KnownModel, PullStatus, all_known, facts_of, find_known
 from penstock.server.openapi import Operation, read_as
 from penstock.server.request_context import RequestContext
-from penstock.server.served_model import ServedModel
 from penstock.server.sse import encode, json_response
 from penstock.store import DerivedModel, Upload
 from penstock.text.ollama_template import OllamaTemplate
@@ -72,31 +71,31 @@ UPLOAD_BLOB = Operation("application/octet-stream", answers=None)
 # -- deriving -----------------------------------------------------------------------------------------------------
 
 
-async def create(served: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
+async def create(pool: ModelPool, http: HttpRequest, context: RequestContext) -> Response:
     body = await read_body(http, context, CreateModel, CREATE_NO_EFFECT)
-    steps = [await asyncio.to_thread(_create, served, context, body), "writing manifest", "success"]
+    steps = [await asyncio.to_thread(_create, pool, context, body), "writing manifest", "success"]
     if body.stream is False:
         return json_response({"status": steps[-1]})
     return Response(b"".join(encode({"status": step}) + b"\n" for step in steps), media_type="application/x-ndjson")
 
 
-async def copy(served: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
+async def copy(pool: ModelPool, http: HttpRequest, context: RequestContext) -> Response:
     body = await read_body(http, context, CopyModel, {})
-    await asyncio.to_thread(_copy, served, _plain(body.source), _plain(body.destination))
+    await asyncio.to_thread(_copy, pool, _plain(body.source), _plain(body.destination))
     return Response()
 
 
-def _create(served: ServedModel, context: RequestContext, body: CreateModel) -> str:
+def _create(pool: ModelPool, context: RequestContext, body: CreateModel) -> str:
     name = _plain(body.model or body.name or "")
     if not body.from_ and not body.files:
         raise InvalidRequest("a model is derived from another or from a file: send `from` or `files`", param="from")
-    root = _of_file(body) if body.files else _of_known(find_known(served, _plain(body.from_ or "")))
-    _store(served, replace(root, name=name, **_settings(served, context, body, root)))
+    root = _of_file(body) if body.files else _of_known(find_known(pool, _plain(body.from_ or "")))
+    _store(pool, replace(root, name=name, **_settings(pool, context, body, root)))
     return "parsing GGUF" if body.files else f"using existing model {body.from_}"
 
 
-def _copy(served: ServedModel, source: str, destination: str) -> None:
-    _store(served, replace(_of_known(find_known(served, source)), name=destination))
+def _copy(pool: ModelPool, source: str, destination: str) -> None:
+    _store(pool, replace(_of_known(find_known(pool, source)), name=destination))
 
 
 def _plain(name: str) -> str:
@@ -129,15 +128,15 @@ def _of_known(known: KnownModel) -> DerivedModel:
     return DerivedModel(name="", base=known.name, path=str(known.path) if outside else "")
 
 
-def _settings(served: ServedModel, context: RequestContext, body: CreateModel, root: DerivedModel) -> dict[str, Any]:
+def _settings(pool: ModelPool, context: RequestContext, body: CreateModel, root: DerivedModel) -> dict[str, Any]:
     """Returns the settings that the request changes, after checking them; others stay as in the base model."""
     if body.parameters is not None:
         unchecked = {"num_ctx": None}  # the context depends on the server that serves the model
-        read_options(served, context, OllamaFields(model="", options=body.parameters | unchecked))
+        check_options(context, body.parameters | unchecked)
     read_messages(context, body.messages or [])
     given = {
         "system": body.system,
-        "template": None if body.template is None else _template(served, body.template, root),
+        "template": None if body.template is None else _template(pool, body.template, root),
         "parameters": None if body.parameters is None else root.parameters | body.parameters,
         "messages": body.messages,
         "license": [body.license] if isinstance(body.license, str) else body.license,
@@ -145,20 +144,22 @@ def _settings(served: ServedModel, context: RequestContext, body: CreateModel, r
     return {name: value for name, value in given.items() if value is not None}
 
 
-def _template(served: ServedModel, template: str, root: DerivedModel) -> str:
+def _template(pool: ModelPool, template: str, root: DerivedModel) -> str:
     """Returns the template, or "" if it is the model's own, which is a Jinja template."""
-    own = facts_of(served.path if serves(served, root) else store.derived_path(root)).template
+    base = base_of(pool.entries, root)
+    own = facts_of(base.source.path if base else store.derived_path(root)).template
     if template in ("", own):
         return ""
     OllamaTemplate(template)
     return template
 
 
-def _store(served: ServedModel, derived: DerivedModel) -> None:
+def _store(pool: ModelPool, derived: DerivedModel) -> None:
     store.check_name(derived.name)
-    if any(known.derived is None and known.name == derived.name for known in all_known(served)):
+    if any(known.derived is None and known.name == derived.name for known in all_known(pool)):
         raise InvalidRequest(f"{derived.name!r} is a model that is not derived: choose another name", param="model")
-    if derived.name == served.name and not serves(served, derived):
+    same = pool.find(derived.name)
+    if same is not None and same.name == derived.name and not serves(same.name, same.source.path, derived):
         raise InvalidRequest(
             f"{derived.name!r} is being served, so its base cannot change: choose another name", param="model"
         )
@@ -168,12 +169,12 @@ def _store(served: ServedModel, derived: DerivedModel) -> None:
 # -- files --------------------------------------------------------------------------------------------------------
 
 
-async def has_blob(_: ServedModel, http: HttpRequest, __: RequestContext) -> Response:
+async def has_blob(_: ModelPool, http: HttpRequest, __: RequestContext) -> Response:
     exists = store.blob_path(http.path_params["digest"]).exists()
     return Response(status_code=200 if exists else 404)
 
 
-async def upload(_: ServedModel, http: HttpRequest, __: RequestContext) -> Response:
+async def upload(_: ModelPool, http: HttpRequest, __: RequestContext) -> Response:
     """Stores an upload. A refused one is read to its end but not kept, so that the client reads the reason."""
     chunks = http.stream()
     try:

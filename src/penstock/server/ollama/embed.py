@@ -13,8 +13,8 @@ from starlette.responses import Response
 from penstock.server.bodies import read_body
 from penstock.server.errors import CLIENT_LEFT
 from penstock.server.explain import AnswerReport, report_of
-from penstock.server.ollama.derived_settings import resolve
-from penstock.server.ollama.fields import OPTION_NO_EFFECT, OllamaOptions, check_keep_alive, context_length
+from penstock.server.ollama.derived_settings import settings_of
+from penstock.server.ollama.fields import OPTION_NO_EFFECT, OllamaOptions, context_length, note_keep_alive
 from penstock.server.openai.completions import encode_prompts
 from penstock.server.openai.embeddings import check_count, check_texts, floats_of, names_of, pooled
 from penstock.server.openapi import Operation, read_as
@@ -58,8 +58,8 @@ OLD_EMBED = Operation(OllamaOldEmbedBody, {})
 async def embed(served: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
     began = perf_counter_ns()
     body = await read_body(http, context, OllamaEmbedBody, {})
-    check_keep_alive(body.keep_alive)
-    served, derived = resolve(served, context, body.model)
+    note_keep_alive(context, body.keep_alive)
+    derived = settings_of(served, context, body.model)
     dimensions = body.dimensions or None
     check_dimensions(dimensions, served.limits.dim)
     inputs = [body.input] if isinstance(body.input, str) and body.input else list(body.input or ())
@@ -82,8 +82,8 @@ async def embed(served: ServedModel, http: HttpRequest, context: RequestContext)
 async def embed_old(served: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
     """Returns the embedding of one text. Its length is not scaled to 1: clients of this endpoint expect that."""
     body = await read_body(http, context, OllamaOldEmbedBody, {})
-    check_keep_alive(body.keep_alive)
-    served, derived = resolve(served, context, body.model)
+    note_keep_alive(context, body.keep_alive)
+    derived = settings_of(served, context, body.model)
     texts = [body.prompt] if body.prompt else []
     length = context_length(served, context, derived.parameters | (body.options or {}))
     requests = await _requests(served, context, texts, ["prompt"] * len(texts), Cut(length, None))

@@ -19,6 +19,7 @@ from penstock.server.bodies import ANY_VALUE, ContentValues, NoEffect, ignore_un
 from penstock.server.chat.structured import ANY_OBJECT, json_grammar
 from penstock.server.chat.template_fields import switch_thinking, think_with_effort
 from penstock.server.chat.tools import FunctionTool, template_call, template_reasoning
+from penstock.server.models.entry import FOR_EVER
 from penstock.server.openapi import read_as
 from penstock.server.request_context import RequestContext
 from penstock.server.samplers import sampler_settings
@@ -126,15 +127,18 @@ class OllamaPastCall(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def check(context: RequestContext, body: OllamaFields) -> None:
+    """Checks what all requests share, and notes what the context must know."""
     context.explain |= bool(body.penstock)
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
-    check_keep_alive(body.keep_alive)
+    note_keep_alive(context, body.keep_alive)
 
 
-def check_keep_alive(keep_alive: float | str | None) -> None:
+def note_keep_alive(context: RequestContext, keep_alive: float | str | None) -> None:
+    """Notes how long the model stays loaded after this request."""
     if keep_alive is not None:
-        seconds(keep_alive)
+        given = seconds(keep_alive)
+        context.keep_alive = FOR_EVER if given < 0 else given
 
 
 def unloads(body: OllamaFields) -> bool:
@@ -169,19 +173,34 @@ def seconds(duration: float | str) -> float:
 # -- options ------------------------------------------------------------------------------------------------------
 
 
+def check_options(context: RequestContext, given: dict[str, Any]) -> OllamaOptions:
+    """Returns the options of a request or of a Modelfile; raises for wrong ones."""
+    options = read_object(context, given, OllamaOptions, OPTION_NO_EFFECT, "options")
+    check_stops(_stops(options), "options.stop")
+    SamplingParams(**_sampling_of(options))
+    return options
+
+
+def _sampling_of(options: OllamaOptions) -> dict[str, Any]:
+    """Returns what the options say about sampling."""
+    named = {name: getattr(options, name) for name in _SAMPLING}
+    return {name: value for name, value in named.items() if value is not None} | sampler_settings(options)
+
+
+def _stops(options: OllamaOptions) -> tuple[str, ...]:
+    return (options.stop,) if isinstance(options.stop, str) else tuple(options.stop or ())
+
+
 def read_options(served: ServedModel, context: RequestContext, body: OllamaFields) -> tuple[SamplingParams, int | None]:
     """Returns how to sample, and the limit on the answer's tokens; None: what the context has room for."""
-    options = read_object(context, body.options or {}, OllamaOptions, OPTION_NO_EFFECT, "options")
+    options = check_options(context, body.options or {})
     _limit_context(served, context, options)
-    named = {name: getattr(options, name) for name in _SAMPLING}
-    settings = {name: value for name, value in named.items() if value is not None} | sampler_settings(options)
+    settings = _sampling_of(options)
     if settings.keys() & PENALTIES:
         settings.setdefault("penalty_window", PENALTY_WINDOW)
-    stops = (options.stop,) if isinstance(options.stop, str) else tuple(options.stop or ())
-    check_stops(stops, "options.stop")
     scores = (body.top_logprobs or 0) if body.logprobs else None
     limit = options.num_predict if options.num_predict and options.num_predict > 0 else None
-    return served.text.sampling(stop=stops, logprobs=scores, grammar=_grammar(body), **settings), limit
+    return served.text.sampling(stop=_stops(options), logprobs=scores, grammar=_grammar(body), **settings), limit
 
 
 def context_length(served: ServedModel, context: RequestContext, given: dict[str, Any] | None) -> int:

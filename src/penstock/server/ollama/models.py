@@ -6,10 +6,11 @@ Models are found by the name under which they are served or stored. A name in a 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 from math import prod
 from pathlib import Path
@@ -24,8 +25,10 @@ from penstock import __version__, store
 from penstock.errors import InvalidRequest, ModelError, ModelNotFound
 from penstock.model.load import open_checkpoint
 from penstock.server.bodies import ANY_VALUE, NoEffect, read_body
+from penstock.server.models import ModelPool
+from penstock.server.models.derived import base_of, serves
+from penstock.server.models.entry import FOR_EVER, ModelEntry
 from penstock.server.ollama.chat import OLLAMA
-from penstock.server.ollama.derived_settings import derived_for, serves
 from penstock.server.ollama.pulls import pulling
 from penstock.server.openapi import Operation
 from penstock.server.page import page
@@ -66,53 +69,62 @@ class KnownModel(NamedTuple):
     modified: str
     stored: bool = False  # its files belong to the store
     derived: DerivedModel | None = None
+    served: str = ""  # the model of the server that it is; empty: the server does not serve it
 
 
-async def root(_: ServedModel, http: HttpRequest, __: RequestContext) -> Response:
+async def root(_: ModelPool, http: HttpRequest, __: RequestContext) -> Response:
     """Returns the page to browsers, and to other clients the text by which they recognize Ollama."""
     if "text/html" in http.headers.get("accept", ""):
         return page()
     return PlainTextResponse("Ollama is running")
 
 
-async def version(_: ServedModel, __: HttpRequest, ___: RequestContext) -> Response:
+async def version(_: ModelPool, __: HttpRequest, ___: RequestContext) -> Response:
     return json_response({"version": API_VERSION, "penstock": __version__})
 
 
-async def list_stored(served: ServedModel, _: HttpRequest, __: RequestContext) -> Response:
+async def list_stored(pool: ModelPool, _: HttpRequest, __: RequestContext) -> Response:
     def look() -> list[dict[str, Any]]:
-        return [_listed(known) | {"modified_at": known.modified} for known in all_known(served)]
+        return [_listed(known) | {"modified_at": known.modified} for known in all_known(pool)]
 
     return json_response({"models": await asyncio.to_thread(look)})
 
 
-async def running(served: ServedModel, _: HttpRequest, __: RequestContext) -> Response:
-    """Lists the served model and those derived from it. They stay as long as the server runs. How much of the model is
-    on a GPU is not known here."""
-    kept = {"expires_at": NEVER, "size_vram": None, "context_length": served.limits.max_len}
+async def running(pool: ModelPool, _: HttpRequest, __: RequestContext) -> Response:
+    """Lists the loaded models and those derived from them. How much of a model is on a GPU is not known here."""
+    loaded = {entry.name: entry for entry in pool.entries if entry.served is not None}
 
     def look() -> list[dict[str, Any]]:
-        first, *others = all_known(served)
-        here = [known for known in others if known.derived is not None and serves(served, known.derived)]
-        return [_listed(known) | kept for known in [first, *here]]
+        here = [(known, loaded[known.served]) for known in all_known(pool) if known.served in loaded]
+        return [_listed(known) | _kept(entry) for known, entry in here]
 
     return json_response({"models": await asyncio.to_thread(look)})
 
 
-async def show(served: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
+def _kept(entry: ModelEntry) -> dict[str, Any]:
+    """Returns how long a loaded model stays, and its context."""
+    hello = entry.served.client.hello if entry.served else None
+    until = NEVER
+    if entry.expires < FOR_EVER:
+        left = timedelta(seconds=entry.expires - time.monotonic())
+        until = (datetime.now(UTC) + left).isoformat()
+    return {"expires_at": until, "size_vram": None, "context_length": hello.limits.max_len if hello else None}
+
+
+async def show(pool: ModelPool, http: HttpRequest, context: RequestContext) -> Response:
     ref = (await _named(http, context)).ref
-    known = {each.name for each in all_known(served)}
-    if ref not in known and served.stands_for_it(ref):
-        ref = served.name
-    return json_response(await asyncio.to_thread(lambda: _shown(served, find_known(served, ref))))
+    known = {each.name for each in all_known(pool)}
+    if ref not in known and (stands_for := pool.find(ref)) is not None:
+        ref = stands_for.name
+    return json_response(await asyncio.to_thread(lambda: _shown(pool, find_known(pool, ref))))
 
 
-async def delete(served: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
+async def delete(pool: ModelPool, http: HttpRequest, context: RequestContext) -> Response:
     ref = (await _named(http, context)).ref
 
     def work() -> None:
-        known = find_known(served, ref)
-        if known.name == served.name or (known.path == served.path and _owns_files(known)):
+        known = find_known(pool, ref)
+        if known.name == known.served or (known.served and _owns_files(known)):
             raise InvalidRequest(
                 f"{known.name!r} is being served and cannot be deleted: stop the server first", param="model"
             )
@@ -126,7 +138,7 @@ def _owns_files(known: KnownModel) -> bool:
     return known.stored if known.derived is None else bool(known.derived.blob)
 
 
-async def push(_: ServedModel, __: HttpRequest, ___: RequestContext) -> Response:
+async def push(_: ModelPool, __: HttpRequest, ___: RequestContext) -> Response:
     raise InvalidRequest("models cannot be pushed: there is no registry to push to")
 
 
@@ -137,25 +149,39 @@ async def _named(http: HttpRequest, context: RequestContext) -> NamedModel:
 # -- what is here -------------------------------------------------------------------------------------------------
 
 
-def all_known(served: ServedModel) -> list[KnownModel]:
-    """Returns all models, the served one first."""
-    stored = [KnownModel(entry.name, entry.path, entry.sha256, entry.fetched, stored=True) for entry in store.entries()]
-    began = datetime.fromtimestamp(served.created, UTC).isoformat()
-    same = next((known for known in stored if known.path == served.path), None)
+def all_known(pool: ModelPool) -> list[KnownModel]:
+    """Returns all models, those of the server first."""
+    stored: dict[Path | None, KnownModel] = {
+        entry.path: KnownModel(entry.name, entry.path, entry.sha256, entry.fetched, stored=True)
+        for entry in store.entries()
+    }
+    began = datetime.fromtimestamp(pool.created, UTC).isoformat()
+    served = [_served(entry, stored.get(entry.source.path), began) for entry in pool.entries]
+    names, paths = {known.name for known in served}, {known.path for known in served}
+    others = [known for known in stored.values() if known.path not in paths and known.name not in names]
+    taken = names | {known.name for known in others}
+    derived = [_derived(pool, each) for each in store.derived_models() if each.name not in taken]
+    return [*served, *others, *derived]
+
+
+def _served(entry: ModelEntry, same: KnownModel | None, began: str) -> KnownModel:
+    """Describes a model of the server. `same` is the stored model that has its files."""
+    derived = store.derived_model(entry.name)
+    if derived is not None and not serves(entry.name, entry.source.path, derived):
+        derived = None
     digest = same.digest if same else ""
-    first = KnownModel(served.name, served.path, digest, began, same is not None, derived_for(served, served.name))
-    fetched = [first, *(known for known in stored if known is not same and known.name != served.name)]
-    taken = {known.name for known in fetched}
-    return [*fetched, *(_known(served, derived) for derived in store.derived_models() if derived.name not in taken)]
+    return KnownModel(entry.name, entry.source.path, digest, began, same is not None, derived, entry.name)
 
 
-def _known(served: ServedModel, derived: DerivedModel) -> KnownModel:
-    path = served.path if serves(served, derived) else store.derived_path(derived)
-    return KnownModel(derived.name, path, derived.digest, derived.made, bool(derived.blob), derived)
+def _derived(pool: ModelPool, derived: DerivedModel) -> KnownModel:
+    base = base_of(pool.entries, derived)
+    path = base.source.path if base else store.derived_path(derived)
+    served = base.name if base else ""
+    return KnownModel(derived.name, path, derived.digest, derived.made, bool(derived.blob), derived, served)
 
 
-def find_known(served: ServedModel, name: str) -> KnownModel:
-    found = next((known for known in all_known(served) if known.name == name), None)
+def find_known(pool: ModelPool, name: str) -> KnownModel:
+    found = next((known for known in all_known(pool) if known.name == name), None)
     if found is None:
         raise ModelNotFound(f"model {name!r} not found")
     return found
@@ -238,11 +264,11 @@ def _count(parameters: int) -> str:
     return f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.2f}M"
 
 
-def _shown(served: ServedModel, known: KnownModel) -> dict[str, Any]:
+def _shown(pool: ModelPool, known: KnownModel) -> dict[str, Any]:
     facts, derived = facts_of(known.path), known.derived or DerivedModel(name=known.name)
     info = dict(facts.info)
-    here = known.name == served.name or serves(served, derived)
-    if here:  # clients ask for as much context as they read here
+    served = pool.get(known.served).served if known.served else None
+    if served is not None and served.client.hello is not None:  # clients ask for as much context as they read here
         info[f"{facts.details['family'] or 'general'}.context_length"] = served.limits.max_len
     settings = {"system": derived.system, "messages": derived.messages, "license": "\n".join(derived.license)}
     return {name: value for name, value in settings.items() if value} | {
@@ -251,7 +277,7 @@ def _shown(served: ServedModel, known: KnownModel) -> dict[str, Any]:
         "template": derived.template or facts.template,
         "details": _details(known),
         "model_info": info,
-        "capabilities": _capabilities(derived.template or facts.template, served if here else None),
+        "capabilities": _capabilities(derived.template or facts.template, served),
         "modified_at": known.modified,
     }
 
@@ -275,7 +301,7 @@ def modelfile(derived: DerivedModel) -> str:
 
 
 def _capabilities(template: str, served: ServedModel | None) -> list[str]:
-    """Returns what the model can do. `served` is the served model, if this is it: its vocabulary is known."""
+    """Returns what the model can do. `served` is given while it is loaded: then its vocabulary is known."""
     format = ChatTemplate({"default": template}, {}).format
     named = {
         "completion": served is None or served.generates,
@@ -302,7 +328,7 @@ DELETE = NAMED._replace(answers=None)
 PULL = Operation(NamedModel, NO_EFFECT, PullStatus, PullStatus)
 
 
-async def pull(_: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
+async def pull(_: ModelPool, http: HttpRequest, context: RequestContext) -> Response:
     body = await _named(http, context)
     lines = _pulling(_source(body.ref))
     if body.stream is not False:

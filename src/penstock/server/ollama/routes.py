@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.server.endpoint import EMPTY, TEXT, RouteEntry
+from penstock.server.endpoint import EMPTY, TEXT, RouteEntry, ServerRouteEntry
 from penstock.server.ollama.chat import CHAT, GENERATE, chat, generate
 from penstock.server.ollama.create import COPY, CREATE, UPLOAD_BLOB, copy, create, has_blob, upload
 from penstock.server.ollama.embed import EMBED, OLD_EMBED, embed, embed_old
@@ -25,16 +25,16 @@ ROUTES = (
     RouteEntry("POST", "/api/generate", generate, GENERATE),
     RouteEntry("POST", "/api/embed", embed, EMBED),
     RouteEntry("POST", "/api/embeddings", embed_old, OLD_EMBED),
-    RouteEntry("POST", "/api/show", show, NAMED),
-    RouteEntry("POST", "/api/pull", pull, PULL),
-    RouteEntry("POST", "/api/push", push),
-    RouteEntry("POST", "/api/create", create, CREATE),
-    RouteEntry("POST", "/api/copy", copy, COPY),
-    RouteEntry("POST", "/api/blobs/{digest}", upload, UPLOAD_BLOB),
-    RouteEntry("HEAD", "/api/blobs/{digest}", has_blob, EMPTY),
-    RouteEntry("DELETE", "/api/delete", delete, DELETE),
-    RouteEntry("GET", "/", root, TEXT),
-    RouteEntry("GET", "/api/version", version),
-    RouteEntry("GET", "/api/tags", list_stored),
-    RouteEntry("GET", "/api/ps", running),
+    ServerRouteEntry("POST", "/api/show", show, NAMED),
+    ServerRouteEntry("POST", "/api/pull", pull, PULL),
+    ServerRouteEntry("POST", "/api/push", push),
+    ServerRouteEntry("POST", "/api/create", create, CREATE),
+    ServerRouteEntry("POST", "/api/copy", copy, COPY),
+    ServerRouteEntry("POST", "/api/blobs/{digest}", upload, UPLOAD_BLOB),
+    ServerRouteEntry("HEAD", "/api/blobs/{digest}", has_blob, EMPTY),
+    ServerRouteEntry("DELETE", "/api/delete", delete, DELETE),
+    ServerRouteEntry("GET", "/", root, TEXT),
+    ServerRouteEntry("GET", "/api/version", version),
+    ServerRouteEntry("GET", "/api/tags", list_stored),
+    ServerRouteEntry("GET", "/api/ps", running),
 )

@@ -21,10 +21,10 @@ from penstock.server.batch.file_records import DAY, ExpiresAfter, ListPage
 from penstock.server.batch.records import BatchJob, Ownership
 from penstock.server.batch.run import BatchRunner
 from penstock.server.bodies import read_body
+from penstock.server.models import ModelPool
 from penstock.server.openai.files import page_response, read_query
 from penstock.server.openapi import Operation
 from penstock.server.request_context import RequestContext
-from penstock.server.served_model import ServedModel
 from penstock.server.sse import json_response
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
@@ -56,14 +56,14 @@ class Batches:
         self._archive = archive
         self._runner = runner
 
-    async def create(self, served: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
+    async def create(self, pool: ModelPool, http: HttpRequest, context: RequestContext) -> Response:
         body = await read_body(http, context, CreateBatch, {})
         _check(body, [route.path for route in http.app.routes if isinstance(route, Route)])
         now = int(time.time())
         batch = BatchJob(
             id=f"batch_{secrets.token_hex(12)}",
             endpoint=body.endpoint,
-            model=served.name,
+            model=pool.default.name,
             input_file_id=body.input_file_id,
             completion_window=WINDOW,
             created_at=now,
@@ -75,16 +75,16 @@ class Batches:
         self._runner.start(batch.id)
         return json_response(batch)
 
-    async def list_all(self, _: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
+    async def list_all(self, _: ModelPool, http: HttpRequest, context: RequestContext) -> Response:
         query = read_query(context, http, BatchesQuery)
         page = ListPage(query.after, query.limit)
         return page_response(await self._archive.do(records.listed, page), page)
 
-    async def show(self, _: ServedModel, http: HttpRequest, __: RequestContext) -> Response:
+    async def show(self, _: ModelPool, http: HttpRequest, __: RequestContext) -> Response:
         id = http.path_params["id"]
         return json_response(_present(await self._archive.do(records.find, id), id))
 
-    async def cancel(self, _: ServedModel, http: HttpRequest, __: RequestContext) -> Response:
+    async def cancel(self, _: ModelPool, http: HttpRequest, __: RequestContext) -> Response:
         id = http.path_params["id"]
         batch = _present(await self._archive.do(records.cancel, id), id)
         if batch.status not in ("cancelling", "cancelled"):

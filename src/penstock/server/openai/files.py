@@ -19,9 +19,9 @@ from penstock.server.batch.archive import Archive, Draft
 from penstock.server.batch.file_records import DAY, ExpiresAfter, FileRecord, ListPage, Order
 from penstock.server.batch.form import Form
 from penstock.server.bodies import read_object
+from penstock.server.models import ModelPool
 from penstock.server.openapi import Operation
 from penstock.server.request_context import RequestContext
-from penstock.server.served_model import ServedModel
 from penstock.server.sse import json_response
 
 BATCH_INPUT_SECONDS = 30 * DAY  # that a batch's input is kept by default
@@ -53,7 +53,7 @@ class Files:
         self._archive = archive
         self._uploading = 0  # bytes of uploads in progress
 
-    async def create(self, _: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
+    async def create(self, _: ModelPool, http: HttpRequest, context: RequestContext) -> Response:
         form = Form(http.headers.get("content-type", ""))
         await self._drop_expired()
         async with self._archive.draft() as draft:
@@ -65,15 +65,15 @@ class Files:
                 self._uploading -= draft.size
         return json_response(file)
 
-    async def list_all(self, _: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
+    async def list_all(self, _: ModelPool, http: HttpRequest, context: RequestContext) -> Response:
         query = read_query(context, http, FilesQuery)
         page = ListPage(query.after, query.limit, query.order)
         return page_response(await self._archive.do(file_records.listed, page, query.purpose), page)
 
-    async def show(self, _: ServedModel, http: HttpRequest, __: RequestContext) -> Response:
+    async def show(self, _: ModelPool, http: HttpRequest, __: RequestContext) -> Response:
         return json_response(await self._find(http))
 
-    async def content(self, _: ServedModel, http: HttpRequest, __: RequestContext) -> Response:
+    async def content(self, _: ModelPool, http: HttpRequest, __: RequestContext) -> Response:
         """Returns the file as plain bytes, whatever they are, so that no browser shows them as a page."""
         file = await self._find(http)
         path = self._archive.path(file.id)
@@ -84,7 +84,7 @@ class Files:
         headers = {"x-content-type-options": "nosniff"}
         return FileResponse(path, 200, headers, "application/octet-stream", stat_result=stat)
 
-    async def delete(self, _: ServedModel, http: HttpRequest, __: RequestContext) -> Response:
+    async def delete(self, _: ModelPool, http: HttpRequest, __: RequestContext) -> Response:
         id = http.path_params["id"]
         if not await self._archive.do(file_records.drop, id):
             raise _missing(id)

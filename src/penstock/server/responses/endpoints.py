@@ -17,6 +17,7 @@ from penstock.server.access.in_flight import InFlight
 from penstock.server.bodies import read_body
 from penstock.server.chat.chat_turn import TurnOptions, begin_turn, render_prompt
 from penstock.server.chat.template_fields import read_template_kwargs, read_verbosity, think_with_effort
+from penstock.server.models import ModelPool
 from penstock.server.openai.fields import sampling
 from penstock.server.openapi import Operation
 from penstock.server.request_context import RequestContext
@@ -85,7 +86,7 @@ class Responses:
         prompt = await self._prompt(served, context, body, settings, items)
         return json_response({"object": "response.input_tokens", "input_tokens": len(prompt.tokens)})
 
-    async def retrieve(self, _: ServedModel, http: HttpRequest, context: RequestContext) -> HttpResponse:
+    async def retrieve(self, _: ModelPool, http: HttpRequest, context: RequestContext) -> HttpResponse:
         query, stored = read_query(context, http, RetrieveQuery), self._store.get(http.path_params["id"])
         if not query.stream:
             if query.starting_after is not None:
@@ -99,21 +100,21 @@ class Responses:
         after = -1 if query.starting_after is None else query.starting_after
         return StreamResponse(context, stored.job.follow(after), stored.job.framing)
 
-    async def delete(self, _: ServedModel, http: HttpRequest, __: RequestContext) -> HttpResponse:
+    async def delete(self, _: ModelPool, http: HttpRequest, __: RequestContext) -> HttpResponse:
         stored = self._store.get(http.path_params["id"])
         if stored.job is not None:
             await stored.job.cancel()
         self._store.remove(stored.response.id)
         return json_response({"id": stored.response.id, "object": "response", "deleted": True})
 
-    async def cancel(self, _: ServedModel, http: HttpRequest, __: RequestContext) -> HttpResponse:
+    async def cancel(self, _: ModelPool, http: HttpRequest, __: RequestContext) -> HttpResponse:
         stored = self._store.get(http.path_params["id"])
         if stored.job is None:
             raise InvalidRequest("only a response that was made with background can be cancelled")
         await stored.job.cancel()
         return json_response(stored.response)
 
-    async def input_items(self, _: ServedModel, http: HttpRequest, context: RequestContext) -> HttpResponse:
+    async def input_items(self, _: ModelPool, http: HttpRequest, context: RequestContext) -> HttpResponse:
         """Returns all items that the response was generated from, earlier ones of the conversation included."""
         query, stored = read_query(context, http, ItemsQuery), self._store.get(http.path_params["id"])
         items = [*self._store.conversation(stored.response.previous_response_id), *stored.input]

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from penstock.server.endpoint import RouteEntry
+from penstock.server.endpoint import AnyRouteEntry, RouteEntry, ServerRouteEntry
 from penstock.server.responses.endpoints import CANCEL, INPUT_ITEMS, INPUT_TOKENS, RESPOND, RETRIEVE, Responses
 
 
-def responding(responses: Responses) -> tuple[RouteEntry, ...]:
+def responding(responses: Responses) -> tuple[AnyRouteEntry, ...]:
     """Returns the routes of responses. llama.cpp has two of them without a version."""
     return (
         RouteEntry("POST", "/v1/responses", responses.create, RESPOND),
         RouteEntry("POST", "/v1/responses/input_tokens", responses.input_tokens, INPUT_TOKENS),
-        RouteEntry("POST", "/v1/responses/{id}/cancel", responses.cancel, CANCEL),
-        RouteEntry("GET", "/v1/responses/{id}", responses.retrieve, RETRIEVE),
-        RouteEntry("GET", "/v1/responses/{id}/input_items", responses.input_items, INPUT_ITEMS),
-        RouteEntry("DELETE", "/v1/responses/{id}", responses.delete),
+        ServerRouteEntry("POST", "/v1/responses/{id}/cancel", responses.cancel, CANCEL),
+        ServerRouteEntry("GET", "/v1/responses/{id}", responses.retrieve, RETRIEVE),
+        ServerRouteEntry("GET", "/v1/responses/{id}/input_items", responses.input_items, INPUT_ITEMS),
+        ServerRouteEntry("DELETE", "/v1/responses/{id}", responses.delete),
         RouteEntry("POST", "/responses", responses.create, RESPOND),
         RouteEntry("POST", "/responses/input_tokens", responses.input_tokens, INPUT_TOKENS),
     )

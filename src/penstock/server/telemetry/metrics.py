@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import accumulate
 from time import perf_counter
 from types import TracebackType
@@ -19,7 +19,7 @@ from penstock.ipc.client import EngineClient
 from penstock.server.request_context import RequestContext
 from penstock.server.telemetry import compat_metrics
 from penstock.server.telemetry.compat_metrics import CompatMetrics
-from penstock.types import STEP_SIZES, Report, Request
+from penstock.types import STEP_SIZES, Report, Request, Stats
 
 # Bucket bounds in seconds: our own, and those of the dashboards that compat_metrics serves.
 FAST = sorted({0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, *compat_metrics.INTER_TOKEN})
@@ -42,11 +42,15 @@ class FinishedRequest(NamedTuple):
     report: Report | None = None  # the engine's, if the engine ended it
 
 
+Engines = Callable[[], Iterable[tuple[str, EngineClient]]]  # the name and the client of every loaded model
+
+
 class Metrics:
     """Holds all metrics of a server. `listeners` are called with every request that has ended."""
 
-    def __init__(self, client: EngineClient, model: str, sets: Collection[str] = compat_metrics.DEFAULT_SETS) -> None:
-        """Takes the other engines whose metric names are exported beside our own."""
+    def __init__(self, engines: Engines, model: str, sets: Collection[str] = compat_metrics.DEFAULT_SETS) -> None:
+        """Takes what lists the engines, the default model, and the other engines whose metric names are exported
+        beside our own."""
         self.listeners: list[Callable[[RequestContext, FinishedRequest], None]] = []
         self.first_token = Distribution(
             "time_to_first_token_seconds", "From the start of a request to its first token", SOON
@@ -68,7 +72,7 @@ class Metrics:
         )
         self.finished = Counter("penstock_requests_finished", "Requests by how they ended", ["reason"], registry=None)
         own = [each for each in vars(self).values() if isinstance(each, Distribution | Counter)]
-        sources: list[Collector] = [EngineCollector(client, model), *own]
+        sources: list[Collector] = [EngineCollector(engines), *own]
         self._registry = CollectorRegistry()
         for source in [*sources, CompatMetrics(sources, model, sets)]:
             self._registry.register(source)
@@ -155,14 +159,14 @@ class RequestTimer:
 
 
 class EngineCollector:
-    """Reports the engine's latest statistics. Counters start again with a new engine."""
+    """Reports the latest statistics of all engines, added up. Counters start again with a new engine."""
 
-    def __init__(self, client: EngineClient, model: str) -> None:
-        self._client = client
-        self._model = model
+    def __init__(self, engines: Engines) -> None:
+        self._engines = engines
 
     def collect(self) -> Iterator[Metric]:
-        stats = self._client.stats
+        clients = [client for _, client in self._engines()]
+        stats = sum_stats([client.stats for client in clients])
         blocks = GaugeMetricFamily("penstock_kv_blocks", "Blocks of the KV cache", labels=["state"])
         blocks.add_metric(["free"], stats.blocks_free)
         blocks.add_metric(["used"], stats.blocks_used)
@@ -172,9 +176,10 @@ class EngineCollector:
         requests.add_metric(["running"], stats.running)
         requests.add_metric(["waiting"], stats.waiting)
         yield requests
-        yield GaugeMetricFamily("penstock_engine_up", "1 while there is an engine", self._client.hello is not None)
+        up = bool(clients) and all(client.hello is not None for client in clients)
+        yield GaugeMetricFamily("penstock_engine_up", "1 while every loaded model has an engine", up)
         for name, help, value in (
-            ("engine_restarts", "Engines started after the first", self._client.restarts),
+            ("engine_restarts", "Engines started after the first", sum(client.restarts for client in clients)),
             ("engine_busy_seconds", "Time spent in steps", stats.busy_seconds),
             ("steps", "Steps of the engine", stats.steps),
             ("prompt_tokens", "Prompt tokens of admitted requests", stats.prompt_tokens),
@@ -196,10 +201,18 @@ class EngineCollector:
     def _info(self) -> Metric:
         info = GaugeMetricFamily(
             "penstock_model_info",
-            "The model, the version and the KV cache",
+            "Each loaded model, the version and the KV cache",
             labels=["model", "version", "block_size", "blocks"],
         )
-        if (hello := self._client.hello) is not None:
-            limits = hello.limits
-            info.add_metric([self._model, __version__, str(limits.block_size), str(limits.num_blocks)], 1)
+        for model, client in self._engines():
+            if (hello := client.hello) is not None:
+                limits = hello.limits
+                info.add_metric([model, __version__, str(limits.block_size), str(limits.num_blocks)], 1)
         return info
+
+
+def sum_stats(every: Sequence[Stats]) -> Stats:
+    """Returns what several engines did, added up."""
+    sizes = tuple(map(sum, zip(*(each.step_sizes for each in (Stats(), *every)), strict=True)))
+    names = [name for name in Stats._fields if name != "step_sizes"]
+    return Stats(**{name: sum(getattr(each, name) for each in every) for name in names}, step_sizes=sizes)

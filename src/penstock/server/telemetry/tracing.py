@@ -104,7 +104,14 @@ class Traces:
             await app(scope, receive, send_with_status)
         finally:
             set_answer(span, traced.finished)
+            self._name(span, operation, context.model)
             span.end()
+
+    def _name(self, span: Span, operation: str, model: str) -> None:
+        """Names a span after the model that the request turned out to use."""
+        if model and model != self._model:
+            span.update_name(f"{operation} {model}")
+            span.set_attributes({"gen_ai.request.model": model, "gen_ai.response.model": model})
 
     def _record(self, context: RequestContext, finished: FinishedRequest) -> None:
         """Adds the request to its HTTP request's span, or gives it its own if that has ended or there is none."""

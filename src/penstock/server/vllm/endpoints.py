@@ -11,9 +11,10 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from penstock import __version__
-from penstock.errors import EngineUnavailable
 from penstock.server.bodies import NoEffect, read_body
 from penstock.server.errors import CLIENT_LEFT
+from penstock.server.models import ModelPool
+from penstock.server.models.entry import ModelEntry
 from penstock.server.openai.embeddings import (
     NO_EFFECT,
     EmbeddingsBody,
@@ -82,20 +83,18 @@ async def pooling(served: ServedModel, http: HttpRequest, context: RequestContex
     return Response(encode(answer), media_type="application/json")
 
 
-async def version(_: ServedModel, __: HttpRequest, ___: RequestContext) -> Response:
+async def version(_: ModelPool, __: HttpRequest, ___: RequestContext) -> Response:
     return json_response({"version": __version__})
 
 
-async def ping(served: ServedModel, _: HttpRequest, __: RequestContext) -> Response:
-    if served.client.hello is None:
-        raise EngineUnavailable(served.client.unavailable_reason)
+async def ping(pool: ModelPool, _: HttpRequest, __: RequestContext) -> Response:
+    pool.check_health()
     return Response()
 
 
-async def load(served: ServedModel, _: HttpRequest, __: RequestContext) -> Response:
-    """Answers with the number of requests in the engine."""
-    stats = served.client.stats
-    return json_response({"server_load": stats.running + stats.waiting})
+async def load(pool: ModelPool, _: HttpRequest, __: RequestContext) -> Response:
+    """Answers with the number of requests in all engines."""
+    return json_response({"server_load": sum(each.stats.running + each.stats.waiting for _, each in pool.clients())})
 
 
 async def tokenizer_info(served: ServedModel, _: HttpRequest, __: RequestContext) -> Response:
@@ -117,18 +116,18 @@ async def tokenizer_info(served: ServedModel, _: HttpRequest, __: RequestContext
     )
 
 
-def model_fields(served: ServedModel) -> dict[str, Any]:
+def model_fields(entry: ModelEntry, created: int) -> dict[str, Any]:
     """Returns what vLLM adds to an entry of /v1/models. The length is null while there is no engine to ask."""
-    hello = served.client.hello
+    hello = entry.served.client.hello if entry.served else None
     return {
-        "root": served.name,
+        "root": entry.name,
         "parent": None,
         "max_model_len": None if hello is None else hello.limits.max_len,
         "permission": [
             {
-                "id": f"modelperm-{served.name}",
+                "id": f"modelperm-{entry.name}",
                 "object": "model_permission",
-                "created": served.created,
+                "created": created,
                 "allow_create_engine": False,
                 "allow_sampling": True,
                 "allow_logprobs": True,

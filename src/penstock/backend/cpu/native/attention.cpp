@@ -99,8 +99,8 @@ class Queries {
     scores_ = queries_ + count() * a_.dim;
     for (size_t i = 0; i < count(); ++i) {
       float* query = queries_ + i * a_.dim;
-      frame_.kernels.rotate(qkv.row(token(i)) + head(i) * a_.dim, a_.dim, rotation(frame_, a_, token(i)), a_.scale,
-                            query);
+      frame_.kernels.rotate(qkv.row(token(i)) + head(i) * a_.dim, a_.dim, rotation(frame_, a_, token(i)),
+                            a_.query_scale(position(i)), query);
       for (size_t d = 0; d < a_.q_gain.size(); ++d) query[d] *= a_.q_gain[d];
     }
   }
@@ -133,7 +133,9 @@ class Queries {
   size_t position(size_t i) const { return size_t(frame_.batch.positions[token(i)]); }
   size_t first_place(size_t i) const {
     const size_t seen = position(i) + 1;
-    return frame_.cache.place(a_.window && seen > a_.window ? seen - a_.window : 0);
+    const size_t in_window = a_.window && seen > a_.window ? seen - a_.window : 0;
+    const size_t in_chunk = a_.chunk ? position(i) / a_.chunk * a_.chunk : 0;
+    return frame_.cache.place(std::max(in_window, in_chunk));
   }
   size_t last_place(size_t i) const {
     if (a_.causal) return frame_.cache.place(position(i)) + 1;
@@ -227,6 +229,11 @@ void plan_attention(Frame& frame, bool causal) {
   }
 }
 
+float Attention::query_scale(size_t position) const {
+  if (temperature == 0) return scale;
+  return float(scale * (1 + temperature * std::log1p(double((position + 1) / temperature_span))));
+}
+
 // All heads of MLA share one KV head. They are divided into groups, so that several workers have something to do.
 size_t Attention::head_groups() const {
   if (!v_dim) return kv_heads;
@@ -264,6 +271,9 @@ Attention attention_of(size_t layer, int angles, Numbers numbers, Vectors vector
                        .soft_cap = float(number("soft_cap", 0)),
                        .causal = number("causal", 1) != 0,
                        .shares_kv = number("shares_kv", 0) != 0,
+                       .chunk = count("chunk", 0),
+                       .temperature = number("temperature", 0),
+                       .temperature_span = count("temperature_span", 1),
                        .q_gain = vector("q_gain"),
                        .sinks = vector("sinks"),
                        .v_dim = count("v_dim", 0),
@@ -271,6 +281,8 @@ Attention attention_of(size_t layer, int angles, Numbers numbers, Vectors vector
                        .eps = float(number("eps", 0))};
   require(numbers.empty(), "this attention has no option " + (numbers.empty() ? "" : numbers.begin()->first));
   require(vectors.empty(), "this attention has no vector " + (vectors.empty() ? "" : vectors.begin()->first));
+  require(a.causal || !a.chunk, "attention that is not causal has no chunks");
+  require(a.temperature_span > 0, "the temperature changes after some positions");
   require(a.q_gain.empty() || a.q_gain.size() == a.dim, "the gain of queries is as wide as a head");
   require(a.sinks.empty() || a.sinks.size() == a.heads, "attention has one sink for each head");
   return a;

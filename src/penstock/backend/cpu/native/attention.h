@@ -1,6 +1,7 @@
 // Attention over the paged KV cache.
 #pragma once
 
+#include <algorithm>
 #include <map>
 #include <string>
 #include <vector>
@@ -22,12 +23,18 @@ struct Attention {
   float soft_cap;  // of scores; 0: none
   bool causal;     // else a token sees its whole row
   bool shares_kv;  // its rows are queries alone: another attention writes the keys and values of its layer
+  size_t chunk = 0;  // above 0: a token sees nothing before the chunk of so many positions that it is in
+  double temperature = 0;       // queries are multiplied by 1 + temperature * log(1 + floor((position + 1) / span))
+  size_t temperature_span = 1;
   std::vector<float> q_gain = {};  // [dim], what rotated queries are multiplied by; or none
   std::vector<float> sinks = {};   // a score for each head that takes part in the softmax and has no value; or none
   size_t v_dim = 0;                // above 0: MLA, whose values are the last dimensions of keys, after a norm
   std::vector<float> gain = {};    // [v_dim]
   float eps = 0;
 
+  // The positions that a token sees at most, itself included; 0: no limit.
+  size_t reach() const { return window && chunk ? std::min(window, chunk) : window + chunk; }
+  float query_scale(size_t position) const;  // what the scores of a query are multiplied by
   size_t head_groups() const;  // groups of heads that attend together, each to one KV head
   size_t group_heads() const { return heads / head_groups(); }
   size_t kv_head(size_t group) const { return group * kv_heads / head_groups(); }

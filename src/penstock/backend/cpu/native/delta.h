@@ -3,6 +3,7 @@
 
 #include <memory>
 
+#include "conv.h"
 #include "frame.h"
 
 namespace penstock {
@@ -17,20 +18,18 @@ struct DeltaShape {
   size_t memory_floats() const { return k_dim * v_dim; }
   // A state: the memory of each value head [k_dim][v_dim], then what was convolved last [conv_width - 1][width].
   size_t state_floats() const { return v_heads * memory_floats() + (conv_width - 1) * width(); }
+  ConvShape conv() const { return {layer, width(), conv_width, v_heads * memory_floats()}; }  // of q, k and v
   size_t key_head(size_t v_head) const { return tiled ? v_head % k_heads : v_head / (v_heads / k_heads); }
   size_t scratch_floats() const;  // what one worker needs
 };
 
 struct DeltaVectors {
-  std::vector<float> conv;  // [conv_width][width], the tap of the token itself last
   std::vector<float> decay, dt;  // [v_heads]
   std::vector<float> gain;       // [v_dim]
   float eps;
 };
 
-// mixed = silu of q, k and v convolved.
-Phase convolve_phase(const DeltaShape& shape, std::shared_ptr<const DeltaVectors> vectors, int qkvz, int mixed);
-// Each value head of each row, and what the row convolved last.
+// Each value head of each row, and what the row convolved last. `mixed` is silu of q, k and v convolved.
 Phase delta_rule_phase(const DeltaShape& shape, std::shared_ptr<const DeltaVectors> vectors, int qkvz, int mixed, int ba,
                      int out);
 

@@ -88,8 +88,8 @@ void Routing::route(const float* logits, float* scratch, uint32_t* experts, floa
 void ExpertWeights::check() const {
   require(!up.empty() && up.size() == down.size(), "experts need as many up weights as down weights");
   for (size_t i = 0; i < up.size(); ++i)
-    require(up[i]->width() == width() && up[i]->rows() == 2 * hidden() && down[i]->width() == hidden() &&
-                down[i]->rows() == width(),
+    require(up[i]->width() == width() && up[i]->rows() == (gated() ? 2 : 1) * hidden() &&
+                down[i]->width() == hidden() && down[i]->rows() == width(),
             "all experts of a layer have one shape");
 }
 
@@ -117,7 +117,7 @@ ExpertPermutation::ExpertPermutation(const Routing& routing, const ExpertWeights
       top_k(routing.top_k),
       ends(routing.count),
       inputs(rows_for(experts.up, kernels)),
-      ungated(plain_rows(2 * experts.hidden())),
+      ungated(plain_rows(experts.up.front()->rows())),
       hidden(rows_for(experts.down, kernels)),
       outputs(plain_rows(experts.width())) {}
 
@@ -125,13 +125,14 @@ bool ExpertPermutation::same_shape(const ExpertPermutation& other) const {
   const auto same = [](const Buffer& a, const Buffer& b) {
     return a.width == b.width && a.coded == b.coded && a.bfloat == b.bfloat;
   };
-  return count == other.count && top_k == other.top_k && same(inputs, other.inputs) && same(hidden, other.hidden);
+  return count == other.count && top_k == other.top_k && same(inputs, other.inputs) && same(hidden, other.hidden) &&
+         same(ungated, other.ungated);
 }
 
 void ExpertPermutation::grow(size_t wanted) {
   const size_t room = std::bit_ceil(wanted) * top_k;
-  if (room <= tokens.size()) return;
-  for (auto* numbers : {&experts, &places, &tokens}) numbers->resize(room);
+  if (room <= places.size()) return;
+  for (auto* numbers : {&experts, &places}) numbers->resize(room);
   weights.resize(room);
   bands.reserve(room / BAND + std::min(room, count));
   for (Buffer* buffer : {&inputs, &ungated, &hidden, &outputs}) buffer->make_room(room);
@@ -148,10 +149,7 @@ void ExpertPermutation::permute(size_t step_tokens) {
     ends[expert] = uint32_t(first);
     first = last;
   }
-  for (size_t i = 0; i < taken; ++i) {
-    places[i] = ends[experts[i]]++;
-    tokens[places[i]] = uint32_t(i / top_k);
-  }
+  for (size_t i = 0; i < taken; ++i) places[i] = ends[experts[i]]++;
 }
 
 // ---- computing ----
@@ -161,7 +159,7 @@ void Moe::add_up(size_t token, float* out) const {
   std::fill_n(out, width, 0.0f);
   for (size_t i = first; i < first + routing.top_k; ++i) {
     const float* given = permutation->outputs.row(permutation->places[i]);
-    const float weight = permutation->weights[i];
+    const float weight = routing.weigh_inputs ? 1.0f : permutation->weights[i];
     for (size_t j = 0; j < width; ++j) out[j] += weight * given[j];
   }
 }
@@ -181,6 +179,14 @@ void copy_row(const Buffer& from, size_t token, bool codes_alone, const Buffer& 
   if (!codes_alone) std::copy_n(from.row(token), from.width, to.row(place));
   if (to.coded) std::copy_n(from.code_row(token), from.width / BLOCK, to.code_row(place));
   if (to.bfloat) std::copy_n(from.bfloat_row(token), from.bfloat_stride(), to.bfloat_row(place));
+}
+
+// Gives an expert its token, multiplied by the weight that the expert has.
+void copy_weighted_row(const Kernels& kernels, const Buffer& from, size_t token, float weight, const Buffer& to,
+                       size_t place) {
+  std::copy_n(from.row(token), from.width, to.row(place));
+  kernels.scale(to.row(place), to.width, weight);
+  to.prepare(kernels, place);
 }
 
 // Multiplies each band of pairs with its expert's weight.
@@ -219,8 +225,13 @@ std::vector<Phase> expert_phases(const std::shared_ptr<const Moe>& m) {
     permutation.permute(tokens(frame));
   };
   phases.push_back({[tokens](const Frame& frame) { return std::min<size_t>(tokens(frame), 1); }, permute});
-  phases.push_back(in_chunks(pairs, [m, &permutation, codes_alone](const Frame& frame, size_t place, unsigned) {
-    copy_row(frame.buffers[size_t(m->x)], permutation.tokens[place], codes_alone, permutation.inputs, place);
+  phases.push_back(in_chunks(pairs, [m, &permutation, codes_alone](const Frame& frame, size_t pair, unsigned) {
+    const Buffer& x = frame.buffers[size_t(m->x)];
+    const size_t token = pair / permutation.top_k, place = permutation.places[pair];
+    if (m->routing.weigh_inputs)
+      copy_weighted_row(frame.kernels, x, token, permutation.weights[pair], permutation.inputs, place);
+    else
+      copy_row(x, token, codes_alone, permutation.inputs, place);
   }));
   const Buffer& products_up = m->gate ? permutation.ungated : permutation.hidden;
   phases.push_back(products(m, m->weights.up, !m->gate, permutation.inputs, products_up));

@@ -24,6 +24,7 @@ struct Routing {
   size_t groups, top_k_groups;
   bool by_two;              // a group's score is the sum of its two best, not its best one
   std::vector<float> bias;  // [count], or empty
+  bool weigh_inputs = false;  // a weight multiplies what its expert is given, not what it returns
   std::vector<float> expert_scale = {};  // [count], what an expert's weight is multiplied by; or empty
 
   void check() const;  // throws std::invalid_argument if the numbers do not fit each other
@@ -37,11 +38,12 @@ struct Routing {
 };
 
 struct ExpertWeights {
-  std::vector<std::shared_ptr<const Weight>> up, down;  // one for each expert
+  std::vector<std::shared_ptr<const Weight>> up, down;  // one for each expert; `up` has gate and up, or up alone
 
   void check() const;  // throws std::invalid_argument unless all experts have one shape
   size_t width() const { return up.front()->width(); }
   size_t hidden() const { return down.front()->width(); }
+  bool gated() const { return up.front()->rows() != hidden(); }
   bool gateable() const;
 };
 
@@ -61,7 +63,6 @@ struct ExpertPermutation {
   size_t count, top_k;
   std::vector<float> weights;             // [T][top_k]
   std::vector<uint32_t> experts, places;  // [T][top_k]
-  std::vector<uint32_t> tokens;           // of the pair at each place
   std::vector<uint32_t> ends;             // the place after the last pair of each expert
   std::vector<Band> bands;
   Buffer inputs, ungated, hidden, outputs;  // a row for each place
@@ -71,7 +72,7 @@ struct Moe {
   int x, router_logits;
   Routing routing;
   ExpertWeights weights;
-  void (*gate)(const float* x, size_t hidden, float* out);  // null: products with `up` come out gated
+  Activation gate;  // or what stands in its place; null: products with `up` come out gated
   std::shared_ptr<ExpertPermutation> permutation;
 
   void add_up(size_t token, float* out) const;

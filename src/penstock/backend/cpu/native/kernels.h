@@ -71,20 +71,65 @@ struct DeltaRule {
   size_t out_stride;
 };
 
+// out = bias + the sum over conv_width positions of seen[i] * taps[i], or silu of that, for each of `width` channels.
+struct Convolution {
+  const float* const* seen;  // [conv_width] inputs; one that is null adds nothing
+  const float* taps;         // [conv_width][width]
+  const float* bias;         // [width], or null
+  size_t conv_width, width;
+  bool silu;
+  float* out;
+};
+
 struct DeltaKernels {
-  // out = silu of the sum over conv_width positions of seen[i] * weights[i]; one that is null adds nothing
-  void (*convolve)(const float* const* seen, const float* weights, size_t conv_width, size_t width, float* out);
+  void (*convolve)(const Convolution&);
   void (*delta_rule)(const DeltaRule&);
   void (*gate_by)(const float* x, const float* gate, size_t width, float* out);  // x * sigmoid(gate)
 };
 
 // Parts of rows, and streams that are parts of rows.
 struct StreamKernels {
-  void (*multiply)(const float* x, const float* y, size_t n, float* out);
   void (*add_scaled)(const float* x, size_t n, float factor, float* out);  // out += x * factor
   float (*mean_square)(const float* x, size_t n);
   // out = max(x - c, 0), where c lies so many standard deviations above the mean
   void (*cut_off)(const float* x, size_t n, float deviations, float* out);
+};
+
+// The selective scan of Mamba for some channels: for each token in order, the state of each channel decays, takes in b
+// times the input, and is read by c. What is read, and the input times skip, are multiplied by silu(gate).
+struct ChannelScan {
+  const float *x, *dt;  // rows are `stride` apart
+  const float* gate;    // rows are gate_stride apart
+  size_t gate_stride;
+  const float *b, *c;  // [count][state_size]
+  const float* decay;  // [state_size][channels]
+  const float* skip;   // [channels]
+  size_t stride, channels, state_size, count;
+  float* state;  // [state_size][channels]
+  float* out;    // rows are `stride` apart
+};
+
+struct MambaKernels {
+  void (*scan)(const ChannelScan&);
+  void (*multiply)(const float* x, const float* y, size_t width, float* out);
+};
+
+// The selective scan of Mamba2 for one head: for each token in order, its memory decays, takes in the outer product of B
+// and x * dt, and is read by C. To what is read x * skip is added.
+struct SelectiveScan {
+  const float *x, *b, *c;  // rows are `stride` apart
+  size_t stride;
+  const float *dt, *decay;  // [count]
+  float skip;
+  size_t state_dim, head_dim, count;
+  float* memory;  // [state_dim][head_dim]
+  float* out;     // rows are out_stride apart
+  size_t out_stride;
+};
+
+struct Mamba2Kernels {
+  void (*scan)(const SelectiveScan&);
+  void (*gate)(const float* x, const float* z, float scale, size_t width, float* out);  // x * silu(z * scale)
 };
 
 struct Kernels {
@@ -116,6 +161,9 @@ struct Kernels {
   Activation silu, gelu, gelu_tanh, relu;
   MlaKernels mla_f16, mla_f32, mla_int8;
   DeltaKernels delta;
+  MambaKernels mamba;
+  Mamba2Kernels mamba2;
+  Activation relu2;  // the square of relu
   StreamKernels streams;
 };
 

@@ -313,6 +313,8 @@ struct Kv {
 
 #include "kernels_mla.h"
 #include "kernels_delta.h"
+#include "kernels_mamba.h"
+#include "kernels_mamba2.h"
 #include "kernels_streams.h"
 
 namespace penstock {
@@ -348,6 +350,9 @@ constexpr Kernels table(Types<Q...>) {
       MlaKv<float>::table(),
       MlaKv<int8_t>::table(),
       Delta::table(),
+      Mamba::table(),
+      Mamba2::table(),
+      activate<relu2>,
       Streams::table(),
   };
 }

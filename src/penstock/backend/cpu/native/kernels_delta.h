@@ -4,12 +4,12 @@ namespace penstock {
 namespace {
 
 struct Delta {
-  static void convolve(const float* const* seen, const float* weights, size_t conv_width, size_t width, float* out) {
-    by_lanes(width, [&](size_t i, size_t n) {
-      F total = zero();
-      for (size_t tap = 0; tap < conv_width; ++tap)
-        if (seen[tap]) total = fma(load_some(seen[tap] + i, n), load_some(weights + tap * width + i, n), total);
-      store_some(out + i, silu(total), n);
+  static void convolve(const Convolution& c) {
+    by_lanes(c.width, [&](size_t i, size_t n) {
+      F total = c.bias ? load_some(c.bias + i, n) : zero();
+      for (size_t tap = 0; tap < c.conv_width; ++tap)
+        if (c.seen[tap]) total = fma(load_some(c.seen[tap] + i, n), load_some(c.taps + tap * c.width + i, n), total);
+      store_some(c.out + i, c.silu ? silu(total) : total, n);
     });
   }
 

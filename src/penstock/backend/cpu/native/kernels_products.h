@@ -42,6 +42,8 @@ inline F gelu_tanh(F x) {
 
 inline F relu(F x) { return max(x, zero()); }
 
+inline F relu2(F x) { return mul(relu(x), relu(x)); }
+
 // x or 0, less |x| times the part of a normal distribution beyond |x|: Abramowitz and Stegun 7.1.26, within 1e-7.
 inline F gelu(F x) {
   constexpr float FACTORS[] = {-1.453152027f, 1.421413741f, -0.284496736f, 0.254829592f};

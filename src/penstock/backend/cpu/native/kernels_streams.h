@@ -4,10 +4,6 @@ namespace penstock {
 namespace {
 
 struct Streams {
-  static void multiply(const float* x, const float* y, size_t width, float* out) {
-    by_lanes(width, [&](size_t i, size_t n) { store_some(out + i, mul(load_some(x + i, n), load_some(y + i, n)), n); });
-  }
-
   static void add_scaled(const float* x, size_t width, float factor, float* out) {
     by_lanes(width, [&](size_t i, size_t n) {
       store_some(out + i, fma(load_some(x + i, n), all(factor), load_some(out + i, n)), n);
@@ -33,7 +29,7 @@ struct Streams {
     by_lanes(width, [&](size_t i, size_t n) { store_some(out + i, max(sub(load_some(out + i, n), lowest), zero()), n); });
   }
 
-  static constexpr StreamKernels table() { return {multiply, add_scaled, mean_square, cut_off}; }
+  static constexpr StreamKernels table() { return {add_scaled, mean_square, cut_off}; }
 };
 
 }  // namespace

@@ -7,12 +7,15 @@
 namespace penstock {
 
 Activation Program::activation_of(const std::string& act) const {
-  const Kernels& kernels = *isa_.kernels;
-  if (act == "silu") return kernels.silu;
-  if (act == "gelu") return kernels.gelu;
-  if (act == "gelu_tanh") return kernels.gelu_tanh;
-  require(act == "relu", "no activation " + act);
-  return kernels.relu;
+  const std::pair<const char*, Activation> activations[] = {
+      {"silu", isa_.kernels->silu},
+      {"gelu", isa_.kernels->gelu},
+      {"gelu_tanh", isa_.kernels->gelu_tanh},
+      {"relu", isa_.kernels->relu},
+      {"relu2", isa_.kernels->relu2}};
+  for (const auto& [name, activation] : activations)
+    if (act == name) return activation;
+  throw std::invalid_argument("no activation " + act);
 }
 
 void Program::add_layer_norm(int x, std::optional<int> residual, std::vector<float> gain, std::vector<float> bias,
@@ -30,6 +33,21 @@ void Program::add_layer_norm(int x, std::optional<int> residual, std::vector<flo
                                  gain.size(), total ? row(*total) : nullptr, row(out));
   });
   if (total) prepare_rows(*total);
+}
+
+void Program::layer_norm_heads(int x, std::vector<float> q_gain, const std::vector<float>& k_gain, size_t dim, float eps,
+                               int out) {
+  const Buffer& from = at(x);
+  std::vector<float> gain = std::move(q_gain);
+  gain.insert(gain.end(), k_gain.begin(), k_gain.end());
+  require(gain.size() % dim == 0 && gain.size() <= from.width, "q and k have a gain for each value of each head");
+  each_row(out, [=, gain = std::move(gain), bias = std::vector<float>(dim)](const Frame& frame, size_t r) {
+    const Buffer& to = frame.buffers[size_t(out)];
+    const float* row = frame.buffers[size_t(x)].row(r);
+    for (size_t i = 0; i < gain.size(); i += dim)
+      frame.kernels.add_layer_norm(row + i, nullptr, gain.data() + i, bias.data(), eps, dim, nullptr, to.row(r) + i);
+    if (x != out) std::copy(row + gain.size(), row + to.width, to.row(r) + gain.size());
+  });
 }
 
 void Program::activate(int x, int out, const std::string& act) {

@@ -209,6 +209,10 @@ NB_MODULE(_native, m) {
       .def("mix_streams", &Program::mix_streams, "x"_a, "coefficients"_a, "out"_a)
       .def("correct_streams", &Program::correct_streams, "x"_a, "new"_a, "coefficients"_a, "active"_a, "out"_a)
       .def("add_to_streams", &Program::add_to_streams, "x"_a, "y"_a, "out"_a)
+      .def("layer_norm_heads",
+           [](Program& program, int x, Array<const float, 1> q_gain, Array<const float, 1> k_gain, size_t dim, float eps,
+              int out) { program.layer_norm_heads(x, copied(q_gain), copied(k_gain), dim, eps, out); },
+           "x"_a, "q_gain"_a.noconvert(), "k_gain"_a.noconvert(), "dim"_a, "eps"_a, "out"_a)
       .def("act_and_mul", &Program::act_and_mul, "x"_a, "out"_a, "act"_a)
       .def("add", &Program::add, "x"_a, "y"_a, "out"_a)
       .def("scale", &Program::scale, "x"_a, "factor"_a, "out"_a)
@@ -228,26 +232,57 @@ NB_MODULE(_native, m) {
               size_t k_dim, size_t v_dim, size_t conv_width, bool tiled, Array<const float, 1> conv,
               Array<const float, 1> decay, Array<const float, 1> dt_bias, Array<const float, 1> gain, float eps) {
              program.delta_net(qkvz, ba, {layer, k_heads, v_heads, k_dim, v_dim, conv_width, tiled},
-                               {copied(conv), copied(decay), copied(dt_bias), copied(gain), eps}, mixed, out);
+                               {copied(conv), {}}, {copied(decay), copied(dt_bias), copied(gain), eps}, mixed, out);
            },
            "qkvz"_a, "ba"_a, "mixed"_a, "out"_a, nb::kw_only(), "layer"_a, "k_heads"_a, "v_heads"_a, "k_dim"_a,
            "v_dim"_a, "conv_width"_a, "tiled"_a, "conv"_a.noconvert(), "decay"_a.noconvert(), "dt_bias"_a.noconvert(),
            "gain"_a.noconvert(), "eps"_a)
+      .def("causal_conv",
+           [](Program& program, int x, std::optional<int> product, int out, size_t layer, size_t width,
+              size_t conv_width, Array<const float, 1> conv, Array<const float, 1> bias) {
+             const ConvShape shape = {.layer = layer, .width = width, .conv_width = conv_width, .offset = 0,
+                                      .silu = !product};
+             program.causal_conv(x, shape, {copied(conv), copied(bias)}, product, out);
+           },
+           "x"_a, "product"_a.none(), "out"_a, nb::kw_only(), "layer"_a, "width"_a, "conv_width"_a,
+           "conv"_a.noconvert(), "bias"_a.noconvert())
+      .def("selective_scan",
+           [](Program& program, int x, int dt, int b, int c, int gate, int out, size_t layer, size_t width,
+              size_t state_size, Array<const float, 1> decay, Array<const float, 1> skip) {
+             program.selective_scan({x, dt, b, c, gate, out}, {layer, width, state_size}, {copied(decay), copied(skip)});
+           },
+           "x"_a, "dt"_a, "b"_a, "c"_a, "gate"_a, "out"_a, nb::kw_only(), "layer"_a, "width"_a, "state_size"_a,
+           "decay"_a.noconvert(), "skip"_a.noconvert())
+      .def("mamba2",
+           [](Program& program, int zxbcdt, int mixed, int out, size_t layer, size_t heads, size_t head_dim,
+              size_t state_dim, size_t groups, size_t conv_width, size_t norm_groups, float z_scale, float dt_scale,
+              float dt_min, float dt_max, float eps, Array<const float, 1> conv, Array<const float, 1> conv_bias,
+              Array<const float, 1> decay, Array<const float, 1> dt_bias, Array<const float, 1> skip,
+              Array<const float, 1> gain) {
+             Mamba2Vectors vectors{copied(decay), copied(dt_bias), copied(skip), copied(gain), norm_groups,
+                                   eps, z_scale, dt_scale, dt_min, dt_max};
+             program.mamba2(zxbcdt, {layer, heads, head_dim, state_dim, groups, conv_width},
+                            {copied(conv), copied(conv_bias)}, std::move(vectors), mixed, out);
+           },
+           "zxbcdt"_a, "mixed"_a, "out"_a, nb::kw_only(), "layer"_a, "heads"_a, "head_dim"_a, "state_dim"_a, "groups"_a,
+           "conv_width"_a, "norm_groups"_a, "z_scale"_a, "dt_scale"_a, "dt_min"_a, "dt_max"_a, "eps"_a,
+           "conv"_a.noconvert(), "conv_bias"_a.noconvert(), "decay"_a.noconvert(), "dt_bias"_a.noconvert(),
+           "skip"_a.noconvert(), "gain"_a.noconvert())
       .def("moe",
            [](Program& program, int x, int router_logits, std::vector<std::shared_ptr<const Weight>> up,
               std::vector<std::shared_ptr<const Weight>> down, Array<const float, 1> choice_bias, int out, size_t top_k,
               const std::string& act, const std::string& scoring, bool renormalize, float scale, size_t groups,
-              size_t top_k_groups, const std::string& group_score,
+              size_t top_k_groups, const std::string& group_score, bool weigh_inputs,
               const std::optional<Array<const float, 1>>& expert_scale) {
-             const Routing routing = {up.size(), top_k, scoring_of(scoring), renormalize, scale,
-                                      groups, top_k_groups, group_score == "top2", copied(choice_bias),
+             const Routing routing = {up.size(), top_k, scoring_of(scoring), renormalize, scale, groups, top_k_groups,
+                                      group_score == "top2", copied(choice_bias), weigh_inputs,
                                       expert_scale ? copied(*expert_scale) : std::vector<float>()};
              program.moe(x, router_logits, {std::move(up), std::move(down)}, routing, act, out);
            },
            "x"_a, "router_logits"_a, "up"_a, "down"_a, "choice_bias"_a.noconvert(), "out"_a, nb::kw_only(), "top_k"_a,
            "act"_a,
            "scoring"_a, "renormalize"_a, "scale"_a, "groups"_a, "top_k_groups"_a, "group_score"_a,
-           "expert_scale"_a.none() = nb::none())
+           "weigh_inputs"_a = false, "expert_scale"_a.none() = nb::none())
       .def("per_head_linear", &Program::per_head_linear, "x"_a, "weight"_a, "heads"_a, "passthrough"_a, "out"_a)
       .def("attend_mla",
            [](Program& program, int q, int kv, int out, size_t layer, int angles, Numbers numbers,

@@ -198,8 +198,8 @@ void Program::add_attention(const Attention& a, int q, int keys, int out) {
   cache_.add_layer(a.layer, a.shape());
   scratch_floats_ = std::max(scratch_floats_, a.scratch_floats());
   partial_floats_ = std::max(partial_floats_, a.head_groups() * a.partial_floats());
-  windows_.resize(cache_.layers(), a.window);
-  windows_[a.layer] = longer_window(windows_[a.layer], a.window);
+  windows_.resize(cache_.layers(), a.reach());
+  windows_[a.layer] = longer_window(windows_[a.layer], a.reach());
   causal_ &= a.causal;
   if (!a.shares_kv) phases_.push_back(store_phase(a, keys));
   phases_.push_back(attend_phase(a, q, out));
@@ -336,7 +336,8 @@ void Program::moe(int x, int router_logits, ExpertWeights weights, Routing routi
     permutations_.push_back(permutation);
   else
     permutation = *shared;
-  const Gate gate = act == "silu" && weights.gateable() ? nullptr : gate_of(act);
+  const bool fused = act == "silu" && weights.gated() && weights.gateable();
+  const Activation gate = fused ? nullptr : weights.gated() ? gate_of(act) : activation_of(act);
   const auto moe = std::make_shared<const Moe>(
       Moe{x, router_logits, std::move(routing), std::move(weights), gate, std::move(permutation)});
   for (auto& phase : expert_phases(moe)) phases_.push_back(std::move(phase));

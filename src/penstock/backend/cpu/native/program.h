@@ -14,8 +14,10 @@
 #include "dispatch.h"
 #include "experts.h"
 #include "frame.h"
+#include "mamba2.h"
 #include "pool.h"
 #include "sample.h"
+#include "scan.h"
 #include "weights.h"
 
 namespace penstock {
@@ -59,6 +61,9 @@ class Program {
   void attend(int qkv, const Attention& attention, int out);
   // Norms runs of each part of a row, which are as long as its gain. What follows all parts stays as it is.
   void norm_runs(int x, std::vector<NormedRuns> parts, float eps, int out);
+  // Computes layer norms of q and k, of `dim` values at a time. Gains have a value for each of theirs.
+  void layer_norm_heads(int x, std::vector<float> q_gain, const std::vector<float>& k_gain, size_t dim, float eps,
+                        int out);
   void act_and_mul(int x, int out, const std::string& act);
   void sparse_act_and_mul(int x, int out, const std::string& act, float cutoff);
   void gate_columns(int x, int y, size_t first, int out, const std::string& act);
@@ -77,7 +82,11 @@ class Program {
   void activate(int x, int out, const std::string& act);
   void embed_positions(std::shared_ptr<const Weight> table, int out);
   void sigmoid_mul(int x, int gate, int out);  // x * sigmoid(gate), one for each row or for each value
-  void delta_net(int qkvz, int ba, const DeltaShape& shape, DeltaVectors vectors, int mixed, int out);
+  void delta_net(int qkvz, int ba, const DeltaShape& shape, ConvVectors conv, DeltaVectors vectors, int mixed, int out);
+  // Of the first columns of x or, given a buffer for them, of b * u for rows [b, c, u] of x: then out is c * that.
+  void causal_conv(int x, const ConvShape& shape, ConvVectors vectors, std::optional<int> product, int out);
+  void selective_scan(const ScanBuffers& buffers, const ScanShape& shape, ScanVectors vectors);
+  void mamba2(int zxbcdt, const Mamba2Shape& shape, ConvVectors conv, Mamba2Vectors vectors, int mixed, int out);
   void moe(int x, int router_logits, ExpertWeights weights, Routing routing, const std::string& act, int out);
   // Multiplies each head with its own part of the weight.
   void per_head_linear(int x, std::shared_ptr<const Weight> weight, size_t heads, size_t passthrough, int out);
@@ -114,7 +123,7 @@ class Program {
   void prepare_rows(int buffer);
   void take_rows(int x, const Weight& weight);  // has the rows of x prepared as products with the weight want them
   Gate gate_of(const std::string& act) const;
-  Activation activation_of(const std::string& act) const;
+  Activation activation_of(const std::string& act) const;  // of values that are not gated
   void add_attention(const Attention& attention, int q, int keys, int out);
   void check_rows(const Step& step) const;
   void check_tokens() const;

@@ -21,13 +21,14 @@ void Program::sigmoid_mul(int x, int gate, int out) {
   });
 }
 
-void Program::delta_net(int qkvz, int ba, const DeltaShape& shape, DeltaVectors vectors, int mixed, int out) {
+void Program::delta_net(int qkvz, int ba, const DeltaShape& shape, ConvVectors conv, DeltaVectors vectors, int mixed,
+                        int out) {
   require(shape.k_heads && shape.v_heads <= 65536 && shape.v_heads && shape.v_heads % shape.k_heads == 0,
           "a delta net needs a multiple of its key heads as value heads");
   require(shape.k_dim && shape.v_dim && shape.k_dim <= 65536 && shape.v_dim <= 65536, "a head has 1 to 65536 values");
-  require(shape.conv_width >= 1 && shape.conv_width <= MAX_CONV_WIDTH, "a convolution sees 1 to 16 positions");
-  require(vectors.conv.size() == shape.conv_width * shape.width() && vectors.decay.size() == shape.v_heads &&
-              vectors.dt.size() == shape.v_heads && vectors.gain.size() == shape.v_dim,
+  check(shape.conv(), conv);
+  require(vectors.decay.size() == shape.v_heads && vectors.dt.size() == shape.v_heads &&
+              vectors.gain.size() == shape.v_dim,
           "a vector of a delta net has another size than its shape says");
   at(qkvz, Symbol::T, shape.width() + shape.v_width());
   at(ba, Symbol::T, 2 * shape.v_heads);
@@ -36,9 +37,32 @@ void Program::delta_net(int qkvz, int ba, const DeltaShape& shape, DeltaVectors 
   states_.add_layer(shape.layer, shape.state_floats());
   scratch_floats_ = std::max(scratch_floats_, shape.scratch_floats());
   const auto shared = std::make_shared<const DeltaVectors>(std::move(vectors));
-  phases_.push_back(convolve_phase(shape, shared, qkvz, mixed));
+  phases_.push_back(convolve_phase(shape.conv(), std::make_shared<const ConvVectors>(std::move(conv)), qkvz, mixed));
   phases_.push_back(delta_rule_phase(shape, shared, qkvz, mixed, ba, out));
   prepare_rows(out);
+}
+
+void Program::mamba2(int zxbcdt, const Mamba2Shape& shape, ConvVectors conv, Mamba2Vectors vectors, int mixed, int out) {
+  require(shape.groups && shape.heads && shape.heads <= 65536 && shape.heads % shape.groups == 0,
+          "Mamba2 needs a multiple of its groups as heads");
+  require(shape.head_dim && shape.state_dim && shape.head_dim <= 65536 && shape.state_dim <= 65536,
+          "a head and its state have 1 to 65536 values");
+  check(shape.conv(), conv);
+  require(vectors.decay.size() == shape.heads && vectors.dt_bias.size() == shape.heads &&
+              vectors.skip.size() == shape.heads && (vectors.gain.empty() || vectors.gain.size() == shape.inner()),
+          "a vector of Mamba2 has another size than its shape says");
+  require(vectors.norm_groups && shape.inner() % vectors.norm_groups == 0, "a norm's groups divide its width");
+  require(vectors.dt_min <= vectors.dt_max, "the least time step is not above the greatest");
+  at(zxbcdt, Symbol::T, shape.in_width());
+  at(mixed, Symbol::T, shape.width());
+  at(out, Symbol::T, shape.inner());
+  states_.add_layer(shape.layer, shape.state_floats());
+  scratch_floats_ = std::max(scratch_floats_, shape.scratch_floats());
+  const auto shared = std::make_shared<const Mamba2Vectors>(std::move(vectors));
+  phases_.push_back(
+      convolve_phase(shape.conv(), std::make_shared<const ConvVectors>(std::move(conv)), zxbcdt, mixed));
+  phases_.push_back(selective_scan_phase(shape, shared, zxbcdt, mixed, out));
+  each_row(out, [=](const Frame& frame, size_t token) { gate_and_norm(frame, shape, *shared, zxbcdt, out, token); });
 }
 
 void Program::move_states(std::vector<StateMove> moves) {

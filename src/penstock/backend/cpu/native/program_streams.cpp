@@ -31,7 +31,7 @@ void Program::sparse_act_and_mul(int x, int out, const std::string& act, float c
     const float* row = frame.buffers[size_t(x)].row(r);
     frame.kernels.streams.cut_off(row, to.width, cutoff, to.row(r));
     activate(to.row(r), to.width, to.row(r));
-    frame.kernels.streams.multiply(to.row(r), row + to.width, to.width, to.row(r));
+    frame.kernels.mamba.multiply(to.row(r), row + to.width, to.width, to.row(r));
   });
 }
 
@@ -42,7 +42,7 @@ void Program::gate_columns(int x, int y, size_t first, int out, const std::strin
   each_row(out, [=, activate = activation_of(act)](const Frame& frame, size_t r) {
     const Buffer& to = frame.buffers[size_t(out)];
     activate(frame.buffers[size_t(x)].row(r), to.width, to.row(r));
-    frame.kernels.streams.multiply(to.row(r), frame.buffers[size_t(y)].row(r) + first, to.width, to.row(r));
+    frame.kernels.mamba.multiply(to.row(r), frame.buffers[size_t(y)].row(r) + first, to.width, to.row(r));
   });
 }
 
@@ -56,7 +56,7 @@ void Program::take_columns(int x, size_t first, std::vector<float> gain, int out
     if (gain.empty())
       std::copy_n(from, to.width, to.row(r));
     else
-      frame.kernels.streams.multiply(from, gain.data(), to.width, to.row(r));
+      frame.kernels.mamba.multiply(from, gain.data(), to.width, to.row(r));
   });
 }
 

@@ -1,6 +1,7 @@
 // Holds the recurrent states of sequences: one for each slot and, after them, saved ones.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -39,6 +40,42 @@ class States {
   std::vector<float*> base_;  // of each layer
   size_t count_ = 0;
   Memory memory_;
+};
+
+// A part of a row's state, such as the memory of one head: `count` floats that begin after `offset`.
+class StatePart {
+ public:
+  StatePart(const States& states, const RowState& row, size_t layer, size_t offset, size_t count)
+      : states_(states), row_(row), layer_(layer), offset_(offset), count_(count) {}
+
+  float* own() const { return at(row_.own); }
+
+  // Takes the part through the row's tokens: `run(token, count)` computes up to `most` of them at once.
+  template <class Run>
+  void walk(size_t first, size_t last, size_t most, Run run) const {
+    const size_t saved = row_.save == NO_STATE ? last : first + size_t(row_.after);
+    begin();
+    for (size_t token = first; token < last;) {
+      const size_t count = std::min(most, (token < saved ? saved : last) - token);
+      run(token, count);
+      token += count;
+      if (token == saved && row_.save != NO_STATE) std::copy_n(own(), count_, at(row_.save));
+    }
+  }
+
+ private:
+  float* at(int32_t state) const { return states_.at(layer_, state) + offset_; }
+
+  void begin() const {
+    if (row_.begin == NO_STATE)
+      std::fill_n(own(), count_, 0.0f);
+    else if (row_.begin != row_.own)
+      std::copy_n(at(row_.begin), count_, own());
+  }
+
+  const States& states_;
+  const RowState& row_;
+  size_t layer_, offset_, count_;
 };
 
 }  // namespace penstock

@@ -46,6 +46,9 @@ class AttentionOptions(NamedTuple):
     sinks: bool = False  # each head has a logit that takes part in the softmax and gives nothing
     causal: bool = True
     q_gain: bool = False  # rotated queries are multiplied by a vector as wide as a head
+    chunk: int = 0  # above 0: nothing is seen before the chunk of so many positions that a token is in
+    temperature: float = 0.0  # see `temperature_of`
+    temperature_span: int = 1
 
 
 class Rotation(NamedTuple):
@@ -77,6 +80,12 @@ class DecodeConfig(NamedTuple):
 def with_gain(q, q_gain, d, DIMS: tl.constexpr):
     """Returns rotated queries [QUERIES, BLOCK_D] times the gain of each dimension."""
     return (q.to(tl.float32) * tl.load(q_gain + d, d < DIMS, 0.0)[None, :]).to(q.dtype)
+
+
+@triton.jit
+def temperature_of(length, OPTIONS: tl.constexpr):
+    """Returns what scores of queries are multiplied by that see `length` positions, themselves included."""
+    return 1.0 + OPTIONS.temperature * tl.log((length // OPTIONS.temperature_span + 1).to(tl.float32))
 
 
 @triton.jit
@@ -159,6 +168,10 @@ def _decode_attention(
     table = table_of(kv, row)
     if OPTIONS.window:
         begin = tl.maximum(begin, length - OPTIONS.window)
+    if OPTIONS.chunk:
+        begin = tl.maximum(begin, (length - 1) // OPTIONS.chunk * OPTIONS.chunk)
+    if OPTIONS.temperature > 0:
+        scale *= temperature_of(length, OPTIONS)
 
     query = tl.arange(0, CONFIG.queries)
     kept = tl.arange(0, SHAPE.block_d)  # the dimensions of what is found
@@ -257,13 +270,17 @@ def decode_attention(
     sinks: Any | None = None,
     q_gain: Any | None = None,
     *,
+    chunk: int = 0,
+    temperature: float = 0.0,
+    temperature_span: int = 1,
     tiling: tuple[int, int, int],  # positions at a time, warps, stages
 ) -> None:
     """Attends with single tokens. splits [P, 8]: token (-1: none), row of tables, begin, end, length of the whole
     context, how many splits it has and the first of them; header[0] is the width of tables. Without `rotation`, queries
     are rotated and keys stored already."""
     shape = shape_of(cache, qkv, out)
-    options = AttentionOptions(window, soft_cap > 0, sinks is not None, q_gain=q_gain is not None)
+    others = chunk, temperature, temperature_span
+    options = AttentionOptions(window, soft_cap > 0, sinks is not None, True, q_gain is not None, *others)
     # Activations of 32 bits want more than the float16 that is used over 8 bits.
     kv8 = scales is not None and not soft_cap and qkv.element_size() == 2
     tile, warps, stages = tiling

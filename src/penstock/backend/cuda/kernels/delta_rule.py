@@ -13,21 +13,13 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from penstock.backend.cuda.kernels.causal_conv import ROW_FIELDS, ConvSizes, StateRows, store_conv_state, window
 from penstock.backend.cuda.kernels.pdl import launch_options, let_next_start, wait_for_previous
 from penstock.backend.cuda.kernels.silu_and_mul import silu
 from penstock.model.ops import DeltaWeights
 from penstock.model.recurrence import DeltaSpec
 
-# first token, tokens, own state, state to begin with or -1, state to save to or -1, after how many tokens
-ROW_FIELDS = 8
 COLUMNS = 16  # of a state, in one program
-
-
-class StateRows(NamedTuple):
-    """Holds the rows of a step, and which of them each token belongs to."""
-
-    numbers: Any  # [R, ROW_FIELDS]
-    of_tokens: Any  # [T] the row of each token, -1 for one that only pads
 
 
 class HeadSizes(NamedTuple):
@@ -40,17 +32,6 @@ class HeadSizes(NamedTuple):
     taps: int  # width of the convolution
     padded_taps: int  # rounded up to a power of two
     fields: int = ROW_FIELDS
-
-
-@triton.jit
-def _window(x, stride, before, width, exists, end, channel, inside, TAPS: tl.constexpr, PADDED: tl.constexpr):
-    """Returns the inputs of the convolution that ends before token `end` of a row; those before the row are of its
-    state."""
-    tap = tl.arange(0, PADDED)[:, None]
-    index = end - TAPS + tap
-    known = inside & (tap < TAPS)
-    mine = tl.load(x + index * stride + channel, known & (index >= 0), 0.0).to(tl.float32)
-    return mine + tl.load(before + (index + TAPS - 1) * width + channel, known & (index < 0) & exists, 0.0)
 
 
 @triton.jit
@@ -92,7 +73,7 @@ def _short_conv(
         tap = tl.arange(0, SIZES.padded_taps)[:, None]
         taps = tl.load(conv + channel * TAPS + tap, inside[None, :] & (tap < TAPS), 0.0)
         x, end = qkvz + first * STRIDE, token - first + 1
-        seen = _window(x, STRIDE, before, WIDTH, begin >= 0, end, channel, inside[None, :], TAPS, SIZES.padded_taps)
+        seen = window(x, STRIDE, before, WIDTH, begin >= 0, end, channel, inside[None, :], TAPS, SIZES.padded_taps)
         value = silu(tl.sum(seen * taps, 0))
         if is_key:
             value = value / tl.sqrt(tl.sum(value * value, 0) + 1e-6)
@@ -162,34 +143,6 @@ def _delta_rule(
 
 
 @triton.jit
-def _store_conv_state(
-    qkvz, states, rows, state_stride, offset, width, stride, SIZES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
-    """Stores what the convolution of the next step begins with, `offset` floats from the start of a state."""
-    let_next_start(PDL)
-    wait_for_previous(PDL)
-    TAPS: tl.constexpr = SIZES.taps
-    PADDED: tl.constexpr = SIZES.padded_taps
-    row = rows + tl.program_id(0) * SIZES.fields
-    count = tl.load(row + 1)
-    if count > 0:
-        x = qkvz + tl.load(row).to(tl.int64) * stride
-        own = tl.load(row + 2).to(tl.int64)
-        begin = tl.load(row + 3).to(tl.int64)
-        save = tl.load(row + 4).to(tl.int64)
-        channel = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
-        tap = tl.arange(0, PADDED)[:, None]
-        inside = (channel < width) & (tap > 0) & (tap < TAPS)
-        before = states + begin * state_stride + offset
-        saved = _window(x, stride, before, width, begin >= 0, tl.load(row + 5), channel, inside, TAPS, PADDED)
-        last = _window(x, stride, before, width, begin >= 0, count, channel, inside, TAPS, PADDED)
-        tl.debug_barrier()  # a state that begins with itself is read whole before it is written
-        place = offset + (tap - 1) * width + channel
-        tl.store(states + save * state_stride + place, saved, inside & (save >= 0))
-        tl.store(states + own * state_stride + place, last, inside)
-
-
-@triton.jit
 def _gated_norm(raw, qkvz, gain, out, eps, width, V_DIM: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Norms each head of what was read from states, and gates it by silu(z)."""
     let_next_start(PDL)
@@ -251,10 +204,8 @@ def delta_net(
         COLUMNS=columns,
         **options,
     )
-    if spec.conv_width > 1:
-        widths = spec.k_dim * spec.v_width, spec.width, spec.width + spec.v_width
-        grid = (len(rows.numbers), triton.cdiv(spec.width, 256))
-        _store_conv_state[grid](qkvz, states, rows.numbers, stride, *widths, SIZES=sizes, BLOCK=256, **options)
+    conv = ConvSizes.of(spec.conv_width, spec.width, spec.width + spec.v_width, spec.k_dim * spec.v_width)
+    store_conv_state(qkvz, conv, states, rows)
     block = triton.next_power_of_2(spec.v_dim)
     normed = scratch.raw, qkvz, weights.gain, out, eps, spec.width
     _gated_norm[(len(out), spec.v_heads)](*normed, V_DIM=spec.v_dim, BLOCK=block, **options)

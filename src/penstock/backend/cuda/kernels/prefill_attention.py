@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from penstock.backend.cuda.kernels.decode_attention import AttentionOptions, sink_of, with_gain
+from penstock.backend.cuda.kernels.decode_attention import AttentionOptions, sink_of, temperature_of, with_gain
 from penstock.backend.cuda.kernels.kv8 import largest_of
 from penstock.backend.cuda.kernels.kv_tile import (
     LOG2E,
@@ -117,6 +117,8 @@ def _prefill_attention(qkv, kv, tiles, out, sinks, q_gain, scale, cap, CONFIG: t
     q = tl.load(qkv + row[:, None] * SHAPE.dims + d[None, :], wanted, 0.0)  # [CONFIG.queries, BLOCK_D]
     if OPTIONS.q_gain:
         q = with_gain(q, q_gain, d, SHAPE.dims)
+    if OPTIONS.temperature > 0:
+        scale = (scale * temperature_of(own + 1, OPTIONS))[:, None]
 
     softmax = no_scores(CONFIG.queries, SHAPE.block_d)
     begin = 0
@@ -130,6 +132,9 @@ def _prefill_attention(qkv, kv, tiles, out, sinks, q_gain, scale, cap, CONFIG: t
             whole = begin
     elif OPTIONS.window:
         begin = tl.maximum(first - OPTIONS.window + 1, 0) // TILE * TILE
+        whole = begin
+    elif OPTIONS.chunk:
+        begin = first // OPTIONS.chunk * OPTIONS.chunk // TILE * TILE
         whole = begin
     else:
         whole = (first + 1) // TILE * TILE  # up to here every query sees everything
@@ -145,6 +150,8 @@ def _prefill_attention(qkv, kv, tiles, out, sinks, q_gain, scale, cap, CONFIG: t
         seen = position < end
         if OPTIONS.window:
             seen = seen & (position > first - OPTIONS.window)  # tables name any block at all before that
+        if OPTIONS.chunk:
+            seen = seen & (position >= first // OPTIONS.chunk * OPTIONS.chunk)
         line = line_of(block, position, kv_head, SHAPE)
         block = load_blocks(table, position + TILE, end, SHAPE.block_size)
         inside = seen[:, None] & (d < SHAPE.dims)[None, :]
@@ -157,6 +164,8 @@ def _prefill_attention(qkv, kv, tiles, out, sinks, q_gain, scale, cap, CONFIG: t
                 visible = visible & (distance > -OPTIONS.window)
         if OPTIONS.window:
             visible = visible & (distance < OPTIONS.window)
+        if OPTIONS.chunk:
+            visible = visible & (position[None, :] >= (own // OPTIONS.chunk * OPTIONS.chunk)[:, None])
         softmax = _fold(q, keys, values, scales, visible, scale, cap, softmax, True, CONFIG)
 
     highest, total, mix = softmax
@@ -180,13 +189,17 @@ def prefill_attention(
     sinks: Any | None = None,
     q_gain: Any | None = None,
     *,
+    chunk: int = 0,
+    temperature: float = 0.0,
+    temperature_span: int = 1,
     tiling: tuple[int, int, int],  # positions at a time, warps, stages
 ) -> None:
     """Attends with runs of tokens. tiles [Q, 5]: first token (-1: none), row of tables, its position, how many tokens,
     how many positions their row has reached; header[0] is the width of tables."""
     shape = shape_of(cache, qkv, out)
     kv = PagedKv(cache, tiles if scales is None else scales, tables, header)
-    options = AttentionOptions(window, soft_cap > 0, sinks is not None, causal, q_gain is not None)
+    others = chunk, temperature, temperature_span
+    options = AttentionOptions(window, soft_cap > 0, sinks is not None, causal, q_gain is not None, *others)
     tile, warps, stages = tiling
     _prefill_attention[(shape.kv_heads, len(tiles))](
         *(qkv, kv, tiles, out, tiles if sinks is None else sinks, tiles if q_gain is None else q_gain),

@@ -1,0 +1,172 @@
+"""Mamba2: each row's tokens pass one by one through the states of its heads, which stay in registers.
+
+A head's state [state_dim, head_dim] decays by one number for each token and takes in the outer product of B and x * dt;
+C reads it. Its columns depend on nothing but themselves, B and C, so a program has a few columns of one head. Rows that
+only pad a step have no tokens, and touch no state.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from penstock.backend.cuda.kernels.causal_conv import ROW_FIELDS, ConvSizes, StateRows, causal_conv, store_conv_state
+from penstock.backend.cuda.kernels.pdl import launch_options, let_next_start, wait_for_previous
+from penstock.backend.cuda.kernels.silu_and_mul import silu
+from penstock.model.ops import Mamba2Weights
+from penstock.model.recurrence import Mamba2Spec
+
+COLUMNS = 16  # of a state, in one program
+
+
+class ScanSizes(NamedTuple):
+    """Holds the constants of a selective scan."""
+
+    heads: int
+    head_dim: int
+    state_dim: int
+    groups: int
+    fields: int = ROW_FIELDS
+
+
+class Mamba2Scratch(NamedTuple):
+    """Holds what the kernels of one step leave for each other, in float32."""
+
+    mixed: Any  # [T, x + B + C] convolved
+    raw: Any  # [T, x] read from states
+
+
+@triton.jit
+def _time_step(x, least, most):
+    """Returns softplus(x), clamped."""
+    dt = tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
+    return tl.minimum(tl.maximum(dt, least), most)
+
+
+@triton.jit
+def _selective_scan(
+    mixed,
+    zxbcdt,
+    rates,
+    dt_bias,
+    skip,
+    states,
+    rows,
+    out,
+    state_stride,
+    dt_scale,
+    dt_min,
+    dt_max,
+    SIZES: tl.constexpr,
+    STATE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Takes some columns of one head's state through the tokens of one row."""
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    HEADS: tl.constexpr = SIZES.heads
+    HEAD_DIM: tl.constexpr = SIZES.head_dim
+    STATE_DIM: tl.constexpr = SIZES.state_dim
+    INNER: tl.constexpr = HEADS * HEAD_DIM
+    WIDTH: tl.constexpr = INNER + 2 * SIZES.groups * STATE_DIM
+    STRIDE: tl.constexpr = INNER + WIDTH + HEADS
+    row = rows + tl.program_id(0) * SIZES.fields
+    count = tl.load(row + 1)
+    if count > 0:
+        first = tl.load(row).to(tl.int64)
+        own, begin = tl.load(row + 2).to(tl.int64), tl.load(row + 3).to(tl.int64)
+        save, after = tl.load(row + 4).to(tl.int64), tl.load(row + 5)
+        head = tl.program_id(1)
+        group = head // (HEADS // SIZES.groups)
+        i = tl.arange(0, STATE)
+        column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+        inside = (i < STATE_DIM)[:, None] & (column < HEAD_DIM)[None, :]
+        place = head * STATE_DIM * HEAD_DIM + i[:, None] * HEAD_DIM + column[None, :]
+        state = tl.load(states + begin * state_stride + place, inside & (begin >= 0), 0.0)
+        rate, bias, direct = tl.load(rates + head), tl.load(dt_bias + head), tl.load(skip + head)
+        inputs = mixed + first * WIDTH + head * HEAD_DIM + column
+        keys = mixed + first * WIDTH + INNER + group * STATE_DIM + i
+        delays = zxbcdt + first * STRIDE + INNER + WIDTH + head
+        to = out + first * INNER + head * HEAD_DIM + column
+        for token in range(count):
+            x = tl.load(inputs + token * WIDTH, column < HEAD_DIM, 0.0)
+            b = tl.load(keys + token * WIDTH, i < STATE_DIM, 0.0)
+            c = tl.load(keys + token * WIDTH + SIZES.groups * STATE_DIM, i < STATE_DIM, 0.0)
+            raw = tl.load(delays + token * STRIDE).to(tl.float32) * dt_scale + bias
+            dt = _time_step(raw, dt_min, dt_max)
+            state = state * tl.exp(rate * dt) + b[:, None] * (x * dt)[None, :]
+            tl.store(to + token * INNER, tl.sum(state * c[:, None], 0) + direct * x, column < HEAD_DIM)
+            if (token + 1 == after) & (save >= 0):
+                tl.store(states + save * state_stride + place, state, inside)
+        tl.store(states + own * state_stride + place, state, inside)
+
+
+@triton.jit
+def _gate_and_norm(
+    raw,
+    zxbcdt,
+    gain,
+    out,
+    eps,
+    z_scale,
+    stride,
+    inner,
+    width,
+    NORM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Gates what was read from states by silu(z), and norms `width` values of one token."""
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, BLOCK)
+    column = tl.program_id(1) * width + d
+    inside = (d < width) & (column < inner)
+    value = tl.load(raw + token * inner + column, inside, 0.0)
+    z = tl.load(zxbcdt + token * stride + column, inside, 0.0).to(tl.float32)
+    value = value * silu(z * z_scale)
+    if NORM:
+        value = value / tl.sqrt(tl.sum(value * value, 0) / width + eps) * tl.load(gain + column, inside, 0.0)
+    tl.store(out + token * inner + column, value.to(out.dtype.element_ty), inside)
+
+
+def mamba2(
+    zxbcdt: Any,
+    weights: Mamba2Weights,
+    spec: Mamba2Spec,
+    states: Any,
+    rows: StateRows,
+    scratch: Mamba2Scratch,
+    out: Any,
+) -> None:
+    """Computes Mamba2: [T, z + x + B + C + dt] -> [T, x]; `states` is [states, state_floats] float32."""
+    conv = ConvSizes.of(spec.conv_width, spec.width, spec.in_width, spec.state_dim * spec.inner, column=spec.inner)
+    causal_conv(zxbcdt, weights.conv, weights.conv_bias, conv, states, rows, scratch.mixed)
+    columns = min(COLUMNS, triton.next_power_of_2(spec.head_dim))
+    _selective_scan[(len(rows.numbers), spec.heads, triton.cdiv(spec.head_dim, columns))](
+        *(scratch.mixed, zxbcdt, weights.decay, weights.dt_bias, weights.skip, states, rows.numbers, scratch.raw),
+        *(states.stride(0), spec.dt_scale, spec.dt_min, spec.dt_max),
+        SIZES=ScanSizes(spec.heads, spec.head_dim, spec.state_dim, spec.groups),
+        STATE=triton.next_power_of_2(spec.state_dim),
+        COLUMNS=columns,
+        **launch_options(1),
+    )
+    store_conv_state(zxbcdt, conv, states, rows)
+    gate_and_norm(zxbcdt, weights, spec, scratch.raw, out)
+
+
+def gate_and_norm(zxbcdt: Any, weights: Mamba2Weights, spec: Mamba2Spec, raw: Any, out: Any) -> None:
+    """Computes raw * silu(z) and, where there is a gain, the norm of it."""
+    normed = weights.gain is not None
+    width = spec.inner // spec.norm_groups if normed else min(spec.inner, 1024)
+    block = triton.next_power_of_2(width)
+    _gate_and_norm[(len(out), triton.cdiv(spec.inner, width))](
+        *(raw, zxbcdt, weights.gain if normed else raw, out, spec.eps, spec.z_scale, spec.in_width, spec.inner, width),
+        NORM=normed,
+        BLOCK=block,
+        **launch_options(min(max(block // 512, 1), 8)),
+    )

@@ -1,0 +1,85 @@
+"""`penstock create` and `penstock cp` give models further names, with settings of their own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from penstock.cli.command import Argument, Option
+from penstock.cli.terminal import note
+
+if TYPE_CHECKING:
+    from penstock.store import DerivedModel
+
+NewName = Annotated[str, Argument(metavar="NAME", help="Name of the new model.")]
+
+
+def create(
+    name: NewName,
+    *,
+    file: Annotated[str, Option(help="The Modelfile.", short="-f")] = "Modelfile",
+) -> None:
+    """Make a model of another one: with a system prompt, a template, parameters or adapters of its own.
+
+      penstock create pirate -f Modelfile
+      penstock run pirate "Where is the treasure?"
+
+    A Modelfile has lines that begin with FROM (needed), SYSTEM, TEMPLATE, PARAMETER, MESSAGE, ADAPTER and LICENSE, as
+    Ollama's have. FROM names a model or a file. Nothing is copied.
+    """
+    from penstock.errors import ModelNotFound
+    from penstock.store import read_modelfile, save_derived
+
+    path = Path(file).expanduser()
+    if not path.is_file():
+        raise ModelNotFound(f"there is no Modelfile {file!r}: write one, or name it with -f")
+    made = read_modelfile(path.read_text())
+    adapters = [str(_beside(path, adapter)) for adapter in made.adapters]
+    root = _root(made.base, path)
+    save_derived(
+        replace(
+            root,
+            name=name.removesuffix(":latest"),
+            adapters=[*root.adapters, *adapters],
+            system=made.system or root.system,
+            template=made.template or root.template,
+            parameters=root.parameters | made.parameters,
+            messages=made.messages or root.messages,
+            license=made.license or root.license,
+        )
+    )
+    note(f"created {name} from {made.base}")
+
+
+def cp(source: Annotated[str, Argument(metavar="MODEL", help="A model of the store.")], name: NewName) -> None:
+    """Give a model of the store another name. Its files are not copied.
+
+    penstock cp smollm2 gpt-4o
+    """
+    from penstock.store import save_derived
+
+    save_derived(replace(_root(source, None), name=name.removesuffix(":latest")))
+    note(f"{name} is another name of {source}")
+
+
+def _root(ref: str, modelfile: Path | None) -> DerivedModel:
+    """Returns what a new model begins as: the derived model of that name, or an unchanged model or file."""
+    from penstock.errors import ModelNotFound
+    from penstock.store import DerivedModel, find, find_derived
+
+    path, plain = _beside(modelfile, ref), ref.removesuffix(":latest")
+    if path.exists():
+        return DerivedModel(name="", base=path.stem if path.is_file() else path.name, path=str(path))
+    if derived := find_derived(plain):
+        return derived
+    entry = find(plain)
+    if entry is None:
+        raise ModelNotFound(f"{ref!r} is not in the store: run `penstock pull {ref}` first")
+    return DerivedModel(name="", base=entry.name)
+
+
+def _beside(modelfile: Path | None, ref: str) -> Path:
+    """Returns a path, which is relative to the Modelfile that names it."""
+    path = Path(ref).expanduser()
+    return path.absolute() if modelfile is None else (modelfile.absolute().parent / path).resolve()

@@ -1,0 +1,117 @@
+"""Finds the models that `penstock serve` serves, and says how each is loaded."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from penstock.cli import options
+from penstock.cli.terminal import obtain
+
+if TYPE_CHECKING:
+    from penstock.ipc.launchers import Launcher
+    from penstock.server.models import ModelSource
+    from penstock.store import DerivedModel
+    from penstock.text import Text
+
+OVERHEAD = 1.1  # times the size of the files that weights take in memory, at most
+
+
+class FoundModel(NamedTuple):
+    """Says what a model is called, what it was asked for as, and where its files are."""
+
+    name: str
+    ref: str
+    path: Path
+
+
+class TextChanges(NamedTuple):
+    """Says what replaces a model's own template and sampling."""
+
+    template: str
+    sampling: dict[str, Any]
+
+
+def served_models(refs: Sequence[str], models_dir: str, name: str) -> list[FoundModel]:
+    """Returns the models that the words on the command line mean: those named, those of a folder, else all of the
+    store, else the default one. Models that are named are fetched first."""
+    from penstock.errors import ConfigError
+    from penstock.store import stored_names
+
+    named = [obtained(ref) for ref in refs]
+    folder = in_folder(Path(models_dir).expanduser()) if models_dir else []
+    found = [*named, *folder]
+    if not found:
+        found = [obtained(ref) for ref in stored_names()] or [obtained(options.DEFAULT_MODEL)]
+    if name:
+        found[0] = found[0]._replace(name=name)
+    names = [each.name for each in found]
+    if twice := [each for each in names if names.count(each) > 1]:
+        raise ConfigError(f"two models would be called {twice[0]!r}: rename a file, or name the first with --name")
+    return found
+
+
+def obtained(ref: str) -> FoundModel:
+    path = obtain(ref)
+    return FoundModel(short_name(ref, path), ref, path)
+
+
+def in_folder(folder: Path) -> list[FoundModel]:
+    """Returns the models in a folder: GGUF files, of split ones the first, and folders with a config.json."""
+    from penstock.errors import ModelNotFound
+
+    if not folder.is_dir():
+        raise ModelNotFound(f"--models-dir {folder} is not a folder")
+    files = [path for path in sorted(folder.glob("*.gguf")) if "-of-" not in path.stem or "-00001-of-" in path.stem]
+    folders = [path.parent for path in sorted(folder.glob("*/config.json"))]
+    return [FoundModel(path.stem if path.is_file() else path.name, str(path), path) for path in (*files, *folders)]
+
+
+def source_of(
+    found: FoundModel, engine: dict[str, Any], text: TextChanges, launcher: Launcher, kv_memory: int
+) -> ModelSource:
+    """Returns how a model is loaded. `kv_memory` is what its KV cache takes if no option says otherwise."""
+    from penstock.config import configure
+    from penstock.ipc.spawn import ProcessClient
+    from penstock.server.models import ModelSource
+    from penstock.store import size_of
+
+    config = configure(found.path, ({"kv_memory": kv_memory} if kv_memory else {}) | engine, name=found.name)
+    load = partial(_load_text, found, config.config, text)
+    expected = int(size_of(found.path) * OVERHEAD) + config.kv_memory
+    client = partial(ProcessClient, config, launcher)
+    return ModelSource(found.name, client, load, found.path, _derived(found), expected)
+
+
+def _derived(found: FoundModel) -> DerivedModel | None:
+    """Returns the settings of a model that is derived, by the name that it is served by."""
+    from penstock.store import find_derived
+
+    derived = find_derived(found.ref)
+    return None if derived is None else replace(derived, name=found.name)
+
+
+def _load_text(found: FoundModel, fields: Sequence[str], changes: TextChanges) -> Text:
+    """Loads the tokenizer, the chat template and the sampling defaults. The options replace the model's own. Warns
+    about a model that comes without a template."""
+    from penstock.model.load import load_text
+
+    text = load_text(found.path, fields).with_sampling(changes.sampling)
+    if changes.template:
+        return text.with_template_text(changes.template)
+    if text.template is None and not text.tokenizer.closing:  # an encoder has tokens that close a text, and no chats
+        print(f"{found.name} has no chat template: chats are rendered as ChatML (see --chat-template)", file=sys.stderr)
+    return text
+
+
+def short_name(model: str, path: Path) -> str:
+    """Returns the name that the model is served by."""
+    from penstock.store import find, find_derived
+
+    if find_derived(model) or find(model):
+        return model.removesuffix(":latest")
+    return path.stem if path.is_file() else path.resolve().name

@@ -1,0 +1,1 @@
+"""Serves the routes by which clients of llama-swap see and unload models."""

@@ -1,0 +1,38 @@
+"""Finds the model of the server that a derived model is under another name, and gives it that one's settings: a system
+prompt, messages, a template and parameters. What a request says itself takes precedence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from penstock import store
+from penstock.server.models.entry import ModelEntry
+from penstock.server.ollama.fields import read_messages
+from penstock.server.request_context import RequestContext
+from penstock.server.served_model import ServedModel
+from penstock.store import DerivedModel
+from penstock.text.ollama_template import OllamaTemplate
+from penstock.text.sampling_defaults import defaults_in_modelfile
+
+
+def serves(name: str, path: Path | None, derived: DerivedModel) -> bool:
+    """Returns whether a derived model is the model of this name and path under another name."""
+    if derived.base and derived.base == name:
+        return True
+    return path is not None and store.derived_path(derived) == path
+
+
+def base_of(entries: Iterable[ModelEntry], derived: DerivedModel) -> ModelEntry | None:
+    """Returns which of the models a derived one is under another name; None: there is none."""
+    return next((entry for entry in entries if serves(entry.name, entry.source.path, derived)), None)
+
+
+def derive(served: ServedModel, derived: DerivedModel) -> ServedModel:
+    """Returns the model with the name and the settings of one that is derived from it."""
+    text = served.text.with_sampling(defaults_in_modelfile(derived.parameters))
+    if derived.template:
+        text = text.with_template(OllamaTemplate(derived.template))
+    system = [{"role": "system", "content": derived.system}] if derived.system else []
+    text = text.with_preamble([*system, *read_messages(RequestContext(), derived.messages)])
+    return served._replace(name=derived.name, text=text, derived=derived)
