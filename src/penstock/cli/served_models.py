@@ -80,7 +80,8 @@ def source_of(
     from penstock.server.models import ModelSource
     from penstock.store import size_of
 
-    config = configure(found.path, ({"kv_memory": kv_memory} if kv_memory else {}) | engine, name=found.name)
+    given = engine if engine.get("kv_memory") else engine | {"kv_memory": kv_memory}
+    config = configure(found.path, given, name=found.name)
     load = partial(_load_text, found, config.config, text)
     expected = int(size_of(found.path) * OVERHEAD) + config.kv_memory
     client = partial(ProcessClient, config, launcher)

@@ -153,4 +153,11 @@ def _reserve(config: Config, checkpoint: Checkpoint, backend: Backend) -> tuple[
             config = replace(config, kv_memory=config.kv_memory * 7 // 8)
         else:
             break
-    return limits, group_token
+    kept = limits.num_blocks * limits.block_size * group_token + all_states(limits) * needs.state_bytes
+    return limits._replace(memory=weight_bytes(checkpoint, backend) + kept), group_token
+
+
+def weight_bytes(checkpoint: Checkpoint, backend: Backend) -> int:
+    """Returns the bytes that the weights take as the backend stores them."""
+    tensors = checkpoint.tensors.values()
+    return int(sum(backend.stored_as(tensor).bytes(tensor) for tensor in tensors))

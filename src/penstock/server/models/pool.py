@@ -229,6 +229,8 @@ class ModelPool:
         else:
             entry.served = self._served(entry.source, client, text)
             entry.state, entry.error = ModelState.AWAKE, ""
+            if client.hello is not None and client.hello.limits.memory:
+                entry.bytes = client.hello.limits.memory
             return entry.served
         finally:
             entry.loading = None
